@@ -370,6 +370,7 @@ def figure(
     width:float=6.0,   # inches
     height:float=2.6,  # inches
     columns:int=1,     # axes side by side
+    show:bool=True,    # display it at the end
 ):                     # yields one axes or an array of them
     "One small, quiet style for all pictures: labelled axes, light grid, no box."
     import matplotlib.pyplot as plt
@@ -378,7 +379,7 @@ def figure(
     with plt.rc_context(style):
         fig, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
         yield axes
-        plt.show()
+        if show: plt.show()
 
 # %% ../nbs/00_core.ipynb #225e40ba
 _BOOT = "import sys, cloudpickle\nwith open(sys.argv[1], 'rb') as f: main = cloudpickle.load(f)\nmain(int(sys.argv[2]))"
