@@ -1,0 +1,65 @@
+# make demo   see it work          make lab      open JupyterLab
+# make test   everything CI runs   make check    the quick half of it
+PYTHON ?= python3
+BIN    := .venv/bin
+TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM = false
+export PYTHONPATH =
+
+# what a network step prints goes to a log; what the reader sees is one line
+define step
+	@echo "· $(1)"; $(2) > .setup/log.txt 2>&1 || { grep -vi '^warning' .setup/log.txt | tail -n 3; echo "FAILED: $(1). $(3) (all of it: .setup/log.txt)"; exit 1; }
+endef
+
+.PHONY: demo test check lab readme clean test-gpu test-slow samples tutorials notebooks
+.DEFAULT_GOAL := demo
+
+.setup/venv: constraints.txt settings.ini setup.py
+	@mkdir -p .setup
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "FAILED: bmlab needs Python 3.11 or newer; set PYTHON=python3.12, say"; exit 1; }
+	$(call step,making .venv,$(PYTHON) -m venv .venv,Is the venv module of this Python installed?)
+	$(call step,installing $(TORCH),$(PIP) $(TORCH),Is the package index reachable?)
+	$(call step,installing bmlab and what its tests need,$(PIP) -e '.[dev]',Is the package index reachable?)
+	$(call step,checking that the versions agree,$(BIN)/python -m pip check,Remove .venv and try again.)
+	@touch $@
+
+samples: .setup/venv
+	@$(BIN)/python scripts/fetch_samples.py
+
+demo: samples
+	@$(BIN)/python scripts/quickstart.py --html demo.html
+
+check: .setup/venv
+	@$(BIN)/python -m pytest tests -m "not cuda and not slow and not long"
+
+test: samples check notebooks
+	@$(BIN)/python -m pytest tests -m "long and not cuda and not slow"
+	@$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval-sanitize.cfg --nbval-cell-timeout=300 tutorials
+
+notebooks: samples
+	@timeout 2400 $(BIN)/nbdev_test --n_workers 2 --timing
+
+test-slow: samples
+	@$(BIN)/python -m pytest tests -m slow --durations=0
+
+# on a machine with a GPU, with the Python that has torch for it; no nbdev is needed there
+test-gpu:
+	@$(PYTHON) tests/tools/run_cells.py nbs/[0-9]*.ipynb
+	@$(PYTHON) -m pytest tests -m cuda
+
+lab: samples
+	@$(BIN)/jupyter lab --notebook-dir=.
+
+readme: samples
+	@$(BIN)/jupyter nbconvert --to notebook --inplace --execute nbs/index.ipynb
+	@$(BIN)/nbdev_clean --fname nbs/index.ipynb
+	@$(BIN)/python tests/tools/readme.py
+
+tutorials: samples
+	@$(BIN)/jupyter nbconvert --to notebook --inplace --execute tutorials/*.ipynb
+	@$(BIN)/python tests/tools/clean_tutorials.py
+
+clean:
+	rm -rf .setup .venv build dist _docs _proc demo.html *.egg-info .pytest_cache

@@ -1,0 +1,51 @@
+"""Tutorials keep their outputs; this drops what changes from run to run: widget state, ids of the kernel, times of cells.
+
+usage: clean_tutorials.py [--check] [NOTEBOOK…]   default: tutorials/*.ipynb; --check changes nothing and exits 1 if there is something to clean
+"""
+import json, sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+def clean_output(output):
+    "The output without widget views; None if nothing is left of it"
+    data = output.get("data", {})
+    if WIDGET in data: data = {k: v for k, v in data.items() if k != WIDGET}
+    if output["output_type"] == "stream" and output["name"] == "stderr": return None      # progress bars
+    if "data" in output and not data: return None
+    return {**output, **({"data": data, "metadata": {}} if "data" in output else {})}
+
+
+def clean(nb):
+    "The notebook with counts 1..n, tags as the only cell metadata, and a bare kernelspec"
+    cells, n = [], 0
+    for cell in nb["cells"]:
+        cell = {**cell, "metadata": {k: v for k, v in cell["metadata"].items() if k == "tags"}}
+        if cell["cell_type"] == "code":
+            n += 1
+            outputs = [o for o in map(clean_output, cell["outputs"]) if o is not None]
+            cell |= {"execution_count": n, "outputs": [{**o, "execution_count": n} if o["output_type"] == "execute_result" else o for o in outputs]}
+        cells.append(cell)
+    spec = {"display_name": "python3", "language": "python", "name": "python3"}
+    return {"cells": cells, "metadata": {"kernelspec": spec}, "nbformat": 4, "nbformat_minor": 5}
+
+
+def dump(nb): return json.dumps(nb, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def main(args):
+    check, paths = "--check" in args, [Path(a) for a in args if a != "--check"] or sorted((ROOT / "tutorials").glob("*.ipynb"))
+    dirty = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        cleaned = dump(clean(json.loads(text)))
+        if cleaned != text:
+            dirty.append(path.name)
+            if not check: path.write_text(cleaned, encoding="utf-8")
+    if check and dirty: print(f"not clean: {', '.join(dirty)}; run tests/tools/clean_tutorials.py")
+    return int(check and bool(dirty))
+
+
+if __name__ == "__main__": sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,34 @@
+"""README.md from nbs/index.ipynb: prose as it is, code as code, outputs below it.
+
+usage: readme.py [--check]
+"""
+import json, re, sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def output_text(output):
+    if output["output_type"] == "stream": return "".join(output["text"])
+    return "".join(output.get("data", {}).get("text/plain", ""))
+
+
+def render(nb):
+    blocks = []
+    for cell in nb["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown": blocks.append(source)
+        elif not re.search(r"^#\|\s*(hide|default_exp)\b", source, re.M):
+            if not re.search(r"^#\|\s*echo:\s*false", source, re.M): blocks.append(f"```python\n{source}\n```")
+            if text := "".join(output_text(o) for o in cell["outputs"]).rstrip(): blocks.append(f"```\n{text}\n```")
+    return "<!-- made from nbs/index.ipynb by make readme -->\n\n" + "\n\n".join(blocks) + "\n"
+
+
+def main(args):
+    text, path = render(json.loads((ROOT / "nbs/index.ipynb").read_text(encoding="utf-8"))), ROOT / "README.md"
+    if "--check" in args: return int(path.read_text(encoding="utf-8") != text)
+    path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
