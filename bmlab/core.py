@@ -16,6 +16,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 # %% ../nbs/00_core.ipynb #068b0654
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # child names that wrappers use
@@ -246,7 +247,7 @@ def weights(
     for owner, m in parts(model, deltas=True):
         if below is not None and not owner.startswith(below): below = None
         if below is None and getattr(m, "_bmlab_delta", False): below = owner + "."
-        rows = [(n, [p], tuple(p.shape), str(p.dtype)[6:]) for n, p in m._parameters.items() if p is not None]
+        rows = [(n, [p], tuple(p.shape), str(p.dtype)[6:]) for n, p in m._parameters.items() if p is not None and not is_lazy(p)]
         if hasattr(m, "_bmlab_packed"): rows += m._bmlab_packed()
         marked = getattr(m, "_bmlab_delta_names", ())
         for n, stored, shape, dtype in rows:
