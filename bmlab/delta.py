@@ -108,25 +108,27 @@ class _OnModel:
         return all(self.name in getattr(modules[n], "_deltas", ()) for n in self.sites)
 
 # %% ../nbs/30_delta.ipynb #785230bf
-def _sharded(module): return any(type(p).__name__ == "DTensor" for p in module.parameters())
+def _sharded(model):
+    "Has FSDP2 taken over parameters of this model? (Between a forward and the next they need not look like shards.)"
+    return torch.distributed.is_available() and any(any(c.__name__ == "FSDPModule" for c in type(m).__mro__) for m in model.modules())
 
 class _Attachable(_OnModel):
     def attach(self):
         "Put the delta on the model; where it is attached already, switch it on."
         modules = dict(parts(self.model))
-        for n, site in self.sites.items():
-            site.enabled = True
-            if self.name not in getattr(modules[n], "_deltas", ()): _attach_site(modules[n], self.name, site)
+        away = [n for n in self.sites if self.name not in getattr(modules[n], "_deltas", ())]
+        if away and _sharded(self.model): raise RuntimeError("the model is sharded already, and parameters added now would not be; attach the delta before sharding")
+        for n in away: _attach_site(modules[n], self.name, self.sites[n])
+        for site in self.sites.values(): site.enabled = True
         changed(self.model)
         return self
 
     def detach(self):
         "Take the delta off, in any order with others; the backbone is as it was. On a sharded model it is only switched off."
-        modules = dict(parts(self.model))
+        modules, sharded = dict(parts(self.model)), _sharded(self.model)
         for n, site in self.sites.items():
-            if self.name not in getattr(modules[n], "_deltas", ()): continue
-            if _sharded(site): site.enabled = False
-            else: _detach_site(modules[n], self.name)
+            if sharded: site.enabled = False
+            elif self.name in getattr(modules[n], "_deltas", ()): _detach_site(modules[n], self.name)
         changed(self.model)
         return self
 

@@ -1,0 +1,120 @@
+"The project as a package: what it asks for, what it builds, what it can do without."
+import importlib.metadata as metadata
+import re, subprocess, sys, tomllib, zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LIGHT = ("torch", "transformers", "safetensors", "numpy", "pandas", "tqdm")
+
+
+def settings():
+    ini = ConfigParser(delimiters=["="]); ini.read(ROOT / "settings.ini", encoding="utf-8")
+    return ini["DEFAULT"]
+
+
+def names(requirements): return {re.split(r"[<>=!~\[]", r)[0].lower() for r in requirements.split()}
+
+
+def test_settings_name_the_packages():
+    cfg = settings()
+    assert {"torch", "jupyterlab", "ipywidgets", "matplotlib", "pandas", "nbdev", "triton", "pytest", "nbval"} <= names(cfg["dev_requirements"])
+    assert {"nbdev==2.4.14", "execnb<0.2", "fastcore<2", "ghapi<2"} <= set(cfg["dev_requirements"].split())
+    assert "project" not in tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_constraints_hold_every_requirement_at_the_version_installed():
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#"))
+    assert pins["torch"] == "2.13.0"
+    wanted = names(settings()["requirements"]) | names(settings()["dev_requirements"])
+    assert wanted <= {p.lower() for p in pins}, wanted - {p.lower() for p in pins}
+    for name, version in pins.items():
+        try: installed = metadata.version(name).split("+")[0]
+        except metadata.PackageNotFoundError: continue
+        assert installed == version, f"{name} {installed} is installed, constraints.txt says {version}"
+
+
+def test_make_knows_its_targets():
+    for target in ("demo", "test", "check", "lab", "readme", "clean", "test-gpu", "test-slow"):
+        out = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+        assert out.returncode == 0, out.stderr
+
+
+def test_make_says_in_one_line_what_failed(tmp_path):
+    "A step that cannot reach the network ends with one clear line, and the next run tries again"
+    for f in ("Makefile", "constraints.txt", "settings.ini", "setup.py"): (tmp_path / f).write_bytes((ROOT / f).read_bytes())
+    bad = tmp_path / "python"
+    bad.write_text(f"#!/bin/sh\ncase \"$*\" in *'-m venv'*) echo 'no such thing' >&2; exit 1;; esac\nexec {sys.executable} \"$@\"\n"); bad.chmod(0o755)
+    out = subprocess.run(["make", "check", f"PYTHON={bad}"], cwd=tmp_path, capture_output=True, text=True)
+    assert out.returncode != 0 and "FAILED: making .venv" in out.stdout and not (tmp_path / ".setup/venv").exists()
+
+
+def test_dockerfile_parses():
+    "Known instructions in a legal order, every COPY source there, and the packages installed from this project"
+    text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
+    steps = [line.split(None, 1) for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    kinds = [k for k, _ in steps]
+    assert set(kinds) <= {"ARG", "FROM", "ENV", "RUN", "WORKDIR", "COPY", "VOLUME", "EXPOSE", "CMD"}
+    assert kinds[kinds.index("FROM") - 1] == "ARG" and kinds.count("FROM") == 1 and kinds[-1] == "CMD"
+    for kind, rest in steps:
+        if kind == "COPY": assert all((ROOT / s).exists() for s in rest.split()[:-1])
+        if kind == "RUN": assert subprocess.run(["sh", "-n", "-c", rest]).returncode == 0, rest
+    runs = " ".join(rest for kind, rest in steps if kind == "RUN")
+    assert "pip install '.[dev]'" in runs and runs.index("${TORCH}") < runs.index(".[dev]")
+
+
+def closure(packages):
+    "Top-level modules of the packages and of everything they require"
+    todo, seen = list(packages), set()
+    while todo:
+        name = re.split(r"[^\w.-]", todo.pop())[0].lower().replace("_", "-")
+        if name in seen: continue
+        try: dist = metadata.distribution(name)
+        except metadata.PackageNotFoundError: continue
+        seen.add(name)
+        todo += [r for r in dist.requires or [] if "extra ==" not in r]
+    tops = metadata.packages_distributions()
+    return {m for m, ds in tops.items() if any(d.lower().replace("_", "-") in seen for d in ds)}
+
+
+LIGHT_IMPORT = """
+import sys
+allowed = set({allowed!r}) | set(sys.stdlib_module_names)
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] not in allowed: raise ModuleNotFoundError(f'No module named {{name!r}} (left out)', name=name)
+sys.meta_path.insert(0, Absent())
+{code}
+"""
+
+
+@pytest.mark.parametrize("code", ["import bmlab; assert 'torch' not in sys.modules", "from bmlab.all import *; load, tree, wrap, Lora, fit",
+    *[f"import bmlab.{p.stem}" for p in sorted((ROOT / "bmlab").glob("*.py")) if p.stem not in ("__init__", "_modidx", "picker", "panels", "serve", "corpus", "triton_kernels")]])
+def test_imports_with_six_packages(code):
+    "As in an environment that has only the six packages (and what they require): everything else is not importable"
+    allowed = sorted(closure(LIGHT) | {"bmlab"})
+    assert not {"matplotlib", "ipywidgets", "IPython", "triton", "peft", "cloudpickle", "fastcore", "anywidget"} & set(allowed)
+    out = subprocess.run([sys.executable, "-c", LIGHT_IMPORT.format(allowed=allowed, code=code)], capture_output=True, text=True, cwd=ROOT)
+    assert out.returncode == 0, out.stderr
+
+
+@pytest.mark.long
+def test_wheel_and_sdist_build_and_run_elsewhere(tmp_path):
+    "Both build; the wheel, in an environment of its own and from another directory, runs the quickstart"
+    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", ROOT], check=True, capture_output=True)
+    wheel, sdist = next((tmp_path / "dist").glob("*.whl")), next((tmp_path / "dist").glob("*.tar.gz"))
+    assert sdist.stat().st_size > 10_000
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"bmlab/{p.name}" for p in (ROOT / "bmlab").glob("*.py")} <= inside and not any(n.startswith(("tests", "nbs")) for n in inside)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    python, site = tmp_path / "env/bin/python", next((tmp_path / "env/lib").glob("python*/site-packages"))
+    here = subprocess.run([sys.executable, "-c", "import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])"], capture_output=True, text=True, check=True).stdout.strip()
+    (site / "needs.pth").write_text(here + "\n")        # the packages that it requires; nested .pth files (this checkout, editable) are not read
+    zipfile.ZipFile(wheel).extractall(site)
+    where = subprocess.run([python, "-c", "import bmlab.core; print(bmlab.core.__file__)"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert str(site) in where
+    out = subprocess.run([python, ROOT / "scripts/quickstart.py", "--steps", "2", "--html", tmp_path / "page.html"], cwd=tmp_path, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr[-3000:]
+    assert "Paris" in out.stdout and (tmp_path / "page.html").stat().st_size > 5_000
