@@ -364,11 +364,11 @@ def set_seed(
     random.seed(seed); np.random.seed(seed % 2**32); torch.manual_seed(seed)
 
 def table(
-    rows:list|dict,     # a list of dicts, or {row label: dict}
-    digits:int=4,       # significant digits of floats
-)->pd.DataFrame:        # floats rounded, so that what is shown is what is stored
+    rows:list|dict|pd.DataFrame, # a list of dicts, {row label: dict}, or a DataFrame
+    digits:int=4,                # significant digits of floats; whole numbers stay whole
+)->pd.DataFrame:                 # floats rounded, so that what is shown is what is stored
     "Results as a DataFrame with sensibly rounded numbers."
-    df = pd.DataFrame(rows) if isinstance(rows, list) else pd.DataFrame.from_dict(rows, orient="index")
+    df = pd.DataFrame(rows) if isinstance(rows, list) else rows if isinstance(rows, pd.DataFrame) else pd.DataFrame.from_dict(rows, orient="index")
     short = lambda v: float(f"{v:.{digits}g}") if isinstance(v, float) and math.isfinite(v) else v
     return df.map(short)
 

@@ -28,8 +28,8 @@ class Site(nn.Module):
         raise NotImplementedError(f"{type(self).__name__}.around")
 
 class _Sites(nn.ModuleDict):
-    "The deltas on one module, by name; the marker is what `count` and `tree` see"
-    _bmlab_delta = True
+    "The deltas on one module, by name; the markers are what `count` and `tree` see"
+    _bmlab_delta = _bmlab_container = True
 
 @functools.cache
 def _delta_class(base):

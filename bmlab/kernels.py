@@ -6,7 +6,8 @@
 __all__ = ['quantize_rows', 'dequantize_rows', 'packed_linear', 'Int8Linear', 'Int8Embedding', 'packable', 'pack_linears']
 
 # %% ../nbs/05_kernels.ipynb #cee2a121
-import logging
+import functools, logging
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -172,11 +173,12 @@ class Int8Linear(_Int8Rows):
     @classmethod
     def from_float(
         cls,
-        linear:nn.Module,  # nn.Linear, or transformers' Conv1D, which stores its weight as (in, out)
-    ):                     # -> Int8Linear; the bias is the same `nn.Parameter`
+        linear:nn.Module,             # nn.Linear, or transformers' Conv1D, which stores its weight as (in, out)
+        rounding:Callable|None=None,  # (weight (N, K)) → (codes, scale); None: `quantize_rows`
+    ):                                # -> Int8Linear; the bias is the same `nn.Parameter`
         "The packed layer of a float one."
         new = _skeleton(cls, linear)
-        new._put(*quantize_rows(_rows(linear)))
+        new._put(*(rounding or quantize_rows)(_rows(linear)))
         return new
 
     def forward(self, x): return packed_linear(x, self.codes, self.scale, self.bias)
@@ -218,11 +220,12 @@ class Int8Embedding(_Int8Rows):
     @classmethod
     def from_float(
         cls,
-        embedding:nn.Embedding,  # also the scaled word embeddings of transformers
-    ):                           # -> Int8Embedding
+        embedding:nn.Embedding,       # also the scaled word embeddings of transformers
+        rounding:Callable|None=None,  # (weight (N, K)) → (codes, scale); None: `quantize_rows`
+    ):                                # -> Int8Embedding
         "The packed table of a float one."
         new = _skeleton(cls, embedding)
-        new._put(*quantize_rows(embedding.weight))
+        new._put(*(rounding or quantize_rows)(embedding.weight))
         return new
 
     def forward(self, ids):
@@ -301,11 +304,13 @@ def _tied_tables(model, chosen, exclude):
 
 # %% ../nbs/05_kernels.ipynb #9fbdbf66
 def packable(
-    model:nn.Module,         # any model whose linear layers have roles
-)->dict[str, nn.Module]:     # name → layer, packed ones left out
-    "What `pack_linears(model)` would still replace, so that a plan can be made before anything changes."
-    chosen = _chosen(model, None, None)
-    return {n: m for n, m in (chosen | _tied_tables(model, chosen, None)).items() if not isinstance(m, _Int8Rows)}
+    model:nn.Module,             # any model
+    modules:str|list|None=None,  # as for `pack_linears`
+    exclude:str|list|None=None,  # as for `pack_linears`
+)->dict[str, nn.Module]:         # name → layer, packed ones left out
+    "What `pack_linears` would still replace, so that a plan can be made before anything changes."
+    chosen = _chosen(model, modules, exclude)
+    return {n: m for n, m in (chosen | _tied_tables(model, chosen, exclude)).items() if not isinstance(m, _Int8Rows)}
 
 def pack_linears(
     model:nn.Module,             # changed in place; its modules by name, any device, meta too
@@ -313,6 +318,7 @@ def pack_linears(
     modules:str|list|None=None,  # pattern of `resolve`; None: every linear layer with a role, but no router
     exclude:str|list|None=None,  # pattern of what stays in float
     embeddings:bool=True,        # also pack the embedding that is tied to a packed head? False leaves it a float copy of its own
+    rounding:Callable|None=None, # (name, weight (N, K)) → (codes int8, scale float32); None: to nearest, by `quantize_rows`
 )->nn.Module:                    # the same model
     "Replace linear layers by `Int8Linear`, one at a time; tied weights stay tied."
     if bits != 8: raise ValueError(f"bits={bits!r}: only bits=8 can be packed")
@@ -323,12 +329,12 @@ def pack_linears(
     places, groups = {}, {}                        # where each module hangs; modules that share one weight
     for parent in model.modules():
         for child, m in parent._modules.items(): places.setdefault(id(m), []).append((parent, child))
-    for m in chosen.values(): groups.setdefault((tensor_key(m.weight), _is_conv1d(m)), []).append(m)
+    for name, m in chosen.items(): groups.setdefault((tensor_key(m.weight), _is_conv1d(m)), []).append((name, m))
     chosen.clear()
     while groups:
         first = None
-        for m in groups.pop(next(iter(groups))):
-            if first is None: new = first = _kind(m).from_float(m)
+        for name, m in groups.pop(next(iter(groups))):
+            if first is None: new = first = _kind(m).from_float(m, functools.partial(rounding, name) if rounding else None)
             else: new = _skeleton(_kind(m), m); new._share(first)
             for parent, child in places[id(m)]: parent._modules[child] = new
     changed(model)

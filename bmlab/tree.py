@@ -108,7 +108,11 @@ def _read(model, siblings):
         for name, m in module._modules.items():
             below = f"{path}.{name}" if path else name
             if m is None: continue
-            if below in modules: kids.append(read(below, modules[below], delta)); continue
+            if below in modules:
+                kid = read(below, modules[below], delta)
+                bare = getattr(modules[below], "_bmlab_container", False)      # only its children say something
+                kids += [replace(k, step=f"{kid.step}.{k.step}") for k in kid.children] if bare else [kid]
+                continue
             first = home[id(unwrap(m))]                       # the same module again: `parts` names it once
             again = _Node(name, "repeat", type(unwrap(m)).__name__, tied=first or "the root", step=name)
             again.identity = number(("repeat", _way(below, first)))

@@ -65,7 +65,7 @@ def main():
     page.text("detached, the model is the old one:"); page.stream(wrap(model, tok).chat(QUESTION, max_new_tokens=24))
 
     page.title("Shrink it to int8")
-    small = pack_linears(copy.deepcopy(model))
+    small = quantize(copy.deepcopy(model), calib=[b for b, _ in zip(batches, range(8))])
     page.table(report(model, small, held_out))
 
     page.title("Stream from the small one")
