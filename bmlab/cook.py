@@ -147,4 +147,4 @@ def report(
     columns["ratio"] = {k: columns["after"][k] / v for k, v in columns["before"].items()}
     kl, same = divergence(before, after, batches)
     columns["before"] |= {"kl": 0.0, "same_top1": 1.0}; columns["after"] |= {"kl": kl, "same_top1": same}
-    return table(pd.DataFrame(columns, dtype=object).fillna(""), digits=5)
+    return table(pd.DataFrame({name: pd.Series(c, dtype=object) for name, c in columns.items()}, index=list(columns["before"])).fillna(""), digits=5)

@@ -370,7 +370,7 @@ def table(
     "Results as a DataFrame with sensibly rounded numbers."
     df = pd.DataFrame(rows) if isinstance(rows, list) else rows if isinstance(rows, pd.DataFrame) else pd.DataFrame.from_dict(rows, orient="index")
     short = lambda v: float(f"{v:.{digits}g}") if isinstance(v, float) and math.isfinite(v) else v
-    return df.map(short)
+    return df.apply(lambda column: pd.Series([short(v) for v in column], index=column.index, dtype=column.dtype))   # (map would make one type of a mixed column)
 
 @contextlib.contextmanager
 def figure(

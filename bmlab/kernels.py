@@ -91,7 +91,7 @@ class _Frozen(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         codes, scale = ctx.saved_tensors
-        if grad.device.type != "cpu" or torch.compiler.is_compiling(): return grad @ dequantize_rows(codes, scale, grad.dtype), None, None
+        if grad.device.type != "cpu": return grad @ dequantize_rows(codes, scale, grad.dtype), None, None
         dtype = torch.promote_types(grad.dtype, torch.float32)
         scaled, dx = grad.to(dtype) * scale, torch.zeros(len(grad), codes.shape[1], dtype=dtype)
         for rows, w in _blocks(codes, dtype): dx.addmm_(scaled[:, rows], w)
@@ -111,7 +111,8 @@ def packed_linear(
     if not x.is_meta and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type): x = x.to(torch.get_autocast_dtype(x.device.type))
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])                        # (M, K)
     if torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad):
-        y = _Frozen.apply(rows, codes, scale)
+        plain = torch.compiler.is_compiling()      # which differentiates and fuses it, and (2.11) loses the gradient of a Triton kernel in a Function
+        y = F.linear(rows, dequantize_rows(codes, scale, rows.dtype)) if plain else _Frozen.apply(rows, codes, scale)
         y = y if bias is None else y + bias.to(y.dtype)
     else: y = _multiply(rows, codes, scale, bias)
     return y.view(*x.shape[:-1], len(codes))

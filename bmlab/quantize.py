@@ -63,7 +63,7 @@ def input_grams(
     training, device, seen = model.training, next(model.parameters()).device, 0
     try:
         model.eval()
-        for batch in tqdm(calib, desc="calibrate", leave=False): model(**to_device({k: v for k, v in batch.items() if k != "labels"}, device)); seen += 1
+        for batch in tqdm(calib, desc="calibrate", leave=False, mininterval=1): model(**to_device({k: v for k, v in batch.items() if k != "labels"}, device)); seen += 1
     finally:
         model.train(training)
         for h in hooks: h.remove()
@@ -83,7 +83,7 @@ def quantize(
     grams = input_grams(model, layers, calib)
     unseen = sorted(set(layers) - set(grams))
     if unseen: raise ValueError(f"{len(unseen)} layers never ran on the calibration batches, such as {unseen[0]}; give batches that reach them, or exclude them")
-    with tqdm(total=len(layers), desc="round", leave=False) as bar:
+    with tqdm(total=len(layers), desc="round", leave=False, mininterval=1) as bar:
         def rounding(name, w):
             bar.update()
             return gptq_rows(w, grams.pop(name)) if name in grams else quantize_rows(w)
