@@ -83,10 +83,13 @@ def closure(packages):
 LIGHT_IMPORT = """
 import sys
 absent = set({absent!r})
-class Absent:
+class Without:
+    "A finder that does not find what is absent, as if it were not installed"
+    def __init__(self, finder): self.finder = finder
     def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] in absent: raise ModuleNotFoundError(f'No module named {{name!r}} (left out)', name=name)
-sys.meta_path.insert(0, Absent())
+        return None if name.split('.')[0] in absent else self.finder.find_spec(name, path, target)
+    def __getattr__(self, name): return getattr(self.finder, name)
+sys.meta_path[:] = [Without(f) for f in sys.meta_path]
 {code}
 """
 
