@@ -7,6 +7,9 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c co
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export PYTHONPATH =
+ifeq ($(shell command -v nvidia-smi),)
+export TRITON_INTERPRET = 1
+endif
 
 # what a network step prints goes to a log; what the reader sees is one line
 define step

@@ -62,13 +62,15 @@ def test_tutorials_are_clean():
 
 
 def test_cleaner_drops_what_changes():
-    view = {"output_type": "display_data", "data": {"application/vnd.jupyter.widget-view+json": {}, "text/plain": "x"}, "metadata": {"a": 1}}
-    bar = {"output_type": "stream", "name": "stderr", "text": "100%"}
-    cell = {"cell_type": "code", "source": "1", "execution_count": 7, "metadata": {"tags": ["t"], "time": 1}, "outputs": [view, bar]}
+    widget = "application/vnd.jupyter.widget-view+json"
+    view = {"output_type": "display_data", "data": {widget: {}, "text/plain": "x", "text/html": "x"}, "metadata": {"a": 1}}
+    bar, bar2 = {"output_type": "stream", "name": "stderr", "text": ["100%"]}, {"output_type": "display_data", "data": {widget: {}, "text/plain": "0%|"}, "metadata": {}}
+    said = [{"output_type": "stream", "name": "stdout", "text": [t]} for t in ("a ", "b\n", "c")]
+    cell = {"cell_type": "code", "source": "1", "execution_count": 7, "metadata": {"tags": ["t"], "time": 1}, "outputs": [view, bar, bar2, *said]}
     out = clean_tutorials.clean({"cells": [cell, dict(cell)], "metadata": {"widgets": {}}})
     assert [c["execution_count"] for c in out["cells"]] == [1, 2] and set(out["metadata"]) == {"kernelspec"}
     assert out["cells"][0]["metadata"] == {"tags": ["t"]}
-    assert out["cells"][0]["outputs"] == [{"output_type": "display_data", "data": {"text/plain": "x"}, "metadata": {}}]
+    assert out["cells"][0]["outputs"] == [{"output_type": "display_data", "data": {"text/plain": "x", "text/html": "x"}, "metadata": {}}, {**said[0], "text": ["a b\n", "c"]}]
 
 
 def test_nothing_speaks_of_a_machine():

@@ -10,12 +10,20 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def clean_output(output):
-    "The output without widget views; None if nothing is left of it"
+    "The output without widget views; None for a progress bar"
     data = output.get("data", {})
-    if WIDGET in data: data = {k: v for k, v in data.items() if k != WIDGET}
-    if output["output_type"] == "stream" and output["name"] == "stderr": return None      # progress bars
-    if "data" in output and not data: return None
-    return {**output, **({"data": data, "metadata": {}} if "data" in output else {})}
+    if WIDGET in data and "text/html" not in data: return None                             # a bar; a picker has an HTML face
+    if output["output_type"] == "stream" and output["name"] == "stderr": return None
+    return {**output, **({"data": {k: v for k, v in data.items() if k != WIDGET}, "metadata": {}} if "data" in output else {})}
+
+
+def joined(outputs):
+    "Text that was printed in pieces as one output"
+    out = []
+    for o in outputs:
+        if out and o["output_type"] == "stream" == out[-1]["output_type"]: out[-1] = {**o, "text": "".join([*out[-1]["text"], *o["text"]]).splitlines(keepends=True)}
+        else: out.append(o)
+    return out
 
 
 def clean(nb):
@@ -25,7 +33,7 @@ def clean(nb):
         cell = {**cell, "metadata": {k: v for k, v in cell["metadata"].items() if k == "tags"}}
         if cell["cell_type"] == "code":
             n += 1
-            outputs = [o for o in map(clean_output, cell["outputs"]) if o is not None]
+            outputs = joined([o for o in map(clean_output, cell["outputs"]) if o is not None])
             cell |= {"execution_count": n, "outputs": [{**o, "execution_count": n} if o["output_type"] == "execute_result" else o for o in outputs]}
         cells.append(cell)
     spec = {"display_name": "python3", "language": "python", "name": "python3"}
