@@ -8,7 +8,7 @@ __all__ = ['ROLES', 'unwrap', 'parts', 'resolve', 'roles', 'Weight', 'tensor_key
            'table', 'figure', 'run_ranks']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
-import contextlib, difflib, fnmatch, importlib, math, os, random, re, subprocess, sys, tempfile, time
+import contextlib, difflib, fnmatch, importlib, math, numbers, os, random, re, subprocess, sys, tempfile, time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,26 +51,31 @@ def parts(
 # %% ../nbs/00_core.ipynb #6a39fd15
 _SLICE = re.compile(r"(?<=[\w*?])\[(-?\d+|-?\d*:-?\d*(?::-?\d*)?)\](?:\.|$)")
 
-def _slice(text, n):
-    "Indices among `n` that the inside of a bracket such as `3:6`, `-1` or `::2` selects"
-    if ":" not in text: return [i for i in [int(text)] if -n <= i < n]
-    return range(n)[slice(*[int(x) if x else None for x in text.split(":")])]
+def _slice(pattern, text, children):
+    "Children that the inside of a bracket such as `3:6`, `-1` or `::2` selects"
+    try: return children[slice(*[int(x) if x else None for x in text.split(":")])] if ":" in text else [children[int(text)]]
+    except IndexError: return []
+    except ValueError as e: raise ValueError(f"pattern {pattern!r}: {e}") from None
 
-def _match_one(pattern, names):
-    "Names out of `names` (in order) that one string pattern selects"
+def _stacks(modules):
+    "{name: names of its numbered children}; a child that stands there twice is named as it is first"
+    first = {id(m): n for n, m in modules.items()}
+    return {n: kids for n, m in modules.items() if (kids := [first[id(unwrap(c))] for k, c in m._modules.items() if k.isdecimal() and id(unwrap(c)) in first])}
+
+def _match_one(pattern, names, stacks, below=""):
+    "Names out of `names` (in order) that one string pattern selects among those that start with `below`"
     if not pattern.startswith("[r]") and (found := _SLICE.search(pattern)):
-        keep, head, rest = [], pattern[:found.start()], pattern[found.end():]
-        for stack in _match_one(head, names):
-            children = [n for n in names if re.fullmatch(re.escape(stack) + r"\.\d+", n)]
-            for i in _slice(found[1], len(children)):
-                below = children[i] + "."
-                inner = [n[len(below):] for n in names if n.startswith(below)]
-                keep += [below + n for n in _match_one(rest, inner)] if rest else [children[i]]
-        return keep
-    if pattern.startswith("[r]"): regex = re.compile(rf"(?:^|(?<=\.))(?:{pattern[3:]})$")
+        keep, head, rest = {}, pattern[:found.start()], pattern[found.end():]
+        for stack in _match_one(head, names, stacks, below):
+            for child in _slice(pattern, found[1], stacks.get(stack, [])):
+                keep |= dict.fromkeys(_match_one(rest, names, stacks, child + ".") if rest else [child])
+        return list(keep)
+    if pattern.startswith("[r]"):
+        try: regex = re.compile(rf"(?:^|(?<=\.))(?:{pattern[3:]})$")
+        except re.error as e: raise ValueError(f"pattern {pattern!r} is no regular expression: {e}") from None
     elif any(c in pattern for c in "*?"): regex = re.compile(rf"(?:^|.*\.){fnmatch.translate(pattern)}")
     else: regex = re.compile(rf"(?:^|\.){re.escape(pattern)}$")
-    return [n for n in names if n and regex.search(n)]
+    return [n for n in names if n.startswith(below) and n != below and regex.search(n[len(below):])]
 
 # %% ../nbs/00_core.ipynb #8861a7e6
 def _nearest(pattern, names, n=4):
@@ -92,19 +97,19 @@ def _no_match(pattern, names, why="matches no module"):
     return LookupError(f"pattern {pattern!r} {why}; nearest names: {near}")
 
 # %% ../nbs/00_core.ipynb #33d00085
-def _select(pattern, names, argument):
+def _select(pattern, modules, stacks, argument):
     "Set of names that a pattern of any form selects; every part of a list must match something"
     if hasattr(pattern, "selected"): pattern = dict.fromkeys(pattern.selected)  # a picker: exact names
-    if isinstance(pattern, Mapping):
+    if isinstance(pattern, Mapping) and pattern:
         for n in pattern:
-            if n not in names: raise _no_match(n, list(names))
+            if n not in modules: raise _no_match(n, list(modules))
         return set(pattern)
     if isinstance(pattern, str):
-        found = set(_match_one(pattern, list(names)))
-        if not found: raise _no_match(pattern, list(names))
+        found = set(_match_one(pattern, list(modules), stacks))
+        if not found: raise _no_match(pattern, list(modules))
         return found
     if isinstance(pattern, (list, tuple, set, frozenset)) and pattern:
-        return set().union(*(_select(p, names, argument) for p in pattern))
+        return set().union(*(_select(p, modules, stacks, argument) for p in pattern))
     raise TypeError(f"{argument}={pattern!r}: expected a pattern, a non-empty list of patterns or a picker")
 
 def resolve(
@@ -116,9 +121,10 @@ def resolve(
     "Modules that `pattern` names; raises `LookupError` with the nearest names when there is none."
     modules = {n: m for n, m in parts(model) if n}
     if not modules: raise LookupError(f"{type(model).__name__} has no submodules")
-    found = _select(pattern, modules, "pattern")
+    stacks = _stacks({"": unwrap(model), **modules})
+    found = _select(pattern, modules, stacks, "pattern")
     if exclude is not None:
-        gone = _select(exclude, modules, "exclude")
+        gone = _select(exclude, modules, stacks, "exclude")
         found = {n for n in found if n not in gone and not any(n.startswith(g + ".") for g in gone)}
         if not found: raise LookupError(f"exclude={exclude!r} drops everything that pattern {pattern!r} matches")
     out = {n: m for n, m in modules.items() if n in found and (kind is None or isinstance(m, kind))}
@@ -131,9 +137,7 @@ def resolve(
 ROLES = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down", "router", "norm", "embed", "head")
 _QKV = {"q": "q", "query": "q", "wq": "q", "k": "k", "key": "k", "wk": "k", "v": "v", "value": "v", "wv": "v"}
 _HEADS = ("lm_head", "classifier", "score", "qa_outputs", "embed_out", "output_projection", "seq_relationship")
-_DOWN = ("down", "fc2", "lin2", "out", "w2", "wo", "4h_to_h", "c_proj")
 _OVERRIDE = {  # class of the owner → {last component: role}, where place and shape are not enough
-    "GPT2MLP": {"c_fc": "up", "c_proj": "down"},
     "LongformerSelfAttention": {"query_global": "q", "key_global": "k", "value_global": "v"},
 }
 
@@ -146,30 +150,29 @@ def _matrix(module):
     if hasattr(module, "in_features") and hasattr(module, "out_features"): return module.in_features, module.out_features
     w = module._parameters.get("weight")
     if w is None or w.ndim != 2 or isinstance(module, nn.Embedding): return None
-    return tuple(w.shape) if type(module).__name__ == "Conv1D" else tuple(w.shape)[::-1]  # transformers' Conv1D stores (in, out)
+    return tuple(w.shape) if hasattr(module, "nf") else tuple(w.shape)[::-1]      # transformers' Conv1D stores (in, out)
 
 def _attention_role(last):
     "Role of a matrix inside an attention module, by the words of its name"
     words = _words(last)
     found = {_QKV[w] for w in words if w in _QKV}
-    if found >= {"q", "k", "v"} or "qkv" in words or last == "c_attn": return "qkv"
+    if found >= {"q", "k", "v"} or any("qkv" in w for w in words) or last == "c_attn": return "qkv"
     return found.pop() if len(found) == 1 else None if found else "o"
 
 # %% ../nbs/00_core.ipynb #8d383d84
 def _ffn_roles(matrices):
-    "Roles of the matrices of one feed-forward module: [(last component, in, out)] → [role]"
-    out, width = [], None
-    for last, i, o in matrices:
+    "Roles of the matrices of one feed-forward module, in module order: [(last component, in, out)] → [role]"
+    out, D = [], matrices[0][1]                                      # the first matrix reads the block's width, the last one writes it
+    for n, (last, i, o) in enumerate(matrices):
         words = _words(last)
-        if "gate" in words and "up" in words: role = "gate_up"
-        elif "gate" in words: role = "gate"
-        elif "up" in words: role = "up"
-        elif o > i: role = "up"
-        elif i > o or any(d in last for d in _DOWN): role = "down"
-        else: role = "up"
+        if "gate" in words: role = "gate_up" if "up" in words else "gate"
+        elif "up" in words or "down" in words: role = "up" if "up" in words else "down"
+        elif i == D != o: role = "up"
+        elif o == D != i: role = "down"
+        else: role = "down" if n and n == len(matrices) - 1 else "up"
         out.append(role)
-    wide = [n for n, r in enumerate(out) if r == "up"]
-    if len(wide) == 2 and "gate" not in out: out[wide[0]] = "gate"   # two widening matrices: the first goes through the activation
+    ups = [n for n, r in enumerate(out) if r == "up"]
+    if len(ups) == 2 and "gate" not in out: out[ups[0]] = "gate"     # two of them: the first goes through the activation
     return out
 
 def _is_norm(module):
@@ -181,17 +184,16 @@ def roles(
     model:nn.Module,   # any transformer
 )->dict[str, str]:     # name → one of `ROLES`; modules without a role are left out; 3-D expert weights by parameter name
     "What each weight is for: attention, feed-forward, router, norm, embedding or head."
-    modules = dict(parts(model))
-    vocab = {m.num_embeddings for m in modules.values() if hasattr(m, "num_embeddings")}
-    out, ffn = {}, {}
+    modules, out, ffn = dict(parts(model)), {}, {}
+    vocab = {max((m.num_embeddings for m in modules.values() if hasattr(m, "num_embeddings")), default=0), getattr(getattr(unwrap(model), "config", None), "vocab_size", 0)}
     for name, m in modules.items():
         path, _, last = name.rpartition(".")
         inside = any(p.isdigit() for p in name.split("."))           # in a repeated block?
-        owner = type(modules.get(path, model)).__name__
+        owner = next((c.__name__ for c in type(modules.get(path, model)).__mro__ if c.__name__ in _OVERRIDE), None)
         for p, w in m._parameters.items():                             # experts stacked in one 3-D parameter
             if w is not None and w.ndim == 3 and "expert" in name.lower():
                 ffn.setdefault(name, []).append((f"{name}.{p}", p, *_expert_shape(w, m)))
-        if last in _OVERRIDE.get(owner, {}): out[name] = _OVERRIDE[owner][last]
+        if owner and last in _OVERRIDE[owner]: out[name] = _OVERRIDE[owner][last]
         elif _is_norm(m): out[name] = "norm"
         elif not inside and (hasattr(m, "num_embeddings") or "embed" in path.lower() and isinstance(m, nn.Conv2d)): out[name] = "embed"
         elif (shape := _matrix(m)) is None: pass
@@ -283,7 +285,7 @@ def parse_bytes(
     size:int|float|str, # 6442450944, "6GiB", "6.5 GB", "512 MiB"
 )->int:                 # bytes
     "Bytes from a number or a text with a unit; GiB is 2³⁰, GB is 10⁹."
-    if isinstance(size, (int, float)) and not isinstance(size, bool) and 0 <= size < math.inf: return int(size)
+    if isinstance(size, numbers.Real) and not isinstance(size, bool) and 0 <= size < math.inf: return int(size)
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", size) if isinstance(size, str) else None
     if not found or found[2].lower() not in _UNITS: raise ValueError(f"{size!r} is not a size; write a number of bytes or a text such as '6GiB' or '800MB'")
     return int(float(found[1]) * _UNITS[found[2].lower()])
@@ -429,6 +431,8 @@ def run_ranks(
             for p in ranks: p.poll() is None and p.kill()
             for p in ranks: p.wait()
             for f in logs: f.close()
+        for r in range(world_size):
+            if not Path(d, f"{r}.pt").is_file(): raise RuntimeError(f"rank {r} of {world_size} left without a result, though with exit code 0; does {getattr(fn, '__name__', 'fn')} call sys.exit?")
         return [torch.load(Path(d, f"{r}.pt"), weights_only=False) for r in range(world_size)]
 
 # %% ../nbs/00_core.ipynb #5e6b5354
@@ -440,7 +444,8 @@ def _wait_ranks(ranks, folder, deadline, timeout_s):
         if time.monotonic() > deadline:
             late = [r for r, p in enumerate(ranks) if p.poll() is None]
             for r in late: ranks[r].send_signal(6)   # SIGABRT: faulthandler writes the stack to the log
-            for r in late: ranks[r].wait()
+            for r in late:
+                with contextlib.suppress(subprocess.TimeoutExpired): ranks[r].wait(3)
             raise TimeoutError(f"ranks {late} had not finished after {timeout_s:g} s\n" + "\n".join(f"--- rank {r}\n{tail(r)}" for r in late))
         time.sleep(0.02)
     failed = [r for r, p in enumerate(ranks) if p.poll() not in (None, 0)]

@@ -60,12 +60,10 @@ def _set_class(module, with_deltas):
     module.__class__ = cls
 
 def _attach_site(module, name, site):
-    if "forward" in module.__dict__:
-        raise RuntimeError(f"the forward of this {type(module).__name__} was patched (accelerate's hooks do that), so a delta on it would never run; attach before dispatching")
     if not hasattr(module, "_deltas"):
         module.add_module("_deltas", _Sites())
         _set_class(module, True)
-    module._deltas[name] = site
+    module._deltas[name] = site.train(module.training)
     _forget_compiled()
 
 def _detach_site(module, name):
@@ -110,31 +108,45 @@ class _OnModel:
     @property
     def attached(self)->bool:
         "Is it on the model now?"
+        return not self._away()
+
+    def _away(self):
+        "Names of the modules that do not carry their site"
         modules = dict(parts(self.model))
-        return all(self.name in getattr(modules[n], "_deltas", ()) for n in self.sites)
+        return [n for n, s in self.sites.items() if n not in modules or not hasattr(modules[n], "_deltas") or modules[n]._deltas._modules.get(self.name) is not s]
 
 # %% ../nbs/30_delta.ipynb #785230bf
 def _sharded(model):
     "Has FSDP2 taken over parameters of this model? (Between a forward and the next they need not look like shards.)"
     return torch.distributed.is_available() and any(any(c.__name__ == "FSDPModule" for c in type(m).__mro__) for m in model.modules())
 
+def _merges(model): return model.__dict__.setdefault("_bmlab_merges", [])    # open merges, the last on top
+
 class _Attachable(_OnModel):
     def attach(self):
         "Put the delta on the model; where it is attached already, switch it on."
-        modules = dict(parts(self.model))
-        away = [n for n in self.sites if self.name not in getattr(modules[n], "_deltas", ())]
-        if away and _sharded(self.model): raise RuntimeError("the model is sharded already, and parameters added now would not be; attach the delta before sharding")
+        modules, away = dict(parts(self.model)), self._away()
+        if away: self._check_attach(modules, away)
         for n in away: _attach_site(modules[n], self.name, self.sites[n])
         for site in self.sites.values(): site.enabled = True
         changed(self.model)
         return self
 
+    def _check_attach(self, modules, away):
+        "Raise for what attaching would break, before anything changes"
+        if _sharded(self.model): raise RuntimeError("the model is sharded already, and parameters added now would not be; attach the delta before sharding")
+        if any(h.delta is self for h in _merges(self.model)): raise RuntimeError(f"{self.name!r} is merged into the weights; restore() of what merge() returned attaches it again")
+        for n in away:
+            if n not in modules: raise LookupError(f"{n} is gone from the model, so {self.name!r} has no place there")
+            if "forward" in modules[n].__dict__: raise RuntimeError(f"the forward of {n} was patched (accelerate's hooks do that), so a delta on it would never run; attach before dispatching")
+            if self.name in getattr(modules[n], "_deltas", ()): raise ValueError(f"another delta is attached as {self.name!r}; detach it, or make this one with another name=")
+
     def detach(self):
         "Take the delta off, in any order with others; the backbone is as it was. On a sharded model it is only switched off."
-        modules, sharded = dict(parts(self.model)), _sharded(self.model)
+        modules, sharded, away = dict(parts(self.model)), _sharded(self.model), self._away()
         for n, site in self.sites.items():
             if sharded: site.enabled = False
-            elif self.name in getattr(modules[n], "_deltas", ()): _detach_site(modules[n], self.name)
+            elif n not in away: _detach_site(modules[n], self.name)
         changed(self.model)
         return self
 
@@ -159,9 +171,10 @@ class _Tunable(_Attachable):
         "Freeze the backbone and make this delta tunable; other deltas keep their state."
         kept = resolve(self.model, keep) if keep not in ("auto", None) else {}
         fresh = getattr(self.model, "_bmlab_fresh", ()) if keep == "auto" else ()
-        tunable = {id(p) for m in kept.values() for p in m.parameters()} | {id(p) for n, p in self.model.named_parameters() if n in fresh}
+        named = {f"{owner}.{k}" if owner else k: p for owner, m in parts(self.model) for k, p in m._parameters.items()}
+        tunable = {id(p) for m in kept.values() for p in m.parameters()} | {id(p) for n, p in named.items() if n in fresh}
         deltas = {id(p) for m in self.model.modules() if isinstance(m, _Sites) for p in m.parameters()}
-        self._before = [(p, p.requires_grad) for p in self.model.parameters() if id(p) not in deltas]
+        self._before = getattr(self, "_before", None) or [(p, p.requires_grad) for p in self.model.parameters() if id(p) not in deltas]
         for p, _ in self._before: p.requires_grad_(id(p) in tunable)
         for p in self.parameters(): p.requires_grad_(True)
         self._kept = [p for p, _ in self._before if id(p) in tunable]
@@ -193,9 +206,16 @@ class _Counted(_Tunable):
 # %% ../nbs/30_delta.ipynb #0930e6e0
 class Merged:
     "A merged delta: `restore()` puts the very same weights back. Also a context manager."
-    def __init__(self, delta, originals): self.delta, self.originals = delta, originals
+    def __init__(self,
+        delta,          # the delta that was merged
+        originals:dict, # module name → its weight before
+    ): self.delta, self.originals = delta, originals
     def restore(self):
-        "The backbone's own tensors, bit for bit, with the delta attached again."
+        "The backbone's own tensors, bit for bit, with the delta attached again; merges are taken back last first."
+        open_ones = _merges(self.delta.model)
+        if self not in open_ones: raise RuntimeError(f"this merge of {self.delta.name!r} was taken back already")
+        if open_ones[-1] is not self: raise RuntimeError(f"{open_ones[-1].delta.name!r} was merged after {self.delta.name!r}; restore that first")
+        open_ones.pop()
         modules = dict(parts(self.delta.model))
         with torch.no_grad():
             for n, w in self.originals.items(): modules[n].weight.copy_(w)
@@ -207,6 +227,7 @@ class Merged:
 class _Mergeable(_Counted):
     def merge(self)->Merged:
         "Fold the delta into the weights and detach it; the handle takes it back exactly."
+        if not self.attached: raise RuntimeError(f"{self.name!r} is detached or merged already; attach() or restore() it first")
         modules, users = dict(parts(self.model)), {}
         for n, m in modules.items():
             for p in m._parameters.values():
@@ -220,7 +241,8 @@ class _Mergeable(_Counted):
         with torch.no_grad():
             for n, site in self.sites.items(): modules[n].weight += site.delta_weight(modules[n]).to(modules[n].weight.dtype)
         self.detach()
-        return Merged(self, originals)
+        _merges(self.model).append(handle := Merged(self, originals))
+        return handle
 
 # %% ../nbs/30_delta.ipynb #fe962457
 _PREFIX = "base_model.model."
@@ -277,6 +299,9 @@ def _by_module(tensors, model, config, dir):
         leftover = path[len(owner) + 1:] if owner else ""
         if not key.startswith(_PREFIX) or leftover.count(".") > 1 or not leftover:
             raise KeyError(f"tensor {key!r} in {dir} belongs to no module of {type(model).__name__}{did_you_mean(path.rsplit('.', 2)[0], modules)}")
+        if leftover in ("weight", "base_layer.weight"):                # PEFT may add the backbone's own embedding or head
+            if torch.equal(t, model.get_submodule(owner).weight.to(t.dtype).cpu()): continue
+            raise ValueError(f"{dir} brings its own weight for {owner}, other than this backbone's; the delta alone would not be what was trained")
         out.setdefault(owner, {})[leftover] = t
     targets = config.get("target_modules")
     if isinstance(targets, list) and not any(config.get(k) for k in ("exclude_modules", "layers_to_transform")):

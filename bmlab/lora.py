@@ -48,9 +48,17 @@ def _linear_shape(name, module):
     if hasattr(module, "nf") and module.weight.ndim == 2: return *module.weight.shape, True
     raise TypeError(f"LoRA sits on linear layers; {name} is a {type(module).__name__}; choose other modules or exclude it")
 
-_PLAIN = {  # fields of PEFT's configuration that change what is computed → the value under which they do not
-    "use_dora": False, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "target_parameters": None, "layer_replication": None,
-    "lora_bias": False, "trainable_token_indices": None, "use_qalora": False, "alora_invocation_tokens": None, "arrow_config": None}
+_UNDERSTOOD = set("""peft_type peft_version auto_mapping base_model_name_or_path revision task_type inference_mode r lora_alpha lora_dropout use_rslora
+    fan_in_fan_out target_modules exclude_modules layers_to_transform layers_pattern init_lora_weights bias megatron_core qalora_group_size
+    eva_config corda_config lora_ga_config loftq_config runtime_config ensure_weight_tying""".split())   # fields of PEFT's configuration that change nothing here
+_MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")     # initialisations that change the backbone when PEFT loads them
+
+def _unlike(config):
+    "Fields of PEFT's configuration under which it computes something else"
+    odd = {k: v for k, v in config.items() if k not in _UNDERSTOOD and v not in (None, False, "", [], {})}
+    if config.get("bias", "none") != "none": odd["bias"] = config["bias"]
+    if str(config.get("init_lora_weights")).startswith(_MOVES_BASE): odd["init_lora_weights"] = config["init_lora_weights"]
+    return odd
 
 def _fill(sites, tensors):
     "Copy the tensors of a file into the sites; names and shapes must be exactly theirs"
@@ -99,9 +107,9 @@ class Lora(Delta):
     @classmethod
     def from_config(cls, model, config, tensors):
         "A Lora from PEFT's configuration and tensors by module; refuses what it would not compute."
-        odd = {k: config[k] for k, plain in _PLAIN.items() if config.get(k) not in (plain, None)}
-        if odd: raise ValueError(f"this adapter uses {odd}, which Lora does not compute; load it with PEFT")
-        d = cls(model, config["r"], config["lora_alpha"], config.get("lora_dropout", 0.0), dict.fromkeys(tensors), rslora=config.get("use_rslora", False))
+        if odd := _unlike(config): raise ValueError(f"this adapter uses {odd}, which Lora does not compute; load it with PEFT")
+        dtype = next(t.dtype for own in tensors.values() for t in own.values())                 # as it was trained, whatever the backbone's
+        d = cls(model, config["r"], config["lora_alpha"], config.get("lora_dropout", 0.0), dict.fromkeys(tensors), rslora=config.get("use_rslora", False), dtype=dtype)
         try: _fill(d.sites, tensors)
         except Exception: d.detach(); raise
         return d

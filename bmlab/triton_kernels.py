@@ -40,7 +40,7 @@ def _blocks(
     dtype:torch.dtype, # of x
 )->dict:               # keywords of a launch
     "Tile sizes, warps and pipeline stages of a launch, from the shape alone."
-    rows = 16 if N < 2048 else 32 if N < 8192 else 64            # by measurement: enough programs to fill the GPU, and no more reading of x than needed
+    rows = 16 if N < 2048 else 32 if N < 12288 else 64           # by measurement: enough programs to fill the GPU, and no more reading of x than needed
     step = min(64 if dtype == torch.float32 else 256, max(32, triton.next_power_of_2(K)))
     return dict(BLOCK_M=MAX_ROWS, BLOCK_N=rows, BLOCK_K=step, num_warps=4, num_stages=5 if rows < 64 else 3)
 
