@@ -18,10 +18,11 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.initialization import no_init_weights
 
-from .core import count, parts, table, tensor_key
+from .core import count, parts, table, tensor_key, unwrap
 from .generate import decode_speed
 from .kernels import pack_linears
 from .models import model_class
+from .train import eval_mode, to_device
 
 # %% ../nbs/20_cook.ipynb #3e8e9bd3
 def _shifted(logits, labels):
@@ -30,20 +31,24 @@ def _shifted(logits, labels):
     keep = labels != -100
     return (logits, labels) if keep.all() else (logits[keep], labels[keep])
 
+def _logits(model, batch):
+    "What a causal model predicts for a batch, and the labels beside it"
+    if not model.can_generate() or model.config.is_encoder_decoder: raise TypeError(f"{type(model).__name__} is no causal language model, so its perplexity is not defined")
+    batch = to_device(batch, model.device)
+    return model(**{k: v for k, v in batch.items() if k != "labels"}).logits, batch["labels"]
+
 @torch.no_grad()
 def perplexity(
     model:nn.Module,      # a causal language model
-    batches:Iterable,     # dicts with input_ids and labels (B, L); labels of -100 are left out
+    batches:Iterable,     # dicts with input_ids (and attention_mask) and labels (B, L); labels of -100 are left out
 )->float:                 # exp of the mean negative log-likelihood per token
     "Perplexity on held-out batches, in eval mode."
-    total, n, was = 0.0, 0, model.training
-    model.eval()
-    try:
+    total, n = 0.0, 0
+    with eval_mode(model):
         for b in batches:
-            logits, labels = _shifted(model(input_ids=b["input_ids"].to(model.device)).logits, b["labels"].to(model.device))
+            logits, labels = _shifted(*_logits(model, b))
             total += sum(F.cross_entropy(x.float(), y, reduction="sum").item() for x, y in zip(logits.split(1024), labels.split(1024)))
             n += len(labels)
-    finally: model.train(was)
     if n == 0: raise ValueError("batches holds no token to predict")
     return math.exp(total / n)
 
@@ -56,14 +61,14 @@ def divergence(
 )->tuple[float, float]: # (mean KL(before ‖ after) in nats a token, share of equal first choices)
     "How far apart what two models predict is."
     kl, same, n = 0.0, 0, 0
-    for b in batches:
-        p, labels = _shifted(before(input_ids=b["input_ids"].to(before.device)).logits, b["labels"].to(before.device))
-        q, _ = _shifted(after(input_ids=b["input_ids"].to(after.device)).logits, b["labels"].to(after.device))
-        for x, y in zip(p.split(1024), q.to(p.device).split(1024)):
-            x, y = x.float().log_softmax(-1), y.float().log_softmax(-1)
-            kl += F.kl_div(y, x, log_target=True, reduction="sum").item()
-            same += (x.argmax(-1) == y.argmax(-1)).sum().item()
-        n += len(labels)
+    with eval_mode(before, after):
+        for b in batches:
+            (p, labels), (q, _) = _shifted(*_logits(before, b)), _shifted(*_logits(after, b))
+            for x, y in zip(p.split(1024), q.to(p.device).split(1024)):
+                x, y = x.float().log_softmax(-1), y.float().log_softmax(-1)
+                kl += F.kl_div(y, x, log_target=True, reduction="sum").item()
+                same += (x.argmax(-1) == y.argmax(-1)).sum().item()
+            n += len(labels)
     if n == 0: raise ValueError("batches holds no token to compare")
     return kl / n, same / n
 
@@ -81,7 +86,8 @@ def save_cooked(
     tok=None,            # its tokenizer, saved beside it
 )->Path:                 # the folder
     "Write a compressed model: safetensors, its configuration, and which layers are packed."
-    dir, state = Path(dir), model.state_dict()
+    model, dir = unwrap(model), Path(dir)
+    state = model.state_dict()
     if any("_deltas." in k for k in state): raise ValueError("the model carries a delta; merge or detach it, or save it with its own save()")
     dir.mkdir(parents=True, exist_ok=True)
     tied, packed = _tied(state), [n for n, m in parts(model) if hasattr(m, "_bmlab_packed")]
@@ -89,7 +95,9 @@ def save_cooked(
     os.replace(dir / "model.safetensors.part", dir / "model.safetensors")
     for part, kind in ((getattr(model, "config", None), "config"), (getattr(model, "generation_config", None), "generation"), (tok, "tokenizer")):
         if part is not None: part.save_pretrained(dir)
-    (dir / "cooked.json").write_text(json.dumps({"format": 1, "class": type(model).__name__, "packed": packed, "tied": tied}, indent=1) + "\n", encoding="utf-8")
+    tables = {n: str(m.out_dtype)[6:] for n, m in parts(model) if hasattr(m, "out_dtype")}       # what a packed embedding puts out
+    info = {"format": 1, "class": type(model).__name__, "packed": packed, "tied": tied, "out_dtype": tables}
+    (dir / "cooked.json").write_text(json.dumps(info, indent=1) + "\n", encoding="utf-8")
     return dir
 
 # %% ../nbs/20_cook.ipynb #cf77d112
@@ -98,11 +106,9 @@ def _skeleton(dir, name):
     cls = model_class([name])
     config = cls.config_class.from_pretrained(dir)
     with no_init_weights(): model = cls._from_config(config)
-    model.tie_weights()                                             # which no_init_weights leaves out
-    memo = {}
-    for m in model.modules():
+    for m in model.modules():                                       # each its own: what is tied stands in the file
         for k, p in m._parameters.items():
-            if p is not None: m._parameters[k] = memo.setdefault(id(p), nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad))
+            if p is not None: m._parameters[k] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
     return model
 
 def load_cooked(
@@ -116,12 +122,16 @@ def load_cooked(
     info = json.loads((dir / "cooked.json").read_text(encoding="utf-8"))
     model = _skeleton(dir, info["class"]) if skeleton is None else skeleton
     if info["packed"]: pack_linears(model, modules=dict.fromkeys(info["packed"]), embeddings=False)
-    state = load_file(dir / "model.safetensors", device=str(device))
+    for n, dtype in info["out_dtype"].items(): model.get_submodule(n).out_dtype = getattr(torch, dtype)
+    try: state = load_file(dir / "model.safetensors", device=str(device))
+    except Exception as e: raise OSError(f"{dir / 'model.safetensors'} cannot be read ({e}); was it cut off? Save the model again") from e
     state |= {k: state[first] for k, first in info["tied"].items()}
     model.load_state_dict(state, strict=True, assign=True)
-    for k, first in info["tied"].items():                           # parameters that were one object are one again
-        owner, _, name = k.rpartition(".")
-        if name in (own := model.get_submodule(owner)._parameters): own[name] = model.get_parameter(first)
+    for k, first in info["tied"].items():                           # what was one object is one again
+        (owner, _, name), (other, _, _) = k.rpartition("."), first.rpartition(".")
+        m = model.get_submodule(owner)
+        if name in m._parameters: m._parameters[name] = model.get_parameter(first)
+        elif name == "codes": m._share(model.get_submodule(other))
     if (dir / "generation_config.json").is_file(): model.generation_config = GenerationConfig.from_pretrained(dir)
     return model.to(device).eval()
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ROLES', 'unwrap', 'parts', 'resolve', 'roles', 'Weight', 'tensor_key', 'weights', 'Count', 'count', 'parse_bytes',
-           'format_bytes', 'format_count', 'on_change', 'changed', 'known', 'lookup', 'did_you_mean', 'set_seed',
-           'table', 'figure', 'run_ranks']
+           'format_bytes', 'format_count', 'Transient', 'on_change', 'changed', 'known', 'lookup', 'did_you_mean',
+           'set_seed', 'table', 'figure', 'run_ranks']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
 import contextlib, difflib, fnmatch, importlib, math, numbers, os, random, re, subprocess, sys, tempfile, time
@@ -307,17 +307,17 @@ def format_count(
     return f"{n:.4g}"
 
 # %% ../nbs/00_core.ipynb #dc5ac870
-class _Listeners(list):
-    "Callbacks of one model, dropped when the model is copied or pickled"
-    def __deepcopy__(self, memo): return _Listeners()
-    def __reduce__(self): return (_Listeners, ())
+class Transient(list):
+    "A list kept on a model that stays behind, empty, when the model is copied or pickled."
+    def __deepcopy__(self, memo): return Transient()
+    def __reduce__(self): return (Transient, ())
 
 def on_change(
     model:nn.Module,     # the model to watch
     call:Callable,       # called without arguments after each change
 )->Callable:             # call it to stop watching
     "Call back whenever a delta, a packing or a freeze changes `model`."
-    listeners = unwrap(model).__dict__.setdefault("_bmlab_listeners", _Listeners())
+    listeners = unwrap(model).__dict__.setdefault("_bmlab_listeners", Transient())
     listeners.append(call)
     return lambda: listeners.remove(call) if call in listeners else None
 

@@ -76,4 +76,4 @@ class Batches:
         self.epoch += 1
         for part in order.split(self.batch):
             ids = self.rows[part]
-            yield {"input_ids": ids, "labels": ids}
+            yield {"input_ids": ids, "labels": ids.clone()}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from .core import Count, changed, count, did_you_mean, format_count, lookup, parts, resolve, roles, tensor_key, unwrap
+from .core import Count, Transient, changed, count, did_you_mean, format_count, lookup, parts, resolve, roles, tensor_key, unwrap
 
 # %% ../nbs/30_delta.ipynb #bdfc1e32
 class Site(nn.Module):
@@ -120,7 +120,7 @@ def _sharded(model):
     "Has FSDP2 taken over parameters of this model? (Between a forward and the next they need not look like shards.)"
     return torch.distributed.is_available() and any(any(c.__name__ == "FSDPModule" for c in type(m).__mro__) for m in model.modules())
 
-def _merges(model): return model.__dict__.setdefault("_bmlab_merges", [])    # open merges, the last on top
+def _merges(model): return model.__dict__.setdefault("_bmlab_merges", Transient())    # open merges, the last on top
 
 class _Attachable(_OnModel):
     def attach(self):

@@ -83,19 +83,20 @@ def stream(
     temperature:float=0.0,     # 0: greedy; else sampling
     top_p:float=1.0,           # sampling: the smallest set of tokens with this probability
     top_k:int=0,               # sampling: the k likeliest only; 0: all
-    seed:int|None=None,        # sampling: repeatable where given
+    seed:int|None=None,        # sampling: repeatable where given (draws of other threads meanwhile would disturb it)
     stop:tuple=(),             # texts that end the output; not part of it
     stats:dict|None=None,      # filled while it runs: prompt_tokens, new_tokens, first_token_s, decode_tok_s
     **options,                 # anything else that `generate` takes
 )->Iterator[str]:              # pieces that join up to the output
     "Text from `model`, piece by piece while it decodes."
     if not hasattr(model, "generate") or not model.can_generate(): raise TypeError(f"{type(model).__name__} cannot generate text; load a causal or an encoder-decoder language model")
+    if (n := options.get("num_return_sequences", 1)) != 1: raise ValueError(f"num_return_sequences={n}: a stream is one text; call stream several times, with another seed each")
     if max_new_tokens < 1 or temperature < 0: raise ValueError(f"max_new_tokens={max_new_tokens} must be 1 or more, temperature={temperature} 0 or more")
     enc = prompt_ids(tok, prompt, model.device)
     chosen = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k) if temperature > 0 else dict(do_sample=False, temperature=None, top_p=None, top_k=None)
     config = copy.deepcopy(model.generation_config)
-    config.update(max_new_tokens=max_new_tokens, max_length=None, **chosen, pad_token_id=_pad(config, tok))
-    return _until(_pieces(model, tok, enc, config, seed, options, {} if stats is None else stats), [stop] if isinstance(stop, str) else list(stop))
+    options = config.update(max_new_tokens=max_new_tokens, max_length=None, **chosen, pad_token_id=_pad(config, tok), **options)     # what is left is generate's own
+    return _until(_pieces(model, tok, enc, config, seed, options, {} if stats is None else stats), [stop] if isinstance(stop, str) else list(stop or ()))
 
 def _pad(config, tok):
     eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id

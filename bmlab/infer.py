@@ -8,6 +8,7 @@ __all__ = ['Plan', 'plan_inference', 'Engine', 'wrap']
 # %% ../nbs/40_infer.ipynb #80bb14e8
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pandas as pd
 import torch
@@ -64,9 +65,10 @@ def plan_inference(
     if bits not in (None, 8): raise ValueError(f"bits={bits!r}: 8, or None to keep the dtype")
     if max_batch < 1 or max_ctx < 1: raise ValueError(f"max_batch={max_batch}, max_ctx={max_ctx}: both are at least 1")
     limit = None if memory_limit is None else parse_bytes(memory_limit)
-    config, packed = getattr(model, "config", None), set(packable(model)) if bits else set()
+    config = getattr(model, "config", None)
     item = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
-    size = lambda w: w.numel + 4 * w.shape[0] if w.owner in packed and len(w.shape) == 2 else w.nbytes
+    rows = {n: getattr(m, "nf", m.weight.shape[0]) for n, m in packable(model).items()} if bits else {}       # Conv1D counts its outputs in nf
+    size = lambda w: w.numel + 4 * rows[w.owner] if w.owner in rows and len(w.shape) == 2 else w.nbytes
     own = {w.name: size(w) for w in weights(model) if w.tied_to is None}
     embeds = {n for n, r in roles(model).items() if r == "embed"}
     tied = {w.tied_to for w in weights(model) if w.tied_to}           # a tied embedding is the head too: read whole
@@ -74,7 +76,8 @@ def plan_inference(
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     plan = Plan(sum(own.values()), _kv_bytes(text, max_batch, max_ctx, item), _activation_bytes(text, max_batch, max_ctx, item), limit, read)
     if limit is not None and plan.min_bytes > limit:
-        help = " or ".join([*(["bits=8"] if bits is None else []), *([f"max_ctx={max_ctx // 2}"] if max_ctx > 256 else [])]) or "a smaller model"
+        help = [*(["bits=8"] if bits is None else []), *([f"max_ctx={max_ctx // 2}"] if max_ctx > 256 and plan.weights < limit else [])]
+        help = " or ".join(help) or "a larger limit"
         raise ValueError(f"memory_limit={memory_limit!r} is below the smallest feasible plan, {format_bytes(plan.min_bytes)} ({format_bytes(plan.weights)} of it weights); try {help}")
     return plan
 
@@ -96,8 +99,9 @@ class Engine:
 
     def _measured(self, pieces):
         self.stats.clear()
-        yield from pieces
-        if "decode_tok_s" in self.stats: self.stats["decode_gb_s"] = self.stats["decode_tok_s"] * self.plan.token_bytes / 1e9
+        try: yield from pieces
+        finally:
+            if "decode_tok_s" in self.stats: self.stats["decode_gb_s"] = self.stats["decode_tok_s"] * self.plan.token_bytes / 1e9
 
     def chat(self,
         messages:str|list,  # one question, or messages [{"role": "user", "content": …}, …]
@@ -114,12 +118,14 @@ def wrap(
     memory_limit:int|str|None=None, # "6GiB", bytes, or None; checked before anything moves
     bits:int|None=None,             # 8: pack linear layers and a tied embedding to int8; None: keep the dtype
     max_batch:int=1,                # sequences at once, for the plan
-    max_ctx:int=2048,               # tokens of a sequence, prompt and output together
+    max_ctx:int=2048,               # tokens of a sequence, prompt and output together; at most what the model has positions for
     device=None,                    # None: cuda if there is one, else cpu
 )->Engine:
     "Plan, pack, place: an engine that streams text."
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    if isinstance(model, str): model, loaded = load(model, device="cpu"); tok = tok if tok is not None else loaded
+    if isinstance(model, (str, Path)): model, loaded = load(model, device="cpu"); tok = tok if tok is not None else loaded
+    if not isinstance(model, nn.Module): raise TypeError(f"model is a {type(model).__name__}; give a model or a name (load returns a model and a tokenizer: wrap(*load(…)))")
+    max_ctx = min(max_ctx, getattr(getattr(model, "config", None), "max_position_embeddings", None) or max_ctx)
     plan = plan_inference(model, memory_limit, bits, max_batch, max_ctx)
     if bits and (todo := packable(model)): pack_linears(model, modules=dict.fromkeys(todo))
     return Engine(model.to(device).eval(), tok, plan, max_ctx)

@@ -269,6 +269,8 @@ def _refusal(module):
     if type(module.weight) is not nn.Parameter or not module.weight.is_floating_point():
         return f"has a {type(module.weight).__name__} of {module.weight.dtype} as its weight; pack a float model, before it is sharded"
     if getattr(module, "max_norm", None) is not None: return "renormalizes its rows (max_norm); leave it out with exclude="
+    if "forward" in module.__dict__: return "has a patched forward (accelerate's hooks do that), which would be lost; pack before dispatching"
+    if not module.weight.is_meta and not module.weight.isfinite().all(): return "has infinite or undefined weights"
     if module._forward_hooks or module._forward_pre_hooks: return "has forward hooks, which would be lost; remove them, and register them again on the packed model"
 
 # %% ../nbs/05_kernels.ipynb #a7d7c067

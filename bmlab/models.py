@@ -616,6 +616,8 @@ def _from_folder(folder):
     "(folder, {}) after a look at what is in it"
     if folder.suffix == ".gguf": raise ValueError(f"{folder} is one GGUF file: convert_gguf({str(folder)!r}, some_folder), then load that folder")
     if not folder.is_dir(): raise FileNotFoundError(f"there is no folder {folder}")
+    if (folder / "cooked.json").is_file(): raise ValueError(f"{folder} holds a packed model: load_cooked({str(folder)!r}) reads it")
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file(): raise ValueError(f"{folder} holds a delta, not a model: Delta.load({str(folder)!r}, model) attaches it to its backbone")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} has no config.json, so it is not the folder of a model; it holds {sorted(p.name for p in folder.iterdir())[:8]}")
     for file in folder.glob("*.safetensors"):
@@ -633,6 +635,7 @@ def load(
     **options,                         # passed to `from_pretrained`, such as attn_implementation="eager", revision="…"
 )->tuple:                              # (model in eval mode, tokenizer); tokenizer None if a folder holds none
     "A trained model and its tokenizer; weights on `device`."
+    if not isinstance(name, (str, Path)) or not str(name).strip(): raise TypeError(f"name={name!r}: expected a sample, a folder or a name on the model hub")
     dtype, device, text, path = _dtype(dtype), _device(device), str(name), Path(name).expanduser()
     is_path = path.exists() or isinstance(name, Path) or text.startswith(("/", ".", "~")) or text.endswith(".gguf")
     if text in _SAMPLES: where, more = _from_folder(sample_dir(text))

@@ -63,11 +63,14 @@ def input_grams(
     training, device, seen = model.training, next(model.parameters()).device, 0
     try:
         model.eval()
-        for batch in tqdm(calib, desc="calibrate", leave=False, mininterval=1): model(**to_device({k: v for k, v in batch.items() if k != "labels"}, device)); seen += 1
+        for batch in tqdm(calib, desc="calibrate", leave=False, mininterval=1):
+            keep = getattr(getattr(model, "config", None), "is_encoder_decoder", False)        # there the labels are the decoder's inputs
+            model(**to_device({k: v for k, v in batch.items() if keep or k != "labels"}, device)); seen += 1
     finally:
         model.train(training)
         for h in hooks: h.remove()
     if not seen: raise ValueError("calib is empty: give a few batches")
+    if bad := [n for n, g in grams.items() if not g.isfinite().all()]: raise ValueError(f"the inputs of {bad[0]} are not finite on the calibration batches")
     return {n: grams[shared[n]] for n in layers if n in shared}
 
 def quantize(
@@ -79,7 +82,9 @@ def quantize(
 )->nn.Module:                     # the same model
     "Pack linear layers to int8, rounded by what their inputs see where calibration batches are given."
     if calib is None: return pack_linears(model, bits, modules, exclude)
-    layers = {n: m for n, m in packable(model, modules, exclude).items() if not isinstance(m, nn.Embedding)}
+    chosen = packable(model, modules, exclude)
+    layers = {n: m for n, m in chosen.items() if not isinstance(m, nn.Embedding)}
+    if bits != 8: raise ValueError(f"bits={bits!r}: only bits=8 can be packed")
     grams = input_grams(model, layers, calib)
     unseen = sorted(set(layers) - set(grams))
     if unseen: raise ValueError(f"{len(unseen)} layers never ran on the calibration batches, such as {unseen[0]}; give batches that reach them, or exclude them")
@@ -87,4 +92,4 @@ def quantize(
         def rounding(name, w):
             bar.update()
             return gptq_rows(w, grams.pop(name)) if name in grams else quantize_rows(w)
-        return pack_linears(model, bits, modules, exclude, rounding=rounding)
+        return pack_linears(model, bits, dict.fromkeys(chosen), rounding=rounding)
