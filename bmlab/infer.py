@@ -54,6 +54,7 @@ def _activation_bytes(config, max_batch, max_ctx, item):
     inner = getattr(config, "intermediate_size", None) or getattr(config, "d_ff", None) or getattr(config, "dim_ff", None) or 4 * width
     return max_batch * (max_ctx * (3 * inner + 6 * width) * item + 2 * vocab * 4)
 
+# %% ../nbs/40_infer.ipynb #9cec1488
 def plan_inference(
     model:nn.Module,             # of transformers; on meta is enough
     memory_limit:int|str|None=None, # bytes, "6GiB", or None
