@@ -42,7 +42,7 @@ test: samples check notebooks
 	@$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval-sanitize.cfg --nbval-cell-timeout=300 tutorials
 
 notebooks: samples
-	@timeout 2400 $(BIN)/nbdev_test --n_workers 2 --timing
+	@timeout 900 $(BIN)/nbdev_test --n_workers 2 --timing
 
 test-slow: samples
 	@$(BIN)/python -m pytest tests -m slow --durations=0

@@ -33,7 +33,8 @@ def _shifted(logits, labels):
 
 def _logits(model, batch):
     "What a causal model predicts for a batch, and the labels beside it"
-    if not model.can_generate() or model.config.is_encoder_decoder: raise TypeError(f"{type(model).__name__} is no causal language model, so its perplexity is not defined")
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise TypeError(f"{type(model).__name__} is no causal language model, so its perplexity is not defined")
     batch = to_device(batch, model.device)
     return model(**{k: v for k, v in batch.items() if k != "labels"}).logits, batch["labels"]
 
@@ -88,7 +89,8 @@ def save_cooked(
     "Write a compressed model: safetensors, its configuration, and which layers are packed."
     model, dir = unwrap(model), Path(dir)
     state = model.state_dict()
-    if any("_deltas." in k for k in state): raise ValueError("the model carries a delta; merge or detach it, or save it with its own save()")
+    if any("_deltas." in k for k in state):
+        raise ValueError("the model carries a delta; merge or detach it, or save it with its own save()")
     dir.mkdir(parents=True, exist_ok=True)
     tied, packed = _tied(state), [n for n, m in parts(model) if hasattr(m, "_bmlab_packed")]
     save_file({k: t.contiguous() for k, t in state.items() if k not in tied}, dir / "model.safetensors.part", metadata={"format": "pt"})

@@ -185,7 +185,8 @@ def roles(
 )->dict[str, str]:     # name → one of `ROLES`; modules without a role are left out; 3-D expert weights by parameter name
     "What each weight is for: attention, feed-forward, router, norm, embedding or head."
     modules, out, ffn = dict(parts(model)), {}, {}
-    vocab = {max((m.num_embeddings for m in modules.values() if hasattr(m, "num_embeddings")), default=0), getattr(getattr(unwrap(model), "config", None), "vocab_size", 0)}
+    largest = max((m.num_embeddings for m in modules.values() if hasattr(m, "num_embeddings")), default=0)
+    vocab = {largest, getattr(getattr(unwrap(model), "config", None), "vocab_size", largest)}
     for name, m in modules.items():
         path, _, last = name.rpartition(".")
         inside = any(p.isdigit() for p in name.split("."))           # in a repeated block?
@@ -287,7 +288,8 @@ def parse_bytes(
     "Bytes from a number or a text with a unit; GiB is 2³⁰, GB is 10⁹."
     if isinstance(size, numbers.Real) and not isinstance(size, bool) and 0 <= size < math.inf: return int(size)
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", size) if isinstance(size, str) else None
-    if not found or found[2].lower() not in _UNITS: raise ValueError(f"{size!r} is not a size; write a number of bytes or a text such as '6GiB' or '800MB'")
+    if not found or found[2].lower() not in _UNITS:
+        raise ValueError(f"{size!r} is not a size; write a number of bytes or a text such as '6GiB' or '800MB'")
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 def format_bytes(
@@ -432,7 +434,8 @@ def run_ranks(
             for p in ranks: p.wait()
             for f in logs: f.close()
         for r in range(world_size):
-            if not Path(d, f"{r}.pt").is_file(): raise RuntimeError(f"rank {r} of {world_size} left without a result, though with exit code 0; does {getattr(fn, '__name__', 'fn')} call sys.exit?")
+            if not Path(d, f"{r}.pt").is_file():
+                raise RuntimeError(f"rank {r} of {world_size} left without a result, though with exit code 0; does {getattr(fn, '__name__', 'fn')} call sys.exit?")
         return [torch.load(Path(d, f"{r}.pt"), weights_only=False) for r in range(world_size)]
 
 # %% ../nbs/00_core.ipynb #5e6b5354

@@ -101,7 +101,10 @@ class _OnModel:
         if found: return dict.fromkeys(found)
         raise LookupError(f"{type(self).__name__} sits on {'/'.join(self.default_roles)}, and {type(self.model).__name__} has no such role; name modules= yourself")
 
-    def make_site(self, name, module)->Site:
+    def make_site(self,
+        name:str,         # the module's name
+        module:nn.Module, # the module
+    )->Site:
         "The delta's part for one module; raises TypeError for a module that it cannot sit on."
         raise NotImplementedError(f"{type(self).__name__}.make_site")
 
@@ -134,15 +137,19 @@ class _Attachable(_OnModel):
 
     def _check_attach(self, modules, away):
         "Raise for what attaching would break, before anything changes"
-        if _sharded(self.model): raise RuntimeError("the model is sharded already, and parameters added now would not be; attach the delta before sharding")
-        if any(h.delta is self for h in _merges(self.model)): raise RuntimeError(f"{self.name!r} is merged into the weights; restore() of what merge() returned attaches it again")
+        if _sharded(self.model):
+            raise RuntimeError("the model is sharded already, and parameters added now would not be; attach the delta before sharding")
+        if any(h.delta is self for h in _merges(self.model)):
+            raise RuntimeError(f"{self.name!r} is merged into the weights; restore() of what merge() returned attaches it again")
         for n in away:
             if n not in modules: raise LookupError(f"{n} is gone from the model, so {self.name!r} has no place there")
-            if "forward" in modules[n].__dict__: raise RuntimeError(f"the forward of {n} was patched (accelerate's hooks do that), so a delta on it would never run; attach before dispatching")
-            if self.name in getattr(modules[n], "_deltas", ()): raise ValueError(f"another delta is attached as {self.name!r}; detach it, or make this one with another name=")
+            if "forward" in modules[n].__dict__:
+                raise RuntimeError(f"the forward of {n} was patched (accelerate's hooks do that), so a delta on it would never run; attach before dispatching")
+            if self.name in getattr(modules[n], "_deltas", ()):
+                raise ValueError(f"another delta is attached as {self.name!r}; detach it, or make this one with another name=")
 
     def detach(self):
-        "Take the delta off, in any order with others; the backbone is as it was. On a sharded model it is only switched off."
+        "Take the delta off, in any order with others; the backbone's tensors are as they were (what `freeze` froze rests until `unfreeze`). On a sharded model it is only switched off."
         modules, sharded, away = dict(parts(self.model)), _sharded(self.model), self._away()
         for n, site in self.sites.items():
             if sharded: site.enabled = False
@@ -201,7 +208,8 @@ class _Counted(_Tunable):
         return Count(c.total + away * n, c.trainable, n, c.bytes + away * sum(p.numel() * p.element_size() for p in own))
     def __repr__(self):
         c = self.count()
-        return f"{type(self).__name__} {self.name!r} on {len(self.sites)} modules: {format_count(c.delta)} parameters, {c.delta / c.total:.4%} of the model{'' if self.attached else '; detached'}"
+        where = f"on {len(self.sites)} modules" + ("" if self.attached else ", detached")
+        return f"{type(self).__name__} {self.name!r} {where}: {format_count(c.delta)} parameters, {c.delta / c.total:.4%} of the model"
 
 # %% ../nbs/30_delta.ipynb #0930e6e0
 class Merged:
@@ -214,7 +222,8 @@ class Merged:
         "The backbone's own tensors, bit for bit, with the delta attached again; merges are taken back last first."
         open_ones = _merges(self.delta.model)
         if self not in open_ones: raise RuntimeError(f"this merge of {self.delta.name!r} was taken back already")
-        if open_ones[-1] is not self: raise RuntimeError(f"{open_ones[-1].delta.name!r} was merged after {self.delta.name!r}; restore that first")
+        if open_ones[-1] is not self:
+            raise RuntimeError(f"{open_ones[-1].delta.name!r} was merged after {self.delta.name!r}; restore that first")
         open_ones.pop()
         modules = dict(parts(self.delta.model))
         with torch.no_grad():
@@ -233,8 +242,10 @@ class _Mergeable(_Counted):
             for p in m._parameters.values():
                 if p is not None: users.setdefault(tensor_key(p), []).append(n)
         for n, site in self.sites.items():
-            if not hasattr(site, "delta_weight"): raise TypeError(f"{type(self).__name__} is no change of a weight matrix and cannot be merged; keep it attached")
-            if modules[n]._parameters.get("weight") is None: raise TypeError(f"{n} holds a packed or parametrized weight; merge before packing")
+            if not hasattr(site, "delta_weight"):
+                raise TypeError(f"{type(self).__name__} is no change of a weight matrix and cannot be merged; keep it attached")
+            if modules[n]._parameters.get("weight") is None:
+                raise TypeError(f"{n} holds a packed or parametrized weight; merge before packing")
             others = [o for o in users[tensor_key(modules[n].weight)] if o != n]
             if others: raise ValueError(f"the weight of {n} is tied to {others[0]}, which merging would change too; untie it first")
         originals = {n: modules[n].weight.detach().clone() for n in self.sites}
@@ -306,5 +317,6 @@ def _by_module(tensors, model, config, dir):
     targets = config.get("target_modules")
     if isinstance(targets, list) and not any(config.get(k) for k in ("exclude_modules", "layers_to_transform")):
         missing = [n for n in modules if any(n == t or n.endswith("." + t) for t in targets) and n not in out]
-        if missing: raise KeyError(f"{dir} lists target_modules={targets}, but holds no tensors for {len(missing)} of them, such as {sorted(missing)[0]}")
+        if missing:
+            raise KeyError(f"{dir} lists target_modules={targets}, but holds no tensors for {len(missing)} of them, such as {sorted(missing)[0]}")
     return out

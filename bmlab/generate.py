@@ -89,11 +89,15 @@ def stream(
     **options,                 # anything else that `generate` takes
 )->Iterator[str]:              # pieces that join up to the output
     "Text from `model`, piece by piece while it decodes."
-    if not hasattr(model, "generate") or not model.can_generate(): raise TypeError(f"{type(model).__name__} cannot generate text; load a causal or an encoder-decoder language model")
-    if (n := options.get("num_return_sequences", 1)) != 1: raise ValueError(f"num_return_sequences={n}: a stream is one text; call stream several times, with another seed each")
-    if max_new_tokens < 1 or temperature < 0: raise ValueError(f"max_new_tokens={max_new_tokens} must be 1 or more, temperature={temperature} 0 or more")
+    if not hasattr(model, "generate") or not model.can_generate():
+        raise TypeError(f"{type(model).__name__} cannot generate text; load a causal or an encoder-decoder language model")
+    if (n := options.get("num_return_sequences", 1)) != 1:
+        raise ValueError(f"num_return_sequences={n}: a stream is one text; call stream several times, with another seed each")
+    if max_new_tokens < 1 or temperature < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be 1 or more, temperature={temperature} 0 or more")
     enc = prompt_ids(tok, prompt, model.device)
-    chosen = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k) if temperature > 0 else dict(do_sample=False, temperature=None, top_p=None, top_k=None)
+    greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None)
+    chosen = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k) if temperature > 0 else greedy
     config = copy.deepcopy(model.generation_config)
     options = config.update(max_new_tokens=max_new_tokens, max_length=None, **chosen, pad_token_id=_pad(config, tok), **options)     # what is left is generate's own
     return _until(_pieces(model, tok, enc, config, seed, options, {} if stats is None else stats), [stop] if isinstance(stop, str) else list(stop or ()))
@@ -155,11 +159,12 @@ def decode_speed(
     "Tokens per second, read and written, at batch 1."
     vocab = model.get_input_embeddings().num_embeddings
     ids = torch.randint(0, vocab, (1, prompt_tokens), generator=torch.Generator().manual_seed(0)).to(model.device)
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, temperature=None, top_p=None, top_k=None, pad_token_id=0)
     def run(n):
         best = float("inf")
         for _ in range(repeats):
             _sync(model); t = time.perf_counter()
-            model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), min_new_tokens=n, max_new_tokens=n, do_sample=False, temperature=None, top_p=None, top_k=None, pad_token_id=0)
+            model.generate(**inputs, min_new_tokens=n, max_new_tokens=n)
             _sync(model); best = min(best, time.perf_counter() - t)
         return best
     short, long = run(1), run(1 + new_tokens)

@@ -29,15 +29,22 @@ class Plan:
     limit:int|None        # bytes allowed, None without a limit
     token_bytes:int       # bytes of weights that each decoded token reads
     @property
-    def peak_bytes(self)->int: return self.weights + self.kv_cache + self.workspace
+    def peak_bytes(self)->int: # everything at once
+        "Weights, KV cache and workspace together."
+        return self.weights + self.kv_cache + self.workspace
     @property
-    def min_bytes(self)->int: return self.peak_bytes                 # everything stays on the device
+    def min_bytes(self)->int:
+        "The smallest limit that holds this plan: everything stays on the device."
+        return self.peak_bytes
     @property
-    def streamed_bytes(self)->int: return 0
+    def streamed_bytes(self)->int:
+        "Bytes of weights that do not stay on the device."
+        return 0
     def table(self)->pd.DataFrame:
         "The parts of the peak, in readable units."
         rows = {"weights": self.weights, "KV cache": self.kv_cache, "workspace": self.workspace, "peak": self.peak_bytes}
-        return pd.DataFrame({"bytes": rows.values(), "size": map(format_bytes, rows.values()), "share": [f"{v / self.peak_bytes:.0%}" for v in rows.values()]}, index=list(rows))
+        shares = [f"{v / self.peak_bytes:.0%}" for v in rows.values()]
+        return pd.DataFrame({"bytes": rows.values(), "size": map(format_bytes, rows.values()), "share": shares}, index=list(rows))
     def __str__(self): return f"{self.table()}\nlimit: {format_bytes(self.limit) if self.limit is not None else 'none'}"
     def _repr_html_(self): return self.table()._repr_html_()
 
@@ -85,7 +92,12 @@ def plan_inference(
 # %% ../nbs/40_infer.ipynb #3beedded
 class Engine:
     "A model that is packed, placed and ready to stream text; made by `wrap`."
-    def __init__(self, model, tok, plan, max_ctx): self.model, self.tok, self.plan, self.max_ctx, self.stats = model, tok, plan, max_ctx, {}
+    def __init__(self,
+        model:nn.Module, # on its device, in eval mode
+        tok,             # its tokenizer, or None
+        plan:Plan,       # what was predicted
+        max_ctx:int,     # tokens of a sequence, prompt and output together
+    ): self.model, self.tok, self.plan, self.max_ctx, self.stats = model, tok, plan, max_ctx, {}
 
     def stream(self,
         prompt:str|list,         # a text, or chat messages
@@ -95,7 +107,8 @@ class Engine:
         "Text for a prompt; afterwards `stats` holds what was measured."
         if self.tok is None: raise ValueError("this engine has no tokenizer; wrap(model, tok)")
         n = prompt_ids(self.tok, prompt)["input_ids"].shape[1]
-        if n + max_new_tokens > self.max_ctx: raise ValueError(f"a prompt of {n} tokens and max_new_tokens={max_new_tokens} exceed max_ctx={self.max_ctx}; wrap with a larger one")
+        if n + max_new_tokens > self.max_ctx:
+            raise ValueError(f"a prompt of {n} tokens and max_new_tokens={max_new_tokens} exceed max_ctx={self.max_ctx}; wrap with a larger one")
         return self._measured(stream(self.model, self.tok, prompt, max_new_tokens, stats=self.stats, **options))
 
     def _measured(self, pieces):
@@ -125,7 +138,8 @@ def wrap(
     "Plan, pack, place: an engine that streams text."
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if isinstance(model, (str, Path)): model, loaded = load(model, device="cpu"); tok = tok if tok is not None else loaded
-    if not isinstance(model, nn.Module): raise TypeError(f"model is a {type(model).__name__}; give a model or a name (load returns a model and a tokenizer: wrap(*load(…)))")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a model or a name (load returns a model and a tokenizer: wrap(*load(…)))")
     max_ctx = min(max_ctx, getattr(getattr(model, "config", None), "max_position_embeddings", None) or max_ctx)
     plan = plan_inference(model, memory_limit, bits, max_batch, max_ctx)
     if bits and (todo := packable(model)): pack_linears(model, modules=dict.fromkeys(todo))

@@ -107,7 +107,8 @@ def packed_linear(
     "`x @ (codes * scale).T + bias`, differentiable in x and bias, by the fastest way for this device, dtype and number of rows."
     if not x.is_floating_point():
         raise TypeError(f"x is {x.dtype}; a packed layer takes float inputs. If the model's code casts them to `weight.dtype`, keep that layer in float with exclude=")
-    if x.shape[-1] != codes.shape[1]: raise ValueError(f"x of shape {tuple(x.shape)} does not fit a weight of shape {tuple(codes.shape)}: its last size should be {codes.shape[1]}")
+    if x.shape[-1] != codes.shape[1]:
+        raise ValueError(f"x of shape {tuple(x.shape)} does not fit a weight of shape {tuple(codes.shape)}: its last size should be {codes.shape[1]}")
     if not x.is_meta and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type): x = x.to(torch.get_autocast_dtype(x.device.type))
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])                        # (M, K)
     if torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad):

@@ -66,7 +66,8 @@ def _fill(sites, tensors):
         own = site.tensors()
         if own.keys() != tensors[n].keys(): raise KeyError(f"{n}: expected tensors {sorted(own)}, the file holds {sorted(tensors[n])}")
         for k, t in tensors[n].items():
-            if t.shape != own[k].shape: raise ValueError(f"{n}.{k}: the file holds {tuple(t.shape)}, the model needs {tuple(own[k].shape)}; another backbone or rank?")
+            if t.shape != own[k].shape:
+                raise ValueError(f"{n}.{k}: the file holds {tuple(t.shape)}, the model needs {tuple(own[k].shape)}; another backbone or rank?")
     with torch.no_grad():
         for n, site in sites.items():
             for k, t in site.tensors().items(): t.copy_(tensors[n][k])

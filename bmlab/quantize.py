@@ -29,7 +29,8 @@ def gptq_rows(
     block:int=64,         # columns rounded before the rest is updated
 )->tuple[Tensor, Tensor]: # codes (N, K) int8, scale (N,) float32
     "Symmetric int8 per row, the codes chosen against the outputs' error (GPTQ, Frantar et al. 2022, Algorithm 1)."
-    if gram.shape != (w.shape[1],) * 2: raise ValueError(f"gram of shape {tuple(gram.shape)} does not fit w of shape {tuple(w.shape)}; expected ({w.shape[1]}, {w.shape[1]})")
+    if gram.shape != (w.shape[1],) * 2:
+        raise ValueError(f"gram of shape {tuple(gram.shape)} does not fit w of shape {tuple(w.shape)}; expected ({w.shape[1]}, {w.shape[1]})")
     codes, scale = quantize_rows(w)                                  # the scales, and the form
     order = gram.diagonal().argsort(descending=True)
     w, U, s = w.float()[:, order], _inverse_factor(gram.float()[order][:, order], damping), scale[:, None]
@@ -70,7 +71,8 @@ def input_grams(
         model.train(training)
         for h in hooks: h.remove()
     if not seen: raise ValueError("calib is empty: give a few batches")
-    if bad := [n for n, g in grams.items() if not g.isfinite().all()]: raise ValueError(f"the inputs of {bad[0]} are not finite on the calibration batches")
+    if bad := [n for n, g in grams.items() if not g.isfinite().all()]:
+        raise ValueError(f"the inputs of {bad[0]} are not finite on the calibration batches")
     return {n: grams[shared[n]] for n in layers if n in shared}
 
 def quantize(
@@ -87,7 +89,8 @@ def quantize(
     if bits != 8: raise ValueError(f"bits={bits!r}: only bits=8 can be packed")
     grams = input_grams(model, layers, calib)
     unseen = sorted(set(layers) - set(grams))
-    if unseen: raise ValueError(f"{len(unseen)} layers never ran on the calibration batches, such as {unseen[0]}; give batches that reach them, or exclude them")
+    if unseen:
+        raise ValueError(f"{len(unseen)} layers never ran on the calibration batches, such as {unseen[0]}; give batches that reach them, or exclude them")
     with tqdm(total=len(layers), desc="round", leave=False, mininterval=1) as bar:
         def rounding(name, w):
             bar.update()

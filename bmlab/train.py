@@ -36,9 +36,11 @@ def model_loss(
     batch:dict,      # with labels
 )->Tensor:           # () the loss that the model computed
     "The loss that a transformers model returns for a batch with labels."
-    if not isinstance(batch, Mapping): raise TypeError(f"a batch is a {type(batch).__name__}; give dicts of the model's arguments, or loss=a function of (model, batch)")
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"a batch is a {type(batch).__name__}; give dicts of the model's arguments, or loss=a function of (model, batch)")
     loss = getattr(model(**batch), "loss", None)
-    if loss is None: raise ValueError(f"{type(model).__name__} returned no loss for a batch with {sorted(batch)}; add 'labels', or give loss=a function of (model, batch)")
+    if loss is None:
+        raise ValueError(f"{type(model).__name__} returned no loss for a batch with {sorted(batch)}; add 'labels', or give loss=a function of (model, batch)")
     return loss
 
 @contextlib.contextmanager
@@ -153,7 +155,8 @@ def fit(
         for step in range(1, steps + 1):
             t = time.perf_counter()
             batch = next(source, None)
-            if batch is None: raise ValueError(f"batches ended after {step - 1} of {steps} steps; give a list or another iterable that can start again")
+            if batch is None:
+                raise ValueError(f"batches ended after {step - 1} of {steps} steps; give a list or another iterable that can start again")
             row = {"step": step, **_one_step(model, to_device(batch, device), opt, loss, clip, rows)}
             if schedule is not None: schedule.step()
             seconds = time.perf_counter() - t
@@ -171,13 +174,15 @@ def fit(
 def _one_step(model, batch, opt, loss, clip, rows):
     "One optimizer step; the numbers of its row"
     value = loss(model, batch)
-    if not torch.isfinite(value): raise Diverged(f"the loss of step {len(rows) + 1} is {value.item()}; lower the learning rate or look at this batch (the step was not taken)", pd.DataFrame(rows))
+    if not torch.isfinite(value):
+        raise Diverged(f"the loss of step {len(rows) + 1} is {value.item()}; lower the learning rate or look at this batch (the step was not taken)", pd.DataFrame(rows))
     value.backward()
     row = {"loss": value.item()}
     if clip is not None:
         params = [p for g in opt.param_groups for p in g["params"] if p.grad is not None]
         row["grad_norm"] = float(nn.utils.clip_grad_norm_(params, clip))
-        if not math.isfinite(row["grad_norm"]): raise Diverged(f"the gradient of step {len(rows) + 1} is not finite, though its loss {value.item():.4g} is (the step was not taken)", pd.DataFrame(rows))
+        if not math.isfinite(row["grad_norm"]):
+            raise Diverged(f"the gradient of step {len(rows) + 1} is not finite, though its loss {value.item():.4g} is (the step was not taken)", pd.DataFrame(rows))
     row["lr"] = float(opt.param_groups[0]["lr"])
     opt.step(); opt.zero_grad(set_to_none=True)
     return row
@@ -188,8 +193,10 @@ def _with_first(rows, first):
 
 def _check_fit(model, opt, steps, every):
     own = {id(p) for p in model.parameters()}
-    if not any(id(p) in own for g in opt.param_groups for p in g["params"]): raise ValueError("the optimizer holds no parameter of this model; make it anew from model.parameters() or delta.trainable()")
-    if isinstance(opt, torch.optim.LBFGS): raise TypeError("LBFGS evaluates the loss many times a step; fit takes one gradient a step: use its own loop with a closure")
+    if not any(id(p) in own for g in opt.param_groups for p in g["params"]):
+        raise ValueError("the optimizer holds no parameter of this model; make it anew from model.parameters() or delta.trainable()")
+    if isinstance(opt, torch.optim.LBFGS):
+        raise TypeError("LBFGS evaluates the loss many times a step; fit takes one gradient a step: use its own loop with a closure")
     if steps < 1: raise ValueError(f"steps={steps}: at least one step is needed")
     if every is not None and every < 1: raise ValueError(f"every={every}: a number of steps, 1 or more, or None")
     if not any(p.requires_grad for g in opt.param_groups for p in g["params"]):

@@ -19,6 +19,27 @@ def test_readme_lines_run(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "tuned/adapter_model.safetensors").is_file() and (tmp_path / "small/model.safetensors").is_file()
 
 
+@pytest.mark.long
+def test_readme_picture_is_what_the_lines_print():
+    from bmlab.all import Lora, load, tree
+    model, _ = load("smollm2-135m", device="cpu")
+    Lora(model, r=8, modules=["q_proj", "v_proj"]).freeze()
+    assert str(tree(model)).rstrip() in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.long
+def test_runner_without_nbdev(tmp_path):
+    "It runs a notebook whole, and says which cell failed"
+    import json, subprocess, sys
+    run = lambda nb: subprocess.run([sys.executable, ROOT / "tests/tools/run_cells.py", "--all", nb], capture_output=True, text=True)
+    good = run(ROOT / "nbs/31_lora.ipynb")
+    assert good.returncode == 0 and "ok 31_lora.ipynb" in good.stdout, good.stdout
+    cells = [{"cell_type": "code", "source": s} for s in ("x = 1", "#| slow\n1/0", "#| cuda\nassert cuda", "assert x == 2")]
+    (tmp_path / "bad.ipynb").write_text(json.dumps({"cells": cells}))
+    bad = run(tmp_path / "bad.ipynb")
+    assert bad.returncode == 1 and "FAILED bad.ipynb[3]" in bad.stdout and "0 passed, 1 failed" in bad.stdout
+
+
 def test_readme_links_exist():
     for name in ("README.md", "CONTRIBUTING.md"):
         for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / name).read_text(encoding="utf-8")): assert (ROOT / link).exists(), link

