@@ -25,7 +25,7 @@ def _inverse_factor(H, damping):
 def gptq_rows(
     w:Tensor,             # (N, K) any float dtype
     gram:Tensor,          # (K, K) float32, XᵀX of the layer's inputs
-    damping:float=0.01,   # share of the mean of the gram's diagonal that is added to it
+    damping:float=0.1,    # share of the mean of the gram's diagonal that is added to it
     block:int=64,         # columns rounded before the rest is updated
 )->tuple[Tensor, Tensor]: # codes (N, K) int8, scale (N,) float32
     "Symmetric int8 per row, the codes chosen against the outputs' error (GPTQ, Frantar et al. 2022, Algorithm 1)."
