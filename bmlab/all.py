@@ -7,15 +7,28 @@ __all__ = []
 
 # %% ../nbs/99_all.ipynb #19235e0e
 from .cook import bytes_on_disk, divergence, load_cooked, perplexity, report, save_cooked
+from .checkpoint import export_hf, latest, load_weights, save
 from .core import Count, count, figure, format_bytes, format_count, parse_bytes, resolve, roles, run_ranks, set_seed, table
+from .cost import cost_table
 from .data import Batches, pack_tokens, sample_texts, split
 from .delta import Delta
 from .generate import decode_speed, stream
 from .infer import Engine, plan_inference, wrap
+from .inspection import inspect_model, inspect_tensor, record_tensor
 from .kernels import Int8Embedding, Int8Linear, pack_linears
 from .lora import Lora
+from .losses import chunked_cross_entropy, lm_loss
+from .machine import Machine, measure
 from .models import build, load, zoo
+from .offload import AdamW
+from .optim import Cosine, Exponential, Linear, Noam, NoDecay, OptimManager
+from .parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, tensor_parallel
+from .pipeline import Pipeline
+from .plan import TrainingPlan, plan_training
+from .processes import all_gather, all_reduce, broadcast, init_distributed, local_device, print_rank, rank, reduce_scatter, shutdown, sum_loss, synchronize, world_size
 from .quantize import quantize
+from .sharding import find_blocks, shard
+from .timeline import timeline
 from .train import evaluate, fit, plot_log
 from .tree import tree
 
@@ -23,7 +36,13 @@ from .tree import tree
 __all__ = """
     resolve roles count Count tree load build zoo
     sample_texts split pack_tokens Batches
-    fit evaluate plot_log run_ranks set_seed
+    init_distributed shutdown rank world_size local_device print_rank synchronize run_ranks set_seed
+    all_reduce all_gather reduce_scatter broadcast sum_loss
+    shard find_blocks AdamW OptimManager Noam Linear Cosine Exponential NoDecay
+    fit evaluate plot_log lm_loss chunked_cross_entropy save load_weights latest export_hf
+    tensor_parallel ColumnParallelLinear RowParallelLinear VocabParallelEmbedding Pipeline
+    plan_training TrainingPlan Machine measure cost_table
+    inspect_model inspect_tensor record_tensor timeline
     Delta Lora
     quantize pack_linears Int8Linear Int8Embedding
     report perplexity divergence bytes_on_disk save_cooked load_cooked

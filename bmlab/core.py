@@ -398,7 +398,7 @@ _BOOT = "import sys, cloudpickle\nwith open(sys.argv[1], 'rb') as f: main = clou
 def _rank_main(fn, args, world_size, backend, folder):
     "The function that each rank runs; a closure, so that it pickles by value"
     def main(rank):
-        import faulthandler, os, traceback
+        import faulthandler, os, sys, traceback
         from pathlib import Path
         import torch, torch.distributed as dist
         faulthandler.enable()                      # SIGABRT prints where the rank stands
@@ -407,9 +407,13 @@ def _rank_main(fn, args, world_size, backend, folder):
         if backend == "nccl": torch.cuda.set_device(rank)
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
         try: torch.save(fn(*args), Path(folder) / f"{rank}.pt")
-        except BaseException:
-            (Path(folder) / f"{rank}.err").write_text(traceback.format_exc()); raise
+        except BaseException as e:
+            (Path(folder) / f"{rank}.err").write_text(traceback.format_exc())
+            if isinstance(e, SystemExit): raise
+            traceback.print_exc()
         finally: dist.destroy_process_group() if dist.is_initialized() else None
+        sys.stdout.flush(); sys.stderr.flush()
+        os._exit(int(not (Path(folder) / f"{rank}.pt").is_file()))     # gloo's threads sometimes abort an interpreter that shuts down
     return main
 
 # %% ../nbs/00_core.ipynb #44fd6169

@@ -1,0 +1,316 @@
+"Checkpoints between other numbers of ranks, of every kind of tensor and optimizer, and of runs that are killed while they save."
+import os, shutil, subprocess, sys, time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bmlab.core import run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.long
+
+
+def tiny(seed=0, **options):
+    import transformers as tf
+    torch.manual_seed(seed)
+    base = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99, tie_word_embeddings=True)
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**base | options))
+
+
+def shard(model):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    if not dist.is_initialized(): return model
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in getattr(getattr(model, "model", None), "layers", ()): fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def whole(t): return (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
+
+
+def state(model, opt):
+    "Every weight and every optimizer state, whole"
+    names = {p: n for n, p in model.named_parameters()}
+    return {n: whole(t) for n, t in model.state_dict().items()} | {f"{names[p]}|{k}": whole(v) for p, s in opt.state.items() for k, v in s.items() if isinstance(v, torch.Tensor)}
+
+
+KINDS = {"adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2), "momentum": lambda ps: torch.optim.SGD(ps, lr=1e-1, momentum=0.9)}
+
+
+def leg(start, to, steps):
+    "Each kind of optimizer: take up `start` (None: from scratch), make some steps, save; {kind: (losses, state as loaded, state as saved)}"
+    from bmlab.checkpoint import latest, load_weights, save
+    out, ids = {}, torch.arange(24).view(2, 12) * 4 % 99
+    for kind, made in KINDS.items():
+        model = shard(tiny(seed=0 if start is None else 1))
+        opt, losses, loaded = made(model.parameters()), [], None
+        if start is not None:
+            load_weights(model, latest(start / kind), optimizer=opt)
+            loaded = state(model, opt)
+        for _ in range(steps):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward(); opt.step(); opt.zero_grad(); losses.append(loss.item())
+        save(model, to / kind, optimizer=opt)
+        out[kind] = losses, loaded, state(model, opt)
+    return out
+
+
+def same(a, b): return sorted(a) == sorted(b) and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("worlds", [(1, 2, 1, 2), (1, 4, 2)], ids=str)
+def test_resume_at_another_world_size(tmp_path, worlds):
+    "State that is loaded is bit for bit the state that was saved; losses go on as on one rank"
+    alone, start, before, losses = leg(None, tmp_path / "alone", 2 * len(worlds)), None, {}, {k: [] for k in KINDS}
+    for i, world in enumerate(worlds):
+        ranks = [leg(start, tmp_path / str(i), 2)] if world == 1 else run_ranks(leg, start, tmp_path / str(i), 2, world_size=world)
+        for kind in KINDS:
+            if start is not None: assert all(same(r[kind][1], before[kind]) for r in ranks)
+            losses[kind] += ranks[0][kind][0]; before[kind] = ranks[0][kind][2]
+        start = tmp_path / str(i)
+    for kind in KINDS: torch.testing.assert_close(losses[kind], alone[kind][0], rtol=2e-5, atol=2e-5)
+
+
+class Odd(nn.Module):
+    "Fewer rows than ranks, a number, buffers of several kinds, a batch norm"
+    def __init__(self):
+        super().__init__()
+        self.one, self.norm, self.wide = nn.Linear(5, 1), nn.BatchNorm1d(5), nn.Linear(5, 7, bias=False)
+        self.register_buffer("count", torch.tensor(0)); self.register_buffer("gone", torch.ones(2), persistent=False)
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+    def forward(self, x): self.count += 1; return self.one(self.norm(x)) + self.wide(x).sum()
+
+
+def odd(folder):
+    import torch.distributed as dist
+    from bmlab.checkpoint import export_hf, load_weights, save
+    torch.manual_seed(0)
+    model = shard(Odd())
+    model(torch.randn(4, 5, generator=torch.Generator().manual_seed(1))).sum().backward()
+    save(model, folder / "dcp", blocking=False).wait(); export_hf(model, folder / "hf")
+    torch.manual_seed(1)
+    again = [shard(Odd()), shard(Odd())]
+    load_weights(again[0], folder / "dcp"); load_weights(again[1], folder / "hf")
+    if dist.get_rank() == 0: assert not (folder / "hf/config.json").exists()
+    return [{n: whole(t) for n, t in m.state_dict().items()} for m in (model, *again)]
+
+
+def test_tensors_of_every_kind(tmp_path):
+    from bmlab.checkpoint import load_weights
+    for saved, *loaded in run_ranks(odd, tmp_path, world_size=3):
+        assert saved["count"] == 1 and "gone" not in saved and all(same(saved, x) for x in loaded)
+    for name in ("dcp", "hf"):
+        load_weights(model := Odd(), tmp_path / name)
+        assert same(model.state_dict(), saved)
+
+
+def with_delta(folder):
+    from bmlab.checkpoint import load_weights, save
+    from bmlab.lora import Lora
+    def made(seed):
+        model = tiny(seed)
+        d = Lora(model, r=4).freeze()
+        for s in d.sites.values(): nn.init.normal_(s.B)
+        return shard(model), d
+    model, d = made(0)
+    opt = torch.optim.AdamW(d.trainable(), lr=1e-2)
+    ids = torch.arange(24).view(2, 12)
+    model(input_ids=ids, labels=ids).loss.backward(); opt.step()
+    with torch.no_grad(): model(input_ids=ids)                       # leaves the root unsharded
+    save(model, folder, optimizer=opt, step=1)
+    again, d2 = made(1)
+    opt2 = torch.optim.AdamW(d2.trainable(), lr=1e-3)
+    load_weights(again, folder, optimizer=opt2)
+    return same(state(model, opt), state(again, opt2)), opt2.param_groups[0]["lr"], len(opt2.state)
+
+
+def test_a_sharded_model_with_a_delta(tmp_path):
+    for equal, lr, n in run_ranks(with_delta, tmp_path): assert equal and lr == 1e-2 and n == 8
+
+
+def offloaded(folder):
+    from bmlab.checkpoint import load_weights, save
+    from bmlab.offload import AdamW
+    from bmlab.sharding import shard as spread
+    ids = torch.arange(24).view(2, 12) * 4 % 99
+    def made(seed):
+        model = spread(tiny(seed).to(torch.bfloat16), dtype=None)
+        return model, AdamW(model, lr=1e-2, offload=0.5)
+    def steps(model, opt, n):
+        out = []
+        for _ in range(n):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward(); opt.step(); opt.zero_grad(); out.append(loss.item())
+        return out
+    model, opt = made(0)
+    steps(model, opt, 3)
+    save(model, folder / "with", optimizer=opt); save(model, folder / "without")      # updates may be under way still
+    rest = steps(model, opt, 3)
+    again, opt2 = made(1)
+    load_weights(again, folder / "with", optimizer=opt2)
+    fresh, opt3 = made(2)
+    load_weights(fresh, folder / "without")                                           # its masters follow the weights
+    return rest, steps(again, opt2, 3), rest[0], steps(fresh, opt3, 3)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_optimizer_with_state_on_the_host(tmp_path, world):
+    for rest, again, first, fresh in [offloaded(tmp_path)] if world == 1 else run_ranks(offloaded, tmp_path):
+        assert again == rest and fresh[0] == first and fresh[2] < fresh[0]
+
+
+def wrapped(folder):
+    from torch.nn.parallel import DistributedDataParallel
+    from bmlab.checkpoint import load_weights, save
+    save(torch.compile(DistributedDataParallel(tiny())), folder)
+    load_weights(model := tiny(1), folder)
+    return model.state_dict()
+
+
+def test_wrappers_are_seen_through(tmp_path):
+    for got in run_ranks(wrapped, tmp_path): assert same(got, tiny().state_dict())
+
+
+def another(folder):
+    from bmlab.checkpoint import load_weights
+    said = []
+    for model in (tiny(num_hidden_layers=1), tiny(intermediate_size=48)):
+        try: load_weights(shard(model), folder)
+        except ValueError as e: said.append(str(e))
+    return said
+
+
+def test_another_models_checkpoint_is_named_on_every_rank(tmp_path):
+    from bmlab.checkpoint import export_hf, save
+    save(tiny(), tmp_path / "a"); export_hf(tiny(), tmp_path / "b")
+    for folder in ("a", "b"):
+        for said in run_ranks(another, tmp_path / folder):
+            assert "another model: 9 only in the checkpoint: model.layers.1.input_layernorm.weight" in said[0]
+            assert "6 of another shape" in said[1] and "down_proj.weight (32, 48) in the model, (32, 64) in the checkpoint" in said[1]
+
+
+def dies(folder, who, moment):
+    "Rank `who` is killed in the middle of the second save"
+    import signal
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from bmlab import checkpoint
+    model = shard(tiny())
+    checkpoint.save(model, folder, step=1)
+    def die(*args, **kwargs):
+        if dist.get_rank() == who: os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+    where, name = {"while writing": (dcp.FileSystemWriter, "write_data"), "before its name": (os, "rename"), "before the pointer": (os, "replace")}[moment]
+    real = getattr(where, name); setattr(where, name, die)
+    checkpoint.save(model, folder, step=2)
+
+
+@pytest.mark.parametrize("who, moment", [(1, "while writing"), (0, "while writing"), (0, "before its name"), (0, "before the pointer")])
+def test_a_rank_killed_while_saving(tmp_path, who, moment):
+    from bmlab.checkpoint import load_weights, save
+    with pytest.raises(RuntimeError, match="of 2"): run_ranks(dies, tmp_path, who, moment)
+    model = tiny(1)
+    assert load_weights(model, tmp_path)["step"] == 1 and same(model.state_dict(), tiny().state_dict())
+    save(model, tmp_path, step=2)
+    assert load_weights(model, tmp_path)["step"] == 2
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".saving")]
+
+
+SAVES = """
+import sys, torch
+from torch import nn
+from bmlab.checkpoint import save
+model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(40)])
+for step in range(10_000):
+    for p in model.parameters(): p.data.fill_(step)
+    save(model, sys.argv[1], step=step, keep=2, blocking=step % 2 == 0).wait()
+    print(step, flush=True)
+"""
+
+
+def test_a_run_killed_at_any_moment(tmp_path):
+    "kill -9 after some tenths of a second, again and again: what is found is whole, and no older than what was reported as written"
+    from bmlab.checkpoint import load_weights
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(40)])
+    for i in range(6):
+        run = subprocess.Popen([sys.executable, "-c", SAVES, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        run.stdout.readline(); time.sleep(0.05 + 0.07 * i); run.kill()
+        reported = [int(x) for x in run.communicate()[0].split()]
+        step = load_weights(model, tmp_path)["step"]
+        assert {p.unique().item() for p in model.parameters()} == {float(step)}
+        if i == 0: assert step >= max(reported, default=0)
+        for p in tmp_path.iterdir():
+            if p.name.startswith("step-"): shutil.rmtree(p)
+
+
+def background(folder):
+    from bmlab.checkpoint import latest, load_weights, save
+    model = shard(tiny())
+    first = {n: whole(t) for n, t in model.state_dict().items()}
+    jobs = []
+    for step in range(3):
+        jobs.append(save(model, folder, step=step, blocking=False, keep=2))
+        with torch.no_grad(): [p.mul_(2) for p in model.parameters()]           # while it is written
+    paths = [job.wait().name for job in jobs]
+    load_weights(model, folder / paths[1])
+    return paths, all(torch.equal(whole(t), 2 * first[n]) for n, t in model.state_dict().items()), latest(folder).name
+
+
+def test_saves_in_the_background_keep_the_moment(tmp_path):
+    for paths, equal, newest in run_ranks(background, tmp_path): assert equal and newest == paths[2] and sorted(p.name for p in tmp_path.iterdir()) == ["latest", *paths[1:]]
+
+
+def test_a_background_save_that_fails_says_so(tmp_path, monkeypatch):
+    import torch.distributed.checkpoint as dcp
+    from bmlab.checkpoint import latest, save
+    def full(*args, **kwargs): raise OSError(28, "No space left on device")
+    save(nn.Linear(2, 2), tmp_path, step=1)
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    job = save(nn.Linear(2, 2), tmp_path, step=2, blocking=False)
+    with pytest.raises(BaseException, match="No space left"): job.wait()
+    assert job.done() and latest(tmp_path).name == "step-00000001" and sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+@pytest.mark.parametrize("name", ["t5", "bert", "gpt2", "mixtral", "clip"])
+def test_hugging_face_models_of_all_kinds(tmp_path, name):
+    "What is exported is what transformers' own save would load as, names tied or not, and comes back"
+    import transformers as tf
+    from bmlab.checkpoint import export_hf, load_weights
+    small = dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    vision = {k: v for k, v in small.items() if k != "vocab_size"} | dict(image_size=16, patch_size=8)
+    make = {"t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=99)),
+            "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**small)), "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99)),
+            "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**small, num_key_value_heads=2, num_local_experts=4)),
+            "clip": lambda: tf.CLIPModel(tf.CLIPConfig(text_config=small | dict(projection_dim=16), vision_config=vision, projection_dim=16))}[name]
+    torch.manual_seed(0)
+    model = make()
+    export_hf(model, tmp_path / "ours", max_shard="50KB")
+    assert same(type(model).from_pretrained(tmp_path / "ours").state_dict(), model.state_dict())
+    torch.manual_seed(1)
+    load_weights(again := make(), tmp_path / "ours")
+    assert same(again.state_dict(), model.state_dict())
+    if name == "mixtral": return                                               # transformers stores its experts one by one
+    model.save_pretrained(tmp_path / "theirs")
+    torch.manual_seed(2)
+    load_weights(again := make(), tmp_path / "theirs")
+    assert same(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.cuda
+def test_on_a_gpu(tmp_path):
+    from bmlab.checkpoint import export_hf, load_weights, save
+    model = tiny().cuda()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    ids = torch.arange(24, device="cuda").view(2, 12)
+    model(input_ids=ids, labels=ids).loss.backward(); opt.step()
+    for blocking in (True, False): save(model, tmp_path / "a", optimizer=opt, step=1, blocking=blocking).wait()
+    again = tiny(1).cuda()
+    opt2 = torch.optim.AdamW(again.parameters(), lr=1e-2, fused=True)
+    load_weights(again, tmp_path / "a", optimizer=opt2)
+    assert same(state(model, opt), state(again, opt2))
+    export_hf(model, tmp_path / "b"); load_weights(again := tiny(2).cuda(), tmp_path / "b")
+    assert same(model.state_dict(), again.state_dict())

@@ -1,0 +1,167 @@
+"Plans of many architectures, and plans held against what torch allocates"
+import copy
+import dataclasses
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from bmlab.fuse import fuse_blocks
+from bmlab.machine import MACHINES, machine
+from bmlab.plan import choose_recompute, plan_training, weight_groups
+from bmlab.trace import occupancy, repeated_blocks, skeleton, step_loss, timeline, trace_step
+
+SMALL = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=211)
+IDS = torch.randint(0, 200, (4, 32))
+
+
+def models():
+    yield "bert", tf.BertForMaskedLM(tf.BertConfig(**SMALL))
+    yield "roberta", tf.RobertaForMaskedLM(tf.RobertaConfig(**SMALL, max_position_embeddings=64))
+    yield "gpt2", tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=211, n_positions=64))
+    yield "gptj", tf.GPTJForCausalLM(tf.GPTJConfig(n_embd=64, n_layer=3, n_head=4, vocab_size=211, n_positions=64, rotary_dim=8))
+    yield "llama", tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, num_key_value_heads=2))
+    yield "qwen3", tf.Qwen3ForCausalLM(tf.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16))
+    yield "opt", tf.OPTForCausalLM(tf.OPTConfig(hidden_size=64, ffn_dim=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=211, max_position_embeddings=64, word_embed_proj_dim=64))
+    yield "t5", tf.T5ForConditionalGeneration(tf.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, vocab_size=211))
+    yield "cpm-ant", tf.CpmAntForCausalLM(tf.CpmAntConfig(hidden_size=64, dim_ff=128, num_hidden_layers=3, num_attention_heads=4, dim_head=16, vocab_size=211, prompt_types=2, prompt_length=4, segment_types=4))
+    yield "mixtral", tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4))
+
+
+MODELS = dict(models())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_has_a_plan(name):
+    model = MODELS[name]
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    plan = plan_training(model, 64, 32, dtype=torch.bfloat16)
+    assert plan.blocks == len(repeated_blocks(model)) >= 3 and plan.peak_bytes > 0 and plan.step_s > 0
+    tight = plan_training(model, 64, 32, dtype=torch.bfloat16, checkpoint=True)
+    assert tight.peak_bytes <= plan.peak_bytes and tight.step_s > plan.step_s
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters()) and all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "mixtral"])
+def test_gradients_are_counted_whole(name):
+    model = MODELS[name]
+    inputs = {"input_ids": IDS, "labels": IDS} | ({"decoder_input_ids": IDS} if name == "t5" else {})
+    trace = trace_step(model, inputs)
+    size = sum(l.bytes for l in trace.lives if l.kind == "gradient")
+    whole = sum(4 * p.numel() for p in model.parameters())
+    assert whole * 0.9 <= size <= whole + 512 * len(list(model.parameters()))        # (a model may have weights that a batch does not reach)
+
+
+class Live(TorchDispatchMode):
+    "Peak of the bytes that Python can see, weights left out"
+    def __init__(self, fixed):
+        super().__init__(); self.seen, self.refs, self.now, self.peak = {t.untyped_storage()._cdata for t in fixed}, {}, 0, 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default: return args[0].dtype == torch.bool or 1
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and (key := t.untyped_storage()._cdata) not in self.seen:
+                size = -(-t.untyped_storage().nbytes() // 512) * 512; self.seen.add(key); self.now += size
+                def gone(_, key=key, size=size): self.seen.discard(key); self.refs.pop(key); self.now -= size
+                self.refs[key] = weakref.ref(t.untyped_storage(), gone)
+        self.peak = max(self.peak, self.now)
+        return out
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "opt"])
+@pytest.mark.parametrize("recomputed", [0, 1, 3])
+def test_one_trace_tells_the_peak_under_recomputation(name, recomputed):
+    model = skeleton(MODELS[name])
+    model.set_attn_implementation("eager")                       # (the same kernels for both)
+    for m in model.modules():
+        if isinstance(m, nn.Dropout): m.p = 0.0
+    for i, block in enumerate(repeated_blocks(model).values()):
+        if i < recomputed: block.forward = lambda *a, f=block.forward, **k: checkpoint(f, *a, use_reentrant=False, **k)
+    inputs = {"input_ids": torch.empty(16, 64, dtype=torch.long, device="meta"), "use_cache": False}
+    inputs["labels"] = inputs["input_ids"]
+    if name == "bert": inputs.pop("use_cache")
+    with Live([*model.parameters(), *model.buffers(), inputs["input_ids"]]) as live: step_loss(model, inputs).backward()
+    plain = copy.deepcopy(MODELS[name]); plain.set_attn_implementation("eager")
+    for m in plain.modules():
+        if isinstance(m, nn.Dropout): m.p = 0.0
+    trace = trace_step(plain, inputs)
+    line = timeline(trace, list(trace.blocks)[:recomputed])
+    assert occupancy(line, line.kind != 3).max() == pytest.approx(live.peak, rel=0.02)
+
+
+def test_choice_is_the_smallest():
+    trace = trace_step(MODELS["llama"], {"input_ids": IDS, "labels": IDS})
+    groups = weight_groups(MODELS["llama"], trace.blocks)
+    least = choose_recompute(trace, 1 << 40, groups)
+    assert least == 0
+    peaks = [plan_training(MODELS["llama"], trace=trace, checkpoint=n, offload=None, dtype=None).peak_bytes for n in range(4)]
+    for n, peak in enumerate(peaks):
+        assert choose_recompute(trace, peak, groups) == peaks.index(next(p for p in peaks if p <= peak))
+    with pytest.raises(ValueError, match="smallest feasible"): choose_recompute(trace, peaks[-1] // 2)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_compiled_blocks_keep_what_the_compiler_keeps(name):
+    trace = trace_step(MODELS[name], {"input_ids": IDS, "labels": IDS, **({} if name == "bert" else {"use_cache": False})})
+    fused = fuse_blocks(trace)
+    assert [b.forward_flops for b in fused.blocks.values()] == [b.forward_flops for b in trace.blocks.values()]
+    assert fused.seconds(machine()).sum() < trace.seconds(machine()).sum()
+    assert 0.3 < sum(b.saved_bytes for b in fused.blocks.values()) / sum(b.saved_bytes for b in trace.blocks.values()) < 1.1
+
+
+def test_rates_change_what_they_should():
+    trace = trace_step(MODELS["llama"], {"input_ids": torch.empty(8, 512, dtype=torch.long), "use_cache": False})
+    plan = lambda **k: plan_training(MODELS["llama"], trace=trace, **k)
+    fast = dataclasses.replace(machine("h200"), hbm=1e13)
+    assert plan(machine=fast).step_s < plan(machine="h200").step_s
+    whole = plan(offload=1.0)
+    assert plan(offload=1.0, machine=dataclasses.replace(machine("h200"), host_adam=1e6)).step_s > 1.5 * whole.step_s
+    assert plan(gpus=2, machine=dataclasses.replace(machine("h200"), network=1e8)).bound == "network"
+    for m in MACHINES: assert plan(machine=m).step_s > 0
+
+
+# --------------------------------------------------------------------------------------------------------- on a GPU
+
+class Layer(nn.Module):
+    def __init__(self, d, heads):
+        super().__init__(); self.heads, self.ln1, self.ln2 = heads, nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.out, self.up, self.down = nn.Linear(d, 3 * d), nn.Linear(d, d), nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+    def forward(self, x):
+        B, L, D = x.shape
+        q, k, v = self.qkv(self.ln1(x)).view(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, L, D))
+        return x + self.down(F.gelu(self.up(self.ln2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers, d, heads, vocab=50304, length=512, recompute=0):
+        super().__init__(); self.recompute, self.emb, self.pos = recompute, nn.Embedding(vocab, d), nn.Embedding(length, d)
+        self.ln, self.head, self.blocks = nn.LayerNorm(d), nn.Linear(d, vocab, bias=False), nn.ModuleList(Layer(d, heads) for _ in range(layers))
+    def forward(self, ids):
+        x = self.emb(ids) + self.pos(torch.arange(ids.shape[1], device=ids.device))
+        for i, b in enumerate(self.blocks): x = checkpoint(b, x, use_reentrant=False) if i < self.recompute else b(x)
+        return self.head(self.ln(x))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("layers,d,batch,recompute,vocab", [(12, 1024, 16, 0, 50304), (12, 1024, 16, 8, 50304), (24, 2048, 32, 24, 50304), (16, 2048, 16, 4, 1024)])
+def test_peak_is_within_five_percent_on_a_gpu(layers, d, batch, recompute, vocab, compile):
+    plan = plan_training(GPT(layers, d, d // 64, vocab).bfloat16(), batch, 512, checkpoint=recompute, offload=None, master=None, compile=compile)
+    with torch.device("cuda"): model = GPT(layers, d, d // 64, vocab, recompute=recompute).bfloat16()
+    if compile:
+        for b in model.blocks: b.compile()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    ids = torch.randint(0, vocab, (batch, 512), device="cuda")
+    for i in range(4):
+        if i == 1: torch.cuda.reset_peak_memory_stats()
+        step_loss(model, (ids,)).backward(); opt.step(); opt.zero_grad()
+    print(plan.check(peak_bytes=torch.cuda.max_memory_allocated()))
+    assert plan.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05)
