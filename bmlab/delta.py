@@ -12,9 +12,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from .core import Count, Transient, changed, count, did_you_mean, format_count, lookup, parts, resolve, roles, tensor_key, unwrap
+from .processes import rank, synchronize
 
 # %% ../nbs/30_delta.ipynb #bdfc1e32
 class Site(nn.Module):
@@ -263,14 +265,18 @@ class Delta(_Mergeable):
     def save(self,
         dir:str|os.PathLike, # folder, made if missing
     )->Path:                 # the folder
-        "Write the delta, and nothing of the backbone, in PEFT's format."
+        "Write the delta, and nothing of the backbone, in PEFT's format; of a sharded model every rank calls it."
         dir = Path(dir); dir.mkdir(parents=True, exist_ok=True)
-        tensors = {f"{_PREFIX}{n}.{k}": t.detach().contiguous().cpu() for n, s in self.sites.items() for k, t in s.tensors().items()}
+        tensors = {f"{_PREFIX}{n}.{k}": t.detach() for n, s in self.sites.items() for k, t in s.tensors().items()}
+        sharded = any(isinstance(t, DTensor) for t in tensors.values())
+        tensors = {k: (t.full_tensor() if isinstance(t, DTensor) else t).contiguous().cpu() for k, t in tensors.items()}
+        if sharded and rank() > 0: synchronize(); return dir           # every rank takes part, the first one writes
         base = getattr(getattr(self.model, "config", None), "_name_or_path", None) or None
         config = {"base_model_name_or_path": base, "inference_mode": True, "target_modules": self._targets(), "task_type": _task_type(self.model), **self.config()}
         save_file(tensors, dir / "adapter_model.safetensors.part", metadata={"format": "pt"})
         os.replace(dir / "adapter_model.safetensors.part", dir / "adapter_model.safetensors")
         (dir / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if sharded: synchronize()
         return dir
 
     def _targets(self):

@@ -27,9 +27,11 @@ class LoraSite(Site):
         **kw,                       # dtype and device of the parameters
     ):
         super().__init__()
-        self.A, self.B = nn.Parameter(torch.empty(r, in_features, **kw)), nn.Parameter(torch.zeros(out_features, r, **kw))
-        nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
+        self.A, self.B = nn.Parameter(torch.empty(r, in_features, **kw)), nn.Parameter(torch.empty(out_features, r, **kw))
         self.scale, self.dropout, self.transposed = scale, dropout, transposed
+        self.reset_parameters()
+    def reset_parameters(self):
+        nn.init.kaiming_uniform_(self.A, a=math.sqrt(5)); nn.init.zeros_(self.B)
     def around(self, call, x):
         y = call(x)
         h = F.linear(F.dropout(x, self.dropout, self.training).to(self.A.dtype), self.A)   # (…, r)

@@ -326,6 +326,7 @@ class _Settings(torch.optim.Optimizer):
         self.model, self.offload, self.overlap, self.link, self.memory_limit = model, 0.0 if offload is None else offload, overlap, link, memory_limit
         self.state_dtype = everything[0].dtype if master is None else torch.float64 if torch.float64 in {p.dtype for p in everything} else torch.float32
         self.workers, self.chunk, self.unit = workers, chunk, unit
+        if model is not None and hasattr(unwrap(model), "sharding"): unwrap(model).sharding.offload = self.offload          # what recomputes is planned with it
         self.units, self.lanes, self.share, self._host, self._steps, self._units_of, self._early, self._slabs = None, None, None, [], {}, {}, [], []
         self._divisor, self._armed, self._numbers = 1.0, overlap == "backward", None
 
