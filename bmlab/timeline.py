@@ -205,7 +205,7 @@ class Timeline:
         "The picture."
         import matplotlib.pyplot as plt
         buffer = io.BytesIO()
-        with plt.ioff(), figure(7.2, 0.7 + 0.28 * len(self.table), show=False) as ax:
+        with figure(7.2, 0.7 + 0.28 * len(self.table), show=False) as ax:
             _draw(self, ax); ax.figure.savefig(buffer, format="png", dpi=120); plt.close(ax.figure)
         return buffer.getvalue()
     def plot(self):
