@@ -20,6 +20,19 @@ def test_readme_lines_run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.long
+def test_readme_training_lines_run(tmp_path, monkeypatch):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = next(b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "shard(" in b)
+    assert "steps=100" in code and "save_every=50" in code
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    exec("from bmlab.all import *", names)
+    try: exec(compile(code.replace("steps=100", "steps=2").replace("save_every=50", "save_every=1").replace("tok, 64", "tok, 16"), "README.md", "exec"), names)
+    finally: names["shutdown"]()
+    assert len(names["log"]) == 2 and (tmp_path / "out/model.safetensors").is_file() and names["latest"]("run") is not None
+
+
+@pytest.mark.long
 def test_readme_picture_is_what_the_lines_print():
     from bmlab.all import Lora, load, tree
     model, _ = load("smollm2-135m", device="cpu")
