@@ -371,7 +371,7 @@ def _matched(model, where, there, aliases, strict):
     tensors, tied = named_tensors(model)
     found, left = _sources(model, tensors, tied, there | {a: there[n] for a, n in aliases.items()}, aliases)
     ignored = getattr(unwrap(model), "_keys_to_ignore_on_load_unexpected", None) or ()
-    left = [n for n in left if not any(re.search(p, n) for p in ignored)]
+    left = [n for n in left if n in there and not any(re.search(p, n) for p in ignored)]   # (other names of tied ones count once)
     here, sizes = ({n: t.shape for n, t in tensors.items()}, {n: there[aliases.get(s, s)] for n, s in found.items()} | {n: there[n] for n in left})
     if not strict:
         if names := _differences(dict.fromkeys(here, ()), dict.fromkeys(sizes, ())): _log.warning("%s is not all of the model: %s", where, names)

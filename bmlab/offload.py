@@ -6,14 +6,17 @@
 __all__ = ['PLACES', 'Hyper', 'adamw_', 'place', 'AdamW']
 
 # %% ../nbs/11_offload.ipynb #832c7d42
-import contextlib, os, threading, time, weakref
+import contextlib, logging, os, threading, time, weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pandas as pd
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from .core import format_bytes, parse_bytes, unwrap
 from .sharding import find_blocks
@@ -46,6 +49,7 @@ def adamw_(
     torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], [numbers.pop("step")] * len(params), **numbers)
 
 # %% ../nbs/11_offload.ipynb #6fdfe7d2
+_log = logging.getLogger(__name__)
 PLACES = ("gpu", "cpu", "link")  # state beside the weights; on the host for the cores; on the host for the GPU
 
 def place(
@@ -69,6 +73,8 @@ def _local(t):
     return (t.to_local() if isinstance(t, DTensor) else t).view(-1)
 
 # %% ../nbs/11_offload.ipynb #b4480bc7
+_counting = threading.Lock()
+
 class _Unit:
     "A run of one slab: pieces of parameters that are updated together"
     def __init__(self, index, group, place, block, dtype):
@@ -78,9 +84,13 @@ class _Unit:
         self.given, self.runs, self.hyper = [], [], None # this step's gradients [(piece, flat gradient)]; [(start, stop, step number)]; the numbers
         self.ready = self.event = self.back = None       # CUDA events: gradients there; weights written; state back on the host
         self.done, self.error, self.pending, self.missing = threading.Event(), None, False, 0
+        self.writes, self.seen = None, {}                # {parameter: how often the optimizer wrote it}, shared; {parameter: how often others had}
 
     def take(self, steps):
         "This step's gradients and the runs of elements that share a step number"
+        self.refresh()
+        for p in {piece[0] for piece in self.pieces}:
+            if isinstance(p, DTensor) and p.grad is not None and p.grad.placements != p.placements: p.grad = p.grad.redistribute(placements=p.placements)
         self.given = [(piece, _local(piece[0].grad)[piece[1]:piece[1] + piece[2]]) for piece in self.pieces if piece[0].grad is not None]
         self.runs = []
         for (p, _, n, at), _ in self.given:
@@ -88,13 +98,25 @@ class _Unit:
             if self.runs and self.runs[-1][1:] == (at, step): self.runs[-1] = (self.runs[-1][0], at + n, step)
             else: self.runs.append((at, at + n, step))
 
+    def refresh(self):
+        "Masters of weights that others wrote (a loaded file, a clamp): the weight, where it is not the master's rounding"
+        if self.state[0] is None: return
+        for p, start, n, at in self.pieces:
+            w, master = _local(p), self.state[0][at:at + n]
+            if self.seen.get(p) == w._version - self.writes[p]: continue
+            new = w[start:start + n].to(master.device)
+            master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
+        self.seen = {p: _local(p)._version - self.writes[p] for p, *_ in self.pieces}
+
     def gather(self, flat):
         "Gradients → one flat tensor (n,)"
         for (_, _, n, at), grad in self.given: flat[at:at + n].copy_(grad, non_blocking=True)
 
     def scatter(self, flat):
         "One flat tensor (n,) → the weights, rounded to nearest even"
-        for (p, start, n, at), _ in self.given: _local(p)[start:start + n].copy_(flat[at:at + n], non_blocking=True)
+        for (p, start, n, at), _ in self.given:
+            _local(p)[start:start + n].copy_(flat[at:at + n], non_blocking=True)
+            with _counting: self.writes[p] += 1
 
 def _units(rows, limit):
     "Rows (group, parameter, place, block) in forward order → units; those of one place follow one another in its slab"
@@ -257,8 +279,8 @@ class _Lanes:
         "Make the current stream (or the host too) wait for a unit's new weights"
         if not unit.pending: return
         unit.done.wait()
+        if unit.error is not None: raise RuntimeError(f"the optimizer's lane {unit.place!r} failed: {unit.error}; its state is half updated: load a checkpoint into a new optimizer") from unit.error
         unit.pending = False
-        if unit.error is not None: raise RuntimeError(f"the optimizer's lane {unit.place!r} failed: {unit.error}") from unit.error
         if unit.event is not None:
             torch.cuda.current_stream().wait_event(unit.event)
             if host: unit.event.synchronize()
@@ -293,7 +315,7 @@ class _Named:
             inside = [p for p in self.model.parameters() if p in chosen]
             order = inside + [p for p in chosen if p not in set(inside)]
         else: order = list(chosen)
-        last = max((n for n, p in enumerate(order) if p in block_of), default=len(order))
+        last = max((n for n, p in enumerate(order) if p in block_of), default=len(order)) if not any(isinstance(p, DTensor) for p in order) else len(order)
         self.rows = [(chosen[p], p, block_of.get(p, -1 if n < last else len(self.blocks))) for n, p in enumerate(order)]
         self.rows.sort(key=lambda r: r[2])                            # (stable: what stands between two stacks is needed at the root)
 
@@ -322,13 +344,18 @@ class _Settings(torch.optim.Optimizer):
         if model is not None and not chosen: raise ValueError(f"{type(model).__name__} has no tunable parameter (requires_grad); unfreeze something first")
         super().__init__(chosen, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         everything = [p for g in self.param_groups for p in g["params"]]
+        for p in everything:
+            if not p.is_floating_point(): raise ValueError(f"a parameter of shape {tuple(p.shape)} is {p.dtype}; AdamW takes real numbers: use its view as such (torch.view_as_real)")
+            if not (p.to_local() if isinstance(p, DTensor) else p).is_contiguous(): raise ValueError(f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} is not contiguous, in channels_last perhaps; call .contiguous() on it first")
+        if overlap == "backward" and isinstance(params, DistributedDataParallel): raise ValueError("overlap='backward' uses gradients before DistributedDataParallel has reduced them; use shard(model), or overlap='forward'")
         if master is None and len({p.dtype for p in everything}) > 1: raise ValueError(f"master=None with weights of several dtypes, {sorted({str(p.dtype) for p in everything})}; use master='fp32'")
         self.model, self.offload, self.overlap, self.link, self.memory_limit = model, 0.0 if offload is None else offload, overlap, link, memory_limit
         self.state_dtype = everything[0].dtype if master is None else torch.float64 if torch.float64 in {p.dtype for p in everything} else torch.float32
         self.workers, self.chunk, self.unit = workers, chunk, unit
         if model is not None and hasattr(unwrap(model), "sharding"): unwrap(model).sharding.offload = self.offload          # what recomputes is planned with it
-        self.units, self.lanes, self.share, self._host, self._steps, self._units_of, self._early, self._slabs = None, None, None, [], {}, {}, [], []
+        self.units, self.lanes, self.share, self._host, self._steps, self._units_of, self._early, self._slabs, self._meshes = None, None, None, [], {}, {}, [], [], {}
         self._divisor, self._armed, self._numbers = 1.0, overlap == "backward", None
+        if offload == "auto" and torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()                 # the peak of the first step is to be its own
 
 # %% ../nbs/11_offload.ipynb #67200326
 class _Numbered(_Settings):
@@ -354,10 +381,10 @@ def _cores():
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
-def _as_state(view, p):
+def _as_state(view, p, meshes):
     "A part of a slab as the state of a parameter: of its shape, and a DTensor where it is one"
     if not isinstance(p, DTensor): return view.view(p.shape)
-    mesh = p.device_mesh if view.device.type == p.device_mesh.device_type else DeviceMesh(view.device.type, p.device_mesh.mesh)
+    mesh = p.device_mesh if view.device.type == p.device_mesh.device_type else meshes[p.device_mesh]
     return DTensor.from_local(view.view(p.to_local().shape), mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 def _room(device, limit):
@@ -374,12 +401,17 @@ class _Slabs(_Numbered):
         "The share of the state that does not fit on the GPU"
         if self.device.type != "cuda": return 0.0
         need = sum(_local(p).numel() * (2 + (not self._wide(p))) for p in params) * torch.finfo(self.state_dtype).bits // 8
-        return min(1.0, max(0.0, 1 - _room(self.device, self.memory_limit) / need))
+        room = _room(self.device, self.memory_limit)
+        if all(p.grad is None for p in params):                        # asked before a first step, by a resume: gradients as large as the weights, activations a fifth of what is left
+            room = 0.8 * (room - sum(_local(p).nbytes for p in params))
+        share = torch.tensor(min(1.0, max(0.0, 1 - room / need)), device=self.device)
+        if any(isinstance(p, DTensor) for p in params): dist.all_reduce(share, dist.ReduceOp.MAX)
+        return float(share)
 
-    def _allocate(self, where):
+    def _allocate(self, where, where_of):
         "The slabs of one place, cut into its units' and its parameters' parts"
         units, host = [u for u in self.units if u.place == where], where != "gpu"
-        params = list(dict.fromkeys(piece[0] for u in units for piece in u.pieces))
+        params = [p for p, w in where_of.items() if w == where]
         new = (lambda n, dtype=self.state_dtype, pinned=where == "link": _slab(n, dtype, pinned)) if host else (lambda n: torch.zeros(n, dtype=self.state_dtype, device=self.device))
         slabs = {"exp_avg": new(sum(u.n for u in units)), "exp_avg_sq": new(sum(u.n for u in units)), "master": new(sum(u.n for u in units if host or u.dtype != self.state_dtype))}
         at = dict.fromkeys(slabs, 0)
@@ -389,7 +421,7 @@ class _Slabs(_Numbered):
         for p in params:
             n = _local(p).numel()
             parts = {kind: cut(kind, n) for kind in slabs if kind != "master" or host or not self._wide(p)}
-            self.state[p] = {"step": torch.zeros(())} | {kind: _as_state(t, p) for kind, t in parts.items() if kind != "master" or not self._wide(p)}
+            self.state[p] = {"step": torch.zeros(())} | {kind: _as_state(t, p, self._meshes) for kind, t in parts.items() if kind != "master" or not self._wide(p)}
         self._slabs += slabs.values()                                  # page-locked as long as they live
         for dtype in {u.dtype for u in units} if where == "cpu" else ():
             for name in ("grads", "weights"):
@@ -404,15 +436,20 @@ class _Placed(_Slabs):
     def _build(self):
         "Decide what lives where and make the state, once"
         if self.units is not None: return
+        for m in self.model.modules() if self.model is not None else ():
+            if isinstance(m, FSDPModule): m.reshard()                  # its modules name the shards then, not the whole weights
         named = _Named(self.model, self.param_groups)
         params = [p for _, p, _ in named.rows]
         self.device = _local(params[0]).device
         self.share = self._auto_share(params) if self.offload == "auto" else float(self.offload)
         link = self.link if self.link != "auto" else 0.6 if self.device.type == "cuda" else 0.0     # (beside each other: cores 2.5, link 3 G parameters a second on an H200 with 16 cores)
-        places = place([_local(p).numel() for p in params], self.share, link)
+        places = place([p.numel() for p in params], self.share, link)  # (whole sizes: all ranks decide alike)
+        if self.share > 0: self._meshes = {m: DeviceMesh("cpu", m.mesh) for m in dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor)) if m.device_type != "cpu"}
         self.units = _units([(g, p, where, block) for (g, p, block), where in zip(named.rows, places)], self.unit)
-        for where in dict.fromkeys(places): self._allocate(where)
-        self._steps = dict.fromkeys(params, 0)
+        where_of = dict(zip(params, places))
+        for where in dict.fromkeys(places): self._allocate(where, where_of)
+        self._steps, writes = dict.fromkeys(params, 0), dict.fromkeys(params, 0)
+        for u in self.units: u.writes = writes
         self.reset_masters()
         self._host = [u for u in self.units if u.place != "gpu"]
         workers = self.workers or min(2, max(1, _cores() // 4))
@@ -425,32 +462,76 @@ class _Placed(_Slabs):
         for u in self.units or []:
             if u.state[0] is not None:
                 for p, start, n, at in u.pieces: u.state[0][at:at + n].copy_(_local(p)[start:start + n])
+                u.refresh()
 
 # %% ../nbs/11_offload.ipynb #4d41d504
-def _gate(lanes, units, sharded):
-    @torch.compiler.disable
-    def wait(*_):
-        for u in units:
-            if u.pending: lanes.wait(u, host=sharded)                  # FSDP gathers on streams of its own: there the host waits
-    return wait
+class _Hook:
+    "A hook of one optimizer on one model: a copy of the model does not carry it"
+    def __init__(self, call=None): self.call = call
+    def __call__(self, *args): return self.call(*args) if self.call is not None else None
+    def __deepcopy__(self, memo): return _Hook()
+    def __reduce__(self): return _Hook, ()
 
+class _Gate(_Hook):
+    "Waits for the weights that a module is about to use"
+    @torch.compiler.disable
+    def __call__(self, *_):
+        if self.call is None or torch._C._current_graph_task_id() != -1: return      # (in backward a block that recomputes has its weights)
+        for u in self.call.units:
+            if u.pending: self.call.lanes.wait(u, host=self.call.sharded)             # FSDP gathers on streams of its own: there the host waits
+
+@dataclass(slots=True)
+class _Awaited:
+    lanes:object
+    units:list
+    sharded:bool
+
+def _callable(module):
+    "The module, or where it is only a container what it holds"
+    if type(module).forward is not nn.Module.forward: return [module]
+    return [m for c in module.children() for m in _callable(c)]
+
+def _readers(model, blocks):
+    "{parameter: modules before whose forward it must be up to date}; with FSDP2 those that gather it, ahead of time too"
+    out, inside = {}, {m for b in blocks for m in b.modules()}
+    for m in model.modules():
+        if not isinstance(m, FSDPModule): continue
+        for s in ((own := m._get_fsdp_state()), *own._states_to_forward_prefetch):
+            for group in getattr(s, "_fsdp_param_groups", None) or [g for g in [getattr(s, "_fsdp_param_group", None)] if g is not None]:   # (torch 2.11 has at most one)
+                for p in group.fsdp_params: out.setdefault(p.sharded_param, []).append(m)
+    if out: return out
+    for b in blocks:
+        for p in b.parameters(): out.setdefault(p, []).extend(_callable(b))
+    for m in model.modules():
+        if m not in inside:
+            for p in m._parameters.values():
+                if p is not None: out.setdefault(p, []).extend([model, m])
+    return out
+
+# %% ../nbs/11_offload.ipynb #5915d178
 def _watch(opt, named):
     "The hooks' handles"
     ref, model, blocks = weakref.ref(opt), named.model, named.blocks
     sharded, by_block, handles = any(isinstance(p, DTensor) for p in opt._steps), {}, []
-    call = lambda method: lambda *_: ref() and getattr(ref(), method)()
+    finish = _Hook(lambda *_: ref() and ref().flush())
+    readers = _readers(model, blocks) if model is not None else {}
     for u in opt._host:
-        where = u.block if 0 <= u.block < len(blocks) else len(blocks) - 1 if blocks and u.block > 0 and not sharded else -1
-        by_block.setdefault(where, []).append(u)
+        params = dict.fromkeys(piece[0] for piece in u.pieces)
+        at = dict.fromkeys(m for p in params for m in readers.get(p, (model,)))
+        if not sharded and blocks and u.block == len(blocks): at = dict.fromkeys([*_callable(blocks[-1]), *(m for m in at if m is not model)])
+        for m in at if model is not None else (): by_block.setdefault(m, []).append(u)
         for p in dict.fromkeys(piece[0] for piece in u.pieces): opt._units_of.setdefault(p, []).append(u); u.missing += 1
     if model is not None:
-        for where, units in by_block.items(): handles.append((model if where < 0 else blocks[where]).register_forward_pre_hook(_gate(opt.lanes, units, sharded), prepend=True))
-        handles += [model.register_state_dict_pre_hook(call("flush")), model.register_load_state_dict_pre_hook(call("flush")), model.register_load_state_dict_post_hook(call("reset_masters"))]
+        for m, units in by_block.items(): handles.append(m.register_forward_pre_hook(_Gate(_Awaited(opt.lanes, units, sharded)), prepend=True))
+        if by_block and any(isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None for m in opt.model.modules()): torch._dynamo.reset()   # (compiled code does not see hooks made after it)
+        for m in model.modules() if opt._host else (): handles += [m.register_state_dict_pre_hook(finish), m.register_load_state_dict_pre_hook(finish)]
     if opt.overlap == "backward": handles += [p.register_post_accumulate_grad_hook(lambda p: ref() and ref()._arrived(p)) for p in opt._units_of]
     return handles
 
 def _end(lanes, handles):
-    if lanes is not None: lanes.close()
+    if lanes is not None:
+        lanes.close()
+        for stream in getattr(lanes.streams, "streams", {}).values(): stream.synchronize()
     for h in handles: h.remove()
 
 # %% ../nbs/11_offload.ipynb #fc5ad451
@@ -473,7 +554,7 @@ def _resident(units, steps, hypers):
 
 # %% ../nbs/11_offload.ipynb #d5c3e2b1
 class _Running(_Placed):
-    "Steps, and what a loop tells about them"
+    "Steps"
     @torch.no_grad()
     def step(self,
         closure:Callable|None=None, # computes the loss anew, as for any torch optimizer
@@ -503,11 +584,15 @@ class _Running(_Placed):
             for q in self.lanes.queues.values(): q.forward = False
         for u in self._units_of[p]:
             u.missing -= 1
+            if u.missing < 0: raise RuntimeError("a gradient arrived twice in a step, but overlap='backward' has used the first; call backward through OptimManager(final=False) on all but the last micro-batch, or use overlap='forward'")
             if u.missing: continue
             self.lanes.submit(u, self._steps, self._numbers[u.group]); self._early.append(u)
             for q in dict.fromkeys(piece[0] for piece in u.pieces):
                 if all(v.missing == 0 for v in self._units_of[q]): q.grad = None
 
+# %% ../nbs/11_offload.ipynb #d99dcab2
+class _Told(_Running):
+    "What a loop tells about its steps"
     def before_backward(self,
         final:bool=True, # the last micro-batch before `step`?
     ):
@@ -521,19 +606,25 @@ class _Running(_Placed):
             self.lanes.wait(u, host=True)
             if u.back is not None: u.back.synchronize()
 
+    def _restart(self):
+        "Await all gradients anew; those used already count as a step of their parameters"
+        if self._early: _log.warning("overlap='backward' has used some gradients of a step that was given up: its update is half made")
+        for p in {piece[0] for u in self._early for piece in u.pieces}: self._steps[p] += 1; self.state[p]["step"].fill_(self._steps[p])
+        for u in self._host: u.missing = len({id(piece[0]) for piece in u.pieces})
+        self._early, self._numbers = [], None
+
     def discard(self):
         "Forget the gradients of a step that is skipped."
-        if self._early: raise RuntimeError("overlap='backward' has used gradients of this step already; skipping steps needs overlap='forward'")
         self._divisor = 1.0; self.zero_grad()
 
     def zero_grad(self,
         set_to_none:bool=True, # ignored: a lane may still read them, so they are never zeroed in place
     ):
         "Drop all gradients."
-        super().zero_grad(set_to_none=True)
+        super().zero_grad(set_to_none=True); self._restart()
 
-# %% ../nbs/11_offload.ipynb #d99dcab2
-class AdamW(_Running):
+# %% ../nbs/11_offload.ipynb #9d9ebc5a
+class AdamW(_Told):
     "AdamW with fp32 master weights and a chosen share of its state on the host, updated while the model computes (Loshchilov & Hutter 2019; Ren et al. 2021)."
     def add_param_group(self, group):
         "As in torch, before the first step."
@@ -543,6 +634,7 @@ class AdamW(_Running):
     def state_dict(self):
         "torch's format; tensors are views of the state, on the host or the GPU."
         self._build(); self.flush()
+        for u in self.units: u.refresh()
         return super().state_dict()
 
     @torch.no_grad()
@@ -558,7 +650,9 @@ class AdamW(_Running):
         ids, params = ([i for g in groups for i in g["params"]] for groups in (state_dict["param_groups"], self.param_groups))
         for i, p in zip(ids, params):
             saved = state_dict["state"].get(i, {})
-            for k in (saved.keys() & self.state[p].keys()) - {"step"}: self.state[p][k].copy_(saved[k])
+            for k in self.state[p].keys() - {"step"}:
+                if k in saved: self.state[p][k].copy_(saved[k])
+                elif k != "master": self.state[p][k].zero_()           # never updated where it was saved
             self._steps[p] = int(saved.get("step", 0)); self.state[p]["step"].fill_(self._steps[p])
 
     @property

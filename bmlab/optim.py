@@ -212,6 +212,8 @@ class _Backward:
     ):
         "Backward from the scaled loss; gradients accumulate."
         if not self.optimizers: raise RuntimeError("no optimizer was added; call add_optimizer first")
+        if self.loss_scale != 1 and any(getattr(o, "overlap", None) == "backward" for o in self.optimizers):
+            raise RuntimeError(f"loss_scale={self.loss_scale:g}: an optimizer with overlap='backward' uses gradients as they arrive, scaled; make it with overlap='forward'")
         sharded = [] if final else self._sharded()
         self.unfinished = True
         try:
@@ -267,6 +269,7 @@ class _Clip(_Backward):
         if isinstance(param_groups, numbers.Real): param_groups, max_norm, norm_type = None, param_groups, norm_type if max_norm is None else max_norm
         if max_norm is None or not max_norm > 0: raise ValueError(f"max_norm={max_norm}: a number above 0")
         self._need_final("clip_grad_norm")
+        if any(getattr(o, "overlap", None) == "backward" for o in self.optimizers): raise RuntimeError("clip_grad_norm: an optimizer with overlap='backward' has used the gradients already; make it with overlap='forward'")
         params, n = _listed([g for o in self.optimizers for g in o.param_groups] if param_groups is None else param_groups), _order(norm_type)
         classes = _by_factor(params, self._factor)
         norms = [gradient_norm(ps, n, group) * f for f, ps in classes]
@@ -350,7 +353,9 @@ class _State(_Step):
             theirs = state_dict.get(what, mine)
             if len(theirs) != len(mine): raise ValueError(f"the state is of {len(theirs)} {what}, this manager has {len(mine)}")
             if what in state_dict:
-                for x, s in zip(mine, theirs): x is None or s is None or x.load_state_dict(s)
+                for x, s in zip(mine, theirs):
+                    if (x is None) != (s is None): raise ValueError(f"the state {'has a schedule' if x is None else 'lacks a schedule'} where this manager has {'none' if x is None else type(x).__name__}; make it with the same ones")
+                    if x is not None: x.load_state_dict(s)
         if self.loss_scale_enabled and state_dict["loss_scale_enabled"]: self.loss_scale, self.steps_since_last_scale = state_dict["loss_scale"], state_dict["steps_since_last_scale"]
         self._begin()
 

@@ -424,6 +424,12 @@ def _check_plan(gpus, zero, checkpoint, offload, master, accumulate, n):
     if not (offload in ("auto", None) or isinstance(offload, (int, float)) and 0 <= offload <= 1): raise ValueError(f"offload={offload!r}: 'auto', None or a share from 0 to 1")
     if master not in ("fp32", None): raise ValueError(f"master={master!r}: 'fp32' or None")
 
+def _check_numbers(batch, seq, overlap, link, tokens):
+    if not (batch >= 1 and seq >= 1): raise ValueError(f"batch={batch}, seq={seq}: at least one sequence of one token")
+    if overlap not in ("forward", "backward"): raise ValueError(f"overlap={overlap!r}: 'forward' or 'backward'")
+    if not 0 <= link <= 1: raise ValueError(f"link={link}: a share from 0 to 1")
+    if tokens is not None and not tokens > 0: raise ValueError(f"tokens={tokens}: a number above 0, of the whole training")
+
 def _batch(model, batch, seq):
     "Token ids (B, L) and, for models that compute their own loss, labels"
     ids = torch.empty(batch, seq, dtype=torch.long, device="meta")
@@ -434,18 +440,22 @@ def _batch(model, batch, seq):
     return {"input_ids": ids, "labels": ids, **extra}
 
 def _levels(model, blocks, zero):
-    "{block: 2 or 3}"
+    "{block: 2 or 3}; a pattern counts for the blocks that it names and for those below what it names"
     if not isinstance(zero, dict): return dict.fromkeys(blocks, zero)
     out = dict.fromkeys(blocks, 3)
-    for pattern, level in zero.items(): out |= {n: level for n in resolve(model, pattern) if n in out}
+    for pattern, level in zero.items():
+        named = resolve(model, pattern)
+        hit = [b for b in blocks if b in named or any(b.startswith(n + ".") for n in named)]
+        if not hit: raise LookupError(f"zero={{{pattern!r}: {level}}} names no block; blocks: {', '.join(list(blocks)[:4])} …")
+        out |= dict.fromkeys(hit, level)
     return out
 
 def _no_plan(s, host_limit, checkpoint, offload):
     "(the smallest limit that has a plan, what else would help)"
-    L = len(s.names); n = L if checkpoint in ("auto", True) else int(checkpoint); share = 1.0 if offload == "auto" else offload
-    share = min(share, 1.0 if s.host == 0 else host_limit / s.host)
-    least = sum(s.peak(n, share).values())
-    help = [*(["checkpoint='auto'"] if checkpoint not in ("auto", True) else []), *(["offload='auto'"] if offload != "auto" and offload < 1 and s.state else []),
+    whole = checkpoint == "auto" or checkpoint is True                    # (1 == True)
+    L = len(s.names); n = L if whole else int(checkpoint); most = 1.0 if s.host == 0 else min(1.0, host_limit / s.host)
+    least = min(sum(s.peak(n, share).values()) for share in ((0.0, most) if offload == "auto" else (offload,)))   # over the share it rises, by the buffers, and then falls
+    help = [*(["checkpoint='auto'"] if not whole else []), *(["offload='auto'"] if offload != "auto" and offload < 1 and s.state else []),
             *([f"host_memory={format_bytes(s.host)!r}"] if offload == "auto" and s.host > host_limit else []), "a smaller batch", "more gpus"]
     return math.ceil(least), " or ".join(help)
 
@@ -481,6 +491,7 @@ def plan_training(
     "Memory, recomputation, offload, time and cost of training a model, before anything runs."
     names = list(repeated_blocks(model) if blocks is None else blocks)
     _check_plan(gpus, zero, checkpoint, offload, master, accumulate, len(names))
+    _check_numbers(batch, seq, overlap, link, tokens)
     m = _machine(machine)
     limit = int(0.94 * m.gpu_memory) if memory_limit is None else parse_bytes(memory_limit)
     host_limit = int(0.9 * m.host_memory) if host_memory is None else parse_bytes(host_memory)
@@ -495,6 +506,9 @@ def plan_training(
     search = _Search(trace, groups, setting, m)
     found = _candidates(search, checkpoint, offload, limit, host_limit)
     least, help = _no_plan(search, host_limit, checkpoint, offload)
+    if not found and offload != "auto" and offload * search.host > host_limit:
+        need = format_bytes(offload * search.host)
+        raise ValueError(f"host_memory={format_bytes(host_limit)} is below the {need} that offload={offload} keeps on the host; try host_memory={need!r} or offload='auto'")
     if not found: raise ValueError(f"memory_limit={format_bytes(limit)} is below the smallest feasible plan, {format_bytes(least)}; try {help}")
     n, share = min(found, key=lambda c: (round(search.time(*c)[1].step_s, 4), c[0], c[1]))
     asked = dict(batch=batch, seq=seq, zero=zero, checkpoint=checkpoint, offload=offload, compile=compile, accumulate=accumulate, dtype=str(dtype), master=master, overlap=overlap, link=link, sharded=sharded)
