@@ -6,7 +6,7 @@
 __all__ = ['PLACES', 'Hyper', 'adamw_', 'place', 'AdamW']
 
 # %% ../nbs/11_offload.ipynb #832c7d42
-import contextlib, logging, os, threading, time, weakref
+import contextlib, logging, os, sys, threading, time, weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -523,7 +523,8 @@ def _watch(opt, named):
         for p in dict.fromkeys(piece[0] for piece in u.pieces): opt._units_of.setdefault(p, []).append(u); u.missing += 1
     if model is not None:
         for m, units in by_block.items(): handles.append(m.register_forward_pre_hook(_Gate(_Awaited(opt.lanes, units, sharded)), prepend=True))
-        if by_block and any(isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None for m in opt.model.modules()): torch._dynamo.reset()   # (compiled code does not see hooks made after it)
+        used = sys.modules.get("torch._dynamo")
+        if by_block and used and used.utils.counters["frames"] and not hasattr(model, "sharding"): used.reset()    # compiled code does not see hooks made after it; blocks that shard compiles have them outside
         for m in model.modules() if opt._host else (): handles += [m.register_state_dict_pre_hook(finish), m.register_load_state_dict_pre_hook(finish)]
     if opt.overlap == "backward": handles += [p.register_post_accumulate_grad_hook(lambda p: ref() and ref()._arrived(p)) for p in opt._units_of]
     return handles

@@ -149,3 +149,168 @@ def test_gpu_lanes():
                 for k in want:
                     if kw["link"] == 1.0: assert torch.equal(got[k], want[k]), (kw, k)
                     else: torch.testing.assert_close(got[k], want[k], rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3 if dtype == torch.bfloat16 else 5e-5)   # (m̂/√v̂ of tiny gradients turns rounding into parts of a step)
+
+
+# what reads weights before the optimizer has finished: each must wait, seen by lanes that are made slow
+
+class Late(nn.Module):
+    "The embedding is registered after the layers"
+    def __init__(self): super().__init__(); self.layers, self.embed = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Embedding(10, 8)
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers: x = x + layer(x).tanh()
+        return x
+
+
+class Nested(nn.Module):
+    "The blocks are only containers"
+    def __init__(self): super().__init__(); self.embed, self.layers = nn.Embedding(10, 8), nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(3))
+    def forward(self, ids):
+        x = self.embed(ids)
+        for a, b in self.layers: x = x + b(a(x).tanh())
+        return x
+
+
+class Headed(nn.Module):
+    "Called by its parts"
+    def __init__(self): super().__init__(); self.body, self.head = Late(), nn.Linear(8, 10)
+    def forward(self, ids): return self.head(self.body(ids))
+
+
+class Shared(nn.Module):
+    "A weight of the last layer is the root's too"
+    def __init__(self):
+        super().__init__()
+        self.embed, self.first, self.layers = nn.Embedding(10, 8), nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers[2].weight = self.first.weight
+    def forward(self, ids):
+        x = self.first(self.embed(ids))
+        for layer in self.layers: x = x + layer(x).tanh()
+        return x
+
+
+class Dropping(nn.Module):
+    "Every other forward leaves the last layer out"
+    def __init__(self): super().__init__(); self.embed, self.layers, self.norm, self.calls = nn.Embedding(10, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.LayerNorm(8), 0
+    def forward(self, ids):
+        self.calls, x = self.calls + 1, self.embed(ids)
+        for layer in list(self.layers)[:3 if self.calls % 2 else 2]: x = x + layer(x).tanh()
+        return self.norm(x) - 1
+
+
+IDS = torch.randint(0, 10, (4, 5), generator=torch.Generator().manual_seed(0))
+READERS = {"late": (Late, lambda m: m(IDS)), "nested": (Nested, lambda m: m(IDS)), "parts": (Headed, lambda m: m.body(IDS) @ m.head.weight.T), "shared": (Shared, lambda m: m(IDS)),
+           "dropping": (Dropping, lambda m: m(IDS)), "compiled": (Late, None), "state_dict": (Late, lambda m: torch.func.functional_call(m, dict(m.state_dict(keep_vars=True)), (IDS,))),
+           "part's state_dict": (Late, lambda m: nn.functional.linear(m.embed(IDS), m.layers[2].state_dict(keep_vars=True)["weight"]))}
+
+
+def losses(make, run, slow, monkeypatch, steps=3):
+    import time
+    import bmlab.offload as offload
+    update = offload._cpu_unit
+    with monkeypatch.context() as patch:
+        patch.setattr(offload, "_cpu_unit", lambda *a: (time.sleep(0.05 if slow else 0), update(*a)))
+        torch.manual_seed(0)
+        net = make(); opt, out = offload.AdamW(net, lr=0.1, offload=1.0), []
+        call = run or torch.compile(net, backend="eager")
+        for _ in range(steps):
+            loss = call(net).pow(2).mean() if run else call(IDS).pow(2).mean()
+            loss.backward(); opt.step(); opt.zero_grad(); out.append(loss.item())
+            if not slow: opt.flush()
+        opt.flush()
+        return out
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_who_reads_weights_waits_for_them(name, monkeypatch):
+    make, run = READERS[name]
+    assert losses(make, run, True, monkeypatch) == losses(make, run, False, monkeypatch)
+
+
+def sharded_readers():
+    "FSDP2 gathers ahead of time, and blocks may be coarser or tied: [(case, losses with slow lanes, with flush)]"
+    import time
+    import bmlab.offload as offload
+    from bmlab.sharding import shard
+    update, out = offload._cpu_unit, {}
+    for case, kw in {"zero 3": dict(zero=3), "zero 2": dict(zero=2), "coarse": dict(blocks=["halves"])}.items():
+        for slow in (True, False):
+            offload._cpu_unit = lambda *a: (time.sleep(0.05 if slow else 0), update(*a))
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Embedding(10, 8), nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])) if case != "coarse" else Halves()
+            shard(net, dtype=None, **kw)
+            opt = offload.AdamW(net, lr=0.1, offload=1.0)
+            for _ in range(3):
+                loss = net(IDS).pow(2).mean(); loss.backward(); opt.step(); opt.zero_grad()
+                if not slow: opt.flush()
+                out.setdefault(case, {}).setdefault(slow, []).append(loss.item())
+            opt.flush()
+    offload._cpu_unit = update
+    return out
+
+
+class Halves(nn.Module):
+    def __init__(self): super().__init__(); self.embed, self.halves = nn.Embedding(10, 8), nn.ModuleList(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]) for _ in range(2))
+    def forward(self, ids):
+        x = self.embed(ids)
+        for half in self.halves: x = x + half(x).tanh()
+        return x
+
+
+@pytest.mark.long
+def test_who_gathers_weights_waits_for_them():
+    for r in run_ranks(sharded_readers):
+        for case, got in r.items(): assert got[True] == got[False], case
+
+
+def test_masters_follow_weights_that_others_write():
+    from bmlab.offload import AdamW
+    def train(offload, half=False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(10, 8, max_norm=0.5), nn.Linear(8, 8)).to(torch.bfloat16 if half else torch.float32)
+        opt = AdamW(net.parameters() if half else net, lr=0.1, offload=offload, unit=20)
+        for i in range(4):
+            (net(IDS) - 1).pow(2).mean().backward(); opt.step(); opt.zero_grad(); opt.flush()
+            with torch.no_grad(): net[1].weight.clamp_(-0.05, 0.05)
+            if i == 2: net[1].load_state_dict({"weight": torch.zeros(8, 8), "bias": torch.ones(8)})
+        return net.state_dict()
+    for half in (False, True):
+        a, b = train(None, half), train(1.0, half)
+        assert all(torch.equal(a[k], b[k]) for k in a)
+        assert b["1.weight"].abs().max() <= 0.05
+
+
+def test_a_copy_of_the_model_is_free():
+    "It neither waits for the optimizer nor changes its masters; and it pickles"
+    import pickle
+    from bmlab.offload import AdamW
+    net = model().bfloat16()
+    opt = AdamW(net, lr=1e-3, offload=1.0)
+    loss_of(net, batches(1)[0]).backward(); opt.step(); opt.zero_grad(); opt.flush()
+    masters, other = [s["master"].clone() for s in opt.state.values()], copy.deepcopy(net)
+    other.load_state_dict(net.state_dict()); pickle.loads(pickle.dumps(net))
+    assert all(torch.equal(a, s["master"]) for a, s in zip(masters, opt.state_dict()["state"].values()))
+
+
+def test_what_overlap_backward_cannot_do_is_refused():
+    from bmlab.offload import AdamW
+    from bmlab.optim import OptimManager
+    net = model()
+    opt = AdamW(net, offload=1.0, overlap="backward")
+    om = OptimManager(); om.add_optimizer(opt)
+    for _ in range(2): om.backward(loss_of(net, batches(1)[0])); om.step(); om.zero_grad()
+    om.backward(loss_of(net, batches(1)[0]))
+    with pytest.raises(RuntimeError, match="used the gradients already"): om.clip_grad_norm(1.0)
+    with pytest.raises(RuntimeError, match="arrived twice"): loss_of(net, batches(1)[0]).backward()
+    om.zero_grad()
+    scaled = OptimManager(loss_scale=1024); scaled.add_optimizer(opt)
+    with pytest.raises(RuntimeError, match="loss_scale=1024"): scaled.backward(loss_of(net, batches(1)[0]))
+
+
+def test_parameters_without_elements_and_odd_kinds():
+    from bmlab.offload import AdamW
+    net = nn.Linear(4, 4); net.empty = nn.Parameter(torch.empty(0))
+    for offload in (None, 1.0):
+        opt = AdamW(net, offload=offload); (net(torch.ones(1, 4)).sum() + net.empty.sum()).backward(); opt.step(); opt.flush()
+    with pytest.raises(ValueError, match="not contiguous"): AdamW(nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last))
+    with pytest.raises(ValueError, match="complex64"): AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
