@@ -7,7 +7,7 @@ __all__ = ['rank', 'world_size', 'local_rank', 'local_device', 'print_rank', 'in
            'all_reduce', 'broadcast', 'all_gather', 'reduce_scatter', 'sum_loss']
 
 # %% ../nbs/09a_processes.ipynb #e3e9ac45
-import os
+import atexit, os
 from datetime import timedelta
 
 import torch
@@ -64,6 +64,11 @@ def _join(timeout, backend):
         torch.cuda.set_device(local_rank())
     where = {"store": dist.HashStore()} if W == 1 else {"init_method": "env://"}
     dist.init_process_group(backend, rank=r, world_size=W, timeout=timeout, **where)
+    atexit.unregister(_leave); atexit.register(_leave)
+
+def _leave():
+    "At the end of a program that did not shut down: gloo's threads may abort an interpreter that they outlive"
+    if _whole() and "nccl" not in dist.get_backend_config(): dist.destroy_process_group()
 
 def _forget():
     "Clear away a group that an interrupt left half made"
