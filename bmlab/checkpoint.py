@@ -474,6 +474,8 @@ def export_hf(
     max_shard:int|str="5GB",         # bytes in one file
 )->Path:                             # the folder, which `transformers` and `load` open
     "Write Hugging Face safetensors files; one whole tensor at a time is in memory."
+    if any(getattr(m, "_bmlab_delta", False) for m in model.modules()):
+        _log.warning("the model carries a delta, which transformers will leave out when it reads %s: merge it before, or save it by its own save()", dir)
     folder = _first_rank(lambda: _hidden(Path(dir).absolute()))
     _write_hf(model, folder, dtype, parse_bytes(max_shard), tokenizer)
     _first_rank(lambda: _move_in(folder, Path(dir).absolute()))

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .core import parts, unwrap
+from .core import did_you_mean, parts, unwrap
 from .losses import lm_loss
 from .parallel import default_mesh
 
@@ -236,6 +236,7 @@ class Pipeline:
         if schedule not in ("1f1b", "gpipe"): raise ValueError(f"schedule={schedule!r}: use '1f1b' or 'gpipe'")
         if microbatches < self.stages: raise ValueError(f"microbatches={microbatches} for {self.stages} stages: at least one for each")
         if getattr(getattr(inner, "config", None), "is_encoder_decoder", False): raise ValueError(f"{type(inner).__name__} has an encoder and a decoder: only one stack can be cut")
+        if stack is not None and stack not in dict(inner.named_modules()): raise LookupError(f"stack={stack!r} is no module of {type(inner).__name__}{did_you_mean(stack, dict(inner.named_modules()))}")
         self.schedule, self.stack = schedule, stack or find_stack(inner)
         n = len(inner.get_submodule(self.stack))
         self.split = list(split) if split else _even(n, self.stages)

@@ -78,11 +78,12 @@ def test_weights_shared_between_blocks_and_root():
 
 def adamw():
     out = {}
-    for name, build in {"llama": llama, "gpt2": lambda: gpt2(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0), "t5": t5}.items():
+    plain = lambda: gpt2(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    for name, build, zero in (("llama", llama, 3), ("gpt2", plain, 3), ("t5", t5, 3), ("llama 2", llama, 2), ("llama mixed", llama, {"layers.0": 2})):
         losses = []
         for sharded in (False, True):
             set_seed(0); m = build()
-            if sharded: shard(m, dtype=None, checkpoint=2, zero=3)
+            if sharded: shard(m, dtype=None, checkpoint=2, zero=zero)
             opt, log = torch.optim.AdamW(m.parameters(), lr=3e-3), []
             for x in rows(1).repeat(6, 1, 1):
                 opt.zero_grad()
