@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from training import child, clock, leave, result, show
+from training import child, clock, keep, leave, result, show
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--limits", type=float, nargs="+", default=[11, 32]); p.add_argument("--tiny", action="store_true"); p.add_argument("--child"); p.add_argument("--limit", type=float)
@@ -73,6 +73,7 @@ def ours(goal):
     plans = {b: plan for b in batches if (plan := plan_of(b)) is not None}
     batch = max(plans) if goal == "largest" else max(plans, key=lambda b: b / plans[b].step_s)
     plan = plans[batch]
+    keep(plan, f"bert_{args.limit:g}GiB_{goal}")
     shard(model, checkpoint=plan.recompute, compile=gpu)
     opt = AdamW(model, lr=1e-4, offload=plan.offload)
     def step(ids): loss = model(input_ids=ids, labels=ids).loss; loss.backward(); opt.step(); opt.zero_grad(); return loss

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from training import GPT, Layer, child, clock, fill, leave, lm_loss, result, show
+from training import GPT, Layer, child, clock, fill, keep, leave, lm_loss, result, show
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--tiny", action="store_true", help="sizes for a CPU"); p.add_argument("--child"); p.add_argument("--steps", type=int, default=8)
@@ -36,6 +36,7 @@ def ours(name):
     compile = planned and torch.cuda.is_available()
     plan = plan_training(model, BATCH, SHAPE["length"], checkpoint="auto" if planned else SHAPE["layers"], offload=1.0, overlap="forward" if clip else "backward", compile=compile,
                          link=0.6 if link == "auto" else link, machine=None if torch.cuda.is_available() else "h200")
+    if name != "compute alone": keep(plan, name.replace(", ", "_").replace(" ", "-"))
     shard(model, checkpoint=plan.recompute, compile=compile)
     if name == "compute alone":
         def step(ids): loss = lm_loss(model, ids); loss.backward(); model.zero_grad(); return loss

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from training import GPT, child, clock, fill, leave, lm_loss, result, show
+from training import GPT, child, clock, fill, keep, leave, lm_loss, result, show
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--only", choices=["cpm-ant", "gpt3"]); p.add_argument("--tiny", action="store_true"); p.add_argument("--child"); p.add_argument("--compile", type=int, default=1)
@@ -43,7 +43,7 @@ def main(name):
     gpu, device = torch.cuda.is_available(), local_device()
     how = dict(inputs={"input_ids": torch.zeros(batch, length, dtype=torch.long), "labels": torch.zeros(batch, length, dtype=torch.long)}) if name == "cpm-ant" else {}
     plan = plan_training(model, batch, length, checkpoint="auto", offload="auto", compile=gpu and bool(args.compile), overlap="backward", machine=None if gpu else "h200", **how)
-    if out := os.environ.get("OUT"): plan.save(Path(out) / f"plan_{name}.json")
+    keep(plan, name)
     shard(model, checkpoint=plan.recompute, compile=gpu and bool(args.compile))
     if name == "gpt3": fill(model)
     opt = AdamW(model, lr=1e-5, offload=plan.offload, overlap="backward")

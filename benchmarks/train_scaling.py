@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from training import GPT, child, clock, fill, leave, lm_loss, result, show
+from training import GPT, child, clock, fill, keep, leave, lm_loss, result, show
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4]); p.add_argument("--tiny", action="store_true"); p.add_argument("--child", action="store_true"); p.add_argument("--batch", type=int, default=16)
@@ -25,6 +25,7 @@ def main():
     with torch.device("meta"): model = GPT(**SHAPE, dtype=torch.bfloat16)
     gpu = torch.cuda.is_available()
     plan = plan_training(model, args.batch, SHAPE["length"], gpus=world_size(), checkpoint=False, offload=None, compile=gpu, machine=None if gpu else "h200")
+    keep(plan, f"scaling_{world_size()}")
     shard(model, zero=3, checkpoint=False, compile=gpu); fill(model)
     opt = AdamW(model, lr=1e-4)
     def step(ids): opt.zero_grad(); loss = lm_loss(model, ids); loss.backward(); opt.step(); return loss

@@ -81,6 +81,12 @@ def result(**row):
     if int(os.environ.get("RANK", 0)) == 0: print("RESULT " + json.dumps(row), flush=True)
 
 
+def keep(plan, name):
+    "Write a plan to a file, before the run that it predicts"
+    folder = Path(os.environ.get("OUT", Path(__file__).parent / "plans")); folder.mkdir(exist_ok=True)
+    if int(os.environ.get("RANK", 0)) == 0: plan.save(folder / f"{name}.json")
+
+
 def leave():
     "End this process at once: tens of gigabytes of page-locked memory take long to unmap one by one"
     sys.stdout.flush(); os._exit(0)
