@@ -101,12 +101,13 @@ class _Unit:
     def refresh(self):
         "Masters of weights that others wrote (a loaded file, a clamp): the weight, where it is not the master's rounding"
         if self.state[0] is None: return
+        with _counting: others = {p: _local(p)._version - self.writes[p] for p, *_ in self.pieces}
         for p, start, n, at in self.pieces:
-            w, master = _local(p), self.state[0][at:at + n]
-            if self.seen.get(p) == w._version - self.writes[p]: continue
-            new = w[start:start + n].to(master.device)
+            if self.seen.get(p) == others[p]: continue
+            master = self.state[0][at:at + n]
+            new = _local(p)[start:start + n].to(master.device)
             master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
-        self.seen = {p: _local(p)._version - self.writes[p] for p, *_ in self.pieces}
+        self.seen = others
 
     def gather(self, flat):
         "Gradients → one flat tensor (n,)"
@@ -115,8 +116,9 @@ class _Unit:
     def scatter(self, flat):
         "One flat tensor (n,) → the weights, rounded to nearest even"
         for (p, start, n, at), _ in self.given:
-            _local(p)[start:start + n].copy_(flat[at:at + n], non_blocking=True)
-            with _counting: self.writes[p] += 1
+            with _counting:                              # a write and its count are one, for who asks how often others wrote
+                _local(p)[start:start + n].copy_(flat[at:at + n], non_blocking=True)
+                self.writes[p] += 1
 
 def _units(rows, limit):
     "Rows (group, parameter, place, block) in forward order → units; those of one place follow one another in its slab"
