@@ -1,6 +1,6 @@
 """BERT-Large (masked language model) at 512 tokens under a memory limit of 11 and 32 GiB: the largest batch and examples/s, bmlab beside transformers.
 
-usage: python benchmarks/train_bert.py [--limits 11 32] [--tiny]
+usage: python benchmarks/train_bert.py [--limits 11 32] [--runs NAME …] [--tiny]
 
 transformers: its BertForMaskedLM, fp32 weights, bf16 autocast, torch's fused AdamW; without and with its gradient_checkpointing_enable(); the largest batch is searched by trying.
 bmlab: the same class in bf16 with fp32 masters, the batch, the recomputed layers and the host's share chosen by plan_training, which is asked for the largest batch that fits, and
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from training import child, clock, keep, leave, result, show
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-p.add_argument("--limits", type=float, nargs="+", default=[11, 32]); p.add_argument("--tiny", action="store_true"); p.add_argument("--child"); p.add_argument("--limit", type=float)
+p.add_argument("--limits", type=float, nargs="+", default=[11, 32]); p.add_argument("--tiny", action="store_true"); p.add_argument("--child"); p.add_argument("--limit", type=float); p.add_argument("--runs", nargs="+", default=["transformers", "transformers, gradient checkpointing", "bmlab, largest batch", "bmlab, fastest batch"])
 args = p.parse_args()
 LENGTH = 32 if args.tiny else 512
 
@@ -84,7 +84,7 @@ def ours(goal):
 if args.child: {"transformers": lambda: theirs(False), "transformers, gradient checkpointing": lambda: theirs(True), "bmlab, largest batch": lambda: ours("largest"), "bmlab, fastest batch": lambda: ours("fastest")}[args.child](); leave()
 rows = []
 for limit in args.limits:
-    for name in ("transformers", "transformers, gradient checkpointing", "bmlab, largest batch", "bmlab, fastest batch"):
+    for name in args.runs:
         row = child(__file__, "--child", name, "--limit", limit, *(["--tiny"] if args.tiny else []))
         rows.append({"limit GiB": limit, "run": name, "examples/s": round((row.get("batch") or row.get("largest_batch", 0)) / row["step_s"], 1) if row.get("step_s") else None} | row)
 show(rows, "bert: BERT-Large, 512 tokens")

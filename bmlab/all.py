@@ -27,8 +27,9 @@ from .pipeline import Pipeline
 from .plan import TrainingPlan, plan_training
 from .processes import all_gather, all_reduce, broadcast, init_distributed, local_device, print_rank, rank, reduce_scatter, shutdown, sum_loss, synchronize, world_size
 from .quantize import quantize
-from .sharding import find_blocks, shard
+from .sharding import shard
 from .timeline import timeline
+from .trace import find_blocks
 from .train import evaluate, fit, plot_log
 from .tree import tree
 

@@ -358,8 +358,9 @@ def load_weights(
     state, then = _optimizer_reads(model, _optimizers(optimizer, manager), common["optimizers"], stored, folder or dir)
     if manager is not None and "manager" not in common: raise ValueError(f"{folder} was saved without manager=")
     if files: _read_files(where, filled)
-    _read(folder, [*([] if files else [(f"model.{n}", t) for n, t in filled]), *state])
-    unwrap(model).load_state_dict({}, strict=False)                    # for its hooks: an optimizer that keeps master weights takes the new ones
+    else: _read(folder, [(f"model.{n}", t) for n, t in filled])
+    unwrap(model).load_state_dict({}, strict=False)                    # for its hooks: an optimizer that keeps master weights takes the new ones,
+    if state: _read(folder, state)                                     # and then its own
     for call in then: call()
     if manager is not None: manager.load_state_dict(common["manager"])
     own = f"extra.{rank()}" if f"extra.{rank()}" in stored else "extra.0"
@@ -386,7 +387,7 @@ def _optimizer_reads(model, optimizers, saved, stored, where):
     if len(optimizers) != len(saved): raise ValueError(f"{where} holds the state of {len(saved)} optimizers, {len(optimizers)} were given")
     reads, calls = [], []
     for i, (opt, one) in enumerate(zip(optimizers, saved)):
-        if hasattr(opt, "flush"): opt.flush()
+        if hasattr(opt, "flush"): opt.state_dict()                         # lays the state out where it is to lie, and waits
         targets, call = _optimizer_targets(model, opt, i, one, [(k, m.size, m.properties.dtype) for k, m in stored.items() if k.startswith(f"optimizer.{i}.")])
         reads += targets.items(); calls.append(call)
     return reads, calls

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .core import format_bytes, parse_bytes, unwrap
-from .sharding import find_blocks
+from .trace import find_blocks
 
 # %% ../nbs/11_offload.ipynb #9349d32c
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,13 @@ def _local(t):
     "This rank's part of a parameter or gradient, flat; a view where it is contiguous"
     t = t.detach()
     return (t.to_local() if isinstance(t, DTensor) else t).view(-1)
+
+def _take(t, other):
+    "Copy `other` into `t`; shards of one shape that lie on a host mesh and on a GPU mesh too"
+    if t is other: return                                              # read in place
+    apart = isinstance(t, DTensor) and isinstance(other, DTensor) and t.device_mesh != other.device_mesh and t.placements == other.placements
+    if apart: _local(t).copy_(_local(other))
+    else: t.copy_(other)
 
 # %% ../nbs/11_offload.ipynb #b4480bc7
 _counting = threading.Lock()
@@ -649,13 +656,13 @@ class AdamW(_Told):
         have, want = [[len(g["params"]) for g in groups] for groups in (state_dict["param_groups"], self.param_groups)]
         if have != want: raise ValueError(f"the state is of groups with {have} parameters, this optimizer has {want}")
         for g, saved in zip(self.param_groups, state_dict["param_groups"]): g.update({k: v for k, v in saved.items() if k in self.defaults or k == "initial_lr"})
-        self.reset_masters()
         ids, params = ([i for g in groups for i in g["params"]] for groups in (state_dict["param_groups"], self.param_groups))
         for i, p in zip(ids, params):
             saved = state_dict["state"].get(i, {})
             for k in self.state[p].keys() - {"step"}:
-                if k in saved: self.state[p][k].copy_(saved[k])
-                elif k != "master": self.state[p][k].zero_()           # never updated where it was saved
+                if k in saved: _take(self.state[p][k], saved[k])
+                elif k == "master": _local(self.state[p][k]).copy_(_local(p))
+                else: self.state[p][k].zero_()                         # never updated where it was saved
             self._steps[p] = int(saved.get("step", 0)); self.state[p]["step"].fill_(self._steps[p])
 
     @property

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .core import format_bytes, format_count, parse_bytes, resolve, tensor_key
 from .fuse import fuse_blocks
 from .machine import MACHINES, Machine, machine as _machine, measure
-from .trace import Timeline, Trace, chunked_loss, occupancy, repeated_blocks, skeleton, step_loss, timeline, trace_step
+from .trace import Timeline, Trace, chunked_loss, find_blocks, occupancy, skeleton, step_loss, timeline, trace_step
 
 # %% ../nbs/07_plan.ipynb #9d8b36c0
 class Group(NamedTuple):
@@ -440,7 +440,7 @@ def _batch(model, batch, seq):
     return {"input_ids": ids, "labels": ids, **extra}
 
 def _levels(model, blocks, zero):
-    "{block: 2 or 3}; a pattern counts for the blocks that it names and for those below what it names"
+    "{block: 2 or 3}; a pattern counts for the blocks that it names and for those below what it names; the last one wins"
     if not isinstance(zero, dict): return dict.fromkeys(blocks, zero)
     out = dict.fromkeys(blocks, 3)
     for pattern, level in zero.items():
@@ -477,7 +477,7 @@ def plan_training(
     accumulate:int=1,                      # micro-batches an optimizer step
     loss:str|Callable|None=None,           # "full", "chunked" or (model, inputs) → ()
     inputs:dict|tuple|None=None,           # a real batch of one GPU, instead of batch and seq
-    blocks:dict|list|None=None,            # None: repeated_blocks
+    blocks:dict|list|None=None,            # None: find_blocks
     reduce_dtype:torch.dtype|None=None,    # of gradient reduction; None: dtype
     overlap:str="forward",                 # as of offload.AdamW
     link:float=0.6,                        # share of the host's part that the GPU updates over the link
@@ -489,7 +489,7 @@ def plan_training(
     trace:Trace|None=None,                 # of this model and batch, where it was made already
 )->"TrainingPlan":
     "Memory, recomputation, offload, time and cost of training a model, before anything runs."
-    names = list(repeated_blocks(model) if blocks is None else blocks)
+    names = list(find_blocks(model) if blocks is None else blocks)
     _check_plan(gpus, zero, checkpoint, offload, master, accumulate, len(names))
     _check_numbers(batch, seq, overlap, link, tokens)
     m = _machine(machine)

@@ -154,13 +154,14 @@ def offloaded(folder):
     load_weights(again, folder / "with", optimizer=opt2)
     fresh, opt3 = made(2)
     load_weights(fresh, folder / "without")                                           # its masters follow the weights
-    return rest, steps(again, opt2, 3), rest[0], steps(fresh, opt3, 3)
+    load_weights(model, folder / "with", optimizer=opt)                               # back to where it was, masters and all
+    return rest, steps(again, opt2, 3), rest[0], steps(fresh, opt3, 3), steps(model, opt, 3)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_optimizer_with_state_on_the_host(tmp_path, world):
-    for rest, again, first, fresh in [offloaded(tmp_path)] if world == 1 else run_ranks(offloaded, tmp_path):
-        assert again == rest and fresh[0] == first and fresh[2] < fresh[0]
+    for rest, again, first, fresh, back in [offloaded(tmp_path)] if world == 1 else run_ranks(offloaded, tmp_path):
+        assert again == rest and back == rest and fresh[0] == first and fresh[2] < fresh[0]
 
 
 def wrapped(folder):

@@ -148,7 +148,10 @@ def test_gpu_lanes():
                 got, opt = run(lambda m: AdamW(m, lr=1e-3, offload=1.0, unit=1 << 15, **kw), net(), data, clip)
                 for k in want:
                     if kw["link"] == 1.0: assert torch.equal(got[k], want[k]), (kw, k)
-                    else: torch.testing.assert_close(got[k], want[k], rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3 if dtype == torch.bfloat16 else 5e-5)   # (m̂/√v̂ of tiny gradients turns rounding into parts of a step)
+                    elif dtype == torch.float32: torch.testing.assert_close(got[k], want[k], rtol=1e-4, atol=5e-5)   # (m̂/√v̂ of tiny gradients turns rounding into parts of a step)
+                    else:                                              # a weight at the border of two bf16 numbers goes its own way then
+                        far = (got[k] - want[k]).abs().float() > 2 ** -7 * want[k].abs().float()
+                        assert far.float().mean() < 1e-2 and (got[k] - want[k]).abs().max() <= 8 * 1e-3, (kw, k)
 
 
 # what reads weights before the optimizer has finished: each must wait, seen by lanes that are made slow

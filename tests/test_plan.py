@@ -1,5 +1,6 @@
 "Plans of many architectures, and plans held against what torch allocates"
 import copy
+import gc
 import dataclasses
 import weakref
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from bmlab.fuse import fuse_blocks
 from bmlab.machine import MACHINES, machine
 from bmlab.plan import choose_recompute, plan_training, weight_groups
-from bmlab.trace import occupancy, repeated_blocks, skeleton, step_loss, timeline, trace_step
+from bmlab.trace import find_blocks, occupancy, skeleton, step_loss, timeline, trace_step
 
 SMALL = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=211)
 IDS = torch.randint(0, 200, (4, 32))
@@ -42,7 +43,7 @@ def test_every_family_has_a_plan(name):
     model = MODELS[name]
     before = {n: p.clone() for n, p in model.named_parameters()}
     plan = plan_training(model, 64, 32, dtype=torch.bfloat16)
-    assert plan.blocks == len(repeated_blocks(model)) >= 3 and plan.peak_bytes > 0 and plan.step_s > 0
+    assert plan.blocks == len(find_blocks(model)) >= 3 and plan.peak_bytes > 0 and plan.step_s > 0
     tight = plan_training(model, 64, 32, dtype=torch.bfloat16, checkpoint=True)
     assert tight.peak_bytes <= plan.peak_bytes and tight.step_s > plan.step_s
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters()) and all(p.grad is None for p in model.parameters())
@@ -81,7 +82,7 @@ def test_one_trace_tells_the_peak_under_recomputation(name, recomputed):
     model.set_attn_implementation("eager")                       # (the same kernels for both)
     for m in model.modules():
         if isinstance(m, nn.Dropout): m.p = 0.0
-    for i, block in enumerate(repeated_blocks(model).values()):
+    for i, block in enumerate(find_blocks(model).values()):
         if i < recomputed: block.forward = lambda *a, f=block.forward, **k: checkpoint(f, *a, use_reentrant=False, **k)
     inputs = {"input_ids": torch.empty(16, 64, dtype=torch.long, device="meta"), "use_cache": False}
     inputs["labels"] = inputs["input_ids"]
@@ -155,6 +156,7 @@ class GPT(nn.Module):
 @pytest.mark.parametrize("layers,d,batch,recompute,vocab", [(12, 1024, 16, 0, 50304), (12, 1024, 16, 8, 50304), (24, 2048, 32, 24, 50304), (16, 2048, 16, 4, 1024)])
 def test_peak_is_within_five_percent_on_a_gpu(layers, d, batch, recompute, vocab, compile):
     plan = plan_training(GPT(layers, d, d // 64, vocab).bfloat16(), batch, 512, checkpoint=recompute, offload=None, master=None, compile=compile)
+    torch.compiler.reset(); gc.collect(); before = torch.cuda.memory_allocated()     # (compiled blocks are freed as cycles)
     with torch.device("cuda"): model = GPT(layers, d, d // 64, vocab, recompute=recompute).bfloat16()
     if compile:
         for b in model.blocks: b.compile()
@@ -163,5 +165,6 @@ def test_peak_is_within_five_percent_on_a_gpu(layers, d, batch, recompute, vocab
     for i in range(4):
         if i == 1: torch.cuda.reset_peak_memory_stats()
         step_loss(model, (ids,)).backward(); opt.step(); opt.zero_grad()
-    print(plan.check(peak_bytes=torch.cuda.max_memory_allocated()))
-    assert plan.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05)
+    peak = torch.cuda.max_memory_allocated() - before
+    print(plan.check(peak_bytes=peak))
+    assert plan.peak_bytes == pytest.approx(peak, rel=0.05)

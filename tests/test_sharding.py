@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from bmlab.core import count, resolve, roles, run_ranks, set_seed
-from bmlab.sharding import Sharding, find_blocks, local_slices, materialize, shard
+from bmlab.sharding import Sharding, local_slices, materialize, shard
+from bmlab.trace import find_blocks
 
 pytestmark = pytest.mark.long
 
