@@ -40,6 +40,7 @@ class Machine:
     attention:float=0.42           # share of `flops` of fused attention, forward
     attention_backward:float=0.33  # share of `flops` of fused attention, backward
     elementwise:float=0.80         # share of `hbm` of elementwise and reducing kernels
+    unaligned:float=0.31           # share of `flops` where rows are not multiples of 16 bytes, as of 30,522 words
     tile_s:float=1.2e-6            # seconds to fill and drain one tile
     kernel_s:float=1.5e-6          # seconds between two kernels
     network_drag:float=0.40        # seconds that a second of communication takes from the arithmetic beside it
@@ -102,7 +103,9 @@ def _matmul_s(ops, m):
             tile_s = 2.0 * rows * columns * -(-ops["k"] // split) / (rate * share) + m.tile_s
             reduce_s = 0.0 if split == 1 else (split + 1) * 4.0 * ops["b"] * ops["m"] * ops["n"] / (m.hbm * m.elementwise)
             best = np.minimum(best, np.ceil(tiles / m.units) * tile_s + reduce_s)
-    return best
+    odd = np.logical_or.reduce([ops[side] * ops["item"] % 16 > 0 for side in "mnk"])       # older kernels, that load element by element
+    slow = 2.0 * ops["b"] * ops["m"] * ops["n"] * ops["k"] / (m.flops * m.unaligned)
+    return np.where(odd & (ops["item"] <= 2), np.maximum(best, slow), best)
 
 def op_seconds(
     ops:np.ndarray,    # (n,) of dtype OP
@@ -200,4 +203,4 @@ def measure(
         gpu_memory=about.total_memory if gpu else _host_bytes(), host_memory=parse_bytes(host_memory) if host_memory is not None else _host_bytes() // gpus,
         flops32=flops32, units=about.multi_processor_count if gpu else 1, matmul=min(1.0, tiles / flops * 1.03), attention=min(1.0, forward / flops),
         attention_backward=min(1.0, backward / flops), elementwise=min(1.0, 0.83 * add / hbm), launch_s=launch, network=network or near.network, gpus_per_host=max(gpus, 1) if gpu else 1,
-        context=near.context if gpu else 0, tile_s=near.tile_s if gpu else 1e-9, kernel_s=near.kernel_s if gpu else 1e-6, source="measured now")
+        context=near.context if gpu else 0, unaligned=near.unaligned if gpu else 1.0, tile_s=near.tile_s if gpu else 1e-9, kernel_s=near.kernel_s if gpu else 1e-6, source="measured now")

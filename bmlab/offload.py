@@ -69,8 +69,11 @@ def place(
 
 def _local(t):
     "This rank's part of a parameter or gradient, flat; a view where it is contiguous"
-    t = t.detach()
-    return (t.to_local() if isinstance(t, DTensor) else t).view(-1)
+    with torch.no_grad(): return (t.to_local() if isinstance(t, DTensor) else t).detach().view(-1)
+
+def _version(p):
+    "How often a parameter was written: through it, or through its local part (what goes through a DTensor is counted there alone)"
+    return _local(p)._version + (p._version if isinstance(p, DTensor) else 0)
 
 def _take(t, other):
     "Copy `other` into `t`; shards of one shape that lie on a host mesh and on a GPU mesh too"
@@ -108,7 +111,7 @@ class _Unit:
     def refresh(self):
         "Masters of weights that others wrote (a loaded file, a clamp): the weight, where it is not the master's rounding"
         if self.state[0] is None: return
-        with _counting: others = {p: _local(p)._version - self.writes[p] for p, *_ in self.pieces}
+        with _counting: others = {p: _version(p) - self.writes[p] for p, *_ in self.pieces}
         for p, start, n, at in self.pieces:
             if self.seen.get(p) == others[p]: continue
             master = self.state[0][at:at + n]
@@ -118,14 +121,14 @@ class _Unit:
 
     def gather(self, flat):
         "Gradients → one flat tensor (n,)"
-        for (_, _, n, at), grad in self.given: flat[at:at + n].copy_(grad, non_blocking=True)
+        if self.given: torch._foreach_copy_([flat[at:at + n] for (_, _, n, at), _ in self.given], [grad for _, grad in self.given], non_blocking=True)
 
     def scatter(self, flat):
         "One flat tensor (n,) → the weights, rounded to nearest even"
-        for (p, start, n, at), _ in self.given:
-            with _counting:                              # a write and its count are one, for who asks how often others wrote
-                _local(p)[start:start + n].copy_(flat[at:at + n], non_blocking=True)
-                self.writes[p] += 1
+        pieces = [piece for piece, _ in self.given]
+        with _counting:                                  # a write and its count are one, for who asks how often others wrote
+            if pieces: torch._foreach_copy_([_local(p)[start:start + n] for p, start, n, _ in pieces], [flat[at:at + n] for _, _, n, at in pieces], non_blocking=True)
+            for p, *_ in pieces: self.writes[p] += 1
 
 def _units(rows, limit):
     "Rows (group, parameter, place, block) in forward order → units; those of one place follow one another in its slab"

@@ -477,7 +477,7 @@ def _mesh_device(mesh):
 def _let_segments_grow(device):
     "Fewer fragments below a memory limit; what the user has set stays. For one GPU alone: over such memory NCCL is slower"
     if device.type == "cuda" and world_size() == 1 and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 def _backend(compile):
     if not isinstance(compile, (bool, str)): raise ValueError(f"compile={compile!r}: True, False or the name of a backend of torch.compile")
