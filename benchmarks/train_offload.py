@@ -1,6 +1,6 @@
 """GPT 2.78B, 16 × 512 tokens a step, one GPU, the whole optimizer state on the host: bmlab beside FSDP2's CPUOffloadPolicy.
 
-usage: python benchmarks/train_offload.py [--tiny]        fp32 masters and moments, bf16 compute; every layer recomputed on both sides, but for "as planned"
+usage: python benchmarks/train_offload.py [--runs NAME …] [--tiny]        fp32 masters and moments, bf16 compute; every layer recomputed on both sides, but for "as planned"
 
 Bounds: the step cannot be shorter than computing alone, nor than moving the state: a host core lane alone and the link alone are measured too.
 """
@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from training import GPT, Layer, child, clock, fill, keep, leave, lm_loss, result, show
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-p.add_argument("--tiny", action="store_true", help="sizes for a CPU"); p.add_argument("--child"); p.add_argument("--steps", type=int, default=8)
+p.add_argument("--tiny", action="store_true", help="sizes for a CPU"); p.add_argument("--child"); p.add_argument("--steps", type=int, default=8); p.add_argument("--runs", nargs="+", help="only these")
 args = p.parse_args()
 SHAPE = dict(layers=3, D=64, H=4, vocab=500, length=32) if args.tiny else dict(layers=32, D=2560, H=32, vocab=50304, length=512)
 BATCH = 4 if args.tiny else 16
 CLIP = 1e-3                                                            # triggers on every step
-RUNS = ["compute alone", "bmlab", "bmlab, clip triggers", "bmlab, as planned", "bmlab, as planned, clip triggers", "bmlab, cores alone", "bmlab, link alone", "FSDP2 CPUOffloadPolicy"]
+RUNS = ["compute alone", "bmlab", "bmlab, clip triggers", "bmlab, as planned", "bmlab, as planned, clip triggers", "bmlab, cores alone", "bmlab, link alone", "torchao CPUOffloadOptimizer", "FSDP2 CPUOffloadPolicy"]
 
 
 def device(): return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -72,8 +72,21 @@ def theirs(name):
     result(run=name, **clock(step, lambda g: torch.randint(0, SHAPE["vocab"], (BATCH, SHAPE["length"]), device=device(), generator=g), device(), warm=2, steps=max(3, args.steps // 2)))
 
 
-if args.child: (theirs if args.child.startswith("FSDP2") else ours)(args.child); leave()
-rows = [child(__file__, "--child", name, "--steps", args.steps, *(["--tiny"] if args.tiny else [])) | {"run": name} for name in RUNS]
-peer = rows[-1].get("step_s", 0)
+def torchao(name):
+    "bf16 weights, gradients to the host while backward runs, torch's fused CPU AdamW: torchao's as its page says"
+    from functools import partial
+    from torch.utils.checkpoint import checkpoint
+    from torchao.optim import CPUOffloadOptimizer
+    torch.manual_seed(0)
+    model = GPT(**SHAPE, device=device(), dtype=torch.bfloat16); fill(model)
+    for layer in model.layers: layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    opt = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, lr=1e-4, fused=True)
+    def step(ids): loss = lm_loss(model, ids); loss.backward(); opt.step(); opt.zero_grad(); return loss
+    result(run=name, **clock(step, lambda g: torch.randint(0, SHAPE["vocab"], (BATCH, SHAPE["length"]), device=device(), generator=g), device(), warm=2, steps=max(3, args.steps // 2)))
+
+
+if args.child: (theirs if args.child.startswith("FSDP2") else torchao if args.child.startswith("torchao") else ours)(args.child); leave()
+rows = [child(__file__, "--child", name, "--steps", args.steps, *(["--tiny"] if args.tiny else [])) | {"run": name} for name in args.runs or RUNS]
+peer = rows[-1].get("step_s", 0)                                       # FSDP2's, or the last of the chosen
 for r in rows: r["times faster"] = round(peer / r["step_s"], 2) if r.get("step_s") else None
 show(rows, "optimizer on the host: GPT 2.78B, 16 × 512 tokens")

@@ -95,7 +95,7 @@ def leave():
 def child(script, *args, gpus=1, timeout_s=420, quiet=True):
     "One run in processes of its own; its result row, or what it said last"
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"] if gpus > 1 else [sys.executable]
-    env = dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus))), PYTHONPATH=str(ROOT), TOKENIZERS_PARALLELISM="false")
+    env = dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus))), PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])), TOKENIZERS_PARALLELISM="false")
     start = time.time()
     try: out = subprocess.run([*launch, str(script), *map(str, args)], env=env, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired: return {"error": f"not done after {timeout_s} s"}
