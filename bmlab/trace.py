@@ -354,6 +354,8 @@ def trace_step(
 )->Trace:
     "Run one forward and backward on meta and note every operation and every tensor's life."
     bones = skeleton(model, dtype)
+    for m in bones.modules():                                          # training fills no key-value cache
+        if getattr(getattr(m, "config", None), "use_cache", False): m.config.use_cache = False
     names = list(find_blocks(bones) if blocks is None else blocks)
     modules = dict(parts(bones))
     for n in names:
