@@ -6,7 +6,7 @@
 __all__ = ['named_tensors', 'Saving', 'save', 'latest', 'load_weights', 'export_hf']
 
 # %% ../nbs/09e_checkpoint.ipynb #22c266ca
-import contextlib, copy, fcntl, io, json, logging, os, re, shutil, sys, threading, time, warnings
+import contextlib, copy, fcntl, io, json, logging, os, shutil, sys, threading, time, warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .core import parse_bytes, tensor_key, unwrap
 from .processes import rank, world_size
-from .sharding import local_slices, materialize
+from .sharding import _differences, _parted, _some, _sources, local_slices, materialize
 
 # %% ../nbs/09e_checkpoint.ipynb #143f25fb
 def named_tensors(
@@ -98,36 +98,6 @@ def _same_groups(optimizer, names, saved):
     here, there = ({n for g in x for n in g} for x in (names, saved["names"]))
     raise ValueError("the optimizer's parameter groups are not the checkpoint's: " + (_differences({n: () for n in here}, {n: () for n in there})
                      or f"groups of {[len(g) for g in names]} parameters here, of {[len(g) for g in saved['names']]} there"))
-
-# %% ../nbs/09e_checkpoint.ipynb #1519f18d
-def _some(names, n=6):
-    "The first few of a list, and how many more there are"
-    names = sorted(names)
-    return ", ".join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
-
-def _differences(
-    here,  # {name: shape} of the model
-    there, # {name: shape} of the checkpoint
-):         # in words; "" if there are none
-    "What tells a model and a checkpoint apart"
-    other = [f"{n} {tuple(here[n])} in the model, {tuple(there[n])} in the checkpoint" for n in here.keys() & there.keys() if tuple(here[n]) != tuple(there[n])]
-    out = [f"{len(names)} only in the {where}: {_some(names)}" for where, names in (("checkpoint", there.keys() - here.keys()), ("model", here.keys() - there.keys())) if names]
-    return "; ".join(out + ([f"{len(other)} of another shape: {_some(other)}"] if other else []))
-
-def _sources(
-    model,      # what is loaded into
-    tensors, tied, # its `named_tensors`
-    there,      # {name: shape} of the checkpoint, with the other names of its tied weights
-    aliases,    # those other names
-):              # {name in the model: name in the checkpoint}, the checkpoint's names that are left
-    "Which tensor of the checkpoint fills which of the model: by any of its names, with or without the base model's prefix"
-    base = getattr(unwrap(model), "base_model_prefix", "") or "\0"
-    ours = {n: [n] for n in tensors}
-    for other, n in tied.items(): ours[n].append(other)
-    spelled = lambda n: (n, n.removeprefix(base + "."), f"{base}.{n}")
-    found = {n: s for n, names in ours.items() for s in [next((s for m in names for s in spelled(m) if s in there), None)] if s}
-    used = {aliases.get(s, s) for s in found.values()} | {s for names in ours.values() for m in names for s in spelled(m)}
-    return found, [s for s in there if s not in used and aliases.get(s, s) not in used]
 
 # %% ../nbs/09e_checkpoint.ipynb #5208d600
 _log = logging.getLogger(__name__)
@@ -323,11 +293,11 @@ def _read_files(where, targets):
 # %% ../nbs/09e_checkpoint.ipynb #0e18c6b5
 def _read(folder, targets, alone=False):
     "Read [(name there, tensor)] in place; a name that is wanted twice takes a second round"
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.no_grad():       # (a DTensor is not detached: writes to its copy are not counted as its own, and an optimizer with masters would miss them)
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
         while targets:
             now, later = {}, []
-            for n, t in targets: later.append((n, t)) if n in now else now.setdefault(n, t.detach())
+            for n, t in targets: later.append((n, t)) if n in now else now.setdefault(n, t)
             dcp.load(now, storage_reader=dcp.FileSystemReader(folder), no_dist=alone)
             targets = later
 
@@ -354,7 +324,7 @@ def load_weights(
     common = _bytes_of(folder, stored, "common") if folder else {"step": None, "world_size": None, "tied": {}, "optimizers": []}
     where = _headers(files or [])
     there = {n: size for n, (_, size) in where.items()} if files else {k.removeprefix("model."): m.size for k, m in stored.items() if k.startswith("model.")}
-    filled = _matched(model, folder or dir, there, {} if files else common["tied"], strict)
+    filled = _matched(model, folder or dir, there, {} if files else common["tied"], strict, _same_of(folder, where, stored))
     state, then = _optimizer_reads(model, _optimizers(optimizer, manager), common["optimizers"], stored, folder or dir)
     if manager is not None and "manager" not in common: raise ValueError(f"{folder} was saved without manager=")
     if files: _read_files(where, filled)
@@ -366,20 +336,31 @@ def load_weights(
     own = f"extra.{rank()}" if f"extra.{rank()}" in stored else "extra.0"
     return {"path": folder or Path(dir), "step": common["step"], "world_size": common["world_size"], "extra": _bytes_of(folder, stored, own) if folder else {}}
 
-# %% ../nbs/09e_checkpoint.ipynb #b17c9ace
-def _matched(model, where, there, aliases, strict):
+# %% ../nbs/09e_checkpoint.ipynb #fef411b7
+def _same_of(folder, where, stored):
+    "Do two tensors of a checkpoint hold the same numbers? Each rank reads them whole: it is rarely asked"
+    def read(n):
+        if where:
+            with safetensors.safe_open(where[n][0], "pt") as f: return f.get_tensor(n)
+        m = stored[f"model.{n}"]
+        _read(folder, [(f"model.{n}", t := torch.empty(m.size, dtype=m.properties.dtype))], alone=True)
+        return t
+    def same(a, b): x, y = read(a), read(b); return x.shape == y.shape and torch.equal(x, y.to(x.dtype))
+    return same
+
+def _matched(model, where, there, aliases, strict, same):
     "[(name in the checkpoint, tensor of the model)], after all has been compared; what was on meta has memory then"
     tensors, tied = named_tensors(model)
-    found, left = _sources(model, tensors, tied, there | {a: there[n] for a, n in aliases.items()}, aliases)
-    ignored = getattr(unwrap(model), "_keys_to_ignore_on_load_unexpected", None) or ()
-    left = [n for n in left if n in there and not any(re.search(p, n) for p in ignored)]   # (other names of tied ones count once)
-    here, sizes = ({n: t.shape for n, t in tensors.items()}, {n: there[aliases.get(s, s)] for n, s in found.items()} | {n: there[n] for n in left})
+    names = {n: [n, *(other for other, first in tied.items() if first == n)] for n in tensors}
+    sources, left = _sources(unwrap(model), names, there, aliases)
+    here, sizes = {n: t.shape for n, t in tensors.items()}, {n: there[s[0]] for n, s in sources.items()} | {n: there[n] for n in left}
+    parted, hint = _parted(sources, same), "; strict=False reads what both have"
     if not strict:
-        if names := _differences(dict.fromkeys(here, ()), dict.fromkeys(sizes, ())): _log.warning("%s is not all of the model: %s", where, names)
-        here, sizes = ({n: d[n] for n in found} for d in (here, sizes))
-    if why := _differences(here, sizes): raise ValueError(f"{where} is a checkpoint of another model: {why}")
+        if said := "; ".join(filter(None, [_differences(dict.fromkeys(here, ()), dict.fromkeys(sizes, ())), parted])): _log.warning("%s is not all of the model: %s", where, said)
+        here, sizes, parted, hint = *({n: d[n] for n in sources} for d in (here, sizes)), "", ""
+    if why := _differences(here, sizes) or parted: raise ValueError(f"{where} is a checkpoint of another model: {why}{hint if 'of another shape' not in why else ''}")
     if any(t.is_meta for t in tensors.values()): materialize(model); tensors, _ = named_tensors(model)
-    return [(aliases.get(s, s), tensors[n]) for n, s in found.items()]
+    return [(s[0], tensors[n]) for n, s in sources.items()]
 
 def _optimizer_reads(model, optimizers, saved, stored, where):
     "([(key, tensor)] to read, calls that then hand them to the optimizers)"

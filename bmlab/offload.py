@@ -27,7 +27,7 @@ class Hyper:
     "What one AdamW update needs to know besides its tensors."
     lr:float            # ≥ 0
     betas:tuple         # (β₁, β₂), each in [0, 1)
-    eps:float           # > 0, added to the root
+    eps:float           # ≥ 0, added to the root
     weight_decay:float  # λ ≥ 0, decoupled
     divisor:float = 1.0 # gradients are divided by this first
     def numbers(self, step, device):
@@ -268,7 +268,7 @@ class _Lanes:
         for t in self.threads: t.start()
         ready.wait(); torch.set_num_threads(before)                    # (set_num_threads is per thread, but its last value is what new threads get)
 
-    def submit(self, unit, steps, hyper, forward_order=False):
+    def submit(self, unit, steps, hyper):
         "Take a unit's gradients and queue it; the call returns at once"
         self.wait(unit)
         unit.take(steps); unit.hyper = hyper
@@ -619,6 +619,11 @@ class _Told(_Running):
             self.lanes.wait(u, host=True)
             if u.back is not None: u.back.synchronize()
 
+    @property
+    def begun(self)->bool: # never with overlap="forward"
+        "Have gradients been used before `step`?"
+        return bool(self._early)
+
     def _restart(self):
         "Await all gradients anew; those used already count as a step of their parameters"
         if self._early: _log.warning("overlap='backward' has used some gradients of a step that was given up: its update is half made")
@@ -667,6 +672,9 @@ class AdamW(_Told):
                 elif k == "master": _local(self.state[p][k]).copy_(_local(p))
                 else: self.state[p][k].zero_()                         # never updated where it was saved
             self._steps[p] = int(saved.get("step", 0)); self.state[p]["step"].fill_(self._steps[p])
+        for u in self.units:                                           # masters on the host of weights that are as wide are in no file
+            for p, start, n, at in u.pieces if u.state[0] is not None else ():
+                if self._wide(p): u.state[0][at:at + n].copy_(_local(p)[start:start + n])
 
     @property
     def trace(self):

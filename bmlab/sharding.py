@@ -6,7 +6,7 @@
 __all__ = ['local_slices', 'read_weights', 'materialize', 'Sharding', 'shard']
 
 # %% ../nbs/09c_sharding.ipynb #45263e27
-import contextlib, copy, functools, inspect, json, logging, math, os, types, zlib
+import contextlib, copy, functools, inspect, json, logging, math, os, re, types, zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -138,7 +138,7 @@ class _Files:
         path = Path(path)
         index = next(iter(sorted(path.glob("*.safetensors.index.json"))), None) if path.is_dir() else None
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-        if not files: raise FileNotFoundError(f"weights={str(path)!r}: neither a safetensors file nor a folder with one")
+        if not files: raise FileNotFoundError(f"weights={str(path)!r}: neither a safetensors file nor a folder with one (what save() wrote is read by load_weights)")
         self.path, self.open, self.read_bytes = path, {}, 0
         if index: self.where = {k: path / f for k, f in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
         else: self.where = {k: f for f in files for k in self._file(f).keys()}
@@ -153,38 +153,81 @@ class _Files:
         self.read_bytes += t.numel() * t.element_size()
         return t
 
-def _stored_as(names, keys, prefix):
-    "The key under which a file holds what the model knows under `names`, or None"
-    return next((k for n in names for k in (n, n.removeprefix(prefix + "."), f"{prefix}.{n}") if k in keys), None)
+# %% ../nbs/09c_sharding.ipynb #001a8ae6
+def _some(names, n=6):
+    "The first few of a list, and how many more there are"
+    names = sorted(names)
+    return ", ".join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
 
-# %% ../nbs/09c_sharding.ipynb #c32f4226
+def _differences(
+    here,  # {name: shape} of the model
+    there, # {name: shape} of the checkpoint
+):         # in words; "" if there are none
+    "What tells a model and a checkpoint apart"
+    other = [f"{n} {tuple(here[n])} in the model, {tuple(there[n])} in the checkpoint" for n in here.keys() & there.keys() if tuple(here[n]) != tuple(there[n])]
+    out = [f"{len(names)} only in the {where}: {_some(names)}" for where, names in (("checkpoint", there.keys() - here.keys()), ("model", here.keys() - there.keys())) if names]
+    return "; ".join(out + ([f"{len(other)} of another shape: {_some(other)}"] if other else []))
+
+def _sources(
+    model,      # what is loaded into
+    names,      # {name: all its names} of what is to be filled: more than one if it is tied
+    there,      # names in the checkpoint
+    aliases={}, # {another name of a tied one: its first} in the checkpoint
+):              # {name: those of the checkpoint that mean it}, the checkpoint's names that are left
+    "Which tensors of a checkpoint fill which of the model: by any of its names, with or without the base model's prefix"
+    base, known = getattr(model, "base_model_prefix", "") or "\0", {n for every in names.values() for n in every}
+    spelled = lambda n: (n, *(s for s in (n.removeprefix(base + "."), f"{base}.{n}") if s not in known))
+    stored = lambda n: next((aliases.get(s, s) for s in spelled(n) if s in there or s in aliases), None)
+    found = {n: list(dict.fromkeys(s for m in every if (s := stored(m)))) for n, every in names.items()}
+    used = {s for every in found.values() for s in every}
+    computed = [re.escape(".".join(f"{n}.{k}".rsplit(".", 2)[-2:])) + "$" for n, m in parts(model, deltas=True) for k in m._non_persistent_buffers_set]
+    ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *set(computed)]
+    return {n: every for n, every in found.items() if every}, [s for s in there if s not in used and not any(re.search(i, s) for i in ignored)]
+
+def _parted(sources, same):
+    "Of tensors that the model ties and the checkpoint holds apart, with other numbers: in words; same(name, name) compares two"
+    return "; ".join(f"{other} differs from {first} in the checkpoint, in the model they are tied" for first, *others in sources.values() for other in others if not same(first, other))
+
+# %% ../nbs/09c_sharding.ipynb #7d86e112
+def _known(model):
+    "{first name: (tensor, all its names)} of parameters and persistent buffers; tied ones, the same memory, once"
+    out = {}
+    for sites in _sites(model).values():
+        t = sites[0][2][sites[0][3]]
+        names = [f"{name}.{k}" if name else k for name, m, held, k in sites if held is m._parameters or k not in m._non_persistent_buffers_set]
+        if names: out.setdefault(tensor_key(t), (t, []))[1].extend(names)
+    return {names[0]: (t, names) for t, names in out.values()}
+
+def _compared(model, files, optional):
+    "{name in the model: key in the files}; raises for files of another model"
+    known = _known(model)
+    sources, left = _sources(model, {n: names for n, (_, names) in known.items()}, files.where)
+    here = {n: tuple(t.shape) for n, (t, _) in known.items() if n in sources or id(t) not in optional}
+    there = {n: files.shape(every[0]) for n, every in sources.items()} | {k: files.shape(k) for k in left}
+    same = lambda a, b: files.shape(a) == files.shape(b) and torch.equal((x := files.read(a, ())), files.read(b, ()).to(x.dtype))
+    if why := _differences(here, there) or _parted(sources, same):
+        raise ValueError(f"{files.path} is a checkpoint of another model: {why}; what both have is read by load_weights(model, …, strict=False)")
+    return {n: every[0] for n, every in sources.items()}
+
+@torch.no_grad()
+def _read_parts(model, files, keys):
+    "Fill what `_compared` has found; bytes read"
+    known = _known(model)
+    for n, key in sorted(keys.items(), key=lambda x: str(files.where[x[1]])):
+        t = known[n][0]
+        local = t.to_local() if isinstance(t, DTensor) else t
+        if local.numel(): local.copy_(files.read(key, local_slices(t)))
+    return files.read_bytes
+
+# %% ../nbs/09c_sharding.ipynb #3e32f4e2
 def read_weights(
     model:nn.Module,           # sharded or not; no longer on meta
     weights:str|os.PathLike,   # a safetensors file, or a folder of them with or without Hugging Face's index
     optional:set=frozenset(),  # ids of tensors that the file may lack
 )->int:                        # bytes that this rank read
     "Fill parameters and persistent buffers from safetensors, each rank reading its own part of each tensor only."
-    model, files, todo = unwrap(model), _Files(weights), []
-    prefix, missing, used = getattr(model, "base_model_prefix", "") or "-", [], set()
-    for sites in _sites(model).values():
-        names = [f"{name}.{k}" if name else k for name, m, held, k in sites if held is m._parameters or k not in m._non_persistent_buffers_set]
-        if not names: continue
-        t, key = sites[0][2][sites[0][3]], _stored_as(names, files.where, prefix)
-        used |= {k for n in names if (k := _stored_as([n], files.where, prefix))}
-        if key is None:
-            if id(t) not in optional: missing.append(names[0])
-        elif files.shape(key) != tuple(t.shape): raise ValueError(f"{files.path}: {key} has shape {files.shape(key)}, {names[0]} of the model {tuple(t.shape)}")
-        else: todo.append((t, key))
-    surplus = sorted(files.where.keys() - used)
-    if missing:
-        raise KeyError(f"{files.path} lacks {len(missing)} tensors of {_kind(model).__name__}, such as {', '.join(missing[:3])}"
-                       + (f", and holds {len(surplus)} that the model does not know, such as {', '.join(surplus[:3])}" if surplus else ""))
-    if surplus: _log.warning("%s holds %d tensors that the model does not know, such as %s", files.path, len(surplus), surplus[0])
-    with torch.no_grad():
-        for t, key in sorted(todo, key=lambda x: str(files.where[x[1]])):
-            where, local = local_slices(t), t.to_local() if isinstance(t, DTensor) else t
-            if local.numel(): local.copy_(files.read(key, where))
-    return files.read_bytes
+    model, files = unwrap(model), _Files(weights)
+    return _read_parts(model, files, _compared(model, files, optional))
 
 # %% ../nbs/09c_sharding.ipynb #81c1c4dc
 def _rules(model):
@@ -240,17 +283,19 @@ def _unfilled(model, names):
                       "give their module a reset_parameters(), or build the model on a device")
 
 # %% ../nbs/09c_sharding.ipynb #5412d071
+def _added(model):
+    "What deltas brought: ids of parameters and buffers, which a file of the model may lack"
+    own = {n for n, _ in parts(model)}
+    return {id(t) for n, m in parts(model, deltas=True) if n not in own for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
+
 @torch.no_grad()
-def _allocate(model, sites, meta, device, keys, added):
-    "Memory for what the files will fill; ids of what the rules must"
-    prefix, rest = getattr(model, "base_model_prefix", "") or "-", set()
-    for i in meta:
-        name, m, held, k = sites[i][0]
-        t, names = held[k], [".".join(x for x in (n, k) if x) for n, _, _, k in sites[i]]
-        if _stored_as(names, keys, prefix) is None and (held is m._buffers or name in added): rest.add(i); continue
+def _allocate(sites, ids, device):
+    "Memory for what the files will fill"
+    for i in ids:
+        _, m, held, k = sites[i][0]
+        t = held[k]
         local = torch.zeros(tuple(s.stop - s.start for s in local_slices(t)), dtype=t.dtype, device=device)
         _place(sites[i], _allocated(t, local) if isinstance(t, nn.Parameter) else local)
-    return rest
 
 def materialize(
     model:nn.Module,                      # with tensors on meta, sharded or not
@@ -268,7 +313,11 @@ def materialize(
     added = {n for n in modules if n not in rules}                                       # what deltas brought: by their own rule only
     rules |= {n: getattr(modules[n], "reset_parameters", None) for n in added}
     meta, untouched = {i for i, s in sites.items() if s[0][2][s[0][3]].is_meta}, []
-    if weights is not None: meta = _allocate(model, sites, meta, device, _Files(weights).where, added)
+    if weights is not None:
+        files = _Files(weights)
+        keys, known = _compared(model, files, _added(model)), _known(model)
+        _allocate(sites, stored := meta & {id(known[n][0]) for n in keys}, device)
+        meta -= stored
     held = lambda n: {id(t) for t in (*modules[n]._parameters.values(), *modules[n]._buffers.values())}
     unit = {n: next((b for b in blocks if n == b or n.startswith(b + ".")), "") for n in modules}
     for b in [*blocks, ""]:
@@ -276,7 +325,7 @@ def materialize(
             names = [n for n in modules if unit[n] == b and (n in added) == own and (weights is None or held(n) & meta)]
             if any(held(n) & meta for n in names): untouched += _fill(names, modules, rules, device, zlib.crc32(b.encode()) ^ seed & 0xFFFFFFFF, meta)
     if untouched: raise _unfilled(model, untouched)
-    return 0 if weights is None else read_weights(model, weights, {id(t) for n in added for t in modules[n]._parameters.values()})
+    return 0 if weights is None else _read_parts(model, files, keys)
 
 # %% ../nbs/09c_sharding.ipynb #0c92e8d1
 def _how_many(n, blocks):
@@ -459,7 +508,7 @@ def _fill_weights(model, s, weights, device):
     "Memory and values for what is on meta; then compiled blocks are guarded like any module"
     tensors = [*model.parameters(), *model.buffers()]
     if any(t.is_meta for t in tensors): s.read_bytes = materialize(model, weights, device, s.blocks, _common_seed(device))
-    elif weights is not None: s.read_bytes = read_weights(model, weights)
+    elif weights is not None: s.read_bytes = read_weights(model, weights, _added(model))
     if s.backend:                                                   # (torch skips guards on modules with this mark: a delta switched off would go unseen)
         for b in s.blocks.values():
             for m in b.modules(): m.__dict__.pop("_is_fsdp_managed_module", None)
@@ -506,6 +555,7 @@ def shard(
     levels, (dp, tp_mesh) = _levels(root, found, zero), _layout(mesh, tp, device)
     recompute = 0 if checkpoint == "auto" else _how_many(checkpoint, len(found))
     _check_rows(found, dp.size())
+    if weights is not None: _compared(root, _Files(weights), _added(root))
     alone = dp.size() == 1 and tp_mesh is None
     _let_segments_grow(device)
     _prepare(root, found, dtype, alone)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm.auto import tqdm
 
 from .checkpoint import latest, load_weights, save
-from .core import figure, parts
+from .core import figure, parts, unwrap
 from .optim import OptimManager
 from .plan import training_cost
 from .processes import rank, world_size
@@ -63,10 +63,12 @@ def eval_mode(
     finally:
         for m, training in before.items(): m.training = training
 
-def _predicted(batch):
-    "How many tokens of a batch have a label, which its mean loss is the mean of; else its tokens"
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    return _tokens(batch) if labels is None or labels.ndim != 2 else int((labels[:, 1:] != -100).sum())
+def _predicted(batch, model):
+    "How many labels a batch's mean loss is the mean of (the first of a row only where labels are not shifted); else its tokens"
+    labels, inner = batch.get("labels") if isinstance(batch, Mapping) else None, unwrap(model)
+    if labels is None or labels.ndim != 2: return _tokens(batch)
+    in_place = getattr(getattr(inner, "config", None), "is_encoder_decoder", False) or type(inner).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining"))
+    return int((labels[:, 0 if in_place else 1:] != -100).sum())
 
 def _tokens(batch):
     "How many tokens (else rows) a batch holds, for the throughput"
@@ -94,7 +96,7 @@ def evaluate(
     device, total, n = _device(model), 0.0, 0
     with eval_mode(model):
         for batch in batches:
-            k = _predicted(batch); n += k
+            k = _predicted(batch, model); n += k
             value = loss(model, to_device(batch, device)) if k or _is_sharded(model) else None     # (a sharded model runs on all ranks or on none)
             total += value.item() * k if k else 0.0
     total, n = _over_ranks([total, n], device, _is_sharded(model) if together is None else together)
@@ -103,7 +105,7 @@ def evaluate(
 
 # %% ../nbs/10_train.ipynb #5dd19cb8
 class Diverged(FloatingPointError):
-    "The loss was not finite; `log` holds what was logged until then. The step was not taken."
+    "The loss or the gradient was not finite; `log` holds what was logged until then. The step was not taken, or the message says that an optimizer had begun it."
     def __init__(self, message, log): super().__init__(message); self.log = log
 
 def _leaves(x):
@@ -226,15 +228,15 @@ class _Feed:
         self._begin(); self.take(state["position"]); self.passes = state["passes"]
 
 # %% ../nbs/10_train.ipynb #540bc560
-def _shares(batches):
+def _shares(batches, model):
     "What each batch counts in the mean over the tokens of all"
-    counts = [_predicted(b) for b in batches]
+    counts = [_predicted(b, model) for b in batches]
     return [k / sum(counts) for k in counts] if len(counts) > 1 and sum(counts) else [1 / len(counts)] * len(counts)
 
 def _gradients(model, batches, om, loss, device):
     "Forward and backward over the micro-batches of one step; () mean loss of this rank"
     total = 0.
-    for i, (batch, share) in enumerate(zip(batches, _shares(batches))):
+    for i, (batch, share) in enumerate(zip(batches, _shares(batches, model))):
         final = i == len(batches) - 1
         with contextlib.nullcontext() if final or not isinstance(model, DistributedDataParallel) else model.no_sync():
             value = loss(model, to_device(batch, device))
@@ -256,7 +258,7 @@ def _one_step(model, batches, om, loss, clip, rows, step, device):
     value = _gradients(model, batches, om, loss, device)
     norm = om.clip_grad_norm(clip) if clip is not None else None
     mean, tokens, norm = _read(value, norm, sum(map(_tokens, batches)), _replicas(model))
-    if not math.isfinite(mean): raise Diverged(_why_loss(model, batches, loss, step, mean, before, device), pd.DataFrame(rows))
+    if not math.isfinite(mean): raise Diverged(_why_loss(model, batches, om, loss, step, mean, before, device), pd.DataFrame(rows))
     if norm is not None and not math.isfinite(norm) and not om.loss_scale_enabled:
         raise Diverged(_why_gradient(model, batches, om, loss, step, mean, before, device), pd.DataFrame(rows))
     row = {"loss": mean} | ({"grad_norm": norm} if clip is not None else {}) | {"lr": float(om.optimizers[0].param_groups[0]["lr"])}
@@ -265,8 +267,11 @@ def _one_step(model, batches, om, loss, clip, rows, step, device):
     return row | {"tokens": tokens}
 
 # %% ../nbs/10_train.ipynb #fbaf1c39
-def _why_loss(model, batches, loss, step, value, before, device):
-    "The message for a loss that is not finite, with the first bad tensor of any rank"
+def _why_loss(model, batches, om, loss, step, value, before, device):
+    "The message for a loss that is not finite, with the first bad tensor of any rank; not if its gradients are in the weights by now"
+    if _first_of_ranks("begun" if any(getattr(o, "begun", False) for o in om.optimizers) else None):
+        return (f"the loss of step {step} is {value}, and an optimizer with overlap='backward' has used its gradients already: the weights are spoilt. "
+                "Load a checkpoint; with overlap='forward' no such step is taken, and this message names the tensor it begins with")
     def look():
         _set_random_state(before, device)
         for batch in batches:
@@ -302,11 +307,14 @@ class _Keeper:
         self.job = save(self.model, self.folder, manager=self.om, step=step, extra=extra, blocking=not self.background, keep=self.keep)
     def wait(self):
         if self.job is not None: self.job.wait()
-    def take_up(self):
+    def take_up(self, steps):
         "(steps done, rows of the log)"
         found = load_weights(self.model, self.folder, manager=self.om)
         extra = found["extra"]
+        if "feed" not in extra: raise ValueError(f"save_to={str(self.folder)!r}: {found['path'].name} was not written by fit; read it by load_weights(model, …), and give fit a folder of its own")
         self.feed.go_to(extra["feed"])
+        if found["step"] >= steps and rank() == 0:
+            _log.warning("steps=%d, but the run in %s is complete with %d: no step is made; give more steps to go on", steps, self.folder, found["step"])
         if found["world_size"] == world_size(): _set_random_state(extra["random"], self.device)
         return found["step"], pd.DataFrame(extra["log"]).to_dict("records")
 
@@ -339,13 +347,13 @@ def fit(
     price_per_gpu_hour:float|None=None,       # in any currency: logs the money
 )->pd.DataFrame:                              # step, loss, grad_norm (with clip), lr, tokens_per_s, seconds, memory, held_out, kwh, co2_kg, money
     "Train for `steps` steps and return the log, one row a step."
-    _check_fit(model, opt, steps, every, accumulate, save_to, save_every, resume)
+    _check_fit(model, opt, steps, clip, every, accumulate, save_to, save_every, resume)
     om, device = _managed(opt, schedule, model), _device(model)
     if held_out is not None and iter(held_out) is held_out: held_out = list(held_out)      # it is gone through more than once
     feed, held = _Feed(batches, device), lambda: _held_out(model, held_out, loss, om)
     keeper, show = _Keeper(model, om, feed, device, save_to, save_every, keep, save_in_background), _Show(steps, plot)
     om.zero_grad()                                                                         # whatever an interrupted step left
-    done, rows = keeper.take_up() if resume and latest(save_to) else (0, [])
+    done, rows = keeper.take_up(steps) if resume and latest(save_to) else (0, [])
     if held_out is not None and not done: rows = [{"step": 0, "held_out": held()}]
     start = time.perf_counter() - (rows[-1]["seconds"] if done else 0.)
     with _training(model, om, show):
@@ -391,14 +399,16 @@ def _held_out(model, batches, loss, om):
     return evaluate(model, batches, loss, together=True)
 
 # %% ../nbs/10_train.ipynb #e5a20fe3
-def _check_fit(model, opt, steps, every, accumulate, save_to, save_every, resume):
+def _check_fit(model, opt, steps, clip, every, accumulate, save_to, save_every, resume):
     "Raise for what could not train, or would not do what was asked"
-    own = {id(p) for p in model.parameters()}
-    held = [p for o in (opt.optimizers if isinstance(opt, OptimManager) else [opt]) for g in o.param_groups for p in g["params"]]
+    own, opts = {id(p) for p in model.parameters()}, opt.optimizers if isinstance(opt, OptimManager) else [opt]
+    held = [p for o in opts for g in o.param_groups for p in g["params"]]
     if not any(id(p) in own for p in held):
         raise ValueError("the optimizer holds no parameter of this model; make it anew from model.parameters() or delta.trainable(), after sharding")
     if not any(p.requires_grad for p in held):
         raise ValueError("no parameter of the optimizer is tunable (requires_grad); give it delta.trainable(), or unfreeze something")
+    if clip is not None and any(getattr(o, "overlap", None) == "backward" for o in opts):
+        raise ValueError(f"clip={clip} needs the norm of all gradients, which an optimizer with overlap='backward' uses as they arrive; make it with overlap='forward'")
     for name, n in (("steps", steps), ("accumulate", accumulate)):
         if n < 1: raise ValueError(f"{name}={n}: at least one is needed")
     for name, n in (("every", every), ("save_every", save_every)):

@@ -340,6 +340,9 @@ def test_parameters_without_elements_and_odd_kinds():
     from bmlab.offload import AdamW
     net = nn.Linear(4, 4); net.empty = nn.Parameter(torch.empty(0))
     for offload in (None, 1.0):
-        opt = AdamW(net, offload=offload); (net(torch.ones(1, 4)).sum() + net.empty.sum()).backward(); opt.step(); opt.flush()
+        before = net.weight.detach().clone()
+        opt = AdamW(net, lr=0.1, weight_decay=0., offload=offload); (net(torch.ones(1, 4)).sum() + net.empty.sum()).backward(); opt.step(); opt.zero_grad(); opt.flush()
+        torch.testing.assert_close(before - net.weight, torch.full((4, 4), 0.1))         # a first step goes by the learning rate
+        assert [int(s["step"]) for s in opt.state.values()] == [1, 1, 1]
     with pytest.raises(ValueError, match="not contiguous"): AdamW(nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last))
     with pytest.raises(ValueError, match="complex64"): AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])

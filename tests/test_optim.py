@@ -131,6 +131,59 @@ def test_the_scale_grows_to_its_bound_and_warnings_are_said_once(caplog):
     assert any(r.levelno == logging.WARNING and "skipped" in r.message for r in caplog.records)
 
 
+def half_gpt():
+    import transformers as tf
+    torch.manual_seed(0)
+    return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, n_positions=16, resid_pdrop=0., embd_pdrop=0., attn_pdrop=0.)).half()
+
+
+def half_optimizer(kind, net):
+    from bmlab.offload import AdamW
+    if kind == "sgd": return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return AdamW(net, lr=1e-2, offload=0.0 if kind == "masters" else 0.5)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("kind", ["sgd", "masters", "offload"])
+def test_a_model_in_half_precision_comes_down_from_a_scale_that_overflows(kind, clip):
+    "float16 weights, gradients and forward on purpose at 2**24: weights, schedule and optimizer stand still until the scale fits, then the loss falls"
+    net, ids = half_gpt(), (torch.arange(4 * 12).view(4, 12) * 5) % 99
+    opt = half_optimizer(kind, net)
+    om = OptimManager(loss_scale=2.0 ** 24, model=net)
+    om.add_optimizer(opt, O.Linear(opt, end_iter=100))
+    made = lambda: [int(s["step"]) if "step" in s else s["momentum_buffer"].clone() for s in opt.state.values()]
+    taken, losses = [], []
+    for _ in range(30):
+        before, states, lr, scale = {n: t.clone() for n, t in net.state_dict().items()}, made(), opt.param_groups[0]["lr"], om.loss_scale
+        loss = net(input_ids=ids, labels=ids).loss
+        om.backward(loss)
+        overflown = not all(p.grad.isfinite().all() for p in net.parameters())
+        norm = om.clip_grad_norm(clip) if clip else None
+        taken.append(om.step()); om.flush(); losses.append(loss.item())
+        assert taken[-1] != overflown and (norm is None or norm.isfinite() == taken[-1])
+        same = all(torch.equal(t, before[n]) for n, t in net.state_dict().items())
+        if taken[-1]: assert not same and om.loss_scale == scale and om.schedules[0].num_iter == sum(taken) and opt.param_groups[0]["lr"] < lr
+        else: assert same and om.loss_scale == scale / 2 and opt.param_groups[0]["lr"] == lr and om.schedules[0].num_iter == sum(taken) and all(p.grad is None for p in net.parameters())
+        if not taken[-1] and states: assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(states, made()))
+    skipped = taken.index(True)
+    assert 3 <= skipped < 20 and sum(taken) > 15 and om.loss_scale == 2.0 ** (24 - taken.count(False))      # (on the way a step may be too large once more)
+    assert all(t.dtype != torch.float16 or t.isfinite().all() for t in net.state_dict().values()) and {p.dtype for p in net.parameters()} == {torch.float16}
+    assert len(set(losses[:skipped + 1])) == 1 and losses[-1] < 0.8 * losses[0], losses
+
+
+def test_fit_goes_through_an_overflow():
+    "A step that is left out is a row of the log like any other; a loss in float16 that the scale itself makes infinite, too"
+    from bmlab.train import fit, model_loss
+    net, ids = half_gpt(), (torch.arange(4 * 12).view(4, 12) * 5) % 99
+    opt = half_optimizer("masters", net)
+    om = OptimManager(loss_scale=2.0 ** 24); om.add_optimizer(opt)
+    log = fit(net, [{"input_ids": ids, "labels": ids}], om, steps=30, clip=1., plot=False, loss=lambda m, b: model_loss(m, b).half())
+    left_out = (log.loss_scale.diff(-1) > 0).tolist()
+    assert log.loss_scale[0] == 2.0 ** 24 and all(left_out[:3]) and sum(left_out) < 15
+    assert [math.isfinite(n) for n in log.grad_norm] == [not x for x in left_out] and log.loss.iloc[-1] < 0.8 * log.loss[0]
+    assert log.lr.nunique() == 1 and all(p.isfinite().all() for p in net.parameters())
+
+
 def test_no_value_is_read_back_without_need(monkeypatch):
     reads = []
     for name in ("item", "tolist", "__bool__", "__float__"):
@@ -277,6 +330,52 @@ def test_what_else_two_ranks_show(two, alone):
         assert r["uneven"] == pytest.approx(without_half, rel=1e-9)
         assert r["inf"] == pytest.approx((net[2].weight.grad.abs().max().item(), net[2].weight.grad.norm(3).item()), rel=1e-9)
         assert r["pipeline"] == (5., 4.)
+
+
+def overflows():
+    "float16 on two ranks whose second alone overflows: by its shard of a matrix, and by a network of its own"
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from bmlab.offload import AdamW
+    from bmlab.processes import init_distributed, rank
+    init_distributed(timeout_s=60)
+    mesh, out = init_device_mesh("cpu", (2,)), {}
+    loud = torch.cat([torch.ones(8), torch.full((8,), 1000.)])               # the rows of the matrix that the second rank holds
+    for case in "shard", "own":
+        for kind in "sgd", "offload":
+            torch.manual_seed(0)
+            net = nn.Linear(8, 16, bias=False).half()
+            x = torch.randn(4, 8).half()
+            if case == "shard": fully_shard(net, mesh=mesh)
+            opt = torch.optim.SGD(net.parameters(), lr=1e-4) if kind == "sgd" else AdamW(net, lr=1e-3, offload=1.0)
+            om = OptimManager(loss_scale=2.0 ** 12, model=net)
+            om.add_optimizer(opt, O.NoDecay(opt, warmup_iter=9))
+            rows = []
+            for _ in range(12):
+                before = [p.detach().clone() for p in net.parameters()]
+                y = net(x).float() * loud if case == "shard" else net(x).float() * (1. if rank() == 0 else 1000.)
+                om.backward(y.square().mean() * 1e-3)
+                mine = all((p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad).isfinite().all().item() for p in net.parameters())
+                scale, taken = om.loss_scale, om.step()
+                om.flush()
+                rows.append((scale, mine, taken, om.schedules[0].num_iter, all(torch.equal(whole(a), whole(b)) for a, b in zip(before, net.parameters()))))
+            out[case, kind] = rows, all(whole(p).isfinite().all().item() for p in net.parameters())
+    return out
+
+
+@pytest.mark.long
+def test_an_overflow_in_float16_on_one_rank_alone_skips_on_both():
+    first, second = run_ranks(overflows)
+    for key in first:
+        (rows, finite), (others, finite2) = first[key], second[key]
+        assert finite and finite2
+        steps = 0
+        for (scale, fits, taken, n, still), (scale2, fits2, taken2, n2, still2) in zip(rows, others):
+            steps += taken
+            assert fits and taken == taken2 == fits2 and scale == scale2 and n == n2 == steps, (key, rows, others)
+            if not taken: assert still and still2
+        skipped = len(rows) - steps
+        assert 2 <= skipped < 10 and rows[-1][0] == 2.0 ** (12 - skipped) and rows[-1][2] and not others[-1][4], (key, rows)
 
 
 def four_ranks():

@@ -108,6 +108,54 @@ def test_a_run_goes_on_at_another_world_size(tmp_path):
     torch.testing.assert_close(other_world(tmp_path / "two", resume=True).loss.tolist(), whole.loss.tolist(), rtol=2e-5, atol=2e-5)
 
 
+def test_a_complete_run_says_so(tmp_path, caplog):
+    "Asked for as many steps as are done, or fewer: no step, a warning; asked for more: the rest"
+    from bmlab.train import fit
+    def go(steps):
+        caplog.clear()
+        model = gpt(dropout=0.)
+        log = fit(model, mine(0, 1), torch.optim.SGD(model.parameters(), lr=.1), steps=steps, save_to=tmp_path, resume=True, plot=False)
+        return log.loss.tolist(), [p.detach().clone() for p in model.parameters()], [r.message for r in caplog.records if r.name == "bmlab.train"]
+    losses, weights, said = go(3)
+    assert len(losses) == 3 and said == []
+    for steps in (3, 2):
+        again, same, said = go(steps)
+        assert again == losses and all(map(torch.equal, weights, same)) and said == [f"steps={steps}, but the run in {tmp_path} is complete with 3: no step is made; give more steps to go on"]
+    again, other, said = go(4)
+    assert again[:3] == losses and len(again) == 4 and said == [] and not all(map(torch.equal, weights, other))
+
+
+def spoilt(folder, overlap):
+    "A loss that is not a number on the last rank, in step 3: (message, are the weights finite?, the log when gone on from step 2)"
+    import math
+    import torch.distributed as dist
+    from bmlab.offload import AdamW
+    from bmlab.sharding import shard
+    from bmlab.train import Diverged, fit, model_loss
+    r, w = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model = shard(gpt(dropout=0.), dtype=None)
+    opt, seen = AdamW(model, lr=1e-2, offload=0.5, overlap=overlap), []
+    def loss(model, batch): seen.append(1); return model_loss(model, batch) * (math.nan if len(seen) == 5 and r == w - 1 else 1)
+    go = lambda **options: fit(model, mine(r, w), opt, steps=4, accumulate=2, save_to=folder, save_every=2, plot=False, **options)
+    try: go(loss=loss); said = ""
+    except Diverged as e: said = str(e)
+    finite = all((p.to_local() if hasattr(p, "to_local") else p).isfinite().all().item() for p in model.parameters())
+    return said, finite, go(resume=True).loss.tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_diverged_loss_says_whether_the_weights_are_whole(tmp_path, world):
+    "An optimizer that uses gradients as they arrive has made the step; the same optimizer goes on from a checkpoint as the other does"
+    ends = {}
+    for overlap in ("forward", "backward"):
+        for said, finite, losses in [spoilt(tmp_path / overlap, overlap)] if world == 1 else run_ranks(spoilt, tmp_path / overlap, overlap):
+            assert "the loss of step 3 is nan" in said and finite == (overlap == "forward")
+            assert ("the step was not taken" in said) == finite and ("the weights are spoilt" in said) != finite
+            ends.setdefault(overlap, losses)
+            assert len(losses) == 4 and torch.tensor(losses).isfinite().all()
+    assert ends["forward"] == ends["backward"]
+
+
 def apart(capture):
     import logging
     from bmlab.train import fit
