@@ -75,7 +75,8 @@ def ours(name):
 
 
 if args.child: {"PEFT LoRA": peft_lora, "full fine-tuning": full}.get(args.child, lambda: ours(args.child))(); leave()
-rows = [{"run": name} | child(__file__, "--child", name, "--limit", args.limit, *(["--tiny"] if args.tiny else [])) for name in args.runs]
+rows = []
+for name in args.runs: rows.append({"run": name} | child(__file__, "--child", name, "--limit", args.limit, *(["--tiny"] if args.tiny else []))); print(rows[-1], flush=True)
 peer = next((r for r in rows if r["run"] == "PEFT LoRA" and r.get("step_s")), None)
 whole = next((r for r in rows if r["run"] == "full fine-tuning" and r.get("step_s")), None)
 for r in rows:

@@ -1,0 +1,328 @@
+"Adapters against hand-made hooks, on every family, in all the ways a model runs."
+import copy, math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from torch import nn
+
+from bmlab.adapter import Adapter, Compacter, LowRankAdapter, ParallelAdapter, kronecker_sum
+from bmlab.core import count
+from bmlab.delta import Delta, deltas
+from bmlab.kernels import pack_linears
+
+IDS = torch.arange(24).view(3, 8) % 90 + 3
+SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)
+GQA = dict(SMALL, num_key_value_heads=2)
+KINDS = {
+    "adapter": lambda m, **kw: Adapter(m, 8, **kw), "pfeiffer": lambda m, **kw: Adapter(m, 8, place="pfeiffer", activation="silu", scale="learned", **kw),
+    "parallel": lambda m, **kw: ParallelAdapter(m, 8, scale=4.0, **kw), "low_rank": lambda m, **kw: LowRankAdapter(m, 2, 4, **kw),
+    "compacter": lambda m, **kw: Compacter(m, reduction_factor=4, **kw), "compacter_rule": lambda m, **kw: Compacter(m, reduction_factor=4, shared_rule=True, **kw),
+}
+FAMILIES = {
+    "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**SMALL)),
+    "roberta": lambda: tf.RobertaForMaskedLM(tf.RobertaConfig(**SMALL, pad_token_id=1)),
+    "distilbert": lambda: tf.DistilBertForMaskedLM(tf.DistilBertConfig(dim=32, hidden_dim=48, n_layers=2, n_heads=4, vocab_size=96)),
+    "deberta": lambda: tf.DebertaV2ForMaskedLM(tf.DebertaV2Config(**SMALL)),
+    "modernbert": lambda: tf.ModernBertForMaskedLM(tf.ModernBertConfig(**SMALL, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)),
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**GQA)),
+    "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**GQA, head_dim=8)),
+    "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**GQA, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)),
+    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, bos_token_id=1, eos_token_id=2)),
+    "neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**SMALL)),
+    "opt": lambda: tf.OPTForCausalLM(tf.OPTConfig(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=96, max_position_embeddings=32, word_embed_proj_dim=32)),
+    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**GQA, pad_token_id=0)),
+    "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=96)),
+    "bart": lambda: tf.BartForConditionalGeneration(tf.BartConfig(d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
+                                                                  decoder_ffn_dim=48, vocab_size=96)),
+    "cpmant": lambda: tf.CpmAntForCausalLM(tf.CpmAntConfig(vocab_size=96, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=2, prompt_types=4, prompt_length=2)),
+}
+
+
+def build(name):
+    torch.manual_seed(0)
+    return FAMILIES[name]().eval()
+
+
+def logits(model, ids=IDS):
+    kw = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    return model(input_ids=ids, **kw).logits
+
+
+def moved(d, std=0.1, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in d.parameters(): p += std * torch.randn(p.shape, generator=g).to(p)
+    return d
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_family(kind, family):
+    "Identity at the start, every site runs, every parameter learns, the backbone is as it was"
+    model = build(family)
+    state, classes = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    with torch.no_grad():
+        plain = logits(model)
+        d = KINDS[kind](model)
+        assert torch.equal(logits(model), plain)
+        d.check({"input_ids": IDS, **({"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {})})
+    moved(d).freeze()
+    logits(model).square().sum().backward()
+    dead = [n for n, s in d.sites.items() for p in s.parameters() if p.grad is None or not p.grad.abs().max() > 0]
+    assert not dead, dead
+    d.detach()
+    assert torch.equal(logits(model), plain) and [type(m) for m in model.modules()] == classes
+    assert list(model.state_dict()) == list(state) and all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+
+
+def test_counts():
+    "OpenDelta's own numbers on a BERT of three layers of 64"
+    bert = tf.BertForMaskedLM(tf.BertConfig(**dict(SMALL, hidden_size=64, intermediate_size=128, num_hidden_layers=3)))
+    def parameters(make): d = make(bert).detach(); return d.count().delta
+    assert parameters(Adapter) == parameters(ParallelAdapter) == 18960
+    assert parameters(lambda m: LowRankAdapter(m, reduction_factor=4)) == 1440 and parameters(lambda m: Compacter(m, reduction_factor=4)) == 2208
+    assert parameters(lambda m: Compacter(m, reduction_factor=4, shared_rule=True)) == 2208 - 6 * 2 * 64 + 64
+    assert parameters(lambda m: Adapter(m, scale="learned")) == 18960 + 6
+    for r in (1, 2, 3, 4): assert parameters(lambda m: LowRankAdapter(m, r, 4)) == 6 * (2 * r * (64 + 16) + 16 + 64)
+
+
+def test_counts_shared():
+    "A parameter set that all sites share is counted once, on the model too"
+    bert = build("bert")
+    before = count(bert).total
+    d = Adapter(bert, 8, share="layers")
+    assert d.count().delta == count(bert).delta == count(bert).total - before == 2 * 32 * 8 + 8 + 32
+
+
+def test_shared_between_pairs(tmp_path):
+    "Pairs of modules share too, with a file that says who uses what"
+    bert = build("bert")
+    d = moved(ParallelAdapter(bert, 8, share="layers"))
+    assert d.count().delta == 2 * 32 * 8 + 8 + 32
+    d.save(tmp_path)
+    other = build("bert")
+    back = Delta.load(tmp_path, other)
+    assert torch.equal(logits(other), logits(bert)) and back.count().delta == d.count().delta and back.reads == d.reads
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", ["layers", "places"])
+def test_shared_files(kind, share, tmp_path):
+    model = build("llama")
+    d = moved(KINDS[kind](model, share=share))
+    once, spread = d.save(tmp_path / "once"), d.save(tmp_path / "spread", spread=True)
+    for folder, parameters in ((once, d.count().delta), (spread, None)):
+        other = build("llama")
+        back = Delta.load(folder, other)
+        assert torch.equal(logits(other), logits(model)) and (parameters is None or back.count().delta == parameters)
+    assert (once / "adapter_model.safetensors").stat().st_size < (spread / "adapter_model.safetensors").stat().st_size
+
+
+def test_a_forward_that_broke_leaves_nothing():
+    "Copied after an error between the two modules of a pair, and run again"
+    bert = build("bert")
+    d = moved(ParallelAdapter(bert, 8))
+    want = logits(bert)
+    def broken(*_): raise ZeroDivisionError
+    stop = bert.bert.encoder.layer[1].output.dense.register_forward_pre_hook(broken)
+    with pytest.raises(ZeroDivisionError): logits(bert)
+    stop.remove()
+    assert torch.equal(logits(copy.deepcopy(bert)), want) and torch.equal(logits(bert), want)
+
+
+def hooked(model, d, pairs):
+    "The same function as `d`, by hooks on a model without deltas: OpenDelta's way, and an independent one"
+    seen = {}
+    for out, source in pairs.items():
+        s = d.sites[out]
+        w = [getattr(s, k).detach() for k in ("down_weight", "down_bias", "up_weight", "up_bias")]
+        bend = lambda x, w=w: F.linear(F.gelu(F.linear(x, w[0], w[1]), approximate="tanh"), w[2], w[3])
+        if source is None: model.get_submodule(out).register_forward_hook(lambda m, a, y, f=bend: y + f(y) if torch.is_tensor(y) else (y[0] + f(y[0]), *y[1:]))
+        else:
+            def note(m, a, kw, source=source): seen[source] = a[0] if a else kw["hidden_states"]
+            model.get_submodule(source).register_forward_pre_hook(note, with_kwargs=True)
+            def add(m, a, y, f=bend, source=source, s=s.scale):
+                x = seen[source]
+                return y + s * f(x) if torch.is_tensor(y) else (y[0] + s * f(x), *y[1:])
+            model.get_submodule(out).register_forward_hook(add)
+    with torch.no_grad(): return logits(model)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "t5", "opt"])
+def test_equals_hooks(family):
+    model = build(family).double()
+    d = moved(Adapter(model, 8))
+    with torch.no_grad(): got = logits(model)
+    torch.testing.assert_close(got, hooked(build(family).double(), d, dict.fromkeys(d.sites)), atol=1e-10, rtol=1e-10)
+    d.detach()
+    d = moved(ParallelAdapter(model, 8, scale=2.0))
+    with torch.no_grad(): got = logits(model)
+    torch.testing.assert_close(got, hooked(build(family).double(), d, d.reads), atol=1e-10, rtol=1e-10)
+    assert {s.box.x for s in d.sites.values() if getattr(s, "box", None)} <= {None}
+
+
+@pytest.mark.parametrize("n, d, b, r", [(1, 6, 4, 1), (2, 6, 4, 3), (4, 32, 8, 1), (4, 12, 8, 2), (8, 64, 16, 4)])
+def test_kronecker(n, d, b, r):
+    "The sum, and its gradients, against products written out"
+    g = torch.Generator().manual_seed(0)
+    t = [torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_() for shape in ((n, n, n), (n, d // n, r), (n, r, b // n))]
+    x = torch.randn(5, d, generator=g, dtype=torch.float64)
+    explicit = sum(torch.kron(t[0][i], t[1][i] @ t[2][i]) for i in range(n))
+    got = kronecker_sum(*t)
+    assert (got - explicit).abs().max() <= 1e-10
+    want = torch.autograd.grad((x @ explicit).sin().sum(), t)
+    for a, e in zip(torch.autograd.grad((x @ got).sin().sum(), t), want): assert (a - e).abs().max() <= 1e-10
+
+
+def test_rule_is_one_object():
+    model = build("llama")
+    d = Compacter(model, reduction_factor=4, shared_rule=True)
+    rules = {id(p) for s in d.sites.values() for k, p in s.named_parameters(remove_duplicate=False) if k.endswith("rule")}
+    assert len(rules) == 1 and sum(id(p) in rules for p in d.parameters()) == 1
+    twin = deltas(copy.deepcopy(model))["compacter"]
+    assert len({id(s.up_rule) for s in twin.sites.values()} | {id(s.down_rule) for s in twin.sites.values()}) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate(kind):
+    "With the cache as without it, and unlike the bare model; of the last step one position alone is read"
+    model = build("llama")
+    d = moved(KINDS[kind](model), 0.3)
+    run = lambda **kw: model.generate(IDS[:1], attention_mask=torch.ones_like(IDS[:1]), max_new_tokens=6, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True, **kw)
+    cached, plain = run(use_cache=True), run(use_cache=False)
+    assert torch.equal(cached.sequences, plain.sequences)
+    torch.testing.assert_close(torch.stack(cached.logits), torch.stack(plain.logits), atol=1e-5, rtol=1e-5)
+    with d.off(): assert not torch.equal(torch.stack(run(use_cache=True).logits), torch.stack(cached.logits))
+
+
+@pytest.mark.parametrize("family", ["bert", "opt", "llama", "t5"])
+def test_recompute(family):
+    "Checkpointed blocks give equal gradients, notes of the input included"
+    model = build(family)
+    for kind in ("adapter", "parallel", "compacter_rule"):
+        d = moved(KINDS[kind](model)).freeze()
+        grads = []
+        for on in (False, True):
+            if on: model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.train()
+            for m in model.modules():
+                if isinstance(m, nn.Dropout): m.p = 0.0
+            torch.manual_seed(0); logits(model).square().mean().backward()
+            grads.append([p.grad.clone() for p in d.parameters()])
+            for p in d.parameters(): p.grad = None
+        model.gradient_checkpointing_disable(); d.detach().unfreeze()
+        for a, b in zip(*grads): torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.long
+def test_whole_graph():
+    "torch.compile takes all kinds at once, a note between two modules too, without a break in the graph"
+    model = build("bert")
+    ds = [moved(KINDS[k](model)) for k in ("adapter", "parallel", "low_rank", "compacter_rule")]
+    with torch.no_grad(): want = logits(model)
+    torch._dynamo.reset()
+    with torch.no_grad(): got = logits(torch.compile(model, backend="eager", fullgraph=True))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    for d in ds: d.detach()
+    torch._dynamo.reset()
+
+
+@pytest.mark.long
+def test_inductor():
+    model = build("bert")
+    model.bert.encoder.layer = model.bert.encoder.layer[:1]
+    ds = [moved(KINDS[k](model)).freeze() for k in ("adapter", "parallel", "compacter_rule")]
+    params = [p for d in ds for p in d.parameters()]
+    want = torch.autograd.grad(logits(model).square().mean(), params)
+    torch._dynamo.reset()
+    got = torch.autograd.grad(logits(torch.compile(model)).square().mean(), params)
+    for a, b in zip(got, want): torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dtypes(kind):
+    "The hidden states keep their type, whatever the adapter's; on packed layers it is float32; under autocast too"
+    half = build("llama").bfloat16()
+    for dtype in (None, torch.float32):
+        d = moved(KINDS[kind](half, dtype=dtype))
+        assert {p.dtype for p in d.parameters()} == {dtype or torch.bfloat16}
+        assert logits(half).dtype == torch.bfloat16
+        d.detach()
+    packed = pack_linears(build("llama"))
+    assert {p.dtype for p in KINDS[kind](packed).parameters()} == {torch.float32}
+    model = build("llama")
+    moved(KINDS[kind](model))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad(): low = logits(model)
+    with torch.no_grad(): full = logits(model)
+    assert (low.float() - full).abs().max() < 0.05 * full.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files(kind, tmp_path):
+    "The file is little more than its parameters; what does not fit is refused whole"
+    model = build("bert")
+    d = moved(KINDS[kind](model))
+    d.save(tmp_path)
+    size = sum(p.numel() * p.element_size() for p in d.parameters())
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size <= 1.02 * size + 4096 + 80 * len(d.file_tensors())
+    other = build("bert")
+    Delta.load(tmp_path, other)
+    assert torch.equal(logits(other), logits(model))
+    wide = tf.BertForMaskedLM(tf.BertConfig(**dict(SMALL, hidden_size=64)))
+    with pytest.raises((KeyError, ValueError)): Delta.load(tmp_path, wide)
+    with pytest.raises((KeyError, ValueError)): Delta.load(tmp_path, build("llama"))
+    assert len(deltas(wide)) == 0 or not any(x.attached for x in deltas(wide).values())
+    assert not any("_deltas" in k for k in wide.state_dict())
+
+
+def test_half_is_loaded_as_it_was_saved(tmp_path):
+    model = build("llama").bfloat16()
+    moved(Adapter(model, 8, dtype=torch.float32)).save(tmp_path)
+    assert {p.dtype for p in Delta.load(tmp_path, build("llama").bfloat16()).parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_meta(kind):
+    "Made without weights, filled by their own rule: an identity again, not zeros throughout"
+    from bmlab.sharding import materialize
+    with torch.device("meta"): model = FAMILIES["llama"]().eval()
+    d = KINDS[kind](model)
+    assert all(p.is_meta for p in d.parameters())
+    materialize(model, device="cpu")
+    ours = deltas(model)[d.name]
+    named = {k: p for s in ours.sites.values() for k, p in s.named_parameters(remove_duplicate=False)}
+    assert not any(p.is_meta for p in ours.parameters())
+    assert all(p.abs().max() > 0 for k, p in named.items() if k in ("down_weight", "down_left", "down_right", "down_rule", "up_left", "up_rule"))
+    with torch.no_grad():
+        got = logits(model)
+        with ours.off(): assert torch.equal(logits(model), got)
+
+
+def test_inits():
+    "OpenDelta's: N(0, 0.01), and Glorot's bound times √2"
+    wide = tf.LlamaForCausalLM(tf.LlamaConfig(**dict(GQA, hidden_size=512, num_hidden_layers=1)))
+    s = next(iter(Adapter(wide, 64, init="opendelta").detach().sites.values()))
+    for w in (s.down_weight, s.up_weight): assert abs(w.std().item() - 0.01) < 5e-4 and abs(w.mean().item()) < 3e-4
+    s = next(iter(Adapter(wide, 64).detach().sites.values()))
+    assert abs(s.down_weight.std().item() - 0.01) < 5e-4 and s.up_weight.abs().max() == 0
+    s = next(iter(Compacter(wide, reduction_factor=4, init="opendelta").detach().sites.values()))
+    bound = math.sqrt(2 * 6 / (512 / 4 + 1))
+    assert 0.95 * bound < s.down_left.abs().max() <= bound and abs(s.down_rule.std().item() - 0.01) < 3e-3
+
+
+def test_modules_and_exclude():
+    "Patterns, exclusions, and words for what cannot be"
+    model = build("llama")
+    assert list(Adapter(model, modules="layers[1]", exclude=None).detach().sites) == ["model.layers.1"]
+    assert len(Adapter(model, exclude="layers[0]").detach().sites) == 2
+    bert = build("bert")
+    assert set(ParallelAdapter(bert, exclude="layer[0]").detach().sites) == {f"bert.encoder.layer.1.{k}" for k in ("attention", "intermediate.dense", "output.dense")}
+    with pytest.raises(TypeError, match="cannot be merged"): Adapter(model).merge()
+    with pytest.raises(LookupError, match="drops everything"): Adapter(model, modules="o_proj", exclude="self_attn")
+    with pytest.raises(LookupError, match="'o_proj'"): ParallelAdapter(model, modules="o_prj")
+    whole = Adapter(bert, modules="encoder", name="whole")
+    with pytest.raises(TypeError, match="encoder returns a BaseModelOutput"): logits(bert)
+    whole.detach()

@@ -1,0 +1,278 @@
+"The picker in JupyterLab, driven in headless Chromium: boxes, keys, filter, a Lora that appears, themes, and what is left in a saved notebook."
+import contextlib, json, os, re, shutil, subprocess, sys, tempfile, threading, urllib.request
+from pathlib import Path
+
+import pytest
+
+CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("jupyterlab", reason="jupyterlab is not installed")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium")]
+expect = playwright.expect
+
+FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync
+           --disable-default-apps --disable-extensions --metrics-recording-only --disable-dev-shm-usage""".split()
+CELLS = ["""import torch, transformers as tf
+from bmlab.core import resolve
+from bmlab.lora import Lora
+from bmlab.picker import pick
+torch.manual_seed(0)
+model = tf.BertModel(tf.BertConfig(hidden_size=64, num_hidden_layers=24, num_attention_heads=4, intermediate_size=128, vocab_size=99))
+picker = pick(model)""", "picker", "d = Lora(model, modules=picker, r=8).freeze()", "print('scratch')"]
+
+
+@contextlib.contextmanager
+def jupyterlab(folder):
+    "A server of its own, with configuration, data and workspaces in throw-away folders; yields its address and its token"
+    home = Path(tempfile.mkdtemp()); settings = home / "settings/@jupyterlab/apputils-extension"; settings.mkdir(parents=True)
+    (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
+    env = dict(os.environ, JUPYTER_CONFIG_DIR=str(home / "config"), JUPYTER_DATA_DIR=str(home / "data"), JUPYTER_RUNTIME_DIR=str(home / "run"), JUPYTERLAB_SETTINGS_DIR=str(home / "settings"),
+               JUPYTERLAB_WORKSPACES_DIR=str(home / "workspaces"), IPYTHONDIR=str(home / "ipython"), OMP_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).resolve().parents[1]))
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root", f"--ServerApp.root_dir={folder}"]
+    server = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=folder)
+    try:
+        found = next((m for line in server.stderr if (m := re.search(r"(http://127\.0\.0\.1:\d+)/lab\?token=(\w+)", line))), None)
+        assert found, "JupyterLab did not start"
+        threading.Thread(target=server.stderr.read, daemon=True).start()
+        yield found[1], found[2]
+    finally:
+        server.terminate()
+        try: server.wait(15)
+        except subprocess.TimeoutExpired: server.kill(); server.wait()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+class Lab:
+    "A notebook open in a browser"
+    def __init__(self, page, url, token):
+        self.page, self.url, self.token, self.errors = page, url, token, []
+        page.on("console", lambda m: self.errors.append(m.text) if m.type == "error" else None)
+        page.on("pageerror", lambda e: self.errors.append(str(e)))
+
+    def open(self):
+        self.page.goto(f"{self.url}/lab/tree/t.ipynb?reset&token={self.token}")
+        self.page.get_by_text("| Idle").wait_for(timeout=60_000)            # an earlier key press is swallowed
+        return self
+
+    def cell(self, i): return self.page.locator(".jp-Notebook .jp-Cell").nth(i)
+
+    def run(self, i, source=None):
+        "Run one cell and wait for its number; the text that it prints"
+        prompt = self.cell(i).locator(".jp-InputPrompt")
+        before = prompt.inner_text()
+        self.cell(i).locator(".cm-content").click()
+        if source is not None:
+            self.page.keyboard.press("Control+A"); self.page.keyboard.insert_text(source)
+        self.page.keyboard.press("Control+Enter")
+        old = "".join(c for c in before if c.isdigit()) or "x"
+        expect(prompt).to_have_text(re.compile(rf"\[(?!{old}\])\d+\]"), timeout=60_000)
+        return self.cell(i).locator(".jp-OutputArea-output").all_inner_texts() if i == 3 else None
+
+    def ask(self, expression): return "".join(self.run(3, f"print({expression})")).strip()
+
+    @property
+    def picker(self): return self.page.locator(".bmlab-picker").first
+
+    def row(self, name): return self.picker.locator(f'[data-name="{name}"]')
+
+    def pick(self, name): self.row(name).locator(".bm-box").click()
+
+    def menu(self, *names):
+        self.page.locator(".lm-MenuBar-itemLabel", has_text=names[0]).first.click()
+        for n in names[1:]: self.page.locator(".lm-Menu-itemLabel", has_text=re.compile(f"^{n}$")).last.click()
+
+    def save(self):
+        self.menu("File", "Save Notebook")
+        self.page.wait_for_function("() => !document.querySelector('.jp-mod-dirty')")
+
+    def api(self, method, path):
+        request = urllib.request.Request(f"{self.url}/api/{path}", method=method, headers={"Authorization": f"token {self.token}"})
+        with urllib.request.urlopen(request) as answer: body = answer.read()
+        return json.loads(body) if body else None
+
+
+@pytest.fixture(scope="module")
+def lab():
+    folder = Path(tempfile.mkdtemp())
+    cell = lambda i, s: {"cell_type": "code", "id": f"cell-{i}", "metadata": {}, "source": s, "outputs": [], "execution_count": None}
+    spec = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+    (folder / "t.ipynb").write_text(json.dumps({"cells": [cell(i, s) for i, s in enumerate(CELLS)], "metadata": {"kernelspec": spec}, "nbformat": 4, "nbformat_minor": 5}))
+    with jupyterlab(folder) as (url, token), playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
+        page = browser.new_context(viewport={"width": 1440, "height": 1000}).new_page()
+        page.set_default_timeout(30_000)
+        lab = Lab(page, url, token).open()
+        lab.notebook = folder / "t.ipynb"
+        lab.run(0); lab.run(1)
+        lab.picker.wait_for()
+        yield lab
+        browser.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def shot(lab, name):
+    "A picture among the artefacts"
+    folder = Path(os.environ.get("BMLAB_ARTEFACTS", Path(__file__).parent / "artefacts")); folder.mkdir(exist_ok=True)
+    lab.page.screenshot(path=folder / f"{name}.png")
+
+
+LAYER = "encoder.layer.0"
+
+
+def test_a_folded_row_of_24_is_24_names(lab):
+    "Unfold the tree down to a matrix, tick it, and Python has the names, and a pattern that means them"
+    expect(lab.row("encoder.layer.0").locator(".bm-fold")).to_have_text("×24")
+    for name in (f"{LAYER}.attention", f"{LAYER}.attention.self"):                    # closed and opened again by hand
+        lab.row(name).locator(".bm-twist").click(); expect(lab.row(f"{LAYER}.attention.self.query")).to_have_count(0)
+        lab.row(name).locator(".bm-twist").click(); expect(lab.row(f"{LAYER}.attention.self.query")).to_be_visible()
+    lab.pick(f"{LAYER}.attention.self.query")
+    assert lab.ask("len(picker.selected), picker.pattern, resolve(model, picker.pattern).keys() == set(picker.selected)") == "24 ['query'] True"
+    expect(lab.row(f"{LAYER}.attention.self.query")).to_have_attribute("aria-checked", "true")
+    for name in ("encoder", "encoder.layer", LAYER, f"{LAYER}.attention"): expect(lab.row(name)).to_have_attribute("aria-checked", "mixed")
+    expect(lab.picker.locator(".bm-code")).to_have_text('modules="query"')
+    expect(lab.picker.locator(".bm-preview")).to_have_text(lab.ask("picker.preview")); expect(lab.picker.locator(".bm-preview")).to_contain_text("24,576 parameters")
+    shot(lab, "picker-light")
+
+
+def test_numbers_are_those_of_the_tree(lab):
+    "The browser formats counts and bytes as Python does"
+    source = """import json
+from bmlab.picker import _walk
+from bmlab.tree import _cell
+print(json.dumps({names[0]: [_cell(r, c) for c in ("each", "parameters", "trainable", "bytes")] for r, (node, names) in zip(picker._rows, _walk(picker.tree))}))"""
+    want = json.loads("".join(lab.run(3, source)))
+    rows = lab.picker.locator("[role=treeitem]")
+    shown = {r.get_attribute("data-name"): [r.locator(f".bm-{c}").inner_text() for c in ("each", "parameters", "trainable", "memory")] for r in rows.all()}
+    assert len(shown) > 15 and shown == {n: want[n] for n in shown}
+
+
+def test_one_by_one(lab):
+    "The badge shows the 24 layers singly; one of them is taken back; the badge folds them again"
+    lab.row(LAYER).locator(".bm-fold").click()
+    expect(lab.row("encoder.layer.23")).to_be_attached()
+    lab.row("encoder.layer.7").locator(".bm-twist").click()                          # below it, open is what was open in the fold
+    lab.pick("encoder.layer.7.attention.self.query")
+    assert lab.ask("len(picker.selected), picker.pattern, list(resolve(model, picker)) == picker.selected") == "23 ['layer[:7].query', 'layer[8:].query'] True"
+    lab.pick("encoder.layer.7.attention.self.query")
+    lab.row(LAYER).locator(".bm-fold").click()
+    expect(lab.row(LAYER).locator(".bm-fold")).to_have_text("×24"); assert lab.ask("len(picker.selected)") == "24"
+
+
+def test_keys(lab):
+    "Arrows move and open, Space picks, Enter opens, u unfolds, and the notebook hears none of it"
+    cells = lab.page.locator(".jp-Notebook .jp-Cell").count()
+    lab.row("encoder").locator(".bm-name").click(); lab.row("encoder").locator(".bm-name").click()      # picked and taken back: the row is the active one
+    keys = lab.page.keyboard
+    active = lab.picker.locator(".bm-active")
+    expect(active).to_have_attribute("data-name", "encoder")
+    keys.press("ArrowLeft"); expect(lab.row("encoder")).to_have_attribute("aria-expanded", "false")
+    keys.press("ArrowLeft"); expect(active).to_have_attribute("data-name", "")
+    keys.press("ArrowDown"); keys.press("ArrowDown"); expect(active).to_have_attribute("data-name", "encoder")
+    keys.press("ArrowRight"); expect(lab.row("encoder.layer")).to_be_visible()
+    keys.press("ArrowRight"); keys.press("Enter"); expect(lab.row(LAYER)).to_have_count(0)
+    keys.press("Enter"); keys.press("ArrowRight"); expect(active).to_have_attribute("data-name", LAYER)
+    keys.press("u"); expect(lab.row("encoder.layer.23")).to_be_attached(); keys.press("u"); expect(lab.row("encoder.layer.23")).to_have_count(0)
+    keys.press("Space"); expect(lab.row(LAYER)).to_have_attribute("aria-checked", "true"); keys.press("Space")
+    for key in ("a", "b", "x", "d", "d", "End", "Home"): keys.press(key)
+    assert lab.page.locator(".jp-Notebook .jp-Cell").count() == cells and lab.ask("len(picker.selected)") == "24"
+
+
+def test_screen_readers(lab):
+    "Roles, levels and spoken names"
+    items = lab.page.get_by_role("tree", name="modules of BertModel").get_by_role("treeitem")
+    assert items.count() > 10
+    item = lab.page.get_by_role("treeitem", name="query, Linear, 64×64, tunable, 24 of 24 picked")
+    expect(item).to_have_attribute("aria-level", "7"); expect(item).to_be_checked()
+    expect(lab.page.get_by_role("treeitem", name="0–23, BertLayer, 24 folded, tunable")).to_have_attribute("aria-checked", "mixed")
+    tree = lab.picker.locator("[role=tree]")
+    at = tree.get_attribute("aria-activedescendant"); assert lab.page.locator(f"#{at}").count() == 1
+    expect(lab.picker.locator("[role=status]").first).to_be_attached()
+
+
+def test_ticks_while_the_kernel_works(lab):
+    "A cell that runs does not hold up the tree; the kernel hears of it afterwards"
+    lab.cell(3).locator(".cm-content").click(); lab.page.keyboard.press("Control+A")
+    lab.page.keyboard.insert_text("import time; time.sleep(8); print('done')"); lab.page.keyboard.press("Control+Enter")
+    key, prompt = lab.row(f"{LAYER}.attention.self.key"), lab.cell(3).locator(".jp-InputPrompt")
+    expect(prompt).to_have_text("[*]:")
+    lab.pick(f"{LAYER}.attention.self.key"); expect(key).to_have_attribute("aria-checked", "true", timeout=3000)
+    assert prompt.inner_text() == "[*]:"                                              # it still runs
+    expect(prompt).to_have_text(re.compile(r"\[\d+\]"), timeout=30_000)
+    assert lab.ask("picker.pattern") == "['query', 'key']"
+    lab.pick(f"{LAYER}.attention.self.key"); assert lab.ask("picker.pattern") == "['query']"
+
+
+def test_filter_with_a_live_count(lab):
+    "Matches are counted while one types, rows that do not match go, Enter picks them; a box under the filter stands for the matches"
+    box, status = lab.picker.locator(".bm-filter"), lab.picker.locator(".bm-status")
+    box.fill("layer[3:6].value"); expect(status).to_have_text("3 modules"); expect(lab.picker.locator(".bm-take")).to_have_text("pick 3")
+    expect(lab.row(f"{LAYER}.attention.self.key")).to_have_count(0); expect(lab.row(f"{LAYER}.attention.self.value")).to_be_visible()
+    box.press("Enter"); expect(lab.picker.locator(".bm-take")).to_have_text("unpick 3"); expect(lab.picker.locator(".bm-chosen")).to_have_text("27 modules")
+    assert lab.ask("picker.pattern") == "['query', 'layer[3:6].value']"
+    box.fill("layer[3:6].attention.*"); expect(status).to_have_text("27 modules"); expect(lab.picker.locator(".bm-take")).to_have_text("pick 27")    # 3 × 9, containers too
+    box.fill("valu"); expect(status).to_have_text("24 contain this")
+    box.fill("quary"); expect(status).to_contain_text("nearest: query")
+    box.fill("layer[3:6].value"); expect(status).to_have_text("3 modules"); box.press("Enter"); expect(lab.picker.locator(".bm-chosen")).to_have_text("24 modules")
+    box.press("Escape"); expect(lab.row(f"{LAYER}.attention.self.key")).to_be_visible(); expect(status).to_have_text("")
+
+
+def test_only_linear(lab):
+    "A box stands for all matrices below it"
+    toggle = lab.picker.locator(".bm-toggle"); toggle.click(); expect(toggle).to_have_attribute("aria-pressed", "true")
+    expect(lab.row(f"{LAYER}.attention.self.dropout")).to_have_count(0)
+    lab.pick(f"{LAYER}.attention")
+    assert lab.ask("len(picker.selected), list(resolve(model, picker.pattern)) == picker.selected") == "96 True"
+    lab.picker.get_by_role("button", name="clear").click(); assert lab.ask("picker.selected + picker.pattern") == "[]"
+    toggle.click(); lab.pick(f"{LAYER}.attention.self.query"); assert lab.ask("picker.pattern") == "['query']"
+
+
+def test_a_lora_appears(lab):
+    "Attached in another cell, the delta is in the open tree at once; what was picked and open stays"
+    expect(lab.picker.locator(".bm-row.bm-delta")).to_have_count(0)
+    lab.run(2)
+    query = lab.row(f"{LAYER}.attention.self.query")
+    expect(query.locator(".bm-delta-mark")).to_have_text("▲"); expect(query.locator(".bm-mark")).to_have_text("◐")
+    expect(lab.row(f"{LAYER}.attention.self.key").locator(".bm-mark")).to_have_text("░")
+    expect(query).to_have_attribute("aria-checked", "true"); expect(query).to_have_attribute("aria-label", re.compile("with delta"))
+    assert lab.ask("len(d.sites), list(d.sites) == picker.selected") == "24 True"
+    shot(lab, "picker-delta")
+    lab.run(3, "d.detach()"); expect(query.locator(".bm-delta-mark")).to_have_text(""); lab.run(3, "d.attach()"); expect(query.locator(".bm-delta-mark")).to_have_text("▲")
+
+
+def test_dark(lab):
+    lab.menu("Settings", "Theme", "JupyterLab Dark")
+    lab.page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
+    lab.page.wait_for_timeout(500)
+    ink = lab.picker.evaluate("e => [getComputedStyle(e).color, getComputedStyle(e).backgroundColor]")
+    light = [sum(map(int, re.findall(r"\d+", c)[:3])) for c in ink]
+    assert light[0] > 450 and light[1] < 200, ink
+    shot(lab, "picker-dark")
+    lab.menu("Settings", "Theme", "JupyterLab Light"); lab.page.wait_for_function("() => document.body.dataset.jpThemeLight === 'true'")
+
+
+def test_saved_is_a_picture_that_says_what_was_picked(lab):
+    lab.save()
+    text = lab.notebook.read_text(encoding="utf-8")
+    assert "widget-view" not in text and "application/vnd.jupyter.widget" not in text
+    html = "".join(json.loads(text)["cells"][1]["outputs"][0]["data"]["text/html"])
+    assert "☑ query" in html and "modules=&quot;query&quot;" in html and "▲" in html and "<script" not in html
+
+
+def test_reloaded_page_is_alive_while_the_kernel_lives(lab):
+    lab.page.reload(); lab.page.get_by_text("| Idle").wait_for(timeout=60_000)
+    lab.picker.wait_for(); expect(lab.picker.locator(".bm-code")).to_have_text('modules="query"')
+    lab.pick(f"{LAYER}.attention.self.key"); assert lab.ask("picker.pattern") == "['query', 'key']"
+    lab.pick(f"{LAYER}.attention.self.key"); lab.save()
+
+
+def test_fresh_kernel_shows_the_picture(lab):
+    "Never 'model not found'"
+    for s in lab.api("GET", "sessions"): lab.api("DELETE", f"sessions/{s['id']}")
+    lab.open()
+    picture = lab.cell(1).locator("[class^=bmlab-pick-]"); picture.wait_for()
+    expect(picture).to_contain_text("BertModel"); expect(picture).to_contain_text('Picked: 24 modules, modules="query"'); expect(picture.locator("details").first).to_be_visible()
+    assert lab.page.locator(".bmlab-picker").count() == 0 and lab.page.get_by_text("model not found").count() == 0
+    shot(lab, "picker-reopened")
+
+
+def test_nothing_went_wrong(lab): assert [e for e in lab.errors if "favicon" not in e and "404" not in e] == []
