@@ -213,17 +213,19 @@ class _Chunks(torch.autograd.Function):
     "Cross-entropy whose gradient is made chunk by chunk in the forward pass"
     @staticmethod
     def forward(ctx, hidden, weight, labels, chunk):
-        dh, dw, total = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32), 0.
+        dh, dw, total = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None, 0.   # a frozen head has no gradient
         for i in range(0, len(hidden), chunk):
             h, y = hidden[i:i + chunk], labels[i:i + chunk, None]
             z = h @ weight.t()
             p = nn.functional.log_softmax(z.float(), -1)
             total = total - p.gather(1, y).sum()
             d = p.exp_().scatter_add_(1, y, torch.full_like(y, -1, dtype=p.dtype)).to(z.dtype); del z, p
-            torch.mm(d, weight, out=dh[i:i + chunk]); dw += d.t() @ h; del d
-        ctx.save_for_backward(dh, dw.to(weight.dtype)); return total / len(hidden)
+            torch.mm(d, weight, out=dh[i:i + chunk])
+            if dw is not None: dw += d.t() @ h
+            del d
+        ctx.save_for_backward(dh, None if dw is None else dw.to(weight.dtype)); return total / len(hidden)
     @staticmethod
-    def backward(ctx, g): dh, dw = ctx.saved_tensors; return dh.mul_(g), dw.mul_(g), None, None
+    def backward(ctx, g): dh, dw = ctx.saved_tensors; return dh.mul_(g), None if dw is None else dw.mul_(g), None, None
 
 def chunked_loss(
     model:nn.Module,    # with a linear head; changed, so only for a skeleton
