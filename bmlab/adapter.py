@@ -36,6 +36,7 @@ def _hidden_input(args, kwargs, where):
 # %% ../nbs/32_adapter.ipynb #48b5f2b0
 def _widths(model, role, name, module):
     "(in, out): widths of the hidden states that a module reads and returns"
+    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)): raise TypeError(f"{name} is a {type(module).__name__}, which is never called, so nothing would run there; choose what it holds, such as {name}.*")
     if shape := _matrix(module): return shape
     own = [p for p in module._parameters.values() if p is not None]
     if own and all(p.ndim == 1 for p in own): return (own[0].shape[0],) * 2                       # a norm
@@ -217,6 +218,7 @@ class _Box:
 
 class NoteSite(Site):
     "Notes what a module is called with, for the parallel adapter that adds its share further on."
+    combines = "add"
     def __init__(self, box, where): super().__init__(); self.box, self.where = box, where
     def around(self, call, *args, **kwargs):
         self.box.x = _hidden_input(args, kwargs, self.where)
@@ -225,6 +227,7 @@ class NoteSite(Site):
 
 class BesideSite(AdapterSite):
     "An adapter whose input is the module's own, or what a `NoteSite` noted in `box`."
+    combines = "add"
     box = None
     def around(self, call, *args, **kwargs):
         if self.box is None: x = _hidden_input(args, kwargs, self.where)

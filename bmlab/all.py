@@ -44,12 +44,13 @@ from .tree import tree
 
 # %% ../nbs/99_all.ipynb #16ad0b71
 def pick(
-    model,     # any module; not copied
-    **options, # of `bmlab.picker.pick`
-):             # the picker, shown where it is the last value of a cell
+    model,        # any module; not copied
+    modules=None, # picked at first: a pattern, as in `resolve`
+    **options,    # of `bmlab.picker.pick`
+):                # the picker, shown where it is the last value of a cell
     "The module tree with boxes to tick: choose modules for a delta, and read the pattern that means the same."
     from bmlab.picker import pick as picker
-    return picker(model, **options)
+    return picker(model, modules, **options)
 
 # %% ../nbs/99_all.ipynb #b1167311
 __all__ = """

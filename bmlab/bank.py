@@ -6,7 +6,7 @@
 __all__ = ['Route', 'BankSite', 'BankPrompt', 'DeltaBank']
 
 # %% ../nbs/34_bank.ipynb #da7027d5
-import contextlib, contextvars, functools, importlib.util, itertools, json, math, os, threading
+import contextlib, contextvars, functools, importlib.util, itertools, json, math, operator, os, threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from .adapter import _ACTIVATIONS, AdapterSite, BesideSite, on_hidden, _hidden_input
 from .core import did_you_mean, parts, table, unwrap
 from .delta import Delta, Site, _sharded
-from .lora import LoraSite
+from .lora import LoraSite, _alone, _kept
 from .soft import Arguments, PromptSite, forward_names, tell_signature, _cut, _lengthen, _widen_input
 
 # %% ../nbs/34_bank.ipynb #46a8e165
@@ -29,9 +29,16 @@ class Route:
         users:list, # a name, or None for the bare backbone, per row
         slots:list, # each row's place in the stacks; 0 for None
     ):
-        self.users, self.slots, self.plans = tuple(users), tuple(slots), {}
+        self.users, self.slots, self.plans, self.ready = tuple(users), tuple(slots), {}, {}
         self.size = math.gcd(*(len(list(rows)) for _, rows in itertools.groupby(slots))) if slots else 0   # rows that go together
         self.groups = self.slots[::self.size] if slots else ()                                           # a slot per group
+    def owners(self, device):
+        "The users, each once, and which of them each row's is, one past the end for None"
+        if device not in self.plans:
+            users = list(dict.fromkeys(u for u in self.users if u is not None))
+            place = {u: i for i, u in enumerate(users)}
+            with torch.inference_mode(False): self.plans[device] = users, torch.tensor([place.get(u, len(users)) for u in self.users], device=device)
+        return self.plans[device]
     def __len__(self): return len(self.users)
     def __repr__(self): return f"Route of {len(self)} rows: {', '.join(str(u) for u in self.users[:8])}{', …' if len(self) > 8 else ''}"
 
@@ -41,7 +48,14 @@ _again = threading.local()                                       # in a backward
 
 class _Key:
     "What a bank and its sites know each other by; copied with them"
-    def __init__(self): self.slots, self.epoch, self.sharded = {}, 0, False     # user → slot; how often users came or went; has FSDP taken the parameters?
+    def __init__(self): self.slots, self.epoch, self.sharded, self.plans = {}, 0, False, {}     # user → slot; how often users came or went; has FSDP taken the parameters?
+    def __getstate__(self): return {**self.__dict__, "plans": {}}
+    def plan(self, here, device):
+        "The plan of a route that was seen before, or a new one"
+        if (plan := self.plans.get((here, device))) is None:
+            if len(self.plans) >= 64: self.plans.clear()
+            with torch.inference_mode(False): plan = self.plans[here, device] = _Plan(here, device)   # its numbers may serve a backward later
+        return plan
 
 def _route_of(key):
     "The route that is open for a bank, in backward that of the forward that is run again"
@@ -78,7 +92,7 @@ class _Plan:
         if not values or values.count(values[0]) == len(values): return values[0] if values else nobody
         if (values := (*values, nobody)) not in self.cache:
             place = {s: i for i, s in enumerate(self.users)}
-            self.cache[values] = torch.tensor([values[place.get(s, -1)] for s in self.here], device=self.index.device)[:, None, None]
+            with torch.inference_mode(False): self.cache[values] = torch.tensor([values[place.get(s, -1)] for s in self.here], device=self.index.device)[:, None, None]
         return self.cache[values]
     def pick(self, W, like): # (n, …) in the type of `like`
         W = W.narrow(0, self.first, self.n) if self.first is not None else W.index_select(0, self.index)
@@ -153,6 +167,17 @@ _PATHS = {"bmm": _Bmm, "sorted": _Sorted, "triton": _Triton}
 def _has_triton(): return importlib.util.find_spec("triton") is not None
 
 # %% ../nbs/34_bank.ipynb #d01afe1f
+def _shares(every, params, needs, up):
+    "The part of each user in (users, R, D), cut to his rank"
+    out = []
+    for g, p, need in zip((every.mT if up else every).unbind(0), params, needs):
+        if need and g.shape != p.shape: g = g[:, :p.shape[1]] if up else g[:p.shape[0]]
+        out.append(None if not need else g if g.dtype == p.dtype else g.to(p.dtype))
+    return out
+
+def _unchanged(params, versions):
+    if [p._version for p in params] != versions: raise RuntimeError("a user's parameters were changed between forward and backward; step after backward")
+
 class _Grouped(torch.autograd.Function):
     "x Aᵀ (`up` False) or y + x B (`up` True) with each group's own matrix; the gradient of a matrix goes to its user's parameter"
     @staticmethod
@@ -164,14 +189,38 @@ class _Grouped(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         (x,), (W, plan, ops, up, params, versions) = ctx.saved_tensors, ctx.rest
-        if [p._version for p in params] != versions: raise RuntimeError("a user's parameters were changed between forward and backward; step after backward")
+        _unchanged(params, versions)
         gx = None if not ctx.needs_input_grad[0] else ops.down(g, W, plan) if up else ops.up(g, W, plan)
         grads = [None] * len(params)
         if any(ctx.needs_input_grad[6:]):
             every = ops.outer(x, g, plan) if up else ops.outer(g, x, plan)                        # (users, R, D)
-            for i, (p, need) in enumerate(zip(params, ctx.needs_input_grad[6:])):
-                if need: grads[i] = (every[i, :p.shape[1]].T if up else every[i, :p.shape[0]]).to(p.dtype)
+            grads = _shares(every, params, ctx.needs_input_grad[6:], up)
         return gx, g if up and ctx.needs_input_grad[1] else None, None, None, None, None, *grads
+
+# %% ../nbs/34_bank.ipynb #2edaed17
+class _Pair(torch.autograd.Function):
+    "y + s · (x Aᵀ) B with each group's own A and B, (n, R, in) and (n, R, out)"
+    @staticmethod
+    def forward(ctx, x, y, A, B, ready, *params):
+        h = torch.bmm(x, A.mT)
+        if ready.factor is not None: h = h * ready.factor
+        ctx.save_for_backward(x, h)
+        ctx.rest = A, B, ready, params, [p._version for p in params]
+        return torch.baddbmm(y, h, B, alpha=ready.alpha)
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        (x, h), (A, B, ready, params, versions) = ctx.saved_tensors, ctx.rest
+        _unchanged(params, versions)
+        plan, n, need, none, scaled = ready.plan, len(params) // 2, ctx.needs_input_grad, g.new_empty(()), dict(beta=0, alpha=ready.alpha)   # beta=0: `none` is never read
+        a, b, of_A, of_B, gx = need[5:5 + n], need[5 + n:], [None] * n, [None] * n, None
+        if any(b): of_B = _shares(plan.per_user(torch.baddbmm(none, h.mT, g, **scaled)), params[n:], b, True)
+        if need[0] or any(a):
+            gh = torch.baddbmm(none, g, B.mT, **scaled)
+            if ready.factor is not None: gh = gh * ready.factor
+            if any(a): of_A = _shares(plan.per_user(torch.bmm(gh.mT, x)), params[:n], a, False)
+            if need[0]: gx = torch.bmm(gh, A)
+        return gx, g if need[1] else None, None, None, None, *of_A, *of_B
 
 # %% ../nbs/34_bank.ipynb #279144bd
 class _Stack:
@@ -226,7 +275,7 @@ class _Users(Site):
         path:str="auto", # of the products
     ):
         super().__init__()
-        self.key, self.path, self.users, self._stacks = key, path, nn.ModuleDict(), {}
+        self.key, self.path, self.users, self._stacks, self._ready = key, path, nn.ModuleDict(), {}, {}
     def extra_repr(self): return f"{len(self.users)} users"
     def put(self,
         slot:int,               # the user's place, 1 …
@@ -236,6 +285,7 @@ class _Users(Site):
         "Take a user's site in."
         form = _form("", site)
         stack = self._stacks.setdefault(form, _Stack(form))
+        self._ready.clear()
         self.users[str(slot)] = stack.sites[slot] = site
         (a,), (b,) = stack.params([site])
         if stack.has_room(slot, a): stack.put(slot, a, b)
@@ -245,6 +295,7 @@ class _Users(Site):
     )->Site:
         "Give a user's site back, with parameters of its own."
         site = self.users.pop(str(slot))
+        self._ready.clear()
         for p in site.parameters(): p.data = p.detach().clone(memory_format=torch.contiguous_format)
         stack = self._stacks[form := _form("", site)]
         del stack.sites[slot]
@@ -258,9 +309,9 @@ class _Users(Site):
     def __setstate__(self, state):
         super().__setstate__(state)
         self._restack()
-    def __getstate__(self): return {**super().__getstate__(), "_stacks": {}}
+    def __getstate__(self): return {**super().__getstate__(), "_stacks": {}, "_ready": {}}
     def _restack(self):
-        self._stacks = {}
+        self._stacks, self._ready = {}, {}
         for s, site in self.users.items(): self._stacks.setdefault(f := _form("", site), _Stack(f)).sites[int(s)] = site
         for stack in self._stacks.values():
             if not any(p.is_meta or isinstance(p, DTensor) for s in stack.sites.values() for p in s.parameters()): stack.make()
@@ -285,11 +336,66 @@ def _product(x, y, W, plan, ops, up, params):
     if params is not None: return _Grouped.apply(x, y, W, plan, ops, up, *params)
     return ops.up(x, W, plan, y) if up else ops.down(x, W, plan)
 
-# %% ../nbs/34_bank.ipynb #ca77e1e0
-class BankSite(_Users):
+# %% ../nbs/34_bank.ipynb #5fef33e9
+_LORA = _Form()
+
+def _light(plan, A, B):
+    "Is copying each group's matrices less work than the launches of another way? On a GPU below 8 M numbers"
+    return A.is_cuda and plan.n * A.shape[1] * (A.shape[2] + B.shape[2]) <= 2 ** 23
+
+class _Ready:
+    "What a site of plain Loras needs for a route"
+    def __init__(self, site, stack, plan, dtype):
+        self.stacks, self.epoch, self.stack, self.A, self.plan, self.dtype = site._stacks, site.key.epoch, stack, stack.A, plan, dtype
+        self.sites = [stack.sites[s] for s in plan.users]
+        self.scales, self.plain, self.params = [s.scale for s in self.sites], all(s.plain for s in self.sites), self.now()
+        scale = plan.numbers(self.scales, 1.0)
+        self.factor, self.alpha = (scale.to(dtype), 1) if isinstance(scale, Tensor) else (None, scale)
+        self.views = (plan.pick(stack.A, stack.A), plan.pick(stack.B, stack.B)) if plan.first is not None and stack.A.dtype == dtype else None
+        self.least = 0 if _light(plan, stack.A, stack.B) or plan.n < 4 * (len(plan.users) + 1) or site.path == "bmm" else stack.A.shape[1] + 1     # as `_ops` judges
+    def now(self): return list(itertools.chain(*self.stack.params(self.sites)))
+    def fresh(self): return self.stack.fits(self.plan.users) and all(map(operator.is_, self.params, self.now()))
+    def valid(self, site, dtype):
+        return self.stacks is site._stacks and self.epoch == site.key.epoch and self.A is self.stack.A and self.dtype is dtype and [s.scale for s in self.sites] == self.scales
+    def change(self, x, y, ours): # (n, m, in), (n, m, out), is y ours to write to? → (n, m, out)
+        A, B = self.views or (self.plan.pick(self.A, x), self.plan.pick(self.stack.B, x))
+        if torch.is_grad_enabled(): return _Pair.apply(x, y, A, B, self, *self.params)
+        h = torch.bmm(x, A.mT)
+        if self.factor is not None: h = h * self.factor
+        return y.baddbmm_(h, B, alpha=self.alpha) if ours else torch.baddbmm(y, h, B, alpha=self.alpha)
+
+# %% ../nbs/34_bank.ipynb #85b20205
+class _Quick(_Users):
+    "The short way of plain Loras"
+    def _quick(self, route, call, x, y):
+        "The output with plain Loras by the short way; None where the long one is needed"
+        if self.key.sharded or self.path not in ("auto", "bmm") or x.dtype is not y.dtype or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type): return None
+        ready = route.ready.get(self)
+        if (ready is None or not ready.valid(self, x.dtype)) and (ready := self._get_ready(route, x)) is None: return None
+        n, shape = ready.plan.n, y.shape
+        if shape[0] % len(route) or self.training and any([s.dropout for s in ready.sites]): return None
+        if x.dim() != 3 or shape[0] != n: x, y = x.reshape(n, -1, x.shape[-1]), y.reshape(n, -1, shape[-1])
+        if x.shape[1] < ready.least: return None
+        out = ready.change(x, y, ready.plain and _alone(call) and not _kept())
+        return out if out.shape == shape else out.view(shape)
+
+    def _get_ready(self, route, x):
+        "What an earlier route of the same rows left, or looked up now; None for other stacks, or none of the users"
+        if len(self._stacks) != 1 or (stack := self._stacks.get(_LORA)) is None: return None
+        ready = self._ready.get(route.groups)
+        if ready is None or not ready.valid(self, x.dtype) or not ready.fresh():
+            if not (found := self._seen(stack, route, x.device)): return None
+            if len(self._ready) >= 8: self._ready.clear()
+            ready = self._ready[route.groups] = _Ready(self, stack, found[0], x.dtype)
+        route.ready[self] = ready
+        return ready
+
+# %% ../nbs/34_bank.ipynb #921ad2bf
+class BankSite(_Quick):
     "All users' deltas on one module: each row of its output gets its own user's."
     def around(self, call, *args, **kwargs):
         route, y = _whose(self.key), call(*args, **kwargs)
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and isinstance(y, Tensor) and (out := self._quick(route, call, args[0], y)) is not None: return out
         for form, stack in list(self._stacks.items()):
             x = args[0] if args and isinstance(args[0], Tensor) else _hidden_input(args, kwargs, "a module with a bank")
             if not (found := self._seen(stack, route, x.device)): continue
@@ -300,8 +406,7 @@ class BankSite(_Users):
         "The plan and the sites of the route's users here; None when there are none"
         if (at := (stack, self.key.epoch, device)) not in route.plans:
             here = tuple(s if s in stack.sites else 0 for s in route.groups)
-            plan = route.plans.get((here, device))
-            if plan is None: plan = route.plans[here, device] = _Plan(here, device)
+            plan = self.key.plan(here, device)
             if plan.users and not self.key.sharded and not stack.fits(plan.users): stack.make()
             route.plans[at] = (plan, [stack.sites[s] for s in plan.users]) if plan.users or self.key.sharded else None
         return route.plans[at]
@@ -331,6 +436,7 @@ class BankSite(_Users):
     def _ops(self, plan, x, A, B):
         "Which way the products are computed: as `path` says, or what moves the least"
         if self.path != "auto" and not self.key.sharded: return _PATHS[self.path]
+        if _light(plan, A, B): return _Bmm
         if x.is_cuda and x.shape[1] <= 64 and not torch.is_grad_enabled() and _has_triton(): return _Triton
         if self.key.sharded or plan.n < 4 * (len(plan.users) + 1) or x.shape[1] > A.shape[1]: return _Bmm
         return _Sorted if all(W.shape[2] * W.element_size() % 16 == 0 for W in (A, B)) else _Bmm
@@ -485,7 +591,7 @@ class _Routing(_Going):
         if not users: raise ValueError("route([]): a user per row is needed")
         for u in users:
             if u is not None: self[u]
-        if not self.key.sharded: self.key.sharded = any(isinstance(p, DTensor) for s in self.sites.values() for p in s.parameters())
+        if not self.key.sharded: self.key.sharded = any(isinstance(next(s.parameters(), None), DTensor) for s in self.sites.values())
         with _opened(self.key, Route(users, [self.key.slots.get(u, 0) for u in users])) as route: yield route
 
     @property
@@ -527,8 +633,9 @@ class _Training(_Routing):
         if route is None or len(logits) != len(route): raise ValueError(f"{len(logits)} rows of logits, and a route of {len(route) if route else 'no'} rows; call it inside the same bank.route")
         if shift: logits, labels = logits[:, :-1], labels[:, 1:]
         each = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none").view(len(route), -1).sum(1)
-        n, rows = (labels != -100).sum(1), {u: [i for i, v in enumerate(route.users) if v == u] for u in dict.fromkeys(route.users) if u is not None}
-        return {u: each[r].sum() / n[r].sum() for u, r in rows.items()}
+        users, whose = route.owners(each.device)
+        total, n = (t.new_zeros(len(users) + 1).index_add(0, whose, t).unbind() for t in (each, (labels != -100).sum(1)))
+        return {u: t / k for u, t, k in zip(users, total, n)}
 
 # %% ../nbs/34_bank.ipynb #0bc3e7de
 class DeltaBank(_Training):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .core import unwrap
-from .delta import deltas
+from .delta import _names_stay, deltas
 from .soft import SoftPrompt
 
 # %% ../nbs/33a_bbt.ipynb #ca65b4ec
@@ -194,9 +194,10 @@ class PromptScore:
         prompt:Tensor, # (P, D)
     )->Tensor:         # () loss
         "The loss of the batch behind this prompt."
-        d = SoftPrompt(self.model, init=prompt)
-        try: return self.loss(self.model(**self.batch), self.batch)
-        finally: deltas(self.model).forget(d.name)
+        with _names_stay(self.model):
+            d = SoftPrompt(self.model, init=prompt)
+            try: return self.loss(self.model(**self.batch), self.batch)
+            finally: deltas(self.model).forget(d.name)
     def start(self,
         length:int=50, # P, of the prompt
         seed:int=0,    # of the choice

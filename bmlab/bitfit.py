@@ -24,6 +24,7 @@ def _bias_shape(module):
 
 class BiasSite(Site):
     "A bias on what a module returns, beside its own."
+    combines = "add"
     def __init__(self,
         width:int,            # length of the bias
         dim:int=-1,           # dimension of the output along which it lies: -1, or 1 after convolutions
@@ -81,6 +82,7 @@ class BitFit(FieldDelta):
 # %% ../nbs/32a_bitfit.ipynb #41e48e3e
 class ScaleSite(Site):
     "A vector by which a linear layer's output, or its input, is multiplied."
+    combines = "scale"
     def __init__(self,
         width:int,              # length of the vector
         before:bool,            # scale the input? else the output
@@ -189,6 +191,7 @@ def norm_rule(
 # %% ../nbs/32a_bitfit.ipynb #11f42c79
 class NormSite(Site):
     "A change of a norm's weight and bias."
+    combines = "add"
     def __init__(self,
         width:int,    # of what is normalised
         centred:bool, # is the mean subtracted?

@@ -166,6 +166,11 @@ class Continual(_Scored):
         kept = json.loads((Path(dir) / "tasks.json").read_text(encoding="utf-8"))
         self = cls(model, make, kept["stack"])
         self.tasks, self.rows, self.untuned = {t: tuple(on) for t, on in kept["tasks"].items()}, kept["scores"], kept["untuned"]
-        for t in self.tasks: _rest(Delta.load(Path(dir) / t, model, name=t))
+        there = []
+        try:
+            for t in self.tasks: there.append(Delta.load(Path(dir) / t, model, name=t)); _rest(there[-1])
+        except Exception:
+            for d in there: deltas(model).forget(d.name)
+            raise
         return self
     def __repr__(self): return f"Continual on {type(self.model).__name__}, {'stacked' if self.stack else 'each alone'}: " + (" → ".join(self.tasks) or "nothing learnt yet")

@@ -26,6 +26,8 @@ def unwrap(
     module:nn.Module, # any module, wrapped any number of times
 )->nn.Module:         # the module inside
     "The module below `torch.compile`, data-parallel and checkpoint wrappers."
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a model, not a {type(module).__name__}" + ("; load() returns (model, tokenizer)" if isinstance(module, tuple) else ""))
     while True:
         children = module._modules
         key = next((k for k in _WRAPPED if k in children), None)
@@ -99,7 +101,9 @@ def _no_match(pattern, names, why="matches no module"):
 # %% ../nbs/00_core.ipynb #33d00085
 def _select(pattern, modules, stacks, argument):
     "Set of names that a pattern of any form selects; every part of a list must match something"
-    if hasattr(pattern, "selected"): pattern = dict.fromkeys(pattern.selected)  # a picker: exact names
+    if hasattr(pattern, "selected"):                                            # a picker: exact names
+        if not pattern.selected: raise LookupError(f"nothing is picked yet; tick modules, or give {argument} a pattern")
+        pattern = dict.fromkeys(pattern.selected)
     if isinstance(pattern, Mapping) and pattern:
         for n in pattern:
             if n not in modules: raise _no_match(n, list(modules))

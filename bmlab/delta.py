@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -26,6 +27,7 @@ _log = logging.getLogger(__name__)
 class Site(nn.Module):
     "What a delta adds to one module; subclasses hold parameters and define `around`."
     enabled = True
+    combines = None      # "add": changes what is below by something that does not depend on it; "scale": by a factor; None: otherwise. Two alike may change places
     def around(self,
         call,            # the module's own forward, or that of the delta below
         *args, **kwargs, # what the module was called with
@@ -105,7 +107,7 @@ class _OnModel:
 
     def _free_name(self, name):
         taken = {n for m in self.model.modules() if isinstance(m, _Sites) for n in m}
-        wanted = name or next(n for i in range(len(taken) + 1) if (n := f"{self.kind}_{i}" if i else self.kind) not in taken)
+        wanted = name if name is not None else next(n for i in range(len(taken) + 1) if (n := f"{self.kind}_{i}" if i else self.kind) not in taken)
         if wanted in taken or not isinstance(wanted, str) or not wanted.isidentifier() or hasattr(_Sites, wanted):
             raise ValueError(f"name={name!r} is taken, reserved or no identifier; taken: {sorted(taken)}")
         return wanted
@@ -282,7 +284,8 @@ class _Tunable(_Switchable):
         if clash:
             self.kept = before
             raise ValueError(f"{self.name!r} sits on {clash[0]}, which would be tuned as a whole besides; leave it out by exclude={clash[0]!r} where the delta is made, or by keep=")
-        self._was = self._was or {n: p.requires_grad for n, p in named.items()}
+        others = next((w for d in self.model.__dict__.get("_bmlab_handles", {}).values() if (w := getattr(d, "_was", None))), {})   # what another delta froze was tunable before that
+        self._was = self._was or {n: others.get(n, p.requires_grad) for n, p in named.items()}
         for n, p in named.items(): p.requires_grad_(n in names)
         self._tuned = tuple(n for n in named if n in names)
         for p in self.parameters(): p.requires_grad_(True)
@@ -430,6 +433,7 @@ class _Mergeable(_Copyable):
                 if p is not None: users.setdefault(tensor_key(p), []).append(n)
         with torch.no_grad():
             changes = {n: self._changes(n, modules[n]) for n in self.sites}
+            for n, site in self.sites.items(): self._check_below(n, site, modules[n])
             for n, head in self.heads.items():
                 for k, p in _named(head.own).items():
                     owner, _, last = f"{n}.{k}".rpartition(".")
@@ -449,6 +453,13 @@ class _Mergeable(_Copyable):
         self.detach()
         _merges(self.model).append(handle := Merged(self, originals))
         return handle
+
+    def _check_below(self, name, site, module):
+        "Raise where the site works on the output of another, which would then come after it"
+        stack = list(module._deltas.items())
+        for other, below in stack[:[s for _, s in stack].index(site)]:
+            if below.enabled and (below.combines is None or below.combines != site.combines):
+                raise ValueError(f"on {name} {self.name!r} works on the output of {other!r}, so that it cannot go into the weight beneath; merge or detach {other!r} first")
 
     def _changes(self, name, module):
         "What the site adds to parameters of its module, checked"
@@ -521,6 +532,23 @@ class _Saved(_Mergeable):
         return sorted(short if meant == set(self.sites) else self.sites)
 
 # %% ../nbs/30_delta.ipynb #2e92a2ae
+def _files(dir):
+    "(configuration, tensors) of the folder of a delta"
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (dir / file).is_file(): raise FileNotFoundError(f"{dir} holds no {file}; is it the folder of a saved delta?")
+    try: return json.loads((dir / "adapter_config.json").read_text(encoding="utf-8")), load_file(dir / "adapter_model.safetensors")
+    except (ValueError, SafetensorError) as e: raise ValueError(f"{dir}: a file of the delta cannot be read, was it cut short? {e}") from e
+
+@contextlib.contextmanager
+def _names_stay(model):
+    "A delta that is made inside and then renamed or dropped takes no detached delta's place"
+    before = dict(model.__dict__.get("_bmlab_handles", {}))
+    try: yield
+    finally:
+        now = model.__dict__.setdefault("_bmlab_handles", {})
+        for n, d in before.items(): now.setdefault(n, d)
+
+# %% ../nbs/30_delta.ipynb #48c6335b
 class Delta(_Saved):
     "A delta on a model: made attached, taken off exactly; [lora](31_lora.ipynb) is the first method."
     @classmethod
@@ -549,18 +577,19 @@ class Delta(_Saved):
         name:str|None=None,  # unique on the model; None: the kind
     )->"Delta":              # attached
         "Read a delta and attach it; a missing, surplus or misshapen tensor is an error that changes nothing."
-        dir = Path(dir)
-        for file in ("adapter_config.json", "adapter_model.safetensors"):
-            if not (dir / file).is_file(): raise FileNotFoundError(f"{dir} holds no {file}; is it the folder of a saved delta?")
-        config = json.loads((dir / "adapter_config.json").read_text(encoding="utf-8"))
+        with _names_stay(unwrap(model)): return Delta._load(Path(dir), model, name)
+
+    @staticmethod
+    def _load(dir, model, name):
+        config, tensors = _files(dir)
         config["peft_type"] = str(config.get("peft_type", "")).removeprefix(_SHARED)
-        cls, shared, tensors = lookup("delta", config["peft_type"].lower()), config.pop("shared_sites", {}), load_file(dir / "adapter_model.safetensors")
+        cls, shared = lookup("delta", config["peft_type"].lower()), config.pop("shared_sites", {})
         heads, tensors = _read_heads(_spread(tensors, shared), unwrap(model), config.pop("modules_to_save", None), dir, cls.head_prefix)
         d = cls.from_config(model, config, cls.read(tensors, unwrap(model), config, dir))
         try:
             if shared: d._tie(shared)
             if heads: d._add_heads(heads)
-            return d.rename(name) if name else d
+            return d if name is None else d.rename(name)
         except Exception: deltas(model).forget(d.name); raise
 
     def _add_heads(self, heads):
@@ -672,6 +701,7 @@ class Deltas(_Switched):
         return found
     def __getitem__(self, name):
         found = self._all()
+        if not isinstance(name, str): raise TypeError(f"{name!r} is a {type(name).__name__}; deltas are called by their names, one by one")
         if name not in found: raise LookupError(f"no delta {name!r} on this {type(self.model).__name__}{did_you_mean(name, found)}; there are: {', '.join(found) or 'none'}")
         return found[name]
     def __iter__(self): return iter(self._all())

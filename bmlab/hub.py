@@ -105,10 +105,15 @@ class Card:
         except TypeError as e: raise ValueError(f"{file} is no whole card: {e}") from None
 
 # %% ../nbs/31a_hub.ipynb #92e2af45
+def _title(model):
+    "The backbone's name, that of its folder alone where it came from one, or else its class"
+    named = str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
+    return (Path(named).name if Path(named).is_absolute() else named) or type(model).__name__
+
 def _card(d, name, task, license, notes, heads):
     c, model, every = d.count(), d.model, count(d.model)
     own = sum(p.numel() for h in (set(heads) - set(d.heads)) for p in model.get_submodule(h).parameters())
-    named = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+    named = _title(model)
     return Card(name=name, backbone=named, backbone_sha256=backbone_hash(model, heads), method=d.kind, task=task, license=license, parameters=c.delta + own,
                 ratio=round((c.delta + own) / max(1, every.total - every.delta), 8), created=datetime.now(timezone.utc).isoformat(timespec="seconds"), modules=len(d.sites), heads=heads, notes=notes)
 
@@ -175,7 +180,7 @@ class Hub(Mapping):
         card, mine = self[name], unwrap(model)
         here = backbone_hash(mine, card.heads) if not force else ""
         if not force and here != card.backbone_sha256:
-            named = getattr(getattr(mine, "config", None), "_name_or_path", "") or type(mine).__name__
+            named = _title(mine)
             raise ValueError(f"{name!r} was trained on {card.backbone} (SHA-256 {card.backbone_sha256[:12]}…), this model is {named} ({here[:12]}…); "
                              "load that backbone, in the same dtype, or force=True")
         return Delta.load(self.folder / card.name, model, attach_as or (name if name.isidentifier() else None))

@@ -50,6 +50,7 @@ def _together(make, *tensors):
 # %% ../nbs/31_lora.ipynb #3621b7ce
 class LoraSite(Site):
     "The pair A, B beside one linear map."
+    combines = "add"
     def __init__(self,
         in_features:int,            # width of the input
         out_features:int,           # width of the output
@@ -327,11 +328,13 @@ class _Numbers(Delta):
         if r is None: raise ValueError(f"r={self.r!r} names no rank for {keys[0]}; add a key for it, or '*' as the last one for all others")
         if not isinstance(r, int) or isinstance(r, bool) or r < 1: raise ValueError(f"r={r!r}: the rank is a whole number, 1 or more")
         alpha = self._number("alpha", 2 * r, *keys)
-        if not alpha > 0: raise ValueError(f"alpha={self.alpha!r}: a number above 0 is needed")
+        if not isinstance(alpha, (int, float)) or not alpha > 0: raise ValueError(f"alpha={self.alpha!r}: a number above 0 is needed")
         return r, alpha / (math.sqrt(r) if self.rslora else r)
 
     def _check_used(self):
         "Raise for a pattern that fits modules, but none that carries a site"
+        if self.experts is not None and not any(isinstance(s, ExpertsSite) for s in self.sites.values()):
+            raise ValueError(f"experts={self.experts!r}, but none of the modules chosen stacks experts, such as {next(iter(self.sites))}; choose them by modules=")
         there = set(self.sites) | {f"{n}.{p}" for n, s in self.sites.items() for p in getattr(s, "names", ())}
         for what, meant in self._meant.items():
             for p, names in meant.items():
@@ -476,7 +479,7 @@ class _Loading(_InFiles):
         if slices and not isinstance(slices[0], str): slices = torch.tensor(slices)
         d = cls(model, r, alpha, config.get("lora_dropout", 0.0), dict.fromkeys(tensors), rslora=config.get("use_rslora", False), dora=config.get("use_dora", False),
                 dtype=next(t.dtype for own in tensors.values() for t in own.values()),        # as it was trained, whatever the backbone's
-                init="pissa" if config.get("init_lora_weights") == "pissa" else "kaiming", slices=slices, experts=config.get("target_parameters") or None)
+                init="pissa" if config.get("init_lora_weights") == "pissa" else "kaiming", slices=slices, experts=config.get("target_parameters") if any(_stacked(n, modules[n]) for n in tensors) else None)
         try: _fill(d.sites, tensors)
         except Exception: deltas(d.model).forget(d.name); raise
         return d
@@ -513,9 +516,10 @@ class Lora(_Loading):
         share:str|None=None,           # "layers", "places": sites that are alike have one parameter set
     ):
         if not isinstance(r, dict) and (not isinstance(r, int) or isinstance(r, bool) or r < 1): raise ValueError(f"r={r!r}: the rank is a whole number, 1 or more")
-        if not 0 <= dropout < 1: raise ValueError(f"dropout={dropout!r}: a share in [0, 1) is needed")
-        if init not in _STARTS and not re.fullmatch(r"pissa_niter_\d+", init): raise ValueError(f"init={init!r}: one of {', '.join(_STARTS)} or 'pissa_niter_4'")
+        if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1: raise ValueError(f"dropout={dropout!r}: a share in [0, 1) is needed")
+        if init not in _STARTS and not re.fullmatch(r"pissa_niter_\d+", str(init)): raise ValueError(f"init={init!r}: one of {', '.join(_STARTS)} or 'pissa_niter_4'")
         if isinstance(slices, str): slices = tuple(slices)
+        if isinstance(experts, str): experts = (experts,)
         if slices is not None and not isinstance(slices, Tensor) and not (len(slices) and set(slices) <= set("qkv")):
             raise ValueError(f"slices={slices!r}: of 'q', 'k', 'v', or a tensor of row numbers")
         special = [w for w, on in (("dora=True", dora), (f"init={init!r}", init.startswith("pissa")), ("slices=", slices is not None)) if on]

@@ -6,16 +6,15 @@
 __all__ = ['PeftSite', 'PeftDelta']
 
 # %% ../nbs/31b_plugin.ipynb #c9d2f102
-import copy, dataclasses, functools, json, os
+import copy, dataclasses, functools, os
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from .core import did_you_mean, parts, resolve, tensor_key, unwrap
-from .delta import Delta, Site, _detach_site, _sharded
+from .delta import Delta, Site, _detach_site, _files, _names_stay, _sharded, deltas
 
 # %% ../nbs/31b_plugin.ipynb #788ea4d6
 def _plain_class(module):
@@ -137,7 +136,7 @@ def _read_config(config):
     peft = _peft()
     if isinstance(config, dict):
         made, name = peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(config.get("peft_type")), config.get("peft_type")
-        if made is None: raise LookupError(f"peft_type={name!r} is unknown to peft {peft.__version__}{did_you_mean(name, [t.value for t in peft.PEFT_TYPE_TO_CONFIG_MAPPING])}")
+        if made is None: raise LookupError(f"peft_type={name!r} is unknown to peft {peft.__version__}{did_you_mean(str(name).upper(), [t.value for t in peft.PEFT_TYPE_TO_CONFIG_MAPPING])}")
         if odd := sorted(set(config) - {f.name for f in dataclasses.fields(made)}): raise ValueError(f"{made.__name__} of peft {peft.__version__} does not know {odd}; was it made by a newer one?")
         config = made(**config)
     if not isinstance(config, peft.PeftConfig): raise TypeError(f"config={config!r}: a configuration of peft is needed, such as peft.LoHaConfig(r=4), or a dict with peft_type and its fields")
@@ -285,7 +284,7 @@ class PeftDelta(_Injected):
         "The delta of a file, by PEFT's configuration and reading; every key must be there and none too many."
         d = cls(model, config)
         try: _fill(d, tensors)
-        except Exception: d.detach(); raise
+        except Exception: deltas(model).forget(d.name); raise
         return d
 
     @classmethod
@@ -296,8 +295,8 @@ class PeftDelta(_Injected):
     )->"PeftDelta":          # attached
         "Read a delta of any method of PEFT; `Delta.load` prefers bmlab's own methods where there is one."
         dir = Path(dir)
-        for file in ("adapter_config.json", "adapter_model.safetensors"):
-            if not (dir / file).is_file(): raise FileNotFoundError(f"{dir} holds no {file}; is it the folder of a saved delta?")
-        config = json.loads((dir / "adapter_config.json").read_text(encoding="utf-8"))
-        d = cls.from_config(model, config, cls.read(load_file(dir / "adapter_model.safetensors"), unwrap(model), config, dir))
-        return d.rename(name) if name else d
+        config, tensors = _files(dir)
+        with _names_stay(unwrap(model)):
+            d = cls.from_config(model, config, cls.read(tensors, unwrap(model), config, dir))
+            try: return d if name is None else d.rename(name)
+            except Exception: deltas(model).forget(d.name); raise

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .core import parts, resolve, roles, unwrap
-from .delta import Delta, Site
+from .delta import Delta, Site, deltas
 from .soft import Arguments, folded, forward_names, prompt_config, prompt_table, tell_signature, text_ids, widen
 
 # %% ../nbs/33b_prefix.ipynb #f3e106d9
@@ -267,6 +267,7 @@ class _Prefixed(_Chosen):
         if length is not None and (not isinstance(length, int) or length < 1): raise ValueError(f"length={length!r}: a whole number, 1 or more")
         if init not in ("normal", "text"): raise ValueError(f"init={init!r}: 'normal' or 'text'")
         if hidden and (share or init == "text"): raise ValueError(f"hidden={hidden} makes the prefix by a network, which excludes {'share' if share else 'init'}=")
+        if text is not None and init != "text": raise ValueError(f"text={text!r} is where init='text' begins; say that too, or leave text= out")
         ids = text_ids(text, tokenizer, length) if init == "text" else None
         self.model, self.std, self.hidden = unwrap(model), std, hidden
         self.length, self.name = (length or 20) if ids is None else len(ids), self._free_name(name)
@@ -360,5 +361,5 @@ class Prefix(_FromText):
                 if tables[n].shape != (s.length, s.heads * sum(s.dims)):
                     raise ValueError(f"{n}: the file holds {tuple(tables[n].shape)}, the model needs {(s.length, s.heads * sum(s.dims))}; another backbone?")
                 for p, t in zip((s.key, s.value), tables[n].split([s.heads * x for x in s.dims], 1)): p.data.copy_(t)
-        except Exception: d.detach(); raise
+        except Exception: deltas(model).forget(d.name); raise
         return d

@@ -229,6 +229,7 @@ def prompt_config(
 # %% ../nbs/33_soft.ipynb #3477fa47
 def _start(embedding, init, length, text, tokenizer):
     "(P, D) to begin with, or None for uniform noise"
+    if text is not None and (isinstance(init, Tensor) or init != "text"): raise ValueError(f"text={text!r} is where init='text' begins; say that too, or leave text= out")
     if length is not None and (not isinstance(length, int) or length < 1): raise ValueError(f"length={length!r}: a whole number, 1 or more")
     if isinstance(init, Tensor):
         if init.ndim != 2 or length not in (None, len(init)): raise ValueError(f"init is {tuple(init.shape)}; a prompt is (length, width)" + (f" with length={length}" if length else ""))

@@ -127,6 +127,56 @@ def test_step_between_forward_and_backward_is_refused():
     with pytest.raises(RuntimeError, match="between forward and backward"): loss.backward()
 
 
+@pytest.mark.parametrize("rows", [["a", "b", "c"], ["c", None, "a"], ["a", "a", "a"]])
+@pytest.mark.parametrize("reopened", [False, True])
+def test_what_a_route_keeps_is_never_old(rows, reopened):
+    "After steps, writes past autograd, new scales, new storage, comings and goings"
+    model = llama()
+    lone = users(model)
+    bank = DeltaBank(model, lone)
+    def want():
+        out = []
+        for i, u in enumerate(rows):
+            twin = llama()
+            if u is not None:
+                for n, s in bank[u].sites.items():
+                    m = twin.get_submodule(n); m.weight.data = m.weight + s.scale * s.B.detach() @ s.A.detach()
+            out.append(logits(twin, IDS[i:i + 1]))
+        return torch.cat(out)
+    def got(fresh=reopened):
+        if not fresh: return logits(model, IDS[:3])
+        with bank.route(rows): return logits(model, IDS[:3])
+    p = lambda: bank["a"].parameters()[1]
+    def step(): bank.freeze(); opt = torch.optim.AdamW(bank.param_groups(1e-1)); model(IDS[:3]).logits.square().mean().backward(); opt.step(); opt.zero_grad()
+    def write(): p().data.mul_(3)
+    def scale(): next(iter(bank["a"].sites.values())).scale = 7.0
+    with bank.route(rows):
+        assert torch.allclose(got(), want(), atol=1e-5)
+        for change in (step, write, scale): change(); assert torch.allclose(got(), want(), atol=1e-5), change
+        with torch.inference_mode(): assert torch.allclose(model(IDS[:3]).logits, want(), atol=1e-5)
+        step()
+        assert torch.allclose(got(), want(), atol=1e-5)
+    p().data = p().data * 2
+    assert torch.allclose(got(True), want(), atol=1e-5)
+    bank.add("d", drawn(Lora(model, r=14), 8)); bank.remove("b")
+    rows = ["d" if u == "b" else u for u in rows]
+    assert torch.allclose(got(True), want(), atol=1e-5)
+    with bank.route(rows): step()
+    assert torch.allclose(got(True), want(), atol=1e-5)
+
+
+def test_serving_first_does_not_spoil_training():
+    "What was looked up in inference mode serves a backward"
+    model = llama()
+    bank = DeltaBank(model, users(model) | {"e": drawn(Adapter(model, bottleneck=4), 5)}).freeze()
+    with torch.inference_mode(), bank.route(["e", "a", None]): model(IDS[:3])
+    with bank.route(["e", "a", None]): sum(bank.losses(model(IDS[:3]).logits, IDS[:3]).values()).backward()
+    assert all(p.grad.isfinite().all() for u in "ea" for p in bank[u].parameters()) and all(p.grad is None for p in bank["b"].parameters())
+    before = bank["a"].parameters()[1].grad.clone()
+    bank["a"].parameters()[1].grad.mul_(2)
+    assert torch.equal(bank["a"].parameters()[1].grad, 2 * before)
+
+
 def test_dropout_is_each_users_own():
     model = llama().train()
     bank = DeltaBank(model, {"wet": drawn(Lora(model, dropout=0.5), 0), "dry": drawn(Lora(model), 1)})
