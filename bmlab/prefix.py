@@ -134,12 +134,8 @@ class ShiftSite(Site):
         return a(call)
     def tensors(self): return {}
 
-class StackSite(Site):
-    "On the stack of layers: positions begin at P."
-    def __init__(self,
-        module:nn.Module, # takes position_ids
-        length:int,       # P
-    ): super().__init__(); self.names, self.length = forward_names(module), length
+class StackSite(ShiftSite):
+    "On the stack of layers, which takes position_ids: positions begin at P."
     def around(self, call, *args, **kwargs):
         a = Arguments(self.names, args, kwargs)
         if (ids := a.get("position_ids")) is None:
@@ -148,7 +144,6 @@ class StackSite(Site):
             ids = torch.arange(x.shape[1], device=x.device)[None] + (0 if cache is None else cache.get_seq_length())
         a.put("position_ids", ids + self.length)
         return a(call)
-    def tensors(self): return {}
 
 def _stack(name, modules):
     "(name, module) of the nearest module above that takes inputs_embeds"

@@ -11,6 +11,7 @@ from bmlab.adapter import Adapter, Compacter, LowRankAdapter, ParallelAdapter, k
 from bmlab.core import count
 from bmlab.delta import Delta, deltas
 from bmlab.kernels import pack_linears
+from toys import moved
 
 IDS = torch.arange(24).view(3, 8) % 90 + 3
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)
@@ -48,13 +49,6 @@ def build(name):
 def logits(model, ids=IDS):
     kw = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     return model(input_ids=ids, **kw).logits
-
-
-def moved(d, std=0.1, seed=1):
-    g = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in d.parameters(): p += std * torch.randn(p.shape, generator=g).to(p)
-    return d
 
 
 @pytest.mark.parametrize("family", FAMILIES)

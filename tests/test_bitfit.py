@@ -11,6 +11,7 @@ from bmlab.core import count, roles
 from bmlab.delta import Delta, deltas
 from bmlab.kernels import pack_linears
 from bmlab.models import build as sized
+from toys import moved
 
 IDS = torch.arange(24).view(3, 8) % 90 + 3
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)
@@ -51,13 +52,6 @@ def out(model, ids=IDS, **kw):
 
 
 def logits(model): return out(model).logits
-
-
-def moved(d, std=0.1):
-    g = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in d.parameters(): p += std * torch.randn(p.shape, generator=g).to(p)
-    return d
 
 
 @pytest.mark.parametrize("family", FAMILIES)
