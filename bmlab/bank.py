@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from .adapter import _ACTIVATIONS, AdapterSite, BesideSite, on_hidden, _hidden_input
 from .core import did_you_mean, parts, table, unwrap
-from .delta import Delta, Site, _sharded
+from .delta import Delta, Site, _sharded, deltas
 from .lora import LoraSite, _alone, _kept
 from .soft import Arguments, PromptSite, forward_names, tell_signature, _cut, _lengthen, _widen_input
 
@@ -331,6 +331,11 @@ def _bias(plan, sites, name, width):
     rows = [s._parameters[name] for s in sites]
     return plan.spread(torch.stack([F.pad(p, (0, width - len(p))) for p in (*rows, rows[0].new_zeros(0))]))[:, None]
 
+def _every_bias(plan, sites, name, width):
+    "The same of sharded parameters: all users take part, as in `_whole`"
+    rows = {s: F.pad(p, (0, width - len(p))) for s, site in sites.items() for p in [site._parameters[name]]}
+    return torch.stack([rows[s] if s in rows else torch.zeros_like(next(iter(rows.values()))) for s in range(max(rows) + 1)]).index_select(0, plan.index)[:, None]
+
 def _product(x, y, W, plan, ops, up, params):
     "x Aᵀ or y + x B, through `_Grouped` where the parameters are views of a stack and autograd is listening"
     if params is not None: return _Grouped.apply(x, y, W, plan, ops, up, *params)
@@ -427,11 +432,12 @@ class BankSite(_Quick):
         A, B = self._whole(form, stack) if self.key.sharded else (stack.A, stack.B)                # gathered just now, and autograd takes their gradients back
         ops, scale = self._ops(plan, x, A, B), plan.numbers([s.scale for s in sites], 1.0)
         h = _product(x, None, A, plan, ops, False, As)
-        if form.f: h = _ACTIVATIONS[form.f](h + _bias(plan, sites, form.a, h.shape[-1]))
+        bias = functools.partial(_every_bias, plan, stack.sites) if self.key.sharded else functools.partial(_bias, plan, sites)
+        if form.f: h = _ACTIVATIONS[form.f](h + bias(form.a, h.shape[-1]))
         if isinstance(scale, Tensor): scale = scale.to(h.dtype)
         if isinstance(scale, Tensor) or scale != 1: h = h * scale
         y = _product(h, y, B, plan, ops, True, Bs) if y.dtype == h.dtype else y + _product(h, None, B, plan, ops, True, Bs).to(y.dtype)
-        return y + (_bias(plan, sites, form.b, y.shape[-1]) * scale).to(y.dtype) if form.b else y
+        return y + (bias(form.b, y.shape[-1]) * scale).to(y.dtype) if form.b else y
 
     def _ops(self, plan, x, A, B):
         "Which way the products are computed: as `path` says, or what moves the least"
@@ -502,7 +508,17 @@ class _Keeping(Delta):
         self.model, self.dtype, self.path, self.key, self.sites, self._users = unwrap(model), dtype, path, _Key(), {}, {}
         self.name = self._free_name(name)
         self.attach()
-        for user, delta in (users or {}).items(): self.add(user, delta)
+        there = [d for d in (users or {}).values() if isinstance(d, Delta) and d.attached]
+        try:
+            for user, delta in (users or {}).items(): self.add(user, delta)
+        except Exception: self._undo(there); raise
+
+    def _undo(self, there):
+        "Leave nothing of a bank that could not be made: deltas that were on the model stand there again"
+        for user in list(self._users): self.remove(user)
+        deltas(self.model).forget(self.name)
+        for d in there:
+            if not d.attached: d.attach()
 
     def add(self,
         name:str,                       # of the user, any text that is not taken

@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 class Site(nn.Module):
     "What a delta adds to one module; subclasses hold parameters and define `around`."
     enabled = True
+    reads_weight = False # does it compute with the weight beneath itself? Then nothing below it can be merged
     combines = None      # "add": changes what is below by something that does not depend on it; "scale": by a factor; None: otherwise. Two alike may change places
     def around(self,
         call,            # the module's own forward, or that of the delta below
@@ -167,6 +168,18 @@ class _Shareable(_OnModel):
 def _sharded(model):
     "Has FSDP2 taken over parameters of this model? (Between a forward and the next they need not look like shards.)"
     return torch.distributed.is_available() and any(any(c.__name__ == "FSDPModule" for c in type(m).__mro__) for m in model.modules())
+
+def _order(model):
+    "{module: names of its deltas, innermost first}"
+    return {n: list(m._deltas) for n, m in parts(model) if hasattr(m, "_deltas")}
+
+def _reorder(model, order):
+    "Let deltas stand on their modules as `_order` found them; what has come since stands above"
+    for n, m in parts(model):
+        if n not in order or not hasattr(m, "_deltas"): continue
+        place, sites = {d: i for i, d in enumerate(order[n])}, m._deltas._modules
+        for d in sorted(sites, key=lambda d: place.get(d, len(place))): sites[d] = sites.pop(d)
+    _forget_compiled()
 
 def _merges(model): return model.__dict__.setdefault("_bmlab_merges", Transient())    # open merges, the last on top
 
@@ -402,7 +415,8 @@ class Merged:
     def __init__(self,
         delta,          # the delta that was merged
         originals:dict, # (module name, parameter name) → (the parameter, its values before)
-    ): self.delta, self.originals = delta, originals
+        order:dict,     # module → the names of its deltas before
+    ): self.delta, self.originals, self.order = delta, originals, order
     def restore(self):
         "The backbone's own tensors, bit for bit, with the delta attached again; merges are taken back last first."
         open_ones = _merges(self.delta.model)
@@ -416,7 +430,9 @@ class Merged:
                 if before is None: modules[n]._parameters[k] = p         # was untied: the tied tensor itself comes back
                 else: modules[n]._parameters[k].copy_(before)
         self.originals = {}
-        return self.delta.attach()
+        self.delta.attach()
+        _reorder(self.delta.model, self.order)
+        return self.delta
     def __enter__(self): return self.delta.model
     def __exit__(self, *error): self.restore()
 
@@ -433,7 +449,7 @@ class _Mergeable(_Copyable):
                 if p is not None: users.setdefault(tensor_key(p), []).append(n)
         with torch.no_grad():
             changes = {n: self._changes(n, modules[n]) for n in self.sites}
-            for n, site in self.sites.items(): self._check_below(n, site, modules[n])
+            for n, site in self.sites.items(): self._check_others(n, site, modules[n])
             for n, head in self.heads.items():
                 for k, p in _named(head.own).items():
                     owner, _, last = f"{n}.{k}".rpartition(".")
@@ -450,14 +466,19 @@ class _Mergeable(_Copyable):
                 originals[n, k] = p, None if others else p.detach().clone()
                 if f"{n}.{k}" in replaced: modules[n]._parameters[k].copy_(changes[n][k])
                 else: modules[n]._parameters[k] += changes[n][k].to(p.dtype)
+        order = _order(self.model)
         self.detach()
-        _merges(self.model).append(handle := Merged(self, originals))
+        _merges(self.model).append(handle := Merged(self, originals, order))
         return handle
 
-    def _check_below(self, name, site, module):
-        "Raise where the site works on the output of another, which would then come after it"
+    def _check_others(self, name, site, module):
+        "Raise where the site works on the output of another, which would then come after it, or another computes with the weight"
         stack = list(module._deltas.items())
-        for other, below in stack[:[s for _, s in stack].index(site)]:
+        at = [s for _, s in stack].index(site)
+        for other, above in stack[at + 1:]:
+            if above.enabled and above.reads_weight:
+                raise ValueError(f"on {name} {other!r} computes with the weight, which merging {self.name!r} would change; merge or detach {other!r} first")
+        for other, below in stack[:at]:
             if below.enabled and (below.combines is None or below.combines != site.combines):
                 raise ValueError(f"on {name} {self.name!r} works on the output of {other!r}, so that it cannot go into the weight beneath; merge or detach {other!r} first")
 
@@ -681,11 +702,13 @@ class _Switched(Mapping):
         "Inside, all deltas are off the model, so that `save_pretrained` and `state_dict` see the backbone alone."
         there = [d for d in self.values() if d.attached]
         on = {s: s.enabled for d in there for s in d._every.values()}
+        order = _order(self.model)
         if there and _sharded(self.model): raise RuntimeError("the model is sharded, where a delta is switched off but does not leave; save whole with checkpoint.export_hf after merging")
         for d in there: d.detach()
         try: yield self.model
         finally:
             for d in there: d.attach()
+            _reorder(self.model, order)
             for s, was in on.items(): s.enabled = was
 
 # %% ../nbs/30_delta.ipynb #94360f82

@@ -216,6 +216,7 @@ def _given(loras, weights):
     loras = list(loras)
     if loras and not isinstance(loras[-1], Delta): weights = loras.pop() if weights is None else weights
     if not loras: raise ValueError("no deltas were given")
+    if weights is not None and not isinstance(weights, (list, tuple)): raise TypeError(f"weights={weights!r}: a list is needed, one weight for each of {len(loras)} deltas")
     weights = [1.] * len(loras) if weights is None else [float(w) for w in weights]
     if len(weights) != len(loras): raise ValueError(f"weights={weights!r}: {len(loras)} deltas need as many weights")
     for d in loras:

@@ -112,6 +112,7 @@ def _needs_weight(site):
 
 class DoraSite(LoraSite):
     "A pair A, B and a length for each row of the weight."
+    reads_weight = True
     def __init__(self, *args, weight:Tensor, **kw):
         super().__init__(*args, **kw)
         with torch.no_grad(): self.m = nn.Parameter(_row_norms(weight, self.A, self.B, self.scale).to(self.A.dtype))
@@ -470,6 +471,7 @@ class _Loading(_InFiles):
     @classmethod
     def from_config(cls, model, config, tensors):
         "A Lora from PEFT's configuration and tensors by module; refuses what it would not compute."
+        if missing := [k for k in ("r", "lora_alpha") if config.get(k) is None]: raise KeyError(f"adapter_config.json names no {' and no '.join(missing)}; is it that of a LoRA?")
         if odd := _unlike(config): raise ValueError(f"this adapter uses {odd}, which Lora does not compute; load it with PEFT")
         modules = dict(parts(model))
         keys = [k for n in tensors for k in ([f"{n}.{p}" for p in _stacked(n, modules[n])] or [n])]
@@ -518,6 +520,7 @@ class Lora(_Loading):
         if not isinstance(r, dict) and (not isinstance(r, int) or isinstance(r, bool) or r < 1): raise ValueError(f"r={r!r}: the rank is a whole number, 1 or more")
         if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1: raise ValueError(f"dropout={dropout!r}: a share in [0, 1) is needed")
         if init not in _STARTS and not re.fullmatch(r"pissa_niter_\d+", str(init)): raise ValueError(f"init={init!r}: one of {', '.join(_STARTS)} or 'pissa_niter_4'")
+        if dtype is not None and not isinstance(dtype, torch.dtype): raise TypeError(f"dtype={dtype!r}: a dtype of torch, such as torch.bfloat16")
         if isinstance(slices, str): slices = tuple(slices)
         if isinstance(experts, str): experts = (experts,)
         if slices is not None and not isinstance(slices, Tensor) and not (len(slices) and set(slices) <= set("qkv")):

@@ -58,6 +58,7 @@ def _place(layer, old, new):
 
 class PeftSite(Site):
     "One of PEFT's layers around one module."
+    reads_weight = True     # some of PEFT's layers do
     def __init__(self,
         module:nn.Module, # of the backbone
         layer:nn.Module,  # PEFT's, made for a copy of the module

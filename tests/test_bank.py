@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 from torch import nn
 
-from bmlab.adapter import Adapter
+from bmlab.adapter import Adapter, ParallelAdapter
 from bmlab.bank import DeltaBank
 from bmlab.core import run_ranks
 from bmlab.delta import deltas
@@ -279,13 +279,16 @@ def test_hundred_users_come_and_go():
     assert len(bank) == 81 and bank.key.slots["late"] == 1 and "bank" in deltas(model)
 
 
-def _sharded_rank(zero):
+def mixed(model): return {"a": drawn(Lora(model, r=4), 0), "b": drawn(Adapter(model, 4), 1), "c": drawn(ParallelAdapter(model, 3), 2)}
+
+
+def _sharded_rank(zero, kinds):
     import torch.distributed as dist
     from bmlab.processes import init_distributed
     from bmlab.sharding import shard
     init_distributed(seed=0)
     model = llama()
-    bank = DeltaBank(model, users(model)).freeze()
+    bank = DeltaBank(model, kinds(model)).freeze()
     rank, world = dist.get_rank(), dist.get_world_size()
     shard(model, zero=zero, checkpoint=False, dtype=torch.float32)
     rows, ids = ROWS[rank * 3:rank * 3 + 3], IDS[rank * 3:rank * 3 + 3]
@@ -297,11 +300,11 @@ def _sharded_rank(zero):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("zero", [2, 3])
-def test_two_ranks_equal_one(zero):
-    ranks = run_ranks(_sharded_rank, zero, world_size=2)
+@pytest.mark.parametrize("zero, kinds", [(2, users), (3, users), (2, mixed), (3, mixed)])
+def test_two_ranks_equal_one(zero, kinds):
+    ranks = run_ranks(_sharded_rank, zero, kinds, world_size=2)
     model = llama()
-    bank = DeltaBank(model, users(model)).freeze()
+    bank = DeltaBank(model, kinds(model)).freeze()
     with bank.route(ROWS): out = model(IDS).logits
     out.square().sum().backward()
     assert (torch.cat([r[0] for r in ranks]) - out.detach()).abs().max() <= 1e-5

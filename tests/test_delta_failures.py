@@ -4,7 +4,7 @@ import json
 import pytest, torch
 import transformers as tf
 
-from bmlab.all import Adapter, Bbt, Continual, Delta, IA3, Lora, PeftDelta, Prefix, PromptScore, SoftPrompt, deltas, pick
+from bmlab.all import Adapter, Bbt, Continual, Delta, DeltaBank, IA3, Lora, PeftDelta, Prefix, PromptScore, SoftPrompt, deltas, pick
 from bmlab.hub import Hub, publish
 
 def tiny(**more):
@@ -95,6 +95,31 @@ def test_a_delta_that_works_on_anothers_output_is_not_merged():
     with torch.no_grad():
         want = m(torch.arange(1, 9).view(2, 4)).logits
         with two[1].merge(): torch.testing.assert_close(m(torch.arange(1, 9).view(2, 4)).logits, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_delta_below_one_that_reads_the_weight_is_not_merged():
+    m = tiny()
+    a, b = Lora(m, r=2, modules="v_proj"), Lora(m, r=2, modules="v_proj", dora=True, name="dora")
+    with pytest.raises(ValueError, match="'dora' computes with the weight"): a.merge()
+    assert a.attached and b.attached
+
+
+def test_a_merge_taken_back_leaves_the_order():
+    m, ids = tiny(), torch.arange(1, 9).view(2, 4)
+    a, b = Lora(m, r=2, modules="down_proj"), Adapter(m, 4, modules="down_proj")
+    for p in [*a.parameters(), *b.parameters()]: torch.nn.init.normal_(p, std=0.3)
+    with torch.no_grad(): want = m(ids).logits
+    with a.merge(), torch.no_grad(): torch.testing.assert_close(m(ids).logits, want, atol=1e-4, rtol=1e-4)
+    with torch.no_grad(): assert torch.equal(m(ids).logits, want)
+    with deltas(m).aside(): pass
+    with torch.no_grad(): assert torch.equal(m(ids).logits, want)
+
+
+def test_a_bank_that_cannot_be_made_leaves_the_deltas_where_they_were(tmp_path):
+    m = tiny()
+    a = Lora(m, r=2, name="mine")
+    with pytest.raises(FileNotFoundError): DeltaBank(m, {"a": a, "b": tmp_path / "nope"})
+    assert a.attached and list(deltas(m)) == ["mine"]
 
 
 def test_unfreeze_in_any_order():
