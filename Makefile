@@ -5,6 +5,7 @@ BIN    := .venv/bin
 TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 export OMP_NUM_THREADS ?= 1
+export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export PYTHONPATH =
 ifeq ($(shell command -v nvidia-smi),)

@@ -494,9 +494,38 @@ class BankPrompt(Site):
         return _cut(a(call), L, P)
 
 # %% ../nbs/34_bank.ipynb #bb6ab177
-class _Keeping(Delta):
-    "A bank's users: who comes, who goes"
+class _Admitting(Delta):
+    "Who may come, and how a bank that fails leaves"
     kind = "bank"
+    def _check_user(self, d):
+        "Raise for a delta that cannot be stacked, before anything changes"
+        if d.model is not self.model: raise ValueError("this delta was made for another model object; copy it with delta.copy_to(model), or save it and add the folder")
+        if d in self._users.values() or isinstance(d, _Admitting): raise ValueError(f"{d.name!r} is a user already, or a bank")
+        if d.shared: raise ValueError(f"{d.name!r} shares parameters among its modules, which stacks cannot; save(dir, spread=True) and add the folder")
+        if not d.sites: raise ValueError(f"{d.name!r} sits on no module")
+        for n, site in d.sites.items():
+            if isinstance(site, PromptSite):
+                if not site.cut: raise TypeError(f"{d.name!r} leaves its positions in the output or sits in an encoder–decoder; a bank holds prompts of one model that cut them off (cut=True)")
+                continue
+            _form(n, site)
+            if ".experts." in f".{n}": raise TypeError(f"{n} gets the tokens of all rows mixed, so that a row's user is lost there; exclude the experts")
+
+    def _forget(self, d):
+        "Take a delta off the model, and out of the list of those that can be switched"
+        d.detach()
+        handles = self.model.__dict__.get("_bmlab_handles", {})
+        for n in [n for n, h in handles.items() if h is d]: del handles[n]
+
+    def _undo(self, there):
+        "Leave nothing of a bank that could not be made: deltas that were on the model stand there again"
+        for user in list(self._users): self.remove(user)
+        deltas(self.model).forget(self.name)
+        for d in there:
+            if not d.attached: d.attach()
+
+# %% ../nbs/34_bank.ipynb #bfffc96f
+class _Keeping(_Admitting):
+    "A bank's users: who comes, who goes"
     def __init__(self,
         model:nn.Module,                # the backbone
         users:dict|None=None,           # name → a delta of this model, or the folder of one; more by `add`
@@ -512,13 +541,6 @@ class _Keeping(Delta):
         try:
             for user, delta in (users or {}).items(): self.add(user, delta)
         except Exception: self._undo(there); raise
-
-    def _undo(self, there):
-        "Leave nothing of a bank that could not be made: deltas that were on the model stand there again"
-        for user in list(self._users): self.remove(user)
-        deltas(self.model).forget(self.name)
-        for d in there:
-            if not d.attached: d.attach()
 
     def add(self,
         name:str,                       # of the user, any text that is not taken
@@ -542,25 +564,6 @@ class _Keeping(Delta):
         self.key.epoch += 1
         if there: self.attach()
         return self
-
-    def _check_user(self, d):
-        "Raise for a delta that cannot be stacked, before anything changes"
-        if d.model is not self.model: raise ValueError("this delta was made for another model object; copy it with delta.copy_to(model), or save it and add the folder")
-        if d in self._users.values() or isinstance(d, _Keeping): raise ValueError(f"{d.name!r} is a user already, or a bank")
-        if d.shared: raise ValueError(f"{d.name!r} shares parameters among its modules, which stacks cannot; save(dir, spread=True) and add the folder")
-        if not d.sites: raise ValueError(f"{d.name!r} sits on no module")
-        for n, site in d.sites.items():
-            if isinstance(site, PromptSite):
-                if not site.cut: raise TypeError(f"{d.name!r} leaves its positions in the output or sits in an encoder–decoder; a bank holds prompts of one model that cut them off (cut=True)")
-                continue
-            _form(n, site)
-            if ".experts." in f".{n}": raise TypeError(f"{n} gets the tokens of all rows mixed, so that a row's user is lost there; exclude the experts")
-
-    def _forget(self, d):
-        "Take a delta off the model, and out of the list of those that can be switched"
-        d.detach()
-        handles = self.model.__dict__.get("_bmlab_handles", {})
-        for n in [n for n, h in handles.items() if h is d]: del handles[n]
 
 # %% ../nbs/34_bank.ipynb #4787be02
 class _Going(_Keeping):
