@@ -92,7 +92,7 @@ def save_cooked(
     if any("_deltas." in k for k in state):
         raise ValueError("the model carries a delta; merge or detach it, or save it with its own save()")
     dir.mkdir(parents=True, exist_ok=True)
-    tied, packed = _tied(state), [n for n, m in parts(model) if hasattr(m, "_bmlab_packed")]
+    tied, packed = _tied(state), {n: getattr(m, "group_size", None) for n, m in parts(model) if hasattr(m, "_bmlab_packed")}     # None: int8
     save_file({k: t.contiguous() for k, t in state.items() if k not in tied}, dir / "model.safetensors.part", metadata={"format": "pt"})
     os.replace(dir / "model.safetensors.part", dir / "model.safetensors")
     for part, kind in ((getattr(model, "config", None), "config"), (getattr(model, "generation_config", None), "generation"), (tok, "tokenizer")):
@@ -123,7 +123,8 @@ def load_cooked(
     if not (dir / "cooked.json").is_file(): raise FileNotFoundError(f"{dir} holds no cooked.json; is it the folder of save_cooked?")
     info = json.loads((dir / "cooked.json").read_text(encoding="utf-8"))
     model = _skeleton(dir, info["class"]) if skeleton is None else skeleton
-    if info["packed"]: pack_linears(model, modules=dict.fromkeys(info["packed"]), embeddings=False)
+    for group in dict.fromkeys(info["packed"].values()):
+        pack_linears(model, 4 if group else 8, modules={n: None for n, g in info["packed"].items() if g == group}, embeddings=False, group_size=group or 128)
     for n, dtype in info["out_dtype"].items(): model.get_submodule(n).out_dtype = getattr(torch, dtype)
     try: state = load_file(dir / "model.safetensors", device=str(device))
     except Exception as e: raise OSError(f"{dir / 'model.safetensors'} cannot be read ({e}); was it cut off? Save the model again") from e

@@ -243,6 +243,7 @@ def tensor_key(
 )->tuple:      # equal for two tensors that are the same memory
     "What tells tied weights: the object itself, or the same stretch of storage."
     if t.device.type == "meta" or t.numel() == 0 or type(t) not in (Tensor, nn.Parameter): return (id(t),)
+    if home := getattr(t, "_bmlab_home", None): return (*home, t.dtype, t.shape, t.stride())   # a visitor: many take turns at one address
     return (t.device, t.data_ptr(), t.dtype, t.shape, t.stride())
 
 # %% ../nbs/00_core.ipynb #3c98083e

@@ -165,10 +165,6 @@ class _Shareable(_OnModel):
         self.shared = {**self.shared, **shared}
 
 # %% ../nbs/30_delta.ipynb #785230bf
-def _sharded(model):
-    "Has FSDP2 taken over parameters of this model? (Between a forward and the next they need not look like shards.)"
-    return torch.distributed.is_available() and any(any(c.__name__ == "FSDPModule" for c in type(m).__mro__) for m in model.modules())
-
 def _order(model):
     "{module: names of its deltas, innermost first}"
     return {n: list(m._deltas) for n, m in parts(model) if hasattr(m, "_deltas")}
@@ -180,6 +176,23 @@ def _reorder(model, order):
         place, sites = {d: i for i, d in enumerate(order[n])}, m._deltas._modules
         for d in sorted(sites, key=lambda d: place.get(d, len(place))): sites[d] = sites.pop(d)
     _forget_compiled()
+
+def _at_rest(model):
+    "Inside, blocks that are streamed lie on the host, where they can be read and written"
+    streamer = model.__dict__.get("_bmlab_streamer")
+    return contextlib.nullcontext() if streamer is None else streamer.on_host()
+
+def _resting(method):
+    "A delta's method that runs `_at_rest`"
+    @functools.wraps(method)
+    def rested(self, *args, **kwargs):
+        with _at_rest(self.model): return method(self, *args, **kwargs)
+    return rested
+
+# %% ../nbs/30_delta.ipynb #0b9fe053
+def _sharded(model):
+    "Has FSDP2 taken over parameters of this model? (Between a forward and the next they need not look like shards.)"
+    return torch.distributed.is_available() and any(any(c.__name__ == "FSDPModule" for c in type(m).__mro__) for m in model.modules())
 
 def _merges(model): return model.__dict__.setdefault("_bmlab_merges", Transient())    # open merges, the last on top
 
@@ -425,7 +438,7 @@ class Merged:
             raise RuntimeError(f"{open_ones[-1].delta.name!r} was merged after {self.delta.name!r}; restore that first")
         open_ones.pop()
         modules = dict(parts(self.delta.model))
-        with torch.no_grad():
+        with torch.no_grad(), _at_rest(self.delta.model):
             for (n, k), (p, before) in self.originals.items():
                 if before is None: modules[n]._parameters[k] = p         # was untied: the tied tensor itself comes back
                 else: modules[n]._parameters[k].copy_(before)
@@ -438,6 +451,7 @@ class Merged:
 
 # %% ../nbs/30_delta.ipynb #8f8149a7
 class _Mergeable(_Copyable):
+    @_resting
     def merge(self,
         untie:bool=False,   # give a module whose weight is tied to another's its own copy while merged; False: refuse
     )->Merged:
@@ -522,6 +536,7 @@ class _Saved(_Mergeable):
         "What stands in adapter_config.json beyond the model; an entry None leaves one out."
         raise NotImplementedError(f"{type(self).__name__}.config")
 
+    @_resting
     def save(self,
         dir:str|os.PathLike, # folder, made if missing
         spread:bool=False,   # write a shared parameter set at each of its sites, as PEFT wants it; False: once

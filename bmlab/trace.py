@@ -271,11 +271,13 @@ def find_blocks(
     if blocks is not None:
         found = []
         for n, m in resolve(model, blocks).items(): found += members(m, m._modules) if isinstance(m, (nn.ModuleList, nn.ModuleDict)) else [n]
-        return {n: modules[n] for n in modules if n in set(_outermost(dict.fromkeys(found)))}
+        found = set(_outermost(dict.fromkeys(found)))
+        return {n: modules[n] for n in modules if n in found}
     for least in (2, 1):                                          # one layer only: a list of one
         found = [n for m in modules.values() for n in members(m, _stacked(m, least)) if least > 1 or isinstance(m, nn.ModuleList)]
         if found: break
-    return {n: modules[n] for n in modules if n in set(_outermost(dict.fromkeys(found)))}
+    found = set(_outermost(dict.fromkeys(found)))
+    return {n: modules[n] for n in modules if n in found}
 
 # %% ../nbs/06b_trace.ipynb #ffde3bb6
 class BlockTrace(NamedTuple):

@@ -165,3 +165,239 @@ def test_odd_inputs():
     assert packed_linear(x.double(), codes, scale).dtype == torch.float64
     assert torch.equal(packed_linear(torch.cat([x, x], 1)[:, ::2], codes, scale), packed_linear(torch.cat([x, x], 1)[:, ::2].contiguous(), codes, scale))
     with torch.autocast("cuda", torch.bfloat16): assert packed_linear(x.float(), codes, scale).dtype == torch.bfloat16
+
+
+# ---- int4, GEMM, the kernels of a decode step
+
+SHAPES4 = [(4096, 4096, 128), (12288, 4096, 128), (20480, 4096, 128), (4096, 10240, 128), (4096, 14336, 64), (28672, 4096, 64), (577, 1536, 32), (1, 64, 32), (33, 4224, 128), (9000, 96, 32)]   # (N, K, group)
+CLOSE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}   # attention: the probabilities are rounded too
+
+
+def make4(N, K, group, M=16, dtype=torch.bfloat16, seed=0):
+    torch.manual_seed(seed)
+    codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device="cuda")
+    scale, zero = torch.rand(N, K // group, device="cuda").div(500).add(1e-4).half(), torch.randn(N, K // group, device="cuda").div(500).half()
+    return torch.randn(M, K, device="cuda").to(dtype), codes, scale, zero, torch.randn(N, device="cuda").to(dtype)
+
+
+def reference4(x, codes, scale, zero, bias=None):
+    byte = codes.view(*scale.shape, -1)
+    q = torch.cat([byte & 15, byte >> 4], 2).double()
+    return F.linear(x.double(), ((q - 8) * scale[..., None].double() + zero[..., None].double()).flatten(1), None if bias is None else bias.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N,K,group", SHAPES4)
+def test_int4_equals_float64(N, K, group, dtype):
+    from bmlab.triton_kernels import int4_linear
+    x, *packed, bias = make4(N, K, group, dtype=dtype)
+    for M in (1, 2, 7, 16):
+        for b in (None, bias):
+            got = int4_linear(x[:M], *packed, b)
+            assert got.dtype == dtype and error(got, reference4(x[:M], *packed, b)) < LIMIT[dtype], (M, b is None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N,K,group", [(4096, 4096, 128), (20480, 4096, 128), (577, 1536, 32), (4096, 14336, 64)])
+def test_int4_row_does_not_depend_on_its_company(N, K, group, dtype):
+    "Up to eight rows take narrower tiles: the same bits"
+    from bmlab.triton_kernels import int4_linear
+    x, *packed = make4(N, K, group, dtype=dtype)
+    alone = torch.cat([int4_linear(row, *packed) for row in x.split(1)])
+    for M in range(1, 17): assert torch.equal(int4_linear(x[:M], *packed), alone[:M]), M
+    order = torch.randperm(16, device="cuda")
+    assert torch.equal(int4_linear(x[order], *packed), alone[order])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_nibble(dtype):
+    "Each of the 256 bytes at each place of a word, alone under an x that picks one column: the unpacking is exact"
+    from bmlab.triton_kernels import int4_linear
+    codes = torch.arange(256, device="cuda", dtype=torch.uint8)[:, None].repeat(1, 16).contiguous()
+    one, none = torch.ones(256, 1, device="cuda").half(), torch.zeros(256, 1, device="cuda").half()
+    for columns in (range(16), range(16, 32)):
+        x = torch.zeros(16, 32, device="cuda", dtype=dtype)
+        for i, c in enumerate(columns): x[i, c] = 1
+        want = (codes[:, 0] & 15 if columns[0] == 0 else codes[:, 0] >> 4).to(dtype) - 8
+        assert torch.equal(int4_linear(x, codes, one, none), want.expand(16, -1))
+
+
+def test_int4_views_into_a_slab():
+    from bmlab.triton_kernels import int4_gemm, int4_linear
+    x, codes, scale, zero, _ = make4(96, 1024, 128)
+    want, wide = int4_linear(x, codes, scale, zero), int4_gemm(x, codes, scale, zero)
+    for offset in (0, 2, 16, 100, 256):
+        views = []
+        for t, fill in ((codes, 255), (scale, 7), (zero, 7)):
+            size = t.numel() * t.element_size()
+            slab = torch.full((size + 600,), fill, dtype=torch.uint8, device="cuda")
+            views.append(slab[offset:offset + size].view(t.dtype).view(t.shape).copy_(t))
+        assert torch.equal(int4_linear(x, *views), want) and torch.equal(int4_gemm(x, *views), wide), offset
+
+
+def test_int4_more_than_two_to_the_31_bytes():
+    from bmlab.triton_kernels import int4_linear
+    N, K = 2**18 + 16, 2**14
+    codes = torch.full((N, K // 2), 0x88, dtype=torch.uint8, device="cuda")                  # q = 8: weight zero
+    codes[-1] = 0x99; codes[5] = 0xAA
+    scale, zero = torch.ones(N, K // 128, device="cuda").half(), torch.zeros(N, K // 128, device="cuda").half()
+    y = int4_linear(torch.ones(2, K, device="cuda", dtype=torch.bfloat16), codes, scale, zero)
+    assert y[:, -1].tolist() == [K, K] and y[:, 5].tolist() == [2 * K, 2 * K] and y.double().sum().item() == 6 * K
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("M", [1, 17, 64, 65, 300])
+def test_gemm_equals_float64(M, dtype):
+    from bmlab.triton_kernels import int4_gemm, int8_gemm
+    for N, K in ((4096, 4096), (577, 1531), (129, 70), (1, 7)):
+        x, codes, scale, bias = make(N, K, M, dtype)
+        assert error(int8_gemm(x, codes, scale, bias), reference(x, codes, scale, bias)) < max(LIMIT[dtype], 3e-5), (N, K)   # float32: three TF32 products, summed by the tensor core
+    rounded = {torch.float32: 3e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]     # int4 weights are rounded to the dtype
+    for N, K, group in ((4096, 4096, 128), (577, 1536, 64), (1, 96, 32)):
+        x, *packed = make4(N, K, group, M, dtype)
+        assert error(int4_gemm(x, *packed), reference4(x, *packed)) < rounded, (N, K, group)
+
+
+@pytest.mark.parametrize("M", [1, 16, 40])
+def test_kernels_in_one_graph_and_compiled(M):
+    from bmlab.triton_kernels import int4_gemm, int4_linear, rms_norm, silu_mul
+    x, *packed, _ = make4(2048, 1024, 128, M)
+    weight = torch.rand(1024, device="cuda", dtype=torch.bfloat16)
+    def step(x):
+        y, total = rms_norm(x, weight, 1e-5, x)
+        return silu_mul((int4_linear if M <= 16 else int4_gemm)(y, *packed)) + total
+    step(x); torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): out = step(x)
+    for seed in range(3):
+        torch.manual_seed(seed); x.copy_(torch.randn_like(x)); graph.replay()
+        assert torch.equal(out, step(x))
+    with torch.no_grad(): assert error(torch.compile(step, fullgraph=True)(x), step(x).double()) < 2**-7
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_and_gate(dtype):
+    from bmlab.triton_kernels import rms_norm, silu_mul
+    most = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    for shape in ((1, 4096), (3, 5, 577), (16, 16384), (2, 1)):
+        x, r, w = torch.randn(shape, device="cuda").to(dtype), torch.randn(shape, device="cuda").to(dtype), torch.randn(shape[-1], device="cuda").to(dtype)
+        y, total = rms_norm(x, w, 1e-5, r, offset=1.)
+        assert torch.equal(total, x + r) and torch.equal(y, rms_norm(x + r, w, 1e-5, offset=1.))
+        assert error(y, F.rms_norm(total.double(), shape[-1:], w.double() + 1, 1e-5)) < most
+        gate_up = 4 * torch.cat([x, r], -1)
+        for name, act in (("silu", F.silu), ("gelu", F.gelu), ("gelu_tanh", lambda g: F.gelu(g, approximate="tanh"))):
+            gate, up = gate_up.double().chunk(2, -1)
+            assert error(silu_mul(gate_up, name), act(gate) * up) < most, name
+    assert silu_mul(torch.tensor([[-1e4, 1e4, 1., 1.]], device="cuda")).tolist() == [[0., 1e4]]
+
+
+def quantize_heads(x):
+    scale = (x.float().abs().amax(-1) / 127).clamp(6e-8, 65504).half()
+    return (x.float() / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+@pytest.mark.parametrize("bits8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_and_store(dtype, bits8):
+    from bmlab.triton_kernels import rope_and_store
+    torch.manual_seed(0)
+    B, M, H, HK, D, T = 3, 4, 32, 8, 128, 40
+    qkv, angles = torch.randn(B, M, (H + 2 * HK) * D, device="cuda").to(dtype), torch.rand(B, M, D, device="cuda") * 6
+    cos, sin, start = angles.cos().to(dtype), angles.sin().to(dtype), torch.tensor([0, 36, 7], device="cuda")
+    store = [torch.full((B, HK, T, D), 7, device="cuda", dtype=torch.int8 if bits8 else dtype) for _ in "kv"]
+    scales = [torch.full((B, HK, T), 7, device="cuda", dtype=torch.float16) for _ in "kv"] if bits8 else [None, None]
+    q = rope_and_store(qkv, cos, sin, *store, start, *scales)
+    heads = qkv.double().view(B, M, -1, D).transpose(1, 2)
+    turned = heads * cos.double()[:, None] + torch.cat([-heads[..., D // 2:], heads[..., :D // 2]], -1) * sin.double()[:, None]
+    most = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    assert q.dtype == dtype and error(q, turned[:, :H]) < most
+    slots = start[:, None] + torch.arange(M, device="cuda")
+    for b in range(B):
+        for at, want in ((0, turned[b, H:H + HK]), (1, heads[b, H + HK:])):                  # (Hk, M, D)
+            got = store[at][b, :, slots[b]]
+            if not bits8: assert error(got, want) < most
+            elif at == 1: assert all(torch.equal(a, w) for a, w in zip((got, scales[at][b, :, slots[b]]), quantize_heads(qkv.view(B, M, -1, D).transpose(1, 2)[b, H + HK:])))   # values: bit for bit
+            else: assert error(got.double() * scales[at][b, :, slots[b]].double()[..., None], want) < 0.01
+            rest = torch.ones(T, dtype=torch.bool, device="cuda"); rest[slots[b]] = False
+            assert (store[at][b, :, rest] == 7).all()                                        # nothing else was touched
+    edge = rope_and_store(qkv[:1], None, None, *store, torch.tensor([[-1, T, T + 5, 10**6]], device="cuda"), *scales)   # nothing is written outside
+    assert torch.equal(edge, qkv[:1].view(1, M, -1, D).transpose(1, 2)[:, :H])
+
+
+def attention(q, k, v, lengths, k_scale=None, v_scale=None, mask=None, window=None, causal=True):
+    (B, H, M, D), T = q.shape, k.shape[2]
+    k, v = (t.double() * (1 if s is None else s[..., None].double()) for t, s in ((k, k_scale), (v, v_scale)))
+    slot, last = torch.arange(T, device=q.device), lengths[:, None] + torch.arange(M, device=q.device) if causal else (lengths - 1)[:, None].expand(B, M)
+    k, v = (t.masked_fill((slot > last[:, -1:]).view(B, 1, T, 1), 0).repeat_interleave(H // k.shape[1], 1) for t in (k, v))
+    if mask is not None: last = lengths[:, None] - 1 + mask.sum(-1)
+    seen = slot <= last[..., None]
+    if mask is not None:
+        for b, n in enumerate(lengths.tolist()): seen[b, :, n:n + M] = mask[b]; seen[b, :, n + M:] = False
+    if window is not None: seen &= slot > last[..., None] - window
+    return (q.double() @ k.transpose(-1, -2) * D ** -0.5).masked_fill(~seen[:, None], float("-inf")).softmax(-1).nan_to_num() @ v
+
+
+def attention_case(B, M, H, HK, D, T, dtype, bits8, lengths=None):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(B, H, M, D, device="cuda").to(dtype), *(torch.randn(B, HK, T, D, device="cuda").to(dtype) for _ in "kv")
+    lengths = torch.randint(0, T - M + 1, (B,), device="cuda") if lengths is None else torch.tensor(lengths, device="cuda")
+    (k, ks), (v, vs) = (quantize_heads(k), quantize_heads(v)) if bits8 else ((k, None), (v, None))
+    for b in range(B):
+        for t in (k, v): t[b, :, lengths[b] + M:] = 99 if bits8 else float("nan")
+        for t in (ks, vs):
+            if t is not None: t[b, :, lengths[b] + M:] = float("nan")
+    return dict(q=q, k=k, v=v, lengths=lengths, k_scale=ks, v_scale=vs)
+
+
+@pytest.mark.parametrize("bits8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("B,M,H,HK,D,T", [(1, 1, 32, 32, 128, 544), (4, 16, 32, 8, 128, 3000), (2, 5, 9, 3, 64, 100), (2, 3, 8, 1, 256, 700), (1, 2, 4, 4, 80, 65), (1, 1, 2, 2, 20, 1)])
+def test_attention_equals_float64(B, M, H, HK, D, T, dtype, bits8):
+    from bmlab.triton_kernels import decode_attention
+    case = attention_case(B, M, H, HK, D, T, dtype, bits8)
+    most = max(CLOSE[dtype], 2**-6 if bits8 and dtype != torch.float32 else 0)
+    assert error(decode_attention(**case), attention(**case)) < most
+    tree = torch.eye(M, device="cuda").bool().repeat(B, 1, 1); tree[:, 1:, 0] = True
+    for extra in (dict(mask=tree), dict(mask=tree, window=40), dict(window=7), dict(causal=False)):
+        if "causal" in extra: case["lengths"] = (case["lengths"] + 0).clamp_min(1)
+        assert error(decode_attention(**case, **extra), attention(**case, **extra)) < most, extra
+
+
+@pytest.mark.parametrize("bits8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("H,HK", [(32, 32), (32, 8), (9, 3)])
+def test_attention_row_does_not_depend_on_its_company(H, HK, dtype, bits8):
+    "Alone or in a batch, one token or sixteen at once, in a short cache or a long one, in any cache row: the same bits"
+    from bmlab.triton_kernels import decode_attention
+    case = attention_case(3, 16, H, HK, 128, 1200, dtype, bits8, lengths=[1184, 57, 1000])
+    whole = decode_attention(**case)
+    assert torch.equal(decode_attention(**case), whole)
+    for b in range(3):
+        one = {n: t if t is None else t[b:b + 1] for n, t in case.items()}
+        assert torch.equal(decode_attention(**one), whole[b:b + 1])
+        longer = one | {n: torch.cat([one[n], torch.full_like(one[n], 99)], 2) for n in ("k", "v", "k_scale", "v_scale") if one[n] is not None}
+        assert torch.equal(decode_attention(**longer), whole[b:b + 1])
+        for m in range(16):
+            single = one | dict(q=one["q"][:, :, m:m + 1], lengths=one["lengths"] + m)
+            assert torch.equal(decode_attention(**single)[:, :, 0], whole[b:b + 1, :, m]), (b, m)
+        assert torch.equal(decode_attention(**case | dict(q=one["q"], lengths=one["lengths"]), rows=torch.tensor([b], device="cuda")), whole[b:b + 1])
+
+
+def test_attention_in_a_graph_follows_its_lengths():
+    from bmlab.triton_kernels import decode_attention, rope_and_store
+    B, H, HK, D, T = 2, 8, 2, 64, 300
+    k, v = (torch.zeros(B, HK, T, D, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    qkv, lengths = torch.randn(B, 1, (H + 2 * HK) * D, device="cuda", dtype=torch.bfloat16), torch.tensor([0, 70], device="cuda")
+    def step(k, v):
+        q = rope_and_store(qkv, None, None, k, v, lengths)
+        return decode_attention(q, k, v, lengths)
+    step(k.clone(), v.clone()); torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): out = step(k, v)
+    k2, v2 = k.clone().zero_(), v.clone().zero_()
+    k.zero_(); v.zero_()
+    for token in range(130):
+        torch.manual_seed(token); qkv.copy_(torch.randn_like(qkv)); graph.replay()
+        assert torch.equal(out, step(k2, v2)), token
+        lengths += 1
+    assert torch.equal(k, k2) and torch.equal(v, v2)

@@ -1,0 +1,121 @@
+"Continuous batching: what each request says is what it says alone, whatever the others do"
+import random
+import threading
+import time
+
+import pytest
+import torch
+import transformers as tf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from bmlab.batching import Batcher
+from bmlab.decode import Decoder
+from bmlab.loop import stream_text
+from bmlab.sampling import Sampler
+from bmlab.speculate import DraftModel, PromptLookup
+
+DEVICE = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])]
+
+
+@pytest.fixture(scope="module")
+def tok():
+    t = Tokenizer(models.BPE())
+    t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    t.train_from_iterator(["plain english"], trainers.BpeTrainer(vocab_size=270, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    return tf.PreTrainedTokenizerFast(tokenizer_object=t)
+
+
+@pytest.fixture(scope="module")
+def model(tok):
+    torch.manual_seed(0)
+    m = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=len(tok))).eval()
+    m.generation_config.eos_token_id = None
+    return m
+
+
+def alone(d, tok, prompt, max_new_tokens, stop=(), stop_ids=None, seed=None, **options):
+    return "".join(p for _, p in stream_text(d, tok, [prompt], Sampler(**options, seed=[seed]), max_new_tokens, stop, stop_ids))
+
+
+def asks(n, seed=0):
+    rng = random.Random(seed)
+    for i in range(n):
+        yield dict(prompt="".join(rng.choice("plain english ") for _ in range(rng.randint(1, 30))), max_new_tokens=rng.randint(1, 14), stop_ids=rng.choice([[], [7, 8, 9]]),
+                   **rng.choice([{}, dict(temperature=0.9, seed=i), dict(temperature=0.7, top_p=0.9, top_k=40, seed=i), dict(repetition_penalty=1.3)]))
+
+
+@pytest.mark.parametrize("device", DEVICE)
+@pytest.mark.parametrize("how", ["plain", "ahead", "lookup", "draft"])
+def test_60_requests_from_20_threads(how, model, tok, device, sayings={}):
+    m = model.to(device)
+    d, todo, got = Decoder(m, max_batch=5, max_ctx=64), list(asks(60)), [None] * 60
+    want = sayings[device] = sayings.get(device) or [alone(d, tok, **a) for a in todo]
+    draft = {"lookup": PromptLookup(length=4), "draft": DraftModel(m, length=3)}.get(how)
+    with Batcher(d, tok, draft) as b:
+        if how == "ahead": b.runs_ahead = True
+        def user(k):
+            for i in range(k, 60, 20): got[i] = "".join(b.submit(**todo[i]))
+        threads = [threading.Thread(target=user, args=(k,)) for k in range(20)]
+        [t.start() for t in threads]; [t.join(120) for t in threads]
+        assert got == want
+        assert b.stats["requests"] == 60 and not b.active and not b.waiting
+        assert b.stats["steps"] < sum(a["max_new_tokens"] for a in todo) / 2                    # rows do share the steps
+    assert not any(d.held) and not any(t.name == "bmlab-batcher" for t in threading.enumerate())
+    model.to("cpu")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_cancelling_at_random_disturbs_nobody(model, tok, ahead):
+    d, todo, rng = Decoder(model, max_batch=3, max_ctx=64), list(asks(20, 1)), random.Random(2)
+    want = [alone(d, tok, **a) for a in todo]
+    with Batcher(d, tok) as b:
+        b.runs_ahead = ahead
+        handles, gone = [b.submit(**a) for a in todo], set(rng.sample(range(20), 8))
+        for i in sorted(gone): handles[i].cancel(); time.sleep(0.002)
+        for i, h in enumerate(handles):
+            text = "".join(h)
+            assert text == want[i] if i not in gone else want[i].startswith(text.rstrip("\ufffd")), i
+            assert h.done and h.finish in (("stop", "length") if i not in gone else ("stop", "length", "cancelled"))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_stop_strings(model, tok, ahead):
+    d = Decoder(model, max_batch=2, max_ctx=64)
+    whole = [alone(d, tok, p, 40) for p in ("plain", "english")]
+    stops = [w[8:11] for w in whole]
+    with Batcher(d, tok) as b:
+        b.runs_ahead = ahead
+        for _ in range(3):                                                                      # both rows end by text while a step may be under way
+            handles = [b.submit(p, 40, stop=s) for p, s in zip(("plain", "english"), stops)]
+            assert ["".join(h) for h in handles] == [w[:w.find(s)] for w, s in zip(whole, stops)] and all(h.finish == "stop" for h in handles)
+
+
+def test_one_bad_request_is_its_own_affair(model, tok):
+    d = Decoder(model, max_batch=2, max_ctx=64)
+    want = alone(d, tok, "plain", 30)
+    with Batcher(d, tok) as b:
+        h = b.submit("plain", 30)
+        for kw, says in ((dict(max_new_tokens=64), "exceed max_ctx=64"), (dict(top_p=2), "top_p=2"), (dict(nonsense=1), "unknown sampling option 'nonsense'"), (dict(max_new_tokens=2.5), "max_new_tokens=2.5"),
+                         (dict(prompt=""), "empty"), (dict(prompt=[5, -1]), "holds -1"), (dict(prompt=3), "prompt=3"), (dict(seed="x"), "seed='x'")):
+            with pytest.raises((ValueError, TypeError), match=says): b.submit(**dict(dict(prompt="x", max_new_tokens=4), **kw))
+        assert "".join(h) == want
+        d.prefill, real = (lambda *a, **k: (_ for _ in ()).throw(torch.OutOfMemoryError("no room for this one"))), d.prefill
+        bad = b.submit("english", 4)
+        with pytest.raises(torch.OutOfMemoryError): list(bad)
+        with pytest.raises(torch.OutOfMemoryError): list(bad)                                   # still the same error
+        d.prefill = real
+        assert bad.finish == "error" and "".join(b.submit("plain", 30)) == want
+    del d.prefill
+
+
+def test_closing(model, tok):
+    d = Decoder(model, max_batch=1, max_ctx=64)
+    b = Batcher(d, tok)
+    handles = [b.submit("plain", 50) for _ in range(3)]
+    next(iter(handles[0])); b.close()
+    for h in handles: list(h)
+    assert {h.finish for h in handles[1:]} <= {"closed", "length"} and handles[2].finish == "closed" and not any(d.held)
+    with pytest.raises(RuntimeError, match="closed"): b.submit("plain", 3)
+    with Batcher(d, tok) as b:                                                                  # and again with the same decoder
+        with pytest.raises(RuntimeError, match="busy"): Batcher(d, tok)
+        assert "".join(b.submit("plain", 5)) == "".join(b.submit("plain", 5))

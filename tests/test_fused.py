@@ -1,0 +1,210 @@
+"Fused decoder blocks: the real SmolLM2, streamed, under a delta bank's and others' feet, in Triton's interpreter, and on a GPU"
+import copy
+
+import pytest
+import torch
+import transformers as tf
+
+from bmlab.decode import Decoder
+from bmlab.fused import fuse_decode
+from bmlab.kernels import Int4Linear, Int8Linear, pack_linears
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad(): yield
+
+
+def llama(**more):
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**(TINY | more))).eval()
+    for p in model.parameters(): p.add_(torch.randn_like(p) * 0.02)
+    return model
+
+
+def walk(model, kv_bits=16, steps=3, **options):
+    decoder = Decoder(model, max_batch=2, max_ctx=100, kv_bits=kv_bits, **options)
+    assert decoder.mode == "static", decoder.why_generate
+    out = [decoder.prefill([[5, 9, 33, 7, 61, 20], [7, 11]])[:, None]]
+    for i in range(steps): out.append(decoder.step([[i + 3], [40 + i]]))
+    out.append(decoder.step([[8, 9, 10], [50, 51, 52]]))
+    return torch.cat(out, 1).float()
+
+
+def apart(a, b): return ((a - b).norm() / (b - b.mean(-1, keepdim=True)).norm()).item()
+
+
+def test_a_tree_and_kept_tokens():
+    model = llama(); fast = copy.deepcopy(model); fuse_decode(fast)
+    mask = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]] * 2).bool()
+    depth = torch.tensor([[0, 1, 1, 2]] * 2)
+    outs = []
+    for m in (model, fast):
+        d = Decoder(m, max_batch=2, max_ctx=60); d.prefill([[5, 9, 33], [7, 11]])
+        a = d.step([[1, 6, 2, 9], [2, 2, 9, 4]], keep=False, mask=mask, positions=depth); d.keep([[0, 1, 3], [0]])
+        outs.append(torch.cat([a, d.step([[3], [4]])], 1))
+    assert apart(outs[1], outs[0]) < 1e-5
+
+
+def test_rows_that_come_and_go():
+    model = llama(); fast = copy.deepcopy(model); fuse_decode(fast)
+    outs = []
+    for m in (model, fast):
+        d = Decoder(m, max_batch=4, max_ctx=60)
+        d.prefill([[5, 9, 33], [7, 11]], rows=[2, 0]); a = d.step([[1], [2], [3], [4]])
+        d.free(2); d.prefill([[8] * 20], rows=[2]); d.prefill([[3, 4]], rows=[1]); b = d.step([[1], [2], [3], [4]]); d.move([2, 2]); c = d.step([[9], [10]])
+        outs.append(torch.cat([a[[0, 2]].flatten(), b[:3].flatten(), c.flatten()]))
+    assert apart(outs[1][None], outs[0][None]) < 1e-5
+
+
+def test_alone_in_a_batch_of_others():
+    "A row's bits in bfloat16 do not depend on its neighbours"
+    fast = pack_linears(llama().bfloat16()); fuse_decode(fast)
+    alone, both = Decoder(fast, max_batch=1, max_ctx=60), Decoder(fast, max_batch=3, max_ctx=60)
+    prompts = [[5, 9, 33, 7], [8, 8, 8, 8], [3, 1, 4, 1]]
+    first = alone.prefill(prompts[:1]); many = both.prefill(prompts)
+    assert torch.equal(first[0], many[0])
+    for i in range(5): assert torch.equal(alone.step([[i + 3]])[0], both.step([[i + 3], [i + 9], [i + 20]])[0])
+
+
+def test_streamed_is_fused_too():
+    "Blocks that stream keep their joined weights and their bits"
+    from bmlab.streaming import Streamer
+    model = pack_linears(llama().bfloat16())
+    handle = fuse_decode(model)
+    want = walk(model)
+    with pytest.raises(ValueError, match="fused already"): fuse_decode(model)
+    streamer = Streamer(model, streamed=["model.layers.0", "model.layers.1", "model.layers.2"], device="cpu")
+    try:
+        assert torch.equal(walk(model), want) and all(layer.self_attn._fused.qkv.joined for layer in model.model.layers)
+        with pytest.raises(RuntimeError, match="streaming"): handle.join()
+        handle.undo()
+        with pytest.raises(ValueError, match="stream"): fuse_decode(model)
+    finally: streamer.close()
+    again = fuse_decode(model)
+    assert torch.equal(walk(model), want) and again.table.fused.all()
+
+
+def test_loaded_weights_are_seen():
+    "Weights that are loaded over the joined ones, in place or as new tensors"
+    for assign in (False, True):
+        one, two = (pack_linears(llama(initializer_range=r).bfloat16()) for r in (0.02, 0.3))
+        assert apart(walk(one), walk(two)) > 0.1
+        fuse_decode(one); fast_two = copy.deepcopy(two); fuse_decode(fast_two); walk(one)
+        one.load_state_dict(two.state_dict(), assign=assign)
+        assert torch.equal(walk(one), walk(fast_two))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_joined_once(bits):
+    "One storage for q, k, v and one for gate, up; nothing twice"
+    model = pack_linears(llama(), bits=bits, group_size=32); fuse_decode(model)
+    for layer in model.model.layers:
+        a, m = layer.self_attn, layer.mlp
+        assert {type(x) for x in (a.q_proj, m.up_proj)} == {Int8Linear if bits == 8 else Int4Linear}
+        for group in ((a.q_proj, a.k_proj, a.v_proj), (m.gate_proj, m.up_proj)):
+            assert len({x.codes.untyped_storage().data_ptr() for x in group}) == 1
+            assert group[0].codes.untyped_storage().nbytes() == sum(x.codes.nbytes for x in group)
+
+
+def test_a_bank_of_deltas():
+    "Users' own LoRA on q and v, by row of the batch"
+    from bmlab.bank import DeltaBank
+    from bmlab.lora import Lora
+    base, outs = llama(), []
+    users = {}
+    for i, user in enumerate(("ann", "bob")):
+        d = Lora(base, r=2, modules=["q_proj", "v_proj"]); torch.manual_seed(i + 1)
+        for p in d.trainable(): p.data.normal_(std=0.3)
+        users[user] = d; d.detach()
+    for fuse in (False, True):
+        model = copy.deepcopy(base)
+        if fuse: fuse_decode(model)
+        bank = DeltaBank(model)
+        for user, d in users.items(): bank.add(user, d.copy_to(model))
+        with bank.route(["ann", "bob"]): outs.append(walk(model))
+    assert apart(outs[1], outs[0]) < 1e-5 and apart(outs[0], walk(base)) > 0.05
+
+
+def test_under_autocast_and_in_training_it_steps_aside():
+    model = llama(); plain = copy.deepcopy(model); fuse_decode(model)
+    with torch.autocast("cpu", torch.bfloat16): assert torch.equal(walk(model), walk(plain))
+    ids = torch.randint(3, 120, (2, 6))
+    with torch.enable_grad():
+        a, b = model.train()(ids, labels=ids).loss, plain.train()(ids, labels=ids).loss
+        a.backward(); b.backward()
+    assert torch.equal(a.detach(), b.detach()) and torch.equal(model.model.layers[0].self_attn.q_proj.weight.grad, plain.model.layers[0].self_attn.q_proj.weight.grad)
+
+
+def test_attentions_and_hidden_states_are_given():
+    model = llama(); model.set_attn_implementation("eager"); plain = copy.deepcopy(model); fuse_decode(model)
+    ids = torch.randint(3, 120, (2, 6))
+    a, b = (m(ids, output_attentions=True, output_hidden_states=True) for m in (model, plain))
+    assert len(a.attentions) == len(b.attentions) == 3 and torch.allclose(a.attentions[1], b.attentions[1], atol=1e-6)
+    assert len(a.hidden_states) == 4 and torch.allclose(a.hidden_states[2], b.hidden_states[2], atol=1e-5)
+    assert apart(walk(model), walk(plain)) < 1e-5
+
+
+@pytest.mark.long
+def test_smollm2_says_the_same():
+    "Real weights: the fused model's greedy text is the plain one's"
+    from bmlab.models import load
+    model, tok = load("smollm2-135m")
+    ids = tok("The capital of France is", return_tensors="pt").input_ids
+    for dtype, form in ((torch.float32, dict(bits=8)), (torch.float32, None), (torch.bfloat16, dict(bits=8))):
+        plain = copy.deepcopy(model).to(dtype).eval()
+        if form: pack_linears(plain, **form)
+        fast = copy.deepcopy(plain); handle = fuse_decode(fast)
+        assert handle.table.fused.all()
+        texts = []
+        for m in (plain, fast):
+            d = Decoder(m, max_ctx=128); at = d.prefill(ids).argmax(-1, keepdim=True); text = [at.item()]
+            for _ in range(20): at = d.step(at)[:, -1].argmax(-1, keepdim=True); text.append(at.item())
+            texts.append(text)
+        same = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), 21)
+        assert same == 21 or dtype == torch.bfloat16 and same >= 4, (dtype, form, tok.decode(texts[0]), tok.decode(texts[1]))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
+def test_in_the_interpreter(name):
+    "The Triton form of a block equals the module, int8 cache and windows too"
+    small = TINY | dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=64)
+    make = {"llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**small)), "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**small, sliding_window=6)),
+            "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**small, sliding_window=6))}[name]
+    torch.manual_seed(0); plain = make().eval(); fast = copy.deepcopy(plain)
+    handle = fuse_decode(fast, kernels="triton")
+    assert handle.table.fused.all(), handle
+    for kv_bits in (16, 8): assert apart(walk(fast, kv_bits, 1), walk(plain, kv_bits, 1)) < (1e-5 if kv_bits == 16 else 0.03)
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_on_a_gpu(bits):
+    "All steps from graphs, equal to eager ones, close to the plain model, rows independent of how many come at once"
+    shape = dict(hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=4, head_dim=64, vocab_size=2048)
+    given = llama(**shape).to("cuda", torch.bfloat16)
+    if bits: pack_linears(given, bits=bits)
+    fast = copy.deepcopy(given); handle = fuse_decode(fast)
+    assert handle.table.fused.all(), handle
+    for kv_bits in (16, 8):
+        assert apart(walk(fast, kv_bits), walk(given, kv_bits)) < 0.05
+        assert torch.equal(walk(fast, kv_bits, graph=False), walk(fast, kv_bits))
+    one, many = Decoder(fast, max_ctx=100), Decoder(fast, max_ctx=100)
+    for d in (one, many): d.prefill([[5, 9, 33, 7]])
+    tokens = list(range(3, 15))
+    assert torch.equal(torch.cat([one.step([[t]]) for t in tokens], 1), many.step([tokens]))
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_moved_to_a_gpu_after_fusing():
+    model = pack_linears(llama().bfloat16()); handle = fuse_decode(model); model.cuda()
+    plain = copy.deepcopy(model)
+    assert not model.model.layers[0].self_attn._fused.qkv.lies() and apart(walk(model), walk(plain)) < 0.05
+    assert handle.join() == 6 and apart(walk(model), walk(plain)) < 0.05

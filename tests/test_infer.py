@@ -1,0 +1,161 @@
+"""Engines: every way of placing a model gives the same numbers, deltas inside, refusals that leave nothing behind"""
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import transformers as tf
+
+from bmlab.all import Adapter, DeltaBank, Lora, SimulatedLink, load, pack_linears, plan_inference, wrap
+from bmlab.decode import Decoder
+from bmlab.fused import fuse_decode
+
+TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4, vocab_size=99)
+SMALL = dict(n_embd=64, n_layer=5, n_head=4, vocab_size=99, n_positions=128)
+MODELS = {
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, num_key_value_heads=2)),
+    "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=4, num_heads=4, vocab_size=99, dropout_rate=0.0, decoder_start_token_id=0)),
+    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=4)),
+    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**SMALL)),
+    "gptj": lambda: tf.GPTJForCausalLM(tf.GPTJConfig(**SMALL, rotary_dim=8)),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**TINY, num_key_value_heads=2, head_dim=16, sliding_window=8)),
+    "cpm-ant": lambda: tf.CpmAntForCausalLM(tf.CpmAntConfig(vocab_size=99, hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=128, num_hidden_layers=5, prompt_length=4)),
+}
+PROMPTS = [[5, 6, 7, 8, 9, 5, 6], [11, 12, 13]]
+
+
+def made(name):
+    torch.manual_seed(0)
+    return MODELS[name]().eval()
+
+
+def limit_for(model, streamed, **options):
+    "A limit under which about so many blocks stream"
+    if not streamed: return None
+    whole = plan_inference(model, **options)
+    low, high = whole.min_bytes, whole.peak_bytes
+    for i in range(65):
+        limit = high - (high - low) * i // 64
+        if len(whole.at(limit).streamed) >= streamed: return limit
+    return low
+
+
+def decoded(decoder, steps=32):
+    "Logits of a prompt and of `steps` greedy steps"
+    if decoder.net.facts.source: decoder.encode(PROMPTS)
+    out = [decoder.prefill(None if decoder.net.facts.source else PROMPTS)]
+    for _ in range(steps): out.append(decoder.step(out[-1].view(2, -1, out[-1].shape[-1])[:, -1].argmax(-1))[:, -1])
+    decoder.free()
+    return torch.stack(out)
+
+
+OPTIONS = dict(max_batch=2, max_ctx=64)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "cpm-ant"])
+def test_wrapped_equals_unwrapped(name, bits):
+    plain = made(name)
+    if bits: pack_linears(plain, bits=bits, group_size=32)
+    fuse_decode(plain)
+    want = decoded(Decoder(plain, 2, 64))
+    for streamed, slots in ((0, 2), (3, 2), (5, 2), (5, 3)):
+        model = made(name)
+        limit = limit_for(model, streamed, bits=bits, group_size=32, slots=slots, **OPTIONS)
+        with wrap(model, bits=bits, memory_limit=limit, slots=slots, group_size=32, link=SimulatedLink(order="random"), device="cpu", **OPTIONS) as e:
+            assert bool(e.plan.streamed) == bool(streamed) and e.decoder.mode == "static"
+            assert torch.equal(decoded(e.decoder), want), (streamed, slots)
+
+
+def test_a_model_that_decodes_by_generate_only():
+    plain, model = made("cpm-ant"), made("cpm-ant")
+    fuse_decode(plain)
+    limit = limit_for(model, 3, max_ctx=64)
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad(), wrap(model, memory_limit=limit, max_ctx=64, device="cpu") as e:
+        assert e.plan.streamed and e.decoder.mode == "generate"
+        assert torch.equal(e.model(input_ids=ids).logits, plain(input_ids=ids).logits)
+        assert e.model.generate(ids, max_new_tokens=6, do_sample=False).tolist() == plain.generate(ids, max_new_tokens=6, do_sample=False).tolist()
+
+
+@pytest.mark.parametrize("kv_bits, store", [(8, "ram"), (16, "mmap")])
+def test_cache_in_int8_and_slabs_in_a_file(kv_bits, store):
+    want = decoded(wrap(made("llama"), kv_bits=kv_bits, device="cpu", **OPTIONS).decoder)
+    model = made("llama")
+    with wrap(model, memory_limit=limit_for(model, 3, kv_bits=kv_bits, **OPTIONS), kv_bits=kv_bits, store=store, device="cpu", **OPTIONS) as e: assert torch.equal(decoded(e.decoder), want)
+
+
+def test_deltas_inside():
+    plain, model = made("llama"), made("llama")
+    def drawn(m, cls=Lora, seed=0, **kw):
+        d = cls(m, **kw)
+        torch.manual_seed(seed)
+        for p in d.parameters(): torch.nn.init.normal_(p, std=0.3)
+        return d
+    base = decoded(Decoder(plain, 2, 64))
+    with wrap(model, memory_limit=limit_for(model, 3, **OPTIONS), device="cpu", fuse=False, **OPTIONS) as e:
+        a, b = drawn(plain, r=4), drawn(e.model, r=4)
+        assert torch.equal(decoded(e.decoder), decoded(Decoder(plain, 2, 64)))
+        assert not torch.equal(decoded(e.decoder), base)
+        e.streamer.refresh()                                                   # the delta streams with its blocks
+        assert torch.equal(decoded(e.decoder), decoded(Decoder(plain, 2, 64)))
+        a.detach(); b.detach()
+        assert torch.equal(decoded(e.decoder), base)
+        banks = [DeltaBank(m, {"x": drawn(m, r=2, seed=1, name="x"), "y": drawn(m, Adapter, bottleneck=4, seed=2, name="y")}) for m in (plain, e.model)]
+        with banks[0].route(["x", "y"]), banks[1].route(["x", "y"]): assert torch.equal(decoded(e.decoder), decoded(Decoder(plain, 2, 64)))
+
+
+def test_fused_steps_aside_for_a_delta():
+    model = made("llama")
+    with wrap(model, device="cpu", **OPTIONS) as e:
+        base = decoded(e.decoder)
+        d = Lora(e.model, r=4)
+        for p in d.parameters(): torch.nn.init.normal_(p, std=0.3)
+        plain = made("llama")
+        d.copy_to(plain)
+        torch.testing.assert_close(decoded(e.decoder), decoded(Decoder(plain, 2, 64)), atol=1e-4, rtol=1e-4)
+        d.detach()
+        assert torch.equal(decoded(e.decoder), base)
+
+
+def test_close_leaves_the_model_as_it_was():
+    model = made("gpt2")
+    keys, classes, before = list(model.state_dict()), [type(m) for m in model.modules()], {k: t.clone() for k, t in model.state_dict().items()}
+    e = wrap(model, memory_limit=limit_for(model, 3, **OPTIONS), device="cpu", **OPTIONS)
+    assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
+    with pytest.raises(RuntimeError, match="close"): e.model.half()
+    e.close(); e.close()
+    assert [type(m) for m in model.modules()] == classes and list(model.state_dict()) == keys
+    assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
+    dead = weakref.ref(e)
+    del e
+    gc.collect()
+    assert dead() is None
+    model.half()
+
+
+def test_a_failed_wrap_leaves_the_model_as_it_was(monkeypatch):
+    model = made("llama")
+    classes, limit = [type(m) for m in model.modules()], limit_for(model, 3, **OPTIONS)
+    import bmlab.infer as infer
+    def broken(*a, **kw): raise MemoryError("no room for the cache")
+    monkeypatch.setattr(infer, "Decoder", broken)
+    with pytest.raises(MemoryError, match="no room"): wrap(model, memory_limit=limit, device="cpu", **OPTIONS)
+    assert [type(m) for m in model.modules()] == classes and "_bmlab_streamer" not in model.__dict__
+    model.half()
+
+
+def test_many_users_and_a_stop_from_another_thread():
+    model, tok = load("smollm2-135m")
+    with wrap(model, tok, max_batch=3, max_ctx=96, device="cpu") as e:
+        alone = ["".join(e.stream(p, max_new_tokens=6)) for p in ("One, two,", "The sun", "A, B, C,", "Red, green,")]
+        with e.batcher() as b:
+            handles = [b.submit(p, max_new_tokens=6) for p in ("One, two,", "The sun", "A, B, C,", "Red, green,")]
+            with pytest.raises(RuntimeError, match="busy"): next(e.stream("Hello"))
+            assert ["".join(h) for h in handles] == alone
+        pieces = e.stream("Once upon a time", max_new_tokens=60)
+        next(pieces)
+        threading.Timer(0.3, e.stop).start()
+        assert len(list(pieces)) < 59 and not e.busy
+        assert "".join(e.stream("One, two,", max_new_tokens=6)) == alone[0]

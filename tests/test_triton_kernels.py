@@ -1,0 +1,71 @@
+"The Triton kernels as machine code for an H200, without a GPU: each compiles, fits a multiprocessor and keeps its sums in registers; what they compute is tested in the notebook"
+import json, os, subprocess, sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+COMPILE = r'''
+import json, re, sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import bmlab.triton_kernels as tk
+
+def build(kernel, types, const, num_warps=4, num_stages=3):
+    "PTX and shared memory of one launch; integers are multiples of 16, as real sizes are"
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in const else types.get(n, "i32") for n in names}
+    even = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in const and n not in ("M", "m") and (signature[n][0] == "*" or signature[n] == "i32")}
+    made = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs={(names.index(k),): v for k, v in const.items()}, attrs=even),
+                          target=GPUTarget("cuda", 90, 32), options=dict(num_warps=num_warps, num_stages=num_stages))
+    ptx = made.asm["ptx"]
+    return dict(shared=made.metadata.shared, mma="mma.sync" in ptx, wgmma="wgmma.mma_async" in ptx, copies="cp.async" in ptx, machine=len(made.asm["cubin"]))
+
+X = "*bf16"
+linear, out = dict(x=X, bias=X, y=X, scale="*fp32", codes="*i8"), {}
+four = linear | dict(codes="*u8", scale="*fp16", zero="*fp16")
+bias = dict(HAS_BIAS=True, INTERPRETED=False)
+for N, K in ((4096, 4096), (20480, 4096)):
+    blocks = tk._blocks(N, K, torch.bfloat16)
+    out[f"int8 {N}"] = build(tk._int8_split_kernel if "WARPS" in blocks else tk._int8_linear_kernel, linear, bias | {k: blocks.pop(k) for k in list(blocks) if k[0] != "n"}, **blocks)
+    for group in (32, 64, 128):
+        blocks = tk._blocks4(N, K, group, torch.bfloat16)
+        out[f"int4 {N} group {group}"] = build(tk._int4_linear_kernel, four, bias | {k: blocks.pop(k) for k in list(blocks) if k[0] != "n"}, **blocks)
+for M, name in ((8, "eight rows"), (16, "sixteen")): out[f"int4 float32, {name}"] = build(tk._int4_linear_kernel, four | dict(x="*fp32", bias="*fp32", y="*fp32"), bias | dict(EVEN=True, GROUP=64, BLOCK_M=M, BLOCK_N=16, WARPS=8, STEPS=2), 8)
+out["int4 eight rows"] = build(tk._int4_linear_kernel, four, bias | dict(EVEN=True, GROUP=128, BLOCK_M=8, BLOCK_N=16, WARPS=8, STEPS=1), 8, 4)
+out["int8 eight rows"] = build(tk._int8_split_kernel, linear, bias | dict(BLOCK_M=8, BLOCK_N=16, BLOCK_K=64, WARPS=8), 8, 4)
+out["int4 half"] = build(tk._int4_linear_kernel, four | dict(x="*fp16", bias="*fp16", y="*fp16"), bias | dict(EVEN=True, GROUP=128, BLOCK_M=16, BLOCK_N=16, WARPS=8, STEPS=1), 8)
+for M in (20, 512):
+    blocks = tk._blocks_gemm(torch.empty(M, 1, dtype=torch.bfloat16))
+    const, blocks = bias | {k: v for k, v in blocks.items() if k[0] != "n"}, {k: v for k, v in blocks.items() if k[0] == "n"}
+    out[f"gemm8 {M}"] = build(tk._int8_gemm_kernel, linear, const | dict(BLOCK_K=64 if M > 64 else 128), **blocks)
+    out[f"gemm4 {M}"] = build(tk._int4_gemm_kernel, four, const | dict(GROUP=128), **blocks)
+out["norm"] = build(tk._rms_norm_kernel, dict(x=X, residual=X, weight=X, total=X, y=X, eps="fp32", offset="fp32"), dict(HAS_RESIDUAL=True, HAS_WEIGHT=True, BLOCK=4096), 8)
+out["gate"] = build(tk._gate_kernel, dict(x=X, y=X), dict(ACTIVATION=0, BLOCK=512))
+for bits8 in (False, True):
+    C, S = ("*i8", "*fp16") if bits8 else (X, X)
+    out[f"rope {bits8}"] = build(tk._rope_store_kernel, dict(qkv=X, cos=X, sin=X, q_weight=X, k_weight=X, q=X, k_cache=C, v_cache=C, k_scale=S, v_scale=S, positions="*i64", rows="*i64", eps="fp32", offset="fp32"),
+                                 dict(ROPE=True, INTERLEAVED=False, NORM=True, ROWS=True, BITS8=bits8, BLOCK=128), 1)
+    out[f"attention {bits8}"] = build(tk._attention_kernel, dict(q=X, k=C, v=C, k_scale=S, v_scale=S, lengths="*i64", rows="*i64", mask="*u8", part="*fp32", stats="*fp32", scale="fp32"),
+                                      dict(G=4, CAUSAL=True, TREE=True, WINDOW=True, ROWS=True, BITS8=bits8, INTERPRETED=False, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128))
+out["combine"] = build(tk._combine_kernel, dict(part="*fp32", stats="*fp32", lengths="*i64", y=X), dict(CAUSAL=True, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_D=128))
+print(json.dumps(out))
+'''
+
+
+@pytest.mark.long
+def test_every_kernel_compiles_for_hopper(tmp_path):
+    if sys.platform != "linux": pytest.skip("Triton's compiler is there on Linux only")
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    script = tmp_path / "build.py"
+    script.write_text(COMPILE)
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    made = json.loads(run.stdout.splitlines()[-1])
+    for name, m in made.items():
+        assert m["machine"] > 0 and m["shared"] <= 227 << 10, (name, m)                                        # what a Hopper multiprocessor lets one program have
+        if name.startswith(("int8", "int4", "attention")): assert m["mma"] and not m["wgmma"] and m["copies"], (name, m)   # one instruction shape, whatever M: rows do not change
+        if name.startswith("gemm"): assert m["wgmma"] and m["copies"], (name, m)
+        if name.startswith(("int8", "int4")): assert 2 * m["shared"] <= 227 << 10, (name, m)                   # two programs side by side
