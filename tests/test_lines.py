@@ -33,6 +33,17 @@ def test_readme_training_lines_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+def test_readme_inference_lines_run(capsys):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = next(b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "memory_limit" in b)
+    names = {"__name__": "__main__"}
+    exec("from bmlab.all import *", names)
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["e"].plan.streamed and "0 Paris" in capsys.readouterr().out.replace("0  ", "0 ")
+    names["e"].close()
+
+
+@pytest.mark.long
 def test_readme_picture_is_what_the_lines_print():
     from bmlab.all import Lora, load, tree
     model, _ = load("smollm2-135m", device="cpu")
