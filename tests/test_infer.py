@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as tf
 
-from bmlab.all import Adapter, DeltaBank, Lora, SimulatedLink, load, pack_linears, plan_inference, wrap
+from bmlab.all import Adapter, DeltaBank, Lora, Sampler, SimulatedLink, load, pack_linears, plan_inference, wrap
 from bmlab.decode import Decoder
 from bmlab.fused import fuse_decode
 
@@ -159,3 +159,64 @@ def test_many_users_and_a_stop_from_another_thread():
         threading.Timer(0.3, e.stop).start()
         assert len(list(pieces)) < 59 and not e.busy
         assert "".join(e.stream("One, two,", max_new_tokens=6)) == alone[0]
+
+
+def test_an_encoder_decoder_fills_by_sentinels(monkeypatch):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    words = ["<pad>", "</s>", "<unk>", "<extra_id_0>", "<extra_id_1>", "<extra_id_2>", "the", "cat", "sat", "on", "mat", "."] + [f"w{i}" for i in range(87)]
+    raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tok = tf.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", additional_special_tokens=[f"<extra_id_{i}>" for i in range(3)])
+    import bmlab.infer as infer
+    said = iter([3, 7, 8, 4, 10, 5, 1])                                         # a random model has nothing to say: <0> cat sat <1> mat <2> </s>
+    class Scripted(Sampler):
+        def __call__(self, logits): return torch.full((len(logits),), next(said))
+    monkeypatch.setattr(infer, "Sampler", Scripted)
+    with wrap(made("t5"), tok, max_ctx=32, device="cpu") as e:
+        assert e.plan.encoder
+        answers = {}
+        for i, piece in e.fill("the __ on the __ .", max_new_tokens=8): answers[i] = answers.get(i, "") + piece
+        assert {i: a.strip() for i, a in answers.items()} == {0: "cat sat", 1: "mat"} and not e.busy
+
+
+def test_a_masked_model_fills_and_does_not_generate():
+    tok = tf.BertTokenizer(vocab={w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "mat", "sat", "on", "."])})
+    torch.manual_seed(0)
+    model = tf.BertForMaskedLM(tf.BertConfig(vocab_size=11, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64)).eval()
+    plan = plan_inference(model, max_ctx=16)
+    with wrap(model, tok, max_ctx=16, device="cpu") as e: resident = dict(e.fill("the __ sat on the __ ."))
+    with wrap(model, tok, memory_limit=plan.min_bytes, max_ctx=16, device="cpu") as e:
+        assert e.plan.streamed and dict(e.fill("the __ sat on the __ .")) == resident and set(resident) == {0, 1}
+        with pytest.raises(TypeError, match="cannot generate text"): e.stream("the")
+
+
+CUDA = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, vocab_size=4096)
+
+
+def on_gpu(bits, **options):
+    torch.manual_seed(0)
+    return wrap(tf.LlamaForCausalLM(tf.LlamaConfig(**CUDA)).to(torch.bfloat16).eval(), bits=bits, max_ctx=256, max_batch=2, device="cuda", **options)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_streamed_on_the_gpu_equals_resident(bits):
+    with on_gpu(bits) as e:
+        want, whole = decoded(e.decoder), e.plan
+        assert e.decoder.graph, e.decoder.why_eager
+    for share in (0.0, 0.5):
+        limit = whole.min_bytes + int((whole.peak_bytes - whole.min_bytes) * share)
+        for graph in ("auto", False):
+            with on_gpu(bits, memory_limit=limit, graph=graph) as e:
+                assert e.plan.streamed and torch.equal(decoded(e.decoder), want), (share, graph)
+                assert torch.cuda.max_memory_reserved() + e.plan.context_bytes <= limit or torch.cuda.memory_reserved() > limit
+
+
+@pytest.mark.cuda
+def test_memory_that_others_hold_is_said():
+    free = torch.cuda.mem_get_info()[0]
+    taken = torch.empty(free - (256 << 20), dtype=torch.uint8, device="cuda")
+    try:
+        with pytest.raises(ValueError, match="are free: others hold the rest"):
+            wrap(tf.LlamaForCausalLM(tf.LlamaConfig(**{**CUDA, "num_hidden_layers": 40})).to(torch.bfloat16), max_ctx=256, device="cuda")
+    finally: del taken; torch.cuda.empty_cache()
