@@ -300,7 +300,7 @@ class Engine(_Fields):
         "Inside, many prompts are answered at once, rows coming and going; the engine's own calls wait until it ends."
         if self.decoder is None: self._ids([""], 1)
         with self._alone():
-            b = Batcher(self.decoder, self.tok)
+            b = Batcher(self.decoder, self.tok, self.draft)
             try: yield b
             finally: b.close()
 

@@ -80,6 +80,7 @@ def ask_blank(
     left = "".join(p + answers.get(i, "") for i, p in enumerate(parts[:number])) + parts[number]
     after = re.match(r"\s*(\w+|\W)?", parts[number + 1])[1]
     ends = () if after is None else (f" {after}",) if re.match(r"\w", after) else (after,)
+    if len(words := re.findall(r"\w+", parts[number + 1])) > 1: ends += (f" {words[0]} {words[1]}",)         # where the model leaves the comma out
     return f"{'____'.join(parts)}\n\nThe same text with the words filled in:\n{left.rstrip()}", ("\n", *ends)
 
 # %% ../nbs/39d_tasks.ipynb #5e2a1696
