@@ -32,11 +32,12 @@ from .trace import find_blocks
 # %% ../nbs/40_infer.ipynb #2f934023
 class _Fence:
     "While it stands, torch's allocator on a GPU takes no more than the limit, the CUDA context counted in"
-    def __init__(self, plan, device):
+    def __init__(self, plan, device, draft=None):
         self.device = device if device.type == "cuda" and plan.limit is not None else None
         if self.device is None: return
         total = torch.cuda.get_device_properties(device).total_memory
-        others = torch.cuda.memory_allocated(device)                                  # what this process keeps there besides
+        planned = sum(p.nbytes for p in draft.parameters() if p.device.type == "cuda") if draft is not None else 0
+        others = torch.cuda.memory_allocated(device) - planned                        # what this process keeps there besides
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(others + plan.limit - plan.context_bytes, 1) / total), device)
     def close(self):
         if self.device is not None: torch.cuda.set_per_process_memory_fraction(1.0, self.device); self.device = None
@@ -136,7 +137,8 @@ class _Measured(_Calls):
         finally:
             s = self.stats
             if s.get("passes") and "decode_tok_s" in s:
-                s |= {"batch": rows, "decode_gb_s": s["decode_tok_s"] / rows * self.plan.token_bytes / 1e9, "predicted_tok_s": self.plan.tokens_per_s(rows)}
+                s |= {"batch": rows, "decode_gb_s": s["decode_tok_s"] / rows * self.plan.token_bytes / 1e9}
+                s["predicted_tok_s"] = float(self.report().at["decode_tok_s", "predicted"])
             if s.get("drafted"): s["accepted_per_pass"] = s["new_tokens"] / s["passes"] / rows
             if link: s["copied_bytes"] = link["bytes"] - before["bytes"]
             if gpu: s["peak_bytes"] = torch.cuda.max_memory_reserved(self.device) + self.plan.context_bytes
@@ -329,13 +331,13 @@ class _Undo:
     "Something that `close` ends"
     def __init__(self, call): self.close = call
 
-def _assemble(model, plan, device, slots, store, link, host_limit, fuse):
+def _assemble(model, plan, device, slots, store, link, host_limit, fuse, draft):
     "Fuse and place a packed model; what has to be closed again"
     held = []
     try:
         if fuse and plan.generates: held.append(_Undo(fuse_decode(model).undo))
         blocks = find_blocks(model)
-        held.append(_Fence(plan, device))
+        held.append(_Fence(plan, device, draft))
         if plan.streamed: held.append(Streamer(model, blocks, plan.streamed, device, slots, store, link, host_limit=host_limit))
         if plan.host: held.append(HostTables(model, plan.host, device))
         move_weights(model, device, blocks, leave=[*plan.streamed, *plan.host])
@@ -378,7 +380,7 @@ def wrap(
     _check_room(plan, model, device)
     if name is not None: model, loaded = load_placed(name, plan, device=device); tok = tok if tok is not None else loaded
     elif bits and (todo := packable(model)): pack_linears(model, bits=bits, modules=dict.fromkeys(todo), group_size=group_size)
-    held = _assemble(model.eval(), plan, device, slots, store, link, host_limit, fuse)
+    held = _assemble(model.eval(), plan, device, slots, store, link, host_limit, fuse, small)
     try:
         decoder = Decoder(model, max_batch, max_ctx, kv_bits, graph) if plan.generates else None
         for h in held:
