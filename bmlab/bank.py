@@ -270,6 +270,7 @@ def _form(name, site):
 # %% ../nbs/34_bank.ipynb #894f37fa
 class _Users(Site):
     "The users' own sites at one module, by slot, and the stacks of their parameters"
+    routes = True
     def __init__(self,
         key,             # of the bank
         path:str="auto", # of the products
@@ -457,6 +458,7 @@ class BankSite(_Quick):
 # %% ../nbs/34_bank.ipynb #0433e29e
 class BankPrompt(Site):
     "All users' soft prompts, on the module that takes the input."
+    routes = True
     def __init__(self,
         key,            # of the bank
         home:nn.Module, # the module it sits on

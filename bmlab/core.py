@@ -8,7 +8,7 @@ __all__ = ['ROLES', 'unwrap', 'parts', 'resolve', 'roles', 'Weight', 'tensor_key
            'set_seed', 'table', 'figure', 'run_ranks']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
-import contextlib, difflib, fnmatch, importlib, math, numbers, os, random, re, subprocess, sys, tempfile, time
+import contextlib, difflib, fnmatch, importlib, math, numbers, os, random, re, subprocess, sys, tempfile, time, weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -326,7 +326,8 @@ def on_change(
     "Call back whenever a delta, a packing or a freeze changes `model`."
     listeners = unwrap(model).__dict__.setdefault("_bmlab_listeners", Transient())
     listeners.append(call)
-    return lambda: listeners.remove(call) if call in listeners else None
+    kept = weakref.ref(listeners)                                    # who keeps the way to stop watching keeps no model
+    return lambda: here.remove(call) if (here := kept()) is not None and call in here else None
 
 def changed(
     model:nn.Module, # the model that was changed

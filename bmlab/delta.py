@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 class Site(nn.Module):
     "What a delta adds to one module; subclasses hold parameters and define `around`."
     enabled = True
+    routes = False       # does each row of a batch get something else?
     reads_weight = False # does it compute with the weight beneath itself? Then nothing below it can be merged
     combines = None      # "add": changes what is below by something that does not depend on it; "scale": by a factor; None: otherwise. Two alike may change places
     def around(self,

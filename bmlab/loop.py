@@ -6,7 +6,7 @@
 __all__ = ['RowText', 'in_use', 'resident', 'Tokens', 'decode_tokens', 'end_ids', 'stream_text']
 
 # %% ../nbs/38ca_loop.ipynb #a796c410
-import contextlib, queue, threading, time
+import contextlib, contextvars, queue, threading, time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, StoppingCriteria
 
-from .decode import Decoder
+from .decode import Decoder, routing
 from .generate import TextPieces, prompt_ids
 from .sampling import Sampler
 from .speculate import advance, join
@@ -101,7 +101,7 @@ class _Loop:
         logits = d.prefill(None if source else self.prompts)
         self.sampler.start([[] if source else p for p in self.prompts], logits.shape[1], logits.device)
         if self.on_prompt: self.on_prompt()
-        first = [[t] for t in self.sampler(logits).tolist()]
+        first, self.routed = [[t] for t in self.sampler(logits).tolist()], bool(routing(d.model))
         self.stats["passes"] += 1
         if self.draft: self.draft.begin(d, self.sampler); [self.draft.set(r, p) for r, p in enumerate(self.prompts)]
         self._learn(first)
@@ -111,6 +111,8 @@ class _Loop:
     def _learn(self, news):
         "Tell the guesser"
         if self.draft: [self.draft.add(r, n) for r, n in enumerate(news) if self.running[r] and n]
+    def most_rows(self, rows): # running rows → rows of the next step: those up to the last of them, or all where a bank of deltas goes by their numbers
+        return len(self.left) if self.routed else rows[-1] + 1
     def _leave(self):
         "Free the rows that have ended; the numbers of the others"
         for r, (on, n) in enumerate(zip(self.running, self.left)):
@@ -148,7 +150,7 @@ def _stepping(run):
     "One token a row a step; on a GPU the next step is under way while this one's ids are read"
     d, steps, B, most, launched = run.decoder, deque(), 0, max(run.left), 0
     while rows := run._leave():
-        if not steps and (top := rows[-1] + 1) != B: B = top; d.start(run.last[:B])       # the last rows have ended: a smaller batch
+        if not steps and (top := run.most_rows(rows)) != B: B = top; d.start(run.last[:B])       # the last rows have ended: a smaller batch
         while len(steps) <= run.ahead and launched < most: steps.append(d.step_sampled(run.sampler)); launched += 1; run.stats["passes"] += 1
         drawn = steps.popleft().ids()
         yield [[t] if run.running[r] else [] for r, t in enumerate(drawn)] + [[]] * (len(run.left) - len(drawn))
@@ -161,7 +163,7 @@ def _guessing(run):
         cap = d.max_ctx - max(d.held[r] for r in rows)                                     # tokens that the next forward may feed
         length = min(cap, max(run.left[r] for r in rows)) - 1
         chains = draft.propose(rows, length) if length > 0 else {}
-        guesses = [join(t, chains.get(r, []), min(draft.nodes, cap)) for r, t in enumerate(run.last[:rows[-1] + 1])]
+        guesses = [join(t, chains.get(r, []), min(draft.nodes, cap)) for r, t in enumerate(run.last[:run.most_rows(rows)])]
         wide = cuda and any(len(g.tokens) > 1 for g in guesses)
         news = advance(d, run.sampler, guesses, run.left[:len(guesses)], run.stops, min(draft.nodes, cap) if wide else None)
         stats["passes"] += 1; stats["drafted"] += sum(len(g.tokens) - 1 for g in guesses); stats["accepted"] += sum(max(len(n) - 1, 0) for n in news)
@@ -197,7 +199,7 @@ def _alone(run):
         except BaseException as e: out.put(e)
     for r, prompt in enumerate(run.prompts):
         out, left, ids = queue.Queue(), threading.Event(), torch.tensor([prompt], device=model.device)
-        thread = threading.Thread(target=work, args=(ids, out, _Chooses(run.sampler.row(r), out), _Ends(run.stops, left), run.left[r]), daemon=True)
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(work, ids, out, _Chooses(run.sampler.row(r), out), _Ends(run.stops, left), run.left[r]), daemon=True)
         thread.start()
         try:
             while run.left[r] and (t := out.get()) is not None:

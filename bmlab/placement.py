@@ -539,8 +539,9 @@ def _prepare(model, blocks, bits, max_batch, max_ctx, kv_bits, host_limit, store
     once, size = {n for n in blocks if not table.each_token[n]}, lambda rows: sum(sum(s.pieces) for s in rows)
     phases = _phases(model, stored, once, tables if not headless else [s.owner for s in stored if s.role == "embed"], headless)
     generates, heads = _generates(model), _sizes(model)[4]
-    kv = KVCache.size(model.config, max_batch, max_ctx, item, kv_bits) if generates else 0
-    shapes = kv_shapes(model.config) if generates else []
+    try: shapes = kv_shapes(model.config) if generates else []
+    except ValueError: shapes = []                                                              # a state instead of keys and values, which is small
+    kv = KVCache.size(model.config, max_batch, max_ctx, item, kv_bits) if shapes else 0
     embedding = size(s for s in stored if s.owner in tables)
     plan = InferencePlan(
         weights=size(s for s in stored if s.numel), kv_cache=kv, workspace=int(workspace_bytes(model, stored, max_batch, max_ctx, kv_bits, not _is_cpu(m))), limit=None,
@@ -557,6 +558,8 @@ def _prepare(model, blocks, bits, max_batch, max_ctx, kv_bits, host_limit, store
 # %% ../nbs/39_placement.ipynb #47c1a0d6
 def _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt):
     if bits not in (None, 8, 4): raise ValueError(f"bits={bits!r}: 8, 4, or None to keep the dtype")
+    for name, n in dict(max_batch=max_batch, max_ctx=max_ctx, prompt=prompt).items():
+        if isinstance(n, bool) or not isinstance(n, int): raise TypeError(f"{name}={n!r}: a whole number, 1 or more")
     if max_batch < 1 or max_ctx < 1 or prompt < 1: raise ValueError(f"max_batch={max_batch}, max_ctx={max_ctx}, prompt={prompt}: all are at least 1")
     if kv_bits not in (16, 8): raise ValueError(f"kv_bits={kv_bits!r}: 16 keeps the model's dtype, 8 is int8")
     if store not in ("ram", "mmap"): raise ValueError(f"store={store!r}: 'ram' or 'mmap'")

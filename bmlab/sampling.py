@@ -63,7 +63,7 @@ def exponentials(
     return -torch.log1p(-u.clamp(max=1 - 2.0 ** -24))                   # fine steps where it matters: near 0
 
 # %% ../nbs/38a_sampling.ipynb #66774ca2
-_OPTIONS = dict(temperature=(0.0, "0 (greedy) or more", lambda v: v >= 0), top_k=(0, "0 (all) or a count", lambda v: v >= 0 and v == int(v)),
+_OPTIONS = dict(temperature=(0.0, "0 (greedy) or more", lambda v: v >= 0), top_k=(0, "0 (all) or a count", lambda v: 0 <= v < 2**31 and v == int(v)),
                 top_p=(1.0, "above 0, at most 1", lambda v: 0 < v <= 1), min_p=(0.0, "in 0…1", lambda v: 0 <= v <= 1),
                 repetition_penalty=(1.0, "above 0; 1 changes nothing", lambda v: v > 0))
 

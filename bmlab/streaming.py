@@ -237,6 +237,11 @@ class HostTables:
         self.kept = []
 
 # %% ../nbs/39a_streaming.ipynb #5fd6c5d4
+def _claim_link(link):
+    "A link carries for one streamer at a time"
+    if getattr(link, "used", False): raise RuntimeError("this link is another streamer's; give each its own")
+    link.used = True
+
 class SimulatedLink:
     "A link between host and device that exists on paper: copies poison, arrive as late as they may, and are timed by a virtual clock."
     simulated = True
@@ -252,6 +257,7 @@ class SimulatedLink:
         self.bytes_per_s, self.memory_bytes_per_s, self.latency_s, self.order = bytes_per_s, memory_bytes_per_s, latency_s, order
         self.chance, self.rows = random.Random(seed), deque(maxlen=100_000)
     def open(self, slots, reader):
+        _claim_link(self)
         self.reader, self.now, self.busy_until, self.pending, self.failed = reader, 0.0, 0.0, [], {}
         self.ready, self.free = [0.0] * len(slots), [0.0] * len(slots)
     def start(self, slot, target, slab, name):
@@ -282,7 +288,7 @@ class SimulatedLink:
     def join(self): pass
     def restore(self): pass
     def settled(self): pass
-    def close(self): self.pending, self.reader = [], None
+    def close(self): self.pending, self.reader, self.used = [], None, False
 
 # %% ../nbs/39a_streaming.ipynb #e5a49445
 class _Copies:
@@ -292,6 +298,7 @@ class _Copies:
         bytes_per_s:float|None=None,    # None: as fast as it goes; a lower rate imitates a slower link
     ): self.device, self.bytes_per_s, self.repeats, self.stream = torch.device(device), bytes_per_s, 1.0, None
     def open(self, slots, reader):
+        _claim_link(self)
         self.reader, self.free, self.ready, self._before = reader, [None] * len(slots), [None] * len(slots), None
         if self.stream is None: self.stream = torch.cuda.Stream(self.device, priority=-1)
         self.stream.wait_stream(self._current())                 # the slots' memory may have been somebody's until now
@@ -343,7 +350,7 @@ class GpuLink(_Copies):
         for r in self.ready:
             if isinstance(r, Future): r.exception()
         torch.cuda.synchronize(self.device)
-        self.ready, self.free, self.reader = [], [], None
+        self.ready, self.free, self.reader, self.used = [], [], None, False
 
 # %% ../nbs/39a_streaming.ipynb #19e9a784
 def _order(streamed, slots, following=None):
@@ -640,6 +647,8 @@ class _Guarded(_Captured):
 class _Hooked(_Guarded):
     def _check(self, slots):
         "Refuse what cannot be streamed, before anything moves"
+        if not all(hasattr(self.link, k) for k in ("open", "start", "wait", "close")): raise TypeError(f"link={self.link!r}: a SimulatedLink, a GpuLink, or None")
+        if getattr(self.link, "used", False): raise RuntimeError("this link is another streamer's; give each its own")
         if not isinstance(slots, int) or slots < 1: raise ValueError(f"slots={slots!r}: at least 1; 2 let a copy and a computation run at once")
         if self.store not in ("ram", "mmap"): raise ValueError(f"store={self.store!r}: 'ram' or 'mmap'")
         if "_bmlab_streamer" in self.model.__dict__: raise RuntimeError("this model streams already; close() that streamer first")
@@ -721,11 +730,11 @@ class Streamer(_Measured):
         self.streamed = list(self.blocks if streamed is None else streamed)
         self.device = _exact(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
         self.store, self.host_limit = store, None if host_limit is None else parse_bytes(host_limit)
+        self.link = link if link is not None else GpuLink(self.device) if self.device.type == "cuda" else SimulatedLink()
         self._check(slots)
         self.slot, self.after, self.later = _order(self.streamed, slots, following)
         self.layouts, self.slabs, self._grads, self._seen, self._deltas, self._end = {}, {}, {}, {}, {}, 0
         self.slots, self.holds, self.stats = [torch.empty(0, dtype=torch.uint8)] * (max(self.slot.values()) + 1), [], {"copies": 0, "bytes": 0, "unforeseen": 0}
-        self.link = link if link is not None else GpuLink(self.device) if self.device.type == "cuda" else SimulatedLink()
         self._lock, self._held, self._resting, self._forked, self._hooks, self._guards, self._guarded = threading.Lock(), {}, False, None, [], [], []
         self.generation, self._decoders = 0, weakref.WeakSet()
         self._stop, self.reader, self.file, self._closed = None, None, _file(folder) if store == "mmap" else None, False

@@ -106,8 +106,8 @@ def open_fields(
     if "<ans>" not in obj: raise ValueError(f"no '<ans>' among {', '.join(map(repr, obj))}; it says where the answer goes")
     def walk(value, path):
         if isinstance(value, str): return [path] if not value else []
-        if not isinstance(value, Mapping): raise TypeError(f"{'.'.join(path)} is a {type(value).__name__}; '<ans>' holds texts and objects of texts")
-        return [p for k, v in value.items() for p in walk(v, (*path, str(k)))]
+        if not isinstance(value, Mapping): raise TypeError(f"{'.'.join(map(str, path))} is a {type(value).__name__}; '<ans>' holds texts and objects of texts")
+        return [p for k, v in value.items() for p in walk(v, (*path, k))]
     found = walk(obj["<ans>"], ("<ans>",))
     if not found: raise ValueError("every field of '<ans>' is filled already; leave an empty text where an answer is wanted")
     return found
@@ -142,7 +142,7 @@ def ask_field(
     "The question for one open field."
     rest = {k: v for k, v in obj.items() if k not in ("<ans>", "prompt")}
     done = {k: v for k, v in obj["<ans>"].items() if v} if isinstance(obj["<ans>"], Mapping) else {}
-    field = " → ".join(path[1:])
+    field = " → ".join(map(str, path[1:]))
     ask = f"{obj.get('prompt', 'Answer')}".rstrip(".:：。") + (f", for the field {field!r}" if field else "")
     text = json.dumps(rest | ({"answers so far": done} if done else {}), ensure_ascii=False)
     return [{"role": "user", "content": f"{text}\n\n{ask}. Reply with the answer only."}] if chat else f"{text}\n{ask}: "

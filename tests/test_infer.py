@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as tf
 
-from bmlab.all import Adapter, DeltaBank, Lora, Sampler, SimulatedLink, load, pack_linears, plan_inference, wrap
+from bmlab.all import Adapter, DeltaBank, Lora, Sampler, SimulatedLink, decode_tokens, load, pack_linears, plan_inference, wrap
 from bmlab.decode import Decoder
 from bmlab.fused import fuse_decode
 
@@ -220,3 +220,71 @@ def test_memory_that_others_hold_is_said():
         with pytest.raises(ValueError, match="are free: others hold the rest"):
             wrap(tf.LlamaForCausalLM(tf.LlamaConfig(**{**CUDA, "num_hidden_layers": 40})).to(torch.bfloat16), max_ctx=256, device="cuda")
     finally: del taken; torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
+def test_without_fusing_streamed_equals_the_untouched_model(name):
+    plain = made(name)
+    pack_linears(plain, bits=8)
+    want = decoded(Decoder(plain, 2, 64))
+    model = made(name)
+    with wrap(model, bits=8, memory_limit=limit_for(model, 3, bits=8, **OPTIONS), fuse=False, device="cpu", **OPTIONS) as e: assert e.plan.streamed and torch.equal(decoded(e.decoder), want)
+
+
+def test_a_row_keeps_its_users_delta_when_others_end():
+    model = made("llama")
+    deltas = {}
+    for i, user in enumerate("ab"):
+        d = Lora(model, r=4, name=user)
+        torch.manual_seed(i)
+        for p in d.parameters(): torch.nn.init.normal_(p, std=0.5)
+        deltas[user] = d
+    alone = {}
+    for user, d in deltas.items():
+        others = [o for o in deltas.values() if o is not d]
+        for o in others: o.detach()
+        alone[user] = [t for t, in decode_tokens(Decoder(model, 1, 64), [PROMPTS[0]], None, 8)]
+        for o in others: o.attach()
+    bank = DeltaBank(model, deltas)
+    with wrap(model, device="cpu", max_batch=4, max_ctx=64) as e:
+        assert e.decoder.mode == "static"
+        with bank.route(["a", "b"]):                                             # rows 0 and 1 are a's, 2 and 3 b's
+            rows = list(zip(*decode_tokens(e.decoder, [PROMPTS[0]] * 4, None, [8, 3, 8, 3])))
+        assert [t for t in rows[0] if t is not None] == alone["a"] and [t for t in rows[2] if t is not None] == alone["b"]
+        with bank.route(["a", "b"]):
+            rows = list(zip(*decode_tokens(e.decoder, [PROMPTS[0]] * 4, None, [8, 8, 3, 3])))
+        assert [t for t in rows[1] if t is not None] == alone["a"]
+
+
+def test_a_dropped_engine_is_freed():
+    model = made("llama")
+    e = wrap(model, memory_limit=limit_for(model, 3, **OPTIONS), store="mmap", device="cpu", **OPTIONS)
+    dead = weakref.ref(e), weakref.ref(model)
+    del e, model
+    gc.collect()
+    assert [d() for d in dead] == [None, None]
+
+
+def test_what_is_refused_changes_nothing():
+    model = made("llama")
+    e = wrap(model, device="cpu", **OPTIONS)
+    for wrong, error, says in ((dict(bits=16), ValueError, "bits=16"), (dict(memory_limit="1KiB"), ValueError, "smallest feasible"), (dict(graph="yes"), ValueError, "graph="), (dict(max_batch=1.5), TypeError, "max_batch=1.5"),
+                               (dict(max_ctx="128"), TypeError, "max_ctx='128'"), (dict(device="tpu"), ValueError, "device="), (dict(fuse="no"), ValueError, "fuse='no'")):
+        with pytest.raises(error, match=says): wrap(model, **{"device": "cpu", **OPTIONS, **wrong})
+    assert len(decoded(e.decoder, 2)) == 3                                       # still the model's engine
+    e.close()
+    limit = limit_for(model, 3, **OPTIONS)
+    with pytest.raises(TypeError, match="link=3"): wrap(model, memory_limit=limit, link=3, device="cpu", **OPTIONS)
+    link = SimulatedLink()
+    with wrap(model, memory_limit=limit, link=link, device="cpu", **OPTIONS):
+        with pytest.raises(RuntimeError, match="give each its own"): wrap(made("llama"), memory_limit=limit, link=link, device="cpu", **OPTIONS)
+    pack_linears(model)
+    with pytest.raises(ValueError, match="packed to int8 already"): wrap(model, bits=4, device="cpu", **OPTIONS)
+
+
+def test_weights_written_while_they_stream_are_noticed():
+    model = made("llama")
+    with wrap(model, memory_limit=limit_for(model, 3, **OPTIONS), device="cpu", **OPTIONS) as e:
+        name = e.plan.streamed[0]
+        with torch.no_grad(): e.model.get_submodule(name).mlp.up_proj.weight.zero_()
+        with pytest.raises(RuntimeError, match="on_host"), e._alone(): pass
