@@ -41,7 +41,7 @@ class _Product:
     "Linear layers with one input as one matrix product; one by one where a delta or a hook is on one, or they lie apart"
     def __init__(self, *modules):
         self.modules, self.watch = modules, [(m, _own_class(m)) for m in modules]
-        self.kind, self.joined, self.half = _own_class(modules[0]), None, None
+        self.kind, self.joined, self.half, self.fn = _own_class(modules[0]), None, None, None
         self.names = ["weight", "bias"] if self.kind is nn.Linear else ["codes", "scale", "zero", "bias"]
         self.places = {n: [place for m in modules for place in (m._buffers, m._parameters) if place.get(n) is not None] for n in self.names}
         self.bind()
@@ -50,13 +50,13 @@ class _Product:
         "Look where the tensors are now"
         tensors = {n: [place[n] for place in places] for n, places in self.places.items() if places}
         views = {n: _adjacent(t) if len(t) == len(self.modules) else None for n, t in tensors.items()}
-        self.joined, self.half, first = None if any(v is None for v in views.values()) else views, None, self.names[0]
+        self.joined, self.half, self.fn, first = None if any(v is None for v in views.values()) else views, None, None, self.names[0]
         self.at = [(place, first, place[first].data_ptr()) for place in self.places[first]]              # all of a layer's tensors move, or
         self.same = [(place, n, place[n]) for n in self.names[1:] for place in self.places[n]]           # one is replaced
 
     def forget(self):
         "Let go of memory that the tensors have left"
-        self.joined, self.half, self.at = None, None, [(place, n, -1) for place, n, _ in self.at]
+        self.joined, self.half, self.fn, self.at = None, None, None, [(place, n, -1) for place, n, _ in self.at]
 
     def lies(self):
         "Are the tensors where they were?"
@@ -72,11 +72,17 @@ class _Product:
         if t is None or not _untouched(self.watch) or self.kind is not nn.Linear and len(x) > 16:
             x = x.view(*shape, -1)                                                                       # as the layers, and what sits on them, expect it
             return torch.cat([m(x) for m in self.modules], -1).flatten(0, 1)
-        if self.kind is nn.Linear: return F.linear(x, t["weight"], t.get("bias"))
-        if self.kind is Int4Linear: return packed_linear4(x, t["codes"], t["scale"], t["zero"], t.get("bias"))
-        if x.dtype != torch.bfloat16 or x.device.type != "cpu" or x.shape[1] % 16: return packed_linear(x, t["codes"], t["scale"], t.get("bias"))
-        y = torch._weight_int8pack_mm(x, t["codes"], self._half(t["scale"]))
-        return y if "bias" not in t else y.add_(t["bias"])
+        return self.function(x.dtype, x.device.type)(x)
+
+    def function(self, dtype, device): # → a function of x (R, K), good while `lies` is true and the scale holds what it did
+        "The joined product for one kind of input"
+        t, product = self.joined, torch._weight_int8pack_mm
+        bias, scale, codes = t.get("bias"), t.get("scale"), t.get("codes")
+        if self.kind is nn.Linear: return functools.partial(F.linear, weight=t["weight"], bias=bias)
+        if self.kind is Int4Linear: return functools.partial(packed_linear4, codes=codes, scale=scale, zero=t["zero"], bias=bias)
+        if dtype != torch.bfloat16 or device != "cpu" or codes.shape[1] % 16: return functools.partial(packed_linear, codes=codes, scale=scale, bias=bias)
+        half = self._half(scale)
+        return (lambda x: product(x, codes, half)) if bias is None else lambda x: product(x, codes, half).add_(bias)
 
     def _half(self, scale):
         "The scale in bfloat16, made once for what it holds"
@@ -128,7 +134,8 @@ class _Step:
     "What the layers of one forward share"
     def __init__(self, kernels=None):
         self.kernels, self.angles, self.table, self.masks, self.slots, self.plain = kernels, None, None, {}, None, False
-        self.at = self.taken = None                                                           # slots on a CPU; a call that was found fit
+        self.at = self.taken = self.stream = None                   # slots on a CPU; a call that was found fit; what the last block gave, with its negative
+        self.one = False                                                                      # is that call one token of one row on a CPU?
 
     def turn(self, x, cos, sin): # x (B, M, n, D), cos and sin (B or 1, M, D) → x turned by its positions
         if self.angles is not cos:
@@ -136,7 +143,7 @@ class _Step:
             pair = lambda t: t.unflatten(-1, (2, half))[:, :, None]                          # (B, M, 1, 2, D/2)
             self.table, self.angles = (pair(cos), pair(torch.cat([-sin[..., :half], sin[..., half:]], -1))), cos
         c, s = self.table
-        pairs = x.view(*x.shape[:3], 2, -1)
+        pairs = x.view(x.shape[:3] + (2, -1))
         return torch.addcmul(pairs * c, pairs.flip(-2), s).view(x.shape)
 
     def seen(self, mask, dtype, T): # (B, 1, M, keys), bool or to be added → (B, 1, M, T) to be added; no key behind the model's is seen
@@ -149,21 +156,24 @@ class _Step:
         return found[1]
 
 def _store(step, cache, layer, k, v): # (B, Hk, M, D) each → keys and values, (B, Hk, T, D)
-    span, kept, view = cache.span, cache.layers[layer], cache.span.view
-    T = min(-(-view // 64) * 64, len(span.steps))
-    if span.start is None or span.plain or kept.bits != 16 or not kept.is_initialized or type(span.rows) is not slice:
-        span.view = T                                                                         # what the cache is to show
+    span, kept, at = cache.span, cache.layers[layer], step.at
+    if at is None or at[0] is not span.slots:                                                 # once a forward
+        fits = span.start is not None and not span.plain and type(span.rows) is slice
+        at = step.at = span.slots, min(-(-span.view // 64) * 64, span.steps.shape[0]), span.slots[0] if fits else None
+    _, T, slots = at
+    if slots is None or kept.bits != 16 or not kept.is_initialized:
+        view, span.view = span.view, T                                                        # what the cache is to show
         try: return cache.update(k, v, layer)
         finally: span.view = view if span.view == T else span.view
-    keys, values = (kept.k, kept.v) if span.rows.stop - span.rows.start == len(kept.k) else (kept.k[span.rows], kept.v[span.rows])
-    if step.at is None or step.at[0] is not span.slots: step.at = span.slots, span.slots[0]
-    keys.index_copy_(2, step.at[1], k); values.index_copy_(2, step.at[1], v)
+    keys, values = kept.k, kept.v
+    if span.slots.shape[0] != keys.shape[0]: keys, values = keys[span.rows], values[span.rows]
+    keys.index_copy_(2, slots, k); values.index_copy_(2, slots, v)
     return keys.narrow(2, 0, T), values.narrow(2, 0, T)
 
 # %% ../nbs/39b_fused.ipynb #f5b49e27
 def _attend_torch(f, step, qkv, cos, sin, mask, cache): # qkv (B·M, (H + 2·Hk)·D) → (B·M, H·D)
     (B, _, M, _), D, H, Hk = mask.shape, f.D, f.H, f.Hk
-    B = len(qkv) // M                                                                         # one mask may serve all rows
+    B = qkv.shape[0] // M                                                                     # one mask may serve all rows
     qk, v = qkv.view(B, M, -1, D).split_with_sizes((H + Hk, Hk), 2)
     if f.norms: qk = torch.cat([_Torch.norm(t.reshape(-1, D), n).view(B, M, -1, D) for t, n in zip(qk.split_with_sizes((H, Hk), 2), f.norms)], 2)
     q, k = step.turn(qk, cos, sin).split_with_sizes((H, Hk), 2)
@@ -210,6 +220,7 @@ class _Part:
     "What a fused module does; a copy of the module is without it"
     def __deepcopy__(self, memo): return None
     def __reduce__(self): return type(None), ()
+    def forget(self): [p.forget() for p in vars(self).values() if isinstance(p, _Product)]
 
 def _ops(step, x): return _Triton if step.kernels == "triton" or x.is_cuda and step.kernels is None else _Torch
 def _fit(x): return x.ndim == 3 and 0 < x.shape[1] <= 16 and x.shape[0] * x.shape[1] <= 64 and not torch.is_autocast_enabled(x.device.type)
@@ -251,6 +262,7 @@ class _AttentionPart(_Part):
             if not isinstance(cache, KVCache) or angles is None or not isinstance(mask, Tensor) or mask.ndim != 4 or not kwargs.keys() <= _KNOWN or kwargs.get("output_attentions"): return False
             if not _fit(x) or angles[0].ndim != 3: return False
             self.step.taken = angles, weakref.ref(cache), mask, x.shape, len(kwargs)      # (a cache is not kept alive)
+            self.step.one = x.shape[:2] == (1, 1) and x.device.type == "cpu" and _ops(self.step, x) is _Torch
         if angles[0].shape[2] != self.D or not _untouched(self.watch): return False
         if _ops(self.step, x) is _Torch: return True
         kept, span = cache.layers[self.layer], cache.span
@@ -264,6 +276,62 @@ class _AttentionPart(_Part):
         return (self.run(x.flatten(0, 1), x.shape[:2], kwargs).view(*x.shape[:2], -1), None) if len(args) <= 1 and self.takes(x, kwargs) else None
 
 # %% ../nbs/39b_fused.ipynb #30e77eec
+class _Line:
+    "A block's way for one token of one row on a CPU, with all that it reads; as long as it `lies` and is `untouched`"
+    def __init__(self, block, dtype):
+        a, mlp, norms = block.attention, block.mlp, block.norms
+        self.attention, self.dtype, self.products, self.act = a, dtype, (a.qkv, a.o, mlp.up, mlp.down), _GATES.get(mlp.act, mlp.module)
+        for p in self.products:
+            if not p.lies(): p.bind()
+        weights = [(n.module._parameters, "weight", n.module._parameters["weight"]) for n in norms]
+        self.at = [(place, n) for p in self.products for place, n, _ in p.at] + [(place, n) for place, n, _ in weights]
+        self.pointers = [place[n].data_ptr() for place, n in self.at]                         # (weights are not kept alive)
+        self.same = [same for p in self.products for same in p.same] + weights
+        watch = block.watch + [w for p in self.products for w in p.watch]
+        self.modules, self.classes, self.dicts = [m for m, _ in watch], [c for _, c in watch], [m.__dict__ for m, _ in watch]
+        read = [t for _, _, t in weights] + [t for p in self.products for n, t in (p.joined or {}).items() if n == "scale"]
+        self.fit = all(p.joined is not None for p in self.products) and not any(t.is_inference() for t in read)
+        self.read = read if self.fit else ()
+        self.versions = [t._version for t in self.read]
+        if not self.fit: return
+        for p in self.products: p.fn = p.function(dtype, "cpu")
+        self.norms = [(n.doubled(dtype)[0].view(2, -1), n.eps) for n in norms]
+        self.shape, self.sign = self.norms[0][0].shape, norms[0].doubled(dtype)[1]                              # (2, D); (2, 1)
+
+    def lies(self):
+        "Is all that is read where it was, and what it was?"
+        if [place[n].data_ptr() for place, n in self.at] != self.pointers or [t._version for t in self.read] != self.versions: return False
+        for place, n, t in self.same:
+            if place[n] is not t: return False
+        return not self.fit or all([p.fn for p in self.products])                             # none was forgotten or bound anew
+
+    def untouched(self):
+        "As `_untouched`; what is looked at has left the processor's cache since the last token, so it is as little as can be"
+        if list(map(type, self.modules)) != self.classes: return False
+        for d in self.dicts:
+            if d["_forward_hooks"] or d["_forward_pre_hooks"] or "forward" in d: return False
+        return True
+
+    def norm(self, pair, i): # (1, 2, D) → (1, D)
+        weight, eps = self.norms[i]
+        return torch.layer_norm(pair, self.shape, weight, None, eps).select(1, 0)
+
+    def __call__(self, x, step, kwargs): # (1, 1, D) → the same
+        (qkv, o, up, down), sign, sandwich, known = self.products, self.sign, len(self.norms) == 4, step.stream
+        pair = known[1] if known is not None and known[0] is x and known[2] == x._version else x * sign                          # (1, 2, D)
+        y = qkv.fn(self.norm(pair, 0))
+        y = o.fn(_attend_torch(self.attention, step, y, *kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"]))
+        if sandwich: y = self.norm(y.unsqueeze(1) * sign, 1)
+        pair = torch.addcmul(pair, y, sign)
+        gate, up_ = up.fn(self.norm(pair, -2 if sandwich else 1)).chunk(2, 1)
+        y = down.fn(self.act(gate) * up_)
+        if sandwich: y = self.norm(y.unsqueeze(1) * sign, 3)
+        pair = torch.addcmul(pair, y, sign)
+        out = pair.narrow(1, 0, 1)
+        step.stream = None if out.is_inference() else (out, pair, out._version)              # (what changes `out` is seen)
+        return out
+
+# %% ../nbs/39b_fused.ipynb #d9683ee9
 class _BlockPart(_Part):
     "x + attention(norm(x)), then x + mlp(norm(x)); `sandwich`: with a norm behind attention and mlp too"
     def __init__(self, block, step):
@@ -271,11 +339,21 @@ class _BlockPart(_Part):
         names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
         self.norms = [block._modules[n]._fused.norm for n in names if n in block._modules]
         inside = [m for n, m in block._modules.items()] + ([self.mlp.module] if isinstance(self.mlp.module, nn.Module) else [])
-        self.watch = [(m, type(m)) for m in inside]
+        self.watch, self.line = [(m, type(m)) for m in inside], None
+
+    def forget(self): self.line = None
+
+    def one(self, x, kwargs):
+        "One token of one row on a CPU; None: something is in its way"
+        line = self.line
+        if line is None or line.dtype != x.dtype or not line.lies(): line = self.line = _Line(self, x.dtype)
+        return line(x, self.step, kwargs) if line.fit and line.untouched() else None
 
     def __call__(self, args, kwargs):
         x = args[0] if args else kwargs.get("hidden_states")
-        if len(args) > 1 or not self.attention.takes(x, kwargs) or not _untouched(self.watch): return None
+        if len(args) > 1 or not self.attention.takes(x, kwargs): return None
+        if self.step.one and (y := self.one(x, kwargs)) is not None: return y
+        if not _untouched(self.watch): return None
         ops, whole, shape, norms = _ops(self.step, x), x.shape, x.shape[:2], self.norms
         x = x.flatten(0, 1)                                                                   # (B·M, D)
         y = self.attention.run(ops.norm(x, norms[0]), shape, kwargs)
@@ -293,7 +371,7 @@ def _fused_class(base):
         out = None if part is None or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() else part(args, kwargs)
         return base.forward(self, *args, **kwargs) if out is None else out
     def __reduce_ex__(self, protocol): return _empty, (base,), {k: v for k, v in self.__dict__.items() if k != "_fused"}
-    def moved(self): [p.forget() for p in vars(self.__dict__.get("_fused", self)).values() if isinstance(p, _Product)]
+    def moved(self): None if (part := self.__dict__.get("_fused")) is None else part.forget()
     return type(f"Fused{base.__name__}", (base,), {"forward": forward, "__reduce_ex__": __reduce_ex__, "_bmlab_moved": moved, "_bmlab_fused": base, "__module__": __name__})
 
 def _empty(cls): return cls.__new__(cls)
