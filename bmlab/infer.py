@@ -6,7 +6,7 @@
 __all__ = ['Engine', 'packed_otherwise', 'wrap']
 
 # %% ../nbs/40_infer.ipynb #80bb14e8
-import contextlib, gc, threading, time
+import contextlib, gc, threading, weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +53,10 @@ def _check_room(plan, model, device):
                          f"end them, or wrap with memory_limit='{(free + there + plan.context_bytes) / 2**30:.3g}GiB'" + (f", which is below the smallest plan, {format_bytes(plan.min_bytes)}" if free + there + plan.context_bytes < plan.min_bytes else ""))
 
 # %% ../nbs/40_infer.ipynb #9cec1488
+def _let_go(held):
+    "Close what an engine held, the last first"
+    while held: held.pop().close()
+
 class _Calls:
     "One call at a time, its options and what was measured"
     def __init__(self,
@@ -66,7 +70,8 @@ class _Calls:
         device="cpu",           # where it computes
     ):
         self.device = torch.device(device)
-        self.model, self.tok, self.plan, self.max_ctx, self.decoder, self.draft, self.held, self.stats = model, tok, plan, max_ctx, decoder, draft, list(held), {}
+        self._end = weakref.finalize(self, _let_go, held := list(held)); self._end.atexit = False     # an engine that is dropped lets go of its model
+        self.model, self.tok, self.plan, self.max_ctx, self.decoder, self.draft, self.held, self.stats = model, tok, plan, max_ctx, decoder, draft, held, {}
         self._lock, self._tokens, self._running, self._stopped = threading.Lock(), None, None, False
 
     @property
@@ -314,14 +319,13 @@ class Engine(_Fields):
             finally: b.close()
 
     def close(self):
-        "Let go of slots, graphs and caches; the packed model stays, whole, on the CPU where blocks were streamed."
+        "Let go of slots, graphs and caches; the model stays, packed and whole, on the CPU where blocks were streamed. A dropped engine closes itself."
         if self._closed: return
         self.stop()
         if not self._lock.acquire(timeout=60): raise RuntimeError("this engine is busy with another text, which did not end in a minute; close it when that is done")
         self._closed, self.decoder = True, None
         self._lock.release()
-        for held in reversed(self.held): held.close()
-        self.held = []
+        self._end()
         self.model.__dict__.pop("_bmlab_engine", None)
         gc.collect()
         if torch.cuda.is_initialized(): torch.cuda.empty_cache()
@@ -408,7 +412,8 @@ def wrap(
     plan = plan_inference(model, memory_limit, bits, max_batch, max_ctx, kv_bits, host_limit, store, small, machine, slots, group_size)
     if bits and name is None and (other := packed_otherwise(model, bits)): raise ValueError(f"bits={bits}, but {other[0]} is packed to {other[1]} already; wrap with bits=None")
     _check_room(plan, model, device)
-    for engine in list(model.__dict__.get("_bmlab_engine", ())): engine.close()             # a model has one: the last
+    for engine in model.__dict__.pop("_bmlab_engine", ()):
+        if (engine := engine()) is not None: engine.close()             # a model has one: the last
     if name is not None: model, loaded = load_placed(name, plan, device=device); tok = tok if tok is not None else loaded
     elif bits and (todo := packable(model)): pack_linears(model, bits=bits, modules=dict.fromkeys(todo), group_size=group_size)
     held = _assemble(model.eval(), plan, device, slots, store, link, host_limit, fuse, small)
@@ -419,5 +424,6 @@ def wrap(
     except BaseException:
         for h in reversed(held): h.close()
         raise
-    model.__dict__["_bmlab_engine"] = Transient([engine := Engine(model, tok, plan, max_ctx, decoder, guesser, held, device)])
+    engine = Engine(model, tok, plan, max_ctx, decoder, guesser, held, device)
+    model.__dict__["_bmlab_engine"] = Transient([weakref.ref(engine)])
     return engine

@@ -81,7 +81,7 @@ def test_a_model_that_decodes_by_generate_only():
 
 @pytest.mark.parametrize("kv_bits, store", [(8, "ram"), (16, "mmap")])
 def test_cache_in_int8_and_slabs_in_a_file(kv_bits, store):
-    want = decoded(wrap(made("llama"), kv_bits=kv_bits, device="cpu", **OPTIONS).decoder)
+    with wrap(made("llama"), kv_bits=kv_bits, device="cpu", **OPTIONS) as e: want = decoded(e.decoder)
     model = made("llama")
     with wrap(model, memory_limit=limit_for(model, 3, kv_bits=kv_bits, **OPTIONS), kv_bits=kv_bits, store=store, device="cpu", **OPTIONS) as e: assert torch.equal(decoded(e.decoder), want)
 
@@ -288,3 +288,13 @@ def test_weights_written_while_they_stream_are_noticed():
         name = e.plan.streamed[0]
         with torch.no_grad(): e.model.get_submodule(name).mlp.up_proj.weight.zero_()
         with pytest.raises(RuntimeError, match="on_host"), e._alone(): pass
+
+
+def test_an_engine_for_one_text_leaves_no_trace():
+    model, ids = made("llama"), torch.tensor([PROMPTS[0]])
+    classes = [type(m) for m in model.modules()]
+    with torch.no_grad(): want = model(ids).logits
+    for limit in (None, limit_for(model, 3, **OPTIONS)):
+        wrap(model, memory_limit=limit, device="cpu", **OPTIONS)                                 # gone at once
+        assert [type(m) for m in model.modules()] == classes
+        with torch.no_grad(): assert torch.equal(model(ids).logits, want)
