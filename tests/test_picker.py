@@ -52,7 +52,7 @@ def selections(model, rng):
     yield from shapes.values()
     for group in shapes.values():
         if len(group) > 2: yield group[1:]; yield group[:-1]; yield group[::2]; yield [group[0], group[-1]]
-    for role in set(roles(model).values()):
+    for role in dict.fromkeys(roles(model).values()):                     # in an order that does not depend on the process
         yield [n for n, r in roles(model).items() if r == role and n in names]
     for n in rng.sample(names, min(6, len(names))):
         if below := [m for m in names if m.startswith(n + ".")]: yield below; yield [n, *below]
