@@ -16,14 +16,14 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent))
 from training import ROOT, leave, show
 
-RATES = {"full fine-tuning": 1e-4, "Lora, q and v": 2e-3, "Lora, all linear": 1e-3, "Adapter": 1e-3, "ParallelAdapter": 1e-3, "BitFit": 5e-3, "IA3": 1e-2, "Prefix": 3e-3, "SoftPrompt": 1e-2, "Lora and BitFit": 1e-3}
+RATES = {"full fine-tuning": 1e-4, "Lora, q and v": 2e-3, "Lora, all linear": 2e-3, "Adapter": 4e-3, "ParallelAdapter": 4e-3, "BitFit": 5e-3, "IA3": 1e-2, "Prefix": 3e-3, "SoftPrompt": 1e-2, "Lora and BitFit": 1e-3}
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--tasks", nargs="+", default=["movies", "products", "reviews"]); p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2]); p.add_argument("--methods", nargs="+", default=list(RATES))
 p.add_argument("--minilm", help="a folder with MiniLM, if not the cached sample"); p.add_argument("--texts", help="a folder with TASK.json instead of the cached samples")
-p.add_argument("--tiny", action="store_true"); p.add_argument("--seconds", type=float, default=1e5, help="end then, with what there is"); p.add_argument("--tune", type=float, nargs="+", help="factors on the learning rates, judged on held-out training rows of the first seed"); p.add_argument("--child", nargs=2)
+p.add_argument("--tiny", action="store_true"); p.add_argument("--epochs", type=int, default=3, help="for every method alike"); p.add_argument("--seconds", type=float, default=1e5, help="end then, with what there is"); p.add_argument("--tune", type=float, nargs="+", help="factors on the learning rates, judged on held-out training rows of the first seed"); p.add_argument("--child", nargs=2)
 args = p.parse_args()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LENGTH, BATCH, EPOCHS = 64, 64, 3
+LENGTH, BATCH, EPOCHS = 64, 64, args.epochs
 ROWS = {"movies": 4096, "products": 2048, "reviews": 4096}
 
 
@@ -85,7 +85,8 @@ def attach(method, model):
     "The deltas of a method, the model frozen but for them and the head; none: all is tuned"
     from bmlab import all as b
     if method == "full fine-tuning": return []
-    made = {"Lora, q and v": lambda: [b.Lora(model, r=8)], "Lora, all linear": lambda: [b.Lora(model, r=8, modules=["query", "key", "value", "dense"], exclude=["pooler", "classifier"])],
+    linear = dict(modules=["query", "key", "value", "dense"], exclude=["pooler", "classifier"])
+    made = {"Lora, q and v": lambda: [b.Lora(model, r=8)], "Lora, all linear": lambda: [b.Lora(model, r=8, **linear)],
             "Adapter": lambda: [b.Adapter(model)], "ParallelAdapter": lambda: [b.ParallelAdapter(model)], "BitFit": lambda: [b.BitFit(model, exclude="classifier")], "IA3": lambda: [b.IA3(model)], "Prefix": lambda: [b.Prefix(model, length=8)],
             "SoftPrompt": lambda: [b.SoftPrompt(model, length=8)], "Lora and BitFit": lambda: [b.Lora(model, r=8), b.BitFit(model, exclude="classifier")]}[method]()
     for d in made: d.freeze(keep="classifier")
@@ -132,7 +133,7 @@ def main(task, seeds):
 
 if args.child: main(*args.child); leave()
 jobs = [(task, ",".join(map(str, args.seeds))) for task in args.tasks]
-passed = [f"--{k}" if v is True else f"--{k}={v}" for k, v in (("minilm", args.minilm), ("texts", args.texts), ("tiny", args.tiny)) if v] + ["--methods", *args.methods] + (["--tune", *map(str, args.tune)] if args.tune else [])
+passed = [f"--{k}" if v is True else f"--{k}={v}" for k, v in (("minilm", args.minilm), ("texts", args.texts), ("tiny", args.tiny), ("epochs", args.epochs)) if v] + ["--methods", *args.methods] + (["--tune", *map(str, args.tune)] if args.tune else [])
 logs, deadline = [tempfile.TemporaryFile("w+") for _ in jobs], time.time() + args.seconds
 running = [subprocess.Popen([sys.executable, __file__, *passed, "--child", *job], stdout=log, text=True, env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
                             TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "4"))) for job, log in zip(jobs, logs)]
@@ -147,7 +148,7 @@ for log in logs:
 frame = show(rows, "delta_quality: three tasks")
 if len(frame):
     table = frame.groupby(["task", "method", "rate"], sort=False).agg(accuracy=("accuracy", "mean"), least=("accuracy", "min"), share=("tunable share", "first"), step_ms=("step_ms", "median")).reset_index()
-    whole = table[table.method == "full fine-tuning"].set_index("task").accuracy
+    whole = table[table.method == "full fine-tuning"].groupby("task").accuracy.max()
     table["of full"] = [a / whole.get(t, float("nan")) for t, a in zip(table.task, table.accuracy)]
     print(table.round(4).to_string(index=False))
-    print(table.groupby("method", sort=False)[["accuracy", "of full", "share"]].mean().round(4).to_string())
+    print(table.groupby(["method", "rate"], sort=False)[["accuracy", "of full", "share"]].mean().round(4).to_string())

@@ -351,7 +351,7 @@ def _check_device(device, graph, fuse):
     if device.type == "cuda" and not torch.cuda.is_available(): raise ValueError("device='cuda', and torch sees no GPU here; leave device= away, or give 'cpu'")
     if graph not in ("auto", True, False): raise ValueError(f"graph={graph!r}: 'auto', or False for none")
     if not isinstance(fuse, bool): raise ValueError(f"fuse={fuse!r}: True or False")
-    return device
+    return torch.empty(0, device=device).device       # with its number
 
 def _guesser(draft):
     "(guesser, draft model or None) of `wrap`'s draft="

@@ -17,6 +17,10 @@ from torch import Tensor, nn
 _SLICE_BYTES = 64 << 20                      # float32 working memory of one step of quantize_rows
 _TINY = torch.finfo(torch.float32).tiny      # the scale of a row of zeros
 
+def _over(x, n):
+    "x / n in place, with one rounding on every device (by a plain number a GPU multiplies with the reciprocal)"
+    return x.div_(torch.full_like(x, n))
+
 def quantize_rows(
     w:Tensor,              # (N, K) any float dtype and device, meta too
 )->tuple[Tensor, Tensor]:  # codes (N, K) int8 in [−127, 127], scale (N,) float32 > 0
@@ -26,7 +30,7 @@ def quantize_rows(
     step = max(1, _SLICE_BYTES // (4 * w.shape[1] or 1))
     for i in range(0, len(w), step):
         part = w[i:i + step].detach().float()
-        scale[i:i + step] = part.abs().amax(1).div_(127).clamp_min_(_TINY)
+        scale[i:i + step] = _over(part.abs().amax(1), 127).clamp_min_(_TINY)
         codes[i:i + step] = part.div(scale[i:i + step, None]).round_()
     if not w.is_meta and not scale.isfinite().all():
         raise ValueError(f"w has infinite or undefined values, first in row {(~scale.isfinite()).nonzero()[0].item()}")
@@ -79,7 +83,7 @@ _CLIPS = (1.0, 0.92, 0.84, 0.76)  # shares of a group's range that are tried
 def _group_grid(part, share):
     "Scale and zero point (float16) of groups (…, g) for a share of their range, the codes, and the squared error"
     low, high = (part.amin(-1) * share, part.amax(-1) * share)
-    scale = ((high - low) / 15).half().clamp_min_(2**-24)                        # the least float16: groups of one value
+    scale = _over(high - low, 15).half().clamp_min_(2**-24)                        # the least float16: groups of one value
     zero = (low + 8 * scale.float()).half()
     s, z = scale.float()[..., None], zero.float()[..., None]
     q = part.sub(z).div_(s).add_(8).round_().clamp_(0, 15)
@@ -216,7 +220,7 @@ def quantize_tokens(
 )->tuple[Tensor, Tensor]: # codes (M, K) int8 in [−127, 127], unit (M, 1) float32
     "Symmetric int8 per row of the inputs, rounded to nearest."
     x = x.float()
-    unit = x.abs().amax(1, keepdim=True).div_(127).clamp_min_(_TINY)
+    unit = _over(x.abs().amax(1, keepdim=True), 127).clamp_min_(_TINY)
     return (x / unit).round_().to(torch.int8), unit
 
 def _by_int8(x, codes, scale):

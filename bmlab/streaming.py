@@ -717,7 +717,7 @@ class Streamer(_Measured):
         model:nn.Module,                      # changed in place; its other parts are on the device already (`move_weights`)
         blocks:dict|None=None,                # name → module, all repeated blocks in the order in which they run; None: `find_blocks(model)`
         streamed:list|None=None,              # names of those that stream, in the same order; None: all
-        device:str|torch.device|None=None,    # of the slots; None: cuda if there is one, else cpu
+        device:str|torch.device|None=None,    # of the slots; None: the link's, else cuda if there is one, else cpu
         slots:int=2,                          # blocks on the device at once
         store:str="ram",                      # "ram": a slab of host memory each; "mmap": stretches of one file, read as they are needed
         link=None,                            # None: a GpuLink, on a CPU a SimulatedLink
@@ -728,7 +728,7 @@ class Streamer(_Measured):
         self.model, self._closed = unwrap(model), True
         self.blocks = dict(find_blocks(self.model) if blocks is None else blocks)
         self.streamed = list(self.blocks if streamed is None else streamed)
-        self.device = _exact(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        self.device = _exact(device if device is not None else getattr(link, "device", "cpu") if link is not None else "cuda" if torch.cuda.is_available() else "cpu")
         self.store, self.host_limit = store, None if host_limit is None else parse_bytes(host_limit)
         self.link = link if link is not None else GpuLink(self.device) if self.device.type == "cuda" else SimulatedLink()
         self._check(slots)
