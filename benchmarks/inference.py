@@ -101,7 +101,7 @@ def fill(model, device="cpu"):
         for (name, dtype), same in groups.items():
             whole, at = random(sum(t.numel() for t, *_ in same.values()), dtype), 0
             for t, where, owners in same.values():
-                part = whole[at:at + t.numel()].view(t.shape); at += t.numel()
+                part = torch.empty(0, dtype=dtype, device=device).set_(whole.untyped_storage(), at, t.shape); at += t.numel()      # a view would keep `whole` when the weight moves
                 if dtype.is_floating_point: part.mul_(spread(where, t.shape[1]))
                 made[id(t)] = t, as_was(t, part)
                 for m in owners: place(m, name, made[id(t)][1])

@@ -381,5 +381,5 @@ def join_packed(
         for m, part in zip(modules, whole.split(sizes)):
             own = getattr(m, name)
             if isinstance(own, nn.Parameter): own.data = part
-            elif own is not None: setattr(m, name, part)
+            elif own is not None: setattr(m, name, torch.empty(0, dtype=part.dtype, device=part.device).set_(part))       # no view of `whole`, which would be kept when this moves
     return (*joined, *([] if given else [None]))

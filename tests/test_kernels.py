@@ -1,8 +1,10 @@
 "Packed layers where a notebook would be too slow or too long: grids of shapes, threads, fresh processes, families of experts, the real model; and the GPU"
 import copy
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -378,3 +380,29 @@ def test_a_graph_holds_a_packed_mixture_and_joined_layers():
         with torch.cuda.graph(graph): a, b = e(x, index, weight), packed_linear4(x, *packed)
         index.copy_(index.flip(1)); graph.replay(); torch.cuda.synchronize()
         assert torch.equal(a, e(x, index, weight)) and torch.equal(b, torch.cat([m(x) for m in (attn.q_proj, attn.k_proj, attn.v_proj)], -1))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("N", [256, 600, 1024])
+def test_widened_a_stretch_at_a_time(bits, N, monkeypatch):
+    "Many rows on a GPU: the weight is never widened whole, and the product is the same"
+    torch.manual_seed(0)
+    w, x = torch.randn(N, 64), torch.randn(70, 64)
+    packed = quantize_rows(w) if bits == 8 else quantize_groups(w, 32)
+    widen, seen = packing._widened, []
+    monkeypatch.setattr(packing, "_widened", lambda codes, *a: (seen.append(len(codes)), widen(codes, *a))[1])
+    monkeypatch.setattr(packing, "WIDE_BYTES", 300 * 64 * 4)
+    y = packing._by_stretches(x, packed[0], packed[1], packed[2] if bits == 4 else None)
+    assert sum(seen) == N and max(seen) <= 300
+    torch.testing.assert_close(y, x @ (dequantize_rows if bits == 8 else dequantize_groups)(*packed).T, atol=1e-4, rtol=1e-5)
+
+
+def test_joined_buffers_let_go():
+    "What was joined keeps nothing alive: when a layer's weight moves elsewhere, the joined storage is freed"
+    layers = list(pack_linears(nn.ModuleList(nn.Linear(32, 16) for _ in range(2))))
+    codes = join_packed(layers)[0]
+    freed = weakref.ref(codes.untyped_storage()); del codes
+    assert all(m.codes._base is None for m in layers)
+    for m in layers: m.codes.data = m.codes.clone()
+    gc.collect()
+    assert freed() is None
