@@ -4,7 +4,8 @@ usage: python benchmarks/delta_bank.py [--device cpu|cuda] [--tiny] [--users 8 1
 
 cpu:  LLaMA of 6 layers × 512; cuda: LLaMA-3's 8B shape in bf16 (4096, 32 layers, 32/8 heads, 14336, vocabulary 128256), random weights. LoRA r = 8 on q and v, or on all
       seven linear layers of a block; every B away from zero.
-read  one forward of `rows` × `length` tokens without gradients;   decode  one token per row after that many in the cache
+read  one forward of `rows` × `length` tokens without gradients;   decode  one token per row after that many in the cache, through transformers' forward, eagerly
+decode, own loop  the same by bmlab's Decoder, which captures a step on a GPU (PEFT has no such loop)
 train forward, backward and (where there are users) AdamW on their parameters. The base model's step is forward and backward to its input, all weights frozen: the least that a delta's
       step needs. "one LoRA" is a single bmlab Lora for all rows.
 The ways take turns, round by round ("per user" comes in the first only); a time is the median over the rounds, a ratio the median of the rounds' ratios. PEFT gets the very same matrices, and the logits are compared first.
@@ -25,6 +26,7 @@ p.add_argument("--rounds", type=int, help="5, on a GPU 3"); p.add_argument("--ro
 args = p.parse_args()
 
 from bmlab.bank import DeltaBank
+from bmlab.decode import Decoder
 from bmlab.delta import deltas
 from bmlab.lora import Lora
 
@@ -137,6 +139,20 @@ def compare(model, users, modules):
     if gpu: torch.cuda.empty_cache()
 
     opt, embed = torch.optim.AdamW(bank.param_groups(1e-4), fused=gpu), model.get_input_embeddings()
+    def own_loop(way):
+        "Seconds of each round of steps in bmlab's own loop: static cache, on a GPU a captured graph"
+        with torch.no_grad(), way:
+            d = Decoder(model, args.rows, length + (args.rounds + 1) * args.steps)
+            d.prefill(ids.tolist())
+            def steps():
+                for _ in range(args.steps): d.step(ids[:, :1])
+            steps()
+            times = [seconds(steps) for _ in range(args.rounds)]
+        if gpu and d.why_eager: print(f"no graph: {d.why_eager}", flush=True)
+        return times
+    out.append(("decode, own loop", {"base": own_loop(bank.off()), "bank": own_loop(bank.route(rows))}))
+    if gpu: torch.cuda.empty_cache()
+
     def backward(ids): model(inputs_embeds=embed(ids).detach().requires_grad_(), labels=ids, use_cache=False).loss.backward()
     def base_train():
         with bank.off(): backward(ids)
@@ -164,9 +180,9 @@ for modules in args.modules:
     for users in args.users:
         for work, times in compare(model, users, modules):
             ratio = lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b]))
-            per = args.steps if work == "decode" else 1
+            per = args.steps if work.startswith("decode") else 1
             rows.append({"LoRA on": modules, "users": users, "work": work, **{f"{k} ms": round(statistics.median(t) * 1e3 / per, 2) for k, t in times.items()}, "× base": round(ratio("bank", "base"), 3),
-                         "faster than PEFT": round(ratio("PEFT adapter_names", "bank"), 2) if "PEFT adapter_names" in times else None, "faster than per user": round(ratio("per user", "bank"), 2)})
+                         "faster than PEFT": round(ratio("PEFT adapter_names", "bank"), 2) if "PEFT adapter_names" in times else None, "faster than per user": round(ratio("per user", "bank"), 2) if "per user" in times else None})
             print(rows[-1], flush=True)
         if gpu: torch.cuda.empty_cache()
 frame = show(rows, f"delta bank: {args.rows} rows of {length} tokens on {torch.cuda.get_device_name() if gpu else 'the CPU'}")
