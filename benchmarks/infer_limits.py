@@ -109,12 +109,9 @@ def generate(model, prompt, new):
 
 
 def main():
-    if args.child:
-        (ours if args.child in OURS else theirs)(args.child)
-        return I.leave()
     rows = []
-    for name in args.runs:
-        rows.append({"run": name} | I.child(__file__, "--child", name, *(["--tiny"] if args.tiny else []), timeout_s=args.timeout, budget_s=args.budget))
+    for name, got in I.children(__file__, args):
+        rows.append({"run": name} | got)
         print(rows[-1], flush=True)
     speed = {r["run"]: r["tok_s"] for r in rows if "tok_s" in r}
     versus = {"bmlab int8, 6 GiB": ("accelerate int8 linears, 5 GiB", "accelerate torchao int8, 5 GiB"), "bmlab bf16, 6 GiB": ("accelerate bf16, 5 GiB",), "bmlab int4, 6 GiB": ("accelerate bf16, 5 GiB",)}
@@ -128,4 +125,4 @@ def main():
         "notes": lambda r: "" if r.get("graph", "graph") == "graph" else r["graph"]}, "plans: " + " · ".join(f"{r['run']}: {r['plan']}" for r in rows if "plan" in r))
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__": I.start(args, ours, theirs, OURS, main)

@@ -101,12 +101,8 @@ def theirs(name):
 
 
 def main():
-    if args.child:
-        (ours if args.child in OURS else theirs)(args.child)
-        return I.leave()
     rows = []
-    for name in args.runs:
-        got = I.child(__file__, "--child", name, "--batches", *args.batches, *(["--tiny"] if args.tiny else []), timeout_s=args.timeout, budget_s=args.budget)
+    for name, got in I.children(__file__, args, "--batches", *args.batches):
         common = {"run": name, "driver_gib": got.get("driver_gib"), "run_s": got["run_s"], "error": got.get("error")}
         rows += [common | r for r in got.get("rows", [])] or [common]
         print(rows[-len(got.get("rows", [1])):], flush=True)
@@ -119,4 +115,4 @@ def main():
         "notes": lambda r: "" if r.get("graph", "graph") == "graph" else r["graph"]})
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__": I.start(args, ours, theirs, OURS, main)

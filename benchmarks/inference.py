@@ -271,6 +271,19 @@ def _settled():
     return last
 
 
+def start(args, ours, theirs, mine, every):
+    "The one run that this process is a child for (`mine`: names that `ours` knows, `theirs` the others), or all of them"
+    if args.child:
+        (ours if args.child in mine else theirs)(args.child)
+        leave()
+    every()
+
+
+def children(script, args, *more):
+    "Names and results of the runs that were asked for, each in a process of its own"
+    for name in args.runs: yield name, child(script, "--child", name, *more, *(["--tiny"] if args.tiny else []), timeout_s=args.timeout, budget_s=args.budget)
+
+
 # ---- tables ----
 
 def cell(v):

@@ -7,7 +7,7 @@ __all__ = ['on_hidden', 'BottleneckSite', 'AdapterSite', 'fill', 'FieldDelta', '
            'ParallelAdapter', 'LowRankSite', 'LowRankAdapter', 'kronecker_sum', 'CompacterSite', 'Compacter']
 
 # %% ../nbs/32_adapter.ipynb #55475be1
-import functools, math, numbers
+import functools, math, numbers, re
 
 import torch
 import torch.nn.functional as F
@@ -147,15 +147,22 @@ def fill(
         for n, site in sites.items():
             for k, t in site.tensors().items(): t.copy_(tensors[n][k])
 
+def _shape(name): return re.sub(r"(?<![^.])\d+(?![^.])", "#", name)       # layers.3.mlp → layers.#.mlp
+
 class FieldDelta(Delta):
-    "A delta whose file's configuration is the arguments that made it, by the names in `fields`."
-    fields, understood = (), ()     # arguments; what else stands in the configuration
-    def config(self)->dict: return {"peft_type": self.kind.upper(), **{k: getattr(self, k) for k in self.fields}}
+    "A delta whose file's configuration is the arguments that made it, by the names in `fields`, and `all_of`: names, numbers blanked, of which it has every module."
+    fields, understood = (), ("all_of",)     # arguments; what else stands in the configuration
+    def config(self)->dict:
+        mine = {n for n, s in self.sites.items() if s.tensors()}
+        others = {_shape(n) for n, _ in parts(self.model) if n not in mine}
+        return {"peft_type": self.kind.upper(), **{k: getattr(self, k) for k in self.fields}, "all_of": sorted({_shape(n) for n in mine} - others)}
     @classmethod
     def from_config(cls, model, config, tensors):
         "A delta from a file that `save` wrote; an unknown or missing field is an error."
         odd = {k: v for k, v in config.items() if k not in _COMMON and k not in (*cls.fields, *cls.understood)}
         if odd: raise ValueError(f"the file's configuration has fields unknown to {cls.__name__}: {odd}")
+        missing = [n for n, _ in parts(model) if n not in tensors and _shape(n) in config.get("all_of", ())]
+        if missing: raise KeyError(f"the file was saved for all modules like {missing[0]}, but holds nothing for this one ({len(missing)} such); was it a backbone of fewer layers?")
         given = {k: config[k] for k in cls.fields if k in config}
         dtype = next((t.dtype for own in tensors.values() for t in own.values()), None)     # as it was trained, whatever the backbone's
         d = cls(model, **given, **cls._where(config, tensors), dtype=dtype)
@@ -266,7 +273,7 @@ def _paired(model, pairs):
 
 class ParallelAdapter(Adapter):
     "Adapters beside attention and feed-forward (He et al. 2022, §3.3, \"parallel adapter\"; with scale=4 its scaled form)."
-    kind, understood = "parallel_adapter", ("pairs",)
+    kind, understood = "parallel_adapter", ("all_of", "pairs")
     def __init__(self,
         model:nn.Module,                  # the backbone
         bottleneck:int=24,                # inner width
@@ -308,7 +315,16 @@ class ParallelAdapter(Adapter):
 # %% ../nbs/32_adapter.ipynb #3a2e1994
 def _glorot(t): return nn.init.xavier_uniform_(t, gain=math.sqrt(2)) if t.ndim == 2 else [_glorot(s) for s in t.detach()]
 
-class LowRankSite(BottleneckSite):
+class _ThinSite(BottleneckSite):
+    "Each matrix is made of two thin ones, left and right"
+    def _thin(self, part, left, right, out, **kw):
+        for k, shape in (("left", left), ("right", right), ("bias", (out,))): self.register_parameter(f"{part}_{k}", nn.Parameter(torch.empty(shape, **kw)))
+    def reset_parameters(self):
+        for t in (self.down_left, self.down_right, self.up_left, self.up_right): _glorot(t)
+        nn.init.zeros_(self.down_bias); nn.init.zeros_(self.up_bias)
+        if self.init == "identity": nn.init.zeros_(self.up_right)
+
+class LowRankSite(_ThinSite):
     "down = U V and up = U' V', of rank r."
     def __init__(self,
         width:int,                # of the hidden states, d
@@ -320,13 +336,8 @@ class LowRankSite(BottleneckSite):
         **kw,                     # dtype and device of the parameters
     ):
         super().__init__(width, bottleneck, width, activation, init, where)
-        for part, i, o in (("down", width, bottleneck), ("up", bottleneck, width)):
-            for k, shape in (("left", (i, r)), ("right", (r, o)), ("bias", (o,))): self.register_parameter(f"{part}_{k}", nn.Parameter(torch.empty(shape, **kw)))
+        for part, i, o in (("down", width, bottleneck), ("up", bottleneck, width)): self._thin(part, (i, r), (r, o), o, **kw)
         self.reset_parameters()
-    def reset_parameters(self):
-        for t in (self.down_left, self.down_right, self.up_left, self.up_right): _glorot(t)
-        nn.init.zeros_(self.down_bias); nn.init.zeros_(self.up_bias)
-        if self.init == "identity": nn.init.zeros_(self.up_right)
     def down(self, x): return x @ self.down_left @ self.down_right + self.down_bias
     def up(self, h): return h @ self.up_left @ self.up_right + self.up_bias
     def tensors(self): return {f"low_rank_{k.replace('_', '.')}": p for k, p in self.named_parameters()}
@@ -369,7 +380,7 @@ def kronecker_sum(
     h = rule.reshape(n, n * n).T @ (left @ right).reshape(n, p * q)                     # (n n, p q)
     return h.view(n, n, p, q).transpose(1, 2).reshape(n * p, n * q)
 
-class CompacterSite(BottleneckSite):
+class CompacterSite(_ThinSite):
     "Two sums of Kronecker products."
     def __init__(self,
         width:int,                # of the hidden states, d
@@ -386,13 +397,11 @@ class CompacterSite(BottleneckSite):
         self.one_rule = rule is not None
         for part, i, o in (("down", width, bottleneck), ("up", bottleneck, width)):
             self.register_parameter(f"{part}_rule", rule if self.one_rule else nn.Parameter(torch.empty(n, n, n, **kw)))
-            for k, shape in (("left", (n, i // n, r)), ("right", (n, r, o // n)), ("bias", (o,))): self.register_parameter(f"{part}_{k}", nn.Parameter(torch.empty(shape, **kw)))
+            self._thin(part, (n, i // n, r), (n, r, o // n), o, **kw)
         self.reset_parameters()
     def reset_parameters(self):
-        for t in {self.down_rule, self.up_rule}: nn.init.normal_(t, std=0.01)
-        for t in (self.down_left, self.down_right, self.up_left, self.up_right): _glorot(t)
-        nn.init.zeros_(self.down_bias); nn.init.zeros_(self.up_bias)
-        if self.init == "identity": nn.init.zeros_(self.up_right)
+        for t in dict.fromkeys((self.down_rule, self.up_rule)): nn.init.normal_(t, std=0.01)
+        super().reset_parameters()
     def down(self, x): return F.linear(x, kronecker_sum(self.down_rule, self.down_left, self.down_right).T, self.down_bias)
     def up(self, h): return F.linear(h, kronecker_sum(self.up_rule, self.up_left, self.up_right).T, self.up_bias)
     def tensors(self):

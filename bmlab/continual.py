@@ -21,6 +21,8 @@ from .lora import Lora
 # %% ../nbs/34a_continual.ipynb #1c7f0978
 def _listens(site): return {k: p for k, p in site.named_parameters() if k == "A" or k.endswith("_A")}    # (r, in), of experts (E, r, in)
 
+def _gathered(p): return (p.full_tensor() if isinstance(p, DTensor) else p).float()                        # every rank takes part, and each has the whole gradient
+
 def orthogonality(
     new:Delta, # LoRA that is being trained
     old:list,  # LoRAs before it; their parameters get no gradient
@@ -33,9 +35,8 @@ def orthogonality(
         for n in [n for n in new.sites if n in d.sites]:               # in the same order on every rank
             theirs = _listens(d.sites[n])
             for k, A in _listens(new.sites[n]).items():
-                if isinstance(A, DTensor): raise RuntimeError(f"the A of {n} is a shard now, and the penalty needs it whole; shard with zero=2 and call it between forward and backward")
                 if k in theirs:
-                    term = (theirs[k].detach().float() @ A.float().mT).square().sum()
+                    term = (_gathered(theirs[k].detach()) @ _gathered(A).mT).square().sum()
                     total = term if total is None else total + term
     return torch.zeros((), device=next(iter(new.parameters())).device) if total is None else total
 

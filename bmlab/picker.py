@@ -11,7 +11,7 @@ import asyncio, functools, html, itertools, re, sys, time, uuid, weakref
 import anywidget, traitlets
 from torch import nn
 
-from .core import _expert_shape, _match_one, _matrix, _nearest, _no_match, _stacks, count, on_change, parts, resolve, unwrap
+from .core import _SLICE, _expert_shape, _match_one, _matrix, _nearest, _no_match, _slice, _stacks, count, on_change, parts, resolve, unwrap
 from .tree import _cell, _html, _opened, _read, _rows, _text, _title, tree
 
 # %% ../nbs/06_picker.ipynb #42aedd72
@@ -63,8 +63,10 @@ class _Names:
         self.names = [n for n in modules if n]
         self.stacks = _stacks(modules)
         self.bits = {n: 1 << i for i, n in enumerate(self.names)}
-        self.shapes, self._below, self._cache = {}, {}, {}
+        self.shapes, self._ends, self._below, self._cache = {}, {}, {}, {}
         for n, b in self.bits.items(): self.shapes[_shape(n)] = self.shapes.get(_shape(n), 0) | b
+        for s in self.stacks:
+            for i in range(s.count(".") + 1): self._ends.setdefault(s.split(".", i)[-1], []).append(s)
 
     def mask(self, names): return sum(self.bits[n] for n in set(names))
 
@@ -76,8 +78,7 @@ class _Names:
 
     def free(self, pattern):
         "A pattern without numbers, by shapes"
-        if pattern not in self._cache: self._cache[pattern] = functools.reduce(int.__or__, (self.shapes[s] for s in _match_one(pattern, list(self.shapes), {})), 0)
-        return self._cache[pattern]
+        return _union(self.shapes[s] for s in self._among(pattern, tuple(self.shapes)))
 
     def below(self, child):
         "{shape of the rest of the name: mask} of what is below a module"
@@ -89,44 +90,48 @@ class _Names:
                 out[s] = out.get(s, 0) | 1 << i
         return self._below[child]
 
-    def along(self, head, rest):
-        "What head[i].rest matches, for each position i"
-        out = []
-        for stack, kids in self.stacks.items():
-            if not (stack == head or stack.endswith("." + head)): continue
-            for i, child in enumerate(kids):
+    def along(self, head, rest, above=""):
+        "What head[i].rest matches below `above`, for each position i; `rest` may hold another slice"
+        out, cut = [], _SLICE.search(rest)
+        for stack in self._ends.get(head, ()):
+            if not stack.startswith(above) or len(stack) < len(above) + len(head): continue
+            for i, child in enumerate(self.stacks[stack]):
                 if i == len(out): out.append(0)
                 if not rest: out[i] |= self.bits[child]
-                elif "[" in rest: out[i] |= self.mask(_match_one(rest, self.names, self.stacks, child + "."))
-                else:
-                    found = self.below(child)
-                    for s in _match_one(rest, list(found), {}): out[i] |= found[s]
+                elif cut: out[i] |= _union(_slice(rest, cut[1], self.along(rest[:cut.start()], rest[cut.end():], child + ".")))
+                else: out[i] |= _union(self.below(child)[s] for s in self._among(rest, tuple(self.below(child))))
         return out
+
+    def _among(self, pattern, shapes):
+        "Those of some shapes that a pattern without numbers matches; layers of a stack are alike, so this is asked often and found out once"
+        if (pattern, shapes) not in self._cache: self._cache[pattern, shapes] = _match_one(pattern, shapes, {})
+        return self._cache[pattern, shapes]
+
+def _union(masks): return functools.reduce(int.__or__, masks, 0)
 
 # %% ../nbs/06_picker.ipynb #c895ba52
 def _usable(known, wanted):
     "{pattern: mask} of all candidates that match something in `wanted` and nothing else"
     out, done = {}, set()
     def keep(pattern, mask):
-        if mask and not mask & ~wanted: out.setdefault(pattern, mask)
+        if mask and not mask & ~wanted: out.setdefault(pattern, mask); return True
     for shape, mask in known.shapes.items():
         if not mask & wanted: continue
-        path, before = shape.split("."), len(out)
-        if not mask & ~wanted:
-            for p in _free(path): keep(p, known.free(p))
-            if len(out) > before: continue
+        path = shape.split(".")
+        whole = not mask & ~wanted and any([keep(p, known.free(p)) for p in _free(path)])
         for j, c in enumerate(path):
             if c != "#": continue
             start = max((i + 1 for i in range(j) if path[i] == "#"), default=0)
             heads = [".".join(path[i:j]) for i in range(start, j)][::-1]
             for head, rest in ((h, r) for h in heads for r in _rests(known, wanted, path[j + 1:], h)):
-                if (head, rest) in done: continue
+                if (head, rest) in done or rest in out: continue
                 done.add((head, rest))
                 masks = known.along(head, rest)
-                for taken, text in _brackets([-1 if m & ~wanted else int(m > 0) for m in masks]).items():
-                    keep(f"{head}{text}{'.' * bool(rest)}{rest}", functools.reduce(int.__or__, (masks[i] for i in taken)))
-        for p in _regexes(known, wanted, shape): keep(p, known.match(p))
+                for taken, text in _brackets(_fit(masks, wanted)).items(): keep(f"{head}{text}{'.' * bool(rest)}{rest}", _union(masks[i] for i in taken))
+        for p in _regexes(known, wanted, shape) if not whole else (): keep(p, known.match(p))
     return out
+
+def _fit(masks, wanted): return [-1 if m & ~wanted else int(m > 0) for m in masks]
 
 def _rests(known, wanted, path, head):
     "What may stand after a slice: a pattern without numbers, or another slice"
@@ -137,15 +142,10 @@ def _rests(known, wanted, path, head):
         for inner in [".".join(path[i:j]) for i in range(j)][::-1][:1]:
             for rest in (_free(path[j + 1:]) if path[j + 1:] else [""]):
                 found = {}
-                for child in [c for s, kids in known.stacks.items() if s == head or s.endswith("." + head) for c in kids]:
-                    masks = [known.mask(_match_one(f"{inner}[{i}]{'.' * bool(rest)}{rest}", known.names, known.stacks, child + ".")) for i in range(_depth(known, child, inner))]
-                    found |= dict.fromkeys(_brackets([-1 if m & ~wanted else int(m > 0) for m in masks]).values())
+                for child in [c for s in known._ends.get(head, ()) for c in known.stacks[s]]:
+                    found |= dict.fromkeys(_brackets(_fit(known.along(inner, rest, child + "."), wanted)).values())
                 out += [f"{inner}{text}{'.' * bool(rest)}{rest}" for text in found]
     return out
-
-def _depth(known, child, inner):
-    "How many numbered children the stacks `inner` below a module have"
-    return max((len(kids) for s, kids in known.stacks.items() if s.startswith(child + ".") and (s[len(child) + 1:] == inner or s.endswith("." + inner))), default=0)
 
 # %% ../nbs/06_picker.ipynb #b8211799
 def _regexes(known, wanted, shape):
@@ -186,15 +186,24 @@ def _cover(wanted, candidates):
     best = []                                              # what a cheaper one contains is of no use
     for m, p in sorted(cheapest.items(), key=lambda kv: (_cost(kv[1]), -kv[0].bit_count())):
         if not any(m & ~other == 0 for other, _ in best): best.append((m, p))
-    cases = _cases(wanted, [m for m, _ in best])
-    if len(cases) > 12: return _greedy(wanted, best)
+    return _cheapest(wanted, best) or _greedy(wanted, best)
+
+def _cheapest(wanted, best, most=500):
+    "The cheapest cover of all, from patterns in the order of their cost; None if there are too many remainders to look at"
+    cases = sorted(((c, [(m, p) for m, p in best if m & c]) for c in _cases(wanted, [m for m, _ in best])), key=lambda case: len(case[1]))
+    known = {0: (0, ())}
     def search(left):
         if left in known: return known[left]
-        first = next(c for c in cases if c & left)
-        known[left] = min(((_cost(p) + rest, (p, *chosen)) for m, p in best if m & first for rest, chosen in [search(left & ~m)]), key=lambda x: (x[0], len(x[1])))
-        return known[left]
-    known = {0: (0, ())}
-    return list(search(wanted)[1])
+        if len(known) > most: return float("inf"), ()
+        found = known[left] = float("inf"), ()
+        for m, p in next(holders for c, holders in cases if c & left):
+            if _cost(p) > found[0]: break
+            cost, chosen = search(left & ~m)
+            found = min(found, (_cost(p) + cost, (p, *chosen)), key=lambda f: (f[0], len(f[1])))
+        known[left] = found
+        return found
+    cost, chosen = search(wanted)
+    return list(chosen) if len(known) <= most else None
 
 def _greedy(wanted, candidates):
     "Most modules for a character first; then what turned out superfluous goes"

@@ -6,7 +6,7 @@
 __all__ = ['PeftSite', 'PeftDelta']
 
 # %% ../nbs/31b_plugin.ipynb #c9d2f102
-import copy, dataclasses, functools, os
+import contextlib, copy, dataclasses, functools, os
 from pathlib import Path
 
 import torch
@@ -111,6 +111,16 @@ def _skeleton(model, keep=()):
         for n in list(getattr(m, "_deltas", ())): _detach_site(m, n)
     return bare.requires_grad_(False)
 
+@contextlib.contextmanager
+def _same_environment():
+    "Where BOFT's kernel cannot be built PEFT leaves CC and CXX at gcc, and torch.compile would then link without libstdc++"
+    before = dict(os.environ)
+    try: yield
+    finally:
+        for k in os.environ.keys() - before.keys(): del os.environ[k]
+        os.environ.update(before)
+
+@_same_environment()
 def _inject(config, skeleton, weightless):
     "Let PEFT wrap modules of the skeleton → {name: (its layer, what that wraps)}"
     peft, before = _peft(), dict(skeleton.named_modules(remove_duplicate=False))
@@ -205,6 +215,7 @@ class _Injected(Delta):
         return [p for p in super().trainable() if id(p) not in resting]
 
 # %% ../nbs/31b_plugin.ipynb #8f4fe43e
+@_same_environment()
 def _with_layers(d):
     "A weightless PeftModel that holds the layers of the delta"
     build = lambda keep: _peft().PeftModel(_skeleton(d.model, keep), copy.deepcopy(d.peft_config), "default", autocast_adapter_dtype=False, low_cpu_mem_usage=not keep)

@@ -1,13 +1,15 @@
 "Every method of peft behind PeftDelta, with peft itself as the oracle."
-import copy, pickle
+import copy, os, pickle
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from bmlab.core import run_ranks, set_seed
+from bmlab.core import run_ranks
 from bmlab.delta import deltas
 from bmlab.lora import Lora
 from bmlab.plugin import PeftDelta
+from toys import llama, moved, tune
 
 peft = pytest.importorskip("peft")
 QV = {"target_modules": ["q_proj", "v_proj"]}
@@ -21,10 +23,10 @@ REFUSED = {"ADALORA": "a schedule of ranks", "POLY": "lost", "OSF": "hangs hooks
 IDS = torch.arange(12).view(2, 6)
 
 
-def llama(**kw):
-    import transformers as tf
-    set_seed(0)
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, vocab_size=99) | kw)).eval()
+@pytest.fixture(autouse=True)
+def same_environment():
+    "Where BOFT's kernel cannot be built, PEFT leaves CXX=gcc behind, and what inductor compiles later in this process or below it would lack libstdc++"
+    with patch.dict(os.environ): yield
 
 
 def logits(model):
@@ -34,14 +36,6 @@ def logits(model):
 def make(model, kind, **kw):
     if kind not in peft.PEFT_TYPE_TO_CONFIG_MAPPING: pytest.skip(f"peft {peft.__version__} has no {kind}")
     return PeftDelta(model, {"peft_type": kind, **QV, **METHODS.get(kind, {}), **kw})
-
-
-def moved(d):
-    g = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in d.parameters():
-            if p.is_floating_point(): p += 0.1 * torch.randn(p.shape, generator=g)
-    return d
 
 
 def whole(model, d, folder):
@@ -165,19 +159,14 @@ def two_ranks(zero, folder):
     import torch.distributed as dist
     from bmlab.sharding import shard
     r = dist.get_rank()
-    def build():
-        model = llama(vocab_size=96)
-        return model, moved(make(model, "LOHA")).freeze()
-    def train(model, d, ids):
-        opt = torch.optim.AdamW(d.param_groups(1e-2))
-        for _ in range(3): model(input_ids=ids, labels=ids).loss.backward(); opt.step(); opt.zero_grad()
-    alone, a = build()
-    train(alone, a, IDS)
-    model, d = build()
+    alone = llama()
+    tune(alone, moved(make(alone, "LOHA")).freeze(), IDS)
+    model = llama()
+    d = moved(make(model, "LOHA")).freeze()
     shard(model, zero=zero, dtype=None)
-    train(model, d, IDS[r:r + 1])
+    tune(model, d, IDS[r:r + 1])
     d.save(folder)
-    other = llama(vocab_size=96)
+    other = llama()
     PeftDelta.load(folder, other)
     return (logits(other) - logits(alone)).abs().max().item()
 

@@ -51,6 +51,13 @@ def logits(model, steps=STEPS):
 def equal(a, b): return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
 
 
+def same_after_closing(model, s, want):
+    "Streamed once more, and then resident"
+    assert equal(logits(model, 4), want)
+    s.close()
+    assert equal(logits(model, 4), want)
+
+
 def splits(model):
     "Names of streamed blocks: all, an odd and an even number, one, those of the last stack"
     names = list(find_blocks(model))
@@ -197,9 +204,7 @@ def test_merging_inside_a_streamed_block():
     model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.zeros(48, 32))
     with pytest.raises(RuntimeError, match="replaced while it streams"): changed(model)
     with s.on_host(): model.model.layers[0].mlp.up_proj.weight = nn.Parameter(up)
-    assert equal(logits(model, 4), with_lora)
-    s.close()
-    assert equal(logits(model, 4), with_lora)
+    same_after_closing(model, s, with_lora)
 
 
 def test_an_encoder_that_runs_again_is_fetched_ahead():
@@ -351,9 +356,7 @@ def test_a_truncated_file_is_one_clear_error():
     with pytest.raises(EOFError, match="truncated"): logits(model, 4)
     s.file.truncate(size)
     for slab, b in zip(s.slabs.values(), keep): slab.bytes.copy_(b)
-    assert equal(logits(model, 4), want)
-    s.close()
-    assert equal(logits(model, 4), want)
+    same_after_closing(model, s, want)
 
 
 def test_a_construction_that_fails_leaves_the_model():
