@@ -14,7 +14,7 @@ import torch
 
 from .decode import Decoder
 from .generate import prompt_ids
-from .loop import RowText, decode_tokens, end_ids, in_use, resident
+from .loop import RowText, _drawn, decode_tokens, end_ids, in_use, resident
 from .sampling import Sampler, row_options
 from .speculate import advance, join
 
@@ -24,7 +24,7 @@ class Handle:
     def __init__(self, ids, options, left, stops, text):
         self.prompt, self.options, self.left, self.stops, self.text = ids, options, left, stops, text       # what is asked; the worker's
         self.ids, self.finish, self.cancelled, self._out = [], None, False, queue.Queue()
-        self.stats, self._asked, self._first = dict(prompt_tokens=len(ids), new_tokens=0), time.perf_counter(), None
+        self.stats, self._asked, self._first, self._drop = dict(prompt_tokens=len(ids), new_tokens=0), time.perf_counter(), None, None
     def __iter__(self): return self
     def __next__(self):
         item = self._out.get()
@@ -33,8 +33,9 @@ class Handle:
         if item is None: raise StopIteration
         raise item
     def cancel(self):
-        "Ask for no more; the row is free at the next step. From any thread."
+        "Ask for no more; the row is free at the next step, a place in the queue at once. From any thread."
         self.cancelled = True
+        if (drop := self._drop) is not None: drop(self)
     close = cancel
     @property
     def done(self)->bool:
@@ -56,7 +57,7 @@ class Handle:
         return self.done
     def _end(self, how, error=None):
         if self.done: return
-        self.finish, rest = how, self.text.end() if how in ("stop", "length") else ""
+        self._drop, self.finish, rest = None, how, self.text.end() if how in ("stop", "length") else ""
         if rest: self._out.put(rest)
         self._out.put(error)
 
@@ -79,7 +80,7 @@ class _Places:
             if self.draft: self.draft.begin(d, self.sampler)
         self.sampler.set(r, [] if source else h.prompt, **h.options)
         if self.draft: self.draft.set(r, h.prompt)
-        return self.sampler.row(r)(logits).item()
+        return _drawn(self.sampler.row(r), logits)[0]
 
     def _alone(self, h):
         "A model that decodes by `generate` only: one request after another"
@@ -124,11 +125,18 @@ class _Queue(_Places):
             while not (self.closed or self.waiting or self.active): self.wake.wait()
             return not self.closed
 
+    def _dropped(self, h):
+        "A request was cancelled: if it still waits, it is gone"
+        with self.wake:
+            if h in self.waiting: self.waiting.remove(h); h._end("cancelled")
+
     def _admit(self):
         "Read waiting requests into free rows"
         while self.waiting and (free := [r for r in range(self.decoder.max_batch) if r not in self.active]):
             r = free[0]
-            with self.wake: h = self.active[r] = self.waiting.popleft()
+            with self.wake:
+                if not self.waiting: break                                # (cancelled just now)
+                h = self.active[r] = self.waiting.popleft(); h._drop = None
             h.stats["waited_s"] = time.perf_counter() - h._asked
             try:
                 if h.cancelled: h._end("cancelled")
@@ -150,8 +158,9 @@ class _Worker(_Queue):
                     try: self._round()
                     except Exception as e: self._fail(e)
         finally:
-            for h in [*self.active.values(), *self.waiting]: h._end("closed")
-            self.active.clear(); self.waiting.clear(); self.ahead = None
+            with self.wake:
+                for h in [*self.active.values(), *self.waiting]: h._end("closed")
+                self.active.clear(); self.waiting.clear(); self.ahead = None
             self._hold.__exit__(None, None, None)
 
     def _round(self):
@@ -207,7 +216,7 @@ class Batcher(_Worker):
         max_new_tokens:int=256,      # the most to make
         stop:str|tuple=(),           # texts that end the output; not part of it
         stop_ids:tuple|None=None,    # token ids that end it; None: those that end a text
-        **options,                   # temperature, top_k, top_p, min_p, repetition_penalty, seed
+        **options,                   # as of `row_options`, and seed; with logprobs the handle's `ids` are `Token`s
     )->Handle:
         "Ask for text; errors in what is asked are raised here, and touch nobody else."
         ids = list(prompt) if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], int) else prompt_ids(self.tok, prompt)["input_ids"][0].tolist()
@@ -223,6 +232,7 @@ class Batcher(_Worker):
             if self.closed: raise RuntimeError("this batcher is closed")
             if self.max_waiting is not None and len(self.waiting) + len(self.active) >= self.max_waiting + d.max_batch:
                 raise RuntimeError(f"busy: {len(self.active)} requests run and {len(self.waiting)} wait (max_waiting={self.max_waiting})")
+            h._drop = self._dropped
             self.waiting.append(h); self.wake.notify()
         return h
 

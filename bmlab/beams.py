@@ -6,6 +6,7 @@
 __all__ = ['Beam', 'beam_search']
 
 # %% ../nbs/38d_beams.ipynb #4755d67d
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +49,10 @@ class _Search:
         if going: self.running = [b for b, _ in going]
         return [beam for _, beam in going]
 
+    def found(self):
+        "The finished texts; where the search was left before there was one, what it had"
+        return self.done or sorted((Beam(b.score / max(len(b.ids), 1) ** self.length_penalty, b.ids) for b in self.running), reverse=True)
+
 # %% ../nbs/38d_beams.ipynb #d9f20e35
 @torch.no_grad()
 def beam_search(
@@ -58,20 +63,32 @@ def beam_search(
     max_new_tokens:int=64,     # the most
     stop_ids:tuple=(),         # token ids that end a text
     early_stopping:bool=False, # end as soon as `beams` texts are finished
+    over:Callable|None=None,   # asked after each step: leave now, with what there is?
+    stats:dict|None=None,      # filled: prompt_tokens, new_tokens (of the best), passes
 )->list:                       # for each prompt a list of Beam, the best first
     "The likeliest texts, by beam search."
     prompts = [p.tolist() if hasattr(p, "tolist") else list(p) for p in prompts]
     if beams < 1 or max_new_tokens < 1: raise ValueError(f"beams={beams}, max_new_tokens={max_new_tokens}: both are at least 1")
     if not prompts or not all(prompts): raise ValueError("prompts: there must be one, and none may be empty")
     todo = [_Search(beams, length_penalty, max_new_tokens, frozenset(stop_ids or ()), early_stopping) for _ in prompts]
+    stats = {} if stats is None else stats
+    stats |= dict(prompt_tokens=sum(map(len, prompts)), passes=0)
+    found = _searched(decoder, prompts, todo, over or bool, stats)
+    stats["new_tokens"] = sum(len(f[0].ids) for f in found)
+    return found
+
+def _searched(decoder, prompts, todo, over, stats):
+    "By the decoder's rows, or by transformers' own loop"
     if decoder.mode != "static": return [_by_generate(decoder.model, p, s) for p, s in zip(prompts, todo)]
+    beams, max_new_tokens = todo[0].beams, todo[0].most
     source, d, B = getattr(decoder.model.config, "is_encoder_decoder", False), decoder, beams * len(prompts)
     if B > d.max_batch: raise ValueError(f"{len(prompts)} prompts with beams={beams} take {B} rows; this decoder has max_batch={d.max_batch}")
     longest = 1 if source else max(map(len, prompts))
     if longest + max_new_tokens > d.max_ctx: raise ValueError(f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed max_ctx={d.max_ctx}")
-    with in_use(d): return _together(d, prompts, todo, source)
+    with in_use(d): return _together(d, prompts, todo, source, over, stats)
 
-def _together(d, prompts, todo, source):
+# %% ../nbs/38d_beams.ipynb #7efff296
+def _together(d, prompts, todo, source, over, stats):
     "Prompt p's beams stand in rows p·beams, p·beams + 1, …"
     beams, first = todo[0].beams, [p * todo[0].beams for p in range(len(prompts))]
     d.free()
@@ -80,6 +97,7 @@ def _together(d, prompts, todo, source):
     d.move([r - r % beams for r in range(beams * len(first))])
     logits, keep = logits.repeat_interleave(beams, 0), max(2, 1 + len(todo[0].stops)) * beams
     while True:
+        stats["passes"] += 1
         scores = torch.tensor([[b.score for b in s.running] + [-1e9] * (beams - len(s.running)) for s in todo], device=logits.device)
         total = logits.log_softmax(-1).view(len(todo), beams, -1) + scores[:, :, None]               # (P, beams, V)
         V = total.shape[-1]
@@ -89,7 +107,7 @@ def _together(d, prompts, todo, source):
             if not s.open: continue
             of = s.step([(v, i // V, i % V) for v, i in zip(values, places) if i // V < len(s.running)])
             for b, beam in enumerate(of): rows[p * beams + b], feed[p * beams + b] = p * beams + beam, s.running[b].ids[-1]
-        if not any(s.open for s in todo): return [s.done for s in todo]
+        if not any(s.open for s in todo) or over(): return [s.found() for s in todo]
         d.move(rows)
         logits = d.step(feed)[:, 0]
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from .cache import KVCache, attention_mask, kv_shapes
+from .cache import KVCache, RowCalls, attention_mask, kv_shapes
 from .core import on_change, unwrap
+from .sampling import as_tokens
 
 # %% ../nbs/38b_decode.ipynb #8e874465
 class _Facts:
@@ -213,44 +214,26 @@ class _Tried:
         return "static" if self.net is not None else "generate"
 
 # %% ../nbs/38b_decode.ipynb #bb20f71d
-class _Rows(_Tried):
+class _Rows(_Tried, RowCalls):
     "Rows of the caches, of which some are active"
     @property
     def cache(self)->KVCache: # of the self-attention
         "Keys and values of all rows."
         if self.net is None: raise RuntimeError(f"{type(self.model).__name__} decodes by its own generate only (mode='generate'): {self.why_generate}")
         return self.net.cache
-    @property
-    def lengths(self)->Tensor: # (max_batch,) int64
-        "Tokens that each row holds, on the device."
-        return self.cache.lengths
-    @property
-    def held(self)->list: # of int
-        "Tokens that each row holds, on the host."
-        return self.cache.held
-
+    span = property(lambda self: self.cache.span)
     def _caches(self): return [self.cache] if self.net.cross is None else [self.cache, self.net.cross]
     def _activate(self, rows, on):
         for r in rows: self.active[r] = on
         self._active.copy_(torch.tensor(self.active))
-    def free(self,
-        rows:list|int|None=None, # row numbers; None: all
-    )->None:
-        "Give rows up: they forget their text, and are free for another."
+    def _free(self, rows):
         gone = self._numbers(rows)
         for cache in self._caches(): cache.free(gone)
         self._activate(gone, False); self._tail = None
-    def move(self,
-        rows:list, # for each of the first rows the number of the row that it becomes a copy of
-    )->None:
-        "Row i becomes a copy of row `rows[i]`, for beams."
-        rows = rows.tolist() if isinstance(rows, Tensor) else list(rows)
+    def _move(self, rows):
         for cache in self._caches(): cache.move(rows)
         self.active[:len(rows)] = [self.active[r] for r in rows]; self._activate([], True); self._tail = None
-    def crop(self,
-        lengths:list, # for each row the tokens that stay
-    )->None:
-        "Rows forget their last tokens."
+    def _crop(self, lengths):
         self.cache.crop(lengths); self._tail = None
     def _numbers(self, rows):
         rows = list(range(self.max_batch)) if rows is None else [rows] if isinstance(rows, int) else list(rows)
@@ -473,17 +456,21 @@ class _Graphs(_Views):
 # %% ../nbs/38b_decode.ipynb #47481286
 class Sampled:
     "Ids that a step has drawn, or is about to draw."
-    def __init__(self, ids, buffer=None):
-        self._ids, self._event = ids, None
+    def __init__(self, ids, buffer=None, told=None):
+        self._ids, self._event, self._wanted, self._told = ids, None, told and told[0], []
         if buffer is not None:
             self._ids, self._event = buffer[:len(ids)], torch.cuda.Event()
-            self._ids.copy_(ids, non_blocking=True); self._event.record()
-        else: self._ids = ids.clone()
-    def ids(self)->list: # of B ints
+            self._ids.copy_(ids, non_blocking=True)
+            self._told = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in (told or [None])[1:]]
+            self._event.record()
+        else: self._ids, self._told = ids.clone(), [t.clone() for t in (told or [None])[1:]]
+    def ids(self)->list: # of B ints, a `Token` where the sampler was asked for log-probabilities
         "Wait for the step, and say what it drew. To be read before the fourth step after it."
         if self._event is not None: self._event.synchronize()
-        return self._ids.tolist()
+        ids = self._ids.tolist()
+        return ids if self._wanted is None else as_tokens(ids, self._wanted, *(t.tolist() for t in self._told))
 
+# %% ../nbs/38b_decode.ipynb #16e83ede
 class Decoder(_Graphs):
     "A language model with static caches: reads prompts into rows, then feeds all rows their next tokens, in a CUDA graph where there is one."
     def __init__(self,
@@ -523,7 +510,8 @@ class Decoder(_Graphs):
         key = ("sampled", B, view, source, id(sampler), id(state), getattr(sampler, "key", None))
         drawn = self._run(body, key, [ids, *(state or {}).values()], (sampler, state))
         self._count(B, 1, True)
-        if self.net.device.type != "cuda": return Sampled(drawn)
+        told = sampler.told(B) if hasattr(sampler, "told") else None
+        if self.net.device.type != "cuda": return Sampled(drawn, told=told)
         self._buffers = self._buffers or [torch.empty(self.max_batch, dtype=torch.int64, pin_memory=True) for _ in range(4)]
         self._turn += 1
-        return Sampled(drawn, self._buffers[self._turn % 4])
+        return Sampled(drawn, self._buffers[self._turn % 4], told)

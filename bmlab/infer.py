@@ -6,7 +6,7 @@
 __all__ = ['Engine', 'packed_otherwise', 'wrap']
 
 # %% ../nbs/40_infer.ipynb #80bb14e8
-import contextlib, gc, threading, weakref
+import contextlib, functools, gc, os, threading, weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,21 +15,31 @@ import torch
 from torch import nn
 
 from .batching import Batcher
+from .beams import beam_search
 from .core import Transient, format_bytes, parts
 from .decode import Decoder
 from .fused import fuse_decode
 from .generate import TextPieces, prompt_ids
 from .kernels import pack_linears, packable
 from .loading import load_placed, model_on_meta
-from .loop import decode_tokens, end_ids, stream_text
+from .loop import RowText, decode_tokens, end_ids, stream_text
 from .placement import CPU, InferencePlan, plan_inference
 from .sampling import Sampler, row_options, _seed_of
 from .speculate import DraftModel, PromptLookup
 from .streaming import HostTables, Streamer, move_weights
-from .tasks import ask_blank, ask_field, blank_parts, fill_kind, fill_masks, open_fields, option_scores, options_of, sentinel_pieces, sentinel_text, with_answer
+from .tasks import (ask_blank, ask_field, blank_parts, fill_kind, fill_masks, mask_input, open_fields, option_scores, options_fit, options_of, sentinel_pieces, sentinel_text,
+                         with_answer)
 from .trace import find_blocks
 
 # %% ../nbs/40_infer.ipynb #2f934023
+_SLACK = 16 << 20          # bytes beyond the plan, in pages that are not quite full
+
+def _paged(on):
+    "Let torch's allocator grow its segments page by page, or as it does by itself; settings from outside stay"
+    if os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF"): return
+    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    with contextlib.suppress(RuntimeError): tell(f"expandable_segments:{on}")         # where a driver has no such pages
+
 class _Fence:
     "While it stands, torch's allocator on a GPU takes no more than the limit, the CUDA context counted in"
     def __init__(self, plan, device, draft=None):
@@ -38,9 +48,10 @@ class _Fence:
         total = torch.cuda.get_device_properties(device).total_memory
         planned = sum(p.nbytes for p in draft.parameters() if p.device.type == "cuda") if draft is not None else 0
         others = torch.cuda.memory_allocated(device) - planned                        # what this process keeps there besides
-        torch.cuda.set_per_process_memory_fraction(min(1.0, max(others + plan.limit - plan.context_bytes, 1) / total), device)
+        torch.cuda.empty_cache(); _paged(True)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(others + min(plan.limit, plan.peak_bytes + _SLACK) - plan.context_bytes, 1) / total), device)
     def close(self):
-        if self.device is not None: torch.cuda.set_per_process_memory_fraction(1.0, self.device); self.device = None
+        if self.device is not None: torch.cuda.set_per_process_memory_fraction(1.0, self.device); _paged(False); self.device = None
 
 def _check_room(plan, model, device):
     "Raise where the GPU has less free memory than the plan will take"
@@ -71,7 +82,7 @@ class _Calls:
     ):
         self.device = torch.device(device)
         self._end = weakref.finalize(self, _let_go, held := list(held)); self._end.atexit = False     # an engine that is dropped lets go of its model
-        self.model, self.tok, self.plan, self.max_ctx, self.decoder, self.draft, self.held, self.stats = model, tok, plan, max_ctx, decoder, draft, held, {}
+        self.model, self.tok, self.plan, self.max_ctx, self.decoder, self.draft, self.held, self._runs = model, tok, plan, max_ctx, decoder, draft, held, []
         self._lock, self._tokens, self._running, self._stopped = threading.Lock(), None, None, False
 
     @property
@@ -95,6 +106,9 @@ class _Calls:
             yield
         finally: self._tokens = self._running = None; self._lock.release()
 
+    def __reduce_ex__(self, _):
+        raise TypeError("an engine cannot be copied or pickled: it holds slots, graphs and a lock; wrap a copy of the model, or save e.model.state_dict()")
+
     _closed = False
     @property
     def busy(self)->bool:
@@ -108,7 +122,68 @@ class _Calls:
             with contextlib.suppress(ValueError): r.close()                           # nobody reads on; ValueError: somebody does, up to the next token
 
 # %% ../nbs/40_infer.ipynb #d774ced1
+_ADDED = ("prompt_tokens", "new_tokens", "passes", "drafted", "accepted", "decode_s", "copied_bytes", "texts")
+
+def _summed(runs):
+    "What the runs of one call took together: rounds of a story, blanks of a text"
+    if len(runs) == 1: return dict(runs[0])
+    out = {k: sum(r.get(k, 0) for r in runs) for k in _ADDED if any(k in r for r in runs)}
+    timed = [r for r in runs if "decode_s" in r]
+    out |= {"first_token_s": r["first_token_s"] for r in reversed(runs) if "first_token_s" in r} | {"peak_bytes": max(r["peak_bytes"] for r in runs) for r in runs if "peak_bytes" in r}
+    if timed: out["decode_tok_s"] = sum(r["decode_tok_s"] * r["decode_s"] for r in timed) / max(out["decode_s"], 1e-9)
+    if out.get("texts"): out["batch"] = out["texts"] / sum("texts" in r for r in runs)
+    return out | {"tokens": [row for r in runs for row in r["tokens"]] for x in runs if "tokens" in x and all("tokens" in r for r in runs)}
+
+def _asked(options):
+    "Raise where an option is none of a sampler's"
+    if "beams" in options: raise ValueError(f"beams={options['beams']!r}: which beam is the likeliest is known at the end, so its text cannot come in pieces; use e.generate(prompts, beams=…)")
+    row_options(**dict.fromkeys(options, 1))
+
+# %% ../nbs/40_infer.ipynb #bef9e149
 class _Measured(_Calls):
+    "What calls take"
+    @property
+    def stats(self)->dict: # prompt_tokens, new_tokens, passes, drafted, accepted, texts: sums; batch: texts at once; first_token_s, decode_s, decode_tok_s, decode_gb_s, predicted_tok_s, accepted_per_pass, copied_bytes, peak_bytes; tokens: ids with logprobs
+        "What the last call took, all its rounds together; empty before the first."
+        s = _summed(self._runs) if self._runs else {}
+        if "batch" not in s: return s                                                     # it still runs
+        if s.get("passes") and "decode_tok_s" in s:
+            s |= {"decode_gb_s": s["decode_tok_s"] / s["batch"] * self.plan.token_bytes / 1e9, "predicted_tok_s": float(self.plan.predicted(self._size(s))["decode_tok_s"])}
+        return s | ({"accepted_per_pass": s["new_tokens"] / s["passes"] / s["batch"]} if s.get("drafted") else {})
+
+    @contextlib.contextmanager
+    def _measured(self, rows, stats=None, runs=None):
+        "What one run takes goes into a dictionary, behind those of the `runs` of the same call; all together into `stats`"
+        gpu, link = self.device.type == "cuda", self.streamer and self.streamer.stats
+        self._runs = [] if runs is None else runs
+        self._runs.append(took := {})
+        if gpu: torch.cuda.reset_peak_memory_stats(self.device)
+        before = dict(link or {})
+        try: yield took
+        finally:
+            took |= {"batch": rows, "texts": rows}
+            if link: took["copied_bytes"] = link["bytes"] - before["bytes"]
+            if gpu: took["peak_bytes"] = torch.cuda.max_memory_reserved(self.device) + self.plan.context_bytes
+            if stats is not None: stats.update(self.stats)
+
+    def _size(self, s):
+        "How large a run was, as `InferencePlan.predicted` wants it"
+        rows, passes, texts = s.get("batch", 1), max(s.get("passes", 1), 1), max(s.get("texts", 1), 1)
+        size = {"batch": rows} | {k: max(round(s[k] / texts), 1) for k in ("prompt_tokens", "new_tokens") if k in s}            # of one text
+        if not s.get("drafted"): return size
+        size |= {"accepted": s["new_tokens"] / rows / passes, "checked": 1 + s["drafted"] / passes / rows}                      # tokens that a pass makes, and that it feeds
+        return size | ({"levels": self.draft.levels} if hasattr(self.draft, "levels") else {})
+
+    def report(self)->pd.DataFrame: # predicted, measured, ratio
+        "What the last call took, beside what the plan said; nothing measured before the first."
+        s, size = self.stats, self._size(self.stats)
+        said = self.plan.predicted(size)
+        if any(s.get(k) for k in said): return self.plan.check({k: s[k] for k in said if k in s} | size)
+        return pd.DataFrame({"predicted": said, "measured": float("nan"), "predicted / measured": float("nan")}).rename_axis("")
+
+# %% ../nbs/40_infer.ipynb #a0e18c1a
+class _Pieces(_Measured):
+    "Prompts in, pieces of text out"
     def _ids(self, prompts, max_new_tokens):
         "Prompts as ids and the most tokens to make, checked before anything runs"
         if self._closed: raise RuntimeError("this engine is closed; wrap the model again")
@@ -125,55 +200,33 @@ class _Measured(_Calls):
         self._tokens = tokens
         if self._stopped: tokens.stop()
 
-    def _pieces(self, ids, max_new_tokens, stop, seed, stats, options):
+    def _pieces(self, ids, max_new_tokens, stop, seed, stats, options, runs=None):
         "(row, piece) of one batch"
-        row_options(**dict.fromkeys(options, 1))                                      # are there such options?
+        _asked(options)
         sampler = Sampler(seed=seed, **options)
         def run():
-            with self._alone(), self._measured(len(ids), stats):
+            with self._alone(), self._measured(len(ids), stats, runs) as took:
                 self._running = pieces
-                yield from stream_text(self.decoder, self.tok, ids, sampler, max_new_tokens, stop, draft=self.draft, stats=self.stats, on_start=self._begun)
+                yield from stream_text(self.decoder, self.tok, ids, sampler, max_new_tokens, stop, draft=self.draft, stats=took, on_start=self._begun)
         return (pieces := run())
 
-    @contextlib.contextmanager
-    def _measured(self, rows, stats=None):
-        "Fill `stats` with what the run took"
-        gpu, link = self.device.type == "cuda", self.streamer and self.streamer.stats
-        self.stats.clear()
-        if gpu: torch.cuda.reset_peak_memory_stats(self.device)
-        before = dict(link or {})
-        try: yield
-        finally:
-            s = self.stats
-            if s.get("passes") and "decode_tok_s" in s:
-                s |= {"batch": rows, "decode_gb_s": s["decode_tok_s"] / rows * self.plan.token_bytes / 1e9}
-                s["predicted_tok_s"] = float(self.report().at["decode_tok_s", "predicted"])
-            if s.get("drafted"): s["accepted_per_pass"] = s["new_tokens"] / s["passes"] / rows
-            if link: s["copied_bytes"] = link["bytes"] - before["bytes"]
-            if gpu: s["peak_bytes"] = torch.cuda.max_memory_reserved(self.device) + self.plan.context_bytes
-            if stats is not None: stats.update(s)
-
-    def report(self)->pd.DataFrame: # predicted, measured, ratio
-        "What the last call took, beside what the plan said."
-        s, rows = dict(self.stats), self.stats.get("batch", 1)
-        guessed, passes = s.pop("drafted", 0), max(s.get("passes", 1), 1)
-        s.pop("accepted", None)
-        s |= {k: max(round(s[k] / rows), 1) for k in ("prompt_tokens", "new_tokens") if k in s}           # of one text
-        if guessed: s |= {"accepted": s["new_tokens"] / passes, "checked": 1 + guessed / passes / rows}   # tokens that a pass makes, and that it feeds
-        return self.plan.check(s)
-
 # %% ../nbs/40_infer.ipynb #0cc9be8c
-class _Texts(_Measured):
+class _Texts(_Pieces):
     def stream(self,
         prompt:str|list,                 # a text, chat messages, or a list of ids
         max_new_tokens:int|None=None,    # the most to make; None: 256, or as many as fit
         stop:str|tuple=(),               # texts that end the output; not part of it
         seed:int|None=None,              # repeatable where given
         stats:dict|None=None,            # filled besides `e.stats`
-        **options,                       # temperature (0: greedy), top_p, top_k, min_p, repetition_penalty
+        **options,                       # temperature (0: greedy), top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty; logprobs=n: stats["tokens"] says how likely each was
     )->Iterator[str]:                    # pieces of text as they come
         "Text for a prompt; afterwards `stats` holds what was measured."
-        return self._only(self._pieces(*self._ids([prompt], max_new_tokens), stop, seed, stats, options))
+        return self._one(prompt, max_new_tokens, {"stop": stop, "seed": seed, "stats": stats, **options})
+
+    def _one(self, prompt, max_new_tokens, options, runs=None):
+        stop, seed, stats = (options.get(k, default) for k, default in (("stop", ()), ("seed", None), ("stats", None)))
+        pieces = self._pieces(*self._ids([prompt], max_new_tokens), stop, seed, stats, {k: v for k, v in options.items() if k not in ("stop", "seed", "stats")}, runs)
+        return self._only(pieces)
 
     def _only(self, pieces):
         try:
@@ -188,7 +241,26 @@ class _Texts(_Measured):
         return self.stream([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, **options)
 
 # %% ../nbs/40_infer.ipynb #1eef495c
-class _Batches(_Texts):
+class _Likeliest(_Texts):
+    "Texts by beam search"
+    def _beams(self, prompts, max_new_tokens, stop, seed, stats, beams, length_penalty, options):
+        ids, wanted = self._ids(prompts, max_new_tokens) if prompts else ([], 1)
+        _asked(options)
+        if seed is not None or row_options(**options) != row_options(): raise ValueError(f"beams={beams} with {', '.join([*options, *['seed'] * (seed is not None)])}: beam search draws nothing; leave these out")
+        if beams > self.max_batch and self.decoder.mode == "static": raise ValueError(f"beams={beams} take {beams} rows, and max_batch={self.max_batch}; wrap(…, max_batch={beams})")
+        each, out, runs, stops = max(self.max_batch // beams, 1), [], [], end_ids(self.model, self.tok)
+        for at in range(0, len(ids), each):
+            part = ids[at:at + each]
+            with self._alone(), self._measured(len(part), stats, runs) as took:
+                found = beam_search(self.decoder, part, beams, length_penalty, wanted, stops, over=lambda: self._stopped, stats=took)
+            for best, *_ in found:
+                row = RowText(self.tok, stop)
+                out.append("".join([row.push(t) for t in best.ids if t not in stops] + [row.end()]))
+            if self._stopped: break
+        return out + [""] * (len(ids) - len(out))
+
+# %% ../nbs/40_infer.ipynb #caea53d7
+class _Batches(_Likeliest):
     def story(self,
         prompt:str,                      # how it begins
         n:int=3,                         # ways in which it goes on
@@ -205,8 +277,10 @@ class _Batches(_Texts):
         return self._rounds(ids * n, wanted, stop, seed, stats, options | {"temperature": temperature})
 
     def _rounds(self, ids, max_new_tokens, stop, seed, stats, options):
+        runs = []
         for at in range(0, len(ids), self.max_batch):
-            pieces = self._pieces(ids[at:at + self.max_batch], max_new_tokens, stop, None if seed is None else [_seed_of(seed, r) for r in range(at, min(at + self.max_batch, len(ids)))], stats, options)
+            seeds = None if seed is None else [_seed_of(seed, r) for r in range(at, min(at + self.max_batch, len(ids)))]
+            pieces = self._pieces(ids[at:at + self.max_batch], max_new_tokens, stop, seeds, stats, options, runs)
             try:
                 for row, piece in pieces: yield at + row, piece
             finally: pieces.close()
@@ -218,10 +292,15 @@ class _Batches(_Texts):
         stop:str|tuple=(),
         seed:int|None=None,
         stats:dict|None=None,
-        **options,                       # as for `stream`
+        beams:int=1,                     # above 1: the likeliest texts by beam search, max_batch // beams prompts at a time
+        length_penalty:float=1.0,        # of beams: above 0 favours long texts
+        **options,                       # as for `stream`; none with beams
     )->list[str]:
-        "The texts for several prompts, `max_batch` at a time."
+        "The texts for several prompts, `max_batch` rows at a time."
         if isinstance(prompts, str): raise TypeError(f"prompts={prompts!r}: a list of prompts; for one use stream")
+        if isinstance(beams, bool) or not isinstance(beams, int) or beams < 1: raise ValueError(f"beams={beams!r}: a number, 1 or more")
+        if beams > 1: return self._beams(prompts, max_new_tokens, stop, seed, stats, beams, length_penalty, options)
+        if length_penalty != 1.0: raise ValueError(f"length_penalty={length_penalty!r} is of beam search; give beams=2 or more")
         out = [""] * len(prompts)
         if prompts:
             for i, piece in self._rounds(*self._ids(prompts, max_new_tokens), stop, seed, stats, options): out[i] += piece
@@ -239,8 +318,8 @@ class _Blanks(_Batches):
         parts = blank_parts(text, blank)
         kind = fill_kind(self.model, self.tok) if self.tok is not None else self._ids([text], 1)
         if kind == "sentinel": return self._sentinels(*self._ids([sentinel_text(parts)], max_new_tokens), **options)
-        row_options(**dict.fromkeys(set(options) - {"stop", "seed", "stats"}, 1))
-        if kind == "mask": return self._masks(parts, options.get("stats"))            # its likeliest words, whatever the sampling
+        _asked({k: v for k, v in options.items() if k not in ("stop", "seed", "stats")})
+        if kind == "mask": mask_input(self.tok, parts, self.max_ctx); return self._masks(parts, options.get("stats"))            # its likeliest words, whatever the sampling
         return self._asked(parts, max_new_tokens, options)
 
     def _masks(self, parts, stats):
@@ -249,8 +328,8 @@ class _Blanks(_Batches):
 
     def _sentinels(self, ids, max_new_tokens, seed=None, stats=None, stop=(), **options):
         if stop: raise ValueError(f"stop={stop!r}: this model ends each blank by itself")
-        with self._alone(), self._measured(1, stats):
-            tokens, text = decode_tokens(self.decoder, ids, Sampler(seed=seed, **options), max_new_tokens, end_ids(self.model, self.tok), draft=self.draft, stats=self.stats), TextPieces(self.tok, skip_special_tokens=False)
+        with self._alone(), self._measured(1, stats) as took:
+            tokens, text = decode_tokens(self.decoder, ids, Sampler(seed=seed, **options), max_new_tokens, end_ids(self.model, self.tok), draft=self.draft, stats=took), TextPieces(self.tok, skip_special_tokens=False)
             self._begun(tokens)
             def pieces():
                 for step in tokens: yield text.push(step[0])
@@ -259,10 +338,10 @@ class _Blanks(_Batches):
             finally: tokens.close()
 
     def _asked(self, parts, max_new_tokens, options):
-        answers = {}
+        answers, runs = {}, []
         for i in range(len(parts) - 1):
             (prompt, ends), answer = ask_blank(parts, answers, i), ""
-            for piece in self.stream(prompt, max_new_tokens, **{"stop": ends, **options}):
+            for piece in self._one(prompt, max_new_tokens, {"stop": ends, **options}, runs):
                 if piece := piece if answer else piece.lstrip(): answer += piece; yield i, piece
             answers[i] = answer.rstrip()
             if self._stopped: return
@@ -275,23 +354,29 @@ class _Fields(_Blanks):
         **options,                   # as for `stream`
     )->Iterator[tuple[tuple, str]]:  # (path of the field, piece)
         "The answers to what an object leaves open, field by field."
-        fields = open_fields(obj)
-        row_options(**dict.fromkeys(set(options) - {"stop", "seed", "stats"}, 1))
-        self._ids([ask_field(obj, fields[0], False)], 1)                        # a tokenizer, and a question that is not too long
-        return self._answers(obj, fields, options_of(obj), max_new_tokens, options)
+        fields, choices, done = open_fields(obj), options_of(obj), obj
+        _asked({k: v for k, v in options.items() if k not in ("stop", "seed", "stats")})
+        self._ids([ask_field(obj, fields[0], self._chats)], 1 if choices else max_new_tokens)                        # a tokenizer, and a question that is not too long
+        for path in fields if choices else ():                                                                       # nor any of the later ones
+            options_fit(self.model, *self._question(done, path, choices), self.max_ctx); done = with_answer(done, path, max(choices, key=len))
+        return self._answers(obj, fields, choices, max_new_tokens, options)
+
+    _chats = property(lambda self: bool(getattr(self.tok, "chat_template", None)))
+    def _question(self, obj, path, choices):
+        "Ids of a question, and of each option"
+        return prompt_ids(self.tok, ask_field(obj, path, self._chats))["input_ids"][0].tolist(), [self.tok(t, add_special_tokens=False)["input_ids"] for t in choices.values()]
 
     def _answers(self, obj, fields, choices, max_new_tokens, options):
-        chat = bool(getattr(self.tok, "chat_template", None))
+        runs = []
         for path in fields:
-            prompt, answer = ask_field(obj, path, chat), ""
+            prompt, answer = ask_field(obj, path, self._chats), ""
             if choices:
-                with self._alone():
-                    ids = lambda text: self.tok(text, add_special_tokens=False)["input_ids"]
-                    scores = option_scores(self.model, prompt_ids(self.tok, prompt)["input_ids"][0].tolist(), [ids(t) for t in choices.values()])
+                with self._alone(), self._measured(1, options.get("stats"), runs):
+                    scores = option_scores(self.model, *self._question(obj, path, choices), self.max_ctx)
                 answer = max(zip(scores, choices))[1]
                 yield path, answer
             else:
-                for piece in self.stream(prompt, max_new_tokens, **{"stop": ("\n",), **options}):
+                for piece in self._one(prompt, max_new_tokens, {"stop": ("\n",), **options}, runs):
                     if piece := piece if answer else piece.lstrip(): answer += piece; yield path, piece
             obj = with_answer(obj, path, answer)
             if self._stopped: return
@@ -360,20 +445,43 @@ def _guesser(draft):
     if isinstance(draft, nn.Module): return DraftModel(draft), draft
     raise TypeError(f"draft={draft!r}: None, 'lookup', a model with the same tokenizer, or a guesser of bmlab.speculate")
 
+def _check_draft(guesser, model, max_ctx, device):
+    "Refuse a guesser that cannot work with this model, before anything changes"
+    if guesser is None: return
+    if not getattr(model, "can_generate", bool)(): raise TypeError(f"draft: {type(model).__name__} does not generate, so {type(guesser).__name__} has nothing to guess; leave draft= away")
+    if hasattr(guesser, "fits"): guesser.fits(model.get_input_embeddings().num_embeddings, max_ctx, device)
+
+# %% ../nbs/40_infer.ipynb #153ed64a
 class _Undo:
     "Something that `close` ends"
     def __init__(self, call): self.close = call
 
-def _assemble(model, plan, device, slots, store, link, host_limit, fuse, draft):
+class _Still:
+    "In place of `_apply`: a model that belongs to an engine is neither moved nor cast. A copy of it may be"
+    def __init__(self, module, why): self.module, self.why = weakref.ref(module), why
+    def __call__(self, *_, **__): raise RuntimeError(f"{self.why}: it cannot be moved or cast; e.close() first, then .to()")
+    def __deepcopy__(self, memo): return functools.partial(nn.Module._apply, memo[id(self.module())])
+    def __reduce__(self): return functools.partial, (nn.Module._apply, self.module())
+
+class _Kept:
+    "While it stands, a model that stays as a whole is held still (what streams has guards of its own)"
+    def __init__(self, model, device):
+        self.modules = list(model.modules())
+        for m in self.modules: m.__dict__["_apply"] = _Still(m, f"{type(model).__name__} belongs to an engine on {device}")
+    def close(self):
+        while self.modules: self.modules.pop().__dict__.pop("_apply", None)
+
+def _assemble(model, plan, device, slots, store, link, host_limit, fuse, draft, folder):
     "Fuse and place a packed model; what has to be closed again"
     held = []
     try:
         if fuse and plan.generates: held.append(_Undo(fuse_decode(model).undo))
         blocks = find_blocks(model)
         held.append(_Fence(plan, device, draft))
-        if plan.streamed: held.append(Streamer(model, blocks, plan.streamed, device, slots, store, link, host_limit=host_limit))
+        if plan.streamed: held.append(Streamer(model, blocks, plan.streamed, device, slots, store, link, host_limit=host_limit, folder=folder))
         if plan.host: held.append(HostTables(model, plan.host, device))
         move_weights(model, device, blocks, leave=[*plan.streamed, *plan.host])
+        if not plan.streamed: held.append(_Kept(model, device))
         return held
     except BaseException:
         for h in reversed(held): h.close()
@@ -398,6 +506,7 @@ def wrap(
     fuse:bool=True,                 # join q, k and v, gate and up, and use the decoding kernels
     link=None,                      # between host and device: None, or one of `bmlab.streaming`
     machine=None,                   # whose rates the plan uses: None, a preset's name, or `measure()`
+    folder:str|Path|None=None,      # for the file of store="mmap"; None: the system's folder for temporary files, which may be in memory
 )->Engine:
     "Plan, pack, place: an engine that streams text from a model inside a memory limit."
     device = _check_device(device, graph, fuse)
@@ -408,6 +517,8 @@ def wrap(
         raise TypeError(f"model is a {type(model).__name__}; give a model or a name (load returns a model and a tokenizer: wrap(*load(…)))")
     max_ctx = min(max_ctx, getattr(getattr(model, "config", None), "max_position_embeddings", None) or max_ctx)
     guesser, small = _guesser(draft)
+    if folder is not None and (store != "mmap" or not Path(folder).is_dir()): raise ValueError(f"folder={str(folder)!r}: " + ("no such folder" if store == "mmap" else f"is for the file of store='mmap', and store={store!r}"))
+    _check_draft(guesser, model, max_ctx, device)
     machine = machine if machine is not None or device.type == "cuda" else CPU
     plan = plan_inference(model, memory_limit, bits, max_batch, max_ctx, kv_bits, host_limit, store, small, machine, slots, group_size)
     if bits and name is None and (other := packed_otherwise(model, bits)): raise ValueError(f"bits={bits}, but {other[0]} is packed to {other[1]} already; wrap with bits=None")
@@ -416,9 +527,10 @@ def wrap(
         if (engine := engine()) is not None: engine.close()             # a model has one: the last
     if name is not None: model, loaded = load_placed(name, plan, device=device); tok = tok if tok is not None else loaded
     elif bits and (todo := packable(model)): pack_linears(model, bits=bits, modules=dict.fromkeys(todo), group_size=group_size)
-    held = _assemble(model.eval(), plan, device, slots, store, link, host_limit, fuse, small)
+    held = _assemble(model.eval(), plan, device, slots, store, link, host_limit, fuse, small, folder)
     try:
         decoder = Decoder(model, max_batch, max_ctx, kv_bits, graph) if plan.generates else None
+        if guesser is not None and decoder.mode != "static": raise ValueError(f"draft: {type(model).__name__} cannot check several tokens at once: {decoder.why_generate}; leave draft= away")
         for h in held:
             if isinstance(h, Streamer) and decoder is not None: h.attach(decoder)
     except BaseException:

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, StoppingCriteria
 
 from .decode import Decoder, routing
 from .generate import TextPieces, prompt_ids
-from .sampling import Sampler
+from .sampling import Sampler, Token
 from .speculate import advance, join
 
 # %% ../nbs/38ca_loop.ipynb #e631121e
@@ -69,6 +69,12 @@ def resident(
     return mine
 
 # %% ../nbs/38ca_loop.ipynb #8f4bc892
+def _drawn(sampler, logits):
+    "The next id of each row, on the host"
+    ids = sampler(logits)
+    return sampler.tokens(ids) if isinstance(sampler, Sampler) else ids.tolist()
+
+# %% ../nbs/38ca_loop.ipynb #ca65a5c0
 class _Loop:
     "What happens between two steps"
     def _run(self):
@@ -81,9 +87,15 @@ class _Loop:
                 for ids in self._single(news):
                     now, self.stats["new_tokens"] = time.perf_counter(), self.stats["new_tokens"] + sum(t is not None for t in ids)
                     if first is None: first, n = now, self.stats["new_tokens"]; self.stats["first_token_s"] = first - begin
-                    else: self.stats["decode_tok_s"] = (self.stats["new_tokens"] - n) / (now - first)
+                    else: self.stats |= {"decode_tok_s": (self.stats["new_tokens"] - n) / (now - first), "decode_s": now - first}
+                    self._tell(ids)
                     yield ids
                 if self._stopped or not any(self.left): return
+
+    def _tell(self, ids):
+        "Keep the ids that know how likely they were"
+        for r, t in enumerate(ids):
+            if isinstance(t, Token): self.stats.setdefault("tokens", [[] for _ in self.prompts])[r].append(t)
 
     def _single(self, news):
         "Several new tokens a row → one a row at a time"
@@ -101,7 +113,7 @@ class _Loop:
         logits = d.prefill(None if source else self.prompts)
         self.sampler.start([[] if source else p for p in self.prompts], logits.shape[1], logits.device)
         if self.on_prompt: self.on_prompt()
-        first, self.routed = [[t] for t in self.sampler(logits).tolist()], bool(routing(d.model))
+        first, self.routed = [[t] for t in _drawn(self.sampler, logits)], bool(routing(d.model))
         self.stats["passes"] += 1
         if self.draft: self.draft.begin(d, self.sampler); [self.draft.set(r, p) for r, p in enumerate(self.prompts)]
         self._learn(first)
@@ -175,9 +187,9 @@ class _Chooses:
     "A logits processor of `generate` that leaves one token, drawn by a sampler, and hands it on"
     def __init__(self, sampler, out): self.sampler, self.out = sampler, out
     def __call__(self, input_ids, scores):
-        ids = self.sampler(scores)
-        self.out.put(ids.item())
-        return torch.full_like(scores, -torch.inf).scatter_(1, ids[:, None].to(scores.device), 0.0)
+        (id,) = _drawn(self.sampler, scores)
+        self.out.put(id)
+        return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([id], device=scores.device), 0.0)
 
 class _Ends(StoppingCriteria):
     "Ends `generate` at a stop id, or when the reader has left"
@@ -217,7 +229,7 @@ def decode_tokens(
     stop_ids:tuple=(),                 # token ids that end a row; the id itself comes out too
     on_prompt:Callable|None=None,      # called once the prompts are read
     draft=None,                        # PromptLookup, DraftModel, Tree, …: the same tokens in fewer passes
-    stats:dict|None=None,              # filled while it runs: prompt_tokens, new_tokens, first_token_s, decode_tok_s (all rows), passes, drafted, accepted
+    stats:dict|None=None,              # filled while it runs: prompt_tokens, new_tokens, first_token_s, decode_s after it, decode_tok_s (all rows), passes, drafted, accepted; tokens, where log-probabilities are wanted
 )->Tokens:                             # iterator of lists: an id for each row, None for a row that has none this time
     "Ids as they are made."
     prompts = [p.tolist() if hasattr(p, "tolist") else list(p) for p in prompts]

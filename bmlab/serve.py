@@ -6,7 +6,7 @@
 __all__ = ['Server', 'serve']
 
 # %% ../nbs/42_serve.ipynb #187f224a
-import asyncio, atexit, contextlib, ipaddress, json, logging, secrets, socket, threading, time, uuid
+import asyncio, atexit, contextlib, ipaddress, json, logging, re, secrets, socket, threading, time, uuid
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
@@ -19,7 +19,8 @@ from starlette.exceptions import HTTPException
 
 from .core import format_bytes, parse_bytes
 from .generate import TextPieces, prompt_ids
-from .tasks import ask_blank, blank_parts, fill_kind, fill_masks, filled, sentinel_pieces, sentinel_text
+from .sampling import TOLD
+from .tasks import ask_blank, blank_parts, fill_kind, fill_masks, filled, mask_input, sentinel_pieces, sentinel_text
 
 # %% ../nbs/42_serve.ipynb #ece42cab
 def _json(obj)->bytes:
@@ -45,7 +46,7 @@ def _failed(error):
     return _Refused(400, f"{where}: {said}" if where else said, where or None)
 
 # %% ../nbs/42_serve.ipynb #cd037651
-_NO_EFFECT = dict(presence_penalty=(0,), frequency_penalty=(0,), logit_bias=({},), logprobs=(False,), top_logprobs=(0,), best_of=(1,), echo=(False,), suffix=("",), tools=([],), functions=([],),
+_NO_EFFECT = dict(logit_bias=({},), best_of=(1,), echo=(False,), suffix=("",), tools=([],), functions=([],),
                   tool_choice=("none", "auto"), parallel_tool_calls=(True, False), response_format=({"type": "text"},), modalities=(["text"],))
 _NOT_OURS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")     # bookkeeping: no effect on the text
 
@@ -68,6 +69,8 @@ class _Asked(_Given):
     top_k: int = Field(0, ge=0)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: list[str] = Field([], max_length=16)
     stream: bool = False
@@ -75,7 +78,10 @@ class _Asked(_Given):
     @field_validator("stop", mode="before")
     @classmethod
     def _listed(cls, stop): return [stop] if isinstance(stop, str) else stop
-    def options(self)->dict: return self.model_dump(include={"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}) | {"stop": tuple(s for s in self.stop if s)}
+    def options(self)->dict:
+        names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed"}
+        return self.model_dump(include=names) | {"stop": tuple(s for s in self.stop if s), "logprobs": self.told()}
+    def told(self)->int: return -1                                        # of a token's likeliest rivals; -1: nothing at all
 
 # %% ../nbs/42_serve.ipynb #830d71a9
 class _Options(_Given):
@@ -102,11 +108,20 @@ class _Choices(_Asked):
 class _Chat(_Choices):
     messages: list[_Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=TOLD)
+    @model_validator(mode="after")
+    def _wanted(self):
+        if self.top_logprobs and not self.logprobs: raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
+        return self
+    def told(self)->int: return self.top_logprobs if self.logprobs else -1
     def prompts(self)->list: return [[m.plain() for m in self.messages]]
     def most(self)->int|None: return self.max_completion_tokens or self.max_tokens
 
 class _Text(_Choices):
     prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=TOLD, strict=True)
+    def told(self)->int: return -1 if self.logprobs is None else self.logprobs
     def prompts(self)->list: return self.prompt if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int) else [self.prompt]
     def most(self)->int|None: return self.max_tokens or 16                # OpenAI's default here
 
@@ -163,7 +178,7 @@ class _Desk:
     "What the routes ask of an engine"
     def __init__(self, engine, batcher, name, max_waiting, alive_s=10.0):
         self.engine, self.batcher, self.name, self.max_waiting, self.alive_s = engine, batcher, name, max_waiting, alive_s
-        self.open, self.served, self.born, self._encoding, self.masks = set(), 0, int(time.time()), asyncio.Lock(), asyncio.Lock()
+        self.open, self.served, self.born, self.encoding, self.masks = set(), 0, int(time.time()), asyncio.Lock(), asyncio.Lock()
         try: self.fill_kind = fill_kind(engine.model, engine.tok)
         except (TypeError, AttributeError): self.fill_kind = "ask" if batcher else None
         self.chats = bool(getattr(engine.tok, "chat_template", None)) and batcher is not None
@@ -174,7 +189,7 @@ class _Desk:
     async def ids(self, prompt):
         "A prompt as token ids"
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int): return prompt
-        async with self._encoding:                                        # a tokenizer is not for two threads at once
+        async with self.encoding:                                        # a tokenizer is not for two threads at once
             try: return await asyncio.to_thread(lambda: prompt_ids(self.engine.tok, prompt)["input_ids"][0].tolist())
             except Exception as e: raise _Refused(400, f"the prompt cannot be encoded: {e}", "prompt") from e
 
@@ -240,6 +255,38 @@ async def _whole(run, request, work):
     finally: run.end()
     return Response(_json(answer), media_type="application/json") if answer is not None else Response(status_code=499)
 
+# %% ../nbs/42_serve.ipynb #eebaa53e
+_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]            # bytes that byte-level tokenizers write as the characters of the same number (Radford et al. 2019)
+_BYTE_OF = {chr(b): b for b in _VISIBLE} | {chr(256 + n): b for n, b in enumerate(sorted(set(range(256)) - set(_VISIBLE)))}
+
+def _spelled(tok, id):
+    "(text, bytes or None) of one token"
+    raw, text = tok.convert_ids_to_tokens(int(id)) or "", tok.decode([int(id)], clean_up_tokenization_spaces=False)
+    if m := re.fullmatch(r"<0x([0-9A-F]{2})>", raw): return text, [int(m[1], 16)]
+    if raw.startswith("▁") and not text.startswith(" "): text = " " + text
+    if "\ufffd" not in text: return text, list(text.encode("utf-8", "replace"))
+    return text, [_BYTE_OF[c] for c in raw] if raw and set(raw) <= _BYTE_OF.keys() else None
+
+class _Likely:
+    "Log-probabilities of one text's tokens, in OpenAI's two forms"
+    def __init__(self, handle, tok, chat): self.handle, self.tok, self.chat, self.done, self.bytes, self.chars, self.sent = handle, tok, chat, 0, 0, 0, 0
+    def new(self, piece, last=False)->dict | None: # None: no token begins here
+        "Of the tokens that begin in the next piece of text."
+        self.sent, found, h = self.sent + len((piece or "").encode("utf-8", "replace")), [], self.handle
+        for t in h.ids[self.done:]:
+            if t in h.stops or self.bytes >= self.sent and not (last and not h.text.ended): break
+            text, raw = _spelled(self.tok, t)
+            found.append((text, raw, t, self.chars)); self.done += 1
+            if int(t) not in self.tok.all_special_ids: self.bytes += len(raw if raw is not None else text.encode("utf-8", "replace")); self.chars += len(text)
+        return (self._chat(found) if self.chat else self._text(found)) if found else None
+
+    def _chat(self, found):
+        one = lambda text, raw, p: {"token": text, "logprob": p, "bytes": raw}
+        return {"content": [one(text, raw, t.logprob) | {"top_logprobs": [one(*_spelled(self.tok, i), p) for i, p in t.likeliest]} for text, raw, t, _ in found], "refusal": None}
+    def _text(self, found):
+        best = [{_spelled(self.tok, i)[0]: p for i, p in t.likeliest} | {text: t.logprob} for text, _, t, _ in found]
+        return {"tokens": [text for text, *_ in found], "token_logprobs": [t.logprob for _, _, t, _ in found], "top_logprobs": best, "text_offset": [at for *_, at in found]}
+
 # %% ../nbs/42_serve.ipynb #d66c7b52
 class _Complete:
     "Chat completions and text completions"
@@ -248,9 +295,9 @@ class _Complete:
     def _head(self, chunk):
         return {"id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex[:24]}", "object": ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion",
                 "created": int(time.time()), "model": self.desk.name}
-    def _choice(self, i, finish, text=None, key="message", first=False):
+    def _choice(self, i, finish, text=None, key="message", first=False, likely=None):
         said = {"text": text or ""} if not self.chat else {key: ({"role": "assistant"} if key == "message" or first else {}) | ({} if text is None else {"content": text})}
-        return {"index": i, **said, "logprobs": None, "finish_reason": finish}
+        return {"index": i, **said, "logprobs": likely, "finish_reason": finish}
 
     async def __call__(self, asked, request):
         "The response to a checked request."
@@ -260,20 +307,23 @@ class _Complete:
         ids, options = [await self.desk.ids(p) for p in prompts], asked.options()
         seeds = [None if options["seed"] is None else options["seed"] + k for k in range(asked.n)]
         run = self.desk.begin([(i, options | {"seed": s}) for i in ids for s in seeds], asked.most())
-        if asked.stream: return _Events(_told(self._chunks(run, asked.stream_options.include_usage)), run)
-        return await _whole(run, request, self._answer(run))
+        likely = [_Likely(h, self.desk.engine.tok, self.chat) for h in run.handles] if asked.told() >= 0 else None
+        if asked.stream: return _Events(_told(self._chunks(run, asked.stream_options.include_usage, likely)), run)
+        return await _whole(run, request, self._answer(run, likely))
 
-    async def _answer(self, run):
+    async def _answer(self, run, likely):
         texts = [""] * len(run.handles)
         async for i, piece in run.pieces():
             if piece: texts[i] += piece
-        return self._head(False) | {"choices": [self._choice(i, h.finish, t) for i, (t, h) in enumerate(zip(texts, run.handles))], "usage": run.usage()}
+        told = [None] * len(texts) if likely is None else [x.new(t, True) for x, t in zip(likely, texts)]
+        return self._head(False) | {"choices": [self._choice(i, h.finish, t, likely=told[i]) for i, (t, h) in enumerate(zip(texts, run.handles))], "usage": run.usage()}
 
-    async def _chunks(self, run, usage):
+    async def _chunks(self, run, usage, likely):
         head, more = self._head(True), {"usage": None} if usage else {}
         if self.chat: yield head | {"choices": [self._choice(i, None, "", "delta", True) for i in range(len(run.handles))]} | more
         async for i, piece in run.pieces():
-            yield None if i is None else head | {"choices": [self._choice(i, run.handles[i].finish if piece is None else None, piece, "delta")]} | more
+            told = None if i is None or likely is None else likely[i].new(piece, piece is None)
+            yield None if i is None else head | {"choices": [self._choice(i, run.handles[i].finish if piece is None else None, piece, "delta", likely=told)]} | more
         if usage: yield head | {"choices": [], "usage": run.usage()}
 
 # %% ../nbs/42_serve.ipynb #1c46cddc
@@ -302,7 +352,11 @@ class _Filler:
     async def begin(self, i=0):
         "Submit the question for blank i, or for all; what is wrong with it is said here"
         kind, desk = self.desk.fill_kind, self.desk
-        if kind == "mask": return
+        if kind == "mask":
+            try:
+                async with desk.encoding: await asyncio.to_thread(mask_input, desk.engine.tok, self.parts, desk.engine.max_ctx)
+            except ValueError as e: raise _Refused(400, str(e), "text", "context_length_exceeded") from e
+            return
         prompt, ends = (sentinel_text(self.parts), ()) if kind == "sentinel" else ask_blank(self.parts, self.answers, i)
         options = self.asked.options()
         options["stop"] = options["stop"] or ends

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .decode import Decoder
-from .sampling import Sampler
+from .decode import Decoder, _device
+from .sampling import Sampler, as_tokens, likelihoods
 
 # %% ../nbs/38c_speculate.ipynb #77b9c124
 @dataclass
@@ -72,6 +72,12 @@ def walk(
     return new, path
 
 # %% ../nbs/38c_speculate.ipynb #ea623650
+def _known(sampler, logits, drawn):
+    "What was drawn, on the host; a Token where a row wants log-probabilities"
+    if not sampler.key[4]: return drawn.tolist()
+    told = [t.tolist() for t in likelihoods(logits, drawn)]
+    return [as_tokens(d, [h["logprobs"]] * len(d), v, p) for d, h, v, p in zip(drawn.tolist(), sampler.host, *told)]
+
 @torch.no_grad()
 def advance(
     decoder:Decoder,      # its first B rows hold the texts but for their last tokens
@@ -84,9 +90,10 @@ def advance(
     "Check guesses in one forward; rows grow by what was right and one more."
     ids, mask, depth = lay_out(guesses, width, decoder.lengths.device)
     tree = {} if mask is None else dict(mask=mask, positions=depth)
-    drawn = sampler.look(decoder.step(ids, keep=False, **tree), ids, mask).tolist()
+    logits = decoder.step(ids, keep=False, **tree)
+    drawn = sampler.look(logits, ids, mask)
     news, paths = [], []
-    for guess, d, most in zip(guesses, drawn, room):
+    for guess, d, most in zip(guesses, _known(sampler, logits, drawn), room):
         new, path = walk(guess, d)
         n = min([most, len(new)] + [i + 1 for i, t in enumerate(new) if t in stops])
         news.append(new[:n]); paths.append(path[:n])
@@ -157,19 +164,43 @@ class PromptLookup:
         return found
 
 # %% ../nbs/38c_speculate.ipynb #bb85f5b5
-class _SmallModel:
+class _Fitting:
+    "Does a small model go with the large one?"
+    def _fits(self, vocab):
+        "A model that generates, with this vocabulary?"
+        name, get = f"draft {type(self.model).__name__}", getattr(self.model, "get_input_embeddings", None)
+        if get is None or not getattr(self.model, "can_generate", bool)(): raise ValueError(f"{name} cannot generate; give a small causal language model of transformers")
+        if getattr(self.model.config, "is_encoder_decoder", False): raise ValueError(f"{name} reads its text with an encoder; give a causal language model")
+        if abs((mine := get().num_embeddings) - vocab) > vocab // 100: raise ValueError(f"{name} has {mine} tokens, the model {vocab}; both need the same tokenizer")
+    def fits(self,
+        vocab:int,    # of the model that checks
+        max_ctx:int,  # tokens of a text
+        device,       # where it checks
+    ):
+        "Raise ValueError where it could not guess for such a model; to be asked before anything is made."
+        self._fits(vocab)
+        name, most = f"draft {type(self.model).__name__}", getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if most and most < max_ctx: raise ValueError(f"{name} has positions for {most} tokens, fewer than max_ctx={max_ctx}; give max_ctx={most}, or another draft")
+        if (at := _device(self.model)) != torch.empty(0, device=device).device: raise ValueError(f"{name} is on {at}, the model will be on {device}; move the draft there first")
+        if (trial := Decoder(self.model, 1, min(max_ctx, 16), graph=False)).mode != "static": raise ValueError(f"{name} has no path with a cache: {trial.why_generate}")
+
+# %% ../nbs/38c_speculate.ipynb #59448a0d
+class _SmallModel(_Fitting):
     "A small model that reads along"
     def begin(self,
         decoder:Decoder,  # of the model that checks
         sampler:Sampler,  # that draws
     ):
         "Forget all rows; make a cache where there is none that fits."
+        self._fits(decoder.vocab)
         if self.decoder is None or self.decoder.max_batch < decoder.max_batch or self.decoder.max_ctx < decoder.max_ctx:
             self.decoder = Decoder(self.model, decoder.max_batch, decoder.max_ctx)
-        mine, theirs = self.decoder.vocab, decoder.vocab
         if self.decoder.mode != "static": raise ValueError(f"draft {type(self.model).__name__}: {self.decoder.why_generate}")
-        if abs(mine - theirs) > theirs // 100: raise ValueError(f"draft {type(self.model).__name__} has {mine} tokens, the model {theirs}; both need the same tokenizer")
         self.decoder.free(); self.texts, self.sampler = {}, sampler
+    @property
+    def levels(self)->int:
+        "Passes of the small model for one guess, whatever its width."
+        return self.length
     def set(self,
         row:int,   # which
         ids:list,  # its prompt
@@ -192,7 +223,9 @@ class _SmallModel:
         self.texts[row] += ids
 
     def _read(self, rows, B):
-        "Feed what the texts have grown by; logits (B, V) after each row's last token"
+        "Feed what the texts have grown by, the last token at least; logits (B, V) after each row's last token"
+        if any(self.decoder.held[r] >= len(self.texts[r]) for r in rows):                       # asked again before anything was added
+            self.decoder.crop([min(h, len(self.texts[r]) - 1) if r in rows else h for r, h in enumerate(self.decoder.held)])
         held = self.decoder.held
         fresh = [self.texts[r][held[r]:] if r in rows else [] for r in range(B)]
         M = max(map(len, fresh)) if self.decoder.lengths.device.type == "cpu" else max(self.length + 1, *map(len, fresh))     # a graph has one width
@@ -242,6 +275,17 @@ class Tree:
     ):
         if not drafts or nodes < 2: raise ValueError(f"Tree of {len(drafts)} guessers with nodes={nodes}: at least one guesser and 2 nodes")
         self.drafts, self.nodes = drafts, nodes
+    @property
+    def levels(self)->int:
+        "Passes of small models for one guess."
+        return sum(getattr(d, "levels", 0) for d in self.drafts)
+    @property
+    def model(self)->nn.Module|None: # the small model among the guessers
+        "What a plan has to count."
+        found = list({id(m): m for d in self.drafts if (m := getattr(d, "model", None)) is not None}.values())
+        if len(found) > 1: raise ValueError(f"a Tree of {len(found)} models: at most one draft model is planned for; look-up may join it")
+        return found[0] if found else None
+    def fits(self, vocab, max_ctx, device): [d.fits(vocab, max_ctx, device) for d in self.drafts if hasattr(d, "fits")]
     def begin(self, decoder, sampler): [d.begin(decoder, sampler) for d in self.drafts]
     def set(self, row, ids): [d.set(row, ids) for d in self.drafts]
     def add(self, row, ids): [d.add(row, ids) for d in self.drafts]

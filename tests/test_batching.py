@@ -78,6 +78,43 @@ def test_cancelling_at_random_disturbs_nobody(model, tok, ahead):
             assert h.done and h.finish in (("stop", "length") if i not in gone else ("stop", "length", "cancelled"))
 
 
+def test_who_gives_up_while_waiting_leaves_the_queue(model, tok):
+    "At once, while every row is taken; the place is the next one's, and nobody reads a text that nobody wants"
+    d, go = Decoder(model, max_batch=2, max_ctx=64), threading.Event()
+    step = d.step_sampled
+    d.step_sampled = lambda sampler: (go.wait(60), step(sampler))[1]
+    with Batcher(d, tok, max_waiting=1) as b:
+        running = [b.submit("plain", 30) for _ in range(2)]
+        for h in running: next(h)
+        waits = b.submit("english", 5)
+        with pytest.raises(RuntimeError, match="busy: 2 requests run and 1 wait"): b.submit("english", 5)
+        waits.cancel(); waits.cancel()
+        assert waits.finish == "cancelled" and list(waits) == [] and not b.waiting and waits.stats["new_tokens"] == 0
+        other = b.submit("english", 5)
+        go.set()
+        assert "".join(other) == alone(Decoder(model, 1, 64), tok, "english", 5) and [len(list(h)) > 0 for h in running] == [True, True]
+    del d.step_sampled
+
+
+@pytest.mark.parametrize("draft", [None, "lookup"])
+def test_logprobs_and_penalties_of_one_request(model, tok, draft):
+    "They are what the model gives its own text, and the neighbours do not notice"
+    d, ids = Decoder(model, max_batch=3, max_ctx=64), tok("plain")["input_ids"]
+    want = alone(d, tok, "english", 12)
+    with Batcher(d, tok, PromptLookup() if draft else None) as b:
+        told, other, pushed = b.submit("plain", 12, logprobs=2), b.submit("english", 12), b.submit("plain", 40, frequency_penalty=2.0)
+        assert "".join(other) == want and not any(hasattr(t, "logprob") for t in other.ids)
+        list(told); list(pushed)
+    with torch.no_grad(): raw = model(torch.tensor([ids + told.ids])).logits[0, len(ids) - 1:-1].log_softmax(-1)
+    assert torch.allclose(torch.tensor([t.logprob for t in told.ids]), raw[torch.arange(12), told.ids], atol=1e-4)
+    assert [t.likeliest[1][0] for t in told.ids] == raw.topk(2).indices[:, 1].tolist()
+    said = torch.zeros(raw.shape[1])
+    for i, t in enumerate(pushed.ids):
+        with torch.no_grad(): x = model(torch.tensor([ids + pushed.ids[:i]])).logits[0, -1]
+        assert (x - 2 * said)[t] > (x - 2 * said).max() - 1e-4
+        said[t] += 1
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_stop_strings(model, tok, ahead):
     d = Decoder(model, max_batch=2, max_ctx=64)

@@ -1,13 +1,12 @@
 "The panels in JupyterLab, driven in headless Chromium: type, stream, stop, fill, continue, two panels on one engine, themes, and what a saved notebook keeps."
-import json, re, shutil, tempfile, time
-from pathlib import Path
+import json, re, time
 
 import pytest
 
-from test_picker_browser import CHROMIUM, FLAGS, Lab, jupyterlab, playwright, shot
+from browsing import CHROMIUM, Lab, expect, opened, shot
 
+pytest.importorskip("jupyterlab", reason="jupyterlab is not installed")
 pytestmark = [pytest.mark.long, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium")]
-expect = playwright.expect
 
 ENGINE = """import threading, time
 from bmlab.panels import chat, fill_blank, story
@@ -60,21 +59,10 @@ class Panels(Lab):
 
 @pytest.fixture(scope="module")
 def lab():
-    folder = Path(tempfile.mkdtemp())
-    cell = lambda i, s: {"cell_type": "code", "id": f"cell-{i}", "metadata": {}, "source": s, "outputs": [], "execution_count": None}
-    spec = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
-    (folder / "t.ipynb").write_text(json.dumps({"cells": [cell(i, s) for i, s in enumerate(CELLS)], "metadata": {"kernelspec": spec}, "nbformat": 4, "nbformat_minor": 5}))
-    with jupyterlab(folder) as (url, token), playwright.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
-        page = browser.new_context(viewport={"width": 1300, "height": 1100}).new_page()
-        page.set_default_timeout(30_000)
-        lab = Panels(page, url, token).open()
-        lab.notebook = folder / "t.ipynb"
+    with opened(CELLS, Panels, 1300, 1100) as lab:
         for i in (0, 1, 2, 4, 5): lab.run(i)
         for i in (1, 2, 4, 5): lab.panel(i).wait_for()
         yield lab
-        browser.close()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def ask(lab, i, text):

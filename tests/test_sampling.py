@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as theirs
 
-from bmlab.sampling import Sampler, exponentials, keep_likely, row_options
+from bmlab.sampling import Sampler, Token, exponentials, keep_likely, row_options
 
 V = 50
 
@@ -39,6 +39,45 @@ def test_distribution_is_that_of_transformers(vocab):
         want = oracle(logits, prompts, **options)
         assert (got - want).abs().max() < 1e-6, (turn, options)
         assert ((got > 0) == (want > 0)).float().mean() > 0.999              # the same tokens are in the running
+
+
+def test_penalties_on_what_was_drawn():
+    "OpenAI's formula, row by row: a count of the row's own draws, not of its prompt; the repetition penalty comes first, the temperature after them"
+    rng = random.Random(0)
+    for turn in range(20):
+        B = rng.randint(1, 3)
+        options = dict(temperature=[rng.choice([0.5, 1.0, 1.5]) for _ in range(B)], repetition_penalty=[rng.choice([1.0, 1.3]) for _ in range(B)],
+                       frequency_penalty=[rng.choice([0.0, 0.4, 2.0, -1.0]) for _ in range(B)], presence_penalty=[rng.choice([0.0, 0.9, -2.0]) for _ in range(B)])
+        prompts, drawn = [[rng.randrange(9) for _ in range(4)] for _ in range(B)], [[] for _ in range(B)]
+        s = Sampler(**options, seed=turn).start(prompts, 9)
+        for step in range(12):
+            logits = torch.randn(B, 9, generator=torch.Generator().manual_seed(100 * turn + step)) * 2
+            got = s.probabilities(logits)
+            for b in range(B):
+                x = theirs.RepetitionPenaltyLogitsProcessor(options["repetition_penalty"][b])(torch.tensor([prompts[b] + drawn[b]]), logits[b:b + 1].clone())[0] if options["repetition_penalty"][b] != 1 else logits[b]
+                counts = [drawn[b].count(j) for j in range(9)]
+                mu = [x[j].item() - counts[j] * options["frequency_penalty"][b] - (counts[j] > 0) * options["presence_penalty"][b] for j in range(9)]
+                assert torch.allclose(got[b], (torch.tensor(mu) / options["temperature"][b]).softmax(-1), atol=1e-6), (turn, step, b)
+            for b, t in enumerate(s(logits).tolist()): drawn[b].append(t)
+        s.set(0, [3], frequency_penalty=1.0)                                                                   # a new user begins at nothing
+        assert not s.state["said"][0].any()
+
+
+def test_logprobs_are_the_models_own():
+    "The log-softmax of the logits as they came, whatever the options; alone, in company, and after a look"
+    kw = dict(temperature=[0.7, 0.0, 1.2], top_k=[3, 0, 0], frequency_penalty=[1.0, 0.0, 0.0], logprobs=[2, 0, -1], seed=4)
+    s = Sampler(**kw).start([[1], [2], [3]], V)
+    for step in range(6):
+        logits = torch.randn(3, V, generator=torch.Generator().manual_seed(step)) * 3
+        ids = s(logits)
+        tokens, raw = s.tokens(ids), logits.log_softmax(-1)
+        assert tokens == ids.tolist() and [type(t) for t in tokens] == [Token, Token, int]
+        assert [abs(t.logprob - raw[b, t].item()) < 1e-6 for b, t in enumerate(tokens[:2])] == [True, True] and tokens[1].likeliest == []
+        assert tokens[0].likeliest == [(i, v) for i, v in zip(raw[0].topk(2).indices.tolist(), raw[0].topk(2).values.tolist())]
+        assert s.row(0).tokens(ids[:1])[0].logprob == tokens[0].logprob
+    assert torch.tensor(tokens).tolist() == ids.tolist() and s.told(2)[0] == [2, 0]
+    few = Sampler(logprobs=20).start([[]], 5)
+    assert len(few.tokens(few(torch.randn(1, 5)))[0].likeliest) == 5 and Sampler().start([[]], 5).told(1) is None
 
 
 def test_draws_follow_the_distribution():
@@ -87,7 +126,8 @@ def test_a_look_sees_what_drawing_finds():
     rng = random.Random(3)
     for turn in range(30):
         B, M = rng.randint(1, 3), rng.randint(1, 5)
-        make = lambda: Sampler(temperature=[rng2.choice([0, 1.0]) for _ in range(B)], top_k=[rng2.choice([0, 7]) for _ in range(B)], top_p=0.9, repetition_penalty=[rng2.choice([1.0, 1.4]) for _ in range(B)], seed=turn).start([[1, 2]] * B, V)
+        make = lambda: Sampler(temperature=[rng2.choice([0, 1.0]) for _ in range(B)], top_k=[rng2.choice([0, 7]) for _ in range(B)], top_p=0.9, repetition_penalty=[rng2.choice([1.0, 1.4]) for _ in range(B)],
+                               frequency_penalty=[rng2.choice([0, 1.5]) for _ in range(B)], presence_penalty=[rng2.choice([0, -1]) for _ in range(B)], seed=turn).start([[1, 2]] * B, V)
         rng2 = random.Random(turn); a = make(); rng2 = random.Random(turn); b = make()
         logits = torch.randn(B, M + 1, V, generator=torch.Generator().manual_seed(turn)) * 2
         assert torch.equal(a(logits[:, 0]), first := b(logits[:, 0]))
@@ -102,6 +142,7 @@ def test_a_look_sees_what_drawing_finds():
                 if a.host[r]["repetition_penalty"] != 1: want[r, [1, 2]] = True
                 want[r, drawn[r, :n[r] + 1]] = True
             assert torch.equal(b.state["seen"], want)
+        if a.key[3]: assert b.state["said"].tolist() == [drawn[r, :n[r] + 1].bincount(minlength=V).tolist() for r in range(B)]
 
 
 def test_equal_logits_stay_together():
@@ -123,7 +164,7 @@ def test_seeds():
 
 
 @pytest.mark.parametrize("bad", [dict(temperature=-1), dict(temperature="hot"), dict(temperature=None), dict(top_k=-1), dict(top_k=1.5), dict(top_p=0), dict(top_p=1.1), dict(min_p=-0.1), dict(min_p=2),
-                                 dict(repetition_penalty=0), dict(temperature=True), dict(top_p=float("nan")), dict(temperature=float("inf"))])
+                                 dict(repetition_penalty=0), dict(frequency_penalty=2.5), dict(presence_penalty="no"), dict(logprobs=-2), dict(logprobs=21), dict(logprobs=0.5), dict(temperature=True), dict(top_p=float("nan")), dict(temperature=float("inf"))])
 def test_bad_options_name_themselves(bad):
     (name, value), = bad.items()
     with pytest.raises(ValueError, match=f"{name}={value!r}".replace("(", r"\(")): Sampler(**bad)
@@ -134,7 +175,8 @@ def test_bad_options_name_themselves(bad):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_captured_sampler_draws_on():
     "A graph of the sampler: same draws as eager, also after a row has been given to another user"
-    kw = dict(temperature=[1.0, 0.0, 0.8, 0.9], top_k=[0, 0, 50, 0], top_p=[0.9, 1.0, 1.0, 1.0], repetition_penalty=[1.0, 1.3, 1.1, 1.0], seed=[3, 0, 4, 5])
+    kw = dict(temperature=[1.0, 0.0, 0.8, 0.9], top_k=[0, 0, 50, 0], top_p=[0.9, 1.0, 1.0, 1.0], repetition_penalty=[1.0, 1.3, 1.1, 1.0], frequency_penalty=[0.0, 0.5, 0.0, 1.0], presence_penalty=[0.0, 0.0, 1.0, 0.0],
+              logprobs=[3, -1, 0, -1], seed=[3, 0, 4, 5])
     x = torch.randn(4, 30720, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) * 3
     prompts = [[1], [2, 3], [4], []]
     s = Sampler(**kw).start(prompts, 30720, "cuda")
@@ -147,7 +189,7 @@ def test_captured_sampler_draws_on():
     eager, key = Sampler(**kw).start(prompts, 30720, "cuda"), s.key
     for turn in range(8):
         if turn == 4:
-            for sampler in (s, eager): sampler.set(1, [7], temperature=0.7, top_p=0.8, repetition_penalty=1.1, seed=9)
+            for sampler in (s, eager): sampler.set(1, [7], temperature=0.7, top_p=0.8, repetition_penalty=1.1, frequency_penalty=0.3, logprobs=1, seed=9)
             assert s.key == key
         graph.replay()
-        assert torch.equal(out, eager(x))
+        assert torch.equal(out, want := eager(x)) and [getattr(t, "logprob", None) for t in s.tokens(out)] == [getattr(t, "logprob", None) for t in eager.tokens(want)]

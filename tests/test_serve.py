@@ -20,12 +20,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bmlab.batching import Batcher
 from bmlab.decode import Decoder
-from bmlab.loop import stream_text
+from bmlab.generate import prompt_ids
+from bmlab.loop import decode_tokens, stream_text
 from bmlab.sampling import Sampler
 
 openai = pytest.importorskip("openai", reason="openai is not installed")
 pytest.importorskip("fastapi", reason="fastapi is not installed: pip install bmlab[serve]")
-from bmlab.serve import serve  # noqa: E402
+from bmlab.serve import _spelled, serve  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = "{% for m in messages %}{% if m.role == 'user' and loop.index0 % 2 %}{{ raise_exception('users speak first') }}{% endif %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
@@ -114,6 +115,73 @@ def test_completions_texts_ids_and_several(client, engine):
     assert texts == [alone(engine, "plain", 9, temperature=1.0, seed=3 + i, top_k=40, min_p=0.01, repetition_penalty=1.1) for i in range(3)] and len(set(texts)) == 3
 
 
+def given(engine, prompt, text, n):
+    "The model's own log-probabilities of a greedy text, and the likeliest token at each place"
+    ids, d = prompt_ids(engine.tok, prompt)["input_ids"][0].tolist(), Decoder(engine.model, 1, engine.max_ctx)
+    out = [t for t, in decode_tokens(d, [ids], None, n)]
+    with torch.no_grad(): raw = engine.model(torch.tensor([ids + out])).logits[0, len(ids) - 1:-1].log_softmax(-1)
+    return raw[torch.arange(n), out].tolist(), [engine.tok.decode([i]) for i in raw.argmax(-1).tolist()]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(client, engine, stream):
+    "Each token's, and the likeliest ones', in both forms, whole and in chunks; a stop string cuts them too; without the fields there are none"
+    close = lambda got, want: len(got) == len(want) and max(abs(a - b) for a, b in zip(got, want)) < 1e-3
+    want, best = given(engine, USER, None, 12)
+    ask = dict(model="tiny", messages=USER, max_tokens=12, temperature=0, logprobs=True, top_logprobs=3)
+    got = [c.choices[0] for c in client.chat.completions.create(**ask, stream=True) if c.choices] if stream else [client.chat.completions.create(**ask).choices[0]]
+    content = [t for c in got if c.logprobs for t in c.logprobs.content]
+    text = "".join((c.delta.content or "") if stream else c.message.content for c in got)
+    assert close([t.logprob for t in content], want) and all(len(t.top_logprobs) == 3 for t in content) and [t.top_logprobs[0].token for t in content] == best
+    assert bytes(b for t in content for b in t.bytes).decode("utf-8", "replace") == text
+    want, _ = given(engine, "plain", None, 9)
+    ask = dict(model="tiny", prompt="plain", max_tokens=9, temperature=0, logprobs=2)
+    got = [c.choices[0] for c in client.completions.create(**ask, stream=True)] if stream else client.completions.create(**ask).choices
+    told = [c.logprobs for c in got if c.logprobs]
+    assert close([p for x in told for p in x.token_logprobs], want) and all(len(o) in (1, 2, 3) for x in told for o in x.top_logprobs) and told[0].text_offset[0] == 0
+    whole = "".join(c.text for c in got)
+    end = whole[3:5]
+    cut = client.completions.create(**ask, stop=end, stream=stream)
+    cut = [c.choices[0] for c in cut] if stream else cut.choices
+    pieces = [t for c in cut if c.logprobs for t in c.logprobs.tokens]
+    assert "".join(c.text for c in cut) == whole[:whole.index(end)] and 0 < len(pieces) < 9 and "".join(pieces).startswith(whole[:whole.index(end)])
+    plain = client.chat.completions.create(model="tiny", messages=USER, max_tokens=3, logprobs=False, stream=stream)
+    assert not any(c.logprobs for x in (plain if stream else [plain]) for c in x.choices)
+
+
+def test_penalties(client, engine):
+    ask = dict(model="tiny", prompt="plain", max_tokens=40, temperature=0)
+    got = client.completions.create(**ask, frequency_penalty=1.5, presence_penalty=0.5).choices[0].text
+    assert got == alone(engine, "plain", 40, frequency_penalty=1.5, presence_penalty=0.5) != client.completions.create(**ask).choices[0].text
+    chat = client.chat.completions.create(model="tiny", messages=USER, max_tokens=20, temperature=0, presence_penalty=2).choices[0].message.content
+    assert chat == alone(engine, USER, 20, presence_penalty=2.0)
+
+
+def test_bytes_of_tokens():
+    "A character in several tokens, in two kinds of tokenizer; tokens without a text"
+    tok = make_tok()
+    ids = tok("a 春🙂")["input_ids"]
+    spelled = [_spelled(tok, i) for i in ids]
+    assert bytes(b for _, raw in spelled for b in raw).decode() == "a 春🙂" and all(raw is not None for _, raw in spelled)
+    class Pieces:
+        all_special_ids = []
+        def convert_ids_to_tokens(self, i): return ["<0xE6>", "▁the", "x"][i]
+        def decode(self, ids, **_): return ["\ufffd", "the", "x"][ids[0]]
+    assert [_spelled(Pieces(), i) for i in range(3)] == [("\ufffd", [0xE6]), (" the", list(b" the")), ("x", [120])]
+
+
+def test_a_text_with_blanks_that_is_too_long():
+    words = tf.BertTokenizer(vocab={w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat"])})
+    class Masks:
+        model, tok, max_ctx = tf.BertForMaskedLM(tf.BertConfig(vocab_size=7, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)).eval(), words, 8
+        def batcher(self): raise TypeError("it cannot generate")
+    with serve(Masks(), port=0, background=True, name="masks") as server:
+        assert post(server, "/v1/fill", text="the __")[0] == 200
+        for stream in (False, True):
+            status, body = post(server, "/v1/fill", text="the cat the cat the cat __", stream=stream)
+            assert status == 400 and "a text of 9 tokens exceeds max_ctx=8" in body["error"]["message"] and body["error"]["code"] == "context_length_exceeded"
+
+
 def test_stop(client, engine):
     text = alone(engine, "plain", 30)
     end = text[10:12]
@@ -154,7 +222,10 @@ def test_models_health_and_unknown_paths(client, server):
     ({"messages": USER, "max_tokens": 500}, 400, "exceed this model's context of 128 tokens", "messages"),
     ({"messages": USER, "tools": [{"type": "function"}]}, 400, "is not supported", None),
     ({"messages": USER, "response_format": {"type": "json_object"}}, 400, "response_format", None),
-    ({"messages": USER, "presence_penalty": 0.5}, 400, "presence_penalty=0.5 is not supported", None),
+    ({"messages": USER, "logit_bias": {"1": 2}}, 400, "is not supported", None),
+    ({"messages": USER, "presence_penalty": 2.5}, 400, "less than or equal to 2", "presence_penalty"),
+    ({"messages": USER, "top_logprobs": 2}, 400, "top_logprobs=2 needs logprobs=true", None),
+    ({"messages": USER, "logprobs": True, "top_logprobs": 21}, 400, "less than or equal to 20", "top_logprobs"),
     ({"messages": USER, "temprature": 1}, 400, "Extra inputs are not permitted", "temprature"),
     ({"messages": USER, "bad \ud800": 1}, 400, "unicode", None),
 ], ids=lambda x: str(x)[:40] if isinstance(x, dict) else "")
@@ -179,7 +250,7 @@ def test_other_bad_bodies(server):
 
 
 def test_client_raises_its_own_errors(client):
-    with pytest.raises(openai.BadRequestError, match="not supported"): client.chat.completions.create(model="tiny", messages=USER, logprobs=True)
+    with pytest.raises(openai.BadRequestError, match="not supported"): client.chat.completions.create(model="tiny", messages=USER, logit_bias={"1": 2})
     with pytest.raises(openai.NotFoundError): client.chat.completions.create(model="nano", messages=USER)
 
 

@@ -3,12 +3,11 @@ import contextlib, re, threading, time
 
 import pytest
 
-from test_picker_browser import CHROMIUM, FLAGS, playwright, shot
+from browsing import CHROMIUM, FLAGS, expect, playwright, shot
 from test_serve import serve
 import torch
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium")]
-expect = playwright.expect
 
 
 class Typist:

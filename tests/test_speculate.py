@@ -57,6 +57,35 @@ def test_same_tokens_in_fewer_passes(name, device):
     assert not any(d.held)
 
 
+@pytest.mark.parametrize("device", DEVICE)
+def test_a_draft_may_be_asked_twice(device):
+    "The same answer, for all rows or some, with nothing added in between; and it goes on rightly afterwards"
+    model = family("llama").to(device)
+    d, draft = Decoder(model, max_batch=3, max_ctx=64), DraftModel(family("gpt2").to(device), length=3, branches=2)
+    draft.begin(d, Sampler(**OPTIONS[1]).start(PROMPTS, V, device))
+    for r, p in enumerate(PROMPTS): draft.set(r, p)
+    first = draft.propose([0, 1, 2])
+    assert draft.propose([0, 1, 2]) == first and draft.propose([0, 1]) == {r: first[r] for r in (0, 1)} and draft.propose([0, 1, 2], length=2).keys() == first.keys()
+    for r in range(3): draft.add(r, [4, 9])
+    again = draft.propose([0, 1, 2])
+    fresh = DraftModel(draft.model, length=3, branches=2)
+    fresh.begin(d, draft.sampler)
+    for r, p in enumerate(PROMPTS): fresh.set(r, p + [4, 9])
+    assert fresh.propose([0, 1, 2]) == again == draft.propose([0, 1, 2])
+
+
+def test_penalties_on_what_was_said_and_a_draft():
+    "Counts of a text that is being guessed are those of the same text drawn one by one"
+    model = family("llama")
+    d, options = Decoder(model, max_batch=3, max_ctx=64), dict(temperature=[0.0, 1.0, 0.7], frequency_penalty=[1.0, 0.5, 0.0], presence_penalty=[0.0, 0.5, -1.0], logprobs=[0, -1, 2], seed=3)
+    want = rows_of(decode_tokens(d, PROMPTS, Sampler(**options), 15, stats=(one := {})), 3)
+    assert want != rows_of(decode_tokens(d, PROMPTS, Sampler(temperature=options["temperature"], seed=3), 15), 3)
+    for draft in (PromptLookup(length=5), PromptLookup(length=4, branches=3), DraftModel(model, branches=2), Tree(PromptLookup(), DraftModel(model, length=3), nodes=14)):
+        assert rows_of(decode_tokens(d, PROMPTS, Sampler(**options), 15, draft=draft, stats=(two := {})), 3) == want
+        for r in (0, 2):
+            assert two["tokens"][r] == one["tokens"][r] and all(abs(a.logprob - b.logprob) < 1e-4 and [i for i, _ in a.likeliest] == [i for i, _ in b.likeliest] for a, b in zip(two["tokens"][r], one["tokens"][r]))
+
+
 def test_right_guesses_are_all_taken():
     model = family("llama")
     d = Decoder(model, max_batch=3, max_ctx=64)
