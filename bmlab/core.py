@@ -152,7 +152,7 @@ def _words(name):
 def _matrix(module):
     "(in, out) of a module that multiplies by one weight matrix, else None"
     if hasattr(module, "in_features") and hasattr(module, "out_features"): return module.in_features, module.out_features
-    w = module._parameters.get("weight")
+    w = module.parametrizations.weight.original if "weight" in getattr(module, "parametrizations", ()) else module._parameters.get("weight")
     if w is None or w.ndim != 2 or isinstance(module, nn.Embedding): return None
     return tuple(w.shape) if hasattr(module, "nf") else tuple(w.shape)[::-1]      # transformers' Conv1D stores (in, out)
 

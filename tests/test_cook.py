@@ -1,0 +1,402 @@
+"Cook where a notebook is too small: two ranks, fresh processes, every order of four methods, other families of models"
+import copy
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+from bmlab.cook import Cook, Method, bake, chain, lattice, load_cooked, parametrize_weight, perplexity, report, save_cooked, stored, unparametrize
+from bmlab.core import count, resolve, run_ranks, set_seed
+from bmlab.kernels import pack_linears
+
+BROAD = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=256)
+TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=96)
+
+
+def llama(seed=0, **options):
+    set_seed(seed)
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**TINY | options)).eval()
+
+
+def family(name):
+    set_seed(0)
+    if name == "llama": return llama(tie_word_embeddings=True)
+    if name == "gpt2": return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)).eval()
+    if name == "t5": return tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_ff=64, d_kv=8, num_heads=4, num_layers=2, vocab_size=96, dropout_rate=0, decoder_start_token_id=0)).eval()
+    if name == "qwen3": return tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY, head_dim=8)).eval()
+    return tf.BertForMaskedLM(tf.BertConfig(**{k: v for k, v in TINY.items() if k != "num_key_value_heads"}, hidden_dropout_prob=0, attention_probs_dropout_prob=0)).eval()
+
+
+FAMILIES = ("llama", "gpt2", "t5", "qwen3", "bert")
+
+
+def batch(rows=4, seed=1, length=12):
+    ids = torch.randint(0, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+class Gate(nn.Module):
+    "Columns times a trainable gate"
+    def __init__(self, w): super().__init__(); self.gate = nn.Parameter(torch.linspace(0.9, 1.1, w.shape[1]))
+    def forward(self, w): return w * self.gate
+
+
+class Keep(nn.Module):
+    "The larger half of each row, by a mask taken anew at each forward"
+    def forward(self, w):
+        size = w.detach().abs()
+        return w * (size >= size.median(1, keepdim=True).values)
+
+
+class Round(nn.Module):
+    "To multiples of 1/64 of the row's largest, straight through; keeps a term of the loss"
+    term = None
+    def forward(self, w):
+        s = w.detach().abs().amax(1, keepdim=True).clamp_min(1e-9) / 64
+        y = w + ((w / s).round() * s - w).detach()
+        if torch.is_grad_enabled() and self.training: self.term = 1e-3 * y.square().sum()
+        return y
+
+
+class Shapes(Method):
+    def __init__(self, slot, kind, priority, modules):
+        self.slot, self.kind, self.priority, self.modules = slot, kind, priority, modules
+    def prepare(self, model, calib): self.names = list(resolve(model, self.modules))
+    def attach(self, model):
+        self.model, self.on = model, {}
+        for n in self.names:
+            m = model.get_submodule(n)
+            self.on[n] = parametrize_weight(m, "weight", self.kind(m.weight) if self.kind is Gate else self.kind(), self.priority)
+    def parameters(self): return [p for q in self.on.values() for p in q.parameters()]
+    def loss(self):
+        terms = [p.term for p in self.on.values() if getattr(p, "term", None) is not None]
+        for p in self.on.values(): p.term = None
+        return {"size": sum(terms)} if terms else {}
+    def detach(self):
+        for n, p in self.on.items(): unparametrize(self.model.get_submodule(n), "weight", p)
+    def export(self, small):
+        for n in self.names: m = small.get_submodule(n); bake(m, "weight", chain(m, kind=self.kind)[0])
+
+
+class Gates(Shapes): pass
+class Keeps(Shapes): pass
+class Rounds(Shapes): pass
+
+
+class Seen(Method):
+    "Counts forwards by a hook"
+    slot, runs = 50, 0
+    def attach(self, model): self.hook = model.register_forward_hook(self.see)
+    def see(self, *_): self.runs += self.enabled
+    def detach(self): self.hook.remove()
+
+
+def recipe(modules="[r].*(down_proj|up_proj)"):
+    return [Rounds(40, Round, 30, modules), Seen(), Gates(10, Gate, 10, modules), Keeps(30, Keep, 20, modules)]
+
+
+LINEARS = {"llama": "[r]layers.*(down_proj|o_proj)|lm_head",
+           "gpt2": "[r]h.*(c_fc|c_proj)|wte", "t5": "[r].*(wi|wo|q|lm_head)", "qwen3": "[r]layers.*(down_proj|o_proj)", "bert": "[r].*output.dense|word_embeddings"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_off_detach_export_on_every_family(name, tmp_path):
+    model, b = family(name), batch()
+    with torch.no_grad(): before = model(**b).logits
+    keys, order, grads = list(model.state_dict()), [id(p) for p in model.parameters()], [p.requires_grad for p in model.parameters()]
+    cook = Cook(model, recipe(LINEARS[name]), [b])
+    with torch.no_grad():
+        cooked = model(**b).logits
+        assert not torch.equal(cooked, before)
+        with cook.off(): assert torch.equal(model(**b).logits, before)
+        assert torch.equal(copy.deepcopy(model)(**b).logits, cooked)
+        small = cook.export()
+        assert torch.allclose(small(**b).logits, cooked, atol=1e-6) and torch.equal(model(**b).logits, cooked)
+        assert list(small.state_dict()) == keys and not any(m._forward_hooks for m in small.modules())
+        again = load_cooked(save_cooked(small, tmp_path))
+        assert torch.equal(again(**b).logits, small(**b).logits)
+        cook.detach()
+        assert torch.equal(model(**b).logits, before)
+    assert keys == list(model.state_dict()) and order == [id(p) for p in model.parameters()] and grads == [p.requires_grad for p in model.parameters()]
+    assert {type(m) for m in small.modules()} == {type(m) for m in model.modules()}
+
+
+def test_orders_of_a_recipe():
+    first = None
+    for order in itertools.permutations(recipe()):
+        model = llama()
+        small = Cook(model, [copy.deepcopy(m) for m in order]).export().state_dict()
+        first = first or small
+        assert list(first) == list(small) and all(torch.equal(a, b) for a, b in zip(first.values(), small.values()))
+
+
+def test_detach_after_a_failed_method_and_hooks_of_others():
+    model = llama()
+    mine = model.register_forward_hook(lambda *_: None)
+    cook = Cook(model, recipe())
+    later = model.model.register_forward_pre_hook(lambda *_: None)
+    small = cook.export()
+    assert len(small._forward_hooks) == 1 and len(small.model._forward_pre_hooks) == 1              # a user's own stay
+    cook.detach()
+    assert list(model._forward_hooks) == [mine.id] and list(model.model._forward_pre_hooks) == [later.id]
+
+
+def test_report_counts_the_model_without_methods():
+    model = llama()
+    cook = Cook(model, recipe())
+    r = cook.report(cook.export(), [batch()], speed=False, score=count_zeros)
+    assert r.before.parameters == r.after.parameters == count(llama()).total and r.before.score == 0 < r.after.score
+    assert r.before.perplexity == pytest.approx(perplexity(llama(), [batch()]), rel=1e-4)
+    assert not chain(model.lm_head) and len(chain(model.model.layers[0].mlp.up_proj)) == 3
+
+
+def count_zeros(model): return sum((p == 0).sum().item() for p in model.parameters())
+
+
+def train(model, cook, shards=None, steps=3):
+    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for i in range(steps):
+        model.train()
+        b = batch(rows=4, seed=i)
+        if shards: b = {k: v.chunk(shards[1])[shards[0]] for k, v in b.items()}
+        (model(**b, use_cache=False).loss + cook.loss()).backward()
+        opt.step(); cook.step(); opt.zero_grad()
+    return model.eval()
+
+
+def sharded(by, whole=False):
+    import torch.distributed as dist
+    model, b = llama(**BROAD if whole else {}), batch()
+    calib = [batch(rows=8, seed=i, length=24) for i in range(2)]
+    cook = Cook(model, whole_recipe(llama(seed=3, **BROAD), experts=False) if whole else recipe(), calib)
+    if by == "fully_shard":
+        from torch.distributed.fsdp import fully_shard
+        for layer in model.model.layers: fully_shard(layer)
+        fully_shard(model)
+    if by == "shard":
+        from bmlab.sharding import shard
+        shard(model, dtype=None, checkpoint=1)
+    train(model, cook, (dist.get_rank(), dist.get_world_size()) if by else None)
+    with torch.no_grad(): here = model(**b).logits
+    small = cook.export()
+    with torch.no_grad():
+        there, again = small(**b).logits, model(**b).logits                                       # the sharded one goes on
+        with cook.off(): off = model(**b).logits
+    said = []
+    for wrong in (lambda: Cook(model, recipe()), cook.detach, lambda: cook.report(small, [b])) if by else ():
+        try: wrong()
+        except Exception as e: said.append(str(e))
+    kinds = {type(m).__name__ for m in small.modules()}
+    return {"state": small.state_dict(), "here": here, "there": there, "again": again, "off": off, "said": said, "kinds": kinds,
+            "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in small.modules())}
+
+
+def all_sharded():
+    from bmlab.sharding import shard
+    late, whole = "", sharded("fully_shard", whole=True)
+    try: Cook(shard(llama(), dtype=None), recipe())
+    except RuntimeError as e: late = str(e)
+    return {"fully_shard": sharded("fully_shard"), "shard": sharded("shard"), "late": late, "whole": whole}
+
+
+@pytest.mark.long
+def test_two_ranks_are_one():
+    "Attached before sharding: the same training and the same export as on one; attached after: refused"
+    one, whole, two = sharded(None), sharded(None, whole=True), run_ranks(all_sharded)
+    for by, r in ((by, rank[by]) for rank in two for by in ("fully_shard", "shard")):
+        assert r["kinds"] == {type(m).__name__ for m in llama().modules()} and r["hooks"] == 0, by
+        assert torch.allclose(r["there"], r["here"], atol=1e-6)
+        assert torch.equal(r["here"], r["again"]) and not torch.equal(r["off"], r["here"])
+        assert list(r["state"]) == list(one["state"])
+        assert all(torch.allclose(a, b, atol=3e-6) for a, b in zip(r["state"].values(), one["state"].values())), by    # sums over two halves of a batch
+        assert "before shard" in r["said"][0] and "export() it" in r["said"][1] and "keep a copy" in r["said"][2], r["said"]
+    for by in ("fully_shard", "shard"): assert all(torch.equal(a, b) for a, b in zip(two[0][by]["state"].values(), two[1][by]["state"].values()))
+    assert all("attach Cook before shard" in r["late"] for r in two)
+    for r in (r["whole"] for r in two):                                                              # slices, masks, rounding, a teacher
+        assert torch.allclose(r["here"], whole["here"], atol=1e-5) and torch.allclose(r["there"], whole["there"], atol=1e-5)
+        for (n, a), b in zip(r["state"].items(), whole["state"].values(), strict=True):
+            assert a.shape == b.shape and ((a.float() - b.float()).abs() > 1e-5).float().mean() < 1e-3, n    # a code on an edge may fall on the other side
+
+
+def test_state_dict_is_taken_up():
+    one = llama(); cook = Cook(one, recipe()); train(one, cook)
+    two = llama(seed=7); again = Cook(two, recipe())
+    two.load_state_dict(one.state_dict())
+    for m, c in ((one, cook), (two, again)): train(m, c, steps=2)
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+    assert stored(one.model.layers[0].mlp.up_proj) is one.model.layers[0].mlp.up_proj.parametrizations.weight.original
+
+
+@pytest.mark.long
+def test_compiled_equals_eager():
+    model = llama(num_hidden_layers=1); cook = Cook(model, recipe("[r].*down_proj")); b = batch()
+    fast = torch.compile(model, backend="aot_eager")
+    with torch.no_grad(): assert torch.allclose(fast(**b).logits, model(**b).logits, atol=1e-5)
+    fast(**b).loss.backward()
+    g = [p.grad.clone() for p in cook.parameters()]
+    model.zero_grad(); model(**b).loss.backward()
+    assert len(g) == 1 and all(torch.allclose(a, p.grad, atol=1e-6) for a, p in zip(g, cook.parameters()))
+    with torch.no_grad():
+        cooked = model(**b).logits
+        with cook.off(): assert torch.allclose(fast(**b).logits, llama(num_hidden_layers=1)(**b).logits, atol=1e-5)
+        assert torch.allclose(fast(**b).logits, cooked, atol=1e-5)
+    cook.detach()
+    with torch.no_grad(): assert torch.allclose(fast(**b).logits, llama(num_hidden_layers=1)(**b).logits, atol=1e-5)
+
+
+RELOAD = """import sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+from bmlab.cook import load_cooked
+dir = Path(sys.argv[1])
+b = torch.load(dir / "b.pt")
+with torch.no_grad():
+    y = {n: load_cooked(dir / n)(**b).logits for n in ("packed", "uneven", "uniform")}
+    y["transformers"] = AutoModelForCausalLM.from_pretrained(dir / "uniform").eval()(**b).logits
+torch.save(y, dir / "y.pt")
+"""
+
+
+@pytest.mark.long
+def test_fresh_process(tmp_path):
+    models, b = {n: llama(tie_word_embeddings=True) for n in ("packed", "uneven", "uniform")}, batch()
+    pack_linears(models["packed"], activations=8)
+    mlp = models["uneven"].model.layers[1].mlp
+    for m, dim in ((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)):
+        m.weight = nn.Parameter(m.weight.detach().narrow(dim, 0, 40).contiguous())
+        m.out_features, m.in_features = m.weight.shape
+    models["uneven"].model.norm.variance_epsilon = 1e-4
+    pack_linears(models["uneven"], 4, modules=["layers[0].mlp.*_proj"], group_size=32)
+    for n, m in models.items(): save_cooked(m, tmp_path / n)
+    torch.save(b, tmp_path / "b.pt")
+    subprocess.run([sys.executable, "-c", RELOAD, tmp_path], check=True)
+    y = torch.load(tmp_path / "y.pt")
+    with torch.no_grad(): assert all(torch.equal(y[n], m(**b).logits) for n, m in models.items()) and torch.equal(y["transformers"], y["uniform"])
+    info = json.loads((tmp_path / "uneven" / "cooked.json").read_text())
+    assert info["shapes"]["model.layers.1.mlp.down_proj"] == {"weight": [32, 40]} and info["attributes"]["model.norm"] == {"variance_epsilon": 1e-4}
+
+
+def test_a_layer_less_and_a_hand_made_skeleton(tmp_path):
+    t5 = family("t5")
+    del t5.decoder.block[1]
+    with torch.no_grad():
+        again = load_cooked(save_cooked(t5, tmp_path / "t5"))
+        b = batch()
+        assert len(again.decoder.block) == 1 and torch.equal(again(**b).logits, t5(**b).logits)
+    gpt = family("gpt2"); pack_linears(gpt)                                                       # Conv1D: packed and not
+    assert torch.equal(load_cooked(save_cooked(gpt, tmp_path / "gpt"))(**b).logits, gpt(**b).logits)
+    made = lambda n: nn.Sequential(nn.Linear(8, n), nn.ReLU(), nn.Linear(n, 4))
+    set_seed(0); small, x = made(12), torch.randn(3, 8)
+    again = load_cooked(save_cooked(small, tmp_path / "own"), skeleton=made(16))
+    assert torch.equal(again(x), small(x)) and again[0].out_features == 12
+
+
+@pytest.mark.parametrize("cut", [0, 5, 300, -7])
+def test_truncated_files(cut, tmp_path):
+    save_cooked(llama(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(OSError, match="cut off"): load_cooked(tmp_path)
+    save_cooked(llama(), tmp_path)
+    text = (tmp_path / "cooked.json").read_text()
+    (tmp_path / "cooked.json").write_text(text[:len(text) * 2 // 3 if cut < 0 else min(cut, 100)])
+    with pytest.raises(OSError, match="cut off"): load_cooked(tmp_path)
+
+
+def whole_recipe(teacher, ffn=.5, experts=True):
+    "Methods as a user writes them"
+    for name in ("prune", "sparse24", "fakequant", "distill", "moefy"): pytest.importorskip(f"bmlab.{name}")
+    from bmlab.distill import Distill
+    from bmlab.fakequant import FakeQuant
+    from bmlab.moefy import MoEfy
+    from bmlab.prune import StructPrune
+    from bmlab.sparse24 import Sparse24
+    methods = [StructPrune(kv_groups=.5, ffn=ffn), Sparse24("*.mlp.*"), FakeQuant("w8a8", skip="lm_head"), MoEfy(experts=16, active=.25), Distill(teacher)]
+    return methods if experts else [m for m in methods if not isinstance(m, MoEfy)]
+
+
+@pytest.mark.long
+def test_every_order_of_four_methods():
+    "Slices, experts, masks and rounding in all 24 orders, distillation somewhere among them: one export, bit for bit"
+    first, teacher, calib = None, llama(seed=3, **BROAD), [batch(rows=8, seed=i, length=24) for i in range(2)]
+    for i, order in enumerate(itertools.permutations(range(4))):
+        model = llama(**BROAD)
+        methods = whole_recipe(teacher)
+        order = [*order[:i % 5], 4, *order[i % 5:]]
+        small = Cook(model, [methods[k] for k in order], calib).export().state_dict()
+        first = first or small
+        assert list(first) == list(small) and all(torch.equal(a, b) for a, b in zip(first.values(), small.values())), order
+
+
+@pytest.mark.long
+def test_the_lines_of_the_design(tmp_path):
+    model, teacher, batches = llama(**BROAD), llama(seed=3, **BROAD), [batch(rows=8, seed=i, length=24) for i in range(2)]
+    with torch.no_grad(): before = model(**batches[0]).logits
+    cook = Cook(model, whole_recipe(teacher, ffn=.6), calib=[{"input_ids": b["input_ids"]} for b in batches])       # no labels
+    opt = torch.optim.AdamW(model.parameters(), lr=0.)
+    for b in batches:
+        loss = model(**b).loss + cook.loss(); loss.backward(); opt.step(); cook.step(); opt.zero_grad()
+        assert loss.isfinite() and "logits" in cook.losses
+    small = cook.export(); r = cook.report(small, batches, speed=False); save_cooked(small, tmp_path)
+    assert r.ratio.parameters < 0.8 and r.ratio.file_bytes < 0.3 and not [m for m in small.modules() if m._forward_hooks or m._forward_pre_hooks]
+    with torch.no_grad():
+        assert torch.equal(load_cooked(tmp_path)(**batches[0]).logits, small(**batches[0]).logits)
+        cook.detach()
+        assert torch.equal(model(**batches[0]).logits, before)
+
+
+@pytest.mark.long
+def test_lattice_with_training():
+    seen = []
+    def fn(model, cook): seen.append(cook); train(model, cook, steps=1)
+    model = llama(); before = copy.deepcopy(model.state_dict())
+    frame = lattice(model, recipe()[:1] + recipe()[2:], None, [batch()], train=fn, speed=True)
+    assert len(frame) == 8 and len(seen) == 7 and list(frame.columns[:3]) == ["Rounds", "Gates", "Keeps"] and (frame.decode_tok_s > 0).all()
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
+
+
+@pytest.mark.slow
+def test_compiled_report():
+    model = llama()
+    r = report(model, pack_linears(copy.deepcopy(model)), [batch()], compiled=True)
+    assert {"prefill_tok_s_compiled", "decode_tok_s_compiled"} <= set(r.index) and (r.ratio[["prefill_tok_s_compiled"]] > 0).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(tmp_path):
+    "The same moments on a GPU, and the whole recipe in bfloat16, saved and loaded there"
+    model, b = llama().cuda(), {k: v.cuda() for k, v in batch().items()}
+    with torch.no_grad():
+        before = model(**b).logits
+        cook = Cook(model, recipe())
+        cooked, small = model(**b).logits, cook.export()
+        assert small.device.type == "cuda" and torch.allclose(small(**b).logits, cooked, atol=1e-4)
+        with cook.off(): assert torch.equal(model(**b).logits, before)
+        cook.detach()
+        assert torch.equal(model(**b).logits, before)
+    wide = dict(num_hidden_layers=2, hidden_size=128, intermediate_size=512, vocab_size=96)
+    model, teacher = llama(**wide).bfloat16().cuda(), llama(seed=3, **wide).bfloat16().cuda()
+    calib = [{k: v.cuda() for k, v in batch(rows=8, seed=i, length=24).items()} for i in range(2)]
+    cook = Cook(model, whole_recipe(teacher), calib)
+    (model(**b).loss + cook.loss()).backward(); cook.step()
+    small = cook.export()
+    with torch.no_grad(): assert torch.equal(load_cooked(save_cooked(small, tmp_path), device="cuda")(**b).logits, small(**b).logits)
+    assert report(model_of(cook), small, calib, speed=False).ratio.peak_bytes < 1
+
+
+def model_of(cook): return cook.detach()
+
+
+def test_roles_stay_when_a_weight_is_parametrized():
+    "A Conv1D has no in_features: its shape is read where the weight now lies"
+    from bmlab.core import roles
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=1, eos_token_id=2))
+    before = roles(model)
+    for m in (model.transformer.h[0].attn.c_attn, model.transformer.h[0].mlp.c_fc): parametrize_weight(m, "weight", nn.Identity(), 10)
+    assert roles(model) == before and "qkv" in before.values()

@@ -1,0 +1,147 @@
+"Cut models in fresh processes, many random cuts, and CPM-Ant's published sizes by shape."
+import copy, subprocess, sys
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+from bmlab.cooked import load_cooked, save_cooked
+from bmlab.core import count
+from bmlab.models import build
+from bmlab.slicing import mask_model, reloads, slice_model, structure, undroppable
+
+TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, vocab_size=99)
+FAMILIES = {
+    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=4, n_head=4, n_inner=48, vocab_size=99, bos_token_id=1, eos_token_id=2)),
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, num_key_value_heads=2, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)),
+    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY, num_key_value_heads=2, head_dim=16)),
+    "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=3, num_decoder_layers=2, num_heads=4, vocab_size=99, decoder_start_token_id=0)),
+    "flan-t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4, vocab_size=99, feed_forward_proj="gated-gelu", decoder_start_token_id=0)),
+    "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**TINY)),
+    "cpmant": lambda: tf.CpmAntForCausalLM(tf.CpmAntConfig(vocab_size=99, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=4, prompt_types=4, prompt_length=2,
+                                                           segment_types=4, init_std=0.1)),
+}
+
+
+def made(family, seed=0):
+    torch.manual_seed(seed)
+    model = FAMILIES[family]().eval()
+    for p in model.parameters(): p.data += 0.05 * torch.randn_like(p)
+    return model
+
+
+def inputs(family):
+    ids = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids} | ({"decoder_input_ids": ids[:, :4]} if "t5" in family else {})
+
+
+def anything(model, seed, uniform=False):
+    "A random cut of everything that this family allows"
+    found, g, keep = structure(model), torch.Generator().manual_seed(seed), {}
+    def some(n, least=1): return torch.randperm(n, generator=g)[:int(torch.randint(least, n + 1, (), generator=g))].sort().values.tolist()
+    shared = {}
+    one, width = some(2), some(48)
+    for a in found.attention().values():
+        per, groups = a.heads // a.groups, one if uniform and a.groups == 2 else some(a.groups)
+        inside = some(per) if not uniform else range(per)
+        if a.table or a.like: groups = shared.setdefault("heads" if uniform else a.table or a.like, groups)
+        elif uniform: groups = shared.setdefault("heads", groups)
+        keep[a.out] = [h * per + i for h in groups for i in inside]
+    for f in found.ffn().values(): keep[f.out] = width if uniform else some(f.width)
+    for s, layers in found.stacks.items(): keep[s] = some(len(layers))
+    if not uniform:
+        for layer in found.layers():
+            for u in (*layer.attention, *layer.ffn):
+                if not undroppable(u, layer) and torch.rand((), generator=g) < 0.2: keep[u.out] = []
+    try: slice_model(copy.deepcopy(model), {"hidden": range(16)})
+    except ValueError: return keep
+    return keep | {"hidden": some(32, 8)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_cut_says_what_its_mask_says(family, tmp_path):
+    checked = 0
+    for seed in range(6):
+        model = made(family, seed)
+        keep = anything(model, seed)
+        small, big = copy.deepcopy(model), mask_model(copy.deepcopy(model), keep)
+        try: slice_model(small, keep)
+        except ValueError as e:
+            assert "keep at least one" in str(e)
+            continue
+        with torch.no_grad(): a, b, whole = (m(**inputs(family)).logits for m in (small, big, model))
+        assert (a - b).abs().max() < 1e-5 * max(1, b.abs().max()) and (a - whole).abs().max() > 1e-3
+        again = load_cooked(save_cooked(small, tmp_path / f"{seed}"))
+        with torch.no_grad(): assert (again(**inputs(family)).logits - a).abs().max() < 1e-6 * max(1, a.abs().max())      # weights lie elsewhere in memory: sums in another order
+        checked += 1
+        if family == "bert" or seed > 1: continue
+        ids = inputs(family)["input_ids"]
+        how = dict(max_new_tokens=5, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids))
+        assert small.generate(ids, **how).equal(big.generate(ids, **how)) and again.generate(ids, **how).equal(small.generate(ids, **how))
+    assert checked >= 3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "t5", "flan-t5", "cpmant"])
+def test_uniform_cuts_reload_in_transformers(family, tmp_path):
+    model = made(family)
+    keep = anything(model, 3, uniform=True)
+    slice_model(model, keep)
+    assert reloads(model)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    with torch.no_grad(): torch.testing.assert_close(again(**inputs(family)).logits, model(**inputs(family)).logits, rtol=0, atol=1e-4)      # Qwen3 has one epsilon for the norms of heads and of channels
+
+
+@pytest.mark.long
+def test_both_ways_back_in_a_fresh_process(tmp_path):
+    llama, gpt2 = made("llama"), made("gpt2")
+    slice_model(llama, anything(llama, 3, uniform=True))
+    slice_model(gpt2, anything(gpt2, 1))
+    llama.save_pretrained(tmp_path / "llama"); save_cooked(gpt2, tmp_path / "gpt2")
+    with torch.no_grad(): torch.save([m(**inputs("llama")).logits for m in (llama, gpt2)], tmp_path / "logits")
+    code = """import sys, torch, transformers as tf
+from bmlab.cooked import load_cooked
+d = sys.argv[1]
+ids = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(0))
+with torch.no_grad(): got = [m(ids).logits for m in (tf.LlamaForCausalLM.from_pretrained(d + "/llama").eval(), load_cooked(d + "/gpt2"))]
+for a, b in zip(got, torch.load(d + "/logits")): torch.testing.assert_close(a, b, rtol=0, atol=1e-5)"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+
+
+def test_embeddings_stay_tied_and_the_original_is_untouched():
+    model = made("llama")
+    small = copy.deepcopy(model)
+    slice_model(small, anything(small, 4))
+    assert small.lm_head.weight is small.model.embed_tokens.weight and count(model).total == count(made("llama")).total
+    assert all(p.equal(q) for p, q in zip(model.parameters(), made("llama").parameters()))
+
+
+def test_cpm_ant_sizes_by_shape():
+    cpm = build("cpm-ant-10b", device="meta")
+    published = {(48, 48, 32, 10240): 9.261e9, (37, 32, 32, 10240): 6.510e9, (37, 32, 20, 3735): 3.021e9, (25, 21, 20, 3735): 2.012e9, (25, 21, 16, 700): 1.019e9, (25, 21, 4, 350): 0.300e9}
+    for (attentions, networks, heads, width), size in published.items():
+        model, found = copy.deepcopy(cpm), structure(cpm)
+        keep = {n: range(heads) if i < attentions else [] for i, n in enumerate(found.attention())}
+        slice_model(model, keep | {n: range(width) if i < networks else [] for i, n in enumerate(found.ffn())})
+        body = count(model).total - sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
+        assert abs(body / size - 1) < 0.01 and model.config.hidden_size == 4096
+
+
+@pytest.mark.cuda
+def test_cpm_ant_goes_down_its_stairs_on_a_gpu(tmp_path):
+    "The real shape with random weights: cut to the five published sizes, saved, read back, run"
+    from bmlab.prune import StructPrune, staircase
+    model = build("cpm-ant-10b", device="cuda", dtype=torch.bfloat16)
+    cuts = [dict(attention=37, ffn_layers=32), dict(heads=20, ffn=3735), dict(attention=25, ffn_layers=21), dict(heads=16, ffn=700), dict(heads=4, ffn=350)]
+    ids, sizes = torch.randint(10, 30000, (2, 16), device="cuda"), []
+    for cut in cuts:
+        model, = staircase([StructPrune(**cut, score="magnitude")], model)
+        sizes.append(count(model).total - sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)))
+        with torch.no_grad():
+            said = model(ids).logits
+            again = load_cooked(save_cooked(model, tmp_path / "cpm"), device="cuda")
+            torch.testing.assert_close(again(ids).logits, said, rtol=1e-2, atol=1e-2 * said.abs().max().item()); assert said.isfinite().all()
+        del again; torch.cuda.empty_cache()
+    for size, want in zip(sizes, (6.510e9, 3.021e9, 2.012e9, 1.019e9, 0.300e9)): assert abs(size / want - 1) < 0.01
+    print(f"\nCPM-Ant on the GPU: bodies of {', '.join(f'{s / 1e9:.3f}B' for s in sizes)}")
