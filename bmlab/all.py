@@ -13,13 +13,15 @@ from .bbt import Bbt, PromptScore
 from .beams import beam_search
 from .bitfit import BitFit, IA3, LayerNormTuning
 from .continual import Continual, transfer
-from .cook import bytes_on_disk, divergence, load_cooked, perplexity, report, save_cooked
+from .cook import Cook, Method, bytes_on_disk, divergence, lattice, load_cooked, pareto, perplexity, plot_experts, plot_gates, plot_mask, plot_weights, report, save_cooked
 from .checkpoint import export_hf, latest, load_weights, save
 from .core import Count, count, figure, format_bytes, format_count, parse_bytes, resolve, roles, run_ranks, set_seed, table
 from .cost import cost_table
 from .data import Batches, pack_tokens, sample_texts, split
 from .decode import Decoder
 from .delta import Delta, deltas
+from .distill import Distill
+from .fakequant import FakeQuant
 from .generate import decode_speed, stream
 from .hub import Card, Hub, publish
 from .infer import Engine, wrap
@@ -30,6 +32,8 @@ from .lora import Lora
 from .losses import chunked_cross_entropy, lm_loss
 from .machine import Machine, measure
 from .models import build, load, sample_dir, zoo
+from .moefy import MoEfy, MoEMLP
+from .neurons import NeuronSparse, relufy
 from .offload import AdamW
 from .optim import Cosine, Exponential, Linear, Noam, NoDecay, OptimManager
 from .parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, tensor_parallel
@@ -39,11 +43,14 @@ from .plan import TrainingPlan, plan_training
 from .plugin import PeftDelta
 from .prefix import Prefix
 from .processes import all_gather, all_reduce, broadcast, init_distributed, local_device, print_rank, rank, reduce_scatter, shutdown, sum_loss, synchronize, world_size
+from .prune import StructPrune, staircase
 from .quantize import quantize
 from .sampling import Sampler
 from .sharding import shard
+from .slicing import slice_model
 from .soft import PTuning, SoftPrompt
-from .speculate import DraftModel, PromptLookup
+from .sparse24 import Sparse24
+from .speculate import DraftModel, PromptLookup, Tree
 from .streaming import GpuLink, SimulatedLink, Streamer
 from .timeline import timeline
 from .trace import find_blocks
@@ -109,9 +116,10 @@ __all__ = """
     inspect_model inspect_tensor record_tensor timeline
     Delta deltas Lora Adapter ParallelAdapter LowRankAdapter Compacter BitFit IA3 LayerNormTuning SoftPrompt PTuning Prefix
     PeftDelta DeltaBank Bbt PromptScore Continual transfer Card Hub publish
+    Cook Method StructPrune staircase slice_model Sparse24 FakeQuant Distill MoEfy MoEMLP NeuronSparse relufy lattice pareto plot_weights plot_mask plot_gates plot_experts
     quantize pack_linears Int8Linear Int4Linear Int8Embedding arrange_int4
     report perplexity divergence bytes_on_disk save_cooked load_cooked
     stream decode_speed wrap plan_inference InferencePlan Engine chat fill_blank story serve
-    Decoder Sampler decode_tokens stream_text beam_search PromptLookup DraftModel Batcher Streamer SimulatedLink GpuLink
+    Decoder Sampler decode_tokens stream_text beam_search PromptLookup DraftModel Tree Batcher Streamer SimulatedLink GpuLink
     table figure format_bytes format_count parse_bytes
 """.split()

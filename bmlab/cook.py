@@ -243,7 +243,9 @@ class _Attached:
                 m._bmlab_on = weakref.ref(self.model)
                 self._refuse_twice(m, slots, before)
         except BaseException:
-            for m in self.methods: m.__dict__.pop("_bmlab_on", None)
+            for m in reversed(self.methods):
+                if m.__dict__.pop("_bmlab_on", None) is not None:
+                    with contextlib.suppress(Exception): m.detach()           # numbers that it moved are back where they were; the rest is restored below
             restore()
             raise
         self._own_hooks, self._restore = _hooks(self.model) - hooks, restore

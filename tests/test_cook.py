@@ -400,3 +400,18 @@ def test_roles_stay_when_a_weight_is_parametrized():
     before = roles(model)
     for m in (model.transformer.h[0].attn.c_attn, model.transformer.h[0].mlp.c_fc): parametrize_weight(m, "weight", nn.Identity(), 10)
     assert roles(model) == before and "qkv" in before.values()
+
+
+def test_a_failing_attach_leaves_moved_numbers_in_place():
+    "A method that puts other numbers into the parameters is taken off again when a later one fails"
+    class Moves(Method):
+        slot = 20
+        def attach(self, model): self.w, self.was = model.weight, model.weight.detach().clone(); self.w.data.neg_()
+        def detach(self): self.w.data.copy_(self.was)
+    class Fails(Method):
+        slot = 30
+        def attach(self, model): raise ValueError("no room here")
+    model = nn.Linear(4, 4)
+    before = {k: t.clone() for k, t in model.state_dict().items()}
+    with pytest.raises(ValueError, match="no room"): Cook(model, [Fails(), Moves()])
+    assert all(torch.equal(before[k], t) for k, t in model.state_dict().items())

@@ -44,6 +44,18 @@ def test_readme_inference_lines_run(capsys):
 
 
 @pytest.mark.long
+def test_readme_cooking_lines_run(tmp_path, monkeypatch):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = next(b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "Cook(" in b)
+    assert "range(100)" in code and "steps=50" in code
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    exec("import copy, torch\nfrom bmlab.all import *", names)
+    exec(compile(code.replace("range(100)", "range(2)").replace("steps=50", "steps=1").replace("pack_tokens(held, tok", "pack_tokens(held[:20], tok"), "README.md", "exec"), names)
+    assert names["small"].model.layers[0].mlp.up_proj.out_features == 1152 and names["count"](names["small"]).bytes < 0.5 * names["count"](names["teacher"]).bytes
+
+
+@pytest.mark.long
 def test_readme_picture_is_what_the_lines_print():
     from bmlab.all import Lora, load, tree
     model, _ = load("smollm2-135m", device="cpu")

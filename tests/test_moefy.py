@@ -1,0 +1,315 @@
+"Feed-forward layers in experts and in single neurons: with every other method, in every order; trained; sharded; and what it is good for."
+import copy, itertools, subprocess, sys, time
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+
+from bmlab.cook import Cook, save_cooked
+from bmlab.core import run_ranks, set_seed
+from bmlab.moefy import MoEfy, MoEMLP, balanced_clusters, executed, feed_forwards, ffn_samples
+from bmlab.neurons import NeuronSparse
+
+
+def tiny(act="silu", D=32, F=96, seed=0, **kw):
+    set_seed(seed)
+    return tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=D, intermediate_size=F, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99, hidden_act=act, **kw)).eval()
+
+
+def batches(n=4, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [{"input_ids": torch.randint(0, 99, (4, 16), generator=g)} for _ in range(n)]
+
+
+def snapshot(m): return {k: v.clone() for k, v in m.state_dict().items()}
+
+
+def equal(a, b): return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@torch.no_grad()
+def logits(model, ids): return model(ids).logits
+
+
+IDS = batches()[0]["input_ids"]
+
+
+def test_clusters_are_no_worse_than_random_balanced_ones():
+    g = torch.Generator().manual_seed(0)
+    points = torch.randn(128, 16, generator=g) + 2 * torch.randn(8, 16, generator=g).repeat_interleave(16, 0)
+    spread = lambda labels: sum((points[labels == e] - points[labels == e].mean(0)).square().sum() for e in range(8)).item()
+    labels = balanced_clusters(points, 8)
+    assert torch.bincount(labels).tolist() == [16] * 8
+    assert spread(labels) <= min(spread(torch.randperm(128, generator=g) % 8) for _ in range(8)) * .6
+
+
+def others():
+    "Methods that may come beside, as far as they are there"
+    from bmlab.fakequant import FakeQuant
+    from bmlab.prune import StructPrune
+    from bmlab.sparse24 import Sparse24
+    return {"prune": lambda: StructPrune(ffn=.5, score="magnitude"), "sparse": lambda: Sparse24("*.mlp.*"), "quant": lambda: FakeQuant("w8a16", skip="lm_head"), "w4": lambda: FakeQuant("w4a16", skip="lm_head")}
+
+
+@pytest.mark.parametrize("names", [("sparse",), ("quant",), ("w4",), ("prune",), ("sparse", "quant"), ("prune", "sparse", "quant")], ids="+".join)
+def test_beside_other_methods_in_every_order(names):
+    "The order of the list changes no bit, and what is exported computes as what was cooked"
+    made, exported = others(), []
+    orders = list(itertools.permutations(("moe", *names)))
+    for order in orders if len(orders) < 7 else orders[::7]:
+        model = tiny(D=64, F=128)
+        before = snapshot(model)
+        cook = Cook(model, [MoEfy(8, .5, cluster="coactivation", router="mlp") if k == "moe" else made[k]() for k in order], calib=batches())
+        small = cook.export()
+        exported.append(snapshot(small))
+        with executed(small): y = logits(small, IDS)
+        if "prune" not in names: torch.testing.assert_close(y, logits(model, IDS), rtol=1e-4, atol=1e-4)
+        assert sum(isinstance(m, MoEMLP) for m in small.modules()) == 2
+        cook.detach()
+        assert equal(snapshot(model), before)
+    assert all(equal(exported[0], e) for e in exported[1:])
+
+
+def test_with_int8_experts_executes_the_share():
+    from bmlab.fakequant import FakeQuant
+    model = tiny(D=64, F=128)
+    cook = Cook(model, [FakeQuant("w8a16", "*.mlp.*"), MoEfy(8, .25)], calib=batches())
+    small = cook.export()
+    with executed(small) as work: logits(small, IDS)
+    assert abs(work.share / .25 - 1) < .05
+
+
+@pytest.mark.parametrize("score", ["gates", "magnitude"])
+def test_pruned_neurons_leave_their_experts(score):
+    "Which neurons matter is measured before the experts are made; those that stay keep their experts"
+    from bmlab.prune import StructPrune
+    model = tiny(F=96)
+    with torch.no_grad():
+        for m in model.model.layers: m.mlp.down_proj.weight[:, ::2] = 0                 # every second neuron is dead
+    dense = logits(model, IDS)
+    small = Cook(model, [MoEfy(8, 1.), StructPrune(ffn=.5, score=score, **({"start": "magnitude"} if score == "gates" else {}))], calib=batches()).export()
+    torch.testing.assert_close(logits(small, IDS), dense, rtol=1e-4, atol=1e-5)
+    moe = [m for m in small.modules() if isinstance(m, MoEMLP)]
+    assert [m.bounds[-1] for m in moe] == [48, 48] == [m.up_proj.out_features for m in moe] and len({tuple(m.bounds) for m in moe} - {tuple(range(0, 49, 6))}) > 0
+
+
+def test_an_optimizer_made_before_goes_on():
+    model = tiny()
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    cook = Cook(model, [MoEfy(8, .5)], calib=batches())
+    before = snapshot(model)
+    (model(IDS, labels=IDS).loss + cook.loss()).backward(); opt.step()
+    assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before["model.layers.0.mlp.up_proj.weight"])
+    assert [p for g in opt.param_groups for p in g["params"] if p is model.model.layers[0].mlp.up_proj.weight]
+
+
+def test_a_refused_recipe_leaves_no_trace():
+    from bmlab.fakequant import FakeQuant
+    model = tiny()
+    before = snapshot(model)
+    with pytest.raises(Exception): Cook(model, [MoEfy(8, .5), FakeQuant("w8a16", "nowhere")], calib=batches())
+    assert equal(snapshot(model), before) and not any("_bmlab_neurons" in m.__dict__ for m in model.modules())
+
+
+def test_a_delta_on_the_neurons_is_refused_and_one_after_holds_detach():
+    from bmlab.lora import Lora
+    model = tiny()
+    d = Lora(model, r=2, modules=["up_proj"])
+    with pytest.raises(ValueError, match="carries a delta"): Cook(model, [MoEfy(8, .5)])
+    d.detach()
+    cook = Cook(model, [MoEfy(8, .5)])
+    d = Lora(model, r=2, modules=["up_proj"], name="after")
+    with pytest.raises(RuntimeError, match="carries a delta"): cook.detach()
+    d.detach(); cook.detach()
+
+
+def test_state_resumes():
+    "Weights, order and router go through a state dict into a model that was cooked anew"
+    model = tiny().train()
+    cook = Cook(model, [MoEfy(8, .25, router="mlp")], calib=batches())
+    opt = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for b in batches(): (model(**b, labels=b["input_ids"]).loss + cook.loss()).backward(); opt.step(); cook.step(); opt.zero_grad()
+    other = tiny()
+    again = Cook(other, [MoEfy(8, .25, router="mlp")], calib=batches())
+    other.load_state_dict(model.state_dict())
+    model.eval()
+    assert torch.equal(logits(other, IDS), logits(model, IDS))
+    torch.testing.assert_close(logits(again.export(), IDS), logits(model, IDS), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.long
+def test_reload_in_a_fresh_process(tmp_path):
+    made, ids = {"moe": MoEfy(8, .5, router="analytical"), "cascade": NeuronSparse(.5), "lowrank": NeuronSparse(.4, "lowrank")}, IDS
+    small = {k: Cook(tiny(), [m], calib=batches()).export() for k, m in made.items()}
+    for k, m in small.items(): save_cooked(m, tmp_path / k)
+    torch.save(ids, tmp_path / "ids.pt")
+    code = f"""import torch
+from bmlab.cook import load_cooked
+ids = torch.load({str(tmp_path / "ids.pt")!r})
+with torch.no_grad(): torch.save({{k: [load_cooked(f"{tmp_path}/{{k}}")(i).logits for i in (ids, ids[:1, :1])] for k in {list(made)}}}, {str(tmp_path / "y.pt")!r})"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    again = torch.load(tmp_path / "y.pt")
+    for k, m in small.items():
+        for a, i in zip(again[k], (ids, ids[:1, :1])): torch.testing.assert_close(a, logits(m, i), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.long
+def test_compiled_both_ways():
+    model = tiny()
+    cook = Cook(model, [MoEfy(8, .5)], calib=batches())
+    want = logits(model, IDS)
+    torch.testing.assert_close(logits(torch.compile(model, backend="aot_eager"), IDS), want, rtol=1e-4, atol=1e-4)
+    small = cook.export()
+    whole = torch.compile(small, backend="aot_eager", fullgraph=True)                   # no size of the router's
+    for ids in (IDS, IDS[:1, :1]): torch.testing.assert_close(logits(whole, ids), logits(small, ids), rtol=1e-4, atol=1e-4)
+    half = copy.deepcopy(small).bfloat16()
+    torch.testing.assert_close(logits(torch.compile(half, backend="aot_eager", fullgraph=True), IDS), logits(half, IDS), rtol=5e-2, atol=5e-2)      # grouped products
+
+
+def two_ranks():
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from test_moefy import IDS, batches, tiny
+    torch.manual_seed(0)
+    out = []
+    for sharded in (False, True):
+        model = tiny().train()
+        cook = Cook(model, [MoEfy(8, .5, router="mlp")], calib=batches())
+        if sharded:
+            for b in model.model.layers: fully_shard(b)
+            fully_shard(model)
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for b in batches(2): (model(**b, labels=b["input_ids"]).loss + cook.loss()).backward(); opt.step(); cook.step(); opt.zero_grad()
+        out.append([getattr(p.detach(), "full_tensor", lambda p=p: p.detach())() for p in model.parameters()])
+    dist.barrier()
+    return max((a - b).abs().max().item() for a, b in zip(*out))
+
+
+@pytest.mark.long
+def test_trains_sharded(monkeypatch):
+    from pathlib import Path
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    assert max(run_ranks(two_ranks, timeout_s=180)) < 1e-6                              # both ranks have the same batches
+
+
+def facts(n=24, words=64, seed=0):
+    "A table (n, n) of words: what follows the words a and b"
+    return torch.randint(0, words, (n, n), generator=torch.Generator().manual_seed(seed))
+
+
+def told(table, rows, count, seed):
+    "Texts a b table[a, b] a′ b′ …, and labels at the third words only"
+    g = torch.Generator().manual_seed(seed)
+    ab = torch.randint(0, len(table), (rows, count, 2), generator=g)
+    ids = torch.cat([ab, table[ab[..., 0], ab[..., 1]][..., None]], -1).flatten(1)
+    labels = torch.full_like(ids, -100).index_copy_(1, torch.arange(2, 3 * count, 3), ids[:, 2::3])
+    return {"input_ids": ids, "labels": labels}
+
+
+@torch.no_grad()
+def recalled(model, batch):
+    right = model(batch["input_ids"]).logits[:, :-1].argmax(-1) == batch["labels"][:, 1:]
+    return right[batch["labels"][:, 1:] != -100].float().mean().item()
+
+
+@pytest.mark.slow
+def test_a_relu_model_at_a_fifth_of_its_neurons():
+    "Trained here to know a table of facts: with 20 % of the feed-forward network it keeps 95 % of its score; how much faster that network decodes is printed"
+    set_seed(0)
+    table = facts()
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=192, intermediate_size=5120, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, vocab_size=64, hidden_act="relu"))
+    def train(steps, lr, cook=None, seed=0):
+        opt = torch.optim.AdamW(model.train().parameters(), lr=lr, weight_decay=.01)
+        for s in range(steps):
+            opt.param_groups[0]["lr"] = lr * min(1., (s + 1) / 20) * (1 - s / steps)
+            loss = model(**told(table, 24, 8, seed + s)).loss
+            (loss + (cook.loss() if cook else 0)).backward(); opt.step(); opt.zero_grad()
+            if cook: cook.step()
+        model.eval()
+    test = told(table, 64, 8, 10**6)
+    train(250, 3e-3)
+    before = recalled(model, test)
+    dense = copy.deepcopy(model.model.layers[0].mlp)
+    calib = [{"input_ids": told(table, 16, 8, 2 * 10**6 + i)["input_ids"]} for i in range(5)]
+    zeros = [(h == 0).float().mean().item() for _, _, h in ffn_samples(model, feed_forwards(model), calib)]
+    cook = Cook(model, [MoEfy(experts=20, active=.2, router="mlp", cluster="coactivation")], calib=calib)
+    at_once = recalled(model, test)
+    train(40, 5e-4, cook, seed=5000)
+    small = cook.export()
+    after = recalled(small, test)
+    moe, x, times = small.model.layers[0].mlp, torch.randn(1, 1, 192), [[], []]
+    with torch.no_grad(), executed(small) as work:
+        for i in range(220):
+            for t, layer in zip(times, (dense, moe)):
+                start = time.perf_counter(); layer(x); t.append(time.perf_counter() - start)
+    ratio = sorted(times[0])[110] / sorted(times[1])[110]
+    print(f"\nrecalled {before:.1%}; a fifth of the neurons at once {at_once:.1%}, after 40 steps {after:.1%}; {zeros[0]:.0%} zeros; {work}; decode of the layer {ratio:.2f} x")
+    assert before > .5 and after >= .95 * before and abs(work.share / .2 - 1) < .05
+
+
+@pytest.mark.slow
+def test_half_the_neurons_of_a_real_model():
+    "SmolLM2 on held-out text: perplexity within 5 % at half of its neurons, by the exported predictor"
+    from bmlab.cook import perplexity
+    from bmlab.models import load
+    from test_quality import calibration, held_out
+    model, tok = load("smollm2-135m", device="cpu")
+    text = held_out(tok, 4096)
+    before = perplexity(model, text)
+    cook = Cook(model, [NeuronSparse(.5)], calib=calibration(tok))
+    after = perplexity(model, text)
+    small = cook.export()
+    with executed(small) as work: logits(small, text[0]["input_ids"][:1, :1])
+    print(f"\nperplexity {before:.3f}, half of the neurons {after:.3f} ({after / before - 1:+.2%}); a decoded token executes {work}")
+    assert after < 1.05 * before and work.share < .76
+
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("tokens", [1, 3, 64, 512])
+def test_on_a_gpu_as_by_hand(tokens):
+    from bmlab.moefy import FFN, Router, chosen
+    config = tf.LlamaConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=1, num_attention_heads=4)
+    set_seed(0)
+    mlp = tf.models.llama.modeling_llama.LlamaMLP(config).to("cuda", torch.bfloat16).eval()
+    moe = MoEMLP(mlp, FFN("up_proj", "down_proj", "gate_proj", "act_fn"), Router("centroid", {"centres": torch.randn(15, 512)}).to("cuda", torch.bfloat16), [0, 128, *range(256, 2049, 128)], 3).eval()
+    x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        on = chosen(moe.router(x, mlp.act_fn), 3)
+        mask = torch.cat([torch.ones(tokens, 128, device="cuda"), on.float().repeat_interleave(128, 1)], 1)
+        want = (F.silu(x.float() @ mlp.gate_proj.weight.float().t()) * (x.float() @ mlp.up_proj.weight.float().t()) * mask) @ mlp.down_proj.weight.float().t()
+        torch.testing.assert_close(moe(x).float(), want, rtol=3e-2, atol=3e-2 * want.abs().max().item())
+        graph, static = torch.cuda.CUDAGraph(), x.clone()
+        for _ in range(3): moe(static)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph): y = moe(static)
+        graph.replay(); torch.testing.assert_close(y, moe(x))
+
+
+@cuda
+@pytest.mark.cuda
+def test_neurons_on_a_gpu():
+    model = tiny(D=256, F=1024).cuda()
+    for m in (NeuronSparse(.5), NeuronSparse(.5, "lowrank")):
+        cook = Cook(model, [m], calib=[{k: v.cuda() for k, v in b.items()} for b in batches()])
+        small, one = cook.export(), IDS[:1, :1].cuda()
+        torch.testing.assert_close(logits(small, one), logits(model, one), rtol=1e-3, atol=1e-3)
+        cook.detach()
+
+
+@pytest.mark.parametrize("cut", [dict(layers=.5), dict(ffn_layers=.5), dict(layers=.5, ffn=.5)])
+def test_layers_that_were_dropped(cut):
+    "Structural pruning goes first at export: what is left is found under its new name"
+    from bmlab.prune import StructPrune
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=60, bos_token_id=1, eos_token_id=2, pad_token_id=0)).eval()
+    batches = [{"input_ids": torch.randint(3, 60, (2, 16))} for _ in range(2)]
+    cook = Cook(model, [StructPrune(score="magnitude", **cut), MoEfy(experts=4, active=1.)], calib=batches)
+    small = cook.export(); cook.detach()
+    alone = Cook(model, [StructPrune(score="magnitude", **cut)], calib=batches).export()
+    assert sum(isinstance(m, MoEMLP) for m in small.modules()) == 2
+    with torch.no_grad(): torch.testing.assert_close(small(**batches[0]).logits, alone(**batches[0]).logits, atol=1e-5, rtol=1e-5)      # all experts on: the pruned model

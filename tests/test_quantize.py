@@ -1,0 +1,344 @@
+"Rounding: other libraries' codes, dense solves, and what a recipe keeps whatever is done to the model."
+import copy, itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from torch import nn
+
+from bmlab.cook import Cook, Method, chain, parametrize_weight, perplexity, unparametrize
+from bmlab.core import run_ranks
+from bmlab.data import Batches, pack_tokens, sample_texts, split
+from bmlab.fakequant import FakeQuant
+from bmlab.models import load
+from bmlab.quantize import Grid, Int8GroupLinear, calibrate, gptq, quantize, to_nearest
+
+TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99)
+IDS = torch.randint(0, 99, (4, 16), generator=torch.Generator().manual_seed(1))
+CALIB = [{"input_ids": IDS, "labels": IDS}, {"input_ids": IDS.flip(1), "labels": IDS.flip(1)}]
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**TINY | options)).eval()
+
+
+def logits(model):
+    with torch.no_grad(): return model.eval()(IDS).logits
+
+
+def relative(got, want): return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+# ── oracles ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+def affine(w, scale): return torch.clamp(torch.round(w * (1.0 / scale)), -128, 127)      # torchao 0.18's quantize_affine for a zero point of 0
+
+
+@pytest.mark.parametrize("group", [None, 64])
+def test_int8_codes_are_those_of_torchaos_formula(group):
+    torch.manual_seed(0)
+    w = torch.randn(64, 256); w[:, ::50] *= 4
+    codes, scale = to_nearest(w, Grid(group_size=group))
+    blocks, s = w.view(64, -1, group or 256), scale.float().view(64, -1)
+    theirs = blocks.abs().amax(-1) / 127.5                                               # it spreads 255 steps over the range, we 254: −128 is not used here
+    torch.testing.assert_close(theirs * 127.5 / 127, s, rtol=1e-3 if group else 0, atol=0)       # (a group's scale is float16)
+    assert (affine(blocks, s[..., None]) - codes.view(blocks.shape)).abs().max() <= 1 and (affine(blocks, s[..., None]) != codes.view(blocks.shape)).sum() <= 2
+
+
+def test_int8_codes_and_scales_equal_torchaos():
+    torchao = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    w = torch.randn(64, 256); w[:, ::50] *= 4
+    for granularity, grid in ((torchao.PerRow(), Grid()), (torchao.PerGroup(64), Grid(group_size=64))):
+        codes, scale = to_nearest(w, grid)
+        ours = scale.float().view(64, -1)
+        theirs = torchao.Int8Tensor.from_hp(w, granularity)
+        torch.testing.assert_close(theirs.scale.view(64, -1) * 127.5 / 127, ours, rtol=0 if grid.group_size is None else 1e-3, atol=0)
+        same = torchao.Int8Tensor.from_hp(w, granularity, scale=ours, zero_point=torch.zeros_like(ours, dtype=torch.int8))
+        assert torch.equal(same.qdata, codes) and (theirs.qdata - codes).abs().max() <= 1
+
+
+def test_rows_follow_the_formula_of_bmquant():
+    w = torch.randn(40, 100, generator=torch.Generator().manual_seed(0))
+    codes, scale = to_nearest(w, Grid())
+    assert torch.equal(scale, w.abs().amax(1) / 127) and torch.equal(codes.float(), torch.round(w / (w.abs().amax(1, keepdim=True) / 127)))
+
+
+@pytest.mark.parametrize("grid", [Grid(), Grid(group_size=32), Grid(bits=4, group_size=32), Grid(bits=4, group_size=32, symmetric=True)], ids=str)
+def test_gptq_against_a_dense_float64_solve(grid):
+    "Each column's error goes to the columns that are left as the least-squares solution says, computed anew for each column"
+    g = torch.Generator().manual_seed(0)
+    w, x = torch.randn(24, 64, generator=g), torch.randn(500, 64, generator=g) @ torch.randn(64, 64, generator=g)
+    gram, damping = x.T @ x, 0.02
+    codes, scale, zero = gptq(w, gram, grid, damping)
+    s, z = grid._wide(scale, w).expand(w.shape).double(), 0 if zero is None else grid._wide(zero, w).double()
+    H = gram.double() + torch.eye(64).double() * damping * gram.double().diagonal().mean()
+    left, now, want = gram.diagonal().argsort(descending=True).tolist(), w.double().clone(), torch.zeros(24, 64).double()
+    zc = z if torch.is_tensor(z) else torch.zeros_like(s)
+    while left:
+        k, left = left[0], left[1:]
+        want[:, k] = ((now[:, k] - zc[:, k]) / s[:, k]).round().clamp(*((-127, 127) if grid.bits == 8 else (-8, 7)))
+        if left: now[:, left] += torch.linalg.solve(H[left][:, left], torch.outer(H[left, k], now[:, k] - want[:, k] * s[:, k] - zc[:, k])).T
+    assert (want == codes).double().mean() > 0.99
+    error = lambda q: ((grid.values(q.float(), scale, zero) - w) @ x.T).norm()
+    assert error(codes) < 1.02 * error(want) and error(codes) < 0.8 * error(grid.round(w, scale, zero))
+
+
+@pytest.mark.parametrize("K,bits,group", [(64, 8, 32), (128, 8, 128), (64, 4, 32), (256, 4, 64)])
+def test_small_codes_are_the_best_there_are(K, bits, group):
+    "Of all levels of its own grid, each weight takes the nearest"
+    grid, w = Grid(bits=bits, group_size=group), torch.randn(4, K, generator=torch.Generator().manual_seed(0))
+    scale, zero = grid.fit(w)
+    levels = torch.arange(-127, 128) if bits == 8 else torch.arange(-8, 8)
+    s, z = grid._wide(scale, w), 0 if zero is None else grid._wide(zero, w)
+    best = (levels * s[..., None] + (z[..., None] if zero is not None else 0) - w[..., None]).abs().amin(-1)
+    torch.testing.assert_close((grid.rounded(w) - w).abs(), best, rtol=0, atol=1e-6)
+
+
+# ── recipes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+class Cut(Method):
+    "Structure: some neurons go, as the slicer would do it"
+    slot = 10
+    def __init__(self, keep): self.keep = keep
+    def attach(self, model): pass
+    def detach(self): pass
+    def export(self, small):
+        keep = torch.tensor(self.keep)
+        for layer in small.model.layers:
+            for m, dim in ((layer.mlp.gate_proj, 0), (layer.mlp.up_proj, 0), (layer.mlp.down_proj, 1)):
+                for p in chain(m): p.cut(dim, keep)
+                with torch.no_grad(): m.parametrizations.weight.original.data = m.parametrizations.weight.original.data.index_select(dim, keep)
+                m.in_features, m.out_features = m.parametrizations.weight.original.shape[::-1]
+        small.config.intermediate_size = len(keep)
+
+
+class Mask(nn.Module):
+    def __init__(self, mask): super().__init__(); self.register_buffer("mask", mask)
+    def forward(self, w): return w * self.mask
+    def cut(self, dim, index): self.mask = self.mask.index_select(dim, index)
+
+
+class Zeros(Method):
+    "A mask in the forward, baked at export"
+    slot = 30
+    def attach(self, model):
+        for n, m in model.named_modules():
+            if n.endswith("up_proj"): parametrize_weight(m, "weight", Mask((torch.arange(m.weight.numel()).view(m.weight.shape) % 4 < 2).float()), 20)
+    def detach(self): pass
+    @torch.no_grad()
+    def export(self, small):
+        for m in list(small.modules()):
+            for p in chain(m, kind=Mask): w = m.parametrizations.weight.original; w.data = p(w); unparametrize(m, "weight", p)
+
+
+@pytest.mark.parametrize("scheme,options", [("w8a16", {}), ("w8a8", dict(smooth=0.5)), ("w4a16-g32", dict(rounding="gptq")), ("w4a16-g32", dict(rounding="awq"))])
+def test_order_of_the_recipe_does_not_matter_and_slices_are_fitted_anew(scheme, options):
+    exports, rounding = [], options.get("rounding", "nearest")
+    for order in list(itertools.permutations(range(3)))[::1 if rounding == "nearest" and not options else 5]:     # all, or the first and the last
+        methods = [FakeQuant(scheme, skip="lm_head", **options), Cut(list(range(0, 64, 2))), Zeros()]
+        exports.append(Cook(llama(), [methods[i] for i in order], calib=CALIB).export())
+    first = exports[0].state_dict()
+    assert first["model.layers.0.mlp.down_proj.codes"].shape[1] in (32, 16)
+    for e in exports[1:]: assert all(torch.equal(a, b) for a, b in zip(first.values(), e.state_dict().values())) and list(first) == list(e.state_dict())
+    up = exports[0].model.layers[0].mlp.up_proj
+    assert (up.dequantize()[:, 2::4] == 0).all() and (up.dequantize()[:, ::4] != 0).any()                 # the mask's zeros, whatever the scheme
+    if "w4" in scheme: assert (up.zero == 0).all() and not (exports[0].model.layers[0].mlp.gate_proj.zero == 0).all()
+
+
+def test_zeros_stay_while_training_goes_on():
+    model = llama()
+    cook = Cook(model, [Zeros(), FakeQuant("w4a16-g32", rounding="gptq")], calib=CALIB)
+    opt = torch.optim.AdamW(model.train().parameters(), 1e-2, weight_decay=0.5)
+    for b in CALIB * 3: model(**b).loss.backward(); opt.step(); cook.step(); opt.zero_grad()
+    mask = chain(model.model.layers[0].mlp.up_proj)[0].mask
+    small = cook.export()
+    assert (small.model.layers[0].mlp.up_proj.dequantize()[mask == 0] == 0).all() and relative(logits(small), logits(model)) < 1e-5
+
+
+def test_a_resumed_recipe_goes_on_where_it_was():
+    def recipe(): return Cook(m := llama(), [FakeQuant("w4a16-g32", rounding="gptq", smooth=0.3)], calib=CALIB), m
+    cook, model = recipe()
+    opt = torch.optim.AdamW(model.parameters(), 1e-2)
+    for b in CALIB: model(**b).loss.backward(); opt.step(); opt.zero_grad()
+    other, twin = recipe()
+    twin.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert torch.equal(logits(twin), logits(model)) and all(torch.equal(a, b) for a, b in zip(other.export().state_dict().values(), cook.export().state_dict().values()))
+
+
+def test_a_failing_attach_leaves_no_trace():
+    model, before = llama(), llama().state_dict()
+    bad = [{"input_ids": IDS}, {"input_ids": IDS + 1000}]                                               # tokens that do not exist
+    with pytest.raises(Exception): Cook(model, [FakeQuant("w8a16", rounding="gptq")], calib=bad)
+    assert list(model.state_dict()) == list(before) and not any(m._forward_pre_hooks or m._forward_hooks or hasattr(m, "parametrizations") for m in model.modules())
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values()))
+    Cook(model, [FakeQuant("w8a16", rounding="gptq")], calib=CALIB).detach()
+
+
+def test_a_delta_lives_on_a_fake_quantized_layer():
+    from bmlab.lora import Lora
+    for first in ("cook", "delta"):
+        model = llama()
+        if first == "cook": cook, d = Cook(model, [FakeQuant("w8a8", modules=["q_proj", "v_proj"])]), Lora(model, r=4)
+        else: d, cook = Lora(model, r=4), Cook(model, [FakeQuant("w8a8", modules=["q_proj", "v_proj"])])
+        quantized = logits(model)
+        d.detach(); assert torch.equal(logits(model), quantized)                                          # B is zero
+        cook.detach(); assert torch.equal(logits(model), logits(llama())) and type(model.model.layers[0].self_attn.q_proj) is nn.Linear
+
+
+def test_cached_generation_is_that_of_the_cooked_model():
+    model = llama()
+    cook = Cook(model, [FakeQuant("w8a16", rounding="gptq")], calib=CALIB)
+    take = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert torch.equal(cook.export().generate(IDS[:2], **take), model.generate(IDS[:2], **take))
+
+
+@pytest.mark.long
+def test_compiled_in_one_piece():
+    model = llama(num_hidden_layers=1)
+    Cook(model, [FakeQuant("w8a8", modules="*.mlp.*", smooth=0.5), FakeQuant("w4a16-g32", modules="*.self_attn.*", rounding="gptq")], calib=CALIB)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad(): assert relative(compiled(IDS).logits, logits(model)) < 1e-5
+    torch._dynamo.reset()
+
+
+def test_calibration_needs_one_block_at_a_time():
+    "Grams of more than one block are never there together"
+    import weakref
+    model, alive, most = llama(num_hidden_layers=4), [], 0
+    layers = {n: m for n, m in model.named_modules() if n.endswith("_proj")}
+    for stage in calibrate(model, layers, CALIB):
+        most = max(most, sum(r() is not None for r in alive))
+        alive += [weakref.ref(i.gram) for i in {id(i): i for i in stage.values()}.values()]
+        stage = None
+    assert len(alive) == 16 and most <= 4
+
+
+# ── two processes ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+def trained(sharded, scheme, options):
+    from bmlab.cook import Cook
+    from bmlab.fakequant import FakeQuant
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**TINY))
+    cook = Cook(model, [FakeQuant(scheme, **options)], calib=CALIB)
+    if sharded:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.model.layers: fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    opt = torch.optim.Adam(model.train().parameters(), 1e-2)
+    losses = []
+    for i in range(3):
+        loss = model(**CALIB[i % 2]).loss + cook.loss()
+        loss.backward(); opt.step(); cook.step(); opt.zero_grad(); losses.append(loss.item())
+    return losses, {n: t.clone() for n, t in cook.export().state_dict().items()}
+
+
+SCHEMES = ("w4a16-g32", dict(rounding="gptq")), ("w8a8", dict(smooth=0.5))
+
+
+def two_ranks():
+    from torch.distributed.fsdp import fully_shard
+    late = fully_shard(tf.LlamaForCausalLM(tf.LlamaConfig(**TINY)))
+    with pytest.raises(RuntimeError, match="attach Cook before shard"): Cook(late, [FakeQuant()])
+    return [trained(True, *s) for s in SCHEMES]
+
+
+@pytest.mark.long
+def test_two_ranks_are_one_and_sharded_already_is_refused():
+    alone = [trained(False, *s) for s in SCHEMES]
+    for rank in run_ranks(two_ranks):
+        for (losses, small), (theirs, state) in zip(alone, rank):
+            assert theirs == losses and list(state) == list(small) and all(torch.equal(state[n], small[n]) for n in small)
+
+
+# ── a model trained here, and a real one ─────────────────────────────────────────────────────────────────────────────
+
+def character_model(steps=300, D=128, layers=3, length=64, seed=0):
+    "A small model of characters, trained in fp32; held-out batches and calibration batches"
+    torch.manual_seed(seed)
+    text = "\n".join(sample_texts("shakespeare").text)
+    chars = sorted(set(text)); ids = torch.tensor([chars.index(c) for c in text])
+    rows = ids[:len(ids) // length * length].view(-1, length)
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    held, train = rows[:128], rows[128:]
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=D, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, vocab_size=len(chars)))
+    continue_training(model, train, steps, 3e-3)
+    batches = lambda r: [{"input_ids": b, "labels": b} for b in r.split(16)]
+    return model.eval(), batches(held), batches(train[:128]), train
+
+
+def continue_training(model, rows, steps, lr, cook=None, seed=0):
+    opt, g = torch.optim.AdamW(model.train().parameters(), lr, weight_decay=0.01), torch.Generator().manual_seed(seed)
+    rate = torch.optim.lr_scheduler.OneCycleLR(opt, lr, total_steps=steps)
+    for _ in range(steps):
+        b = rows[torch.randint(0, len(rows), (16,), generator=g)]
+        loss = model(input_ids=b, labels=b).loss + (0 if cook is None else cook.loss())
+        loss.backward(); nn.utils.clip_grad_norm_(model.parameters(), 1.0); opt.step(); rate.step(); opt.zero_grad()
+        if cook is not None: cook.step()
+    return model.eval()
+
+
+@pytest.mark.slow
+def test_four_bits_of_a_model_trained_in_float():
+    model, held, calib, train = character_model()
+    before, rows = perplexity(model, held), {}
+    def tell(name, m): rows[name] = perplexity(m, held) / before - 1
+    tell("int4 g64 nearest", quantize(copy.deepcopy(model), bits=4, group_size=64))
+    tell("int4 g64 GPTQ", quantize(copy.deepcopy(model), calib, bits=4, group_size=64))
+    tell("int4 g64 AWQ", quantize(copy.deepcopy(model), calib, bits=4, group_size=64, rounding="awq"))
+    tell("int8", quantize(copy.deepcopy(model), calib))
+    aware, floats = copy.deepcopy(model), continue_training(copy.deepcopy(model), train, 100, 3e-4)
+    cook = Cook(aware, [FakeQuant("w4a16-g64")])
+    continue_training(aware, train, 100, 3e-4, cook)
+    tell("int4 g64 trained with the rounding", small := cook.export())
+    tell("float, trained as long", floats)
+    print(f"\nperplexity of a model of characters: {before:.4f}; " + "; ".join(f"{k} {v:+.2%}" for k, v in rows.items()))
+    assert rows["int4 g64 GPTQ"] < min(0.08, rows["int4 g64 nearest"]) and rows["int8"] < 0.005 and rows["int4 g64 trained with the rounding"] < rows["int4 g64 nearest"]
+    with torch.no_grad(): assert relative(small(held[0]["input_ids"]).logits, aware(held[0]["input_ids"]).logits) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name,options,bound", [
+    ("W8A16, nearest", dict(rounding="nearest"), 0.01), ("W8A16, GPTQ", {}, 0.005), ("W8A8, nearest", dict(rounding="nearest", activations=8), 0.03),
+    ("W8A8, SmoothQuant and GPTQ", dict(activations=8, smooth=0.5), 0.03), ("W4A16 g64, GPTQ", dict(bits=4, group_size=64), 0.08)])
+def test_perplexity_of_a_real_model(name, options, bound):
+    from test_quality import calibration, held_out
+    model, tok = load("smollm2-135m", device="cpu")
+    batches = held_out(tok, 8192)
+    before = perplexity(model, batches)
+    calib = calibration(tok) if options.get("bits") != 4 else list(Batches(pack_tokens(split(sample_texts("movies").text, held_out=0.2)[0][:800], tok, 128), batch=4))[:16]
+    after = perplexity(quantize(copy.deepcopy(model), calib, **options), batches)
+    print(f"\n{name}: perplexity {before:.4f} → {after:.4f} ({after / before - 1:+.3%})")
+    assert after < (1 + bound) * before
+
+
+# ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme,options", [("w8a16", {}), ("w8a16-g32", {}), ("w8a8", dict(smooth=0.5)), ("w4a16-g32", dict(rounding="gptq")), ("w4a16-g32", dict(rounding="awq"))])
+def test_export_on_a_gpu_computes_what_the_cooked_model_does(scheme, options, dtype):
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM._from_config(tf.LlamaConfig(**TINY | dict(hidden_size=64, intermediate_size=128, head_dim=16)), dtype=dtype).cuda().eval()
+    calib = [{k: v.cuda() for k, v in b.items()} for b in CALIB]
+    cook = Cook(model, [FakeQuant(scheme, **options)], calib=calib)
+    small = cook.export()
+    for ids in (IDS.cuda(), IDS[:1, :3].cuda()):
+        with torch.no_grad(): assert relative(small(ids).logits, model(ids).logits) < (1e-3 if dtype == torch.float32 else 0.05)       # TF32 and bfloat16 products
+    on_cpu = Cook(copy.deepcopy(llama()), [FakeQuant(scheme, **options)], calib=CALIB).export()
+    assert {n: t.shape for n, t in on_cpu.state_dict().items()}.keys() == small.state_dict().keys()
+
+
+@pytest.mark.cuda
+def test_int8_groups_on_a_gpu():
+    layer = Int8GroupLinear.from_float(nn.Linear(512, 256), group_size=64).to("cuda", torch.bfloat16)
+    for M in (1, 17, 300):
+        x = torch.randn(M, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        y = layer(x); y.sum().backward()
+        want = F.linear(x.double(), layer.dequantize(torch.float64), layer.bias.double())
+        assert relative(y, want) < 2**-7 and relative(x.grad, layer.dequantize(torch.float64).sum(0).expand(M, -1)) < 2**-6
