@@ -6,7 +6,7 @@
 __all__ = ['Engine', 'packed_otherwise', 'wrap']
 
 # %% ../nbs/40_infer.ipynb #80bb14e8
-import contextlib, functools, gc, os, threading, weakref
+import contextlib, functools, gc, threading, weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from .kernels import pack_linears, packable
 from .loading import load_placed, model_on_meta
 from .loop import RowText, decode_tokens, end_ids, stream_text
 from .placement import CPU, InferencePlan, plan_inference
+from .sharding import _let_segments_grow
 from .sampling import Sampler, row_options, _seed_of
 from .speculate import DraftModel, PromptLookup
 from .streaming import HostTables, Streamer, move_weights
@@ -34,12 +35,6 @@ from .trace import find_blocks
 # %% ../nbs/40_infer.ipynb #2f934023
 _SLACK = 16 << 20          # bytes beyond the plan, in pages that are not quite full
 
-def _paged(on):
-    "Let torch's allocator grow its segments page by page, or as it does by itself; settings from outside stay"
-    if os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF"): return
-    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-    with contextlib.suppress(RuntimeError): tell(f"expandable_segments:{on}")         # where a driver has no such pages
-
 class _Fence:
     "While it stands, torch's allocator on a GPU takes no more than the limit, the CUDA context counted in"
     def __init__(self, plan, device, draft=None):
@@ -48,10 +43,10 @@ class _Fence:
         total = torch.cuda.get_device_properties(device).total_memory
         planned = sum(p.nbytes for p in draft.parameters() if p.device.type == "cuda") if draft is not None else 0
         others = torch.cuda.memory_allocated(device) - planned                        # what this process keeps there besides
-        torch.cuda.empty_cache(); _paged(True)
+        torch.cuda.empty_cache(); _let_segments_grow(device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(others + min(plan.limit, plan.peak_bytes + _SLACK) - plan.context_bytes, 1) / total), device)
     def close(self):
-        if self.device is not None: torch.cuda.set_per_process_memory_fraction(1.0, self.device); _paged(False); self.device = None
+        if self.device is not None: torch.cuda.set_per_process_memory_fraction(1.0, self.device); _let_segments_grow(self.device, False); self.device = None
 
 def _check_room(plan, model, device):
     "Raise where the GPU has less free memory than the plan will take"

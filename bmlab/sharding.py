@@ -523,10 +523,10 @@ def _mesh_device(mesh):
     if mesh is None: return local_device()
     return torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
 
-def _let_segments_grow(device):
+def _let_segments_grow(device, on=True):
     "Fewer fragments below a memory limit; what the user has set stays. For one GPU alone: over such memory NCCL is slower"
     if device.type == "cuda" and world_size() == 1 and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
-        getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+        getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)(f"expandable_segments:{on}")
 
 def _backend(compile):
     if not isinstance(compile, (bool, str)): raise ValueError(f"compile={compile!r}: True, False or the name of a backend of torch.compile")
