@@ -50,6 +50,9 @@ for bits8 in (False, True):
     out[f"attention {bits8}"] = build(tk._attention_kernel, dict(q=X, k=C, v=C, k_scale=S, v_scale=S, lengths="*i64", rows="*i64", mask="*u8", part="*fp32", stats="*fp32", scale="fp32"),
                                       dict(G=4, CAUSAL=True, TREE=True, WINDOW=True, ROWS=True, BITS8=bits8, INTERPRETED=False, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128))
 out["combine"] = build(tk._combine_kernel, dict(part="*fp32", stats="*fp32", lengths="*i64", y=X), dict(CAUSAL=True, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_D=128))
+out["widen"] = build(tk._widen4_kernel, dict(codes="*u8", scale="*fp16", zero="*fp16", w=X), dict(GROUP=128, BLOCK_N=32))
+out["neurons"] = build(tk._neuron_hidden_kernel, dict(x=X, ids="*i64", gate=X, up=X, gate_bias=X, up_bias=X, given=X, h="*fp32"), dict(GATE=True, GIVEN=False, BIAS=True, ACT="silu", BLOCK_N=4, BLOCK_D=512))
+out["sums of neurons"] = build(tk._neuron_sum_kernel, dict(h="*fp32", ids="*i64", down=X, parts="*fp32"), dict(NEURON_SPLITS=tk.NEURON_SPLITS, BLOCK_N=32, BLOCK_D=64))
 print(json.dumps(out))
 '''
 
