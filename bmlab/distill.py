@@ -243,7 +243,8 @@ def _pair_term(model, seen, told, pair, projector, measure):
     if not x.requires_grad and any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"{kind}={a!r}: the student's output carries no gradient; recompute it with use_reentrant=False, and do not freeze all that lies before it")
     rows = (x.shape[0], x.shape[2]) if kind == "attention" else x.shape[:2] if x.ndim == 3 else None
-    keep = _token_mask(seen["kwargs"], rows, "decoder" in a.split(".")) if rows is not None else None
+    decoder = "decoder" in a.split(".") and getattr(getattr(model, "config", None), "is_encoder_decoder", False)     # (OPT names its only stack so)
+    keep = _token_mask(seen["kwargs"], rows, decoder) if rows is not None else None
     if kind == "attention": return attention_loss(x, y.to(x.device), keep)
     if projector is not None:
         w = _whole(projector.weight)

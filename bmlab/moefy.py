@@ -325,7 +325,8 @@ def _turned(m):
     "A plain matrix module whose neurons are rows in memory, (F, D); it is stored so from now on"
     w = m.weight
     if _is_conv1d(m): return w.detach()
-    if not w.t().is_contiguous(): w.data = w.data.t().contiguous().t()
+    if not w.t().is_contiguous():
+        with torch.inference_mode(False): w.data = w.data.t().contiguous().t()          # (an inference tensor could not be trained again)
     return w.detach().t()
 
 def _quiet(m): return not (m._forward_hooks or m._forward_pre_hooks)

@@ -243,6 +243,7 @@ class NeuronSparse(_Options):
         for n, (f, p, c, k) in self.plans.items():
             module = dict(parts(model))[n]
             gate, up, down = f.matrices(module)
+            p.place = n                                                               # layers before it may be gone by the export, and its name another
             module.add_module("sparse", p)
             hook = _Mask(self, module, p, (f, p, c if gate is not None or p.kind == "lowrank" else len(p.norms), k))
             up.register_forward_hook(hook.raised); down.register_forward_pre_hook(hook.switch)
@@ -258,8 +259,8 @@ class NeuronSparse(_Options):
         self.places = {}
 
     def export(self, small):
-        for n, (f, *_) in self.plans.items():
-            old = dict(parts(small))[n]
+        for old in [m for m in small.modules() if isinstance(m._modules.get("sparse"), Predictor) and m.sparse.place in self.plans]:
+            f = self.plans[old.sparse.place][0]
             p, (width, D) = old._modules.pop("sparse"), _shape(f.matrices(old)[1])
             if width != len(p.norms) or p.kind == "lowrank" and D != p.inner.shape[1]: p = _fit(old, f, None, "cascade").to(_rows(f.matrices(old)[1]).dtype)       # cut since
             new = SparseMLP(old, f, p, max(1, round((self.candidates if f.gate is not None or p.kind == "lowrank" else 1.) * width)), max(1, round(self.keep * width)))

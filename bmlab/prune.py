@@ -430,6 +430,7 @@ class _Learning(_Recipe):
             for g in gates:
                 if g.log_alpha.grad is None: continue                 # the model did not run
                 grad = _full(g.log_alpha.grad).float()
+                if not grad.isfinite().all(): continue                # a step that a loss scale skips
                 g.m.lerp_(grad, 0.1); g.v.lerp_(grad.pow(2), 0.02)
             scale = (torch.cat([g.v for g in gates]).mean() / (1 - 0.98 ** (done + 1))).sqrt() + 1e-12
             moved = torch.cat([g.own - self.rate * g.m / (1 - 0.9 ** (done + 1)) / scale for g in gates])
@@ -535,7 +536,7 @@ def staircase(
     stairs = list(stairs)
     if not stairs or not all(isinstance(s, StructPrune) for s in stairs): raise TypeError(f"stairs={stairs!r}: expected a non-empty list of StructPrune")
     if len({id(s) for s in stairs}) < len(stairs): raise ValueError("stairs holds one StructPrune twice; make one for each stair")
-    model, out = copy.deepcopy(unwrap(model)), []
+    model, out, calib = copy.deepcopy(unwrap(model)), [], None if calib is None else list(calib)
     for i, stair in enumerate(stairs):
         cook = Cook(model, [stair, *(methods(i) if methods is not None else ())], calib)
         if train is not None: train(model, cook, i)

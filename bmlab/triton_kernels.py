@@ -782,6 +782,9 @@ def neuron_hidden(
     if x.ndim != 1: raise ValueError(f"x {tuple(x.shape)}: one vector (D,)")
     if given is not None and given.shape != up.shape[:1]: raise ValueError(f"given {tuple(given.shape)}: expected ({len(up)},)")
     if gate is not None and given is None and (up_bias is None) != (gate_bias is None): raise ValueError("up_bias and gate_bias: both or none")
+    if any(t is not None and (t.shape != up.shape[:1] or t.device != x.device) for t in (up_bias, gate_bias)): raise ValueError(f"up_bias, gate_bias: expected ({len(up)},) on {x.device}")
+    if ids.device != x.device or given is not None and given.device != x.device: raise ValueError(f"ids and given belong on {x.device}")
+    ids, up_bias, gate_bias, given = (t if t is None else t.contiguous() for t in (ids, up_bias, gate_bias, given))
     n, D = len(ids), up.shape[1]
     h = torch.empty(n, dtype=torch.float32, device=x.device)
     if not n: return h
@@ -819,5 +822,5 @@ def neuron_sum(
     parts = torch.empty(NEURON_SPLITS, D, dtype=torch.float32, device=h.device)
     rows = down.stride(0) == 1                                                          # a neuron is a row
     with _on(h):
-        _neuron_sum_kernel[(triton.cdiv(D, 64), NEURON_SPLITS)](h.contiguous(), ids, down, parts, len(h), D, down.stride(1), down.stride(0), NEURON_SPLITS=NEURON_SPLITS, BLOCK_N=32 if rows else 64, BLOCK_D=64, num_warps=4)
+        _neuron_sum_kernel[(triton.cdiv(D, 64), NEURON_SPLITS)](h.contiguous(), ids.contiguous(), down, parts, len(h), D, down.stride(1), down.stride(0), NEURON_SPLITS=NEURON_SPLITS, BLOCK_N=32 if rows else 64, BLOCK_D=64, num_warps=4)
     return parts.sum(0)

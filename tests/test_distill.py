@@ -277,3 +277,15 @@ def test_two_ranks_are_one():
             weights = {k.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): v for k, v in weights.items()}
             assert weights.keys() == alone.keys()
             for k, v in alone.items(): torch.testing.assert_close(weights[k], v, rtol=1e-4, atol=1e-6, msg=k)
+
+
+def test_padding_of_a_model_that_calls_its_only_stack_decoder():
+    "OPT: attention_mask says which tokens count, however many pads stand behind"
+    torch.manual_seed(0)
+    make = lambda: tf.OPTForCausalLM(tf.OPTConfig(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=60, word_embed_proj_dim=32, max_position_embeddings=64, dropout=0.)).train()
+    student, teacher, ids, terms = make(), make(), torch.randint(4, 60, (2, 8)), []
+    for pads in (0, 20):
+        cook = Cook(student, [Distill(teacher, logits=0., hidden="decoder.layers.*")])
+        student(input_ids=F.pad(ids, (0, pads), value=1), attention_mask=F.pad(torch.ones_like(ids), (0, pads)))
+        terms.append(cook.loss().item()); cook.detach()
+    assert terms[0] > 0 and abs(terms[0] - terms[1]) < 1e-5 * terms[0], terms

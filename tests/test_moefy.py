@@ -9,7 +9,7 @@ import transformers as tf
 from bmlab.cook import Cook, save_cooked
 from bmlab.core import run_ranks, set_seed
 from bmlab.moefy import MoEfy, MoEMLP, balanced_clusters, executed, feed_forwards, ffn_samples
-from bmlab.neurons import NeuronSparse
+from bmlab.neurons import NeuronSparse, SparseMLP
 
 
 def tiny(act="silu", D=32, F=96, seed=0, **kw):
@@ -65,7 +65,7 @@ def test_beside_other_methods_in_every_order(names):
         exported.append(snapshot(small))
         with executed(small): y = logits(small, IDS)
         if "prune" not in names: torch.testing.assert_close(y, logits(model, IDS), rtol=1e-4, atol=1e-4)
-        assert sum(isinstance(m, MoEMLP) for m in small.modules()) == 2
+        assert sum(isinstance(m, (MoEMLP, SparseMLP)) for m in small.modules()) == 2
         cook.detach()
         assert equal(snapshot(model), before)
     assert all(equal(exported[0], e) for e in exported[1:])
@@ -301,15 +301,27 @@ def test_neurons_on_a_gpu():
         cook.detach()
 
 
+@pytest.mark.parametrize("method", ["experts", "neurons"])
 @pytest.mark.parametrize("cut", [dict(layers=.5), dict(ffn_layers=.5), dict(layers=.5, ffn=.5)])
-def test_layers_that_were_dropped(cut):
+def test_layers_that_were_dropped(cut, method):
     "Structural pruning goes first at export: what is left is found under its new name"
     from bmlab.prune import StructPrune
     torch.manual_seed(0)
     model = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=60, bos_token_id=1, eos_token_id=2, pad_token_id=0)).eval()
     batches = [{"input_ids": torch.randint(3, 60, (2, 16))} for _ in range(2)]
-    cook = Cook(model, [StructPrune(score="magnitude", **cut), MoEfy(experts=4, active=1.)], calib=batches)
+    cook = Cook(model, [StructPrune(score="magnitude", **cut), MoEfy(experts=4, active=1.) if method == "experts" else NeuronSparse(1.)], calib=batches)
     small = cook.export(); cook.detach()
     alone = Cook(model, [StructPrune(score="magnitude", **cut)], calib=batches).export()
-    assert sum(isinstance(m, MoEMLP) for m in small.modules()) == 2
+    assert sum(isinstance(m, (MoEMLP, SparseMLP)) for m in small.modules()) == 2
     with torch.no_grad(): torch.testing.assert_close(small(**batches[0]).logits, alone(**batches[0]).logits, atol=1e-5, rtol=1e-5)      # all experts on: the pruned model
+
+
+def test_a_layer_that_decoded_in_inference_mode_can_still_be_trained():
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=60, bos_token_id=1, eos_token_id=2, pad_token_id=0)).eval()
+    ids = torch.randint(3, 60, (2, 16))
+    for method in (MoEfy(experts=4, active=.5), NeuronSparse(.5)):
+        small = Cook(copy.deepcopy(model), [method], calib=[{"input_ids": ids}]).export()
+        with torch.inference_mode(): small(input_ids=ids[:1, :1])
+        assert not any(p.is_inference() for p in small.parameters())
+        small.train()(input_ids=ids, labels=ids).loss.backward()

@@ -258,3 +258,20 @@ def test_gates_against_lots_down_three_stairs():
     mean = torch.tensor(ratios).mean(0)
     print(f"mean ratio {mean.tolist()}")
     assert (mean <= 0.95).all(), mean
+
+
+def test_a_step_without_numbers_leaves_the_gates_alone():
+    "Gradients that are not finite (a step that a loss scale skips) do not enter the gates' averages"
+    model, batches = llama(), lines(2)
+    prune = StructPrune(ffn=.5, steps=4)
+    cook = Cook(model, [prune], calib=batches)
+    (model(**batches[0]).loss + cook.loss()).backward()
+    for g in prune.box: g.log_alpha.grad.fill_(float("nan"))
+    cook.step()
+    assert all(g.own.isfinite().all() and g.m.isfinite().all() and g.v.isfinite().all() for g in prune.box)
+
+
+def test_a_staircase_reads_its_batches_once():
+    "calib may be a generator: every stair measures by the same batches"
+    small = staircase([StructPrune(ffn=.75, score="activation"), StructPrune(ffn=.5, score="activation")], llama(), calib=iter(lines(2)))
+    assert len(small) == 2 and count(small[1]).total < count(small[0]).total
