@@ -152,6 +152,8 @@ class Method:
         return {}
     def step(self):
         "After each step of the optimizer: schedules, masks, multipliers."
+    def check_detach(self):
+        "Raise where `detach` could not put things back; asked of all methods before any is taken off."
     def detach(self):
         "Take everything off again; called in reverse order."
     def export(self,
@@ -309,6 +311,7 @@ class _Detachable(_Trained):
         "Take everything off: the model is what it would be without."
         self._check()
         if _is_sharded(self.model): raise RuntimeError("the model is sharded, and its weights cannot be taken apart now; export() it, or run it inside `with cook.off()`")
+        for m in self.methods: m.check_detach()                             # all or none
         for m in reversed(self.methods): m.detach(); m.__dict__.pop("_bmlab_on", None)
         for m, kind, i in self._own_hooks: m.__dict__[kind].pop(i, None)
         _forget_ties(self.model)
@@ -415,6 +418,7 @@ class Cook(_Detachable):
     def export(self)->nn.Module: # a new plain module in eval mode, on the same device; the cooked model stays as it is
         "What the methods make of the model: really smaller, with no hook or parametrization. Of a sharded model: called on every rank, whole on each."
         self._check()
+        if not all(m.enabled for m in self.methods): raise RuntimeError("export() inside `with cook.off()`, where the methods are switched off; call it outside")
         if _is_delta(self.model): raise ValueError("the model carries a delta, which would not fit the small one; detach it, export, and attach a new one to what comes out")
         ties = _tied_names(self.model)
         small = _plain_copy(self.model, self._own_hooks, {id(m): m for m in self.methods}).eval()

@@ -723,11 +723,14 @@ class MoEfy(_Options):
 
     def step(self): self.terms.clear()                                                 # what a recomputed forward left
 
-    def detach(self):
+    def check_detach(self):
         for n, module in self.places.items():
             matrices = self.plans[n].ffn.matrices(module)
             if any(hasattr(m, "_deltas") for m in matrices): raise RuntimeError(f"{n} carries a delta, trained on the neurons in their new order; merge or detach it first")
             if any(m is not None and isinstance(stored(m), DTensor) for m in matrices): raise RuntimeError(f"{n} is sharded, so its neurons cannot be put back; export from the whole weights instead")
+
+    def detach(self):
+        self.check_detach()
         for n, module in self.places.items():
             gate, up, down = self.plans[n].ffn.matrices(module)
             back = module._modules.pop("moefy").order.argsort()

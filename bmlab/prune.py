@@ -7,7 +7,7 @@ __all__ = ['KINDS', 'SCORES', 'open_probability', 'Gates', 'Units', 'units_of', 
            'staircase']
 
 # %% ../nbs/22a_prune.ipynb #60cc09e6
-import contextlib, copy, math
+import contextlib, copy, math, warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -423,10 +423,11 @@ class _Learning(_Recipe):
     def step(self):
         "Move the gates by the task's gradient and the multipliers; draw new noise; choose when the time has come."
         if not self._running(): return
-        done, row = int(self.box.done), {}
+        done, row, blind = int(self.box.done), {}, True
         way = min(1.0, (done + 1) / max(1, round(self.ramp * self.steps)))
         for n, ((name, mine), target) in enumerate(zip(self.pools.items(), self.targets().values())):
             gates, now = [self.box[i] for i in mine], 1 - (1 - target) * way
+            blind = blind and all(g.log_alpha.grad is None for g in gates)
             for g in gates:
                 if g.log_alpha.grad is None: continue                 # the model did not run
                 grad = _full(g.log_alpha.grad).float()
@@ -438,6 +439,7 @@ class _Learning(_Recipe):
             self.box.multipliers[n] += shift
             for g, value in zip(gates, (moved - shift).split([len(g.own) for g in gates])): g.set(value); g.log_alpha.grad = None
             row |= {f"{name}: open": open_probability(moved - shift).mean().item(), f"{name}: target": now, f"{name}: multiplier": self.box.multipliers[n].item()}
+        if blind: warnings.warn("no gate has a gradient, so the task has no say in what is cut: call cook.step() after backward() and before zero_grad()", stacklevel=2)
         draw = torch.Generator().manual_seed((self.seed << 32) + done + 1)
         for g in self.box: g.noise.copy_(torch.rand(len(g.noise), generator=draw).clamp_(1e-6, 1 - 1e-6))
         self.box.done += 1

@@ -415,3 +415,20 @@ def test_a_failing_attach_leaves_moved_numbers_in_place():
     before = {k: t.clone() for k, t in model.state_dict().items()}
     with pytest.raises(ValueError, match="no room"): Cook(model, [Fails(), Moves()])
     assert all(torch.equal(before[k], t) for k, t in model.state_dict().items())
+
+
+def test_detach_is_all_or_nothing_and_export_needs_the_methods_on():
+    "A method that cannot be taken off now says so before any is; inside off() there is nothing to export"
+    class Stays(Method):
+        slot, free = 20, False
+        def check_detach(self):
+            if not self.free: raise RuntimeError("not now")
+    class Counts(Method):
+        slot, off = 30, 0
+        def detach(self): self.off += 1
+    stays, counts = Stays(), Counts()
+    cook = Cook(nn.Linear(4, 4), [stays, counts])
+    with pytest.raises(RuntimeError, match="not now"): cook.detach()
+    assert counts.off == 0
+    with cook.off(), pytest.raises(RuntimeError, match="call it outside"): cook.export()
+    stays.free = True; cook.detach(); assert counts.off == 1

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 
-from bmlab.cook import Cook, save_cooked
+from bmlab.cook import Cook, load_cooked, save_cooked
 from bmlab.core import run_ranks, set_seed
 from bmlab.moefy import MoEfy, MoEMLP, balanced_clusters, executed, feed_forwards, ffn_samples
 from bmlab.neurons import NeuronSparse, SparseMLP
@@ -325,3 +325,16 @@ def test_a_layer_that_decoded_in_inference_mode_can_still_be_trained():
         with torch.inference_mode(): small(input_ids=ids[:1, :1])
         assert not any(p.is_inference() for p in small.parameters())
         small.train()(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_an_activation_that_a_file_would_lose_is_refused(tmp_path):
+    "Some layers with ReLU: the configuration would make SiLU of them again"
+    from bmlab.neurons import relufy
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=60, bos_token_id=1, eos_token_id=2, pad_token_id=0)).eval()
+    ids = torch.randint(3, 60, (2, 16))
+    small = Cook(relufy(copy.deepcopy(model), "layers[0].mlp"), [MoEfy(experts=4, active=.5)], calib=[{"input_ids": ids}]).export()
+    with pytest.raises(TypeError, match="ReLU"): save_cooked(small, tmp_path / "some")
+    whole = Cook(relufy(copy.deepcopy(model)), [MoEfy(experts=4, active=.5)], calib=[{"input_ids": ids}]).export()
+    save_cooked(whole, tmp_path / "all")
+    with torch.no_grad(): assert torch.equal(load_cooked(tmp_path / "all")(ids).logits, whole(ids).logits)

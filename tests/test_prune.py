@@ -275,3 +275,12 @@ def test_a_staircase_reads_its_batches_once():
     "calib may be a generator: every stair measures by the same batches"
     small = staircase([StructPrune(ffn=.75, score="activation"), StructPrune(ffn=.5, score="activation")], llama(), calib=iter(lines(2)))
     assert len(small) == 2 and count(small[1]).total < count(small[0]).total
+
+
+def test_gates_without_a_gradient_are_told_of():
+    "cook.step() behind zero_grad(): nothing would be learned, and that is said"
+    model, batches = llama(), lines(2)
+    cook = Cook(model, [StructPrune(ffn=.5, steps=4)], calib=batches)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    (model(**batches[0]).loss + cook.loss()).backward(); opt.step(); opt.zero_grad()
+    with pytest.warns(UserWarning, match="before zero_grad"): cook.step()
