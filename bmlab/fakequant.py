@@ -156,7 +156,9 @@ class _Fitting(Method):
     def _fit(self, model):
         "Factors, ranges and codes by what the inputs are, block by block"
         mine = self._linear(model)
+        others = [p for _, m in parts(model) for _, p in _own(m) if p.owner != id(self) and p.on]      # another FakeQuant's: whose turn comes first must not matter
         for _, _, p in mine.values(): p.reset(); p.on = False
+        for p in others: p.on = False
         layers, grids = {n: m for n, (m, _, _) in mine.items()}, {n: p.grid for n, (_, _, p) in mine.items()}
         try:
             sites = scaling_sites(model, layers, self._calib[0]) if self.smooth is not None or self.rounding == "awq" else []
@@ -167,7 +169,7 @@ class _Fitting(Method):
                 for n in stage if self.rounding != "nearest" else (): self._fit_codes(mine[n][2], weights[n], stage[n])
                 for n in stage: mine[n][2].on = True
         finally:
-            for _, _, p in mine.values(): p.on = True
+            for p in (*(p for _, _, p in mine.values()), *others): p.on = True
 
     def _fit_codes(self, p, w, inputs):
         w = w.float() if p.exponents is None else w.float() * p.exponents.float().exp2()

@@ -342,3 +342,16 @@ def test_int8_groups_on_a_gpu():
         y = layer(x); y.sum().backward()
         want = F.linear(x.double(), layer.dequantize(torch.float64), layer.bias.double())
         assert relative(y, want) < 2**-7 and relative(x.grad, layer.dequantize(torch.float64).sum(0).expand(M, -1)) < 2**-6
+
+
+def test_two_of_a_kind_in_either_order():
+    "Two FakeQuants with GPTQ on different layers: neither sees the other's rounding while it is fitted"
+    from bmlab.cook import Cook
+    from bmlab.fakequant import FakeQuant
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=60, bos_token_id=1, eos_token_id=2, pad_token_id=0)).eval()
+    calib, files = [{"input_ids": torch.randint(3, 60, (4, 16))}], []
+    for turn in (1, -1):
+        cook = Cook(model, [FakeQuant("w4a16-g32", modules="*.mlp.*", rounding="gptq"), FakeQuant("w8a8", modules="*.self_attn.*", rounding="gptq", smooth=0.5)][::turn], calib=calib)
+        files.append(cook.export().state_dict()); cook.detach()
+    assert all(torch.equal(t, files[1][k]) for k, t in files[0].items())
