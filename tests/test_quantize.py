@@ -197,6 +197,7 @@ def test_cached_generation_is_that_of_the_cooked_model():
 
 @pytest.mark.long
 def test_compiled_in_one_piece():
+    torch._dynamo.reset()                                             # what other tests compiled of the same code may be marked to be left alone
     model = llama(num_hidden_layers=1)
     Cook(model, [FakeQuant("w8a8", modules="*.mlp.*", smooth=0.5), FakeQuant("w4a16-g32", modules="*.self_attn.*", rounding="gptq")], calib=CALIB)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
