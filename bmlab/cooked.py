@@ -120,10 +120,10 @@ def _check_saved(model, built, state):
         raise ValueError(f"{on or 'the layer'} is parametrized; save what export() of its Cook returns")
     theirs = dict(parts(built)) if built is not None else {}
     for n, m in parts(model) if built is not None else ():
-        above = [".".join(n.split(".")[:i]) for i in range(1, n.count(".") + 2)] if n else []
+        above = [".".join(n.split(".")[:i]) for i in range(1, n.count(".") + 1)]
         inside = any(hasattr(model.get_submodule(a), "cooked_state") for a in above)
         if inside and n in theirs and not m._parameters and not m._buffers and not m._modules and not theirs[n]._parameters: pass      # an activation, which its layer finds in what the configuration makes
-        elif inside or hasattr(m, "_bmlab_packed"): continue
+        elif inside or hasattr(m, "cooked_state") or hasattr(m, "_bmlab_packed"): continue
         if n not in theirs or type(theirs[n]).__name__ != getattr(type(m), "_base", type(m)).__name__:      # (packed experts: a class made of their own)
             raise TypeError(f"{n} is a {type(m).__name__}, which the configuration of {type(model).__name__} does not make; give the class cooked_state() and from_cooked(old, state)")
 
