@@ -19,14 +19,25 @@ def test_readme_lines_run(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "tuned/adapter_model.safetensors").is_file() and (tmp_path / "small/model.safetensors").is_file()
 
 
-@pytest.mark.long
-def test_readme_training_lines_run(tmp_path, monkeypatch):
+def lines_with(word):
+    "README's Python lines in which a word stands"
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = next(b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "shard(" in b)
-    assert "steps=100" in code and "save_every=50" in code
-    monkeypatch.chdir(tmp_path)
+    return next(b for b in re.findall(r"```python\n(.*?)```", text, re.S) if word in b)
+
+
+def everything():
+    "The names of a script that begins with the package's star import"
     names = {"__name__": "__main__"}
     exec("from bmlab.all import *", names)
+    return names
+
+
+@pytest.mark.long
+def test_readme_training_lines_run(tmp_path, monkeypatch):
+    code = lines_with("shard(")
+    assert "steps=100" in code and "save_every=50" in code
+    monkeypatch.chdir(tmp_path)
+    names = everything()
     try: exec(compile(code.replace("steps=100", "steps=2").replace("save_every=50", "save_every=1").replace("tok, 64", "tok, 16"), "README.md", "exec"), names)
     finally: names["shutdown"]()
     assert len(names["log"]) == 2 and (tmp_path / "out/model.safetensors").is_file() and names["latest"]("run") is not None
@@ -34,23 +45,19 @@ def test_readme_training_lines_run(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_readme_inference_lines_run(capsys):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = next(b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "memory_limit" in b)
-    names = {"__name__": "__main__"}
-    exec("from bmlab.all import *", names)
-    exec(compile(code, "README.md", "exec"), names)
+    names = everything()
+    exec(compile(lines_with("memory_limit"), "README.md", "exec"), names)
     assert names["e"].plan.streamed and "0 Paris" in capsys.readouterr().out.replace("0  ", "0 ")
     names["e"].close()
 
 
 @pytest.mark.long
 def test_readme_cooking_lines_run(tmp_path, monkeypatch):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = next(b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "Cook(" in b)
+    code = lines_with("Cook(")
     assert "range(100)" in code and "steps=50" in code
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": "__main__"}
-    exec("import copy, torch\nfrom bmlab.all import *", names)
+    names = everything()
+    exec("import copy, torch", names)
     exec(compile(code.replace("range(100)", "range(2)").replace("steps=50", "steps=1").replace("pack_tokens(held, tok", "pack_tokens(held[:20], tok"), "README.md", "exec"), names)
     assert names["small"].model.layers[0].mlp.up_proj.out_features == 1152 and names["count"](names["small"]).bytes < 0.5 * names["count"](names["teacher"]).bytes
 
