@@ -27,6 +27,7 @@ from .hub import Card, Hub, publish
 from .infer import Engine, wrap
 from .inspection import inspect_model, inspect_tensor, record_tensor
 from .kernels import Int4Linear, Int8Embedding, Int8Linear, arrange_int4, pack_linears
+from .language import TemplateError
 from .loop import decode_tokens, stream_text
 from .lora import Lora
 from .losses import chunked_cross_entropy, lm_loss
@@ -43,12 +44,14 @@ from .plan import TrainingPlan, plan_training
 from .plugin import PeftDelta
 from .prefix import Prefix
 from .processes import all_gather, all_reduce, broadcast, init_distributed, local_device, print_rank, rank, reduce_scatter, shutdown, sum_loss, synchronize, world_size
+from .prompt import InputExample, ManualTemplate, MixedTemplate, PrefixTuningTemplate, PTRTemplate, PtuningTemplate, SoftTemplate, Template
 from .prune import StructPrune, staircase
 from .quantize import quantize
 from .sampling import Sampler
 from .sharding import shard
 from .slicing import slice_model
 from .soft import PTuning, SoftPrompt
+from .softtokens import SoftTokens
 from .sparse24 import Sparse24
 from .speculate import DraftModel, PromptLookup, Tree
 from .streaming import GpuLink, SimulatedLink, Streamer
@@ -56,6 +59,7 @@ from .timeline import timeline
 from .trace import find_blocks
 from .train import evaluate, fit, plot_log
 from .tree import tree
+from .verbalize import AutomaticVerbalizer, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer
 
 # %% ../nbs/99_all.ipynb #16ad0b71
 def pick(
@@ -116,6 +120,8 @@ __all__ = """
     inspect_model inspect_tensor record_tensor timeline
     Delta deltas Lora Adapter ParallelAdapter LowRankAdapter Compacter BitFit IA3 LayerNormTuning SoftPrompt PTuning Prefix
     PeftDelta DeltaBank Bbt PromptScore Continual transfer Card Hub publish
+    Template TemplateError InputExample ManualTemplate MixedTemplate SoftTemplate PtuningTemplate PTRTemplate PrefixTuningTemplate SoftTokens
+    Verbalizer PtrVerbalizer KnowledgeableVerbalizer AutomaticVerbalizer
     Cook Method StructPrune staircase slice_model Sparse24 FakeQuant Distill MoEfy MoEMLP NeuronSparse relufy lattice pareto plot_weights plot_mask plot_gates plot_experts
     quantize pack_linears Int8Linear Int4Linear Int8Embedding arrange_int4
     report perplexity divergence bytes_on_disk save_cooked load_cooked

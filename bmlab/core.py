@@ -339,7 +339,7 @@ def changed(
 _REGISTRY = {
     "delta": {kind: f"bmlab.{where}" for kind, where in dict(      # by PEFT's name of the method where it has one
         lora="lora:Lora", adapter="adapter:Adapter", parallel_adapter="adapter:ParallelAdapter", low_rank_adapter="adapter:LowRankAdapter", compacter="adapter:Compacter",
-        bitfit="bitfit:BitFit", ia3="bitfit:IA3", ln_tuning="bitfit:LayerNormTuning", prompt_tuning="soft:SoftPrompt", p_tuning="soft:PTuning", prefix_tuning="prefix:Prefix",
+        bitfit="bitfit:BitFit", ia3="bitfit:IA3", ln_tuning="bitfit:LayerNormTuning", prompt_tuning="soft:SoftPrompt", p_tuning="soft:PTuning", prefix_tuning="prefix:Prefix", soft_tokens="softtokens:SoftTokens",
         **dict.fromkeys("""beft boft c3a deft delora fourierft frod glora gralora hira hra lily loha lokr miss oft peanut psoft pvera randlora road shira supertuning tinylora
             trainable_tokens unilora vblora vera waveft""".split(), "plugin:PeftDelta")).items()},
     "model": {},                            # sizes of the zoo whose classes live above `models`
