@@ -28,6 +28,7 @@ from .infer import Engine, wrap
 from .inspection import inspect_model, inspect_tensor, record_tensor
 from .kernels import Int4Linear, Int8Embedding, Int8Linear, arrange_int4, pack_linears
 from .language import TemplateError
+from .learned import ProtoVerbalizer, SoftVerbalizer
 from .loop import decode_tokens, stream_text
 from .lora import Lora
 from .losses import chunked_cross_entropy, lm_loss
@@ -45,6 +46,7 @@ from .plugin import PeftDelta
 from .prefix import Prefix
 from .processes import all_gather, all_reduce, broadcast, init_distributed, local_device, print_rank, rank, reduce_scatter, shutdown, sum_loss, synchronize, world_size
 from .prompt import InputExample, ManualTemplate, MixedTemplate, PrefixTuningTemplate, PTRTemplate, PtuningTemplate, SoftTemplate, Template
+from .prompting import FewShotSampler, PromptData, PromptModel
 from .prune import StructPrune, staircase
 from .quantize import quantize
 from .sampling import Sampler
@@ -121,7 +123,7 @@ __all__ = """
     Delta deltas Lora Adapter ParallelAdapter LowRankAdapter Compacter BitFit IA3 LayerNormTuning SoftPrompt PTuning Prefix
     PeftDelta DeltaBank Bbt PromptScore Continual transfer Card Hub publish
     Template TemplateError InputExample ManualTemplate MixedTemplate SoftTemplate PtuningTemplate PTRTemplate PrefixTuningTemplate SoftTokens
-    Verbalizer PtrVerbalizer KnowledgeableVerbalizer AutomaticVerbalizer
+    Verbalizer PtrVerbalizer KnowledgeableVerbalizer AutomaticVerbalizer SoftVerbalizer ProtoVerbalizer PromptModel PromptData FewShotSampler
     Cook Method StructPrune staircase slice_model Sparse24 FakeQuant Distill MoEfy MoEMLP NeuronSparse relufy lattice pareto plot_weights plot_mask plot_gates plot_experts
     quantize pack_linears Int8Linear Int4Linear Int8Embedding arrange_int4
     report perplexity divergence bytes_on_disk save_cooked load_cooked

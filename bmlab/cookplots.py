@@ -66,25 +66,52 @@ def plot_mask(
     return pd.DataFrame({"share of groups": share.tolist()}, index=pd.RangeIndex(group + 1, name=f"kept of {group}"))
 
 # %% ../nbs/19a_cookplots.ipynb #67936def
+def _by_layer(gates, steps):
+    "(steps, {layer: (moments, units)}) of what `plot_gates` takes"
+    steps, gates = gates if isinstance(gates, tuple) else (steps, gates)
+    gates = {n: _array(g, 2, f"gates{[n] if n else ''}") for n, g in (gates.items() if isinstance(gates, dict) else [("", gates)])}
+    if not gates: raise ValueError("gates is empty; give (steps, {layer: (moments, units)})")
+    steps = list(range(len(next(iter(gates.values()))))) if steps is None else [int(i) for i in steps]
+    if bad := [len(g) for g in gates.values() if len(g) != len(steps)]: raise ValueError(f"steps has {len(steps)} entries for {bad[0]} moments of gates")
+    return steps, gates
+
+def _short(names):
+    "Dotted names without what all have in front and behind"
+    split = [n.split(".") for n in names]
+    front = next((i for i, parts in enumerate(zip(*split)) if len(set(parts)) > 1), 0)
+    back = next((i for i, parts in enumerate(zip(*(s[::-1] for s in split))) if len(set(parts)) > 1), 0)
+    return [".".join(s[front:len(s) - back]) for s in split]
+
+def _gate_picture(ax, steps, gates):
+    "One block a layer, all of one height"
+    edges = [steps[0] - 0.5, *((a + b) / 2 for a, b in zip(steps, steps[1:])), steps[-1] + 0.5]
+    rows, names = max(12, 240 // len(gates)), _short(gates)
+    for i, g in enumerate(gates.values()):
+        lines = torch.stack([part.mean(1) for part in g[:, g[-1].argsort(descending=True, stable=True)].tensor_split(min(rows, g.shape[1]), 1)])
+        image = ax.pcolormesh(edges, torch.linspace(i, i + 1, len(lines) + 1).numpy(), lines.numpy(), cmap="Greys", vmin=0, vmax=1, rasterized=True)
+        if i: ax.axhline(i, color="#888888", linewidth=0.8)
+    ax.figure.colorbar(image, ax=ax, label="gate: 1 open, 0 shut"); ax.invert_yaxis(); ax.grid(False); ax.set_xlabel("step")
+    every = range(0, len(names), -(-len(names) // 20))
+    ax.set_yticks([i + 0.5 for i in every], [names[i] for i in every], fontsize=7); ax.set_ylabel("layer, its units sorted" if len(names) > 1 else "unit, sorted")
+
+# %% ../nbs/19a_cookplots.ipynb #84ad6e75
 def plot_gates(
-    gates:Tensor,                # (moments, units) in [0, 1]
+    gates:tuple|Tensor,            # (steps, {layer: (moments, units) in [0, 1]}), as `StructPrune.gate_history` returns them; or of one layer (moments, units)
     target:Tensor|float|None=None, # () or (moments,) share that is to stay open
-    multiplier:Tensor|None=None, # (moments,) the Lagrangian's
-    steps:list|None=None,        # (moments,) steps of the moments; None: 0, 1, 2 …
-    show:bool=True,              # display it
-)->pd.DataFrame:                 # a row a moment: open (mean), shut (share of exact zeros), target, multiplier
-    "Heat-map of gates over steps, units sorted by where they end, with the density under it."
-    gates = _array(gates, 2, "gates")
-    T = len(gates)
-    steps = list(range(T)) if steps is None else list(steps)
-    if len(steps) != T: raise ValueError(f"steps has {len(steps)} entries for {T} moments of gates")
-    frame = pd.DataFrame({"open": gates.mean(1).tolist(), "shut": (gates == 0).float().mean(1).tolist()}, index=pd.Index(steps, name="step"))
-    if target is not None: frame["target"] = torch.as_tensor(target).float().expand(T).tolist()
+    multiplier:Tensor|None=None,   # (moments,) the Lagrangian's
+    steps:list|None=None,          # (moments,) steps, where `gates` does not hold them; None: 0, 1, 2 …
+    show:bool=True,                # display it
+)->pd.DataFrame:                   # a row a moment: open (mean over all units), shut (share of exact zeros), target, multiplier; of several layers each one's open
+    "Heat-map of gates over steps, layer by layer, beside the share that is open."
+    steps, layers = _by_layer(gates, steps)
+    whole = torch.cat(list(layers.values()), 1)
+    frame = pd.DataFrame({"open": whole.mean(1).tolist(), "shut": (whole == 0).float().mean(1).tolist()}, index=pd.Index(steps, name="step"))
+    if target is not None: frame["target"] = torch.as_tensor(target).float().expand(len(steps)).tolist()
     if multiplier is not None: frame["multiplier"] = _array(multiplier, 1, "multiplier").tolist()
-    with figure(columns=2, width=8, show=show) as (ax, line):
-        image = ax.imshow(gates[:, gates[-1].argsort(descending=True)].T.numpy(), aspect="auto", cmap="Greys", vmin=0, vmax=1, interpolation="nearest",
-                          extent=(steps[0] - 0.5, steps[-1] + 0.5, gates.shape[1], 0))
-        ax.figure.colorbar(image, ax=ax, label="gate: 1 open, 0 shut"); ax.grid(False); ax.set_xlabel("step"); ax.set_ylabel("unit, sorted")
+    if len(layers) > 1: frame = frame.join(pd.DataFrame({n: g.mean(1).tolist() for n, g in layers.items()}, index=frame.index))
+    with figure(columns=2, width=9, height=min(5, max(2.8, 0.3 * len(layers) + 1)), show=show) as (ax, line):
+        _gate_picture(ax, steps, layers)
+        for g in layers.values() if len(layers) > 1 else (): line.plot(steps, g.mean(1).numpy(), color="#aaaaaa", linewidth=0.6)
         line.plot(frame.index, frame.open, label="open")
         if target is not None: line.plot(frame.index, frame.target, linestyle="--", label="target")
         line.set_xlabel("step"); line.set_ylabel("share of units"); line.set_ylim(-0.02, 1.02)

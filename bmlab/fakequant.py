@@ -16,7 +16,7 @@ from .core import parts, roles
 from .experts import _up_name, experts_refusal
 from .kernels import _is_conv1d, _is_experts, _refusal, group_for, packable, quantize_tokens
 from .packing import GROUPS
-from .quantize import Grid, Site, calibrate, check_rounding, choose_codes, choose_factors, fold, grid_for, pack_by, plan_grids, scaling_sites
+from .quantize import Grid, Site, calibrate, check_rounding, choose_codes, choose_experts, choose_factors, fold, grid_for, pack_by, plan_grids, scaling_sites, smoothing
 
 # %% ../nbs/21a_fakequant.ipynb #eba206cd
 class _Straight(torch.autograd.Function):
@@ -41,7 +41,8 @@ def round_tokens(
 # %% ../nbs/21a_fakequant.ipynb #69ddaf1c
 class _OnGrid(nn.Module):
     "The grid of one weight, and the codes on it"
-    on, stale, owner = True, False, None   # owner: whose it is, where several methods share a model
+    on, stale, rounds = True, False, False      # rounds: its layer's inputs too?
+    owner, height = None, None                  # whose it is, where several methods share a model; rows of each expert
     def __init__(self,
         K:int,                     # columns of the weight
         bits:int=8,                # 8 or 4
@@ -65,15 +66,16 @@ class _OnGrid(nn.Module):
     def rows(self, w): return (w.transpose(-1, -2) if self.turned else w).reshape(-1, self.K)
 
     def codes(self,
-        rows:Tensor,        # (N, K) float, multiplied by the factors already
-        offset=None,        # (N, K) int8
-    )->tuple:               # codes, scale, zero
+        rows:Tensor,  # (N, K) float, multiplied by the factors already
+        start:int=0,  # of the weight's rows the one that they begin with
+    )->tuple:         # codes, scale, zero
         "What the packed layer will store of these rows."
-        rows = rows.float()
-        fitted = self.grid.fit(rows, self.energy)
+        rows, energy = rows.float(), self.energy
+        if energy is not None and energy.ndim == 2: energy = energy[torch.arange(start, start + len(rows), device=rows.device) // self.height]
+        fitted = self.grid.fit(rows, energy)
         q = self.grid.round(rows, *fitted)
-        if offset is not None:
-            q = (q + offset).clamp_(*((-127, 127) if self.grid.bits == 8 else (-8, 7)))
+        if self.offset is not None:
+            q = (q + self.offset[start:start + len(rows)]).clamp_(*((-127, 127) if self.grid.bits == 8 else (-8, 7)))
             if self.grid.keeps_zeros: q.masked_fill_(rows == 0, 0)
         return q, *fitted
 
@@ -88,7 +90,7 @@ class FakeWeight(_OnGrid):
         step, out = max(1, (16 << 20) // self.K), torch.empty_like(rows, memory_format=torch.contiguous_format)
         for i in range(0, len(rows), step):
             part = rows[i:i + step].float()
-            values = self.grid.values(*self.codes(part if s is None else part * s, None if self.offset is None else self.offset[i:i + step]))
+            values = self.grid.values(*self.codes(part if s is None else part * s, i))
             out[i:i + step] = values if s is None else values / s
         return out.view(*w.shape[:-2], w.shape[-1], w.shape[-2]).transpose(-1, -2) if self.turned else out.view(w.shape)
 
@@ -133,6 +135,14 @@ class _RoundInputs:
         if x.is_cuda and (w.shape[0] % 8 or w.shape[1] % 8): return None                                    # there the packed layer does not either
         return round_tokens(x, p.exponents), *rest
 
+def _is_masked(module, name): return any(getattr(q, "_bmlab_priority", 0) == 20 for q in chain(module, name))
+
+def _unrounded(model):
+    "{name: why} of layers whose inputs are never rounded: heads, and feed-forward layers split into experts, which multiply by parts of a row"
+    role, split = roles(model), [n + "." for n, m in parts(model) if "_bmlab_neurons" in m.__dict__]
+    out = {n: "split" for n, _ in parts(model) if any(n.startswith(s) for s in split) and role.get(n) not in ("q", "k", "v", "qkv", "o")}
+    return out | {n: "head" for n, r in role.items() if r == "head"}
+
 def _below(module, name, p):
     "The weight (N, K) that p gets, with all that stands before it"
     w = stored(module, name).detach()
@@ -145,35 +155,48 @@ class _Fitting(Method):
     "What FakeQuant finds out from calibration batches"
     def _all(self, model): return [(n, m, k, p) for n, m in list(parts(model)) for k, p in _own(m) if p.owner == id(self)]
 
-    def _linear(self, model):
-        "{name: (module, parameter's name, FakeWeight)} of linear layers, a weight that they share once"
-        out = {}
+    def _fitted(self, model):
+        "({name: (module, parameter's name, FakeWeight)} of linear layers, a weight that they share once; {name: module} of experts)"
+        out, experts = {}, {}
         for n, m, k, p in self._all(model):
-            if not isinstance(m, nn.Embedding) and stored(m, k).ndim == 2: out.setdefault(id(p), (n, (m, k, p)))
-        return dict(out.values())
+            if stored(m, k).ndim == 3: experts[n] = m
+            elif not isinstance(m, nn.Embedding): out.setdefault(id(p), (n, (m, k, p)))
+        return dict(out.values()), experts if self.rounding != "nearest" else {}
 
     @torch.no_grad()
     def _fit(self, model):
         "Factors, ranges and codes by what the inputs are, block by block"
-        mine = self._linear(model)
+        mine, experts = self._fitted(model)
+        own = [p for *_, p in self._all(model)]
         others = [p for _, m in parts(model) for _, p in _own(m) if p.owner != id(self) and p.on]      # another FakeQuant's: whose turn comes first must not matter
-        for _, _, p in mine.values(): p.reset(); p.on = False
-        for p in others: p.on = False
+        for p in own: p.reset()
+        for p in (*own, *others): p.on = False
         layers, grids = {n: m for n, (m, _, _) in mine.items()}, {n: p.grid for n, (_, _, p) in mine.items()}
         try:
-            sites = scaling_sites(model, layers, self._calib[0]) if self.smooth is not None or self.rounding == "awq" else []
-            for stage in calibrate(model, layers, self._calib, gram=self.rounding != "nearest"):
-                weights = {n: _below(*mine[n]) for n in stage}
-                for site, e in choose_factors(stage, sites, weights, grids, self.smooth):
+            sites = scaling_sites(model, layers, self._calib[0]) if self._factors is not None or self.rounding == "awq" else []
+            for stage in calibrate(model, layers | experts, self._calib, gram=self.rounding != "nearest"):
+                weights = {n: _below(*mine[n]) for n in stage if n in mine}
+                for site, e in choose_factors(stage, sites, weights, grids, self._factors):
                     for n in site.readers: p = mine[n][2]; p.exponents, p.source = e.clone(), [site.source]
-                for n in stage if self.rounding != "nearest" else (): self._fit_codes(mine[n][2], weights[n], stage[n])
-                for n in stage: mine[n][2].on = True
+                for n in weights if self.rounding != "nearest" else (): self._fit_codes(mine[n][2], weights[n], stage[n])
+                for n in stage.keys() - weights.keys():
+                    for k, p in _own(experts[n]): self._fit_experts(p, _below(experts[n], k, p), stage[n][k])
+                for n in stage:
+                    for _, p in _own(mine[n][0] if n in mine else experts[n]): p.on = p.owner == id(self)
         finally:
-            for p in (*(p for _, _, p in mine.values()), *others): p.on = True
+            for p in (*own, *others): p.on = True
 
     def _fit_codes(self, p, w, inputs):
         w = w.float() if p.exponents is None else w.float() * p.exponents.float().exp2()
-        codes, p.energy = choose_codes(w, inputs, p.grid, p.exponents, self.rounding, self.damping)
+        codes, p.energy = choose_codes(w, inputs, p.grid, self.rounding, self.damping, p.exponents)
+        self._keep(p, w, codes)
+
+    def _fit_experts(self, p, w, inputs):
+        codes, p.energy = choose_experts(w, inputs, p.grid, self.rounding, self.damping)
+        p.height = len(w) // len(inputs)
+        self._keep(p, w, codes)
+
+    def _keep(self, p, w, codes):
         if self.rounding == "gptq": p.offset = (codes[0] - p.codes(w)[0]).clamp_(-127, 127).to(torch.int8)
 
 # %% ../nbs/21a_fakequant.ipynb #1dd2b543
@@ -183,17 +206,18 @@ class _Attaching(_Fitting):
         modules:str|list|None=None,  # a pattern; None: every linear layer with a role, but no router
         skip:str|list|None=None,     # a pattern of what stays in float, "lm_head"
         rounding:str="nearest",      # "nearest", "gptq" or "awq"; the last two need calibration batches
-        smooth:float|None=None,      # SmoothQuant's exponent, 0.5: factors move from inputs to weights; needs calibration batches
+        smooth:float|bool|None=None, # SmoothQuant's exponent: factors move from inputs to weights; None: 0.5 for w8a8 with calibration batches; False: no factors
         symmetric:bool|None=None,    # int4 without zero points, so that zeros stay; None: behind a mask, or where a quarter of the weights are zero
         damping:float|None=None,     # of GPTQ, share of the mean of XᵀX's diagonal; None: as `quantize`
     ):
         self.bits, self.group_size, self.activations = parse_scheme(scheme)
         self.scheme, self.modules, self.skip, self.rounding, self.smooth, self.symmetric, self.damping = scheme, modules, skip, rounding, smooth, symmetric, damping
-        check_rounding(rounding, smooth, (), self.bits, self.activations, None)
+        check_rounding(rounding, smooth, (), self.bits, self.activations, None, damping)
         self._chosen, self._calib = {}, None
 
     def prepare(self, model, calib):
-        check_rounding(self.rounding, self.smooth, calib, self.bits, self.activations, None)
+        check_rounding(self.rounding, self.smooth, calib, self.bits, self.activations, None, self.damping)
+        self._factors = smoothing(self.smooth, self.rounding, calib, self.activations)
         self._chosen, self._calib = plan_grids(model, self.modules, self.skip, self.bits, self.group_size, self.symmetric), calib
         modules = dict(parts(model))
         for n in self._chosen:
@@ -205,23 +229,28 @@ class _Attaching(_Fitting):
                 raise ValueError(f"{n} holds the weight of {first} too, and is not rounded with it; skip both, or let modules= match both")
 
     def attach(self, model):
-        modules, heads, self._at = dict(parts(model)), {n for n, role in roles(model).items() if role == "head"}, weakref.ref(model)
+        modules, unrounded, self._at, masked, split = dict(parts(model)), _unrounded(model) if self.activations else {}, weakref.ref(model), 0, 0
         for n, grid in self._chosen.items():
             m = modules[n]
             for k in (_up_name(m), "down_proj") if _is_experts(m) else ("weight",):
                 if not chain(m, k, FakeWeight): parametrize_weight(m, k, self._weight(m, k, grid), 30)
-            if self.activations and grid is not None and n not in heads and not isinstance(m, nn.Embedding): m.register_forward_pre_hook(_RoundInputs())
+                masked += grid is not None and grid.bits == 4 and _is_masked(m, k)
+            if not self.activations or grid is None or isinstance(m, nn.Embedding): continue
+            if n in unrounded: split += unrounded[n] == "split"
+            else: m.register_forward_pre_hook(_RoundInputs()); next(p for _, p in _own(m)).rounds = True
         if self._fits: self._fit(model)
-        self.notes = {"weights": len(self._chosen), "bits": self.bits}
+        self.notes = {"weights": len(self._chosen), "bits": self.bits} | ({"smooth": self._factors} if self._factors is not None else {})
+        if masked: self.notes["2:4 weights stored as int4, no smaller for their zeros"] = masked
+        if split: self.notes["layers of experts whose inputs are not rounded"] = split
 
     @property
-    def _fits(self): return self.rounding != "nearest" or self.smooth is not None
+    def _fits(self): return self.rounding != "nearest" or self._factors is not None
 
     def _weight(self, m, k, grid):
         "The parametrization for one weight; int4 behind a mask keeps zeros"
         turned, w = getattr(m, "is_transposed", False) if grid is None else _is_conv1d(m), stored(m, k)
-        K, masked = w.shape[-2 if turned else -1], any(getattr(q, "_bmlab_priority", 0) == 20 for q in chain(m, k))
-        symmetric = self.symmetric if self.symmetric is not None else masked or grid is not None and grid.symmetric
+        K = w.shape[-2 if turned else -1]
+        symmetric = self.symmetric if self.symmetric is not None else _is_masked(m, k) or grid is not None and grid.symmetric
         group = None if grid is None and self.bits == 8 else self.group_size                                # experts have no int8 by groups
         p = FakeWeight(K, self.bits, group, symmetric and grid is not None, turned, coarse=grid == Grid() and (group is None or group_for(K, group) is not None))
         p.owner = id(self)
@@ -247,7 +276,10 @@ class FakeQuant(_Attaching):
         for n, m, _, p in own:
             if p.source: sites.setdefault(id(p.source[0]), (Site(p.source[0], {}), p.exponents))[0].readers[n] = m
         for site, exponents in sites.values(): fold(site, exponents)
-        codes = {n: p.codes(p.rows(stored(m, k)), p.offset) for n, m, k, p in own if p.energy is not None}
+        codes = {n if stored(m, k).ndim == 2 else f"{n}.{k}": p.codes(p.rows(stored(m, k))) for n, m, k, p in own if p.energy is not None}
         grids = {n: None if stored(m, k).ndim == 3 else p.grid for n, m, k, p in own}
+        whole = [n for n, _, _, p in own if not p.rounds]
         self._take_off(small)
         pack_by(small, grids, codes, self.activations, self.bits, self.group_size)
+        for n in whole:
+            if getattr(m := small.get_submodule(n), "activations", None): m.activations = None

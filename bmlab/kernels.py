@@ -100,7 +100,7 @@ class Int8Linear(_PackedRows):
     def extra_repr(self): return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 # %% ../nbs/05_kernels.ipynb #ff728e22
-def _is_conv1d(module): return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+def _is_conv1d(module): return hasattr(module, "nf") and any(c.__name__ == "Conv1D" for c in type(module).__mro__)       # (parametrized it has a class below)
 
 def _rows(module):
     "The weight of a float module as (outputs, inputs)"
@@ -116,9 +116,8 @@ def _skeleton(cls, module, **options):
     return new.train(module.training)
 
 # %% ../nbs/05_kernels.ipynb #5e3223e6
-class Int4Linear(_PackedRows):
-    "A linear layer with its weight as int4 codes and float16 scales and zero points per group of columns; the weight is frozen."
-    _stored, _arranged = ("codes", "scale", "zero"), None
+class _GroupedLinear(_PackedRows):
+    "A linear layer whose columns share scales in groups"
     def __init__(
         self,
         in_features:int,              # K, a multiple of group_size
@@ -134,21 +133,27 @@ class Int4Linear(_PackedRows):
         super().__init__(out_features, in_features, device)
         self.register_parameter("bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None)
 
-    def _buffers_for(self, rows, columns, device):
-        self.register_buffer("codes", torch.zeros(rows, columns // 2, dtype=torch.uint8, device=device))
-        for name in ("scale", "zero"): self.register_buffer(name, torch.zeros(rows, columns // self.group_size, dtype=torch.float16, device=device))
-
     @classmethod
     def from_float(
         cls,
         linear:nn.Module,             # nn.Linear, or transformers' Conv1D
-        rounding:Callable|None=None,  # (weight (N, K)) → (codes, scale, zero); None: `quantize_groups`
+        rounding:Callable|None=None,  # (weight (N, K)) → what the layer stores; None: to nearest
         group_size:int=128,           # columns that share a scale
-    ):                                # -> Int4Linear; the bias is the same `nn.Parameter`
+    ):                                # -> the packed layer; the bias is the same `nn.Parameter`
         "The packed layer of a float one."
         new = _skeleton(cls, linear, group_size=group_size)
-        new._put(*(rounding or functools.partial(quantize_groups, group_size=group_size))(_rows(linear)))
+        new._put(*(rounding or functools.partial(cls._to_nearest, group_size=group_size))(_rows(linear)))
         return new
+
+    def extra_repr(self): return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, group_size={self.group_size}"
+
+# %% ../nbs/05_kernels.ipynb #9dd17b2e
+class Int4Linear(_GroupedLinear):
+    "A linear layer with its weight as int4 codes and float16 scales and zero points per group of columns; the weight is frozen."
+    _stored, _arranged, _to_nearest = ("codes", "scale", "zero"), None, staticmethod(quantize_groups)
+    def _buffers_for(self, rows, columns, device):
+        self.register_buffer("codes", torch.zeros(rows, columns // 2, dtype=torch.uint8, device=device))
+        for name in ("scale", "zero"): self.register_buffer(name, torch.zeros(rows, columns // self.group_size, dtype=torch.float16, device=device))
 
     @property
     def weight(self): return self.codes.view(torch.int8)
@@ -166,8 +171,6 @@ class Int4Linear(_PackedRows):
         return packed_linear4(x, self.codes, self.scale, self.zero, self.bias)
 
     def _bmlab_packed(self): return [("weight", [*self.tensors, *(self._arranged or ())], (self.out_features, self.in_features), "int4")]
-
-    def extra_repr(self): return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, group_size={self.group_size}"
 
 # %% ../nbs/05_kernels.ipynb #76460bcf
 def arrange_int4(

@@ -7,8 +7,8 @@ __all__ = ['FFN', 'feed_forwards', 'balanced_clusters', 'ffn_samples', 'Router',
            'MoEfy', 'expert_use']
 
 # %% ../nbs/24_moefy.ipynb #1320f628
-import contextlib, functools, math
-from collections.abc import Callable
+import contextlib, copy, functools, inspect, math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,39 +16,59 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
-from tqdm.auto import tqdm
+from transformers import activations
 
-from .cook import Method, chain, stored
-from .core import Transient, parts, resolve, roles, unwrap
-from .kernels import Int4Linear, Int8Linear
+from .cook import Calibration, Method, chain, replace_child, stored
+from .core import Transient, _matrix, parts, resolve, roles, unwrap
+from .kernels import Int4Linear, Int8Linear, _is_conv1d, _rows
 from .packing import packed_linear, packed_linear4
 from .quantize import Int8GroupLinear, _wide8
+from .slicing import Through
 from .sparse24 import Sparse24Linear
-from .train import eval_mode, to_device
+from .train import eval_mode
 
 # %% ../nbs/24_moefy.ipynb #fd45d54b
-_ACTS = ("act_fn", "act", "activation_fn", "activation", "nonlinearity")   # what modules call their activation
+_ACTS = ("act_fn", "act", "activation_fn", "activation", "nonlinearity", "intermediate_act_fn")   # what modules call their activation
 
 @dataclass
 class FFN:
     "A feed-forward layer, by the names of its parts relative to its module."
     up:str             # name of the matrix into the neurons
     down:str           # name of the matrix out of them
-    gate:str|None      # name of the matrix whose outputs go through the activation; None: `up` is that
+    gate:str|None      # name of the matrix whose outputs go through the activation; None: `up` is that; `up` again: one matrix for both, the gate's rows first
     act:str|Callable   # name of the activation's module, or a function
+    spread:bool=False  # is the module a block that does more?
 
+    @property
+    def fused(self): return self.gate == self.up
     def matrices(self, module):
-        "The matrix modules: gate (None where there is none), up, down"
-        return [None if n is None else unwrap(module.get_submodule(n)) for n in (self.gate, self.up, self.down)]
+        "The matrix modules: gate (None where it has none of its own), up, down"
+        return [None if n is None else unwrap(module.get_submodule(n)) for n in (None if self.fused else self.gate, self.up, self.down)]
     def function(self, module):
         "The activation"
         return module.get_submodule(self.act) if isinstance(self.act, str) else self.act
+    def split(self, raised):
+        "(gate's, up's) share of what the matrix `up` put out"
+        return raised.chunk(2, -1) if self.fused else (None, raised)
+    def raised(self, module, x):
+        "What gate (or None) and up put out for inputs x (…, D): (…, F) each"
+        gate, up, _ = self.matrices(module)
+        return self.split(up(x)) if gate is None else (gate(x), up(x))
     def hidden(self, module, x):
         "The neurons' outputs (…, F) for inputs x (…, D)"
-        gate, up, _ = self.matrices(module)
-        act = self.function(module)
-        return act(up(x)) if gate is None else act(gate(x)) * up(x)
+        act, (g, u) = self.function(module), self.raised(module, x)
+        return act(u) if g is None else act(g) * u
+    def rows(self, module):
+        "The weights of gate (or None), up: (F, D), and down: (D, F), in float32"
+        gate, up, down = (None if m is None else _rows(m).detach().float() for m in self.matrices(module))
+        return (*up.chunk(2), down) if self.fused else (gate, up, down)
+    def sides(self, module, order):
+        "(matrix, 0 for its outputs or 1 for its inputs, their order) for each matrix when neurons get an order"
+        gate, up, down = self.matrices(module)
+        both = torch.cat([order, order + len(order)]) if self.fused else order
+        return [(m, dim, o) for m, dim, o in ((gate, 0, order), (up, 0, both), (down, 1, order)) if m is not None]
 
+# %% ../nbs/24_moefy.ipynb #8f1cbd7f
 def _find_act(module, up):
     "The activation's name or function in a feed-forward module"
     inner = up.rpartition(".")[0]
@@ -58,51 +78,71 @@ def _find_act(module, up):
             if n in owner._modules: return f"{path}.{n}" if path else n
             if callable(f := owner.__dict__.get(n)): return f
 
+def _put_parts(module, new):
+    "Put modules under names below `module`; returns those that were there"
+    old = {n: module.get_submodule(n) for n in new}
+    for n, m in new.items(): module.get_submodule(n.rpartition(".")[0])._modules[n.rpartition(".")[2]] = m
+    return old
+
+def _whole_at_first(ffn, layer): return {ffn.up: layer, ffn.act: Through(), ffn.down: Through()}
+
 @torch.no_grad()
 def _computes(module, ffn):
-    "Is the module's forward that of a feed-forward layer?"
-    weight = ffn.matrices(module)[1].weight
-    if weight.is_meta: return True
-    x = torch.randn(2, 3, _shape(ffn.matrices(module)[1])[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    "Is the module's forward that of a feed-forward layer; of one that is spread over a block, could the layer stand in the place of its first matrix?"
+    _, up, down = ffn.matrices(module)
+    if up.weight.is_meta: return True
+    x = torch.randn(2, 3, _matrix(up)[0], generator=torch.Generator().manual_seed(0)).to(up.weight)
+    needs = [k for k, p in list(inspect.signature(module.forward).parameters.items())[1:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    run = lambda: next(iter(y)) if isinstance(y := module(x, **dict.fromkeys(needs)), tuple) else y
     with eval_mode(module):
-        try: y, ours = module(x), ffn.matrices(module)[2](ffn.hidden(module, x))
-        except (TypeError, RuntimeError, ValueError): return False
-    return isinstance(y, Tensor) and y.shape == ours.shape and torch.allclose(y.float(), ours.float(), rtol=1e-2, atol=1e-3 * float(ours.abs().max()))
+        try:
+            want = run()
+            if not ffn.spread: ours = down(ffn.hidden(module, x))
+            else:
+                old = _put_parts(module, _whole_at_first(ffn, nn.Sequential(up, ffn.function(module), down)))
+                try: ours = run()
+                finally: _put_parts(module, old)
+        except Exception: return False                                                  # a block that wants more than its input
+    return isinstance(want, Tensor) and want.shape == ours.shape and torch.allclose(want.float(), ours.float(), rtol=1e-2, atol=1e-3 * float(ours.abs().max()))
 
-# %% ../nbs/24_moefy.ipynb #8f1cbd7f
-def _is_conv1d(m): return type(m).__name__.endswith("Conv1D") and hasattr(m, "nf")
+def _parts_of(module, path, role):
+    "(FFN or None, why not) of the module at `path`, with the roles of all matrices"
+    below = [(r, n[len(path) + 1:]) for n, r in role.items() if n.startswith(path + ".")]
+    if sum(r in ("up", "gate_up") for r, _ in below) > 1: return None, "holds several"
+    names = dict(below)
+    up = names.get("up") or names["gate_up"]
+    ffn = FFN(up, names["down"], names.get("gate") or (up if "gate_up" in names else None), _find_act(module, up))
+    mine = [m for m in ffn.matrices(module) if m is not None]
+    if ffn.act is None: return None, "has no activation that is known"
+    if any(hasattr(m, "_bmlab_packed") for m in mine): return None, "is packed; cook the model before that"
+    ffn.spread = any(m._parameters for n, m in parts(module) if m not in mine and n.partition(".")[0] not in ("moefy", "sparse"))
+    if ffn.spread and (ffn.gate is not None or not isinstance(ffn.act, str)): return None, "spreads its gate, or an activation that is no module, over its block"
+    return (ffn, "") if _computes(module, ffn) else (None, "computes more than a feed-forward layer does, in a way that none in its first matrix's place could")
 
-def _shape(m):
-    "(outputs, inputs) of a matrix module"
-    return (m.out_features, m.in_features) if hasattr(m, "in_features") else tuple(m.weight.shape)[::-1] if _is_conv1d(m) else tuple(m.weight.shape)
-
+# %% ../nbs/24_moefy.ipynb #9a97b4e9
 def feed_forwards(
     model:nn.Module,            # any transformer
     modules:str|list|None=None, # a pattern of `resolve` for the layers or their matrices; None: all
 )->dict[str, FFN]:              # name of the module → its parts
     "The feed-forward layers that can be split into neurons."
     everything, found, why = dict(parts(model)), {}, {}
-    role = {n: r for n, r in roles(model).items() if n in everything and r in ("gate", "up", "down")}
+    role = {n: r for n, r in roles(model).items() if n in everything and r in ("gate", "up", "gate_up", "down")}
     for name in (n for n, r in role.items() if r == "down"):
-        path = name
-        while path:
-            path = path.rpartition(".")[0]
-            below = {r: n[len(path) + 1:] for n, r in role.items() if n.startswith(path + ".")}
-            if "up" not in below or not path: continue
-            if sum(n.startswith(path + ".") and r == "up" for n, r in role.items()) > 1: why[path] = "holds several"; break
-            act = _find_act(everything[path], below["up"])
-            if act is None: why[path] = "has no activation that is known"; break
-            ffn = FFN(below["up"], below["down"], below.get("gate"), act)
-            if _computes(everything[path], ffn): found[path] = ffn
-            else: why[path] = "computes more than a feed-forward layer does, as where it is spread over its block"
-            break
+        above = [path for path in (".".join(name.split(".")[:i]) for i in range(name.count("."), 0, -1))
+                 if any(n.startswith(path + ".") and r in ("up", "gate_up") for n, r in role.items())]
+        if not above: continue
+        ffn, reason = _parts_of(everything[above[0]], above[0], role)
+        if ffn is None: why[above[0]] = reason
+        else: found[above[0]] = ffn
     if not found:
         reason = next((f": {n} {w}" for n, w in why.items()), "")
         raise LookupError(f"this {type(model).__name__} has no feed-forward layer that can be split into neurons{reason}")
     if modules is None: return found
     wanted = resolve(model, modules)
     chosen = {n: f for n, f in found.items() if n in wanted or any(f"{n}.{m}" in wanted for m in (f.gate, f.up, f.down))}
-    if not chosen: raise LookupError(f"modules={modules!r} names no feed-forward layer; there are {', '.join(list(found)[:3])}{', …' if found.keys() - set(list(found)[:3]) else ''}")
+    if not chosen:
+        refused = next((f"; {n} {w}" for n, w in why.items() if n in wanted or any(m.startswith(n + ".") for m in wanted)), "")
+        raise LookupError(f"modules={modules!r} names no feed-forward layer; there are {', '.join(list(found)[:3])}{', …' if found.keys() - set(list(found)[:3]) else ''}{refused}")
     return chosen
 
 # %% ../nbs/24_moefy.ipynb #c12fecc8
@@ -176,37 +216,30 @@ _SAMPLE_BYTES = 1 << 30  # of activations kept at a time
 def ffn_samples(
     model:nn.Module,    # left as it was
     layers:dict,        # name → FFN, of `feed_forwards`
-    calib:list,         # batches, dicts of the model's arguments; labels are not needed
+    calib:Iterable,     # batches, as for `Calibration`; labels are not needed
     tokens:int=2048,    # kept of each layer, at most
 ):                      # yields (name, inputs (n, D), activations (n, F)), float32 on the model's device, layer by layer
     "What goes into feed-forward layers, and what their neurons do with it."
-    modules, names = dict(parts(model)), list(layers)
-    width = {n: sum(_shape(layers[n].matrices(modules[n])[1])) for n in names}
+    modules, names, run = dict(parts(model)), list(layers), Calibration(model, calib)
+    width = {n: sum(_matrix(layers[n].matrices(modules[n])[2])) for n in names}
     while names:
         group, room = [], _SAMPLE_BYTES // (4 * tokens)
         while names and (not group or width[names[0]] <= room): room -= width[names[0]]; group.append(names.pop(0))
-        seen = _collect(model, {n: layers[n] for n in group}, modules, calib, tokens)
+        seen = _collect(run, {n: layers[n] for n in group}, modules, tokens)
         for n in group:
             if not seen[n][0]: raise ValueError(f"{n} never ran on the calibration batches; give batches that reach it, or leave it out with modules=")
             yield n, *(torch.cat(t)[:tokens] for t in seen.pop(n))
 
-def _collect(model, layers, modules, calib, tokens):
+def _collect(run, layers, modules, tokens):
     "{name: (inputs, activations)} of one pass over the batches"
-    seen, keep, hooks = {n: ([], []) for n in layers}, [None], []
+    seen, hooks = {n: ([], []) for n in layers}, []
     def see(n, which, x):
-        x = x.detach().reshape(-1, x.shape[-1])
-        if sum(map(len, seen[n][which])) >= tokens: return
-        mask = keep[0]
-        seen[n][which].append((x[mask] if mask is not None and len(mask) == len(x) else x)[:tokens].float())
+        if sum(map(len, seen[n][which])) < tokens: seen[n][which].append(run.tokens(x.detach(), n)[:tokens].float())
     for n, f in layers.items():
         for which, m in enumerate(f.matrices(modules[n])[1:]): hooks.append(m.register_forward_pre_hook(lambda m, args, n=n, which=which: see(n, which, args[0])))
     try:
-        with eval_mode(model):
-            decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-            for batch in tqdm(calib, desc="calibrate", leave=False, mininterval=1):
-                keep[0] = batch["attention_mask"].reshape(-1).bool().to(next(model.parameters()).device) if "attention_mask" in batch else None
-                model(**to_device({k: v for k, v in batch.items() if decoder or k != "labels"}, next(model.parameters()).device))
-                if all(sum(map(len, s[1])) >= tokens for s in seen.values()): break
+        for _ in run:
+            if all(sum(map(len, s[1])) >= tokens for s in seen.values()): break
     finally:
         for h in hooks: h.remove()
     return seen
@@ -220,7 +253,7 @@ class Router(nn.Module):
     ):
         super().__init__()
         self.kind = kind
-        for k, t in tensors.items(): self.register_parameter(k, nn.Parameter(t.clone()))
+        for k, t in tensors.items(): self.register_parameter(k, nn.Parameter(t.clone(memory_format=torch.contiguous_format)))
 
     def forward(self,
         x:Tensor,      # (…, D)
@@ -239,6 +272,14 @@ class Router(nn.Module):
 
     @property
     def cost(self): return sum(p.numel() for p in self.parameters() if p.ndim == 2 and p is not getattr(self, "reach", None))  # multiplications of a token
+
+    def keep_inputs(self, index):
+        "Let it read some of its inputs only, those that structural pruning left"
+        for k in ("centres", "inner", "rows", "ups"):
+            if k in self._parameters: self._parameters[k] = nn.Parameter(self._parameters[k].detach()[:, index.to(self._parameters[k].device)])
+
+    @property
+    def inputs(self): return (self.centres if self.kind == "centroid" else self.inner if self.kind == "mlp" else self.rows).shape[1]  # D
 
     def extra_repr(self): return f"{self.kind}, experts={self.experts}"
 
@@ -264,11 +305,6 @@ def chosen(
 def _loss(scores, mass):
     "Cross-entropy of the predicted shares to the true ones"
     return -(mass / mass.sum(-1, keepdim=True).clamp_min(1e-12) * scores.log_softmax(-1)).sum(-1).mean()
-
-def _rows(m):
-    "A matrix module's stored weight as (outputs, inputs), detached"
-    w = stored(m).detach()
-    return w.t() if _is_conv1d(m) else w
 
 def _centroid(gate, bounds, x, mass):
     "Means of the experts' rows, scaled so that a softmax of the scores fits the masses best"
@@ -340,6 +376,13 @@ def _rows_product(m, x, at):
     if type(m) is Sparse24Linear: return F.linear(x, m._raw()[at], bias) if m.scale is None else packed_linear(x, m._raw()[at], m.scale[at], bias, m.activations)
     return F.linear(x, m.weight[:, at].t() if _is_conv1d(m) else m.weight[at], bias)
 
+def _some_columns(m, h, ids):
+    "What the inputs `ids` add to a matrix module's outputs; None for a kind that cannot be read by column"
+    if type(m) is Int8Linear: y = packed_linear(h, m.codes.index_select(1, ids), m.scale)
+    elif _plain(m) or _is_conv1d(m): y = F.linear(h, m.weight[ids].t() if _is_conv1d(m) else m.weight[:, ids])
+    else: return None
+    return y if m.bias is None else y + m.bias
+
 def _columns_product(m, h, a, b):
     "What the inputs a…b add to a matrix module's outputs, bias left out"
     codes = m.codes if type(m) is Int8Linear else m._raw() if type(m) is Sparse24Linear and m.scale is not None else None
@@ -379,32 +422,35 @@ class _OneToken(nn.Module):
             if plain: h = act(rows[a:b].mv(v)) if gate is None else act(first[a:b].mv(v)).mul_(rows[a:b].mv(v))
             else: h = (act(_rows_product(up, x, slice(a, b))) if gate is None else act(_rows_product(gate, x, slice(a, b))) * _rows_product(up, x, slice(a, b)))[0]
             y, work = columns[a:b].t().mv(h) if y is None else torch.addmv(y, columns[a:b].t(), h), work + b - a
-        return (x.new_zeros(_shape(down)[0]) if y is None else y)[None], work
+        return (x.new_zeros(_matrix(down)[1]) if y is None else y)[None], work
 
     def _takes_kernels(self, x, act, gate, up, down):
         "One token on a GPU: the rows of its experts are read by index"
         return (x.is_cuda and len(x) == 1 and self.threshold is None and self._equal() and all(map(_plain, (gate, up, down)))
                 and type(act).__name__ in _kernel_acts() and not torch.compiler.is_compiling() and not torch.is_grad_enabled())
 
+    def _ids(self, on):
+        "The neurons that run for one token: (n,), a size that the router has no say in"
+        first, size = self.bounds[1], self.bounds[2] - self.bounds[1]
+        experts = on[0].int().topk(self.k, sorted=False).indices
+        return torch.cat([torch.arange(first, device=on.device), (first + experts[:, None] * size + torch.arange(size, device=on.device)).flatten()])
+
     def _kernels(self, x, on, act, gate, up, down):
         from bmlab.triton_kernels import neuron_hidden, neuron_sum
-        first, size = self.bounds[1], self.bounds[2] - self.bounds[1]
-        experts = on[0].int().topk(self.k, sorted=False).indices                       # no size depends on what the router chose
-        ids = torch.cat([torch.arange(first, device=x.device), (first + experts[:, None] * size + torch.arange(size, device=x.device)).flatten()])
+        ids = self._ids(on)
         h = neuron_hidden(x[0], ids, up.weight, gate and gate.weight, _kernel_acts()[type(act).__name__], None, up.bias, gate and gate.bias)
         y = neuron_sum(h, ids, down.weight).to(x.dtype)[None]
         return y if down.bias is None else y + down.bias
 
-    def _takes_picked(self, x, *matrices): return len(x) == 1 and self.threshold is None and self._equal() and all(map(_plain, matrices))
+    def _takes_picked(self, x, *matrices):
+        "One token where no size may depend on the router: rows and columns can be read by index"
+        return len(x) == 1 and self.threshold is None and self._equal() and all(_plain(m) or type(m) is Int8Linear or _is_conv1d(m) for m in matrices)
 
-    def _picked(self, x, on):
-        "One token under torch.compile: the chosen experts' rows are gathered, in sizes that are known before"
-        (gate, up, down), first, E = self.ffn.matrices(self), self.bounds[1], on.shape[1]
-        e, act = on[0].int().topk(self.k).indices, self.ffn.function(self)
-        pick = lambda t: torch.cat([t[:first], t[first:].unflatten(0, (E, -1))[e].flatten(0, 1)])
-        product = lambda m: F.linear(x, pick(m.weight), None if m.bias is None else pick(m.bias))
-        h = act(product(up)) if gate is None else act(product(gate)) * product(up)
-        return F.linear(h, pick(down.weight.t()).t(), down.bias)
+    def _picked(self, x, on, act, gate, up, down):
+        "One token: the chosen experts' rows are gathered"
+        ids = self._ids(on)
+        h = act(_rows_product(up if gate is None else gate, x, ids))
+        return _some_columns(down, h if gate is None else h * _rows_product(up, x, ids), ids)
 
 # %% ../nbs/24_moefy.ipynb #0b53596f
 class _ManyTokens(_OneToken):
@@ -416,7 +462,7 @@ class _ManyTokens(_OneToken):
 
     def _stretches(self, x, on, act, gate, up, down):
         "(outputs, neurons × tokens computed): expert by expert, or for one token stretch by stretch"
-        y, work = x.new_zeros(len(x), _shape(down)[0]), 0
+        y, work = x.new_zeros(len(x), _matrix(down)[1]), 0
         if len(x) == 1:
             for a, b in self._runs(on[0].nonzero()[:, 0].tolist()): y, work = y + self._expert(x, a, b, act, gate, up, down), work + b - a
         else:
@@ -457,7 +503,51 @@ class _ManyTokens(_OneToken):
         if first: y = y + self._expert(x, 0, first, act, gate, up, down)
         return y if down.bias is None else y + down.bias
 
-# %% ../nbs/24_moefy.ipynb #07be9f5c
+# %% ../nbs/24_moefy.ipynb #28231903
+def _apart(model, old, ffn):
+    "(module, FFN) with gate, up and down of its own, of a layer of any kind in `model`"
+    if ffn.spread:
+        box = nn.Module().train(old.training)
+        for k, n in (("up", ffn.up), ("act", ffn.act), ("down", ffn.down)): box.add_module(k, old.get_submodule(n))
+        return box, FFN("up", "down", None, "act", True)
+    if not ffn.fused: return old, ffn
+    owner, _, last = ffn.up.rpartition(".")
+    place, both, new = old.get_submodule(owner), old.get_submodule(ffn.up), {}
+    others = {id(m): m for m in set(model.modules()) - set(both.modules())}            # that it knows of stay what they are
+    for k, rows in zip(("gate_proj", "up_proj"), torch.arange(_matrix(both)[1]).chunk(2)):
+        new[k] = copy.deepcopy(both, dict(others))
+        _take(new[k], 0, rows)
+    place._modules = {k: m for n, child in place._modules.items() for k, m in (new if n == last else {n: child}).items()}
+    up, gate = (f"{owner}.{k}".strip(".") for k in ("up_proj", "gate_proj"))
+    return old, FFN(up, ffn.down, gate, ffn.act)
+
+def _install(model, old, ffn, layer):
+    "Put an exported layer in a layer's place, or in a block in that of its first matrix"
+    if ffn.spread: _put_parts(old, _whole_at_first(ffn, layer))
+    else: replace_child(model, old, layer)
+
+def _act_named(name): return getattr(activations if hasattr(activations, name) else nn, name)()
+
+def _described(layer, ffn):
+    "What a file says of an exported layer's parts"
+    names, act = [ffn.up, ffn.down, ffn.gate], type(ffn.function(layer)).__name__ if ffn.spread else None
+    if act is not None and repr(_act_named(act)) != repr(ffn.function(layer)): raise TypeError(f"the activation {ffn.function(layer)} is none that a file can name")
+    sizes = {n: [*_matrix(m := layer.get_submodule(n)), m.bias is not None] for n in names if n is not None}
+    return {"names": names, "sizes": sizes, "act": act}
+
+def _made(old, said):
+    "(module, FFN) of what a file says, from the module that the configuration makes in this place"
+    (up, down, gate), act = said["names"], said["act"]
+    if act is not None:
+        old = nn.Module()
+        old.act = _act_named(act)
+    there = dict(old.named_modules())
+    if missing := [n for n in said["sizes"] if n not in there]:
+        for n in [n for n, m in there.items() if _matrix(m) is not None and n not in said["sizes"]]: del old.get_submodule(n.rpartition(".")[0])._modules[n.rpartition(".")[2]]
+        for n in missing: old.get_submodule(n.rpartition(".")[0]).add_module(n.rpartition(".")[2], nn.Linear(*said["sizes"][n], device="meta"))
+    return old, FFN(up, down, gate, _find_act(old, up), act is not None)
+
+# %% ../nbs/24_moefy.ipynb #cf0bfc72
 class MoEMLP(_ManyTokens):
     "A feed-forward layer whose neurons lie in experts; a router chooses which of them are computed."
     def __init__(self,
@@ -482,23 +572,31 @@ class MoEMLP(_ManyTokens):
             for note in self._work: note(1, work, self.bounds[-1], self._choosing(gate, up, down))
             return y.view(x.shape)
         on = chosen(scores, self.k, self.threshold)
-        if not all(m is None or _slices(m) and _quiet(m) for m in (gate, up, down)): y, work = self._masked(rows, on), self.bounds[-1] * len(rows)
-        elif self._takes_kernels(rows, act, gate, up, down): y, work = self._kernels(rows, on, act, gate, up, down), self.bounds[1] + self.k * (self.bounds[2] - self.bounds[1])
-        elif self._takes_groups(rows, gate, up, down): y, work = self._grouped(rows, on, act, gate, up, down), (self.bounds[1] + self.k * (self.bounds[2] - self.bounds[1])) * len(rows)
-        elif torch.compiler.is_compiling(): y, work = (self._picked if self._takes_picked(rows, gate, up, down) else self._masked)(rows, on), self.bounds[-1] * len(rows)
-        else: y, work = self._stretches(rows, on, act, gate, up, down)
+        way = self._way(rows, act, gate, up, down)
+        if way == "_stretches": y, work = self._stretches(rows, on, act, gate, up, down)
+        elif way == "_masked": y, work = self._masked(rows, on), self.bounds[-1] * len(rows)
+        else: y, work = getattr(self, way)(rows, on, act, gate, up, down), (self.bounds[1] + self.k * (self.bounds[2] - self.bounds[1])) * len(rows)
         for note in self._work: note(len(rows), work, self.bounds[-1], self._choosing(gate, up, down) * len(rows))
         return y.view(*x.shape[:-1], -1)
 
-    def _choosing(self, *matrices): return self.router.cost / sum(math.prod(_shape(m)) for m in matrices if m is not None)
+    def _way(self, x, act, *matrices):
+        "By which of the ways above"
+        if not all(m is None or _slices(m) and _quiet(m) for m in matrices): return "_masked"
+        if self._takes_kernels(x, act, *matrices): return "_kernels"
+        if self._takes_groups(x, *matrices): return "_grouped"
+        compiling = torch.compiler.is_compiling()
+        if (compiling or x.is_cuda) and self._takes_picked(x, *matrices): return "_picked"
+        return "_masked" if compiling or x.is_cuda and torch.cuda.is_current_stream_capturing() else "_stretches"
 
-    def cooked_state(self): return {"ffn": [self.ffn.up, self.ffn.down, self.ffn.gate], "bounds": self.bounds, "k": self.k, "threshold": self.threshold,
+    def _choosing(self, *matrices): return self.router.cost / sum(math.prod(_matrix(m)) for m in matrices if m is not None)
+
+    def cooked_state(self): return {"ffn": _described(self, self.ffn), "bounds": self.bounds, "k": self.k, "threshold": self.threshold,
                                     "router": [self.router.kind, {n: list(p.shape) for n, p in self.router.named_parameters()}]}
     @classmethod
     def from_cooked(cls, old, state):
-        (up, down, gate), (kind, shapes) = state["ffn"], state["router"]
+        kind, shapes = state["router"]
         router = Router(kind, {n: torch.empty(s, device="meta") for n, s in shapes.items()})
-        return cls(old, FFN(up, down, gate, _find_act(old, up)), router, state["bounds"], state["k"], state["threshold"])
+        return cls(*_made(old, state["ffn"]), router, state["bounds"], state["k"], state["threshold"])
 
     def extra_repr(self):
         E = len(self.bounds) - 2
@@ -542,7 +640,9 @@ class Plan:
     bounds:list            # [0, end of the neurons that are always on, end of expert 0, …, F]
     k:int                  # experts of a token
     router:Router
-    recall:float|None      # share of the best k experts' mass that the router's hold, on samples kept apart; None without samples
+    reach:Tensor           # (F,) float32: how far each neuron, in its order, moves the output
+    active:float|None      # share of the neurons that run: for a threshold measured on samples kept apart, None without
+    recall:float|None      # share of the mass of equally many best experts that the router's hold, on samples kept apart; None without
 
 def _split(F, experts, shared, active, name):
     "(neurons always on, experts of a token) for a layer of F neurons"
@@ -554,9 +654,8 @@ def _split(F, experts, shared, active, name):
 
 def _decide(module, ffn, x, h, name, experts, active, shared, router, cluster, threshold, seed):
     "The `Plan` of one layer"
-    gate, up, down = ffn.matrices(module)
-    up, gate = _rows(up).float(), None if gate is None else _rows(gate).float()
-    first, reach = up if gate is None else gate, _rows(down).float().norm(dim=0)       # the rows that go through the activation
+    gate, up, down = ffn.rows(module)
+    first, reach = up if gate is None else gate, down.norm(dim=0)                      # the rows that go through the activation
     on, k = _split(len(up), experts, shared, active, name)
     activity = None if h is None else h.abs() * reach
     worth = reach * first.norm(dim=1) if h is None else activity.mean(0)
@@ -575,38 +674,41 @@ def _decide(module, ffn, x, h, name, experts, active, shared, router, cluster, t
     elif router == "mlp": tensors = _network(bounds, x[train], mass[train], seed)
     else: tensors = _representatives(first, up, reach, bounds, some(h), x is not None and mass[train])
     made = Router(router, {n: t.float() for n, t in tensors.items()})
+    active = None if threshold is not None else (on + k * (bounds[2] - on)) / bounds[-1]
     if x is not None:
-        best = mass[apart] * chosen(mass[apart], k)
-        with torch.no_grad(): recall = (mass[apart] * chosen(made(x[apart], ffn.function(module)), k)).sum().item() / max(best.sum().item(), 1e-12)
-    return Plan(ffn, order, bounds, k, made.to(_rows(down).dtype), recall)
+        with torch.no_grad(): running = chosen(made(x[apart], ffn.function(module)), k, threshold)
+        n, best = running.sum(-1, keepdim=True), mass[apart].sort(-1, descending=True).values.cumsum(-1)
+        recall = (mass[apart] * running).sum().item() / max(best.gather(-1, n - 1).sum().item(), 1e-12)
+        if threshold is not None: active = (on + n.float().mean().item() * (bounds[2] - on)) / bounds[-1]
+    return Plan(ffn, order, bounds, k, made.to(ffn.matrices(module)[2].weight.dtype), reach, active, recall)
 
 # %% ../nbs/24_moefy.ipynb #3cc9c579
-def _permute(m, dim, order):
-    "Put a matrix module's outputs (dim 0) or inputs (dim 1) in another order, with all that shapes its weight"
-    n, flip = _shape(m)[dim], _is_conv1d(m)
-    if not torch.equal(order.sort().values, torch.arange(n, device=order.device)): raise ValueError(f"order does not name each of the {n} neurons once")
-    def put(t, d): t.data = t.data.index_select(d, order.to(t.device))
-    weight, square = stored(m), (dim == 0) == (not flip)                               # along the stored weight's first dimension?
-    put(weight, 0 if square else 1)
-    if dim == 0 and m._parameters.get("bias") is not None: put(m.bias, 0)
-    _permute_chain(m, dim, order)
+def _along(m, dim): return int((dim == 1) != _is_conv1d(m))                          # the dimension of the stored weight; a Conv1D's is (in, out)
 
-def _permute_chain(m, dim, order):
+def _take(m, dim, index):
+    "Let a matrix module have these of its outputs (dim 0) or inputs (dim 1), in this order, with all that shapes its weight"
+    _take_chain(m, dim, index)
+    put = lambda t, d: t.data.index_select(d, index.to(t.device))
+    weight = stored(m)
+    weight.data = put(weight, _along(m, dim))
+    if dim == 0 and m._parameters.get("bias") is not None: m.bias.data = put(m.bias, 0)
+    for k in (("out_features", "nf"), ("in_features", "nx"))[dim]:
+        if k in m.__dict__: m.__dict__[k] = len(index)
+
+def _take_chain(m, dim, index):
     "The same for what shapes its weight: a gate for each neuron, a mask of the weight's shape"
-    weight, flip = stored(m), _is_conv1d(m)
-    d, n = int((dim == 1) != flip), _shape(m)[dim]
+    weight, d, n = stored(m), _along(m, dim), _matrix(m)[1 - dim]
     for p in chain(m):
-        if hasattr(p, "cut"): p.cut(d, order); continue
+        if hasattr(p, "cut"): p.cut(d, index); continue
         gates = [g for g in getattr(p, "gates", ()) if isinstance(g, nn.Module)]       # that belong to the model
         for t in (*p.parameters(), *p.buffers(), *(t for g in gates for t in (*g.parameters(), *g.buffers()))):
-            if t.shape == weight.shape: t.data = t.data.index_select(d, order.to(t.device))
-            elif t.ndim and t.numel() == n and weight.shape[1 - d] != n: t.data = t.data.index_select(t.shape.index(n), order.to(t.device))
+            if t.shape == weight.shape: t.data = t.data.index_select(d, index.to(t.device))
+            elif t.ndim and t.numel() == n and weight.shape[1 - d] != n: t.data = t.data.index_select(t.shape.index(n), index.to(t.device))
 
 def _reorder(m, dim, order):
     "Give a matrix module new parameters, its neurons in another order; (module, name, parameter that was there) for each"
-    d = int((dim == 1) != _is_conv1d(m))
     was = [(m, k, p) for k, p in m._parameters.items() if p is not None and (k == "weight" or dim == 0)]
-    for _, k, p in was: m._parameters[k] = nn.Parameter(p.detach().index_select(d if k == "weight" else 0, order.to(p.device)), requires_grad=p.requires_grad)
+    for _, k, p in was: m._parameters[k] = nn.Parameter(p.detach().index_select(_along(m, dim) if k == "weight" else 0, order.to(p.device)), requires_grad=p.requires_grad)
     return was
 
 def _same_objects(was):
@@ -620,10 +722,29 @@ def _same_objects(was):
 # %% ../nbs/24_moefy.ipynb #6c7fed53
 class _Site(nn.Module):
     "What a layer carries while it is cooked"
-    def __init__(self, name, plan, reach):
+    def __init__(self, name, plan):
         super().__init__()
         self.name, self.router = name, plan.router                                   # its layer's name when it was cooked: layers before it may be gone by the export
-        self.register_buffer("order", plan.order); self.register_buffer("reach", reach)
+        self.register_buffer("order", plan.order); self.register_buffer("reach", plan.reach)
+        self.register_buffer("neurons", torch.arange(len(plan.order), device=plan.order.device), persistent=False)
+
+    def cut_neurons(self, index):
+        "Structural pruning left these neurons"
+        self.neurons, self.reach = self.neurons[index.to(self.neurons.device)], self.reach[index.to(self.reach.device)]
+
+    def cut_inputs(self, index):
+        "Structural pruning left these of the layer's inputs"
+        self.router.keep_inputs(index)
+
+    def left(self, bounds):
+        "The bounds of the always-on neurons and of the experts among the neurons that are left"
+        return [0, *(int((self.neurons < b).sum()) for b in bounds[1:])]
+
+class _Whole:
+    "Is a forward pass of the whole model on its way? What a block shows when it is recomputed has been counted"
+    def __init__(self): self.on = self.blind = False
+    def begin(self, module, args): self.on = torch.is_grad_enabled()
+    def end(self, module, args, output): self.on = False
 
 class _Gate:
     "The two hooks of a layer: the first asks the router, the second switches neurons off"
@@ -632,19 +753,19 @@ class _Gate:
     def ask(self, module, args):
         if not self.method.enabled: return
         scores = self.site.router(args[0].detach(), self.ffn.function(self.module))
-        self.on, self.scores = chosen(scores, self.k, self.method.threshold), scores if module.training and torch.is_grad_enabled() else None
+        learns, whole = module.training and torch.is_grad_enabled(), self.method.whole
+        self.on, self.scores = chosen(scores, self.k, self.method.threshold), scores if learns else None
+        if module.training and whole.on and not learns: whole.blind = True
     def switch(self, module, args):
         if not self.method.enabled: return
         h, on = args[0], self.bounds[1]
-        if self.scores is not None: self.method.terms.append(_loss(self.scores, _masses(h.detach(), self.site.reach, self.bounds)))
+        if self.scores is not None:
+            term = _loss(self.scores, _masses(h.detach(), self.site.reach, self.bounds))    # when recomputed too, for its gradient
+            if self.method.whole.on: self.method.terms.append(term)
         size = (h.shape[-1] - on) // self.on.shape[-1]
         routed = h[..., on:] * self.on.repeat_interleave(size, -1)
         self.on = self.scores = None
         return (torch.cat([h[..., :on], routed], -1) if on else routed, *args[1:])
-
-def _hooked(m, method):
-    "Ids of a module's pre-hooks that are this method's"
-    return [i for i, h in m._forward_pre_hooks.items() if isinstance(getattr(h, "__self__", None), _Gate) and h.__self__.method is method]
 
 # %% ../nbs/24_moefy.ipynb #30129d16
 _ROUTERS, _CLUSTERS = ("centroid", "mlp", "analytical"), ("params", "coactivation")
@@ -669,8 +790,9 @@ class _Options(Method):
         if router not in _ROUTERS: raise ValueError(f"router={router!r}: one of {', '.join(_ROUTERS)}")
         if cluster not in _CLUSTERS: raise ValueError(f"cluster={cluster!r}: one of {', '.join(_CLUSTERS)}")
         if threshold is not None and not 0 < threshold <= 1: raise ValueError(f"threshold={threshold!r}: a share in (0, 1], or None")
+        if not isinstance(tokens, int) or tokens < 1: raise ValueError(f"tokens={tokens!r}: a whole number of at least 1")
         vars(self).update(experts=experts, active=active, shared=shared, router=router, cluster=cluster, threshold=threshold, modules=modules, tokens=tokens, seed=seed)
-        self.plans, self.places, self.terms, self.notes, self._was = {}, {}, Transient(), {}, []
+        self.plans, self.places, self.terms, self.notes, self._was, self.whole = {}, {}, Transient(), {}, [], _Whole()
     def __repr__(self): return f"MoEfy(experts={self.experts}, active={self.active}, shared={self.shared}, router={self.router!r}, cluster={self.cluster!r}, threshold={self.threshold})"
 
     def prepare(self, model, calib):
@@ -689,12 +811,11 @@ class _Options(Method):
             self.plans[n] = _decide(dict(parts(model))[n], layers[n], x, h, n, self.experts, self.active, self.shared, self.router, self.cluster, self.threshold, self.seed)
         self._was = []
         for n, plan in self.plans.items():
-            gate, up, down = plan.ffn.matrices(dict(parts(model))[n])
-            for m, dim in ((gate, 0), (up, 0), (down, 1)):
-                if m is not None: self._was += _reorder(m, dim, plan.order)
-        F_, recalls = [p.bounds[-1] for p in self.plans.values()], [p.recall for p in self.plans.values() if p.recall is not None]
-        self.notes = {"layers": len(self.plans), "active": sum(p.bounds[1] + p.k * (f - p.bounds[1]) / self.experts for f, p in zip(F_, self.plans.values())) / sum(F_)}
-        if recalls: self.notes["recall"] = sum(recalls) / len(recalls)
+            for side in plan.ffn.sides(dict(parts(model))[n], plan.order): self._was += _reorder(*side)
+        plans = list(self.plans.values())
+        self.notes = {"layers": len(plans)}
+        if plans[0].active is not None: self.notes["active"] = sum(p.active * p.bounds[-1] for p in plans) / sum(p.bounds[-1] for p in plans)
+        if plans[0].recall is not None: self.notes["recall"] = sum(p.recall for p in plans) / len(plans)
 
 # %% ../nbs/24_moefy.ipynb #238a858e
 class MoEfy(_Options):
@@ -705,23 +826,23 @@ class MoEfy(_Options):
         self._was = []
         for n, plan in self.plans.items():
             module = dict(parts(model))[n]
-            gate, up, down = plan.ffn.matrices(module)
-            for m, dim in ((gate, 0), (up, 0), (down, 1)):
-                if m is not None: _permute_chain(m, dim, plan.order)                   # gates came before
-            site = _Site(n, plan, _rows(down).float().norm(dim=0))
+            for side in plan.ffn.sides(module, plan.order): _take_chain(*side)           # gates came before
+            site, (_, up, down) = _Site(n, plan), plan.ffn.matrices(module)
             module.add_module("moefy", site)
             hook = _Gate(self, module, site, plan)
             up.register_forward_pre_hook(hook.ask); down.register_forward_pre_hook(hook.switch)
             self.places[n] = module
+        unwrap(model).register_forward_pre_hook(self.whole.begin); unwrap(model).register_forward_hook(self.whole.end)
 
     def parameters(self): return [p for m in self.places.values() if "moefy" in m._modules for p in m.moefy.router.parameters()]
 
     def loss(self):
-        terms = list(self.terms)
+        terms, blind, self.whole.blind = list(self.terms), self.whole.blind, False
         self.terms.clear()
+        if blind and not terms: raise RuntimeError("the routers saw no gradients, so they would not learn; recompute layers with use_reentrant=False")
         return {"router": torch.stack([t.float() for t in terms]).mean()} if terms else {}
 
-    def step(self): self.terms.clear()                                                 # what a recomputed forward left
+    def step(self): self.terms.clear()                                                 # for who asks for no loss
 
     def check_detach(self):
         for n, module in self.places.items():
@@ -732,70 +853,38 @@ class MoEfy(_Options):
     def detach(self):
         self.check_detach()
         for n, module in self.places.items():
-            gate, up, down = self.plans[n].ffn.matrices(module)
             back = module._modules.pop("moefy").order.argsort()
             del module.__dict__["_bmlab_neurons"]
-            for m in (up, down):
-                for i in _hooked(m, self): del m._forward_pre_hooks[i]
-            for m in (gate, up):
-                if m is not None: _permute(m, 0, back)
-            _permute(down, 1, back)
+            for side in self.plans[n].ffn.sides(module, back): _take(*side)
         self.places = {}
         self.terms.clear()
 
     def export(self, small):
-        sites = [(m._modules["moefy"].name, m) for m in small.modules() if isinstance(m._modules.get("moefy"), _Site)]
-        for n, old in sites:
-            if (plan := self.plans.get(n)) is None: continue                          # another MoEfy's
-            router, bounds, k = _left(plan, self.places[n], old, old._modules.pop("moefy").router)
-            new = MoEMLP(old, plan.ffn, router, bounds, k, self.threshold)
-            for m in small.modules():
-                for child, c in m._modules.items():
-                    if c is old: m._modules[child] = new
-
-# %% ../nbs/24_moefy.ipynb #2bb93ee6
-def _prints(w):
-    "A whole number for each row, the same for rows of the same bits"
-    bits = w.detach().contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.int8}[w.element_size()]).long()
-    odd = torch.randint(-2**62, 2**62, (bits.shape[1],), generator=torch.Generator().manual_seed(1)).to(bits.device) * 2 + 1
-    return (bits * odd).sum(1).tolist()
-
-def _left(plan, before, now, router):
-    "(router, bounds, k) of a layer, some of whose neurons may have been cut away since its neurons were put in order"
-    old, new = (_rows(plan.ffn.matrices(m)[1]) for m in (before, now))
-    if len(old) == len(new) and old.shape == new.shape: return router, plan.bounds, plan.k
-    E, at, kept = len(plan.bounds) - 2, 0, []
-    if old.shape[1] == new.shape[1]:
-        there = _prints(old)
-        for p in _prints(new):
-            while at < len(there) and there[at] != p: at += 1
-            kept.append(at); at += 1
-        if kept[-1] < len(there):
-            inside = torch.tensor(kept)
-            bounds = [0, *(int((inside < b).sum()) for b in plan.bounds[1:])]
-            return router, bounds, plan.k
-    gate, up, down = plan.ffn.matrices(now)                                            # the inputs were cut too: a new order, by the weights alone
-    on = plan.bounds[1] / plan.bounds[-1]
-    again = _decide(now, plan.ffn, None, None, "the layer", E, min(1., on + plan.k / E * (1 - on)), on, "centroid", "params", None, 0)
-    for m in (gate, up):
-        if m is not None: _permute(m, 0, again.order)
-    _permute(down, 1, again.order)
-    return again.router, again.bounds, again.k
+        sites = [(m, m._modules["moefy"]) for m in small.modules() if isinstance(m._modules.get("moefy"), _Site)]
+        for old, site in sites:
+            if (plan := self.plans.get(site.name)) is None: continue                  # another MoEfy's
+            _, up, down = plan.ffn.matrices(old)
+            if (site.router.inputs, len(site.neurons)) != (_matrix(up)[0], _matrix(down)[0]):
+                raise RuntimeError(f"{site.name} was cut to {_matrix(down)[0]} neurons and {_matrix(up)[0]} inputs by what did not tell its router; "
+                                   "export without MoEfy, and cook the small model with it")
+            del old._modules["moefy"]
+            module, ffn = _apart(small, old, plan.ffn)
+            _install(small, old, plan.ffn, MoEMLP(module, ffn, site.router, site.left(plan.bounds), plan.k, self.threshold))
 
 # %% ../nbs/24_moefy.ipynb #ffed7676
 @torch.no_grad()
 def expert_use(
-    model:nn.Module, # exported, with `MoEMLP` layers
-    batches:list,    # dicts of the model's arguments
-)->dict[str, Tensor]: # name of the layer → (tokens, E) bool: which experts ran
+    model:nn.Module,  # exported, with `MoEMLP` layers
+    batches:Iterable, # as for `Calibration`
+)->dict[str, Tensor]: # name of the layer → (tokens, E) bool: which experts ran; padding left out
     "Which experts the routers choose for the tokens of some batches."
     layers, seen = {n: m for n, m in parts(model) if isinstance(m, MoEMLP)}, {}
     if not layers: raise LookupError(f"this {type(model).__name__} has no MoEMLP; export a Cook with MoEfy")
-    def see(n, m, x): seen.setdefault(n, []).append(chosen(m.router(x.reshape(-1, x.shape[-1]), m.ffn.function(m)), m.k, m.threshold).cpu())
+    run = Calibration(model, batches, "experts")
+    def see(n, m, x): seen.setdefault(n, []).append(chosen(m.router(run.tokens(x, n), m.ffn.function(m)), m.k, m.threshold).cpu())
     hooks = [m.register_forward_pre_hook(lambda m, args, n=n: see(n, m, args[0])) for n, m in layers.items()]
     try:
-        with eval_mode(model):
-            for b in batches: model(**to_device({k: v for k, v in b.items() if k != "labels"}, next(model.parameters()).device))
+        for _ in run: pass
     finally:
         for h in hooks: h.remove()
     return {n: torch.cat(v) for n, v in seen.items()}

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .cook import Method, stored
-from .core import Transient, changed, parts, unwrap
-from .kernels import Int8Linear
-from .moefy import FFN, _claim, _find_act, _is_conv1d, _plain, _quiet, _rows, _rows_product, _shape, _slices, _turned, feed_forwards, ffn_samples
-from .packing import packed_linear
+from .core import Transient, _matrix, changed, parts, unwrap
+from .kernels import _is_conv1d
+from .moefy import FFN, _apart, _claim, _described, _install, _made, _plain, _quiet, _rows_product, _slices, _some_columns, _turned, feed_forwards, ffn_samples
 
 # %% ../nbs/24a_neurons.ipynb #991e9b79
 class Predictor(nn.Module):
@@ -28,7 +27,7 @@ class Predictor(nn.Module):
     ):
         super().__init__()
         self.kind = kind
-        for k, t in tensors.items(): self.register_parameter(k, None if t is None else nn.Parameter(t.clone(), requires_grad=False))
+        for k, t in tensors.items(): self.register_parameter(k, None if t is None else nn.Parameter(t.clone(memory_format=torch.contiguous_format), requires_grad=False))
 
     def forward(self,
         x:Tensor,             # (…, D) the layer's inputs
@@ -46,6 +45,18 @@ class Predictor(nn.Module):
     def cost(self):  # multiplications of a token beyond the layer's own
         return 0 if self.kind != "lowrank" else sum(p.numel() for n, p in self.named_parameters() if p.ndim == 2)
 
+    def cut_neurons(self, index):
+        "Structural pruning left these neurons"
+        self._keep({"norms": 0, "reach": 0, "gates": 0, "ups": 0}, index)
+
+    def cut_inputs(self, index):
+        "Structural pruning left these of the layer's inputs"
+        self._keep({"inner": 1}, index)
+
+    def _keep(self, dims, index):
+        for k, dim in dims.items():
+            if (t := self._parameters.get(k)) is not None: self._parameters[k] = nn.Parameter(t.detach().index_select(dim, index.to(t.device)), requires_grad=False)
+
     def extra_repr(self): return self.kind if self.kind != "lowrank" else f"{self.kind}, rank={len(self.inner)}"
 
 # %% ../nbs/24a_neurons.ipynb #c9816c99
@@ -59,16 +70,15 @@ def _sketch(both, x, rank):
 @torch.no_grad()
 def _fit(module, ffn, x, kind, rank=0, candidates=1, n=1):
     "A `Predictor` for one layer from samples of its inputs; without samples by the weights alone"
-    gate, up, down = ffn.matrices(module)
-    norms = _rows(down).float().norm(dim=0)
+    gate, up, down = ffn.rows(module)
+    norms = down.norm(dim=0)
     if kind == "lowrank":
-        both = torch.cat([_rows(m).float() for m in (gate, up) if m is not None])
-        outer, inner = _sketch(both, x, rank)
+        outer, inner = _sketch(up if gate is None else torch.cat([gate, up]), x, rank)
         return Predictor(kind, {"norms": norms, "reach": norms, "inner": inner, "gates": None if gate is None else outer[:len(norms)], "ups": outer[-len(norms):]})
     if gate is None: return Predictor("up", {"norms": norms, "reach": norms})
-    if x is None: return Predictor("gate", {"norms": norms, "reach": norms * _rows(up).float().norm(dim=1)})
-    x = x.to(_rows(up).dtype)
-    g, u, found = ffn.function(module)(gate(x)).float(), up(x).float(), {}
+    if x is None: return Predictor("gate", {"norms": norms, "reach": norms * up.norm(dim=1)})
+    g, u = ffn.raised(module, x.to(ffn.matrices(module)[1].weight.dtype))
+    g, u, found = ffn.function(module)(g).float(), u.float(), {}
     for kind, first, other in (("gate", g, u), ("up", u, g)):
         p = Predictor(kind, {"norms": norms, "reach": norms * other.square().mean(0).sqrt()})
         found[(g * u * norms).square().sum(1).sub((_best(p, x, None, first, g * u, candidates, n)[1] * norms.to(g)[None]).square().sum(1)).mean().item()] = p
@@ -115,7 +125,7 @@ class _Paths(nn.Module):
             from bmlab.triton_kernels import neuron_sum
             y = neuron_sum(h[0].float(), ids, _turned(down).t()).to(h.dtype)[None]
         elif _plain(down) or _is_conv1d(down): y = F.embedding_bag(ids[None], _turned(down), per_sample_weights=h.to(down.weight.dtype), mode="sum")
-        elif type(down) is Int8Linear: y = packed_linear(h, down.codes.index_select(1, ids), down.scale)
+        elif (y := _some_columns(down, h, ids)) is not None: return y
         else: return down(h.new_zeros(1, len(self.predictor.norms)).scatter(1, ids[None], h))    # no part of it can be read alone
         return y if down.bias is None else y + down.bias
 
@@ -140,17 +150,17 @@ class SparseMLP(_Paths):
         apart = all(m is None or _slices(m) and _quiet(m) for m in (gate, up)) and _quiet(down)
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *self.parameters()))
         y, share = (self._one if len(rows) == 1 and apart and not learns else self._many)(rows, act, gate, up, down)
-        size = sum(math.prod(_shape(m)) for m in (gate, up, down) if m is not None)
+        size = sum(math.prod(_matrix(m)) for m in (gate, up, down) if m is not None)
         for note in self._work: note(len(rows), share * len(rows), 1, self.predictor.cost * len(rows) / size)
         return y.view(*x.shape[:-1], -1)
 
     def cooked_state(self):
         shapes = {k: None if p is None else list(p.shape) for k, p in self.predictor._parameters.items()}
-        return {"ffn": [self.ffn.up, self.ffn.down, self.ffn.gate], "candidates": self.candidates, "n": self.n, "predictor": [self.predictor.kind, shapes]}
+        return {"ffn": _described(self, self.ffn), "candidates": self.candidates, "n": self.n, "predictor": [self.predictor.kind, shapes]}
     @classmethod
     def from_cooked(cls, old, state):
-        (up, down, gate), (kind, shapes) = state["ffn"], state["predictor"]
-        return cls(old, FFN(up, down, gate, _find_act(old, up)), Predictor(kind, {k: s and torch.empty(s, device="meta") for k, s in shapes.items()}), state["candidates"], state["n"])
+        kind, shapes = state["predictor"]
+        return cls(*_made(old, state["ffn"]), Predictor(kind, {k: s and torch.empty(s, device="meta") for k, s in shapes.items()}), state["candidates"], state["n"])
     def extra_repr(self): return f"neurons={len(self.predictor.norms)}, candidates={self.candidates}, of a token={self.n}"
 
 # %% ../nbs/24a_neurons.ipynb #13485f9e
@@ -181,7 +191,9 @@ class _Mask:
     "The hooks of a layer: what its matrices put out is noted, and the neurons that are not chosen switched off"
     def __init__(self, method, module, predictor, plan): self.method, self.module, self.predictor, self.plan, self.x, self.g, self.u = method, module, predictor, plan, None, None, None
     def gated(self, module, args, y): self.g = y
-    def raised(self, module, args, y): self.x, self.u = args[0], y
+    def raised(self, module, args, y):
+        g, self.u = self.plan[0].split(y)
+        self.x, self.g = args[0], self.g if g is None else g
     def switch(self, module, args):
         if self.method.enabled:
             ffn, _, candidates, n = self.plan
@@ -205,6 +217,7 @@ class _Options(Method):
         if not 0 < keep <= 1: raise ValueError(f"keep={keep!r}: a share in (0, 1]")
         if predictor not in ("cascade", "lowrank"): raise ValueError(f"predictor={predictor!r}: 'cascade' or 'lowrank'")
         if candidates is not None and not keep <= candidates <= 1: raise ValueError(f"candidates={candidates!r}: a share from keep={keep} to 1, or None")
+        if not isinstance(tokens, int) or tokens < 1: raise ValueError(f"tokens={tokens!r}: a whole number of at least 1")
         if rank is not None and (predictor != "lowrank" or not isinstance(rank, int) or rank < 1):
             raise ValueError(f"rank={rank!r} with predictor={predictor!r}: a whole number of at least 1, for 'lowrank' only")
         self.keep, self.predictor, self.rank, self.modules, self.tokens = keep, predictor, rank, modules, tokens
@@ -214,27 +227,27 @@ class _Options(Method):
 
     def prepare(self, model, calib):
         layers, modules = feed_forwards(model, self.modules), dict(parts(model))
-        if calib is None and self.predictor == "lowrank": raise ValueError("predictor='lowrank' needs calib=: a few batches; without, predictor='gate'")
+        if calib is None and self.predictor == "lowrank": raise ValueError("predictor='lowrank' needs calib=: a few batches; without, predictor='cascade'")
         for n, f in layers.items():
             if any(m is not None and isinstance(stored(m), DTensor) for m in f.matrices(modules[n])): raise RuntimeError(f"{n} is sharded; attach Cook before shard")
         for x in layers: _claim(modules[x], x, self)
         self.plans, held = {}, []
         for n, x, h in ffn_samples(model, layers, calib, self.tokens) if calib is not None else ((n, None, None) for n in layers):
             f, m = layers[n], modules[n]
-            width, D = _shape(f.matrices(m)[1])
+            width, D, dtype = _matrix(f.matrices(m)[2])[0], _matrix(f.matrices(m)[1])[0], f.matrices(m)[2].weight.dtype
             c, k = max(1, round(self.candidates * width)), max(1, round(self.keep * width))
             p = _fit(m, f, x, self.predictor, min(self.rank or -(-D // 6), D, width), c, k)
             if x is not None: held.append(self._held(m, f, p, x, h, c, k))
-            self.plans[n] = f, p.to(_rows(f.matrices(m)[1]).dtype), c, k
+            self.plans[n] = f, p.to(dtype), c, k
         self.notes = {"layers": len(self.plans), "keep": self.keep, "candidates": self.candidates} | ({"recall": sum(held) / len(held)} if held else {})
 
     @torch.no_grad()
     def _held(self, module, ffn, p, x, h, c, k):
         "Share of the best k neurons' mass that the chosen ones hold"
-        act, (gate, up, _) = ffn.function(module), ffn.matrices(module)
-        mass, t = h.abs() * p.norms, x.to(_rows(up).dtype)
-        first = None if p.kind == "lowrank" else act(gate(t)) if p.kind == "gate" else up(t)
-        return (mass.gather(1, _best(p, x, act, first, h, c if gate is not None or first is None else mass.shape[1], k)[0]).sum() / mass.topk(k).values.sum().clamp_min(1e-12)).item()
+        act, (g, u) = ffn.function(module), ffn.raised(module, x.to(ffn.matrices(module)[1].weight.dtype))
+        mass, first = h.abs() * p.norms, None if p.kind == "lowrank" else act(g) if p.kind == "gate" else u
+        chosen = _best(p, x.to(u.dtype), act, first, h, c if g is not None or first is None else mass.shape[1], k)[0]
+        return (mass.gather(1, chosen).sum() / mass.topk(k).values.sum().clamp_min(1e-12)).item()
 
 # %% ../nbs/24a_neurons.ipynb #86dad2e6
 class NeuronSparse(_Options):
@@ -245,7 +258,7 @@ class NeuronSparse(_Options):
             gate, up, down = f.matrices(module)
             p.place = n                                                               # layers before it may be gone by the export, and its name another
             module.add_module("sparse", p)
-            hook = _Mask(self, module, p, (f, p, c if gate is not None or p.kind == "lowrank" else len(p.norms), k))
+            hook = _Mask(self, module, p, (f, p, c if f.gate is not None or p.kind == "lowrank" else len(p.norms), k))
             up.register_forward_hook(hook.raised); down.register_forward_pre_hook(hook.switch)
             if gate is not None: gate.register_forward_hook(hook.gated)
             self.places[n] = module
@@ -253,20 +266,18 @@ class NeuronSparse(_Options):
     def detach(self):
         for n, module in self.places.items():
             del module._modules["sparse"], module.__dict__["_bmlab_neurons"]
-            for m in self.plans[n][0].matrices(module):
-                for hooks in () if m is None else (m._forward_pre_hooks, m._forward_hooks):
-                    for i in [i for i, h in hooks.items() if isinstance(getattr(h, "__self__", None), _Mask) and h.__self__.method is self]: del hooks[i]
         self.places = {}
 
     def export(self, small):
         for old in [m for m in small.modules() if isinstance(m._modules.get("sparse"), Predictor) and m.sparse.place in self.plans]:
-            f = self.plans[old.sparse.place][0]
-            p, (width, D) = old._modules.pop("sparse"), _shape(f.matrices(old)[1])
-            if width != len(p.norms) or p.kind == "lowrank" and D != p.inner.shape[1]: p = _fit(old, f, None, "cascade").to(_rows(f.matrices(old)[1]).dtype)       # cut since
-            new = SparseMLP(old, f, p, max(1, round((self.candidates if f.gate is not None or p.kind == "lowrank" else 1.) * width)), max(1, round(self.keep * width)))
-            for m in small.modules():
-                for child, c in m._modules.items():
-                    if c is old: m._modules[child] = new
+            f, p = self.plans[old.sparse.place][0], old._modules.pop("sparse")
+            _, up, down = f.matrices(old)
+            width, D = _matrix(down)[0], _matrix(up)[0]
+            if width != len(p.norms) or p.kind == "lowrank" and D != p.inner.shape[1]:
+                raise RuntimeError(f"{p.place} was cut to {width} neurons and {D} inputs by what did not tell its predictor; export without NeuronSparse, and cook the small model with it")
+            c = self.candidates if f.gate is not None or p.kind == "lowrank" else 1.
+            module, ffn = _apart(small, old, f)
+            _install(small, old, f, SparseMLP(module, ffn, p, max(1, round(c * width)), max(1, round(self.keep * width))))
 
 # %% ../nbs/24a_neurons.ipynb #5f2e785f
 _CONFIG_ACTS = ("hidden_act", "activation_function", "hidden_activation", "activation", "dense_act_fn", "feed_forward_proj")   # where configurations name it

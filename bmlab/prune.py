@@ -7,23 +7,28 @@ __all__ = ['KINDS', 'SCORES', 'open_probability', 'Gates', 'Units', 'units_of', 
            'staircase']
 
 # %% ../nbs/22a_prune.ipynb #60cc09e6
-import contextlib, copy, math, warnings
-from collections.abc import Callable
+import contextlib, copy, math, os, warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from tqdm.auto import tqdm
 
-from .cook import Cook, Method, chain, parametrize_weight, stored, unparametrize
-from .core import count, did_you_mean, figure, parts, table, unwrap
-from .slicing import Heads, Structure, slice_model, structure, undroppable
+from .cook import Cook, Method, chain, parametrize_weight, unparametrize
+from .cooked import Calibration, save_cooked
+from .core import count, did_you_mean, parts, unwrap
+from .kernels import _is_conv1d
+from .slicing import Structure, _stored, slice_model, structure, undroppable
 from .train import eval_mode, to_device
 
 # %% ../nbs/22a_prune.ipynb #8509904a
 _BETA, _GAMMA, _ZETA = 2 / 3, -0.1, 1.1
+_SHARP = 8.0                                                           # what log α is multiplied by in the end
 
 def _stretch(s): return (s * (_ZETA - _GAMMA) + _GAMMA).clamp(0, 1)
 
@@ -49,8 +54,8 @@ class Gates(nn.Module):
     ):
         super().__init__()
         self.log_alpha = nn.Parameter(torch.zeros(n, device=device, dtype=dtype))
-        for k, v in (("own", torch.zeros(n)), ("noise", torch.full((n,), 0.5)), ("hard", torch.ones(n)), ("frozen", torch.tensor(False)), ("m", torch.zeros(n)), ("v", torch.zeros(n))):
-            self.register_buffer(k, v.to(device))
+        zero, one = torch.zeros(n), torch.ones(n)
+        for k, v in dict(own=zero, noise=one / 2, hard=one, frozen=torch.tensor(False), sharp=torch.tensor(1.0), m=zero, v=zero).items(): self.register_buffer(k, v.clone().to(device))
     @torch.no_grad()
     def set(self,
         value:Tensor, # (n,) log α
@@ -59,9 +64,12 @@ class Gates(nn.Module):
         self.own.copy_(value); _write(self.log_alpha, self.own)
     def value(self)->Tensor: # (n,) in [0, 1]
         "The gates of this step: a sample while they learn, their mode in eval mode, 0 or 1 once they are chosen."
-        a = self.log_alpha.float()
+        a = self.log_alpha.float() * self.sharp
         s = torch.sigmoid((torch.logit(self.noise) + a) / _BETA) if self.training else torch.sigmoid(a)
         return torch.where(self.frozen, self.hard, _stretch(s))
+    def open(self)->Tensor: # (n,) in [0, 1]
+        "How likely each gate is open; 0 or 1 once they are chosen."
+        return torch.where(self.frozen, self.hard, open_probability(self.own * self.sharp))
 
 # %% ../nbs/22a_prune.ipynb #db613adf
 KINDS = ("layers", "attention", "ffn_layers", "kv_groups", "heads", "ffn", "hidden")
@@ -82,6 +90,7 @@ class Units:
     value:object       # what the recipe says: a share or a number
     per:int=1          # query heads in a key-value group
     layers:list = field(default_factory=list)  # layer of each gate (sublayers), or of each name
+    shared:bool=False  # by attentions with one position table?
     def count(self, n=None)->int:
         "How many of n stay; of query heads, in all groups together."
         n = self.n if n is None else n
@@ -97,8 +106,8 @@ def _attention_units(found, kind, value):
     for group in sets.values():
         a = group[0][0]
         per = a.heads // a.groups
-        if per == 1 or kind == "kv_groups": out.append(Units(kind, [b.out for b, _ in group], a.groups, value, layers=[n for _, n in group]))
-        else: out.append(Units(kind, [b.out for b, _ in group], a.heads, value, per, [n for _, n in group]))
+        names, layers, whole = [b.out for b, _ in group], [n for _, n in group], per == 1 or kind == "kv_groups"
+        out.append(Units(kind, names, a.groups if whole else a.heads, value, 1 if whole else per, layers, a.table is not None))
     return out
 
 def _sublayer_units(found, kind, value):
@@ -161,9 +170,11 @@ def choose(
             stay = {mine[i] for i in _top(s[mine], min(u.count(len(mine)), len(mine)))}
             keep |= {n: [] for i, n in enumerate(u.names) if i not in stay}
     gone = {n for n, k in keep.items() if isinstance(k, list) and not k}
-    alive = [(u, s) for u, s in zip(units, scores) if u.kind in ("kv_groups", "ffn") and any(n not in gone and layer in there for n, layer in zip(u.names, u.layers))]
-    for kind in ("kv_groups", "ffn"):
-        mine = [(u, s) for u, s in alive if u.kind == kind]
+    compete = {}                                                       # sets whose units cost the same: as many attentions left that share them
+    for u, s in zip(units, scores):
+        left = sum(n not in gone and layer in there for n, layer in zip(u.names, u.layers))
+        if u.kind in ("kv_groups", "ffn") and left: compete.setdefault((u.kind, left, u.shared), []).append((u, s))
+    for mine in compete.values():
         picked = [_top(s, u.count()) for u, s in mine] if uniform else _pooled([s for _, s in mine], sum(u.count() for u, _ in mine))
         for (u, _), p in zip(mine, picked):
             for n in u.names: parts_of[n] = p
@@ -181,15 +192,7 @@ def choose(
     return keep
 
 # %% ../nbs/22a_prune.ipynb #37f5a56c
-def _stored(module): return stored(module).detach().float()
-
-def _io(module):
-    "The weight as (out, in)"
-    return _stored(module).T if hasattr(module, "nf") else _stored(module)
-
-def _per_unit(columns, u, a):
-    "Sums of a column's numbers for each unit"
-    return columns.view(u.n, -1).sum(1) if u.kind in ("kv_groups", "heads", "ffn") else columns
+def _io(module): return _stored(module).detach().float()              # (outputs, inputs)
 
 def _spread(value, u, n):
     "Gates → columns of the consumer"
@@ -216,27 +219,31 @@ def _gather(found, units, columns, layers, hidden):
         if u.kind == "hidden": out.append(hidden)
         elif u.kind == "layers": out.append(torch.stack([layers[n] if layers else sum(whole[c] for c in by_layer[n]) for n in u.layers]))
         elif u.kind in ("attention", "ffn_layers"): out.append(torch.stack([whole[n] for n in u.names]))
-        else: out.append(sum(_per_unit(columns[n], u, None) for n in u.names))
+        else: out.append(sum(columns[n].view(u.n, -1).sum(1) for n in u.names))
     return out
 
 def _by_magnitude(found, modules, units):
     columns = _magnitudes(found, modules)
     writers = [_io(modules[n]).pow(2).sum(1) for n in columns]
-    tables = [_stored(m).pow(2).mean(0) for m in modules.values() if isinstance(m, nn.Embedding) and m.embedding_dim == found.hidden]
+    tables = [_io(m).pow(2).mean(0) for m in modules.values() if isinstance(m, nn.Embedding) and m.embedding_dim == found.hidden]
     return _gather(found, units, columns, None, sum(writers) + sum(tables) if found.hidden else None)
 
 # %% ../nbs/22a_prune.ipynb #3c5dde50
-def _run(model, batch, loss=False):
-    "One forward; the loss by the batch's labels, else by the next token, else by what the model itself says"
-    known = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    batch = to_device(batch, next(model.parameters()).device)
-    if known and "labels" not in batch and "decoder_input_ids" not in batch: batch = {**batch, "decoder_input_ids": batch["input_ids"]}
-    out = model(**{k: v for k, v in batch.items() if k != "labels" or loss or known})
-    if not loss: return out
+def _loss(model, walk, batch):
+    "The loss by the batch's labels, else by the next token, else by what the model itself says; padding left out"
+    given, seq2seq = walk.arguments(batch), getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    causal = not seq2seq and hasattr(model, "can_generate") and model.can_generate()
+    labels, real = to_device(batch, next(model.parameters()).device).get("labels") if isinstance(batch, Mapping) else None, given.get("attention_mask")
+    if labels is None and causal: labels = given.get("input_ids")
+    if labels is not None and not seq2seq and real is not None and real.shape == labels.shape:
+        real = real.bool()
+        if causal: real = real & F.pad(real[:, :-1], (1, 0), value=True)         # nothing tells of the first token but padding
+        labels = labels.masked_fill(~real, -100)
+    out = model(**given, **({"labels": labels} if isinstance(batch, Mapping) and "labels" in batch and not seq2seq else {}))
     if getattr(out, "loss", None) is not None: return out.loss
     logits = out.logits if hasattr(out, "logits") else out[0] if not hasattr(out, "last_hidden_state") else out.last_hidden_state
-    if hasattr(model, "can_generate") and model.can_generate() and not known: return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["input_ids"][:, 1:].flatten())
-    logits = logits.flatten(0, -2).float()
+    if labels is not None and causal: return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+    logits = walk.tokens(logits, "decoder").float()
     return F.cross_entropy(logits, logits.detach().argmax(-1))
 
 @contextlib.contextmanager
@@ -249,19 +256,20 @@ def _watching(hooks):
 
 @torch.no_grad()
 def _by_activation(model, found, modules, units, calib):
-    energy, turn, channel = {}, {}, []
+    walk, energy, turn, channel = Calibration(model, calib, "activation"), {}, {}, []
     def add(store, key, x): store[key] = store[key] + x if key in store else x
-    def consumer(n): return lambda m, args: add(energy, n, args[0].detach().float().flatten(0, -2).pow(2).sum(0))
+    def rows(x, n): return walk.tokens(x.detach(), n).float()
+    def consumer(n): return lambda m, args: add(energy, n, rows(args[0], n).pow(2).sum(0))
     def block(n):
         def see(m, args, kwargs, out):
             x, y = args[0] if args else kwargs["hidden_states"], out[0] if isinstance(out, tuple) else out
-            x, y = x.detach().float().flatten(0, -2), y.detach().float().flatten(0, -2)
+            x, y = rows(x, n), rows(y, n)
             add(turn, n, (1 - F.cosine_similarity(x, y, dim=-1)).sum())
             channel.append((x / x.pow(2).mean().sqrt()).pow(2).sum(0))
         return see
     hooks = [(modules[n], consumer(n), True, False) for n in (*found.attention(), *found.ffn())] + [(modules[layer.name], block(layer.name), False, True) for layer in found.layers()]
-    with eval_mode(model), _watching(hooks):
-        for b in calib: _run(model, b)
+    with _watching(hooks):
+        for _ in walk: pass
     if missing := [n for n in (*found.attention(), *found.ffn()) if n not in energy]: raise ValueError(f"{missing[0]} never ran on the calibration batches; give batches that reach it")
     columns = {n: e * _io(modules[n]).pow(2).sum(0) for n, e in energy.items()}
     return _gather(found, units, columns, turn, sum(channel) if found.hidden else None)
@@ -302,9 +310,11 @@ def _by_gradient(model, found, modules, units, calib):
         if u.kind in ("kv_groups", "heads", "ffn"):
             for n in u.names: hooks.append((modules[n], (lambda m, args, u=u, g=g: (args[0] * _spread(g, u, args[0].shape[-1]).to(args[0].dtype), *args[1:])), True, False))
         else: hooks += _gate_hooks(u, lambda g=g: g, found, modules)
+    walk = Calibration(model, calib, "taylor")
     with eval_mode(model), torch.enable_grad(), _watching(hooks):
-        for b in calib:
-            for t, g in zip(total, torch.autograd.grad(_run(model, b, loss=True), z, allow_unused=True)): t.add_(g.pow(2)) if g is not None else None
+        for b in tqdm(walk.batches, desc="taylor", leave=False, mininterval=1):
+            with walk.at(b): loss = _loss(model, walk, b)
+            for t, g in zip(total, torch.autograd.grad(loss, z, allow_unused=True)): t.add_(g.pow(2)) if g is not None else None
     return total
 
 # %% ../nbs/22a_prune.ipynb #9aec7b50
@@ -314,7 +324,7 @@ def importance(
     model:nn.Module,       # left as it was
     units:list,            # of `units_of`
     score:str,             # "activation" or "taylor" need calib; "magnitude"; "random"
-    calib:list|None=None,  # batches, dicts of the model's arguments; labels are used where they are there
+    calib:list|None=None,  # batches, dicts of the model's arguments (or its first one); padding is left out, labels are used where they are there
     seed:int=0,            # of "random"
 )->list:                   # for each of `units` (n,) float32 on the CPU, the larger the more is lost without it
     "How much a model needs each unit."
@@ -324,7 +334,12 @@ def importance(
     if score == "random": out = [torch.rand(u.n, generator=g) for u in units]
     elif score == "magnitude": out = _by_magnitude(found, modules, units)
     else: out = (_by_activation if score == "activation" else _by_gradient)(root, found, modules, units, calib)
-    return [o.detach().float().cpu() for o in out]
+    out = [o.detach().float().cpu() for o in out]
+    for u, o in zip(units, out):
+        if (odd := (~o.isfinite()).nonzero().flatten().tolist()):
+            name = u.layers[odd[0]] if u.kind == "layers" else u.names[odd[0]] if u.kind in ("attention", "ffn_layers") else u.names[0]
+            raise ValueError(f"score={score!r}: {len(odd)} of the {u.n} scores of {u.kind} in {name} are not finite; are its weights, and what the batches make of them?")
+    return out
 
 # %% ../nbs/22a_prune.ipynb #ab9f92bf
 class _Columns(nn.Module):
@@ -358,9 +373,9 @@ class _Recipe(Method):
         hidden=1.,               # of channels of the residual stream (models with RMSNorm)
         score:str="gates",       # gates learn it in training; "activation", "taylor", "magnitude" and "random" decide before
         uniform:bool=True,       # as many in every layer; False: layers compete for groups and neurons
-        steps:int=100,           # calls of step() in which the gates learn; then they are 0 or 1
+        steps:int=100,           # calls of step() in which the gates learn; then they are 0 or 1, and the weights settle: better twice as long as the gates learned
         rate:float=0.3,          # what a gate of mean gradient moves in a step, in units of log α
-        ramp:float=0.5,          # share of `steps` over which the target falls
+        ramp:float=0.25,         # share of `steps` over which the target falls and the gates sharpen
         start:str|None=None,     # score by which the gates start in order; None: "activation" with calib, else "magnitude"
         spread:float=4.0,        # log α of the best less that of the worst, at the start
         seed:int=0,              # of the gates' noise and of random scores
@@ -374,7 +389,7 @@ class _Recipe(Method):
                 raise ValueError(f"{k}={v!r}: expected a share in (0.0, 1.0] or a number of units from 1")
         if all(isinstance(v, float) and v == 1 for v in self.recipe.values()): raise ValueError(f"StructPrune() keeps everything; give a share or a number for one of {', '.join(KINDS)}")
         self.score, self.uniform, self.steps, self.rate, self.ramp, self.start, self.spread, self.seed = score, uniform, steps, rate, ramp, start, spread, seed
-        self.history, self.found = [], None
+        self.history, self.moments, self.found = [], [], None
 
     def prepare(self, model, calib):
         "Find the units, and score them where training is not to decide."
@@ -386,6 +401,7 @@ class _Recipe(Method):
         self.scores = importance(model, self.units, "random" if meta else how, calib, self.seed)
         self.pools = {}                                               # constraint → numbers of its units
         for i, u in enumerate(self.units): self.pools.setdefault(u.kind if not self.uniform and u.kind in ("kv_groups", "ffn") else f"{u.kind} {u.names[0]}", []).append(i)
+        self.moments = []                                             # (step, how open each of the units' gates is)
         self.planned = planned(model, choose(self.found, self.units, self.scores, self.uniform))
         self.notes = {"target_parameters": self.planned}
 
@@ -425,6 +441,7 @@ class _Learning(_Recipe):
         if not self._running(): return
         done, row, blind = int(self.box.done), {}, True
         way = min(1.0, (done + 1) / max(1, round(self.ramp * self.steps)))
+        sharp = _SHARP ** way
         for n, ((name, mine), target) in enumerate(zip(self.pools.items(), self.targets().values())):
             gates, now = [self.box[i] for i in mine], 1 - (1 - target) * way
             blind = blind and all(g.log_alpha.grad is None for g in gates)
@@ -435,16 +452,18 @@ class _Learning(_Recipe):
                 g.m.lerp_(grad, 0.1); g.v.lerp_(grad.pow(2), 0.02)
             scale = (torch.cat([g.v for g in gates]).mean() / (1 - 0.98 ** (done + 1))).sqrt() + 1e-12
             moved = torch.cat([g.own - self.rate * g.m / (1 - 0.9 ** (done + 1)) / scale for g in gates])
-            shift = _shift(moved, now)
+            shift = _shift(moved * sharp, now) / sharp
             self.box.multipliers[n] += shift
-            for g, value in zip(gates, (moved - shift).split([len(g.own) for g in gates])): g.set(value); g.log_alpha.grad = None
-            row |= {f"{name}: open": open_probability(moved - shift).mean().item(), f"{name}: target": now, f"{name}: multiplier": self.box.multipliers[n].item()}
+            for g, value in zip(gates, (moved - shift).split([len(g.own) for g in gates])): g.set(value); g.sharp.fill_(sharp); g.log_alpha.grad = None
+            row |= {f"{name}: open": torch.cat([g.open() for g in gates]).mean().item(), f"{name}: target": now, f"{name}: multiplier": self.box.multipliers[n].item()}
         if blind: warnings.warn("no gate has a gradient, so the task has no say in what is cut: call cook.step() after backward() and before zero_grad()", stacklevel=2)
         draw = torch.Generator().manual_seed((self.seed << 32) + done + 1)
         for g in self.box: g.noise.copy_(torch.rand(len(g.noise), generator=draw).clamp_(1e-6, 1 - 1e-6))
         self.box.done += 1
         self.history.append({"step": done + 1, **row})
         if done + 1 == self.steps: self.close()
+        if (done + 1) % max(1, self.steps // 50) == 0 or done + 1 == self.steps:
+            self.moments.append((done + 1, [g.open().cpu() for g in self.box]))
 
 # %% ../nbs/22a_prune.ipynb #4ada626d
 def _binary(units, keep, found):
@@ -477,7 +496,7 @@ class _OnModel(_Learning):
                 for n in u.names: columns.setdefault(n, []).append(g)
             else:
                 for m, hook, _, kw in _gate_hooks(u, g.value, self.found, modules, self): self.handles.append(m.register_forward_hook(hook, with_kwargs=kw))
-        for n, gates in columns.items(): self.sites.append((n, modules[n], parametrize_weight(modules[n], "weight", _Columns(gates, hasattr(modules[n], "nf")), 10)))
+        for n, gates in columns.items(): self.sites.append((n, modules[n], parametrize_weight(modules[n], "weight", _Columns(gates, _is_conv1d(modules[n])), 10)))
         self.model = model
         if not self.learning: self.close()
 
@@ -508,8 +527,10 @@ class _OnModel(_Learning):
 class StructPrune(_OnModel):
     "Structured pruning to exact numbers of layers, heads, groups, neurons and channels (hard-concrete gates, Louizos et al. 2018; a target shape, Xia et al. 2023)."
     def export(self, small):
-        "Cut the copy; returns old name → new name of its modules."
+        "Cut the copy, to the exact numbers wherever the gates are; returns old name → new name of its modules."
         box = small._modules.pop("struct_prune")
+        if self.learning and not box.done.is_meta and (done := int(box.done)) < self.steps:
+            warnings.warn(f"the gates have done {done} of steps={self.steps}, so what they say now decides; call cook.step() after each step of the optimizer, or give fewer steps", stacklevel=3)
         for n, _, _ in self.sites:
             m = small.get_submodule(n)
             for p in chain(m, "weight", _Columns): unparametrize(m, "weight", p)
@@ -522,9 +543,20 @@ class StructPrune(_OnModel):
 
     def trace(self)->pd.DataFrame: # a row a step; columns (constraint, open | target | multiplier)
         "How the gates went: for each constraint the expected share of open ones, the target and the multiplier."
+        self._went()
         df = pd.DataFrame(self.history).set_index("step")
         df.columns = pd.MultiIndex.from_tuples([tuple(c.rsplit(": ", 1)) for c in df.columns])
         return df
+
+    def gate_history(self)->tuple[list, dict]: # steps of some fifty moments; consumer or stack → (moments, units) in [0, 1]
+        "How open each gate was, for `plot_gates`; two kinds of gates on one consumer go by kind and consumer."
+        self._went()
+        names = [u.names[0] for u in self.units]
+        keys = [n if names.count(n) == 1 else f"{u.kind} {n}" for n, u in zip(names, self.units)]
+        return [step for step, _ in self.moments], {k: torch.stack([z[i] for _, z in self.moments]) for i, k in enumerate(keys)}
+
+    def _went(self):
+        if not self.history: raise RuntimeError(f"no gate has moved yet: score={self.score!r}, " + ("cook.step() was not called" if self.score == "gates" else "so there is nothing to learn"))
 
 # %% ../nbs/22a_prune.ipynb #8fe7202d
 def staircase(
@@ -533,17 +565,22 @@ def staircase(
     train:Callable|None=None,      # train(model, cook, i) for stair i: add cook.loss(), call cook.step() for at least its `steps`; None: scores decide
     calib:list|None=None,          # batches for the scores
     methods:Callable|None=None,    # methods(i) → more methods for stair i, such as [Distill(teacher)]
+    save:str|os.PathLike|None=None, # folder: `save_cooked` writes each finished model there, as stair_1, stair_2 …
 )->list[nn.Module]:                # the sliced model of each stair
     "Progressive structured pruning: gates, training, slicing, stair by stair (CPM-Ant, BMCook)."
     stairs = list(stairs)
     if not stairs or not all(isinstance(s, StructPrune) for s in stairs): raise TypeError(f"stairs={stairs!r}: expected a non-empty list of StructPrune")
     if len({id(s) for s in stairs}) < len(stairs): raise ValueError("stairs holds one StructPrune twice; make one for each stair")
     model, out, calib = copy.deepcopy(unwrap(model)), [], None if calib is None else list(calib)
-    for i, stair in enumerate(stairs):
-        cook = Cook(model, [stair, *(methods(i) if methods is not None else ())], calib)
-        if train is not None: train(model, cook, i)
-        if stair.learning and train is not None and stair.box is not None and int(stair.box.done) < stair.steps:
-            raise RuntimeError(f"stair {i} learns its gates for steps={stair.steps}, but train() called cook.step() only {int(stair.box.done)} times")
-        out.append(cook.export())
-        if i + 1 < len(stairs): model = copy.deepcopy(out[-1])       # the next stair trains it
+    try:
+        for i, stair in enumerate(tqdm(stairs, desc="stairs", leave=False)):
+            cook = Cook(model, [stair, *(methods(i) if methods is not None else ())], calib)
+            train(model, cook, i) if train is not None else stair.close()
+            out.append(cook.export())
+            if save is not None: save_cooked(out[-1], Path(save) / f"stair_{i + 1}")
+            if i + 1 < len(stairs): model = copy.deepcopy(out[-1])   # the next stair trains it
+    except BaseException as e:
+        e.stairs = out
+        e.add_note(f"in stair {len(out) + 1} of {len(stairs)}; the models of those before are in .stairs of this exception")
+        raise
     return out

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['ROUNDINGS', 'Grid', 'grid_for', 'gptq', 'to_nearest', 'Int8GroupLinear', 'Inputs', 'calibrate', 'Site',
-           'scaling_sites', 'fold', 'plan_grids', 'pack_by', 'choose_factors', 'choose_codes', 'check_rounding',
-           'quantize']
+           'scaling_sites', 'fold', 'stack_grid', 'plan_grids', 'pack_by', 'choose_factors', 'choose_codes',
+           'choose_experts', 'check_rounding', 'smoothing', 'quantize']
 
 # %% ../nbs/21_quantize.ipynb #fa11b29b
-import functools
+import functools, logging, math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -19,15 +19,18 @@ from torch.overrides import TorchFunctionMode
 from tqdm.auto import tqdm
 
 from .cook import chain, stored
+from .cooked import Calibration, replace_child
 from .core import changed, parts, roles, tensor_key
-from .kernels import Int8Linear, dequantize_rows, group_for, pack_linears, packable, quantize_groups, quantize_rows
-from .kernels import _is_conv1d, _is_experts, _PackedRows, _refusal, _rows, _skeleton
+from .experts import _up_name, experts_refusal
+from .kernels import Int8Linear, group_for, pack_linears, packable
+from .kernels import _GroupedLinear, _is_conv1d, _is_experts, _refusal, _rows, _skeleton
 from .packing import GROUPS, _over
-from .train import eval_mode, to_device
+from .train import eval_mode
 
 # %% ../nbs/21_quantize.ipynb #b8ff06c3
 _TINY = {8: torch.finfo(torch.float32).tiny, 4: 2.0**-24}          # least scale of a row, of a group
 _SHARES = {False: (1.0, 0.92, 0.84, 0.76), True: (8 / 7, 1.0, 0.92, 0.84, 0.76)}  # of a group's range that are tried, with zero point and symmetric
+_SOLVES = 5                                                          # least squares for the codes, codes for these scales, and again; more gain less than 0.5 % of the error
 
 @dataclass(frozen=True, kw_only=True)
 class _Codes:
@@ -68,29 +71,28 @@ class _Codes:
         return q
 
 # %% ../nbs/21_quantize.ipynb #a1898423
-class Grid(_Codes):
-    "The numbers that a weight may become: int8 by row or group, int4 by group."
-    def fit(self,
-        w:Tensor,                # (N, K) float, any device
-        energy:Tensor|None=None, # (K,) how much an error in each column counts; None: all alike
-    )->tuple[Tensor, Tensor|None]: # scale and zero point (N, G) float32, of values that are stored exactly; zero None if symmetric
-        "Scales and zero points; the range of an int4 group is cut where that lessens the squared error."
-        if self.bits == 8:
-            if self.group_size is None: return _over(w.float().abs().amax(1, keepdim=True), 127).clamp_min_(_TINY[8]), None
-            return _over(w.float().view(len(w), -1, self.group_size).abs().amax(2), 127).half().clamp_min_(_TINY[4]).float(), None
-        part = w.float().view(len(w), -1, self.group_size)
-        weight = 1.0 if energy is None else energy.float().view(1, -1, self.group_size)
-        best = None
-        for share in _SHARES[self.symmetric]:
-            scale, zero = self._range(part, share)
-            wide = scale[..., None], None if zero is None else zero[..., None]
-            q = self._nearest(part, *wide).mul_(wide[0])
-            error = ((q if zero is None else q.add_(wide[1])).sub_(part).square_() * weight).sum(-1)
-            if best is None: best = scale, zero, error
-            else:
-                better = error < best[2]
-                best = tuple(None if a is None else torch.where(better, a, b) for a, b in zip((scale, zero, error), best))
-        return best[:2]
+class _Ranges(_Codes):
+    "How scales and zero points of int4 groups are found."
+    def _better(self, part, weight, fitted, best):
+        "For each group (…, g) the better of two: (scale, zero, error)"
+        scale, zero = fitted
+        q = self._nearest(part, scale[..., None], None if zero is None else zero[..., None]).mul_(scale[..., None])
+        error = (q if zero is None else q.add_(zero[..., None])).sub_(part).square_()
+        error = (error if weight is None else error.mul_(weight)).sum(-1)
+        if best is None: return scale, zero, error
+        return tuple(None if a is None else torch.where(error < best[2], a, b) for a, b in zip((scale, zero, error), best))
+
+    def _solved(self, part, weight, scale, zero):
+        "Scale and zero point with the least squared error for the codes that these give; undefined where there are none"
+        q = self._nearest(part, scale[..., None], None if zero is None else zero[..., None])
+        if zero is None:
+            scale = ((q * part * weight).sum(-1) / (q * q * weight).sum(-1)).half().float()
+            return torch.where(scale.abs() < _TINY[4], _TINY[4], scale), None
+        total = weight.sum(-1)
+        mean_q, mean_w = (q * weight).sum(-1) / total, (part * weight).sum(-1) / total
+        off = q.sub_(mean_q[..., None])
+        scale = ((off * part * weight).sum(-1) / (off * off * weight).sum(-1)).half().float().clamp_min(_TINY[4])
+        return scale, (mean_w - scale * mean_q).half().float()
 
     def _range(self, part, share):
         "Scale and zero point of groups (…, g) for a share of their range"
@@ -101,6 +103,23 @@ class Grid(_Codes):
         low, high = part.amin(-1) * share, part.amax(-1) * share
         scale = _over(high - low, 15).half().clamp_min_(_TINY[4]).float()
         return scale, (low + 8 * scale).half().float()
+
+# %% ../nbs/21_quantize.ipynb #4bb29124
+class Grid(_Ranges):
+    "The numbers that a weight may become: int8 by row or group, int4 by group."
+    def fit(self,
+        w:Tensor,                # (N, K) float, any device
+        energy:Tensor|None=None, # (K,) or (N, K) how much an error in each column counts; None: all alike, and int4 ranges are only cut, not solved for
+    )->tuple[Tensor, Tensor|None]: # scale and zero point (N, G) float32, of values that are stored exactly; zero None if symmetric
+        "Scales and zero points; of an int4 group those with the least squared error that are found."
+        if self.bits == 8:
+            if self.group_size is None: return _over(w.float().abs().amax(1, keepdim=True), 127).clamp_min_(_TINY[8]), None
+            return _over(w.float().view(len(w), -1, self.group_size).abs().amax(2), 127).half().clamp_min_(_TINY[4]).float(), None
+        part, best = w.float().view(len(w), -1, self.group_size), None
+        weight = None if energy is None else energy.float().view(-1, *part.shape[1:])
+        for share in _SHARES[self.symmetric]: best = self._better(part, weight, self._range(part, share), best)
+        for _ in range(0 if weight is None else _SOLVES): best = self._better(part, weight, self._solved(part, weight, *best[:2]), best)
+        return best[:2]
 
     def pack(self,
         codes:Tensor,      # (N, K) as `round` gives them
@@ -137,27 +156,23 @@ def grid_for(
     return Grid(bits=bits, group_size=group, symmetric=symmetric) if group else Grid(bits=8)
 
 # %% ../nbs/21_quantize.ipynb #9216c25f
-def _inverse_factor(H, damping):
-    "Upper Cholesky factor U of the damped H⁻¹ = UᵀU, float32"
-    H = H + torch.eye(len(H), device=H.device) * (damping * H.diagonal().mean()).clamp_min(1e-8)
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(H)), upper=True)
+def _check_damping(damping):
+    if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not (0 <= damping < math.inf): raise ValueError(f"damping={damping!r}: a number of at least 0, such as 0.03")
 
-@torch.no_grad()
-def gptq(
-    w:Tensor,              # (N, K) any float dtype
-    gram:Tensor,           # (K, K) float32, XᵀX of the layer's inputs
-    grid:Grid=Grid(),      # what the weights may become
-    damping:float=0.1,     # share of the mean of the gram's diagonal that is added to it
-    block:int=64,          # columns rounded before the rest is updated
-    fitted:tuple|None=None,# scale and zero point; None: `grid.fit` by the energy of the inputs
-)->tuple:                  # codes (N, K) float32, scale and zero point (N, G) as `Grid.fit` gives them
-    "Codes chosen against the outputs' error (GPTQ, Frantar et al. 2022, Algorithm 1)."
-    if gram.shape != (w.shape[1],) * 2:
-        raise ValueError(f"gram of shape {tuple(gram.shape)} does not fit w of shape {tuple(w.shape)}; expected ({w.shape[1]}, {w.shape[1]})")
-    order = gram.diagonal().argsort(descending=True)
-    scale, zero = fitted or grid.fit(w, gram.diagonal())
-    s, z = (None if t is None else grid._wide(t, w).expand(w.shape)[:, order].t().contiguous() for t in (scale, zero))       # (K, N): a column is a row
-    w, U, codes = w.float()[:, order].t().contiguous(), _inverse_factor(gram.float()[order][:, order], damping), torch.empty(w.shape[1], len(w), device=w.device)
+def _factor(gram, damping):
+    "Columns by falling energy, the upper Cholesky factor U of their damped H⁻¹ = UᵀU, float32, and how much an error in each column counts"
+    diagonal = gram.diagonal().float()
+    order = diagonal.argsort(descending=True)
+    H = gram.float()[order][:, order]
+    H = H + torch.eye(len(H), device=H.device) * (damping * H.diagonal().mean()).clamp_min(1e-8)
+    try: U = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(H)), upper=True)
+    except torch.linalg.LinAlgError as e: raise ValueError(f"damping={damping}: XᵀX of these inputs has no inverse; try damping=0.01, or more batches") from e
+    return order, U, torch.empty_like(diagonal).index_copy_(0, order, diagonal[order].sqrt() / U.diagonal())
+
+def _follow(w, order, U, grid, fitted, block=64):
+    "(codes, scale, zero): each column's error goes to those that come after it"
+    s, z = (None if t is None else grid._wide(t, w).expand(w.shape)[:, order].t().contiguous() for t in fitted)             # (K, N): a column is a row
+    w, codes = w.float()[:, order].t().contiguous(), torch.empty(w.shape[1], len(w), device=w.device)
     pinned = w == 0 if grid.keeps_zeros else None
     for i in range(0, len(w), block):
         j = min(i + block, len(w))
@@ -169,7 +184,22 @@ def gptq(
             errors[k - i] = (w[k] - (q * s[k] if z is None else q * s[k] + z[k])) / U[k, k]
             w[k:j] -= U[k, k:j, None] * errors[k - i]
         w[j:] -= U[i:j, j:].t() @ errors
-    return torch.empty_like(codes).index_copy_(0, order, codes).t(), scale, zero
+    return torch.empty_like(codes).index_copy_(0, order, codes).t(), *fitted
+
+@torch.no_grad()
+def gptq(
+    w:Tensor,              # (N, K) any float dtype
+    gram:Tensor,           # (K, K) float32, XᵀX of the layer's inputs
+    grid:Grid=Grid(),      # what the weights may become
+    damping:float=0.1,     # ≥ 0, share of the mean of the gram's diagonal that is added to it
+    block:int=64,          # columns rounded before the rest is updated
+)->tuple:                  # codes (N, K) float32, scale and zero point (N, G) as `Grid.fit` gives them
+    "Codes chosen against the outputs' error (GPTQ, Frantar et al. 2022, Algorithm 1)."
+    if gram.shape != (w.shape[1],) * 2:
+        raise ValueError(f"gram of shape {tuple(gram.shape)} does not fit w of shape {tuple(w.shape)}; expected ({w.shape[1]}, {w.shape[1]})")
+    _check_damping(damping)
+    order, U, energy = _factor(gram, damping)
+    return _follow(w, order, U, grid, grid.fit(w, energy), block)
 
 # %% ../nbs/21_quantize.ipynb #67a33920
 def to_nearest(
@@ -200,38 +230,14 @@ def _wide8(codes, scale, dtype):
     return (codes.float().view(len(codes), G, -1) * scale.float()[..., None]).view(codes.shape).to(dtype)
 
 # %% ../nbs/21_quantize.ipynb #98f0a12e
-class Int8GroupLinear(_PackedRows):
+class Int8GroupLinear(_GroupedLinear):
     "A linear layer with its weight as int8 codes and float16 scales per group of columns; the weight is frozen."
-    def __init__(
-        self,
-        in_features:int,              # K, a multiple of group_size
-        out_features:int,             # N
-        bias:bool=True,               # with an `nn.Parameter` bias (N,)?
-        group_size:int=64,            # columns that share a scale: 32, 64 or 128
-        device=None,                  # "meta" for a skeleton to load into
-        dtype:torch.dtype|None=None,  # of the bias
-    ):
-        if group_for(in_features, group_size) != group_size:
-            raise ValueError(f"group_size={group_size} does not divide in_features={in_features}; try {group_for(in_features, group_size) or 'Int8Linear'}")
-        self.in_features, self.out_features, self.group_size = in_features, out_features, group_size
-        super().__init__(out_features, in_features, device)
-        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None)
-
     def _buffers_for(self, rows, columns, device):
         self.register_buffer("codes", torch.zeros(rows, columns, dtype=torch.int8, device=device))
         self.register_buffer("scale", torch.ones(rows, columns // self.group_size, dtype=torch.float16, device=device))
 
-    @classmethod
-    def from_float(
-        cls,
-        linear:nn.Module,   # nn.Linear, or transformers' Conv1D
-        rounding=None,      # (weight (N, K)) → (codes, scale); None: to nearest
-        group_size:int=64,  # columns that share a scale
-    ):                      # -> Int8GroupLinear; the bias is the same `nn.Parameter`
-        "The packed layer of a float one."
-        new = _skeleton(cls, linear, group_size=group_size)
-        new._put(*(rounding or functools.partial(to_nearest, grid=Grid(group_size=group_size)))(_rows(linear).detach()))
-        return new
+    @staticmethod
+    def _to_nearest(w, group_size): return to_nearest(w, Grid(group_size=group_size))
 
     def dequantize(self, dtype=torch.float32):
         "The float weight (N, K), computed anew at each call"
@@ -253,8 +259,6 @@ class Int8GroupLinear(_PackedRows):
         "The empty layer that `cooked_state` described, on the meta device."
         return cls(**state, device="meta")
 
-    def extra_repr(self): return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, group_size={self.group_size}"
-
 # %% ../nbs/21_quantize.ipynb #2ab5573f
 @dataclass
 class Inputs:
@@ -262,39 +266,55 @@ class Inputs:
     gram:Tensor|None=None # (K, K) float32, XᵀX
     peak:Tensor|None=None # (K,) float32, largest size
     rows:int=0            # how many
-    def see(self, x, gram):
-        x = x.detach().reshape(-1, x.shape[-1]).float()
+    def see(self,
+        x:Tensor,   # (n, K), real tokens only
+        gram:bool,  # measure XᵀX too?
+    ):
+        "Add some rows."
+        x = x.detach().float()
         if not len(x): return
         peak = x.abs().amax(0)
         self.peak = peak if self.peak is None else torch.maximum(self.peak, peak)
         if gram: self.gram = x.T @ x if self.gram is None else self.gram.addmm_(x.T, x)
         self.rows += len(x)
 
+def _of_experts(module, x, index):
+    "(expert, its rows of x (n, D), what its second matrix gets of them (n, F)), for those that have rows"
+    names = (_up_name(module), "down_proj")
+    up = getattr(module, names[0]).detach()
+    bias = module._parameters.get(names[0] + "_bias")
+    for e in index.unique().tolist():
+        if e >= len(up): continue                                      # no expert, in transformers' own forward too
+        rows = x[(index == e).any(-1)]
+        h = F.linear(rows, up[e].t() if module.is_transposed else up[e], None if bias is None else bias[e])
+        yield e, rows, module._apply_gate(h) if module.has_gate else module.act_fn(h)
+
 class _Watch:
     "While open, hooks on layers measure their inputs"
-    def __init__(self, layers, gram): self.layers, self.gram, self.found, self.shared, self.last = layers, gram, {}, {}, (None, None)
+    def __init__(self, run, layers, gram): self.run, self.layers, self.gram, self.found, self.shared, self.last = run, layers, gram, {}, {}, (None, None)
     def __enter__(self):
-        self.hooks = [m.register_forward_pre_hook(lambda m, args, n=n: self.see(n, args[0])) for n, m in self.layers.items()]
+        self.hooks = [m.register_forward_pre_hook(lambda m, args, kwargs, n=n: self.see_experts(n, m, *args, **kwargs) if hasattr(m, "num_experts") else self.see(n, args[0]), with_kwargs=True)
+                      for n, m in self.layers.items()]
         return self
     def see(self, name, x):
         if self.last[0] is not x: self.last = x, name                # q, k and v get the same tensor, one after the other
-        if self.shared.setdefault(name, self.last[1]) == name: self.found.setdefault(name, Inputs()).see(x, self.gram)
+        if self.shared.setdefault(name, self.last[1]) == name: self.found.setdefault(name, Inputs()).see(self.run.tokens(x, name), self.gram)
+    @torch.no_grad()
+    def see_experts(self, name, module, hidden_states, top_k_index=None, *_, router_indices=None, **__):
+        up, down = self.found.setdefault(name, {k: [Inputs() for _ in range(module.num_experts)] for k in (_up_name(module), "down_proj")}).values()
+        self.shared[name] = name
+        for e, rows, h in _of_experts(module, self.run.tokens(hidden_states, name), self.run.tokens(router_indices if top_k_index is None else top_k_index, name)):
+            up[e].see(rows, self.gram); down[e].see(h, self.gram)
     def __exit__(self, *_):
         self.last = None, None
         for h in self.hooks: h.remove()
     def result(self):
-        out = {n: self.found[self.shared[n]] for n in self.layers if n in self.shared and self.shared[n] in self.found and self.found[self.shared[n]].rows}
+        out = {n: i for n in self.layers if (i := self.found.get(self.shared.get(n))) is not None and (isinstance(i, dict) or i.rows)}
         self.layers = {}
-        if bad := [n for n, i in out.items() if not i.peak.isfinite().all()]: raise ValueError(f"the inputs of {bad[0]} are not finite on the calibration batches")
+        for n, i in out.items():
+            for one in (i for stack in i.values() for i in stack) if isinstance(i, dict) else [i]:
+                if one.peak is not None and not one.peak.isfinite().all(): raise ValueError(f"the inputs of {n} are not finite on the calibration batches")
         return out
-
-def _call(model, batch):
-    "Run a batch for what hooks see"
-    keep = getattr(getattr(model, "config", None), "is_encoder_decoder", False)        # there the labels are the decoder's inputs
-    config = getattr(model, "config", None)
-    cached = {"use_cache": False} if getattr(config, "use_cache", False) else {}       # a block that runs again would find its own keys
-    device = next((t.device for t in model.parameters()), torch.device("cpu"))
-    return model(**cached | to_device({k: v for k, v in batch.items() if keep or k != "labels"}, device))
 
 # %% ../nbs/21_quantize.ipynb #9185ff3e
 def _first(out): return out[0] if isinstance(out, (tuple, list)) else out
@@ -308,29 +328,29 @@ def _stacks(model, layers):
         if any(inside for _, inside in blocks): taken.add(name); stacks.append(blocks)
     return stacks
 
-def _record(model, stacks, calib, layers):
-    "Run all batches once: for each stack the inputs of its first block and the other arguments of all, {stack: (inputs, arguments)}; only stacks whose blocks follow each other"
-    place, seen, good, last = {id(b): (s, i) for s, stack in enumerate(stacks) for i, (b, _) in enumerate(stack)}, {}, set(range(len(stacks))), {}
+def _record(run, stacks, layers):
+    "Run all batches once: {stack: (inputs of its first block, their batches, the other arguments of all its blocks)}; only stacks whose blocks follow each other"
+    place, good, last = {id(b): (s, i) for s, stack in enumerate(stacks) for i, (b, _) in enumerate(stack)}, set(range(len(stacks))), {}
+    seen, held, ran = {s: ([], [], [[] for _ in stack]) for s, stack in enumerate(stacks)}, {}, set()
     def before(m, args, kwargs):
         (s, i), key = place[id(m)], None if args else next((k for k in ("hidden_states", "x") if k in kwargs), None)
         x = args[0] if args else kwargs.get(key)
         if not isinstance(x, Tensor) or (i > 0 and last.get(s, (None, None)) != (i - 1, id(x))): good.discard(s)
         if i == 0: seen[s][0].append(x)
-        seen[s][1][i].append((key, args[1:], {k: v for k, v in kwargs.items() if k != key}))
+        seen[s][2][i].append((key, args[1:], {k: v for k, v in kwargs.items() if k != key}))
     def after(m, args, kwargs, out):
         s, i = place[id(m)]
         last[s] = i, id(_first(out)); held[s] = out                  # held, so that no other tensor gets its id
-    held, ran = {}, set()
     hooks = [m.register_forward_pre_hook(lambda m, args, n=n: ran.add(n)) for n, m in layers.items()]
-    for s, stack in enumerate(stacks):
-        seen[s] = [], [[] for _ in stack]
+    for stack in stacks:
         for b, _ in stack: hooks += [b.register_forward_pre_hook(before, with_kwargs=True), b.register_forward_hook(after, with_kwargs=True)]
     try:
-        for batch in calib: _call(model, batch)
+        for batch, _ in zip(run.batches, run):
+            for xs, of, _ in seen.values(): of += [batch] * (len(xs) - len(of))
     finally:
         for h in hooks: h.remove()
     _check_ran(layers, ran)
-    return {s: seen[s] for s in sorted(good) if all(len(a) == len(seen[s][0]) > 0 for a in seen[s][1])}
+    return {s: seen[s] for s in sorted(good) if all(len(a) == len(seen[s][0]) > 0 for a in seen[s][2])}
 
 def _check_ran(layers, ran):
     if missing := sorted(set(layers) - set(ran)):
@@ -344,30 +364,32 @@ def _block(block, x, arguments):
 @torch.no_grad()
 def calibrate(
     model:nn.Module,   # left as it was; what the caller changes between two stages is seen by the next
-    layers:dict,       # name → linear layer, of `packable`, say
-    calib:Iterable,    # batches, dicts of the model's arguments
+    layers:dict,       # name → linear layer or module of 3-D experts, of `packable`, say
+    calib:Iterable,    # batches: dicts of the model's arguments, or tensors; padding is not counted
     gram:bool=True,    # measure XᵀX too
-)->Iterator[dict[str, Inputs]]: # for one block after the other: name → what its inputs are; one object for layers with one input
-    "Measure the inputs of linear layers, block by block, and never keep more than one block's."
-    calib, left = list(calib), dict(layers)
-    if not calib: raise ValueError("calib is empty: give a few batches")
-    with eval_mode(model):
-        stacks = _stacks(model, layers)
-        recorded = _record(model, stacks, calib, left) if stacks else {}
-    for s, (xs, arguments) in recorded.items():
+)->Iterator[dict]:     # for one block after the other: name → `Inputs`, one object for layers with one input; of experts {stack: [Inputs of each]}
+    "Measure the inputs of linear layers and experts, block by block, and never keep more than one block's."
+    run, left = Calibration(model, calib), dict(layers)
+    stacks = _stacks(model, layers)
+    recorded = _record(run, stacks, left) if stacks else {}
+    for s, (xs, batches, arguments) in recorded.items():
+        def blocks(block, calls):
+            with eval_mode(model):
+                for x, batch, a in zip(xs, batches, calls):
+                    with run.at(batch): yield _block(block, x, a)
         for (block, inside), calls in zip(tqdm(stacks[s], desc="calibrate", leave=False, mininterval=1), arguments):
             if inside:
-                with eval_mode(model), _Watch(inside, gram) as watch:
-                    for x, a in zip(xs, calls): _block(block, x, a)
+                with _Watch(run, inside, gram) as watch:
+                    for _ in blocks(block, calls): pass
                 stage = watch.result()
                 for n in list(inside): del left[n], inside[n]                       # let go of them: what was packed is not kept here
                 yield stage
                 del watch, stage
-            with eval_mode(model): xs = [_block(block, x, a) for x, a in zip(xs, calls)]
+            xs = list(blocks(block, calls))
             calls.clear()
     if left:
-        with eval_mode(model), _Watch(left, gram) as watch:
-            for batch in calib: _call(model, batch)
+        with _Watch(run, left, gram) as watch:
+            for _ in run: pass
         stage = watch.result()
         _check_ran(left, stage); left.clear()
         yield stage
@@ -420,7 +442,7 @@ def _is_linear_in_gain(norm, x):
 def scaling_sites(
     model:nn.Module,  # left as it was
     layers:dict,      # name → linear layer that may take a factor
-    batch:dict,       # of the model's arguments
+    batch:dict|Tensor, # of the model's arguments
 )->list[Site]:        # in the order that they run
     "Where factors can move from inputs to weights; one batch is run to see."
     uses, holders = _Uses(), {}
@@ -434,10 +456,11 @@ def scaling_sites(
         if isinstance(out, Tensor) and out.shape[-1:] == m.weight.shape: uses.watch(out, m); samples[id(m)] = args[0].reshape(-1, out.shape[-1])[:4]
     hooks = [m.register_forward_hook(of_norm) for m in norms]
     for m in layers.values(): hooks += [m.register_forward_pre_hook(before), m.register_forward_hook(after)]
+    batch = Calibration(model, [batch]).arguments(batch)
     sizes = {len(v) for v in batch.values() if isinstance(v, Tensor) and v.ndim > 1}
     if len(sizes) == 1: batch = {k: v[:1] if isinstance(v, Tensor) and v.ndim > 1 else v for k, v in batch.items()}      # one row tells as much
     try:
-        with eval_mode(model), uses: _call(model, batch)
+        with eval_mode(model), uses: model(**batch)
     finally:
         for h in hooks: h.remove()
     return _sites(uses, layers, names, samples, holders)
@@ -499,6 +522,14 @@ def fold(
 # %% ../nbs/21_quantize.ipynb #1f8e637e
 ROUNDINGS = ("nearest", "gptq", "awq")
 
+def stack_grid(
+    K:int,                # columns of the experts' weights
+    bits:int,             # 8 or 4
+    group_size:int|None,  # None: 128 for int4
+)->Grid:                  # int8 by row, int4 by group
+    "The grid of 3-D experts, which have no int8 by groups."
+    return grid_for(K, bits, group_size if bits == 4 else None)
+
 def plan_grids(
     model:nn.Module,              # float
     modules:str|list|None=None,   # a pattern; None: every linear layer with a role, but no router
@@ -525,21 +556,25 @@ def plan_grids(
 def pack_by(
     model:nn.Module,             # changed in place
     grids:dict,                  # name → Grid, of `plan_grids`
-    rounding:dict|None=None,     # name → (codes, scale, zero) of the weight; others are rounded to nearest
+    rounding:dict|None=None,     # name → (codes, scale, zero) of the weight, of a stack of experts one below the other; others are rounded to nearest
     activations:int|None=None,   # 8: W8A8, but for heads
     bits:int=8,                  # of experts
     group_size:int|None=None,    # of experts
 ):
     "Replace layers by packed ones, each on its grid; tied weights stay tied."
     modules, codes = {n: m for n, m in parts(model) if n in grids}, dict(rounding or {})
-    of_weight = {tensor_key(modules[n].weight): c for n, c in codes.items()}       # the codes of a tied table are its layer's
+    of_weight = {tensor_key(modules[n].weight): c for n, c in codes.items() if n in modules}       # the codes of a tied table are its layer's
     codes |= {n: of_weight[k] for n, m in modules.items() if grids[n] and (k := tensor_key(m.weight)) in of_weight}
     modules.clear(); of_weight.clear()
     def how(name, w): return grids[name].pack(*codes.pop(name)) if name in codes else to_nearest(w, grids[name])
+    def how_expert(name, w):
+        if name not in codes: return to_nearest(w, stack_grid(w.shape[1], bits, group_size))
+        mine, codes[name] = zip(*((None, None) if t is None else (t[:len(w)], t[len(w):]) for t in codes[name]))
+        return stack_grid(w.shape[1], bits, group_size).pack(*mine)
     groups = {}
     for n, g in grids.items(): groups.setdefault(g, []).append(n)
     for g, names in groups.items():
-        if g is None: pack_linears(model, bits, dict.fromkeys(names), group_size=group_size or 128)
+        if g is None: pack_linears(model, bits, dict.fromkeys(names), rounding=how_expert, group_size=group_size or 128)
         elif g.bits == 8 and g.group_size: _pack_groups(model, names, how, g.group_size)
         else: pack_linears(model, g.bits, dict.fromkeys(names), embeddings=False, rounding=how, group_size=g.group_size or 128, activations=activations if g.bits == 8 else None)
     if activations:                                                               # a head's inputs stay as they are, wherever rounding them costs most and saves least
@@ -556,9 +591,7 @@ def _pack_groups(model, names, how, group_size):
         new = Int8GroupLinear.from_float(m, functools.partial(how, n), group_size) if key not in first else _skeleton(Int8GroupLinear, m, group_size=group_size)
         if key in first: new._share(first[key])
         first.setdefault(key, new)
-        for parent in model.modules():
-            for k, child in parent._modules.items():
-                if child is m: parent._modules[k] = new
+        replace_child(model, m, new)
 
 # %% ../nbs/21_quantize.ipynb #899cfc5e
 def choose_factors(
@@ -579,69 +612,100 @@ def choose_factors(
 
 def choose_codes(
     w:Tensor,                  # (N, K), its columns multiplied by the factors already
-    inputs:Inputs,             # as they were measured, with `gram`
+    inputs:Inputs,             # as they were measured, with `gram`; None there: no input was seen
     grid:Grid,                 # what the weights may become
-    exponents:Tensor|None,     # (K,) int8: log2 of the factors
     rounding:str,              # "gptq" or "awq"
     damping:float|None=None,   # of GPTQ; None: 0.1 for int8, 0.03 for int4
+    exponents:Tensor|None=None,# (K,) int8: log2 of the factors
 )->tuple[tuple, Tensor]:       # (codes, scale, zero), and how much an error in each column counts (K,)
-    "Codes for one weight."
+    "Codes for one weight; to nearest where no input was seen."
     s = torch.ones(w.shape[1], device=w.device) if exponents is None else exponents.float().exp2()
-    energy = inputs.gram.diagonal() / s.square()
-    fitted = grid.fit(w, energy)
-    if rounding == "awq": return (grid.round(w.float(), *fitted), *fitted), energy
-    if damping is None: damping = 0.1 if grid.bits == 8 else 0.03
-    return gptq(w, inputs.gram / torch.outer(s, s), grid, damping, fitted=fitted), energy
+    if inputs.gram is None or rounding == "awq":
+        energy = torch.ones_like(s) if inputs.gram is None else inputs.gram.diagonal() / s.square()
+        fitted = grid.fit(w, energy)
+        return (grid.round(w.float(), *fitted), *fitted), energy
+    order, U, energy = _factor(inputs.gram / torch.outer(s, s), damping if damping is not None else 0.1 if grid.bits == 8 else 0.03)
+    return _follow(w, order, U, grid, grid.fit(w, energy)), energy
+
+def choose_experts(
+    w:Tensor,                  # (E·N, K), the experts' weights one below the other
+    inputs:list,               # E `Inputs`
+    grid:Grid,                 # what the weights may become
+    rounding:str,              # "gptq" or "awq"
+    damping:float|None=None,   # as in `choose_codes`
+)->tuple[tuple, Tensor]:       # (codes, scale, zero) one below the other, and how much an error in each expert's columns counts (E, K)
+    "Codes for a stack of experts, of each by the tokens that reach it."
+    codes, energy = zip(*(choose_codes(part, i, grid, rounding, damping) for part, i in zip(w.chunk(len(inputs)), inputs)))
+    if idle := sum(i.gram is None for i in inputs):
+        logging.getLogger(__name__).warning("%d of %d experts got no token of the calibration batches, and are rounded to nearest", idle, len(inputs))
+    return tuple(None if t[0] is None else torch.cat(t) for t in zip(*codes)), torch.stack(energy)
 
 # %% ../nbs/21_quantize.ipynb #1781658f
-def check_rounding(rounding, smooth, calib, bits, activations, group_size):
+def check_rounding(rounding, smooth, calib, bits, activations, group_size, damping):
     "Raise for arguments that do not go together"
+    factors = smooth is not None and smooth is not False
     if rounding not in ROUNDINGS: raise ValueError(f"rounding={rounding!r}: one of {', '.join(ROUNDINGS)}")
     if bits not in (4, 8): raise ValueError(f"bits={bits!r}: 8 or 4")
-    if smooth is not None and not (isinstance(smooth, (int, float)) and 0 <= smooth <= 1): raise ValueError(f"smooth={smooth!r}: a number from 0 to 1, such as 0.5, or None")
-    if smooth is not None and rounding == "awq": raise ValueError("smooth= with rounding='awq': both move factors; choose one")
+    if group_size is not None and (type(group_size) is not int or group_size not in GROUPS): raise ValueError(f"group_size={group_size!r}: one of {', '.join(map(str, GROUPS))}, or None")
+    if factors and (smooth is True or not (isinstance(smooth, (int, float)) and 0 <= smooth <= 1)):
+        raise ValueError(f"smooth={smooth!r}: a number from 0 to 1, such as 0.5, False for no factors, or None")
+    if factors and rounding == "awq": raise ValueError("smooth= with rounding='awq': both move factors; choose one")
+    if damping is not None: _check_damping(damping)
     if activations not in (None, 8): raise ValueError(f"activations={activations!r}: 8, or None")
     if activations and (bits != 8 or group_size):
         raise ValueError(f"activations=8 with bits={bits}, group_size={group_size}: int8 inputs are multiplied by int8 weights with one scale a row; bits=8, group_size=None")
-    if calib is None and (rounding != "nearest" or smooth is not None): raise ValueError(f"rounding={rounding!r}, smooth={smooth} need calib=, a few batches")
+    if calib is None and (rounding != "nearest" or factors): raise ValueError(f"rounding={rounding!r}, smooth={smooth} need calib=, a few batches")
+
+def smoothing(smooth, rounding, calib, activations):
+    "SmoothQuant's exponent, or None: where inputs are rounded too and there are batches it is 0.5 unless said otherwise"
+    if smooth is None: return 0.5 if activations and calib is not None and rounding != "awq" else None
+    return None if smooth is False else smooth
 
 # %% ../nbs/21_quantize.ipynb #8aad05a3
 def quantize(
     model:nn.Module,              # changed in place
-    calib:Iterable|None=None,     # a few batches, dicts of the model's arguments (2,000 tokens do); None: round to nearest
+    calib:Iterable|None=None,     # a few batches: dicts of the model's arguments, or tensors; padding is not counted. 2,000 tokens do for int8, int4 gains from 8,000. None: round to nearest
     bits:int=8,                   # of a weight: 8 or 4
-    modules:str|list|None=None,   # a pattern; None: every linear layer with a role, but no router
+    modules:str|list|None=None,   # a pattern; None: every linear layer with a role, and experts, but no router
     exclude:str|list|None=None,   # a pattern of what stays in float
     rounding:str|None=None,       # "nearest", "gptq" or "awq"; None: GPTQ if there are batches
     group_size:int|None=None,     # columns that share a scale: 128, 64 or 32; None: int8 by row, int4 by 128
     activations:int|None=None,    # 8: inputs of more than 16 rows are rounded to int8 too (W8A8), but those of the head
-    smooth:float|None=None,       # SmoothQuant's exponent, 0.5; None: no factors
+    smooth:float|bool|None=None,  # SmoothQuant's exponent; None: 0.5 for W8A8 with batches; False: no factors
     symmetric:bool|None=None,     # int4 without zero points; None: for weights a quarter of which are zero
-    damping:float|None=None,      # of GPTQ, share of the mean of XᵀX's diagonal; None: 0.1 for int8, 0.03 for int4
+    damping:float|None=None,      # of GPTQ, ≥ 0, share of the mean of XᵀX's diagonal; None: 0.1 for int8, 0.03 for int4
 )->nn.Module:                     # the same model
-    "Pack linear layers to int8 or int4, rounded by what their inputs see where calibration batches are given."
+    "Pack linear layers and experts to int8 or int4, rounded by what their inputs see where calibration batches are given."
     rounding = rounding or ("nearest" if calib is None else "gptq")
-    check_rounding(rounding, smooth, calib, bits, activations, group_size)
-    grids = plan_grids(model, modules, exclude, bits, group_size, symmetric)
-    for n, m in ((n, m) for n, m in parts(model) if n in grids and not _is_experts(m)):
-        if reason := _refusal(m): raise ValueError(f"{n} {reason}")
+    check_rounding(rounding, smooth, calib, bits, activations, group_size, damping)
+    if calib is not None: calib = Calibration(model, calib).batches
+    smooth, grids = smoothing(smooth, rounding, calib, activations), plan_grids(model, modules, exclude, bits, group_size, symmetric)
+    for n, m in ((n, m) for n, m in parts(model) if n in grids):
+        if reason := experts_refusal(m) if _is_experts(m) else _refusal(m): raise ValueError(f"{n} {reason}")
     rest = dict(grids)
-    if calib is not None:
-        calib = list(calib)
-        if not calib: raise ValueError("calib is empty: give a few batches")
-        layers = {n: m for n, m in parts(model) if grids.get(n) and not isinstance(m, nn.Embedding)}
-        sites = scaling_sites(model, layers, calib[0]) if smooth is not None or rounding == "awq" else []
+    if rounding != "nearest" or smooth is not None:
+        layers = {n: m for n, m in parts(model) if n in grids and not isinstance(m, nn.Embedding) and (rounding != "nearest" or not _is_experts(m))}
+        sites = scaling_sites(model, {n: m for n, m in layers.items() if grids[n]}, calib[0]) if smooth is not None or rounding == "awq" else []
         tables = {tensor_key(m.weight): n for n, m in parts(model) if n in grids and isinstance(m, nn.Embedding)}
         for stage in calibrate(model, dict(layers), calib, gram=rounding != "nearest"):
-            here, codes = {n: layers.pop(n) for n in stage}, {}
-            weights = lambda: {n: _rows(m).detach() for n, m in here.items()}
-            factors = choose_factors(stage, sites, weights(), grids, smooth) if sites else []
-            for site, e in factors: fold(site, e); sites.remove(site)
-            exponents = {n: e for site, e in factors for n in site.readers}
-            del factors
-            if rounding != "nearest": codes = {n: choose_codes(w, stage[n], grids[n], exponents.get(n), rounding, damping)[0] for n, w in weights().items()}
-            names = {*here, *(tables[k] for m in here.values() if (k := tensor_key(m.weight)) in tables)}
+            here = {n: layers.pop(n) for n in stage}
+            codes = _stage_codes(stage, here, grids, sites, rounding, smooth, damping, bits, group_size)
+            names = {*here, *(tables[k] for n, m in here.items() if grids[n] and (k := tensor_key(m.weight)) in tables)}
             here.clear()
-            pack_by(model, {n: rest.pop(n) for n in grids if n in names and n in rest}, codes, activations)
+            pack_by(model, {n: rest.pop(n) for n in grids if n in names and n in rest}, codes, activations, bits, group_size)
     if rest: pack_by(model, rest, None, activations, bits, group_size)
     return model
+
+def _stage_codes(stage, here, grids, sites, rounding, smooth, damping, bits, group_size):
+    "Move the factors of one stage's layers, which its sites lose, and choose codes: name → (codes, scale, zero)"
+    exponents, codes = {}, {}
+    for site, e in choose_factors(stage, sites, {n: _rows(m).detach() for n, m in here.items() if grids[n]}, grids, smooth) if sites else ():
+        fold(site, e); sites.remove(site)
+        exponents |= dict.fromkeys(site.readers, e)
+    for n, m in here.items() if rounding != "nearest" else ():
+        if grids[n]: codes[n] = choose_codes(_rows(m).detach(), stage[n], grids[n], rounding, damping, exponents.get(n))[0]
+        for k, inputs in stage[n].items() if not grids[n] else ():
+            w = getattr(m, k).detach()
+            w = (w.transpose(1, 2) if m.is_transposed else w).flatten(0, 1)
+            codes[f"{n}.{k}"] = choose_experts(w, inputs, stack_grid(w.shape[1], bits, group_size), rounding, damping)[0]
+    return codes

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedConfig
 
+from .cook import _as_it_is
+from .cooked import replace_child
 from .core import parts, roles, table, unwrap
+from .kernels import _is_conv1d
 
 # %% ../nbs/22_slicing.ipynb #c47418e1
 @dataclass
@@ -77,10 +80,12 @@ def _common(names):
     while all(len(s) > same + 1 for s in split) and len({s[same] for s in split}) == 1: same += 1
     return ".".join(split[0][:same])
 
-def _sizes(module):
-    "(in, out) of a matrix, of the weight as it is stored"
+def _stored(module):
+    "The weight of a matrix module (out, in), as it is stored below its parametrizations"
     w = module.parametrizations.weight.original if parametrize.is_parametrized(module, "weight") else module.weight
-    return tuple(w.shape) if hasattr(module, "nf") else tuple(w.shape)[::-1]
+    return w.T if _is_conv1d(module) else w
+
+def _sizes(module): return tuple(_stored(module).shape)[::-1]     # (in, out)
 
 def _heads(out, inputs, modules, config):
     "`Heads` of one attention, or None where its layout is not known"
@@ -182,8 +187,7 @@ class _Scissors:
     def matrix(self, module, side, index):
         "Cut the inputs or the outputs of a linear layer, or the columns of an embedding"
         if hasattr(module, "_bmlab_packed"): raise TypeError(f"a packed {type(module).__name__} cannot be cut; slice the model before it is packed")
-        stored_in_out = hasattr(module, "nf")                         # transformers' Conv1D
-        dim = 1 if isinstance(module, nn.Embedding) else int((side == "in") != stored_in_out)
+        dim = 1 if isinstance(module, nn.Embedding) else int((side == "in") != _is_conv1d(module))
         self.weight(module, "weight", dim, index)
         if side == "out" and module._parameters.get("bias") is not None: self.weight(module, "bias", 0, index)
         names = {"in": ("in_features", "nx"), "out": ("out_features", "nf", "embedding_dim")}[side]
@@ -218,9 +222,14 @@ def _absent(module):
 
 # %% ../nbs/22_slicing.ipynb #64eafa0a
 def _index(name, kept, size, what):
-    "A sorted index tensor; raises for what cannot be one"
-    index = torch.as_tensor(kept, dtype=torch.long).flatten().cpu()
-    if len(index) and (int(index.min()) < 0 or int(index.max()) >= size): raise ValueError(f"keep[{name!r}] names {what} {int(index.max())}; there are {size}")
+    "A sorted index tensor, of numbers or a mask; raises for what is neither"
+    index = torch.as_tensor(kept if isinstance(kept, Tensor) or not hasattr(kept, "__iter__") else list(kept)).detach().cpu()
+    if index.dtype == torch.bool and index.shape != (size,): raise ValueError(f"keep[{name!r}] is a mask of shape {tuple(index.shape)}; there are {size} {what}")
+    if index.dtype == torch.bool: return index.nonzero().flatten()
+    if index.ndim != 1 or len(index) and (index.is_floating_point() or index.is_complex()):
+        raise TypeError(f"keep[{name!r}]={kept!r}: expected a list of the {what} that stay, whole numbers from 0 to {size - 1}, or a mask of {size} bools")
+    index = index.long()                                              # (an empty list is one of floats)
+    if wrong := [i for i in index.tolist() if not 0 <= i < size]: raise ValueError(f"keep[{name!r}] names {what} {wrong[0]}; there are {size}, numbered from 0")
     if len(index.unique()) < len(index): raise ValueError(f"keep[{name!r}] names one of its {what} twice")
     return index.sort().values
 
@@ -261,10 +270,6 @@ def _cut_tables(found, heads, modules, scissors):
             if isinstance(modules[owner].__dict__.get(k), int): setattr(modules[owner], k, v)
 
 # %% ../nbs/22_slicing.ipynb #33ec004d
-def _replace(model, name, new):
-    owner, _, key = name.rpartition(".")
-    model.get_submodule(owner)._modules[key] = new
-
 _NORM_BEFORE = {Heads: ("input_layernorm", "ln_1", "layernorm_before_attention"), Neurons: ("post_attention_layernorm", "ln_2", "layernorm_before_ffn")}   # where a block has these two
 
 def undroppable(
@@ -286,8 +291,8 @@ def _drop_sublayer(model, layer, unit, modules, norms):
     last, parent = {n: n.rpartition(".")[2] for n in mine}, unit.module.rpartition(".")[0]
     before = len(mine) == 2 and all(any(v in names for v in last.values()) for names in _NORM_BEFORE.values())
     near = [n for n in mine if before and last[n] in _NORM_BEFORE[type(unit)] or n == f"{parent}.layer_norm" and parent != layer.name]
-    _replace(model, unit.module, _absent(modules[unit.module]))
-    for n in near: _replace(model, n, Through())
+    replace_child(model, modules[unit.module], _absent(modules[unit.module]))
+    for n in near: replace_child(model, modules[n], Through())
 
 def _pass_on_table(table, layers):
     "Give a position table to the first attention of a stack that is left; `layers`: [(Layer, its block)]"
@@ -325,7 +330,7 @@ def _fold_norm(norm, name, index, size, scissors):
         if k in norm.__dict__: setattr(norm, k, (len(index),) if isinstance(getattr(norm, k), tuple) else len(index))
 
 def _cut_hidden(model, found, index, scissors):
-    "Drop channels of the residual stream everywhere"
+    "Drop channels of the residual stream everywhere, and tell what keeps a number for each: its `cut_inputs(index)` is called"
     size, modules = found.hidden, dict(parts(model))
     inner = {n for u in (*found.attention().values(), *found.ffn().values()) for n in (u.out, *(u.inputs.values() if isinstance(u, Heads) else u.inputs))}
     outs = {u.out for u in (*found.attention().values(), *found.ffn().values())}
@@ -336,11 +341,12 @@ def _cut_hidden(model, found, index, scissors):
     for n, m in modules.items():
         if n in found.norms: continue
         if isinstance(m, nn.Embedding) and m.embedding_dim == size: scissors.matrix(m, "out", index)
-        elif isinstance(m, nn.Linear) or hasattr(m, "nf"):
+        elif isinstance(m, nn.Linear) or _is_conv1d(m):
             i, o = _sizes(m)
             if i == size and n not in outs: scissors.matrix(m, "in", index)
             if o == size and (n in outs or n not in inner and not hasattr(model.get_submodule(n.rpartition(".")[0]), "vocab_size")): scissors.matrix(m, "out", index)
     for m in modules.values():
+        if hasattr(m, "cut_inputs"): m.cut_inputs(index)
         for k in ("hidden_size", "embed_dim", "dim_model", "d_model"):
             if m.__dict__.get(k) == size and not isinstance(m, nn.Embedding): setattr(m, k, len(index))
     if getattr(getattr(model, "config", None), "scale_decoder_outputs", False):                  # T5 divides by √d before its head
@@ -348,23 +354,44 @@ def _cut_hidden(model, found, index, scissors):
         model.model_dim = len(index)
 
 # %% ../nbs/22_slicing.ipynb #e9df4372
-@torch.no_grad()
-def slice_model(
-    model:nn.Module,  # changed in place; on meta, parametrized too; not packed, sharded or with deltas
-    keep:Mapping,     # name of a consumer → heads or neurons, of a list of blocks → layers, "hidden" → channels: indices that stay; [] drops a sublayer
-)->dict[str, str]:    # old name → new name of every module that is left
-    "Cut units out of a model for good; it computes what it would with them masked."
-    root, found = unwrap(model), structure(model)
-    modules, scissors = dict(parts(root)), _Scissors()
-    attention, ffn = found.attention(), found.ffn()
-    known = {**{k: (a.heads, "heads") for k, a in attention.items()}, **{k: (f.width, "neurons") for k, f in ffn.items()},
-             **{k: (len(s), "layers") for k, s in found.stacks.items()}, **({"hidden": (found.hidden, "channels")} if found.hidden else {})}
+def _known(found):
+    "{key of `keep`: (how many there are, of what)}"
+    return {**{k: (a.heads, "heads") for k, a in found.attention().items()}, **{k: (f.width, "neurons") for k, f in found.ffn().items()},
+            **{k: (len(s), "layers") for k, s in found.stacks.items()}, **({"hidden": (found.hidden, "channels")} if found.hidden else {})}
+
+def _indices(keep, found, root):
+    "{key: index} of what is not kept whole; raises for what cannot be cut"
+    known = _known(found)
     if wrong := [k for k in keep if k not in known]:
         raise LookupError(f"keep names {wrong[0]!r}, which is no consumer, list of blocks or 'hidden' of this {type(root).__name__}; there are {', '.join(map(repr, list(known)[:4]))}, …")
     index = {k: _index(k, v, *known[k]) for k, v in keep.items()}
     for k, i in index.items():
-        if not len(i) and k not in attention and k not in ffn: raise ValueError(f"keep[{k!r}] is empty; at least one of {known[k][1]} must stay")
-    index = {k: i for k, i in index.items() if len(i) < known[k][0]}
+        if not len(i) and known[k][1] in ("layers", "channels"): raise ValueError(f"keep[{k!r}] is empty; at least one of {known[k][1]} must stay")
+    return {k: i for k, i in index.items() if len(i) < known[k][0]}
+
+def _cut_neurons(f, index, modules, scissors):
+    "Drop neurons of a feed-forward network, and tell what hangs in it and keeps a number for each: its `cut_neurons(index)` is called"
+    for n in f.inputs: scissors.matrix(modules[n], "out", index)
+    scissors.matrix(modules[f.out], "in", index)
+    for m in modules[f.module].modules():
+        if hasattr(m, "cut_neurons"): m.cut_neurons(index)
+
+# %% ../nbs/22_slicing.ipynb #beae230b
+@torch.no_grad()
+def slice_model(
+    model:nn.Module,  # changed in place; on meta, parametrized too; not packed, sharded or with deltas
+    keep:Mapping,     # name of a consumer → heads or neurons, of a list of blocks → layers, "hidden" → channels: numbers or a mask of those that stay; [] drops a sublayer
+)->dict[str, str]:    # old name → new name of every module that is left
+    "Cut units out of a model for good; it computes what it would with them masked."
+    root, found = unwrap(model), structure(model)
+    index, restore = _indices(keep, found, root), _as_it_is(root)
+    try: return _slice(root, found, index)
+    except BaseException:
+        restore()
+        raise
+
+def _slice(root, found, index):
+    modules, scissors, attention, ffn = dict(parts(root)), _Scissors(), found.attention(), found.ffn()
     empty = {layer.name for layer in found.layers() if all(u.out in index and not len(index[u.out]) for u in (*layer.attention, *layer.ffn))
              and not any(undroppable(u, layer) for u in (*layer.attention, *layer.ffn)) and len(layer.attention) == len(layer.ffn) == 1}        # both sublayers gone
     gone = empty | {layer.name for s, stack in found.stacks.items() if s in index for n, layer in enumerate(stack) if n not in index[s].tolist()}
@@ -378,9 +405,7 @@ def slice_model(
     for k, i in heads.items():
         if len(i): _cut_heads(attention[k], i, modules, scissors)
     for k, i in index.items():
-        if k in ffn and k in left and len(i):
-            for n in ffn[k].inputs: scissors.matrix(modules[n], "out", i)
-            scissors.matrix(modules[k], "in", i)
+        if k in ffn and k in left and len(i): _cut_neurons(ffn[k], i, modules, scissors)
     if "hidden" in index: _cut_hidden(root, found, index["hidden"], scissors)
     for layer in stay:
         for u in (*layer.attention, *layer.ffn):
@@ -454,8 +479,9 @@ def _set_config(model, places, index):
     if "hidden" in index: steps.append(lambda c: _set_hidden(c, model, found))
     for c in configs:
         before = copy.deepcopy(vars(c))
-        for step in steps: step(c)
-        try: type(c).from_dict(c.to_dict())
+        try:
+            for step in steps: step(c)
+            type(c).from_dict(c.to_dict())
         except Exception:                                             # say what a family refuses not at all
             vars(c).clear(); vars(c).update(before)
             for step in steps[:1] if places else (): step(c)
@@ -502,8 +528,7 @@ def mask_model(
     def skip(m, args, kwargs, out):
         x = args[0] if args else kwargs["hidden_states"]
         return (x, *out[1:]) if isinstance(out, tuple) else x
-    for k, kept in keep.items():
-        index = torch.as_tensor(kept, dtype=torch.long)
+    for k, index in _indices(keep, found, root).items():
         if k in found.stacks:
             for i, layer in enumerate(found.stacks[k]):
                 if i not in index.tolist(): modules[layer.name].register_forward_hook(skip, with_kwargs=True)
@@ -517,5 +542,5 @@ def mask_model(
         else:
             unit, m = attention.get(k) or ffn[k], modules[k]
             gate = torch.zeros(_sizes(m)[0]).index_fill(0, _wide(index, unit.size) if isinstance(unit, Heads) else index, 1.)
-            m.weight.mul_(gate[:, None] if hasattr(m, "nf") else gate)
+            m.weight.mul_(gate[:, None] if _is_conv1d(m) else gate)
     return model

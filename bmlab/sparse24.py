@@ -7,19 +7,17 @@ __all__ = ['FORMS', 'SCORES', 'WHEN', 'pick24', 'input_norms', 'sparsegpt24', 'i
            'pack24', 'arrange24', 'unpack24', 'Mask24', 'Sparse24']
 
 # %% ../nbs/22b_sparse24.ipynb #556cbd6c
-import collections, functools, itertools
+import collections, functools, itertools, warnings
 from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
-from .cook import Method, bake, chain, parametrize_weight, stored, unparametrize
+from .cook import Calibration, Method, bake, chain, parametrize_weight, replace_child, stored, unparametrize
 from .core import changed, did_you_mean, parts, resolve, roles, tensor_key
-from .kernels import Int8Linear
+from .kernels import Int8Linear, _kind, _rows
 from .packing import packed_linear
-from .train import eval_mode, to_device
 
 # %% ../nbs/22b_sparse24.ipynb #c905f20f
 @functools.cache
@@ -58,37 +56,30 @@ def _pick_as_stored(score, transposable, turned):
 
 # %% ../nbs/22b_sparse24.ipynb #b798b714
 @torch.no_grad()
-def _watch(model, layers, calib, see):
-    "Run the calibration batches; see(name, x (n, K) float32) for every call of a layer"
-    hooks = [m.register_forward_pre_hook(lambda m, args, n=n: see(n, args[0].detach().flatten(0, -2).float())) for n, m in layers.items()]
-    device, keep, seen = next(model.parameters()).device, getattr(getattr(model, "config", None), "is_encoder_decoder", False), 0
-    try:
-        with eval_mode(model):
-            for batch in tqdm(calib, desc="calibrate", leave=False, mininterval=1):
-                if hasattr(batch, "items") and not keep: batch = {k: v for k, v in batch.items() if k != "labels"}
-                batch, seen = to_device(batch, device), seen + 1
-                model(**batch) if hasattr(batch, "items") else model(batch)
+def _sums(model, layers, calib, term):
+    "{name: sum of term(x (n, K) float32)} over the real tokens that each layer sees"
+    run, total = Calibration(model, calib), {}
+    def hook(name):
+        def see(module, args):
+            new = term(run.tokens(args[0].detach(), name).float())
+            total[name] = total[name].add_(new) if name in total else new
+        return see
+    hooks = [m.register_forward_pre_hook(hook(n)) for n, m in layers.items()]
+    try: collections.deque(run, maxlen=0)
     finally:
         for h in hooks: h.remove()
-    if not seen: raise ValueError("calib is empty: give a few batches")
-
-def _all_seen(layers, found):
-    "Errors of a calibration: layers that never ran, inputs that are not finite"
-    if unseen := sorted(set(layers) - set(found)):
+    if unseen := sorted(set(layers) - set(total)):
         raise ValueError(f"{len(unseen)} layers never ran on the calibration batches, such as {unseen[0]}; give batches that reach them, or skip them")
-    if bad := [n for n, g in found.items() if not g.isfinite().all()]: raise ValueError(f"the inputs of {bad[0]} are not finite on the calibration batches")
-    return found
+    if bad := [n for n in layers if not total[n].isfinite().all()]: raise ValueError(f"the inputs of {bad[0]} are not finite on the calibration batches")
+    return total
 
 def input_norms(
     model:nn.Module,   # left as it was
     layers:dict,       # name → linear layer
     calib:Iterable,    # batches, dicts of the model's arguments or tensors
-)->dict[str, Tensor]:  # name → (K,) float32, the norm of each input over all tokens
+)->dict[str, Tensor]:  # name → (K,) float32, the norm of each input over all tokens that are no padding
     "How large the inputs of linear layers are over calibration batches (the factor of Wanda, Sun et al. 2023)."
-    total = {}
-    def see(name, x): total[name] = total.get(name, 0) + x.square().sum(0)
-    _watch(model, layers, calib, see)
-    return _all_seen(layers, {n: total[n].sqrt() for n in layers if n in total})
+    return {n: t.sqrt() for n, t in _sums(model, layers, calib, lambda x: x.square().sum(0)).items()}
 
 # %% ../nbs/22b_sparse24.ipynb #5a1aaaae
 @torch.no_grad()
@@ -123,6 +114,7 @@ def is24(
     w:Tensor, # (N, K) any dtype
 )->bool:      # are at most two of every four along the last dimension not zero?
     "Can `compress24` store this matrix?"
+    if w.is_meta: raise ValueError(f"w of shape {tuple(w.shape)} lies on meta, without values; load the weights first")
     return w.ndim == 2 and bool((F.pad(w != 0, (0, -w.shape[1] % 4)).view(len(w), -1, 4).sum(-1) <= 2).all())
 
 def compress24(
@@ -150,9 +142,8 @@ def expand24(
 FORMS = ("packed", "dense", "semi")  # of a `Sparse24Linear`: as in its file; with the zeros; torch's tensor for sparse tensor cores
 
 def _semi_fits(device, dtype, N, K):
-    "Can torch's semi-structured tensors hold such a matrix, and the GPU multiply by it?"
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or N % 64 or K % 64: return False
-    return torch.backends.cusparselt.is_available() or torch.cuda.get_device_capability(device)[0] == 8       # CUTLASS's kernels are for Ampere alone (pytorch#132009)
+    "Can torch's semi-structured tensors hold such a matrix, and the GPU multiply by it? (cuSPARSELt takes multiples of 16, of which 64 fill a tile)"
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and N % 64 == K % 64 == 0 and torch.backends.cusparselt.is_available()
 
 class _Forms(nn.Module):
     "A 2:4 matrix in one of its forms"
@@ -222,6 +213,11 @@ class _Stored(_Forms):
         self.arrange(self.wanted)
 
 # %% ../nbs/22b_sparse24.ipynb #164d3c24
+def _weight24(module):
+    "The matrix (N, K) of a layer that `Sparse24Linear` can take the place of, int8 codes of a quantized one, else None"
+    if type(module) is Int8Linear: return module.codes
+    return _rows(module).detach() if _kind(module) is Int8Linear else None                                # (not one that carries a delta)
+
 class Sparse24Linear(_Stored):
     "A linear layer with two of every four weights, as floats or as int8 codes with a float32 scale per output; the weight is frozen."
     def __init__(
@@ -248,10 +244,9 @@ class Sparse24Linear(_Stored):
         layer:nn.Module, # nn.Linear or transformers' Conv1D with zeros, or an Int8Linear with zero codes
     ):                   # -> Sparse24Linear in the form that its device multiplies fastest; the bias is the same `nn.Parameter`
         "The sparse layer of one whose weight is 2:4."
-        codes = getattr(layer, "codes", None)
-        w = (layer.weight.detach().t() if _is_conv1d(layer) else layer.weight.detach()) if codes is None else codes
-        new = cls(w.shape[1], len(w), False, 8 if codes is not None else None, getattr(layer, "activations", None), "meta", w.dtype)
-        new.bias, new.scale = layer.bias, None if codes is None else layer.scale
+        if (w := _weight24(layer)) is None: raise TypeError(f"layer is a {type(layer).__name__}; expected nn.Linear, Conv1D or Int8Linear")
+        new = cls(w.shape[1], len(w), False, 8 if w.dtype == torch.int8 else None, getattr(layer, "activations", None), "meta", w.dtype)
+        new.bias, new.scale = layer.bias, getattr(layer, "scale", None)
         new.values, new.indices = compress24(w)
         return new.train(layer.training).arrange()
 
@@ -262,8 +257,9 @@ class Sparse24Linear(_Stored):
 
     def forward(self, x):
         if self.scale is not None: return packed_linear(x, self._raw(), self.scale, self.bias, self.activations)
-        semi = self.form == "semi" and not (torch.is_grad_enabled() and x.requires_grad)                  # torch's tensor has no gradient for x
-        return F.linear(x, self._semi if semi else self._raw(), self.bias)
+        if self.form != "semi" or not x.numel() or torch.is_grad_enabled() and (x.requires_grad or self.bias is not None and self.bias.requires_grad):
+            return F.linear(x, self._raw(), self.bias)
+        return F.linear(x.contiguous(), self._semi, self.bias)                                            # torch's tensor takes no strides, no empty x, and has no gradient
 
     def cooked_state(self):
         return {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None, "bits": None if self.scale is None else 8,
@@ -277,28 +273,19 @@ class Sparse24Linear(_Stored):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, form={self.form}{kind}"
 
 # %% ../nbs/22b_sparse24.ipynb #24946510
-def _is_conv1d(module): return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-def _weight24(module):
-    "The matrix (N, K) of a layer that `Sparse24Linear` can take the place of, else None"
-    if isinstance(module, Int8Linear): return module.codes
-    if type(module) is nn.Linear or _is_conv1d(module): return module.weight.t() if _is_conv1d(module) else module.weight
-
-def _replace(model, old, new):
-    for parent in model.modules():
-        for child, m in parent._modules.items():
-            if m is old: parent._modules[child] = new
-
-def _pack(model, layers, strict):
-    "Pack {name: layer}; a weight that others share stays. Names of those that cannot be packed raise, if strict"
+def _pack(model, layers, strict=False):
+    "Pack {name: layer} and return how many; those that cannot be packed, for a weight that others share or too few zeros, raise if strict, else stay"
     holders = collections.Counter(tensor_key(p) for m in set(model.modules()) for p in (*m._parameters.values(), *m._buffers.values()) if p is not None)
-    fit = {n: is24(_weight24(m)) and holders[tensor_key(m.codes if isinstance(m, Int8Linear) else m.weight)] == 1 for n, m in layers.items()}
-    for n in (n for n, ok in fit.items() if strict and not ok):
-        raise ValueError(f"{n} cannot be packed 2:4: its weight " + ("is shared with another module" if is24(_weight24(layers[n])) else "has blocks of four with more than two values"))
-    for n, m in layers.items():
-        if fit[n]: _replace(model, m, Sparse24Linear.from_dense(m))
+    def refusal(m):
+        if not is24(_weight24(m)): return "has blocks of four with more than two values"
+        if holders[tensor_key(m.codes if isinstance(m, Int8Linear) else m.weight)] > 1: return "is shared with another module"
+    reasons = {n: refusal(m) for n, m in layers.items()}
+    for n, reason in reasons.items():
+        if strict and reason: raise ValueError(f"{n} cannot be packed 2:4: its weight {reason}")
+    fit = [m for n, m in layers.items() if not reasons[n]]
+    for m in dict.fromkeys(fit): replace_child(model, m, Sparse24Linear.from_dense(m))                    # (a module may hang at two names)
     changed(model)
-    return model
+    return len(fit)
 
 def pack24(
     model:nn.Module,             # changed in place
@@ -308,7 +295,10 @@ def pack24(
     "Replace linear layers whose weight is 2:4, in float or int8, by `Sparse24Linear`; a weight that other modules share stays."
     found = dict(parts(model)) if modules is None and exclude is None else resolve(model, "*" if modules is None else modules, exclude)
     layers = {n: m for n, m in found.items() if _weight24(m) is not None}
-    return _pack(model, layers, strict=modules is not None)
+    if modules is not None and not layers:
+        raise LookupError(f"modules={modules!r} matches {', '.join(sorted({type(m).__name__ for m in found.values()}))}, none of them a plain linear layer, which nn.Linear, Conv1D and Int8Linear are")
+    _pack(model, layers, strict=modules is not None)
+    return model
 
 def arrange24(
     model:nn.Module,   # with Sparse24Linear layers
@@ -328,7 +318,7 @@ def unpack24(
     for m in [m for _, m in parts(model) if isinstance(m, Sparse24Linear) and m.scale is None]:
         new = nn.Linear(m.in_features, m.out_features, bias=False, device="meta")
         new.weight, new.bias = nn.Parameter(m.dequantize().clone()), m.bias
-        _replace(model, m, new.train(m.training))
+        replace_child(model, m, new.train(m.training))
     changed(model)
     return model
 
@@ -359,12 +349,12 @@ class Mask24(nn.Module):
         transposable:bool=False, # two of four along both directions
         turned:bool=False,       # is the weight stored as (inputs, outputs)?
         decay:float=2e-4,        # λ of re-picking
-        packed:bool=True,        # exported as `Sparse24Linear`
+        owner:int=0,             # which method it is of
     ):
         super().__init__()
-        self.when, self.steps, self.transposable, self.turned, self.decay, self.packed, self.count, self._cuts = when, steps, transposable, turned, decay, packed, 0, []
-        for name, t in (("mask", mask), ("norm", norm), ("shift", shift), ("fade", torch.ones((), device=mask.device) if when == "ramp" else None),
-                        ("steps_done", torch.zeros((), dtype=torch.int64, device=mask.device))): self.register_buffer(name, t)
+        self.when, self.steps, self.transposable, self.turned, self.decay, self.owner, self._cuts = when, steps, transposable, turned, decay, owner, []
+        self.count, self.open = 0, when == "repick"                                                       # steps done; is the mask chosen anew?
+        for name, t in (("mask", mask), ("norm", norm), ("shift", shift), ("steps_done", torch.zeros((), dtype=torch.int64, device=mask.device))): self.register_buffer(name, t)
 
     @torch.no_grad()
     def pick(self, w):
@@ -374,7 +364,9 @@ class Mask24(nn.Module):
         return _pick_as_stored(score, self.transposable, self.turned)
 
     @property
-    def open(self): return self.when == "repick" and (self.steps is None or self.count < self.steps)
+    def fade(self):
+        "The share that is left of the weights that go: () float32 falling from 1 to 0 over a ramp, else 0"
+        return (1 - self.steps_done / self.steps).clamp_min(0) ** 3 if self.when == "ramp" else 0
 
     def forward(self, w):
         if self.when == "repick":
@@ -383,13 +375,14 @@ class Mask24(nn.Module):
                 mask = self.pick(w)
                 with torch.no_grad(): self.mask.copy_(mask)
             return _StraightThrough.apply(w, mask, self.decay)
-        stay = w if self.shift is None else w + self.shift.to(w.dtype) * (1 if self.fade is None else 1 - self.fade.to(w.dtype))
-        return torch.where(self.mask, stay, 0 if self.fade is None else w * self.fade.to(w.dtype))
+        fade = self.fade
+        stay = w if self.shift is None else w + (self.shift * (1 - fade)).to(w.dtype)
+        return torch.where(self.mask, stay, w * fade if self.when == "ramp" else 0)
 
-    def advance(self):
-        "One step of the optimizer later"
-        self.count += 1; self.steps_done.fill_(self.count)
-        if self.fade is not None: self.fade.fill_(max(0., 1 - self.count / self.steps) ** 3)
+    def advance(self, steps=1):
+        "So many steps of the optimizer later"
+        self.count += steps; self.steps_done.fill_(self.count)
+        self.open = self.when == "repick" and (self.steps is None or self.count < self.steps)             # (were the count read in forward, each step would compile anew)
 
     def cut(self, dim, index):
         "The weight loses rows or columns (called again for a twin of a tied one)"
@@ -402,7 +395,7 @@ class Mask24(nn.Module):
 
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)
-        if not self.steps_done.is_meta: self.count = int(self.steps_done)
+        if not self.steps_done.is_meta: self.count = int(self.steps_done); self.advance(0)
 
 # %% ../nbs/22b_sparse24.ipynb #aa67e2e8
 SCORES = ("wanda", "magnitude", "sparsegpt")  # how `Sparse24` chooses
@@ -449,12 +442,31 @@ class _Settings(Method):
         if when == "repick" and score == "sparsegpt": raise ValueError("score='sparsegpt' corrects the weights for one mask, and when='repick' changes it; try score='wanda'")
         if not decay >= 0: raise ValueError(f"decay={decay!r}: not below zero, such as 2e-4")
         vars(self).update(modules=modules, skip=skip, score=score, when=when, steps=steps, transposable=transposable, decay=decay, damping=damping, packed=packed, max_bytes=max_bytes)
-        self.sites, self.notes, self._plans, self._late = {}, {}, {}, []
+        self.sites, self.notes, self._planned, self._late = {}, {}, {}, []
 
 # %% ../nbs/22b_sparse24.ipynb #0b3297fd
 class _Plans(_Settings):
-    def _plan(self, m, k, norm, gram, sums):
-        "The mask of one matrix, or stack of them"
+    "Which mask each matrix gets"
+    def _check(self, slots, calib):
+        if self.score != "magnitude" and calib is None: raise ValueError(f"score={self.score!r} looks at the inputs: give Cook calib=batches, or take score='magnitude'")
+        for n, (m, k) in slots.items():
+            w = stored(m, k)
+            if w.is_meta: raise ValueError(f"{n} lies on meta, without values; load the weights before you cook")
+            if not w.isfinite().all(): raise ValueError(f"{n} has infinite or undefined weights")
+            if self.score != "magnitude" and w.ndim == 3:
+                raise ValueError(f"{n} holds experts in one tensor, whose inputs cannot be told apart; take score='magnitude' for them, and skip them here")
+
+    def _together(self, slots):
+        "Names by the passes over the calibration that they share"
+        groups, size = [[]], 0
+        for n, (m, k) in slots.items():
+            need = 4 * stored(m, k).shape[0 if _is_turned(m, k) else 1] ** 2 if self.score == "sparsegpt" else 0
+            if groups[-1] and size + need > self.max_bytes: groups.append([]); size = 0
+            groups[-1].append(n); size += need
+        return groups
+
+    def _plan(self, m, k, norm, gram):
+        "The mask of one matrix, or stack of them, with its correction; and the sums of the scores that stay and of all"
         w, turned, shift = stored(m, k).detach(), _is_turned(m, k), None
         score = w.float().abs() * (1 if norm is None else norm[:, None] if turned else norm)
         if gram is None: mask = _pick_as_stored(score, self.transposable, turned)
@@ -462,47 +474,28 @@ class _Plans(_Settings):
             small, mask = sparsegpt24(w.t() if turned else w, gram, self.damping, transposable=self.transposable)
             small, mask = (small.t(), mask.t()) if turned else (small, mask)
             shift = torch.where(mask, small - w.float(), 0).to(w.dtype).contiguous()
-        sums[0] += (score * mask).sum().item(); sums[1] += score.sum().item()
-        return Mask24(mask.contiguous(), self.when, self.steps, norm, shift, self.transposable, turned, self.decay, self.packed)
-
-    def _by_grams(self, model, slots, calib, sums):
-        "SparseGPT's masks and corrections, some layers at a time"
-        groups, size = [{}], 0
-        for n, (m, k) in slots.items():
-            need = 4 * stored(m, k).shape[0 if _is_turned(m, k) else 1] ** 2
-            if groups[-1] and size + need > self.max_bytes: groups.append({}); size = 0
-            groups[-1][n] = m; size += need
-        plans = {}
-        for group in groups:
-            grams = {}
-            def see(name, x): grams[name] = grams[name].addmm_(x.T, x) if name in grams else x.T @ x
-            _watch(model, group, calib, see)
-            _all_seen(group, grams)
-            plans |= {n: self._plan(*slots[n], None, grams.pop(n), sums) for n in group}
-        return plans
+        plan = Mask24(mask.contiguous(), self.when, self.steps, norm, shift, self.transposable, turned, self.decay, id(self))
+        return plan, (score * mask).sum().item(), score.sum().item()
 
 # %% ../nbs/22b_sparse24.ipynb #1921cb54
 class Sparse24(_Plans):
     "Keep two of every four weights: chosen once, ramped or re-picked (Zhou et al. 2021), by magnitude, Wanda or SparseGPT."
     def prepare(self, model, calib):
-        slots, sums = _matrices(model, self.modules, self.skip), [0., 0.]
-        for n, (m, k) in slots.items():
-            if not stored(m, k).isfinite().all(): raise ValueError(f"{n} has infinite or undefined weights")
-            if self.score != "magnitude" and stored(m, k).ndim == 3:
-                raise ValueError(f"{n} holds experts in one tensor, whose inputs cannot be told apart; take score='magnitude' for them, and skip them here")
-        if self.score != "magnitude" and calib is None: raise ValueError(f"score={self.score!r} looks at the inputs: give Cook calib=batches, or take score='magnitude'")
-        if self.score == "sparsegpt": self._plans = self._by_grams(model, slots, calib, sums)
-        else:
-            norms = input_norms(model, {n: m for n, (m, _) in slots.items()}, calib) if self.score == "wanda" else {}
-            self._plans = {n: self._plan(m, k, norms.get(n), None, sums) for n, (m, k) in slots.items()}
-        self._where = {n: (n if k == "weight" else n.rpartition(".")[0], k) for n, (m, k) in slots.items()}
-        self.notes = {"layers": len(slots), "score kept": sums[0] / max(sums[1], 1e-30)}
+        slots, made = _matrices(model, self.modules, self.skip), {}
+        self._check(slots, calib)
+        for names in self._together(slots):
+            layers = {n: slots[n][0] for n in names}
+            norms = input_norms(model, layers, calib) if self.score == "wanda" else {}
+            grams = _sums(model, layers, calib, lambda x: x.T @ x) if self.score == "sparsegpt" else {}
+            for n in names: made[n] = self._plan(*slots[n], norms.get(n), grams.pop(n, None))
+        self._planned = {n: (n if k == "weight" else n.rpartition(".")[0], k, made[n][0]) for n, (_, k) in slots.items()}
+        self.notes = {"layers": len(slots), "score kept": sum(kept for _, kept, _ in made.values()) / max(sum(total for *_, total in made.values()), 1e-30)}
 
     def attach(self, model):
         modules = dict(parts(model))
-        self.sites = {n: (modules[self._where[n][0]], self._where[n][1], p) for n, p in self._plans.items()}
+        self.sites = {n: (modules[name], k, p) for n, (name, k, p) in self._planned.items()}
         for m, k, p in self.sites.values(): parametrize_weight(m, k, p.train(m.training), 20)
-        self._plans = {}
+        self._planned = {}
 
     def step(self):
         for *_, p in self.sites.values(): p.advance()
@@ -513,26 +506,25 @@ class Sparse24(_Plans):
 
     @torch.no_grad()
     def export(self, small):
-        self._late = []
+        self._late, early = [], None
         for name, m in parts(small):
             for k in list(getattr(m, "parametrizations", ())):
-                for p in chain(m, k, Mask24):
-                    if p.fade is not None: p.fade.zero_()                                                  # a ramp that is under way is at its end
+                for p in (p for p in chain(m, k, Mask24) if p.owner == id(self)):
+                    if p.when == "ramp" and p.count < p.steps: early = p.count; p.advance(p.steps - p.count)
                     bake(m, k, p)
                     w = stored(m, k)
                     w.data = torch.where(p.pick(w), w.data, 0)                                             # the same, unless slices or experts moved the columns
-                    if p.packed and k == "weight": self._late.append(name)
+                    if self.packed and k == "weight": self._late.append(name)
+        if early is not None: warnings.warn(f"the ramp has done {early} of steps={self.steps} and is exported as at its end: call cook.step() as often, or give steps={max(early, 1)}", stacklevel=4)
 
     def finish(self, small):
-        "Pack what is 2:4, as floats or as the int8 codes that a quantizer left; what became something else stays"
+        "Pack what is 2:4, as floats or as the int8 codes that a quantizer left; what became something else, such as int4, stays, and its zeros save nothing"
         modules = dict(parts(small))
-        _pack(small, {n: modules[n] for n in self._late if _weight24(modules.get(n)) is not None}, strict=False)
+        self.notes["packed"] = _pack(small, {n: modules[n] for n in self._late if _weight24(modules.get(n)) is not None})
         self._late = []
 
     def masks(self)->dict:
         "{name: (N, K) bool} of the layers as they are now; of experts (E, N, K)"
         return {n: p.mask.mT if p.turned else p.mask for n, (*_, p) in self.sites.items()}
 
-    def state(self):
-        fades = [p.fade.item() for *_, p in self.sites.values() if p.fade is not None]
-        return self.notes | ({"fade": fades[0]} if fades else {})
+    def state(self): return self.notes | {"fade": p.fade.item() for *_, p in self.sites.values() if p.when == "ramp"}

@@ -1,5 +1,8 @@
 "Distillation over families of models, with compilation, recomputation, deltas, other methods and two ranks."
 import copy
+import gc
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -289,3 +292,91 @@ def test_padding_of_a_model_that_calls_its_only_stack_decoder():
         student(input_ids=F.pad(ids, (0, pads), value=1), attention_mask=F.pad(torch.ones_like(ids), (0, pads)))
         terms.append(cook.loss().item()); cook.detach()
     assert terms[0] > 0 and abs(terms[0] - terms[1]) < 1e-5 * terms[0], terms
+
+
+def test_answers_within_a_text_teach_where_they_start_and_end():
+    "Two logits over the tokens, without padding: the mean of both terms"
+    teacher, student, b = bert("ForQuestionAnswering", 1, width=48), bert("ForQuestionAnswering", 0), batch()
+    b = {k: b[k] for k in ("input_ids", "attention_mask")} | {"start_positions": torch.tensor([0, 1, 2]), "end_positions": torch.tensor([1, 3, 4])}
+    cook = Cook(student, [Distill(teacher, hidden="layer.*")])
+    z = student(**b); total = cook.loss()
+    teacher.eval()
+    with torch.no_grad(): t = teacher(**b)
+    n = b["attention_mask"].sum(1).tolist()
+    each = [kl(x[i:i + 1, :n[i]], y[i:i + 1, :n[i]]) for x, y in ((z.start_logits, t.start_logits), (z.end_logits, t.end_logits)) for i in range(3)]
+    torch.testing.assert_close(cook.losses["logits"], sum(each).detach() / 6, rtol=1e-4, atol=1e-7)
+    total.backward()
+    assert all(g.abs().sum() > 0 for g in student.qa_outputs.weight.grad) and all(p.grad.isfinite().all() for p in student.parameters() if p.grad is not None)
+    for wrong in (bert("ForTokenClassification", 1), bert("Model", 1)):
+        cook = Cook(other := bert("ForQuestionAnswering", 0), [Distill(wrong)])
+        other(input_ids=b["input_ids"])
+        with pytest.raises((ValueError, TypeError), match="same task|no logits"): cook.loss()
+
+
+class Watched(nn.Module):
+    "A student that tells whether the graph of each of its forwards is still there"
+    def __init__(self):
+        super().__init__(); set_seed(0)
+        self.body, self.graphs = nn.Linear(16, 64), []
+    def forward(self, x):
+        h = self.body(x) * 1
+        if not torch.is_grad_enabled(): return h
+        self.graphs.append(weakref.ref(mark := Mark()))
+        h.grad_fn.metadata["mark"] = mark                                    # lives as long as this node of the graph
+        return h + 0
+    def alive(self): return sum(g() is not None for g in self.graphs)
+
+
+class Mark: pass
+
+
+def test_graphs_go_when_nobody_asks_for_the_loss():
+    "After backward, after eight later forwards, or with loss(); without the collector of cycles"
+    teacher, x = nn.Linear(16, 64), torch.randn(4, 16)
+    gc.disable()
+    try:
+        student = Watched(); cook = Cook(student, [Distill(teacher)])
+        for _ in range(5): student(x).square().mean().backward()
+        assert student.alive() == 0
+        with pytest.warns(UserWarning, match="call cook.loss\\(\\) before it"): assert cook.loss().item() == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert cook.loss().item() == 0                                   # said once
+            for _ in range(8): student(x)
+            assert student.alive() == 8
+        with pytest.warns(UserWarning, match="more than 8 forward passes"):
+            for _ in range(12): student(x)
+        assert student.alive() == 8
+        (student(x).sum() + student(x).sum() + cook.loss()).backward()       # of the last eight
+        assert student.alive() == 0
+        with torch.no_grad(): student(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3): (student(x).mean() + cook.loss()).backward()
+        assert student.alive() == 0
+        student(x); assert student.alive() == 1
+        cook.detach(); del cook; assert student.alive() == 0
+    finally: gc.enable()
+
+
+def test_accumulated_forwards_count_all():
+    "One loss() for two forwards is the sum of two loss()es"
+    teacher, totals = llama(1), []
+    for together in (False, True):
+        student = llama(0); cook = Cook(student, [Distill(teacher)]); total = 0
+        for seed in (0, 1):
+            student(**batch(seed=seed))
+            if not together: total = total + cook.loss()
+        if together: total = cook.loss()
+        total.backward(); totals.append((total.detach(), student.lm_head.weight.grad))
+    for a, b in zip(*totals): torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_what_hidden_states_are_tried_on():
+    "A tensor, or an encoder-decoder's batch with its labels"
+    ids = batch()["input_ids"]
+    cook = Cook(Plain(16, 0), [Distill(Plain(24, 1), hidden="mlp")], calib=[ids])
+    assert tuple(cook.parameters()[0].shape) == (24, 16)
+    for calib in ([batch()], [{k: v for k, v in batch().items() if k != "labels"}]):
+        cook = Cook(t5(0, width=16), [Distill(t5(1), hidden="decoder.block.*")], calib=calib)
+        assert [tuple(p.shape) for p in cook.parameters()] == [(32, 16)] * 2

@@ -1,5 +1,5 @@
 "Structured pruning: planted dead units, resuming, copies, compile and checkpointing, orders of methods, two ranks, and gates against lots."
-import copy, importlib, itertools, math
+import copy, importlib, itertools, math, warnings
 
 import pytest
 import torch
@@ -234,7 +234,15 @@ def test_gates_learn_on_a_gpu():
 
 @pytest.mark.slow
 def test_gates_against_lots_down_three_stairs():
-    "A GPT trained here; learned gates and random masks with as many tokens, three seeds: the figures, and that learning does not lose"
+    """A GPT trained here; learned gates and random masks with as many tokens, three seeds.
+
+    Perplexity of the gates over that of random masks at the three stairs, six seeds, two CPU cores; in brackets with gates that do not sharpen (ramp 0.5):
+        seed 0   0.56 0.60 0.80 (0.57 0.69 0.82)      seed 3   0.21 0.28 0.58 (0.21 0.31 0.66)
+        seed 1   0.70 0.63 0.91 (0.70 0.72 1.05)      seed 4   0.52 0.59 0.86 (0.53 0.64 0.91)
+        seed 2   0.96 0.88 0.88 (0.96 0.97 0.97)      seed 5   1.00 0.85 0.91 (1.00 0.96 0.95)
+        mean     0.66 0.64 0.82 (0.66 0.71 0.89)
+    At the first stair there are 24 choices of sublayers, and the lots of seeds 2 and 5 drew nearly the best.
+    """
     def words(n, seed=0):
         g, follow = torch.Generator().manual_seed(seed), torch.randint(0, 24, (24, 24, 2), generator=torch.Generator().manual_seed(123))
         ids = torch.randint(0, 24, (n, 16, 2), generator=g)
@@ -257,7 +265,7 @@ def test_gates_against_lots_down_three_stairs():
         print(f"\nseed {seed}: before {perplexity(gpt):.3f}, gates {found['gates']}, random {found['random']}, ratio {ratios[-1]}")
     mean = torch.tensor(ratios).mean(0)
     print(f"mean ratio {mean.tolist()}")
-    assert (mean <= 0.95).all(), mean
+    assert (mean <= 0.95).all() and (torch.tensor(ratios)[:, 1:] <= 0.95).all() and (torch.tensor(ratios)[:, 0] <= 1.02).all(), ratios
 
 
 def test_a_step_without_numbers_leaves_the_gates_alone():
@@ -284,3 +292,100 @@ def test_gates_without_a_gradient_are_told_of():
     opt = torch.optim.SGD(model.parameters(), lr=1e-3)
     (model(**batches[0]).loss + cook.loss()).backward(); opt.step(); opt.zero_grad()
     with pytest.warns(UserWarning, match="before zero_grad"): cook.step()
+
+
+def _padded(ids, side, by=4, **more):
+    "The same lines with padding beside them, which the mask tells"
+    pad = torch.randint(0, 40, (len(ids), by))
+    parts = [(ids, 1), (pad, 0)] if side == "right" else [(pad, 0), (ids, 1)]
+    return {"input_ids": torch.cat([x for x, _ in parts], 1), "attention_mask": torch.cat([torch.full_like(x, m) for x, m in parts], 1), **more}
+
+
+@pytest.mark.parametrize("score", ["activation", "taylor"])
+def test_padding_does_not_count(score):
+    model, ids = llama(3), [b["input_ids"] for b in lines(3)]
+    units = [u for k in ("layers", "attention", "ffn_layers", "kv_groups", "ffn", "hidden") for u in units_of(structure(model), {k: .5})]
+    plain = importance(model, units, score, [{"input_ids": i} for i in ids])
+    others = {"right": [_padded(i, "right") for i in ids], "left": [_padded(i, "left") for i in ids], "tensors": ids, "a generator": (i for i in ids)}
+    if score == "taylor": others |= {f"{side}, labels": [{**(b := _padded(i, side)), "labels": b["input_ids"]} for i in ids] for side in ("right", "left")}
+    for name, batches in others.items():
+        for u, a, b in zip(units, plain, importance(model, units, score, batches)): torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5 * a.max().item(), msg=lambda m: f"{name}, {u.kind}: {m}")
+
+
+@pytest.mark.parametrize("score", ["activation", "taylor"])
+def test_padding_does_not_count_in_an_encoder_decoder(score):
+    torch.manual_seed(0)
+    t5 = tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=40, decoder_start_token_id=0)).eval()
+    units = [u for k in ("layers", "kv_groups", "ffn", "hidden") for u in units_of(structure(t5), {k: .5})]
+    ids, said = lines(2), lines(2, length=6, seed=3)
+    plain = importance(t5, units, score, [{"input_ids": a["input_ids"], "labels": b["labels"]} for a, b in zip(ids, said)])
+    for side in ("right", "left"):
+        padded = [_padded(a["input_ids"], side, labels=torch.cat([b["labels"], torch.full((8, 3), -100)], 1)) for a, b in zip(ids, said)]
+        for u, a, b in zip(units, plain, importance(t5, units, score, padded)): torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5 * a.max().item(), msg=lambda m: f"{side}, {u.kind}: {m}")
+
+
+def test_scores_that_are_no_numbers_name_the_layer():
+    model = llama()
+    model.model.layers[1].self_attn.o_proj.weight.data[0, 20] = float("inf")
+    for score in ("magnitude", "activation"):
+        with pytest.raises(ValueError, match=r"of the 2 scores of kv_groups in model.layers.1.self_attn.o_proj are not finite"): Cook(model, [StructPrune(kv_groups=.5, score=score)], calib=lines(2))
+
+
+@pytest.mark.parametrize("done", [0, 3])
+def test_gates_that_are_not_done_are_cut_to_the_target_and_said(done):
+    for how in (dict(kv_groups=.5, ffn=.25), dict(layers=1, ffn=.5, uniform=False), dict(attention=1, ffn_layers=1, heads=1, hidden=.5)):
+        model, prune = llama(), StructPrune(**how, steps=10)
+        cook = Cook(model, [prune], calib=lines(2))
+        run(model, cook, lines(done))
+        with pytest.warns(UserWarning, match=f"the gates have done {done} of steps=10") as said: small = cook.export()
+        assert count(small).total == prune.planned and len(said) == 1
+    run(model, cook, lines(10))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert count(cook.export()).total == prune.planned
+
+
+def test_attentions_that_share_a_table_compete_with_their_like():
+    "Where widths may differ, a group that three attentions share costs as much as three: the target is met all the same"
+    torch.manual_seed(0)
+    t5 = tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=3, num_decoder_layers=2, num_heads=4, vocab_size=40, decoder_start_token_id=0)).eval()
+    prune = StructPrune(kv_groups=.5, ffn=.4, uniform=False, steps=9)
+    cook = Cook(t5, [prune], calib=lines(2))
+    for i, g in enumerate(prune.box): g.set(torch.randn(len(g.own), generator=torch.Generator().manual_seed(i)))
+    with pytest.warns(UserWarning, match="0 of steps=9"): small = cook.export()
+    assert count(small).total == prune.planned
+
+
+def test_gates_tell_how_they_went():
+    model, prune = llama(1), StructPrune(kv_groups=.5, heads=.5, ffn=.5, steps=100)
+    cook = Cook(model, [prune], calib=lines(2))
+    for ask in (prune.trace, prune.gate_history):
+        with pytest.raises(RuntimeError, match="cook.step.. was not called"): ask()
+    run(model, cook, lines(100, rows=1, length=4))
+    steps, gates = prune.gate_history()
+    assert len(steps) == 50 and steps[-1] == 100 and set(gates) == {"kv_groups model.layers.0.self_attn.o_proj", "heads model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"}
+    for name, z in gates.items():
+        assert z.shape[0] == 50 and 0 <= z.min() and z.max() <= 1 and set(z[-1].tolist()) == {0.0, 1.0}
+        assert z[-1].mean() == (0.25 if "heads" in name else 0.5)                   # the heads of a closed group are closed
+    assert len(prune.trace()) == 100
+    random = StructPrune(ffn=.5, score="random")
+    Cook(llama(1), [random])
+    with pytest.raises(RuntimeError, match="score='random', so there is nothing to learn"): random.trace()
+
+
+def test_a_staircase_that_stops_loses_no_stair(tmp_path):
+    from bmlab.cooked import load_cooked
+    def train(model, cook, i):
+        if i == 2: raise RuntimeError("out of memory")
+    stairs = [StructPrune(ffn=f, score="magnitude") for f in (40, 32, 24)]
+    with pytest.raises(RuntimeError, match="out of memory") as e: staircase(stairs, llama(), train, save=tmp_path)
+    assert [shapes(m).neurons[0] for m in e.value.stairs] == [40, 32] and "stair 3 of 3" in e.value.__notes__[0]
+    for i, m in enumerate(e.value.stairs): assert same(load_cooked(tmp_path / f"stair_{i + 1}"), m)
+    assert not (tmp_path / "stair_3").exists()
+
+
+def test_a_staircase_without_training_goes_by_the_scores():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        a, = staircase([StructPrune(ffn=.5)], llama(), calib=lines(2))
+    assert same(a, staircase([StructPrune(ffn=.5, score="activation")], llama(), calib=lines(2))[0])

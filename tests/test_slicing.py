@@ -90,7 +90,7 @@ def test_uniform_cuts_reload_in_transformers(family, tmp_path):
     assert reloads(model)
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
-    with torch.no_grad(): torch.testing.assert_close(again(**inputs(family)).logits, model(**inputs(family)).logits, rtol=0, atol=1e-4)      # Qwen3 has one epsilon for the norms of heads and of channels
+    with torch.no_grad(): torch.testing.assert_close(again(**inputs(family)).logits, model(**inputs(family)).logits, rtol=0, atol=1e-4)      # Qwen3: one epsilon for norms of heads and channels
 
 
 @pytest.mark.long
@@ -145,3 +145,60 @@ def test_cpm_ant_goes_down_its_stairs_on_a_gpu(tmp_path):
         del again; torch.cuda.empty_cache()
     for size, want in zip(sizes, (6.510e9, 3.021e9, 2.012e9, 1.019e9, 0.300e9)): assert abs(size / want - 1) < 0.01
     print(f"\nCPM-Ant on the GPU: bodies of {', '.join(f'{s / 1e9:.3f}B' for s in sizes)}")
+
+
+def test_what_stays_is_numbers_or_a_mask_of_them():
+    model, name = made("llama"), "model.layers.0.mlp.down_proj"
+    mask = torch.arange(48) % 2 == 0
+    for keep in (mask, mask.tolist(), mask.numpy(), range(0, 48, 2), set(range(0, 48, 2)), torch.arange(0, 48, 2, dtype=torch.int32)):
+        small = copy.deepcopy(model)
+        slice_model(small, {name: keep})
+        assert small.get_submodule(name).weight.equal(model.get_submodule(name).weight[:, ::2])
+    for wrong, error, text in ((mask[:-1], ValueError, r"a mask of shape \(47,\); there are 48 neurons"), ([-1, 0], ValueError, "neurons -1; there are 48, numbered from 0"),
+                               ([0.0, 1.0], TypeError, "whole numbers"), (torch.ones(48), TypeError, "whole numbers"), (7, TypeError, "whole numbers"),
+                               ([[0], [1]], TypeError, "whole numbers"), (mask[None], ValueError, "a mask of shape")):
+        with pytest.raises(error, match=text): slice_model(model, {name: wrong})
+        with pytest.raises(error, match=text): mask_model(model, {name: wrong})
+    assert all(p.equal(q) for p, q in zip(model.parameters(), made("llama").parameters()))
+
+
+def everything_of(model):
+    return ({n: (type(m), {k: v for k, v in vars(m).items() if isinstance(v, (int, float, str, tuple))}, {k: id(p) for k, p in m._parameters.items()}, {k: id(b) for k, b in m._buffers.items()})
+             for n, m in model.named_modules()}, {k: v.clone() for k, v in model.state_dict().items()}, model.config.to_dict())
+
+
+@pytest.mark.parametrize("what", ["channels of a LayerNorm", "a delta", "a packed layer", "uneven groups", "tables", "a parametrization"])
+def test_a_refused_slice_leaves_the_model_bit_for_bit(what):
+    from bmlab.kernels import pack_linears
+    from bmlab.lora import Lora
+    class Refuses(nn.Module):
+        def forward(self, w): return w
+        def cut(self, dim, index): raise RuntimeError("cannot be cut")
+    model = made({"channels of a LayerNorm": "gpt2", "tables": "t5"}.get(what, "llama"))
+    found = structure(model)
+    keep = {n: range(8) for n in found.ffn()} | {n: [0, 1] for n in found.attention()}
+    if what == "channels of a LayerNorm": keep["hidden"] = range(16)
+    elif what == "a delta": Lora(model, r=2, modules="layers.3.mlp.down_proj")
+    elif what == "a packed layer": pack_linears(model, 8, "layers.3.mlp.down_proj")
+    elif what == "uneven groups": keep["model.layers.3.self_attn.o_proj"] = [0, 1, 2]
+    elif what == "tables": keep["decoder.block.1.layer.0.SelfAttention.o"] = [0, 2]
+    else: nn.utils.parametrize.register_parametrization(model.model.layers[3].mlp.down_proj, "weight", Refuses())
+    before = everything_of(model)
+    with pytest.raises((ValueError, TypeError, RuntimeError)): slice_model(model, keep)
+    after = everything_of(model)
+    assert after[0] == before[0] and after[2] == before[2] and all(v.equal(after[1][k]) for k, v in before[1].items())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bert", "cpmant"])
+def test_what_hangs_in_a_network_is_told_which_neurons_stay(family):
+    class Site(nn.Module):
+        def __init__(self, n): super().__init__(); self.register_buffer("neurons", torch.arange(n)); self.calls = 0
+        def cut_neurons(self, index): self.neurons, self.calls = self.neurons[index], self.calls + 1
+    model = made(family)
+    ffn = structure(model).ffn()
+    for f in ffn.values(): model.get_submodule(f.module).add_module("site", Site(48))
+    first, second, *_ = ffn
+    names = slice_model(model, {first: [9, 4, 31], second: range(48)})
+    sites = {n: model.get_submodule(names[f.module]).site for n, f in ffn.items()}
+    assert sites[first].neurons.tolist() == [4, 9, 31] and sites[first].calls == 1
+    assert all(s.calls == 0 and len(s.neurons) == 48 for n, s in sites.items() if n != first)
