@@ -1,11 +1,9 @@
 """Compressed layers beside torch's bf16 `F.linear` and dense feed-forward, in one run under CUDA graphs: time at M rows, the floor of bytes and FLOPs, and whether it pays.
 
-usage: PYTHONPATH=. python benchmarks/cook_layers.py [--out FILE.json] [--rows 1 16 64 512 4096]      needs a GPU
+usage: PYTHONPATH=. python benchmarks/cook_layers.py [--out FILE.json] [--rows 1 16 64 512 4096]      needs a GPU; FILE grows row by row
        PYTHONPATH=. python benchmarks/cook_layers.py --tiny                                           small shapes on a CPU, to see that it runs
 """
-import argparse
-import json
-import time
+import argparse, json
 
 import pandas as pd
 import torch
@@ -15,43 +13,18 @@ from torch import nn
 from bmlab.kernels import Int4Linear, Int8Linear
 from bmlab.moefy import FFN, MoEMLP, Router
 from bmlab.sparse24 import Sparse24Linear, pick24
+from clock import memory_rate, seconds
 
 SHAPES = [(4096, 4096), (28672, 4096), (4096, 14336)]   # (N, K) of an 8B LLaMA: o, gate and up together, down
 EXPERTS, ACTIVE = 56, 14                                # of the feed-forward layer: a quarter of its 14336 neurons, 256 in an expert
 FLUSH = 600_000_000                                     # bytes of weights a measurement walks through: ten times the L2
 
 
-def seconds(calls, device, replays=7):
-    "Seconds per call; on a GPU all calls in one CUDA graph, so launches cost nothing; median of replays"
-    times = []
-    if device == "cpu":
-        for _ in range(3):
-            t = time.perf_counter()
-            for call in calls: call()
-            times.append((time.perf_counter() - t) / len(calls))
-        return min(times)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            for call in calls[:2]: call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls: call()
-    for _ in range(replays + 2):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record(); graph.replay(); stop.record(); torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3 / len(calls))
-    return sorted(times[2:])[replays // 2]
-
-
 def rates(device, tiny):
     "Measured here: bytes/s of a pass over memory, FLOP/s of a large bf16 and op/s of a large int8 product"
     n = 512 if tiny else 8192
-    a = torch.randn(n * n if tiny else 1 << 28, device=device); b = torch.empty_like(a)
-    memory = 2 * 4 * a.numel() / seconds([lambda: torch.neg(a, out=b)] * 4, device)
     x = torch.randn(n, n, device=device, dtype=torch.bfloat16); q = torch.randint(-127, 128, (n, n), device=device, dtype=torch.int8)
-    return memory, 2 * n**3 / seconds([lambda: x @ x] * 4, device), 2 * n**3 / seconds([lambda: torch._int_mm(q, q.t())] * 4, device)
+    return memory_rate(device, n * n if tiny else 1 << 28), 2 * n**3 / seconds([lambda: x @ x] * 4, device), 2 * n**3 / seconds([lambda: torch._int_mm(q, q.t())] * 4, device)
 
 
 def floor(bytes, flops, integers, rate):
@@ -76,35 +49,38 @@ def int8_activations(layer):
     return new
 
 
-# name → (makes it of a dense layer, bytes a weight, share of the FLOPs, integer arithmetic, rows from which it differs from another)
+# name → (makes it of a dense layer, bytes a weight, share of the FLOPs, rows from which it multiplies integers)
 KINDS = {
-    "int8": (Int8Linear.from_float, 1, 1, False, 1),
-    "w8a8": (int8_activations, 1, 1, True, 17),
-    "int4 g128": (Int4Linear.from_float, 0.5 + 4 / 128, 1, False, 1),
-    "2:4": (sparse, 1.125, 0.5, False, 1),
+    "int8": (Int8Linear.from_float, 1, 1, None),
+    "w8a8": (int8_activations, 1, 1, 17),
+    "int4 g128": (Int4Linear.from_float, 0.5 + 4 / 128, 1, None),
+    "2:4": (sparse, 1.125, 0.5, None),
 }
 
 
+def row(layer, kind, M, ours, theirs, least, error, device):
+    "One line of the table; what cannot run, or not inside a graph, says why"
+    line, (least_s, by) = {"layer": layer, "kind": kind, "M": M}, least
+    try: t, u = seconds(ours, device), seconds(theirs, device)
+    except Exception as e: return line | {"note": f"{type(e).__name__}: {e}"[:200]}
+    return line | {"µs": t * 1e6, "floor µs": least_s * 1e6, "by": by, "% of floor": 100 * least_s / t, "bf16 µs": u * 1e6, "times faster": u / t, "pays": "yes" if u > t else "no", "error": error}
+
+
+def off(got, want): return ((got.float() - want.float()).norm() / want.float().norm()).item()
+
+
+@torch.no_grad()
 def linears(N, K, rows, device, rate, flush):
-    out, count = [], max(2, min(64, flush // (2 * N * K)))
-    for name, (make, size, share, integers, least) in KINDS.items():
+    count = max(2, min(64, flush // (2 * N * K)))
+    for name, (make, size, share, integers) in KINDS.items():
         layers = [dense(N, K, device) for _ in range(count)]
         try: packed = [make(m) for m in layers]
-        except Exception as e: out.append({"layer": f"{N}×{K}", "kind": name, "note": f"{type(e).__name__}: {e}"[:200]}); continue
-        more = max(1, round(2 / size))                                                     # the small one walks through as many bytes
-        packed += [make(dense(N, K, device)) for _ in range((more - 1) * count)]
+        except Exception as e: yield {"layer": f"{N}×{K}", "kind": name, "note": f"{type(e).__name__}: {e}"[:200]}; continue
+        packed += [make(dense(N, K, device)) for _ in range((max(1, round(2 / size)) - 1) * count)]     # the small one walks through as many bytes
         for M in rows:
-            if M < least: continue
             x = torch.randn(M, K, device=device, dtype=torch.bfloat16)
-            with torch.no_grad():
-                want, got = F.linear(x, layers[0].weight).float(), packed[0](x).float()
-                error = ((got - want).norm() / want.norm()).item()
-                u, t = seconds([lambda m=m: F.linear(x, m.weight) for m in layers], device), seconds([lambda m=m: m(x) for m in packed], device)
-            least_s, by = floor(size * N * K + 2 * M * (N + K), 2 * M * N * K * share, integers, rate)
-            out.append({"layer": f"{N}×{K}", "kind": name, "M": M, "µs": t * 1e6, "floor µs": least_s * 1e6, "by": by, "% of floor": 100 * least_s / t, "bf16 µs": u * 1e6,
-                        "times faster": u / t, "pays": "yes" if u > t else "no", "error": error})
-        del layers, packed
-    return out
+            least = floor(size * N * K + 2 * M * (N + K), 2 * M * N * K * share, integers is not None and M >= integers, rate)
+            yield row(f"{N}×{K}", name, M, [lambda m=m: m(x) for m in packed], [lambda m=m: F.linear(x, m.weight) for m in layers], least, off(packed[0](x), F.linear(x, layers[0].weight)), device)
 
 
 class MLP(nn.Module):
@@ -114,25 +90,19 @@ class MLP(nn.Module):
     def forward(self, x): return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
+@torch.no_grad()
 def experts(D, N, E, k, rows, device, rate, flush):
     "The feed-forward layer with k of E experts by a router of centroids, beside the same layer dense"
-    out, count = [], max(2, min(16, flush // (6 * N * D)))
-    layers = [MLP(D, N, device) for _ in range(count)]
-    for name, k in ((f"MoE {k}/{E}", k), (f"MoE {E}/{E}", E)):
+    layers = [MLP(D, N, device) for _ in range(max(2, min(16, flush // (6 * N * D))))]
+    for k in (k, E):
         made = [MoEMLP(m, FFN("up_proj", "down_proj", "gate_proj", "act_fn"), Router("centroid", {"centres": torch.randn(E, D, device=device, dtype=torch.bfloat16)}),
                        [0, *range(0, N + 1, N // E)], k).eval().requires_grad_(False) for m in layers]
         for M in rows:
             x = torch.randn(M, D, device=device, dtype=torch.bfloat16)
-            with torch.no_grad():
-                error = ((made[0](x).float() - layers[0](x).float()).norm() / layers[0](x).float().norm()).item() if k == E else float("nan")
-                try: u, t = seconds([lambda m=m: m(x) for m in layers], device), seconds([lambda m=m: m(x) for m in made], device)
-                except Exception as e: out.append({"layer": f"{D}→{N}→{D}", "kind": name, "M": M, "note": f"{type(e).__name__}: {e}"[:200]}); continue
             touched = 1 - (1 - k / E) ** M                                                 # share of the experts that M tokens reach if each goes its own way
-            least_s, by = floor(6 * N * D * touched + 4 * M * D, 6 * M * N * D * k / E, False, rate)
-            out.append({"layer": f"{D}→{N}→{D}", "kind": name, "M": M, "µs": t * 1e6, "floor µs": least_s * 1e6, "by": by, "% of floor": 100 * least_s / t, "bf16 µs": u * 1e6,
-                        "times faster": u / t, "pays": "yes" if u > t else "no", "error": error})
-        del made
-    return out
+            least = floor(6 * N * D * touched + 4 * M * D, 6 * M * N * D * k / E, False, rate)
+            error = off(made[0](x), layers[0](x)) if k == E else float("nan")
+            yield row(f"{D}→{N}→{D}", f"MoE {k}/{E}", M, [lambda m=m: m(x) for m in made], [lambda m=m: m(x) for m in layers], least, error, device)
 
 
 def main():
@@ -146,12 +116,14 @@ def main():
     rate = rates(device, args.tiny)
     name = "a CPU, small shapes: no result" if args.tiny else torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}; measured: memory {rate[0] / 1e9:.0f} GB/s, bf16 {rate[1] / 1e12:.1f} TFLOP/s, int8 {rate[2] / 1e12:.1f} TOP/s")
-    rows = [r for N, K in shapes for r in linears(N, K, args.rows, device, rate, flush)]
-    rows += experts(128, 256, 8, 2, args.rows, device, rate, flush) if args.tiny else experts(4096, 14336, EXPERTS, ACTIVE, args.rows, device, rate, flush)
+    rows = []
+    work = [linears(N, K, args.rows, device, rate, flush) for N, K in shapes] + [experts(*((128, 256, 8, 2) if args.tiny else (4096, 14336, EXPERTS, ACTIVE)), args.rows, device, rate, flush)]
+    for line in (line for lines in work for line in lines):
+        rows.append(line)
+        if args.out:
+            with open(args.out, "w") as f: json.dump({"device": name, "torch": torch.__version__, "memory_bytes_s": rate[0], "bf16_flop_s": rate[1], "int8_op_s": rate[2], "rows": rows}, f, indent=1)
     frame = pd.DataFrame(rows)
     print(frame.round({"µs": 1, "floor µs": 1, "% of floor": 0, "bf16 µs": 1, "times faster": 2, "error": 4}).astype(object).where(frame.notna(), "").to_string(index=False))
-    if args.out:
-        with open(args.out, "w") as f: json.dump({"device": name, "torch": torch.__version__, "memory_bytes_s": rate[0], "bf16_flop_s": rate[1], "int8_op_s": rate[2], "rows": rows}, f, indent=1)
 
 
 if __name__ == "__main__": main()

@@ -11,30 +11,10 @@ import torch.nn.functional as F
 
 from bmlab import triton_kernels
 from bmlab.triton_kernels import int8_linear
+from clock import memory_rate, seconds
 
 SHAPES = [(1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (128256, 4096)]   # (N, K) of an 8B LLaMA
 FLUSH = 600_000_000                                                                   # bytes of weights a measurement walks through: ten times the L2
-
-
-def seconds(calls, replays=7):
-    "Seconds per call; all calls in one CUDA graph, so launches cost nothing; median of replays"
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for call in calls[:2]: call()
-    torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        for call in calls: call()
-    for _ in range(replays + 2):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record(); graph.replay(); stop.record(); torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3 / len(calls))
-    return sorted(times[2:])[replays // 2]
-
-
-def copy_rate():
-    a = torch.randn(1 << 28, device="cuda"); b = torch.empty_like(a)
-    return 2 * 4 * a.numel() / seconds([lambda: torch.neg(a, out=b)] * 4)       # a kernel: a copy captured in a graph takes the slower copy engine
 
 
 def packed(N, K):
@@ -43,7 +23,7 @@ def packed(N, K):
 
 def main():
     args = argparse.ArgumentParser(); args.add_argument("--sweep", action="store_true")
-    args, rate, rows = args.parse_args(), copy_rate(), []
+    args, rate, rows = args.parse_args(), memory_rate(), []
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a pass over 1 GiB, read and written, moves {rate / 1e9:.0f} GB/s")
     for N, K in SHAPES:
         ours = packed(N, K)
@@ -62,7 +42,7 @@ def main():
         for n, k, w, s in itertools.product((16, 32, 64), (128, 256, 512), (4, 8), (3, 5)):
             if (n + 16) * k * 2 * s > 200_000: continue
             triton_kernels._blocks = lambda *_: dict(BLOCK_M=16, BLOCK_N=n, BLOCK_K=k, num_warps=w, num_stages=s)
-            try: t = seconds([lambda c=c, s=s: int8_linear(x, c, s) for c, s in ours], 3)
+            try: t = seconds([lambda c=c, s=s: int8_linear(x, c, s) for c, s in ours], replays=3)
             except Exception as e: print(f"{n} {k} {w} {s}: {type(e).__name__}"); continue
             rows.append({"N×K": f"{N}×{K}", "n": n, "k": k, "warps": w, "stages": s, "GB/s": N * K / t / 1e9})
         del ours
