@@ -33,7 +33,7 @@ def to_device(
     device,                    # where to
 ):                             # the same structure
     "A batch on a device."
-    if isinstance(batch, Tensor): return batch.to(device, non_blocking=True)
+    if isinstance(batch, Tensor): return batch.to(device, non_blocking=torch.device(device).type != "cpu")     # towards the host nobody would wait for the copy
     if isinstance(batch, Mapping): return {k: to_device(v, device) for k, v in batch.items()}
     if isinstance(batch, (list, tuple)):
         moved = [to_device(v, device) for v in batch]
