@@ -11,6 +11,7 @@ from .bank import DeltaBank
 from .batching import Batcher
 from .bbt import Bbt, PromptScore
 from .beams import beam_search
+from .bee import Bee, BeeError
 from .bitfit import BitFit, IA3, LayerNormTuning
 from .continual import Continual, transfer
 from .cook import Cook, Method, bytes_on_disk, divergence, lattice, load_cooked, pareto, perplexity, plot_experts, plot_gates, plot_mask, plot_weights, report, save_cooked
@@ -123,7 +124,7 @@ __all__ = """
     Delta deltas Lora Adapter ParallelAdapter LowRankAdapter Compacter BitFit IA3 LayerNormTuning SoftPrompt PTuning Prefix
     PeftDelta DeltaBank Bbt PromptScore Continual transfer Card Hub publish
     Template TemplateError InputExample ManualTemplate MixedTemplate SoftTemplate PtuningTemplate PTRTemplate PrefixTuningTemplate SoftTokens
-    Verbalizer PtrVerbalizer KnowledgeableVerbalizer AutomaticVerbalizer SoftVerbalizer ProtoVerbalizer PromptModel PromptData FewShotSampler
+    Verbalizer PtrVerbalizer KnowledgeableVerbalizer AutomaticVerbalizer SoftVerbalizer ProtoVerbalizer PromptModel PromptData FewShotSampler Bee BeeError
     Cook Method StructPrune staircase slice_model Sparse24 FakeQuant Distill MoEfy MoEMLP NeuronSparse relufy lattice pareto plot_weights plot_mask plot_gates plot_experts
     quantize pack_linears Int8Linear Int4Linear Int8Embedding arrange_int4
     report perplexity divergence bytes_on_disk save_cooked load_cooked

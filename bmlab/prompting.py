@@ -26,7 +26,8 @@ from .core import did_you_mean, unwrap
 from .delta import Delta
 from .learned import ProtoVerbalizer, SoftVerbalizer
 from .prefix import Prefix
-from .prompt import Encoded, InputExample, Template, TemplateError
+from .prompt import InputExample, Template, encoded_html
+from .promptview import Picture, bars_html
 from .softtokens import SoftTokens
 from .train import eval_mode, fit
 from .verbalize import AutomaticVerbalizer, Chained, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer
@@ -338,7 +339,24 @@ class _Filed(_Trained):
         return cls(model, template, verbalizer.to(next(model.parameters()).device), soft, about["max_length"], about["truncate"], about["chain"])
 
 # %% ../nbs/36b_prompting.ipynb #c1967389
-class PromptModel(_Filed):
+class _Shown(_Filed):
+    "A classifier's answer as a picture"
+    @torch.no_grad()
+    def show(self,
+        example,     # one, or a text
+        top:int=5,   # words at the mask
+    )->Picture:      # shown by a notebook
+        "One example token by token, what the model would say at the mask, and what that means."
+        with eval_mode(self):
+            b = next(iter(self.batches([example] if isinstance(example, (str, Mapping)) else example, 1)))
+            p = self.verbalizer.probabilities(*self.answer(b))[0].float().cpu()
+            said = answers(self.model, {k: v.to(self.device) for k, v in b.items()})[0][0, 0].float().softmax(-1).topk(top)
+        enc = self.template.encode(examples_of([example] if isinstance(example, (str, Mapping)) else example)[:1], self.max_length, self.truncate)
+        words = [(self.template.tok.decode([i]), x) for i, x in zip(said.indices.tolist(), said.values.tolist())]
+        return Picture(encoded_html(enc, limit=self.max_length) + f"<div style='display:flex;gap:3em'><div>at the mask{bars_html(words)}</div><div>that is{bars_html(zip(self.verbalizer.labels, p.tolist()))}</div></div>")
+
+# %% ../nbs/36b_prompting.ipynb #ac4a55fd
+class PromptModel(_Shown):
     "A language model as a classifier through a template and a verbalizer."
     def calibrate(self,
         data=None,   # examples without content, or of a support set; None: "N/A", "[MASK]" and "" in every hole (Zhao et al. 2021, §5)
