@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .verbalize import Verbalizer, _word_ids, label_words
+from .verbalize import Verbalizer, _Choice, _finite, _word_ids, label_words
 
 # %% ../nbs/36a_learned.ipynb #aae0a779
-class SoftVerbalizer(nn.Module):
+class SoftVerbalizer(_Choice):
     "A layer that reads the hidden state at the mask, beginning as the head's rows of the words (Hambardzumyan et al. 2021)."
     wants_hidden, habit = True, None
     def __init__(self,
         model:nn.Module, # with get_output_embeddings()
         tok,             # its tokenizer
-        words,           # {label: word or words}; a row begins as the mean of its words'
+        words,           # {label: word or words}; a row begins as the mean of its words', a word's as that of its tokens'
         prefix:str=" ",  # in front of a word, unless it begins with <!>
     ):
         super().__init__()
@@ -27,19 +27,14 @@ class SoftVerbalizer(nn.Module):
         ids, there = _word_ids(tok, self.words)
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if head is None or not hasattr(head, "weight"): raise TypeError(f"{type(model).__name__} has no head over words to begin from")
-        use = there[..., 0].float()                                                      # (C, W), by a word's first token
-        mean = lambda rows: (rows.float() * use.to(rows.device).view(*use.shape, *[1] * (rows.ndim - 2))).sum(1) / use.to(rows.device).sum(1).view(-1, *[1] * (rows.ndim - 2))
-        with torch.no_grad(): rows = mean(head.weight[ids[..., 0].to(head.weight.device)])
+        share = there / there.sum(-1, keepdim=True).clamp_min(1) / there[..., 0].sum(1).view(-1, 1, 1)                # (C, W, T), 1 a class
+        mean = lambda x: torch.einsum("cwt,cwt...->c...", share.to(x.device), x[ids.to(x.device)].float())
         bias = getattr(head, "bias", None)
+        with torch.no_grad(): rows = mean(head.weight)
         self.layer = nn.Linear(rows.shape[1], len(rows), device=rows.device)
         with torch.no_grad():
             self.layer.weight.copy_(rows)
-            self.layer.bias.copy_(mean(bias[ids[..., 0].to(bias.device)]) if bias is not None else torch.zeros(len(rows)))
-
-    @property
-    def labels(self)->list: # C
-        "The classes, in order."
-        return list(self.words)
+            self.layer.bias.copy_(torch.zeros(len(rows)) if bias is None else mean(bias))
 
     def forward(self,
         logits:Tensor, # not looked at
@@ -48,17 +43,15 @@ class SoftVerbalizer(nn.Module):
         "Scores of the classes."
         return self.layer((hidden[:, 0] if hidden.ndim == 3 else hidden).to(self.layer.weight.dtype))
 
-    def probabilities(self, logits, hidden=None): "Probabilities of the classes, (B, C)."; return self(logits, hidden).softmax(-1)
-
 # %% ../nbs/36a_learned.ipynb #ca2a4885
-class _Centres(nn.Module):
+class _Centres(_Choice):
     "Centres of classes in a small space"
     wants_hidden, habit = True, None
     def __init__(self,
         width:int,                # D of the hidden states
         labels,                   # how many classes, or their names
         size:int=64,              # m, of the space
-        words:Verbalizer|None=None, # whose opinion counts half; None: the centres alone
+        words:Verbalizer|None=None, # whose log-probabilities count half; None: the centres alone
         temperature:float=0.1,    # of the cosines
     ):
         super().__init__()
@@ -76,7 +69,7 @@ class _Centres(nn.Module):
 
     def _place(self, hidden): return F.normalize(self.into((hidden[:, 0] if hidden.ndim == 3 else hidden).to(self.into.weight.dtype) - self.middle), dim=-1)
 
-    def loss(self,
+    def contrast(self,
         hidden:Tensor, # (N, D)
         labels:Tensor, # (N,)
     )->Tensor:         # ()
@@ -97,9 +90,7 @@ class ProtoVerbalizer(_Centres):
         "Scores of the classes; `fit` comes first."
         if not self.fitted: raise RuntimeError("the centres are not learned yet: fit(hidden, labels) on a few labelled examples")
         near = self._place(hidden) @ F.normalize(self.centres, dim=-1).T / self.temperature
-        if self.by_words is None: return near
-        scale = lambda x: (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True).clamp_min(1e-6)
-        return (scale(near) + scale(self.by_words(logits))) / 2
+        return near if self.by_words is None else (near.log_softmax(-1) + self.by_words(logits).log_softmax(-1)) / 2
 
     def fit(self,
         hidden:Tensor,   # (N, D) or (N, M, D) at the masks of labelled examples
@@ -110,6 +101,7 @@ class ProtoVerbalizer(_Centres):
         "Learn the space and the centres."
         hidden = (hidden[:, 0] if hidden.ndim == 3 else hidden).detach().to(self.into.weight.dtype)
         labels = torch.as_tensor(labels, device=hidden.device)
+        _finite(hidden, "hidden")
         if missing := [n for i, n in enumerate(self.names) if not (labels == i).any()]: raise ValueError(f"no example of {missing[0]!r} is among the labels")
         self.to(hidden.device); self.middle.copy_(hidden.mean(0))
         with torch.enable_grad():
@@ -117,8 +109,6 @@ class ProtoVerbalizer(_Centres):
                 for i in range(len(self.names)): self.centres[i] = self._place(hidden[labels == i]).mean(0)
             opt = torch.optim.Adam([self.into.weight, self.centres], lr=lr)
             for _ in range(steps):
-                opt.zero_grad(); self.loss(hidden, labels).backward(); opt.step()
+                opt.zero_grad(); self.contrast(hidden, labels).backward(); opt.step()
         self.fitted.fill_(True)
         return self
-
-    def probabilities(self, logits, hidden=None): "Probabilities of the classes, (B, C)."; return self(logits, hidden).softmax(-1)

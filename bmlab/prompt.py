@@ -7,7 +7,6 @@ __all__ = ['FAMILIES', 'CUTS', 'family_of', 'kept', 'Line', 'Encoded', 'InputExa
            'ManualTemplate', 'MixedTemplate', 'SoftTemplate', 'PtuningTemplate', 'PTRTemplate', 'PrefixTuningTemplate']
 
 # %% ../nbs/35_prompt.ipynb #74bcf24f
-import copy
 import dataclasses
 import functools
 import math
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .core import did_you_mean, unwrap
-from .language import Part, TemplateError, parse_template
+from .language import Part, SafeLambda, TemplateError, _shown, parse_template
 from .promptview import Picture, legend_html, lengths_html, tokens_html
 
 # %% ../nbs/35_prompt.ipynb #78724872
@@ -34,6 +33,17 @@ def family_of(
     return "seq2seq" if sentinel is not None and sentinel != tok.unk_token_id else "causal"
 
 def _ids(tok, text): return tok(text, add_special_tokens=False)["input_ids"]
+
+def _special_set(tok):
+    "Ids that no example's text may become; the unknown word is none of them"
+    roles = [getattr(tok, f"{name}_token_id") for name in ("mask", "eos", "bos", "sep", "cls", "pad")]
+    return {i for i, t in tok.added_tokens_decoder.items() if t.special and i != tok.unk_token_id} | {i for i in roles if i is not None}
+
+def _value_ids(tok, texts, specials):
+    "Ids of texts that came from examples: a special token's name in them is text as any other"
+    split = lambda x: tok(x, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, split_special_tokens=True)["input_ids"]
+    apart = lambda i: [k for row in split([*tok.convert_ids_to_tokens(i)]) for k in row if k not in specials]     # a vocabulary of pieces may hold </s> as one
+    return [row if specials.isdisjoint(row) else [k for i in row for k in (apart(i) if i in specials else [i])] for row in split(texts)]
 
 def _ends(tok, family):
     "Ids that the tokenizer puts before and behind a text"
@@ -63,13 +73,14 @@ def _with_turns(parts, tok, source):
     if outside and (outside[0].kind != "mask" or len(outside) > 1):
         raise TemplateError('beside turns only a {"mask"} behind the last one may stand: what the model says next', source, outside[0].span)
     marker = lambda i: f"\ue000{i}\ue001"
-    text = tok.apply_chat_template([{"role": t[0].value, "content": marker(i)} for i, t in enumerate(turns)], tokenize=False, add_generation_prompt=bool(outside))
+    try: text = tok.apply_chat_template([{"role": t[0].value, "content": marker(i)} for i, t in enumerate(turns)], tokenize=False, add_generation_prompt=bool(outside))
+    except Exception as e: raise TemplateError(f"the tokenizer's chat template refuses these turns: {type(e).__name__}: {e}", source, turns[0][0].span) from e
     out = []
     for i, t in enumerate(turns):
         before, found, text = text.partition(marker(i))
         if not found: raise TemplateError(f"the tokenizer's chat template drops the turn of {t[0].value!r}", source, t[0].span)
         if before: out.append(Part(kind="text", value=before, span=t[0].span))
-        out += t[1]
+        out += [dataclasses.replace(p, space="" if j == 0 else p.space) for j, p in enumerate(t[1])]      # a turn begins with its first word
     if text: out.append(Part(kind="text", value=text, span=turns[-1][0].span))
     return out + outside
 
@@ -160,8 +171,8 @@ class Encoded(Mapping):
         i:int=0, # which example
     )->list:     # of str
         "Its tokens, soft ones as <S1>, <S2>, …"
-        t, base = self.template, len(self.template.tok)
-        return [f"<S{k - base + 1}>" if k >= base else t.tok.convert_ids_to_tokens(k) for k in self.lines[i].ids]
+        t = self.template
+        return [f"<S{n}>" if (n := t.soft_number(k)) else t.tok.convert_ids_to_tokens(k) for k in self.lines[i].ids]
     def _repr_html_(self): return encoded_html(self)._repr_html_()
     def __repr__(self):
         shape = "×".join(map(str, self._inputs["input_ids"].shape))
@@ -178,29 +189,62 @@ class InputExample:
     meta:dict=dataclasses.field(default_factory=dict)
     tgt_text:Any=None
 
+def _one(example):
+    "The example, if it is one; else TypeError"
+    if isinstance(example, Mapping) or hasattr(example, "__dict__") and not hasattr(example, "__iter__") and not callable(example): return example
+    raise TypeError(f"an example is a {type(example).__name__}, {_shown(example)}: expected a dict, an InputExample or an object with attributes; "
+                    "a row of a table is a dict by .to_dict(), a named tuple by ._asdict()")
+
 def _found(part, example, source):
     "(found?, value) of a placeholder, meta or options"
-    if not isinstance(example, Mapping): example = {k: v for k, v in vars(example).items() if k != "meta"} | {"meta": getattr(example, "meta", None) or {}}
+    if not isinstance(_one(example), Mapping): example = {k: v for k, v in vars(example).items() if k != "meta"} | {"meta": getattr(example, "meta", None) or {}}
     meta = example.get("meta") if isinstance(example.get("meta"), Mapping) else {}
     for d in (meta, example) if part.kind == "meta" else (example, meta) if part.kind == "options" else (example,):
         if part.value in d: return d[part.value]
     names = [k for k in ({**example, **meta} if part.kind != "placeholder" else example) if k != "meta"]
     raise TemplateError(f"the example has no {part.value!r}{did_you_mean(part.value, names)}; it has {', '.join(map(repr, names)) or 'nothing'}", source, part.span)
 
+def _written(v, what, part, source):
+    "One value as text"
+    if isinstance(v, str): return v
+    if v is None: raise TemplateError(f"{what} is None; give text", source, part.span)
+    if hasattr(v, "__iter__") and not getattr(v, "shape", None) == ():
+        raise TemplateError(f"{what} is a {type(v).__name__}, {_shown(v)}: expected text; post_processing may make it of that", source, part.span)
+    if (text := str(v)).lower() in ("nan", "nat", "<na>"): raise TemplateError(f"{what} is {text}, a missing value; give text", source, part.span)
+    return text
+
 def _value(part, example, source):
     "The text of a part that depends on the example"
-    v = _found(part, example, source)
+    v, what = _found(part, example, source), f"the example's {part.value!r}"
     if part.kind == "options":
-        if isinstance(v, (str, Mapping)) or not hasattr(v, "__iter__"): raise TemplateError(f"the options {part.value!r} are {type(v).__name__}: expected a list of texts", source, part.span)
-        return "\n".join(f"{chr(65 + i) if i < 26 else i + 1}. {o}" for i, o in enumerate(v))
-    if part.post_processing is not None:
-        try: v = part.post_processing(v)
-        except Exception as e: raise TemplateError(f"post_processing of {part.value!r} fails on {v!r}: {type(e).__name__}: {e}", source, part.span) from e
-        if not isinstance(v, str): raise TemplateError(f"post_processing of {part.value!r} gives {type(v).__name__}: expected text", source, part.span)
-    if v is None: raise TemplateError(f"the example's {part.value!r} is None; give text", source, part.span)
-    return v if isinstance(v, str) else str(v)
+        if isinstance(v, (str, Mapping)) or not hasattr(v, "__iter__"):
+            raise TemplateError(f"the options {part.value!r} are {type(v).__name__}: expected a list of texts", source, part.span)
+        return "\n".join(f"{chr(65 + i) if i < 26 else i + 1}. {_written(o, f'option {i + 1} of {what}', part, source)}" for i, o in enumerate(v))
+    if part.post_processing is None: return _written(v, what, part, source)
+    if isinstance(part.post_processing, SafeLambda) and isinstance(v, float): _written(v, what, part, source)
+    try: text = part.post_processing(v)
+    except Exception as e:
+        why = e.message if isinstance(e, TemplateError) else f"{type(e).__name__}: {e}"
+        raise TemplateError(f"post_processing of {part.value!r} fails on {_shown(v)}: {why}", source, part.span) from e
+    if not isinstance(text, str): raise TemplateError(f"post_processing of {part.value!r} gives {type(text).__name__}: expected text", source, part.span)
+    return text
 
 # %% ../nbs/35_prompt.ipynb #93cc9ad2
+_RESERVED = {"input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "decoder_input_ids", "decoder_attention_mask", "labels", "label", "past_key_values", "use_cache",
+             "loss_ids", "mask_positions", "soft_ids", "part_ids", "template", "lines", "single", "words", "cut_share", "to", "keys", "values", "items", "get"}
+
+def _again(cls, text, tok, family, fns, attrs, joint, soft, prefix, base, words):
+    "A template by its arguments, as a pickle holds them"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")                             # said when it was made
+        new = cls(text, tok, family, fns, attrs, joint)
+    new.soft, new.prefix = soft, prefix
+    if tok is not None:
+        new.soft_base, new._words = base, words
+        new._fixed |= {i: [base + k - 1 for k in own] for i, own in new.numbers.items()}
+    return new
+
+# %% ../nbs/35_prompt.ipynb #d743eaff
 class _Text:
     "A template as text and parts, without a tokenizer"
     def __init__(self,
@@ -208,10 +252,11 @@ class _Text:
         tok=None,              # a tokenizer; None: give it later by `bind`
         family:str|None=None,  # "masked", "causal" or "seq2seq"; None: by the tokenizer
         fns:dict|None=None,    # functions that `post_processing` may name
-        attrs:dict|None=None,  # further keys that parts may carry, with their defaults; each becomes a tensor of the encoded example
-        joint:bool=False,      # are neighbouring parts tokenized together? False: each alone, as in OpenPrompt
+        attrs:dict|None=None,  # further keys that parts may carry, with their defaults, numbers; each becomes a tensor of the encoded example
+        joint:bool=False,      # are neighbouring parts tokenized together? False: each alone, as in OpenPrompt; see "parts tokenized together"
     ):
         if family is not None and family not in FAMILIES: raise ValueError(f"family={family!r}: one of {', '.join(FAMILIES)}{did_you_mean(family, FAMILIES)}")
+        if clash := sorted({*(attrs or ())} & _RESERVED): raise ValueError(f"attrs={clash}: an encoded example has these already; choose other names")
         self.text, self.family, self.fns, self.attrs, self.joint, self.soft, self.prefix = text, family, fns or {}, attrs or {}, joint, {}, None
         self.parts, self.tok, self._given = parse_template(text, self.fns, self.attrs), None, family
         if tok is not None: self._bind(tok)
@@ -231,9 +276,14 @@ class _Text:
         tok, # a tokenizer
     ):       # -> Template
         "This template for a tokenizer."
-        new = copy.copy(self)
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
         new._bind(tok)
         return new
+
+    def __reduce__(self):
+        bound = (None, None) if self.tok is None else (self.soft_base, self._words)
+        return _again, (type(self), self.text, self.tok, self._given, self.fns, self.attrs, self.joint, self.soft, self.prefix, *bound)
 
     def wrap(self,
         example,  # a dict, or what has the names as attributes
@@ -247,11 +297,11 @@ class _Text:
 # %% ../nbs/35_prompt.ipynb #4e3dd815
 def _drawn(template, line):
     "[(text, kind, title)] of one example's tokens, cut ones in their places"
-    tok, base, out = template.tok, len(template.tok), []
+    tok, out = template.tok, []
     def draw(i, kind, at):
-        if i < base: return tok.decode([i]) or tok.convert_ids_to_tokens(i), kind, f"{'cut' if at is None else f'position {at}'}, id {i}, {kind}"
-        start = template.start[i - base]
-        return f"S{i - base + 1}", "soft", f"position {at}, soft token {i - base + 1}" + ("" if start is None else f", begins as {tok.decode([start])!r}")
+        if not (n := template.soft_number(i)): return tok.decode([i]) or tok.convert_ids_to_tokens(i), kind, f"{'cut' if at is None else f'position {at}'}, id {i}, {kind}"
+        start = template.start[n - 1]
+        return f"S{n}", "soft", f"position {at}, soft token {n}" + ("" if start is None else f", begins as {tok.decode([start])!r}")
     own = {}
     for at, (i, k) in enumerate(zip(line.ids, line.part)): own.setdefault(k, []).append((i, at))
     outer = own.pop(-1, [])
@@ -288,24 +338,27 @@ class _Bound(_Text):
     def _bind(self, tok):
         if not getattr(tok, "is_fast", False): raise TypeError(f"tok is a {type(tok).__name__}: expected a fast tokenizer of transformers")
         self.tok, self.family = tok, self._given or family_of(tok)
+        self.soft_base = self._words = len(tok)                      # soft token n has the id soft_base + n − 1
         self.pieces = _with_turns(self.parts, tok, self.text)
         masks = [i for i, p in enumerate(self.pieces) if p.kind == "mask"]
         if self.family == "masked" and tok.mask_token_id is None: raise TemplateError("this tokenizer has no mask token; say family='causal'", self.text, self.pieces[masks[0]].span)
+        if self.family != "masked" and (long := next((self.pieces[i] for i in masks if self.pieces[i].length > 1), None)) is not None:
+            raise TemplateError("length= is for masked models, which predict that many tokens at once; here a mask is one place", self.text, long.span)
         if self.family == "causal":
             if len(masks) > 1: raise TemplateError("a causal model predicts at the end of the text alone; keep one mask", self.text, self.pieces[masks[1]].span)
             if (lost := [p for p in self.pieces[masks[0] + 1:] if p.kind != "/chat"]) and not any(p.kind == "chat" for p in self.parts):
                 warnings.warn(f"a causal model reads the answer behind the last word, so what stands behind the mask is left out: {self.text[lost[0].span[0]:lost[-1].span[1]]!r}", stacklevel=4)
             self.pieces = self.pieces[:masks[0] + 1]
         self.numbers, self.start = _numbered(self.pieces, tok, self.text)
+        self._specials = _special_set(tok)
         self.ends = ([], []) if any(p.kind == "chat" for p in self.parts) else _ends(tok, self.family)
         self._fixed = {i: ids for i, p in enumerate(self.pieces) if (ids := self._ids_of(i, p, [j for j, q in enumerate(self.pieces) if q.kind == "mask"])) is not None}
-        self._soft_base = len(tok)
 
     def _ids_of(self, i, p, masks):
         "The ids of a part that no example changes"
         if p.kind == "text": return _ids(self.tok, p.space + p.value)
         if p.kind == "special": return _special_ids(p, self.tok, self.text)
-        if p.kind == "soft": return [len(self.tok) + k - 1 for k in self.numbers[i]]
+        if p.kind == "soft": return [self.soft_base + k - 1 for k in self.numbers[i]]
         if p.kind != "mask": return None
         if self.family == "masked": return [self.tok.mask_token_id] * p.length
         return [self._sentinel(masks.index(i), p)] if self.family == "seq2seq" else []
@@ -319,6 +372,11 @@ class _Bound(_Text):
     def soft_count(self)->int: # n
         "How many trained vectors the template has."
         return len(self.start)
+    def soft_number(self,
+        id:int, # of a token
+    )->int:     # from 1 on; 0: a word
+        "Which soft token an id is."
+        return max(0, id - self.soft_base + 1) if self.start else 0
 
 # %% ../nbs/35_prompt.ipynb #42ab1ee2
 class _Tokens(_Bound):
@@ -328,7 +386,7 @@ class _Tokens(_Bound):
         open_ = [i for i in range(len(self.pieces)) if i not in self._fixed]
         if self.joint: return [self._together(e) for e in examples]
         texts = [self.pieces[i].space + _value(self.pieces[i], e, self.text) for e in examples for i in open_]
-        ids = iter(self.tok(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)["input_ids"] if texts else [])
+        ids = iter(_value_ids(self.tok, texts, self._specials) if texts else [])
         return [[self._fixed[i] if i in self._fixed else next(ids) for i in range(len(self.pieces))] for _ in examples]
 
     def _together(self, example):
@@ -336,18 +394,27 @@ class _Tokens(_Bound):
         out, run = [[] for _ in self.pieces], []
         def flush():
             if not run: return
-            text, starts = "", []
-            for i, s in run: starts.append(len(text)); text += s
-            enc = self.tok(text, add_special_tokens=False, return_offsets_mapping=True)
-            for k, (a, b) in zip(enc["input_ids"], enc["offset_mapping"]):
-                a = a + len(text[a:b]) - len(text[a:b].lstrip()) if text[a:b].strip() else a
-                out[run[max(j for j, at in enumerate(starts) if at <= a)][0]].append(k)
+            for k, i in self._of_run(run): out[i].append(k)
             run.clear()
         for i, p in enumerate(self.pieces):
             if p.kind in ("text", "placeholder", "meta", "options"): run.append((i, p.space + (p.value if p.kind == "text" else _value(p, example, self.text))))
             else: flush(); out[i] = self._fixed[i]
         flush()
         return out
+
+    def _of_run(self, run):
+        "[(id, its part)] of neighbouring texts [(part, text)]; where a value would become a special token, each text alone"
+        text, starts, out = "", [], []
+        for i, s in run: starts.append(len(text)); text += s
+        of = lambda at: run[max(j for j, start in enumerate(starts) if start <= at)][0]
+        enc = self.tok(text, add_special_tokens=False, return_offsets_mapping=True)
+        for k, (a, b) in zip(enc["input_ids"], enc["offset_mapping"]):
+            if text[a:b].strip(): a, b = b - len(text[a:b].lstrip()), a + len(text[a:b].rstrip())
+            own = range(of(a), of(max(a, b - 1)) + 1)
+            if k in self._specials and any(self.pieces[i].kind != "text" for i in own): break
+            out.append((k, own[0]))
+        else: return out
+        return [(k, i) for i, s in run for k in (_ids(self.tok, s) if self.pieces[i].kind == "text" else _value_ids(self.tok, [s], self._specials)[0])]
 
 # %% ../nbs/35_prompt.ipynb #7be4a631
 class _Lines(_Tokens):
@@ -388,8 +455,9 @@ class _Lines(_Tokens):
             moved = [0] * len(lines)
         width = inputs.get("decoder_input_ids", ids).shape[1]
         positions = torch.tensor([[j + s for j in line.masks] for line, s in zip(lines, moved)])
+        soft = (ids - self.soft_base + 1).clamp_min(0) if self.start else torch.zeros_like(ids)
         extra = {"loss_ids": torch.zeros(len(lines), width, dtype=torch.long).scatter_(1, positions, 1), "mask_positions": positions,
-                 "soft_ids": (ids - len(self.tok) + 1).clamp_min(0), "part_ids": put([line.part for line in lines], -1)}
+                 "soft_ids": soft, "part_ids": put([line.part for line in lines], -1)}
         for name, default in self.attrs.items():
             values = [p.attributes.get(name, default) for p in self.pieces]
             extra[name] = put([[default if k < 0 else values[k] for k in line.part] for line in lines], default)
@@ -407,16 +475,24 @@ class Template(_Lines):
         examples,                    # one example, a dict, or a list of them
         max_length:int|None=None,    # tokens, the tokenizer's own before and behind included; None: no limit
         truncate:str="tail",         # what goes first of shortenable parts: one of CUTS
-        padding_side:str|None=None,  # "left" or "right"; None: the tokenizer's
+        padding_side:str|None=None,  # "left" or "right"; None: the tokenizer's, of a masked model always the right
     )->Encoded:                      # tensors (L,) for one example, (B, L) for a list
         "Examples as a model's arguments; TemplateError where one cannot be."
         if self.tok is None: raise RuntimeError("this template has no tokenizer: Template(text, tok) or template.bind(tok)")
-        single = isinstance(examples, Mapping) or isinstance(examples, InputExample) or not hasattr(examples, "__iter__")
-        examples = [examples] if single else list(examples)
-        if not examples: raise ValueError("examples is empty")
+        if truncate not in CUTS: raise ValueError(f"truncate={truncate!r}: one of {', '.join(CUTS)}{did_you_mean(truncate, CUTS)}")
+        if max_length is not None and (not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1):
+            raise ValueError(f"max_length={max_length!r}: a number of tokens from 1 on, or None")
         if padding_side not in (None, "left", "right"): raise ValueError(f"padding_side={padding_side!r}: 'left', 'right' or None")
+        if padding_side == "left" and self.family == "masked":
+            raise ValueError("padding_side='left': masked models count positions from the first token on, each in its own way; pad on the right")
+        if self.start and len(self.tok) != self._words:
+            raise ValueError(f"the tokenizer had {self._words} tokens when the template was bound and has {len(self.tok)} now, so that words and soft tokens may share ids; "
+                             "bind the template again: template.bind(tok)")
+        single = isinstance(examples, (Mapping, str, type)) or not hasattr(examples, "__iter__")
+        examples = [_one(e) for e in ([examples] if single else examples)]
+        if not examples: raise ValueError("examples is empty")
         lines = [self._line(ids, max_length, truncate) for ids in self._tokens(examples)]
-        inputs, extra = self._padded(lines, padding_side or self.tok.padding_side)
+        inputs, extra = self._padded(lines, padding_side or ("right" if self.family == "masked" else self.tok.padding_side))
         labels = [e.get("label") if isinstance(e, Mapping) else getattr(e, "label", None) for e in examples]
         if all(isinstance(v, int) for v in labels): extra["label"] = torch.tensor(labels)
         return Encoded(self, lines, inputs, extra, single)

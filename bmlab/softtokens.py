@@ -15,14 +15,18 @@ from .soft import Arguments, EncodedSite, PromptSite, SoftPrompt, _home, _input_
 
 # %% ../nbs/35a_softtokens.ipynb #2f7e3747
 class _AnywhereSite:
-    "What both sites have in common: ids become vectors"
+    "What both sites have in common: ids become vectors. The first of several that is reached does it for all, each has ids of its own"
     def around(self, call, *args, **kwargs):
         a = Arguments(self.names, args, kwargs)
         if (ids := a.get("input_ids")) is None: return a(call)
-        table, soft = self(), ids >= self.base
-        embeds = self.home[0].get_input_embeddings()(ids.clamp(max=self.base - 1))                       # (B, L, D)
-        at = (ids - self.base).clamp(0, len(table) - 1)
-        a.put("input_ids", None); a.put("inputs_embeds", torch.where(soft[..., None], table.to(embeds.dtype)[at], embeds))
+        sites = [s for s in self.home[0]._deltas.values() if isinstance(s, _AnywhereSite) and s.enabled]
+        first = min(s.base for s in sites)
+        embeds = self.home[0].get_input_embeddings()(ids.clamp(max=first - 1))                           # (B, L, D)
+        for s in sites:
+            table, at = s(), ids - s.base
+            embeds = torch.where(((at >= 0) & (at < len(table)))[..., None], table.to(embeds.dtype)[at.clamp(0, len(table) - 1)], embeds)
+        if (labels := a.get("labels")) is not None and labels.shape == ids.shape and not labels.is_floating_point(): a.put("labels", labels.masked_fill(labels >= first, -100))
+        a.put("input_ids", None); a.put("inputs_embeds", embeds)
         return a(call)
     def tensors(self): return {"soft_tokens": self.table}
 
@@ -70,10 +74,18 @@ def _first_vectors(home, template, init):
             table[ids < 0] = (torch.randn(int((ids < 0).sum()), D).to(weight.device) * some.std() + some.mean()).to(table.dtype)
     return table
 
+def _free_ids(model, first, count):
+    "The first of `count` ids that no soft tokens on the model stand for"
+    taken = sorted((s.base, s.base + len(s.table)) for m in model.modules() for s in getattr(m, "_deltas", {}).values() if isinstance(s, _AnywhereSite))
+    for start, stop in taken:
+        if first + count <= start: break
+        first = max(first, stop)
+    return first
+
 def _leading(template):
-    "Do the soft tokens stand in front of everything else, each once and in order?"
+    "Do the soft tokens stand in front of everything else, the tokenizer's own included, each once and in order?"
     numbers = [k for i in sorted(template.numbers) for k in template.numbers[i]]
-    return sorted(template.numbers) == list(range(len(template.numbers))) and numbers == list(range(1, template.soft_count + 1))
+    return not template.ends[0] and sorted(template.numbers) == list(range(len(template.numbers))) and numbers == list(range(1, template.soft_count + 1))
 
 # %% ../nbs/35a_softtokens.ipynb #2a3d6b43
 class _SoftTokens(_Prompted):
@@ -91,6 +103,12 @@ class _SoftTokens(_Prompted):
         site.table.data.copy_(table if encoder is None else table / table.float().std().clamp_min(1e-6).to(table.dtype))       # a network is made for entries around 1
         self.sites = {next(n for n, m in parts(self.model) if m is side): site}
         self.attach()
+
+    def _check_attach(self, modules, away):
+        n = len(self.site.table)
+        if away and _free_ids(self.model, self.site.base, n) != self.site.base:
+            raise ValueError(f"the ids {self.site.base} to {self.site.base + n - 1} of these soft tokens stand for others that are attached; detach those first")
+        super()._check_attach(modules, away)
 
     def fold(self):
         "Let the table be what the network makes of it, and drop the network."
@@ -143,8 +161,19 @@ class SoftTokens(_SoftTokens):
         if isinstance(init, str) and init == "vocab": init = template.soft.get("init", init)
         encoder = encoder or (None if isinstance(init, Tensor) else template.soft.get("encoder"))
         if encoder not in (None, "mlp", "lstm"): raise ValueError(f"encoder={encoder!r}: 'mlp', 'lstm' or None")
-        self._make(model, lambda home: _first_vectors(home, template, init), len(template.tok), encoder, hidden, dtype, name)
+        base = _free_ids(unwrap(model), len(template.tok), template.soft_count)
+        self._make(model, lambda home: _first_vectors(home, template, init), base, encoder, hidden, dtype, name)
+        self.speaks(template)
+
+    def speaks(self,
+        template:Template, # with as many soft tokens
+    ):                     # -> itself
+        "Let a template's soft tokens be these: its ids begin where this table's do."
+        if template.soft_count != len(self.site.table): raise ValueError(f"{template.text!r} has {template.soft_count} soft tokens, the table {len(self.site.table)}")
         self.template = template
+        template.soft_base = self.site.base
+        template._fixed |= {i: [self.site.base + k - 1 for k in own] for i, own in template.numbers.items()}
+        return self
 
     def as_prompt(self, name=None):
         "The same vectors as a `SoftPrompt`, whose file PEFT reads; only where they stand in front of everything else."

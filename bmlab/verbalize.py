@@ -6,41 +6,92 @@
 __all__ = ['label_words', 'Chained', 'Verbalizer', 'PtrVerbalizer', 'KnowledgeableVerbalizer', 'AutomaticVerbalizer']
 
 # %% ../nbs/36_verbalize.ipynb #8a4f4b65
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .core import did_you_mean
 
 # %% ../nbs/36_verbalize.ipynb #2e5b7971
+def _classes(words):
+    "Words by class, whether given as a dict or as a list"
+    if isinstance(words, str) or not isinstance(words, Iterable): raise TypeError(f"words is {words!r}: expected {{label: [word, …]}} or a list of such lists")
+    words = dict(words) if isinstance(words, Mapping) else dict(enumerate(words))
+    if len(words) < 2: raise ValueError(f"words has {len(words)} class{'es' * (len(words) != 1)}; a choice needs two or more")
+    return words
+
 def label_words(
     words,        # {label: word or words}, or a list with the words of each class
     prefix:str,   # what stands in front of a word in the text
 )->dict:          # {label: [text with its prefix]}
     "The words of each class, checked."
-    if not isinstance(words, Mapping):
-        if isinstance(words, str) or not isinstance(words, Iterable): raise TypeError(f"words is {words!r}: expected {{label: [word, …]}} or a list of such lists")
-        words = dict(enumerate(words))
-    if len(words) < 2: raise ValueError(f"words has {len(words)} class{'es' * (len(words) != 1)}; a choice needs two or more")
     out = {}
-    for label, own in words.items():
+    for label, own in _classes(words).items():
         own = [own] if isinstance(own, str) else list(own)
         if not own or not all(isinstance(w, str) and w.strip() for w in own): raise ValueError(f"the words of {label!r} are {own!r}: expected one word or more")
-        out[label] = [w[3:] if w.startswith("<!>") else prefix + w for w in dict.fromkeys(own)]
+        out[label] = list(dict.fromkeys(w[3:] if w.startswith("<!>") else prefix + w for w in own))
     return out
+
+def _tokens(tok, text, label):
+    "Ids of a word as it stands in a text"
+    ids = tok(text, add_special_tokens=False)["input_ids"]
+    if not ids: raise ValueError(f"the word {text!r} of {label!r} is no token; choose another")
+    if tok.unk_token_id in ids: raise ValueError(f"the word {text!r} of {label!r} has a part unknown to the tokenizer; choose another")
+    names = tok.convert_ids_to_tokens(ids)
+    own_space = len(ids) > 1 and names[0] in ("▁", "Ġ") and names[1].startswith(names[0]) == text[0].isspace()      # the rest begins as the text does
+    return ids[1:] if own_space and tok.decode(ids[1:]).replace("▁", " ").strip() == text.strip() else ids
+
+def _all_different(words, ids):
+    "Refuse two classes that nothing could tell apart"
+    seen = {}
+    for label, key in ids.items():
+        if key in seen: raise ValueError(f"the words of {seen[key]!r} and {label!r} are the same to the tokenizer, {words[label]!r}: nothing could tell these classes apart")
+        seen[key] = label
 
 def _word_ids(tok, words):
     "(ids (C, W, T), which of them are there (C, W, T)) of words, padded"
-    ids = {label: [tok(w, add_special_tokens=False)["input_ids"] for w in own] for label, own in words.items()}
-    for label, own in ids.items():
-        for w, i in zip(words[label], own):
-            if not i or i == [tok.unk_token_id]: raise ValueError(f"the word {w!r} of {label!r} is {'no token' if not i else 'unknown to the tokenizer'}; choose another")
+    ids = {label: [_tokens(tok, w, label) for w in own] for label, own in words.items()}
+    _all_different(words, {label: frozenset(map(tuple, own)) for label, own in ids.items()})
     W, T = max(map(len, ids.values())), max(len(i) for own in ids.values() for i in own)
     out, there = torch.zeros(len(ids), W, T, dtype=torch.long), torch.zeros(len(ids), W, T, dtype=torch.bool)
     for c, own in enumerate(ids.values()):
         for w, i in enumerate(own): out[c, w, :len(i)] = torch.tensor(i); there[c, w, :len(i)] = True
     return out, there
+
+# %% ../nbs/36_verbalize.ipynb #ee7bf1b6
+class _Choice(nn.Module):
+    "Classes and their scores"
+    multi_label = False          # may several classes hold at once?
+
+    @property
+    def labels(self)->list: # C
+        "The classes, in order."
+        return list(self.words)
+
+    def probabilities(self,
+        logits:Tensor,            # (B, V), or (B, M, V) for M masks
+        hidden:Tensor|None=None,  # (B, D) or (B, M, D) there
+    )->Tensor:                    # (B, C); rows sum to 1, but for multi_label
+        "Probabilities of the classes."
+        scores = self(logits, hidden)
+        return scores.sigmoid() if self.multi_label else scores.softmax(-1)
+
+    def loss(self,
+        scores:Tensor, # (B, C) of this verbalizer
+        labels:Tensor, # (B,) numbers of the classes; for multi_label (B, C), 1 where a class holds, 0 where not
+    )->Tensor:         # ()
+        "Cross-entropy; for multi_label the mean binary cross-entropy."
+        expected, what = (scores.shape, "0 or 1 for each class") if self.multi_label else (scores.shape[:1], "the number of a class; several at once are for multi_label=True")
+        if labels.shape != expected: raise ValueError(f"labels {tuple(labels.shape)}: expected {tuple(expected)}, {what}")
+        return F.binary_cross_entropy_with_logits(scores.float(), labels.float()) if self.multi_label else F.cross_entropy(scores.float(), labels)
+
+def _finite(x, name):
+    "Refuse rows that are not numbers"
+    bad = (~x.isfinite()).flatten(1).any(1).sum().item()
+    if bad: raise ValueError(f"{name}: {bad} of {len(x)} rows hold inf or nan; the model overflowed there, give it a wider dtype or leave them out")
 
 # %% ../nbs/36_verbalize.ipynb #698999c8
 class Chained:
@@ -53,27 +104,37 @@ class Chained:
     def mean(self, dim, keepdim=False): "Over the batch."; return Chained(self.words.mean(dim, keepdim=keepdim))
 
 # %% ../nbs/36_verbalize.ipynb #e108f746
-class _Words(nn.Module):
+def _same_first(tok, words, ids, there):
+    "Why words cannot be read by their first tokens; None if they can"
+    seen = {}
+    for c, (label, own) in enumerate(words.items()):
+        for w, text in enumerate(own):
+            word = ids[c, w][there[c, w]].tolist()
+            for other, text2, word2 in seen.setdefault(word[0], []):
+                if other != label and word2 != word: return (f"{text2!r} of {other!r} and {text!r} of {label!r} begin with the same token {tok.convert_ids_to_tokens(word[0])!r}, so one mask "
+                    'read by the first token cannot tell them apart; give prefix="" if that token is the space, multi="mean", a mask for every token, or PromptModel(…, chain=True)')
+            seen[word[0]].append((label, text, word))
+
+class _Words(_Choice):
     "The words of classes, and their logits"
     def __init__(self,
         tok,                     # a tokenizer
         words,                   # {label: word or words}, or a list with the words of each class
         prefix:str=" ",          # in front of a word, unless it begins with <!>
         multi:str="first",       # a word of several tokens at one mask: "first", "max" or "mean" of their logits; with several masks each token has its own
-        log_softmax:bool=True,   # probabilities over all words first; False: the mean of the words' logits
-        multi_label:bool=False,  # may several classes hold at once? Then each word is a yes or no of its own
+        log_softmax:bool=True,   # probabilities first, over all words or (multi_label) over the vocabulary; False: the logits as they are
+        multi_label:bool=False,  # may several classes hold at once? Before `calibrate` only log_softmax=False lets two pass ½: probabilities of words add up to 1
     ):
         super().__init__()
         if multi not in ("first", "max", "mean"): raise ValueError(f"multi={multi!r}: 'first', 'max' or 'mean'{did_you_mean(multi, ('first', 'max', 'mean'))}")
-        self.words, self.multi, self.log_softmax, self.multi_label = label_words(words, prefix), multi, log_softmax, multi_label
-        ids, there = _word_ids(tok, self.words)
-        self.register_buffer("ids", ids, persistent=False); self.register_buffer("there", there, persistent=False)
-        self.register_buffer("habit", None)      # (C, W) probabilities of the words without a text, after `calibrate`
+        self.multi, self.log_softmax, self.multi_label, words = multi, log_softmax, multi_label, label_words(words, prefix)
+        self._take(words, *_word_ids(tok, words))
+        self._unclear = _same_first(tok, words, self.ids, self.there)        # said when one mask is read: other ways may be meant
 
-    @property
-    def labels(self)->list: # C
-        "The classes, in order."
-        return list(self.words)
+    def _take(self, words, ids, there):
+        self.words, self._unclear = words, None
+        self.register_buffer("ids", ids, persistent=False); self.register_buffer("there", there, persistent=False)
+        self.register_buffer("habit", None)      # (C, W) after `calibrate`: probabilities of the words, or for multi_label their log-odds
 
     def project(self,
         logits:Tensor, # (B, V), or (B, M, V) for M masks
@@ -84,7 +145,9 @@ class _Words(nn.Module):
         M, T = logits.shape[1], self.ids.shape[2]
         if M == 1:
             at = logits[:, 0, self.ids]                                                                  # (B, C, W, T)
-            if self.multi == "first": out = at[..., 0]
+            if self.multi == "first":
+                if self._unclear: raise ValueError(self._unclear)
+                out = at[..., 0]
             elif self.multi == "max": out = at.masked_fill(~self.there, float("-inf")).amax(-1)
             else: out = (at * self.there).sum(-1) / self.there.sum(-1).clamp_min(1)
         else:
@@ -93,38 +156,40 @@ class _Words(nn.Module):
             out = sum(part[:, j][:, self.ids[..., j]] * self.there[..., j] for j in range(T))
         return out.masked_fill(~self.there[..., 0], -10_000.)
 
-# %% ../nbs/36_verbalize.ipynb #029f4382
+# %% ../nbs/36_verbalize.ipynb #6c3c5f78
 class Verbalizer(_Words):
-    "Words for classes (Schick and Schütze 2021); scores are log-probabilities over words, averaged in a class."
+    "Words for classes (Schick and Schütze 2021); scores are log-probabilities over words, or log-odds of each if multi_label, averaged in a class."
+    def _odds(self, logits):
+        "Log-odds (B, C, W) of each word; without log_softmax its logit as it is"
+        chained = isinstance(logits, Chained)
+        words = self.project(logits if chained or not self.log_softmax else logits.float().log_softmax(-1))
+        if not (chained or self.log_softmax): return words
+        words = words.clamp_max(-1e-6)
+        return words - (-words.expm1()).log()
+
     def word_probabilities(self,
         logits:Tensor, # (B, V) or (B, M, V)
     )->Tensor:         # (B, C, W): over all words of all classes 1, or each by itself if multi_label
         "How probable each word is, its habit divided out after `calibrate`."
+        there = self.there[..., 0]
+        if self.multi_label: return (self._odds(logits) - (0 if self.habit is None else self.habit)).sigmoid() * there
         words = self.project(logits)
-        p = words.sigmoid() if self.multi_label else words.flatten(1).softmax(-1).view_as(words)
+        p = words.flatten(1).softmax(-1).view_as(words)
         if self.habit is None: return p
-        p = p / (self.habit + 1e-15) * self.there[..., 0]
-        return p if self.multi_label else p / p.sum((1, 2), keepdim=True)
+        p = p / (self.habit + 1e-15) * there
+        return p / p.sum((1, 2), keepdim=True)
 
     def forward(self,
         logits:Tensor,            # (B, V) or (B, M, V) at the masks
         hidden:Tensor|None=None,  # (B, D) or (B, M, D) there; only verbalizers with vectors of their own look at it
-    )->Tensor:                    # (B, C) scores: a softmax of them is the answer
+    )->Tensor:                    # (B, C) scores: a softmax of them, or their sigmoid if multi_label, is the answer
         "Scores of the classes."
-        values = (self.word_probabilities(logits) + 1e-15).log() if self.log_softmax or self.habit is not None else self.project(logits)
-        return self._gather(values)
+        if self.multi_label: return self._gather(self._odds(logits) - (0 if self.habit is None else self.habit))
+        return self._gather((self.word_probabilities(logits) + 1e-15).log() if self.log_softmax or self.habit is not None else self.project(logits))
 
     def _gather(self, values):
         there = self.there[..., 0]
         return (values * there).sum(-1) / there.sum(-1)
-
-    def probabilities(self,
-        logits:Tensor,            # (B, V) or (B, M, V)
-        hidden:Tensor|None=None,  # (B, D) or (B, M, D)
-    )->Tensor:                    # (B, C)
-        "Probabilities of the classes."
-        scores = self(logits, hidden)
-        return scores.exp().clamp_max(1) if self.multi_label else scores.softmax(-1)
 
     def calibrate(self,
         logits:Tensor|None, # (N, V) or (N, M, V) at the masks of texts without content, or of a support set; None: forget it
@@ -132,14 +197,15 @@ class Verbalizer(_Words):
         "Divide out what the model says anyway (Hu et al. 2022, §3.2.2)."
         if logits is None: self.habit = None; return self
         if len(logits) == 0: raise ValueError("logits is empty; give the answers to a few texts")
-        words = self.project(logits.float().mean(0, keepdim=True))[0]
-        self.habit = words.sigmoid() if self.multi_label else words.flatten().softmax(0).view_as(words)
+        _finite(logits.words if isinstance(logits, Chained) else logits, "logits")
+        mean = logits.float().mean(0, keepdim=True)
+        self.habit = self._odds(mean)[0] if self.multi_label else self.project(mean)[0].flatten().softmax(0).view(self.there.shape[:2])
         return self
 
     def extra_repr(self): return ", ".join(f"{k}: {' '.join(w.strip() for w in v[:6])}{' …' if len(v) > 6 else ''}" for k, v in self.words.items()) + (", calibrated" if self.habit is not None else "")
 
 # %% ../nbs/36_verbalize.ipynb #285e8c73
-class PtrVerbalizer(nn.Module):
+class PtrVerbalizer(_Choice):
     "A word at every mask for each class (Han et al. 2021)."
     habit = None
     def __init__(self,
@@ -148,20 +214,18 @@ class PtrVerbalizer(nn.Module):
         prefix:str=" ", # in front of a word, unless it begins with <!>
     ):
         super().__init__()
-        words = words if isinstance(words, Mapping) else dict(enumerate(words))
+        words = _classes(words)
+        for k, own in words.items():
+            if isinstance(own, str): raise TypeError(f"the words of {k!r} are {own!r}: expected a list with one word for each mask, as [{own!r}]")
         lengths = {len(w) for w in words.values()}
         if len(lengths) != 1 or 0 in lengths: raise ValueError(f"words gives {sorted(lengths)} words to classes: every class needs one for each mask")
         self.words = {k: [w[3:] if w.startswith("<!>") else prefix + w for w in own] for k, own in words.items()}
-        ids = {k: [tok(w, add_special_tokens=False)["input_ids"] for w in own] for k, own in self.words.items()}
+        ids = {k: [_tokens(tok, w, k) for w in own] for k, own in self.words.items()}
         for k, own in ids.items():
             for w, i in zip(self.words[k], own):
-                if len(i) != 1 or i == [tok.unk_token_id]: raise ValueError(f"the word {w!r} of {k!r} is {len(i)} tokens or unknown; a mask takes one")
-        self.register_buffer("ids", torch.tensor([[i[0] for i in own] for own in ids.values()]), persistent=False)      # (C, M)
-
-    @property
-    def labels(self)->list: # C
-        "The classes, in order."
-        return list(self.words)
+                if len(i) != 1: raise ValueError(f"the word {w!r} of {k!r} is {len(i)} tokens; a mask takes one")
+        _all_different(self.words, {k: tuple(i for i, in own) for k, own in ids.items()})
+        self.register_buffer("ids", torch.tensor([[i for i, in own] for own in ids.values()]), persistent=False)      # (C, M)
 
     def forward(self,
         logits:Tensor,            # (B, M, V)
@@ -171,8 +235,6 @@ class PtrVerbalizer(nn.Module):
         M = self.ids.shape[1]
         if logits.ndim != 3 or logits.shape[1] != M: raise ValueError(f"logits {tuple(logits.shape)}: expected (B, {M}, V), the template has another number of masks")
         return sum(logits[:, j].float()[:, self.ids[:, j]] for j in range(M)).log_softmax(-1)
-
-    def probabilities(self, logits, hidden=None): "Probabilities of the classes, (B, C)."; return self(logits, hidden).exp()
 
 # %% ../nbs/36_verbalize.ipynb #64af1d14
 class KnowledgeableVerbalizer(Verbalizer):
@@ -186,12 +248,12 @@ class KnowledgeableVerbalizer(Verbalizer):
         temperature:float=4.0, # of the weights' softmax
     ):
         if not 0 <= frac < 1: raise ValueError(f"frac={frac}: a share, 0 … 1")
-        checked = label_words(words, "")
-        often = [w for own in checked.values() for w in own]
-        single = {k: [w for w in own if often.count(w) == 1] for k, own in checked.items()}
-        if empty := next((k for k, own in single.items() if not own), None): raise ValueError(f"all words of {empty!r} stand in other classes too; give it one of its own")
-        kept = single if isinstance(words, Mapping) else list(single.values())
-        super().__init__(tok, kept, prefix, multi)
+        checked = label_words(words, prefix)
+        often = Counter(w for own in checked.values() for w in own)
+        single = {k: ["<!>" + w for w in own if often[w] == 1] for k, own in checked.items()}
+        for k, own in single.items():
+            if not own: raise ValueError(f"all words of {k!r} stand in other classes too; give it one of its own")
+        super().__init__(tok, single, multi=multi)
         self.frac, self.temperature = frac, temperature
         self.weight = nn.Parameter(torch.zeros(self.there.shape[:2]))
         self.register_buffer("use", self.there[..., 0].clone())
@@ -203,9 +265,10 @@ class KnowledgeableVerbalizer(Verbalizer):
         if logits is None: self.use = there.clone(); return self
         mean = logits.float().mean(0, keepdim=True)
         usual = self.project(mean)[0]
-        every = usual[there] if isinstance(mean, Chained) else (mean[:, 0] if mean.ndim == 3 else mean).flatten()
-        bound = every.sort().values[int(self.frac * len(every))]
-        self.use = there & (usual >= bound)
+        often = lambda x, among: x >= among.sort().values[int(self.frac * len(among))]
+        if isinstance(mean, Chained): self.use = there & often(usual, usual[there])
+        elif mean.ndim == 2 or mean.shape[1] == 1: self.use = there & often(usual, mean.flatten())
+        else: self.use = there & torch.stack([often(mean[0, j][self.ids[..., j]], mean[0, j]) | ~self.there[..., j] for j in range(self.ids.shape[2])]).all(0)
         best = usual.argmax(1, keepdim=True)
         self.use |= torch.zeros_like(there).scatter_(1, best, True) & ~self.use.any(1, keepdim=True)
         return self
@@ -231,11 +294,13 @@ class AutomaticVerbalizer(Verbalizer):
     ):
         labels = list(range(labels)) if isinstance(labels, int) else list(labels)
         if words < 1 or candidates < words: raise ValueError(f"words={words}, candidates={candidates}: expected 1 ≤ words ≤ candidates")
-        vocab = tok.get_vocab()
-        self._usable = sorted(i for w, i in vocab.items() if i not in set(tok.all_special_ids) and tok.decode([i]).strip().isalpha())
-        if len(self._usable) < len(labels): raise ValueError("the tokenizer has fewer words than there are classes")
-        first = [tok.decode([i]) for i in self._usable[:len(labels)]]
-        super().__init__(tok, {k: ["<!>" + w] for k, w in zip(labels, first)})
+        if len(labels) < 2: raise ValueError(f"labels={labels!r}: a choice needs two classes or more")
+        special = set(tok.all_special_ids)
+        self._usable = sorted(i for i in tok.get_vocab().values() if i not in special and tok.decode([i]).strip().isalpha())
+        if len(self._usable) < len(labels) * words: raise ValueError(f"words={words} for {len(labels)} classes: the tokenizer has only {len(self._usable)} words")
+        nn.Module.__init__(self)
+        self.multi, self.log_softmax, first = "first", True, torch.tensor(self._usable[:len(labels)])[:, None, None]
+        self._take({k: [tok.decode([i])] for k, i in zip(labels, self._usable)}, first, torch.ones_like(first, dtype=torch.bool))      # until `fit` finds better
         self.tok, self.count, self.candidates, self.balance, self.fitted = tok, words, candidates, balance, False
 
     def fit(self,
@@ -243,27 +308,29 @@ class AutomaticVerbalizer(Verbalizer):
         labels:Tensor,  # (N,) numbers of their classes
     ):                  # -> itself
         "Choose the words."
+        _finite(logits, "logits")
         p = (logits[:, 0] if logits.ndim == 3 else logits).float().softmax(-1)
         labels, C = torch.as_tensor(labels, device=p.device), len(self.words)
         if missing := [self.labels[c] for c in range(C) if not (labels == c).any()]: raise ValueError(f"no example of {missing[0]!r} is among the labels")
         usable = torch.tensor([i for i in self._usable if i < p.shape[1]], device=p.device)
+        if len(usable) < C * self.count: raise ValueError(f"logits has {p.shape[1]} columns with {len(usable)} words among them; {C * self.count} are wanted")
         p = p[:, usable].clamp(1e-12, 1 - 1e-6)
-        yes, no, taken, ids = p.log(), (1 - p).log(), set(), []
+        yes, no, taken, ids = p.log(), (1 - p).log(), [], []
         for c in range(C):
             own, other = labels == c, labels != c
             s = (own.sum() / other.sum()) if self.balance else 1.0
             score = (yes[own] - no[own]).sum(0) + s * (no[other] - yes[other]).sum(0)
-            among = yes[own].sum(0).topk(min(self.candidates, len(usable))).indices
-            best = [i for i in among[score[among].argsort(descending=True)].tolist() if i not in taken][:self.count]
-            taken |= set(best); ids.append([usable[i].item() for i in best])
-        W = max(map(len, ids))
-        self.ids = torch.tensor([i + [0] * (W - len(i)) for i in ids], device=p.device)[..., None]
-        self.there = torch.tensor([[True] * len(i) + [False] * (W - len(i)) for i in ids], device=p.device)[..., None]
+            often = yes[own].sum(0).index_fill(0, torch.tensor(taken, dtype=torch.long, device=p.device), float("-inf"))
+            among = often.topk(min(self.candidates, len(usable) - len(taken))).indices
+            best = among[score[among].argsort(descending=True)][:self.count]
+            taken += best.tolist(); ids.append(usable[best].tolist())
+        self.ids = torch.tensor(ids, device=p.device)[..., None]
+        self.there = torch.ones_like(self.ids, dtype=torch.bool)
         self.words = {k: [self.tok.decode([i]) for i in own] for k, own in zip(self.words, ids)}
         self.habit, self.fitted = None, True
         return self
 
-    def forward(self, logits, hidden=None):
-        "Scores of the classes, (B, C); `fit` comes first."
+    def project(self, logits):
+        "Logits of the words, (B, C, W); `fit` comes first."
         if not self.fitted: raise RuntimeError("the words are not chosen yet: fit(logits, labels) on a few labelled examples")
-        return super().forward(logits, hidden)
+        return super().project(logits)

@@ -1,0 +1,193 @@
+"The prompt model on tiny models: labels of any kind, tables with gaps, what is trained and what stays, several on one model, files."
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import transformers as tf
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from bmlab.core import set_seed
+from bmlab.delta import Delta, deltas
+from bmlab.learned import ProtoVerbalizer, SoftVerbalizer
+from bmlab.lora import Lora
+from bmlab.prefix import Prefix
+from bmlab.prompt import PrefixTuningTemplate, Template
+from bmlab.prompting import FewShotSampler, PromptModel, class_number, examples_of
+from bmlab.softtokens import SoftTokens
+from bmlab.verbalize import AutomaticVerbalizer, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer
+
+WORDS = "a dull fun film it was . bad good fine poor so not love hate person city".split()
+Q = '{"placeholder":"text_a"} it was {"mask"}'
+S = '{"soft":2} ' + Q
+DATA = [{"text_a": text, "label": label} for text, label in [("a fun film", "yes"), ("dull", "no"), ("love it", "yes"), ("hate it", "no"), ("so so", "no"), ("fine film", "yes")]]
+
+
+def tokenizer(kind="causal"):
+    special = {"causal": ["[PAD]", "[UNK]"], "masked": ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], "seq2seq": ["<pad>", "<unk>", "</s>", "<extra_id_0>", "<extra_id_1>"]}[kind]
+    t = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*special, *WORDS])}, unk_token=special[1]))
+    t.normalizer, t.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
+    if kind == "masked": t.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    if kind == "seq2seq": t.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    names = dict(zip(("pad_token", "unk_token", *(("cls_token", "sep_token", "mask_token") if kind == "masked" else ("eos_token",) if kind == "seq2seq" else ())), special))
+    return tf.PreTrainedTokenizerFast(tokenizer_object=t, **names, **({"additional_special_tokens": special[3:]} if kind == "seq2seq" else {}))
+
+
+def network(kind="causal", **kw):
+    torch.manual_seed(0)
+    V = len(tokenizer(kind))
+    if kind == "masked": return tf.BertForMaskedLM(tf.BertConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, **kw)).eval()
+    if kind == "seq2seq": return tf.T5ForConditionalGeneration(tf.T5Config(vocab_size=V, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0, **kw)).eval()
+    return tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, **kw)).eval()
+
+
+def words(tok, **kw): return Verbalizer(tok, {"no": "bad", "yes": "good"}, **kw)
+
+
+@pytest.mark.parametrize("text", [Q, S], ids=["words", "soft"])
+@pytest.mark.parametrize("kind", ["causal", "masked", "seq2seq"])
+def test_a_batch_is_its_examples(kind, text):
+    tok = tokenizer(kind)
+    m = PromptModel(network(kind), Template(text, tok), words(tok))
+    alone = pd.concat([m.predict(e) for e in DATA], ignore_index=True)
+    assert np.abs(m.predict(DATA, batch=6)[["p(no)", "p(yes)"]].values - alone[["p(no)", "p(yes)"]].values).max() < 1e-5
+
+
+def test_labels_of_any_kind():
+    assert [class_number(x, ["no", "yes"]) for x in ("yes", 1, np.int64(0), torch.tensor(1))] == [1, 1, 0, 1]
+    assert [class_number(x, [3, 7]) for x in (3, 7, 1)] == [0, 1, 1] and class_number(True, [False, True]) == 1
+    for bad in (True, 2, -1, 0.5, "maybe", None):
+        with pytest.raises(ValueError, match="none of the classes"): class_number(bad, ["no", "yes"])
+    frame = pd.DataFrame({"text_a": ["fun", None, "dull"], "label": [1, 0, None]})
+    assert [e["label"] for e in examples_of(frame)] == [1.0, 0.0, None] and examples_of(frame)[1]["text_a"] is None
+    tok = tokenizer()
+    m = PromptModel(network(), Template(Q, tok), words(tok))
+    assert len(m.predict(frame.iloc[[0, 2]])) == 2 and m.evaluate(frame.iloc[:1]).examples == 1
+    with pytest.raises(ValueError, match="no label"): m.evaluate(frame.iloc[[0, 2]])
+    with pytest.raises(ValueError, match="is None"): m.predict(frame)
+    with pytest.raises(ValueError, match="have no label"): FewShotSampler(1)(frame)
+
+
+def test_two_on_one_model_do_not_meet():
+    net, tok = network(), tokenizer()
+    first = PromptModel(net, Template(S, tok), words(tok))
+    first.fit(DATA, epochs=2, lr=.05, plot=False)
+    said = first.predict(DATA)
+    second = PromptModel(net, Template(S, tok), words(tok))
+    assert first.predict(DATA).equals(said) and not second.predict(DATA).equals(said)
+    before = second.soft.site.table.detach().clone()
+    table = first.soft.site.table.detach().clone()
+    second.soft.site.table.requires_grad_(False)
+    first.fit(DATA, epochs=1, lr=.05, plot=False)
+    assert torch.equal(second.soft.site.table, before) and not torch.equal(first.soft.site.table, table)
+    assert PromptModel(net, first.template, words(tok)).soft is first.soft
+    with pytest.raises(ValueError, match="has 3 soft tokens, the table 2"): PromptModel(net, Template('{"soft":3} ' + Q, tok), words(tok), soft=first.soft)
+
+
+def test_what_is_trained_and_what_stays(tmp_path):
+    net, tok = network(), tokenizer()
+    lora = Lora(net)
+    m = PromptModel(net, Template(S, tok), words(tok))
+    backbone = {n: p.detach().clone() for n, p in net.named_parameters() if "_deltas" not in n}
+    grads = {n: p.requires_grad for n, p in net.named_parameters()}
+    moved = {n: p.detach().clone() for n, p in net.named_parameters() if "_deltas" in n}
+    m.fit(DATA, epochs=3, lr=.01, plot=False)
+    now = dict(net.named_parameters())
+    assert all(torch.equal(p, now[n]) for n, p in backbone.items()) and all(p.requires_grad == grads[n] for n, p in now.items())
+    assert any(not torch.equal(p, now[n]) for n, p in moved.items() if "lora" in n) and not torch.equal(moved["_deltas.soft_tokens.table"], now["_deltas.soft_tokens.table"])
+    m.soft.freeze()
+    m.fit(DATA, epochs=1, lr=.01, tune="all", plot=False)
+    assert any(not torch.equal(p, now[n]) for n, p in backbone.items())
+    with pytest.raises(ValueError): m.fit([*DATA[:1], {"text_a": "x", "label": "maybe"}], plot=False)
+    assert not any(p.requires_grad for n, p in net.named_parameters() if "_deltas" not in n)          # as freeze() left it
+    lora.detach()
+
+
+@pytest.mark.parametrize("make", [lambda tok, net: words(tok), lambda tok, net: words(tok, log_softmax=False), lambda tok, net: KnowledgeableVerbalizer(tok, {"no": ["bad", "poor"], "yes": ["good", "fine"]}),
+                                  lambda tok, net: AutomaticVerbalizer(tok, ["no", "yes"], 2), lambda tok, net: SoftVerbalizer(net, tok, {"no": "bad", "yes": "good"}),
+                                  lambda tok, net: ProtoVerbalizer(32, ["no", "yes"], words=words(tok))], ids="words raw many found rows centres".split())
+def test_files_of_every_verbalizer(make, tmp_path):
+    net, tok = network(), tokenizer()
+    set_seed(0)
+    m = PromptModel(net, Template(S, tok), make(tok, net))
+    m.fit(DATA, epochs=2, plot=False)
+    if hasattr(m.verbalizer, "calibrate"): m.calibrate(DATA)
+    said = m.predict(DATA)
+    m.save(tmp_path); m.soft.detach()
+    again = PromptModel.load(tmp_path, net, tok)
+    assert again.predict(DATA).equals(said)
+    about = json.loads((tmp_path / "prompt.json").read_text())
+    (tmp_path / "prompt.json").write_text(json.dumps(about | {"verbalizer": about["verbalizer"] | {"class": "Evil"}}))
+    again.soft.detach()
+    with pytest.raises(OSError, match="another version"): PromptModel.load(tmp_path, net, tok)
+
+
+def test_a_prefix_is_part_of_it(tmp_path):
+    net, tok = network(), tokenizer()
+    set_seed(0)
+    m = PromptModel(net, PrefixTuningTemplate(None, tok, Q, num_token=3), words(tok))
+    m.fit(DATA, epochs=2, lr=.05, plot=False)
+    said = m.predict(DATA)
+    m.save(tmp_path); m.prefix.detach()
+    again = PromptModel.load(tmp_path, net, tok)
+    assert again.prefix is not m.prefix and np.abs(again.predict(DATA)[["p(no)", "p(yes)"]].values.astype(float) - said[["p(no)", "p(yes)"]].values.astype(float)).max() < 1e-6
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointing", "soft"])
+def test_chained_words(how):
+    net, tok = network(), tokenizer()
+    v = Verbalizer(tok, {"no": ["bad film"], "yes": ["good", "so good it"]})
+    m = PromptModel(net, Template(S if how == "soft" else Q, tok), v, chain=True)
+    if how == "checkpointing": net.gradient_checkpointing_enable({"use_reentrant": False}); net.train()
+    b = next(iter(m.batches(DATA, 6)))
+    got = m.answer(b)[0].words
+    net.eval(); net.gradient_checkpointing_disable()
+    for i, e in enumerate(DATA):
+        ids = m.template.encode(e)["input_ids"].tolist()
+        for c, own in enumerate((["bad film"], ["good", "so good it"])):
+            for w, word in enumerate(own):
+                more = tok(word, add_special_tokens=False)["input_ids"]
+                with torch.no_grad(): p = net(input_ids=torch.tensor([ids + more])).logits[0].log_softmax(-1)
+                assert abs(got[i, c, w].item() - sum(p[len(ids) - 1 + k, t].item() for k, t in enumerate(more))) < 1e-4
+    with pytest.raises(ValueError, match="chain=True"): PromptModel(net, m.template, AutomaticVerbalizer(tok, 2), chain=True)
+
+
+def test_answers_that_are_no_numbers():
+    net, tok = network(), tokenizer()
+    m = PromptModel(net, Template(Q, tok), words(tok))
+    with torch.no_grad(): net.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="example 0 is not finite"): m.predict(DATA)
+    with pytest.raises(ValueError, match="not finite"): m.calibrate(DATA)
+
+
+def test_parts_that_do_not_go_together():
+    tok, t5 = tokenizer(), tokenizer("seq2seq")
+    with pytest.raises(ValueError, match="family="): PromptModel(network(), Template(Q, t5), words(t5))
+    with pytest.raises(ValueError, match="family="): PromptModel(network("seq2seq"), Template(Q, tok), words(tok))
+    with pytest.raises(TypeError, match="head"): PromptModel(network().model, Template(Q, tok), words(tok))
+    with pytest.raises(ValueError, match="give data="): PromptModel(network(), Template("it was" + '{"mask"}', tok), words(tok)).calibrate()
+
+
+def test_several_labels_at_once():
+    net, tok = network(), tokenizer()
+    set_seed(0)
+    m = PromptModel(net, Template(S, tok), Verbalizer(tok, {"dull": "bad", "short": "so", "dear": "love"}, multi_label=True, log_softmax=False))
+    data = [{"text_a": "dull", "label": ["dull", "short"]}, {"text_a": "love it", "label": ["dear"]}, {"text_a": "so so", "label": []}]
+    log = m.fit(data, epochs=120, lr=.01, batch=3, tune="all", plot=False)
+    assert log.loss.iloc[-1] < .5 * log.loss.iloc[0]
+    assert m.evaluate(data).accuracy == 1 and m.predict(data).label.tolist() == [["dull", "short"], ["dear"], []]
+
+
+def test_relations_over_two_masks():
+    tok = tokenizer("masked")
+    m = PromptModel(network("masked"), Template('{"placeholder":"text_a"} {"mask"} so {"mask"}', tok), PtrVerbalizer(tok, {"lives": ["person", "city"], "is": ["person", "person"]}))
+    p = m.predict([{"text_a": "fun"}, {"text_a": "a dull film"}])
+    assert np.allclose(p["p(lives)"] + p["p(is)"], 1) and set(p.label) <= {"lives", "is"}
+
+
+def test_soft_tokens_of_a_file_on_a_model_in_use(tmp_path):
+    net, tok = network(), tokenizer()
+    d = SoftTokens(net, Template(S, tok)); d.save(tmp_path)
+    with pytest.raises(ValueError, match="detach those first"): Delta.load(tmp_path, net)
+    assert list(deltas(net)) == ["soft_tokens"] and isinstance(Prefix, type)
