@@ -543,6 +543,7 @@ def PtuningTemplate(
     **_,
 )->Template:
     "Soft tokens out of a small network (OpenPrompt's `PtuningTemplate`; Liu et al. 2021)."
+    if prompt_encoder_type not in ("lstm", "mlp"): raise ValueError(f"prompt_encoder_type={prompt_encoder_type!r}: 'lstm' or 'mlp'")
     return _named(tokenizer, text, {"encoder": prompt_encoder_type})
 
 def PTRTemplate(

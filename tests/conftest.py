@@ -1,7 +1,16 @@
 "Set before anything imports torch or triton: one thread, and Triton's interpreter where there is no GPU."
-import os, shutil
+import os, shutil, sys
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")   # no pool of compiling processes: on two loaded cores a library was opened half written
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if shutil.which("nvidia-smi") is None: os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def a_fresh_compiler():
+    "What one test compiled of some code counts against the limit of recompilations in the next one"
+    yield
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None: dynamo.reset()
