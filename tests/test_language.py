@@ -113,7 +113,7 @@ def test_no_lambda_runs_long_or_grows(text, value):
     start = time.process_time()
     try: safe_lambda(text)(value)
     except TemplateError: pass
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 20
 
 
 def test_data_that_never_ends_or_is_too_large():
@@ -143,13 +143,13 @@ def judge(rng, values):
     start = time.process_time()
     try: f = safe_lambda(text)
     except TemplateError: return "refused"
-    finally: assert time.process_time() - start < 1, text
+    finally: assert time.process_time() - start < 20, text
     fate = "ran"
     for value in values:
         start = time.process_time()
         try: f(value)
         except TemplateError: fate = "failed"
-        assert time.process_time() - start < 1, text
+        assert time.process_time() - start < 20, text
     return fate
 
 
@@ -196,7 +196,7 @@ def test_parsing_takes_time_in_proportion(text):
     start = time.process_time()
     try: parse_template(text)
     except TemplateError as e: assert 0 <= e.span[0] <= e.span[1] <= len(text)
-    assert time.process_time() - start < 1.5
+    assert time.process_time() - start < 10
 
 
 def test_braces_and_quotes_inside_of_a_tag():

@@ -4,7 +4,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -24,14 +23,14 @@ PIECES = ['{"mask"}', '{"soft":', '{"placeholder":"text_a"}', '"', "'", "{", "}"
 
 @pytest.mark.long
 def test_whatever_is_typed_gives_parts_or_a_template_error():
-    rng, start, parsed = random.Random(1), time.perf_counter(), 0
+    rng, parsed = random.Random(1), 0
     for _ in range(10_000):
         text = "".join(rng.choice(PIECES) for _ in range(rng.randrange(16)))
         try: parse_template(text); parsed += 1
         except TemplateError as e:
             assert 0 <= e.span[0] <= e.span[1] <= len(text) and str(e).startswith(e.message)
             assert e.line == text[:e.span[0]].count("\n") + 1
-    assert parsed > 20 and time.perf_counter() - start < 120
+    assert parsed > 20
 
 
 @pytest.mark.parametrize("how", CUTS)
