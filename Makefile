@@ -1,5 +1,6 @@
 # make demo   see it work          make lab      open JupyterLab
 # make test   everything CI runs   make check    the quick half of it
+# make docs   _docs/html/index.html
 PYTHON ?= python3
 BIN    := .venv/bin
 TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
@@ -17,7 +18,7 @@ define step
 	@echo "· $(1)"; $(2) > .setup/log.txt 2>&1 || { grep -vi '^warning' .setup/log.txt | tail -n 3; echo "FAILED: $(1). $(3) (all of it: .setup/log.txt)"; exit 1; }
 endef
 
-.PHONY: demo test check lab readme clean test-gpu test-slow samples tutorials notebooks
+.PHONY: demo docs test check lab readme clean test-gpu test-slow test-long test-tutorials samples tutorials notebooks
 .DEFAULT_GOAL := demo
 
 .setup/venv: constraints.txt settings.ini setup.py
@@ -39,19 +40,27 @@ check: .setup/venv
 	@$(BIN)/python -m pytest tests -m "not cuda and not slow and not long"
 
 test: samples check notebooks
+	@$(MAKE) --no-print-directory --output-sync=line -j2 test-long test-tutorials
+
+test-long: samples
 	@$(BIN)/python -m pytest tests -m "long and not cuda and not slow"
+
+test-tutorials: samples
 	@$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval-sanitize.cfg --nbval-cell-timeout=300 tutorials
 
 notebooks: samples
-	@timeout 900 $(BIN)/nbdev_test --n_workers 2 --timing
+	@$(BIN)/python tests/tools/notebooks.py
 
 test-slow: samples
-	@$(BIN)/python -m pytest tests -m slow --durations=0
+	@$(BIN)/python -m pytest tests -m slow --durations=0 -o faulthandler_timeout=3600
 
 # on a machine with a GPU, with the Python that has torch for it; no nbdev is needed there
 test-gpu:
 	@$(PYTHON) tests/tools/run_cells.py nbs/[0-9]*.ipynb
 	@$(PYTHON) -m pytest tests -m cuda
+
+docs: .setup/venv
+	@$(BIN)/python docs/build.py
 
 lab: samples
 	@$(BIN)/jupyter lab --notebook-dir=.

@@ -11,7 +11,7 @@ Timing: of the recorded passes the first --passes of each prompt run, whole: the
 `step(ids (1, M), keep=False)`, the sampler looks at all M rows, `keep(n)` with the recorded n. M is always the guesser's full width, and a tree always a full tree. tok/s = recorded tokens a pass, all passes, over seconds a pass. Plain decoding
 runs in the same process; the ratio is to that.
 """
-import hashlib, json, re, sys, tempfile, time
+import gc, hashlib, json, re, sys, tempfile, time
 from pathlib import Path
 
 import torch
@@ -222,6 +222,9 @@ def ours(name):
         guesser, passes = who[kind(g)], [q[g] for _, q in cases]
         for ids in warm: replayed(d, sampler, guesser, g, nodes, ids, [1, 1])
         took = sum(replayed(d, sampler, guesser, g, nodes, ids, q[:most]) for (ids, _), q in zip(cases, passes)) / sum(len(q[:most]) for q in passes)
+        for x in (guesser, *getattr(guesser, "drafts", ())):                                      # the next guesser's small model has a cache of its own
+            if getattr(x, "decoder", None) is not None: x.decoder = None
+        gc.collect()
         each, said = sum(map(sum, passes)) / sum(map(len, passes)), predicted_pass(plan, nodes, 0 if kind(g).endswith(("look-up", "tree")) else 4)
         out.append({"run": name, "guesser": g, "tok_s": each / took, "tokens/pass": each, "ms/pass": 1e3 * took, "times plain": each / took / row["plain_tok_s"], "predicted_tok_s": each / said})
     row |= {"rows": out, "graph": "graph" if d.graph else d.why_eager, "copied_gb_per_pass": (e.streamer.pass_bytes if e.streamer else 0) / I.GB}

@@ -20,7 +20,7 @@ from .adapter import _ACTIVATIONS, AdapterSite, BesideSite, on_hidden, _hidden_i
 from .core import did_you_mean, parts, table, unwrap
 from .delta import Delta, Site, _sharded, deltas
 from .lora import LoraSite, _alone, _kept
-from .soft import Arguments, PromptSite, forward_names, tell_signature, _cut, _lengthen, _widen_input
+from .soft import Arguments, PromptSite, forward_names, tell_signature, _cut, _lengthen, _step, _widen_input
 
 # %% ../nbs/34_bank.ipynb #46a8e165
 class Route:
@@ -456,9 +456,27 @@ class BankSite(_Quick):
             yield torch.stack([rows[s] if s in rows else torch.zeros_like(next(iter(rows.values()))) for s in range(max(rows) + 1)])
 
 # %% ../nbs/34_bank.ipynb #0433e29e
-class BankPrompt(Site):
-    "All users' soft prompts, on the module that takes the input."
+class _RowTokens(Site):
+    "Soft tokens of many users: an id behind the vocabulary means the vector of its row's user"
     routes = True
+    def between(self, route, a):
+        "Put vectors in the place of ids, where users of this route have soft tokens"
+        own = {s: self.users[str(s)] for s in dict.fromkeys(route.slots) if str(s) in self.users and getattr(self.users[str(s)], "anywhere", False)}
+        if not own or (ids := a.get("input_ids")) is None: return
+        if len(ids) % len(route): raise ValueError(f"{len(ids)} rows came to {type(self).__name__}, and the route is of {len(route)}; one user per row of the batch is needed")
+        first, each = min(site.base for site in own.values()), len(ids) // len(route)
+        embeds, known, tables = self.home[0].get_input_embeddings()(ids.clamp(max=first - 1)), ids < first, {s: site() for s, site in own.items()}
+        for s, site in own.items():
+            mine, at = torch.tensor([x == s for x in route.slots], device=ids.device).repeat_interleave(each)[:, None], ids - site.base
+            here = mine & (at >= 0) & (at < len(tables[s]))                                                      # (B, L)
+            embeds, known = torch.where(here[..., None], tables[s].to(embeds.dtype)[at.clamp(0, len(tables[s]) - 1)], embeds), known | here
+        if ids.shape[1] > 1 and not known.all(): raise ValueError(f"row {int((~known).any(1).nonzero()[0])} holds an id that is no word and no soft token of its user; encode it with that user's own template")
+        if (labels := a.get("labels")) is not None and labels.shape == ids.shape and not labels.is_floating_point(): a.put("labels", labels.masked_fill(labels >= first, -100))
+        a.put("input_ids", None); a.put("inputs_embeds", embeds)
+
+# %% ../nbs/34_bank.ipynb #28267d38
+class BankPrompt(_RowTokens):
+    "All users' soft prompts, on the module that takes the input."
     def __init__(self,
         key,            # of the bank
         home:nn.Module, # the module it sits on
@@ -471,10 +489,11 @@ class BankPrompt(Site):
     def take(self, slot): return self.users.pop(str(slot))
     def around(self, call, *args, **kwargs):
         route = _whose(self.key)
-        prompts = {s: self.users[str(s)]() for s in dict.fromkeys(route.slots) if str(s) in self.users}         # (P of the user, D)
-        if not prompts: return call(*args, **kwargs)
-        if self.key.sharded: raise RuntimeError("prompts of a bank do not work on a sharded model; use Lora there")
-        a = Arguments(self.names, args, kwargs)
+        a, own = Arguments(self.names, args, kwargs), [s for s in dict.fromkeys(route.slots) if str(s) in self.users]
+        if own and self.key.sharded: raise RuntimeError("prompts of a bank do not work on a sharded model; use Lora there")
+        self.between(route, a)
+        prompts = {s: self.users[str(s)]() for s in own if not getattr(self.users[str(s)], "anywhere", False)}    # (P of the user, D)
+        if not prompts: return a(call)
         ids, embeds, cache, mask, positions = map(a.get, ("input_ids", "inputs_embeds", "past_key_values", "attention_mask", "position_ids"))
         (B, L), at = (ids if embeds is None else embeds).shape[:2], (ids if embeds is None else embeds).device
         if B % len(route): raise ValueError(f"{B} rows came to {type(self).__name__}, and the route is of {len(route)}; one user per row of the batch is needed")
@@ -486,7 +505,8 @@ class BankPrompt(Site):
         if positions is None and mixed and "position_ids" in self.names: positions = (torch.arange(L, device=at) + max(0, before - P) + self.start).expand(B, L)
         if positions is not None:
             first = (torch.arange(P, device=at) - hidden).clamp(min=0) + self.start
-            a.put("position_ids", positions + sizes if before else torch.cat([first, positions + sizes], -1))
+            if isinstance(step := _step(positions, B), torch.Tensor): first, sizes = first[:, None] * step, sizes[:, None] * step   # GLM's places within a piece stay
+            a.put("position_ids", positions + sizes if before else torch.cat([first.expand(*positions.shape[:-1], P), positions + sizes], -1))
         if before: return a(call)                                                                               # the prompts are in the cache
         if embeds is None: embeds = self.home[0].get_input_embeddings()(ids)
         nobody = embeds.new_zeros(P, embeds.shape[-1])
@@ -507,7 +527,7 @@ class _Admitting(Delta):
         if not d.sites: raise ValueError(f"{d.name!r} sits on no module")
         for n, site in d.sites.items():
             if isinstance(site, PromptSite):
-                if not site.cut: raise TypeError(f"{d.name!r} leaves its positions in the output or sits in an encoder–decoder; a bank holds prompts of one model that cut them off (cut=True)")
+                if not (site.cut or getattr(site, "anywhere", False)): raise TypeError(f"{d.name!r} leaves its positions in the output or sits in an encoder–decoder; a bank holds prompts of one model that cut them off (cut=True)")
                 continue
             _form(n, site)
             if ".experts." in f".{n}": raise TypeError(f"{n} gets the tokens of all rows mixed, so that a row's user is lost there; exclude the experts")

@@ -6,7 +6,7 @@
 __all__ = ['Handle', 'Batcher']
 
 # %% ../nbs/38e_batching.ipynb #5ebdb544
-import contextlib, queue, threading, time
+import atexit, contextlib, queue, threading, time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -210,6 +210,7 @@ class Batcher(_Worker):
         super().__init__(decoder, draft)
         self.tok, self.max_waiting = tok, max_waiting
         self._thread = threading.Thread(target=self._work, name="bmlab-batcher", daemon=True); self._thread.start()
+        atexit.register(self.close)                                       # a thread within torch at the interpreter's end would abort it
 
     def submit(self,
         prompt:str|list,             # a text, chat messages or ids
@@ -240,5 +241,6 @@ class Batcher(_Worker):
         "End all requests and the thread; the decoder is free for others."
         with self.wake: self.closed = True; self.wake.notify()
         if self._thread is not threading.current_thread(): self._thread.join()
+        atexit.unregister(self.close)
     def __enter__(self): return self
     def __exit__(self, *_): self.close()

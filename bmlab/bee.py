@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .core import did_you_mean
 from .language import TemplateError
-from .prompt import Template, _value
+from .prompt import Template, _found, _value
 
 # %% ../nbs/37_bee.ipynb #ee31c9a0
 SPECIALS = ("mask", "option", "ans", "sep", "root", "s", "/s", "pad", "unk", "eod", "/n", "/_")
@@ -29,6 +29,12 @@ _SPECIAL = re.compile(r"<(/?[A-Za-z_]*?)(?:_(\d{1,9}))?>")
 
 class BeeError(TemplateError):
     "What is wrong in the JSON of a task, and where."
+    path, key = None, False      # keys from the top to the piece that is wrong; is it the last of these keys itself?
+
+def _fault(message, path, key=False, text="", span=(0, 0)):
+    e = BeeError(message, text, span)
+    e.path, e.key = path, key
+    return e
 
 def escape(
     text:str, # any
@@ -43,6 +49,7 @@ def pieces(
     "A text cut at its specials; BeeError for one that is unknown or never closed."
     out, i, plain = [], 0, ""
     at = f" in {where}" if where else ""
+    if half := re.search("[\ud800-\udfff]", text): raise BeeError(f"half of a character{at}, U+{ord(half[0]):X}: its other half is missing", text, half.span())
     while i < len(text):
         if text[i] != "<": plain, i = plain + text[i], i + 1
         elif text[i + 1:i + 2] == "<": plain, i = plain + "<", i + 2
@@ -68,36 +75,72 @@ class Segment:
 
 def _load(data):
     if not isinstance(data, str): return data
+    twice = []
     def once(pairs):
-        seen = {}
-        for k, v in pairs:
-            if k in seen: raise BeeError(f"the key {k!r} stands twice", data, (max(0, data.rfind(json.dumps(k, ensure_ascii=False))),) * 2)
-            seen[k] = v
-        return seen
-    try: return json.loads(data, object_pairs_hook=once)
-    except json.JSONDecodeError as e: raise BeeError(f"this is no JSON: {e.msg}", data, (e.pos, e.pos + 1)) from None
+        if len(out := dict(pairs)) < len(pairs): twice.append(out)
+        return out
+    try: out = json.loads(data, object_pairs_hook=once)
+    except json.JSONDecodeError as e: raise BeeError(f"this is no JSON: {e.msg}", data or " ", (e.pos, e.pos + 1)) from None
     except RecursionError: raise BeeError("this is nested too deeply", data) from None
+    if twice: at = _places(data)[1]; raise BeeError(f"the key {json.loads(data[slice(*at)])!r} stands twice; keep one", data, at)
+    return out
+
+def _said(path): return ".".join(path) or "the task"
+
+def _text(text, path, key=False):
+    "Raise for a text that is none, with its path"
+    try: pieces(text, f"the key {text!r}" if key else _said(path))
+    except BeeError as e: raise _fault(e.message, path, key, text, e.span) from None
 
 def _segments(data, max_depth):
     "All segments, root first, depth first"
     out = [Segment("<root>", (), -1, 0, False)]
     def add(node, parent, path, depth, answer):
-        where = ".".join(path) or "the task"
         if isinstance(node, str):
-            pieces(node, where); out.append(Segment(node, path, parent, depth, answer)); return
-        if not isinstance(node, Mapping): raise BeeError(f"{where} is {json.dumps(node, ensure_ascii=False, default=str)[:60]}, a {type(node).__name__}: a task holds texts and dicts of texts alone; write it as a text")
-        if not node: raise BeeError(f"{where} is an empty dict; leave it out")
-        if depth >= max_depth: raise BeeError(f"{where} lies {depth} deep, and the relations reach {max_depth - 1}; flatten it")
+            _text(node, path); out.append(Segment(node, path, parent, depth, answer)); return
+        if not isinstance(node, Mapping): raise _fault(f"{_said(path)} is {json.dumps(node, ensure_ascii=False, default=str)[:60]}, of type {type(node).__name__}: a task holds texts and dicts of texts alone; write it as a text", path)
+        if not node: raise _fault(f"{_said(path)} is an empty dict; leave it out", path)
+        if depth >= max_depth: raise _fault(f"{_said(path)} lies {depth} deep, and the relations reach {max_depth - 1}; flatten it", path)
         for k, v in node.items():
-            if not isinstance(k, str) or not k: raise BeeError(f"a key below {where} is {k!r}: expected a name")
-            pieces(k, f"the key {k!r}")
-            if k == "<ans>" and path: raise BeeError(f"<ans> stands below {where}; it belongs to the top")
-            out.append(Segment(k, (*path, k), parent, depth, False))
-            add(v, len(out) - 1, (*path, k), depth + 1, answer or not path and k == "<ans>")
+            own = (*path, k)
+            if not isinstance(k, str) or not k: raise _fault(f"a key below {_said(path)} is {k!r}: expected a name", own, True)
+            _text(k, own, True)
+            if k == "<ans>" and path: raise _fault(f"<ans> stands below {_said(path)}; it belongs to the top", own, True)
+            out.append(Segment(k, own, parent, depth, False))
+            add(v, len(out) - 1, own, depth + 1, answer or not path and k == "<ans>")
     add(data, 0, (), 1, False)
     return out
 
-# %% ../nbs/37_bee.ipynb #5e295c01
+# %% ../nbs/37_bee.ipynb #a15e81dc
+_JSON = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+')
+_CHARACTER = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|.", re.S)
+
+def _places(source):
+    "Of valid JSON {path: (place of its key, place of its value)}, and the place of the first key that stands twice"
+    out, open_, key, twice = {}, [], None, None                    # open_: [path, number of the item in a list, None in a dict]
+    for m in _JSON.finditer(source):
+        x = m[0]
+        if x in "}]" and open_: open_.pop(); continue
+        if x in ":,":
+            if x == "," and open_[-1][1] is not None: open_[-1][1] += 1
+            continue
+        inside = open_ and open_[-1][1] is None
+        if inside and key is None and x not in "{[": key = m; continue
+        path = () if not open_ else (*open_[-1][0], json.loads(key[0]) if inside else open_[-1][1])
+        if path in out and twice is None: twice = key.span()
+        out[path] = (key.span() if inside else m.span(), m.span())
+        if x in "{[": open_.append([path, None if x == "{" else 0])
+        key = None
+    return out, twice
+
+def _placed(e, source):
+    "The same error with its place in the JSON that the task came as"
+    if not isinstance(source, str) or e.path is None or (found := _places(source)[0].get(e.path)) is None: return e
+    a, b = found[0 if e.key else 1]
+    if source[a] == '"' and e.source: starts = [a + 1 + m.start() for m in _CHARACTER.finditer(source[a + 1:b - 1])] + [b - 1]; a, b = (starts[min(i, len(starts) - 1)] for i in e.span)
+    return _fault(e.message, e.path, e.key, source, (a, min(b, a + 60)))
+
+# %% ../nbs/37_bee.ipynb #2ccce55f
 class Bee:
     "A task in CPM-Bee's format."
     def __init__(self,
@@ -108,12 +151,13 @@ class Bee:
         self.data, self.max_depth = _load(data), max_depth
         if not isinstance(self.data, Mapping): raise BeeError(f"a task is a dict, this is a {type(self.data).__name__}", data if isinstance(data, str) else "")
         self.data = copy.deepcopy(dict(self.data))
-        self.segments = _segments(self.data, max_depth)
+        try: self.segments = _segments(self.data, max_depth)
+        except BeeError as e: raise _placed(e, data) from None
         if "<ans>" not in self.data: raise BeeError(f'the task has no "<ans>"; add "<ans>": "" for the model to fill{did_you_mean("<ans>", self.data)}')
-        if training and (empty := next((s for s in self.segments if s.answer and not s.text), None)): raise BeeError(f"the answer {'.'.join(empty.path)} is empty; to learn from a task all its answers must be there")
+        if training and (empty := next((s for s in self.segments if s.answer and not s.text), None)): raise _placed(_fault(f"the answer {'.'.join(empty.path)} is empty; to learn from a task all its answers must be there", empty.path), data)
         blanks = {m for s in self.segments if "<ans>" not in s.path for special, m in pieces(s.text) if special and m[0] == "mask"}
         given = {m for s in self.segments if "<ans>" in s.path and len(s.path) > 1 for special, m in pieces(s.path[1]) if special and m[0] == "mask"}
-        if missing := sorted(given - blanks): raise BeeError(f"<ans> answers <mask_{missing[0][1]}>, and no text has that blank")
+        if missing := sorted(given - blanks, key=str): raise _placed(_fault(f"<ans> answers {'<mask>' if missing[0][1] is None else f'<mask_{missing[0][1]}>'}, and no text has that blank", ("<ans>", "<mask>" if missing[0][1] is None else f"<mask_{missing[0][1]}>"), True), data)
 
     @property
     def answered(self)->bool:
@@ -150,7 +194,8 @@ class Bee:
         return json.dumps(self.data, ensure_ascii=False)
 
     def __repr__(self): return f"Bee({self.json()})"
-    def __eq__(self, other): return isinstance(other, Bee) and list(self.data.items()) == list(other.data.items())
+    def __eq__(self, other): return isinstance(other, Bee) and self.json() == other.json()           # the order of keys counts
+    def __hash__(self): return hash(self.json())
 
 # %% ../nbs/37_bee.ipynb #658c288e
 @dataclasses.dataclass
@@ -201,7 +246,7 @@ def encode_bee(
         return out
     rows = []                                                                # (id, sub-id, segment, context)
     for k, s in enumerate(task.segments):
-        body = [(special["root"], 0)] if k == 0 else [(special["s"], 0), *tokens(s.text), *([] if s.answer else [(special["/s"], 0)])]
+        body = [(special["s"], 0), *([(special["root"], 0)] if k == 0 else tokens(s.text)), *([] if s.answer else [(special["/s"], 0)])]
         rows += [(i, n, k, not s.answer) for i, n in body]
     targets, subs = torch.full((len(rows),), -100), torch.zeros(len(rows), dtype=torch.long)
     for p, (i, n, k, context) in enumerate(rows):
@@ -248,32 +293,50 @@ def _with_specials(text):
     return re.sub(r"<(?!(?:mask|option)_\d{1,9}>)", "<<", text)
 
 # %% ../nbs/37_bee.ipynb #66f74ea2
+_SAME = ("text", "placeholder", "meta", "options", "mask")
+
+def _answers(answer, masks, template):
+    "What <ans> is to be for a template's masks"
+    names = [p.name or f"mask_{i}" for i, p in enumerate(masks)]
+    if len(masks) == 1 and isinstance(answer, str): return _with_specials(answer)
+    if len(masks) == 1: raise TypeError(f"answer is a {type(answer).__name__}: expected a text, the template has one mask")
+    if not isinstance(answer or {}, Mapping): raise TypeError(f"answer is {answer!r}: the template has {len(masks)} masks; expected a dict with a text for each of {', '.join(names)}, or nothing")
+    if odd := next((k for k in answer or {} if k not in names), None): raise ValueError(f"answer has {odd!r}, and no mask is called that{did_you_mean(odd, names)}; there are {', '.join(names)}")
+    return {f"<mask_{i}>": _with_specials((answer or {}).get(n, "")) for i, n in enumerate(names)}
+
 def bee_of(
-    template:Template,      # in the template language
+    template:Template,      # in the template language: text, placeholders, metas, options and masks
     example,                # a dict, or what has the names as attributes
     answer:str|Mapping="",  # to learn from; of several masks a dict by name
 )->Bee:
     "The task that a template makes of an example."
     given, words, masks = {}, "", [p for p in template.parts if p.kind == "mask"]
-    names = [p.name or f"mask_{i}" for i, p in enumerate(masks)]
+    ans = _answers(answer, masks, template)
     for p in template.parts:
-        if p.kind in ("placeholder", "meta"): given[p.value] = escape(_value(p, example, template.text)); words += p.space + f"[{p.value}]"
-        elif p.kind == "options": given[p.value] = {f"<option_{i}>": escape(str(o)) for i, o in enumerate((example[p.value] if p.value in example else example["meta"][p.value]))}
-        elif p.kind == "text": words += p.space + escape(p.value)
-        elif p.kind == "mask": words += p.space + f"<mask_{masks.index(p)}>"
-    several = len(masks) > 1
-    ans = answer if not several else {f"<mask_{i}>": (answer or {}).get(n, "") if isinstance(answer, Mapping) else "" for i, n in enumerate(names)}
-    if not several: words = words.replace("<mask_0>", "")
+        if p.kind not in _SAME: raise TemplateError(f"{p.kind} has no place in CPM-Bee's JSON, which holds {', '.join(_SAME)}", template.text, p.span)
+        if p.kind == "text": words += p.space + escape(p.value)
+        elif p.kind == "mask": words += p.space + (f"<mask_{masks.index(p)}>" if len(masks) > 1 else "")
+        else:
+            value = _value(p, example, template.text)
+            value = escape(value) if p.kind != "options" else {f"<option_{i}>": escape(str(o)) for i, o in enumerate(_found(p, example, template.text))}
+            if p.value == "prompt" or given.get(escape(p.value), value) != value: raise TemplateError(f"{p.value!r} stands for something else in the task already{', the words of the template' if p.value == 'prompt' else ''}; give it another name", template.text, p.span)
+            given[escape(p.value)] = value
+            if p.kind != "options": words += p.space + f"[{escape(p.value)}]"
     return Bee(given | {"prompt": words.strip() or "answer"} | {"<ans>": ans})
 
+# %% ../nbs/37_bee.ipynb #97a1dc63
 def template_of(
     task:Bee,
     tok=None,         # a tokenizer to bind it to
-)->Template:          # encodes the task's own dict
+)->Template:          # encodes the task's own dict, and others with the same keys
     "The template that writes a task's keys and values one below the other, and the answer as its mask."
     keys = [k for k in task.data if k != "<ans>"]
     if nested := [k for k in keys if not isinstance(task.data[k], str)]: raise BeeError(f"{nested[0]} holds a dict; a template takes texts")
-    return Template("".join(f'{{"text": {json.dumps(f"{_plainly(k)}: ", ensure_ascii=False)}}}{{"placeholder": {json.dumps(k, ensure_ascii=False)}}}\n' for k in keys) + 'answer:{"mask"}', tok)
+    quoted = lambda text: json.dumps(text, ensure_ascii=False)
+    once = quoted("lambda x: x.replace('<<', '<')")                         # what is escaped in a task is itself in a text
+    return Template("".join(f'{{"text": {quoted(_plainly(k) + ": ")}}}{{"placeholder": {quoted(k)}, "post_processing": {once}}}\n' for k in keys) + 'answer:{"mask"}', tok)
+
+Bee.render, Bee.read, Bee.of, Bee.template = render, read, staticmethod(bee_of), template_of
 
 # %% ../nbs/37_bee.ipynb #b78ca65b
 def bee_html(

@@ -24,6 +24,7 @@ def kv_shapes(
     if not layers or not heads: raise ValueError(f"config={type(config).__name__} names no number of layers or heads; give shapes=[(heads, key width, value width), …]")
     if rope := get("qk_rope_head_dim"):                                  # multi-head latent attention, expanded
         return [(heads, get("qk_nope_head_dim") + rope, get("v_head_dim"))] * layers
+    layers -= sum(m in ("n", ".") if isinstance(m, str) else bool(m[0]) for m in (get("mask_modules") or ())[:layers])     # CPM's layers without attention
     key = get("head_dim", "d_kv", "dim_head") or width // heads
     return [(get("num_key_value_heads") or heads, key, get("v_head_dim") or key)] * layers
 
@@ -50,7 +51,7 @@ class _Sized:
         slots = capacity(max_ctx) + (capacity(max_source or max_ctx) if getattr(config, "is_encoder_decoder", False) else 0)
         return rows * slots * token
 
-    def _stores(self): return [t for layer in self.layers for t in layer.stores()]
+    def _stores(self): return [t for layer in self.layers for t in layer.stores()] + ([] if self.ids is None else [self.ids])
     @property
     def bytes(self)->int:
         "Bytes of all keys, values and scales."
@@ -93,10 +94,12 @@ class Span:
     slices:bool=False           # may it be used? (On a CPU: a captured graph must not know it)
     view:int=0                  # slots that attention is shown
     width:int=0                 # M: new tokens of each row, padding included
+    lead:int=0                  # slots in front of each text, for what the model puts there itself
+    both:bool=False             # does the running forward read texts from both sides?
 
-    def select(self, rows, width, pad=None, view=None, depth=None):
+    def select(self, rows, width, pad=None, view=None, depth=None, both=False):
         "See `KVCache.select`"
-        self.numbers, self.width, self.plain = list(range(rows)) if isinstance(rows, int) else list(rows), width, False
+        self.numbers, self.width, self.plain, self.both = list(range(rows)) if isinstance(rows, int) else list(rows), width, False, both
         first, last = self.numbers[0], len(self.steps) - 1
         aside = self.numbers == list(range(first, first + len(self.numbers)))                 # do they lie side by side?
         self.rows = slice(first, first + len(self.numbers)) if aside else torch.tensor(self.numbers, device=self.steps.device)
@@ -109,16 +112,17 @@ class Span:
             slots = torch.where(steps < left, last, slots - left)
             self.positions = self.starts[:, None] + (steps - left)
         else: self.positions = slots if depth is None else self.starts[:, None] + depth
-        self.slots, self.positions = torch.where(slots < self.max_ctx, slots, last), self.positions.clamp(0, self.max_ctx - 1)   # what has no room goes where padding goes
+        self.slots, self.positions = torch.where(slots < self.max_ctx, slots + self.lead if self.lead else slots, last), self.positions.clamp(0, self.max_ctx - 1)   # what has no room goes where padding goes
+        if both and self.lead: self.slots = torch.cat([self.steps[:self.lead].expand(len(slots), -1), self.slots], 1)
         self.view, self.start = view, None
         if view is None or self.slices:                                                          # the host's lengths, where they are wanted
             held = [self.held[r] for r in self.numbers]
-            if view is None: self.view = min(max(h + width - p for h, p in zip(held, pads or [0] * len(held))) or 1, last + 1)
-            if self.slices and aside and len(set(held)) == 1 and not pads and held[0] + width <= self.max_ctx: self.start = held[0]
+            if view is None: self.view = min(self.lead + (max(h + width - p for h, p in zip(held, pads or [0] * len(held))) or 1), last + 1)
+            if self.slices and aside and len(set(held)) == 1 and not pads and held[0] + width <= self.max_ctx: self.start = 0 if both else self.lead + held[0]
 
     def commit(self, counts, device=True):
         "See `KVCache.commit`"
-        for r, n in zip(self.numbers, counts): self.high[r] = max(self.high[r], min(self.held[r] + self.width, self.max_ctx)); self.held[r] += n
+        for r, n in zip(self.numbers, counts): self.high[r] = max(self.high[r], self.lead + min(self.held[r] + self.width, self.max_ctx)); self.held[r] += n
         if device and any(counts):
             same = len(set(counts)) == 1
             self.lengths.index_add_(0, self.index, torch.full_like(self.index, counts[0]) if same else torch.tensor(counts, device=self.lengths.device))
@@ -129,9 +133,12 @@ def attention_mask(
     window:int|None=None,  # keys that a query sees, its own included; None: all before it
     chunk:int|None=None,   # only keys of the same chunk of so many positions
     tree:Tensor|None=None, # (B, M, M) bool: which of the new tokens each of them sees, itself included; None: those before it
-)->Tensor:                 # (B, 1, M, view) bool, True: is seen
+    reach:Tensor|None=None, # (B, M) int64, where texts are read from both sides: the last place that each token sees; None: the text's last
+)->Tensor:                 # (B, 1, M, view) bool, True: is seen; lead + M rows where texts are read from both sides
     "Which keys each new token attends to."
     slot, at = span.steps[:span.view], span.positions[:, :, None]          # at: (B, M, 1)
+    if span.lead: slot = slot - span.lead
+    if span.both: at = (at[:, -1] if reach is None else reach).expand(-1, span.slots.shape[1])[:, :, None]     # the last token is in the last column
     if tree is None: key, seen = slot, slot <= at
     else:
         nth = slot - span.starts[:, None]                                  # (B, view): which of the new tokens, negative: an old one
@@ -248,7 +255,7 @@ class _Rows(RowCalls):
     def _move(self, rows):
         if any(not 0 <= r < len(self.held) for r in rows) or len(rows) > len(self.held): raise ValueError(f"rows={rows!r}: this cache has rows 0 to {len(self.held) - 1}")
         if (todo := [(i, r) for i, r in enumerate(rows) if i != r]):
-            to, of, n = [i for i, _ in todo], [r for _, r in todo], max(self.held[r] for _, r in todo)
+            to, of, n = [i for i, _ in todo], [r for _, r in todo], self.span.lead + max(self.held[r] for _, r in todo)
             for t in self._stores(): t[to, :, :n] = t[of, :, :n]
             for i in to: self.span.high[i] = max(self.span.high[i], n)
             self.set_lengths([self.held[r] for r in rows] + self.held[len(rows):])
@@ -256,7 +263,7 @@ class _Rows(RowCalls):
         paths:list, # for each of the first rows a list of numbers: which of the tokens written behind its end become its own, in order
     )->None:
         "Keep some of the tokens behind the rows' ends, as after a trial; the others are forgotten."
-        flat = [(r, self.held[r] + i, self.held[r] + n) for r, path in enumerate(paths) for n, i in enumerate(path) if i != n]
+        flat = [(r, self.span.lead + self.held[r] + i, self.span.lead + self.held[r] + n) for r, path in enumerate(paths) for n, i in enumerate(path) if i != n]
         if flat:
             row, of, to = torch.tensor(flat, device=self.lengths.device).unbind(1)
             for t in self._stores(): t[row, :, to] = t[row, :, of]
@@ -281,11 +288,14 @@ class KVCache(_Sized, _Rows, Cache):
         device="cpu",          # where the model runs
         bits:int=16,           # 16: kept in dtype; 8: int8 and a float16 scale for each head and token
         shapes:list|None=None, # for each layer (heads, key width, value width), or None where the first use decides; None: from the config
+        lead:int=0,            # slots in front of each text, for vectors that the model itself puts there
+        ids:bool=False,        # also keep the texts' ids, in `ids` (rows, 1, slots); who feeds a forward writes them
     ):
         if bits not in (16, 8): raise ValueError(f"bits={bits!r}: 16 keeps the model's dtype, 8 is int8")
         if rows < 1 or max_ctx < 1: raise ValueError(f"rows={rows}, max_ctx={max_ctx}: both are at least 1")
         count = lambda n: torch.arange(n, device=device)
-        self.span, self.max_ctx, self.bits = Span(max_ctx, torch.zeros_like(count(rows)), [0] * rows, [0] * rows, count(rows), count(capacity(max_ctx))), max_ctx, bits
+        self.span, self.max_ctx, self.bits = Span(max_ctx, torch.zeros_like(count(rows)), [0] * rows, [0] * rows, count(rows), count(capacity(max_ctx + lead)), lead=lead), max_ctx, bits
+        self.ids = torch.zeros(rows, 1, capacity(max_ctx + lead), dtype=torch.int64, device=device) if ids else None
         self.span.slices = self.span.steps.device.type == "cpu"
         super().__init__(layers=[KVLayer(self.span, s, dtype, bits) for s in (kv_shapes(config) if shapes is None else shapes)])
 
@@ -295,9 +305,12 @@ class KVCache(_Sized, _Rows, Cache):
         pad:list|None=None,        # for each row how many of them are padding, at the left; None: none
         view:int|None=None,        # slots that attention is shown; None: as few as hold all tokens
         depth:Tensor|None=None,    # (B, M) int64: positions after the row's end, for trees; None: 0, 1, 2, …
+        both:bool=False,           # do all tokens of a row see each other? For rows that hold nothing; its lead is computed with them
     )->None:
         "Say what the next forward feeds; fills `span`."
-        self.span.select(rows, width, pad, view, depth)
+        full = next((r for r in _whole(range(rows) if isinstance(rows, int) else rows, 0) if both and self.held[r]), None)
+        if full is not None: raise ValueError(f"both=True: row {full} holds {self.held[full]} tokens, which would have to be read anew; free it first, or go on with both=False")
+        self.span.select(rows, width, pad, view, depth, both)
 
     def commit(self,
         counts:list|None=None,     # for each selected row how many of its new tokens stay, from the first; None: none

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from .card import write_card
 from .core import parse_bytes, tensor_key, unwrap
 from .processes import rank, world_size
 from .sharding import _differences, _parted, _some, _sources, local_slices, materialize
@@ -446,6 +447,7 @@ def _write_config(model, folder, dtype, tokenizer):
     config.dtype = dtype or next((t.dtype for t in model.parameters() if t.is_floating_point()), None)
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and model.can_generate(): model.generation_config.save_pretrained(folder)
+    write_card(model, folder)                                                        # with the hashes of what was written, if it carries a card
 
 # %% ../nbs/09e_checkpoint.ipynb #aa426ddc
 def export_hf(

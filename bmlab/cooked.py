@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 from transformers import CompileConfig, GenerationConfig
 from transformers.initialization import no_init_weights
 
+from .card import write_card
 from .core import count, parts, table, tensor_key, unwrap
 from .generate import decode_speed
 from .kernels import pack_linears
@@ -319,6 +320,7 @@ def save_cooked(
         config.architectures = [type(model).__name__]
     for part in (config, getattr(model, "generation_config", None), tok):
         if part is not None: part.save_pretrained(dir)
+    write_card(model, dir, change="compressed")                          # if it carries one
     (dir / "cooked.json").write_text(text, encoding="utf-8")
     return dir
 
@@ -384,6 +386,7 @@ def load_cooked(
     except ValueError as e: raise OSError(f"{dir / 'cooked.json'} cannot be read ({e}); was it cut off? Save the model again") from e
     try: state = load_file(dir / "model.safetensors", device=str(device))
     except Exception as e: raise OSError(f"{dir / 'model.safetensors'} cannot be read ({e}); was it cut off? Save the model again") from e
+    state = {k: t if t.data_ptr() % 16 == 0 else t.clone() for k, t in state.items()}     # a file lays them anywhere, and fast kernels read words of 16 bytes
     model = _skeleton(dir, info["class"]) if skeleton is None else skeleton
     _reshape(model, info, layers)
     state |= {k: state[first] for k, first in info["tied"].items()}

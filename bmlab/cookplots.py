@@ -6,11 +6,14 @@
 __all__ = ['plot_weights', 'plot_mask', 'plot_gates', 'plot_experts', 'pareto']
 
 # %% ../nbs/19a_cookplots.ipynb #51d33f22
+import io
+
 import pandas as pd
 import torch
 from torch import Tensor
 
 from .core import figure, format_bytes
+from .train import _in_notebook
 
 # %% ../nbs/19a_cookplots.ipynb #ad2ddc38
 def _array(x, ndim, name):
@@ -94,6 +97,22 @@ def _gate_picture(ax, steps, gates):
     every = range(0, len(names), -(-len(names) // 20))
     ax.set_yticks([i + 0.5 for i in every], [names[i] for i in every], fontsize=7); ax.set_ylabel("layer, its units sorted" if len(names) > 1 else "unit, sorted")
 
+def _light_png(fig, colors=64):
+    "A figure as a PNG of few colours, a fifth of the bytes; closes it"
+    import matplotlib.pyplot as plt
+    from PIL import Image
+    full, light = io.BytesIO(), io.BytesIO()
+    fig.savefig(full, format="png", bbox_inches="tight"); plt.close(fig)
+    Image.open(full).convert("RGB").quantize(colors, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(light, "PNG", optimize=True)
+    return light.getvalue()
+
+def _show_light(fig):
+    "Show a figure: in a notebook the light picture"
+    import matplotlib.pyplot as plt
+    if not _in_notebook(): return plt.show()
+    from IPython.display import Image, display
+    display(Image(_light_png(fig)))
+
 # %% ../nbs/19a_cookplots.ipynb #84ad6e75
 def plot_gates(
     gates:tuple|Tensor,            # (steps, {layer: (moments, units) in [0, 1]}), as `StructPrune.gate_history` returns them; or of one layer (moments, units)
@@ -109,7 +128,7 @@ def plot_gates(
     if target is not None: frame["target"] = torch.as_tensor(target).float().expand(len(steps)).tolist()
     if multiplier is not None: frame["multiplier"] = _array(multiplier, 1, "multiplier").tolist()
     if len(layers) > 1: frame = frame.join(pd.DataFrame({n: g.mean(1).tolist() for n, g in layers.items()}, index=frame.index))
-    with figure(columns=2, width=9, height=min(5, max(2.8, 0.3 * len(layers) + 1)), show=show) as (ax, line):
+    with figure(columns=2, width=9, height=min(5, max(2.8, 0.3 * len(layers) + 1)), show=False) as (ax, line):
         _gate_picture(ax, steps, layers)
         for g in layers.values() if len(layers) > 1 else (): line.plot(steps, g.mean(1).numpy(), color="#aaaaaa", linewidth=0.6)
         line.plot(frame.index, frame.open, label="open")
@@ -118,6 +137,7 @@ def plot_gates(
         if multiplier is not None:
             other = line.twinx(); other.plot(frame.index, frame.multiplier, linestyle=":", color="#888888"); other.set_ylabel("multiplier (dotted)"); other.grid(False)
         line.legend(frameon=False)
+        if show: _show_light(ax.figure)
     return frame
 
 # %% ../nbs/19a_cookplots.ipynb #b71da864

@@ -342,17 +342,16 @@ _REGISTRY = {
         bitfit="bitfit:BitFit", ia3="bitfit:IA3", ln_tuning="bitfit:LayerNormTuning", prompt_tuning="soft:SoftPrompt", p_tuning="soft:PTuning", prefix_tuning="prefix:Prefix", soft_tokens="softtokens:SoftTokens",
         **dict.fromkeys("""beft boft c3a deft delora fourierft frod glora gralora hira hra lily loha lokr miss oft peanut psoft pvera randlora road shira supertuning tinylora
             trainable_tokens unilora vblora vera waveft""".split(), "plugin:PeftDelta")).items()},
-    "model": {},                            # sizes of the zoo whose classes live above `models`
 }
 
 def known(
-    table:str, # "delta" or "model"
+    table:str, # "delta"
 )->list[str]:
     "The names that `lookup` finds in a table."
     return list(_REGISTRY[table])
 
 def lookup(
-    table:str, # "delta" or "model"
+    table:str, # "delta"
     name:str,  # an entry's name
 )->type:
     "The class that the registry of `table` holds under `name`."

@@ -24,6 +24,8 @@ class _Facts:
         self.takes = set(inspect.signature(unwrap(model).forward).parameters)
         self.config = c = model.config.get_text_config(decoder=True)
         self.source = bool(getattr(model.config, "is_encoder_decoder", False))
+        self.both, self.lead = getattr(model, "reads_both_ways", False), getattr(model, "tokens_in_front", 0)
+        self.places_of, self.opening = getattr(model, "places_of", None), getattr(model, "opening", None)
         kinds = dict.fromkeys(getattr(c, "layer_types", None) or ())
         window = getattr(c, "sliding_window", None) if getattr(c, "use_sliding_window", True) is not False else None
         chunk = getattr(c, "attention_chunk_size", None)
@@ -37,9 +39,9 @@ class _Facts:
         "A bool mask as the attention wants it: bool for sdpa, something to add for eager"
         return mask if self.kind == "sdpa" else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
-    def mask(self, span, dtype, tree=None):
+    def mask(self, span, dtype, tree=None, reach=None):
         "One mask, or one for each kind of layer"
-        masks = {k: self.shown(attention_mask(span, tree=tree, **rule), dtype) for k, rule in self.masks.items()}
+        masks = {k: self.shown(attention_mask(span, tree=tree, reach=reach, **rule), dtype) for k, rule in self.masks.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 # %% ../nbs/38b_decode.ipynb #3d5a041f
@@ -80,17 +82,33 @@ def prompt_rows(
     if bad is not None: raise ValueError(f"ids hold {bad!r}; a token is a number from 0 to {vocab - 1 if vocab else '…'}")
     return rows
 
-# %% ../nbs/38b_decode.ipynb #0d2718ea
+# %% ../nbs/38b_decode.ipynb #f1639cc0
+class _Texts:
+    "Positions that depend on the ids: GLM's, by where the blanks stand and the pieces begin"
+    def _placed(self, ids, tree, begins):
+        "(positions (B, 2, M), where a prompt begins the last place that each token sees (B, M): of what is read all, of a piece that is written what stands before)"
+        span, store = self.cache.span, self.cache.ids
+        store[span.index[:, None], 0, span.slots] = ids
+        texts, at, of = store[:, 0, :span.view][span.rows], span.positions, self.facts.places_of
+        if tree is None:
+            placed = of(texts, check=begins).gather(2, at[:, None].expand(-1, 2, -1))
+            read = placed[:, 1] == 0
+            return placed, torch.where(read, (at * read).amax(1, keepdim=True), at) if begins else None
+        paths = nn.functional.pad(texts, (0, 1))[:, None].repeat(1, ids.shape[1], 1)                 # (B, M, view + 1): each node's own text
+        paths.scatter_(2, torch.where(tree, at[:, None], span.view), ids[:, None].expand_as(tree))
+        return of(paths.flatten(0, 1), check=False).gather(2, at.reshape(-1, 1, 1).expand(-1, 2, -1)).view(*ids.shape, 2).mT, None
+
+# %% ../nbs/38b_decode.ipynb #50441330
 def _device(model):
     "Where a model computes: its parameters may wait elsewhere"
     return next((p.device for p in model.parameters() if p.device.type != "cpu"), model.device)
 
-class _Feed:
+class _Feed(_Texts):
     "A model with its caches: one forward over selected rows"
     def __init__(self, model, facts, rows, max_ctx, max_source, bits=16, shapes=(None, None), dtype=None):
         self.model, self.facts, self.relative = model, facts, _relative(model)
         self.dtype, self.device = dtype or model.dtype, _device(model)
-        make = lambda ctx, shapes: KVCache(model.config, rows, ctx, self.dtype, self.device, bits, shapes)
+        make = lambda ctx, shapes: KVCache(model.config, rows, ctx, self.dtype, self.device, bits, shapes, facts.lead, facts.places_of is not None)
         self.cache, self.cross = make(max_ctx, shapes[0]), make(max_source, shapes[1]) if facts.source else None
         self.caches = EncoderDecoderCache(self.cache, self.cross) if facts.source else self.cache
 
@@ -101,13 +119,15 @@ class _Feed:
         mask = torch.arange(max(lengths), device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
         return self.model.get_encoder()(input_ids=ids, attention_mask=mask.long()).last_hidden_state, lengths
 
-    def __call__(self, rows, ids, pad=None, view=None, tree=None, depth=None, last=False, encoded=None, source_view=None):
+    def __call__(self, rows, ids, pad=None, view=None, tree=None, depth=None, last=False, encoded=None, source_view=None, both=False):
         "Logits (B, M, V), or (B, 1, V) of the last tokens; the cache stays open for `commit`"
-        self.cache.select(rows, ids.shape[1], pad, view, depth)
+        self.cache.select(rows, ids.shape[1], pad, view, depth, both)
         span, given = self.cache.span, dict(past_key_values=self.caches, use_cache=True)
-        if "position_ids" in self.facts.takes: given["position_ids"] = span.positions
+        given |= {n: span.positions for n in ("position_ids", "places") if n in self.facts.takes}
+        if self.facts.places_of: given["position_ids"], reach = self._placed(ids, tree, both)
+        else: reach = None
         if "logits_to_keep" in self.facts.takes: given["logits_to_keep"] = 1 if last else 0
-        mask = self.facts.mask(span, self.dtype, tree)
+        mask = self.facts.mask(span, self.dtype, tree, reach)
         if self.cross is None: given |= dict(input_ids=ids, attention_mask=mask)
         else: given |= dict(decoder_input_ids=ids, decoder_attention_mask=mask, **self._look(rows, ids, encoded, source_view))
         with _ragged_bias(self.relative, span): logits = self.model(**given).logits
@@ -130,6 +150,7 @@ class _Feed:
 def _probe(model, facts, vocab):
     "((self, cross) shapes per layer, dtype of keys, relative error of the logits) of a short trial"
     draw = torch.randint(vocab, (4, 7), generator=torch.Generator().manual_seed(0)).to(_device(model))
+    if facts.opening: draw[draw == facts.opening[-1]] = 0 if facts.opening[-1] else 1; draw[0, 3:5] = draw[1, 1:3] = draw.new_tensor(facts.opening)
     text, sources = draw[:2], [draw[2, :6].tolist(), draw[3, :4].tolist()]
     layers = [None] * len(kv_shapes(model.config))
     feed = _Feed(model, facts, 2, 15, 15, shapes=(layers, layers))
@@ -137,15 +158,22 @@ def _probe(model, facts, vocab):
     if facts.source:
         encoded, mask = feed.encode(sources), torch.tensor([[1] * 6, [1] * 4 + [0] * 2], device=draw.device)
         whole = dict(input_ids=draw[2:, :6], attention_mask=mask, decoder_input_ids=text)
-    want = model(**whole, use_cache=False).logits.float()
-    first = torch.stack([text[0, :5], torch.cat([text[1, :1]] * 2 + [text[1, :3]])])
-    got = [feed(2, first, pad=[0, 2], last=True, encoded=encoded).float()]; feed.cache.commit([5, 3])
-    got.append(feed(2, torch.stack([text[0, 5:7], text[1, 3:5]])).float()); feed.cache.commit([2, 2])
-    got, want = torch.cat(got, 1), torch.stack([want[0, 4:7], want[1, 2:5]])
+    first, then = torch.stack([text[0, :5], torch.cat([text[1, :1]] * 2 + [text[1, :3]])]), torch.stack([text[0, 5:7], text[1, 3:5]])
+    if facts.both: want = _growing(model, first, then, torch.tensor([[1] * 7, [0] * 2 + [1] * 5], device=draw.device))
+    else: want = model(**whole, use_cache=False).logits.float(); want = torch.stack([want[0, 4:7], want[1, 2:5]])
+    got = [feed(2, first, pad=[0, 2], last=True, encoded=encoded, both=facts.both).float()]; feed.cache.commit([5, 3])
+    got.append(feed(2, then).float()); feed.cache.commit([2, 2])
+    got = torch.cat(got, 1)
     if got.shape != want.shape: raise ValueError(f"logits of shape {tuple(got.shape)} instead of {tuple(want.shape)}")
     error = (got - want).nan_to_num(0, 0, 0).norm() / (want - want.mean(-1, keepdim=True)).nan_to_num(0, 0, 0).norm().clamp(min=1e-30)
     shapes = [[layer.shape for layer in c.layers] if c is not None else None for c in (feed.cache, feed.cross)]
     return shapes, next(layer.dtype for layer in feed.cache.layers if layer.shape), error.item()
+
+def _growing(model, first, then, mask):
+    "Logits of the last of the first tokens and of all that follow, with transformers' cache"
+    a = model(input_ids=first, attention_mask=mask[:, :first.shape[1]], use_cache=True)
+    b = model(input_ids=then, attention_mask=mask, past_key_values=a.past_key_values, use_cache=True)
+    return torch.cat([a.logits[:, -1:], b.logits], 1).float()
 
 def _tolerance(model, dtype):
     "Error of the logits, relative to their spread, that rounding explains: other orders of sums, packed layers' two paths"
@@ -279,7 +307,7 @@ class _Reader(_Placed):
         ids=None,            # lists of ids, or (B, L) int64; encoder–decoder: the output's beginning, None: the model's start token
         mask=None,           # (B, L): padding is 0, at either side
         rows:list|None=None, # where to; what they hold stays before it. None: the first rows, and all are given up
-        chunk:int=512,       # tokens that one forward reads, all rows together
+        chunk:int=512,       # tokens that one forward reads, all rows together; a text that is read from both sides is not cut
     )->Tensor:               # (B, V) float32: logits of each prompt's last token
         "Read prompts into rows."
         if self.mode != "static": self.cache
@@ -298,21 +326,32 @@ class _Reader(_Placed):
         return logits
 
     def _read(self, prompts, rows, chunk, encoded):
-        "Chunk by chunk; a row takes part from the chunk in which its prompt begins"
-        width, columns, self._tail = max(map(len, prompts)), max(1, chunk // len(rows)), None
+        "Chunk by chunk; where a prompt is read from both sides, as many rows as a chunk holds, but what goes on in a row goes on from left to right"
+        new, old = [], []
+        for i, r in enumerate(rows): (new if self.net.facts.both and not self.held[r] else old).append(i)
+        if not new: return self._chunks(prompts, rows, chunk, encoded)
+        n = len(rows) if routing(self.model) else max(1, chunk // max(len(prompts[i]) for i in new))
+        parts = [new[a:a + n] for a in range(0, len(new), n)] + [old] * bool(old)
+        logits = [self._chunks([prompts[i] for i in part], [rows[i] for i in part], chunk, None, part is not old) for part in parts]
+        return torch.cat(logits)[torch.tensor(sum(parts, [])).argsort().to(self.net.device)]
+
+    def _chunks(self, prompts, rows, chunk, encoded, both=False):
+        "A row takes part from the chunk in which its prompt begins"
+        width, self._tail = max(map(len, prompts)), None
+        columns = width if both else max(1, chunk // len(rows))
         every = bool(encoded) or bool(routing(self.model))
         for a in range(0, width, columns):
             b = min(a + columns, width)
             todo = [(r, p, max(width - len(p) - a, 0)) for r, p in zip(rows, prompts) if every or len(p) > width - b]       # row, prompt, columns of padding
             pad = [min(n, b - a) for *_, n in todo]
             part = [[0] * n + p[max(a - width, -len(p)):][:b - a - n] for n, (_, p, _) in zip(pad, todo)]
-            logits = self.net([r for r, *_ in todo], torch.tensor(part, device=self.net.device), pad, last=True, encoded=encoded)
+            logits = self.net([r for r, *_ in todo], torch.tensor(part, device=self.net.device), pad, last=True, encoded=encoded, both=both)
             self.cache.commit([b - a - n for n in pad]); encoded = None
         return logits[:, 0].float()
 
 # %% ../nbs/38b_decode.ipynb #3dd4cc51
 class _Stepper(_Reader):
-    def _view(self, rows, width): return min(max(self.held[:rows]) + width, len(self.cache.span.steps))
+    def _view(self, rows, width): return min(self.cache.span.lead + max(self.held[:rows]) + width, len(self.cache.span.steps))
 
     def _check(self, rows, width, keep=True):
         if self.mode != "static" or not 1 <= rows <= self.max_batch: raise ValueError(f"ids for {rows} rows: this decoder has max_batch={len(self.held)}")

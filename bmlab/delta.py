@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
+from .card import write_card
 from .core import Count, Transient, changed, count, did_you_mean, format_count, lookup, parts, resolve, roles, table, tensor_key, unwrap
 from .processes import rank, synchronize
 
@@ -559,6 +560,7 @@ class _Saved(_Mergeable):
         save_file(tensors, dir / "adapter_model.safetensors.part", metadata={"format": "pt"})
         os.replace(dir / "adapter_model.safetensors.part", dir / "adapter_model.safetensors")
         (dir / "adapter_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_card(self.model, dir, change=f"a delta of the kind {self.kind}")          # the backbone's, if it carries one
         if sharded: synchronize()
         return dir
 

@@ -8,6 +8,8 @@ __all__ = ['Editor', 'edit']
 # %% ../nbs/36c_editor.ipynb #88ae11fa
 import html
 import threading
+import weakref
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -94,15 +96,18 @@ class Editor(_Looking):
         template:Template,           # where to begin; bound to a tokenizer
         model:nn.Module|None=None,   # a language model to ask, or a PromptModel, whose verbalizer is taken too
         verbalizer:nn.Module|None=None, # what the answer means; None: that of the PromptModel, else words alone are shown
-        example:dict|None=None,      # to begin with
+        example:dict|str|None=None,  # to begin with; a bare text is text_a
         max_length:int=64,           # tokens
         wait_s:float=0.15,           # after the last key before the model is asked
     ):
         if not isinstance(template, Template): raise TypeError(f"template is a {type(template).__name__}: expected a Template")
         if template.tok is None: raise ValueError("the template has no tokenizer yet: template.bind(tok)")
+        if isinstance(example, str): example = {"text_a": example}
+        if example is not None and not isinstance(example, Mapping): raise TypeError(f"example is a {type(example).__name__}: expected a dict, or a text for text_a")
         self.template, self.error, self.wait_s = template, None, wait_s
         self.model, self.verbalizer = (model.model, verbalizer or model.verbalizer) if isinstance(model, PromptModel) else (model, verbalizer)
         self._first, self._newest, self._timer, self._lock = template, 0, None, threading.Lock()
+        weakref.finalize(self, self._lock.acquire)                   # a process that ends waits for the running question and lets no other begin
         super().__init__(template, example or {}, max_length)
         self._changed()
 

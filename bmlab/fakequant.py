@@ -11,12 +11,12 @@ import re, weakref
 import torch
 from torch import Tensor, nn
 
-from .cook import Method, chain, parametrize_weight, stored, unparametrize
+from .cook import Foresees, Method, chain, foresee, parametrize_weight, stored, unparametrize
 from .core import parts, roles
 from .experts import _up_name, experts_refusal
 from .kernels import _is_conv1d, _is_experts, _refusal, group_for, packable, quantize_tokens
 from .packing import GROUPS
-from .quantize import Grid, Site, calibrate, check_rounding, choose_codes, choose_experts, choose_factors, fold, grid_for, pack_by, plan_grids, scaling_sites, smoothing
+from .quantize import Grid, Inputs, Site, calibrate, check_rounding, choose_codes, choose_experts, choose_factors, fold, grid_for, pack_by, plan_grids, scaling_sites, smoothing
 
 # %% ../nbs/21a_fakequant.ipynb #eba206cd
 class _Straight(torch.autograd.Function):
@@ -39,7 +39,7 @@ def round_tokens(
     return _Straight.apply(x, rounded)
 
 # %% ../nbs/21a_fakequant.ipynb #69ddaf1c
-class _OnGrid(nn.Module):
+class _OnGrid(Foresees):
     "The grid of one weight, and the codes on it"
     on, stale, rounds = True, False, False      # rounds: its layer's inputs too?
     owner, height = None, None                  # whose it is, where several methods share a model; rows of each expert
@@ -52,11 +52,26 @@ class _OnGrid(nn.Module):
         coarse:bool=False,         # a table is tied to it: int8 by row
     ):
         super().__init__()
-        self.bits, self.group_size, self.symmetric, self.turned, self.coarse, self.source, self._cuts = bits, group_size, symmetric, turned, coarse, [], []
-        self._regrid(K)
+        self.bits, self.group_size, self.symmetric, self.turned, self.coarse, self.source, self._cuts, self.K = bits, group_size, symmetric, turned, coarse, [], [], K
+        self.watch(torch.empty(0))
+        self.look()
         self.reset()
 
-    def _regrid(self, K): self.K, self.grid = K, Grid() if self.coarse else grid_for(K, self.bits, self.group_size, self.symmetric and self.bits == 4)
+    @property
+    def columns(self): return self.left_0 if self.turned else self.left_1                # that the export will leave; None: all
+
+    def look(self):
+        super().look()
+        K = self.K if self.columns is None else len(self.columns)
+        self.grid = Grid() if self.coarse else grid_for(K, self.bits, self.group_size, self.symmetric and self.bits == 4)
+
+    def narrow(self, t):
+        "Of something with a number a column, those that the export will leave"
+        return t if t is None or self.columns is None else t.index_select(-1, self.columns)
+
+    def widen(self, t):
+        "That among all columns again, the others zero"
+        return t if self.columns is None else t.new_zeros(*t.shape[:-1], self.K).index_copy_(-1, self.columns, t)
 
     def reset(self):
         "To nearest, without factors."
@@ -66,16 +81,16 @@ class _OnGrid(nn.Module):
     def rows(self, w): return (w.transpose(-1, -2) if self.turned else w).reshape(-1, self.K)
 
     def codes(self,
-        rows:Tensor,  # (N, K) float, multiplied by the factors already
+        rows:Tensor,  # (N, K) float, the columns that the export will leave, multiplied by the factors already
         start:int=0,  # of the weight's rows the one that they begin with
     )->tuple:         # codes, scale, zero
         "What the packed layer will store of these rows."
-        rows, energy = rows.float(), self.energy
+        rows, energy = rows.float(), self.narrow(self.energy)
         if energy is not None and energy.ndim == 2: energy = energy[torch.arange(start, start + len(rows), device=rows.device) // self.height]
         fitted = self.grid.fit(rows, energy)
         q = self.grid.round(rows, *fitted)
         if self.offset is not None:
-            q = (q + self.offset[start:start + len(rows)]).clamp_(*((-127, 127) if self.grid.bits == 8 else (-8, 7)))
+            q = (q + self.narrow(self.offset[start:start + len(rows)])).clamp_(*((-127, 127) if self.grid.bits == 8 else (-8, 7)))
             if self.grid.keeps_zeros: q.masked_fill_(rows == 0, 0)
         return q, *fitted
 
@@ -86,12 +101,12 @@ class FakeWeight(_OnGrid):
     def rounded(self, w):
         "The weight on its grid, in its own shape and dtype, a slice of rows at a time"
         rows = self.rows(w.detach())
-        s = None if self.exponents is None else self.exponents.float().exp2()
+        s = None if self.exponents is None else self.narrow(self.exponents).float().exp2()
         step, out = max(1, (16 << 20) // self.K), torch.empty_like(rows, memory_format=torch.contiguous_format)
         for i in range(0, len(rows), step):
-            part = rows[i:i + step].float()
+            part = self.narrow(rows[i:i + step]).float()
             values = self.grid.values(*self.codes(part if s is None else part * s, i))
-            out[i:i + step] = values if s is None else values / s
+            out[i:i + step] = self.widen(values if s is None else values / s)
         return out.view(*w.shape[:-2], w.shape[-1], w.shape[-2]).transpose(-1, -2) if self.turned else out.view(w.shape)
 
     def forward(self, w): return _Straight.apply(w, self.rounded(w)) if self.on else w
@@ -100,12 +115,18 @@ class FakeWeight(_OnGrid):
         dim:int,      # of the stored weight
         index:Tensor, # rows or columns that stay
     ):
-        "The weight was sliced: factors and codes have to be found anew, until then it is rounded to nearest."
+        "The weight was sliced: what was not foreseen leaves factors and codes to be found anew; until then it is rounded to nearest."
         if any(d == dim and i is index for d, i in self._cuts): return       # called again for a twin
         self._cuts.append((dim, index))
-        fitted = self.exponents is not None or self.energy is not None
+        across = dim == (0 if self.turned else 1)
+        if across: self.K = len(index)
+        if super().cut(dim, index):
+            at = index.to(self.stay_0.device)
+            for n in ("exponents", "energy", "offset") if across else ("offset",):
+                if (t := getattr(self, n)) is not None: setattr(self, n, t.index_select(-1 if across else 0, at))
+            return
+        fitted = self.stale or self.exponents is not None or self.energy is not None
         self.reset(); self.stale = fitted
-        if dim == (0 if self.turned else 1): self._regrid(len(index))
 
 # %% ../nbs/21a_fakequant.ipynb #f631df1f
 _ROWS = 16  # rows up to which a W8A8 layer takes its inputs as they are
@@ -132,8 +153,9 @@ class _RoundInputs:
         (x, *rest), own = args, _own(module)
         if not own or not own[0][1].on or x.shape[:-1].numel() <= _ROWS: return None
         p, w = own[0][1], stored(module)
-        if x.is_cuda and (w.shape[0] % 8 or w.shape[1] % 8): return None                                    # there the packed layer does not either
-        return round_tokens(x, p.exponents), *rest
+        if x.is_cuda and any((n if left is None else len(left)) % 8 for n, left in zip(w.shape, (p.left_0, p.left_1))): return None      # there the packed layer does not either
+        rounded = round_tokens(p.narrow(x), p.narrow(p.exponents))
+        return rounded if p.columns is None else x.index_copy(-1, p.columns, rounded), *rest
 
 def _is_masked(module, name): return any(getattr(q, "_bmlab_priority", 0) == 20 for q in chain(module, name))
 
@@ -151,6 +173,11 @@ def _below(module, name, p):
         w = q(w)
 
 # %% ../nbs/21a_fakequant.ipynb #c00309fe
+def _narrowed(inputs, columns):
+    "What was measured of inputs, of these columns"
+    if columns is None or inputs.peak is None: return inputs
+    return Inputs(inputs.gram if inputs.gram is None else inputs.gram[columns][:, columns], inputs.peak[columns], inputs.rows)
+
 class _Fitting(Method):
     "What FakeQuant finds out from calibration batches"
     def _all(self, model): return [(n, m, k, p) for n, m in list(parts(model)) for k, p in _own(m) if p.owner == id(self)]
@@ -175,9 +202,10 @@ class _Fitting(Method):
         try:
             sites = scaling_sites(model, layers, self._calib[0]) if self._factors is not None or self.rounding == "awq" else []
             for stage in calibrate(model, layers | experts, self._calib, gram=self.rounding != "nearest"):
-                weights = {n: _below(*mine[n]) for n in stage if n in mine}
+                stage = {n: _narrowed(i, mine[n][2].columns) if n in mine else i for n, i in stage.items()}
+                weights = {n: mine[n][2].narrow(_below(*mine[n])) for n in stage if n in mine}
                 for site, e in choose_factors(stage, sites, weights, grids, self._factors):
-                    for n in site.readers: p = mine[n][2]; p.exponents, p.source = e.clone(), [site.source]
+                    for n in site.readers: p = mine[n][2]; p.exponents, p.source = p.widen(e.clone()), [site.source]
                 for n in weights if self.rounding != "nearest" else (): self._fit_codes(mine[n][2], weights[n], stage[n])
                 for n in stage.keys() - weights.keys():
                     for k, p in _own(experts[n]): self._fit_experts(p, _below(experts[n], k, p), stage[n][k])
@@ -187,8 +215,10 @@ class _Fitting(Method):
             for p in (*own, *others): p.on = True
 
     def _fit_codes(self, p, w, inputs):
-        w = w.float() if p.exponents is None else w.float() * p.exponents.float().exp2()
-        codes, p.energy = choose_codes(w, inputs, p.grid, self.rounding, self.damping, p.exponents)
+        exponents = p.narrow(p.exponents)
+        w = w.float() if exponents is None else w.float() * exponents.float().exp2()
+        codes, energy = choose_codes(w, inputs, p.grid, self.rounding, self.damping, exponents)
+        p.energy = p.widen(energy)
         self._keep(p, w, codes)
 
     def _fit_experts(self, p, w, inputs):
@@ -197,7 +227,7 @@ class _Fitting(Method):
         self._keep(p, w, codes)
 
     def _keep(self, p, w, codes):
-        if self.rounding == "gptq": p.offset = (codes[0] - p.codes(w)[0]).clamp_(-127, 127).to(torch.int8)
+        if self.rounding == "gptq": p.offset = p.widen((codes[0] - p.codes(w)[0]).clamp_(-127, 127).to(torch.int8))
 
 # %% ../nbs/21a_fakequant.ipynb #1dd2b543
 class _Attaching(_Fitting):
@@ -238,6 +268,7 @@ class _Attaching(_Fitting):
             if not self.activations or grid is None or isinstance(m, nn.Embedding): continue
             if n in unrounded: split += unrounded[n] == "split"
             else: m.register_forward_pre_hook(_RoundInputs()); next(p for _, p in _own(m)).rounds = True
+        foresee(model)
         if self._fits: self._fit(model)
         self.notes = {"weights": len(self._chosen), "bits": self.bits} | ({"smooth": self._factors} if self._factors is not None else {})
         if masked: self.notes["2:4 weights stored as int4, no smaller for their zeros"] = masked
@@ -254,12 +285,17 @@ class _Attaching(_Fitting):
         group = None if grid is None and self.bits == 8 else self.group_size                                # experts have no int8 by groups
         p = FakeWeight(K, self.bits, group, symmetric and grid is not None, turned, coarse=grid == Grid() and (group is None or group_for(K, group) is not None))
         p.owner = id(self)
+        p.watch(w)
         return p.train(m.training).to(w.device)
 
 # %% ../nbs/21a_fakequant.ipynb #5a21a566
 class FakeQuant(_Attaching):
     "Weights, and for W8A8 inputs, rounded in every forward as the packed layers of the export will round them."
     slot = 40
+    def state(self):
+        wide = sum(p.grid.bits > self.bits and not p.coarse for *_, p in self._all(model)) if (model := self._at()) is not None else 0
+        return self.notes | ({"int8 instead, no group of 32 divides the columns": wide} if wide else {})
+
     def detach(self): self._take_off(self._at())
 
     def _take_off(self, model):

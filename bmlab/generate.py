@@ -6,7 +6,7 @@
 __all__ = ['TextPieces', 'prompt_ids', 'stream', 'decode_speed']
 
 # %% ../nbs/09_generate.ipynb #97bf8506
-import copy, logging, queue, threading, time
+import atexit, copy, logging, queue, threading, time
 from collections.abc import Iterator
 
 import pandas as pd
@@ -119,6 +119,8 @@ def _pieces(model, tok, enc, config, seed, options, stats):
         except BaseException as e: out.put(e)
     start, first, stopping = time.perf_counter(), None, options.pop("stopping_criteria", ())
     thread = threading.Thread(target=work, daemon=True); thread.start()
+    def end(): leave.set(); thread.join()
+    atexit.register(end)                                          # a thread within torch at the interpreter's end would abort it
     text = TextPieces(tok)
     stats.update(prompt_tokens=enc["input_ids"].shape[1], new_tokens=0)
     try:
@@ -129,8 +131,7 @@ def _pieces(model, tok, enc, config, seed, options, stats):
             else: stats["decode_tok_s"] = (stats["new_tokens"] - 1) / (now - first)
             if piece := text.push(item): yield piece
         if piece := text.end(): yield piece
-    finally:
-        leave.set(); thread.join()
+    finally: end(); atexit.unregister(end)
 
 def _until(pieces, stops):
     "Pass pieces on until one of the texts in `stops` appears; hold back what may be its beginning"

@@ -312,7 +312,7 @@ class _Blanks(_Batches):
         "The words that are missing, blank by blank."
         parts = blank_parts(text, blank)
         kind = fill_kind(self.model, self.tok) if self.tok is not None else self._ids([text], 1)
-        if kind == "sentinel": return self._sentinels(*self._ids([sentinel_text(parts)], max_new_tokens), **options)
+        if kind == "sentinel": return self._sentinels(*self._ids([sentinel_text(parts, self.tok)], max_new_tokens), **options)
         _asked({k: v for k, v in options.items() if k not in ("stop", "seed", "stats")})
         if kind == "mask": mask_input(self.tok, parts, self.max_ctx); return self._masks(parts, options.get("stats"))            # its likeliest words, whatever the sampling
         return self._asked(parts, max_new_tokens, options)

@@ -370,6 +370,7 @@ def parse_template(
     text:str,             # of the template
     fns:dict|None=None,   # functions that `post_processing` may name
     attrs:dict|None=None, # further keys that parts may carry, with their defaults: {"loss": False}
+    masks:bool=True,      # must there be a mask? False: there must be none, nor soft tokens, specials and turns: a text made of an example
 )->list[Part]:            # in order
     "The parts of a template; TemplateError with the place of what is wrong."
     if not isinstance(text, str): raise TypeError(f"text is a {type(text).__name__}: expected a str")
@@ -389,8 +390,15 @@ def parse_template(
             if (end := _tag_end(text, i)) is None: raise TemplateError("this { is never closed; a tag is written {\"mask\"}", text, (i, i + 1))
             out.append(_part(_entries(*_tag(text, i, end), text, i, fns or {}), text, (i, end), space, attrs or {}))
         i = end
-    _check(out, text)
+    _check(out, text) if masks else _check_text(out, text)
     return out
+
+# %% ../nbs/34b_language.ipynb #fad08104
+def _check_text(parts, text):
+    "Raise for parts that are no text"
+    for p in parts:
+        if p.kind not in ("text", "placeholder", "meta", "options"): raise TemplateError(f"{p.kind} is nothing that is written; an answer is made of text, placeholder, meta and options", text, p.span)
+    if not parts: raise TemplateError("this is empty; give some text", text, (0, 0))
 
 def _check(parts, text):
     "Raise for parts that do not go together"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .verbalize import Verbalizer, _Choice, _finite, _word_ids, label_words
+from .verbalize import Verbalizer, _Choice, _finite, _holds, _word_ids, label_words
 
 # %% ../nbs/36a_learned.ipynb #aae0a779
 class SoftVerbalizer(_Choice):
@@ -21,9 +21,10 @@ class SoftVerbalizer(_Choice):
         tok,             # its tokenizer
         words,           # {label: word or words}; a row begins as the mean of its words', a word's as that of its tokens'
         prefix:str=" ",  # in front of a word, unless it begins with <!>
+        multi_label:bool=False, # may several classes hold at once? What the rows begin as says little then: train it
     ):
         super().__init__()
-        self.words = label_words(words, prefix)
+        self.words, self.multi_label = label_words(words, prefix), multi_label
         ids, there = _word_ids(tok, self.words)
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if head is None or not hasattr(head, "weight"): raise TypeError(f"{type(model).__name__} has no head over words to begin from")
@@ -53,11 +54,14 @@ class _Centres(_Choice):
         size:int=64,              # m, of the space
         words:Verbalizer|None=None, # whose log-probabilities count half; None: the centres alone
         temperature:float=0.1,    # of the cosines
+        multi_label:bool=False,   # may several classes hold at once?
     ):
         super().__init__()
         self.names = list(range(labels)) if isinstance(labels, int) else list(labels)
         if len(self.names) < 2: raise ValueError(f"labels={labels!r}: a choice needs two classes or more")
         if words is not None and words.labels != self.names: raise ValueError(f"words= has the classes {words.labels}, here they are {self.names}")
+        if words is not None and (multi_label or words.multi_label): raise ValueError("words= with multi_label=True: the words of several classes share the mask, which draws each below one half; leave words out")
+        self.multi_label = multi_label
         self.into, self.centres = nn.Linear(width, size, bias=False), nn.Parameter(torch.randn(len(self.names), size))
         self.by_words, self.temperature = words, temperature
         self.register_buffer("middle", torch.zeros(width)); self.register_buffer("fitted", torch.tensor(False))
@@ -71,13 +75,14 @@ class _Centres(_Choice):
 
     def contrast(self,
         hidden:Tensor, # (N, D)
-        labels:Tensor, # (N,)
+        holds:Tensor,  # (N, C) bool: which classes are whose
     )->Tensor:         # ()
         "Both wishes: examples to centres, and examples to examples (Cui et al. 2022, eqs. 4–6)."
         x, c = self._place(hidden), F.normalize(self.centres, dim=-1)
-        to_centres = F.cross_entropy(x @ c.T / self.temperature, labels)
-        like = (x @ x.T / self.temperature).masked_fill(torch.eye(len(x), dtype=torch.bool, device=x.device), -1e9).log_softmax(-1)
-        same = (labels[:, None] == labels[None]) & ~torch.eye(len(x), dtype=torch.bool, device=x.device)
+        near, off = x @ c.T / self.temperature, torch.eye(len(x), dtype=torch.bool, device=x.device)
+        to_centres = F.binary_cross_entropy_with_logits(near, holds.to(near.dtype)) if self.multi_label else F.cross_entropy(near, holds.int().argmax(1))
+        like = (x @ x.T / self.temperature).masked_fill(off, -1e9).log_softmax(-1)
+        same = (holds[:, None] & holds[None]).any(-1) & ~off                                         # (N, N): have a class in common
         return to_centres - ((like * same).sum(1) / same.sum(1).clamp_min(1)).mean()
 
 # %% ../nbs/36a_learned.ipynb #94c6d8c5
@@ -94,21 +99,20 @@ class ProtoVerbalizer(_Centres):
 
     def fit(self,
         hidden:Tensor,   # (N, D) or (N, M, D) at the masks of labelled examples
-        labels:Tensor,   # (N,) numbers of their classes
+        labels:Tensor,   # (N,) numbers of their classes; for multi_label (N, C), 1 where a class holds, 0 where not
         steps:int=200,   # of Adam
         lr:float=3e-3,   # its rate
     ):                   # -> itself
         "Learn the space and the centres."
         hidden = (hidden[:, 0] if hidden.ndim == 3 else hidden).detach().to(self.into.weight.dtype)
-        labels = torch.as_tensor(labels, device=hidden.device)
         _finite(hidden, "hidden")
-        if missing := [n for i, n in enumerate(self.names) if not (labels == i).any()]: raise ValueError(f"no example of {missing[0]!r} is among the labels")
+        holds = _holds(labels, self.names, self.multi_label, hidden.device)
         self.to(hidden.device); self.middle.copy_(hidden.mean(0))
         with torch.enable_grad():
             with torch.no_grad():
-                for i in range(len(self.names)): self.centres[i] = self._place(hidden[labels == i]).mean(0)
+                for i in range(len(self.names)): self.centres[i] = self._place(hidden[holds[:, i]]).mean(0)
             opt = torch.optim.Adam([self.into.weight, self.centres], lr=lr)
             for _ in range(steps):
-                opt.zero_grad(); self.contrast(hidden, labels).backward(); opt.step()
+                opt.zero_grad(); self.contrast(hidden, holds).backward(); opt.step()
         self.fitted.fill_(True)
         return self

@@ -38,7 +38,7 @@ def model_folder(
     elif path.exists() or isinstance(name, Path) or text.startswith(("/", ".", "~")): folder = path
     else:
         import huggingface_hub
-        _, how = _from_hub(text)
+        text, how = _from_hub(text)
         folder = Path(huggingface_hub.snapshot_download(text, allow_patterns=list(_WANTED), **how))
     _from_folder(folder)
     for index in folder.glob("*.safetensors.index.json"):

@@ -183,7 +183,7 @@ def measure(
     host_memory:int|str|None=None,     # bytes for each GPU; None: what the operating system shows, divided by the GPUs
     network:float|None=None,     # bytes/s between GPUs of a host; None: the preset's
 )->Machine:
-    "The machine at hand, measured; what cannot be measured alone (network, watts) is the nearest preset's."
+    "The machine at hand, measured; what cannot be measured alone (network, watts) is the nearest preset's; a CPU takes 10 watts a thread."
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     gpu, near = device.type == "cuda", machine(None)
     gpus = torch.cuda.device_count() if gpu else 1
@@ -203,4 +203,5 @@ def measure(
         gpu_memory=about.total_memory if gpu else _host_bytes(), host_memory=parse_bytes(host_memory) if host_memory is not None else _host_bytes() // gpus,
         flops32=flops32, units=about.multi_processor_count if gpu else 1, matmul=min(1.0, tiles / flops * 1.03), attention=min(1.0, forward / flops),
         attention_backward=min(1.0, backward / flops), elementwise=min(1.0, 0.83 * add / hbm), launch_s=launch, network=network or near.network, gpus_per_host=max(gpus, 1) if gpu else 1,
+        watts=near.watts if gpu else 10. * torch.get_num_threads(),
         context=near.context if gpu else 0, unaligned=near.unaligned if gpu else 1.0, tile_s=near.tile_s if gpu else 1e-9, kernel_s=near.kernel_s if gpu else 1e-6, source="measured now")

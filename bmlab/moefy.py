@@ -475,9 +475,8 @@ class _ManyTokens(_OneToken):
 
     def _masked(self, x, on):
         "The dense layer with the other experts' neurons at zero: for matrices of which no part can be multiplied alone"
-        sizes = torch.tensor([b - a for a, b in zip(self.bounds[1:], self.bounds[2:])], device=x.device)
         h = self.ffn.hidden(self, x)
-        mask = torch.cat([on.new_ones(len(x), self.bounds[1]), on.repeat_interleave(sizes, 1, output_size=self.bounds[-1] - self.bounds[1])], 1)
+        mask = torch.cat([on.new_ones(len(x), self.bounds[1]), *(on[:, e:e + 1].expand(-1, b - a) for e, (a, b) in enumerate(zip(self.bounds[1:], self.bounds[2:])))], 1)      # (no size is copied to a GPU: a graph may be captured)
         return self.ffn.matrices(self)[2](h * mask)
 
     def _takes_groups(self, x, *matrices):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .cook import Method, stored
+from .cook import Method, foresee, stored
 from .core import Transient, _matrix, changed, parts, unwrap
 from .kernels import _is_conv1d
 from .moefy import FFN, _apart, _claim, _described, _install, _made, _plain, _quiet, _rows_product, _slices, _some_columns, _turned, feed_forwards, ffn_samples
@@ -26,7 +26,7 @@ class Predictor(nn.Module):
         tensors:dict,  # name → tensor: norms (F,) of down's columns, reach (F,) to scale by; for "lowrank" inner (r, D), gates (F, r) or None, ups (F, r)
     ):
         super().__init__()
-        self.kind = kind
+        self.kind, self.left = kind, None                        # how many neurons structural pruning will leave, where that is known
         for k, t in tensors.items(): self.register_parameter(k, None if t is None else nn.Parameter(t.clone(memory_format=torch.contiguous_format), requires_grad=False))
 
     def forward(self,
@@ -39,7 +39,8 @@ class Predictor(nn.Module):
             z = F.linear(x, self.inner)
             first = act(F.linear(z, self.ups if self.gates is None else self.gates))
             if self.gates is not None: first = first * F.linear(z, self.ups)
-        return first.float().abs() * self.reach.float()
+        score = first.float().abs() * self.reach.float()
+        return score if self.left is None else score.masked_fill(self.norms == 0, -1)
 
     @property
     def cost(self):  # multiplications of a token beyond the layer's own
@@ -48,6 +49,14 @@ class Predictor(nn.Module):
     def cut_neurons(self, index):
         "Structural pruning left these neurons"
         self._keep({"norms": 0, "reach": 0, "gates": 0, "ups": 0}, index)
+        self.left = None
+
+    @torch.no_grad()
+    def foresee_neurons(self, index):
+        "Structural pruning will leave these neurons: the others are never chosen"
+        stay = torch.zeros_like(self.norms).index_fill_(0, index.to(self.norms.device), 1)
+        self.norms *= stay; self.reach *= stay
+        self.left = len(index)
 
     def cut_inputs(self, index):
         "Structural pruning left these of the layer's inputs"
@@ -196,7 +205,8 @@ class _Mask:
         self.x, self.g = args[0], self.g if g is None else g
     def switch(self, module, args):
         if self.method.enabled:
-            ffn, _, candidates, n = self.plan
+            ffn, p, candidates, n = self.plan
+            if p.left is not None: candidates, n = self.method.numbers(ffn, p, p.left)
             act, h, x = ffn.function(self.module), args[0], self.x.detach()
             first = None if self.predictor.kind == "lowrank" else act(self.g.detach()) if self.predictor.kind == "gate" else self.u.detach()
             args = (h * torch.zeros_like(h).scatter(-1, _best(self.predictor, x, act, first, h.detach(), candidates, n)[0], 1.), *args[1:])
@@ -237,7 +247,7 @@ class _Options(Method):
             width, D, dtype = _matrix(f.matrices(m)[2])[0], _matrix(f.matrices(m)[1])[0], f.matrices(m)[2].weight.dtype
             c, k = max(1, round(self.candidates * width)), max(1, round(self.keep * width))
             p = _fit(m, f, x, self.predictor, min(self.rank or -(-D // 6), D, width), c, k)
-            if x is not None: held.append(self._held(m, f, p, x, h, c, k))
+            if x is not None: held.append(self._held(m, f, p.to(dtype), x, h, c, k))
             self.plans[n] = f, p.to(dtype), c, k
         self.notes = {"layers": len(self.plans), "keep": self.keep, "candidates": self.candidates} | ({"recall": sum(held) / len(held)} if held else {})
 
@@ -253,15 +263,21 @@ class _Options(Method):
 class NeuronSparse(_Options):
     "For each token the neurons of feed-forward layers that matter, chosen one by one by an exported predictor; needs no training."
     def attach(self, model):
-        for n, (f, p, c, k) in self.plans.items():
+        for n, (f, p, _, _) in self.plans.items():
             module = dict(parts(model))[n]
             gate, up, down = f.matrices(module)
             p.place = n                                                               # layers before it may be gone by the export, and its name another
             module.add_module("sparse", p)
-            hook = _Mask(self, module, p, (f, p, c if f.gate is not None or p.kind == "lowrank" else len(p.norms), k))
+            hook = _Mask(self, module, p, (f, p, *self.numbers(f, p, len(p.norms))))
             up.register_forward_hook(hook.raised); down.register_forward_pre_hook(hook.switch)
             if gate is not None: gate.register_forward_hook(hook.gated)
             self.places[n] = module
+        foresee(model)
+
+    def numbers(self, ffn, p, width):
+        "(candidates, how many are added up) of so many neurons"
+        some = self.candidates if ffn.gate is not None or p.kind == "lowrank" else 1.
+        return max(1, round(some * width)), max(1, round(self.keep * width))
 
     def detach(self):
         for n, module in self.places.items():
@@ -275,9 +291,8 @@ class NeuronSparse(_Options):
             width, D = _matrix(down)[0], _matrix(up)[0]
             if width != len(p.norms) or p.kind == "lowrank" and D != p.inner.shape[1]:
                 raise RuntimeError(f"{p.place} was cut to {width} neurons and {D} inputs by what did not tell its predictor; export without NeuronSparse, and cook the small model with it")
-            c = self.candidates if f.gate is not None or p.kind == "lowrank" else 1.
             module, ffn = _apart(small, old, f)
-            _install(small, old, f, SparseMLP(module, ffn, p, max(1, round(c * width)), max(1, round(self.keep * width))))
+            _install(small, old, f, SparseMLP(module, ffn, p, *self.numbers(f, p, width)))
 
 # %% ../nbs/24a_neurons.ipynb #5f2e785f
 _CONFIG_ACTS = ("hidden_act", "activation_function", "hidden_activation", "activation", "dense_act_fn", "feed_forward_proj")   # where configurations name it

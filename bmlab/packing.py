@@ -179,7 +179,8 @@ def _add_up(products):
 def _cpu_linear(x, codes, scale, zero=None):
     "x (M, K) times the packed matrix on a CPU, in x's dtype"
     if zero is None and x.dtype == torch.bfloat16 and 0 < len(x) <= 16 and codes.shape[1] % 16 == 0 and codes.is_contiguous():
-        return torch.ops.aten._weight_int8pack_mm(x.contiguous(), codes, scale.to(x.dtype))
+        x = x.contiguous()
+        if x.data_ptr() % 16 == codes.data_ptr() % 16 == 0: return torch.ops.aten._weight_int8pack_mm(x, codes, scale.to(x.dtype))
     if zero is None and x.dtype in (torch.float32, torch.float16) and len(x) and codes.numel() >= _DIGITS_FROM and codes.shape[1] < 1 << 17 and _integers():
         return _by_digits(x, codes, scale).to(x.dtype)
     native = x.dtype == torch.bfloat16 and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
@@ -241,15 +242,14 @@ WIDE_BYTES = 24 << 20  # of such a stretch
 
 def _widened(codes, scale, zero, dtype):
     "The weight (N, K) as `dtype`"
-    if zero is None: return dequantize_rows(codes, scale, dtype)
-    if torch.compiler.is_compiling(): return _widen_groups(codes, scale, zero).to(dtype)
-    if not codes.is_cuda or dtype == torch.float64: return dequantize_groups(codes, scale, zero, dtype)
-    from bmlab.triton_kernels import int4_widen
-    return int4_widen(codes, scale, zero, dtype)
+    if torch.compiler.is_compiling(): return dequantize_rows(codes, scale, dtype) if zero is None else _widen_groups(codes, scale, zero).to(dtype)
+    if not codes.is_cuda or dtype == torch.float64: return dequantize_rows(codes, scale, dtype) if zero is None else dequantize_groups(codes, scale, zero, dtype)
+    from bmlab.triton_kernels import int4_widen, int8_widen
+    return int8_widen(codes, scale, dtype) if zero is None else int4_widen(codes, scale, zero, dtype)
 
 def _by_stretches(x, codes, scale, zero):
     "x (M, K) times the matrix, widened a stretch of rows at a time"
-    step = max(256, WIDE_BYTES // (x.shape[1] * x.element_size()))
+    step = max(256, WIDE_BYTES // (x.shape[1] * x.element_size()) // 256 * 256)                  # whole tiles: a product with an odd number of columns misses the fast kernels
     if torch.compiler.is_compiling() or len(codes) <= step: return F.linear(x, _widened(codes, scale, zero, x.dtype))
     y = x.new_empty(len(x), len(codes))
     for i in range(0, len(codes), step):

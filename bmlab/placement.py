@@ -133,6 +133,7 @@ def workspace_bytes(
     item, kv = _item(model), _get(text, "num_key_value_heads", default=heads)
     whole = getattr(text, "is_encoder_decoder", False) or not _generates(model)             # an encoder sees the whole text at once
     tokens = max_batch * (max_ctx if whole else min(max_ctx, chunk))
+    if getattr(model, "reads_both_ways", False): max_ctx += getattr(model, "tokens_in_front", 0); tokens = max(min(tokens, chunk), max_ctx)      # a prompt is not cut, and read with what stands in front
     slow = any(getattr(text, k, "") in ("gelu_new", "gelu_fast", "gelu_python") for k in ("hidden_act", "activation_function", "dense_act_fn"))   # written out in Python
     feed = tokens * ((4 if slow else 3) * inner + 5 * width) * item
     packed = [s for s in stored if s.bits <= 8 and s.block and s.pieces and s.role]
@@ -143,7 +144,8 @@ def workspace_bytes(
     eager = biased or getattr(text, "_attn_implementation", "sdpa") == "eager"
     attend = tokens * 7 * max(width, heads * head) * item + max_batch * max_ctx * head * seen + tokens * max_ctx * (heads * ((2 * item + 8 if item < 4 else 8) + 2 * item * biased) if eager else item)
     mask, logits = tokens * max_ctx, max(max_batch, CHECKED) * vocab * (item + 12)           # logits as computed, in float32, and sorted
-    return mask + max(feed + widened, attend) + logits + (LIBRARIES if gpu else 0)
+    bias = mask * item * heads * hasattr(text, "position_bias_num_buckets")                 # CPM's: a number for each head and pair of places, twice while it is made
+    return mask + max(feed + widened + bias, attend + bias, bias + max(bias + 4 * mask, 48 * mask) if bias else 0) + logits + (LIBRARIES if gpu else 0)
 
 # %% ../nbs/39_placement.ipynb #37e1ab28
 class Placed(NamedTuple):
@@ -213,7 +215,7 @@ class Decoding:
     int4:float=0.47               # … int4 weights
     cache:float=0.25              # … keys and values of some hundred tokens
     kernels:int=10                # of a decoder block in a step, fused, in a CUDA graph
-    kernel_s:float|None=1.85e-6   # seconds of a small kernel and the way to the next; None: the machine's
+    kernel_s:float|None=1.5e-6    # seconds of a small kernel and the way to the next; None: the machine's
     token_s:float=60e-6           # seconds of a step outside the blocks: the replay's start, norm, sampling
     tiled_rows:int=64             # rows up to which packed weights are read as they are; for more they are written as floats first
     prefill:float=0.80            # share of flops × matmul with some hundred rows
@@ -309,7 +311,7 @@ class _Bytes:
     token_bytes:int        # bytes of weights that each decoded token reads
     min_bytes:int          # the smallest limit that has a plan
     context_bytes:int      # bytes of a GPU that the driver holds for a process; 0 on a CPU
-    draft_bytes:int        # bytes of a draft model and its cache
+    draft_bytes:int        # bytes of a draft model, its cache and its activations
     rest_bytes:int         # bytes outside the blocks that stay on the device
     embedding_bytes:int    # bytes of the embeddings that may be gathered on the host
     embeddings:list        # their names
@@ -550,7 +552,7 @@ def _prepare(model, blocks, bits, max_batch, max_ctx, kv_bits, host_limit, store
     generates, heads = _generates(model), _sizes(model)[4]
     try: shapes = kv_shapes(model.config) if generates else []
     except ValueError: shapes = []                                                              # a state instead of keys and values, which is small
-    kv = KVCache.size(model.config, max_batch, max_ctx, item, kv_bits) if shapes else 0
+    kv = KVCache.size(model.config, max_batch, max_ctx + getattr(model, "tokens_in_front", 0), item, kv_bits) if shapes else 0
     embedding = size(s for s in stored if s.owner in tables)
     plan = InferencePlan(
         weights=size(s for s in stored if s.numel), kv_cache=kv, workspace=int(workspace_bytes(model, stored, max_batch, max_ctx, kv_bits, not _is_cpu(m))), limit=None,
@@ -560,7 +562,7 @@ def _prepare(model, blocks, bits, max_batch, max_ctx, kv_bits, host_limit, store
         max_batch=max_batch, max_ctx=max_ctx, generates=generates, encoder=bool(once) and generates, machine=dataclasses.asdict(m), decoding=dataclasses.asdict(d), settings={})
     if draft is not None:
         other = _prepare(draft, list(find_blocks(draft)), None, max_batch, max_ctx, kv_bits, None, "ram", None, machine, slots, group_size, prompt)
-        plan.draft_bytes, plan.draft_step = other.rest_bytes + other.embedding_bytes + other.resident_bytes + other.kv_cache, other.phases["step"]
+        plan.draft_bytes, plan.draft_step = other.rest_bytes + other.embedding_bytes + other.resident_bytes + other.kv_cache + other.workspace, other.phases["step"]
     plan.min_bytes = smallest(table, plan.peak_bytes - plan.resident_bytes - embedding, slots)
     return plan
 

@@ -317,6 +317,8 @@ def _bar(parts, limit, scale, width=640):
     mark = f'<div title="limit" style="position:absolute;left:{px(limit):.1f}px;top:-3px;height:28px;border-left:2px dashed currentColor"></div>' if limit else ""
     return f'<div style="position:relative;display:flex;height:22px;width:{width}px;outline:1px solid #bbb">{cells}{mark}</div>'
 
+def _few(x): return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
 def _picture(plan):
     "The plan as HTML with inline styles"
     rows = []
@@ -329,7 +331,7 @@ def _picture(plan):
     rows += [(f"{_LANES[n]}: {x:.3f} s{' (bound)' if _LANES[n] == plan.bound else ''}", _bar([("", x, f"{x:.3f} s")], plan.step_s, longest)) for n, x in plan.times.items() if x > 5e-4 * plan.step_s]
     body = "".join(f'<tr><td style="text-align:right;padding:2px 8px;font-size:12px;white-space:nowrap;vertical-align:top">{n}</td><td style="text-align:left;padding:3px 0">{b}</td></tr>' for n, b in rows)
     head = f"{plan.recompute} of {plan.blocks} blocks recompute · {plan.offload:.0%} of the optimizer on the host · {plan.tokens_s:,.0f} tokens/s on {plan.gpus} GPU{'s' * (plan.gpus > 1)} · smallest limit {format_bytes(plan.min_bytes)}"
-    if (c := plan.cost): head += f"<br>{c.days:,.1f} days · {c.gpu_hours:,.0f} GPU hours · {c.kwh:,.0f} kWh · {c.co2_kg / 1000:,.1f} t CO₂" + (f" · costs {c.money:,.0f}" if c.money is not None else "")
+    if (c := plan.cost): head += f"<br>{_few(c.days)} days · {_few(c.gpu_hours)} GPU hours · {_few(c.kwh)} kWh · {_few(c.co2_kg / 1000)} t CO₂" + (f" · costs {_few(c.money)}" if c.money is not None else "")
     return f'<div style="font-family:sans-serif"><div style="font-size:12px;margin:4px 0">{head}</div><table style="border-collapse:collapse">{body}</table></div>'
 
 # %% ../nbs/07_plan.ipynb #1f9cc3f4

@@ -155,6 +155,7 @@ def _stack(name, modules):
 def _position_sites(names, modules, length):
     "Sites that make the positions of the stacks of these attentions begin at P"
     sites = {}
+    if all(getattr(modules[n], "places_stay", False) for n in names): return sites          # distances alone count, or the model says so
     for stack in dict.fromkeys(_stack(n, modules) for n in names):
         below = [n for n in modules if n != stack and n.startswith(stack + "." if stack else "") and "past_key_values_length" in forward_names(modules[n])]
         tops = [n for n in below if not any(n.startswith(o + ".") for o in below)]

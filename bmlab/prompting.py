@@ -27,9 +27,11 @@ from .core import did_you_mean, unwrap
 from .delta import Delta
 from .learned import ProtoVerbalizer, SoftVerbalizer
 from .prefix import Prefix
-from .prompt import InputExample, Template, TemplateError, encoded_html
+from .prompt import CUTS, InputExample, Template, TemplateError, encoded_html
 from .promptview import Picture, bars_html
+from .soft import SoftPrompt
 from .softtokens import SoftTokens
+from .targets import GenerationVerbalizer, Written, write
 from .train import eval_mode, fit
 from .verbalize import AutomaticVerbalizer, Chained, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer
 
@@ -50,6 +52,7 @@ def _label(e):
     if isinstance(label, float) and label.is_integer(): return int(label)                    # a column of numbers with a gap is one of floats
     return None if isinstance(label, float) and label != label else label
 
+# %% ../nbs/36b_prompting.ipynb #720c3901
 def class_number(
     label,        # a name, or a number 0 … C − 1
     names:list,   # the classes
@@ -59,7 +62,8 @@ def class_number(
         with contextlib.suppress(TypeError): label = operator.index(label)                   # NumPy's and torch's numbers
     if (own := [i for i, n in enumerate(names) if type(n) is type(label) and n == label]): return own[0]
     if type(label) is int and 0 <= label < len(names): return label
-    raise ValueError(f"label {label!r} is none of the classes: {', '.join(map(repr, names))}, or their numbers 0 … {len(names) - 1}{did_you_mean(label, names)}")
+    several = "; several at once are for a verbalizer with multi_label=True" if isinstance(label, (list, tuple, set)) else did_you_mean(label, names)
+    raise ValueError(f"label {label!r} is none of the classes: {', '.join(map(repr, names))}, or their numbers 0 … {len(names) - 1}{several}")
 
 class FewShotSampler:
     "A few examples of every class."
@@ -67,7 +71,7 @@ class FewShotSampler:
         per_label:int=16, # examples of each class
         seed:int=0,       # of the choice
     ):
-        if per_label < 1: raise ValueError(f"per_label={per_label}: at least one")
+        if not isinstance(per_label, int) or per_label < 1: raise ValueError(f"per_label={per_label!r}: a whole number, at least 1")
         self.per_label, self.seed = per_label, seed
     def __call__(self,
         data,           # examples with labels
@@ -75,7 +79,9 @@ class FewShotSampler:
     ):                  # -> list of examples, or two
         "Choose; the same for the same seed."
         by = {}
-        for e in examples_of(data): by.setdefault(_label(e), []).append(e)
+        for e in examples_of(data):
+            if isinstance(_label(e), (list, tuple, set)): raise TypeError(f"label {_label(e)!r}: so many of every class can be drawn where an example has one label")
+            by.setdefault(_label(e), []).append(e)
         if None in by: raise ValueError(f"{len(by[None])} examples have no label")
         need, rng, out, dev = self.per_label * (1 + also_dev), random.Random(self.seed), [], []
         for label, own in sorted(by.items(), key=lambda kv: str(kv[0])):
@@ -86,8 +92,8 @@ class FewShotSampler:
         return (out, dev) if also_dev else out
 
 # %% ../nbs/36b_prompting.ipynb #3cff9f70
-class PromptData:
-    "Batches of encoded examples."
+class _Data:
+    "Examples, and how they become batches"
     def __init__(self,
         data,                   # examples, see `examples_of`
         template:Template,      # with a tokenizer
@@ -99,13 +105,16 @@ class PromptData:
         seed:int=0,             # of the order
         several:bool=False,     # may an example have several labels?
         labelled:bool=True,     # do the batches hold labels?
+        writes=None,            # a verbalizer that wants its answers written into the batch
+        pack:bool=False,        # all examples of a batch in one row, instead of a padded row each?
     ):
         self.examples, self.template, self.names = examples_of(data), template, labels
         if not self.examples: raise ValueError("data holds no example")
         if batch < 1: raise ValueError(f"batch={batch}: at least one")
         self.batch, self.max_length, self.truncate, self.shuffle, self.seed, self.rounds = batch, max_length, truncate, shuffle, seed, 0
-        self.several, self.labelled = several, labelled
-        self.padding_side = "left" if template.family == "causal" else None           # the answer is at the end of every row
+        self.several, self.labelled, self.writes, self.pack = several, labelled, writes, pack
+        self.padding_side = "left" if template.at_end else None                       # the answer is at the end of every row
+        self.first = 0                                                                # of positions in a packed row
 
     def target(self, e):
         "What an example's label is to a loss: the number of its class, or a list of 0 and 1; None without a label"
@@ -115,20 +124,32 @@ class PromptData:
         own = {class_number(x, self.names) for x in ([label] if isinstance(label, str) else label)}
         return [float(i in own) for i in range(len(self.names))]
 
+# %% ../nbs/36b_prompting.ipynb #11409f38
+class PromptData(_Data):
+    "Batches of encoded examples."
     def __len__(self): return -(-len(self.examples) // self.batch)
     def __iter__(self):
         order = list(range(len(self.examples)))
         if self.shuffle: random.Random(f"{self.seed} {self.rounds}").shuffle(order); self.rounds += 1
         for i in range(0, len(order), self.batch):
             own = [self.examples[j] for j in order[i:i + self.batch]]
-            enc = self.template.encode(own, self.max_length, self.truncate, self.padding_side)
-            out = dict(enc) | {"mask_positions": enc["mask_positions"]}
+            if self.writes is not None: out = self.writes.encode(self.template, own, self.max_length, self.truncate)
+            else:
+                enc = self.template.encode(own, self.max_length, self.truncate, self.padding_side)
+                if self.pack: enc = enc.packed(first=self.first)
+                out = {k: v for k, v in enc.items() if isinstance(v, Tensor)} | {k: enc[k] for k in ("mask_positions", "mask_rows") if k == "mask_positions" or self.pack}
             targets = [self.target(e) for e in own] if self.labelled else [None]
             if all(x is not None for x in targets): out["label"] = torch.tensor(targets)
             yield out
 
 # %% ../nbs/36b_prompting.ipynb #69604a6b
-_NO_INPUT = ("label", "mask_positions")
+_NO_INPUT = ("label", "mask_positions", "mask_rows")
+
+def _head(model):
+    "The module that says words; None: there is none. CPM-Ant's has no weight of its own and stands by its name alone"
+    net = unwrap(model)
+    own = net.get_output_embeddings() if hasattr(net, "get_output_embeddings") else None
+    return own if own is not None else getattr(net, "lm_head", None)
 
 def answers(
     model:nn.Module,   # a transformers model
@@ -136,20 +157,24 @@ def answers(
     hidden:bool=False, # what goes into the model's head too?
 ):                     # -> logits (B, M, V), hidden (B, M, D) or None
     "What the model says at the masks."
-    at, inputs = batch["mask_positions"], {k: v for k, v in batch.items() if k not in _NO_INPUT}
+    at, where, inputs = batch["mask_positions"], batch.get("mask_rows"), {k: v for k, v in batch.items() if k not in _NO_INPUT}
     L = inputs.get("decoder_input_ids", inputs["input_ids"]).shape[1]
-    last = "decoder_input_ids" not in inputs and bool((at == L - 1).all()) and "logits_to_keep" in inspect.signature(unwrap(model).forward).parameters
-    rows, seen, head = torch.arange(len(at), device=at.device)[:, None], [], unwrap(model).get_output_embeddings() if hidden else None
+    takes = inspect.signature(unwrap(model).forward).parameters
+    few = "decoder_input_ids" not in inputs and "logits_to_keep" in takes                                  # can the head be asked for some positions only?
+    if where is not None and "use_cache" in takes: inputs["use_cache"] = False                             # else the restarting positions would not be read
+    last, line = few and where is None and bool((at == L - 1).all()), few and where is not None and len(inputs["input_ids"]) == 1
+    rows, seen, head = torch.arange(len(at), device=at.device)[:, None] if where is None else where, [], _head(model) if hidden else None
     if hidden and head is None: raise TypeError(f"{type(model).__name__} has no head over words, so there is no state in front of it to read")
     hook = head.register_forward_pre_hook(lambda m, args: seen.append(args[0])) if hidden else None
-    try: logits = model(**inputs, **({"logits_to_keep": 1} if last else {})).logits
+    try: logits = model(**inputs, **({"logits_to_keep": 1} if last else {"logits_to_keep": at.flatten()} if line else {})).logits
     finally:
         if hook is not None: hook.remove()
-    pick = lambda x: x if last else x[rows, at]
+    pick = lambda x: x if last else x.view(*at.shape, -1) if line else x[rows, at]
     return pick(logits), pick(seen[-1]) if hidden else None
 
+# %% ../nbs/36b_prompting.ipynb #e16f0676
 def _chained(model, batch, ids, there):
-    "Log-probabilities (B, C, W) of words of several tokens behind the mask of a causal model"
+    "Log-probabilities (B, C, W) of words of several tokens behind the mask of a causal model, or in GLM's blank"
     inputs = {k: v for k, v in batch.items() if k not in _NO_INPUT}
     C, W, T = ids.shape
     B, flat, on = len(inputs["input_ids"]), ids.view(C * W, T), there.view(C * W, T)
@@ -158,40 +183,59 @@ def _chained(model, batch, ids, there):
     text, mask = inputs["input_ids"].repeat_interleave(C * W, 0), inputs["attention_mask"].repeat_interleave(C * W, 0)
     mask = torch.cat([mask, seen[:, :-1]], 1)
     places = (mask.cumsum(1) - 1).clamp_min(0)
+    if (given := batch.get("position_ids", mask)).ndim == 3:                                 # GLM's two: the piece stays where its blank is, and is counted there
+        more = given[:, :, -1:] + torch.stack((torch.zeros(T - 1), torch.arange(1, T))).to(given)
+        places = torch.cat([given, more], 2).repeat_interleave(C * W, 0)
     out = model(**inputs, use_cache=True, logits_to_keep=1)
     cache = getattr(out, "past_key_values", None)
     if cache is None or not hasattr(cache, "batch_repeat_interleave"):                       # recomputed blocks, state-space models: the whole text once a word
         logits = model(input_ids=torch.cat([text, own[:, :-1]], 1), attention_mask=mask, position_ids=places).logits[:, -T:]
     else:
         cache.batch_repeat_interleave(C * W)
-        more = model(input_ids=own[:, :-1], attention_mask=mask, past_key_values=cache, position_ids=places[:, -(T - 1):]).logits
+        more = model(input_ids=own[:, :-1], attention_mask=mask, past_key_values=cache, position_ids=places[..., -(T - 1):]).logits
         logits = torch.cat([out.logits.repeat_interleave(C * W, 0), more], 1)                # (B · C · W, T, V)
     return (logits.float().log_softmax(-1).gather(-1, own[..., None])[..., 0] * seen).sum(-1).view(B, C, W)
 
 # %% ../nbs/36b_prompting.ipynb #f351404a
 def tokenizer_print(
-    tok, # a fast tokenizer
+    tok, # a tokenizer
 )->str:  # 16 hexadecimal digits
     "A fingerprint of what a tokenizer makes of texts, whatever padding or truncation it is set to."
-    state = json.loads(tok.backend_tokenizer.to_str())
-    state.pop("padding", None); state.pop("truncation", None)
+    if getattr(tok, "is_fast", False):
+        state = json.loads(tok.backend_tokenizer.to_str())
+        state.pop("padding", None); state.pop("truncation", None)
+    else: state = [type(tok).__name__, tok.get_vocab(), tok.convert_ids_to_tokens(tok.all_special_ids)]       # one written in Python has no other state
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
 
 def _positions(model):
     "How many tokens a model takes"
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 512
+    config = getattr(model, "config", None)
+    return (getattr(config, "max_position_embeddings", None) or getattr(config, "max_sequence_length", None) or 512) - _first_position(model)
+
+def _first_position(model):
+    "The number of its first position; RoBERTa begins to count behind the padding's number"
     shift = next((m.position_embeddings.padding_idx for m in model.modules() if getattr(getattr(m, "position_embeddings", None), "padding_idx", None) is not None), None)
-    return most - (0 if shift is None else shift + 1)               # RoBERTa begins to count behind the padding's number
+    return 0 if shift is None else shift + 1
 
 def _check_fit(model, template, verbalizer, chain):
     "Raise for parts that do not go together"
+    if not isinstance(model, nn.Module): raise TypeError(f"model is a {type(model).__name__}: expected a transformers model")
+    if not isinstance(template, Template): raise TypeError(f"template is {'the text ' + repr(template[:60]) if isinstance(template, str) else 'a ' + type(template).__name__}: expected Template(text, tok)")
+    if not isinstance(verbalizer, nn.Module) or not hasattr(verbalizer, "labels"): raise TypeError(f"verbalizer is a {type(verbalizer).__name__}: expected one of bmlab.verbalize, such as Verbalizer(tok, {{label: words}}), or None")
     if template.tok is None: raise ValueError("the template has no tokenizer yet: template.bind(tok)")
-    both = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    config = getattr(unwrap(model), "config", None)
+    both = bool(getattr(config, "is_encoder_decoder", False))
     if both != (template.family == "seq2seq"):
         raise ValueError(f"the template is for a {template.family} model, and this {type(model).__name__} is {'an encoder–decoder' if both else 'none with a decoder beside an encoder'}; give Template(…, family=)")
-    if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None: raise TypeError(f"{type(model).__name__} says no words: it has no head over the vocabulary; load it with its language-modelling head")
-    if chain and (template.family != "causal" or not hasattr(verbalizer, "there") or isinstance(verbalizer, AutomaticVerbalizer)):
-        raise ValueError(f"chain=True reads given words behind a causal model's text; here the template is for a {template.family} model, the verbalizer a {type(verbalizer).__name__}")
+    if (blank := hasattr(config, "sop_token_id")) != (template.family == "blank"):
+        raise ValueError(f"the template is for a {template.family} model, and this {type(model).__name__} {'fills blanks by writing; give Template(…) its own tokenizer, with a mask token and <|startofpiece|>' if blank else 'does not write into blanks; give Template(…, family=)'}")
+    if _head(model) is None: raise TypeError(f"{type(model).__name__} says no words: it has no head over the vocabulary; load it with its language-modelling head")
+    rows = getattr(unwrap(model).get_input_embeddings(), "num_embeddings", None) or float("inf")
+    used = max([k for i, own in template._fixed.items() if template.pieces[i].kind != "soft" for k in own] + (verbalizer.ids.flatten().tolist() if isinstance(getattr(verbalizer, "ids", None), Tensor) else []), default=0)
+    if used >= rows: raise ValueError(f"the template or the verbalizer has the id {used}, {template.tok.convert_ids_to_tokens(used)!r}, and the model's vocabulary ends at {rows - 1}: is this the model's tokenizer? After tok.add_tokens, model.resize_token_embeddings(len(tok))")
+    if getattr(verbalizer, "writes", False) and template.family == "masked": raise ValueError("a masked model fills places and writes no text; give a verbalizer with words, or a causal model or an encoder–decoder")
+    if chain and (not template.at_end or not hasattr(verbalizer, "there") or isinstance(verbalizer, AutomaticVerbalizer)):
+        raise ValueError(f"chain=True reads given words behind a causal model's text, or in GLM's blank; here the template is for a {template.family} model, the verbalizer a {type(verbalizer).__name__}")
 
 # %% ../nbs/36b_prompting.ipynb #4a4294b6
 class _Answering(nn.Module):
@@ -199,14 +243,18 @@ class _Answering(nn.Module):
     def __init__(self,
         model:nn.Module,             # a transformers model with logits
         template:Template,           # with the model's tokenizer
-        verbalizer:nn.Module,        # for the classes
+        verbalizer:nn.Module|None=None, # for the classes; None: the answer is free text, see `Written`
         soft:SoftTokens|None=None,   # the template's soft tokens; None: the ones on the model, else made anew
         max_length:int|None=None,    # tokens of an encoded example; None: what the model takes, at most 512
         truncate:str="tail",         # what is cut first
-        chain:bool=False,            # read words of several tokens one behind the other (causal models)
+        chain:bool=False,            # read words of several tokens one behind the other (causal models, GLM)
         prefix:Prefix|None=None,     # the template's prefix; None: the one on the model, else made anew
+        pack:bool=False,             # a batch's examples in one row, without padding (causal and masked models)
     ):
         super().__init__()
+        verbalizer = Written() if verbalizer is None else verbalizer
+        if truncate not in CUTS: raise ValueError(f"truncate={truncate!r}: one of {', '.join(CUTS)}{did_you_mean(truncate, CUTS)}")
+        if max_length is not None and (not isinstance(max_length, int) or max_length < 1): raise ValueError(f"max_length={max_length!r}: a number of tokens from 1 on, or None")
         _check_fit(model, template, verbalizer, chain)
         self.model, self.template, self.verbalizer, self.truncate, self.chain = model, template, verbalizer.to(next(model.parameters()).device), truncate, chain
         self.max_length = max_length or min(512, _positions(model) - (verbalizer.ids.shape[-1] - 1 if chain else 0))
@@ -214,8 +262,16 @@ class _Answering(nn.Module):
         if soft is None and template.soft_count: soft = next((d for d in handles if isinstance(d, SoftTokens) and d.template is template), None) or SoftTokens(model, template)
         if soft is not None and soft.template is not template: soft.speaks(template)
         if prefix is None and template.prefix is not None: prefix = next((d for d in handles if isinstance(d, Prefix)), None) or Prefix(model, length=template.prefix)
+        self.pack, self.writes = pack, getattr(verbalizer, "writes", False)
+        in_front = next((d for d in handles if isinstance(d, (Prefix, SoftPrompt)) and not isinstance(d, SoftTokens)), prefix)
+        if pack and (chain or self.writes or template.family in ("seq2seq", "blank") or in_front is not None):
+            raise ValueError(f"pack=True is for a mask's words on causal and masked models; here stands {'a prompt in front of each row' if in_front is not None else 'chain=True' if chain else 'a verbalizer that writes' if self.writes else 'a blank-filling model' if template.family == 'blank' else 'an encoder–decoder'}: leave it out")
+        if pack and template.family == "causal" and "position_ids" not in inspect.signature(unwrap(model).forward).parameters: raise ValueError(f"pack=True tells a row's examples apart by their positions, and {type(unwrap(model)).__name__} takes none: leave it out")
         object.__setattr__(self, "soft", soft); object.__setattr__(self, "prefix", prefix)          # their parameters are the model's already
 
+# %% ../nbs/36b_prompting.ipynb #d9f3fc86
+class _Asked(_Answering):
+    "Examples as batches, and the scores of their answers"
     @property
     def several(self)->bool:
         "May an example have several labels?"
@@ -232,13 +288,16 @@ class _Answering(nn.Module):
         labelled:bool=True,  # with their labels?
     )->PromptData:
         "Examples as this model's batches."
-        return PromptData(data, self.template, self.verbalizer.labels, batch, self.max_length, self.truncate, shuffle, seed, self.several, labelled)
+        out = PromptData(data, self.template, self.verbalizer.labels or None, batch, self.max_length, self.truncate, shuffle, seed, self.several, labelled and bool(self.verbalizer.labels), self.verbalizer if self.writes else None, self.pack)
+        out.first = _first_position(self.model)
+        return out
 
     def answer(self,
         batch:Mapping, # of `batches`
     ):                 # -> (logits (B, M, V), hidden (B, M, D) or None)
         "What the model says at the masks, as the verbalizer wants it."
         batch = {k: v.to(self.device) for k, v in batch.items()}
+        if self.writes: return self.verbalizer.read(self.model, batch), None
         if self.chain: return Chained(_chained(self.model, batch, self.verbalizer.ids, self.verbalizer.there)), None
         return answers(self.model, batch, getattr(self.verbalizer, "wants_hidden", False))
 
@@ -248,8 +307,8 @@ class _Answering(nn.Module):
         "Scores of the classes."
         return self.verbalizer(*self.answer(batch))
 
-# %% ../nbs/36b_prompting.ipynb #d9f3fc86
-class _Trained(_Answering):
+# %% ../nbs/36b_prompting.ipynb #40ce31b4
+class _Trained(_Asked):
     "What is trained, and how"
     def tuned(self)->list: # of parameters
         "What `fit` trains: soft tokens and all deltas that are tunable, and the verbalizer's own."
@@ -274,7 +333,7 @@ class _Trained(_Answering):
         labelled:bool=True, # with labels?
     )->list:              # what `reduce` returned, in order
         "The model's answers to examples, batch by batch."
-        with eval_mode(self): return [reduce(*self.answer(b), b.get("label")) for b in tqdm(self.batches(data, batch, labelled=labelled), desc=what, leave=False, mininterval=1)]
+        with eval_mode(self): return [reduce(*self.answer(b), b.get("label")) for b in tqdm(self.batches(data, batch, labelled=labelled), desc=what, leave=False, mininterval=1, delay=1)]
 
     def _find(self, data, batch):
         "Let a verbalizer that finds its words or centres find them"
@@ -295,7 +354,7 @@ class _Trained(_Answering):
         "Learn from examples: what has to be found is found first, then what has gradients is trained."
         if tune not in ("deltas", "all"): raise ValueError(f"tune={tune!r}: 'deltas' or 'all'")
         data, v = examples_of(data), self.verbalizer
-        if any(_label(e) is None for e in data): raise ValueError("an example of the training data has no label")
+        if v.labels and any(_label(e) is None for e in data): raise ValueError("an example of the training data has no label")
         if isinstance(v, (AutomaticVerbalizer, ProtoVerbalizer)): self._find(data, batch)
         keep = [p for p in self.parameters() if p.is_floating_point()] if tune == "all" else self.tuned()
         if isinstance(v, ProtoVerbalizer): keep = [p for p in keep if all(p is not q for q in v.parameters())]      # learned already
@@ -304,11 +363,11 @@ class _Trained(_Answering):
             raise ValueError("nothing can be trained: the template has no soft tokens, no delta on the model is tunable, and the verbalizer has no vectors; add one, or tune='all'")
         batches = self.batches(data, batch, True, seed)
         with self._frozen(keep):
-            return fit(self, batches, torch.optim.Adam(keep, lr=lr), steps=options.pop("steps", epochs * len(batches)), loss=lambda m, b: getattr(v, "loss", F.cross_entropy)(m(b).float(), b["label"]),
+            return fit(self, batches, torch.optim.Adam(keep, lr=lr), steps=options.pop("steps", epochs * len(batches)), loss=lambda m, b: getattr(v, "loss", F.cross_entropy)(m(b).float(), b.get("label")),
                        held_out=None if held_out is None else self.batches(held_out, batch), **options)
 
 # %% ../nbs/36b_prompting.ipynb #8913ff5f
-_VERBALIZERS = {c.__name__: c for c in (Verbalizer, KnowledgeableVerbalizer, AutomaticVerbalizer, PtrVerbalizer, SoftVerbalizer, ProtoVerbalizer)}
+_VERBALIZERS = {c.__name__: c for c in (Verbalizer, KnowledgeableVerbalizer, AutomaticVerbalizer, PtrVerbalizer, SoftVerbalizer, ProtoVerbalizer, GenerationVerbalizer, Written)}
 
 def _described(v):
     "A verbalizer as JSON"
@@ -316,18 +375,22 @@ def _described(v):
     if _VERBALIZERS.get(name) is not type(v): raise TypeError(f"{name} is no verbalizer of this package; save its state_dict and the template beside each other yourself")
     if bad := next((k for k in v.labels if not isinstance(k, (str, int))), None): raise TypeError(f"label {bad!r} is a {type(bad).__name__}; a file takes texts and whole numbers")
     out = {"class": name, "labels": v.labels}
-    if name == "ProtoVerbalizer": return out | {"width": v.into.in_features, "size": v.into.out_features, "temperature": v.temperature, "words": None if v.by_words is None else _described(v.by_words)}
-    keep = {"Verbalizer": ("multi", "log_softmax", "multi_label"), "KnowledgeableVerbalizer": ("multi", "frac", "temperature"), "AutomaticVerbalizer": ("count", "candidates", "balance", "fitted")}
-    return out | {"words": ["<!>" + w for own in v.words.values() for w in own], "counts": [len(own) for own in v.words.values()]} | {k: getattr(v, k) for k in keep.get(name, ())}
+    if name == "Written": return out
+    if name == "GenerationVerbalizer": return out | {"texts": list(v.words.values()), "rules": v.rules, "mean": v.mean}
+    if name == "ProtoVerbalizer": return out | {"width": v.into.in_features, "size": v.into.out_features, "temperature": v.temperature, "multi_label": v.multi_label, "words": None if v.by_words is None else _described(v.by_words)}
+    keep = {"Verbalizer": ("multi", "log_softmax"), "KnowledgeableVerbalizer": ("multi", "frac", "temperature"), "AutomaticVerbalizer": ("count", "candidates", "balance", "fitted")}
+    return out | {"multi_label": v.multi_label} | {"words": ["<!>" + w for own in v.words.values() for w in own], "counts": [len(own) for own in v.words.values()]} | {k: getattr(v, k) for k in keep.get(name, ())}
 
 def _from_description(d, model, tok):
     d = dict(d)
     cls, labels = _VERBALIZERS[d.pop("class")], d.pop("labels")
-    if cls is ProtoVerbalizer: return cls(d["width"], labels, d["size"], None if d["words"] is None else _from_description(d["words"], model, tok), d["temperature"])
+    if cls is Written: return cls()
+    if cls is GenerationVerbalizer: return cls(dict(zip(labels, d["texts"])), d["rules"], d["mean"])
+    if cls is ProtoVerbalizer: return cls(d["width"], labels, d["size"], None if d["words"] is None else _from_description(d["words"], model, tok), d["temperature"], d.get("multi_label", False))
     words, counts = iter(d.pop("words")), d.pop("counts")
     words = {k: [next(words) for _ in range(n)] for k, n in zip(labels, counts)}
     if cls is AutomaticVerbalizer:
-        v = cls(tok, labels, d["count"], d["candidates"], d["balance"])
+        v = cls(tok, labels, d["count"], d["candidates"], d["balance"], d.get("multi_label", False))
         v.words, v.fitted = {k: [w[3:] for w in own] for k, own in words.items()}, d["fitted"]
         return v
     return cls(*((model,) if cls is SoftVerbalizer else ()), tok, words, **d)
@@ -351,7 +414,7 @@ class _Filed(_Trained):
         "Write template, verbalizer and soft tokens; the model, and other deltas on it, are saved by their own means."
         dir, t = Path(dir), self.template
         about = {"format": 1, "template": t.text, "family": t.family, "joint": t.joint, "attrs": t.attrs, "functions": sorted(t.fns), "tokenizer": tokenizer_print(t.tok), "verbalizer": _described(self.verbalizer),
-                 "max_length": self.max_length, "truncate": self.truncate, "chain": self.chain, "soft": self.soft is not None, "prefix": self.prefix is not None}
+                 "max_length": self.max_length, "truncate": self.truncate, "chain": self.chain, "pack": self.pack, "soft": self.soft is not None, "prefix": self.prefix is not None}
         text = json.dumps(about, indent=1, ensure_ascii=False) + "\n"
         dir.mkdir(parents=True, exist_ok=True)
         (dir / "prompt.json").unlink(missing_ok=True)               # written last: a folder without it is unfinished
@@ -380,7 +443,7 @@ class _Filed(_Trained):
         verbalizer = _from_description(about["verbalizer"], model, tok)
         _put_numbers(verbalizer, load_file(dir / "verbalizer.safetensors"))
         soft, prefix = (Delta.load(dir / k, model) if about[k] else None for k in ("soft", "prefix"))
-        return cls(model, template, verbalizer, soft, about["max_length"], about["truncate"], about["chain"], prefix)
+        return cls(model, template, verbalizer, soft, about["max_length"], about["truncate"], about["chain"], prefix, about.get("pack", False))
 
 # %% ../nbs/36b_prompting.ipynb #c1967389
 class _Shown(_Filed):
@@ -395,17 +458,44 @@ class _Shown(_Filed):
         "One example token by token, what the model would say at the mask, and what that means."
         one = examples_of([example] if isinstance(example, (str, Mapping)) else example)[:1]
         with eval_mode(self):
-            b = {k: v.to(self.device) for k, v in next(iter(self.batches(one, 1, labelled=False))).items()}
-            said = answers(self.model, b)[0][0, 0].float().softmax(-1).topk(top)
-            p = self.verbalizer.probabilities(*self.answer(b))[0].tolist() if labels else []
+            b = {k: v.to(self.device) for k, v in next(iter(PromptData(one, self.template, None, 1, self.max_length, self.truncate, False, labelled=False))).items()}
+            said = answers(self.model, b)[0][0, 0].float().softmax(-1)
+            said = said.topk(min(top, len(said)))
+            own = next(iter(self.batches(one, 1, labelled=False))) if self.writes and self.verbalizer.labels else b
+            p = self.verbalizer.probabilities(*self.answer(own))[0].tolist() if labels and self.verbalizer.labels else []
         words = [(self.template.tok.decode([i]), x) for i, x in zip(said.indices.tolist(), said.values.tolist())]
         drawn = encoded_html(self.template.encode(one, self.max_length, self.truncate), limit=self.max_length) if tokens else ""
-        meaning = f"<div>that is{bars_html(zip(self.verbalizer.labels, p))}</div>" if labels else ""
+        meaning = f"<div>that is{bars_html(zip(self.verbalizer.labels, p))}</div>" if p else ""
         return Picture(f"{drawn}<div style='display:flex;gap:3em'><div>at the mask{bars_html(words)}</div>{meaning}</div>")
 
 # %% ../nbs/36b_prompting.ipynb #ac4a55fd
-class PromptModel(_Shown):
-    "A language model as a classifier through a template and a verbalizer."
+class _Writing(_Shown):
+    "A model whose answers are written"
+    @torch.no_grad()
+    def generate(self,
+        data,                   # examples
+        max_new_tokens:int=64,  # of an answer
+        batch:int=8,            # at a time
+        **options,              # of transformers' `generate`: do_sample, num_beams, repetition_penalty, stop_strings …; greedy by default
+    )->list:                    # a text an example, or a list of texts where the template has several masks
+        "What the model writes at the masks (causal models and encoder–decoders)."
+        data, out = examples_of(data), []
+        room = None if self.template.family != "causal" else max(1, min(self.max_length, _positions(self.model) - max_new_tokens))
+        with eval_mode(self):
+            for i in tqdm(range(0, len(data), batch), desc="generate", leave=False, mininterval=1, delay=1): out += write(self.model, self.template, data[i:i + batch], max_new_tokens, room or self.max_length, self.truncate, **options)
+        return [texts[0] if len(texts) == 1 else texts for texts in out]
+
+    def _written(self, data, batch):
+        "How well it writes: nats a token of the right texts, and the share that is written to the letter"
+        right, nats = Written().texts(self.template, data), self.collect(data, batch, lambda said, hidden, label: said[:, 0], "evaluate", labelled=False)
+        said, most = torch.cat(nats).sum(0), max(len(self.template.tok(t)["input_ids"]) for own in right for t in own) * len(right[0]) + 8
+        wrote = [[t] if isinstance(t, str) else t for t in self.generate(data, most, batch)]
+        exact = sum([a.strip() for a in x] == [b.strip() for b in y] for x, y in zip(wrote, right)) / len(data)
+        return pd.Series({"exact": exact, "loss": (-said[0] / said[1]).item(), "perplexity": (-said[0] / said[1]).exp().item(), "examples": len(data)})
+
+# %% ../nbs/36b_prompting.ipynb #9bb3c212
+class _Calibrated(_Writing):
+    "A model whose habit can be divided out"
     def calibrate(self,
         data=None,   # examples without content, or of a support set; None: "N/A", "[MASK]" and "" in every hole (Zhao et al. 2021, §5)
         batch:int=8, # at a time
@@ -428,14 +518,18 @@ class PromptModel(_Shown):
         if not holes or not out: raise ValueError("no text without content goes through this template; give data=, a few examples")
         return out
 
+# %% ../nbs/36b_prompting.ipynb #1a9e765e
+class PromptModel(_Calibrated):
+    "A language model as a classifier through a template and a verbalizer; without one, a writer of free text."
     @torch.no_grad()
     def predict(self,
         data,            # examples; their labels are not looked at
         batch:int=8,     # at a time
         words:bool=False,# a column for every word too?
-    )->pd.DataFrame:     # a row an example: label, the probability p(class) of each class, p(class: word) of each word
+    )->pd.DataFrame:     # a row an example: label, the probability p(class) of each class, p(class: word) of each word; without classes text
         "What the model answers."
         rows, v = [], self.verbalizer
+        if not v.labels: return pd.DataFrame({"text": self.generate(data, batch=batch)})
         def read(logits, hidden, label):
             p = v.probabilities(logits, hidden).float().cpu()
             if not p.isfinite().all(): raise ValueError(f"the answer to example {len(rows) + int((~p.isfinite()).any(1).nonzero()[0])} is not finite; are the model's weights?")
@@ -449,9 +543,10 @@ class PromptModel(_Shown):
     def evaluate(self,
         data,        # labelled examples
         batch:int=8, # at a time
-    )->pd.Series:    # accuracy (all labels right), macro_f1, loss in nats, examples
+    )->pd.Series:    # accuracy (all labels right), macro_f1, loss in nats, examples; without classes exact, loss (nats a token), perplexity, examples
         "How well it answers."
         data = examples_of(data)
+        if not self.verbalizer.labels: return self._written(data, batch)
         targets = [PromptData(data, self.template, self.verbalizer.labels, several=self.several).target(e) for e in data]
         if None in targets: raise ValueError("an example has no label to compare with")
         p = torch.tensor(self.predict(data, batch)[[f"p({k})" for k in self.verbalizer.labels]].values)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm.auto import tqdm
 
-from .cook import Cook, Method, chain, parametrize_weight, unparametrize
+from .cook import Cook, Foresees, Method, chain, parametrize_weight, stored, unparametrize
 from .cooked import Calibration, save_cooked
 from .core import count, did_you_mean, parts, unwrap
 from .kernels import _is_conv1d
-from .slicing import Structure, _stored, slice_model, structure, undroppable
+from .slicing import Structure, _stored, cuts, slice_model, structure, undroppable
 from .train import eval_mode, to_device
 
 # %% ../nbs/22a_prune.ipynb #8509904a
@@ -207,7 +207,7 @@ def _magnitudes(found, modules):
         out[name] = w.norm(dim=0) * v.norm(dim=1).view(a.groups, 1, a.size).expand(-1, per, -1).flatten()
     for name, f in found.ffn().items():
         out[name] = _io(modules[name]).norm(dim=0)
-        for i in f.inputs: out[name] = out[name] * _io(modules[i]).norm(dim=1)
+        for i in f.inputs: out[name] = out[name] * _io(modules[i]).norm(dim=1).view(-1, f.width).prod(0)      # two rows a neuron where gate and up are one matrix
     return out
 
 def _gather(found, units, columns, layers, hidden):
@@ -355,10 +355,12 @@ class _Columns(nn.Module):
 class _Container(nn.ModuleList):
     "All gates of a model, and the state of their schedule"
     _bmlab_delta = True                                               # `parts`, patterns and a delta's freeze leave it alone
-    def __init__(self, gates, constraints, device):
+    def __init__(self, gates, constraints, device, method):
         super().__init__(gates)
+        self.method = method
         self.register_buffer("multipliers", torch.zeros(constraints, device=device))
         self.register_buffer("done", torch.zeros((), dtype=torch.long, device=device))
+    def foresee(self, model): self.method.foresee(model)
 
 # %% ../nbs/22a_prune.ipynb #dbaf991a
 class _Recipe(Method):
@@ -369,7 +371,7 @@ class _Recipe(Method):
         ffn_layers=1.,           # of whole feed-forward networks
         kv_groups=1.,            # of key-value heads, each with its query heads
         heads=1.,                # of query heads: in each key-value group
-        ffn=1.,                  # of neurons of a feed-forward network
+        ffn=1.,                  # of neurons of a feed-forward network; a number that 64 divides suits GPUs, and one that 32 divides int4
         hidden=1.,               # of channels of the residual stream (models with RMSNorm)
         score:str="gates",       # gates learn it in training; "activation", "taylor", "magnitude" and "random" decide before
         uniform:bool=True,       # as many in every layer; False: layers compete for groups and neurons
@@ -486,7 +488,7 @@ class _OnModel(_Learning):
         "Gates on the columns of consumers, on sublayers, blocks and channels."
         if "struct_prune" in model._modules: raise ValueError("a StructPrune is on this model already; give all kinds to one")
         (device, dtype), modules = next((p.device, p.dtype) for p in model.parameters()), dict(parts(model))
-        self.box, self.sites, self.handles = _Container([Gates(u.n, device, dtype) for u in self.units], len(self.pools), device), [], []
+        self.box, self.sites, self.handles = _Container([Gates(u.n, device, dtype) for u in self.units], len(self.pools), device, self), [], []
         model.add_module("struct_prune", self.box)
         columns = {}
         for u, g, s in zip(self.units, self.box, self.scores):
@@ -514,6 +516,7 @@ class _OnModel(_Learning):
         "Choose: the best gates become 1, the others 0, and no gate moves any more."
         for g, z in zip(self.box, _binary(self.units, self.keep(), self.found)): g.hard.copy_(z); g.frozen.fill_(True)
         self.box.done.fill_(self.steps)
+        self.foresee(self.model)
 
     def detach(self):
         "Take the gates off."
@@ -526,6 +529,16 @@ class _OnModel(_Learning):
 # %% ../nbs/22a_prune.ipynb #c7cc00f7
 class StructPrune(_OnModel):
     "Structured pruning to exact numbers of layers, heads, groups, neurons and channels (hard-concrete gates, Louizos et al. 2018; a target shape, Xia et al. 2023)."
+    def foresee(self, model):
+        "Tell masks, grids and choosers of neurons what will be cut, once that is chosen."
+        if any(g.frozen.is_meta or not g.frozen for g in self.box): return
+        modules, keep, ffn = dict(parts(model)), self.keep(), self.found.ffn()
+        for n, left in cuts(model, keep, self.found).items():
+            for p in chain(modules[n], kind=Foresees): p.foresee(left, lambda m=modules[n]: _full(stored(m)))
+        for n in ffn.keys() & keep.keys():
+            for m in modules[ffn[n].module].modules() if keep[n] else ():
+                if hasattr(m, "foresee_neurons"): m.foresee_neurons(torch.tensor(keep[n]))
+
     def export(self, small):
         "Cut the copy, to the exact numbers wherever the gates are; returns old name → new name of its modules."
         box = small._modules.pop("struct_prune")
@@ -564,7 +577,7 @@ def staircase(
     model:nn.Module,               # stays as it is: the first stair works on a copy
     train:Callable|None=None,      # train(model, cook, i) for stair i: add cook.loss(), call cook.step() for at least its `steps`; None: scores decide
     calib:list|None=None,          # batches for the scores
-    methods:Callable|None=None,    # methods(i) → more methods for stair i, such as [Distill(teacher)]
+    methods:Callable|None=None,    # methods(i) → more methods for stair i, such as [Distill(teacher)]; what packs or splits layers for the last stair only
     save:str|os.PathLike|None=None, # folder: `save_cooked` writes each finished model there, as stair_1, stair_2 …
 )->list[nn.Module]:                # the sliced model of each stair
     "Progressive structured pruning: gates, training, slicing, stair by stair (CPM-Ant, BMCook)."
@@ -574,7 +587,10 @@ def staircase(
     model, out, calib = copy.deepcopy(unwrap(model)), [], None if calib is None else list(calib)
     try:
         for i, stair in enumerate(tqdm(stairs, desc="stairs", leave=False)):
-            cook = Cook(model, [stair, *(methods(i) if methods is not None else ())], calib)
+            more = list(methods(i)) if methods is not None else []
+            if i + 1 < len(stairs) and (packs := [type(m).__name__ for m in more if stair.slot < m.slot < 50 and getattr(m, "packed", True)]):
+                raise ValueError(f"methods({i}) holds {packs[0]}, whose layers the next stair could not cut; give it for the last stair, i={len(stairs) - 1}, only")
+            cook = Cook(model, [stair, *more], calib)
             train(model, cook, i) if train is not None else stair.close()
             out.append(cook.export())
             if save is not None: save_cooked(out[-1], Path(save) / f"stair_{i + 1}")

@@ -357,7 +357,7 @@ class _Filler:
                 async with desk.encoding: await asyncio.to_thread(mask_input, desk.engine.tok, self.parts, desk.engine.max_ctx)
             except ValueError as e: raise _Refused(400, str(e), "text", "context_length_exceeded") from e
             return
-        prompt, ends = (sentinel_text(self.parts), ()) if kind == "sentinel" else ask_blank(self.parts, self.answers, i)
+        prompt, ends = (sentinel_text(self.parts, desk.engine.tok), ()) if kind == "sentinel" else ask_blank(self.parts, self.answers, i)
         options = self.asked.options()
         options["stop"] = options["stop"] or ends
         self.run = desk.begin([(await desk.ids(prompt), options)], self.asked.max_tokens or 64, _sentinels(desk.engine.tok) if kind == "sentinel" else None)

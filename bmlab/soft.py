@@ -88,8 +88,9 @@ class PromptSite(Site):
         if (mask := a.get("attention_mask")) is not None: a.put("attention_mask", _widen_input(mask, P))
         later = cache is not None and cache.get_seq_length() > 0                      # the prompt is in the cache
         if positions is not None:
-            first = torch.arange(P, device=positions.device).expand(*positions.shape[:-1], P)
-            a.put("position_ids", positions + P if later else torch.cat([first, positions + P], -1))
+            step = _step(positions, len(given))
+            first = step * torch.arange(P, device=positions.device).expand(*positions.shape[:-1], P)
+            a.put("position_ids", positions + P * step if later else torch.cat([first, positions + P * step], -1))
         if later: return a(call)
         if embeds is None: embeds = self.home[0].get_input_embeddings()(ids)
         a.put("input_ids", None); a.put("inputs_embeds", torch.cat([self().to(embeds.dtype).expand(len(embeds), -1, -1), embeds], 1))     # (B, P+L, D)
@@ -105,6 +106,10 @@ def _widen_input(mask, P):
         what = f"{mask.ndim} dimensions" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask ({what}) was prepared for the input without the prompt; pass a mask (B, L), and generate with a dynamic cache")
     return widen(mask, P)
+
+def _step(positions, rows):
+    "What a token more in front adds to position_ids: one to all of them, but not to GLM's second row (B, 2, L), the place within a written piece"
+    return positions.new_tensor([[1], [0]]) if positions.ndim == 3 and positions.shape[1] == 2 and len(positions) in (1, rows) else 1    # (of (3, B, L), for text and pictures, all move)
 
 def _lengthen(a, shape, P):
     "What runs along the input, lengthened: types of segment, labels of tokens, places of an answer"

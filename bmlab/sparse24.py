@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .cook import Calibration, Method, bake, chain, parametrize_weight, replace_child, stored, unparametrize
+from .cook import Calibration, Foresees, Method, bake, chain, foresee, parametrize_weight, replace_child, stored, unparametrize
 from .core import changed, did_you_mean, parts, resolve, roles, tensor_key
 from .kernels import Int8Linear, _kind, _rows
 from .packing import packed_linear
@@ -259,7 +259,8 @@ class Sparse24Linear(_Stored):
         if self.scale is not None: return packed_linear(x, self._raw(), self.scale, self.bias, self.activations)
         if self.form != "semi" or not x.numel() or torch.is_grad_enabled() and (x.requires_grad or self.bias is not None and self.bias.requires_grad):
             return F.linear(x, self._raw(), self.bias)
-        return F.linear(x.contiguous(), self._semi, self.bias)                                            # torch's tensor takes no strides, no empty x, and has no gradient
+        y = F.linear(x.reshape(-1, x.shape[-1]).contiguous(), self._semi, self.bias)                      # torch's tensor takes rows without strides, no empty x, and has no gradient
+        return y.view(*x.shape[:-1], -1)
 
     def cooked_state(self):
         return {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None, "bits": None if self.scale is None else 8,
@@ -337,8 +338,8 @@ class _StraightThrough(torch.autograd.Function):
         return torch.where(mask, grad, grad.add(w, alpha=ctx.decay)), None, None
 
 # %% ../nbs/22b_sparse24.ipynb #0437fb1d
-class Mask24(nn.Module):
-    "weight → the weight with two of every four at zero; buffers hold the mask and the schedule, so that a `state_dict` resumes it"
+class _Picks(Foresees):
+    "A mask, and how it is chosen"
     def __init__(
         self,
         mask:Tensor,             # bool, in the weight's shape
@@ -355,14 +356,30 @@ class Mask24(nn.Module):
         self.when, self.steps, self.transposable, self.turned, self.decay, self.owner, self._cuts = when, steps, transposable, turned, decay, owner, []
         self.count, self.open = 0, when == "repick"                                                       # steps done; is the mask chosen anew?
         for name, t in (("mask", mask), ("norm", norm), ("shift", shift), ("steps_done", torch.zeros((), dtype=torch.int64, device=mask.device))): self.register_buffer(name, t)
+        self.watch(mask)
 
     @torch.no_grad()
     def pick(self, w):
-        "The mask that these weights call for"
+        "The mask that these weights call for: two of four that will stand side by side"
         score = w.detach().float().abs()
         if self.norm is not None: score *= self.norm.float()[:, None] if self.turned else self.norm.float()
-        return _pick_as_stored(score, self.transposable, self.turned)
+        left = [(d, i) for d, i in ((0, self.left_0), (1, self.left_1)) if i is not None]
+        for d, i in left: score = score.index_select(d, i)
+        mask = _pick_as_stored(score, self.transposable, self.turned)
+        for d, i in left[::-1]: mask = mask.new_zeros(*mask.shape[:d], w.shape[d], *mask.shape[d + 1:]).index_copy_(d, i, mask)
+        return mask
 
+    @torch.no_grad()
+    def foresee(self, left, weight):
+        "Choose anew among what stays; where the others make up for what went, only fewer"
+        if news := super().foresee(left, weight):
+            w = weight()
+            self.mask.copy_(self.pick(w) if self.shift is None else self.pick(torch.where(self.mask, w + self.shift, 0)) & self.mask)
+        return news
+
+# %% ../nbs/22b_sparse24.ipynb #375d15a4
+class Mask24(_Picks):
+    "weight → the weight with two of every four at zero; buffers hold the mask and the schedule, so that a `state_dict` resumes it"
     @property
     def fade(self):
         "The share that is left of the weights that go: () float32 falling from 1 to 0 over a ramp, else 0"
@@ -388,6 +405,7 @@ class Mask24(nn.Module):
         "The weight loses rows or columns (called again for a twin of a tied one)"
         if any(d == dim and i is index for d, i in self._cuts): return
         self._cuts.append((dim, index))
+        super().cut(dim, index)
         at = index.to(self.mask.device)
         self.mask = self.mask.index_select(dim, at)
         if self.shift is not None: self.shift = self.shift.index_select(dim, at)
@@ -418,6 +436,7 @@ def _matrices(model, modules, skip):
     found = resolve(model, modules, skip)
     if slots := {k: v for n, m in found.items() for k, v in _slots(n, m).items()}: return slots
     kinds = ", ".join(sorted({type(m).__name__ for m in found.values()}))
+    if any(hasattr(m, "_bmlab_packed") for m in found.values()): raise LookupError(f"the layers that modules= means are packed already ({kinds}); mask the model before it is packed, or pack24 what is 2:4")
     raise LookupError(f"modules={modules!r} matches {len(found)} modules ({kinds}), none of them nn.Linear or Conv1D")
 
 class _Settings(Method):
@@ -496,6 +515,7 @@ class Sparse24(_Plans):
         self.sites = {n: (modules[name], k, p) for n, (name, k, p) in self._planned.items()}
         for m, k, p in self.sites.values(): parametrize_weight(m, k, p.train(m.training), 20)
         self._planned = {}
+        foresee(model)
 
     def step(self):
         for *_, p in self.sites.values(): p.advance()
@@ -513,7 +533,7 @@ class Sparse24(_Plans):
                     if p.when == "ramp" and p.count < p.steps: early = p.count; p.advance(p.steps - p.count)
                     bake(m, k, p)
                     w = stored(m, k)
-                    w.data = torch.where(p.pick(w), w.data, 0)                                             # the same, unless slices or experts moved the columns
+                    w.data = torch.where(p.pick(w), w.data, 0)                                             # the same, unless what nobody foresaw moved the columns
                     if self.packed and k == "weight": self._late.append(name)
         if early is not None: warnings.warn(f"the ramp has done {early} of steps={self.steps} and is exported as at its end: call cook.step() as often, or give steps={max(early, 1)}", stacklevel=4)
 

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .core import did_you_mean
+from .language import _shown
 
 # %% ../nbs/36_verbalize.ipynb #2e5b7971
 def _classes(words):
     "Words by class, whether given as a dict or as a list"
-    if isinstance(words, str) or not isinstance(words, Iterable): raise TypeError(f"words is {words!r}: expected {{label: [word, …]}} or a list of such lists")
+    if hasattr(words, "convert_ids_to_tokens"): raise TypeError(f"words is a {type(words).__name__}: expected {{label: [word, …]}}; the tokenizer comes first")
+    if isinstance(words, str) or not isinstance(words, Iterable): raise TypeError(f"words is {_shown(words)}: expected {{label: [word, …]}} or a list of such lists")
     words = dict(words) if isinstance(words, Mapping) else dict(enumerate(words))
     if len(words) < 2: raise ValueError(f"words has {len(words)} class{'es' * (len(words) != 1)}; a choice needs two or more")
     return words
@@ -87,6 +89,15 @@ class _Choice(nn.Module):
         expected, what = (scores.shape, "0 or 1 for each class") if self.multi_label else (scores.shape[:1], "the number of a class; several at once are for multi_label=True")
         if labels.shape != expected: raise ValueError(f"labels {tuple(labels.shape)}: expected {tuple(expected)}, {what}")
         return F.binary_cross_entropy_with_logits(scores.float(), labels.float()) if self.multi_label else F.cross_entropy(scores.float(), labels)
+
+def _holds(labels, names, multi_label, device):
+    "(N, C) bool: which classes hold in examples that something is to be learned from; each must hold somewhere, and with multi_label also not hold"
+    labels, C = torch.as_tensor(labels, device=device), len(names)
+    if labels.ndim != 1 + multi_label or multi_label and labels.shape[1] != C: raise ValueError(f"labels {tuple(labels.shape)}: expected " + (f"(N, {C}), 0 or 1 for each class" if multi_label else "(N,), the number of a class; several at once are for multi_label=True"))
+    holds = labels.bool() if multi_label else labels[:, None] == torch.arange(C, device=device)
+    if missing := [k for k, on in zip(names, holds.any(0).tolist()) if not on]: raise ValueError(f"no example of {missing[0]!r} is among the labels")
+    if full := [k for k, on in zip(names, holds.all(0).tolist()) if on]: raise ValueError(f"every example is of {full[0]!r}; one that is not is needed to tell")
+    return holds
 
 def _finite(x, name):
     "Refuse rows that are not numbers"
@@ -209,12 +220,13 @@ class PtrVerbalizer(_Choice):
     "A word at every mask for each class (Han et al. 2021)."
     habit = None
     def __init__(self,
-        tok,            # a tokenizer
-        words,          # {label: [word at mask 1, word at mask 2, …]}
-        prefix:str=" ", # in front of a word, unless it begins with <!>
+        tok,                    # a tokenizer
+        words,                  # {label: [word at mask 1, word at mask 2, …]}
+        prefix:str=" ",         # in front of a word, unless it begins with <!>
+        multi_label:bool=False, # may several classes hold at once? Untrained their scores say little then: train the model, or soft tokens
     ):
         super().__init__()
-        words = _classes(words)
+        words, self.multi_label = _classes(words), multi_label
         for k, own in words.items():
             if isinstance(own, str): raise TypeError(f"the words of {k!r} are {own!r}: expected a list with one word for each mask, as [{own!r}]")
         lengths = {len(w) for w in words.values()}
@@ -230,11 +242,12 @@ class PtrVerbalizer(_Choice):
     def forward(self,
         logits:Tensor,            # (B, M, V)
         hidden:Tensor|None=None,  # not looked at
-    )->Tensor:                    # (B, C) log-probabilities
+    )->Tensor:                    # (B, C) log-probabilities, or sums of logits if multi_label
         "Scores of the classes."
         M = self.ids.shape[1]
         if logits.ndim != 3 or logits.shape[1] != M: raise ValueError(f"logits {tuple(logits.shape)}: expected (B, {M}, V), the template has another number of masks")
-        return sum(logits[:, j].float()[:, self.ids[:, j]] for j in range(M)).log_softmax(-1)
+        words = sum(logits[:, j].float()[:, self.ids[:, j]] for j in range(M))
+        return words if self.multi_label else words.log_softmax(-1)
 
 # %% ../nbs/36_verbalize.ipynb #64af1d14
 class KnowledgeableVerbalizer(Verbalizer):
@@ -246,6 +259,7 @@ class KnowledgeableVerbalizer(Verbalizer):
         frac:float=0.5,     # 0 … 1: words among the rarest share of the vocabulary by habit are dropped by `calibrate`
         multi:str="first",  # a word of several tokens: "first", "max" or "mean"
         temperature:float=4.0, # of the weights' softmax
+        multi_label:bool=False, # may several classes hold at once?
     ):
         if not 0 <= frac < 1: raise ValueError(f"frac={frac}: a share, 0 … 1")
         checked = label_words(words, prefix)
@@ -253,7 +267,7 @@ class KnowledgeableVerbalizer(Verbalizer):
         single = {k: ["<!>" + w for w in own if often[w] == 1] for k, own in checked.items()}
         for k, own in single.items():
             if not own: raise ValueError(f"all words of {k!r} stand in other classes too; give it one of its own")
-        super().__init__(tok, single, multi=multi)
+        super().__init__(tok, single, multi=multi, multi_label=multi_label)
         self.frac, self.temperature = frac, temperature
         self.weight = nn.Parameter(torch.zeros(self.there.shape[:2]))
         self.register_buffer("use", self.there[..., 0].clone())
@@ -291,6 +305,7 @@ class AutomaticVerbalizer(Verbalizer):
         words:int=1,          # of a class
         candidates:int=1000,  # words looked at for each class, the most probable on its examples
         balance:bool=True,    # do both sides weigh the same, however many examples they have?
+        multi_label:bool=False, # may several classes hold at once?
     ):
         labels = list(range(labels)) if isinstance(labels, int) else list(labels)
         if words < 1 or candidates < words: raise ValueError(f"words={words}, candidates={candidates}: expected 1 ≤ words ≤ candidates")
@@ -299,25 +314,24 @@ class AutomaticVerbalizer(Verbalizer):
         self._usable = sorted(i for i in tok.get_vocab().values() if i not in special and tok.decode([i]).strip().isalpha())
         if len(self._usable) < len(labels) * words: raise ValueError(f"words={words} for {len(labels)} classes: the tokenizer has only {len(self._usable)} words")
         nn.Module.__init__(self)
-        self.multi, self.log_softmax, first = "first", True, torch.tensor(self._usable[:len(labels)])[:, None, None]
+        self.multi, self.log_softmax, self.multi_label, first = "first", True, multi_label, torch.tensor(self._usable[:len(labels)])[:, None, None]
         self._take({k: [tok.decode([i])] for k, i in zip(labels, self._usable)}, first, torch.ones_like(first, dtype=torch.bool))      # until `fit` finds better
         self.tok, self.count, self.candidates, self.balance, self.fitted = tok, words, candidates, balance, False
 
     def fit(self,
         logits:Tensor,  # (N, V) at the masks of labelled examples
-        labels:Tensor,  # (N,) numbers of their classes
+        labels:Tensor,  # (N,) numbers of their classes; for multi_label (N, C), 1 where a class holds, 0 where not
     ):                  # -> itself
         "Choose the words."
         _finite(logits, "logits")
         p = (logits[:, 0] if logits.ndim == 3 else logits).float().softmax(-1)
-        labels, C = torch.as_tensor(labels, device=p.device), len(self.words)
-        if missing := [self.labels[c] for c in range(C) if not (labels == c).any()]: raise ValueError(f"no example of {missing[0]!r} is among the labels")
+        holds, C = _holds(labels, self.labels, self.multi_label, p.device), len(self.words)
         usable = torch.tensor([i for i in self._usable if i < p.shape[1]], device=p.device)
         if len(usable) < C * self.count: raise ValueError(f"logits has {p.shape[1]} columns with {len(usable)} words among them; {C * self.count} are wanted")
         p = p[:, usable].clamp(1e-12, 1 - 1e-6)
         yes, no, taken, ids = p.log(), (1 - p).log(), [], []
         for c in range(C):
-            own, other = labels == c, labels != c
+            own, other = holds[:, c], ~holds[:, c]
             s = (own.sum() / other.sum()) if self.balance else 1.0
             score = (yes[own] - no[own]).sum(0) + s * (no[other] - yes[other]).sum(0)
             often = yes[own].sum(0).index_fill(0, torch.tensor(taken, dtype=torch.long, device=p.device), float("-inf"))
@@ -328,6 +342,9 @@ class AutomaticVerbalizer(Verbalizer):
         self.there = torch.ones_like(self.ids, dtype=torch.bool)
         self.words = {k: [self.tok.decode([i]) for i in own] for k, own in zip(self.words, ids)}
         self.habit, self.fitted = None, True
+        if self.multi_label:
+            odds, on = self._odds(logits), holds[:, :, None]                                         # (N, C, W)
+            self.habit = ((odds * on).sum(0) / on.sum(0) + (odds * ~on).sum(0) / (~on).sum(0)) / 2
         return self
 
     def project(self, logits):

@@ -1,6 +1,9 @@
 """Fetch the sample models and texts into the cache, once; says nothing when all is there.
 
-usage: fetch_samples.py
+usage: fetch_samples.py [NAME ...]     all of them, or those named: smollm2-135m, movies, poems …
+
+The texts of Debian's packages need apt (Debian, Ubuntu). On another machine each is passed over with the command that fetches it elsewhere;
+only some tutorials need them.
 """
 import logging
 import sys
@@ -8,13 +11,19 @@ import sys
 from bmlab.data import sample_texts
 from bmlab.models import sample_dir
 
+MODELS = ("smollm2-135m", "minilm-l6")
+TEXTS = ("movies", "reviews", "shakespeare", "news-199801")
+DEBIAN = ("help-en", "help-zh", "poems", "fortunes", "manpages-zh")
+
 
 def main():
     logging.basicConfig(level=logging.INFO, format="· %(message)s")
-    try:
-        for name in ("smollm2-135m", "minilm-l6"): sample_dir(name)
-        for name in ("movies", "reviews", "shakespeare"): sample_texts(name)
-    except (OSError, RuntimeError) as e: sys.exit(f"FAILED: fetching the samples. {e}")
+    wanted = sys.argv[1:] or [*MODELS, *TEXTS, *DEBIAN]
+    for name in wanted:
+        try: (sample_dir if name in MODELS else sample_texts)(name)
+        except (LookupError, OSError, RuntimeError) as e:
+            if name not in DEBIAN: sys.exit(f"FAILED: fetching the samples. {e}")
+            logging.warning("%s is passed over: %s", name, e)
 
 
 if __name__ == "__main__": main()

@@ -59,7 +59,7 @@ def main():
     first, last = log.held_out.dropna().iloc[[0, -1]]
     page.picture(log); page.text(f"held-out loss {first:.3f} → {last:.3f} ({last / first - 1:+.1%}) in {args.steps} steps, {log.tokens_per_s.mean():.0f} tokens/s")
     page.tree(tree(model))
-    page.text("with the delta:"); page.stream(stream(model, tok, "The film is", max_new_tokens=24))
+    page.text("with the delta:"); page.stream(stream(model, tok, "This is a", max_new_tokens=24))
     with tempfile.TemporaryDirectory() as folder: page.text(f"saved in PEFT's format: {format_bytes((delta.save(folder) / 'adapter_model.safetensors').stat().st_size)}")
     delta.detach()
     page.text("detached, the model is the old one:"); page.stream(wrap(model, tok).chat(QUESTION, max_new_tokens=24))

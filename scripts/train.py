@@ -2,7 +2,7 @@
 
 alone:             train.py --model smollm2-135m --steps 50 --out tuned
 on 4 GPUs:         torchrun --nproc-per-node 4 scripts/train.py --model … --full --zero 3 --out tuned
-on several hosts:  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 scripts/train.py …   (on each host)
+on several hosts:  HOSTS=2 HEAD=node0 scripts/launch/torchrun.sh scripts/train.py …   (on each of them; Slurm and Kubernetes: docs/scaling_out.md)
 """
 import argparse
 from pathlib import Path

@@ -14,3 +14,10 @@ def a_fresh_compiler():
     "What one test compiled of some code counts against the limit of recompilations in the next one"
     yield
     if (dynamo := sys.modules.get("torch._dynamo")) is not None: dynamo.reset()
+
+
+def pytest_collection_modifyitems(items):
+    "torch.compile's own backend asks for a C++ compiler; what runs it is called test_inductor"
+    if shutil.which(os.environ.get("CXX", "g++")): return
+    for item in items:
+        if item.name.startswith("test_inductor"): item.add_marker(pytest.mark.skip(reason="no C++ compiler"))

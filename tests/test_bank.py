@@ -11,7 +11,9 @@ from bmlab.adapter import Adapter, ParallelAdapter
 from bmlab.bank import DeltaBank
 from bmlab.core import run_ranks
 from bmlab.delta import deltas
+from bmlab.glm import BlankGlmConfig, BlankGlmForConditionalGeneration, blank_positions
 from bmlab.lora import Lora
+from bmlab.soft import SoftPrompt
 
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99)
 IDS = torch.randint(0, 99, (6, 7), generator=torch.Generator().manual_seed(1))
@@ -321,3 +323,21 @@ def test_mixed_kinds_in_sixteen_rows():
     bank = DeltaBank(model, lone)
     with bank.route(rows): assert torch.allclose(logits(model, ids), want, atol=1e-6)
 
+
+
+def test_prompts_on_glm():
+    "Prompts of several lengths in one batch move the place in the text, and not the place within a written piece"
+    torch.manual_seed(0)
+    model = BlankGlmForConditionalGeneration(BlankGlmConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_sequence_length=40, initializer_range=0.3,
+                                                            sop_token_id=56, mask_token_ids=[57], eos_token_id=58, pad_token_id=59)).eval()
+    users = {"four": drawn(SoftPrompt(model, 4), 0), "two": drawn(SoftPrompt(model, 2), 1), "low": drawn(Lora(model, r=2), 2)}
+    rows, ids = ["four", "low", None, "two"], torch.randint(4, 50, (4, 9))
+    ids[:, 3], ids[:, -1] = 57, 56
+    asked = dict(position_ids=blank_positions(ids, 56, [57]))
+    alone = []
+    for i, u in enumerate(rows):
+        if u: users[u].attach()
+        with torch.no_grad(): alone.append(model(ids[i:i + 1], position_ids=asked["position_ids"][i:i + 1]).logits)
+        if u: users[u].detach()
+    bank = DeltaBank(model, users)
+    with bank.route(rows), torch.no_grad(): torch.testing.assert_close(model(ids, **asked).logits, torch.cat(alone), atol=1e-5, rtol=1e-5)

@@ -6,12 +6,17 @@ import torch
 import transformers as tf
 
 import bmlab.decode
+from bmlab.cpm import CpmAntTied
+from bmlab.cpmbee import CpmBeeConfig, CpmBeeForCausalLM
 from bmlab.decode import Decoder
+from bmlab.glm import BlankGlmConfig, BlankGlmForConditionalGeneration
 from bmlab.kernels import pack_linears
 
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99, pad_token_id=0)
 GPT = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=99, bos_token_id=1, eos_token_id=2)
 WINDOWS = dict(TINY, num_key_value_heads=2, head_dim=8, sliding_window=5)
+CPM = dict(vocab_size=99, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=64, num_hidden_layers=2, eos_token_id=None)
+GLM = dict(vocab_size=99, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, max_sequence_length=48, sop_token_id=98, mask_token_ids=[1, 2], eos_token_id=97)
 T5 = dict(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=99, decoder_start_token_id=0, tie_word_embeddings=False)
 MAKE = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, num_key_value_heads=2)),
@@ -27,7 +32,12 @@ MAKE = {
     "deepseek": lambda: tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**TINY, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=16,
                 q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6, first_k_dense_replace=1, n_shared_experts=1)),
     "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(**T5, feed_forward_proj="gated-gelu")),
+    "ant": lambda: CpmAntTied(tf.CpmAntConfig(**CPM, prompt_length=5, prompt_types=4)),
+    "ant eager": lambda: CpmAntTied._from_config(tf.CpmAntConfig(**{**CPM, "num_hidden_layers": 4}, mask_modules="ba.b", prompt_length=5, prompt_types=4), attn_implementation="eager"),
+    "bee": lambda: CpmBeeForCausalLM(CpmBeeConfig(**CPM)),
+    "glm": lambda: BlankGlmForConditionalGeneration(BlankGlmConfig(**GLM)),
 }
+BOTH = ["ant", "bee", "glm"]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -47,9 +57,16 @@ def make(name, dtype=torch.float32):
 def draw(rng, n): return [rng.randint(3, 98) for _ in range(n)]
 
 
-def plain(model, text, n=1):
-    "Logits after each of the last n tokens, without any cache"
-    return model(torch.tensor([text], device=model.device), use_cache=False).logits[0, -n:].float()
+def prompt(model, rng, n):
+    "A prompt; GLM's has a blank, and begins its piece"
+    text = draw(rng, n)
+    return text if not hasattr(model, "opening") else [min(t, 97) for t in text[:-2]] + model.opening
+
+
+def plain(model, text, n=1, read=None):
+    "Logits after each of the last n tokens, without any cache; the first `read` are read from both sides"
+    more = dict(context=torch.arange(len(text), device=model.device)[None] < read) if read and hasattr(model, "tokens_in_front") else {}      # (GLM knows by the ids)
+    return model(torch.tensor([text], device=model.device), use_cache=False, **more).logits[0, -n:].float()
 
 
 def near(got, want, limit=2e-5):
@@ -63,23 +80,23 @@ def near(got, want, limit=2e-5):
 def test_a_random_life(name):
     "Rows come, go, grow, try, shrink and are copied, in any order: the logits are always those of a plain forward over the row's text"
     model, rng = make(name), random.Random(3)
-    d, texts, most = Decoder(model, max_batch=3, max_ctx=24), {}, 24
+    d, texts, most, read = Decoder(model, max_batch=3, max_ctx=24), {}, 24, {}     # read: tokens of each row's first prompt
     assert d.mode == "static", d.why_generate
     for _ in range(30):
         what = rng.choice(["enter", "step", "step", "try", "tree", "more", "leave", "crop", "move"])
         free = [r for r in range(3) if r not in texts]
         if what == "enter" and free:
             rows = rng.sample(free, rng.randint(1, len(free)))
-            new = [draw(rng, rng.randint(1, 14)) for _ in rows]
-            for got, r, t in zip(d.prefill(new, rows=rows, chunk=rng.randint(1, 20)), rows, new): texts[r] = t; near(got, plain(model, t)[0])
+            new = [prompt(model, rng, rng.randint(1, 14)) for _ in rows]
+            for got, r, t in zip(d.prefill(new, rows=rows, chunk=rng.randint(1, 20)), rows, new): texts[r] = t; read[r] = len(t); near(got, plain(model, t)[0])
         elif what == "more" and (rows := [r for r in texts if len(texts[r]) < most - 6]):
             rng.shuffle(rows); new = [draw(rng, rng.randint(1, 5)) for _ in rows]
-            for got, r, t in zip(d.prefill(new, rows=rows, chunk=rng.randint(2, 12)), rows, new): texts[r] = texts[r] + t; near(got, plain(model, texts[r])[0])
+            for got, r, t in zip(d.prefill(new, rows=rows, chunk=rng.randint(2, 12)), rows, new): texts[r] = texts[r] + t; near(got, plain(model, texts[r], 1, read[r])[0])
         elif what == "leave" and texts: r = rng.choice(list(texts)); d.free(r); del texts[r]
         elif what == "crop" and texts:
-            for r in texts: texts[r] = texts[r][:rng.randint(1, len(texts[r]))]
+            for r in texts: texts[r] = texts[r][:rng.randint(read[r] if d.net.facts.both else 1, len(texts[r]))]
             d.crop([len(texts.get(r, [])) for r in range(3)])
-        elif what == "move" and len(texts) == 3: order = [rng.randrange(3) for _ in range(3)]; d.move(order); texts = {i: texts[r] for i, r in enumerate(order)}
+        elif what == "move" and len(texts) == 3: order = [rng.randrange(3) for _ in range(3)]; d.move(order); texts, read = ({i: x[r] for i, r in enumerate(order)} for x in (texts, read))
         elif what in ("step", "try", "tree"):
             B, M = rng.randint(1, 3), rng.randint(1, 4)
             news = [draw(rng, M) for _ in range(B)]
@@ -87,7 +104,7 @@ def test_a_random_life(name):
                 for r in [r for r in texts if r < B and len(texts[r]) + M > most]: d.free(r); del texts[r]
                 logits = d.step(news)
                 for r in range(B):
-                    if r in texts: texts[r] = texts[r] + news[r]; near(logits[r], plain(model, texts[r], M))
+                    if r in texts: texts[r] = texts[r] + news[r]; near(logits[r], plain(model, texts[r], M, read[r]))
                 continue
             above = [[[0]] for _ in range(B)]                                      # of each node the nodes from the first one to itself
             for a in above:
@@ -101,7 +118,7 @@ def test_a_random_life(name):
             logits, kept = d.step(news, keep=False, **tree), [[] for _ in range(B)]
             for r in range(B):
                 paths = [p for p in above[r] if r in texts and len(texts[r]) + len(p) <= most]
-                for p in paths: near(logits[r, p[-1]], plain(model, texts[r] + [news[r][i] for i in p])[0])
+                for p in paths: near(logits[r, p[-1]], plain(model, texts[r] + [news[r][i] for i in p], 1, read[r])[0])
                 if paths: kept[r] = rng.choice([[], *paths]); texts[r] = texts[r] + [news[r][i] for i in kept[r]]
             d.keep(kept if what == "tree" else [len(k) for k in kept])
         assert d.held == [len(texts.get(r, [])) for r in range(3)] == d.lengths.tolist(), what
@@ -132,10 +149,10 @@ def test_encoder_decoder_rows():
         if turn % 4 == 3: d.move([2, 0, 1]); texts = {i: texts[r] for i, r in enumerate([2, 0, 1])}
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gptj", "gemma3", "mixtral", "t5"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gptj", "gemma3", "mixtral", "t5", *BOTH, "ant eager"])
 def test_tokens_of_generate(name):
     model, rng = make(name), random.Random(5)
-    prompts = [draw(rng, n) for n in (9, 2, 17)]
+    prompts = [prompt(model, rng, n) for n in (9, 2, 17)]
     want = [model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)).long(), max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=None)[0, -10:].tolist() for p in prompts]
     d = Decoder(model, max_batch=3, max_ctx=40)
     if name == "t5": d.encode(prompts)
@@ -145,31 +162,53 @@ def test_tokens_of_generate(name):
     assert [list(t) for t in zip(*out)] == want
 
 
+@pytest.mark.parametrize("name", BOTH)
+def test_a_padded_batch_of_generate(name):
+    "Prompts that are read from both sides, padded at the left, in the batches of one chunk or several"
+    model, rng = make(name), random.Random(6)
+    prompts = [prompt(model, rng, n) for n in (9, 3, 17)]
+    ids, mask = (torch.tensor([[pad] * (17 - len(p)) + (p if pad == 3 else [1] * len(p)) for p in prompts]) for pad in (3, 0))
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=None)[:, 17:].tolist()
+    for chunk in (512, 20):
+        d = Decoder(model, max_batch=3, max_ctx=40)
+        now = d.prefill(ids, mask, chunk=chunk).argmax(-1); out = [now.tolist()]
+        for _ in range(9): now = d.step(now)[:, 0].argmax(-1); out.append(now.tolist())
+        assert [list(t) for t in zip(*out)] == want
+
+
+def test_a_prompt_that_begins_no_piece():
+    model = make("glm"); d = Decoder(model, max_batch=2, max_ctx=40)
+    with pytest.raises(ValueError, match="must begin a piece, with the id 98"): d.prefill([[5, 1, 98], [5, 1, 6]])
+    with pytest.raises(ValueError, match="no blank before it"): d.prefill([[5, 6, 98]])
+    assert d.held == [0, 0] and d.active == [False, False]
+    with pytest.raises(ValueError, match="positions for 48 tokens"): Decoder(model, max_ctx=49)
+
+
 # ---------------------------------------------------------------- precision, packed layers, eight-bit caches
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "gptj", "gemma3", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gptj", "gemma3", "t5", *BOTH])
 def test_half_precision(name, dtype):
     model, rng = make(name, dtype), random.Random(1)
     d = Decoder(model, max_batch=2, max_ctx=24)
     assert d.mode == "static", d.why_generate
     assert d.cache.layers[0].k.dtype == dtype
     if name == "t5": return
-    texts = [draw(rng, 9), draw(rng, 4)]
+    texts = [prompt(model, rng, 9), prompt(model, rng, 4)]
     near(d.prefill(texts), torch.stack([plain(model, t)[0] for t in texts]), .08)
 
 
-@pytest.mark.parametrize("name", ["llama", "gptj", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gptj", "t5", *BOTH])
 def test_packed(name):
     model = make(name); pack_linears(model)
     d = Decoder(model, max_batch=2, max_ctx=24)
     assert d.mode == "static" and d.cache.layers[0].k.dtype == torch.float32, d.why_generate
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gptj", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gptj", "t5", *BOTH])
 def test_eight_bit_cache(name):
     model, rng, out = make(name), random.Random(2), []
-    prompts, news = [draw(rng, 12), draw(rng, 5)], [[draw(rng, 1) for _ in range(2)] for _ in range(6)]
+    prompts, news = [prompt(model, rng, 12), prompt(model, rng, 5)], [[draw(rng, 1) for _ in range(2)] for _ in range(6)]
     for bits in (16, 8):
         d = Decoder(model, max_batch=2, max_ctx=32, kv_bits=bits)
         assert d.cache.layers[0].k.dtype == (torch.float32 if bits == 16 else torch.int8)
@@ -294,19 +333,19 @@ def scenario(d, prompts, news, greedy):
     return out, list(d.held), d.lengths.tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gptj", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gptj", "t5", *BOTH])
 @pytest.mark.parametrize("bits", [16, 8])
 def test_captured_equals_eager(graphs, name, bits):
     "A captured body reads only tensors: it gives the same while the host's lengths are nonsense"
     model, rng = make(name), random.Random(4)
-    prompts, news = [draw(rng, n) for n in (6, 2, 9)], torch.tensor([draw(rng, 4) for _ in range(3)])
+    prompts, news = [prompt(model, rng, n) for n in (6, 2, 9)], torch.tensor([draw(rng, 4) for _ in range(3)])
     greedy = lambda logits: logits.argmax(-1)
     want = scenario(Decoder(model, 3, 40, bits), prompts, news, greedy)
     d = graphs(Decoder(model, 3, 40, bits)); got = scenario(d, prompts, news, greedy)
     assert d.why_eager is None and got[1:] == want[1:]
     for a, b in zip(got[0], want[0]): (near(a, b) if a.is_floating_point() else torch.testing.assert_close(a, b, rtol=0, atol=0))
     assert Graph.log.count("replay") == 6 + 4 + 4 and Graph.log.count("capture") == len(d._graphs) < 12
-    d.prefill([[1, 2]], rows=[2]) if name != "t5" else None
+    d.prefill([[1, 98]], rows=[2]) if name != "t5" else None
     again = Graph.log.count("capture")
     scenario(d, prompts, news, greedy)
     assert Graph.log.count("capture") == again                                     # what is captured is used again
@@ -383,7 +422,7 @@ cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reas
 def test_cuda_graph_equals_eager(name, bits):
     "To the bit, over the borders of views; a family whose code waits for the host (experts) says so and decodes eagerly"
     model, rng = make(name, torch.bfloat16).cuda(), random.Random(4)
-    prompts, news = [draw(rng, n) for n in (6, 2, 9)], torch.tensor([draw(rng, 4) for _ in range(3)])
+    prompts, news = [prompt(model, rng, n) for n in (6, 2, 9)], torch.tensor([draw(rng, 4) for _ in range(3)])
     greedy, out = lambda logits: logits.argmax(-1), []
     for graph in (False, "auto"):
         d = Decoder(model, 3, 40, bits, graph=graph)

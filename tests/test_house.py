@@ -51,7 +51,7 @@ def test_no_drift(tmp_path):
     assert [str(p) for p in want if have[p] != want[p]] == []
 
 
-def test_readme_is_the_index(): assert readme.main(["--check"]) == 0
+def test_readme_is_the_index(): assert readme.main(["--check"]) == 0, "README.md is not what nbs/ says: make readme"
 
 
 def test_tutorials_are_clean():

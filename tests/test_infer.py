@@ -7,12 +7,14 @@ import pytest
 import torch
 import transformers as tf
 
-from bmlab.all import Adapter, DeltaBank, Lora, Sampler, SimulatedLink, decode_tokens, load, pack_linears, plan_inference, wrap
+from bmlab.all import Adapter, CpmAntTied, DeltaBank, Lora, Sampler, SimulatedLink, decode_tokens, load, pack_linears, plan_inference, wrap
 from bmlab.decode import Decoder
 from bmlab.fused import fuse_decode
+from bmlab.glm import BlankGlmConfig, BlankGlmForConditionalGeneration
 
 TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4, vocab_size=99)
 SMALL = dict(n_embd=64, n_layer=5, n_head=4, vocab_size=99, n_positions=128)
+CPM = dict(vocab_size=99, hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=128, num_hidden_layers=5, prompt_length=4)
 MODELS = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, num_key_value_heads=2)),
     "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=4, num_heads=4, vocab_size=99, dropout_rate=0.0, decoder_start_token_id=0)),
@@ -20,7 +22,9 @@ MODELS = {
     "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**SMALL)),
     "gptj": lambda: tf.GPTJForCausalLM(tf.GPTJConfig(**SMALL, rotary_dim=8)),
     "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**TINY, num_key_value_heads=2, head_dim=16, sliding_window=8)),
-    "cpm-ant": lambda: tf.CpmAntForCausalLM(tf.CpmAntConfig(vocab_size=99, hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=128, num_hidden_layers=5, prompt_length=4)),
+    "ant": lambda: CpmAntTied(tf.CpmAntConfig(**CPM)),
+    "glm": lambda: BlankGlmForConditionalGeneration(BlankGlmConfig(vocab_size=99, hidden_size=64, num_attention_heads=4, num_hidden_layers=5, max_sequence_length=128, sop_token_id=98, mask_token_ids=[1, 2])),
+    "theirs": lambda: tf.CpmAntForCausalLM(tf.CpmAntConfig(**CPM)),
 }
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6], [11, 12, 13]]
 
@@ -44,7 +48,7 @@ def limit_for(model, streamed, **options):
 def decoded(decoder, steps=32):
     "Logits of a prompt and of `steps` greedy steps"
     if decoder.net.facts.source: decoder.encode(PROMPTS)
-    out = [decoder.prefill(None if decoder.net.facts.source else PROMPTS)]
+    out = [decoder.prefill(None if decoder.net.facts.source else [p + (decoder.net.facts.opening or []) for p in PROMPTS])]
     for _ in range(steps): out.append(decoder.step(out[-1].view(2, -1, out[-1].shape[-1])[:, -1].argmax(-1))[:, -1])
     decoder.free()
     return torch.stack(out)
@@ -54,7 +58,7 @@ OPTIONS = dict(max_batch=2, max_ctx=64)
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize("name", [n for n in MODELS if n != "cpm-ant"])
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "theirs"])
 def test_wrapped_equals_unwrapped(name, bits):
     plain = made(name)
     if bits: pack_linears(plain, bits=bits, group_size=32)
@@ -68,8 +72,25 @@ def test_wrapped_equals_unwrapped(name, bits):
             assert torch.equal(decoded(e.decoder), want), (streamed, slots)
 
 
+@pytest.mark.parametrize("name", ["ant", "glm"])
+def test_prompts_that_are_read_from_both_sides(name):
+    "The tokens of `generate`, with streamed weights, ragged prompts, and rows that come one by one"
+    plain, model = made(name), made(name)
+    prompts = [p + getattr(plain, "opening", []) for p in (PROMPTS[0], PROMPTS[1], list(range(20, 50)))]
+    with torch.no_grad(): want = [plain.generate(torch.tensor([p]), max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)[0, len(p):].tolist() for p in prompts]
+    with wrap(model, memory_limit=limit_for(model, 3, **OPTIONS), device="cpu", **OPTIONS) as e:
+        assert e.plan.streamed and e.decoder.mode == "static"
+        if name == "ant": assert e.plan.kv_cache == e.decoder.cache.bytes      # the vectors in front are planned
+        steps = list(decode_tokens(e.decoder, prompts[:2], max_new_tokens=9))
+        assert [list(t) for t in zip(*steps)] == want[:2]
+        first = [e.decoder.prefill([prompts[2]], rows=[1]), e.decoder.prefill([prompts[0]], rows=[0])]      # one after the other
+        now, out = torch.cat(first[::-1]).argmax(-1), []
+        for _ in range(9): out.append(now.tolist()); now = e.decoder.step(now)[:, 0].argmax(-1)
+        assert [list(t) for t in zip(*out)] == [want[0], want[2]]
+
+
 def test_a_model_that_decodes_by_generate_only():
-    plain, model = made("cpm-ant"), made("cpm-ant")
+    plain, model = made("theirs"), made("theirs")
     fuse_decode(plain)
     limit = limit_for(model, 3, max_ctx=64)
     ids = torch.tensor([PROMPTS[0]])

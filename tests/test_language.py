@@ -291,6 +291,23 @@ def test_parts_tokenized_together_are_what_the_tokenizer_makes_of_the_whole():
         assert got == tok(f"a {x}, it was", add_special_tokens=False)["input_ids"] + [tok.convert_tokens_to_ids("<extra_id_0>"), tok.eos_token_id]
 
 
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_sign_that_was_added_is_the_templates_own_and_an_added_word_is_anybodys(joint):
+    tok = bert_tok()
+    tok.add_tokens(["<think>", "[unused1]", "{end}", "blockbuster"])
+    signs, word = [tok.convert_tokens_to_ids(x) for x in ("<think>", "[unused1]", "{end}")], tok.convert_tokens_to_ids("blockbuster")
+    t = Template('{"placeholder":"text_a"} <think> {"mask"}', tok, joint=joint)
+    ids = t.encode({"text_a": "a blockbuster <think> [unused1] {end}"})["input_ids"].tolist()
+    assert [ids.count(i) for i in (*signs, word)] == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("text, want", [('a {"placeholder":"text_a"}, it {"mask"}.', ["<extra_id_0>", "."]), ('it {"mask"}, {"mask"} !', ["<extra_id_0>", ",", "<extra_id_1>"]), ('{"soft"}, {"mask"}', ["<S1>", ","])])
+def test_what_is_glued_to_a_mask_or_a_soft_token_has_no_space_of_its_own(text, want):
+    words = Template(text, t5_tok(), joint=True).encode({"text_a": "good"}).words()
+    at = words.index(want[0])
+    assert words[at:at + len(want)] == want
+
+
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 @pytest.mark.parametrize("text", [Q, S])
 def test_a_batch_of_a_masked_model_gives_what_its_examples_give(kind, text):

@@ -63,6 +63,18 @@ def test_readme_cooking_lines_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+def test_readme_lines_about_texts_and_prompts_run(tmp_path, monkeypatch):
+    texts, prompts = lines_with("Corpus.from_frame"), lines_with("PromptModel(")
+    monkeypatch.chdir(tmp_path)
+    names = everything()
+    names["model"], names["tok"] = names["load"]("smollm2-135m", device="cpu")
+    exec(compile(texts.replace("[::20]", "[::200]"), "README.md", "exec"), names)
+    assert names["clean"].finished and names["batches"][0]["input_ids"].shape == (2, 64)
+    exec(compile(prompts, "README.md", "exec"), names)
+    assert names["reader"].predict(["A dull film, far too long.", "A film of rare beauty."]).label.tolist() == ["bad", "good"]
+
+
+@pytest.mark.long
 def test_readme_picture_is_what_the_lines_print():
     from bmlab.all import Lora, load, tree
     model, _ = load("smollm2-135m", device="cpu")
@@ -81,6 +93,12 @@ def test_runner_without_nbdev(tmp_path):
     (tmp_path / "bad.ipynb").write_text(json.dumps({"cells": cells}))
     bad = run(tmp_path / "bad.ipynb")
     assert bad.returncode == 1 and "FAILED bad.ipynb[3]" in bad.stdout and "0 passed, 1 failed" in bad.stdout
+
+
+def test_readme_names_every_tutorial_and_module():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for path in (ROOT / "tutorials").glob("*.ipynb"): assert f"](tutorials/{path.name}) | " in text, path.name
+    for path in (ROOT / "bmlab").glob("[!_]*.py"): assert f"| [`{path.stem}`](nbs/" in text, path.name
 
 
 def test_readme_links_exist():

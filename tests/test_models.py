@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 
 from bmlab.core import run_ranks
-from bmlab.models import GGUF, build, cache_dir, cached, count, damage, fetch, gguf_tokenizer, gguf_weights, load, sample_dir, zoo
+from bmlab.models import GGUF, build, cache_dir, cached, damage, fetch, gguf_tokenizer, gguf_weights, load, sample_dir
 
 CLOSED = dict(PIP_INDEX_URL="http://127.0.0.1:9/", PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL="")
 
@@ -82,7 +82,7 @@ def test_smollm2_equals_transformers_dequantization():
     want, got = theirs.state_dict(), ours.state_dict()
     assert set(want) == set(got)
     assert [n for n in want if not torch.equal(want[n], got[n])] == []
-    skip = {"_name_or_path", "_model_name_or_path", "unk_token_id", "transformers_version", "quantization_config", "architectures"}
+    skip = {"_name_or_path", "_model_name_or_path", "unk_token_id", "transformers_version", "quantization_config", "architectures", "bmlab_card"}
     a, b = theirs.config.to_dict(), ours.config.to_dict()
     assert {k: (a.get(k), b.get(k)) for k in set(a) | set(b) if k not in skip and a.get(k) != b.get(k)} == {}
 
@@ -229,7 +229,7 @@ ASK = "from bmlab.models import load\ntry: load({!r})\nexcept Exception as e: pr
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name,answer", [("smollm2-135", "did you mean 'smollm2-135m'?"), ("no-such/model", "not on the model hub"), ("gpt2", "build('gpt2') makes it with random weights")])
+@pytest.mark.parametrize("name,answer", [("smollm2-135", "did you mean 'smollm2-135m'?"), ("no-such/model", "not on the model hub"), ("gpt2", "build('gpt2') makes it with random weights"), ("bert-base-uncased", "build('bert-base-uncased')")])
 def test_a_name_that_the_hub_does_not_have(hub, tmp_path, name, answer):
     out = child(ASK.format(name), HF_ENDPOINT=hub, HF_HOME=str(tmp_path)).stdout
     assert out.startswith("LookupError |") and answer in out and len(out.splitlines()) == 1, out
@@ -259,26 +259,5 @@ def test_a_hub_name_that_was_downloaded_before(tmp_path):
 def test_unknown_sizes():
     with pytest.raises(LookupError, match="did you mean 'llama-7b'"): build("lama-7b")
     with pytest.raises(LookupError, match="zoo\\(\\) lists them"): build("zzz")
-    with pytest.raises(LookupError, match="build\\('llama3-8b'\\)"): load("llama3-8b")
+    with pytest.raises(LookupError, match="build\\('llama-7b'\\)"): load("llama-7b")
     with pytest.raises(TypeError, match="did you mean 'num_hidden_layers'"): build("llama-7b", device="meta", num_hiden_layers=2)
-
-
-@pytest.mark.slow
-def test_every_size_builds_small_runs_and_round_trips(tmp_path):
-    shrinks = dict(vocab_size=80, intermediate_size=48, ffn_dim=48, d_ff=48, d_kv=8, dim_ff=48, dim_head=8, num_key_value_heads=2, rotary_dim=4, attention_window=8,
-                   prompt_types=3, prompt_length=4, segment_types=4, image_size=32)
-    for name in zoo().index:
-        torch.manual_seed(0)
-        known = build(name, device="meta", num_hidden_layers=1).config
-        small = {k: v for k, v in shrinks.items() if hasattr(known, k)}
-        model = build(name, device="cpu", num_hidden_layers=2, num_attention_heads=4, hidden_size=32, **small).eval()
-        inputs = dict(pixel_values=torch.randn(1, 3, 32, 32)) if name.startswith("vit") else dict(input_ids=torch.tensor([[5, 6, 7, 8]]))
-        if model.config.is_encoder_decoder: inputs["decoder_input_ids"] = torch.tensor([[0, 3]])
-        with torch.no_grad(): first = model(**inputs)[0]
-        assert torch.isfinite(first).all(), name
-        model.save_pretrained(tmp_path / name)
-        again, tok = load(tmp_path / name, device="cpu")
-        assert type(again) is type(model) and tok is None and count(again) == count(model), name
-        assert all(torch.equal(w, again.state_dict()[n]) for n, w in model.state_dict().items()), name
-        with torch.no_grad(): torch.testing.assert_close(again(**inputs)[0], first)   # ViT's convolution depends on where its weight lies in memory
-        if model.can_generate() and not model.config.is_encoder_decoder: assert model.generate(inputs["input_ids"], max_new_tokens=2, do_sample=False).shape == (1, 6), name

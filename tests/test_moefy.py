@@ -236,16 +236,27 @@ def test_these_families_beside_other_methods(family, tmp_path):
     exported = []
     for back in (False, True):
         model = families()[family].eval()
-        methods = [MoEfy(8, .5, cluster="coactivation", router="mlp"), Sparse24(patterns), FakeQuant("w8a16", patterns), *([StructPrune(ffn=.5, score="magnitude")] if family != "Phi-3" else [])]
+        methods = [MoEfy(8, .5, cluster="coactivation", router="mlp"), Sparse24(patterns), FakeQuant("w8a16", patterns), StructPrune(ffn=.5, score="magnitude")]
         cook = Cook(model, methods[::-1] if back else methods, calib=batches())
         small = cook.export()
-        if family == "Phi-3": torch.testing.assert_close(logits(small, IDS), logits(model, IDS), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits(small, IDS), logits(model, IDS), rtol=1e-4, atol=1e-4)
         exported.append(snapshot(small))
         again = load_cooked(save_cooked(small, tmp_path / str(back)))
         torch.testing.assert_close(logits(again, IDS), logits(small, IDS), rtol=1e-6, atol=1e-6)
         moe = [m for m in small.modules() if isinstance(m, MoEMLP)]
-        assert len(moe) == 2 and all(m.bounds[-1] == (96 if family == "Phi-3" else 48) for m in moe)
+        assert len(moe) == 2 and all(m.bounds[-1] == 48 for m in moe)
     assert equal(*exported)
+
+
+@pytest.mark.parametrize("predictor", ["cascade", "lowrank"])
+def test_neurons_are_chosen_among_those_that_pruning_leaves(predictor):
+    "Once the gates are shut, a share of the neurons is a share of those that stay, in the cooked model as in the exported one"
+    from bmlab.prune import StructPrune
+    model = families()["Phi-3"].eval()
+    cook = Cook(model, [NeuronSparse(.5, predictor), StructPrune(ffn=.5, score="magnitude")], calib=batches())
+    small = cook.export()
+    assert {(len(m.predictor.norms), m.n) for m in small.modules() if isinstance(m, SparseMLP)} == {(48, 24)}
+    torch.testing.assert_close(logits(small, IDS), logits(model, IDS), rtol=1e-5, atol=1e-5)
 
 
 def test_what_cannot_be_split_says_why():
@@ -486,7 +497,7 @@ def test_neurons_on_a_gpu():
 def test_a_cuda_graph_holds_the_layer(kind, rows):
     "Captured once, it computes for other tokens, which choose other neurons, what the layer computes for them"
     model = tiny(D=256, F=1024).to("cuda", torch.bfloat16)
-    method = MoEfy(8, .25, shared=.125) if "experts" in kind else NeuronSparse(.5, kind)
+    method = MoEfy(7, .25, shared=.125) if "experts" in kind else NeuronSparse(.5, kind)
     small = Cook(model, [method], calib=[{k: v.cuda() for k, v in b.items()} for b in batches()]).export()
     layer = (pack_linears(small, 8, "*.mlp.*_proj") if kind == "int8 experts" else small).model.layers[0].mlp
     x = [torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16) for _ in range(4)]

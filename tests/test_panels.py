@@ -4,6 +4,7 @@ import gc, json, re, subprocess, sys, threading, time, weakref
 import pytest
 import torch
 
+pytest.importorskip("anywidget")
 import bmlab.panels as panels
 from bmlab.panels import _Common, _memory, chat, fill_blank, story
 

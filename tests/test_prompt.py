@@ -4,14 +4,17 @@ import os
 import random
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 import transformers as tf
 
 from bmlab.core import run_ranks
+from bmlab.data import sample_texts
 from bmlab.delta import Delta
 from bmlab.language import TemplateError, parse_template
+from bmlab.models import sample_dir
 from bmlab.prompt import CUTS, Template, kept
 from bmlab.softtokens import SoftTokens
 
@@ -144,3 +147,16 @@ def test_speed_of_encoding_is_that_of_the_tokenizer():
     t.tok = Counting()
     t.encode([{"text_a": "a"}] * 500)
     assert len(calls) == 1
+
+
+def test_five_thousand_short_examples_a_second():
+    """In seconds of one core's time, which other work on the machine stretches far less than the clock's; the best of twelve at most counts, it ends at the first that will do.
+    Film reviews of 19 words on average: 9,700 to 13,700 a second, measured on a virtual core of an EPYC while five processes shared it and another."""
+    tok = tf.AutoTokenizer.from_pretrained(sample_dir("smollm2-135m"))
+    t, data = Template('{"placeholder":"text_a"} It was {"mask"}', tok), [{"text_a": x} for x in sample_texts("movies").text[:1000]]
+    rates = []
+    while len(rates) < 12 and max(rates, default=0) < 5000:
+        start = time.process_time()
+        enc = t.encode(data, max_length=64)
+        rates.append(len(data) / (time.process_time() - start))
+    assert max(rates) >= 5000 and len(enc["input_ids"]) == 1000, f"examples a second: {[round(r) for r in rates]}"

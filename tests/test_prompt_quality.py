@@ -9,6 +9,7 @@ from bmlab.prompt import Template
 from bmlab.prompting import FewShotSampler, PromptModel
 from bmlab.learned import ProtoVerbalizer, SoftVerbalizer
 from bmlab.verbalize import AutomaticVerbalizer, KnowledgeableVerbalizer, Verbalizer
+from bmlab.wordnet import expand_words
 
 pytestmark = [pytest.mark.slow]
 WORDS = {"negative": "terrible", "positive": "great"}
@@ -37,11 +38,11 @@ def test_calibrated_and_soft_and_learned(task):
     scores["calibrated on nothing"] = accuracy(zero.calibrate(), test)
     scores["calibrated"] = accuracy(zero.calibrate(few), test)
     print(scores, flush=True)
-    for name, v in {"knowledgeable": KnowledgeableVerbalizer(tok, MANY), "automatic": AutomaticVerbalizer(tok, list(WORDS), words=3), "prototypes": ProtoVerbalizer(576, list(WORDS)),
+    for name, v in {"knowledgeable": KnowledgeableVerbalizer(tok, MANY), "thesaurus": KnowledgeableVerbalizer(tok, expand_words(WORDS, tok=tok, pos="a")), "automatic": AutomaticVerbalizer(tok, list(WORDS), words=3), "prototypes": ProtoVerbalizer(576, list(WORDS)),
                     "soft verbalizer": SoftVerbalizer(model, tok, WORDS)}.items():
         set_seed(0)
         m = PromptModel(model, plain, v)
-        if name == "knowledgeable": m.calibrate(few)
+        if name in ("knowledgeable", "thesaurus"): m.calibrate(few)
         else: m.fit(few, epochs=4, lr=1e-3, plot=False)
         if name == "automatic": m.calibrate(few); print(v.words)
         scores[name] = accuracy(m, test)
@@ -55,4 +56,4 @@ def test_calibrated_and_soft_and_learned(task):
     print(scores)
     assert all(map(torch.equal, before, model.parameters())) and soft.template.soft_count == 10
     assert scores["calibrated"] >= 0.65 and scores["ten soft tokens"] >= 0.80
-    assert all(scores[n] >= scores["calibrated"] - 0.02 for n in ("knowledgeable", "automatic", "prototypes", "soft verbalizer"))
+    assert all(scores[n] >= scores["calibrated"] - 0.02 for n in ("knowledgeable", "thesaurus", "automatic", "prototypes", "soft verbalizer"))

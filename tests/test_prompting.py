@@ -16,6 +16,7 @@ from bmlab.prefix import Prefix
 from bmlab.prompt import PrefixTuningTemplate, Template
 from bmlab.prompting import FewShotSampler, PromptModel, class_number, examples_of
 from bmlab.softtokens import SoftTokens
+from bmlab.targets import GenerationVerbalizer
 from bmlab.verbalize import AutomaticVerbalizer, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer
 
 WORDS = "a dull fun film it was . bad good fine poor so not love hate person city".split()
@@ -179,6 +180,43 @@ def test_several_labels_at_once():
     assert m.evaluate(data).accuracy == 1 and m.predict(data).label.tolist() == [["dull", "short"], ["dear"], []]
 
 
+FILMS = [{"text_a": text, "label": label} for text, label in [("dull", ["no", "long"]), ("love it", ["yes"]), ("so so", []), ("a dull fun film", ["yes", "long"]), ("fine film", ["yes"]), ("hate it so", ["no"])]]
+SEVERAL = {"words": lambda net, tok: Verbalizer(tok, {"no": "bad", "yes": "good", "long": "poor"}, multi_label=True),
+           "knowledgeable": lambda net, tok: KnowledgeableVerbalizer(tok, {"no": ["bad", "hate"], "yes": ["good", "fine"], "long": ["poor", "not"]}, multi_label=True),
+           "ptr": lambda net, tok: PtrVerbalizer(tok, {"no": ["bad", "film"], "yes": ["good", "film"], "long": ["poor", "city"]}, multi_label=True),
+           "automatic": lambda net, tok: AutomaticVerbalizer(tok, ["no", "yes", "long"], words=2, multi_label=True),
+           "soft": lambda net, tok: SoftVerbalizer(net, tok, {"no": "bad", "yes": "good", "long": "poor"}, multi_label=True),
+           "proto": lambda net, tok: ProtoVerbalizer(32, ["no", "yes", "long"], 8, multi_label=True)}
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_several_labels_by_every_verbalizer(kind, tmp_path):
+    tok = tokenizer("masked")
+    net = network("masked")
+    set_seed(0)
+    m = PromptModel(net, Template('{"placeholder":"text_a"} {"mask"} so {"mask"}' if kind == "ptr" else Q, tok), SEVERAL[kind](net, tok))
+    found = kind in ("automatic", "proto")
+    if found: m.fit(FILMS)
+    before = m.evaluate(FILMS)
+    if hasattr(m.verbalizer, "calibrate") and not found: assert m.calibrate(FILMS).evaluate(FILMS).loss < before.loss      # one half: as much as ever
+    if found: assert before.accuracy >= .5 and before.macro_f1 > .6                                              # what was found is used at once
+    m.fit(FILMS, epochs=60, lr=1e-2, batch=6, tune="all", plot=False)
+    after, said = m.evaluate(FILMS), m.predict(FILMS)
+    assert after.loss < .5 * before.loss and after.accuracy >= .8 and after.macro_f1 > .8
+    assert said.label.tolist()[0] == ["no", "long"] and "that is" in m.show("dull")
+    m.save(tmp_path)
+    again = PromptModel.load(tmp_path, net, tok)
+    assert again.several and again.predict(FILMS).equals(said)
+
+
+def test_several_labels_are_asked_for():
+    net, tok = network(), tokenizer()
+    with pytest.raises(ValueError, match="several at once are for"): PromptModel(net, Template(Q, tok), words(tok)).evaluate(FILMS)
+    with pytest.raises(TypeError, match="has one label"): FewShotSampler(1)(FILMS)
+    with pytest.raises(ValueError, match="one is written"): GenerationVerbalizer({"no": "bad", "yes": "good"}, multi_label=True)
+    with pytest.raises(ValueError, match="every example is of 'yes'"): PromptModel(net, Template(Q, tok), AutomaticVerbalizer(tok, ["no", "yes"], multi_label=True)).fit([{"text_a": "fun", "label": ["yes"]}, {"text_a": "so", "label": ["yes", "no"]}])
+
+
 def test_relations_over_two_masks():
     tok = tokenizer("masked")
     m = PromptModel(network("masked"), Template('{"placeholder":"text_a"} {"mask"} so {"mask"}', tok), PtrVerbalizer(tok, {"lives": ["person", "city"], "is": ["person", "person"]}))
@@ -191,3 +229,38 @@ def test_soft_tokens_of_a_file_on_a_model_in_use(tmp_path):
     d = SoftTokens(net, Template(S, tok)); d.save(tmp_path)
     with pytest.raises(ValueError, match="detach those first"): Delta.load(tmp_path, net)
     assert list(deltas(net)) == ["soft_tokens"] and isinstance(Prefix, type)
+
+
+CPM1, T5 = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2), dict(d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
+ANT = dict(hidden_size=32, num_attention_heads=2, dim_head=16, dim_ff=64, num_hidden_layers=2, prompt_length=4, position_bias_num_buckets=16, position_bias_max_distance=64)
+
+
+@pytest.mark.parametrize("name", ["cpm-1", "cpm-2", "cpm-ant"])
+def test_openbmbs_models_with_their_tokenizers_of_python(name, tmp_path):
+    from bmlab.cpm import CpmAntTied
+    from bmlab.cpm2 import Cpm1Config, Cpm1ForCausalLM, Cpm2Config, Cpm2ForConditionalGeneration, Cpm2Tokenizer
+    own = ["<unk>", "<s>", "</s>", "<sep>", "<pad>", "<mask>", "<go>", "<eod>", *"这电影让我感觉浪费生命它真的很棒糟好看，,", *(["<s_0>", "<s_1>"] if name == "cpm-2" else [])]
+    (tmp_path / "vocab.txt").write_text("\n".join(own) + "\n", encoding="utf-8")
+    tok = Cpm2Tokenizer(str(tmp_path / "vocab.txt"), cut="none")
+    torch.manual_seed(0)
+    net = {"cpm-1": lambda: Cpm1ForCausalLM(Cpm1Config(vocab_size=len(tok), **CPM1)), "cpm-2": lambda: Cpm2ForConditionalGeneration(Cpm2Config(vocab_size=len(tok), **T5)),
+           "cpm-ant": lambda: CpmAntTied(tf.CpmAntConfig(vocab_size=len(tok), **ANT))}[name]().eval()
+    data = [{"text_a": "这电影让我感觉浪费生命", "label": "差评"}, {"text_a": "好看</s><s_0>", "label": "好评"}]
+    t = Template('{"soft":2}{"placeholder":"text_a"}，{"soft":"它"}真的很{"mask"}', tok)
+    m = PromptModel(net, t, Verbalizer(tok, {"差评": "糟", "好评": "棒"}, prefix=""), max_length=40)
+    enc = t.encode(data)
+    assert t.family == ("seq2seq" if name == "cpm-2" else "causal") and [w for w in enc.words(0) if w.startswith("<S")] == ["<S1>", "<S2>", "<S3>"]
+    signs = [tok.convert_tokens_to_ids(w) for w in ("</s>", "<s_0>") if w in own]
+    assert [sum(row.count(i) for i in signs) for row in enc["input_ids"].tolist()] == [name == "cpm-2"] * 2           # an example's own text is no sign
+    if name == "cpm-2": assert tok.convert_ids_to_tokens(enc["decoder_input_ids"][0].tolist()) == ["<s>", "<s_0>"]
+    before, weights = m.evaluate(data).loss, [p.clone() for n, p in net.named_parameters() if "_deltas" not in n]
+    m.fit(data, epochs=6, lr=2e-2, plot=False)
+    said = m.predict(data, batch=2)
+    assert m.evaluate(data).loss < before and all(map(torch.equal, weights, [p for n, p in net.named_parameters() if "_deltas" not in n]))
+    torch.testing.assert_close(said["p(好评)"].values, pd.concat([m.predict(e) for e in data])["p(好评)"].values, atol=1e-5, rtol=0)
+    m.save(tmp_path / "saved"); m.soft.detach()
+    again = PromptModel.load(tmp_path / "saved", net, tok)
+    assert again.predict(data, batch=2).equals(said) and "nearest words" in again.show(data[0])
+    with pytest.raises(TypeError, match="joint=True"): Template(t.text, tok, joint=True)
+    if name != "cpm-2":
+        with pytest.raises(ValueError, match="takes none"): PromptModel(net, Template('{"placeholder":"text_a"}{"mask"}', tok), m.verbalizer, pack=True)

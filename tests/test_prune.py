@@ -153,6 +153,19 @@ def test_dead_heads_and_layers_are_found():
         assert all({h // 2 for h in keep[n]}.isdisjoint(d) for n, d in dead.items() if ".2." not in n)
 
 
+@pytest.mark.parametrize("score", ["magnitude", "activation", "taylor"])
+def test_dead_neurons_of_a_fused_matrix_are_found(score):
+    "Phi-3 holds gate and up in one matrix: a neuron is a row of each"
+    torch.manual_seed(0)
+    phi = tf.Phi3ForCausalLM(tf.Phi3Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=40, pad_token_id=0, bos_token_id=1, eos_token_id=2)).eval()
+    dead = set(range(3, 27))
+    for layer in phi.model.layers: layer.mlp.gate_up_proj.weight.data[48 + 3:48 + 27] = 0                    # up; of the gate nothing is missing
+    gates = StructPrune(ffn=.5, score=score)
+    cook = Cook(phi, [gates], calib=lines(2))
+    assert all(set(kept) == set(range(48)) - dead for kept in gates.keep().values())
+    with torch.no_grad(): assert torch.allclose(cook.export()(**lines(1)[0]).logits, phi(**lines(1)[0]).logits, rtol=0, atol=1e-5)
+
+
 def test_what_it_refuses():
     for wrong, text in ((dict(), "keeps everything"), (dict(ffn=0.), "ffn=0.0"), (dict(layers=True), "layers=True"), (dict(ffn=.5, score="nothing"), "score='nothing'"),
                         (dict(ffn=.5, steps=0), "steps=0"), (dict(ffn=.5, start="gates"), "start='gates'")):

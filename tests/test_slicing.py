@@ -21,6 +21,8 @@ FAMILIES = {
     "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**TINY)),
     "cpmant": lambda: tf.CpmAntForCausalLM(tf.CpmAntConfig(vocab_size=99, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=4, prompt_types=4, prompt_length=2,
                                                            segment_types=4, init_std=0.1)),
+    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**TINY, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)),      # gate and up in one matrix; q, k and v too
+    "glm4": lambda: tf.Glm4ForCausalLM(tf.Glm4Config(**TINY, num_key_value_heads=2, head_dim=8, pad_token_id=0, eos_token_id=2)),
 }
 
 
@@ -41,11 +43,11 @@ def anything(model, seed, uniform=False):
     found, g, keep = structure(model), torch.Generator().manual_seed(seed), {}
     def some(n, least=1): return torch.randperm(n, generator=g)[:int(torch.randint(least, n + 1, (), generator=g))].sort().values.tolist()
     shared = {}
-    one, width = some(2), some(48)
+    one, width, counted = some(2), some(48), "Phi3" in type(model).__name__           # whose heads are as many in every layer
     for a in found.attention().values():
         per, groups = a.heads // a.groups, one if uniform and a.groups == 2 else some(a.groups)
-        inside = some(per) if not uniform else range(per)
-        if a.table or a.like: groups = shared.setdefault("heads" if uniform else a.table or a.like, groups)
+        inside = some(per) if not uniform and not counted else range(per)
+        if a.table or a.like or counted: groups = shared.setdefault("heads" if uniform else a.table or a.like, groups)
         elif uniform: groups = shared.setdefault("heads", groups)
         keep[a.out] = [h * per + i for h in groups for i in inside]
     for f in found.ffn().values(): keep[f.out] = width if uniform else some(f.width)
@@ -82,7 +84,7 @@ def test_any_cut_says_what_its_mask_says(family, tmp_path):
     assert checked >= 3
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "t5", "flan-t5", "cpmant"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "t5", "flan-t5", "cpmant", "phi3", "glm4"])
 def test_uniform_cuts_reload_in_transformers(family, tmp_path):
     model = made(family)
     keep = anything(model, 3, uniform=True)
@@ -165,6 +167,15 @@ def test_what_stays_is_numbers_or_a_mask_of_them():
 def everything_of(model):
     return ({n: (type(m), {k: v for k, v in vars(m).items() if isinstance(v, (int, float, str, tuple))}, {k: id(p) for k, p in m._parameters.items()}, {k: id(b) for k, b in m._buffers.items()})
              for n, m in model.named_modules()}, {k: v.clone() for k, v in model.state_dict().items()}, model.config.to_dict())
+
+
+def test_a_layout_that_mixes_the_heads_is_left_alone():
+    "GPT-BigCode's c_attn holds q, k and v head by head where each head has its own; CodeGen's qkv_proj in four parts"
+    sizes = dict(n_embd=32, n_layer=1, n_head=4, vocab_size=99, bos_token_id=1, eos_token_id=2)
+    assert len(structure(tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**sizes, multi_query=True))).attention()) == 1
+    for model in (tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**sizes, multi_query=False)), tf.CodeGenForCausalLM(tf.CodeGenConfig(**sizes, rotary_dim=4))):
+        found = structure(model)
+        assert not found.attention() and len(found.ffn()) == 1
 
 
 @pytest.mark.parametrize("what", ["channels of a LayerNorm", "a delta", "a packed layer", "uneven groups", "tables", "a parametrization"])

@@ -8,6 +8,7 @@ from torch import nn
 
 from bmlab.core import set_seed
 from bmlab.delta import Delta, deltas
+from bmlab.glm import BlankGlmConfig, BlankGlmForConditionalGeneration, blank_positions
 from bmlab.lora import Lora
 from bmlab.prefix import Prefix, attentions
 from bmlab.soft import PTuning, SoftPrompt
@@ -232,6 +233,38 @@ def test_step_by_step():
         pieces = [model(t[:, None], past_key_values=cache, use_cache=True).logits for t in IDS.T]
         assert (torch.cat(pieces, 1) - whole).abs().max() < 1e-6 and cache.get_seq_length() == 11
     s.detach()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_glm_has_two_positions(rows):
+    "Words as a prompt are words in front: the place in the text moves, the place within a written piece does not"
+    set_seed(0)
+    model = BlankGlmForConditionalGeneration(BlankGlmConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_sequence_length=40, initializer_range=0.3, sop_token_id=56, mask_token_ids=[57], eos_token_id=58, pad_token_id=59)).eval()
+    front, ids = torch.tensor([[4, 5, 6]]).expand(rows, 3), torch.arange(10, 10 + 9 * rows).view(rows, 9)
+    ids[:, 3], ids[:, -1] = 57, 56
+    d = SoftPrompt(model, init="text", text=front[0].tolist())
+    with torch.no_grad():
+        got = model(ids, position_ids=blank_positions(ids, 56, [57])).logits
+        with d.off(): want = model(torch.cat([front, ids], 1)).logits
+    torch.testing.assert_close(got, want[:, 3:], atol=1e-5, rtol=1e-5)
+    new = words(model, ids)
+    for how in (dict(), dict(use_cache=False)): assert torch.equal(words(model, ids, **how), new)
+    with d.off(): assert torch.equal(words(model, torch.cat([front, ids], 1)), new) and not torch.equal(words(model, ids), new)
+    padded, mask = torch.cat([torch.full((rows, 2), 59), ids], 1), torch.cat([torch.zeros(rows, 2), torch.ones(rows, 9)], 1).long()
+    assert torch.equal(words(model, padded, attention_mask=mask), new)
+
+
+def test_positions_in_three_rows_move_together():
+    "Of models of pictures, (3, B, L): all of a text's rows are its places"
+    for rows in (1, 2, 3):
+        seen = {}
+        class Asks(nn.Module):
+            def __init__(self): super().__init__(); self.words = nn.Embedding(9, 4)
+            def get_input_embeddings(self): return self.words
+            def forward(self, input_ids=None, position_ids=None, inputs_embeds=None): seen["at"] = position_ids; return inputs_embeds
+        SoftPrompt(model := Asks(), 2)
+        model(torch.zeros(rows, 5, dtype=torch.long), position_ids=torch.arange(5).expand(3, rows, 5))
+        assert torch.equal(seen["at"], torch.arange(7).expand(3, rows, 7))
 
 
 def test_t5_rows(tmp_path):

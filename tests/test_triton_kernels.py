@@ -15,12 +15,13 @@ import bmlab.triton_kernels as tk
 def build(kernel, types, const, num_warps=4, num_stages=3):
     "PTX and shared memory of one launch; integers are multiples of 16, as real sizes are"
     names = kernel.arg_names
+    if "EARLY" in names: const = const | dict(EARLY=True)
     signature = {n: "constexpr" if n in const else types.get(n, "i32") for n in names}
     even = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in const and n not in ("M", "m") and (signature[n][0] == "*" or signature[n] == "i32")}
     made = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs={(names.index(k),): v for k, v in const.items()}, attrs=even),
                           target=GPUTarget("cuda", 90, 32), options=dict(num_warps=num_warps, num_stages=num_stages))
     ptx = made.asm["ptx"]
-    return dict(shared=made.metadata.shared, mma="mma.sync" in ptx, wgmma="wgmma.mma_async" in ptx, copies="cp.async" in ptx, machine=len(made.asm["cubin"]))
+    return dict(shared=made.metadata.shared, mma="mma.sync" in ptx, wgmma="wgmma.mma_async" in ptx, copies="cp.async" in ptx, early="griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx, machine=len(made.asm["cubin"]))
 
 X = "*bf16"
 linear, out = dict(x=X, bias=X, y=X, scale="*fp32", codes="*i8"), {}
@@ -69,6 +70,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     made = json.loads(run.stdout.splitlines()[-1])
     for name, m in made.items():
         assert m["machine"] > 0 and m["shared"] <= 227 << 10, (name, m)                                        # what a Hopper multiprocessor lets one program have
+        if name.startswith(("int8", "int4", "attention")): assert m["early"], name                                # begins while the kernel before it ends
         if name.startswith(("int8", "int4", "attention")): assert m["mma"] and not m["wgmma"] and m["copies"], (name, m)   # one instruction shape, whatever M: rows do not change
         if name.startswith("gemm"): assert m["wgmma"] and m["copies"], (name, m)
         if name.startswith(("int8", "int4")): assert 2 * m["shared"] <= 227 << 10, (name, m)                   # two programs side by side

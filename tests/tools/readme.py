@@ -1,4 +1,4 @@
-"""README.md from nbs/index.ipynb: prose as it is, code as code, outputs below it.
+"""README.md from nbs/index.ipynb: prose as it is, code as code, outputs below it; and a table of all notebooks by their subtitles.
 
 usage: readme.py [--check]
 """
@@ -6,11 +6,24 @@ import json, re, sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+from stage import GROUPS, by_group
+
+MARK = re.compile(r"<!-- rooms.*?-->")
 
 
 def output_text(output):
     if output["output_type"] == "stream": return "".join(output["text"])
     return "".join(output.get("data", {}).get("text/plain", ""))
+
+
+def tables():
+    "For each group of notebooks a heading and a table: the module, and what it is for"
+    lines, group = [], None
+    for key, stem, _, what, module in by_group():
+        if key != group: lines += ["", f"### {GROUPS[key][0]}", "", GROUPS[key][1], "", "| module | what it is for |", "|---|---|"]; group = key
+        lines.append(f"| [`{module}`](nbs/{stem}.ipynb) | {what} |")
+    return "\n".join(lines).strip()
 
 
 def render(nb):
@@ -21,7 +34,7 @@ def render(nb):
         elif not re.search(r"^#\|\s*(hide|default_exp)\b", source, re.M):
             if not re.search(r"^#\|\s*echo:\s*false", source, re.M): blocks.append(f"```python\n{source}\n```")
             if text := "".join(output_text(o) for o in cell["outputs"]).rstrip(): blocks.append(f"```\n{text}\n```")
-    return "<!-- made from nbs/index.ipynb by make readme -->\n\n" + "\n\n".join(blocks) + "\n"
+    return "<!-- made from nbs/index.ipynb by make readme -->\n\n" + MARK.sub(lambda _: tables(), "\n\n".join(blocks)) + "\n"
 
 
 def main(args):

@@ -60,7 +60,10 @@ def run(path):
             linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)   # Triton reads its kernels' source
             if cuda: print(f"--- {name}", flush=True)
             try: exec(compile(source, name, "exec"), module.__dict__)
-            except Exception:
+            except Exception as error:
+                if "could not fetch" in str(error):
+                    print(f"ends at {name}: a sample cannot be fetched here; {ran} cuda cells before it", flush=True)
+                    return True
                 print(f"FAILED {name}\n{source}\n{traceback.format_exc()}", flush=True)
                 return False
     finally: sys.modules["__main__"] = own

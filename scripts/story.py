@@ -1,0 +1,196 @@
+"""From raw text to titles: corpus, shards, plan, pre-training, a delta, cooking, int8, and a table; every size an argument.
+
+here:              story.py --out story
+on an H200:        story.py --out story --width 768 --layers 12 --heads 12 --ff 2560 --vocab 16000 --every 1 --pages 1 --seq 512 --batch 64 --steps 2000 --tune 1000 --cook 400 --price 3
+on 4 GPUs:         torchrun --nproc-per-node 4 scripts/story.py --out story …      (weights and optimizer spread over them; the last steps run on the first)
+"""
+import argparse
+import copy
+import json
+import math
+import re
+import time
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from bmlab.all import *
+from bmlab.panels import lead, rouge_l
+from bmlab.plan import training_cost
+
+ROOM, LONGEST = 32, 15                                            # tokens of a text that the title is made of, and of a title
+MODULES = ["project_q", "project_k", "project_v", "attention_out", "w_0", "w_1", "w_out"]
+
+
+def arguments():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", required=True, help="folder for everything; a second run goes on behind what is finished")
+    for name, default, what in (("width", 128, "of the model"), ("layers", 3, ""), ("heads", 4, ""), ("ff", 320, "width of the network"), ("vocab", 2000, "pieces of the tokenizer"), ("seq", 64, "tokens of a row"),
+                                ("batch", 16, "rows of a step, all processes together"), ("steps", 600, "of pre-training"), ("tune", 300, "steps of the delta"), ("rank", 8, "of the delta"), ("cook", 100, "steps of each stair"),
+                                ("every", 3, "take each so many-th manual"), ("pages", 20, "take each so many-th page of help"), ("tasks", 2, "parts of the corpus' work"), ("bits", 8, "of the last model: 8 or 4")):
+        p.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})".strip())
+    p.add_argument("--more", action="append", default=[], metavar="PACKAGE=PATTERN", help="further pages out of a Debian package, such as python3-doc='usr/share/doc/python3*/html/library/*.html'; may be given several times")
+    p.add_argument("--prepare", action="store_true", help="end when corpus, tokenizer and shards are there")
+    p.add_argument("--dropout", type=float, default=0., help="of pre-training, where the texts are read many times")
+    p.add_argument("--lr", type=float, default=1e-2, help="of pre-training and tuning (CPM-Ant's matrices have factors: larger than elsewhere)")
+    p.add_argument("--zero", type=int, default=3, choices=[2, 3]); p.add_argument("--offload", default="0.5", help="share of the optimizer on the host, or auto"); p.add_argument("--limit", help="of memory for the last model, such as 16MiB")
+    p.add_argument("--price", type=float, default=0.10, help="of an hour of one GPU, or of the machine where there is none")
+    return p.parse_args()
+
+
+def corpus(args, out):
+    "Cleaned texts, split; the card lies beside them"
+    from bmlab.corpus import Corpus, recipe
+    pages = sorted(fetch_deb("libreoffice-help-en-us", ["usr/share/libreoffice/help/en-US/text/*.html"]).rglob("*.html"))
+    manuals = Corpus.from_frame(sample_texts("manpages-zh")[::args.every], "manuals", license="several free ones", origin="Debian, manpages-zh")
+    raw = manuals + Corpus.from_html(pages[::args.pages], "help", license="MPL-2.0", origin="Debian, libreoffice-help-en-us")
+    for package, pattern in (more.split("=", 1) for more in args.more):
+        raw = raw + Corpus.from_html(sorted(fetch_deb(package, [pattern]).rglob("*.html")), package, license="as the package says", origin=f"Debian, {package}")
+    cleaned = raw.then(recipe("cpm")).run(out / "corpus", tasks=args.tasks, workers=min(args.tasks, 8))
+    print(cleaned.card.waterfall.to_string())
+    texts = cleaned.frame().text
+    return split(texts, held_out=min(0.12, 600 / len(texts)))
+
+
+def tokens(args, out, train):
+    "A tokenizer learnt from the texts, and their shards"
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence([pre_tokenizers.Split("[\u3400-\u9fff]+", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]), decoders.ByteLevel()
+    bpe.train_from_iterator(train, trainers.BpeTrainer(vocab_size=args.vocab, special_tokens=["<eod>", "<title>", "<pad>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eod>", pad_token="<pad>", additional_special_tokens=["<title>"]).save_pretrained(out / "tokenizer")
+    tokenize(train, PreTrainedTokenizerFast.from_pretrained(out / "tokenizer"), out / "shards")
+
+
+def sections(texts):
+    "(heading, paragraph) pairs, each once"
+    found = {}
+    for text in texts:
+        lines = text.split("\n")
+        for a, b in zip(lines, lines[1:]):
+            if len(b) >= 20 and re.fullmatch(r"\w[^\\$@,，。]{1,22}[\w)）]", a): found.setdefault(b, a)
+    return [(a, b) for b, a in found.items()]
+
+
+class Task:
+    "Titles as a task: prompts, batches, what a model says, its score"
+    def __init__(self, tok, known, held, most):
+        self.tok, self.known = tok, known
+        self.end, self.mark, self.pad = tok.convert_tokens_to_ids(["<eod>", "<title>", "<pad>"])
+        below = {b for _, b in self.known}
+        self.asked = [(a, b) for a, b in sections(held) if b not in below][:most]
+
+    def prompt(self, text):
+        ids = self.tok(text).input_ids[:ROOM]
+        return ids + [self.pad] * (ROOM - len(ids)) + [self.mark]
+
+    def batch(self, pairs):
+        ids = [self.prompt(b) + self.tok(a).input_ids[:LONGEST] + [self.end] for a, b in pairs]
+        x = torch.tensor([i + [self.pad] * (ROOM + LONGEST + 2 - len(i)) for i in ids])
+        y = x.clone(); y[:, :ROOM + 1] = -100; y[x == self.pad] = -100
+        return {"input_ids": x, "labels": y, "context": (torch.arange(x.shape[1]) <= ROOM).expand(x.shape)}
+
+    def lessons(self, n, rows, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        return [self.batch([self.known[i] for i in torch.randint(len(self.known), (rows,), generator=g).tolist()]) for _ in range(n)]
+
+    def score(self, said): return sum(rouge_l(t, a) for t, (a, _) in zip(said, self.asked)) / len(self.asked)
+
+    @torch.no_grad()
+    def said(self, model):
+        ids = torch.tensor([self.prompt(b) for _, b in self.asked], device=model.device)
+        out = [model.eval().generate(part, max_new_tokens=LONGEST + 1, do_sample=False, eos_token_id=self.end, pad_token_id=self.pad) for part in ids.split(50)]
+        return [self.tok.decode(o[ROOM + 1:], skip_special_tokens=True).strip() for part in out for o in part]
+
+
+def learn(model, batches, params, steps, lr, offload=None, cook=None, **options):
+    "Adam on a cosine"
+    opt = AdamW(params, lr=lr, weight_decay=0.01, offload=offload)
+    if cook: cook.follow(opt)
+    om = OptimManager(model=model); om.add_optimizer(opt, Cosine(opt, warmup_iter=20, end_iter=steps + 20))
+    return fit(model, batches, om, steps=steps, clip=1.0, plot=False, **({"loss": cook.objective()} if cook else {}), **options)
+
+
+def main():
+    args, out = arguments(), None
+    init_distributed(seed=0)
+    out, device = Path(args.out), local_device()
+    gpu = device.type == "cuda"
+    if rank() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        if not (out / "texts.json").exists():
+            train, held = corpus(args, out)
+            tokens(args, out, train)
+            (out / "texts.json").write_text(json.dumps([sections(train), held], ensure_ascii=False), encoding="utf-8")
+    synchronize()
+    if args.prepare: return shutdown()
+    from transformers import PreTrainedTokenizerFast
+    known, held = json.loads((out / "texts.json").read_text(encoding="utf-8"))
+    tok = PreTrainedTokenizerFast.from_pretrained(out / "tokenizer")
+    shape = dict(vocab_size=len(tok), hidden_size=args.width, num_attention_heads=args.heads, dim_head=args.width // args.heads, dim_ff=args.ff, num_hidden_layers=args.layers, prompt_types=4, prompt_length=4,
+                 position_bias_num_buckets=64, position_bias_max_distance=256, dropout_p=args.dropout, init_std=0.1)
+    rows = pack_tokens(held, tok, args.seq)[:96]
+    held_rows = list(Batches(rows, batch=16, shuffle=False))
+    offload, dtype = args.offload if args.offload == "auto" else float(args.offload), torch.bfloat16 if gpu else None
+
+    here = measure()
+    plan = plan_training(build("cpm-ant-10b", device="meta", **shape), batch=args.batch // world_size(), seq=args.seq, gpus=world_size(), zero=args.zero, machine=here, dtype=dtype, checkpoint=False, offload=offload,
+                         tokens=args.steps * args.batch * args.seq, price_per_gpu_hour=args.price)
+    print_rank(plan)
+    set_seed(0)
+    ant = build("cpm-ant-10b", device=device, **shape)
+    shard(ant, zero=args.zero, dtype=dtype, checkpoint=False)
+    log = learn(ant, Packed(Shards(out / "shards"), seq=args.seq, batch=args.batch), ant, args.steps, args.lr, offload, held_out=[{k: v[rank()::world_size()] for k, v in b.items()} for b in held_rows], every=max(args.steps // 4, 1), plan=plan)
+    export_hf(ant, out / "ant")
+    synchronize()
+    first, ranks, task = rank() == 0, world_size(), Task(tok, known, held, 500 if gpu else 150)
+    shutdown()                                                    # the rest is for one process
+    if first: finish(args, out, task, held_rows, log, plan, here, ranks)
+
+
+def finish(args, out, task, held_rows, log, plan, here, ranks):
+    "Delta, cooking, packed weights and the table, on one process"
+    from bmlab.cpm import CpmAntTied
+    log.to_csv(out / "log.csv", index=False)
+    print("perplexity at each look:", [round(math.exp(x), 1) for x in log.held_out.dropna()])
+    used = {"pre-trained": training_cost(log.seconds.iloc[-1], ranks, here.watts, args.price)}
+    beside = [("pre-train", "tokens/s", plan.tokens_s, log.tokens_per_s.median() * ranks), ("pre-train", "Wh", 1000 * plan.cost.kwh, 1000 * used["pre-trained"].kwh)]
+    ant = CpmAntTied.from_pretrained(out / "ant").to(local_device())
+    scores = {"first sentence": task.score([lead(b) for _, b in task.asked]), "pre-trained": task.score(task.said(ant))}
+
+    tuned = copy.deepcopy(ant)
+    delta, lessons = Lora(tuned, r=args.rank, alpha=16 * args.rank, modules=MODULES).freeze(), task.lessons(args.tune, 24)
+    faster = plan_training(tuned, inputs=lessons[0], machine=here, dtype=None, checkpoint=False, offload=0.)
+    taught = learn(tuned, lessons, delta.trainable(), args.tune, args.lr / 2)
+    beside.append(("Lora", "tokens/s", faster.tokens_s, taught.tokens_per_s.median()))
+    delta.save(out / "titles")
+    scores["tuned"], used["tuned"] = task.score(task.said(tuned)), training_cost(taught.seconds.iloc[-1], 1, here.watts, args.price)
+
+    whole, start = copy.deepcopy(tuned), time.perf_counter()
+    for d in deltas(whole).values(): d.merge()
+    whole.requires_grad_(True)
+    lessons = task.lessons(max(args.cook, 2), 24, seed=1)
+    cuts = [StructPrune(heads=max(args.heads * a // 4, 1), ffn=args.ff * a // 4, steps=max(args.cook // 3, 1)) for a in (3, 2)]
+    small = staircase(cuts, whole, lambda model, cook, i: learn(model, lessons, model.parameters(), args.cook, args.lr / 2, cook=cook), lessons[:2], methods=lambda i: [Distill(tuned)], save=out / "stairs")[-1]
+    used["cooked"], said = training_cost(time.perf_counter() - start, 1, here.watts, args.price), task.said(small)
+    scores["cooked"] = task.score(said)
+
+    engine = wrap(copy.deepcopy(small), task.tok, memory_limit=args.limit, bits=args.bits, max_ctx=64, max_batch=4)
+    print(engine.plan)
+    scores["packed"] = task.score([t.strip() for t in engine.generate([task.prompt(b) for _, b in task.asked], max_new_tokens=LONGEST + 1, temperature=0, stop=("\n",))])
+    for _ in engine.stream(task.prompt(task.asked[0][1]), max_new_tokens=24, temperature=2., seed=0): pass       # hot, so that it does not come to an end at once
+    beside.append(("packed", "tokens/s", *(engine.stats.get(k, math.nan) for k in ("predicted_tok_s", "decode_tok_s"))))
+    rows = []
+    for stage, m in (("pre-trained", ant), ("tuned", tuned), ("cooked", small), ("packed", engine.model)):
+        speed = engine.stats.get("decode_tok_s", math.nan) if stage == "packed" else decode_speed(m, ROOM + 1, 24)["decode_tok_s"]
+        row = {"stage": stage, "parameters": count(m).total, "bytes": count(m).bytes, "perplexity": perplexity(m, held_rows), "title score": scores[stage], "tokens/s": speed}
+        rows.append(row | ({"Wh": 1000 * used[stage].kwh, "cost": used[stage].money} if stage in used else {}))
+    table, beside = pd.DataFrame(rows).set_index("stage"), pd.DataFrame(beside, columns=["step", "what", "predicted", "measured"]).assign(ratio=lambda t: t.measured / t.predicted)
+    table.to_csv(out / "table.csv"); beside.to_csv(out / "predicted.csv", index=False)
+    print(f"first sentence as title: {scores['first sentence']:.3f}"); print(table.round(4).to_string()); print(beside.round(3).to_string())
+    for (heading, text), title in list(zip(task.asked, said))[::max(len(said) // 12, 1)]: print(f"{title!r} for {heading!r}: {text[:60]!r}")
+
+
+if __name__ == "__main__": main()

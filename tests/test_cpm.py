@@ -1,0 +1,278 @@
+"CPM-Ant and CPM-Bee against a transcription of their equations, with a cache and without, and under the library's other tools"
+import copy
+
+import pytest
+import torch
+import transformers as tf
+
+import reference_cpm as ref
+from bmlab.answering import BeeCollator, _said, _sayable, answer
+from bmlab.bee import Bee, _special_ids, encode_bee
+from bmlab.cpm import CpmAntTied, mask_modules
+from bmlab.cpmbee import BEE_SPECIALS, CpmBeeConfig, CpmBeeForCausalLM, CpmBeeTokenizer, register
+
+SMALL = dict(hidden_size=16, num_attention_heads=2, dim_head=6, dim_ff=20, num_hidden_layers=4, mask_modules="banb")
+ANT = dict(SMALL, vocab_size=40, prompt_length=3, prompt_types=4, segment_types=5, position_bias_num_buckets=16, position_bias_max_distance=20)
+
+
+def ant(**kw):
+    torch.manual_seed(0)
+    return CpmAntTied(tf.CpmAntConfig(**{**ANT, **kw})).eval()
+
+
+def tokenizer(): return CpmBeeTokenizer(vocab=[*BEE_SPECIALS, *"今天气好冷一二三四问答选项是否", "天气", "ab", "a", "b"])
+
+
+def bee(tok=None, **kw):
+    torch.manual_seed(0)
+    model = CpmBeeForCausalLM(CpmBeeConfig(**{**SMALL, "vocab_size": len(tok or tokenizer()), "position_bias_num_buckets": 16, "position_bias_max_distance": 20, **kw}))
+    with torch.no_grad(): model.cpmbee.encoder.layers[0].self_att.layernorm_before_attention.weight.uniform_(.5, 2)
+    return model.eval()
+
+
+def weights(model): return {k: v.detach() for k, v in model.state_dict().items()}
+
+
+# ---- the equations ------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", [0, 2])
+def test_ant_is_the_published_equations(kind):
+    model = ant()
+    ids, context, length = [5, 9, 31, 7, 7, 12, 20, 3, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0, 0, 0], 8
+    mine = model(torch.tensor([ids]), attention_mask=torch.tensor([[1] * length + [0] * 2]), context=torch.tensor([context]), prompt_type=kind).logits[0, :length]
+    theirs = ref.ant(weights(model), model.config, ids, [bool(c) for c in context], length, kind)[:length]
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+def test_ant_far_buckets_and_causal_answers():
+    model, ids = ant(num_hidden_layers=2), [(7 * i) % 37 + 3 for i in range(34)]
+    labels = torch.tensor([[-100] * 6 + ids[6:]])
+    mine = model(torch.tensor([ids]), labels=labels)
+    theirs = ref.ant(weights(model), model.config, ids, [True] * 6 + [False] * 28, 34)
+    torch.testing.assert_close(mine.logits[0], theirs, rtol=0, atol=1e-5)
+    want = torch.nn.functional.cross_entropy(theirs[:-1], labels[0, 1:])
+    torch.testing.assert_close(mine.loss, want, rtol=0, atol=1e-5)
+
+
+TASKS = [{"问": "今天天气冷冷ab", "选项": {"<option_0>": "好", "<option_1>": "冷", "<option_2>": "ab"}, "<ans>": "<option_2>"},
+         {"问": "ZZ今<mask_0>是<mask_1>", "项": {"一": {"二": "YY三", "三": "四"}}, "<ans>": {"<mask_0>": "YY天", "<mask_1>": "ZZ"}},
+         {"问": "b<mask_4>", "<ans>": {"<mask_4>": "好"}}]
+
+
+def flat(parts, tok):
+    "One row as CPM-Live packs it, made from the tasks themselves: parts [(span, sample, BeeTokens)]"
+    out = {k: [] for k in ("ids", "subs", "context", "samples", "num_segments", "segment", "offset", "span")}
+    relations = []
+    for span, sample, t in parts:
+        n, S = len(t.ids), len(t.relations)
+        for k, v in dict(ids=t.ids, subs=t.sub_ids, context=t.context, samples=[sample] * n, num_segments=[S] * n, segment=t.segments, offset=[len(relations)] * n, span=[span] * n).items():
+            out[k] += v.tolist() if torch.is_tensor(v) else v
+        relations += t.relations.flatten().tolist()
+    return out, relations
+
+
+def test_bee_is_the_published_equations_alone_packed_and_beside_an_example():
+    tok = tokenizer()
+    model = bee(tok)
+    for tasks in ([[TASKS[0]]], [[TASKS[1], TASKS[0], TASKS[2]]], [[(TASKS[1], [TASKS[0], TASKS[2]])]]):
+        collate = BeeCollator(tok, max_length=400)
+        batch = collate(tasks[0])
+        done = [collate.encode(t) for t in tasks[0]]
+        order = sorted(range(len(done)), key=lambda i: -len(done[i][0].ids)) if len(done) > 1 else [0]
+        parts = [(span, sample, t) for span, i in enumerate(order) for sample, t in enumerate([done[i][0], *done[i][1]])]
+        row, relations = flat(parts, tok)
+        assert batch["input_ids"].shape[0] == 1 and batch["input_ids"][0].tolist() == row["ids"]
+        ext = list(zip(batch["ext_ids"][0].tolist(), batch["ext_subs"][0].tolist()))
+        theirs = ref.bee(weights(model), model.config, row["ids"], row["subs"], len(row["ids"]), [bool(c) for c in row["context"]], row["samples"], row["num_segments"], row["segment"],
+                         row["offset"], relations, row["span"], ext)
+        out = model(**batch)
+        torch.testing.assert_close(out.logits[0], theirs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(theirs, batch["targets"][0]), rtol=0, atol=1e-5)
+
+
+def test_targets_are_what_cpm_live_trains():
+    "Each answer's tokens behind its <s>, then </s> where the next <s> would be; nothing elsewhere"
+    tok = tokenizer()
+    b = BeeCollator(tok, pack=False)([TASKS[1]])
+    at = (b["targets"][0] >= 0).nonzero()[:, 0]
+    assert (b["context"][0, at] == 0).all() and (b["context"][0] == 0).sum() == len(at)
+    assert [t.item() for t in b["targets"][0, at]].count(tok.eos_token_id) == 2
+    said = [(b["ext_ids"][0, t - len(tok)].item(), b["ext_subs"][0, t - len(tok)].item()) if t >= len(tok) else t.item() for t in b["targets"][0, at]]
+    assert said == [(tok.unk_token_id, 1), *tok("天", return_offsets_mapping=True)["input_ids"], tok.eos_token_id, tok.unk_token_id, tok.eos_token_id]    # YY is unknown word 1, ZZ word 0
+
+
+# ---- answers ------------------------------------------------------------------------------------------------------------------------
+
+def follow(model, tok, task, said):
+    "Is each token of the answer the likeliest that may be said, when the answered task is read whole?"
+    collate = BeeCollator(tok, max_length=900, pack=False)
+    batch, tokens = collate([said]), encode_bee(task.asked(), tok)
+    special, V = _special_ids(tok), model.config.vocab_size
+    ok = _sayable(tokens, batch["ext_ids"].shape[1], special, V, None)
+    ok[special["/s"]] = True
+    with torch.no_grad(): logits = model(**batch).logits[0].masked_fill(~ok, -torch.inf)
+    at = batch["targets"][0] >= 0
+    return (logits[at].argmax(-1) == batch["targets"][0, at]).tolist()
+
+
+def test_answers_over_a_cache_are_those_read_whole():
+    tok, checked = tokenizer(), 0
+    for seed in range(12):
+        model = bee(tok)
+        g = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in model.parameters(): p.copy_(torch.randn(p.shape, generator=g))
+            model.cpmbee.input_embedding.weight[tok.eos_token_id] *= 2.5                                     # so that some answers end by themselves
+        tasks = [Bee(t).asked() for t in TASKS]
+        for task, said in zip(tasks, answer(model, tok, tasks, max_new_tokens=6, min_new_tokens=0)):
+            if not said.answered: continue
+            answers = [said.data["<ans>"]] if isinstance(said.data["<ans>"], str) else list(said.data["<ans>"].values())
+            lengths = [len(encode_bee(Bee({"<ans>": a}), tok).context) - int(encode_bee(Bee({"<ans>": a}), tok).context.sum()) - 1 for a in answers]
+            fits = follow(model, tok, task, said)
+            at = 0
+            for n in lengths:                                                                                # the last place says </s>, or was cut off by max_new_tokens
+                if all(fits[at:at + n]): checked += 1
+                else: assert n > 1                                                                           # (two unknown words, or pieces, side by side read as one)
+                at += n + 1
+    assert checked >= 12
+
+
+def test_only_options_and_only_what_is_there():
+    tok = tokenizer()
+    model = bee(tok)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        with torch.no_grad(): model.cpmbee.input_embedding.weight.normal_(std=3)
+        said = answer(model, tok, Bee(TASKS[0]), only="options").data["<ans>"]
+        assert said in {"<option_0>", "<option_1>", "<option_2>"}
+        free = answer(model, tok, TASKS[2], max_new_tokens=20).data["<ans>"]["<mask_4>"]
+        assert not any(s in free for s in ("<option", "<pad>", "<root>", "<s>", "<unk>"))
+        Bee({"a": "<mask_4>", "<ans>": {"<mask_4>": free}})                                                  # may stand in a task as it is
+
+
+def test_examples_beside_a_task_change_the_answer_and_a_batch_does_not():
+    tok = tokenizer()
+    model = bee(tok)
+    tasks = [Bee(t).asked() for t in TASKS]
+    alone = [answer(model, tok, t, max_new_tokens=5).json() for t in tasks]
+    assert [a.json() for a in answer(model, tok, tasks, max_new_tokens=5, batch=3)] == alone
+    assert [a.json() for a in answer(model, tok, tasks, max_new_tokens=5, examples=[TASKS[0], TASKS[2]])] != alone
+
+
+# ---- the tokenizer ------------------------------------------------------------------------------------------------------------------
+
+def test_tokenizer_by_brute_force():
+    "Longest piece first: the same cut as by trying every prefix"
+    tok = tokenizer()
+    words = {w for w in tok.get_vocab() if w not in BEE_SPECIALS} | {" ", "\n"}
+    g = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        text = "".join("今天气abZÜ<> \n"[i] for i in torch.randint(0, 11, (12,), generator=g))
+        want, i = [], 0
+        while i < len(text):
+            n = max((len(w) for w in words if text.startswith(w, i)), default=0)
+            if n: want.append(text[i:i + n])
+            elif want and want[-1][0] == "?": want[-1] += text[i]
+            else: want.append("?" + text[i])
+            i += n or 1
+        got = tok("" + text, add_special_tokens=False, return_offsets_mapping=True)
+        assert [text[a:b] for a, b in got["offset_mapping"]] == [w.removeprefix("?") for w in want]
+        assert [i == tok.unk_token_id for i in got["input_ids"]] == [w[0] == "?" for w in want]
+
+
+# ---- other tools --------------------------------------------------------------------------------------------------------------------
+
+MODELS = {"ant": lambda **kw: ant(mask_modules=None, **kw), "bee": lambda **kw: bee(mask_modules=None, vocab_size=40, **kw)}
+IDS = torch.arange(24).view(3, 8) % 30 + 8
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_lora_attaches_trains_merges_and_leaves(name):
+    from bmlab.lora import Lora
+    model = MODELS[name]()
+    plain = model(IDS).logits
+    d = Lora(model, r=2)
+    with torch.no_grad():
+        for p in d.parameters(): p.add_(torch.randn(p.shape) * .1)
+    tuned = model(IDS).logits
+    assert (tuned - plain).abs().max() > 1e-3
+    d.freeze()
+    model(IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for p in d.trainable())
+    d.detach()
+    torch.testing.assert_close(model(IDS).logits, plain, rtol=0, atol=1e-5)                                 # (a frozen bias takes another kernel)
+    d.attach(); d.merge()
+    torch.testing.assert_close(model(IDS).logits, tuned, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cook_cuts_and_what_is_left_computes_what_a_mask_says(name, tmp_path):
+    from bmlab.cook import Cook
+    from bmlab.cooked import load_cooked, save_cooked
+    from bmlab.prune import StructPrune
+    from bmlab.slicing import mask_model, reloads, slice_model, structure
+    model = MODELS[name]()
+    found = structure(model)
+    keep = {n: [1] for n in found.attention()} | {n: [0, 3, 7] for n in found.ffn()} | {"hidden": [0, 2, 3, 5, 8, 9, 11, 15]}
+    small, big = copy.deepcopy(model), mask_model(copy.deepcopy(model), keep)
+    slice_model(small, keep)
+    with torch.no_grad(): torch.testing.assert_close(small(IDS).logits, big(IDS).logits, rtol=0, atol=1e-4)
+    assert reloads(small) and small.config.scale_widths == model.config.scale_widths                         # the factors are those of the whole model
+    small.save_pretrained(tmp_path / "hf")
+    assert torch.equal(type(model).from_pretrained(tmp_path / "hf").eval()(IDS).logits, small(IDS).logits)
+    cook = Cook(model, [StructPrune(kv_groups=.5, ffn=.5, score="magnitude")], calib=[{"input_ids": IDS, "labels": IDS}])
+    cut = cook.export().eval()
+    assert torch.equal(load_cooked(save_cooked(cut, tmp_path / "cooked")).eval()(IDS, labels=IDS).logits, cut(IDS, labels=IDS).logits)
+    assert sum(p.numel() for p in cut.parameters()) < sum(p.numel() for p in MODELS[name]().parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shard_at_world_one(name):
+    from bmlab.processes import init_distributed
+    from bmlab.sharding import shard
+    model = MODELS[name]().train()
+    plain = copy.deepcopy(model)
+    plain(IDS, labels=IDS).loss.backward()
+    init_distributed(seed=0)
+    shard(model, zero=3, checkpoint=True, dtype=torch.float32)
+    loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    torch.testing.assert_close(loss, plain(IDS, labels=IDS).loss, rtol=0, atol=1e-5)
+    want = {n: p.grad for n, p in plain.named_parameters()}
+    got = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
+    for n, g in want.items(): torch.testing.assert_close(got[n].full_tensor() if hasattr(got[n], "full_tensor") else got[n], g, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_wrap_streams_the_same_tokens(name):
+    from bmlab.infer import wrap
+    model = MODELS[name](num_hidden_layers=4)
+    want = model.generate(IDS[:1], max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    e = wrap(copy.deepcopy(model), None, bits=None, device="cpu", max_ctx=64)
+    assert e.model.generate(IDS[:1], max_new_tokens=8, min_new_tokens=8, do_sample=False).tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_peft_and_a_folder(name, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = MODELS[name]()
+    model.save_pretrained(tmp_path)
+    back = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(back(IDS).logits, model(IDS).logits)
+    if name == "bee": register(); assert type(tf.AutoModelForCausalLM.from_pretrained(tmp_path)) is CpmBeeForCausalLM
+    tuned = peft.get_peft_model(back, peft.LoraConfig(r=2, target_modules=["project_q", "project_v"], task_type="CAUSAL_LM"))
+    tuned(input_ids=IDS, labels=IDS).loss.backward()
+    assert tuned.generate(input_ids=IDS[:1], max_new_tokens=3).shape[1] <= 11
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_half_precision_and_fully_padded_rows_stay_finite(name):
+    model = MODELS[name]().to(torch.bfloat16)
+    mask = torch.ones_like(IDS); mask[0] = 0; mask[1, :3] = 0
+    out = model(IDS, attention_mask=mask, labels=IDS)
+    out.loss.backward()
+    assert torch.isfinite(out.logits).all() and all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_letters_are_the_published_pairs():
+    assert mask_modules("ban.") == [[False, False], [False, True], [True, False], [True, True]]
