@@ -7,6 +7,7 @@ import pytest
 CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = playwright.expect
+expect.set_options(timeout=30_000)          # a bound for what never comes, not for how fast a busy machine is
 
 FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync
            --disable-default-apps --disable-extensions --metrics-recording-only --disable-dev-shm-usage""".split()

@@ -152,6 +152,18 @@ def test_busy_is_said(lab):
     lab.box(5).press("Enter"); expect(lab.said(5).last).to_contain_text("You said: Are you there?"); expect(lab.note(5)).to_have_text(""); expect(lab.box(5)).to_have_value(""); lab.idle(5)
 
 
+def test_focus_that_went_on_is_not_fetched_back(lab):
+    "The record of a panel is drawn in the moment at which the next panel gets the focus"
+    lab.box(1).click()
+    assert lab.page.evaluate("""async ([from, to]) => {
+      const place = from.closest(".bmlab-panel").parentElement;
+      const fresh = place.cloneNode(false); fresh.append(...[...place.children].filter(e => !e.contains(from)).map(e => e.cloneNode(true)));
+      to.focus(); place.replaceWith(fresh);
+      await new Promise(done => queueMicrotask(() => queueMicrotask(done)));
+      return [from.isConnected, document.activeElement === to];
+    }""", [lab.box(1).element_handle(), lab.box(5).element_handle()]) == [True, True]
+
+
 def test_blanks_are_filled_in_place(lab):
     lab.run(3, "e.pause = 2")
     lab.box(2).click(); lab.page.keyboard.press("Control+Enter")
