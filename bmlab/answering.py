@@ -8,6 +8,7 @@ __all__ = ['renumbered', 'BeeCollator', 'answer']
 # %% ../nbs/37a_answering.ipynb #f43c7be6
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -120,11 +121,12 @@ def _sayable(tokens, ext, special, V, only):
 
 def _said(ids, tokens, tok, V):
     "Ids of an answer as a leaf of the task"
-    entries, out = [x for x in tokens.table if x[1] > 0], []
-    for i in ids:
-        what = tokens.table.get(entries[i - V] if i >= V else (i, 0))
-        if what is not None: out.append(what if what[0] == "<" and what[-1] == ">" else escape(what))
-        else: out.append(escape(tok.convert_tokens_to_string([tok.convert_ids_to_tokens(i)])).replace("<</n>", "\n").replace("<</_>", " "))
+    entries, special, out = [x for x in tokens.table if x[1] > 0], _special_ids(tok), []
+    named = [(tokens.table.get(entries[i - V] if i >= V else (i, 0)), i) for i in ids]
+    for (what, white), run in groupby(named, lambda x: (x[0], {special["/n"]: "\n", special["/_"]: " "}.get(x[1]))):
+        run = [i for _, i in run]
+        if what is not None: out += [what if what[0] == "<" and what[-1] == ">" else escape(what)] * len(run)
+        else: out.append(white * len(run) if white else escape(tok.convert_tokens_to_string(tok.convert_ids_to_tokens(run))))       # a character may be of several tokens
     return "".join(out)
 
 # %% ../nbs/37a_answering.ipynb #727a71a9

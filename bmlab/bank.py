@@ -668,7 +668,7 @@ class _Training(_Routing):
         logits:Tensor,   # (B, L, V)
         labels:Tensor,   # (B, L), −100 where there is none
         shift:bool=True, # labels[:, i] is what logits[:, i − 1] predicts, as in a causal language model
-    )->dict[str, Tensor]:# user → () mean over the labels of that user's rows
+    )->dict[str, Tensor]:# user → () mean over the labels of that user's rows, 0 without any
         "Each user's own mean loss; their sum gives each user the gradient that training alone would."
         route = _route_of(self.key)
         if route is None or len(logits) != len(route): raise ValueError(f"{len(logits)} rows of logits, and a route of {len(route) if route else 'no'} rows; call it inside the same bank.route")
@@ -676,7 +676,7 @@ class _Training(_Routing):
         each = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none").view(len(route), -1).sum(1)
         users, whose = route.owners(each.device)
         total, n = (t.new_zeros(len(users) + 1).index_add(0, whose, t).unbind() for t in (each, (labels != -100).sum(1)))
-        return {u: t / k for u, t, k in zip(users, total, n)}
+        return {u: t / k.clamp_min(1) for u, t, k in zip(users, total, n)}
 
 # %% ../nbs/34_bank.ipynb #0bc3e7de
 class DeltaBank(_Training):

@@ -109,6 +109,7 @@ class _Places:
         self.decoder.free([r])
     def _free(self, r):
         with contextlib.suppress(Exception): self.decoder.free([r])
+        with contextlib.suppress(Exception): self.sampler.set(r, [])
         if self.draft:
             with contextlib.suppress(Exception): self.draft.drop(r)
     def _fail(self, e):
@@ -142,7 +143,7 @@ class _Queue(_Places):
                 if h.cancelled: h._end("cancelled")
                 elif self.decoder.mode != "static": self._alone(h)
                 else: self.fed = None; self._give({r: [self._read(r, h)]}); continue
-            except Exception as e: h._end("error", e); self._free(r)
+            except Exception as e: self._free(r); h._end("error", e)
             del self.active[r]
 
 # %% ../nbs/38e_batching.ipynb #d00ed469
@@ -226,7 +227,10 @@ class Batcher(_Worker):
         Sampler(seed=seed)                                               # (is it one?)
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1: raise ValueError(f"max_new_tokens={max_new_tokens!r}: a number, 1 or more")
         if (bad := next((i for i in ids if not isinstance(i, int) or not 0 <= i < d.vocab), None)) is not None: raise ValueError(f"prompt holds {bad!r}; a token is a number from 0 to {d.vocab - 1}")
-        n = 1 if getattr(d.model.config, "is_encoder_decoder", False) else len(ids)
+        source = getattr(d.model.config, "is_encoder_decoder", False)
+        if source and len(ids) > d.max_source: raise ValueError(f"a source of {len(ids)} tokens exceeds max_source={d.max_source}")
+        if (places_of := getattr(d.model, "places_of", None)) is not None: places_of(torch.tensor([ids]))       # (does it begin a piece?)
+        n = 1 if source else len(ids)
         if d.mode == "static" and n + max_new_tokens > d.max_ctx: raise ValueError(f"a prompt of {n} tokens and max_new_tokens={max_new_tokens} exceed max_ctx={d.max_ctx}")
         h = Handle(ids, options, max_new_tokens, frozenset(end_ids(d.model, self.tok) if stop_ids is None else stop_ids), RowText(self.tok, stop))
         with self.wake:

@@ -217,6 +217,7 @@ class BeeTokens:
 
     def __repr__(self): return f"BeeTokens({len(self.ids)} tokens in {len(self.relations)} segments, {int((~self.context).sum())} of the answer)"
 
+# %% ../nbs/37_bee.ipynb #d04b8e27
 def _special_ids(tok):
     "{special: id}; raises for a tokenizer without them"
     out = {s: tok.convert_tokens_to_ids(f"<{s}>") for s in SPECIALS}
@@ -224,12 +225,19 @@ def _special_ids(tok):
     if lacking: raise ValueError(f"this tokenizer has no {', '.join(lacking)}; add them by tok.add_tokens({lacking}) and resize the model's embedding, or take render() for an ordinary model")
     return out
 
+def _letters(tok, text, special):
+    "[(id, its text)] of a text that is itself, even where it looks like a special"
+    enc = tok(text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=True)
+    own = [(i, text[a:b]) for i, (a, b) in zip(enc["input_ids"], enc["offset_mapping"])]
+    return [x for i, t in own for x in ([y for c in t for y in _letters(tok, c, special)] if i in special and len(t) > 1 else [(i, t)])]     # added words are not split
+
 def encode_bee(
     task:Bee, # answered to learn from it; with empty answers to be asked
     tok,      # a tokenizer with CPM-Bee's specials
 )->BeeTokens:
     "A task as a model reads it."
     special, numbers, table = _special_ids(tok), {}, {}
+    reserved = {*special.values()} - {tok.unk_token_id}
     def number(kind, what):                                                  # by first appearance
         own = numbers.setdefault(kind, {})
         n = own.setdefault(what, len(own))
@@ -241,8 +249,7 @@ def encode_bee(
             if is_special: out.append(number(x[0], f"<{x[0]}_{x[1]}>") if x[1] is not None else (special[x[0]], 0)); continue
             for part in re.split(r"(\n)", x):
                 if part == "\n": out.append((special["/n"], 0)); continue
-                enc = tok(part, add_special_tokens=False, return_offsets_mapping=True)
-                for i, (a, b) in zip(enc["input_ids"], enc["offset_mapping"]): out.append(number("unk", part[a:b]) if i == tok.unk_token_id else (i, 0))
+                out += [number("unk", t) if i == tok.unk_token_id else (i, 0) for i, t in _letters(tok, part, reserved)]
         return out
     rows = []                                                                # (id, sub-id, segment, context)
     for k, s in enumerate(task.segments):
@@ -285,8 +292,16 @@ def read(
     start, end = said.find("{"), said.rfind("}")
     got = _load(said[start:end + 1]) if 0 <= start < end else None
     if not isinstance(got, Mapping): raise BeeError(f"the answer holds no JSON object, and {', '.join(want)} were asked for", said)
-    if lacking := [k for k in want if not isinstance(got.get(k), str)]: raise BeeError(f"the answer has no text for {lacking[0]}; it has {', '.join(map(repr, got)) or 'nothing'}", said)
-    return Bee(task.data | {"<ans>": {k: _with_specials(got[k]) for k in want}}, max_depth=task.max_depth)
+    return Bee(task.data | {"<ans>": _taken(want, got, (), said)}, max_depth=task.max_depth)
+
+def _taken(want, got, path, said):
+    "What was asked for out of an answer, whose keys are as `render` shows them or as they stand in the task"
+    out = {}
+    for k, v in want.items():
+        own, kind = got.get(_plainly(k), got.get(k)), "text" if isinstance(v, str) else "object"
+        if not isinstance(own, str if kind == "text" else Mapping): raise BeeError(f"the answer has no {kind} for {_said((*path, k))}; it has {', '.join(map(repr, got)) or 'nothing'}", said)
+        out[k] = _with_specials(own) if kind == "text" else _taken(v, own, (*path, k), said)
+    return out
 
 def _with_specials(text):
     "Known specials stay, every other < is itself"

@@ -329,7 +329,7 @@ class FusedCrossEntropy(torch.nn.Module):
         if self.weight is not None or self.label_smoothing or input.dtype not in (torch.half, torch.bfloat16):
             wide = input.float() if input.dtype in (torch.half, torch.bfloat16) else input
             return F.cross_entropy(wide, target, None if self.weight is None else self.weight.to(wide.dtype), ignore_index=self.ignore_index, reduction=self.reduction, label_smoothing=self.label_smoothing)
-        losses = _HalfLoss.apply(input, torch.where(target == self.ignore_index, -1, target), 1024)
+        losses = _HalfLoss.apply(input, torch.where(target == self.ignore_index, -1, torch.where(target < 0, input.shape[-1], target)), 1024)
         return losses if self.reduction == "none" else losses.sum() if self.reduction == "sum" else losses.sum() / (target != self.ignore_index).sum()
 
 # %% ../nbs/13_bmtrain.ipynb #e07f9023

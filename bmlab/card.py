@@ -167,6 +167,8 @@ class ModelCard:
     def __post_init__(self):
         for k in ("name", "license", "source"):
             if not isinstance(getattr(self, k), str) or not getattr(self, k).strip(): raise ValueError(f"{k}={getattr(self, k)!r}: say it in words; 'unknown' is one")
+        if not isinstance(self.sha256, dict): raise ValueError(f"sha256={self.sha256!r}: a dict, file → digits; empty if there are none")
+        if isinstance(self.changes, str): raise ValueError(f"changes={self.changes!r}: a tuple of texts, such as ({self.changes!r},)")
         for file, digits in self.sha256.items():
             if not re.fullmatch(r"[0-9a-f]{64}", str(digits)): raise ValueError(f"sha256[{file!r}]={digits!r}: 64 hexadecimal digits are needed")
         object.__setattr__(self, "changes", tuple(self.changes))
@@ -192,6 +194,7 @@ class ModelCard:
 def _card(values, where):
     "A card from a dict read somewhere; unknown fields are an error"
     names = {f.name for f in fields(ModelCard)}
+    if not isinstance(values, dict): raise ValueError(f"{where} has a card that is no dict: {values!r}")
     for k in values:
         if k not in names: raise ValueError(f"{where} has a card with a field {k!r}{did_you_mean(k, names)}; it was written by another version")
     try: return ModelCard(**values)

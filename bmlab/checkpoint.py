@@ -6,10 +6,11 @@
 __all__ = ['named_tensors', 'Saving', 'save', 'latest', 'load_weights', 'export_hf']
 
 # %% ../nbs/09e_checkpoint.ipynb #22c266ca
-import contextlib, copy, fcntl, io, json, logging, os, shutil, sys, threading, time, warnings
+import contextlib, copy, fcntl, io, json, logging, operator, os, pickle, shutil, sys, threading, time, warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import safetensors
 import torch
 import torch.distributed as dist
@@ -207,6 +208,7 @@ def save(
     "Write a checkpoint that is whole or not there (sharded by `torch.distributed.checkpoint`)."
     if hf and not blocking: raise ValueError("hf=True gathers tensors from all ranks as it writes: it needs blocking=True")
     if keep is not None and keep < 1: raise ValueError(f"keep={keep}: a number of checkpoints, 1 or more, or None")
+    step = None if step is None else operator.index(step)
     state = _state(model, _optimizers(optimizer, manager), manager, step, extra)
     if not blocking: state = {k: v.detach().to("cpu", copy=True) for k, v in state.items()}
     name = "weights" if step is None else f"step-{step:08d}"
@@ -235,12 +237,21 @@ def _state(model, optimizers, manager, step, extra):
         entries, rest = _optimizer_state(model, opt, i)
         state |= entries; common["optimizers"].append(rest)
     if manager is not None: common["manager"] = manager.state_dict(optimizers=False)
-    return state | {"common": _packed(common), f"extra.{rank()}": _packed(extra or {})}
+    return state | {"common": _packed(common, "an option of the optimizer or a state of the manager"), f"extra.{rank()}": _packed(extra or {}, "extra=")}
 
-def _packed(x):
-    "Numbers, strings and tensors as one tensor of bytes"
-    torch.save(x, buffer := io.BytesIO())
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+def _plain(x):
+    "NumPy's numbers as Python's"
+    if isinstance(x, np.generic): return x.item()
+    if type(x) is dict: return {_plain(k): _plain(v) for k, v in x.items()}
+    return type(x)(map(_plain, x)) if type(x) in (list, tuple) else x
+
+def _packed(x, what):
+    "Numbers, strings and tensors as one tensor of bytes, which can be read again"
+    torch.save(_plain(x), buffer := io.BytesIO())
+    out = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    try: _unpacked(out)
+    except pickle.UnpicklingError as e: raise TypeError(f"{what} holds more than tensors, numbers, strings, and lists, tuples and dicts of them, and could not be read again") from e
+    return out
 
 def _unpacked(t): return torch.load(io.BytesIO(t.numpy().tobytes()), weights_only=True)
 

@@ -463,7 +463,8 @@ def _recovered(folder):
     for r in kept:
         if r.get("file"): ends[r["file"]] = max(ends.get(r["file"], 0), r["end"])
     for name, size in sizes.items():
-        if size > ends.get(name, 0): os.truncate(folder / name, ends.get(name, 0))
+        if name not in ends: (folder / name).unlink()                                                # readers take an empty file for a mistake
+        elif size > ends[name]: os.truncate(folder / name, ends[name])
     return {r["key"]: r for r in kept}
 
 # %% ../nbs/03e_collect.ipynb #5b0e1241
@@ -523,7 +524,7 @@ def _items(source, kind, base, fetcher):
         return
     if kind == "sitemap": found = sitemap_urls(source, fetcher)
     elif isinstance(source, Path) or isinstance(source, str) and not re.match("https?:", source):
-        found = (u for line in Path(source).read_text(encoding="utf-8").splitlines() if (u := line.strip()) and not u.startswith("#"))
+        found = (u for line in Path(source).read_text(encoding="utf-8-sig").splitlines() if (u := line.strip()) and not u.startswith("#"))
     else: found = [source] if isinstance(source, str) else source
     outside = kind == "sitemap" and re.match("https?:", str(source)) and not _is_inside(str(source))
     for url in map(str, found):

@@ -407,6 +407,13 @@ def _shrink(family, name, scale):
     "By what an original's tensor was divided"
     return math.prod(scale ** power for pattern, power in (family.shrunk or {}).items() if re.search(pattern, name)) if scale != 1 else 1
 
+def _cast(name, t, dtype=None, by=1, over=1):
+    "A tensor · by / over in a dtype, computed in float32 at least; what does not fit is an error"
+    if by == over == 1 and dtype in (None, t.dtype): return t
+    out = (t if by == over else t.to(torch.promote_types(t.dtype, torch.float32)) * by / over).to(dtype or t.dtype)
+    if out.is_floating_point() and not torch.equal(out.isfinite(), t.isfinite()): raise ValueError(f"{name!r} holds numbers that {out.dtype} has no room for; try dtype=torch.float32")
+    return out
+
 def _turned_out(rules, side, source, shapes, family, dtype=None, scale=1):
     "Yields (name, Tensor) of the other side, rule by rule, shapes checked"
     other, back = ("new", True) if side == "old" else ("old", False)
@@ -416,14 +423,13 @@ def _turned_out(rules, side, source, shapes, family, dtype=None, scale=1):
         for n, t, want in zip(getattr(r, side), given, took):
             if t.shape != want: raise ValueError(f"{n!r} has the shape {tuple(t.shape)}, and by the configuration {tuple(want)}")
         if back and scale != 1:
-            given = [t if (f := _shrink(family, n, scale)) == 1 else t * f for n, t in zip(r.old, given)]
+            given = [_cast(n, t, dtype, by=_shrink(family, n, scale)) for n, t in zip(r.old, given)]
             if r.how == "twice" and torch.allclose(given[0].float(), given[-1].float(), rtol=1e-2, atol=1e-5): given = given[-1:] * len(given)    # the copy that was never divided
         try: made = _ways(r, shapes[r][0][0][0])[back](given)
         except ValueError as e: raise ValueError(f"{', '.join(getattr(r, side))}: {e}") from None
         for n, t, want in zip(getattr(r, other), made, makes, strict=True):
             if t.shape != want: raise ValueError(f"{n!r} would have the shape {tuple(t.shape)} instead of {tuple(want)}")
-            if not back and (f := _shrink(family, n, scale)) != 1: t = t / f
-            yield n, t.to(dtype) if dtype else t
+            yield n, _cast(n, t, dtype, over=1 if back else _shrink(family, n, scale))
 
 # %% ../nbs/08d_convert.ipynb #9c248be2
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
 from .cooked import Calibration, bytes_on_disk, divergence, load_cooked, peak_bytes, perplexity, replace_child, report, save_cooked
-from .cooked import _check_measured, _distance, _quality, _speed
+from .cooked import _batches, _check_measured, _distance, _quality, _speed
 from .cookplots import pareto, plot_experts, plot_gates, plot_mask, plot_weights
 from .core import changed, count, did_you_mean, parts, resolve, table, tensor_key, unwrap
 from .train import model_loss
@@ -124,7 +124,7 @@ def bake(
     if p not in (on := chain(module, name)): unparametrize(module, name, p)                     # raises
     if on[0] is not p: raise ValueError(f"{type(on[0]).__name__} stands before this {type(p).__name__} on {name}; bake or take that off first")
     weight = stored(module, name)
-    weight.data = p(weight).detach().to(weight.dtype)
+    weight.copy_(p(weight))                                          # in place: an optimizer that keeps a master of it sees that
     unparametrize(module, name, p)
 
 def _forget_compiled():
@@ -279,8 +279,7 @@ class _Attached:
         if type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
             raise RuntimeError(f"a {type(model).__name__} would not see what is added now; attach Cook to the model before wrapping it")
         self.methods = _check_recipe(self.model, methods)
-        calib = None if calib is None else list(calib)
-        if calib == []: raise ValueError("calib is empty; give a few batches, or None")
+        calib = None if calib is None else _batches(calib)
         restore, hooks, slots = _as_it_is(self.model), _hooks(self.model), {}
         try:
             for m in self.methods: m.prepare(self.model, calib)
@@ -378,14 +377,14 @@ class _Detachable(_Trained):
         "Inside `with cook.off():` the model computes as without the methods, from the weights it has now."
         self._check()
         hidden = [(m.parametrizations[n], [p for p in chain(m, n) if not hasattr(p, "_bmlab_priority")] or [nn.Identity()]) for m, n in _weight_slots(self.model)]
-        before = [(plist, plist._modules) for plist, _ in hidden]
+        before, were = [(plist, plist._modules) for plist, _ in hidden], [m.enabled for m in self.methods]
         try:
             for m in self.methods: m.enabled = False
             for plist, rest in hidden: plist._modules = {str(i): p for i, p in enumerate(rest)}
             yield self.model
         finally:
             for plist, kept in before: plist._modules = kept
-            for m in self.methods: m.__dict__.pop("enabled", None)
+            for m, was in zip(self.methods, were): m.enabled = was
 
     @contextlib.contextmanager
     def _plain(self):
@@ -510,7 +509,7 @@ def lattice(
     score:Callable|None=None,   # score(model) → number: a task's measure
 )->pd.DataFrame:                # a row a combination, by the methods' names: one column each, parameters, file_bytes, and of `report` quality, distance and speed
     "Size and quality of all 2ⁿ combinations of n methods."
-    calib, batches, rows = None if calib is None else list(calib), list(batches), {}
+    calib, batches, rows = None if calib is None else _batches(calib), _batches(batches, "batches"), {}
     names = [type(m).__name__ for m in methods]
     names = [n if names.count(n) == 1 else f"{n}{names[:i].count(n) + 1}" for i, n in enumerate(names)]
     subsets = [s for k in range(len(methods) + 1) for s in itertools.combinations(range(len(methods)), k)]

@@ -62,7 +62,10 @@ class Calibration:
         model:nn.Module,       # left as it is
         calib:Iterable,        # batches: dicts of the model's arguments, or tensors, its first argument
         desc:str="calibrate",  # what the progress bar says
-    ): self.model, self.batches, self.desc, self._now = model, _batches(calib), desc, {}
+    ):
+        self.model, self.batches, self.desc, self._now = model, _batches(calib), desc, {}
+        if all(isinstance(mask := b.get("attention_mask") if isinstance(b, Mapping) else None, Tensor) and not mask.any() for b in self.batches):
+            raise ValueError("the batches hold nothing but padding: attention_mask is 0 everywhere")
 
     def __iter__(self)->Iterator: # what the model returns for each batch
         "Run each batch in eval mode, without gradients, on the model's device."
@@ -249,7 +252,7 @@ def _shapes(module):
 def _turned(module, packed): return hasattr(module, "nf") and hasattr(packed, "_bmlab_packed")      # a Conv1D's float weight is (in, out)
 
 def _unlike(model, built):
-    "(shapes, attributes, absent): how the modules of `model` differ from those that its configuration makes"
+    "(shapes, attributes, absent, shared): how the modules of `model` differ from those that its configuration makes"
     shapes, attributes, here = {}, {}, dict(parts(model))
     theirs = dict(parts(built))
     for n, m in here.items():
@@ -260,7 +263,9 @@ def _unlike(model, built):
         own = {k: v for k, v in m.__dict__.items() if not k.startswith("_") and k not in ("training", "name_or_path") and _plain(v)}
         if differ := {k: v for k, v in own.items() if k not in b.__dict__ or b.__dict__[k] != v}: attributes[n] = differ
     absent = [n for n in theirs if n not in here and n.rpartition(".")[0] in here and not hasattr(here[n.rpartition(".")[0]], "cooked_state")]
-    return shapes, attributes, absent
+    every, first = dict(model.named_modules(remove_duplicate=False)), {id(m): n for n, m in here.items()}
+    shared = {n: first[id(unwrap(every[n]))] for n in absent if n in every}               # one module that hangs in two places
+    return shapes, attributes, [n for n in absent if n not in shared], shared
 
 # %% ../nbs/19_cooked.ipynb #1175dbf3
 def _check_saved(model, built, state):
@@ -292,10 +297,10 @@ def _described(model, state):
     _check_saved(model, built, state)
     own = {n: m for n, m in parts(model) if hasattr(m, "cooked_state")}
     packed = {n: m for n, m in parts(model) if hasattr(m, "_bmlab_packed") and n not in own}
-    if built is not None: shapes, attributes, absent = _unlike(model, built)
-    else: shapes, attributes, absent = ({n: s for n, m in parts(model) if (s := _shapes(m)) and n not in own},
-                                        {n: s for n, m in parts(model) if (s := _sizes(m)) and n not in own | packed}, [])
-    return {"format": 2, "class": type(model).__name__, "shapes": shapes, "attributes": attributes, "absent": absent,
+    if built is not None: shapes, attributes, absent, shared = _unlike(model, built)
+    else: shapes, attributes, absent, shared = ({n: s for n, m in parts(model) if (s := _shapes(m)) and n not in own},
+                                        {n: s for n, m in parts(model) if (s := _sizes(m)) and n not in own | packed}, [], {})
+    return {"format": 2, "class": type(model).__name__, "shapes": shapes, "attributes": attributes, "absent": absent, "shared": shared,
             "layers": {n: [_path(m), m.cooked_state()] for n, m in own.items()}, "packed": {n: getattr(m, "group_size", None) for n, m in packed.items()},     # None: int8
             "activations": {n: a for n, m in packed.items() if (a := getattr(m, "activations", None))},
             "out_dtype": {n: str(m.out_dtype)[6:] for n, m in packed.items() if hasattr(m, "out_dtype")}, "tied": _tied(state)}   # what a packed embedding puts out
@@ -371,6 +376,7 @@ def _reshape(model, info, classes):
         pack_linears(model, 4 if group else 8, modules={n: None for n, g in info["packed"].items() if g == group}, embeddings=False, group_size=group or 128)
     for n, bits in info.get("activations", {}).items(): model.get_submodule(n).activations = bits
     for n, dtype in info["out_dtype"].items(): model.get_submodule(n).out_dtype = getattr(torch, dtype)
+    for n, first in info.get("shared", {}).items(): _put(model, n, model.get_submodule(first))
 
 # %% ../nbs/19_cooked.ipynb #ed7ffd92
 def load_cooked(
@@ -396,7 +402,7 @@ def load_cooked(
         (owner, _, name), (other, _, _) = k.rpartition("."), first.rpartition(".")
         m = model.get_submodule(owner)
         if name in m._parameters: m._parameters[name] = model.get_parameter(first)
-        elif name == "codes": m._share(model.get_submodule(other))
+        elif name == "codes" and m is not model.get_submodule(other): m._share(model.get_submodule(other))
     if (dir / "generation_config.json").is_file(): model.generation_config = GenerationConfig.from_pretrained(dir)
     return model.to(device).eval()
 

@@ -298,12 +298,15 @@ def parse_bytes(
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 def format_bytes(
-    n:int|float, # bytes
-)->str:          # such as "6GiB", "513.1MiB", readable by `parse_bytes`
+    n:int|float,    # bytes
+    up:bool=False,  # round up, for a limit that is to hold n
+)->str:             # such as "6GiB", "513.1MiB", readable by `parse_bytes`
     "Bytes in the largest binary unit that fits, at four digits."
-    n, unit = float(n), 0
+    n, unit = float(math.ceil(n) if up else n), 0
     while abs(n) >= 1023.95 and unit < 5: n, unit = n / 1024, unit + 1
-    return f"{n:.4g}" + ("B", "KiB", "MiB", "GiB", "TiB", "PiB")[unit]
+    short = f"{n:.4g}"
+    if up and float(short) < n: short = f"{float(short) + 10 ** (math.floor(math.log10(n)) - 3):.4g}"
+    return short + ("B", "KiB", "MiB", "GiB", "TiB", "PiB")[unit]
 
 def format_count(
     n:int|float, # number of things

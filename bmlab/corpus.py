@@ -34,7 +34,7 @@ from tqdm.auto import tqdm
 from .core import did_you_mean
 from .datacard import DataCard, Ledger, add_measure, excerpt, first_difference, mark, sum_measures
 from .dedup import Decontaminate, ParagraphStore, bands_for, candidates, clusters, jaccard, minhash, normal, shingles
-from .shards import Shards, seal_shards, tokenize
+from .shards import Shards, _about, _same, seal_shards, tokenize
 from .sources import Source, read_source, rows_of, take_text
 from .textrules import ChineseQuality, chinese_lines, extract, language, mask_pii, repair
 
@@ -122,14 +122,19 @@ def load_json(
 # %% ../nbs/14_corpus.ipynb #18e0da30
 def _mark_of(code):
     "What a piece of bytecode does, with those inside it"
-    return [code.co_code.hex(), list(code.co_names), [_mark_of(c) if hasattr(c, "co_code") else repr(c) for c in code.co_consts]]
+    return [code.co_code.hex(), list(code.co_names), [_mark_of(c) if hasattr(c, "co_code") else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c) for c in code.co_consts]]
 
-def _describe(x, depth=0):
+def _names_of(code):
+    "The names it refers to, with those of the code inside it"
+    return list(dict.fromkeys([*code.co_names, *(n for c in code.co_consts if hasattr(c, "co_code") for n in _names_of(c))]))
+
+def _describe(x, above=()):
     "A function by name and settings; one without a name (a lambda, one of a notebook) by what it does and what it refers to"
     if isinstance(x, (str, int, float, bool, type(None))): return x
-    if isinstance(x, np.ndarray): return hashlib.sha256(x.tobytes()).hexdigest()[:12]
-    if depth > 6 or isinstance(x, type): return getattr(x, "__qualname__", type(x).__qualname__)
-    inside = functools.partial(_describe, depth=depth + 1)
+    if isinstance(x, (bytes, np.ndarray)): return hashlib.sha256(x if isinstance(x, bytes) else x.tobytes()).hexdigest()[:12]
+    if len(above) > 6 or id(x) in above or isinstance(x, type): return getattr(x, "__qualname__", type(x).__qualname__)     # (a function may call itself)
+    inside = functools.partial(_describe, above=(*above, id(x)))
+    if isinstance(x, re.Pattern): return [inside(x.pattern), x.flags]
     if isinstance(x, (list, tuple, set, frozenset)):
         rows = sorted(map(str, x)) if isinstance(x, (set, frozenset)) else [inside(v) for v in x]
         return rows if len(rows) < 100 else hashlib.sha256(repr(rows).encode()).hexdigest()[:12]
@@ -138,10 +143,11 @@ def _describe(x, depth=0):
     if getattr(x, "__self__", None) is not None and hasattr(x, "__func__"): return [inside(x.__func__), inside(x.__self__)]         # a method
     if (code := getattr(x, "__code__", None)) is not None:
         if not ("<" in x.__qualname__ or x.__module__ == "__main__"): return f"{x.__module__}.{x.__qualname__}"
-        refers = [c.cell_contents for c in x.__closure__ or ()] + [v for n in code.co_names if isinstance(v := x.__globals__.get(n), (str, int, float, bool, tuple))]
+        refers = [c.cell_contents for c in x.__closure__ or ()] + [x.__globals__[n] for n in _names_of(code) if not isinstance(x.__globals__.get(n), (type, type(os), type(None)))]
         return f"{x.__name__} {hashlib.sha256(repr([_mark_of(code), inside(refers), inside(x.__defaults__)]).encode()).hexdigest()[:12]}"
     if hasattr(x, "state_dict"): return [type(x).__qualname__, getattr(x, "name_or_path", ""), sum(p.numel() for p in x.parameters())]   # a model
     if hasattr(x, "get_vocab"): return [type(x).__qualname__, getattr(x, "name_or_path", ""), len(x.get_vocab())]                      # a tokenizer
+    if not hasattr(x, "__dict__"): return re.sub(" at 0x[0-9a-fA-F]+", "", repr(x))                                                   # a path, a date, a method of str
     return [f"{type(x).__module__}.{type(x).__qualname__}", {k: inside(v) for k, v in sorted(getattr(x, "__dict__", {}).items()) if k not in ("stats", "notes") and not k.startswith("_")}]
 
 def _called(fn): return getattr(fn, "name", None) or getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
@@ -568,6 +574,9 @@ def _write_sources(corpus, into, tasks):
             if source.text not in frame: raise ValueError(f"source {source.name!r}: the frame has no column {source.text!r}{did_you_mean(source.text, frame)}; there is {', '.join(map(str, frame))}")
             if not len(frame): raise ValueError(f"source {source.name!r}: the frame is empty")
             source = replace(source, path=f"{into}/sources/{source.name}")
+            if not root.exists("recipe.json"):
+                for old in root.find(f"sources/{source.name}"):
+                    if re.fullmatch(r"\d{5,}\.jsonl", os.path.basename(old)): root.rm(old)                    # of a call that was refused or killed
             if "id" not in frame: frame = frame.assign(id=[f"{n:08d}" for n in range(len(frame))])        # the same in any number of parts
             for n, part in enumerate(p for p in np.array_split(np.arange(len(frame)), tasks) if len(p) and not root.exists("recipe.json")):
                 with root.open(f"sources/{source.name}/{n:05d}.jsonl", "w") as f: frame.iloc[part].to_json(f, orient="records", lines=True, force_ascii=False, date_format="iso")
@@ -677,7 +686,8 @@ class Cleaned:
         rows = []
         for doc in self.documents():
             if n is not None and len(rows) >= n: break
-            rows.append({"id": doc.id, "text": doc.text, **doc.metadata})
+            own = {"id": doc.id, "text": doc.text}
+            rows.append(own | doc.metadata | own)                                                    # first, and above columns of these names
         return pd.DataFrame(rows, columns=None if rows else ["id", "text", "source"])
     def __repr__(self): return f"Cleaned({self.into!r}): " + ("finished" if self.finished else f"unfinished\n{self.progress}")
 
@@ -772,14 +782,15 @@ class UrlFilter(Step):
         **where,           # language, source of `Step`
     ):
         super().__init__("address", **where)
-        self.domains, self.lists, self.soft = frozenset(domains), lists, soft
+        if isinstance(domains, str): raise ValueError(f"domains={domains!r}: a tuple of names is needed")
+        self.domains, self.lists, self.soft = frozenset(d.lower() for d in domains), lists, soft
     def applies(self, doc):
         "Only documents with an address."
         return bool(doc.metadata.get("url")) and super().applies(doc)
     def look(self, doc):
         "What is wrong with the address."
         url = doc.metadata["url"].lower()
-        host = re.sub(r"^[a-z+]+://|[/?#:].*$", "", url).split("@")[-1].split(".")
+        host = re.sub(r"^[a-z+]+://|[/?#].*$", "", url).split("@")[-1].split(":")[0].split(".")
         hosts = {".".join(host[n:]) for n in range(len(host))}                              # a.b.example.com, b.example.com, …: no suffix list is needed to look them up
         if hosts & self.domains: return "blocked domain"
         if not self.lists: return None
@@ -872,7 +883,8 @@ class RepeatedParagraphs(Together):
         return super().config() | {"share": self.share, "min_chars": self.min_chars, "store": self.store}
 
 # %% ../nbs/14_corpus.ipynb #6139b095
-_SENTENCE = re.compile(r".+?(?:[.!?。！？…]+[\"'”’」』）)]*(?:\s+|(?=[\u3400-\u9fff])|$)|\n\s*|$)", re.S)
+_END = r"[.!?。！？…]%s[\"'”’」』）)]*(?:\s+|(?=[\u3400-\u9fff])|$)"
+_SENTENCE = re.compile(rf"{_END % '{2,}'}|.+?(?:(?<![.!?。！？…]){_END % '+'}|\n\s*|$)", re.S)      # a run of dots is looked at from its beginning alone
 
 class RepeatedSpans(Together):
     "Cuts stretches of sentences that stood in a document before (C4: Raffel et al. 2020, three sentences)."
@@ -925,6 +937,7 @@ def recipe(
 )->list[Step]:                   # for `Corpus.then`
     "The steps of a published recipe."
     if name not in RECIPES: raise LookupError(f"unknown recipe {name!r}{did_you_mean(name, RECIPES)}; there are {', '.join(RECIPES)}")
+    if isinstance(languages, str): raise ValueError(f"languages={languages!r}: a tuple of codes is needed")
     languages = ("zh", "en") if languages is None and name == "cpm" else ("en",) if languages is None else tuple(languages)
     begin = [*([UrlFilter()] if name == "fineweb" else []), Extract(), Repair(repair, "unicode"), *([ExactCopies()] if name == "cpm" else []), FindLanguage(languages, .65 if name in ("fineweb", "c4") else .5)]
     chinese = [Repair(chinese_lines, "lines of menus", language="zh"), Rule(quality or ChineseQuality(), "chinese quality", language="zh")] if "zh" in languages else []
@@ -960,6 +973,11 @@ class Tokenize(PipelineStep):
         return iter(())
 
 # %% ../nbs/14_corpus.ipynb #7eef613d
+def _check_made(found, tok, about):
+    "Raise unless shards were made by this tokenizer in this way"
+    found.check_tokenizer(tok)
+    _same(about, {k: found.manifest.get(k) for k in about}, found.folder)
+
 def shards(self,
     tok,                    # a tokenizer of transformers or tokenizers
     into:str|None=None,     # a local folder; None: "shards" below the run's
@@ -974,11 +992,14 @@ def shards(self,
     recipe = {**{k: self.recipe[k] for k in ("steps", "made_with")}, "sources": [{k: v for k, v in s.items() if k != "path"} for s in self.recipe["sources"]]}   # what travels names no folder of this machine
     stage = Stage(name="tokenize", pipeline=[Load(f"{self.into}/documents"), Tokenize(tok, into, recipe, **(tokenize or {}))], tasks=self.recipe["tasks"])
     if not any(True for _ in self.documents()): raise ValueError(f"{self.into}: no document is left to tokenize; .card says which step removed them")
+    how = {"eos": True, "bos": False, "specials": False} | (tokenize or {})
+    about = {k: v for k, v in _about(tok, how["eos"], how["bos"], recipe)[0].items() if k != "tokenizer"} | {"specials": how["specials"]}
+    if os.path.isfile(f"{into}/manifest.json"): _check_made(Shards(into), tok, about)             # before a task writes beside them
     run = _executors(executor, [stage], into, workers, options)[0]
     run.run()
     if run.get_incomplete_ranks(): return None
     found = seal_shards(into)
-    found.check_tokenizer(tok)
+    _check_made(found, tok, about)
     counts = found.sources().tokens.to_dict()
     save_json(self.into, "notes/tokens.json", counts | {"all": sum(counts.values())})
     self.save_card()

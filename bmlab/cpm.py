@@ -84,7 +84,8 @@ class CpmAttention(nn.Module):
     def forward(self, x, attention_mask, past_key_values=None): # (B, Q, D), (B, H, Q, K) to be added to the scores → (B, Q, D), weights if eager
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.project_q, self.project_k, self.project_v))   # (B, H, Q, dₕ)
         if past_key_values is not None: k, v = past_key_values.update(k, v, self.layer_idx)
-        bias, weights, drop = attention_mask.to(q.dtype), None, self.config.dropout_p if self.training else 0.0
+        bias, weights, drop = attention_mask, None, self.config.dropout_p if self.training else 0.0
+        if bias.dtype != q.dtype: bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)       # under autocast float32's lowest would become -inf
         if (rest := k.shape[2] - bias.shape[3]) > 0: bias = F.pad(bias, (0, rest), value=torch.finfo(bias.dtype).min)   # a static cache is longer than what it holds
         if self.config._attn_implementation == "eager":
             weights = torch.softmax(q @ k.mT / math.sqrt(self.head_dim) + bias, -1, dtype=torch.float32).to(q.dtype)

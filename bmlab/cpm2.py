@@ -113,13 +113,14 @@ class Cpm2Tokenizer(_Cutter):
         if words and not words[-1]: words.pop()
         self.encoder = {w.strip(): i for i, w in enumerate(words)}                # two lines alike: the later counts, as in the release
         self.decoder = {i: w for w, i in self.encoder.items()}
+        self.lost = {f"<line {i}>": i for i in range(len(words)) if i not in self.decoder}       # the earlier keeps its id, so that new tokens come behind all
         self.longest = max(map(len, self.encoder))
         if "<unk>" not in self.encoder: raise ValueError(f"vocab_file={self.vocab_file!r} has no word '<unk>'")
         self.blanks = [self.encoder[w] for k in range(len(words)) if (w := f"<s_{k}>") in self.encoder]    # ids of <s_0>, <s_1> …
 
     @property
-    def vocab_size(self): return len(self.encoder)
-    def get_vocab(self): return self.encoder | self.added_tokens_encoder
+    def vocab_size(self): return len(self.encoder) + len(self.lost)
+    def get_vocab(self): return self.encoder | self.lost | self.added_tokens_encoder
     def _convert_token_to_id(self, token): return self.encoder.get(token, self.encoder["<unk>"])
     def _convert_id_to_token(self, index): return self.decoder.get(index, "<unk>")
 

@@ -234,7 +234,9 @@ class CpmBeeTokenizer(tf.PreTrainedTokenizer):
     ):
         if (vocab_file is None) == (vocab is None): raise ValueError("vocab_file or vocab: give one of the two; CpmBeeTokenizer.learn(texts) makes a vocabulary")
         lines = vocab if vocab is not None else Path(vocab_file).read_text(encoding="utf-8").split("\n")
-        self.encoder = {t: i for i, t in enumerate(t for t in lines if t)}
+        self.lines = [t for t in lines if t]
+        self.encoder = {t: i for i, t in enumerate(self.lines)}                  # two lines alike: the later counts
+        self.lost = {f"<line {i}>": i for i, t in enumerate(self.lines) if self.encoder[t] != i}     # the earlier keeps its id, so that new tokens come behind all
         if lacking := [s for s in BEE_SPECIALS if s not in self.encoder]: raise ValueError(f"the vocabulary has no {', '.join(lacking)}; its first lines should be {', '.join(BEE_SPECIALS)}")
         self.decoder = {i: t for t, i in self.encoder.items()} | {self.encoder["</n>"]: "\n", self.encoder["</_>"]: " "}
         self._words = {t: i for t, i in self.encoder.items() if not (t.startswith("<") and t.endswith(">") and len(t) > 2)} | {"\n": self.encoder["</n>"], " ": self.encoder["</_>"]}
@@ -253,13 +255,13 @@ class CpmBeeTokenizer(tf.PreTrainedTokenizer):
         return cls(vocab=vocabulary(texts, size, longest, at_least))
 
     @property
-    def vocab_size(self): return len(self.encoder)
+    def vocab_size(self): return len(self.lines)
 
-    def get_vocab(self): return {**self.encoder, **self.added_tokens_encoder}
+    def get_vocab(self): return {**self.encoder, **self.lost, **self.added_tokens_encoder}
 
     def pieces(self, text): return longest_pieces(text, self._words, self._longest)
 
-    def _tokenize(self, text, **kwargs): return [text[a:b] for a, b, _ in self.pieces(text)]
+    def _tokenize(self, text, **kwargs): return [self.unk_token if i is None else text[a:b] for a, b, i in self.pieces(text)]
 
     def _convert_token_to_id(self, token): return self.encoder.get(token, self._words.get(token, self.encoder["<unk>"]))
 
@@ -277,7 +279,7 @@ class CpmBeeTokenizer(tf.PreTrainedTokenizer):
 
     def save_vocabulary(self, save_directory, filename_prefix=None):
         file = os.path.join(save_directory, f"{filename_prefix}-vocab.txt" if filename_prefix else "vocab.txt")
-        Path(file).write_text("\n".join(self.encoder) + "\n", encoding="utf-8")
+        Path(file).write_text("\n".join(self.lines) + "\n", encoding="utf-8")
         return (file,)
 
 # %% ../nbs/08a_cpmbee.ipynb #b3f3dddb

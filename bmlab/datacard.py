@@ -77,7 +77,7 @@ def first_difference(
     return low
 
 # %% ../nbs/13a_datacard.ipynb #bf5c0439
-_HAN, _STOP = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]+"), re.compile(r"[.!?。！？…]+[\"'”’」』）)]*(?=\s|$|[\u3400-\u9fff])|\n+")
+_HAN, _STOP = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]+"), re.compile(r"(?<![.!?。！？…])[.!?。！？…]+[\"'”’」』）)]*(?=\s|$|[\u3400-\u9fff])|\n+")
 
 def add_measure(
     rows:dict,        # by source; added to in place

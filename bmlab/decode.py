@@ -6,7 +6,7 @@
 __all__ = ['prompt_rows', 'routing', 'Sampled', 'Decoder']
 
 # %% ../nbs/38b_decode.ipynb #910b5703
-import contextlib, inspect, logging, weakref
+import contextlib, inspect, logging, threading, weakref
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import KVCache, RowCalls, attention_mask, kv_shapes
-from .core import on_change, unwrap
+from .core import Transient, on_change, unwrap
+from .generate import _places
 from .sampling import as_tokens
 
 # %% ../nbs/38b_decode.ipynb #8e874465
@@ -49,19 +50,27 @@ def _relative(model):
     "Self-attentions of a decoder that compute a bias by distance (T5 and its family)"
     return [m for m in model.modules() if hasattr(m, "compute_bias") and getattr(m, "is_decoder", False) and getattr(m, "has_relative_attention_bias", False)]
 
+def _turn(modules):
+    "A lock that modules keep, for one decoder at a time to change them"
+    if not modules: return contextlib.nullcontext()
+    locks = modules[0].__dict__.setdefault("_bmlab_turn", Transient())
+    if not locks: locks.append(threading.Lock())                        # (a copy has none yet)
+    return locks[0]
+
 @contextlib.contextmanager
 def _ragged_bias(modules, span):
-    "While it lasts, the modules' biases follow each row's own positions"
+    "While it lasts, the modules' biases follow each row's own positions; other decoders of the model wait"
     def bias(original):
         def compute_bias(query_length, key_length, device=None, **kw):
             line = original(1, key_length, device=device, past_seen_tokens=key_length - 1)[0, :, 0]          # (H, view): of the last query, by key
             ago = (span.positions[:, :, None] - span.steps[:key_length]).clamp(0, key_length - 1)            # (B, M, view)
             return line[:, key_length - 1 - ago].transpose(0, 1)                                             # (B, H, M, view)
         return compute_bias
-    for m in modules: m.compute_bias = bias(m.compute_bias)
-    try: yield
-    finally:
-        for m in modules: del m.compute_bias
+    with _turn(modules):
+        for m in modules: m.compute_bias = bias(m.compute_bias)
+        try: yield
+        finally:
+            for m in modules: del m.compute_bias
 
 # %% ../nbs/38b_decode.ipynb #da3a7ce5
 def prompt_rows(
@@ -165,6 +174,7 @@ def _probe(model, facts, vocab):
     got.append(feed(2, then).float()); feed.cache.commit([2, 2])
     got = torch.cat(got, 1)
     if got.shape != want.shape: raise ValueError(f"logits of shape {tuple(got.shape)} instead of {tuple(want.shape)}")
+    if not torch.equal(got.isfinite(), want.isfinite()): raise ValueError("logits are infinite or no numbers with the cache where they are not without it, or the other way round")
     error = (got - want).nan_to_num(0, 0, 0).norm() / (want - want.mean(-1, keepdim=True)).nan_to_num(0, 0, 0).norm().clamp(min=1e-30)
     shapes = [[layer.shape for layer in c.layers] if c is not None else None for c in (feed.cache, feed.cross)]
     return shapes, next(layer.dtype for layer in feed.cache.layers if layer.shape), error.item()
@@ -203,13 +213,14 @@ class _Tried:
         if not hasattr(model, "can_generate") or not model.can_generate():
             raise TypeError(f"{type(model).__name__} cannot generate; a Decoder needs a causal or an encoder–decoder language model of transformers")
         text = model.config.get_text_config(decoder=True)
-        limit, kind = getattr(text, "max_position_embeddings", None), getattr(text, "_attn_implementation", None) or "eager"
+        limit, kind = _places(model), getattr(text, "_attn_implementation", None) or "eager"
         if limit and max_ctx > limit: raise ValueError(f"max_ctx={max_ctx}: this model has positions for {limit} tokens")
         if kind not in ("eager", "sdpa"): raise ValueError(f"attn_implementation={kind!r}: a Decoder gives masks, which 'sdpa' and 'eager' take; model.set_attn_implementation('sdpa')")
         if kv_bits not in (16, 8): raise ValueError(f"kv_bits={kv_bits!r}: 16 keeps the model's dtype, 8 is int8")
         if max_batch < 1 or max_ctx < 1: raise ValueError(f"max_batch={max_batch}, max_ctx={max_ctx}: both are at least 1")
         self.model, self.max_batch, self.max_ctx, self.kv_bits = model.eval(), max_batch, max_ctx, kv_bits
-        self.vocab, self.why_generate, self.net, self._stale = model.get_input_embeddings().num_embeddings, None, None, False
+        rows, self.why_generate, self.net, self._stale = model.get_input_embeddings().num_embeddings, None, None, False
+        self.vocab = min(rows, getattr(text, "vocab_size", None) or rows)                     # (CPM-Ant's embedding has rows for its prompts too)
         self.active, self._tail, self._encoded = [False] * max_batch, None, None
         self.max_source, me = max_source or max_ctx, weakref.ref(self)
         weakref.finalize(self, on_change(model, lambda: (d := me()) is not None and d._changed()))

@@ -142,9 +142,8 @@ class ParagraphStore:
         return "paragraphs seen before" if copy else None
 
 # %% ../nbs/03d_dedup.ipynb #1ec2f9bd
-def _word_numbers(text):
+def _word_numbers(words):
     "(W,) uint64: a hash of each word, equal words equal numbers"
-    words = re.findall(r"\w+", text.lower())
     if not words: return np.zeros(0, np.uint64)
     lengths = np.array([len(w) for w in words])
     starts = np.cumsum(lengths) - lengths
@@ -159,7 +158,7 @@ def shingles(
     "The set of hashed windows of a text, case and white space aside (Broder 1997)."
     if unit not in ("auto", "char", "letter", "word"): raise ValueError(f"unit={unit!r}: 'auto', 'char', 'letter' or 'word'")
     if unit == "auto": unit = "char" if 3 * len(HAN.findall(text)) > len(re.findall(r"[^\W\d_]", text)) else "word"
-    codes = "".join(text.lower().split()) if unit == "char" else normal(text) if unit == "letter" else _word_numbers(text)
+    codes = "".join(text.lower().split()) if unit == "char" else normal(text) if unit == "letter" else _word_numbers(re.findall(r"\w+", text.lower()))
     return np.unique(ngram_hashes(codes, min(n, len(codes)))) if len(codes) else np.zeros(0, np.uint64)
 
 def jaccard(
@@ -342,8 +341,8 @@ def _letters(text, chars):
     "(numbers, starts, ends) of the characters or words of a text, case and punctuation aside"
     low = "".join(c if len(l := c.lower()) != 1 else l for c in text)
     spans = [m.span() for m in re.finditer(r"[^\W_]" if chars else r"\w+", low)]
-    kept = "".join(low[a:b] for a, b in spans) if chars else low
-    codes = np.frombuffer(kept.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64) if chars else _word_numbers(low)
+    kept = [low[a:b] for a, b in spans]
+    codes = np.frombuffer("".join(kept).encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64) if chars else _word_numbers(kept)
     return codes, np.array([a for a, _ in spans], np.int64), np.array([b for _, b in spans], np.int64)
 
 # %% ../nbs/03d_dedup.ipynb #19c3ff4d

@@ -410,7 +410,8 @@ class _Copyable(_Checked):
         if _sharded(self.model): raise RuntimeError("the model is sharded; save() the delta and load() it into the other model")
         other = unwrap(model)
         here, there = dict(parts(self.model)), dict(parts(other))
-        for n in self._every:
+        own = {n: Head(_bare(here[n])) for n in self.kept if n not in self.heads and other is not self.model}        # what `freeze` left tunable comes along
+        for n in {**self._every, **own}:
             if n not in there: raise LookupError(f"{n} is no module of the other {type(other).__name__}{did_you_mean(n, there)}")
             mine, its = ({k: tuple(p.shape) for k, p in m[n]._parameters.items() if p is not None} for m in (here, there))
             if mine != its: raise ValueError(f"{n} has {mine} here and {its} there; a delta fits a model of the same build only")
@@ -418,6 +419,7 @@ class _Copyable(_Checked):
         memo |= {id(self.model): other} | {id(m): there[n] for n, m in here.items() if n in there}
         twin = copy.copy(self)
         twin.__dict__ = {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("_was", "_tuned", "kept")}
+        twin.heads = {**twin.heads, **own}
         twin.name = twin._free_name(name or self.name)
         for n, site in twin._every.items():
             at = next((t for t in (*there[n].parameters(), *there[n].buffers())), None)
@@ -639,14 +641,19 @@ class Delta(_Saved):
         self.attach()
 
 # %% ../nbs/30_delta.ipynb #6a8bbd48
+def _bare(module):
+    "A copy of a module without the deltas on it"
+    own = copy.deepcopy(module)
+    for _, part in parts(own):
+        for d in list(getattr(part, "_deltas", ())): _detach_site(part, d)
+    return own
+
 def _read_heads(tensors, model, names, dir, start=_PREFIX):
     "({module: a copy that holds the file's tensors}, the tensors that are left) for PEFT's modules_to_save"
     found, left = {}, dict(tensors)
     for n, m in parts(model):
         if not n or not any(n == k or n.endswith("." + k) for k in names or ()): continue
-        own = copy.deepcopy(m)
-        for _, part in parts(own):                                     # without other deltas
-            for d in list(getattr(part, "_deltas", ())): _detach_site(part, d)
+        own = _bare(m)
         want, prefix = {**_named(own), **dict(own.named_buffers())}, f"{start}{n}."
         have = {k[len(prefix):]: left.pop(k) for k in list(left) if k.startswith(prefix)}
         if not have: raise KeyError(f"{dir} lists modules_to_save={list(names)}, but holds no tensors for {n}")

@@ -86,7 +86,7 @@ class _Looking(_Typed):
 
     def _answered(self, template):
         if template.soft_count and template is not self._first: return "<em>this template's soft tokens are not trained; nothing is asked</em>"
-        m = PromptModel(self.model, template, self.verbalizer or _NoLabels(), max_length=self.longest.value, truncate=self.truncate.value)
+        m = PromptModel(self.model, template, self.verbalizer or _NoLabels(), max_length=self.longest.value, truncate=self.truncate.value, chain=self.chain)
         return m.show(self.example(template.parts), labels=self.verbalizer is not None, tokens=False)
 
 # %% ../nbs/36c_editor.ipynb #8fe54477
@@ -94,7 +94,7 @@ class Editor(_Looking):
     "A template to type into, with tokens, errors and answers beside it."
     def __init__(self,
         template:Template,           # where to begin; bound to a tokenizer
-        model:nn.Module|None=None,   # a language model to ask, or a PromptModel, whose verbalizer is taken too
+        model:nn.Module|None=None,   # a language model to ask, or a PromptModel, whose verbalizer and chain are taken too
         verbalizer:nn.Module|None=None, # what the answer means; None: that of the PromptModel, else words alone are shown
         example:dict|str|None=None,  # to begin with; a bare text is text_a
         max_length:int=64,           # tokens
@@ -106,6 +106,7 @@ class Editor(_Looking):
         if example is not None and not isinstance(example, Mapping): raise TypeError(f"example is a {type(example).__name__}: expected a dict, or a text for text_a")
         self.template, self.error, self.wait_s = template, None, wait_s
         self.model, self.verbalizer = (model.model, verbalizer or model.verbalizer) if isinstance(model, PromptModel) else (model, verbalizer)
+        self.chain = isinstance(model, PromptModel) and model.chain
         self._first, self._newest, self._timer, self._lock = template, 0, None, threading.Lock()
         weakref.finalize(self, self._lock.acquire)                   # a process that ends waits for the running question and lets no other begin
         super().__init__(template, example or {}, max_length)

@@ -262,7 +262,7 @@ class _Attaching(_Fitting):
         modules, unrounded, self._at, masked, split = dict(parts(model)), _unrounded(model) if self.activations else {}, weakref.ref(model), 0, 0
         for n, grid in self._chosen.items():
             m = modules[n]
-            for k in (_up_name(m), "down_proj") if _is_experts(m) else ("weight",):
+            for k in (_up_name(m), "down_proj") if grid is None else ("weight",):
                 if not chain(m, k, FakeWeight): parametrize_weight(m, k, self._weight(m, k, grid), 30)
                 masked += grid is not None and grid.bits == 4 and _is_masked(m, k)
             if not self.activations or grid is None or isinstance(m, nn.Embedding): continue

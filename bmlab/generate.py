@@ -74,12 +74,19 @@ def prompt_ids(
     if enc["input_ids"].numel() == 0: raise ValueError("the prompt is empty: it makes no tokens")
     return enc
 
+def _places(model):
+    "Tokens that a model has positions for, None: any number; RoBERTa's begin behind the padding's number"
+    config = getattr(model, "config", None)
+    limit = getattr(config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config, "max_position_embeddings", None)
+    padding = next((p for m in model.modules() if (p := getattr(getattr(m, "position_embeddings", None), "padding_idx", None)) is not None), -1)
+    return limit and limit - padding - 1
+
 # %% ../nbs/09_generate.ipynb #ae428a99
 def stream(
     model:nn.Module,           # a model of transformers that can generate
     tok,                       # its tokenizer
     prompt:str|list,           # a text, or chat messages
-    max_new_tokens:int=256,    # the most to make
+    max_new_tokens:int=256,    # the most to make; the text also ends with the model's positions
     temperature:float=0.0,     # 0: greedy; else sampling
     top_p:float=1.0,           # sampling: the smallest set of tokens with this probability
     top_k:int=0,               # sampling: the k likeliest only; 0: all
@@ -96,6 +103,11 @@ def stream(
     if max_new_tokens < 1 or temperature < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be 1 or more, temperature={temperature} 0 or more")
     enc = prompt_ids(tok, prompt, model.device)
+    n, limit = enc["input_ids"].shape[1], _places(model)
+    if limit:
+        begun = 1 if model.config.is_encoder_decoder else n
+        if max(n, begun + 1) > limit: raise ValueError(f"a prompt of {n} tokens leaves no room: this model has positions for {limit}")
+        max_new_tokens = min(max_new_tokens, limit - begun)
     greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None)
     chosen = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k) if temperature > 0 else greedy
     config = copy.deepcopy(model.generation_config)

@@ -19,7 +19,7 @@ from .beams import beam_search
 from .core import Transient, format_bytes, parts
 from .decode import Decoder
 from .fused import fuse_decode
-from .generate import TextPieces, prompt_ids
+from .generate import TextPieces, _places, prompt_ids
 from .kernels import pack_linears, packable
 from .loading import load_placed, model_on_meta
 from .loop import RowText, decode_tokens, end_ids, stream_text
@@ -186,7 +186,10 @@ class _Pieces(_Measured):
         if self.decoder is None: raise TypeError(f"{type(self.model).__name__} cannot generate text; call e.model(**batch) for what it computes, or e.fill if it predicts masked words")
         if max_new_tokens is not None and (isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1): raise ValueError(f"max_new_tokens={max_new_tokens!r}: a number, 1 or more")
         ids = [p if isinstance(p, list) and p and isinstance(p[0], int) else prompt_ids(self.tok, p)["input_ids"][0].tolist() for p in prompts]
-        n = 1 if self.plan.encoder else max(map(len, ids))
+        n = max(map(len, ids))
+        if self.plan.encoder and n > self.max_ctx: raise ValueError(f"a source of {n} tokens exceeds max_ctx={self.max_ctx}; wrap with a larger one")
+        if (places_of := getattr(self.model, "places_of", None)) is not None: [places_of(torch.tensor([i])) for i in ids]      # does each begin a piece?
+        if self.plan.encoder: n = 1
         wanted = max(min(256, self.max_ctx - n), 1) if max_new_tokens is None else max_new_tokens
         if n + wanted > self.max_ctx: raise ValueError(f"a prompt of {n} tokens and max_new_tokens={wanted} exceed max_ctx={self.max_ctx}; wrap with a larger one")
         return ids, wanted
@@ -406,7 +409,7 @@ class Engine(_Fields):
         self._closed, self.decoder = True, None
         self._lock.release()
         self._end()
-        self.model.__dict__.pop("_bmlab_engine", None)
+        if any(e() is self for e in self.model.__dict__.get("_bmlab_engine", ())): del self.model.__dict__["_bmlab_engine"]
         gc.collect()
         if torch.cuda.is_initialized(): torch.cuda.empty_cache()
     def __enter__(self): return self
@@ -510,7 +513,7 @@ def wrap(
     if name is not None: model = model_on_meta(name)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a model or a name (load returns a model and a tokenizer: wrap(*load(…)))")
-    max_ctx = min(max_ctx, getattr(getattr(model, "config", None), "max_position_embeddings", None) or max_ctx)
+    max_ctx = min(max_ctx, _places(model) or max_ctx)
     guesser, small = _guesser(draft)
     if folder is not None and (store != "mmap" or not Path(folder).is_dir()): raise ValueError(f"folder={str(folder)!r}: " + ("no such folder" if store == "mmap" else f"is for the file of store='mmap', and store={store!r}"))
     _check_draft(guesser, model, max_ctx, device)
@@ -518,7 +521,7 @@ def wrap(
     plan = plan_inference(model, memory_limit, bits, max_batch, max_ctx, kv_bits, host_limit, store, small, machine, slots, group_size)
     if bits and name is None and (other := packed_otherwise(model, bits)): raise ValueError(f"bits={bits}, but {other[0]} is packed to {other[1]} already; wrap with bits=None")
     _check_room(plan, model, device)
-    for engine in model.__dict__.pop("_bmlab_engine", ()):
+    for engine in model.__dict__.get("_bmlab_engine", ()):
         if (engine := engine()) is not None: engine.close()             # a model has one: the last
     if name is not None: model, loaded = load_placed(name, plan, device=device); tok = tok if tok is not None else loaded
     elif bits and (todo := packable(model)): pack_linears(model, bits=bits, modules=dict.fromkeys(todo), group_size=group_size)

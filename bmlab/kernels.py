@@ -113,6 +113,7 @@ def _skeleton(cls, module, **options):
     else:
         new = cls(K, N, bias=False, device="meta", **options)
         new.bias = module.bias
+    new._forward_hooks = module._forward_hooks                                     # see `_refusal`; the same dict, in which their handles find them
     return new.train(module.training)
 
 # %% ../nbs/05_kernels.ipynb #5e3223e6
@@ -247,6 +248,8 @@ def _mark(module):
     if hasattr(module, "_deltas"): return "carries a delta; merge or detach it first, and attach it again to the packed model"
     if parametrize.is_parametrized(module): return "is parametrized; export it first, so that its weight is a plain tensor"
 
+def _lets_grads_in(hook): return getattr(hook, "__name__", "") == "make_inputs_require_grads"      # that of transformers' gradient checkpointing, which stays when that ends
+
 def _refusal(module):
     "Why a module cannot be packed, or None"
     if mark := _mark(module): return mark
@@ -255,7 +258,7 @@ def _refusal(module):
     if getattr(module, "max_norm", None) is not None: return "renormalizes its rows (max_norm); leave it out with exclude="
     if "forward" in module.__dict__: return "has a patched forward (accelerate's hooks do that), which would be lost; pack before dispatching"
     if not module.weight.is_meta and not module.weight.isfinite().all(): return "has infinite or undefined weights"
-    if module._forward_hooks or module._forward_pre_hooks: return "has forward hooks, which would be lost; remove them, and register them again on the packed model"
+    if module._forward_pre_hooks or any(not _lets_grads_in(h) for h in module._forward_hooks.values()): return "has forward hooks, which would be lost; remove them, and register them again on the packed model"
 
 # %% ../nbs/05_kernels.ipynb #a7d7c067
 def _is_matrix(module):

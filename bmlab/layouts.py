@@ -310,6 +310,9 @@ def write_shards(
     if (dtype := dtype if dtype is not None else size) is None: raise ValueError("dtype=None, and there is no tokenizer: give the number of ids, or 'uint16' or 'uint32'")
     with ShardWriter(folder, dtype, name, shard_tokens, about) as w:
         if w.documents: raise ShardError(f"{folder} already holds finished shards named {name!r}; write into another folder, or under another name")
-        for d in documents: w.write(**d) if isinstance(d, dict) else w.write(d)
+        for d in documents:
+            row = d if isinstance(d, dict) else {"ids": d}
+            if tok is not None and (top := np.max(row.get("ids", ()), initial=0)) >= size: raise ValueError(f"document {w.documents}: id {top}, and the tokenizer's go to {size - 1}; give the one that made the ids, or tok=None")
+            w.write(**row)
         if not w.documents: raise ValueError("documents is empty: there is nothing to write")
     return seal_shards(folder)

@@ -148,7 +148,7 @@ class _Chunked(torch.autograd.Function):
         n = valid.sum() if reduction == "mean" else torch.ones((), device=h.device)
         ctx.late = h.dtype == torch.float16                                    # divide by n in backward
         coef = valid.to(_upcast(h[:0]).dtype)
-        if not ctx.late: coef = coef / n
+        if not ctx.late: coef = coef / n.clamp(min=1)                          # no label at all: gradients of 0, as torch's
         want = tuple(ctx.needs_input_grad[:3]) if early else (False,) * 3
         losses, *grads = _walk(h, weight, bias, labels, coef, want, chunk, post, group, first)
         keep = torch.float32 if ctx.late else weight.dtype
@@ -162,7 +162,7 @@ class _Chunked(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         h, weight, bias, labels, n = ctx.saved_tensors
-        grads, ctx.grads = ctx.grads, None
+        grads, ctx.grads, n = ctx.grads, None, n.clamp(min=1)
         if grads is None:
             coef = torch.where(labels >= 0, g if ctx.reduction == "none" else g / n, 0)
             _, *grads = _walk(h, weight, bias, labels, coef, ctx.needs_input_grad[:3], *ctx.settings)

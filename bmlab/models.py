@@ -368,12 +368,15 @@ def gguf_config(
     meta = lambda key, default=None: gguf.get(f"llama.{key}", default)
     special = {k: gguf.get(f"tokenizer.ggml.{n}_token_id") for k, n in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding"))}
     width, heads = meta("embedding_length"), meta("attention.head_count")
+    head_dim = meta("attention.key_length", width // heads)
+    for key, plain in (("rope.dimension_count", head_dim), ("rope.scale_linear", 1)):
+        if meta(key, plain) != plain: raise ValueError(f"{gguf.path.name} has llama.{key}={meta(key)}; only {plain} can be converted")
     return tf.LlamaConfig(
         vocab_size=gguf.tensors["token_embd.weight"][0][0], hidden_size=width, intermediate_size=meta("feed_forward_length"), num_hidden_layers=meta("block_count"),
-        num_attention_heads=heads, num_key_value_heads=meta("attention.head_count_kv", heads), head_dim=meta("attention.key_length", width // heads),
+        num_attention_heads=heads, num_key_value_heads=meta("attention.head_count_kv", heads), head_dim=head_dim,
         max_position_embeddings=meta("context_length"), rms_norm_eps=meta("attention.layer_norm_rms_epsilon"),
         rope_parameters={"rope_type": "default", "rope_theta": meta("rope.freq_base", 10000.0)}, tie_word_embeddings="output.weight" not in gguf.tensors,
-        architectures=["LlamaForCausalLM"], dtype="float32", **special)
+        attention_bias="blk.0.attn_output.bias" in gguf.tensors, mlp_bias="blk.0.ffn_down.bias" in gguf.tensors, architectures=["LlamaForCausalLM"], dtype="float32", **special)
 
 # %% ../nbs/02_models.ipynb #a1b4ba7e
 def gguf_tokenizer(
@@ -402,12 +405,16 @@ def convert_gguf(
     "Write a GGUF file as a transformers folder, float32."
     from safetensors.torch import save_file
     gguf, folder = GGUF(path), Path(folder)
+    config, weights = gguf_config(gguf), gguf_weights(gguf)
+    with torch.device("meta"): wanted = tf.LlamaForCausalLM(config).state_dict()
+    if config.tie_word_embeddings: del wanted["lm_head.weight"]
+    if odd := [n for n in {**wanted, **weights} if n not in wanted or n not in weights or wanted[n].shape != weights[n].shape]:
+        raise ValueError(f"{gguf.path.name} does not hold what a LlamaForCausalLM of its sizes has: {odd[0]!r} is missing, too much or of another shape")
     folder.mkdir(parents=True, exist_ok=True)
-    config = gguf_config(gguf)
     config.save_pretrained(folder)
     tf.GenerationConfig.from_model_config(config).save_pretrained(folder)
     gguf_tokenizer(gguf).save_pretrained(folder)
-    save_file(gguf_weights(gguf), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 # %% ../nbs/02_models.ipynb #ec8cdfb4

@@ -470,7 +470,7 @@ class _ManyTokens(_OneToken):
             who, tokens = on.t().nonzero().unbind(1)                                    # by expert, then by token
             for e, t in enumerate(tokens.split(torch.bincount(who, minlength=on.shape[1]).tolist())):
                 a, b = self.bounds[e + 1:e + 3]
-                if len(t) and b > a: y, work = y.index_add(0, t, self._expert(x[t], a, b, act, gate, up, down)), work + (b - a) * len(t)
+                if len(t) and b > a: y, work = y.index_add(0, t, self._expert(x[t], a, b, act, gate, up, down).to(y.dtype)), work + (b - a) * len(t)
         return (y if down.bias is None else y + down.bias), work
 
     def _masked(self, x, on):
@@ -718,6 +718,16 @@ def _same_objects(was):
         holder, key = (m.parametrizations[k], "original") if parametrize.is_parametrized(m, k) else (m, k)
         holder._parameters[key] = p.requires_grad_(now.requires_grad)
 
+def _check_untied(model, layers):
+    "Raise where a matrix holds a parameter together with another module, which would get that layer's order too"
+    modules, held = dict(parts(model)), {}
+    for n, m in modules.items():
+        for p in m._parameters.values(): held.setdefault(id(p), []).append((n, m))
+    for n, f in layers.items():
+        for m in f.matrices(modules[n]):
+            others = [o for p in ({} if m is None else m._parameters).values() if p is not None for o, holder in held[id(p)] if holder is not m]
+            if others: raise ValueError(f"{n} shares a weight with {others[0]}, and MoEfy gives each layer's neurons an order of their own; untie it, or leave it out by modules=")
+
 # %% ../nbs/24_moefy.ipynb #6c7fed53
 class _Site(nn.Module):
     "What a layer carries while it is cooked"
@@ -804,6 +814,7 @@ class _Options(Method):
                 if hasattr(m, "_deltas"): raise ValueError(f"{n} carries a delta on its neurons, whose order MoEfy changes; merge or detach it first, and attach it again to the cooked model")
                 if m._parameters.get("weight") is None: raise ValueError(f"{n} has a parametrized weight; make it plain first (torch.nn.utils.parametrize.remove_parametrizations)")
                 if isinstance(m.weight, DTensor): raise RuntimeError(f"{n} is sharded; attach Cook before shard")
+        _check_untied(model, layers)
         for n in layers: _claim(dict(parts(model))[n], n, self)
         self.plans = {}
         for n, x, h in ffn_samples(model, layers, calib, self.tokens) if calib is not None else ((n, None, None) for n in layers):

@@ -111,7 +111,7 @@ class _Unit:
     def refresh(self):
         "Masters of weights that others wrote (a loaded file, a clamp): the weight, where it is not the master's rounding"
         if self.state[0] is None: return
-        with _counting: others = {p: _version(p) - self.writes[p] for p, *_ in self.pieces}
+        with _counting: others = {p: (_local(p).data_ptr(), _version(p) - self.writes[p]) for p, *_ in self.pieces}
         for p, start, n, at in self.pieces:
             if self.seen.get(p) == others[p]: continue
             master = self.state[0][at:at + n]
@@ -470,7 +470,7 @@ class _Placed(_Slabs):
 
     @torch.no_grad()
     def reset_masters(self):
-        "Take the model's weights as they are now for masters."
+        "Take the model's weights as they are now for masters: to be called after writes in place through `.data`, which torch does not count; `flush` first."
         for u in self.units or []:
             if u.state[0] is not None:
                 for p, start, n, at in u.pieces: u.state[0][at:at + n].copy_(_local(p)[start:start + n])

@@ -182,8 +182,8 @@ def _weights(weights, named, sets):
 def _place(rank, world_size, batch):
     "(rank, world_size), from the process group if they are not given"
     group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    world = world_size if world_size is not None else torch.distributed.get_world_size() if group and rank is None else 1
-    rank = rank if rank is not None else torch.distributed.get_rank() if group and world_size is None else 0
+    world = world_size if world_size is not None else torch.distributed.get_world_size() if group else 1
+    rank = rank if rank is not None else torch.distributed.get_rank() if group else 0
     if not 0 <= rank < world: raise ValueError(f"rank={rank}, world_size={world}: ranks run from 0 to world_size − 1")
     if batch < 1 or batch % world: raise ValueError(f"batch={batch}: rows of a step over all ranks, a multiple of world_size={world}")
     return rank, world
@@ -351,11 +351,14 @@ class Loader:
     def __iter__(self)->Iterator[dict[str, Tensor]]:
         packed = self.packed
         if not self.workers: yield from packed; return
-        order = range(packed.at, packed._first(packed.epoch + 1))
-        ahead = torch.utils.data.DataLoader(_Sent(packed), batch_size=None, sampler=order, num_workers=self.workers, prefetch_factor=self.prefetch, timeout=min(5, self.timeout_s))
-        for batch in _watched(ahead, self.timeout_s):
-            packed.at += 1
-            yield batch
+        end = packed._first(packed.epoch + 1)
+        while packed.at < end:
+            ahead = torch.utils.data.DataLoader(_Sent(packed), batch_size=None, sampler=range(packed.at, end), num_workers=self.workers, prefetch_factor=self.prefetch, timeout=min(5, self.timeout_s))
+            for batch in _watched(ahead, self.timeout_s):
+                packed.at += 1
+                was = packed.at, packed.seed, packed.spans
+                yield batch
+                if was != (packed.at, packed.seed, packed.spans): break      # other weights, another place: what lies ready is not what comes next
     def state_dict(self)->dict: return self.packed.state_dict()
     def load_state_dict(self, state): self.packed.load_state_dict(state)
 

@@ -575,6 +575,7 @@ class _Common(_Shown):
         mine = {k: options.pop(k) for k in _SETTINGS if k in options}
         self._seen, self._shown, self._version, self._more = False, None, 0, options                        # what has no slider goes to the engine as it is
         longest = max(min(1024, getattr(engine, "max_ctx", None) or 1024), mine.get("max_new_tokens", 1))
+        mine.setdefault("max_new_tokens", min(traits.get("max_new_tokens", 256), max(longest // 2, 1)))       # room for the prompt
         super().__init__(engine, token=uuid.uuid4().hex[:12], kind=kind, title=title, examples=examples, longest=longest, **{**traits, **mine}, **_face(engine))
         self.on_msg(self._hear)
 

@@ -423,7 +423,7 @@ class InferencePlan(_Speed):
         limit = None if memory_limit is None else parse_bytes(memory_limit)
         fixed = self.context_bytes + self.rest_bytes + self.kv_cache + self.workspace + self.draft_bytes
         found = place_blocks(self.blocks, limit, fixed, self.embedding_bytes, self.slots)
-        if found is None: raise ValueError(f"memory_limit={memory_limit!r} is below the smallest feasible plan, {format_bytes(self.min_bytes)} ({format_bytes(self.weights)} of weights)")
+        if found is None: raise ValueError(f"memory_limit={memory_limit!r} is below the smallest feasible plan, {format_bytes(self.min_bytes, up=True)} ({format_bytes(self.weights)} of weights)")
         where = ["streams" if n in set(found.streamed) else "stays" for n in self.blocks.index]
         return dataclasses.replace(self, limit=limit, blocks=self.blocks.assign(where=where), slot_bytes=found.slot_bytes, host=list(self.embeddings) if found.host else [])
     def sentence(self)->str:
@@ -431,9 +431,10 @@ class InferencePlan(_Speed):
         n, s = len(self.blocks), len(self.streamed)
         fits = "everything stays" if not s and not self.host else f"all {n} blocks stay, the input embedding is gathered on the host" if not s else \
             f"{n - s} of {n} blocks stay, {s} stream ({format_bytes(self.streamed_bytes)} in {self.slots} slots of {format_bytes(self.slot_bytes)})"
-        rate = f"{self.tokens_per_s():.3g} tokens/s" + (f", {self.tokens_per_s(8):.3g} at batch 8" if self.generates else " read")
+        most = min(8, self.max_batch)
+        rate = f"{self.tokens_per_s():.3g} tokens/s" + (" read" if not self.generates else f", {self.tokens_per_s(most):.3g} at batch {most}" if most > 1 else "")
         first = f"; first token of {self.prompt} after {self.first_token_s:.2g} s" if self.generates else ""
-        held = f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.limit) if self.limit is not None else 'no limit'}, smallest limit {format_bytes(self.min_bytes)}"
+        held = f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.limit) if self.limit is not None else 'no limit'}, smallest limit {format_bytes(self.min_bytes, up=True)}"
         return f"{fits}; {rate}{first}; bound by {_LANES[self.bound]}; {held}"
     def check(self,
         stats:dict, # measured: peak_bytes, host_bytes, decode_tok_s, first_token_s, link_gb_s; with prompt_tokens, new_tokens, batch, accepted, checked and levels the prediction is for these
@@ -594,9 +595,9 @@ def _help(asked, fits):
         try: return fits(_prepare(**asked | change))
         except LookupError: return None                                                        # nothing to pack
     alone = [(text, need) for text, change in _wishes(asked) if (need := needs(change)) is not None]
-    if alone: return " or ".join(t for t, _ in alone) + ", which need" + "s" * (len(alone) == 1) + " " + " and ".join(format_bytes(n) for _, n in alone)
+    if alone: return " or ".join(t for t, _ in alone) + ", which need" + "s" * (len(alone) == 1) + " " + " and ".join(format_bytes(n, up=True) for _, n in alone)
     together = {k: v for _, change in _wishes(asked) for k, v in change.items()}
-    if together and (need := needs(together)) is not None: return " with ".join(f"{k}={v}" for k, v in together.items()) + f", which needs {format_bytes(need)}"
+    if together and (need := needs(together)) is not None: return " with ".join(f"{k}={v}" for k, v in together.items()) + f", which needs {format_bytes(need, up=True)}"
     return "a larger limit"
 
 # %% ../nbs/39_placement.ipynb #4279ef15
@@ -624,13 +625,13 @@ def plan_inference(
     plan.settings = {k: v for k, v in asked.items() if k not in ("model", "blocks", "draft", "machine")} | {"memory_limit": limit}
     if limit is not None and limit < plan.min_bytes:
         help = _help(asked, lambda p: p.min_bytes if p.min_bytes <= limit else None)
-        raise ValueError(f"memory_limit={memory_limit!r} is below the smallest feasible plan, {format_bytes(plan.min_bytes)} ({format_bytes(plan.weights)} of weights in all); try {help}")
+        raise ValueError(f"memory_limit={memory_limit!r} is below the smallest feasible plan, {format_bytes(plan.min_bytes, up=True)} ({format_bytes(plan.weights)} of weights in all); try {help}")
     plan = plan.at(limit)
     if host is not None and plan.host_bytes > host:
         fits = lambda p: q.host_bytes if limit >= p.min_bytes and (q := p.at(limit)).host_bytes <= host else None
         low, high = limit, plan.peak_bytes - plan.ring_bytes + plan.streamed_bytes + plan.embedding_bytes
         while high - low > 1 << 20: low, high = (low, mid) if plan.at(mid := (low + high) // 2).host_bytes <= host else (mid, high)
-        more = [f"memory_limit={format_bytes(high)!r}"] + (["store='mmap'"] if store == "ram" and fits(_prepare(**asked | dict(store="mmap"))) is not None else []) \
+        more = [f"memory_limit={format_bytes(high, up=True)!r}"] + (["store='mmap'"] if store == "ram" and fits(_prepare(**asked | dict(store="mmap"))) is not None else []) \
             + [f"bits={b}" for b in (8, 4) if (bits is None or b < bits) and fits(_prepare(**asked | dict(bits=b))) is not None]
-        raise ValueError(f"host_limit={host_limit!r} is below the {format_bytes(plan.host_bytes)} that memory_limit={memory_limit!r} leaves to the host; try {' or '.join(more)}")
+        raise ValueError(f"host_limit={host_limit!r} is below the {format_bytes(plan.host_bytes, up=True)} that memory_limit={memory_limit!r} leaves to the host; try {' or '.join(more)}")
     return plan

@@ -302,7 +302,7 @@ class TrainingPlan:
         return cls(**{**d, "cost": None if d["cost"] is None else Cost(**d["cost"])})
     def __str__(self):
         return (f"{self.table[['GPU', 'host']]}\n{self.recompute} of {self.blocks} blocks recompute, {self.offload:.0%} of the optimizer on the host; limit {format_bytes(self.limit)}, "
-                f"smallest {format_bytes(self.min_bytes)}\nstep {self.step_s:.4g} s, {self.tokens_s:,.0f} tokens/s, bound by {self.bound}")
+                f"smallest {format_bytes(self.min_bytes, up=True)}\nstep {self.step_s:.4g} s, {self.tokens_s:,.0f} tokens/s, bound by {self.bound}")
     __repr__ = __str__
     def _repr_html_(self): return _picture(self)
 
@@ -330,7 +330,7 @@ def _picture(plan):
     rows.append((f"step: {plan.step_s:.3f} s", _bar([(n, x, f"{x:.3f} s") for n, x in plan.phases.items()], 0, longest) + '<div style="font-size:11px">' + " · ".join(f"{n} {x:.3f} s" for n, x in plan.phases.items()) + "</div>"))
     rows += [(f"{_LANES[n]}: {x:.3f} s{' (bound)' if _LANES[n] == plan.bound else ''}", _bar([("", x, f"{x:.3f} s")], plan.step_s, longest)) for n, x in plan.times.items() if x > 5e-4 * plan.step_s]
     body = "".join(f'<tr><td style="text-align:right;padding:2px 8px;font-size:12px;white-space:nowrap;vertical-align:top">{n}</td><td style="text-align:left;padding:3px 0">{b}</td></tr>' for n, b in rows)
-    head = f"{plan.recompute} of {plan.blocks} blocks recompute · {plan.offload:.0%} of the optimizer on the host · {plan.tokens_s:,.0f} tokens/s on {plan.gpus} GPU{'s' * (plan.gpus > 1)} · smallest limit {format_bytes(plan.min_bytes)}"
+    head = f"{plan.recompute} of {plan.blocks} blocks recompute · {plan.offload:.0%} of the optimizer on the host · {plan.tokens_s:,.0f} tokens/s on {plan.gpus} GPU{'s' * (plan.gpus > 1)} · smallest limit {format_bytes(plan.min_bytes, up=True)}"
     if (c := plan.cost): head += f"<br>{_few(c.days)} days · {_few(c.gpu_hours)} GPU hours · {_few(c.kwh)} kWh · {_few(c.co2_kg / 1000)} t CO₂" + (f" · costs {_few(c.money)}" if c.money is not None else "")
     return f'<div style="font-family:sans-serif"><div style="font-size:12px;margin:4px 0">{head}</div><table style="border-collapse:collapse">{body}</table></div>'
 
@@ -399,7 +399,7 @@ def choose_recompute(
     if fits(0): return 0
     if not fits(L):
         least = sum(s.peak(L, share).values()) if held_bytes is None else held_bytes + WORKSPACE + s.come_and_go(L)[0]
-        raise ValueError(f"memory_limit={format_bytes(limit)} is below the smallest feasible, {format_bytes(least)} with all {L} blocks recomputed; try a smaller batch, or more of the optimizer on the host")
+        raise ValueError(f"memory_limit={format_bytes(limit)} is below the smallest feasible, {format_bytes(least, up=True)} with all {L} blocks recomputed; try a smaller batch, or more of the optimizer on the host")
     low, high = 0, L                                                        # low does not fit, high does
     while high - low > 1: low, high = (low, mid) if fits(mid := (low + high) // 2) else (mid, high)
     return high
@@ -441,6 +441,11 @@ def _batch(model, batch, seq):
     if hasattr(config, "use_cache"): extra["use_cache"] = False               # keys and values of a training step are of no use later
     return {"input_ids": ids, "labels": ids, **extra}
 
+def _trace_ids(model, batch, seq, names, loss, dtype):
+    "The trace of a step on such a batch"
+    try: return trace_step(model, _batch(model, batch, seq), names, loss, dtype)
+    except (ValueError, TypeError) as e: raise ValueError(f"{e} (batch= and seq= make token ids with labels for each; of a model that takes others give inputs=, a real batch)") from e
+
 def _levels(model, blocks, zero):
     "{block: 2 or 3}; a pattern counts for the blocks that it names and for those below what it names; the last one wins"
     if not isinstance(zero, dict): return dict.fromkeys(blocks, zero)
@@ -458,7 +463,7 @@ def _no_plan(s, host_limit, checkpoint, offload):
     L = len(s.names); n = L if whole else int(checkpoint); most = 1.0 if s.host == 0 else min(1.0, host_limit / s.host)
     least = min(sum(s.peak(n, share).values()) for share in ((0.0, most) if offload == "auto" else (offload,)))   # over the share it rises, by the buffers, and then falls
     help = [*(["checkpoint='auto'"] if not whole else []), *(["offload='auto'"] if offload != "auto" and offload < 1 and s.state else []),
-            *([f"host_memory={format_bytes(s.host)!r}"] if offload == "auto" and s.host > host_limit else []), "a smaller batch", "more gpus"]
+            *([f"host_memory={format_bytes(s.host, up=True)!r}"] if offload == "auto" and s.host > host_limit else []), "a smaller batch", "more gpus"]
     return math.ceil(least), " or ".join(help)
 
 # %% ../nbs/07_plan.ipynb #eb1e62e1
@@ -497,7 +502,8 @@ def plan_training(
     m = _machine(machine)
     limit = int(0.94 * m.gpu_memory) if memory_limit is None else parse_bytes(memory_limit)
     host_limit = int(0.9 * m.host_memory) if host_memory is None else parse_bytes(host_memory)
-    if trace is None: trace = trace_step(model, _batch(model, batch, seq) if inputs is None else inputs, names, loss, dtype)
+    if trace is None: trace = trace_step(model, inputs, names, loss, dtype) if inputs is not None else _trace_ids(model, batch, seq, names, loss, dtype)
+    if not trace.tokens: raise ValueError("inputs: the batch holds no token")
     if compile and not trace.compiled: trace = fuse_blocks(trace)
     groups = weight_groups(model, names, master, dtype)
     item = (dtype or next(p.dtype for p in model.parameters() if p.requires_grad)).itemsize
@@ -509,9 +515,9 @@ def plan_training(
     found = _candidates(search, checkpoint, offload, limit, host_limit)
     least, help = _no_plan(search, host_limit, checkpoint, offload)
     if not found and offload != "auto" and offload * search.host > host_limit:
-        need = format_bytes(offload * search.host)
+        need = format_bytes(offload * search.host, up=True)
         raise ValueError(f"host_memory={format_bytes(host_limit)} is below the {need} that offload={offload} keeps on the host; try host_memory={need!r} or offload='auto'")
-    if not found: raise ValueError(f"memory_limit={format_bytes(limit)} is below the smallest feasible plan, {format_bytes(least)}; try {help}")
+    if not found: raise ValueError(f"memory_limit={format_bytes(limit)} is below the smallest feasible plan, {format_bytes(least, up=True)}; try {help}")
     n, share = min(found, key=lambda c: (round(search.time(*c)[1].step_s, 4), c[0], c[1]))
     asked = dict(batch=batch, seq=seq, zero=zero, checkpoint=checkpoint, offload=offload, compile=compile, accumulate=accumulate, dtype=str(dtype), master=master, overlap=overlap, link=link, sharded=sharded)
     plan = _fill_plan(search, n, share, limit, host_limit, least, asked)

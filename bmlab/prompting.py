@@ -27,9 +27,9 @@ from .core import did_you_mean, unwrap
 from .delta import Delta
 from .learned import ProtoVerbalizer, SoftVerbalizer
 from .prefix import Prefix
-from .prompt import CUTS, InputExample, Template, TemplateError, encoded_html
+from .prompt import CUTS, InputExample, Line, Template, TemplateError, encoded_html
 from .promptview import Picture, bars_html
-from .soft import SoftPrompt
+from .soft import PTuning, SoftPrompt
 from .softtokens import SoftTokens
 from .targets import GenerationVerbalizer, Written, write
 from .train import eval_mode, fit
@@ -41,29 +41,37 @@ def examples_of(
 )->list:  # of dicts or InputExamples
     "Examples, one dict each; a bare text becomes {\"text_a\": text}."
     if isinstance(data, pd.DataFrame): return [{k: None if isinstance(v, float) and v != v else v for k, v in row.items()} for row in data.to_dict("records")]
-    if isinstance(data, (str, Mapping, InputExample)): data = [data]
+    if isinstance(data, (str, Mapping)) or not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"): data = [data]
     out = [{"text_a": e} if isinstance(e, str) else e for e in data]
     for e in out:
         if not isinstance(e, (Mapping, InputExample)) and not hasattr(e, "__dict__"): raise TypeError(f"an example is a {type(e).__name__}: expected a dict, an InputExample or a text")
     return out
 
+def _pure(x):
+    "A label as Python has it: NumPy's and torch's scalars, and whole numbers of any kind"
+    if hasattr(x, "item") and getattr(x, "ndim", 1) == 0: x = x.item()
+    if isinstance(x, float) and x.is_integer(): return int(x)                                # a column of numbers with a gap is one of floats
+    with contextlib.suppress(TypeError): return x if isinstance(x, bool) else operator.index(x)
+    return x
+
 def _label(e):
-    label = e.get("label") if isinstance(e, Mapping) else getattr(e, "label", None)
-    if isinstance(label, float) and label.is_integer(): return int(label)                    # a column of numbers with a gap is one of floats
+    label = _pure(e.get("label") if isinstance(e, Mapping) else getattr(e, "label", None))
     return None if isinstance(label, float) and label != label else label
+
+def _many(label): return hasattr(label, "__iter__") and not isinstance(label, str)
 
 # %% ../nbs/36b_prompting.ipynb #720c3901
 def class_number(
-    label,        # a name, or a number 0 … C − 1
+    label,        # a name, or, where no name is a number, a number 0 … C − 1
     names:list,   # the classes
 )->int:
     "The number of a class."
-    if not isinstance(label, (str, bool)):
-        with contextlib.suppress(TypeError): label = operator.index(label)                   # NumPy's and torch's numbers
+    label, names = _pure(label), [_pure(n) for n in names]
     if (own := [i for i, n in enumerate(names) if type(n) is type(label) and n == label]): return own[0]
-    if type(label) is int and 0 <= label < len(names): return label
-    several = "; several at once are for a verbalizer with multi_label=True" if isinstance(label, (list, tuple, set)) else did_you_mean(label, names)
-    raise ValueError(f"label {label!r} is none of the classes: {', '.join(map(repr, names))}, or their numbers 0 … {len(names) - 1}{several}")
+    counted = int not in map(type, names)
+    if counted and type(label) is int and 0 <= label < len(names): return label
+    several = "; several at once are for a verbalizer with multi_label=True" if _many(label) else did_you_mean(label, names)
+    raise ValueError(f"label {label!r} is none of the classes: {', '.join(map(repr, names))}{f', or their numbers 0 … {len(names) - 1}' if counted else ''}{several}")
 
 class FewShotSampler:
     "A few examples of every class."
@@ -80,7 +88,7 @@ class FewShotSampler:
         "Choose; the same for the same seed."
         by = {}
         for e in examples_of(data):
-            if isinstance(_label(e), (list, tuple, set)): raise TypeError(f"label {_label(e)!r}: so many of every class can be drawn where an example has one label")
+            if _many(_label(e)): raise TypeError(f"label {_label(e)!r}: so many of every class can be drawn where an example has one label")
             by.setdefault(_label(e), []).append(e)
         if None in by: raise ValueError(f"{len(by[None])} examples have no label")
         need, rng, out, dev = self.per_label * (1 + also_dev), random.Random(self.seed), [], []
@@ -119,9 +127,11 @@ class _Data:
     def target(self, e):
         "What an example's label is to a loss: the number of its class, or a list of 0 and 1; None without a label"
         label = _label(e)
+        if self.names is None and isinstance(label, str): raise ValueError(f"label {label!r} is a name, and no classes are given: labels=, their names in order")
         if label is None or self.names is None: return label
         if not self.several: return class_number(label, self.names)
-        own = {class_number(x, self.names) for x in ([label] if isinstance(label, str) else label)}
+        own = [class_number(x, self.names) for x in (label if _many(label) else [label])]
+        if len({*own}) < len(own): raise ValueError(f"label {label!r} names a class twice; give the names or numbers of the classes that hold, not a 0 or 1 for each")
         return [float(i in own) for i in range(len(self.names))]
 
 # %% ../nbs/36b_prompting.ipynb #11409f38
@@ -217,6 +227,15 @@ def _first_position(model):
     shift = next((m.position_embeddings.padding_idx for m in model.modules() if getattr(getattr(m, "position_embeddings", None), "padding_idx", None) is not None), None)
     return 0 if shift is None else shift + 1
 
+def _has_places(model):
+    "Has it a vector for each position, and no more positions than these?"
+    return any(isinstance(m, nn.Embedding) and ("position" in (own := name.rpartition(".")[2]) or own == "wpe") for name, m in unwrap(model).named_modules())
+
+def _in_front(model, *more):
+    "How many vectors deltas put in front of each text"
+    own = {id(d): d for d in (*unwrap(model).__dict__.get("_bmlab_handles", {}).values(), *more) if isinstance(d, (Prefix, SoftPrompt, PTuning)) and (d.attached or d in more)}
+    return sum(d.length if isinstance(d, Prefix) else len(d.site.table) for d in own.values())
+
 def _check_fit(model, template, verbalizer, chain):
     "Raise for parts that do not go together"
     if not isinstance(model, nn.Module): raise TypeError(f"model is a {type(model).__name__}: expected a transformers model")
@@ -236,6 +255,22 @@ def _check_fit(model, template, verbalizer, chain):
     if getattr(verbalizer, "writes", False) and template.family == "masked": raise ValueError("a masked model fills places and writes no text; give a verbalizer with words, or a causal model or an encoder–decoder")
     if chain and (not template.at_end or not hasattr(verbalizer, "there") or isinstance(verbalizer, AutomaticVerbalizer)):
         raise ValueError(f"chain=True reads given words behind a causal model's text, or in GLM's blank; here the template is for a {template.family} model, the verbalizer a {type(verbalizer).__name__}")
+
+# %% ../nbs/36b_prompting.ipynb #b7d20f3e
+@torch.no_grad()
+def _check_packs(model, template, first):
+    "Raise for a model in which an example's answer hangs on those that stand before it in a row"
+    line = lambda *ids: Line(ids=[*ids], part=[-1] * len(ids), masks=[len(ids) - 1], cut=[])
+    def said(*before):
+        inputs, extra = template._pack([line(*before), line(1, 0)], None, first)
+        b = inputs | {k: extra[k] for k in ("mask_positions", "mask_rows")}
+        return answers(model, {k: v.to(next(model.parameters()).device) if isinstance(v, Tensor) else v for k, v in b.items()})[0][1]
+    why = None
+    try:
+        with eval_mode(model): a, b = said(0, 1, 0, 1), said(3, 2, 2, 3)
+    except Exception as e: why = e
+    if why is not None or (a - b).abs().max() > max(1e-5, 8 * torch.finfo(a.dtype).eps) * a.abs().max():          # experts sum in another order
+        raise ValueError(f"pack=True is for models that tell a row's examples apart, and {type(unwrap(model)).__name__} {f'cannot be asked so ({why})' if why else 'lets one change the answer to another'}: leave it out") from why
 
 # %% ../nbs/36b_prompting.ipynb #4a4294b6
 class _Answering(nn.Module):
@@ -257,16 +292,20 @@ class _Answering(nn.Module):
         if max_length is not None and (not isinstance(max_length, int) or max_length < 1): raise ValueError(f"max_length={max_length!r}: a number of tokens from 1 on, or None")
         _check_fit(model, template, verbalizer, chain)
         self.model, self.template, self.verbalizer, self.truncate, self.chain = model, template, verbalizer.to(next(model.parameters()).device), truncate, chain
-        self.max_length = max_length or min(512, _positions(model) - (verbalizer.ids.shape[-1] - 1 if chain else 0))
         handles = [d for d in unwrap(model).__dict__.get("_bmlab_handles", {}).values() if d.attached]
+        if prefix is None and template.prefix is not None: prefix = next((d for d in handles if isinstance(d, Prefix)), None)
+        in_front = _in_front(model, *([prefix] if prefix else [])) + (0 if prefix else template.prefix or 0)
+        room = _positions(model) - (in_front if _has_places(model) else 0) - (verbalizer.ids.shape[-1] - 1 if chain else 0)
+        if (max_length or 0) > room and _has_places(model): raise ValueError(f"max_length={max_length}: the model's {_positions(model)} positions have room for {room}{' beside the vectors in front' if in_front else ''}")
+        self.max_length = max_length or min(512, room)
+        self.pack, self.writes = pack, getattr(verbalizer, "writes", False)
+        if pack and (chain or self.writes or template.family in ("seq2seq", "blank") or in_front):
+            raise ValueError(f"pack=True is for a mask's words on causal and masked models; here stands {'a prompt in front of each row' if in_front else 'chain=True' if chain else 'a verbalizer that writes' if self.writes else 'a blank-filling model' if template.family == 'blank' else 'an encoder–decoder'}: leave it out")
+        if pack and template.family == "causal" and "position_ids" not in inspect.signature(unwrap(model).forward).parameters: raise ValueError(f"pack=True tells a row's examples apart by their positions, and {type(unwrap(model)).__name__} takes none: leave it out")
+        if pack: _check_packs(model, template, _first_position(model))
         if soft is None and template.soft_count: soft = next((d for d in handles if isinstance(d, SoftTokens) and d.template is template), None) or SoftTokens(model, template)
         if soft is not None and soft.template is not template: soft.speaks(template)
-        if prefix is None and template.prefix is not None: prefix = next((d for d in handles if isinstance(d, Prefix)), None) or Prefix(model, length=template.prefix)
-        self.pack, self.writes = pack, getattr(verbalizer, "writes", False)
-        in_front = next((d for d in handles if isinstance(d, (Prefix, SoftPrompt)) and not isinstance(d, SoftTokens)), prefix)
-        if pack and (chain or self.writes or template.family in ("seq2seq", "blank") or in_front is not None):
-            raise ValueError(f"pack=True is for a mask's words on causal and masked models; here stands {'a prompt in front of each row' if in_front is not None else 'chain=True' if chain else 'a verbalizer that writes' if self.writes else 'a blank-filling model' if template.family == 'blank' else 'an encoder–decoder'}: leave it out")
-        if pack and template.family == "causal" and "position_ids" not in inspect.signature(unwrap(model).forward).parameters: raise ValueError(f"pack=True tells a row's examples apart by their positions, and {type(unwrap(model)).__name__} takes none: leave it out")
+        if prefix is None and template.prefix is not None: prefix = Prefix(model, length=template.prefix)
         object.__setattr__(self, "soft", soft); object.__setattr__(self, "prefix", prefix)          # their parameters are the model's already
 
 # %% ../nbs/36b_prompting.ipynb #d9f3fc86
@@ -456,7 +495,7 @@ class _Shown(_Filed):
         tokens:bool=True, # the tokens too?
     )->Picture:           # shown by a notebook
         "One example token by token, what the model would say at the mask, and what that means."
-        one = examples_of([example] if isinstance(example, (str, Mapping)) else example)[:1]
+        one = examples_of(example)[:1]
         with eval_mode(self):
             b = {k: v.to(self.device) for k, v in next(iter(PromptData(one, self.template, None, 1, self.max_length, self.truncate, False, labelled=False))).items()}
             said = answers(self.model, b)[0][0, 0].float().softmax(-1)
@@ -480,9 +519,13 @@ class _Writing(_Shown):
     )->list:                    # a text an example, or a list of texts where the template has several masks
         "What the model writes at the masks (causal models and encoder–decoders)."
         data, out = examples_of(data), []
-        room = None if self.template.family != "causal" else max(1, min(self.max_length, _positions(self.model) - max_new_tokens))
+        t, places, room = self.template, _positions(self.model), self.max_length
+        if t.family == "causal":
+            room = min(room, places - max_new_tokens - (_in_front(self.model) if _has_places(self.model) else 0))
+            own = sum(map(len, t.ends)) + sum(len(ids) for i, ids in t._fixed.items() if not t.pieces[i].shortenable)
+            if room < max(own, 1): raise ValueError(f"max_new_tokens={max_new_tokens}: of the model's {places} positions that leaves {max(room, 0)} to the prompt, and the template's own words take {own}; ask for fewer")
         with eval_mode(self):
-            for i in tqdm(range(0, len(data), batch), desc="generate", leave=False, mininterval=1, delay=1): out += write(self.model, self.template, data[i:i + batch], max_new_tokens, room or self.max_length, self.truncate, **options)
+            for i in tqdm(range(0, len(data), batch), desc="generate", leave=False, mininterval=1, delay=1): out += write(self.model, t, data[i:i + batch], max_new_tokens, room, self.truncate, **options)
         return [texts[0] if len(texts) == 1 else texts for texts in out]
 
     def _written(self, data, batch):

@@ -127,6 +127,8 @@ class Grid(_Ranges):
         zero:Tensor|None,  # (N, G)
     )->tuple:              # what `Int8Linear`, `Int8GroupLinear` or `Int4Linear` stores
         "The tensors of the packed layer."
+        if not scale.is_meta and not all(t.half().isfinite().all() for t in (scale, zero) if t is not None and self.group_size is not None):
+            raise ValueError("the weight has values whose scale or zero point is beyond float16; leave its layer out, or take bits=8 without groups")
         if self.bits == 8: return codes.to(torch.int8), scale[:, 0].clone() if self.group_size is None else scale.half()
         q = codes.add(8).to(torch.uint8).view(len(codes), -1, self.group_size)
         half = self.group_size // 2

@@ -103,9 +103,9 @@ def exponentials(
     return -torch.log1p(-u.clamp(max=1 - 2.0 ** -24))                   # fine steps where it matters: near 0
 
 # %% ../nbs/38a_sampling.ipynb #66774ca2
-_OPTIONS = dict(temperature=(0.0, "0 (greedy) or more", lambda v: v >= 0), top_k=(0, "0 (all) or a count", lambda v: 0 <= v < 2**31 and v == int(v)),
+_OPTIONS = dict(temperature=(0.0, "0 (greedy) or 1e-9…1e9", lambda v: v == 0 or 1e-9 <= v <= 1e9), top_k=(0, "0 (all) or a count", lambda v: 0 <= v < 2**31 and v == int(v)),
                 top_p=(1.0, "above 0, at most 1", lambda v: 0 < v <= 1), min_p=(0.0, "in 0…1", lambda v: 0 <= v <= 1),
-                repetition_penalty=(1.0, "above 0; 1 changes nothing", lambda v: v > 0), frequency_penalty=(0.0, "-2…2; 0 changes nothing", lambda v: -2 <= v <= 2),
+                repetition_penalty=(1.0, "1e-9…1e9; 1 changes nothing", lambda v: 1e-9 <= v <= 1e9), frequency_penalty=(0.0, "-2…2; 0 changes nothing", lambda v: -2 <= v <= 2),
                 presence_penalty=(0.0, "-2…2; 0 changes nothing", lambda v: -2 <= v <= 2), logprobs=(-1, f"-1 (none) to {TOLD}", lambda v: -1 <= v <= TOLD and v == int(v)))
 
 def _checked(name, value):
@@ -114,7 +114,7 @@ def _checked(name, value):
     try: number = float(value)
     except (TypeError, ValueError): number = float("nan")
     if isinstance(value, Tensor): value = number
-    if isinstance(value, bool) or not good(number) or number == float("inf"): raise ValueError(f"{name}={value!r}: {says}")
+    if isinstance(value, bool) or not good(number): raise ValueError(f"{name}={value!r}: {says}")
     return number
 
 def row_options(
@@ -166,7 +166,7 @@ class _Rows:
             if isinstance(v, list) and len(v) != rows: raise ValueError(f"{k} has {len(v)} values for {rows} rows")
 
     def _set(self, row, ids, options, seed):
-        self.host[row], seen = options, self.state["seen"]
+        seen = self.state["seen"]
         for k, v in options.items():
             if k in self.state: self.state[k][row] = int(v) if k == "top_k" else v
         self._room(options)
@@ -174,6 +174,7 @@ class _Rows:
         self.state["seed"][row] = _seed_of(*seed) if options["temperature"] > 0 else 0
         self.state["count"][row] = 0; seen[row] = False
         if options["repetition_penalty"] != 1 and len(ids): seen[row, torch.as_tensor(ids, device=seen.device)] = True
+        self.host[row] = options                                        # last: a row that could not be set is as it was
 
     def _room(self, options):
         "Tensors that few rows need are made for the first that does"

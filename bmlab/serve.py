@@ -205,6 +205,7 @@ class _Desk:
         if waiting + len(asks) > self.max_waiting: raise _Refused(503, f"{waiting} texts are being made or wait, of max_waiting={self.max_waiting}; try again later", code="overloaded", Retry_After=1)
         encoder = getattr(getattr(self.engine.model, "config", None), "is_encoder_decoder", False)
         def whole(ids, options):
+            if encoder and len(ids) > self.engine.max_ctx: raise _Refused(400, f"a source of {len(ids)} tokens exceeds this model's context of {self.engine.max_ctx} tokens", "messages", "context_length_exceeded")
             n = 1 if encoder else len(ids)
             room = self.engine.max_ctx - n
             said = f"a prompt of {n} tokens and max_tokens={most or 1} exceed this model's context of {self.engine.max_ctx} tokens"

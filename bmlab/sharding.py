@@ -549,7 +549,7 @@ def shard(
 )->nn.Module:                              # the same model; what was decided is at `model.sharding`
     "Spread a model's weights, gradients and optimizer state over the ranks (ZeRO, Rajbhandari et al. 2020)."
     if not dist.is_initialized(): init_distributed(seed=None)
-    root, backend = unwrap(model), _backend(compile)
+    root, backend, limit = unwrap(model), _backend(compile), None if memory_limit is None else parse_bytes(memory_limit)
     _check(root, zero, mesh, tp, unknown)
     found, device = find_blocks(root, blocks), _mesh_device(mesh)
     levels, (dp, tp_mesh) = _levels(root, found, zero), _layout(mesh, tp, device)
@@ -560,7 +560,7 @@ def shard(
     _let_segments_grow(device)
     _prepare(root, found, dtype, alone)
     s = Sharding(blocks=found, zero=levels, mesh=None if alone and _in_dtype(root, dtype) else dp, dtype=dtype, backend=backend, auto=checkpoint == "auto",
-                 takes_cache=_takes_cache(root), memory_limit=None if memory_limit is None else parse_bytes(memory_limit))
+                 takes_cache=_takes_cache(root), memory_limit=limit)
     if s.auto and _limit(s, device) is not None and any(p.requires_grad for p in root.parameters()): s.bones = skeleton(root)
     _take_over(root, s)
     s.set_recompute(recompute)

@@ -260,7 +260,7 @@ def _head_cuts(a, index):
 def _count_heads(a, index, owner):
     "Let an attention know its numbers"
     n, k = len(index), len((index // (a.heads // a.groups)).unique())
-    new = {**dict.fromkeys(_NUMBERS, n), "num_key_value_heads": k, "num_key_value_groups": n // k, **dict.fromkeys(("all_head_size", "inner_dim", "split_size"), n * a.size)}
+    new = {**dict.fromkeys(_NUMBERS, n), "num_key_value_heads": k, "num_key_value_groups": n // k, **dict.fromkeys(("all_head_size", "inner_dim", "split_size", "embed_dim"), n * a.size)}
     for key, v in new.items():
         if isinstance(owner.__dict__.get(key), int): setattr(owner, key, v)
 
@@ -334,9 +334,15 @@ def _number(layers):
 # %% ../nbs/22_slicing.ipynb #17ac2df1
 _EPS = ("variance_epsilon", "eps")
 
+def _subtracts_mean(norm, size):
+    "Does a norm make 0 of ones? Cohere's has another name than nn.LayerNorm, and no bias"
+    probe = copy.deepcopy(norm).to_empty(device="cpu")                                           # (it may be on meta)
+    probe.weight.fill_(1.)
+    return not probe(torch.ones(1, 1, size, dtype=probe.weight.dtype)).any()
+
 def _fold_norm(norm, name, index, size, scissors):
     "Cut an RMSNorm and let it give for the channels that are left what it gave"
-    if isinstance(norm, nn.LayerNorm) or norm._parameters.get("bias") is not None:
+    if isinstance(norm, nn.LayerNorm) or norm._parameters.get("bias") is not None or _subtracts_mean(norm, size):
         raise ValueError(f"keep['hidden']: {name} is a {type(norm).__name__}, which subtracts the mean of all channels; only RMSNorm can be cut exactly")
     scissors.weight(norm, "weight", 0, index)
     gain = norm._parameters["weight"]
@@ -359,11 +365,19 @@ def _channel_cuts(found, index, modules):
             if i == size and n not in outs: yield n, "in", index
             if o == size and (n in outs or n not in inner and not hasattr(modules[n.rpartition(".")[0]], "vocab_size")): yield n, "out", index
 
+def _check_channels(model, found):
+    "Raise where inputs or outputs of a matrix may be heads or neurons, which its number of channels does not tell"
+    known = {n for a in found.attention().values() for n in (a.out, *a.inputs.values())} | {n for f in found.ffn().values() for n in (f.out, *f.inputs)}
+    matrices = {n: r for n, r in roles(model).items() if r in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")}
+    if odd := [n for n, _ in parts(model) if n in matrices and n not in known]:
+        raise ValueError(f"keep['hidden']: the layout of {odd[0]} is not known, so its channels cannot be told from its heads or neurons")
+
 def _cut_hidden(model, found, index, modules, scissors):
     "Drop channels of norms, and tell what keeps a number for each channel: its `cut_inputs(index)` is called"
     size = found.hidden
     for m in modules.values():
         if any(p is not None and p.ndim > 2 for p in m._parameters.values()): raise ValueError(f"keep['hidden']: a {type(m).__name__} holds weights of three or more dimensions, which cannot be cut")
+        if m.__dict__.get("normalized_shape") == (size,) and m._parameters.get("weight") is None: raise ValueError(f"keep['hidden']: a {type(m).__name__} has no weight that could make up for the channels that go")
         if hasattr(m, "embed_scale"): raise ValueError(f"keep['hidden']: {type(model).__name__} scales its embeddings by the root of the number of channels, which a tied head does not undo")
     for n in found.norms: _fold_norm(modules[n], n, index, size, scissors)
     for m in modules.values():
@@ -388,6 +402,7 @@ def _indices(keep, found, root):
     index = {k: _index(k, v, *known[k]) for k, v in keep.items()}
     for k, i in index.items():
         if not len(i) and known[k][1] in ("layers", "channels"): raise ValueError(f"keep[{k!r}] is empty; at least one of {known[k][1]} must stay")
+    if "hidden" in keep: _check_channels(root, found)
     return {k: i for k, i in index.items() if len(i) < known[k][0]}
 
 def _matrix_cuts(found, index, modules):

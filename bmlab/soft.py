@@ -232,6 +232,11 @@ def prompt_config(
     return {"target_modules": None} | ({"task_type": "FEATURE_EXTRACTION"} if bare or masked else {})
 
 # %% ../nbs/33_soft.ipynb #3477fa47
+def _like(embedding):
+    "(width, dtype, device) of the vectors that an embedding gives; a packed one has no parameters"
+    if (p := next(embedding.parameters(), None)) is not None: return p.shape[-1], p.dtype, p.device
+    return embedding.embedding_dim, embedding.out_dtype, next(embedding.buffers()).device
+
 def _start(embedding, init, length, text, tokenizer):
     "(P, D) to begin with, or None for uniform noise"
     if text is not None and (isinstance(init, Tensor) or init != "text"): raise ValueError(f"text={text!r} is where init='text' begins; say that too, or leave text= out")
@@ -243,7 +248,7 @@ def _start(embedding, init, length, text, tokenizer):
     if init == "vocab": ids = torch.randint(embedding.num_embeddings, (length or 20,))
     elif init == "text": ids = text_ids(text, tokenizer, length)
     else: raise ValueError(f"init={init!r}: 'text', 'vocab', 'uniform' or a tensor (length, width)")
-    with torch.no_grad(): return embedding(ids.to(next(embedding.parameters()).device)).detach()
+    with torch.no_grad(): return embedding(ids.to(_like(embedding)[2])).detach()
 
 def text_ids(
     text:str|list,    # words, or the ids of tokens
@@ -274,10 +279,9 @@ class SoftPrompt(_Prompted):
     ):
         def make(home, encoder):
             embedding = home.get_input_embeddings()
-            weight, start = next(embedding.parameters()), _start(embedding, init, length, text, tokenizer)
-            D = weight.shape[-1]
+            (D, own, device), start = _like(embedding), _start(embedding, init, length, text, tokenizer)
             if start is not None and start.shape[1] != D: raise ValueError(f"init is {tuple(start.shape)}, the model's embedding is {D} wide")
-            site = PromptSite(home, (length or 20) if start is None else len(start), D, cut and not encoder, dtype=dtype or weight.dtype, device=weight.device)
+            site = PromptSite(home, (length or 20) if start is None else len(start), D, cut and not encoder, dtype=dtype or own, device=device)
             if start is not None: site.table.data.copy_(start)
             return site
         super().__init__(model, name, make)
@@ -335,8 +339,8 @@ class PTuning(_Prompted):
         if not isinstance(length, int) or length < 1: raise ValueError(f"length={length!r}: a whole number, 1 or more")
         self.encoder, self.hidden, self.layers, self.dropout = "mlp" if isinstance(encoder, Tensor) else encoder, hidden, layers, dropout
         def make(home, is_encoder):
-            weight = next(home.get_input_embeddings().parameters())
-            D, kw = weight.shape[-1], dict(dtype=dtype or weight.dtype, device=weight.device)
+            D, own, device = _like(home.get_input_embeddings())
+            kw = dict(dtype=dtype or own, device=device)
             if not isinstance(encoder, Tensor): return EncodedSite(home, length, D, cut and not is_encoder, encoder, hidden or D, layers, dropout, **kw)
             if encoder.ndim != 2 or encoder.shape[1] != D: raise ValueError(f"encoder is {tuple(encoder.shape)}, the model's embedding is {D} wide")
             site = PromptSite(home, *encoder.shape, cut and not is_encoder, **kw)

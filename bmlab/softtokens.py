@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .core import parts, unwrap
 from .prompt import Template
-from .soft import Arguments, EncodedSite, PromptSite, SoftPrompt, _home, _input_side, _Prompted, folded, prompt_config
+from .soft import Arguments, EncodedSite, PromptSite, SoftPrompt, _home, _input_side, _like, _Prompted, folded, prompt_config
 
 # %% ../nbs/35a_softtokens.ipynb #2f7e3747
 def _sites(home): return [s for s in getattr(home, "_deltas", {}).values() if isinstance(s, _AnywhereSite) and s.enabled]
@@ -80,19 +80,18 @@ class EncodedSoftSite(_AnywhereSite, EncodedSite):
 def _first_vectors(home, template, init):
     "(n, D) to begin with: words as the template says, the rest as asked"
     embedding, n = home.get_input_embeddings(), template.soft_count
-    weight = next(embedding.parameters())
-    D = weight.shape[-1]
+    (D, _, device), N = _like(embedding), embedding.num_embeddings
     if isinstance(init, Tensor):
         if init.shape != (n, D): raise ValueError(f"init is {tuple(init.shape)}: the template has {n} soft tokens, the model is {D} wide: expected {(n, D)}")
         return init.detach()
     if init not in ("vocab", "random"): raise ValueError(f"init={init!r}: 'vocab', 'random' or a tensor ({n}, {D})")
-    ids = torch.tensor([i if i is not None else -1 for i in template.start], device=weight.device)
-    chance = torch.randint(min(len(template.tok), weight.shape[0]), (n,)).to(weight.device)
+    ids = torch.tensor([i if i is not None else -1 for i in template.start], device=device)
+    chance = torch.randint(min(len(template.tok), N), (n,)).to(device)
     with torch.no_grad():
         table = embedding(torch.where(ids < 0, chance, ids)).detach().clone()
         if init == "random":
-            some = embedding(torch.randint(min(len(template.tok), weight.shape[0]), (min(4096, weight.shape[0]),)).to(weight.device)).float()
-            table[ids < 0] = (torch.randn(int((ids < 0).sum()), D).to(weight.device) * some.std() + some.mean()).to(table.dtype)
+            some = embedding(torch.randint(min(len(template.tok), N), (min(4096, N),)).to(device)).float()
+            table[ids < 0] = (torch.randn(int((ids < 0).sum()), D).to(device) * some.std() + some.mean()).to(table.dtype)
     return table
 
 def _free_ids(model, first, count):
@@ -118,8 +117,8 @@ class _SoftTokens(_Prompted):
         self.name = self._free_name(name)
         side = _input_side(self.model)
         home = _home(side)
-        weight, table = next(home.get_input_embeddings().parameters()), table(home)
-        kw = dict(dtype=dtype or weight.dtype, device=weight.device)
+        (_, own, device), table = _like(home.get_input_embeddings()), table(home)
+        kw = dict(dtype=dtype or own, device=device)
         site = SoftSite(home, *table.shape, base, **kw) if encoder is None else EncodedSoftSite(home, *table.shape, base, encoder, hidden=hidden or table.shape[1], **kw)
         site.table.data.copy_(table if encoder is None else table / table.float().std().clamp_min(1e-6).to(table.dtype))       # a network is made for entries around 1
         self.sites = {next(n for n, m in parts(self.model) if m is side): site}

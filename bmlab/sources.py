@@ -14,11 +14,13 @@ from .collect import page_text
 from .core import did_you_mean
 
 # %% ../nbs/13b_sources.ipynb #17199bc3
+def _lines(text): return (line.removesuffix("\n") for line in io.StringIO(text, newline=None))      # (str.splitlines cuts at U+2028 and others too)
+
 def _text_rows(file, source):
     "A file, a line (with \\n written as <n> or \\\\n, as CPM's files have it) or what stands between blank lines"
     text = file.read().decode("utf-8-sig")
     if source.per == "file": yield text, {}
-    elif source.per == "line": yield from ((line.replace("<n>", "\n").replace("\\n", "\n"), {}) for line in text.splitlines())
+    elif source.per == "line": yield from ((line.replace("<n>", "\n").replace("\\n", "\n"), {}) for line in _lines(text))
     else: yield from ((part, {}) for part in re.split(r"\n\s*\n", text) if part.strip())
 
 def take_text(
@@ -37,23 +39,31 @@ def take_text(
 def _jsonl_rows(file, source):
     import orjson
     for n, line in enumerate(file, 1):
+        if n == 1: line = line.removeprefix(b"\xef\xbb\xbf")                                     # a byte-order mark
         if not line.strip(): continue
         try: row = orjson.loads(line)
-        except orjson.JSONDecodeError as e: raise ValueError(f"line {n} is no JSON ({e}); a file cut off in writing?") from None
+        except orjson.JSONDecodeError as e: raise ValueError(f"line {n} is no JSON ({e})" + ("" if line.endswith(b"\n") else "; a file cut off in writing?")) from None
         yield take_text(row, source.text, f"line {n}")
 
 def _csv_rows(file, source):
+    csv.field_size_limit(2**31 - 1)                                                                  # the module's own is 131,072 characters
     try:
-        for n, row in enumerate(csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True), 2): yield take_text(row, source.text, f"row {n}")
-    except csv.Error as e: raise ValueError(f"{e}; a file cut off in writing?") from None
+        for n, row in enumerate(csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True), 2):
+            if None in row: raise ValueError(f"row {n} has {len(row[None])} more fields than the heading has names")
+            yield take_text(row, source.text, f"row {n}")
+    except csv.Error as e: raise ValueError(f"{e}" + ("; a file cut off in writing?" if "end of data" in str(e) else "")) from None
+
+def _plain(v): return v.decode("utf-8", "backslashreplace") if isinstance(v, bytes) else str(v)      # what JSON has no form for: bytes, decimals, lengths of time
 
 def _parquet_rows(file, source):
+    import orjson
     import pyarrow.parquet as pq
     n = 0
     for batch in pq.ParquetFile(file).iter_batches(batch_size=1000):
         for row in batch.to_pylist():
             n += 1
-            yield take_text(row, source.text, f"row {n}")
+            text, more = take_text(row, source.text, f"row {n}")
+            yield text, orjson.loads(orjson.dumps(more, default=_plain))
 
 # %% ../nbs/13b_sources.ipynb #2d8e4f0d
 _UNREADABLE = re.compile("[\0-\x08\x0b\x0e-\x1f\ufffd]")      # control characters, and what no character was found for
@@ -82,7 +92,9 @@ def _warc_rows(file, source):
             kind = (record.http_headers.get_header("Content-Type") or "") if record.http_headers else "text/plain"
             if not body or not any(k in kind for k in ("html", "text/plain")): continue
             get = record.rec_headers.get_header
-            yield decode_page(body, kind), {"url": get("WARC-Target-URI"), "date": get("WARC-Date"), "id": get("WARC-Record-ID")} | ({} if "html" in kind else {"format": "text"})
+            try: text = decode_page(body, kind)
+            except ValueError as e: raise ValueError(f"record {n} ({get('WARC-Target-URI')}): {e}") from None
+            yield text, {"url": get("WARC-Target-URI"), "date": get("WARC-Date"), "id": get("WARC-Record-ID")} | ({} if "html" in kind else {"format": "text"})
     except ArchiveLoadFailed as e: raise ValueError(f"record {n + 1}: {e}") from None
 
 _READ = {"text": _text_rows, "jsonl": _jsonl_rows, "csv": _csv_rows, "parquet": _parquet_rows, "html": _html_rows, "warc": _warc_rows}

@@ -18,6 +18,7 @@ from .cook import Calibration, Foresees, Method, bake, chain, foresee, parametri
 from .core import changed, did_you_mean, parts, resolve, roles, tensor_key
 from .kernels import Int8Linear, _kind, _rows
 from .packing import packed_linear
+from .quantize import _check_damping
 
 # %% ../nbs/22b_sparse24.ipynb #c905f20f
 @functools.cache
@@ -94,8 +95,10 @@ def sparsegpt24(
     N, K = w.shape
     if gram.shape != (K, K): raise ValueError(f"gram of shape {tuple(gram.shape)} does not fit w of shape {(N, K)}; expected {(K, K)}")
     if block < 4 or block % 4: raise ValueError(f"block={block}: a multiple of four, such as 128")
+    _check_damping(damping)
     H = gram.float() + torch.eye(K, device=gram.device) * (damping * gram.float().diagonal().mean()).clamp_min(1e-8)
-    U = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(H)), upper=True)
+    try: U = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(H)), upper=True)
+    except torch.linalg.LinAlgError as e: raise ValueError(f"damping={damping}: XᵀX of these inputs has no inverse; try damping=0.01, or more batches") from e
     w, mask, step = w.float().clone(), torch.empty(N, K, dtype=torch.bool, device=w.device), U.diagonal()
     for i in range(0, K, block):
         j = min(i + block, K)
@@ -459,6 +462,7 @@ class _Settings(Method):
         if when == "ramp" and steps is None or steps is not None and (not isinstance(steps, int) or steps < 1):
             raise ValueError(f"steps={steps!r} with when={when!r}: a number of optimizer steps, such as 1000")
         if when == "repick" and score == "sparsegpt": raise ValueError("score='sparsegpt' corrects the weights for one mask, and when='repick' changes it; try score='wanda'")
+        _check_damping(damping)
         if not decay >= 0: raise ValueError(f"decay={decay!r}: not below zero, such as 2e-4")
         vars(self).update(modules=modules, skip=skip, score=score, when=when, steps=steps, transposable=transposable, decay=decay, damping=damping, packed=packed, max_bytes=max_bytes)
         self.sites, self.notes, self._planned, self._late = {}, {}, {}, []
@@ -512,9 +516,11 @@ class Sparse24(_Plans):
 
     def attach(self, model):
         modules = dict(parts(model))
-        self.sites = {n: (modules[name], k, p) for n, (name, k, p) in self._planned.items()}
-        for m, k, p in self.sites.values(): parametrize_weight(m, k, p.train(m.training), 20)
-        self._planned = {}
+        sites, self._planned, self.sites = {n: (modules[name], k, p) for n, (name, k, p) in self._planned.items()}, {}, {}
+        for n, (m, k, p) in sites.items():
+            if any(q.owner == id(self) for q in chain(m, k, Mask24)): continue                             # a tied weight's, which its first layer brought
+            parametrize_weight(m, k, p.train(m.training), 20)
+            self.sites[n] = m, k, p
         foresee(model)
 
     def step(self):

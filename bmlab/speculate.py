@@ -192,11 +192,11 @@ class _SmallModel(_Fitting):
         sampler:Sampler,  # that draws
     ):
         "Forget all rows; make a cache where there is none that fits."
-        self._fits(decoder.vocab)
+        self._fits(decoder.model.get_input_embeddings().num_embeddings)
         if self.decoder is None or self.decoder.max_batch < decoder.max_batch or self.decoder.max_ctx < decoder.max_ctx:
             self.decoder = Decoder(self.model, decoder.max_batch, decoder.max_ctx)
         if self.decoder.mode != "static": raise ValueError(f"draft {type(self.model).__name__}: {self.decoder.why_generate}")
-        self.decoder.free(); self.texts, self.sampler = {}, sampler
+        self.decoder.free(); self.texts, self.full, self.sampler = {}, set(), sampler
     @property
     def levels(self)->int:
         "Passes of the small model for one guess, whatever its width."
@@ -208,19 +208,25 @@ class _SmallModel(_Fitting):
         "A row begins: the small model reads the prompt too."
         if row in self.texts: self.drop(row)
         self.texts[row] = list(ids)
-        self.decoder.prefill([self.texts[row]], rows=[row])
+        if self._fitting([row], 1): self.decoder.prefill([self.texts[row]], rows=[row])
     def drop(self,
         row:int,   # which
     ):
         "A row has ended."
         del self.texts[row]
-        self.decoder.free([row])
+        self.full.discard(row); self.decoder.free([row])
     def add(self,
         row:int,   # which
         ids:list,  # its new tokens
     ):
         "A row has grown."
         self.texts[row] += ids
+
+    def _fitting(self, rows, length):
+        "Rows with room for so many tokens more: an encoder's source and the output together may have none, and get no more guesses"
+        for r in rows:
+            if r not in self.full and len(self.texts[r]) + length > self.decoder.max_ctx: self.full.add(r); self.decoder.free([r])
+        return [r for r in rows if r not in self.full]
 
     def _read(self, rows, B):
         "Feed what the texts have grown by, the last token at least; logits (B, V) after each row's last token"
@@ -250,7 +256,9 @@ class DraftModel(_SmallModel):
         length:int|None=None, # the most tokens; None: self.length
     )->dict:                  # row → chains
         "What the small model would draw."
-        B, length, V = max(rows) + 1, min(length or self.length, self.length), self.sampler.state["seen"].shape[1]
+        asked, length, V = rows, min(length or self.length, self.length), self.sampler.state["seen"].shape[1]
+        if not (rows := self._fitting(rows, length)): return {r: [] for r in asked}
+        B = max(rows) + 1
         logits, device = self._read(rows, B), self.decoder.lengths.device
         before = list(self.decoder.held)
         chain, best = torch.tensor([[self.texts[r][-1] if r in rows else 0] for r in range(B)], device=device), []
@@ -261,7 +269,7 @@ class DraftModel(_SmallModel):
             if i + 1 < length: logits = self.decoder.step(chain[:, -1:])[:, 0]
         self.decoder.crop(before)
         best = torch.stack(best, 1).tolist()                                                    # (B, length, branches)
-        return {r: self._chains(best[r]) for r in rows}
+        return {r: self._chains(best[r]) if r in rows else [] for r in asked}
     def _chains(self, best):
         main = [b[0] for b in best]
         return [main] + [main[:i] + [t] for i, b in enumerate(best) for t in b[1:]]

@@ -55,6 +55,10 @@ def fill_kind(
     if model.can_generate(): return "ask"
     raise TypeError(f"{type(model).__name__} fills no blanks: it neither generates nor predicts masked words")
 
+def _no_mark(parts, marks):
+    "Raise where a text holds what stands for a blank"
+    if found := next((m for m in marks for p in parts if m in p), None): raise ValueError(f"the text holds {found!r}, which stands for a blank; mark each by '__', or by blank={found!r}")
+
 def sentinel_text(
     parts:list[str], # of `blank_parts`
     tok=None,        # the model's tokenizer; None: T5's sentinels
@@ -62,6 +66,7 @@ def sentinel_text(
     "The input of a T5-like model (Raffel et al. 2020, §3.1.4)."
     marks = [f"<extra_id_{i}>" for i in range(100)] if tok is None else sentinels(tok)
     if len(parts) > len(marks) + 1: raise ValueError(f"{len(parts) - 1} blanks; the sentinels are {len(marks)}")
+    _no_mark(parts, marks)
     return parts[0] + "".join(m + p for m, p in zip(marks, parts[1:]))
 
 def sentinel_pieces(
@@ -90,9 +95,10 @@ def ask_blank(
 )->tuple[str, tuple]:   # a prompt to go on from, texts that end the answer
     "The question for one blank."
     left = "".join(p + answers.get(i, "") for i, p in enumerate(parts[:number])) + parts[number]
-    after = re.match(r"\s*(\w+|\W)?", parts[number + 1])[1]
-    ends = () if after is None else (f" {after}",) if re.match(r"\w", after) else (after,)
-    if len(words := re.findall(r"\w+", parts[number + 1])) > 1: ends += (f" {words[0]} {words[1]}",)         # where the model leaves the comma out
+    after, cjk, ends = parts[number + 1].rstrip(), "\u3040-\u30ff\u3400-\u9fff", ()
+    if word := re.match(rf"\s*[^\W{cjk}]+", after): ends = tuple(word[0] + c for c in dict.fromkeys(after[word.end()] + " ,.\n")) if word.end() < len(after) else (word[0],)       # " of" is in "office"
+    elif after: ends = (re.match(r"\s*(\w{2,3}|\w\W?|\W)", after)[0],)
+    if not word and len(words := re.findall(r"\w+", after)) > 1 and not re.search(f"[{cjk}]", after): ends += (f" {words[0]} {words[1]}",)         # where the model leaves the comma out
     return f"{'____'.join(parts)}\n\nThe same text with the words filled in:\n{left.rstrip()}", ("\n", *ends)
 
 # %% ../nbs/39d_tasks.ipynb #5e2a1696
@@ -102,6 +108,7 @@ def mask_input(
     max_ctx:int|None=None, # tokens that the model may be given; None: any number
 )->dict:                   # input_ids (1, L) int64 and what else the tokenizer gives
     "A text with a mask for each blank, or ValueError where it is too long."
+    _no_mark(parts, [tok.mask_token])
     enc = {k: v for k, v in tok(tok.mask_token.join(parts), return_tensors="pt").items() if k in ("input_ids", "attention_mask", "token_type_ids")}
     if max_ctx is not None and (n := enc["input_ids"].shape[1]) > max_ctx: raise ValueError(f"a text of {n} tokens exceeds max_ctx={max_ctx}; fill a shorter stretch of it")
     return enc

@@ -141,6 +141,7 @@ def find_templates(
             before = Template(form[:parts[-1].span[0]].rstrip() if parts[-1].value == "labelword" else form, tok, family="causal")
             wanted = [_ids(tok, " " + e["labelword"])[0] for e in examples]
             found = _search_before(unwrap(model), tok, [line.ids for line in before.encode(examples).lines], wanted, beams, most)
+    if not found: raise ValueError(f"no template came to its end within most={most} tokens; raise most, or beams={beams}")
     anchor, out = _ids(tok, next(iter(own.values()))[0]), {}
     for score, texts in sorted(found, key=lambda x: -x[0]):
         text = _filled(form, parts, [t.rstrip() for t in (_spaced(tok, ids, anchor) for ids in texts)])

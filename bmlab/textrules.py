@@ -71,7 +71,7 @@ def repair(
 HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f]")   # CJK ideographs
 _KANA_HANGUL = re.compile(r"[\u3041-\u30fa\u30fc-\u30ff\u1100-\u11ff\uac00-\ud7af]")
 _LETTER = re.compile(r"[^\W\d_]")
-_URL = re.compile(r"(?:https?://|www\.)\S+|\S+@\S+")
+_URL = re.compile(r"(?:https?://|www\.)[!-~]+|[\w.+-]+@[\w.-]+", re.A)   # ASCII alone: Chinese goes on behind an address without a space
 
 @dataclass(frozen=True)
 class Language:

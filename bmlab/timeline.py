@@ -285,7 +285,7 @@ def timeline(
         for o in noting: o.trace = []
     with tempfile.TemporaryDirectory() as folder:
         path = os.fspath(trace) if trace is not None else os.path.join(folder, "trace.json")
-        try: clocks = _record(step_fn, steps, warmup, path, watch); noted = [e for o in noting for e in o.trace]
+        try: clocks = _record(step_fn, steps, warmup, path, watch); noted = [e for o in noting for e in o.trace or ()]
         finally:
             for o, t in zip(noting, before): o.trace = t
         with open(path, encoding="utf-8") as f: found = read_trace(json.load(f), clocks)

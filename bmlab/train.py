@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
 from .checkpoint import latest, load_weights, save
@@ -66,14 +67,17 @@ def eval_mode(
 def _predicted(batch, model):
     "How many labels a batch's mean loss is the mean of (the first of a row only where labels are not shifted); else its tokens"
     labels, inner = batch.get("labels") if isinstance(batch, Mapping) else None, unwrap(model)
-    if labels is None or labels.ndim != 2: return _tokens(batch)
-    in_place = getattr(getattr(inner, "config", None), "is_encoder_decoder", False) or type(inner).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining"))
+    if not isinstance(labels, Tensor): return _tokens(batch)
+    if labels.is_floating_point(): return len(labels)
+    if labels.ndim != 2: return int((labels != -100).sum())
+    in_place = getattr(getattr(inner, "config", None), "is_encoder_decoder", False) or type(inner).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining", "ForSequenceClassification"))
     return int((labels[:, 0 if in_place else 1:] != -100).sum())
 
 def _tokens(batch):
-    "How many tokens (else rows) a batch holds, for the throughput"
-    x = batch.get("input_ids", next(iter(batch.values()))) if isinstance(batch, Mapping) else batch[0] if isinstance(batch, (list, tuple)) else batch
-    return x.numel() if not x.is_floating_point() else len(x)
+    "How many tokens (else rows) a batch holds, for the throughput; 1 where it holds no tensor"
+    x = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(x, Tensor): x = next((t for t in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch) if isinstance(t, Tensor)), torch.zeros(1))
+    return len(x) if x.is_floating_point() and x.ndim else x.numel()
 
 # %% ../nbs/10_train.ipynb #2e99e5a1
 def _is_sharded(model): return any(isinstance(p, DTensor) for p in model.parameters())
@@ -93,14 +97,14 @@ def evaluate(
     together:bool|None=None,            # the mean over all ranks' batches? None: if the model is sharded
 )->float:                               # mean loss, each batch weighted by its labelled tokens
     "Mean loss over held-out batches, in eval mode."
-    device, total, n = _device(model), 0.0, 0
+    device, total, n, seen = _device(model), 0.0, 0, 0
     with eval_mode(model):
         for batch in batches:
-            k = _predicted(batch, model); n += k
+            k = _predicted(batch, model); n += k; seen += 1
             value = loss(model, to_device(batch, device)) if k or _is_sharded(model) else None     # (a sharded model runs on all ranks or on none)
             total += value.item() * k if k else 0.0
-    total, n = _over_ranks([total, n], device, _is_sharded(model) if together is None else together)
-    if n == 0: raise ValueError("batches is empty: nothing to evaluate on")
+    total, n, seen = _over_ranks([total, n, seen], device, _is_sharded(model) if together is None else together)
+    if n == 0: raise ValueError("batches: no batch has a label that counts" if seen else "batches is empty: nothing to evaluate on")
     return total / n
 
 # %% ../nbs/10_train.ipynb #5dd19cb8
@@ -208,7 +212,14 @@ class _Feed:
     "Goes around and around `batches` and knows where it is; an iterator that cannot start again ends"
     def __init__(self, batches, device): self.batches, self.device, self.passes, self.position, self.start, self.source = batches, device, 0, 0, None, None
     def take(self, n): return [b for _ in range(n) if (b := self._next()) is not None]
-    def _begin(self): self.start = {"random": _random_state(self.device), "epoch": getattr(self.batches, "epoch", None)}; self.source, self.position = iter(self.batches), 0
+    def _begin(self):
+        self.start = {"random": _random_state(self.device), "epoch": getattr(self.batches, "epoch", None), "generators": [g.get_state() for g in self._generators()]}
+        self.source, self.position = iter(self.batches), 0
+    def _generators(self):
+        "A DataLoader's own, which the random numbers of the process do not hold"
+        samplers = [getattr(self.batches, k, None) for k in ("sampler", "batch_sampler")]
+        owners = (self.batches, *samplers, *(getattr(s, "sampler", None) for s in samplers))
+        return dict.fromkeys(g for o in owners if isinstance(g := getattr(o, "generator", None), torch.Generator))
     def _next(self):
         for _ in range(2):
             if self.source is None: self._begin()
@@ -221,10 +232,13 @@ class _Feed:
     def go_to(self, state):
         "Back to a saved place"
         if self._own(): self.batches.load_state_dict(state["batches"]); self.passes = state["passes"]; return
-        if state["start"]["epoch"] is not None: self.batches.epoch = state["start"]["epoch"]
+        if (epoch := state["start"]["epoch"]) is not None:
+            if not hasattr(self.batches, "epoch"): raise ValueError(f"batches is a {type(self.batches).__name__}, but the run was begun with batches that count their epochs; give the same")
+            self.batches.epoch = epoch
         elif not isinstance(self.batches, (list, tuple, torch.utils.data.DataLoader)):
             for _ in range(state["passes"]): self.source = sum(1 for _ in self.batches) and None          # what it counts by itself goes along
         _set_random_state(state["start"]["random"], self.device)
+        for g, saved in zip(self._generators(), state["start"].get("generators", ())): g.set_state(saved)
         self._begin(); self.take(state["position"]); self.passes = state["passes"]
 
 # %% ../nbs/10_train.ipynb #540bc560
@@ -235,13 +249,14 @@ def _shares(batches, model):
 
 def _gradients(model, batches, om, loss, device):
     "Forward and backward over the micro-batches of one step; () mean loss of this rank"
-    total = 0.
-    for i, (batch, share) in enumerate(zip(batches, _shares(batches, model))):
-        final = i == len(batches) - 1
+    total, pairs = 0., list(zip(batches, _shares(batches, model)))
+    if not _is_sharded(model): pairs = [(b, s) for b, s in pairs if s]        # the loss of a batch without labels is nan; (a sharded model runs on all ranks or on none)
+    for i, (batch, share) in enumerate(pairs):
+        final = i == len(pairs) - 1
         with contextlib.nullcontext() if final or not isinstance(model, DistributedDataParallel) else model.no_sync():
             value = loss(model, to_device(batch, device))
             om.backward(value if share == 1 else value * share, final=final)
-        total = total + value.detach() * share
+        if share: total = total + value.detach() * share
     return total
 
 def _read(value, norm, tokens, replicas):

@@ -121,8 +121,9 @@ def expand_words(
     source = wordnet() if source is None else word_list(source) if isinstance(source, (str, os.PathLike)) else source
     find = (lambda w: list(source.get(w, ()))) if isinstance(source, Mapping) else lambda w: source.related(w, **options)
     fits = lambda w: " " not in w and (tok is None or len(tok(w if w.startswith("<!>") else prefix + w, add_special_tokens=False)["input_ids"]) == 1)
+    marked = lambda g: ["<!>" * g.startswith("<!>") + w for w in find(g.removeprefix("<!>"))]              # what stands without a space finds such words
     given = {k: [own] if isinstance(own, str) else list(own) for k, own in _classes(words).items()}
     taken = {w.lower() for own in given.values() for w in own}
-    found = {k: [w for w in dict.fromkeys(w for g in own for w in find(g)) if w.lower() not in taken and fits(w)] for k, own in given.items()}
+    found = {k: [w for w in dict.fromkeys(w for g in own for w in marked(g)) if w.lower() not in taken and fits(w)] for k, own in given.items()}
     often = [w.lower() for own in found.values() for w in own]
     return {k: (own + [w for w in found[k] if often.count(w.lower()) == 1])[:max(most, len(own))] for k, own in given.items()}

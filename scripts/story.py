@@ -20,12 +20,13 @@ from bmlab.panels import lead, rouge_l
 from bmlab.plan import training_cost
 
 ROOM, LONGEST = 32, 15                                            # tokens of a text that the title is made of, and of a title
+MADE = ("vocab", "every", "pages", "more", "tasks")               # what corpus, tokenizer and shards are made by
 MODULES = ["project_q", "project_k", "project_v", "attention_out", "w_0", "w_1", "w_out"]
 
 
 def arguments():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out", required=True, help="folder for everything; a second run goes on behind what is finished")
+    p.add_argument("--out", required=True, help="folder for everything; a second run keeps the corpus, the tokenizer and the shards, and trains anew")
     for name, default, what in (("width", 128, "of the model"), ("layers", 3, ""), ("heads", 4, ""), ("ff", 320, "width of the network"), ("vocab", 2000, "pieces of the tokenizer"), ("seq", 64, "tokens of a row"),
                                 ("batch", 16, "rows of a step, all processes together"), ("steps", 600, "of pre-training"), ("tune", 300, "steps of the delta"), ("rank", 8, "of the delta"), ("cook", 100, "steps of each stair"),
                                 ("every", 3, "take each so many-th manual"), ("pages", 20, "take each so many-th page of help"), ("tasks", 2, "parts of the corpus' work"), ("bits", 8, "of the last model: 8 or 4")):
@@ -114,15 +115,19 @@ def learn(model, batches, params, steps, lr, offload=None, cook=None, **options)
 
 
 def main():
-    args, out = arguments(), None
+    args = arguments()
+    out, made = Path(args.out), {k: getattr(args, k) for k in MADE}
+    if (out / "texts.json").exists() and (out / "made.json").exists() and (was := json.loads((out / "made.json").read_text(encoding="utf-8"))) != made:
+        raise SystemExit(f"--out {out} holds corpus, tokenizer and shards of other arguments, {was}, not {made}; give these again, or another folder")
     init_distributed(seed=0)
-    out, device = Path(args.out), local_device()
+    device = local_device()
     gpu = device.type == "cuda"
     if rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
         if not (out / "texts.json").exists():
             train, held = corpus(args, out)
             tokens(args, out, train)
+            (out / "made.json").write_text(json.dumps(made), encoding="utf-8")
             (out / "texts.json").write_text(json.dumps([sections(train), held], ensure_ascii=False), encoding="utf-8")
     synchronize()
     if args.prepare: return shutdown()

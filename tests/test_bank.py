@@ -341,3 +341,12 @@ def test_prompts_on_glm():
         if u: users[u].detach()
     bank = DeltaBank(model, users)
     with bank.route(rows), torch.no_grad(): torch.testing.assert_close(model(ids, **asked).logits, torch.cat(alone), atol=1e-5, rtol=1e-5)
+
+
+def test_a_user_without_labels_has_no_loss():
+    model = llama()
+    bank, labels = DeltaBank(model), IDS.clone()
+    for i, u in enumerate("ab"): bank.add(u, drawn(Lora(model, 4), i))
+    labels[:3] = -100
+    with bank.route(list("aaabbb")): losses = bank.losses(model(IDS).logits, labels)
+    assert losses["a"] == 0 and losses["b"] > 0

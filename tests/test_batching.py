@@ -140,8 +140,10 @@ def test_one_bad_request_is_its_own_affair(model, tok):
         bad = b.submit("english", 4)
         with pytest.raises(torch.OutOfMemoryError): list(bad)
         with pytest.raises(torch.OutOfMemoryError): list(bad)                                   # still the same error
+        d.prefill = lambda *a, **k: real(*a, **k)[:, :3]
+        with pytest.raises(RuntimeError): list(b.submit("english", 4, repetition_penalty=2.0))
         d.prefill = real
-        assert bad.finish == "error" and "".join(b.submit("plain", 30)) == want
+        assert bad.finish == "error" and not any(b.sampler.key) and "".join(b.submit("plain", 30)) == want
     del d.prefill
 
 

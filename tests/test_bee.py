@@ -3,8 +3,11 @@ import json
 import random
 
 import pytest
+import transformers as tf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bmlab.bee import Bee, BeeError, bee_of, escape, pieces, read, render, template_of
+from bmlab.answering import _said
+from bmlab.bee import SPECIALS, Bee, BeeError, bee_of, encode_bee, escape, pieces, read, render, template_of
 from bmlab.language import TemplateError
 from bmlab.prompt import InputExample, Template
 
@@ -28,6 +31,24 @@ def test_a_nested_task_comes_back(seed):
     for how in ("chat", "json", "plain"): assert read(task.asked(), render(task, how)[1]) == task                    # a target is read as the answer that it is
     way, D = task.relations(), task.max_depth
     for i, s in enumerate(task.segments[1:], 1): assert way[i, s.parent] == D + 1 and way[s.parent, i] == 2          # one up, one down
+
+
+def test_a_text_holds_no_special_of_the_tokenizer():
+    t = Tokenizer(models.BPE({w: i for i, w in enumerate([*(f"<{s}>" for s in SPECIALS), *pre_tokenizers.ByteLevel.alphabet()])}, []))
+    t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    for kind in ({"special_tokens": True}, {}):                          # special, and merely added
+        tok = tf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(t.to_str()), unk_token="<unk>")
+        tok.add_tokens([f"<{s}>" for s in SPECIALS], **kind)
+        text = "a <ans> b <mask> c </s> 中"
+        e = encode_bee(Bee({"text": escape(text), "<ans>": ""}), tok)
+        ids = e.ids[e.segments == 2].tolist()[1:-1]
+        assert tok.decode(ids) == text and not {*ids} & {*range(len(SPECIALS))} and _said(ids, e, tok, len(tok)) == escape(text)
+
+
+def test_a_nested_answer_and_keys_as_they_are_shown():
+    task = Bee({"q": "x", "<ans>": {"a": {"b": ""}, "c<<d": ""}})
+    assert read(task, '{"a": {"b": "y"}, "c<d": "z"}').data["<ans>"] == read(task, '{"a": {"b": "y"}, "c<<d": "z"}').data["<ans>"] == {"a": {"b": "y"}, "c<<d": "z"}
+    with pytest.raises(BeeError, match="no text for a.b; it has 'x'"): read(task, '{"a": {"x": "y"}, "c<d": "z"}')
 
 
 def test_noise_is_a_task_or_an_error_with_its_place():

@@ -337,6 +337,12 @@ def test_a_machine_that_lost_power(site, tmp_path):
     assert len(collect(urls, tmp_path, **QUICK)) == 6 and len(home.paths()) == 6 and len(rows(tmp_path)) == 6
 
 
+def test_a_first_page_cut_off_leaves_no_empty_file(tmp_path):
+    (tmp_path / "pages").mkdir(); (tmp_path / "pages/00000.jsonl").write_text('{"id": "1')
+    (tmp_path / "urls.txt").write_text("ftp://x/\n", encoding="utf-8-sig")
+    assert collect(tmp_path / "urls.txt", tmp_path, **QUICK).outcome.tolist() == ["scheme ftp"] and not list((tmp_path / "pages").iterdir())      # (a byte-order mark is no part of an address)
+
+
 def test_a_full_disk_says_so_and_the_folder_goes_on(site, tmp_path, monkeypatch):
     home = site(numbered(4)); urls = [home.url + f"/{i}" for i in range(4)]
     real, calls = module._line, itertools.count()

@@ -121,6 +121,11 @@ def test_known_families_compute_what_modelcenter_wrote(tmp_path):
     model = _class(families()["t5-v1_1-modelcenter"]).from_pretrained(tmp_path / "a").eval()
     want = ref.cpm2_center(w, ids, target, 4, False, False)
     assert (model(ids[None], decoder_input_ids=target[None]).logits[0] - want).abs().max() < 1e-5 * want.abs().max()
+    half = {n: t.half() for n, t in w.items()} | {"input_embedding.weight": torch.full((40, 16), 900.1).half()}
+    torch.save(half, tmp_path / "half.pt")
+    wide = Folder(to_safetensors(tmp_path / "half.pt", tmp_path / "wide", "t5-v1_1-modelcenter", config, scale=100, dtype=torch.float32))       # no float16 on the way
+    assert torch.equal(wide.get("shared.weight"), half["input_embedding.weight"].float() * 100)
+    with pytest.raises(ValueError, match="'input_embedding.weight' holds numbers that torch.float16 has no room for"): to_safetensors(tmp_path / "half.pt", tmp_path / "narrow", "t5-v1_1-modelcenter", config, scale=100)
 
 
 def test_plan_names_everything_once():

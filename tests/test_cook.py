@@ -15,6 +15,7 @@ from bmlab.cook import (Calibration, Cook, Method, bake, chain, divergence, latt
                         unparametrize)
 from bmlab.core import count, resolve, run_ranks, set_seed
 from bmlab.kernels import pack_linears
+from bmlab.prune import StructPrune
 
 BROAD = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=256)
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=96)
@@ -706,3 +707,33 @@ def test_follow_refuses_an_optimizer_that_leaves_tensors_out_and_ends_with_detac
     cook, manager = Cook(model, recipe()), OptimManager()
     manager.add_optimizer(torch.optim.SGD(cook.parameters(), lr=0.1)); manager.add_optimizer(torch.optim.SGD(llama().parameters(), lr=0.1))
     cook.follow(manager)                                                                            # the tensors are in one of them
+
+
+def test_a_module_in_two_places_is_saved_once(tmp_path):
+    model = llama()
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    small = pack_linears(model, 4)
+    again = load_cooked(save_cooked(small, tmp_path))
+    assert again.model.layers[1].mlp is again.model.layers[0].mlp
+    with torch.no_grad(): torch.testing.assert_close(again(**batch()).logits, small(**batch()).logits)
+
+
+def test_off_within_off():
+    cook = Cook(llama(), [StructPrune(layers=2, score="magnitude")])
+    with cook.off():
+        with cook.off(): pass
+        assert not cook.methods[0].enabled
+    assert cook.methods[0].enabled
+
+
+def test_calib_is_a_list_of_batches():
+    for calib in (batch()["input_ids"], batch()):
+        with pytest.raises(TypeError, match=r"write \[batch\]"): Cook(llama(), [StructPrune(layers=2)], calib)
+
+
+def test_bake_writes_in_place():
+    "so that an optimizer with a master of the weight sees it"
+    layer = nn.Linear(4, 4)
+    version, p = layer.weight._version, parametrize_weight(layer, "weight", nn.Identity(), 20)
+    bake(layer, "weight", p)
+    assert layer.weight._version > version

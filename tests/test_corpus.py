@@ -84,6 +84,8 @@ def test_tokenizing_goes_on_behind_finished_tasks(tmp_path):
     assert [tok.decode(d[:-1].tolist()) for d in shards] == [d.text for d in done.documents()]
     other = tokenizers.Tokenizer(WordLevel({"<eod>": 0, "text": 2, "number": 1}, unk_token="<eod>"))
     with pytest.raises(Exception, match="made by another tokenizer"): done.shards(other, tokenize={"eos": 0})
+    with pytest.raises(Exception, match="eos has changed"): done.shards(tok, tokenize={"eos": False})
+    with pytest.raises(Exception, match="recipe has changed"): Corpus.from_frame(frame(7), "rows").run(tmp_path / "seven", tasks=4).shards(tok, tmp_path / "run/shards", tokenize={"eos": 0})
 
 
 def test_a_changed_file_is_noticed(tmp_path):
@@ -94,6 +96,17 @@ def test_a_changed_file_is_noticed(tmp_path):
     (tmp_path / "in/b.txt").write_text("Two.")
     with pytest.raises(ValueError, match="its sources were"): corpus.run(tmp_path / "run")
     assert len(Cleaned(tmp_path / "run").frame()) == 1
+
+
+def test_a_refused_call_leaves_no_documents(tmp_path):
+    for wrong in ("slrum", "loacl"):
+        with pytest.raises(ValueError, match="did you mean"): Corpus.from_frame(frame(8), "rows").run(tmp_path / "run", tasks=8, executor=wrong)
+    assert Corpus.from_frame(frame(8), "rows").run(tmp_path / "run", tasks=2).frame().text.tolist() == frame(8).text.tolist()
+
+
+def test_a_set_in_a_rule_is_described_alike_in_every_process():
+    from bmlab.corpus import _mark_of
+    assert "frozenset" not in repr(_mark_of((lambda t: t in {"a", "b"}).__code__))             # its order is another in every process
 
 
 # ---- processes and clusters
@@ -191,6 +204,8 @@ def test_warc(tmp_path, name):
     raw = (tmp_path / name).read_bytes()
     (tmp_path / f"cut {name}").write_bytes(raw[:-40])
     with pytest.raises(ValueError, match="cut a.warc"): Corpus.from_warc(tmp_path / f"cut {name}", "crawl").run(tmp_path / "run 2")
+    warc(tmp_path / f"odd {name}", [("http://a/1", "text/html", zh.encode()), ("http://a/2", "text/html", b"\0\0\0")])
+    with pytest.raises(ValueError, match=r"record 2 \(http://a/2\): 3 of its 3"): Corpus.from_warc(tmp_path / f"odd {name}", "crawl").run(tmp_path / "run 3")
 
 
 def test_wet(tmp_path):
@@ -259,6 +274,8 @@ def test_frames_of_all_sorts(tmp_path):
     assert corpus.preview().reason.tolist() == ["", "empty", ""] and corpus.preview().id.tolist()[0] == done.frame().id[0]
     with pytest.raises(ValueError, match="holds another run: its sources"): Corpus.from_frame(rows.assign(tags=[[]] * 3), "rows").run(tmp_path / "run", tasks=2)
     with pytest.raises(ValueError, match="int in place of a text"): Corpus.from_frame(pd.DataFrame({"text": [1]}), "rows").preview()
+    both = Corpus.from_frame(pd.DataFrame({"text": ["<b>Raw.</b>"], "content": ["Body."]}), "rows", text="content").run(tmp_path / "both").frame()
+    assert both.text.tolist() == ["Body."] and both.columns[:2].tolist() == ["id", "text"]
 
 
 # ---- steps
@@ -278,6 +295,14 @@ def test_a_step_alone_is_a_datatrove_step():
     docs = [Document(text=f"text number {n}", id=str(n)) for n in range(4)]
     step = Rule(odd)
     assert [d.id for d in step(iter(docs))] == ["0", "2"] and step.stats["dropped_odd"].total == 2
+
+
+@pytest.mark.parametrize("run", ["." * 300_000, "！" * 300_000])
+def test_a_long_run_of_stops_is_passed_once(run):
+    from bmlab.datacard import add_measure
+    rows = {}
+    add_measure(rows, run + "x")                                                           # (a pattern that begins at each of them would not come back)
+    assert rows[""]["sentences"] == 1 and len(RepeatedSpans(1).sign([Document(text=f"x{run}x.. One. ...Two.", id="")])[0]) == 3
 
 
 def test_copies_do_not_hang_on_the_number_of_tasks(tmp_path):

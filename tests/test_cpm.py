@@ -180,6 +180,15 @@ def test_tokenizer_by_brute_force():
         assert [i == tok.unk_token_id for i in got["input_ids"]] == [w[0] == "?" for w in want]
 
 
+def test_tokenizer_with_a_line_twice_and_a_special_in_a_text(tmp_path):
+    tok = CpmBeeTokenizer(vocab=[*BEE_SPECIALS, *"abca", "天"])
+    tok.save_pretrained(tmp_path)
+    assert CpmBeeTokenizer.from_pretrained(tmp_path)("abc天").input_ids == tok("abc天").input_ids and tok("天").input_ids[-1] == len(tok) - 1
+    ids = [tok(text, add_special_tokens=False, split_special_tokens=True).input_ids for text in ("a</s>b", "a</_>b")]
+    assert ids == [[tok.encoder["a"], tok.unk_token_id, tok.encoder["b"]]] * 2
+    assert tok("a</s>b", return_offsets_mapping=True).input_ids == ids[0] and tok.eos_token_id in tok("a</s>b").input_ids
+
+
 # ---- other tools --------------------------------------------------------------------------------------------------------------------
 
 MODELS = {"ant": lambda **kw: ant(mask_modules=None, **kw), "bee": lambda **kw: bee(mask_modules=None, vocab_size=40, **kw)}
@@ -272,6 +281,9 @@ def test_half_precision_and_fully_padded_rows_stay_finite(name):
     out = model(IDS, attention_mask=mask, labels=IDS)
     out.loss.backward()
     assert torch.isfinite(out.logits).all() and all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    model = MODELS[name]()
+    model.set_attn_implementation("eager")
+    with torch.autocast("cpu", torch.bfloat16): assert torch.isfinite(model(IDS, attention_mask=mask).logits).all()
 
 
 def test_letters_are_the_published_pairs():

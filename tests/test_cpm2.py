@@ -242,6 +242,9 @@ def test_cpm2_cuts_as_published(tmp_path):
     tok = cpm2.Cpm2Tokenizer(vocabulary(tmp_path))
     for text in TEXTS: assert tok.tokenize(text) == ref.cpm2_pieces(text, tok.encoder), text
     for text in TEXTS[:4]: assert tok.decode([i for i in tok(text).input_ids]).count("<unk>") == tok.tokenize(text).count("<unk>")
+    (tmp_path / "twice.txt").write_text("<unk>\n<s>\n<eod>\n<pad>\n天\n天\n气\n", encoding="utf-8")
+    twice = cpm2.Cpm2Tokenizer(tmp_path / "twice.txt", "none")
+    assert twice.add_tokens(["<new>"]) == 1 and [twice.convert_tokens_to_ids(w) for w in ("天", "气", "<new>")] == [5, 6, 7]
     assert tok.tokenize("天气<s_0>很<s_1>") == [*ref.cpm2_pieces("天气", tok.encoder), "<s_0>", *ref.cpm2_pieces("很", tok.encoder), "<s_1>"]
 
 

@@ -1,5 +1,5 @@
 "The decoder against plain forwards and transformers' generate; its graph code with a stand-in for CUDA's"
-import contextlib, gc, random, weakref
+import contextlib, copy, gc, pickle, random, threading, weakref
 
 import pytest
 import torch
@@ -266,6 +266,30 @@ def test_t5_code_is_put_back():
     with pytest.raises(ZeroDivisionError): d.prefill()
     hook.remove()
     assert "compute_bias" not in attention.__dict__ and d.held == [0]
+
+
+def test_no_number_is_no_small_error():
+    model = make("llama")
+    def spoil(model, args, given, out):
+        if given.get("past_key_values") is not None: out.logits.fill_(torch.nan)
+    model.register_forward_hook(spoil, with_kwargs=True)
+    d = Decoder(model, max_ctx=16)
+    assert d.mode == "generate" and "no numbers with the cache" in d.why_generate
+
+
+def test_two_decoders_of_one_t5():
+    "In two threads each says what it says alone; the model can be copied and pickled after that"
+    model, said = make("t5"), [[], []]
+    def say(i, d):
+        d.encode([[5 + i, 6, 7]]); d.prefill()
+        for _ in range(40): said[i].append(d.step([8])[0, -1])
+    decoders = [Decoder(model, max_ctx=64) for _ in said]
+    threads = [threading.Thread(target=say, args=a) for a in enumerate(decoders)]
+    [t.start() for t in threads]; [t.join() for t in threads]
+    both, said = said, [[], []]
+    for i, d in enumerate(decoders): say(i, d)
+    assert [len(x) for x in both] == [40, 40] and all(torch.equal(torch.stack(a), torch.stack(b)) for a, b in zip(both, said))
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))): Decoder(again, max_ctx=64).encode([[5, 6]])
 
 
 # ---------------------------------------------------------------- graphs, with a stand-in

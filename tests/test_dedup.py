@@ -253,3 +253,6 @@ def test_contamination_places_and_short_texts():
     assert clear("one two three four five six seven eight nine ten eleven twelve thirtyone fourteen") is None
     assert clear("zz A b C d E f zz") and clear("他说：今天，天气——真的非常好啊！") and clear("今天天气真的非常好") is None and clear("") is None
     assert [(o.start, o.end) for o in clear.find("İİ 今天天气真的非常好啊")] == [(3, 13)]       # letters whose lower case is longer shift nothing
+    exam = "one two three four five six seven eight nine ten eleven twelve thirteen"
+    for text in (f"İstanbul İzmir are cities. {exam}", f"İstanbul İzmir are cities. {exam} and then much more text follows here"):
+        assert [text[o.start:o.end] for o in Decontaminate([exam]).find(text)] == [exam]

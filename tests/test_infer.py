@@ -2,6 +2,7 @@
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +88,8 @@ def test_prompts_that_are_read_from_both_sides(name):
         now, out = torch.cat(first[::-1]).argmax(-1), []
         for _ in range(9): out.append(now.tolist()); now = e.decoder.step(now)[:, 0].argmax(-1)
         assert [list(t) for t in zip(*out)] == [want[0], want[2]]
+        if name == "glm":
+            with e.batcher() as b, pytest.raises(ValueError, match="begin a piece"): b.submit(PROMPTS[0], 4)
 
 
 def test_a_model_that_decodes_by_generate_only():
@@ -95,7 +98,7 @@ def test_a_model_that_decodes_by_generate_only():
     limit = limit_for(model, 3, max_ctx=64)
     ids = torch.tensor([PROMPTS[0]])
     with torch.no_grad(), wrap(model, memory_limit=limit, max_ctx=64, device="cpu") as e:
-        assert e.plan.streamed and e.decoder.mode == "generate"
+        assert e.plan.streamed and e.decoder.mode == "generate" and e.decoder.vocab == 99                     # (the embedding has more rows)
         assert torch.equal(e.model(input_ids=ids).logits, plain(input_ids=ids).logits)
         assert e.model.generate(ids, max_new_tokens=6, do_sample=False).tolist() == plain.generate(ids, max_new_tokens=6, do_sample=False).tolist()
 
@@ -195,6 +198,8 @@ def test_an_encoder_decoder_fills_by_sentinels(monkeypatch):
     monkeypatch.setattr(infer, "Sampler", Scripted)
     with wrap(made("t5"), tok, max_ctx=32, device="cpu") as e:
         assert e.plan.encoder
+        with pytest.raises(ValueError, match="a source of 40 tokens exceeds max_ctx=32"): e.stream([7] * 40, max_new_tokens=4)
+        with e.batcher() as b, pytest.raises(ValueError, match="a source of 40 tokens exceeds max_source=32"): b.submit([7] * 40, 4)
         answers = {}
         for i, piece in e.fill("the __ on the __ .", max_new_tokens=8): answers[i] = answers.get(i, "") + piece
         assert {i: a.strip() for i, a in answers.items()} == {0: "cat sat", 1: "mat"} and not e.busy
@@ -209,6 +214,11 @@ def test_a_masked_model_fills_and_does_not_generate():
     with wrap(model, tok, memory_limit=plan.min_bytes, max_ctx=16, device="cpu") as e:
         assert e.plan.streamed and dict(e.fill("the __ sat on the __ .")) == resident and set(resident) == {0, 1}
         with pytest.raises(TypeError, match="cannot generate text"): e.stream("the")
+    model = tf.RobertaForMaskedLM(tf.RobertaConfig(vocab_size=11, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, max_position_embeddings=34)).eval()
+    tok.model_max_length = 99
+    with wrap(model, tok, device="cpu") as e:                                    # its positions begin behind the padding's number, 1
+        assert e.max_ctx == 32 and [i for i, _ in e.fill("the " * 28 + "__ .")] == [0]
+        with pytest.raises(ValueError, match="a text of 33 tokens exceeds max_ctx=32"): e.fill("the " * 29 + "__ .")
 
 
 CUDA = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, vocab_size=4096)
@@ -293,6 +303,10 @@ def test_what_is_refused_changes_nothing():
     for wrong, error, says in ((dict(bits=16), ValueError, "bits=16"), (dict(memory_limit="1KiB"), ValueError, "smallest feasible"), (dict(graph="yes"), ValueError, "graph="), (dict(max_batch=1.5), TypeError, "max_batch=1.5"),
                                (dict(max_ctx="128"), TypeError, "max_ctx='128'"), (dict(device="tpu"), ValueError, "device="), (dict(fuse="no"), ValueError, "fuse='no'")):
         with pytest.raises(error, match=says): wrap(model, **{"device": "cpu", **OPTIONS, **wrong})
+    e._lock, free = SimpleNamespace(acquire=lambda timeout: False), e._lock      # a text that does not end
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="busy"): wrap(model, fuse=False, device="cpu", **OPTIONS)
+    e._lock = free
     assert len(decoded(e.decoder, 2)) == 3                                       # still the model's engine
     e.close()
     limit = limit_for(model, 3, **OPTIONS)

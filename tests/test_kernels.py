@@ -406,3 +406,13 @@ def test_joined_buffers_let_go():
     for m in layers: m.codes.data = m.codes.clone()
     gc.collect()
     assert freed() is None
+
+
+def test_the_hook_of_gradient_checkpointing_comes_along():
+    "transformers leaves it on the embedding"
+    model = llama(tie_word_embeddings=True)
+    model.gradient_checkpointing_enable(); model.gradient_checkpointing_disable()
+    table = pack_linears(model).get_input_embeddings()
+    assert table(torch.arange(3)).requires_grad
+    model.disable_input_require_grads()
+    assert not table(torch.arange(3)).requires_grad

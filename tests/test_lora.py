@@ -548,3 +548,15 @@ def test_pissa_fast_start_is_near():
             U, S, V = torch.linalg.svd(m.weight); m.weight.copy_(U @ torch.diag(S * torch.logspace(0, -3, len(S))) @ V)
     a, b = Lora(copy.deepcopy(base), r=4, modules="q_proj", init="pissa"), Lora(copy.deepcopy(base), r=4, modules="q_proj", init="pissa_niter_8")
     for s, t in zip(a.sites.values(), b.sites.values()): torch.testing.assert_close(s.B @ s.A, t.B @ t.A, atol=1e-4, rtol=1e-3)
+
+
+def test_copy_to_brings_the_head_that_freeze_kept():
+    import transformers as tf
+    config = tf.BertConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=99, num_labels=3)
+    set_seed(0)
+    model = tf.BertForSequenceClassification(config).eval()
+    other, d = copy.deepcopy(model), Lora(model, 4).freeze()
+    with torch.no_grad():
+        for p in d.trainable(): p += 0.3
+        d.copy_to(other)
+        assert other(IDS).logits.equal(model(IDS).logits) and not other.classifier.weight.equal(model.classifier.weight)

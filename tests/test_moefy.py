@@ -548,3 +548,16 @@ def test_an_activation_that_a_file_would_lose_is_refused(tmp_path):
     whole = Cook(relufy(copy.deepcopy(model)), [MoEfy(experts=4, active=.5)], calib=[{"input_ids": ids}]).export()
     save_cooked(whole, tmp_path / "all")
     with torch.no_grad(): assert torch.equal(load_cooked(tmp_path / "all")(ids).logits, whole(ids).logits)
+
+
+def test_layers_that_share_a_weight_are_not_split():
+    model = tiny()
+    first, second = (layer.mlp for layer in model.model.layers)
+    second.up_proj.weight = first.up_proj.weight
+    with pytest.raises(ValueError, match="shares a weight with model.layers.1.mlp.up_proj"): Cook(model, [MoEfy(experts=4, active=1.)])
+
+
+def test_experts_run_under_autocast():
+    small = Cook(tiny(), [MoEfy(experts=4, active=.5)], batches(1)).export()
+    with torch.autocast("cpu", torch.bfloat16): loose = logits(small, IDS)
+    torch.testing.assert_close(loose.float(), logits(small, IDS), rtol=0, atol=2e-2)

@@ -281,6 +281,22 @@ def test_masters_follow_weights_that_others_write():
         assert b["1.weight"].abs().max() <= 0.05
 
 
+@pytest.mark.parametrize("offload", [None, 1.0])
+def test_weights_written_through_data_are_kept(offload):
+    "Another tensor in a weight's place is seen; what is written into the same one is told"
+    from bmlab.offload import AdamW
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+    opt, x = AdamW(net, lr=1e-3, offload=offload), torch.ones(2, 4).bfloat16()
+    def step(): net(x).sum().backward(); opt.step(); opt.zero_grad(); opt.flush()
+    step()
+    net[1].weight.data = torch.full((4, 4), 3.).bfloat16()
+    step()
+    assert (net[1].weight - 3).abs().max() < 0.1
+    net[0].weight.data.fill_(5.); opt.reset_masters()
+    step()
+    assert (net[0].weight - 5).abs().max() < 0.1
+
+
 def sharded_writes():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -154,6 +154,12 @@ def test_a_real_group(shards, tmp_path):
     assert [w for _, w in parts] == [2, 2] and torch.equal(torch.cat([torch.cat(step) for step in zip(*(p for p, _ in parts))]), want)
 
 
+def test_one_of_two_places_given(shards, monkeypatch):
+    "The other is the group's"
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)): monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    assert [(p.rank, p.world_size) for p in (Packed(shards, 16, 8, world_size=2), Packed(shards, 16, 8, rank=0), Packed(shards, 16, 8))] == [(1, 2), (0, 2), (1, 2)]
+
+
 STOPPED = """
 import json, os, sys
 from bmlab.packed import Packed
@@ -239,6 +245,19 @@ def test_weights_changed_on_the_way(sources):
         rows, many = straight[names == name], sources[name].tokens // 16
         for i in range(len(rows) // many): assert len(set(rows[i * many:(i + 1) * many, 0].tolist())) == many
     assert packed.table().passes.round(6).tolist() == [round((names == n).sum() / (sources[n].tokens // 16), 6) for n in "abc"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_hears_of_other_weights_and_places(sources, workers):
+    "Set while it is iterated: what was read ahead is read anew"
+    plain, ahead = (Packed(sources, 16, 8, weights=[1, 0, 1]) for _ in range(2))
+    state, loader = plain.state_dict(), ahead.loader(workers)
+    for n, batch in enumerate(loader):
+        assert torch.equal(batch["input_ids"], take(plain, 1))
+        if n == 2: plain.set_weights([0, 1, 0]); ahead.set_weights([0, 1, 0])
+        if n == 5: plain.load_state_dict(state); loader.load_state_dict(state)
+        if n == 8: break
+    assert n == 8 and loader.state_dict() == plain.state_dict()
 
 
 def test_mixture_on_ranks(sources):

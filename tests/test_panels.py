@@ -42,6 +42,13 @@ def test_text_is_there_while_it_is_made():
     assert p.state == "idle" and p.live == "" and p.turns[1] == {"role": "assistant", "content": "one two three"} and e.closed == 1
 
 
+def test_an_answer_leaves_room_for_its_question():
+    e = Script("x"); lengths = lambda **options: (chat(e, **options).max_new_tokens, story(e, **options).max_new_tokens)
+    assert lengths() == (256, 24)
+    e.max_ctx = 256; assert lengths() == (128, 24) and lengths(max_new_tokens=200) == (200, 200)
+    e.max_ctx = 32; assert lengths() == (16, 16)
+
+
 def test_a_silent_engine_shows_a_clock():
     gate = threading.Event(); p = chat(Script(gate, "x"))
     p.ask("?"); until(lambda: p.meter["words"] and p.meter["words"][0].startswith("reading the prompt")); first = p.meter["words"][0]

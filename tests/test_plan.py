@@ -105,6 +105,14 @@ def test_choice_is_the_smallest():
     for n, peak in enumerate(peaks):
         assert choose_recompute(trace, peak, groups) == peaks.index(next(p for p in peaks if p <= peak))
     with pytest.raises(ValueError, match="smallest feasible"): choose_recompute(trace, peaks[-1] // 2)
+    for k in range(20):                                                # the limit that an error names is one that it takes
+        with pytest.raises(ValueError) as e: choose_recompute(trace, "1MiB", groups, held_bytes=10_000_000 + 12_345 * k)
+        assert choose_recompute(trace, str(e.value).split("feasible, ")[1].split(" with")[0], groups, held_bytes=10_000_000 + 12_345 * k) <= 3
+
+
+def test_what_cannot_be_planned_says_so():
+    with pytest.raises(ValueError, match="give inputs=, a real batch"): plan_training(tf.BertForSequenceClassification(tf.BertConfig(**SMALL)), batch=2, seq=16)
+    with pytest.raises(ValueError, match="inputs: the batch holds no token"): plan_training(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), inputs=(torch.zeros(0, 4),), tokens=1e6)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])

@@ -1,5 +1,6 @@
 "The prompt model on tiny models: labels of any kind, tables with gaps, what is trained and what stays, several on one model, files."
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -14,7 +15,7 @@ from bmlab.learned import ProtoVerbalizer, SoftVerbalizer
 from bmlab.lora import Lora
 from bmlab.prefix import Prefix
 from bmlab.prompt import PrefixTuningTemplate, Template
-from bmlab.prompting import FewShotSampler, PromptModel, class_number, examples_of
+from bmlab.prompting import FewShotSampler, PromptData, PromptModel, class_number, examples_of
 from bmlab.softtokens import SoftTokens
 from bmlab.targets import GenerationVerbalizer
 from bmlab.verbalize import AutomaticVerbalizer, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer
@@ -57,7 +58,10 @@ def test_a_batch_is_its_examples(kind, text):
 
 def test_labels_of_any_kind():
     assert [class_number(x, ["no", "yes"]) for x in ("yes", 1, np.int64(0), torch.tensor(1))] == [1, 1, 0, 1]
-    assert [class_number(x, [3, 7]) for x in (3, 7, 1)] == [0, 1, 1] and class_number(True, [False, True]) == 1
+    assert [class_number(x, [3, 7]) for x in (3, np.int64(7))] == [0, 1] and class_number(True, [False, True]) == class_number(np.True_, [np.False_, np.True_]) == 1
+    assert class_number(1, [np.int64(1), np.int64(0)]) == class_number(1.0, [1.0, 0.0]) == class_number("yes", [np.str_("yes"), "no"]) == 0
+    with pytest.raises(ValueError, match="none of the classes: 3, 7$"): class_number(1, [3, 7])
+    assert len(FewShotSampler(1)([{"text_a": "a", "label": torch.tensor(i % 2)} for i in range(6)])) == 2
     for bad in (True, 2, -1, 0.5, "maybe", None):
         with pytest.raises(ValueError, match="none of the classes"): class_number(bad, ["no", "yes"])
     frame = pd.DataFrame({"text_a": ["fun", None, "dull"], "label": [1, 0, None]})
@@ -67,6 +71,8 @@ def test_labels_of_any_kind():
     assert len(m.predict(frame.iloc[[0, 2]])) == 2 and m.evaluate(frame.iloc[:1]).examples == 1
     with pytest.raises(ValueError, match="no label"): m.evaluate(frame.iloc[[0, 2]])
     with pytest.raises(ValueError, match="is None"): m.predict(frame)
+    with pytest.raises(ValueError, match="labels=, their names"): list(PromptData(DATA, m.template))
+    assert m.predict(SimpleNamespace(text_a="a fun film")).equals(m.predict("a fun film")) and "that is" in m.show(SimpleNamespace(text_a="a fun film"))
     with pytest.raises(ValueError, match="have no label"): FewShotSampler(1)(frame)
 
 
@@ -178,6 +184,8 @@ def test_several_labels_at_once():
     log = m.fit(data, epochs=120, lr=.01, batch=3, tune="all", plot=False)
     assert log.loss.iloc[-1] < .5 * log.loss.iloc[0]
     assert m.evaluate(data).accuracy == 1 and m.predict(data).label.tolist() == [["dull", "short"], ["dear"], []]
+    assert m.batches([{"text_a": "so", "label": 1}]).target({"label": np.int64(1)}) == [0, 1, 0]
+    with pytest.raises(ValueError, match="names a class twice"): m.evaluate([{"text_a": "so", "label": [0, 0, 1]}])
 
 
 FILMS = [{"text_a": text, "label": label} for text, label in [("dull", ["no", "long"]), ("love it", ["yes"]), ("so so", []), ("a dull fun film", ["yes", "long"]), ("fine film", ["yes"]), ("hate it so", ["no"])]]

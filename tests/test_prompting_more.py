@@ -42,11 +42,15 @@ def network(name="llama"):
     make = {"llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=V, **size, eos_token_id=2)), "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=2, bos_token_id=2, eos_token_id=2)),
             "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(vocab_size=V, **size, num_key_value_heads=1)), "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(vocab_size=V, **size)),
             "roberta": lambda: tf.RobertaForMaskedLM(tf.RobertaConfig(vocab_size=V, **size, pad_token_id=0, max_position_embeddings=66)), "albert": lambda: tf.AlbertForMaskedLM(tf.AlbertConfig(vocab_size=V, embedding_size=16, **size)),
+            "opt": lambda: tf.OPTForCausalLM(tf.OPTConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, ffn_dim=64, word_embed_proj_dim=32)),
+            "falcon": lambda: tf.FalconForCausalLM(tf.FalconConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)),
+            "lfm2": lambda: tf.Lfm2ForCausalLM(tf.Lfm2Config(vocab_size=V, **size, num_key_value_heads=1, layer_types=["conv", "full_attention"])),
+            "deberta": lambda: tf.DebertaV2ForMaskedLM(tf.DebertaV2Config(vocab_size=V, **size, relative_attention=True, pos_att_type=["c2p", "p2c"])),
             "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(vocab_size=V, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0, pad_token_id=0, eos_token_id=2, dropout_rate=0.))}
     return make[name]().eval()
 
 
-def kind_of(name): return "masked" if name in ("bert", "roberta", "albert") else "seq2seq" if name == "t5" else "causal"
+def kind_of(name): return "masked" if name in ("bert", "roberta", "albert", "deberta") else "seq2seq" if name == "t5" else "causal"
 def verbalizer(tok): return Verbalizer(tok, {"no": "bad", "yes": "good"})
 
 
@@ -94,9 +98,26 @@ def test_what_cannot_be_packed_is_said(tmp_path):
     front = SoftPrompt(model, 3)
     with pytest.raises(ValueError, match="in front of each row"): PromptModel(model, Template(Q, tok), verbalizer(tok), pack=True)
     front.detach()
+    for name in ("opt", "falcon", "lfm2"):
+        with pytest.raises(ValueError, match="lets one change the answer to another"): PromptModel(network(name), Template(Q, tok), verbalizer(tok), pack=True)
+    with pytest.raises(ValueError, match="cannot be asked so"): PromptModel(network("deberta"), Template(Q, tokenizer("masked")), verbalizer(tokenizer("masked")), pack=True)
     m = PromptModel(model, Template(Q, tok), verbalizer(tok), pack=True)
     m.save(tmp_path)
     assert PromptModel.load(tmp_path, model, tok).pack and PromptModel.load(tmp_path, model, tok).predict(EXAMPLES).equals(m.predict(EXAMPLES))
+
+
+def test_vectors_in_front_take_positions_too():
+    tok, long = tokenizer("masked"), [{"text_a": "fun " * 60}]
+    model = tf.BertForMaskedLM(tf.BertConfig(vocab_size=len(tok), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, max_position_embeddings=32)).eval()
+    with pytest.raises(ValueError, match="have room for 32"): PromptModel(model, Template(Q, tok), verbalizer(tok), max_length=33)
+    front = SoftPrompt(model, 8)
+    assert len(PromptModel(model, Template(Q, tok), verbalizer(tok)).predict(long)) == 1
+    front.detach()
+    tok = tokenizer()
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=len(tok), n_embd=32, n_layer=1, n_head=2, n_positions=32, bos_token_id=2, eos_token_id=2)).eval()
+    m = PromptModel(model, Template(Q, tok), verbalizer(tok), prefix=Prefix(model, length=8))
+    assert m.max_length == 24 and len(m.predict(long)) == 1 and len(m.generate(long, max_new_tokens=8)) == 1
+    with pytest.raises(ValueError, match="max_new_tokens=23: of the model's 32 positions that leaves 1"): m.generate(long, max_new_tokens=23)
 
 
 # written answers
@@ -266,6 +287,10 @@ def test_wide_beams_find_the_best_of_all_short_templates():
     assert abs(max(best) - found.score[0]) < 1e-4
 
 
+def test_where_no_template_ends_in_time_that_is_said():
+    with pytest.raises(ValueError, match="raise most, or beams=2"): find_templates(network("t5"), tokenizer("seq2seq"), DATA[:2], {"no": "bad", "yes": "good"}, beams=2, most=2)
+
+
 # a thesaurus
 
 def test_a_small_thesaurus_of_its_own(tmp_path):
@@ -292,6 +317,7 @@ def test_words_of_two_classes_are_nobodys_and_given_ones_stay():
     assert more == {"no": ["bad", "poor"], "yes": ["good", "fine"]}
     tok = tokenizer()
     assert expand_words({"no": ["bad"], "yes": ["good"]}, {"bad": ["poor", "poor film"], "good": ["fine"]}, tok=tok, most=2) == {"no": ["bad", "poor"], "yes": ["good", "fine"]}
+    assert expand_words({"no": "bad", "yes": "<!>good"}, {"bad": ["poor"], "good": ["fine"]}) == {"no": ["bad", "poor"], "yes": ["<!>good", "<!>fine"]}
 
 
 def test_a_prompt_model_answers_for_a_user_of_a_bank():

@@ -529,3 +529,10 @@ def test_two_of_a_kind_in_either_order():
         cook = Cook(model, [FakeQuant("w4a16-g32", modules="*.mlp.*", rounding="gptq"), FakeQuant("w8a8", modules="*.self_attn.*", rounding="gptq", smooth=0.5)][::turn], calib=calib)
         files.append(cook.export().state_dict()); cook.detach()
     assert all(torch.equal(t, files[1][k]) for k, t in files[0].items())
+
+
+def test_scales_beyond_float16_are_refused():
+    for how in (dict(bits=4), dict(bits=8, group_size=32)):
+        model = llama()
+        model.model.layers[0].self_attn.q_proj.weight.data[0, 0] = 1e8
+        with pytest.raises(ValueError, match="beyond float16"): quantize(model, **how)

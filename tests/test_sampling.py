@@ -164,11 +164,18 @@ def test_seeds():
 
 
 @pytest.mark.parametrize("bad", [dict(temperature=-1), dict(temperature="hot"), dict(temperature=None), dict(top_k=-1), dict(top_k=1.5), dict(top_p=0), dict(top_p=1.1), dict(min_p=-0.1), dict(min_p=2),
-                                 dict(repetition_penalty=0), dict(frequency_penalty=2.5), dict(presence_penalty="no"), dict(logprobs=-2), dict(logprobs=21), dict(logprobs=0.5), dict(temperature=True), dict(top_p=float("nan")), dict(temperature=float("inf"))])
+                                 dict(repetition_penalty=0), dict(frequency_penalty=2.5), dict(presence_penalty="no"), dict(logprobs=-2), dict(logprobs=21), dict(logprobs=0.5), dict(temperature=True), dict(top_p=float("nan")), dict(temperature=float("inf")),
+                                 dict(temperature=1e-38), dict(repetition_penalty=1e10)])
 def test_bad_options_name_themselves(bad):
     (name, value), = bad.items()
     with pytest.raises(ValueError, match=f"{name}={value!r}".replace("(", r"\(")): Sampler(**bad)
     with pytest.raises(ValueError, match=name): row_options(**bad)
+
+
+def test_a_row_that_cannot_be_set_stays_as_it_was():
+    s = Sampler().start([[]], V)
+    with pytest.raises(IndexError): s.set(0, [V], repetition_penalty=2.0, frequency_penalty=1.0)
+    assert not any(s.key)
 
 
 @pytest.mark.cuda

@@ -471,6 +471,9 @@ def test_fill_with_sentinels_and_masks():
         status, whole = post(server, "/v1/fill", text="a __ and __.", max_tokens=20, temperature=1.5, seed=2)
         assert status == 200 and len(whole["answers"]) == 2 and whole["usage"]["completion_tokens"] > 0
         assert raw(server, "GET", "/v1/models")[1]["data"][0]["fill"] == "sentinel"
+        for stream in (False, True):
+            status, body = post(server, "/v1/completions", prompt=[5] * 999, max_tokens=4, stream=stream)
+            assert status == 400 and "a source of 999 tokens" in body["error"]["message"] and body["error"]["code"] == "context_length_exceeded"
     bert_tok = make_tok(); bert_tok.add_special_tokens({"mask_token": "[MASK]", "unk_token": "[UNK]"})
     bert = tf.BertForMaskedLM(tf.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=len(bert_tok))).eval()
     class Encoder:

@@ -100,10 +100,12 @@ def test_tokenizers_of_python_alone(tok, texts, tmp_path):
     assert tokenize(["天气 好"], bert, tmp_path / "bert")[0][-1] == bert.sep_token_id
 
 
-def test_types_by_vocabulary(tmp_path):
+def test_types_by_vocabulary(tok, tmp_path):
     assert [token_dtype(n).itemsize for n in (1, 2**16, 2**16 + 1, 2**32)] == [2, 2, 4, 4]
     big = write_shards([[70_000, 5]], tmp_path, dtype=100_000)
     assert big.dtype == np.uint32 and big[0].tolist() == [70_000, 5]
+    for dtype in (None, "uint16"):
+        with pytest.raises(ValueError, match="document 1: id 50000, and the tokenizer's go to"): write_shards([[0, 1], [5, 50_000]], tmp_path / "other", tok, dtype=dtype)
 
 
 # ---- killed, resumed ----

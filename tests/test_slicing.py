@@ -3,6 +3,7 @@ import copy, subprocess, sys
 
 import pytest
 import torch
+import toys
 import transformers as tf
 from torch import nn
 
@@ -213,3 +214,14 @@ def test_what_hangs_in_a_network_is_told_which_neurons_stay(family):
     sites = {n: model.get_submodule(names[f.module]).site for n, f in ffn.items()}
     assert sites[first].neurons.tolist() == [4, 9, 31] and sites[first].calls == 1
     assert all(s.calls == 0 and len(s.neurons) == 48 for n, s in sites.items() if n != first)
+
+
+def test_channels_that_cannot_be_told_from_heads_are_not_cut():
+    "OLMo-2 has norms across its heads, Cohere's norm subtracts a mean under another name"
+    for family, why in (("olmo2", "q_proj is not known"), ("cohere", "subtracts the mean")):
+        with pytest.raises(ValueError, match=why): slice_model(toys.build(family), {"hidden": range(16)})
+    xglm = tf.XGLMForCausalLM(tf.XGLMConfig(vocab_size=99, d_model=32, ffn_dim=48, num_layers=1, attention_heads=4)).eval()
+    keep = {"model.layers.0.self_attn.out_proj": [1, 2]}
+    small, ids = copy.deepcopy(xglm), inputs("xglm")["input_ids"]
+    slice_model(small, keep)                                          # whose attention counts its own width
+    with torch.no_grad(): torch.testing.assert_close(small(ids).logits, mask_model(xglm, keep)(ids).logits)

@@ -9,6 +9,7 @@ from torch import nn
 from bmlab.core import set_seed
 from bmlab.delta import Delta, deltas
 from bmlab.glm import BlankGlmConfig, BlankGlmForConditionalGeneration, blank_positions
+from bmlab.kernels import pack_linears
 from bmlab.lora import Lora
 from bmlab.prefix import Prefix, attentions
 from bmlab.soft import PTuning, SoftPrompt
@@ -468,3 +469,9 @@ def test_inductor(method):
     assert (out(compiled) - want).abs().max() < 1e-5
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(grads(compiled), eager))
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("make", [SoftPrompt, PTuning])
+def test_prompts_on_a_packed_embedding(make):
+    model = pack_linears(llama(tie_word_embeddings=True))
+    assert make(model, 5).prompt().shape == (5, 32)

@@ -1,16 +1,18 @@
 "2:4 sparsity: oracles, recipes, sharding, compiled and checkpointed training, files, the GPU's sparse tensor cores, and what distillation gives back."
-import copy, itertools, pickle, subprocess, sys, warnings
+import copy, itertools, math, pickle, subprocess, sys, warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import toys
 import transformers as tf
 from torch import nn
 
 from bmlab.cook import Cook, Method, chain, stored
 from bmlab.cooked import load_cooked, save_cooked
 from bmlab.core import count, parts, resolve, run_ranks, set_seed
+from bmlab.fakequant import FakeQuant
 from bmlab.kernels import pack_linears
 from bmlab.sparse24 import Mask24, Sparse24, Sparse24Linear, arrange24, compress24, expand24, input_norms, is24, pack24, pick24, sparsegpt24, unpack24
 
@@ -703,3 +705,24 @@ def test_masks_are_the_cpus():
     for transposable in (False, True): assert torch.equal(pick24(score.cuda(), transposable).cpu(), pick24(score, transposable))
     w = (torch.randn(64, 130) * pick24(torch.rand(64, 130))).cuda()
     assert torch.equal(expand24(*compress24(w), 130), w)
+
+
+def test_masks_of_stacked_experts_are_quantized():
+    model = toys.build("qwen3_moe")
+    cook = Cook(model, [Sparse24(score="magnitude"), FakeQuant("w8a16")])
+    with torch.no_grad(): torch.testing.assert_close(toys.logits(cook.export()), toys.logits(model))
+
+
+def test_a_tied_weight_gets_one_mask():
+    model = llama()
+    first, second = (layer.self_attn.q_proj for layer in model.model.layers)
+    second.weight = first.weight
+    Cook(model, [Sparse24()], CALIB)
+    assert len(chain(first)) == len(chain(second)) == 1 and first.weight.count_nonzero() == first.weight.numel() // 2
+
+
+def test_damping_and_padding_are_refused():
+    for damping in (-1, math.nan, "x"):
+        with pytest.raises(ValueError, match="damping="): Sparse24(score="sparsegpt", damping=damping)
+    with pytest.raises(ValueError, match="has no inverse"): sparsegpt24(torch.randn(4, 8), -torch.ones(8, 8), 0)
+    with pytest.raises(ValueError, match="nothing but padding"): Cook(llama(), [Sparse24()], [{"input_ids": ROWS[0], "attention_mask": torch.zeros_like(ROWS[0])}])

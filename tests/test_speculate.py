@@ -58,6 +58,15 @@ def test_same_tokens_in_fewer_passes(name, device):
 
 
 @pytest.mark.parametrize("device", DEVICE)
+def test_a_source_and_an_output_that_a_draft_has_no_room_for(device):
+    d, draft = Decoder(family("t5").to(device), max_batch=3, max_ctx=24), DraftModel(family("llama").to(device))
+    prompts = [list(range(3, 23)), [5, 6], list(range(3, 27))]                  # runs out of room; has it; never had it
+    want = rows_of(decode_tokens(d, prompts, max_new_tokens=20), 3)
+    for guesser in (draft, Tree(PromptLookup(), draft)):
+        assert rows_of(decode_tokens(d, prompts, max_new_tokens=20, draft=guesser, stats=(stats := {})), 3) == want and stats["drafted"] > 0
+
+
+@pytest.mark.parametrize("device", DEVICE)
 def test_a_draft_may_be_asked_twice(device):
     "The same answer, for all rows or some, with nothing added in between; and it goes on rightly afterwards"
     model = family("llama").to(device)

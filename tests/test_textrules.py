@@ -70,6 +70,7 @@ def test_languages():
     assert np.mean([language(t).code == "zh" for t in zh]) >= 0.99 and np.mean([language(t).code == "en" for t in en]) >= 0.99
     assert all(language(t).code == "zh" for t in ("書的質量很差，味道也很大", "订单都7天了，怎么还没送到？~！！！", "硬着头皮看了几页,仍不觉昏昏欲睡,上当."))
     assert [language(t).code for t in ("これは日本語の文章です。", "이것은 한국어 문장입니다.", "東京都知事は昨日、新しい計画を発表しました。", "Это русское предложение.")] == ["ja", "ko", "ja", "ru"]
+    assert [language(t).code for t in ("今天天气很好，我们去公园玩。请联系abc@example.com，谢谢大家的支持与帮助。", "转发微博@张三：今天天气很好，我们一起去公园玩。", "https://example.com/，今天天气很好。")] == ["zh"] * 3
     assert language("https://example.com/a/b?c=d").code == "" and language("HELLO THIS IS ALL CAPITAL LETTERS").code == "en"
 
 

@@ -45,4 +45,5 @@ def test_the_offloaded_optimizer_has_its_lane():
     adam = t.events[t.events.lane == "host Adam"]
     assert len(adam) >= 2 and (adam.end_us > adam.start_us).all() and adam.end_us.max() <= t.length_us + 1e-6
     assert opt.trace is None                                       # noting has ended
+    assert timeline(step, optimizer=AdamW(model)).step_ms > 0      # nothing on the host, nothing to note
     opt.flush()

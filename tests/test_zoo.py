@@ -1,5 +1,5 @@
 """Every size counted, every family built tiny and put through what the library does to a model: sharded, wrapped, cooked, tuned, saved"""
-import copy, inspect, math
+import copy, inspect, json, math
 
 import pytest
 import torch
@@ -148,6 +148,12 @@ def test_anatomy_sums_to_the_count(name):
 # ---- every family ----
 
 def test_every_family_is_here(): assert {size_of(n).family for n in FAMILIES} == {size_of(n).family for n in sizes()} - {"LLaMA 2"}       # whose shape LLaMA has
+
+
+@pytest.mark.parametrize("torn", [5, {"name": "a", "license": "mit", "source": "x", "sha256": None}, {"name": "a", "license": "mit", "source": "x", "changes": 5}])
+def test_a_card_that_is_none(torn, tmp_path):
+    (tmp_path / "model_card.json").write_text(json.dumps(torn))
+    with pytest.raises(ValueError, match="card|sha256"): read_card(tmp_path)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
