@@ -210,16 +210,20 @@ def _set_random_state(state, device):
 
 class _Feed:
     "Goes around and around `batches` and knows where it is; an iterator that cannot start again ends"
-    def __init__(self, batches, device): self.batches, self.device, self.passes, self.position, self.start, self.source = batches, device, 0, 0, None, None
+    def __init__(self, batches, device):
+        self.batches, self.device, self.passes, self.position, self.start, self.source = batches, device, 0, 0, None, None
+        self.epochs = [(s, s.epoch) for s in self._samplers() if hasattr(s, "set_epoch") and hasattr(s, "epoch")]
     def take(self, n): return [b for _ in range(n) if (b := self._next()) is not None]
     def _begin(self):
+        for s, first in self.epochs: s.set_epoch(first + self.passes)               # a DistributedSampler shuffles anew when it is told
         self.start = {"random": _random_state(self.device), "epoch": getattr(self.batches, "epoch", None), "generators": [g.get_state() for g in self._generators()]}
         self.source, self.position = iter(self.batches), 0
+    def _samplers(self):
+        both = [getattr(self.batches, k, None) for k in ("sampler", "batch_sampler")]
+        return [s for s in dict.fromkeys([*both, *(getattr(s, "sampler", None) for s in both)]) if s is not None]
     def _generators(self):
         "A DataLoader's own, which the random numbers of the process do not hold"
-        samplers = [getattr(self.batches, k, None) for k in ("sampler", "batch_sampler")]
-        owners = (self.batches, *samplers, *(getattr(s, "sampler", None) for s in samplers))
-        return dict.fromkeys(g for o in owners if isinstance(g := getattr(o, "generator", None), torch.Generator))
+        return dict.fromkeys(g for o in (self.batches, *self._samplers()) if isinstance(g := getattr(o, "generator", None), torch.Generator))
     def _next(self):
         for _ in range(2):
             if self.source is None: self._begin()
@@ -239,7 +243,7 @@ class _Feed:
             for _ in range(state["passes"]): self.source = sum(1 for _ in self.batches) and None          # what it counts by itself goes along
         _set_random_state(state["start"]["random"], self.device)
         for g, saved in zip(self._generators(), state["start"].get("generators", ())): g.set_state(saved)
-        self._begin(); self.take(state["position"]); self.passes = state["passes"]
+        self.passes = state["passes"]; self._begin(); self.take(state["position"])
 
 # %% ../nbs/10_train.ipynb #540bc560
 def _shares(batches, model):

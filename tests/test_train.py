@@ -108,6 +108,22 @@ def test_a_run_goes_on_at_another_world_size(tmp_path):
     torch.testing.assert_close(other_world(tmp_path / "two", resume=True).loss.tolist(), whole.loss.tolist(), rtol=2e-5, atol=2e-5)
 
 
+def test_a_sampler_of_ranks_hears_of_each_pass(tmp_path):
+    "Another order in each pass, the same order after a resume"
+    from bmlab.train import fit
+    seen = []
+    def loss(model, x): seen.append(x.flatten().int().tolist()); return model(x).mean()
+    def go(folder, steps, **options):
+        model = torch.nn.Linear(1, 1)
+        rows = torch.arange(12.)[:, None]
+        loader = torch.utils.data.DataLoader(rows, batch_size=2, sampler=torch.utils.data.DistributedSampler(rows, num_replicas=2, rank=1))
+        seen.clear(); fit(model, loader, torch.optim.SGD(model.parameters(), lr=.1), steps=steps, loss=loss, plot=False, save_to=folder, **options)
+        return list(seen)
+    whole = go(tmp_path / "a", 8)
+    assert whole[:3] != whole[3:6]
+    assert go(tmp_path / "b", 5) + go(tmp_path / "b", 8, resume=True) == whole
+
+
 def test_a_complete_run_says_so(tmp_path, caplog):
     "Asked for as many steps as are done, or fewer: no step, a warning; asked for more: the rest"
     from bmlab.train import fit
