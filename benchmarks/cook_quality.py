@@ -1,6 +1,6 @@
 """What each method of cook costs SmolLM2-135M on real text: perplexity on held-out film reviews before and after, and what distillation brings back.
 
-usage: python benchmarks/cook_quality.py [--rows NAME …] [--model FOLDER] [--texts FOLDER] [--out FILE.json] [--minutes 2] [--batch 32] [--length 256] [--hidden 0] [--seeds 0 1 2] [--tiny]
+usage: python benchmarks/cook_quality.py [--rows NAME …] [--model FOLDER] [--texts FOLDER] [--out FILE.json] [--minutes 2] [--batch 32] [--length 256] [--hidden 0] [--repeat 1] [--more NAME …] [--seeds 0 1 2] [--tiny]
 
 Rows: w8a16, w8a8, w4 (int4 by 64, GPTQ), w4-trained (the same of a model whose weights training in fp32 has moved off the grid of 4 bits on which SmolLM2's come), w4-qat (int4 by 64,
 trained with the rounding), neurons (half of them, by the exported predictor; the work counted), 24 and 24-sparsegpt (two of four weights: one-shot, distilled, the share of the loss
@@ -56,7 +56,7 @@ class Table:
         self.held = list(Batches(pack_tokens(held, tok, args.length)[:-(-args.held // args.length)], batch=8, shuffle=False))
         self.calib = list(Batches(pack_tokens(kept[:400], tok, 128), batch=4))[:4 if args.tiny else 8]
         more = [t for name in args.more for t in self.texts(name)]
-        self.train = pack_tokens(kept + [t[i:i + 4000] for t in more for i in range(0, len(t), 4000)], tok, args.length)
+        self.train = pack_tokens(args.repeat * kept + [t[i:i + 4000] for t in more for i in range(0, len(t), 4000)], tok, args.length)
         self.teacher = copy.deepcopy(self.model).to(torch.float32 if args.tiny else torch.bfloat16)
         self.before = perplexity(self.model, self.held)
         self.facts = {"device": torch.cuda.get_device_name() if self.device == "cuda" else "CPU", "torch": torch.__version__, "perplexity": self.before,
@@ -224,6 +224,7 @@ def main():
     p.add_argument("--model", help="a folder with SmolLM2-135M, if not the cached sample")
     p.add_argument("--texts", help="a folder with movies.json and NAME.json of --more, instead of the cached samples")
     p.add_argument("--more", nargs="*", default=["products", "editorials", "shakespeare"], help="texts to learn from beside the film reviews"); p.add_argument("--out", help="a .json file")
+    p.add_argument("--repeat", type=int, default=1, help="times that each film review stands among the texts to learn from")
     for name, default in {"minutes": 2., "batch": 32, "length": 256, "held": 20480, "hidden": 0.}.items(): p.add_argument(f"--{name}", type=type(default), default=default)
     p.add_argument("--tiny", action="store_true")
     args = p.parse_args()

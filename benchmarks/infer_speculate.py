@@ -11,7 +11,7 @@ Timing: of the recorded passes the first --passes of each prompt run, whole: the
 `step(ids (1, M), keep=False)`, the sampler looks at all M rows, `keep(n)` with the recorded n. M is always the guesser's full width, and a tree always a full tree. tok/s = recorded tokens a pass, all passes, over seconds a pass. Plain decoding
 runs in the same process; the ratio is to that.
 """
-import gc, hashlib, json, re, sys, tempfile, time
+import hashlib, json, re, sys, tempfile, time
 from pathlib import Path
 
 import torch
@@ -86,7 +86,7 @@ def follower(model, length, branches=1):
     class Follower(DraftModel):
         def begin(self, decoder, sampler):
             if self.decoder is None: self.decoder = Decoder(self.model, 1, CTX + 32)
-            self.decoder.free(); self.texts, self.sampler = {}, Sampler()
+            self.decoder.free(); self.texts, self.full, self.sampler = {}, set(), Sampler()
         def set(self, row, ids): self.sampler.start([ids], self.decoder.vocab); super().set(row, ids)
     return Follower(model, length, branches)
 
@@ -202,33 +202,39 @@ def ours(name):
     torch.set_grad_enabled(False)
     recorded, bits = json.loads(FILE.read_text(encoding="utf-8")), {"int8": 8, "int4": 4}.get(name.split(",")[0])
     model, on_meta = I.skeleton("tiny" if args.tiny else "decoder"), I.skeleton("tiny_small" if args.tiny else "small")
+    begin, clock, out = time.perf_counter(), {}, []
+    def lap(what):
+        "What is known so far: a run that ends early has said that much"
+        now = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+        clock[what] = [round(time.perf_counter() - begin, 1), round(now.get("reserved_bytes.all.current", 0) / I.GiB, 3), now.get("num_alloc_retries", 0)]       # seconds, GiB of torch's, times that its memory ran out
+        I.result(run=name, **row, rows=out, clock=clock)
     link = I.Link(); before = link.rate()
     common = dict(bits=bits, max_ctx=CTX, draft=on_meta, machine=I.machine())
     limit = (lambda p: (p.min_bytes + p.peak_bytes) // 2)(plan_inference(model, None, **common)) if args.tiny else "6GiB"
     plan = plan_inference(model, limit, **common)
     I.keep(plan, f"speculate_{name.split(',')[0]}", args.tiny)
+    row = {"plan": plan.sentence(), "link_gb_s": before / I.GB}; lap("planned")
     I.fill(I.pack(model, bits))
-    small = I.fill(on_meta, I.device())
-    e = wrap(model, None, limit, **common | dict(draft=small))
-    row = {"plan": plan.sentence(), "link_gb_s": before / I.GB}
+    small = I.fill(on_meta, I.device()); lap("filled")
+    e = wrap(model, None, limit, **common | dict(draft=small)); lap("wrapped")
     who = guessers({"draft": lambda length, branches: DraftModel(small, length, branches)})
-    d, sampler, out, most = e.decoder, Sampler(), [], args.passes
+    d, sampler, reader, most = e.decoder, Sampler(), None, args.passes
     cases = [(I.prompt_of(d.vocab, 1, r["prompt_tokens"], i)[0], r["passes"]) for i, r in enumerate(recorded["prompts"].values())]
     warm = [I.prompt_of(d.vocab, 1, n)[0] for n in (32, 300, 512) if n <= CTX - 20]           # one in each size of what attention is shown: graphs are captured
     for ids in warm: plain(d, ids, 2)
+    row |= {"graph": "graph" if d.graph else d.why_eager, "copied_gb_per_pass": (e.streamer.pass_bytes if e.streamer else 0) / I.GB}; lap("warm")
     row["plain_tok_s"] = sum(most for _ in cases) / sum(plain(d, ids, most) for ids, _ in cases)
-    row["predicted_plain_tok_s"] = without_draft(plan).tokens_per_s(1, 1.0, 256)
+    row["predicted_plain_tok_s"] = without_draft(plan).tokens_per_s(1, 1.0, 256); lap("plain")
     for g, nodes in recorded["nodes"].items():
         guesser, passes = who[kind(g)], [q[g] for _, q in cases]
+        drafts = [x for x in (guesser, *getattr(guesser, "drafts", ())) if isinstance(x, DraftModel)]
+        for x in drafts: x.decoder = reader                                                       # one cache, and one set of graphs, for all that guess with the small model
         for ids in warm: replayed(d, sampler, guesser, g, nodes, ids, [1, 1])
+        reader = drafts[0].decoder if drafts else reader; lap(f"{g}, warm")
         took = sum(replayed(d, sampler, guesser, g, nodes, ids, q[:most]) for (ids, _), q in zip(cases, passes)) / sum(len(q[:most]) for q in passes)
-        for x in (guesser, *getattr(guesser, "drafts", ())):                                      # the next guesser's small model has a cache of its own
-            if getattr(x, "decoder", None) is not None: x.decoder = None
-        gc.collect()
         each, said = sum(map(sum, passes)) / sum(map(len, passes)), predicted_pass(plan, nodes, 0 if kind(g).endswith(("look-up", "tree")) else 4)
         out.append({"run": name, "guesser": g, "tok_s": each / took, "tokens/pass": each, "ms/pass": 1e3 * took, "times plain": each / took / row["plain_tok_s"], "predicted_tok_s": each / said})
-    row |= {"rows": out, "graph": "graph" if d.graph else d.why_eager, "copied_gb_per_pass": (e.streamer.pass_bytes if e.streamer else 0) / I.GB}
-    I.result(run=name, **row)
+        lap(g)
 
 
 def without_draft(plan):

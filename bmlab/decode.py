@@ -420,11 +420,13 @@ class _Stepper(_Reader):
         self.cache.pick(paths); self._tail = None
 
 # %% ../nbs/38b_decode.ipynb #ef9bee88
+_IDLE = {}     # device → streams to capture on that no decoder has now
+
 class _Views(_Stepper):
     "What attention is shown grows in few sizes, so that few graphs are needed"
     def __init__(self, model, max_batch=1, max_ctx=2048, kv_bits=16, graph="auto", max_source=None, most=48):
         if graph not in ("auto", True, False): raise ValueError(f"graph={graph!r}: 'auto', or False for none")
-        self.graph, self.why_eager, self.around, self._most = graph is not False, None if graph else "graph=False", [], most
+        self.graph, self.why_eager, self.around, self._most, self._stream = graph is not False, None if graph else "graph=False", [], most, None
         super().__init__(model, max_batch, max_ctx, kv_bits, max_source)     # around: objects with captures(), before_replay(marks), after_replay(marks)
 
     def _make(self, facts, shapes, dtype):
@@ -437,7 +439,16 @@ class _Views(_Stepper):
     def _changed(self): self._stale = True; self.recapture()
     def recapture(self)->None:
         "Forget what was captured: the model has changed, or where its weights are. (Deltas and packing tell by themselves.)"
-        if self.net is not None: self._graphs.clear()
+        if self.net is not None: self._graphs.clear(); self._pool = None             # (a pool ends with its last graph)
+
+    def _aside(self):
+        "The stream that this decoder captures on, one for all its graphs: cuBLAS keeps a workspace for every stream it has worked on, and a pool's memory serves one stream. Another decoder's, once that is gone"
+        if self._stream is None:
+            idle = _IDLE.setdefault(self.net.device, [])
+            try: self._stream = idle.pop()
+            except IndexError: self._stream = torch.cuda.Stream(self.net.device)
+            weakref.finalize(self, idle.append, self._stream).atexit = False
+        return self._stream
 
     def _doubling(self, cache):
         n, slots = 256, len(cache.span.steps)
@@ -465,10 +476,11 @@ class _Graphs(_Views):
 
     def _capture(self, body, key, state, hold):
         "Capture a step; False, and no graphs from now on, where that does not work"
+        if len(self._graphs) >= self._most: self.recapture()                  # all: with a graph torch frees the workspace that the others of its stream use
         tensors = [self.lengths, *state]                                      # what a step changes for good: put back after the trial runs
         before, device = [t.clone() for t in tensors], self.net.device
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        aside, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+        aside, graph = self._aside(), torch.cuda.CUDAGraph()
         aside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(aside):
             for _ in range(2): body()
@@ -478,7 +490,7 @@ class _Graphs(_Views):
             with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"), contextlib.ExitStack() as stack:
                 marks = [stack.enter_context(a.captures()) for a in self.around]
                 out = body()
-        except torch.OutOfMemoryError: raise
+        except torch.OutOfMemoryError: self.recapture(); raise
         except RuntimeError as e:
             torch.cuda.synchronize(device)
             for t, b in zip(tensors, before): t.copy_(b)
@@ -486,7 +498,6 @@ class _Graphs(_Views):
             self._graphs.clear()
             logging.getLogger(__name__).warning("%s decodes without CUDA graphs: %s", type(self.model).__name__, self.why_eager)
             return False
-        while len(self._graphs) >= self._most: del self._graphs[next(iter(self._graphs))]       # the oldest
         self._graphs[key] = graph, out, marks, hold                    # (not the body: it holds this decoder)
         return True
 

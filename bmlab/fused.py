@@ -66,13 +66,15 @@ class _Product:
             if place[n] is not t: return False
         return True
 
-    def __call__(self, x, shape): # x (R, K) of shape (B, M, K) → (R, all outputs)
+    def whole(self, x):
+        "Can one product take x?"
         if not self.lies(): self.bind()
-        t = self.joined
-        if t is None or not _untouched(self.watch) or self.kind is not nn.Linear and len(x) > 16:
-            x = x.view(*shape, -1)                                                                       # as the layers, and what sits on them, expect it
-            return torch.cat([m(x) for m in self.modules], -1).flatten(0, 1)
-        return self.function(x.dtype, x.device.type)(x)
+        return self.joined is not None and _untouched(self.watch) and (self.kind is nn.Linear or len(x) <= 16)
+
+    def __call__(self, x, shape): # x (R, K) of shape (B, M, K) → (R, all outputs)
+        if self.whole(x): return self.function(x.dtype, x.device.type)(x)
+        x = x.view(*shape, -1)                                                                           # as the layers, and what sits on them, expect it
+        return torch.cat([m(x) for m in self.modules], -1).flatten(0, 1)
 
     def function(self, dtype, device): # → a function of x (R, K), good while `lies` is true and the scale holds what it did
         "The joined product for one kind of input"
@@ -107,6 +109,7 @@ class _Torch:
     def gate(gate_up, act, module): # (R, 2F) → (R, F)
         gate, up = gate_up.chunk(2, -1)
         return (_GATES[act] if act else module)(gate) * up
+    def ending(product, x, **end): return None
 
 class _Triton:
     "The same in Triton"
@@ -116,6 +119,12 @@ class _Triton:
     def gate(gate_up, act, module):
         from bmlab.triton_kernels import silu_mul
         return silu_mul(gate_up, act) if act else _Torch.gate(gate_up, act, module)
+    def ending(product, x, **end): # x (R, K) → the product with gate= or residual= behind it as one kernel; None: not of this kind
+        if product.kind is nn.Linear or x.dtype == torch.float64 or torch.is_autocast_enabled(x.device.type) or not product.whole(x): return None
+        from bmlab.triton_kernels import int4_linear, int8_linear
+        t = product.joined
+        if product.kind is Int4Linear: return int4_linear(x, t["codes"], t["scale"], t["zero"], t.get("bias"), **end)
+        return int8_linear(x, t["codes"], t["scale"], t.get("bias"), **end)
 
 class _Norm:
     "An RMS norm: `(weight + offset) * x / rms(x)`"
@@ -238,7 +247,13 @@ class _GatedPart(_Part):
         probe = torch.linspace(-4, 4, 33)
         self.act = next((n for n, f in _GATES.items() if torch.allclose(act(probe), f(probe), atol=1e-6)), None)
         self.watch = [(act, type(act))] if isinstance(act, nn.Module) else []
-    def run(self, x, shape): return self.down(_ops(self.step, x).gate(self.up(x, shape), self.act, self.module), shape)
+    def run(self, x, shape, residual=None): # x (R, D) → (R, D)
+        ops = _ops(self.step, x)
+        h = ops.ending(self.up, x, gate=self.act) if self.act else None
+        if h is None: h = ops.gate(self.up(x, shape), self.act, self.module)
+        if residual is None: return self.down(h, shape)
+        y = ops.ending(self.down, h, residual=residual)
+        return residual + self.down(h, shape) if y is None else y
     def __call__(self, args, kwargs):
         if kwargs or len(args) != 1 or not _fit(args[0]) or not _untouched(self.watch): return None
         return self.run(args[0].flatten(0, 1), args[0].shape[:2]).view(args[0].shape)
@@ -359,8 +374,8 @@ class _BlockPart(_Part):
         y = self.attention.run(ops.norm(x, norms[0]), shape, kwargs)
         if len(norms) == 2: y, x = ops.norm(y, norms[1], x)
         else: y, x = ops.norm(ops.norm(y, norms[1]), norms[2], x)
-        y = self.mlp.run(y, shape)
-        return (x + (y if len(norms) == 2 else ops.norm(y, norms[3]))).view(whole)
+        x = self.mlp.run(y, shape, x) if len(norms) == 2 else x + ops.norm(self.mlp.run(y, shape), norms[3])
+        return x.view(whole)
 
 # %% ../nbs/39b_fused.ipynb #772f93cf
 @functools.cache

@@ -35,16 +35,24 @@ from .trace import find_blocks
 # %% ../nbs/40_infer.ipynb #2f934023
 _SLACK = 16 << 20          # bytes beyond the plan, in pages that are not quite full
 
+def _besides(device, *models):
+    "Bytes that this process keeps on a GPU besides the tensors of some models"
+    if device.type != "cuda": return 0
+    stores = [t.untyped_storage() for m in models if m is not None for t in (*m.parameters(), *m.buffers()) if t.device == device]
+    return max(torch.cuda.memory_allocated(device) - sum({s._cdata: s.nbytes() for s in stores}.values()), 0)
+
 class _Fence:
     "While it stands, torch's allocator on a GPU takes no more than the limit, the CUDA context counted in"
-    def __init__(self, plan, device, draft=None):
-        self.device = device if device.type == "cuda" and plan.limit is not None else None
+    def __init__(self, plan, device, draft=None, tried=0): # tried: bytes that trying the draft has left there, planned as LIBRARIES
+        self.device, self.plan, self.tried = device if device.type == "cuda" and plan.limit is not None else None, plan, tried
         if self.device is None: return
-        total = torch.cuda.get_device_properties(device).total_memory
-        planned = sum(p.nbytes for p in draft.parameters() if p.device.type == "cuda") if draft is not None else 0
-        others = torch.cuda.memory_allocated(device) - planned                        # what this process keeps there besides
         torch.cuda.empty_cache(); _let_segments_grow(device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, max(others + min(plan.limit, plan.peak_bytes + _SLACK) - plan.context_bytes, 1) / total), device)
+        self.stand(draft)
+    def stand(self, *planned):
+        "Leave room for the plan, and for what this process keeps there besides these models"
+        if self.device is None: return
+        total, others = torch.cuda.get_device_properties(self.device).total_memory, max(_besides(self.device, *planned) - self.tried, 0)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(others + min(self.plan.limit, self.plan.peak_bytes + _SLACK) - self.plan.context_bytes, 1) / total), self.device)
     def close(self):
         if self.device is not None: torch.cuda.set_per_process_memory_fraction(1.0, self.device); _let_segments_grow(self.device, False); self.device = None
 
@@ -469,17 +477,19 @@ class _Kept:
     def close(self):
         while self.modules: self.modules.pop().__dict__.pop("_apply", None)
 
-def _assemble(model, plan, device, slots, store, link, host_limit, fuse, draft, folder):
+def _assemble(model, plan, device, slots, store, link, host_limit, fuse, draft, folder, tried=0):
     "Fuse and place a packed model; what has to be closed again"
     held = []
     try:
-        if fuse and plan.generates: held.append(_Undo(fuse_decode(model).undo))
+        for m in (model, draft) if fuse and plan.generates else ():
+            if m is not None and not any("_bmlab_fused" in type(part).__dict__ for part in m.modules()): held.append(_Undo(fuse_decode(m).undo))      # (another engine's draft is fused already)
         blocks = find_blocks(model)
-        held.append(_Fence(plan, device, draft))
+        held.append(fence := _Fence(plan, device, draft, tried))
         if plan.streamed: held.append(Streamer(model, blocks, plan.streamed, device, slots, store, link, host_limit=host_limit, folder=folder))
         if plan.host: held.append(HostTables(model, plan.host, device))
         move_weights(model, device, blocks, leave=[*plan.streamed, *plan.host])
         if not plan.streamed: held.append(_Kept(model, device))
+        fence.stand(draft, model)                                                     # (what of the model was there before has moved)
         return held
     except BaseException:
         for h in reversed(held): h.close()
@@ -516,7 +526,9 @@ def wrap(
     max_ctx = min(max_ctx, _places(model) or max_ctx)
     guesser, small = _guesser(draft)
     if folder is not None and (store != "mmap" or not Path(folder).is_dir()): raise ValueError(f"folder={str(folder)!r}: " + ("no such folder" if store == "mmap" else f"is for the file of store='mmap', and store={store!r}"))
+    before = _besides(device)
     _check_draft(guesser, model, max_ctx, device)
+    tried = _besides(device) - before
     machine = machine if machine is not None or device.type == "cuda" else CPU
     plan = plan_inference(model, memory_limit, bits, max_batch, max_ctx, kv_bits, host_limit, store, small, machine, slots, group_size)
     if bits and name is None and (other := packed_otherwise(model, bits)): raise ValueError(f"bits={bits}, but {other[0]} is packed to {other[1]} already; wrap with bits=None")
@@ -525,7 +537,7 @@ def wrap(
         if (engine := engine()) is not None: engine.close()             # a model has one: the last
     if name is not None: model, loaded = load_placed(name, plan, device=device); tok = tok if tok is not None else loaded
     elif bits and (todo := packable(model)): pack_linears(model, bits=bits, modules=dict.fromkeys(todo), group_size=group_size)
-    held = _assemble(model.eval(), plan, device, slots, store, link, host_limit, fuse, small, folder)
+    held = _assemble(model.eval(), plan, device, slots, store, link, host_limit, fuse, small, folder, tried)
     try:
         decoder = Decoder(model, max_batch, max_ctx, kv_bits, graph) if plan.generates else None
         if guesser is not None and decoder.mode != "static": raise ValueError(f"draft: {type(model).__name__} cannot check several tokens at once: {decoder.why_generate}; leave draft= away")

@@ -36,29 +36,68 @@ def _int8_linear_kernel(x, codes, scale, bias, y, M, N, K, HAS_BIAS: tl.constexp
     tl.store(y + m[:, None] * N + n[None, :], acc.to(y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 # %% ../nbs/04_triton.ipynb #dfa839d2
+@triton.jit
+def _activated(g, ACTIVATION: tl.constexpr):
+    if ACTIVATION == 0: g = g / (1.0 + tl.exp(-g))
+    elif ACTIVATION == 1: g = g / (1.0 + tl.exp(-1.5957691216057308 * (g + 0.044715 * g * g * g)))     # 2 √(2/π)
+    else: g = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
+    return g
+
+@triton.jit
+def _rows(N, BLOCK_N: tl.constexpr, GATE: tl.constexpr):
+    i = tl.arange(0, BLOCK_N)
+    if GATE < 0: n, there = tl.program_id(0) * BLOCK_N + i, tl.program_id(0) * BLOCK_N + i < N
+    else:                                                             # half of them of the gate, half of what it opens
+        first = tl.program_id(0) * (BLOCK_N // 2) + i % (BLOCK_N // 2)
+        n, there = first + i // (BLOCK_N // 2) * (N // 2), first < N // 2
+    return n, there
+
+@triton.jit
+def _added(bias, residual, n, there, M, N, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr):
+    b, r, m = 0.0, 0.0, tl.arange(0, BLOCK_M)
+    if HAS_BIAS: b = tl.load(bias + n, mask=there, other=0.0).to(tl.float32)[:, None]
+    if HAS_RESIDUAL: r = tl.load(residual + m[None, :] * N + n[:, None], mask=there[:, None] & (m < M)[None, :], other=0.0).to(tl.float32)
+    return b, r
+
+@triton.jit
+def _finish(out, b, r, y, n, there, M, N, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    m = tl.arange(0, BLOCK_M)
+    out = (out + b).to(y.dtype.element_ty)                            # what follows sees the rounded product, as it would from memory
+    if HAS_RESIDUAL: out = (out.to(tl.float32) + r).to(y.dtype.element_ty)
+    if GATE >= 0:
+        pairs = tl.permute(tl.reshape(out.to(tl.float32), (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0))
+        g, up = tl.split(pairs)
+        N = N // 2
+        n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        there = n < N
+        out = (_activated(g, GATE) * up).to(y.dtype.element_ty)
+    tl.store(y + m[None, :] * N + n[:, None], out, mask=there[:, None] & (m < M)[None, :])
+
 @triton.jit(do_not_specialize=["M"])
-def _int8_split_kernel(x, codes, scale, bias, y, M, N, K, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
+def _int8_split_kernel(x, codes, scale, bias, residual, y, M, N, K, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, INTERPRETED: tl.constexpr, EVEN: tl.constexpr,
                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
-    m, n = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    n, there = _rows(N, BLOCK_N, GATE)
     k = tl.arange(0, WARPS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]        # (WARPS, BLOCK_K): who takes what of a step
     x_at = x + m[None, None, :] * K + k[:, :, None]                                    # (WARPS, BLOCK_K, BLOCK_M)
     w_at = codes + n[None, :, None].to(tl.int64) * K + k[:, None, :]                   # (WARPS, BLOCK_N, BLOCK_K)
+    unit = tl.load(scale + n, mask=there, other=0.0)[:, None]                          # asked for before the sums, not waited for behind them
+    b, r = _added(bias, residual, n, there, M, N, HAS_BIAS, HAS_RESIDUAL, BLOCK_M)
     acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
     for start in range(0, K, WARPS * BLOCK_K):
-        inside = start + k < K
-        w = tl.load(w_at + start, mask=(n < N)[None, :, None] & inside[:, None, :], other=0, eviction_policy="evict_first")
+        inside = EVEN | (start + k < K)
+        w = tl.load(w_at + start, mask=there[None, :, None] & inside[:, None, :], other=0, eviction_policy="evict_first")
         a = tl.load(x_at + start, mask=inside[:, :, None] & (m < M)[None, None, :], other=0.0)
         if INTERPRETED: a = a.to(tl.float32)                                           # the interpreter has no bfloat16 product
         acc = tl.dot(w.to(a.dtype), a, acc, input_precision="ieee")
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
-    out = tl.sum(acc, 0) * tl.load(scale + n, mask=n < N, other=0.0)[:, None]
-    if HAS_BIAS: out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    tl.store(y + m[None, :] * N + n[:, None], out.to(y.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+    _finish(tl.sum(acc, 0) * unit, b, r, y, n, there, M, N, HAS_RESIDUAL, GATE, BLOCK_M, BLOCK_N)
 
 # %% ../nbs/04_triton.ipynb #a1f0ba72
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 MAX_ROWS = 16  # rows of x that the GEMV-like kernels take
-_TILES = {"narrow": (16, 128, 4, 5), "wide": (16, 256, 2, 3)}    # below 8192 rows of codes and from there on: rows of a program, columns of a warp's step, warps, stages; by the sweep at the end
+_TILES = {"narrow": (16, 128, 4, 5), "wide": (16, 128, 2, 3)}    # below 8192 rows of codes and from there on: rows of a program, columns of a warp's step, warps, stages; by the sweep at the end
 
 def _blocks(
     N:int,             # rows of codes
@@ -113,24 +152,48 @@ def _check(x, codes, scale, bias, rows=MAX_ROWS):
         raise ValueError(f"x is on {x.device}, codes on {codes.device}, scale on {scale.device}; move them to one device")
     _check_x(x, rows)
 
+def _outputs(x, N, gate, residual):
+    "Outputs of a product that may end in a gate and a residual; raise where these do not fit"
+    if gate is not None and gate not in _ACTIVATIONS: raise ValueError(f"gate={gate!r}; expected None or one of {', '.join(_ACTIVATIONS)}")
+    if gate is not None and N % 2: raise ValueError(f"gate={gate!r} wants an even number of rows of codes, there are {N}")
+    F = N if gate is None else N // 2
+    if residual is not None and (residual.shape != (len(x), F) or residual.dtype != x.dtype or residual.device != x.device):
+        raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} on {residual.device}; expected {(len(x), F)} {x.dtype} on {x.device}")
+    return F
+
+def _whole(x, blocks, F, gate, residual):
+    "Can the kernel do the gate or the residual too? Not the one for very many rows; and interpreted only where nothing is rounded"
+    return gate is None and residual is None or (gate is None or residual is None) and "WARPS" in blocks and (x.is_cuda or x.dtype == torch.float32)
+
+def _afterwards(y, gate, residual):
+    if gate is not None: y = silu_mul(y, gate)
+    return y if residual is None else y + residual
+
 # %% ../nbs/04_triton.ipynb #b0a3891c
 def int8_linear(
-    x:Tensor,              # (M, K) float32, float16 or bfloat16, M ≤ 16
-    codes:Tensor,          # (N, K) int8, row-major
-    scale:Tensor,          # (N,) float32
-    bias:Tensor|None=None, # (N,) any float dtype
-)->Tensor:                 # (M, N) in x's dtype
-    "`(x @ codes.T) * scale + bias` with float32 sums, without autograd; a row's result does not depend on M."
+    x:Tensor,                  # (M, K) float32, float16 or bfloat16, M ≤ 16
+    codes:Tensor,              # (N, K) int8, row-major
+    scale:Tensor,              # (N,) float32
+    bias:Tensor|None=None,     # (N,) any float dtype
+    gate:str|None=None,        # "silu", "gelu_tanh" or "gelu": the first N/2 rows are a gate for the others, as in `silu_mul`
+    residual:Tensor|None=None, # (M, outputs) in x's dtype, added at the end
+)->Tensor:                     # (M, N) in x's dtype; with a gate (M, N/2)
+    "`(x @ codes.T) * scale + bias` with float32 sums, without autograd; a row's result does not depend on M, and gate and residual see the rounded product."
     _check(x, codes, scale, bias)
     (M, K), N = x.shape, codes.shape[0]
-    y = x.new_empty(M, N, dtype=x.dtype if x.is_cuda else torch.float32)
-    if y.numel() == 0: return y.to(x.dtype)
+    F = _outputs(x, N, gate, residual)
     blocks = _few(x, _blocks(N, K, x.dtype))
-    kernel = _int8_split_kernel if "WARPS" in blocks else _int8_linear_kernel
+    if not _whole(x, blocks, F, gate, residual): return _afterwards(int8_linear(x, codes, scale, bias), gate, residual)
+    y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
+    if y.numel() == 0: return y.to(x.dtype)
+    grid = (triton.cdiv(N, blocks["BLOCK_N"]),) if gate is None else (triton.cdiv(F, blocks["BLOCK_N"] // 2),)
+    common = dict(HAS_BIAS=bias is not None, INTERPRETED=not x.is_cuda, **_early(x), **blocks)
+    given = x.contiguous(), codes, scale.contiguous(), scale if bias is None else bias.contiguous()
     with _on(x):
-        kernel[(triton.cdiv(N, blocks["BLOCK_N"]),)](
-            x.contiguous(), codes, scale.contiguous(), scale if bias is None else bias.contiguous(), y, M, N, K,
-            HAS_BIAS=bias is not None, INTERPRETED=not x.is_cuda, **_early(x), **blocks)
+        if "WARPS" in blocks:
+            even = K % (blocks["BLOCK_K"] * blocks["WARPS"]) == 0
+            _int8_split_kernel[grid](*given, y if residual is None else residual.contiguous(), y, M, N, K, HAS_RESIDUAL=residual is not None, GATE=_ACTIVATIONS.get(gate, -1), EVEN=even, **common)
+        else: _int8_linear_kernel[grid](*given, y, M, N, K, **common)
     return y.to(x.dtype)
 
 # %% ../nbs/04_triton.ipynb #3a725b85
@@ -152,29 +215,30 @@ def _nibbles(w, kind: tl.constexpr, PLAIN: tl.constexpr):
 
 # %% ../nbs/04_triton.ipynb #6d2f27b5
 @triton.jit(do_not_specialize=["M"])
-def _int4_linear_kernel(x, codes, scale, zero, bias, y, M, N, K, row_bytes, groups, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr, EVEN: tl.constexpr,
+def _int4_linear_kernel(x, codes, scale, zero, bias, residual, y, M, N, K, row_bytes, groups, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, INTERPRETED: tl.constexpr, EVEN: tl.constexpr,
                         GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     HALF: tl.constexpr = GROUP // 2
     PLAIN: tl.constexpr = INTERPRETED or x.dtype.element_ty == tl.float32
     warp, m, b = tl.arange(0, WARPS), tl.arange(0, BLOCK_M), tl.arange(0, HALF)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n, there = _rows(N, BLOCK_N, GATE)
     x_at = x + warp[:, None, None] * GROUP + m[None, None, :] * K + b[None, :, None]                              # (WARPS, HALF, BLOCK_M)
     w_at = codes + warp[:, None, None] * HALF + n[None, :, None].to(tl.int64) * row_bytes + b[None, None, :]      # (WARPS, BLOCK_N, HALF)
     s_at = warp[:, None] + n[None, :].to(tl.int64) * groups                                                       # (WARPS, BLOCK_N)
-    s_there = (n < N)[None, :] & (warp < groups)[:, None]
+    s_there = there[None, :] & (warp < groups)[:, None]
     s_next, z_next = tl.load(scale + s_at, mask=s_there, other=0.0), tl.load(zero + s_at, mask=s_there, other=0.0)
+    b, r = _added(bias, residual, n, there, M, N, HAS_BIAS, HAS_RESIDUAL, BLOCK_M)
     acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
     for first in range(0, groups, WARPS * STEPS):
         for step in tl.static_range(STEPS):
             at = first + step * WARPS
             inside = (at + warp < groups)[:, None, None]
-            x_there, w_there = (m < M)[None, None, :] & (EVEN | inside), (n < N)[None, :, None] & (EVEN | inside)
+            x_there, w_there = (m < M)[None, None, :] & (EVEN | inside), there[None, :, None] & (EVEN | inside)
             w = tl.load(w_at + at * HALF, mask=w_there, other=0, eviction_policy="evict_first")
             front = tl.load(x_at + at * GROUP, mask=x_there, other=0.0)
             back = tl.load(x_at + at * GROUP + HALF, mask=x_there, other=0.0)
             s, z = s_next.to(tl.float32), z_next.to(tl.float32)
-            s_there = (n < N)[None, :] & (at + WARPS + warp < groups)[:, None]
+            s_there = there[None, :] & (at + WARPS + warp < groups)[:, None]
             s_next, z_next = tl.load(scale + s_at + at + WARPS, mask=s_there, other=0.0), tl.load(zero + s_at + at + WARPS, mask=s_there, other=0.0)
             if INTERPRETED: front, back = front.to(tl.float32), back.to(tl.float32)
             low, high, one = _nibbles(w, front.dtype, PLAIN)
@@ -183,12 +247,10 @@ def _int4_linear_kernel(x, codes, scale, zero, bias, y, M, N, K, row_bytes, grou
             acc += products * s[:, :, None]
             acc += sums * (z - 24.0 * s)[:, :, None]
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
-    out = tl.sum(acc, 0)
-    if HAS_BIAS: out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    tl.store(y + m[None, :] * N + n[:, None], out.to(y.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+    _finish(tl.sum(acc, 0), b, r, y, n, there, M, N, HAS_RESIDUAL, GATE, BLOCK_M, BLOCK_N)
 
 # %% ../nbs/04_triton.ipynb #10e80c79
-_TILES4 = {"narrow": (16, 4, 4), "wide": (16, 2, 4), "other": (16, 8, 3)}    # rows of a program, warps, stages; other: small groups, float32
+_TILES4 = {"narrow": (32, 4, 4), "wide": (32, 4, 3), "other": (16, 8, 3)}    # rows of a program, warps, stages; other: small groups, float32
 
 def _blocks4(N, K, group, dtype):
     "Tile sizes of the int4 kernel, from the shape alone"
@@ -215,22 +277,26 @@ def _check4(x, codes, scale, zero, bias, rows=MAX_ROWS):
     return group
 
 def int4_linear(
-    x:Tensor,              # (M, K) float32, float16 or bfloat16, M ≤ 16
-    codes:Tensor,          # (N, K/2) uint8: column b of a group in the low nibble of its byte b, column b + group/2 in the high one
-    scale:Tensor,          # (N, K/group) float16; group 32, 64 or 128
-    zero:Tensor,           # (N, K/group) float16
-    bias:Tensor|None=None, # (N,) any float dtype
-)->Tensor:                 # (M, N) in x's dtype
+    x:Tensor,                  # (M, K) float32, float16 or bfloat16, M ≤ 16
+    codes:Tensor,              # (N, K/2) uint8: column b of a group in the low nibble of its byte b, column b + group/2 in the high one
+    scale:Tensor,              # (N, K/group) float16; group 32, 64 or 128
+    zero:Tensor,               # (N, K/group) float16
+    bias:Tensor|None=None,     # (N,) any float dtype
+    gate:str|None=None,        # as for `int8_linear`
+    residual:Tensor|None=None, # as for `int8_linear`
+)->Tensor:                     # (M, N) in x's dtype; with a gate (M, N/2)
     "`x @ ((q − 8) * scale + zero).T + bias` with float32 sums and no rounded weights, without autograd; a row's result does not depend on M."
     group = _check4(x, codes, scale, zero, bias)
     (M, K), N = x.shape, codes.shape[0]
-    y = x.new_empty(M, N, dtype=x.dtype if x.is_cuda else torch.float32)
-    if y.numel() == 0: return y.to(x.dtype)
+    F = _outputs(x, N, gate, residual)
     blocks = _few(x, _blocks4(N, K, group, x.dtype))
+    if not _whole(x, blocks, F, gate, residual): return _afterwards(int4_linear(x, codes, scale, zero, bias), gate, residual)
+    y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
+    if y.numel() == 0: return y.to(x.dtype)
     with _on(x):
-        _int4_linear_kernel[(triton.cdiv(N, blocks["BLOCK_N"]),)](
-            x.contiguous(), codes, scale, zero, scale if bias is None else bias.contiguous(), y, M, N, K, K // 2, K // group,
-            HAS_BIAS=bias is not None, INTERPRETED=not x.is_cuda, **_early(x), **blocks)
+        _int4_linear_kernel[(triton.cdiv(N, blocks["BLOCK_N"]),) if gate is None else (triton.cdiv(F, blocks["BLOCK_N"] // 2),)](
+            x.contiguous(), codes, scale, zero, scale if bias is None else bias.contiguous(), y if residual is None else residual.contiguous(), y, M, N, K, K // 2, K // group,
+            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATE=_ACTIVATIONS.get(gate, -1), INTERPRETED=not x.is_cuda, **_early(x), **blocks)
     return y.to(x.dtype)
 
 # %% ../nbs/04_triton.ipynb #56718c20
@@ -372,13 +438,14 @@ def _rms_norm_kernel(x, residual, weight, total, y, D, eps, offset, HAS_RESIDUAL
     if EARLY: tl.extra.cuda.gdc_wait()
     at, d = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BLOCK)
     v = tl.load(x + at + d, mask=d < D, other=0.0).to(tl.float32)
+    if HAS_WEIGHT: w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32) + offset
     if HAS_RESIDUAL:
         rounded = (v + tl.load(residual + at + d, mask=d < D, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + at + d, rounded, mask=d < D)
         v = rounded.to(tl.float32)                                                  # what is normalized is what is returned
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     v = v * tl.rsqrt(tl.sum(v * v, 0) / D + eps)
-    if HAS_WEIGHT: v *= tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32) + offset
+    if HAS_WEIGHT: v *= w
     tl.store(y + at + d, v.to(y.dtype.element_ty), mask=d < D)
 
 def rms_norm(
@@ -404,8 +471,6 @@ def rms_norm(
     return y.to(x.dtype) if residual is None else (y.to(x.dtype), total.to(x.dtype))
 
 # %% ../nbs/04_triton.ipynb #36f57610
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
-
 @triton.jit
 def _gate_kernel(x, y, F, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
@@ -413,10 +478,7 @@ def _gate_kernel(x, y, F, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, EARLY: 
     g = tl.load(x + row * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
-    if ACTIVATION == 0: g = g / (1.0 + tl.exp(-g))
-    elif ACTIVATION == 1: g = g / (1.0 + tl.exp(-1.5957691216057308 * (g + 0.044715 * g * g * g)))     # 2 √(2/π)
-    else: g = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
-    tl.store(y + row * F + f, (g * up).to(y.dtype.element_ty), mask=f < F)
+    tl.store(y + row * F + f, (_activated(g, ACTIVATION) * up).to(y.dtype.element_ty), mask=f < F)
 
 def silu_mul(
     gate_up:Tensor,         # (…, 2F) float32, float16 or bfloat16: gate, then up
@@ -450,6 +512,10 @@ def _rope_store_kernel(qkv, cos, sin, q_weight, k_weight, q, k_cache, v_cache, k
     token, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     b, m = token // M, token % M
     at = qkv + (token * (H + 2 * HK) + head).to(tl.int64) * D
+    slot = tl.load(positions + b * position_row + m * position_token).to(tl.int64)
+    if position_token == 0: slot += m
+    row = b.to(tl.int64)
+    if ROWS: row = tl.load(rows + b).to(tl.int64)
     v = tl.load(at + d, mask=d < D, other=0.0).to(tl.float32)
     is_value = head >= H + HK
     half = R // 2
@@ -467,10 +533,6 @@ def _rope_store_kernel(qkv, cos, sin, q_weight, k_weight, q, k_cache, v_cache, k
         angle = b.to(tl.int64) * rope_row + m * rope_token + d
         c, s = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32), tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
         v = v * c + sign * p * s
-    slot = tl.load(positions + b * position_row + m * position_token).to(tl.int64)
-    if position_token == 0: slot += m
-    row = b.to(tl.int64)
-    if ROWS: row = tl.load(rows + b).to(tl.int64)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     there = (slot >= 0) & (slot < T)
     if head < H: tl.store(q + ((b * H + head) * M + m).to(tl.int64) * D + d, v.to(q.dtype.element_ty), mask=d < D)
@@ -554,6 +616,7 @@ def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, part, stat
     d, t = tl.arange(0, BLOCK_D), tl.arange(0, CHUNK)
     length = tl.load(lengths + b).to(tl.int32)
     stop = length + M if CAUSAL else length
+    if split * CHUNK >= stop: return                                                    # no keys for this program; the sum leaves it out
     row = b.to(tl.int64)
     if ROWS: row = tl.load(rows + b).to(tl.int64)
     x = tl.load(q + b.to(tl.int64) * q_row + head[:, None] * q_head + m[:, None] * q_token + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
@@ -605,10 +668,10 @@ def _combine_kernel(part, stats, lengths, y, M, H, D, CAUSAL: tl.constexpr, CHUN
     if CAUSAL: stop += M
     used = split < tl.cdiv(stop, CHUNK)                                                 # the others wrote nothing of use
     from_ = at.to(tl.int64) * SPLITS + split
-    top, total = tl.load(stats + 2 * from_, mask=used, other=float("-inf")), tl.load(stats + 2 * from_ + 1, mask=used, other=0.0)
+    top, total = tl.where(used, tl.load(stats + 2 * from_), float("-inf")), tl.where(used, tl.load(stats + 2 * from_ + 1), 0.0)      # chosen, not masked: the loads wait for no length
     most = tl.max(top, 0)
     weight = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most))
-    parts = tl.load(part + from_[:, None] * D + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0)
+    parts = tl.where(used[:, None], tl.load(part + from_[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0), 0.0)
     total = tl.sum(weight * total, 0)
     out = tl.sum(weight[:, None] * parts, 0) / tl.where(total > 0, total, 1.0)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()

@@ -436,6 +436,32 @@ def test_graphs_are_bounded(graphs):
     assert len(d._graphs) == 2 and Graph.log.count("capture") == 4
 
 
+def test_a_decoder_captures_on_one_stream(graphs, monkeypatch):
+    "Each stream costs a workspace: a decoder has one for all its graphs, and leaves it to the next"
+    made = []
+    monkeypatch.setattr("bmlab.decode._IDLE", {}); monkeypatch.setattr(torch.cuda, "Stream", lambda *_: made.append(Stream()) or made[-1])
+    def stepped():
+        d = graphs(Decoder(make("llama"), 1, 40)); d.prefill([[5]])
+        for M in (1, 2, 3): d.step([[4] * M])
+        return d
+    a, b = stepped(), stepped()
+    assert Graph.log.count("capture") == 6 and len(made) == 2 and a._stream is made[0] and b._stream is made[1]
+    del a; Graph.bodies.clear(); gc.collect()
+    c = stepped()
+    assert c._stream is made[0] and len(made) == 2
+
+
+def test_a_capture_without_memory_drops_the_graphs(graphs, monkeypatch):
+    d = graphs(Decoder(make("llama"), 1, 40)); d.prefill([[5]]); d.step([[4]])
+    assert d._graphs and d._pool
+    def full(*_, **__): raise torch.OutOfMemoryError("no memory")
+    with monkeypatch.context() as m:
+        m.setattr(torch.cuda, "graph", full)
+        with pytest.raises(torch.OutOfMemoryError): d.step([[4, 4]])
+    assert not d._graphs and d._pool is None and d.graph
+    d.step([[4]]); assert len(d._graphs) == 1
+
+
 # ---------------------------------------------------------------- GPU
 
 cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -456,6 +482,15 @@ def test_cuda_graph_equals_eager(name, bits):
     if name not in ("mixtral", "deepseek"): assert d.why_eager is None, d.why_eager
     for a, b in zip(out[0][0], out[1][0]): assert torch.equal(a, b), (a.float() - b.float()).abs().max()
     assert out[0][1:] == out[1][1:]
+
+
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=cuda)])
+def test_graphs_share_a_workspace(name):
+    "A workspace is 8 MiB or more; torch's allocator counts it"
+    d = Decoder(make(name, torch.bfloat16).cuda(), 1, 64); d.prefill([[5]]); d.step([[4]])
+    before = torch.cuda.memory_allocated()
+    for M in range(2, 8): d.step([[4] * M])
+    assert d.why_eager is None and len(d._graphs) == 7 and torch.cuda.memory_allocated() - before < 4 << 20
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=cuda) for n in MAKE if n != "t5"])

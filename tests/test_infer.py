@@ -244,6 +244,21 @@ def test_streamed_on_the_gpu_equals_resident(bits):
                 assert torch.cuda.max_memory_reserved() - before + e.plan.context_bytes <= limit, (share, graph)
 
 
+def test_the_fence_counts_what_was_planned(monkeypatch):
+    "Others' memory is let be; the draft, the model and the workspace that trying the draft has left are in the plan"
+    from bmlab import infer
+    said, total, others, MiB = [], 100 << 30, 300 << 20, 1 << 20
+    held = {"draft": 90 * MiB, "model": 700 * MiB}
+    for name, stand_in in dict(empty_cache=lambda: None, get_device_properties=lambda _: SimpleNamespace(total_memory=total),
+                               set_per_process_memory_fraction=lambda share, _: said.append(round(share * total))).items(): monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(infer, "_let_segments_grow", lambda *_: None)
+    monkeypatch.setattr(infer, "_besides", lambda _, *planned: others + 32 * MiB + sum(v for k, v in held.items() if k not in planned))
+    plan = SimpleNamespace(limit=6 << 30, peak_bytes=(6 << 30) - 2 * MiB, context_bytes=790 * MiB)
+    fence = infer._Fence(plan, torch.device("cuda", 0), "draft", 32 * MiB)
+    fence.stand("draft", "model")
+    assert said == [others + held["model"] + plan.limit - plan.context_bytes, others + plan.limit - plan.context_bytes]
+
+
 @pytest.mark.cuda
 def test_memory_that_others_hold_is_said():
     free = torch.cuda.mem_get_info()[0]

@@ -53,6 +53,25 @@ def test_a_row_does_not_depend_on_its_company(N, K, dtype):
     assert torch.equal(int8_linear(x, codes, scale, bias), int8_linear(x, codes, scale, bias))
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N,K", [(4096, 4096), (20480, 4096), (4096, 10240), (96, 640)])
+def test_gate_and_residual_see_the_rounded_product(N, K, dtype, bits):
+    "One kernel or three: the same bits, for any number of rows"
+    from bmlab.packing import quantize_groups
+    from bmlab.triton_kernels import int4_linear, int8_linear, silu_mul
+    x, codes, scale, bias = make(N, K, dtype=dtype)
+    packed = (codes, scale) if bits == 8 else quantize_groups(torch.randn(N, K, device="cuda"), 64)
+    linear = int8_linear if bits == 8 else int4_linear
+    for M in (1, 5, 16):
+        for b in (None, bias):
+            y, r = linear(x[:M], *packed, b), torch.randn(M, N, device="cuda").to(dtype)
+            assert torch.equal(linear(x[:M], *packed, b, residual=r), y + r), (M, b is None)
+            for gate in ("silu", "gelu_tanh", "gelu"):
+                want, half = silu_mul(y, gate), r[:, :N // 2].contiguous()
+                assert torch.equal(linear(x[:M], *packed, b, gate=gate), want) and torch.equal(linear(x[:M], *packed, b, gate=gate, residual=half), want + half), (M, b is None, gate)
+
+
 def test_views_into_a_slab():
     "Streamed weights are views at any byte offset; what lies around them is neither read into the sums nor written"
     from bmlab.triton_kernels import int8_linear

@@ -24,19 +24,22 @@ def build(kernel, types, const, num_warps=4, num_stages=3):
     return dict(shared=made.metadata.shared, mma="mma.sync" in ptx, wgmma="wgmma.mma_async" in ptx, copies="cp.async" in ptx, early="griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx, machine=len(made.asm["cubin"]))
 
 X = "*bf16"
-linear, out = dict(x=X, bias=X, y=X, scale="*fp32", codes="*i8"), {}
+linear, out = dict(x=X, bias=X, residual=X, y=X, scale="*fp32", codes="*i8"), {}
 four = linear | dict(codes="*u8", scale="*fp16", zero="*fp16")
 bias = dict(HAS_BIAS=True, INTERPRETED=False)
+end, gated = dict(HAS_RESIDUAL=True, GATE=-1), dict(HAS_RESIDUAL=False, GATE=0)
 for N, K in ((4096, 4096), (20480, 4096)):
     blocks = tk._blocks(N, K, torch.bfloat16)
-    out[f"int8 {N}"] = build(tk._int8_split_kernel if "WARPS" in blocks else tk._int8_linear_kernel, linear, bias | {k: blocks.pop(k) for k in list(blocks) if k[0] != "n"}, **blocks)
+    const, launch = bias | {k: v for k, v in blocks.items() if k[0] != "n"}, {k: v for k, v in blocks.items() if k[0] == "n"}
+    for name, more in (("residual", end), ("gate", gated)): out[f"int8 {N} {name}"] = build(tk._int8_split_kernel, linear, const | more | dict(EVEN=True), **launch)
     for group in (32, 64, 128):
         blocks = tk._blocks4(N, K, group, torch.bfloat16)
-        out[f"int4 {N} group {group}"] = build(tk._int4_linear_kernel, four, bias | {k: blocks.pop(k) for k in list(blocks) if k[0] != "n"}, **blocks)
-for M, name in ((8, "eight rows"), (16, "sixteen")): out[f"int4 float32, {name}"] = build(tk._int4_linear_kernel, four | dict(x="*fp32", bias="*fp32", y="*fp32"), bias | dict(EVEN=True, GROUP=64, BLOCK_M=M, BLOCK_N=16, WARPS=8, STEPS=2), 8)
-out["int4 eight rows"] = build(tk._int4_linear_kernel, four, bias | dict(EVEN=True, GROUP=128, BLOCK_M=8, BLOCK_N=16, WARPS=8, STEPS=1), 8, 4)
-out["int8 eight rows"] = build(tk._int8_split_kernel, linear, bias | dict(BLOCK_M=8, BLOCK_N=16, BLOCK_K=64, WARPS=8), 8, 4)
-out["int4 half"] = build(tk._int4_linear_kernel, four | dict(x="*fp16", bias="*fp16", y="*fp16"), bias | dict(EVEN=True, GROUP=128, BLOCK_M=16, BLOCK_N=16, WARPS=8, STEPS=1), 8)
+        out[f"int4 {N} group {group}"] = build(tk._int4_linear_kernel, four, bias | (gated if N > 8192 else end) | {k: blocks.pop(k) for k in list(blocks) if k[0] != "n"}, **blocks)
+for M, name in ((8, "eight rows"), (16, "sixteen")): out[f"int4 float32, {name}"] = build(tk._int4_linear_kernel, four | dict(x="*fp32", bias="*fp32", y="*fp32"), bias | end | dict(EVEN=True, GROUP=64, BLOCK_M=M, BLOCK_N=16, WARPS=8, STEPS=2), 8)
+out["int4 eight rows"] = build(tk._int4_linear_kernel, four, bias | end | dict(EVEN=True, GROUP=128, BLOCK_M=8, BLOCK_N=16, WARPS=8, STEPS=1), 8, 4)
+out["int8 eight rows"] = build(tk._int8_split_kernel, linear, bias | end | dict(EVEN=False, BLOCK_M=8, BLOCK_N=16, BLOCK_K=64, WARPS=8), 8, 4)
+out["int4 half"] = build(tk._int4_linear_kernel, four | dict(x="*fp16", bias="*fp16", y="*fp16"), bias | end | dict(EVEN=True, GROUP=128, BLOCK_M=16, BLOCK_N=16, WARPS=8, STEPS=1), 8)
+out["int8 very many rows"] = build(tk._int8_linear_kernel, linear, bias | {k: v for k, v in tk._blocks(1 << 17, 4096, torch.bfloat16).items() if k[0] != "n"}, 4, 3)
 for M in (20, 512):
     blocks = tk._blocks_gemm(torch.empty(M, 1, dtype=torch.bfloat16))
     const, blocks = bias | {k: v for k, v in blocks.items() if k[0] != "n"}, {k: v for k, v in blocks.items() if k[0] == "n"}
