@@ -197,7 +197,9 @@ class CpmPositionBias(nn.Module):
         self.relative_attention_bias = nn.Parameter(torch.empty(buckets, heads))
 
     def forward(self, buckets): # (1 or B, Q, K) int64 → (1 or B, H, Q, K)
-        return F.embedding(buckets, self.relative_attention_bias).permute(0, 3, 1, 2)
+        table = self.relative_attention_bias
+        wide = table.to(torch.promote_types(table.dtype, torch.float32))                     # a bucket's gradient is a sum over many pairs
+        return F.embedding(buckets, wide).to(table.dtype).permute(0, 3, 1, 2)
 
 # %% ../nbs/08_cpm.ipynb #8c7c50a4
 class CpmPreTrained(PreTrainedModel):

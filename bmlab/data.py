@@ -191,7 +191,7 @@ _COOKIES = "usr/share/games/fortunes"
 def _help(name):
     package, language = _HELP[name]
     root = fetch_deb(package, [f"usr/share/libreoffice/help/{language}/text/*.html"]) / f"usr/share/libreoffice/help/{language}"
-    files = sorted(root.rglob("*.html"))
+    files = sorted(f for f in root.rglob("*.html") if f.is_file())
     return pd.DataFrame({"name": [f.relative_to(root).as_posix() for f in files], "text": [f.read_text(encoding="utf-8", errors="replace") for f in files]})
 
 def _poems():

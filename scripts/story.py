@@ -1,7 +1,8 @@
 """From raw text to titles: corpus, shards, plan, pre-training, a delta, cooking, int8, and a table; every size an argument.
 
 here:              story.py --out story
-on an H200:        story.py --out story --width 768 --layers 12 --heads 12 --ff 2560 --vocab 16000 --every 1 --pages 1 --seq 512 --batch 64 --steps 2000 --tune 1000 --cook 400 --price 3
+on an H200:        story.py --out story --more @benchmarks/story/packages.txt --width 768 --layers 12 --heads 12 --ff 2560 --vocab 16000 --every 1 --pages 1 --seq 512 --batch 64 --steps 2000 --dropout 0.1
+                   --lr 1.5e-3 --same 3 --tune 2000 --tune-rows 96 --tune-lr 3e-3 --cook 600 --price 3      (with --prepare first, where there is no network on the machine with the GPU)
 on 4 GPUs:         torchrun --nproc-per-node 4 scripts/story.py --out story …      (weights and optimizer spread over them; the last steps run on the first)
 """
 import argparse
@@ -10,6 +11,7 @@ import json
 import math
 import re
 import time
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
@@ -28,16 +30,21 @@ def arguments():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", required=True, help="folder for everything; a second run keeps the corpus, the tokenizer and the shards, and trains anew")
     for name, default, what in (("width", 128, "of the model"), ("layers", 3, ""), ("heads", 4, ""), ("ff", 320, "width of the network"), ("vocab", 2000, "pieces of the tokenizer"), ("seq", 64, "tokens of a row"),
-                                ("batch", 16, "rows of a step, all processes together"), ("steps", 600, "of pre-training"), ("tune", 300, "steps of the delta"), ("rank", 8, "of the delta"), ("cook", 100, "steps of each stair"),
-                                ("every", 3, "take each so many-th manual"), ("pages", 20, "take each so many-th page of help"), ("tasks", 2, "parts of the corpus' work"), ("bits", 8, "of the last model: 8 or 4")):
+                                ("batch", 16, "rows of a step, all processes together"), ("steps", 600, "of pre-training"), ("tune", 300, "steps of the delta"), ("rank", 8, "of the delta"), ("tune-rows", 24, "texts of such a step"), ("cook", 100, "steps of each stair"),
+                                ("every", 3, "take each so many-th manual"), ("pages", 20, "take each so many-th page of help"), ("tasks", 2, "parts of the corpus' work"), ("same", 0, "headings that stand over more texts are no titles; 0: any is"), ("bits", 8, "of the last model: 8 or 4")):
         p.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})".strip())
-    p.add_argument("--more", action="append", default=[], metavar="PACKAGE=PATTERN", help="further pages out of a Debian package, such as python3-doc='usr/share/doc/python3*/html/library/*.html'; may be given several times")
+    p.add_argument("--more", action="append", default=[], metavar="PACKAGE=PATTERN", help="further pages out of a Debian package, such as python3-doc='usr/share/doc/python3*/html/library/*.html', or @FILE with such lines; may be given several times")
     p.add_argument("--prepare", action="store_true", help="end when corpus, tokenizer and shards are there")
     p.add_argument("--dropout", type=float, default=0., help="of pre-training, where the texts are read many times")
-    p.add_argument("--lr", type=float, default=1e-2, help="of pre-training and tuning (CPM-Ant's matrices have factors: larger than elsewhere)")
+    p.add_argument("--lr", type=float, default=1e-2, help="of pre-training (CPM-Ant's matrices have factors: larger than elsewhere)")
+    p.add_argument("--tune-lr", type=float, help="of the delta and of cooking (half of --lr)")
     p.add_argument("--zero", type=int, default=3, choices=[2, 3]); p.add_argument("--offload", default="0.5", help="share of the optimizer on the host, or auto"); p.add_argument("--limit", help="of memory for the last model, such as 16MiB")
     p.add_argument("--price", type=float, default=0.10, help="of an hour of one GPU, or of the machine where there is none")
-    return p.parse_args()
+    args = p.parse_args()
+    args.more = [line for more in args.more for line in (Path(more[1:]).read_text(encoding="utf-8").split() if more.startswith("@") else [more])]
+    if bad := [m for m in args.more if "=" not in m]: p.error(f"--more {bad[0]}: expected PACKAGE=PATTERN")
+    args.tune_lr = args.tune_lr or args.lr / 2
+    return args
 
 
 def corpus(args, out):
@@ -47,7 +54,7 @@ def corpus(args, out):
     manuals = Corpus.from_frame(sample_texts("manpages-zh")[::args.every], "manuals", license="several free ones", origin="Debian, manpages-zh")
     raw = manuals + Corpus.from_html(pages[::args.pages], "help", license="MPL-2.0", origin="Debian, libreoffice-help-en-us")
     for package, pattern in (more.split("=", 1) for more in args.more):
-        raw = raw + Corpus.from_html(sorted(fetch_deb(package, [pattern]).rglob("*.html")), package, license="as the package says", origin=f"Debian, {package}")
+        raw = raw + Corpus.from_html(sorted(f for f in fetch_deb(package, [pattern]).rglob("*.html") if f.is_file()), package, license="as the package says", origin=f"Debian, {package}")
     cleaned = raw.then(recipe("cpm")).run(out / "corpus", tasks=args.tasks, workers=min(args.tasks, 8))
     print(cleaned.card.waterfall.to_string())
     texts = cleaned.frame().text
@@ -66,22 +73,27 @@ def tokens(args, out, train):
 
 
 def sections(texts):
-    "(heading, paragraph) pairs, each once"
+    "(heading, paragraph) pairs, each once: a short line behind the end of something, and a paragraph that is a sentence"
     found = {}
     for text in texts:
-        lines = text.split("\n")
-        for a, b in zip(lines, lines[1:]):
-            if len(b) >= 20 and re.fullmatch(r"\w[^\\$@,，。]{1,22}[\w)）]", a): found.setdefault(b, a)
+        lines = [line.strip() for line in text.split("\n")]
+        for before, a, b in zip([""] + lines, lines, lines[1:]):
+            a = re.sub(r"^[\d.]+\s+|\s*[¶#]+$", "", a)
+            ends = (not before or before[-1] in "。！？!?.:：;；…") and len(b) >= 40 and b[-1] in "。！？!?.:："
+            if ends and re.fullmatch(r"[A-Z0-9\u4e00-\u9fff][^\\$@,，。.;；:：<>{}=_|]{1,30}[\w)）?？]", a): found.setdefault(b, a)
     return [(a, b) for b, a in found.items()]
 
 
 class Task:
     "Titles as a task: prompts, batches, what a model says, its score"
-    def __init__(self, tok, known, held, most):
-        self.tok, self.known = tok, known
+    def __init__(self, tok, known, held, most, same=0):
+        often = Counter(a for a, _ in known)
+        title = lambda a: not same or often[a] <= same
+        self.tok, self.known = tok, [(a, b) for a, b in known if title(a)]
         self.end, self.mark, self.pad = tok.convert_tokens_to_ids(["<eod>", "<title>", "<pad>"])
         below = {b for _, b in self.known}
-        self.asked = [(a, b) for a, b in sections(held) if b not in below][:most]
+        self.asked = [(a, b) for a, b in sections(held) if b not in below and title(a)]
+        self.asked = self.asked[::max(len(self.asked) // most, 1)][:most]
 
     def prompt(self, text):
         ids = self.tok(text).input_ids[:ROOM]
@@ -150,7 +162,7 @@ def main():
     log = learn(ant, Packed(Shards(out / "shards"), seq=args.seq, batch=args.batch), ant, args.steps, args.lr, offload, held_out=[{k: v[rank()::world_size()] for k, v in b.items()} for b in held_rows], every=max(args.steps // 4, 1), plan=plan)
     export_hf(ant, out / "ant")
     synchronize()
-    first, ranks, task = rank() == 0, world_size(), Task(tok, known, held, 500 if gpu else 150)
+    first, ranks, task = rank() == 0, world_size(), Task(tok, known, held, 500 if gpu else 150, args.same)
     shutdown()                                                    # the rest is for one process
     if first: finish(args, out, task, held_rows, log, plan, here, ranks)
 
@@ -166,9 +178,9 @@ def finish(args, out, task, held_rows, log, plan, here, ranks):
     scores = {"first sentence": task.score([lead(b) for _, b in task.asked]), "pre-trained": task.score(task.said(ant))}
 
     tuned = copy.deepcopy(ant)
-    delta, lessons = Lora(tuned, r=args.rank, alpha=16 * args.rank, modules=MODULES).freeze(), task.lessons(args.tune, 24)
+    delta, lessons = Lora(tuned, r=args.rank, alpha=16 * args.rank, modules=MODULES).freeze(), task.lessons(args.tune, args.tune_rows)
     faster = plan_training(tuned, inputs=lessons[0], machine=here, dtype=None, checkpoint=False, offload=0.)
-    taught = learn(tuned, lessons, delta.trainable(), args.tune, args.lr / 2)
+    taught = learn(tuned, lessons, delta.trainable(), args.tune, args.tune_lr)
     beside.append(("Lora", "tokens/s", faster.tokens_s, taught.tokens_per_s.median()))
     delta.save(out / "titles")
     scores["tuned"], used["tuned"] = task.score(task.said(tuned)), training_cost(taught.seconds.iloc[-1], 1, here.watts, args.price)
@@ -176,16 +188,17 @@ def finish(args, out, task, held_rows, log, plan, here, ranks):
     whole, start = copy.deepcopy(tuned), time.perf_counter()
     for d in deltas(whole).values(): d.merge()
     whole.requires_grad_(True)
-    lessons = task.lessons(max(args.cook, 2), 24, seed=1)
+    lessons = task.lessons(max(args.cook, 2), args.tune_rows, seed=1)
     cuts = [StructPrune(heads=max(args.heads * a // 4, 1), ffn=args.ff * a // 4, steps=max(args.cook // 3, 1)) for a in (3, 2)]
-    small = staircase(cuts, whole, lambda model, cook, i: learn(model, lessons, model.parameters(), args.cook, args.lr / 2, cook=cook), lessons[:2], methods=lambda i: [Distill(tuned)], save=out / "stairs")[-1]
+    small = staircase(cuts, whole, lambda model, cook, i: learn(model, lessons, model.parameters(), args.cook, args.tune_lr, cook=cook), lessons[:2], methods=lambda i: [Distill(tuned)], save=out / "stairs")[-1]
     used["cooked"], said = training_cost(time.perf_counter() - start, 1, here.watts, args.price), task.said(small)
     scores["cooked"] = task.score(said)
 
     engine = wrap(copy.deepcopy(small), task.tok, memory_limit=args.limit, bits=args.bits, max_ctx=64, max_batch=4)
     print(engine.plan)
     scores["packed"] = task.score([t.strip() for t in engine.generate([task.prompt(b) for _, b in task.asked], max_new_tokens=LONGEST + 1, temperature=0, stop=("\n",))])
-    for _ in engine.stream(task.prompt(task.asked[0][1]), max_new_tokens=24, temperature=2., seed=0): pass       # hot, so that it does not come to an end at once
+    for _ in range(2):                                            # the first captures the graphs
+        for _ in engine.stream(task.prompt(task.asked[0][1]), max_new_tokens=24, temperature=2., seed=0): pass   # hot, so that it does not come to an end at once
     beside.append(("packed", "tokens/s", *(engine.stats.get(k, math.nan) for k in ("predicted_tok_s", "decode_tok_s"))))
     rows = []
     for stage, m in (("pre-trained", ant), ("tuned", tuned), ("cooked", small), ("packed", engine.model)):

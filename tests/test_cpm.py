@@ -288,3 +288,22 @@ def test_half_precision_and_fully_padded_rows_stay_finite(name):
 
 def test_letters_are_the_published_pairs():
     assert mask_modules("ban.") == [[False, False], [False, True], [True, False], [True, True]]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [48, 512])
+def test_whatever_kernel_of_attention_a_gpu_takes(length, dtype):
+    "Against float64 written out, at a width and a length of use: what is said, and the gradients of the biases; a bias has other strides and another alignment at each length"
+    shape = dict(vocab_size=500, hidden_size=256, num_attention_heads=4, dim_head=64, dim_ff=320, num_hidden_layers=2, mask_modules="bb", prompt_length=4, position_bias_num_buckets=64, position_bias_max_distance=256)
+    model = ant(**shape).cuda()
+    exact = copy.deepcopy(model).double(); exact.config._attn_implementation = "eager"
+    model = model.to(dtype)
+    ids = torch.randint(1, 500, (2, length), device="cuda")
+    most = 1e-4 if dtype == torch.float32 else 3e-2
+    def off(a, b): return ((a.double() - b).norm() / b.norm()).item()
+    with torch.no_grad(): assert off(model(ids).logits, exact(ids).logits) < most
+    for m in (model, exact): m(ids, labels=ids).loss.backward()
+    for (name, p), q in zip(model.named_parameters(), exact.parameters()):
+        if q.grad is not None and q.grad.norm() > 0: assert off(p.grad, q.grad) < 3 * most, name
