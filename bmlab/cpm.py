@@ -198,6 +198,7 @@ class CpmPositionBias(nn.Module):
 
     def forward(self, buckets): # (1 or B, Q, K) int64 → (1 or B, H, Q, K)
         table = self.relative_attention_bias
+        if not (torch.is_grad_enabled() and table.requires_grad): return F.embedding(buckets, table).permute(0, 3, 1, 2)
         wide = table.to(torch.promote_types(table.dtype, torch.float32))                     # a bucket's gradient is a sum over many pairs
         return F.embedding(buckets, wide).to(table.dtype).permute(0, 3, 1, 2)
 

@@ -422,6 +422,10 @@ class _Stepper(_Reader):
 # %% ../nbs/38b_decode.ipynb #ef9bee88
 _IDLE = {}     # device → streams to capture on that no decoder has now
 
+def _give_back(graphs, idle, stream):
+    "The stream of a decoder that is gone, once its graphs are"
+    graphs.clear(); idle.append(stream)
+
 class _Views(_Stepper):
     "What attention is shown grows in few sizes, so that few graphs are needed"
     def __init__(self, model, max_batch=1, max_ctx=2048, kv_bits=16, graph="auto", max_source=None, most=48):
@@ -431,7 +435,8 @@ class _Views(_Stepper):
 
     def _make(self, facts, shapes, dtype):
         super()._make(facts, shapes, dtype)
-        cuda, self._graphs, self._inputs, self._pool = self.net.device.type == "cuda", {}, {}, None
+        cuda, self._graphs, self._inputs, self._pool = self.net.device.type == "cuda", self.__dict__.get("_graphs", {}), {}, None
+        self._graphs.clear()
         if not cuda: self.graph, self.why_eager = False, "no CUDA device"
         self.views = self._doubling(self.cache) if cuda else None             # slots that attention is shown: on a GPU one of these
         self.source_views = self._doubling(self.net.cross) if cuda and self.net.cross is not None else None
@@ -447,7 +452,7 @@ class _Views(_Stepper):
             idle = _IDLE.setdefault(self.net.device, [])
             try: self._stream = idle.pop()
             except IndexError: self._stream = torch.cuda.Stream(self.net.device)
-            weakref.finalize(self, idle.append, self._stream).atexit = False
+            weakref.finalize(self, _give_back, self._graphs, idle, self._stream).atexit = False
         return self._stream
 
     def _doubling(self, cache):
@@ -467,15 +472,16 @@ class _Graphs(_Views):
     "Steps that are captured once and replayed"
     def _run(self, body, key, state=(), hold=None):
         "`body()`, replayed where it is captured; a result that belongs to a graph is overwritten by its next replay"
-        if not self.graph or key not in self._graphs and not self._capture(body, key, state, hold): return body()
-        graph, out, marks, _ = self._graphs[key]
+        made = self._graphs.get(key) if self.graph else None
+        if made is None and (not self.graph or (made := self._capture(body, key, state, hold)) is None): return body()
+        graph, out, marks, _ = made
         for a, mark in zip(self.around, marks): a.before_replay(*mark)
         graph.replay()
         for a, mark in zip(self.around, marks): a.after_replay(*mark)
         return out
 
     def _capture(self, body, key, state, hold):
-        "Capture a step; False, and no graphs from now on, where that does not work"
+        "Capture a step; None, and no graphs from now on, where that does not work"
         if len(self._graphs) >= self._most: self.recapture()                  # all: with a graph torch frees the workspace that the others of its stream use
         tensors = [self.lengths, *state]                                      # what a step changes for good: put back after the trial runs
         before, device = [t.clone() for t in tensors], self.net.device
@@ -497,9 +503,9 @@ class _Graphs(_Views):
             self.graph, self.why_eager = False, f"capturing failed: {e}".splitlines()[0]
             self._graphs.clear()
             logging.getLogger(__name__).warning("%s decodes without CUDA graphs: %s", type(self.model).__name__, self.why_eager)
-            return False
-        self._graphs[key] = graph, out, marks, hold                    # (not the body: it holds this decoder)
-        return True
+            return None
+        made = self._graphs[key] = graph, out, marks, hold             # (not the body: it holds this decoder)
+        return made
 
     def _static(self, name, value):
         "A tensor that keeps its place, with the value of another of the same shape"

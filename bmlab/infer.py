@@ -16,7 +16,7 @@ from torch import nn
 
 from .batching import Batcher
 from .beams import beam_search
-from .core import Transient, format_bytes, parts
+from .core import Transient, format_bytes, parts, unwrap
 from .decode import Decoder
 from .fused import fuse_decode
 from .generate import TextPieces, _places, prompt_ids
@@ -35,10 +35,11 @@ from .trace import find_blocks
 # %% ../nbs/40_infer.ipynb #2f934023
 _SLACK = 16 << 20          # bytes beyond the plan, in pages that are not quite full
 
-def _besides(device, *models):
+def _besides(device, *models, hosted=()): # hosted: modules whose weights a GPU sees in the host's memory
     "Bytes that this process keeps on a GPU besides the tensors of some models"
     if device.type != "cuda": return 0
-    stores = [t.untyped_storage() for m in models if m is not None for t in (*m.parameters(), *m.buffers()) if t.device == device]
+    tensors = [(n, t) for m in models if m is not None for n, t in (*m.named_parameters(), *m.named_buffers()) if t.device == device]
+    stores = [t.untyped_storage() for n, t in tensors if n.rpartition(".")[0] not in hosted]
     return max(torch.cuda.memory_allocated(device) - sum({s._cdata: s.nbytes() for s in stores}.values()), 0)
 
 class _Fence:
@@ -51,7 +52,7 @@ class _Fence:
     def stand(self, *planned):
         "Leave room for the plan, and for what this process keeps there besides these models"
         if self.device is None: return
-        total, others = torch.cuda.get_device_properties(self.device).total_memory, max(_besides(self.device, *planned) - self.tried, 0)
+        total, others = torch.cuda.get_device_properties(self.device).total_memory, max(_besides(self.device, *planned, hosted=self.plan.host) - self.tried, 0)
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(others + min(self.plan.limit, self.plan.peak_bytes + _SLACK) - self.plan.context_bytes, 1) / total), self.device)
     def close(self):
         if self.device is not None: torch.cuda.set_per_process_memory_fraction(1.0, self.device); _let_segments_grow(self.device, False); self.device = None
@@ -462,6 +463,21 @@ class _Undo:
     "Something that `close` ends"
     def __init__(self, call): self.close = call
 
+def _is_fused(model): return any("_bmlab_fused" in type(m).__dict__ for m in model.modules())
+
+class _FusedDraft:
+    "A draft is fused as long as an engine has it; one that streams, or that somebody fused before, stays as it is"
+    def __init__(self, draft):
+        self.kept = draft.__dict__.get("_bmlab_drafted")
+        if not self.kept and (_is_fused(draft) or "_bmlab_streamer" in unwrap(draft).__dict__): self.kept = None; return
+        if not self.kept: self.kept = draft.__dict__["_bmlab_drafted"] = Transient([fuse_decode(draft).undo, 0])
+        self.kept[1] += 1
+    def close(self):
+        kept, self.kept = self.kept, None
+        if not kept: return
+        kept[1] -= 1
+        if not kept[1]: kept[0](); kept.clear()
+
 class _Still:
     "In place of `_apply`: a model that belongs to an engine is neither moved nor cast. A copy of it may be"
     def __init__(self, module, why): self.module, self.why = weakref.ref(module), why
@@ -481,8 +497,8 @@ def _assemble(model, plan, device, slots, store, link, host_limit, fuse, draft, 
     "Fuse and place a packed model; what has to be closed again"
     held = []
     try:
-        for m in (model, draft) if fuse and plan.generates else ():
-            if m is not None and not any("_bmlab_fused" in type(part).__dict__ for part in m.modules()): held.append(_Undo(fuse_decode(m).undo))      # (another engine's draft is fused already)
+        if fuse and plan.generates: held.append(_Undo(fuse_decode(model).undo))
+        if fuse and plan.generates and draft is not None and draft is not model: held.append(_FusedDraft(draft))
         blocks = find_blocks(model)
         held.append(fence := _Fence(plan, device, draft, tried))
         if plan.streamed: held.append(Streamer(model, blocks, plan.streamed, device, slots, store, link, host_limit=host_limit, folder=folder))
@@ -526,15 +542,17 @@ def wrap(
     max_ctx = min(max_ctx, _places(model) or max_ctx)
     guesser, small = _guesser(draft)
     if folder is not None and (store != "mmap" or not Path(folder).is_dir()): raise ValueError(f"folder={str(folder)!r}: " + ("no such folder" if store == "mmap" else f"is for the file of store='mmap', and store={store!r}"))
+    gc.collect()                                                        # what goes while the draft is tried would be counted as its
     before = _besides(device)
     _check_draft(guesser, model, max_ctx, device)
-    tried = _besides(device) - before
+    tried = max(_besides(device) - before, 0)
     machine = machine if machine is not None or device.type == "cuda" else CPU
-    plan = plan_inference(model, memory_limit, bits, max_batch, max_ctx, kv_bits, host_limit, store, small, machine, slots, group_size)
+    plan = plan_inference(model, memory_limit, bits, max_batch, max_ctx, kv_bits, host_limit, store, small if small is not None or guesser is None else "lookup", machine, slots, group_size)
     if bits and name is None and (other := packed_otherwise(model, bits)): raise ValueError(f"bits={bits}, but {other[0]} is packed to {other[1]} already; wrap with bits=None")
     _check_room(plan, model, device)
     for engine in model.__dict__.get("_bmlab_engine", ()):
         if (engine := engine()) is not None: engine.close()             # a model has one: the last
+    if name is None and (fuse or bits) and _is_fused(model): raise ValueError("model is fused already; " + ("close the engine that it drafts for" if model.__dict__.get("_bmlab_drafted") else "undo() that") + " first")
     if name is not None: model, loaded = load_placed(name, plan, device=device); tok = tok if tok is not None else loaded
     elif bits and (todo := packable(model)): pack_linears(model, bits=bits, modules=dict.fromkeys(todo), group_size=group_size)
     held = _assemble(model.eval(), plan, device, slots, store, link, host_limit, fuse, small, folder, tried)

@@ -239,6 +239,7 @@ def _takes_int8(x, codes):
 # %% ../nbs/04b_packing.ipynb #043431dc
 _TILED_ROWS = 64       # rows up to which a GPU widens tile by tile; above, it widens a stretch of the matrix first
 WIDE_BYTES = 24 << 20  # of such a stretch
+_MANY = 8192           # rows of codes from which the kernel for many rows has enough tiles
 
 def _widened(codes, scale, zero, dtype):
     "The weight (N, K) as `dtype`"
@@ -267,8 +268,10 @@ def _multiply(x, codes, scale, zero=None, bias=None, activations=None):
 
 def _triton(x, codes, scale, zero, bias):
     from bmlab import triton_kernels as T
-    if zero is None: return (T.int8_linear if len(x) <= T.MAX_ROWS else T.int8_gemm)(x, codes, scale, bias)
-    return (T.int4_linear if len(x) <= T.MAX_ROWS else T.int4_gemm)(x, codes, scale, zero, bias)
+    few, many, packed = (T.int8_linear, T.int8_gemm, (codes, scale)) if zero is None else (T.int4_linear, T.int4_gemm, (codes, scale, zero))
+    if len(x) <= T.MAX_ROWS: return few(x, *packed, bias)
+    if len(codes) >= _MANY: return many(x, *packed, bias)
+    return torch.cat([few(part, *packed, bias) for part in x.split(T.MAX_ROWS)])                   # too few tiles to fill a GPU: sixteen rows at a time read the codes oftener, and are done sooner
 
 # %% ../nbs/04b_packing.ipynb #777c09f1
 class _Frozen(torch.autograd.Function):

@@ -288,7 +288,7 @@ def lanes(
     m, d = machine, decoding
     rate = min(m.h2d * d.link, d.disk) if mmap else m.h2d * d.link
     packed = sum(n for bits, n in phase["read"].items() if bits in ("8", "4"))
-    kernels = d.kernels - (d.joined if 2 * packed > sum(phase["read"].values()) and rows <= 16 else 0)
+    kernels = d.kernels - (min(d.joined, d.kernels) if 2 * packed > sum(phase["read"].values()) and rows <= 16 else 0)
     many = d.prefill if rows > 16 else 1.0
     flops = (m.flops32 if item >= 4 else m.flops) * m.matmul * many
     return {"link": streamed / rate + copies * d.copy_s, "memory": _read_s(phase, rows, m, d, item) + cache / (m.hbm * d.cache),
@@ -467,6 +467,7 @@ class InferencePlan(_Speed):
     def load(cls, path:str|Path)->"InferencePlan":
         "A plan that `save` wrote."
         d = json.loads(Path(path).read_text(encoding="utf-8"))
+        d["decoding"].setdefault("joined", 0)                                                      # of a plan from before it was told apart
         return cls(**d | {"blocks": pd.DataFrame(d["blocks"]).set_index("name")})
     def plot(self, limits:list|None=None): # bytes; None: from the smallest to all
         "Tokens a second against the limit."
@@ -551,7 +552,7 @@ def _host_tables(model, stored):
 def _prepare(model, blocks, bits, max_batch, max_ctx, kv_bits, host_limit, store, draft, machine, slots, group_size, prompt, checked=1):
     "A plan without a limit"
     (m, d), item = _rates(machine), _item(model)
-    stored, checked = stored_weights(model, bits, group_size, dict.fromkeys(blocks)), checked if draft is None else CHECKED
+    stored, checked, draft = stored_weights(model, bits, group_size, dict.fromkeys(blocks)), checked if draft is None else CHECKED, None if draft == "lookup" else draft
     table, (tables, headless) = _block_table(stored, blocks, model), _host_tables(model, stored)
     once, size = {n for n in blocks if not table.each_token[n]}, lambda rows: sum(sum(s.pieces) for s in rows)
     phases = _phases(model, stored, once, tables if not headless else [s.owner for s in stored if s.role == "embed"], headless)
@@ -615,7 +616,7 @@ def plan_inference(
     kv_bits:int=16,                 # of keys and values: 16 keeps the dtype, 8 is int8
     host_limit:int|str|None=None,   # bytes of host memory for what streams; None: no limit
     store:str="ram",                # where streamed blocks wait: "ram", or "mmap" in a file
-    draft:nn.Module|None=None,      # a draft model for speculation, as it will be held
+    draft:nn.Module|str|None=None,  # a draft model for speculation, as it will be held; "lookup": guesses that need no weights
     machine:str|Machine|None=None,  # a preset's name or `measure()`; None: the preset of the GPU at hand, without one a CPU
     slots:int=2,                    # streamed blocks on the device at once
     group_size:int=128,             # of int4
@@ -623,6 +624,7 @@ def plan_inference(
 )->InferencePlan:
     "What stays, what streams, what it takes and how fast it will be, from shapes alone; raises ValueError where the limit does not hold it."
     _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt)
+    if not (draft is None or draft == "lookup" or isinstance(draft, nn.Module)): raise TypeError(f"draft={draft!r}: None, 'lookup' or a model")
     limit, host = (None if x is None else parse_bytes(x) for x in (memory_limit, host_limit))
     asked = dict(model=model, blocks=list(find_blocks(model)), bits=bits, max_batch=max_batch, max_ctx=max_ctx, kv_bits=kv_bits, host_limit=host, store=store, draft=draft, machine=machine,
         slots=slots, group_size=group_size, prompt=prompt)

@@ -41,7 +41,7 @@ def arguments():
     p.add_argument("--zero", type=int, default=3, choices=[2, 3]); p.add_argument("--offload", default="0.5", help="share of the optimizer on the host, or auto"); p.add_argument("--limit", help="of memory for the last model, such as 16MiB")
     p.add_argument("--price", type=float, default=0.10, help="of an hour of one GPU, or of the machine where there is none")
     args = p.parse_args()
-    args.more = [line for more in args.more for line in (Path(more[1:]).read_text(encoding="utf-8").split() if more.startswith("@") else [more])]
+    args.more = [line for more in args.more for line in (Path(more[1:]).read_text(encoding="utf-8").splitlines() if more.startswith("@") else [more]) if line.strip()]
     if bad := [m for m in args.more if "=" not in m]: p.error(f"--more {bad[0]}: expected PACKAGE=PATTERN")
     args.tune_lr = args.tune_lr or args.lr / 2
     return args

@@ -252,8 +252,8 @@ def test_the_fence_counts_what_was_planned(monkeypatch):
     for name, stand_in in dict(empty_cache=lambda: None, get_device_properties=lambda _: SimpleNamespace(total_memory=total),
                                set_per_process_memory_fraction=lambda share, _: said.append(round(share * total))).items(): monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(infer, "_let_segments_grow", lambda *_: None)
-    monkeypatch.setattr(infer, "_besides", lambda _, *planned: others + 32 * MiB + sum(v for k, v in held.items() if k not in planned))
-    plan = SimpleNamespace(limit=6 << 30, peak_bytes=(6 << 30) - 2 * MiB, context_bytes=790 * MiB)
+    monkeypatch.setattr(infer, "_besides", lambda _, *planned, hosted: others + 32 * MiB + sum(v for k, v in held.items() if k not in planned))
+    plan = SimpleNamespace(host=[], limit=6 << 30, peak_bytes=(6 << 30) - 2 * MiB, context_bytes=790 * MiB)
     fence = infer._Fence(plan, torch.device("cuda", 0), "draft", 32 * MiB)
     fence.stand("draft", "model")
     assert said == [others + held["model"] + plan.limit - plan.context_bytes, others + plan.limit - plan.context_bytes]
@@ -349,3 +349,25 @@ def test_an_engine_for_one_text_leaves_no_trace():
         wrap(model, memory_limit=limit, device="cpu", **OPTIONS)                                 # gone at once
         assert [type(m) for m in model.modules()] == classes
         with torch.no_grad(): assert torch.equal(model(ids).logits, want)
+
+
+def test_a_draft_is_fused_as_long_as_an_engine_has_it():
+    "Two engines share one; what is fused is not packed beneath the fused parts; a draft that streams, or that its owner fused, stays as it is"
+    from bmlab.fused import fuse_decode
+    fused = lambda m: sum("_bmlab_fused" in type(x).__dict__ for x in m.modules())
+    make = lambda layers, seed: tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)).eval()
+    torch.manual_seed(0)
+    small, one, two = make(1, 0), make(2, 1), make(2, 2)
+    a, b = (wrap(m, None, max_ctx=32, draft=small) for m in (one, two))
+    n = fused(small); assert n > 0
+    with pytest.raises(ValueError, match="close the engine that it drafts for first"): wrap(small, None, bits=8, max_ctx=32)
+    assert not any(type(m).__name__ == "Int8Linear" for m in small.modules())
+    a.close(); assert fused(small) == n
+    b.close(); assert fused(small) == 0
+    e = wrap(small, None, bits=8, max_ctx=32)
+    for m in small.modules():
+        if hasattr(m, "codes"): m.codes.zero_()
+    assert small.model.layers[0].mlp(torch.randn(1, 1, 32)).abs().max() == 0
+    e.close()
+    own = make(1, 3); undo = fuse_decode(own).undo
+    wrap(make(2, 4), None, max_ctx=32, draft=own).close(); assert fused(own) == n; undo()
