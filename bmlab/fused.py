@@ -389,6 +389,8 @@ def _fused_class(base):
     def moved(self): None if (part := self.__dict__.get("_fused")) is None else part.forget()
     return type(f"Fused{base.__name__}", (base,), {"forward": forward, "__reduce_ex__": __reduce_ex__, "_bmlab_moved": moved, "_bmlab_fused": base, "__module__": __name__})
 
+def _is_fused(model): return any("_bmlab_fused" in type(m).__dict__ for m in model.modules())
+
 def _empty(cls): return cls.__new__(cls)
 
 def _swap(module, part):
@@ -594,7 +596,7 @@ def fuse_decode(
     tensors = [t for t in (*model.parameters(), *model.buffers())]
     if not any(t.is_floating_point() for t in tensors): raise ValueError(f"{type(model).__name__} has no weights")
     if any(t.is_meta for t in tensors): raise ValueError("model is on the meta device, where nothing can be proven; load its weights first")
-    if any("_bmlab_fused" in type(m).__dict__ for m in model.modules()): raise ValueError("model is fused already; undo() that first")
+    if _is_fused(model): raise ValueError("model is fused already; undo() that first")
     if "_bmlab_streamer" in model.__dict__: raise ValueError("the model's weights stream; fuse it before")
     try: facts = _Facts(model)
     except (AttributeError, NotImplementedError, ValueError): facts = None        # no language model of transformers: norms and MLPs alone

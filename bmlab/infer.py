@@ -18,7 +18,7 @@ from .batching import Batcher
 from .beams import beam_search
 from .core import Transient, format_bytes, parts, unwrap
 from .decode import Decoder
-from .fused import fuse_decode
+from .fused import _is_fused, fuse_decode
 from .generate import TextPieces, _places, prompt_ids
 from .kernels import pack_linears, packable
 from .loading import load_placed, model_on_meta
@@ -462,8 +462,6 @@ def _check_draft(guesser, model, max_ctx, device):
 class _Undo:
     "Something that `close` ends"
     def __init__(self, call): self.close = call
-
-def _is_fused(model): return any("_bmlab_fused" in type(m).__dict__ for m in model.modules())
 
 class _FusedDraft:
     "A draft is fused as long as an engine has it; one that streams, or that somebody fused before, stays as it is"
