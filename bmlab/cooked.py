@@ -56,6 +56,11 @@ def _is_cross_input(name):
     return last[:1] in ("k", "v") and any(p.lower().startswith(("cross", "encdec", "encoder_")) for p in above)
 
 # %% ../nbs/19_cooked.ipynb #5fc75c53
+def _with_context(model, given, labels):
+    "What a model is called with where its labels, (B, L) or None, are kept back: one of CPM-Live's takes from them what it reads from both sides, what has none"
+    if not isinstance(labels, Tensor) or given.get("context") is not None or not (getattr(unwrap(model), "reads_both_ways", False) and "context" in _forward_names(model)): return given
+    return {**given, "context": labels == -100}
+
 class Calibration:
     "Batches on their way through a model, and which rows of a layer's input are real tokens."
     def __init__(self,
@@ -87,7 +92,7 @@ class Calibration:
             given["decoder_input_ids"] = given["input_ids"]
             if "attention_mask" in given: given.setdefault("decoder_attention_mask", given["attention_mask"])
         if "use_cache" in names: given.setdefault("use_cache", False)
-        return to_device(given, _device(self.model))
+        return to_device(_with_context(self.model, given, batch.get("labels")), _device(self.model))
 
     @contextlib.contextmanager
     def at(self,
@@ -135,7 +140,7 @@ def _predicted(model, batches, desc):
             here = "a tensor" if isinstance(batch, Tensor) else sorted(batch)
             raise ValueError(f"a batch holds {here}; perplexity needs labels too, {{**batch, 'labels': batch['input_ids']}} with −100 at padding")
         logits, labels = output.logits, batch["labels"].to(output.logits.device)
-        if not _seq2seq(model): logits, labels = logits[:, :-1], labels[:, 1:]
+        if not _in_place(model): logits, labels = logits[:, :-1], labels[:, 1:]
         logits, labels = logits.flatten(0, 1), labels.flatten()
         keep = labels != -100
         yield (logits, labels) if keep.all() else (logits[keep], labels[keep])
@@ -176,7 +181,8 @@ def span_logits(
 
 def _in_place(model):
     "Do its logits stand where their labels stand, not one place before?"
-    return _seq2seq(model) or type(unwrap(model)).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining"))
+    inner = unwrap(model)
+    return _seq2seq(model) or getattr(inner, "labels_in_place", False) or type(inner).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining"))
 
 def _answer(run, name, z, batch):
     "(rows (n, C), their labels (n,) or None, are they logits?) of one output, padding left out; what has no name is logits if the labels fit"

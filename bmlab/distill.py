@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from .cook import Method
-from .cooked import Calibration, _device, _in_place, _tensors, named_logits, span_logits
+from .cooked import Calibration, _device, _in_place, _tensors, _with_context, named_logits, span_logits
 from .core import parts, resolve, tensor_key, unwrap
 from .train import eval_mode, to_device
 
@@ -219,7 +219,9 @@ def _ask(teacher, args, kwargs, wanted=()):
     inner, device = unwrap(teacher), _device(teacher)
     takes = inspect.signature(inner.forward).parameters
     fed = any(kwargs.get(k) is not None for k in ("decoder_input_ids", "decoder_inputs_embeds")) or not getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+    labels = kwargs.get("labels")
     kwargs = {k: v for k, v in kwargs.items() if not (k == "labels" and fed) and k not in ("num_items_in_batch", "use_cache")}
+    kwargs = _with_context(teacher, kwargs, labels)
     if "use_cache" in takes: kwargs["use_cache"] = False
     with torch.no_grad(), eval_mode(teacher), _taped(teacher, wanted) as tape:
         tape.open = {}

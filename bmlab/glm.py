@@ -245,6 +245,7 @@ class BlankGlmForConditionalGeneration(_GlmBase, tf.GenerationMixin):
     def set_output_embeddings(self, head): self.lm_head = head
 
     reads_both_ways = True                           # for `Decoder`: a prompt is read whole, and ends with a blank's piece begun
+    labels_in_place = True                           # a label stands where its token is predicted
     @property
     def opening(self): return [self.config.mask_token_ids[0], self.config.sop_token_id]
     def places_of(self, ids, attention=None, check=True): # (B, K) whole texts → (B, 2, K)

@@ -70,7 +70,7 @@ def _predicted(batch, model):
     if not isinstance(labels, Tensor): return _tokens(batch)
     if labels.is_floating_point(): return len(labels)
     if labels.ndim != 2: return int((labels != -100).sum())
-    in_place = getattr(getattr(inner, "config", None), "is_encoder_decoder", False) or type(inner).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining", "ForSequenceClassification"))
+    in_place = getattr(getattr(inner, "config", None), "is_encoder_decoder", False) or getattr(inner, "labels_in_place", False) or type(inner).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining", "ForSequenceClassification"))
     return int((labels[:, 0 if in_place else 1:] != -100).sum())
 
 def _tokens(batch):

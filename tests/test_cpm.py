@@ -286,6 +286,26 @@ def test_half_precision_and_fully_padded_rows_stay_finite(name):
     with torch.autocast("cpu", torch.bfloat16): assert torch.isfinite(model(IDS, attention_mask=mask).logits).all()
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_labels_that_are_kept_back_still_say_what_is_context(name):
+    "A perplexity, a teacher and a calibration read a text as training does, not all of it from both sides"
+    from bmlab.cooked import Calibration, perplexity
+    from bmlab.distill import Distill
+    from bmlab.cook import Cook
+    model, labels = MODELS[name](), IDS.clone()
+    labels[:, :2] = -100
+    batch = {"input_ids": IDS, "labels": labels}
+    want = model(**batch)
+    assert perplexity(model, [batch]) == pytest.approx(want.loss.exp().item(), rel=1e-5)
+    assert not torch.allclose(want.logits, model(IDS).logits, atol=1e-4)
+    (out,) = Calibration(model, [batch])
+    torch.testing.assert_close(out.logits, want.logits, rtol=0, atol=1e-5)
+    student = copy.deepcopy(model)
+    cook = Cook(student, [Distill(model, logits=1.0)])
+    student(**batch)
+    assert cook.loss().item() == pytest.approx(0, abs=1e-6)
+
+
 def test_letters_are_the_published_pairs():
     assert mask_modules("ban.") == [[False, False], [False, True], [True, False], [True, True]]
 

@@ -81,6 +81,16 @@ def test_words_of_several_tokens_by_hand():
             assert got[i, c, w].item() == pytest.approx(sum(p[len(ids) - 1 + k, t].item() for k, t in enumerate(more)), abs=1e-4)
 
 
+def test_a_label_stands_where_its_token_is_predicted():
+    from bmlab.cooked import perplexity
+    net = network()
+    V = net.config.vocab_size
+    ids = torch.arange(10, 22).view(2, 6) % V
+    labels = torch.where(torch.arange(6) < 2, -100, (ids * 7 + 3) % V)
+    batch = {"input_ids": ids, "labels": labels, "position_ids": torch.stack([torch.arange(6), torch.zeros(6, dtype=torch.long)]).expand(2, 2, 6)}
+    assert perplexity(net, [batch]) == pytest.approx(net(**batch).loss.exp().item(), rel=1e-5)
+
+
 def test_what_is_trained_and_its_files(tmp_path):
     net, tok = network(), tokenizer()
     weights = [p.clone() for p in net.parameters()]
