@@ -1,6 +1,6 @@
 """What each method of cook costs SmolLM2-135M on real text: perplexity on held-out film reviews before and after, and what distillation brings back.
 
-usage: python benchmarks/cook_quality.py [--rows NAME …] [--model FOLDER] [--texts FOLDER] [--out FILE.json] [--minutes 2] [--batch 32] [--length 256] [--hidden 0] [--repeat 1] [--more NAME …] [--seeds 0 1 2] [--tiny]
+usage: python benchmarks/cook_quality.py [--rows NAME …] [--model FOLDER] [--texts FOLDER] [--out FILE.json] [--minutes 2] [--batch 32] [--length 256] [--hidden 0] [--rate 3e-4] [--repeat 1] [--more NAME …] [--seeds 0 1 2] [--tiny]
 
 Rows: w8a16, w8a8, w4 (int4 by 64, GPTQ), w4-trained (the same of a model whose weights training in fp32 has moved off the grid of 4 bits on which SmolLM2's come), w4-qat (int4 by 64,
 trained with the rounding), neurons (half of them, by the exported predictor; the work counted), 24 and 24-sparsegpt (two of four weights: one-shot, distilled, the share of the loss
@@ -164,7 +164,7 @@ def neurons(t):
 
 
 def two_of_four(t, name, method):
-    first, small, steps = t.cooked(method, 3e-4)
+    first, small, steps = t.cooked(method, t.args.rate)
     loss = lambda m: torch.tensor(perplexity(m, t.held)).log().item()
     gap, left = loss(first) - loss(t.model), loss(small) - loss(t.model)
     t.put(name, f"{method.score}, one-shot", **t.measured(first), gap=gap)
@@ -225,7 +225,7 @@ def main():
     p.add_argument("--texts", help="a folder with movies.json and NAME.json of --more, instead of the cached samples")
     p.add_argument("--more", nargs="*", default=["products", "editorials", "shakespeare"], help="texts to learn from beside the film reviews"); p.add_argument("--out", help="a .json file")
     p.add_argument("--repeat", type=int, default=1, help="times that each film review stands among the texts to learn from")
-    for name, default in {"minutes": 2., "batch": 32, "length": 256, "held": 20480, "hidden": 0.}.items(): p.add_argument(f"--{name}", type=type(default), default=default)
+    for name, default in {"minutes": 2., "batch": 32, "length": 256, "held": 20480, "hidden": 0., "rate": 3e-4}.items(): p.add_argument(f"--{name}", type=type(default), default=default)
     p.add_argument("--tiny", action="store_true")
     args = p.parse_args()
     if args.tiny: args.batch, args.length, args.held, args.more = 4, 64, 1024, []

@@ -145,6 +145,13 @@ class _Step:
         self.kernels, self.angles, self.table, self.masks, self.slots, self.plain = kernels, None, None, {}, None, False
         self.at = self.taken = self.stream = None                   # slots on a CPU; a call that was found fit; what the last block gave, with its negative
         self.one = False                                                                      # is that call one token of one row on a CPU?
+        self.counts = None                                          # of programs of attention that have arrived, zeros between two calls
+
+    def arrived(self, x): # on x's GPU; None while a graph is captured that nothing ran before
+        if self.counts is None or self.counts.device != x.device:
+            if torch.cuda.is_current_stream_capturing(): return None                          # they would be the graph's
+            self.counts = torch.zeros(4096, dtype=torch.int32, device=x.device)
+        return self.counts
 
     def turn(self, x, cos, sin): # x (B, M, n, D), cos and sin (B or 1, M, D) → x turned by its positions
         if self.angles is not cos:
@@ -214,7 +221,7 @@ def _attend_triton(f, step, qkv, cos, sin, mask, cache):
     rows = None if type(span.rows) is slice and span.rows.start == 0 else span.index
     norms = dict(zip(("q_norm", "k_norm"), (n.module._parameters["weight"] for n in f.norms)), eps=f.norms[0].eps, offset=f.norms[0].offset) if f.norms else {}
     q = rope_and_store(qkv.view(*span.slots.shape, -1), cos, sin, kept.k, kept.v, span.slots, kept.k_scale, kept.v_scale, rows, **norms)
-    y = decode_attention(q, kept.k, kept.v, span.starts, f.scale, kept.k_scale, kept.v_scale, _newest(step, mask, span), f.window, rows)
+    y = decode_attention(q, kept.k, kept.v, span.starts, f.scale, kept.k_scale, kept.v_scale, _newest(step, mask, span), f.window, rows, arrived=step.arrived(q) if q.is_cuda else None)
     return y.transpose(1, 2).reshape(len(qkv), -1)
 
 def _plain_rows(step, span):

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from .core import did_you_mean, format_bytes, parts, resolve, roles, tensor_key, unwrap
-from .machine import ATTENTION, ATTENTION_BACKWARD, MATMUL, NO_KERNEL, OP, OTHER, Machine, op_seconds
+from .machine import ATTENTION, ATTENTION_BACKWARD, MASKED, MASKED_BACKWARD, MATMUL, NO_KERNEL, OP, OTHER, Machine, op_seconds
 
 # %% ../nbs/06b_trace.ipynb #955799ed
 def skeleton(
@@ -143,7 +143,9 @@ def _cost(name, args, outs, fresh, mutates):
         causal = any(a is True for a in (args[11:12] if back else args[4:5] if "flash" in name else args[6:7]))
         flops = (10.0 if back else 4.0) * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3] / (2 if causal else 1)
         scratch = 4 * q.shape[0] * q.shape[1] * -(-q.shape[2] // 128) * 128 * -(-q.shape[3] // 32) * 32 if back else 0    # dQ is summed in float32
-        return (ATTENTION_BACKWARD if back else ATTENTION, 0, 0, 0, 0, flops, moved + 2 * scratch, item, 3 if back else 1), scratch
+        masked = "efficient" in name and isinstance(args[3 + back], Tensor)
+        kind = (MASKED_BACKWARD if back else MASKED) if masked else ATTENTION_BACKWARD if back else ATTENTION
+        return (kind, 0, 0, 0, 0, flops, moved + 2 * scratch, item, 3 if back else 1), scratch
     return (OTHER, 0, 0, 0, 0, 0.0, moved, item, 1), 0
 
 # %% ../nbs/06b_trace.ipynb #838d8ce6
@@ -317,7 +319,7 @@ class Trace:
 
 def _seconds(ops, machine):
     ops = np.array(ops, dtype=OP)
-    took, math = op_seconds(ops, machine), np.isin(ops["kind"], (MATMUL, ATTENTION, ATTENTION_BACKWARD))
+    took, math = op_seconds(ops, machine), ~np.isin(ops["kind"], (OTHER, NO_KERNEL))
     return took[math].sum(), took[~math].sum(), max(0.0, machine.launch_s * ops["kernels"].sum() - took.sum())
 
 def _tally(trace):

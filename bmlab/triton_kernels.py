@@ -75,9 +75,9 @@ def _finish(out, b, r, y, n, there, M, N, HAS_RESIDUAL: tl.constexpr, GATE: tl.c
 
 @triton.jit(do_not_specialize=["M"])
 def _int8_split_kernel(x, codes, scale, bias, residual, y, M, N, K, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, INTERPRETED: tl.constexpr, EVEN: tl.constexpr,
-                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr):
+                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
-    m = tl.arange(0, BLOCK_M)
+    m = tl.arange(0, 1 if ONE else BLOCK_M)                                            # of a single row, all columns are given the same numbers, and the first is kept
     n, there = _rows(N, BLOCK_N, GATE)
     k = tl.arange(0, WARPS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]        # (WARPS, BLOCK_K): who takes what of a step
     x_at = x + m[None, None, :] * K + k[:, :, None]                                    # (WARPS, BLOCK_K, BLOCK_M)
@@ -89,6 +89,7 @@ def _int8_split_kernel(x, codes, scale, bias, residual, y, M, N, K, HAS_BIAS: tl
         inside = EVEN | (start + k < K)
         w = tl.load(w_at + start, mask=there[None, :, None] & inside[:, None, :], other=0, eviction_policy="evict_first")
         a = tl.load(x_at + start, mask=inside[:, :, None] & (m < M)[None, None, :], other=0.0)
+        if ONE: a = tl.broadcast_to(a, (WARPS, BLOCK_K, BLOCK_M))
         if INTERPRETED: a = a.to(tl.float32)                                           # the interpreter has no bfloat16 product
         acc = tl.dot(w.to(a.dtype), a, acc, input_precision="ieee")
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
@@ -192,72 +193,79 @@ def int8_linear(
     with _on(x):
         if "WARPS" in blocks:
             even = K % (blocks["BLOCK_K"] * blocks["WARPS"]) == 0
-            _int8_split_kernel[grid](*given, y if residual is None else residual.contiguous(), y, M, N, K, HAS_RESIDUAL=residual is not None, GATE=_ACTIVATIONS.get(gate, -1), EVEN=even, **common)
+            _int8_split_kernel[grid](*given, y if residual is None else residual.contiguous(), y, M, N, K, HAS_RESIDUAL=residual is not None, GATE=_ACTIVATIONS.get(gate, -1), EVEN=even, ONE=M == 1, **common)
         else: _int8_linear_kernel[grid](*given, y, M, N, K, **common)
     return y.to(x.dtype)
 
 # %% ../nbs/04_triton.ipynb #3a725b85
-def _unpack(low, high, mask, sixteen, one):
-    "PTX: 4 bytes in $6 → 16 + low nibbles ($0, $1), 16 + high nibbles ($2, $3), ones ($4, $5); two halves a register"
-    put = lambda to, shift, source: f"{shift[0]} c, {source}, {shift[1]}; lop3.b32 {to}, c, {mask}, {sixteen}, 0xEA;"    # (c & mask) | sixteen
-    return " ".join(["{ .reg .b32 a, b, c;", "prmt.b32 a, $6, 0, 0x4140;", "prmt.b32 b, $6, 0, 0x4342;",                # bytes 0, 1 and bytes 2, 3, each in 16 bits
-                      put("$0", low, "a"), put("$1", low, "b"), put("$2", high, "a"), put("$3", high, "b"), f"mov.b32 $4, {one};", f"mov.b32 $5, {one}; }}"])
+def _unpack(exponent, low, high, mask, one):
+    "PTX: 4 bytes in $6 → their low nibbles ($0, $1) and high ones ($2, $3) as mantissas behind an exponent, and ones ($4, $5); two halves a register"
+    alone = lambda shift: f"{shift} a, $6, 4; and.b32 a, a, {mask};" if shift else f"and.b32 a, $6, {mask};"
+    put = lambda to: f"prmt.b32 ${to}, a, {exponent}, 0x4140; prmt.b32 ${to + 1}, a, {exponent}, 0x4342;"          # bytes 0, 1 and bytes 2, 3, each below the exponent's
+    return " ".join(["{ .reg .b32 a;", alone(low), put(0), alone(high), put(2), f"mov.b32 $4, {one};", f"mov.b32 $5, {one}; }}"])
 
-_BF16_NIBBLES = tl.constexpr(_unpack(("shl.b32", 3), ("shr.u32", 1), "0x00780078", "0x41804180", "0x3F803F80"))   # 7 bits of mantissa: 16 + q/8·8
-_FP16_NIBBLES = tl.constexpr(_unpack(("shl.b32", 6), ("shl.b32", 2), "0x03C003C0", "0x4C004C00", "0x3C003C00"))   # 10 bits
+_BF16_NIBBLES = tl.constexpr(_unpack("0x43434343", None, "shr.u32", "0x0F0F0F0F", "0x3F803F80"))                     # 128 + q: seven bits of mantissa end in q's
+_FP16_NIBBLES = tl.constexpr(_unpack("0x54545454", "shl.b32", None, "0xF0F0F0F0", "0x3C003C00"))                     # 64 + q: ten bits
 
 @triton.jit
 def _nibbles(w, kind: tl.constexpr, PLAIN: tl.constexpr):
-    if PLAIN: low, high, one = (w & 15).to(kind) + 16.0, (w >> 4).to(kind) + 16.0, (w & 0).to(kind) + 1.0
+    if PLAIN: low, high, one = (w & 15).to(kind), (w >> 4).to(kind), (w & 0).to(kind) + 1.0
     elif kind == tl.bfloat16: low, high, one = tl.inline_asm_elementwise(_BF16_NIBBLES, "=r,=r,=r,=r,=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
     else: low, high, one = tl.inline_asm_elementwise(_FP16_NIBBLES, "=r,=r,=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16, tl.float16), is_pure=True, pack=4)
     return low, high, one
 
 # %% ../nbs/04_triton.ipynb #6d2f27b5
 @triton.jit(do_not_specialize=["M"])
-def _int4_linear_kernel(x, codes, scale, zero, bias, residual, y, M, N, K, row_bytes, groups, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, INTERPRETED: tl.constexpr, EVEN: tl.constexpr,
-                        GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr):
+def _int4_linear_kernel(x, codes, scale, zero, bias, residual, y, M, N, K, row_bytes, groups, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, INTERPRETED: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
+                        GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     HALF: tl.constexpr = GROUP // 2
+    UNIT: tl.constexpr = 2 if PAIRS else 1                                                # groups that follow each other: two have their scales in one word
     PLAIN: tl.constexpr = INTERPRETED or x.dtype.element_ty == tl.float32
-    warp, m, b = tl.arange(0, WARPS), tl.arange(0, BLOCK_M), tl.arange(0, HALF)
+    FROM: tl.constexpr = 8.0 if PLAIN else 136.0 if x.dtype.element_ty == tl.bfloat16 else 72.0       # what a nibble of 8 is read as
+    warp, m, b = tl.arange(0, WARPS), tl.arange(0, 1 if ONE else BLOCK_M), tl.arange(0, HALF)
     n, there = _rows(N, BLOCK_N, GATE)
-    x_at = x + warp[:, None, None] * GROUP + m[None, None, :] * K + b[None, :, None]                              # (WARPS, HALF, BLOCK_M)
-    w_at = codes + warp[:, None, None] * HALF + n[None, :, None].to(tl.int64) * row_bytes + b[None, None, :]      # (WARPS, BLOCK_N, HALF)
-    s_at = warp[:, None] + n[None, :].to(tl.int64) * groups                                                       # (WARPS, BLOCK_N)
-    s_there = there[None, :] & (warp < groups)[:, None]
-    s_next, z_next = tl.load(scale + s_at, mask=s_there, other=0.0), tl.load(zero + s_at, mask=s_there, other=0.0)
+    units = groups // UNIT
+    x_at = x + warp[:, None, None] * (UNIT * GROUP) + m[None, None, :] * K + b[None, :, None]                               # (WARPS, HALF, BLOCK_M)
+    w_at = codes + warp[:, None, None] * (UNIT * HALF) + n[None, :, None].to(tl.int64) * row_bytes + b[None, None, :]       # (WARPS, BLOCK_N, HALF)
+    s_at = warp[:, None] + n[None, :].to(tl.int64) * units                                                                  # (WARPS, BLOCK_N)
+    if PAIRS: scales, zeros = scale.to(tl.pointer_type(tl.int32)), zero.to(tl.pointer_type(tl.int32))
+    else: scales, zeros = scale, zero
     b, r = _added(bias, residual, n, there, M, N, HAS_BIAS, HAS_RESIDUAL, BLOCK_M)
     acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for first in range(0, groups, WARPS * STEPS):
+    for first in tl.range(0, units, WARPS * STEPS, num_stages=STAGES):                    # said here too, so that scales are read ahead as weights are
         for step in tl.static_range(STEPS):
             at = first + step * WARPS
-            inside = (at + warp < groups)[:, None, None]
-            x_there, w_there = (m < M)[None, None, :] & (EVEN | inside), there[None, :, None] & (EVEN | inside)
-            w = tl.load(w_at + at * HALF, mask=w_there, other=0, eviction_policy="evict_first")
-            front = tl.load(x_at + at * GROUP, mask=x_there, other=0.0)
-            back = tl.load(x_at + at * GROUP + HALF, mask=x_there, other=0.0)
-            s, z = s_next.to(tl.float32), z_next.to(tl.float32)
-            s_there = there[None, :] & (at + WARPS + warp < groups)[:, None]
-            s_next, z_next = tl.load(scale + s_at + at + WARPS, mask=s_there, other=0.0), tl.load(zero + s_at + at + WARPS, mask=s_there, other=0.0)
-            if INTERPRETED: front, back = front.to(tl.float32), back.to(tl.float32)
-            low, high, one = _nibbles(w, front.dtype, PLAIN)
-            products = tl.dot(high, back, tl.dot(low, front, input_precision="tf32x3"), input_precision="tf32x3")
-            sums = tl.dot(one, back, tl.dot(one, front, input_precision="tf32x3"), input_precision="tf32x3")
-            acc += products * s[:, :, None]
-            acc += sums * (z - 24.0 * s)[:, :, None]
+            inside = (at + warp < units)[:, None, None]
+            x_there, w_there, s_there = (ONE | (m < M)[None, None, :]) & (EVEN | inside), there[None, :, None] & (EVEN | inside), there[None, :] & (EVEN | (at + warp < units)[:, None])
+            ss, zs = tl.load(scales + s_at + at, mask=s_there, other=0), tl.load(zeros + s_at + at, mask=s_there, other=0)
+            for half in tl.static_range(UNIT):
+                w = tl.load(w_at + (at * UNIT + half) * HALF, mask=w_there, other=0, eviction_policy="evict_first")
+                front = tl.load(x_at + (at * UNIT + half) * GROUP, mask=x_there, other=0.0)
+                back = tl.load(x_at + (at * UNIT + half) * GROUP + HALF, mask=x_there, other=0.0)
+                if PAIRS: s, z = (ss >> (16 * half)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32), (zs >> (16 * half)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+                else: s, z = ss.to(tl.float32), zs.to(tl.float32)
+                if ONE: front, back = tl.broadcast_to(front, (WARPS, HALF, BLOCK_M)), tl.broadcast_to(back, (WARPS, HALF, BLOCK_M))
+                if INTERPRETED: front, back = front.to(tl.float32), back.to(tl.float32)
+                low, high, one = _nibbles(w, front.dtype, PLAIN)
+                products = tl.dot(high, back, tl.dot(low, front, input_precision="tf32x3"), input_precision="tf32x3")
+                sums = tl.dot(one, back, tl.dot(one, front, input_precision="tf32x3"), input_precision="tf32x3")
+                acc += products * s[:, :, None]
+                acc += sums * (z - FROM * s)[:, :, None]
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     _finish(tl.sum(acc, 0), b, r, y, n, there, M, N, HAS_RESIDUAL, GATE, BLOCK_M, BLOCK_N)
 
 # %% ../nbs/04_triton.ipynb #10e80c79
-_TILES4 = {"narrow": (32, 4, 4), "wide": (32, 4, 3), "other": (16, 8, 3)}    # rows of a program, warps, stages; other: small groups, float32
+_TILES4 = {"narrow": (32, 4, 3), "wide": (32, 2, 3), "other": (16, 8, 3)}    # rows of a program, warps, stages; other: small groups, float32
 
 def _blocks4(N, K, group, dtype):
     "Tile sizes of the int4 kernel, from the shape alone"
     rows, warps, stages = _TILES4["other" if group < 64 or dtype == torch.float32 else "narrow" if N < 8192 else "wide"]
-    warps = min(warps, triton.next_power_of_2(K // group))
-    steps = min(128 // group, triton.cdiv(K // group, warps))                     # small groups: several a warp and step
-    return dict(GROUP=group, BLOCK_M=MAX_ROWS, BLOCK_N=rows, WARPS=warps, STEPS=steps, EVEN=K // group % (warps * steps) == 0,
+    pairs = K // group % 2 == 0
+    units, columns = K // group // (1 + pairs), group * (1 + pairs)
+    warps = min(warps, triton.next_power_of_2(units))
+    steps = min(max(128 // columns, 1), triton.cdiv(units, warps))                 # small groups: several a warp and step
+    return dict(GROUP=group, BLOCK_M=MAX_ROWS, BLOCK_N=rows, WARPS=warps, STEPS=steps, STAGES=stages, EVEN=units % (warps * steps) == 0, PAIRS=pairs,
                 num_warps=warps, num_stages=stages)
 
 def _check4(x, codes, scale, zero, bias, rows=MAX_ROWS):
@@ -296,7 +304,7 @@ def int4_linear(
     with _on(x):
         _int4_linear_kernel[(triton.cdiv(N, blocks["BLOCK_N"]),) if gate is None else (triton.cdiv(F, blocks["BLOCK_N"] // 2),)](
             x.contiguous(), codes, scale, zero, scale if bias is None else bias.contiguous(), y if residual is None else residual.contiguous(), y, M, N, K, K // 2, K // group,
-            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATE=_ACTIVATIONS.get(gate, -1), INTERPRETED=not x.is_cuda, **_early(x), **blocks)
+            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATE=_ACTIVATIONS.get(gate, -1), INTERPRETED=not x.is_cuda, ONE=M == 1, **_early(x), **blocks)
     return y.to(x.dtype)
 
 # %% ../nbs/04_triton.ipynb #56718c20
@@ -604,10 +612,22 @@ def rope_and_store(
 # %% ../nbs/04_triton.ipynb #e32480f8
 CHUNK, SPLITS = 64, 16  # keys of a step, and programs that share a row's keys: fixed, since sums are taken in their order
 
+@triton.jit
+def _sum_of_parts(part, stats, at, stop, D, CHUNK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr):
+    split, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    used = split < tl.cdiv(stop, CHUNK)                                                 # the others wrote nothing of use
+    from_ = at.to(tl.int64) * SPLITS + split
+    top, total = tl.where(used, tl.load(stats + 2 * from_), float("-inf")), tl.where(used, tl.load(stats + 2 * from_ + 1), 0.0)      # chosen, not masked: the loads wait for no length
+    most = tl.max(top, 0)
+    weight = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most))
+    parts = tl.where(used[:, None], tl.load(part + from_[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0), 0.0)
+    total = tl.sum(weight * total, 0)
+    return tl.sum(weight[:, None] * parts, 0) / tl.where(total > 0, total, 1.0)
+
 @triton.jit(do_not_specialize=["M"])
-def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, part, stats, M, HK, D, scale, window,
+def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, part, stats, arrived, y, M, HK, D, scale, window,
                       q_row, q_head, q_token, row_stride, head_stride, slot_stride, scale_row, scale_head,
-                      G: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, BITS8: tl.constexpr, INTERPRETED: tl.constexpr,
+                      G: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, BITS8: tl.constexpr, INTERPRETED: tl.constexpr,
                       CHUNK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     split, tile, b, kv = tl.program_id(0), tl.program_id(1), tl.program_id(2) // HK, tl.program_id(2) % HK
@@ -616,7 +636,7 @@ def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, part, stat
     d, t = tl.arange(0, BLOCK_D), tl.arange(0, CHUNK)
     length = tl.load(lengths + b).to(tl.int32)
     stop = length + M if CAUSAL else length
-    if split * CHUNK >= stop: return                                                    # no keys for this program; the sum leaves it out
+    if split * CHUNK >= tl.maximum(stop, int(SUMS)): return                             # no keys for this program; the sum leaves it out
     row = b.to(tl.int64)
     if ROWS: row = tl.load(rows + b).to(tl.int64)
     x = tl.load(q + b.to(tl.int64) * q_row + head[:, None] * q_head + m[:, None] * q_token + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
@@ -653,27 +673,35 @@ def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, part, stat
             else: acc = tl.dot(p.to(tl.bfloat16), values.to(tl.bfloat16), acc * keep[:, None])      # whose range takes p · scale; codes are exact
         else: acc = tl.dot(p.to(x.dtype), values.to(x.dtype), acc * keep[:, None], input_precision="tf32x3")
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
-    out = ((b * HK * G + head) * M + m).to(tl.int64) * SPLITS + split
-    tl.store(part + out[:, None] * D + d[None, :], acc, mask=real[:, None] & (d < D)[None, :])
-    tl.store(stats + 2 * out, top, mask=real)
-    tl.store(stats + 2 * out + 1, total, mask=real)
+    H = HK * G
+    alone = SUMS & (stop <= CHUNK)                                                      # no other program has keys of this row
+    if alone:
+        y_at = y + ((b * M + m[:, None]) * H + head[:, None]).to(tl.int64) * D + d[None, :]
+        tl.store(y_at, (acc / tl.where(total > 0, total, 1.0)[:, None]).to(y.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
+    else:
+        out = ((b * H + head) * M + m).to(tl.int64) * SPLITS + split
+        tl.store(part + out[:, None] * D + d[None, :], acc, mask=real[:, None] & (d < D)[None, :])
+        tl.store(stats + 2 * out, top, mask=real)
+        tl.store(stats + 2 * out + 1, total, mask=real)
+        if SUMS:
+            tl.debug_barrier()                                                          # what all threads wrote is there before one of them says so
+            count = arrived + tl.program_id(2) * tl.num_programs(1) + tile
+            if tl.atomic_add(count, 1, sem="acq_rel") == tl.minimum(tl.cdiv(stop, CHUNK), SPLITS) - 1:      # the last one sums, always in the order of the parts
+                tl.store(count, 0)
+                for j in range(tile * BLOCK_Q, tl.minimum(M * G, (tile + 1) * BLOCK_Q)):
+                    one, token = kv * G + j % G, j // G
+                    sum_ = _sum_of_parts(part, stats, (b * H + one) * M + token, stop, D, CHUNK, SPLITS, BLOCK_D)
+                    tl.store(y + ((b * M + token) * H + one).to(tl.int64) * D + d, sum_.to(y.dtype.element_ty), mask=d < D)
 
 # %% ../nbs/04_triton.ipynb #4e03cb30
 @triton.jit(do_not_specialize=["M"])
 def _combine_kernel(part, stats, lengths, y, M, H, D, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
-    at, split, d = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)       # at: (b, head, token)
+    at, d = tl.program_id(0), tl.arange(0, BLOCK_D)                                     # at: (b, head, token)
     b, head, m = at // (H * M), at // M % H, at % M
     stop = tl.load(lengths + b).to(tl.int32)
     if CAUSAL: stop += M
-    used = split < tl.cdiv(stop, CHUNK)                                                 # the others wrote nothing of use
-    from_ = at.to(tl.int64) * SPLITS + split
-    top, total = tl.where(used, tl.load(stats + 2 * from_), float("-inf")), tl.where(used, tl.load(stats + 2 * from_ + 1), 0.0)      # chosen, not masked: the loads wait for no length
-    most = tl.max(top, 0)
-    weight = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most))
-    parts = tl.where(used[:, None], tl.load(part + from_[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0), 0.0)
-    total = tl.sum(weight * total, 0)
-    out = tl.sum(weight[:, None] * parts, 0) / tl.where(total > 0, total, 1.0)
+    out = _sum_of_parts(part, stats, at, stop, D, CHUNK, SPLITS, BLOCK_D)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     tl.store(y + ((b * M + m) * H + head).to(tl.int64) * D + d, out.to(y.dtype.element_ty), mask=d < D)
 
@@ -703,6 +731,7 @@ def decode_attention(
     window:int|None=None,        # a query sees only the keys of the last `window` slots, its own included; None: all
     rows:Tensor|None=None,       # (B,) int: cache row of each row; None: 0…B−1
     causal:bool=True,            # False: every query sees exactly the first lengths[b] keys, none is newest (cross-attention)
+    arrived:Tensor|None=None,    # (n,) int32, zeros before and after, of this call alone while it runs: with it few queries take one launch, not two; the same bits
 )->Tensor:                       # (B, H, M, D) in q's dtype, laid out as (B, M, H, D); zeros where a row has no keys
     "Softmax attention of the newest M tokens on a static cache, float32 sums; a row's result depends neither on M, nor on B, nor on T."
     _check_attention(q, k, lengths, mask, window, causal)
@@ -712,14 +741,15 @@ def decode_attention(
     if not y.numel(): return y.transpose(1, 2).to(q.dtype)
     part, stats = q.new_empty(B * H * M * SPLITS * D, dtype=torch.float32), q.new_empty(B * H * M * SPLITS * 2, dtype=torch.float32)
     G, block, lengths, unused = H // HK, max(16, triton.next_power_of_2(D)), lengths.contiguous(), q
+    sums = arrived is not None and M * G <= 4 and B * HK <= len(arrived)               # more of them are summed faster side by side
     with _on(q):
         _attention_kernel[(SPLITS, triton.cdiv(M * G, MAX_ROWS), B * HK)](
             q, k, v, unused if k_scale is None else k_scale, unused if v_scale is None else v_scale, lengths, lengths if rows is None else rows.contiguous(),
-            unused if mask is None else mask.contiguous().view(torch.uint8), part, stats, M, HK, D, D ** -0.5 if scale is None else scale, window or 0,
+            unused if mask is None else mask.contiguous().view(torch.uint8), part, stats, arrived if sums else lengths, y, M, HK, D, D ** -0.5 if scale is None else scale, window or 0,
             *q.stride()[:3], *k.stride()[:3], *(k_scale.stride()[:2] if k_scale is not None else (0, 0)),
-            G=G, CAUSAL=causal, TREE=mask is not None, WINDOW=window is not None, ROWS=rows is not None, BITS8=k_scale is not None, INTERPRETED=not q.is_cuda,
+            G=G, SUMS=sums, CAUSAL=causal, TREE=mask is not None, WINDOW=window is not None, ROWS=rows is not None, BITS8=k_scale is not None, INTERPRETED=not q.is_cuda,
             CHUNK=CHUNK, SPLITS=SPLITS, BLOCK_Q=MAX_ROWS, BLOCK_D=block, num_warps=4, num_stages=max(1, 3 - (block > 128) - (q.dtype == torch.float32)), **_early(q))
-        _combine_kernel[(B * H * M,)](part, stats, lengths, y, M, H, D, CAUSAL=causal, CHUNK=CHUNK, SPLITS=SPLITS, BLOCK_D=block, num_warps=4, **_early(q))
+        if not sums: _combine_kernel[(B * H * M,)](part, stats, lengths, y, M, H, D, CAUSAL=causal, CHUNK=CHUNK, SPLITS=SPLITS, BLOCK_D=block, num_warps=4, **_early(q))
     return y.transpose(1, 2).to(q.dtype)
 
 # %% ../nbs/04_triton.ipynb #b658276f

@@ -2,7 +2,7 @@
 
 here:              story.py --out story
 on an H200:        story.py --out story --more @benchmarks/story/packages.txt --width 768 --layers 12 --heads 12 --ff 2560 --vocab 16000 --every 1 --pages 1 --seq 512 --batch 64 --steps 2000 --dropout 0.1
-                   --lr 1.5e-3 --same 3 --tune 2000 --tune-rows 96 --tune-lr 3e-3 --cook 600 --price 3      (with --prepare first, where there is no network on the machine with the GPU)
+                   --lr 1.5e-3 --room 96 --tune 1000 --tune-rows 96 --tune-lr 1e-3 3e-3 1e-2 --cook 400 --price 3      (with --prepare first, where there is no network on the machine with the GPU)
 on 4 GPUs:         torchrun --nproc-per-node 4 scripts/story.py --out story …      (weights and optimizer spread over them; the last steps run on the first)
 """
 import argparse
@@ -21,7 +21,7 @@ from bmlab.all import *
 from bmlab.panels import lead, rouge_l
 from bmlab.plan import training_cost
 
-ROOM, LONGEST = 32, 15                                            # tokens of a text that the title is made of, and of a title
+LONGEST = 15                                                      # tokens of a title
 MADE = ("vocab", "every", "pages", "more", "tasks")               # what corpus, tokenizer and shards are made by
 MODULES = ["project_q", "project_k", "project_v", "attention_out", "w_0", "w_1", "w_out"]
 
@@ -30,20 +30,22 @@ def arguments():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", required=True, help="folder for everything; a second run keeps the corpus, the tokenizer and the shards, and trains anew")
     for name, default, what in (("width", 128, "of the model"), ("layers", 3, ""), ("heads", 4, ""), ("ff", 320, "width of the network"), ("vocab", 2000, "pieces of the tokenizer"), ("seq", 64, "tokens of a row"),
-                                ("batch", 16, "rows of a step, all processes together"), ("steps", 600, "of pre-training"), ("tune", 300, "steps of the delta"), ("rank", 8, "of the delta"), ("tune-rows", 24, "texts of such a step"), ("cook", 100, "steps of each stair"),
+                                ("batch", 16, "rows of a step, all processes together"), ("steps", 600, "of pre-training"), ("tune", 300, "steps of the delta"), ("rank", 8, "of the delta"), ("tune-rows", 24, "texts of such a step"), ("room", 32, "tokens of a text that its title is made of"), ("cook", 100, "steps of each stair"),
                                 ("every", 3, "take each so many-th manual"), ("pages", 20, "take each so many-th page of help"), ("tasks", 2, "parts of the corpus' work"), ("same", 0, "headings that stand over more texts are no titles; 0: any is"), ("bits", 8, "of the last model: 8 or 4")):
         p.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})".strip())
     p.add_argument("--more", action="append", default=[], metavar="PACKAGE=PATTERN", help="further pages out of a Debian package, such as python3-doc='usr/share/doc/python3*/html/library/*.html', or @FILE with such lines; may be given several times")
     p.add_argument("--prepare", action="store_true", help="end when corpus, tokenizer and shards are there")
     p.add_argument("--dropout", type=float, default=0., help="of pre-training, where the texts are read many times")
     p.add_argument("--lr", type=float, default=1e-2, help="of pre-training (CPM-Ant's matrices have factors: larger than elsewhere)")
-    p.add_argument("--tune-lr", type=float, help="of the delta and of cooking (half of --lr)")
+    p.add_argument("--prefix", type=float, default=0.5, help="share of pre-training's rows that begin with context, read from both sides, as a text is whose title is asked")
+    p.add_argument("--tune-lr", type=float, nargs="+", help="of the delta (half of --lr); of several the one stays whose titles are best on texts kept aside")
+    p.add_argument("--cook-lr", type=float, help="of cooking (half of --lr)")
     p.add_argument("--zero", type=int, default=3, choices=[2, 3]); p.add_argument("--offload", default="0.5", help="share of the optimizer on the host, or auto"); p.add_argument("--limit", help="of memory for the last model, such as 16MiB")
     p.add_argument("--price", type=float, default=0.10, help="of an hour of one GPU, or of the machine where there is none")
     args = p.parse_args()
     args.more = [line for more in args.more for line in (Path(more[1:]).read_text(encoding="utf-8").splitlines() if more.startswith("@") else [more]) if line.strip()]
     if bad := [m for m in args.more if "=" not in m]: p.error(f"--more {bad[0]}: expected PACKAGE=PATTERN")
-    args.tune_lr = args.tune_lr or args.lr / 2
+    args.tune_lr, args.cook_lr = args.tune_lr or [args.lr / 2], args.cook_lr or args.lr / 2
     return args
 
 
@@ -84,38 +86,57 @@ def sections(texts):
     return [(a, b) for b, a in found.items()]
 
 
+class Prefixed:
+    "Batches in which a share of the rows begins with context, of any length: CPM-Ant is to read from both sides what it is given"
+    def __init__(self, packed, share, seed=0): self.packed, self.share, self.rng = packed, share, torch.Generator().manual_seed(seed)
+
+    def __iter__(self):
+        for batch in self.packed:
+            B, L = batch["labels"].shape
+            first = torch.randint(L, (B, 1), generator=self.rng) * (torch.rand(B, 1, generator=self.rng) < self.share)
+            yield batch | {"labels": batch["labels"].masked_fill(torch.arange(L) < first, -100)}
+
+
 class Task:
     "Titles as a task: prompts, batches, what a model says, its score"
-    def __init__(self, tok, known, held, most, same=0):
+    def __init__(self, tok, known, held, most, room, same=0):
         often = Counter(a for a, _ in known)
         title = lambda a: not same or often[a] <= same
-        self.tok, self.known = tok, [(a, b) for a, b in known if title(a)]
+        self.tok, self.room, self.known = tok, room, [(a, b) for a, b in known if title(a)]
         self.end, self.mark, self.pad = tok.convert_tokens_to_ids(["<eod>", "<title>", "<pad>"])
         below = {b for _, b in self.known}
         self.asked = [(a, b) for a, b in sections(held) if b not in below and title(a)]
         self.asked = self.asked[::max(len(self.asked) // most, 1)][:most]
+        self.aside = [self.known.pop(i) for i in reversed(range(0, len(self.known), max(len(self.known) // min(most, len(self.known) // 20 + 1), 1)))]     # to choose by
 
-    def prompt(self, text):
-        ids = self.tok(text).input_ids[:ROOM]
-        return ids + [self.pad] * (ROOM - len(ids)) + [self.mark]
+    def prompt(self, text): return self.tok(text).input_ids[:self.room] + [self.mark]
+
+    def rows(self, ids):
+        "Rows of one length: padded in front, where nothing moves by it"
+        x = torch.tensor([[self.pad] * (max(map(len, ids)) - len(i)) + i for i in ids])
+        return x, (x != self.pad).long()
 
     def batch(self, pairs):
-        ids = [self.prompt(b) + self.tok(a).input_ids[:LONGEST] + [self.end] for a, b in pairs]
-        x = torch.tensor([i + [self.pad] * (ROOM + LONGEST + 2 - len(i)) for i in ids])
-        y = x.clone(); y[:, :ROOM + 1] = -100; y[x == self.pad] = -100
-        return {"input_ids": x, "labels": y, "context": (torch.arange(x.shape[1]) <= ROOM).expand(x.shape)}
+        prompts, titles = [self.prompt(b) for _, b in pairs], [self.tok(a).input_ids[:LONGEST] + [self.end] for a, _ in pairs]
+        x, there = self.rows([p + t for p, t in zip(prompts, titles)])
+        said = torch.arange(x.shape[1])[None] >= x.shape[1] - torch.tensor([[len(t)] for t in titles])
+        return {"input_ids": x, "attention_mask": there, "labels": x.masked_fill(~said, -100), "context": ~said}
 
     def lessons(self, n, rows, seed=0):
         g = torch.Generator().manual_seed(seed)
         return [self.batch([self.known[i] for i in torch.randint(len(self.known), (rows,), generator=g).tolist()]) for _ in range(n)]
 
-    def score(self, said): return sum(rouge_l(t, a) for t, (a, _) in zip(said, self.asked)) / len(self.asked)
+    def score(self, said, pairs=None): return sum(rouge_l(t, a) for t, (a, _) in zip(said, pairs or self.asked, strict=True)) / len(said)
 
     @torch.no_grad()
-    def said(self, model):
-        ids = torch.tensor([self.prompt(b) for _, b in self.asked], device=model.device)
-        out = [model.eval().generate(part, max_new_tokens=LONGEST + 1, do_sample=False, eos_token_id=self.end, pad_token_id=self.pad) for part in ids.split(50)]
-        return [self.tok.decode(o[ROOM + 1:], skip_special_tokens=True).strip() for part in out for o in part]
+    def said(self, model, pairs=None):
+        "What a model says of (heading, text) pairs, those that are asked or others"
+        out, pairs = [], pairs or self.asked
+        for i in range(0, len(pairs), 50):
+            x, there = self.rows([self.prompt(b) for _, b in pairs[i:i + 50]])
+            said = model.eval().generate(x.to(model.device), attention_mask=there.to(model.device), max_new_tokens=LONGEST + 1, do_sample=False, eos_token_id=self.end, pad_token_id=self.pad)
+            out += [self.tok.decode(o, skip_special_tokens=True).strip() for o in said[:, x.shape[1]:]]
+        return out
 
 
 def learn(model, batches, params, steps, lr, offload=None, cook=None, **options):
@@ -134,6 +155,7 @@ def main():
     init_distributed(seed=0)
     device = local_device()
     gpu = device.type == "cuda"
+    if gpu: torch.set_float32_matmul_precision("high")
     if rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
         if not (out / "texts.json").exists():
@@ -159,10 +181,10 @@ def main():
     set_seed(0)
     ant = build("cpm-ant-10b", device=device, **shape)
     shard(ant, zero=args.zero, dtype=dtype, checkpoint=False)
-    log = learn(ant, Packed(Shards(out / "shards"), seq=args.seq, batch=args.batch), ant, args.steps, args.lr, offload, held_out=[{k: v[rank()::world_size()] for k, v in b.items()} for b in held_rows], every=max(args.steps // 4, 1), plan=plan)
+    log = learn(ant, Prefixed(Packed(Shards(out / "shards"), seq=args.seq, batch=args.batch), args.prefix, rank()), ant, args.steps, args.lr, offload, held_out=[{k: v[rank()::world_size()] for k, v in b.items()} for b in held_rows], every=max(args.steps // 4, 1), plan=plan)
     export_hf(ant, out / "ant")
     synchronize()
-    first, ranks, task = rank() == 0, world_size(), Task(tok, known, held, 500 if gpu else 150, args.same)
+    first, ranks, task = rank() == 0, world_size(), Task(tok, known, held, 500 if gpu else 150, args.room, args.same)
     shutdown()                                                    # the rest is for one process
     if first: finish(args, out, task, held_rows, log, plan, here, ranks)
 
@@ -177,24 +199,29 @@ def finish(args, out, task, held_rows, log, plan, here, ranks):
     ant = CpmAntTied.from_pretrained(out / "ant").to(local_device())
     scores = {"first sentence": task.score([lead(b) for _, b in task.asked]), "pre-trained": task.score(task.said(ant))}
 
-    tuned = copy.deepcopy(ant)
-    delta, lessons = Lora(tuned, r=args.rank, alpha=16 * args.rank, modules=MODULES).freeze(), task.lessons(args.tune, args.tune_rows)
-    faster = plan_training(tuned, inputs=lessons[0], machine=here, dtype=None, checkpoint=False, offload=0.)
-    taught = learn(tuned, lessons, delta.trainable(), args.tune, args.tune_lr)
+    lessons, tried = task.lessons(args.tune, args.tune_rows), []
+    for lr in args.tune_lr:
+        tuned = copy.deepcopy(ant)
+        delta = Lora(tuned, r=args.rank, alpha=16 * args.rank, modules=MODULES).freeze()
+        faster = plan_training(tuned, inputs=lessons[0], machine=here, dtype=None, checkpoint=False, offload=0.)
+        taught = learn(tuned, lessons, delta.trainable(), args.tune, lr)
+        tried.append((task.score(task.said(tuned, task.aside), task.aside), lr, tuned, delta, taught))
+        print(f"delta at a rate of {lr:g}: loss {taught.loss.tail(20).mean():.3f}, titles of {len(task.aside)} texts kept aside {tried[-1][0]:.3f}")
+    _, _, tuned, delta, taught = max(tried, key=lambda t: t[0])
     beside.append(("Lora", "tokens/s", faster.tokens_s, taught.tokens_per_s.median()))
     delta.save(out / "titles")
-    scores["tuned"], used["tuned"] = task.score(task.said(tuned)), training_cost(taught.seconds.iloc[-1], 1, here.watts, args.price)
+    scores["tuned"], used["tuned"] = task.score(task.said(tuned)), training_cost(sum(t[-1].seconds.iloc[-1] for t in tried), 1, here.watts, args.price)
 
     whole, start = copy.deepcopy(tuned), time.perf_counter()
     for d in deltas(whole).values(): d.merge()
     whole.requires_grad_(True)
     lessons = task.lessons(max(args.cook, 2), args.tune_rows, seed=1)
     cuts = [StructPrune(heads=max(args.heads * a // 4, 1), ffn=args.ff * a // 4, steps=max(args.cook // 3, 1)) for a in (3, 2)]
-    small = staircase(cuts, whole, lambda model, cook, i: learn(model, lessons, model.parameters(), args.cook, args.tune_lr, cook=cook), lessons[:2], methods=lambda i: [Distill(tuned)], save=out / "stairs")[-1]
+    small = staircase(cuts, whole, lambda model, cook, i: learn(model, lessons, model.parameters(), args.cook, args.cook_lr, cook=cook), lessons[:2], methods=lambda i: [Distill(tuned)], save=out / "stairs")[-1]
     used["cooked"], said = training_cost(time.perf_counter() - start, 1, here.watts, args.price), task.said(small)
     scores["cooked"] = task.score(said)
 
-    engine = wrap(copy.deepcopy(small), task.tok, memory_limit=args.limit, bits=args.bits, max_ctx=64, max_batch=4)
+    engine = wrap(copy.deepcopy(small), task.tok, memory_limit=args.limit, bits=args.bits, max_ctx=-(-(task.room + 1 + 24) // 32) * 32, max_batch=4)
     print(engine.plan)
     scores["packed"] = task.score([t.strip() for t in engine.generate([task.prompt(b) for _, b in task.asked], max_new_tokens=LONGEST + 1, temperature=0, stop=("\n",))])
     for _ in range(2):                                            # the first captures the graphs
@@ -202,7 +229,7 @@ def finish(args, out, task, held_rows, log, plan, here, ranks):
     beside.append(("packed", "tokens/s", *(engine.stats.get(k, math.nan) for k in ("predicted_tok_s", "decode_tok_s"))))
     rows = []
     for stage, m in (("pre-trained", ant), ("tuned", tuned), ("cooked", small), ("packed", engine.model)):
-        speed = engine.stats.get("decode_tok_s", math.nan) if stage == "packed" else decode_speed(m, ROOM + 1, 24)["decode_tok_s"]
+        speed = engine.stats.get("decode_tok_s", math.nan) if stage == "packed" else decode_speed(m, task.room + 1, 24)["decode_tok_s"]
         row = {"stage": stage, "parameters": count(m).total, "bytes": count(m).bytes, "perplexity": perplexity(m, held_rows), "title score": scores[stage], "tokens/s": speed}
         rows.append(row | ({"Wh": 1000 * used[stage].kwh, "cost": used[stage].money} if stage in used else {}))
     table, beside = pd.DataFrame(rows).set_index("stage"), pd.DataFrame(beside, columns=["step", "what", "predicted", "measured"]).assign(ratio=lambda t: t.measured / t.predicted)

@@ -402,6 +402,20 @@ def test_attention_row_does_not_depend_on_its_company(H, HK, dtype, bits8):
         assert torch.equal(decode_attention(**case | dict(q=one["q"], lengths=one["lengths"]), rows=torch.tensor([b], device="cuda")), whole[b:b + 1])
 
 
+@pytest.mark.parametrize("bits8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("B,M,H,HK,D,T,lengths", [(1, 1, 32, 32, 128, 1600, [900]), (3, 1, 8, 2, 64, 900, [0, 63, 899]), (2, 4, 9, 9, 80, 300, [60, 250]), (5, 2, 4, 2, 128, 2100, [1, 64, 65, 1023, 2000]), (1, 5, 8, 2, 64, 200, [100])])
+def test_attention_summed_by_the_last_program_is_the_same_bits(B, M, H, HK, D, T, lengths, dtype, bits8):
+    "Many times over, since who comes last is chance; and the counts are zeros again"
+    from bmlab.triton_kernels import decode_attention
+    case, arrived = attention_case(B, M, H, HK, D, T, dtype, bits8, lengths=lengths), torch.zeros(64, dtype=torch.int32, device="cuda")
+    want = decode_attention(**case)
+    for _ in range(200): assert torch.equal(decode_attention(**case, arrived=arrived), want)
+    assert not arrived.any()
+    none = case | dict(lengths=torch.zeros_like(case["lengths"]))
+    assert torch.equal(decode_attention(**none, causal=False, arrived=arrived), torch.zeros_like(want))
+
+
 def test_attention_in_a_graph_follows_its_lengths():
     from bmlab.triton_kernels import decode_attention, rope_and_store
     B, H, HK, D, T = 2, 8, 2, 64, 300
