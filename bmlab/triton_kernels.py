@@ -256,12 +256,12 @@ def _int4_linear_kernel(x, codes, scale, zero, bias, residual, y, M, N, K, row_b
     _finish(tl.sum(acc, 0), b, r, y, n, there, M, N, HAS_RESIDUAL, GATE, BLOCK_M, BLOCK_N)
 
 # %% ../nbs/04_triton.ipynb #10e80c79
-_TILES4 = {"narrow": (32, 4, 3), "wide": (32, 2, 3), "other": (16, 8, 3)}    # rows of a program, warps, stages; other: small groups, float32
+_TILES4 = {"narrow": (32, 4, 4), "wide": (32, 2, 3), "other": (16, 8, 3)}    # rows of a program, warps, stages; other: small groups, float32
 
-def _blocks4(N, K, group, dtype):
-    "Tile sizes of the int4 kernel, from the shape alone"
+def _blocks4(N, K, group, dtype, aligned=True):
+    "Tile sizes of the int4 kernel, from the shape alone; not aligned: a word of scales does not begin where a word does"
     rows, warps, stages = _TILES4["other" if group < 64 or dtype == torch.float32 else "narrow" if N < 8192 else "wide"]
-    pairs = K // group % 2 == 0
+    pairs = K // group % 2 == 0 and aligned
     units, columns = K // group // (1 + pairs), group * (1 + pairs)
     warps = min(warps, triton.next_power_of_2(units))
     steps = min(max(128 // columns, 1), triton.cdiv(units, warps))                 # small groups: several a warp and step
@@ -297,7 +297,7 @@ def int4_linear(
     group = _check4(x, codes, scale, zero, bias)
     (M, K), N = x.shape, codes.shape[0]
     F = _outputs(x, N, gate, residual)
-    blocks = _few(x, _blocks4(N, K, group, x.dtype))
+    blocks = _few(x, _blocks4(N, K, group, x.dtype, (scale.storage_offset() | zero.storage_offset()) % 2 == 0))
     if not _whole(x, blocks, F, gate, residual): return _afterwards(int4_linear(x, codes, scale, zero, bias), gate, residual)
     y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
     if y.numel() == 0: return y.to(x.dtype)
@@ -615,21 +615,21 @@ CHUNK, SPLITS = 64, 16  # keys of a step, and programs that share a row's keys: 
 @triton.jit
 def _sum_of_parts(part, stats, at, stop, D, CHUNK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr):
     split, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-    used = split < tl.cdiv(stop, CHUNK)                                                 # the others wrote nothing of use
-    from_ = at.to(tl.int64) * SPLITS + split
-    top, total = tl.where(used, tl.load(stats + 2 * from_), float("-inf")), tl.where(used, tl.load(stats + 2 * from_ + 1), 0.0)      # chosen, not masked: the loads wait for no length
-    most = tl.max(top, 0)
-    weight = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most))
-    parts = tl.where(used[:, None], tl.load(part + from_[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0), 0.0)
-    total = tl.sum(weight * total, 0)
-    return tl.sum(weight[:, None] * parts, 0) / tl.where(total > 0, total, 1.0)
+    used, from_ = tl.cdiv(stop, CHUNK), at.to(tl.int64) * SPLITS                        # the other parts hold nothing of use
+    most = tl.max(tl.where(split < used, tl.load(stats + 2 * (from_ + split)), float("-inf")), 0)      # chosen, not masked: the loads wait for no length
+    base = tl.where(most == float("-inf"), 0.0, most)
+    total, out = 0.0, tl.zeros((BLOCK_D,), dtype=tl.float32)
+    for j in tl.static_range(SPLITS):                                                   # one by one, whoever sums
+        weight = tl.where(j < used, tl.exp2(tl.load(stats + 2 * (from_ + j)) - base), 0.0)
+        total += tl.where(j < used, weight * tl.load(stats + 2 * (from_ + j) + 1), 0.0)
+        out += tl.where(j < used, weight * tl.load(part + (from_ + j) * D + d, mask=d < D, other=0.0), 0.0)
+    return out / tl.where(total > 0, total, 1.0)
 
 @triton.jit(do_not_specialize=["M"])
 def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, part, stats, arrived, y, M, HK, D, scale, window,
                       q_row, q_head, q_token, row_stride, head_stride, slot_stride, scale_row, scale_head,
                       G: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, BITS8: tl.constexpr, INTERPRETED: tl.constexpr,
                       CHUNK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY: tl.extra.cuda.gdc_wait()
     split, tile, b, kv = tl.program_id(0), tl.program_id(1), tl.program_id(2) // HK, tl.program_id(2) % HK
     i = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)                                          # a row of the tile is token m of head kv·G + g
     m, head, real = i // G, kv * G + i % G, i < M * G
@@ -637,6 +637,7 @@ def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, part, stat
     length = tl.load(lengths + b).to(tl.int32)
     stop = length + M if CAUSAL else length
     if split * CHUNK >= tl.maximum(stop, int(SUMS)): return                             # no keys for this program; the sum leaves it out
+    if EARLY: tl.extra.cuda.gdc_wait()                                                  # lengths are older than the kernel before
     row = b.to(tl.int64)
     if ROWS: row = tl.load(rows + b).to(tl.int64)
     x = tl.load(q + b.to(tl.int64) * q_row + head[:, None] * q_head + m[:, None] * q_token + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
@@ -688,10 +689,10 @@ def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, part, stat
             count = arrived + tl.program_id(2) * tl.num_programs(1) + tile
             if tl.atomic_add(count, 1, sem="acq_rel") == tl.minimum(tl.cdiv(stop, CHUNK), SPLITS) - 1:      # the last one sums, always in the order of the parts
                 tl.store(count, 0)
-                for j in range(tile * BLOCK_Q, tl.minimum(M * G, (tile + 1) * BLOCK_Q)):
-                    one, token = kv * G + j % G, j // G
-                    sum_ = _sum_of_parts(part, stats, (b * H + one) * M + token, stop, D, CHUNK, SPLITS, BLOCK_D)
-                    tl.store(y + ((b * M + token) * H + one).to(tl.int64) * D + d, sum_.to(y.dtype.element_ty), mask=d < D)
+                for query in range(tile * BLOCK_Q, tl.minimum(M * G, (tile + 1) * BLOCK_Q)):
+                    one, token = kv * G + query % G, query // G
+                    whole = _sum_of_parts(part, stats, (b * H + one) * M + token, stop, D, CHUNK, SPLITS, BLOCK_D)
+                    tl.store(y + ((b * M + token) * H + one).to(tl.int64) * D + d, whole.to(y.dtype.element_ty), mask=d < D)
 
 # %% ../nbs/04_triton.ipynb #4e03cb30
 @triton.jit(do_not_specialize=["M"])

@@ -409,8 +409,9 @@ def test_attention_summed_by_the_last_program_is_the_same_bits(B, M, H, HK, D, T
     "Many times over, since who comes last is chance; and the counts are zeros again"
     from bmlab.triton_kernels import decode_attention
     case, arrived = attention_case(B, M, H, HK, D, T, dtype, bits8, lengths=lengths), torch.zeros(64, dtype=torch.int32, device="cuda")
-    want = decode_attention(**case)
-    for _ in range(200): assert torch.equal(decode_attention(**case, arrived=arrived), want)
+    for more in ({}, dict(mask=torch.ones(B, M, M, dtype=torch.bool, device="cuda").tril())):
+        want = decode_attention(**case, **more)
+        for _ in range(100): assert torch.equal(decode_attention(**case, **more, arrived=arrived), want)
     assert not arrived.any()
     none = case | dict(lengths=torch.zeros_like(case["lengths"]))
     assert torch.equal(decode_attention(**none, causal=False, arrived=arrived), torch.zeros_like(want))
