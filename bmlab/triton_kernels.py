@@ -609,7 +609,7 @@ def rope_and_store(
     if interpreted: k_cache.copy_(k_out), v_cache.copy_(v_out)
     return q.to(qkv.dtype)
 
-# %% ../nbs/04_triton.ipynb #e32480f8
+# %% ../nbs/04_triton.ipynb #5d0e71a4
 CHUNK, SPLITS = 64, 16  # keys of a step, and programs that share a row's keys: fixed, since sums are taken in their order
 
 @triton.jit
@@ -625,6 +625,29 @@ def _sum_of_parts(part, stats, at, stop, D, CHUNK: tl.constexpr, SPLITS: tl.cons
         out += tl.where(j < used, weight * tl.load(part + (from_ + j) * D + d, mask=d < D, other=0.0), 0.0)
     return out / tl.where(total > 0, total, 1.0)
 
+@triton.jit
+def _hand_over(acc, top, total, part, stats, arrived, y, b, kv, tile, split, m, head, real, d, stop, M, HK, D,
+               G: tl.constexpr, SUMS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
+    H = HK * G
+    if SUMS & (stop <= CHUNK):                                                          # no other program has keys of this row
+        y_at = y + ((b * M + m[:, None]) * H + head[:, None]).to(tl.int64) * D + d[None, :]
+        tl.store(y_at, (acc / tl.where(total > 0, total, 1.0)[:, None]).to(y.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
+    else:
+        out = ((b * H + head) * M + m).to(tl.int64) * SPLITS + split
+        tl.store(part + out[:, None] * D + d[None, :], acc, mask=real[:, None] & (d < D)[None, :])
+        tl.store(stats + 2 * out, top, mask=real)
+        tl.store(stats + 2 * out + 1, total, mask=real)
+        if SUMS:
+            tl.debug_barrier()                                                          # what all threads wrote is there before one of them says so
+            count = arrived + tl.program_id(2) * tl.num_programs(1) + tile
+            if tl.atomic_add(count, 1, sem="acq_rel") == tl.minimum(tl.cdiv(stop, CHUNK), SPLITS) - 1:      # the last one sums
+                tl.store(count, 0)
+                for query in range(tile * BLOCK_Q, tl.minimum(M * G, (tile + 1) * BLOCK_Q)):
+                    one, token = kv * G + query % G, query // G
+                    whole = _sum_of_parts(part, stats, (b * H + one) * M + token, stop, D, CHUNK, SPLITS, BLOCK_D)
+                    tl.store(y + ((b * M + token) * H + one).to(tl.int64) * D + d, whole.to(y.dtype.element_ty), mask=d < D)
+
+# %% ../nbs/04_triton.ipynb #e32480f8
 @triton.jit(do_not_specialize=["M"])
 def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, part, stats, arrived, y, M, HK, D, scale, window,
                       q_row, q_head, q_token, row_stride, head_stride, slot_stride, scale_row, scale_head,
@@ -674,25 +697,7 @@ def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, part, stat
             else: acc = tl.dot(p.to(tl.bfloat16), values.to(tl.bfloat16), acc * keep[:, None])      # whose range takes p · scale; codes are exact
         else: acc = tl.dot(p.to(x.dtype), values.to(x.dtype), acc * keep[:, None], input_precision="tf32x3")
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
-    H = HK * G
-    alone = SUMS & (stop <= CHUNK)                                                      # no other program has keys of this row
-    if alone:
-        y_at = y + ((b * M + m[:, None]) * H + head[:, None]).to(tl.int64) * D + d[None, :]
-        tl.store(y_at, (acc / tl.where(total > 0, total, 1.0)[:, None]).to(y.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
-    else:
-        out = ((b * H + head) * M + m).to(tl.int64) * SPLITS + split
-        tl.store(part + out[:, None] * D + d[None, :], acc, mask=real[:, None] & (d < D)[None, :])
-        tl.store(stats + 2 * out, top, mask=real)
-        tl.store(stats + 2 * out + 1, total, mask=real)
-        if SUMS:
-            tl.debug_barrier()                                                          # what all threads wrote is there before one of them says so
-            count = arrived + tl.program_id(2) * tl.num_programs(1) + tile
-            if tl.atomic_add(count, 1, sem="acq_rel") == tl.minimum(tl.cdiv(stop, CHUNK), SPLITS) - 1:      # the last one sums, always in the order of the parts
-                tl.store(count, 0)
-                for query in range(tile * BLOCK_Q, tl.minimum(M * G, (tile + 1) * BLOCK_Q)):
-                    one, token = kv * G + query % G, query // G
-                    whole = _sum_of_parts(part, stats, (b * H + one) * M + token, stop, D, CHUNK, SPLITS, BLOCK_D)
-                    tl.store(y + ((b * M + token) * H + one).to(tl.int64) * D + d, whole.to(y.dtype.element_ty), mask=d < D)
+    _hand_over(acc, top, total, part, stats, arrived, y, b, kv, tile, split, m, head, real, d, stop, M, HK, D, G, SUMS, CHUNK, SPLITS, BLOCK_Q, BLOCK_D)
 
 # %% ../nbs/04_triton.ipynb #4e03cb30
 @triton.jit(do_not_specialize=["M"])

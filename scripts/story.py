@@ -31,13 +31,13 @@ def arguments():
     p.add_argument("--out", required=True, help="folder for everything; a second run keeps the corpus, the tokenizer and the shards, and trains anew")
     for name, default, what in (("width", 128, "of the model"), ("layers", 3, ""), ("heads", 4, ""), ("ff", 320, "width of the network"), ("vocab", 2000, "pieces of the tokenizer"), ("seq", 64, "tokens of a row"),
                                 ("batch", 16, "rows of a step, all processes together"), ("steps", 600, "of pre-training"), ("tune", 300, "steps of the delta"), ("rank", 8, "of the delta"), ("tune-rows", 24, "texts of such a step"), ("room", 32, "tokens of a text that its title is made of"), ("cook", 100, "steps of each stair"),
-                                ("every", 3, "take each so many-th manual"), ("pages", 20, "take each so many-th page of help"), ("tasks", 2, "parts of the corpus' work"), ("same", 0, "headings that stand over more texts are no titles; 0: any is"), ("bits", 8, "of the last model: 8 or 4")):
+                                ("every", 3, "take each so many-th manual"), ("pages", 20, "take each so many-th page of help"), ("tasks", 2, "parts of the corpus' work"), ("common", 3, "headings that stand over fewer texts are no titles to learn: a model this small finds a title, and makes up none"), ("bits", 8, "of the last model: 8 or 4")):
         p.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})".strip())
     p.add_argument("--more", action="append", default=[], metavar="PACKAGE=PATTERN", help="further pages out of a Debian package, such as python3-doc='usr/share/doc/python3*/html/library/*.html', or @FILE with such lines; may be given several times")
     p.add_argument("--prepare", action="store_true", help="end when corpus, tokenizer and shards are there")
     p.add_argument("--dropout", type=float, default=0., help="of pre-training, where the texts are read many times")
     p.add_argument("--lr", type=float, default=1e-2, help="of pre-training (CPM-Ant's matrices have factors: larger than elsewhere)")
-    p.add_argument("--prefix", type=float, default=0.5, help="share of pre-training's rows that begin with context, read from both sides, as a text is whose title is asked")
+    p.add_argument("--prefix", type=float, default=0.5, help="share of pre-training's rows that begin with context, read from both sides, as a text is whose title is asked (0.5)")
     p.add_argument("--tune-lr", type=float, nargs="+", help="of the delta (half of --lr); of several the one stays whose titles are best on texts kept aside")
     p.add_argument("--cook-lr", type=float, help="of cooking (half of --lr)")
     p.add_argument("--zero", type=int, default=3, choices=[2, 3]); p.add_argument("--offload", default="0.5", help="share of the optimizer on the host, or auto"); p.add_argument("--limit", help="of memory for the last model, such as 16MiB")
@@ -99,14 +99,16 @@ class Prefixed:
 
 class Task:
     "Titles as a task: prompts, batches, what a model says, its score"
-    def __init__(self, tok, known, held, most, room, same=0):
+    def __init__(self, tok, known, held, most, room, common=0):
         often = Counter(a for a, _ in known)
-        title = lambda a: not same or often[a] <= same
+        title = lambda a: often[a] >= common
         self.tok, self.room, self.known = tok, room, [(a, b) for a, b in known if title(a)]
         self.end, self.mark, self.pad = tok.convert_tokens_to_ids(["<eod>", "<title>", "<pad>"])
         below = {b for _, b in self.known}
         self.asked = [(a, b) for a, b in sections(held) if b not in below and title(a)]
         self.asked = self.asked[::max(len(self.asked) // most, 1)][:most]
+        if not self.asked or len(self.known) < 20: raise SystemExit(f"--common {common}: {len(self.known)} texts with such a heading to learn from and {len(self.asked)} to ask for; take a smaller number, or more texts")
+        self.usual = max(often, key=often.get)
         self.aside = [self.known.pop(i) for i in reversed(range(0, len(self.known), max(len(self.known) // min(most, len(self.known) // 20 + 1), 1)))]     # to choose by
 
     def prompt(self, text): return self.tok(text).input_ids[:self.room] + [self.mark]
@@ -184,7 +186,7 @@ def main():
     log = learn(ant, Prefixed(Packed(Shards(out / "shards"), seq=args.seq, batch=args.batch), args.prefix, rank()), ant, args.steps, args.lr, offload, held_out=[{k: v[rank()::world_size()] for k, v in b.items()} for b in held_rows], every=max(args.steps // 4, 1), plan=plan)
     export_hf(ant, out / "ant")
     synchronize()
-    first, ranks, task = rank() == 0, world_size(), Task(tok, known, held, 500 if gpu else 150, args.room, args.same)
+    first, ranks, task = rank() == 0, world_size(), Task(tok, known, held, 500 if gpu else 150, args.room, args.common)
     shutdown()                                                    # the rest is for one process
     if first: finish(args, out, task, held_rows, log, plan, here, ranks)
 
@@ -197,7 +199,7 @@ def finish(args, out, task, held_rows, log, plan, here, ranks):
     used = {"pre-trained": training_cost(log.seconds.iloc[-1], ranks, here.watts, args.price)}
     beside = [("pre-train", "tokens/s", plan.tokens_s, log.tokens_per_s.median() * ranks), ("pre-train", "Wh", 1000 * plan.cost.kwh, 1000 * used["pre-trained"].kwh)]
     ant = CpmAntTied.from_pretrained(out / "ant").to(local_device())
-    scores = {"first sentence": task.score([lead(b) for _, b in task.asked]), "pre-trained": task.score(task.said(ant))}
+    scores = {"first sentence": task.score([lead(b) for _, b in task.asked]), "commonest heading": task.score([task.usual] * len(task.asked)), "pre-trained": task.score(task.said(ant))}
 
     lessons, tried = task.lessons(args.tune, args.tune_rows), []
     for lr in args.tune_lr:
@@ -234,7 +236,7 @@ def finish(args, out, task, held_rows, log, plan, here, ranks):
         rows.append(row | ({"Wh": 1000 * used[stage].kwh, "cost": used[stage].money} if stage in used else {}))
     table, beside = pd.DataFrame(rows).set_index("stage"), pd.DataFrame(beside, columns=["step", "what", "predicted", "measured"]).assign(ratio=lambda t: t.measured / t.predicted)
     table.to_csv(out / "table.csv"); beside.to_csv(out / "predicted.csv", index=False)
-    print(f"first sentence as title: {scores['first sentence']:.3f}"); print(table.round(4).to_string()); print(beside.round(3).to_string())
+    print(f"{len(task.asked)} titles asked; the first sentence scores {scores['first sentence']:.3f}, {task.usual!r} for all of them {scores['commonest heading']:.3f}"); print(table.round(4).to_string()); print(beside.round(3).to_string())
     for (heading, text), title in list(zip(task.asked, said))[::max(len(said) // 12, 1)]: print(f"{title!r} for {heading!r}: {text[:60]!r}")
 
 
