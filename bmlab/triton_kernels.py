@@ -258,13 +258,14 @@ def _int4_linear_kernel(x, codes, scale, zero, bias, residual, y, M, N, K, row_b
 # %% ../nbs/04_triton.ipynb #10e80c79
 _TILES4 = {"narrow": (32, 4, 4), "wide": (32, 2, 3), "other": (16, 8, 3)}    # rows of a program, warps, stages; other: small groups, float32
 
-def _blocks4(N, K, group, dtype, aligned=True):
-    "Tile sizes of the int4 kernel, from the shape alone; not aligned: a word of scales does not begin where a word does"
+def _blocks4(N, K, group, dtype, aligned=True, M=1):
+    "Tile sizes of the int4 kernel, from the shape alone; not aligned: a word of scales does not begin where a word does. M decides how far ahead is read, and nothing that a sum depends on"
     rows, warps, stages = _TILES4["other" if group < 64 or dtype == torch.float32 else "narrow" if N < 8192 else "wide"]
     pairs = K // group % 2 == 0 and aligned
     units, columns = K // group // (1 + pairs), group * (1 + pairs)
     warps = min(warps, triton.next_power_of_2(units))
     steps = min(max(128 // columns, 1), triton.cdiv(units, warps))                 # small groups: several a warp and step
+    stages = stages if M == 1 else min(stages, 3 if M <= 8 else 2)                 # tiles of x are as large as those of codes then: shared memory of small GPUs holds no more
     return dict(GROUP=group, BLOCK_M=MAX_ROWS, BLOCK_N=rows, WARPS=warps, STEPS=steps, STAGES=stages, EVEN=units % (warps * steps) == 0, PAIRS=pairs,
                 num_warps=warps, num_stages=stages)
 
@@ -297,7 +298,8 @@ def int4_linear(
     group = _check4(x, codes, scale, zero, bias)
     (M, K), N = x.shape, codes.shape[0]
     F = _outputs(x, N, gate, residual)
-    blocks = _few(x, _blocks4(N, K, group, x.dtype, (scale.storage_offset() | zero.storage_offset()) % 2 == 0))
+    words = torch.compiler.is_compiling() or (scale.storage_offset() | zero.storage_offset()) % 2 == 0         # a compiled function copies what is not aligned
+    blocks = _few(x, _blocks4(N, K, group, x.dtype, words, M))
     if not _whole(x, blocks, F, gate, residual): return _afterwards(int4_linear(x, codes, scale, zero, bias), gate, residual)
     y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
     if y.numel() == 0: return y.to(x.dtype)

@@ -217,7 +217,7 @@ def test_int4_equals_float64(N, K, group, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("N,K,group", [(4096, 4096, 128), (20480, 4096, 128), (577, 1536, 32), (4096, 14336, 64)])
+@pytest.mark.parametrize("N,K,group", [(4096, 4096, 128), (20480, 4096, 128), (577, 1536, 32), (4096, 14336, 64), (1536, 1024, 128), (1024, 2816, 128), (5632, 1024, 128)])
 def test_int4_row_does_not_depend_on_its_company(N, K, group, dtype):
     "Up to eight rows take narrower tiles: the same bits"
     from bmlab.triton_kernels import int4_linear
