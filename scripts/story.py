@@ -1,8 +1,8 @@
 """From raw text to titles: corpus, shards, plan, pre-training, a delta, cooking, int8, and a table; every size an argument.
 
 here:              story.py --out story
-on an H200:        story.py --out story --more @benchmarks/story/packages.txt --width 768 --layers 12 --heads 12 --ff 2560 --vocab 16000 --every 1 --pages 1 --seq 512 --batch 64 --steps 2000 --dropout 0.1
-                   --lr 1.5e-3 --room 96 --tune 1000 --tune-rows 96 --tune-lr 1e-3 3e-3 1e-2 --cook 400 --price 3      (with --prepare first, where there is no network on the machine with the GPU)
+on an H200:        story.py --out story --more @benchmarks/story/packages.txt --width 768 --layers 12 --heads 12 --ff 2560 --vocab 16000 --every 1 --pages 1 --seq 512 --batch 64 --steps 2600 --dropout 0.1
+                   --lr 1.5e-3 --room 96 --tune 800 --tune-rows 96 --tune-lr 1e-3 3e-3 --cook 300 --price 3      (12 minutes; with --prepare first, where there is no network on the machine with the GPU)
 on 4 GPUs:         torchrun --nproc-per-node 4 scripts/story.py --out story …      (weights and optimizer spread over them; the last steps run on the first)
 """
 import argparse
