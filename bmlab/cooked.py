@@ -130,6 +130,11 @@ def replace_child(
 # %% ../nbs/19_cooked.ipynb #60f2bd15
 def _writes(model): return getattr(unwrap(model), "can_generate", bool)()
 
+def _in_place(model):
+    "Do its logits stand where their labels stand, not one place before?"
+    inner = unwrap(model)
+    return _seq2seq(model) or getattr(inner, "labels_in_place", False) or type(inner).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining"))
+
 def _predicted(model, batches, desc):
     "What a language model predicts for each batch and the labels it should, padding left out: (n, V), (n,)"
     if not _writes(model):
@@ -178,11 +183,6 @@ def span_logits(
 )->Tensor:             # −∞ at padding where `z` is over the tokens of a text; others as they are
     "Logits over the tokens of a text, without its padding."
     return z.masked_fill(~mask.bool().to(z.device), -math.inf) if isinstance(mask, Tensor) and z.ndim == 2 and z.shape == mask.shape else z
-
-def _in_place(model):
-    "Do its logits stand where their labels stand, not one place before?"
-    inner = unwrap(model)
-    return _seq2seq(model) or getattr(inner, "labels_in_place", False) or type(inner).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining"))
 
 def _answer(run, name, z, batch):
     "(rows (n, C), their labels (n,) or None, are they logits?) of one output, padding left out; what has no name is logits if the labels fit"
