@@ -219,8 +219,6 @@ class Decoding:
     kernels:int=10                # of a decoder block in a step, fused, in a CUDA graph
     joined:int=2                  # of these, what a product of packed weights does itself: the gate and the residual
     kernel_s:float|None=1.5e-6    # seconds of a small kernel and the way to the next; None: the machine's
-    apart:int=30                  # kernels of a block that cannot be fused, as counted in CPM-Ant
-    apart_s:float=3.5e-6          # seconds of one of these
     token_s:float=60e-6           # seconds of a step outside the blocks: the replay's start, norm, sampling
     tiled_rows:int=64             # rows up to which packed weights are read as they are; for more they are written as floats first
     prefill:float=0.80            # share of flops × matmul with some hundred rows
@@ -230,10 +228,10 @@ class Decoding:
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
-            v, may_be_zero = getattr(self, f.name), f.name in ("kernels", "joined", "kernel_s", "apart", "apart_s", "token_s", "copy_s")
+            v, may_be_zero = getattr(self, f.name), f.name in ("kernels", "joined", "kernel_s", "token_s", "copy_s")
             if v is not None and not (v > 0 or v == 0 and may_be_zero): raise ValueError(f"Decoding({f.name}={v!r}): must be above 0")
 
-DECODING = {"gpu": Decoding(), "cpu": Decoding(floats=0.8, int8=0.5, int4=0.3, cache=0.3, kernels=40, joined=0, kernel_s=6e-6, apart=40, apart_s=6e-6, token_s=1e-3, prefill=0.7, link=1.0, copy_s=0.0, disk=1e9)}
+DECODING = {"gpu": Decoding(), "cpu": Decoding(floats=0.8, int8=0.5, int4=0.3, cache=0.3, kernels=40, joined=0, kernel_s=6e-6, token_s=1e-3, prefill=0.7, link=1.0, copy_s=0.0, disk=1e9)}
 CPU = Machine(name="cpu", flops=6e10, hbm=1.6e10, gpu_memory=16 << 30, h2d=12.3e9, d2h=12.3e9, duplex=10e9, host_memory=16 << 30, host_adam=5e7, network=1e9, network_hosts=1e9, flops32=6e10, units=1,
               unaligned=1.0, tile_s=1e-9, context=0, source="a guess; measure() knows")
 
@@ -252,11 +250,6 @@ def _phase(rows, share):
         if s.role and s.bits <= 8 and s.pieces: out["widened"] += s.numel
     return out
 
-def _fuses(block):
-    "Is it a block whose children are named as those are that decoding fuses?"
-    children = block._modules
-    return children.keys() >= {"self_attn", "mlp"} and children["self_attn"]._modules.keys() >= {"q_proj", "k_proj", "v_proj", "o_proj"}
-
 def _phases(model, stored, once, tables, headless):
     "{'step', 'prompt'}: what a token reads, and what a prompt reads"
     config = getattr(model, "config", None)
@@ -269,7 +262,7 @@ def _phases(model, stored, once, tables, headless):
     of = lambda keep: [s for s in stored if keep(s)]
     step = of(lambda s: not table(s) and not cross(s) and not s.block in once)
     prompt = of(lambda s: cross(s) or s.block in once) if once else of(lambda s: not table(s) and (s.block or not _generates(model)))
-    return {"step": _phase(step, share) | {"fused": any(_fuses(m) for m in model.modules())}, "prompt": _phase(prompt, share)}
+    return {"step": _phase(step, share), "prompt": _phase(prompt, share)}
 
 # %% ../nbs/39_placement.ipynb #564e7d59
 def _read_s(phase, rows, m, d, item):
@@ -296,13 +289,11 @@ def lanes(
     rate = min(m.h2d * d.link, d.disk) if mmap else m.h2d * d.link
     packed = sum(n for bits, n in phase["read"].items() if bits in ("8", "4"))
     kernels = d.kernels - (min(d.joined, d.kernels) if 2 * packed > sum(phase["read"].values()) and rows <= 16 else 0)
-    each_s = m.kernel_s if d.kernel_s is None else d.kernel_s
-    if not phase.get("fused", True): kernels, each_s = d.apart, d.apart_s
     many = d.prefill if rows > 16 else 1.0
     flops = (m.flops32 if item >= 4 else m.flops) * m.matmul * many
     return {"link": streamed / rate + copies * d.copy_s, "memory": _read_s(phase, rows, m, d, item) + cache / (m.hbm * d.cache),
             "arithmetic": 2 * phase["active"] * rows / flops + attention / (m.flops * m.attention),
-            "launch": phase["blocks"] * kernels * each_s + d.token_s}
+            "launch": phase["blocks"] * kernels * (m.kernel_s if d.kernel_s is None else d.kernel_s) + d.token_s}
 
 def pass_seconds(
     lanes:dict,   # of `lanes`

@@ -1,11 +1,8 @@
 "Kernels of decoding are compiled for a GPU where there is none: the interpreter, which runs them in the other tests, takes what the compiler refuses"
 import itertools, json, os, subprocess, sys
 
-import pytest
-
 POINTERS = dict(x="bf16", codes="i8", scale="fp32", bias="bf16", residual="bf16", y="bf16", zero="fp16", q="bf16", k="bf16", v="bf16", k_scale="fp16", v_scale="fp16", lengths="i64", rows="i64", mask="u8", part="fp32",
-                stats="fp32", arrived="i32", qkv="bf16", cos="bf16", sin="bf16", q_weight="bf16", k_weight="bf16", k_cache="bf16", v_cache="bf16", positions="i64")
-FLOATS = {"eps", "offset"}
+                stats="fp32", arrived="i32")
 
 
 def compiled(cases):
@@ -43,7 +40,7 @@ def main():
     said = []
     for name, constants, types in json.load(sys.stdin):
         f = getattr(kernels, name)
-        kinds = {n: "constexpr" if n in constants else "*" + (types.get(n) or POINTERS[n]) if n in POINTERS else "fp32" if n in FLOATS or n == "scale" else "i32" for n in f.arg_names}
+        kinds = {n: "constexpr" if n in constants else "*" + (types.get(n) or POINTERS[n]) if n in POINTERS else "i32" for n in f.arg_names}
         if "q" in kinds: kinds["scale"] = "fp32"                                       # of the scores, not of a matrix
         whole = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(f.arg_names) if n not in constants and (kinds[n].startswith("*") or n in ("N", "K", "row_bytes", "groups"))}
         source = triton.compiler.ASTSource(fn=f, signature=kinds, constexprs={(f.arg_names.index(n),): v for n, v in constants.items()}, attrs=whole)
