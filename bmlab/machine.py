@@ -39,8 +39,8 @@ class Machine:
     matmul:float=0.82              # share of `flops` that whole tiles reach in a long run
     attention:float=0.42           # share of `flops` of fused attention, forward
     attention_backward:float=0.33  # share of `flops` of fused attention, backward
-    masked:float=0.08              # share of `flops` of fused attention with a mask or a bias, for which there is another kernel, forward
-    masked_backward:float=0.07     # the same, backward, gradients of the bias too
+    masked:float=0.060             # share of `flops` of fused attention with a mask or a bias, for which there is another kernel, forward; seen on an H200 with dropout and heads of 64, for other presets a guess
+    masked_backward:float=0.063    # the same, backward, gradients of the bias too
     elementwise:float=0.80         # share of `hbm` of elementwise and reducing kernels
     unaligned:float=0.31           # share of `flops` where rows are not multiples of 16 bytes, as of 30,522 words
     tile_s:float=1.2e-6            # seconds to fill and drain one tile
