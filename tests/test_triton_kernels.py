@@ -6,7 +6,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILE = r'''
-import json, re, sys
+import itertools, json
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -31,14 +31,17 @@ end, gated = dict(HAS_RESIDUAL=True, GATE=-1), dict(HAS_RESIDUAL=False, GATE=0)
 for N, K in ((4096, 4096), (20480, 4096)):
     blocks = tk._blocks(N, K, torch.bfloat16)
     const, launch = bias | {k: v for k, v in blocks.items() if k[0] != "n"}, {k: v for k, v in blocks.items() if k[0] == "n"}
-    for name, more in (("residual", end), ("gate", gated)): out[f"int8 {N} {name}"] = build(tk._int8_split_kernel, linear, const | more | dict(EVEN=True), **launch)
-    for group in (32, 64, 128):
-        blocks = tk._blocks4(N, K, group, torch.bfloat16)
-        out[f"int4 {N} group {group}"] = build(tk._int4_linear_kernel, four, bias | (gated if N > 8192 else end) | {k: blocks.pop(k) for k in list(blocks) if k[0] != "n"}, **blocks)
-for M, name in ((8, "eight rows"), (16, "sixteen")): out[f"int4 float32, {name}"] = build(tk._int4_linear_kernel, four | dict(x="*fp32", bias="*fp32", y="*fp32"), bias | end | dict(EVEN=True, GROUP=64, BLOCK_M=M, BLOCK_N=16, WARPS=8, STEPS=2), 8)
-out["int4 eight rows"] = build(tk._int4_linear_kernel, four, bias | end | dict(EVEN=True, GROUP=128, BLOCK_M=8, BLOCK_N=16, WARPS=8, STEPS=1), 8, 4)
-out["int8 eight rows"] = build(tk._int8_split_kernel, linear, bias | end | dict(EVEN=False, BLOCK_M=8, BLOCK_N=16, BLOCK_K=64, WARPS=8), 8, 4)
-out["int4 half"] = build(tk._int4_linear_kernel, four | dict(x="*fp16", bias="*fp16", y="*fp16"), bias | end | dict(EVEN=True, GROUP=128, BLOCK_M=16, BLOCK_N=16, WARPS=8, STEPS=1), 8)
+    for (name, more), one in itertools.product((("residual", end), ("gate", gated)), (True, False)):
+        out[f"int8 {N} {name} {one}"] = build(tk._int8_split_kernel, linear, const | more | dict(EVEN=True, ONE=one), **launch)
+    for group, M in itertools.product((32, 64, 128), (1, 8, 16)):
+        blocks = tk._blocks4(N, K, group, torch.bfloat16, M=M)
+        out[f"int4 {N} group {group}, {M} rows"] = build(tk._int4_linear_kernel, four, bias | (gated if N > 8192 else end) | dict(ONE=M == 1) | {k: blocks.pop(k) for k in list(blocks) if k[0] != "n"}, **blocks)
+tiles4 = dict(EVEN=True, PAIRS=False, BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=3, ONE=False)
+for M, name in ((8, "eight rows"), (16, "sixteen")): out[f"int4 float32, {name}"] = build(tk._int4_linear_kernel, four | dict(x="*fp32", bias="*fp32", y="*fp32"), bias | end | tiles4 | dict(GROUP=64, BLOCK_M=M, STEPS=2), 8)
+out["int4 words that are not aligned"] = build(tk._int4_linear_kernel, four, bias | end | {k: v for k, v in tk._blocks4(4096, 4096, 128, torch.bfloat16, aligned=False).items() if k[0] != "n"} | dict(ONE=True, EVEN=False))
+out["int4 eight rows"] = build(tk._int4_linear_kernel, four, bias | end | tiles4 | dict(GROUP=128, BLOCK_M=8, STEPS=1), 8, 4)
+out["int8 eight rows"] = build(tk._int8_split_kernel, linear, bias | end | dict(EVEN=False, ONE=False, BLOCK_M=8, BLOCK_N=16, BLOCK_K=64, WARPS=8), 8, 4)
+out["int4 half"] = build(tk._int4_linear_kernel, four | dict(x="*fp16", bias="*fp16", y="*fp16"), bias | end | tiles4 | dict(GROUP=128, STEPS=1), 8)
 out["int8 very many rows"] = build(tk._int8_linear_kernel, linear, bias | {k: v for k, v in tk._blocks(1 << 17, 4096, torch.bfloat16).items() if k[0] != "n"}, 4, 3)
 for M in (20, 512):
     blocks = tk._blocks_gemm(torch.empty(M, 1, dtype=torch.bfloat16))
@@ -51,8 +54,10 @@ for bits8 in (False, True):
     C, S = ("*i8", "*fp16") if bits8 else (X, X)
     out[f"rope {bits8}"] = build(tk._rope_store_kernel, dict(qkv=X, cos=X, sin=X, q_weight=X, k_weight=X, q=X, k_cache=C, v_cache=C, k_scale=S, v_scale=S, positions="*i64", rows="*i64", eps="fp32", offset="fp32"),
                                  dict(ROPE=True, INTERLEAVED=False, NORM=True, ROWS=True, BITS8=bits8, BLOCK=128), 1)
-    out[f"attention {bits8}"] = build(tk._attention_kernel, dict(q=X, k=C, v=C, k_scale=S, v_scale=S, lengths="*i64", rows="*i64", mask="*u8", part="*fp32", stats="*fp32", scale="fp32"),
-                                      dict(G=4, CAUSAL=True, TREE=True, WINDOW=True, ROWS=True, BITS8=bits8, INTERPRETED=False, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128))
+    for G, sums, (causal, tree) in itertools.product((1, 4), (True, False), ((True, False), (True, True), (False, False))):
+        out[f"attention {bits8} {G} {sums} {causal} {tree}"] = build(tk._attention_kernel,
+            dict(q=X, k=C, v=C, k_scale=S, v_scale=S, lengths="*i64", rows="*i64", mask="*u8", part="*fp32", stats="*fp32", arrived="*i32", y=X, scale="fp32"),
+            dict(G=G, SUMS=sums, CAUSAL=causal, TREE=tree, WINDOW=tree, ROWS=tree, BITS8=bits8, INTERPRETED=False, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128))
 out["combine"] = build(tk._combine_kernel, dict(part="*fp32", stats="*fp32", lengths="*i64", y=X), dict(CAUSAL=True, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_D=128))
 out["widen"] = build(tk._widen4_kernel, dict(codes="*u8", scale="*fp16", zero="*fp16", w=X), dict(GROUP=128, BLOCK_N=32))
 out["neurons"] = build(tk._neuron_hidden_kernel, dict(x=X, ids="*i64", gate=X, up=X, gate_bias=X, up_bias=X, given=X, h="*fp32"), dict(GATE=True, GIVEN=False, BIAS=True, ACT="silu", BLOCK_N=4, BLOCK_D=512))
