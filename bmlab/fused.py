@@ -216,12 +216,15 @@ def _newest(step, mask, span): # (B, 1, M, T) → (B, M, M) bool: which of the n
     return found[1]
 
 def _attend_triton(f, step, qkv, cos, sin, mask, cache):
-    from bmlab.triton_kernels import decode_attention, rope_and_store
+    from bmlab.triton_kernels import decode_attention, rope_and_attend, rope_and_store
     span, kept = cache.span, cache.layers[f.layer]
     rows = None if type(span.rows) is slice and span.rows.start == 0 else span.index
-    norms = dict(zip(("q_norm", "k_norm"), (n.module._parameters["weight"] for n in f.norms)), eps=f.norms[0].eps, offset=f.norms[0].offset) if f.norms else {}
-    q = rope_and_store(qkv.view(*span.slots.shape, -1), cos, sin, kept.k, kept.v, span.slots, kept.k_scale, kept.v_scale, rows, **norms)
-    y = decode_attention(q, kept.k, kept.v, span.starts, f.scale, kept.k_scale, kept.v_scale, _newest(step, mask, span), f.window, rows, arrived=step.arrived(q) if q.is_cuda else None)
+    new, scales, end = qkv.view(*span.slots.shape, -1), (kept.k_scale, kept.v_scale), dict(arrived=step.arrived(qkv) if qkv.is_cuda else None)
+    if mask.shape[2] == 1 and not f.norms: y = rope_and_attend(new, cos, sin, kept.k, kept.v, span.starts, f.scale, *scales, f.window, rows, **end)
+    else:
+        norms = dict(zip(("q_norm", "k_norm"), (n.module._parameters["weight"] for n in f.norms)), eps=f.norms[0].eps, offset=f.norms[0].offset) if f.norms else {}
+        q = rope_and_store(new, cos, sin, kept.k, kept.v, span.slots, *scales, rows, **norms)
+        y = decode_attention(q, kept.k, kept.v, span.starts, f.scale, *scales, _newest(step, mask, span), f.window, rows, **end)
     return y.transpose(1, 2).reshape(len(qkv), -1)
 
 def _plain_rows(step, span):

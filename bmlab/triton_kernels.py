@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAX_ROWS', 'CHUNK', 'SPLITS', 'NEURON_ACTS', 'NEURON_SPLITS', 'int8_linear', 'int4_linear', 'int8_gemm', 'int4_gemm',
-           'int4_widen', 'int8_widen', 'rms_norm', 'silu_mul', 'rope_and_store', 'decode_attention', 'GroupTiles',
+           'int4_widen', 'int8_widen', 'rms_norm', 'silu_mul', 'rope_and_store', 'decode_attention', 'rope_and_attend', 'GroupTiles',
            'grouped_linear', 'grouped_outer', 'neuron_hidden', 'neuron_sum']
 
 # %% ../nbs/04_triton.ipynb #806136a1
@@ -506,13 +506,26 @@ def silu_mul(
 
 # %% ../nbs/04_triton.ipynb #3c0e0449
 @triton.jit
-def _store_head(out, at, scales, scale_at, v, d, D, there, BITS8: tl.constexpr):
+def _coded(v, kind: tl.constexpr, BITS8: tl.constexpr):
+    "A head as its cache holds it, and its scale"
     if BITS8:
         s = tl.minimum(tl.maximum(tl.div_rn(tl.max(tl.abs(v), 0), 127.0), 6e-8), 65504.0).to(tl.float16)     # 6e-8: the smallest positive float16
-        tl.store(scales + scale_at, s, mask=there)
         code = (tl.div_rn(v, s.to(tl.float32)) + 12582912.0) - 12582912.0           # 1.5 · 2²³: rounds to nearest, ties to even
-        tl.store(out + at + d, tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8), mask=(d < D) & there)
-    else: tl.store(out + at + d, v.to(out.dtype.element_ty), mask=(d < D) & there)
+        v = tl.minimum(tl.maximum(code, -127.0), 127.0)
+    else: s = 0.0
+    return v.to(kind), s
+
+@triton.jit
+def _store_head(out, at, scales, scale_at, v, s, d, D, there, BITS8: tl.constexpr):
+    if BITS8: tl.store(scales + scale_at, s, mask=there)
+    tl.store(out + at + d, v, mask=(d < D) & there)
+
+@triton.jit
+def _partner(d, R, INTERLEAVED: tl.constexpr):
+    "With which entry of a head each is turned, and that one's sign"
+    if INTERLEAVED: partner, sign = d + 1 - 2 * (d % 2), tl.where(d % 2 == 0, -1.0, 1.0)
+    else: partner, sign = tl.where(d < R // 2, d + R // 2, d - R // 2), tl.where(d < R // 2, -1.0, 1.0)
+    return partner, sign
 
 @triton.jit(do_not_specialize=["M"])
 def _rope_store_kernel(qkv, cos, sin, q_weight, k_weight, q, k_cache, v_cache, k_scale, v_scale, positions, rows, M, H, HK, D, R, T,
@@ -528,9 +541,7 @@ def _rope_store_kernel(qkv, cos, sin, q_weight, k_weight, q, k_cache, v_cache, k
     if ROWS: row = tl.load(rows + b).to(tl.int64)
     v = tl.load(at + d, mask=d < D, other=0.0).to(tl.float32)
     is_value = head >= H + HK
-    half = R // 2
-    if INTERLEAVED: partner, sign = d + 1 - 2 * (d % 2), tl.where(d % 2 == 0, -1.0, 1.0)
-    else: partner, sign = tl.where(d < half, d + half, d - half), tl.where(d < half, -1.0, 1.0)
+    partner, sign = _partner(d, R, INTERLEAVED)
     turned = (d < R) & (head < H + HK)
     p = tl.load(at + partner, mask=turned, other=0.0).to(tl.float32)
     if NORM:
@@ -542,16 +553,16 @@ def _rope_store_kernel(qkv, cos, sin, q_weight, k_weight, q, k_cache, v_cache, k
     if ROPE:
         angle = b.to(tl.int64) * rope_row + m * rope_token + d
         c, s = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32), tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
-        v = v * c + sign * p * s
+        v = tl.fma(v, c, sign * p * s)                                              # said, not left to the compiler: whoever turns, turns alike
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     there = (slot >= 0) & (slot < T)
     if head < H: tl.store(q + ((b * H + head) * M + m).to(tl.int64) * D + d, v.to(q.dtype.element_ty), mask=d < D)
-    elif is_value:
-        kv = (head - H - HK).to(tl.int64)
-        _store_head(v_cache, row * row_stride + kv * head_stride + slot * slot_stride, v_scale, row * scale_row + kv * scale_head + slot, v, d, D, there, BITS8)
     else:
-        kv = (head - H).to(tl.int64)
-        _store_head(k_cache, row * row_stride + kv * head_stride + slot * slot_stride, k_scale, row * scale_row + kv * scale_head + slot, v, d, D, there, BITS8)
+        code, unit = _coded(v, k_cache.dtype.element_ty, BITS8)
+        kv = (head - H - HK * is_value.to(tl.int32)).to(tl.int64)
+        out, scale_out = row * row_stride + kv * head_stride + slot * slot_stride, row * scale_row + kv * scale_head + slot
+        if is_value: _store_head(v_cache, out, v_scale, scale_out, code, unit, d, D, there, BITS8)
+        else: _store_head(k_cache, out, k_scale, scale_out, code, unit, d, D, there, BITS8)
 
 # %% ../nbs/04_triton.ipynb #77ac1aa1
 def _check_cache(k, v, k_scale, v_scale, rows, batch):
@@ -565,6 +576,20 @@ def _check_cache(k, v, k_scale, v_scale, rows, batch):
         raise ValueError(f"k_scale {tuple(k_scale.shape)} {k_scale.dtype}, v_scale {tuple(v_scale.shape)} {v_scale.dtype} do not fit; expected {tuple(k.shape[:3])} float16, T contiguous")
     if rows is None and batch > k.shape[0] or rows is not None and rows.shape != (batch,):
         raise ValueError(f"the cache has {k.shape[0]} rows and rows is {None if rows is None else tuple(rows.shape)} for a batch of {batch}; expected at least {batch} rows, or rows ({batch},)")
+
+def _check_rope(qkv, cos, sin, k_cache, v_cache, positions, k_scale, v_scale, rows):
+    "Raise for what cannot be turned and stored; heads of queries, entries that turn, and cos and sin, contiguous"
+    _check_x(qkv)
+    (HK, T, D), (B, M) = k_cache.shape[1:], qkv.shape[:2] if qkv.ndim == 3 else (0, 0)
+    _check_cache(k_cache, v_cache, k_scale, v_scale, rows, B)
+    H = qkv.shape[-1] // D - 2 * HK
+    if qkv.ndim != 3 or qkv.shape[2] % D or H < 1 or H % HK:
+        raise ValueError(f"qkv {tuple(qkv.shape)} does not fit a cache {tuple(k_cache.shape)}; expected (B, M, (H + 2·{HK})·{D}) with H a multiple of {HK}")
+    R = 0 if cos is None else cos.shape[-1]
+    if cos is not None and (sin is None or sin.shape != cos.shape or cos.ndim != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != M or R > D or R % 2):
+        raise ValueError(f"cos {tuple(cos.shape)}, sin {None if sin is None else tuple(sin.shape)} do not fit; expected (1 or {B}, {M}, R) with an even R ≤ {D}")
+    if positions.shape not in ((B,), (B, M)) or positions.is_floating_point(): raise ValueError(f"positions {tuple(positions.shape)} {positions.dtype}; expected ({B},) or ({B}, {M}) integers")
+    return H, R, *(None if t is None else t.contiguous() for t in (cos, sin))
 
 def rope_and_store(
     qkv:Tensor,                  # (B, M, (H + 2·Hk)·D) float32, float16 or bfloat16: query heads, key heads, value heads
@@ -583,19 +608,9 @@ def rope_and_store(
     interleaved:bool=False,      # pairs (0, 1), (2, 3), …; False: (0, R/2), (1, R/2 + 1), …
 )->Tensor:                       # (B, H, M, D) in qkv's dtype: the turned queries
     "Turn queries and keys by their positions, and write keys and values into a static cache; float32 inside, without autograd."
-    _check_x(qkv)
-    (HK, T, D), (B, M) = k_cache.shape[1:], qkv.shape[:2] if qkv.ndim == 3 else (0, 0)
-    _check_cache(k_cache, v_cache, k_scale, v_scale, rows, B)
-    H = qkv.shape[-1] // D - 2 * HK
-    if qkv.ndim != 3 or qkv.shape[2] % D or H < 1 or H % HK:
-        raise ValueError(f"qkv {tuple(qkv.shape)} does not fit a cache {tuple(k_cache.shape)}; expected (B, M, (H + 2·{HK})·{D}) with H a multiple of {HK}")
-    R = 0 if cos is None else cos.shape[-1]
-    if cos is not None and (sin is None or sin.shape != cos.shape or cos.ndim != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != M or R > D or R % 2):
-        raise ValueError(f"cos {tuple(cos.shape)}, sin {None if sin is None else tuple(sin.shape)} do not fit; expected (1 or {B}, {M}, R) with an even R ≤ {D}")
-    if positions.shape not in ((B,), (B, M)) or positions.is_floating_point(): raise ValueError(f"positions {tuple(positions.shape)} {positions.dtype}; expected ({B},) or ({B}, {M}) integers")
-    if (q_norm is None) != (k_norm is None) or q_norm is not None and not q_norm.shape == k_norm.shape == (D,): raise ValueError(f"q_norm and k_norm: expected both of shape ({D},), or none")
-    qkv, positions = qkv.contiguous(), positions.contiguous()
-    if cos is not None: cos, sin = cos.contiguous(), sin.contiguous()
+    H, R, cos, sin = _check_rope(qkv, cos, sin, k_cache, v_cache, positions, k_scale, v_scale, rows)
+    if (q_norm is None) != (k_norm is None) or q_norm is not None and not q_norm.shape == k_norm.shape == k_cache.shape[3:]: raise ValueError(f"q_norm and k_norm: expected both of shape ({k_cache.shape[3]},), or none")
+    (HK, T, D), (B, M), qkv, positions = k_cache.shape[1:], qkv.shape[:2], qkv.contiguous(), positions.contiguous()
     q = qkv.new_empty(B, H, M, D, dtype=qkv.dtype if qkv.is_cuda else torch.float32)
     if not q.numel(): return q.to(qkv.dtype)
     bits8, unused = k_scale is not None, k_cache
@@ -650,11 +665,45 @@ def _hand_over(acc, top, total, part, stats, arrived, y, b, kv, tile, split, m, 
                     tl.store(y + ((b * M + token) * H + one).to(tl.int64) * D + d, whole.to(y.dtype.element_ty), mask=d < D)
 
 # %% ../nbs/04_triton.ipynb #e32480f8
+@triton.jit
+def _see(x, keys, values, k_unit, v_unit, start, t, stop, last, length, real, m, mask, M, scale, window, acc, top, total, TREE: tl.constexpr, WINDOW: tl.constexpr, BITS8: tl.constexpr):
+    "A chunk of keys more: sums weighted by the greatest score so far (Milakov & Gimelshein 2018)"
+    s = tl.dot(x, keys.to(x.dtype), input_precision="tf32x3") * (scale * 1.4426950408889634)
+    if BITS8: s *= k_unit[None, :]
+    slot, there = (start + t)[None, :], (start + t < stop)[None, :]
+    seen = slot <= last[:, None]
+    if TREE:
+        newest = there & (slot >= length) & real[:, None]
+        seen = (slot < length) | (tl.load(mask + m[:, None] * M + (slot - length), mask=newest, other=0) != 0)
+    if WINDOW: seen = seen & (slot > last[:, None] - window)
+    s = tl.where(seen & there, s, float("-inf"))
+    new = tl.maximum(top, tl.max(s, 1))
+    base = tl.where(new == float("-inf"), 0.0, new)                                     # nothing seen yet: no −∞ − −∞
+    keep, p = tl.exp2(top - base), tl.exp2(s - base[:, None])
+    total = total * keep + tl.sum(p, 1)
+    if BITS8:
+        p *= v_unit[None, :]
+        if x.dtype == tl.float32: acc = tl.dot(p, values.to(tl.float32), acc * keep[:, None], input_precision="tf32x3")
+        else: acc = tl.dot(p.to(tl.bfloat16), values.to(tl.bfloat16), acc * keep[:, None])          # whose range takes p · scale; codes are exact
+    else: acc = tl.dot(p.to(x.dtype), values.to(x.dtype), acc * keep[:, None], input_precision="tf32x3")
+    return acc, new, total
+
+@triton.jit
+def _chunk(k_at, v_at, k_units, v_units, start, slot_stride, t, d, D, stop, BITS8: tl.constexpr):
+    "Keys (BLOCK_D, CHUNK), values (CHUNK, BLOCK_D) and their scales"
+    there = start + t < stop
+    keys = tl.load(k_at + start.to(tl.int64) * slot_stride, mask=there[None, :] & (d < D)[:, None], other=0.0)
+    values = tl.load(v_at + start.to(tl.int64) * slot_stride, mask=there[:, None] & (d < D)[None, :], other=0.0)
+    k_unit, v_unit = 0.0, 0.0
+    if BITS8: k_unit, v_unit = tl.load(k_units + start, mask=there, other=0.0).to(tl.float32), tl.load(v_units + start, mask=there, other=0.0).to(tl.float32)
+    return keys, values, k_unit, v_unit
+
+# %% ../nbs/04_triton.ipynb #e32480f9
 @triton.jit(do_not_specialize=["M"])
-def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, part, stats, arrived, y, M, HK, D, scale, window,
-                      q_row, q_head, q_token, row_stride, head_stride, slot_stride, scale_row, scale_head,
+def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, cos, sin, part, stats, arrived, y, M, HK, D, R, T, scale, window,
+                      q_row, q_head, q_token, row_stride, head_stride, slot_stride, scale_row, scale_head, rope_row,
                       G: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, BITS8: tl.constexpr, INTERPRETED: tl.constexpr,
-                      CHUNK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
+                      TURN: tl.constexpr, INTERLEAVED: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
     split, tile, b, kv = tl.program_id(0), tl.program_id(1), tl.program_id(2) // HK, tl.program_id(2) % HK
     i = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)                                          # a row of the tile is token m of head kv·G + g
     m, head, real = i // G, kv * G + i % G, i < M * G
@@ -662,42 +711,45 @@ def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, part, stat
     length = tl.load(lengths + b).to(tl.int32)
     stop = length + M if CAUSAL else length
     if split * CHUNK >= tl.maximum(stop, int(SUMS)): return                             # no keys for this program; the sum leaves it out
-    if EARLY: tl.extra.cuda.gdc_wait()                                                  # lengths are older than the kernel before
+    if EARLY and not TURN: tl.extra.cuda.gdc_wait()                                     # lengths are older than the kernel before
     row = b.to(tl.int64)
     if ROWS: row = tl.load(rows + b).to(tl.int64)
-    x = tl.load(q + b.to(tl.int64) * q_row + head[:, None] * q_head + m[:, None] * q_token + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
-    if INTERPRETED: x = x.to(tl.float32)
-    at = row * row_stride + kv.to(tl.int64) * head_stride
+    at, units = row * row_stride + kv.to(tl.int64) * head_stride, row * scale_row + kv.to(tl.int64) * scale_head + t
     k_at, v_at = k + at + t[None, :].to(tl.int64) * slot_stride + d[:, None], v + at + t[:, None].to(tl.int64) * slot_stride + d[None, :]
-    scale_at = row * scale_row + kv.to(tl.int64) * scale_head + t
+    x_at, mask_at = q + b.to(tl.int64) * q_row + head[:, None] * q_head + m[:, None] * q_token, mask + b.to(tl.int64) * M * M
+    many = tl.cdiv(tl.cdiv(stop, CHUNK) - split, SPLITS)                                # chunks of this program, taken from the newest to the oldest
+    start = (split + (many - 1) * SPLITS) * CHUNK
+    if TURN:                                                                            # so are rows, angles and the keys before the newest: they are read while it ends
+        keys, values, k_unit, v_unit = _chunk(k_at, v_at, k_scale + units, v_scale + units, start, slot_stride, t, d, D, length, BITS8)
+        partner, sign = _partner(d, R, INTERLEAVED)
+        c, s = tl.load(cos + b.to(tl.int64) * rope_row + d, mask=d < R, other=1.0).to(tl.float32), tl.load(sin + b.to(tl.int64) * rope_row + d, mask=d < R, other=0.0).to(tl.float32)
+        if EARLY: tl.extra.cuda.gdc_wait()
+        x = tl.load(x_at + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        x = tl.fma(x, c[None, :], (sign * s)[None, :] * tl.load(x_at + partner[None, :], mask=real[:, None] & (d < R)[None, :], other=0.0).to(tl.float32)).to(q.dtype.element_ty)
+        key_at = q + b.to(tl.int64) * q_row + (HK * G + kv) * q_head                    # behind the queries, and values behind those
+        key = tl.load(key_at + d, mask=d < D, other=0.0).to(tl.float32)
+        key = tl.fma(key, c, sign * s * tl.load(key_at + partner, mask=d < R, other=0.0).to(tl.float32))
+        key, key_unit = _coded(key, k.dtype.element_ty, BITS8)
+        value, value_unit = _coded(tl.load(key_at + HK * q_head + d, mask=d < D, other=0.0).to(tl.float32), v.dtype.element_ty, BITS8)
+        if (tile == 0) & (start + CHUNK > length):                                      # one of the programs writes them
+            out, out_unit = at + length.to(tl.int64) * slot_stride, row * scale_row + kv.to(tl.int64) * scale_head + length
+            _store_head(k, out, k_scale, out_unit, key, key_unit, d, D, length < T, BITS8)
+            _store_head(v, out, v_scale, out_unit, value, value_unit, d, D, length < T, BITS8)
+        here = start + t == length
+        keys, values = tl.where(here[None, :], key[:, None], keys), tl.where(here[:, None], value[None, :], values)
+        if BITS8: k_unit, v_unit = tl.where(here, key_unit.to(tl.float32), k_unit), tl.where(here, value_unit.to(tl.float32), v_unit)
+    else: x = tl.load(x_at + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
+    if INTERPRETED: x = x.to(tl.float32)
     last = length + m if CAUSAL else tl.zeros_like(m) + (length - 1)                    # the last slot that a query may see
     if TREE:                                                                            # there: as deep as the newest that it sees
         j = tl.arange(0, BLOCK_Q)
-        last = length - 1 + tl.sum(tl.load(mask + b.to(tl.int64) * M * M + m[:, None] * M + j[None, :], mask=real[:, None] & (j < M)[None, :], other=0).to(tl.int32), 1)
+        last = length - 1 + tl.sum(tl.load(mask_at + m[:, None] * M + j[None, :], mask=real[:, None] & (j < M)[None, :], other=0).to(tl.int32), 1)
     acc, top, total = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32), tl.full((BLOCK_Q,), float("-inf"), tl.float32), tl.zeros((BLOCK_Q,), dtype=tl.float32)
-    for chunk in range(split, tl.cdiv(stop, CHUNK), SPLITS):
-        start = chunk * CHUNK
-        there = start + t < stop
-        keys = tl.load(k_at + start.to(tl.int64) * slot_stride, mask=there[None, :] & (d < D)[:, None], other=0.0)
-        values = tl.load(v_at + start.to(tl.int64) * slot_stride, mask=there[:, None] & (d < D)[None, :], other=0.0)
-        s = tl.dot(x, keys.to(x.dtype), input_precision="tf32x3") * (scale * 1.4426950408889634)
-        if BITS8: s *= tl.load(k_scale + scale_at + start, mask=there, other=0.0).to(tl.float32)[None, :]
-        slot = (start + t)[None, :]
-        seen = slot <= last[:, None]
-        if TREE:
-            newest = there[None, :] & (slot >= length) & real[:, None]
-            seen = (slot < length) | (tl.load(mask + b.to(tl.int64) * M * M + m[:, None] * M + (slot - length), mask=newest, other=0) != 0)
-        if WINDOW: seen = seen & (slot > last[:, None] - window)
-        s = tl.where(seen & there[None, :], s, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)                                 # nothing seen yet: no −∞ − −∞
-        keep, p = tl.exp2(top - base), tl.exp2(s - base[:, None])
-        total, top = total * keep + tl.sum(p, 1), new
-        if BITS8:
-            p *= tl.load(v_scale + scale_at + start, mask=there, other=0.0).to(tl.float32)[None, :]
-            if x.dtype == tl.float32: acc = tl.dot(p, values.to(tl.float32), acc * keep[:, None], input_precision="tf32x3")
-            else: acc = tl.dot(p.to(tl.bfloat16), values.to(tl.bfloat16), acc * keep[:, None])      # whose range takes p · scale; codes are exact
-        else: acc = tl.dot(p.to(x.dtype), values.to(x.dtype), acc * keep[:, None], input_precision="tf32x3")
+    if TURN: acc, top, total = _see(x, keys, values, k_unit, v_unit, start, t, stop, last, length, real, m, mask_at, M, scale, window, acc, top, total, TREE, WINDOW, BITS8)
+    for nth in range(int(TURN), many):
+        begin = start - nth * (SPLITS * CHUNK)
+        keys, values, k_unit, v_unit = _chunk(k_at, v_at, k_scale + units, v_scale + units, begin, slot_stride, t, d, D, stop, BITS8)
+        acc, top, total = _see(x, keys, values, k_unit, v_unit, begin, t, stop, last, length, real, m, mask_at, M, scale, window, acc, top, total, TREE, WINDOW, BITS8)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     _hand_over(acc, top, total, part, stats, arrived, y, b, kv, tile, split, m, head, real, d, stop, M, HK, D, G, SUMS, CHUNK, SPLITS, BLOCK_Q, BLOCK_D)
 
@@ -727,6 +779,23 @@ def _check_attention(q, k, lengths, mask, window, causal):
     if q.device != k.device or lengths.device != q.device: raise ValueError(f"q is on {q.device}, the cache on {k.device}, lengths on {lengths.device}; move them to one device")
     _check_x(q)
 
+def _attend(q, q_at, size, k, v, k_scale, v_scale, lengths, rows, arrived, scale, window, mask=None, cos=None, sin=None, R=0, rope_row=0, **kind):
+    "Launch it; size: (B, H, M), q_at: q's strides"
+    (B, H, M), HK, T, D = size, *k.shape[1:]
+    y = q.new_empty(B, M, H, D, dtype=q.dtype if q.is_cuda else torch.float32)
+    if not y.numel(): return y.transpose(1, 2).to(q.dtype)
+    part, stats = q.new_empty(B * H * M * SPLITS * D, dtype=torch.float32), q.new_empty(B * H * M * SPLITS * 2, dtype=torch.float32)
+    G, block, lengths, given = H // HK, max(16, triton.next_power_of_2(D)), lengths.contiguous(), lambda t: q if t is None else t
+    sums = arrived is not None and M * G <= 4 and B * HK <= len(arrived)               # more of them are summed faster side by side
+    with _on(q):
+        _attention_kernel[(SPLITS, triton.cdiv(M * G, MAX_ROWS), B * HK)](
+            q, k, v, given(k_scale), given(v_scale), lengths, lengths if rows is None else rows.contiguous(), given(mask), given(cos), given(sin), part, stats, arrived if sums else lengths, y,
+            M, HK, D, R, T, D ** -0.5 if scale is None else scale, window or 0, *q_at, *k.stride()[:3], *(k_scale.stride()[:2] if k_scale is not None else (0, 0)), rope_row,
+            G=G, SUMS=sums, WINDOW=window is not None, ROWS=rows is not None, BITS8=k_scale is not None, INTERPRETED=not q.is_cuda,
+            CHUNK=CHUNK, SPLITS=SPLITS, BLOCK_Q=MAX_ROWS, BLOCK_D=block, num_warps=4, num_stages=max(1, 3 - (block > 128) - (q.dtype == torch.float32)), **kind, **_early(q))
+        if not sums: _combine_kernel[(B * H * M,)](part, stats, lengths, y, M, H, D, CAUSAL=kind["CAUSAL"], CHUNK=CHUNK, SPLITS=SPLITS, BLOCK_D=block, num_warps=4, **_early(q))
+    return y.transpose(1, 2).to(q.dtype)
+
 def decode_attention(
     q:Tensor,                    # (B, H, M, D) float32, float16 or bfloat16, M ≤ 16: queries of each row's newest M tokens
     k:Tensor,                    # (rows, Hk, T, D) q's dtype or int8, the newest M keys in it; H a multiple of Hk
@@ -745,20 +814,36 @@ def decode_attention(
     _check_attention(q, k, lengths, mask, window, causal)
     (B, H, M, D), HK = q.shape, k.shape[1]
     _check_cache(k, v, k_scale, v_scale, rows, B)
-    y = q.new_empty(B, M, H, D, dtype=q.dtype if q.is_cuda else torch.float32)
-    if not y.numel(): return y.transpose(1, 2).to(q.dtype)
-    part, stats = q.new_empty(B * H * M * SPLITS * D, dtype=torch.float32), q.new_empty(B * H * M * SPLITS * 2, dtype=torch.float32)
-    G, block, lengths, unused = H // HK, max(16, triton.next_power_of_2(D)), lengths.contiguous(), q
-    sums = arrived is not None and M * G <= 4 and B * HK <= len(arrived)               # more of them are summed faster side by side
-    with _on(q):
-        _attention_kernel[(SPLITS, triton.cdiv(M * G, MAX_ROWS), B * HK)](
-            q, k, v, unused if k_scale is None else k_scale, unused if v_scale is None else v_scale, lengths, lengths if rows is None else rows.contiguous(),
-            unused if mask is None else mask.contiguous().view(torch.uint8), part, stats, arrived if sums else lengths, y, M, HK, D, D ** -0.5 if scale is None else scale, window or 0,
-            *q.stride()[:3], *k.stride()[:3], *(k_scale.stride()[:2] if k_scale is not None else (0, 0)),
-            G=G, SUMS=sums, CAUSAL=causal, TREE=mask is not None, WINDOW=window is not None, ROWS=rows is not None, BITS8=k_scale is not None, INTERPRETED=not q.is_cuda,
-            CHUNK=CHUNK, SPLITS=SPLITS, BLOCK_Q=MAX_ROWS, BLOCK_D=block, num_warps=4, num_stages=max(1, 3 - (block > 128) - (q.dtype == torch.float32)), **_early(q))
-        if not sums: _combine_kernel[(B * H * M,)](part, stats, lengths, y, M, H, D, CAUSAL=causal, CHUNK=CHUNK, SPLITS=SPLITS, BLOCK_D=block, num_warps=4, **_early(q))
-    return y.transpose(1, 2).to(q.dtype)
+    return _attend(q, q.stride()[:3], (B, H, M), k, v, k_scale, v_scale, lengths, rows, arrived, scale, window, CAUSAL=causal, TREE=mask is not None, TURN=False, INTERLEAVED=False,
+                   mask=None if mask is None else mask.contiguous().view(torch.uint8))
+
+# %% ../nbs/04_triton.ipynb #c3f0d1a7
+def rope_and_attend(
+    qkv:Tensor,                  # (B, 1, (H + 2·Hk)·D) as for `rope_and_store`: one token of each row
+    cos:Tensor|None,             # (B or 1, 1, R) as there
+    sin:Tensor|None,             # like cos
+    k_cache:Tensor,              # (rows, Hk, T, D) qkv's dtype or int8; the token is written to it
+    v_cache:Tensor,              # like k_cache
+    lengths:Tensor,              # (B,) int: keys of each row before it, and its slot; in slot T or behind it is attended to, but not written
+    scale:float|None=None,       # of the scores; None: D ** −0.5
+    k_scale:Tensor|None=None,    # (rows, Hk, T) float16, for an int8 cache; written in place
+    v_scale:Tensor|None=None,    # like k_scale
+    window:int|None=None,        # as for `decode_attention`
+    rows:Tensor|None=None,       # (B,) int: cache row of each row; None: 0…B−1
+    interleaved:bool=False,      # as for `rope_and_store`
+    arrived:Tensor|None=None,    # as for `decode_attention`
+)->Tensor:                       # (B, H, 1, D) in qkv's dtype, laid out as (B, 1, H, D)
+    "`rope_and_store` and `decode_attention` of one token as one kernel, which reads the older keys while the kernel before it ends; the same bits."
+    if qkv.ndim != 3 or qkv.shape[1] != 1: raise ValueError(f"qkv {tuple(qkv.shape)}; expected (B, 1, …): one token of each row. For more, rope_and_store and decode_attention")
+    if not qkv.is_cuda and torch.bfloat16 in (qkv.dtype, k_cache.dtype):                       # the interpreter truncates where a GPU rounds
+        q = rope_and_store(qkv, cos, sin, k_cache, v_cache, lengths, k_scale, v_scale, rows, interleaved=interleaved)
+        return decode_attention(q, k_cache, v_cache, lengths, scale, k_scale, v_scale, None, window, rows, arrived=arrived)
+    (B, M), (HK, T, D) = qkv.shape[:2], k_cache.shape[1:]
+    H, R, cos, sin = _check_rope(qkv, cos, sin, k_cache, v_cache, lengths, k_scale, v_scale, rows)
+    _check_attention(qkv.view(B, -1, M, D)[:, :H], k_cache, lengths, None, window, True)
+    qkv = qkv.contiguous()
+    return _attend(qkv, (qkv.stride(0), D, 0), (B, H, M), k_cache, v_cache, k_scale, v_scale, lengths, rows, arrived, scale, window, cos=cos, sin=sin, R=R, rope_row=0 if cos is None or len(cos) == 1 else R,
+                   CAUSAL=True, TREE=False, TURN=True, INTERLEAVED=interleaved)
 
 # %% ../nbs/04_triton.ipynb #b658276f
 class GroupTiles:
