@@ -71,7 +71,8 @@ class _Product:
         if not self.lies(): self.bind()
         return self.joined is not None and _untouched(self.watch) and (self.kind is nn.Linear or len(x) <= 16)
 
-    def __call__(self, x, shape): # x (R, K) of shape (B, M, K) → (R, all outputs)
+    def __call__(self, x, shape): # x (R, K) of shape (B, M, K), or `_Ahead` → (R, all outputs)
+        if isinstance(x, _Ahead): return _Triton.ending(self, x)
         if self.whole(x): return self.function(x.dtype, x.device.type)(x)
         x = x.view(*shape, -1)                                                                           # as the layers, and what sits on them, expect it
         return torch.cat([m(x) for m in self.modules], -1).flatten(0, 1)
@@ -110,6 +111,12 @@ class _Torch:
         gate, up = gate_up.chunk(2, -1)
         return (_GATES[act] if act else module)(gate) * up
     def ending(product, x, **end): return None
+    def leads(before, behind, x): return False
+
+class _Ahead:
+    "Rows whose norm is still to be divided by their root mean square, which the product that reads them does: rows, and rows · weight"
+    def __init__(self, rows, weighed, eps): self.rows, self.weighed, self.eps, self.dtype, self.device = rows, weighed, eps, rows.dtype, rows.device
+    def __len__(self): return len(self.rows)
 
 class _Triton:
     "The same in Triton"
@@ -119,12 +126,20 @@ class _Triton:
     def gate(gate_up, act, module):
         from bmlab.triton_kernels import silu_mul
         return silu_mul(gate_up, act) if act else _Torch.gate(gate_up, act, module)
-    def ending(product, x, **end): # x (R, K) → the product with gate= or residual= behind it as one kernel; None: not of this kind
-        if product.kind is nn.Linear or x.dtype == torch.float64 or torch.is_autocast_enabled(x.device.type) or not product.whole(x): return None
+    def takes(product, x): # can its kernel do more than the product?
+        return product.kind is not nn.Linear and x.dtype != torch.float64 and not torch.is_autocast_enabled(x.device.type) and product.whole(x)
+    def leads(before, behind, x): # can the norm between two products be done by them? (In float16 a row times its weight may be too large)
+        return x.dtype in (torch.bfloat16, torch.float32) and len(x) <= 16 and _Triton.takes(before, x) and _Triton.takes(behind, x)
+    def ending(product, x, **end): # x (R, K) or `_Ahead` → the product with gate=, residual= or ahead= behind it as one kernel; None: not of this kind
+        if isinstance(x, _Ahead): x, end = x.weighed, end | dict(norm=(x.rows, x.eps))
+        elif not _Triton.takes(product, x): return None
         from bmlab.triton_kernels import int4_linear, int8_linear
         t = product.joined
         if product.kind is Int4Linear: return int4_linear(x, t["codes"], t["scale"], t["zero"], t.get("bias"), **end)
         return int8_linear(x, t["codes"], t["scale"], t.get("bias"), **end)
+    def through(product, x, residual, norm): # → residual + product, ahead of a norm
+        rows, weighed = _Triton.ending(product, x, residual=residual, ahead=(norm.module._parameters["weight"], norm.offset))
+        return _Ahead(rows, weighed, norm.eps)
 
 class _Norm:
     "An RMS norm: `(weight + offset) * x / rms(x)`"
@@ -146,12 +161,22 @@ class _Step:
         self.at = self.taken = self.stream = None                   # slots on a CPU; a call that was found fit; what the last block gave, with its negative
         self.one = False                                                                      # is that call one token of one row on a CPU?
         self.counts = None                                          # of programs of attention that have arrived, zeros between two calls
+        self.model = self.ahead = None                              # a weak reference; what a block gave, its version, what its last product says of it, the block that may read that
 
     def arrived(self, x): # on x's GPU; None while a graph is captured that nothing ran before
         if self.counts is None or self.counts.device != x.device:
             if torch.cuda.is_current_stream_capturing(): return None                          # they would be the graph's
             self.counts = torch.zeros(4096, dtype=torch.int32, device=x.device)
         return self.counts
+
+    def go_ahead(self, out, ahead, block):
+        "Keep what the last product of a block says of `out` for the next block"
+        if not out.is_inference(): self.ahead = out, out._version, ahead, block              # (what changes `out` is seen)
+        return out
+
+    def ahead_of(self, x, block): # → `_Ahead`, or None
+        kept, self.ahead = self.ahead, None
+        return kept[2] if kept is not None and kept[0] is x and kept[1] == x._version and kept[3] is block and _Triton.takes(block.attention.qkv, kept[2].rows) else None
 
     def turn(self, x, cos, sin): # x (B, M, n, D), cos and sin (B or 1, M, D) → x turned by its positions
         if self.angles is not cos:
@@ -257,10 +282,11 @@ class _GatedPart(_Part):
         probe = torch.linspace(-4, 4, 33)
         self.act = next((n for n, f in _GATES.items() if torch.allclose(act(probe), f(probe), atol=1e-6)), None)
         self.watch = [(act, type(act))] if isinstance(act, nn.Module) else []
-    def run(self, x, shape, residual=None): # x (R, D) → (R, D)
+    def run(self, x, shape, residual=None, norm=None): # x (R, D) or `_Ahead` → (R, D); with a norm that follows `_Ahead`
         ops = _ops(self.step, x)
         h = ops.ending(self.up, x, gate=self.act) if self.act else None
         if h is None: h = ops.gate(self.up(x, shape), self.act, self.module)
+        if norm is not None: return ops.through(self.down, h, residual, norm)
         if residual is None: return self.down(h, shape)
         y = ops.ending(self.down, h, residual=residual)
         return residual + self.down(h, shape) if y is None else y
@@ -293,9 +319,11 @@ class _AttentionPart(_Part):
         kept, span = cache.layers[self.layer], cache.span
         return kept.is_initialized and kept.dtype == x.dtype and span.rows is not None and not span.plain and (self.window is None or x.shape[1] == 1) and _plain_rows(self.step, span)
 
-    def run(self, x, shape, kwargs):
-        attend = _attend_torch if _ops(self.step, x) is _Torch else _attend_triton
-        return self.o(attend(self, self.step, self.qkv(x, shape), *kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"]), shape)
+    def run(self, x, shape, kwargs, residual=None, norm=None): # as of a gated MLP
+        ops = _ops(self.step, x)
+        attend = _attend_torch if ops is _Torch else _attend_triton
+        y = attend(self, self.step, self.qkv(x, shape), *kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"])
+        return self.o(y, shape) if norm is None else ops.through(self.o, y, residual, norm)
     def __call__(self, args, kwargs):
         x = args[0] if args else kwargs.get("hidden_states")
         return (self.run(x.flatten(0, 1), x.shape[:2], kwargs).view(*x.shape[:2], -1), None) if len(args) <= 1 and self.takes(x, kwargs) else None
@@ -364,9 +392,14 @@ class _BlockPart(_Part):
         names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
         self.norms = [block._modules[n]._fused.norm for n in names if n in block._modules]
         inside = [m for n, m in block._modules.items()] + ([self.mlp.module] if isinstance(self.mlp.module, nn.Module) else [])
-        self.watch, self.line = [(m, type(m)) for m in inside], None
+        self.watch, self.line, self.then = [(m, type(m)) for m in inside], None, None       # then: the block behind it
 
     def forget(self): self.line = None
+
+    def alone(self):
+        "Is its first norm where it will be, and will that be all that happens to what it reads? Weights that stream may come later"
+        model = self.step.model and self.step.model()
+        return model is not None and "_bmlab_streamer" not in model.__dict__ and len(self.norms) == 2 and _untouched(self.watch)
 
     def one(self, x, kwargs):
         "One token of one row on a CPU; None: something is in its way"
@@ -379,13 +412,19 @@ class _BlockPart(_Part):
         if len(args) > 1 or not self.attention.takes(x, kwargs): return None
         if self.step.one and (y := self.one(x, kwargs)) is not None: return y
         if not _untouched(self.watch): return None
-        ops, whole, shape, norms = _ops(self.step, x), x.shape, x.shape[:2], self.norms
+        ops, whole, shape, norms, mlp = _ops(self.step, x), x.shape, x.shape[:2], self.norms, self.mlp
+        ahead = self.step.ahead_of(x, self)
         x = x.flatten(0, 1)                                                                   # (B·M, D)
-        y = self.attention.run(ops.norm(x, norms[0]), shape, kwargs)
-        if len(norms) == 2: y, x = ops.norm(y, norms[1], x)
-        else: y, x = ops.norm(ops.norm(y, norms[1]), norms[2], x)
-        x = self.mlp.run(y, shape, x) if len(norms) == 2 else x + ops.norm(self.mlp.run(y, shape), norms[3])
-        return x.view(whole)
+        y = ahead or ops.norm(x, norms[0])
+        if len(norms) == 4:
+            y, x = ops.norm(ops.norm(self.attention.run(y, shape, kwargs), norms[1]), norms[2], x)
+            return (x + ops.norm(mlp.run(y, shape), norms[3])).view(whole)
+        if ops.leads(self.attention.o, mlp.up, x): y = self.attention.run(y, shape, kwargs, x, norms[1]); x = y.rows
+        else: y, x = ops.norm(self.attention.run(y, shape, kwargs), norms[1], x)
+        then = self.then
+        if then is None or not ops.leads(mlp.down, then.attention.qkv, x) or not then.alone(): return mlp.run(y, shape, x).view(whole)
+        y = mlp.run(y, shape, x, then.norms[0])
+        return self.step.go_ahead(y.rows.view(whole), y, then)
 
 # %% ../nbs/39b_fused.ipynb #772f93cf
 @functools.cache
@@ -613,6 +652,7 @@ def fuse_decode(
     like = next(t for t in tensors if t.is_floating_point()).new_empty(0, dtype=getattr(model, "dtype", None))
     turned = next((2 * len(b) for n, b in model.named_buffers() if n.endswith("inv_freq")), None)
     modes, step, proofs, rows, swapped = [(m, m.training) for m in model.modules()], _Step(kernels), {}, [], []
+    step.model = weakref.ref(model)
     model.eval()
     for form in _MAKE:
         for name, m in list(parts(model)):
@@ -623,5 +663,8 @@ def fuse_decode(
             cls = type(m).__dict__.get("_bmlab_fused", type(m))
             rows.append({"name": name, "form": form, "class": cls.__name__, "fused": not why, "why": why})
     for m, mode in modes: m.training = mode
+    for layers in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
+        for m, behind in zip(layers, list(layers)[1:]):
+            if all(isinstance(b.__dict__.get("_fused"), _BlockPart) for b in (m, behind)): m._fused.then = behind._fused
     changed(model)
     return Fused(model, pd.DataFrame(rows, columns=["name", "form", "class", "fused", "why"]), swapped)

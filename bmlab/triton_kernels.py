@@ -53,15 +53,27 @@ def _rows(N, BLOCK_N: tl.constexpr, GATE: tl.constexpr):
     return n, there
 
 @triton.jit
-def _added(bias, residual, n, there, M, N, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr):
-    b, r, m = 0.0, 0.0, tl.arange(0, BLOCK_M)
+def _added(bias, residual, weight, of, n, there, M, N, K, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, BLOCK_M: tl.constexpr):
+    "What a product ends with: bias, residual, the weight of the norm behind it, and the row whose norm stands before it, or its inverse. Asked for before the sums"
+    b, r, w, v, m = 0.0, 0.0, 0.0, 0.0, tl.arange(0, BLOCK_M)
     if HAS_BIAS: b = tl.load(bias + n, mask=there, other=0.0).to(tl.float32)[:, None]
     if HAS_RESIDUAL: r = tl.load(residual + m[None, :] * N + n[:, None], mask=there[:, None] & (m < M)[None, :], other=0.0).to(tl.float32)
-    return b, r
+    if AHEAD: w = tl.load(weight + n, mask=there, other=0.0).to(tl.float32)[:, None]
+    if NORM > 1: v = tl.load(of + tl.arange(0, NORM), mask=tl.arange(0, NORM) < K, other=0.0)
+    elif NORM == 1: v = tl.load(of + m, mask=m < M, other=0.0)[None, :]
+    return b, r, w, v
 
 @triton.jit
-def _finish(out, b, r, y, n, there, M, N, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _inverse_rms(v, K, eps):
+    "Of one row; squares of 16-bit numbers are exact, and the order of their sum is that of the row's threads"
+    v = v.to(tl.float32)
+    return tl.rsqrt(tl.sum(v * v, 0) / K + eps)
+
+@triton.jit
+def _finish(out, b, r, w, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     m = tl.arange(0, BLOCK_M)
+    if NORM > 1: out *= _inverse_rms(v, K, eps)
+    elif NORM == 1: out *= v
     out = (out + b).to(y.dtype.element_ty)                            # what follows sees the rounded product, as it would from memory
     if HAS_RESIDUAL: out = (out.to(tl.float32) + r).to(y.dtype.element_ty)
     if GATE >= 0:
@@ -71,11 +83,13 @@ def _finish(out, b, r, y, n, there, M, N, HAS_RESIDUAL: tl.constexpr, GATE: tl.c
         n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         there = n < N
         out = (_activated(g, GATE) * up).to(y.dtype.element_ty)
-    tl.store(y + m[None, :] * N + n[:, None], out, mask=there[:, None] & (m < M)[None, :])
+    at, whole = m[None, :] * N + n[:, None], there[:, None] & (m < M)[None, :]
+    tl.store(y + at, out, mask=whole)
+    if AHEAD: tl.store(ahead + at, (out.to(tl.float32) * (w + offset)).to(y.dtype.element_ty), mask=whole)
 
 @triton.jit(do_not_specialize=["M"])
-def _int8_split_kernel(x, codes, scale, bias, residual, y, M, N, K, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, INTERPRETED: tl.constexpr, EVEN: tl.constexpr,
-                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr):
+def _int8_split_kernel(x, codes, scale, bias, residual, weight, of, y, ahead, M, N, K, eps, offset, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
+                       INTERPRETED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     m = tl.arange(0, 1 if ONE else BLOCK_M)                                            # of a single row, all columns are given the same numbers, and the first is kept
     n, there = _rows(N, BLOCK_N, GATE)
@@ -83,7 +97,7 @@ def _int8_split_kernel(x, codes, scale, bias, residual, y, M, N, K, HAS_BIAS: tl
     x_at = x + m[None, None, :] * K + k[:, :, None]                                    # (WARPS, BLOCK_K, BLOCK_M)
     w_at = codes + n[None, :, None].to(tl.int64) * K + k[:, None, :]                   # (WARPS, BLOCK_N, BLOCK_K)
     unit = tl.load(scale + n, mask=there, other=0.0)[:, None]                          # asked for before the sums, not waited for behind them
-    b, r = _added(bias, residual, n, there, M, N, HAS_BIAS, HAS_RESIDUAL, BLOCK_M)
+    b, r, g, v = _added(bias, residual, weight, of, n, there, M, N, K, HAS_BIAS, HAS_RESIDUAL, AHEAD, NORM, BLOCK_M)
     acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
     for start in range(0, K, WARPS * BLOCK_K):
         inside = EVEN | (start + k < K)
@@ -93,7 +107,7 @@ def _int8_split_kernel(x, codes, scale, bias, residual, y, M, N, K, HAS_BIAS: tl
         if INTERPRETED: a = a.to(tl.float32)                                           # the interpreter has no bfloat16 product
         acc = tl.dot(w.to(a.dtype), a, acc, input_precision="ieee")
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
-    _finish(tl.sum(acc, 0) * unit, b, r, y, n, there, M, N, HAS_RESIDUAL, GATE, BLOCK_M, BLOCK_N)
+    _finish(tl.sum(acc, 0) * unit, b, r, g, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESIDUAL, GATE, AHEAD, NORM, BLOCK_M, BLOCK_N)
 
 # %% ../nbs/04_triton.ipynb #a1f0ba72
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -153,22 +167,47 @@ def _check(x, codes, scale, bias, rows=MAX_ROWS):
         raise ValueError(f"x is on {x.device}, codes on {codes.device}, scale on {scale.device}; move them to one device")
     _check_x(x, rows)
 
-def _outputs(x, N, gate, residual):
-    "Outputs of a product that may end in a gate and a residual; raise where these do not fit"
+def _outputs(x, N, gate, residual, norm=None, ahead=None):
+    "Outputs of a product with its ends; raise where these do not fit"
     if gate is not None and gate not in _ACTIVATIONS: raise ValueError(f"gate={gate!r}; expected None or one of {', '.join(_ACTIVATIONS)}")
     if gate is not None and N % 2: raise ValueError(f"gate={gate!r} wants an even number of rows of codes, there are {N}")
     F = N if gate is None else N // 2
     if residual is not None and (residual.shape != (len(x), F) or residual.dtype != x.dtype or residual.device != x.device):
         raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} on {residual.device}; expected {(len(x), F)} {x.dtype} on {x.device}")
+    if norm is not None and (norm[0].shape != x.shape or norm[0].dtype != x.dtype): raise ValueError(f"norm of {tuple(norm[0].shape)} {norm[0].dtype}; expected {tuple(x.shape)} {x.dtype}")
+    if ahead is not None and ahead[0].shape != (F,): raise ValueError(f"ahead is a weight of {tuple(ahead[0].shape)}; expected {(F,)}")
     return F
 
-def _whole(x, blocks, F, gate, residual):
-    "Can the kernel do the gate or the residual too? Not the one for very many rows; and interpreted only where nothing is rounded"
-    return gate is None and residual is None or (gate is None or residual is None) and "WARPS" in blocks and (x.is_cuda or x.dtype == torch.float32)
+def _whole(x, blocks, gate, residual, norm, ahead):
+    "Can the kernel do the ends too? Not the one for very many rows; and interpreted only where nothing is rounded"
+    if gate is None and residual is None and norm is None and ahead is None: return True
+    return (gate is None or residual is None and ahead is None) and "WARPS" in blocks and (x.is_cuda or x.dtype == torch.float32)
 
-def _afterwards(y, gate, residual):
+def _afterwards(y, gate, residual, norm, ahead):
+    "The ends of a product that its kernel does not do, one after another"
+    if norm is not None: y = (y.float() * torch.rsqrt(norm[0].float().square().mean(-1, keepdim=True) + norm[1])).to(y.dtype)
     if gate is not None: y = silu_mul(y, gate)
-    return y if residual is None else y + residual
+    if residual is not None: y = y + residual
+    return y if ahead is None else (y, (y.float() * (ahead[0].float() + ahead[1])).to(y.dtype))
+
+@triton.jit
+def _inverse_rms_kernel(x, y, K, eps, NORM: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY: tl.extra.cuda.gdc_wait()
+    k = tl.arange(0, NORM)
+    v = tl.load(x + tl.program_id(0).to(tl.int64) * K + k, mask=k < K, other=0.0)
+    if EARLY: tl.extra.cuda.gdc_launch_dependents()
+    tl.store(y + tl.program_id(0), _inverse_rms(v, K, eps))
+
+def _ends(x, y, blocks, bias, gate, residual, norm, ahead):
+    "Tensors and keywords of a product's ends. One row is normed by every program; several rows by a kernel before, with as many threads: the same sums"
+    (M, K), given = x.shape, lambda t: y if t is None else t.contiguous()
+    of, wide = None if norm is None else norm[0], triton.next_power_of_2(K)
+    if norm is not None and M > 1:
+        of = x.new_empty(M, dtype=torch.float32)
+        _inverse_rms_kernel[(M,)](norm[0].contiguous(), of, K, norm[1], NORM=wide, num_warps=blocks["num_warps"], **_early(x))
+    kinds = dict(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATE=_ACTIVATIONS.get(gate, -1), AHEAD=ahead is not None, NORM=0 if norm is None else wide if M == 1 else 1,
+                 eps=norm[1] if norm else 0.0, offset=ahead[1] if ahead else 0.0, ONE=M == 1, INTERPRETED=not x.is_cuda, **_early(x))
+    return (given(bias), given(residual), given(ahead and ahead[0]), given(of), y, torch.empty_like(y) if ahead else y), kinds
 
 # %% ../nbs/04_triton.ipynb #b0a3891c
 def int8_linear(
@@ -178,24 +217,25 @@ def int8_linear(
     bias:Tensor|None=None,     # (N,) any float dtype
     gate:str|None=None,        # "silu", "gelu_tanh" or "gelu": the first N/2 rows are a gate for the others, as in `silu_mul`
     residual:Tensor|None=None, # (M, outputs) in x's dtype, added at the end
-)->Tensor:                     # (M, N) in x's dtype; with a gate (M, N/2)
-    "`(x @ codes.T) * scale + bias` with float32 sums, without autograd; a row's result does not depend on M, and gate and residual see the rounded product."
+    norm:tuple|None=None,      # (rows (M, K) in x's dtype, ε): the product is divided by the root of their mean square + ε. With x their product with a weight: of their RMS norm
+    ahead:tuple|None=None,     # (weight (outputs,), offset) of an RMS norm that follows: the result times weight + offset is given too
+)->Tensor|tuple[Tensor, Tensor]: # (M, N) in x's dtype, with a gate (M, N/2); with ahead two of them
+    "`(x @ codes.T) * scale + bias` with float32 sums, without autograd; a row's result does not depend on M, and gate, residual and what lies ahead see the rounded product."
     _check(x, codes, scale, bias)
     (M, K), N = x.shape, codes.shape[0]
-    F = _outputs(x, N, gate, residual)
+    F = _outputs(x, N, gate, residual, norm, ahead)
     blocks = _few(x, _blocks(N, K, x.dtype))
-    if not _whole(x, blocks, F, gate, residual): return _afterwards(int8_linear(x, codes, scale, bias), gate, residual)
+    if not _whole(x, blocks, gate, residual, norm, ahead): return _afterwards(int8_linear(x, codes, scale, bias), gate, residual, norm, ahead)
     y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
-    if y.numel() == 0: return y.to(x.dtype)
-    grid = (triton.cdiv(N, blocks["BLOCK_N"]),) if gate is None else (triton.cdiv(F, blocks["BLOCK_N"] // 2),)
-    common = dict(HAS_BIAS=bias is not None, INTERPRETED=not x.is_cuda, **_early(x), **blocks)
-    given = x.contiguous(), codes, scale.contiguous(), scale if bias is None else bias.contiguous()
+    if y.numel() == 0: return y.to(x.dtype) if ahead is None else (y.to(x.dtype), y.to(x.dtype))
+    grid, given = (triton.cdiv(N, blocks["BLOCK_N"]),) if gate is None else (triton.cdiv(F, blocks["BLOCK_N"] // 2),), (x.contiguous(), codes, scale.contiguous())
     with _on(x):
-        if "WARPS" in blocks:
-            even = K % (blocks["BLOCK_K"] * blocks["WARPS"]) == 0
-            _int8_split_kernel[grid](*given, y if residual is None else residual.contiguous(), y, M, N, K, HAS_RESIDUAL=residual is not None, GATE=_ACTIVATIONS.get(gate, -1), EVEN=even, ONE=M == 1, **common)
-        else: _int8_linear_kernel[grid](*given, y, M, N, K, **common)
-    return y.to(x.dtype)
+        if "WARPS" not in blocks:
+            _int8_linear_kernel[grid](*given, scale if bias is None else bias.contiguous(), y, M, N, K, HAS_BIAS=bias is not None, INTERPRETED=not x.is_cuda, **_early(x), **blocks)
+            return y.to(x.dtype)
+        ends, kinds = _ends(x, y, blocks, bias, gate, residual, norm, ahead)
+        _int8_split_kernel[grid](*given, *ends, M, N, K, EVEN=K % (blocks["BLOCK_K"] * blocks["WARPS"]) == 0, **kinds, **blocks)
+    return y.to(x.dtype) if ahead is None else (y.to(x.dtype), ends[-1].to(x.dtype))
 
 # %% ../nbs/04_triton.ipynb #3a725b85
 def _unpack(exponent, low, high, mask, one):
@@ -216,8 +256,8 @@ def _nibbles(w, kind: tl.constexpr, PLAIN: tl.constexpr):
 
 # %% ../nbs/04_triton.ipynb #6d2f27b5
 @triton.jit(do_not_specialize=["M"])
-def _int4_linear_kernel(x, codes, scale, zero, bias, residual, y, M, N, K, row_bytes, groups, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, INTERPRETED: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
-                        GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr):
+def _int4_linear_kernel(x, codes, scale, zero, bias, residual, weight, of, y, ahead, M, N, K, row_bytes, groups, eps, offset, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
+                        INTERPRETED: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     HALF: tl.constexpr = GROUP // 2
     UNIT: tl.constexpr = 2 if PAIRS else 1                                                # groups that follow each other: two have their scales in one word
@@ -231,7 +271,7 @@ def _int4_linear_kernel(x, codes, scale, zero, bias, residual, y, M, N, K, row_b
     s_at = warp[:, None] + n[None, :].to(tl.int64) * units                                                                  # (WARPS, BLOCK_N)
     if PAIRS: scales, zeros = scale.to(tl.pointer_type(tl.int32)), zero.to(tl.pointer_type(tl.int32))
     else: scales, zeros = scale, zero
-    b, r = _added(bias, residual, n, there, M, N, HAS_BIAS, HAS_RESIDUAL, BLOCK_M)
+    b, r, g, v = _added(bias, residual, weight, of, n, there, M, N, K, HAS_BIAS, HAS_RESIDUAL, AHEAD, NORM, BLOCK_M)
     acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
     for first in tl.range(0, units, WARPS * STEPS, num_stages=STAGES):                    # said here too, so that scales are read ahead as weights are
         for step in tl.static_range(STEPS):
@@ -253,7 +293,7 @@ def _int4_linear_kernel(x, codes, scale, zero, bias, residual, y, M, N, K, row_b
                 acc += products * s[:, :, None]
                 acc += sums * (z - FROM * s)[:, :, None]
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
-    _finish(tl.sum(acc, 0), b, r, y, n, there, M, N, HAS_RESIDUAL, GATE, BLOCK_M, BLOCK_N)
+    _finish(tl.sum(acc, 0), b, r, g, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESIDUAL, GATE, AHEAD, NORM, BLOCK_M, BLOCK_N)
 
 # %% ../nbs/04_triton.ipynb #10e80c79
 _TILES4 = {"narrow": (32, 4, 4), "wide": (32, 2, 3), "other": (16, 8, 3)}    # rows of a program, warps, stages; other: small groups, float32
@@ -293,21 +333,22 @@ def int4_linear(
     bias:Tensor|None=None,     # (N,) any float dtype
     gate:str|None=None,        # as for `int8_linear`
     residual:Tensor|None=None, # as for `int8_linear`
-)->Tensor:                     # (M, N) in x's dtype; with a gate (M, N/2)
+    norm:tuple|None=None,      # as for `int8_linear`
+    ahead:tuple|None=None,     # as for `int8_linear`
+)->Tensor|tuple[Tensor, Tensor]: # (M, N) in x's dtype, with a gate (M, N/2); with ahead two of them
     "`x @ ((q − 8) * scale + zero).T + bias` with float32 sums and no rounded weights, without autograd; a row's result does not depend on M."
     group = _check4(x, codes, scale, zero, bias)
     (M, K), N = x.shape, codes.shape[0]
-    F = _outputs(x, N, gate, residual)
+    F = _outputs(x, N, gate, residual, norm, ahead)
     words = torch.compiler.is_compiling() or (scale.storage_offset() | zero.storage_offset()) % 2 == 0         # a compiled function copies what is not aligned
     blocks = _few(x, _blocks4(N, K, group, x.dtype, words, M))
-    if not _whole(x, blocks, F, gate, residual): return _afterwards(int4_linear(x, codes, scale, zero, bias), gate, residual)
+    if not _whole(x, blocks, gate, residual, norm, ahead): return _afterwards(int4_linear(x, codes, scale, zero, bias), gate, residual, norm, ahead)
     y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
-    if y.numel() == 0: return y.to(x.dtype)
+    if y.numel() == 0: return y.to(x.dtype) if ahead is None else (y.to(x.dtype), y.to(x.dtype))
     with _on(x):
-        _int4_linear_kernel[(triton.cdiv(N, blocks["BLOCK_N"]),) if gate is None else (triton.cdiv(F, blocks["BLOCK_N"] // 2),)](
-            x.contiguous(), codes, scale, zero, scale if bias is None else bias.contiguous(), y if residual is None else residual.contiguous(), y, M, N, K, K // 2, K // group,
-            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATE=_ACTIVATIONS.get(gate, -1), INTERPRETED=not x.is_cuda, ONE=M == 1, **_early(x), **blocks)
-    return y.to(x.dtype)
+        ends, kinds = _ends(x, y, blocks, bias, gate, residual, norm, ahead)
+        _int4_linear_kernel[(triton.cdiv(N, blocks["BLOCK_N"]),) if gate is None else (triton.cdiv(F, blocks["BLOCK_N"] // 2),)](x.contiguous(), codes, scale, zero, *ends, M, N, K, K // 2, K // group, **kinds, **blocks)
+    return y.to(x.dtype) if ahead is None else (y.to(x.dtype), ends[-1].to(x.dtype))
 
 # %% ../nbs/04_triton.ipynb #56718c20
 @triton.jit
