@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_ROWS', 'CHUNK', 'SPLITS', 'NEURON_ACTS', 'NEURON_SPLITS', 'int8_linear', 'int4_linear', 'int8_gemm', 'int4_gemm',
-           'int4_widen', 'int8_widen', 'rms_norm', 'silu_mul', 'rope_and_store', 'decode_attention', 'rope_and_attend', 'GroupTiles',
-           'grouped_linear', 'grouped_outer', 'neuron_hidden', 'neuron_sum']
+           'int4_widen', 'int8_widen', 'rms_norm', 'silu_mul', 'rope_and_store', 'decode_attention', 'rope_and_attend',
+           'GroupTiles', 'grouped_linear', 'grouped_outer', 'neuron_hidden', 'neuron_sum']
 
 # %% ../nbs/04_triton.ipynb #806136a1
 import contextlib, functools
@@ -87,6 +87,7 @@ def _finish(out, b, r, w, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESID
     tl.store(y + at, out, mask=whole)
     if AHEAD: tl.store(ahead + at, (out.to(tl.float32) * (w + offset)).to(y.dtype.element_ty), mask=whole)
 
+# %% ../nbs/04_triton.ipynb #dfa839d3
 @triton.jit(do_not_specialize=["M"])
 def _int8_split_kernel(x, codes, scale, bias, residual, weight, of, y, ahead, M, N, K, eps, offset, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
                        INTERPRETED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr):
@@ -183,9 +184,13 @@ def _whole(x, blocks, gate, residual, norm, ahead):
     if gate is None and residual is None and norm is None and ahead is None: return True
     return (gate is None or residual is None and ahead is None) and "WARPS" in blocks and (x.is_cuda or x.dtype == torch.float32)
 
-def _afterwards(y, gate, residual, norm, ahead):
-    "The ends of a product that its kernel does not do, one after another"
-    if norm is not None: y = (y.float() * torch.rsqrt(norm[0].float().square().mean(-1, keepdim=True) + norm[1])).to(y.dtype)
+# %% ../nbs/04_triton.ipynb #ca8b01e9
+def _afterwards(product, bias, gate, residual, norm, ahead):
+    "A product and the ends that its kernel does not do, one after another"
+    y = product(bias=bias if norm is None else None)
+    if norm is not None:
+        scaled = y.float() * torch.rsqrt(norm[0].float().square().mean(-1, keepdim=True) + norm[1])
+        y = (scaled if bias is None else scaled + bias.float()).to(y.dtype)
     if gate is not None: y = silu_mul(y, gate)
     if residual is not None: y = y + residual
     return y if ahead is None else (y, (y.float() * (ahead[0].float() + ahead[1])).to(y.dtype))
@@ -217,7 +222,7 @@ def int8_linear(
     bias:Tensor|None=None,     # (N,) any float dtype
     gate:str|None=None,        # "silu", "gelu_tanh" or "gelu": the first N/2 rows are a gate for the others, as in `silu_mul`
     residual:Tensor|None=None, # (M, outputs) in x's dtype, added at the end
-    norm:tuple|None=None,      # (rows (M, K) in x's dtype, ε): the product is divided by the root of their mean square + ε. With x their product with a weight: of their RMS norm
+    norm:tuple|None=None,      # (rows (M, K) in x's dtype, ε): before the bias the product is divided by the root of their mean square + ε: with x their product with a weight, it is of their RMS norm
     ahead:tuple|None=None,     # (weight (outputs,), offset) of an RMS norm that follows: the result times weight + offset is given too
 )->Tensor|tuple[Tensor, Tensor]: # (M, N) in x's dtype, with a gate (M, N/2); with ahead two of them
     "`(x @ codes.T) * scale + bias` with float32 sums, without autograd; a row's result does not depend on M, and gate, residual and what lies ahead see the rounded product."
@@ -225,7 +230,7 @@ def int8_linear(
     (M, K), N = x.shape, codes.shape[0]
     F = _outputs(x, N, gate, residual, norm, ahead)
     blocks = _few(x, _blocks(N, K, x.dtype))
-    if not _whole(x, blocks, gate, residual, norm, ahead): return _afterwards(int8_linear(x, codes, scale, bias), gate, residual, norm, ahead)
+    if not _whole(x, blocks, gate, residual, norm, ahead): return _afterwards(functools.partial(int8_linear, x, codes, scale), bias, gate, residual, norm, ahead)
     y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
     if y.numel() == 0: return y.to(x.dtype) if ahead is None else (y.to(x.dtype), y.to(x.dtype))
     grid, given = (triton.cdiv(N, blocks["BLOCK_N"]),) if gate is None else (triton.cdiv(F, blocks["BLOCK_N"] // 2),), (x.contiguous(), codes, scale.contiguous())
@@ -342,7 +347,7 @@ def int4_linear(
     F = _outputs(x, N, gate, residual, norm, ahead)
     words = torch.compiler.is_compiling() or (scale.storage_offset() | zero.storage_offset()) % 2 == 0         # a compiled function copies what is not aligned
     blocks = _few(x, _blocks4(N, K, group, x.dtype, words, M))
-    if not _whole(x, blocks, gate, residual, norm, ahead): return _afterwards(int4_linear(x, codes, scale, zero, bias), gate, residual, norm, ahead)
+    if not _whole(x, blocks, gate, residual, norm, ahead): return _afterwards(functools.partial(int4_linear, x, codes, scale, zero), bias, gate, residual, norm, ahead)
     y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
     if y.numel() == 0: return y.to(x.dtype) if ahead is None else (y.to(x.dtype), y.to(x.dtype))
     with _on(x):
@@ -632,6 +637,7 @@ def _check_rope(qkv, cos, sin, k_cache, v_cache, positions, k_scale, v_scale, ro
     if positions.shape not in ((B,), (B, M)) or positions.is_floating_point(): raise ValueError(f"positions {tuple(positions.shape)} {positions.dtype}; expected ({B},) or ({B}, {M}) integers")
     return H, R, *(None if t is None else t.contiguous() for t in (cos, sin))
 
+# %% ../nbs/04_triton.ipynb #77ac1aa2
 def rope_and_store(
     qkv:Tensor,                  # (B, M, (H + 2·Hk)·D) float32, float16 or bfloat16: query heads, key heads, value heads
     cos:Tensor|None,             # (B or 1, M, R) any float dtype, R ≤ D: the first R entries of a head are turned; None: no rotation
@@ -837,6 +843,7 @@ def _attend(q, q_at, size, k, v, k_scale, v_scale, lengths, rows, arrived, scale
         if not sums: _combine_kernel[(B * H * M,)](part, stats, lengths, y, M, H, D, CAUSAL=kind["CAUSAL"], CHUNK=CHUNK, SPLITS=SPLITS, BLOCK_D=block, num_warps=4, **_early(q))
     return y.transpose(1, 2).to(q.dtype)
 
+# %% ../nbs/04_triton.ipynb #fe0eb25b
 def decode_attention(
     q:Tensor,                    # (B, H, M, D) float32, float16 or bfloat16, M ≤ 16: queries of each row's newest M tokens
     k:Tensor,                    # (rows, Hk, T, D) q's dtype or int8, the newest M keys in it; H a multiple of Hk
