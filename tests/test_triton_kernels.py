@@ -24,24 +24,26 @@ def build(kernel, types, const, num_warps=4, num_stages=3):
     return dict(shared=made.metadata.shared, mma="mma.sync" in ptx, wgmma="wgmma.mma_async" in ptx, copies="cp.async" in ptx, early="griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx, machine=len(made.asm["cubin"]))
 
 X = "*bf16"
-linear, out = dict(x=X, bias=X, residual=X, y=X, scale="*fp32", codes="*i8"), {}
+linear, out = dict(x=X, bias=X, residual=X, weight=X, of="*fp32", y=X, ahead=X, scale="*fp32", codes="*i8", eps="fp32", offset="fp32"), {}
+of_row = dict(of=X)
 four = linear | dict(codes="*u8", scale="*fp16", zero="*fp16")
 bias = dict(HAS_BIAS=True, INTERPRETED=False)
-end, gated = dict(HAS_RESIDUAL=True, GATE=-1), dict(HAS_RESIDUAL=False, GATE=0)
+end, gated = dict(HAS_RESIDUAL=True, GATE=-1, AHEAD=True, NORM=0), dict(HAS_RESIDUAL=False, GATE=0, AHEAD=False, NORM=1)
+alone = lambda const, one: const | dict(ONE=one) | (dict(NORM=4096) if one and const["NORM"] else {})                     # one row is normed by every program
 for N, K in ((4096, 4096), (20480, 4096)):
     blocks = tk._blocks(N, K, torch.bfloat16)
     const, launch = bias | {k: v for k, v in blocks.items() if k[0] != "n"}, {k: v for k, v in blocks.items() if k[0] == "n"}
     for (name, more), one in itertools.product((("residual", end), ("gate", gated)), (True, False)):
-        out[f"int8 {N} {name} {one}"] = build(tk._int8_split_kernel, linear, const | more | dict(EVEN=True, ONE=one), **launch)
+        out[f"int8 {N} {name} {one}"] = build(tk._int8_split_kernel, linear | (of_row if one and more is gated else {}), const | alone(more, one) | dict(EVEN=True), **launch)
     for group, M in itertools.product((32, 64, 128), (1, 8, 16)):
         blocks = tk._blocks4(N, K, group, torch.bfloat16, M=M)
-        out[f"int4 {N} group {group}, {M} rows"] = build(tk._int4_linear_kernel, four, bias | (gated if N > 8192 else end) | dict(ONE=M == 1) | {k: blocks.pop(k) for k in list(blocks) if k[0] != "n"}, **blocks)
+        out[f"int4 {N} group {group}, {M} rows"] = build(tk._int4_linear_kernel, four | (of_row if M == 1 and N > 8192 else {}), bias | alone(gated if N > 8192 else end, M == 1) | {k: blocks.pop(k) for k in list(blocks) if k[0] != "n"}, **blocks)
 tiles4 = dict(EVEN=True, PAIRS=False, BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=3, ONE=False)
-for M, name in ((8, "eight rows"), (16, "sixteen")): out[f"int4 float32, {name}"] = build(tk._int4_linear_kernel, four | dict(x="*fp32", bias="*fp32", y="*fp32"), bias | end | tiles4 | dict(GROUP=64, BLOCK_M=M, STEPS=2), 8)
+for M, name in ((8, "eight rows"), (16, "sixteen")): out[f"int4 float32, {name}"] = build(tk._int4_linear_kernel, four | dict(x="*fp32", bias="*fp32", residual="*fp32", weight="*fp32", y="*fp32", ahead="*fp32"), bias | end | tiles4 | dict(GROUP=64, BLOCK_M=M, STEPS=2), 8)
 out["int4 words that are not aligned"] = build(tk._int4_linear_kernel, four, bias | end | {k: v for k, v in tk._blocks4(4096, 4096, 128, torch.bfloat16, aligned=False).items() if k[0] != "n"} | dict(ONE=True, EVEN=False))
 out["int4 eight rows"] = build(tk._int4_linear_kernel, four, bias | end | tiles4 | dict(GROUP=128, BLOCK_M=8, STEPS=1), 8, 4)
 out["int8 eight rows"] = build(tk._int8_split_kernel, linear, bias | end | dict(EVEN=False, ONE=False, BLOCK_M=8, BLOCK_N=16, BLOCK_K=64, WARPS=8), 8, 4)
-out["int4 half"] = build(tk._int4_linear_kernel, four | dict(x="*fp16", bias="*fp16", y="*fp16"), bias | end | tiles4 | dict(GROUP=128, STEPS=1), 8)
+out["int4 half"] = build(tk._int4_linear_kernel, four | dict(x="*fp16", bias="*fp16", residual="*fp16", weight="*fp16", y="*fp16", ahead="*fp16"), bias | end | tiles4 | dict(GROUP=128, STEPS=1), 8)
 out["int8 very many rows"] = build(tk._int8_linear_kernel, linear, bias | {k: v for k, v in tk._blocks(1 << 17, 4096, torch.bfloat16).items() if k[0] != "n"}, 4, 3)
 for M in (20, 512):
     blocks = tk._blocks_gemm(torch.empty(M, 1, dtype=torch.bfloat16))
@@ -56,8 +58,13 @@ for bits8 in (False, True):
                                  dict(ROPE=True, INTERLEAVED=False, NORM=True, ROWS=True, BITS8=bits8, BLOCK=128), 1)
     for G, sums, (causal, tree) in itertools.product((1, 4), (True, False), ((True, False), (True, True), (False, False))):
         out[f"attention {bits8} {G} {sums} {causal} {tree}"] = build(tk._attention_kernel,
-            dict(q=X, k=C, v=C, k_scale=S, v_scale=S, lengths="*i64", rows="*i64", mask="*u8", part="*fp32", stats="*fp32", arrived="*i32", y=X, scale="fp32"),
-            dict(G=G, SUMS=sums, CAUSAL=causal, TREE=tree, WINDOW=tree, ROWS=tree, BITS8=bits8, INTERPRETED=False, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128))
+            dict(q=X, k=C, v=C, k_scale=S, v_scale=S, lengths="*i64", rows="*i64", mask="*u8", cos=X, sin=X, part="*fp32", stats="*fp32", arrived="*i32", y=X, scale="fp32"),
+            dict(TURN=False, INTERLEAVED=False, G=G, SUMS=sums, CAUSAL=causal, TREE=tree, WINDOW=tree, ROWS=tree, BITS8=bits8, INTERPRETED=False, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128))
+    for G, sums, window in itertools.product((1, 4), (True, False), (True, False)):
+        out[f"attention, turning {bits8} {G} {sums} {window}"] = build(tk._attention_kernel,
+            dict(q=X, k=C, v=C, k_scale=S, v_scale=S, lengths="*i64", rows="*i64", mask="*u8", cos=X, sin=X, part="*fp32", stats="*fp32", arrived="*i32", y=X, scale="fp32"),
+            dict(TURN=True, INTERLEAVED=window, G=G, SUMS=sums, CAUSAL=True, TREE=False, WINDOW=window, ROWS=window, BITS8=bits8, INTERPRETED=False, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128))
+out["rows' norms"] = build(tk._inverse_rms_kernel, dict(x=X, y="*fp32", eps="fp32"), dict(NORM=4096), 2)
 out["combine"] = build(tk._combine_kernel, dict(part="*fp32", stats="*fp32", lengths="*i64", y=X), dict(CAUSAL=True, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_D=128))
 out["widen"] = build(tk._widen4_kernel, dict(codes="*u8", scale="*fp16", zero="*fp16", w=X), dict(GROUP=128, BLOCK_N=32))
 out["neurons"] = build(tk._neuron_hidden_kernel, dict(x=X, ids="*i64", gate=X, up=X, gate_bias=X, up_bias=X, given=X, h="*fp32"), dict(GATE=True, GIVEN=False, BIAS=True, ACT="silu", BLOCK_N=4, BLOCK_D=512))
