@@ -72,6 +72,34 @@ def test_gate_and_residual_see_the_rounded_product(N, K, dtype, bits):
                 assert torch.equal(linear(x[:M], *packed, b, gate=gate), want) and torch.equal(linear(x[:M], *packed, b, gate=gate, residual=half), want + half), (M, b is None, gate)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("N,K", [(4096, 4096), (1536, 1024), (5632, 1024), (20480, 4096), (1024, 2816), (96, 640)])
+def test_norm_between_two_products(N, K, dtype, bits):
+    "Close to the definition; of one row alone the bits that it has among sixteen, though another kernel takes its root mean square there"
+    from bmlab.packing import quantize_groups
+    from bmlab.triton_kernels import int4_linear, int8_linear
+    x, codes, scale, bias = make(N, K, dtype=dtype)
+    packed = (codes, scale) if bits == 8 else quantize_groups(torch.randn(N, K, device="cuda"), 128)
+    linear, rows, weight = int8_linear if bits == 8 else int4_linear, torch.randn(16, K, device="cuda").to(dtype), torch.rand(N, device="cuda").to(dtype)
+    r = torch.randn(16, N, device="cuda").to(dtype)
+    for b in (None, bias):
+        want = linear(x.float(), *packed).double() * torch.rsqrt(rows.double().square().mean(-1, keepdim=True) + 1e-5) + (0 if b is None else b.double())
+        whole = linear(x, *packed, b, norm=(rows, 1e-5))
+        assert error(whole, want) < CLOSE[dtype]
+        total, ahead = linear(x, *packed, b, residual=r, ahead=(weight, 1.))
+        assert torch.equal(total, linear(x, *packed, b, residual=r)) and torch.equal(ahead, (total.float() * (weight.float() + 1)).to(dtype))
+        for M in (1, 2, 8, 12):
+            for at in range(0, 16 - M + 1, M):
+                part = slice(at, at + M)
+                assert torch.equal(linear(x[part], *packed, b, norm=(rows[part], 1e-5)), whole[part]), (M, at)
+                assert all(torch.equal(a, w[part]) for a, w in zip(linear(x[part], *packed, b, residual=r[part], ahead=(weight, 1.)), (total, ahead))), (M, at)
+        if N % 2 == 0:
+            gated = linear(x, *packed, b, norm=(rows, 1e-5), gate="silu")
+            assert error(gated, F.silu(whole[:, :N // 2].double()) * whole[:, N // 2:].double()) < CLOSE[dtype]
+            assert torch.equal(torch.cat([linear(x[i:i + 1], *packed, b, norm=(rows[i:i + 1], 1e-5), gate="silu") for i in range(16)]), gated)
+
+
 def test_views_into_a_slab():
     "Streamed weights are views at any byte offset; what lies around them is neither read into the sums nor written"
     from bmlab.triton_kernels import int8_linear
@@ -417,8 +445,32 @@ def test_attention_summed_by_the_last_program_is_the_same_bits(B, M, H, HK, D, T
     assert torch.equal(decode_attention(**none, causal=False, arrived=arrived), torch.zeros_like(want))
 
 
+@pytest.mark.parametrize("bits8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("H,HK,D,R,T,lengths,window", [(32, 32, 128, 128, 700, [70], None), (32, 32, 128, 128, 5000, [4999], None), (8, 2, 64, 64, 900, [0, 63, 64, 899], None), (9, 9, 80, 20, 300, [60, 299], 40), (32, 1, 128, 64, 3000, [1023, 1024, 2999], None)])
+def test_one_token_turned_stored_and_attended_by_one_kernel(H, HK, D, R, T, lengths, window, dtype, bits8):
+    "The bits of two kernels, in what is given and what is written"
+    from bmlab.triton_kernels import decode_attention, rope_and_attend, rope_and_store
+    torch.manual_seed(0)
+    B, lengths, arrived = len(lengths), torch.tensor(lengths, device="cuda"), torch.zeros(256, dtype=torch.int32, device="cuda")
+    k, v = (torch.randn(B, HK, T, D, device="cuda").to(dtype) for _ in "kv")
+    stores = [t for pair in zip(quantize_heads(k), quantize_heads(v)) for t in pair] if bits8 else [k, v, None, None]
+    for interleaved in (False, True):
+        for counts in (None, arrived):
+            for _ in range(5):
+                qkv, angles = torch.randn(B, 1, (H + 2 * HK) * D, device="cuda").to(dtype), torch.rand(B, 1, R, device="cuda") * 6
+                cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+                two, one = ([t if t is None else t.clone() for t in stores] for _ in range(2))
+                q = rope_and_store(qkv, cos, sin, two[0], two[1], lengths, *two[2:], interleaved=interleaved)
+                want = decode_attention(q, two[0], two[1], lengths, None, *two[2:], None, window, arrived=counts)
+                assert torch.equal(rope_and_attend(qkv, cos, sin, one[0], one[1], lengths, None, *one[2:], window, None, interleaved, counts), want)
+                assert all(a is None or torch.equal(a, b) for a, b in zip(one, two)) and not arrived.any()
+    full = rope_and_attend(qkv, cos, sin, one[0], one[1], torch.full_like(lengths, T), None, *one[2:])                     # a full cache: nothing is written
+    assert full.isfinite().all() and all(a is None or torch.equal(a, b) for a, b in zip(one, two))
+
+
 def test_attention_in_a_graph_follows_its_lengths():
-    from bmlab.triton_kernels import decode_attention, rope_and_store
+    from bmlab.triton_kernels import decode_attention, rope_and_attend, rope_and_store, rms_norm
     B, H, HK, D, T = 2, 8, 2, 64, 300
     k, v = (torch.zeros(B, HK, T, D, device="cuda", dtype=torch.bfloat16) for _ in "kv")
     qkv, lengths = torch.randn(B, 1, (H + 2 * HK) * D, device="cuda", dtype=torch.bfloat16), torch.tensor([0, 70], device="cuda")
@@ -435,3 +487,14 @@ def test_attention_in_a_graph_follows_its_lengths():
         assert torch.equal(out, step(k2, v2)), token
         lengths += 1
     assert torch.equal(k, k2) and torch.equal(v, v2)
+    raw, k3, v3 = qkv.clone(), k.clone().zero_(), v.clone().zero_()                           # behind a kernel that ends late: what it writes is waited for
+    def late(k, v): return rope_and_attend(rms_norm(raw, None), None, None, k, v, lengths)
+    lengths.zero_(); k2.zero_(); v2.zero_(); late(k3.clone(), v3.clone()); torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): out = late(k3, v3)
+    k3.zero_(); v3.zero_()
+    for token in range(130):
+        torch.manual_seed(token); raw.copy_(torch.randn_like(raw)); graph.replay()
+        assert torch.equal(out, decode_attention(rope_and_store(rms_norm(raw, None), None, None, k2, v2, lengths), k2, v2, lengths)), token
+        lengths += 1
+    assert torch.equal(k3, k2) and torch.equal(v3, v2)
