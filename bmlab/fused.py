@@ -34,13 +34,13 @@ def _untouched(watch):
         if type(m) is not cls or m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__: return False
     return True
 
-# %% ../nbs/39b_fused.ipynb #4233ae59
-def _own_class(module): return type(module).__dict__.get("_bmlab_base", type(module))     # a delta's class knows what it stands on
-
 class _Ahead:
     "Rows whose norm is still to be divided by their root mean square, which the product that reads them does: rows, and rows · weight"
     def __init__(self, rows, weighed, eps): self.rows, self.weighed, self.eps, self.dtype, self.device = rows, weighed, eps, rows.dtype, rows.device
     def __len__(self): return len(self.rows)
+
+# %% ../nbs/39b_fused.ipynb #4233ae59
+def _own_class(module): return type(module).__dict__.get("_bmlab_base", type(module))     # a delta's class knows what it stands on
 
 class _Product:
     "Linear layers with one input as one matrix product; one by one where a delta or a hook is on one, or they lie apart"
