@@ -234,7 +234,7 @@ def finish(args, out, task, held_rows, log, plan, here, ranks):
         speed = engine.stats.get("decode_tok_s", math.nan) if stage == "packed" else decode_speed(m, task.room + 1, 24)["decode_tok_s"]
         row = {"stage": stage, "parameters": count(m).total, "bytes": count(m).bytes, "perplexity": perplexity(m, held_rows), "title score": scores[stage], "tokens/s": speed}
         rows.append(row | ({"Wh": 1000 * used[stage].kwh, "cost": used[stage].money} if stage in used else {}))
-    table, beside = pd.DataFrame(rows).set_index("stage"), pd.DataFrame(beside, columns=["step", "what", "predicted", "measured"]).assign(ratio=lambda t: t.measured / t.predicted)
+    table, beside = pd.DataFrame(rows).set_index("stage"), pd.DataFrame(beside, columns=["step", "what", "predicted", "measured"]).assign(**{"predicted / measured": lambda t: t.predicted / t.measured})
     table.to_csv(out / "table.csv"); beside.to_csv(out / "predicted.csv", index=False)
     print(f"{len(task.asked)} titles asked; the first sentence scores {scores['first sentence']:.3f}, {task.usual!r} for all of them {scores['commonest heading']:.3f}"); print(table.round(4).to_string()); print(beside.round(3).to_string())
     for (heading, text), title in list(zip(task.asked, said))[::max(len(said) // 12, 1)]: print(f"{title!r} for {heading!r}: {text[:60]!r}")
