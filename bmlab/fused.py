@@ -322,7 +322,8 @@ class _AttentionPart(_Part):
     def run(self, x, shape, kwargs, residual=None, norm=None): # as of a gated MLP
         ops = _ops(self.step, x)
         attend = _attend_torch if ops is _Torch else _attend_triton
-        y = attend(self, self.step, self.qkv(x, shape), *kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"])
+        qkv = ops.ending(self.qkv, x, soon=shape[1] == 1) if isinstance(x, _Ahead) else self.qkv(x, shape)                  # attention reads older keys meanwhile
+        y = attend(self, self.step, qkv, *kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"])
         return self.o(y, shape) if norm is None else ops.through(self.o, y, residual, norm)
     def __call__(self, args, kwargs):
         x = args[0] if args else kwargs.get("hidden_states")

@@ -90,8 +90,9 @@ def _finish(out, b, r, w, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESID
 # %% ../nbs/04_triton.ipynb #dfa839d3
 @triton.jit(do_not_specialize=["M"])
 def _int8_split_kernel(x, codes, scale, bias, residual, weight, of, y, ahead, M, N, K, eps, offset, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
-                       INTERPRETED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr):
+                       INTERPRETED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr, SOON: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
+    if EARLY and SOON: tl.extra.cuda.gdc_launch_dependents()
     m = tl.arange(0, 1 if ONE else BLOCK_M)                                            # of a single row, all columns are given the same numbers, and the first is kept
     n, there = _rows(N, BLOCK_N, GATE)
     k = tl.arange(0, WARPS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]        # (WARPS, BLOCK_K): who takes what of a step
@@ -107,7 +108,7 @@ def _int8_split_kernel(x, codes, scale, bias, residual, weight, of, y, ahead, M,
         if ONE: a = tl.broadcast_to(a, (WARPS, BLOCK_K, BLOCK_M))
         if INTERPRETED: a = a.to(tl.float32)                                           # the interpreter has no bfloat16 product
         acc = tl.dot(w.to(a.dtype), a, acc, input_precision="ieee")
-    if EARLY: tl.extra.cuda.gdc_launch_dependents()
+    if EARLY and not SOON: tl.extra.cuda.gdc_launch_dependents()
     _finish(tl.sum(acc, 0) * unit, b, r, g, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESIDUAL, GATE, AHEAD, NORM, BLOCK_M, BLOCK_N)
 
 # %% ../nbs/04_triton.ipynb #a1f0ba72
@@ -203,7 +204,7 @@ def _inverse_rms_kernel(x, y, K, eps, NORM: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     tl.store(y + tl.program_id(0), _inverse_rms(v, K, eps))
 
-def _ends(x, y, blocks, bias, gate, residual, norm, ahead):
+def _ends(x, y, blocks, bias, gate, residual, norm, ahead, soon=False):
     "Tensors and keywords of a product's ends. One row is normed by every program; several rows by a kernel before, with as many threads: the same sums"
     (M, K), given = x.shape, lambda t: y if t is None else t.contiguous()
     of, wide = None if norm is None else norm[0], triton.next_power_of_2(K)
@@ -211,7 +212,7 @@ def _ends(x, y, blocks, bias, gate, residual, norm, ahead):
         of = x.new_empty(M, dtype=torch.float32)
         _inverse_rms_kernel[(M,)](norm[0].contiguous(), of, K, norm[1], NORM=wide, num_warps=blocks["num_warps"], **_early(x))
     kinds = dict(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATE=_ACTIVATIONS.get(gate, -1), AHEAD=ahead is not None, NORM=0 if norm is None else wide if M == 1 else 1,
-                 eps=norm[1] if norm else 0.0, offset=ahead[1] if ahead else 0.0, ONE=M == 1, INTERPRETED=not x.is_cuda, **_early(x))
+                 eps=norm[1] if norm else 0.0, offset=ahead[1] if ahead else 0.0, ONE=M == 1, SOON=soon, INTERPRETED=not x.is_cuda, **_early(x))
     return (given(bias), given(residual), given(ahead and ahead[0]), given(of), y, torch.empty_like(y) if ahead else y), kinds
 
 # %% ../nbs/04_triton.ipynb #b0a3891c
@@ -224,6 +225,7 @@ def int8_linear(
     residual:Tensor|None=None, # (M, outputs) in x's dtype, added at the end
     norm:tuple|None=None,      # (rows (M, K) in x's dtype, ε): before the bias the product is divided by the root of their mean square + ε: with x their product with a weight, it is of their RMS norm
     ahead:tuple|None=None,     # (weight (outputs,), offset) of an RMS norm that follows: the result times weight + offset is given too
+    soon:bool=False,           # may a kernel behind it begin at its start, not near its end? Good where that is small and has other things to read first
 )->Tensor|tuple[Tensor, Tensor]: # (M, N) in x's dtype, with a gate (M, N/2); with ahead two of them
     "`(x @ codes.T) * scale + bias` with float32 sums, without autograd; a row's result does not depend on M, and gate, residual and what lies ahead see the rounded product."
     _check(x, codes, scale, bias)
@@ -238,7 +240,7 @@ def int8_linear(
         if "WARPS" not in blocks:
             _int8_linear_kernel[grid](*given, scale if bias is None else bias.contiguous(), y, M, N, K, HAS_BIAS=bias is not None, INTERPRETED=not x.is_cuda, **_early(x), **blocks)
             return y.to(x.dtype)
-        ends, kinds = _ends(x, y, blocks, bias, gate, residual, norm, ahead)
+        ends, kinds = _ends(x, y, blocks, bias, gate, residual, norm, ahead, soon)
         _int8_split_kernel[grid](*given, *ends, M, N, K, EVEN=K % (blocks["BLOCK_K"] * blocks["WARPS"]) == 0, **kinds, **blocks)
     return y.to(x.dtype) if ahead is None else (y.to(x.dtype), ends[-1].to(x.dtype))
 
@@ -262,8 +264,9 @@ def _nibbles(w, kind: tl.constexpr, PLAIN: tl.constexpr):
 # %% ../nbs/04_triton.ipynb #6d2f27b5
 @triton.jit(do_not_specialize=["M"])
 def _int4_linear_kernel(x, codes, scale, zero, bias, residual, weight, of, y, ahead, M, N, K, row_bytes, groups, eps, offset, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
-                        INTERPRETED: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr):
+                        INTERPRETED: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr, SOON: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
+    if EARLY and SOON: tl.extra.cuda.gdc_launch_dependents()
     HALF: tl.constexpr = GROUP // 2
     UNIT: tl.constexpr = 2 if PAIRS else 1                                                # groups that follow each other: two have their scales in one word
     PLAIN: tl.constexpr = INTERPRETED or x.dtype.element_ty == tl.float32
@@ -297,7 +300,7 @@ def _int4_linear_kernel(x, codes, scale, zero, bias, residual, weight, of, y, ah
                 sums = tl.dot(one, back, tl.dot(one, front, input_precision="tf32x3"), input_precision="tf32x3")
                 acc += products * s[:, :, None]
                 acc += sums * (z - FROM * s)[:, :, None]
-    if EARLY: tl.extra.cuda.gdc_launch_dependents()
+    if EARLY and not SOON: tl.extra.cuda.gdc_launch_dependents()
     _finish(tl.sum(acc, 0), b, r, g, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESIDUAL, GATE, AHEAD, NORM, BLOCK_M, BLOCK_N)
 
 # %% ../nbs/04_triton.ipynb #10e80c79
@@ -340,6 +343,7 @@ def int4_linear(
     residual:Tensor|None=None, # as for `int8_linear`
     norm:tuple|None=None,      # as for `int8_linear`
     ahead:tuple|None=None,     # as for `int8_linear`
+    soon:bool=False,           # as for `int8_linear`
 )->Tensor|tuple[Tensor, Tensor]: # (M, N) in x's dtype, with a gate (M, N/2); with ahead two of them
     "`x @ ((q − 8) * scale + zero).T + bias` with float32 sums and no rounded weights, without autograd; a row's result does not depend on M."
     group = _check4(x, codes, scale, zero, bias)
@@ -351,7 +355,7 @@ def int4_linear(
     y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
     if y.numel() == 0: return y.to(x.dtype) if ahead is None else (y.to(x.dtype), y.to(x.dtype))
     with _on(x):
-        ends, kinds = _ends(x, y, blocks, bias, gate, residual, norm, ahead)
+        ends, kinds = _ends(x, y, blocks, bias, gate, residual, norm, ahead, soon)
         _int4_linear_kernel[(triton.cdiv(N, blocks["BLOCK_N"]),) if gate is None else (triton.cdiv(F, blocks["BLOCK_N"] // 2),)](x.contiguous(), codes, scale, zero, *ends, M, N, K, K // 2, K // group, **kinds, **blocks)
     return y.to(x.dtype) if ahead is None else (y.to(x.dtype), ends[-1].to(x.dtype))
 

@@ -16,6 +16,7 @@ def build(kernel, types, const, num_warps=4, num_stages=3):
     "PTX and shared memory of one launch; integers are multiples of 16, as real sizes are"
     names = kernel.arg_names
     if "EARLY" in names: const = const | dict(EARLY=True)
+    if "SOON" in names: const = dict(SOON=False) | const
     signature = {n: "constexpr" if n in const else types.get(n, "i32") for n in names}
     even = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in const and n not in ("M", "m") and (signature[n][0] == "*" or signature[n] == "i32")}
     made = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs={(names.index(k),): v for k, v in const.items()}, attrs=even),
