@@ -204,7 +204,7 @@ def _attend_torch(f, step, qkv, cos, sin, mask, cache): # qkv (B·M, (H + 2·Hk)
     return out[0] if B == 1 else torch.cat(out)
 
 # %% ../nbs/39b_fused.ipynb #7076b976
-def _newest(step, mask, span): # (B, 1, M, T) → (B, M, M) bool: which of the newest tokens each of them sees; None: itself
+def _newest(step, mask, span): # (B, 1, M, T) → (B, M, M) int32: which of the newest tokens each of them sees; None: itself
     M = mask.shape[2]
     if M == 1: return None
     found = step.masks.get(id(mask))
@@ -212,7 +212,7 @@ def _newest(step, mask, span): # (B, 1, M, T) → (B, M, M) bool: which of the n
         B, at = len(span.starts), span.starts[:, None] + torch.arange(M, device=mask.device)                    # (B, M)
         seen = (mask if mask.dtype == torch.bool else mask == 0).expand(B, -1, -1, -1)
         if len(step.masks) > 3: step.masks.clear()
-        found = step.masks[id(mask)] = mask, seen.gather(3, at.clamp(max=mask.shape[3] - 1)[:, None, None].expand(B, 1, M, M))[:, 0]
+        found = step.masks[id(mask)] = mask, seen.gather(3, at.clamp(max=mask.shape[3] - 1)[:, None, None].expand(B, 1, M, M))[:, 0].int()
     return found[1]
 
 def _attend_triton(f, step, qkv, cos, sin, mask, cache):

@@ -671,7 +671,7 @@ def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, part, stat
     k_at, v_at = k + at + t[None, :].to(tl.int64) * slot_stride + d[:, None], v + at + t[:, None].to(tl.int64) * slot_stride + d[None, :]
     scale_at = row * scale_row + kv.to(tl.int64) * scale_head + t
     last = length + m if CAUSAL else tl.zeros_like(m) + (length - 1)                    # the last slot that a query may see
-    if TREE:                                                                            # there: as deep as the newest that it sees
+    if TREE:                                                                            # there: as deep as the newest that it sees. (Words, not bytes: beside a byte the compiler puts keys in another order into its products)
         j = tl.arange(0, BLOCK_Q)
         last = length - 1 + tl.sum(tl.load(mask + b.to(tl.int64) * M * M + m[:, None] * M + j[None, :], mask=real[:, None] & (j < M)[None, :], other=0).to(tl.int32), 1)
     acc, top, total = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32), tl.full((BLOCK_Q,), float("-inf"), tl.float32), tl.zeros((BLOCK_Q,), dtype=tl.float32)
@@ -721,7 +721,7 @@ def _check_attention(q, k, lengths, mask, window, causal):
     B, _, M, _ = q.shape
     if M > MAX_ROWS: raise ValueError(f"q has M={M} tokens a row, the kernel takes at most {MAX_ROWS}; for a prompt use torch.nn.functional.scaled_dot_product_attention")
     if lengths.shape != (B,) or lengths.is_floating_point(): raise ValueError(f"lengths {tuple(lengths.shape)} {lengths.dtype}; expected ({B},) integers")
-    if mask is not None and (mask.shape != (B, M, M) or mask.dtype != torch.bool): raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}; expected ({B}, {M}, {M}) bool")
+    if mask is not None and (mask.shape != (B, M, M) or mask.dtype not in (torch.bool, torch.int32)): raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}; expected ({B}, {M}, {M}) bool or int32")
     if mask is not None and not causal: raise ValueError("mask is for the newest keys; with causal=False there are none")
     if window is not None and window < (1 if mask is None else MAX_ROWS): raise ValueError(f"window={window}; expected at least {1 if mask is None else MAX_ROWS}")
     if q.device != k.device or lengths.device != q.device: raise ValueError(f"q is on {q.device}, the cache on {k.device}, lengths on {lengths.device}; move them to one device")
@@ -735,7 +735,7 @@ def decode_attention(
     scale:float|None=None,       # of the scores; None: D ** −0.5
     k_scale:Tensor|None=None,    # (rows, Hk, T) float16, for an int8 cache
     v_scale:Tensor|None=None,    # like k_scale
-    mask:Tensor|None=None,       # (B, M, M) bool: which of the newest keys each of the newest queries sees (a tree); None: itself and those before it
+    mask:Tensor|None=None,       # (B, M, M) bool, or int32 zeros and ones: which of the newest keys each of the newest queries sees (a tree); None: itself and those before it
     window:int|None=None,        # a query sees only the keys of the last `window` slots, its own included; None: all
     rows:Tensor|None=None,       # (B,) int: cache row of each row; None: 0…B−1
     causal:bool=True,            # False: every query sees exactly the first lengths[b] keys, none is newest (cross-attention)
@@ -753,7 +753,7 @@ def decode_attention(
     with _on(q):
         _attention_kernel[(SPLITS, triton.cdiv(M * G, MAX_ROWS), B * HK)](
             q, k, v, unused if k_scale is None else k_scale, unused if v_scale is None else v_scale, lengths, lengths if rows is None else rows.contiguous(),
-            unused if mask is None else mask.contiguous().view(torch.uint8), part, stats, arrived if sums else lengths, y, M, HK, D, D ** -0.5 if scale is None else scale, window or 0,
+            unused if mask is None else mask.contiguous().to(torch.int32), part, stats, arrived if sums else lengths, y, M, HK, D, D ** -0.5 if scale is None else scale, window or 0,
             *q.stride()[:3], *k.stride()[:3], *(k_scale.stride()[:2] if k_scale is not None else (0, 0)),
             G=G, SUMS=sums, CAUSAL=causal, TREE=mask is not None, WINDOW=window is not None, ROWS=rows is not None, BITS8=k_scale is not None, INTERPRETED=not q.is_cuda,
             CHUNK=CHUNK, SPLITS=SPLITS, BLOCK_Q=MAX_ROWS, BLOCK_D=block, num_warps=4, num_stages=max(1, 3 - (block > 128) - (q.dtype == torch.float32)), **_early(q))
