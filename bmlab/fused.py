@@ -36,7 +36,7 @@ def _untouched(watch):
 
 class _Ahead:
     "Rows whose norm is still to be divided by their root mean square, which the product that reads them does: rows, and rows · weight"
-    def __init__(self, rows, weighed, eps): self.rows, self.weighed, self.eps, self.dtype, self.device = rows, weighed, eps, rows.dtype, rows.device
+    def __init__(self, rows, weighed, eps): self.rows, self.weighed, self.eps, self.dtype, self.device, self.is_cuda = rows, weighed, eps, rows.dtype, rows.device, rows.is_cuda
     def __len__(self): return len(self.rows)
 
 # %% ../nbs/39b_fused.ipynb #4233ae59
@@ -116,7 +116,7 @@ class _Torch:
         gate, up = gate_up.chunk(2, -1)
         return (_GATES[act] if act else module)(gate) * up
     def ending(product, x, **end): return None
-    def leads(before, behind, x): return False
+    def leads(x, *products): return False
 
 class _Triton:
     "The same in Triton"
@@ -128,8 +128,12 @@ class _Triton:
         return silu_mul(gate_up, act) if act else _Torch.gate(gate_up, act, module)
     def takes(product, x): # can its kernel do more than the product?
         return product.kind is not nn.Linear and x.dtype != torch.float64 and not torch.is_autocast_enabled(x.device.type) and product.whole(x)
-    def leads(before, behind, x): # can the norm between two products be done by them? (In float16 a row times its weight may be too large)
-        return x.dtype in (torch.bfloat16, torch.float32) and len(x) <= 16 and _Triton.takes(before, x) and _Triton.takes(behind, x)
+    def leads(x, *products): # can the norm between products be done by them? (In float16 a row times its weight may be too large)
+        from bmlab.triton_kernels import does_ends
+        return x.dtype in (torch.bfloat16, torch.float32) and len(x) <= 16 and all(_Triton.takes(p, x) and does_ends(x, p.joined["codes"]) for p in products)
+    def weighed(x, norm): # `_Ahead` of rows that no product gave
+        w = norm.module._parameters["weight"]
+        return _Ahead(x, x * w if not norm.offset and w.dtype == x.dtype else (x.float() * (w.float() + norm.offset)).to(x.dtype), norm.eps)
     def ending(product, x, **end): # x (R, K) or `_Ahead` → the product with gate=, residual= or ahead= behind it as one kernel; None: not of this kind
         if isinstance(x, _Ahead): x, end = x.weighed, end | dict(norm=(x.rows, x.eps))
         elif not _Triton.takes(product, x): return None
@@ -161,7 +165,7 @@ class _Step:
         self.at = self.taken = self.stream = None                   # slots on a CPU; a call that was found fit; what the last block gave, with its negative
         self.one = False                                                                      # is that call one token of one row on a CPU?
         self.counts = None                                          # of programs of attention that have arrived, zeros between two calls
-        self.model = self.ahead = None                              # a weak reference; what a block gave, its version, what its last product says of it, the block that may read that
+        self.ahead = None                                           # what a block gave, its version, what its last product says of it, the block that may read that, its norm's weight and that one's version
 
     def arrived(self, x): # on x's GPU; None while a graph is captured that nothing ran before
         if self.counts is None or self.counts.device != x.device:
@@ -171,12 +175,15 @@ class _Step:
 
     def go_ahead(self, out, ahead, block):
         "Keep what the last product of a block says of `out` for the next block"
-        if not out.is_inference(): self.ahead = out, out._version, ahead, block              # (what changes `out` is seen)
+        w = block.norms[0].module._parameters["weight"]
+        self.ahead = out, out._version, ahead, block, w, 0 if w.is_inference() else w._version   # (what changes them is seen, but for what goes past their versions by `.data`)
         return out
 
     def ahead_of(self, x, block): # → `_Ahead`, or None
         kept, self.ahead = self.ahead, None
-        return kept[2] if kept is not None and kept[0] is x and kept[1] == x._version and kept[3] is block and _Triton.takes(block.attention.qkv, kept[2].rows) else None
+        if kept is None or kept[0] is not x or kept[1] != x._version or kept[3] is not block: return None
+        w = block.norms[0].module._parameters["weight"]
+        return kept[2] if kept[4] is w and kept[5] == (0 if w.is_inference() else w._version) and _Triton.leads(kept[2].rows, block.attention.qkv) else None
 
     def turn(self, x, cos, sin): # x (B, M, n, D), cos and sin (B or 1, M, D) → x turned by its positions
         if self.angles is not cos:
@@ -229,7 +236,7 @@ def _attend_torch(f, step, qkv, cos, sin, mask, cache): # qkv (B·M, (H + 2·Hk)
     return out[0] if B == 1 else torch.cat(out)
 
 # %% ../nbs/39b_fused.ipynb #7076b976
-def _newest(step, mask, span): # (B, 1, M, T) → (B, M, M) bool: which of the newest tokens each of them sees; None: itself
+def _newest(step, mask, span): # (B, 1, M, T) → (B, M, M) int32: which of the newest tokens each of them sees; None: itself
     M = mask.shape[2]
     if M == 1: return None
     found = step.masks.get(id(mask))
@@ -237,15 +244,17 @@ def _newest(step, mask, span): # (B, 1, M, T) → (B, M, M) bool: which of the n
         B, at = len(span.starts), span.starts[:, None] + torch.arange(M, device=mask.device)                    # (B, M)
         seen = (mask if mask.dtype == torch.bool else mask == 0).expand(B, -1, -1, -1)
         if len(step.masks) > 3: step.masks.clear()
-        found = step.masks[id(mask)] = mask, seen.gather(3, at.clamp(max=mask.shape[3] - 1)[:, None, None].expand(B, 1, M, M))[:, 0]
+        found = step.masks[id(mask)] = mask, seen.gather(3, at.clamp(max=mask.shape[3] - 1)[:, None, None].expand(B, 1, M, M))[:, 0].int()
     return found[1]
 
 def _attend_triton(f, step, qkv, cos, sin, mask, cache):
     from bmlab.triton_kernels import decode_attention, rope_and_attend, rope_and_store
     span, kept = cache.span, cache.layers[f.layer]
     rows = None if type(span.rows) is slice and span.rows.start == 0 else span.index
-    new, scales, end = qkv.view(*span.slots.shape, -1), (kept.k_scale, kept.v_scale), dict(arrived=step.arrived(qkv) if qkv.is_cuda else None)
-    if mask.shape[2] == 1 and not f.norms: y = rope_and_attend(new, cos, sin, kept.k, kept.v, span.starts, f.scale, *scales, f.window, rows, **end)
+    scales, end, new = (kept.k_scale, kept.v_scale), dict(arrived=step.arrived(qkv) if qkv.is_cuda else None), qkv.view(*span.slots.shape, -1)
+    if mask.shape[2] == 1 and not f.norms:
+        room = [t if t is None else t[:, :, :span.max_ctx] for t in (kept.k, kept.v, *scales)]               # a full row's token is not written
+        y = rope_and_attend(new, cos, sin, *room[:2], span.starts, f.scale, *room[2:], f.window, rows, **end)
     else:
         norms = dict(zip(("q_norm", "k_norm"), (n.module._parameters["weight"] for n in f.norms)), eps=f.norms[0].eps, offset=f.norms[0].offset) if f.norms else {}
         q = rope_and_store(new, cos, sin, kept.k, kept.v, span.slots, *scales, rows, **norms)
@@ -398,9 +407,8 @@ class _BlockPart(_Part):
     def forget(self): self.line = None
 
     def alone(self):
-        "Is its first norm where it will be, and will that be all that happens to what it reads? Weights that stream may come later"
-        model = self.step.model and self.step.model()
-        return model is not None and "_bmlab_streamer" not in model.__dict__ and len(self.norms) == 2 and _untouched(self.watch)
+        "Is its first norm where it will be? (A weight that streams comes later)"
+        return len(self.norms) == 2 and not hasattr(self.norms[0].module._parameters["weight"], "_bmlab_home") and _untouched(self.watch)
 
     def one(self, x, kwargs):
         "One token of one row on a CPU; None: something is in its way"
@@ -416,14 +424,15 @@ class _BlockPart(_Part):
         ops, whole, shape, norms, mlp = _ops(self.step, x), x.shape, x.shape[:2], self.norms, self.mlp
         ahead = self.step.ahead_of(x, self)
         x = x.flatten(0, 1)                                                                   # (B·M, D)
-        y = ahead or ops.norm(x, norms[0])
+        y = ahead or (ops.weighed(x, norms[0]) if len(norms) == 2 and ops.leads(x, self.attention.qkv) else ops.norm(x, norms[0]))   # the same bits, whoever was before
         if len(norms) == 4:
             y, x = ops.norm(ops.norm(self.attention.run(y, shape, kwargs), norms[1]), norms[2], x)
             return (x + ops.norm(mlp.run(y, shape), norms[3])).view(whole)
-        if ops.leads(self.attention.o, mlp.up, x): y = self.attention.run(y, shape, kwargs, x, norms[1]); x = y.rows
+        if ops.leads(x, self.attention.o, mlp.up): y = self.attention.run(y, shape, kwargs, x, norms[1]); x = y.rows
         else: y, x = ops.norm(self.attention.run(y, shape, kwargs), norms[1], x)
-        then = self.then
-        if then is None or not ops.leads(mlp.down, then.attention.qkv, x) or not then.alone(): return mlp.run(y, shape, x).view(whole)
+        behind = self.then and self.then()
+        then = None if behind is None else behind.__dict__.get("_fused")
+        if not isinstance(then, _BlockPart) or x.is_inference() or not ops.leads(x, mlp.down, then.attention.qkv) or not then.alone(): return mlp.run(y, shape, x).view(whole)
         y = mlp.run(y, shape, x, then.norms[0])
         return self.step.go_ahead(y.rows.view(whole), y, then)
 
@@ -653,7 +662,6 @@ def fuse_decode(
     like = next(t for t in tensors if t.is_floating_point()).new_empty(0, dtype=getattr(model, "dtype", None))
     turned = next((2 * len(b) for n, b in model.named_buffers() if n.endswith("inv_freq")), None)
     modes, step, proofs, rows, swapped = [(m, m.training) for m in model.modules()], _Step(kernels), {}, [], []
-    step.model = weakref.ref(model)
     model.eval()
     for form in _MAKE:
         for name, m in list(parts(model)):
@@ -666,6 +674,6 @@ def fuse_decode(
     for m, mode in modes: m.training = mode
     for layers in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
         for m, behind in zip(layers, list(layers)[1:]):
-            if all(isinstance(b.__dict__.get("_fused"), _BlockPart) for b in (m, behind)): m._fused.then = behind._fused
+            if all(isinstance(b.__dict__.get("_fused"), _BlockPart) for b in (m, behind)): m._fused.then = weakref.ref(behind)
     changed(model)
     return Fused(model, pd.DataFrame(rows, columns=["name", "form", "class", "fused", "why"]), swapped)

@@ -182,6 +182,43 @@ def test_in_the_interpreter(name):
     for kv_bits in (16, 8): assert apart(walk(fast, kv_bits, 1), walk(plain, kv_bits, 1)) < (1e-5 if kv_bits == 16 else 0.03)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_norms_between_products(bits, monkeypatch):
+    "Three packed blocks in the interpreter: one norm's kernel is left of seven, and the rows of a block are the same to the bit whoever ran before it"
+    import bmlab.triton_kernels as tk
+    from bmlab.streaming import Streamer
+    monkeypatch.setattr(tk, "_blocks", lambda N, K, dtype: dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, WARPS=2, num_warps=2, num_stages=2))      # on a GPU only 16-bit rows take these
+    calls, norm = [], tk.rms_norm
+    monkeypatch.setattr(tk, "rms_norm", lambda *a, **k: calls.append(a) or norm(*a, **k))
+    plain = pack_linears(llama(hidden_size=64, intermediate_size=64), bits=bits, **(dict(group_size=32) if bits == 4 else {}))
+    fast = copy.deepcopy(plain)
+    assert fuse_decode(fast, kernels="triton").table.fused.all()
+    prompt, tokens = [[5, 9, 33, 7]], [3, 4, 5]
+    def steps(model, width=1):
+        d = Decoder(model, max_ctx=60); d.prefill(prompt); calls.clear()
+        return torch.cat([d.step([[t] * width]) for t in tokens], 1)
+    want = steps(plain)
+    got = steps(fast)
+    assert len(calls) == len(tokens) and apart(got, want) < 1e-5                            # the model's last norm
+    assert apart(steps(fast, 3), steps(plain, 3)) < 1e-5
+    layers = fast.model.layers
+    hook = layers[1].register_forward_hook(lambda m, a, out: out * 1.0)                     # what the next block gets is another tensor
+    assert torch.equal(steps(fast), got); hook.remove()
+    with torch.inference_mode(): assert torch.equal(steps(fast), got)
+    weight = layers[2].input_layernorm.weight; kept = weight.clone()
+    def louder(m, args): m.input_layernorm.weight.copy_(2 * kept)                           # behind what the block before has said of it
+    hook = layers[2].register_forward_pre_hook(louder); loud = steps(fast); hook.remove()
+    assert torch.equal(steps(fast), loud) and not torch.equal(loud, got)
+    weight.copy_(kept)
+    assert torch.equal(steps(fast), got)
+    for outer in (False, True):
+        streamed = copy.deepcopy(plain); inner = streamed.model
+        fuse_decode(streamed, kernels="triton")
+        streamer = Streamer(streamed if outer else inner, device="cpu")                     # its next norm's weight is not there yet
+        assert torch.equal(steps(streamed), got), outer
+        streamer.close()
+
+
 @pytest.mark.cuda
 @needs_gpu
 @pytest.mark.parametrize("bits", [None, 8, 4])

@@ -465,7 +465,8 @@ def test_one_token_turned_stored_and_attended_by_one_kernel(H, HK, D, R, T, leng
                 want = decode_attention(q, two[0], two[1], lengths, None, *two[2:], None, window, arrived=counts)
                 assert torch.equal(rope_and_attend(qkv, cos, sin, one[0], one[1], lengths, None, *one[2:], window, None, interleaved, counts), want)
                 assert all(a is None or torch.equal(a, b) for a, b in zip(one, two)) and not arrived.any()
-    full = rope_and_attend(qkv, cos, sin, one[0], one[1], torch.full_like(lengths, T), None, *one[2:])                     # a full cache: nothing is written
+    ends = torch.full_like(lengths, T); torch.cuda.synchronize()
+    full = rope_and_attend(qkv, cos, sin, one[0], one[1], ends, None, *one[2:])                                            # a full cache: nothing is written
     assert full.isfinite().all() and all(a is None or torch.equal(a, b) for a, b in zip(one, two))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILE = r'''
-import itertools, json
+import itertools, json, re
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -22,7 +22,7 @@ def build(kernel, types, const, num_warps=4, num_stages=3):
     made = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs={(names.index(k),): v for k, v in const.items()}, attrs=even),
                           target=GPUTarget("cuda", 90, 32), options=dict(num_warps=num_warps, num_stages=num_stages))
     ptx = made.asm["ptx"]
-    return dict(shared=made.metadata.shared, mma="mma.sync" in ptx, wgmma="wgmma.mma_async" in ptx, copies="cp.async" in ptx, early="griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx, machine=len(made.asm["cubin"]))
+    return dict(widths=re.findall(r"tt.dot [^\n]*?kWidth = (\d)", made.asm["ttgir"]), shared=made.metadata.shared, mma="mma.sync" in ptx, wgmma="wgmma.mma_async" in ptx, copies="cp.async" in ptx, early="griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx, machine=len(made.asm["cubin"]))
 
 X = "*bf16"
 linear, out = dict(x=X, bias=X, residual=X, weight=X, of="*fp32", y=X, ahead=X, scale="*fp32", codes="*i8", eps="fp32", offset="fp32"), {}
@@ -59,12 +59,12 @@ for bits8 in (False, True):
                                  dict(ROPE=True, INTERLEAVED=False, NORM=True, ROWS=True, BITS8=bits8, BLOCK=128), 1)
     for G, sums, (causal, tree) in itertools.product((1, 4), (True, False), ((True, False), (True, True), (False, False))):
         out[f"attention {bits8} {G} {sums} {causal} {tree}"] = build(tk._attention_kernel,
-            dict(q=X, k=C, v=C, k_scale=S, v_scale=S, lengths="*i64", rows="*i64", mask="*u8", cos=X, sin=X, part="*fp32", stats="*fp32", arrived="*i32", y=X, scale="fp32"),
-            dict(TURN=False, INTERLEAVED=False, G=G, SUMS=sums, CAUSAL=causal, TREE=tree, WINDOW=tree, ROWS=tree, BITS8=bits8, INTERPRETED=False, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128))
+            dict(q=X, k=C, v=C, k_scale=S, v_scale=S, lengths="*i64", rows="*i64", mask="*i32", cos=X, sin=X, part="*fp32", stats="*fp32", arrived="*i32", y=X, scale="fp32"),
+            dict(TURN=False, PREREAD=False, INTERLEAVED=False, G=G, SUMS=sums, CAUSAL=causal, TREE=tree, WINDOW=tree, ROWS=tree, BITS8=bits8, INTERPRETED=False, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128))
     for G, sums, window in itertools.product((1, 4), (True, False), (True, False)):
-        out[f"attention, turning {bits8} {G} {sums} {window}"] = build(tk._attention_kernel,
-            dict(q=X, k=C, v=C, k_scale=S, v_scale=S, lengths="*i64", rows="*i64", mask="*u8", cos=X, sin=X, part="*fp32", stats="*fp32", arrived="*i32", y=X, scale="fp32"),
-            dict(TURN=True, INTERLEAVED=window, G=G, SUMS=sums, CAUSAL=True, TREE=False, WINDOW=window, ROWS=window, BITS8=bits8, INTERPRETED=False, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128))
+        out[f"attention {bits8} {G} {sums} {window} turning"] = build(tk._attention_kernel,
+            dict(q=X, k=C, v=C, k_scale=S, v_scale=S, lengths="*i64", rows="*i64", mask="*i32", cos=X, sin=X, part="*fp32", stats="*fp32", arrived="*i32", y=X, scale="fp32"),
+            dict(TURN=True, PREREAD=True, INTERLEAVED=window, G=G, SUMS=sums, CAUSAL=True, TREE=False, WINDOW=window, ROWS=window, BITS8=bits8, INTERPRETED=False, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128))
 out["rows' norms"] = build(tk._inverse_rms_kernel, dict(x=X, y="*fp32", eps="fp32"), dict(NORM=4096), 2)
 out["combine"] = build(tk._combine_kernel, dict(part="*fp32", stats="*fp32", lengths="*i64", y=X), dict(CAUSAL=True, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_D=128))
 out["widen"] = build(tk._widen4_kernel, dict(codes="*u8", scale="*fp16", zero="*fp16", w=X), dict(GROUP=128, BLOCK_N=32))
@@ -84,6 +84,9 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     made = json.loads(run.stdout.splitlines()[-1])
+    for start in {name.rsplit(" ", 4)[0] for name in made if name.startswith("attention")} | {name.split(",")[0] for name in made if " group " in name}:      # keys, or columns, go into the products in one order, whatever M and mask: rows do not change
+        kinds = {tuple(sorted(set(m["widths"]))) for name, m in made.items() if name.startswith(start)}
+        assert len(kinds) == 1 and kinds != {()}, (start, {name: m["widths"] for name, m in made.items() if name.startswith(start)})
     for name, m in made.items():
         assert m["machine"] > 0 and m["shared"] <= 227 << 10, (name, m)                                        # what a Hopper multiprocessor lets one program have
         if name.startswith(("int8", "int4", "attention")): assert m["early"], name                                # begins while the kernel before it ends
