@@ -112,7 +112,7 @@ class Span:
             slots = torch.where(steps < left, last, slots - left)
             self.positions = self.starts[:, None] + (steps - left)
         else: self.positions = slots if depth is None else self.starts[:, None] + depth
-        self.slots, self.positions = torch.where(slots < self.max_ctx, slots + self.lead if self.lead else slots, last), self.positions.clamp(0, self.max_ctx - 1)   # what has no room goes where padding goes
+        self.slots, self.positions = (slots + self.lead if self.lead else slots).clamp(max=last), self.positions.clamp(0, self.max_ctx - 1)   # what has no room goes behind it, at the most where padding goes
         if both and self.lead: self.slots = torch.cat([self.steps[:self.lead].expand(len(slots), -1), self.slots], 1)
         self.view, self.start = view, None
         if view is None or self.slices:                                                          # the host's lengths, where they are wanted

@@ -374,8 +374,8 @@ class _Stepper(_Reader):
     def _forward(self, ids, view, source_view=None, tree=None, depth=None, keep=True):
         "One forward over the first rows; counts on the device, not on the host (a captured graph does the same)"
         B, M = ids.shape
-        logits = self.net(B, ids, view=view, tree=tree, depth=depth, source_view=source_view).float()
-        if keep: self.lengths[:B].add_(self._active[:B] * M)
+        logits = self.net(B, ids, view=view, tree=tree, depth=depth, source_view=source_view)
+        if keep: self.lengths[:B].add_(self._active[:B], alpha=M)
         return logits
 
     def _count(self, B, M, keep):
@@ -405,7 +405,7 @@ class _Stepper(_Reader):
 
     def _step(self, ids, keep, tree):
         tree = [t.to(self.net.device) for t in tree] or [None, None]
-        return self._forward(ids.to(self.net.device), self._view(*ids.shape), self._source_view(len(ids)), *tree, keep)
+        return self._forward(ids.to(self.net.device), self._view(*ids.shape), self._source_view(len(ids)), *tree, keep).float()
 
     def keep(self,
         kept, # for each row how many of the last step's tokens stay (B ints or a tensor), or which, in order (B lists)
@@ -517,19 +517,24 @@ class _Graphs(_Views):
         if not self.graph: return super()._step(ids, keep, tree)
         ids, tree = self._static("ids", ids), [self._static(n, t) for n, t in zip(("mask", "positions"), tree)]
         view, source = self._view(*ids.shape), self._source_view(len(ids))
-        body = lambda: self._forward(ids, view, source, *(tree or (None, None)), keep)
+        body = lambda: self._forward(ids, view, source, *(tree or (None, None)), keep).float()
         return self._run(body, (tuple(ids.shape), view, source, keep, bool(tree))).clone()
 
 # %% ../nbs/38b_decode.ipynb #47481286
+_ASIDE = True
 class Sampled:
     "Ids that a step has drawn, or is about to draw."
-    def __init__(self, ids, buffer=None, told=None):
+    def __init__(self, ids, buffers=None, told=None, aside=None):
         self._ids, self._event, self._wanted, self._told = ids, None, told and told[0], []
-        if buffer is not None:
-            self._ids, self._event = buffer[:len(ids)], torch.cuda.Event()
-            self._ids.copy_(ids, non_blocking=True)
-            self._told = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in (told or [None])[1:]]
-            self._event.record()
+        if buffers is not None:
+            kept, self._ids = (b[:len(ids)] for b in buffers)                         # on the device, on the host
+            kept.copy_(ids); self._event = torch.cuda.Event(); self._event.record()
+            stream = torch.cuda.current_stream(ids.device) if told or not _ASIDE else aside      # what was told is overwritten by the next step
+            stream.wait_event(self._event)                                            # the way to the host is beside that step, not before it
+            with torch.cuda.stream(stream):
+                self._ids.copy_(kept, non_blocking=True)
+                self._told = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in (told or [None])[1:]]
+                self._event = torch.cuda.Event(); self._event.record()
         else: self._ids, self._told = ids.clone(), [t.clone() for t in (told or [None])[1:]]
     def ids(self)->list: # of B ints, a `Token` where the sampler was asked for log-probabilities
         "Wait for the step, and say what it drew. To be read before the fourth step after it."
@@ -563,7 +568,7 @@ class Decoder(_Graphs):
 
     @torch.no_grad()
     def step_sampled(self,
-        sampler,   # logits (B, V) float32 → ids (B,) int64, by torch operations alone; tensors it changes are in its dict `state`, what else shapes its work in `key`
+        sampler,   # logits (B, V) float32, or the model's dtype where it has `any_dtype` → ids (B,) int64, by torch operations alone; tensors it changes are in its dict `state`, what else shapes its work in `key`
     )->Sampled:    # .ids()
         "Feed each row what was drawn last, and draw again; does not wait for the device."
         if self._next is None: raise RuntimeError("step_sampled() feeds what the step before drew; begin with start(ids)")
@@ -571,7 +576,8 @@ class Decoder(_Graphs):
         self._check(B, 1)
         ids, view, source = self._next[:B], self._view(B, 1), self._source_view(B)
         def body():
-            drawn = sampler(self._forward(ids, view, source)[:, -1])
+            logits = self._forward(ids, view, source)[:, -1]
+            drawn = sampler(logits if getattr(sampler, "any_dtype", False) else logits.float())
             ids.copy_(drawn[:, None])
             return drawn
         key = ("sampled", B, view, source, id(sampler), id(state), getattr(sampler, "key", None))
@@ -579,6 +585,8 @@ class Decoder(_Graphs):
         self._count(B, 1, True)
         told = sampler.told(B) if hasattr(sampler, "told") else None
         if self.net.device.type != "cuda": return Sampled(drawn, told=told)
-        self._buffers = self._buffers or [torch.empty(self.max_batch, dtype=torch.int64, pin_memory=True) for _ in range(4)]
+        if self._buffers is None:
+            new = lambda **where: torch.empty(self.max_batch, dtype=torch.int64, **where)
+            self._buffers, self._out = [(new(device=self.net.device), new(pin_memory=True)) for _ in range(4)], torch.cuda.Stream(self.net.device)
         self._turn += 1
-        return Sampled(drawn, self._buffers[self._turn % 4], told)
+        return Sampled(drawn, self._buffers[self._turn % 4], told, self._out)

@@ -251,7 +251,7 @@ def _attend_triton(f, step, qkv, cos, sin, mask, cache):
     from bmlab.triton_kernels import decode_attention, rope_and_attend, rope_and_store
     span, kept = cache.span, cache.layers[f.layer]
     rows = None if type(span.rows) is slice and span.rows.start == 0 else span.index
-    scales, end, new = (kept.k_scale, kept.v_scale), dict(arrived=step.arrived(qkv) if qkv.is_cuda else None), qkv.view(*span.slots.shape, -1)
+    scales, end, new = (kept.k_scale, kept.v_scale), dict(arrived=step.arrived(qkv) if qkv.is_cuda else None, most=span.view), qkv.view(*span.slots.shape, -1)
     if mask.shape[2] == 1 and not f.norms:
         room = [t if t is None else t[:, :, :span.max_ctx] for t in (kept.k, kept.v, *scales)]               # a full row's token is not written
         y = rope_and_attend(new, cos, sin, *room[:2], span.starts, f.scale, *room[2:], f.window, rows, **end)
@@ -337,6 +337,16 @@ class _AttentionPart(_Part):
     def __call__(self, args, kwargs):
         x = args[0] if args else kwargs.get("hidden_states")
         return (self.run(x.flatten(0, 1), x.shape[:2], kwargs).view(*x.shape[:2], -1), None) if len(args) <= 1 and self.takes(x, kwargs) else None
+
+# %% ../nbs/39b_fused.ipynb #5a0f7c21
+class _AnglesPart(_Part):
+    "Cosines and sines of few positions"
+    def __init__(self, module): self.module, self.scaling = module, module.attention_scaling
+    def __call__(self, args, kwargs):
+        x, positions = (args[0], kwargs["position_ids"]) if len(args) == 1 and kwargs.keys() == {"position_ids"} else args if len(args) == 2 and not kwargs else (None, None)
+        if positions is None or positions.ndim != 2 or not 0 < positions.numel() <= 64 or torch.is_autocast_enabled(x.device.type): return None
+        from bmlab.triton_kernels import rope_angles
+        return rope_angles(positions, self.module.inv_freq, x.dtype, self.scaling)
 
 # %% ../nbs/39b_fused.ipynb #30e77eec
 class _Line:
@@ -471,8 +481,9 @@ class _Unfit(Exception):
 _GATED = ((("gate_proj", "up_proj"), "down_proj"), (("gate_up_proj",), "down_proj"), (("wi_0", "wi_1"), "wo"), (("w1", "w3"), "w2"))
 
 def _form(module):
-    "What a module may be, by its children: norm, gated MLP, attention, block, or None"
+    "What a module may be, by its children: angles, norm, gated MLP, attention, block, or None"
     children = module._modules.keys()
+    if not children and not module._parameters and "inv_freq" in module._buffers: return "angles"
     if not children and module._parameters.keys() == {"weight"} and module._parameters["weight"] is not None and module._parameters["weight"].ndim == 1: return "norm"
     if children >= {"q_proj", "k_proj", "v_proj", "o_proj"}: return "attention"
     if children >= {"self_attn", "mlp"}: return "block"
@@ -499,6 +510,11 @@ def _fused_part(module, name):
     return part
 
 # %% ../nbs/39b_fused.ipynb #0fc91463
+def _make_angles(module, step, width, rule):
+    if (kind := _number(module, "rope_type", str)) not in ("default", "linear", "llama3", "yarn"): raise _Unfit(f"its angles, {kind!r}, follow the length of the text")
+    _number(module, "attention_scaling", float)
+    return _AnglesPart(module)
+
 def _make_norm(module, step, width, rule):
     if not any(isinstance(getattr(module, n, None), float) for n in ("variance_epsilon", "eps")): raise _Unfit("it names no epsilon")
     x = torch.randn(3, len(module.weight), generator=torch.Generator().manual_seed(0)).to(module.weight)
@@ -533,7 +549,7 @@ def _make_block(module, step, width, rule):
     if not isinstance(module.self_attn._fused, _AttentionPart) or not isinstance(module.mlp._fused, _GatedPart): raise _Unfit("its parts are of another kind")
     return _BlockPart(module, step)
 
-_MAKE = {"norm": _make_norm, "gated MLP": _make_gated, "attention": _make_attention, "block": _make_block}      # in the order in which they stand on each other
+_MAKE = {"angles": _make_angles, "norm": _make_norm, "gated MLP": _make_gated, "attention": _make_attention, "block": _make_block}      # in the order in which they stand on each other
 
 # %% ../nbs/39b_fused.ipynb #9719fa93
 _MOST = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.03}   # difference, relative, that rounding explains
@@ -551,6 +567,13 @@ def _try_rows(module, part, kind, facts, rule, like):
     "Difference of a module that takes hidden states alone"
     x = _random(like, 1, 3, len(module.weight) if kind == "norm" else part.up.modules[0].in_features)
     return _difference(part((x,), {}), _own_forward(module, x))
+
+def _try_angles(module, part, kind, facts, rule, like):
+    "Largest difference of cosines and sines; near, and far into a text"
+    positions = torch.tensor([[0, 1, 77], [500, 3001, 60000]], device=module.inv_freq.device)
+    got, want = part((like, positions), {}), module(like, positions)
+    if got[0].shape != want[0].shape or got[0].dtype != want[0].dtype: raise _Unfit(f"it gives {tuple(want[0].shape)} {want[0].dtype}")
+    return max(map(_difference, got, want))
 
 def _try_cached(module, part, kind, facts, rule, like):
     "Largest difference of a module that attends, in its results and in what it writes"
@@ -608,7 +631,7 @@ def _fuse_one(module, form, step, facts, width, like, proofs, join):
             except (TypeError, ValueError): pass                        # siblings of unequal kinds stay apart
     part, key = _MAKE[form](module, step, width, rule), (form, _signature(module, rule))
     if key not in proofs:
-        try: proofs[key] = (_try_cached if form in ("attention", "block") else _try_rows)(module, part, form, facts, rule, like)
+        try: proofs[key] = {"angles": _try_angles, "attention": _try_cached, "block": _try_cached}.get(form, _try_rows)(module, part, form, facts, rule, like)
         except torch.OutOfMemoryError: raise
         except Exception as e: proofs[key] = e if isinstance(e, _Unfit) else _Unfit(f"the trial failed: {type(e).__name__}: {e}")
     if isinstance(proofs[key], _Unfit): raise proofs[key]
@@ -664,6 +687,7 @@ def fuse_decode(
     modes, step, proofs, rows, swapped = [(m, m.training) for m in model.modules()], _Step(kernels), {}, [], []
     model.eval()
     for form in _MAKE:
+        if form == "angles" and _ops(step, like) is _Torch: continue                          # (their many small kernels are a GPU's trouble)
         for name, m in list(parts(model)):
             if _form(m) != form: continue
             why = ""

@@ -191,10 +191,16 @@ class _Rows:
                 any(o["frequency_penalty"] or o["presence_penalty"] for o in self.host), any(o["logprobs"] >= 0 for o in self.host))
 
 # %% ../nbs/38a_sampling.ipynb #77023506
+def _greatest(x):
+    "(…, V) → (…, 1) place of the greatest; torch gives a row to one program on a GPU"
+    if not x.is_cuda or x.shape[-1] < 4096 or x.dtype == torch.float64: return x.argmax(-1, keepdim=True)
+    from bmlab.triton_kernels import argmax
+    return argmax(x).unsqueeze(-1)
+
 def _view(rows, logits, ids=None, mask=None):
     "Processed logits (B, M, V), and how many draws lie before each position (B, M)"
     s, (draws, filters, penalises, counts, _) = {k: v[:len(logits)] for k, v in rows.state.items()}, rows.key
-    x, t = logits.float(), s["temperature"][:, None, None]
+    x, t = logits.float() if draws or penalises or counts else logits, s["temperature"][:, None, None]     # (the greatest is the same in any dtype)
     if penalises:
         seen = s["seen"][:, None]
         if ids is not None:                                             # tokens above position i in the draft; position 0 is seen already
@@ -225,7 +231,7 @@ class _Draws(_Rows):
         if self.key[0]:
             noise = exponentials(self.state["seed"][:len(x), None].expand_as(counts), counts, x.shape[-1]).log_()
             x = torch.where(self.state["temperature"][:len(x), None, None] > 0, x - noise, x)
-        return x.argmax(-1, keepdim=True) if n == 1 else x.topk(n).indices
+        return _greatest(x) if n == 1 else x.float().topk(n).indices
 
     def look(self,
         logits:Tensor,          # as for `likely`
@@ -266,6 +272,7 @@ class _Told(_Draws):
 # %% ../nbs/38a_sampling.ipynb #6bd904bb
 class Sampler(_Told):
     "Next ids from logits, with options and random numbers of each row's own."
+    any_dtype = True                                                    # logits need not be in float32
     def __init__(self,
         temperature:float|list=0.0,        # 0: greedy; else logits are divided by it. A list has a number for each row, here and below
         top_k:int|list=0,                  # the k likeliest only; 0: all
@@ -316,4 +323,5 @@ class Sampler(_Told):
     )->Tensor:          # (B, V) float32; one 1 in each greedy row
         "The distribution that the next draw follows."
         x = _view(self, logits[:, None])[0][:, 0]
+        x = x.float()
         return torch.where(self.state["temperature"][:len(x), None] > 0, x.softmax(-1), torch.zeros_like(x).scatter_(1, x.argmax(-1, keepdim=True), 1.0))

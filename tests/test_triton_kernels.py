@@ -53,6 +53,7 @@ for M in (20, 512):
     out[f"gemm4 {M}"] = build(tk._int4_gemm_kernel, four, const | dict(GROUP=128), **blocks)
 out["norm"] = build(tk._rms_norm_kernel, dict(x=X, residual=X, weight=X, total=X, y=X, eps="fp32", offset="fp32"), dict(HAS_RESIDUAL=True, HAS_WEIGHT=True, BLOCK=4096), 8)
 out["gate"] = build(tk._gate_kernel, dict(x=X, y=X), dict(ACTIVATION=0, BLOCK=512))
+keys, warps, stages = tk._steps(torch.bfloat16, 128)
 for bits8 in (False, True):
     C, S = ("*i8", "*fp16") if bits8 else (X, X)
     out[f"rope {bits8}"] = build(tk._rope_store_kernel, dict(qkv=X, cos=X, sin=X, q_weight=X, k_weight=X, q=X, k_cache=C, v_cache=C, k_scale=S, v_scale=S, positions="*i64", rows="*i64", eps="fp32", offset="fp32"),
@@ -60,13 +61,15 @@ for bits8 in (False, True):
     for G, sums, (causal, tree) in itertools.product((1, 4), (True, False), ((True, False), (True, True), (False, False))):
         out[f"attention {bits8} {G} {sums} {causal} {tree}"] = build(tk._attention_kernel,
             dict(q=X, k=C, v=C, k_scale=S, v_scale=S, lengths="*i64", rows="*i64", mask="*i32", cos=X, sin=X, part="*fp32", stats="*fp32", arrived="*i32", y=X, scale="fp32"),
-            dict(TURN=False, PREREAD=False, INTERLEAVED=False, G=G, SUMS=sums, CAUSAL=causal, TREE=tree, WINDOW=tree, ROWS=tree, BITS8=bits8, INTERPRETED=False, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128))
+            dict(TURN=False, PREREAD=False, INTERLEAVED=False, G=G, SUMS=sums, CAUSAL=causal, TREE=tree, WINDOW=tree, ROWS=tree, BITS8=bits8, INTERPRETED=False, CHUNK=keys, SPLITS=tk.SPLITS, PARTS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128), warps, stages)
     for G, sums, window in itertools.product((1, 4), (True, False), (True, False)):
         out[f"attention {bits8} {G} {sums} {window} turning"] = build(tk._attention_kernel,
             dict(q=X, k=C, v=C, k_scale=S, v_scale=S, lengths="*i64", rows="*i64", mask="*i32", cos=X, sin=X, part="*fp32", stats="*fp32", arrived="*i32", y=X, scale="fp32"),
-            dict(TURN=True, PREREAD=True, INTERLEAVED=window, G=G, SUMS=sums, CAUSAL=True, TREE=False, WINDOW=window, ROWS=window, BITS8=bits8, INTERPRETED=False, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128))
+            dict(TURN=True, PREREAD=True, INTERLEAVED=window, G=G, SUMS=sums, CAUSAL=True, TREE=False, WINDOW=window, ROWS=window, BITS8=bits8, INTERPRETED=False, CHUNK=keys, SPLITS=tk.SPLITS, PARTS=2 if window else tk.SPLITS, BLOCK_Q=16, BLOCK_D=128), warps, stages)
 out["rows' norms"] = build(tk._inverse_rms_kernel, dict(x=X, y="*fp32", eps="fp32"), dict(NORM=4096), 2)
-out["combine"] = build(tk._combine_kernel, dict(part="*fp32", stats="*fp32", lengths="*i64", y=X), dict(CAUSAL=True, CHUNK=tk.CHUNK, SPLITS=tk.SPLITS, BLOCK_D=128))
+out["combine"] = build(tk._combine_kernel, dict(part="*fp32", stats="*fp32", lengths="*i64", y=X), dict(CAUSAL=True, CHUNK=keys, SPLITS=tk.SPLITS, PARTS=tk.SPLITS, BLOCK_D=128))
+out["greatest"], out["greatest of them"] = build(tk._greatest_kernel, dict(x=X, best="*fp32", index="*i32"), dict(PIECES=32, BLOCK=1024), 4), build(tk._greatest_of_kernel, dict(best="*fp32", index="*i32", out="*i64"), dict(PIECES=32), 1)
+out["angles"] = build(tk._angles_kernel, dict(positions="*i64", inv_freq="*fp32", cos=X, sin=X, scaling="fp32"), dict(BLOCK=128), 1)
 out["widen"] = build(tk._widen4_kernel, dict(codes="*u8", scale="*fp16", zero="*fp16", w=X), dict(GROUP=128, BLOCK_N=32))
 out["neurons"] = build(tk._neuron_hidden_kernel, dict(x=X, ids="*i64", gate=X, up=X, gate_bias=X, up_bias=X, given=X, h="*fp32"), dict(GATE=True, GIVEN=False, BIAS=True, ACT="silu", BLOCK_N=4, BLOCK_D=512))
 out["sums of neurons"] = build(tk._neuron_sum_kernel, dict(h="*fp32", ids="*i64", down=X, parts="*fp32"), dict(NEURON_SPLITS=tk.NEURON_SPLITS, BLOCK_N=32, BLOCK_D=64))
