@@ -521,20 +521,15 @@ class _Graphs(_Views):
         return self._run(body, (tuple(ids.shape), view, source, keep, bool(tree))).clone()
 
 # %% ../nbs/38b_decode.ipynb #47481286
-_ASIDE = True
 class Sampled:
     "Ids that a step has drawn, or is about to draw."
-    def __init__(self, ids, buffers=None, told=None, aside=None):
+    def __init__(self, ids, buffer=None, told=None):
         self._ids, self._event, self._wanted, self._told = ids, None, told and told[0], []
-        if buffers is not None:
-            kept, self._ids = (b[:len(ids)] for b in buffers)                         # on the device, on the host
-            kept.copy_(ids); self._event = torch.cuda.Event(); self._event.record()
-            stream = torch.cuda.current_stream(ids.device) if told or not _ASIDE else aside      # what was told is overwritten by the next step
-            stream.wait_event(self._event)                                            # the way to the host is beside that step, not before it
-            with torch.cuda.stream(stream):
-                self._ids.copy_(kept, non_blocking=True)
-                self._told = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in (told or [None])[1:]]
-                self._event = torch.cuda.Event(); self._event.record()
+        if buffer is not None:
+            self._ids, self._event = buffer[:len(ids)], torch.cuda.Event()
+            self._ids.copy_(ids, non_blocking=True)
+            self._told = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in (told or [None])[1:]]
+            self._event.record()
         else: self._ids, self._told = ids.clone(), [t.clone() for t in (told or [None])[1:]]
     def ids(self)->list: # of B ints, a `Token` where the sampler was asked for log-probabilities
         "Wait for the step, and say what it drew. To be read before the fourth step after it."
@@ -585,8 +580,6 @@ class Decoder(_Graphs):
         self._count(B, 1, True)
         told = sampler.told(B) if hasattr(sampler, "told") else None
         if self.net.device.type != "cuda": return Sampled(drawn, told=told)
-        if self._buffers is None:
-            new = lambda **where: torch.empty(self.max_batch, dtype=torch.int64, **where)
-            self._buffers, self._out = [(new(device=self.net.device), new(pin_memory=True)) for _ in range(4)], torch.cuda.Stream(self.net.device)
+        self._buffers = self._buffers or [torch.empty(self.max_batch, dtype=torch.int64, pin_memory=True) for _ in range(4)]
         self._turn += 1
-        return Sampled(drawn, self._buffers[self._turn % 4], told, self._out)
+        return Sampled(drawn, self._buffers[self._turn % 4], told)

@@ -252,7 +252,7 @@ def _attend_triton(f, step, qkv, cos, sin, mask, cache):
     span, kept = cache.span, cache.layers[f.layer]
     rows = None if type(span.rows) is slice and span.rows.start == 0 else span.index
     scales, end, new = (kept.k_scale, kept.v_scale), dict(arrived=step.arrived(qkv) if qkv.is_cuda else None, most=span.view), qkv.view(*span.slots.shape, -1)
-    if mask.shape[2] == 1 and not f.norms:
+    if new.shape[:2] == (1, 1) and not f.norms:                                               # of many rows, two kernels take the multiprocessors better
         room = [t if t is None else t[:, :, :span.max_ctx] for t in (kept.k, kept.v, *scales)]               # a full row's token is not written
         y = rope_and_attend(new, cos, sin, *room[:2], span.starts, f.scale, *room[2:], f.window, rows, **end)
     else:
@@ -331,7 +331,7 @@ class _AttentionPart(_Part):
     def run(self, x, shape, kwargs, residual=None, norm=None): # as of a gated MLP
         ops = _ops(self.step, x)
         attend = _attend_torch if ops is _Torch else _attend_triton
-        qkv = ops.ending(self.qkv, x, soon=shape[1] == 1) if isinstance(x, _Ahead) else self.qkv(x, shape)                  # attention reads older keys meanwhile
+        qkv = ops.ending(self.qkv, x, soon=tuple(shape) == (1, 1)) if isinstance(x, _Ahead) else self.qkv(x, shape)                  # attention reads older keys meanwhile
         y = attend(self, self.step, qkv, *kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"])
         return self.o(y, shape) if norm is None else ops.through(self.o, y, residual, norm)
     def __call__(self, args, kwargs):

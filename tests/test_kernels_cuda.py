@@ -463,11 +463,24 @@ def test_one_token_turned_stored_and_attended_by_one_kernel(H, HK, D, R, T, leng
                 two, one = ([t if t is None else t.clone() for t in stores] for _ in range(2))
                 q = rope_and_store(qkv, cos, sin, two[0], two[1], lengths, *two[2:], interleaved=interleaved)
                 want = decode_attention(q, two[0], two[1], lengths, None, *two[2:], None, window, arrived=counts)
-                assert torch.equal(rope_and_attend(qkv, cos, sin, one[0], one[1], lengths, None, *one[2:], window, None, interleaved, counts), want)
+                assert torch.equal(rope_and_attend(qkv, cos, sin, one[0], one[1], lengths, None, *one[2:], window, None, interleaved, counts, int(lengths.max()) + 1), want)
                 assert all(a is None or torch.equal(a, b) for a, b in zip(one, two)) and not arrived.any()
     ends = torch.full_like(lengths, T); torch.cuda.synchronize()
     full = rope_and_attend(qkv, cos, sin, one[0], one[1], ends, None, *one[2:])                                            # a full cache: nothing is written
     assert full.isfinite().all() and all(a is None or torch.equal(a, b) for a, b in zip(one, two))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_greatest_and_the_angles(dtype):
+    from bmlab.triton_kernels import argmax, rope_angles
+    torch.manual_seed(0)
+    for rows, V in ((1, 30720), (8, 128256), (3, 4097), (1, 400000)):
+        x = torch.randn(rows, V, device="cuda").to(dtype)
+        x[:, V - 2:] = x[:, V // 2:V // 2 + 1] = 9.                                     # of equal ones the first
+        assert torch.equal(argmax(x), torch.full((rows,), V // 2, device="cuda")) and torch.equal(argmax(-x), (-x.float()).argmax(-1))
+    inv_freq, places = 5e5 ** (-torch.arange(0, 128, 2, device="cuda") / 128), torch.randint(131072, (2, 3), device="cuda")
+    emb = torch.cat([places[..., None].float() * inv_freq] * 2, -1)
+    for got, want in zip(rope_angles(places, inv_freq, dtype, 1.25), (emb.cos(), emb.sin())): assert torch.equal(got, (want * 1.25).to(dtype))
 
 
 def test_attention_in_a_graph_follows_its_lengths():
