@@ -213,13 +213,14 @@ def place_blocks(
 class Decoding:
     "What decoding reaches of a machine's rates, and what a step costs besides; measured with a 9.51B decoder on an H200."
     floats:float=0.82             # share of `hbm` at which 16- and 32-bit weights are read for one row
-    int8:float=0.84               # … int8 weights
-    int4:float=0.54               # … int4 weights
-    cache:float=0.25              # … keys and values of some hundred tokens
+    int8:float=0.87               # … int8 weights
+    int4:float=0.57               # … int4 weights
+    cache:float=0.27              # … keys and values of some hundred tokens
     kernels:int=10                # of a decoder block in a step, fused, in a CUDA graph
-    joined:int=2                  # of these, what a product of packed weights does itself: the gate and the residual
+    joined:int=5                  # of these, what packed products and the attention do themselves: norms, gate, residual, rotation
+    loose:int|None=None           # of a block that is not fused, in the time of such small ones; None: as many as of a fused one
     kernel_s:float|None=1.5e-6    # seconds of a small kernel and the way to the next; None: the machine's
-    token_s:float=60e-6           # seconds of a step outside the blocks: the replay's start, norm, sampling
+    token_s:float=45e-6           # seconds of a step outside the blocks: the replay's start, norm, sampling
     tiled_rows:int=64             # rows up to which packed weights are read as they are; for more they are written as floats first
     prefill:float=0.80            # share of flops × matmul with some hundred rows
     link:float=0.98               # share of `h2d` that copies of a block reach
@@ -231,16 +232,21 @@ class Decoding:
             v, may_be_zero = getattr(self, f.name), f.name in ("kernels", "joined", "kernel_s", "token_s", "copy_s")
             if v is not None and not (v > 0 or v == 0 and may_be_zero): raise ValueError(f"Decoding({f.name}={v!r}): must be above 0")
 
-DECODING = {"gpu": Decoding(), "cpu": Decoding(floats=0.8, int8=0.5, int4=0.3, cache=0.3, kernels=40, joined=0, kernel_s=6e-6, token_s=1e-3, prefill=0.7, link=1.0, copy_s=0.0, disk=1e9)}
+DECODING = {"gpu": Decoding(loose=40), "cpu": Decoding(floats=0.8, int8=0.5, int4=0.3, cache=0.3, kernels=40, joined=0, kernel_s=6e-6, token_s=1e-3, prefill=0.7, link=1.0, copy_s=0.0, disk=1e9)}
 CPU = Machine(name="cpu", flops=6e10, hbm=1.6e10, gpu_memory=16 << 30, h2d=12.3e9, d2h=12.3e9, duplex=10e9, host_memory=16 << 30, host_adam=5e7, network=1e9, network_hosts=1e9, flops32=6e10, units=1,
               unaligned=1.0, tile_s=1e-9, context=0, source="a guess; measure() knows")
 
 # %% ../nbs/39_placement.ipynb #75fc6000
 _CROSS, _ONCE = re.compile(r"(?i)enc.?dec|cross|encoder_attn"), re.compile(r"(?i)\b(vision|visual|audio)")
 
-def _phase(rows, share):
-    "What a pass reads and multiplies, in a form that goes into a file: bytes by bits; of experts; numbers per row; numbers that are widened for many rows; number of blocks"
-    out = {"read": {}, "experts": {}, "share": share, "active": 0.0, "widened": 0, "blocks": len({s.block for s in rows if s.block})}
+def _is_loose(block):
+    "Will a block keep its many small kernels, since it is not of the kind that is fused?"
+    from bmlab.fused import _form
+    return (_form(block), *(_form(block._modules[n]) if n in block._modules else None for n in ("self_attn", "mlp"))) != ("block", "attention", "gated MLP")
+
+def _phase(rows, share, model):
+    "What a pass reads and multiplies, in a form that goes into a file: bytes by bits; of experts; numbers per row; numbers that are widened for many rows; number of blocks, and of those that are not fused"
+    out = {"read": {}, "experts": {}, "share": share, "active": 0.0, "widened": 0, "blocks": len(blocks := {s.block for s in rows if s.block}), "loose": sum(_is_loose(model.get_submodule(b)) for b in blocks)}
     for s in rows:
         if not s.numel: continue                                             # a buffer
         expert = share < 1 and "expert" in s.name
@@ -262,7 +268,7 @@ def _phases(model, stored, once, tables, headless):
     of = lambda keep: [s for s in stored if keep(s)]
     step = of(lambda s: not table(s) and not cross(s) and not s.block in once)
     prompt = of(lambda s: cross(s) or s.block in once) if once else of(lambda s: not table(s) and (s.block or not _generates(model)))
-    return {"step": _phase(step, share), "prompt": _phase(prompt, share)}
+    return {"step": _phase(step, share, model), "prompt": _phase(prompt, share, model)}
 
 # %% ../nbs/39_placement.ipynb #564e7d59
 def _read_s(phase, rows, m, d, item):
@@ -289,11 +295,11 @@ def lanes(
     rate = min(m.h2d * d.link, d.disk) if mmap else m.h2d * d.link
     packed = sum(n for bits, n in phase["read"].items() if bits in ("8", "4"))
     kernels = d.kernels - (min(d.joined, d.kernels) if 2 * packed > sum(phase["read"].values()) and rows <= 16 else 0)
-    many = d.prefill if rows > 16 else 1.0
+    many, loose = d.prefill if rows > 16 else 1.0, phase.get("loose", 0)
     flops = (m.flops32 if item >= 4 else m.flops) * m.matmul * many
     return {"link": streamed / rate + copies * d.copy_s, "memory": _read_s(phase, rows, m, d, item) + cache / (m.hbm * d.cache),
             "arithmetic": 2 * phase["active"] * rows / flops + attention / (m.flops * m.attention),
-            "launch": phase["blocks"] * kernels * (m.kernel_s if d.kernel_s is None else d.kernel_s) + d.token_s}
+            "launch": ((phase["blocks"] - loose) * kernels + loose * (d.kernels if d.loose is None else d.loose)) * (m.kernel_s if d.kernel_s is None else d.kernel_s) + d.token_s}
 
 def pass_seconds(
     lanes:dict,   # of `lanes`

@@ -223,7 +223,7 @@ def finish(args, out, task, held_rows, log, plan, here, ranks):
     used["cooked"], said = training_cost(time.perf_counter() - start, 1, here.watts, args.price), task.said(small)
     scores["cooked"] = task.score(said)
 
-    engine = wrap(copy.deepcopy(small), task.tok, memory_limit=args.limit, bits=args.bits, max_ctx=-(-(task.room + 1 + 24) // 32) * 32, max_batch=4)
+    engine = wrap(copy.deepcopy(small).to(dtype or torch.float32), task.tok, memory_limit=args.limit, bits=args.bits, max_ctx=-(-(task.room + 1 + 24) // 32) * 32, max_batch=4)
     print(engine.plan)
     scores["packed"] = task.score([t.strip() for t in engine.generate([task.prompt(b) for _, b in task.asked], max_new_tokens=LONGEST + 1, temperature=0, stop=("\n",))])
     for _ in range(2):                                            # the first captures the graphs

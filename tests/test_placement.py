@@ -153,6 +153,14 @@ def test_worked_lines():
     assert abs(p.streamed_bytes / 15.4e9 - 1) < 0.1 and abs(p.tokens_per_s() / 3.6 - 1) < 0.15
 
 
+def test_blocks_that_are_not_fused_launch_more_kernels():
+    ant = build("cpm-ant-10b", device="meta", vocab_size=500, hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=96, num_hidden_layers=3, prompt_types=4, prompt_length=4)
+    plans = [plan_inference(m, None, bits=8, max_ctx=64, machine=machine("h200")) for m in (ant, decoder(2, 64, 4, 2, 96, 500))]
+    assert [p.phases["step"]["loose"] for p in plans] == [3, 0]
+    d, launch = DECODING["gpu"], [p.step(1)[0]["launch"] for p in plans]
+    assert launch[0] == pytest.approx(3 * d.loose * d.kernel_s + d.token_s) and launch[1] == pytest.approx(plans[1].phases["step"]["blocks"] * (d.kernels - d.joined) * d.kernel_s + d.token_s)
+
+
 def test_nine_billion():
     "The lines to reach: what they ask for is possible by the plan"
     nine = decoder(48, 4096, 32, 32, 10240, 30720)
