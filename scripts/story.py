@@ -130,6 +130,22 @@ class Task:
 
     def score(self, said, pairs=None): return sum(rouge_l(t, a) for t, (a, _) in zip(said, pairs or self.asked, strict=True)) / len(said)
 
+    def nearest(self):
+        "For each text that is asked the heading of the most alike text that is known: cosine of rare words' counts, no model at all"
+        bags = [Counter(self.prompt(b)[:-1]) for _, b in self.known]
+        rare, seen = {t: math.log(len(bags) / n) for t, n in Counter(t for bag in bags for t in bag).items()}, {}
+        weigh = lambda bag: {t: n * rare[t] for t, n in bag.items() if t in rare}
+        for i, bag in enumerate(bags):
+            size = math.sqrt(sum(w * w for w in weigh(bag).values())) or 1.
+            for t, w in weigh(bag).items(): seen.setdefault(t, []).append((i, w / size))
+        out = []
+        for _, b in self.asked:
+            alike = Counter()
+            for t, w in weigh(Counter(self.prompt(b)[:-1])).items():
+                for i, v in seen[t]: alike[i] += w * v
+            out.append(self.known[alike.most_common(1)[0][0]][0] if alike else self.usual)
+        return out
+
     @torch.no_grad()
     def said(self, model, pairs=None):
         "What a model says of (heading, text) pairs, those that are asked or others"
@@ -199,7 +215,7 @@ def finish(args, out, task, held_rows, log, plan, here, ranks):
     used = {"pre-trained": training_cost(log.seconds.iloc[-1], ranks, here.watts, args.price)}
     beside = [("pre-train", "tokens/s", plan.tokens_s, log.tokens_per_s.median() * ranks), ("pre-train", "Wh", 1000 * plan.cost.kwh, 1000 * used["pre-trained"].kwh)]
     ant = CpmAntTied.from_pretrained(out / "ant").to(local_device())
-    scores = {"first sentence": task.score([lead(b) for _, b in task.asked]), "commonest heading": task.score([task.usual] * len(task.asked)), "pre-trained": task.score(task.said(ant))}
+    scores = {"first sentence": task.score([lead(b) for _, b in task.asked]), "commonest heading": task.score([task.usual] * len(task.asked)), "nearest text": task.score(task.nearest()), "pre-trained": task.score(task.said(ant))}
 
     lessons, tried = task.lessons(args.tune, args.tune_rows), []
     for lr in args.tune_lr:
@@ -223,7 +239,7 @@ def finish(args, out, task, held_rows, log, plan, here, ranks):
     used["cooked"], said = training_cost(time.perf_counter() - start, 1, here.watts, args.price), task.said(small)
     scores["cooked"] = task.score(said)
 
-    engine = wrap(copy.deepcopy(small).to(dtype or torch.float32), task.tok, memory_limit=args.limit, bits=args.bits, max_ctx=-(-(task.room + 1 + 24) // 32) * 32, max_batch=4)
+    engine = wrap(copy.deepcopy(small).to(torch.bfloat16 if small.device.type == "cuda" else small.dtype), task.tok, memory_limit=args.limit, bits=args.bits, max_ctx=-(-(task.room + 1 + 24) // 32) * 32, max_batch=4)
     print(engine.plan)
     scores["packed"] = task.score([t.strip() for t in engine.generate([task.prompt(b) for _, b in task.asked], max_new_tokens=LONGEST + 1, temperature=0, stop=("\n",))])
     for _ in range(2):                                            # the first captures the graphs
@@ -236,7 +252,7 @@ def finish(args, out, task, held_rows, log, plan, here, ranks):
         rows.append(row | ({"Wh": 1000 * used[stage].kwh, "cost": used[stage].money} if stage in used else {}))
     table, beside = pd.DataFrame(rows).set_index("stage"), pd.DataFrame(beside, columns=["step", "what", "predicted", "measured"]).assign(**{"predicted / measured": lambda t: t.predicted / t.measured})
     table.to_csv(out / "table.csv"); beside.to_csv(out / "predicted.csv", index=False)
-    print(f"{len(task.asked)} titles asked; the first sentence scores {scores['first sentence']:.3f}, {task.usual!r} for all of them {scores['commonest heading']:.3f}"); print(table.round(4).to_string()); print(beside.round(3).to_string())
+    print(f"{len(task.asked)} titles asked; the first sentence scores {scores['first sentence']:.3f}, {task.usual!r} for all of them {scores['commonest heading']:.3f}, the heading of the most alike text {scores['nearest text']:.3f}"); print(table.round(4).to_string()); print(beside.round(3).to_string())
     for (heading, text), title in list(zip(task.asked, said))[::max(len(said) // 12, 1)]: print(f"{title!r} for {heading!r}: {text[:60]!r}")
 
 
