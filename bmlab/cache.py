@@ -122,7 +122,7 @@ class Span:
 
     def commit(self, counts, device=True):
         "See `KVCache.commit`"
-        for r, n in zip(self.numbers, counts): self.high[r] = max(self.high[r], self.lead + min(self.held[r] + self.width, self.max_ctx)); self.held[r] += n
+        for r, n in zip(self.numbers, counts): self.high[r] = max(self.high[r], min(self.lead + self.held[r] + self.width, len(self.steps) - 1)); self.held[r] += n
         if device and any(counts):
             same = len(set(counts)) == 1
             self.lengths.index_add_(0, self.index, torch.full_like(self.index, counts[0]) if same else torch.tensor(counts, device=self.lengths.device))

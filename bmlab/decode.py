@@ -563,7 +563,7 @@ class Decoder(_Graphs):
 
     @torch.no_grad()
     def step_sampled(self,
-        sampler,   # logits (B, V) float32, or the model's dtype where it has `any_dtype` → ids (B,) int64, by torch operations alone; tensors it changes are in its dict `state`, what else shapes its work in `key`
+        sampler,   # logits (B, V) float32, or the model's dtype where its own class has `any_dtype` → ids (B,) int64, without waiting for the device; tensors it changes are in its dict `state`, what else shapes its work in `key`
     )->Sampled:    # .ids()
         "Feed each row what was drawn last, and draw again; does not wait for the device."
         if self._next is None: raise RuntimeError("step_sampled() feeds what the step before drew; begin with start(ids)")
@@ -572,7 +572,7 @@ class Decoder(_Graphs):
         ids, view, source = self._next[:B], self._view(B, 1), self._source_view(B)
         def body():
             logits = self._forward(ids, view, source)[:, -1]
-            drawn = sampler(logits if getattr(sampler, "any_dtype", False) else logits.float())
+            drawn = sampler(logits if vars(type(sampler)).get("any_dtype") else logits.float())
             ids.copy_(drawn[:, None])
             return drawn
         key = ("sampled", B, view, source, id(sampler), id(state), getattr(sampler, "key", None))

@@ -341,10 +341,11 @@ class _AttentionPart(_Part):
 # %% ../nbs/39b_fused.ipynb #5a0f7c21
 class _AnglesPart(_Part):
     "Cosines and sines of few positions"
-    def __init__(self, module): self.module, self.scaling = module, module.attention_scaling
+    def __init__(self, module, step): self.module, self.scaling, self.step = module, module.attention_scaling, step
     def __call__(self, args, kwargs):
         x, positions = (args[0], kwargs["position_ids"]) if len(args) == 1 and kwargs.keys() == {"position_ids"} else args if len(args) == 2 and not kwargs else (None, None)
-        if positions is None or positions.ndim != 2 or not 0 < positions.numel() <= 64 or torch.is_autocast_enabled(x.device.type): return None
+        if positions is None or positions.ndim != 2 or positions.is_floating_point() or not 0 < positions.numel() <= 64: return None
+        if _ops(self.step, x) is _Torch or torch.is_autocast_enabled(x.device.type) or not x.device == positions.device == self.module.inv_freq.device: return None
         from bmlab.triton_kernels import rope_angles
         return rope_angles(positions, self.module.inv_freq, x.dtype, self.scaling)
 
@@ -513,7 +514,7 @@ def _fused_part(module, name):
 def _make_angles(module, step, width, rule):
     if (kind := _number(module, "rope_type", str)) not in ("default", "linear", "llama3", "yarn"): raise _Unfit(f"its angles, {kind!r}, follow the length of the text")
     _number(module, "attention_scaling", float)
-    return _AnglesPart(module)
+    return _AnglesPart(module, step)
 
 def _make_norm(module, step, width, rule):
     if not any(isinstance(getattr(module, n, None), float) for n in ("variance_epsilon", "eps")): raise _Unfit("it names no epsilon")
@@ -579,16 +580,16 @@ def _try_cached(module, part, kind, facts, rule, like):
     "Largest difference of a module that attends, in its results and in what it writes"
     attention, worst, ran = part if kind == "attention" else part.attention, 0., 0
     layer, window = attention.layer, rule.get("window") or 0
-    x_like = _random(like, 2, 2, attention.qkv.modules[0].in_features)
-    for held, M in (([5, 2], 2), ([4, 4], 1), ([window + 6, 3] if window <= 8192 else [6, 3], 1)):
-        caches, outs = [], []
+    x_like, far = _random(like, 2, 2, attention.qkv.modules[0].in_features), window + 6 if window <= 8192 else 6
+    for held, M in (([5, 2], 2), ([4, 4], 1), ([far, 3], 1), ([5], 1), ([far], 1)):
+        caches, rows = [], len(held)
         for _ in range(2):
-            cache = KVCache(None, 2, max(held) + 4, x_like.dtype, x_like.device, shapes=[None] * layer + [(attention.Hk, attention.D, attention.D)])
+            cache = KVCache(None, rows, max(held) + 4, x_like.dtype, x_like.device, shapes=[None] * layer + [(attention.Hk, attention.D, attention.D)])
             draw = torch.Generator().manual_seed(1)
             for t in cache.layers[layer].stores(): t.copy_(torch.randn(t.shape, generator=draw))
-            cache.set_lengths(held); cache.select(2, M); caches.append(cache)
-        turn = torch.rand(2, M, attention.D // 2, generator=draw).repeat(1, 1, 2).to(x_like) * 6
-        span, x = caches[0].span, x_like[:, :M]
+            cache.set_lengths(held); cache.select(rows, M); caches.append(cache)
+        turn = torch.rand(rows, M, attention.D // 2, generator=draw).repeat(1, 1, 2).to(x_like) * 6
+        span, x = caches[0].span, x_like[:rows, :M]
         mask = facts.shown(attention_mask(span, **rule), x.dtype)
         kwargs = dict(attention_mask=mask, position_embeddings=(turn.cos(), turn.sin()), position_ids=span.positions, use_cache=True)
         got, want = part((x,), kwargs | dict(past_key_values=caches[0])), _own_forward(module, x, **kwargs, past_key_values=caches[1])
@@ -672,7 +673,7 @@ def fuse_decode(
     join:bool=True,          # bring the weights of q, k, v and of gate, up into one storage each?
     kernels:str|None=None,   # "triton", "torch"; None: Triton on a GPU
 )->Fused:                    # .table, .undo(), .join()
-    "Swap norms, gated MLPs, attentions and blocks for parts that need few operations for few tokens; each proven first."
+    "Swap angles (on a GPU), norms, gated MLPs, attentions and blocks for parts that need few operations for few tokens; each proven first."
     if kernels not in (None, "triton", "torch"): raise ValueError(f"kernels={kernels!r}: 'triton', 'torch' or None")
     model = unwrap(model)
     tensors = [t for t in (*model.parameters(), *model.buffers())]

@@ -7,6 +7,8 @@ __all__ = ['TOLD', 'keep_likely', 'penalise', 'penalise_counts', 'Token', 'likel
            'row_options', 'Sampler']
 
 # %% ../nbs/38a_sampling.ipynb #ab872d48
+import functools, importlib.util
+
 import torch
 from torch import Tensor
 
@@ -191,9 +193,12 @@ class _Rows:
                 any(o["frequency_penalty"] or o["presence_penalty"] for o in self.host), any(o["logprobs"] >= 0 for o in self.host))
 
 # %% ../nbs/38a_sampling.ipynb #77023506
+@functools.cache
+def _has_triton(): return torch.version.hip is None and importlib.util.find_spec("triton") is not None
+
 def _greatest(x):
     "(…, V) → (…, 1) place of the greatest; torch gives a row to one program on a GPU"
-    if not x.is_cuda or x.shape[-1] < 4096 or x.dtype == torch.float64: return x.argmax(-1, keepdim=True)
+    if not x.is_cuda or x.shape[-1] < 4096 or x.dtype == torch.float64 or not _has_triton(): return x.argmax(-1, keepdim=True)
     from bmlab.triton_kernels import argmax
     return argmax(x).unsqueeze(-1)
 
@@ -272,7 +277,7 @@ class _Told(_Draws):
 # %% ../nbs/38a_sampling.ipynb #6bd904bb
 class Sampler(_Told):
     "Next ids from logits, with options and random numbers of each row's own."
-    any_dtype = True                                                    # logits need not be in float32
+    any_dtype = True                                                    # logits need not be in float32; of a subclass they are, until it says so too
     def __init__(self,
         temperature:float|list=0.0,        # 0: greedy; else logits are divided by it. A list has a number for each row, here and below
         top_k:int|list=0,                  # the k likeliest only; 0: all

@@ -690,9 +690,11 @@ def rope_and_store(
 # %% ../nbs/04_triton.ipynb #5d0e71a4
 SPLITS = 16  # programs that share a row's keys; with the keys of a step it is fixed for a kind of cache, since sums are taken in their order
 
-def _steps(dtype, block):
-    "(keys of a step, warps, stages) of attention on heads of so many entries"
-    return (128, 8, 2) if block * dtype.itemsize <= 256 else (64, 4, max(1, 3 - (block > 128) - (dtype == torch.float32)))
+@functools.cache
+def _steps(dtype, block, device=None):
+    "(keys of a step, warps, stages) of attention on heads of so many entries; before Ampere a multiprocessor has no memory for more"
+    small = device is not None and torch.cuda.get_device_capability(device)[0] < 8
+    return (128, 8, 2) if block * dtype.itemsize <= 256 and not small else (64, 4, max(1, 3 - (block > 128) - (dtype == torch.float32)))
 
 @triton.jit
 def _sum_of_parts(part, stats, at, stop, D, CHUNK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -765,7 +767,7 @@ def _chunk(k_at, v_at, k_units, v_units, start, slot_stride, t, d, D, stop, BITS
 
 # %% ../nbs/04_triton.ipynb #e32480f9
 @triton.jit(do_not_specialize=["M"])
-def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, cos, sin, part, stats, arrived, y, M, HK, D, R, T, scale, window,
+def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, cos, sin, part, stats, arrived, y, M, HK, D, R, T, end, scale, window,
                       q_row, q_head, q_token, row_stride, head_stride, slot_stride, scale_row, scale_head, rope_row,
                       G: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, BITS8: tl.constexpr, INTERPRETED: tl.constexpr,
                       TURN: tl.constexpr, PREREAD: tl.constexpr, INTERLEAVED: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
@@ -774,7 +776,7 @@ def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, cos, sin, 
     m, head, real = i // G, kv * G + i % G, i < M * G
     d, t = tl.arange(0, BLOCK_D), tl.arange(0, CHUNK)
     length = tl.load(lengths + b).to(tl.int32)
-    stop = tl.minimum(length + M, T + int(TURN)) if CAUSAL else length
+    stop = tl.minimum(length + M if CAUSAL else length, end)
     if split * CHUNK >= tl.maximum(stop, int(SUMS)): return                             # no keys for this program; the sum leaves it out
     if EARLY and not PREREAD: tl.extra.cuda.gdc_wait()                                    # lengths are older than the kernel before
     row = b.to(tl.int64)
@@ -820,12 +822,12 @@ def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, cos, sin, 
 
 # %% ../nbs/04_triton.ipynb #4e03cb30
 @triton.jit(do_not_specialize=["M"])
-def _combine_kernel(part, stats, lengths, y, M, H, D, T, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
+def _combine_kernel(part, stats, lengths, y, M, H, D, end, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     at, d = tl.program_id(0), tl.arange(0, BLOCK_D)                                     # at: (b, head, token)
     b, head, m = at // (H * M), at // M % H, at % M
     stop = tl.load(lengths + b).to(tl.int32)
-    if CAUSAL: stop = tl.minimum(stop + M, T)
+    stop = tl.minimum(stop + M if CAUSAL else stop, end)
     out = _sum_of_parts(part, stats, at, stop, D, CHUNK, SPLITS, PARTS, BLOCK_D)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     tl.store(y + ((b * M + m) * H + head).to(tl.int64) * D + d, out.to(y.dtype.element_ty), mask=d < D)
@@ -850,17 +852,19 @@ def _attend(q, q_at, size, k, v, k_scale, v_scale, lengths, rows, arrived, scale
     y = q.new_empty(B, M, H, D, dtype=q.dtype if q.is_cuda else torch.float32)
     if not y.numel(): return y.transpose(1, 2).to(q.dtype)
     part, stats = q.new_empty(B * H * M * SPLITS * D, dtype=torch.float32), q.new_empty(B * H * M * SPLITS * 2, dtype=torch.float32)
-    chunk, warps, stages = _steps(q.dtype, max(16, triton.next_power_of_2(D)))
+    chunk, warps, stages = _steps(q.dtype, max(16, triton.next_power_of_2(D)), q.device if q.is_cuda else None)
+    if most is not None and most < 1: raise ValueError(f"most={most}: keys of the longest row, 1 or more; None: all")
     used = min(SPLITS, triton.cdiv(T + 1 if most is None else most, chunk))              # the others would have no keys
+    end = min(T + kind["TURN"], used * chunk if used < SPLITS else T + 1)                # no program looks behind it
     G, block, lengths, given = H // HK, max(16, triton.next_power_of_2(D)), lengths.contiguous(), lambda t: q if t is None else t
     sums = used == 1 or arrived is not None and M * G <= 4 and B * HK <= len(arrived)               # more of them are summed faster side by side
     with _on(q):
         _attention_kernel[(used, triton.cdiv(M * G, MAX_ROWS), B * HK)](
             q, k, v, given(k_scale), given(v_scale), lengths, lengths if rows is None else rows.contiguous(), given(mask), given(cos), given(sin), part, stats, arrived if sums and arrived is not None else lengths, y,
-            M, HK, D, R, T, D ** -0.5 if scale is None else scale, window or 0, *q_at, *k.stride()[:3], *(k_scale.stride()[:2] if k_scale is not None else (0, 0)), rope_row,
+            M, HK, D, R, T, end, D ** -0.5 if scale is None else scale, window or 0, *q_at, *k.stride()[:3], *(k_scale.stride()[:2] if k_scale is not None else (0, 0)), rope_row,
             G=G, SUMS=sums, WINDOW=window is not None, ROWS=rows is not None, BITS8=k_scale is not None, INTERPRETED=not q.is_cuda,
             CHUNK=chunk, SPLITS=SPLITS, PARTS=triton.next_power_of_2(used), BLOCK_Q=MAX_ROWS, BLOCK_D=block, num_warps=warps, num_stages=stages, **kind, **_early(q))
-        if not sums: _combine_kernel[(B * H * M,)](part, stats, lengths, y, M, H, D, T + kind["TURN"], CAUSAL=kind["CAUSAL"], CHUNK=chunk, SPLITS=SPLITS, PARTS=triton.next_power_of_2(used), BLOCK_D=block, num_warps=4, **_early(q))
+        if not sums: _combine_kernel[(B * H * M,)](part, stats, lengths, y, M, H, D, end, CAUSAL=kind["CAUSAL"], CHUNK=chunk, SPLITS=SPLITS, PARTS=triton.next_power_of_2(used), BLOCK_D=block, num_warps=4, **_early(q))
     return y.transpose(1, 2).to(q.dtype)
 
 # %% ../nbs/04_triton.ipynb #fe0eb25b
@@ -877,7 +881,7 @@ def decode_attention(
     rows:Tensor|None=None,       # (B,) int: cache row of each row; None: 0…B−1
     causal:bool=True,            # False: every query sees exactly the first lengths[b] keys, none is newest (cross-attention)
     arrived:Tensor|None=None,    # (n,) int32, zeros before and after, of this call alone while it runs: with it few queries take one launch, not two; the same bits
-    most:int|None=None,          # no row has more keys, its newest counted; None: T. Fewer programs are launched; the same bits
+    most:int|None=None,          # no row has more keys, its newest counted; None: T. Fewer programs are launched, and the same bits come out; keys behind it may be left out
 )->Tensor:                       # (B, H, M, D) in q's dtype, laid out as (B, M, H, D); zeros where a row has no keys
     "Softmax attention of the newest M tokens on a static cache, float32 sums; a row's result depends neither on M, nor on B, nor on T."
     _check_attention(q, k, lengths, mask, window, causal)
@@ -920,7 +924,7 @@ def rope_and_attend(
 @triton.jit
 def _greatest_kernel(x, best, index, V, row_stride, PIECES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
-    piece, row, v = tl.program_id(0), tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, piece, v = tl.program_id(0), tl.program_id(1), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     top, at = tl.max(tl.load(x + row.to(tl.int64) * row_stride + v, mask=v < V, other=float("-inf")).to(tl.float32), 0, return_indices=True)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     tl.store(best + row * PIECES + piece, top)
@@ -949,7 +953,7 @@ def argmax(
     if not len(rows): return out.view(x.shape[:-1])
     best, index = x.new_empty(len(rows) * of, dtype=torch.float32), x.new_zeros(len(rows) * of, dtype=torch.int32)
     with _on(x):
-        _greatest_kernel[(pieces, len(rows))](rows, best, index, V, rows.stride(0), PIECES=of, BLOCK=block, num_warps=4, **_early(x))
+        _greatest_kernel[(len(rows), pieces)](rows, best, index, V, rows.stride(0), PIECES=of, BLOCK=block, num_warps=4, **_early(x))
         _greatest_of_kernel[(len(rows),)](best, index, out, pieces, PIECES=of, num_warps=1, **_early(x))
     return out.view(x.shape[:-1])
 

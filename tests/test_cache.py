@@ -107,6 +107,9 @@ def test_a_row_that_overflowed_leaves_nothing():
     [cache.update(bad, bad, i) for i in range(2)]; cache.commit([0, 1])                 # only tried, and kept in part
     cache.free([0, 1])
     assert not any(t.isnan().any() for t in cache._stores())
+    cache = KVCache(CONFIG, rows=2, max_ctx=10); cache.set_lengths([10, 3]); cache.select(2, 4); bad = torch.full((2, 2, 4, 8), torch.nan)      # behind a full row, where slots are left over
+    [cache.update(bad, bad, i) for i in range(2)]; cache.commit(); cache.free([0, 1])
+    assert not any(t.isnan().any() for t in cache._stores())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -511,3 +511,18 @@ def test_cuda_memory_goes_with_the_decoder(name):
     use(); gc.collect(); torch.cuda.empty_cache(); before = torch.cuda.memory_allocated()
     use(); gc.collect(); torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() <= before
+
+
+def test_logits_of_a_sampler():
+    "The library's own takes them in the model's dtype, with the same ids; whoever makes another from it is given float32"
+    from bmlab.sampling import Sampler
+    seen = []
+    class Mine(Sampler):
+        def __call__(self, logits): seen.append(logits.dtype); return super().__call__(logits.masked_fill(torch.arange(logits.shape[1]) == 3, -1e9))
+    class Float(Sampler): pass
+    torch.manual_seed(0)
+    model, out = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=64)).eval().half(), []
+    for sampler in (Sampler(), Float(), Mine(), Sampler(logprobs=2), Float(logprobs=2)):
+        d = Decoder(model, max_ctx=40); d.prefill([[5, 9, 33]]); sampler.start([[5, 9, 33]], 64); d.start([7])
+        out.append([d.step_sampled(sampler).ids() for _ in range(6)])
+    assert out[0] == out[1] and out[3] == out[4] and set(seen) == {torch.float32} and all(3 not in ids for ids in out[2])

@@ -178,8 +178,34 @@ def test_in_the_interpreter(name):
             "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**small, sliding_window=6))}[name]
     torch.manual_seed(0); plain = make().eval(); fast = copy.deepcopy(plain)
     handle = fuse_decode(fast, kernels="triton")
-    assert handle.table.fused.all(), handle
+    assert handle.table.fused[handle.table.form != "angles"].all(), handle                    # (Gemma's rotary embedding has two kinds of angles)
     for kv_bits in (16, 8): assert apart(walk(fast, kv_bits, 1), walk(plain, kv_bits, 1)) < (1e-5 if kv_bits == 16 else 0.03)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+def test_angles():
+    "As the module gives them; whatever is not few whole positions on one device is the module's own"
+    plain = llama(); fast, x, at = copy.deepcopy(plain), torch.zeros(1, 5, 64), torch.tensor([[0, 3, 99, 5000, 7]])
+    handle = fuse_decode(fast, kernels="triton"); table = handle.table.set_index("form")
+    assert table.fused["angles"]
+    own, part = plain.model.rotary_emb, fast.model.rotary_emb
+    for args, kwargs in (((x, at), {}), ((x,), dict(position_ids=at)), ((), dict(x=x, position_ids=at)), ((x, at + 0.5), {}), ((x, torch.arange(200)[None]), {}), ((x.bfloat16(), at), {})):
+        for a, b in zip(part(*args, **kwargs), own(*args, **kwargs), strict=True): assert a.dtype == b.dtype and torch.allclose(a, b, atol=1e-5 if a.dtype == torch.float32 else 0.01)
+    part._fused.step.kernels = None                                                            # as after .to("cpu") of a model that was fused on a GPU
+    assert part._fused((x, at), {}) is None
+    assert torch.equal(copy.deepcopy(fast).model.rotary_emb(x, at)[0], own(x, at)[0])
+    handle.undo(); assert type(part) is type(own) and torch.equal(part(x, at)[0], own(x, at)[0])
+    for kind, factor in (("dynamic", True), ("linear", False)):
+        fused = fuse_decode(llama(rope_parameters=dict(rope_type=kind, rope_theta=1e4, factor=2.0)), kernels="triton").table.set_index("form")
+        assert fused.fused["angles"] != factor and ("length of the text" in fused.why["angles"]) == factor
+
+
+def test_one_row_is_tried_too(monkeypatch):
+    import bmlab.triton_kernels as tk
+    def broken(*args, **kwargs): raise RuntimeError("no such kernel")
+    monkeypatch.setattr(tk, "rope_and_attend", broken)
+    table = fuse_decode(llama(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1), kernels="triton").table.set_index("form")
+    assert not table.fused["attention"] and "no such kernel" in table.why["attention"]
 
 
 @pytest.mark.parametrize("bits", [8, 4])
