@@ -240,9 +240,9 @@ CPU = Machine(name="cpu", flops=6e10, hbm=1.6e10, gpu_memory=16 << 30, h2d=12.3e
 _CROSS, _ONCE = re.compile(r"(?i)enc.?dec|cross|encoder_attn"), re.compile(r"(?i)\b(vision|visual|audio)")
 
 def _is_loose(block):
-    "Will a block keep its many small kernels, since it is not of the kind that is fused?"
-    from bmlab.fused import _form
-    return (_form(block), *(_form(block._modules[n]) if n in block._modules else None for n in ("self_attn", "mlp"))) != ("block", "attention", "gated MLP")
+    "Will a block keep its many small kernels? What is fused is made as LLaMA's are"
+    has = lambda m, *names: m._modules.keys() >= set(names)
+    return not (has(block, "self_attn", "mlp") and has(block.self_attn, "q_proj", "k_proj", "v_proj", "o_proj") and any(has(block.mlp, n) for n in ("down_proj", "wo", "w2")))
 
 def _phase(rows, share, model):
     "What a pass reads and multiplies, in a form that goes into a file: bytes by bits; of experts; numbers per row; numbers that are widened for many rows; number of blocks, and of those that are not fused"
