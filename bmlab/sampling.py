@@ -224,7 +224,7 @@ def _view(rows, logits, ids=None, mask=None):
 class _Draws(_Rows):
     "What would be drawn, and what was"
     def likely(self,
-        logits:Tensor,          # (B, M, V) of the first B rows: M positions that follow one another, or the nodes of a tree
+        logits:Tensor,          # (B, M, V), any float dtype, of the first B rows: M positions that follow one another, or the nodes of a tree
         ids:Tensor|None=None,   # (B, N) int64, the drafted tokens; ids[:, 0] is the last one drawn; None: M is 1
         mask:Tensor|None=None,  # (B, M, N) bool, token j lies at or before position i; None: M = N, one after the other
         n:int=1,                # how many
@@ -312,7 +312,7 @@ class Sampler(_Told):
         return one
 
     def __call__(self,
-        logits:Tensor, # (B, V) of the first B rows
+        logits:Tensor, # (B, V) of the first B rows, any float dtype
     )->Tensor:         # (B,) int64
         "Draw the next token of each row."
         ids = self.look(logits[:, None])
