@@ -852,19 +852,19 @@ def _attend(q, q_at, size, k, v, k_scale, v_scale, lengths, rows, arrived, scale
     y = q.new_empty(B, M, H, D, dtype=q.dtype if q.is_cuda else torch.float32)
     if not y.numel(): return y.transpose(1, 2).to(q.dtype)
     part, stats = q.new_empty(B * H * M * SPLITS * D, dtype=torch.float32), q.new_empty(B * H * M * SPLITS * 2, dtype=torch.float32)
-    chunk, warps, stages = _steps(q.dtype, max(16, triton.next_power_of_2(D)), q.device if q.is_cuda else None)
+    G, block, lengths, given = H // HK, max(16, triton.next_power_of_2(D)), lengths.contiguous(), lambda t: q if t is None else t
+    chunk, warps, stages = _steps(q.dtype, block, q.device if q.is_cuda else None)
     if most is not None and most < 1: raise ValueError(f"most={most}: keys of the longest row, 1 or more; None: all")
     used = min(SPLITS, triton.cdiv(T + 1 if most is None else most, chunk))              # the others would have no keys
-    end = min(T + kind["TURN"], used * chunk if used < SPLITS else T + 1)                # no program looks behind it
-    G, block, lengths, given = H // HK, max(16, triton.next_power_of_2(D)), lengths.contiguous(), lambda t: q if t is None else t
+    end, parts = min(T + kind["TURN"], used * chunk if used < SPLITS else T + 1), triton.next_power_of_2(used)      # no program looks behind the end
     sums = used == 1 or arrived is not None and M * G <= 4 and B * HK <= len(arrived)               # more of them are summed faster side by side
     with _on(q):
         _attention_kernel[(used, triton.cdiv(M * G, MAX_ROWS), B * HK)](
             q, k, v, given(k_scale), given(v_scale), lengths, lengths if rows is None else rows.contiguous(), given(mask), given(cos), given(sin), part, stats, arrived if sums and arrived is not None else lengths, y,
             M, HK, D, R, T, end, D ** -0.5 if scale is None else scale, window or 0, *q_at, *k.stride()[:3], *(k_scale.stride()[:2] if k_scale is not None else (0, 0)), rope_row,
             G=G, SUMS=sums, WINDOW=window is not None, ROWS=rows is not None, BITS8=k_scale is not None, INTERPRETED=not q.is_cuda,
-            CHUNK=chunk, SPLITS=SPLITS, PARTS=triton.next_power_of_2(used), BLOCK_Q=MAX_ROWS, BLOCK_D=block, num_warps=warps, num_stages=stages, **kind, **_early(q))
-        if not sums: _combine_kernel[(B * H * M,)](part, stats, lengths, y, M, H, D, end, CAUSAL=kind["CAUSAL"], CHUNK=chunk, SPLITS=SPLITS, PARTS=triton.next_power_of_2(used), BLOCK_D=block, num_warps=4, **_early(q))
+            CHUNK=chunk, SPLITS=SPLITS, PARTS=parts, BLOCK_Q=MAX_ROWS, BLOCK_D=block, num_warps=warps, num_stages=stages, **kind, **_early(q))
+        if not sums: _combine_kernel[(B * H * M,)](part, stats, lengths, y, M, H, D, end, CAUSAL=kind["CAUSAL"], CHUNK=chunk, SPLITS=SPLITS, PARTS=parts, BLOCK_D=block, num_warps=4, **_early(q))
     return y.transpose(1, 2).to(q.dtype)
 
 # %% ../nbs/04_triton.ipynb #fe0eb25b
@@ -934,7 +934,7 @@ def _greatest_kernel(x, best, index, V, row_stride, PIECES: tl.constexpr, BLOCK:
 def _greatest_of_kernel(best, index, out, pieces, PIECES: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     row, piece = tl.program_id(0), tl.arange(0, PIECES)
-    at = tl.argmax(tl.load(best + row * PIECES + piece, mask=piece < pieces, other=float("-inf")), 0)
+    at = tl.minimum(tl.argmax(tl.load(best + row * PIECES + piece, mask=piece < pieces, other=float("-inf")), 0), pieces - 1)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     tl.store(out + row, tl.load(index + row * PIECES + at).to(tl.int64))
 
@@ -951,7 +951,7 @@ def argmax(
     pieces = triton.cdiv(V, block)
     of, out = triton.next_power_of_2(pieces), x.new_empty(len(rows), dtype=torch.int64)
     if not len(rows): return out.view(x.shape[:-1])
-    best, index = x.new_empty(len(rows) * of, dtype=torch.float32), x.new_zeros(len(rows) * of, dtype=torch.int32)
+    best, index = x.new_empty(len(rows) * of, dtype=torch.float32), x.new_empty(len(rows) * of, dtype=torch.int32)
     with _on(x):
         _greatest_kernel[(len(rows), pieces)](rows, best, index, V, rows.stride(0), PIECES=of, BLOCK=block, num_warps=4, **_early(x))
         _greatest_of_kernel[(len(rows),)](best, index, out, pieces, PIECES=of, num_warps=1, **_early(x))
