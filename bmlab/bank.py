@@ -6,7 +6,7 @@
 __all__ = ['Route', 'BankSite', 'BankPrompt', 'DeltaBank']
 
 # %% ../nbs/34_bank.ipynb #da7027d5
-import contextlib, contextvars, functools, importlib.util, itertools, json, math, operator, os, threading
+import contextlib, contextvars, functools, itertools, json, math, operator, os, threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .adapter import _ACTIVATIONS, AdapterSite, BesideSite, on_hidden, _hidden_input
-from .core import did_you_mean, parts, table, unwrap
+from .core import _has_triton, did_you_mean, parts, table, unwrap
 from .delta import Delta, Site, _sharded, deltas
 from .lora import LoraSite, _alone, _kept
 from .soft import Arguments, PromptSite, forward_names, tell_signature, _cut, _lengthen, _step, _widen_input
@@ -162,9 +162,6 @@ class _Triton:
         return grouped_outer(h.flatten(0, 1), x.flatten(0, 1), _Triton.tiles(x, plan))
 
 _PATHS = {"bmm": _Bmm, "sorted": _Sorted, "triton": _Triton}
-
-@functools.cache
-def _has_triton(): return importlib.util.find_spec("triton") is not None
 
 # %% ../nbs/34_bank.ipynb #d01afe1f
 def _shares(every, params, needs, up):

@@ -8,7 +8,7 @@ __all__ = ['ROLES', 'unwrap', 'parts', 'resolve', 'roles', 'Weight', 'tensor_key
            'set_seed', 'table', 'figure', 'run_ranks']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
-import contextlib, difflib, fnmatch, importlib, math, numbers, os, random, re, subprocess, sys, tempfile, time, weakref
+import contextlib, difflib, fnmatch, functools, importlib.util, math, numbers, os, random, re, subprocess, sys, tempfile, time, weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -370,6 +370,9 @@ def did_you_mean(
     "The tail of an error message that proposes the nearest name."
     near = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+@functools.cache
+def _has_triton(): return importlib.util.find_spec("triton") is not None
 
 # %% ../nbs/00_core.ipynb #39118837
 def set_seed(

@@ -6,7 +6,7 @@
 __all__ = ['CHUNK', 'chunked_cross_entropy', 'vocab_parallel_cross_entropy', 'lm_loss']
 
 # %% ../nbs/09b_losses.ipynb #795295ef
-import contextlib, functools, importlib.util, inspect, math, warnings
+import contextlib, functools, inspect, math, warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .core import parts, resolve, roles, unwrap
+from .core import _has_triton, parts, resolve, roles, unwrap
 
 # %% ../nbs/09b_losses.ipynb #21ca0b33
 def _upcast(t): return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
@@ -72,7 +72,7 @@ def _rows(z, labels, coef, want, group=None, first=0):
 @functools.cache
 def _kernel():
     "The fused kernel; None where there is no triton"
-    if importlib.util.find_spec("triton") is None: return None
+    if not _has_triton(): return None
     import triton
     import triton.language as tl
 

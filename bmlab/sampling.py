@@ -7,12 +7,10 @@ __all__ = ['TOLD', 'keep_likely', 'penalise', 'penalise_counts', 'Token', 'likel
            'row_options', 'Sampler']
 
 # %% ../nbs/38a_sampling.ipynb #ab872d48
-import functools, importlib.util
-
 import torch
 from torch import Tensor
 
-from .core import did_you_mean
+from .core import _has_triton, did_you_mean
 
 # %% ../nbs/38a_sampling.ipynb #373f29eb
 def keep_likely(
@@ -193,12 +191,9 @@ class _Rows:
                 any(o["frequency_penalty"] or o["presence_penalty"] for o in self.host), any(o["logprobs"] >= 0 for o in self.host))
 
 # %% ../nbs/38a_sampling.ipynb #77023506
-@functools.cache
-def _has_triton(): return torch.version.hip is None and importlib.util.find_spec("triton") is not None
-
 def _greatest(x):
     "(…, V) → (…, 1) place of the greatest; torch gives a row to one program on a GPU"
-    if not x.is_cuda or x.shape[-1] < 4096 or x.dtype == torch.float64 or not _has_triton(): return x.argmax(-1, keepdim=True)
+    if not x.is_cuda or x.shape[-1] < 4096 or x.dtype == torch.float64 or torch.version.hip is not None or not _has_triton(): return x.argmax(-1, keepdim=True)
     from bmlab.triton_kernels import argmax
     return argmax(x).unsqueeze(-1)
 
