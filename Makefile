@@ -46,7 +46,7 @@ test-long: samples
 	@$(BIN)/python -m pytest tests -m "long and not cuda and not slow"
 
 test-tutorials: samples
-	@$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval-sanitize.cfg --nbval-cell-timeout=300 tutorials
+	@$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval-sanitize.cfg --nbval-cell-timeout=900 -o faulthandler_timeout=1000 tutorials
 
 notebooks: samples
 	@$(BIN)/python tests/tools/notebooks.py

@@ -230,24 +230,18 @@ def ours(name):
         drafts = [x for x in (guesser, *getattr(guesser, "drafts", ())) if isinstance(x, DraftModel)]
         for x in drafts: x.decoder = reader                                                       # one cache, and one set of graphs, for all that guess with the small model
         for ids in warm: replayed(d, sampler, guesser, g, nodes, ids, [1, 1])
+        for (ids, _), q in zip(cases, passes): replayed(d, sampler, guesser, g, nodes, ids, q[:most])           # what a draft reads after a pass is as wide as that was right: a graph for each width
         reader = drafts[0].decoder if drafts else reader; lap(f"{g}, warm")
         took = sum(replayed(d, sampler, guesser, g, nodes, ids, q[:most]) for (ids, _), q in zip(cases, passes)) / sum(len(q[:most]) for q in passes)
-        each, said = sum(map(sum, passes)) / sum(map(len, passes)), predicted_pass(plan, nodes, 0 if kind(g).endswith(("look-up", "tree")) else 4)
-        out.append({"run": name, "guesser": g, "tok_s": each / took, "tokens/pass": each, "ms/pass": 1e3 * took, "times plain": each / took / row["plain_tok_s"], "predicted_tok_s": each / said})
+        each = sum(map(sum, passes)) / sum(map(len, passes))
+        said = (plan if drafts else without_draft(plan)).tokens_per_s(1, each, 256, nodes, levels=4)
+        out.append({"run": name, "guesser": g, "tok_s": each / took, "tokens/pass": each, "ms/pass": 1e3 * took, "times plain": each / took / row["plain_tok_s"], "predicted_tok_s": said})
         lap(g)
 
 
 def without_draft(plan):
     import dataclasses
     return dataclasses.replace(plan, draft_step=None)
-
-
-def predicted_pass(plan, nodes, steps):
-    "Seconds of a pass over so many nodes, with so many steps of the draft model before it"
-    from bmlab.machine import Machine
-    from bmlab.placement import Decoding, lanes, pass_seconds
-    own = pass_seconds(*plan.step(1, nodes, 256))
-    return own + steps * pass_seconds(lanes(plan.draft_step, 1, Machine(**plan.machine), Decoding(**plan.decoding), item=plan.item), 1)
 
 
 def main():

@@ -166,14 +166,15 @@ def _commit(folder, keep):
 class Saving:
     "A checkpoint on its way to the disk."
     def __init__(self, folder, lock, mark, keep, group):
-        self.folder, self.lock, self.mark, self.keep, self.group, self.error, self.thread = folder, lock, mark, keep, group, None, None
+        self.folder, self.lock, self.mark, self.keep, self.group, self.error, self.thread, self._ended = folder, lock, mark, keep, group, None, None, threading.Event()
     @property
     def path(self)->Path: # where the checkpoint is when it is done
         return self.folder.parent / self.folder.name.removeprefix(".saving-")
     def done(self)->bool: # is it written, or has it failed?
-        return self.thread is None or not self.thread.is_alive()
+        return self._ended.is_set()
     def wait(self)->Path: # the finished checkpoint; raises what went wrong
         "Until the checkpoint is on the disk."
+        self._ended.wait()                                                        # (a join that is interrupted takes the thread for ended: Python 3.12 and before)
         if self.thread is not None: self.thread.join()
         if self.error is not None: raise self.error
         return self.path
@@ -190,8 +191,10 @@ class Saving:
             self.error = e
             if rank() == 0: shutil.rmtree(self.folder, ignore_errors=True)
         finally:
-            if rank() == 0: os.close(self.lock)
-            if self.group is not None: dist.destroy_process_group(self.group)
+            try:
+                if rank() == 0: os.close(self.lock)
+                if self.group is not None: dist.destroy_process_group(self.group)
+            finally: self._ended.set()
 
 # %% ../nbs/09e_checkpoint.ipynb #3b89ddb5
 def save(

@@ -8,7 +8,7 @@ __all__ = ['Duplicates', 'normal', 'exact_duplicates', 'label_conflicts', 'parag
            'near_duplicates', 'Overlap', 'Decontaminate']
 
 # %% ../nbs/03d_dedup.ipynb #4a7c3916
-import hashlib, html, os, re, sqlite3
+import hashlib, html, os, re, sqlite3, time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -78,17 +78,25 @@ def _number(text):
     "64 bits of a text, as SQLite stores whole numbers"
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little", signed=True)
 
+_BUSY_S = 60                      # that long another process may hold the file
+
 def _opened(path, share, min_chars):
     "The database of a store, made or checked"
-    db = sqlite3.connect(path or ":memory:", timeout=60, isolation_level=None, check_same_thread=False)
-    try:
-        db.executescript("""PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; CREATE TABLE IF NOT EXISTS rule (one INTEGER PRIMARY KEY, share REAL, min_chars INTEGER);
-            CREATE TABLE IF NOT EXISTS paragraphs (hash INTEGER PRIMARY KEY); CREATE TABLE IF NOT EXISTS decided (id TEXT PRIMARY KEY, text INTEGER, copy INTEGER) WITHOUT ROWID""")
-        db.execute("INSERT OR IGNORE INTO rule VALUES (1, ?, ?)", (share, min_chars))
-        there = db.execute("SELECT share, min_chars FROM rule").fetchone()
-    except sqlite3.DatabaseError as e:
-        db.close()
-        raise ValueError(f"path={path!r} is no paragraph store ({e}); another file is needed") from e
+    db = sqlite3.connect(path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+    end = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            db.executescript("""PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; CREATE TABLE IF NOT EXISTS rule (one INTEGER PRIMARY KEY, share REAL, min_chars INTEGER);
+                CREATE TABLE IF NOT EXISTS paragraphs (hash INTEGER PRIMARY KEY); CREATE TABLE IF NOT EXISTS decided (id TEXT PRIMARY KEY, text INTEGER, copy INTEGER) WITHOUT ROWID""")
+            db.execute("INSERT OR IGNORE INTO rule VALUES (1, ?, ?)", (share, min_chars))
+            there = db.execute("SELECT share, min_chars FROM rule").fetchone()
+            break
+        except sqlite3.DatabaseError as e:
+            locked = isinstance(e, sqlite3.OperationalError) and e.sqlite_errorcode & 255 in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            if locked and time.monotonic() < end: time.sleep(0.02); continue                            # of two that make it at once, SQLite lets the second fail without waiting
+            db.close()
+            if locked: raise TimeoutError(f"path={path!r} is locked by another process, for {_BUSY_S} seconds now") from e
+            raise ValueError(f"path={path!r} is no paragraph store ({e}); another file is needed") from e
     if there == (share, min_chars): return db
     db.close()
     raise ValueError(f"path={path!r} was filled with share={there[0]}, min_chars={there[1]}; use these, or another file")

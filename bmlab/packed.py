@@ -379,17 +379,18 @@ class _Sent:
 
 def _watched(loader, timeout_s):
     "A DataLoader's batches, or an error where a worker died or takes longer than that"
-    batches, waited, died = iter(loader), 0, None
-    while waited < timeout_s and not died:
+    batches, waited, died, failed = iter(loader), 0, None, None
+    while waited < timeout_s and not died and not failed:
         try: batch = next(batches)
         except StopIteration: return
-        except RuntimeError as e:                             # DataLoader's own; what a worker raised begins with "Caught"
-            if str(e).startswith("DataLoader timed out"): waited += loader.timeout
-            elif str(e).startswith("DataLoader worker"): died = str(e).strip(" .")
-            else: raise
+        except Exception as e:                                # DataLoader's own, or "Caught … in DataLoader worker", with the worker's traceback in its words
+            if isinstance(e, RuntimeError) and str(e).startswith("DataLoader timed out"): waited += loader.timeout
+            elif isinstance(e, RuntimeError) and str(e).startswith("DataLoader worker"): died = str(e).strip(" .")
+            else: failed = e.with_traceback(None)
             continue
         waited = 0
         yield batch
     del batches                                               # ends the other workers, however long the error is kept
+    if failed: raise failed
     if died: raise RuntimeError(f"{died}. If the system killed it, memory may have run out: take fewer workers or a smaller prefetch. If it could not start, the error output says why. workers=0 reads without processes")
     raise TimeoutError(f"no batch in timeout_s={timeout_s} seconds: a worker is stuck (perhaps in a lock that another thread held when it was started), or reading is that slow; workers=0 reads without processes")

@@ -221,6 +221,11 @@ class Decoding:
     loose:int|None=None           # of a block that is not fused, in the time of such small ones; None: as many as of a fused one
     kernel_s:float|None=1.5e-6    # seconds of a small kernel and the way to the next; None: the machine's
     token_s:float=45e-6           # seconds of a step outside the blocks: the replay's start, norm, sampling
+    guess_s:float=0.7e-3          # seconds on the host for a step that checks guesses: to lay them out, to see which were right
+    draft_s:float=0.6e-3          # … for each pass of a draft model
+    block_s:float=1.0e-3          # … for each block that a prompt passes: its kernels are launched one by one
+    packed_s:float=1.0e-3         # … more if its weights are packed
+    stretch_s:float=65e-6         # … more for each `WIDE_BYTES` of packed weights that are written as floats first
     tiled_rows:int=64             # rows up to which packed weights are read as they are; for more they are written as floats first
     prefill:float=0.80            # share of flops × matmul with some hundred rows
     link:float=0.98               # share of `h2d` that copies of a block reach
@@ -229,10 +234,11 @@ class Decoding:
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
-            v, may_be_zero = getattr(self, f.name), f.name in ("kernels", "joined", "kernel_s", "token_s", "copy_s")
+            v, may_be_zero = getattr(self, f.name), f.name in ("kernels", "joined") or f.name.endswith("_s")
             if v is not None and not (v > 0 or v == 0 and may_be_zero): raise ValueError(f"Decoding({f.name}={v!r}): must be above 0")
 
-DECODING = {"gpu": Decoding(loose=36), "cpu": Decoding(floats=0.8, int8=0.5, int4=0.3, cache=0.3, kernels=40, joined=0, kernel_s=6e-6, token_s=1e-3, prefill=0.7, link=1.0, copy_s=0.0, disk=1e9)}
+_HOST = ("guess_s", "draft_s", "block_s", "packed_s", "stretch_s")              # what the host takes beside a GPU
+DECODING = {"gpu": Decoding(loose=36), "cpu": Decoding(floats=0.8, int8=0.5, int4=0.3, cache=0.3, kernels=40, joined=0, kernel_s=6e-6, token_s=1e-3, prefill=0.7, link=1.0, copy_s=0.0, disk=1e9, **dict.fromkeys(_HOST, 0.0))}
 CPU = Machine(name="cpu", flops=6e10, hbm=1.6e10, gpu_memory=16 << 30, h2d=12.3e9, d2h=12.3e9, duplex=10e9, host_memory=16 << 30, host_adam=5e7, network=1e9, network_hosts=1e9, flops32=6e10, units=1,
               unaligned=1.0, tile_s=1e-9, context=0, source="a guess; measure() knows")
 
@@ -268,7 +274,7 @@ def _phases(model, stored, once, tables, headless):
     of = lambda keep: [s for s in stored if keep(s)]
     step = of(lambda s: not table(s) and not cross(s) and not s.block in once)
     prompt = of(lambda s: cross(s) or s.block in once) if once else of(lambda s: not table(s) and (s.block or not _generates(model)))
-    return {"step": _phase(step, share, model), "prompt": _phase(prompt, share, model)}
+    return {"step": _phase(step, share, model), "prompt": _phase(prompt, share, model) | ({"read_by": len(once)} if once else {})}      # a decoder's blocks make keys of what an encoder's read
 
 # %% ../nbs/39_placement.ipynb #564e7d59
 def _read_s(phase, rows, m, d, item):
@@ -289,25 +295,28 @@ def lanes(
     attention:float=0,   # FLOP of attention
     item:int=2,          # bytes of a number in the model's dtype
     mmap:bool=False,     # do the bytes come from a file?
-)->dict:                 # lane → seconds: link, memory, arithmetic, launch
+    one_by_one:bool=False,# are its kernels launched so? A step's are in a graph
+)->dict:                 # lane → seconds: link, memory, arithmetic, launch, host
     "How long each part of the machine is busy while so many rows pass."
     m, d = machine, decoding
     rate = min(m.h2d * d.link, d.disk) if mmap else m.h2d * d.link
-    packed = sum(n for bits, n in phase["read"].items() if bits in ("8", "4"))
-    kernels = d.kernels - (min(d.joined, d.kernels) if 2 * packed > sum(phase["read"].values()) and rows <= 16 else 0)
+    packed = 2 * sum(n for bits, n in phase["read"].items() if bits in ("8", "4")) > sum(phase["read"].values())
+    kernels = d.kernels - (min(d.joined, d.kernels) if packed and rows <= 16 else 0)
+    host = phase.get("read_by", phase["blocks"]) * (d.block_s + packed * d.packed_s) + (item * phase["widened"] / WIDE_BYTES * d.stretch_s if rows > d.tiled_rows else 0.0)
     many, loose = d.prefill if rows > 16 else 1.0, phase.get("loose", 0)
     flops = (m.flops32 if item >= 4 else m.flops) * m.matmul * many
     return {"link": streamed / rate + copies * d.copy_s, "memory": _read_s(phase, rows, m, d, item) + cache / (m.hbm * d.cache),
             "arithmetic": 2 * phase["active"] * rows / flops + attention / (m.flops * m.attention),
-            "launch": ((phase["blocks"] - loose) * kernels + loose * (d.kernels if d.loose is None else d.loose)) * (m.kernel_s if d.kernel_s is None else d.kernel_s) + d.token_s}
+            "launch": ((phase["blocks"] - loose) * kernels + loose * (d.kernels if d.loose is None else d.loose)) * (m.kernel_s if d.kernel_s is None else d.kernel_s) + d.token_s,
+            "host": host * one_by_one}
 
 def pass_seconds(
     lanes:dict,   # of `lanes`
     rows:int,     # tokens that pass together
 )->float:
-    "Seconds of one pass: copies run beside everything; reading and multiplying overlap for few rows, and follow each other for many, where weights are widened first."
+    "Seconds of one pass: copies and the host run beside everything; reading and multiplying overlap for few rows, and follow each other for many, where weights are widened first."
     work = max(lanes["memory"], lanes["arithmetic"]) if rows <= 64 else lanes["memory"] + lanes["arithmetic"]
-    return max(lanes["link"], work + lanes["launch"])
+    return max(lanes["link"], work + lanes["launch"], lanes["host"])
 
 # %% ../nbs/39_placement.ipynb #f47cf4e0
 BOUNCE = 24 << 20                                 # bytes of the pinned buffers through which store="mmap" reads
@@ -384,7 +393,7 @@ class _Speed(_Bytes):
     def _lanes(self, phase, rows, each_token, cache=0, attention=0):
         moving = self.moving if phase == "step" else self.blocks[(self.blocks["where"] == "streams") & (self.blocks.each_token == each_token)]
         m, d = Machine(**self.machine), Decoding(**self.decoding)
-        return lanes(self.phases[phase], rows, m, d, int(moving.bytes.sum()), len(moving), cache, attention, self.item, self.store == "mmap"), rows
+        return lanes(self.phases[phase], rows, m, d, int(moving.bytes.sum()), len(moving), cache, attention, self.item, self.store == "mmap", phase == "prompt" and self.generates), rows
     def step(self,
         batch:int=1,           # sequences at once
         checked:int=1,         # tokens of each that a step checks (speculation)
@@ -403,10 +412,10 @@ class _Speed(_Bytes):
         "Tokens a second: decoded, or for a model that does not generate, read."
         if not self.generates: return batch * self.prompt / self.first_token(batch=batch)
         checked = math.ceil(accepted) if checked is None else checked
-        seconds = pass_seconds(*self.step(batch, checked, ctx))
+        m, d = Machine(**self.machine), Decoding(**self.decoding)
+        seconds = pass_seconds(*self.step(batch, checked, ctx)) + (d.guess_s if checked > 1 else 0.0)
         if self.draft_step and (levels := checked - 1 if levels is None else levels) > 0:
-            m, d = Machine(**self.machine), Decoding(**self.decoding)
-            seconds += levels * pass_seconds(lanes(self.draft_step, batch, m, d, item=self.item), batch)
+            seconds += levels * (pass_seconds(lanes(self.draft_step, batch, m, d, item=self.item), batch) + d.draft_s)
         return batch * accepted / seconds
     def first_token(self,
         prompt:int|None=None,  # tokens of the prompt; None: as planned
@@ -421,7 +430,7 @@ class _Speed(_Bytes):
         return seconds + (pass_seconds(*self.step(batch, ctx=prompt)) if self.encoder else 0.0)
     first_token_s = property(lambda self: self.first_token(), doc="Seconds to the first token of a prompt of the planned length.")
     bound = property(lambda self: max(lane := self.step()[0] if self.generates else self._lanes("prompt", self.prompt, True)[0], key=lane.get),
-        doc="What holds a step up: link, memory, arithmetic or launch.")
+        doc="What holds a step up: link, memory, arithmetic, launch or host.")
 
 # %% ../nbs/39_placement.ipynb #1294d399
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -473,7 +482,7 @@ class InferencePlan(_Speed):
     def load(cls, path:str|Path)->"InferencePlan":
         "A plan that `save` wrote."
         d = json.loads(Path(path).read_text(encoding="utf-8"))
-        d["decoding"].setdefault("joined", 0)                                                      # of a plan from before it was told apart
+        for n in ("joined", *_HOST): d["decoding"].setdefault(n, 0)       # of a plan from before they were told apart
         return cls(**d | {"blocks": pd.DataFrame(d["blocks"]).set_index("name")})
     def plot(self, limits:list|None=None): # bytes; None: from the smallest to all
         "Tokens a second against the limit."
@@ -483,7 +492,7 @@ class InferencePlan(_Speed):
     def _repr_html_(self): return _picture(self)
 
 # %% ../nbs/39_placement.ipynb #dfc979e0
-_LANES = {"link": "the link", "memory": "memory", "arithmetic": "arithmetic", "launch": "launching kernels"}
+_LANES = {"link": "the link", "memory": "memory", "arithmetic": "arithmetic", "launch": "launching kernels", "host": "the host"}
 
 def _row(name, cells):
     side = "text-align:right;padding:2px 8px;font-size:12px;white-space:nowrap;vertical-align:top"

@@ -860,7 +860,7 @@ class Server:
         max_waiting:int,   # texts at once, those that wait included
         max_body:int,      # bytes
     ):
-        self.name, self.token, self._closed, self._started, self._up = name, token, threading.Lock(), threading.Event(), False
+        self.name, self.token, self._closed, self._started, self._ended, self._up = name, token, threading.Lock(), threading.Event(), threading.Event(), False
         with contextlib.ExitStack() as stack:
             try: batcher = stack.enter_context(engine.batcher())
             except TypeError: batcher = None                              # it cannot generate; it may still fill blanks
@@ -883,7 +883,7 @@ class Server:
     def _ready(self): self._up = True; self._started.set()
     def _run(self):
         try: self._loop.run(sockets=[self._sock])
-        finally: self._started.set(); self._sock.close()
+        finally: self._started.set(); self._sock.close(); self._ended.set()
 
     @property
     def page(self)->str: # for a browser
@@ -891,7 +891,7 @@ class Server:
         return f"{self.url}/#token={self.token}" if self.token else f"{self.url}/"
     def wait(self):
         "Until it ends; an interrupt (Ctrl C, the stop button of a notebook) closes it."
-        try: self._thread.join()
+        try: self._ended.wait()                                            # (a join that is interrupted takes the thread for ended: Python 3.12 and before)
         except KeyboardInterrupt: pass
         finally: self.close()
     def close(self):
@@ -900,7 +900,7 @@ class Server:
         atexit.unregister(self.close)
         for run in self._desk.open.copy(): run.end()
         self._loop.should_exit = True
-        self._thread.join()
+        self._ended.wait(); self._thread.join()
         self._held.close()
         self._desk.engine = self._desk.batcher = None                      # (FastAPI keeps the routes of any application in its caches)
     def __enter__(self): return self

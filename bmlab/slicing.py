@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from .cook import _as_it_is
 from .cooked import replace_child
-from .core import parts, roles, table, unwrap
+from .core import did_you_mean, parts, roles, table, unwrap
 from .kernels import _is_conv1d
 
 # %% ../nbs/22_slicing.ipynb #c47418e1
@@ -397,8 +397,9 @@ def _known(found):
 def _indices(keep, found, root):
     "{key: index} of what is not kept whole; raises for what cannot be cut"
     known = _known(found)
+    if keep and not known: raise LookupError(f"nothing of this {type(root).__name__} can be cut: no attention and no feed-forward network in it is of a known form")
     if wrong := [k for k in keep if k not in known]:
-        raise LookupError(f"keep names {wrong[0]!r}, which is no consumer, list of blocks or 'hidden' of this {type(root).__name__}; there are {', '.join(map(repr, list(known)[:4]))}, …")
+        raise LookupError(f"keep names {wrong[0]!r}, which is no consumer, list of blocks or 'hidden' of this {type(root).__name__}; there are {', '.join(map(repr, list(known)[:4]))}, …{did_you_mean(wrong[0], known)}")
     index = {k: _index(k, v, *known[k]) for k, v in keep.items()}
     for k, i in index.items():
         if not len(i) and known[k][1] in ("layers", "channels"): raise ValueError(f"keep[{k!r}] is empty; at least one of {known[k][1]} must stay")

@@ -31,7 +31,6 @@ def _int8_linear_kernel(x, codes, scale, bias, y, M, N, K, HAS_BIAS: tl.constexp
         w = tl.load(w_at + start, mask=inside[:, None] & (n < N)[None, :], other=0, eviction_policy="evict_first")
         if INTERPRETED: a = a.to(tl.float32)                          # the interpreter has no bfloat16 product
         acc = tl.dot(a, w.to(a.dtype), acc, input_precision="ieee")
-    if EARLY: tl.extra.cuda.gdc_launch_dependents()
     acc = acc * tl.load(scale + n, mask=n < N, other=0.0)[None, :]
     if HAS_BIAS: acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(y + m[:, None] * N + n[None, :], acc.to(y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
@@ -109,7 +108,6 @@ def _int8_split_kernel(x, codes, scale, bias, residual, weight, of, y, ahead, M,
         if ONE: a = tl.broadcast_to(a, (WARPS, BLOCK_K, BLOCK_M))
         if INTERPRETED: a = a.to(tl.float32)                                           # the interpreter has no bfloat16 product
         acc = tl.dot(w.to(a.dtype), a, acc, input_precision="ieee")
-    if EARLY and not SOON: tl.extra.cuda.gdc_launch_dependents()
     _finish(tl.sum(acc, 0) * unit, b, r, g, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESIDUAL, GATE, AHEAD, NORM, BLOCK_M, BLOCK_N)
 
 # %% ../nbs/04_triton.ipynb #a1f0ba72
@@ -144,7 +142,7 @@ def _on(x):
 def _hopper(device): return torch.cuda.get_device_capability(device)[0] >= 9
 
 def _early(x):
-    "Keywords of a launch that begins while the kernel before it ends (programmatic dependent launch): it waits before it reads, and says so when it is nearly done. From Hopper on"
+    "Keywords of a launch that begins while the kernel before it ends (programmatic dependent launch): it waits before it reads. Kernels of few programs say when they are nearly done; behind others (products) it begins when all their programs have ended. From Hopper on"
     return dict(EARLY=True, launch_pdl=True) if x.is_cuda and not torch.compiler.is_compiling() and _hopper(x.device) else dict(EARLY=False)
 
 # %% ../nbs/04_triton.ipynb #ca8b01e8
@@ -235,7 +233,7 @@ def int8_linear(
     residual:Tensor|None=None, # (M, outputs) in x's dtype, added at the end
     norm:tuple|None=None,      # (rows (M, K) in x's dtype, ε): before the bias the product is divided by the root of their mean square + ε: with x their product with a weight, it is of their RMS norm
     ahead:tuple|None=None,     # (weight (outputs,), offset) of an RMS norm that follows: the result times weight + offset is given too
-    soon:bool=False,           # may a kernel behind it begin at its start, not near its end? Good where that is small and has other things to read first
+    soon:bool=False,           # may the kernel behind it begin at its start? Good where that is small and has other things to read first; one with many programs would crowd the multiprocessors that are free first, and end last there
 )->Tensor|tuple[Tensor, Tensor]: # (M, N) in x's dtype, with a gate (M, N/2); with ahead two of them
     "`(x @ codes.T) * scale + bias` with float32 sums, without autograd; a row's result does not depend on M, and gate, residual and what lies ahead see the rounded product."
     _check(x, codes, scale, bias)
@@ -310,7 +308,6 @@ def _int4_linear_kernel(x, codes, scale, zero, bias, residual, weight, of, y, ah
                 sums = tl.dot(one, back, tl.dot(one, front, input_precision="tf32x3"), input_precision="tf32x3")
                 acc += products * s[:, :, None]
                 acc += sums * (z - FROM * s)[:, :, None]
-    if EARLY and not SOON: tl.extra.cuda.gdc_launch_dependents()
     _finish(tl.sum(acc, 0), b, r, g, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESIDUAL, GATE, AHEAD, NORM, BLOCK_M, BLOCK_N)
 
 # %% ../nbs/04_triton.ipynb #10e80c79
@@ -689,6 +686,7 @@ def rope_and_store(
 
 # %% ../nbs/04_triton.ipynb #5d0e71a4
 SPLITS = 16  # programs that share a row's keys; with the keys of a step it is fixed for a kind of cache, since sums are taken in their order
+_RUN = 2     # steps that follow each other in one of them: a further program has to hand over what it found, which takes longer than a step
 
 @functools.cache
 def _steps(dtype, block, device=None):
@@ -697,9 +695,9 @@ def _steps(dtype, block, device=None):
     return (128, 8, 2) if block * dtype.itemsize <= 256 and not small else (64, 4, max(1, 3 - (block > 128) - (dtype == torch.float32)))
 
 @triton.jit
-def _sum_of_parts(part, stats, at, stop, D, CHUNK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr):
+def _sum_of_parts(part, stats, at, stop, D, SPAN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr):
     split, d = tl.arange(0, PARTS), tl.arange(0, BLOCK_D)
-    used, from_ = tl.cdiv(stop, CHUNK), at.to(tl.int64) * SPLITS                        # the other parts hold nothing of use
+    used, from_ = tl.cdiv(stop, SPAN), at.to(tl.int64) * SPLITS                         # the other parts hold nothing of use
     most = tl.max(tl.where(split < used, tl.load(stats + 2 * (from_ + split)), float("-inf")), 0)      # chosen, not masked: the loads wait for no length
     base = tl.where(most == float("-inf"), 0.0, most)
     total, out = 0.0, tl.zeros((BLOCK_D,), dtype=tl.float32)
@@ -711,9 +709,9 @@ def _sum_of_parts(part, stats, at, stop, D, CHUNK: tl.constexpr, SPLITS: tl.cons
 
 @triton.jit
 def _hand_over(acc, top, total, part, stats, arrived, y, b, kv, tile, split, m, head, real, d, stop, M, HK, D,
-               G: tl.constexpr, SUMS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
+               G: tl.constexpr, SUMS: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
     H = HK * G
-    if SUMS & (stop <= CHUNK):                                                          # no other program has keys of this row
+    if SUMS & (stop <= SPAN):                                                           # no other program has keys of this row
         y_at = y + ((b * M + m[:, None]) * H + head[:, None]).to(tl.int64) * D + d[None, :]
         tl.store(y_at, (acc / tl.where(total > 0, total, 1.0)[:, None]).to(y.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
     else:
@@ -724,11 +722,11 @@ def _hand_over(acc, top, total, part, stats, arrived, y, b, kv, tile, split, m, 
         if SUMS:
             tl.debug_barrier()                                                          # what all threads wrote is there before one of them says so
             count = arrived + tl.program_id(2) * tl.num_programs(1) + tile
-            if tl.atomic_add(count, 1, sem="acq_rel") == tl.minimum(tl.cdiv(stop, CHUNK), SPLITS) - 1:      # the last one sums
+            if tl.atomic_add(count, 1, sem="acq_rel") == tl.minimum(tl.cdiv(stop, SPAN), SPLITS) - 1:      # the last one sums
                 tl.store(count, 0)
                 for query in range(tile * BLOCK_Q, tl.minimum(M * G, (tile + 1) * BLOCK_Q)):
                     one, token = kv * G + query % G, query // G
-                    whole = _sum_of_parts(part, stats, (b * H + one) * M + token, stop, D, CHUNK, SPLITS, PARTS, BLOCK_D)
+                    whole = _sum_of_parts(part, stats, (b * H + one) * M + token, stop, D, SPAN, SPLITS, PARTS, BLOCK_D)
                     tl.store(y + ((b * M + token) * H + one).to(tl.int64) * D + d, whole.to(y.dtype.element_ty), mask=d < D)
 
 # %% ../nbs/04_triton.ipynb #e32480f8
@@ -770,22 +768,25 @@ def _chunk(k_at, v_at, k_units, v_units, start, slot_stride, t, d, D, stop, BITS
 def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, cos, sin, part, stats, arrived, y, M, HK, D, R, T, end, scale, window,
                       q_row, q_head, q_token, row_stride, head_stride, slot_stride, scale_row, scale_head, rope_row,
                       G: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, BITS8: tl.constexpr, INTERPRETED: tl.constexpr,
-                      TURN: tl.constexpr, PREREAD: tl.constexpr, INTERLEAVED: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
+                      TURN: tl.constexpr, PREREAD: tl.constexpr, INTERLEAVED: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
+    SPAN: tl.constexpr = RUN * CHUNK                                                    # keys that follow each other in one program
     split, tile, b, kv = tl.program_id(0), tl.program_id(1), tl.program_id(2) // HK, tl.program_id(2) % HK
     i = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)                                          # a row of the tile is token m of head kv·G + g
     m, head, real = i // G, kv * G + i % G, i < M * G
     d, t = tl.arange(0, BLOCK_D), tl.arange(0, CHUNK)
     length = tl.load(lengths + b).to(tl.int32)
     stop = tl.minimum(length + M if CAUSAL else length, end)
-    if split * CHUNK >= tl.maximum(stop, int(SUMS)): return                             # no keys for this program; the sum leaves it out
+    if split * SPAN >= tl.maximum(stop, int(SUMS)): return                              # no keys for this program; the sum leaves it out
     if EARLY and not PREREAD: tl.extra.cuda.gdc_wait()                                    # lengths are older than the kernel before
     row = b.to(tl.int64)
     if ROWS: row = tl.load(rows + b).to(tl.int64)
     at, units = row * row_stride + kv.to(tl.int64) * head_stride, row * scale_row + kv.to(tl.int64) * scale_head + t
     k_at, v_at = k + at + t[None, :].to(tl.int64) * slot_stride + d[:, None], v + at + t[:, None].to(tl.int64) * slot_stride + d[None, :]
     x_at, mask_at = q + b.to(tl.int64) * q_row + head[:, None] * q_head + m[:, None] * q_token, mask + b.to(tl.int64) * M * M
-    many = tl.cdiv(tl.cdiv(stop, CHUNK) - split, SPLITS)                                # chunks of this program, taken from the newest to the oldest
-    start = (split + (many - 1) * SPLITS) * CHUNK
+    whole = tl.cdiv(tl.cdiv(stop, SPAN) - split, SPLITS) - 1                            # spans of this program but its last
+    newest = (split + whole * SPLITS) * SPAN
+    many = whole * RUN + tl.minimum(RUN, tl.cdiv(stop - newest, CHUNK))                 # its chunks, taken from the newest to the oldest
+    start = newest + (many - 1 - whole * RUN) * CHUNK
     if TURN:                                                                            # so are rows, angles and the keys before the newest: they are read while it ends
         keys, values, k_unit, v_unit = _chunk(k_at, v_at, k_scale + units, v_scale + units, start, slot_stride, t, d, D, tl.minimum(length, T), BITS8)
         partner, sign = _partner(d, R, INTERLEAVED)
@@ -814,21 +815,22 @@ def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, cos, sin, 
     acc, top, total = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32), tl.full((BLOCK_Q,), float("-inf"), tl.float32), tl.zeros((BLOCK_Q,), dtype=tl.float32)
     if TURN: acc, top, total = _see(x, keys, values, k_unit, v_unit, start, t, stop, last, length, real, m, mask_at, M, scale, window, acc, top, total, TREE, WINDOW, BITS8)
     for nth in range(int(TURN), many):
-        begin = start - nth * (SPLITS * CHUNK)
+        one = many - 1 - nth
+        begin = (split + one // RUN * SPLITS) * SPAN + one % RUN * CHUNK
         keys, values, k_unit, v_unit = _chunk(k_at, v_at, k_scale + units, v_scale + units, begin, slot_stride, t, d, D, stop, BITS8)
         acc, top, total = _see(x, keys, values, k_unit, v_unit, begin, t, stop, last, length, real, m, mask_at, M, scale, window, acc, top, total, TREE, WINDOW, BITS8)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
-    _hand_over(acc, top, total, part, stats, arrived, y, b, kv, tile, split, m, head, real, d, stop, M, HK, D, G, SUMS, CHUNK, SPLITS, PARTS, BLOCK_Q, BLOCK_D)
+    _hand_over(acc, top, total, part, stats, arrived, y, b, kv, tile, split, m, head, real, d, stop, M, HK, D, G, SUMS, SPAN, SPLITS, PARTS, BLOCK_Q, BLOCK_D)
 
 # %% ../nbs/04_triton.ipynb #4e03cb30
 @triton.jit(do_not_specialize=["M"])
-def _combine_kernel(part, stats, lengths, y, M, H, D, end, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
+def _combine_kernel(part, stats, lengths, y, M, H, D, end, CAUSAL: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     at, d = tl.program_id(0), tl.arange(0, BLOCK_D)                                     # at: (b, head, token)
     b, head, m = at // (H * M), at // M % H, at % M
     stop = tl.load(lengths + b).to(tl.int32)
     stop = tl.minimum(stop + M if CAUSAL else stop, end)
-    out = _sum_of_parts(part, stats, at, stop, D, CHUNK, SPLITS, PARTS, BLOCK_D)
+    out = _sum_of_parts(part, stats, at, stop, D, SPAN, SPLITS, PARTS, BLOCK_D)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     tl.store(y + ((b * M + m) * H + head).to(tl.int64) * D + d, out.to(y.dtype.element_ty), mask=d < D)
 
@@ -855,16 +857,16 @@ def _attend(q, q_at, size, k, v, k_scale, v_scale, lengths, rows, arrived, scale
     G, block, lengths, given = H // HK, max(16, triton.next_power_of_2(D)), lengths.contiguous(), lambda t: q if t is None else t
     chunk, warps, stages = _steps(q.dtype, block, q.device if q.is_cuda else None)
     if most is not None and most < 1: raise ValueError(f"most={most}: keys of the longest row, 1 or more; None: all")
-    used = min(SPLITS, triton.cdiv(T + 1 if most is None else most, chunk))              # the others would have no keys
-    end, parts = min(T + kind["TURN"], used * chunk if used < SPLITS else T + 1), triton.next_power_of_2(used)      # no program looks behind the end
+    used = min(SPLITS, triton.cdiv(T + 1 if most is None else most, _RUN * chunk))              # the others would have no keys
+    end, parts = min(T + kind["TURN"], used * _RUN * chunk if used < SPLITS else T + 1), triton.next_power_of_2(used)      # no program looks behind the end
     sums = used == 1 or arrived is not None and M * G <= 4 and B * HK <= len(arrived)               # more of them are summed faster side by side
     with _on(q):
         _attention_kernel[(used, triton.cdiv(M * G, MAX_ROWS), B * HK)](
             q, k, v, given(k_scale), given(v_scale), lengths, lengths if rows is None else rows.contiguous(), given(mask), given(cos), given(sin), part, stats, arrived if sums and arrived is not None else lengths, y,
             M, HK, D, R, T, end, D ** -0.5 if scale is None else scale, window or 0, *q_at, *k.stride()[:3], *(k_scale.stride()[:2] if k_scale is not None else (0, 0)), rope_row,
             G=G, SUMS=sums, WINDOW=window is not None, ROWS=rows is not None, BITS8=k_scale is not None, INTERPRETED=not q.is_cuda,
-            CHUNK=chunk, SPLITS=SPLITS, PARTS=parts, BLOCK_Q=MAX_ROWS, BLOCK_D=block, num_warps=warps, num_stages=stages, **kind, **_early(q))
-        if not sums: _combine_kernel[(B * H * M,)](part, stats, lengths, y, M, H, D, end, CAUSAL=kind["CAUSAL"], CHUNK=chunk, SPLITS=SPLITS, PARTS=parts, BLOCK_D=block, num_warps=4, **_early(q))
+            CHUNK=chunk, RUN=_RUN, SPLITS=SPLITS, PARTS=parts, BLOCK_Q=MAX_ROWS, BLOCK_D=block, num_warps=warps, num_stages=stages, **kind, **_early(q))
+        if not sums: _combine_kernel[(B * H * M,)](part, stats, lengths, y, M, H, D, end, CAUSAL=kind["CAUSAL"], SPAN=_RUN * chunk, SPLITS=SPLITS, PARTS=parts, BLOCK_D=block, num_warps=4, **_early(q))
     return y.transpose(1, 2).to(q.dtype)
 
 # %% ../nbs/04_triton.ipynb #fe0eb25b

@@ -1,5 +1,5 @@
 "Headless Chromium, and a JupyterLab of its own to open a notebook in"
-import contextlib, json, os, re, shutil, subprocess, sys, tempfile, threading, urllib.request
+import contextlib, json, os, re, shutil, subprocess, sys, tempfile, threading, time, urllib.request
 from pathlib import Path
 
 import pytest
@@ -62,6 +62,17 @@ class Lab:
 
     def ask(self, expression): return "".join(self.run(3, f"print({expression})")).strip()
 
+    @contextlib.contextmanager
+    def working(self):
+        "Cell 3 runs as long as the body does"
+        end, prompt = self.notebook.with_name("end"), self.cell(3).locator(".jp-InputPrompt"); end.unlink(missing_ok=True)
+        self.cell(3).locator(".cm-content").click(); self.page.keyboard.press("Control+A")
+        self.page.keyboard.insert_text("import pathlib, time; print(any(pathlib.Path('end').exists() or time.sleep(0.05) for _ in range(2400)))"); self.page.keyboard.press("Control+Enter")
+        expect(prompt).to_have_text("[*]:")
+        try: yield; assert prompt.inner_text() == "[*]:"
+        finally: end.touch()
+        expect(prompt).to_have_text(re.compile(r"\[\d+\]"))
+
     @property
     def picker(self): return self.page.locator(".bmlab-picker").first
 
@@ -76,6 +87,18 @@ class Lab:
     def save(self):
         self.menu("File", "Save Notebook")
         self.page.wait_for_function("() => !document.querySelector('.jp-mod-dirty')")
+
+    def recorded(self, i, text):
+        "Wait until the record in the output of a cell, which the panel hides, holds a text"
+        expect(self.cell(i).locator("[class^=bmlab-pick-] > :not(.bmlab-panel)").filter(has_text=text).first).to_be_attached()
+
+    def saved(self, text):
+        "The saved notebook, once it holds a text: the server writes it while the page goes on"
+        end = time.monotonic() + 20
+        while text not in (found := self.notebook.read_text(encoding="utf-8")) or not found.endswith("}\n") and not found.endswith("}"):
+            assert time.monotonic() < end, f"{text!r} was not saved"
+            self.page.wait_for_timeout(50)
+        return found
 
     def api(self, method, path):
         request = urllib.request.Request(f"{self.url}/api/{path}", method=method, headers={"Authorization": f"token {self.token}"})

@@ -1,5 +1,5 @@
 "Set before anything imports torch or triton: one thread, and Triton's interpreter where there is no GPU."
-import os, shutil, sys
+import os, random, shutil, socket, sys, time
 
 import pytest
 
@@ -7,6 +7,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")   # no pool of compiling processes: on two loaded cores a library was opened half written
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if shutil.which("nvidia-smi") is None: os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def until(condition, seconds=60):
+    "Wait for what happens, not for a time"
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+def free_port():
+    "A port nobody listens on, below those that the system hands out by itself, so that it is still free when somebody binds it seconds later"
+    while True:
+        with socket.socket() as s:
+            try: s.bind(("", port := random.SystemRandom().randrange(20_000, 30_000))); return port
+            except OSError: pass
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,5 @@
 "Checkpoints between other numbers of ranks, of every kind of tensor and optimizer, and of runs that are killed while they save."
-import os, shutil, subprocess, sys, time
+import os, shutil, signal, subprocess, sys, threading, time
 from pathlib import Path
 
 import pytest
@@ -308,6 +308,21 @@ def test_a_background_save_that_fails_says_so(tmp_path, monkeypatch):
     job = save(nn.Linear(2, 2), tmp_path, step=2, blocking=False)
     with pytest.raises(BaseException, match="No space left"): job.wait()
     assert job.done() and latest(tmp_path).name == "step-00000001" and sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+def test_an_interrupted_wait_is_no_end(tmp_path, monkeypatch):
+    "Ctrl C while one waits for a save in the background: it is not done, and can be waited for again"
+    import torch.distributed.checkpoint as dcp
+    from bmlab.checkpoint import latest, save
+    write, go, before = dcp.FileSystemWriter.write_data, threading.Event(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", lambda *args, **kwargs: (go.wait(60), write(*args, **kwargs))[1])
+    job = save(nn.Linear(2, 2), tmp_path, step=1, blocking=False)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        with pytest.raises(KeyboardInterrupt): job.wait(); time.sleep(60)
+        assert not job.done() and latest(tmp_path) is None
+    finally: signal.signal(signal.SIGINT, before); go.set()
+    assert job.wait() == latest(tmp_path) == tmp_path / "step-00000001" and job.done()
 
 
 @pytest.mark.parametrize("name", ["t5", "bert", "gpt2", "mixtral", "clip"])

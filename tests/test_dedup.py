@@ -1,5 +1,5 @@
 "Copies: against brute force with Python's sets, on planted copies, through kills and several processes"
-import itertools, json, os, pickle, random, re, signal, subprocess, sys
+import itertools, json, os, pickle, random, re, signal, sqlite3, subprocess, sys, time
 
 import numpy as np
 import pytest
@@ -212,6 +212,35 @@ def test_two_processes_share_a_store(tmp_path):
     kept = set().union(*(paragraph_hashes(docs[int(i)]) for i, new in answers if new == "True"))
     assert len(store) == len(kept)
     assert all((store(docs[int(i)], id=i) is None) == (new == "True") for i, new in answers)
+
+
+_OPEN = """
+import sys, time
+from bmlab.dedup import ParagraphStore
+print("ready", flush=True); at = float(input())
+for i in range(40):
+    while time.time() < at + i / 20: pass
+    ParagraphStore(f"{sys.argv[1]}/{i}.db")
+"""
+
+
+def test_processes_make_a_store_at_the_same_moment(tmp_path):
+    "SQLite answers the second one that changes the journal's form with an error, at once"
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+    four = [subprocess.Popen([sys.executable, "-c", _OPEN, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) for _ in range(4)]
+    assert [p.stdout.readline() for p in four] == ["ready\n"] * 4
+    at = time.time() + 0.2
+    for p in four: p.stdin.write(f"{at}\n"); p.stdin.flush()
+    assert [p.communicate(timeout=120)[1] for p in four] == [""] * 4 and len(list(tmp_path.glob("*.db"))) == 40
+
+
+def test_a_locked_store(tmp_path, monkeypatch):
+    monkeypatch.setattr("bmlab.dedup._BUSY_S", 0.2)
+    other = sqlite3.connect(tmp_path / "s.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(TimeoutError, match="s.db' is locked by another process"): ParagraphStore(tmp_path / "s.db")
+    other.execute("ROLLBACK")
+    assert len(ParagraphStore(tmp_path / "s.db")) == 0
 
 
 def test_a_store_refuses_what_is_not_its_own(tmp_path):

@@ -362,8 +362,8 @@ def test_a_killed_worker_is_an_error(shards, thread):
 @pytest.mark.long
 def test_a_worker_that_waits_for_a_lock_is_an_error(shards):
     "A copy of this process has the locks that other threads of it held, and nobody who gives them back"
-    batches = iter(Waiting(shards, 16, 8).loader(workers=1, timeout_s=2))
-    with Waiting.lock, pytest.raises(TimeoutError, match="no batch in timeout_s=2 seconds"):
+    batches = iter(Waiting(shards, 16, 8).loader(workers=1, timeout_s=10))
+    with Waiting.lock, pytest.raises(TimeoutError, match="no batch in timeout_s=10 seconds"):
         for n, _ in enumerate(batches): pass
     for p in multiprocessing.active_children(): p.join(60)
     assert n == 4 and not multiprocessing.active_children()
@@ -377,7 +377,13 @@ from bmlab.packed import Packed
 from bmlab.shards import Shards
 class Mine(Packed): pass
 if where == "notebook": del sys.modules["__main__"].__file__          # then a new process has nothing of it
-for _ in Mine(Shards(folder), 16, 8, mode=mode).loader(workers=2): pass
+for _ in Mine(Shards(folder), 16, 8, mode=mode).loader(workers=4): pass
+"""
+SLOW = """
+import os, sys, time
+if "--multiprocessing-fork" in sys.orig_argv:
+    try: os.close(os.open(os.environ["FIRST"], os.O_CREAT | os.O_EXCL))
+    except FileExistsError: time.sleep(30)
 """
 
 
@@ -388,7 +394,8 @@ def test_workers_that_cannot_start(tmp_path, method, mode, where, says):
     "Of a class in a notebook, or of a script that begins anew in every worker; what is sent to a process is more than its pipe holds"
     make(tmp_path / "shards", [3] * 20_000, shard_tokens=10**6)
     (tmp_path / "script.py").write_text(STARTED)
-    env = dict(os.environ, PYTHONPATH=str(Path(__file__).resolve().parents[1]), OMP_NUM_THREADS="1")
+    (tmp_path / "sitecustomize.py").write_text(SLOW)                     # every process that begins anew but the first is still starting when the first one's error arrives
+    env = dict(os.environ, PYTHONPATH=f"{Path(__file__).resolve().parents[1]}{os.pathsep}{tmp_path}", OMP_NUM_THREADS="1", FIRST=str(tmp_path / "first"))
     done = subprocess.run([sys.executable, tmp_path / "script.py", tmp_path / "shards", method, mode, where], env=env, timeout=120, capture_output=True, text=True)
     assert done.returncode == 1 and re.search(says, done.stderr.strip().splitlines()[-1]), done.stderr
     assert where == "notebook" or "freeze_support" in done.stderr

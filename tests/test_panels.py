@@ -7,6 +7,7 @@ import torch
 pytest.importorskip("anywidget")
 import bmlab.panels as panels
 from bmlab.panels import _Common, _memory, chat, fill_blank, story
+from conftest import until
 
 
 class Script:
@@ -27,18 +28,13 @@ class Script:
     def story(self, prompt, n=3, **options): return self._play({"prompt": prompt, "n": n, **options})
 
 
-def until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.005)
-
-
 def test_text_is_there_while_it_is_made():
     gate = threading.Event(); e = Script("one", " two", gate, " three"); p = chat(e)
-    p.ask("count"); until(lambda: p.live == "one two")
-    assert p.state == "running" and p.turns == [{"role": "user", "content": "count"}] and p.meter["words"][0] == "2 tokens"
-    gate.set(); assert p.wait(10) == "one two three"
+    def seen():
+        with p._guard: return p.live == "one two" and p.meter["words"][:1] == ["2 tokens"]              # one message, as a browser gets them
+    p.ask("count"); until(seen)
+    assert p.state == "running" and p.turns == [{"role": "user", "content": "count"}]
+    gate.set(); assert p.wait(60) == "one two three"
     assert p.state == "idle" and p.live == "" and p.turns[1] == {"role": "assistant", "content": "one two three"} and e.closed == 1
 
 
@@ -52,7 +48,7 @@ def test_an_answer_leaves_room_for_its_question():
 def test_a_silent_engine_shows_a_clock():
     gate = threading.Event(); p = chat(Script(gate, "x"))
     p.ask("?"); until(lambda: p.meter["words"] and p.meter["words"][0].startswith("reading the prompt")); first = p.meter["words"][0]
-    until(lambda: p.meter["words"][0] != first); gate.set(); p.wait(10)
+    until(lambda: p.meter["words"][0] != first); gate.set(); p.wait(60)
     assert p.meter["words"][0] == "1 token"
 
 
@@ -60,28 +56,28 @@ def test_stopping_is_passed_to_the_engine_and_keeps_the_text():
     gate = threading.Event(); e = Script("a", gate, "b", "c"); p = chat(e)
     p.ask("?"); until(lambda: p.live == "a"); p.stop(); assert p.state == "stopping" and e.stops == 1
     p.stop(); assert e.stops == 1                                                    # once is enough
-    gate.set(); assert p.wait(10) == "ab" and p.turns[-1]["note"] == "stopped" and e.closed == 1 and e.lock.acquire(blocking=False)
+    gate.set(); assert p.wait(60) == "ab" and p.turns[-1]["note"] == "stopped" and e.closed == 1 and e.lock.acquire(blocking=False)
 
 
 def test_stopped_before_the_first_piece():
-    gate = threading.Event(); p = chat(Script(gate)); p.ask("?"); p.stop(); gate.set(); p.wait(10)
+    gate = threading.Event(); p = chat(Script(gate)); p.ask("?"); p.stop(); gate.set(); p.wait(60)
     assert p.turns[-1] == {"role": "assistant", "content": "", "note": "stopped"} and p.state == "idle" and p.meter["words"] == []
 
 
 def test_an_engine_that_breaks_off():
     p = chat(Script("half", ValueError("out of paper"))); p.ask("?")
-    with pytest.raises(ValueError, match="out of paper"): p.wait(10)
+    with pytest.raises(ValueError, match="out of paper"): p.wait(60)
     assert p.turns[-1] == {"role": "assistant", "content": "half", "note": "broken off"} and (p.note, p.problem) == ("ValueError: out of paper", True)
     p = chat(Script(MemoryError("no room"))); p.ask("a question")
-    with pytest.raises(MemoryError): p.wait(10)
+    with pytest.raises(MemoryError): p.wait(60)
     assert p.turns == [] and p.text == "a question" and p.state == "idle" and "no room" in p.note
-    p._engine.items = ["fine"]; assert p.ask().wait(10) == "fine" and p.note == "" and p.text == ""
+    p._engine.items = ["fine"]; assert p.ask().wait(60) == "fine" and p.note == "" and p.text == ""
 
 
 def test_an_engine_that_refuses_when_it_is_called():
     e = Script(); e.chat = lambda messages, **options: (_ for _ in ()).throw(ValueError("too long"))
     p = chat(e); p.text = "a question"; p.ask()
-    with pytest.raises(ValueError, match="too long"): p.wait(10)
+    with pytest.raises(ValueError, match="too long"): p.wait(60)
     assert p.text == "a question" and p.turns == [] and "too long" in p.note
 
 
@@ -91,23 +87,23 @@ def test_two_panels_on_one_engine():
     f, s, c = fill_blank(e, "x __"), story(e, text="once"), chat(e)
     f.ask(); s.ask(); c.ask("me too")
     for p in (f, s, c):
-        with pytest.raises(RuntimeError, match="busy"): p.wait(10)
+        with pytest.raises(RuntimeError, match="busy"): p.wait(60)
         assert p.problem and "busy" in p.note and p.state == "idle"
     assert (f.text, f.asked, f.answers) == ("x __", "", []) and (s.text, s.choices) == ("once", []) and (c.text, c.turns) == ("me too", [])
-    gate.set(); assert first.wait(10) == "a"
-    e.items = [(0, "y")]; assert f.ask().wait(10) == "x y"
+    gate.set(); assert first.wait(60) == "a"
+    e.items = [(0, "y")]; assert f.ask().wait(60) == "x y"
 
 
 def test_a_panel_that_writes_refuses_more():
     gate = threading.Event(); p = story(Script((0, "a"), gate), text="once"); p.ask()
     with pytest.raises(RuntimeError, match="still writing"): p.ask()
     with pytest.raises(TimeoutError, match="timeout_s=0.02"): p.wait(0.02)
-    gate.set(); p.wait(10)
+    gate.set(); p.wait(60)
 
 
 def test_blanks():
     e = Script((0, " big"), (1, "two"), (0, "ger"), (2, ", too")); p = fill_blank(e)
-    assert p.ask("A __ house\nfor ___ people__").wait(10) == "A bigger house\nfor two people, too"
+    assert p.ask("A __ house\nfor ___ people__").wait(60) == "A bigger house\nfor two people, too"
     assert p.answers == ["bigger", "two", ", too"] and e.calls[0]["text"] == "A __ house\nfor __ people__" and e.calls[0]["max_new_tokens"] == 32
     text = p._static()["text/plain"]; assert "A [bigger] house\nfor [two] people[, too]" in text
     html = p._static()["text/html"]; assert html.count("text-decoration:underline") == 3 and "<br>" in html
@@ -116,22 +112,22 @@ def test_blanks():
 
 def test_stories():
     e = Script((0, " a"), (1, " b"), (0, "A"), (2, " c")); p = story(e, n=3, text="Once ")
-    assert p.ask().wait(10) == [" aA", " b", " c"] and e.calls[0]["prompt"] == "Once" and e.calls[0]["n"] == 3
+    assert p.ask().wait(60) == [" aA", " b", " c"] and e.calls[0]["prompt"] == "Once" and e.calls[0]["n"] == 3
     assert "<li>aA</li>" in p._static()["text/html"] and "  2. b" in p._static()["text/plain"]
     p.take(1); assert p.text == "Once b" and p.choices == []
-    p.ask().wait(10); p.take(0); assert p.text == "Once b aA"
+    p.ask().wait(60); p.take(0); assert p.text == "Once b aA"
     with pytest.raises(IndexError): p.take(0)
 
 
 def test_taken_while_the_others_are_written():
     gate = threading.Event(); e = Script((0, " x"), gate, (1, " y"), (1, " z")); p = story(e, n=2, text="Once")
     p.ask(); until(lambda: p.choices == [" x", ""]); p.take(0); assert p.text == "Once x" and p.choices == []
-    gate.set(); p.wait(10); assert p.choices == [] and e.stops == 1 and e.closed == 1
-    e.items = [(0, "!")]; p.n = 1; assert p.ask().wait(10) == ["!"]                              # the next list is shown again
+    gate.set(); p.wait(60); assert p.choices == [] and e.stops == 1 and e.closed == 1
+    e.items = [(0, "!")]; p.n = 1; assert p.ask().wait(60) == ["!"]                              # the next list is shown again
 
 
 def test_options_reach_the_engine():
-    e = Script("x"); p = chat(e, temperature=0.3, top_p=0.5, top_k=7, max_new_tokens=11, seed=5, stop=("\n",), repetition_penalty=1.2); p.ask("?").wait(10)
+    e = Script("x"); p = chat(e, temperature=0.3, top_p=0.5, top_k=7, max_new_tokens=11, seed=5, stop=("\n",), repetition_penalty=1.2); p.ask("?").wait(60)
     assert {k: v for k, v in e.calls[0].items() if k != "messages"} == dict(temperature=0.3, top_p=0.5, top_k=7, max_new_tokens=11, seed=5, stop=("\n",), repetition_penalty=1.2)
     assert [x for x in p._settings_said()] == ["temperature 0.3", "top-p 0.5", "top-k 7", "seed 5"] and chat(e, temperature=0)._settings_said() == ["greedy"]
 
@@ -156,14 +152,14 @@ def test_commands_are_a_closed_list():
     p = chat(Script("x"))
     for do in ("close", "_begin", "set_state", "__init__", "take", None): p._hear(p, {"do": do}, [])
     assert p.comm is not None and p.turns == [] and p.state == "idle"
-    p._hear(p, {"do": "ask", "args": ["hello"], "settings": {"_engine": None, "top_k": 3}}, []); p.wait(10)
+    p._hear(p, {"do": "ask", "args": ["hello"], "settings": {"_engine": None, "top_k": 3}}, []); p.wait(60)
     assert p.top_k == 3 and p._engine is not None and len(p.turns) == 2
 
 
 def test_the_record_is_written_when_a_browser_has_seen_it(monkeypatch):
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda data, **kw: shown.append((data, kw)))
-    p = chat(Script("an answer")); p._ipython_display_(); p.ask("?").wait(10); p._record()
+    p = chat(Script("an answer")); p._ipython_display_(); p.ask("?").wait(60); p._record()
     assert len(shown) == 1 and shown[0][1] == {"raw": True, "display_id": p.token} and "Nothing said" in shown[0][0]["text/html"]   # no browser: the picture of the moment
     p._hear(p, {"here": True}, []); p._hear(p, {"record": True}, []); p._hear(p, {"record": True}, [])
     assert len(shown) == 2 and shown[1][1]["update"] and "an answer" in shown[1][0]["text/html"]                                     # and once, not twice
@@ -173,7 +169,7 @@ def test_the_record_is_written_when_a_browser_has_seen_it(monkeypatch):
 @pytest.mark.parametrize("make", [chat, lambda e: fill_blank(e), lambda e: story(e)], ids=["chat", "fill", "story"])
 def test_nothing_of_a_text_is_markup(make):
     nasty = "<script>alert(1)</script> & \"quotes\" __ <img src=x onerror=y>"
-    p = make(Script(nasty, (0, nasty))); p.ask(nasty).wait(10)
+    p = make(Script(nasty, (0, nasty))); p.ask(nasty).wait(60)
     page = p._static()
     assert not re.search(r"<(script|style|svg|input|button|img)|var\(", page["text/html"]) and "&lt;script&gt;" in page["text/html"] and nasty[:8] in page["text/plain"]
     json.dumps({k: v for k, v in p.get_state().items() if k in p.keys and k != "layout" and not k.startswith("_")})
@@ -200,7 +196,7 @@ def test_script_is_one_module():
 
 def test_closed_panels_let_go():
     gate = threading.Event(); e = Script("a", gate); p = chat(e); p.ask("?"); until(lambda: p.live == "a")
-    p.close(); gate.set(); p.wait(10)
+    p.close(); gate.set(); p.wait(60)
     with pytest.raises(RuntimeError, match="closed"): p.ask("?")
     gone = weakref.ref(e); del e, p; gc.collect()
     until(lambda: gone() is None and not any(t.name.startswith("panel") for t in threading.enumerate()))
@@ -221,10 +217,10 @@ def test_old_turns_are_left_out(monkeypatch):
     monkeypatch.setattr(panels, "prompt_ids", lambda tok, messages: {"input_ids": torch.zeros(1, sum(len(m["content"]) for m in messages), dtype=torch.long)})
     e = Script("x"); e.tok, e.max_ctx = Tok(), 60; p = chat(e, system="S" * 10, max_new_tokens=20)
     p.turns = [{"role": r, "content": c * 10} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))]
-    p.ask("e" * 10).wait(10)
+    p.ask("e" * 10).wait(60)
     assert [m["content"][0] for m in e.calls[0]["messages"]] == list("Se") or [m["content"][0] for m in e.calls[0]["messages"]] == list("Scde")
     assert sum(len(m["content"]) for m in e.calls[0]["messages"]) + 20 <= 60 and "oldest" in p.note and len(p.turns) == 6
-    p.clear(); p.ask("f" * 10).wait(10); assert p.note == ""
+    p.clear(); p.ask("f" * 10).wait(60); assert p.note == ""
 
 
 @pytest.mark.long

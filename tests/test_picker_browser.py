@@ -100,13 +100,7 @@ def test_screen_readers(lab):
 
 def test_ticks_while_the_kernel_works(lab):
     "A cell that runs does not hold up the tree; the kernel hears of it afterwards"
-    lab.cell(3).locator(".cm-content").click(); lab.page.keyboard.press("Control+A")
-    lab.page.keyboard.insert_text("import time; time.sleep(8); print('done')"); lab.page.keyboard.press("Control+Enter")
-    key, prompt = lab.row(f"{LAYER}.attention.self.key"), lab.cell(3).locator(".jp-InputPrompt")
-    expect(prompt).to_have_text("[*]:")
-    lab.pick(f"{LAYER}.attention.self.key"); expect(key).to_have_attribute("aria-checked", "true", timeout=3000)
-    assert prompt.inner_text() == "[*]:"                                              # it still runs
-    expect(prompt).to_have_text(re.compile(r"\[\d+\]"), timeout=30_000)
+    with lab.working(): lab.pick(f"{LAYER}.attention.self.key"); expect(lab.row(f"{LAYER}.attention.self.key")).to_have_attribute("aria-checked", "true")
     assert lab.ask("picker.pattern") == "['query', 'key']"
     lab.pick(f"{LAYER}.attention.self.key"); assert lab.ask("picker.pattern") == "['query']"
 

@@ -251,3 +251,17 @@ def test_peak_on_a_gpu():
             cache.commit([512])
     used = torch.cuda.max_memory_allocated() - before
     assert 0.85 * (plan.peak_bytes - plan.context_bytes) <= used <= plan.peak_bytes - plan.context_bytes
+
+
+def test_the_host_takes_part_in_prompts_and_in_guesses(tmp_path):
+    "An encoder's blocks read a prompt, not the decoder's; a model that only reads has no such lane; a plan from before knows of no host"
+    with torch.device("meta"): t5, llama, bert = (m(c) for m, c in ((tf.T5ForConditionalGeneration, tf.T5Config(**T5 | dict(num_decoder_layers=7))), (tf.LlamaForCausalLM, tf.LlamaConfig(**TINY)), (tf.BertForMaskedLM, tf.BertConfig(**TINY))))
+    d, host = DECODING["gpu"], lambda plan: plan._lanes("prompt", 32, not plan.encoder)[0]["host"]
+    plans = [plan_inference(m, bits=bits, max_ctx=64, machine="h200") for m, bits in ((t5, None), (llama, None), (llama, 8), (bert, None))]
+    assert [host(p) for p in plans] == pytest.approx([4 * d.block_s, 4 * d.block_s, 4 * (d.block_s + d.packed_s), 0])
+    assert plans[1].first_token(32) >= 4 * d.block_s and plans[1].step()[0]["host"] == 0
+    alone, guessed = (1 / plans[1].tokens_per_s(checked=n, levels=0) for n in (1, 2))
+    assert guessed - alone == pytest.approx(d.guess_s, rel=0.05)
+    old = dataclasses.replace(plans[1], decoding={k: v for k, v in plans[1].decoding.items() if k not in ("guess_s", "draft_s", "block_s", "packed_s", "stretch_s")})
+    old.save(tmp_path / "old.json")
+    assert InferencePlan.load(tmp_path / "old.json").first_token(32) < 4 * d.block_s

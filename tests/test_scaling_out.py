@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from conftest import free_port
+
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH, PAGE = ROOT / "scripts" / "launch", ROOT / "docs" / "scaling_out.md"
 PROGRAM = """import os, torch, torch.distributed as dist
@@ -92,11 +94,6 @@ def started(commands, folder):
     return "".join(o.stdout for o in outs)
 
 
-def free_port():
-    import socket
-    with socket.socket() as s: s.bind(("127.0.0.1", 0)); return str(s.getsockname()[1])
-
-
 @pytest.mark.long
 def test_two_hosts_train_one_model(tmp_path):
     "torchrun.sh on two hosts, both this one, with the program that the page names"
@@ -108,7 +105,7 @@ def test_two_hosts_train_one_model(tmp_path):
     tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=64)).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("a b c d e f a b c d\n" * 200)
     line = [LAUNCH / "torchrun.sh", ROOT / "scripts" / "train.py", "--model", "model", "--text", "text.txt", "--full", "--lr", "1e-2", "--length", "16", "--steps", "6", "--offload", "0", "--out", "tuned"]
-    here = dict(HOSTS="2", HEAD="127.0.0.1", PORT=free_port(), GPUS="1")
+    here = dict(HOSTS="2", HEAD="127.0.0.1", PORT=str(free_port()), GPUS="1")
     out = started([(line, here)] * 2, tmp_path)
     found = re.findall(r"(\d) processes, held-out loss ([\d.]+) → ([\d.]+)", out)
     assert len(found) == 1 and found[0][0] == "2" and float(found[0][2]) < float(found[0][1]), out
@@ -129,7 +126,7 @@ def test_slurm_starts_it_on_every_host(tmp_path):
 def test_the_operators_variables_are_enough(tmp_path):
     "torchrun without arguments, as in the pod, with what the operator sets for two hosts"
     (tmp_path / "program.py").write_text(PROGRAM)
-    port = free_port()
+    port = str(free_port())
     line = [sys.executable, "-m", "torch.distributed.run", "program.py"]
     pods = [(line, dict(PET_NNODES="2", PET_NODE_RANK=str(i), PET_NPROC_PER_NODE="1", PET_MASTER_ADDR="127.0.0.1", PET_MASTER_PORT=port)) for i in range(2)]
     assert sorted(started(pods, tmp_path).split("\n")) == ["", "rank 0 of 2, sum 3", "rank 1 of 2, sum 3"]

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import http.client
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from bmlab.decode import Decoder
 from bmlab.generate import prompt_ids
 from bmlab.loop import decode_tokens, stream_text
 from bmlab.sampling import Sampler
+from conftest import free_port, until
 
 openai = pytest.importorskip("openai", reason="openai is not installed")
 pytest.importorskip("fastapi", reason="fastapi is not installed: pip install bmlab[serve]")
@@ -258,11 +260,11 @@ def test_oversized_bodies(server, client, engine):
     "A little too long, much too long, and chunked without a length: refused, and the next request is served"
     with pytest.raises(openai.APIStatusError) as e: client.completions.create(model="tiny", prompt="x" * 70_000)
     assert e.value.status_code == 413 and "longer than max_body=64KiB" in str(e.value) and e.value.code == "request_too_large"
-    s = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=10)
+    s = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=60)
     s.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n")
     assert s.recv(100).startswith(b"HTTP/1.1 413"); s.close()                                         # without a byte of it
     for n in (70_000, 2**20 + 70_000):                                                                # read to its end; given up
-        s = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=10)
+        s = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=60)
         s.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         with contextlib.suppress(OSError):
             for _ in range(n // 10_000): s.sendall(b"2710\r\n" + b"x" * 10_000 + b"\r\n")
@@ -280,15 +282,22 @@ def test_100_at_once(server, engine, stream):
     for j in jobs:
         key = (j["prompt"], j["max_tokens"], j["temperature"], j["seed"] if j["temperature"] else 0)
         if key not in want: want[key] = alone(engine, j["prompt"], j["max_tokens"], temperature=j["temperature"], seed=j["seed"])
-    with make_client(server) as client, cf.ThreadPoolExecutor(100) as pool:
-        def one(j):
-            got = client.completions.create(model="tiny", **j, stream=stream)
-            return "".join(c.choices[0].text for c in got) if stream else got.choices[0].text
-        got = list(pool.map(one, jobs))
+    b, go = engine.b, threading.Event()
+    step = engine.decoder.step_sampled
+    engine.decoder.step_sampled = lambda sampler: (go.wait(60), step(sampler))[1]                                # no step before all are there
+    try:
+        with make_client(server) as client, cf.ThreadPoolExecutor(101) as pool:
+            def one(j):
+                got = client.completions.create(model="tiny", **j, stream=stream)
+                return "".join(c.choices[0].text for c in got) if stream else got.choices[0].text
+            got = pool.map(one, jobs)
+            until(lambda: len(b.waiting) + len(b.active) == 100); go.set()
+            got = list(got)
+    finally: go.set(); del engine.decoder.step_sampled
     assert got == [want[j["prompt"], j["max_tokens"], j["temperature"], j["seed"] if j["temperature"] else 0] for j in jobs]
-    steps = engine.b.stats["steps"] - before
-    assert steps < 0.4 * sum(j["max_tokens"] for j in jobs), steps                                    # together, not one after the other
-    assert not server._desk.open and not [t for t in threading.enumerate() if t.name == "serve-reader"]
+    steps = b.stats["steps"] - before
+    assert steps < 0.2 * sum(j["max_tokens"] for j in jobs), steps                                    # together, not one after the other
+    until(lambda: not server._desk.open and not [t for t in threading.enumerate() if t.name == "serve-reader"])
 
 
 class Slow:
@@ -325,14 +334,16 @@ def test_hang_up_while_streaming(slow):
         for n, c in enumerate(client.completions.create(model="slow", prompt="x", max_tokens=10**5, n=2, stream=True)):
             if n == 20: break
         client.close()
-    assert all(h.left.wait(10) for h in e.made) and len(e.made) == 2 and all(h.stats["new_tokens"] < 10**4 for h in e.made)
+    assert all(h.left.wait(60) for h in e.made) and len(e.made) == 2 and all(h.stats["new_tokens"] < 10**4 for h in e.made)
     assert raw(server, "GET", "/health")[1]["open"] == 0
 
 
 def test_hang_up_before_a_whole_answer(slow):
     e, server = slow
-    with make_client(server) as client, pytest.raises(openai.APITimeoutError): client.with_options(timeout=0.3).completions.create(model="slow", prompt="x", max_tokens=10**5)
-    assert e.made[0].left.wait(10)
+    for seconds in (0.3, 3, 30):
+        with make_client(server) as client, pytest.raises(openai.APITimeoutError): client.with_options(timeout=seconds).completions.create(model="slow", prompt="x", max_tokens=10**5)
+        if e.made: break                                                                              # (not yet there when its client left: a longer wait)
+    assert e.made and all(h.left.wait(60) for h in e.made)
 
 
 def test_hang_up_while_it_waits_for_a_row():
@@ -340,23 +351,27 @@ def test_hang_up_while_it_waits_for_a_row():
     e = Slow(pause=30)
     with serve(e, port=0, background=True, name="slow") as server:
         server._desk.alive_s = 0.05
-        s = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=10)
+        s = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=60)
         body = json.dumps({"prompt": "x", "stream": True}).encode()
         s.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         got = b""
         while got.count(b": waiting") < 2: got += s.recv(1000)
         assert not e.made[0].left.is_set(); s.close()
-        assert e.made[0].left.wait(10)
+        assert e.made[0].left.wait(60)
 
 
 def test_hang_up_of_a_real_decoder_frees_its_row(server, engine, client):
-    before = engine.b.stats["new_tokens"]
-    stream = client.completions.create(model="tiny", prompt="plain", max_tokens=120, stream=True)
-    next(iter(stream)); stream.close()
+    b, go, before = engine.b, threading.Event(), engine.b.stats["new_tokens"]
+    step = engine.decoder.step_sampled
+    engine.decoder.step_sampled = lambda sampler: (b.stats["new_tokens"] < before + 4 or go.wait(60), step(sampler))[1]
+    try:
+        stream = client.completions.create(model="tiny", prompt="plain", max_tokens=120, stream=True)
+        next(iter(stream)); stream.close()
+        until(lambda: not server._desk.open)                                                          # it has been noticed
+    finally: go.set(); del engine.decoder.step_sampled
     assert client.completions.create(model="tiny", prompt="plain", max_tokens=2).usage.completion_tokens == 2
-    end = time.monotonic() + 10
-    while engine.b.active and time.monotonic() < end: time.sleep(0.01)
-    assert not engine.b.active and engine.b.stats["new_tokens"] - before < 122
+    until(lambda: not b.active)
+    assert b.stats["new_tokens"] - before < 10
 
 
 def test_too_many_are_told_to_come_back(slow):
@@ -366,7 +381,7 @@ def test_too_many_are_told_to_come_back(slow):
         with pytest.raises(openai.InternalServerError, match="max_waiting=8") as error: client.completions.create(model="slow", prompt="x")
         assert error.value.status_code == 503 and error.value.response.headers["retry-after"] == "1"
         [s.close() for s in streams]
-        assert all(h.left.wait(10) for h in e.made)
+        assert all(h.left.wait(60) for h in e.made)
 
 
 def test_an_engine_that_breaks(slow):
@@ -435,7 +450,7 @@ def test_an_engine_that_is_busy_is_refused_and_the_port_is_free():
     class Busy(Slow):
         @contextlib.contextmanager
         def batcher(self): raise RuntimeError("this engine is busy with another text"); yield
-    sock = socket.socket(); sock.bind(("127.0.0.1", 0)); port = sock.getsockname()[1]; sock.close()
+    port = free_port()
     with pytest.raises(RuntimeError, match="busy"): serve(Busy(), port=port)
     with serve(Slow(), port=port, background=True): pass
 
@@ -498,19 +513,20 @@ def test_in_a_running_event_loop_and_interrupted(engine):
         with serve(Slow(), port=0, background=True) as s: return await asyncio.to_thread(raw, s, "GET", "/health")
     assert asyncio.run(cell())[0] == 200
     s = serve(Slow(), port=0, background=True)
-    def interrupted(): raise KeyboardInterrupt
-    s._thread.join, join = interrupted, s._thread.join
-    threading.Timer(0.1, lambda: setattr(s._thread, "join", join)).start()
+    ended, waits, before = s._ended.wait, threading.Event(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    s._ended.wait = lambda: waits.set() or ended()
+    threading.Thread(target=lambda: (waits.wait(60), time.sleep(0.1), os.kill(os.getpid(), signal.SIGINT))).start()
     try: s.wait()
-    except KeyboardInterrupt: pass
-    s.close()
+    finally: signal.signal(signal.SIGINT, before)
+    assert s._closed.locked() and s._thread.ident not in sys._current_frames()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
 def test_the_script(stop):
-    sock = socket.socket(); sock.bind(("127.0.0.1", 0)); port = sock.getsockname()[1]; sock.close()
-    p = subprocess.Popen([sys.executable, ROOT / "scripts/serve.py", "--model", "smollm2-135m", "--batch", "2", "--context", "256", "--port", str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    port = free_port()
+    p = subprocess.Popen([sys.executable, ROOT / "scripts/serve.py", "--model", "smollm2-135m", "--batch", "2", "--context", "256", "--port", str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+                         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))                # an interrupt reaches it, also where this process ignores them
     try:
         lines = []
         for line in p.stdout:
@@ -521,6 +537,6 @@ def test_the_script(stop):
         with make_client(server) as c: assert "Paris" in c.chat.completions.create(model=c.models.list().data[0].id, messages=[{"role": "user", "content": "What is the capital of France?"}], temperature=0, max_tokens=16).choices[0].message.content
         with make_client(server) as c:
             stream = c.completions.create(model=c.models.list().data[0].id, prompt="x", max_tokens=200, stream=True); next(iter(stream))
-            p.send_signal(stop); assert p.wait(20) == 0, p.stdout.read()                               # in the middle of a text
+            p.send_signal(stop); assert p.wait(60) == 0, p.stdout.read()                               # in the middle of a text
         assert "Traceback" not in p.stdout.read()
     finally: p.kill(); p.wait(); p.stdout.close()

@@ -1,5 +1,5 @@
 "The server's page in headless Chromium: four tabs, streams and stops, keys, light and dark, a token, and nothing fetched from elsewhere."
-import contextlib, re, threading, time
+import contextlib, math, re, threading
 
 import pytest
 
@@ -10,9 +10,11 @@ import torch
 pytestmark = [pytest.mark.long, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium")]
 
 
+LONG = ["word "] * 5000                     # ends when its client leaves, whatever length was asked for: no test has to be quick
+
 class Typist:
-    "Types what the last message asks for, a word at a time; `pause` is its speed"
-    model, max_ctx, each = None, 600, 5
+    "Types what the last message asks for, a word at a time; `pause` is its speed; after `only` words of a text it waits"
+    model, max_ctx, each, only = None, 600, 5, math.inf
     def __init__(self, pause=0.01, chat=True): self.tok, self.pause, self.made, self.asked, self.chat_template = self, pause, [], "", "yes" if chat else None
     def __call__(self, text, return_tensors): self.asked = text; return {"input_ids": torch.ones(1, self.each * len(self.talk), dtype=torch.long)}
     talk = [None]
@@ -22,7 +24,7 @@ class Typist:
     def words(self, n):
         if "words filled in" in self.asked: return ["the ", "blue ", f"one {len(self.made)}"]
         if "title" in self.asked.lower(): return ['"A ', "Title, ", f'number {n}"']
-        if "long" in self.asked: return ["word "] * 5000
+        if "long" in self.asked: return LONG
         if "code" in self.asked: return ["Here:\n", "```python\n", "len([1, 2])\n", "```\n", "and <b>no</b> ", "markup. 你好"]
         if "break" in self.asked: return ["half ", None]
         return [" and ", "then ", "it ", f"rained {n}"] if "house" in self.asked else [f"You said: {self.asked} ", f"({len(self.talk)} messages)"]
@@ -33,15 +35,20 @@ class Typist:
 
 class Handle:
     def __init__(self, typist, words, most, options):
-        self.typist, self.words, self.most, self.options, self.asked, self.left, self.finish, self.stats = typist, words, most, options, typist.asked, threading.Event(), None, {"prompt_tokens": 5, "new_tokens": 0}
+        self.typist, self.words, self.most, self.options, self.asked, self.left, self.over, self.finish, self.stats = typist, words, most, options, typist.asked, threading.Event(), threading.Event(), None, {"prompt_tokens": 5, "new_tokens": 0}
     def cancel(self): self.left.set()
     def __iter__(self):
-        for w in self.words[:self.most]:
-            if self.left.wait(self.typist.pause): self.finish = "cancelled"; return
+        try: yield from self.typed()
+        finally: self.over.set()
+    def typed(self):
+        for n, w in enumerate(self.words if self.words is LONG else self.words[:self.most]):
+            while not (left := self.left.wait(self.typist.pause)) and n >= self.typist.only: pass
+            if left: self.finish = "cancelled"; return
             if w is None: raise RuntimeError("the device is gone")
             self.stats["new_tokens"] += 1
             yield w
         self.finish = "stop"
+    def cut(self): return self.over.wait(10) and self.finish == "cancelled" and self.stats["new_tokens"] < len(self.words)
 
 
 class Site:
@@ -92,9 +99,9 @@ def test_chat_streams_and_stops(site):
     expect(site.panel).to_have_attribute("aria-busy", "true"); expect(site.box).to_have_value(""); expect(site.box).to_be_focused()
     expect(site.meter).to_have_text(re.compile(r"\d+ pieces · [\d.]+ per s · first after [\d.]+ s"))
     site.page.keyboard.type("half a th"); site.button("Stop").click(); site.idle()
-    assert site.engine.made[-1].left.wait(10) and site.engine.made[-1].stats["new_tokens"] < 120
+    assert site.engine.made[-1].cut() and site.engine.made[-1].most == 128
     expect(site.panel.locator(".note")).to_have_text("stopped"); site.page.keyboard.type("ought"); expect(site.box).to_have_value("half a thought")
-    site.box.fill("A long one again"); site.box.press("Enter"); expect(said).to_have_count(4); expect(said.last).to_contain_text("word word"); site.box.press("Escape"); site.idle()
+    site.box.fill("A long one again"); site.box.press("Enter"); expect(said).to_have_count(4); expect(said.last).to_contain_text("word word"); site.box.press("Escape"); site.idle(); assert site.engine.made[-1].cut()
     expect(site.meter).to_contain_text("stopped"); shot(site, "serve-chat")
 
 
@@ -129,9 +136,9 @@ def test_an_error_is_said_and_the_message_is_not_lost(site):
 def test_blanks(site):
     site.tab("Fill in the blank"); answers = site.panel.locator(".answer")
     site.box.fill("No blank"); site.box.press("Control+Enter"); expect(site.meter).to_contain_text("There is no blank")
-    site.engine.pause = 0.3; site.box.fill("We took the __ bus, and then the ____ train."); site.box.press("Control+Enter")
-    expect(answers).to_have_count(2); expect(answers.first).to_contain_text("the"); expect(answers.nth(1)).to_have_class("answer empty"); shot(site, "serve-fill")
-    site.engine.pause = 0.01; site.idle(); expect(answers).to_have_text([re.compile(r"the blue one \d+")] * 2)
+    site.engine.only = 1; site.box.fill("We took the __ bus, and then the ____ train."); site.box.press("Control+Enter")
+    expect(answers).to_have_count(2); expect(answers.first).to_have_text("the"); expect(answers.nth(1)).to_have_class("answer empty"); shot(site, "serve-fill")
+    site.engine.only = math.inf; site.idle(); expect(answers).to_have_text([re.compile(r"the blue one \d+")] * 2)
     assert answers.first.evaluate("e => getComputedStyle(e).textDecorationLine") == "underline"
     expect(site.meter).to_contain_text("6 tokens"); site.button("edit").click(); expect(site.box).to_have_value("We took the __ bus, and then the ____ train.")
     site.button("Fill in").click(); site.idle(); text = site.panel.locator(".paper").inner_text(); site.button("keep").click()
@@ -145,8 +152,8 @@ def test_story(site):
     assert site.box.get_attribute("aria-activedescendant") == list_.nth(1).get_attribute("id"); shot(site, "serve-story")
     keys.press("Enter"); expect(list_).to_have_count(0); expect(site.box).to_have_value(re.compile(r"^We left the house, and then it rained \d+$"))
     site.page.evaluate("document.execCommand('undo')"); expect(site.box).to_have_value("We left the house,")
-    site.engine.pause = 0.3; keys.press("Tab"); expect(list_.nth(2)).to_contain_text("and"); list_.nth(2).click(); site.idle(); expect(list_).to_have_count(0)            # a click, while they are written
-    assert site.engine.made[-1].left.wait(10); site.engine.pause = 0.01; expect(site.box).to_have_value(re.compile(r"^We left the house, and"))
+    site.engine.only = 1; keys.press("Tab"); expect(list_.nth(2)).to_contain_text("and"); list_.nth(2).click(); site.idle(); expect(list_).to_have_count(0)            # a click, while they are written
+    assert site.engine.made[-1].cut(); site.engine.only = math.inf; expect(site.box).to_have_value(re.compile(r"^We left the house, and"))
     keys.press("Tab"); expect(list_).to_have_count(3); keys.press("Escape"); keys.press("Escape"); expect(list_).to_have_count(0); keys.press("Escape"); keys.press("Tab"); expect(site.box).not_to_be_focused()
 
 
@@ -160,7 +167,7 @@ def test_title(site):
 def test_two_tabs_at_once(site):
     site.tab("Chat"); site.box.fill("something long"); site.box.press("Enter"); expect(site.panel.locator(".said").last).to_contain_text("word word")
     site.tab("Title"); expect(site.page.locator("#tab-chat")).to_have_attribute("data-busy", ""); site.box.fill("Snow."); site.button("Find titles").click(); site.idle(); expect(site.panel.locator(".said")).to_have_count(3)
-    site.tab("Chat"); expect(site.panel).to_have_attribute("aria-busy", "true"); site.button("Stop").click(); site.idle()
+    site.tab("Chat"); expect(site.panel).to_have_attribute("aria-busy", "true"); site.button("Stop").click(); site.idle(); assert next(h for h in site.engine.made if h.asked == "something long").cut()
 
 
 def test_tabs_by_keys_and_names_of_all_controls(site):
@@ -205,10 +212,10 @@ def test_a_token_is_asked_for(browser):
 
 
 def test_a_server_that_is_gone_is_said(browser):
-    server = serve(Typist(), port=0, background=True, name="brief")
+    engine = Typist(); server = serve(engine, port=0, background=True, name="brief")
     context = browser.new_context(); page = context.new_page(); page.goto(server.url); page.get_by_role("tab", name="Chat").click()
     page.locator("#chat textarea").fill("long"); page.keyboard.press("Enter"); expect(page.locator("#chat .said").last).to_contain_text("word")
-    server.close(); expect(page.locator("#chat .meter")).to_contain_text("the server is closing")
+    server.close(); expect(page.locator("#chat .meter")).to_contain_text("the server is closing"); assert engine.made[-1].cut()
     page.locator("#chat textarea").fill("hello?"); page.keyboard.press("Enter"); expect(page.locator("#chat .meter")).to_contain_text("does not answer"); expect(page.locator("#chat textarea")).to_have_value("hello?")
     context.close()
 

@@ -1,5 +1,5 @@
 "Sharding over several processes: equal to one process, from meta and from files, with deltas, mixed dtypes, compiled, interrupted."
-import copy, os, socket, subprocess, sys
+import copy, os, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ from torch import nn
 from bmlab.core import count, resolve, roles, run_ranks, set_seed
 from bmlab.sharding import shard
 from bmlab.trace import find_blocks
+from conftest import free_port
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[1]
@@ -396,9 +397,13 @@ from bmlab.sharding import shard
 from bmlab.train import fit
 how, moment, loop = sys.argv[1:]
 init_distributed(timeout_s=100)                                          # a busy machine brings them up one long after the other
-synchronize(); init_distributed(timeout_s=8)
 model = shard(tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=99)), dtype=None, checkpoint=1)
 opt, ids, seen = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.arange(24).view(2, 12), []
+def run(steps):
+    if loop == "fit": fit(model, [{"input_ids": ids, "labels": ids}], opt, steps=steps, clip=1., plot=False)
+    else:
+        for _ in range(steps): model(ids, labels=ids).loss.backward(); opt.step(); opt.zero_grad()
+run(1); synchronize(); init_distributed(timeout_s=8)
 def leave(*args):
     seen.append(1)
     if len(seen) == 2 and rank() == 1: os._exit(7) if how == "dies" else time.sleep(200)
@@ -406,9 +411,7 @@ layer = model.model.layers[1]
 layer.register_forward_pre_hook(leave) if moment == "forward" else layer.register_full_backward_hook(leave)
 start = time.monotonic()
 try:
-    if loop == "fit": fit(model, [{"input_ids": ids, "labels": ids}], opt, steps=4, clip=1., plot=False)
-    else:
-        for _ in range(4): model(ids, labels=ids).loss.backward(); opt.step(); opt.zero_grad()
+    run(4)
     print("went on alone")
 except RuntimeError as e: print(f"error in step {len(seen)} after {time.monotonic() - start:.1f} s: {str(e)[:200]}", flush=True); raise
 """
@@ -427,10 +430,6 @@ def test_a_rank_lost_in_the_middle_of_a_step_is_an_error_on_the_others(tmp_path,
         if how == "dies": assert ranks[1].wait(10) == 7
     finally:
         for p in ranks: p.kill(); p.wait()
-
-
-def free_port():
-    with socket.socket() as s: s.bind(("127.0.0.1", 0)); return s.getsockname()[1]
 
 
 def too_many():

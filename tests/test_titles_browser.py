@@ -49,8 +49,9 @@ def test_paste_and_click(lab):
 
 def test_copy(lab):
     panel = lab.panel(1); copy = panel.get_by_role("button", name="copy title 2")
-    copy.click(); expect(copy).to_have_text("copied") if lab.page.evaluate("navigator.clipboard !== undefined && window.isSecureContext") else None
-    expect(copy).to_have_text("copy", timeout=5_000)
+    copy.evaluate("e => { window.told = []; new MutationObserver(() => told.push(e.textContent)).observe(e, {childList: true}) }")
+    copy.click(); lab.page.wait_for_function("told.length > 1"); expect(copy).to_have_text("copy")
+    assert lab.page.evaluate("told") == ["copied" if lab.page.evaluate("navigator.clipboard !== undefined && window.isSecureContext") else "selected", "copy"]
 
 
 def test_keys_and_stop(lab):
@@ -61,6 +62,6 @@ def test_keys_and_stop(lab):
 
 def test_dark_and_saved(lab):
     lab.page.evaluate("document.body.dataset.jpThemeLight = 'false'"); shot(lab, "panel-title-dark")
-    lab.page.keyboard.press("Control+s"); lab.page.wait_for_timeout(1500)
-    saved = json.dumps(json.loads(lab.notebook.read_text(encoding="utf-8"))["cells"][1]["outputs"])
-    assert "Titles" in saved and "<script" not in saved
+    lab.recorded(1, "stopped"); lab.page.keyboard.press("Control+s")
+    saved = json.dumps(json.loads(lab.saved("stopped"))["cells"][1]["outputs"])
+    assert "Titles" in saved and "for ever for ever" in saved and "<script" not in saved

@@ -22,7 +22,7 @@ def build(kernel, types, const, num_warps=4, num_stages=3):
     made = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs={(names.index(k),): v for k, v in const.items()}, attrs=even),
                           target=GPUTarget("cuda", 90, 32), options=dict(num_warps=num_warps, num_stages=num_stages))
     ptx = made.asm["ptx"]
-    return dict(widths=re.findall(r"tt.dot [^\n]*?kWidth = (\d)", made.asm["ttgir"]), shared=made.metadata.shared, mma="mma.sync" in ptx, wgmma="wgmma.mma_async" in ptx, copies="cp.async" in ptx, early="griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx, machine=len(made.asm["cubin"]))
+    return dict(widths=re.findall(r"tt.dot [^\n]*?kWidth = (\d)", made.asm["ttgir"]), shared=made.metadata.shared, mma="mma.sync" in ptx, wgmma="wgmma.mma_async" in ptx, copies="cp.async" in ptx, waits="griddepcontrol.wait" in ptx, announces="griddepcontrol.launch_dependents" in ptx, machine=len(made.asm["cubin"]))
 
 X = "*bf16"
 linear, out = dict(x=X, bias=X, residual=X, weight=X, of="*fp32", y=X, ahead=X, scale="*fp32", codes="*i8", eps="fp32", offset="fp32"), {}
@@ -45,6 +45,9 @@ out["int4 words that are not aligned"] = build(tk._int4_linear_kernel, four, bia
 out["int4 eight rows"] = build(tk._int4_linear_kernel, four, bias | end | tiles4 | dict(GROUP=128, BLOCK_M=8, STEPS=1), 8, 4)
 out["int8 eight rows"] = build(tk._int8_split_kernel, linear, bias | end | dict(EVEN=False, ONE=False, BLOCK_M=8, BLOCK_N=16, BLOCK_K=64, WARPS=8), 8, 4)
 out["int4 half"] = build(tk._int4_linear_kernel, four | dict(x="*fp16", bias="*fp16", residual="*fp16", weight="*fp16", y="*fp16", ahead="*fp16"), bias | end | tiles4 | dict(GROUP=128, STEPS=1), 8)
+blocks8, blocks4 = tk._blocks(12288, 4096, torch.bfloat16), tk._blocks4(12288, 4096, 128, torch.bfloat16)
+for name, kernel, types, blocks in (("int8", tk._int8_split_kernel, linear, blocks8), ("int4", tk._int4_linear_kernel, four, blocks4)):
+    out[f"{name} soon"] = build(kernel, types, bias | end | dict(EVEN=True, ONE=True, SOON=True) | {k: blocks.pop(k) for k in list(blocks) if k[0] != "n"}, **blocks)
 out["int8 very many rows"] = build(tk._int8_linear_kernel, linear, bias | {k: v for k, v in tk._blocks(1 << 17, 4096, torch.bfloat16).items() if k[0] != "n"}, 4, 3)
 for M in (20, 512):
     blocks = tk._blocks_gemm(torch.empty(M, 1, dtype=torch.bfloat16))
@@ -61,13 +64,13 @@ for bits8 in (False, True):
     for G, sums, (causal, tree) in itertools.product((1, 4), (True, False), ((True, False), (True, True), (False, False))):
         out[f"attention {bits8} {G} {sums} {causal} {tree}"] = build(tk._attention_kernel,
             dict(q=X, k=C, v=C, k_scale=S, v_scale=S, lengths="*i64", rows="*i64", mask="*i32", cos=X, sin=X, part="*fp32", stats="*fp32", arrived="*i32", y=X, scale="fp32"),
-            dict(TURN=False, PREREAD=False, INTERLEAVED=False, G=G, SUMS=sums, CAUSAL=causal, TREE=tree, WINDOW=tree, ROWS=tree, BITS8=bits8, INTERPRETED=False, CHUNK=keys, SPLITS=tk.SPLITS, PARTS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128), warps, stages)
+            dict(TURN=False, PREREAD=False, INTERLEAVED=False, G=G, SUMS=sums, CAUSAL=causal, TREE=tree, WINDOW=tree, ROWS=tree, BITS8=bits8, INTERPRETED=False, CHUNK=keys, RUN=tk._RUN, SPLITS=tk.SPLITS, PARTS=tk.SPLITS, BLOCK_Q=16, BLOCK_D=128), warps, stages)
     for G, sums, window in itertools.product((1, 4), (True, False), (True, False)):
         out[f"attention {bits8} {G} {sums} {window} turning"] = build(tk._attention_kernel,
             dict(q=X, k=C, v=C, k_scale=S, v_scale=S, lengths="*i64", rows="*i64", mask="*i32", cos=X, sin=X, part="*fp32", stats="*fp32", arrived="*i32", y=X, scale="fp32"),
-            dict(TURN=True, PREREAD=True, INTERLEAVED=window, G=G, SUMS=sums, CAUSAL=True, TREE=False, WINDOW=window, ROWS=window, BITS8=bits8, INTERPRETED=False, CHUNK=keys, SPLITS=tk.SPLITS, PARTS=2 if window else tk.SPLITS, BLOCK_Q=16, BLOCK_D=128), warps, stages)
+            dict(TURN=True, PREREAD=True, INTERLEAVED=window, G=G, SUMS=sums, CAUSAL=True, TREE=False, WINDOW=window, ROWS=window, BITS8=bits8, INTERPRETED=False, CHUNK=keys, RUN=tk._RUN, SPLITS=tk.SPLITS, PARTS=2 if window else tk.SPLITS, BLOCK_Q=16, BLOCK_D=128), warps, stages)
 out["rows' norms"] = build(tk._inverse_rms_kernel, dict(x=X, y="*fp32", eps="fp32"), dict(NORM=4096), 2)
-out["combine"] = build(tk._combine_kernel, dict(part="*fp32", stats="*fp32", lengths="*i64", y=X), dict(CAUSAL=True, CHUNK=keys, SPLITS=tk.SPLITS, PARTS=tk.SPLITS, BLOCK_D=128))
+out["combine"] = build(tk._combine_kernel, dict(part="*fp32", stats="*fp32", lengths="*i64", y=X), dict(CAUSAL=True, SPAN=tk._RUN * keys, SPLITS=tk.SPLITS, PARTS=tk.SPLITS, BLOCK_D=128))
 out["greatest"], out["greatest of them"] = build(tk._greatest_kernel, dict(x=X, best="*fp32", index="*i32"), dict(PIECES=32, BLOCK=1024), 4), build(tk._greatest_of_kernel, dict(best="*fp32", index="*i32", out="*i64"), dict(PIECES=32), 1)
 out["angles"] = build(tk._angles_kernel, dict(positions="*i64", inv_freq="*fp32", cos=X, sin=X, scaling="fp32"), dict(BLOCK=128), 1)
 out["widen"] = build(tk._widen4_kernel, dict(codes="*u8", scale="*fp16", zero="*fp16", w=X), dict(GROUP=128, BLOCK_N=32))
@@ -92,7 +95,9 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
         assert len(kinds) == 1 and kinds != {()}, (start, {name: m["widths"] for name, m in made.items() if name.startswith(start)})
     for name, m in made.items():
         assert m["machine"] > 0 and m["shared"] <= 227 << 10, (name, m)                                        # what a Hopper multiprocessor lets one program have
-        if name.startswith(("int8", "int4", "attention")): assert m["early"], name                                # begins while the kernel before it ends
+        if name.startswith(("int8", "int4", "attention")): assert m["waits"], name                                # begins while the kernel before it ends,
+        if name.startswith(("int8", "int4")): assert m["announces"] == name.endswith("soon"), name        # which products let it do only where they are told to
+        if name.startswith("attention"): assert m["announces"], name
         if name.startswith(("int8", "int4", "attention")): assert m["mma"] and not m["wgmma"] and m["copies"], (name, m)   # one instruction shape, whatever M: rows do not change
         if name.startswith("gemm"): assert m["wgmma"] and m["copies"], (name, m)
         if name.startswith(("int8", "int4")): assert 2 * m["shared"] <= 227 << 10, (name, m)                   # two programs side by side
