@@ -322,16 +322,8 @@ function build(model) {
     if (!(e.ctrlKey || e.metaKey) || e.key === "Enter" || "acvxyz".includes(e.key.toLowerCase())) e.stopPropagation();      // Ctrl+S and the like go on
   });
   p.root.addEventListener("scroll", e => tops.set(e.target, e.target.scrollTop), true);
-  let last = null;
-  p.root.addEventListener("focusin", e => { last = e.target });
-  p.root.addEventListener("focusout", e => {
-    if (e.relatedTarget && !p.root.contains(e.relatedTarget)) last = null;                      // gone to another place at once: a record that comes now must not fetch it back
-    setTimeout(() => {
-      if (!p.root.isConnected || p.root.contains(document.activeElement) || !document.hasFocus()) return;
-      last = null; save(model, {text: p.box.value}); record();
-    });
-  });
-  const back = () => { p.stale.hidden = true; for (const [e, top] of tops) e.scrollTop = top; grow(p.box); if (last?.isConnected) last.focus({preventScroll: true}) };
+  const kept = keep(p.root, () => { save(model, {text: p.box.value}); record() });
+  const back = () => { p.stale.hidden = true; for (const [e, top] of tops) e.scrollTop = top; grow(p.box); kept.focus() };
   requestAnimationFrame(() => grow(p.box));
   return {root: p.root, back, stop: () => { model.off("msg:custom", arrived); heard.forEach(([t, call]) => model.off(`change:${t}`, call)) }};
 }

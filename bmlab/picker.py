@@ -498,7 +498,9 @@ let made = 0;
 function build(model) {
   const p = furniture(model), ui = {active: "", rows: [], at: 0, id: `bm${++made}-${Math.random().toString(36).slice(2)}`};
   let queued = false, timer;
+  const kept = keep(p.root, () => model.send({inside: false}), () => { if (queued) now(false) });
   const now = scroll => {
+    queued = true; if (kept.held()) return;                        // a row that is pressed stays until it is released
     queued = false; draw(p, model, ui);
     if (scroll) p.tree.children[ui.at].scrollIntoView({block: "nearest"});
   };
@@ -537,10 +539,9 @@ function build(model) {
     setTimeout(() => { p.copy.textContent = "copy" }, 1500);
   });
   p.root.addEventListener("focusin", e => { if (!p.root.contains(e.relatedTarget)) model.send({inside: true}) });
-  p.root.addEventListener("focusout", e => { if (!p.root.contains(e.relatedTarget)) model.send({inside: false}) });
   p.body.addEventListener("scroll", () => { ui.top = p.body.scrollTop });
   now(false);
-  return {root: p.root, back: () => { p.body.scrollTop = ui.top ?? 0 }, stop: () => traits.forEach(t => model.off(`change:${t}`, listen))};
+  return {root: p.root, back: () => { p.body.scrollTop = ui.top ?? 0; kept.focus() }, stop: () => traits.forEach(t => model.off(`change:${t}`, listen))};
 }
 """
 
@@ -568,6 +569,32 @@ function inhabit(model) {
   watch.observe(document.body, {childList: true, subtree: true}); look();
   model.on("destroy", leave); model.on("comm:close", leave);
   return leave;
+}
+
+// when a record is written, the element is out of the page for a moment, and the browser forgets its focus and a click that was pressed before and is released after
+function keep(root, left, released) {
+  let last = null, pressed = null;
+  root.addEventListener("focusin", e => { last = e.target });
+  root.addEventListener("focusout", e => {
+    if (e.relatedTarget && !root.contains(e.relatedTarget)) last = null;                          // gone to another place at once: a record that comes now must not fetch it back
+    setTimeout(() => {
+      if (!root.isConnected || root.contains(document.activeElement) || !document.hasFocus()) return;
+      last = null; left();
+    });
+  });
+  root.addEventListener("pointerdown", e => {
+    const target = pressed = e.button ? null : e.target, over = new AbortController();
+    if (!target) return;
+    const end = e => setTimeout(() => {                                                           // behind the browser's own click, if there is one
+      const lost = pressed === target && e.type === "pointerup" && e.target === target;
+      over.abort(); pressed = null;
+      if (lost) target.click();
+      released?.();
+    });
+    for (const type of ["pointerup", "pointercancel"]) window.addEventListener(type, end, {capture: true, signal: over.signal});
+  }, true);
+  root.addEventListener("click", () => { pressed = null }, true);
+  return {focus: () => { if (last?.isConnected) last.focus({preventScroll: true}) }, held: () => pressed !== null};
 }
 
 export default {

@@ -13,6 +13,14 @@ FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-ba
            --disable-default-apps --disable-extensions --metrics-recording-only --disable-dev-shm-usage""".split()
 
 
+# what a record does to the panel around an element
+REDRAWN = """async e => {
+  const place = e.closest(".bmlab-panel, .bmlab-picker").parentElement, fresh = place.cloneNode(false);
+  fresh.append(...[...place.children].filter(c => !c.contains(e)).map(c => c.cloneNode(true))); place.replaceWith(fresh);
+  await new Promise(done => queueMicrotask(() => queueMicrotask(done)));
+}"""
+
+
 @contextlib.contextmanager
 def jupyterlab(folder):
     "A server of its own, with configuration, data and workspaces in throw-away folders; yields its address and its token"

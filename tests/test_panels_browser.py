@@ -3,7 +3,7 @@ import json, re
 
 import pytest
 
-from browsing import CHROMIUM, Lab, expect, opened, shot
+from browsing import CHROMIUM, Lab, REDRAWN, expect, opened, shot
 
 pytest.importorskip("jupyterlab", reason="jupyterlab is not installed")
 pytestmark = [pytest.mark.long, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium")]
@@ -154,6 +154,19 @@ def test_focus_that_went_on_is_not_fetched_back(lab):
       await new Promise(done => queueMicrotask(() => queueMicrotask(done)));
       return [from.isConnected, document.activeElement === to];
     }""", [lab.box(1).element_handle(), lab.box(5).element_handle()]) == [True, True]
+
+
+def test_a_press_survives_the_record(lab):
+    "The record is drawn between the press and the release of a button: one click, not none and not two"
+    lab.page.evaluate("() => { window.bmlabClicks = 0; addEventListener('click', e => { if (e.target.closest('button')) window.bmlabClicks += 1 }, true) }")
+    for redrawn in (True, False):
+        before = lab.box(4).input_value(); lab.button(4, "random example").hover(); lab.page.mouse.down()
+        if redrawn: lab.page.evaluate(REDRAWN, lab.box(4).element_handle())
+        lab.page.mouse.up(); expect(lab.box(4)).not_to_have_value(before); lab.page.wait_for_timeout(100)
+        assert lab.page.evaluate("window.bmlabClicks") == 2 - redrawn
+    lab.button(4, "random example").hover(); lab.page.mouse.down(); lab.page.evaluate(REDRAWN, lab.box(4).element_handle()); lab.box(4).hover()
+    lab.page.mouse.up(); lab.page.wait_for_timeout(100); assert lab.page.evaluate("window.bmlabClicks") == 2                     # released somewhere else: taken back
+    lab.box(4).fill("We left the house,"); expect(lab.box(4)).to_have_value("We left the house,")
 
 
 def test_blanks_are_filled_in_place(lab):

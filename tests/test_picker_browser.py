@@ -3,7 +3,7 @@ import json, re
 
 import pytest
 
-from browsing import CHROMIUM, expect, opened, shot
+from browsing import CHROMIUM, REDRAWN, expect, opened, shot
 
 pytest.importorskip("jupyterlab", reason="jupyterlab is not installed")
 pytestmark = [pytest.mark.long, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium")]
@@ -84,6 +84,18 @@ def test_keys(lab):
     keys.press("Space"); expect(lab.row(LAYER)).to_have_attribute("aria-checked", "true"); keys.press("Space")
     for key in ("a", "b", "x", "d", "d", "End", "Home"): keys.press(key)
     assert lab.page.locator(".jp-Notebook .jp-Cell").count() == cells and lab.ask("len(picker.selected)") == "24"
+
+
+def test_what_is_pressed_stays(lab):
+    "Between the press and the release of a box the rows are drawn anew, or the picture around the tree: one click; and the keys stay in the tree"
+    box = lab.row(f"{LAYER}.attention.self.key").locator(".bm-box")
+    lab.run(3, "import asyncio; asyncio.get_running_loop().call_later(1, setattr, picker, 'rank', 9)")
+    box.hover(); lab.page.mouse.down(); expect(lab.picker.locator(".bm-preview")).to_contain_text("r=8"); lab.page.wait_for_timeout(2000); lab.page.mouse.up()
+    expect(box.locator("xpath=ancestor::*[@role='treeitem']")).to_have_attribute("aria-checked", "true"); expect(lab.picker.locator(".bm-preview")).to_contain_text("r=9")
+    box.hover(); lab.page.mouse.down(); lab.page.evaluate(REDRAWN, lab.picker.locator("[role=tree]").element_handle()); lab.page.mouse.up()
+    expect(lab.row(f"{LAYER}.attention.self.key")).to_have_attribute("aria-checked", "false")
+    lab.page.evaluate(REDRAWN, lab.picker.locator("[role=tree]").element_handle()); expect(lab.picker.locator("[role=tree]")).to_be_focused()
+    assert lab.ask("len(picker.selected)") == "24"; lab.run(3, "picker.rank = 8"); expect(lab.picker.locator(".bm-preview")).to_contain_text("r=8")
 
 
 def test_screen_readers(lab):
