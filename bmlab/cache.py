@@ -14,19 +14,27 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 # %% ../nbs/38_cache.ipynb #b043a0b7
+def _first(config, *names): return next((v for n in names if (v := getattr(config, n, None)) is not None), None)
+
+def _unnamed(config): return ValueError(f"config={type(config).__name__} names no number of layers or heads; give shapes=[(heads, key width, value width), …]")
+
+def _kv_shape(c): # of one layer
+    heads, width, rope, rest, value = _first(c, "decoder_attention_heads", "num_attention_heads"), _first(c, "hidden_size", "d_model"), *(getattr(c, n, None) for n in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    if heads and rope and rest and value: return heads, rest + rope, value                                  # multi-head latent attention, expanded
+    if not heads: raise _unnamed(c)
+    key = _first(c, "head_dim", "d_kv", "dim_head") or width // heads
+    return _first(c, "num_key_value_heads") or heads, key, value or key
+
 def kv_shapes(
     config,    # of a transformers model
 )->list:       # for each decoder layer (heads, width of a key, width of a value)
     "Shapes of the keys and values that each decoder layer keeps for a token."
     c = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    get = lambda *names: next((v for n in names if (v := getattr(c, n, None)) is not None), None)
-    layers, heads, width = get("num_decoder_layers", "num_hidden_layers"), get("decoder_attention_heads", "num_attention_heads"), get("hidden_size", "d_model")
-    if not layers or not heads: raise ValueError(f"config={type(config).__name__} names no number of layers or heads; give shapes=[(heads, key width, value width), …]")
-    if rope := get("qk_rope_head_dim"):                                  # multi-head latent attention, expanded
-        return [(heads, get("qk_nope_head_dim") + rope, get("v_head_dim"))] * layers
-    layers -= sum(m in ("n", ".") if isinstance(m, str) else bool(m[0]) for m in (get("mask_modules") or ())[:layers])     # CPM's layers without attention
-    key = get("head_dim", "d_kv", "dim_head") or width // heads
-    return [(get("num_key_value_heads") or heads, key, get("v_head_dim") or key)] * layers
+    layers = _first(c, "num_decoder_layers", "num_hidden_layers") or 0
+    kept = layers - sum(m in ("n", ".") if isinstance(m, str) else bool(m[0]) for m in (_first(c, "mask_modules") or ())[:layers])      # CPM's layers without attention
+    if getattr(c, "is_heterogeneous", False): return [_kv_shape(layer) for layer in c.per_layer_config][:kept]                          # Gemma 4's are of two widths
+    if not layers: raise _unnamed(config)
+    return [_kv_shape(c)] * kept
 
 def capacity(
     max_ctx:int, # tokens that a row may hold

@@ -46,31 +46,60 @@ class _Facts:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 # %% ../nbs/38b_decode.ipynb #3d5a041f
-def _relative(model):
-    "Self-attentions of a decoder that compute a bias by distance (T5 and its family)"
-    return [m for m in model.modules() if hasattr(m, "compute_bias") and getattr(m, "is_decoder", False) and getattr(m, "has_relative_attention_bias", False)]
+def _takes(call, *names): return inspect.signature(call).parameters.keys() >= set(names)
+
+def _counting(model):
+    "{module: (method, what takes its place)} of a decoder's modules that would count all rows' positions alike"
+    out, source = {}, getattr(model.config, "is_encoder_decoder", False)
+    for m in (model.get_decoder() if source else model).modules():
+        if hasattr(m, "compute_bias") and getattr(m, "has_relative_attention_bias", False): out[m] = "compute_bias", _distances           # T5
+        elif hasattr(m, "build_alibi_tensor"): out[m] = "build_alibi_tensor", _slopes                                                    # BLOOM
+        elif hasattr(m, "build_mpt_alibi_tensor"): out[m] = "build_mpt_alibi_tensor", _slopes_of_one                                     # MPT
+        elif hasattr(m, "create_position_ids_from_input_ids") and _takes(m.forward, "past_key_values_length") and not _takes(m.forward, "position_ids"):
+            out[m] = "create_position_ids_from_input_ids", _numbers                                                                      # M2M-100
+        elif isinstance(m, nn.Embedding) and _takes(m.forward, "past_key_values_length", "position_ids"): out[m] = "forward", _vectors   # BART, Marian, Pegasus
+    return out
+
+def _kept_at(span, slots): # → (B, slots): the position of the token in each; in a tree it is not the slot's number
+    return span.steps.expand(len(span.positions), -1).scatter(1, span.slots, span.positions)[:, :slots]
+
+def _distances(original, span, tree):
+    def compute_bias(query_length, key_length, device=None, **kw):
+        line = original(1, key_length, device=device, past_seen_tokens=key_length - 1)[0, :, 0]              # (H, view): of the last query, by key
+        ago = (span.positions[:, :, None] - _kept_at(span, key_length)[:, None]).clamp(0, key_length - 1)    # (B, M, view)
+        return line[:, key_length - 1 - ago].transpose(0, 1)                                                 # (B, H, M, view)
+    return compute_bias
+
+def _slopes(original, span, tree):
+    def build_alibi_tensor(mask, *args, **kw):
+        line = original(mask.new_ones(1, mask.shape[-1]), *args, **kw)[:, 0]                                 # (H, view)
+        return line[:, _kept_at(span, mask.shape[-1])].transpose(0, 1).flatten(0, 1)[:, None]                # (B·H, 1, view)
+    return build_alibi_tensor
+
+def _slopes_of_one(original, span, tree):
+    if tree and len(span.positions) > 1: raise ValueError("this model's code has one line of slopes for all texts: it tries trees of one text at a time; max_batch=1, or guesses without branches")
+    return (lambda *args, **kw: original(*args, **kw)[..., -span.view:][..., _kept_at(span, span.view)[0]]) if tree else original
+
+def _numbers(original, span, tree): return lambda ids, padding, *_, **__: span.positions + padding + 1
+
+def _vectors(original, span, tree): return lambda ids, *_, **__: original(ids, position_ids=span.positions).view(*span.positions.shape, -1)
 
 def _turn(modules):
     "A lock that modules keep, for one decoder at a time to change them"
     if not modules: return contextlib.nullcontext()
-    locks = modules[0].__dict__.setdefault("_bmlab_turn", Transient())
+    locks = next(iter(modules)).__dict__.setdefault("_bmlab_turn", Transient())
     if not locks: locks.append(threading.Lock())                        # (a copy has none yet)
     return locks[0]
 
 @contextlib.contextmanager
-def _ragged_bias(modules, span):
-    "While it lasts, the modules' biases follow each row's own positions; other decoders of the model wait"
-    def bias(original):
-        def compute_bias(query_length, key_length, device=None, **kw):
-            line = original(1, key_length, device=device, past_seen_tokens=key_length - 1)[0, :, 0]          # (H, view): of the last query, by key
-            ago = (span.positions[:, :, None] - span.steps[:key_length]).clamp(0, key_length - 1)            # (B, M, view)
-            return line[:, key_length - 1 - ago].transpose(0, 1)                                             # (B, H, M, view)
-        return compute_bias
+def _by_rows(modules, span, tree):
+    "While it lasts, modules of `_counting` go by each row's own positions; other decoders of the model wait"
     with _turn(modules):
-        for m in modules: m.compute_bias = bias(m.compute_bias)
-        try: yield
+        try:
+            for m, (method, own) in modules.items(): m.__dict__[method] = own(getattr(m, method), span, tree)
+            yield
         finally:
-            for m in modules: del m.compute_bias
+            for m, (method, _) in modules.items(): m.__dict__.pop(method, None)
 
 # %% ../nbs/38b_decode.ipynb #da3a7ce5
 def prompt_rows(
@@ -112,10 +141,14 @@ def _device(model):
     "Where a model computes: its parameters may wait elsewhere"
     return next((p.device for p in model.parameters() if p.device.type != "cpu"), model.device)
 
+class _Sources(BaseModelOutput):
+    "What a decoder sees of its sources"
+    router_logits = None                                              # that some ask for, to give them back
+
 class _Feed(_Texts):
     "A model with its caches: one forward over selected rows"
     def __init__(self, model, facts, rows, max_ctx, max_source, bits=16, shapes=(None, None), dtype=None):
-        self.model, self.facts, self.relative = model, facts, _relative(model)
+        self.model, self.facts, self.counting = model, facts, _counting(model)
         self.dtype, self.device = dtype or model.dtype, _device(model)
         make = lambda ctx, shapes: KVCache(model.config, rows, ctx, self.dtype, self.device, bits, shapes, facts.lead, facts.places_of is not None)
         self.cache, self.cross = make(max_ctx, shapes[0]), make(max_source, shapes[1]) if facts.source else None
@@ -139,7 +172,7 @@ class _Feed(_Texts):
         mask = self.facts.mask(span, self.dtype, tree, reach)
         if self.cross is None: given |= dict(input_ids=ids, attention_mask=mask)
         else: given |= dict(decoder_input_ids=ids, decoder_attention_mask=mask, **self._look(rows, ids, encoded, source_view))
-        with _ragged_bias(self.relative, span): logits = self.model(**given).logits
+        with _by_rows(self.counting, span, tree is not None): logits = self.model(**given).logits
         if self.cross is not None: self.cross.commit()
         return logits[:, -1:] if last else logits
 
@@ -153,7 +186,7 @@ class _Feed(_Texts):
         self.caches.is_updated = dict.fromkeys(range(len(self.cross.layers)), encoded is None)
         span = self.cross.span
         seen = (span.steps[:span.view] < self.cross.lengths[span.rows].clamp(min=1)[:, None])[:, None, None]                       # (B, 1, 1, S)
-        return dict(encoder_outputs=BaseModelOutput(last_hidden_state=hidden), attention_mask=self.facts.shown(seen, self.dtype))
+        return dict(encoder_outputs=_Sources(last_hidden_state=hidden), attention_mask=self.facts.shown(seen, self.dtype))
 
 # %% ../nbs/38b_decode.ipynb #92747a49
 def _probe(model, facts, vocab):

@@ -519,7 +519,8 @@ def _make_angles(module, step, width, rule):
 def _make_norm(module, step, width, rule):
     if not any(isinstance(getattr(module, n, None), float) for n in ("variance_epsilon", "eps")): raise _Unfit("it names no epsilon")
     x = torch.randn(3, len(module.weight), generator=torch.Generator().manual_seed(0)).to(module.weight)
-    want = type(module).forward(module, x)
+    try: want = type(module).forward(module, x)
+    except Exception as e: raise _Unfit(f"it does not take hidden states alone: {type(e).__name__}: {e}")
     errors = [_difference(_ops(step, x).norm(x, _Norm(module, offset)), want) for offset in (0., 1.)]
     return _NormPart(_Norm(module, float(errors[1] < errors[0])), step)
 

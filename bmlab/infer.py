@@ -27,7 +27,7 @@ from .placement import CPU, InferencePlan, plan_inference
 from .sharding import _let_segments_grow
 from .sampling import Sampler, row_options, _seed_of
 from .speculate import DraftModel, PromptLookup
-from .streaming import HostTables, Streamer, move_weights
+from .streaming import HostTables, Streamer, _Still, move_weights
 from .tasks import (ask_blank, ask_field, blank_parts, fill_kind, fill_masks, mask_input, open_fields, option_scores, options_fit, options_of, sentinel_pieces, sentinel_text,
                          with_answer)
 from .trace import find_blocks
@@ -476,18 +476,11 @@ class _FusedDraft:
         kept[1] -= 1
         if not kept[1]: kept[0](); kept.clear()
 
-class _Still:
-    "In place of `_apply`: a model that belongs to an engine is neither moved nor cast. A copy of it may be"
-    def __init__(self, module, why): self.module, self.why = weakref.ref(module), why
-    def __call__(self, *_, **__): raise RuntimeError(f"{self.why}: it cannot be moved or cast; e.close() first, then .to()")
-    def __deepcopy__(self, memo): return functools.partial(nn.Module._apply, memo[id(self.module())])
-    def __reduce__(self): return functools.partial, (nn.Module._apply, self.module())
-
 class _Kept:
     "While it stands, a model that stays as a whole is held still (what streams has guards of its own)"
     def __init__(self, model, device):
         self.modules = list(model.modules())
-        for m in self.modules: m.__dict__["_apply"] = _Still(m, f"{type(model).__name__} belongs to an engine on {device}")
+        for m in self.modules: m.__dict__["_apply"] = _Still(m, f"{type(model).__name__} belongs to an engine on {device}", "e", m is not model)
     def close(self):
         while self.modules: self.modules.pop().__dict__.pop("_apply", None)
 

@@ -202,7 +202,7 @@ def _alone(run):
     source = getattr(model.config, "is_encoder_decoder", False)
     run.sampler.start([[] if source else p for p in run.prompts], model.get_output_embeddings().weight.shape[0] if model.get_output_embeddings() is not None else run.decoder.vocab, model.device)
     old = model.generation_config
-    names = dict(do_sample=False, pad_token_id=old.pad_token_id or 0, bos_token_id=old.bos_token_id, decoder_start_token_id=old.decoder_start_token_id)
+    names = dict(do_sample=False, num_beams=1, num_return_sequences=1, repetition_penalty=1.0, no_repeat_ngram_size=0, min_length=0, pad_token_id=old.pad_token_id or 0, bos_token_id=old.bos_token_id, decoder_start_token_id=old.decoder_start_token_id)
     def work(ids, out, chooses, ends, n):
         config = GenerationConfig(**names, max_new_tokens=n)
         try:

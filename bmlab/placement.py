@@ -101,7 +101,9 @@ DRAFTED = 40 << 20       # and those that a draft model's shapes load besides
 CHECKED = 16             # tokens of a text that a step of speculation checks, each with its logits
 
 def _get(config, *names, default=0):
-    return next((v for n in names if isinstance(v := getattr(config, n, None), int)), default)
+    "What a configuration says; where its layers differ, the most"
+    each = lambda n: [getattr(c, n, None) for c in (config.per_layer_config if n in (getattr(config, "per_layer_attributes", None) or ()) else [config])]
+    return next((max(v) for n in names if (v := [x for x in each(n) if isinstance(x, int)])), default)
 
 def _item(model):
     "Bytes of a number in the model's dtype"

@@ -602,6 +602,19 @@ class _Captured(_Running):
         self._decoders.add(decoder)
 
 # %% ../nbs/39a_streaming.ipynb #f165d950
+class _Still:
+    "In place of a module's `_apply`: it is neither moved nor cast, but a part may be cast to what it is (as routers do). A copy of it may be moved."
+    def __init__(self, module, why, owner, part): self.module, self.why, self.owner, self.part = weakref.ref(module), why, owner, part
+    def __call__(self, fn, *_, **__):
+        if self.part and self._is(self.module(), fn): return self.module()
+        raise RuntimeError(f"{self.why}: it cannot be moved or cast; {self.owner}.close() first, then .to()")
+    def _is(self, module, fn):
+        "Would all tensors stay as they are?"
+        try: return all(fn(t) is t for t in [t.detach().new_empty(0) for t in (*module.parameters(), *module.buffers())])
+        except Exception: return False
+    def __deepcopy__(self, memo): return functools.partial(nn.Module._apply, memo[id(self.module())])
+    def __reduce__(self): return functools.partial, (nn.Module._apply, self.module())
+
 class _Guarded(_Captured):
     def _guard(self):
         "Put the guards on the model, its stacks and all modules in streamed blocks; again where modules came"
@@ -609,12 +622,11 @@ class _Guarded(_Captured):
         inside = [m for n in self.streamed for m in self.blocks[n].modules()]
         above = [m for path, m in self.model.named_modules() if not path or any(n.startswith(path + ".") for n in self.streamed)]
         why = f"{type(self.model).__name__} streams {len(self.streamed)} blocks through slots on {self.device}"
-        def moved(*_, **__): raise RuntimeError(f"{why}: it cannot be moved or cast; streamer.close() first, then .to()")
         def copied(*_, **__): raise RuntimeError(f"{why}: it cannot be copied or pickled; streamer.close() first, or save its state_dict()")
         def loading(*_): 
             if not self._resting: raise RuntimeError(f"{why}: load weights inside `with streamer.on_host():`")
         for m in {id(m): m for m in above + inside}.values():
-            m.__dict__ |= {"_apply": moved, "__reduce_ex__": copied}
+            m.__dict__ |= {"_apply": _Still(m, why, "streamer", m is not self.model), "__reduce_ex__": copied}
             self._guarded.append(m)
             self._guards.append(m.register_load_state_dict_pre_hook(loading))
         self._guards += [m.register_state_dict_post_hook(functools.partial(self._state, n)) for n in self.streamed for m in self.blocks[n].modules()]
@@ -660,7 +672,7 @@ class _Hooked(_Guarded):
         for n, b in self.blocks.items():
             if id(b) not in here: raise ValueError(f"blocks: {n} is not part of the model")
             for m in b.modules():
-                if owner.setdefault(id(m), n) != n: raise ValueError(f"blocks: {n} and {owner[id(m)]} share a module; one inside another, or the same twice, cannot be streamed")
+                if any(t is not None for d in (m._parameters, m._buffers) for t in d.values()) and owner.setdefault(id(m), n) != n: raise ValueError(f"blocks: {n} and {owner[id(m)]} share a module; one inside another, or the same twice, cannot be streamed")
 
     def _hook(self):
         "The outermost hooks; deltas and other wrappers change classes, below them"

@@ -1,0 +1,84 @@
+"Families of transformers with ways of their own, wrapped whole and streamed: what generate says, token for token"
+import copy
+
+import pytest
+import torch
+import transformers as tf
+
+from bmlab.cache import kv_shapes
+from bmlab.infer import wrap
+from bmlab.loop import decode_tokens
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long]
+
+COMMON = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=99, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+BART = dict(d_model=64, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=99, max_position_embeddings=48,
+            pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None)
+GEMMA = dict(COMMON, num_key_value_heads=2, head_dim=16, global_head_dim=32, sliding_window=5, hidden_size_per_layer_input=16, vocab_size_per_layer_input=99)
+QWEN = dict(COMMON, num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"] * 2)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+T5 = dict(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=99, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+MAKE = {          # name: (how it decodes, the model)
+    "two widths of heads": ("static", lambda: tf.Gemma4ForCausalLM(tf.Gemma4TextConfig(**GEMMA, num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"] * 2))),
+    "layers that share keys": ("static", lambda: tf.Gemma4ForCausalLM(tf.Gemma4TextConfig(**GEMMA, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2))),
+    "chunks": ("static", lambda: tf.Llama4ForCausalLM(tf.Llama4TextConfig(**COMMON, num_key_value_heads=2, head_dim=16, intermediate_size_mlp=128, num_local_experts=4, attention_chunk_size=6))),
+    "slopes": ("static", lambda: tf.BloomForCausalLM(tf.BloomConfig(hidden_size=64, n_layer=4, n_head=4, vocab_size=99))),
+    "positions counted inside": ("static", lambda: tf.MarianMTModel(tf.MarianConfig(**BART))),
+    "positions counted from ids": ("static", lambda: tf.M2M100ForConditionalGeneration(tf.M2M100Config(**BART))),
+    "a router that casts itself": ("static", lambda: tf.SwitchTransformersForConditionalGeneration(tf.SwitchTransformersConfig(**T5, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_experts=3))),
+    "gated norms and a state": ("generate", lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**QWEN, **EXPERTS))),
+    "a state, with sight": ("generate", lambda: tf.Qwen3_5ForConditionalGeneration(tf.Qwen3_5Config(text_config=QWEN, vision_config=dict(depth=2, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64)))),
+    "one activation for all blocks": ("generate", lambda: tf.OpenAIGPTLMHeadModel(tf.OpenAIGPTConfig(n_embd=64, n_layer=4, n_head=4, vocab_size=99, n_positions=64))),
+}
+
+
+def make(name):
+    torch.manual_seed(0)
+    try: model = MAKE[name][1]().eval()
+    except AttributeError as e:
+        if e.obj is not tf: raise
+        pytest.skip(f"this transformers has no {e.name}")
+    for p in model.parameters():
+        if p.ndim > 1: torch.nn.init.normal_(p, std=0.1)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def said(model, limit=None, n=16):
+    "(tokens, the engine's mode, blocks that stream, the smallest limit)"
+    with wrap(model, memory_limit=limit, max_ctx=40, device="cpu") as e:
+        return [t[0] for t in decode_tokens(e.decoder, [[5, 17, 42, 8, 77, 31, 9, 64, 23]], None, n)], e.decoder.mode, len(e.plan.streamed), e.plan.min_bytes
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_what_generate_says(name):
+    model = make(name)
+    ids = torch.tensor([[5, 17, 42, 8, 77, 31, 9, 64, 23]])
+    with torch.no_grad(): want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, pad_token_id=0)[0, -16:].tolist()
+    got, mode, streamed, least = said(copy.deepcopy(model))
+    assert (got, mode, streamed) == (want, MAKE[name][0], 0)
+    got, mode, streamed, _ = said(model, least)
+    assert (got, mode) == (want, MAKE[name][0]) and streamed >= 3
+    assert model.to(torch.float64).dtype is torch.float64                                          # free again
+
+
+def test_beams_of_a_generation_config_stay_out():
+    "A checkpoint that asks for beams and penalties: a stream is one text, as the sampler draws it, however the model decodes"
+    model = make("one activation for all blocks"); want, mode, *_ = said(model)
+    model.generation_config.update(num_beams=4, no_repeat_ngram_size=2, repetition_penalty=9.0, min_length=12, early_stopping=True)
+    assert mode == "generate" and said(model)[0] == want
+
+
+def test_a_part_may_be_cast_to_what_it_is():
+    model = make("chunks")
+    for limit in (None, said(model)[3]):
+        with wrap(model, memory_limit=limit, max_ctx=40, device="cpu") as e:
+            part = model.model.layers[1].self_attn
+            assert bool(e.plan.streamed) == (limit is not None) and part.to(torch.float32) is part and part.float() is part and part.to("cpu") is part
+            for move in (lambda: part.to(torch.float16), lambda: part.to("meta"), lambda: model.to(torch.float32), part.cuda):
+                with pytest.raises(RuntimeError, match="cannot be moved or cast"): move()
+
+
+def test_shapes_of_layers_that_differ():
+    config = make("two widths of heads").config
+    assert kv_shapes(config) == [(2, 16, 16), (2, 32, 32)] * 2
