@@ -78,7 +78,10 @@ def _slopes(original, span, tree):
 
 def _slopes_of_one(original, span, tree):
     if tree and len(span.positions) > 1: raise ValueError("this model's code has one line of slopes for all texts: it tries trees of one text at a time; max_batch=1, or guesses without branches")
-    return (lambda *args, **kw: original(*args, **kw)[..., -span.view:][..., _kept_at(span, span.view)[0]]) if tree else original
+    def build_mpt_alibi_tensor(heads, length, *args, **kw):
+        line = original(heads, max(length, span.view), *args, **kw)                                          # (H, 1, ≥ view): max_seq_len may be less than the cache
+        return line[..., -span.view:][..., _kept_at(span, span.view)[0]] if tree else line
+    return build_mpt_alibi_tensor
 
 def _numbers(original, span, tree): return lambda ids, padding, *_, **__: span.positions + padding + 1
 

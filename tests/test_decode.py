@@ -134,6 +134,15 @@ def test_a_random_life(name):
         assert d.active == [r in texts for r in range(3)]
 
 
+def test_slopes_go_on_behind_max_seq_len():
+    "MPT's code makes slopes for max_seq_len tokens; its cache, and so its texts, may be longer"
+    model, text = make("mpt"), draw(random.Random(0), 45)
+    d, longer = Decoder(model, 1, 60), copy.deepcopy(model)
+    longer.config.max_seq_len = longer.transformer.config.max_seq_len = 64
+    near(torch.cat([d.prefill([text[:38]], chunk=9), *(d.step([[i]])[0] for i in text[38:])]), longer(torch.tensor([text])).logits[0, 37:], 1e-4)
+    assert longer.transformer.config.max_seq_len == 64 and model.config.max_seq_len == 32 < d.held[0]
+
+
 def test_trees_of_several_texts_that_cannot_be():
     d = Decoder(make("mpt"), 2, 24); d.prefill([[5, 6], [7]])
     two = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool().expand(2, 3, 3)
@@ -370,14 +379,15 @@ def scenario(d, prompts, news, greedy):
     for i in range(6): out.append(d.step(now)[:, 0]); now = out[-1].argmax(-1)
     out.append(d.step(news[:, :3], keep=False)[:, 1]); d.keep([1, 3, 0])
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool().expand(3, 3, 3)
-    out.append(d.step(news[:, 1:4], keep=False, mask=tree, positions=tree.sum(-1) - 1)[:, 2]); d.keep([[0, 2], [0], [0, 1]])
+    if isinstance(d.model, tf.MptForCausalLM): out.append(d.step(news[:, 1:4], keep=False)[:, 2]); d.keep([2, 1, 2])        # (no trees of several texts)
+    else: out.append(d.step(news[:, 1:4], keep=False, mask=tree, positions=tree.sum(-1) - 1)[:, 2]); d.keep([[0, 2], [0], [0, 1]])
     d.free(2)
     out.append(d.step(news[:, :2])[:, 1]); out.append(d.step(news[:2, 1])[:, 0])
     d.start(out[-1].argmax(-1)); out += [torch.tensor(d.step_sampled(greedy).ids()) for _ in range(4)]
     return out, list(d.held), d.lengths.tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gptj", "bloom", "t5", "bart", "marian", "m2m", *BOTH])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gptj", "bloom", "mpt", "t5", "bart", "marian", "m2m", *BOTH])
 @pytest.mark.parametrize("bits", [16, 8])
 def test_captured_equals_eager(graphs, name, bits):
     "A captured body reads only tensors: it gives the same while the host's lengths are nonsense"

@@ -82,3 +82,18 @@ def test_a_part_may_be_cast_to_what_it_is():
 def test_shapes_of_layers_that_differ():
     config = make("two widths of heads").config
     assert kv_shapes(config) == [(2, 16, 16), (2, 32, 32)] * 2
+
+
+ENCODERS = {          # without a table of ids, or with one that is hashed: get_input_embeddings() raises
+    "pictures": (lambda: tf.DINOv3ConvNextModel(tf.DINOv3ConvNextConfig(hidden_sizes=[8, 16, 24, 32], depths=[2, 2, 2, 2])), lambda: torch.randn(1, 3, 64, 64)),
+    "characters": (lambda: tf.CanineModel(tf.CanineConfig(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64, num_hash_buckets=64)), lambda: torch.randint(0, 99, (1, 16))),
+}
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_without_a_table_of_ids(name):
+    torch.manual_seed(0)
+    model, x = (f() for f in ENCODERS[name])
+    with torch.no_grad():
+        want = model.eval()(x).last_hidden_state
+        with wrap(copy.deepcopy(model), device="cpu") as e: assert torch.equal(e.model(x).last_hidden_state, want) and not e.plan.streamed; plan = e.plan
+        with wrap(model, memory_limit=(plan.min_bytes + plan.peak_bytes) // 2, device="cpu") as e: assert torch.equal(e.model(x).last_hidden_state, want) and len(e.plan.streamed) >= 3

@@ -173,7 +173,7 @@ def test_nine_billion():
 
 
 def test_json_and_check(tmp_path):
-    plan = plan_inference(made("t5"), "1026MiB", bits=8, max_ctx=64, draft=made("llama"), machine="h200")
+    plan = plan_inference(made("t5"), "1046MiB", bits=8, max_ctx=64, draft=made("llama"), machine="h200")
     plan.save(tmp_path / "plan.json")
     again = InferencePlan.load(tmp_path / "plan.json")
     for k in ("peak_bytes", "host_bytes", "streamed", "resident", "host", "link_bytes", "bound", "first_token_s", "settings"): assert getattr(again, k) == getattr(plan, k)
@@ -195,13 +195,13 @@ def test_a_tree_of_guesses_costs_its_depth():
 
 def test_all_that_a_draft_takes_is_counted():
     "Weights, a cache in its own dtype, what it computes and the kernels for it; and logits for each of the tokens that a step checks, in every text"
-    from bmlab.placement import CHECKED, DRAFTED, LIBRARIES
+    from bmlab.placement import CHECKED, DRAFTED, LIBRARIES, SEGMENT
     large, small, V = decoder(8, 1024, 8, 8, 2048, 4000), decoder(2, 256, 4, 4, 512, 4000), 4000
     for batch in (1, 8):
         for bits in (16, 8):
             alone, beside = (plan_inference(large, max_batch=batch, max_ctx=256, kv_bits=bits, draft=d, machine="h200") for d in (None, small))
             own = beside.draft_bytes - count(small).bytes - KVCache.size(small.config, batch, 256)
-            assert LIBRARIES + batch * CHECKED * V * 14 < own < LIBRARIES + batch * CHECKED * V * 14 + (16 << 20)
+            assert 0 < own - (LIBRARIES + SEGMENT + batch * CHECKED * V * 14) < 16 << 20
             assert beside.workspace - alone.workspace == (batch * CHECKED - max(batch, CHECKED)) * V * 14
             assert beside.peak_bytes == alone.peak_bytes + beside.draft_bytes + DRAFTED + beside.workspace - alone.workspace
 
