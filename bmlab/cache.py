@@ -54,7 +54,9 @@ class _Sized:
         max_source:int|None=None, # encoder–decoder: tokens of a source; None: as max_ctx
     )->int:                       # bytes
         "Bytes that a cache will take (with the cross-attention's of an encoder–decoder), from shapes alone."
-        numbers = [(h * (k + v), 2 * h) for h, k, v in kv_shapes(config)]                          # numbers and scales of a token
+        shapes, text = kv_shapes(config), config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        own = len(shapes) - (getattr(text, "num_kv_shared_layers", 0) or 0)                        # the last layers of Gemma 4 look at the keys of others
+        numbers = [(h * (k + v), 2 * h) for h, k, v in shapes[:own]]                               # numbers and scales of a token
         token = sum(n * item if bits == 16 else n + 2 * s for n, s in numbers)
         slots = capacity(max_ctx) + (capacity(max_source or max_ctx) if getattr(config, "is_encoder_decoder", False) else 0)
         return rows * slots * token

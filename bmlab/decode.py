@@ -6,7 +6,7 @@
 __all__ = ['prompt_rows', 'routing', 'Sampled', 'Decoder']
 
 # %% ../nbs/38b_decode.ipynb #910b5703
-import contextlib, inspect, logging, threading, weakref
+import contextlib, copy, functools, inspect, logging, threading, weakref
 
 import torch
 from torch import Tensor, nn
@@ -50,14 +50,14 @@ def _takes(call, *names): return inspect.signature(call).parameters.keys() >= se
 
 def _counting(model):
     "{module: (method, what takes its place)} of a decoder's modules that would count all rows' positions alike"
-    out, source = {}, getattr(model.config, "is_encoder_decoder", False)
+    out, source, told = {}, getattr(model.config, "is_encoder_decoder", False), _takes(type(unwrap(model)).forward, "position_ids")
     for m in (model.get_decoder() if source else model).modules():
         if hasattr(m, "compute_bias") and getattr(m, "has_relative_attention_bias", False): out[m] = "compute_bias", _distances           # T5
         elif hasattr(m, "build_alibi_tensor"): out[m] = "build_alibi_tensor", _slopes                                                    # BLOOM
         elif hasattr(m, "build_mpt_alibi_tensor"): out[m] = "build_mpt_alibi_tensor", _slopes_of_one                                     # MPT
-        elif hasattr(m, "create_position_ids_from_input_ids") and _takes(m.forward, "past_key_values_length") and not _takes(m.forward, "position_ids"):
-            out[m] = "create_position_ids_from_input_ids", _numbers                                                                      # M2M-100
-        elif isinstance(m, nn.Embedding) and _takes(m.forward, "past_key_values_length", "position_ids"): out[m] = "forward", _vectors   # BART, Marian, Pegasus
+        elif hasattr(m, "create_position_ids_from_input_ids") and _takes(type(m).forward, "past_key_values_length") and not _takes(type(m).forward, "position_ids"):
+            out[m] = "forward", functools.partial(_from_table, m)                                                                        # M2M-100
+        elif isinstance(m, nn.Embedding) and not told and _takes(type(m).forward, "past_key_values_length", "position_ids"): out[m] = "forward", _vectors  # BART, Marian, Pegasus
     return out
 
 def _kept_at(span, slots): # → (B, slots): the position of the token in each; in a tree it is not the slot's number
@@ -72,7 +72,7 @@ def _distances(original, span, tree):
 
 def _slopes(original, span, tree):
     def build_alibi_tensor(mask, *args, **kw):
-        line = original(mask.new_ones(1, mask.shape[-1]), *args, **kw)[:, 0]                                 # (H, view)
+        line = original(mask.new_ones(1, mask.shape[-1], dtype=torch.int64), *args, **kw)[:, 0]              # (H, view); it counts in the mask's dtype
         return line[:, _kept_at(span, mask.shape[-1])].transpose(0, 1).flatten(0, 1)[:, None]                # (B·H, 1, view)
     return build_alibi_tensor
 
@@ -83,10 +83,12 @@ def _slopes_of_one(original, span, tree):
         return line[..., -span.view:][..., _kept_at(span, span.view)[0]] if tree else line
     return build_mpt_alibi_tensor
 
-def _numbers(original, span, tree): return lambda ids, padding, *_, **__: span.positions + padding + 1
+def _from_table(module, original, span, tree): # the model's own would make a larger table where another row's text is long
+    return lambda ids, *_, **__: module.weights[(span.positions + module.padding_idx + 1).clamp(max=len(module.weights) - 1)].detach()
 
 def _vectors(original, span, tree): return lambda ids, *_, **__: original(ids, position_ids=span.positions).view(*span.positions.shape, -1)
 
+# %% ../nbs/38b_decode.ipynb #5e1f0a7c
 def _turn(modules):
     "A lock that modules keep, for one decoder at a time to change them"
     if not modules: return contextlib.nullcontext()
@@ -94,15 +96,26 @@ def _turn(modules):
     if not locks: locks.append(threading.Lock())                        # (a copy has none yet)
     return locks[0]
 
+class _Mine:
+    "In place of a module's method: this thread calls `own`; other threads, copies and pickles have what was there"
+    def __init__(self, module, method, own, span, tree):
+        self.module, self.method, self.was, self.call = module, method, module.__dict__.get(method), getattr(module, method)
+        self.own, self.thread = own(self.call, span, tree), threading.get_ident()
+        module.__dict__[method] = self
+    def __call__(self, *args, **kw): return (self.own if threading.get_ident() == self.thread else self.call)(*args, **kw)
+    def leave(self):
+        self.thread = None                                              # (who took it along has what was there, too)
+        if self.was is None: self.module.__dict__.pop(self.method, None)
+        else: self.module.__dict__[self.method] = self.was
+    def __deepcopy__(self, memo): return functools.partial(getattr(type(self.module), self.method), memo[id(self.module)]) if self.was is None else copy.deepcopy(self.was, memo)
+    def __reduce__(self): return functools.partial, ((getattr(type(self.module), self.method), self.module) if self.was is None else (self.was,))
+
 @contextlib.contextmanager
 def _by_rows(modules, span, tree):
-    "While it lasts, modules of `_counting` go by each row's own positions; other decoders of the model wait"
-    with _turn(modules):
-        try:
-            for m, (method, own) in modules.items(): m.__dict__[method] = own(getattr(m, method), span, tree)
-            yield
-        finally:
-            for m, (method, _) in modules.items(): m.__dict__.pop(method, None)
+    "While it lasts, modules of `_counting` go by each row's own positions in this thread; other decoders of the model wait"
+    with _turn(modules), contextlib.ExitStack() as stack:
+        for m, (method, own) in modules.items(): stack.callback(_Mine(m, method, own, span, tree).leave)
+        yield
 
 # %% ../nbs/38b_decode.ipynb #da3a7ce5
 def prompt_rows(
@@ -297,6 +310,9 @@ class _Rows(_Tried, RowCalls):
         if self.net is None: raise RuntimeError(f"{type(self.model).__name__} decodes by its own generate only (mode='generate'): {self.why_generate}")
         return self.net.cache
     span = property(lambda self: self.cache.span)
+    def may_branch(self, rows:int)->bool: # of so many texts
+        "Can guesses be trees? MPT's code has one line of slopes for all texts."
+        return rows == 1 or all(own is not _slopes_of_one for _, own in self.net.counting.values())
     def _caches(self): return [self.cache] if self.net.cross is None else [self.cache, self.net.cross]
     def _activate(self, rows, on):
         for r in rows: self.active[r] = on

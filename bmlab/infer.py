@@ -6,7 +6,7 @@
 __all__ = ['Engine', 'packed_otherwise', 'wrap']
 
 # %% ../nbs/40_infer.ipynb #80bb14e8
-import contextlib, functools, gc, threading, weakref
+import contextlib, gc, threading, weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -484,6 +484,11 @@ class _Kept:
     def close(self):
         while self.modules: self.modules.pop().__dict__.pop("_apply", None)
 
+def _cast_routers(model):
+    "What routers of Switch and NLLB-MoE do themselves at their first token, when it is not allowed any more"
+    for m in model.modules():
+        if isinstance(m.__dict__.get("dtype"), torch.dtype) and isinstance(getattr(m, "classifier", None), nn.Linear): m.classifier.to(m.dtype)
+
 def _assemble(model, plan, device, slots, store, link, host_limit, fuse, draft, folder, tried=0):
     "Fuse and place a packed model; what has to be closed again"
     held = []
@@ -538,13 +543,14 @@ def wrap(
     _check_draft(guesser, model, max_ctx, device)
     tried = max(_besides(device) - before, 0)
     machine = machine if machine is not None or device.type == "cuda" else CPU
+    _cast_routers(model)
     plan = plan_inference(model, memory_limit, bits, max_batch, max_ctx, kv_bits, host_limit, store, small if small is not None or guesser is None else "lookup", machine, slots, group_size)
     if bits and name is None and (other := packed_otherwise(model, bits)): raise ValueError(f"bits={bits}, but {other[0]} is packed to {other[1]} already; wrap with bits=None")
     _check_room(plan, model, device)
     for engine in model.__dict__.get("_bmlab_engine", ()):
         if (engine := engine()) is not None: engine.close()             # a model has one: the last
     if name is None and (fuse or bits) and _is_fused(model): raise ValueError("model is fused already; " + ("close the engine that it drafts for" if model.__dict__.get("_bmlab_drafted") else "undo() that") + " first")
-    if name is not None: model, loaded = load_placed(name, plan, device=device); tok = tok if tok is not None else loaded
+    if name is not None: model, loaded = load_placed(name, plan, device=device); _cast_routers(model); tok = tok if tok is not None else loaded
     elif bits and (todo := packable(model)): pack_linears(model, bits=bits, modules=dict.fromkeys(todo), group_size=group_size)
     held = _assemble(model.eval(), plan, device, slots, store, link, host_limit, fuse, small, folder, tried)
     try:

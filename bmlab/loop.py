@@ -175,7 +175,9 @@ def _guessing(run):
         cap = d.max_ctx - max(d.held[r] for r in rows)                                     # tokens that the next forward may feed
         length = min(cap, max(run.left[r] for r in rows)) - 1
         chains = draft.propose(rows, length) if length > 0 else {}
-        guesses = [join(t, chains.get(r, []), min(draft.nodes, cap)) for r, t in enumerate(run.last[:run.most_rows(rows)])]
+        B = run.most_rows(rows)
+        most = None if d.may_branch(B) else 1                                              # chains of a guess
+        guesses = [join(t, chains.get(r, [])[:most], min(draft.nodes, cap)) for r, t in enumerate(run.last[:B])]
         wide = cuda and any(len(g.tokens) > 1 for g in guesses)
         news = advance(d, run.sampler, guesses, run.left[:len(guesses)], run.stops, min(draft.nodes, cap) if wide else None)
         stats["passes"] += 1; stats["drafted"] += sum(len(g.tokens) - 1 for g in guesses); stats["accepted"] += sum(max(len(n) - 1, 0) for n in news)
@@ -201,12 +203,13 @@ def _alone(run):
     model, B = run.decoder.model, len(run.prompts)
     source = getattr(model.config, "is_encoder_decoder", False)
     run.sampler.start([[] if source else p for p in run.prompts], model.get_output_embeddings().weight.shape[0] if model.get_output_embeddings() is not None else run.decoder.vocab, model.device)
-    old = model.generation_config
-    names = dict(do_sample=False, num_beams=1, num_return_sequences=1, repetition_penalty=1.0, no_repeat_ngram_size=0, min_length=0, pad_token_id=old.pad_token_id or 0, bos_token_id=old.bos_token_id, decoder_start_token_id=old.decoder_start_token_id)
+    old, bare = model.generation_config, object.__new__(type(model))
+    bare.__dict__ |= model.__dict__ | dict(generation_config=GenerationConfig())              # the same model, and nothing of what its checkpoint asks of a text: the sampler does that
+    names = dict(do_sample=False, pad_token_id=old.pad_token_id or 0, bos_token_id=old.bos_token_id, decoder_start_token_id=old.decoder_start_token_id)
     def work(ids, out, chooses, ends, n):
         config = GenerationConfig(**names, max_new_tokens=n)
         try:
-            with torch.no_grad(): model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=[chooses], stopping_criteria=[ends])
+            with torch.no_grad(): bare.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=[chooses], stopping_criteria=[ends])
             out.put(None)
         except BaseException as e: out.put(e)
     for r, prompt in enumerate(run.prompts):

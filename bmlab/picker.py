@@ -573,7 +573,7 @@ function inhabit(model) {
 
 // when a record is written, the element is out of the page for a moment, and the browser forgets its focus and a click that was pressed before and is released after
 function keep(root, left, released) {
-  let last = null, pressed = null;
+  let last = null, pressed = null, moved = false;
   root.addEventListener("focusin", e => { last = e.target });
   root.addEventListener("focusout", e => {
     if (e.relatedTarget && !root.contains(e.relatedTarget)) last = null;                          // gone to another place at once: a record that comes now must not fetch it back
@@ -583,18 +583,19 @@ function keep(root, left, released) {
     });
   });
   root.addEventListener("pointerdown", e => {
-    const target = pressed = e.button ? null : e.target, over = new AbortController();
+    const target = pressed = e.button ? null : e.target, over = new AbortController(), mouse = e.pointerType === "mouse";
+    moved = false;
     if (!target) return;
     const end = e => setTimeout(() => {                                                           // behind the browser's own click, if there is one
-      const lost = pressed === target && e.type === "pointerup" && e.target === target;
+      const lost = mouse && moved && pressed === target && e.type === "pointerup" && e.target === target;
       over.abort(); pressed = null;
       if (lost) target.click();
       released?.();
-    });
+    }, mouse ? 0 : 50);                                                                           // a tap's click comes some milliseconds later, whatever was drawn anew
     for (const type of ["pointerup", "pointercancel"]) window.addEventListener(type, end, {capture: true, signal: over.signal});
   }, true);
   root.addEventListener("click", () => { pressed = null }, true);
-  return {focus: () => { if (last?.isConnected) last.focus({preventScroll: true}) }, held: () => pressed !== null};
+  return {focus: () => { moved = true; if (last?.isConnected) last.focus({preventScroll: true}) }, held: () => pressed !== null};
 }
 
 export default {

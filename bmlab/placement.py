@@ -96,7 +96,7 @@ def stored_weights(
 # %% ../nbs/39_placement.ipynb #64c354dc
 CHUNK = 512              # tokens of a prompt that go through the model together
 LIBRARIES = 96 << 20     # bytes on a GPU: cuBLAS's workspaces (on a Hopper 32 MiB for the stream of work, and for a decoder's stream of captures), the graphs' pool, and what torch's allocator rounds up
-SEGMENT = 20 << 20       # and what is left empty in the segments that torch's allocator takes for tensors below 10 MiB; a stretch of weights that is widened fills it
+SEGMENT = 20 << 20       # and what is left empty in the segments that torch's allocator takes for tensors below 10 MiB; a stretch of weights that is widened fills it, if it is as large
 MODULES = 90 << 20       # and the kernels that decoding loads, beside the bare context; measured on an H200
 DRAFTED = 40 << 20       # and those that a draft model's shapes load besides
 CHECKED = 16             # tokens of a text that a step of speculation checks, each with its logits
@@ -142,7 +142,7 @@ def workspace_bytes(
     slow = any(getattr(text, k, "") in ("gelu_new", "gelu_fast", "gelu_python") for k in ("hidden_act", "activation_function", "dense_act_fn"))   # written out in Python
     feed = tokens * ((4 if slow else 3) * inner + 5 * width) * item
     packed = [s for s in stored if s.bits <= 8 and s.block and s.pieces and s.role]
-    widened = max((min(WIDE_BYTES, s.numel * item) for s in packed), default=SEGMENT) if gpu else ((2 << 20) + 24 * tokens * inner) * bool(packed)     # on a CPU: a stretch of rows, and integer products
+    widened = max([SEGMENT, *(min(WIDE_BYTES, s.numel * item) for s in packed)]) if gpu else ((2 << 20) + 24 * tokens * inner) * bool(packed)     # on a CPU: a stretch of rows, and integer products
     repeated = 2 * item * heads * (kv < heads)                                              # keys and values, for every query head
     seen = max((8 + item) * kv, 2 * item * kv + repeated) if kv_bits == 8 else repeated      # (in 8 bits: one layer's, widened)
     biased = hasattr(text, "relative_attention_num_buckets")                                # T5's scores are kept, with their bias and in float32, whatever is asked for

@@ -610,7 +610,7 @@ class _Still:
         raise RuntimeError(f"{self.why}: it cannot be moved or cast; {self.owner}.close() first, then .to()")
     def _is(self, module, fn):
         "Would all tensors stay as they are?"
-        try: return all(fn(t) is t for t in [t.detach().new_empty(0) for t in (*module.parameters(), *module.buffers())])
+        try: return all(fn(t) is t and t.is_shared() == was.is_shared() for was in (*module.parameters(), *module.buffers()) for t in [was.detach().new_empty((2,) * was.ndim)])
         except Exception: return False
     def __deepcopy__(self, memo): return functools.partial(nn.Module._apply, memo[id(self.module())])
     def __reduce__(self): return functools.partial, (nn.Module._apply, self.module())

@@ -1,5 +1,5 @@
 "The decoder against plain forwards and transformers' generate; its graph code with a stand-in for CUDA's"
-import contextlib, copy, gc, pickle, random, threading, weakref
+import contextlib, copy, functools, gc, pickle, random, threading, weakref
 
 import pytest
 import torch
@@ -219,9 +219,21 @@ def test_half_precision(name, dtype):
     d = Decoder(model, max_batch=2, max_ctx=24)
     assert d.mode == "static", d.why_generate
     assert d.cache.layers[0].k.dtype == dtype
-    if name in SOURCES: return
     texts = [prompt(model, rng, 9), prompt(model, rng, 4)]
-    near(d.prefill(texts), torch.stack([plain(model, t)[0] for t in texts]), .08)
+    if name not in SOURCES: return near(d.prefill(texts), torch.stack([plain(model, t)[0] for t in texts]), .08)
+    d.encode(texts); got = torch.cat([d.prefill()[:, None], d.step([[7, 8, 9]] * 2)], 1)
+    near(got, torch.cat([model(torch.tensor([t]), decoder_input_ids=torch.tensor([[model.config.decoder_start_token_id, 7, 8, 9]]), use_cache=False).logits for t in texts]), .08)
+
+
+def test_slopes_of_many_tokens_in_half_precision():
+    "Counted in whole numbers: bfloat16 has none behind 256"
+    model, text = make("bloom", torch.bfloat16), draw(random.Random(0), 400)
+    d, seen, line = Decoder(model, max_ctx=416), {}, type(model.transformer).build_alibi_tensor
+    attention = model.transformer.h[0].self_attention
+    hook = attention.register_forward_pre_hook(lambda m, args, kw: seen.update(own=next(kw[k] if k in kw else args[2] for k in ["alibi"])), with_kwargs=True)
+    d.prefill([text]); hook.remove()
+    own = seen["own"][:, 0, :400]
+    assert torch.equal(own, line(model.transformer, torch.ones(1, 400, dtype=torch.int64), 4, torch.bfloat16)[:, 0, :400])
 
 
 @pytest.mark.parametrize("name", ["llama", "gptj", "bloom", *SOURCES, *BOTH])
@@ -283,10 +295,10 @@ def test_nothing_is_held():
     finally: gc.enable()
 
 
-@pytest.mark.parametrize("name", [*SOURCES, "bloom"])
+@pytest.mark.parametrize("name", [*SOURCES, "bloom", "mpt"])
 def test_a_models_code_is_put_back(name):
     model = make(name); d = Decoder(model, max_ctx=16)
-    own = lambda: [n for n, m in model.named_modules() if {"compute_bias", "create_position_ids_from_input_ids", "build_alibi_tensor", "forward"} & m.__dict__.keys()]
+    own = lambda: [n for n, m in model.named_modules() if {"compute_bias", "build_alibi_tensor", "build_mpt_alibi_tensor", "forward"} & m.__dict__.keys()]
     assert own() == []
     if name in SOURCES: d.encode([[5, 6]])
     def fails(*_): assert own(); raise ZeroDivisionError
@@ -294,6 +306,33 @@ def test_a_models_code_is_put_back(name):
     with pytest.raises(ZeroDivisionError): d.prefill(None if name in SOURCES else [[5, 6]])
     hook.remove()
     assert own() == [] and d.held == [0]
+
+
+@pytest.mark.parametrize("name", ["bart", "m2m"])
+def test_a_hook_in_its_place_stays(name):
+    "accelerate puts a `forward` of its own into a module's dict"
+    model = make(name); at = model.model.decoder.embed_positions; old, calls = at.forward, []
+    at.forward = hook = functools.update_wrapper(lambda *a, **k: calls.append(1) or old(*a, **k), old)
+    d = Decoder(model, max_ctx=16); d.encode([[5, 6]]); d.prefill()
+    assert d.mode == "static" and at.__dict__["forward"] is hook
+    calls.clear(); model(torch.tensor([[5, 6]]), decoder_input_ids=torch.tensor([[2]])); assert calls
+
+
+def test_positions_that_are_told_are_not_counted():
+    "OPT's code takes positions: nothing is put in its modules' place"
+    model = tf.OPTForCausalLM(tf.OPTConfig(hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99, max_position_embeddings=48, word_embed_proj_dim=32, do_layer_norm_before=True)).eval()
+    d = Decoder(model, 2, 24); assert d.mode == "static" and d.net.counting == {}
+    near(torch.cat([d.prefill([[5, 6, 7], [8]])[:1], d.step([[9], [9]])[0]]), model(torch.tensor([[5, 6, 7, 9]])).logits[0, -2:], 1e-4)
+
+
+def test_a_table_of_positions_is_not_made_anew():
+    "M2M-100: one row's text is long while another's begins; graphs know the table by its address"
+    model = make("m2m"); table = model.model.decoder.embed_positions; before = table.weights
+    d = Decoder(model, 2, 40); d.encode([[5, 6]], rows=[0])
+    d.prefill([[2] + draw(random.Random(0), 35)], rows=[0]); d.encode([[7, 8]], rows=[1])
+    got = d.prefill([text := [2] + draw(random.Random(1), 19)], rows=[1])
+    assert table.weights is before and d.held == [36, 20]
+    near(got, model(torch.tensor([[7, 8]]), decoder_input_ids=torch.tensor([text]), use_cache=False).logits[0, -1:], 1e-4)
 
 
 def test_no_number_is_no_small_error():
@@ -319,6 +358,31 @@ def test_two_decoders_of_one_model(name):
     for i, d in enumerate(decoders): say(i, d)
     assert [len(x) for x in both] == [40, 40] and all(torch.equal(torch.stack(a), torch.stack(b)) for a, b in zip(both, said))
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))): Decoder(again, max_ctx=48).encode([[5, 6]])
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "m2m", "bloom", "mpt"])
+def test_a_model_beside_its_decoder(name):
+    "While one thread decodes, others read, make decoders, copy and pickle: all have the model as it is"
+    model, stop, failed = make(name), threading.Event(), []
+    d, source = Decoder(model, max_ctx=32), name in SOURCES
+    ids = dict(input_ids=torch.tensor([[5, 6, 7, 8, 9]])) | (dict(decoder_input_ids=torch.tensor([[2, 7, 8]])) if source else {})
+    say = lambda model: model(**ids, use_cache=False).logits
+    def run():
+        try:
+            while not stop.is_set():
+                d.free()
+                if source: d.encode([[5, 6]])
+                d.prefill(None if source else [[5, 6]])
+                for _ in range(20): d.step([8])
+        except BaseException as e: failed.append(e); raise
+    want, thread = say(model), threading.Thread(target=run); thread.start()
+    try:
+        for _ in range(12):
+            for m in (model, model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))): assert torch.equal(say(m), want)
+            again = Decoder(model, max_ctx=8); assert again.mode == "static", again.why_generate
+    finally: stop.set(); thread.join()
+    assert not failed
+    for m in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))): assert torch.equal(say(m), want)
 
 
 # ---------------------------------------------------------------- graphs, with a stand-in

@@ -1,13 +1,17 @@
 "Families of transformers with ways of their own, wrapped whole and streamed: what generate says, token for token"
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers as tf
 
-from bmlab.cache import kv_shapes
+from bmlab.batching import Batcher
+from bmlab.cache import KVCache, kv_shapes
+from bmlab.decode import Decoder
 from bmlab.infer import wrap
 from bmlab.loop import decode_tokens
+from bmlab.speculate import PromptLookup
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long]
 
@@ -65,8 +69,22 @@ def test_what_generate_says(name):
 def test_beams_of_a_generation_config_stay_out():
     "A checkpoint that asks for beams and penalties: a stream is one text, as the sampler draws it, however the model decodes"
     model = make("one activation for all blocks"); want, mode, *_ = said(model)
-    model.generation_config.update(num_beams=4, no_repeat_ngram_size=2, repetition_penalty=9.0, min_length=12, early_stopping=True)
-    assert mode == "generate" and said(model)[0] == want
+    first = want[0]
+    for asked in (dict(num_beams=4, no_repeat_ngram_size=2, repetition_penalty=9.0, min_length=12, early_stopping=True), dict(suppress_tokens=[first], bad_words_ids=[[first]], forced_eos_token_id=7),
+                  dict(eos_token_id=want[2], max_time=1e-4), dict(guidance_scale=3.0, stop_strings=["a"]), dict(prompt_lookup_num_tokens=3), dict(sequence_bias=[[[first], -50.0]], encoder_repetition_penalty=5.0)):
+        old, model.generation_config = model.generation_config, tf.GenerationConfig(**asked)
+        assert mode == "generate" and said(model)[0] == want and model.generation_config.to_diff_dict().keys() >= asked.keys() - {"early_stopping"}, asked
+        model.generation_config = old
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_router_that_casts_itself_in_half_precision(dtype):
+    "It is float32 in every model; what is wrapped whole and what is streamed say the same"
+    model = make("a router that casts itself").to(dtype)
+    whole, streamed = said(copy.deepcopy(model)), None
+    streamed = said(model, whole[3])
+    assert whole[:2] == (streamed[0], "static") and streamed[2] >= 3
+    assert {m.classifier.weight.dtype for m in model.modules() if hasattr(m, "classifier")} == {torch.float32}
 
 
 def test_a_part_may_be_cast_to_what_it_is():
@@ -75,13 +93,17 @@ def test_a_part_may_be_cast_to_what_it_is():
         with wrap(model, memory_limit=limit, max_ctx=40, device="cpu") as e:
             part = model.model.layers[1].self_attn
             assert bool(e.plan.streamed) == (limit is not None) and part.to(torch.float32) is part and part.float() is part and part.to("cpu") is part
-            for move in (lambda: part.to(torch.float16), lambda: part.to("meta"), lambda: model.to(torch.float32), part.cuda):
+            for move in (lambda: part.to(torch.float16), lambda: part.to("meta"), part.share_memory, lambda: model.to(torch.float32), part.cuda):
                 with pytest.raises(RuntimeError, match="cannot be moved or cast"): move()
 
 
 def test_shapes_of_layers_that_differ():
     config = make("two widths of heads").config
     assert kv_shapes(config) == [(2, 16, 16), (2, 32, 32)] * 2
+    for name, layers in (("two widths of heads", 4), ("layers that share keys", 2)):
+        model = make(name); d = Decoder(model, 2, 15)
+        held = sum(t.nbytes for layer in d.cache.layers for t in (layer.k, layer.v) if layer.shape)
+        assert KVCache.size(model.config, 2, 15, 4) == held and sum(bool(layer.shape) for layer in d.cache.layers) == layers
 
 
 ENCODERS = {          # without a table of ids, or with one that is hashed: get_input_embeddings() raises
@@ -97,3 +119,22 @@ def test_encoders_without_a_table_of_ids(name):
         want = model.eval()(x).last_hidden_state
         with wrap(copy.deepcopy(model), device="cpu") as e: assert torch.equal(e.model(x).last_hidden_state, want) and not e.plan.streamed; plan = e.plan
         with wrap(model, memory_limit=(plan.min_bytes + plan.peak_bytes) // 2, device="cpu") as e: assert torch.equal(e.model(x).last_hidden_state, want) and len(e.plan.streamed) >= 3
+
+
+def test_guesses_for_several_texts_of_mpt():
+    "Its code tries trees of one text at a time: of several, each guess is a chain; alone it branches again"
+    torch.manual_seed(0)
+    model = tf.MptForCausalLM(tf.MptConfig(d_model=32, n_layers=2, n_heads=4, vocab_size=99, max_seq_len=64)).eval()
+    text = [5, 6, 7, 5, 6, 8, 5, 6, 9, 5, 6]
+    say = lambda **kw: [[t for t in row if t is not None] for row in zip(*decode_tokens(Decoder(model, 2, 60), [text, text[1:]], None, [20, 12], **kw))]
+    masks, step = [], Decoder.step
+    class Forked(PromptLookup):
+        def propose(self, rows, length): return {r: [[1] * min(3, length), [6] * min(3, length)] for r in rows}
+    def watched(d, ids, *args, mask=None, **kw): masks.append((len(ids), mask is not None)); return step(d, ids, *args, mask=mask, **kw)
+    want = say()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "step", watched)
+        assert say(draft=Forked(branches=3)) == want and {(2, False), (1, True)} <= set(masks) and (2, True) not in masks
+    with Batcher(Decoder(model, 2, 60), SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)), eos_token_id=None), draft=Forked(branches=3)) as b:
+        got = [b.submit(text, 20, stop_ids=()), b.submit(text[1:], 12, stop_ids=())]
+        assert ["".join(g).split() for g in got] == [list(map(str, w)) for w in want]

@@ -1,5 +1,5 @@
 "The panels in JupyterLab, driven in headless Chromium: type, stream, stop, fill, continue, two panels on one engine, themes, and what a saved notebook keeps."
-import json, re
+import importlib, json, re
 
 import pytest
 
@@ -167,6 +167,19 @@ def test_a_press_survives_the_record(lab):
     lab.button(4, "random example").hover(); lab.page.mouse.down(); lab.page.evaluate(REDRAWN, lab.box(4).element_handle()); lab.box(4).hover()
     lab.page.mouse.up(); lab.page.wait_for_timeout(100); assert lab.page.evaluate("window.bmlabClicks") == 2                     # released somewhere else: taken back
     lab.box(4).fill("We left the house,"); expect(lab.box(4)).to_have_value("We left the house,")
+
+
+def test_a_tap_is_one_click(lab):
+    "A finger's click comes behind its release, and what is disabled is not clicked: nobody adds one"
+    page = lab.page.context.browser.new_context(has_touch=True).new_page()
+    source = importlib.import_module("bmlab.picker")._INHABIT
+    page.set_content("<div id=root><button id=one style='width:200px;height:60px'>one</button><button id=two disabled style='width:200px;height:60px'><span>two</span></button></div>")
+    page.evaluate("keep => { const made = Function(keep + '; return keep')(); window.n = [0, 0]; window.kept = made(root, () => {}); [one, two].forEach((e, i) => e.addEventListener('click', () => { n[i] += 1 })) }",
+                  source[source.index("function keep("):source.index("export default")])
+    for i in range(4): page.touchscreen.tap(50, 30); page.wait_for_timeout(150)
+    box = page.locator("span").bounding_box(); page.mouse.click(box["x"] + 3, box["y"] + 3); page.wait_for_timeout(100)
+    assert page.evaluate("[...n, kept.held()]") == [4, 0, False]
+    page.context.close()
 
 
 def test_blanks_are_filled_in_place(lab):

@@ -173,7 +173,8 @@ def test_nine_billion():
 
 
 def test_json_and_check(tmp_path):
-    plan = plan_inference(made("t5"), "1046MiB", bits=8, max_ctx=64, draft=made("llama"), machine="h200")
+    asked = dict(bits=8, max_ctx=64, draft=made("llama"), machine="h200")
+    plan = plan_inference(made("t5"), plan_inference(made("t5"), **asked).min_bytes + (64 << 10), **asked); assert plan.streamed and plan.resident
     plan.save(tmp_path / "plan.json")
     again = InferencePlan.load(tmp_path / "plan.json")
     for k in ("peak_bytes", "host_bytes", "streamed", "resident", "host", "link_bytes", "bound", "first_token_s", "settings"): assert getattr(again, k) == getattr(plan, k)
