@@ -16,7 +16,7 @@ from .decode import Decoder
 from .generate import prompt_ids
 from .loop import RowText, _drawn, decode_tokens, end_ids, in_use, resident
 from .sampling import Sampler, row_options
-from .speculate import advance, join
+from .speculate import advance, _join_rows
 
 # %% ../nbs/38e_batching.ipynb #5f582aec
 class Handle:
@@ -190,8 +190,7 @@ class _Worker(_Queue):
         cap = d.max_ctx - max(d.held[r] for r in self.active)
         length = min(cap, max(h.left for h in self.active.values())) - 1
         chains = self.draft.propose(sorted(self.active), length) if length > 0 else {}
-        most = None if d.may_branch(B) else 1                                              # chains of a guess
-        guesses = [join(self.last[r], chains.get(r, [])[:most], min(self.draft.nodes, cap)) for r in range(B)]
+        guesses = _join_rows(d, self.last[:B], chains, min(self.draft.nodes, cap))
         wide = min(self.draft.nodes, cap) if self.cuda and any(chains.values()) else None
         news = advance(d, self.sampler, guesses, [self.active[r].left if r in self.active else 0 for r in range(B)], width=wide)
         self.stats["drafted"] += sum(len(g.tokens) - 1 for g in guesses); self.stats["accepted"] += sum(max(len(n) - 1, 0) for n in news)

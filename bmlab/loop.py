@@ -17,7 +17,7 @@ from transformers import GenerationConfig, StoppingCriteria
 from .decode import Decoder, routing
 from .generate import TextPieces, prompt_ids
 from .sampling import Sampler, Token
-from .speculate import advance, join
+from .speculate import advance, _join_rows
 
 # %% ../nbs/38ca_loop.ipynb #e631121e
 class RowText:
@@ -175,9 +175,7 @@ def _guessing(run):
         cap = d.max_ctx - max(d.held[r] for r in rows)                                     # tokens that the next forward may feed
         length = min(cap, max(run.left[r] for r in rows)) - 1
         chains = draft.propose(rows, length) if length > 0 else {}
-        B = run.most_rows(rows)
-        most = None if d.may_branch(B) else 1                                              # chains of a guess
-        guesses = [join(t, chains.get(r, [])[:most], min(draft.nodes, cap)) for r, t in enumerate(run.last[:B])]
+        guesses = _join_rows(d, run.last[:run.most_rows(rows)], chains, min(draft.nodes, cap))
         wide = cuda and any(len(g.tokens) > 1 for g in guesses)
         news = advance(d, run.sampler, guesses, run.left[:len(guesses)], run.stops, min(draft.nodes, cap) if wide else None)
         stats["passes"] += 1; stats["drafted"] += sum(len(g.tokens) - 1 for g in guesses); stats["accepted"] += sum(max(len(n) - 1, 0) for n in news)

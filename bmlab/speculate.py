@@ -41,6 +41,11 @@ def join(
             at = known[at, t]
     return Guess(tokens, before)
 
+def _join_rows(decoder, last, chains, nodes):
+    "A guess for each row; of the most trusted chain alone where the model's code tries no trees of so many texts"
+    most = None if decoder.may_branch(len(last)) else 1
+    return [join(t, chains.get(r, [])[:most], nodes) for r, t in enumerate(last)]
+
 # %% ../nbs/38c_speculate.ipynb #f6591fa8
 def lay_out(
     guesses:list,         # of Guess, one for each row
