@@ -474,6 +474,6 @@ def _wait_ranks(ranks, folder, deadline, timeout_s):
     if not failed: return
     time.sleep(0.2)                                   # let the others write theirs, to find the first
     errors = sorted(Path(folder).glob("*.err"), key=lambda f: f.stat().st_mtime_ns)
-    if errors: raise RuntimeError(f"rank {errors[0].stem} of {len(ranks)} failed\n{errors[0].read_text()}")
-    r = failed[0]
-    raise RuntimeError(f"rank {r} of {len(ranks)} ended with exit code {ranks[r].poll()}\n{tail(r)}")
+    killed = [r for r in failed if not Path(folder, f"{r}.err").is_file()]            # by a signal, say: others then only saw it go
+    told = [f"rank {r} of {len(ranks)} ended with exit code {ranks[r].poll()}\n{tail(r)}" for r in killed]
+    raise RuntimeError("\n".join(told + [f"rank {f.stem} of {len(ranks)} failed\n{f.read_text()}" for f in errors[:1]]))
