@@ -6,7 +6,7 @@
 __all__ = ['Fused', 'fuse_decode']
 
 # %% ../nbs/39b_fused.ipynb #bedc41a5
-import functools, operator, weakref
+import functools, itertools, operator, weakref
 
 import pandas as pd
 import torch
@@ -474,7 +474,7 @@ class _Chain:
         if list(map(Tensor.data_ptr, map(operator.getitem, *self.at))) != self.pointers or list(map(_version, self.read)) != self.versions: return False
         if not all(map(operator.is_, map(operator.getitem, *self.same[:2]), self.same[2])) or not all([p.fn for p in self.products]): return False
         if list(map(type, self.modules)) != self.classes: return False
-        return not any([d["_forward_hooks"] or d["_forward_pre_hooks"] or "forward" in d for d in self.dicts])
+        return not any(any(map(operator.getitem, self.dicts, itertools.repeat(n))) for n in ("_forward_hooks", "_forward_pre_hooks")) and not any(map(operator.contains, self.dicts, itertools.repeat("forward")))
 
 _version = operator.attrgetter("_version")
 
