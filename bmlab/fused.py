@@ -391,6 +391,7 @@ class _Line:
     def __init__(self, block, dtype):
         a, mlp, norms = block.attention, block.mlp, block.norms
         self.attention, self.dtype, self.products, self.act = a, dtype, (a.qkv, a.o, mlp.up, mlp.down), _GATES.get(mlp.act, mlp.module)
+        self.token = None                                                                     # of the chain that it is in
         for p in self.products:
             if not p.lies(): p.bind()
         weights = [(n.module._parameters, "weight", n.module._parameters["weight"]) for n in norms]
@@ -406,7 +407,7 @@ class _Line:
         if not self.fit: return
         for p in self.products: p.fn = p.function(dtype, "cpu")
         self.norms = [(n.doubled(dtype)[0].view(2, -1), n.eps) for n in norms]
-        self.shape, self.sign, self.token = self.norms[0][0].shape, norms[0].doubled(dtype)[1], None            # (2, D); (2, 1); of the chain it is in
+        self.shape, self.sign = self.norms[0][0].shape, norms[0].doubled(dtype)[1]                              # (2, D); (2, 1)
         self.heads = (a.H, a.Hk, a.Hk)
         self.pairs, self.rows, self.groups = (1, sum(self.heads), 2, a.D // 2), (1, sum(self.heads), 1, a.D), (1, a.Hk, a.H // a.Hk, a.D)
 
