@@ -6,7 +6,7 @@
 __all__ = ['Fused', 'fuse_decode']
 
 # %% ../nbs/39b_fused.ipynb #bedc41a5
-import functools, itertools, operator, weakref
+import functools, weakref
 
 import pandas as pd
 import torch
@@ -163,7 +163,7 @@ class _Step:
     def __init__(self, kernels=None):
         self.kernels, self.angles, self.table, self.masks, self.slots, self.plain = kernels, None, None, {}, None, False
         self.at = self.taken = self.stream = None                   # slots on a CPU; a call that was found fit; what the last block gave, with its negative
-        self.sure, self.whole = None, None                          # the chain that was looked at for this call; tables that turn queries and keys and leave values
+        self.whole = None                                           # tables that turn queries and keys and leave values
         self.one = False                                                                      # is that call one token of one row on a CPU?
         self.counts = None                                          # of programs of attention that have arrived, zeros between two calls
         self.ahead = None                                           # what a block gave, its version, what its last product says of it, the block that may read that, its norm's weight and that one's version
@@ -194,10 +194,11 @@ class _Step:
         return self.table
 
     def with_values(self, cos, sin, turned, left): # the same for one token, (1, turned + left, 2, D/2): the last heads are left as they are
-        if self.whole is None or self.whole[0] is not cos or self.whole[1:3] != (turned, left):
+        whole = self.whole
+        if whole is None or whole[0] is not cos or whole[1:3] != (turned, left):
             tables = [torch.cat([t[0].expand(1, turned, -1, -1), torch.full_like(t[0], still).expand(1, left, -1, -1)], 1) for t, still in zip(self.tables(cos, sin), (1, 0))]
-            self.whole = cos, turned, left, *tables
-        return self.whole[3:]
+            self.whole = whole = cos, turned, left, *tables
+        return whole[3:]
 
     def turn(self, x, cos, sin): # x (B, M, n, D), cos and sin (B or 1, M, D) → x turned by its positions
         c, s = self.tables(cos, sin)
@@ -220,11 +221,6 @@ def _room(step, span): # → T, how many keys attention is shown, and the slots 
         fits = span.start is not None and not span.plain and type(span.rows) is slice
         at = step.at = span.slots, min(-(-span.view // 64) * 64, span.steps.shape[0]), span.slots[0] if fits else None
     return at[1:]
-
-def _first(kept, T): # a layer of a cache → its keys and values, (rows, Hk, T, D), as views that are made once
-    found = kept.__dict__.get("_first")
-    if found is None or found[0] is not kept.k or found[1] is not kept.v or found[2] != T: found = kept._first = kept.k, kept.v, T, kept.k.narrow(2, 0, T), kept.v.narrow(2, 0, T)
-    return found[3:]
 
 def _store(step, cache, layer, k, v): # (B, Hk, M, D) each → keys and values, (B, Hk, T, D)
     span, kept = cache.span, cache.layers[layer]
@@ -264,7 +260,7 @@ def _attend_one(line, qkv, step, kwargs): # one token of one row, (1, (H + 2·Hk
     pairs = qkv.view(line.pairs)
     q, k, v = torch.addcmul(pairs * c, pairs.flip(-2), s).view(line.rows).split_with_sizes(line.heads, 1)     # (1, heads, 1, D)
     kept.k.index_copy_(2, slots, k); kept.v.index_copy_(2, slots, v)
-    keys, values = _first(kept, T)
+    keys, values = kept.k.narrow(2, 0, T), kept.v.narrow(2, 0, T)
     return F.scaled_dot_product_attention(q.view(line.groups), keys, values, step.seen(mask, q.dtype, T), scale=f.scale).view(1, -1)
 
 # %% ../nbs/39b_fused.ipynb #7076b976
@@ -346,18 +342,14 @@ class _AttentionPart(_Part):
         self.H, self.Hk = module.q_proj.out_features // self.D, module.k_proj.out_features // self.D
         self.watch = [(n.module, type(n.module)) for n in norms or ()]
 
-    def known(self, x, kwargs):
-        "Is this the call that was looked at last?"
-        seen, get = self.step.taken, kwargs.get
-        return seen is not None and seen[0] is get("position_embeddings") and seen[1]() is get("past_key_values") and seen[2] is get("attention_mask") and seen[3] == x.shape and seen[4] == len(kwargs)
-
     def takes(self, x, kwargs):
         "Is this a call that can be taken? The layers of one forward get the same arguments, so the first of them looks at those"
         cache, angles, mask = kwargs.get("past_key_values"), kwargs.get("position_embeddings"), kwargs.get("attention_mask")
-        if not self.known(x, kwargs):
+        seen = self.step.taken
+        if seen is None or seen[0] is not angles or seen[1]() is not cache or seen[2] is not mask or seen[3] != x.shape or seen[4] != len(kwargs):
             if not isinstance(cache, KVCache) or angles is None or not isinstance(mask, Tensor) or mask.ndim != 4 or not kwargs.keys() <= _KNOWN or kwargs.get("output_attentions"): return False
             if not _fit(x) or angles[0].ndim != 3: return False
-            self.step.taken, self.step.sure = (angles, weakref.ref(cache), mask, x.shape, len(kwargs)), None      # (a cache is not kept alive)
+            self.step.taken = angles, weakref.ref(cache), mask, x.shape, len(kwargs)      # (a cache is not kept alive)
             self.step.one = x.shape[:2] == (1, 1) and x.device.type == "cpu" and _ops(self.step, x) is _Torch
         if angles[0].shape[2] != self.D or not _untouched(self.watch): return False
         if _ops(self.step, x) is _Torch: return True
@@ -391,7 +383,6 @@ class _Line:
     def __init__(self, block, dtype):
         a, mlp, norms = block.attention, block.mlp, block.norms
         self.attention, self.dtype, self.products, self.act = a, dtype, (a.qkv, a.o, mlp.up, mlp.down), _GATES.get(mlp.act, mlp.module)
-        self.token = None                                                                     # of the chain that it is in
         for p in self.products:
             if not p.lies(): p.bind()
         weights = [(n.module._parameters, "weight", n.module._parameters["weight"]) for n in norms]
@@ -444,41 +435,6 @@ class _Line:
         step.stream = None if out.is_inference() else (out, pair, out._version)              # (what changes `out` is seen)
         return out
 
-# %% ../nbs/39b_fused.ipynb #6e02b9d4
-class _Chain:
-    "Lines of blocks that follow each other, looked at as one before the first of them runs: nothing that could change them comes between. (What is looked at for each in turn has left the processor's cache)"
-    def __init__(self, blocks):
-        parts, flat = [b._fused for b in blocks], lambda f: [x for line in self.lines for x in f(line)]
-        self.parts, self.lines, self.token = [weakref.ref(p) for p in parts], [p.line for p in parts], object()
-        self.hooks = [h for b in blocks for h in (b._forward_hooks, b._forward_pre_hooks)]
-        self.at, self.pointers = list(zip(*flat(lambda line: line.at))), flat(lambda line: line.pointers)
-        self.read, self.versions = flat(lambda line: line.read), flat(lambda line: line.versions)
-        self.same = list(zip(*flat(lambda line: line.same)))
-        self.products = flat(lambda line: line.products)
-        self.modules, self.classes, self.dicts = flat(lambda line: line.modules), flat(lambda line: line.classes), flat(lambda line: line.dicts)
-        for line in self.lines: line.token = self.token
-
-    @classmethod
-    def of(cls, first, dtype): # a block → the chain that begins with it; None: not all of it can be looked at beforehand
-        blocks = [first]
-        while (part := blocks[-1].__dict__.get("_fused")) is not None:
-            line = part.line
-            if line is None or not line.fit or line.dtype != dtype or blocks[-1]._forward_hooks or blocks[-1]._forward_pre_hooks: return None
-            if part.then is None: return cls(blocks) if len(blocks) > 1 else None
-            if (behind := part.then()) is None: return None
-            blocks.append(behind)
-
-    def holds(self):
-        "`lies` and `untouched` of all lines"
-        parts = [ref() for ref in self.parts]
-        if None in parts or [p.line for p in parts] != self.lines or any(self.hooks): return False
-        if list(map(Tensor.data_ptr, map(operator.getitem, *self.at))) != self.pointers or list(map(_version, self.read)) != self.versions: return False
-        if not all(map(operator.is_, map(operator.getitem, *self.same[:2]), self.same[2])) or not all([p.fn for p in self.products]): return False
-        if list(map(type, self.modules)) != self.classes: return False
-        return not any(any(map(operator.getitem, self.dicts, itertools.repeat(n))) for n in ("_forward_hooks", "_forward_pre_hooks")) and not any(map(operator.contains, self.dicts, itertools.repeat("forward")))
-
-_version = operator.attrgetter("_version")
-
 # %% ../nbs/39b_fused.ipynb #d9683ee9
 class _BlockPart(_Part):
     "x + attention(norm(x)), then x + mlp(norm(x)); `sandwich`: with a norm behind attention and mlp too"
@@ -488,7 +444,6 @@ class _BlockPart(_Part):
         self.norms = [block._modules[n]._fused.norm for n in names if n in block._modules]
         inside = [m for n, m in block._modules.items()] + ([self.mlp.module] if isinstance(self.mlp.module, nn.Module) else [])
         self.watch, self.line, self.then = [(m, type(m)) for m in inside], None, None       # then: the block behind it
-        self.first, self.chain = None, None                                                  # of the first of several: the block itself; their lines
 
     def forget(self): self.line = None
 
@@ -498,24 +453,14 @@ class _BlockPart(_Part):
 
     def one(self, x, kwargs):
         "One token of one row on a CPU; None: something is in its way"
-        line, step = self.line, self.step
-        if self.first is not None and line is not None and line.dtype == x.dtype:
-            self.chain = chain = self.chain or _Chain.of(self.first(), x.dtype)
-            if chain is not None and chain.holds():
-                step.sure = chain.token
-                return line(x, step, kwargs)
-            self.chain = None
+        line = self.line
         if line is None or line.dtype != x.dtype or not line.lies(): line = self.line = _Line(self, x.dtype)
-        return line(x, step, kwargs) if line.fit and line.untouched() else None
+        return line(x, self.step, kwargs) if line.fit and line.untouched() else None
 
     def __call__(self, args, kwargs):
-        x, step, line = args[0] if args else kwargs.get("hidden_states"), self.step, self.line
-        if len(args) > 1: return None
-        if step.sure is not None and self.first is None and line is not None and line.token is step.sure and line.dtype == x.dtype and self.attention.known(x, kwargs):
-            if self.then is None: step.sure = None                                            # the last of them
-            return line(x, step, kwargs)
-        if not self.attention.takes(x, kwargs): return None
-        if step.one and (y := self.one(x, kwargs)) is not None: return y
+        x = args[0] if args else kwargs.get("hidden_states")
+        if len(args) > 1 or not self.attention.takes(x, kwargs): return None
+        if self.step.one and (y := self.one(x, kwargs)) is not None: return y
         if not _untouched(self.watch): return None
         ops, whole, shape, norms, mlp = _ops(self.step, x), x.shape, x.shape[:2], self.norms, self.mlp
         ahead = self.step.ahead_of(x, self)
@@ -784,8 +729,7 @@ def fuse_decode(
             rows.append({"name": name, "form": form, "class": cls.__name__, "fused": not why, "why": why})
     for m, mode in modes: m.training = mode
     for layers in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
-        pairs = [(m, behind) for m, behind in zip(layers, list(layers)[1:]) if all(isinstance(b.__dict__.get("_fused"), _BlockPart) for b in (m, behind))]
-        for m, behind in pairs: m._fused.then = weakref.ref(behind)
-        if pairs: pairs[0][0]._fused.first = weakref.ref(pairs[0][0])
+        for m, behind in zip(layers, list(layers)[1:]):
+            if all(isinstance(b.__dict__.get("_fused"), _BlockPart) for b in (m, behind)): m._fused.then = weakref.ref(behind)
     changed(model)
     return Fused(model, pd.DataFrame(rows, columns=["name", "form", "class", "fused", "why"]), swapped)
