@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import cpu_kernels
 from .cache import KVCache, attention_mask
 from .core import changed, parts, unwrap
 from .decode import _Facts
@@ -88,6 +89,9 @@ class _Product:
         bias, scale, codes = t.get("bias"), t.get("scale"), t.get("codes")
         if self.kind is nn.Linear: return functools.partial(F.linear, weight=t["weight"], bias=bias)
         if self.kind is Int4Linear: return functools.partial(packed_linear4, codes=codes, scale=scale, zero=t["zero"], bias=bias)
+        if device == "cpu" and cpu_kernels.available():
+            def rows(x): return packed_linear(x, codes, scale) if (y := cpu_kernels.int8_rows(x, codes, scale)) is None else y
+            return rows if bias is None else lambda x: rows(x).add_(bias)
         if dtype != torch.bfloat16 or device != "cpu" or codes.shape[1] % 16: return functools.partial(packed_linear, codes=codes, scale=scale, bias=bias)
         half = self._half(scale)
         return (lambda x: product(x, codes, half)) if bias is None else lambda x: product(x, codes, half).add_(bias)

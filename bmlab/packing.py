@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import cpu_kernels
+
 # %% ../nbs/04b_packing.ipynb #feb43715
 _SLICE_BYTES = 64 << 20                      # float32 working memory of one step of quantize_rows
 _TINY = torch.finfo(torch.float32).tiny      # the scale of a row of zeros
@@ -150,6 +152,7 @@ def _digits(x):
     "x (M, K) → its digits (3, M, K) int8, lowest first, and the units (M, 1) float32"
     x = x.float()
     unit = x.abs().amax(1, keepdim=True).mul_(1 / _TOP)                            # (a row of zeros has unit 0, and any digits)
+    unit.add_(unit * 0)                                                            # and one with an infinite number is undefined
     bytes_ = (x / unit).add_(_MIDDLE).to(torch.int32).bitwise_xor_(_MIDDLE)        # digit + 128, exclusive or 128, is the digit as a signed byte
     return bytes_.view(torch.int8).view(*x.shape, 4)[..., :3].permute(2, 0, 1).contiguous(), unit
 
@@ -178,6 +181,7 @@ def _add_up(products):
 # %% ../nbs/04b_packing.ipynb #a1159a48
 def _cpu_linear(x, codes, scale, zero=None):
     "x (M, K) times the packed matrix on a CPU, in x's dtype"
+    if zero is None and len(x) <= cpu_kernels.MAX_ROWS and (y := cpu_kernels.int8_rows(x.float() if x.dtype == torch.float16 else x, codes, scale)) is not None: return y.to(x.dtype)
     if zero is None and x.dtype == torch.bfloat16 and 0 < len(x) <= 16 and codes.shape[1] % 16 == 0 and codes.is_contiguous():
         x = x.contiguous()
         if x.data_ptr() % 16 == codes.data_ptr() % 16 == 0: return torch.ops.aten._weight_int8pack_mm(x, codes, scale.to(x.dtype))
