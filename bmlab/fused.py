@@ -40,9 +40,9 @@ class _Ahead:
     def __init__(self, rows, weighed, eps): self.rows, self.weighed, self.eps, self.dtype, self.device, self.is_cuda = rows, weighed, eps, rows.dtype, rows.device, rows.is_cuda
     def __len__(self): return len(self.rows)
 
-# %% ../nbs/39b_fused.ipynb #4233ae59
 def _own_class(module): return type(module).__dict__.get("_bmlab_base", type(module))     # a delta's class knows what it stands on
 
+# %% ../nbs/39b_fused.ipynb #4233ae59
 class _Product:
     "Linear layers with one input as one matrix product; one by one where a delta or a hook is on one, or they lie apart"
     def __init__(self, *modules):

@@ -6,7 +6,7 @@
 __all__ = ['Engine', 'packed_otherwise', 'wrap']
 
 # %% ../nbs/40_infer.ipynb #80bb14e8
-import contextlib, gc, threading, weakref
+import bisect, contextlib, gc, threading, weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,12 +35,22 @@ from .trace import find_blocks
 # %% ../nbs/40_infer.ipynb #2f934023
 _SLACK = 16 << 20          # bytes beyond the plan, in pages that are not quite full
 
-def _besides(device, *models, hosted=()): # hosted: modules whose weights a GPU sees in the host's memory
-    "Bytes that this process keeps on a GPU besides the tensors of some models"
-    if device.type != "cuda": return 0
+def _stores(device, models, hosted=()): # hosted: modules whose weights a GPU sees in the host's memory
+    "{address: bytes} of the tensors of some models on a device"
     tensors = [(n, t) for m in models if m is not None for n, t in (*m.named_parameters(), *m.named_buffers()) if t.device == device]
-    stores = [t.untyped_storage() for n, t in tensors if n.rpartition(".")[0] not in hosted]
-    return max(torch.cuda.memory_allocated(device) - sum({s._cdata: s.nbytes() for s in stores}.values()), 0)
+    return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for n, t in tensors if n.rpartition(".")[0] not in hosted)}
+
+def _besides(device, *models, hosted=()):
+    "Bytes that this process keeps on a GPU besides the tensors of some models"
+    return max(torch.cuda.memory_allocated(device) - sum(_stores(device, models, hosted).values()), 0) if device.type == "cuda" else 0
+
+def _idle(segments, ours): # as of `torch.cuda.memory_snapshot`; addresses
+    "Bytes that torch's allocator cannot give back, because something small is left beside them, and nothing of ours"
+    ours, idle = sorted(ours), 0
+    for s in segments:
+        first = bisect.bisect_left(ours, s["address"])
+        if s["allocated_size"] and not (first < len(ours) and ours[first] < s["address"] + s["total_size"]): idle += s["total_size"] - s["allocated_size"]
+    return idle
 
 class _Fence:
     "While it stands, torch's allocator on a GPU takes no more than the limit, the CUDA context counted in"
@@ -53,6 +63,8 @@ class _Fence:
         "Leave room for the plan, and for what this process keeps there besides these models"
         if self.device is None: return
         total, others = torch.cuda.get_device_properties(self.device).total_memory, max(_besides(self.device, *planned, hosted=self.plan.host) - self.tried, 0)
+        others += _idle([s for s in torch.cuda.memory_snapshot() if s["device"] == (torch.cuda.current_device() if self.device.index is None else self.device.index)],
+                        _stores(self.device, planned, self.plan.host))
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(others + min(self.plan.limit, self.plan.peak_bytes + _SLACK) - self.plan.context_bytes, 1) / total), self.device)
     def close(self):
         if self.device is not None: torch.cuda.set_per_process_memory_fraction(1.0, self.device); _let_segments_grow(self.device, False); self.device = None
