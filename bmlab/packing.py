@@ -181,7 +181,10 @@ def _add_up(products):
 # %% ../nbs/04b_packing.ipynb #a1159a48
 def _cpu_linear(x, codes, scale, zero=None):
     "x (M, K) times the packed matrix on a CPU, in x's dtype"
-    if zero is None and len(x) <= cpu_kernels.MAX_ROWS and (y := cpu_kernels.int8_rows(x.float() if x.dtype == torch.float16 else x, codes, scale)) is not None: return y.to(x.dtype)
+    if len(x) <= cpu_kernels.MAX_ROWS:
+        wide = x.float() if x.dtype == torch.float16 else x
+        y = cpu_kernels.int8_rows(wide, codes, scale) if zero is None else cpu_kernels.int4_rows(wide, codes, scale, zero)
+        if y is not None: return y.to(x.dtype)
     if zero is None and x.dtype == torch.bfloat16 and 0 < len(x) <= 16 and codes.shape[1] % 16 == 0 and codes.is_contiguous():
         x = x.contiguous()
         if x.data_ptr() % 16 == codes.data_ptr() % 16 == 0: return torch.ops.aten._weight_int8pack_mm(x, codes, scale.to(x.dtype))

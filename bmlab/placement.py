@@ -241,7 +241,7 @@ class Decoding:
             if v is not None and not (v > 0 or v == 0 and may_be_zero): raise ValueError(f"Decoding({f.name}={v!r}): must be above 0")
 
 _HOST = ("guess_s", "draft_s", "block_s", "packed_s", "stretch_s")              # what the host takes beside a GPU
-DECODING = {"gpu": Decoding(loose=36), "cpu": Decoding(floats=0.8, int8=0.5, int4=0.3, cache=0.3, kernels=40, joined=0, kernel_s=6e-6, token_s=1e-3, prefill=0.7, link=1.0, copy_s=0.0, disk=1e9, **dict.fromkeys(_HOST, 0.0))}
+DECODING = {"gpu": Decoding(loose=36), "cpu": Decoding(floats=0.8, int8=0.7, int4=0.4, cache=0.3, kernels=40, joined=0, kernel_s=6e-6, token_s=1e-3, prefill=0.7, link=1.0, copy_s=0.0, disk=1e9, **dict.fromkeys(_HOST, 0.0))}
 CPU = Machine(name="cpu", flops=6e10, hbm=1.6e10, gpu_memory=16 << 30, h2d=12.3e9, d2h=12.3e9, duplex=10e9, host_memory=16 << 30, host_adam=5e7, network=1e9, network_hosts=1e9, flops32=6e10, units=1,
               unaligned=1.0, tile_s=1e-9, context=0, source="a guess; measure() knows")
 
