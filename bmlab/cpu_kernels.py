@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # %% ../nbs/04a_cpu_kernels.ipynb #8b5fb98a
 _SOURCE = r"""
@@ -42,13 +43,14 @@ static inline uint16_t bfloat16(float f) { /* to nearest, ties to even */
     return (u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
-/* a row of x -> its digits (3, width) with zeros behind K, 128 times their sums (and 0), its unit */
-static inline float digits(const float *x, const uint16_t *h, int64_t K, int64_t width, int8_t *d, uint32_t *sums) {
+/* a row of x -> its digits (3, width) with zeros behind K, 128 times their sums (and 0), its unit, and what is to be taken off in the end: a row of numbers whose unit would have few bits is lifted first */
+static inline float digits(const float *x, const uint16_t *h, int64_t K, int64_t width, int8_t *d, uint32_t *sums, float *off) {
     uint32_t top = 0, low = 0, middle = 0, high = 0;
     for (int64_t k = 0; k < K; k++) { uint32_t u = (h ? (uint32_t)h[k] << 16 : as_bits(x[k])) & 0x7fffffff; top = u > top ? u : top; }
-    float unit = top < 0x7f800000 ? as_float(top) * (float)(1.0 / 8350000) : as_float(0x7fc00000);
+    float lift = top < as_bits(1e-30f) ? 0x1p64f : 1, unit = top < 0x7f800000 ? as_float(top) * lift * (float)(1.0 / 8350000) : as_float(0x7fc00000);
+    *off = 1 / lift;
     for (int64_t k = 0; k < K; k++) {
-        int32_t b = (int32_t)((h ? as_float((uint32_t)h[k] << 16) : x[k]) / unit + 0x808080) ^ 0x808080;
+        int32_t b = (int32_t)((h ? as_float((uint32_t)h[k] << 16) : x[k]) * lift / unit + 0x808080) ^ 0x808080;
         d[k] = b; d[width + k] = b >> 8; d[2 * width + k] = b >> 16;
         low += (int8_t)b; middle += (int8_t)(b >> 8); high += (int8_t)(b >> 16);
     }
@@ -64,7 +66,7 @@ _SOURCE += r"""
         for (int r = 0; r < R; r++) for (int j = 0; j < 3; j++) s[r][j] = DOT(s[r][j], c, load(d + (3 * r + j) * width + (at))); }
 
 /* R rows of x times one row of codes */
-static inline __attribute__((always_inline)) void rows(const int R, const int8_t *d, const uint32_t *sums, const float *units, int64_t width,
+static inline __attribute__((always_inline)) void rows(const int R, const int8_t *d, const uint32_t *sums, const float *units, const float *offs, int64_t width,
                                                        const int8_t *codes, float scale, int64_t K, float *y, uint16_t *yh, int64_t N) {
     lanes s[4][3] = {0};
     int64_t k = 0;
@@ -74,7 +76,7 @@ static inline __attribute__((always_inline)) void rows(const int R, const int8_t
         __m128i sum = _mm_hadd_epi32(_mm_hadd_epi32(four(s[r][0]), four(s[r][1])), _mm_hadd_epi32(four(s[r][2]), _mm_setzero_si128()));
         float t[4];
         _mm_storeu_ps(t, _mm_cvtepi32_ps(_mm_sub_epi32(sum, _mm_loadu_si128((const __m128i *)(sums + 4 * r)))));
-        float out = (t[0] + 256 * (t[1] + 256 * t[2])) * units[r] * scale;
+        float out = (t[0] + 256 * (t[1] + 256 * t[2])) * units[r] * scale * offs[r];
         if (yh) yh[r * N] = bfloat16(out); else y[r * N] = out;
     }
 }
@@ -84,13 +86,13 @@ int int8_rows(const void *x, const int8_t *codes, const float *scale, void *y, i
     int64_t width = (K + 63) / 64 * 64;
     int8_t *d = aligned_alloc(64, M * 3 * width);
     uint32_t sums[4 * 16];
-    float units[16], *wide = half ? NULL : y;
+    float units[16], offs[16], *wide = half ? NULL : y;
     uint16_t *slim = half ? y : NULL;
     if (!d) return 1;
-    for (int64_t m = 0; m < M; m++) units[m] = digits(half ? NULL : (const float *)x + m * K, half ? (const uint16_t *)x + m * K : NULL, K, width, d + 3 * m * width, sums + 4 * m);
+    for (int64_t m = 0; m < M; m++) units[m] = digits(half ? NULL : (const float *)x + m * K, half ? (const uint16_t *)x + m * K : NULL, K, width, d + 3 * m * width, sums + 4 * m, offs + m);
     #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t n = 0; n < N; n++) {
-#define ROWS(R) for (; m + R <= M; m += R) rows(R, d + 3 * m * width, sums + 4 * m, units + m, width, codes + n * K, scale[n], K, wide ? wide + m * N + n : NULL, slim ? slim + m * N + n : NULL, N);
+#define ROWS(R) for (; m + R <= M; m += R) rows(R, d + 3 * m * width, sums + 4 * m, units + m, offs + m, width, codes + n * K, scale[n], K, wide ? wide + m * N + n : NULL, slim ? slim + m * N + n : NULL, N);
         int64_t m = 0;
         ROWS(4) ROWS(2) ROWS(1)
     }
@@ -104,7 +106,7 @@ _FOURS = r"""
 #define NIBBLES(b, at) u = _mm@_and_si@(b, _mm@_set1_epi8(15)); for (int r = 0; r < R; r++) s[r] = DOT@(s[r], u, _mm@_loadu_si@((const void *)(d + (3 * r + j) * width + (at))));
 
 /* R rows of x times one row of codes, `bytes` of them a group; sums: of x's groups, (R, padded) */
-static inline __attribute__((always_inline)) void rows@(const int R, const int bytes, const int8_t *d, const float *sums, const float *units, int64_t width, const uint8_t *codes,
+static inline __attribute__((always_inline)) void rows@(const int R, const int bytes, const int8_t *d, const float *sums, const float *units, const float *offs, int64_t width, const uint8_t *codes,
                                                         const float *scale, const float *zero, int64_t G, int64_t padded, float *y, uint16_t *yh, int64_t N) {
     __m@ total[4];
     for (int r = 0; r < R; r++) total[r] = _mm@_setzero_ps();
@@ -127,7 +129,7 @@ static inline __attribute__((always_inline)) void rows@(const int R, const int b
     for (int r = 0; r < R; r++) {
         __m256 rest = _mm256_setzero_ps();
         for (int64_t g = 0; g < padded; g += 8) rest = _mm256_fmadd_ps(_mm256_loadu_ps(zero + g), _mm256_loadu_ps(sums + r * padded + g), rest);
-        float out = (ADDED@(total[r]) + ADDED256(rest)) * units[r];
+        float out = (ADDED@(total[r]) + ADDED256(rest)) * units[r] * offs[r];
         if (yh) yh[r * N] = bfloat16(out); else y[r * N] = out;
     }
 }
@@ -163,13 +165,13 @@ _SOURCE += r"""
 int int4_rows(const void *x, const uint8_t *codes, const uint16_t *scale, const uint16_t *zero, void *y, int64_t M, int64_t N, int64_t K, int64_t group, int half, int threads) {
     int64_t width = (K + 63) / 64 * 64, G = K / group, padded = (G + 7) / 8 * 8;
     int8_t *d = aligned_alloc(64, M * 3 * width);
-    float *sums = calloc(M * padded, sizeof(float)), units[16], *wide = half ? NULL : y;
+    float *sums = calloc(M * padded, sizeof(float)), units[16], offs[16], *wide = half ? NULL : y;
     uint16_t *slim = half ? y : NULL;
     uint32_t none[4];
     if (!d || !sums) { free(d); free(sums); return 1; }
     for (int64_t m = 0; m < M; m++) {
         int8_t *own = d + 3 * m * width;
-        units[m] = digits(half ? NULL : (const float *)x + m * K, half ? (const uint16_t *)x + m * K : NULL, K, width, own, none);
+        units[m] = digits(half ? NULL : (const float *)x + m * K, half ? (const uint16_t *)x + m * K : NULL, K, width, own, none, offs + m);
         for (int64_t g = 0; g < G; g++) {
             int32_t sum = 0;
             for (int64_t k = g * group; k < (g + 1) * group; k++) sum += own[k] + own[width + k] * 256 + own[2 * width + k] * 65536;
@@ -187,7 +189,7 @@ int int4_rows(const void *x, const uint8_t *codes, const uint16_t *scale, const 
             _mm256_storeu_ps(scales + g, wide_s);
             _mm256_storeu_ps(zeros + g, _mm256_fnmadd_ps(_mm256_set1_ps(8), wide_s, wide_z));
         }
-#define ROWS4(F, R, B) for (; m + R <= M; m += R) F(R, B, d + 3 * m * width, sums + m * padded, units + m, width, codes + n * (K / 2), scales, zeros, G, padded, wide ? wide + m * N + n : NULL, slim ? slim + m * N + n : NULL, N);
+#define ROWS4(F, R, B) for (; m + R <= M; m += R) F(R, B, d + 3 * m * width, sums + m * padded, units + m, offs + m, width, codes + n * (K / 2), scales, zeros, G, padded, wide ? wide + m * N + n : NULL, slim ? slim + m * N + n : NULL, N);
         int64_t m = 0;
         if (group == 128) { ROWS4(FOURS, 4, 64) ROWS4(FOURS, 2, 64) ROWS4(FOURS, 1, 64) }
         else if (group == 64) { ROWS4(FOURS, 4, 32) ROWS4(FOURS, 2, 32) ROWS4(FOURS, 1, 32) }
@@ -206,11 +208,14 @@ def _made(compiler, flags, folder):
     "The library, compiled unless it is there"
     run = lambda *args: subprocess.run([*compiler, "-O3", *flags, *args], input=_SOURCE.encode(), capture_output=True, check=True, timeout=60).stdout
     about = run("-dM", "-E", "-x", "c", "-") + (_SOURCE + " ".join(flags)).encode()              # what the compiler is and compiles for, and what
-    file = Path(folder) / f"cpu-{hashlib.sha256(about).hexdigest()[:16]}.so"
-    if not file.exists():
-        Path(folder).mkdir(parents=True, exist_ok=True)
+    key, folder = hashlib.sha256(about).hexdigest()[:16], Path(folder)
+    file = next((f for f in folder.glob(f"cpu-{key}-*.so") if f.stem.endswith(f"-{f.stat().st_size}")), None)     # a file that lost its end would end the process
+    if file is None:
+        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as near:                                # whole, or not there
             run("-shared", "-fPIC", "-x", "c", "-", "-o", f"{near}/made.so")
+            with open(f"{near}/made.so", "rb") as f: os.fsync(f.fileno())
+            file = folder / f"cpu-{key}-{os.path.getsize(f'{near}/made.so')}.so"
             os.replace(f"{near}/made.so", file)
     made = ctypes.CDLL(str(file))
     for name, tensors, sizes in (("int8_rows", 4, 3), ("int4_rows", 5, 4)):
@@ -220,12 +225,14 @@ def _made(compiler, flags, folder):
 @functools.cache
 def _kernel():
     "The compiled library; None: there is no compiler, or it is not wanted"
-    compiler = shlex.split(os.environ.get("CC", "")) or [c for c in ("cc", "gcc", "clang") if shutil.which(c)][:1]
-    if os.environ.get("BMLAB_CPU_KERNELS", "").lower() in ("off", "0") or not compiler: return None
+    if os.environ.get("BMLAB_CPU_KERNELS", "").lower() in ("off", "0"): return None
+    try: compiler = shlex.split(os.environ.get("CC", "")) or [c for c in ("cc", "gcc", "clang") if shutil.which(c)][:1]
+    except ValueError: compiler = None                                                        # quotes that do not end
+    if not compiler: return None
     from bmlab.models import cache_dir
     for flags in _FLAGS:
         try: made = _made(compiler, flags, cache_dir() / "kernels")
-        except OSError:                                                                       # a folder that cannot be written: for this process alone
+        except (OSError, RuntimeError, AttributeError):                                       # a folder that cannot be written, none at all, a strange file in it: for this process alone
             try:
                 with tempfile.TemporaryDirectory() as folder: made = _made(compiler, flags, folder)
             except (OSError, subprocess.SubprocessError): continue
@@ -242,14 +249,17 @@ def _run(call, x, matrix, *sizes): # matrix: its tensors; sizes: besides M, N an
 
 def _agrees(made):
     "Do they multiply?"
-    x, numbers = ((torch.arange(5 * 96) * 37 % 61 - 30).view(5, 96) / 8), (torch.arange(7 * 96) * 53 % 255 - 127).view(7, 96).to(torch.int8)
-    scale, halves = torch.arange(1, 8) / 64, (torch.arange(1, 22).view(7, 3) / 64).half()
-    fours = (numbers[:, :48].to(torch.uint8), halves, halves.flip(0))
-    both = fours[0].view(7, 3, 16)
-    wide = (torch.cat([both & 15, both >> 4], -1).double() - 8) * halves[..., None] + fours[2][..., None]
-    for dtype, e in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8)):
-        for y, want in ((_run(made.int8_rows, x.to(dtype), (numbers, scale)), numbers * scale[:, None]), (_run(made.int4_rows, x.to(dtype), fours, 32), wide.view(7, 96))):
-            if not torch.allclose(y.double(), x.double() @ want.double().T, rtol=e, atol=1e-3): return False
+    x, numbers = ((torch.arange(7 * 256) * 37 % 61 - 30).view(7, 256) / 8), (torch.arange(5 * 256) * 53 % 255 - 127).view(5, 256).to(torch.int8)         # seven rows: four, two and one at a time
+    scale, all_halves = torch.arange(1, 6) / 64, (torch.arange(1, 41).view(5, 8) / 64).half()
+    cases = [(made.int8_rows, x[:, :100], (numbers[:, :100].contiguous(), scale), numbers[:, :100] * scale[:, None], ())]
+    for g in (32, 64, 128):
+        codes, halves = numbers[:, :128].to(torch.uint8), all_halves[:, :256 // g].contiguous()
+        both = codes.view(5, 256 // g, g // 2)
+        wide = (torch.cat([both & 15, both >> 4], -1).double() - 8) * halves[..., None] + halves.flip(0)[..., None]
+        cases.append((made.int4_rows, x, (codes, halves, halves.flip(0)), wide.view(5, 256), (g,)))
+    for call, rows, matrix, wide, sizes in cases:
+        for dtype, e in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8)):
+            if not torch.allclose(_run(call, rows.to(dtype).contiguous(), matrix, *sizes).double(), rows.double() @ wide.double().T, rtol=e, atol=1e-3): return False
     return True
 
 # %% ../nbs/04a_cpu_kernels.ipynb #7f0d273a
@@ -263,11 +273,16 @@ def available(
 def _takes(x, *matrix):
     "A few plain rows, a plain matrix, and nobody who looks on"
     for t in (x, *matrix):
-        if type(t) is not Tensor or t.device.type != "cpu": return False
+        if type(t) is not Tensor or t.device.type != "cpu" or t.is_neg() or t._is_zerotensor(): return False
     for t in matrix:
         if not t.is_contiguous(): return False
     return (x.dtype in (torch.float32, torch.bfloat16) and x.ndim == matrix[0].ndim == 2 and 0 < len(x) <= MAX_ROWS and 0 < x.shape[1] <= MAX_COLUMNS
-            and not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None and not torch.compiler.is_compiling() and _kernel() is not None)
+            and not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0 and not _watched() and _kernel() is not None)
+
+def _watched():
+    "Is somebody there who has to see what torch does: a mode, a transform, a tracer, a compiler?"
+    return (torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch() or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch._C._get_tracing_state() is not None or torch.compiler.is_compiling())
 
 def int8_rows(
     x:Tensor,     # (M, K) float32 or bfloat16, 1 to 16 rows, at most 65,535 columns

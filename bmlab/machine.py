@@ -197,7 +197,7 @@ def measure(
         flops, tiles, flops32, *attention = _measure_math(device, 8192 if gpu else 512 * long, dtype, (0.6 if gpu else 0.1) * long)
         h2d, d2h, duplex = _measure_link(device, (256 if gpu else 16) << 20)
         adam = _measure_host((1 << 27 if gpu else 1 << 20) * long)
-        x, y = (torch.ones(1 << (30 if gpu else 27), dtype=torch.uint8, device=device) for _ in range(2))              # more than a processor's cache
+        x, y = (torch.ones(1 << (30 if gpu else 27), dtype=torch.uint8, device=device) for _ in range(2))              # more than most processors' caches
         z = x.view(dtype)
         hbm, add = 2 * x.numel() / _seconds(lambda: y.copy_(x), device), 3 * x.numel() / _seconds(lambda: torch.add(z, z, out=y.view(dtype)), device)
         small = torch.ones(1, device=device)

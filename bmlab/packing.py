@@ -149,16 +149,18 @@ def _integers():
     return torch.backends.mkldnn.is_available() and getattr(torch.cpu, "_is_vnni_supported", bool)()
 
 def _digits(x):
-    "x (M, K) → its digits (3, M, K) int8, lowest first, and the units (M, 1) float32"
+    "x (M, K) → its digits (3, M, K) int8, lowest first, the units (M, 1) float32, and what is to be taken off in the end"
     x = x.float()
-    unit = x.abs().amax(1, keepdim=True).mul_(1 / _TOP)                            # (a row of zeros has unit 0, and any digits)
+    top = x.abs().amax(1, keepdim=True)
+    lift = torch.where(top < 1e-30, 2.**64, 1.)                                    # a row of numbers whose unit would have few bits is lifted first
+    x, unit = x * lift, top.mul_(lift).mul_(1 / _TOP)                              # (a row of zeros has unit 0, and any digits)
     unit.add_(unit * 0)                                                            # and one with an infinite number is undefined
     bytes_ = (x / unit).add_(_MIDDLE).to(torch.int32).bitwise_xor_(_MIDDLE)        # digit + 128, exclusive or 128, is the digit as a signed byte
-    return bytes_.view(torch.int8).view(*x.shape, 4)[..., :3].permute(2, 0, 1).contiguous(), unit
+    return bytes_.view(torch.int8).view(*x.shape, 4)[..., :3].permute(2, 0, 1).contiguous(), unit, 1 / lift
 
 def _by_digits(x, codes, scale):
     "x (M, K) times the int8 matrix in integers; float32"
-    (d, unit), (N, K), M = _digits(x), codes.shape, len(x)
+    (d, unit, off), (N, K), M = _digits(x), codes.shape, len(x)
     if M == 1:
         step = _STRETCH_BYTES * torch.get_num_threads() // K + 63 & -64
         products = torch.empty(3, 1, N, dtype=torch.int32)
@@ -166,12 +168,12 @@ def _by_digits(x, codes, scale):
         for i in range(0, N, step):
             stretch = (codes if step >= N else codes[i:i + step]).t()
             for digit, out in zip(digits, outs): torch._int_mm(digit, stretch, out=out if step >= N else out[:, i:i + step])
-        return _add_up(products).mul_(unit).mul_(scale)
+        return _add_up(products).mul_(unit).mul_(scale).mul_(off)
     d, step = d.view(3 * M, K), max(256, _PRODUCT_BYTES // (12 * M))
-    if step >= N: return _add_up(torch._int_mm(d, codes.t()).view(3, M, N)).mul_(unit).mul_(scale)
+    if step >= N: return _add_up(torch._int_mm(d, codes.t()).view(3, M, N)).mul_(unit).mul_(scale).mul_(off)
     y = torch.empty(M, N)
     for i in range(0, N, step): y[:, i:i + step] = _add_up(torch._int_mm(d, codes[i:i + step].t()).view(3, M, -1))
-    return y.mul_(unit).mul_(scale)
+    return y.mul_(unit).mul_(scale).mul_(off)
 
 def _add_up(products):
     "low + 256 · (middle + 256 · high), float32; the factors are powers of two, so only the sums are rounded"
@@ -188,7 +190,7 @@ def _cpu_linear(x, codes, scale, zero=None):
     if zero is None and x.dtype == torch.bfloat16 and 0 < len(x) <= 16 and codes.shape[1] % 16 == 0 and codes.is_contiguous():
         x = x.contiguous()
         if x.data_ptr() % 16 == codes.data_ptr() % 16 == 0: return torch.ops.aten._weight_int8pack_mm(x, codes, scale.to(x.dtype))
-    if zero is None and x.dtype in (torch.float32, torch.float16) and len(x) and codes.numel() >= _DIGITS_FROM and codes.shape[1] < 1 << 17 and _integers():
+    if zero is None and x.dtype in (torch.float32, torch.float16) and len(x) and codes.numel() >= _DIGITS_FROM and 1 < codes.shape[1] < 1 << 17 and _integers():
         return _by_digits(x, codes, scale).to(x.dtype)
     native = x.dtype == torch.bfloat16 and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
     dtype = x.dtype if x.dtype == torch.float64 or native else torch.float32
