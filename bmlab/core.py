@@ -470,9 +470,9 @@ def _wait_ranks(ranks, folder, deadline, timeout_s):
                 with contextlib.suppress(subprocess.TimeoutExpired): ranks[r].wait(3)
             raise TimeoutError(f"ranks {late} had not finished after {timeout_s:g} s\n" + "\n".join(f"--- rank {r}\n{tail(r)}" for r in late))
         time.sleep(0.02)
-    failed = [r for r, p in enumerate(ranks) if p.poll() not in (None, 0)]
-    if not failed: return
+    if not any(p.poll() for p in ranks): return
     time.sleep(0.2)                                   # let the others write theirs, to find the first
+    failed = [r for r, p in enumerate(ranks) if p.poll()]
     errors = sorted(Path(folder).glob("*.err"), key=lambda f: f.stat().st_mtime_ns)
     killed = [r for r in failed if not Path(folder, f"{r}.err").is_file()]            # by a signal, say: others then only saw it go
     told = [f"rank {r} of {len(ranks)} ended with exit code {ranks[r].poll()}\n{tail(r)}" for r in killed]
