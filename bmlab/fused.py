@@ -6,7 +6,7 @@
 __all__ = ['Fused', 'fuse_decode']
 
 # %% ../nbs/39b_fused.ipynb #bedc41a5
-import functools, weakref
+import functools, threading, weakref
 
 import pandas as pd
 import torch
@@ -162,21 +162,21 @@ class _Norm:
         return self.made
 
 # %% ../nbs/39b_fused.ipynb #48a1c11d
-class _Step:
-    "What the layers of one forward share"
-    def __init__(self, kernels=None):
+class _Step(threading.local):
+    "What the layers of one forward share; a thread that runs the model has its own"
+    def __init__(self, kernels, counts): # a thread that comes is given the same
         self.kernels, self.angles, self.table, self.masks, self.slots, self.plain = kernels, None, None, {}, None, False
         self.at = self.taken = self.stream = None                   # slots on a CPU; a call that was found fit; what the last block gave, with its negative
         self.whole = None                                           # tables that turn queries and keys and leave values
         self.one = False                                                                      # is that call one token of one row on a CPU?
-        self.counts = None                                          # of programs of attention that have arrived, zeros between two calls
+        self.counts = counts                                        # by device: of programs of attention that have arrived, zeros between two calls; all threads', as graphs outlive a thread
         self.ahead = None                                           # what a block gave, its version, what its last product says of it, the block that may read that, its norm's weight and that one's version
 
     def arrived(self, x): # on x's GPU; None while a graph is captured that nothing ran before
-        if self.counts is None or self.counts.device != x.device:
+        if x.device not in self.counts:
             if torch.cuda.is_current_stream_capturing(): return None                          # they would be the graph's
-            self.counts = torch.zeros(4096, dtype=torch.int32, device=x.device)
-        return self.counts
+            self.counts[x.device] = torch.zeros(4096, dtype=torch.int32, device=x.device)
+        return self.counts[x.device]
 
     def go_ahead(self, out, ahead, block):
         "Keep what the last product of a block says of `out` for the next block"
@@ -720,7 +720,7 @@ def fuse_decode(
     except (AttributeError, NotImplementedError, ValueError): facts = None        # no language model of transformers: norms and MLPs alone
     like = next(t for t in tensors if t.is_floating_point()).new_empty(0, dtype=getattr(model, "dtype", None))
     turned = next((2 * len(b) for n, b in model.named_buffers() if n.endswith("inv_freq")), None)
-    modes, step, proofs, rows, swapped = [(m, m.training) for m in model.modules()], _Step(kernels), {}, [], []
+    modes, step, proofs, rows, swapped = [(m, m.training) for m in model.modules()], _Step(kernels, {}), {}, [], []
     model.eval()
     for form in _MAKE:
         if form == "angles" and _ops(step, like) is _Torch: continue                          # (their many small kernels are a GPU's trouble)

@@ -1,5 +1,6 @@
 "Fused decoder blocks: the real SmolLM2, streamed, under a delta bank's and others' feet, in Triton's interpreter, and on a GPU"
-import copy
+import copy, sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -58,6 +59,23 @@ def test_rows_that_come_and_go():
         d.free(2); d.prefill([[8] * 20], rows=[2]); d.prefill([[3, 4]], rows=[1]); b = d.step([[1], [2], [3], [4]]); d.move([2, 2]); c = d.step([[9], [10]])
         outs.append(torch.cat([a[[0, 2]].flatten(), b[:3].flatten(), c.flatten()]))
     assert apart(outs[1][None], outs[0][None]) < 1e-5
+
+
+def test_two_threads_with_one_model():
+    "Each has a decoder of its own; what the layers of a forward share is a thread's own too"
+    model = llama(num_hidden_layers=6); fuse_decode(model)
+    tokens = [[[5], [9], [33], [7]] * 15, [[8, 9, 10], [50, 51, 52]] * 30]                    # one at a time, three at a time
+
+    def decode(steps):
+        d = Decoder(model, max_batch=1, max_ctx=300)
+        with torch.no_grad(): return torch.cat([d.prefill([[5, 9, 33]])[:, None], *(d.step([ids]) for ids in steps)], 1)
+
+    alone, interval = [decode(t) for t in tokens], sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)                                                               # let them take turns often
+    try:
+        with ThreadPoolExecutor(2) as pool: together = list(pool.map(decode, tokens * 2))
+    finally: sys.setswitchinterval(interval)
+    for got, want in zip(together, alone * 2): assert torch.equal(got, want)
 
 
 def test_alone_in_a_batch_of_others():
