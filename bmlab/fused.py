@@ -42,6 +42,8 @@ class _Ahead:
 
 def _own_class(module): return type(module).__dict__.get("_bmlab_base", type(module))     # a delta's class knows what it stands on
 
+_LINEARS = nn.Linear, Int8Linear, Int4Linear
+
 # %% ../nbs/39b_fused.ipynb #4233ae59
 class _Product:
     "Linear layers with one input as one matrix product; one by one where a delta or a hook is on one, or they lie apart"
@@ -74,8 +76,9 @@ class _Product:
 
     def whole(self, x):
         "Can one product take x?"
+        if not _untouched(self.watch): return False                                                     # (it may have no weight of its own any more)
         if not self.lies(): self.bind()
-        return self.joined is not None and _untouched(self.watch) and (self.kind is nn.Linear or len(x) <= 16)
+        return self.joined is not None and (self.kind is nn.Linear or len(x) <= 16)
 
     def __call__(self, x, shape): # x (R, K) of shape (B, M, K), or `_Ahead` → (R, all outputs)
         if isinstance(x, _Ahead): return _Triton.ending(self, x)
@@ -303,6 +306,12 @@ def _plain_rows(step, span):
 # %% ../nbs/39b_fused.ipynb #e15ab0d4
 class _Part:
     "What a fused module does; a copy of the module is without it"
+    places = ()
+    def placed(self):
+        "Are the modules inside those that were there when it was fused?"
+        for children, name, m in self.places:
+            if children.get(name) is not m: return False
+        return True
     def __deepcopy__(self, memo): return None
     def __reduce__(self): return type(None), ()
     def forget(self): [p.forget() for p in vars(self).values() if isinstance(p, _Product)]
@@ -313,7 +322,7 @@ def _fit(x): return x.ndim == 3 and 0 < x.shape[1] <= 16 and x.shape[0] * x.shap
 class _NormPart(_Part):
     def __init__(self, norm, step): self.norm, self.step = norm, step
     def __call__(self, args, kwargs):
-        if kwargs or len(args) != 1 or torch.is_autocast_enabled(args[0].device.type): return None
+        if kwargs or len(args) != 1 or torch.is_autocast_enabled(args[0].device.type) or self.norm.module._parameters.get("weight") is None: return None
         return _ops(self.step, args[0]).norm(args[0].reshape(-1, args[0].shape[-1]), self.norm).view(args[0].shape)
 
 class _GatedPart(_Part):
@@ -386,7 +395,7 @@ class _Line:
     "A block's way for one token of one row on a CPU, with all that it reads; as long as it `lies` and is `untouched`"
     def __init__(self, block, dtype):
         a, mlp, norms = block.attention, block.mlp, block.norms
-        self.attention, self.dtype, self.products, self.act = a, dtype, (a.qkv, a.o, mlp.up, mlp.down), _GATES.get(mlp.act, mlp.module)
+        self.attention, self.dtype, self.products, self.act = a, dtype, block.products, _GATES.get(mlp.act, mlp.module)
         for p in self.products:
             if not p.lies(): p.bind()
         weights = [(n.module._parameters, "weight", n.module._parameters["weight"]) for n in norms]
@@ -447,19 +456,22 @@ class _BlockPart(_Part):
         names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
         self.norms = [block._modules[n]._fused.norm for n in names if n in block._modules]
         inside = [m for n, m in block._modules.items()] + ([self.mlp.module] if isinstance(self.mlp.module, nn.Module) else [])
+        self.products = self.attention.qkv, self.attention.o, self.mlp.up, self.mlp.down
         self.watch, self.line, self.then = [(m, type(m)) for m in inside], None, None       # then: the block behind it
 
     def forget(self): self.line = None
 
     def alone(self):
         "Is its first norm where it will be? (A weight that streams comes later)"
-        return len(self.norms) == 2 and not hasattr(self.norms[0].module._parameters["weight"], "_bmlab_home") and _untouched(self.watch)
+        return len(self.norms) == 2 and _untouched(self.watch) and not hasattr(self.norms[0].module._parameters["weight"], "_bmlab_home")
 
     def one(self, x, kwargs):
         "One token of one row on a CPU; None: something is in its way"
         line = self.line
-        if line is None or line.dtype != x.dtype or not line.lies(): line = self.line = _Line(self, x.dtype)
-        return line(x, self.step, kwargs) if line.fit and line.untouched() else None
+        if line is None or line.dtype != x.dtype or not line.untouched() or not line.lies():
+            if not all(map(_untouched, (self.watch, *(p.watch for p in self.products)))): return None
+            line = self.line = _Line(self, x.dtype)
+        return line(x, self.step, kwargs) if line.fit else None
 
     def __call__(self, args, kwargs):
         x = args[0] if args else kwargs.get("hidden_states")
@@ -487,7 +499,7 @@ def _fused_class(base):
     "The subclass of `base` that tries its part first"
     def forward(self, *args, **kwargs):
         part = self.__dict__.get("_fused")
-        out = None if part is None or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() else part(args, kwargs)
+        out = None if part is None or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not part.placed() else part(args, kwargs)
         return base.forward(self, *args, **kwargs) if out is None else out
     def __reduce_ex__(self, protocol): return _empty, (base,), {k: v for k, v in self.__dict__.items() if k != "_fused"}
     def moved(self): None if (part := self.__dict__.get("_fused")) is None else part.forget()
@@ -497,7 +509,12 @@ def _is_fused(model): return any("_bmlab_fused" in type(m).__dict__ for m in mod
 
 def _empty(cls): return cls.__new__(cls)
 
+def _places(module): # (the children of somebody, a name, who it is) for all inside but what lies in a linear layer, and deltas
+    if _own_class(module) in _LINEARS: return []
+    return [(module._modules, n, m) for n, m in module._modules.items() if n != "_deltas"] + [p for n, m in module._modules.items() if n != "_deltas" and m is not None for p in _places(m)]
+
 def _swap(module, part):
+    part.places = _places(module)
     module._fused, module.__class__ = part, _fused_class(type(module))
 
 def _restore(module):
@@ -528,7 +545,7 @@ def _linears(module, names):
     "Linear layers by name, all of one kind"
     found = [module._modules[n] for n in names]
     for n, m in zip(names, found):
-        if _own_class(m) not in (nn.Linear, Int8Linear, Int4Linear): raise _Unfit(f"{n} is a {type(m).__name__}")
+        if _own_class(m) not in _LINEARS: raise _Unfit(f"{n} is a {type(m).__name__}")
         if _own_class(m) is not _own_class(found[0]): raise _Unfit(f"{names[0]} is a {_own_class(found[0]).__name__}, {n} a {_own_class(m).__name__}")
     return found
 

@@ -116,6 +116,31 @@ def test_loaded_weights_are_seen():
         assert torch.equal(walk(one), walk(fast_two))
 
 
+@pytest.mark.parametrize("edit", [
+    lambda m: setattr(m.model.layers[1], "mlp", copy.deepcopy(m.model.layers[0].mlp)),
+    lambda m: setattr(m.model.layers[1].mlp, "act_fn", torch.nn.ReLU()),
+    lambda m: setattr(m.model.layers[1].mlp, "down_proj", torch.nn.Identity()),
+    lambda m: setattr(m.model.layers[1].self_attn, "q_proj", torch.nn.Sequential(m.model.layers[1].self_attn.q_proj, torch.nn.Tanh())),
+    lambda m: setattr(m.model.layers[1], "input_layernorm", torch.nn.Identity()),
+    lambda m: m.model.layers.__setitem__(1, llama(intermediate_size=64, vocab_size=77).model.layers[1]),
+    lambda m: torch.nn.utils.parametrize.register_parametrization(m.model.layers[1].self_attn.v_proj, "weight", torch.nn.Tanh()),
+    lambda m: torch.nn.utils.parametrize.register_parametrization(m.model.layers[1].post_attention_layernorm, "weight", torch.nn.Tanh()),
+    lambda m: pack_linears(m, 8),
+], ids=["mlp", "activation", "down", "q", "norm", "block", "parametrized", "parametrized norm", "packed"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_is_put_in_later_is_used(edit, rows):
+    model = llama(intermediate_size=64); fast = copy.deepcopy(model); fuse_decode(fast)
+    for m in (model, fast):
+        walk(m)
+        edit(m)
+    def ids(m):
+        d = Decoder(m, max_batch=rows, max_ctx=50)
+        return torch.cat([d.prefill([[5, 9, 33]] * rows)[:, None], *(d.step([[i]] * rows) for i in range(3))], 1)
+    want = ids(model)
+    assert apart(ids(fast), want) < 1e-5
+    assert apart(ids(llama(intermediate_size=64)), want) > 1e-4                               # it matters
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_joined_once(bits):
     "One storage for q, k, v and one for gate, up; nothing twice"
