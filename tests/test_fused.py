@@ -116,6 +116,12 @@ def test_loaded_weights_are_seen():
         assert torch.equal(walk(one), walk(fast_two))
 
 
+def with_peft(model):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False), model)
+
+
 @pytest.mark.parametrize("edit", [
     lambda m: setattr(m.model.layers[1], "mlp", copy.deepcopy(m.model.layers[0].mlp)),
     lambda m: setattr(m.model.layers[1].mlp, "act_fn", torch.nn.ReLU()),
@@ -126,7 +132,8 @@ def test_loaded_weights_are_seen():
     lambda m: torch.nn.utils.parametrize.register_parametrization(m.model.layers[1].self_attn.v_proj, "weight", torch.nn.Tanh()),
     lambda m: torch.nn.utils.parametrize.register_parametrization(m.model.layers[1].post_attention_layernorm, "weight", torch.nn.Tanh()),
     lambda m: pack_linears(m, 8),
-], ids=["mlp", "activation", "down", "q", "norm", "block", "parametrized", "parametrized norm", "packed"])
+    with_peft,
+], ids=["mlp", "activation", "down", "q", "norm", "block", "parametrized", "parametrized norm", "packed", "peft"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_what_is_put_in_later_is_used(edit, rows):
     model = llama(intermediate_size=64); fast = copy.deepcopy(model); fuse_decode(fast)
