@@ -64,9 +64,12 @@ def _set_class(module, with_deltas):
     top, wrapped = type(module), is_parametrized(module)
     inner = top.__bases__[0] if wrapped else top
     base = inner.__dict__.get("_bmlab_base", inner)
-    cls = _delta_class(base) if with_deltas else base
-    if wrapped:
-        names = {k: v for k, v in top.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    _wear(module, _delta_class(base) if with_deltas else base)
+
+def _wear(module, cls):
+    "Give `module` the class `cls`, below its parametrizations"
+    if is_parametrized(module):
+        names = {k: v for k, v in type(module).__dict__.items() if k not in ("__dict__", "__weakref__")}
         cls = type(f"Parametrized{cls.__name__}", (cls,), names)
     module.__class__ = cls
 

@@ -6,12 +6,13 @@
 __all__ = ['Fused', 'fuse_decode']
 
 # %% ../nbs/39b_fused.ipynb #bedc41a5
-import functools, threading, weakref
+import contextlib, functools, threading, weakref
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from . import cpu_kernels
 from .cache import KVCache, attention_mask
@@ -51,12 +52,12 @@ class _Product:
         self.modules, self.watch = modules, [(m, _own_class(m)) for m in modules]
         self.kind, self.joined, self.half, self.fn = _own_class(modules[0]), None, None, None
         self.names = ["weight", "bias"] if self.kind is nn.Linear else ["codes", "scale", "zero", "bias"]
-        self.places = {n: [place for m in modules for place in (m._buffers, m._parameters) if place.get(n) is not None] for n in self.names}
+        self.places = {n: [place for m in modules for place in (m._buffers, m._parameters) if n in place] for n in self.names}
         self.bind()
 
     def bind(self):
         "Look where the tensors are now"
-        tensors = {n: [place[n] for place in places] for n, places in self.places.items() if places}
+        tensors = {n: ts for n, places in self.places.items() if (ts := [t for place in places if (t := place[n]) is not None])}
         views = {n: _adjacent(t) if len(t) == len(self.modules) else None for n, t in tensors.items()}
         self.joined, self.half, self.fn, first = None if any(v is None for v in views.values()) else views, None, None, self.names[0]
         self.at = [(place, first, place[first].data_ptr()) for place in self.places[first]]              # all of a layer's tensors move, or
@@ -172,14 +173,14 @@ class _Step(threading.local):
         self.at = self.taken = self.stream = None                   # slots on a CPU; a call that was found fit; what the last block gave, with its negative
         self.whole = None                                           # tables that turn queries and keys and leave values
         self.one = False                                                                      # is that call one token of one row on a CPU?
-        self.counts = counts                                        # by device: of programs of attention that have arrived, zeros between two calls; all threads', as graphs outlive a thread
+        self.counts = counts                                        # by device and stream: of programs of attention that have arrived, zeros between two calls; all threads', as graphs outlive a thread
         self.ahead = None                                           # what a block gave, its version, what its last product says of it, the block that may read that, its norm's weight and that one's version
 
-    def arrived(self, x): # on x's GPU; None while a graph is captured that nothing ran before
-        if x.device not in self.counts:
-            if torch.cuda.is_current_stream_capturing(): return None                          # they would be the graph's
-            self.counts[x.device] = torch.zeros(4096, dtype=torch.int32, device=x.device)
-        return self.counts[x.device]
+    def arrived(self, x): # on x's GPU; None while a graph is captured that nothing ran before on its stream: they would be the graph's
+        stream = x.device, torch.cuda.current_stream(x.device).cuda_stream                    # of other streams run beside them
+        found = self.counts.get(stream)
+        if found is None and not torch.cuda.is_current_stream_capturing(): found = self.counts.setdefault(stream, torch.zeros(4096, dtype=torch.int32, device=x.device))
+        return found
 
     def go_ahead(self, out, ahead, block):
         "Keep what the last product of a block says of `out` for the next block"
@@ -306,9 +307,11 @@ def _plain_rows(step, span):
 # %% ../nbs/39b_fused.ipynb #e15ab0d4
 class _Part:
     "What a fused module does; a copy of the module is without it"
-    places = ()
-    def placed(self):
-        "Are the modules inside those that were there when it was fused?"
+    of, places = None, ()
+    def reads(self, child): return True                                                       # does it, of the children?
+    def placed(self, module):
+        "Is it this module's part (a replica has it, too), and are those inside the ones that were there when it was fused?"
+        if self.of != id(module): return False
         for children, name, m in self.places:
             if children.get(name) is not m: return False
         return True
@@ -332,6 +335,7 @@ class _GatedPart(_Part):
         probe = torch.linspace(-4, 4, 33)
         self.act = next((n for n, f in _GATES.items() if torch.allclose(act(probe), f(probe), atol=1e-6)), None)
         self.watch = [(act, type(act))] if isinstance(act, nn.Module) else []
+    def reads(self, child): return child is self.module or child in self.up.modules or child in self.down.modules
     def run(self, x, shape, residual=None, norm=None): # x (R, D) or `_Ahead` → (R, D); with a norm that follows `_Ahead`
         ops = _ops(self.step, x)
         h = ops.ending(self.up, x, gate=self.act) if self.act else None
@@ -499,7 +503,7 @@ def _fused_class(base):
     "The subclass of `base` that tries its part first"
     def forward(self, *args, **kwargs):
         part = self.__dict__.get("_fused")
-        out = None if part is None or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not part.placed() else part(args, kwargs)
+        out = None if part is None or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not part.placed(self) else part(args, kwargs)
         return base.forward(self, *args, **kwargs) if out is None else out
     def __reduce_ex__(self, protocol): return _empty, (base,), {k: v for k, v in self.__dict__.items() if k != "_fused"}
     def moved(self): None if (part := self.__dict__.get("_fused")) is None else part.forget()
@@ -509,21 +513,21 @@ def _is_fused(model): return any("_bmlab_fused" in type(m).__dict__ for m in mod
 
 def _empty(cls): return cls.__new__(cls)
 
-def _places(module): # (the children of somebody, a name, who it is) for all inside but what lies in a linear layer, and deltas
+def _places(module, part): # (the children of somebody, a name, who it is) for all that is read inside but for what lies in a linear layer
     if _own_class(module) in _LINEARS: return []
-    return [(module._modules, n, m) for n, m in module._modules.items() if n != "_deltas"] + [p for n, m in module._modules.items() if n != "_deltas" and m is not None for p in _places(m)]
+    read = [(n, m) for n, m in module._modules.items() if n != "_deltas" and (part is None or part.reads(m))]
+    return [(module._modules, n, m) for n, m in read] + [p for _, m in read if m is not None for p in _places(m, m.__dict__.get("_fused"))]
 
 def _swap(module, part):
-    part.places = _places(module)
+    part.of, part.places = id(module), _places(module, part)
     module._fused, module.__class__ = part, _fused_class(type(module))
 
 def _restore(module):
-    "Take the fused class away, from below deltas too"
-    cls = type(module)
-    if "_bmlab_fused" in cls.__dict__: module.__class__ = cls.__dict__["_bmlab_fused"]
-    elif "_bmlab_base" in cls.__dict__ and (base := cls.__dict__["_bmlab_base"].__dict__.get("_bmlab_fused")):
-        from bmlab.delta import _delta_class
-        module.__class__ = _delta_class(base)
+    "Take the fused class away, from below deltas and parametrizations too"
+    from bmlab.delta import _delta_class, _wear
+    cls = type(module).__bases__[0] if is_parametrized(module) else type(module)
+    if "_bmlab_fused" in cls.__dict__: _wear(module, cls.__dict__["_bmlab_fused"])
+    elif "_bmlab_base" in cls.__dict__ and (base := cls.__dict__["_bmlab_base"].__dict__.get("_bmlab_fused")): _wear(module, _delta_class(base))
     module.__dict__.pop("_fused", None)
 
 # %% ../nbs/39b_fused.ipynb #41e34a47
@@ -669,7 +673,8 @@ def _join(module, form):
     "Bring the siblings' weights into one storage"
     names = ("q_proj", "k_proj", "v_proj") if form == "attention" else next(i for i, d in _GATED if module._modules.keys() >= {*i, d})
     siblings = [module._modules[n] for n in names]
-    if len(siblings) > 1 and _Product(*siblings).joined is None: join_packed(siblings)
+    if len(siblings) > 1 and _Product(*siblings).joined is None:
+        with contextlib.suppress(TypeError, ValueError): join_packed(siblings)                # those of unequal kinds stay apart
 
 # %% ../nbs/39b_fused.ipynb #ca0de642
 def _fuse_one(module, form, step, facts, width, like, proofs, join):
@@ -679,9 +684,7 @@ def _fuse_one(module, form, step, facts, width, like, proofs, join):
     rule = _rule(module, facts) if form in ("attention", "block") else {}
     if form in ("attention", "gated MLP"):
         _MAKE[form](module, step, width, rule)                          # raises before anything is joined
-        if join:
-            try: _join(module, form)
-            except (TypeError, ValueError): pass                        # siblings of unequal kinds stay apart
+        if join: _join(module, form)
     part, key = _MAKE[form](module, step, width, rule), (form, _signature(module, rule))
     if key not in proofs:
         try: proofs[key] = {"angles": _try_angles, "attention": _try_cached, "block": _try_cached}.get(form, _try_rows)(module, part, form, facts, rule, like)
@@ -709,6 +712,7 @@ class Fused:
         "Bring weights together again, after the model was moved or weights were loaded; not while they stream."
         if "_bmlab_streamer" in self.model.__dict__: raise RuntimeError("weights of a streaming model stay where they are; close() the streamer first")
         products = [(m, p) for m in self._swapped if (p := {_AttentionPart: "qkv", _GatedPart: "up"}.get(type(m._fused)))]
+        products = [(m, p) for m, p in products if m._fused.placed(m) and all(_own_class(l) is cls for l, cls in getattr(m._fused, p).watch)]        # (others are not read any more)
         for m, p in products: _join(m, _form(m)); getattr(m._fused, p).bind()
         return sum(getattr(m._fused, p).joined is not None and len(getattr(m._fused, p).modules) > 1 for m, p in products)
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 import transformers as tf
 
+from bmlab.cook import Cook
 from bmlab.decode import Decoder
-from bmlab.fused import fuse_decode
+from bmlab.fused import _BlockPart, fuse_decode
 from bmlab.kernels import Int4Linear, Int8Linear, pack_linears
+from bmlab.neurons import NeuronSparse
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -146,6 +148,55 @@ def test_what_is_put_in_later_is_used(edit, rows):
     want = ids(model)
     assert apart(ids(fast), want) < 1e-5
     assert apart(ids(llama(intermediate_size=64)), want) > 1e-4                               # it matters
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("had", [False, True])
+def test_a_bias_that_comes_or_goes(bits, had):
+    model = llama(intermediate_size=64, mlp_bias=had, attention_bias=had)
+    if bits: pack_linears(model, bits)
+    fast = copy.deepcopy(model); fuse_decode(fast); before = walk(fast)
+    for m in (model, fast):
+        layer = m.model.layers[1]
+        for linear in (layer.mlp.down_proj, layer.mlp.up_proj, layer.self_attn.q_proj): linear.bias = None if had else torch.nn.Parameter(torch.linspace(-1, 1, 64))
+    assert apart(walk(fast), walk(model)) < 1e-5 < 1e-4 < apart(before, walk(model))
+
+
+def blocks(model): # that run fused when `model` decodes
+    ran, call = [], _BlockPart.__call__
+    try:
+        _BlockPart.__call__ = lambda self, *args: ran.append(self) or call(self, *args)
+        walk(model)
+    finally: _BlockPart.__call__ = call
+    return len({*ran})
+
+
+def test_what_nobody_reads_may_go():
+    "A method of compression puts a module beside the layers of an MLP, and takes it away"
+    model = llama(); cook = Cook(model, [NeuronSparse(keep=0.5)]); fuse_decode(model); cook.detach()
+    assert blocks(model) == 3
+
+
+def test_parametrized_and_taken_back():
+    model = llama(); fused = fuse_decode(model); want = walk(model)
+    norm, q = model.model.layers[1].input_layernorm, model.model.layers[0].self_attn.q_proj
+    for m in (norm, q): torch.nn.utils.parametrize.register_parametrization(m, "weight", torch.nn.Identity())
+    assert fused.join() == 5 and apart(walk(model), want) < 1e-5
+    fused.undo()
+    for m in (norm, q): torch.nn.utils.parametrize.remove_parametrizations(m, "weight")
+    assert not any("Fused" in type(m).__name__ for m in model.modules())
+    fuse_decode(model)
+    assert blocks(model) == 3 and apart(walk(model), want) < 1e-5
+
+
+def test_a_replica_has_its_own_weights():
+    model = llama(); fuse_decode(model)
+    x = torch.randn(1, 3, 64)
+    mlp = model.model.layers[0].mlp
+    twin = mlp._replicate_for_data_parallel()                                                 # as torch.nn.DataParallel does: with the attributes of the original
+    for name, m in mlp._modules.items(): twin._modules[name] = copy.deepcopy(m)
+    twin.down_proj.weight.mul_(2)
+    assert torch.allclose(twin(x), 2 * mlp(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
