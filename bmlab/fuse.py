@@ -19,14 +19,14 @@ from .trace import Life, Segment, Trace, _cost, _Fused, _product_shape, _tally, 
 
 # %% ../nbs/06c_fuse.ipynb #da7cc9f0
 def _graphs(block, sample):
-    "(forward graph, backward graph, number of the block's own outputs) of a block called with described arguments"
+    "(forward graph, backward graph, number of the block's own outputs, of its arguments) of a block called with described arguments"
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.decomposition import select_decomp_table
     described = lambda x: isinstance(x, tuple) and len(x) == 4 and isinstance(x[0], torch.Size)
     leaves, spec = tree_flatten(sample, is_leaf=described)
     made = [torch.empty_strided(x[0], x[1], dtype=x[2], device="meta").requires_grad_(x[3]) if described(x) else x for x in leaves]
-    where, names, out = [i for i, x in enumerate(made) if isinstance(x, Tensor)], [n for n, _ in block.named_parameters()], {}
+    where, names, out = [i for i, x in enumerate(made) if isinstance(x, Tensor)], [n for n, _ in (*block.named_parameters(), *block.named_buffers())], {}
     def call(tensors, weights):
         values = list(made)
         for i, t in zip(where, tensors): values[i] = t
@@ -37,10 +37,10 @@ def _graphs(block, sample):
         return compiler
     with _Fused():
         f = aot_function(call, fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=min_cut_rematerialization_partition, decompositions=select_decomp_table())
-        results = f([made[i] for i in where], list(block.parameters()))
+        results = f([made[i] for i in where], [*block.parameters(), *block.buffers()])
         sum(t.float().sum() for t in results if t.requires_grad).backward()
     for p in block.parameters(): p.grad = None
-    return out["forward"], out["backward"], len(results)
+    return out["forward"], out["backward"], len(results), len(where)
 
 # %% ../nbs/06c_fuse.ipynb #c45f05b0
 _VIEWS = {"view", "permute", "expand", "alias", "unbind", "slice", "transpose", "t", "unsqueeze", "squeeze", "select", "_unsafe_view", "as_strided", "split", "split_with_sizes", "detach", "reshape", "getitem"}
@@ -59,7 +59,7 @@ def _bases(graph):
 
 def _is_kernel(n):
     "A node that the compiler does not fuse"
-    return n.op == "call_function" and (_name(n) in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm", "_grouped_mm", "embedding_dense_backward") or "attention" in _name(n) and "scaled_dot" in _name(n))
+    return n.op == "call_function" and (_name(n) in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm", "_grouped_mm", "embedding_dense_backward", "packed_product", "packed_way_back") or "attention" in _name(n) and "scaled_dot" in _name(n))
 
 def _depths(graph, base):
     "{node: how many kernels come before it}, as late as users allow"
@@ -133,8 +133,9 @@ def _plan_graph(graph, kept):
 
 # %% ../nbs/06c_fuse.ipynb #d00351ff
 def _compile_plan(block, sample):
-    "(forward operations, forward lives, backward operations, backward lives): lives are (born, dies, bytes, when the backward is done with it or None)"
-    forward, backward, n_out = _graphs(block, sample)
+    """(forward operations, forward lives, backward operations, backward lives, kept arguments): lives are (born, dies, bytes, when the backward is done with it or None);
+    of the arguments that are kept {bytes: when the backward is done with it}"""
+    forward, backward, n_out, n_in = _graphs(block, sample)
     outputs = list(next(n for n in forward.nodes if n.op == "output").args[0])
     ops, lives, base = _plan_graph(forward, [o for o in outputs if isinstance(o, torch.fx.Node)])
     saved = [o for o in outputs[n_out:] if isinstance(o, torch.fx.Node)]
@@ -146,9 +147,11 @@ def _compile_plan(block, sample):
     for o in saved:
         if o.name in by_name: n = _owner(o, base); done[n] = max(done.get(n, 0), blives[by_name[o.name]][1])
     fwd = [(*life, done.get(n)) for n, life in lives.items() if not (isinstance(n, torch.fx.Node) and (n.op == "placeholder" or n in results and n not in done))]
+    given = [n for n in forward.nodes if n.op == "placeholder"][:n_in]
+    kept = {_bytes(n): done[n] for n in given if n in done}
     final = {_owner(o, bbase) for o in back_out}
     bwd = [(*life, None) for n, life in blives.items() if not isinstance(n, torch.fx.Node) or n.op != "placeholder" and n not in final]
-    return ops, fwd, bops, bwd
+    return ops, fwd, bops, bwd, kept
 
 # %% ../nbs/06c_fuse.ipynb #c706c510
 def fuse_blocks(
@@ -159,7 +162,7 @@ def fuse_blocks(
     backward = {s.call: i for i, s in reversed(list(enumerate(trace.segments))) if s.name and not s.forward}
     for f, name in trace.calls().items():
         block = modules[name]
-        key = (type(block), str(trace.samples[name]), tuple((p.shape, p.dtype, p.requires_grad) for p in block.parameters()))
+        key = (type(block), str(trace.samples[name]), tuple((p.shape, p.dtype, p.requires_grad) for p in (*block.parameters(), *block.buffers())))
         if key not in plans:
             try: plans[key] = _compile_plan(block, trace.samples[name])
             except Exception as e:
@@ -174,13 +177,15 @@ def _rebuild(trace, done):
     length = {f: len(p[0]) for f, (_, p) in done.items()} | {b: len(p[2]) for b, p in done.values()}
     pair = {f: b for f, (b, _) in done.items()}
     scale = lambda p: p if p is None or p[0] not in length else (p[0], round(p[1] * length[p[0]] / max(len(trace.segments[p[0]].ops), 1)))
-    new, index = [], {}
+    new, index, kept = [], {}, {}
+    for i, f in trace.inputs:                                                  # a compiled block may keep what it was called with, where the plain one keeps a copy in float32
+        if f in done and (until := done[f][1][4].get(lives[i].bytes)) is not None: kept.setdefault(i, {})[f] = done[f][0], until
     for i, l in enumerate(lives):
         s = l.birth[0]
         if s in length and l.death is not None and l.death[0] == s and l.kind == "activation": continue
         index[i] = len(new)
-        new.append(dataclasses.replace(l, birth=scale(l.birth), death=scale(l.death), claims={c: scale(p) for c, p in l.claims.items() if not (c == s and s in pair)}))
-    for f, (b, (ops, fwd, bops, bwd)) in done.items():
+        new.append(dataclasses.replace(l, birth=scale(l.birth), death=scale(l.death), claims={c: scale(p) for c, p in l.claims.items() if not (c == s and s in pair)} | kept.get(i, {})))
+    for f, (b, (ops, fwd, bops, bwd, _)) in done.items():
         segments[f], segments[b] = segments[f]._replace(ops=ops), segments[b]._replace(ops=bops)
         for born, dies, size, until in fwd: new.append(Life(size, (f, born), (f, dies), {} if until is None else {f: (b, until)}))
         for born, dies, size, _ in bwd: new.append(Life(size, (b, born), (b, dies)))

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .core import parts, resolve, roles, unwrap
 from .delta import Delta, Site, deltas
+from .kernels import Int4Linear, Int8Linear
 from .processes import rank
 
 # %% ../nbs/31_lora.ipynb #a2f0e4c5
@@ -51,6 +52,7 @@ def _together(make, *tensors):
 class LoraSite(Site):
     "The pair A, B beside one linear map."
     combines = "add"
+    casts = True                                                           # A and B take the input's dtype as they compute
     def __init__(self,
         in_features:int,            # width of the input
         out_features:int,           # width of the output
@@ -355,7 +357,8 @@ class _Making(_Numbers):
             i, o, cls = module.num_embeddings, module.embedding_dim, EmbeddingSite
         else:
             i, o, kw["transposed"] = _linear_shape(name, module)
-            kw |= dict(dropout=self.dropout, plain=getattr(type(module), "_bmlab_base", type(module)).forward is nn.Linear.forward)
+            forward = getattr(type(module), "_bmlab_base", type(module)).forward
+            kw |= dict(dropout=self.dropout, plain=forward in (nn.Linear.forward, Int8Linear.forward, Int4Linear.forward))
             cls = LoraSite
         if r > min(i, o): raise ValueError(f"r={r} is more than {name} has: {i} → {o}")
         if self.slices is not None: cls, kw["rows"] = SlicedSite, self._rows(name, o)

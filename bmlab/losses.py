@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .core import _has_triton, parts, resolve, roles, unwrap
+from .kernels import Int4Linear, Int8Linear
 
 # %% ../nbs/09b_losses.ipynb #21ca0b33
 def _upcast(t): return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
@@ -140,10 +141,14 @@ def _walk(h, weight, bias, labels, coef, want, chunk, post, group, first):
     return losses, dh, dw, db
 
 # %% ../nbs/09b_losses.ipynb #fb6aa355
+def _widened(weight, dtype): return weight if isinstance(weight, Tensor) else weight.dequantize(dtype)
+
 class _Chunked(torch.autograd.Function):
     "Cross-entropy of h @ weight.T against labels, gradients made on the way"
     @staticmethod
     def forward(ctx, h, weight, bias, labels, chunk, reduction, post, group, first, early):
+        ctx.packed = None if isinstance(weight, Tensor) else weight            # codes are kept, and widened for as long as it takes
+        kept, weight = None if ctx.packed else weight, _widened(weight, h.dtype)
         valid = labels >= 0
         n = valid.sum() if reduction == "mean" else torch.ones((), device=h.device)
         ctx.late = h.dtype == torch.float16                                    # divide by n in backward
@@ -153,7 +158,7 @@ class _Chunked(torch.autograd.Function):
         losses, *grads = _walk(h, weight, bias, labels, coef, want, chunk, post, group, first)
         keep = torch.float32 if ctx.late else weight.dtype
         ctx.grads = (grads[0], *(g.to(keep) if g is not None else None for g in grads[1:])) if any(want) else None
-        ctx.save_for_backward(h, weight, bias, labels, n)
+        ctx.save_for_backward(h, kept, bias, labels, n)
         ctx.settings = chunk, post, group, first
         ctx.reduction = reduction
         return losses if reduction == "none" else losses.sum() / n
@@ -165,7 +170,7 @@ class _Chunked(torch.autograd.Function):
         grads, ctx.grads, n = ctx.grads, None, n.clamp(min=1)
         if grads is None:
             coef = torch.where(labels >= 0, g if ctx.reduction == "none" else g / n, 0)
-            _, *grads = _walk(h, weight, bias, labels, coef, ctx.needs_input_grad[:3], *ctx.settings)
+            _, *grads = _walk(h, _widened(ctx.packed or weight, h.dtype), bias, labels, coef, ctx.needs_input_grad[:3], *ctx.settings)
         else:
             for d in grads: d is None or d.mul_(g / n if ctx.late else g)
         return *(d if d is None else d.to(t.dtype) for d, t in zip(grads, (h, weight, bias))), *(None,) * 7
@@ -175,7 +180,7 @@ CHUNK = 2048   # rows; with fewer the products lose speed, with more there is li
 
 def chunked_cross_entropy(
     hidden:Tensor,             # (..., D) what the head reads, any float dtype
-    weight:Tensor,             # (V, D), same dtype; as a DTensor split by rows over ranks: each rank's words
+    weight:Tensor,             # (V, D), same dtype; as a DTensor split by rows over ranks: each rank's words; or an Int8Linear or Int4Linear, for its weight
     labels:Tensor,             # (...) int64, shape of hidden without D
     bias:Tensor|None=None,     # (V,), split as the weight is
     chunk:int=CHUNK,           # rows at once, > 0: (chunk, V) logits are held
@@ -184,16 +189,17 @@ def chunked_cross_entropy(
     post:Callable|None=None,   # elementwise function of the logits, such as a softcap, made of torch functions
 )->Tensor:                     # () or, with "none", shape of labels; float32
     "Equal to `F.cross_entropy(post(hidden @ weight.T + bias).float(), labels)`, without ever holding all the logits."
-    _check_chunked(hidden, weight, labels, chunk, reduction)
+    shape = _shape(weight)
+    _check_chunked(hidden, shape, labels, chunk, reduction)
     group, first = None, 0
     if isinstance(weight, DTensor):
         group, first = _columns(weight)
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
     h, y = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if torch.is_autocast_enabled(h.device.type):
-        h, weight, bias = (None if t is None else t.to(torch.get_autocast_dtype(t.device.type)) for t in (h, weight, bias))
-    elif h.dtype != weight.dtype: raise TypeError(f"hidden is {h.dtype} and weight {weight.dtype}: make them one dtype, or use torch.autocast")
-    V = len(weight) if group is None else len(weight) * dist.get_world_size(group)
+        h, weight, bias = (t.to(torch.get_autocast_dtype(t.device.type)) if isinstance(t, Tensor) else t for t in (h, weight, bias))
+    elif isinstance(weight, Tensor) and h.dtype != weight.dtype: raise TypeError(f"hidden is {h.dtype} and weight {weight.dtype}: make them one dtype, or use torch.autocast")
+    V = shape[0]
     y = torch.where(y == ignore_index, -1, torch.where(y < 0, V, y))           # -1: no label; V and above: an error when picked
     early = reduction != "none" and torch.is_grad_enabled()
     with torch.autocast(h.device.type, enabled=False):
@@ -201,11 +207,13 @@ def chunked_cross_entropy(
     return out.reshape(labels.shape) if reduction == "none" else out
 
 # %% ../nbs/09b_losses.ipynb #653191be
-def _check_chunked(hidden, weight, labels, chunk, reduction):
+def _shape(weight): return weight.shape if isinstance(weight, Tensor) else torch.Size((weight.out_features, weight.in_features))
+
+def _check_chunked(hidden, shape, labels, chunk, reduction):
     if reduction not in ("mean", "sum", "none"): raise ValueError(f"reduction={reduction!r}: use 'mean', 'sum' or 'none'")
     if not isinstance(chunk, int) or chunk < 1: raise ValueError(f"chunk={chunk!r}: a number of rows, at least 1")
-    if hidden.shape[:-1] != labels.shape or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, labels {tuple(labels.shape)}: expected (..., D), (V, D) and (...)")
+    if hidden.shape[:-1] != labels.shape or len(shape) != 2 or shape[1] != hidden.shape[-1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(shape)}, labels {tuple(labels.shape)}: expected (..., D), (V, D) and (...)")
 
 def _columns(weight):
     "The group over which a head's rows are split, and the first word of this rank"
@@ -265,7 +273,7 @@ class _Promise:
     "Stands for `hidden @ weight.T + bias`, changed by `steps`, until someone asks for its numbers"
     def __init__(self, hidden, weight, bias, chunk, steps=(), dtype=None):
         self.hidden, self.weight, self.bias, self.chunk, self.steps, self.dtype = hidden, weight, bias, chunk, steps, dtype or hidden.dtype
-        self.shape, self.ndim, self.device, self.made = torch.Size((*hidden.shape[:-1], weight.shape[0])), hidden.ndim, hidden.device, None
+        self.shape, self.ndim, self.device, self.made = torch.Size((*hidden.shape[:-1], _shape(weight)[0])), hidden.ndim, hidden.device, None
 
     def real(self, why):
         "The logits after all, made once"
@@ -273,7 +281,7 @@ class _Promise:
             warnings.warn(f"lm_loss: the whole {tuple(self.shape)} logits are made, because {why}", RuntimeWarning, stacklevel=2)
             h, split = self.hidden, isinstance(self.weight, DTensor)
             if split: h = DTensor.from_local(h, self.weight.device_mesh, [Replicate()], run_check=False)
-            self.made = F.linear(h, self.weight, self.bias)
+            self.made = F.linear(h, self.weight, self.bias) if isinstance(self.weight, Tensor) else type(self.weight).forward(self.weight, h)
             if split: self.made = self.made.full_tensor()
             for _, step in self.steps: self.made = step(self.made)
         return self.made
@@ -357,12 +365,14 @@ def _compiled(model):
         model = next((model._modules[k] for k in ("module", "_checkpoint_wrapped_module") if k in model._modules and unwrap(model) is not model), None)
     return False
 
+def _widens(head): return type(head) in (Int8Linear, Int4Linear) and getattr(head, "activations", None) is None   # codes that stand for a weight, and no more
+
 def _refusal(model, name, head):
     "Why a head cannot promise its logits; '' if it can"
     if name is None: return head
     if _compiled(model): return "it is compiled as a whole, and so are they; compile its blocks instead"
     if "forward" in head.__dict__: return f"something else replaced the forward of its head {name}"
-    if type(head).forward is not nn.Linear.forward and not getattr(head, "_bmlab_vocab_parallel", False):
+    if type(head).forward is not nn.Linear.forward and not getattr(head, "_bmlab_vocab_parallel", False) and not _widens(head):
         return f"its head {name} is a {type(head).__name__}, which does more than multiply by a weight"
     inner, path = unwrap(model), name.split(".")
     inside = [".".join(path[:i]) for i in range(1, len(path) + 1) if isinstance(inner.get_submodule(".".join(path[:i])), FSDPModule)] if name else []
@@ -371,7 +381,7 @@ def _refusal(model, name, head):
 @contextlib.contextmanager
 def _promising(head, chunk):
     "The head's forward gives promises"
-    head.forward = lambda hidden: _Promise(hidden, head.weight, head.bias, chunk)
+    head.forward = lambda hidden: _Promise(hidden, head if _widens(head) else head.weight, head.bias, chunk)
     try: yield
     finally: del head.forward
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MACHINES', 'OP', 'OTHER', 'MATMUL', 'ATTENTION', 'ATTENTION_BACKWARD', 'NO_KERNEL', 'MASKED', 'MASKED_BACKWARD',
-           'Machine', 'machine', 'op_seconds', 'measure']
+           'PACKED', 'Machine', 'machine', 'op_seconds', 'measure']
 
 # %% ../nbs/06a_machine.ipynb #9b4ed4d8
 import dataclasses, math, os, time
@@ -91,7 +91,7 @@ def machine(
 
 # %% ../nbs/06a_machine.ipynb #0009c79f
 OP = np.dtype([("kind", "i1"), ("b", "i8"), ("m", "i8"), ("n", "i8"), ("k", "i8"), ("flops", "f8"), ("bytes", "f8"), ("item", "i1"), ("kernels", "i4")])
-OTHER, MATMUL, ATTENTION, ATTENTION_BACKWARD, NO_KERNEL, MASKED, MASKED_BACKWARD = range(7)   # kinds of operation
+OTHER, MATMUL, ATTENTION, ATTENTION_BACKWARD, NO_KERNEL, MASKED, MASKED_BACKWARD, PACKED = range(8)   # kinds of operation; PACKED: bytes that widen a weight, then a product with it
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))   # rows, columns, share of the full rate
 _SPLITS = (1, 2, 4, 8)                                                                            # of k over several multiprocessors
 
@@ -118,8 +118,10 @@ def op_seconds(
     math_s = np.zeros(len(ops))
     for kind, share in ((ATTENTION, machine.attention), (ATTENTION_BACKWARD, machine.attention_backward), (MASKED, machine.masked), (MASKED_BACKWARD, machine.masked_backward)):
         math_s[ops["kind"] == kind] = ops["flops"][ops["kind"] == kind] / (machine.flops * share)
-    if (chosen := ops["kind"] == MATMUL).any(): math_s[chosen] = _matmul_s(ops[chosen], machine)
-    return np.where(ops["kind"] == NO_KERNEL, 0.0, np.maximum(math_s, memory_s) + machine.kernel_s * ops["kernels"])
+    packed = ops["kind"] == PACKED
+    if (chosen := packed | (ops["kind"] == MATMUL)).any(): math_s[chosen] = _matmul_s(ops[chosen], machine)
+    took = np.where(packed, math_s + memory_s, np.maximum(math_s, memory_s))
+    return np.where(ops["kind"] == NO_KERNEL, 0.0, took + machine.kernel_s * ops["kernels"])
 
 # %% ../nbs/06a_machine.ipynb #70d77325
 def _seconds(call, device, at_least_s=0.05):

@@ -22,7 +22,7 @@ from .cook import Calibration, Method, chain, replace_child, stored
 from .core import Transient, _matrix, parts, resolve, roles, unwrap
 from .kernels import Int4Linear, Int8Linear, _is_conv1d, _rows
 from .packing import packed_linear, packed_linear4
-from .quantize import Int8GroupLinear, _wide8
+from .quantize import Int8GroupLinear
 from .slicing import Through
 from .sparse24 import Sparse24Linear
 from .train import eval_mode
@@ -372,7 +372,7 @@ def _rows_product(m, x, at):
     bias = None if m.bias is None else m.bias[at]
     if type(m) is Int8Linear: return packed_linear(x, m.codes[at], m.scale[at], bias, m.activations)
     if type(m) is Int4Linear: return packed_linear4(x, m.codes[at], m.scale[at], m.zero[at], bias)
-    if type(m) is Int8GroupLinear: return F.linear(x, _wide8(m.codes[at], m.scale[at], x.dtype), bias)
+    if type(m) is Int8GroupLinear: return packed_linear(x, m.codes[at], m.scale[at], bias)
     if type(m) is Sparse24Linear: return F.linear(x, m._raw()[at], bias) if m.scale is None else packed_linear(x, m._raw()[at], m.scale[at], bias, m.activations)
     return F.linear(x, m.weight[:, at].t() if _is_conv1d(m) else m.weight[at], bias)
 

@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from .core import format_bytes, format_count, parse_bytes, resolve, tensor_key
+from .core import format_bytes, format_count, parse_bytes, resolve, tensor_key, to_cast
 from .fuse import fuse_blocks
 from .machine import MACHINES, Machine, machine as _machine, measure
 from .trace import Timeline, Trace, chunked_loss, find_blocks, occupancy, skeleton, step_loss, timeline, trace_step
@@ -34,6 +34,7 @@ class Group(NamedTuple):
     state:int          # bytes of optimizer state beside the weights
     host_state:int     # bytes of it on the host, if all of it is there
     pinned:int         # bytes of staging on the host, likewise
+    buffers:int=0      # bytes of buffers, such as packed weights: every rank holds them whole
 
 def _state_bytes(item, master):
     "(beside the weight, on the host, staging) bytes for each trainable parameter stored in `item` bytes"
@@ -47,10 +48,10 @@ def weight_groups(
     dtype:torch.dtype|None=None, # frozen weights are stored in it, as `shard` does; None keeps theirs
 )->dict[str, Group]:          # "" for what lies outside blocks, then each block
     "Weights, gradients and optimizer state by block."
-    owner, out, seen = {}, {n: [0] * 7 for n in ["", *blocks]}, set()
+    owner, out, seen = {}, {n: [0] * 8 for n in ["", *blocks]}, set()
     inner = {n: model.get_submodule(n) for n in blocks}
     for n, b in inner.items():
-        for p in b.parameters(): owner.setdefault(id(p), n)
+        for p in (*b.parameters(), *b.buffers()): owner.setdefault(id(p), n)
     for p in model.parameters():
         if tensor_key(p) in seen: continue
         seen.add(tensor_key(p))
@@ -58,6 +59,9 @@ def weight_groups(
         if not p.requires_grad and dtype is not None and p.is_floating_point(): item = dtype.itemsize
         here, host, pinned = _state_bytes(item, master) if p.requires_grad else (0, 0, 0)
         for i, v in enumerate((n, n * p.requires_grad, n * item, n * item * p.requires_grad, n * here, n * host, n * pinned)): out[owner.get(id(p), "")][i] += v
+    for b in model.buffers():
+        if tensor_key(b) in seen: continue
+        seen.add(tensor_key(b)); out[owner.get(id(b), "")][7] += b.nbytes
     return {n: Group(*v) for n, v in out.items()}
 
 # %% ../nbs/07_plan.ipynb #7b7297ed
@@ -350,7 +354,7 @@ class _Search:
         W, g = self.setting.gpus, self.groups.values()
         self.names, self.cache = list(self.trace.blocks), {}
         self.seconds = (self.trace.seconds(self.machine), self.trace.seconds(self.machine, replay=True)) if self.machine else None
-        self.weights, self.state = sum(x.weights for x in g) / W, sum(x.state for x in g) / W
+        self.weights, self.state = sum(x.weights for x in g) / W + sum(x.buffers for x in g), sum(x.state for x in g) / W
         self.gradients = sum(x.gradients for x in g) / W
         self.host = sum(x.host_state + (1 - self.setting.link) * x.pinned for x in g) / W
         self.trained = sum(x.trainable for x in g) / W
@@ -506,9 +510,9 @@ def plan_training(
     if not trace.tokens: raise ValueError("inputs: the batch holds no token")
     if compile and not trace.compiled: trace = fuse_blocks(trace)
     groups = weight_groups(model, names, master, dtype)
-    item = (dtype or next(p.dtype for p in model.parameters() if p.requires_grad)).itemsize
-    if sharded is None: sharded = gpus > 1 or any(p.element_size() != item for p in model.parameters() if p.requires_grad)
-    setting = Setting(gpus=gpus, levels=_levels(model, names, zero), sharded=sharded, item=item, reduce_item=(reduce_dtype or dtype or torch.float32).itemsize, accumulate=accumulate,
+    computes = dtype or next(p.dtype for p in model.parameters() if p.requires_grad)
+    if sharded is None: sharded = gpus > 1 or any(p.requires_grad for p in to_cast(model, computes))
+    setting = Setting(gpus=gpus, levels=_levels(model, names, zero), sharded=sharded, item=computes.itemsize, reduce_item=(reduce_dtype or dtype or torch.float32).itemsize, accumulate=accumulate,
                       master=master, overlap=overlap, link=link)
     offload = 0.0 if offload is None else offload
     search = _Search(trace, groups, setting, m)

@@ -24,7 +24,7 @@ from .core import changed, parts, roles, tensor_key
 from .experts import _up_name, experts_refusal
 from .kernels import Int8Linear, group_for, pack_linears, packable
 from .kernels import _GroupedLinear, _is_conv1d, _is_experts, _refusal, _rows, _skeleton
-from .packing import GROUPS, _over
+from .packing import GROUPS, _over, dequantize_rows, packed_linear
 from .train import eval_mode
 
 # %% ../nbs/21_quantize.ipynb #b8ff06c3
@@ -213,24 +213,6 @@ def to_nearest(
     scale, zero = grid.fit(w)
     return grid.pack(grid.round(w, scale, zero), scale, zero)
 
-class _GroupProduct(torch.autograd.Function):
-    "x times int8 codes with a scale per group, and the gradient for x; a block of rows of the weight at a time"
-    @staticmethod
-    def forward(ctx, x, codes, scale, step):
-        ctx.save_for_backward(codes, scale); ctx.step = step
-        return torch.cat([x @ _wide8(codes[i:i + step], scale[i:i + step], x.dtype).t() for i in range(0, len(codes), step)], 1)
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        codes, scale = ctx.saved_tensors
-        dx = 0
-        for i in range(0, len(codes), ctx.step): dx = dx + grad[:, i:i + ctx.step] @ _wide8(codes[i:i + ctx.step], scale[i:i + ctx.step], grad.dtype)
-        return dx, None, None, None
-
-def _wide8(codes, scale, dtype):
-    G = scale.shape[1]
-    return (codes.float().view(len(codes), G, -1) * scale.float()[..., None]).view(codes.shape).to(dtype)
-
 # %% ../nbs/21_quantize.ipynb #98f0a12e
 class Int8GroupLinear(_GroupedLinear):
     "A linear layer with its weight as int8 codes and float16 scales per group of columns; the weight is frozen."
@@ -243,14 +225,9 @@ class Int8GroupLinear(_GroupedLinear):
 
     def dequantize(self, dtype=torch.float32):
         "The float weight (N, K), computed anew at each call"
-        return _wide8(self.codes, self.scale, dtype)
+        return dequantize_rows(self.codes, self.scale, dtype)
 
-    def forward(self, x):
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64: x = x.to(torch.get_autocast_dtype(x.device.type))
-        rows = x.reshape(-1, self.in_features)
-        step = len(self.codes) if x.device.type != "cpu" or torch.compiler.is_compiling() else max(1, (2 << 20) // (4 * self.in_features))
-        y = _GroupProduct.apply(rows, self.codes, self.scale, step)
-        return (y if self.bias is None else y + self.bias.to(y.dtype)).view(*x.shape[:-1], self.out_features)
+    def forward(self, x): return packed_linear(x, self.codes, self.scale, self.bias)
 
     def cooked_state(self)->dict: # JSON: how to make the empty layer
         "What `from_cooked` needs beside the tensors."

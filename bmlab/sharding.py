@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as run_again
 
-from .core import changed, did_you_mean, format_bytes, parse_bytes, parts, tensor_key, unwrap
+from .core import changed, did_you_mean, format_bytes, parse_bytes, parts, tensor_key, to_cast, unwrap
 from .parallel import tensor_parallel
 from .plan import _levels, plan_training
 from .processes import init_distributed, local_device, world_size
@@ -462,7 +462,7 @@ def _layout(mesh, tp, device):
     rest = tuple(n for n in names if n != "tp")
     return mesh[rest if len(rest) > 1 else rest[0]], mesh["tp"]
 
-def _in_dtype(model, dtype): return dtype is None or all(p.dtype == dtype for p in model.parameters() if p.is_floating_point())
+def _in_dtype(model, dtype): return dtype is None or not to_cast(model, dtype)
 
 def _prepare(model, blocks, dtype, alone):
     "Ties, dtypes and layouts that can be sharded"

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from .core import did_you_mean, format_bytes, parts, resolve, roles, tensor_key, unwrap
-from .machine import ATTENTION, ATTENTION_BACKWARD, MASKED, MASKED_BACKWARD, MATMUL, NO_KERNEL, OP, OTHER, Machine, op_seconds
+from .machine import ATTENTION, ATTENTION_BACKWARD, MASKED, MASKED_BACKWARD, MATMUL, NO_KERNEL, OP, OTHER, PACKED, Machine, op_seconds
 
 # %% ../nbs/06b_trace.ipynb #955799ed
 def skeleton(
@@ -138,6 +138,11 @@ def _cost(name, args, outs, fresh, mutates):
     moved, item = read + sum(map(_traffic, outs)), min((t.element_size() for t in tensors if t.is_floating_point()), default=4)
     if (shape := _product_shape(name, args, outs[0])) is not None:
         return (MATMUL, *shape, 2.0 * np.prod([float(x) for x in shape]), moved, item, 1), 0
+    if name in ("packed_product", "packed_way_back"):
+        (M, read), out = tensors[0].shape, outs[0]
+        N, K = (out.shape[1], read) if name == "packed_product" else (read, out.shape[1])
+        wide = N * K * out.element_size()                                     # written for the product, and gone after it
+        return (PACKED, 1, M, out.shape[1], read, 2.0 * M * N * K, sum(map(_traffic, tensors[1:])) + wide, item, 2), wide
     if "attention" in name and "scaled_dot_product" in name:
         back = name.endswith("backward"); q, k = tensors[back], tensors[back + 1]
         causal = any(a is True for a in (args[11:12] if back else args[4:5] if "flash" in name else args[6:7]))
@@ -219,12 +224,11 @@ class _Chunks(torch.autograd.Function):
         for i in range(0, len(hidden), chunk):
             h, y = hidden[i:i + chunk], labels[i:i + chunk, None]
             z = h @ weight.t()
-            p = nn.functional.log_softmax(z.float(), -1)
-            total = total - p.gather(1, y).sum()
-            d = p.exp_().scatter_add_(1, y, torch.full_like(y, -1, dtype=p.dtype)).to(z.dtype); del z, p
-            torch.mm(d, weight, out=dh[i:i + chunk])
-            if dw is not None: dw += d.t() @ h
-            del d
+            total = total - z.gather(1, y).float().sum()
+            z.add_(z)                                       # on a GPU one kernel puts the gradient in the logits' place: it reads them twice and writes them once
+            torch.mm(z, weight, out=dh[i:i + chunk])
+            if dw is not None: dw += z.t() @ h
+            del z
         ctx.save_for_backward(dh, None if dw is None else dw.to(weight.dtype)); return total / len(hidden)
     @staticmethod
     def backward(ctx, g): dh, dw = ctx.saved_tensors; return dh.mul_(g), None if dw is None else dw.mul_(g), None, None
@@ -237,10 +241,11 @@ def chunked_loss(
     "The loss of the next token without ever holding all logits."
     head = next((n for n, r in roles(model).items() if r == "head"), None)
     if head is None: raise ValueError(f"loss='chunked': {type(model).__name__} has no head that predicts tokens")
-    weight, owner = model.get_submodule(head).weight, model.get_submodule(head.rpartition(".")[0])
+    module, owner = model.get_submodule(head), model.get_submodule(head.rpartition(".")[0])
     setattr(owner, head.rpartition(".")[2], nn.Identity())
     out = _call(model, {k: v for k, v in inputs.items() if k != "labels"} if isinstance(inputs, Mapping) else inputs)
     hidden = out if isinstance(out, Tensor) else getattr(out, "logits", None) if not isinstance(out, tuple) else out[0]
+    weight = module.dequantize(hidden.dtype) if hasattr(module, "dequantize") else module.weight
     return _Chunks.apply(hidden.reshape(-1, hidden.shape[-1]), weight, _tokens_of(inputs).reshape(-1), chunk)
 
 # %% ../nbs/06b_trace.ipynb #df4bd31d

@@ -136,7 +136,8 @@ def _few(x, blocks):
 
 def _on(x):
     "Makes x's GPU the current one: a Triton launch goes to that"
-    return torch.cuda.device(x.device) if x.is_cuda and not torch.compiler.is_compiling() else contextlib.nullcontext()
+    if not x.is_cuda or torch.compiler.is_compiling() or x.device.index == torch.cuda.current_device(): return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
 
 @functools.cache
 def _hopper(device): return torch.cuda.get_device_capability(device)[0] >= 9

@@ -416,3 +416,48 @@ def test_the_hook_of_gradient_checkpointing_comes_along():
     assert table(torch.arange(3)).requires_grad
     model.disable_input_require_grads()
     assert not table(torch.arange(3)).requires_grad
+
+
+# ---- training over packed weights (QLoRA) ---------------------------------------------------------------------------------------------------
+
+def under_lora(bits, dtype):
+    "A LLaMA with packed weights under LoRA, and the same with the widened weights"
+    from bmlab.lora import Lora
+    torch.manual_seed(0)
+    packed = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=300, use_cache=False)).to(dtype)
+    widened = copy.deepcopy(packed)
+    pack_linears(packed, bits=bits)
+    for n, m in packed.named_modules():
+        if isinstance(m, (Int8Linear, Int4Linear)): widened.get_submodule(n).weight = nn.Parameter(m.dequantize(dtype))
+    for m in (packed, widened):
+        torch.manual_seed(1)
+        d = Lora(m, r=4, modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], dtype=torch.float32).freeze()
+        with torch.no_grad(): [p.normal_(0, .05) for p in d.parameters()]
+    return packed.train(), widened.train()
+
+
+def a_step(model, compiled):
+    "Loss, gradients, and the bytes that a step holds between forward and backward, beside what the model is made of"
+    from bmlab.losses import lm_loss
+    from bmlab.sharding import shard
+    if compiled: torch.compiler.reset(); shard(model, checkpoint=False, compile="aot_eager_decomp_partition")
+    ids = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(2))
+    own, held = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}, {}
+    def note(t):
+        if (key := t.untyped_storage().data_ptr()) not in own: held[key] = t.untyped_storage().nbytes()
+        return t
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t): loss = lm_loss(model, {"input_ids": ids, "labels": ids})
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, sum(held.values())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_step_over_packed_weights_is_that_over_widened_ones(bits, dtype, compiled, recwarn):
+    "The loss and every gradient, bit for bit; and nothing wide is kept for the way back"
+    (loss, grads, held), (want_loss, want, want_held) = (a_step(m, compiled) for m in under_lora(bits, dtype))
+    assert torch.equal(loss, want_loss) and grads.keys() == want.keys() and len(grads) == 3 * 7 * 2
+    for n in want: assert torch.equal(grads[n], want[n]), n
+    assert held <= want_held
+    assert not [w for w in recwarn if "lm_loss" in str(w.message)]                                   # its head is packed too, and its logits are never whole

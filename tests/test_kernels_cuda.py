@@ -512,3 +512,71 @@ def test_attention_in_a_graph_follows_its_lengths():
         assert torch.equal(out, decode_attention(rope_and_store(rms_norm(raw, None), None, None, k2, v2, lengths), k2, v2, lengths)), token
         lengths += 1
     assert torch.equal(k3, k2) and torch.equal(v3, v2)
+
+
+# ---- training over packed weights ---------------------------------------------------------------------------------------------------
+
+class Block(nn.Module):
+    "A feed-forward block of a LLaMA, with a LoRA on each layer"
+    def __init__(self, D=1024, F_=2816):
+        super().__init__()
+        self.norm = nn.RMSNorm(D)
+        self.gate, self.up, self.down = nn.Linear(D, F_, bias=False), nn.Linear(D, F_, bias=False), nn.Linear(F_, D, bias=False)
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def packed_pair(bits, layers=4):
+    "Blocks with packed weights under LoRA, and the same with the widened weights"
+    from bmlab.delta import Delta
+    from bmlab.lora import Lora
+    torch.manual_seed(0)
+    packed = nn.Sequential(*(Block() for _ in range(layers))).to("cuda", torch.bfloat16)
+    widened = copy.deepcopy(packed)
+    pack_linears(packed, bits=bits, modules=["gate", "up", "down"])
+    for n, m in packed.named_modules():
+        if hasattr(m, "dequantize"): widened.get_submodule(n).weight = nn.Parameter(m.dequantize(torch.bfloat16))
+    for m in (packed, widened):
+        torch.manual_seed(1)
+        d = Lora(m, r=8, modules=["gate", "up", "down"], dtype=torch.float32).freeze()
+        with torch.no_grad(): [p.normal_(0, .05) for p in d.parameters()]
+    return packed, widened
+
+
+def lora_grads(model, compiled, rows=512):
+    for b in model: b.compile() if compiled else None
+    x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(2))
+    model(x).float().square().mean().backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_way_back_is_that_of_widened_weights(bits, compiled):
+    torch.compiler.reset()
+    got, want = (lora_grads(m, compiled) for m in packed_pair(bits))
+    assert got.keys() == want.keys() and len(got) == 24
+    if not compiled:
+        for n in want: assert torch.equal(got[n], want[n]), n
+    for n in want: assert error(got[n], want[n].double()) < 2**-6, n
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):                                     # one layer, given what comes back to it: bit for bit
+        layer = (pack_linears(nn.Sequential(nn.Linear(1024, 2816, bias=False, device="cuda")), bits=bits, modules="0"))[0]
+        plain = nn.Linear(1024, 2816, bias=False, device="cuda", dtype=dtype)
+        with torch.no_grad(): plain.weight.copy_(layer.dequantize(dtype))
+        x, up = torch.randn(700, 1024, device="cuda", dtype=dtype, requires_grad=True), torch.randn(700, 2816, device="cuda", dtype=dtype)
+        f = torch.compile(layer, fullgraph=True) if compiled else layer
+        assert torch.equal(torch.autograd.grad(f(x), x, up)[0], torch.autograd.grad(plain(x), x, up)[0]), dtype
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_compiled_step_over_packed_weights_keeps_nothing_wide(bits):
+    "What a step holds between forward and backward is the activations: the same as over plain weights, which are there anyway"
+    held = []
+    for model in packed_pair(bits, layers=8):
+        torch.compiler.reset(); lora_grads(model, True); torch.cuda.synchronize()
+        for p in model.parameters(): p.grad = None
+        x = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16); before = torch.cuda.memory_allocated()
+        y = model(x); held.append(torch.cuda.memory_allocated() - before)
+        del y
+    assert held[0] <= 1.02 * held[1] + (1 << 20), held
