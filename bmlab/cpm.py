@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['ANT_SIZES', 'position_buckets', 'visible', 'biased', 'CpmRMSNorm', 'CpmAttention', 'CpmGate', 'CpmFeedForward',
-           'settled', 'factors', 'CpmAttentionBlock', 'CpmNetworkBlock', 'mask_modules', 'CpmBlock', 'CpmEncoder',
-           'CpmPositionBias', 'CpmPreTrained', 'CpmGenerationMixin', 'context_of', 'CpmAntBackbone', 'CpmAntTied']
+           'settled', 'factors', 'residual_sum', 'CpmAttentionBlock', 'CpmNetworkBlock', 'mask_modules', 'CpmBlock',
+           'CpmEncoder', 'CpmPositionBias', 'CpmPreTrained', 'CpmGenerationMixin', 'context_of', 'CpmAntBackbone',
+           'CpmAntTied']
 
 # %% ../nbs/08_cpm.ipynb #19c98640
 import math
@@ -117,15 +118,26 @@ class CpmFeedForward(nn.Module):
 def settled(
     config, # of a CPM-Ant or CPM-Bee
 ):          # the same object
-    "Its configuration with the factors settled: the widths that they are the roots of stay when heads, neurons or channels are cut."
+    "Its configuration with factors and divisor settled; the factors' widths stay when heads, neurons or channels are cut."
     if not hasattr(config, "length_scale"): config.length_scale = "CpmAntForCausalLM" not in (config.architectures or ())   # transformers' checkpoints have the factors in them
     if getattr(config, "scale_widths", None) is None: config.scale_widths = [config.hidden_size, config.num_attention_heads * config.dim_head, config.dim_ff]
+    if not hasattr(config, "residual_divisor"): config.residual_divisor = 1.0   # CPM-Ant's code adds, and no more
     return config
 
 def factors(config): # → 1/√ of what matrices read: channels, heads, neurons
     "What CPM-Live divides by, of a settled configuration."
     return [n ** -.5 if config.length_scale else 1.0 for n in config.scale_widths]
 
+# %% ../nbs/08_cpm.ipynb #3b3c7a60
+def residual_sum(
+    x:Tensor,      # (…, D), what goes from block to block
+    out:Tensor,    # (…, D), what attention or network add to it
+    divisor:float, # 1: CPM-Ant, 1.05: CPM-Bee
+)->Tensor:         # (…, D), divided after the sum, in the dtype of both
+    "Residual sum (OpenBMB/CPM-Bee, src/cpm_live/native_layers/blocks.py:93 and 156)."
+    return x + out if divisor == 1 else (x + out) / divisor
+
+# %% ../nbs/08_cpm.ipynb #2a85a68a
 class CpmAttentionBlock(nn.Module):
     "Norm, attention, residual."
     def __init__(self, config, layer_idx):
@@ -134,10 +146,11 @@ class CpmAttentionBlock(nn.Module):
         self.self_attention = CpmAttention(config, layer_idx)
         self.dropout = nn.Dropout(config.dropout_p)
         self.factor_in, self.factor_out, _ = factors(config)
+        self.divisor = config.residual_divisor
 
     def forward(self, x, bias, past_key_values=None):
         out, weights = self.self_attention(self.layernorm_before_attention(x) * self.factor_in, bias, past_key_values)
-        return x + self.dropout(out * self.factor_out), weights
+        return residual_sum(x, self.dropout(out * self.factor_out), self.divisor), weights
 
 class CpmNetworkBlock(nn.Module):
     "Norm, network, residual."
@@ -146,8 +159,11 @@ class CpmNetworkBlock(nn.Module):
         self.layernorm_before_ffn, self.ffn = CpmRMSNorm(config.hidden_size, config.eps), CpmFeedForward(config)
         self.dropout = nn.Dropout(config.dropout_p)
         self.factor_in, _, self.factor_out = factors(config)
+        self.divisor = config.residual_divisor
 
-    def forward(self, x): return x + self.dropout(self.ffn(self.layernorm_before_ffn(x) * self.factor_in) * self.factor_out)
+    def forward(self, x):
+        out = self.ffn(self.layernorm_before_ffn(x) * self.factor_in) * self.factor_out
+        return residual_sum(x, self.dropout(out), self.divisor)
 
 # %% ../nbs/08_cpm.ipynb #9372ac94
 def mask_modules(
@@ -261,7 +277,7 @@ class CpmAntBackbone(CpmPreTrained):
     "CPM-Ant without its head."
     config_class, base_model_prefix = tf.CpmAntConfig, "cpmant"
     def __init__(self,
-        config:tf.CpmAntConfig, # sizes; also mask_modules, a (attention absent, network absent) a layer, and length_scale
+        config:tf.CpmAntConfig, # sizes; also mask_modules, as of `CpmEncoder`, length_scale and residual_divisor
     ):
         super().__init__(settled(config))
         self.encoder = CpmEncoder(config)

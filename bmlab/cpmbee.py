@@ -7,7 +7,7 @@ __all__ = ['BEE_SPECIALS', 'BEE_SIZES', 'CpmBeeConfig', 'turned', 'CpmBeeModel',
            'longest_pieces', 'CpmBeeTokenizer']
 
 # %% ../nbs/08a_cpmbee.ipynb #6d3882d8
-import os
+import os, warnings
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +23,9 @@ from transformers.utils import can_return_tuple
 from .cpm import CpmEncoder, CpmGenerationMixin, CpmPositionBias, CpmPreTrained, biased, context_of, factors, position_buckets, settled, visible
 
 # %% ../nbs/08a_cpmbee.ipynb #8c812b78
+_UNSAID = ("config.json was written by a bmlab that had no residual_divisor and did not divide: it is read with 1.05, which "
+           "OpenBMB's weights need; for weights that bmlab trained then, give from_pretrained residual_divisor=1.0")
+
 class CpmBeeConfig(tf.PreTrainedConfig):
     "Sizes of a CPM-Bee; by default those of the 10B."
     model_type = "cpmbee"
@@ -42,11 +45,19 @@ class CpmBeeConfig(tf.PreTrainedConfig):
     mask_modules: list | str | None = None         # (attention absent, network absent) a layer, or letters
     length_scale: bool = True
     scale_widths: list | None = None               # of the factors; None: the sizes themselves
+    residual_divisor: float | int = 1.05           # of each residual sum, see `residual_sum`
     use_cache: bool = True
     tie_word_embeddings: bool = True
     pad_token_id: int | None = 0
     bos_token_id: int | None = 6
     eos_token_id: int | None = 7
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs): # as of the base class
+        "From the contents of a config.json; one that cannot say which function it means is read as the original's."
+        unsaid = "length_scale" in config_dict and "residual_divisor" not in {*config_dict, *kwargs}
+        if unsaid: warnings.warn(_UNSAID, stacklevel=2)
+        return super().from_dict(config_dict, **kwargs)
 
 # %% ../nbs/08a_cpmbee.ipynb #d25b33b7
 def turned(
