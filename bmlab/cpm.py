@@ -118,7 +118,7 @@ class CpmFeedForward(nn.Module):
 def settled(
     config, # of a CPM-Ant or CPM-Bee
 ):          # the same object
-    "Its configuration with factors and divisor settled; the factors' widths stay when heads, neurons or channels are cut."
+    "Its configuration with factors and divisor settled; what the factors are the roots of stays when widths are cut."
     if not hasattr(config, "length_scale"): config.length_scale = "CpmAntForCausalLM" not in (config.architectures or ())   # transformers' checkpoints have the factors in them
     if getattr(config, "scale_widths", None) is None: config.scale_widths = [config.hidden_size, config.num_attention_heads * config.dim_head, config.dim_ff]
     if not hasattr(config, "residual_divisor"): config.residual_divisor = 1.0   # CPM-Ant's code adds, and no more

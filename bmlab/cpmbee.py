@@ -23,8 +23,8 @@ from transformers.utils import can_return_tuple
 from .cpm import CpmEncoder, CpmGenerationMixin, CpmPositionBias, CpmPreTrained, biased, context_of, factors, position_buckets, settled, visible
 
 # %% ../nbs/08a_cpmbee.ipynb #8c812b78
-_UNSAID = ("config.json was written by a bmlab that had no residual_divisor and did not divide: it is read with 1.05, which "
-           "OpenBMB's weights need; for weights that bmlab trained then, give from_pretrained residual_divisor=1.0")
+_UNSAID = ("config.json was written by a bmlab that had no residual_divisor and did not divide: it is read with 1.05, "
+           "which OpenBMB's weights need; for weights trained without, give from_pretrained residual_divisor=1.0")
 
 class CpmBeeConfig(tf.PreTrainedConfig):
     "Sizes of a CPM-Bee; by default those of the 10B."
