@@ -294,9 +294,9 @@ class CpmAntBackbone(CpmPreTrained):
     def _segments(self, place): # (…) → (…): the prompt's, and the text's
         return torch.where(place < self.prompt_length, 0, min(2, self.config.segment_types - 1))
 
-    def _buckets(self, place, K): # (1 or B, Q) → (1 or B, Q, K)
-        "Buckets of the queries' places towards all keys"
-        c, key = self.config, torch.arange(K, device=place.device)
+    def _buckets(self, place, key): # (1 or B, Q), (1 or B, K) → (1 or B, Q, K)
+        "Buckets of the queries' places towards those of the keys"
+        c, key = self.config, key[:, None]
         one, other = self._segments(place)[:, :, None], self._segments(key)
         near = position_buckets(key - place[:, :, None], c.position_bias_num_buckets, c.position_bias_max_distance)
         return torch.where(one == other, near, c.position_bias_num_buckets + one * c.segment_types + other)
@@ -309,7 +309,7 @@ class CpmAntBackbone(CpmPreTrained):
         return place, mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
 
     def forward(self, input_ids=None, attention_mask=None, context=None, past_key_values=None, inputs_embeds=None, use_cache=None, prompt_type=2,
-                output_hidden_states=None, output_attentions=None, return_dict=None, places=None, **_):
+                output_hidden_states=None, output_attentions=None, return_dict=None, places=None, key_places=None, **_):
         given = input_ids if inputs_embeds is None else inputs_embeds
         B, L, c, P = *given.shape[:2], self.config, self.prompt_length
         whole = attention_mask is not None and attention_mask.ndim == 4
@@ -327,7 +327,8 @@ class CpmAntBackbone(CpmPreTrained):
             place, seen = torch.arange(past, K, device=x.device)[None], visible(context, Q, mask)
         x = (x + self.segment_embedding(self._segments(place))) * self.factor
         states, weights = [] if output_hidden_states else None, [] if output_attentions else None
-        bias = biased(self.position_bias(self._buckets(place, K)), seen)
+        key = torch.arange(K, device=x.device)[None] if key_places is None else key_places
+        bias = biased(self.position_bias(self._buckets(place, key)), seen)
         x = self.encoder(x, bias, past_key_values, states, weights)
         cut = lambda t: t[:, Q - L:]
         return BaseModelOutputWithPast(cut(x), past_key_values, states and tuple(map(cut, states)), weights and tuple(weights))
@@ -379,6 +380,7 @@ class CpmAntTied(CpmPreTrained, CpmGenerationMixin):
         context:Tensor=None,        # (B, K) bool: read from both sides; None: see `context_of`
         labels:Tensor=None,         # (B, L), −100 where nothing is to be predicted
         places:Tensor=None,         # (B, L) int64, where the tokens stand in their texts; goes with the larger mask
+        key_places:Tensor=None,     # (B, K) int64, where the keys stand, prompts in front; None: one behind the other
         past_key_values=None,
         inputs_embeds:Tensor=None,  # (B, L, D) in place of input_ids
         use_cache:bool=None,
@@ -387,7 +389,8 @@ class CpmAntTied(CpmPreTrained, CpmGenerationMixin):
     )->CausalLMOutputWithPast:
         "Logits of the next token, and with labels the loss."
         if context is None and labels is not None: context = labels == -100
-        out = self.cpmant(input_ids, attention_mask, context, past_key_values, inputs_embeds, use_cache, places=places, **{k: v for k, v in kwargs.items() if k != "num_items_in_batch"})
+        more = {k: v for k, v in kwargs.items() if k != "num_items_in_batch"} | dict(places=places, key_places=key_places)
+        out = self.cpmant(input_ids, attention_mask, context, past_key_values, inputs_embeds, use_cache, **more)
         h = out.last_hidden_state[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else out.last_hidden_state[:, logits_to_keep]
         logits = self.lm_head(h * self.cpmant.factor)
         loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -8,10 +8,14 @@ import transformers as tf
 
 import reference_cpm as ref
 from bmlab.answering import BeeCollator, _said, _sayable, answer
+from bmlab.beams import beam_search
 from bmlab.bee import Bee, _special_ids, encode_bee
 from bmlab.convert import manifest, to_original, to_safetensors
 from bmlab.cpm import CpmAntTied, mask_modules, residual_sum, visible
 from bmlab.cpmbee import BEE_SPECIALS, CpmBeeConfig, CpmBeeForCausalLM, CpmBeeTokenizer, register
+from bmlab.decode import Decoder
+from bmlab.streaming import SimulatedLink, Streamer
+from bmlab.trace import find_blocks
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
 import original_bee  # noqa: E402
@@ -199,6 +203,35 @@ def test_bee_says_what_the_original_says_over_a_cache():
     mask = visible(told["context"], 28, samples=told["samples"])[:, None]
     whole = model(**told | dict(attention_mask=mask, places=torch.arange(28).expand(2, -1)))
     assert apart(whole.logits, figures) < LIMIT and alike(whole.logits, figures) == (56, 56)
+
+
+@torch.no_grad()
+def test_every_path_says_what_the_whole_forward_says():
+    "48 layers and the divisor: read and step, a tree of drafts, beams, and layers that are streamed"
+    model, text, tree = drawn_bee(), [5, 9, 31, 7, 60, 12], [40, 41, 42, 43]
+    paths = [[0], [0, 1], [0, 1, 2], [0, 3]]                        # of each node, from the first one to itself
+    def whole(ids): # what a plain forward says after the last of them
+        given = torch.arange(len(ids))[None] < len(text)
+        return model(torch.tensor([ids]), context=given, use_cache=False).logits[0, -1]
+    def near(got, ids): torch.testing.assert_close(got, whole(ids), rtol=0, atol=LIMIT)
+    d = Decoder(model, max_batch=3, max_ctx=24)
+    assert d.mode == "static", d.why_generate
+    near(d.prefill([text])[0], text)
+    near(d.step([[8]])[0, 0], text + [8])
+    mask = torch.zeros(1, 4, 4, dtype=torch.bool)
+    for i, path in enumerate(paths): mask[0, i, path] = True
+    drafts = d.step([tree], keep=False, mask=mask, positions=mask.sum(-1) - 1)
+    for i, path in enumerate(paths): near(drafts[0, i], text + [8] + [tree[n] for n in path])
+    d.keep([[0, 3]])
+    near(d.step([[9]])[0, 0], text + [8, 40, 43, 9])
+    d.free(0)
+    for beam in beam_search(d, [text], 3, 0.0, 4)[0]:
+        said = [whole(text + beam.ids[:i]).log_softmax(-1)[t].item() for i, t in enumerate(beam.ids)]
+        assert beam.score == pytest.approx(sum(said), abs=4 * LIMIT)
+    want, names = model(torch.tensor([text])).logits, list(find_blocks(model))
+    assert len(names) == 48
+    with Streamer(model, streamed=names[1:], slots=2, link=SimulatedLink(order="random")):
+        assert torch.equal(model(torch.tensor([text])).logits, want)
 
 
 def test_the_reference_says_what_the_original_says():
