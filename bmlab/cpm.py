@@ -233,7 +233,10 @@ class CpmPreTrained(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         c, plain = self.config, self.config.length_scale
-        if isinstance(module, nn.Linear): init.normal_(module.weight, std=c.init_std * (1 if plain else module.in_features ** -.5) * ((2 * c.num_hidden_layers) ** -.5 if getattr(module, "adds", False) else 1))
+        sums = sum(c.residual_divisor ** (2 * n) for n in range(2 * c.num_hidden_layers))
+        less = sums ** -.5 if getattr(module, "adds", False) else 1
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=c.init_std * less * (1 if plain else module.in_features ** -.5))
         elif isinstance(module, nn.Embedding): init.normal_(module.weight, std=3 * c.init_std * (1 if plain else c.hidden_size ** -.5))
         elif isinstance(module, CpmPositionBias): init.normal_(module.relative_attention_bias, std=c.init_std)
         else: super()._init_weights(module)
