@@ -392,8 +392,8 @@ class CpmAntTied(CpmPreTrained, CpmGenerationMixin):
     )->CausalLMOutputWithPast:
         "Logits of the next token, and with labels the loss."
         if context is None and labels is not None: context = labels == -100
-        more = {k: v for k, v in kwargs.items() if k != "num_items_in_batch"} | dict(places=places, key_places=key_places)
-        out = self.cpmant(input_ids, attention_mask, context, past_key_values, inputs_embeds, use_cache, **more)
+        out = self.cpmant(input_ids, attention_mask, context, past_key_values, inputs_embeds, use_cache,
+                          places=places, key_places=key_places, **kwargs)
         h = out.last_hidden_state[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else out.last_hidden_state[:, logits_to_keep]
         logits = self.lm_head(h * self.cpmant.factor)
         loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -185,12 +185,10 @@ class CpmBeeForCausalLM(CpmPreTrained, CpmGenerationMixin):
     )->CausalLMOutputWithPast:      # logits (B, L, V + E), or (N, V + E) at N targets
         "Logits of the next token, and with labels or targets the loss."
         if context is None and labels is not None: context = labels == -100
-        more = {k: v for k, v in kwargs.items() if k != "num_items_in_batch"} | dict(places=places, key_places=key_places)
-        out = self.cpmbee(input_ids, attention_mask, context, sub_ids, segments, relations, spans, samples,
-                          ext_ids, ext_subs, past_key_values, inputs_embeds, use_cache, **more)
+        out = self.cpmbee(input_ids, attention_mask, context, sub_ids, segments, relations, spans, samples, ext_ids,
+                          ext_subs, past_key_values, inputs_embeds, use_cache, places=places, key_places=key_places, **kwargs)
         if at_targets and targets is None: raise ValueError("at_targets=True: give targets")
-        where = targets != -100 if at_targets else None
-        if at_targets: targets = targets[where]
+        where, targets = (targets != -100, targets[targets != -100]) if at_targets else (None, targets)
         logits, loss = self._logits(out.last_hidden_state, ext_ids, ext_subs, where, logits_to_keep), None
         if targets is not None: loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
         elif labels is not None: loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
