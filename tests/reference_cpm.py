@@ -50,7 +50,10 @@ def under(w, prefix): return {k[len(prefix):]: v for k, v in w.items() if k.star
 
 
 def encoder(w, x, bias, seen, residual):
-    "native_layers/transformer.py:102-106; residual(hidden, x): what a block makes of its input and of what it computed"
+    """Bee: native_layers/transformer.py:102-106, Ant: :109-120 (103 calls a list, which does not run).
+
+    residual(hidden, x): what a block makes of its input and of what it computed
+    """
     numbers = [int(k.split(".")[1]) for k in w if k.startswith("layers.")]
     for i in range(max(numbers) + 1):
         block = under(w, f"layers.{i}.")
