@@ -195,6 +195,7 @@ class Family:
     drop:tuple=()            # prefixes and words that some originals have in their names, as (regular expression, what stands for it)
     ranks:dict=None          # {regular expression of an original name: (dimension, stripes)}: how it is cut for several GPUs
     shrunk:dict=None         # {regular expression of an original name: power of `scale` by which the original is smaller}
+    computes:dict=None       # {field of the configuration: the one value that the original's code knows}
 
 _GPT_RANKS = {r"word_embeddings": (0, 1), r"query_key_value": (0, 3), r"(attention\.dense|dense_4h_to_h)\.weight": (1, 1), r"dense_h_to_4h": (0, 1)}
 _T5_RANKS = {r"word_embeds|lm_head|project_q\.|wi_[01]": (0, 1), r"project\.": (0, 3), r"project_kv\.": (0, 2), r"(dense|wo)\.weight": (1, 1), r"relative_attention_bias": (1, 1)}
@@ -212,10 +213,12 @@ def families(
     old_cpm1 += ((r"(project_[qkv]|attention_out)$", r"\1.weight"), (r"^cpm1\.", ""))
     first = ((r"^decoder\.(layers|output)", r"encoder.\1"),)
     t5 = "T5ForConditionalGeneration"
+    undivided, divided = (dict(length_scale=True, residual_divisor=by) for by in (1.0, 1.05))
     return {
         "cpm-1": Family("GPT2LMHeadModel", _CPM1, ranks=_GPT_RANKS), "cpm-2": Family("bmlab.cpm2:Cpm2ForConditionalGeneration", _CPM2, ranks=_T5_RANKS),
         "eva": Family("bmlab.cpm2:EvaForConditionalGeneration", _CPM2, ranks=_T5_RANKS), "glm": Family("bmlab.glm:BlankGlmForConditionalGeneration", _GLM, ranks=_GPT_RANKS),
-        "cpm-ant": Family("bmlab.cpm:CpmAntTied", _LIVE + _ANT, "cpmant."), "cpm-bee": Family("bmlab.cpmbee:CpmBeeForCausalLM", _LIVE + _WHOLE, "cpmbee."),
+        "cpm-ant": Family("bmlab.cpm:CpmAntTied", _LIVE + _ANT, "cpmant.", computes=undivided),
+        "cpm-bee": Family("bmlab.cpmbee:CpmBeeForCausalLM", _LIVE + _WHOLE, "cpmbee.", computes=divided),
         "cpm-1-modelcenter": Family("bmlab.cpm2:Cpm1ForCausalLM", _LIVE + _WHOLE, "cpm1.", old_cpm1),
         "cpm-2-modelcenter": Family("bmlab.cpm2:Cpm2ForConditionalGeneration", _T5 + _GATED + _APART, drop=_OLD_NAMES + ((r"^cpm2\.", ""),)),
         "glm-modelcenter": Family("bmlab.glm:BlankGlmForConditionalGeneration", _GLM_MC),
@@ -495,6 +498,16 @@ def to_safetensors(
         _tell(new, family=family, source=hashes, left_out=original.left, tensors=len(where), bytes=total)
     return Path(folder)
 
+# %% ../nbs/08d_convert.ipynb #8da35e02
+def _computable(
+    family:Family, # the original's
+    config,        # of a model, settled
+)->None:
+    "Refuse a model that the original's code would make another one of, given the same weights"
+    for name, theirs in (family.computes or {}).items():
+        if (ours := getattr(config, name)) == theirs: continue
+        raise ValueError(f"{name}={ours}: the original's code has {theirs} there and would compute another function")
+
 # %% ../nbs/08d_convert.ipynb #8fac2c89
 def to_original(
     folder:str|Path,        # of safetensors, with config.json
@@ -508,6 +521,7 @@ def to_original(
     f, source = _family(family), Folder(folder)
     config = _class(f).config_class.from_pretrained(folder)
     shapes = plan(family, config)
+    _computable(f, config)
     hashes, rules = _hashes(source.files, sha256), _used(list(shapes), source.names, "new")
     sizes = {n: (dtype or source.dtype(r.new[0]), tuple(s)) for r in rules for n, s in zip(r.old, shapes[r][1])}
     with _appearing(file) as new:

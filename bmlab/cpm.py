@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['ANT_SIZES', 'position_buckets', 'visible', 'biased', 'CpmRMSNorm', 'CpmAttention', 'CpmGate', 'CpmFeedForward',
-           'settled', 'factors', 'CpmAttentionBlock', 'CpmNetworkBlock', 'mask_modules', 'CpmBlock', 'CpmEncoder',
-           'CpmPositionBias', 'CpmPreTrained', 'CpmGenerationMixin', 'context_of', 'CpmAntBackbone', 'CpmAntTied']
+           'settled', 'factors', 'residual_sum', 'CpmAttentionBlock', 'CpmNetworkBlock', 'mask_modules', 'CpmBlock',
+           'CpmEncoder', 'CpmPositionBias', 'CpmPreTrained', 'CpmGenerationMixin', 'context_of', 'CpmAntBackbone',
+           'CpmAntTied']
 
 # %% ../nbs/08_cpm.ipynb #19c98640
 import math
@@ -117,15 +118,26 @@ class CpmFeedForward(nn.Module):
 def settled(
     config, # of a CPM-Ant or CPM-Bee
 ):          # the same object
-    "Its configuration with the factors settled: the widths that they are the roots of stay when heads, neurons or channels are cut."
+    "Its configuration with factors and divisor settled; what the factors are the roots of stays when widths are cut."
     if not hasattr(config, "length_scale"): config.length_scale = "CpmAntForCausalLM" not in (config.architectures or ())   # transformers' checkpoints have the factors in them
     if getattr(config, "scale_widths", None) is None: config.scale_widths = [config.hidden_size, config.num_attention_heads * config.dim_head, config.dim_ff]
+    if not hasattr(config, "residual_divisor"): config.residual_divisor = 1.0   # CPM-Ant's code adds, and no more
     return config
 
 def factors(config): # → 1/√ of what matrices read: channels, heads, neurons
     "What CPM-Live divides by, of a settled configuration."
     return [n ** -.5 if config.length_scale else 1.0 for n in config.scale_widths]
 
+# %% ../nbs/08_cpm.ipynb #3b3c7a60
+def residual_sum(
+    x:Tensor,      # (…, D), what goes from block to block
+    out:Tensor,    # (…, D), what attention or network add to it
+    divisor:float, # 1: CPM-Ant, 1.05: CPM-Bee
+)->Tensor:         # (…, D), divided after the sum, in the dtype of both
+    "Residual sum (OpenBMB/CPM-Bee, src/cpm_live/native_layers/blocks.py:93 and 156)."
+    return x + out if divisor == 1 else (x + out) / divisor
+
+# %% ../nbs/08_cpm.ipynb #2a85a68a
 class CpmAttentionBlock(nn.Module):
     "Norm, attention, residual."
     def __init__(self, config, layer_idx):
@@ -134,10 +146,11 @@ class CpmAttentionBlock(nn.Module):
         self.self_attention = CpmAttention(config, layer_idx)
         self.dropout = nn.Dropout(config.dropout_p)
         self.factor_in, self.factor_out, _ = factors(config)
+        self.divisor = config.residual_divisor
 
     def forward(self, x, bias, past_key_values=None):
         out, weights = self.self_attention(self.layernorm_before_attention(x) * self.factor_in, bias, past_key_values)
-        return x + self.dropout(out * self.factor_out), weights
+        return residual_sum(x, self.dropout(out * self.factor_out), self.divisor), weights
 
 class CpmNetworkBlock(nn.Module):
     "Norm, network, residual."
@@ -146,8 +159,11 @@ class CpmNetworkBlock(nn.Module):
         self.layernorm_before_ffn, self.ffn = CpmRMSNorm(config.hidden_size, config.eps), CpmFeedForward(config)
         self.dropout = nn.Dropout(config.dropout_p)
         self.factor_in, _, self.factor_out = factors(config)
+        self.divisor = config.residual_divisor
 
-    def forward(self, x): return x + self.dropout(self.ffn(self.layernorm_before_ffn(x) * self.factor_in) * self.factor_out)
+    def forward(self, x):
+        out = self.ffn(self.layernorm_before_ffn(x) * self.factor_in) * self.factor_out
+        return residual_sum(x, self.dropout(out), self.divisor)
 
 # %% ../nbs/08_cpm.ipynb #9372ac94
 def mask_modules(
@@ -217,7 +233,10 @@ class CpmPreTrained(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         c, plain = self.config, self.config.length_scale
-        if isinstance(module, nn.Linear): init.normal_(module.weight, std=c.init_std * (1 if plain else module.in_features ** -.5) * ((2 * c.num_hidden_layers) ** -.5 if getattr(module, "adds", False) else 1))
+        sums = sum(c.residual_divisor ** (2 * n) for n in range(2 * c.num_hidden_layers))
+        less = sums ** -.5 if getattr(module, "adds", False) else 1
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=c.init_std * less * (1 if plain else module.in_features ** -.5))
         elif isinstance(module, nn.Embedding): init.normal_(module.weight, std=3 * c.init_std * (1 if plain else c.hidden_size ** -.5))
         elif isinstance(module, CpmPositionBias): init.normal_(module.relative_attention_bias, std=c.init_std)
         else: super()._init_weights(module)
@@ -261,7 +280,7 @@ class CpmAntBackbone(CpmPreTrained):
     "CPM-Ant without its head."
     config_class, base_model_prefix = tf.CpmAntConfig, "cpmant"
     def __init__(self,
-        config:tf.CpmAntConfig, # sizes; also mask_modules, a (attention absent, network absent) a layer, and length_scale
+        config:tf.CpmAntConfig, # sizes; also mask_modules, as of `CpmEncoder`, length_scale and residual_divisor
     ):
         super().__init__(settled(config))
         self.encoder = CpmEncoder(config)
@@ -278,9 +297,9 @@ class CpmAntBackbone(CpmPreTrained):
     def _segments(self, place): # (…) → (…): the prompt's, and the text's
         return torch.where(place < self.prompt_length, 0, min(2, self.config.segment_types - 1))
 
-    def _buckets(self, place, K): # (1 or B, Q) → (1 or B, Q, K)
-        "Buckets of the queries' places towards all keys"
-        c, key = self.config, torch.arange(K, device=place.device)
+    def _buckets(self, place, key): # (1 or B, Q), (1 or B, K) → (1 or B, Q, K)
+        "Buckets of the queries' places towards those of the keys"
+        c, key = self.config, key[:, None]
         one, other = self._segments(place)[:, :, None], self._segments(key)
         near = position_buckets(key - place[:, :, None], c.position_bias_num_buckets, c.position_bias_max_distance)
         return torch.where(one == other, near, c.position_bias_num_buckets + one * c.segment_types + other)
@@ -293,7 +312,7 @@ class CpmAntBackbone(CpmPreTrained):
         return place, mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
 
     def forward(self, input_ids=None, attention_mask=None, context=None, past_key_values=None, inputs_embeds=None, use_cache=None, prompt_type=2,
-                output_hidden_states=None, output_attentions=None, return_dict=None, places=None, **_):
+                output_hidden_states=None, output_attentions=None, return_dict=None, places=None, key_places=None, **_):
         given = input_ids if inputs_embeds is None else inputs_embeds
         B, L, c, P = *given.shape[:2], self.config, self.prompt_length
         whole = attention_mask is not None and attention_mask.ndim == 4
@@ -311,7 +330,8 @@ class CpmAntBackbone(CpmPreTrained):
             place, seen = torch.arange(past, K, device=x.device)[None], visible(context, Q, mask)
         x = (x + self.segment_embedding(self._segments(place))) * self.factor
         states, weights = [] if output_hidden_states else None, [] if output_attentions else None
-        bias = biased(self.position_bias(self._buckets(place, K)), seen)
+        key = torch.arange(K, device=x.device)[None] if key_places is None else key_places
+        bias = biased(self.position_bias(self._buckets(place, key)), seen)
         x = self.encoder(x, bias, past_key_values, states, weights)
         cut = lambda t: t[:, Q - L:]
         return BaseModelOutputWithPast(cut(x), past_key_values, states and tuple(map(cut, states)), weights and tuple(weights))
@@ -363,6 +383,7 @@ class CpmAntTied(CpmPreTrained, CpmGenerationMixin):
         context:Tensor=None,        # (B, K) bool: read from both sides; None: see `context_of`
         labels:Tensor=None,         # (B, L), −100 where nothing is to be predicted
         places:Tensor=None,         # (B, L) int64, where the tokens stand in their texts; goes with the larger mask
+        key_places:Tensor=None,     # (B, K) int64, where the keys stand, prompts in front; None: one behind the other
         past_key_values=None,
         inputs_embeds:Tensor=None,  # (B, L, D) in place of input_ids
         use_cache:bool=None,
@@ -371,7 +392,8 @@ class CpmAntTied(CpmPreTrained, CpmGenerationMixin):
     )->CausalLMOutputWithPast:
         "Logits of the next token, and with labels the loss."
         if context is None and labels is not None: context = labels == -100
-        out = self.cpmant(input_ids, attention_mask, context, past_key_values, inputs_embeds, use_cache, places=places, **{k: v for k, v in kwargs.items() if k != "num_items_in_batch"})
+        out = self.cpmant(input_ids, attention_mask, context, past_key_values, inputs_embeds, use_cache,
+                          places=places, key_places=key_places, **kwargs)
         h = out.last_hidden_state[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else out.last_hidden_state[:, logits_to_keep]
         logits = self.lm_head(h * self.cpmant.factor)
         loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

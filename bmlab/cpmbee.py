@@ -7,7 +7,7 @@ __all__ = ['BEE_SPECIALS', 'BEE_SIZES', 'CpmBeeConfig', 'turned', 'CpmBeeModel',
            'longest_pieces', 'CpmBeeTokenizer']
 
 # %% ../nbs/08a_cpmbee.ipynb #6d3882d8
-import os
+import os, warnings
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +23,9 @@ from transformers.utils import can_return_tuple
 from .cpm import CpmEncoder, CpmGenerationMixin, CpmPositionBias, CpmPreTrained, biased, context_of, factors, position_buckets, settled, visible
 
 # %% ../nbs/08a_cpmbee.ipynb #8c812b78
+_UNSAID = ("config.json was written by a bmlab that had no residual_divisor and did not divide: it is read with 1.05, "
+           "which OpenBMB's weights need; for weights trained without, give from_pretrained residual_divisor=1.0")
+
 class CpmBeeConfig(tf.PreTrainedConfig):
     "Sizes of a CPM-Bee; by default those of the 10B."
     model_type = "cpmbee"
@@ -42,11 +45,19 @@ class CpmBeeConfig(tf.PreTrainedConfig):
     mask_modules: list | str | None = None         # (attention absent, network absent) a layer, or letters
     length_scale: bool = True
     scale_widths: list | None = None               # of the factors; None: the sizes themselves
+    residual_divisor: float | int = 1.05           # of each residual sum, see `residual_sum`
     use_cache: bool = True
     tie_word_embeddings: bool = True
     pad_token_id: int | None = 0
     bos_token_id: int | None = 6
     eos_token_id: int | None = 7
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs): # as of the base class
+        "From the contents of a config.json; one that cannot say which function it means is read as the original's."
+        unsaid = "length_scale" in config_dict and "residual_divisor" not in {*config_dict, *kwargs}
+        if unsaid: warnings.warn(_UNSAID, stacklevel=2)
+        return super().from_dict(config_dict, **kwargs)
 
 # %% ../nbs/08a_cpmbee.ipynb #d25b33b7
 def turned(
@@ -69,9 +80,10 @@ def _plain(ids, sub_ids, ext_ids, ext_subs, V):
     token, number = (t.expand(len(ids), -1).gather(1, place) for t in (ext_ids.clamp(min=0), ext_subs))
     return torch.where(beyond, token, ids), torch.where(beyond, number, torch.zeros_like(ids) if sub_ids is None else sub_ids)
 
-def _buckets(c, segments, relations, place, K): # place: (1 or B, Q), of the queries
+def _buckets(c, segments, relations, place, key): # (1 or B, Q) and (1 or B, K): where queries and keys stand
     "(1 or B, Q, K) buckets: distance within a segment, else the relation"
-    near = position_buckets(torch.arange(K, device=place.device) - place[:, :, None], c.position_bias_num_buckets, c.position_bias_max_distance)
+    apart = key[:, None] - place[:, :, None]
+    near = position_buckets(apart, c.position_bias_num_buckets, c.position_bias_max_distance)
     if relations is None: return near
     pairs = segments.gather(1, place.expand(len(segments), -1))[:, :, None] * relations.shape[-1] + segments[:, None, :]                      # (B, Q, K)
     apart = relations.flatten(1).expand(len(pairs), -1).gather(1, pairs.flatten(1)).view(pairs.shape)
@@ -100,7 +112,8 @@ class CpmBeeModel(CpmPreTrained):
         return x if sub_ids is None else turned(x, sub_ids, self.config.distance_scale)
 
     def forward(self, input_ids=None, attention_mask=None, context=None, sub_ids=None, segments=None, relations=None, spans=None, samples=None, ext_ids=None, ext_subs=None,
-                past_key_values=None, inputs_embeds=None, use_cache=None, output_hidden_states=None, output_attentions=None, return_dict=None, places=None, **_):
+                past_key_values=None, inputs_embeds=None, use_cache=None, output_hidden_states=None,
+                output_attentions=None, return_dict=None, places=None, key_places=None, **_):
         c, given = self.config, input_ids if inputs_embeds is None else inputs_embeds
         B, L, device = *given.shape[:2], given.device
         if (c.use_cache if use_cache is None else use_cache) and past_key_values is None: past_key_values = DynamicCache(config=c)
@@ -115,7 +128,9 @@ class CpmBeeModel(CpmPreTrained):
         states, weights = [] if output_hidden_states else None, [] if output_attentions else None
         if whole: place, seen = places, attention_mask[:, 0] if attention_mask.dtype == torch.bool else attention_mask[:, 0] >= 0
         else: place, seen = torch.arange(K - L, K, device=device)[None], visible(context_of(context, None, (B, K), L, device), L, attention_mask, spans, samples)
-        x = self.encoder(x, biased(self.position_bias(_buckets(c, segments, relations, place, K)), seen), past_key_values, states, weights)
+        key = torch.arange(K, device=device)[None] if key_places is None else key_places
+        bias = biased(self.position_bias(_buckets(c, segments, relations, place, key)), seen)
+        x = self.encoder(x, bias, past_key_values, states, weights)
         return BaseModelOutputWithPast(x, past_key_values, states and tuple(states), weights and tuple(weights))
 
 # %% ../nbs/08a_cpmbee.ipynb #7b772819
@@ -164,16 +179,16 @@ class CpmBeeForCausalLM(CpmPreTrained, CpmGenerationMixin):
         use_cache:bool=None,
         logits_to_keep:int=0,       # only the last ones; 0: all
         places:Tensor=None,         # (B, L) int64, where the tokens stand in their texts; goes with the larger mask
+        key_places:Tensor=None,     # (B, K) int64, where the keys stand; None: one behind the other
         at_targets:bool=False,      # logits only where there is a target: a vocabulary is wide, and answers are short
         **kwargs,                   # output_hidden_states, output_attentions
     )->CausalLMOutputWithPast:      # logits (B, L, V + E), or (N, V + E) at N targets
         "Logits of the next token, and with labels or targets the loss."
         if context is None and labels is not None: context = labels == -100
-        out = self.cpmbee(input_ids, attention_mask, context, sub_ids, segments, relations, spans, samples, ext_ids, ext_subs, past_key_values, inputs_embeds, use_cache,
-                          places=places, **{k: v for k, v in kwargs.items() if k != "num_items_in_batch"})
+        out = self.cpmbee(input_ids, attention_mask, context, sub_ids, segments, relations, spans, samples, ext_ids,
+                          ext_subs, past_key_values, inputs_embeds, use_cache, places=places, key_places=key_places, **kwargs)
         if at_targets and targets is None: raise ValueError("at_targets=True: give targets")
-        where = targets != -100 if at_targets else None
-        if at_targets: targets = targets[where]
+        where, targets = (targets != -100, targets[targets != -100]) if at_targets else (None, targets)
         logits, loss = self._logits(out.last_hidden_state, ext_ids, ext_subs, where, logits_to_keep), None
         if targets is not None: loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
         elif labels is not None: loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)

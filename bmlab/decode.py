@@ -61,7 +61,7 @@ def _counting(model):
     return out
 
 def _kept_at(span, slots): # → (B, slots): the position of the token in each; in a tree it is not the slot's number
-    return span.steps.expand(len(span.positions), -1).scatter(1, span.slots, span.positions)[:, :slots]
+    return span.steps.expand(len(span.positions), -1).scatter(1, span.slots, span.positions + span.lead)[:, :slots]
 
 def _distances(original, span, tree):
     def compute_bias(query_length, key_length, device=None, **kw):
@@ -182,6 +182,7 @@ class _Feed(_Texts):
         self.cache.select(rows, ids.shape[1], pad, view, depth, both)
         span, given = self.cache.span, dict(past_key_values=self.caches, use_cache=True)
         given |= {n: span.positions for n in ("position_ids", "places") if n in self.facts.takes}
+        if tree is not None and "key_places" in self.facts.takes: given["key_places"] = _kept_at(span, span.view)
         if self.facts.places_of: given["position_ids"], reach = self._placed(ids, tree, both)
         else: reach = None
         if "logits_to_keep" in self.facts.takes: given["logits_to_keep"] = 1 if last else 0

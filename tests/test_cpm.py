@@ -1,5 +1,6 @@
-"CPM-Ant and CPM-Bee against a transcription of their equations, with a cache and without, and under the library's other tools"
-import copy
+"CPM-Ant and CPM-Bee against a transcription of their source and what OpenBMB's code says, and under other tools"
+import collections, copy, itertools, json, sys, warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,9 +8,17 @@ import transformers as tf
 
 import reference_cpm as ref
 from bmlab.answering import BeeCollator, _said, _sayable, answer
+from bmlab.beams import beam_search
 from bmlab.bee import Bee, _special_ids, encode_bee
-from bmlab.cpm import CpmAntTied, mask_modules
+from bmlab.convert import manifest, to_original, to_safetensors
+from bmlab.cpm import CpmAntTied, mask_modules, residual_sum, visible
 from bmlab.cpmbee import BEE_SPECIALS, CpmBeeConfig, CpmBeeForCausalLM, CpmBeeTokenizer, register
+from bmlab.decode import Decoder
+from bmlab.streaming import SimulatedLink, Streamer
+from bmlab.trace import find_blocks
+
+sys.path.insert(0, str(Path(__file__).parent / "tools"))
+import original_bee  # noqa: E402
 
 SMALL = dict(hidden_size=16, num_attention_heads=2, dim_head=6, dim_ff=20, num_hidden_layers=4, mask_modules="banb")
 ANT = dict(SMALL, vocab_size=40, prompt_length=3, prompt_types=4, segment_types=5, position_bias_num_buckets=16, position_bias_max_distance=20)
@@ -30,25 +39,43 @@ def bee(tok=None, **kw):
     return model.eval()
 
 
-def weights(model): return {k: v.detach() for k, v in model.state_dict().items()}
+def weights(model):
+    "{the original's name: Tensor}: CPM-Ant's prompts have a table of their own there"
+    w = {k.split(".", 1)[1]: v.detach() for k, v in model.state_dict().items() if not k.startswith("lm_head.")}
+    if "segment_embedding.weight" in w:
+        table, V = w["input_embedding.weight"], model.config.vocab_size
+        w |= {"input_embedding.weight": table[:V], "prompt_embedding.weight": table[V:]}
+    return w
+
+
+def buckets(model): return model.config.position_bias_num_buckets, model.config.position_bias_max_distance
 
 
 # ---- the equations ------------------------------------------------------------------------------------------------------------------
+
+def ant_row(model, ids, context, length, kind=2):
+    "Logits of the text by the reference: the prompt's rows, segment 0, then the text's tokens, segment 2"
+    P = model.config.prompt_length
+    rows = [kind * P + i for i in range(P)] + list(ids)
+    given = dict(prompt_length=P, length=P + length, context=[True] * P + [bool(c) for c in context])
+    given |= dict(segment=[0] * P + [2] * len(ids), span=[0] * len(rows))
+    return ref.ant(weights(model), *buckets(model), rows, **given)[P:]
+
 
 @pytest.mark.parametrize("kind", [0, 2])
 def test_ant_is_the_published_equations(kind):
     model = ant()
     ids, context, length = [5, 9, 31, 7, 7, 12, 20, 3, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0, 0, 0], 8
-    mine = model(torch.tensor([ids]), attention_mask=torch.tensor([[1] * length + [0] * 2]), context=torch.tensor([context]), prompt_type=kind).logits[0, :length]
-    theirs = ref.ant(weights(model), model.config, ids, [bool(c) for c in context], length, kind)[:length]
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+    mask = torch.tensor([[1] * length + [0] * 2])
+    mine = model(torch.tensor([ids]), mask, torch.tensor([context]), prompt_type=kind).logits[0, :length]
+    torch.testing.assert_close(mine, ant_row(model, ids, context, length, kind)[:length], rtol=0, atol=1e-5)
 
 
 def test_ant_far_buckets_and_causal_answers():
     model, ids = ant(num_hidden_layers=2), [(7 * i) % 37 + 3 for i in range(34)]
     labels = torch.tensor([[-100] * 6 + ids[6:]])
     mine = model(torch.tensor([ids]), labels=labels)
-    theirs = ref.ant(weights(model), model.config, ids, [True] * 6 + [False] * 28, 34)
+    theirs = ant_row(model, ids, [True] * 6 + [False] * 28, 34)
     torch.testing.assert_close(mine.logits[0], theirs, rtol=0, atol=1e-5)
     want = torch.nn.functional.cross_entropy(theirs[:-1], labels[0, 1:])
     torch.testing.assert_close(mine.loss, want, rtol=0, atol=1e-5)
@@ -59,35 +86,220 @@ TASKS = [{"问": "今天天气冷冷ab", "选项": {"<option_0>": "好", "<optio
          {"问": "b<mask_4>", "<ans>": {"<mask_4>": "好"}}]
 
 
-def flat(parts, tok):
+def flat(parts):
     "One row as CPM-Live packs it, made from the tasks themselves: parts [(span, sample, BeeTokens)]"
-    out = {k: [] for k in ("ids", "subs", "context", "samples", "num_segments", "segment", "offset", "span")}
-    relations = []
+    out, relations = collections.defaultdict(list), []
     for span, sample, t in parts:
-        n, S = len(t.ids), len(t.relations)
-        for k, v in dict(ids=t.ids, subs=t.sub_ids, context=t.context, samples=[sample] * n, num_segments=[S] * n, segment=t.segments, offset=[len(relations)] * n, span=[span] * n).items():
-            out[k] += v.tolist() if torch.is_tensor(v) else v
+        told = dict(input=t.ids, input_sub=t.sub_ids, context=t.context, segment=t.segments)
+        for k, v in told.items(): out[k] += v.tolist()
+        told = dict(span=span, sample_ids=sample, num_segments=len(t.relations), segment_rel_offset=len(relations))
+        for k, v in told.items(): out[k] += [v] * len(t.ids)
         relations += t.relations.flatten().tolist()
-    return out, relations
+    return out | dict(segment_rel=relations, length=len(out["input"]))
 
 
 def test_bee_is_the_published_equations_alone_packed_and_beside_an_example():
     tok = tokenizer()
     model = bee(tok)
-    for tasks in ([[TASKS[0]]], [[TASKS[1], TASKS[0], TASKS[2]]], [[(TASKS[1], [TASKS[0], TASKS[2]])]]):
+    assert model.config.residual_divisor == 1.05
+    for tasks in ([TASKS[0]], [TASKS[1], TASKS[0], TASKS[2]], [(TASKS[1], [TASKS[0], TASKS[2]])]):
         collate = BeeCollator(tok, max_length=400)
-        batch = collate(tasks[0])
-        done = [collate.encode(t) for t in tasks[0]]
+        batch = collate(tasks)
+        done = [collate.encode(t) for t in tasks]
         order = sorted(range(len(done)), key=lambda i: -len(done[i][0].ids)) if len(done) > 1 else [0]
-        parts = [(span, sample, t) for span, i in enumerate(order) for sample, t in enumerate([done[i][0], *done[i][1]])]
-        row, relations = flat(parts, tok)
-        assert batch["input_ids"].shape[0] == 1 and batch["input_ids"][0].tolist() == row["ids"]
-        ext = list(zip(batch["ext_ids"][0].tolist(), batch["ext_subs"][0].tolist()))
-        theirs = ref.bee(weights(model), model.config, row["ids"], row["subs"], len(row["ids"]), [bool(c) for c in row["context"]], row["samples"], row["num_segments"], row["segment"],
-                         row["offset"], relations, row["span"], ext)
+        beside = [(span, enumerate([done[i][0], *done[i][1]])) for span, i in enumerate(order)]
+        row = flat([(span, sample, t) for span, tokens in beside for sample, t in tokens])
+        assert batch["input_ids"].tolist() == [row["input"]]
+        table = dict(ext_table_ids=batch["ext_ids"][0].tolist(), ext_table_sub=batch["ext_subs"][0].tolist())
+        theirs = ref.bee(weights(model), *buckets(model), **row, **table)
         out = model(**batch)
         torch.testing.assert_close(out.logits[0], theirs, rtol=0, atol=1e-5)
-        torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(theirs, batch["targets"][0]), rtol=0, atol=1e-5)
+        want = torch.nn.functional.cross_entropy(theirs, batch["targets"][0])
+        torch.testing.assert_close(out.loss, want, rtol=0, atol=1e-5)
+
+
+# ---- the original's own figures --------------------------------------------------------------------------------------
+
+FIGURES = json.loads((Path(__file__).parent / "data/original_bee.json").read_text())
+NAMES = dict(dim_model="hidden_size", num_heads="num_attention_heads", num_layers="num_hidden_layers")
+LIMIT = 1e-3                                   # of logits up to 14: what rounding in float32 comes to over 48 layers
+
+
+def drawn_config(**kw):
+    sizes = {NAMES.get(k, k): v for k, v in FIGURES["sizes"].items() if k != "half"}
+    return CpmBeeConfig(**sizes, **kw)
+
+
+def drawn_weights(): return original_bee.weights(manifest("cpm-bee", drawn_config()))
+
+
+def drawn_bee(**kw):
+    model = CpmBeeForCausalLM(drawn_config(**kw)).eval()
+    model.cpmbee.load_state_dict(drawn_weights())
+    return model
+
+
+def tables(given, row):
+    "(the token's segment among those of all tasks, the relations between all of them) of one row; 1 between tasks"
+    n, offsets = given["length"][row], given["segment_rel_offset"][row]
+    sizes = dict(zip(offsets[:n], given["num_segments"][row]))      # {where a task's relations begin: its segments}
+    first = dict(zip(sizes, itertools.accumulate([0, *sizes.values()])))
+    relations = torch.ones(sum(sizes.values()), sum(sizes.values()), dtype=torch.int64)
+    for at, S in sizes.items():
+        own = torch.tensor(given["segment_rel"][row][at:at + S * S]).view(S, S)
+        relations[first[at]:first[at] + S, first[at]:first[at] + S] = own
+    padding = [0] * (len(offsets) - n)
+    return torch.tensor([s + first[at] for s, at in zip(given["segment"][row], offsets[:n])] + padding), relations
+
+
+def ours(given):
+    "The original's arguments as the library takes them"
+    t = {k: torch.tensor(v) for k, v in given.items()}
+    segments, relations = zip(*(tables(given, row) for row in range(len(given["input"]))))
+    most = max(map(len, relations))
+    relations = [torch.nn.functional.pad(r, (0, most - len(r)) * 2) for r in relations]
+    return dict(
+        input_ids=t["input"], sub_ids=t["input_sub"], context=t["context"].bool(),
+        spans=t["span"], samples=t["sample_ids"],
+        attention_mask=torch.arange(t["input"].shape[1]) < t["length"][:, None], segments=torch.stack(segments),
+        relations=torch.stack(relations), ext_ids=t["ext_table_ids"][None], ext_subs=t["ext_table_sub"][None])
+
+
+def apart(logits, figures):
+    "The largest difference from the logits that the original says"
+    return max(abs(logits[row, place, token].item() - value) for row, place, token, value in figures["logits"])
+
+
+def alike(logits, figures):
+    "In how many places is the likeliest token the original's, and of how many?"
+    same = [a == b for row, said in zip(logits.argmax(-1).tolist(), figures["said"]) for a, b in zip(row, said)]
+    return sum(same), len(same)
+
+
+@torch.no_grad()
+def test_bee_says_what_the_original_says():
+    "48 layers: logits, likeliest tokens and loss of OpenBMB's own code; without the division hardly a place agrees"
+    figures = FIGURES["whole"]
+    told = ours(figures["inputs"]) | dict(targets=torch.tensor(figures["targets"]))
+    out = drawn_bee()(**told)
+    assert apart(out.logits, figures) < LIMIT and out.loss.item() == pytest.approx(figures["loss"], abs=LIMIT)
+    assert alike(out.logits, figures) == (65, 65)
+    undivided = drawn_bee(residual_divisor=1.0)(**told)
+    assert apart(undivided.logits, figures) > 1 and alike(undivided.logits, figures)[0] < 7
+
+
+@torch.no_grad()
+def test_bee_says_what_the_original_says_over_a_cache():
+    "20 tokens read at once, then one at a time, as the original's `inference` has it; and all at once by a whole mask"
+    figures, model = FIGURES["cached"], drawn_bee()
+    told, logits, past = ours(figures["inputs"]), [], None
+    once, new = ("relations", "ext_ids", "ext_subs"), ("input_ids", "sub_ids")
+    for begin, end in [(0, 20), *((i, i + 1) for i in range(20, 28))]:
+        step = {k: v if k in once else v[:, begin if k in new else 0:end] for k, v in told.items()}
+        out = model(**step, past_key_values=past, use_cache=True)
+        past = out.past_key_values
+        logits.append(out.logits)
+    assert apart(torch.cat(logits, 1), figures) < LIMIT and alike(torch.cat(logits, 1), figures) == (56, 56)
+    mask = visible(told["context"], 28, samples=told["samples"])[:, None]
+    whole = model(**told | dict(attention_mask=mask, places=torch.arange(28).expand(2, -1)))
+    assert apart(whole.logits, figures) < LIMIT and alike(whole.logits, figures) == (56, 56)
+
+
+@torch.no_grad()
+def test_every_path_says_what_the_whole_forward_says():
+    "48 layers and the divisor: read and step, a tree of drafts, beams, and layers that are streamed"
+    model, text, tree = drawn_bee(), [5, 9, 31, 7, 60, 12], [40, 41, 42, 43]
+    paths = [[0], [0, 1], [0, 1, 2], [0, 3]]                        # of each node, from the first one to itself
+    def whole(ids): # what a plain forward says after the last of them
+        given = torch.arange(len(ids))[None] < len(text)
+        return model(torch.tensor([ids]), context=given, use_cache=False).logits[0, -1]
+    def near(got, ids): torch.testing.assert_close(got, whole(ids), rtol=0, atol=LIMIT)
+    d = Decoder(model, max_batch=3, max_ctx=24)
+    assert d.mode == "static", d.why_generate
+    near(d.prefill([text])[0], text)
+    near(d.step([[8]])[0, 0], text + [8])
+    mask = torch.zeros(1, 4, 4, dtype=torch.bool)
+    for i, path in enumerate(paths): mask[0, i, path] = True
+    drafts = d.step([tree], keep=False, mask=mask, positions=mask.sum(-1) - 1)
+    for i, path in enumerate(paths): near(drafts[0, i], text + [8] + [tree[n] for n in path])
+    d.keep([[0, 3]])
+    near(d.step([[9]])[0, 0], text + [8, 40, 43, 9])
+    d.free(0)
+    for beam in beam_search(d, [text], 3, 0.0, 4)[0]:
+        said = [whole(text + beam.ids[:i]).log_softmax(-1)[t].item() for i, t in enumerate(beam.ids)]
+        assert beam.score == pytest.approx(sum(said), abs=4 * LIMIT)
+    want, names = model(torch.tensor([text])).logits, list(find_blocks(model))
+    assert len(names) == 48
+    with Streamer(model, streamed=names[1:], slots=2, link=SimulatedLink(order="random")):
+        assert torch.equal(model(torch.tensor([text])).logits, want)
+
+
+def test_the_reference_says_what_the_original_says():
+    figures, model = FIGURES["whole"], drawn_bee()
+    for row, n in enumerate(figures["inputs"]["length"]):
+        table = {k: v for k, v in figures["inputs"].items() if k.startswith("ext_table")}
+        given = {k: v[row] for k, v in figures["inputs"].items() if k not in table}
+        given |= {k: v[:n] for k, v in given.items() if k not in ("length", "segment_rel")}          # without padding
+        said = ref.bee(drawn_weights(), *buckets(model), **given, **table)
+        logits = [[0, *rest] for at, *rest in figures["logits"] if at == row]
+        assert apart(said[None], {"logits": logits}) < LIMIT and said.argmax(-1).tolist() == figures["said"][row]
+
+
+@torch.no_grad()
+def test_bee_there_and_back(tmp_path):
+    "The original's weights → a folder that says the divisor → the same weights; another function is no original"
+    torch.save(drawn_weights(), tmp_path / "bee.pt")
+    folder = to_safetensors(tmp_path / "bee.pt", tmp_path / "hf", "cpm-bee", drawn_config())
+    assert json.loads((folder / "config.json").read_text())["residual_divisor"] == 1.05
+    model = CpmBeeForCausalLM.from_pretrained(folder).eval()
+    assert apart(model(**ours(FIGURES["whole"]["inputs"])).logits, FIGURES["whole"]) < LIMIT
+    back = torch.load(to_original(folder, tmp_path / "back.pt", "cpm-bee"), weights_only=True)
+    assert {k for k, v in drawn_weights().items() if torch.equal(back[k], v)} == {*back}
+    for name, value in dict(residual_divisor=1.0, length_scale=False).items():
+        CpmBeeForCausalLM(drawn_config(**{name: value})).save_pretrained(tmp_path / name)
+        with pytest.raises(ValueError, match=f"{name}={value}.*another function"):
+            to_original(tmp_path / name, tmp_path / "no.pt", "cpm-bee")
+
+
+@torch.no_grad()
+def test_a_folder_that_does_not_say_the_divisor(tmp_path):
+    "OpenBMB's own says nothing, and means 1.05; bmlab's of before cannot say, and is told so"
+    model, ids, read = bee(), torch.arange(8)[None] + 8, CpmBeeForCausalLM.from_pretrained
+    want, file = model(ids).logits, tmp_path / "config.json"
+    model.save_pretrained(tmp_path)
+    said = json.loads(file.read_text())
+    assert said.pop("residual_divisor") == 1.05
+    file.write_text(json.dumps(said))
+    with pytest.warns(UserWarning, match="residual_divisor=1.0"): back = read(tmp_path).eval()
+    assert torch.equal(back(ids).logits, want)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        undivided = read(tmp_path, residual_divisor=1.0).eval()
+        undivided.save_pretrained(tmp_path / "again")
+        again = read(tmp_path / "again").eval()
+        file.write_text(json.dumps({k: v for k, v in said.items() if k not in ("length_scale", "scale_widths")}))
+        assert torch.equal(read(tmp_path).eval()(ids).logits, want)
+    assert torch.equal(again(ids).logits, undivided(ids).logits)
+    assert not torch.allclose(again(ids).logits, want, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_residual_sum_is_rounded_as_the_original_rounds_it(dtype):
+    x, out = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(residual_sum(x, out, 1.05), (x + out) / 1.05)         # the sum in the dtype, then the division
+    assert torch.equal(residual_sum(x, out, 1.0), x + out)
+    assert not torch.equal(residual_sum(x, out, 1.05), (x + out) * (1 / torch.tensor(1.05, dtype=dtype)))
+
+
+def test_absent_halves_do_not_divide():
+    "A layer without attention divides once, one without both not at all (native_layers/blocks.py:228-243)"
+    model, x = bee(mask_modules="ban.", num_hidden_layers=4), torch.randn(1, 3, 16)
+    bias = torch.zeros(1, 2, 3, 3)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(("attention_out.weight", "w_out.weight")): p.zero_()
+        for layer, sums in zip(model.cpmbee.encoder.layers, (2, 1, 1, 0)):
+            torch.testing.assert_close(layer(x, bias)[0], x / 1.05 ** sums)
 
 
 def test_targets_are_what_cpm_live_trains():
@@ -153,6 +365,7 @@ def test_only_options_and_only_what_is_there():
 def test_examples_beside_a_task_change_the_answer_and_a_batch_does_not():
     tok = tokenizer()
     model = bee(tok)
+    with torch.no_grad(): [p.mul_(3) for p in model.parameters() if p.ndim > 1]      # sharper: not the same word always
     tasks = [Bee(t).asked() for t in TASKS]
     alone = [answer(model, tok, t, max_new_tokens=5).json() for t in tasks]
     assert [a.json() for a in answer(model, tok, tasks, max_new_tokens=5, batch=3)] == alone

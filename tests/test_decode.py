@@ -134,6 +134,21 @@ def test_a_random_life(name):
         assert d.active == [r in texts for r in range(3)]
 
 
+@pytest.mark.parametrize("name", [n for n in MAKE if n not in SOURCES])
+def test_a_tree_that_forks(name):
+    "Each node says what it says behind its own path, and so does what comes after the path that is kept"
+    model, rng = make(name), random.Random(1)
+    text, new, paths = prompt(model, rng, 6), draw(rng, 6), [[0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4], [0, 5]]
+    d, mask = Decoder(model, max_batch=1, max_ctx=24), torch.zeros(1, 6, 6, dtype=torch.bool)
+    for i, path in enumerate(paths): mask[0, i, path] = True
+    d.prefill([text])
+    logits = d.step([new], keep=False, mask=mask, positions=mask.sum(-1) - 1)
+    for i, path in enumerate(paths): near(logits[0, i], plain(model, text + [new[n] for n in path], 1, len(text))[0])
+    d.keep([paths[4]])
+    text, read = text + [new[n] for n in paths[4]] + [7], len(text)
+    near(d.step([[7]])[0], plain(model, text, 1, read))
+
+
 def test_slopes_go_on_behind_max_seq_len():
     "MPT's code makes slopes for max_seq_len tokens; its cache, and so its texts, may be longer"
     model, text = make("mpt"), draw(random.Random(0), 45)
