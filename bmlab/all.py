@@ -31,6 +31,7 @@ from .decode import Decoder
 from .dedup import Decontaminate, ParagraphStore, exact_duplicates, label_conflicts, near_duplicates
 from .delta import Delta, deltas
 from .distill import Distill
+from .exchange import dequantize
 from .fakequant import FakeQuant
 from .generate import decode_speed, stream
 from .glm import BlankGlmTokenizer
@@ -169,7 +170,7 @@ __all__ = """
     Verbalizer PtrVerbalizer KnowledgeableVerbalizer AutomaticVerbalizer SoftVerbalizer ProtoVerbalizer PromptModel PromptData FewShotSampler edit Bee BeeError encode_bee BeeCollator answer CpmAntTied CpmBeeConfig CpmBeeForCausalLM
     one_batch GenerationVerbalizer Written write find_templates rank_templates WordNet wordnet word_list expand_words
     Cook Method StructPrune staircase slice_model Sparse24 FakeQuant Distill MoEfy MoEMLP NeuronSparse relufy lattice pareto plot_weights plot_mask plot_gates plot_experts
-    quantize pack_linears Int8Linear Int4Linear Int8Embedding arrange_int4
+    quantize pack_linears dequantize Int8Linear Int4Linear Int8Embedding arrange_int4
     report perplexity divergence bytes_on_disk save_cooked load_cooked
     stream decode_speed wrap plan_inference InferencePlan Engine chat fill_blank story title serve
     Decoder Sampler decode_tokens stream_text beam_search PromptLookup DraftModel Tree Batcher Streamer SimulatedLink GpuLink

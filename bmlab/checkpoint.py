@@ -6,7 +6,7 @@
 __all__ = ['named_tensors', 'Saving', 'save', 'latest', 'load_weights', 'export_hf']
 
 # %% ../nbs/09e_checkpoint.ipynb #22c266ca
-import contextlib, copy, fcntl, io, json, logging, operator, os, pickle, shutil, sys, threading, time, warnings
+import contextlib, copy, fcntl, io, json, logging, operator, os, pickle, shutil, threading, time, warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .card import write_card
 from .core import parse_bytes, tensor_key, unwrap
+from .exchange import check_readable, plain_class
 from .processes import rank, world_size
 from .sharding import _differences, _parted, _some, _sources, local_slices, materialize
 
@@ -211,6 +212,7 @@ def save(
     "Write a checkpoint that is whole or not there (sharded by `torch.distributed.checkpoint`)."
     if hf and not blocking: raise ValueError("hf=True gathers tensors from all ranks as it writes: it needs blocking=True")
     if keep is not None and keep < 1: raise ValueError(f"keep={keep}: a number of checkpoints, 1 or more, or None")
+    if hf: _check_hf(model, "; save() without hf=True writes it for load_weights")
     step = None if step is None else operator.index(step)
     state = _state(model, _optimizers(optimizer, manager), manager, step, extra)
     if not blocking: state = {k: v.detach().to("cpu", copy=True) for k, v in state.items()}
@@ -443,6 +445,11 @@ def _finish_index(folder, index, shards, error):
     if len(shards) > 1: (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2))
 
 # %% ../nbs/09e_checkpoint.ipynb #9c44a836
+def _check_hf(model, otherwise=""):
+    "Raise for a model that transformers could not read from its files; nothing is written yet"
+    tensors, tied = named_tensors(model)
+    check_readable(model, {n: tensors[first].shape for n, first in ({n: n for n in tensors} | tied).items()}, otherwise)
+
 def _write_hf(model, folder, dtype=None, max_bytes=5_000_000_000, tokenizer=None):
     "Weights, configuration and tokenizer in `folder`"
     inner, (tensors, tied) = unwrap(model), named_tensors(model)
@@ -456,8 +463,7 @@ def _write_config(model, folder, dtype, tokenizer):
     if tokenizer is not None: tokenizer.save_pretrained(folder)
     if not hasattr(getattr(model, "config", None), "save_pretrained"): return
     config = copy.deepcopy(model.config)
-    plain = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule) and getattr(sys.modules.get(c.__module__), c.__name__, None) is c)
-    config.architectures = [plain.__name__]                                          # the class that can be imported, below those made by sharding and deltas
+    config.architectures = [plain_class(model).__name__]
     config.dtype = dtype or next((t.dtype for t in model.parameters() if t.is_floating_point()), None)
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and model.can_generate(): model.generation_config.save_pretrained(folder)
@@ -471,7 +477,10 @@ def export_hf(
     tokenizer=None,                  # saved beside them
     max_shard:int|str="5GB",         # bytes in one file
 )->Path:                             # the folder, which `transformers` and `load` open
-    "Write Hugging Face safetensors files; one whole tensor at a time is in memory."
+    "Write Hugging Face safetensors files, if transformers could read them; one whole tensor at a time is in memory."
+    if Path(dir).suffix == ".gguf":
+        raise ValueError(f"dir={str(dir)!r}: export_hf writes a folder of safetensors files, no GGUF; give a folder's name")
+    _check_hf(model)
     if any(getattr(m, "_bmlab_delta", False) for m in model.modules()):
         _log.warning("the model carries a delta, which transformers will leave out when it reads %s: merge it before, or save it by its own save()", dir)
     folder = _first_rank(lambda: _hidden(Path(dir).absolute()))
@@ -489,6 +498,7 @@ def _hidden(dir):
 def _move_in(folder, dir):
     "The written files under their final name, at once if there was no such folder, else one by one"
     if not dir.exists() or not any(dir.iterdir()): os.replace(folder, dir); return
-    for old in [*dir.glob("model*.safetensors"), *dir.glob("model.safetensors.index.json")]: old.unlink()
+    for kind in ("model*.safetensors", "model.safetensors.index.json", "cooked.*"):
+        for old in [*dir.glob(kind)]: old.unlink()
     for new in sorted(folder.iterdir(), key=lambda p: p.suffix == ".json"): os.replace(new, dir / new.name)
     folder.rmdir()

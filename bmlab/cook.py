@@ -23,6 +23,7 @@ from .cooked import Calibration, bytes_on_disk, divergence, load_cooked, peak_by
 from .cooked import _batches, _check_measured, _distance, _quality, _speed
 from .cookplots import pareto, plot_experts, plot_gates, plot_mask, plot_weights
 from .core import changed, count, did_you_mean, parts, resolve, table, tensor_key, unwrap
+from .exchange import mark_foreign
 from .train import model_loss
 
 # %% ../nbs/20_cook.ipynb #cb8cdfba
@@ -480,6 +481,7 @@ class Cook(_Detachable):
             for m in self.methods: m.finish(small)
         if left := _weight_slots(small): raise RuntimeError(f"export left {len(left)} weights parametrized, by {sorted({type(p).__name__ for on in left.values() for p in on})}")
         _forget_ties(small); _retie(small, ties)
+        mark_foreign(small)
         return small.eval()
 
     def report(self,

@@ -25,6 +25,7 @@ from transformers.initialization import no_init_weights
 
 from .card import write_card
 from .core import count, parts, table, tensor_key, unwrap
+from .exchange import mark_foreign
 from .generate import decode_speed
 from .kernels import pack_linears
 from .models import model_class
@@ -306,15 +307,25 @@ def _described(model, state):
     if built is not None: shapes, attributes, absent, shared = _unlike(model, built)
     else: shapes, attributes, absent, shared = ({n: s for n, m in parts(model) if (s := _shapes(m)) and n not in own},
                                         {n: s for n, m in parts(model) if (s := _sizes(m)) and n not in own | packed}, [], {})
-    return {"format": 2, "class": type(model).__name__, "shapes": shapes, "attributes": attributes, "absent": absent, "shared": shared,
+    return {"format": 3, "class": type(model).__name__, "shapes": shapes, "attributes": attributes, "absent": absent, "shared": shared,
             "layers": {n: [_path(m), m.cooked_state()] for n, m in own.items()}, "packed": {n: getattr(m, "group_size", None) for n, m in packed.items()},     # None: int8
             "activations": {n: a for n, m in packed.items() if (a := getattr(m, "activations", None))},
             "out_dtype": {n: str(m.out_dtype)[6:] for n, m in packed.items() if hasattr(m, "out_dtype")}, "tied": _tied(state)}   # what a packed embedding puts out
 
 # %% ../nbs/19_cooked.ipynb #3561cb38
+_WEIGHTS = "cooked.safetensors"                                     # (to format 2 model.safetensors, which others opened)
+
+def _weights_file(dir, info): return dir / (_WEIGHTS if info.get("format", 0) >= 3 else "model.safetensors")
+
+def _keep_out(dir):
+    "Let from_pretrained find no weights in a cooked folder, and say whose they are"
+    said = json.loads((dir / "config.json").read_text(encoding="utf-8"))
+    said["transformers_weights"] = f"{_WEIGHTS} of bmlab's save_cooked: open this folder with load_cooked(folder)"
+    (dir / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
 def save_cooked(
     model:nn.Module,     # with packed or other layers, or without
-    dir:str|os.PathLike, # folder, made if missing
+    dir:str|os.PathLike, # folder, made if missing; for `load_cooked`, while transformers' from_pretrained refuses it
     tok=None,            # its tokenizer, saved beside it
 )->Path:                 # the folder
     "Write a compressed model: safetensors, its configuration, and what that does not say."
@@ -324,13 +335,16 @@ def save_cooked(
     text = json.dumps(info, indent=1) + "\n"
     dir.mkdir(parents=True, exist_ok=True)
     (dir / "cooked.json").unlink(missing_ok=True)                   # written last: a folder without it is unfinished
-    save_file({k: t.contiguous() for k, t in state.items() if k not in info["tied"]}, dir / "model.safetensors.part", metadata={"format": "pt"})
-    os.replace(dir / "model.safetensors.part", dir / "model.safetensors")
+    tensors = {k: t.contiguous() for k, t in state.items() if k not in info["tied"]}
+    save_file(tensors, dir / f"{_WEIGHTS}.part", metadata={"format": "pt"})
+    os.replace(dir / f"{_WEIGHTS}.part", dir / _WEIGHTS)
+    (dir / "model.safetensors").unlink(missing_ok=True)             # of another model, or of an older file of this one
     if (config := getattr(model, "config", None)) is not None:
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__]
     for part in (config, getattr(model, "generation_config", None), tok):
         if part is not None: part.save_pretrained(dir)
+    if config is not None: _keep_out(dir)
     write_card(model, dir, change="compressed")                          # if it carries one
     (dir / "cooked.json").write_text(text, encoding="utf-8")
     return dir
@@ -340,6 +354,7 @@ def _skeleton(dir, name):
     "The named class made from the folder's configuration: parameters on meta, other buffers computed"
     cls = model_class([name])
     config = cls.config_class.from_pretrained(dir)
+    config.__dict__.pop("transformers_weights", None)               # speaks of the folder, not of the model
     with no_init_weights(): model = cls._from_config(config)
     for m in model.modules():                                       # each its own: what is tied stands in the file
         for k, p in m._parameters.items():
@@ -396,27 +411,29 @@ def load_cooked(
     if not (dir / "cooked.json").is_file(): raise FileNotFoundError(f"{dir} holds no cooked.json; is it the folder of save_cooked, and was that finished?")
     try: info = json.loads((dir / "cooked.json").read_text(encoding="utf-8"))
     except ValueError as e: raise OSError(f"{dir / 'cooked.json'} cannot be read ({e}); was it cut off? Save the model again") from e
-    try: state = load_file(dir / "model.safetensors", device=str(device))
-    except Exception as e: raise OSError(f"{dir / 'model.safetensors'} cannot be read ({e}); was it cut off? Save the model again") from e
+    file = _weights_file(dir, info)
+    try: state = load_file(file, device=str(device))
+    except Exception as e: raise OSError(f"{file} cannot be read ({e}); was it cut off? Save the model again") from e
     state = {k: t if t.data_ptr() % 16 == 0 else t.clone() for k, t in state.items()}     # a file lays them anywhere, and fast kernels read words of 16 bytes
     model = _skeleton(dir, info["class"]) if skeleton is None else skeleton
     _reshape(model, info, layers)
     state |= {k: state[first] for k, first in info["tied"].items()}
     try: model.load_state_dict(state, strict=True, assign=True)
-    except RuntimeError as e: raise ValueError(f"{dir / 'model.safetensors'} does not fit {'the skeleton' if skeleton is not None else 'its configuration and cooked.json'}: {e}") from None
+    except RuntimeError as e: raise ValueError(f"{file} does not fit {'the skeleton' if skeleton is not None else 'its configuration and cooked.json'}: {e}") from None
     for k, first in info["tied"].items():                           # what was one object is one again
         (owner, _, name), (other, _, _) = k.rpartition("."), first.rpartition(".")
         m = model.get_submodule(owner)
         if name in m._parameters: m._parameters[name] = model.get_parameter(first)
         elif name == "codes" and m is not model.get_submodule(other): m._share(model.get_submodule(other))
     if (dir / "generation_config.json").is_file(): model.generation_config = GenerationConfig.from_pretrained(dir)
+    mark_foreign(model)
     return model.to(device).eval()
 
 def bytes_on_disk(
     model:nn.Module, # packed or not
 )->int:              # bytes of the weights file that save_cooked writes
     "Size of the model's file, measured by writing it."
-    with tempfile.TemporaryDirectory() as t: return (save_cooked(model, t) / "model.safetensors").stat().st_size
+    with tempfile.TemporaryDirectory() as t: return (save_cooked(model, t) / _WEIGHTS).stat().st_size
 
 # %% ../nbs/19_cooked.ipynb #0a5a4cbe
 class _Storages(TorchDispatchMode):

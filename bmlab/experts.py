@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .exchange import Foreign
 from .packing import GROUPS, Packed, dequantize_groups, dequantize_rows, group_for, packed_linear, packed_linear4, quantize_groups, quantize_rows
 
 # %% ../nbs/04c_experts.ipynb #d6450be0
-class PackedStack(Packed):
+class PackedStack(Foreign, Packed):
     "The matrices of E experts as codes: int8 with a float32 scale per row, or int4 with float16 scales and zero points per group."
     def __init__(
         self,
@@ -129,6 +130,13 @@ class _Chosen:
             y = torch.cat([self._expert(r, pick(up, e), pick(down, e), *biases(e)) for e, r in enumerate(rows) if len(r)] or [x[:0]])[order.argsort()]
         y = (y * weight.reshape(-1, 1)).view(len(x), k, x.shape[1]).sum(1)                                     # (T, D)
         return y.to(hidden_states.dtype).view(hidden_states.shape)
+
+    def _in_float(self, dtype, made):
+        for name in (_up_name(self), "down_proj"):
+            w = self._modules.pop(name).dequantize(dtype)                                             # (E, N, K)
+            self.register_parameter(name, nn.Parameter(w.transpose(1, 2).contiguous() if self.is_transposed else w))
+        self.__class__ = self._base
+        return self
 
     def __reduce_ex__(self, protocol): return _rebuild, (self._base,), self.__dict__   # the class is made again where the module is loaded
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .core import changed, parts, resolve, roles, tensor_key
+from .exchange import Foreign, float_layer, lets_grads_in, mark_foreign
 from .experts import experts_refusal, pack_experts
 from .packing import (GROUPS, Packed, arrange_groups, arranged_linear4, arranged_takes, dequantize_groups, dequantize_rows, group_for,
                            packed_linear, packed_linear4, quantize_groups, quantize_rows, quantize_tokens)
@@ -26,9 +27,9 @@ _all_ = ["arrange_groups", "arranged_linear4", "dequantize_groups", "dequantize_
          "quantize_groups", "quantize_rows", "quantize_tokens"]
 
 # %% ../nbs/05_kernels.ipynb #9187bd09
-class _PackedRows(Packed):
+class _PackedRows(Foreign, Packed):
     "Codes and scales of a matrix (N, K), never cast, possibly shared with other layers"
-    _stored = "codes", "scale"
+    _stored, _in_float = ("codes", "scale"), float_layer
     def __init__(self, rows, columns, device=None):
         super().__init__()
         self._buffers_for(rows, columns, device)
@@ -114,7 +115,7 @@ def _skeleton(cls, module, **options):
         new = cls(K, N, bias=False, device="meta", **options)
         new.bias = module.bias
     new._forward_hooks = module._forward_hooks                                     # see `_refusal`; the same dict, in which their handles find them
-    return new.train(module.training)
+    return new.instead_of(module).train(module.training)
 
 # %% ../nbs/05_kernels.ipynb #5e3223e6
 class _GroupedLinear(_PackedRows):
@@ -248,8 +249,6 @@ def _mark(module):
     if hasattr(module, "_deltas"): return "carries a delta; merge or detach it first, and attach it again to the packed model"
     if parametrize.is_parametrized(module): return "is parametrized; export it first, so that its weight is a plain tensor"
 
-def _lets_grads_in(hook): return getattr(hook, "__name__", "") == "make_inputs_require_grads"      # that of transformers' gradient checkpointing, which stays when that ends
-
 def _refusal(module):
     "Why a module cannot be packed, or None"
     if mark := _mark(module): return mark
@@ -258,7 +257,7 @@ def _refusal(module):
     if getattr(module, "max_norm", None) is not None: return "renormalizes its rows (max_norm); leave it out with exclude="
     if "forward" in module.__dict__: return "has a patched forward (accelerate's hooks do that), which would be lost; pack before dispatching"
     if not module.weight.is_meta and not module.weight.isfinite().all(): return "has infinite or undefined weights"
-    if module._forward_pre_hooks or any(not _lets_grads_in(h) for h in module._forward_hooks.values()): return "has forward hooks, which would be lost; remove them, and register them again on the packed model"
+    if module._forward_pre_hooks or any(not lets_grads_in(h) for h in module._forward_hooks.values()): return "has forward hooks, which would be lost; remove them, and register them again on the packed model"
 
 # %% ../nbs/05_kernels.ipynb #a7d7c067
 def _is_matrix(module):
@@ -350,6 +349,7 @@ def pack_linears(
             if bits == 4 and cls is Int8Linear and all(_kind(other) is Int8Linear for _, other in shared): coarse.append(name)
             for parent, child in places[id(m)]: parent._modules[child] = new
     _warn(coarse, f"int8, no group of 32 or more dividing their columns")
+    mark_foreign(model)
     changed(model)
     return model
 

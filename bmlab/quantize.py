@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from .cook import chain, stored
 from .cooked import Calibration, replace_child
 from .core import changed, parts, roles, tensor_key
+from .exchange import mark_foreign
 from .experts import _up_name, experts_refusal
 from .kernels import Int8Linear, group_for, pack_linears, packable
 from .kernels import _GroupedLinear, _is_conv1d, _is_experts, _refusal, _rows, _skeleton
@@ -236,7 +237,7 @@ class Int8GroupLinear(_GroupedLinear):
     @classmethod
     def from_cooked(cls, old, state):
         "The empty layer that `cooked_state` described, on the meta device."
-        return cls(**state, device="meta")
+        return cls(**state, device="meta").instead_of(old)
 
 # %% ../nbs/21_quantize.ipynb #2ab5573f
 @dataclass
@@ -559,6 +560,7 @@ def pack_by(
     if activations:                                                               # a head's inputs stay as they are, wherever rounding them costs most and saves least
         for n, role in roles(model).items():
             if role == "head" and isinstance(m := model.get_submodule(n), Int8Linear): m.activations = None
+    mark_foreign(model)
     changed(model)
 
 def _pack_groups(model, names, how, group_size):

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from .cook import _as_it_is
 from .cooked import replace_child
 from .core import did_you_mean, parts, roles, table, unwrap
+from .exchange import mark_foreign
 from .kernels import _is_conv1d
 
 # %% ../nbs/22_slicing.ipynb #c47418e1
@@ -434,10 +435,12 @@ def slice_model(
     "Cut units out of a model for good; it computes what it would with them masked."
     root, found = unwrap(model), structure(model)
     index, restore = _indices(keep, found, root), _as_it_is(root)
-    try: return _slice(root, found, index)
+    try: names = _slice(root, found, index)
     except BaseException:
         restore()
         raise
+    mark_foreign(root)                                                # as long as an `Absent` is in it
+    return names
 
 def _slice(root, found, index):
     modules, scissors, attention, ffn = dict(parts(root)), _Scissors(), found.attention(), found.ffn()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .cook import Calibration, Foresees, Method, bake, chain, foresee, parametrize_weight, replace_child, stored, unparametrize
 from .core import changed, did_you_mean, parts, resolve, roles, tensor_key
+from .exchange import Foreign, float_layer, mark_foreign
 from .kernels import Int8Linear, _kind, _rows
 from .packing import packed_linear
 from .quantize import _check_damping
@@ -183,8 +184,9 @@ class _Forms(nn.Module):
         return self
 
 # %% ../nbs/22b_sparse24.ipynb #12983211
-class _Stored(_Forms):
+class _Stored(Foreign, _Forms):
     "What leaves the process is packed"
+    _in_float = float_layer
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.form != "packed":
@@ -215,12 +217,13 @@ class _Stored(_Forms):
         super().__setstate__(state)
         self.arrange(self.wanted)
 
-# %% ../nbs/22b_sparse24.ipynb #164d3c24
+# %% ../nbs/22b_sparse24.ipynb #3bbb6473
 def _weight24(module):
     "The matrix (N, K) of a layer that `Sparse24Linear` can take the place of, int8 codes of a quantized one, else None"
     if type(module) is Int8Linear: return module.codes
     return _rows(module).detach() if _kind(module) is Int8Linear else None                                # (not one that carries a delta)
 
+# %% ../nbs/22b_sparse24.ipynb #164d3c24
 class Sparse24Linear(_Stored):
     "A linear layer with two of every four weights, as floats or as int8 codes with a float32 scale per output; the weight is frozen."
     def __init__(
@@ -251,7 +254,7 @@ class Sparse24Linear(_Stored):
         new = cls(w.shape[1], len(w), False, 8 if w.dtype == torch.int8 else None, getattr(layer, "activations", None), "meta", w.dtype)
         new.bias, new.scale = layer.bias, getattr(layer, "scale", None)
         new.values, new.indices = compress24(w)
-        return new.train(layer.training).arrange()
+        return new.instead_of(layer).train(layer.training).arrange()
 
     def dequantize(self, dtype=None):
         "The float weight (N, K) with its zeros"
@@ -270,7 +273,8 @@ class Sparse24Linear(_Stored):
                 "activations": self.activations, "dtype": str(self.weight.dtype)[6:] if self.scale is None else "float32"}
 
     @classmethod
-    def from_cooked(cls, old, state): return cls(**state | {"dtype": getattr(torch, state["dtype"]), "device": "meta"})
+    def from_cooked(cls, old, state):
+        return cls(**state | {"dtype": getattr(torch, state["dtype"]), "device": "meta"}).instead_of(old)
 
     def extra_repr(self):
         kind = "" if self.scale is None else ", int8"
@@ -288,6 +292,7 @@ def _pack(model, layers, strict=False):
         if strict and reason: raise ValueError(f"{n} cannot be packed 2:4: its weight {reason}")
     fit = [m for n, m in layers.items() if not reasons[n]]
     for m in dict.fromkeys(fit): replace_child(model, m, Sparse24Linear.from_dense(m))                    # (a module may hang at two names)
+    mark_foreign(model)
     changed(model)
     return len(fit)
 
@@ -323,6 +328,7 @@ def unpack24(
         new = nn.Linear(m.in_features, m.out_features, bias=False, device="meta")
         new.weight, new.bias = nn.Parameter(m.dequantize().clone()), m.bias
         replace_child(model, m, new.train(m.training))
+    mark_foreign(model)
     changed(model)
     return model
 

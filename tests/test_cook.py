@@ -316,7 +316,7 @@ def test_odd_sizes_come_back_where_kernels_read_them(tmp_path):
 @pytest.mark.parametrize("cut", [0, 5, 300, -7])
 def test_truncated_files(cut, tmp_path):
     save_cooked(llama(), tmp_path)
-    file = tmp_path / "model.safetensors"
+    file = tmp_path / "cooked.safetensors"
     file.write_bytes(file.read_bytes()[:cut])
     with pytest.raises(OSError, match="cut off"): load_cooked(tmp_path)
     save_cooked(llama(), tmp_path)

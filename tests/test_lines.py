@@ -16,7 +16,7 @@ def test_readme_lines_run(tmp_path, monkeypatch, capsys):
     code = code.replace("steps=100", "steps=2").replace('pack_tokens(held, tok, 64)', 'pack_tokens(held[:20], tok, 64)')     # minutes → seconds
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
     assert "Paris" in capsys.readouterr().out
-    assert (tmp_path / "tuned/adapter_model.safetensors").is_file() and (tmp_path / "small/model.safetensors").is_file()
+    assert (tmp_path / "tuned/adapter_model.safetensors").is_file() and (tmp_path / "small/cooked.safetensors").is_file()
 
 
 def lines_with(word):
