@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .bee import Bee, BeeTokens, _special_ids, encode_bee, escape
+from .generate import bad_logits
 from .packed import best_fit
 
 # %% ../nbs/37a_answering.ipynb #889c507f
@@ -173,7 +174,9 @@ def _ask(model, tok, tasks, beside, max_new_tokens, min_new_tokens, only):
             for r, n in enumerate(state):
                 said = n < len(out[r]) and out[r][n]
                 may[r] = (torch.arange(may.shape[1], device=device) == special["/s"]) if said else ok[r]
-        best = result.logits[:, -1].masked_fill(~may, -torch.inf).argmax(-1).tolist()
+        top, best = result.logits[:, -1].masked_fill(~may, -torch.inf).max(-1)
+        best = best.masked_fill(top.isnan(), -1).tolist()
+        if any(on and t < 0 for on, t in zip(live, best)): raise bad_logits()
         for r, n in enumerate(state):
             if not live[r]: continue
             if best[r] != special["/s"]: out[r][n].append(best[r])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .decode import Decoder
-from .generate import prompt_ids
+from .generate import bad_logits, prompt_ids
 from .loop import RowText, _drawn, decode_tokens, end_ids, in_use, resident
 from .sampling import Sampler, row_options
 from .speculate import advance, _join_rows
@@ -94,7 +94,9 @@ class _Places:
 
     def _give(self, news):
         for r, ids in news.items():
-            h, self.last[r] = self.active[r], ids[-1]
+            h = self.active[r]
+            if min(ids) < 0: h._end("error", bad_logits()); self._leave(r); continue       # this one alone
+            self.last[r] = ids[-1]
             before = len(h.ids)
             over = h._take(ids)
             self.stats["new_tokens"] += len(h.ids) - before
@@ -173,7 +175,7 @@ class _Worker(_Queue):
             step = self.ahead or self._launch()
             drawn, self.ahead = step.ids(), None
             news = {r: [drawn[r]] for r in self.active}
-            going = all(h.left > 1 and drawn[r] not in h.stops for r, h in self.active.items()) and self.fed == max(self.active) + 1
+            going = all(h.left > 1 and drawn[r] not in h.stops and drawn[r] >= 0 for r, h in self.active.items()) and self.fed == max(self.active) + 1
             if self.runs_ahead and going and not self.waiting: self.ahead = self._launch()
         self.stats["steps"] += 1
         self._give(news)

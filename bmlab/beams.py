@@ -14,6 +14,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from .decode import Decoder
+from .generate import bad_logits
 from .loop import in_use
 
 # %% ../nbs/38d_beams.ipynb #83fa2153
@@ -105,6 +106,7 @@ def _together(d, prompts, todo, source, over, stats):
         rows, feed = list(range(beams * len(todo))), [0] * (beams * len(todo))
         for p, (s, values, places) in enumerate(zip(todo, best.values.tolist(), best.indices.tolist())):
             if not s.open: continue
+            if values[0] != values[0]: raise bad_logits(first[p])                                    # (nan counts as the greatest)
             of = s.step([(v, i // V, i % V) for v, i in zip(values, places) if i // V < len(s.running)])
             for b, beam in enumerate(of): rows[p * beams + b], feed[p * beams + b] = p * beams + beam, s.running[b].ids[-1]
         if not any(s.open for s in todo) or over(): return [s.found() for s in todo]
@@ -123,4 +125,5 @@ def _by_generate(model, prompt, s):
     cut = lambda row: row[:next((i + 1 for i, t in enumerate(row) if t in s.stops), len(row))]
     if s.beams == 1: scores = [model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)[0, :len(cut(whole[0]))].sum().item() / len(cut(whole[0])) ** s.length_penalty]
     else: scores = out.sequences_scores.tolist()
+    if any(v != v for v in scores): raise bad_logits()
     return [Beam(v, cut(row)) for v, row in zip(scores, whole)]

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import GenerationConfig, StoppingCriteria
 
 from .decode import Decoder, routing
-from .generate import TextPieces, prompt_ids
+from .generate import TextPieces, bad_logits, prompt_ids
 from .sampling import Sampler, Token
 from .speculate import advance, _join_rows
 
@@ -103,6 +103,7 @@ class _Loop:
             if self._stopped: return
             ids = [n[i] if i < len(n) and self.left[r] else None for r, n in enumerate(news)]
             for r, t in enumerate(ids):
+                if t is not None and t < 0: raise bad_logits(r)
                 if t is not None: self.last[r], self.left[r] = t, 0 if t in self.stops else self.left[r] - 1
             if any(t is not None for t in ids): yield ids
 
@@ -188,6 +189,7 @@ class _Chooses:
     def __init__(self, sampler, out): self.sampler, self.out = sampler, out
     def __call__(self, input_ids, scores):
         (id,) = _drawn(self.sampler, scores)
+        if id < 0: raise bad_logits()
         self.out.put(id)
         return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([id], device=scores.device), 0.0)
 

@@ -6,7 +6,7 @@
 __all__ = ['PLACES', 'Hyper', 'adamw_', 'place', 'AdamW']
 
 # %% ../nbs/11_offload.ipynb #832c7d42
-import contextlib, logging, os, sys, threading, time, weakref
+import contextlib, logging, math, os, sys, threading, time, weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .core import format_bytes, parse_bytes, unwrap
+from .optim import _magnitudes
 from .trace import find_blocks
 
 # %% ../nbs/11_offload.ipynb #9349d32c
@@ -43,9 +44,10 @@ def adamw_(
     exp_avg_sqs:list[Tensor], # v, changed in place
     step:int,                 # t ≥ 1, this step's number
     hyper:Hyper,              # learning rate and the rest
+    found:Tensor|None=None,   # () float32 beside the tensors: where it is 1 nothing is changed
 ):
     "One fused AdamW step, in place (Loshchilov & Hutter 2019, algorithm 2)."
-    numbers = hyper.numbers(step, params[0].device)
+    numbers = hyper.numbers(step, params[0].device) | {"found_inf": found}
     torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], [numbers.pop("step")] * len(params), **numbers)
 
 # %% ../nbs/11_offload.ipynb #6fdfe7d2
@@ -94,6 +96,8 @@ class _Unit:
         self.given, self.runs, self.hyper = [], [], None # this step's gradients [(piece, flat gradient)]; [(start, stop, step number)]; the numbers
         self.ready = self.event = self.back = None       # CUDA events: gradients there; weights written; state back on the host
         self.done, self.error, self.pending, self.missing = threading.Event(), None, False, 0
+        self.sizes = self.found = self.stop = None       # of gradients that are used as they arrive: (k,) finite where each is; () 1 where one is not, beside them and on the host
+        self.held, self.looked = [], False               # their pieces; has nobody asked yet what came out?
         self.writes, self.seen = None, {}                # {parameter: how often the optimizer wrote it}, shared; {parameter: how often others had}
 
     def take(self, steps):
@@ -107,6 +111,15 @@ class _Unit:
             step = steps[p] + 1
             if self.runs and self.runs[-1][1:] == (at, step): self.runs[-1] = (self.runs[-1][0], at + n, step)
             else: self.runs.append((at, at + n, step))
+
+    def look(self):
+        "Are this step's gradients finite? The answer stays on the device; where they are not, the update changes nothing"
+        self.sizes = _magnitudes([grad for _, grad in self.given])
+        self.held = [piece for piece, _ in self.given]
+        self.found, self.looked = (self.sizes - self.sizes).sum().ne(0).float(), True
+    def bad(self):
+        "Parameters whose gradients were not; the host waits"
+        return [piece[0] for piece, size in zip(self.held, self.sizes.tolist()) if not math.isfinite(size)] if self.sizes is not None else []
 
     def refresh(self):
         "Masters of weights that others wrote (a loaded file, a clamp): the weight, where it is not the master's rounding"
@@ -130,6 +143,7 @@ class _Unit:
             if pieces: torch._foreach_copy_([_local(p)[start:start + n] for p, start, n, _ in pieces], [flat[at:at + n] for _, _, n, at in pieces], non_blocking=True)
             for p, *_ in pieces: self.writes[p] += 1
 
+# %% ../nbs/11_offload.ipynb #21b49a7d
 def _units(rows, limit):
     "Rows (group, parameter, place, block) in forward order → units; those of one place follow one another in its slab"
     units, last = [], {}
@@ -207,7 +221,7 @@ def _cpu_unit(unit, streams, scratch, chunk):
     steps, at = [step for start, stop, step in unit.runs for _ in range(start, stop, chunk)], None
     if unit.ready is not None: unit.ready.synchronize()
     for step, (short, g, ps, gs, ms, vs, weight) in zip(steps, unit.chunks[1]):
-        if step != at: numbers, at = unit.hyper.numbers(step, "cpu"), step; count = [numbers.pop("step")]
+        if step != at: numbers, at = unit.hyper.numbers(step, "cpu") | {"found_inf": unit.stop}, step; count = [numbers.pop("step")]
         if g is not short and g.dtype != short.dtype: g.copy_(short)
         torch._fused_adamw_(ps, gs, ms, vs, [], count, **numbers)
         weight.copy_(ps[0])
@@ -225,11 +239,12 @@ def _link_unit(unit, streams, slot):
         arrived = streams.mark()
     with streams.on("update", arrived, unit.ready):
         unit.gather(flat)
-        for a, b, step in unit.runs: adamw_([buffers[0][a:b]], [flat[a:b]], [buffers[1][a:b]], [buffers[2][a:b]], step, unit.hyper)
+        for a, b, step in unit.runs: adamw_([buffers[0][a:b]], [flat[a:b]], [buffers[1][a:b]], [buffers[2][a:b]], step, unit.hyper, unit.found)
         unit.scatter(buffers[0])
         unit.event = streams.mark(blocking=True)
     with streams.on("link_out", unit.event):
         for buffer, t in zip(buffers, unit.state): t.copy_(buffer, non_blocking=True)
+        if unit.found is not None: unit.stop.copy_(unit.found, non_blocking=True)
         unit.back = slot["free"] = streams.mark(blocking=True)
 
 # %% ../nbs/11_offload.ipynb #95d62f20
@@ -268,20 +283,24 @@ class _Lanes:
         for t in self.threads: t.start()
         ready.wait(); torch.set_num_threads(before)                    # (set_num_threads is per thread, but its last value is what new threads get)
 
-    def submit(self, unit, steps, hyper):
-        "Take a unit's gradients and queue it; the call returns at once"
+    def submit(self, unit, steps, hyper, look=False):
+        "Take a unit's gradients, look at them if they have not been looked at, and queue it; the call returns at once"
         self.wait(unit)
-        unit.take(steps); unit.hyper = hyper
+        unit.take(steps); unit.hyper, unit.found, unit.stop = hyper, None, None
+        unit.sizes, unit.looked = None, False
         if not unit.given: return
+        if look: unit.look(); unit.stop = unit.found if not self.streams.cuda else torch.empty((), pin_memory=True)
         ready = self.streams.mark()
         if unit.place == "cpu":
             with self.streams.on("d2h", ready):
                 unit.gather(unit.grads)
+                if look: unit.stop.copy_(unit.found, non_blocking=True)
                 unit.ready = self.streams.mark(blocking=True)
         else: unit.ready = ready
         if self.streams.cuda:                                          # the allocator keeps the gradients until the side streams have read them
             side = self.streams.streams["d2h" if unit.place == "cpu" else "update"]
             for _, grad in unit.given: grad.record_stream(side)
+            if look: unit.found.record_stream(side)
         if unit.place == "cpu": unit.given = [(piece, None) for piece, _ in unit.given]
         unit.error, unit.pending = None, True
         unit.done.clear()
@@ -343,7 +362,7 @@ class _Settings(torch.optim.Optimizer):
         *,
         offload:float|str|None=None,    # share of the state on the host, 0…1; "auto": what a first step leaves no room for; None: 0
         master:str|None="fp32",         # "fp32": 16-bit weights have fp32 masters; None: the stored weights are updated
-        overlap:str="forward",          # "forward": updates run under the next forward; "backward": from the first gradient on, no clipping
+        overlap:str="forward",          # "forward": updates run under the next forward; "backward": from the first gradient on, no clipping, and a bad step is half made
         link:float|str="auto",          # share of the host's part that the GPU updates over the link
         memory_limit:int|str|None=None, # of the GPU, for "auto"; None: all of it
         workers:int|None=None,          # threads of lane "cpu", which share this rank's cores; None: 2, or 1 on few cores
@@ -575,6 +594,7 @@ class _Running(_Placed):
         "Start one update; a forward, `flush`, or reading the model's state waits for what it needs."
         with torch.enable_grad(): loss = closure() if closure is not None else None
         self._build()
+        if self.device.type != "cuda": self._ask(self._early)         # (there the host would wait: it asks a step later, or in flush)
         hypers, early = self._hypers(), set(self._early)
         if early and self._numbers != hypers: raise RuntimeError("lr or another number changed between backward and step, but overlap='backward' has used the old one")
         given = [p for p in self._steps if p.grad is not None or early.intersection(self._units_of.get(p, ()))]
@@ -599,9 +619,22 @@ class _Running(_Placed):
             u.missing -= 1
             if u.missing < 0: raise RuntimeError("a gradient arrived twice in a step, but overlap='backward' has used the first; call backward through OptimManager(final=False) on all but the last micro-batch, or use overlap='forward'")
             if u.missing: continue
-            self.lanes.submit(u, self._steps, self._numbers[u.group]); self._early.append(u)
+            self._ask([u])
+            self.lanes.submit(u, self._steps, self._numbers[u.group], look=True); self._early.append(u)
             for q in dict.fromkeys(piece[0] for piece in u.pieces):
                 if all(v.missing == 0 for v in self._units_of[q]): q.grad = None
+
+    def _ask(self, units, wait=False):
+        "Raise where gradients were used as they arrived and were not finite: once, and without making the host wait"
+        for u in units:
+            event = u.ready if u.place == "cpu" else u.back                # when it has happened, the host of a GPU has the answer
+            if not u.looked or not (wait or self.device.type != "cuda" or u.done.is_set() and event.query()): continue
+            u.looked = False
+            if not u.stop.item(): continue
+            names = {p: n for n, p in self.model.named_parameters()} if self.model is not None else {}
+            of = ", ".join(dict.fromkeys(names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in u.bad()))
+            raise FloatingPointError(f"overlap='backward': the gradient of {of} is not finite. Its block was left as it was, but others of the step "
+                                     "are updated: load a checkpoint. With overlap='forward' a step can be left out")
 
 # %% ../nbs/11_offload.ipynb #d99dcab2
 class _Told(_Running):
@@ -618,17 +651,28 @@ class _Told(_Running):
         for u in self._host:
             self.lanes.wait(u, host=True)
             if u.back is not None: u.back.synchronize()
+        self._ask(self._host, wait=True)
 
     @property
     def begun(self)->bool: # never with overlap="forward"
         "Have gradients been used before `step`?"
         return bool(self._early)
 
+    @property
+    def arrived(self)->Tensor: # (n,) on the device, finite where all of a gradient is; for the host to read with what it reads anyway
+        "What the gradients that were used before `step` are like."
+        return torch.cat([u.sizes for u in self._early if u.sizes is not None])
+
+    def spoilt(self)->list: # of parameters, as they came; the host waits
+        "Of the gradients that were used before `step`, those that were not finite: their blocks are as they were."
+        return list(dict.fromkeys(p for u in self._early for p in u.bad()))
+
     def _restart(self):
         "Await all gradients anew; those used already count as a step of their parameters"
         if self._early: _log.warning("overlap='backward' has used some gradients of a step that was given up: its update is half made")
         for p in {piece[0] for u in self._early for piece in u.pieces}: self._steps[p] += 1; self.state[p]["step"].fill_(self._steps[p])
         for u in self._host: u.missing = len({id(piece[0]) for piece in u.pieces})
+        for u in self._early: u.looked = False                          # (who gives a step up knows)
         self._early, self._numbers = [], None
 
     def discard(self):

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
+from .generate import bad_logits
+
 # %% ../nbs/39d_tasks.ipynb #0c052346
 def blank_parts(
     text:str,         # with at least one blank
@@ -124,7 +126,9 @@ def fill_masks(
     enc = {k: v.to(model.device) for k, v in mask_input(tok, parts, max_ctx).items()}
     logits = model(**enc).logits[0, enc["input_ids"][0] == tok.mask_token_id].float()
     logits[:, tok.all_special_ids] = -torch.inf
-    return [tok.decode([i]).strip() for i in logits.argmax(-1).tolist()]
+    best = logits.max(-1)
+    if best.values.isnan().any(): raise bad_logits()                     # (nan counts as the greatest)
+    return [tok.decode([i]).strip() for i in best.indices.tolist()]
 
 # %% ../nbs/39d_tasks.ipynb #49872c55
 def open_fields(
@@ -201,4 +205,5 @@ def option_scores(
         if model.config.is_encoder_decoder: logits = model(input_ids=torch.tensor([prompt], device=model.device), labels=torch.tensor([option], device=model.device)).logits[0].float()
         else: logits = model(input_ids=torch.tensor([prompt + option], device=model.device)).logits[0, len(prompt) - 1:-1].float()
         scores.append(logits.log_softmax(-1).gather(1, torch.tensor(option, device=logits.device)[:, None]).mean().item())
+        if scores[-1] != scores[-1]: raise bad_logits()
     return scores

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
-from .checkpoint import latest, load_weights, save
+from .checkpoint import NotFinite, _first_of_ranks, _first_rank, _newest_first, _spoilt, _tensors, latest, load_weights, save
 from .core import figure, parts, unwrap
 from .optim import OptimManager
 from .plan import training_cost
@@ -109,7 +109,7 @@ def evaluate(
 
 # %% ../nbs/10_train.ipynb #5dd19cb8
 class Diverged(FloatingPointError):
-    "The loss or the gradient was not finite; `log` holds what was logged until then. The step was not taken, or the message says that an optimizer had begun it."
+    "The loss, the gradient or a weight was not finite; `log` holds what was logged until then. The step was not taken, or the message says that an optimizer had begun it."
     def __init__(self, message, log): super().__init__(message); self.log = log
 
 def _leaves(x):
@@ -263,73 +263,100 @@ def _gradients(model, batches, om, loss, device):
         if share: total = total + value.detach() * share
     return total
 
-def _read(value, norm, tokens, replicas):
-    "(mean loss over ranks, tokens of all ranks, gradient norm) as numbers: the one moment of a step at which the host waits"
-    stats = torch.stack([value.double().reshape(()), value.new_tensor(tokens, dtype=torch.float64)])
+def _read(value, norm, finite, tokens, replicas):
+    "(mean loss over ranks, tokens of all ranks, ranks with a gradient that is not finite, gradient norm) as numbers: the one moment of a step at which the host waits"
+    bad = value.new_zeros((), dtype=torch.float64) if finite is None else 1 - finite.to(value.device, torch.float64)
+    stats = torch.stack([value.double().reshape(()), value.new_tensor(tokens, dtype=torch.float64), bad])
     if dist.is_initialized() and world_size() > 1:
         dist.all_reduce(stats)
-        stats = stats / torch.tensor([world_size(), replicas], dtype=torch.float64, device=stats.device)
+        stats = stats / torch.tensor([world_size(), replicas, 1], dtype=torch.float64, device=stats.device)
     return torch.cat([stats, norm.detach().reshape(1).to(stats)] if norm is not None else [stats]).tolist() + ([] if norm is not None else [None])
 
-def _one_step(model, batches, om, loss, clip, rows, step, device):
+_IN_A_ROW = 100      # steps that a loss scale may skip one after the other: halved so often, no scale is left
+
+def _one_step(keeper, batches, loss, clip, rows, step):
     "One optimizer step; the numbers of its row"
+    model, om, device = keeper.model, keeper.om, keeper.device
     before = _random_state(device)
     value = _gradients(model, batches, om, loss, device)
     norm = om.clip_grad_norm(clip) if clip is not None else None
-    mean, tokens, norm = _read(value, norm, sum(map(_tokens, batches)), _replicas(model))
-    if not math.isfinite(mean): raise Diverged(_why_loss(model, batches, om, loss, step, mean, before, device), pd.DataFrame(rows))
-    if norm is not None and not math.isfinite(norm) and not om.loss_scale_enabled:
-        raise Diverged(_why_gradient(model, batches, om, loss, step, mean, before, device), pd.DataFrame(rows))
+    finite = om.gradients_finite() if norm is None and not om.loss_scale_enabled else None            # (a loss scale looks in om.step)
+    mean, tokens, bad, norm = _read(value, norm, finite, sum(map(_tokens, batches)), _replicas(model))
+    if not math.isfinite(mean): raise Diverged(_why_loss(keeper, batches, loss, step, mean, before), pd.DataFrame(rows))
+    if bad or norm is not None and not math.isfinite(norm) and not om.loss_scale_enabled:
+        raise Diverged(_why_gradient(keeper, batches, loss, step, mean, before if clip is not None else None), pd.DataFrame(rows))
     row = {"loss": mean} | ({"grad_norm": norm} if clip is not None else {}) | {"lr": float(om.optimizers[0].param_groups[0]["lr"])}
     if om.loss_scale_enabled: row["loss_scale"] = om.loss_scale
-    om.step(); om.zero_grad()
+    if not om.step() and om.skipped >= _IN_A_ROW:
+        raise Diverged(f"no step was taken since step {step - om.skipped}: the gradients are not finite at any loss scale, now {om.loss_scale:g}, "
+                       "though the loss is; lower the learning rate, or train in bfloat16", pd.DataFrame(rows))
+    om.zero_grad()
     return row | {"tokens": tokens}
 
 # %% ../nbs/10_train.ipynb #fbaf1c39
-def _why_loss(model, batches, om, loss, step, value, before, device):
+def _begun(om): return _first_of_ranks("begun" if any(getattr(o, "begun", False) for o in om.optimizers) else None)
+
+def _why_loss(keeper, batches, loss, step, value, before):
     "The message for a loss that is not finite, with the first bad tensor of any rank; not if its gradients are in the weights by now"
-    if _first_of_ranks("begun" if any(getattr(o, "begun", False) for o in om.optimizers) else None):
-        return (f"the loss of step {step} is {value}, and an optimizer with overlap='backward' has used its gradients already: the weights are spoilt. "
-                "Load a checkpoint; with overlap='forward' no such step is taken, and this message names the tensor it begins with")
+    if _begun(keeper.om):
+        return (f"the loss of step {step} is {value}, and an optimizer with overlap='backward' has used those of its gradients that were finite: the step is "
+                f"half made. {keeper.advice()}. With overlap='forward' no such step is taken, and this message names the tensor it begins with")
     def look():
-        _set_random_state(before, device)
+        _set_random_state(before, keeper.device)
         for batch in batches:
             with contextlib.suppress(Exception):
-                if bad := first_bad(model, to_device(batch, device), loss): return bad
+                if bad := first_bad(keeper.model, to_device(batch, keeper.device), loss): return bad
     where = _first_of_ranks(look())
     begins = f"it begins with {where}" if where else "when the batch was run again it was finite"
-    return f"the loss of step {step} is {value}: {begins}; lower the learning rate or look at this batch (the step was not taken)"
+    spoilt = f"; the weights were spoilt before. {keeper.advice()}" if where and where.startswith("the weight ") else ""
+    return f"the loss of step {step} is {value}: {begins}; lower the learning rate or look at this batch (the step was not taken{spoilt})"
 
-def _why_gradient(model, batches, om, loss, step, value, before, device):
-    "The message for a gradient that is not finite. Clipping has spread it over all, so it is computed again; parameters nearest to the loss come last in the model"
-    _set_random_state(before, device); om.zero_grad()
-    _gradients(model, batches, om, loss, device)
-    bad = [n for n, p in model.named_parameters() if p.grad is not None and not all(t.isfinite().all() for t in _leaves(p.grad))]
-    where = _first_of_ranks(f"nearest to the loss, that of {bad[-1]}" if bad else None) or "not when the batch was run again"
-    return f"the gradient of step {step} is not finite ({where}), though its loss {value:.4g} is (the step was not taken)"
-
-def _first_of_ranks(found):
-    "The finding of the first rank that has one"
-    if not dist.is_initialized() or world_size() == 1: return found
-    dist.all_gather_object(every := [None] * world_size(), found)
-    return next((f"{f} on rank {r}" for r, f in enumerate(every) if f), None)
+def _why_gradient(keeper, batches, loss, step, value, before):
+    "The message for a gradient that is not finite. Clipping has spread it over all: then it is computed again, from the random state `before`; parameters nearest to the loss come last in the model"
+    model, om, begun = keeper.model, keeper.om, _begun(keeper.om)
+    if before is not None:
+        _set_random_state(before, keeper.device); om.zero_grad()
+        _gradients(model, batches, om, loss, keeper.device)
+    used = [p for o in om.optimizers if getattr(o, "begun", False) and hasattr(o, "spoilt") for p in o.spoilt()]
+    names = {p: n for n, p in model.named_parameters()}
+    bad = [names.get(p, "?") for p in used] + [n for p, n in reversed(names.items()) if p.grad is not None and not all(t.isfinite().all() for t in _leaves(p.grad))]
+    where = _first_of_ranks(f"nearest to the loss, that of {bad[0]}" if bad else None) or "not when the batch was run again"
+    then = f"an optimizer with overlap='backward' has used the others: the step is half made. {keeper.advice()}" if begun else "the step was not taken"
+    return f"the gradient of step {step} is not finite ({where}), though its loss {value:.4g} is ({then})"
 
 # %% ../nbs/10_train.ipynb #41d2df26
 class _Keeper:
     "Writes checkpoints of a run, and takes one up again"
     def __init__(self, model, om, feed, device, folder, every, keep, background):
         self.model, self.om, self.feed, self.device, self.folder, self.every, self.keep, self.background, self.job = model, om, feed, device, folder, every, keep, background, None
+        self.good = None                                                       # the checkpoint to go on from
     def write(self, step, rows):
         "A checkpoint of this step; the one before must be written"
         self.wait()
         extra = {"feed": self.feed.state(), "random": _random_state(self.device), "log": pd.DataFrame(rows).to_dict("list")}
-        self.job = save(self.model, self.folder, manager=self.om, step=step, extra=extra, blocking=not self.background, keep=self.keep)
+        try: self.job = save(self.model, self.folder, manager=self.om, step=step, extra=extra, blocking=not self.background, keep=self.keep)
+        except NotFinite as e: raise Diverged(f"after step {step} {str(e).partition(':')[0]}, and no checkpoint was written. {self.advice()}", pd.DataFrame(rows)) from e
     def wait(self):
-        if self.job is not None: self.job.wait()
+        if self.job is not None: self.good = self.job.wait()
+    def advice(self):
+        "From where to go on"
+        with contextlib.suppress(BaseException): self.wait()                   # (a save that failed leaves the one before)
+        if self.good is not None: return f"resume=True goes on from {self.good}"
+        return "There is no checkpoint to go on from: " + ("give save_to= and save_every=" if self.folder is None else f"{self.folder} holds none yet")
+    def _newest_good(self):
+        "Read the newest checkpoint whose weights and optimizer states are finite; each is read once, and then looked at"
+        lost = []
+        for path in _first_rank(lambda: _newest_first(self.folder)):
+            found = load_weights(self.model, path, manager=self.om)
+            if not (bad := _spoilt(self.model, _tensors(self.model, self.om.optimizers)[0])): break
+            lost.append(f"{path.name} ({bad} is not finite)")
+        else: raise ValueError(f"save_to={str(self.folder)!r}: no checkpoint there is fit to go on from: {', '.join(lost)}; begin anew in another folder")
+        if lost and rank() == 0: _log.warning("the run goes on from %s: newer ones are spoilt, %s", path, ", ".join(lost))
+        return found
     def take_up(self, steps):
         "(steps done, rows of the log)"
-        found = load_weights(self.model, self.folder, manager=self.om)
-        extra = found["extra"]
+        found = self._newest_good()
+        extra, self.good = found["extra"], found["path"]
         if "feed" not in extra: raise ValueError(f"save_to={str(self.folder)!r}: {found['path'].name} was not written by fit; read it by load_weights(model, …), and give fit a folder of its own")
         self.feed.go_to(extra["feed"])
         if found["step"] >= steps and rank() == 0:
@@ -359,7 +386,7 @@ def fit(
     accumulate:int=1,                         # batches in a step
     save_to:str|Path|None=None,               # folder of checkpoints, one after the last step
     save_every:int|None=None,                 # and one after every so many
-    resume:bool=False,                        # go on from the newest checkpoint in `save_to`, if there is one
+    resume:bool=False,                        # go on from the newest checkpoint in `save_to` whose numbers are finite, if there is one
     keep:int|None=2,                          # newest checkpoints to keep; None: all
     save_in_background:bool=False,            # go on while they are written, from a copy in host memory
     plan=None,                                # a TrainingPlan: logs energy, CO2 and, if it has a price, money
@@ -379,7 +406,7 @@ def fit(
         for step in range(done + 1, steps + 1):
             t, micro = time.perf_counter(), feed.take(accumulate)
             if len(micro) < accumulate: raise ValueError(f"batches ended after {step - 1} of {steps} steps; give a list or another iterable that can start again")
-            row = {"step": step} | _one_step(model, micro, om, loss, clip, rows, step, device)
+            row = {"step": step} | _one_step(keeper, micro, loss, clip, rows, step)
             now = time.perf_counter()
             row |= {"tokens_per_s": row.pop("tokens") / (now - t), "seconds": now - start, "memory": _memory(device)} | _cost(now - start, plan, price_per_gpu_hour)
             if held_out is not None: row["held_out"] = held() if step == steps or every and step % every == 0 else math.nan

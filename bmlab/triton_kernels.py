@@ -928,24 +928,27 @@ def rope_and_attend(
 def _greatest_kernel(x, best, index, V, row_stride, PIECES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     row, piece, v = tl.program_id(0), tl.program_id(1), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    top, at = tl.max(tl.load(x + row.to(tl.int64) * row_stride + v, mask=v < V, other=float("-inf")).to(tl.float32), 0, return_indices=True)
+    numbers = tl.load(x + row.to(tl.int64) * row_stride + v, mask=v < V, other=float("-inf")).to(tl.float32)
+    top, at = tl.max(numbers, 0, return_indices=True)
+    bad = tl.max((numbers != numbers).to(tl.int32), 0) > 0                                 # (what a maximum makes of it differs)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     tl.store(best + row * PIECES + piece, top)
-    tl.store(index + row * PIECES + piece, tl.minimum(piece * BLOCK + at, V - 1))
+    tl.store(index + row * PIECES + piece, tl.where(bad, -1, tl.minimum(piece * BLOCK + at, V - 1)))
 
 @triton.jit
 def _greatest_of_kernel(best, index, out, pieces, PIECES: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     row, piece = tl.program_id(0), tl.arange(0, PIECES)
     at = tl.minimum(tl.argmax(tl.load(best + row * PIECES + piece, mask=piece < pieces, other=float("-inf")), 0), pieces - 1)
+    least = tl.min(tl.load(index + row * PIECES + piece, mask=piece < pieces, other=0), 0)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
-    tl.store(out + row, tl.load(index + row * PIECES + at).to(tl.int64))
+    tl.store(out + row, tl.where(least < 0, -1, tl.load(index + row * PIECES + at)).to(tl.int64))
 
 # %% ../nbs/04_triton.ipynb #a26e7a02
 def argmax(
     x:Tensor,   # (…, V) float32, float16 or bfloat16
 )->Tensor:      # (…,) int64; of equal ones the first
-    "Place of each row's greatest number, by programs that share a row; without autograd. (Of a row with numbers that are none, some place.)"
+    "Place of each row's greatest number, by programs that share a row; -1 where one is nan; without autograd."
     _check_x(x)
     if not x.ndim or not x.shape[-1]: raise ValueError(f"x {tuple(x.shape)} has rows of no numbers")
     rows, V = x.reshape(-1, x.shape[-1]), x.shape[-1]

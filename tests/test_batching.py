@@ -1,4 +1,5 @@
 "Continuous batching: what each request says is what it says alone, whatever the others do"
+import copy
 import random
 import threading
 import time
@@ -163,3 +164,26 @@ def test_closing(model, tok):
     with Batcher(d, tok) as b:                                                                  # and again with the same decoder
         with pytest.raises(RuntimeError, match="busy"): Batcher(d, tok)
         assert "".join(b.submit("plain", 5)) == "".join(b.submit("plain", 5))
+
+
+@pytest.mark.parametrize("how", ["plain", "ahead", "lookup", "draft"])
+def test_logits_that_are_no_numbers_end_their_request_alone(how, model, tok):
+    "A token whose embedding is nan: who says it gets one error, at the first token or later, greedy or drawn; the others go on, and the row serves the next"
+    lost = copy.deepcopy(model)
+    draft = {"lookup": PromptLookup, "draft": lambda: DraftModel(model, 3)}.get(how, lambda: None)
+    d, bad = Decoder(lost, max_batch=3, max_ctx=96), tok("z")["input_ids"][0]
+    plain = dict(prompt="plain english", max_new_tokens=12, stop_ids=[])
+    want = alone(d, tok, **plain)
+    lost.model.embed_tokens.weight.data[bad] = torch.nan
+    with Batcher(d, tok, draft()) as b:
+        b.runs_ahead = how == "ahead"
+        for options in ({}, dict(temperature=0.9, seed=3), dict(temperature=0.8, top_p=0.9, top_k=40, seed=1, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=2)):
+            first, lives = b.submit("plz", 9, **options), b.submit(**plain)
+            with pytest.raises(FloatingPointError, match="logits are nan"): "".join(first)
+            assert first.finish == "error" and "".join(lives) == want, options
+        later = b.submit(**plain | dict(max_new_tokens=60))                                     # spoilt in the middle of a text
+        next(later); lost.lm_head.weight.data[bad] = torch.nan
+        with pytest.raises(FloatingPointError, match="logits are nan"): "".join(later)
+        lost.lm_head.weight.data[bad] = 0.; lost.model.embed_tokens.weight.data[bad] = 0.
+        assert "".join(b.submit(**plain))
+    assert not any(d.held)

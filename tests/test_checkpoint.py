@@ -325,6 +325,207 @@ def test_an_interrupted_wait_is_no_end(tmp_path, monkeypatch):
     assert job.wait() == latest(tmp_path) == tmp_path / "step-00000001" and job.done()
 
 
+class Calls:
+    "A pickle that calls something when it is read"
+    def __init__(self, call, *args, state=None): self.call, self.args, self.state = call, args, state
+    def __reduce__(self): return (self.call, self.args) if self.state is None else (self.call, self.args, self.state)
+
+
+def payloads(mark):
+    "What a hostile file may ask for: {name: (bytes, the words of the error)}; each would make the file `mark`"
+    import pickle, subprocess
+    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+    shell, code = f"touch {mark}", f"open({str(mark)!r}, 'w')"
+    nested = Metadata({"model.weight": Calls(os.system, shell)}, storage_data={})
+    mine = Metadata({}, planner_data=[{"deep": (Calls(eval, code),)}])
+    many = {"system": Calls(os.system, shell), "eval": Calls(eval, code), "exec": Calls(exec, code), "popen": Calls(subprocess.Popen, ["touch", str(mark)]), "import": Calls(__import__, "os"),
+            "getattr": Calls(getattr, "", "join"), "nested": nested, "deep": mine, "load": Calls(torch.load, str(mark)), "compile": Calls(compile, code, "x", "exec"),
+            "rebuilt": Calls(torch._utils._rebuild_tensor_v2), "set": Calls(setattr, TensorProperties, "x", 1)}
+    out = {f"{name}{protocol}": pickle.dumps(x, protocol) for name, x in many.items() for protocol in ((0, 2, 4, 5) if name in ("system", "nested") else (4,))}
+    hand = {"global": b"cposix\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR.", "dotted": b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.", "inst": b"(S'touch'\niposix\nsystem\n.",
+            "a class set": b"ctorch.distributed.checkpoint.metadata\nMetadata\n(dS'__setstate__'\nctorch\nSize\nsb.", "extension": b"\x82\x01.", "persistent": b"Pid\n.",
+            "a dtype called": b"ctorch\nfloat32\n(tR.", "nothing": b"", "noise": b"\x80\x04not a pickle", "a list": pickle.dumps([1]), "not what it says": pickle.dumps(Metadata({"a": 1}, storage_data={}))}
+    return out | hand
+
+
+@pytest.mark.parametrize("reader", ["load_weights", "one of them", "fit"])
+def test_a_hostile_checkpoint_runs_nothing(tmp_path, reader):
+    "One error that names the file, and what it asks for; the model is as it was"
+    from bmlab.checkpoint import load_weights, save
+    from bmlab.train import fit
+    model = nn.Linear(3, 3)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [(torch.ones(1, 3), torch.ones(1, 3))]
+    train = lambda steps, **options: fit(model, data, opt, steps=steps, loss=lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), save_to=tmp_path / "run", plot=False, **options)
+    train(1)
+    path, mark, before = tmp_path / "run/step-00000001", tmp_path / "ran", [p.detach().clone() for p in model.parameters()]
+    call = {"load_weights": lambda: load_weights(model, tmp_path / "run"), "one of them": lambda: load_weights(model, path, optimizer=opt), "fit": lambda: train(2, resume=True)}[reader]
+    whole = (path / ".metadata").read_bytes()
+    for name, raw in payloads(mark).items():
+        (path / ".metadata").write_bytes(raw)
+        with pytest.raises(ValueError, match="nothing of it was run") as e: call()
+        said = str(e.value)
+        assert str(path / ".metadata") in said, name
+        assert not name.startswith(("system", "global", "nested")) or name == "nested0" or "posix.system" in said, said
+        assert not mark.exists() and all(map(torch.equal, before, model.parameters())), name
+    from torch.distributed.checkpoint.metadata import Metadata
+    assert not any(hasattr(Metadata, n) for n in ("__setstate__", "x"))
+    (path / ".metadata").write_bytes(whole)
+    load_weights(model, tmp_path / "run")
+
+
+def test_hostile_tensors_run_nothing(tmp_path):
+    "The files of tensors, and the small parts among them, are pickles of torch's too"
+    import io, pickle, zipfile
+    from bmlab import checkpoint
+    from bmlab.checkpoint import load_weights, save
+    mark = tmp_path / "ran"
+    def hostile(t, size):
+        "A file of torch's of exactly so many bytes that calls something when it is read"
+        torch.save(t, out := io.BytesIO())
+        names, new = zipfile.ZipFile(io.BytesIO(out.getvalue())), io.BytesIO()
+        with zipfile.ZipFile(new, "w") as z:
+            for n in names.namelist(): z.writestr(n, pickle.dumps(Calls(os.system, f"touch {mark}"), 2) if n.endswith("data.pkl") else names.read(n))
+        return new.getvalue()
+    model = nn.Linear(3, 3)
+    for key in ("model.weight", "common", "extra.0"):
+        path = save(nn.Linear(3, 3), tmp_path / key).path
+        said = checkpoint._metadata(path)
+        index, place = next((i, x) for i, x in said.storage_data.items() if i.fqn == key)
+        raw, new = (path / place.relative_path).read_bytes(), hostile(torch.zeros(3), place.length)
+        (path / "evil.distcp").write_bytes(new)
+        said.storage_data[index] = type(place)("evil.distcp", 0, len(new))
+        (path / ".metadata").write_bytes(pickle.dumps(said))
+        with pytest.raises(ValueError, match=r"posix.system, so `save` did not write it; nothing of it was run") as e: load_weights(model, path)
+        assert str(path) in str(e.value) and not mark.exists()
+    part = torch.frombuffer(bytearray(pickle.dumps(Calls(os.system, f"touch {mark}"))), dtype=torch.uint8)         # bytes within a tensor
+    real, checkpoint._packed = checkpoint._packed, lambda x, what: part
+    try: path = save(nn.Linear(3, 3), tmp_path / "part").path
+    finally: checkpoint._packed = real
+    with pytest.raises(ValueError, match="nothing of it was run"): load_weights(model, path)
+    assert not mark.exists()
+
+
+def test_a_checkpoint_names_no_file_outside_its_folder(tmp_path):
+    import json, pickle
+    from bmlab import checkpoint
+    from bmlab.checkpoint import export_hf, latest, load_weights, save
+    path = save(nn.Linear(3, 3), tmp_path / "run", step=1).path
+    whole = (path / ".metadata").read_bytes()
+    for name in ("../../secret.distcp", "/etc/passwd", "a/b.distcp", "..", "", "a\\b"):
+        said = checkpoint._metadata(path)
+        for place in said.storage_data.values(): place.relative_path = name
+        (path / ".metadata").write_bytes(pickle.dumps(said))
+        with pytest.raises(ValueError, match="which is not beside it") as e: load_weights(nn.Linear(3, 3), path)
+        assert repr(name) in str(e.value)
+        (path / ".metadata").write_bytes(whole)
+    said = checkpoint._metadata(path)
+    for place in said.storage_data.values(): place.transform_descriptors = ["zstd/1"]
+    (path / ".metadata").write_bytes(pickle.dumps(said))
+    with pytest.raises(ValueError, match="zstd/1"): load_weights(nn.Linear(3, 3), path)
+    (path / ".metadata").write_bytes(whole)
+    save(nn.Linear(3, 3), tmp_path / "other", step=2)
+    for name in ("../other/step-00000002", str(tmp_path / "other/step-00000002"), "..", "../../x"):
+        (tmp_path / "run/latest").write_text(name)
+        with pytest.raises(ValueError, match="no folder beside it") as e: load_weights(nn.Linear(3, 3), tmp_path / "run")
+        assert name in str(e.value)
+    (tmp_path / "run/latest").write_text("step-00000001\n")                                 # by hand
+    assert latest(tmp_path / "run") == path
+    (tmp_path / "run/latest").write_text("step-00000009")                                   # gone
+    assert latest(tmp_path / "run") == path
+    export_hf(nn.Linear(300, 300), tmp_path / "hf", max_shard="10KB")
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    index["weight_map"]["weight"] = "../run/model.safetensors"
+    (tmp_path / "hf/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="not in its folder"): load_weights(nn.Linear(300, 300), tmp_path / "hf")
+
+
+def hostile_ranks(folder):
+    import torch.distributed as dist
+    from bmlab.checkpoint import load_weights
+    from bmlab.train import fit
+    model, said = shard(tiny()), []
+    before = {n: whole(t) for n, t in model.state_dict().items()}
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.arange(24).view(2, 12)
+    for call in (lambda: load_weights(model, folder), lambda: fit(model, [dict(input_ids=ids, labels=ids)], opt, steps=2, save_to=folder, resume=True, plot=False)):
+        try: call()
+        except ValueError as e: said.append(str(e))
+    return said, same(before, {n: whole(t) for n, t in model.state_dict().items()})
+
+
+def test_a_hostile_checkpoint_is_refused_on_every_rank(tmp_path):
+    import pickle
+    from bmlab.checkpoint import save
+    path, mark = save(tiny(), tmp_path / "run", step=1).path, tmp_path / "ran"
+    (path / ".metadata").write_bytes(pickle.dumps(Calls(os.system, f"touch {mark}")))
+    for said, untouched in run_ranks(hostile_ranks, tmp_path / "run"):
+        assert len(said) == 2 and all("asks for posix.system" in s for s in said) and untouched
+    assert not mark.exists()
+
+
+def test_metadata_are_those_that_were_written(tmp_path):
+    "What is read as data is what unpickling would have made of it"
+    import pickle
+    from bmlab import checkpoint
+    model = tiny()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.arange(24).view(2, 12)
+    model(input_ids=ids, labels=ids).loss.backward(); opt.step()
+    for kind in (torch.float32, torch.bfloat16, torch.float64):
+        path = checkpoint.save(model.to(kind), tmp_path, optimizer=opt).path
+        want, got = pickle.loads((path / ".metadata").read_bytes()), checkpoint._metadata(path)
+        assert got.state_dict_metadata == want.state_dict_metadata and got.storage_data == want.storage_data and got.version == want.version
+
+
+def not_finite(folder):
+    "A number that is none on the last rank alone: {what: what was said}, the checkpoints that there are"
+    import torch.distributed as dist
+    from bmlab.checkpoint import latest, save
+    r, w = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model = shard(tiny())
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.arange(24).view(2, 12)
+    model(input_ids=ids, labels=ids).loss.backward(); opt.step()
+    save(model, folder, optimizer=opt, step=1)
+    local = lambda t: t.to_local() if hasattr(t, "to_local") else t
+    weight, kept, out = model.model.layers[1].mlp.up_proj.weight, opt.state[model.model.norm.weight]["exp_avg_sq"], {}
+    for what, t, bad, options in (("weight", weight, float("inf"), {}), ("background", weight, float("nan"), dict(blocking=False)), ("hf", weight, float("nan"), dict(hf=True)), ("state", kept, float("nan"), {})):
+        before = local(t).detach().clone()
+        if r == w - 1:
+            with torch.no_grad(): local(t).view(-1)[-1:].fill_(bad)
+        try: save(model, folder, optimizer=opt, step=2, **options).wait(); out[what] = ""
+        except ValueError as e: out[what] = str(e)
+        with torch.no_grad(): local(t).copy_(before)
+    found = latest(folder).name, sorted(p.name for p in folder.iterdir()) if r == 0 else None
+    save(model, folder, optimizer=opt, step=2)
+    return out, *found, latest(folder).name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path, world):
+    for said, newest, there, then in [not_finite(tmp_path)] if world == 1 else run_ranks(not_finite, tmp_path):
+        words = dict.fromkeys(("weight", "background", "hf"), "the weight model.layers.1.mlp.up_proj.weight") | {"state": "the optimizer's exp_avg_sq of model.norm.weight"}
+        for what, text in said.items(): assert text.startswith(words[what] + (" on rank 1" if world == 2 else "") + " is not finite: no checkpoint was written"), (what, text)
+        assert newest == "step-00000001" and there in (None, ["latest", "step-00000001"]) and then == "step-00000002"
+
+
+def test_infinities_that_belong_there_are_saved(tmp_path):
+    "A mask of minus infinities, frozen or a buffer, and numbers of 8 bits; one that is not a number is not"
+    from bmlab.checkpoint import NotFinite, load_weights, save
+    def made():
+        m = nn.Linear(3, 3)
+        m.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1)); m.register_parameter("frozen", nn.Parameter(torch.full((3,), -torch.inf), requires_grad=False))
+        m.register_buffer("small", torch.ones(4).to(torch.float8_e4m3fn)); m.register_buffer("turns", torch.ones(2, dtype=torch.complex64)); m.register_buffer("empty", torch.zeros(0, 3))
+        return m
+    save(model := made(), tmp_path, step=1); load_weights(again := made(), tmp_path)
+    assert torch.equal(again.mask, model.mask) and torch.equal(again.frozen, model.frozen)
+    for name in ("mask", "frozen", "turns", "weight"):
+        bad = made(); getattr(bad, name).data.view(-1)[0] = torch.nan
+        with pytest.raises(NotFinite, match=f"the weight {name} is not finite"): save(bad, tmp_path, step=2)
+    big = made(); big.weight.data.fill_(3e38); save(big, tmp_path, step=2)                     # (whose squares are not finite)
+
+
 @pytest.mark.parametrize("name", ["t5", "bert", "gpt2", "mixtral", "clip"])
 def test_hugging_face_models_of_all_kinds(tmp_path, name):
     "What is exported is what transformers' own save would load as, names tied or not, and comes back"

@@ -12,6 +12,7 @@ from bmlab.all import Adapter, CpmAntTied, DeltaBank, Lora, Sampler, SimulatedLi
 from bmlab.decode import Decoder
 from bmlab.fused import fuse_decode
 from bmlab.glm import BlankGlmConfig, BlankGlmForConditionalGeneration
+from bmlab.speculate import DraftModel, PromptLookup
 
 TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4, vocab_size=99)
 SMALL = dict(n_embd=64, n_layer=5, n_head=4, vocab_size=99, n_positions=128)
@@ -101,6 +102,35 @@ def test_a_model_that_decodes_by_generate_only():
         assert e.plan.streamed and e.decoder.mode == "generate" and e.decoder.vocab == 99                     # (the embedding has more rows)
         assert torch.equal(e.model(input_ids=ids).logits, plain(input_ids=ids).logits)
         assert e.model.generate(ids, max_new_tokens=6, do_sample=False).tolist() == plain.generate(ids, max_new_tokens=6, do_sample=False).tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "theirs"])
+def test_logits_that_are_no_numbers_are_one_error(name):
+    "Greedy, drawn, by beams, with a draft, by transformers' own loop; the engine serves the next prompt"
+    model, tok = made(name), SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)), eos_token_id=None)
+    model.generation_config.eos_token_id = None
+    weight = model.get_input_embeddings().weight
+    draft = {"llama": lambda: DraftModel(made("llama"), 3), "t5": PromptLookup}.get(name, lambda: None)()
+    with wrap(model, tok, draft=draft, device="cpu", **OPTIONS) as e:
+        want = e.generate([[5, 6, 7]], max_new_tokens=5)
+        for options in ({}, dict(temperature=0.8, seed=1), dict(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.2, logprobs=3), dict(beams=2)):
+            before = weight.data[11].clone(); weight.data[11] = torch.nan
+            calls = [lambda: e.generate([[5, 11, 6]], max_new_tokens=5, **options)] + [lambda: list(e.stream([5, 11, 6], max_new_tokens=5, **options))] * ("beams" not in options)
+            if e.decoder.mode == "static": calls.append(lambda: e.generate([[5, 6, 7], [5, 11, 6]], max_new_tokens=5, **options)) if "beams" not in options else None
+            for call in calls:
+                with pytest.raises(FloatingPointError, match="logits are nan"): call()
+                assert not e.busy
+            weight.data[11] = before
+            assert e.generate([[5, 6, 7]], max_new_tokens=5) == want, options
+
+
+def test_a_draft_whose_logits_are_no_numbers_guesses_wrong():
+    small, d = made("llama"), Decoder(made("llama"), 1, 64)
+    said = lambda draft=None: [t for (t,) in decode_tokens(d, [PROMPTS[0]], max_new_tokens=12, draft=draft)]
+    want, draft = said(), DraftModel(small, 3)
+    assert said(draft) == want
+    small.lm_head.weight.data[3] = torch.nan
+    assert said(draft) == want
 
 
 @pytest.mark.parametrize("kv_bits, store", [(8, "ram"), (16, "mmap")])

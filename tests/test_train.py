@@ -165,11 +165,174 @@ def test_a_diverged_loss_says_whether_the_weights_are_whole(tmp_path, world):
     ends = {}
     for overlap in ("forward", "backward"):
         for said, finite, losses in [spoilt(tmp_path / overlap, overlap)] if world == 1 else run_ranks(spoilt, tmp_path / overlap, overlap):
-            assert "the loss of step 3 is nan" in said and finite == (overlap == "forward")
-            assert ("the step was not taken" in said) == finite and ("the weights are spoilt" in said) != finite
+            assert "the loss of step 3 is nan" in said and finite
+            assert ("the step was not taken" in said) == (overlap == "forward") and ("the step is half made" in said) == (overlap == "backward")
+            assert overlap == "forward" or f"resume=True goes on from {tmp_path / overlap / 'step-00000002'}" in said
             ends.setdefault(overlap, losses)
             assert len(losses) == 4 and torch.tensor(losses).isfinite().all()
     assert ends["forward"] == ends["backward"]
+
+
+class Poisoned(torch.autograd.Function):
+    "The numbers as they are; a gradient that holds an infinity"
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, g): return g.index_fill(-1, torch.tensor([1]), float("inf"))
+
+
+def poisoned(folder, kind, options, steps=5, at=3, **more):
+    "A gradient that is not finite on the last rank in step `at`, though its loss is: (message, weights as before that step?, finite?, the newest checkpoint, the log when gone on)"
+    import torch.distributed as dist
+    from bmlab.checkpoint import latest
+    from bmlab.offload import AdamW
+    from bmlab.sharding import shard
+    from bmlab.train import Diverged, fit, model_loss
+    r, w = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model = shard(gpt(dropout=0.), dtype=None, checkpoint=False)
+    made = {"sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-2), "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2)}
+    opt = made[kind]() if kind in made else AdamW(model, lr=1e-2, offload=0.5 if kind == "part" else 1., overlap="forward" if kind == "forward" else "backward", unit=2000)
+    local, seen = lambda: [(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in model.parameters()], []
+    accumulate = options.get("accumulate", 1)
+    def loss(model, batch):
+        seen.append(local())
+        bad = len(seen) >= at * accumulate and r == w - 1                     # (again where the step is looked at once more)
+        hook = model.transformer.h[1].mlp.register_forward_hook(lambda m, args, out: Poisoned.apply(out)) if bad else None
+        try: return model_loss(model, batch)
+        finally:
+            if bad: hook.remove()
+    go = lambda **o: fit(model, mine(r, w), opt, steps=steps, save_to=folder, save_every=2 if folder else None, plot=False, **options, **more, **o)
+    try: go(loss=loss); said = ""
+    except Diverged as e: said = str(e)
+    now = local()
+    same, finite = all(map(torch.equal, seen[-1], now)), all(t.isfinite().all().item() for t in now)
+    newest = latest(folder).name if folder and latest(folder) else None
+    return said, same, finite, newest, go(resume=True).loss.tolist() if newest else None
+
+
+WAYS = {"sgd": ("sgd", {}), "micro-batches": ("adamw", dict(accumulate=2)), "forward": ("forward", {}), "clip": ("adamw", dict(clip=1.))}
+
+
+def poisoned_ways(folder, ways): return {name: poisoned(folder / name, *way) for name, way in ways.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_on_a_gradient_that_is_not_finite_is_not_taken(tmp_path, world):
+    "With a clip and without: the weights are those before it, and a run goes on from the checkpoint before"
+    for ways in [poisoned_ways(tmp_path, WAYS)] if world == 1 else run_ranks(poisoned_ways, tmp_path, WAYS):
+        for name, (said, same, finite, newest, losses) in ways.items():
+            assert "the gradient of step 3 is not finite (nearest to the loss, that of transformer.h.1.mlp." in said and said.endswith("(the step was not taken)"), name
+            assert ("on rank" in said) == (world == 2) and same and finite and newest == "step-00000002", name
+            assert len(losses) == 5 and torch.tensor(losses).isfinite().all(), name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_block_whose_gradient_is_not_finite_is_not_updated(tmp_path, world):
+    "Gradients that are used as they arrive: the run ends before anything is saved, says whose gradient it was, and from where to go on"
+    kinds = {"part": ("part", {}), "whole": ("whole", {})}                    # of the state on the host
+    for ways in [poisoned_ways(tmp_path, kinds)] if world == 1 else run_ranks(poisoned_ways, tmp_path, kinds):
+        for name, (said, same, finite, newest, losses) in ways.items():
+            assert "the gradient of step 3 is not finite (nearest to the loss, that of transformer.h.1." in said, name      # (a shard's whole block arrives at once)
+            assert "half made" in said and f"resume=True goes on from {tmp_path / name / 'step-00000002'}" in said, name
+            assert finite and newest == "step-00000002" and (world == 2 or not same), name      # (the final norm is updated; sharded, it lies in a block with the embedding)
+            assert len(losses) == 5 and torch.tensor(losses).isfinite().all(), name
+
+
+def test_a_bad_step_without_a_checkpoint_says_so(tmp_path):
+    said, *_ = poisoned(None, "whole", {})
+    assert "There is no checkpoint to go on from: give save_to= and save_every=" in said
+    said, _, _, newest, _ = poisoned(tmp_path, "whole", {}, at=1)
+    assert f"There is no checkpoint to go on from: {tmp_path} holds none yet" in said and newest is None
+
+
+class Overflows(torch.optim.SGD):
+    "Whose step number `at` leaves what is not finite, in a weight or in its own state"
+    def __init__(self, params, at, where): super().__init__(params, lr=1e-2, momentum=0.9); self.at, self.where, self.made = at, where, 0
+    def step(self, closure=None):
+        super().step(); self.made += 1
+        if self.made != self.at: return
+        p = self.param_groups[0]["params"][-1]
+        t = p if self.where == "weight" else self.state[p]["momentum_buffer"]
+        with torch.no_grad(): (t.to_local() if hasattr(t, "to_local") else t).view(-1)[-1:].fill_(float("nan"))
+
+
+def overflows(folder, ways): return [overflow(folder / "".join(map(str, way)), *way) for way in ways]
+
+
+def overflow(folder, where, background):
+    import torch.distributed as dist
+    from bmlab.checkpoint import latest
+    from bmlab.sharding import shard
+    from bmlab.train import Diverged, fit
+    r, w = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model = shard(gpt(dropout=0.), dtype=None)
+    go = lambda at, **options: fit(model, mine(r, w), Overflows(model.parameters(), at, where), steps=6, save_to=folder, save_every=2, save_in_background=background, plot=False, **options)
+    try: go(4); said = ""
+    except Diverged as e: said = str(e)
+    return said, latest(folder).name, go(99, resume=True).loss.tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_not_finite_is_never_the_newest_checkpoint(tmp_path, world):
+    ways = [("weight", False), ("weight", True), ("state", False)]            # what, saved in the background?
+    words = {"weight": "the weight transformer.ln_f.bias", "state": "the optimizer's momentum_buffer of transformer.ln_f.bias"}
+    for rank in [overflows(tmp_path, ways)] if world == 1 else run_ranks(overflows, tmp_path, ways):
+        for (where, background), (said, newest, losses) in zip(ways, rank):
+            assert said.startswith("after step 4 ") and words[where] in said and "no checkpoint was written" in said
+            assert said.endswith(f"resume=True goes on from {tmp_path / f'{where}{background}' / 'step-00000002'}")
+            assert newest == "step-00000002" and len(losses) == 6
+
+
+def spoilt_on_disk(folder, steps, **options):
+    "Checkpoints as they were written before they were looked at; those of `steps` hold what is not finite"
+    import torch.distributed as dist
+    from bmlab import checkpoint
+    from bmlab.sharding import shard
+    from bmlab.train import fit
+    r, w = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model = shard(gpt(dropout=0.), dtype=None)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = mine(r, w)
+    fit(model, batches, opt, steps=6, save_to=folder, save_every=2, keep=None, plot=False)
+    look, checkpoint._spoilt = getattr(checkpoint, "_spoilt", None), lambda *_: None
+    for step in steps:
+        name = folder / f"step-{step:08d}"
+        found = checkpoint.load_weights(model, name, optimizer=opt)
+        if step % 4: next(iter(opt.state.values()))["exp_avg"].fill_(float("nan"))
+        else: model.transformer.ln_f.weight.data.fill_(float("inf"))
+        from bmlab.optim import OptimManager
+        om = OptimManager(model=model); om.add_optimizer(opt)
+        path = checkpoint.save(model, folder / "new", manager=om, step=step, extra=found["extra"]).path
+        if r == 0: import shutil; shutil.rmtree(name); path.rename(name)
+        if dist.is_initialized(): dist.barrier()
+    checkpoint._spoilt = look
+    said, again = [], shard(gpt(dropout=0.), dtype=None)
+    import logging
+    handler = logging.Handler(); handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("bmlab.train").addHandler(handler)
+    try: log = fit(again, mine(r, w), torch.optim.AdamW(again.parameters(), lr=1e-2), steps=8, save_to=folder, resume=True, keep=None, plot=False).loss.tolist()
+    except ValueError as e: return str(e), said
+    return log, said
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_goes_on_from_the_newest_good_checkpoint(tmp_path, world):
+    ranks = lambda *args: [spoilt_on_disk(*args)] if world == 1 else run_ranks(spoilt_on_disk, *args)
+    (whole, _), *_ = ranks(tmp_path / "a", [])
+    for i, (log, said) in enumerate(ranks(tmp_path / "b", [4, 6])):
+        assert log == whole and len(said) == (i == 0)
+        if said: assert "step-00000002" in said[0] and "step-00000006 (the optimizer's exp_avg" in said[0] and "step-00000004 (the weight transformer.ln_f.weight" in said[0]
+    for error, _ in ranks(tmp_path / "c", [2, 4, 6]): assert "no checkpoint there is fit to go on from: step-00000006" in error and "begin anew in another folder" in error
+
+
+def test_a_loss_scale_that_skips_for_ever_ends_the_run():
+    from bmlab.optim import OptimManager
+    from bmlab.train import Diverged, fit
+    model = gpt(dropout=0.)
+    om = OptimManager(loss_scale=4., model=model); om.add_optimizer(torch.optim.SGD(model.parameters(), lr=.1))
+    model.transformer.h[1].mlp.c_fc.weight.register_hook(lambda g: g * float("inf"))
+    with pytest.raises(Diverged, match="no step was taken since step 0: the gradients are not finite at any loss scale, now 1") as e: fit(model, mine(0, 1), om, steps=300, plot=False)
+    assert len(e.value.log) == 99
 
 
 def apart(capture):
