@@ -85,9 +85,9 @@ def peft_lora(name, rows):
 def ours(name, rows):
     from bmlab.all import Lora, lm_loss, measure, plan_training, shard
     limit = "10GiB" if "10 GiB" in name and GPU else None
+    if limit: torch.cuda.set_per_process_memory_fraction((10 << 30) / torch.cuda.get_device_properties(0).total_memory)   # what the allocator may reserve, too
     machine = measure() if GPU else "h200"
     model = llama(4 if "int4" in name else 8 if "int8" in name else None)
-    if limit: torch.cuda.empty_cache()
     delta = Lora(model, r=16, modules=LAYERS).freeze()
     ids = torch.zeros(rows, LENGTH, dtype=torch.long)
     plan = plan_training(model, rows, LENGTH, inputs={"input_ids": ids, "labels": ids}, memory_limit=limit, offload=None, master=None, compile=GPU, loss="chunked", machine=machine)
