@@ -338,7 +338,8 @@ def save_cooked(
     tensors = {k: t.contiguous() for k, t in state.items() if k not in info["tied"]}
     save_file(tensors, dir / f"{_WEIGHTS}.part", metadata={"format": "pt"})
     os.replace(dir / f"{_WEIGHTS}.part", dir / _WEIGHTS)
-    (dir / "model.safetensors").unlink(missing_ok=True)             # of another model, or of an older file of this one
+    for kind in ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*"):       # of another model, or of an older file of this one
+        for old in [*dir.glob(kind)]: old.unlink()
     if (config := getattr(model, "config", None)) is not None:
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__]
@@ -393,8 +394,11 @@ def _reshape(model, info, classes):
         for k, v in values.items(): setattr(model.get_submodule(n), k, tuple(v) if isinstance(v, list) else v)
     for n, (path, state) in sorted(info.get("layers", {}).items(), key=lambda kv: kv[0].count(".")):
         _put(model, n, _class_of(path, classes).from_cooked(model.get_submodule(n), state))
-    for group in dict.fromkeys(info["packed"].values()):
-        pack_linears(model, 4 if group else 8, modules={n: None for n, g in info["packed"].items() if g == group}, embeddings=False, group_size=group or 128)
+    packed, owners = dict(info["packed"]), {n: model.get_submodule(n.rpartition(".")[0]) for n in info["packed"]}
+    for n, m in owners.items():                                     # the stacks of experts are packed together, each with the largest group that divides it
+        if m._parameters.get(n.rpartition(".")[2]) is not None: packed[n] = max((info["packed"][k] or 0 for k, o in owners.items() if o is m), default=0) or None
+    for group in dict.fromkeys(packed.values()):
+        pack_linears(model, 4 if group else 8, modules={n: None for n, g in packed.items() if g == group}, embeddings=False, group_size=group or 128)
     for n, bits in info.get("activations", {}).items(): model.get_submodule(n).activations = bits
     for n, dtype in info["out_dtype"].items(): model.get_submodule(n).out_dtype = getattr(torch, dtype)
     for n, first in info.get("shared", {}).items(): _put(model, n, model.get_submodule(first))

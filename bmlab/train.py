@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
-from .checkpoint import NotFinite, _first_of_ranks, _first_rank, _newest_first, _spoilt, _tensors, latest, load_weights, save
+from .checkpoint import Damaged, NotFinite, _first_of_ranks, _first_rank, _newest_first, _spoilt, _tensors, latest, load_weights, save
 from .core import figure, parts, unwrap
-from .optim import OptimManager
+from .optim import OptimManager, _raw
 from .plan import training_cost
 from .processes import rank, world_size
 
@@ -319,7 +319,7 @@ def _why_gradient(keeper, batches, loss, step, value, before):
         _gradients(model, batches, om, loss, keeper.device)
     used = [p for o in om.optimizers if getattr(o, "begun", False) and hasattr(o, "spoilt") for p in o.spoilt()]
     names = {p: n for n, p in model.named_parameters()}
-    bad = [names.get(p, "?") for p in used] + [n for p, n in reversed(names.items()) if p.grad is not None and not all(t.isfinite().all() for t in _leaves(p.grad))]
+    bad = [names.get(p, "?") for p in used] + [n for p, n in reversed(names.items()) if p.grad is not None and not _raw(p.grad).isfinite().all()]
     where = _first_of_ranks(f"nearest to the loss, that of {bad[0]}" if bad else None) or "not when the batch was run again"
     then = f"an optimizer with overlap='backward' has used the others: the step is half made. {keeper.advice()}" if begun else "the step was not taken"
     return f"the gradient of step {step} is not finite ({where}), though its loss {value:.4g} is ({then})"
@@ -347,10 +347,12 @@ class _Keeper:
         "Read the newest checkpoint whose weights and optimizer states are finite; each is read once, and then looked at"
         lost = []
         for path in _first_rank(lambda: _newest_first(self.folder)):
-            found = load_weights(self.model, path, manager=self.om)
-            if not (bad := _spoilt(self.model, _tensors(self.model, self.om.optimizers)[0])): break
-            lost.append(f"{path.name} ({bad} is not finite)")
-        else: raise ValueError(f"save_to={str(self.folder)!r}: no checkpoint there is fit to go on from: {', '.join(lost)}; begin anew in another folder")
+            bad = found = None
+            try: found = load_weights(self.model, path, manager=self.om)
+            except Damaged as e: bad = str(e)
+            if not (bad := _first_of_ranks(bad) or (found and _spoilt(self.model, _tensors(self.model, self.om.optimizers)[0]))): break
+            lost.append(f"{path.name} ({bad} is not finite)" if found else f"{path.name} ({bad})")
+        else: raise ValueError(f"save_to={str(self.folder)!r}: no checkpoint there is fit to go on from: {', '.join(lost)}; begin anew in another folder, with a new model: this one holds what was read")
         if lost and rank() == 0: _log.warning("the run goes on from %s: newer ones are spoilt, %s", path, ", ".join(lost))
         return found
     def take_up(self, steps):

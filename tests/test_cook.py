@@ -737,3 +737,13 @@ def test_bake_writes_in_place():
     version, p = layer.weight._version, parametrize_weight(layer, "weight", nn.Identity(), 20)
     bake(layer, "weight", p)
     assert layer.weight._version > version
+
+
+def test_a_mixture_whose_matrices_have_groups_of_their_own(tmp_path):
+    from bmlab.cooked import load_cooked, save_cooked
+    from bmlab.kernels import pack_linears
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+    model, ids = pack_linears(tf.MixtralForCausalLM(tf.MixtralConfig(**sizes)).eval(), bits=4), torch.arange(8)[None]
+    back = load_cooked(save_cooked(model, tmp_path))
+    with torch.no_grad(): assert torch.equal(back(ids).logits, model(ids).logits)
+    assert {m.group_size for m in back.modules() if type(m).__name__ == "PackedStack"} == {64, 128}

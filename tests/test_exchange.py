@@ -393,3 +393,12 @@ def test_a_cooked_folder_replaces_and_is_replaced(tmp_path):
     assert not list((tmp_path / "a").glob("cooked.*"))
     ids = torch.arange(8)[None]
     assert torch.allclose(load(tmp_path / "a", device="cpu")[0](ids).logits, model(ids).logits, atol=1e-4)
+
+
+def test_floats_that_came_back_part_by_part(tmp_path):
+    model = pack_linears(llama(), exclude="lm_head")
+    dequantize(model.model)
+    with pytest.raises(ValueError, match=r"call dequantize\(model\) on the whole"): model.save_pretrained(tmp_path)
+    dequantize(model).save_pretrained(tmp_path)
+    with torch.no_grad(): assert torch.equal(logits(type(model).from_pretrained(tmp_path)), logits(model))
+    with pytest.raises(ValueError, match="a floating dtype"): dequantize(model, "float16")
