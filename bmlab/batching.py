@@ -175,7 +175,8 @@ class _Worker(_Queue):
             step = self.ahead or self._launch()
             drawn, self.ahead = step.ids(), None
             news = {r: [drawn[r]] for r in self.active}
-            going = all(h.left > 1 and drawn[r] not in h.stops and drawn[r] >= 0 for r, h in self.active.items()) and self.fed == max(self.active) + 1
+            goes = lambda r, h: h.left > 1 and drawn[r] >= 0 and drawn[r] not in h.stops
+            going = all(goes(r, h) for r, h in self.active.items()) and self.fed == max(self.active) + 1
             if self.runs_ahead and going and not self.waiting: self.ahead = self._launch()
         self.stats["steps"] += 1
         self._give(news)

@@ -106,7 +106,7 @@ def _together(d, prompts, todo, source, over, stats):
         rows, feed = list(range(beams * len(todo))), [0] * (beams * len(todo))
         for p, (s, values, places) in enumerate(zip(todo, best.values.tolist(), best.indices.tolist())):
             if not s.open: continue
-            if values[0] != values[0]: raise bad_logits(first[p])                                    # (nan counts as the greatest)
+            if values[0] != values[0]: raise bad_logits(first[p])                  # (nan counts as the greatest)
             of = s.step([(v, i // V, i % V) for v, i in zip(values, places) if i // V < len(s.running)])
             for b, beam in enumerate(of): rows[p * beams + b], feed[p * beams + b] = p * beams + beam, s.running[b].ids[-1]
         if not any(s.open for s in todo) or over(): return [s.found() for s in todo]

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties,
-                                                   TensorStorageMetadata)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -159,6 +159,8 @@ class Foreign(ValueError):
 class Damaged(Foreign):
     "A checkpoint with a file that is missing, cut off or overwritten."
 
+_NOT_RUN = "nothing of it was run"
+
 def _mark(folder):
     "What the mark of a checkpoint says"
     try:
@@ -232,7 +234,7 @@ class NotFinite(ValueError):
 _EIGHTS = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 
 def _bad_keys(state):
-    "{key: does it hold what is not a number, not only infinities?} of the tensors that are not finite; one read a device and dtype"
+    "{key: does it hold nan, not only infinities?} of the tensors that are not finite; one read a device and dtype"
     keys, found = {}, {}
     for k, t in state.items():
         t = _raw(t.detach())
@@ -267,13 +269,15 @@ def save(
     hf:bool=False,                   # weights as Hugging Face files in the checkpoint's folder, which transformers then loads
     keep:int|None=None,              # checkpoints to keep in `dir`, this one included; None: all
 )->Saving:                           # .path, .done(), .wait()
-    "Write a checkpoint that is whole or not there (sharded by `torch.distributed.checkpoint`); NotFinite where a weight is no number."
+    "Write a checkpoint, whole or not there (by `torch.distributed.checkpoint`); NotFinite where a weight is not."
     if hf and not blocking: raise ValueError("hf=True gathers tensors from all ranks as it writes: it needs blocking=True")
     if keep is not None and keep < 1: raise ValueError(f"keep={keep}: a number of checkpoints, 1 or more, or None")
     if hf: _check_hf(model, "; save() without hf=True writes it for load_weights")
     step = None if step is None else operator.index(step)
     state = _state(model, _optimizers(optimizer, manager), manager, step, extra)
-    if found := _spoilt(model, state): raise NotFinite(f"{found} is not finite: no checkpoint was written, and those in {dir} are as they were; go on from one of them")
+    if found := _spoilt(model, state):
+        raise NotFinite(f"{found} is not finite: no checkpoint was written, and those in {dir} are as they were; "
+                        "go on from one of them")
     if not blocking: state = {k: v.detach().to("cpu", copy=True) for k, v in state.items()}
     name = "weights" if step is None else f"step-{step:08d}"
     folder, lock = _first_rank(lambda: _open_folder(Path(dir).absolute(), name))
@@ -334,7 +338,9 @@ def latest(
     if (root / _MARK).is_file(): return root
     with contextlib.suppress(OSError):
         name = (root / _LATEST).read_text(errors="replace").strip()
-        if not _beside(name): raise ValueError(f"{root / _LATEST} names {name!r}, no folder beside it; write the name of a checkpoint there, or remove it")
+        if not _beside(name):
+            raise ValueError(f"{root / _LATEST} names {name!r}, no folder beside it; write the name of a checkpoint "
+                             "there, or remove it")
         if (root / name / _MARK).is_file(): return root / name
     return next(iter(_whole_ones(root)), None)
 
@@ -409,21 +415,24 @@ class _AsData(pickle._Unpickler):
     def find_class(self, module, name):
         asked = f"{module}.{name}"
         if asked in _VALUES: return _VALUES[asked]
-        if asked not in _CLASSES: raise Foreign(f"{self.path} asks for {asked}, which is no part of a checkpoint's metadata: `save` did not write it; nothing of it was run")
+        if asked not in _CLASSES:
+            raise Foreign(f"{self.path} asks for {asked}, which is no part of a checkpoint's metadata: `save` did not "
+                          f"write it; {_NOT_RUN}")
         return self.made.setdefault(asked, type(name, (_Said,), {}))
 
 # %% ../nbs/09e_checkpoint.ipynb #6a6a1890
 def _state_of(x, kind):
     "What was said of an object of a class"
-    if not isinstance(x, _Said) or type(x).__name__ != kind: raise TypeError(f"a {type(x).__name__} where {kind} belongs")
-    return x.state
+    if isinstance(x, _Said) and type(x).__name__ == kind: return x.state
+    raise TypeError(f"a {type(x).__name__} where {kind} belongs")
 
 def _tensor_metadata(x):
     said = _state_of(x, "TensorStorageMetadata")
     dtype, *_ = _state_of(said["properties"], "TensorProperties")
     if not isinstance(dtype, torch.dtype): raise TypeError(f"a {type(dtype).__name__} where a dtype belongs")
     chunks = [_state_of(c, "ChunkStorageMetadata") for c in said["chunks"]]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(said["size"]), [ChunkStorageMetadata(*(torch.Size(c[k]) for k in ("offsets", "sizes"))) for c in chunks])
+    chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(said["size"]), chunks)
 
 def _check_pieces(key, m, places):
     "Raise unless the pieces of a tensor are all of it, and each lies in a file with room for it"
@@ -438,9 +447,12 @@ def _check_pieces(key, m, places):
 def _place_of(index, x, path):
     "(which piece, where it lies)"
     at, said = _state_of(index, "MetadataIndex"), _state_of(x, "_StorageInfo")
-    if not isinstance(name := said["relative_path"], str) or not _beside(name): raise Foreign(f"{path} names the file {name!r}, which is not beside it; nothing of it was run")
-    if said.get("transform_descriptors"): raise Foreign(f"{path}: {name} is transformed by {said['transform_descriptors']!r}, as `save` writes none; nothing of it was run")
-    return MetadataIndex(at["fqn"], at["offset"], at.get("index")), _StorageInfo(name, operator.index(said["offset"]), operator.index(said["length"]))
+    name, transforms = said["relative_path"], said.get("transform_descriptors")
+    if not isinstance(name, str) or not _beside(name):
+        raise Foreign(f"{path} names the file {name!r}, which is not beside it; {_NOT_RUN}")
+    if transforms: raise Foreign(f"{path}: {name} is transformed by {transforms!r}, as `save` writes none; {_NOT_RUN}")
+    place = _StorageInfo(name, operator.index(said["offset"]), operator.index(said["length"]))
+    return MetadataIndex(at["fqn"], at["offset"], at.get("index")), place
 
 def _metadata(folder):
     "What a checkpoint's metadata say of its tensors, made anew"
@@ -451,19 +463,19 @@ def _metadata(folder):
         places = dict(_place_of(i, x, path) for i, x in said["storage_data"].items())
         for k, m in tensors.items(): _check_pieces(k, m, places)
     except Foreign: raise
-    except Exception as e: raise Damaged(f"{path} is not what `save` writes ({type(e).__name__}: {e}); nothing of it was run") from e
+    except Exception as e: raise Damaged(f"{path} is not what `save` writes ({type(e).__name__}: {e}); {_NOT_RUN}") from e
     return Metadata(tensors, storage_data=places, storage_meta=StorageMeta(), version=said.get("version"))
 
 class _Reader(dcp.FileSystemReader):
     "Reads tensors, and runs nothing"
-    def read_metadata(self): return _metadata(self.path)                             # (no metadata of a rank's own: `save` writes none)
+    def read_metadata(self): return _metadata(self.path)             # (no metadata of a rank's own: `save` writes none)
 
 def _foreign(folder, error):
     "The error for a tensor's file that holds more than tensors, or not what it should"
     if isinstance(error, Foreign): return error
     if asked := re.search(r"GLOBAL (\S+)", str(error)):
-        return Foreign(f"{folder}: a file of tensors asks for {asked[1]}, so `save` did not write it; nothing of it was run")
-    return Damaged(f"{folder}: a file of tensors is missing or damaged ({type(error).__name__}: {str(error).partition(chr(10))[0][:200]}); nothing of it was run")
+        return Foreign(f"{folder}: a file of tensors asks for {asked[1]}, so `save` did not write it; {_NOT_RUN}")
+    return Damaged(f"{folder}: a file of tensors is missing or damaged ({type(error).__name__}: {str(error).partition(chr(10))[0][:200]}); {_NOT_RUN}")
 
 # %% ../nbs/09e_checkpoint.ipynb #0e18c6b5
 def _read(folder, targets, alone=False):

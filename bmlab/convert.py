@@ -213,7 +213,8 @@ def families(
     old_cpm1 += ((r"(project_[qkv]|attention_out)$", r"\1.weight"), (r"^cpm1\.", ""))
     first = ((r"^decoder\.(layers|output)", r"encoder.\1"),)
     t5 = "T5ForConditionalGeneration"
-    undivided, divided = (dict(length_scale=True, residual_divisor=by) for by in (1.0, 1.05))
+    undivided = dict(length_scale=True, residual_divisor=1.0)
+    divided = dict(length_scale=True, residual_divisor=1.05, distance_scale=16)
     return {
         "cpm-1": Family("GPT2LMHeadModel", _CPM1, ranks=_GPT_RANKS), "cpm-2": Family("bmlab.cpm2:Cpm2ForConditionalGeneration", _CPM2, ranks=_T5_RANKS),
         "eva": Family("bmlab.cpm2:EvaForConditionalGeneration", _CPM2, ranks=_T5_RANKS), "glm": Family("bmlab.glm:BlankGlmForConditionalGeneration", _GLM, ranks=_GPT_RANKS),
@@ -507,6 +508,11 @@ def _computable(
     for name, theirs in (family.computes or {}).items():
         if (ours := getattr(config, name)) == theirs: continue
         raise ValueError(f"{name}={ours}: the original's code has {theirs} there and would compute another function")
+    if "length_scale" in (family.computes or {}) and (kept := config.scale_widths) is not None:
+        own = [config.hidden_size, config.num_attention_heads * config.dim_head, config.dim_ff]
+        if list(kept) != own:
+            raise ValueError(f"scale_widths={kept} of a model that was cut to {own}: the original's code divides by the roots of "
+                             "its own widths and would compute another function")
 
 # %% ../nbs/08d_convert.ipynb #8fac2c89
 def to_original(

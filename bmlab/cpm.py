@@ -122,6 +122,8 @@ def settled(
     if not hasattr(config, "length_scale"): config.length_scale = "CpmAntForCausalLM" not in (config.architectures or ())   # transformers' checkpoints have the factors in them
     if getattr(config, "scale_widths", None) is None: config.scale_widths = [config.hidden_size, config.num_attention_heads * config.dim_head, config.dim_ff]
     if not hasattr(config, "residual_divisor"): config.residual_divisor = 1.0   # CPM-Ant's code adds, and no more
+    if not isinstance(config.residual_divisor, (int, float)) or config.residual_divisor <= 0:
+        raise ValueError(f"residual_divisor={config.residual_divisor!r}: a number above 0; 1.05 for a CPM-Bee, 1 to divide nothing")
     return config
 
 def factors(config): # → 1/√ of what matrices read: channels, heads, neurons

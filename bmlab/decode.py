@@ -584,7 +584,7 @@ class Sampled:
             self._told = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in (told or [None])[1:]]
             self._event.record()
         else: self._ids, self._told = ids.clone(), [t.clone() for t in (told or [None])[1:]]
-    def ids(self)->list: # of B ints, -1 where a row's logits were nan; a `Token` where the sampler was asked for log-probabilities
+    def ids(self)->list: # of B ints, -1 where logits were nan; a `Token` where log-probabilities were asked for
         "Wait for the step, and say what it drew. To be read before the fourth step after it."
         if self._event is not None: self._event.synchronize()
         ids = self._ids.tolist()
@@ -626,7 +626,7 @@ class Decoder(_Graphs):
         def body():
             logits = self._forward(ids, view, source)[:, -1]
             drawn = sampler(logits if vars(type(sampler)).get("any_dtype") else logits.float())
-            torch.clamp(drawn[:, None], min=0, out=ids)                     # (-1, where there was nothing to draw, is no token to look up)
+            torch.clamp(drawn[:, None], min=0, out=ids)             # (-1, where there was nothing to draw, is no token)
             return drawn
         key = ("sampled", B, view, source, id(sampler), id(state), getattr(sampler, "key", None))
         drawn = self._run(body, key, [ids, *(state or {}).values()], (sampler, state))

@@ -108,6 +108,7 @@ class _Why:
 class _Unwritable:
     "What keeps `save_pretrained` from writing what could not be read; else a model is as without it"
     is_trainable, is_compileable, is_qat_trainable = True, True, False
+    only_says_why = True
     def __init__(self, why): self.quantization_config = _Why(why)
     def is_serializable(self): return False
     def get_state_dict_and_metadata(self, model): return None, {}          # asked when adapters are saved
@@ -119,7 +120,8 @@ def mark_foreign(
     "Let `save_pretrained` refuse a model as long as it holds what its class cannot read."
     for m in unwrap(model).modules():
         if not isinstance(m, _pretrained()): continue
-        if not isinstance(m.__dict__.get("hf_quantizer"), _Unwritable | None): continue   # transformers' own
+        held = m.__dict__.get("hf_quantizer")
+        if held is not None and not hasattr(held, "only_says_why"): continue   # transformers' own
         if why := refusal(m): m.hf_quantizer = _Unwritable(why)
         else: m.__dict__.pop("hf_quantizer", None)
 
@@ -152,7 +154,7 @@ class Place:
         module:nn.Module, # a float layer, or a packed one, whose place is handed on
     ):                    # -> Place
         "Note what a layer is."
-        if isinstance(module, Foreign): return module._place
+        if hasattr(module, "_place"): return module._place
         held = (Tensor, nn.Module)
         plain = {k: v for k, v in module.__dict__.items() if not k.startswith("_") and not isinstance(v, held)}
         kept = {k: (b, k not in module._non_persistent_buffers_set) for k, b in module._buffers.items()}
@@ -232,7 +234,7 @@ def dequantize(
         for child, m in parent._modules.items(): places.setdefault(id(m), []).append((parent, child))
     for name, m in found:
         if reason := _refused(m): raise ValueError(f"{name or type(m).__name__} {reason}")
-        if isinstance(m, Foreign) and id(m) not in places:
+        if hasattr(m, "_place") and id(m) not in places:
             raise ValueError(f"model is itself an {type(m).__name__}, for which no other can come in place; "
                              "its dequantize() gives the weight")
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

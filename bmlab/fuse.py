@@ -35,11 +35,13 @@ def _graphs(block, sample):
     def keep(which):
         def compiler(graph, _): out[which] = graph.graph; return make_boxed_func(graph.forward)
         return compiler
+    before = [b._version for b in block.buffers()]
     with _Fused():
         f = aot_function(call, fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=min_cut_rematerialization_partition, decompositions=select_decomp_table())
         results = f([made[i] for i in where], [*block.parameters(), *block.buffers()])
         sum(t.float().sum() for t in results if t.requires_grad).backward()
     for p in block.parameters(): p.grad = None
+    if before != [b._version for b in block.buffers()]: raise ValueError(f"a {type(block).__name__} that writes to its buffers")
     return out["forward"], out["backward"], len(results), len(where)
 
 # %% ../nbs/06c_fuse.ipynb #c45f05b0

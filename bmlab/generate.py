@@ -51,7 +51,7 @@ class _Ids(BaseStreamer):
     def __init__(self, out, skip_prompt, numbers): self.out, self.skip, self.numbers = out, skip_prompt, numbers
     def put(self, value):
         if self.skip: self.skip = False; return
-        self.numbers.check()                                      # (the ids have just been read: the device has nothing left to do)
+        self.numbers.check()                                      # (the ids have just been read: the device is at rest)
         for i in value.flatten().tolist(): self.out.put(i)
     def end(self): pass
 
@@ -60,11 +60,12 @@ def bad_logits(
 )->FloatingPointError:
     "The error for logits that are not numbers."
     of = "" if row is None else f" in row {row}"
-    return FloatingPointError(f"the model's logits are nan{of}: there is no next token. A weight that is not finite, or an overflow in 16 bits, "
-                              "makes them so; bmlab.train.first_bad(model, batch) names the tensor with which it begins")
+    return FloatingPointError(f"the model's logits are nan{of}: there is no next token. A weight that is not finite, or "
+                              "an overflow in 16 bits, makes them so; bmlab.train.first_bad(model, batch) names the tensor "
+                              "with which it begins")
 
 class _Numbers(LogitsProcessor):
-    "Notes, on the device, whether logits were numbers; where not, `generate` draws from zeros, which nobody gets to see"
+    "Notes, on the device, whether logits were numbers; where not, `generate` draws from zeros, and nobody sees what"
     bad = None
     def __call__(self, input_ids, scores):
         bad = scores.isnan().any()
@@ -145,7 +146,8 @@ def _pieces(model, tok, enc, config, seed, options, stats):
         try:
             with torch.no_grad(), torch.random.fork_rng(enabled=seed is not None):
                 if seed is not None: torch.manual_seed(seed)
-                model.generate(**enc, generation_config=config, streamer=_Ids(out, True, numbers), stopping_criteria=[_Asked(leave), *stopping], logits_processor=[numbers, *processors], **options)
+                model.generate(**enc, generation_config=config, streamer=_Ids(out, True, numbers), **options,
+                               stopping_criteria=[_Asked(leave), *stopping], logits_processor=[numbers, *processors])
             out.put(None)
         except BaseException as e: out.put(e)
     start, first, stopping = time.perf_counter(), None, options.pop("stopping_criteria", ())

@@ -113,6 +113,7 @@ def _needs_weight(site):
     raise RuntimeError(f"{type(site).__name__} starts from the weights of its backbone, which are not there on meta; load them first, then make the delta")
 
 class DoraSite(LoraSite):
+    casts = False                                                          # its norms are taken as they are stored
     "A pair A, B and a length for each row of the weight."
     reads_weight = True
     def __init__(self, *args, weight:Tensor, **kw):

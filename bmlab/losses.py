@@ -198,7 +198,8 @@ def chunked_cross_entropy(
     h, y = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if torch.is_autocast_enabled(h.device.type):
         h, weight, bias = (t.to(torch.get_autocast_dtype(t.device.type)) if isinstance(t, Tensor) else t for t in (h, weight, bias))
-    elif isinstance(weight, Tensor) and h.dtype != weight.dtype: raise TypeError(f"hidden is {h.dtype} and weight {weight.dtype}: make them one dtype, or use torch.autocast")
+    elif not isinstance(weight, Tensor): bias = None if bias is None else bias.to(h.dtype)
+    elif h.dtype != weight.dtype: raise TypeError(f"hidden is {h.dtype} and weight {weight.dtype}: make them one dtype, or use torch.autocast")
     V = shape[0]
     y = torch.where(y == ignore_index, -1, torch.where(y < 0, V, y))           # -1: no label; V and above: an error when picked
     early = reduction != "none" and torch.is_grad_enabled()
@@ -207,7 +208,10 @@ def chunked_cross_entropy(
     return out.reshape(labels.shape) if reduction == "none" else out
 
 # %% ../nbs/09b_losses.ipynb #653191be
-def _shape(weight): return weight.shape if isinstance(weight, Tensor) else torch.Size((weight.out_features, weight.in_features))
+def _shape(weight):
+    if isinstance(weight, Tensor): return weight.shape
+    if not hasattr(weight, "dequantize"): raise TypeError(f"weight is a {type(weight).__name__}; expected a tensor, such as its .weight, or an Int8Linear or Int4Linear")
+    return torch.Size((weight.out_features, weight.in_features))
 
 def _check_chunked(hidden, shape, labels, chunk, reduction):
     if reduction not in ("mean", "sum", "none"): raise ValueError(f"reduction={reduction!r}: use 'mean', 'sum' or 'none'")

@@ -96,8 +96,9 @@ class _Unit:
         self.given, self.runs, self.hyper = [], [], None # this step's gradients [(piece, flat gradient)]; [(start, stop, step number)]; the numbers
         self.ready = self.event = self.back = None       # CUDA events: gradients there; weights written; state back on the host
         self.done, self.error, self.pending, self.missing = threading.Event(), None, False, 0
-        self.sizes = self.found = self.stop = None       # of gradients that are used as they arrive: (k,) finite where each is; () 1 where one is not, beside them and on the host
-        self.held, self.looked = [], False               # their pieces; has nobody asked yet what came out?
+        self.held, self.sizes = [], None                 # gradients used as they arrive: pieces; (k,) finite where one is
+        self.found = self.stop = None                    # () 1 where one is not, beside them and on the host
+        self.looked = False                              # has nobody asked yet what came out?
         self.writes, self.seen = None, {}                # {parameter: how often the optimizer wrote it}, shared; {parameter: how often others had}
 
     def take(self, steps):
@@ -113,13 +114,14 @@ class _Unit:
             else: self.runs.append((at, at + n, step))
 
     def look(self):
-        "Are this step's gradients finite? The answer stays on the device; where they are not, the update changes nothing"
+        "Are this step's gradients finite? The answer stays on the device; if not, the update changes nothing"
         self.sizes = _magnitudes([grad for _, grad in self.given])
         self.held = [piece for piece, _ in self.given]
         self.found, self.looked = (self.sizes - self.sizes).sum().ne(0).float(), True
     def bad(self):
         "Parameters whose gradients were not; the host waits"
-        return [piece[0] for piece, size in zip(self.held, self.sizes.tolist()) if not math.isfinite(size)] if self.sizes is not None else []
+        sizes = [] if self.sizes is None else self.sizes.tolist()
+        return [piece[0] for piece, size in zip(self.held, sizes) if not math.isfinite(size)]
 
     def refresh(self):
         "Masters of weights that others wrote (a loaded file, a clamp): the weight, where it is not the master's rounding"
@@ -221,7 +223,9 @@ def _cpu_unit(unit, streams, scratch, chunk):
     steps, at = [step for start, stop, step in unit.runs for _ in range(start, stop, chunk)], None
     if unit.ready is not None: unit.ready.synchronize()
     for step, (short, g, ps, gs, ms, vs, weight) in zip(steps, unit.chunks[1]):
-        if step != at: numbers, at = unit.hyper.numbers(step, "cpu") | {"found_inf": unit.stop}, step; count = [numbers.pop("step")]
+        if step != at:
+            numbers, at = unit.hyper.numbers(step, "cpu") | {"found_inf": unit.stop}, step
+            count = [numbers.pop("step")]
         if g is not short and g.dtype != short.dtype: g.copy_(short)
         torch._fused_adamw_(ps, gs, ms, vs, [], count, **numbers)
         weight.copy_(ps[0])
@@ -239,7 +243,9 @@ def _link_unit(unit, streams, slot):
         arrived = streams.mark()
     with streams.on("update", arrived, unit.ready):
         unit.gather(flat)
-        for a, b, step in unit.runs: adamw_([buffers[0][a:b]], [flat[a:b]], [buffers[1][a:b]], [buffers[2][a:b]], step, unit.hyper, unit.found)
+        for a, b, step in unit.runs:
+            p, m, v = ([t[a:b]] for t in buffers)
+            adamw_(p, [flat[a:b]], m, v, step, unit.hyper, unit.found)
         unit.scatter(buffers[0])
         unit.event = streams.mark(blocking=True)
     with streams.on("link_out", unit.event):
@@ -362,7 +368,7 @@ class _Settings(torch.optim.Optimizer):
         *,
         offload:float|str|None=None,    # share of the state on the host, 0…1; "auto": what a first step leaves no room for; None: 0
         master:str|None="fp32",         # "fp32": 16-bit weights have fp32 masters; None: the stored weights are updated
-        overlap:str="forward",          # "forward": updates run under the next forward; "backward": from the first gradient on, no clipping, and a bad step is half made
+        overlap:str="forward",          # "forward": updates run under the next forward; "backward": from the first gradient on, no clipping
         link:float|str="auto",          # share of the host's part that the GPU updates over the link
         memory_limit:int|str|None=None, # of the GPU, for "auto"; None: all of it
         workers:int|None=None,          # threads of lane "cpu", which share this rank's cores; None: 2, or 1 on few cores
@@ -594,7 +600,7 @@ class _Running(_Placed):
         "Start one update; a forward, `flush`, or reading the model's state waits for what it needs."
         with torch.enable_grad(): loss = closure() if closure is not None else None
         self._build()
-        if self.device.type != "cuda": self._ask(self._early)         # (there the host would wait: it asks a step later, or in flush)
+        if self.device.type != "cuda": self._ask(self._early)        # (there the host would wait: it asks a step later)
         hypers, early = self._hypers(), set(self._early)
         if early and self._numbers != hypers: raise RuntimeError("lr or another number changed between backward and step, but overlap='backward' has used the old one")
         given = [p for p in self._steps if p.grad is not None or early.intersection(self._units_of.get(p, ()))]
@@ -627,14 +633,15 @@ class _Running(_Placed):
     def _ask(self, units, wait=False):
         "Raise where gradients were used as they arrived and were not finite: once, and without making the host wait"
         for u in units:
-            event = u.ready if u.place == "cpu" else u.back                # when it has happened, the host of a GPU has the answer
+            event = u.ready if u.place == "cpu" else u.back           # then the host of a GPU has the answer
             if not u.looked or not (wait or self.device.type != "cuda" or u.done.is_set() and event.query()): continue
             u.looked = False
             if not u.stop.item(): continue
             names = {p: n for n, p in self.model.named_parameters()} if self.model is not None else {}
             of = ", ".join(dict.fromkeys(names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in u.bad()))
-            raise FloatingPointError(f"overlap='backward': the gradient of {of} is not finite. Its block was left as it was, but others of the step "
-                                     "are updated: load a checkpoint. With overlap='forward' a step can be left out")
+            raise FloatingPointError(f"overlap='backward': the gradient of {of} is not finite. Its block was left as it was, "
+                                     "but others of the step are updated: load a checkpoint. With overlap='forward' a step "
+                                     "can be left out")
 
 # %% ../nbs/11_offload.ipynb #d99dcab2
 class _Told(_Running):
@@ -659,7 +666,7 @@ class _Told(_Running):
         return bool(self._early)
 
     @property
-    def arrived(self)->Tensor: # (n,) on the device, finite where all of a gradient is; for the host to read with what it reads anyway
+    def arrived(self)->Tensor: # (n,) on the device, finite where all of a gradient is; to be read with the loss
         "What the gradients that were used before `step` are like."
         return torch.cat([u.sizes for u in self._early if u.sizes is not None])
 

@@ -145,9 +145,10 @@ def _power_sum(grads, n, device, dtype):
 
 def _magnitudes(tensors):
     "(n,) a number for each of some tensors of one device and dtype: finite where all of it is; nan where it holds one"
-    norms = lambda n: torch.stack(torch._foreach_norm(tensors, n, dtype=None if tensors[0].is_complex() else _wide(tensors)))
-    if tensors[0].device.type == "cpu" and (sizes := norms(2)).isfinite().all(): return sizes      # (24 times as fast as the largest entry there; but squares may overflow)
-    return norms(math.inf)
+    dtype = None if tensors[0].is_complex() else _wide(tensors)
+    norms = lambda n: torch.stack(torch._foreach_norm(tensors, n, dtype=dtype))
+    if tensors[0].device.type == "cpu" and (sizes := norms(2)).isfinite().all(): return sizes
+    return norms(math.inf)                             # (on a CPU 24 times as slow, but squares may overflow)
 
 def _kinds(tensors):
     "Those of some tensors that hold something, by device and dtype"
@@ -319,10 +320,11 @@ class _Step(_Clip):
 
     @torch.no_grad()
     def gradients_finite(self)->Tensor: # () bool on the device, of this rank alone
-        "Are all gradients numbers, neither nan nor inf? The host does not wait; what a clip has summed up is not read again."
-        given = [p.grad for o in self.optimizers for p in _listed(o.param_groups) if p.grad is not None and id(p) not in self._owed]
-        sizes = [*map(_magnitudes, _kinds(map(_raw, given))), *self._norms]
-        sizes += [o.arrived for o in self.optimizers if getattr(o, "begun", False) and hasattr(o, "arrived")]      # of those that were used as they came
+        "Are all gradients finite? The host does not wait; what a clip has summed up is not read again."
+        params = [p for o in self.optimizers for p in _listed(o.param_groups)]
+        given = [_raw(p.grad) for p in params if p.grad is not None and id(p) not in self._owed]
+        early = [o for o in self.optimizers if getattr(o, "begun", False) and hasattr(o, "arrived")]
+        sizes = [*map(_magnitudes, _kinds(given)), *self._norms, *(o.arrived for o in early)]
         if not sizes: return torch.ones((), dtype=torch.bool, device=local_device())
         return torch.cat([t.to(sizes[0].device, torch.float64).reshape(-1) for t in sizes]).isfinite().all()
 

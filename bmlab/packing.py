@@ -355,7 +355,8 @@ def _packed_linear(x, K, codes, scale, zero, bias, activations):
         raise ValueError(f"x of shape {tuple(x.shape)} does not fit a weight of shape {(len(codes), K)}: its last size should be {K}")
     if not x.is_meta and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type): x = x.to(torch.get_autocast_dtype(x.device.type))
     rows = x.reshape(x.shape[:-1].numel(), K)                                      # (M, K)
-    learns = x.requires_grad or bias is not None and bias.requires_grad or len(rows) > _TILED_ROWS   # (many rows: the first layer of a training, whose inputs need none)
+    learns = x.requires_grad or bias is not None and bias.requires_grad
+    if rows.is_cuda and not torch.compiler.is_compiling(): learns |= len(rows) > _TILED_ROWS   # the first layer of a training, whose inputs need no gradient
     if torch.is_grad_enabled() and learns:
         one = torch.compiler.is_compiling() or x.is_meta           # for a compiler, and for a plan on meta
         y = (packed_product if one else _Frozen.apply)(rows, codes, scale, zero, activations)

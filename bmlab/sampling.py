@@ -65,7 +65,8 @@ def likelihoods(
     "What the model gives the drawn tokens and the likeliest ones."
     x = logits.float().log_softmax(-1)
     best = x.topk(min(TOLD, x.shape[-1]))
-    return torch.cat([x.gather(-1, ids[..., None].clamp(min=0)), best.values], -1), best.indices       # (nobody reads those of -1)
+    drawn = x.gather(-1, ids[..., None].clamp(min=0))                   # (nobody reads that of -1)
+    return torch.cat([drawn, best.values], -1), best.indices
 
 def as_tokens(
     ids:list,     # drawn
@@ -192,8 +193,9 @@ class _Rows:
 
 # %% ../nbs/38a_sampling.ipynb #77023506
 def _greatest(x):
-    "(…, V) → (…, 1) place of the greatest, -1 where one is not a number; torch gives a row to one program on a GPU"
-    if not x.is_cuda or x.shape[-1] < 4096 or x.dtype == torch.float64 or torch.version.hip is not None or not _has_triton():
+    "(…, V) → (…, 1) place of the greatest, -1 where one is nan; torch gives a row to one program on a GPU"
+    small = not x.is_cuda or x.shape[-1] < 4096
+    if small or x.dtype == torch.float64 or torch.version.hip is not None or not _has_triton():
         top, at = x.max(-1, keepdim=True)                               # (what is not a number counts as the greatest)
         return at.masked_fill_(top != top, -1)
     from bmlab.triton_kernels import argmax
@@ -225,7 +227,7 @@ class _Draws(_Rows):
         ids:Tensor|None=None,   # (B, N) int64, the drafted tokens; ids[:, 0] is the last one drawn; None: M is 1
         mask:Tensor|None=None,  # (B, M, N) bool, token j lies at or before position i; None: M = N, one after the other
         n:int=1,                # how many
-    )->Tensor:                  # (B, M, n) int64, the one that would be drawn first; with n=1 it is -1 where a logit is nan
+    )->Tensor:                  # (B, M, n) int64, the one that would be drawn first; with n=1: -1 where a logit is nan
         "The tokens that come out best with the row's random numbers at each position; nothing changes."
         if self.state is None: raise RuntimeError("this sampler has no rows yet; call start(prompts, vocab, device) first")
         if ids is not None and mask is None: mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril().expand(len(ids), -1, -1)
@@ -310,7 +312,7 @@ class Sampler(_Told):
 
     def __call__(self,
         logits:Tensor, # (B, V) of the first B rows, any float dtype
-    )->Tensor:         # (B,) int64; -1 where a logit of the row is nan: who reads the ids on the host raises `bad_logits`
+    )->Tensor:         # (B,) int64; -1 where a logit is nan: who reads the ids on the host raises `bad_logits`
         "Draw the next token of each row."
         ids = self.look(logits[:, None])
         place = ids.clamp(min=0) if self.key[2] or self.key[3] else ids

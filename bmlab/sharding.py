@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint as run_again
 
 from .core import changed, did_you_mean, format_bytes, parse_bytes, parts, tensor_key, to_cast, unwrap
@@ -414,7 +415,9 @@ def _before(model, args, kwargs):
     "Runs before each forward of a sharded model"
     s = model.sharding
     _put_back(s, model)
-    if not torch.is_grad_enabled(): return
+    if s.mesh is None and s.dtype is not None:                              # as `fully_shard` does at the root
+        args, kwargs = tree_map(lambda t: t.to(s.dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, (args, kwargs))
+    if not torch.is_grad_enabled(): return args, kwargs
     if s.takes_cache:
         if not kwargs.get("use_cache") and kwargs.get("past_key_values") is None: kwargs = {**kwargs, "use_cache": False}
         elif s.recompute or s.auto:

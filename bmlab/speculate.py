@@ -91,7 +91,7 @@ def advance(
     room:list,            # for each row the most new tokens; 0: the row is at its end, and nothing happens to it
     stops:tuple=(),       # token ids that end a row
     width:int|None=None,  # tokens that the forward feeds to each row, at least the largest guess; None: as few as possible
-)->list:                  # for each row its new tokens, one or more where there is room; the last is -1 where the model's logits were nan
+)->list:                  # for each row its new tokens, one or more where there is room; the last is -1 of nan
     "Check guesses in one forward; rows grow by what was right and one more."
     ids, mask, depth = lay_out(guesses, width, decoder.lengths.device)
     tree = {} if mask is None else dict(mask=mask, positions=depth)
@@ -269,7 +269,9 @@ class DraftModel(_SmallModel):
         chain, best = torch.tensor([[self.texts[r][-1] if r in rows else 0] for r in range(B)], device=device), []
         for i in range(length):
             logits = torch.nn.functional.pad(logits[:, :V], (0, max(V - logits.shape[1], 0)), value=-torch.inf)
-            best.append(self.sampler.likely(logits[:, None], chain, torch.ones(B, 1, i + 1, dtype=torch.bool, device=device), self.branches)[:, 0].clamp(min=0))     # (-1: no number; as bad a guess as any)
+            seen = torch.ones(B, 1, i + 1, dtype=torch.bool, device=device)
+            likely = self.sampler.likely(logits[:, None], chain, seen, self.branches)[:, 0]
+            best.append(likely.clamp(min=0))                                        # (-1, of nan: 0 is as good a guess)
             chain = torch.cat([chain, best[-1][:, :1]], 1)
             if i + 1 < length: logits = self.decoder.step(chain[:, -1:])[:, 0]
         self.decoder.crop(before)

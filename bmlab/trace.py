@@ -219,19 +219,26 @@ def step_loss(
 class _Chunks(torch.autograd.Function):
     "Cross-entropy whose gradient is made chunk by chunk in the forward pass"
     @staticmethod
-    def forward(ctx, hidden, weight, labels, chunk):
+    def forward(ctx, hidden, weight, labels, chunk, plain):
         dh, dw, total = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None, 0.   # a frozen head has no gradient
         for i in range(0, len(hidden), chunk):
             h, y = hidden[i:i + chunk], labels[i:i + chunk, None]
             z = h @ weight.t()
-            total = total - z.gather(1, y).float().sum()
-            z.add_(z)                                       # on a GPU one kernel puts the gradient in the logits' place: it reads them twice and writes them once
-            torch.mm(z, weight, out=dh[i:i + chunk])
-            if dw is not None: dw += z.t() @ h
+            if plain:
+                total, d = total - z.gather(1, y).float().sum(), z
+                d.add_(z)                                   # on a GPU one kernel puts the gradient in the logits' place: it reads them twice and writes them once
+            else:                                           # capped or scaled: each step keeps its own
+                changed = (z * 2).tanh()
+                p = nn.functional.log_softmax(changed.float(), -1)
+                total = total - p.gather(1, y).sum()
+                d = p.exp_().scatter_add_(1, y, torch.full_like(y, -1, dtype=p.dtype)).to(z.dtype) * changed; del p, changed
             del z
+            torch.mm(d, weight, out=dh[i:i + chunk])
+            if dw is not None: dw += d.t() @ h
+            del d
         ctx.save_for_backward(dh, None if dw is None else dw.to(weight.dtype)); return total / len(hidden)
     @staticmethod
-    def backward(ctx, g): dh, dw = ctx.saved_tensors; return dh.mul_(g), None if dw is None else dw.mul_(g), None, None
+    def backward(ctx, g): dh, dw = ctx.saved_tensors; return dh.mul_(g), None if dw is None else dw.mul_(g), None, None, None
 
 def chunked_loss(
     model:nn.Module,    # with a linear head; changed, so only for a skeleton
@@ -246,7 +253,9 @@ def chunked_loss(
     out = _call(model, {k: v for k, v in inputs.items() if k != "labels"} if isinstance(inputs, Mapping) else inputs)
     hidden = out if isinstance(out, Tensor) else getattr(out, "logits", None) if not isinstance(out, tuple) else out[0]
     weight = module.dequantize(hidden.dtype) if hasattr(module, "dequantize") else module.weight
-    return _Chunks.apply(hidden.reshape(-1, hidden.shape[-1]), weight, _tokens_of(inputs).reshape(-1), chunk)
+    given = getattr(unwrap(model), "config", None)
+    plain = all(getattr(given, k, None) in (None, 1) for k in ("final_logit_softcapping", "logit_scale", "logits_scaling"))
+    return _Chunks.apply(hidden.reshape(-1, hidden.shape[-1]), weight, _tokens_of(inputs).reshape(-1), chunk, plain)
 
 # %% ../nbs/06b_trace.ipynb #df4bd31d
 def _kind(module):

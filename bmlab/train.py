@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
@@ -109,7 +110,7 @@ def evaluate(
 
 # %% ../nbs/10_train.ipynb #5dd19cb8
 class Diverged(FloatingPointError):
-    "The loss, the gradient or a weight was not finite; `log` holds what was logged until then. The step was not taken, or the message says that an optimizer had begun it."
+    "The loss, a gradient or a weight was not finite. The step was not taken, or the message says so; `log` ends there."
     def __init__(self, message, log): super().__init__(message); self.log = log
 
 def _leaves(x):
@@ -264,7 +265,7 @@ def _gradients(model, batches, om, loss, device):
     return total
 
 def _read(value, norm, finite, tokens, replicas):
-    "(mean loss over ranks, tokens of all ranks, ranks with a gradient that is not finite, gradient norm) as numbers: the one moment of a step at which the host waits"
+    "(mean loss over ranks, tokens of all, ranks with a bad gradient, gradient norm): the one moment the host waits"
     bad = value.new_zeros((), dtype=torch.float64) if finite is None else 1 - finite.to(value.device, torch.float64)
     stats = torch.stack([value.double().reshape(()), value.new_tensor(tokens, dtype=torch.float64), bad])
     if dist.is_initialized() and world_size() > 1:
@@ -280,16 +281,18 @@ def _one_step(keeper, batches, loss, clip, rows, step):
     before = _random_state(device)
     value = _gradients(model, batches, om, loss, device)
     norm = om.clip_grad_norm(clip) if clip is not None else None
-    finite = om.gradients_finite() if norm is None and not om.loss_scale_enabled else None            # (a loss scale looks in om.step)
+    finite = om.gradients_finite() if norm is None and not om.loss_scale_enabled else None    # (a scale: in om.step)
     mean, tokens, bad, norm = _read(value, norm, finite, sum(map(_tokens, batches)), _replicas(model))
     if not math.isfinite(mean): raise Diverged(_why_loss(keeper, batches, loss, step, mean, before), pd.DataFrame(rows))
     if bad or norm is not None and not math.isfinite(norm) and not om.loss_scale_enabled:
-        raise Diverged(_why_gradient(keeper, batches, loss, step, mean, before if clip is not None else None), pd.DataFrame(rows))
+        again = before if clip is not None else None
+        raise Diverged(_why_gradient(keeper, batches, loss, step, mean, again), pd.DataFrame(rows))
     row = {"loss": mean} | ({"grad_norm": norm} if clip is not None else {}) | {"lr": float(om.optimizers[0].param_groups[0]["lr"])}
     if om.loss_scale_enabled: row["loss_scale"] = om.loss_scale
     if not om.step() and om.skipped >= _IN_A_ROW:
-        raise Diverged(f"no step was taken since step {step - om.skipped}: the gradients are not finite at any loss scale, now {om.loss_scale:g}, "
-                       "though the loss is; lower the learning rate, or train in bfloat16", pd.DataFrame(rows))
+        why = f"the gradients are not finite at any loss scale, now {om.loss_scale:g}, though the loss is"
+        raise Diverged(f"no step was taken since step {step - om.skipped}: {why}; lower the learning rate, or train in "
+                       "bfloat16", pd.DataFrame(rows))
     om.zero_grad()
     return row | {"tokens": tokens}
 
@@ -299,8 +302,9 @@ def _begun(om): return _first_of_ranks("begun" if any(getattr(o, "begun", False)
 def _why_loss(keeper, batches, loss, step, value, before):
     "The message for a loss that is not finite, with the first bad tensor of any rank; not if its gradients are in the weights by now"
     if _begun(keeper.om):
-        return (f"the loss of step {step} is {value}, and an optimizer with overlap='backward' has used those of its gradients that were finite: the step is "
-                f"half made. {keeper.advice()}. With overlap='forward' no such step is taken, and this message names the tensor it begins with")
+        return (f"the loss of step {step} is {value}, and an optimizer with overlap='backward' has used those of its "
+                f"gradients that were finite: the step is half made. {keeper.advice()}. With overlap='forward' no such step "
+                "is taken, and this message names the tensor it begins with")
     def look():
         _set_random_state(before, keeper.device)
         for batch in batches:
@@ -308,11 +312,12 @@ def _why_loss(keeper, batches, loss, step, value, before):
                 if bad := first_bad(keeper.model, to_device(batch, keeper.device), loss): return bad
     where = _first_of_ranks(look())
     begins = f"it begins with {where}" if where else "when the batch was run again it was finite"
+    begins += "; lower the learning rate or look at this batch"
     spoilt = f"; the weights were spoilt before. {keeper.advice()}" if where and where.startswith("the weight ") else ""
-    return f"the loss of step {step} is {value}: {begins}; lower the learning rate or look at this batch (the step was not taken{spoilt})"
+    return f"the loss of step {step} is {value}: {begins} (the step was not taken{spoilt})"
 
 def _why_gradient(keeper, batches, loss, step, value, before):
-    "The message for a gradient that is not finite. Clipping has spread it over all: then it is computed again, from the random state `before`; parameters nearest to the loss come last in the model"
+    "The message for a gradient that is not finite; spread by a clip it is computed again, from the state `before`"
     model, om, begun = keeper.model, keeper.om, _begun(keeper.om)
     if before is not None:
         _set_random_state(before, keeper.device); om.zero_grad()
@@ -334,17 +339,22 @@ class _Keeper:
         "A checkpoint of this step; the one before must be written"
         self.wait()
         extra = {"feed": self.feed.state(), "random": _random_state(self.device), "log": pd.DataFrame(rows).to_dict("list")}
-        try: self.job = save(self.model, self.folder, manager=self.om, step=step, extra=extra, blocking=not self.background, keep=self.keep)
-        except NotFinite as e: raise Diverged(f"after step {step} {str(e).partition(':')[0]}, and no checkpoint was written. {self.advice()}", pd.DataFrame(rows)) from e
+        options = dict(manager=self.om, step=step, extra=extra, blocking=not self.background, keep=self.keep)
+        try: self.job = save(self.model, self.folder, **options)
+        except NotFinite as e:
+            what = str(e).partition(":")[0]
+            said = f"after step {step} {what}, and no checkpoint was written. {self.advice()}"
+            raise Diverged(said, pd.DataFrame(rows)) from e
     def wait(self):
         if self.job is not None: self.good = self.job.wait()
     def advice(self):
         "From where to go on"
-        with contextlib.suppress(BaseException): self.wait()                   # (a save that failed leaves the one before)
+        with contextlib.suppress(Exception, CheckpointException): self.wait()  # (one that failed leaves the one before)
         if self.good is not None: return f"resume=True goes on from {self.good}"
-        return "There is no checkpoint to go on from: " + ("give save_to= and save_every=" if self.folder is None else f"{self.folder} holds none yet")
+        why = "give save_to= and save_every=" if self.folder is None else f"{self.folder} holds none yet"
+        return f"There is no checkpoint to go on from: {why}"
     def _newest_good(self):
-        "Read the newest checkpoint whose weights and optimizer states are finite; each is read once, and then looked at"
+        "Read the newest checkpoint whose weights and optimizer states are finite; each is read, and then looked at"
         lost = []
         for path in _first_rank(lambda: _newest_first(self.folder)):
             bad = found = None
@@ -388,7 +398,7 @@ def fit(
     accumulate:int=1,                         # batches in a step
     save_to:str|Path|None=None,               # folder of checkpoints, one after the last step
     save_every:int|None=None,                 # and one after every so many
-    resume:bool=False,                        # go on from the newest checkpoint in `save_to` whose numbers are finite, if there is one
+    resume:bool=False,                        # go on from the newest finite checkpoint in `save_to`, if there is one
     keep:int|None=2,                          # newest checkpoints to keep; None: all
     save_in_background:bool=False,            # go on while they are written, from a copy in host memory
     plan=None,                                # a TrainingPlan: logs energy, CO2 and, if it has a price, money

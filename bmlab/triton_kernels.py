@@ -930,7 +930,7 @@ def _greatest_kernel(x, best, index, V, row_stride, PIECES: tl.constexpr, BLOCK:
     row, piece, v = tl.program_id(0), tl.program_id(1), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     numbers = tl.load(x + row.to(tl.int64) * row_stride + v, mask=v < V, other=float("-inf")).to(tl.float32)
     top, at = tl.max(numbers, 0, return_indices=True)
-    bad = tl.max((numbers != numbers).to(tl.int32), 0) > 0                                 # (what a maximum makes of it differs)
+    bad = tl.max((numbers != numbers).to(tl.int32), 0) > 0                 # (what a maximum makes of it differs)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     tl.store(best + row * PIECES + piece, top)
     tl.store(index + row * PIECES + piece, tl.where(bad, -1, tl.minimum(piece * BLOCK + at, V - 1)))

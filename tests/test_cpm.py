@@ -540,3 +540,14 @@ def test_whatever_kernel_of_attention_a_gpu_takes(length, dtype):
     for m in (model, exact): m(ids, labels=ids).loss.backward()
     for (name, p), q in zip(model.named_parameters(), exact.parameters()):
         if q.grad is not None and q.grad.norm() > 0: assert off(p.grad, q.grad) < 3 * most, name
+
+
+def test_a_cut_model_is_not_written_for_the_original(tmp_path):
+    "Its factors are those of the whole one, and the original divides by the roots of the widths that it sees"
+    from bmlab.convert import to_original
+    from bmlab.slicing import slice_model, structure
+    model = bee(mask_modules=None, vocab_size=40)
+    slice_model(model, {n: [0, 3, 7] for n in structure(model).ffn()})
+    model.save_pretrained(tmp_path / "cut")
+    with pytest.raises(ValueError, match="of a model that was cut"): to_original(tmp_path / "cut", tmp_path / "out.pt", "cpm-bee")
+    with pytest.raises(ValueError, match="residual_divisor=0: a number above 0"): bee(residual_divisor=0)

@@ -430,6 +430,7 @@ def under_lora(bits, dtype):
     for n, m in packed.named_modules():
         if isinstance(m, (Int8Linear, Int4Linear)): widened.get_submodule(n).weight = nn.Parameter(m.dequantize(dtype))
     for m in (packed, widened):
+        m.enable_input_require_grads()                                                               # (else the first layers of a CPU take another way)
         torch.manual_seed(1)
         d = Lora(m, r=4, modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], dtype=torch.float32).freeze()
         with torch.no_grad(): [p.normal_(0, .05) for p in d.parameters()]

@@ -478,6 +478,7 @@ def test_the_greatest_and_the_angles(dtype):
         x = torch.randn(rows, V, device="cuda").to(dtype)
         x[:, V - 2:] = x[:, V // 2:V // 2 + 1] = 9.                                     # of equal ones the first
         assert torch.equal(argmax(x), torch.full((rows,), V // 2, device="cuda")) and torch.equal(argmax(-x), (-x.float()).argmax(-1))
+        for at in (0, V // 2, V - 1): bad = x.clone(); bad[-1, at] = torch.nan; assert argmax(bad).tolist() == [V // 2] * (rows - 1) + [-1]
     inv_freq, places = 5e5 ** (-torch.arange(0, 128, 2, device="cuda") / 128), torch.randint(131072, (2, 3), device="cuda")
     emb = torch.cat([places[..., None].float() * inv_freq] * 2, -1)
     for got, want in zip(rope_angles(places, inv_freq, dtype, 1.25), (emb.cos(), emb.sin())): assert torch.equal(got, (want * 1.25).to(dtype))

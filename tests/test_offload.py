@@ -362,3 +362,38 @@ def test_parameters_without_elements_and_odd_kinds():
         assert [int(s["step"]) for s in opt.state.values()] == [1, 1, 1]
     with pytest.raises(ValueError, match="not contiguous"): AdamW(nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last))
     with pytest.raises(ValueError, match="complex64"): AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offload, link", [(1.0, 0.0), (1.0, 1.0), (1.0, 0.5), (0.5, 0.5)])
+def test_a_block_whose_gradient_is_not_finite_stays_as_it_was(device, dtype, offload, link):
+    "In either lane: the manager hears of it with the loss, a loop that does not ask is told by an error, and training can go on"
+    from bmlab.offload import AdamW
+    from bmlab.optim import OptimManager
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]).to(device, dtype)
+    opt, x = AdamW(net, lr=1e-2, offload=offload, link=link, overlap="backward", unit=5000), torch.randn(8, 64, device=device, dtype=dtype)
+    om = OptimManager(model=net); om.add_optimizer(opt)
+    weight, three = net[4][0].weight, torch.tensor(3, device=device)
+    def backward(bad=None):
+        om.zero_grad()
+        hook = weight.register_hook(lambda g: g.clone().index_fill_(0, three, bad)) if bad is not None else None
+        om.backward(net(x).float().square().mean())
+        if hook is not None: hook.remove()
+    for _ in range(4): backward(); assert om.gradients_finite().item(); om.step()
+    opt.flush()
+    for bad in (float("inf"), float("nan")):
+        before = [p.detach().clone() for p in net.parameters()]
+        backward(bad)
+        assert not om.gradients_finite().item() and [p is weight for p in opt.spoilt()] == [True]
+        om.zero_grad()                                                   # as `fit` does, which then ends
+        opt.flush()
+        assert all(p.isfinite().all() for p in net.parameters()) and torch.equal(weight, before[8]) and not torch.equal(net[5][0].weight, before[10])
+        backward(); om.step(); opt.flush()
+    backward(float("nan"))
+    with pytest.raises(FloatingPointError, match="the gradient of 4.0.weight is not finite"):
+        om.step()                                                        # at once, or on a GPU where the host first knows
+        for _ in range(3): backward(); om.step()
+    om.zero_grad(); backward(); om.step(); opt.flush()
+    assert all(p.isfinite().all() for p in net.parameters())

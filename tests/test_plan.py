@@ -135,6 +135,23 @@ def test_a_compiled_block_keeps_its_input():
     assert not any(f in trace.lives[i].claims for i, f in trace.inputs if trace.lives[i].bytes == size)
 
 
+def test_capped_logits_take_more_than_plain_ones():
+    "One kernel does the loss in the logits' place; what caps or scales them keeps copies in float32"
+    size = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=8192, use_cache=False)
+    plans = [plan_training(tf.Gemma2ForCausalLM(tf.Gemma2Config(**size, final_logit_softcapping=cap)), 4, 256, offload=None, loss="chunked") for cap in (None, 30.0)]
+    plain, capped = (p.parts["logits and embeddings"][0] for p in plans)
+    assert capped - plain > 2 * 4 * 4 * 256 * 8192 * 0.9                                                   # two float32 tensors of the logits' size
+
+
+def test_a_block_that_writes_to_its_buffers_is_planned_as_it_is(caplog):
+    class Block(nn.Module):
+        def __init__(self): super().__init__(); self.lin, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+        def forward(self, x): return x + self.norm(self.lin(x))
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    plans = [plan_training(model, inputs=(torch.zeros(8, 64),), dtype=None, offload=None, compile=c) for c in (True, False)]
+    assert plans[0].peak_bytes == plans[1].peak_bytes and "writes to its buffers" in caplog.text
+
+
 def test_rates_change_what_they_should():
     trace = trace_step(MODELS["llama"], {"input_ids": torch.empty(8, 512, dtype=torch.long), "use_cache": False})
     plan = lambda **k: plan_training(MODELS["llama"], trace=trace, **k)

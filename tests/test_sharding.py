@@ -555,3 +555,24 @@ def tensor_parallel(folder):
 def test_tensor_parallel_times_zero(world, tmp_path):
     set_seed(0); llama().double().save_pretrained(tmp_path)
     for a, c, held, start in run_ranks(tensor_parallel, str(tmp_path), world_size=world): assert start == 0 and max(a, c) < 1e-5 and held < 1.25 / world, (a, c, held, start)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_lora_in_float32_needs_no_gathering_and_inputs_are_cast(stored, bits):
+    "A and B take the input's dtype by themselves: at one rank nothing is gathered, and float inputs are cast as the root of fully_shard does"
+    import transformers as tf
+    from bmlab.kernels import pack_linears
+    from bmlab.lora import Lora
+    from bmlab.processes import init_distributed
+    init_distributed(seed=0)
+    size = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=100, use_cache=False)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**size)).to(stored)
+    if bits: pack_linears(model, bits=bits)
+    d = Lora(model, r=2, dtype=torch.float32).freeze()
+    shard(model)
+    assert model.sharding.mesh is None and {p.dtype for p in d.parameters()} == {torch.float32}
+    for grad in (torch.enable_grad, torch.no_grad):
+        with grad(): assert model(inputs_embeds=torch.randn(2, 40, 64)).logits.dtype == torch.bfloat16
+    model(input_ids=torch.ones(2, 8, dtype=torch.long)).logits.float().square().mean().backward()
+    assert all(p.grad.dtype == torch.float32 for p in d.parameters())
