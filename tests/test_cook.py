@@ -264,7 +264,7 @@ dir = Path(sys.argv[1])
 b = torch.load(dir / "b.pt")
 with torch.no_grad():
     y = {n: load_cooked(dir / n)(**b).logits for n in ("packed", "uneven", "uniform")}
-    y["transformers"] = AutoModelForCausalLM.from_pretrained(dir / "uniform").eval()(**b).logits
+    y["transformers"] = AutoModelForCausalLM.from_pretrained(dir / "plain").eval()(**b).logits
 torch.save(y, dir / "y.pt")
 """
 
@@ -280,6 +280,7 @@ def test_fresh_process(tmp_path):
     models["uneven"].model.norm.variance_epsilon = 1e-4
     pack_linears(models["uneven"], 4, modules=["layers[0].mlp.*_proj"], group_size=32)
     for n, m in models.items(): save_cooked(m, tmp_path / n)
+    load_cooked(tmp_path / "uniform").save_pretrained(tmp_path / "plain")                              # (a cooked folder is load_cooked's alone)
     torch.save(b, tmp_path / "b.pt")
     subprocess.run([sys.executable, "-c", RELOAD, tmp_path], check=True)
     y = torch.load(tmp_path / "y.pt")
