@@ -216,6 +216,7 @@ def step_loss(
         return nn.functional.cross_entropy(out[:, :-1].float().reshape(-1, out.shape[-1]), ids[:, 1:].reshape(-1))
     return out.float().mean()
 
+# %% ../nbs/06b_trace.ipynb #e180ab88
 class _Chunks(torch.autograd.Function):
     "Cross-entropy whose gradient is made chunk by chunk in the forward pass"
     @staticmethod
