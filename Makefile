@@ -49,14 +49,14 @@ test-tutorials: samples
 	@$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval-sanitize.cfg --nbval-cell-timeout=900 -o faulthandler_timeout=1000 tutorials
 
 notebooks: samples
-	@$(BIN)/python tests/tools/notebooks.py
+	@$(BIN)/python tools/notebooks.py
 
 test-slow: samples
 	@$(BIN)/python -m pytest tests -m slow --durations=0 -o faulthandler_timeout=3600
 
 # on a machine with a GPU, with the Python that has torch for it; no nbdev is needed there
 test-gpu:
-	@$(PYTHON) tests/tools/run_cells.py nbs/[0-9]*.ipynb
+	@$(PYTHON) tools/run_cells.py $$(find nbs -name '[0-9]*.ipynb' | sort)
 	@$(PYTHON) -m pytest tests -m cuda
 
 docs: .setup/venv
@@ -68,11 +68,11 @@ lab: samples
 readme: samples
 	@$(BIN)/jupyter nbconvert --to notebook --inplace --execute nbs/index.ipynb
 	@$(BIN)/nbdev_clean --fname nbs/index.ipynb
-	@$(BIN)/python tests/tools/readme.py
+	@$(BIN)/python tools/readme.py
 
 tutorials: samples
 	@$(BIN)/jupyter nbconvert --to notebook --inplace --execute tutorials/*.ipynb
-	@$(BIN)/python tests/tools/clean_tutorials.py
+	@$(BIN)/python tools/clean_tutorials.py
 
 clean:
 	rm -rf .setup .venv build dist _docs _proc demo.html *.egg-info .pytest_cache

@@ -6,146 +6,146 @@
 __all__ = ['pick', 'chat', 'fill_blank', 'story', 'title', 'edit', 'serve']
 
 # %% ../nbs/99_all.ipynb #19235e0e
-from .adapter import Adapter, Compacter, LowRankAdapter, ParallelAdapter
-from .answering import BeeCollator, answer
-from .bank import DeltaBank
-from .batching import Batcher
-from .bbt import Bbt, PromptScore
-from .beams import beam_search
-from .bee import Bee, BeeError, encode_bee
-from .bitfit import BitFit, IA3, LayerNormTuning
-from .card import ModelCard, license_check, read_card, write_card
-from .checkpoint import export_hf, latest, load_weights, save
-from .collect import collect
-from .continual import Continual, transfer
-from .convert import to_original, to_safetensors
-from .cook import Cook, Method, bytes_on_disk, divergence, lattice, load_cooked, pareto, perplexity, plot_experts, plot_gates, plot_mask, plot_weights, report, save_cooked
+from .delta.adapter import Adapter, Compacter, LowRankAdapter, ParallelAdapter
+from .prompt.bee_answers import BeeCollator, answer
+from .delta.bank import DeltaBank
+from .infer.batcher import Batcher
+from .delta.bbt import Bbt, PromptScore
+from .infer.beams import beam_search
+from .prompt.bee import Bee, BeeError, encode_bee
+from .delta.vectors import BitFit, IA3, LayerNormTuning
+from .models.card import ModelCard, license_check, read_card, write_card
+from .train.checkpoint import export_hf, latest, load_weights, save
+from .data.collect import collect
+from .delta.continual import Continual, transfer
+from .models.convert import to_original, to_safetensors
+from .cook.cook import Cook, Method, bytes_on_disk, divergence, lattice, load_cooked, pareto, perplexity, plot_experts, plot_gates, plot_mask, plot_weights, report, save_cooked
 from .core import Count, count, figure, format_bytes, format_count, parse_bytes, resolve, roles, run_ranks, set_seed, table
-from .cost import cost_table
-from .cpm import CpmAntTied
-from .cpm2 import Cpm1Tokenizer, Cpm2Tokenizer, EvaTokenizer
-from .cpmbee import CpmBeeConfig, CpmBeeForCausalLM, CpmBeeTokenizer
-from .data import Batches, fetch_deb, pack_tokens, sample_texts, split
-from .datacard import DataCard
-from .decode import Decoder
-from .dedup import Decontaminate, ParagraphStore, exact_duplicates, label_conflicts, near_duplicates
-from .delta import Delta, deltas
-from .distill import Distill
-from .exchange import dequantize
-from .fakequant import FakeQuant
-from .generate import decode_speed, stream
-from .glm import BlankGlmTokenizer
-from .hub import Card, Hub, publish
+from .plan.cost import cost_table
+from .models.cpm import CpmAntTied
+from .models.cpm2 import Cpm1Tokenizer, Cpm2Tokenizer, EvaTokenizer
+from .models.cpmbee import CpmBeeConfig, CpmBeeForCausalLM, CpmBeeTokenizer
+from .data.samples import Batches, fetch_deb, pack_tokens, sample_texts, split
+from .data.card import DataCard
+from .infer.decode import Decoder
+from .data.dedup import Decontaminate, ParagraphStore, exact_duplicates, label_conflicts, near_duplicates
+from .delta.delta import Delta, deltas
+from .cook.distill import Distill
+from .kernels.exchange import dequantize
+from .cook.fakequant import FakeQuant
+from .models.stream import decode_speed, stream
+from .models.glm import BlankGlmTokenizer
+from .delta.hub import Card, Hub, publish
 
 # %% ../nbs/99_all.ipynb #edb1ad52
-from .infer import Engine, wrap
-from .inspection import inspect_model, inspect_tensor, record_tensor
-from .kernels import Int4Linear, Int8Embedding, Int8Linear, arrange_int4, pack_linears
-from .language import TemplateError
-from .layouts import open_ds, open_mmididx, read_blocks, write_mmididx, write_shards
-from .learned import ProtoVerbalizer, SoftVerbalizer
-from .loop import decode_tokens, stream_text
-from .lora import Lora
-from .losses import chunked_cross_entropy, lm_loss
-from .machine import Machine, measure
-from .models import build, load, sample_dir, zoo
-from .moefy import MoEfy, MoEMLP
-from .neurons import NeuronSparse, relufy
-from .offload import AdamW
-from .optim import Cosine, Exponential, Linear, Noam, NoDecay, OptimManager
-from .packed import Packed, cu_seqlens, document_mask
-from .parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, tensor_parallel
-from .pipeline import Pipeline
-from .placement import InferencePlan, plan_inference
-from .plan import TrainingPlan, plan_training
-from .plugin import PeftDelta
-from .prefix import Prefix
-from .processes import all_gather, all_reduce, broadcast, init_distributed, local_device, print_rank, rank, reduce_scatter, shutdown, sum_loss, synchronize, world_size
-from .prompt import InputExample, ManualTemplate, MixedTemplate, PrefixTuningTemplate, PTRTemplate, PtuningTemplate, SoftTemplate, Template, one_batch
-from .prompting import FewShotSampler, PromptData, PromptModel
-from .prune import StructPrune, staircase
-from .quantize import quantize
-from .sampling import Sampler
-from .sharding import shard
-from .shards import ShardError, Shards, seal_shards, tokenize
-from .slicing import slice_model
-from .soft import PTuning, SoftPrompt
-from .softtokens import SoftTokens
-from .sparse24 import Sparse24
-from .speculate import DraftModel, PromptLookup, Tree
-from .streaming import GpuLink, SimulatedLink, Streamer
-from .targets import GenerationVerbalizer, Written, write
-from .templates import find_templates, rank_templates
-from .textrules import ChineseQuality, LanguageRule, PerplexityRule, find_pii, mask_pii
-from .timeline import timeline
-from .trace import find_blocks
-from .train import evaluate, fit, plot_log
-from .tree import tree
-from .verbalize import AutomaticVerbalizer, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer
-from .wordnet import WordNet, expand_words, word_list, wordnet
-from .zoo import anatomy, license_of, sizes
+from .infer.engine import Engine, wrap
+from .train.inspection import inspect_model, inspect_tensor, record_tensor
+from .kernels.layers import Int4Linear, Int8Embedding, Int8Linear, arrange_int4, pack_linears
+from .prompt.language import TemplateError
+from .data.layouts import open_ds, open_mmididx, read_blocks, write_mmididx, write_shards
+from .prompt.learned import ProtoVerbalizer, SoftVerbalizer
+from .infer.text import decode_tokens, stream_text
+from .delta.lora import Lora
+from .train.losses import chunked_cross_entropy, lm_loss
+from .plan.machine import Machine, measure
+from .models.load import build, load, sample_dir, zoo
+from .cook.moefy import MoEfy, MoEMLP
+from .cook.neurons import NeuronSparse, relufy
+from .train.offload import AdamW
+from .train.optim import Cosine, Exponential, Linear, Noam, NoDecay, OptimManager
+from .data.batches import Packed, cu_seqlens, document_mask
+from .train.parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, tensor_parallel
+from .train.pipeline import Pipeline
+from .infer.placement import InferencePlan, plan_inference
+from .plan.training import TrainingPlan, plan_training
+from .delta.peft_plugin import PeftDelta
+from .delta.prefix import Prefix
+from .train.processes import all_gather, all_reduce, broadcast, init_distributed, local_device, print_rank, rank, reduce_scatter, shutdown, sum_loss, synchronize, world_size
+from .prompt.template import InputExample, ManualTemplate, MixedTemplate, PrefixTuningTemplate, PTRTemplate, PtuningTemplate, SoftTemplate, Template, one_batch
+from .prompt.classify import FewShotSampler, PromptData, PromptModel
+from .cook.prune import StructPrune, staircase
+from .cook.quantize import quantize
+from .infer.sampling import Sampler
+from .train.sharding import shard
+from .data.shards import ShardError, Shards, seal_shards, tokenize
+from .cook.structure import slice_model
+from .delta.soft import PTuning, SoftPrompt
+from .prompt.soft import SoftTokens
+from .cook.sparse24 import Sparse24
+from .infer.speculate import DraftModel, PromptLookup, Tree
+from .infer.streaming import GpuLink, SimulatedLink, Streamer
+from .prompt.targets import GenerationVerbalizer, Written, write
+from .prompt.search import find_templates, rank_templates
+from .data.rules import ChineseQuality, LanguageRule, PerplexityRule, find_pii, mask_pii
+from .train.timeline import timeline
+from .plan.trace import find_blocks
+from .train.loop import evaluate, fit, plot_log
+from .models.tree import tree
+from .prompt.verbalize import AutomaticVerbalizer, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer
+from .prompt.wordnet import WordNet, expand_words, word_list, wordnet
+from .models.zoo import anatomy, license_of, sizes
 
 # %% ../nbs/99_all.ipynb #16ad0b71
 def pick(
     model,        # any module; not copied
     modules=None, # picked at first: a pattern, as in `resolve`
-    **options,    # of `bmlab.picker.pick`
+    **options,    # of `bmlab.app.picker.pick`
 ):                # the picker, shown where it is the last value of a cell
     "The module tree with boxes to tick: choose modules for a delta, and read the pattern that means the same."
-    from bmlab.picker import pick as picker
+    from bmlab.app.picker import pick as picker
     return picker(model, modules, **options)
 
 def chat(
     engine,    # of `wrap`
-    **options, # of `bmlab.panels.chat`
+    **options, # of `bmlab.app.panels.chat`
 ):             # the panel, shown where it is the last value of a cell
     "A conversation with a model: text as it streams, a stop button, sliders."
-    from bmlab.panels import chat as panel
+    from bmlab.app.panels import chat as panel
     return panel(engine, **options)
 
 def fill_blank(
     engine,    # of `wrap`
     text="",   # with __ where words are missing
-    **options, # of `bmlab.panels.fill_blank`
+    **options, # of `bmlab.app.panels.fill_blank`
 ):             # the panel
     "A text with blanks that the model fills in place."
-    from bmlab.panels import fill_blank as panel
+    from bmlab.app.panels import fill_blank as panel
     return panel(engine, text=text, **options)
 
 def story(
     engine,    # of `wrap`
     n=3,       # continuations to choose from
-    **options, # of `bmlab.panels.story`
+    **options, # of `bmlab.app.panels.story`
 ):             # the panel
     "A text that goes on as one of several proposals."
-    from bmlab.panels import story as panel
+    from bmlab.app.panels import story as panel
     return panel(engine, n=n, **options)
 
 def title(
     engine,    # of `wrap`
     n=5,       # titles to choose from
-    **options, # of `bmlab.panels.title`
+    **options, # of `bmlab.app.panels.title`
 ):             # the panel
     "A text, and titles for it at a click."
-    from bmlab.panels import title as panel
+    from bmlab.app.panels import title as panel
     return panel(engine, n=n, **options)
 
 def edit(
     template,   # where to begin
     model=None, # a language model or a PromptModel to ask
-    **options,  # of `bmlab.editor.Editor`: verbalizer, example, max_length
+    **options,  # of `bmlab.app.editor.Editor`: verbalizer, example, max_length
 ):              # the editor, shown where it is the last value of a cell
     "A prompt template to type into, with its tokens, its errors and the model's answer beside it."
-    from bmlab.editor import edit as editor
+    from bmlab.app.editor import edit as editor
     return editor(template, model, **options)
 
 # %% ../nbs/99_all.ipynb #b1167311
 def serve(
     engine,    # of `wrap`
-    **options, # of `bmlab.serve.serve`: host, port, token, background, …
+    **options, # of `bmlab.app.serve.serve`: host, port, token, background, …
 ):             # the server, if background=True
     "An OpenAI-compatible HTTP server with a page, on this machine alone unless it has a token."
-    try: from bmlab.serve import serve as run
+    try: from bmlab.app.serve import serve as run
     except ModuleNotFoundError as e: raise ModuleNotFoundError(f"serving needs {e.name}: pip install 'bmlab[serve]'") from e
     return run(engine, **options)
 

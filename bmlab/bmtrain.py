@@ -22,17 +22,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
-from .bmblocks import (BMTrainModelWrapper, Block, CheckpointBlock, DistributedModule, DistributedParameter, ParameterInitializer, PipelineTransformerBlockList,
+from .train.bmblocks import (BMTrainModelWrapper, Block, CheckpointBlock, DistributedModule, DistributedParameter, ParameterInitializer, PipelineTransformerBlockList,
                             TransformerBlockList, config, grouped_parameters, init_distributed, init_parameters, is_initialized, load, save, shutdown,
                             _Facts, _facts, _must_have, _part, _settled)
-from .checkpoint import _whole, named_tensors
+from .train.checkpoint import _whole, named_tensors
 from .core import format_bytes
-from .inspection import _merge, inspect_model as _inspect_model, inspect_tensor as _Recorder, record_tensor as _record_tensor
-from .losses import _rows, vocab_parallel_cross_entropy
-from .offload import AdamW
-from .optim import Cosine as _Cosine, Exponential as _Exponential, Linear as _LinearDecay, NoDecay as _NoDecay, Noam as _Noam, OptimManager as _Manager, Schedule
-from .parallel import _Column, _Row, _as, _enter_rows, _leave, _leave_rows, _split, _to
-from .processes import (all_gather as _all_gather, all_reduce as _all_reduce, broadcast as _broadcast, local_device, print_rank, rank,
+from .train.inspection import _merge, inspect_model as _inspect_model, inspect_tensor as _Recorder, record_tensor as _record_tensor
+from .train.losses import _rows, vocab_parallel_cross_entropy
+from .train.offload import AdamW
+from .train.optim import Cosine as _Cosine, Exponential as _Exponential, Linear as _LinearDecay, NoDecay as _NoDecay, Noam as _Noam, OptimManager as _Manager, Schedule
+from .train.parallel import _Column, _Row, _as, _enter_rows, _leave, _leave_rows, _split, _to
+from .train.processes import (all_gather as _all_gather, all_reduce as _all_reduce, broadcast as _broadcast, local_device, print_rank, rank,
                              reduce_scatter as _reduce_scatter, sum_loss, synchronize, world_size)
 
 # %% ../nbs/13_bmtrain.ipynb #53f5c654

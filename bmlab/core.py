@@ -349,10 +349,10 @@ def changed(
 # %% ../nbs/00_core.ipynb #75602810
 _REGISTRY = {
     "delta": {kind: f"bmlab.{where}" for kind, where in dict(      # by PEFT's name of the method where it has one
-        lora="lora:Lora", adapter="adapter:Adapter", parallel_adapter="adapter:ParallelAdapter", low_rank_adapter="adapter:LowRankAdapter", compacter="adapter:Compacter",
-        bitfit="bitfit:BitFit", ia3="bitfit:IA3", ln_tuning="bitfit:LayerNormTuning", prompt_tuning="soft:SoftPrompt", p_tuning="soft:PTuning", prefix_tuning="prefix:Prefix", soft_tokens="softtokens:SoftTokens",
+        lora="delta.lora:Lora", adapter="delta.adapter:Adapter", parallel_adapter="delta.adapter:ParallelAdapter", low_rank_adapter="delta.adapter:LowRankAdapter", compacter="delta.adapter:Compacter",
+        bitfit="delta.vectors:BitFit", ia3="delta.vectors:IA3", ln_tuning="delta.vectors:LayerNormTuning", prompt_tuning="delta.soft:SoftPrompt", p_tuning="delta.soft:PTuning", prefix_tuning="delta.prefix:Prefix", soft_tokens="prompt.soft:SoftTokens",
         **dict.fromkeys("""beft boft c3a deft delora fourierft frod glora gralora hira hra lily loha lokr miss oft peanut psoft pvera randlora road shira supertuning tinylora
-            trainable_tokens unilora vblora vera waveft""".split(), "plugin:PeftDelta")).items()},
+            trainable_tokens unilora vblora vera waveft""".split(), "delta.peft_plugin:PeftDelta")).items()},
 }
 
 def known(

@@ -8,8 +8,8 @@ only some tutorials need them.
 import logging
 import sys
 
-from bmlab.data import sample_texts
-from bmlab.models import sample_dir
+from bmlab.data.samples import sample_texts
+from bmlab.models.load import sample_dir
 
 MODELS = ("smollm2-135m", "minilm-l6")
 TEXTS = ("movies", "reviews", "shakespeare", "news-199801")

@@ -10,8 +10,8 @@ import torch
 import transformers as tf
 
 from bmlab.all import figure, find_blocks, plan_training
-from bmlab.machine import machine
-from bmlab.trace import trace_step
+from bmlab.plan.machine import machine
+from bmlab.plan.trace import trace_step
 
 SEQ, SEQUENCES, TOKENS, NEAR = 2048, 1024, 300e9, 0.9          # tokens of a sequence, sequences of a fixed step, tokens of a training, share of the best rate that still counts as linear
 SHAPES = {"13b": (40, 5120, 40), "175b": (96, 12288, 96)}      # layers, width, heads
@@ -111,7 +111,7 @@ def picture(table, path):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES)); p.add_argument("--gpus", nargs="+", type=int, default=GPUS); p.add_argument("--machine", default="h200", help="a preset of bmlab.machine")
+    p.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES)); p.add_argument("--gpus", nargs="+", type=int, default=GPUS); p.add_argument("--machine", default="h200", help="a preset of bmlab.plan.machine")
     p.add_argument("--step-latency-us", type=float, default=5.0, help="microseconds of a step of the ring"); p.add_argument("--write", help="folder with scaling_out.md: put table and picture there")
     args = p.parse_args()
     warnings.simplefilter("ignore")

@@ -10,8 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
-from bmlab.infer import wrap
-from bmlab.serve import serve
+from bmlab.infer.engine import wrap
+from bmlab.app.serve import serve
 
 
 def main():

@@ -18,8 +18,8 @@ import pandas as pd
 import torch
 
 from bmlab.all import *
-from bmlab.panels import lead, rouge_l
-from bmlab.plan import training_cost
+from bmlab.app.panels import lead, rouge_l
+from bmlab.plan.training import training_cost
 
 LONGEST = 15                                                      # tokens of a title
 MADE = ("vocab", "every", "pages", "more", "tasks")               # what corpus, tokenizer and shards are made by
@@ -51,7 +51,7 @@ def arguments():
 
 def corpus(args, out):
     "Cleaned texts, split; the card lies beside them"
-    from bmlab.corpus import Corpus, recipe
+    from bmlab.data.corpus import Corpus, recipe
     pages = sorted(fetch_deb("libreoffice-help-en-us", ["usr/share/libreoffice/help/en-US/text/*.html"]).rglob("*.html"))
     manuals = Corpus.from_frame(sample_texts("manpages-zh")[::args.every], "manuals", license="several free ones", origin="Debian, manpages-zh")
     raw = manuals + Corpus.from_html(pages[::args.pages], "help", license="MPL-2.0", origin="Debian, libreoffice-help-en-us")
@@ -209,7 +209,7 @@ def main():
 
 def finish(args, out, task, held_rows, log, plan, here, ranks):
     "Delta, cooking, packed weights and the table, on one process"
-    from bmlab.cpm import CpmAntTied
+    from bmlab.models.cpm import CpmAntTied
     log.to_csv(out / "log.csv", index=False)
     print("perplexity at each look:", [round(math.exp(x), 1) for x in log.held_out.dropna()])
     used = {"pre-trained": training_cost(log.seconds.iloc[-1], ranks, here.watts, args.price)}

@@ -1,0 +1,12 @@
+"A frozen model and a few new parameters, for one user or for many."
+from .adapter import Adapter, Compacter, LowRankAdapter, ParallelAdapter
+from .bank import DeltaBank
+from .bbt import Bbt, PromptScore
+from .continual import Continual, transfer
+from .delta import Delta, deltas
+from .hub import Card, Hub, publish
+from .lora import Lora
+from .peft_plugin import PeftDelta
+from .prefix import Prefix
+from .soft import PTuning, SoftPrompt
+from .vectors import BitFit, IA3, LayerNormTuning

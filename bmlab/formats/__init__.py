@@ -1,0 +1,1 @@
+"Files of weights as others write them: safetensors and GGUF."

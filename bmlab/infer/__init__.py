@@ -1,0 +1,10 @@
+"Text out of any model inside a memory limit."
+from .batcher import Batcher
+from .beams import beam_search
+from .decode import Decoder
+from .engine import Engine, wrap
+from .placement import InferencePlan, plan_inference
+from .sampling import Sampler
+from .speculate import DraftModel, PromptLookup, Tree
+from .streaming import GpuLink, SimulatedLink, Streamer
+from .text import decode_tokens, stream_text

@@ -1,0 +1,374 @@
+"Fused decoder blocks: the real SmolLM2, streamed, under a delta bank's and others' feet, in Triton's interpreter, and on a GPU"
+import copy, sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import transformers as tf
+
+from bmlab.cook.cook import Cook
+from bmlab.infer.decode import Decoder
+from bmlab.infer.fused import _BlockPart, fuse_decode
+from bmlab.kernels.layers import Int4Linear, Int8Linear, pack_linears
+from bmlab.cook.neurons import NeuronSparse
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad(): yield
+
+
+def llama(**more):
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**(TINY | more))).eval()
+    for p in model.parameters(): p.add_(torch.randn_like(p) * 0.02)
+    return model
+
+
+def walk(model, kv_bits=16, steps=3, **options):
+    decoder = Decoder(model, max_batch=2, max_ctx=100, kv_bits=kv_bits, **options)
+    assert decoder.mode == "static", decoder.why_generate
+    out = [decoder.prefill([[5, 9, 33, 7, 61, 20], [7, 11]])[:, None]]
+    for i in range(steps): out.append(decoder.step([[i + 3], [40 + i]]))
+    out.append(decoder.step([[8, 9, 10], [50, 51, 52]]))
+    return torch.cat(out, 1).float()
+
+
+def apart(a, b): return ((a - b).norm() / (b - b.mean(-1, keepdim=True)).norm()).item()
+
+
+def test_a_tree_and_kept_tokens():
+    model = llama(); fast = copy.deepcopy(model); fuse_decode(fast)
+    mask = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]] * 2).bool()
+    depth = torch.tensor([[0, 1, 1, 2]] * 2)
+    outs = []
+    for m in (model, fast):
+        d = Decoder(m, max_batch=2, max_ctx=60); d.prefill([[5, 9, 33], [7, 11]])
+        a = d.step([[1, 6, 2, 9], [2, 2, 9, 4]], keep=False, mask=mask, positions=depth); d.keep([[0, 1, 3], [0]])
+        outs.append(torch.cat([a, d.step([[3], [4]])], 1))
+    assert apart(outs[1], outs[0]) < 1e-5
+
+
+def test_rows_that_come_and_go():
+    model = llama(); fast = copy.deepcopy(model); fuse_decode(fast)
+    outs = []
+    for m in (model, fast):
+        d = Decoder(m, max_batch=4, max_ctx=60)
+        d.prefill([[5, 9, 33], [7, 11]], rows=[2, 0]); a = d.step([[1], [2], [3], [4]])
+        d.free(2); d.prefill([[8] * 20], rows=[2]); d.prefill([[3, 4]], rows=[1]); b = d.step([[1], [2], [3], [4]]); d.move([2, 2]); c = d.step([[9], [10]])
+        outs.append(torch.cat([a[[0, 2]].flatten(), b[:3].flatten(), c.flatten()]))
+    assert apart(outs[1][None], outs[0][None]) < 1e-5
+
+
+def test_two_threads_with_one_model():
+    "Each has a decoder of its own; what the layers of a forward share is a thread's own too"
+    model = llama(num_hidden_layers=6); fuse_decode(model)
+    tokens = [[[5], [9], [33], [7]] * 15, [[8, 9, 10], [50, 51, 52]] * 30]                    # one at a time, three at a time
+
+    def decode(steps):
+        d = Decoder(model, max_batch=1, max_ctx=300)
+        with torch.no_grad(): return torch.cat([d.prefill([[5, 9, 33]])[:, None], *(d.step([ids]) for ids in steps)], 1)
+
+    alone, interval = [decode(t) for t in tokens], sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)                                                               # let them take turns often
+    try:
+        with ThreadPoolExecutor(2) as pool: together = list(pool.map(decode, tokens * 2))
+    finally: sys.setswitchinterval(interval)
+    for got, want in zip(together, alone * 2): assert torch.equal(got, want)
+
+
+def test_alone_in_a_batch_of_others():
+    "A row's bits in bfloat16 do not depend on its neighbours"
+    fast = pack_linears(llama().bfloat16()); fuse_decode(fast)
+    alone, both = Decoder(fast, max_batch=1, max_ctx=60), Decoder(fast, max_batch=3, max_ctx=60)
+    prompts = [[5, 9, 33, 7], [8, 8, 8, 8], [3, 1, 4, 1]]
+    first = alone.prefill(prompts[:1]); many = both.prefill(prompts)
+    assert torch.equal(first[0], many[0])
+    for i in range(5): assert torch.equal(alone.step([[i + 3]])[0], both.step([[i + 3], [i + 9], [i + 20]])[0])
+
+
+def test_streamed_is_fused_too():
+    "Blocks that stream keep their joined weights and their bits"
+    from bmlab.infer.streaming import Streamer
+    model = pack_linears(llama().bfloat16())
+    handle = fuse_decode(model)
+    want = walk(model)
+    with pytest.raises(ValueError, match="fused already"): fuse_decode(model)
+    streamer = Streamer(model, streamed=["model.layers.0", "model.layers.1", "model.layers.2"], device="cpu")
+    try:
+        assert torch.equal(walk(model), want) and all(layer.self_attn._fused.qkv.joined for layer in model.model.layers)
+        with pytest.raises(RuntimeError, match="streaming"): handle.join()
+        handle.undo()
+        with pytest.raises(ValueError, match="stream"): fuse_decode(model)
+    finally: streamer.close()
+    again = fuse_decode(model)
+    assert torch.equal(walk(model), want) and again.table.fused.all()
+
+
+def test_loaded_weights_are_seen():
+    "Weights that are loaded over the joined ones, in place or as new tensors"
+    for assign in (False, True):
+        one, two = (pack_linears(llama(initializer_range=r).bfloat16()) for r in (0.02, 0.3))
+        assert apart(walk(one), walk(two)) > 0.1
+        fuse_decode(one); fast_two = copy.deepcopy(two); fuse_decode(fast_two); walk(one)
+        one.load_state_dict(two.state_dict(), assign=assign)
+        assert torch.equal(walk(one), walk(fast_two))
+
+
+def with_peft(model):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False), model)
+
+
+@pytest.mark.parametrize("edit", [
+    lambda m: setattr(m.model.layers[1], "mlp", copy.deepcopy(m.model.layers[0].mlp)),
+    lambda m: setattr(m.model.layers[1].mlp, "act_fn", torch.nn.ReLU()),
+    lambda m: setattr(m.model.layers[1].mlp, "down_proj", torch.nn.Identity()),
+    lambda m: setattr(m.model.layers[1].self_attn, "q_proj", torch.nn.Sequential(m.model.layers[1].self_attn.q_proj, torch.nn.Tanh())),
+    lambda m: setattr(m.model.layers[1], "input_layernorm", torch.nn.Identity()),
+    lambda m: m.model.layers.__setitem__(1, llama(intermediate_size=64, vocab_size=77).model.layers[1]),
+    lambda m: torch.nn.utils.parametrize.register_parametrization(m.model.layers[1].self_attn.v_proj, "weight", torch.nn.Tanh()),
+    lambda m: torch.nn.utils.parametrize.register_parametrization(m.model.layers[1].post_attention_layernorm, "weight", torch.nn.Tanh()),
+    lambda m: pack_linears(m, 8),
+    with_peft,
+], ids=["mlp", "activation", "down", "q", "norm", "block", "parametrized", "parametrized norm", "packed", "peft"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_is_put_in_later_is_used(edit, rows):
+    model = llama(intermediate_size=64); fast = copy.deepcopy(model); fuse_decode(fast)
+    for m in (model, fast):
+        walk(m)
+        edit(m)
+    def ids(m):
+        d = Decoder(m, max_batch=rows, max_ctx=50)
+        return torch.cat([d.prefill([[5, 9, 33]] * rows)[:, None], *(d.step([[i]] * rows) for i in range(3))], 1)
+    want = ids(model)
+    assert apart(ids(fast), want) < 1e-5
+    assert apart(ids(llama(intermediate_size=64)), want) > 1e-4                               # it matters
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("had", [False, True])
+def test_a_bias_that_comes_or_goes(bits, had):
+    model = llama(intermediate_size=64, mlp_bias=had, attention_bias=had)
+    if bits: pack_linears(model, bits)
+    fast = copy.deepcopy(model); fuse_decode(fast); before = walk(fast)
+    for m in (model, fast):
+        layer = m.model.layers[1]
+        for linear in (layer.mlp.down_proj, layer.mlp.up_proj, layer.self_attn.q_proj): linear.bias = None if had else torch.nn.Parameter(torch.linspace(-1, 1, 64))
+    assert apart(walk(fast), walk(model)) < 1e-5 < 1e-4 < apart(before, walk(model))
+
+
+def blocks(model): # that run fused when `model` decodes
+    ran, call = [], _BlockPart.__call__
+    try:
+        _BlockPart.__call__ = lambda self, *args: ran.append(self) or call(self, *args)
+        walk(model)
+    finally: _BlockPart.__call__ = call
+    return len({*ran})
+
+
+def test_what_nobody_reads_may_go():
+    "A method of compression puts a module beside the layers of an MLP, and takes it away"
+    model = llama(); cook = Cook(model, [NeuronSparse(keep=0.5)]); fuse_decode(model); cook.detach()
+    assert blocks(model) == 3
+
+
+def test_parametrized_and_taken_back():
+    model = llama(); fused = fuse_decode(model); want = walk(model)
+    norm, q = model.model.layers[1].input_layernorm, model.model.layers[0].self_attn.q_proj
+    for m in (norm, q): torch.nn.utils.parametrize.register_parametrization(m, "weight", torch.nn.Identity())
+    assert fused.join() == 5 and apart(walk(model), want) < 1e-5
+    fused.undo()
+    for m in (norm, q): torch.nn.utils.parametrize.remove_parametrizations(m, "weight")
+    assert not any("Fused" in type(m).__name__ for m in model.modules())
+    fuse_decode(model)
+    assert blocks(model) == 3 and apart(walk(model), want) < 1e-5
+
+
+def test_a_replica_has_its_own_weights():
+    model = llama(); fuse_decode(model)
+    x = torch.randn(1, 3, 64)
+    mlp = model.model.layers[0].mlp
+    twin = mlp._replicate_for_data_parallel()                                                 # as torch.nn.DataParallel does: with the attributes of the original
+    for name, m in mlp._modules.items(): twin._modules[name] = copy.deepcopy(m)
+    twin.down_proj.weight.mul_(2)
+    assert torch.allclose(twin(x), 2 * mlp(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_joined_once(bits):
+    "One storage for q, k, v and one for gate, up; nothing twice"
+    model = pack_linears(llama(), bits=bits, group_size=32); fuse_decode(model)
+    for layer in model.model.layers:
+        a, m = layer.self_attn, layer.mlp
+        assert {type(x) for x in (a.q_proj, m.up_proj)} == {Int8Linear if bits == 8 else Int4Linear}
+        for group in ((a.q_proj, a.k_proj, a.v_proj), (m.gate_proj, m.up_proj)):
+            assert len({x.codes.untyped_storage().data_ptr() for x in group}) == 1
+            assert group[0].codes.untyped_storage().nbytes() == sum(x.codes.nbytes for x in group)
+
+
+def test_a_bank_of_deltas():
+    "Users' own LoRA on q and v, by row of the batch"
+    from bmlab.delta.bank import DeltaBank
+    from bmlab.delta.lora import Lora
+    base, outs = llama(), []
+    users = {}
+    for i, user in enumerate(("ann", "bob")):
+        d = Lora(base, r=2, modules=["q_proj", "v_proj"]); torch.manual_seed(i + 1)
+        for p in d.trainable(): p.data.normal_(std=0.3)
+        users[user] = d; d.detach()
+    for fuse in (False, True):
+        model = copy.deepcopy(base)
+        if fuse: fuse_decode(model)
+        bank = DeltaBank(model)
+        for user, d in users.items(): bank.add(user, d.copy_to(model))
+        with bank.route(["ann", "bob"]): outs.append(walk(model))
+    assert apart(outs[1], outs[0]) < 1e-5 and apart(outs[0], walk(base)) > 0.05
+
+
+def test_under_autocast_and_in_training_it_steps_aside():
+    model = llama(); plain = copy.deepcopy(model); fuse_decode(model)
+    with torch.autocast("cpu", torch.bfloat16): assert torch.equal(walk(model), walk(plain))
+    ids = torch.randint(3, 120, (2, 6))
+    with torch.enable_grad():
+        a, b = model.train()(ids, labels=ids).loss, plain.train()(ids, labels=ids).loss
+        a.backward(); b.backward()
+    assert torch.equal(a.detach(), b.detach()) and torch.equal(model.model.layers[0].self_attn.q_proj.weight.grad, plain.model.layers[0].self_attn.q_proj.weight.grad)
+
+
+def test_attentions_and_hidden_states_are_given():
+    model = llama(); model.set_attn_implementation("eager"); plain = copy.deepcopy(model); fuse_decode(model)
+    ids = torch.randint(3, 120, (2, 6))
+    a, b = (m(ids, output_attentions=True, output_hidden_states=True) for m in (model, plain))
+    assert len(a.attentions) == len(b.attentions) == 3 and torch.allclose(a.attentions[1], b.attentions[1], atol=1e-6)
+    assert len(a.hidden_states) == 4 and torch.allclose(a.hidden_states[2], b.hidden_states[2], atol=1e-5)
+    assert apart(walk(model), walk(plain)) < 1e-5
+
+
+@pytest.mark.long
+def test_smollm2_says_the_same():
+    "Real weights: the fused model's greedy text is the plain one's"
+    from bmlab.models.load import load
+    model, tok = load("smollm2-135m")
+    ids = tok("The capital of France is", return_tensors="pt").input_ids
+    for dtype, form in ((torch.float32, dict(bits=8)), (torch.float32, None), (torch.bfloat16, dict(bits=8))):
+        plain = copy.deepcopy(model).to(dtype).eval()
+        if form: pack_linears(plain, **form)
+        fast = copy.deepcopy(plain); handle = fuse_decode(fast)
+        assert handle.table.fused.all()
+        texts = []
+        for m in (plain, fast):
+            d = Decoder(m, max_ctx=128); at = d.prefill(ids).argmax(-1, keepdim=True); text = [at.item()]
+            for _ in range(20): at = d.step(at)[:, -1].argmax(-1, keepdim=True); text.append(at.item())
+            texts.append(text)
+        same = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), 21)
+        assert same == 21 or dtype == torch.bfloat16 and same >= 4, (dtype, form, tok.decode(texts[0]), tok.decode(texts[1]))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
+def test_in_the_interpreter(name):
+    "The Triton form of a block equals the module, int8 cache and windows too"
+    small = TINY | dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=64)
+    make = {"llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**small)), "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**small, sliding_window=6)),
+            "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**small, sliding_window=6))}[name]
+    torch.manual_seed(0); plain = make().eval(); fast = copy.deepcopy(plain)
+    handle = fuse_decode(fast, kernels="triton")
+    assert handle.table.fused[handle.table.form != "angles"].all(), handle                    # (Gemma's rotary embedding has two kinds of angles)
+    for kv_bits in (16, 8): assert apart(walk(fast, kv_bits, 1), walk(plain, kv_bits, 1)) < (1e-5 if kv_bits == 16 else 0.03)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+def test_angles():
+    "As the module gives them; whatever is not few whole positions on one device is the module's own"
+    plain = llama(); fast, x, at = copy.deepcopy(plain), torch.zeros(1, 5, 64), torch.tensor([[0, 3, 99, 5000, 7]])
+    handle = fuse_decode(fast, kernels="triton"); table = handle.table.set_index("form")
+    assert table.fused["angles"]
+    own, part = plain.model.rotary_emb, fast.model.rotary_emb
+    for args, kwargs in (((x, at), {}), ((x,), dict(position_ids=at)), ((), dict(x=x, position_ids=at)), ((x, at + 0.5), {}), ((x, torch.arange(200)[None]), {}), ((x.bfloat16(), at), {})):
+        for a, b in zip(part(*args, **kwargs), own(*args, **kwargs), strict=True): assert a.dtype == b.dtype and torch.allclose(a, b, atol=1e-5 if a.dtype == torch.float32 else 0.01)
+    part._fused.step.kernels = None                                                            # as after .to("cpu") of a model that was fused on a GPU
+    assert part._fused((x, at), {}) is None
+    assert torch.equal(copy.deepcopy(fast).model.rotary_emb(x, at)[0], own(x, at)[0])
+    handle.undo(); assert type(part) is type(own) and torch.equal(part(x, at)[0], own(x, at)[0])
+    for kind, factor in (("dynamic", True), ("linear", False)):
+        fused = fuse_decode(llama(rope_parameters=dict(rope_type=kind, rope_theta=1e4, factor=2.0)), kernels="triton").table.set_index("form")
+        assert fused.fused["angles"] != factor and ("length of the text" in fused.why["angles"]) == factor
+
+
+def test_one_row_is_tried_too(monkeypatch):
+    import bmlab.kernels.triton_products as tk
+    def broken(*args, **kwargs): raise RuntimeError("no such kernel")
+    monkeypatch.setattr(tk, "rope_and_attend", broken)
+    table = fuse_decode(llama(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1), kernels="triton").table.set_index("form")
+    assert not table.fused["attention"] and "no such kernel" in table.why["attention"]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_norms_between_products(bits, monkeypatch):
+    "Three packed blocks in the interpreter: one norm's kernel is left of seven, and the rows of a block are the same to the bit whoever ran before it"
+    import bmlab.kernels.triton_products as tk
+    from bmlab.infer.streaming import Streamer
+    monkeypatch.setattr(tk, "_blocks", lambda N, K, dtype: dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, WARPS=2, num_warps=2, num_stages=2))      # on a GPU only 16-bit rows take these
+    calls, norm = [], tk.rms_norm
+    monkeypatch.setattr(tk, "rms_norm", lambda *a, **k: calls.append(a) or norm(*a, **k))
+    plain = pack_linears(llama(hidden_size=64, intermediate_size=64), bits=bits, **(dict(group_size=32) if bits == 4 else {}))
+    fast = copy.deepcopy(plain)
+    assert fuse_decode(fast, kernels="triton").table.fused.all()
+    prompt, tokens = [[5, 9, 33, 7]], [3, 4, 5]
+    def steps(model, width=1):
+        d = Decoder(model, max_ctx=60); d.prefill(prompt); calls.clear()
+        return torch.cat([d.step([[t] * width]) for t in tokens], 1)
+    want = steps(plain)
+    got = steps(fast)
+    assert len(calls) == len(tokens) and apart(got, want) < 1e-5                            # the model's last norm
+    assert apart(steps(fast, 3), steps(plain, 3)) < 1e-5
+    layers = fast.model.layers
+    hook = layers[1].register_forward_hook(lambda m, a, out: out * 1.0)                     # what the next block gets is another tensor
+    assert torch.equal(steps(fast), got); hook.remove()
+    with torch.inference_mode(): assert torch.equal(steps(fast), got)
+    weight = layers[2].input_layernorm.weight; kept = weight.clone()
+    def louder(m, args): m.input_layernorm.weight.copy_(2 * kept)                           # behind what the block before has said of it
+    hook = layers[2].register_forward_pre_hook(louder); loud = steps(fast); hook.remove()
+    assert torch.equal(steps(fast), loud) and not torch.equal(loud, got)
+    weight.copy_(kept)
+    assert torch.equal(steps(fast), got)
+    for outer in (False, True):
+        streamed = copy.deepcopy(plain); inner = streamed.model
+        fuse_decode(streamed, kernels="triton")
+        streamer = Streamer(streamed if outer else inner, device="cpu")                     # its next norm's weight is not there yet
+        assert torch.equal(steps(streamed), got), outer
+        streamer.close()
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_on_a_gpu(bits):
+    "All steps from graphs, equal to eager ones, close to the plain model, rows independent of how many come at once"
+    shape = dict(hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=4, head_dim=64, vocab_size=2048)
+    given = llama(**shape).to("cuda", torch.bfloat16)
+    if bits: pack_linears(given, bits=bits)
+    fast = copy.deepcopy(given); handle = fuse_decode(fast)
+    assert handle.table.fused.all(), handle
+    for kv_bits in (16, 8):
+        assert apart(walk(fast, kv_bits), walk(given, kv_bits)) < 0.05
+        assert torch.equal(walk(fast, kv_bits, graph=False), walk(fast, kv_bits))
+    one, many = Decoder(fast, max_ctx=100), Decoder(fast, max_ctx=100)
+    for d in (one, many): d.prefill([[5, 9, 33, 7]])
+    tokens = list(range(3, 15))
+    assert torch.equal(torch.cat([one.step([[t]]) for t in tokens], 1), many.step([tokens]))
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_moved_to_a_gpu_after_fusing():
+    model = pack_linears(llama().bfloat16()); handle = fuse_decode(model); model.cuda()
+    plain = copy.deepcopy(model)
+    assert not model.model.layers[0].self_attn._fused.qkv.lies() and apart(walk(model), walk(plain)) < 0.05
+    assert handle.join() == 6 and apart(walk(model), walk(plain)) < 0.05

@@ -1,0 +1,95 @@
+"The page that maps OpenBMB's packages to this library: its code is run as it stands there, row by row, and no public name of theirs is left out."
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "coming_from_openbmb.md").read_text(encoding="utf-8")
+FENCE, CODE = re.compile(r"```python\n(.*?)```", re.S), re.compile(r"`((?:[^`\\]|\\.)+)`")
+
+
+def sections(page):
+    "{title: (set-up code, [(what stands left, the lines of its row)])}"
+    out = {}
+    for part in re.split(r"^## ", page, flags=re.M)[1:]:
+        title, _, body = part.partition("\n")
+        rows = []
+        for line in FENCE.sub("", body).splitlines():
+            if not line.startswith("|"): continue
+            cells = [c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]]
+            if cells[0] == "there" or set(cells[0]) <= set("-: "): continue
+            rows.append((cells[0], [c.replace(r"\|", "|") for c in CODE.findall(cells[1])]))
+        out[title.strip()] = ("\n".join(FENCE.findall(body)), rows)
+    return out
+
+
+SECTIONS = sections(PAGE)
+COMMON = SECTIONS["What the rows stand on"][0]
+PACKAGES = [t for t, (_, rows) in SECTIONS.items() if rows]
+
+
+@pytest.mark.parametrize("title", PACKAGES)
+def test_every_row_runs(title, tmp_path, monkeypatch):
+    "In the order of the page, each in what the set-up above and the rows before it left"
+    from bmlab.all import shutdown
+    monkeypatch.chdir(tmp_path)
+    setup, rows = SECTIONS[title]
+    space, wrong = {"__name__": "page"}, []
+    try:
+        exec(compile(COMMON + "\n" + setup, f"set-up of {title}", "exec"), space)
+        for left, lines in rows:
+            assert lines, f"{left}: no line of this library stands beside it"
+            for line in lines:
+                try: exec(compile(line, left, "exec"), space)
+                except Exception as e: wrong.append(f"{left} → {line}\n    {type(e).__name__}: {e}")
+    finally: shutdown()
+    assert not wrong, f"{len(wrong)} of {len(rows)} rows:\n" + "\n".join(wrong)
+
+
+def names(title):
+    "Words of the left column's code"
+    return {w for left, _ in SECTIONS[title][1] for code in CODE.findall(left) for w in re.findall(r"\w+", code)}
+
+
+# What each package exports or documents, by the source of its last version
+PUBLIC = {
+    "BMTrain": """init_distributed is_initialized rank world_size config DistributedParameter ParameterInitializer DistributedModule init_parameters grouped_parameters BMTrainModelWrapper
+        Block CheckpointBlock TransformerBlockList PipelineTransformerBlockList AdamOptimizer AdamOffloadOptimizer OptimManager add_optimizer scale_loss zero_grad backward clip_grad_norm step state_dict
+        load_state_dict Noam Linear Cosine Exponential NoDecay WarmupLRScheduler FusedCrossEntropy OpParallelLinear ColumnParallelLinear RowParallelLinear VPEmbedding all_reduce all_gather
+        reduce_scatter broadcast sum_loss gather_result synchronize wait_loader allgather_objects broadcast_object save load inspect_model inspect_tensor record_tensor get_summary format_summary
+        debug print_rank print_block print_dict see_memory AverageRecorder benchmark checkpoint optim_step has_inf_nan""",
+    "ModelCenter": """Bert BertConfig Roberta GPT2 GPTj T5 CPM1 CPM2 CPM3 GLM Longformer ViT OPT Llama from_pretrained from_json_file to_json_file BertTokenizer RobertaTokenizer T5Tokenizer
+        GPT2Tokenizer GPTjTokenizer OPTTokenizer LlamaTokenizer CPM1Tokenizer CPM2Tokenizer GLMTokenizer Attention LayerNorm FeedForward RelativePositionEmbedding RotaryEmbedding Embedding Encoder Decoder TransformerBlock SelfAttentionBlock
+        CrossAttentionBlock FFNBlock DistributedDataset SimpleDataset DatasetWriter build_dataset shuffle_dataset compact_dataset mask_dataset MMapIndexedDataset DistributedMMapIndexedDataset DistributedDataLoader
+        make_builder preprocess_cpm1_lm print_inspect LlamaBeamSearch LlamaRandomSampling T5BeamSearch T5RandomSampling transfer""",
+    "BMCook": """CookTrainer set_compression set_forward forward CPMAntTrainer ConfigParser BMQuant quantize BMPrune compute_mask set_optim_for_pruning m4n2_1d m4n2_2d sprune set_forward_sprune training_mask target_sparsity BMDistill ce_scale ce_temp
+        mse_hidn_scale mse_hidn_module mse_hidn_proj mse_att_scale mse_att_module BMMoE get_hidden moefy ParamSplit GraphSplit MLPRouter save save_masks load_masks save_spruned""",
+    "OpenDelta": """LoraModel BitFitModel CompacterModel AdapterModel PrefixModel SoftPromptModel LowRankAdapterModel ParallelAdapterModel AutoDeltaModel AutoDeltaConfig from_config from_finetuned from_dict
+        modified_modules exclude_modules unfrozen_modules common_structure interactive_modify freeze_module save_finetuned log Visualization structure_graph attach detach DeltaBase BaseDeltaConfig CommonStructureMap
+        inspect_optimizer_statistics create_hub_repo push_to_dc set_axis_order SaveLoadMixin logging""",
+    "OpenPrompt": """InputExample InputFeatures load_plm load_plm_from_config add_special_tokens ManualTemplate MixedTemplate SoftTemplate SoftManualTemplate PtuningTemplate PTRTemplate PrefixTuningTemplate LMBFFTemplateGenerationTemplate wrap_one_example
+        from_file incorporate_text_example TokenizerWrapper MLMTokenizerWrapper LMTokenizerWrapper T5TokenizerWrapper T5LMTokenizerWrapper CPM2TokenizerWrapper truncate_method PromptDataLoader tokenizer_wrapper_class ManualVerbalizer One2oneVerbalizer KnowledgeableVerbalizer AutomaticVerbalizer
+        SoftVerbalizer ProtoVerbalizer PTRVerbalizer GenerationVerbalizer calibrate register_calibrate_logits PromptModel PromptForClassification PromptForGeneration generate FewShotSampler T5TemplateGenerator TemplateGenerator
+        VerbalizerGenerator RobertaVerbalizerGenerator ClassificationRunner GenerationRunner LMBFFClassificationRunner ProtoVerbClassificationRunner PROCESSORS DataProcessor load_dataset load_template load_verbalizer signature set_seed
+        classification_metrics generation_metric freeze_plm load_template_generator load_verbalizer_generator Template Verbalizer""",
+    "BMInf": """wrapper quantization memory_limit QuantizedLinear TransformerBlockList CPM1 CPM2 EVA fill_blank generate dialogue top_n top_p temperature frequency_penalty presence_penalty spans_position
+        stop_tokens device_idx dynamic_memory generate_cpm2""",
+}
+
+
+@pytest.mark.parametrize("title", PUBLIC)
+def test_no_public_name_is_left_out(title):
+    missing = set(PUBLIC[title].split()) - names(title)
+    assert not missing, sorted(missing)
+
+
+def test_names_that_bmtrain_keeps():
+    "A dot after BMTrain's call says that `import bmlab.bmtrain as bmt` keeps it"
+    import bmlab.bmtrain as bmt
+    kept = [code for left, _ in SECTIONS["BMTrain"][1] if "●" in left for code in CODE.findall(left)]
+    assert len(kept) > 40
+    for code in kept:
+        if not code.startswith("bmt."): continue
+        what = bmt
+        for part in re.match(r"bmt\.([\w.]+)", code)[1].split("."): what = getattr(what, part)

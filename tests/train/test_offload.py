@@ -1,0 +1,399 @@
+"AdamW with state on the host: sharded over two processes, under recompute and accumulation, and what it leaves behind."
+import copy, gc, subprocess, sys, threading
+
+import pytest
+import torch
+from torch import nn
+
+from bmlab.core import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self, D):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+    def forward(self, x): return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Tiny(nn.Module):
+    def __init__(self, D=32, L=3, V=64, recompute=False):
+        super().__init__()
+        self.embed, self.blocks, self.head, self.recompute = nn.Embedding(V, D), nn.ModuleList([Block(D) for _ in range(L)]), nn.Linear(D, V, bias=False), recompute
+        self.head.weight = self.embed.weight
+    def forward(self, ids):
+        x = self.embed(ids)
+        for b in self.blocks: x = torch.utils.checkpoint.checkpoint(b, x, use_reentrant=False) if self.recompute else b(x)
+        return self.head(x)
+
+
+def loss_of(model, ids): return nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def batches(n=6): return [torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(i)) for i in range(n)]
+
+
+def model(**kw): torch.manual_seed(0); return Tiny(**kw)
+
+
+def run(opt_of, net, data, clip=None, accumulate=1):
+    "Full weights after training on the data, in order"
+    from torch.distributed.tensor import DTensor
+    opt = opt_of(net)
+    for ids in data:
+        for k, part in enumerate(ids.chunk(accumulate)):
+            if hasattr(opt, "before_backward"): opt.before_backward(final=k == accumulate - 1)
+            (loss_of(net, part) / accumulate).backward()
+        if clip is not None:
+            norm = nn.utils.get_total_norm([p.grad for p in net.parameters()])
+            coef = min(1.0, clip / (float(norm.full_tensor() if isinstance(norm, DTensor) else norm) + 1e-6))
+            if hasattr(opt, "grad_divisor"): opt.grad_divisor = 1 / coef
+            else: [p.grad.div_(1 / coef) for p in net.parameters()]
+        opt.step(); opt.zero_grad()
+    state = net.state_dict()
+    return {k: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for k, t in state.items()}, opt
+
+
+def torch_adamw(net): return torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+
+
+def sharded():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from bmlab.train.offload import AdamW
+    mesh, rank, out = init_device_mesh("cpu", (2,)), dist.get_rank(), {}
+    data = [ids.chunk(2)[rank] for ids in batches()]
+    def net():
+        m = model()
+        for b in m.blocks: fully_shard(b, mesh=mesh)
+        return fully_shard(m, mesh=mesh)
+    for clip in (None, 0.9):
+        want, _ = run(torch_adamw, net(), data, clip)
+        for kw in (dict(offload=0.5), dict(offload=1.0, link=0.5), dict(offload=1.0, link=1.0)) + ((dict(offload=1.0, link=0.5, overlap="backward"),) if clip is None else ()):
+            got, opt = run(lambda m: AdamW(m, lr=1e-2, unit=3000, **kw), net(), data, clip)
+            out[clip, str(kw)] = all(torch.equal(want[k], got[k]) for k in want)
+    states = opt.state_dict()["state"].values()
+    out["states are DTensors of the whole shape"] = all(isinstance(s["exp_avg"], DTensor) for s in states)
+    return out
+
+
+@pytest.mark.long
+def test_sharded_over_two_processes_equals_torch():
+    "The same bits as torch's fused AdamW on the same FSDP2 model, clipped or not"
+    for r in run_ranks(sharded): assert all(r.values()), [k for k, v in r.items() if not v]
+
+
+@pytest.mark.parametrize("kw", [dict(offload=1.0), dict(offload=1.0, link=1.0, overlap="backward"), dict(offload=0.5, link=0.5, overlap="backward")], ids=str)
+def test_tied_recomputed_accumulated(kw):
+    "Gradients of inner micro-batches are not used alone; a tied weight is one parameter"
+    from bmlab.train.offload import AdamW
+    want, _ = run(torch_adamw, model(recompute=True), batches(), accumulate=2)
+    got, opt = run(lambda m: AdamW(m, lr=1e-2, unit=3000, **kw), model(recompute=True), batches(), accumulate=2)
+    assert all(torch.equal(want[k], got[k]) for k in want)
+    assert sum(u.n for u in opt.units) == sum(p.numel() for p in model().parameters())
+
+
+def test_evaluation_between_steps_sees_the_new_weights():
+    from bmlab.train.offload import AdamW
+    net, plain = model(), model()
+    opt, theirs = AdamW(net, lr=1e-2, offload=1.0, unit=2000), torch_adamw(plain)
+    for ids in batches():
+        for m, o in ((net, opt), (plain, theirs)): loss_of(m, ids).backward(); o.step(); o.zero_grad()
+        with torch.no_grad(): assert torch.equal(net(ids), plain(ids))
+
+
+def test_torch_schedule_and_zero_lr():
+    from bmlab.train.offload import AdamW
+    net, plain = model(), model()
+    opts = AdamW(net, lr=1e-2, offload=1.0), torch_adamw(plain)
+    schedules = [torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, 4) for o in opts]
+    for ids in batches():
+        for m, o, s in zip((net, plain), opts, schedules): loss_of(m, ids).backward(); o.step(); o.zero_grad(); s.step()
+    a, b = net.state_dict(), plain.state_dict()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_threads_end_with_the_optimizer():
+    from bmlab.train.offload import AdamW
+    before = threading.active_count()
+    net = model()
+    opt = AdamW(net, offload=1.0, link=0.5)
+    loss_of(net, batches(1)[0]).backward(); opt.step(); opt.flush()
+    assert threading.active_count() > before
+    del opt; gc.collect()
+    assert threading.active_count() == before
+    loss_of(net, batches(1)[0]).backward()                               # the model goes on without it
+    copy.deepcopy(net)
+
+
+def test_a_program_may_end_while_lanes_work():
+    code = ("import torch; from torch import nn; from bmlab.train.offload import AdamW\n"
+            "m = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]); o = AdamW(m, offload=1.0, link=0.5)\n"
+            "m(torch.ones(2, 512)).sum().backward(); o.step(); print('end')")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0 and out.stdout == "end\n" and out.stderr == "", out.stderr
+
+
+@pytest.mark.cuda
+def test_gpu_lanes():
+    "On a GPU: all places give the weights of torch's fused AdamW to rounding, the GPU's own places bit for bit"
+    from bmlab.train.offload import AdamW
+    for dtype, steps in ((torch.float32, 8), (torch.bfloat16, 8), (torch.bfloat16, 1)):
+        data = [ids.cuda() for ids in batches(steps)]
+        net = lambda: model(D=256).cuda().to(dtype)
+        for clip in (None, 0.9):
+            want, _ = run(lambda m: AdamW(m, lr=1e-3), net(), data, clip)
+            for kw in (dict(link=1.0), dict(link=0.0), dict(link=0.5)) + ((dict(link=0.5, overlap="backward"), dict(link=1.0, overlap="backward")) if clip is None else ()):
+                got, opt = run(lambda m: AdamW(m, lr=1e-3, offload=1.0, unit=1 << 15, **kw), net(), data, clip)
+                for k in want:
+                    if kw["link"] == 1.0: assert torch.equal(got[k], want[k]), (kw, k)
+                    elif dtype == torch.float32: torch.testing.assert_close(got[k], want[k], rtol=1e-4, atol=5e-5)   # (m̂/√v̂ of tiny gradients turns rounding into parts of a step)
+                    elif len(data) == 1: torch.testing.assert_close(got[k], want[k], rtol=2 ** -7, atol=1e-6)         # the next bf16 number at most; later steps drift apart
+
+
+# what reads weights before the optimizer has finished: each must wait, seen by lanes that are made slow
+
+class Late(nn.Module):
+    "The embedding is registered after the layers"
+    def __init__(self): super().__init__(); self.layers, self.embed = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Embedding(10, 8)
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers: x = x + layer(x).tanh()
+        return x
+
+
+class Nested(nn.Module):
+    "The blocks are only containers"
+    def __init__(self): super().__init__(); self.embed, self.layers = nn.Embedding(10, 8), nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(3))
+    def forward(self, ids):
+        x = self.embed(ids)
+        for a, b in self.layers: x = x + b(a(x).tanh())
+        return x
+
+
+class Headed(nn.Module):
+    "Called by its parts"
+    def __init__(self): super().__init__(); self.body, self.head = Late(), nn.Linear(8, 10)
+    def forward(self, ids): return self.head(self.body(ids))
+
+
+class Shared(nn.Module):
+    "A weight of the last layer is the root's too"
+    def __init__(self):
+        super().__init__()
+        self.embed, self.first, self.layers = nn.Embedding(10, 8), nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers[2].weight = self.first.weight
+    def forward(self, ids):
+        x = self.first(self.embed(ids))
+        for layer in self.layers: x = x + layer(x).tanh()
+        return x
+
+
+class Dropping(nn.Module):
+    "Every other forward leaves the last layer out"
+    def __init__(self): super().__init__(); self.embed, self.layers, self.norm, self.calls = nn.Embedding(10, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.LayerNorm(8), 0
+    def forward(self, ids):
+        self.calls, x = self.calls + 1, self.embed(ids)
+        for layer in list(self.layers)[:3 if self.calls % 2 else 2]: x = x + layer(x).tanh()
+        return self.norm(x) - 1
+
+
+IDS = torch.randint(0, 10, (4, 5), generator=torch.Generator().manual_seed(0))
+READERS = {"late": (Late, lambda m: m(IDS)), "nested": (Nested, lambda m: m(IDS)), "parts": (Headed, lambda m: m.body(IDS) @ m.head.weight.T), "shared": (Shared, lambda m: m(IDS)),
+           "dropping": (Dropping, lambda m: m(IDS)), "compiled": (Late, None), "state_dict": (Late, lambda m: torch.func.functional_call(m, dict(m.state_dict(keep_vars=True)), (IDS,))),
+           "part's state_dict": (Late, lambda m: nn.functional.linear(m.embed(IDS), m.layers[2].state_dict(keep_vars=True)["weight"]))}
+
+
+def losses(make, run, slow, monkeypatch, steps=3):
+    import time
+    import bmlab.train.offload as offload
+    update = offload._cpu_unit
+    with monkeypatch.context() as patch:
+        patch.setattr(offload, "_cpu_unit", lambda *a: (time.sleep(0.05 if slow else 0), update(*a)))
+        torch.manual_seed(0)
+        net = make(); opt, out = offload.AdamW(net, lr=0.1, offload=1.0), []
+        call = run or torch.compile(net, backend="eager")
+        for _ in range(steps):
+            loss = call(net).pow(2).mean() if run else call(IDS).pow(2).mean()
+            loss.backward(); opt.step(); opt.zero_grad(); out.append(loss.item())
+            if not slow: opt.flush()
+        opt.flush()
+        return out
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_who_reads_weights_waits_for_them(name, monkeypatch):
+    make, run = READERS[name]
+    assert losses(make, run, True, monkeypatch) == losses(make, run, False, monkeypatch)
+
+
+def sharded_readers():
+    "FSDP2 gathers ahead of time, and blocks may be coarser or tied: [(case, losses with slow lanes, with flush)]"
+    import time
+    import bmlab.train.offload as offload
+    from bmlab.train.sharding import shard
+    update, out = offload._cpu_unit, {}
+    for case, kw in {"zero 3": dict(zero=3), "zero 2": dict(zero=2), "coarse": dict(blocks=["halves"])}.items():
+        for slow in (True, False):
+            offload._cpu_unit = lambda *a: (time.sleep(0.05 if slow else 0), update(*a))
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Embedding(10, 8), nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])) if case != "coarse" else Halves()
+            shard(net, dtype=None, **kw)
+            opt = offload.AdamW(net, lr=0.1, offload=1.0)
+            for _ in range(3):
+                loss = net(IDS).pow(2).mean(); loss.backward(); opt.step(); opt.zero_grad()
+                if not slow: opt.flush()
+                out.setdefault(case, {}).setdefault(slow, []).append(loss.item())
+            opt.flush()
+    offload._cpu_unit = update
+    return out
+
+
+class Halves(nn.Module):
+    def __init__(self): super().__init__(); self.embed, self.halves = nn.Embedding(10, 8), nn.ModuleList(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]) for _ in range(2))
+    def forward(self, ids):
+        x = self.embed(ids)
+        for half in self.halves: x = x + half(x).tanh()
+        return x
+
+
+@pytest.mark.long
+def test_who_gathers_weights_waits_for_them():
+    for r in run_ranks(sharded_readers):
+        for case, got in r.items(): assert got[True] == got[False], case
+
+
+def test_masters_follow_weights_that_others_write():
+    from bmlab.train.offload import AdamW
+    def train(offload, half=False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(10, 8, max_norm=0.5), nn.Linear(8, 8)).to(torch.bfloat16 if half else torch.float32)
+        opt = AdamW(net.parameters() if half else net, lr=0.1, offload=offload, unit=20)
+        for i in range(4):
+            (net(IDS) - 1).pow(2).mean().backward(); opt.step(); opt.zero_grad(); opt.flush()
+            with torch.no_grad(): net[1].weight.clamp_(-0.05, 0.05)
+            if i == 2: net[1].load_state_dict({"weight": torch.zeros(8, 8), "bias": torch.ones(8)})
+        return net.state_dict()
+    for half in (False, True):
+        a, b = train(None, half), train(1.0, half)
+        assert all(torch.equal(a[k], b[k]) for k in a)
+        assert b["1.weight"].abs().max() <= 0.05
+
+
+@pytest.mark.parametrize("offload", [None, 1.0])
+def test_weights_written_through_data_are_kept(offload):
+    "Another tensor in a weight's place is seen; what is written into the same one is told"
+    from bmlab.train.offload import AdamW
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+    opt, x = AdamW(net, lr=1e-3, offload=offload), torch.ones(2, 4).bfloat16()
+    def step(): net(x).sum().backward(); opt.step(); opt.zero_grad(); opt.flush()
+    step()
+    net[1].weight.data = torch.full((4, 4), 3.).bfloat16()
+    step()
+    assert (net[1].weight - 3).abs().max() < 0.1
+    net[0].weight.data.fill_(5.); opt.reset_masters()
+    step()
+    assert (net[0].weight - 5).abs().max() < 0.1
+
+
+def sharded_writes():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from bmlab.train import offload
+    looked, where = [0], torch.where
+    def counted(*a): looked[0] += 1; return where(*a)
+    offload.torch.where = counted
+    net = model().bfloat16()
+    for m in (*net.blocks, net): fully_shard(m, mesh=init_device_mesh("cpu", (2,)))
+    opt, p, out = offload.AdamW(net, lr=0.1, offload=0.5, unit=3000), net.blocks[0].up.weight, []
+    def step():
+        loss_of(net, batches(1)[0]).backward(); opt.step(); opt.zero_grad(); opt.flush()
+        out.append(looked[0]); looked[0] = 0
+    for _ in range(3): step()                                          # the first look, then none
+    for write in (lambda: p.clamp_(-0.05, 0.05), lambda: p.to_local().zero_()):
+        with torch.no_grad(): write()
+        want = p.full_tensor().clone(); step()
+        state = next(s["master"] for q, s in opt.state_dict()["state"].items() if list(net.parameters())[q] is p)
+        out.append(((state.full_tensor() - want.float()).abs().max() < 0.2).item())       # a step from where others left it
+    offload.torch.where = where
+    return out
+
+
+@pytest.mark.long
+def test_masters_of_shards_follow_weights_that_others_write():
+    for first, second, third, clamped, a, zeroed, b in run_ranks(sharded_writes): assert first > 0 and second == third == 0 and 0 < clamped < first and 0 < zeroed < first and a and b
+
+
+def test_a_copy_of_the_model_is_free():
+    "It neither waits for the optimizer nor changes its masters; and it pickles"
+    import pickle
+    from bmlab.train.offload import AdamW
+    net = model().bfloat16()
+    opt = AdamW(net, lr=1e-3, offload=1.0)
+    loss_of(net, batches(1)[0]).backward(); opt.step(); opt.zero_grad(); opt.flush()
+    masters, other = [s["master"].clone() for s in opt.state.values()], copy.deepcopy(net)
+    other.load_state_dict(net.state_dict()); pickle.loads(pickle.dumps(net))
+    assert all(torch.equal(a, s["master"]) for a, s in zip(masters, opt.state_dict()["state"].values()))
+
+
+def test_what_overlap_backward_cannot_do_is_refused():
+    from bmlab.train.offload import AdamW
+    from bmlab.train.optim import OptimManager
+    net = model()
+    opt = AdamW(net, offload=1.0, overlap="backward")
+    om = OptimManager(); om.add_optimizer(opt)
+    for _ in range(2): om.backward(loss_of(net, batches(1)[0])); om.step(); om.zero_grad()
+    om.backward(loss_of(net, batches(1)[0]))
+    with pytest.raises(RuntimeError, match="used the gradients already"): om.clip_grad_norm(1.0)
+    with pytest.raises(RuntimeError, match="arrived twice"): loss_of(net, batches(1)[0]).backward()
+    om.zero_grad()
+    scaled = OptimManager(loss_scale=1024); scaled.add_optimizer(opt)
+    with pytest.raises(RuntimeError, match="loss_scale=1024"): scaled.backward(loss_of(net, batches(1)[0]))
+
+
+def test_parameters_without_elements_and_odd_kinds():
+    from bmlab.train.offload import AdamW
+    net = nn.Linear(4, 4); net.empty = nn.Parameter(torch.empty(0))
+    for offload in (None, 1.0):
+        before = net.weight.detach().clone()
+        opt = AdamW(net, lr=0.1, weight_decay=0., offload=offload); (net(torch.ones(1, 4)).sum() + net.empty.sum()).backward(); opt.step(); opt.zero_grad(); opt.flush()
+        torch.testing.assert_close(before - net.weight, torch.full((4, 4), 0.1))         # a first step goes by the learning rate
+        assert [int(s["step"]) for s in opt.state.values()] == [1, 1, 1]
+    with pytest.raises(ValueError, match="not contiguous"): AdamW(nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last))
+    with pytest.raises(ValueError, match="complex64"): AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offload, link", [(1.0, 0.0), (1.0, 1.0), (1.0, 0.5), (0.5, 0.5)])
+def test_a_block_whose_gradient_is_not_finite_stays_as_it_was(device, dtype, offload, link):
+    "In either lane: the manager hears of it with the loss, a loop that does not ask is told by an error, and training can go on"
+    from bmlab.train.offload import AdamW
+    from bmlab.train.optim import OptimManager
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]).to(device, dtype)
+    opt, x = AdamW(net, lr=1e-2, offload=offload, link=link, overlap="backward", unit=5000), torch.randn(8, 64, device=device, dtype=dtype)
+    om = OptimManager(model=net); om.add_optimizer(opt)
+    weight, three = net[4][0].weight, torch.tensor(3, device=device)
+    def backward(bad=None):
+        om.zero_grad()
+        hook = weight.register_hook(lambda g: g.clone().index_fill_(0, three, bad)) if bad is not None else None
+        om.backward(net(x).float().square().mean())
+        if hook is not None: hook.remove()
+    for _ in range(4): backward(); assert om.gradients_finite().item(); om.step()
+    opt.flush()
+    for bad in (float("inf"), float("nan")):
+        before = [p.detach().clone() for p in net.parameters()]
+        backward(bad)
+        assert not om.gradients_finite().item() and [p is weight for p in opt.spoilt()] == [True]
+        om.zero_grad()                                                   # as `fit` does, which then ends
+        opt.flush()
+        assert all(p.isfinite().all() for p in net.parameters()) and torch.equal(weight, before[8]) and not torch.equal(net[5][0].weight, before[10])
+        backward(); om.step(); opt.flush()
+    backward(float("nan"))
+    with pytest.raises(FloatingPointError, match="the gradient of 4.0.weight is not finite"):
+        om.step()                                                        # at once, or on a GPU where the host first knows
+        for _ in range(3): backward(); om.step()
+    om.zero_grad(); backward(); om.step(); opt.flush()
+    assert all(p.isfinite().all() for p in net.parameters())

@@ -1,0 +1,192 @@
+"Processes: two torchrun agents, peers that die, interrupts at every line of the start, collectives in half precision."
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+import pytest
+import torch
+
+from bmlab.core import run_ranks
+from conftest import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+ENV = {**{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")},
+       "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def start(script, *args, launcher=(), **env):
+    return subprocess.Popen([sys.executable, *launcher, script, *map(str, args)], env={**ENV, **{k: str(v) for k, v in env.items()}}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(processes, timeout_s=100):
+    "Outputs and exit codes; whatever is left is ended"
+    try: return [(p.communicate(timeout=timeout_s)[0], p.returncode) for p in processes]
+    finally:
+        for p in processes: p.poll() is None and p.kill()
+
+
+AGENT = r"""
+import torch
+from bmlab.train.processes import *
+before = rank(), world_size(), local_rank()
+init_distributed(seed=3, timeout_s=60)
+assert before == (rank(), world_size(), local_rank())
+seeds = all_gather(torch.rand(1)).flatten()
+x = torch.full((2,), rank() + 1., requires_grad=True)
+(all_reduce(x) * (rank() + 1)).sum().backward()
+# one write each: two processes share the pipe
+total, mean = all_reduce(torch.tensor(rank() + 1)).item(), sum_loss(torch.tensor(float(rank()))).item()
+print_rank(f"world {world_size()} sum {total} grad {x.grad.tolist()} seeds equal {len(set(seeds.tolist())) == 1} mean {mean}\n", end="")
+print(f"here {rank()}/{world_size()} local {local_rank()}\n", end="", flush=True)
+init_distributed(); synchronize(); shutdown()
+"""
+
+
+@pytest.mark.long
+def test_two_agents_of_torchrun(tmp_path):
+    "Two hosts are two agents: here both are local, with one process each"
+    script, port = tmp_path / "agent.py", free_port()
+    script.write_text(AGENT)
+    common = ("-m", "torch.distributed.run", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}")
+    done = finish([start(script, launcher=(*common, f"--node-rank={i}", "--nproc-per-node=1")) for i in range(2)])
+    assert all(code == 0 for _, code in done), done
+    both = "".join(out for out, _ in done)
+    assert both.count("world 2 sum 3 grad [3.0, 3.0] seeds equal True mean 0.5") == 1
+    assert "here 0/2 local 0" in both and "here 1/2 local 0" in both
+
+
+@pytest.mark.long
+def test_one_agent_two_processes(tmp_path):
+    script = tmp_path / "agent.py"
+    script.write_text(AGENT)
+    (out, code), = finish([start(script, launcher=("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"))])
+    assert code == 0 and "world 2 sum 3" in out and "here 1/2 local 1" in out, out
+
+
+DEAD = """
+import os, signal, sys, time, torch
+from bmlab.train.processes import *
+init_distributed(timeout_s=100)                              # a busy machine brings them up one long after the other
+synchronize(); init_distributed(timeout_s=float(sys.argv[2]))
+if rank() == 1: os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "killed" else time.sleep(200)
+start = time.monotonic()
+try:
+    while True: all_reduce(torch.ones(1))
+except RuntimeError as e: print("error after", time.monotonic() - start, "s:", e, flush=True); os._exit(3)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["killed", "hangs"])
+def test_a_peer_that_dies_or_hangs_is_an_error_within_the_timeout(tmp_path, how):
+    script, port = tmp_path / "dead.py", free_port()
+    script.write_text(DEAD)
+    ranks = [start(script, how, 3, RANK=r, WORLD_SIZE=2, LOCAL_RANK=r, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for r in range(2)]
+    try:
+        out = ranks[0].communicate(timeout=150)[0]
+        assert ranks[0].returncode == 3, out
+        assert float(out.split("error after")[1].split()[0]) < 3 + 30, out
+    finally:
+        for p in ranks: p.kill(); p.wait()
+
+
+@pytest.mark.long
+def test_a_peer_that_never_comes_is_an_error_within_the_timeout(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text("from bmlab.train.processes import *\ninit_distributed(timeout_s=2)")
+    begin = time.monotonic()
+    (out, code), = finish([start(script, RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())])
+    assert code != 0 and "1/2 clients joined" in out, out
+    assert time.monotonic() - begin < 60                       # the time to import torch is in it
+
+
+INTERRUPTED = """
+import os, sys, torch, torch.distributed as dist
+from bmlab.train.processes import *
+from bmlab.train import processes
+files = {processes.__file__, dist.distributed_c10d.__file__}
+
+def interrupted_at(line):
+    "Stop the start at the so-many-th line it runs; False when it ended before"
+    count = 0
+    def trace(frame, event, arg):
+        nonlocal count
+        if frame.f_code.co_filename not in files: return None
+        if event == "line":
+            count += 1
+            if count == line: raise KeyboardInterrupt
+        return trace
+    sys.settrace(trace)
+    try: init_distributed(); return False
+    except KeyboardInterrupt: return True
+    finally: sys.settrace(None)
+
+line = 0
+while True:
+    line += 1
+    dist.is_initialized() and shutdown()
+    stopped = interrupted_at(line)
+    init_distributed(seed=1)
+    a = torch.rand(2)
+    init_distributed(seed=1)
+    assert torch.equal(a, torch.rand(2)) and dist.get_world_size() == 1 and dist.get_rank() == 0
+    group = dist.new_group([0])
+    x = torch.ones(2); dist.all_reduce(x); dist.all_reduce(x, group=group); assert x.tolist() == [1, 1]
+    if not stopped: break
+print("lines", line, flush=True)
+os._exit(0)                    # the threads of gloo groups that were left half made may abort an interpreter that shuts down
+"""
+
+
+@pytest.mark.long
+def test_an_interrupt_at_any_line_of_the_start_is_repaired_by_the_next_call(tmp_path):
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED)
+    (out, code), = finish([start(script)])
+    assert code == 0, out[-3000:]
+    assert int(out.split("lines")[1]) > 50
+
+
+def low_precision():
+    from bmlab.train.processes import all_gather, all_reduce, broadcast, rank, reduce_scatter
+    out = {}
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int64):
+        x = (torch.arange(4) + 4 * rank()).to(dtype)
+        out[dtype] = [all_reduce(x), all_reduce(x, "max"), all_gather(x), reduce_scatter(x), broadcast(x, 1)]
+    x = torch.randn(4, 3, requires_grad=True)
+    strided = all_gather(x.t())                                # not contiguous
+    strided.sum().backward()
+    second, = torch.autograd.grad(all_reduce(all_reduce(y := torch.ones(2, dtype=torch.float64, requires_grad=True)).pow(2)).sum(), y, create_graph=True)
+    again, = torch.autograd.grad(second.sum(), y)
+    return out, strided.shape, x.grad, again
+
+
+@pytest.mark.long
+def test_collectives_in_every_dtype_strided_and_twice_differentiated():
+    for r, (out, shape, grad, again) in enumerate(run_ranks(low_precision)):
+        for dtype, (total, most, gathered, scattered, cast) in out.items():
+            both = torch.arange(8).view(2, 4).to(dtype)
+            assert torch.equal(total, both.sum(0).to(dtype)) and torch.equal(most, both[1]) and torch.equal(gathered, both) and torch.equal(cast, both[1])
+            assert torch.equal(scattered, both.sum(0).to(dtype)[2 * r:2 * r + 2])
+        assert shape == (2, 3, 4) and torch.equal(grad, torch.full((4, 3), 2.))
+        # each rank's loss is 2s², s = y0 + y1: their sum 4s² has gradient 8s; the sum over two ranks of that, 16s, has gradient 16
+        assert again.tolist() == [16., 16.]
+
+
+def subgroup():
+    import torch.distributed as dist
+    from bmlab.train.processes import all_gather, all_reduce, broadcast, rank, reduce_scatter
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = groups[rank() // 2]
+    x = torch.tensor([float(rank()), 10. + rank()], requires_grad=True)
+    y = all_reduce(x, group=mine)
+    (y * (rank() + 1)).sum().backward()
+    return y.tolist(), x.grad.tolist(), all_gather(x.detach(), mine)[:, 0].tolist(), broadcast(x.detach(), 1, mine)[0].item(), reduce_scatter(x.detach(), group=mine).tolist()
+
+
+@pytest.mark.long
+def test_collectives_over_a_part_of_the_ranks():
+    got = run_ranks(subgroup, world_size=4)
+    assert [g[0] for g in got] == [[1., 21.]] * 2 + [[5., 25.]] * 2
+    assert [g[1] for g in got] == [[3., 3.]] * 2 + [[7., 7.]] * 2
+    assert [g[2] for g in got] == [[0., 1.]] * 2 + [[2., 3.]] * 2
+    assert [g[3] for g in got] == [1., 1., 3., 3.] and [g[4] for g in got] == [[1.], [21.], [5.], [25.]]

@@ -1,0 +1,151 @@
+"""What OpenBMB's own code says of a CPM-Bee with 48 layers: the figures that tests/models/test_cpm.py compares with.
+
+usage: original_bee.py CHECKOUT [FILE]
+
+CHECKOUT: of github.com/OpenBMB/CPM-Bee; FILE: default tests/fixtures/original_bee.json
+
+The original is imported from the checkout and run as it is, on a CPU, in float32. Of bmtrain, which it imports and does
+not need here, a stand-in is enough; the table of angles, which it makes on a GPU, is made on the CPU. Weights are not
+stored: `weights` draws the same ones again, name by name.
+"""
+import json, subprocess, sys, types, unittest.mock, zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+REPOSITORY = "https://github.com/OpenBMB/CPM-Bee"
+FILES = ["src/cpm_live/models/bee_torch.py", "src/cpm_live/native_layers"]
+SIZES = dict(vocab_size=96, dim_model=64, num_heads=4, dim_head=16, dim_ff=160, num_layers=48, eps=1e-6, half=False,
+             position_bias_num_buckets=32, position_bias_num_segment_buckets=32, position_bias_max_distance=24)
+SPREAD = dict(input_embedding=4, project_q=.7, project_k=.7, attention_out=.2, w_out=.3)   # so that places differ
+TABLE = 4                                                                    # numbered tokens behind the vocabulary
+
+
+def drawn(name): # NumPy promises that what a RandomState draws stays as it is
+    "A source of random numbers that belongs to a name"
+    return np.random.RandomState(zlib.crc32(name.encode()))
+
+
+def weights(
+    shapes,  # {the original's name: shape}
+):           # → {name: Tensor, float32}
+    "Normal numbers, each matrix with its `SPREAD` or 1; norms between a half and one and a half."
+    def one(name, shape):
+        draw, spread = drawn(name), next((s for word, s in SPREAD.items() if word in name), 1)
+        if "layernorm" in name: return draw.uniform(.5, 1.5, shape)
+        return draw.standard_normal(shape) * spread
+    return {name: torch.from_numpy(one(name, tuple(shape)).astype(np.float32)) for name, shape in shapes.items()}
+
+
+def task(draw, span, sample, n, S, answered):
+    "n tokens of S segments, the last ones `answered`: (what each token is given, the relations of the segments)"
+    relations = draw.randint(2, SIZES["position_bias_num_segment_buckets"] + 1, (S, S)) * (1 - np.eye(S, dtype=int))
+    tokens = dict(
+        input=draw.randint(1, SIZES["vocab_size"], n), input_sub=draw.randint(0, 5, n) * (draw.rand(n) < .3),
+        context=np.arange(n) < n - answered, segment=np.sort(draw.randint(0, S, n)), num_segments=np.full(n, S),
+        sample_ids=np.full(n, sample), span=np.full(n, span))
+    return tokens, relations.flatten()
+
+
+def rows(
+    name,    # of the draw
+    parts,   # a row each: [(span, sample, tokens, segments, answered tokens at the end)]
+    length,  # of a row; what is left is padding
+):           # → {name of an argument: lists}, as the original takes them
+    "Rows of tasks, packed and beside examples, with numbered tokens and relations between segments."
+    draw, out = drawn(name), []
+    for row in parts:
+        tasks = [task(draw, *part) for part in row]
+        begins = np.cumsum([0, *(len(r) for _, r in tasks)])
+        for (tokens, _), at in zip(tasks, begins): tokens["segment_rel_offset"] = np.full(len(tokens["input"]), at)
+        got = {k: np.concatenate([t[k] for t, _ in tasks]).astype(int) for k in tasks[0][0]}
+        n = len(got["input"])
+        got = {k: np.pad(v, (0, length - n)).tolist() for k, v in got.items()}
+        out.append(got | dict(segment_rel=np.concatenate([r for _, r in tasks]).tolist(), length=n))
+    most = max(len(r["segment_rel"]) for r in out)
+    for r in out: r["segment_rel"] += [0] * (most - len(r["segment_rel"]))
+    table = dict(ext_table_ids=drawn("table").randint(1, SIZES["vocab_size"], TABLE).tolist(),
+                 ext_table_sub=list(range(1, TABLE + 1)))
+    return {k: [r[k] for r in out] for k in out[0]} | table
+
+
+def made(checkout): # → the original's model with the weights of the recipe
+    stand_in = types.ModuleType("bmtrain")
+    stand_in.DistributedModule, stand_in.rank = torch.nn.Module, lambda: 0
+    stand_in.DistributedParameter = torch.nn.Parameter
+    sys.modules["bmtrain"] = stand_in
+    sys.path.insert(0, str(Path(checkout) / "src"))
+    from cpm_live.models.bee import CPMBeeConfig
+    from cpm_live.models.bee_torch import CPMBeeTorch
+    arange = torch.arange
+    def on_cpu(*args, device=None, **kwargs): return arange(*args, **kwargs)
+    with unittest.mock.patch("torch.arange", on_cpu): model = CPMBeeTorch(CPMBeeConfig(**SIZES)).eval()
+    model.load_state_dict(weights({k: v.shape for k, v in model.state_dict().items()}))
+    return model
+
+
+def tensors(given): # lists → tensors, as the original takes them
+    return {k: torch.tensor(v, dtype=torch.bool if k == "context" else torch.int32) for k, v in given.items()}
+
+
+def few(logits, places): # → [[row, place, token, logit]]
+    "Of each place three logits: the largest, the smallest, and one of the table"
+    out = []
+    for row, place in places:
+        at = logits[row, place]
+        for token in (at.argmax().item(), at.argmin().item(), len(at) - 2):
+            out.append([row, place, token, float(f"{at[token].item():.8g}")])
+    return out
+
+
+def whole(model):
+    "Two rows: two tasks, the first beside an example; and a shorter one, padded"
+    given = rows("whole", [[(0, 0, 14, 4, 4), (0, 1, 9, 3, 0), (1, 0, 13, 5, 5)], [(0, 0, 29, 6, 7)]], 36)
+    draw, targets = drawn("targets"), []
+    for row, n in zip(given["context"], given["length"]):
+        words = draw.randint(0, SIZES["vocab_size"] + TABLE, len(row)).tolist()
+        targets.append([-100 if c or at >= n else w for at, (c, w) in enumerate(zip(row, words))])
+    logits, _ = model(**tensors(given))
+    loss = torch.nn.CrossEntropyLoss(ignore_index=-100)(logits.flatten(0, 1), torch.tensor(targets).flatten())
+    return dict(
+        inputs=given, targets=targets, loss=loss.item(),             # src/finetune_cpm_bee.py:201 and 280
+        logits=few(logits, [(0, 3), (0, 13), (0, 18), (0, 35), (1, 0), (1, 28)]),
+        said=[logits[row, :n].argmax(-1).tolist() for row, n in enumerate(given["length"])])
+
+
+def cached(model):
+    "Two rows of 20 tokens read at once, then 8 more, one at a time, over what is kept of those before"
+    given = rows("cached", [[(0, 1, 9, 3, 0), (0, 0, 19, 4, 8)], [(0, 0, 28, 6, 8)]], 28)
+    once = ("segment_rel", "ext_table_ids", "ext_table_sub")
+    told = {k: v for k, v in tensors(given).items() if k not in ("span", "length")}
+    told["position"], past, logits = torch.arange(28, dtype=torch.int32).expand(2, -1), None, []
+    for begin, end in [(0, 20), *((i, i + 1) for i in range(20, 28))]:
+        new = {k: v if k in once else v[:, begin:end] for k, v in told.items()}
+        out, _, past = model.inference(**new, past_key_values=past)
+        logits.append(out)
+    logits = torch.cat(logits, 1)
+    return dict(
+        inputs=given, logits=few(logits, [(0, 19), (0, 20), (0, 27), (1, 19), (1, 23), (1, 27)]),
+        said=logits.argmax(-1).tolist())
+
+
+def written(found, margin=" "): # → JSON with a line for each argument
+    lines = []
+    for k, v in found.items():
+        text = written(v, margin + " ") if isinstance(v, dict) else json.dumps(v)
+        lines.append(f"{margin}{json.dumps(k)}: {text}")
+    return "{\n" + ",\n".join(lines) + "}"
+
+
+def main(args):
+    checkout, file = args[0], Path(args[1] if args[1:] else ROOT / "tests/fixtures/original_bee.json")
+    model, head = made(checkout), ["git", "-C", checkout, "rev-parse", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    with torch.no_grad(): figures = dict(whole=whole(model), cached=cached(model))
+    where = dict(repository=REPOSITORY, commit=commit, files=FILES, recipe="tools/original_bee.py", sizes=SIZES)
+    file.write_text(written(where | figures) + "\n")
+
+
+if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
