@@ -20,7 +20,8 @@ from .data.collect import collect
 from .delta.continual import Continual, transfer
 from .models.convert import to_original, to_safetensors
 from .cook.cook import Cook, Method, bytes_on_disk, divergence, lattice, load_cooked, pareto, perplexity, plot_experts, plot_gates, plot_mask, plot_weights, report, save_cooked
-from .core import Count, count, figure, format_bytes, format_count, parse_bytes, resolve, roles, run_ranks, set_seed, table
+from .core import Count, count, figure, format_bytes, format_count, parse_bytes, resolve, roles, set_seed, table
+from .train.processes import run_ranks
 from .plan.cost import cost_table
 from .models.cpm import CpmAntTied
 from .models.cpm2 import Cpm1Tokenizer, Cpm2Tokenizer, EvaTokenizer
@@ -48,7 +49,8 @@ from .infer.text import decode_tokens, stream_text
 from .delta.lora import Lora
 from .train.losses import chunked_cross_entropy, lm_loss
 from .plan.machine import Machine, measure
-from .models.load import build, load, sample_dir, zoo
+from .models.load import build, load, sample_dir
+from .models.zoo import zoo
 from .cook.moefy import MoEfy, MoEMLP
 from .cook.neurons import NeuronSparse, relufy
 from .train.offload import AdamW
@@ -61,7 +63,10 @@ from .plan.training import TrainingPlan, plan_training
 from .delta.peft_plugin import PeftDelta
 from .delta.prefix import Prefix
 from .train.processes import all_gather, all_reduce, broadcast, init_distributed, local_device, print_rank, rank, reduce_scatter, shutdown, sum_loss, synchronize, world_size
-from .prompt.template import InputExample, ManualTemplate, MixedTemplate, PrefixTuningTemplate, PTRTemplate, PtuningTemplate, SoftTemplate, Template, one_batch
+from .prompt.template import InputExample, Template, one_batch
+from bmlab.prompt.openprompt import (
+    ManualTemplate, MixedTemplate, PrefixTuningTemplate, PTRTemplate, PtuningTemplate, SoftTemplate,
+)
 from .prompt.classify import FewShotSampler, PromptData, PromptModel
 from .cook.prune import StructPrune, staircase
 from .cook.quantize import quantize
@@ -73,12 +78,13 @@ from .delta.soft import PTuning, SoftPrompt
 from .prompt.soft import SoftTokens
 from .cook.sparse24 import Sparse24
 from .infer.speculate import DraftModel, PromptLookup, Tree
-from .infer.streaming import GpuLink, SimulatedLink, Streamer
+from .infer.streaming import Streamer
+from .infer.links import GpuLink, SimulatedLink
 from .prompt.targets import GenerationVerbalizer, Written, write
 from .prompt.search import find_templates, rank_templates
 from .data.rules import ChineseQuality, LanguageRule, PerplexityRule, find_pii, mask_pii
 from .train.timeline import timeline
-from .plan.trace import find_blocks
+from .core import find_blocks
 from .train.loop import evaluate, fit, plot_log
 from .models.tree import tree
 from .prompt.verbalize import AutomaticVerbalizer, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer

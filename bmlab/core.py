@@ -5,18 +5,19 @@
 # %% auto #0
 __all__ = ['ROLES', 'unwrap', 'parts', 'resolve', 'roles', 'Weight', 'tensor_key', 'to_cast', 'weights', 'Count', 'count',
            'parse_bytes', 'format_bytes', 'format_count', 'Transient', 'on_change', 'changed', 'known', 'lookup',
-           'did_you_mean', 'set_seed', 'table', 'figure', 'run_ranks']
+           'did_you_mean', 'set_seed', 'table', 'figure', 'find_blocks']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
-import contextlib, difflib, fnmatch, functools, importlib.util, math, numbers, os, random, re, subprocess, sys, tempfile, time, weakref
+import contextlib, difflib, fnmatch, functools, importlib.util, math, numbers, random, re, weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 # %% ../nbs/00_core.ipynb #068b0654
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # child names that wrappers use
@@ -415,73 +416,51 @@ def figure(
         yield axes
         if show: plt.show()
 
-# %% ../nbs/00_core.ipynb #225e40ba
-_BOOT = "import sys, cloudpickle\nwith open(sys.argv[1], 'rb') as f: main = cloudpickle.load(f)\nmain(int(sys.argv[2]))"
+# %% ../nbs/00_core.ipynb #df4bd31d
+def _kind(module):
+    "The class of a module below what sharding, deltas and parametrizations made of it"
+    cls = type(module).__bases__[0] if is_parametrized(module) else type(module)
+    while FSDPModule in cls.__bases__ or "_made_for" in cls.__dict__: cls = cls.__mro__[2 if FSDPModule in cls.__bases__ else 1]
+    return cls.__dict__.get("_bmlab_base", cls)
 
-def _rank_main(fn, args, world_size, backend, folder):
-    "The function that each rank runs; a closure, so that it pickles by value"
-    def main(rank):
-        import faulthandler, os, sys, traceback
-        from pathlib import Path
-        import torch, torch.distributed as dist
-        faulthandler.enable()                      # SIGABRT prints where the rank stands
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-        torch.set_num_threads(1)
-        if backend == "nccl": torch.cuda.set_device(rank)
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-        try: torch.save(fn(*args), Path(folder) / f"{rank}.pt")
-        except BaseException as e:
-            (Path(folder) / f"{rank}.err").write_text(traceback.format_exc())
-            if isinstance(e, SystemExit): raise
-            traceback.print_exc()
-        finally: dist.destroy_process_group() if dist.is_initialized() else None
-        sys.stdout.flush(); sys.stderr.flush()
-        os._exit(int(not (Path(folder) / f"{rank}.pt").is_file()))     # gloo's threads sometimes abort an interpreter that shuts down
-    return main
+def _stacked(module, least):
+    "Keys of the children of a stack of at least `least` of a kind; none for anything else"
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)): return []
+    kids = {k: _kind(c) for k, m in module._modules.items() if next((c := unwrap(m)).parameters(), None) is not None}
+    kinds = list(kids.values())
+    alike = max((kinds.count(c) for c in kinds), default=0)       # hybrid models alternate two kinds of block in one ModuleList
+    return list(kids) if alike >= least and (alike == len(kinds) or isinstance(module, nn.ModuleList)) else []
 
-# %% ../nbs/00_core.ipynb #44fd6169
-def run_ranks(
-    fn:Callable,            # called as fn(*args) on every rank, inside an initialised process group
-    *args,                  # anything that pickles
-    world_size:int=2,       # number of processes, ≥ 1
-    backend:str="gloo",     # "nccl" gives rank i the GPU i
-    timeout_s:float=120.,   # seconds until all ranks must have finished
-)->list:                    # what each rank returned, by rank
-    "Run `fn` on `world_size` fresh processes; the first failing rank's traceback is raised here."
-    import cloudpickle
-    if world_size < 1: raise ValueError(f"world_size={world_size}: at least one process is needed")
-    with tempfile.TemporaryDirectory() as d:
-        Path(d, "main.pkl").write_bytes(cloudpickle.dumps(_rank_main(fn, args, world_size, backend, d)))
-        env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-        logs = [open(Path(d, f"{r}.log"), "wb") for r in range(world_size)]
-        ranks = [subprocess.Popen([sys.executable, "-c", _BOOT, str(Path(d, "main.pkl")), str(r)], env=env, stdout=logs[r], stderr=logs[r]) for r in range(world_size)]
-        try: _wait_ranks(ranks, d, time.monotonic() + timeout_s, timeout_s)
-        finally:
-            for p in ranks: p.poll() is None and p.kill()
-            for p in ranks: p.wait()
-            for f in logs: f.close()
-        for r in range(world_size):
-            if not Path(d, f"{r}.pt").is_file():
-                raise RuntimeError(f"rank {r} of {world_size} left without a result, though with exit code 0; does {getattr(fn, '__name__', 'fn')} call sys.exit?")
-        return [torch.load(Path(d, f"{r}.pt"), weights_only=False) for r in range(world_size)]
+def _outermost(names):
+    "Names that lie below no other of them"
+    return [n for n in names if not any(n.startswith(other + ".") for other in names)]
 
-# %% ../nbs/00_core.ipynb #5e6b5354
-def _wait_ranks(ranks, folder, deadline, timeout_s):
-    "Return when every rank has ended well; raise for the first that did not, or for those that hang"
-    tail = lambda r: Path(folder, f"{r}.log").read_text(errors="replace")[-3000:]
-    while any(p.poll() is None for p in ranks):
-        if any(p.poll() not in (None, 0) for p in ranks): break
-        if time.monotonic() > deadline:
-            late = [r for r, p in enumerate(ranks) if p.poll() is None]
-            for r in late: ranks[r].send_signal(6)   # SIGABRT: faulthandler writes the stack to the log
-            for r in late:
-                with contextlib.suppress(subprocess.TimeoutExpired): ranks[r].wait(3)
-            raise TimeoutError(f"ranks {late} had not finished after {timeout_s:g} s\n" + "\n".join(f"--- rank {r}\n{tail(r)}" for r in late))
-        time.sleep(0.02)
-    if not any(p.poll() for p in ranks): return
-    time.sleep(0.2)                                   # let the others write theirs, to find the first
-    failed = [r for r, p in enumerate(ranks) if p.poll()]
-    errors = sorted(Path(folder).glob("*.err"), key=lambda f: f.stat().st_mtime_ns)
-    killed = [r for r in failed if not Path(folder, f"{r}.err").is_file()]            # by a signal, say: others then only saw it go
-    told = [f"rank {r} of {len(ranks)} ended with exit code {ranks[r].poll()}\n{tail(r)}" for r in killed]
-    raise RuntimeError("\n".join(told + [f"rank {f.stem} of {len(ranks)} failed\n{f.read_text()}" for f in errors[:1]]))
+def find_blocks(
+    model:nn.Module,           # any module
+    blocks:str|list|None=None, # which modules, by pattern, where the rule is not what you want; a list of modules stands for its members
+)->dict[str, nn.Module]:       # name → module in module order, none inside another; empty for a model that repeats nothing
+    "The repeated blocks of a model: its units of sharding, recompute and compilation."
+    modules = dict(parts(model))
+    names = {id(m): n for n, m in modules.items()}
+    members = lambda m, keys: [names[id(c)] for k in keys if id(c := unwrap(m._modules[k])) in names]
+    if blocks is not None:
+        found = []
+        for n, m in resolve(model, blocks).items(): found += members(m, m._modules) if isinstance(m, (nn.ModuleList, nn.ModuleDict)) else [n]
+        found = set(_outermost(dict.fromkeys(found)))
+        return {n: modules[n] for n in modules if n in found}
+    for least in (2, 1):                                          # one layer only: a list of one
+        found = [n for m in modules.values() for n in members(m, _stacked(m, least)) if least > 1 or isinstance(m, nn.ModuleList)]
+        if found: break
+    found = set(_outermost(dict.fromkeys(found)))
+    return {n: modules[n] for n in modules if n in found}
+
+# %% ../nbs/00_core.ipynb #288db4c0
+_SHADES = ("#1a6fd4", "#5b9be6", "#9dc3f2", "#d9730d", "#eea65b", "#f6d0a8", "#3b8132", "#8fbf88", "#888888", "#c4c4c4")
+
+def _bar(parts, limit, scale, width=640):
+    "One stacked bar as inline HTML: [(name, amount, text)] against a limit"
+    px = lambda x: max(0.0, x / scale * width)
+    cells = "".join(f'<div title="{n}: {t}" style="width:{px(x):.1f}px;background:{_SHADES[i % len(_SHADES)]};border-right:1px solid #fff;box-sizing:border-box;overflow:hidden;white-space:nowrap;'
+                    f'color:{"#fff" if i % 3 == 0 and i < 8 else "#000"};font-size:10px;line-height:22px;padding-left:2px">{n if px(x) > 55 else ""}</div>' for i, (n, x, t) in enumerate(parts) if px(x) >= .5)
+    mark = f'<div title="limit" style="position:absolute;left:{px(limit):.1f}px;top:-3px;height:28px;border-left:2px dashed currentColor"></div>' if limit else ""
+    return f'<div style="position:relative;display:flex;height:22px;width:{width}px;outline:1px solid #bbb">{cells}{mark}</div>'

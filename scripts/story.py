@@ -51,7 +51,8 @@ def arguments():
 
 def corpus(args, out):
     "Cleaned texts, split; the card lies beside them"
-    from bmlab.data.corpus import Corpus, recipe
+    from bmlab.data.corpus import Corpus
+    from bmlab.data.recipes import recipe
     pages = sorted(fetch_deb("libreoffice-help-en-us", ["usr/share/libreoffice/help/en-US/text/*.html"]).rglob("*.html"))
     manuals = Corpus.from_frame(sample_texts("manpages-zh")[::args.every], "manuals", license="several free ones", origin="Debian, manpages-zh")
     raw = manuals + Corpus.from_html(pages[::args.pages], "help", license="MPL-2.0", origin="Debian, libreoffice-help-en-us")

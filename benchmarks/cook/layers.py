@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from bmlab.kernels.layers import Int4Linear, Int8Linear
-from bmlab.cook.moefy import FFN, MoEMLP, Router
+from bmlab.cook.moefy import MoEMLP, Router
+from bmlab.cook.ffn import FFN
 from bmlab.cook.sparse24 import Sparse24Linear, pick24
 from clock import memory_rate, seconds
 

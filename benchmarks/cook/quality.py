@@ -24,7 +24,8 @@ from bmlab.data.samples import Batches, pack_tokens, sample_texts, split
 from bmlab.cook.distill import Distill
 from bmlab.cook.fakequant import FakeQuant
 from bmlab.models.load import load
-from bmlab.cook.moefy import MoEfy, executed
+from bmlab.cook.moefy import MoEfy
+from bmlab.cook.ffn import executed
 from bmlab.cook.neurons import NeuronSparse, relufy
 from bmlab.cook.prune import StructPrune
 from bmlab.cook.quantize import quantize

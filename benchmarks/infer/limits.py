@@ -58,7 +58,7 @@ def ours(name):
 
 def link(slow):
     "What is between host and device: None, or a slower one"
-    from bmlab.infer.streaming import GpuLink, SimulatedLink
+    from bmlab.infer.links import GpuLink, SimulatedLink
     if slow is None: return None
     return GpuLink("cuda", bytes_per_s=slow) if torch.cuda.is_available() else SimulatedLink(bytes_per_s=slow)
 

@@ -14,7 +14,7 @@ import anywidget, torch, traitlets
 
 from ..core import format_bytes
 from ..models.stream import prompt_ids
-from .picker import _INHABIT, _frames
+from .widget import _INHABIT, _frames
 
 # %% ../../nbs/50_app/02_panels.ipynb #174c15a1
 class _Traits(anywidget.AnyWidget):

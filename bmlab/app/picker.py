@@ -6,13 +6,17 @@
 __all__ = ['pattern_of', 'Picker', 'pick']
 
 # %% ../../nbs/50_app/01_picker.ipynb #e13aebad
-import asyncio, functools, html, itertools, re, sys, time, uuid, weakref
+import asyncio, functools, html, itertools, re, time, uuid, weakref
 
 import anywidget, traitlets
 from torch import nn
 
-from ..core import _SLICE, _expert_shape, _match_one, _matrix, _nearest, _no_match, _slice, _stacks, count, on_change, parts, resolve, unwrap
+from bmlab.core import (
+    _SLICE, _expert_shape, _match_one, _matrix, _nearest, _no_match, _slice, _stacks, count, on_change, parts,
+    resolve, unwrap,
+)
 from ..models.tree import _cell, _html, _opened, _read, _rows, _text, _title, tree
+from .widget import _INHABIT, _frames
 
 # %% ../../nbs/50_app/01_picker.ipynb #42aedd72
 def _shape(name):
@@ -545,65 +549,6 @@ function build(model) {
 }
 """
 
-# %% ../../nbs/50_app/01_picker.ipynb #3fc388c9
-_INHABIT = r"""
-// a saved notebook holds only the static picture; while the kernel lives, the tree is put in its place
-function inhabit(model) {
-  const places = document.getElementsByClassName(`bmlab-pick-${model.get("token")}`), views = new Map();
-  const look = () => {
-    for (const [place, view] of views) view.idle = !place.isConnected;
-    for (const place of places) {
-      if (views.has(place)) continue;
-      const old = [...views].find(([, v]) => v.idle), view = old ? old[1] : build(model);
-      if (old) views.delete(old[0]);
-      view.idle = false; views.set(place, view);
-      for (const child of place.children) child.style.display = "none";
-      place.append(view.root); view.back(); model.send({here: true});
-    }
-  };
-  const watch = new MutationObserver(look), leave = () => {
-    watch.disconnect();
-    for (const [place, view] of views) { view.stop(); view.root.remove(); for (const child of place.children) child.style.display = "" }
-    views.clear();
-  };
-  watch.observe(document.body, {childList: true, subtree: true}); look();
-  model.on("destroy", leave); model.on("comm:close", leave);
-  return leave;
-}
-
-// when a record is written, the element is out of the page for a moment, and the browser forgets its focus and a click that was pressed before and is released after
-function keep(root, left, released) {
-  let last = null, pressed = null, moved = false;
-  root.addEventListener("focusin", e => { last = e.target });
-  root.addEventListener("focusout", e => {
-    if (e.relatedTarget && !root.contains(e.relatedTarget)) last = null;                          // gone to another place at once: a record that comes now must not fetch it back
-    setTimeout(() => {
-      if (!root.isConnected || root.contains(document.activeElement) || !document.hasFocus()) return;
-      last = null; left();
-    });
-  });
-  root.addEventListener("pointerdown", e => {
-    const target = pressed = e.button ? null : e.target, over = new AbortController(), mouse = e.pointerType === "mouse";
-    moved = false;
-    if (!target) return;
-    const end = e => setTimeout(() => {                                                           // behind the browser's own click, if there is one
-      const lost = mouse && moved && pressed === target && e.type === "pointerup" && e.target === target;
-      over.abort(); pressed = null;
-      if (lost) target.click();
-      released?.();
-    }, mouse ? 0 : 50);                                                                           // a tap's click comes some milliseconds later, whatever was drawn anew
-    for (const type of ["pointerup", "pointercancel"]) window.addEventListener(type, end, {capture: true, signal: over.signal});
-  }, true);
-  root.addEventListener("click", () => { pressed = null }, true);
-  return {focus: () => { moved = true; if (last?.isConnected) last.focus({preventScroll: true}) }, held: () => pressed !== null};
-}
-
-export default {
-  initialize({model}) { return model.get("token") ? inhabit(model) : undefined },
-  render({model, el}) { const view = build(model); el.append(view.root); return view.stop },
-};
-"""
-
 # %% ../../nbs/50_app/01_picker.ipynb #0f311e87
 _STYLE = """
 .bmlab-picker {
@@ -856,11 +801,6 @@ class Picker(_Alive):
         "A browser shows the tree, or the focus came in or went out"
         self._seen, self._inside = True, content.get("inside", False)
         if content.get("inside") is False: self._record()
-
-def _frames():
-    "Is this a front end that shows a widget only where its output is?"
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return "google.colab" in sys.modules or shell is not None and "__vsc_ipynb_file__" in shell.user_ns
 
 def pick(
     model:nn.Module,             # any module: on meta, compiled, sharded, packed, with deltas

@@ -11,12 +11,18 @@ import re, weakref
 import torch
 from torch import Tensor, nn
 
-from .cook import Foresees, Method, chain, foresee, parametrize_weight, stored, unparametrize
+from .cook import Method
+from .chain import Foresees, chain, foresee, parametrize_weight, stored, unparametrize
 from ..core import parts, roles
 from ..kernels.experts import _up_name, experts_refusal
 from ..kernels.layers import _is_conv1d, _is_experts, _refusal, group_for, packable, quantize_tokens
 from ..kernels.codes import GROUPS
-from .quantize import Grid, Inputs, Site, calibrate, check_rounding, choose_codes, choose_experts, choose_factors, fold, grid_for, pack_by, plan_grids, scaling_sites, smoothing
+from bmlab.cook.quantize import (
+    Grid, check_rounding, choose_codes, choose_experts, choose_factors, grid_for, pack_by, plan_grids,
+    smoothing,
+)
+from .scaling import Site, fold, scaling_sites
+from .calibrate import Inputs, calibrate
 
 # %% ../../nbs/20_cook/06_fakequant.ipynb #eba206cd
 class _Straight(torch.autograd.Function):

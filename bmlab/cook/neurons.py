@@ -13,10 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .cook import Method, foresee, stored
+from .cook import Method
+from .chain import foresee, stored
 from ..core import Transient, _matrix, changed, parts, unwrap
 from ..kernels.layers import _is_conv1d
-from .moefy import FFN, _apart, _claim, _described, _install, _made, _plain, _quiet, _rows_product, _slices, _some_columns, _turned, feed_forwards, ffn_samples
+from bmlab.cook.ffn import (
+    FFN, _apart, _claim, _described, _install, _made, _plain, _quiet, _rows_product, _slices, _some_columns,
+    _turned, feed_forwards, ffn_samples,
+)
 
 # %% ../../nbs/20_cook/13_neurons.ipynb #991e9b79
 class Predictor(nn.Module):
@@ -131,7 +135,7 @@ class _Paths(nn.Module):
     def _down(self, h, ids, down):
         "What the neurons `ids` add up to"
         if h.is_cuda and _plain(down) and not torch.compiler.is_compiling():
-            from bmlab.kernels.triton_products import neuron_sum
+            from bmlab.kernels.triton_groups import neuron_sum
             y = neuron_sum(h[0].float(), ids, _turned(down).t()).to(h.dtype)[None]
         elif _plain(down) or _is_conv1d(down): y = F.embedding_bag(ids[None], _turned(down), per_sample_weights=h.to(down.weight.dtype), mode="sum")
         elif (y := _some_columns(down, h, ids)) is not None: return y
@@ -191,7 +195,7 @@ def _some_rows(m, x, ids):
         y = _gathered(m.weight.detach(), ids, x[0].detach())[None]
         return y if m.bias is None else y + m.bias[ids]
     if not (x.is_cuda and _plain(m)) or torch.compiler.is_compiling(): return _rows_product(m, x, ids)
-    from bmlab.kernels.triton_products import neuron_hidden
+    from bmlab.kernels.triton_groups import neuron_hidden
     y = neuron_hidden(x[0], ids, m.weight, act="none").to(x.dtype)[None]
     return y if m.bias is None else y + m.bias[ids]
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm.auto import tqdm
 
-from .cook import Cook, Foresees, Method, chain, parametrize_weight, stored, unparametrize
+from .cook import Cook, Method
+from .chain import Foresees, chain, parametrize_weight, stored, unparametrize
 from .report import Calibration, save_cooked
 from ..core import count, did_you_mean, parts, unwrap
 from ..kernels.layers import _is_conv1d

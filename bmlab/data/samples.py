@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core import did_you_mean
-from ..models.load import cache_dir, cached, fetch
+from ..files import cache_dir, cached, fetch
 
 # %% ../../nbs/05_data/00_samples.ipynb #9d3300dc
 _VADER = {"movies": "movieReviewSnippets", "products": "amazonReviewSnippets", "editorials": "nytEditorialSnippets", "tweets": "tweets"}

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core import _expert_shape, _matrix, did_you_mean, parts, resolve, roles
-from .delta import _PREFIX, Delta, Site, deltas
+from .delta import _PREFIX, Delta, deltas
+from .site import Site
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #58a70f32
 def on_hidden(

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from .adapter import _ACTIVATIONS, AdapterSite, BesideSite, on_hidden, _hidden_input
 from ..core import _has_triton, did_you_mean, parts, table, unwrap
-from .delta import Delta, Site, _sharded, deltas
+from .delta import Delta, _sharded, deltas
+from .site import Site
 from .lora import LoraSite, _alone, _kept
 from .soft import Arguments, PromptSite, forward_names, tell_signature, _cut, _lengthen, _step, _widen_input
 
@@ -145,20 +146,20 @@ class _Triton:
     "The same products by the grouped Triton kernels"
     @staticmethod
     def tiles(x, plan):
-        from bmlab.kernels.triton_products import GroupTiles
+        from bmlab.kernels.triton_groups import GroupTiles
         if ("tiles", x.shape[1]) not in plan.cache: plan.cache["tiles", x.shape[1]] = GroupTiles(plan.here, x.shape[1], x.device)
         return plan.cache["tiles", x.shape[1]]
     @staticmethod
     def down(x, W, plan):
-        from bmlab.kernels.triton_products import grouped_linear
+        from bmlab.kernels.triton_groups import grouped_linear
         return grouped_linear(x.flatten(0, 1), W, _Triton.tiles(x, plan)).view(plan.n, x.shape[1], -1)
     @staticmethod
     def up(h, W, plan, y=None):
-        from bmlab.kernels.triton_products import grouped_linear
+        from bmlab.kernels.triton_groups import grouped_linear
         return grouped_linear(h.flatten(0, 1), W.transpose(1, 2), _Triton.tiles(h, plan), None if y is None else y.flatten(0, 1)).view(plan.n, h.shape[1], -1)
     @staticmethod
     def outer(h, x, plan):
-        from bmlab.kernels.triton_products import grouped_outer
+        from bmlab.kernels.triton_groups import grouped_outer
         return grouped_outer(h.flatten(0, 1), x.flatten(0, 1), _Triton.tiles(x, plan))
 
 _PATHS = {"bmm": _Bmm, "sorted": _Sorted, "triton": _Triton}

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..core import parts, resolve, roles, unwrap
-from .delta import Delta, Site, deltas
+from .delta import Delta, deltas
+from .site import Site
 from ..kernels.layers import Int4Linear, Int8Linear
 from ..train.processes import rank
 

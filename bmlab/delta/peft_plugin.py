@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..core import did_you_mean, parts, resolve, tensor_key, unwrap
-from .delta import Delta, Site, _detach_site, _files, _names_stay, _sharded, deltas
+from .delta import Delta, _files, _names_stay, _sharded, deltas
+from .site import Site, _detach_site
 
 # %% ../../nbs/30_delta/08_peft_plugin.ipynb #788ea4d6
 def _plain_class(module):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core import parts, resolve, roles, unwrap
-from .delta import Delta, Site, deltas
+from .delta import Delta, deltas
+from .site import Site
 from .soft import Arguments, folded, forward_names, prompt_config, prompt_table, tell_signature, text_ids, widen
 
 # %% ../../nbs/30_delta/05_prefix.ipynb #f3e106d9

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..core import parts, unwrap
-from .delta import Delta, Site
+from .delta import Delta
+from .site import Site
 
 # %% ../../nbs/30_delta/04_soft.ipynb #cbe81c54
 class Arguments:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from .adapter import _COMMON, FieldDelta, _kind_of, fill
 from ..core import _is_norm, _matrix, parts, resolve, roles, unwrap
-from .delta import _PREFIX, _new_head, _whole, Delta, Site, deltas
+from .delta import _PREFIX, _new_head, _whole, Delta, deltas
+from .site import Site
 
 # %% ../../nbs/30_delta/03_vectors.ipynb #ef45999b
 def _bias_shape(module):

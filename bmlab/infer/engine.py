@@ -24,13 +24,13 @@ from ..kernels.layers import pack_linears, packable
 from .loading import load_placed, model_on_meta
 from .text import RowText, decode_tokens, end_ids, stream_text
 from .placement import CPU, InferencePlan, plan_inference
-from ..train.sharding import _let_segments_grow
+from ..train.processes import _let_segments_grow
 from .sampling import Sampler, row_options, _seed_of
 from .speculate import DraftModel, PromptLookup
 from .streaming import HostTables, Streamer, _Still, move_weights
 from .asks import (ask_blank, ask_field, blank_parts, fill_kind, fill_masks, mask_input, open_fields, option_scores, options_fit, options_of, sentinel_pieces, sentinel_text,
                          with_answer)
-from ..plan.trace import find_blocks
+from ..core import find_blocks
 
 # %% ../../nbs/40_infer.ipynb #2f934023
 _SLACK = 16 << 20          # bytes beyond the plan, in pages that are not quite full

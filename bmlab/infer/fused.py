@@ -6,303 +6,21 @@
 __all__ = ['Fused', 'fuse_decode']
 
 # %% ../../nbs/40_infer/11_fused.ipynb #bedc41a5
-import contextlib, functools, threading, weakref
+import contextlib, functools, weakref
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..kernels import cpu as cpu_kernels
 from .cache import KVCache, attention_mask
 from ..core import changed, parts, unwrap
 from .decode import _Facts
-from ..kernels.layers import Int4Linear, Int8Linear, join_packed, packed_linear, packed_linear4
-
-# %% ../../nbs/40_infer/11_fused.ipynb #bf8f5947
-def _adjacent(tensors):
-    "One view of tensors that lie behind each other in one storage, else None"
-    first, end = tensors[0], tensors[0].storage_offset()
-    for t in tensors:
-        if t.dtype != first.dtype or not t.is_contiguous() or t.shape[1:] != first.shape[1:] or t.storage_offset() != end: return None
-        if t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr(): return None
-        end += t.numel()
-    return first.detach().as_strided((sum(len(t) for t in tensors), *first.shape[1:]), first.stride())
-
-def _untouched(watch):
-    "Is every module what it was: of its class, without hooks, without a forward of its own?"
-    for m, cls in watch:
-        if type(m) is not cls or m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__: return False
-    return True
-
-class _Ahead:
-    "Rows whose norm is still to be divided by their root mean square, which the product that reads them does: rows, and rows · weight"
-    def __init__(self, rows, weighed, eps): self.rows, self.weighed, self.eps, self.dtype, self.device, self.is_cuda = rows, weighed, eps, rows.dtype, rows.device, rows.is_cuda
-    def __len__(self): return len(self.rows)
-
-def _own_class(module): return type(module).__dict__.get("_bmlab_base", type(module))     # a delta's class knows what it stands on
-
-_LINEARS = nn.Linear, Int8Linear, Int4Linear
-
-# %% ../../nbs/40_infer/11_fused.ipynb #4233ae59
-class _Product:
-    "Linear layers with one input as one matrix product; one by one where a delta or a hook is on one, or they lie apart"
-    def __init__(self, *modules):
-        self.modules, self.watch = modules, [(m, _own_class(m)) for m in modules]
-        self.kind, self.joined, self.half, self.fn = _own_class(modules[0]), None, None, None
-        self.names = ["weight", "bias"] if self.kind is nn.Linear else ["codes", "scale", "zero", "bias"]
-        self.places = {n: [place for m in modules for place in (m._buffers, m._parameters) if n in place] for n in self.names}
-        self.bind()
-
-    def bind(self):
-        "Look where the tensors are now"
-        tensors = {n: ts for n, places in self.places.items() if (ts := [t for place in places if (t := place[n]) is not None])}
-        views = {n: _adjacent(t) if len(t) == len(self.modules) else None for n, t in tensors.items()}
-        self.joined, self.half, self.fn, first = None if any(v is None for v in views.values()) else views, None, None, self.names[0]
-        self.at = [(place, first, place[first].data_ptr()) for place in self.places[first]]              # all of a layer's tensors move, or
-        self.same = [(place, n, place[n]) for n in self.names[1:] for place in self.places[n]]           # one is replaced
-
-    def forget(self):
-        "Let go of memory that the tensors have left"
-        self.joined, self.half, self.fn, self.at = None, None, None, [(place, n, -1) for place, n, _ in self.at]
-
-    def lies(self):
-        "Are the tensors where they were?"
-        for place, n, at in self.at:
-            if place[n].data_ptr() != at: return False
-        for place, n, t in self.same:
-            if place[n] is not t: return False
-        return True
-
-    def whole(self, x):
-        "Can one product take x?"
-        if not _untouched(self.watch): return False                                                     # (it may have no weight of its own any more)
-        if not self.lies(): self.bind()
-        return self.joined is not None and (self.kind is nn.Linear or len(x) <= 16)
-
-    def __call__(self, x, shape): # x (R, K) of shape (B, M, K), or `_Ahead` → (R, all outputs)
-        if isinstance(x, _Ahead): return _Triton.ending(self, x)
-        if self.whole(x): return self.function(x.dtype, x.device.type)(x)
-        x = x.view(*shape, -1)                                                                           # as the layers, and what sits on them, expect it
-        return torch.cat([m(x) for m in self.modules], -1).flatten(0, 1)
-
-    def function(self, dtype, device): # → a function of x (R, K), good while `lies` is true and the scale holds what it did
-        "The joined product for one kind of input"
-        t, product = self.joined, torch._weight_int8pack_mm
-        bias, scale, codes = t.get("bias"), t.get("scale"), t.get("codes")
-        if self.kind is nn.Linear: return functools.partial(F.linear, weight=t["weight"], bias=bias)
-        if self.kind is Int4Linear: return functools.partial(packed_linear4, codes=codes, scale=scale, zero=t["zero"], bias=bias)
-        if device == "cpu" and cpu_kernels.available():
-            def rows(x): return packed_linear(x, codes, scale) if (y := cpu_kernels.int8_rows(x, codes, scale)) is None else y
-            return rows if bias is None else lambda x: rows(x).add_(bias)
-        if dtype != torch.bfloat16 or device != "cpu" or codes.shape[1] % 16: return functools.partial(packed_linear, codes=codes, scale=scale, bias=bias)
-        half = self._half(scale)
-        return (lambda x: product(x, codes, half)) if bias is None else lambda x: product(x, codes, half).add_(bias)
-
-    def _half(self, scale):
-        "The scale in bfloat16, made once for what it holds"
-        if scale.is_inference(): return scale.bfloat16()
-        if self.half is None or self.half[0] != scale._version: self.half = scale._version, scale.bfloat16()
-        return self.half[1]
-
-# %% ../../nbs/40_infer/11_fused.ipynb #3a9ce8ba
-_GATES = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu}
-
-class _Torch:
-    "Small operations in torch"
-    def norm(x, n, residual=None): # x (R, D) → its norm; with a residual the norm of their sum, and the sum
-        total = x if residual is None else x + residual
-        R, D = total.shape
-        if R > 64: y = F.rms_norm(total.float(), (D,), n.doubled(x.dtype)[0][:D], n.eps).to(x.dtype)
-        else:
-            weight, sign = n.doubled(x.dtype)
-            y = torch.layer_norm((total.unsqueeze(1) * sign).view(R, 2 * D), (2 * D,), weight, None, n.eps).narrow(1, 0, D)
-            if R > 1: y = y.contiguous()
-        return y if residual is None else (y, total)
-    def gate(gate_up, act, module): # (R, 2F) → (R, F)
-        gate, up = gate_up.chunk(2, -1)
-        return (_GATES[act] if act else module)(gate) * up
-    def ending(product, x, **end): return None
-    def leads(x, *products): return False
-
-class _Triton:
-    "The same in Triton"
-    def norm(x, n, residual=None):
-        from bmlab.kernels.triton_products import rms_norm
-        return rms_norm(x, n.module._parameters["weight"], n.eps, residual, n.offset)
-    def gate(gate_up, act, module):
-        from bmlab.kernels.triton_products import silu_mul
-        return silu_mul(gate_up, act) if act else _Torch.gate(gate_up, act, module)
-    def takes(product, x): # can its kernel do more than the product?
-        return product.kind is not nn.Linear and x.dtype != torch.float64 and not torch.is_autocast_enabled(x.device.type) and product.whole(x)
-    def leads(x, *products): # can the norm between products be done by them? (In float16 a row times its weight may be too large)
-        from bmlab.kernels.triton_products import does_ends
-        return x.dtype in (torch.bfloat16, torch.float32) and len(x) <= 16 and all(_Triton.takes(p, x) and does_ends(x, p.joined["codes"]) for p in products)
-    def weighed(x, norm): # `_Ahead` of rows that no product gave
-        w = norm.module._parameters["weight"]
-        return _Ahead(x, x * w if not norm.offset and w.dtype == x.dtype else (x.float() * (w.float() + norm.offset)).to(x.dtype), norm.eps)
-    def ending(product, x, **end): # x (R, K) or `_Ahead` → the product with gate=, residual= or ahead= behind it as one kernel; None: not of this kind
-        if isinstance(x, _Ahead): x, end = x.weighed, end | dict(norm=(x.rows, x.eps))
-        elif not _Triton.takes(product, x): return None
-        from bmlab.kernels.triton_products import int4_linear, int8_linear
-        t = product.joined
-        if product.kind is Int4Linear: return int4_linear(x, t["codes"], t["scale"], t["zero"], t.get("bias"), **end)
-        return int8_linear(x, t["codes"], t["scale"], t.get("bias"), **end)
-    def through(product, x, residual, norm): # → residual + product, ahead of a norm
-        rows, weighed = _Triton.ending(product, x, residual=residual, ahead=(norm.module._parameters["weight"], norm.offset))
-        return _Ahead(rows, weighed, norm.eps)
-
-class _Norm:
-    "An RMS norm: `(weight + offset) * x / rms(x)`"
-    def __init__(self, module, offset):
-        self.module, self.offset, self.made, self.key = module, offset, None, None
-        self.eps = next(e for n in ("variance_epsilon", "eps") if isinstance(e := getattr(module, n, None), float))
-    def doubled(self, dtype): # → (2·D,) float32 weights, and (2, 1) the signs of x and −x
-        weight = self.module._parameters["weight"]
-        key = weight.data_ptr(), 0 if weight.is_inference() else weight._version, dtype
-        if self.made is None or self.key != key or weight.is_inference():
-            self.made, self.key = ((weight.detach().float() + self.offset).repeat(2), torch.tensor([[1], [-1]], dtype=dtype, device=weight.device)), key
-        return self.made
-
-# %% ../../nbs/40_infer/11_fused.ipynb #48a1c11d
-class _Step(threading.local):
-    "What the layers of one forward share; a thread that runs the model has its own"
-    def __init__(self, kernels, counts): # a thread that comes is given the same
-        self.kernels, self.angles, self.table, self.masks, self.slots, self.plain = kernels, None, None, {}, None, False
-        self.at = self.taken = self.stream = None                   # slots on a CPU; a call that was found fit; what the last block gave, with its negative
-        self.whole = None                                           # tables that turn queries and keys and leave values
-        self.one = False                                                                      # is that call one token of one row on a CPU?
-        self.counts = counts                                        # by device and stream: of programs of attention that have arrived, zeros between two calls; all threads', as graphs outlive a thread
-        self.ahead = None                                           # what a block gave, its version, what its last product says of it, the block that may read that, its norm's weight and that one's version
-
-    def arrived(self, x): # on x's GPU; None while a graph is captured that nothing ran before on its stream: they would be the graph's
-        stream = x.device, torch.cuda.current_stream(x.device).cuda_stream                    # of other streams run beside them
-        found = self.counts.get(stream)
-        if found is None and not torch.cuda.is_current_stream_capturing(): found = self.counts.setdefault(stream, torch.zeros(4096, dtype=torch.int32, device=x.device))
-        return found
-
-    def go_ahead(self, out, ahead, block):
-        "Keep what the last product of a block says of `out` for the next block"
-        w = block.norms[0].module._parameters["weight"]
-        self.ahead = out, out._version, ahead, block, w, 0 if w.is_inference() else w._version   # (what changes them is seen, but for what goes past their versions by `.data`)
-        return out
-
-    def ahead_of(self, x, block): # → `_Ahead`, or None
-        kept, self.ahead = self.ahead, None
-        if kept is None or kept[0] is not x or kept[1] != x._version or kept[3] is not block: return None
-        w = block.norms[0].module._parameters["weight"]
-        return kept[2] if kept[4] is w and kept[5] == (0 if w.is_inference() else w._version) and _Triton.leads(kept[2].rows, block.attention.qkv) else None
-
-    def tables(self, cos, sin): # (B or 1, M, D) → what pairs (B, M, n, 2, D/2) and their halves exchanged are multiplied by
-        if self.angles is not cos:
-            half = cos.shape[-1] // 2
-            pair = lambda t: t.unflatten(-1, (2, half))[:, :, None]                          # (B, M, 1, 2, D/2)
-            self.table, self.angles = (pair(cos), pair(torch.cat([-sin[..., :half], sin[..., half:]], -1))), cos
-        return self.table
-
-    def with_values(self, cos, sin, turned, left): # the same for one token, (1, turned + left, 2, D/2): the last heads are left as they are
-        whole = self.whole
-        if whole is None or whole[0] is not cos or whole[1:3] != (turned, left):
-            tables = [torch.cat([t[0].expand(1, turned, -1, -1), torch.full_like(t[0], still).expand(1, left, -1, -1)], 1) for t, still in zip(self.tables(cos, sin), (1, 0))]
-            self.whole = whole = cos, turned, left, *tables
-        return whole[3:]
-
-    def turn(self, x, cos, sin): # x (B, M, n, D), cos and sin (B or 1, M, D) → x turned by its positions
-        c, s = self.tables(cos, sin)
-        pairs = x.view(x.shape[:3] + (2, -1))
-        return torch.addcmul(pairs * c, pairs.flip(-2), s).view(x.shape)
-
-    def seen(self, mask, dtype, T): # (B, 1, M, keys), bool or to be added → (B, 1, M, T) to be added; no key behind the model's is seen
-        found = self.masks.get(id(mask))
-        if found is None or found[0] is not mask:
-            if len(self.masks) > 3: self.masks.clear()
-            add = torch.full((*mask.shape[:3], T), float("-inf"), dtype=dtype, device=mask.device)
-            add[..., :mask.shape[3]] = mask if mask.dtype != torch.bool else torch.zeros((), dtype=dtype).masked_fill(~mask, float("-inf"))
-            found = self.masks[id(mask)] = mask, add
-        return found[1]
-
-# %% ../../nbs/40_infer/11_fused.ipynb #c5b81e07
-def _room(step, span): # → T, how many keys attention is shown, and the slots of the new ones (None: not one after the other)
-    at = step.at
-    if at is None or at[0] is not span.slots:                                                 # once a forward
-        fits = span.start is not None and not span.plain and type(span.rows) is slice
-        at = step.at = span.slots, min(-(-span.view // 64) * 64, span.steps.shape[0]), span.slots[0] if fits else None
-    return at[1:]
-
-def _store(step, cache, layer, k, v): # (B, Hk, M, D) each → keys and values, (B, Hk, T, D)
-    span, kept = cache.span, cache.layers[layer]
-    T, slots = _room(step, span)
-    if slots is None or kept.bits != 16 or not kept.is_initialized:
-        view, span.view = span.view, T                                                        # what the cache is to show
-        try: return cache.update(k, v, layer)
-        finally: span.view = view if span.view == T else span.view
-    keys, values = kept.k, kept.v
-    if span.slots.shape[0] != keys.shape[0]: keys, values = keys[span.rows], values[span.rows]
-    keys.index_copy_(2, slots, k); values.index_copy_(2, slots, v)
-    return keys.narrow(2, 0, T), values.narrow(2, 0, T)
-
-# %% ../../nbs/40_infer/11_fused.ipynb #f5b49e27
-def _attend_torch(f, step, qkv, cos, sin, mask, cache): # qkv (B·M, (H + 2·Hk)·D) → (B·M, H·D)
-    (B, _, M, _), D, H, Hk = mask.shape, f.D, f.H, f.Hk
-    B = qkv.shape[0] // M                                                                     # one mask may serve all rows
-    qk, v = qkv.view(B, M, -1, D).split_with_sizes((H + Hk, Hk), 2)
-    if f.norms: qk = torch.cat([_Torch.norm(t.reshape(-1, D), n).view(B, M, -1, D) for t, n in zip(qk.split_with_sizes((H, Hk), 2), f.norms)], 2)
-    q, k = step.turn(qk, cos, sin).split_with_sizes((H, Hk), 2)
-    keys, values = _store(step, cache, f.layer, k.transpose(1, 2), v.transpose(1, 2))
-    mask = step.seen(mask, q.dtype, keys.shape[2])
-    if M == 1: return F.scaled_dot_product_attention(q.view(B, Hk, H // Hk, D), keys, values, mask, scale=f.scale).reshape(B, H * D)
-    out = []
-    for b in range(B):                                                                        # tokens of a row: rows that share its keys
-        own = mask[b if len(mask) > 1 else 0].transpose(0, 1)[:, None]                        # (M, 1, 1, T)
-        one = [t[b:b + 1].expand(M, -1, -1, -1) for t in (keys, values)]
-        out.append(F.scaled_dot_product_attention(q[b].reshape(M, Hk, H // Hk, D), *one, own, scale=f.scale).reshape(M, H * D))
-    return out[0] if B == 1 else torch.cat(out)
-
-# %% ../../nbs/40_infer/11_fused.ipynb #b94f20ce
-def _attend_one(line, qkv, step, kwargs): # one token of one row, (1, (H + 2·Hk)·D) → (1, H·D); the bits of `_attend_torch`
-    f, (cos, sin), mask, cache = line.attention, kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"]
-    kept, (T, slots) = cache.layers[f.layer], _room(step, cache.span)
-    if slots is None or f.norms or kept.bits != 16 or not kept.is_initialized or len(kept.k) > 1: return _attend_torch(f, step, qkv, cos, sin, mask, cache)
-    c, s = step.with_values(cos, sin, f.H + f.Hk, f.Hk)
-    pairs = qkv.view(line.pairs)
-    q, k, v = torch.addcmul(pairs * c, pairs.flip(-2), s).view(line.rows).split_with_sizes(line.heads, 1)     # (1, heads, 1, D)
-    kept.k.index_copy_(2, slots, k); kept.v.index_copy_(2, slots, v)
-    keys, values = kept.k.narrow(2, 0, T), kept.v.narrow(2, 0, T)
-    return F.scaled_dot_product_attention(q.view(line.groups), keys, values, step.seen(mask, q.dtype, T), scale=f.scale).view(1, -1)
-
-# %% ../../nbs/40_infer/11_fused.ipynb #7076b976
-def _newest(step, mask, span): # (B, 1, M, T) → (B, M, M) int32: which of the newest tokens each of them sees; None: itself
-    M = mask.shape[2]
-    if M == 1: return None
-    found = step.masks.get(id(mask))
-    if found is None or found[0] is not mask:
-        B, at = len(span.starts), span.starts[:, None] + torch.arange(M, device=mask.device)                    # (B, M)
-        seen = (mask if mask.dtype == torch.bool else mask == 0).expand(B, -1, -1, -1)
-        if len(step.masks) > 3: step.masks.clear()
-        found = step.masks[id(mask)] = mask, seen.gather(3, at.clamp(max=mask.shape[3] - 1)[:, None, None].expand(B, 1, M, M))[:, 0].int()
-    return found[1]
-
-def _attend_triton(f, step, qkv, cos, sin, mask, cache):
-    from bmlab.kernels.triton_products import decode_attention, rope_and_attend, rope_and_store
-    span, kept = cache.span, cache.layers[f.layer]
-    rows = None if type(span.rows) is slice and span.rows.start == 0 else span.index
-    scales, end, new = (kept.k_scale, kept.v_scale), dict(arrived=step.arrived(qkv) if qkv.is_cuda else None, most=span.view), qkv.view(*span.slots.shape, -1)
-    if new.shape[:2] == (1, 1) and not f.norms:                                               # of many rows, two kernels take the multiprocessors better
-        room = [t if t is None else t[:, :, :span.max_ctx] for t in (kept.k, kept.v, *scales)]               # a full row's token is not written
-        y = rope_and_attend(new, cos, sin, *room[:2], span.starts, f.scale, *room[2:], f.window, rows, **end)
-    else:
-        norms = dict(zip(("q_norm", "k_norm"), (n.module._parameters["weight"] for n in f.norms)), eps=f.norms[0].eps, offset=f.norms[0].offset) if f.norms else {}
-        q = rope_and_store(new, cos, sin, kept.k, kept.v, span.slots, *scales, rows, **norms)
-        y = decode_attention(q, kept.k, kept.v, span.starts, f.scale, *scales, _newest(step, mask, span), f.window, rows, **end)
-    return y.transpose(1, 2).reshape(len(qkv), -1)
-
-def _plain_rows(step, span):
-    "Do the new tokens lie behind each row's end, none of them padding? (Looked up once a forward; what is captured never pads)"
-    if step.slots is not span.slots:
-        capturing = span.slots.is_cuda and torch.cuda.is_current_stream_capturing()
-        step.slots, step.plain = span.slots, capturing or bool((span.slots[:, 0] == span.starts).all())
-    return step.plain
+from ..kernels.layers import join_packed
+from bmlab.infer.attend import (
+    _Ahead, _GATES, _LINEARS, _Norm, _Product, _Step, _Torch, _Triton, _attend_one, _attend_torch,
+    _attend_triton, _own_class, _plain_rows, _untouched,
+)
 
 # %% ../../nbs/40_infer/11_fused.ipynb #e15ab0d4
 class _Part:
@@ -391,7 +109,7 @@ class _AnglesPart(_Part):
         x, positions = (args[0], kwargs["position_ids"]) if len(args) == 1 and kwargs.keys() == {"position_ids"} else args if len(args) == 2 and not kwargs else (None, None)
         if positions is None or positions.ndim != 2 or positions.is_floating_point() or not 0 < positions.numel() <= 64: return None
         if _ops(self.step, x) is _Torch or torch.is_autocast_enabled(x.device.type) or not x.device == positions.device == self.module.inv_freq.device: return None
-        from bmlab.kernels.triton_products import rope_angles
+        from bmlab.kernels.triton_attention import rope_angles
         return rope_angles(positions, self.module.inv_freq, x.dtype, self.scaling)
 
 # %% ../../nbs/40_infer/11_fused.ipynb #30e77eec
@@ -524,7 +242,7 @@ def _swap(module, part):
 
 def _restore(module):
     "Take the fused class away, from below deltas and parametrizations too"
-    from bmlab.delta.delta import _delta_class, _wear
+    from bmlab.delta.site import _delta_class, _wear
     cls = type(module).__bases__[0] if is_parametrized(module) else type(module)
     if "_bmlab_fused" in cls.__dict__: _wear(module, cls.__dict__["_bmlab_fused"])
     elif "_bmlab_base" in cls.__dict__ and (base := cls.__dict__["_bmlab_base"].__dict__.get("_bmlab_fused")): _wear(module, _delta_class(base))

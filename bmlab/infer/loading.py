@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from ..core import did_you_mean, format_bytes, parts
 from ..kernels.layers import pack_linears, packable
-from ..models.load import _SAMPLES, _TOKENIZER_FILES, _dtype, _from_folder, _from_hub, cached, convert_gguf, load, model_class, sample_dir
+from ..models.load import _SAMPLES, _TOKENIZER_FILES, _dtype, _from_folder, _from_hub, load, model_class, sample_dir
+from ..formats.gguf import convert_gguf
+from ..files import cached
 from .placement import InferencePlan, _block_of, plan_inference
-from ..train.sharding import _Files, _compared, _fill, _known, _place, _rules, _sites, _unfilled
-from ..plan.trace import find_blocks
+from ..formats.safetensors import _Files, _compared, _fill, _known, _place, _rules, _sites, _unfilled
+from ..core import find_blocks
 
 # %% ../../nbs/40_infer/12_loading.ipynb #6d968bb0
 _log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from ..core import _expert_shape, figure, format_bytes, parse_bytes, parts, role
 from ..kernels.layers import packable
 from ..plan.machine import Machine, machine as _machine
 from ..kernels.codes import WIDE_BYTES, group_for
-from ..plan.training import _bar
-from ..plan.trace import find_blocks
+from ..core import _bar
+from ..core import find_blocks
 
 # %% ../../nbs/40_infer/07_placement.ipynb #5a388496
 def packed_bytes(

@@ -198,7 +198,7 @@ def _greatest(x):
     if small or x.dtype == torch.float64 or torch.version.hip is not None or not _has_triton():
         top, at = x.max(-1, keepdim=True)                               # (what is not a number counts as the greatest)
         return at.masked_fill_(top != top, -1)
-    from bmlab.kernels.triton_products import argmax
+    from bmlab.kernels.triton_attention import argmax
     return argmax(x).unsqueeze(-1)
 
 def _view(rows, logits, ids=None, mask=None):

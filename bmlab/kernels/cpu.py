@@ -229,7 +229,7 @@ def _kernel():
     try: compiler = shlex.split(os.environ.get("CC", "")) or [c for c in ("cc", "gcc", "clang") if shutil.which(c)][:1]
     except ValueError: compiler = None                                                        # quotes that do not end
     if not compiler: return None
-    from bmlab.models.load import cache_dir
+    from bmlab.files import cache_dir
     for flags in _FLAGS:
         try: made = _made(compiler, flags, cache_dir() / "kernels")
         except (OSError, RuntimeError, AttributeError):                                       # a folder that cannot be written, none at all, a strange file in it: for this process alone

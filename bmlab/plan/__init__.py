@@ -1,5 +1,4 @@
 "Memory, time and cost, known before anything runs."
 from .cost import cost_table
 from .machine import Machine, measure
-from .trace import find_blocks
 from .training import TrainingPlan, plan_training

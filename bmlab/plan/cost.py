@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ..core import format_bytes
-from .training import TrainingPlan, plan_training, skeleton, trace_step
+from .training import TrainingPlan, plan_training, trace_step
+from .trace import skeleton
 
 # %% ../../nbs/06_plan/04_cost.ipynb #7b770de1
 def cost_table(

@@ -17,12 +17,14 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..core import format_bytes, format_count, parse_bytes, resolve, tensor_key, to_cast
+from ..core import format_bytes, parse_bytes, resolve, tensor_key, to_cast
 from .fusion import fuse_blocks
-from .machine import MACHINES, Machine, machine as _machine, measure
-from .trace import Timeline, Trace, chunked_loss, find_blocks, occupancy, skeleton, step_loss, timeline, trace_step
+from .machine import Machine, machine as _machine, measure
+from .trace import Timeline, Trace, occupancy, step_loss, timeline, trace_step
+from ..core import find_blocks
+from ..core import _bar
 
 # %% ../../nbs/06_plan/03_training.ipynb #9d8b36c0
 class Group(NamedTuple):
@@ -311,16 +313,6 @@ class TrainingPlan:
     def _repr_html_(self): return _picture(self)
 
 # %% ../../nbs/06_plan/03_training.ipynb #8e2d1c26
-_SHADES = ("#1a6fd4", "#5b9be6", "#9dc3f2", "#d9730d", "#eea65b", "#f6d0a8", "#3b8132", "#8fbf88", "#888888", "#c4c4c4")
-
-def _bar(parts, limit, scale, width=640):
-    "One stacked bar as inline HTML: [(name, amount, text)] against a limit"
-    px = lambda x: max(0.0, x / scale * width)
-    cells = "".join(f'<div title="{n}: {t}" style="width:{px(x):.1f}px;background:{_SHADES[i % len(_SHADES)]};border-right:1px solid #fff;box-sizing:border-box;overflow:hidden;white-space:nowrap;'
-                    f'color:{"#fff" if i % 3 == 0 and i < 8 else "#000"};font-size:10px;line-height:22px;padding-left:2px">{n if px(x) > 55 else ""}</div>' for i, (n, x, t) in enumerate(parts) if px(x) >= .5)
-    mark = f'<div title="limit" style="position:absolute;left:{px(limit):.1f}px;top:-3px;height:28px;border-left:2px dashed currentColor"></div>' if limit else ""
-    return f'<div style="position:relative;display:flex;height:22px;width:{width}px;outline:1px solid #bbb">{cells}{mark}</div>'
-
 def _few(x): return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 def _picture(plan):

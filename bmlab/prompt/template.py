@@ -4,25 +4,22 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'CUTS', 'family_of', 'sentinel', 'kept', 'Line', 'Encoded', 'InputExample', 'encoded_html', 'Template',
-           'one_batch', 'ManualTemplate', 'MixedTemplate', 'SoftTemplate', 'PtuningTemplate', 'PTRTemplate',
-           'PrefixTuningTemplate']
+           'one_batch']
 
 # %% ../../nbs/35_prompt/02_template.ipynb #74bcf24f
 import dataclasses
-import functools
 import html
-import inspect
 import math
 import re
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core import did_you_mean, unwrap
+from ..core import did_you_mean
 from ..models.glm import blank_positions
 from .language import Part, SafeLambda, TemplateError, _shown, parse_template
 from ..data.batches import best_fit
@@ -636,98 +633,3 @@ def one_batch(
             raise ValueError(f"{e.template.text!r} is for a {e.template.family} model and has {len(e.lines[0].masks)} masks, {t.text!r} is for a {t.family} one and has {len(encodings[0].lines[0].masks)}: these make no batch")
     inputs, extra = t._padded([line for e in encodings for line in e.lines], padding_side or ("left" if t.at_end else "right"))
     return inputs | {"mask_positions": extra["mask_positions"]}
-
-# %% ../../nbs/35_prompt/02_template.ipynb #7cac1321
-_IDLE = {"placeholder_mapping": "", "random_range": "noise is as spread as the model's embedding", "mapping_hook": "", "prefix_dropout": "Prefix(model, …) has such options", "mid_dim": "Prefix(model, …) has such options",
-         "using_encoder_past_key_values": "the prefix stands in every attention", "using_decoder_past_key_values": "the prefix stands in every attention"}
-
-class _Textless:
-    "One of OpenPrompt's templates before its text is read"
-    def __init__(self, name, make): self.name, self.make = name, make
-    def __repr__(self): return f"{self.name} without a text: give text=, or read one by .from_file(path, choice)"
-    def __getattr__(self, k): raise AttributeError(f"no {k!r} here, a {self!r}")
-    def from_file(self,
-        path,         # a text file with a template a line
-        choice:int=0, # which line
-    ):                # -> Template
-        "The template of a file's line."
-        return self.make(_line_of(path, choice))
-
-def _named(name, tok, text, options, soft=None, prefix=None, form="{}"):
-    "A template of one of OpenPrompt's names; `form` is what stands around the text"
-    if odd := next((k for k in options if k not in _IDLE), None): raise TypeError(f"{name} has no option {odd!r}{did_you_mean(odd, [k for k in (*inspect.signature(globals()[name]).parameters, *_IDLE) if k != 'options'])}")
-    for k, v in options.items():
-        if v is not None: warnings.warn(f"{name}: {k}= changes nothing here" + (f"; {_IDLE[k]}" if _IDLE[k] else ""), stacklevel=3)
-    def make(text):
-        t = Template(form.replace("{}", text), tok)
-        t.soft, t.prefix = soft or {}, prefix
-        return t
-    return _Textless(name, make) if text is None else make(text)
-
-def _no_soft(t):
-    "The template, if it has no soft tokens"
-    if (soft := next((p for p in t.parts if p.kind == "soft"), None)) is not None: raise TemplateError("a manual template has no soft tokens; take MixedTemplate", t.text, soft.span)
-    return t
-
-# %% ../../nbs/35_prompt/02_template.ipynb #1ca533e6
-def ManualTemplate(
-    tokenizer=None, # of transformers
-    text:str=None,  # in the template language; None: see `from_file`
-    **options,      # of OpenPrompt's, without a meaning here
-)->Template:
-    "Text and holes (OpenPrompt's `ManualTemplate`)."
-    t = _named("ManualTemplate", tokenizer, text, options)
-    return _Textless(t.name, lambda text: _no_soft(t.make(text))) if isinstance(t, _Textless) else _no_soft(t)
-
-def MixedTemplate(
-    model=None,      # of no use here: soft tokens are attached by SoftTokens(model, template)
-    tokenizer=None,  # of transformers
-    text:str=None,   # in the template language; None: see `from_file`
-    **options,       # of OpenPrompt's, without a meaning here
-)->Template:
-    "Text, holes and soft tokens (OpenPrompt's `MixedTemplate`)."
-    return _named("MixedTemplate", tokenizer, text, options)
-
-def SoftTemplate(
-    model=None,                         # of no use here
-    tokenizer=None,                     # of transformers
-    text:str=None,                      # in the template language; None: see `from_file`
-    soft_embeds:Tensor|None=None,       # (n, D) to begin with
-    num_tokens:int=20,                  # soft tokens in front; as many as soft_embeds, if they are given
-    initialize_from_vocab:bool=True,    # do they start as words, or as noise?
-    **options,                          # of OpenPrompt's, without a meaning here
-)->Template:
-    "Soft tokens in front of a text (OpenPrompt's `SoftTemplate`; Lester et al. 2021)."
-    n = num_tokens if soft_embeds is None else len(soft_embeds)
-    return _named("SoftTemplate", tokenizer, text, options, {"init": soft_embeds if soft_embeds is not None else "vocab" if initialize_from_vocab else "random"}, form=f'{{"soft": {n}}} {{}}')
-
-# %% ../../nbs/35_prompt/02_template.ipynb #0b46a07b
-def PtuningTemplate(
-    model=None,                       # of no use here
-    tokenizer=None,                   # of transformers
-    text:str=None,                    # in the template language; None: see `from_file`
-    prompt_encoder_type:str="lstm",   # "lstm" or "mlp"
-    **options,                        # of OpenPrompt's, without a meaning here
-)->Template:
-    "Soft tokens out of a small network (OpenPrompt's `PtuningTemplate`; Liu et al. 2021)."
-    if prompt_encoder_type not in ("lstm", "mlp"): raise ValueError(f"prompt_encoder_type={prompt_encoder_type!r}: 'lstm' or 'mlp'")
-    return _named("PtuningTemplate", tokenizer, text, options, {"encoder": prompt_encoder_type})
-
-def PTRTemplate(
-    model=None,      # of no use here
-    tokenizer=None,  # of transformers
-    text:str=None,   # in the template language; None: see `from_file`
-    **options,       # of OpenPrompt's, without a meaning here
-)->Template:
-    "Several masks, their soft tokens out of an MLP (OpenPrompt's `PTRTemplate`; Han et al. 2021)."
-    return _named("PTRTemplate", tokenizer, text, options, {"encoder": "mlp"})
-
-def PrefixTuningTemplate(
-    model=None,        # of no use here
-    tokenizer=None,    # of transformers
-    text:str=None,     # in the template language; None: see `from_file`
-    num_token:int=5,   # length of the prefix
-    **options,         # of OpenPrompt's, without a meaning here
-)->Template:
-    "A text whose model carries a trained prefix (OpenPrompt's `PrefixTuningTemplate`; Li and Liang 2021)."
-    return _named("PrefixTuningTemplate", tokenizer, text, options, prefix=num_token)

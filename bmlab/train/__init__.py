@@ -9,7 +9,7 @@ from .parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbe
 from .pipeline import Pipeline
 from .processes import (
     all_gather, all_reduce, broadcast, init_distributed, local_device, print_rank, rank, reduce_scatter,
-    shutdown, sum_loss, synchronize, world_size,
+    run_ranks, shutdown, sum_loss, synchronize, world_size,
 )
 from .sharding import shard
 from .timeline import timeline

@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint as run_again
 from .checkpoint import _first_rank, _some, _whole, load_weights, named_tensors
 from ..core import parts
 from .processes import init_distributed as _start, local_device, local_rank, rank, shutdown as _shutdown, world_size
-from .sharding import _allocated, local_slices, shard
+from .sharding import shard
+from ..formats.safetensors import _allocated, local_slices
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #2675c1f7
 class Config(Mapping):

@@ -27,7 +27,8 @@ from ..core import parse_bytes, tensor_key, unwrap
 from ..kernels.exchange import check_readable, plain_class
 from .optim import _kinds, _magnitudes, _raw
 from .processes import rank, world_size
-from .sharding import _differences, _parted, _some, _sources, local_slices, materialize
+from .sharding import materialize
+from ..formats.safetensors import _differences, _parted, _some, _sources, local_slices
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #143f25fb
 def named_tensors(

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core import format_bytes, parse_bytes, unwrap
 from .optim import _magnitudes
-from ..plan.trace import find_blocks
+from ..core import find_blocks
 
 # %% ../../nbs/10_train/07_offload.ipynb #9349d32c
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,13 @@ import torch.nn.functional as F
 import transformers as tf
 from torch import nn
 
-from bmlab.cook.cook import (Calibration, Cook, Method, bake, chain, divergence, lattice, load_cooked, parametrize_weight, peak_bytes, perplexity, replace_child, report, save_cooked, stored,
-                        unparametrize)
-from bmlab.core import count, resolve, run_ranks, set_seed
+from bmlab.cook.cook import (
+    Calibration, Cook, Method, divergence, lattice, load_cooked, peak_bytes, perplexity, replace_child, report,
+    save_cooked,
+)
+from bmlab.cook.chain import bake, chain, parametrize_weight, stored, unparametrize
+from bmlab.core import count, resolve, set_seed
+from bmlab.train.processes import run_ranks
 from bmlab.kernels.layers import pack_linears
 from bmlab.cook.prune import StructPrune
 

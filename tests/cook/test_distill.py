@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmlab.cook.cook import Cook
-from bmlab.core import count, run_ranks, set_seed
+from bmlab.core import count, set_seed
+from bmlab.train.processes import run_ranks
 from bmlab.cook.distill import Distill, chunked_kl
 from bmlab.delta.lora import Lora
 from bmlab.train.loop import evaluate, fit, model_loss

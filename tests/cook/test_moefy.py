@@ -7,9 +7,11 @@ import torch.nn.functional as F
 import transformers as tf
 
 from bmlab.cook.cook import Cook, load_cooked, save_cooked
-from bmlab.core import run_ranks, set_seed
+from bmlab.core import set_seed
+from bmlab.train.processes import run_ranks
 from bmlab.kernels.layers import pack_linears
-from bmlab.cook.moefy import MoEfy, MoEMLP, Router, _Site, balanced_clusters, executed, expert_use, feed_forwards, ffn_samples
+from bmlab.cook.moefy import MoEfy, MoEMLP, Router, _Site, balanced_clusters, expert_use
+from bmlab.cook.ffn import executed, feed_forwards, ffn_samples
 from bmlab.cook.neurons import NeuronSparse, SparseMLP
 
 
@@ -461,7 +463,8 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.cuda
 @pytest.mark.parametrize("tokens", [1, 3, 64, 512])
 def test_on_a_gpu_as_by_hand(tokens):
-    from bmlab.cook.moefy import FFN, chosen
+    from bmlab.cook.moefy import chosen
+    from bmlab.cook.ffn import FFN
     config = tf.LlamaConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=1, num_attention_heads=4)
     set_seed(0)
     mlp = tf.models.llama.modeling_llama.LlamaMLP(config).to("cuda", torch.bfloat16).eval()

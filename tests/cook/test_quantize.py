@@ -7,12 +7,14 @@ import torch.nn.functional as F
 import transformers as tf
 from torch import nn
 
-from bmlab.cook.cook import Cook, Method, chain, parametrize_weight, perplexity, unparametrize
-from bmlab.core import run_ranks
+from bmlab.cook.cook import Cook, Method, perplexity
+from bmlab.cook.chain import chain, parametrize_weight, unparametrize
+from bmlab.train.processes import run_ranks
 from bmlab.data.samples import Batches, pack_tokens, sample_texts, split
 from bmlab.cook.fakequant import FakeQuant
 from bmlab.models.load import load
-from bmlab.cook.quantize import Grid, Int8GroupLinear, calibrate, gptq, quantize, to_nearest
+from bmlab.cook.quantize import Grid, Int8GroupLinear, gptq, quantize, to_nearest
+from bmlab.cook.calibrate import calibrate
 
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99)
 IDS = torch.randint(0, 99, (4, 16), generator=torch.Generator().manual_seed(1))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as tf
 
-from bmlab.core import run_ranks
+from bmlab.train.processes import run_ranks
 from bmlab.data.batches import Loader, Packed, best_fit, cu_seqlens, document_mask, permute
 from bmlab.data.shards import Shards, ShardWriter, seal_shards
 

@@ -8,7 +8,9 @@ import pytest
 
 pytest.importorskip("datatrove")
 from bmlab.data.corpus import *  # noqa: E402,F403
-from bmlab.data.corpus import ExactCopies, Local, NearCopies, Reader, RepeatedParagraphs, RepeatedSpans, UrlFilter, Worker, load_json, plan_stages, stored  # noqa: E402
+from bmlab.data.corpus import Local, Reader, Worker, plan_stages, stored#     noqa: E402
+from bmlab.data.copies import ExactCopies, NearCopies, RepeatedParagraphs, RepeatedSpans
+from bmlab.data.steps import UrlFilter, load_json
 from datatrove.data import Document  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,7 +107,7 @@ def test_a_refused_call_leaves_no_documents(tmp_path):
 
 
 def test_a_set_in_a_rule_is_described_alike_in_every_process():
-    from bmlab.data.corpus import _mark_of
+    from bmlab.data.steps import _mark_of
     assert "frozenset" not in repr(_mark_of((lambda t: t in {"a", "b"}).__code__))             # its order is another in every process
 
 

@@ -7,7 +7,7 @@ import pytest
 from bmlab.data.samples import sample_texts
 from bmlab.data.dedup import (Decontaminate, ParagraphStore, bands_for, candidates, clusters, exact_duplicates, jaccard, label_conflicts, minhash,
                          near_duplicates, normal, paragraph_hashes, shingles)
-from bmlab.models.load import fetch
+from bmlab.files import fetch
 
 
 @pytest.fixture(scope="module")

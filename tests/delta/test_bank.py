@@ -9,7 +9,7 @@ from torch import nn
 
 from bmlab.delta.adapter import Adapter, ParallelAdapter
 from bmlab.delta.bank import DeltaBank
-from bmlab.core import run_ranks
+from bmlab.train.processes import run_ranks
 from bmlab.delta.delta import deltas
 from bmlab.models.glm import BlankGlmConfig, BlankGlmForConditionalGeneration, blank_positions
 from bmlab.delta.lora import Lora

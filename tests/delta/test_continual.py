@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from bmlab.delta.continual import Continual, orthogonality
-from bmlab.core import run_ranks, set_seed
+from bmlab.core import set_seed
+from bmlab.train.processes import run_ranks
 from bmlab.delta.delta import deltas
 from bmlab.delta.lora import Lora
 from toys import llama, tune

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from bmlab.core import run_ranks, set_seed
+from bmlab.core import set_seed
+from bmlab.train.processes import run_ranks
 from bmlab.delta.delta import Delta, deltas
 from bmlab.kernels.layers import pack_linears
 from bmlab.train.sharding import shard

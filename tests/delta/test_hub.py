@@ -4,7 +4,8 @@ import copy, hashlib, time
 import pytest
 import torch
 
-from bmlab.core import run_ranks, set_seed
+from bmlab.core import set_seed
+from bmlab.train.processes import run_ranks
 from bmlab.delta.delta import Delta, deltas
 from bmlab.delta.hub import Hub, backbone_hash, cat, publish, svd
 from bmlab.kernels.layers import pack_linears

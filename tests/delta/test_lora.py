@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bmlab.core import resolve, roles, run_ranks, set_seed
+from bmlab.core import resolve, roles, set_seed
+from bmlab.train.processes import run_ranks
 from bmlab.delta.delta import Delta, deltas
 from bmlab.kernels.layers import Int8Linear, pack_linears
 from bmlab.delta.lora import EmbeddingSite, ExpertsSite, Lora, LoraSite, fused_rows

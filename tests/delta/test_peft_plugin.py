@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from bmlab.core import run_ranks
+from bmlab.train.processes import run_ranks
 from bmlab.delta.delta import deltas
 from bmlab.delta.lora import Lora
 from bmlab.delta.peft_plugin import PeftDelta

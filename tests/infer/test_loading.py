@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from bmlab.core import count
 from bmlab.kernels.layers import pack_linears
 from bmlab.infer.loading import load_placed, model_folder, model_on_meta
-from bmlab.models.load import cache_dir, load
+from bmlab.models.load import load
+from bmlab.files import cache_dir
 from bmlab.infer.placement import plan_inference
-from bmlab.plan.trace import find_blocks
+from bmlab.core import find_blocks
 
 TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, vocab_size=160)
 IDS = torch.arange(12)[None]
@@ -86,7 +87,7 @@ def test_no_second_copy(folder):
         if t.ndim == 2: floats[key] = weakref.ref(t.untyped_storage())
         return t
     alive = []
-    with patch("bmlab.train.sharding._Files.read", watch):
+    with patch("bmlab.formats.safetensors._Files.read", watch):
         load_placed(folder, bits=8, device="cpu", put=lambda name, module: alive.append(sum(r() is not None for k, r in floats.items() if "proj" in k)))
     assert len(floats) == 6 * 7 + 2 and max(alive) == 0
 

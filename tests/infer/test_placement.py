@@ -15,7 +15,7 @@ from bmlab.kernels.layers import pack_linears
 from bmlab.plan.machine import machine
 from bmlab.models.load import build
 from bmlab.infer.placement import DECODING, InferencePlan, place_blocks, plan_inference, smallest, stored_weights
-from bmlab.plan.trace import find_blocks
+from bmlab.core import find_blocks
 
 TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=160)
 T5 = dict(d_model=64, d_kv=16, d_ff=96, num_layers=4, num_heads=4, vocab_size=160, decoder_start_token_id=0)

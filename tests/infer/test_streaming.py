@@ -10,8 +10,9 @@ from bmlab.core import changed, count
 from bmlab.kernels.layers import pack_linears
 from bmlab.delta.lora import Lora
 from bmlab.models.load import load
-from bmlab.infer.streaming import GpuLink, HostTables, SimulatedLink, Streamer, move_weights
-from bmlab.plan.trace import find_blocks
+from bmlab.infer.streaming import HostTables, Streamer, move_weights
+from bmlab.infer.links import GpuLink, SimulatedLink
+from bmlab.core import find_blocks
 
 STEPS = 32
 TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4, vocab_size=100, eos_token_id=None, pad_token_id=0)

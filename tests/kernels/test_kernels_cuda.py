@@ -307,7 +307,8 @@ def test_gemm_equals_float64(M, dtype):
 
 @pytest.mark.parametrize("M", [1, 16, 40])
 def test_kernels_in_one_graph_and_compiled(M):
-    from bmlab.kernels.triton_products import int4_gemm, int4_linear, rms_norm, silu_mul
+    from bmlab.kernels.triton_products import int4_gemm, int4_linear, silu_mul
+    from bmlab.kernels.triton_attention import rms_norm
     x, *packed, _ = make4(2048, 1024, 128, M)
     weight = torch.rand(1024, device="cuda", dtype=torch.bfloat16)
     def step(x):
@@ -324,7 +325,8 @@ def test_kernels_in_one_graph_and_compiled(M):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_and_gate(dtype):
-    from bmlab.kernels.triton_products import rms_norm, silu_mul
+    from bmlab.kernels.triton_products import silu_mul
+    from bmlab.kernels.triton_attention import rms_norm
     most = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
     for shape in ((1, 4096), (3, 5, 577), (16, 16384), (2, 1)):
         x, r, w = torch.randn(shape, device="cuda").to(dtype), torch.randn(shape, device="cuda").to(dtype), torch.randn(shape[-1], device="cuda").to(dtype)
@@ -346,7 +348,7 @@ def quantize_heads(x):
 @pytest.mark.parametrize("bits8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rope_and_store(dtype, bits8):
-    from bmlab.kernels.triton_products import rope_and_store
+    from bmlab.kernels.triton_attention import rope_and_store
     torch.manual_seed(0)
     B, M, H, HK, D, T = 3, 4, 32, 8, 128, 40
     qkv, angles = torch.randn(B, M, (H + 2 * HK) * D, device="cuda").to(dtype), torch.rand(B, M, D, device="cuda") * 6
@@ -400,7 +402,7 @@ def attention_case(B, M, H, HK, D, T, dtype, bits8, lengths=None):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("B,M,H,HK,D,T", [(1, 1, 32, 32, 128, 544), (4, 16, 32, 8, 128, 5000), (2, 5, 9, 3, 64, 100), (2, 3, 8, 1, 256, 700), (1, 2, 4, 4, 80, 65), (1, 1, 2, 2, 20, 1)])
 def test_attention_equals_float64(B, M, H, HK, D, T, dtype, bits8):
-    from bmlab.kernels.triton_products import decode_attention
+    from bmlab.kernels.triton_attention import decode_attention
     case = attention_case(B, M, H, HK, D, T, dtype, bits8)
     most = max(CLOSE[dtype], 2**-6 if bits8 and dtype != torch.float32 else 0)
     assert error(decode_attention(**case), attention(**case)) < most
@@ -415,7 +417,7 @@ def test_attention_equals_float64(B, M, H, HK, D, T, dtype, bits8):
 @pytest.mark.parametrize("H,HK", [(32, 32), (32, 8), (9, 3)])
 def test_attention_row_does_not_depend_on_its_company(H, HK, dtype, bits8):
     "Alone or in a batch, one token or sixteen at once, in a short cache or a long one, in any cache row: the same bits"
-    from bmlab.kernels.triton_products import decode_attention
+    from bmlab.kernels.triton_attention import decode_attention
     case = attention_case(3, 16, H, HK, 128, 1200, dtype, bits8, lengths=[1140, 250, 1020])      # over the ends of steps and of spans
     whole = decode_attention(**case)
     assert torch.equal(decode_attention(**case), whole)
@@ -435,7 +437,7 @@ def test_attention_row_does_not_depend_on_its_company(H, HK, dtype, bits8):
 @pytest.mark.parametrize("B,M,H,HK,D,T,lengths", [(1, 1, 32, 32, 128, 1600, [900]), (3, 1, 8, 2, 64, 900, [0, 63, 899]), (2, 4, 9, 9, 80, 300, [60, 254]), (5, 2, 4, 2, 128, 4400, [1, 64, 65, 1023, 4200]), (1, 5, 8, 2, 64, 600, [400])])
 def test_attention_summed_by_the_last_program_is_the_same_bits(B, M, H, HK, D, T, lengths, dtype, bits8):
     "Many times over, since who comes last is chance; and the counts are zeros again"
-    from bmlab.kernels.triton_products import decode_attention
+    from bmlab.kernels.triton_attention import decode_attention
     case, arrived = attention_case(B, M, H, HK, D, T, dtype, bits8, lengths=lengths), torch.zeros(64, dtype=torch.int32, device="cuda")
     for more in ({}, dict(mask=torch.ones(B, M, M, dtype=torch.bool, device="cuda").tril())):
         want = decode_attention(**case, **more)
@@ -450,7 +452,7 @@ def test_attention_summed_by_the_last_program_is_the_same_bits(B, M, H, HK, D, T
 @pytest.mark.parametrize("H,HK,D,R,T,lengths,window", [(32, 32, 128, 128, 700, [70], None), (32, 32, 128, 128, 5000, [4999], None), (8, 2, 64, 64, 900, [0, 63, 64, 899], None), (9, 9, 80, 20, 300, [60, 299], 40), (32, 1, 128, 64, 3000, [1023, 1024, 2999], None)])
 def test_one_token_turned_stored_and_attended_by_one_kernel(H, HK, D, R, T, lengths, window, dtype, bits8):
     "The bits of two kernels, in what is given and what is written"
-    from bmlab.kernels.triton_products import decode_attention, rope_and_attend, rope_and_store
+    from bmlab.kernels.triton_attention import decode_attention, rope_and_attend, rope_and_store
     torch.manual_seed(0)
     B, lengths, arrived = len(lengths), torch.tensor(lengths, device="cuda"), torch.zeros(256, dtype=torch.int32, device="cuda")
     k, v = (torch.randn(B, HK, T, D, device="cuda").to(dtype) for _ in "kv")
@@ -472,7 +474,7 @@ def test_one_token_turned_stored_and_attended_by_one_kernel(H, HK, D, R, T, leng
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_greatest_and_the_angles(dtype):
-    from bmlab.kernels.triton_products import argmax, rope_angles
+    from bmlab.kernels.triton_attention import argmax, rope_angles
     torch.manual_seed(0)
     for rows, V in ((1, 30720), (8, 128256), (3, 4097), (1, 400000)):
         x = torch.randn(rows, V, device="cuda").to(dtype)
@@ -485,7 +487,7 @@ def test_the_greatest_and_the_angles(dtype):
 
 
 def test_attention_in_a_graph_follows_its_lengths():
-    from bmlab.kernels.triton_products import decode_attention, rope_and_attend, rope_and_store, rms_norm
+    from bmlab.kernels.triton_attention import decode_attention, rope_and_attend, rope_and_store, rms_norm
     B, H, HK, D, T = 2, 8, 2, 64, 400                                                        # a second program is given its first key on the way, at 256
     k, v = (torch.zeros(B, HK, T, D, device="cuda", dtype=torch.bfloat16) for _ in "kv")
     qkv, lengths = torch.randn(B, 1, (H + 2 * HK) * D, device="cuda", dtype=torch.bfloat16), torch.tensor([0, 180], device="cuda")

@@ -14,7 +14,7 @@ from bmlab.core import set_seed
 from bmlab.models.cpm2 import CPM1, Cpm1Config, Cpm2Config, Cpm2ForConditionalGeneration, EvaConfig
 from bmlab.models.cpmbee import CpmBeeConfig
 from bmlab.models.glm import BlankGlmConfig
-from bmlab.models.load import damage
+from bmlab.files import damage
 
 T5 = dict(vocab_size=40, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=2)
 SMALL = Cpm2Config(**T5)

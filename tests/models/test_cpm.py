@@ -14,8 +14,9 @@ from bmlab.models.convert import manifest, to_original, to_safetensors
 from bmlab.models.cpm import CpmAntTied, mask_modules, residual_sum, visible
 from bmlab.models.cpmbee import BEE_SPECIALS, CpmBeeConfig, CpmBeeForCausalLM, CpmBeeTokenizer, register
 from bmlab.infer.decode import Decoder
-from bmlab.infer.streaming import SimulatedLink, Streamer
-from bmlab.plan.trace import find_blocks
+from bmlab.infer.streaming import Streamer
+from bmlab.infer.links import SimulatedLink
+from bmlab.core import find_blocks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import original_bee  # noqa: E402

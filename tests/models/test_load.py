@@ -7,8 +7,10 @@ import pytest
 import torch
 import transformers as tf
 
-from bmlab.core import run_ranks
-from bmlab.models.load import GGUF, build, cache_dir, cached, damage, fetch, gguf_tokenizer, gguf_weights, load, sample_dir
+from bmlab.train.processes import run_ranks
+from bmlab.models.load import build, load, sample_dir
+from bmlab.formats.gguf import GGUF, gguf_tokenizer, gguf_weights
+from bmlab.files import cache_dir, cached, damage, fetch
 
 CLOSED = dict(PIP_INDEX_URL="http://127.0.0.1:9/", PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL="")
 
@@ -136,7 +138,7 @@ def test_three_processes_fetch_at_once(cache, toy_index):
 def test_a_killed_process_leaves_nothing_that_loads(cache):
     code = """if 1:
         import time
-        from bmlab.models.load import cached
+        from bmlab.files import cached
         def make(folder):
             (folder / "model.safetensors").write_bytes(b"half"); print("half", flush=True); time.sleep(60)
         cached("toy", make)"""

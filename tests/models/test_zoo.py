@@ -7,7 +7,8 @@ import transformers as tf
 
 from bmlab.all import Cook, FakeQuant, Lora, StructPrune, load, load_cooked, save_cooked, wrap
 from bmlab.models.card import ModelCard, license_check, read_card, write_card
-from bmlab.core import count, run_ranks
+from bmlab.core import count
+from bmlab.train.processes import run_ranks
 from bmlab.models.zoo import _ALIASES, _HUB, _PUBLISHED, _number, anatomy, build, license_of, model_class, size_of, sizes, zoo
 
 # One size a family and a shape of its own; families that differ in numbers alone share one

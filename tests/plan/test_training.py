@@ -17,7 +17,8 @@ from bmlab.plan.fusion import fuse_blocks
 from bmlab.plan.machine import MACHINES, machine
 from bmlab.kernels.layers import pack_linears
 from bmlab.plan.training import choose_recompute, plan_training, weight_groups
-from bmlab.plan.trace import find_blocks, occupancy, skeleton, step_loss, timeline, trace_step
+from bmlab.plan.trace import occupancy, skeleton, step_loss, timeline, trace_step
+from bmlab.core import find_blocks
 
 SMALL = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=211)
 IDS = torch.randint(0, 200, (4, 32))

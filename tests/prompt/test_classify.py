@@ -14,7 +14,8 @@ from bmlab.delta.delta import Delta, deltas
 from bmlab.prompt.learned import ProtoVerbalizer, SoftVerbalizer
 from bmlab.delta.lora import Lora
 from bmlab.delta.prefix import Prefix
-from bmlab.prompt.template import PrefixTuningTemplate, Template
+from bmlab.prompt.template import Template
+from bmlab.prompt.openprompt import PrefixTuningTemplate
 from bmlab.prompt.classify import FewShotSampler, PromptData, PromptModel, class_number, examples_of
 from bmlab.prompt.soft import SoftTokens
 from bmlab.prompt.targets import GenerationVerbalizer

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from bmlab.prompt.language import TemplateError, parse_template
 from bmlab.prompt.learned import SoftVerbalizer
-from bmlab.prompt.template import ManualTemplate, MixedTemplate, PTRTemplate, PtuningTemplate, SoftTemplate, Template
+from bmlab.prompt.template import Template
+from bmlab.prompt.openprompt import ManualTemplate, MixedTemplate, PTRTemplate, PtuningTemplate, SoftTemplate
 from bmlab.prompt.classify import PromptModel
 from bmlab.prompt.soft import SoftTokens
 from bmlab.prompt.targets import GenerationVerbalizer, target_texts

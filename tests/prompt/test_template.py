@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as tf
 
-from bmlab.core import run_ranks
+from bmlab.train.processes import run_ranks
 from bmlab.data.samples import sample_texts
 from bmlab.delta.delta import Delta
 from bmlab.prompt.language import TemplateError, parse_template

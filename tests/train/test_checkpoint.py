@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bmlab.core import run_ranks
+from bmlab.train.processes import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.long

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from bmlab.core import run_ranks
+from bmlab.train.processes import run_ranks
 from bmlab.train.inspection import inspect_model
 
 pytestmark = pytest.mark.long

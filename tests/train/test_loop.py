@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bmlab.core import run_ranks, set_seed
+from bmlab.core import set_seed
+from bmlab.train.processes import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.long

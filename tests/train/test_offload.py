@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from bmlab.core import run_ranks
+from bmlab.train.processes import run_ranks
 
 
 class Block(nn.Module):

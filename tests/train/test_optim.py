@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bmlab.train import optim as O
-from bmlab.core import run_ranks
+from bmlab.train.processes import run_ranks
 from bmlab.train.optim import OptimManager, gradient_norm
 
 CLASSES = sorted(n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type) and issubclass(getattr(torch.optim, n), torch.optim.Optimizer) and n not in ("Optimizer", "LBFGS"))

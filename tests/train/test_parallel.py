@@ -7,7 +7,8 @@ import transformers as tf
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bmlab.core import run_ranks, set_seed
+from bmlab.core import set_seed
+from bmlab.train.processes import run_ranks
 from bmlab.train.losses import lm_loss
 from bmlab.train.parallel import tensor_parallel
 from bmlab.train.pipeline import Pipeline

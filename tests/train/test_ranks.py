@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bmlab.core import run_ranks
+from bmlab.train.processes import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.long

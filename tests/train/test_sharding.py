@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from bmlab.core import count, resolve, roles, run_ranks, set_seed
+from bmlab.core import count, resolve, roles, set_seed
+from bmlab.train.processes import run_ranks
 from bmlab.train.sharding import shard
-from bmlab.plan.trace import find_blocks
+from bmlab.core import find_blocks
 from conftest import free_port
 
 pytestmark = pytest.mark.long

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from bmlab.core import run_ranks
+from bmlab.train.processes import run_ranks
 
 pytestmark = pytest.mark.long
 
