@@ -8,21 +8,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-GROUPS = {                      # page → title, what happens there, the numbers of its notebooks
-    "see": ("See and load", "Models by name, their trees, modules picked by pattern or by click, the texts they learn from.", "00-03b 06"),
-    "corpus": ("Collect and clean", "From raw pages to packed tokens, with a card that says what was thrown away.", "03c-03e 13a-14"),
-    "plan": ("Plan", "Memory, time and cost, known before anything runs.", "06a-07a"),
-    "train": ("Train", "Processes, shards, optimizers on the host, checkpoints, and a look inside.", "09a-13"),
-    "delta": ("Delta tuning", "A frozen model and a few new parameters, for one user or for many.", "30-34a"),
-    "prompt": ("Prompt", "Templates, labels as words, soft tokens, and CPM-Bee's tasks.", "34b-37a"),
-    "cook": ("Cook", "Quantize, prune, distil, split into experts, in any mixture.", "19-24a"),
-    "infer": ("Infer", "Text out of any model inside a memory limit, in a panel or over HTTP.", "09 38-42"),
-    "kernels": ("Packed weights", "Numbers of 8 and 4 bits, and the layers and Triton kernels that compute with them.", "04-05"),
-    "chinese": ("CPM and GLM", "The Chinese models, and their old checkpoints as folders of today.", "08-08d"),
-    "all": ("The public names", "What `from bmlab.all import *` brings.", "99"),
-}
-
-
 PICTURES = (".png", ".svg", ".jpg", ".gif", ".webp")
 SPECIAL = {"README.md": "overview", "nbs/index.ipynb": "overview", "docs/index.md": "index", "nbs": "rooms", "bmlab": "api/index"}
 
@@ -33,8 +18,18 @@ def page_of(path):
     name = path.as_posix()
     if name in SPECIAL: return SPECIAL[name]
     if path.suffix in (".md", ".ipynb") and path.parts[0] in ("nbs", "tutorials", "docs", "benchmarks", "CONTRIBUTING.md"): return name.rsplit(".", 1)[0]
-    if path.parent == Path("bmlab") and path.suffix == ".py" and not path.stem.startswith("_"): return f"api/{path.stem}"
+    if path.parts[0] == "bmlab" and path.suffix == ".py" and not path.stem.startswith("_"): return f"api/{module_of(path)}"
     return f"files/{name}"
+
+
+def module_of(path):
+    "The dotted name, without bmlab, of a module's file in the repository"
+    return ".".join(path.with_suffix("").parts[1:])
+
+
+def modules():
+    "Files of the library's modules, those of the ground first"
+    return sorted((p for p in (ROOT / "bmlab").rglob("[!_]*.py")), key=lambda p: (p.parent != ROOT / "bmlab", p))
 
 
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
@@ -265,30 +260,27 @@ def _file_page(path):
     return f"---\norphan: true\n---\n# {path}\n\n{fence}{kind}\n{body.rstrip()}\n{fence}\n", False
 
 
-def group_of(stem):
-    "The group that a notebook's number belongs to"
-    number = stem.split("_")[0]
-    for key, (_, _, numbers) in GROUPS.items():
-        if any(ends[0] <= number <= ends[-1] for ends in (part.split("-") for part in numbers.split())): return key
-    raise ValueError(f"{stem}: its number is in none of the groups that docs/stage.py lists")
+def notebooks():
+    "All notebooks of the library as a reader goes through them: a chapter's door, then its rooms"
+    return sorted((ROOT / "nbs").rglob("[0-9]*.ipynb"), key=lambda p: p.relative_to(ROOT / "nbs").with_suffix("").parts)
 
 
-def by_group():
-    "(group, number and name, title, subtitle, module) of every notebook, in the order of GROUPS"
-    found = [(group_of(p.stem), p.stem, *title_of(nb := json.loads(p.read_text(encoding="utf-8"))), exports(nb)) for p in sorted((ROOT / "nbs").glob("[0-9]*.ipynb"))]
-    return sorted(found, key=lambda r: list(GROUPS).index(r[0]))
+def chapters():
+    "(door, its rooms) in the order of their numbers; a notebook without a folder beside it has no rooms"
+    for door in sorted((ROOT / "nbs").glob("[0-9]*.ipynb")): yield door, sorted(door.with_suffix("").glob("[0-9]*.ipynb"))
 
 
 def stage(out, only="*"):
     "Fill the folder `out` with what Sphinx reads; `only`, a glob of pages, for a small part. Returns the pages; ValueError names the dead links."
     out, texts = Path(out), {}
     wanted = lambda page: any(fnmatch(page, o) for o in ([only] if isinstance(only, str) else only))
-    books = {p: json.loads(p.read_text(encoding="utf-8")) for folder in ("nbs", "tutorials") for p in sorted((ROOT / folder).glob("[0-9]*.ipynb"))}
+    books = {p: json.loads(p.read_text(encoding="utf-8")) for p in [*notebooks(), *sorted((ROOT / "tutorials").glob("[0-9]*.ipynb"))]}
     rel = {p: p.relative_to(ROOT) for p in books}
     made = {m: page_of(rel[p]) for p, nb in books.items() if (m := exports(nb)) and wanted(page_of(rel[p]))}
     pages, public = {}, {}
-    for f in sorted((ROOT / "bmlab").glob("[!_]*.py")):
-        if wanted(f"api/{f.stem}"): pages[f"api/{f.stem}"], public[f.stem] = api(f.read_text(encoding="utf-8"), f.stem, made.get(f.stem))
+    for f in modules():
+        name = module_of(f.relative_to(ROOT))
+        if wanted(f"api/{name}"): pages[f"api/{name}"], public[name] = api(f.read_text(encoding="utf-8"), name, made.get(name))
     first = {}
     for module, names in public.items():
         for n in names: first.setdefault(n, []).append(f"bmlab.{module}.{n}")
@@ -309,7 +301,10 @@ def stage(out, only="*"):
     for p, nb in books.items():
         if not wanted(page := page_of(rel[p])): continue
         own = {n: f"bmlab.{m}.{n}" for n in public.get(m, [])} if (m := exports(nb)) else {}
-        texts[f"{page}.ipynb"] = json.dumps(tidy(nb, prose(rel[p], page, {**unique, **own})), ensure_ascii=False, indent=1)
+        made_tidy = tidy(nb, prose(rel[p], page, {**unique, **own}))
+        if rooms := [r for r in sorted(p.with_suffix("").glob("[0-9]*.ipynb")) if rel[p].parts[0] == "nbs" and wanted(page_of(rel[r]))]:
+            made_tidy["cells"].append(dict(cell_type="markdown", id="rooms", metadata={}, source=_rooms_of(rel[p], [(rel[r], books[r]) for r in rooms], pages)))
+        texts[f"{page}.ipynb"] = json.dumps(made_tidy, ensure_ascii=False, indent=1)
     for f in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]:
         if wanted(page := page_of(r := f.relative_to(ROOT))): texts[f"{page}.md"] = prose(r, page, unique if page != "overview" else {})(f.read_text(encoding="utf-8"))
     if "overview.md" in texts: texts["overview.md"] = texts["overview.md"].replace("# bmlab\n", "# The lines you type\n", 1).replace("## The lines you type", "## All of it, line by line")
@@ -332,21 +327,26 @@ def _only_there(text, pages):
     return re.sub(r"^```\{toctree\}.*?^```$", lambda m: "\n".join(line for line in m[0].split("\n") if there(line)), text, flags=re.M | re.S)
 
 
+def _rooms_of(door, rooms, pages):
+    "The end of a door's page: a table of its rooms"
+    lines = ["## The rooms", "", "| room | what it is for | reference |", "|---|---|---|"]
+    here = Path(page_of(door)).parent
+    for path, nb in rooms:
+        title, subtitle = title_of(nb)
+        module = exports(nb)
+        api = f"[api]({os.path.relpath(f'api/{module}', here)}.md)" if f"api/{module}" in pages else ""
+        lines.append(f"| [{title}]({os.path.relpath(page_of(path), here)}.ipynb) | {escape(subtitle)} | {api} |")
+    return "\n".join([*lines, "", "```{toctree}", ":hidden:", *(os.path.relpath(page_of(path), here) for path, _ in rooms), "```", ""])
+
+
 def _contents(books, rel, pages, wanted):
-    "The pages that list others: rooms, one for each group, the modules"
-    rooms, tables = {}, {k: [] for k in GROUPS}
-    for p, nb in books.items():
-        if rel[p].parts[0] != "nbs" or not wanted(page_of(rel[p])): continue
-        title, subtitle = title_of(nb); module = exports(nb)
-        link = f"[api](../api/{module}.md)" if f"api/{module}" in pages else ""
-        tables[group_of(p.stem)].append((p.stem, f"| [{title}]({p.stem}.ipynb) | {escape(subtitle)} | {link} |"))
-    for k, (title, what, _) in GROUPS.items():
-        rows = tables[k]
-        if rows: rooms[f"nbs/{k}"] = "\n".join([f"# {title}", "", what, "", "| room | what it is for | reference |", "|---|---|---|", *(r for _, r in rows), "", "```{toctree}", ":hidden:", *(s for s, _ in rows), "```", ""])
-    lists = [k for k in GROUPS if f"nbs/{k}" in rooms]
-    rooms["rooms"] = "\n".join(["# The rooms", "", "Every technique is a notebook: one idea after the other, each with the code that the library exports, an example and a test. Cells with a bar",
-        "and the word *exported* are the library. A notebook stands only on those with a smaller number.", "", *(f"- [{GROUPS[k][0]}](nbs/{k}.md) — {GROUPS[k][1]}" for k in lists), "", "```{toctree}", ":hidden:", *(f"nbs/{k}" for k in lists), "```", ""])
-    rows = [f"| [bmlab.{p[4:]}]({p[4:]}.md) | {escape(ast.get_docstring(ast.parse((ROOT / 'bmlab' / (p[4:] + '.py')).read_text(encoding='utf-8'))) or '')} |" for p in pages]
+    "The pages that list others: the chapters, the modules"
+    rooms, doors = {}, [(page_of(rel[d]), *title_of(books[d])) for d, _ in chapters() if wanted(page_of(rel[d]))]
+    rooms["rooms"] = "\n".join(["# The chapters", "", "Every technique is a notebook: one idea after the other, each with the code that the library exports, an example and a test. Cells with a bar",
+        "and the word *exported* are the library. A chapter has a door, which shows what it is for, and rooms behind it; its number is its floor: it stands only on chapters with a smaller one.", "",
+        *(f"- [{title}]({page}.ipynb) — {what}" for page, title, what in doors), "", "```{toctree}", ":hidden:", *(page for page, *_ in doors), "```", ""])
+    said = lambda name: escape(ast.get_docstring(ast.parse((ROOT / "bmlab" / (name.replace(".", "/") + ".py")).read_text(encoding="utf-8"))) or "")
+    rows = [f"| [bmlab.{p[4:]}]({p[4:]}.md) | {said(p[4:])} |" for p in pages]
     rooms["api/index"] = "\n".join(["# Reference", "", "Every public function and class, by module: what it takes, with shapes and units, and what it gives.", "", "| module | what it is for |", "|---|---|", *rows, "", "```{toctree}", ":hidden:", *(f"{p[4:]} <{p[4:]}>" for p in pages), "```", ""])
     return rooms
 

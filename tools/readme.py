@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
-from stage import GROUPS, by_group
+from stage import chapters, exports, title_of
 
 MARK = re.compile(r"<!-- rooms.*?-->")
 
@@ -18,12 +18,18 @@ def output_text(output):
 
 
 def tables():
-    "For each group of notebooks a heading and a table: the module, and what it is for"
-    lines, group = [], None
-    for key, stem, _, what, module in by_group():
-        if key != group: lines += ["", f"### {GROUPS[key][0]}", "", GROUPS[key][1], "", "| module | what it is for |", "|---|---|"]; group = key
-        lines.append(f"| [`{module}`](nbs/{stem}.ipynb) | {what} |")
-    return "\n".join(lines).strip()
+    "For each chapter a heading and a table of its rooms: the module, and what it is for"
+    row = lambda path, nb: f"| [`{exports(nb) or path.stem.partition('_')[2]}`]({path.relative_to(ROOT).as_posix()}) | {title_of(nb)[1]} |"
+    read = lambda path: json.loads(path.read_text(encoding="utf-8"))
+    head, alone, lines = ["| module | what it is for |", "|---|---|"], [], []
+    for door, rooms in chapters():
+        nb = read(door)
+        if not rooms: alone.append(row(door, nb)); continue
+        name = door.stem.partition("_")[2]
+        lines += ["", f"### {name}", "", f"{title_of(nb)[1]} Its door: [{door.stem}]({door.relative_to(ROOT).as_posix()}).".replace("..", "."), "", *head]
+        if exports(nb): lines.append(row(door, nb))
+        lines += [row(room, read(room)) for room in rooms]
+    return "\n".join(["### Beside the chapters", "", "What every chapter stands on, BMTrain's own names, and all public names in one module.", "", *head, *alone, *lines])
 
 
 def render(nb):

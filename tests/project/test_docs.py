@@ -9,7 +9,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import check, stage
 
 SPHINX = pytest.mark.skipif(not all(importlib.util.find_spec(m) for m in ("sphinx", "myst_nb", "furo")), reason="Sphinx, myst-nb and furo are not installed")
-PART = ["index", "overview", "rooms", "nbs/see", "nbs/00_core", "api/index", "api/core", "tutorials/01_quickstart"]
+PART = ["index", "overview", "rooms", "nbs/00_core", "nbs/30_delta", "nbs/30_delta/01_lora", "api/index", "api/core", "api/delta.lora", "tutorials/01_quickstart"]
 
 
 # ---- links of the sources ----------------------------------------------------------------------------------------
@@ -17,7 +17,7 @@ def prose():
     "(file, its Markdown) of everything that a reader follows links in"
     files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/RESULTS.md", *(ROOT / "docs").glob("*.md")]
     for f in files: yield f.relative_to(ROOT), f.read_text(encoding="utf-8")
-    for f in [*(ROOT / "nbs").glob("[0-9]*.ipynb"), *(ROOT / "tutorials").glob("*.ipynb")]:
+    for f in [*stage.notebooks(), *(ROOT / "tutorials").glob("*.ipynb")]:
         for c in json.loads(f.read_text(encoding="utf-8"))["cells"]:
             if c["cell_type"] == "markdown": yield f.relative_to(ROOT), "".join(c["source"])
 
@@ -32,11 +32,11 @@ def test_every_link_of_the_sources_leads_somewhere():
 
 def test_links_are_carried_to_the_pages():
     def go(text, source="tutorials/35_prompt.ipynb", known=lambda *_: True): return stage.relink(text, Path(source), stage.page_of(Path(source)), known)
-    assert go("[it](../../nbs/35_prompt/02_template.ipynb#Fields)") == "[it](../../nbs/35_prompt/02_template.ipynb#Fields)"
+    assert go("[it](../nbs/35_prompt/02_template.ipynb#Fields)") == "[it](../nbs/35_prompt/02_template.ipynb#Fields)"
     assert go("[the `x`](../nbs), [code](../scripts/train.py)") == "[the `x`](../rooms.md), [code](../files/scripts/train.py.md)"
     assert go("[me](../README.md) [out](https://x.org) [here](#below)", "docs/index.md") == "[me](overview.md) [out](https://x.org) [here](#below)"
     assert go("```\n[a](gone.md)\n```") == "```\n[a](gone.md)\n```"
-    assert go("see [it](../../nbs/35_prompt/02_template.ipynb)", known=lambda path, page: False) == "see it"
+    assert go("see [it](../nbs/35_prompt/02_template.ipynb)", known=lambda path, page: False) == "see it"
     with pytest.raises(ValueError, match="tutorials/35_prompt.ipynb: the link to '../nbs/gone.ipynb' leads nowhere"): go("[x](../nbs/gone.ipynb)")
 
 
@@ -110,20 +110,19 @@ def test_a_module_becomes_a_page():
 def test_every_public_name_is_in_the_reference():
     "A page lists what its module's `__all__` lists: what bmlab.all brings must be in one of them"
     listed = set()
-    for f in (ROOT / "bmlab").glob("[!_]*.py"):
+    for f in stage.modules():
         if found := re.search(r"^__all__ = (\[.*?\])", f.read_text(encoding="utf-8"), re.M | re.S): listed |= set(ast.literal_eval(found[1]))
-    brought = re.findall(r"^from \.\w+ import (.+)$", (ROOT / "bmlab/all.py").read_text(encoding="utf-8"), re.M)
+    brought = re.findall(r"^from \.[\w.]+ import (.+)$", (ROOT / "bmlab/all.py").read_text(encoding="utf-8"), re.M)
     lost = {name for line in brought for name in line.split(", ") if " as " not in name} - listed
     assert brought and not lost, f"public, but in no module's __all__: {lost}"
 
 
-def test_every_notebook_has_its_group():
-    found = stage.by_group()
-    groups = [r[0] for r in found]
-    assert {r[1] for r in found} == {p.stem for p in (ROOT / "nbs").glob("[0-9]*.ipynb")} and sorted(groups, key=list(stage.GROUPS).index) == groups
-    assert all(what for *_, what, _ in found), "the line after > says what a module is for"
-    assert (stage.group_of("03e_collect"), stage.group_of("06_picker"), stage.group_of("09_generate")) == ("corpus", "see", "infer")
-    with pytest.raises(ValueError, match="50_new: its number is in none"): stage.group_of("50_new")
+def test_every_notebook_is_behind_a_door():
+    reached = [p for door, rooms in stage.chapters() for p in (door, *rooms)]
+    assert reached == stage.notebooks(), "a folder of nbs/ has a notebook of its name beside it: the chapter's door"
+    for path in reached:
+        title, what = stage.title_of(json.loads(path.read_text(encoding="utf-8")))
+        assert title and what, f"{path.name}: the first line is a title, the line after > says what it is for"
 
 
 # ---- the pages ---------------------------------------------------------------------------------------------------
@@ -150,6 +149,7 @@ def test_a_small_part_is_built(tmp_path):
     html = {p: (tmp_path / f"html/{p}.html").read_text(encoding="utf-8") for p in PART}
     assert 'id="bmlab.core.resolve"' in html["api/core"] and "tag_exported" in html["nbs/00_core"] and "data:image/png" not in html["index"]
     assert "bmlab.core.html" not in html["nbs/00_core"] and "../api/core.html#bmlab.core" in html["nbs/00_core"]
+    assert 'href="30_delta/01_lora.html"' in html["nbs/30_delta"] and 'href="../api/delta.lora.html"' in html["nbs/30_delta"]
     assert ">#|" not in html["nbs/00_core"] and "needs a GPU" not in html["nbs/00_core"]
 
 
