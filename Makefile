@@ -18,7 +18,7 @@ define step
 	@echo "· $(1)"; $(2) > .setup/log.txt 2>&1 || { grep -vi '^warning' .setup/log.txt | tail -n 3; echo "FAILED: $(1). $(3) (all of it: .setup/log.txt)"; exit 1; }
 endef
 
-.PHONY: demo docs test check lab readme clean test-gpu test-slow test-long test-tutorials samples tutorials notebooks
+.PHONY: demo docs test check lab readme clean test-gpu test-slow test-tutorials samples slowest tutorials notebooks
 .DEFAULT_GOAL := demo
 
 .setup/venv: constraints.txt settings.ini setup.py
@@ -36,20 +36,21 @@ samples: .setup/venv
 demo: samples
 	@$(BIN)/python scripts/quickstart.py --html demo.html
 
+# each part says what it took, what was left out and what failed (tools/suite.py)
 check: .setup/venv
-	@$(BIN)/python -m pytest tests -m "not cuda and not slow and not long"
+	@$(BIN)/python tools/suite.py lines quick
 
-test: samples check notebooks
-	@$(MAKE) --no-print-directory --output-sync=line -j2 test-long test-tutorials
+test: samples
+	@$(BIN)/python tools/suite.py lines tests notebooks tutorials
 
-test-long: samples
-	@$(BIN)/python -m pytest tests -m "long and not cuda and not slow"
+slowest: samples
+	@$(BIN)/python tools/suite.py --slowest 40 lines tests notebooks tutorials
 
 test-tutorials: samples
-	@$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval-sanitize.cfg --nbval-cell-timeout=900 -o faulthandler_timeout=1000 tutorials
+	@$(BIN)/python tools/suite.py tutorials
 
 notebooks: samples
-	@$(BIN)/python tools/notebooks.py
+	@$(BIN)/python tools/suite.py notebooks
 
 test-slow: samples
 	@$(BIN)/python -m pytest tests -m slow --durations=0 -o faulthandler_timeout=3600

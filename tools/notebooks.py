@@ -1,10 +1,10 @@
 """Runs notebooks as nbdev_test does, each in a fresh process with a time limit; a notebook that is stuck says where.
 
-usage: notebooks.py [--workers 2] [--limit 300] [NOTEBOOK…]     all of nbs/ where none is named; exits 1 if one fails
+usage: notebooks.py [--workers 2] [--limit 300] [--report FILE] [NOTEBOOK…]     all of nbs/ where none is named; exits 1 if one fails
 
 nbdev_test keeps a process for many notebooks: what one leaves behind (threads, gigabytes, a changed default) the next one inherits.
 """
-import argparse, concurrent.futures, faulthandler, multiprocessing, os, re, signal, sys, tempfile, time
+import argparse, concurrent.futures, faulthandler, json, multiprocessing, os, re, signal, sys, tempfile, time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,22 +38,33 @@ def tested(context, path, limit):
     return child.exitcode == 0, time.monotonic() - start, [line for line in lines if line.strip() and "it/s" not in line]
 
 
+def name_of(path): return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("notebooks", nargs="*", type=Path); p.add_argument("--workers", type=int, default=2); p.add_argument("--limit", type=float, default=300, help="seconds for one")
+    p.add_argument("notebooks", nargs="*", type=Path)
+    p.add_argument("--workers", type=int, default=2)
+    p.add_argument("--limit", type=float, default=300, help="seconds for one")
+    p.add_argument("--report", type=Path, help="JSON: seconds of each notebook, and what failed")
     args = p.parse_args()
-    paths = [path.resolve() for path in args.notebooks or sorted((ROOT / "nbs").rglob("[!.]*.ipynb"))]
+    paths = [path.resolve() for path in args.notebooks or sorted((ROOT / "nbs").rglob("[!.]*.ipynb")) if ".ipynb_checkpoints" not in path.parts]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["nbdev.test", "matplotlib.pyplot", "torch", "transformers"])       # imported once; threads come later
-    failed, start = [], time.monotonic()
+    failed, took, start = [], {}, time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         for done in concurrent.futures.as_completed(running := {pool.submit(tested, context, path, args.limit): path for path in paths}):
             passed, seconds, said = done.result()
-            print(f"{'passed' if passed else 'FAILED'} {seconds:5.0f} s  {running[done].name}", flush=True)
+            name = name_of(running[done])
+            took[name] = seconds
+            print(f"{'passed' if passed else 'FAILED'} {seconds:5.0f} s  {name}", flush=True)
             if not passed:
-                failed.append(running[done].name)
+                failed.append(name)
                 print("\n".join(f"    {line}" for line in said[-80:]), flush=True)
+    if args.report:
+        args.report.parent.mkdir(parents=True, exist_ok=True)
+        args.report.write_text(json.dumps(dict(failed=failed, passed=len(paths) - len(failed), skipped={}, seconds=took), indent=1) + "\n")
     print(f"{len(paths) - len(failed)} of {len(paths)} notebooks passed in {time.monotonic() - start:.0f} s" + (": all but " + ", ".join(sorted(failed)) if failed else ""))
     sys.exit(bool(failed))
 

@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import clean_tutorials, house, readme  # noqa: E402
 
-NOTEBOOKS = sorted((ROOT / "nbs").glob("*.ipynb"))
+NOTEBOOKS = sorted(p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
 
 
 def test_house_rules(): assert list(house.problems(ROOT)) == []
@@ -18,19 +18,26 @@ def test_house_rules_see_what_breaks_them(tmp_path):
     "Each rule finds a planted offence"
     def notebook(name, *cells):
         cells = [{"cell_type": "code", "source": c} for c in cells]
-        (tmp_path / "nbs" / name).write_text(json.dumps({"cells": cells}))
-    (tmp_path / "nbs").mkdir(); (tmp_path / "bmlab").mkdir()
-    notebook("00_low.ipynb", "#| default_exp low", "#| export\nfrom bmlab.high import x", "#| export\ndef f():\n    import bmlab.high", "import os\nx = 1", "#| hide\ntest_eq(1, 1)", "#| export\n" + "x = 1\n" * 70)
-    notebook("10_high.ipynb", "#| default_exp high")
+        path = tmp_path / "nbs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"cells": cells}))
+    (tmp_path / "bmlab/high").mkdir(parents=True)
+    notebook("00_low.ipynb", "#| default_exp low", "import os\nx = 1", "#| hide\ntest_eq(1, 1)")
+    notebook("10_high.ipynb", "1")
+    notebook("10_high/00_room.ipynb", "#| default_exp high.room")
+    notebook("10_high/01_lost.ipynb", "#| default_exp low.lost")
+    notebook("20_none.ipynb", "1")
     (tmp_path / "bmlab/low.py").write_text("import matplotlib\ndef f():\n    import ipywidgets\n")
-    (tmp_path / "bmlab/high.py").write_text("import bmlab.app.picker\n"); (tmp_path / "bmlab/stale.py").write_text("")
+    (tmp_path / "bmlab/high/room.py").write_text("from ..low import _x, y\nfrom .other import _own\nfrom ..app import picker\n")
+    (tmp_path / "bmlab/stale.py").write_text("")
     found = "\n".join(house.problems(tmp_path))
-    for words in ("cell 1: imports upward, high", "cell 2: imports upward, high", "cell 3: mixes", "cell 4: a hidden test", " exported lines, at most 60", "low.py:1: imports matplotlib", "high.py:1: imports bmlab.app.picker", "stale.py: no notebook"):
+    for words in ("00_low.ipynb cell 1: mixes", "cell 2: a hidden test", "low.py:1: imports matplotlib", "stale.py: no notebook", "20_none.ipynb: no default_exp",
+                  "01_lost.ipynb: exports low.lost, and lies where high.lost does", "high/room.py:1: takes the private _x of bmlab.low", "high/room.py:3: imports bmlab.app when"):
         assert words in found, words
-    assert "ipywidgets" not in found
+    assert "ipywidgets" not in found and "_own" not in found and "00_room" not in found and "10_high.ipynb" not in found
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.relative_to(ROOT / "nbs").as_posix())
 def test_notebook_is_clean(path):
     nb = json.loads(path.read_text(encoding="utf-8"))
     assert set(nb["metadata"]) <= {"kernelspec"}
@@ -44,7 +51,7 @@ def test_notebook_is_clean(path):
 def test_no_drift(tmp_path):
     "bmlab/ is exactly what the notebooks export, with nothing stale beside it"
     shutil.copy(ROOT / "settings.ini", tmp_path); shutil.copytree(ROOT / "nbs", tmp_path / "nbs")
-    (tmp_path / "bmlab").mkdir(); shutil.copy(ROOT / "bmlab/__init__.py", tmp_path / "bmlab")
+    shutil.copytree(ROOT / "bmlab", tmp_path / "bmlab", ignore=lambda folder, names: [n for n in names if n.endswith(".py") and n != "__init__.py" or n == "__pycache__"])
     subprocess.run([Path(sys.executable).parent / "nbdev_export"], cwd=tmp_path, check=True, capture_output=True)
     have, want = ({p.relative_to(d / "bmlab"): p.read_text() for p in (d / "bmlab").rglob("*.py")} for d in (ROOT, tmp_path))
     assert sorted(have) == sorted(want)

@@ -88,7 +88,7 @@ def test_runner_without_nbdev(tmp_path):
     import json, subprocess, sys
     run = lambda nb: subprocess.run([sys.executable, ROOT / "tools/run_cells.py", "--all", nb], capture_output=True, text=True)
     good = run(ROOT / "nbs/30_delta/01_lora.ipynb")
-    assert good.returncode == 0 and "ok 31_lora.ipynb" in good.stdout, good.stdout
+    assert good.returncode == 0 and "ok 01_lora.ipynb" in good.stdout, good.stdout
     cells = [{"cell_type": "code", "source": s} for s in ("x = 1", "#| slow\n1/0", "#| cuda\nassert cuda", "assert x == 2")]
     (tmp_path / "bad.ipynb").write_text(json.dumps({"cells": cells}))
     bad = run(tmp_path / "bad.ipynb")
@@ -98,7 +98,9 @@ def test_runner_without_nbdev(tmp_path):
 def test_readme_names_every_tutorial_and_module():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for path in (ROOT / "tutorials").glob("*.ipynb"): assert f"](tutorials/{path.name}) | " in text, path.name
-    for path in (ROOT / "bmlab").glob("[!_]*.py"): assert f"| [`{path.stem}`](nbs/" in text, path.name
+    for path in sorted((ROOT / "bmlab").rglob("[!_]*.py")):
+        name = ".".join(path.relative_to(ROOT / "bmlab").with_suffix("").parts)
+        assert f"| [`{name}`](nbs/" in text, name
 
 
 def test_readme_links_exist():

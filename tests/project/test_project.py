@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import house
+
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT = ("torch", "transformers", "safetensors", "numpy", "pandas", "tqdm")
 

@@ -1,0 +1,123 @@
+"""Runs what `make check` and `make test` run, part after part, and says at the end what each took, what was left out and what failed.
+
+usage: suite.py [--slowest N] PART…      PART: lines, quick, tests (quick and long ones), notebooks, tutorials
+
+Both cores work in every part. All parts run even if one fails; the last line of a failed run names what failed. A part's budget
+(minutes on two cores) is printed, not enforced: whoever adds to a part that is over it makes room.
+"""
+import argparse, json, os, subprocess, sys, time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORTS = ROOT / ".setup/reports"
+MINUTES = {"quick": 5, "tests": 18, "notebooks": 10, "tutorials": 12}
+WORKERS = ["-n", os.environ.get("WORKERS", "2")]
+NBVAL = ["--nbval", "--nbval-current-env", "--nbval-sanitize-with", "tests/nbval-sanitize.cfg", "--nbval-cell-timeout=900"]
+PYTEST = {
+    "quick": [*WORKERS, "--dist", "worksteal", "tests", "-m", "not cuda and not slow and not long"],
+    "tests": [*WORKERS, "--dist", "worksteal", "tests", "-m", "not cuda and not slow"],
+    "tutorials": [*WORKERS, "--dist", "loadfile", *NBVAL, "-o", "faulthandler_timeout=1000", "tutorials"],
+}
+
+
+class Report:
+    "What a run of pytest did: seconds of each test, what failed, why some were skipped"
+    def __init__(self): self.seconds, self.failed, self.skipped, self.passed = {}, [], {}, 0
+
+    def pytest_runtest_logreport(self, report):
+        name = report.nodeid
+        self.seconds[name] = self.seconds.get(name, 0) + report.duration
+        if report.failed and name not in self.failed: self.failed.append(name)
+        if report.passed and report.when == "call": self.passed += 1
+        if report.skipped and not hasattr(report, "wasxfail"): self._skip(report.longrepr)
+
+    def pytest_collectreport(self, report):
+        if report.failed: self.failed.append(report.nodeid)
+        if report.skipped: self._skip(report.longrepr)
+
+    def _skip(self, reason):
+        text = reason[2] if isinstance(reason, tuple) else str(reason)
+        text = text.removeprefix("Skipped: ")
+        self.skipped[text] = self.skipped.get(text, 0) + 1
+
+
+def run_pytest(part, args):
+    "In a process of its own: pytest with these arguments; its report goes to a file"
+    report = Report()
+    code = int(pytest.main(args, plugins=[report]))
+    if code and not report.failed: report.failed.append(f"pytest itself (exit {code})")
+    write(part, vars(report))
+    sys.exit(code)
+
+
+def write(part, found):
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    (REPORTS / f"{part}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def run_lines():
+    "ruff, import-linter: the lines, and which way imports point"
+    failed, tools = [], Path(sys.executable).parent
+    for name, command in {"ruff": ["ruff", "check", "--quiet", "--output-format", "concise", "."], "lint-imports": ["lint-imports", "--no-cache"]}.items():
+        done = subprocess.run([tools / command[0], *command[1:]], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            failed.append(name)
+            print((done.stdout + done.stderr).strip())
+    write("lines", dict(failed=failed, passed=2 - len(failed), skipped={}, seconds={}))
+    sys.exit(bool(failed))
+
+
+def run(part):
+    "One part, in a process of its own → its report, with the seconds that it took"
+    (REPORTS / f"{part}.json").unlink(missing_ok=True)
+    start = time.monotonic()
+    if part == "notebooks": command = [ROOT / "tools/notebooks.py", "--report", REPORTS / "notebooks.json"]
+    else: command = [__file__, "--inside", part]
+    code = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT).returncode
+    file = REPORTS / f"{part}.json"
+    found = json.loads(file.read_text()) if file.exists() else dict(failed=[], passed=0, skipped={}, seconds={})
+    if code and not found["failed"]: found["failed"].append(f"{part} (exit {code})")
+    return found | dict(took=time.monotonic() - start)
+
+
+def clock(seconds): return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def summary(found):
+    "The lines at the end of a run"
+    lines = [""]
+    for part, r in found.items():
+        budget = f" of {MINUTES[part]}:00" + (" — over its budget" if r["took"] > 60 * MINUTES[part] else "") if part in MINUTES else ""
+        skips = sum(r["skipped"].values())
+        lines.append(f"{part:10} {clock(r['took']):>6}{budget}   {r['passed']} passed" + (f", {len(r['failed'])} failed" if r["failed"] else "") + (f", {skips} left out" if skips else ""))
+    lines.append(f"{'together':10} {clock(sum(r['took'] for r in found.values())):>6}")
+    why = {}
+    for r in found.values():
+        for reason, n in r["skipped"].items(): why[reason] = why.get(reason, 0) + n
+    lines.append("left out: " + ("; ".join(f"{reason} ({n})" for reason, n in sorted(why.items())) or "nothing"))
+    failed = [name for r in found.values() for name in r["failed"]]
+    if failed: lines.append("FAILED: " + "; ".join(failed[:5]) + (f"; and {len(failed) - 5} more" if failed[5:] else ""))
+    return "\n".join(lines), bool(failed)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("parts", nargs="+", choices=["lines", "notebooks", *PYTEST])
+    p.add_argument("--slowest", type=int, default=0, help="list so many of the slowest tests and notebooks")
+    p.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    args = p.parse_args()
+    if args.inside:
+        (part,) = args.parts
+        return run_lines() if part == "lines" else run_pytest(part, PYTEST[part])
+    found = {part: run(part) for part in args.parts}
+    if args.slowest:
+        times = sorted(((s, name) for r in found.values() for name, s in r["seconds"].items()), reverse=True)
+        print("\n".join(["", *(f"{s:7.1f} s  {name}" for s, name in times[:args.slowest])]))
+    text, failed = summary(found)
+    print(text, flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__": main()
