@@ -38,7 +38,8 @@ def skeleton(shape, dtype=torch.bfloat16):
 
 def pack(model, bits):
     "Pack a model that is on meta: shapes alone (rounding to nearest would be computed on meta too, and takes a minute for 9.51B in int4)"
-    from bmlab.kernels.layers import group_for, pack_linears
+    from bmlab.kernels.codes import group_for
+    from bmlab.kernels.layers import pack_linears
     def rounding(name, w):
         (N, K), g = w.shape, group_for(w.shape[1], 128) if bits == 4 else None
         make = lambda *shape, dtype: torch.empty(*shape, dtype=dtype, device="meta")

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from .report import Calibration
 from ..core import parts
-from ..kernels.experts import _up_name
+from ..kernels.experts import stack_names
 from ..train.loop import eval_mode
 
 # %% ../../nbs/20_cook/03_calibrate.ipynb #2ab5573f
@@ -40,7 +40,7 @@ class Inputs:
 
 def _of_experts(module, x, index):
     "(expert, its rows of x (n, D), what its second matrix gets of them (n, F)), for those that have rows"
-    names = (_up_name(module), "down_proj")
+    names = stack_names(module)
     up = getattr(module, names[0]).detach()
     bias = module._parameters.get(names[0] + "_bias")
     for e in index.unique().tolist():
@@ -61,7 +61,7 @@ class _Watch:
         if self.shared.setdefault(name, self.last[1]) == name: self.found.setdefault(name, Inputs()).see(self.run.tokens(x, name), self.gram)
     @torch.no_grad()
     def see_experts(self, name, module, hidden_states, top_k_index=None, *_, router_indices=None, **__):
-        up, down = self.found.setdefault(name, {k: [Inputs() for _ in range(module.num_experts)] for k in (_up_name(module), "down_proj")}).values()
+        up, down = self.found.setdefault(name, {k: [Inputs() for _ in range(module.num_experts)] for k in stack_names(module)}).values()
         self.shared[name] = name
         for e, rows, h in _of_experts(module, self.run.tokens(hidden_states, name), self.run.tokens(router_indices if top_k_index is None else top_k_index, name)):
             up[e].see(rows, self.gram); down[e].see(h, self.gram)

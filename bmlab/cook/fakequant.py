@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from .cook import Method
 from .chain import Foresees, chain, foresee, parametrize_weight, stored, unparametrize
 from ..core import parts, roles
-from ..kernels.experts import _up_name, experts_refusal
-from ..kernels.layers import _is_conv1d, _is_experts, _refusal, group_for, packable, quantize_tokens
-from ..kernels.codes import GROUPS
+from ..kernels.experts import holds_experts, stack_names
+from ..kernels.layers import is_conv1d, packable, packing_refusal
+from ..kernels.codes import GROUPS, group_for, quantize_tokens
 from bmlab.cook.quantize import (
     Grid, check_rounding, choose_codes, choose_experts, choose_factors, grid_for, pack_by, plan_grids,
     smoothing,
@@ -258,8 +258,8 @@ class _Attaching(_Fitting):
         modules = dict(parts(model))
         for n in self._chosen:
             m = modules[n]
-            if "_deltas" not in m._modules and (reason := experts_refusal(m) if _is_experts(m) else _refusal(m)): raise ValueError(f"{n} {reason}")
-        held = {id(stored(modules[n])): n for n in self._chosen if not _is_experts(modules[n])}
+            if "_deltas" not in m._modules and (reason := packing_refusal(m)): raise ValueError(f"{n} {reason}")
+        held = {id(stored(modules[n])): n for n in self._chosen if not holds_experts(modules[n])}
         for n, m in modules.items():
             if n not in self._chosen and (first := held.get(id(m._parameters.get("weight")))):
                 raise ValueError(f"{n} holds the weight of {first} too, and is not rounded with it; skip both, or let modules= match both")
@@ -268,7 +268,7 @@ class _Attaching(_Fitting):
         modules, unrounded, self._at, masked, split = dict(parts(model)), _unrounded(model) if self.activations else {}, weakref.ref(model), 0, 0
         for n, grid in self._chosen.items():
             m = modules[n]
-            for k in (_up_name(m), "down_proj") if grid is None else ("weight",):
+            for k in stack_names(m) if grid is None else ("weight",):
                 if not chain(m, k, FakeWeight): parametrize_weight(m, k, self._weight(m, k, grid), 30)
                 masked += grid is not None and grid.bits == 4 and _is_masked(m, k)
             if not self.activations or grid is None or isinstance(m, nn.Embedding): continue
@@ -285,7 +285,7 @@ class _Attaching(_Fitting):
 
     def _weight(self, m, k, grid):
         "The parametrization for one weight; int4 behind a mask keeps zeros"
-        turned, w = getattr(m, "is_transposed", False) if grid is None else _is_conv1d(m), stored(m, k)
+        turned, w = getattr(m, "is_transposed", False) if grid is None else is_conv1d(m), stored(m, k)
         K = w.shape[-2 if turned else -1]
         symmetric = self.symmetric if self.symmetric is not None else _is_masked(m, k) or grid is not None and grid.symmetric
         group = None if grid is None and self.bits == 8 else self.group_size                                # experts have no int8 by groups

@@ -18,7 +18,7 @@ from transformers import activations
 from .cook import Calibration, replace_child
 from .chain import chain, stored
 from ..core import Transient, _matrix, parts, resolve, roles, unwrap
-from ..kernels.layers import Int4Linear, Int8Linear, _is_conv1d, _rows
+from ..kernels.layers import Int4Linear, Int8Linear, is_conv1d, weight_rows
 from ..kernels.codes import packed_linear, packed_linear4
 from .quantize import Int8GroupLinear
 from .structure import Through
@@ -58,7 +58,7 @@ class FFN:
         return act(u) if g is None else act(g) * u
     def rows(self, module):
         "The weights of gate (or None), up: (F, D), and down: (D, F), in float32"
-        gate, up, down = (None if m is None else _rows(m).detach().float() for m in self.matrices(module))
+        gate, up, down = (None if m is None else weight_rows(m).detach().float() for m in self.matrices(module))
         return (*up.chunk(2), down) if self.fused else (gate, up, down)
     def sides(self, module, order):
         "(matrix, 0 for its outputs or 1 for its inputs, their order) for each matrix when neurons get an order"
@@ -182,7 +182,7 @@ def _collect(run, layers, modules, tokens):
 def _slices(m):
     "Can a stretch of this matrix module be multiplied alone?"
     if "_deltas" in m.__dict__ or "_deltas" in m._modules: return False
-    return type(m) in (Int8Linear, Int4Linear, Int8GroupLinear) or type(m) is Sparse24Linear and m.form == "dense" or type(m).forward is nn.Linear.forward or _is_conv1d(m)
+    return type(m) in (Int8Linear, Int4Linear, Int8GroupLinear) or type(m) is Sparse24Linear and m.form == "dense" or type(m).forward is nn.Linear.forward or is_conv1d(m)
 
 def _plain(m): return m is None or type(m).forward is nn.Linear.forward
 
@@ -194,7 +194,7 @@ def _kernel_acts():
 def _turned(m):
     "A plain matrix module whose neurons are rows in memory, (F, D); it is stored so from now on"
     w = m.weight
-    if _is_conv1d(m): return w.detach()
+    if is_conv1d(m): return w.detach()
     if not w.t().is_contiguous():
         with torch.inference_mode(False): w.data = w.data.t().contiguous().t()          # (an inference tensor could not be trained again)
     return w.detach().t()
@@ -208,12 +208,12 @@ def _rows_product(m, x, at):
     if type(m) is Int4Linear: return packed_linear4(x, m.codes[at], m.scale[at], m.zero[at], bias)
     if type(m) is Int8GroupLinear: return packed_linear(x, m.codes[at], m.scale[at], bias)
     if type(m) is Sparse24Linear: return F.linear(x, m._raw()[at], bias) if m.scale is None else packed_linear(x, m._raw()[at], m.scale[at], bias, m.activations)
-    return F.linear(x, m.weight[:, at].t() if _is_conv1d(m) else m.weight[at], bias)
+    return F.linear(x, m.weight[:, at].t() if is_conv1d(m) else m.weight[at], bias)
 
 def _some_columns(m, h, ids):
     "What the inputs `ids` add to a matrix module's outputs; None for a kind that cannot be read by column"
     if type(m) is Int8Linear: y = packed_linear(h, m.codes.index_select(1, ids), m.scale)
-    elif _plain(m) or _is_conv1d(m): y = F.linear(h, m.weight[ids].t() if _is_conv1d(m) else m.weight[:, ids])
+    elif _plain(m) or is_conv1d(m): y = F.linear(h, m.weight[ids].t() if is_conv1d(m) else m.weight[:, ids])
     else: return None
     return y if m.bias is None else y + m.bias
 
@@ -227,7 +227,7 @@ def _columns_product(m, h, a, b):
         g = m.group_size
         lo, hi = a // g, -(-b // g)
         return packed_linear4(F.pad(h, (a - lo * g, hi * g - b)), m.codes[:, lo * g // 2:hi * g // 2].contiguous(), m.scale[:, lo:hi].contiguous(), m.zero[:, lo:hi].contiguous())
-    return F.linear(h, m.weight[a:b].t() if _is_conv1d(m) else m.weight[:, a:b])
+    return F.linear(h, m.weight[a:b].t() if is_conv1d(m) else m.weight[:, a:b])
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #28231903
 def _apart(model, old, ffn):
@@ -304,7 +304,7 @@ def _claim(module, name, method):
     module.__dict__["_bmlab_neurons"] = type(method).__name__
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #a1c49c4a
-def _along(m, dim): return int((dim == 1) != _is_conv1d(m))                          # the dimension of the stored weight; a Conv1D's is (in, out)
+def _along(m, dim): return int((dim == 1) != is_conv1d(m))                          # the dimension of the stored weight; a Conv1D's is (in, out)
 
 def _take(m, dim, index):
     "Let a matrix module have these of its outputs (dim 0) or inputs (dim 1), in this order, with all that shapes its weight"

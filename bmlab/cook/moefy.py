@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from .cook import Calibration, Method
 from .chain import stored
 from ..core import Transient, _matrix, parts, unwrap
-from ..kernels.layers import Int8Linear, _is_conv1d
+from ..kernels.layers import Int8Linear, is_conv1d
 from bmlab.cook.ffn import (
     FFN, _apart, _claim, _columns_product, _described, _install, _kernel_acts, _made, _plain, _quiet, _reorder,
     _rows_product, _slices, _some_columns, _take, _take_chain, _turned, feed_forwards, ffn_samples,
@@ -238,7 +238,7 @@ class _OneToken(nn.Module):
 
     def _takes_picked(self, x, *matrices):
         "One token where no size may depend on the router: rows and columns can be read by index"
-        return len(x) == 1 and self.threshold is None and self._equal() and all(_plain(m) or type(m) is Int8Linear or _is_conv1d(m) for m in matrices)
+        return len(x) == 1 and self.threshold is None and self._equal() and all(_plain(m) or type(m) is Int8Linear or is_conv1d(m) for m in matrices)
 
     def _picked(self, x, on, act, gate, up, down):
         "One token: the chosen experts' rows are gathered"

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from .cook import Method
 from .chain import foresee, stored
 from ..core import Transient, _matrix, changed, parts, unwrap
-from ..kernels.layers import _is_conv1d
+from ..kernels.layers import is_conv1d
 from bmlab.cook.ffn import (
     FFN, _apart, _claim, _described, _install, _made, _plain, _quiet, _rows_product, _slices, _some_columns,
     _turned, feed_forwards, ffn_samples,
@@ -137,7 +137,7 @@ class _Paths(nn.Module):
         if h.is_cuda and _plain(down) and not torch.compiler.is_compiling():
             from bmlab.kernels.triton_groups import neuron_sum
             y = neuron_sum(h[0].float(), ids, _turned(down).t()).to(h.dtype)[None]
-        elif _plain(down) or _is_conv1d(down): y = F.embedding_bag(ids[None], _turned(down), per_sample_weights=h.to(down.weight.dtype), mode="sum")
+        elif _plain(down) or is_conv1d(down): y = F.embedding_bag(ids[None], _turned(down), per_sample_weights=h.to(down.weight.dtype), mode="sum")
         elif (y := _some_columns(down, h, ids)) is not None: return y
         else: return down(h.new_zeros(1, len(self.predictor.norms)).scatter(1, ids[None], h))    # no part of it can be read alone
         return y if down.bias is None else y + down.bias

@@ -23,7 +23,7 @@ from .cook import Cook, Method
 from .chain import Foresees, chain, parametrize_weight, stored, unparametrize
 from .report import Calibration, save_cooked
 from ..core import count, did_you_mean, parts, unwrap
-from ..kernels.layers import _is_conv1d
+from ..kernels.layers import is_conv1d
 from .structure import Structure, _stored, cuts, slice_model, structure, undroppable
 from ..train.loop import eval_mode, to_device
 
@@ -499,7 +499,7 @@ class _OnModel(_Learning):
                 for n in u.names: columns.setdefault(n, []).append(g)
             else:
                 for m, hook, _, kw in _gate_hooks(u, g.value, self.found, modules, self): self.handles.append(m.register_forward_hook(hook, with_kwargs=kw))
-        for n, gates in columns.items(): self.sites.append((n, modules[n], parametrize_weight(modules[n], "weight", _Columns(gates, _is_conv1d(modules[n])), 10)))
+        for n, gates in columns.items(): self.sites.append((n, modules[n], parametrize_weight(modules[n], "weight", _Columns(gates, is_conv1d(modules[n])), 10)))
         self.model = model
         if not self.learning: self.close()
 

@@ -19,10 +19,9 @@ from .chain import stored
 from .report import Calibration, replace_child
 from ..core import changed, parts, roles, tensor_key
 from ..kernels.exchange import mark_foreign
-from ..kernels.experts import experts_refusal
-from ..kernels.layers import Int8Linear, group_for, pack_linears, packable
-from ..kernels.layers import _GroupedLinear, _is_conv1d, _is_experts, _refusal, _rows, _skeleton
-from ..kernels.codes import GROUPS, _over, dequantize_rows, packed_linear
+from ..kernels.experts import holds_experts
+from ..kernels.layers import GroupedLinear, Int8Linear, is_conv1d, pack_linears, packable, packing_refusal, weight_rows
+from ..kernels.codes import GROUPS, dequantize_rows, divide_, group_for, packed_linear
 from .calibrate import Inputs, calibrate
 from .scaling import _awq_exponents, _smooth_exponents, fold, scaling_sites
 
@@ -97,10 +96,10 @@ class _Ranges(_Codes):
         "Scale and zero point of groups (…, g) for a share of their range"
         if self.symmetric:
             low, high = part.amin(-1), part.amax(-1)
-            scale = _over(torch.where(high > -low, high, low) * share, -8).half().float()                       # may be negative
+            scale = divide_(torch.where(high > -low, high, low) * share, -8).half().float()                       # may be negative
             return torch.where(scale.abs() < _TINY[4], _TINY[4], scale), None
         low, high = part.amin(-1) * share, part.amax(-1) * share
-        scale = _over(high - low, 15).half().clamp_min_(_TINY[4]).float()
+        scale = divide_(high - low, 15).half().clamp_min_(_TINY[4]).float()
         return scale, (low + 8 * scale).half().float()
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #4bb29124
@@ -112,8 +111,8 @@ class Grid(_Ranges):
     )->tuple[Tensor, Tensor|None]: # scale and zero point (N, G) float32, of values that are stored exactly; zero None if symmetric
         "Scales and zero points; of an int4 group those with the least squared error that are found."
         if self.bits == 8:
-            if self.group_size is None: return _over(w.float().abs().amax(1, keepdim=True), 127).clamp_min_(_TINY[8]), None
-            return _over(w.float().view(len(w), -1, self.group_size).abs().amax(2), 127).half().clamp_min_(_TINY[4]).float(), None
+            if self.group_size is None: return divide_(w.float().abs().amax(1, keepdim=True), 127).clamp_min_(_TINY[8]), None
+            return divide_(w.float().view(len(w), -1, self.group_size).abs().amax(2), 127).half().clamp_min_(_TINY[4]).float(), None
         part, best = w.float().view(len(w), -1, self.group_size), None
         weight = None if energy is None else energy.float().view(-1, *part.shape[1:])
         for share in _SHARES[self.symmetric]: best = self._better(part, weight, self._range(part, share), best)
@@ -213,7 +212,7 @@ def to_nearest(
     return grid.pack(grid.round(w, scale, zero), scale, zero)
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #98f0a12e
-class Int8GroupLinear(_GroupedLinear):
+class Int8GroupLinear(GroupedLinear):
     "A linear layer with its weight as int8 codes and float16 scales per group of columns; the weight is frozen."
     def _buffers_for(self, rows, columns, device):
         self.register_buffer("codes", torch.zeros(rows, columns, dtype=torch.int8, device=device))
@@ -260,13 +259,13 @@ def plan_grids(
     chosen, shared = packable(model, modules, exclude), {}
     if not chosen: raise ValueError(f"modules={modules!r} matches only layers that are packed already")
     for n, m in chosen.items():
-        if not _is_experts(m): shared.setdefault((tensor_key(stored(m)), _is_conv1d(m)), []).append((n, m))
+        if not holds_experts(m): shared.setdefault((tensor_key(stored(m)), is_conv1d(m)), []).append((n, m))
     grids = {}
     for holders in shared.values():
         w = stored(holders[0][1])
         coarse = any(isinstance(m, nn.Embedding) for _, m in holders)
         zeros = symmetric if symmetric is not None else bits == 4 and not w.is_meta and (w == 0).float().mean().item() >= 0.25
-        grid = Grid() if coarse else grid_for(w.shape[0 if _is_conv1d(holders[0][1]) else 1], bits, group_size, bits == 4 and zeros)
+        grid = Grid() if coarse else grid_for(w.shape[0 if is_conv1d(holders[0][1]) else 1], bits, group_size, bits == 4 and zeros)
         grids |= {n: grid for n, _ in holders}
     return {n: grids.get(n) for n in chosen}                                       # experts: None
 
@@ -304,11 +303,11 @@ def pack_by(
 def _pack_groups(model, names, how, group_size):
     modules, first = dict(parts(model)), {}
     for n in names:
-        if reason := _refusal(modules[n]): raise ValueError(f"{n} {reason}")
+        if reason := packing_refusal(modules[n]): raise ValueError(f"{n} {reason}")
     for n in names:
         key, m = tensor_key(modules[n].weight), modules[n]
-        new = Int8GroupLinear.from_float(m, functools.partial(how, n), group_size) if key not in first else _skeleton(Int8GroupLinear, m, group_size=group_size)
-        if key in first: new._share(first[key])
+        new = Int8GroupLinear.from_float(m, functools.partial(how, n), group_size) if key not in first else Int8GroupLinear.skeleton_of(m, group_size=group_size)
+        if key in first: new.share_with(first[key])
         first.setdefault(key, new)
         replace_child(model, m, new)
 
@@ -400,10 +399,10 @@ def quantize(
     if calib is not None: calib = Calibration(model, calib).batches
     smooth, grids = smoothing(smooth, rounding, calib, activations), plan_grids(model, modules, exclude, bits, group_size, symmetric)
     for n, m in ((n, m) for n, m in parts(model) if n in grids):
-        if reason := experts_refusal(m) if _is_experts(m) else _refusal(m): raise ValueError(f"{n} {reason}")
+        if reason := packing_refusal(m): raise ValueError(f"{n} {reason}")
     rest = dict(grids)
     if rounding != "nearest" or smooth is not None:
-        layers = {n: m for n, m in parts(model) if n in grids and not isinstance(m, nn.Embedding) and (rounding != "nearest" or not _is_experts(m))}
+        layers = {n: m for n, m in parts(model) if n in grids and not isinstance(m, nn.Embedding) and (rounding != "nearest" or not holds_experts(m))}
         sites = scaling_sites(model, {n: m for n, m in layers.items() if grids[n]}, calib[0]) if smooth is not None or rounding == "awq" else []
         tables = {tensor_key(m.weight): n for n, m in parts(model) if n in grids and isinstance(m, nn.Embedding)}
         for stage in calibrate(model, dict(layers), calib, gram=rounding != "nearest"):
@@ -418,11 +417,11 @@ def quantize(
 def _stage_codes(stage, here, grids, sites, rounding, smooth, damping, bits, group_size):
     "Move the factors of one stage's layers, which its sites lose, and choose codes: name → (codes, scale, zero)"
     exponents, codes = {}, {}
-    for site, e in choose_factors(stage, sites, {n: _rows(m).detach() for n, m in here.items() if grids[n]}, grids, smooth) if sites else ():
+    for site, e in choose_factors(stage, sites, {n: weight_rows(m).detach() for n, m in here.items() if grids[n]}, grids, smooth) if sites else ():
         fold(site, e); sites.remove(site)
         exponents |= dict.fromkeys(site.readers, e)
     for n, m in here.items() if rounding != "nearest" else ():
-        if grids[n]: codes[n] = choose_codes(_rows(m).detach(), stage[n], grids[n], rounding, damping, exponents.get(n))[0]
+        if grids[n]: codes[n] = choose_codes(weight_rows(m).detach(), stage[n], grids[n], rounding, damping, exponents.get(n))[0]
         for k, inputs in stage[n].items() if not grids[n] else ():
             w = getattr(m, k).detach()
             w = (w.transpose(1, 2) if m.is_transposed else w).flatten(0, 1)

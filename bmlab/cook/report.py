@@ -428,7 +428,7 @@ def load_cooked(
         (owner, _, name), (other, _, _) = k.rpartition("."), first.rpartition(".")
         m = model.get_submodule(owner)
         if name in m._parameters: m._parameters[name] = model.get_parameter(first)
-        elif name == "codes" and m is not model.get_submodule(other): m._share(model.get_submodule(other))
+        elif name == "codes" and m is not model.get_submodule(other): m.share_with(model.get_submodule(other))
     if (dir / "generation_config.json").is_file(): model.generation_config = GenerationConfig.from_pretrained(dir)
     mark_foreign(model)
     return model.to(device).eval()

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from .chain import stored
 from .report import Calibration
 from ..core import parts
-from ..kernels.layers import _is_conv1d
+from ..kernels.layers import is_conv1d
 from ..train.loop import eval_mode
 from .calibrate import Inputs
 
@@ -52,7 +52,7 @@ def _gain(module):
 def _divide(source, s):
     "Divide what a norm or a linear layer puts out by s (D,), powers of two"
     w = _gain(source)
-    w.data = w.data / (s if w.ndim == 1 or _is_conv1d(source) else s[:, None]).to(w.dtype)
+    w.data = w.data / (s if w.ndim == 1 or is_conv1d(source) else s[:, None]).to(w.dtype)
     if (bias := source._parameters.get("bias")) is not None: bias.data = bias.data / s.to(bias.dtype)
 
 def _is_linear_in_gain(norm, x):
@@ -142,4 +142,4 @@ def fold(
     _divide(site.source, s)
     for m in site.readers.values():
         w = _gain(m)
-        w.data = w.data * (s[:, None] if _is_conv1d(m) else s).to(w.dtype)
+        w.data = w.data * (s[:, None] if is_conv1d(m) else s).to(w.dtype)

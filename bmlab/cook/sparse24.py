@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from .cook import Calibration, Method, replace_child
 from .chain import Foresees, bake, chain, foresee, parametrize_weight, stored, unparametrize
 from ..core import changed, did_you_mean, parts, resolve, roles, tensor_key
-from ..kernels.exchange import Foreign, float_layer, mark_foreign
-from ..kernels.layers import Int8Linear, _kind, _rows
+from ..kernels.exchange import Substitute, float_layer, mark_foreign
+from ..kernels.layers import Int8Linear, packed_class, weight_rows
 from ..kernels.codes import packed_linear
 from .quantize import _check_damping
 
@@ -185,9 +185,9 @@ class _Forms(nn.Module):
         return self
 
 # %% ../../nbs/20_cook/09_sparse24.ipynb #12983211
-class _Stored(Foreign, _Forms):
+class _Stored(Substitute, _Forms):
     "What leaves the process is packed"
-    _in_float = float_layer
+    in_float = float_layer
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.form != "packed":
@@ -222,7 +222,7 @@ class _Stored(Foreign, _Forms):
 def _weight24(module):
     "The matrix (N, K) of a layer that `Sparse24Linear` can take the place of, int8 codes of a quantized one, else None"
     if type(module) is Int8Linear: return module.codes
-    return _rows(module).detach() if _kind(module) is Int8Linear else None                                # (not one that carries a delta)
+    return weight_rows(module).detach() if packed_class(module) is Int8Linear else None                                # (not one that carries a delta)
 
 # %% ../../nbs/20_cook/09_sparse24.ipynb #164d3c24
 class Sparse24Linear(_Stored):

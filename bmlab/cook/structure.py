@@ -21,7 +21,7 @@ from .cook import _as_it_is
 from .report import replace_child
 from ..core import did_you_mean, parts, roles, table, unwrap
 from ..kernels.exchange import mark_foreign
-from ..kernels.layers import _is_conv1d
+from ..kernels.layers import is_conv1d
 
 # %% ../../nbs/20_cook/07_structure.ipynb #c47418e1
 @dataclass
@@ -85,7 +85,7 @@ def _common(names):
 def _stored(module):
     "The weight of a matrix module (out, in), as it is stored below its parametrizations"
     w = module.parametrizations.weight.original if parametrize.is_parametrized(module, "weight") else module.weight
-    return w.T if _is_conv1d(module) else w
+    return w.T if is_conv1d(module) else w
 
 def _sizes(module): return tuple(_stored(module).shape)[::-1]     # (in, out)
 
@@ -169,7 +169,7 @@ def shapes(
                    "neurons": sum(f.width for f in layer.ffn)} for layer in found.layers()])
 
 # %% ../../nbs/20_cook/07_structure.ipynb #9cb69939
-def _stored_dim(module, side): return 1 if isinstance(module, nn.Embedding) else int((side == "in") != _is_conv1d(module))     # a Conv1D's weight is (in, out)
+def _stored_dim(module, side): return 1 if isinstance(module, nn.Embedding) else int((side == "in") != is_conv1d(module))     # a Conv1D's weight is (in, out)
 
 class _Scissors:
     "Cuts tensors of a model; a tied one stays tied"
@@ -361,7 +361,7 @@ def _channel_cuts(found, index, modules):
     inner = outs | {n for u in units for n in (u.inputs.values() if isinstance(u, Heads) else u.inputs)}
     for n, m in modules.items():
         if isinstance(m, nn.Embedding) and m.embedding_dim == size: yield n, "out", index
-        elif n not in found.norms and (isinstance(m, nn.Linear) or _is_conv1d(m)):
+        elif n not in found.norms and (isinstance(m, nn.Linear) or is_conv1d(m)):
             i, o = _sizes(m)
             if i == size and n not in outs: yield n, "in", index
             if o == size and (n in outs or n not in inner and not hasattr(modules[n.rpartition(".")[0]], "vocab_size")): yield n, "out", index
@@ -605,5 +605,5 @@ def mask_model(
         else:
             unit, m = attention.get(k) or ffn[k], modules[k]
             gate = torch.zeros(_sizes(m)[0]).index_fill(0, _wide(index, unit.size) if isinstance(unit, Heads) else index, 1.)
-            m.weight.mul_(gate[:, None] if _is_conv1d(m) else gate)
+            m.weight.mul_(gate[:, None] if is_conv1d(m) else gate)
     return model

@@ -14,7 +14,8 @@ from torch import nn
 
 from ..kernels import cpu as cpu_kernels
 from .cache import attention_mask
-from ..kernels.layers import Int4Linear, Int8Linear, packed_linear, packed_linear4
+from ..kernels.codes import packed_linear, packed_linear4
+from ..kernels.layers import Int4Linear, Int8Linear
 
 # %% ../../nbs/40_infer/10_attend.ipynb #bf8f5947
 def _adjacent(tensors):

@@ -7,198 +7,12 @@ __all__ = ['MAX_ROWS', 'MAX_COLUMNS', 'available', 'int8_rows', 'int4_rows']
 
 # %% ../../nbs/02_kernels/04_cpu.ipynb #6429e9b2
 import ctypes, functools, hashlib, logging, os, shlex, shutil, subprocess, tempfile
+from importlib.resources import files
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-
-# %% ../../nbs/02_kernels/04_cpu.ipynb #8b5fb98a
-_SOURCE = r"""
-#include <immintrin.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define WIDTH 64
-#define DOT(s, u, d) (lanes)_mm512_dpbusd_epi32((__m512i)(s), (__m512i)(u), (__m512i)(d))
-#define HALVED(s) _mm256_add_epi32(_mm512_castsi512_si256((__m512i)(s)), _mm512_extracti64x4_epi64((__m512i)(s), 1))
-#elif defined(__AVXVNNI__)
-#define WIDTH 32
-#define DOT(s, u, d) (lanes)_mm256_dpbusd_avx_epi32((__m256i)(s), (__m256i)(u), (__m256i)(d))
-#define HALVED(s) (__m256i)(s)
-#else
-#error no int8 products
-#endif
-#define AHEAD 4096
-typedef uint32_t lanes __attribute__((vector_size(WIDTH)));
-
-static inline lanes load(const void *p) { lanes v; memcpy(&v, p, WIDTH); return v; }
-static inline __m128i four(lanes s) { __m256i h = HALVED(s); return _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1)); } /* of the same sum */
-static inline float as_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
-static inline uint32_t as_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
-
-static inline uint16_t bfloat16(float f) { /* to nearest, ties to even */
-    uint32_t u = as_bits(f);
-    return (u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
-}
-
-/* a row of x -> its digits (3, width) with zeros behind K, 128 times their sums (and 0), its unit, and what is to be taken off in the end: a row of numbers whose unit would have few bits is lifted first */
-static inline float digits(const float *x, const uint16_t *h, int64_t K, int64_t width, int8_t *d, uint32_t *sums, float *off) {
-    uint32_t top = 0, low = 0, middle = 0, high = 0;
-    for (int64_t k = 0; k < K; k++) { uint32_t u = (h ? (uint32_t)h[k] << 16 : as_bits(x[k])) & 0x7fffffff; top = u > top ? u : top; }
-    float lift = top < as_bits(1e-30f) ? 0x1p64f : 1, unit = top < 0x7f800000 ? as_float(top) * lift * (float)(1.0 / 8350000) : as_float(0x7fc00000);
-    *off = 1 / lift;
-    for (int64_t k = 0; k < K; k++) {
-        int32_t b = (int32_t)((h ? as_float((uint32_t)h[k] << 16) : x[k]) * lift / unit + 0x808080) ^ 0x808080;
-        d[k] = b; d[width + k] = b >> 8; d[2 * width + k] = b >> 16;
-        low += (int8_t)b; middle += (int8_t)(b >> 8); high += (int8_t)(b >> 16);
-    }
-    for (int j = 0; j < 3; j++) memset(d + j * width + K, 0, width - K);
-    sums[0] = 128 * low; sums[1] = 128 * middle; sums[2] = 128 * high; sums[3] = 0;
-    return unit;
-}
-"""
-
-# %% ../../nbs/02_kernels/04_cpu.ipynb #c20b875d
-_SOURCE += r"""
-#define CHUNK(codes, at) { lanes c = load(codes) ^ 0x80808080; \
-        for (int r = 0; r < R; r++) for (int j = 0; j < 3; j++) s[r][j] = DOT(s[r][j], c, load(d + (3 * r + j) * width + (at))); }
-
-/* R rows of x times one row of codes */
-static inline __attribute__((always_inline)) void rows(const int R, const int8_t *d, const uint32_t *sums, const float *units, const float *offs, int64_t width,
-                                                       const int8_t *codes, float scale, int64_t K, float *y, uint16_t *yh, int64_t N) {
-    lanes s[4][3] = {0};
-    int64_t k = 0;
-    for (; k + WIDTH <= K; k += WIDTH) { __builtin_prefetch(codes + k + AHEAD); CHUNK(codes + k, k) }
-    if (k < K) { int8_t last[WIDTH] = {0}; memcpy(last, codes + k, K - k); CHUNK(last, k) }
-    for (int r = 0; r < R; r++) {
-        __m128i sum = _mm_hadd_epi32(_mm_hadd_epi32(four(s[r][0]), four(s[r][1])), _mm_hadd_epi32(four(s[r][2]), _mm_setzero_si128()));
-        float t[4];
-        _mm_storeu_ps(t, _mm_cvtepi32_ps(_mm_sub_epi32(sum, _mm_loadu_si128((const __m128i *)(sums + 4 * r)))));
-        float out = (t[0] + 256 * (t[1] + 256 * t[2])) * units[r] * scale * offs[r];
-        if (yh) yh[r * N] = bfloat16(out); else y[r * N] = out;
-    }
-}
-
-/* x (M, K) and y (M, N) float32, or bfloat16 where half is set; 1: no memory */
-int int8_rows(const void *x, const int8_t *codes, const float *scale, void *y, int64_t M, int64_t N, int64_t K, int half, int threads) {
-    int64_t width = (K + 63) / 64 * 64;
-    int8_t *d = aligned_alloc(64, M * 3 * width);
-    uint32_t sums[4 * 16];
-    float units[16], offs[16], *wide = half ? NULL : y;
-    uint16_t *slim = half ? y : NULL;
-    if (!d) return 1;
-    for (int64_t m = 0; m < M; m++) units[m] = digits(half ? NULL : (const float *)x + m * K, half ? (const uint16_t *)x + m * K : NULL, K, width, d + 3 * m * width, sums + 4 * m, offs + m);
-    #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t n = 0; n < N; n++) {
-#define ROWS(R) for (; m + R <= M; m += R) rows(R, d + 3 * m * width, sums + 4 * m, units + m, offs + m, width, codes + n * K, scale[n], K, wide ? wide + m * N + n : NULL, slim ? slim + m * N + n : NULL, N);
-        int64_t m = 0;
-        ROWS(4) ROWS(2) ROWS(1)
-    }
-    free(d);
-    return 0;
-}
-"""
-
-# %% ../../nbs/02_kernels/04_cpu.ipynb #bae676ed
-_FOURS = r"""
-#define NIBBLES(b, at) u = _mm@_and_si@(b, _mm@_set1_epi8(15)); for (int r = 0; r < R; r++) s[r] = DOT@(s[r], u, _mm@_loadu_si@((const void *)(d + (3 * r + j) * width + (at))));
-
-/* R rows of x times one row of codes, `bytes` of them a group; sums: of x's groups, (R, padded) */
-static inline __attribute__((always_inline)) void rows@(const int R, const int bytes, const int8_t *d, const float *sums, const float *units, const float *offs, int64_t width, const uint8_t *codes,
-                                                        const float *scale, const float *zero, int64_t G, int64_t padded, float *y, uint16_t *yh, int64_t N) {
-    __m@ total[4];
-    for (int r = 0; r < R; r++) total[r] = _mm@_setzero_ps();
-    for (int64_t g = 0; g < G; g++) {
-        const uint8_t *c = codes + g * bytes;
-        int64_t k = 2 * bytes * g;
-        __m@i s[4], u;
-        __builtin_prefetch(c + AHEAD);
-        for (int r = 0; r < R; r++) s[r] = _mm@_setzero_si@();
-        for (int j = 2; j >= 0; j--) {
-            if (bytes * 16 == @) { NIBBLES(JOINED@(c), k) }
-            else for (int p = 0; p < bytes; p += @ / 8) {
-                __m@i b = _mm@_loadu_si@((const void *)(c + p));
-                NIBBLES(b, k + p) NIBBLES(_mm@_srli_epi16(b, 4), k + bytes + p)
-            }
-            if (j) for (int r = 0; r < R; r++) s[r] = _mm@_slli_epi32(s[r], 8);
-        }
-        for (int r = 0; r < R; r++) total[r] = _mm@_fmadd_ps(_mm@_set1_ps(scale[g]), _mm@_cvtepi32_ps(s[r]), total[r]);
-    }
-    for (int r = 0; r < R; r++) {
-        __m256 rest = _mm256_setzero_ps();
-        for (int64_t g = 0; g < padded; g += 8) rest = _mm256_fmadd_ps(_mm256_loadu_ps(zero + g), _mm256_loadu_ps(sums + r * padded + g), rest);
-        float out = (ADDED@(total[r]) + ADDED256(rest)) * units[r] * offs[r];
-        if (yh) yh[r * N] = bfloat16(out); else y[r * N] = out;
-    }
-}
-#undef NIBBLES
-"""
-
-# %% ../../nbs/02_kernels/04_cpu.ipynb #9d36ac24
-_SOURCE += r"""
-#define JOINED256(c) _mm256_set_m128i(_mm_srli_epi16(_mm_loadu_si128((const void *)(c)), 4), _mm_loadu_si128((const void *)(c)))
-#define JOINED512(c) _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const void *)(c))), _mm256_srli_epi16(_mm256_loadu_si256((const void *)(c)), 4), 1)
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-#define DOT256 _mm256_dpbusd_epi32
-#else
-#define DOT256 _mm256_dpbusd_avx_epi32
-#endif
-#define DOT512 _mm512_dpbusd_epi32
-#define ADDED512 _mm512_reduce_add_ps
-static inline float ADDED256(__m256 v) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
-""" + _FOURS.replace("@", "256") + "#if WIDTH == 64" + _FOURS.replace("@", "512") + r"""
-#define FOURS rows512
-#else
-#define FOURS rows256
-#endif
-"""
-
-# %% ../../nbs/02_kernels/04_cpu.ipynb #41f603a0
-_SOURCE += r"""
-/* x (M, K) and y (M, N) float32, or bfloat16 where half is set; group: 32, 64 or 128; 1: no memory */
-int int4_rows(const void *x, const uint8_t *codes, const uint16_t *scale, const uint16_t *zero, void *y, int64_t M, int64_t N, int64_t K, int64_t group, int half, int threads) {
-    int64_t width = (K + 63) / 64 * 64, G = K / group, padded = (G + 7) / 8 * 8;
-    int8_t *d = aligned_alloc(64, M * 3 * width);
-    float *sums = calloc(M * padded, sizeof(float)), units[16], offs[16], *wide = half ? NULL : y;
-    uint16_t *slim = half ? y : NULL;
-    uint32_t none[4];
-    if (!d || !sums) { free(d); free(sums); return 1; }
-    for (int64_t m = 0; m < M; m++) {
-        int8_t *own = d + 3 * m * width;
-        units[m] = digits(half ? NULL : (const float *)x + m * K, half ? (const uint16_t *)x + m * K : NULL, K, width, own, none, offs + m);
-        for (int64_t g = 0; g < G; g++) {
-            int32_t sum = 0;
-            for (int64_t k = g * group; k < (g + 1) * group; k++) sum += own[k] + own[width + k] * 256 + own[2 * width + k] * 65536;
-            sums[m * padded + g] = (float)sum;
-        }
-    }
-    #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t n = 0; n < N; n++) {
-        float scales[2048], zeros[2048]; /* of this row; zeros behind them */
-        for (int64_t g = 0; g < G; g += 8) {
-            uint16_t part[16] = {0}; /* the last ones, which must not be read past */
-            const uint16_t *s = scale + n * G + g, *z = zero + n * G + g;
-            if (g + 8 > G) { for (int64_t i = 0; i < G - g; i++) { part[i] = s[i]; part[8 + i] = z[i]; } s = part; z = part + 8; }
-            __m256 wide_s = _mm256_cvtph_ps(_mm_loadu_si128((const void *)s)), wide_z = _mm256_cvtph_ps(_mm_loadu_si128((const void *)z));
-            _mm256_storeu_ps(scales + g, wide_s);
-            _mm256_storeu_ps(zeros + g, _mm256_fnmadd_ps(_mm256_set1_ps(8), wide_s, wide_z));
-        }
-#define ROWS4(F, R, B) for (; m + R <= M; m += R) F(R, B, d + 3 * m * width, sums + m * padded, units + m, offs + m, width, codes + n * (K / 2), scales, zeros, G, padded, wide ? wide + m * N + n : NULL, slim ? slim + m * N + n : NULL, N);
-        int64_t m = 0;
-        if (group == 128) { ROWS4(FOURS, 4, 64) ROWS4(FOURS, 2, 64) ROWS4(FOURS, 1, 64) }
-        else if (group == 64) { ROWS4(FOURS, 4, 32) ROWS4(FOURS, 2, 32) ROWS4(FOURS, 1, 32) }
-        else { ROWS4(rows256, 4, 16) ROWS4(rows256, 2, 16) ROWS4(rows256, 1, 16) }
-    }
-    free(d); free(sums);
-    return 0;
-}
-"""
 
 # %% ../../nbs/02_kernels/04_cpu.ipynb #f055118a
 _log = logging.getLogger(__name__)
@@ -206,14 +20,15 @@ _FLAGS = ("-march=native", "-fopenmp"), ("-march=native",)  # the second where t
 
 def _made(compiler, flags, folder):
     "The library, compiled unless it is there"
-    run = lambda *args: subprocess.run([*compiler, "-O3", *flags, *args], input=_SOURCE.encode(), capture_output=True, check=True, timeout=60).stdout
-    about = run("-dM", "-E", "-x", "c", "-") + (_SOURCE + " ".join(flags)).encode()              # what the compiler is and compiles for, and what
+    source = files("bmlab.kernels") / "cpu.c"
+    run = lambda *args: subprocess.run([*compiler, "-O3", *flags, *args, "-x", "c", str(source)], capture_output=True, check=True, timeout=60).stdout
+    about = run("-dM", "-E") + source.read_bytes() + " ".join(flags).encode()                    # what the compiler is and compiles for, and what
     key, folder = hashlib.sha256(about).hexdigest()[:16], Path(folder)
     file = next((f for f in folder.glob(f"cpu-{key}-*.so") if f.stem.endswith(f"-{f.stat().st_size}")), None)     # a file that lost its end would end the process
     if file is None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as near:                                # whole, or not there
-            run("-shared", "-fPIC", "-x", "c", "-", "-o", f"{near}/made.so")
+            run("-shared", "-fPIC", "-o", f"{near}/made.so")
             with open(f"{near}/made.so", "rb") as f: os.fsync(f.fileno())
             file = folder / f"cpu-{key}-{os.path.getsize(f'{near}/made.so')}.so"
             os.replace(f"{near}/made.so", file)

@@ -187,7 +187,7 @@ def test_experts_are_rounded_by_the_tokens_that_reach_them(bits):
 
 
 def dequantized(experts, stack, e):
-    from bmlab.kernels.layers import dequantize_groups, dequantize_rows
+    from bmlab.kernels.codes import dequantize_groups, dequantize_rows
     tensors = [t[e] for t in getattr(experts, stack).tensors]
     return (dequantize_rows if len(tensors) == 2 else dequantize_groups)(*tensors)
 

@@ -8,7 +8,8 @@ import transformers as tf
 from torch import nn
 
 from bmlab.core import count
-from bmlab.kernels.layers import Int8Embedding, Int8Linear, dequantize_rows, pack_linears, packed_linear, quantize_rows
+from bmlab.kernels.codes import dequantize_rows, packed_linear, quantize_rows
+from bmlab.kernels.layers import Int8Embedding, Int8Linear, pack_linears
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LIMIT = {torch.float32: 1e-5, torch.float16: 2**-11, torch.bfloat16: 2**-8}   # relative; float32: one long sum; half precisions: the one rounding of the result
