@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .shards import ShardError, Shards, ShardWriter, _File, _about, _Sequence, seal_shards
+from .shards import ShardError, Shards, ShardWriter, TokenFile, TokenStream, seal_shards, tokenizer_header
 
 # %% ../../nbs/05_data/02_layouts.ipynb #04002aec
-class Foreign(_Sequence):
+class Foreign(TokenStream):
     "Documents in files of another layout: what `Shards` does, without a manifest to check against."
     def verify(self):
         "Raise `ShardError` where a file's documents do not fill it."
@@ -47,7 +47,7 @@ def open_ds(
         if size is None: raise ValueError(f"{p}: nothing says how long a token is; give dtype='uint16' or 'uint32'")
         if index.stat().st_size % 8 or not index.stat().st_size: raise ShardError(f"{index} has {index.stat().st_size} bytes; the ends of documents take 8 each")
         ends = np.fromfile(index, "<i8")
-        files.append(_File(p, f"<u{size}", len(ends), int(ends[-1])))
+        files.append(TokenFile(p, f"<u{size}", len(ends), int(ends[-1])))
     return Foreign(files, {"dtype": files[0].dtype.name})
 
 # %% ../../nbs/05_data/02_layouts.ipynb #3d123104
@@ -84,7 +84,7 @@ def open_mmididx(
         if len(docs) > 1:
             if docs[0] != 0 or docs[-1] != len(sizes) or (np.diff(docs) < 0).any(): raise ShardError(f"{idx}: documents end at sequence {docs[-1]} of {len(sizes)}")
             ends = np.concatenate([[0], ends])[docs[1:]]
-        files.append(_File(data, dtype, len(ends), int(sizes.sum()), ends=ends))
+        files.append(TokenFile(data, dtype, len(ends), int(sizes.sum()), ends=ends))
     if len({f.dtype for f in files}) > 1: raise ShardError(f"the files hold tokens of different types: {', '.join(f'{f.path.name} {f.dtype.name}' for f in files)}; rewrite them one by one by write_shards")
     return Foreign(files, {"dtype": files[0].dtype.name})
 
@@ -305,7 +305,7 @@ def write_shards(
     shard_tokens:int=100_000_000, # a shard is closed behind the document that reaches this many
 )->Shards:
     "Documents of ids as shards with a manifest."
-    if tok is not None: about, size = _about(tok, False, False, recipe)[0], max(tok.get_vocab().values()) + 1
+    if tok is not None: about, size = tokenizer_header(tok, False, False, recipe)[0], max(tok.get_vocab().values()) + 1
     else: about, size = {"tokenizer": None, "eos": None, "bos": None, "recipe": recipe}, {1: "uint16", 2: "uint16"}.get(documents.dtype.itemsize, "uint32") if hasattr(documents, "dtype") else None
     if (dtype := dtype if dtype is not None else size) is None: raise ValueError("dtype=None, and there is no tokenizer: give the number of ids, or 'uint16' or 'uint32'")
     with ShardWriter(folder, dtype, name, shard_tokens, about) as w:

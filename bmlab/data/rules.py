@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['HAN', 'repair', 'Language', 'language', 'LanguageRule', 'ngram_hashes', 'repeated_share', 'chinese_figures',
            'ChineseQuality', 'chinese_lines', 'valid_identity', 'valid_card', 'Found', 'find_pii', 'mask_pii',
-           'pii_examples', 'Page', 'extract', 'perplexity', 'CharModel', 'PerplexityRule']
+           'pii_examples', 'MainText', 'extract', 'perplexity', 'CharModel', 'PerplexityRule']
 
 # %% ../../nbs/05_data/04_rules.ipynb #fa2f44f7
-import datetime, html, importlib, ipaddress, itertools, math, re, unicodedata
+import datetime, html, importlib, ipaddress, itertools, math, re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -373,7 +373,7 @@ def _blocks(tree):
 
 # %% ../../nbs/05_data/04_rules.ipynb #90d0e254
 @dataclass(kw_only=True)
-class Page:
+class MainText:
     "The text of a page, and what was left out; draws itself."
     text:str               # the main text, "" when none was found
     title:str              # "" when there is none
@@ -472,7 +472,7 @@ def extract(
     strict:bool=False,      # rather lose text than keep boilerplate?
     tables:bool=True,       # keep tables?
     fast:bool=False,        # without the second opinion of other extractors?
-)->Page:
+)->MainText:
     "The main text of a page (trafilatura: Barbaresi 2021)."
     source = _decode(page)
     prepared = _prepared(source)
@@ -482,7 +482,7 @@ def extract(
     text = "\n".join(line for line in lines if line and not re.fullmatch(r"[|\s-]+", line))                      # without the rules of tables
     if _gaps(rows, text) > 0.25: text = "\n".join(" | ".join(row) for row in rows)
     tree = _parse(source)
-    return Page(text=text, title=" ".join((tree.findtext(".//title") or "").split()), lang=(tree.get("lang") or "").strip(), source=source)
+    return MainText(text=text, title=" ".join((tree.findtext(".//title") or "").split()), lang=(tree.get("lang") or "").strip(), source=source)
 
 # %% ../../nbs/05_data/04_rules.ipynb #12e71573
 def perplexity(

@@ -6,16 +6,11 @@
 __all__ = ['cost_table']
 
 # %% ../../nbs/06_plan/04_cost.ipynb #8cc408f0
-import dataclasses
-from collections.abc import Iterable
-
 import pandas as pd
-import torch
 from torch import nn
 
 from ..core import format_bytes
-from .training import TrainingPlan, plan_training, trace_step
-from .trace import skeleton
+from .training import plan_training
 
 # %% ../../nbs/06_plan/04_cost.ipynb #7b770de1
 def cost_table(

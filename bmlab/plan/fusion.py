@@ -8,14 +8,13 @@ __all__ = ['fuse_blocks']
 # %% ../../nbs/06_plan/02_fusion.ipynb #62d72aac
 import dataclasses, logging
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..core import parts
-from .machine import NO_KERNEL, OTHER
-from .trace import Life, Segment, Trace, _cost, _Fused, _product_shape, _tally, _traffic
+from .machine import OTHER
+from .trace import FusedAttention, Life, Trace, operation_cost, tally_blocks, traffic
 
 # %% ../../nbs/06_plan/02_fusion.ipynb #da7cc9f0
 def _graphs(block, sample):
@@ -36,7 +35,7 @@ def _graphs(block, sample):
         def compiler(graph, _): out[which] = graph.graph; return make_boxed_func(graph.forward)
         return compiler
     before = [b._version for b in block.buffers()]
-    with _Fused():
+    with FusedAttention():
         f = aot_function(call, fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=min_cut_rematerialization_partition, decompositions=select_decomp_table())
         results = f([made[i] for i in where], [*block.parameters(), *block.buffers()])
         sum(t.float().sum() for t in results if t.requires_grad).backward()
@@ -121,10 +120,10 @@ def _plan_graph(graph, kept):
         if _is_kernel(g[0]):
             n = g[0]
             args = tree_map(lambda a: a.meta["val"] if isinstance(a, torch.fx.Node) else a, tuple(n.args))
-            op, scratch = _cost(_name(n), args, _values(n), True, False)
+            op, scratch = operation_cost(_name(n), args, _values(n), True, False)
             if scratch: lives[n, "scratch"] = (k, k + 1, scratch)
         else:
-            size = lambda x: sum(map(_traffic, _values(x)))
+            size = lambda x: sum(map(traffic, _values(x)))
             op = (OTHER, 0, 0, 0, 0, 0.0, float(sum(map(size, reads[k])) + sum(map(size, written[k]))), 2, 1 if any(map(size, written[k])) else 0)
         ops.append(op)
     for k, g in enumerate(written):
@@ -192,5 +191,5 @@ def _rebuild(trace, done):
         for born, dies, size, until in fwd: new.append(Life(size, (f, born), (f, dies), {} if until is None else {f: (b, until)}))
         for born, dies, size, _ in bwd: new.append(Life(size, (b, born), (b, dies)))
         replays[f] = 1 + max((born for born, _, _, until in fwd if until is not None), default=-1)
-    return _tally(dataclasses.replace(trace, segments=segments, lives=new, replays=replays, compiled=True, blocks={},
+    return tally_blocks(dataclasses.replace(trace, segments=segments, lives=new, replays=replays, compiled=True, blocks={},
                                       inputs=[(index[i], c) for i, c in trace.inputs if i in index]))

@@ -11,7 +11,6 @@ import dataclasses, math, os, time
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import torch
 
 from ..core import did_you_mean, format_bytes, parse_bytes

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ADAM', 'LINK', 'BOTH', 'WORKSPACE', 'UNIT', 'RING', 'Group', 'weight_groups', 'Setting', 'gathered', 'moments',
            'Work', 'work', 'Schedule', 'schedule', 'Cost', 'training_cost', 'TrainingPlan', 'choose_recompute',
-           'plan_training']
+           'zero_levels', 'plan_training']
 
 # %% ../../nbs/06_plan/03_training.ipynb #7fe57b1f
 import dataclasses, json, math
@@ -19,12 +19,10 @@ import pandas as pd
 import torch
 from torch import nn
 
-from ..core import format_bytes, parse_bytes, resolve, tensor_key, to_cast
+from ..core import _bar, find_blocks, format_bytes, parse_bytes, resolve, tensor_key, to_cast
 from .fusion import fuse_blocks
-from .machine import Machine, machine as _machine, measure
-from .trace import Timeline, Trace, occupancy, step_loss, timeline, trace_step
-from ..core import find_blocks
-from ..core import _bar
+from .machine import Machine, machine as _machine
+from .trace import Lifetimes, Trace, lifetimes, occupancy, trace_step
 
 # %% ../../nbs/06_plan/03_training.ipynb #9d8b36c0
 class Group(NamedTuple):
@@ -90,7 +88,7 @@ def _last_spans(trace, line):
     return last, first, turn
 
 def gathered(
-    trace:Trace, line:Timeline, groups:dict, setting:Setting,
+    trace:Trace, line:Lifetimes, groups:dict, setting:Setting,
 )->np.ndarray: # (slots,) bytes
     "Weights in flight under `fully_shard`, in every slot."
     last, first, turn = _last_spans(trace, line)
@@ -118,7 +116,7 @@ def moments(
     recompute:tuple=(),          # names of recomputed blocks
 )->dict[str, np.ndarray]:        # category → (slots,) bytes
     "Bytes that come and go, by category, in every slot of a step."
-    line, W, blocks = timeline(trace, recompute), setting.gpus, list(trace.parameters)
+    line, W, blocks = lifetimes(trace, recompute), setting.gpus, list(trace.parameters)
     last, _, _ = _last_spans(trace, line)
     grads, stop = line.kind == 2, line.stop.copy()
     at_rest = np.zeros(line.slots + 1)
@@ -442,8 +440,12 @@ def _trace_ids(model, batch, seq, names, loss, dtype):
     try: return trace_step(model, _batch(model, batch, seq), names, loss, dtype)
     except (ValueError, TypeError) as e: raise ValueError(f"{e} (batch= and seq= make token ids with labels for each; of a model that takes others give inputs=, a real batch)") from e
 
-def _levels(model, blocks, zero):
-    "{block: 2 or 3}; a pattern counts for the blocks that it names and for those below what it names; the last one wins"
+def zero_levels(
+    model:nn.Module, # whose modules patterns name
+    blocks,          # names of its blocks
+    zero:int|dict,   # 2 or 3 for all, or {pattern: 2 or 3}, 3 where none fits
+)->dict[str, int]:   # block → 2 or 3
+    "The ZeRO stage of each block: a pattern counts for the blocks it names and for those below what it names; the last one wins."
     if not isinstance(zero, dict): return dict.fromkeys(blocks, zero)
     out = dict.fromkeys(blocks, 3)
     for pattern, level in zero.items():
@@ -504,7 +506,7 @@ def plan_training(
     groups = weight_groups(model, names, master, dtype)
     computes = dtype or next(p.dtype for p in model.parameters() if p.requires_grad)
     if sharded is None: sharded = gpus > 1 or any(p.requires_grad for p in to_cast(model, computes))
-    setting = Setting(gpus=gpus, levels=_levels(model, names, zero), sharded=sharded, item=computes.itemsize, reduce_item=(reduce_dtype or dtype or torch.float32).itemsize, accumulate=accumulate,
+    setting = Setting(gpus=gpus, levels=zero_levels(model, names, zero), sharded=sharded, item=computes.itemsize, reduce_item=(reduce_dtype or dtype or torch.float32).itemsize, accumulate=accumulate,
                       master=master, overlap=overlap, link=link)
     offload = 0.0 if offload is None else offload
     search = _Search(trace, groups, setting, m)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as run_again
 
 from ..core import changed, did_you_mean, format_bytes, parse_bytes, parts, tensor_key, to_cast, unwrap
 from .parallel import tensor_parallel
-from ..plan.training import _levels, plan_training
+from ..plan.training import plan_training, zero_levels
 from .processes import init_distributed, local_device
 from ..plan.trace import skeleton, trace_step
 from ..core import find_blocks
@@ -366,7 +366,7 @@ def shard(
     root, backend, limit = unwrap(model), _backend(compile), None if memory_limit is None else parse_bytes(memory_limit)
     _check(root, zero, mesh, tp, unknown)
     found, device = find_blocks(root, blocks), _mesh_device(mesh)
-    levels, (dp, tp_mesh) = _levels(root, found, zero), _layout(mesh, tp, device)
+    levels, (dp, tp_mesh) = zero_levels(root, found, zero), _layout(mesh, tp, device)
     recompute = 0 if checkpoint == "auto" else _how_many(checkpoint, len(found))
     _check_rows(found, dp.size())
     if weights is not None: _compared(root, _Files(weights), _added(root))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bmlab.data.collect import Fetcher, Limits, Page, Robots, Skipped, collect, page_text, index_records, sitemap_urls
+from bmlab.data.collect import Fetcher, Limits, Robots, Skipped, collect, index_records, page_text
 from bmlab.data.samples import fetch_deb, sample_texts
 
 module = importlib.import_module("bmlab.data.collect")

@@ -1,5 +1,5 @@
 "The corpus: kills and resumes, several processes, Slurm, Ray, other formats, remote folders, the note's acceptance figures."
-import gzip, io, json, os, signal, socket, stat, subprocess, sys, textwrap, time
+import gzip, io, json, os, signal, subprocess, sys, textwrap
 from pathlib import Path
 
 import numpy as np
@@ -7,11 +7,12 @@ import pandas as pd
 import pytest
 
 pytest.importorskip("datatrove")
-from bmlab.data.corpus import *  # noqa: E402,F403
-from bmlab.data.corpus import Local, Reader, Worker, plan_stages, stored#     noqa: E402
-from bmlab.data.copies import ExactCopies, NearCopies, RepeatedParagraphs, RepeatedSpans
-from bmlab.data.steps import UrlFilter, load_json
 from datatrove.data import Document  # noqa: E402
+
+from bmlab.data.copies import ExactCopies, NearCopies, RepeatedParagraphs, RepeatedSpans  # noqa: E402
+from bmlab.data.corpus import Cleaned, Corpus, plan_stages  # noqa: E402
+from bmlab.data.recipes import RECIPES, recipe  # noqa: E402
+from bmlab.data.steps import Extract, FindLanguage, Repair, Rule, UrlFilter  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +32,9 @@ def run_script(body, *args, check=False, **env):
 KILLED = """
     import os, sys
     import pandas as pd
-    from bmlab.data.corpus import *
+    from bmlab.data.copies import ExactCopies
+    from bmlab.data.corpus import Corpus
+    from bmlab.data.steps import Rule
     into, state = sys.argv[1:]
     def note(text):
         "counts the documents it has seen, and dies once in the middle"
@@ -109,6 +112,20 @@ def test_a_refused_call_leaves_no_documents(tmp_path):
 def test_a_set_in_a_rule_is_described_alike_in_every_process():
     from bmlab.data.steps import _mark_of
     assert "frozenset" not in repr(_mark_of((lambda t: t in {"a", "b"}).__code__))             # its order is another in every process
+
+
+def test_a_folder_outlives_the_place_where_a_rule_was_written(tmp_path):
+    "Folders whose recipe names modules, as it did once, are gone on with; another rule is refused as before"
+    from bmlab.data.rules import ChineseQuality, mask_pii
+    corpus = Corpus.from_frame(frame(), "rows").then(Repair(mask_pii), Rule(ChineseQuality(), language="zh"))
+    corpus.run(tmp_path / "run")
+    path = tmp_path / "run/recipe.json"
+    assert "bmlab" not in path.read_text()
+    said = path.read_text().replace('"mask_pii"\n', '"bmlab.textrules.mask_pii"\n')
+    path.write_text(said.replace('"ChineseQuality",\n        {', '"bmlab.textrules.ChineseQuality",\n        {'))
+    assert path.read_text().count("bmlab.textrules.") == 2
+    assert len(corpus.run(tmp_path / "run").frame()) == 40
+    with pytest.raises(ValueError, match="its steps were"): Corpus.from_frame(frame(), "rows").then(Repair(mask_pii), Rule(ChineseQuality(min_chars=9), language="zh")).run(tmp_path / "run")
 
 
 # ---- processes and clusters
@@ -375,7 +392,8 @@ OFFLINE = """
     def no(*a, **k): raise OSError("the network was asked for")
     socket.socket.connect = no; socket.getaddrinfo = no
     import pandas as pd
-    from bmlab.data.corpus import *
+    from bmlab.data.corpus import Corpus
+    from bmlab.data.recipes import RECIPES, recipe
     en = "The committee that was to have met with the people of the town on the first of May did not meet. The people were told that it would be held at the end of the month. All of them had come back to their homes by then, and to the work that they had left there in the spring. Nobody had thought of that before. It was a good day for all."
     rows = pd.DataFrame({"text": [en, "房间很干净，服务也好，早餐的种类不多，但是味道还可以，下次还会再来住。"], "url": ["https://a.example.com/1"] * 2})
     pages = pd.DataFrame({"text": ["<html><body><p>" + en.replace("May", "June") + "</p></body></html>"], "url": ["https://a.example.com/2"]})

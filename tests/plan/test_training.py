@@ -17,7 +17,7 @@ from bmlab.plan.fusion import fuse_blocks
 from bmlab.plan.machine import MACHINES, machine
 from bmlab.kernels.layers import pack_linears
 from bmlab.plan.training import choose_recompute, plan_training, weight_groups
-from bmlab.plan.trace import occupancy, skeleton, step_loss, timeline, trace_step
+from bmlab.plan.trace import lifetimes, occupancy, skeleton, step_loss, trace_step
 from bmlab.core import find_blocks
 
 SMALL = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=211)
@@ -94,7 +94,7 @@ def test_one_trace_tells_the_peak_under_recomputation(name, recomputed):
     for m in plain.modules():
         if isinstance(m, nn.Dropout): m.p = 0.0
     trace = trace_step(plain, inputs)
-    line = timeline(trace, list(trace.blocks)[:recomputed])
+    line = lifetimes(trace, list(trace.blocks)[:recomputed])
     assert occupancy(line, line.kind != 3).max() == pytest.approx(live.peak, rel=0.02)
 
 
