@@ -4,7 +4,7 @@ from .bank import DeltaBank
 from .bbt import Bbt, PromptScore
 from .continual import Continual, transfer
 from .delta import Delta, deltas
-from .hub import Card, Hub, publish
+from .hub import DeltaCard, Hub, publish
 from .lora import Lora
 from .peft_plugin import PeftDelta
 from .prefix import Prefix

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core import changed, did_you_mean, parts, unwrap
+from ..core import did_you_mean, parts, unwrap
 from .delta import Delta, _sharded, deltas
 from .lora import Lora
 

@@ -23,12 +23,11 @@ from bmlab.core import (
     tensor_key, unwrap,
 )
 from ..train.processes import rank, synchronize
-from .site import Site, _Sites, _attach_site, _detach_site, _forget_compiled
-
-# %% ../../nbs/30_delta.ipynb #bdfc1e32
-_log = logging.getLogger(__name__)
+from .site import Site, _Sites, attach_site, detach_site, _forget_compiled
 
 # %% ../../nbs/30_delta.ipynb #f7927dc4
+_log = logging.getLogger(__name__)
+
 class _OnModel:
     kind = ""                     # name in the registry and prefix of the delta's name
     default_roles = ()            # where to sit when modules=None
@@ -148,7 +147,7 @@ class _Attachable(_Shareable):
         "Put the delta on the model; where it is attached already, switch it on."
         modules, away = dict(parts(self.model)), self._away()
         if away: self._check_attach(modules, away)
-        for n in away: _attach_site(modules[n], self.name, self._every[n])
+        for n in away: attach_site(modules[n], self.name, self._every[n])
         for site in self._every.values(): site.enabled = True
         _register(self, moved=bool(away))
         changed(self.model)
@@ -172,7 +171,7 @@ class _Attachable(_Shareable):
         modules, sharded, away = dict(parts(self.model)), _sharded(self.model), self._away()
         for n, site in self._every.items():
             if sharded: site.enabled = False
-            elif n not in away: _detach_site(modules[n], self.name)
+            elif n not in away: detach_site(modules[n], self.name)
         changed(self.model)
         return self
 
@@ -585,7 +584,7 @@ def _bare(module):
     "A copy of a module without the deltas on it"
     own = copy.deepcopy(module)
     for _, part in parts(own):
-        for d in list(getattr(part, "_deltas", ())): _detach_site(part, d)
+        for d in list(getattr(part, "_deltas", ())): detach_site(part, d)
     return own
 
 def _read_heads(tensors, model, names, dir, start=_PREFIX):

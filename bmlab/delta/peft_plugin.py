@@ -11,18 +11,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from ..core import did_you_mean, parts, resolve, tensor_key, unwrap
 from .delta import Delta, _files, _names_stay, _sharded, deltas
-from .site import Site, _detach_site
+from .site import Site, base_class, detach_site
 
 # %% ../../nbs/30_delta/08_peft_plugin.ipynb #788ea4d6
-def _plain_class(module):
-    "The class of a module under its deltas and parametrizations"
-    inner = type(module).__bases__[0] if is_parametrized(module) else type(module)
-    return inner.__dict__.get("_bmlab_base", inner)
-
 @functools.cache
 def _below_class(base):
     "The subclass of `base` that stands for a module inside PEFT's layer"
@@ -43,7 +37,7 @@ def _rebuild_below(base):
 
 def _below(module):
     "What PEFT's layer gets in place of `module`"
-    stand_in = _rebuild_below(_plain_class(module))
+    stand_in = _rebuild_below(base_class(module))
     nn.Module.__init__(stand_in)
     stand_in.__dict__ |= {"_bmlab_owner": (module,), "_bmlab_call": None, "_bmlab_called": False}     # in a tuple, so that it is no child
     return stand_in
@@ -86,7 +80,7 @@ class PeftSite(Site):
         if not hasattr(self.layer, "merge"): return {}
         plain = copy.copy(module)                                       # another module over clones of its parameters
         plain.__dict__ = {**module.__dict__, "_modules": {}, "_parameters": {k: None if p is None else nn.Parameter(p.detach().clone(), False) for k, p in module._parameters.items()}}
-        plain.__class__ = _plain_class(module)
+        plain.__class__ = base_class(module)
         held = [(n, k) for n, m in self.layer.named_modules() for k in self.places if m.__dict__.get(k) is self.below]
         twin = copy.deepcopy(self.layer, {id(self.below): plain})       # some methods exchange modules when they merge
         twin.merge(safe_merge=True)
@@ -109,7 +103,7 @@ def _skeleton(model, keep=()):
     handles = {id(m.__dict__["_bmlab_handles"]): {} for _, m in parts(model) if "_bmlab_handles" in m.__dict__}
     bare = copy.deepcopy(model, memo | handles)
     for m in list(bare.modules()):
-        for n in list(getattr(m, "_deltas", ())): _detach_site(m, n)
+        for n in list(getattr(m, "_deltas", ())): detach_site(m, n)
     return bare.requires_grad_(False)
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..core import parts, resolve, roles, unwrap
 from .delta import Delta, deltas
 from .site import Site
-from .soft import Arguments, folded, forward_names, prompt_config, prompt_table, tell_signature, text_ids, widen
+from .soft import Arguments, encoder_decoder, folded, forward_names, prompt_config, prompt_table, tell_signature, text_ids, widen
 
 # %% ../../nbs/30_delta/05_prefix.ipynb #f3e106d9
 class PrefixView:
@@ -178,7 +178,7 @@ def attentions(
     modules, takes = dict(parts(model)), lambda m, kinds: any(k in forward_names(m) for k in kinds)
     owners = {n.rpartition(".")[0] for n, role in roles(model).items() if role in ("q", "k", "qkv")}
     out = {n: m for n, m in modules.items() if n in owners and takes(m, _CACHES) and takes(m, _MASKS) and not _is_cross(n, m)}
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if encoder_decoder(model):
         decoder = next(n for n, m in modules.items() if m is model.get_decoder())
         out = {n: m for n, m in out.items() if n.startswith(decoder + ".")}
     return out
@@ -283,7 +283,7 @@ class _FromText(_Prefixed):
         "Begin with the keys and values of words"
         from transformers import DynamicCache
         config = getattr(self.model, "config", None)
-        if getattr(config, "is_encoder_decoder", False) or not all(s.causal for s in self.prefixes.values()):
+        if encoder_decoder(self.model) or not all(s.causal for s in self.prefixes.values()):
             raise ValueError("init='text' takes what a causal model computes for the words, and this one looks both ways; use init='normal'")
         device, was = next(iter(self.prefixes.values())).key.device, self.model.training
         self.model.eval()
@@ -317,7 +317,7 @@ class Prefix(_FromText):
         return set(self.prefixes) == set(attentions(self.model)) and len({(s.heads, s.dims) for s in self.prefixes.values()}) == 1 and len({*next(iter(self.prefixes.values())).dims}) == 1
 
     def _layout(self):
-        twice, L = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)), len(self.prefixes)
+        twice, L = encoder_decoder(self.model), len(self.prefixes)
         return twice, L | 1 if twice else L
 
     def file_tensors(self)->dict[str, Tensor]: # PEFT's table, or a tensor per attention where PEFT has no word for it

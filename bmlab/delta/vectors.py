@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .adapter import _COMMON, FieldDelta, _kind_of, fill
 from ..core import _is_norm, _matrix, parts, resolve, roles, unwrap
 from .delta import _PREFIX, _new_head, _whole, Delta, deltas
-from .site import Site
+from .site import Site, base_class
 
 # %% ../../nbs/30_delta/03_vectors.ipynb #ef45999b
 def _bias_shape(module):
@@ -174,7 +174,7 @@ def norm_rule(
     eps = next((e for k in ("eps", "variance_epsilon", "epsilon", "norm_eps") if isinstance(e := getattr(module, k, None), float)), None)
     refused = TypeError(f"{name} is a {type(module).__name__}; norm tuning sits on layer norms and RMS norms with a weight; choose other modules or exclude it")
     if eps is None or "weight" not in own or own.keys() - {"weight", "bias"} or any(p.ndim != 1 for p in own.values()) or any(b is not None for b in module._buffers.values()): raise refused
-    base, width, draw = type(module).__dict__.get("_bmlab_base", type(module)), len(own["weight"]), torch.Generator().manual_seed(0)
+    base, width, draw = base_class(module), len(own["weight"]), torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(*shape, generator=draw)
     x, first, second = random(3, width) * 0.01 + 0.003, {k: random(width) for k in own}, {k: random(width) for k in own}   # (so small that eps shows)
     twin, results = base.__new__(base), []

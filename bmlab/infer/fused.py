@@ -11,7 +11,6 @@ import contextlib, functools, weakref
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from .cache import KVCache, attention_mask
 from ..core import changed, parts, unwrap
@@ -242,10 +241,8 @@ def _swap(module, part):
 
 def _restore(module):
     "Take the fused class away, from below deltas and parametrizations too"
-    from bmlab.delta.site import _delta_class, _wear
-    cls = type(module).__bases__[0] if is_parametrized(module) else type(module)
-    if "_bmlab_fused" in cls.__dict__: _wear(module, cls.__dict__["_bmlab_fused"])
-    elif "_bmlab_base" in cls.__dict__ and (base := cls.__dict__["_bmlab_base"].__dict__.get("_bmlab_fused")): _wear(module, _delta_class(base))
+    from bmlab.delta.site import base_class, set_base_class
+    if (base := base_class(module).__dict__.get("_bmlab_fused")) is not None: set_base_class(module, base)
     module.__dict__.pop("_fused", None)
 
 # %% ../../nbs/40_infer/11_fused.ipynb #41e34a47

@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import groupby
 
 import torch
-from torch import Tensor
 
 from .bee import Bee, BeeTokens, _special_ids, encode_bee, escape
 from ..models.stream import bad_logits

@@ -29,7 +29,7 @@ from .learned import ProtoVerbalizer, SoftVerbalizer
 from ..delta.prefix import Prefix
 from .template import CUTS, InputExample, Line, Template, TemplateError, encoded_html
 from .view import Picture, bars_html
-from ..delta.soft import PTuning, SoftPrompt
+from ..delta.soft import PTuning, SoftPrompt, encoder_decoder
 from .soft import SoftTokens
 from .targets import GenerationVerbalizer, Written, write
 from ..train.loop import eval_mode, fit
@@ -243,7 +243,7 @@ def _check_fit(model, template, verbalizer, chain):
     if not isinstance(verbalizer, nn.Module) or not hasattr(verbalizer, "labels"): raise TypeError(f"verbalizer is a {type(verbalizer).__name__}: expected one of bmlab.prompt.verbalize, such as Verbalizer(tok, {{label: words}}), or None")
     if template.tok is None: raise ValueError("the template has no tokenizer yet: template.bind(tok)")
     config = getattr(unwrap(model), "config", None)
-    both = bool(getattr(config, "is_encoder_decoder", False))
+    both = encoder_decoder(unwrap(model))
     if both != (template.family == "seq2seq"):
         raise ValueError(f"the template is for a {template.family} model, and this {type(model).__name__} is {'an encoder–decoder' if both else 'none with a decoder beside an encoder'}; give Template(…, family=)")
     if (blank := hasattr(config, "sop_token_id")) != (template.family == "blank"):

@@ -15,8 +15,9 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..core import unwrap
+from ..delta.soft import encoder_decoder
 from .language import TemplateError, parse_template
-from .template import Template, _ids, sentinel
+from .template import Template, _ids, pad_id, sentinel
 from .classify import _label, class_number, examples_of
 from ..train.loop import eval_mode
 from .verbalize import label_words
@@ -94,7 +95,7 @@ def _search_spans(model, template, examples, beams, most):
 @torch.no_grad()
 def _search_before(model, tok, texts, wanted, beams, most):
     "[(score, [ids])] from a causal model: `texts` are ids of what stands before, `wanted` the first ids of the labels' words"
-    device, N, pad = next(model.parameters()).device, len(texts), tok.pad_token_id if tok.pad_token_id is not None else tok.eos_token_id or 0
+    device, N, pad = next(model.parameters()).device, len(texts), pad_id(tok)
     L = max(map(len, texts))
     ids = torch.tensor([[pad] * (L - len(t)) + t for t in texts], device=device)
     mask = torch.tensor([[0] * (L - len(t)) + [1] * len(t) for t in texts], device=device)
@@ -125,7 +126,7 @@ def find_templates(
     keep:int=10,                # templates returned
 )->pd.DataFrame:                # template, score: mean log-probability of its words (of a causal model with the label's) in nats; the best first
     "Templates in which a language model would say the examples' own labels (Gao et al. 2021, §5.2)."
-    both = bool(getattr(unwrap(model).config, "is_encoder_decoder", False))
+    both = encoder_decoder(unwrap(model))
     if hasattr(unwrap(model).config, "sop_token_id"): raise TypeError(f"{type(unwrap(model)).__name__}, GLM, writes into blanks and not behind a text: take an encoder–decoder or a causal model to find templates, and ask any other through them")
     form = form or (FORM if both else FORM_CAUSAL)
     parts, data, own = _form(form, tok, not both), examples_of(data), label_words(words, "")

@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 from ..core import parts, unwrap
 from .template import Template
-from ..delta.soft import Arguments, EncodedSite, PromptSite, SoftPrompt, _home, _input_side, _like, _Prompted, folded, prompt_config
+from bmlab.delta.soft import (
+    Arguments, EncodedSite, PromptDelta, PromptSite, SoftPrompt, folded, input_side, prompt_config, prompt_home, vector_kind,
+)
 
 # %% ../../nbs/35_prompt/04_soft.ipynb #2f7e3747
 def _sites(home): return [s for s in getattr(home, "_deltas", {}).values() if isinstance(s, _AnywhereSite) and s.enabled]
@@ -32,7 +34,7 @@ def input_vectors(
     ids:Tensor,      # (B, L)
 )->Tensor|None:      # (B, L, D); None: no soft tokens are on, ids will do
     "What the model reads for ids, for `generate(inputs_embeds=…)`, whose processors then see words alone."
-    home = unwrap(_input_side(unwrap(model)))
+    home = unwrap(input_side(unwrap(model)))
     return _vectors(home, sites, ids) if (sites := _sites(home)) else None
 
 # %% ../../nbs/35_prompt/04_soft.ipynb #3399050b
@@ -80,7 +82,7 @@ class EncodedSoftSite(_AnywhereSite, EncodedSite):
 def _first_vectors(home, template, init):
     "(n, D) to begin with: words as the template says, the rest as asked"
     embedding, n = home.get_input_embeddings(), template.soft_count
-    (D, _, device), N = _like(embedding), embedding.num_embeddings
+    (D, _, device), N = vector_kind(embedding), embedding.num_embeddings
     if isinstance(init, Tensor):
         if init.shape != (n, D): raise ValueError(f"init is {tuple(init.shape)}: the template has {n} soft tokens, the model is {D} wide: expected {(n, D)}")
         return init.detach()
@@ -108,20 +110,19 @@ def _leading(template):
     return not template.ends[0] and sorted(template.numbers) == list(range(len(template.numbers))) and numbers == list(range(1, template.soft_count + 1))
 
 # %% ../../nbs/35_prompt/04_soft.ipynb #2a3d6b43
-class _SoftTokens(_Prompted):
+class _SoftTokens(PromptDelta):
     "Where soft tokens sit, and their files"
     kind = "soft_tokens"
     def _make(self, model, table, base, encoder=None, hidden=None, dtype=None, name=None):
         "The site, on the model or its encoder"
         self.model, self.encoder, self.template = unwrap(model), encoder, None
         self.name = self._free_name(name)
-        side = _input_side(self.model)
-        home = _home(side)
-        (_, own, device), table = _like(home.get_input_embeddings()), table(home)
+        home = prompt_home(self.model)
+        (_, own, device), table = vector_kind(home.get_input_embeddings()), table(home)
         kw = dict(dtype=dtype or own, device=device)
         site = SoftSite(home, *table.shape, base, **kw) if encoder is None else EncodedSoftSite(home, *table.shape, base, encoder, hidden=hidden or table.shape[1], **kw)
         site.table.data.copy_(table if encoder is None else table / table.float().std().clamp_min(1e-6).to(table.dtype))       # a network is made for entries around 1
-        self.sites = {next(n for n, m in parts(self.model) if m is side): site}
+        self.sites = {next(n for n, m in parts(self.model) if m is home): site}
         self.attach()
 
     def _check_attach(self, modules, away):
@@ -153,7 +154,7 @@ class _SoftTokens(_Prompted):
     def read(cls, tensors, model, config, dir):
         "The table of a file that `save` wrote."
         if tensors.keys() != {"soft_tokens"}: raise KeyError(f"{dir}: expected a tensor 'soft_tokens', the file holds {sorted(tensors)}")
-        width = _home(_input_side(model)).get_input_embeddings().weight.shape[-1]
+        width = prompt_home(model).get_input_embeddings().weight.shape[-1]
         if (shape := tuple(tensors["soft_tokens"].shape)) != (config.get("num_virtual_tokens"), width): raise ValueError(f"{dir}: soft_tokens is {shape}, and this model's width is {width}; another backbone?")
         return tensors["soft_tokens"]
     @classmethod
@@ -202,7 +203,7 @@ class SoftTokens(_SoftTokens):
     )->dict:        # {number of a soft token: [(word, cosine −1 … 1)]}, nearest first; empty while the embedding is sharded
         "The words whose embeddings point most nearly where the vectors do."
         if self.template is None: raise RuntimeError("these soft tokens belong to no template yet, so no tokenizer is known: speaks(template)")
-        weight, tok = next(_home(_input_side(self.model)).get_input_embeddings().parameters()), self.template.tok
+        weight, tok = next(prompt_home(self.model).get_input_embeddings().parameters()), self.template.tok
         if hasattr(weight, "full_tensor") or weight.is_meta: return {}
         words, vectors = weight[:len(tok)], F.normalize(self.prompt().detach().float(), dim=-1)
         near = torch.cat([vectors @ F.normalize(part.float(), dim=-1).T for part in words.split(8192)], 1).topk(min(most, len(words)))

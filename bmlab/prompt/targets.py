@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..core import did_you_mean, unwrap
 from .language import TemplateError, parse_template
-from .template import Template, _known, _value, _value_ids
+from .template import Template, _known, _value, _value_ids, pad_id
 from .soft import input_vectors
 from .verbalize import _Choice, _classes
 
@@ -32,6 +32,11 @@ def target_texts(
     if not isinstance(want, (list, tuple)) or not all(isinstance(w, str) for w in want): raise TemplateError(f"tgt_text is {want!r}: expected a text, or a list of them", template.text, masks[0].span)
     if len(want) != len(masks): raise TemplateError(f"tgt_text holds {len(want)} texts, and the template has {len(masks)} masks", template.text, masks[-1].span)
     return list(want)
+
+def _check_writes(template):
+    "Raise for a template of models that write nothing"
+    if template.family == "masked":
+        raise ValueError("a masked model fills places and writes no text; take a causal model or an encoder–decoder")
 
 def _end(template):
     "The id that ends a text: of a blank-filling model the piece's"
@@ -53,8 +58,8 @@ def written(
 )->dict:                       # the model's arguments, padded on the right, and targets (N, L)
     "Examples with the text that is to be written."
     tok = template.tok
-    if template.family == "masked": raise ValueError("a masked model fills places and writes no text; take a causal model or an encoder–decoder")
-    end, pad = [] if (i := _end(template)) is None else [i], tok.pad_token_id if tok.pad_token_id is not None else tok.eos_token_id or 0
+    _check_writes(template)
+    end, pad = [] if (i := _end(template)) is None else [i], pad_id(tok)
     put = lambda rows, fill: torch.tensor([r + [fill] * (max(map(len, rows)) - len(r)) for r in rows])
     own = _target_ids(template, texts)
     if template.at_end:
@@ -92,7 +97,7 @@ def write(
 )->list[list[str]]:            # of each example a text for every mask
     "What the model writes at the masks."
     tok, device, net, end = template.tok, next(model.parameters()).device, unwrap(model), _end(template)
-    if template.family == "masked": raise ValueError("a masked model fills places and writes no text; take a causal model or an encoder–decoder")
+    _check_writes(template)
     if not hasattr(net, "generate"): raise TypeError(f"{type(net).__name__} has no generate; load it with its language-modelling head")
     options = {"do_sample": False, "pad_token_id": tok.pad_token_id if tok.pad_token_id is not None else tok.eos_token_id, "max_new_tokens": max_new_tokens} | ({"eos_token_id": end} if template.family == "blank" else {}) | ({"tokenizer": tok} if "stop_strings" in options else {}) | options
     enc = template.encode(examples, max_length, truncate, "left" if template.at_end else "right").to(device)

@@ -7,9 +7,8 @@ import torch
 import transformers as tf
 
 import reference_cpm as ref
-from bmlab.prompt.bee_answers import BeeCollator, _said, _sayable, answer
+from bmlab.prompt.bee_answers import BeeCollator
 from bmlab.infer.beams import beam_search
-from bmlab.prompt.bee import Bee, _special_ids, encode_bee
 from bmlab.models.convert import manifest, to_original, to_safetensors
 from bmlab.models.cpm import CpmAntTied, mask_modules, residual_sum, visible
 from bmlab.models.cpmbee import BEE_SPECIALS, CpmBeeConfig, CpmBeeForCausalLM, CpmBeeTokenizer, register
@@ -312,65 +311,6 @@ def test_targets_are_what_cpm_live_trains():
     assert [t.item() for t in b["targets"][0, at]].count(tok.eos_token_id) == 2
     said = [(b["ext_ids"][0, t - len(tok)].item(), b["ext_subs"][0, t - len(tok)].item()) if t >= len(tok) else t.item() for t in b["targets"][0, at]]
     assert said == [(tok.unk_token_id, 1), *tok("天", return_offsets_mapping=True)["input_ids"], tok.eos_token_id, tok.unk_token_id, tok.eos_token_id]    # YY is unknown word 1, ZZ word 0
-
-
-# ---- answers ------------------------------------------------------------------------------------------------------------------------
-
-def follow(model, tok, task, said):
-    "Is each token of the answer the likeliest that may be said, when the answered task is read whole?"
-    collate = BeeCollator(tok, max_length=900, pack=False)
-    batch, tokens = collate([said]), encode_bee(task.asked(), tok)
-    special, V = _special_ids(tok), model.config.vocab_size
-    ok = _sayable(tokens, batch["ext_ids"].shape[1], special, V, None)
-    ok[special["/s"]] = True
-    with torch.no_grad(): logits = model(**batch).logits[0].masked_fill(~ok, -torch.inf)
-    at = batch["targets"][0] >= 0
-    return (logits[at].argmax(-1) == batch["targets"][0, at]).tolist()
-
-
-def test_answers_over_a_cache_are_those_read_whole():
-    tok, checked = tokenizer(), 0
-    for seed in range(12):
-        model = bee(tok)
-        g = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for p in model.parameters(): p.copy_(torch.randn(p.shape, generator=g))
-            model.cpmbee.input_embedding.weight[tok.eos_token_id] *= 2.5                                     # so that some answers end by themselves
-        tasks = [Bee(t).asked() for t in TASKS]
-        for task, said in zip(tasks, answer(model, tok, tasks, max_new_tokens=6, min_new_tokens=0)):
-            if not said.answered: continue
-            answers = [said.data["<ans>"]] if isinstance(said.data["<ans>"], str) else list(said.data["<ans>"].values())
-            lengths = [len(encode_bee(Bee({"<ans>": a}), tok).context) - int(encode_bee(Bee({"<ans>": a}), tok).context.sum()) - 1 for a in answers]
-            fits = follow(model, tok, task, said)
-            at = 0
-            for n in lengths:                                                                                # the last place says </s>, or was cut off by max_new_tokens
-                if all(fits[at:at + n]): checked += 1
-                else: assert n > 1                                                                           # (two unknown words, or pieces, side by side read as one)
-                at += n + 1
-    assert checked >= 12
-
-
-def test_only_options_and_only_what_is_there():
-    tok = tokenizer()
-    model = bee(tok)
-    for seed in range(5):
-        torch.manual_seed(seed)
-        with torch.no_grad(): model.cpmbee.input_embedding.weight.normal_(std=3)
-        said = answer(model, tok, Bee(TASKS[0]), only="options").data["<ans>"]
-        assert said in {"<option_0>", "<option_1>", "<option_2>"}
-        free = answer(model, tok, TASKS[2], max_new_tokens=20).data["<ans>"]["<mask_4>"]
-        assert not any(s in free for s in ("<option", "<pad>", "<root>", "<s>", "<unk>"))
-        Bee({"a": "<mask_4>", "<ans>": {"<mask_4>": free}})                                                  # may stand in a task as it is
-
-
-def test_examples_beside_a_task_change_the_answer_and_a_batch_does_not():
-    tok = tokenizer()
-    model = bee(tok)
-    with torch.no_grad(): [p.mul_(3) for p in model.parameters() if p.ndim > 1]      # sharper: not the same word always
-    tasks = [Bee(t).asked() for t in TASKS]
-    alone = [answer(model, tok, t, max_new_tokens=5).json() for t in tasks]
-    assert [a.json() for a in answer(model, tok, tasks, max_new_tokens=5, batch=3)] == alone
-    assert [a.json() for a in answer(model, tok, tasks, max_new_tokens=5, examples=[TASKS[0], TASKS[2]])] != alone
 
 
 # ---- the tokenizer ------------------------------------------------------------------------------------------------------------------
