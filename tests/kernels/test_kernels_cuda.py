@@ -533,7 +533,6 @@ class Block(nn.Module):
 
 def packed_pair(bits, layers=4):
     "Blocks with packed weights under LoRA, and the same with the widened weights"
-    from bmlab.delta.delta import Delta
     from bmlab.delta.lora import Lora
     torch.manual_seed(0)
     packed = nn.Sequential(*(Block() for _ in range(layers))).to("cuda", torch.bfloat16)

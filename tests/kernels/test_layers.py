@@ -15,8 +15,8 @@ from torch import nn
 from bmlab.kernels import codes as packing
 from bmlab.core import count, roles, weights
 from bmlab.kernels.experts import PackedStack, experts_refusal, pack_experts
-from bmlab.kernels.codes import dequantize_groups, dequantize_rows, group_for, packed_linear, packed_linear4, quantize_groups, quantize_rows
-from bmlab.kernels.layers import Int4Linear, Int8Embedding, Int8Linear, arrange_int4, join_packed, pack_linears, packable
+from bmlab.kernels.codes import dequantize_groups, dequantize_rows, packed_linear, packed_linear4, quantize_groups, quantize_rows
+from bmlab.kernels.layers import Int4Linear, Int8Linear, arrange_int4, join_packed, pack_linears, packable
 
 LIMIT = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float64: 1e-6}   # float32: sums in another order; the halves: one rounding of the result, or two
 TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
