@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import activations
 
-from .cook import Calibration, replace_child
+from .report import Calibration, replace_child
 from .chain import chain, stored
 from ..core import Transient, _matrix, parts, resolve, roles, unwrap
 from ..kernels.layers import Int4Linear, Int8Linear, _is_conv1d, _rows

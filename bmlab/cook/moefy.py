@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from .cook import Calibration, Method
+from .cook import Method
+from .report import Calibration
 from .chain import stored
 from ..core import Transient, _matrix, parts, unwrap
 from ..kernels.layers import Int8Linear, _is_conv1d

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .cook import Calibration, Method, replace_child
+from .cook import Method
+from .report import Calibration, replace_child
 from .chain import Foresees, bake, chain, foresee, parametrize_weight, stored, unparametrize
 from ..core import changed, did_you_mean, parts, resolve, roles, tensor_key
 from ..kernels.exchange import Foreign, float_layer, mark_foreign

@@ -267,7 +267,7 @@ def test_compiled_equals_eager():
 RELOAD = """import sys, torch
 from pathlib import Path
 from transformers import AutoModelForCausalLM
-from bmlab.cook.cook import load_cooked
+from bmlab.cook.report import load_cooked
 dir = Path(sys.argv[1])
 b = torch.load(dir / "b.pt")
 with torch.no_grad():
