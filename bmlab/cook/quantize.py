@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .chain import stored
@@ -24,7 +23,7 @@ from ..kernels.layers import Int8Linear, group_for, pack_linears, packable
 from ..kernels.layers import _GroupedLinear, _is_conv1d, _is_experts, _refusal, _rows, _skeleton
 from ..kernels.codes import GROUPS, _over, dequantize_rows, packed_linear
 from .calibrate import Inputs, calibrate
-from .scaling import _awq_exponents, _smooth_exponents, fold, scaling_sites
+from .scaling import awq_exponents, smooth_exponents, fold, scaling_sites
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #b8ff06c3
 _TINY = {8: torch.finfo(torch.float32).tiny, 4: 2.0**-24}          # least scale of a row, of a group
@@ -326,7 +325,7 @@ def choose_factors(
         names = list(site.readers)
         if not set(names) <= set(stage) or site.name and site.name not in stage: continue
         ws, inputs = [weights[n] for n in names], stage[names[0]]
-        out.append((site, _awq_exponents(inputs, ws, [grids[n] for n in names]) if smooth is None else _smooth_exponents(inputs, ws, smooth)))
+        out.append((site, awq_exponents(inputs, ws, [grids[n] for n in names]) if smooth is None else smooth_exponents(inputs, ws, smooth)))
     return out
 
 def choose_codes(
