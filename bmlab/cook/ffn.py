@@ -334,7 +334,7 @@ def replace_ffn(
     ffn:FFN,         # its parts
     make:Callable,   # make(module, FFN) → the new layer, from a module that has gate, up and down of its own
 ):
-    "Put another layer, made of its matrices, in a feed-forward layer's place, or in a block in that of its first matrix."
+    "Put another layer, made of its matrices, in a feed-forward layer's place; in a block in that of its first matrix."
     layer = make(*_apart(model, old, ffn))
     if ffn.spread: _put_parts(old, _whole_at_first(ffn, layer))
     else: replace_child(model, old, layer)

@@ -300,11 +300,11 @@ def _tied(state):
 def _sizes(m): return {k: m.__dict__[k] for k in ("in_features", "out_features", "num_embeddings", "embedding_dim", "normalized_shape", "nf", "nx") if k in m.__dict__}
 
 def _own_classes(layers):
-    "Names of the layers' classes that the registry does not hold: whoever loads the file gives them; raises where one name would mean two"
+    "Names of classes that the registry does not hold, so that they are given to `load_cooked`; raises where one name means two"
     yours, found = sorted({type(m).__name__ for m in layers if not _is_known(m)}), {}
     for m in layers:
         if found.setdefault(type(m).__name__, type(m)) is not type(m) and type(m).__name__ in yours:
-            raise TypeError(f"the model holds two classes called {type(m).__name__}, and a file names classes by their name alone; rename yours")
+            raise TypeError(f"the model holds two classes called {type(m).__name__}, and a file tells classes by name; rename yours")
     return yours
 
 def _described(model, state):
@@ -374,14 +374,15 @@ def _skeleton(dir, name):
     return model
 
 def _class_of(said, classes, yours=()):
-    "The class that a file names: one that was given, or of the registry of core; nothing is imported because a file names it"
-    module, _, name = said.rpartition(":")                          # to format 3 files named modules, some of which are elsewhere now
+    "The class that a file names: given, or in core's registry; nothing is imported because a file names it"
+    module, _, name = said.rpartition(":")                          # to format 3 files named modules; some are elsewhere now
     ours = module.split(".")[0] == "bmlab" if module else name not in yours
-    if (exact := next((c for c in classes if f"{c.__module__}:{c.__qualname__}" == said), None)) is not None: return exact
+    exact = next((c for c in classes if f"{c.__module__}:{c.__qualname__}" == said), None)
+    if exact is not None: return exact
     name = name.rpartition(".")[2]
     if ours and name in known("cooked"): return lookup("cooked", name)
     if (given := next((c for c in classes if c.__name__ == name), None)) is not None: return given
-    raise LookupError(f"the file holds layers of the class {name}, which is none of this package; give the class by layers=[…], with its from_cooked")
+    raise LookupError(f"the file holds layers of the class {name}, none of this package's; give the class by layers=[…], with its from_cooked")
 
 def _put(model, name, module):
     owner, _, last = name.rpartition(".")

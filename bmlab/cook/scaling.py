@@ -68,7 +68,7 @@ def scaling_sites(
     model:nn.Module,  # left as it was
     layers:dict,      # name → linear layer that may take a factor
     batch:dict|Tensor, # of the model's arguments
-)->list[ScalingSite]:        # in the order that they run
+)->list[ScalingSite]: # in the order that they run
     "Where factors can move from inputs to weights; one batch is run to see."
     uses, holders = _Uses(), {}
     for m in model.modules():
@@ -134,7 +134,7 @@ def awq_exponents(
     return best[0].to(torch.int8)
 
 def fold(
-    site:ScalingSite,        # its source is divided, its readers' columns are multiplied, in place
+    site:ScalingSite, # its source is divided, its readers' columns are multiplied, in place
     exponents:Tensor, # (K,) int8: log2 of the factors
 ):
     "Move factors from the inputs to the weights; powers of two, so that nothing is rounded."
