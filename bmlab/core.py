@@ -354,16 +354,19 @@ _REGISTRY = {
         bitfit="delta.vectors:BitFit", ia3="delta.vectors:IA3", ln_tuning="delta.vectors:LayerNormTuning", prompt_tuning="delta.soft:SoftPrompt", p_tuning="delta.soft:PTuning", prefix_tuning="delta.prefix:Prefix", soft_tokens="prompt.soft:SoftTokens",
         **dict.fromkeys("""beft boft c3a deft delora fourierft frod glora gralora hira hra lily loha lokr miss oft peanut psoft pvera randlora road shira supertuning tinylora
             trainable_tokens unilora vblora vera waveft""".split(), "delta.peft_plugin:PeftDelta")).items()},
+    "cooked": {cls: f"bmlab.cook.{room}:{cls}" for cls, room in dict(    # layers that a file of save_cooked names by their class
+        Int8GroupLinear="quantize", Sparse24Linear="sparse24", MoEMLP="moefy", SparseMLP="neurons", Absent="structure",
+        Through="structure").items()},
 }
 
 def known(
-    table:str, # "delta"
+    table:str, # "delta" or "cooked"
 )->list[str]:
     "The names that `lookup` finds in a table."
     return list(_REGISTRY[table])
 
 def lookup(
-    table:str, # "delta"
+    table:str, # "delta" or "cooked"
     name:str,  # an entry's name
 )->type:
     "The class that the registry of `table` holds under `name`."

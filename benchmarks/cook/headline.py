@@ -20,7 +20,8 @@ import transformers as tf
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from bmlab.cook.cook import Cook, bytes_on_disk
+from bmlab.cook.cook import Cook
+from bmlab.cook.report import bytes_on_disk
 from bmlab.core import count, set_seed
 from bmlab.data.samples import sample_texts
 from bmlab.cook.distill import Distill

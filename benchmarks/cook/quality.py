@@ -18,7 +18,8 @@ import torch
 import transformers as tf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from bmlab.cook.cook import Cook, bytes_on_disk, divergence, perplexity
+from bmlab.cook.cook import Cook
+from bmlab.cook.report import bytes_on_disk, divergence, perplexity
 from bmlab.core import count, set_seed
 from bmlab.data.samples import Batches, pack_tokens, sample_texts, split
 from bmlab.cook.distill import Distill

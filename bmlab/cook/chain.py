@@ -72,6 +72,7 @@ def parametrize_weight(
 
 # %% ../../nbs/20_cook/00_chain.ipynb #440c4d1b
 def _drop(module, name, p):
+    "Take `p` out of the chain; with the last one the module gets its own class and parameter back"
     plist = module.parametrizations[name]
     rest = [q for q in plist if q is not p]
     if rest:

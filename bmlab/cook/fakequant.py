@@ -21,7 +21,7 @@ from bmlab.cook.quantize import (
     Grid, check_rounding, choose_codes, choose_experts, choose_factors, grid_for, pack_by, plan_grids,
     smoothing,
 )
-from .scaling import Site, fold, scaling_sites
+from .scaling import ScalingSite, fold, scaling_sites
 from .calibrate import Inputs, calibrate
 
 # %% ../../nbs/20_cook/06_fakequant.ipynb #eba206cd
@@ -316,7 +316,7 @@ class FakeQuant(_Attaching):
         if self._fits and any(p.stale or any(id(s) not in alive for s in p.source) for *_, p in own): self._fit(small)
         sites = {}
         for n, m, _, p in own:
-            if p.source: sites.setdefault(id(p.source[0]), (Site(p.source[0], {}), p.exponents))[0].readers[n] = m
+            if p.source: sites.setdefault(id(p.source[0]), (ScalingSite(p.source[0], {}), p.exponents))[0].readers[n] = m
         for site, exponents in sites.values(): fold(site, exponents)
         codes = {n if stored(m, k).ndim == 2 else f"{n}.{k}": p.codes(p.rows(stored(m, k))) for n, m, k, p in own if p.energy is not None}
         grids = {n: None if stored(m, k).ndim == 3 else p.grid for n, m, k, p in own}

@@ -18,8 +18,8 @@ from .chain import foresee, stored
 from ..core import Transient, _matrix, changed, parts, unwrap
 from ..kernels.layers import is_conv1d
 from bmlab.cook.ffn import (
-    FFN, _apart, _claim, _described, _install, _made, _plain, _quiet, _rows_product, _slices, _some_columns,
-    _turned, feed_forwards, ffn_samples,
+    FFN, claim_neurons, columns_product, feed_forwards, ffn_from_state, ffn_samples, ffn_state, is_plain, neuron_rows,
+    release_neurons, replace_ffn, rows_product, sliceable, unhooked,
 )
 
 # %% ../../nbs/20_cook/13_neurons.ipynb #991e9b79
@@ -134,11 +134,11 @@ class _Paths(nn.Module):
 
     def _down(self, h, ids, down):
         "What the neurons `ids` add up to"
-        if h.is_cuda and _plain(down) and not torch.compiler.is_compiling():
+        if h.is_cuda and is_plain(down) and not torch.compiler.is_compiling():
             from bmlab.kernels.triton_groups import neuron_sum
-            y = neuron_sum(h[0].float(), ids, _turned(down).t()).to(h.dtype)[None]
-        elif _plain(down) or is_conv1d(down): y = F.embedding_bag(ids[None], _turned(down), per_sample_weights=h.to(down.weight.dtype), mode="sum")
-        elif (y := _some_columns(down, h, ids)) is not None: return y
+            y = neuron_sum(h[0].float(), ids, neuron_rows(down).t()).to(h.dtype)[None]
+        elif is_plain(down) or is_conv1d(down): y = F.embedding_bag(ids[None], neuron_rows(down), per_sample_weights=h.to(down.weight.dtype), mode="sum")
+        elif (y := columns_product(down, h, ids)) is not None: return y
         else: return down(h.new_zeros(1, len(self.predictor.norms)).scatter(1, ids[None], h))    # no part of it can be read alone
         return y if down.bias is None else y + down.bias
 
@@ -160,7 +160,7 @@ class SparseMLP(_Paths):
     def forward(self, x, *unused, **also_unused):
         rows, act = x.reshape(-1, x.shape[-1]), self.ffn.function(self)
         gate, up, down = self.ffn.matrices(self)
-        apart = all(m is None or _slices(m) and _quiet(m) for m in (gate, up)) and _quiet(down)
+        apart = all(m is None or sliceable(m) and unhooked(m) for m in (gate, up)) and unhooked(down)
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *self.parameters()))
         y, share = (self._one if len(rows) == 1 and apart and not learns else self._many)(rows, act, gate, up, down)
         size = sum(math.prod(_matrix(m)) for m in (gate, up, down) if m is not None)
@@ -169,11 +169,11 @@ class SparseMLP(_Paths):
 
     def cooked_state(self):
         shapes = {k: None if p is None else list(p.shape) for k, p in self.predictor._parameters.items()}
-        return {"ffn": _described(self, self.ffn), "candidates": self.candidates, "n": self.n, "predictor": [self.predictor.kind, shapes]}
+        return {"ffn": ffn_state(self, self.ffn), "candidates": self.candidates, "n": self.n, "predictor": [self.predictor.kind, shapes]}
     @classmethod
     def from_cooked(cls, old, state):
         kind, shapes = state["predictor"]
-        return cls(*_made(old, state["ffn"]), Predictor(kind, {k: s and torch.empty(s, device="meta") for k, s in shapes.items()}), state["candidates"], state["n"])
+        return cls(*ffn_from_state(old, state["ffn"]), Predictor(kind, {k: s and torch.empty(s, device="meta") for k, s in shapes.items()}), state["candidates"], state["n"])
     def extra_repr(self): return f"neurons={len(self.predictor.norms)}, candidates={self.candidates}, of a token={self.n}"
 
 # %% ../../nbs/20_cook/13_neurons.ipynb #13485f9e
@@ -191,10 +191,10 @@ def _gathered(w, ids, v):
 
 def _some_rows(m, x, ids):
     "Outputs `ids` of a matrix module for one token x (1, D)"
-    if x.device.type == "cpu" and _plain(m) and not torch.compiler.is_compiling():
+    if x.device.type == "cpu" and is_plain(m) and not torch.compiler.is_compiling():
         y = _gathered(m.weight.detach(), ids, x[0].detach())[None]
         return y if m.bias is None else y + m.bias[ids]
-    if not (x.is_cuda and _plain(m)) or torch.compiler.is_compiling(): return _rows_product(m, x, ids)
+    if not (x.is_cuda and is_plain(m)) or torch.compiler.is_compiling(): return rows_product(m, x, ids)
     from bmlab.kernels.triton_groups import neuron_hidden
     y = neuron_hidden(x[0], ids, m.weight, act="none").to(x.dtype)[None]
     return y if m.bias is None else y + m.bias[ids]
@@ -244,7 +244,7 @@ class _Options(Method):
         if calib is None and self.predictor == "lowrank": raise ValueError("predictor='lowrank' needs calib=: a few batches; without, predictor='cascade'")
         for n, f in layers.items():
             if any(m is not None and isinstance(stored(m), DTensor) for m in f.matrices(modules[n])): raise RuntimeError(f"{n} is sharded; attach Cook before shard")
-        for x in layers: _claim(modules[x], x, self)
+        for x in layers: claim_neurons(modules[x], x, self)
         self.plans, held = {}, []
         for n, x, h in ffn_samples(model, layers, calib, self.tokens) if calib is not None else ((n, None, None) for n in layers):
             f, m = layers[n], modules[n]
@@ -285,7 +285,8 @@ class NeuronSparse(_Options):
 
     def detach(self):
         for n, module in self.places.items():
-            del module._modules["sparse"], module.__dict__["_bmlab_neurons"]
+            del module._modules["sparse"]
+            release_neurons(module)
         self.places = {}
 
     def export(self, small):
@@ -295,8 +296,8 @@ class NeuronSparse(_Options):
             width, D = _matrix(down)[0], _matrix(up)[0]
             if width != len(p.norms) or p.kind == "lowrank" and D != p.inner.shape[1]:
                 raise RuntimeError(f"{p.place} was cut to {width} neurons and {D} inputs by what did not tell its predictor; export without NeuronSparse, and cook the small model with it")
-            module, ffn = _apart(small, old, f)
-            _install(small, old, f, SparseMLP(module, ffn, p, *self.numbers(f, p, width)))
+            rest = p, *self.numbers(f, p, width)
+            replace_ffn(small, old, f, lambda module, ffn, rest=rest: SparseMLP(module, ffn, *rest))
 
 # %% ../../nbs/20_cook/13_neurons.ipynb #5f2e785f
 _CONFIG_ACTS = ("hidden_act", "activation_function", "hidden_activation", "activation", "dense_act_fn", "feed_forward_proj")   # where configurations name it

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .chain import stored
@@ -23,7 +22,7 @@ from ..kernels.experts import holds_experts
 from ..kernels.layers import GroupedLinear, Int8Linear, is_conv1d, pack_linears, packable, packing_refusal, weight_rows
 from ..kernels.codes import GROUPS, dequantize_rows, divide_, group_for, packed_linear
 from .calibrate import Inputs, calibrate
-from .scaling import _awq_exponents, _smooth_exponents, fold, scaling_sites
+from .scaling import awq_exponents, smooth_exponents, fold, scaling_sites
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #b8ff06c3
 _TINY = {8: torch.finfo(torch.float32).tiny, 4: 2.0**-24}          # least scale of a row, of a group
@@ -325,7 +324,7 @@ def choose_factors(
         names = list(site.readers)
         if not set(names) <= set(stage) or site.name and site.name not in stage: continue
         ws, inputs = [weights[n] for n in names], stage[names[0]]
-        out.append((site, _awq_exponents(inputs, ws, [grids[n] for n in names]) if smooth is None else _smooth_exponents(inputs, ws, smooth)))
+        out.append((site, awq_exponents(inputs, ws, [grids[n] for n in names]) if smooth is None else smooth_exponents(inputs, ws, smooth)))
     return out
 
 def choose_codes(

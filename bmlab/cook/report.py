@@ -7,7 +7,7 @@ __all__ = ['Calibration', 'replace_child', 'perplexity', 'named_logits', 'span_l
            'load_cooked', 'bytes_on_disk', 'peak_bytes', 'report']
 
 # %% ../../nbs/20_cook/01_report.ipynb #93da9883
-import contextlib, copy, importlib, inspect, json, math, os, tempfile, time, weakref
+import contextlib, copy, inspect, json, math, os, tempfile, time, weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from ..models.card import write_card
-from ..core import count, parts, table, tensor_key, unwrap
+from ..core import count, known, lookup, parts, table, tensor_key, unwrap
 from ..kernels.exchange import mark_foreign
 from ..models.stream import decode_speed
 from ..kernels.layers import pack_linears
@@ -247,9 +247,10 @@ def _from_config(config, name):
     if cls.__name__ != name or config is None: return None
     with torch.device("meta"), no_init_weights(): return cls._from_config(copy.deepcopy(config))
 
-def _path(module):
-    "By which a file names a class that makes itself from one"
-    return f"{type(module).__module__}:{type(module).__qualname__}"
+def _is_known(module):
+    "Is this module's class the one that the registry of core finds by its name?"
+    name = type(module).__name__
+    return name in known("cooked") and lookup("cooked", name) in type(module).__mro__
 
 def _shapes(module):
     "{name: shape or None} of a module's own parameters, packed ones by the matrix that they stand for"
@@ -298,17 +299,27 @@ def _tied(state):
 
 def _sizes(m): return {k: m.__dict__[k] for k in ("in_features", "out_features", "num_embeddings", "embedding_dim", "normalized_shape", "nf", "nx") if k in m.__dict__}
 
+def _own_classes(layers):
+    "Names of classes that the registry does not hold, so that they are given to `load_cooked`; raises where one name means two"
+    yours, found = sorted({type(m).__name__ for m in layers if not _is_known(m)}), {}
+    for m in layers:
+        if found.setdefault(type(m).__name__, type(m)) is not type(m) and type(m).__name__ in yours:
+            raise TypeError(f"the model holds two classes called {type(m).__name__}, and a file tells classes by name; rename yours")
+    return yours
+
 def _described(model, state):
     "What cooked.json says"
     built = _from_config(getattr(model, "config", None), type(model).__name__)
     _check_saved(model, built, state)
     own = {n: m for n, m in parts(model) if hasattr(m, "cooked_state")}
     packed = {n: m for n, m in parts(model) if hasattr(m, "_bmlab_packed") and n not in own}
+    yours = _own_classes(own.values())
     if built is not None: shapes, attributes, absent, shared = _unlike(model, built)
     else: shapes, attributes, absent, shared = ({n: s for n, m in parts(model) if (s := _shapes(m)) and n not in own},
                                         {n: s for n, m in parts(model) if (s := _sizes(m)) and n not in own | packed}, [], {})
-    return {"format": 3, "class": type(model).__name__, "shapes": shapes, "attributes": attributes, "absent": absent, "shared": shared,
-            "layers": {n: [_path(m), m.cooked_state()] for n, m in own.items()}, "packed": {n: getattr(m, "group_size", None) for n, m in packed.items()},     # None: int8
+    return {"format": 4, "class": type(model).__name__, "shapes": shapes, "attributes": attributes, "absent": absent, "shared": shared,
+            "layers": {n: [type(m).__name__, m.cooked_state()] for n, m in own.items()}, "yours": yours,
+            "packed": {n: getattr(m, "group_size", None) for n, m in packed.items()},     # None: int8
             "activations": {n: a for n, m in packed.items() if (a := getattr(m, "activations", None))},
             "out_dtype": {n: str(m.out_dtype)[6:] for n, m in packed.items() if hasattr(m, "out_dtype")}, "tied": _tied(state)}   # what a packed embedding puts out
 
@@ -362,15 +373,16 @@ def _skeleton(dir, name):
             if p is not None: m._parameters[k] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
     return model
 
-def _class_of(path, classes):
-    "The class that a file names; of this package, or given"
-    module, _, name = path.partition(":")
-    given = {f"{c.__module__}:{c.__qualname__}": c for c in classes}
-    if path in given: return given[path]
-    try: cls = getattr(importlib.import_module(module), name, None) if module.split(".")[0] == "bmlab" else None
-    except ImportError as e: raise ImportError(f"the file holds a {name} of {module}, which cannot be imported here: {e}") from e
-    if hasattr(cls, "from_cooked"): return cls
-    raise LookupError(f"the file holds layers of {path}, which is no layer of this package with from_cooked; give the class by layers=[…]")
+def _class_of(said, classes, yours=()):
+    "The class that a file names: given, or in core's registry; nothing is imported because a file names it"
+    module, _, name = said.rpartition(":")                          # to format 3 files named modules; some are elsewhere now
+    ours = module.split(".")[0] == "bmlab" if module else name not in yours
+    exact = next((c for c in classes if f"{c.__module__}:{c.__qualname__}" == said), None)
+    if exact is not None: return exact
+    name = name.rpartition(".")[2]
+    if ours and name in known("cooked"): return lookup("cooked", name)
+    if (given := next((c for c in classes if c.__name__ == name), None)) is not None: return given
+    raise LookupError(f"the file holds layers of the class {name}, none of this package's; give the class by layers=[…], with its from_cooked")
 
 def _put(model, name, module):
     owner, _, last = name.rpartition(".")
@@ -392,8 +404,8 @@ def _reshape(model, info, classes):
         if isinstance(m, nn.Linear): m.out_features, m.in_features = m.weight.shape
     for n, values in info.get("attributes", {}).items():
         for k, v in values.items(): setattr(model.get_submodule(n), k, tuple(v) if isinstance(v, list) else v)
-    for n, (path, state) in sorted(info.get("layers", {}).items(), key=lambda kv: kv[0].count(".")):
-        _put(model, n, _class_of(path, classes).from_cooked(model.get_submodule(n), state))
+    for n, (said, state) in sorted(info.get("layers", {}).items(), key=lambda kv: kv[0].count(".")):
+        _put(model, n, _class_of(said, classes, info.get("yours", ())).from_cooked(model.get_submodule(n), state))
     packed, owners = dict(info["packed"]), {n: model.get_submodule(n.rpartition(".")[0]) for n in info["packed"]}
     for n, m in owners.items():                                     # the stacks of experts are packed together, each with the largest group that divides it
         if m._parameters.get(n.rpartition(".")[2]) is not None: packed[n] = max((info["packed"][k] or 0 for k, o in owners.items() if o is m), default=0) or None

@@ -1,9 +1,11 @@
 "Cook where a notebook is too small: two ranks, fresh processes, every order of four methods, other families of models"
 import copy
+import importlib
 import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,15 +13,17 @@ import torch.nn.functional as F
 import transformers as tf
 from torch import nn
 
-from bmlab.cook.cook import (
-    Calibration, Cook, Method, divergence, lattice, load_cooked, peak_bytes, perplexity, replace_child, report,
-    save_cooked,
+import bmlab.cook
+from bmlab.cook.cook import Cook, Method, lattice
+from bmlab.cook.report import (
+    Calibration, divergence, load_cooked, peak_bytes, perplexity, replace_child, report, save_cooked,
 )
 from bmlab.cook.chain import bake, chain, parametrize_weight, stored, unparametrize
-from bmlab.core import count, resolve, set_seed
+from bmlab.core import count, known, lookup, resolve, set_seed
 from bmlab.train.processes import run_ranks
 from bmlab.kernels.layers import pack_linears
 from bmlab.cook.prune import StructPrune
+from bmlab.cook.structure import slice_model
 
 BROAD = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=256)
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=96)
@@ -263,7 +267,7 @@ def test_compiled_equals_eager():
 RELOAD = """import sys, torch
 from pathlib import Path
 from transformers import AutoModelForCausalLM
-from bmlab.cook.cook import load_cooked
+from bmlab.cook.report import load_cooked
 dir = Path(sys.argv[1])
 b = torch.load(dir / "b.pt")
 with torch.no_grad():
@@ -316,6 +320,60 @@ def test_odd_sizes_come_back_where_kernels_read_them(tmp_path):
     assert all(t.data_ptr() % 16 == 0 for t in again.state_dict().values())
     with torch.no_grad(): y, z = small(batch(1)["input_ids"]).logits, again(batch(1)["input_ids"]).logits
     assert torch.allclose(y, z, atol=0.02)
+
+
+class Halved(nn.Module):
+    "A layer of a user's"
+    def __init__(self, inner): super().__init__(); self.inner = inner
+    def forward(self, x): return self.inner(x) / 2
+    def cooked_state(self): return {}
+    @classmethod
+    def from_cooked(cls, old, state): return cls(old)
+
+
+def renamed(folder, to):
+    "The layers' classes in a cooked folder, before, and from now on by `to`"
+    info = json.loads((folder / "cooked.json").read_text())
+    said = {kind for kind, _ in info["layers"].values()}
+    for layer in info["layers"].values(): layer[0] = to.format(layer[0])
+    (folder / "cooked.json").write_text(json.dumps(info))
+    return said
+
+
+def test_the_registry_holds_every_layer_that_a_file_can_name():
+    found = {}
+    for name in [p.stem for p in (Path(bmlab.cook.__file__).parent).glob("*.py")]:
+        room = importlib.import_module(f"bmlab.cook.{name}")
+        found |= {k: v for k, v in vars(room).items() if isinstance(v, type) and hasattr(v, "from_cooked")}
+    assert {k: lookup("cooked", k) for k in known("cooked")} == found
+
+
+@pytest.mark.parametrize("kind", ["Absent", "bmlab.slicing:{}", "bmlab.cook.structure:{}", "bmlab.nowhere:{}"])
+def test_files_name_classes_and_no_module(kind, tmp_path):
+    "Names of modules stand in older files; what comes before the colon is passed over, and nothing is imported by it"
+    small = llama()
+    slice_model(small, {"model.layers.0.self_attn.o_proj": []})
+    save_cooked(small, tmp_path)
+    assert "bmlab." not in (tmp_path / "cooked.json").read_text()
+    if ":" in kind: assert renamed(tmp_path, kind) == {"Absent", "Through"}
+    with torch.no_grad(): assert torch.equal(load_cooked(tmp_path)(**batch()).logits, small(**batch()).logits)
+    assert "bmlab.nowhere" not in sys.modules
+
+
+def test_classes_of_a_user(tmp_path):
+    model, x = llama(), batch(1)
+    model.model.layers[0].mlp = Halved(model.model.layers[0].mlp)
+    Named = type("MoEMLP", (Halved,), {})                                                     # called like one of ours
+    model.model.layers[1].mlp = Named(model.model.layers[1].mlp)
+    save_cooked(model, tmp_path)
+    for given in ([], [Halved], [Named]):
+        with pytest.raises(LookupError, match=r"give the class by layers="): load_cooked(tmp_path, layers=given)
+    with torch.no_grad(): assert torch.equal(load_cooked(tmp_path, layers=[Halved, Named])(**x).logits, model(**x).logits)
+    renamed(tmp_path, f"{__name__}:{{}}")                                                     # as format 3 wrote it
+    with pytest.raises(LookupError, match=r"give the class by layers="): load_cooked(tmp_path, layers=[Halved])
+    with torch.no_grad(): assert torch.equal(load_cooked(tmp_path, layers=[Halved, Named])(**x).logits, model(**x).logits)
+    model.model.layers[2].mlp = type("Halved", (Halved,), {})(model.model.layers[2].mlp)
+    with pytest.raises(TypeError, match="two classes called Halved"): save_cooked(model, tmp_path)
 
 
 @pytest.mark.parametrize("cut", [0, 5, 300, -7])

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 
-from bmlab.cook.cook import Cook, load_cooked, save_cooked
+from bmlab.cook.cook import Cook
+from bmlab.cook.report import load_cooked, save_cooked
 from bmlab.core import set_seed
 from bmlab.train.processes import run_ranks
 from bmlab.kernels.layers import pack_linears
@@ -322,7 +323,7 @@ def test_reload_in_a_fresh_process(tmp_path):
     for k, m in small.items(): save_cooked(m, tmp_path / k)
     torch.save(ids, tmp_path / "ids.pt")
     code = f"""import torch
-from bmlab.cook.cook import load_cooked
+from bmlab.cook.report import load_cooked
 ids = torch.load({str(tmp_path / "ids.pt")!r})
 with torch.no_grad(): torch.save({{k: [load_cooked(f"{tmp_path}/{{k}}")(i).logits for i in (ids, ids[:1, :1])] for k in {list(made)}}}, {str(tmp_path / "y.pt")!r})"""
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -442,7 +443,7 @@ def test_a_relu_model_at_a_fifth_of_its_neurons():
 @pytest.mark.slow
 def test_half_the_neurons_of_a_real_model():
     "SmolLM2 on held-out text: perplexity within 5 % at half of its neurons, by the exported predictor"
-    from bmlab.cook.cook import perplexity
+    from bmlab.cook.report import perplexity
     from bmlab.models.load import load
     from test_quality import calibration, held_out
     model, tok = load("smollm2-135m", device="cpu")

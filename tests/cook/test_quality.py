@@ -3,7 +3,7 @@ import copy
 
 import pytest
 
-from bmlab.cook.cook import bytes_on_disk, divergence, perplexity
+from bmlab.cook.report import bytes_on_disk, divergence, perplexity
 from bmlab.core import count, weights
 from bmlab.data.samples import Batches, pack_tokens, sample_texts, split
 from bmlab.kernels.layers import pack_linears

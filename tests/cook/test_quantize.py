@@ -7,7 +7,8 @@ import torch.nn.functional as F
 import transformers as tf
 from torch import nn
 
-from bmlab.cook.cook import Cook, Method, perplexity
+from bmlab.cook.cook import Cook, Method
+from bmlab.cook.report import perplexity
 from bmlab.cook.chain import chain, parametrize_weight, unparametrize
 from bmlab.train.processes import run_ranks
 from bmlab.data.samples import Batches, pack_tokens, sample_texts, split

@@ -11,7 +11,8 @@ from tokenizers.models import WordLevel
 from torch import nn
 
 from bmlab.train.checkpoint import export_hf, load_weights, save
-from bmlab.cook.cook import Cook, load_cooked, save_cooked
+from bmlab.cook.cook import Cook
+from bmlab.cook.report import load_cooked, save_cooked
 from bmlab.kernels.exchange import Place, dequantize, foreign, refusal
 from bmlab.kernels.layers import Int4Linear, Int8Embedding, Int8Linear, pack_linears
 from bmlab.delta.lora import Lora

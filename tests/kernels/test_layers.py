@@ -301,7 +301,7 @@ def test_a_packed_mixture_in_a_fresh_process(tmp_path):
 
 
 def test_a_cooked_mixture_is_saved_and_loaded(tmp_path):
-    from bmlab.cook.cook import load_cooked, save_cooked
+    from bmlab.cook.report import load_cooked, save_cooked
     model, ids = pack_linears(moe("Mixtral")), torch.arange(5, 12)[None]
     save_cooked(model, tmp_path)
     back = load_cooked(tmp_path)
