@@ -21,16 +21,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from .train.bmblocks import (BMTrainModelWrapper, Block, CheckpointBlock, DistributedModule, DistributedParameter, ParameterInitializer, PipelineTransformerBlockList,
-                            TransformerBlockList, config, current_state, divide_parameter, grouped_parameters, init_distributed, init_parameters, is_initialized,
-                            load, model_of, require_values, save, shard_like, shutdown)
+from bmlab.train.bmblocks import (
+    BMTrainModelWrapper, Block, CheckpointBlock, DistributedModule, DistributedParameter, ParameterInitializer,
+    PipelineTransformerBlockList, TransformerBlockList, config, current_state, divide_parameter, grouped_parameters,
+    init_distributed, init_parameters, is_initialized, load, model_of, require_values, save, shard_like, shutdown,
+)
 from .train.checkpoint import full_tensor, named_tensors
 from .core import format_bytes
-from .train.inspection import inspect_model as _inspect_model, inspect_tensor as _Recorder, merge_moments, record_tensor as _record_tensor
+from .train.inspection import inspect_model as _inspect_model, inspect_tensor as _Recorder
+from .train.inspection import merge_moments, record_tensor as _record_tensor
 from .train.losses import cross_entropy_rows, vocab_parallel_cross_entropy
 from .train.offload import AdamW
 from .train.optim import Cosine as _Cosine, Exponential as _Exponential, Linear as _LinearDecay, NoDecay as _NoDecay, Noam as _Noam, OptimManager as _Manager, Schedule
-from .train.parallel import column_parallel_linear, gather_from_tp, gather_rows, reduce_from_tp, reduce_scatter_rows, row_parallel_linear
+from bmlab.train.parallel import (
+    column_parallel_linear, gather_from_tp, gather_rows, reduce_from_tp, reduce_scatter_rows, row_parallel_linear,
+)
 from .train.processes import (all_gather as _all_gather, all_reduce as _all_reduce, broadcast as _broadcast, local_device, print_rank, rank,
                              reduce_scatter as _reduce_scatter, sum_loss, synchronize, world_size)
 

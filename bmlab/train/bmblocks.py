@@ -265,7 +265,8 @@ def _give_out(model):
 def _gather_state(module, state, prefix, metadata):
     "Whole tensors for shards; `keep_vars=True` keeps the parameters themselves"
     for k, v in state.items():
-        if k.startswith(prefix) and isinstance(v, Tensor) and not isinstance(v, torch.nn.Parameter): state[k] = full_tensor(v).to("cpu", copy=True)
+        if not k.startswith(prefix) or not isinstance(v, Tensor) or isinstance(v, torch.nn.Parameter): continue
+        state[k] = full_tensor(v).to("cpu", copy=True)
 
 def shard_like(
     whole:Tensor,              # equal on every rank
@@ -281,7 +282,8 @@ def _scatter_state(module, state, prefix, *_):
     "Each rank's parts of whole tensors"
     for n, p in module.named_parameters(remove_duplicate=False):
         v = state.get(prefix + n)
-        if isinstance(p, DTensor) and isinstance(v, Tensor) and not isinstance(v, DTensor) and v.shape == p.shape: state[prefix + n] = shard_like(v.to(p.dtype), p)
+        whole = isinstance(v, Tensor) and not isinstance(v, DTensor) and v.shape == p.shape
+        if whole and isinstance(p, DTensor): state[prefix + n] = shard_like(v.to(p.dtype), p)
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #0fe8f5c4
 @torch.no_grad()

@@ -600,8 +600,8 @@ def full_tensor(
 )->Tensor:    # plain, without a gradient, equal on every rank
     "A sharded tensor gathered, on every rank; a shard that is kept on the host travels by the device."
     if not isinstance(t, DTensor): return t.detach()
-    t = t.detach()
-    return (t if t.to_local().device.type == t.device_mesh.device_type else t.to(t.device_mesh.device_type)).full_tensor()
+    t, kind = t.detach(), t.device_mesh.device_type
+    return (t if t.to_local().device.type == kind else t.to(kind)).full_tensor()
 
 def _write_tensors(tensors, folder, dtype, max_bytes):
     "Gather and write tensor by tensor; rank 0 writes, all gather, an error of the writer comes out on all"

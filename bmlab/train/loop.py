@@ -151,8 +151,8 @@ def plot_log(
     left.set(xlabel="step", ylabel="loss (nats/token)"); left.legend(frameon=False)
     right.plot(log.step, log.tokens_per_s, lw=1); right.set(xlabel="step", ylabel="tokens/s", ylim=(0, None))
 
-def in_notebook()->bool:
-    "Is there a notebook's front end, which shows pictures?"
+def in_notebook()->bool: # do pictures appear where a cell is run?
+    "Is this the kernel of a notebook's front end?"
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
 

@@ -126,9 +126,11 @@ class _Column:
     def _become(self, mesh, done=None, gather_input=False, gather_output=False):
         self.tp_mesh, self.gather_input, self.gather_output = mesh, gather_input, gather_output
         done = {} if done is None else done
-        split_parameter(self, "weight", mesh, 1 if isinstance(self, Conv1D) else 0, done); split_parameter(self, "bias", mesh, 0, done)
+        split_parameter(self, "weight", mesh, 1 if isinstance(self, Conv1D) else 0, done)
+        split_parameter(self, "bias", mesh, 0, done)
 
-    def forward(self, x): return column_parallel_linear(x, _weight(self), self.bias, self.tp_mesh, self.gather_input, self.gather_output)
+    def forward(self, x):
+        return column_parallel_linear(x, _weight(self), self.bias, self.tp_mesh, self.gather_input, self.gather_output)
 
 class ColumnParallelLinear(_Column, nn.Linear):
     "A linear layer whose output features are split over ranks."
@@ -165,9 +167,11 @@ class _Row:
     def _become(self, mesh, done=None, split_input=False, scatter_output=False):
         self.tp_mesh, self.split_input, self.scatter_output = mesh, split_input, scatter_output
         done = {} if done is None else done
-        split_parameter(self, "weight", mesh, 0 if isinstance(self, Conv1D) else 1, done); split_parameter(self, "bias", mesh, None, done)
+        split_parameter(self, "weight", mesh, 0 if isinstance(self, Conv1D) else 1, done)
+        split_parameter(self, "bias", mesh, None, done)
 
-    def forward(self, x): return row_parallel_linear(x, _weight(self), self.bias, self.tp_mesh, self.split_input, self.scatter_output)
+    def forward(self, x):
+        return row_parallel_linear(x, _weight(self), self.bias, self.tp_mesh, self.split_input, self.scatter_output)
 
 class RowParallelLinear(_Row, nn.Linear):
     "A linear layer whose input features are split over ranks; the partial products are summed."
