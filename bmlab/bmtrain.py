@@ -15,34 +15,31 @@ __all__ = ['optim', 'lr_scheduler', 'loss', 'nn', 'inspect', 'distributed', 'sto
 import fnmatch, math, sys, types
 from collections.abc import Callable
 
-import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from .train.bmblocks import (BMTrainModelWrapper, Block, CheckpointBlock, DistributedModule, DistributedParameter, ParameterInitializer, PipelineTransformerBlockList,
-                            TransformerBlockList, config, grouped_parameters, init_distributed, init_parameters, is_initialized, load, save, shutdown,
-                            _Facts, _facts, _must_have, _part, _settled)
-from .train.checkpoint import _whole, named_tensors
+from bmlab.train.bmblocks import (
+    BMTrainModelWrapper, Block, CheckpointBlock, DistributedModule, DistributedParameter, ParameterInitializer,
+    PipelineTransformerBlockList, TransformerBlockList, config, current_state, divide_parameter, grouped_parameters,
+    init_distributed, init_parameters, is_initialized, load, model_of, require_values, save, shard_like, shutdown,
+)
+from .train.checkpoint import full_tensor, named_tensors
 from .core import format_bytes
-from .train.inspection import _merge, inspect_model as _inspect_model, inspect_tensor as _Recorder, record_tensor as _record_tensor
-from .train.losses import _rows, vocab_parallel_cross_entropy
+from .train.inspection import inspect_model as _inspect_model, inspect_tensor as _Recorder
+from .train.inspection import merge_moments, record_tensor as _record_tensor
+from .train.losses import cross_entropy_rows, vocab_parallel_cross_entropy
 from .train.offload import AdamW
 from .train.optim import Cosine as _Cosine, Exponential as _Exponential, Linear as _LinearDecay, NoDecay as _NoDecay, Noam as _Noam, OptimManager as _Manager, Schedule
-from .train.parallel import _Column, _Row, _as, _enter_rows, _leave, _leave_rows, _split, _to
+from bmlab.train.parallel import (
+    column_parallel_linear, gather_from_tp, gather_rows, reduce_from_tp, reduce_scatter_rows, row_parallel_linear,
+)
 from .train.processes import (all_gather as _all_gather, all_reduce as _all_reduce, broadcast as _broadcast, local_device, print_rank, rank,
                              reduce_scatter as _reduce_scatter, sum_loss, synchronize, world_size)
 
 # %% ../nbs/13_bmtrain.ipynb #53f5c654
-def _divided(module, name, dim):
-    "Divide one parameter of a layer, which keeps its init method; None: whole on every rank"
-    p = module._parameters.get(name)
-    if p is None or config.tp is None: return
-    _split(module, name, config.tp, dim, {})
-    module._parameters[name]._bmt = _Facts(p._bmt.init_method, p._bmt.group, True)
-
 class Linear(DistributedModule):
     "A linear layer."
     def __init__(self,
@@ -73,8 +70,10 @@ class ColumnParallelLinear(Linear):
     ):
         super().__init__(in_features, out_features, bias, dtype)
         self.tp_mesh, self.gather_output, self.gather_input = config.tp, gather_output, gather_input
-        for name in ("weight", "bias"): _divided(self, name, 0)
-    def forward(self, x): return super().forward(x) if self.tp_mesh is None else _Column.forward(self, x)
+        for name in ("weight", "bias"): divide_parameter(self, name, 0)
+    def forward(self, x):
+        if self.tp_mesh is None: return super().forward(x)
+        return column_parallel_linear(x, self.weight, self.bias, self.tp_mesh, self.gather_input, self.gather_output)
 
 class RowParallelLinear(Linear):
     "A linear layer whose inputs are divided over the ranks of tensor parallelism."
@@ -89,8 +88,10 @@ class RowParallelLinear(Linear):
     ):
         super().__init__(in_features, out_features, bias, dtype)
         self.tp_mesh, self.split_input, self.scatter_output = config.tp, split_input, not all_reduce_output
-        _divided(self, "weight", 1); _divided(self, "bias", None)
-    def forward(self, x): return super().forward(x) if self.tp_mesh is None else _Row.forward(self, x)
+        divide_parameter(self, "weight", 1); divide_parameter(self, "bias", None)
+    def forward(self, x):
+        if self.tp_mesh is None: return super().forward(x)
+        return row_parallel_linear(x, self.weight, self.bias, self.tp_mesh, self.split_input, self.scatter_output)
 
 # %% ../nbs/13_bmtrain.ipynb #a64aa079
 class VPEmbedding(DistributedModule):
@@ -106,7 +107,7 @@ class VPEmbedding(DistributedModule):
         self.dim_model, self.tp_mesh = embedding_size, config.tp
         init = ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std)
         self.weight = DistributedParameter(torch.empty(vocab_size, embedding_size, dtype=dtype, device="meta"), init_method=init)
-        _divided(self, "weight", 0)
+        divide_parameter(self, "weight", 0)
     def forward(self,
         x:Tensor,                # ids (B, L), or with projection hidden states (B, L, D): this rank's rows
         projection:bool=False,   # hidden states → logits
@@ -115,8 +116,8 @@ class VPEmbedding(DistributedModule):
         mesh = self.tp_mesh
         if mesh is None: return F.linear(x, self.weight) if projection else F.embedding(x, self.weight)
         local = self.weight.to_local()
-        if not projection: return F.embedding(x, _as(local, mesh, Shard(0)).redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]))
-        return F.linear(_enter_rows(x.unsqueeze(0), mesh).view(x.shape[0], -1, x.shape[-1]), local)
+        if not projection: return F.embedding(x, gather_rows(local, mesh))
+        return F.linear(gather_rows(x.unsqueeze(0), mesh).view(x.shape[0], -1, x.shape[-1]), local)
 
 # %% ../nbs/13_bmtrain.ipynb #e61667b7
 def _in_tp(comm): return config.tp is not None and comm is config["tp_comm"]
@@ -126,7 +127,7 @@ def all_gather(
     comm=None,    # a process group such as config["tp_comm"]; None: all ranks
 )->Tensor:        # (ranks, *x.shape)
     "Every rank's tensor, stacked; carries gradients."
-    return _to(x.unsqueeze(0), config.tp, Shard(0), Replicate()) if _in_tp(comm) else _all_gather(x, comm)
+    return gather_from_tp(x.unsqueeze(0), config.tp, dim=0) if _in_tp(comm) else _all_gather(x, comm)
 
 def all_reduce(
     x:Tensor,         # any shape, the same on every rank
@@ -134,7 +135,7 @@ def all_reduce(
     comm=None,        # as above
 )->Tensor:
     "The ranks' tensors combined; carries gradients."
-    return _leave(x, config.tp) if _in_tp(comm) and op == "sum" else _all_reduce(x, op, comm)
+    return reduce_from_tp(x, config.tp) if _in_tp(comm) and op == "sum" else _all_reduce(x, op, comm)
 
 def reduce_scatter(
     x:Tensor,         # (ranks·n, …)
@@ -142,7 +143,7 @@ def reduce_scatter(
     comm=None,        # as above
 )->Tensor:            # (n, …)
     "The ranks' tensors combined, each rank keeping its rows; carries gradients."
-    return _leave_rows(x, config.tp) if _in_tp(comm) and op == "sum" else _reduce_scatter(x, op, comm)
+    return reduce_scatter_rows(x, config.tp) if _in_tp(comm) and op == "sum" else _reduce_scatter(x, op, comm)
 
 def broadcast(
     src:Tensor,   # any shape, the same on every rank
@@ -164,12 +165,12 @@ def wait_loader(): "Nothing to wait for: FSDP2 orders its streams itself."
 def _portable(value, gather):
     "A state as a plain tensor: whole on the host, or this rank's part"
     if not isinstance(value, DTensor): return value
-    return _whole(value).cpu() if gather else value.to_local()
+    return full_tensor(value).cpu() if gather else value.to_local()
 
 def _placed(value, p, state):
     "A saved tensor as the optimizer lays it out"
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(p, DTensor) or value.ndim == 0: return value
-    if value.shape == p.shape: return _part(value, p, state)
+    if value.shape == p.shape: return shard_like(value, p, state)
     to = state if isinstance(state, DTensor) else p
     if value.shape != to.to_local().shape: raise ValueError(f"a saved state has shape {tuple(value.shape)}; the parameter is {tuple(p.shape)}, and {tuple(to.to_local().shape)} of it on this rank: save with gather=True to load on another number of ranks")
     return DTensor.from_local(value.to(to.to_local().device), to.device_mesh, to.placements, run_check=False, shape=p.shape, stride=p.stride())
@@ -195,9 +196,8 @@ class AdamOptimizer(AdamW):
     ):
         super().__init__(params, lr, betas, eps, weight_decay, offload=self._share)
         listed = [p for g in self.param_groups for p in g["params"]]
-        _must_have(listed, f"{type(self).__name__} is made")
-        models = {_facts(p).model for p in listed}
-        if self.model is None and len(models) == 1 and None not in models: self.model = models.pop()()
+        require_values(listed, f"{type(self).__name__} is made")
+        if self.model is None: self.model = model_of(listed)
         self.hold_steps = hold_steps
     def _build(self):
         if self.units is None:
@@ -248,7 +248,7 @@ class OptimManager(_Manager):
     def lr_schedulers(self): return self.schedules
     def add_optimizer(self, optimizer, lr_scheduler=None):
         "Take an optimizer and its schedule under management"
-        _must_have([p for g in optimizer.param_groups for p in g["params"]], f"{type(optimizer).__name__} is added")
+        require_values([p for g in optimizer.param_groups for p in g["params"]], f"{type(optimizer).__name__} is added")
         super().add_optimizer(optimizer, lr_scheduler)
     def scale_loss(self, loss): return super().scale_loss(loss if self.grad_scale == config["zero_size"] else loss * (config["zero_size"] / self.grad_scale))
     def clip_grad_norm(self,
@@ -292,7 +292,7 @@ class _HalfLoss(torch.autograd.Function):
         kept, losses = torch.empty_like(z) if ctx.needs_input_grad[0] else None, []
         for i in range(0, len(z), chunk):
             one = torch.ones(len(z[i:i + chunk]), device=z.device)
-            loss, d = _rows(z[i:i + chunk], labels[i:i + chunk], one, kept is not None)
+            loss, d = cross_entropy_rows(z[i:i + chunk], labels[i:i + chunk], one, kept is not None)
             losses.append(loss)
             if kept is not None: kept[i:i + chunk] = d
         ctx.save_for_backward(kept, labels)
@@ -339,7 +339,7 @@ def inspect_model(
     prefix:str="",          # stands before each name
 )->list[dict]:              # name, shape, std, mean, max, min, grad_std, grad_mean (None without a gradient)
     "Statistics of parameters and of their gradients over all ranks."
-    _settled(model)
+    current_state(model)
     names = [n for n, _ in _parameters_of(model) if fnmatch.fnmatchcase(prefix + n, param_name)]
     if not names: return []
     rows = _inspect_model(model, dict.fromkeys(names)).to_dict("records")
@@ -378,8 +378,8 @@ def record_tensor(
 class inspect_tensor(_Recorder):
     "Records tensors on their way: `with inspect_tensor() as inspector: …`"
     def __init__(self): super().__init__()
-    def _add(self, x, name):
-        super()._add(x, name)
+    def add(self, x, name):
+        super().add(x, name)
         self.records[-1].kept = x                                     # the tensor itself: a loss may be made of it
         if x.requires_grad and getattr(name, "requires_grad", True): x.retain_grad()
     def _names(self):
@@ -393,7 +393,7 @@ class inspect_tensor(_Recorder):
         "Statistics over all ranks, which must have recorded the same; after the `with`."
         moments = lambda value: value[0] if value[0] is not None else torch.tensor([0, 0, 0, math.inf, -math.inf], dtype=torch.float64)
         both = [moments(v).to(local_device()) for r in self.records for v in (r.value, r.grad)]
-        merged = _merge(_all_gather(torch.stack(both))).tolist() if both else []
+        merged = merge_moments(_all_gather(torch.stack(both))).tolist() if both else []
         as_dict = lambda n, mean, m, low, high, p="": {p + "mean": mean, p + "std": (m / (n - 1)) ** 0.5 if n > 1 else math.nan} | ({} if p else {"min": low, "max": high})
         return [{"name": n, "shape": (r.shape[0] * world_size(), *r.shape[1:]) if r.shape else (), **as_dict(*v), **(as_dict(*g, p="grad_") if g[0] else dict(grad_mean=None, grad_std=None))}
                 for n, r, v, g in zip(self._names(), self.records, merged[::2], merged[1::2])]

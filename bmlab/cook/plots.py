@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core import figure, format_bytes
-from ..train.loop import _in_notebook
+from ..train.loop import in_notebook
 
 # %% ../../nbs/20_cook/02_plots.ipynb #ad2ddc38
 def _array(x, ndim, name):
@@ -109,7 +109,7 @@ def _light_png(fig, colors=64):
 def _show_light(fig):
     "Show a figure: in a notebook the light picture"
     import matplotlib.pyplot as plt
-    if not _in_notebook(): return plt.show()
+    if not in_notebook(): return plt.show()
     from IPython.display import Image, display
     display(Image(_light_png(fig)))
 

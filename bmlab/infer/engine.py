@@ -24,7 +24,7 @@ from ..kernels.layers import pack_linears, packable
 from .loading import load_placed, model_on_meta
 from .text import RowText, decode_tokens, end_ids, stream_text
 from .placement import CPU, InferencePlan, plan_inference
-from ..train.processes import _let_segments_grow
+from ..train.processes import use_expandable_segments
 from .sampling import Sampler, row_options, _seed_of
 from .speculate import DraftModel, PromptLookup
 from .streaming import HostTables, Streamer, _Still, move_weights
@@ -57,7 +57,7 @@ class _Fence:
     def __init__(self, plan, device, draft=None, tried=0): # tried: bytes that trying the draft has left there, planned as LIBRARIES
         self.device, self.plan, self.tried = device if device.type == "cuda" and plan.limit is not None else None, plan, tried
         if self.device is None: return
-        torch.cuda.empty_cache(); _let_segments_grow(device)
+        torch.cuda.empty_cache(); use_expandable_segments(device)
         self.stand(draft)
     def stand(self, *planned):
         "Leave room for the plan, and for what this process keeps there besides these models"
@@ -67,7 +67,7 @@ class _Fence:
                         _stores(self.device, planned, self.plan.host))
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(others + min(self.plan.limit, self.plan.peak_bytes + _SLACK) - self.plan.context_bytes, 1) / total), self.device)
     def close(self):
-        if self.device is not None: torch.cuda.set_per_process_memory_fraction(1.0, self.device); _let_segments_grow(self.device, False); self.device = None
+        if self.device is not None: torch.cuda.set_per_process_memory_fraction(1.0, self.device); use_expandable_segments(self.device, False); self.device = None
 
 def _check_room(plan, model, device):
     "Raise where the GPU has less free memory than the plan will take"

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['config', 'CheckpointBlock', 'Config', 'init_distributed', 'shutdown', 'is_initialized', 'ParameterInitializer',
-           'DistributedParameter', 'DistributedModule', 'Block', 'TransformerBlockList', 'PipelineTransformerBlockList',
-           'init_parameters', 'BMTrainModelWrapper', 'grouped_parameters', 'save', 'load']
+           'DistributedParameter', 'require_values', 'DistributedModule', 'Block', 'TransformerBlockList',
+           'PipelineTransformerBlockList', 'model_of', 'shard_like', 'init_parameters', 'BMTrainModelWrapper',
+           'grouped_parameters', 'divide_parameter', 'current_state', 'save', 'load']
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #48c94873
 import copy, functools, logging, os, threading, types, weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +25,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as run_again
 
-from .checkpoint import _first_rank, _some, _whole, load_weights, named_tensors
+from .checkpoint import _first_rank, full_tensor, load_weights, named_tensors
 from ..core import parts
 from .processes import init_distributed as _start, local_device, local_rank, rank, shutdown as _shutdown, world_size
+from .parallel import split_parameter
 from .sharding import shard
-from ..formats.safetensors import _allocated, local_slices
+from ..formats.safetensors import _allocated, _some, local_slices
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #2675c1f7
 class Config(Mapping):
@@ -140,15 +142,18 @@ class DistributedParameter(torch.nn.Parameter, metaclass=_ParameterType):
     def group(self)->str|None: return self._bmt.group
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #f82586d5
-def _must_have(params, what):
-    "Raise for parameters that still wait"
+def require_values(
+    params:Iterable, # parameters, None among them
+    what:str,        # begins the message: "Linear is run"
+):
+    "Raise for parameters that still wait for their values."
     if any(p is not None and "_bmt" in p.__dict__ and p._bmt.waiting for p in params):
         raise RuntimeError(f"{what}: its parameters have no values yet, or are not shared out over the ranks; call bmt.init_parameters(model) or bmt.load(model, file) first")
 
 class DistributedModule(torch.nn.Module):
     "A module that may hold `DistributedParameter`s."
     def __call__(self, *args, **kwargs):
-        _must_have(self._parameters.values(), f"{type(self).__name__} is run")
+        require_values(self._parameters.values(), f"{type(self).__name__} is run")
         return super().__call__(*args, **kwargs)
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #a2d41207
@@ -219,6 +224,13 @@ class PipelineTransformerBlockList(TransformerBlockList):
 # %% ../../nbs/10_train/10_bmblocks.ipynb #b3531e1c
 def _facts(p): return p.__dict__.get("_bmt") or _Facts()
 
+def model_of(
+    params:Iterable,         # parameters
+)->torch.nn.Module|None:     # None: they are of several models, or of one that was not shared out
+    "The model with which parameters were shared out over the ranks."
+    models = {_facts(p).model for p in params}
+    return models.pop()() if len(models) == 1 and None not in models else None
+
 def _blocks(model): return {n: m for n, m in parts(model) if n and isinstance(m, Block)}
 
 def _real(p, device):
@@ -253,10 +265,15 @@ def _give_out(model):
 def _gather_state(module, state, prefix, metadata):
     "Whole tensors for shards; `keep_vars=True` keeps the parameters themselves"
     for k, v in state.items():
-        if k.startswith(prefix) and isinstance(v, Tensor) and not isinstance(v, torch.nn.Parameter): state[k] = _whole(v).to("cpu", copy=True)
+        if not k.startswith(prefix) or not isinstance(v, Tensor) or isinstance(v, torch.nn.Parameter): continue
+        state[k] = full_tensor(v).to("cpu", copy=True)
 
-def _part(whole, like, placed=None):
-    "This rank's part of a whole tensor, as `like` is laid out; on the mesh and device of `placed`, a state of it"
+def shard_like(
+    whole:Tensor,              # equal on every rank
+    like:DTensor,              # a parameter of that shape
+    placed:Tensor|None=None,   # a state of it: on this one's mesh and device, where it is a DTensor
+)->DTensor:                    # laid out as `like`
+    "This rank's part of a whole tensor."
     to = like if placed is None or not isinstance(placed, DTensor) else placed
     local = whole[local_slices(like)].to(to.to_local().device)
     return DTensor.from_local(local, to.device_mesh, to.placements, run_check=False, shape=like.shape, stride=like.stride())
@@ -265,7 +282,8 @@ def _scatter_state(module, state, prefix, *_):
     "Each rank's parts of whole tensors"
     for n, p in module.named_parameters(remove_duplicate=False):
         v = state.get(prefix + n)
-        if isinstance(p, DTensor) and isinstance(v, Tensor) and not isinstance(v, DTensor) and v.shape == p.shape: state[prefix + n] = _part(v.to(p.dtype), p)
+        whole = isinstance(v, Tensor) and not isinstance(v, DTensor) and v.shape == p.shape
+        if whole and isinstance(p, DTensor): state[prefix + n] = shard_like(v.to(p.dtype), p)
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #0fe8f5c4
 @torch.no_grad()
@@ -308,6 +326,17 @@ def grouped_parameters(
     yield from groups.items()
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #ba67515c
+def divide_parameter(
+    module:torch.nn.Module, # a layer of its own `DistributedParameter`s; changed in place
+    name:str,               # of the parameter; one that the layer lacks is passed over
+    dim:int|None,           # along which it is divided; None: whole on every rank
+):
+    "Divide a parameter over the ranks of tensor parallelism, if there are any; it keeps its init method and its group."
+    p = module._parameters.get(name)
+    if p is None or config.tp is None: return
+    split_parameter(module, name, config.tp, dim)
+    module._parameters[name]._bmt = _Facts(p._bmt.init_method, p._bmt.group, True)
+
 def _shard_tensor_parallel(model, blocks):
     "`fully_shard` over two kinds of ranks"
     zero, everyone = config.mesh["zero"], init_device_mesh(local_device().type, (world_size(),))
@@ -323,8 +352,10 @@ def _shard_tensor_parallel(model, blocks):
         if local_device().type == "cpu": m.set_force_sum_reduction_for_comms(True)     # gloo cannot multiply as it sums
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #07b3fb62
-def _settled(model):
-    "{name: parameter or buffer}, after an optimizer that runs beside the model has written all of them"
+def current_state(
+    model:torch.nn.Module, # any; every rank calls
+)->dict:                   # {name: parameter or buffer} themselves
+    "What a model holds, after an optimizer that runs beside it has written all of it."
     first = next((p for p in model.parameters() if _facts(p).model is not None), None)
     root = _facts(first).model() if first is not None else None
     if root is not None and root is not model: root.state_dict(keep_vars=True)            # its hooks wait for the optimizer
@@ -337,8 +368,8 @@ def save(
 ):
     "Write a model's whole weights to one file."
     state, file = OrderedDict(), Path(file_name)
-    for k, v in _settled(model).items():
-        whole = _whole(v.detach())                                  # (on every rank)
+    for k, v in current_state(model).items():
+        whole = full_tensor(v.detach())                                  # (on every rank)
         if rank() == 0: state[k] = whole.to("cpu", copy=non_blocking)
     def write():
         part = file.with_name(f".{file.name}.part")
@@ -362,7 +393,7 @@ def load(
     "Read a model's weights from one file, a tensor at a time."
     waited = {n for n, p in model.named_parameters() if _facts(p).waiting}
     _give_out(model)
-    here, file = _settled(model), Path(file_name)
+    here, file = current_state(model), Path(file_name)
     if file.is_dir() or file.suffix == ".safetensors":
         load_weights(model, file, strict=strict)
         return _IncompatibleKeys([], [])

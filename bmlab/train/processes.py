@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['rank', 'world_size', 'local_rank', 'local_device', 'print_rank', 'init_distributed', 'shutdown', 'synchronize',
-           'all_reduce', 'broadcast', 'all_gather', 'reduce_scatter', 'sum_loss', 'run_ranks']
+           'run_ranks', 'all_reduce', 'broadcast', 'all_gather', 'reduce_scatter', 'sum_loss',
+           'use_expandable_segments']
 
 # %% ../../nbs/10_train/00_processes.ipynb #e3e9ac45
 import atexit, contextlib, os, subprocess, sys, tempfile, time
@@ -115,6 +116,77 @@ def synchronize():
 
 def _need_group():
     if not dist.is_initialized(): raise RuntimeError(f"WORLD_SIZE={world_size()}, but the processes have not met; call init_distributed() first")
+
+# %% ../../nbs/10_train/00_processes.ipynb #225e40ba
+_BOOT = "import sys, cloudpickle\nwith open(sys.argv[1], 'rb') as f: main = cloudpickle.load(f)\nmain(int(sys.argv[2]))"
+
+def _rank_main(fn, args, world_size, backend, folder):
+    "The function that each rank runs; a closure, so that it pickles by value"
+    def main(rank):
+        import faulthandler, os, sys, traceback
+        from pathlib import Path
+        import torch, torch.distributed as dist
+        faulthandler.enable()                      # SIGABRT prints where the rank stands
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+        torch.set_num_threads(1)
+        if backend == "nccl": torch.cuda.set_device(rank)
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        try: torch.save(fn(*args), Path(folder) / f"{rank}.pt")
+        except BaseException as e:
+            (Path(folder) / f"{rank}.err").write_text(traceback.format_exc())
+            if isinstance(e, SystemExit): raise
+            traceback.print_exc()
+        finally: dist.destroy_process_group() if dist.is_initialized() else None
+        sys.stdout.flush(); sys.stderr.flush()
+        os._exit(int(not (Path(folder) / f"{rank}.pt").is_file()))     # gloo's threads sometimes abort an interpreter that shuts down
+    return main
+
+# %% ../../nbs/10_train/00_processes.ipynb #44fd6169
+def run_ranks(
+    fn:Callable,            # called as fn(*args) on every rank, inside an initialised process group
+    *args,                  # anything that pickles
+    world_size:int=2,       # number of processes, ≥ 1
+    backend:str="gloo",     # "nccl" gives rank i the GPU i
+    timeout_s:float=120.,   # seconds until all ranks must have finished
+)->list:                    # what each rank returned, by rank
+    "Run `fn` on `world_size` fresh processes; the first failing rank's traceback is raised here."
+    import cloudpickle
+    if world_size < 1: raise ValueError(f"world_size={world_size}: at least one process is needed")
+    with tempfile.TemporaryDirectory() as d:
+        Path(d, "main.pkl").write_bytes(cloudpickle.dumps(_rank_main(fn, args, world_size, backend, d)))
+        env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+        logs = [open(Path(d, f"{r}.log"), "wb") for r in range(world_size)]
+        ranks = [subprocess.Popen([sys.executable, "-c", _BOOT, str(Path(d, "main.pkl")), str(r)], env=env, stdout=logs[r], stderr=logs[r]) for r in range(world_size)]
+        try: _wait_ranks(ranks, d, time.monotonic() + timeout_s, timeout_s)
+        finally:
+            for p in ranks: p.poll() is None and p.kill()
+            for p in ranks: p.wait()
+            for f in logs: f.close()
+        for r in range(world_size):
+            if not Path(d, f"{r}.pt").is_file():
+                raise RuntimeError(f"rank {r} of {world_size} left without a result, though with exit code 0; does {getattr(fn, '__name__', 'fn')} call sys.exit?")
+        return [torch.load(Path(d, f"{r}.pt"), weights_only=False) for r in range(world_size)]
+
+# %% ../../nbs/10_train/00_processes.ipynb #5e6b5354
+def _wait_ranks(ranks, folder, deadline, timeout_s):
+    "Return when every rank has ended well; raise for the first that did not, or for those that hang"
+    tail = lambda r: Path(folder, f"{r}.log").read_text(errors="replace")[-3000:]
+    while any(p.poll() is None for p in ranks):
+        if any(p.poll() not in (None, 0) for p in ranks): break
+        if time.monotonic() > deadline:
+            late = [r for r, p in enumerate(ranks) if p.poll() is None]
+            for r in late: ranks[r].send_signal(6)   # SIGABRT: faulthandler writes the stack to the log
+            for r in late:
+                with contextlib.suppress(subprocess.TimeoutExpired): ranks[r].wait(3)
+            raise TimeoutError(f"ranks {late} had not finished after {timeout_s:g} s\n" + "\n".join(f"--- rank {r}\n{tail(r)}" for r in late))
+        time.sleep(0.02)
+    if not any(p.poll() for p in ranks): return
+    time.sleep(0.2)                                   # let the others write theirs, to find the first
+    failed = [r for r, p in enumerate(ranks) if p.poll()]
+    errors = sorted(Path(folder).glob("*.err"), key=lambda f: f.stat().st_mtime_ns)
+    killed = [r for r in failed if not Path(folder, f"{r}.err").is_file()]            # by a signal, say: others then only saw it go
+    told = [f"rank {r} of {len(ranks)} ended with exit code {ranks[r].poll()}\n{tail(r)}" for r in killed]
+    raise RuntimeError("\n".join(told + [f"rank {f.stem} of {len(ranks)} failed\n{f.read_text()}" for f in errors[:1]]))
 
 # %% ../../nbs/10_train/00_processes.ipynb #a3c432be
 _OPS = {"sum": "SUM", "avg": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}   # (gloo's own average is younger than torch 2.11)
@@ -238,78 +310,10 @@ def sum_loss(
     return all_reduce(loss.detach(), "avg")
 
 # %% ../../nbs/10_train/00_processes.ipynb #7d0ab32c
-def _let_segments_grow(device, on=True):
-    "Fewer fragments below a memory limit; what the user has set stays. For one GPU alone: over such memory NCCL is slower"
+def use_expandable_segments(
+    device:torch.device, # a GPU, or any device on which nothing happens
+    on:bool=True,        # False: segments of fixed sizes again, for what is allocated from now on
+):
+    "Let CUDA's memory segments grow, unless the allocator's settings are in the environment or there are other ranks."
     if device.type == "cuda" and world_size() == 1 and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)(f"expandable_segments:{on}")
-
-# %% ../../nbs/10_train/00_processes.ipynb #225e40ba
-_BOOT = "import sys, cloudpickle\nwith open(sys.argv[1], 'rb') as f: main = cloudpickle.load(f)\nmain(int(sys.argv[2]))"
-
-def _rank_main(fn, args, world_size, backend, folder):
-    "The function that each rank runs; a closure, so that it pickles by value"
-    def main(rank):
-        import faulthandler, os, sys, traceback
-        from pathlib import Path
-        import torch, torch.distributed as dist
-        faulthandler.enable()                      # SIGABRT prints where the rank stands
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-        torch.set_num_threads(1)
-        if backend == "nccl": torch.cuda.set_device(rank)
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-        try: torch.save(fn(*args), Path(folder) / f"{rank}.pt")
-        except BaseException as e:
-            (Path(folder) / f"{rank}.err").write_text(traceback.format_exc())
-            if isinstance(e, SystemExit): raise
-            traceback.print_exc()
-        finally: dist.destroy_process_group() if dist.is_initialized() else None
-        sys.stdout.flush(); sys.stderr.flush()
-        os._exit(int(not (Path(folder) / f"{rank}.pt").is_file()))     # gloo's threads sometimes abort an interpreter that shuts down
-    return main
-
-# %% ../../nbs/10_train/00_processes.ipynb #44fd6169
-def run_ranks(
-    fn:Callable,            # called as fn(*args) on every rank, inside an initialised process group
-    *args,                  # anything that pickles
-    world_size:int=2,       # number of processes, ≥ 1
-    backend:str="gloo",     # "nccl" gives rank i the GPU i
-    timeout_s:float=120.,   # seconds until all ranks must have finished
-)->list:                    # what each rank returned, by rank
-    "Run `fn` on `world_size` fresh processes; the first failing rank's traceback is raised here."
-    import cloudpickle
-    if world_size < 1: raise ValueError(f"world_size={world_size}: at least one process is needed")
-    with tempfile.TemporaryDirectory() as d:
-        Path(d, "main.pkl").write_bytes(cloudpickle.dumps(_rank_main(fn, args, world_size, backend, d)))
-        env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-        logs = [open(Path(d, f"{r}.log"), "wb") for r in range(world_size)]
-        ranks = [subprocess.Popen([sys.executable, "-c", _BOOT, str(Path(d, "main.pkl")), str(r)], env=env, stdout=logs[r], stderr=logs[r]) for r in range(world_size)]
-        try: _wait_ranks(ranks, d, time.monotonic() + timeout_s, timeout_s)
-        finally:
-            for p in ranks: p.poll() is None and p.kill()
-            for p in ranks: p.wait()
-            for f in logs: f.close()
-        for r in range(world_size):
-            if not Path(d, f"{r}.pt").is_file():
-                raise RuntimeError(f"rank {r} of {world_size} left without a result, though with exit code 0; does {getattr(fn, '__name__', 'fn')} call sys.exit?")
-        return [torch.load(Path(d, f"{r}.pt"), weights_only=False) for r in range(world_size)]
-
-# %% ../../nbs/10_train/00_processes.ipynb #5e6b5354
-def _wait_ranks(ranks, folder, deadline, timeout_s):
-    "Return when every rank has ended well; raise for the first that did not, or for those that hang"
-    tail = lambda r: Path(folder, f"{r}.log").read_text(errors="replace")[-3000:]
-    while any(p.poll() is None for p in ranks):
-        if any(p.poll() not in (None, 0) for p in ranks): break
-        if time.monotonic() > deadline:
-            late = [r for r, p in enumerate(ranks) if p.poll() is None]
-            for r in late: ranks[r].send_signal(6)   # SIGABRT: faulthandler writes the stack to the log
-            for r in late:
-                with contextlib.suppress(subprocess.TimeoutExpired): ranks[r].wait(3)
-            raise TimeoutError(f"ranks {late} had not finished after {timeout_s:g} s\n" + "\n".join(f"--- rank {r}\n{tail(r)}" for r in late))
-        time.sleep(0.02)
-    if not any(p.poll() for p in ranks): return
-    time.sleep(0.2)                                   # let the others write theirs, to find the first
-    failed = [r for r, p in enumerate(ranks) if p.poll()]
-    errors = sorted(Path(folder).glob("*.err"), key=lambda f: f.stat().st_mtime_ns)
-    killed = [r for r in failed if not Path(folder, f"{r}.err").is_file()]            # by a signal, say: others then only saw it go
-    told = [f"rank {r} of {len(ranks)} ended with exit code {ranks[r].poll()}\n{tail(r)}" for r in killed]
-    raise RuntimeError("\n".join(told + [f"rank {f.stem} of {len(ranks)} failed\n{f.read_text()}" for f in errors[:1]]))

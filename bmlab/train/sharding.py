@@ -6,31 +6,26 @@
 __all__ = ['materialize', 'Sharding', 'shard']
 
 # %% ../../nbs/10_train/04_sharding.ipynb #45263e27
-import copy, functools, inspect, logging, os, types, zlib
+import functools, inspect, logging, os, types, zlib
 from dataclasses import dataclass
-from pathlib import Path
 
-import safetensors
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint as run_again
 
-from ..core import changed, did_you_mean, format_bytes, parse_bytes, parts, tensor_key, to_cast, unwrap
+from ..core import changed, did_you_mean, find_blocks, format_bytes, parse_bytes, parts, tensor_key, to_cast, unwrap
 from .parallel import tensor_parallel
 from ..plan.training import plan_training, zero_levels
-from .processes import init_distributed, local_device
+from .processes import init_distributed, local_device, use_expandable_segments
 from ..plan.trace import skeleton, trace_step
-from ..core import find_blocks
 from bmlab.formats.safetensors import (
     _Files, _added, _allocated, _compared, _fill, _known, _place, _read_parts, _rules, _sites, _unfilled,
     local_slices, read_weights,
 )
-from .processes import _let_segments_grow
 
 # %% ../../nbs/10_train/04_sharding.ipynb #0f663a8a
 def _own_code(f):
@@ -371,7 +366,7 @@ def shard(
     _check_rows(found, dp.size())
     if weights is not None: _compared(root, _Files(weights), _added(root))
     alone = dp.size() == 1 and tp_mesh is None
-    _let_segments_grow(device)
+    use_expandable_segments(device)
     _prepare(root, found, dtype, alone)
     s = Sharding(blocks=found, zero=levels, mesh=None if alone and _in_dtype(root, dtype) else dp, dtype=dtype, backend=backend, auto=checkpoint == "auto",
                  takes_cache=_takes_cache(root), memory_limit=limit)

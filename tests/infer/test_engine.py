@@ -283,7 +283,7 @@ def test_the_fence_counts_what_was_planned(monkeypatch):
                                set_per_process_memory_fraction=lambda share, _: said.append(round(share * total))).items(): monkeypatch.setattr(torch.cuda, name, stand_in)
     segment = lambda start, size, used, device=0: dict(address=start * MiB, total_size=size * MiB, allocated_size=used * MiB, device=device)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [segment(0, 20, 2), segment(20, 20, 0), segment(0, 20, 2, 1)])       # 18 MiB idle beside what others hold; free; of another GPU
-    monkeypatch.setattr(infer, "_let_segments_grow", lambda *_: None)
+    monkeypatch.setattr(infer, "use_expandable_segments", lambda *_: None)
     monkeypatch.setattr(infer, "_stores", lambda *_: {})
     monkeypatch.setattr(infer, "_besides", lambda _, *planned, hosted: others + 32 * MiB + sum(v for k, v in held.items() if k not in planned))
     plan = SimpleNamespace(host=[], limit=6 << 30, peak_bytes=(6 << 30) - 2 * MiB, context_bytes=790 * MiB)
