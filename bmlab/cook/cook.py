@@ -25,10 +25,10 @@ from bmlab.cook.report import (
 )
 from .report import _batches, _check_measured, _distance, _quality, _speed
 from .plots import pareto, plot_experts, plot_gates, plot_mask, plot_weights
-from ..core import changed, count, resolve, table, unwrap
+from ..core import changed, count, forget_compiled, resolve, table, unwrap
 from ..kernels.exchange import mark_foreign
 from ..train.loop import model_loss
-from .chain import _forget_compiled, chain, stored
+from .chain import chain, stored
 
 # %% ../../nbs/20_cook.ipynb #cb8cdfba
 _all_ = ["Calibration", "bytes_on_disk", "divergence", "load_cooked", "peak_bytes", "perplexity", "replace_child", "report", "save_cooked",
@@ -94,7 +94,7 @@ def _as_it_is(model):
             m.__dict__.clear(); m.__dict__.update(attributes)
             for k, v in inside.items(): attributes[k].clear(); attributes[k].update(v)
             for p, on in grads.items(): p.requires_grad_(on)
-        _forget_compiled()
+        forget_compiled()
     return restore
 
 def _note_ties(model):
