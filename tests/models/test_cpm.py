@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 import reference_cpm as ref
-from bmlab.prompt.bee_answers import BeeCollator, _said, _sayable, answer
+from bmlab.prompt.bee_answers import BeeCollator, _sayable, answer
 from bmlab.infer.beams import beam_search
 from bmlab.prompt.bee import Bee, _special_ids, encode_bee
 from bmlab.models.convert import manifest, to_original, to_safetensors
