@@ -706,7 +706,7 @@ class _Chosen(_Traits):
         self._model, self._shown, self._seen, self._inside, self._later, self._at = weakref.ref(unwrap(model)), None, False, False, None, 0.0
         self._read()
         super().__init__(token=uuid.uuid4().hex[:12], tree=self._sent, linear=linear, rank=rank)
-        self.expanded = list(dict.fromkeys(n for i, (_, names) in enumerate(_walk(self.tree)) if i in _opened(self._rows) for n in names))
+        self.expanded = list(dict.fromkeys(n for i, (_, names) in enumerate(_walk(self.tree)) if i in open_rows(self._rows) for n in names))
         me = weakref.ref(self)
         self._stop = on_change(model, lambda: (picker := me()) and picker._soon())
         self.on_msg(lambda _, content, buffers: me()._heard(content))

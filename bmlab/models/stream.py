@@ -6,16 +6,13 @@
 __all__ = ['TextPieces', 'bad_logits', 'prompt_ids', 'max_positions', 'stream', 'decode_speed']
 
 # %% ../../nbs/04_models/04_stream.ipynb #97bf8506
-import atexit, copy, logging, queue, threading, time
+import atexit, copy, queue, threading, time
 from collections.abc import Iterator
 
-import pandas as pd
 import torch
-from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from torch import nn
+from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
-
-from ..core import table
 
 # %% ../../nbs/04_models/04_stream.ipynb #1cc07bd1
 class TextPieces:
