@@ -12,10 +12,10 @@ import anywidget, traitlets
 from torch import nn
 
 from bmlab.core import (
-    _SLICE, _expert_shape, _match_one, _matrix, _nearest, _no_match, _slice, _stacks, count, on_change, parts,
+    SLICE, expert_shape, match_pattern, matrix_shape, nearest_names, no_match, take_slice, numbered_children, count, on_change, parts,
     resolve, unwrap,
 )
-from ..models.tree import _cell, _html, _opened, _read, _rows, _text, _title, tree
+from ..models.tree import cell_text, tree_html, open_rows, read_tree, tree_rows, tree_text, row_title, tree
 from .widget import _INHABIT, _frames
 
 # %% ../../nbs/50_app/01_picker.ipynb #42aedd72
@@ -65,7 +65,7 @@ class _Names:
     def __init__(self, model):
         modules = dict(parts(model))
         self.names = [n for n in modules if n]
-        self.stacks = _stacks(modules)
+        self.stacks = numbered_children(modules)
         self.bits = {n: 1 << i for i, n in enumerate(self.names)}
         self.shapes, self._ends, self._below, self._cache = {}, {}, {}, {}
         for n, b in self.bits.items(): self.shapes[_shape(n)] = self.shapes.get(_shape(n), 0) | b
@@ -78,7 +78,7 @@ class _Names:
 
     def match(self, pattern):
         "Any pattern, by the grammar itself"
-        return self.mask(_match_one(pattern, self.names, self.stacks))
+        return self.mask(match_pattern(pattern, self.names, self.stacks))
 
     def free(self, pattern):
         "A pattern without numbers, by shapes"
@@ -96,19 +96,19 @@ class _Names:
 
     def along(self, head, rest, above=""):
         "What head[i].rest matches below `above`, for each position i; `rest` may hold another slice"
-        out, cut = [], _SLICE.search(rest)
+        out, cut = [], SLICE.search(rest)
         for stack in self._ends.get(head, ()):
             if not stack.startswith(above) or len(stack) < len(above) + len(head): continue
             for i, child in enumerate(self.stacks[stack]):
                 if i == len(out): out.append(0)
                 if not rest: out[i] |= self.bits[child]
-                elif cut: out[i] |= _union(_slice(rest, cut[1], self.along(rest[:cut.start()], rest[cut.end():], child + ".")))
+                elif cut: out[i] |= _union(take_slice(rest, cut[1], self.along(rest[:cut.start()], rest[cut.end():], child + ".")))
                 else: out[i] |= _union(self.below(child)[s] for s in self._among(rest, tuple(self.below(child))))
         return out
 
     def _among(self, pattern, shapes):
         "Those of some shapes that a pattern without numbers matches; layers of a stack are alike, so this is asked often and found out once"
-        if (pattern, shapes) not in self._cache: self._cache[pattern, shapes] = _match_one(pattern, shapes, {})
+        if (pattern, shapes) not in self._cache: self._cache[pattern, shapes] = match_pattern(pattern, shapes, {})
         return self._cache[pattern, shapes]
 
 def _union(masks): return functools.reduce(int.__or__, masks, 0)
@@ -269,17 +269,17 @@ def _picture(node, rows, linear, prefix="", root=True):
     r, keys = next(rows), _keys(node, root)
     name = f"{prefix}.{keys[0]}" if prefix and keys else keys[0] if keys else prefix
     label = node.cls if root else node.name.partition(" ×")[0] if node.times > 1 else node.name
-    shape = _title(r).removeprefix(node.cls).strip()
+    shape = row_title(r).removeprefix(node.cls).strip()
     return {"keys": keys, "label": label, "class": "" if root else node.cls, "shape": shape, "kind": node.kind, "mark": r["mark"], "tied": node.tied,
-            "linear": name in linear, "each": node.numel, "trainable": node.trainable, "bytes": node.nbytes, "dtype": _cell(r, "dtype"), "device": _cell(r, "device"),
+            "linear": name in linear, "each": node.numel, "trainable": node.trainable, "bytes": node.nbytes, "dtype": cell_text(r, "dtype"), "device": cell_text(r, "device"),
             "children": [_picture(c, rows, linear, name, False) for c in node.children]}
 
 # %% ../../nbs/50_app/01_picker.ipynb #ba6fe3d7
 def _adapted(module):
     "Sum of in + out over the matrices that a Lora would sit on; 0 where it cannot"
     if hasattr(module, "num_embeddings"): return module.num_embeddings + module.embedding_dim
-    if shape := _matrix(module): return sum(shape)
-    return sum(w.shape[0] * sum(_expert_shape(w, module)) for w in module._parameters.values() if w is not None and w.ndim == 3)
+    if shape := matrix_shape(module): return sum(shape)
+    return sum(w.shape[0] * sum(expert_shape(w, module)) for w in module._parameters.values() if w is not None and w.ndim == 3)
 
 def _preview(chosen, rank, total):
     "One sentence; `chosen` is [(class, sum of in + out)]"
@@ -679,9 +679,9 @@ def _said(picker):
 def _static(picker):
     "What is saved in a notebook: HTML that a sanitizer passes, and text"
     rows = _ticked(picker._rows, picker.tree, set(picker.selected))
-    page = (f'<div class="bmlab-pick-{picker.token}"><div>{_html(rows)}<div style="font-family:monospace;font-size:12px;padding:6px 0 0 1.2em">'
+    page = (f'<div class="bmlab-pick-{picker.token}"><div>{tree_html(rows)}<div style="font-family:monospace;font-size:12px;padding:6px 0 0 1.2em">'
             f"{html.escape(_said(picker))}</div></div></div>")
-    return {"text/html": page, "text/plain": f"{_text(rows)}\n\n{_said(picker)}"}
+    return {"text/html": page, "text/plain": f"{tree_text(rows)}\n\n{_said(picker)}"}
 
 # %% ../../nbs/50_app/01_picker.ipynb #70e4159f
 def _search(known, text):
@@ -693,7 +693,7 @@ def _search(known, text):
     if names: return names, f"{len(names)} module{'s' * (len(names) > 1)}"
     names = [n for n in known.names if text.lower() in n.lower()]
     if names: return names, f"{len(names)} contain this"
-    near = ", ".join(t for t, _, _ in _nearest(text, known.names))
+    near = ", ".join(t for t, _, _ in nearest_names(text, known.names))
     return [], f"no match; nearest: {near}"
 
 # %% ../../nbs/50_app/01_picker.ipynb #787a51ec
@@ -706,7 +706,7 @@ class _Chosen(_Traits):
         self._model, self._shown, self._seen, self._inside, self._later, self._at = weakref.ref(unwrap(model)), None, False, False, None, 0.0
         self._read()
         super().__init__(token=uuid.uuid4().hex[:12], tree=self._sent, linear=linear, rank=rank)
-        self.expanded = list(dict.fromkeys(n for i, (_, names) in enumerate(_walk(self.tree)) if i in _opened(self._rows) for n in names))
+        self.expanded = list(dict.fromkeys(n for i, (_, names) in enumerate(_walk(self.tree)) if i in open_rows(self._rows) for n in names))
         me = weakref.ref(self)
         self._stop = on_change(model, lambda: (picker := me()) and picker._soon())
         self.on_msg(lambda _, content, buffers: me()._heard(content))
@@ -714,15 +714,15 @@ class _Chosen(_Traits):
     def _read(self):
         "Everything that is known of the model, so that it need not be there later"
         model = self._model()
-        modules, root, size = {n: m for n, m in parts(model) if n}, _read(model, 512), count(model)
-        self._known, self._rows, self._total, self._at = _Names(model), list(_rows(root)), size.total - size.delta, time.monotonic()
+        modules, root, size = {n: m for n, m in parts(model) if n}, read_tree(model, 512), count(model)
+        self._known, self._rows, self._total, self._at = _Names(model), list(tree_rows(root)), size.total - size.delta, time.monotonic()
         self._sizes = {n: (type(m).__name__, _adapted(m)) for n, m in modules.items()}
-        self._sent = _picture(root, iter(self._rows), {n for n, m in modules.items() if _matrix(m)})
+        self._sent = _picture(root, iter(self._rows), {n for n, m in modules.items() if matrix_shape(m)})
 
     @traitlets.validate("selected")
     def _in_order(self, proposal):
         names = set(proposal["value"])
-        if unknown := sorted(names - set(self._known.names)): raise _no_match(unknown[0], self._known.names)
+        if unknown := sorted(names - set(self._known.names)): raise no_match(unknown[0], self._known.names)
         return [n for n in self._known.names if n in names]
 
     @traitlets.observe("selected")

@@ -6,7 +6,6 @@
 __all__ = ['chain', 'stored', 'parametrize_weight', 'unparametrize', 'bake', 'Foresees', 'foresee']
 
 # %% ../../nbs/20_cook/00_chain.ipynb #b1dd3efe
-import sys
 from collections.abc import Callable
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from ..core import did_you_mean
+from ..core import did_you_mean, forget_compiled
 
 # %% ../../nbs/20_cook/00_chain.ipynb #9843f05f
 def chain(
@@ -67,7 +66,7 @@ def parametrize_weight(
         order = list(plist.values())[:-1]
         order.insert(place, p)
         for i, q in enumerate(order): plist[str(i)] = q
-    _forget_compiled()
+    forget_compiled()
     return p
 
 # %% ../../nbs/20_cook/00_chain.ipynb #440c4d1b
@@ -100,7 +99,7 @@ def unparametrize(
         raise LookupError(f"{name} of this {type(module).__name__} carries no such {type(p).__name__}; on it: {', '.join(type(q).__name__ for q in chain(module, name)) or 'nothing'}")
     for m, n in _twins(module, name):
         if p in chain(m, n): _drop(m, n, p)
-    _forget_compiled()
+    forget_compiled()
 
 @torch.no_grad()
 def bake(
@@ -114,10 +113,6 @@ def bake(
     weight = stored(module, name)
     weight.copy_(p(weight))                                          # in place: an optimizer that keeps a master of it sees that
     unparametrize(module, name, p)
-
-def _forget_compiled():
-    "Compiled code notices a module's new class from torch 2.13 on; before, it is compiled anew"
-    if "torch._dynamo" in sys.modules and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13): torch.compiler.reset()
 
 # %% ../../nbs/20_cook/00_chain.ipynb #eb644383
 class Foresees(nn.Module):

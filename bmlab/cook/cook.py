@@ -18,10 +18,10 @@ from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
 from .report import _batches, _check_measured, _distance, _quality, _speed, bytes_on_disk, report
-from ..core import changed, count, unwrap
+from ..core import changed, count, forget_compiled, unwrap
 from ..kernels.exchange import mark_foreign
 from ..train.loop import model_loss
-from .chain import _forget_compiled, chain, stored
+from .chain import chain, stored
 
 # %% ../../nbs/20_cook.ipynb #2fc3265e
 class Method:
@@ -83,7 +83,7 @@ def _as_it_is(model):
             m.__dict__.clear(); m.__dict__.update(attributes)
             for k, v in inside.items(): attributes[k].clear(); attributes[k].update(v)
             for p, on in grads.items(): p.requires_grad_(on)
-        _forget_compiled()
+        forget_compiled()
     return restore
 
 def _note_ties(model):

@@ -20,7 +20,7 @@ from transformers import activations
 
 from .report import Calibration, replace_child
 from .chain import chain, stored
-from ..core import Transient, _matrix, parts, resolve, roles, unwrap
+from ..core import Transient, matrix_shape, parts, resolve, roles, unwrap
 from ..kernels.layers import Int4Linear, Int8Linear, is_conv1d, weight_rows
 from ..kernels.codes import packed_linear, packed_linear4
 from .quantize import Int8GroupLinear
@@ -92,7 +92,7 @@ def _computes(module, ffn):
     "Is the module's forward that of a feed-forward layer; of one that is spread over a block, could the layer stand in the place of its first matrix?"
     _, up, down = ffn.matrices(module)
     if up.weight.is_meta: return True
-    x = torch.randn(2, 3, _matrix(up)[0], generator=torch.Generator().manual_seed(0)).to(up.weight)
+    x = torch.randn(2, 3, matrix_shape(up)[0], generator=torch.Generator().manual_seed(0)).to(up.weight)
     needs = [k for k, p in list(inspect.signature(module.forward).parameters.items())[1:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     run = lambda: next(iter(y)) if isinstance(y := module(x, **dict.fromkeys(needs)), tuple) else y
     with eval_mode(module):
@@ -158,7 +158,7 @@ def ffn_samples(
 ):                      # yields (name, inputs (n, D), activations (n, F)), float32 on the model's device, layer by layer
     "What goes into feed-forward layers, and what their neurons do with it."
     modules, names, run = dict(parts(model)), list(layers), Calibration(model, calib)
-    width = {n: sum(_matrix(layers[n].matrices(modules[n])[2])) for n in names}
+    width = {n: sum(matrix_shape(layers[n].matrices(modules[n])[2])) for n in names}
     while names:
         group, room = [], _SAMPLE_BYTES // (4 * tokens)
         while names and (not group or width[names[0]] <= room): room -= width[names[0]]; group.append(names.pop(0))
@@ -292,7 +292,7 @@ def take_features_in_chain(
     index:Tensor, # (n,) int64: which it keeps, in this order
 ):
     "`take_features` of what shapes the weight alone: a gate for each neuron, a mask of the weight's shape."
-    weight, d, n = stored(m), _along(m, dim), _matrix(m)[1 - dim]
+    weight, d, n = stored(m), _along(m, dim), matrix_shape(m)[1 - dim]
     for p in chain(m):
         if hasattr(p, "cut"): p.cut(d, index); continue
         gates = [g for g in getattr(p, "gates", ()) if isinstance(g, nn.Module)]       # that belong to the model
@@ -321,7 +321,7 @@ def _apart(model, old, ffn):
     owner, _, last = ffn.up.rpartition(".")
     place, both, new = old.get_submodule(owner), old.get_submodule(ffn.up), {}
     others = {id(m): m for m in set(model.modules()) - set(both.modules())}            # that it knows of stay what they are
-    for k, rows in zip(("gate_proj", "up_proj"), torch.arange(_matrix(both)[1]).chunk(2)):
+    for k, rows in zip(("gate_proj", "up_proj"), torch.arange(matrix_shape(both)[1]).chunk(2)):
         new[k] = copy.deepcopy(both, dict(others))
         take_features(new[k], 0, rows)
     place._modules = {k: m for n, child in place._modules.items() for k, m in (new if n == last else {n: child}).items()}
@@ -348,7 +348,7 @@ def ffn_state(
     "What a file says of an exported layer's parts."
     names, act = [ffn.up, ffn.down, ffn.gate], type(ffn.function(layer)).__name__ if ffn.spread else None
     if act is not None and repr(_act_named(act)) != repr(ffn.function(layer)): raise TypeError(f"the activation {ffn.function(layer)} is none that a file can name")
-    sizes = {n: [*_matrix(m := layer.get_submodule(n)), m.bias is not None] for n in names if n is not None}
+    sizes = {n: [*matrix_shape(m := layer.get_submodule(n)), m.bias is not None] for n in names if n is not None}
     return {"names": names, "sizes": sizes, "act": act}
 
 def ffn_from_state(
@@ -362,7 +362,7 @@ def ffn_from_state(
         old.act = _act_named(act)
     there = dict(old.named_modules())
     if missing := [n for n in said["sizes"] if n not in there]:
-        for n in [n for n, m in there.items() if _matrix(m) is not None and n not in said["sizes"]]: del old.get_submodule(n.rpartition(".")[0])._modules[n.rpartition(".")[2]]
+        for n in [n for n, m in there.items() if matrix_shape(m) is not None and n not in said["sizes"]]: del old.get_submodule(n.rpartition(".")[0])._modules[n.rpartition(".")[2]]
         for n in missing: old.get_submodule(n.rpartition(".")[0]).add_module(n.rpartition(".")[2], nn.Linear(*said["sizes"][n], device="meta"))
     return old, FFN(up, down, gate, _find_act(old, up), act is not None)
 

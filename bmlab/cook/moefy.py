@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from .cook import Method
 from .report import Calibration
 from .chain import stored
-from ..core import Transient, _matrix, parts, unwrap
+from ..core import Transient, matrix_shape, parts, unwrap
 from ..kernels.layers import Int8Linear, is_conv1d
 from bmlab.cook.ffn import (
     FFN, claim_neurons, columns_product, feed_forwards, ffn_from_state, ffn_samples, ffn_state, is_plain, neuron_rows,
@@ -223,7 +223,7 @@ class _OneToken(nn.Module):
             if plain: h = act(rows[a:b].mv(v)) if gate is None else act(first[a:b].mv(v)).mul_(rows[a:b].mv(v))
             else: h = (act(rows_product(up, x, slice(a, b))) if gate is None else act(rows_product(gate, x, slice(a, b))) * rows_product(up, x, slice(a, b)))[0]
             y, work = columns[a:b].t().mv(h) if y is None else torch.addmv(y, columns[a:b].t(), h), work + b - a
-        return (x.new_zeros(_matrix(down)[1]) if y is None else y)[None], work
+        return (x.new_zeros(matrix_shape(down)[1]) if y is None else y)[None], work
 
     def _takes_kernels(self, x, act, gate, up, down):
         "One token on a GPU: the rows of its experts are read by index"
@@ -263,7 +263,7 @@ class _ManyTokens(_OneToken):
 
     def _stretches(self, x, on, act, gate, up, down):
         "(outputs, neurons × tokens computed): expert by expert, or for one token stretch by stretch"
-        y, work = x.new_zeros(len(x), _matrix(down)[1]), 0
+        y, work = x.new_zeros(len(x), matrix_shape(down)[1]), 0
         if len(x) == 1:
             for a, b in self._runs(on[0].nonzero()[:, 0].tolist()): y, work = y + self._expert(x, a, b, act, gate, up, down), work + b - a
         else:
@@ -344,7 +344,7 @@ class MoEMLP(_ManyTokens):
         if (compiling or x.is_cuda) and self._takes_picked(x, *matrices): return "_picked"
         return "_masked" if compiling or x.is_cuda and torch.cuda.is_current_stream_capturing() else "_stretches"
 
-    def _choosing(self, *matrices): return self.router.cost / sum(math.prod(_matrix(m)) for m in matrices if m is not None)
+    def _choosing(self, *matrices): return self.router.cost / sum(math.prod(matrix_shape(m)) for m in matrices if m is not None)
 
     def cooked_state(self): return {"ffn": ffn_state(self, self.ffn), "bounds": self.bounds, "k": self.k, "threshold": self.threshold,
                                     "router": [self.router.kind, {n: list(p.shape) for n, p in self.router.named_parameters()}]}
@@ -574,8 +574,8 @@ class MoEfy(_Options):
         for old, site in sites:
             if (plan := self.plans.get(site.name)) is None: continue                  # another MoEfy's
             _, up, down = plan.ffn.matrices(old)
-            if (site.router.inputs, len(site.neurons)) != (_matrix(up)[0], _matrix(down)[0]):
-                raise RuntimeError(f"{site.name} was cut to {_matrix(down)[0]} neurons and {_matrix(up)[0]} inputs by what did not tell its router; "
+            if (site.router.inputs, len(site.neurons)) != (matrix_shape(up)[0], matrix_shape(down)[0]):
+                raise RuntimeError(f"{site.name} was cut to {matrix_shape(down)[0]} neurons and {matrix_shape(up)[0]} inputs by what did not tell its router; "
                                    "export without MoEfy, and cook the small model with it")
             del old._modules["moefy"]
             rest = site.router, site.left(plan.bounds), plan.k, self.threshold

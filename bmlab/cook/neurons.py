@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .cook import Method
 from .chain import foresee, stored
-from ..core import Transient, _matrix, changed, parts, unwrap
+from ..core import Transient, matrix_shape, changed, parts, unwrap
 from ..kernels.layers import is_conv1d
 from bmlab.cook.ffn import (
     FFN, claim_neurons, columns_product, feed_forwards, ffn_from_state, ffn_samples, ffn_state, is_plain, neuron_rows,
@@ -163,7 +163,7 @@ class SparseMLP(_Paths):
         apart = all(m is None or sliceable(m) and unhooked(m) for m in (gate, up)) and unhooked(down)
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *self.parameters()))
         y, share = (self._one if len(rows) == 1 and apart and not learns else self._many)(rows, act, gate, up, down)
-        size = sum(math.prod(_matrix(m)) for m in (gate, up, down) if m is not None)
+        size = sum(math.prod(matrix_shape(m)) for m in (gate, up, down) if m is not None)
         for note in self._work: note(len(rows), share * len(rows), 1, self.predictor.cost * len(rows) / size)
         return y.view(*x.shape[:-1], -1)
 
@@ -248,7 +248,7 @@ class _Options(Method):
         self.plans, held = {}, []
         for n, x, h in ffn_samples(model, layers, calib, self.tokens) if calib is not None else ((n, None, None) for n in layers):
             f, m = layers[n], modules[n]
-            width, D, dtype = _matrix(f.matrices(m)[2])[0], _matrix(f.matrices(m)[1])[0], f.matrices(m)[2].weight.dtype
+            width, D, dtype = matrix_shape(f.matrices(m)[2])[0], matrix_shape(f.matrices(m)[1])[0], f.matrices(m)[2].weight.dtype
             c, k = max(1, round(self.candidates * width)), max(1, round(self.keep * width))
             p = _fit(m, f, x, self.predictor, min(self.rank or -(-D // 6), D, width), c, k)
             if x is not None: held.append(self._held(m, f, p.to(dtype), x, h, c, k))
@@ -293,7 +293,7 @@ class NeuronSparse(_Options):
         for old in [m for m in small.modules() if isinstance(m._modules.get("sparse"), Predictor) and m.sparse.place in self.plans]:
             f, p = self.plans[old.sparse.place][0], old._modules.pop("sparse")
             _, up, down = f.matrices(old)
-            width, D = _matrix(down)[0], _matrix(up)[0]
+            width, D = matrix_shape(down)[0], matrix_shape(up)[0]
             if width != len(p.norms) or p.kind == "lowrank" and D != p.inner.shape[1]:
                 raise RuntimeError(f"{p.place} was cut to {width} neurons and {D} inputs by what did not tell its predictor; export without NeuronSparse, and cook the small model with it")
             rest = p, *self.numbers(f, p, width)

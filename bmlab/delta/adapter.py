@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core import _expert_shape, _matrix, did_you_mean, parts, resolve, roles
+from ..core import expert_shape, matrix_shape, did_you_mean, parts, resolve, roles
 from .delta import _PREFIX, Delta, deltas
 from .site import Site
 
@@ -38,16 +38,16 @@ def _hidden_input(args, kwargs, where):
 def _widths(model, role, name, module):
     "(in, out): widths of the hidden states that a module reads and returns"
     if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)): raise TypeError(f"{name} is a {type(module).__name__}, which is never called, so nothing would run there; choose what it holds, such as {name}.*")
-    if shape := _matrix(module): return shape
+    if shape := matrix_shape(module): return shape
     own = [p for p in module._parameters.values() if p is not None]
     if own and all(p.ndim == 1 for p in own): return (own[0].shape[0],) * 2                       # a norm
     if hasattr(module, "embedding_dim"): return module.embedding_dim, module.embedding_dim
     shapes, below = {}, [n for n in role if n.startswith(name + ".")]
     for n, m in parts(module):
         n = f"{name}.{n}" if n else name
-        if shape := _matrix(m): shapes[n] = shape
+        if shape := matrix_shape(m): shapes[n] = shape
         for k, w in m._parameters.items():
-            if w is not None and w.ndim == 3 and f"{n}.{k}" in role: shapes[f"{n}.{k}"] = _expert_shape(w, m)
+            if w is not None and w.ndim == 3 and f"{n}.{k}" in role: shapes[f"{n}.{k}"] = expert_shape(w, m)
     first = [shapes[n] for n in below if n in shapes and role[n] in ("q", "qkv", "gate", "up", "gate_up")]
     last = [shapes[n] for n in below if n in shapes and role[n] in ("o", "down")]
     if not shapes: raise TypeError(f"{name} is a {type(module).__name__} without a weight matrix, so the width of its hidden states is unknown; choose another module")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .adapter import _ACTIVATIONS, AdapterSite, BesideSite, on_hidden, _hidden_input
-from ..core import _has_triton, did_you_mean, parts, table, unwrap
+from ..core import has_triton, did_you_mean, parts, table, unwrap
 from .delta import Delta, _sharded, deltas
 from .site import Site
 from .lora import LoraSite, _alone, _kept
@@ -442,7 +442,7 @@ class BankSite(_Quick):
         "Which way the products are computed: as `path` says, or what moves the least"
         if self.path != "auto" and not self.key.sharded: return _PATHS[self.path]
         if _light(plan, A, B): return _Bmm
-        if x.is_cuda and x.shape[1] <= 64 and not torch.is_grad_enabled() and _has_triton(): return _Triton
+        if x.is_cuda and x.shape[1] <= 64 and not torch.is_grad_enabled() and has_triton(): return _Triton
         if self.key.sharded or plan.n < 4 * (len(plan.users) + 1) or x.shape[1] > A.shape[1]: return _Bmm
         return _Sorted if all(W.shape[2] * W.element_size() % 16 == 0 for W in (A, B)) else _Bmm
 

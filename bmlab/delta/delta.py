@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from ..models.card import write_card
 from bmlab.core import (
-    Count, Transient, changed, count, did_you_mean, format_count, lookup, parts, resolve, roles, table,
+    Count, Transient, changed, count, did_you_mean, forget_compiled, format_count, lookup, parts, resolve, roles, table,
     tensor_key, unwrap,
 )
 from ..train.processes import rank, synchronize
-from .site import Site, _Sites, attach_site, detach_site, _forget_compiled
+from .site import Site, _Sites, attach_site, detach_site
 
 # %% ../../nbs/30_delta.ipynb #f7927dc4
 _log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def _reorder(model, order):
         if n not in order or not hasattr(m, "_deltas"): continue
         place, sites = {d: i for i, d in enumerate(order[n])}, m._deltas._modules
         for d in sorted(sites, key=lambda d: place.get(d, len(place))): sites[d] = sites.pop(d)
-    _forget_compiled()
+    forget_compiled()
 
 def _at_rest(model):
     "Inside, blocks that are streamed lie on the host, where they can be read and written"

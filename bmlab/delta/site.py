@@ -6,11 +6,12 @@
 __all__ = ['Site', 'base_class', 'set_base_class', 'attach_site', 'detach_site']
 
 # %% ../../nbs/30_delta/00_site.ipynb #d045794e
-import functools, sys
+import functools
 
-import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
+
+from ..core import forget_compiled
 
 
 # %% ../../nbs/30_delta/00_site.ipynb #f0dbe991
@@ -85,7 +86,7 @@ def attach_site(
         module.add_module("_deltas", _Sites())
         _wear(module, _delta_class(base_class(module)))
     module._deltas[name] = site.train(module.training)
-    _forget_compiled()
+    forget_compiled()
 
 def detach_site(
     module:nn.Module, # carries the site
@@ -96,8 +97,4 @@ def detach_site(
     if len(module._deltas) == 0:
         del module._modules["_deltas"]
         _wear(module, base_class(module))
-    _forget_compiled()
-
-def _forget_compiled():
-    "Compiled code notices a module's new class from torch 2.13 on; before, it would go on without the delta, so it is compiled anew"
-    if "torch._dynamo" in sys.modules and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13): torch.compiler.reset()
+    forget_compiled()

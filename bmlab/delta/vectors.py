@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .adapter import _COMMON, FieldDelta, _kind_of, fill
-from ..core import _is_norm, _matrix, parts, resolve, roles, unwrap
+from ..core import is_norm, matrix_shape, parts, resolve, roles, unwrap
 from .delta import _PREFIX, _new_head, _whole, Delta, deltas
 from .site import Site, base_class
 
 # %% ../../nbs/30_delta/03_vectors.ipynb #ef45999b
 def _bias_shape(module):
     "(length, dimension of the output it lies along) of the bias that a module has or could have; None where it is not added to the output"
-    if hasattr(module, "nf") or hasattr(module, "in_features") and hasattr(module, "out_features"): return _matrix(module)[1], -1
+    if hasattr(module, "nf") or hasattr(module, "in_features") and hasattr(module, "out_features"): return matrix_shape(module)[1], -1
     if isinstance(module, nn.modules.conv._ConvNd): return module.out_channels, 1
     if isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._NormBase)): return (module.weight.shape[0], 1) if module.weight is not None else None
-    return (next(p.shape[0] for p in module._parameters.values() if p is not None), -1) if _is_norm(module) else None
+    return (next(p.shape[0] for p in module._parameters.values() if p is not None), -1) if is_norm(module) else None
 
 class BiasSite(Site):
     "A bias on what a module returns, beside its own."
@@ -135,7 +135,7 @@ class IA3(Delta):
         return dict.fromkeys(n for n in super()._default() if n in there)
     def make_site(self, name, module):
         "A vector for one linear layer."
-        if _bias_shape(module) is None or (shape := _matrix(module)) is None: raise TypeError(f"IA3 sits on linear layers; {name} is a {type(module).__name__}; choose other modules or exclude it")
+        if _bias_shape(module) is None or (shape := matrix_shape(module)) is None: raise TypeError(f"IA3 sits on linear layers; {name} is a {type(module).__name__}; choose other modules or exclude it")
         before = name in self._before_names
         return ScaleSite(shape[0 if before else 1], before, hasattr(module, "nf"), **_kind_of(module) | ({"dtype": self.dtype} if self.dtype else {}))
     def config(self)->dict:

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import KVCache, RowCalls, attention_mask, kv_shapes
 from ..core import Transient, on_change, unwrap
-from ..models.stream import _places
+from ..models.stream import max_positions
 from .sampling import as_tokens
 
 # %% ../../nbs/40_infer/02_decode.ipynb #8e874465
@@ -263,7 +263,7 @@ class _Tried:
         if not hasattr(model, "can_generate") or not model.can_generate():
             raise TypeError(f"{type(model).__name__} cannot generate; a Decoder needs a causal or an encoder–decoder language model of transformers")
         text = model.config.get_text_config(decoder=True)
-        limit, kind = _places(model), getattr(text, "_attn_implementation", None) or "eager"
+        limit, kind = max_positions(model), getattr(text, "_attn_implementation", None) or "eager"
         if limit and max_ctx > limit: raise ValueError(f"max_ctx={max_ctx}: this model has positions for {limit} tokens")
         if kind not in ("eager", "sdpa"): raise ValueError(f"attn_implementation={kind!r}: a Decoder gives masks, which 'sdpa' and 'eager' take; model.set_attn_implementation('sdpa')")
         if kv_bits not in (16, 8): raise ValueError(f"kv_bits={kv_bits!r}: 16 keeps the model's dtype, 8 is int8")

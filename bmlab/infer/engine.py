@@ -19,7 +19,7 @@ from .beams import beam_search
 from ..core import Transient, format_bytes, parts, unwrap
 from .decode import Decoder
 from .fused import _is_fused, fuse_decode
-from ..models.stream import TextPieces, _places, prompt_ids
+from ..models.stream import TextPieces, max_positions, prompt_ids
 from ..kernels.layers import pack_linears, packable
 from .loading import load_placed, model_on_meta
 from .text import RowText, decode_tokens, end_ids, stream_text
@@ -547,7 +547,7 @@ def wrap(
     if name is not None: model = model_on_meta(name)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a model or a name (load returns a model and a tokenizer: wrap(*load(…)))")
-    max_ctx = min(max_ctx, _places(model) or max_ctx)
+    max_ctx = min(max_ctx, max_positions(model) or max_ctx)
     guesser, small = _guesser(draft)
     if folder is not None and (store != "mmap" or not Path(folder).is_dir()): raise ValueError(f"folder={str(folder)!r}: " + ("no such folder" if store == "mmap" else f"is for the file of store='mmap', and store={store!r}"))
     gc.collect()                                                        # what goes while the draft is tried would be counted as its

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import torch
 import transformers as tf
-from torch import Tensor, nn
+from torch import nn
 
 from ..core import did_you_mean, format_bytes, parts
 from ..kernels.layers import pack_linears, packable
-from ..models.load import _SAMPLES, _TOKENIZER_FILES, _dtype, _from_folder, _from_hub, load, model_class, sample_dir
+from ..models.load import SAMPLES, TOKENIZER_FILES, check_folder, find_on_hub, load, sample_dir
+from ..models.zoo import float_dtype, model_class
 from ..formats.gguf import convert_gguf
 from ..files import cached
 from .placement import InferencePlan, _block_of, plan_inference
-from ..formats.safetensors import _Files, _compared, _fill, _known, _place, _rules, _sites, _unfilled
+from ..formats.safetensors import TensorFiles, TensorPlaces, matching_keys, tensors_by_name
 from ..core import find_blocks
 
 # %% ../../nbs/40_infer/12_loading.ipynb #6d968bb0
@@ -33,16 +34,16 @@ def model_folder(
     "The folder of a model's files, fetched or converted if it must be."
     if not isinstance(name, (str, Path)) or not str(name).strip(): raise TypeError(f"name={name!r}: expected a sample, a folder, a GGUF file or a name on the model hub")
     text, path = str(name), Path(name).expanduser()
-    if text in _SAMPLES: folder = sample_dir(text)
+    if text in SAMPLES: folder = sample_dir(text)
     elif path.suffix == ".gguf" and path.is_file():
         stamp = hashlib.sha256(f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
         folder = cached(f"gguf-{stamp}", lambda made: convert_gguf(path, made))
     elif path.exists() or isinstance(name, Path) or text.startswith(("/", ".", "~")): folder = path
     else:
         import huggingface_hub
-        text, how = _from_hub(text)
+        text, how = find_on_hub(text)
         folder = Path(huggingface_hub.snapshot_download(text, allow_patterns=list(_WANTED), **how))
-    _from_folder(folder)
+    check_folder(folder)
     for index in folder.glob("*.safetensors.index.json"):
         there = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         gone = sorted(f for f in there if not (folder / f).is_file())
@@ -54,7 +55,7 @@ def model_on_meta(
     dtype:torch.dtype|str|None=None, # of the weights; None: as the configuration or the files say
 )->nn.Module:                        # in eval mode, every tensor on meta
     "The model of a folder without its weights: what a plan needs."
-    folder, dtype = model_folder(name), _dtype(dtype)
+    folder, dtype = model_folder(name), float_dtype(dtype)
     config = tf.AutoConfig.from_pretrained(folder)
     dtype = dtype or getattr(config, "dtype", None) or _stored_dtype(folder)
     cls = model_class(config.architectures)
@@ -67,7 +68,7 @@ def model_on_meta(
 
 def _stored_dtype(folder):
     "The dtype of the first float tensor of the files"
-    try: files = _Files(folder)
+    try: files = TensorFiles(folder)
     except FileNotFoundError: return torch.float32
     return next((t.dtype for k in files.where if (t := files.read(k, ())).is_floating_point()), torch.float32)
 
@@ -75,31 +76,35 @@ def _stored_dtype(folder):
 class _Source:
     "The weights of a folder, by the names of a model on meta"
     def __init__(self, model, folder):
-        self.files, self.model = _Files(folder), model
-        self.keys = _compared(model, self.files, frozenset())          # raises for files of another model
-        self.modules, self.rules, self.sites, self.known = dict(parts(model)), _rules(model), _sites(model), _known(model)
+        self.files, self.model = TensorFiles(folder), model
+        self.keys = matching_keys(model, self.files)                       # raises for files of another model
+        self.places, self.known = TensorPlaces(model), tensors_by_name(model)
         self.key = {id(t): self.keys.get(n) for n, (t, _) in self.known.items()}
-        self.tensors = [t for held in self.sites.values() for t in [held[0][2][held[0][3]]]]   # kept, so that an id stays one tensor's
-        lost = [f"{n}.{k}" for n, m in self.modules.items() for k, v in vars(m).items() if isinstance(v, Tensor) and v.is_meta]
-        if lost: raise _unfilled(model, lost)
+        self.tensors = [self.places.tensor(i) for i in self.places.sites]      # kept, so that an id stays one tensor's
     @torch.no_grad()
     def fill(self, names, device, packed=()):
         "Give the modules `names` their weights on a device; those of `packed`, which is going to be packed there, may stay where they are mapped"
-        borrow = {id(self.modules[n]._parameters.get("weight")) for n in packed if n in self.modules} if torch.device(device).type == "cpu" else ()
-        here = {id(t): t for n in names for t in (*self.modules[n]._parameters.values(), *self.modules[n]._buffers.values()) if t is not None and t.is_meta}
+        modules = self.places.modules
+        borrow = {id(modules[n]._parameters.get("weight")) for n in packed if n in modules} if torch.device(device).type == "cpu" else ()
+        here = {id(t): t for n in names for t in (*modules[n]._parameters.values(), *modules[n]._buffers.values()) if t is not None and t.is_meta}
         rest = {i for i in here if not self.key.get(i)}
         for i, t in here.items():
             if i in rest: continue
             new = self.files.read(self.key[i], ())
             if i not in borrow or new.dtype != t.dtype: new = torch.empty(t.shape, dtype=t.dtype, device=device).copy_(new)
-            _place(self.sites.pop(i), nn.Parameter(new, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else new)
-        todo = [n for n in names if any(t is not None and id(t) in rest for t in (*self.modules[n]._parameters.values(), *self.modules[n]._buffers.values()))]
-        if todo and (left := _fill(todo, self.modules, self.rules, torch.device(device), zlib.crc32(todo[0].encode()), rest)): raise _unfilled(self.model, left)
+            self.places.put(i, new)
+            del self.places.sites[i]
+        todo = [n for n in names if self.places.held(n) & rest]
+        if todo and (left := self.places.fill(todo, torch.device(device), zlib.crc32(todo[0].encode()), rest)): raise self.places.unfilled(left)
     def forget(self, names):
         "Let go of modules that are filled: packing replaces them"
-        for n in names: self.modules.pop(n, None); self.rules.pop(n, None)
+        for n in names:
+            self.places.modules.pop(n, None)
+            self.places.rules.pop(n, None)
     def close(self):
-        for held in (self.files.open, self.tensors, self.known, self.sites, self.modules, self.rules): held.clear()
+        self.files.close()
+        self.places.close()
+        for held in (self.tensors, self.known): held.clear()
 
 class _Loaded:
     "Weights that are there already"
@@ -156,7 +161,7 @@ def load_placed(
         if plan is None: plan = plan_inference(model, bits=bits, group_size=group)
         _fill_all(model, source, plan, bits, group, device, put)
     finally: source.close()
-    tok = tf.AutoTokenizer.from_pretrained(folder) if any(any(folder.glob(f)) for f in _TOKENIZER_FILES) else None
+    tok = tf.AutoTokenizer.from_pretrained(folder) if any(any(folder.glob(f)) for f in TOKENIZER_FILES) else None
     return model, tok
 
 def _fill_all(model, source, plan, bits, group, device, put):

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from .cache import KVCache, kv_shapes
-from ..core import _expert_shape, figure, format_bytes, parse_bytes, parts, roles, weights
+from ..core import expert_shape, figure, format_bytes, parse_bytes, parts, roles, weights
 from ..kernels.layers import packable
 from ..plan.machine import Machine, machine as _machine
 from ..kernels.codes import WIDE_BYTES, group_for
-from ..core import _bar
+from ..core import stacked_bar
 from ..core import find_blocks
 
 # %% ../../nbs/40_infer/07_placement.ipynb #5a388496
@@ -57,7 +57,7 @@ def _block_of(name, blocks):
 def _pieces(w, module, packed, as_int8, bits, group_size):
     "(bits, bytes of each stored tensor) of a weight"
     if packed:
-        k, n = _expert_shape(torch.empty(w.shape, device="meta"), module) if len(w.shape) == 3 else w.shape if hasattr(module, "nf") else w.shape[::-1]
+        k, n = expert_shape(torch.empty(w.shape, device="meta"), module) if len(w.shape) == 3 else w.shape if hasattr(module, "nf") else w.shape[::-1]
         bits = 8 if as_int8 or bits == 4 and not group_for(k, group_size) else bits
         return bits, packed_bytes(math.prod(w.shape) // k, k, bits, group_size)
     for name, stored, _, label in module._bmlab_packed() if hasattr(module, "_bmlab_packed") else ():
@@ -513,13 +513,13 @@ def _picture(plan):
         parts = [(n, v[k], format_bytes(v[k])) for n, v in plan.parts.items() if v[k] > 0]
         used = sum(x for _, x, _ in parts)
         if parts: rows.append(_row(f"{name}: {format_bytes(used)}" + (f" of {format_bytes(limit)}" if limit else ""),
-                                   _bar(parts, limit or 0, max(limit or 0, used) * 1.02) + '<div style="font-size:11px">' + " · ".join(f"{n} {t}" for n, _, t in parts) + "</div>"))
+                                   stacked_bar(parts, limit or 0, max(limit or 0, used) * 1.02) + '<div style="font-size:11px">' + " · ".join(f"{n} {t}" for n, _, t in parts) + "</div>"))
     for stack, blocks in plan.blocks.groupby("stack", sort=False):
         bits = "/".join(str(b) for b in sorted(set(blocks.bits)))
         rows.append(_row(f"{stack}, {bits} bits", _blocks_row(blocks) + ('<div style="font-size:11px">▓ stays · ░ streams</div>' if plan.streamed else "")))
     lane = plan.step()[0] if plan.generates else plan._lanes("prompt", plan.prompt, True)[0]
     longest = max(lane.values()) * 1.02
-    rows += [_row(f"{_LANES[n]}: {1e3 * x:.3g} ms{' (bound)' if n == plan.bound else ''}", _bar([("", x, f"{1e3 * x:.3g} ms")], 0, longest)) for n, x in lane.items() if x > 5e-3 * longest]
+    rows += [_row(f"{_LANES[n]}: {1e3 * x:.3g} ms{' (bound)' if n == plan.bound else ''}", stacked_bar([("", x, f"{1e3 * x:.3g} ms")], 0, longest)) for n, x in lane.items() if x > 5e-3 * longest]
     return f'<div style="font-family:sans-serif"><div style="font-size:12px;margin:4px 0">{plan.sentence()}</div><table style="border-collapse:collapse">{"".join(rows)}</table></div>'
 
 def _plot(plan, limits):

@@ -10,7 +10,7 @@ __all__ = ['TOLD', 'keep_likely', 'penalise', 'penalise_counts', 'Token', 'likel
 import torch
 from torch import Tensor
 
-from ..core import _has_triton, did_you_mean
+from ..core import has_triton, did_you_mean
 
 # %% ../../nbs/40_infer/01_sampling.ipynb #373f29eb
 def keep_likely(
@@ -195,7 +195,7 @@ class _Rows:
 def _greatest(x):
     "(…, V) → (…, 1) place of the greatest, -1 where one is nan; torch gives a row to one program on a GPU"
     small = not x.is_cuda or x.shape[-1] < 4096
-    if small or x.dtype == torch.float64 or torch.version.hip is not None or not _has_triton():
+    if small or x.dtype == torch.float64 or torch.version.hip is not None or not has_triton():
         top, at = x.max(-1, keepdim=True)                               # (what is not a number counts as the greatest)
         return at.masked_fill_(top != top, -1)
     from bmlab.kernels.triton_attention import argmax

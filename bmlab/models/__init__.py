@@ -5,7 +5,7 @@ from .cpm import CpmAntTied
 from .cpm2 import Cpm1Tokenizer, Cpm2Tokenizer, EvaTokenizer
 from .cpmbee import CpmBeeConfig, CpmBeeForCausalLM, CpmBeeTokenizer
 from .glm import BlankGlmTokenizer
-from .load import build, load, sample_dir
+from .load import load, sample_dir
 from .stream import decode_speed, stream
 from .tree import tree
-from .zoo import anatomy, license_of, sizes, zoo
+from .zoo import anatomy, build, license_of, sizes, zoo

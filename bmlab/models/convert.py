@@ -7,7 +7,7 @@ __all__ = ['Rule', 'Family', 'families', 'plan', 'manifest', 'Original', 'Folder
            'to_safetensors', 'to_original']
 
 # %% ../../nbs/04_models/09_convert.ipynb #d97a3709
-import argparse, contextlib, copy, hashlib, importlib, json, math, mmap, os, re, shutil, struct, uuid, zipfile, zlib
+import argparse, contextlib, copy, hashlib, json, math, mmap, os, re, shutil, struct, uuid, zipfile, zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .card import ModelCard, read_card, write_card
-from ..core import did_you_mean
+from ..core import did_you_mean, known, lookup
 
 # %% ../../nbs/04_models/09_convert.ipynb #4da616ff
 def _turn(ts): return [t.T.contiguous() if t.ndim == 2 else t for t in ts]
@@ -189,7 +189,7 @@ glm.transformer.final_layernorm.* = encoder.output_layernorm.*
 @dataclass(frozen=True)
 class Family:
     "How the checkpoints of one family are converted."
-    model:str                # class of the result: of transformers, or "module:class"
+    model:str                # class of the result, by name: of transformers, or of ours
     table:str                # see above; '@' stands for `prefix`
     prefix:str=""            # of the model's body in safetensors
     drop:tuple=()            # prefixes and words that some originals have in their names, as (regular expression, what stands for it)
@@ -216,25 +216,23 @@ def families(
     undivided = dict(length_scale=True, residual_divisor=1.0)
     divided = dict(length_scale=True, residual_divisor=1.05, distance_scale=16)
     return {
-        "cpm-1": Family("GPT2LMHeadModel", _CPM1, ranks=_GPT_RANKS), "cpm-2": Family("bmlab.models.cpm2:Cpm2ForConditionalGeneration", _CPM2, ranks=_T5_RANKS),
-        "eva": Family("bmlab.models.cpm2:EvaForConditionalGeneration", _CPM2, ranks=_T5_RANKS), "glm": Family("bmlab.models.glm:BlankGlmForConditionalGeneration", _GLM, ranks=_GPT_RANKS),
-        "cpm-ant": Family("bmlab.models.cpm:CpmAntTied", _LIVE + _ANT, "cpmant.", computes=undivided),
-        "cpm-bee": Family("bmlab.models.cpmbee:CpmBeeForCausalLM", _LIVE + _WHOLE, "cpmbee.", computes=divided),
-        "cpm-1-modelcenter": Family("bmlab.models.cpm2:Cpm1ForCausalLM", _LIVE + _WHOLE, "cpm1.", old_cpm1),
-        "cpm-2-modelcenter": Family("bmlab.models.cpm2:Cpm2ForConditionalGeneration", _T5 + _GATED + _APART, drop=_OLD_NAMES + ((r"^cpm2\.", ""),)),
-        "glm-modelcenter": Family("bmlab.models.glm:BlankGlmForConditionalGeneration", _GLM_MC),
+        "cpm-1": Family("GPT2LMHeadModel", _CPM1, ranks=_GPT_RANKS), "cpm-2": Family("Cpm2ForConditionalGeneration", _CPM2, ranks=_T5_RANKS),
+        "eva": Family("EvaForConditionalGeneration", _CPM2, ranks=_T5_RANKS), "glm": Family("BlankGlmForConditionalGeneration", _GLM, ranks=_GPT_RANKS),
+        "cpm-ant": Family("CpmAntTied", _LIVE + _ANT, "cpmant.", computes=undivided),
+        "cpm-bee": Family("CpmBeeForCausalLM", _LIVE + _WHOLE, "cpmbee.", computes=divided),
+        "cpm-1-modelcenter": Family("Cpm1ForCausalLM", _LIVE + _WHOLE, "cpm1.", old_cpm1),
+        "cpm-2-modelcenter": Family("Cpm2ForConditionalGeneration", _T5 + _GATED + _APART, drop=_OLD_NAMES + ((r"^cpm2\.", ""),)),
+        "glm-modelcenter": Family("BlankGlmForConditionalGeneration", _GLM_MC),
         "bert-modelcenter": Family("BertForMaskedLM", bert, drop=((r"^bert\.", ""),)), "longformer-modelcenter": Family("LongformerForMaskedLM", _bert("longformer", head) + globals),
         "roberta-modelcenter": Family("RobertaForMaskedLM", _bert("roberta", head), drop=((r"^roberta\.", ""),)),
         "gpt2-modelcenter": Family("GPT2LMHeadModel", _GPT2, drop=first), "gpt-j-modelcenter": Family("GPTJForCausalLM", _GPTJ, drop=first + _OLD_NAMES),
         "opt-modelcenter": Family("OPTForCausalLM", _OPT), "llama-modelcenter": Family("LlamaForCausalLM", _LLAMA),
-        "t5-modelcenter": Family(t5, _T5 + _PLAIN + _TIED, drop=_OLD_NAMES, shrunk=_T5_SHRUNK), "t5-v1_1-modelcenter": Family("bmlab.models.zoo:T5Untied", _T5 + _GATED + _APART, drop=_OLD_NAMES, shrunk=_T5_SHRUNK),
-        "mt5-modelcenter": Family("bmlab.models.zoo:MT5Untied", _T5 + _GATED + _APART, drop=_OLD_NAMES, shrunk=_T5_SHRUNK),
+        "t5-modelcenter": Family(t5, _T5 + _PLAIN + _TIED, drop=_OLD_NAMES, shrunk=_T5_SHRUNK), "t5-v1_1-modelcenter": Family("T5Untied", _T5 + _GATED + _APART, drop=_OLD_NAMES, shrunk=_T5_SHRUNK),
+        "mt5-modelcenter": Family("MT5Untied", _T5 + _GATED + _APART, drop=_OLD_NAMES, shrunk=_T5_SHRUNK),
     }
 
 # %% ../../nbs/04_models/09_convert.ipynb #07776415
-def _class(family):
-    module, _, name = family.model.rpartition(":")
-    return getattr(importlib.import_module(module) if module else tf, name)
+def _class(family): return lookup("model", family.model) if family.model in known("model") else getattr(tf, family.model)
 
 def _family(name):
     all = families()

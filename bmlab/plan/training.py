@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from ..core import _bar, find_blocks, format_bytes, parse_bytes, resolve, tensor_key, to_cast
+from ..core import stacked_bar, find_blocks, format_bytes, parse_bytes, resolve, tensor_key, to_cast
 from .fusion import fuse_blocks
 from .machine import Machine, machine as _machine
 from .trace import Lifetimes, Trace, lifetimes, occupancy, trace_step
@@ -319,10 +319,10 @@ def _picture(plan):
     for k, name, limit in ((0, "GPU", plan.limit), (1, "host", plan.host_limit)):
         parts = [(n, v[k], format_bytes(v[k])) for n, v in plan.parts.items() if v[k] > 0]
         used = sum(x for _, x, _ in parts)
-        if parts: rows.append((f"{name}: {format_bytes(used)} of {format_bytes(limit)}", _bar(parts, limit, max(limit, used) * 1.02) + '<div style="font-size:11px">' + " · ".join(f"{n} {t}" for n, _, t in parts) + "</div>"))
+        if parts: rows.append((f"{name}: {format_bytes(used)} of {format_bytes(limit)}", stacked_bar(parts, limit, max(limit, used) * 1.02) + '<div style="font-size:11px">' + " · ".join(f"{n} {t}" for n, _, t in parts) + "</div>"))
     longest = max([plan.step_s, *plan.times.values()]) * 1.02
-    rows.append((f"step: {plan.step_s:.3f} s", _bar([(n, x, f"{x:.3f} s") for n, x in plan.phases.items()], 0, longest) + '<div style="font-size:11px">' + " · ".join(f"{n} {x:.3f} s" for n, x in plan.phases.items()) + "</div>"))
-    rows += [(f"{_LANES[n]}: {x:.3f} s{' (bound)' if _LANES[n] == plan.bound else ''}", _bar([("", x, f"{x:.3f} s")], plan.step_s, longest)) for n, x in plan.times.items() if x > 5e-4 * plan.step_s]
+    rows.append((f"step: {plan.step_s:.3f} s", stacked_bar([(n, x, f"{x:.3f} s") for n, x in plan.phases.items()], 0, longest) + '<div style="font-size:11px">' + " · ".join(f"{n} {x:.3f} s" for n, x in plan.phases.items()) + "</div>"))
+    rows += [(f"{_LANES[n]}: {x:.3f} s{' (bound)' if _LANES[n] == plan.bound else ''}", stacked_bar([("", x, f"{x:.3f} s")], plan.step_s, longest)) for n, x in plan.times.items() if x > 5e-4 * plan.step_s]
     body = "".join(f'<tr><td style="text-align:right;padding:2px 8px;font-size:12px;white-space:nowrap;vertical-align:top">{n}</td><td style="text-align:left;padding:3px 0">{b}</td></tr>' for n, b in rows)
     head = f"{plan.recompute} of {plan.blocks} blocks recompute · {plan.offload:.0%} of the optimizer on the host · {plan.tokens_s:,.0f} tokens/s on {plan.gpus} GPU{'s' * (plan.gpus > 1)} · smallest limit {format_bytes(plan.min_bytes, up=True)}"
     if (c := plan.cost): head += f"<br>{_few(c.days)} days · {_few(c.gpu_hours)} GPU hours · {_few(c.kwh)} kWh · {_few(c.co2_kg / 1000)} t CO₂" + (f" · costs {_few(c.money)}" if c.money is not None else "")

@@ -25,12 +25,14 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as run_again
 
+from ..formats.safetensors import shortened
 from .checkpoint import _first_rank, full_tensor, load_weights, named_tensors
 from ..core import parts
 from .processes import init_distributed as _start, local_device, local_rank, rank, shutdown as _shutdown, world_size
 from .parallel import split_parameter
 from .sharding import shard
-from ..formats.safetensors import _allocated, _some, local_slices
+from ..formats.safetensors import parameter_like, local_slices
+from ..kernels.exchange import _some
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #2675c1f7
 class Config(Mapping):
@@ -236,7 +238,7 @@ def _blocks(model): return {n: m for n, m in parts(model) if n and isinstance(m,
 def _real(p, device):
     "A parameter like `p` with memory of its own, on a device where it had none"
     if not p.is_meta: return p
-    if isinstance(p, DTensor): return _allocated(p, torch.empty(p.to_local().shape, dtype=p.dtype, device=local_device()))
+    if isinstance(p, DTensor): return parameter_like(p, torch.empty(p.to_local().shape, dtype=p.dtype, device=local_device()))
     return torch.Tensor._make_subclass(DistributedParameter, torch.empty(p.shape, dtype=p.dtype, device=device), p.requires_grad)
 
 def _note(model, facts):
@@ -380,7 +382,7 @@ def save(
 def _compare(model, here, there, file):
     "Names on one side only; raises for shapes that differ"
     wrong = [f"{n} {tuple(there[n])} in the file, {tuple(here[n].shape)} in the model" for n in here if n in there and tuple(there[n]) != tuple(here[n].shape)]
-    if wrong: raise RuntimeError(f"{file} is of another model than this {type(model).__name__}: {_some(wrong)}")
+    if wrong: raise RuntimeError(f"{file} is of another model than this {type(model).__name__}: {shortened(wrong)}")
     return [n for n in here if n not in there], [n for n in there if n not in here]
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #0b368fa0
@@ -401,7 +403,7 @@ def load(
     there = _first_rank(lambda: held.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True)) or {k: tuple(v.shape) for k, v in held.items() if isinstance(v, Tensor)})
     missing, unexpected = _compare(model, here, there, file)
     if strict and (missing or unexpected):
-        raise RuntimeError(f"{file} is of another model than this {type(model).__name__}: " + "; ".join(f"{len(x)} names only in the {where}: {_some(x)}" for where, x in (("model", missing), ("file", unexpected)) if x))
+        raise RuntimeError(f"{file} is of another model than this {type(model).__name__}: " + "; ".join(f"{len(x)} names only in the {where}: {shortened(x)}" for where, x in (("model", missing), ("file", unexpected)) if x))
     for n, t in here.items():
         if n not in there: continue
         local = t.to_local() if isinstance(t, DTensor) else t

@@ -28,7 +28,7 @@ from ..kernels.exchange import check_readable, plain_class
 from .optim import _kinds, _magnitudes, _raw
 from .processes import rank, world_size
 from .sharding import materialize
-from ..formats.safetensors import _differences, _parted, _some, _sources, local_slices
+from ..formats.safetensors import differences, tied_apart, shortened, match_names, local_slices
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #143f25fb
 def named_tensors(
@@ -103,7 +103,7 @@ def _same_groups(optimizer, names, saved):
         raise ValueError(f"the checkpoint holds the state of {saved['kind']}, not of {type(optimizer).__name__}")
     if [set(g) for g in names] == [set(g) for g in saved["names"]]: return
     here, there = ({n for g in x for n in g} for x in (names, saved["names"]))
-    raise ValueError("the optimizer's parameter groups are not the checkpoint's: " + (_differences({n: () for n in here}, {n: () for n in there})
+    raise ValueError("the optimizer's parameter groups are not the checkpoint's: " + (differences({n: () for n in here}, {n: () for n in there})
                      or f"groups of {[len(g) for g in names]} parameters here, of {[len(g) for g in saved['names']]} there"))
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #5208d600
@@ -363,7 +363,7 @@ def _find(dir):
         if mark["format"] > _FORMAT: raise ValueError(f"{found} is of format {mark['format']}, this bmlab reads up to {_FORMAT}: a newer one wrote it")
         return found, _hf_files(found) if mark["weights"] == "safetensors" else None
     if path.is_dir() and (files := _hf_files(path)): return None, files
-    holds = f"it holds {_some([p.name for p in path.iterdir()])}" if path.is_dir() else "there is no such folder"
+    holds = f"it holds {shortened([p.name for p in path.iterdir()])}" if path.is_dir() else "there is no such folder"
     raise FileNotFoundError(f"dir={str(dir)!r}: no checkpoint and no safetensors files; {holds}")
 
 def _hf_files(folder):
@@ -373,8 +373,8 @@ def _hf_files(folder):
     elif (folder / "model.safetensors").is_file(): names = {"model.safetensors"}
     else: names = {p.name for p in folder.glob("*.safetensors")}
     if outside := [n for n in names if Path(n).is_absolute() or ".." in Path(n).parts]:
-        raise ValueError(f"{index} names files that are not in its folder: {_some(outside)}")
-    if missing := [n for n in names if not (folder / n).is_file()]: raise FileNotFoundError(f"{index} names files that are missing: {_some(missing)}")
+        raise ValueError(f"{index} names files that are not in its folder: {shortened(outside)}")
+    if missing := [n for n in names if not (folder / n).is_file()]: raise FileNotFoundError(f"{index} names files that are missing: {shortened(missing)}")
     return [folder / n for n in sorted(names)]
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #5e110c81
@@ -549,13 +549,13 @@ def _matched(model, where, there, aliases, strict, same):
     "[(name in the checkpoint, tensor of the model)], after all has been compared; what was on meta has memory then"
     tensors, tied = named_tensors(model)
     names = {n: [n, *(other for other, first in tied.items() if first == n)] for n in tensors}
-    sources, left = _sources(unwrap(model), names, there, aliases)
+    sources, left = match_names(unwrap(model), names, there, aliases)
     here, sizes = {n: t.shape for n, t in tensors.items()}, {n: there[s[0]] for n, s in sources.items()} | {n: there[n] for n in left}
-    parted, hint = _parted(sources, same), "; strict=False reads what both have"
+    parted, hint = tied_apart(sources, same), "; strict=False reads what both have"
     if not strict:
-        if said := "; ".join(filter(None, [_differences(dict.fromkeys(here, ()), dict.fromkeys(sizes, ())), parted])): _log.warning("%s is not all of the model: %s", where, said)
+        if said := "; ".join(filter(None, [differences(dict.fromkeys(here, ()), dict.fromkeys(sizes, ())), parted])): _log.warning("%s is not all of the model: %s", where, said)
         here, sizes, parted, hint = *({n: d[n] for n in sources} for d in (here, sizes)), "", ""
-    if why := _differences(here, sizes) or parted: raise ValueError(f"{where} is a checkpoint of another model: {why}{hint if 'of another shape' not in why else ''}")
+    if why := differences(here, sizes) or parted: raise ValueError(f"{where} is a checkpoint of another model: {why}{hint if 'of another shape' not in why else ''}")
     if any(t.is_meta for t in tensors.values()): materialize(model); tensors, _ = named_tensors(model)
     return [(s[0], tensors[n]) for n, s in sources.items()]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..core import _no_match, _select, _stacks, parts, resolve, unwrap
+from ..core import no_match, select_names, numbered_children, parts, resolve, unwrap
 
 # %% ../../nbs/10_train/08_inspection.ipynb #e72e186f
 _CHUNK = 1 << 24   # elements that are in float64 at once: 128 MiB
@@ -80,10 +80,10 @@ def _named_parameters(model, pattern):
             if p is not None and id(p) not in seen: seen.add(id(p)); own[f"{name}.{key}" if name else key] = p
     if not own: raise LookupError(f"{type(unwrap(model)).__name__} has no parameters")
     names = {n: m for n, m in (modules | own).items() if n}
-    found = _select(pattern, names, _stacks(modules), "pattern")
+    found = select_names(pattern, names, numbered_children(modules), "pattern")
     above = tuple(n + "." for n in found)
     chosen = {n: p for n, p in own.items() if n in found or n.startswith(above)}
-    if not chosen: raise _no_match(pattern, list(own), "matches only modules without parameters of their own")
+    if not chosen: raise no_match(pattern, list(own), "matches only modules without parameters of their own")
     return chosen
 
 def inspect_model(

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..core import _has_triton, parts, resolve, roles, unwrap
+from ..core import has_triton, parts, resolve, roles, unwrap
 from ..kernels.layers import Int4Linear, Int8Linear
 
 # %% ../../nbs/10_train/02_losses.ipynb #21ca0b33
@@ -80,7 +80,7 @@ def cross_entropy_rows(
 @functools.cache
 def _kernel():
     "The fused kernel; None where there is no triton"
-    if not _has_triton(): return None
+    if not has_triton(): return None
     import triton
     import triton.language as tl
 

@@ -23,8 +23,7 @@ from ..plan.training import plan_training, zero_levels
 from .processes import init_distributed, local_device, use_expandable_segments
 from ..plan.trace import skeleton, trace_step
 from bmlab.formats.safetensors import (
-    _Files, _added, _allocated, _compared, _fill, _known, _place, _read_parts, _rules, _sites, _unfilled,
-    local_slices, read_weights,
+    TensorFiles, TensorPlaces, added_by_deltas, local_slices, matching_keys, read_into, read_weights, tensors_by_name,
 )
 
 # %% ../../nbs/10_train/04_sharding.ipynb #0f663a8a
@@ -101,13 +100,11 @@ def _unify(named, dtype):
 
 # %% ../../nbs/10_train/04_sharding.ipynb #5412d071
 @torch.no_grad()
-def _allocate(sites, ids, device):
+def _allocate(places, ids, device):
     "Memory for what the files will fill"
     for i in ids:
-        _, m, held, k = sites[i][0]
-        t = held[k]
-        local = torch.zeros(tuple(s.stop - s.start for s in local_slices(t)), dtype=t.dtype, device=device)
-        _place(sites[i], _allocated(t, local) if isinstance(t, nn.Parameter) else local)
+        t = places.tensor(i)
+        places.put(i, torch.zeros(tuple(s.stop - s.start for s in local_slices(t)), dtype=t.dtype, device=device))
 
 def materialize(
     model:nn.Module,                      # with tensors on meta, sharded or not
@@ -118,26 +115,21 @@ def materialize(
 )->int:                                   # bytes read from files by this rank
     "Give every tensor on meta its memory and its values, without the whole model on any rank."
     model, device = unwrap(model), torch.device(device or local_device())
-    modules, rules, sites = dict(parts(model, deltas=True)), _rules(model), _sites(model)
+    places = TensorPlaces(model)
     blocks, seed = find_blocks(model) if blocks is None else blocks, torch.initial_seed() if seed is None else seed
-    lost = [f"{n}.{k}" for n, m in modules.items() for k, v in vars(m).items() if isinstance(v, Tensor) and v.is_meta]   # no parameter, no buffer
-    if lost: raise _unfilled(model, lost)
-    added = {n for n in modules if n not in rules}                                       # what deltas brought: by their own rule only
-    rules |= {n: getattr(modules[n], "reset_parameters", None) for n in added}
-    meta, untouched = {i for i, s in sites.items() if s[0][2][s[0][3]].is_meta}, []
+    meta, untouched = {i for i in places.sites if places.tensor(i).is_meta}, []
     if weights is not None:
-        files = _Files(weights)
-        keys, known = _compared(model, files, _added(model)), _known(model)
-        _allocate(sites, stored := meta & {id(known[n][0]) for n in keys}, device)
+        files = TensorFiles(weights)
+        keys, known = matching_keys(model, files, added_by_deltas(model)), tensors_by_name(model)
+        _allocate(places, stored := meta & {id(known[n][0]) for n in keys}, device)
         meta -= stored
-    held = lambda n: {id(t) for t in (*modules[n]._parameters.values(), *modules[n]._buffers.values())}
-    unit = {n: next((b for b in blocks if n == b or n.startswith(b + ".")), "") for n in modules}
+    unit = {n: next((b for b in blocks if n == b or n.startswith(b + ".")), "") for n in places.modules}
     for b in [*blocks, ""]:
         for own in (True, False):
-            names = [n for n in modules if unit[n] == b and (n in added) == own and (weights is None or held(n) & meta)]
-            if any(held(n) & meta for n in names): untouched += _fill(names, modules, rules, device, zlib.crc32(b.encode()) ^ seed & 0xFFFFFFFF, meta)
-    if untouched: raise _unfilled(model, untouched)
-    return 0 if weights is None else _read_parts(model, files, keys)
+            names = [n for n in places.modules if unit[n] == b and (n in places.added) == own and (weights is None or places.held(n) & meta)]
+            if any(places.held(n) & meta for n in names): untouched += places.fill(names, device, zlib.crc32(b.encode()) ^ seed & 0xFFFFFFFF, meta)
+    if untouched: raise places.unfilled(untouched)
+    return 0 if weights is None else read_into(model, files, keys)
 
 # %% ../../nbs/10_train/04_sharding.ipynb #0c92e8d1
 def _how_many(n, blocks):
@@ -322,7 +314,7 @@ def _fill_weights(model, s, weights, device):
     "Memory and values for what is on meta; then compiled blocks are guarded like any module"
     tensors = [*model.parameters(), *model.buffers()]
     if any(t.is_meta for t in tensors): s.read_bytes = materialize(model, weights, device, s.blocks, _common_seed(device))
-    elif weights is not None: s.read_bytes = read_weights(model, weights, _added(model))
+    elif weights is not None: s.read_bytes = read_weights(model, weights, added_by_deltas(model))
     if s.backend:                                                   # (torch skips guards on modules with this mark: a delta switched off would go unseen)
         for b in s.blocks.values():
             for m in b.modules(): m.__dict__.pop("_is_fsdp_managed_module", None)
@@ -364,7 +356,7 @@ def shard(
     levels, (dp, tp_mesh) = zero_levels(root, found, zero), _layout(mesh, tp, device)
     recompute = 0 if checkpoint == "auto" else _how_many(checkpoint, len(found))
     _check_rows(found, dp.size())
-    if weights is not None: _compared(root, _Files(weights), _added(root))
+    if weights is not None: matching_keys(root, TensorFiles(weights), added_by_deltas(root))
     alone = dp.size() == 1 and tp_mesh is None
     use_expandable_segments(device)
     _prepare(root, found, dtype, alone)

@@ -47,8 +47,8 @@ def test_numbers_are_those_of_the_tree(lab):
     "The browser formats counts and bytes as Python does"
     source = """import json
 from bmlab.app.picker import _walk
-from bmlab.models.tree import _cell
-print(json.dumps({names[0]: [_cell(r, c) for c in ("each", "parameters", "trainable", "bytes")] for r, (node, names) in zip(picker._rows, _walk(picker.tree))}))"""
+from bmlab.models.tree import cell_text
+print(json.dumps({names[0]: [cell_text(r, c) for c in ("each", "parameters", "trainable", "bytes")] for r, (node, names) in zip(picker._rows, _walk(picker.tree))}))"""
     want = json.loads("".join(lab.run(3, source)))
     rows = lab.picker.locator("[role=treeitem]")
     shown = {r.get_attribute("data-name"): [r.locator(f".bm-{c}").inner_text() for c in ("each", "parameters", "trainable", "memory")] for r in rows.all()}

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from bmlab.core import count
 from bmlab.kernels.layers import pack_linears
 from bmlab.infer.loading import load_placed, model_folder, model_on_meta
+from bmlab.formats.safetensors import TensorFiles
 from bmlab.models.load import load
 from bmlab.files import cache_dir
 from bmlab.infer.placement import plan_inference
@@ -82,12 +83,12 @@ def test_nothing_stays_mapped(folder, bits):
 def test_no_second_copy(folder):
     "When a block is handed over, the float weights of those before it are gone"
     floats = {}
-    def watch(self, key, where, plain=__import__("bmlab.train.sharding", fromlist=["_Files"])._Files.read):
+    def watch(self, key, where, plain=TensorFiles.read):
         t = plain(self, key, where)
         if t.ndim == 2: floats[key] = weakref.ref(t.untyped_storage())
         return t
     alive = []
-    with patch("bmlab.formats.safetensors._Files.read", watch):
+    with patch("bmlab.formats.safetensors.TensorFiles.read", watch):
         load_placed(folder, bits=8, device="cpu", put=lambda name, module: alive.append(sum(r() is not None for k, r in floats.items() if "proj" in k)))
     assert len(floats) == 6 * 7 + 2 and max(alive) == 0
 

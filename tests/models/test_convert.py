@@ -11,7 +11,7 @@ import transformers as tf
 import reference_cpm2 as ref
 from bmlab.models.convert import Folder, _class, families, manifest, plan, to_original, to_safetensors
 from bmlab.core import set_seed
-from bmlab.models.cpm2 import CPM1, Cpm1Config, Cpm2Config, Cpm2ForConditionalGeneration, EvaConfig
+from bmlab.models.cpm2 import CPM1, Cpm1Config, Cpm2Config, EvaConfig
 from bmlab.models.cpmbee import CpmBeeConfig
 from bmlab.models.glm import BlankGlmConfig
 from bmlab.files import damage

@@ -1,5 +1,6 @@
 """Every size counted, every family built tiny and put through what the library does to a model: sharded, wrapped, cooked, tuned, saved"""
 import copy, inspect, json, math
+from pathlib import Path
 
 import pytest
 import torch
@@ -251,7 +252,7 @@ def test_wrap(name):
 
 def in_shards(names):
     "On each rank: {family: largest relative difference of a step of a sharded model from one on a single process}"
-    import torch, torch.distributed as dist
+    import torch
     from bmlab.train.sharding import shard
     from test_zoo import loss_of, tiny
     far = {}

@@ -1,0 +1,187 @@
+"A folder is replaced whole or not at all: writers that are killed at each of their steps, a full disk, two writers, systems without the exchange"
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bmlab import files
+from bmlab.files import damage, replace_folder, settle
+
+OLD, NEW = {"a": "old", "deep/b": "old"}, {"a": "new", "deep/c": "new", "d": "new"}
+
+WRITERS = """
+import os, shutil, signal, sys
+from bmlab import files
+
+root, how, before = sys.argv[1:]
+
+def counted(call, last, steps):
+    def step(*args, **kwargs):
+        steps.append(call)
+        if len(steps) == last: os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+    return step
+
+def write(folder, last):
+    steps = []
+    files._exchange = counted(files._exchange, last, steps) if how == "exchange" else lambda a, b: False
+    for name in ("mkdir", "rename", "fsync", "unlink", "rmdir", "chmod"): setattr(os, name, counted(getattr(os, name), last, steps))
+    shutil.rmtree = counted(shutil.rmtree, last, steps)
+    with files.replace_folder(folder, manifest=True) as new:
+        for name in ("a", "deep/c", "d"):
+            (new / name).parent.mkdir(exist_ok=True)
+            (new / name).write_text("new")
+
+last, status = 0, None
+while status != 0:                       # one writer for each step, until one gets through
+    last += 1
+    folder = os.path.join(root, str(last), "out")
+    os.makedirs(os.path.join(folder, "deep") if before == "again" else os.path.dirname(folder))
+    if before == "again":
+        for name in ("a", "deep/b"): open(os.path.join(folder, name), "w").write("old")
+    if not (child := os.fork()):
+        try: write(folder, last)
+        except BaseException: os._exit(1)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status not in (0, -signal.SIGKILL): sys.exit(f"step {last}: exit status {status}")
+print(last)
+"""
+
+
+def write(folder, content):
+    for name, text in content.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def content(folder):
+    return {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json"}
+
+
+def beside(folder): return sorted(p.name for p in folder.parent.iterdir() if "~" in p.name)
+
+
+def writers(root, how, before):
+    "Writers that kill themselves before their first step, their second … and one that gets through: their folders"
+    done = subprocess.run([sys.executable, "-c", WRITERS, str(root), how, before], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [root / str(i) / "out" for i in range(1, int(done.stdout) + 1)]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="each writer is a fork")
+@pytest.mark.parametrize("how", ["exchange", "renames"])
+@pytest.mark.parametrize("before", ["first", "again"])
+def test_a_writer_that_is_killed_at_any_step(tmp_path, how, before):
+    "Whatever the step, a reader finds the old content or the new; the next writer finds a clean table, and no lock"
+    old, seen = OLD if before == "again" else None, []
+    for folder in writers(tmp_path, how, before):
+        absent = not folder.exists()
+        settle(folder)
+        found = content(folder) if folder.exists() else None
+        assert found in (old, NEW), folder
+        if found == NEW: assert damage(folder, full=True) is None
+        seen.append((found == NEW, absent))
+        with replace_folder(folder, wait_s=0) as new: write(new, {"after": "next"})
+        assert content(folder) == {"after": "next"} and beside(folder) == []
+    assert [new for new, _ in seen] == sorted(new for new, _ in seen)            # once new, it stays new
+    assert not seen[0][0] and seen[-1] == (True, False) and len(seen) > 10
+    half_way = [new for new, absent in seen if absent and old]
+    assert half_way == ([True] if old and (how == "renames" or not _exchanges(tmp_path)) else [])
+
+
+def _exchanges(folder):
+    for name in "xy": (folder / name).mkdir()
+    return files._exchange(folder / "x", folder / "y")
+
+
+def test_no_space_while_it_is_written(tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    write(folder, OLD)
+    def full(self, text):
+        self.touch()
+        raise OSError(28, "No space left on device")
+    with pytest.raises(OSError, match="No space left"), replace_folder(folder) as new:
+        write(new, {"a": "new"})
+        monkeypatch.setattr(Path, "write_text", full)
+        write(new, {"b": "new"})
+    assert content(folder) == OLD and beside(folder) == []
+
+
+@pytest.mark.parametrize("step", range(1, 7))
+def test_no_space_when_it_is_brought_to_the_disk(tmp_path, monkeypatch, step):
+    folder, calls, plain = tmp_path / "out", [], os.fsync
+    write(folder, OLD)
+    def full(fd):
+        calls.append(fd)
+        if len(calls) == step: raise OSError(28, "No space left on device")
+        plain(fd)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"), replace_folder(folder) as new: write(new, NEW)
+    assert content(folder) == (OLD if step < 6 else NEW) and beside(folder) == []      # the sixth is of the folder around, when the move is made
+    assert len(calls) == step
+
+
+def test_the_manifest_says_what_is_there(tmp_path):
+    with replace_folder(tmp_path / "out", manifest=True) as new: write(new, NEW)
+    assert damage(tmp_path / "out", full=True) is None
+    (tmp_path / "out" / "d").write_text("other")
+    assert "d has 5 bytes of 3" == damage(tmp_path / "out")
+
+
+def test_two_writers_come_one_after_the_other(tmp_path):
+    "The second waits for the first, whose content it then replaces; who does not want to wait is told"
+    folder = tmp_path / "out"
+    code = ("import sys\nfrom bmlab.files import replace_folder\nwith replace_folder(sys.argv[1]) as new:\n    print('in', flush=True)\n    sys.stdin.readline()\n"
+            "    (new / sys.argv[2]).touch()\n")
+    both = [subprocess.Popen([sys.executable, "-c", code, str(folder), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for name in ("one", "two")]
+    try:
+        ready = select.select([p.stdout for p in both], [], [], 120)[0]
+        first, second = sorted(both, key=lambda p: p.stdout not in ready)
+        assert len(ready) == 1 and first.stdout.readline() == "in\n"
+        with pytest.raises(TimeoutError, match="another writer has held"), replace_folder(folder, wait_s=0): pass
+        assert not folder.exists()
+        first.communicate("\n", timeout=120)
+        assert second.stdout.readline() == "in\n"
+        assert list(content(folder)) == [first.args[-1]]                          # whole, while the second writes
+        second.communicate("\n", timeout=120)
+    finally:
+        for p in both: p.kill()
+    assert list(content(folder)) == [second.args[-1]] and beside(folder) == []
+
+
+def test_open_files_of_the_old_content_stay_readable(tmp_path):
+    folder = tmp_path / "out"
+    write(folder, OLD)
+    with open(folder / "a") as f:
+        with replace_folder(folder) as new: write(new, NEW)
+        assert f.read() == "old" and (folder / "a").read_text() == "new"
+
+
+def test_folders_with_names_alike_are_left_alone(tmp_path):
+    "What another folder's writer is making is no leftover"
+    with replace_folder(tmp_path / "out~b") as other:
+        write(other, {"x": "1"})
+        with replace_folder(tmp_path / "out") as new: write(new, NEW)
+        assert other.is_dir()
+    assert content(tmp_path / "out~b") == {"x": "1"} and content(tmp_path / "out") == NEW
+
+
+def test_somebody_elses_folder_is_not_touched(tmp_path):
+    folder = tmp_path / "thesis"
+    write(folder, {"chapter.tex": "one"})
+    with pytest.raises(FileExistsError, match="holds other things \\(chapter.tex\\)"), replace_folder(folder, marks=("config.json",)): pass
+    assert content(folder) == {"chapter.tex": "one"}
+    (tmp_path / "empty").mkdir()
+    with replace_folder(tmp_path / "empty", marks=("config.json",)) as new: write(new, {"config.json": "{}"})
+    with replace_folder(tmp_path / "empty", marks=("config.json",)) as new: write(new, NEW)
+    assert content(tmp_path / "empty") == NEW
+
+
+def test_settle_needs_no_lock_where_there_is_nothing_to_do(tmp_path):
+    write(tmp_path / "out", OLD)
+    assert settle(tmp_path / "out") == tmp_path / "out" and settle(tmp_path / "nowhere" / "out") == tmp_path / "nowhere" / "out"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
