@@ -222,7 +222,8 @@ class _Common(_Shown):
     def __init__(self, engine, kind, title, examples, options, **traits):
         method = self._method or kind
         if not callable(getattr(engine, method, None)):
-            raise TypeError(f"e is a {type(engine).__name__} without a method {method!r}; make an engine with wrap(model, tok)")
+            kind_of = type(engine).__name__
+            raise TypeError(f"e is a {kind_of} without a method {method!r}; make an engine with wrap(model, tok)")
         if getattr(engine, "tok", "") is None: raise ValueError("this engine has no tokenizer; wrap(model, tok)")
         examples = list(self._EXAMPLES if examples is None else examples)
         if not examples or not all(isinstance(x, str) for x in examples): raise ValueError(f"examples={examples!r}: expected one or more texts")
@@ -516,7 +517,8 @@ class Titles(_Offers):
     ):
         if not callable(prompt) and (not isinstance(prompt, str) or "{text}" not in prompt): raise ValueError(f"prompt={prompt!r}: expected a form with {{text}} in it, or a function of the text")
         self._dropped, self._prompt = False, prompt
-        super().__init__(engine, "titles", "Titles", examples, {"stop": ("\n",), **options}, text=text, n=n, **{k: v for k, v in (("temperature", 0.7), ("max_new_tokens", 24)) if k not in options})
+        first = {k: v for k, v in (("temperature", 0.7), ("max_new_tokens", 24)) if k not in options}
+        super().__init__(engine, "titles", "Titles", examples, {"stop": ("\n",), **options}, text=text, n=n, **first)
 
     @property
     def result(self)->list: # of texts, each once

@@ -25,12 +25,14 @@ def in_frames()->bool:
 
 # %% ../../nbs/50_app/00_widget.ipynb #8a308ebe
 class Recorded:
-    "A widget whose output is a record: HTML that a sanitizer passes, in an element of the class bmlab-pick-`token`, and text."
+    "A widget whose output is a record: plain HTML, in an element of the class bmlab-pick-`token`, and text."
     _seen = False    # has a browser said that it shows the widget?
     _shown = None    # the record that is in the outputs
     _version = 0     # its number
 
-    def _static(self): raise NotImplementedError(f"{type(self).__name__}._static: return {{'text/html': …, 'text/plain': …}}")
+    def _static(self):
+        said = "return {'text/html': …, 'text/plain': …}, of which a sanitizer takes nothing away"
+        raise NotImplementedError(f"{type(self).__name__}._static: {said}")
 
     def _repr_mimebundle_(self, **kwargs):
         widget = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
