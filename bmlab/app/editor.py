@@ -15,7 +15,7 @@ from torch import nn
 
 from ..prompt.template import CUTS, Template, encoded_html
 from ..prompt.view import Picture
-from ..prompt.language import TemplateError, parse_template
+from ..prompt.language import TemplateError
 from ..prompt.classify import PromptModel
 
 # %% ../../nbs/50_app/03_editor.ipynb #99133ac3

@@ -14,10 +14,10 @@ import anywidget, torch, traitlets
 
 from ..core import format_bytes
 from ..models.stream import prompt_ids
-from .widget import _INHABIT, _frames
+from .widget import Recorded, static
 
 # %% ../../nbs/50_app/02_panels.ipynb #174c15a1
-class _Traits(anywidget.AnyWidget):
+class _Traits(Recorded, anywidget.AnyWidget):
     "What kernel and browser share"
     token, kind, title, about = (traitlets.Unicode().tag(sync=True) for _ in range(4))
     plan, plan_said = traitlets.Unicode().tag(sync=True), traitlets.Unicode().tag(sync=True)
@@ -193,353 +193,13 @@ class _Shown(_Heard):
         limits = [f"top-p {self.top_p:g}"] * (self.top_p < 1) + [f"top-k {self.top_k}"] * (self.top_k > 0)
         return [x for x in ([f"temperature {self.temperature:g}", *limits, seed] if self.temperature else ["greedy"]) if x]
 
-    def _repr_mimebundle_(self, **kwargs):
-        return {**self._static(), "application/vnd.jupyter.widget-view+json": {"version_major": 2, "version_minor": 0, "model_id": self.model_id}}
-
-    def _ipython_display_(self):
-        from IPython.display import display
-        self._shown = self._static()
-        display(self._repr_mimebundle_() if _frames() else self._shown, raw=True, display_id=self.token)
-
     def _record(self):
-        "Write the record of now into the outputs that show this panel"
-        if not self._seen or self._shown is None or _frames() or self._static() == self._shown: return
-        from IPython.display import display
-        self._version += 1
-        self._shown = self._static()
-        display(self._shown, raw=True, display_id=self.token, update=True)
-        self.send({"recorded": self._version})
+        "Write the record of now, and tell the browser its number, which it looks for"
+        if super()._record(): self.send({"recorded": self._version})
 
-# %% ../../nbs/50_app/02_panels.ipynb #5dd70d3f
-_FRAME = r"""
-const make = (tag, cls, text) => { const e = document.createElement(tag); if (cls) e.className = cls; if (text !== undefined) e.textContent = text; return e };
-const button = (cls, text, title, click) => { const b = make("button", `bp-button ${cls}`, text); b.type = "button"; b.title = title; b.addEventListener("click", click); return b };
-const keys = (...pairs) => { const e = make("div", "bp-keys"); for (const [k, t] of pairs) { const s = make("span"); s.append(make("kbd", "", k), ` ${t}`); e.append(s) } return e };
-const save = (model, values) => { for (const k in values) model.set(k, values[k]); model.save_changes() };
-const running = model => model.get("state") !== "idle";
-const grow = t => { if (t.isConnected && t.offsetParent) { t.style.height = "auto"; t.style.height = `${t.scrollHeight + 2}px` } };
-
-// text of the model: fenced code, `code` and **bold**; everything else as it is
-function prose(text) {
-  const out = document.createDocumentFragment();
-  text.split("```").forEach((part, i, parts) => {
-    if (i % 2 === 0) part = part.replace(i ? /^\n+/ : /^\s+/, "").replace(i < parts.length - 1 ? /\n+$/ : /$/, "");
-    if (i % 2) { out.append(make("div", "bp-code", part.replace(/^[\w+-]*\n/, "").replace(/\n$/, ""))); return }
-    for (const bit of part.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*)/)) {
-      if (/^`[^`\n]+`$/.test(bit)) out.append(make("code", "", bit.slice(1, -1)));
-      else if (/^\*\*[^*\n]+\*\*$/.test(bit)) out.append(make("strong", "", bit.slice(2, -2)));
-      else out.append(bit);
-    }
-  });
-  return out;
-}
-
-const SLIDERS = [["temperature", "temperature", 0, 2, 0.05, "0: always the likeliest token; higher: more surprising"],
-  ["top_p", "top-p", 0.05, 1, 0.05, "draw from the fewest tokens that hold this probability; 1: from all"],
-  ["top_k", "top-k", 0, 200, 1, "draw from the k likeliest tokens; 0: no such limit"], ["max_new_tokens", "length", 1, 0, 1, "tokens, at most"]];
-
-function sliders(model, listen) {
-  const box = make("div", "bp-sliders");
-  for (const [trait, label, low, high, step, title] of SLIDERS) {
-    const l = make("label", "bp-slider"), range = make("input"), value = make("span", "bp-value");
-    Object.assign(range, {type: "range", ariaLabel: label, min: low, max: high || model.get("longest"), step});
-    const show = () => { value.textContent = trait === "top_k" && !model.get(trait) ? "all" : String(Number(model.get(trait).toPrecision(3))); range.value = model.get(trait) };
-    range.addEventListener("input", () => { model.set(trait, Number(range.value)); show() });
-    range.addEventListener("change", () => model.save_changes());
-    l.title = title; l.append(make("span", "", label), value, range); box.append(l);
-    listen([trait], show); show();
-  }
-  const l = make("label", "bp-slider bp-seed"), seed = make("input");
-  Object.assign(seed, {type: "number", ariaLabel: "seed", min: 0, step: 1, placeholder: "random"});
-  const show = () => { if (document.activeElement !== seed) seed.value = model.get("seed") ?? "" };
-  seed.addEventListener("change", () => { const n = parseInt(seed.value); save(model, {seed: n >= 0 ? n : null}); show() });
-  l.title = "the same seed draws the same text; empty: another each time"; l.append(make("span", "", "seed"), seed); box.append(l);
-  listen(["seed"], show); show();
-  return box;
-}
-"""
-
-# %% ../../nbs/50_app/02_panels.ipynb #08d11545
-_CASE = r"""
-function frame(model, listen) {
-  const p = {root: make("div", "bmlab-panel"), box: make("textarea", "bp-text"), note: make("span", "bp-note"), meter: make("span", "bp-meter"), bar: make("span", "bp-bar")};
-  const head = make("div", "bp-head"), tools = make("span", "bp-tools"), foot = make("div", "bp-foot"), plan = make("details", "bp-plan"), fill = make("span"), inner = make("div");
-  let timer;
-  p.settings = () => Object.fromEntries(["temperature", "top_p", "top_k", "max_new_tokens", "seed"].map(k => [k, model.get(k)]));
-  p.send = (what, ...args) => { clearTimeout(timer); model.send({do: what, settings: p.settings(), args}) };
-  p.put = text => {                                              // as if typed, so that Ctrl+Z takes it back
-    p.box.focus(); p.box.select();
-    if (text ? !document.execCommand("insertText", false, text) : !document.execCommand("delete")) p.box.value = text;
-    if (p.box.value !== text) p.box.value = text;
-    clearTimeout(timer); save(model, {text}); grow(p.box);
-  };
-  p.ask = button("bp-ask", "", "", () => { p.box.focus(); p.go() });
-  p.stop = button("bp-stop", "Stop", "end it here; what has come stays (Esc)", () => { p.box.focus(); p.send("stop") });
-  p.example = button("", "random example", "put an example into the box", () => {
-    const others = model.get("examples").filter(x => x !== p.box.value);
-    p.edit?.(); p.put(others[Math.floor(Math.random() * others.length)] ?? p.box.value);
-  });
-  p.tools = tools; p.box.value = model.get("text"); p.box.spellcheck = false; p.box.rows = 2;
-  p.box.addEventListener("input", () => { grow(p.box); clearTimeout(timer); timer = setTimeout(() => save(model, {text: p.box.value}), 250) });
-  listen(["text"], () => { if (p.box.value !== model.get("text") && !(p.box.value && document.activeElement === p.box)) { p.box.value = model.get("text"); grow(p.box) } });
-  tools.append(p.example); head.append(make("span", "bp-title", model.get("title")), make("span", "bp-about", model.get("about")), tools);
-  p.meter.append(p.words = make("span")); p.bar.append(fill); p.note.setAttribute("role", "status");
-  plan.append(make("summary", "", model.get("plan_said")), inner); inner.innerHTML = model.get("plan");       // the engine's own picture, as it is shown by `e.plan`
-  plan.hidden = !model.get("plan");
-  const tell = () => {
-    const busy = running(model), {words, share} = model.get("meter");
-    p.root.classList.toggle("bp-running", busy); p.root.setAttribute("aria-busy", busy);
-    p.ask.hidden = busy; p.stop.hidden = !busy; p.stop.disabled = model.get("state") === "stopping"; p.stop.textContent = p.stop.disabled ? "stopping" : "Stop";
-    p.note.textContent = model.get("note"); p.note.classList.toggle("bp-problem", model.get("problem"));
-    p.words.textContent = words.join(" · "); p.bar.hidden = share === null || share === undefined;
-    fill.style.width = `${Math.min(100, 100 * share)}%`; p.bar.title = "share of the memory limit in use";
-  };
-  listen(["state", "note", "problem", "meter"], tell);
-  p.stale = make("span", "bp-stale", "not in the saved notebook: run the cell again"); p.stale.hidden = true; p.stale.title = "the page was reloaded, and its old outputs take no new versions";
-  foot.append(p.bar, p.meter, p.stale); p.tell = tell; p.parts = {head, foot, plan, sliders: sliders(model, listen)};
-  return p;
-}
-
-"""
-
-# %% ../../nbs/50_app/02_panels.ipynb #330d54bc
-_BUILD = r"""
-function build(model) {
-  const heard = [], listen = (traits, call) => traits.forEach(t => { model.on(`change:${t}`, call); heard.push([t, call]) });
-  const p = frame(model, listen), body = BODIES[model.get("kind")](model, p, listen), tops = new Map();
-  p.root.append(p.parts.head, body, p.note, p.parts.sliders, p.parts.foot, p.parts.plan); p.tell();
-  const record = () => { if (!p.box.composing) model.send({record: true}) };
-  const arrived = m => { if (m.recorded !== undefined) setTimeout(() => {
-    const place = p.root.parentElement;
-    p.stale.hidden = !place?.className.startsWith("bmlab-pick-") || place.querySelector(`.bmlab-at-${m.recorded}`) !== null;
-  }, 800) };
-  model.on("msg:custom", arrived);
-  listen(["state"], () => { if (!running(model)) record() });
-  p.box.addEventListener("compositionstart", () => { p.box.composing = true });
-  p.box.addEventListener("compositionend", () => { p.box.composing = false; record() });
-  p.root.addEventListener("keydown", e => {
-    if (e.key === "Escape" && running(model)) { p.send("stop"); e.preventDefault() }
-    if (!(e.ctrlKey || e.metaKey) || e.key === "Enter" || "acvxyz".includes(e.key.toLowerCase())) e.stopPropagation();      // Ctrl+S and the like go on
-  });
-  p.root.addEventListener("scroll", e => tops.set(e.target, e.target.scrollTop), true);
-  const kept = keep(p.root, () => { save(model, {text: p.box.value}); record() });
-  const back = () => { p.stale.hidden = true; for (const [e, top] of tops) e.scrollTop = top; grow(p.box); kept.focus() };
-  requestAnimationFrame(() => grow(p.box));
-  return {root: p.root, back, stop: () => { model.off("msg:custom", arrived); heard.forEach(([t, call]) => model.off(`change:${t}`, call)) }};
-}
-"""
-
-# %% ../../nbs/50_app/02_panels.ipynb #7f488daa
-_CHAT = r"""
-function chatBody(model, p, listen) {
-  const body = make("div", "bp-body"), log = make("div", "bp-log"), line = make("div", "bp-line"), buttons = make("div", "bp-buttons");
-  let live = null;
-  log.setAttribute("role", "log"); log.setAttribute("aria-label", "conversation"); log.tabIndex = 0;
-  p.box.placeholder = "Ask something"; p.box.rows = 1; p.box.setAttribute("aria-label", "message");
-  p.ask.textContent = "Send"; p.ask.title = "send the message (Enter)";
-  p.go = () => {
-    const text = p.box.value; if (!text.trim() || running(model)) return;
-    p.box.value = ""; grow(p.box); p.send("ask", text); save(model, {text: ""});
-  };
-  const clear = button("", "clear", "begin a new conversation", () => { p.send("clear"); p.box.focus() });
-  const again = button("bp-again", "another answer", "ask the same again", () => { p.box.focus(); p.send("again") });
-  const turn = ({role, content, note}) => {
-    const t = make("div", `bp-turn bp-${role}`), said = make("div", "bp-said");
-    said.append(prose(content)); t.append(make("div", "bp-who", role === "user" ? "You" : "Model"), said);
-    if (note) t.append(make("span", "bp-mark", note));
-    return t;
-  };
-  const atEnd = () => log.scrollHeight - log.scrollTop - log.clientHeight < 30;
-  const follow = was => { if (was) log.scrollTop = log.scrollHeight };
-  const all = () => {
-    const was = atEnd(), turns = model.get("turns"), busy = running(model);
-    log.replaceChildren(...turns.map(turn)); live = null;
-    if (busy) { live = turn({role: "assistant", content: model.get("live")}); live.classList.add("bp-live"); log.append(live) }
-    else if (turns.length && turns.at(-1).role === "assistant") log.append(again);
-    log.hidden = !turns.length; clear.disabled = busy || !turns.length;
-    follow(was || busy && !model.get("live"));
-  };
-  listen(["turns", "state"], all);
-  listen(["live"], () => { if (live) { const was = atEnd(); live.querySelector(".bp-said").replaceChildren(prose(model.get("live"))); follow(was) } });
-  p.box.addEventListener("keydown", e => { if (e.key === "Enter" && !e.shiftKey && !e.isComposing) { e.preventDefault(); p.go() } });
-  model.on("msg:custom", m => { if (m.draft !== undefined && !p.box.value.startsWith(m.draft)) p.put(m.draft + (p.box.value && `\n${p.box.value}`)) });
-  p.tools.append(clear); buttons.append(p.ask, p.stop); line.append(p.box, buttons);
-  body.append(log, line, keys(["Enter", "send"], ["Shift Enter", "new line"], ["Esc", "stop"])); all();
-  requestAnimationFrame(() => { log.scrollTop = log.scrollHeight });
-  return body;
-}
-"""
-
-# %% ../../nbs/50_app/02_panels.ipynb #d29f0be4
-_FILL = r"""
-function fillBody(model, p, listen) {
-  const body = make("div", "bp-body"), paper = make("div", "bp-paper"), buttons = make("div", "bp-buttons");
-  p.box.placeholder = "Write a text with two underscores, __, where words are missing"; p.box.setAttribute("aria-label", "text with blanks"); p.box.rows = 3;
-  p.ask.textContent = "Fill in"; p.ask.title = "fill in the blanks (Ctrl Enter)";
-  p.go = () => { if (!running(model)) p.send("ask", p.box.value) };
-  const edit = button("", "edit", "back to the text with its blanks", () => { p.edit(); p.box.focus() });
-  const keep = button("", "keep", "make the answers a part of the text", () => { const text = p.filled(); p.edit(); p.put(text) });
-  p.edit = () => { if (running(model)) p.send("stop"); save(model, {asked: ""}); draw() };
-  p.filled = () => model.get("asked").split("__").map((s, i) => s + (model.get("answers")[i] ?? "")).join("");
-  const draw = () => {
-    const asked = model.get("asked"), answers = model.get("answers"), busy = running(model), shown = asked !== "";
-    p.box.hidden = shown; paper.hidden = edit.hidden = keep.hidden = !shown; keep.disabled = busy;
-    if (!shown) { grow(p.box); return }
-    const parts = asked.split("__"), out = [];
-    const at = busy ? Math.max(0, answers.findLastIndex(a => a)) : -1;
-    parts.forEach((s, i) => {
-      out.push(s);
-      if (i === parts.length - 1) return;
-      const a = make("span", `bp-answer${answers[i] ? "" : " bp-empty"}${i === at ? " bp-now" : ""}`, answers[i] || "\u2007\u2007\u2007\u2007"), n = make("sup", "", String(i + 1));
-      a.title = `blank ${i + 1}`; n.setAttribute("aria-hidden", "true"); out.push(a, n);
-    });
-    paper.replaceChildren(...out);
-  };
-  listen(["asked", "answers", "state"], draw);
-  paper.tabIndex = 0; paper.setAttribute("role", "region"); paper.setAttribute("aria-label", "filled text"); paper.title = "click to edit";
-  paper.addEventListener("click", () => { if (getSelection().isCollapsed && !running(model)) { p.edit(); p.box.focus() } });
-  p.box.addEventListener("keydown", e => { if (e.key === "Enter" && (e.ctrlKey || e.metaKey)) { e.preventDefault(); p.go() } });
-  paper.addEventListener("keydown", e => { if (e.key === "Enter") { e.preventDefault(); e.ctrlKey || e.metaKey ? p.go() : edit.click() } });
-  p.stop.addEventListener("click", () => paper.focus());
-  buttons.append(p.ask, p.stop, edit, keep, keys(["__", "a blank"], ["Ctrl Enter", "fill in"], ["Esc", "stop"]));
-  body.append(p.box, paper, buttons); draw();
-  return body;
-}
-"""
-
-# %% ../../nbs/50_app/02_panels.ipynb #194e226f
-_STORY = r"""
-function storyBody(model, p, listen) {
-  const body = make("div", "bp-body"), list = make("div", "bp-choices"), buttons = make("div", "bp-buttons"), id = `bp-${model.get("token")}`;
-  let at = 0, leaving = false;
-  p.box.placeholder = "Begin a story, then press Tab"; p.box.setAttribute("aria-label", "story"); p.box.rows = 5;
-  p.box.setAttribute("aria-controls", list.id = id); p.box.setAttribute("aria-autocomplete", "list");
-  list.setAttribute("role", "listbox"); list.setAttribute("aria-label", "continuations");
-  p.ask.textContent = "Continue"; p.ask.title = "ask for continuations (Tab)";
-  p.go = () => { if (!running(model) && p.box.value.trim()) { at = 0; p.send("ask", p.box.value) } };
-  p.edit = () => close();
-  const open = () => model.get("choices").length > 0;
-  const close = () => { if (running(model) || open()) { model.set("choices", []); p.send("dismiss") } };
-  const take = i => {
-    const choice = model.get("choices")[i]; if (!choice) return;
-    p.put(p.box.value + (/\s$/.test(p.box.value) ? choice.replace(/^\s+/, "") : choice));
-    p.box.setSelectionRange(p.box.value.length, p.box.value.length); p.box.scrollTop = p.box.scrollHeight;
-    p.send("dismiss"); model.set("choices", []);
-  };
-  const draw = () => {
-    const choices = model.get("choices"); at = Math.min(at, Math.max(0, choices.length - 1));
-    list.hidden = !open(); p.ask.textContent = open() ? "Others" : "Continue";
-    list.replaceChildren(...choices.map((c, i) => {
-      const o = make("div", "bp-choice"); o.id = `${id}-${i}`; o.dataset.i = i;
-      o.setAttribute("role", "option"); o.setAttribute("aria-selected", i === at);
-      o.append(make("span", "bp-number", String(i + 1)), make("span", "bp-said", c.trimStart() || "…")); return o;
-    }));
-    open() ? p.box.setAttribute("aria-activedescendant", `${id}-${at}`) : p.box.removeAttribute("aria-activedescendant");
-  };
-  listen(["choices", "state"], draw);
-  list.addEventListener("mousedown", e => e.preventDefault());                        // the focus stays in the text
-  list.addEventListener("click", e => { const o = e.target.closest("[data-i]"); if (o) take(Number(o.dataset.i)) });
-  p.box.addEventListener("input", () => { if (open() || running(model)) close() });
-  p.box.addEventListener("keydown", e => {
-    const left = leaving, n = model.get("choices").length; leaving = false;
-    if (e.isComposing) return;
-    if (e.key === "Tab" && !e.shiftKey && !left) { e.preventDefault(); p.go() }
-    else if (open() && (e.key === "ArrowDown" || e.key === "ArrowUp")) { at = (at + (e.key === "ArrowDown" ? 1 : n - 1)) % n; draw(); e.preventDefault() }
-    else if (open() && e.key === "Enter" && !e.shiftKey) { e.preventDefault(); take(at) }
-    else if (e.key === "Escape") { if (!running(model) && !open()) leaving = true; if (!running(model)) close() }
-  });
-  buttons.append(p.ask, p.stop, keys(["Tab", "continue"], ["↑ ↓", "choose"], ["Enter", "take"], ["Esc", "close; then Tab leaves"]));
-  body.append(p.box, list, buttons); draw();
-  return body;
-}
-const BODIES = {chat: chatBody, fill: fillBody, story: storyBody};
-"""
-
-# %% ../../nbs/50_app/02_panels.ipynb #9a4c973d
-_LOOK = """
-.bmlab-panel {
-  --bp-ink: var(--jp-ui-font-color1, var(--vscode-foreground, #212121)); --bp-paper: var(--jp-layout-color1, var(--vscode-editor-background, #ffffff));
-  --bp-line: var(--jp-border-color2, #d0d0d0); --bp-shade: var(--jp-layout-color2, #f2f2f2); --bp-soft: #636363; --bp-accent: #1a63c0; --bp-tint: #1a6fd41c; --bp-answer: #0b6b3a;
-  --bp-answer-tint: #0b6b3a14; --bp-problem: #a1300f; --bp-on: #ffffff;
-  container-type: inline-size; box-sizing: border-box; max-width: 900px; margin: 2px 0; color: var(--bp-ink); background: var(--bp-paper); border: 1px solid var(--bp-line); border-radius: 8px;
-  overflow: hidden; font: 13px/1.5 var(--jp-ui-font-family, system-ui, sans-serif); color-scheme: light;
-}
-body[data-jp-theme-light="false"] .bmlab-panel, .vscode-dark .bmlab-panel, html[theme="dark"] .bmlab-panel {
-  --bp-soft: #a8a8a8; --bp-accent: #7db4f5; --bp-tint: #4f9bf030; --bp-answer: #6fd39b; --bp-answer-tint: #6fd39b1f; --bp-problem: #f59a7c; --bp-on: #10202f; color-scheme: dark;
-}
-@media (prefers-color-scheme: dark) {
-  body:not([data-jp-theme-light]):not(.vscode-light) .bmlab-panel {
-    --bp-soft: #a8a8a8; --bp-accent: #7db4f5; --bp-tint: #4f9bf030; --bp-answer: #6fd39b; --bp-answer-tint: #6fd39b1f; --bp-problem: #f59a7c; --bp-on: #10202f; color-scheme: dark;
-    --bp-ink: var(--vscode-foreground, #e0e0e0); --bp-paper: var(--vscode-editor-background, #1a1a1a); --bp-line: #4a4a4a; --bp-shade: #2a2a2a;
-  }
-}
-.bmlab-panel *, .bmlab-panel *::before { box-sizing: border-box; }
-.bmlab-panel [hidden] { display: none !important; }
-.bmlab-panel :is(input, textarea, button, summary, [tabindex]):focus-visible { outline: 2px solid var(--bp-accent); outline-offset: -1px; }
-.bp-head { display: flex; flex-wrap: wrap; align-items: center; gap: 2px 10px; padding: 8px 10px 8px 14px; border-bottom: 1px solid var(--bp-line); background: var(--bp-shade); }
-.bp-title { font-weight: 600; font-size: 14px; } .bp-about { color: var(--bp-soft); font-size: 12px; } .bp-tools { margin-left: auto; display: flex; gap: 6px; }
-.bmlab-panel .bp-button { height: 27px; padding: 0 11px; color: var(--bp-ink); background: var(--bp-paper); border: 1px solid var(--bp-line); border-radius: 6px; font: inherit; font-size: 12px;
-  cursor: pointer;
-  white-space: nowrap; }
-.bmlab-panel .bp-button:hover:not(:disabled) { border-color: var(--bp-accent); } .bmlab-panel .bp-button:disabled { opacity: .5; cursor: default; }
-.bmlab-panel .bp-ask { color: var(--bp-on); background: var(--bp-accent); border-color: var(--bp-accent); font-weight: 600; }
-.bmlab-panel .bp-stop { border-color: var(--bp-problem); color: var(--bp-problem); font-weight: 600; }
-.bp-stop::before { content: ""; display: inline-block; width: 8px; height: 8px; margin-right: 6px; background: currentColor; border-radius: 1px; }
-.bp-body { padding: 10px 14px 6px; display: flex; flex-direction: column; gap: 8px; }
-.bp-text, .bp-paper { width: 100%; margin: 0; padding: 8px 10px; color: var(--bp-ink); background: var(--bp-paper); border: 1px solid var(--bp-line); border-radius: 6px;
-  font: 14px/1.65 var(--jp-ui-font-family, system-ui, sans-serif); }
-.bp-text { display: block; resize: vertical; min-height: 42px; max-height: 420px; overflow-y: auto; } .bp-text::placeholder { color: var(--bp-soft); opacity: 1; }
-.bp-paper { min-height: 89px; white-space: pre-wrap; overflow-wrap: anywhere; cursor: text; border-left: 3px solid var(--bp-answer); }
-.bp-buttons { display: flex; flex-wrap: wrap; gap: 6px; align-items: center; } .bp-buttons .bp-keys { margin-left: auto; }
-"""
-
-# %% ../../nbs/50_app/02_panels.ipynb #49a8e3a5
-_MORE_LOOK = """
-.bp-log { max-height: 440px; overflow-y: auto; display: flex; flex-direction: column; gap: 12px; padding: 2px 4px 6px 2px; }
-.bp-turn { display: flex; flex-direction: column; align-items: flex-start; } .bp-user { align-items: flex-end; }
-.bp-who { font-size: 11px; font-weight: 600; color: var(--bp-soft); padding: 0 3px 2px; }
-.bp-turn .bp-said { max-width: 92%; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 14px; line-height: 1.55; }
-.bp-user .bp-said { padding: 6px 12px; border-radius: 12px 12px 3px 12px; background: var(--bp-tint); border: 1px solid var(--bp-tint); }
-.bp-assistant .bp-said { padding: 0 3px; }
-.bp-live .bp-said::after, .bp-now::after { content: ""; display: inline-block; width: 7px; height: 1.05em; margin-left: 2px; vertical-align: -0.15em; background: var(--bp-accent);
-  animation: bp-blink 1s steps(2) infinite; }
-@keyframes bp-blink { 50% { opacity: 0; } } @media (prefers-reduced-motion: reduce) { .bmlab-panel * { animation: none !important; } }
-.bp-mark { font-size: 11px; color: var(--bp-soft); padding: 1px 3px; }
-.bmlab-panel .bp-again { align-self: flex-start; height: 23px; font-size: 11px; padding: 0 8px; margin-top: -6px; color: var(--bp-soft); }
-.bmlab-panel :is(.bp-code, code) { font: 12px/1.5 var(--jp-code-font-family, monospace); background: var(--bp-shade); border: 1px solid var(--bp-line); border-radius: 4px; color: inherit; }
-.bmlab-panel code { padding: 0 4px; } .bmlab-panel .bp-code { margin: 6px 0; padding: 8px 10px; overflow-x: auto; white-space: pre; }
-.bp-line { display: flex; gap: 8px; align-items: flex-end; } .bp-line .bp-buttons { flex: none; } .bmlab-panel .bp-line .bp-button { height: 42px; min-width: 76px; font-size: 13px; }
-.bp-answer { color: var(--bp-answer); background: var(--bp-answer-tint); font-weight: 600; text-decoration: underline; text-decoration-thickness: 2px; text-underline-offset: 3px; border-radius: 3px;
-  padding: 1px 2px; }
-.bp-empty { white-space: pre; } .bp-running .bp-empty { animation: bp-blink 1.6s ease-in-out infinite; } .bp-paper sup { color: var(--bp-soft); font-size: 10px; padding-left: 1px; line-height: 0; }
-.bp-choices { display: flex; flex-direction: column; border: 1px solid var(--bp-line); border-radius: 6px; overflow: hidden; }
-.bp-choice { display: flex; gap: 10px; padding: 7px 10px; cursor: pointer; border-left: 3px solid transparent; font-size: 14px; line-height: 1.5; }
-.bp-choice + .bp-choice { border-top: 1px solid var(--bp-line); }
-.bp-choice .bp-said { white-space: pre-wrap; overflow-wrap: anywhere; } .bp-choice:hover { background: var(--bp-shade); }
-.bp-choice[aria-selected="true"] { background: var(--bp-tint); border-left-color: var(--bp-accent); }
-.bp-number { flex: none; width: 20px; height: 20px; margin-top: 1px; border-radius: 50%; border: 1px solid var(--bp-line); text-align: center; font-size: 11px; line-height: 18px;
-  color: var(--bp-soft); }
-.bp-note { display: block; padding: 0 14px 6px; font-size: 12px; color: var(--bp-soft); } .bp-note:empty { display: none; }
-.bp-note.bp-problem { color: var(--bp-problem); font-weight: 600; } .bp-note.bp-problem::before { content: "⚠ "; }
-.bp-keys { display: flex; flex-wrap: wrap; gap: 2px 12px; font-size: 11px; color: var(--bp-soft); }
-.bp-keys kbd { font: 600 10.5px var(--jp-code-font-family, monospace); background: var(--bp-shade); border: 1px solid var(--bp-line); border-radius: 3px; padding: 0 4px; color: var(--bp-ink);
-  box-shadow: none; }
-.bp-sliders { display: grid; grid-template-columns: repeat(4, 1fr) 92px; gap: 6px 18px; padding: 8px 14px 10px; border-top: 1px solid var(--bp-line); }
-.bp-slider { display: grid; grid-template-columns: 1fr auto; align-content: start; align-items: center; font-size: 12px; color: var(--bp-soft); min-width: 0; }
-.bp-value { color: var(--bp-ink); font-variant-numeric: tabular-nums; }
-.bp-slider input { grid-column: 1 / -1; width: 100%; min-width: 0; margin: 3px 0 0; accent-color: var(--bp-accent); }
-.bp-seed input { height: 22px; padding: 0 6px; color: var(--bp-ink); background: var(--bp-paper); border: 1px solid var(--bp-line); border-radius: 4px; font: inherit; }
-.bp-foot { display: flex; align-items: center; gap: 10px; padding: 5px 14px; min-height: 28px; border-top: 1px solid var(--bp-line); background: var(--bp-shade); font-size: 12px;
-  font-variant-numeric: tabular-nums; color: var(--bp-soft); }
-.bp-meter:empty::before, .bp-meter span:empty::before { content: "ready"; }
-.bp-bar { flex: none; width: 90px; height: 7px; border: 1px solid var(--bp-line); border-radius: 4px; background: var(--bp-paper); overflow: hidden; }
-.bp-bar span { display: block; height: 100%; background: var(--bp-accent); }
-.bp-stale { margin-left: auto; color: var(--bp-problem); font-weight: 600; } .bp-stale::before { content: "⚠ "; }
-.bp-plan { border-top: 1px solid var(--bp-line); padding: 5px 14px 6px; font-size: 12px; color: var(--bp-soft); } .bp-plan summary { cursor: pointer; }
-.bp-plan > div { overflow-x: auto; padding: 6px 0; color: var(--bp-ink); }
-.bp-plan table { border-collapse: collapse; font-size: 12px; } .bp-plan :is(th, td) { padding: 2px 10px; text-align: right; border: 0; background: none; } .bp-plan img { max-width: 100%; }
-@container (max-width: 620px) { .bp-sliders { grid-template-columns: repeat(2, 1fr); } .bp-keys { display: none; } .bp-about { display: none; } }
-"""
+# %% ../../nbs/50_app/02_panels.ipynb #e5d8f9a9
+_BODIES = ("panels_chat.js", "panels_fill.js", "panels_story.js", "panels_titles.js")
+_SCRIPTS = ("elements.js", "talk.js", *_BODIES, "panels.js", "notebook.js")
 
 # %% ../../nbs/50_app/02_panels.ipynb #ec461d1b
 def _fit(engine, system, turns, room):
@@ -556,16 +216,19 @@ def _fit(engine, system, turns, room):
 # %% ../../nbs/50_app/02_panels.ipynb #583e760f
 class _Common(_Shown):
     "What the kinds have in common: the engine's face, the options, the script"
-    _esm = _FRAME + _CASE + _BUILD + _CHAT + _FILL + _STORY + _INHABIT
-    _css = _LOOK + _MORE_LOOK
+    _esm, _css = static(*_SCRIPTS), static("panels.css")
     _commands, _EXAMPLES = (), ()
+    _method = None    # of the engine; None: it is called as the kind is
     def __init__(self, engine, kind, title, examples, options, **traits):
-        if not callable(getattr(engine, kind, None)): raise TypeError(f"e is a {type(engine).__name__} without a method {kind!r}; make an engine with wrap(model, tok)")
+        method = self._method or kind
+        if not callable(getattr(engine, method, None)):
+            kind_of = type(engine).__name__
+            raise TypeError(f"e is a {kind_of} without a method {method!r}; make an engine with wrap(model, tok)")
         if getattr(engine, "tok", "") is None: raise ValueError("this engine has no tokenizer; wrap(model, tok)")
         examples = list(self._EXAMPLES if examples is None else examples)
         if not examples or not all(isinstance(x, str) for x in examples): raise ValueError(f"examples={examples!r}: expected one or more texts")
         mine = {k: options.pop(k) for k in _SETTINGS if k in options}
-        self._seen, self._shown, self._version, self._more = False, None, 0, options                        # what has no slider goes to the engine as it is
+        self._more = options                                      # what has no slider goes to the engine as it is
         longest = max(min(1024, getattr(engine, "max_ctx", None) or 1024), mine.get("max_new_tokens", 1))
         mine.setdefault("max_new_tokens", min(traits.get("max_new_tokens", 256), max(longest // 2, 1)))       # room for the prompt
         super().__init__(engine, token=uuid.uuid4().hex[:12], kind=kind, title=title, examples=examples, longest=longest, **{**traits, **mine}, **_face(engine))
@@ -831,35 +494,6 @@ def lead(
     "The first sentence of a text: the title that needs no model."
     return re.split(r"(?<=[。！？])|(?<=[.!?])\s|\n", text.strip())[0].strip()
 
-# %% ../../nbs/50_app/02_panels.ipynb #24460f2c
-_TITLES = r"""
-function titlesBody(model, p, listen) {
-  const body = make("div", "bp-body"), list = make("ol", "bp-choices bp-titles"), buttons = make("div", "bp-buttons");
-  p.box.placeholder = "Paste a text"; p.box.setAttribute("aria-label", "text"); p.box.rows = 6;
-  p.ask.textContent = "Find titles"; p.ask.title = "ask for titles (Ctrl Enter)"; list.setAttribute("aria-label", "titles");
-  p.go = () => { if (!running(model)) p.send("ask", p.box.value) };
-  const copied = async (b, text) => {
-    try { await navigator.clipboard.writeText(text); b.textContent = "copied" } catch { getSelection().selectAllChildren(b.parentElement.querySelector(".bp-said")); b.textContent = "selected" }
-    setTimeout(() => { b.textContent = "copy" }, 1500);
-  };
-  const draw = () => {
-    const choices = model.get("choices"), busy = running(model);
-    list.hidden = !choices.length; list.style.cssText = "margin:0;padding:0;list-style:none";
-    list.replaceChildren(...choices.map((c, i) => {
-      const o = make("li", "bp-choice"), said = make("span", "bp-said", c || "…"), b = button("", "copy", "copy this title", () => copied(b, c));
-      said.style.flex = "1"; b.disabled = busy || !c; b.setAttribute("aria-label", `copy title ${i + 1}`);
-      o.append(make("span", "bp-number", String(i + 1)), said, b); return o;
-    }));
-  };
-  listen(["choices", "state"], draw);
-  p.box.addEventListener("keydown", e => { if (e.key === "Enter" && (e.ctrlKey || e.metaKey)) { e.preventDefault(); p.go() } });
-  buttons.append(p.ask, p.stop, keys(["Ctrl Enter", "find titles"], ["Esc", "stop"]));
-  body.append(p.box, buttons, list); draw();
-  return body;
-}
-BODIES.story = titlesBody;
-"""
-
 # %% ../../nbs/50_app/02_panels.ipynb #c778ffd1
 def _as_prompt(prompt, text):
     "What the engine gets for a text"
@@ -869,7 +503,7 @@ def _neat(title): return " ".join(title.strip().strip("\"“”").split())
 
 class Titles(_Offers):
     "A text that an engine proposes titles for; made by `title`."
-    _esm = _FRAME + _CASE + _BUILD + _CHAT + _FILL + _STORY + _TITLES + _INHABIT
+    _method = "story"
     _commands = ("ask", "stop")
     _EXAMPLES = ("Long before there were clocks, people told the time by water. A vessel with a small hole in its floor was filled at sunrise, and whoever wanted to know the hour looked how much of it had run out.",
                  "茶树喜欢温暖潮湿的山坡。采下的嫩叶先摊开晾一夜，再放进锅里炒，最后用手揉成细条。做得好的茶叶放上一年也不会走味。")
@@ -883,7 +517,8 @@ class Titles(_Offers):
     ):
         if not callable(prompt) and (not isinstance(prompt, str) or "{text}" not in prompt): raise ValueError(f"prompt={prompt!r}: expected a form with {{text}} in it, or a function of the text")
         self._dropped, self._prompt = False, prompt
-        super().__init__(engine, "story", "Titles", examples, {"stop": ("\n",), **options}, text=text, n=n, **{k: v for k, v in (("temperature", 0.7), ("max_new_tokens", 24)) if k not in options})
+        first = {k: v for k, v in (("temperature", 0.7), ("max_new_tokens", 24)) if k not in options}
+        super().__init__(engine, "titles", "Titles", examples, {"stop": ("\n",), **options}, text=text, n=n, **first)
 
     @property
     def result(self)->list: # of texts, each once

@@ -16,7 +16,7 @@ from bmlab.core import (
     resolve, unwrap,
 )
 from ..models.tree import cell_text, tree_html, open_rows, read_tree, tree_rows, tree_text, row_title, tree
-from .widget import _INHABIT, _frames
+from .widget import Recorded, static
 
 # %% ../../nbs/50_app/01_picker.ipynb #42aedd72
 def _shape(name):
@@ -290,358 +290,13 @@ def _preview(chosen, rank, total):
     if not none: return out
     return f"{out}{'; ' if out else ''}no Lora fits on {len(none)} × {', '.join(sorted(set(none)))}"
 
-# %% ../../nbs/50_app/01_picker.ipynb #1bf02e69
-_GROW = r"""
-const make = (tag, cls, text) => { const e = document.createElement(tag); if (cls) e.className = cls; if (text !== undefined) e.textContent = text; return e };
-const four = x => String(Number(x.toPrecision(4)));
-const count = n => { for (const [unit, step] of [["T", 1e12], ["B", 1e9], ["M", 1e6], ["K", 1e3]]) if (n >= step * 0.99995) return four(n / step) + unit; return four(n) };
-const bytes = n => { let u = 0; while (n >= 1023.95 && u < 5) { n /= 1024; u++ } return four(n) + ["B", "KiB", "MiB", "GiB", "TiB", "PiB"][u] };
-
-// a node and all below it, its names multiplied out; a run that is unfolded becomes one view for each member
-function grow(node, before, parent, unfolded) {
-  const view = (keys, label, run) => {
-    const names = before.flatMap(p => keys.map(k => p && k ? `${p}.${k}` : p || k));
-    const v = {node, label, names, parent, run, times: keys.length, level: parent ? parent.level + 1 : 0};
-    v.id = names.length ? names[0] : `${parent.id}/${label}`;
-    v.kids = node.children.flatMap(c => grow(c, names, v, unfolded));
-    return v;
-  };
-  if (node.keys.length > 1 && unfolded.has(before[0] ? `${before[0]}.${node.keys[0]}` : node.keys[0]))
-    return node.keys.map((k, i) => view([k], k.split(".").pop(), {first: i === 0}));
-  return [view(node.keys, node.label, null)];
-}
-
-// what the box of a row stands for: its own modules if they pass the filter, else those below it that do
-function weigh(v, chosen, passes, filtered) {
-  const module = v.node.kind === "module" && v.level > 0;
-  v.own = module ? v.names.filter(n => passes(n, v.node)) : [];
-  v.hit = module ? v.names.filter(n => chosen.has(n)).length : 0;
-  v.below = [];
-  for (const k of v.kids) { weigh(k, chosen, passes, filtered); v.hit += k.hit; for (const n of k.every) v.below.push(n) }
-  v.every = v.own.concat(v.below);
-  v.target = v.own.length ? v.own : v.level || filtered ? v.below : [];
-  v.picked = v.target.filter(n => chosen.has(n)).length;
-  v.state = v.picked && v.picked === v.target.length ? "true" : v.picked || v.hit ? "mixed" : "false";
-}
-
-// the rows that show, from the top
-function flatten(v, open, filtered, searching, out) {
-  out.push(v);
-  v.rows = v.kids.filter(k => !filtered || k.target.length || k.node.kind !== "module" && v.own.length);
-  v.open = v.rows.length > 0 && (open.has(v.id) || searching && v.below.length > 0);
-  if (v.open) v.rows.forEach((k, i) => { k.place = [i + 1, v.rows.length]; flatten(k, open, filtered, searching, out) });
-  return out;
-}
-"""
-
-# %% ../../nbs/50_app/01_picker.ipynb #8263ecf9
-_ROWS = r"""
-const COLUMNS = [["each", v => v.names.length > 1 ? count(v.node.each) : ""], ["parameters", v => count(v.node.each * v.names.length)],
-  ["trainable", v => count(v.node.trainable * v.names.length)], ["dtype", v => v.node.dtype], ["device", v => v.node.device], ["memory", v => bytes(v.node.bytes * v.names.length)]];
-const STATES = {"░": "frozen", "◐": "partly tunable", "●": "tunable", "": "no weights"};
-const color = mark => mark.includes("▲") ? "delta" : mark === "░" ? "frozen" : mark ? "tunable" : "none";
-const cell = (c, v) => !v.node.mark || v.node.tied || !v.names.length ? "" : c[1](v);
-
-function spoken(v) {
-  const n = v.node, state = STATES[n.mark.replace("▲", "")];
-  const words = [v.label, n.class, n.shape, v.times > 1 ? `${v.times} folded` : "", n.tied ? `tied to ${n.tied}` : state, n.mark.includes("▲") ? "with delta" : ""];
-  if (v.target.length > 1) words.push(`${v.picked} of ${v.target.length} picked`);
-  return words.filter(w => w).join(", ");
-}
-
-function row(v, i, columns, id) {
-  const n = v.node, r = make("div", `bm-row bm-${color(n.mark)}${v.state === "true" ? " bm-picked" : ""}`), lead = make("span", "bm-lead");
-  const set = {role: "treeitem", id, "aria-level": v.level + 1, "aria-label": spoken(v), "data-i": i, "data-name": v.id, title: v.names.length > 1 ? `${v.names[0]} … ${v.names.at(-1)}` : v.id};
-  if (v.place) Object.assign(set, {"aria-posinset": v.place[0], "aria-setsize": v.place[1]});
-  if (v.rows.length) set["aria-expanded"] = v.open;
-  if (v.target.length) set["aria-checked"] = v.state;
-  for (const k in set) r.setAttribute(k, set[k]);
-  lead.style.paddingLeft = `${v.level * 1.15}em`;
-  lead.append(make("span", "bm-twist", v.rows.length ? v.open ? "▾" : "▸" : ""));
-  const box = make("span", v.target.length ? "bm-box" : "bm-box bm-void", v.state === "true" ? "✓" : v.state === "mixed" ? "–" : "");
-  box.title = v.target.length > 1 ? `${v.picked} of ${v.target.length} picked` : "";
-  lead.append(box, make("span", "bm-delta-mark", n.mark.includes("▲") ? "▲" : ""), make("span", "bm-mark", n.mark.replace("▲", "") || " "), make("span", "bm-name", v.label));
-  if (v.times > 1 || v.run) {
-    const fold = make("button", "bm-fold", v.run ? "fold" : `×${v.times}`);
-    fold.title = v.run ? "fold equal neighbours again (u)" : `show the ${v.times} one by one (u)`;
-    fold.tabIndex = -1;
-    if (!v.run || v.run.first) lead.append(fold);
-  }
-  const note = n.tied ? `↪ ${n.kind === "repeat" ? "same module as" : "tied to"} ${n.tied}` : "";
-  r.append(lead, make("span", "bm-class", [n.class, n.shape, note].filter(x => x).join(" ")));
-  for (const c of columns) r.append(make("span", `bm-cell bm-${c[0]}`, cell(c, v)));
-  return r;
-}
-"""
-
-# %% ../../nbs/50_app/01_picker.ipynb #959710f0
-_FURNITURE = r"""
-function furniture(model) {
-  const p = {root: make("div", "bmlab-picker"), status: make("span", "bm-status"), tree: make("div", "bm-tree"), body: make("div", "bm-body"), head: make("div", "bm-row bm-head")};
-  const bar = make("div", "bm-bar"), side = make("div", "bm-side"), main = make("div", "bm-main");
-  p.filter = make("input", "bm-filter");
-  Object.assign(p.filter, {type: "search", placeholder: "filter: q_proj, layers[3:6].mlp, *.mlp.*", spellcheck: false, autocomplete: "off"});
-  p.filter.setAttribute("aria-label", "filter modules by a pattern");
-  p.take = make("button", "bm-button bm-take");
-  p.linear = make("button", "bm-button bm-toggle", "only linear");
-  p.linear.title = "show only modules with a weight matrix; a box then stands for all of them below it";
-  p.clear = make("button", "bm-button", "clear");
-  p.status.setAttribute("role", "status");
-  bar.append(p.filter, p.status, p.take, p.linear);
-  p.tree.setAttribute("role", "tree"); p.tree.tabIndex = 0;
-  p.tree.setAttribute("aria-multiselectable", "true"); p.tree.setAttribute("aria-label", `modules of ${model.get("tree").label}`);
-  p.head.setAttribute("aria-hidden", "true");
-  p.body.append(p.head, p.tree);
-  p.chosen = make("div", "bm-chosen"); p.code = make("code", "bm-code"); p.preview = make("div", "bm-preview"); p.copy = make("button", "bm-button", "copy");
-  p.chosen.setAttribute("role", "status");
-  p.rank = make("input", "bm-rank");
-  Object.assign(p.rank, {type: "number", min: 1, max: 4096});
-  const label = make("label", "bm-ranklabel", "r "), buttons = make("div", "bm-buttons"), legend = make("div", "bm-legend"), keys = make("div", "bm-legend");
-  label.append(p.rank); buttons.append(p.copy, p.clear, label);
-  const marks = [["░", "frozen", "frozen"], ["◐", "tunable", "partly tunable"], ["●", "tunable", "tunable"], ["▲", "delta", "delta here or below"], ["↪", "none", "tied, counted once"]];
-  for (const [mark, cls, text] of marks) {
-    const item = make("span", `bm-${cls}`); item.append(make("span", "bm-mark", mark), make("span", "bm-name", text)); legend.append(item);
-  }
-  for (const [key, text] of [["↑ ↓ ← →", "move, open, close"], ["Space", "pick"], ["Enter", "open or close"], ["u", "fold ×n or show each"], ["/", "filter"]]) {
-    const item = make("span"); item.append(make("kbd", "", key), make("span", "", text)); keys.append(item);
-  }
-  p.about = make("div", "bm-about");
-  side.append(p.about, make("div", "bm-title", "Picked"), p.chosen, p.code, buttons, p.preview, legend, keys);
-  main.append(p.body, side); p.root.append(bar, main);
-  p.root.dataset.lmSuppressShortcuts = "true";
-  return p;
-}
-"""
-
-# %% ../../nbs/50_app/01_picker.ipynb #4d273bdb
-_DRAW = r"""
-function draw(p, model, ui) {
-  const tree = model.get("tree"), chosen = new Set(model.get("selected")), found = model.get("found"), text = model.get("filter"), linear = model.get("linear");
-  const searching = text.trim() !== "" && found.filter === text, names = new Set(found.names);
-  const root = grow(tree, [""], null, new Set(model.get("unfolded")))[0];
-  weigh(root, chosen, (n, node) => (!linear || node.linear) && (!searching || names.has(n)), linear || searching);
-  ui.rows = flatten(root, new Set(model.get("expanded")), linear || searching, searching, []);
-  ui.at = Math.max(0, ui.rows.findIndex(v => v.id === ui.active));
-  const columns = COLUMNS.filter(c => !["dtype", "device"].includes(c[0]) || tree[c[0]].includes("+"));     // said once above if all are alike
-  const widths = columns.map(c => Math.max(c[0].length, ...ui.rows.map(v => cell(c, v).length)));
-  p.body.style.setProperty("--bm-columns", widths.map(w => `${w + 1}ch`).join(" "));
-  const lead = Math.max(...ui.rows.map(v => v.label.length + 1.9 * v.level + (v.times > 1 || v.run ? 6 : 0)));
-  p.body.style.setProperty("--bm-lead", `${Math.ceil(lead) + 10}ch`);
-  p.body.style.setProperty("--bm-kind", `${Math.max(8, ...ui.rows.map(v => `${v.node.class} ${v.node.shape}`.length)) + 2}ch`);
-  p.head.replaceChildren(make("span", "bm-lead", "module"), make("span", "bm-class", "class"), ...columns.map(c => make("span", `bm-cell bm-${c[0]}`, c[0])));
-  const rows = ui.rows.map((v, i) => row(v, i, columns, `${ui.id}-${i}`));
-  rows[ui.at].classList.add("bm-active");
-  p.tree.replaceChildren(...rows);
-  p.tree.setAttribute("aria-activedescendant", rows[ui.at].id);
-  ui.target = root.target;
-  p.about.textContent = `${tree.label}: ${[count(tree.each) + " parameters", bytes(tree.bytes), tree.dtype, tree.device].join(" · ")}`;
-  settle(p, model, searching, text, found, root);
-}
-"""
-
-# %% ../../nbs/50_app/01_picker.ipynb #da9fd121
-_ACTIONS = r"""
-function settle(p, model, searching, text, found, root) {
-  const waiting = text !== found.filter, all = root.target.length > 0 && root.picked === root.target.length, active = searching || model.get("linear");
-  p.status.textContent = waiting ? "…" : searching ? found.note : "";
-  p.take.textContent = active ? `${all ? "unpick" : "pick"} ${root.target.length}` : "pick matches";
-  p.take.disabled = !active || waiting || !root.target.length;
-  p.linear.setAttribute("aria-pressed", model.get("linear"));
-  p.filter.classList.toggle("bm-none", searching && !found.names.length);
-  if (document.activeElement !== p.filter && p.filter.value !== text) p.filter.value = text;
-  if (document.activeElement !== p.rank) p.rank.value = model.get("rank");
-  const n = model.get("selected").length, pattern = model.get("pattern");
-  p.chosen.textContent = n ? `${n} module${n > 1 ? "s" : ""}` : "nothing yet: tick a box";
-  p.code.textContent = n ? `modules=${pattern.length > 1 ? `[${pattern.map(x => JSON.stringify(x)).join(", ")}]` : JSON.stringify(pattern[0])}` : "";
-  p.code.hidden = !n; p.copy.disabled = p.clear.disabled = !n;
-  p.preview.textContent = n ? model.get("preview") : "";
-}
-
-function toggle(model, names, off) {
-  const chosen = new Set(model.get("selected"));
-  for (const n of names) off ? chosen.delete(n) : chosen.add(n);
-  model.set("selected", [...chosen]); model.save_changes();
-}
-function put(model, trait, names, inside) {
-  const s = new Set(model.get(trait));
-  for (const n of names) inside ? s.add(n) : s.delete(n);
-  model.set(trait, [...s]);
-}
-const act = {
-  pick(model, ui, v) { if (v.target.length) toggle(model, v.target, v.picked === v.target.length) },
-  open(model, ui, v, yes) { if (v.rows.length && v.open !== yes) { put(model, "expanded", v.names, yes); model.save_changes() } },
-  fold(model, ui, v) {
-    const members = v.run ? v.parent.kids.filter(k => k.node === v.node).flatMap(k => k.names) : v.names;
-    if (!v.run && v.times < 2) return;
-    if (v.run) ui.active = members[0];
-    put(model, "unfolded", members, !v.run); put(model, "expanded", members, v.run !== null);      // a fold is open, its members shown singly are closed
-    model.save_changes();
-  },
-};
-
-function press(model, p, ui, e) {
-  if (e.ctrlKey || e.metaKey || e.altKey) return false;
-  const v = ui.rows[ui.at], go = i => { ui.active = ui.rows[Math.min(ui.rows.length - 1, Math.max(0, i))].id; ui.redraw(true) };
-  const page = Math.max(1, Math.floor(p.body.clientHeight / 24) - 2);
-  const moves = {ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -1e9, End: 1e9};
-  if (e.key in moves) go(ui.at + moves[e.key]);
-  else if (e.key === "ArrowRight") v.open ? go(ui.at + 1) : act.open(model, ui, v, true);
-  else if (e.key === "ArrowLeft") v.open && !p.filter.value ? act.open(model, ui, v, false) : v.parent && go(ui.rows.indexOf(v.parent));
-  else if (e.key === " ") act.pick(model, ui, v);
-  else if (e.key === "Enter") act.open(model, ui, v, !v.open);
-  else if (e.key === "u") act.fold(model, ui, v);
-  else if (e.key === "/") p.filter.focus();
-  else return false;
-  return true;
-}
-"""
-
-# %% ../../nbs/50_app/01_picker.ipynb #5bad529f
-_BUILD = r"""
-let made = 0;
-function build(model) {
-  const p = furniture(model), ui = {active: "", rows: [], at: 0, id: `bm${++made}-${Math.random().toString(36).slice(2)}`};
-  let queued = false, timer;
-  const kept = keep(p.root, () => model.send({inside: false}), () => { if (queued) now(false) });
-  const now = scroll => {
-    queued = true; if (kept.held()) return;                        // a row that is pressed stays until it is released
-    queued = false; draw(p, model, ui);
-    if (scroll) p.tree.children[ui.at].scrollIntoView({block: "nearest"});
-  };
-  ui.redraw = scroll => { if (scroll) now(true); else if (!queued) { queued = true; queueMicrotask(() => now(false)) } };
-  const send = (trait, value) => { model.set(trait, value); model.save_changes() };
-  const listen = () => ui.redraw();
-  const traits = ["tree", "selected", "found", "filter", "pattern", "preview", "linear", "rank", "expanded", "unfolded"];
-  traits.forEach(t => model.on(`change:${t}`, listen));
-  p.tree.addEventListener("click", e => {
-    const r = e.target.closest("[data-i]"); if (!r) return;
-    const v = ui.rows[r.dataset.i]; ui.active = v.id;
-    if (e.target.closest(".bm-fold")) act.fold(model, ui, v);
-    else if (e.target.closest(".bm-twist") || !v.target.length) act.open(model, ui, v, !v.open);
-    else act.pick(model, ui, v);
-    p.tree.focus({preventScroll: true}); ui.redraw();
-  });
-  p.tree.addEventListener("keydown", e => {
-    if (press(model, p, ui, e)) e.preventDefault();
-    if (!(e.ctrlKey || e.metaKey || e.key === "Escape")) e.stopPropagation();      // the notebook has shortcuts on single letters
-  });
-  p.filter.addEventListener("input", () => { clearTimeout(timer); p.status.textContent = "…"; timer = setTimeout(() => send("filter", p.filter.value), 120) });
-  p.filter.addEventListener("keydown", e => {
-    if (!(e.ctrlKey || e.metaKey)) e.stopPropagation();
-    if (e.key === "Enter" && !p.take.disabled) p.take.click();
-    if (e.key === "ArrowDown") { p.tree.focus(); e.preventDefault() }
-    if (e.key === "Escape") { p.filter.value = ""; send("filter", ""); p.tree.focus() }
-  });
-  p.take.addEventListener("click", () => toggle(model, ui.target, p.take.textContent.startsWith("unpick")));
-  p.linear.addEventListener("click", () => send("linear", !model.get("linear")));
-  p.clear.addEventListener("click", () => send("selected", []));
-  p.rank.addEventListener("change", () => { const r = parseInt(p.rank.value); if (r >= 1) send("rank", r) });
-  p.rank.addEventListener("keydown", e => e.stopPropagation());
-  p.copy.addEventListener("click", async () => {
-    try { await navigator.clipboard.writeText(p.code.textContent); p.copy.textContent = "copied" }
-    catch { getSelection().selectAllChildren(p.code); p.copy.textContent = "press Ctrl+C" }
-    setTimeout(() => { p.copy.textContent = "copy" }, 1500);
-  });
-  p.root.addEventListener("focusin", e => { if (!p.root.contains(e.relatedTarget)) model.send({inside: true}) });
-  p.body.addEventListener("scroll", () => { ui.top = p.body.scrollTop });
-  now(false);
-  return {root: p.root, back: () => { p.body.scrollTop = ui.top ?? 0; kept.focus() }, stop: () => traits.forEach(t => model.off(`change:${t}`, listen))};
-}
-"""
-
-# %% ../../nbs/50_app/01_picker.ipynb #0f311e87
-_STYLE = """
-.bmlab-picker {
-  --bm-ink: var(--jp-ui-font-color1, var(--vscode-foreground, #212121)); --bm-paper: var(--jp-layout-color1, var(--vscode-editor-background, #ffffff));
-  --bm-line: var(--jp-border-color2, #d0d0d0); --bm-shade: var(--jp-layout-color2, #f2f2f2); --bm-accent: #1a6fd4;
-  --bm-frozen: #6b6b6b; --bm-tunable: #1a63c0; --bm-delta: #a35204; --bm-badge: #8c3b2a; --bm-tint: #1a6fd41a;
-  container-type: inline-size; color: var(--bm-ink); background: var(--bm-paper); border: 1px solid var(--bm-line); border-radius: 6px; overflow: hidden;
-  font: 13px/1.45 var(--jp-ui-font-family, system-ui, sans-serif); max-width: 1200px; color-scheme: light;
-}
-body[data-jp-theme-light="false"] .bmlab-picker, .vscode-dark .bmlab-picker, html[theme="dark"] .bmlab-picker {
-  --bm-frozen: #a3a3a3; --bm-tunable: #7db4f5; --bm-delta: #f0994a; --bm-badge: #b4553f; --bm-accent: #4f9bf0; --bm-tint: #4f9bf033; color-scheme: dark;
-}
-@media (prefers-color-scheme: dark) {
-  body:not([data-jp-theme-light]):not(.vscode-light) .bmlab-picker {
-    --bm-frozen: #a3a3a3; --bm-tunable: #7db4f5; --bm-delta: #f0994a; --bm-badge: #b4553f; --bm-accent: #4f9bf0; --bm-tint: #4f9bf033; color-scheme: dark;
-    --bm-ink: var(--vscode-foreground, #e0e0e0); --bm-paper: var(--vscode-editor-background, #1a1a1a); --bm-line: #4a4a4a; --bm-shade: #2a2a2a;
-  }
-}
-.bmlab-picker * { box-sizing: border-box; }
-.bm-bar { display: flex; flex-wrap: wrap; align-items: center; gap: 6px; padding: 7px 8px; border-bottom: 1px solid var(--bm-line); background: var(--bm-shade); }
-.bm-filter { flex: 1 1 220px; min-width: 0; padding: 4px 8px; font: 12px var(--jp-code-font-family, monospace); }
-.bm-filter, .bm-rank { color: var(--bm-ink); background: var(--bm-paper); border: 1px solid var(--bm-line); border-radius: 4px; height: 27px; margin: 0; }
-.bm-filter.bm-none { border-color: var(--bm-delta); }
-.bm-status { font-size: 12px; max-width: 45ch; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
-.bm-button { height: 27px; padding: 0 10px; color: var(--bm-ink); background: var(--bm-paper); border: 1px solid var(--bm-line); border-radius: 4px; font: inherit; font-size: 12px;
-  cursor: pointer; white-space: nowrap; }
-.bm-button:hover:not(:disabled) { border-color: var(--bm-accent); }
-.bm-button:disabled { opacity: .45; cursor: default; }
-.bm-toggle[aria-pressed="true"] { border-color: var(--bm-accent); background: var(--bm-tint); font-weight: 600; }
-.bm-toggle[aria-pressed="true"]::before { content: "✓ "; }
-.bmlab-picker :is(input, button, .bm-tree):focus-visible { outline: 2px solid var(--bm-accent); outline-offset: -1px; }
-"""
-
-# %% ../../nbs/50_app/01_picker.ipynb #54f75956
-_LAYOUT = """
-.bm-main { display: flex; align-items: stretch; }
-.bm-body { flex: 1 1 auto; min-width: 0; max-height: 460px; overflow: auto; font: 12px/20px var(--jp-code-font-family, monospace); }
-.bm-tree { outline-offset: -2px; min-width: min-content; padding-bottom: 4px; }
-.bm-row { display: grid; grid-template-columns: minmax(min(var(--bm-lead, 27ch), 48ch), 3fr) minmax(min(var(--bm-kind, 12ch), 26ch), 2fr) var(--bm-columns); align-items: center;
-  min-height: 23px; padding: 0 10px 0 4px;
-  border-left: 3px solid transparent; cursor: default; }
-.bm-row > * { white-space: pre; overflow: hidden; text-overflow: ellipsis; }
-.bm-head { position: sticky; top: 0; z-index: 1; background: var(--bm-paper); border-bottom: 1px solid var(--bm-line); font-size: 11px; color: var(--bm-frozen); }
-.bm-head .bm-lead { padding-left: 3.3em; }
-.bm-tree .bm-row:hover { background: var(--bm-shade); }
-.bm-tree .bm-row.bm-picked { background: var(--bm-tint); }
-.bm-tree:focus .bm-active { border-left-color: var(--bm-accent); background: var(--bm-shade); }
-.bm-tree:focus .bm-active.bm-picked { background: linear-gradient(var(--bm-tint), var(--bm-tint)) var(--bm-paper); }
-.bm-lead { display: flex; align-items: center; }
-.bm-twist { flex: none; width: 1.2em; text-align: center; cursor: pointer; font-size: 13px; }
-.bm-box { flex: none; width: 15px; height: 15px; margin: 0 4px 0 1px; border: 1.5px solid var(--bm-frozen); border-radius: 3px; line-height: 12px; text-align: center; font-weight: 700;
-  cursor: pointer; }
-.bm-box.bm-void { visibility: hidden; }
-[aria-checked="true"] .bm-box { background: var(--bm-accent); border-color: var(--bm-accent); color: #ffffff; }
-[aria-checked="mixed"] .bm-box { border-color: var(--bm-accent); color: var(--bm-accent); }
-.bm-delta-mark { flex: none; width: 1.1em; text-align: center; color: var(--bm-delta); }
-.bm-mark { flex: none; width: 1.3em; }
-.bm-frozen > .bm-lead :is(.bm-mark, .bm-name), .bm-frozen.bm-frozen > :is(.bm-mark, .bm-name) { color: var(--bm-frozen); }
-.bm-tunable > .bm-lead :is(.bm-mark, .bm-name), .bm-tunable > :is(.bm-mark, .bm-name) { color: var(--bm-tunable); }
-.bm-delta > .bm-lead :is(.bm-mark, .bm-name), .bm-delta > :is(.bm-mark, .bm-name) { color: var(--bm-delta); }
-.bm-name { overflow: hidden; text-overflow: ellipsis; }
-.bm-row .bm-name { font-weight: 600; }
-.bm-row.bm-none .bm-name { font-weight: 400; color: var(--bm-frozen); }
-.bm-legend .bm-mark { display: inline-block; width: auto; margin-right: 4px; }
-.bm-fold { flex: none; margin-left: 7px; padding: 0 6px; border: 0; border-radius: 8px; background: var(--bm-badge); color: #ffffff; font: inherit; font-size: 11px; line-height: 16px;
-  cursor: pointer; }
-.bm-class { padding: 0 8px; color: var(--bm-frozen); }
-.bm-cell { text-align: right; } .bm-dtype, .bm-device { text-align: left; padding-left: 1ch; color: var(--bm-frozen); }
-.bm-side { flex: 0 0 250px; padding: 10px 12px; border-left: 1px solid var(--bm-line); display: flex; flex-direction: column; gap: 7px; }
-.bm-title { font-weight: 600; font-size: 11px; letter-spacing: .06em; text-transform: uppercase; color: var(--bm-frozen); }
-.bm-about { font-size: 12px; color: var(--bm-frozen); padding-bottom: 7px; border-bottom: 1px solid var(--bm-line); }
-.bm-chosen { font-size: 16px; font-weight: 600; }
-.bm-code { display: block; max-height: 150px; overflow: auto; padding: 6px 8px; background: var(--bm-shade); border: 1px solid var(--bm-line); border-radius: 4px;
-  font: 12px/1.45 var(--jp-code-font-family, monospace); overflow-wrap: anywhere; color: inherit; }
-.bm-code[hidden] { display: none; }
-.bm-buttons { display: flex; gap: 6px; align-items: center; }
-.bm-ranklabel { margin-left: auto; } .bm-rank { width: 58px; padding: 0 4px; }
-.bm-legend { display: flex; flex-wrap: wrap; gap: 1px 12px; font-size: 11px; color: var(--bm-frozen); padding-top: 6px; border-top: 1px solid var(--bm-line); }
-.bm-title + .bm-about { font-size: 12px; color: var(--bm-frozen); padding-bottom: 7px; border-bottom: 1px solid var(--bm-line); }
-.bm-chosen { margin-top: -5px; } .bm-preview { min-height: 3em; }
-.bm-legend kbd { font: 600 10.5px var(--jp-code-font-family, monospace); background: var(--bm-shade); border: 1px solid var(--bm-line); border-radius: 3px; padding: 0 4px;
-  margin-right: 5px; color: var(--bm-ink); box-shadow: none; }
-@container (max-width: 860px) { .bm-device, .bm-dtype, .bm-each, .bm-trainable { display: none; }
-  .bm-row { grid-template-columns: minmax(min(var(--bm-lead, 22ch), 36ch), 3fr) minmax(min(var(--bm-kind, 10ch), 20ch), 2fr) 11ch 10ch; } }
-@container (max-width: 640px) { .bm-main { flex-direction: column; } .bm-side { flex: none; border-left: 0; border-top: 1px solid var(--bm-line); } .bm-class { display: none;
-  } .bm-row { grid-template-columns: minmax(22ch, 1fr) 11ch 10ch; } }
-"""
+# %% ../../nbs/50_app/01_picker.ipynb #b2cce770
+_SCRIPTS = ("elements.js", "picker_tree.js", "picker_rows.js", "picker.js", "notebook.js")
 
 # %% ../../nbs/50_app/01_picker.ipynb #982c05dd
-class _Traits(anywidget.AnyWidget):
+class _Traits(Recorded, anywidget.AnyWidget):
     "What kernel and browser share"
-    _esm = _GROW + _ROWS + _FURNITURE + _DRAW + _ACTIONS + _BUILD + _INHABIT
-    _css = _STYLE + _LAYOUT
+    _esm, _css = static(*_SCRIPTS), static("picker.css")
     token = traitlets.Unicode().tag(sync=True)
     tree = traitlets.Dict().tag(sync=True)
     selected = traitlets.List(traitlets.Unicode()).tag(sync=True)
@@ -703,7 +358,7 @@ class _Chosen(_Traits):
         linear:bool=False,  # show only modules with a weight matrix at first
         rank:int=8,         # of the Lora in the preview
     ):
-        self._model, self._shown, self._seen, self._inside, self._later, self._at = weakref.ref(unwrap(model)), None, False, False, None, 0.0
+        self._model, self._inside, self._later, self._at = weakref.ref(unwrap(model)), False, None, 0.0
         self._read()
         super().__init__(token=uuid.uuid4().hex[:12], tree=self._sent, linear=linear, rank=rank)
         self.expanded = list(dict.fromkeys(n for i, (_, names) in enumerate(_walk(self.tree)) if i in open_rows(self._rows) for n in names))
@@ -782,20 +437,13 @@ class _Alive(_Chosen):
 # %% ../../nbs/50_app/01_picker.ipynb #65d26f07
 class Picker(_Alive):
     "The tree of a model with boxes; `.selected` and `.pattern` say what is picked. Made by `pick`."
-    def _repr_mimebundle_(self, **kwargs):
-        return {**_static(self), "application/vnd.jupyter.widget-view+json": {"version_major": 2, "version_minor": 0, "model_id": self.model_id}}
+    def _static(self): return _static(self)
 
     def _ipython_display_(self):
-        from IPython.display import display
-        self._inside, self._shown = False, _static(self)
-        display(self._repr_mimebundle_() if _frames() else self._shown, raw=True, display_id=self.token)
+        self._inside = False
+        super()._ipython_display_()
 
-    def _record(self):
-        "Write the picture of now into the outputs that show this picker"
-        if not self._seen or self._shown is None or self._inside or _frames() or (now := _static(self)) == self._shown: return
-        from IPython.display import display
-        self._shown = now
-        display(now, raw=True, display_id=self.token, update=True)
+    def _record(self): return not self._inside and super()._record()
 
     def _heard(self, content):
         "A browser shows the tree, or the focus came in or went out"

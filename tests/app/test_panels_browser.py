@@ -1,8 +1,9 @@
 "The panels in JupyterLab, driven in headless Chromium: type, stream, stop, fill, continue, two panels on one engine, themes, and what a saved notebook keeps."
-import importlib, json, re
+import json, re
 
 import pytest
 
+from bmlab.app.widget import static
 from browsing import CHROMIUM, Lab, REDRAWN, expect, opened, shot
 
 pytest.importorskip("jupyterlab", reason="jupyterlab is not installed")
@@ -172,7 +173,7 @@ def test_a_press_survives_the_record(lab):
 def test_a_tap_is_one_click(lab):
     "A finger's click comes behind its release, and what is disabled is not clicked: nobody adds one"
     page = lab.page.context.browser.new_context(has_touch=True).new_page()
-    source = importlib.import_module("bmlab.app.picker")._INHABIT
+    source = static("notebook.js")
     page.set_content("<div id=root><button id=one style='width:200px;height:60px'>one</button><button id=two disabled style='width:200px;height:60px'><span>two</span></button></div>")
     page.evaluate("keep => { const made = Function(keep + '; return keep')(); window.n = [0, 0]; window.kept = made(root, () => {}); [one, two].forEach((e, i) => e.addEventListener('click', () => { n[i] += 1 })) }",
                   source[source.index("function keep("):source.index("export default")])

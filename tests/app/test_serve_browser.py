@@ -100,7 +100,7 @@ def test_chat_streams_and_stops(site):
     expect(site.meter).to_have_text(re.compile(r"\d+ pieces · [\d.]+ per s · first after [\d.]+ s"))
     site.page.keyboard.type("half a th"); site.button("Stop").click(); site.idle()
     assert site.engine.made[-1].cut() and site.engine.made[-1].most == 128
-    expect(site.panel.locator(".note")).to_have_text("stopped"); site.page.keyboard.type("ought"); expect(site.box).to_have_value("half a thought")
+    expect(site.panel.locator(".mark")).to_have_text("stopped"); site.page.keyboard.type("ought"); expect(site.box).to_have_value("half a thought")
     site.box.fill("A long one again"); site.box.press("Enter"); expect(said).to_have_count(4); expect(said.last).to_contain_text("word word"); site.box.press("Escape"); site.idle(); assert site.engine.made[-1].cut()
     expect(site.meter).to_contain_text("stopped"); shot(site, "serve-chat")
 
@@ -129,7 +129,7 @@ def test_an_error_is_said_and_the_message_is_not_lost(site):
     site.box.fill("x" * 1_100_000); site.box.press("Enter"); site.idle()
     expect(site.meter).to_have_class(re.compile("problem")); expect(site.meter).to_contain_text("longer than max_body=1MiB"); assert len(site.box.input_value()) == 1_100_000
     site.box.fill("break"); site.box.press("Enter"); site.idle()
-    expect(site.meter).to_contain_text("the device is gone"); expect(site.panel.locator(".said").last).to_have_text("half "); expect(site.panel.locator(".note")).to_have_text("broken off")
+    expect(site.meter).to_contain_text("the device is gone"); expect(site.panel.locator(".said").last).to_have_text("half "); expect(site.panel.locator(".mark")).to_have_text("broken off")
     site.button("clear").click(); site.errors.clear()
 
 
