@@ -161,7 +161,9 @@ class PromptDelta(Delta):
         home, both = prompt_home(self.model), encoder_decoder(self.model)
         site = make(home, both)
         self.sites = {names[id(home)]: site}
-        if both: self.sites[names[id(self.model.get_decoder())]] = SeenSite(self.model.get_decoder(), site.table.shape[0])
+        if both:
+            decoder = self.model.get_decoder()
+            self.sites[names[id(decoder)]] = SeenSite(decoder, site.table.shape[0])
         self.attach()
     def attach(self):
         "Put the prompt in front of the input; where it is attached already, switch it on."
