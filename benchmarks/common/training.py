@@ -4,7 +4,7 @@ Each benchmark is a list of runs, bmlab's and the peer's, that follow one anothe
 Data are random tokens; weights start from N(0, 0.02). Times are of whole steps: work of the optimizer that a step leaves for later is inside, because the clock
 starts and stops with everything finished.
 """
-import json, os, subprocess, sys, time
+import json, os, subprocess, sys, tempfile, time
 from pathlib import Path
 
 import pandas as pd
@@ -81,9 +81,11 @@ def result(**row):
     if int(os.environ.get("RANK", 0)) == 0: print("RESULT " + json.dumps(row), flush=True)
 
 
-def keep(plan, name):
-    "Write a plan to a file, before the run that it predicts"
-    folder = Path(os.environ.get("OUT", Path(__file__).resolve().parents[1] / "plans")); folder.mkdir(exist_ok=True)
+def keep(plan, name, tiny=False):
+    "Write a plan to a file, before the run that it predicts; one of --tiny to a folder that does not last"
+    usual = Path(tempfile.gettempdir()) / "bmlab-plans" if tiny else Path(__file__).resolve().parents[1] / "plans"
+    folder = Path(os.environ.get("OUT", usual))
+    folder.mkdir(exist_ok=True)
     if int(os.environ.get("RANK", 0)) == 0: plan.save(folder / f"{name}.json")
 
 

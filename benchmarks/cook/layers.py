@@ -1,15 +1,18 @@
 """Compressed layers beside torch's bf16 `F.linear` and dense feed-forward, in one run under CUDA graphs: time at M rows, the floor of bytes and FLOPs, and whether it pays.
 
-usage: PYTHONPATH=. python benchmarks/cook/layers.py [--out FILE.json] [--rows 1 16 64 512 4096]      needs a GPU; FILE grows row by row
-       PYTHONPATH=. python benchmarks/cook/layers.py --tiny                                           small shapes on a CPU, to see that it runs
+usage: python benchmarks/cook/layers.py [--out FILE.json] [--rows 1 16 64 512 4096]      needs a GPU; FILE grows row by row
+       python benchmarks/cook/layers.py --tiny                                           small shapes on a CPU, to see that it runs
 """
-import argparse, json
+import argparse, json, sys
+from pathlib import Path
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "common"))
 from bmlab.kernels.layers import Int4Linear, Int8Linear
 from bmlab.cook.moefy import MoEMLP, Router
 from bmlab.cook.ffn import FFN

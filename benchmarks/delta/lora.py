@@ -67,7 +67,7 @@ def ours(name):
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     plan = plan_training(model, BATCH, LENGTH, inputs={"input_ids": ids, "labels": ids}, memory_limit=args.limit if GPU else None, checkpoint=True if whole else "auto", offload=None, master=None, compile=GPU, loss="chunked",
                          machine=None if GPU else "h200")
-    keep(plan, name.replace(", ", "_").replace(" ", "-"))
+    keep(plan, name.replace(", ", "_").replace(" ", "-"), args.tiny)
     shard(model, checkpoint=plan.recompute, compile=GPU)
     opt = torch.optim.AdamW(delta.trainable(), lr=1e-4, fused=True)
     def step(ids): loss = lm_loss(model, {"input_ids": ids, "labels": ids}); loss.backward(); opt.step(); opt.zero_grad(); return loss

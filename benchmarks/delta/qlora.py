@@ -57,7 +57,7 @@ def run(step, rows, **said):
 
 
 def peft_lora(name, rows):
-    import peft, transformers as tf
+    import peft
     if "NF4" in name:
         import bitsandbytes as bnb
         model = llama()
@@ -92,7 +92,7 @@ def ours(name, rows):
     ids = torch.zeros(rows, LENGTH, dtype=torch.long)
     plan = plan_training(model, rows, LENGTH, inputs={"input_ids": ids, "labels": ids}, memory_limit=limit, offload=None, master=None, compile=GPU, loss="chunked", machine=machine)
     print(plan, file=sys.stderr)
-    keep(plan, "qlora_" + name.replace("bmlab, ", "").replace(", ", "_").replace(" ", "-"))
+    keep(plan, "qlora_" + name.replace("bmlab, ", "").replace(", ", "_").replace(" ", "-"), args.tiny)
     shard(model, checkpoint=plan.recompute, compile=GPU)
     opt = torch.optim.AdamW(delta.trainable(), lr=1e-4, fused=True)
     def step(ids):

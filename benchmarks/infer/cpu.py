@@ -1,6 +1,6 @@
 """SmolLM2-135M on a CPU: int8 decode with fused blocks beside transformers' generate in fp32 and bf16, with dynamic and static cache, in turns in one process.
 
-usage: PYTHONPATH=. python benchmarks/infer/cpu.py [--threads 2] [--rounds 5] [--prompt 32] [--tokens 32] [--all]
+usage: python benchmarks/infer/cpu.py [--threads 2] [--rounds 5] [--prompt 32] [--tokens 32] [--all]
 
 Prints milliseconds from one token to the next (the median within a round; of the rounds their median and best; and process CPU time), the ratio to
 the faster peer, and the bound: the bytes of weights that a token reads over the rate at which this machine reads memory. Rounds alternate, so that
@@ -9,12 +9,15 @@ what else runs on the machine disturbs all alike; the ratio is taken within each
 import argparse
 import copy
 import resource
+import sys
 import time
+from pathlib import Path
 
 import pandas as pd
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bmlab.core import count, format_bytes
 from bmlab.infer.decode import Decoder
 from bmlab.infer.fused import fuse_decode

@@ -1,15 +1,19 @@
 """The int8 linear layer for few rows, beside torch's bf16 `F.linear`, in one run: time, bytes a second, share of what a copy reaches.
 
-usage: PYTHONPATH=. python benchmarks/kernels/int8_linear.py [--sweep]      needs a GPU; --sweep tries other tile sizes on the first shapes
+usage: python benchmarks/kernels/int8_linear.py [--sweep]      needs a GPU; --sweep tries other tile sizes on the first shapes
 """
 import argparse
 import itertools
+import sys
+from pathlib import Path
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from bmlab.kernels import triton_products as triton_kernels
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "common"))
+from bmlab.kernels import triton_products
 from bmlab.kernels.triton_products import int8_linear
 from clock import memory_rate, seconds
 
@@ -36,17 +40,17 @@ def main():
         del ours, theirs
     print(pd.DataFrame(rows).round(2).to_string(index=False))
     if not args.sweep: return
-    plain, rows = triton_kernels._blocks, []
+    plain, rows = triton_products._blocks, []
     for N, K in SHAPES[:4]:
         x, ours = torch.randn(1, K, device="cuda", dtype=torch.bfloat16), packed(N, K)
         for n, k, w, s in itertools.product((16, 32, 64), (128, 256, 512), (4, 8), (3, 5)):
             if (n + 16) * k * 2 * s > 200_000: continue
-            triton_kernels._blocks = lambda *_: dict(BLOCK_M=16, BLOCK_N=n, BLOCK_K=k, num_warps=w, num_stages=s)
+            triton_products._blocks = lambda *_: dict(BLOCK_M=16, BLOCK_N=n, BLOCK_K=k, num_warps=w, num_stages=s)
             try: t = seconds([lambda c=c, s=s: int8_linear(x, c, s) for c, s in ours], replays=3)
             except Exception as e: print(f"{n} {k} {w} {s}: {type(e).__name__}"); continue
             rows.append({"N×K": f"{N}×{K}", "n": n, "k": k, "warps": w, "stages": s, "GB/s": N * K / t / 1e9})
         del ours
-    triton_kernels._blocks = plain
+    triton_products._blocks = plain
     df = pd.DataFrame(rows)
     for shape, part in df.groupby("N×K", sort=False): print(part.sort_values("GB/s", ascending=False).head(8).round(0).to_string(index=False))
     print(df.groupby(["n", "k", "warps", "stages"])["GB/s"].agg(lambda g: g.prod() ** (1 / len(g))).sort_values(ascending=False).head(8).round(0))

@@ -6,7 +6,7 @@ transformers: its BertForMaskedLM, fp32 weights, bf16 autocast, torch's fused Ad
 bmlab: the same class in bf16 with fp32 masters, the batch, the recomputed layers and the host's share chosen by plan_training, which is asked for the largest batch that fits, and
 for the batch with the most examples/s. The limit is enforced on both by torch.cuda.set_per_process_memory_fraction.
 """
-import argparse, os, sys, time
+import argparse, sys
 from pathlib import Path
 
 import torch
@@ -73,7 +73,7 @@ def ours(goal):
     plans = {b: plan for b in batches if (plan := plan_of(b)) is not None}
     batch = max(plans) if goal == "largest" else max(plans, key=lambda b: b / plans[b].step_s)
     plan = plans[batch]
-    keep(plan, f"bert_{args.limit:g}GiB_{goal}")
+    keep(plan, f"bert_{args.limit:g}GiB_{goal}", args.tiny)
     shard(model, checkpoint=plan.recompute, compile=gpu)
     opt = AdamW(model, lr=1e-4, offload=plan.offload)
     def step(ids): loss = model(input_ids=ids, labels=ids).loss; loss.backward(); opt.step(); opt.zero_grad(); return loss

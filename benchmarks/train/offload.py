@@ -4,7 +4,7 @@ usage: python benchmarks/train/offload.py [--runs NAME …] [--tiny]        fp32
 
 Bounds: the step cannot be shorter than computing alone, nor than moving the state: a host core lane alone and the link alone are measured too.
 """
-import argparse, json, os, sys, time
+import argparse, sys
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ def ours(name):
     compile = planned and torch.cuda.is_available()
     plan = plan_training(model, BATCH, SHAPE["length"], checkpoint="auto" if planned else SHAPE["layers"], offload=1.0, overlap="forward" if clip else "backward", compile=compile,
                          link=0.6 if link == "auto" else link, machine=None if torch.cuda.is_available() else "h200")
-    if name != "compute alone": keep(plan, name.replace(", ", "_").replace(" ", "-"))
+    if name != "compute alone": keep(plan, name.replace(", ", "_").replace(" ", "-"), args.tiny)
     shard(model, checkpoint=plan.recompute, compile=compile)
     if name == "compute alone":
         def step(ids): loss = lm_loss(model, ids); loss.backward(); model.zero_grad(); return loss

@@ -7,7 +7,7 @@ cpm-ant: 48 layers of width 4096, 32 heads, gated feed-forward 10240, vocabulary
 gpt3:    GPT-3 175B on 64 GPUs with ZeRO-3 leaves each 1/64 of the weights and state and the activations of its own batch; 2 of the 96 layers (width 12288, 96 heads) on one GPU
          are about such a share and do such a step's arithmetic for 2 layers.
 """
-import argparse, os, sys
+import argparse, sys
 from pathlib import Path
 
 import torch
@@ -43,7 +43,7 @@ def main(name):
     gpu, device = torch.cuda.is_available(), local_device()
     how = dict(inputs={"input_ids": torch.zeros(batch, length, dtype=torch.long), "labels": torch.zeros(batch, length, dtype=torch.long)}) if name == "cpm-ant" else {}
     plan = plan_training(model, batch, length, checkpoint="auto", offload="auto", compile=gpu and bool(args.compile), overlap="backward", machine=None if gpu else "h200", **how)
-    keep(plan, name)
+    keep(plan, name, args.tiny)
     shard(model, checkpoint=plan.recompute, compile=gpu and bool(args.compile))
     if name == "gpt3": fill(model)
     opt = AdamW(model, lr=1e-5, offload=plan.offload, overlap="backward")

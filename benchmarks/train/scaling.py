@@ -2,7 +2,7 @@
 
 usage: python benchmarks/train/scaling.py [--gpus 1 2 4] [--batch 16] [--zero 3] [--tiny]
 """
-import argparse, os, sys
+import argparse, sys
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ def main():
     with torch.device("meta"): model = GPT(**SHAPE, dtype=torch.bfloat16)
     gpu = torch.cuda.is_available()
     plan = plan_training(model, args.batch, SHAPE["length"], gpus=world_size(), zero=args.zero, checkpoint=False, offload=None, compile=gpu, machine=None if gpu else "h200")
-    keep(plan, f"scaling_zero{args.zero}_batch{args.batch}_{world_size()}")
+    keep(plan, f"scaling_zero{args.zero}_batch{args.batch}_{world_size()}", args.tiny)
     shard(model, zero=args.zero, checkpoint=False, compile=gpu); fill(model)
     opt = AdamW(model, lr=1e-4)
     def step(ids): opt.zero_grad(); loss = lm_loss(model, ids); loss.backward(); opt.step(); return loss

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from training import GPT, Layer, child, clock, fill, keep, leave, lm_loss, result, show
+from training import GPT, child, clock, fill, keep, leave, lm_loss, result, show
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--batches", type=int, nargs="+", default=[16, 32, 8, 24]); p.add_argument("--gpus", type=int, default=2); p.add_argument("--tiny", action="store_true")
@@ -34,7 +34,7 @@ def ours():
     gpu = torch.cuda.is_available()
     plan = plan_training(model, args.batch, SHAPE["length"], gpus=world_size(), zero=args.zero, checkpoint="auto" if args.recompute < 0 else args.recompute, offload=None, compile=gpu,
                          loss="chunked" if args.chunked else "full", machine=None if gpu else "h200")
-    keep(plan, f"13b_zero{args.zero}_batch{args.batch}{'_chunked' * bool(args.chunked)}")
+    keep(plan, f"13b_zero{args.zero}_batch{args.batch}{'_chunked' * bool(args.chunked)}", args.tiny)
     shard(model, zero=args.zero, checkpoint=plan.recompute, compile=gpu); fill(model)
     opt, loss_of = AdamW(model, lr=1e-4), chunked_loss if args.chunked else lm_loss
     om = OptimManager(); om.add_optimizer(opt)
