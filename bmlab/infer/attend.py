@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels import cpu as cpu_kernels
-from .cache import attention_mask
 from ..kernels.layers import Int4Linear, Int8Linear, packed_linear, packed_linear4
 
 # %% ../../nbs/40_infer/10_attend.ipynb #bf8f5947
