@@ -537,7 +537,7 @@ def wrap(
     slots:int=2,                    # streamed blocks on the device at once
     graph:str|bool="auto",          # on a GPU, steps as CUDA graphs where that works
     fuse:bool=True,                 # join q, k and v, gate and up, and use the decoding kernels
-    link=None,                      # between host and device: None, or one of `bmlab.infer.streaming`
+    link=None,                      # between host and device: None, or one of `bmlab.infer.links`
     machine=None,                   # whose rates the plan uses: None, a preset's name, or `measure()`
     folder:str|Path|None=None,      # for the file of store="mmap"; None: the system's folder for temporary files, which may be in memory
 )->Engine:
