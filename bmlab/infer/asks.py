@@ -8,7 +8,7 @@ __all__ = ['blank_parts', 'filled', 'sentinels', 'fill_kind', 'sentinel_text', '
 
 # %% ../../nbs/40_infer/13_asks.ipynb #d665391b
 import copy, itertools, json, re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels import cpu as cpu_kernels
-from .cache import attention_mask
 from ..kernels.codes import packed_linear, packed_linear4
 from ..kernels.layers import Int4Linear, Int8Linear
 

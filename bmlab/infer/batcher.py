@@ -8,7 +8,6 @@ __all__ = ['Handle', 'Batcher']
 # %% ../../nbs/40_infer/06_batcher.ipynb #5ebdb544
 import atexit, contextlib, queue, threading, time
 from collections import deque
-from dataclasses import dataclass, field
 
 import torch
 

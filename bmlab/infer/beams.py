@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 from transformers import GenerationConfig
 
 from .decode import Decoder

@@ -20,8 +20,8 @@ from ..core import Transient, format_bytes, parts, unwrap
 from .decode import Decoder
 from .fused import _is_fused, fuse_decode
 from ..models.stream import TextPieces, max_positions, prompt_ids
-from ..kernels.layers import pack_linears, packable
-from .loading import load_placed, model_on_meta
+from ..kernels.layers import pack_linears
+from .loading import load_placed, model_folder, model_on_meta
 from .text import RowText, decode_tokens, end_ids, stream_text
 from .placement import CPU, InferencePlan, plan_inference
 from ..train.processes import use_expandable_segments
@@ -30,7 +30,6 @@ from .speculate import DraftModel, PromptLookup
 from .streaming import HostTables, Streamer, _Still, move_weights
 from .asks import (ask_blank, ask_field, blank_parts, fill_kind, fill_masks, mask_input, open_fields, option_scores, options_fit, options_of, sentinel_pieces, sentinel_text,
                          with_answer)
-from ..core import find_blocks
 
 # %% ../../nbs/40_infer.ipynb #2f934023
 _SLACK = 16 << 20          # bytes beyond the plan, in pages that are not quite full
@@ -497,17 +496,19 @@ class _Kept:
         while self.modules: self.modules.pop().__dict__.pop("_apply", None)
 
 def _cast_routers(model):
-    "What routers of Switch and NLLB-MoE do themselves at their first token, when it is not allowed any more"
+    "What routers of Switch and NLLB-MoE do themselves at their first token, when it is not allowed any more; how many there are"
+    routers = 0
     for m in model.modules():
-        if isinstance(m.__dict__.get("dtype"), torch.dtype) and isinstance(getattr(m, "classifier", None), nn.Linear): m.classifier.to(m.dtype)
+        if isinstance(m.__dict__.get("dtype"), torch.dtype) and isinstance(getattr(m, "classifier", None), nn.Linear): m.classifier.to(m.dtype); routers += 1
+    return routers
 
 def _assemble(model, plan, device, slots, store, link, host_limit, fuse, draft, folder, tried=0):
     "Fuse and place a packed model; what has to be closed again"
     held = []
     try:
-        if fuse and plan.generates: held.append(_Undo(fuse_decode(model).undo))
+        if fuse and plan.generates: held.append(_Undo(fuse_decode(model, forms=plan.fusable).undo))
         if fuse and plan.generates and draft is not None and draft is not model: held.append(_FusedDraft(draft))
-        blocks = find_blocks(model)
+        blocks = plan.blocks_in(model)
         held.append(fence := _Fence(plan, device, draft, tried))
         if plan.streamed: held.append(Streamer(model, blocks, plan.streamed, device, slots, store, link, host_limit=host_limit, folder=folder))
         if plan.host: held.append(HostTables(model, plan.host, device))
@@ -536,15 +537,15 @@ def wrap(
     slots:int=2,                    # streamed blocks on the device at once
     graph:str|bool="auto",          # on a GPU, steps as CUDA graphs where that works
     fuse:bool=True,                 # join q, k and v, gate and up, and use the decoding kernels
-    link=None,                      # between host and device: None, or one of `bmlab.infer.streaming`
+    link=None,                      # between host and device: None, or one of `bmlab.infer.links`
     machine=None,                   # whose rates the plan uses: None, a preset's name, or `measure()`
     folder:str|Path|None=None,      # for the file of store="mmap"; None: the system's folder for temporary files, which may be in memory
 )->Engine:
     "Plan, pack, place: an engine that streams text from a model inside a memory limit."
     device = _check_device(device, graph, fuse)
     if isinstance(max_ctx, bool) or not isinstance(max_ctx, int): raise TypeError(f"max_ctx={max_ctx!r}: a whole number, 1 or more")
-    name = model if isinstance(model, (str, Path)) else None
-    if name is not None: model = model_on_meta(name)
+    files = model_folder(model) if isinstance(model, (str, Path)) else None
+    if files is not None: model = model_on_meta(files)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a model or a name (load returns a model and a tokenizer: wrap(*load(…)))")
     max_ctx = min(max_ctx, max_positions(model) or max_ctx)
@@ -555,15 +556,18 @@ def wrap(
     _check_draft(guesser, model, max_ctx, device)
     tried = max(_besides(device) - before, 0)
     machine = machine if machine is not None or device.type == "cuda" else CPU
-    _cast_routers(model)
+    routers = _cast_routers(model)
     plan = plan_inference(model, memory_limit, bits, max_batch, max_ctx, kv_bits, host_limit, store, small if small is not None or guesser is None else "lookup", machine, slots, group_size)
-    if bits and name is None and (other := packed_otherwise(model, bits)): raise ValueError(f"bits={bits}, but {other[0]} is packed to {other[1]} already; wrap with bits=None")
+    if bits and files is None and (other := packed_otherwise(model, bits)): raise ValueError(f"bits={bits}, but {other[0]} is packed to {other[1]} already; wrap with bits=None")
     _check_room(plan, model, device)
     for engine in model.__dict__.get("_bmlab_engine", ()):
         if (engine := engine()) is not None: engine.close()             # a model has one: the last
-    if name is None and (fuse or bits) and _is_fused(model): raise ValueError("model is fused already; " + ("close the engine that it drafts for" if model.__dict__.get("_bmlab_drafted") else "undo() that") + " first")
-    if name is not None: model, loaded = load_placed(name, plan, device=device); _cast_routers(model); tok = tok if tok is not None else loaded
-    elif bits and (todo := packable(model)): pack_linears(model, bits=bits, modules=dict.fromkeys(todo), group_size=group_size)
+    if files is None and (fuse or bits) and _is_fused(model): raise ValueError("model is fused already; " + ("close the engine that it drafts for" if model.__dict__.get("_bmlab_drafted") else "undo() that") + " first")
+    if files is not None:
+        model, loaded = load_placed(files, plan, device=device, model=None if routers else model)           # (routers are filled in the files' dtype, and cast then)
+        _cast_routers(model)
+        tok = tok if tok is not None else loaded
+    elif plan.packable: pack_linears(model, bits=bits, modules=dict.fromkeys(plan.packable), group_size=group_size)
     held = _assemble(model.eval(), plan, device, slots, store, link, host_limit, fuse, small, folder, tried)
     try:
         decoder = Decoder(model, max_batch, max_ctx, kv_bits, graph) if plan.generates else None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .cache import KVCache, attention_mask
 from ..core import changed, parts, unwrap
 from .decode import _Facts
+from .placement import GATED, fusable
 from ..kernels.layers import join_packed
 from bmlab.infer.attend import (
     _Ahead, _GATES, _LINEARS, _Norm, _Product, _Step, _Torch, _Triton, _attend_one, _attend_torch,
@@ -249,17 +250,6 @@ def _restore(module):
 class _Unfit(Exception):
     "Why a module cannot be fused"
 
-_GATED = ((("gate_proj", "up_proj"), "down_proj"), (("gate_up_proj",), "down_proj"), (("wi_0", "wi_1"), "wo"), (("w1", "w3"), "w2"))
-
-def _form(module):
-    "What a module may be, by its children: angles, norm, gated MLP, attention, block, or None"
-    children = module._modules.keys()
-    if not children and not module._parameters and "inv_freq" in module._buffers: return "angles"
-    if not children and module._parameters.keys() == {"weight"} and module._parameters["weight"] is not None and module._parameters["weight"].ndim == 1: return "norm"
-    if children >= {"q_proj", "k_proj", "v_proj", "o_proj"}: return "attention"
-    if children >= {"self_attn", "mlp"}: return "block"
-    if any(children >= {*inner, down} for inner, down in _GATED): return "gated MLP"
-
 def _linears(module, names):
     "Linear layers by name, all of one kind"
     found = [module._modules[n] for n in names]
@@ -295,7 +285,7 @@ def _make_norm(module, step, width, rule):
     return _NormPart(_Norm(module, float(errors[1] < errors[0])), step)
 
 def _make_gated(module, step, width, rule):
-    inner, down = next((i, d) for i, d in _GATED if module._modules.keys() >= {*i, d})
+    inner, down = next((i, d) for i, d in GATED if module._modules.keys() >= {*i, d})
     act = next((a for n in ("act_fn", "act", "activation_fn", "activation") if callable(a := getattr(module, n, None))), None)
     if act is None: raise _Unfit("it names no activation")
     return _GatedPart(_linears(module, inner), *_linears(module, (down,)), act, step)
@@ -386,7 +376,7 @@ def _rule(module, facts):
 
 def _join(module, form):
     "Bring the siblings' weights into one storage"
-    names = ("q_proj", "k_proj", "v_proj") if form == "attention" else next(i for i, d in _GATED if module._modules.keys() >= {*i, d})
+    names = ("q_proj", "k_proj", "v_proj") if form == "attention" else next(i for i, d in GATED if module._modules.keys() >= {*i, d})
     siblings = [module._modules[n] for n in names]
     if len(siblings) > 1 and _Product(*siblings).joined is None:
         with contextlib.suppress(TypeError, ValueError): join_packed(siblings)                # those of unequal kinds stay apart
@@ -428,7 +418,7 @@ class Fused:
         if "_bmlab_streamer" in self.model.__dict__: raise RuntimeError("weights of a streaming model stay where they are; close() the streamer first")
         products = [(m, p) for m in self._swapped if (p := {_AttentionPart: "qkv", _GatedPart: "up"}.get(type(m._fused)))]
         products = [(m, p) for m, p in products if m._fused.placed(m) and all(_own_class(l) is cls for l, cls in getattr(m._fused, p).watch)]        # (others are not read any more)
-        for m, p in products: _join(m, _form(m)); getattr(m._fused, p).bind()
+        for m, p in products: _join(m, "attention" if p == "qkv" else "gated MLP"); getattr(m._fused, p).bind()
         return sum(getattr(m._fused, p).joined is not None and len(getattr(m._fused, p).modules) > 1 for m, p in products)
 
     @property
@@ -443,6 +433,7 @@ def fuse_decode(
     model:nn.Module,         # on its device, with its weights; packed or not; before its weights stream
     join:bool=True,          # bring the weights of q, k, v and of gate, up into one storage each?
     kernels:str|None=None,   # "triton", "torch"; None: Triton on a GPU
+    forms:dict|None=None,    # name → form of the modules to look at, as a plan has them; None: `fusable(model)`
 )->Fused:                    # .table, .undo(), .join()
     "Swap angles (on a GPU), norms, gated MLPs, attentions and blocks for parts that need few operations for few tokens; each proven first."
     if kernels not in (None, "triton", "torch"): raise ValueError(f"kernels={kernels!r}: 'triton', 'torch' or None")
@@ -457,11 +448,12 @@ def fuse_decode(
     like = next(t for t in tensors if t.is_floating_point()).new_empty(0, dtype=getattr(model, "dtype", None))
     turned = next((2 * len(b) for n, b in model.named_buffers() if n.endswith("inv_freq")), None)
     modes, step, proofs, rows, swapped = [(m, m.training) for m in model.modules()], _Step(kernels, {}), {}, [], []
+    forms, modules = fusable(model) if forms is None else forms, dict(parts(model))
     model.eval()
     for form in _MAKE:
         if form == "angles" and _ops(step, like) is _Torch: continue                          # (their many small kernels are a GPU's trouble)
-        for name, m in list(parts(model)):
-            if _form(m) != form: continue
+        for name, m in modules.items():
+            if forms.get(name) != form: continue
             why = ""
             try: _fuse_one(m, form, step, facts, turned, like, proofs, join); swapped.append(m)
             except _Unfit as e: why = str(e)

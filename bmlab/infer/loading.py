@@ -14,7 +14,7 @@ import torch
 import transformers as tf
 from torch import nn
 
-from ..core import did_you_mean, format_bytes, parts
+from ..core import parts
 from ..kernels.layers import pack_linears, packable
 from ..models.load import SAMPLES, TOKENIZER_FILES, check_folder, find_on_hub, load, sample_dir
 from ..models.zoo import float_dtype, model_class
@@ -113,10 +113,9 @@ class _Loaded:
     def close(self): pass
 
 # %% ../../nbs/40_infer/12_loading.ipynb #e0e96024
-def _open(folder, dtype, plan):
+def _open(folder, dtype, plan, model):
     "(model, source of its weights)"
-    model = model_on_meta(folder, dtype)
-    _check_plan(plan, model)
+    if model is None: model = model_on_meta(folder, dtype); _check_plan(plan, model)
     try: return model, _Source(model, folder)
     except (ValueError, FileNotFoundError) as e:
         why = str(e).split("; what both have")[0]
@@ -149,14 +148,16 @@ def load_placed(
     put:Callable|None=None,            # (name, module), for each block when it is packed, in order, then each module outside blocks that holds tensors; None: moves it by the plan
     dtype:torch.dtype|str|None=None,   # of what is not packed; None: as stored
     group_size:int|None=None,          # of int4; None: as the plan says
+    model:nn.Module|None=None,         # of `model_on_meta`, for which the plan was made: it is filled; None: one is made
 )->tuple:                              # (model in eval mode, tokenizer or None)
     "A trained model, filled, packed and placed a block at a time; the host never holds a second copy."
     device, folder = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"), model_folder(name)
     if bits not in (None, 4, 8): raise ValueError(f"bits={bits!r}: 8, 4, or None")
+    if model is not None and dtype is not None: raise ValueError(f"dtype={dtype!r} with a model, which has one; give the dtype to model_on_meta")
     asked = plan.settings if plan is not None else {}
     if bits is not None and asked.get("bits", bits) != bits: raise ValueError(f"bits={bits}, but the plan is for bits={asked['bits']}; leave bits away, or plan again")
     bits, group = bits or asked.get("bits"), group_size or asked.get("group_size", 128)
-    model, source = _open(folder, dtype, plan)
+    model, source = _open(folder, dtype, plan, model)
     try:
         if plan is None: plan = plan_inference(model, bits=bits, group_size=group)
         _fill_all(model, source, plan, bits, group, device, put)
@@ -169,7 +170,8 @@ def _fill_all(model, source, plan, bits, group, device, put):
     blocks, mover = list(plan.blocks.index), _mover(plan, device)
     home, todo, units = dict.fromkeys(blocks), {}, {n: [] for n in [*blocks, ""]}
     for n, _ in parts(model): units[_block_of(n, home)].append(n)
-    for n in packable(model) if bits else (): todo.setdefault(_block_of(n, home), []).append(n)
+    known = plan.packable is not None and isinstance(source, _Source)           # what transformers loaded as a whole, it may have packed itself
+    for n in () if not bits else plan.packable if known else packable(model): todo.setdefault(_block_of(n, home), []).append(n)
     options = dict(group_size=group) if bits == 4 else {}
     for unit, names in units.items():
         waits = unit in plan.streamed and not (bits and device.type == "cuda")     # packing is work for the GPU: a block that streams comes back packed

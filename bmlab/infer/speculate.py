@@ -9,7 +9,7 @@ __all__ = ['Guess', 'join', 'lay_out', 'walk', 'advance', 'PromptLookup', 'Draft
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .decode import Decoder, _device
 from .sampling import Sampler, as_tokens, likelihoods

@@ -6,7 +6,7 @@
 __all__ = ['move_weights', 'HostTables', 'Streamer']
 
 # %% ../../nbs/40_infer/09_streaming.ipynb #5b84056a
-import contextlib, functools, mmap, random, sys, tempfile, threading, weakref
+import contextlib, functools, mmap, sys, threading, weakref
 from pathlib import Path
 
 import pandas as pd
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..core import changed, did_you_mean, format_bytes, on_change, parse_bytes, unwrap
 from ..core import find_blocks
-from .links import GpuLink, SimulatedLink, _Reader, _Slab, _file, _up
+from .links import GpuLink, SimulatedLink, Slab, SlabReader, _file, _up
 
 # %% ../../nbs/40_infer/09_streaming.ipynb #d68e7fc2
 class _Range:
@@ -153,7 +153,7 @@ class HostTables:
             if not {id(t) for m in mine for t in (*m._parameters.values(), *m._buffers.values()) if t is not None} <= {i for r in ranges for i in r.tensors} or not ranges:
                 raise ValueError(f"names={list(names)!r}: one of them has no weights of its own; a table tied to the head is read whole, so it belongs on the device")
             layout = _Layout(ranges)
-            slab = _Slab(layout.nbytes)
+            slab = Slab(layout.nbytes)
             layout.fill(slab.bytes)
             if self.device.type == "cuda": slab.lock()
             layout.bind(slab.bytes if self.device.type != "cuda" else torch.as_tensor(_Seen(slab), device=self.device))
@@ -219,7 +219,7 @@ class _Stored:
         "One block into a slab of its own; tensors that left it get ordinary memory"
         old, layout.own = self.layouts.get(name), self._own(name, layout)
         if layout.meta: self.layouts[name] = layout; return
-        slab = _Slab(layout.nbytes, self.file, self._end)
+        slab = Slab(layout.nbytes, self.file, self._end)
         if self.file is not None: self._end += _up(layout.nbytes, mmap.ALLOCATIONGRANULARITY)
         layout.fill(slab.bytes); layout.bind(slab.bytes); _tell(self.blocks[name])
         for i, (t, _) in old.spots.items() if old is not None else ():
@@ -569,7 +569,7 @@ class Streamer(_Measured):
         self._stop, self.reader, self.file, self._closed = None, None, _file(folder) if store == "mmap" else None, False
         self.model.__dict__["_bmlab_streamer"] = self
         try:
-            if store == "mmap": self.reader = _Reader(self.device)
+            if store == "mmap": self.reader = SlabReader(self.device)
             with torch.inference_mode(False): self._lay(); self._to_slots()
             self._hook(); self._guard()
         except BaseException: self.close(); raise

@@ -32,7 +32,7 @@ from .processes import init_distributed as _start, local_device, local_rank, ran
 from .parallel import split_parameter
 from .sharding import shard
 from ..formats.safetensors import parameter_like, local_slices
-from ..kernels.exchange import _some
+
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #2675c1f7
 class Config(Mapping):

@@ -1,5 +1,7 @@
 "Loading straight into place: with a streamer, from GGUF, from a hub that is not there, and without a trace after errors"
+import contextlib
 import gc
+import importlib
 import json
 import os
 import shutil
@@ -15,11 +17,12 @@ from safetensors.torch import save_file
 
 from bmlab.core import count
 from bmlab.kernels.layers import pack_linears
+from bmlab.infer.engine import wrap
 from bmlab.infer.loading import load_placed, model_folder, model_on_meta
 from bmlab.formats.safetensors import TensorFiles
 from bmlab.models.load import load
 from bmlab.files import cache_dir
-from bmlab.infer.placement import plan_inference
+from bmlab.infer.placement import InferencePlan, plan_inference
 from bmlab.core import find_blocks
 
 TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, vocab_size=160)
@@ -54,6 +57,34 @@ def test_planned_loaded_streamed(folder, bits):
     try: assert torch.equal(logits(model), want) and torch.equal(logits(model), want)
     finally: streamer.close()
     assert torch.equal(logits(model), want)
+
+
+def test_a_plan_is_read_and_not_made_again(folder, tmp_path):
+    "Loading packs what the plan names; a plan of before names nothing, and the same layers are packed; transformers decides where it loads the whole"
+    plan = plan_inference(model_on_meta(folder), bits=8, max_ctx=64, machine="h200")
+    plan.save(tmp_path / "plan.json")
+    stored = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "before.json").write_text(json.dumps({k: v for k, v in stored.items() if k not in ("packable", "fusable")}))
+    never = patch("bmlab.infer.loading.packable", side_effect=AssertionError("looked for again"))
+    with never: want = logits(load_placed(folder, plan, device="cpu")[0])
+    with never: assert torch.equal(logits(load_placed(folder, InferencePlan.load(tmp_path / "plan.json"), device="cpu", model=model_on_meta(folder))[0]), want)
+    assert torch.equal(logits(load_placed(folder, InferencePlan.load(tmp_path / "before.json"), device="cpu")[0]), want)
+    with pytest.raises(ValueError, match="give the dtype to model_on_meta"): load_placed(folder, plan, device="cpu", dtype="bfloat16", model=model_on_meta(folder))
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_wrap_finds_things_once(folder, bits):
+    "From files, what a model is made of is looked up for the plan; loading, packing, fusing and streaming read it there"
+    plan = plan_inference(model_on_meta(folder), bits=bits, max_ctx=64)
+    seen = {n: patch(f"bmlab.infer.placement.{n}", wraps=getattr(importlib.import_module("bmlab.infer.placement"), n)) for n in ("find_blocks", "packable", "fusable")}
+    again = [patch(f"bmlab.infer.{n}", side_effect=AssertionError(f"{n} was called")) for n in ("loading.find_blocks", "loading.packable", "fused.fusable", "streaming.find_blocks")]
+    bones = patch("bmlab.infer.engine.model_on_meta", wraps=model_on_meta)
+    with contextlib.ExitStack() as stack:
+        mocks = {n: stack.enter_context(p) for n, p in seen.items()}
+        for p in again: stack.enter_context(p)
+        made = stack.enter_context(bones)
+        with wrap(folder, memory_limit=plan.min_bytes, bits=bits, max_ctx=64, device="cpu") as e: assert e.plan.streamed and e.decoder.mode == "static"
+    assert {n: m.call_count for n, m in mocks.items()} == {"find_blocks": 1, "packable": int(bits is not None), "fusable": 1} and made.call_count == 1
 
 
 def test_order_of_placing(folder):

@@ -1,8 +1,10 @@
 "Plans for inference: bytes of many families, placements against brute force, the worked lines of a 405-billion model, and the streamer doing what was planned"
 import dataclasses
 import itertools
+import json
 import random
 import warnings
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -11,10 +13,10 @@ import transformers as tf
 
 from bmlab.infer.cache import KVCache, attention_mask
 from bmlab.core import count
-from bmlab.kernels.layers import pack_linears
+from bmlab.kernels.layers import pack_linears, packable
 from bmlab.plan.machine import machine
 from bmlab.models.load import build
-from bmlab.infer.placement import DECODING, InferencePlan, place_blocks, plan_inference, smallest, stored_weights
+from bmlab.infer.placement import DECODING, InferencePlan, fusable, place_blocks, plan_inference, smallest, stored_weights
 from bmlab.core import find_blocks
 
 TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=160)
@@ -53,6 +55,29 @@ def made(name):
 def decoder(layers, width, heads, kv, inner, vocab, dtype=torch.bfloat16):
     with torch.device("meta"):
         return tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv, intermediate_size=inner, vocab_size=vocab)).to(dtype)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_was_found_holds_after_packing(name, tmp_path):
+    "Blocks, layers to pack and modules to fuse are found on meta, kept by name, and are what one would find in the packed model"
+    model = made(name)
+    plan = plan_inference(model, bits=8, max_ctx=32, machine="h200")
+    assert plan.packable == list(packable(model)) and plan_inference(model, max_ctx=32, machine="h200").packable is None
+    pack_linears(model, bits=8)
+    assert plan.fusable == {n: f for n, f in fusable(model).items() if not n.endswith("experts")}       # (packed stacks of experts have names of a gated MLP's layers)
+    assert plan.blocks_in(model) == find_blocks(model)
+    plan.save(tmp_path / "plan.json")
+    again = InferencePlan.load(tmp_path / "plan.json").at(plan.min_bytes)
+    assert (again.packable, again.fusable) == (plan.packable, plan.fusable)
+
+
+def test_plans_of_before_load(tmp_path):
+    "Plans that were saved before they named what can be packed and fused"
+    plans = [p for p in (Path(__file__).parents[2] / "benchmarks" / "plans").glob("*.json") if "token_bytes" in json.loads(p.read_text())]
+    assert plans
+    for path in plans:
+        plan = InferencePlan.load(path)
+        assert plan.packable is None and plan.fusable is None and plan.sentence() and plan.at(None).peak_bytes >= plan.weights
 
 
 @pytest.mark.parametrize("name", MODELS)
