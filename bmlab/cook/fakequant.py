@@ -15,7 +15,7 @@ from .cook import Method
 from .chain import Foresees, chain, foresee, parametrize_weight, stored, unparametrize
 from ..core import parts, roles
 from ..kernels.experts import holds_experts, stack_names
-from ..kernels.layers import is_conv1d, packable, packing_refusal
+from ..kernels.layers import is_conv1d, packing_refusal
 from ..kernels.codes import GROUPS, group_for, quantize_tokens
 from bmlab.cook.quantize import (
     Grid, check_rounding, choose_codes, choose_experts, choose_factors, grid_for, pack_by, plan_grids,

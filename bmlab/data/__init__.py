@@ -7,3 +7,11 @@ from .layouts import open_ds, open_mmididx, read_blocks, write_mmididx, write_sh
 from .rules import ChineseQuality, LanguageRule, PerplexityRule, find_pii, mask_pii
 from .samples import Batches, fetch_deb, pack_tokens, sample_texts, split
 from .shards import ShardError, Shards, seal_shards, tokenize
+
+
+def __getattr__(name):
+    "What needs datatrove is imported where it is used."
+    from importlib import import_module
+    rooms = dict(Corpus="corpus", NearCopies="copies", ExactCopies="copies", recipe="recipes")
+    if name not in rooms: raise AttributeError(f"module 'bmlab.data' has no attribute {name!r}")
+    return getattr(import_module(f"bmlab.data.{rooms[name]}"), name)

@@ -1,5 +1,5 @@
 "The panels' life without a browser: one generation at a time, what is kept when it is cut, many threads at once, the record, and what a closed panel leaves."
-import gc, json, re, subprocess, sys, threading, time, weakref
+import gc, json, re, subprocess, sys, threading, weakref
 
 import pytest
 import torch

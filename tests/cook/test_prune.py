@@ -8,7 +8,7 @@ import transformers as tf
 from bmlab.cook.cook import Cook
 from bmlab.core import count, resolve
 from bmlab.train.processes import run_ranks
-from bmlab.cook.prune import Gates, StructPrune, importance, staircase, units_of
+from bmlab.cook.prune import StructPrune, importance, staircase, units_of
 from bmlab.cook.structure import shapes, structure
 
 

@@ -12,11 +12,11 @@ from torch import nn
 from bmlab.cook.cook import Cook, Method
 from bmlab.cook.chain import chain, stored
 from bmlab.cook.report import load_cooked, save_cooked
-from bmlab.core import count, parts, resolve, set_seed
+from bmlab.core import parts, resolve, set_seed
 from bmlab.train.processes import run_ranks
 from bmlab.cook.fakequant import FakeQuant
 from bmlab.kernels.layers import pack_linears
-from bmlab.cook.sparse24 import Mask24, Sparse24, Sparse24Linear, arrange24, compress24, expand24, input_norms, is24, pack24, pick24, sparsegpt24, unpack24
+from bmlab.cook.sparse24 import Sparse24, Sparse24Linear, arrange24, compress24, expand24, input_norms, is24, pack24, pick24, sparsegpt24, unpack24
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = torch.randint(0, 99, (6, 4, 12), generator=torch.Generator().manual_seed(0))

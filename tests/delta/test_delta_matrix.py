@@ -3,7 +3,6 @@ import copy, functools, importlib, pickle, traceback
 
 import pytest
 import torch
-from torch import nn
 
 from bmlab.core import set_seed
 from bmlab.train.processes import run_ranks

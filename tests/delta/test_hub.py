@@ -1,12 +1,12 @@
 "Published deltas: sharded models, packed backbones, sums that PEFT reads, hashes that are cheap the second time."
-import copy, hashlib, time
+import hashlib
 
 import pytest
 import torch
 
 from bmlab.core import set_seed
 from bmlab.train.processes import run_ranks
-from bmlab.delta.delta import Delta, deltas
+from bmlab.delta.delta import Delta
 from bmlab.delta.hub import Hub, backbone_hash, cat, publish, svd
 from bmlab.kernels.layers import pack_linears
 from bmlab.delta.lora import Lora

@@ -3,7 +3,7 @@ import copy, json
 
 import peft, pytest, torch
 import transformers as tf
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from bmlab.core import set_seed
@@ -11,7 +11,7 @@ from bmlab.delta.delta import Delta, deltas
 from bmlab.models.glm import BlankGlmConfig, BlankGlmForConditionalGeneration, blank_positions
 from bmlab.kernels.layers import pack_linears
 from bmlab.delta.lora import Lora
-from bmlab.delta.prefix import Prefix, attentions
+from bmlab.delta.prefix import Prefix
 from bmlab.delta.soft import PTuning, SoftPrompt
 
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99, pad_token_id=0, bos_token_id=1, eos_token_id=2)

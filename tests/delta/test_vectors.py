@@ -1,5 +1,5 @@
 "Vectors against what they stand for: real biases tuned, PEFT's IA3 and norm tuning, every norm there is."
-import copy, warnings
+import warnings
 
 import pytest
 import torch

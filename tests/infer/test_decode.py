@@ -5,7 +5,6 @@ import pytest
 import torch
 import transformers as tf
 
-import bmlab.infer.decode
 from bmlab.models.cpm import CpmAntTied
 from bmlab.models.cpmbee import CpmBeeConfig, CpmBeeForCausalLM
 from bmlab.infer.decode import Decoder

@@ -16,7 +16,7 @@ from bmlab.core import count
 from bmlab.kernels.layers import pack_linears, packable
 from bmlab.plan.machine import machine
 from bmlab.models.load import build
-from bmlab.infer.placement import DECODING, InferencePlan, fusable, place_blocks, plan_inference, smallest, stored_weights
+from bmlab.infer.placement import DECODING, InferencePlan, fusable, place_blocks, plan_inference, smallest
 from bmlab.core import find_blocks
 
 TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=160)

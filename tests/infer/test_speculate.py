@@ -8,7 +8,7 @@ import transformers as tf
 from bmlab.infer.decode import Decoder
 from bmlab.infer.text import decode_tokens, end_ids, stream_text
 from bmlab.infer.sampling import Sampler
-from bmlab.infer.speculate import DraftModel, PromptLookup, Tree, advance, join, lay_out, replay, walk
+from bmlab.infer.speculate import DraftModel, PromptLookup, Tree, join, lay_out, replay, walk
 
 V = 40
 SMALL = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=V)

@@ -1,14 +1,12 @@
 "What round seven added: written answers, packing, soft tokens of many users anywhere, found templates, words of a thesaurus."
 import itertools
 
-import pandas as pd
 import pytest
 import torch
 import transformers as tf
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from bmlab.delta.bank import DeltaBank
-from bmlab.core import set_seed
 from bmlab.delta.lora import Lora
 from bmlab.delta.prefix import Prefix
 from bmlab.prompt.template import Template, one_batch

@@ -68,7 +68,7 @@ TEXT = '{"soft":3} {"placeholder":"text_a"} {"soft":"it was","soft_id":2} so {"s
 def gradients(sharded, lora):
     "Summed gradients of the soft tokens over four examples, this rank's share of them"
     from bmlab.delta.lora import Lora
-    from bmlab.train.processes import all_gather, rank, world_size
+    from bmlab.train.processes import rank, world_size
     from bmlab.train.sharding import shard
     model, t = tiny(), Template(TEXT, byte_tok())
     other = Lora(model) if lora else None

@@ -351,7 +351,7 @@ def payloads(mark):
 @pytest.mark.parametrize("reader", ["load_weights", "one of them", "fit"])
 def test_a_hostile_checkpoint_runs_nothing(tmp_path, reader):
     "One error that names the file, and what it asks for; the model is as it was"
-    from bmlab.train.checkpoint import load_weights, save
+    from bmlab.train.checkpoint import load_weights
     from bmlab.train.loop import fit
     model = nn.Linear(3, 3)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -441,7 +441,6 @@ def test_a_checkpoint_names_no_file_outside_its_folder(tmp_path):
 
 
 def hostile_ranks(folder):
-    import torch.distributed as dist
     from bmlab.train.checkpoint import load_weights
     from bmlab.train.loop import fit
     model, said = shard(tiny()), []

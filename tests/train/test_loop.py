@@ -1,5 +1,5 @@
 "The loop over processes: killed and taken up again, accumulation, offload, data parallel, sharded with a delta."
-import os, signal, subprocess, sys
+import os, signal
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,5 @@
 "Processes: two torchrun agents, peers that die, interrupts at every line of the start, collectives in half precision."
-import os, signal, subprocess, sys, time
+import os, subprocess, sys, time
 from pathlib import Path
 
 import pytest
