@@ -26,7 +26,7 @@ def tables():
         nb = read(door)
         if not rooms: alone.append(row(door, nb)); continue
         name = door.stem.partition("_")[2]
-        lines += ["", f"### {name}", "", f"{title_of(nb)[1]} Its door: [{door.stem}]({door.relative_to(ROOT).as_posix()}).".replace("..", "."), "", *head]
+        lines += ["", f"### {name}", "", f"{title_of(nb)[1].rstrip('.')}. Its door: [{door.stem}]({door.relative_to(ROOT).as_posix()}).", "", *head]
         if exports(nb): lines.append(row(door, nb))
         lines += [row(room, read(room)) for room in rooms]
     return "\n".join(["### Beside the chapters", "", "What every chapter stands on, BMTrain's own names, and all public names in one module.", "", *head, *alone, *lines])
