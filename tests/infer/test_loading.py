@@ -161,7 +161,7 @@ def test_hub_names():
     "A name on the hub becomes a snapshot of the files that are needed; without the hub, the error of load"
     with patch("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9"):
         with pytest.raises((OSError, LookupError), match="neither a sample nor a folder"): load_placed("no-such/model", device="cpu")
-    with patch("bmlab.infer.loading._from_hub", lambda name: (name, {"local_files_only": True})), patch("huggingface_hub.snapshot_download") as fetched:
+    with patch("bmlab.infer.loading.find_on_hub", lambda name: (name, {"local_files_only": True})), patch("huggingface_hub.snapshot_download") as fetched:
         fetched.return_value = "/nowhere"
         with pytest.raises(FileNotFoundError): model_folder("some/model")
     assert fetched.call_args.args == ("some/model",) and "*.safetensors" in fetched.call_args.kwargs["allow_patterns"] and fetched.call_args.kwargs["local_files_only"]
