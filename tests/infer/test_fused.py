@@ -302,7 +302,7 @@ def test_angles():
 
 
 def test_one_row_is_tried_too(monkeypatch):
-    import bmlab.kernels.triton_products as tk
+    import bmlab.kernels.triton_attention as tk
     def broken(*args, **kwargs): raise RuntimeError("no such kernel")
     monkeypatch.setattr(tk, "rope_and_attend", broken)
     table = fuse_decode(llama(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1), kernels="triton").table.set_index("form")
@@ -312,11 +312,12 @@ def test_one_row_is_tried_too(monkeypatch):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_norms_between_products(bits, monkeypatch):
     "Three packed blocks in the interpreter: one norm's kernel is left of seven, and the rows of a block are the same to the bit whoever ran before it"
+    import bmlab.kernels.triton_attention as small
     import bmlab.kernels.triton_products as tk
     from bmlab.infer.streaming import Streamer
     monkeypatch.setattr(tk, "_blocks", lambda N, K, dtype: dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, WARPS=2, num_warps=2, num_stages=2))      # on a GPU only 16-bit rows take these
-    calls, norm = [], tk.rms_norm
-    monkeypatch.setattr(tk, "rms_norm", lambda *a, **k: calls.append(a) or norm(*a, **k))
+    calls, norm = [], small.rms_norm
+    monkeypatch.setattr(small, "rms_norm", lambda *a, **k: calls.append(a) or norm(*a, **k))
     plain = pack_linears(llama(hidden_size=64, intermediate_size=64), bits=bits, **(dict(group_size=32) if bits == 4 else {}))
     fast = copy.deepcopy(plain)
     assert fuse_decode(fast, kernels="triton").table.fused.all()
