@@ -389,7 +389,7 @@ if "--multiprocessing-fork" in sys.orig_argv:
 
 @pytest.mark.long
 @pytest.mark.parametrize("where, says", [("notebook", "'Mine' .* put them into a module, or read with workers=0"), ("script", "exited unexpectedly.* the error output says why")], ids=["notebook", "script"])
-@pytest.mark.parametrize("method, mode", [("forkserver", "cut"), ("spawn", "fit")])
+@pytest.mark.parametrize("method, mode", [("forkserver", "cut"), pytest.param("spawn", "fit", marks=pytest.mark.slow)])
 def test_workers_that_cannot_start(tmp_path, method, mode, where, says):
     "Of a class in a notebook, or of a script that begins anew in every worker; what is sent to a process is more than its pipe holds"
     make(tmp_path / "shards", [3] * 20_000, shard_tokens=10**6)

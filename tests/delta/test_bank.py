@@ -189,7 +189,7 @@ def test_dropout_is_each_users_own():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_compiled(when):
     model = llama()
     plain = logits(model)

@@ -100,10 +100,14 @@ def close(a, b, tol=1e-5):
         if x is not None: torch.testing.assert_close(x, y, atol=tol, rtol=tol)
 
 
-def refused(axis):
-    "Run the test, unless the table says that the method refuses: then expect that, in these words"
+EACH_KIND = "lora lora_embed adapter parallel_adapter bitfit ia3 soft_prompt p_tuning prefix peft_loha".split()
+
+
+def refused(axis, every=METHODS):
+    "Run the test, unless the table says that the method refuses: then expect that, in these words; methods not in `every` are slow"
+    names = [name if name in every else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
     def wrap(test):
-        @pytest.mark.parametrize("name", METHODS)
+        @pytest.mark.parametrize("name", names)
         @functools.wraps(test)
         def run(name, **kw):
             words = METHODS[name][2].get(axis)
@@ -239,7 +243,7 @@ def test_int8(name):
 
 
 @pytest.mark.long
-@refused("compile")
+@refused("compile", EACH_KIND)
 def test_compile(name):
     "Attached after compiling and before it: seen, switched off, left; with equal gradients"
     model = llama()

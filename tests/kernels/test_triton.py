@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILE = ROOT / "tests" / "helpers" / "compile_kernels.py"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_kernel_compiles_for_hopper(tmp_path):
     if sys.platform != "linux": pytest.skip("Triton's compiler is there on Linux only")
     pytest.importorskip("triton")

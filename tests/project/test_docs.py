@@ -154,7 +154,7 @@ def test_a_small_part_is_built(tmp_path):
 
 
 @SPHINX
-@pytest.mark.long
+@pytest.mark.slow
 def test_all_pages_in_a_browser(tmp_path):
     "Every page is built without a warning; opened from the folder, search finds, light and dark, and nothing is asked of a network"
     browsing = pytest.importorskip("browsing")
