@@ -224,7 +224,8 @@ def _form(module):
     "What a module may be, by its children: angles, norm, gated MLP, attention, block, or None"
     children, own = module._modules.keys(), module._parameters
     if not children and not own and "inv_freq" in module._buffers: return "angles"
-    if not children and own.keys() == {"weight"} and own["weight"] is not None and own["weight"].ndim == 1: return "norm"
+    weight = own.get("weight")
+    if not children and own.keys() == {"weight"} and weight is not None and weight.ndim == 1: return "norm"
     if children >= {"q_proj", "k_proj", "v_proj", "o_proj"}: return "attention"
     if children >= {"self_attn", "mlp"}: return "block"
     if any(children >= {*inner, down} for inner, down in GATED): return "gated MLP"

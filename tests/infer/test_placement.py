@@ -64,7 +64,7 @@ def test_what_was_found_holds_after_packing(name, tmp_path):
     plan = plan_inference(model, bits=8, max_ctx=32, machine="h200")
     assert plan.packable == list(packable(model)) and plan_inference(model, max_ctx=32, machine="h200").packable is None
     pack_linears(model, bits=8)
-    forms = fusable(model)                                          # (packed stacks of experts have names of a gated MLP's layers)
+    forms = fusable(model)                                 # (packed stacks of experts have names of a gated MLP's layers)
     assert plan.fusable == {n: f for n, f in forms.items() if not n.endswith("experts")}
     assert plan.blocks_in(model) == find_blocks(model)
     plan.save(tmp_path / "plan.json")
@@ -79,7 +79,8 @@ def test_plans_of_before_load(tmp_path):
     assert plans
     for path in plans:
         plan = InferencePlan.load(path)
-        assert plan.packable is None and plan.fusable is None and plan.sentence() and plan.at(None).peak_bytes >= plan.weights
+        assert plan.packable is None and plan.fusable is None
+        assert plan.sentence() and plan.at(None).peak_bytes >= plan.weights
 
 
 @pytest.mark.parametrize("name", MODELS)
