@@ -564,7 +564,7 @@ def wrap(
         if (engine := engine()) is not None: engine.close()             # a model has one: the last
     if files is None and (fuse or bits) and _is_fused(model): raise ValueError("model is fused already; " + ("close the engine that it drafts for" if model.__dict__.get("_bmlab_drafted") else "undo() that") + " first")
     if files is not None:
-        bones = None if routers else model                      # (routers are filled in the files' dtype, and cast then)
+        bones = None if routers else model                    # (routers are filled in the files' dtype, and cast then)
         model, loaded = load_placed(files, plan, device=device, model=bones)
         _cast_routers(model)
         tok = tok if tok is not None else loaded
