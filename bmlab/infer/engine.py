@@ -496,11 +496,11 @@ class _Kept:
         while self.modules: self.modules.pop().__dict__.pop("_apply", None)
 
 def _cast_routers(model):
-    "What routers of Switch and NLLB-MoE do themselves at their first token, when it is not allowed any more; how many there are"
-    routers = 0
-    for m in model.modules():
-        if isinstance(m.__dict__.get("dtype"), torch.dtype) and isinstance(getattr(m, "classifier", None), nn.Linear): m.classifier.to(m.dtype); routers += 1
-    return routers
+    "Casts that routers of Switch and NLLB-MoE make at their first token, when it is not allowed any more; the routers"
+    cast = [m for m in model.modules() if isinstance(m.__dict__.get("dtype"), torch.dtype)]
+    cast = [m for m in cast if isinstance(getattr(m, "classifier", None), nn.Linear)]
+    for m in cast: m.classifier.to(m.dtype)
+    return cast
 
 def _assemble(model, plan, device, slots, store, link, host_limit, fuse, draft, folder, tried=0):
     "Fuse and place a packed model; what has to be closed again"
@@ -564,7 +564,8 @@ def wrap(
         if (engine := engine()) is not None: engine.close()             # a model has one: the last
     if files is None and (fuse or bits) and _is_fused(model): raise ValueError("model is fused already; " + ("close the engine that it drafts for" if model.__dict__.get("_bmlab_drafted") else "undo() that") + " first")
     if files is not None:
-        model, loaded = load_placed(files, plan, device=device, model=None if routers else model)           # (routers are filled in the files' dtype, and cast then)
+        bones = None if routers else model                    # (routers are filled in the files' dtype, and cast then)
+        model, loaded = load_placed(files, plan, device=device, model=bones)
         _cast_routers(model)
         tok = tok if tok is not None else loaded
     elif plan.packable: pack_linears(model, bits=bits, modules=dict.fromkeys(plan.packable), group_size=group_size)

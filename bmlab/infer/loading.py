@@ -148,12 +148,13 @@ def load_placed(
     put:Callable|None=None,            # (name, module), for each block when it is packed, in order, then each module outside blocks that holds tensors; None: moves it by the plan
     dtype:torch.dtype|str|None=None,   # of what is not packed; None: as stored
     group_size:int|None=None,          # of int4; None: as the plan says
-    model:nn.Module|None=None,         # of `model_on_meta`, for which the plan was made: it is filled; None: one is made
+    model:nn.Module|None=None,         # of `model_on_meta`, as the plan was made for: it is filled; None: one is made
 )->tuple:                              # (model in eval mode, tokenizer or None)
     "A trained model, filled, packed and placed a block at a time; the host never holds a second copy."
     device, folder = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"), model_folder(name)
     if bits not in (None, 4, 8): raise ValueError(f"bits={bits!r}: 8, 4, or None")
-    if model is not None and dtype is not None: raise ValueError(f"dtype={dtype!r} with a model, which has one; give the dtype to model_on_meta")
+    if model is not None and dtype is not None:
+        raise ValueError(f"dtype={dtype!r} with a model, which has one; give the dtype to model_on_meta")
     asked = plan.settings if plan is not None else {}
     if bits is not None and asked.get("bits", bits) != bits: raise ValueError(f"bits={bits}, but the plan is for bits={asked['bits']}; leave bits away, or plan again")
     bits, group = bits or asked.get("bits"), group_size or asked.get("group_size", 128)
@@ -165,13 +166,16 @@ def load_placed(
     tok = tf.AutoTokenizer.from_pretrained(folder) if any(any(folder.glob(f)) for f in TOKENIZER_FILES) else None
     return model, tok
 
+def _to_pack(model, source, plan):
+    "Names of the layers to pack: the plan's, but in what transformers loaded as a whole, and may have packed itself"
+    return packable(model) if plan.packable is None or isinstance(source, _Loaded) else plan.packable
+
 def _fill_all(model, source, plan, bits, group, device, put):
     "Unit by unit: fill, pack, put"
     blocks, mover = list(plan.blocks.index), _mover(plan, device)
     home, todo, units = dict.fromkeys(blocks), {}, {n: [] for n in [*blocks, ""]}
     for n, _ in parts(model): units[_block_of(n, home)].append(n)
-    known = plan.packable is not None and isinstance(source, _Source)           # what transformers loaded as a whole, it may have packed itself
-    for n in () if not bits else plan.packable if known else packable(model): todo.setdefault(_block_of(n, home), []).append(n)
+    for n in _to_pack(model, source, plan) if bits else (): todo.setdefault(_block_of(n, home), []).append(n)
     options = dict(group_size=group) if bits == 4 else {}
     for unit, names in units.items():
         waits = unit in plan.streamed and not (bits and device.type == "cuda")     # packing is work for the GPU: a block that streams comes back packed

@@ -213,13 +213,19 @@ def place_blocks(
     return best and Placed(best[1], max((size[n] for n in best[1]), default=0), True)
 
 # %% ../../nbs/40_infer/07_placement.ipynb #72176d67
-GATED = ((("gate_proj", "up_proj"), "down_proj"), (("gate_up_proj",), "down_proj"), (("wi_0", "wi_1"), "wo"), (("w1", "w3"), "w2"))   # layers that read the input, and the one behind them
+GATED = (                       # a gated MLP's layers: those that read the input, and the one behind them
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("wi_0", "wi_1"), "wo"),
+    (("w1", "w3"), "w2"),
+)
 
 def _form(module):
     "What a module may be, by its children: angles, norm, gated MLP, attention, block, or None"
-    children = module._modules.keys()
-    if not children and not module._parameters and "inv_freq" in module._buffers: return "angles"
-    if not children and module._parameters.keys() == {"weight"} and module._parameters["weight"] is not None and module._parameters["weight"].ndim == 1: return "norm"
+    children, own = module._modules.keys(), module._parameters
+    if not children and not own and "inv_freq" in module._buffers: return "angles"
+    weight = own.get("weight")
+    if not children and own.keys() == {"weight"} and weight is not None and weight.ndim == 1: return "norm"
     if children >= {"q_proj", "k_proj", "v_proj", "o_proj"}: return "attention"
     if children >= {"self_attn", "mlp"}: return "block"
     if any(children >= {*inner, down} for inner, down in GATED): return "gated MLP"
@@ -268,7 +274,7 @@ CPU = Machine(name="cpu", flops=6e10, hbm=1.6e10, gpu_memory=16 << 30, h2d=12.3e
 _CROSS, _ONCE = re.compile(r"(?i)enc.?dec|cross|encoder_attn"), re.compile(r"(?i)\b(vision|visual|audio)")
 
 def _is_loose(block):
-    "Will a block keep its many small kernels? Those of LLaMA's make are few, also where the MLP has no gate (which `fusable` asks for)"
+    "Will a block keep its many small kernels? One of LLaMA's make has few, with an MLP that has no gate, too"
     has = lambda m, *names: m._modules.keys() >= set(names)
     return not (has(block, "self_attn", "mlp") and has(block.self_attn, "q_proj", "k_proj", "v_proj", "o_proj") and any(has(block.mlp, n) for n in ("down_proj", "wo", "w2")))
 
@@ -458,8 +464,8 @@ class _Speed(_Bytes):
 @dataclass(kw_only=True, eq=False, repr=False)
 class InferencePlan(_Speed):
     "What decoding will need, what stays, what streams, and how fast it will be; made by `plan_inference`."
-    packable:list|None=None # names of the layers that packing replaces; None: `bits` was not asked for, or the plan is older than this
-    fusable:dict|None=None  # name → form, as of `fusable`; None: the plan is older than this
+    packable:list|None=None # names of the layers that packing replaces; None: not asked for, or the plan is an old one
+    fusable:dict|None=None  # name → form, as of `fusable`; None: the plan is an old one
 
     def blocks_in(self,
         model:nn.Module, # of this plan; packed, fused or loaded meanwhile

@@ -60,31 +60,39 @@ def test_planned_loaded_streamed(folder, bits):
 
 
 def test_a_plan_is_read_and_not_made_again(folder, tmp_path):
-    "Loading packs what the plan names; a plan of before names nothing, and the same layers are packed; transformers decides where it loads the whole"
+    "Loading packs what the plan names; a plan of before names nothing, and the same layers are packed"
     plan = plan_inference(model_on_meta(folder), bits=8, max_ctx=64, machine="h200")
     plan.save(tmp_path / "plan.json")
     stored = json.loads((tmp_path / "plan.json").read_text())
-    (tmp_path / "before.json").write_text(json.dumps({k: v for k, v in stored.items() if k not in ("packable", "fusable")}))
+    old = {k: v for k, v in stored.items() if k not in ("packable", "fusable")}
+    (tmp_path / "before.json").write_text(json.dumps(old))
     never = patch("bmlab.infer.loading.packable", side_effect=AssertionError("looked for again"))
     with never: want = logits(load_placed(folder, plan, device="cpu")[0])
-    with never: assert torch.equal(logits(load_placed(folder, InferencePlan.load(tmp_path / "plan.json"), device="cpu", model=model_on_meta(folder))[0]), want)
-    assert torch.equal(logits(load_placed(folder, InferencePlan.load(tmp_path / "before.json"), device="cpu")[0]), want)
-    with pytest.raises(ValueError, match="give the dtype to model_on_meta"): load_placed(folder, plan, device="cpu", dtype="bfloat16", model=model_on_meta(folder))
+    read, before = (InferencePlan.load(tmp_path / f"{n}.json") for n in ("plan", "before"))
+    with never: got, _ = load_placed(folder, read, device="cpu", model=model_on_meta(folder))
+    assert torch.equal(logits(got), want)
+    assert torch.equal(logits(load_placed(folder, before, device="cpu")[0]), want)
+    with pytest.raises(ValueError, match="give the dtype to model_on_meta"):
+        load_placed(folder, plan, device="cpu", dtype="bfloat16", model=model_on_meta(folder))
 
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_wrap_finds_things_once(folder, bits):
-    "From files, what a model is made of is looked up for the plan; loading, packing, fusing and streaming read it there"
+    "From files, what a model is made of is found for the plan; loading, packing, fusing and streaming read it there"
     plan = plan_inference(model_on_meta(folder), bits=bits, max_ctx=64)
-    seen = {n: patch(f"bmlab.infer.placement.{n}", wraps=getattr(importlib.import_module("bmlab.infer.placement"), n)) for n in ("find_blocks", "packable", "fusable")}
-    again = [patch(f"bmlab.infer.{n}", side_effect=AssertionError(f"{n} was called")) for n in ("loading.find_blocks", "loading.packable", "fused.fusable", "streaming.find_blocks")]
+    placement = importlib.import_module("bmlab.infer.placement")
+    finds = "find_blocks", "packable", "fusable"
+    seen = {n: patch.object(placement, n, wraps=getattr(placement, n)) for n in finds}
+    later = "loading.find_blocks", "loading.packable", "fused.fusable", "streaming.find_blocks"
+    again = [patch(f"bmlab.infer.{n}", side_effect=AssertionError(f"{n} was called")) for n in later]
     bones = patch("bmlab.infer.engine.model_on_meta", wraps=model_on_meta)
     with contextlib.ExitStack() as stack:
         mocks = {n: stack.enter_context(p) for n, p in seen.items()}
         for p in again: stack.enter_context(p)
         made = stack.enter_context(bones)
-        with wrap(folder, memory_limit=plan.min_bytes, bits=bits, max_ctx=64, device="cpu") as e: assert e.plan.streamed and e.decoder.mode == "static"
-    assert {n: m.call_count for n, m in mocks.items()} == {"find_blocks": 1, "packable": int(bits is not None), "fusable": 1} and made.call_count == 1
+        with wrap(folder, memory_limit=plan.min_bytes, bits=bits, max_ctx=64, device="cpu") as e:
+            assert e.plan.streamed and e.decoder.mode == "static"
+    assert [mocks[n].call_count for n in finds] == [1, int(bits is not None), 1] and made.call_count == 1
 
 
 def test_order_of_placing(folder):

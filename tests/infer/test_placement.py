@@ -59,12 +59,13 @@ def decoder(layers, width, heads, kv, inner, vocab, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_was_found_holds_after_packing(name, tmp_path):
-    "Blocks, layers to pack and modules to fuse are found on meta, kept by name, and are what one would find in the packed model"
+    "Blocks, layers to pack and modules to fuse are found on meta, kept by name, and hold for the packed model"
     model = made(name)
     plan = plan_inference(model, bits=8, max_ctx=32, machine="h200")
     assert plan.packable == list(packable(model)) and plan_inference(model, max_ctx=32, machine="h200").packable is None
     pack_linears(model, bits=8)
-    assert plan.fusable == {n: f for n, f in fusable(model).items() if not n.endswith("experts")}       # (packed stacks of experts have names of a gated MLP's layers)
+    forms = fusable(model)                                 # (packed stacks of experts have names of a gated MLP's layers)
+    assert plan.fusable == {n: f for n, f in forms.items() if not n.endswith("experts")}
     assert plan.blocks_in(model) == find_blocks(model)
     plan.save(tmp_path / "plan.json")
     again = InferencePlan.load(tmp_path / "plan.json").at(plan.min_bytes)
@@ -73,11 +74,13 @@ def test_what_was_found_holds_after_packing(name, tmp_path):
 
 def test_plans_of_before_load(tmp_path):
     "Plans that were saved before they named what can be packed and fused"
-    plans = [p for p in (Path(__file__).parents[2] / "benchmarks" / "plans").glob("*.json") if "token_bytes" in json.loads(p.read_text())]
+    plans = (Path(__file__).parents[2] / "benchmarks" / "plans").glob("*.json")
+    plans = [p for p in plans if "token_bytes" in json.loads(p.read_text())]
     assert plans
     for path in plans:
         plan = InferencePlan.load(path)
-        assert plan.packable is None and plan.fusable is None and plan.sentence() and plan.at(None).peak_bytes >= plan.weights
+        assert plan.packable is None and plan.fusable is None
+        assert plan.sentence() and plan.at(None).peak_bytes >= plan.weights
 
 
 @pytest.mark.parametrize("name", MODELS)
