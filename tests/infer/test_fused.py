@@ -309,7 +309,8 @@ def test_one_row_is_tried_too(monkeypatch):
     assert not table.fused["attention"] and "no such kernel" in table.why["attention"]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.long
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
 def test_norms_between_products(bits, monkeypatch):
     "Three packed blocks in the interpreter: one norm's kernel is left of seven, and the rows of a block are the same to the bit whoever ran before it"
     import bmlab.kernels.triton_attention as small
