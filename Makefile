@@ -57,7 +57,7 @@ test-slow: samples
 
 # on a machine with a GPU, with the Python that has torch for it; no nbdev is needed there
 test-gpu:
-	@$(PYTHON) tools/run_cells.py $$(find nbs -name '[0-9]*.ipynb' | sort)
+	@$(PYTHON) tools/run_cells.py $$(find nbs -name '[0-9]*.ipynb' -not -path '*/.ipynb_checkpoints/*' | sort)
 	@$(PYTHON) -m pytest tests -m cuda
 
 docs: .setup/venv

@@ -262,7 +262,8 @@ def _file_page(path):
 
 def notebooks():
     "All notebooks of the library as a reader goes through them: a chapter's door, then its rooms"
-    return sorted((ROOT / "nbs").rglob("[0-9]*.ipynb"), key=lambda p: p.relative_to(ROOT / "nbs").with_suffix("").parts)
+    found = (p for p in (ROOT / "nbs").rglob("[0-9]*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+    return sorted(found, key=lambda p: p.relative_to(ROOT / "nbs").with_suffix("").parts)
 
 
 def chapters():

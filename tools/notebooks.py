@@ -49,6 +49,7 @@ def main():
     p.add_argument("--report", type=Path, help="JSON: seconds of each notebook, and what failed")
     args = p.parse_args()
     paths = [path.resolve() for path in args.notebooks or sorted((ROOT / "nbs").rglob("[!.]*.ipynb")) if ".ipynb_checkpoints" not in path.parts]
+    if not paths: p.error("no notebook under nbs/")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["nbdev.test", "matplotlib.pyplot", "torch", "transformers"])       # imported once; threads come later

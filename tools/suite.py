@@ -97,8 +97,9 @@ def summary(found):
     for r in found.values():
         for reason, n in r["skipped"].items(): why[reason] = why.get(reason, 0) + n
     lines.append("left out: " + ("; ".join(f"{reason} ({n})" for reason, n in sorted(why.items())) or "nothing"))
-    failed = [name for r in found.values() for name in r["failed"]]
-    if failed: lines.append("FAILED: " + "; ".join(failed[:5]) + (f"; and {len(failed) - 5} more" if failed[5:] else ""))
+    failed = {part: r["failed"] for part, r in found.items() if r["failed"]}
+    named = [f"{part}: " + ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "") for part, names in failed.items()]
+    if failed: lines.append("FAILED " + "; ".join(named))
     return "\n".join(lines), bool(failed)
 
 

@@ -58,6 +58,16 @@ def test_no_drift(tmp_path):
     assert [str(p) for p in want if have[p] != want[p]] == []
 
 
+def test_the_last_lines_of_a_run_name_what_failed():
+    "Each part that failed is named, whatever else did; what was left out stands in one line"
+    import suite
+    fine = dict(took=61.0, passed=3, failed=[], skipped={}, seconds={})
+    text, failed = suite.summary({"lines": fine, "tests": fine | dict(failed=[f"t{i}" for i in range(6)], skipped={"no compiler": 2}), "tutorials": fine | dict(failed=["01.ipynb"])})
+    assert failed and text.splitlines()[-1] == "FAILED tests: t0, t1, t2, t3 and 2 more; tutorials: 01.ipynb"
+    assert text.splitlines()[-2] == "left out: no compiler (2)" and "1:01 of 18:00" in text and "3:03" in text
+    assert suite.summary({"tests": fine}) == ("\ntests        1:01 of 18:00   3 passed\ntogether     1:01\nleft out: nothing", False)
+
+
 def test_the_list_of_old_lines_only_shrinks():
     "A file that ruff.toml still excuses from a rule still breaks it; what is clean leaves the list"
     excused = tomllib.loads((ROOT / "ruff.toml").read_text())["lint"]["per-file-ignores"]

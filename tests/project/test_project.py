@@ -156,7 +156,7 @@ def test_wheel_and_sdist_build_and_run_elsewhere(tmp_path):
     wheel, sdist = next((tmp_path / "dist").glob("*.whl")), next((tmp_path / "dist").glob("*.tar.gz"))
     assert sdist.stat().st_size > 10_000
     inside = set(zipfile.ZipFile(wheel).namelist())
-    assert {p.relative_to(ROOT).as_posix() for kind in ("py", "js", "css", "c") for p in (ROOT / "bmlab").rglob(f"*.{kind}")} <= inside and not any(n.startswith(("tests", "nbs")) for n in inside)
+    assert {p.relative_to(ROOT).as_posix() for kind in ("py", "js", "css", "html", "c") for p in (ROOT / "bmlab").rglob(f"*.{kind}")} <= inside and not any(n.startswith(("tests", "nbs")) for n in inside)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     python, site = tmp_path / "env/bin/python", next((tmp_path / "env/lib").glob("python*/site-packages"))
     here = subprocess.run([sys.executable, "-c", "import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])"], capture_output=True, text=True, check=True).stdout.strip()
