@@ -402,7 +402,7 @@ def test_a_fresh_process_loads_them(tmp_path):
         with torch.no_grad():
             both = {n: [type(m).__name__, outputs(m).double().abs().sum().item(), outputs(load_cooked(f"{sys.argv[1]}/cooked/{n}")).double().abs().sum().item()] for n, (m, t) in got.items()}
         print(json.dumps([both, [got[n][1]("床前明月光").input_ids for n in ("cpm-bee-10b", "cpm-1")]]))"""
-    run = subprocess.run([sys.executable, "-c", code, str(tmp_path), *OWN, "cpm-1"], capture_output=True, text=True, cwd=Path(__file__).resolve().parents[1] / "helpers")
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path), *OWN, "cpm-1"], capture_output=True, text=True, cwd=Path(__file__).parent)
     assert run.returncode == 0, run.stderr[-2000:]
     got, ids = json.loads(run.stdout.splitlines()[-1])
     assert ids == [tok("床前明月光").input_ids, first("床前明月光").input_ids]
