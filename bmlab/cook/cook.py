@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from .report import _batches, _check_measured, _distance, _quality, _speed, bytes_on_disk, report
+from .report import _batches, _check_measured, _compare, _speed, bytes_on_disk, report
 from ..core import changed, count, forget_compiled, unwrap
 from ..kernels.exchange import mark_foreign
 from ..train.loop import model_loss
@@ -368,8 +368,9 @@ def lattice(
             cook = Cook(cooked, [_anew(methods[i]) for i in chosen], calib)
             if train is not None: train(cooked, cook)
             small = cook.export()
-        sizes, quality = {"parameters": count(small).total, "file_bytes": bytes_on_disk(small)}, _quality(small, batches, score) | _distance(model, small, batches)
-        _check_measured(quality, model, small)
-        row = {n: i in chosen for i, n in enumerate(names)} | sizes | quality
+        sizes = {"parameters": count(small).total, "file_bytes": bytes_on_disk(small)}
+        _, quality, far = _compare(model, small, batches, score)
+        _check_measured(quality | far, model, small)
+        row = {n: i in chosen for i, n in enumerate(names)} | sizes | quality | far
         rows["·".join(names[i] for i in chosen) or "–"] = row | (_speed(small, batches[0], False) if speed else {})
     return pd.DataFrame.from_dict(rows, orient="index")

@@ -151,6 +151,15 @@ def _predicted(model, batches, desc):
         keep = labels != -100
         yield (logits, labels) if keep.all() else (logits[keep], labels[keep])
 
+def _nll(logits, labels):
+    "Σ −log p of the labels, in float32, a piece at a time"
+    pieces = zip(logits.split(1024), labels.split(1024))
+    return sum(F.cross_entropy(x.float(), y, reduction="sum").item() for x, y in pieces)
+
+def _perplexity(total, n):
+    if n == 0: raise ValueError("batches holds no token to predict")
+    return math.exp(total / n)
+
 @torch.no_grad()
 def perplexity(
     model:nn.Module,      # a causal language model, or an encoder-decoder
@@ -159,10 +168,9 @@ def perplexity(
     "Perplexity on held-out batches, in eval mode."
     total, n = 0.0, 0
     for logits, labels in _predicted(model, batches, "perplexity"):
-        total += sum(F.cross_entropy(x.float(), y, reduction="sum").item() for x, y in zip(logits.split(1024), labels.split(1024)))
+        total += _nll(logits, labels)
         n += len(labels)
-    if n == 0: raise ValueError("batches holds no token to predict")
-    return math.exp(total / n)
+    return _perplexity(total, n)
 
 # %% ../../nbs/20_cook/01_report.ipynb #6044361a
 def _tensors(x):
@@ -213,26 +221,70 @@ def _kl_and_same(x, y):
     p, q = x.float().log_softmax(-1), y.float().log_softmax(-1)
     return torch.where(p > -math.inf, p.exp() * (p - q), 0).sum().item(), (p.argmax(-1) == q.argmax(-1)).sum().item()
 
-@torch.no_grad()
-def _distance(before, after, batches):
-    "{kl, same_top1} of what two models choose, {output_error} of other outputs, relative; of those that have one shape"
-    kl, same, n, error, size, batches = 0.0, 0, 0, 0.0, 0.0, _batches(batches, "batches")
-    for mine, theirs in zip(_answers(before, batches, "before"), _answers(after, batches, "after")):
+class _Quality:
+    "Perplexity of a language model, accuracy of another with labels, summed up while its answers pass"
+    def __init__(self, model, batches, desc):
+        self.model, self.batches, self.desc = model, batches, desc
+        self.total, self.tokens, self.right = 0.0, 0, []
+
+    def __iter__(self):
+        writes = _writes(self.model)
+        for answers in _answers(self.model, self.batches, self.desc):
+            for z, labels, _ in answers.values():
+                if labels is None: continue
+                if writes: self.total += _nll(z, labels); self.tokens += len(labels)
+                else: self.right.append((z.argmax(-1) == labels).float().cpu())
+            yield answers
+
+    def found(self):
+        "{perplexity} or {accuracy}, or {} without labels"
+        if _writes(self.model): return {"perplexity": _perplexity(self.total, self.tokens)}
+        return {"accuracy": torch.cat(self.right).mean().item()} if self.right else {}
+
+class _Distance:
+    "How far two models' answers lie apart, summed up"
+    def __init__(self): self.kl, self.same, self.n, self.error, self.size = 0.0, 0, 0, 0.0, 0.0
+
+    def add(self, mine, theirs):
         for name, (x, _, logits) in mine.items():
             if name not in theirs or theirs[name][0].shape != x.shape: continue
             y = theirs[name][0].to(x.device)
-            if not logits: error += (x.float() - y.float()).square().sum().item(); size += x.float().square().sum().item(); continue
-            for u, v in zip(x.split(1024), y.split(1024)): k, e = _kl_and_same(u, v); kl += k; same += e
-            n += len(x)
-    return ({"kl": kl / n, "same_top1": same / n} if n else {}) | ({"output_error": math.sqrt(error / size)} if size else {})
+            if logits: self._add_logits(x, y)
+            else:
+                self.error += (x.float() - y.float()).square().sum().item()
+                self.size += x.float().square().sum().item()
 
+    def _add_logits(self, x, y):
+        for u, v in zip(x.split(1024), y.split(1024)):
+            kl, same = _kl_and_same(u, v)
+            self.kl += kl
+            self.same += same
+        self.n += len(x)
+
+    def found(self):
+        "{kl, same_top1} of what two models choose, {output_error} of other outputs, relative; of those that have one shape"
+        chosen = {"kl": self.kl / self.n, "same_top1": self.same / self.n} if self.n else {}
+        return chosen | ({"output_error": math.sqrt(self.error / self.size)} if self.size else {})
+
+@torch.no_grad()
+def _compare(before, after, batches, score=None):
+    "(quality of one model, of the other, how far they lie apart); each model runs once over the batches"
+    batches, far = _batches(batches, "batches"), _Distance()
+    one, other = _Quality(before, batches, "before"), _Quality(after, batches, "after")
+    for mine, theirs in zip(one, other): far.add(mine, theirs)
+    scores = [{} if score is None else {"score": float(score(m))} for m in (before, after)]
+    return one.found() | scores[0], other.found() | scores[1], far.found()
+
+@torch.no_grad()
 def divergence(
     before:nn.Module,   # the original
     after:nn.Module,    # the same vocabulary, or classes
     batches:Iterable,   # dicts of the models' arguments, with labels for language models
 )->tuple[float, float]: # (mean KL(before ‖ after) in nats a row of logits, share of equal first choices)
     "How far apart what two models predict is."
-    found = _distance(before, after, batches)
+    batches, far = _batches(batches, "batches"), _Distance()
+    for mine, theirs in zip(_answers(before, batches, "before"), _answers(after, batches, "after")): far.add(mine, theirs)
+    found = far.found()
     if "kl" not in found: raise ValueError(f"batches holds no token to compare, or {type(before).__name__} and {type(after).__name__} put out no logits of one shape")
     return found["kl"], found["same_top1"]
 
@@ -518,13 +570,6 @@ def _speed(model, batch, compiled):
     return {"rows_s_compiled": _forward_speed(torch.compile(model, dynamic=False), batch)} if compiled else {"rows_s": _forward_speed(model, batch)}
 
 # %% ../../nbs/20_cook/01_report.ipynb #f659a234
-def _quality(model, batches, score):
-    "{perplexity} of a language model, {accuracy} of another with labels, {score} if asked for"
-    found = {"perplexity": perplexity(model, batches)} if _writes(model) else {}
-    right = [] if found else [(z.argmax(-1) == labels).float().cpu() for b in _answers(model, batches, "accuracy") for z, labels, _ in b.values() if labels is not None]
-    if right: found["accuracy"] = torch.cat(right).mean().item()
-    return found if score is None else found | {"score": float(score(model))}
-
 def _check_measured(found, before, after):
     if not found: raise ValueError(f"nothing but sizes can be measured: {type(before).__name__} and {type(after).__name__} put out nothing of one shape, "
                                    "and the batches hold no labels for it; give score=, a function score(model) → number")
@@ -540,9 +585,9 @@ def report(
 )->pd.DataFrame:               # columns before, after, ratio; rows parameters, …_bytes, perplexity or accuracy, score, …tok_s or rows_s, kl, same_top1 or output_error, notes
     "Both models' sizes, quality and speed, measured the same way in the same run."
     batches, columns = _batches(batches, "batches"), {}
-    far = _distance(before, after, batches)
-    for name, model in (("before", before), ("after", after)):
-        c, quality = count(model), _quality(model, batches, score)
+    *qualities, far = _compare(before, after, batches, score)
+    for name, model, quality in zip(("before", "after"), (before, after), qualities):
+        c = count(model)
         _check_measured(far | quality, before, after)
         columns[name] = {"parameters": c.total, "memory_bytes": c.bytes, "peak_bytes": peak_bytes(model, batches[0]), "file_bytes": bytes_on_disk(model)} | quality
         if speed: columns[name] |= _speed(model, batches[0], False)

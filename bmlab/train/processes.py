@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core import set_seed
+from .forkserver import start_process
 
 # %% ../../nbs/10_train/00_processes.ipynb #ef6ad657
 def rank()->int: # 0 … world_size − 1
@@ -155,13 +156,13 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as d:
         Path(d, "main.pkl").write_bytes(cloudpickle.dumps(_rank_main(fn, args, world_size, backend, d)))
         env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-        logs = [open(Path(d, f"{r}.log"), "wb") for r in range(world_size)]
-        ranks = [subprocess.Popen([sys.executable, "-c", _BOOT, str(Path(d, "main.pkl")), str(r)], env=env, stdout=logs[r], stderr=logs[r]) for r in range(world_size)]
-        try: _wait_ranks(ranks, d, time.monotonic() + timeout_s, timeout_s)
+        ranks = []
+        try:
+            for r in range(world_size): ranks.append(start_process(_BOOT, [Path(d, "main.pkl"), r], log=Path(d, f"{r}.log"), env=env))
+            _wait_ranks(ranks, d, time.monotonic() + timeout_s, timeout_s)
         finally:
             for p in ranks: p.poll() is None and p.kill()
             for p in ranks: p.wait()
-            for f in logs: f.close()
         for r in range(world_size):
             if not Path(d, f"{r}.pt").is_file():
                 raise RuntimeError(f"rank {r} of {world_size} left without a result, though with exit code 0; does {getattr(fn, '__name__', 'fn')} call sys.exit?")

@@ -1,5 +1,5 @@
 "The panels' life without a browser: one generation at a time, what is kept when it is cut, many threads at once, the record, and what a closed panel leaves."
-import gc, json, re, subprocess, sys, threading, weakref
+import gc, json, re, threading, weakref
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ import torch
 pytest.importorskip("anywidget")
 import bmlab.app.panels as panels
 from bmlab.app.panels import _Common, _memory, chat, fill_blank, story
+from fresh import fresh_python
 from conftest import until
 
 
@@ -232,7 +233,7 @@ def test_a_terminal_gets_text():
             stats, tok = {}, ''
             def chat(self, messages, **options): yield 'hello'
         p = chat(E()); p.ask('hi').wait(); print(p)"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    out = fresh_python(code)
     assert out.returncode == 0 and out.stdout == "Chat panel, E. You: hi\nModel: hello\n", out.stderr
 
 

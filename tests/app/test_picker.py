@@ -1,5 +1,5 @@
 "Patterns that mean exactly what was picked, by brute force against `resolve` on twelve architectures; the picker's life without a browser."
-import asyncio, copy, gc, itertools, json, random, re, subprocess, sys, weakref
+import asyncio, copy, gc, itertools, json, random, re, weakref
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from bmlab.core import changed, parts, resolve, roles
 from bmlab.delta.lora import Lora
 from bmlab.app.picker import Picker, _cost, _shape, _static, _walk, pattern_of, pick
+from fresh import fresh_python
 
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=99)
 GPT, T5 = dict(n_embd=32, n_layer=4, n_head=4, vocab_size=99, bos_token_id=0, eos_token_id=0), dict(d_model=32, d_kv=8, d_ff=64, num_layers=3, num_decoder_layers=2, num_heads=4, vocab_size=99)
@@ -220,7 +221,7 @@ def test_names_are_text():
 def test_a_terminal_gets_text():
     "Without IPython's display, print works; the module leaves no listener, no thread, no file"
     code = "import torch; from bmlab.app.picker import pick; p = pick(torch.nn.Sequential(torch.nn.Linear(2, 2)), modules='0'); print(p)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    out = fresh_python(code)
     assert out.returncode == 0 and out.stdout.startswith("Picker of Sequential. Picked: 1 module"), out.stderr
 
 

@@ -3,7 +3,6 @@ import copy
 import importlib
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from bmlab.train.processes import run_ranks
 from bmlab.kernels.layers import pack_linears
 from bmlab.cook.prune import StructPrune
 from bmlab.cook.structure import slice_model
+from fresh import fresh_python
 
 BROAD = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=256)
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=96)
@@ -290,7 +290,7 @@ def test_fresh_process(tmp_path):
     for n, m in models.items(): save_cooked(m, tmp_path / n)
     load_cooked(tmp_path / "uniform").save_pretrained(tmp_path / "plain")                              # (a cooked folder is load_cooked's alone)
     torch.save(b, tmp_path / "b.pt")
-    subprocess.run([sys.executable, "-c", RELOAD, tmp_path], check=True)
+    fresh_python(RELOAD, tmp_path, check=True)
     y = torch.load(tmp_path / "y.pt")
     with torch.no_grad(): assert all(torch.equal(y[n], m(**b).logits) for n, m in models.items()) and torch.equal(y["transformers"], y["uniform"])
     info = json.loads((tmp_path / "uneven" / "cooked.json").read_text())

@@ -1,5 +1,5 @@
 "Feed-forward layers in experts and in single neurons: with every other method, in every order; trained; sharded; and what it is good for."
-import copy, itertools, subprocess, sys, time
+import copy, itertools, time
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from bmlab.kernels.layers import pack_linears
 from bmlab.cook.moefy import MoEfy, MoEMLP, Router, _Site, balanced_clusters, expert_use
 from bmlab.cook.ffn import executed, feed_forwards, ffn_samples
 from bmlab.cook.neurons import NeuronSparse, SparseMLP
+from fresh import fresh_python
 
 
 def tiny(act="silu", D=32, F=96, seed=0, **kw):
@@ -326,7 +327,7 @@ def test_reload_in_a_fresh_process(tmp_path):
 from bmlab.cook.report import load_cooked
 ids = torch.load({str(tmp_path / "ids.pt")!r})
 with torch.no_grad(): torch.save({{k: [load_cooked(f"{tmp_path}/{{k}}")(i).logits for i in (ids, ids[:1, :1])] for k in {list(made)}}}, {str(tmp_path / "y.pt")!r})"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh_python(code, check=True)
     again = torch.load(tmp_path / "y.pt")
     for k, m in small.items():
         for a, i in zip(again[k], (ids, ids[:1, :1])): torch.testing.assert_close(a, logits(m, i), rtol=1e-5, atol=1e-6)

@@ -1,5 +1,5 @@
 "2:4 sparsity: oracles, recipes, sharding, compiled and checkpointed training, files, the GPU's sparse tensor cores, and what distillation gives back."
-import copy, itertools, math, pickle, subprocess, sys, warnings
+import copy, itertools, math, pickle, warnings
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from bmlab.train.processes import run_ranks
 from bmlab.cook.fakequant import FakeQuant
 from bmlab.kernels.layers import pack_linears
 from bmlab.cook.sparse24 import Sparse24, Sparse24Linear, arrange24, compress24, expand24, input_norms, is24, pack24, pick24, sparsegpt24, unpack24
+from fresh import fresh_python
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = torch.randint(0, 99, (6, 4, 12), generator=torch.Generator().manual_seed(0))
@@ -184,7 +185,7 @@ def test_zeros_survive_int8_and_are_packed_in_five_eighths():
 
 
 def test_with_fake_quantization_in_any_order():
-    fakequant = pytest.importorskip("bmlab.cook.fakequant")
+    from bmlab.cook import fakequant
     exports = []
     for order in (1, -1):
         model = llama(); cook = Cook(model, [Sparse24("*.mlp.*"), fakequant.FakeQuant("w8a16", modules="*.mlp.*")][::order], CALIB)
@@ -314,7 +315,7 @@ def test_a_ramp_that_is_left_early_or_long_over():
 
 def test_what_is_not_packed_is_said():
     "int4 has no 2:4 form here: the notes count"
-    fakequant = pytest.importorskip("bmlab.cook.fakequant")
+    from bmlab.cook import fakequant
     for scheme, packed in (("w8a16", 6), ("w4a16-g32", 0)):
         method = Sparse24("*.mlp.*"); cook = Cook(llama(), [method, fakequant.FakeQuant(scheme, modules="*.mlp.*")], CALIB)
         cook.export()
@@ -447,7 +448,7 @@ def test_reloads_in_a_fresh_process(tmp_path):
     code = ("import sys, torch; from bmlab.cook.report import load_cooked; m = load_cooked(sys.argv[1]); ids, want = torch.load(sys.argv[1] + '/expected.pt')\n"
             "with torch.no_grad(): assert torch.equal(m(ids).logits, want)\n"
             "print(sum(type(x).__name__ == 'Sparse24Linear' for x in m.modules()), m.lm_head.weight is m.model.embed_tokens.weight)")
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=100)
+    done = fresh_python(code, tmp_path)
     assert done.stdout.split() == ["14", "True"], done.stderr[-2000:]
 
 

@@ -1,5 +1,5 @@
 "Cut models in fresh processes, many random cuts, and CPM-Ant's published sizes by shape."
-import copy, subprocess, sys
+import copy
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from bmlab.cook.report import load_cooked, save_cooked
 from bmlab.core import count
 from bmlab.models.load import build
 from bmlab.cook.structure import mask_model, reloads, slice_model, structure, undroppable
+from fresh import fresh_python
 
 TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, vocab_size=99)
 FAMILIES = {
@@ -109,7 +110,7 @@ d = sys.argv[1]
 ids = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(0))
 with torch.no_grad(): got = [m(ids).logits for m in (tf.LlamaForCausalLM.from_pretrained(d + "/llama").eval(), load_cooked(d + "/gpt2"))]
 for a, b in zip(got, torch.load(d + "/logits")): torch.testing.assert_close(a, b, rtol=0, atol=1e-5)"""
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    fresh_python(code, tmp_path, check=True)
 
 
 def test_embeddings_stay_tied_and_the_original_is_untouched():

@@ -1,5 +1,5 @@
 "The corpus: kills and resumes, several processes, Slurm, Ray, other formats, remote folders, the note's acceptance figures."
-import gzip, io, json, os, signal, subprocess, sys, textwrap
+import gzip, io, json, os, signal, sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from bmlab.data.copies import ExactCopies, NearCopies, RepeatedParagraphs, Repea
 from bmlab.data.corpus import Cleaned, Corpus, plan_stages  # noqa: E402
 from bmlab.data.recipes import RECIPES, recipe  # noqa: E402
 from bmlab.data.steps import Extract, FindLanguage, Repair, Rule, UrlFilter  # noqa: E402
+from fresh import fresh_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +25,7 @@ def odd(text): return "odd" if int(text.split()[-1]) % 2 else None
 
 
 def run_script(body, *args, check=False, **env):
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(body), *map(str, args)], cwd=ROOT, capture_output=True, text=True, check=check, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, timeout=120)
+    return fresh_python(body, *args, cwd=ROOT, check=check, env=env)
 
 
 # ---- resuming

@@ -13,6 +13,7 @@ from bmlab.kernels.layers import pack_linears
 from bmlab.delta.lora import Lora
 from bmlab.delta.prefix import Prefix
 from bmlab.delta.soft import PTuning, SoftPrompt
+from fresh import fresh_python
 
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 KV = dict(num_key_value_heads=2)
@@ -401,13 +402,12 @@ def test_copy_to():
 
 def test_another_process(tmp_path):
     "A pickled model generates the same in an interpreter of its own"
-    import subprocess, sys
     model = made(llama)
     SoftPrompt(model, 3); Prefix(model, 2, std=1.)
     torch.save(model, tmp_path / "model.pt")
     code = f"import torch; m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); ids = torch.arange(3, 15).view(2, 6)\n" \
            "print(m.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0)[:, 6:].tolist())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = fresh_python(code)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == words(model).tolist()
 

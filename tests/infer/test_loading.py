@@ -44,7 +44,7 @@ def logits(model):
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_planned_loaded_streamed(folder, bits):
     "Plan from the files' shapes, load by the plan, stream what the plan streams: the logits of the resident model, bit for bit, and its weights"
-    streaming = pytest.importorskip("bmlab.infer.streaming")
+    from bmlab.infer import streaming
     plan = plan_inference(model_on_meta(folder), bits=bits, max_ctx=64)
     plan = plan.at((plan.min_bytes + plan.peak_bytes) // 2)
     assert plan.streamed and plan.resident

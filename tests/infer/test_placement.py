@@ -246,7 +246,7 @@ def test_settings_left_as_they_are():
 
 def test_the_streamer_does_what_was_planned():
     "Slots, slabs and bytes a token"
-    streaming = pytest.importorskip("bmlab.infer.streaming")
+    from bmlab.infer import streaming
     for layers, part in ((8, 0.0), (8, 0.4), (7, 0.0), (9, 0.5)):
         model = tf.LlamaForCausalLM(tf.LlamaConfig(**TINY | dict(num_hidden_layers=layers))).eval()
         plan = plan_inference(model, max_ctx=32)

@@ -17,6 +17,7 @@ from bmlab.core import count, roles, weights
 from bmlab.kernels.experts import PackedStack, experts_refusal, pack_experts
 from bmlab.kernels.codes import dequantize_groups, dequantize_rows, packed_linear, packed_linear4, quantize_groups, quantize_rows
 from bmlab.kernels.layers import Int4Linear, Int8Linear, arrange_int4, join_packed, pack_linears, packable
+from fresh import fresh_python
 
 LIMIT = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float64: 1e-6}   # float32: sums in another order; the halves: one rounding of the result, or two
 TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
@@ -295,7 +296,7 @@ def test_a_packed_mixture_in_a_fresh_process(tmp_path):
     ids = torch.arange(5, 12)[None]
     torch.save({"model": model, "logits": model(ids).logits.detach()}, tmp_path / "a.pt")
     code = f"import torch; d = torch.load({str(tmp_path / 'a.pt')!r}, weights_only=False); assert torch.equal(d['model'](torch.arange(5, 12)[None]).logits, d['logits'])"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    fresh_python(code, check=True)
     assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0), pickle.loads(pickle.dumps(model)).generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0))
     fresh = pack_linears(moe("Mixtral"), 4, group_size=32); fresh.load_state_dict(model.state_dict()); assert torch.equal(fresh(ids).logits, model(ids).logits)
 

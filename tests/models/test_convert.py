@@ -15,6 +15,7 @@ from bmlab.models.cpm2 import CPM1, Cpm1Config, Cpm2Config, EvaConfig
 from bmlab.models.cpmbee import CpmBeeConfig
 from bmlab.models.glm import BlankGlmConfig
 from bmlab.files import damage
+from fresh import fresh_python
 
 T5 = dict(vocab_size=40, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=2)
 SMALL = Cpm2Config(**T5)
@@ -178,7 +179,7 @@ n[0] = 40 - rules - 5
 c._ways = dying
 c.to_safetensors({str(tmp_path / 'b.pt')!r}, {str(tmp_path / 'c')!r}, "cpm-2", Cpm2Config(**{T5!r}))
 """
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+    assert fresh_python(code).returncode == 9
     assert not (tmp_path / "c").exists()
     folder = to_safetensors(tmp_path / "b.pt", tmp_path / "c", "cpm-2", SMALL)      # the same name is free
     assert damage(folder, full=True) is None

@@ -11,6 +11,7 @@ from bmlab.models.card import ModelCard, license_check, read_card, write_card
 from bmlab.core import count
 from bmlab.train.processes import run_ranks
 from bmlab.models.zoo import _ALIASES, _HUB, _PUBLISHED, _number, anatomy, build, license_of, model_class, size_of, sizes, zoo
+from fresh import fresh_python
 
 # One size a family and a shape of its own; families that differ in numbers alone share one
 FAMILIES = ["bert-base", "roberta-base", "longformer-base", "lawformer", "vit-base", "minilm-l6", "gpt2", "gpt-j-6b", "opt-125m", "opt-350m", "llama-7b", "llama3-8b", "smollm2-135m",
@@ -374,7 +375,7 @@ def test_a_trainer_that_accumulates_counts_all_labels(name):
 @pytest.mark.long
 def test_a_fresh_process_loads_them(tmp_path):
     "Nothing was imported: the folder's configuration says which class it is, and the tokenizer follows"
-    import json, subprocess, sys
+    import json
     from bmlab.models.cpm2 import Cpm1Tokenizer
     from bmlab.models.cpmbee import CpmBeeTokenizer
     sentencepiece = pytest.importorskip("sentencepiece")
@@ -402,7 +403,7 @@ def test_a_fresh_process_loads_them(tmp_path):
         with torch.no_grad():
             both = {n: [type(m).__name__, outputs(m).double().abs().sum().item(), outputs(load_cooked(f"{sys.argv[1]}/cooked/{n}")).double().abs().sum().item()] for n, (m, t) in got.items()}
         print(json.dumps([both, [got[n][1]("床前明月光").input_ids for n in ("cpm-bee-10b", "cpm-1")]]))"""
-    run = subprocess.run([sys.executable, "-c", code, str(tmp_path), *OWN, "cpm-1"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    run = fresh_python(code, tmp_path, *OWN, "cpm-1", cwd=Path(__file__).parent)
     assert run.returncode == 0, run.stderr[-2000:]
     got, ids = json.loads(run.stdout.splitlines()[-1])
     assert ids == [tok("床前明月光").input_ids, first("床前明月光").input_ids]

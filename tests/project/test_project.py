@@ -127,6 +127,8 @@ def said(code):
     with open(read) as f: return f.read() + (f"ended with status {{status}}" if status else "")
 out = {{code: said(code) for code in {codes!r}[:1]}}
 import pandas, safetensors.torch, sympy, torch, tqdm, transformers     # what takes seconds is imported once; bmlab never is in this process
+for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining", "transformers.masking_utils",
+             "transformers.modeling_utils", "transformers.generation.utils", "transformers.models.auto.modeling_auto"): __import__(name)
 out |= {{code: said(code) for code in {codes!r}[1:]}}
 assert not any(name.split('.')[0] == "bmlab" for name in sys.modules)
 print(json.dumps(out))

@@ -1,9 +1,6 @@
 "Templates: what may be typed, OpenPrompt's golden cases on a real tokenizer, soft tokens on two ranks and in a fresh process."
 import json
-import os
 import random
-import subprocess
-import sys
 import time
 
 import pytest
@@ -17,6 +14,7 @@ from bmlab.prompt.language import TemplateError, parse_template
 from bmlab.models.load import sample_dir
 from bmlab.prompt.template import CUTS, Template, kept
 from bmlab.prompt.soft import SoftTokens
+from fresh import fresh_python
 
 PIECES = ['{"mask"}', '{"soft":', '{"placeholder":"text_a"}', '"', "'", "{", "}", "lambda x:", "x", "(", ")", "[", "]", ":", ",", " ", "\n", "\r", "\\", "\\N{", "soft_id", "0", "9" * 5000, "电影", "\x00", "f'{x",
           "**", "#", '"mask"', "{'placeholder':'a'}", "\ud800", "None", "post_processing", "\f", "\u2028", "((((" * 60, "0x", "é", "👩‍🔬", '"duplicate":', "-1", "1e999", "b''", "...", "await ", "*", ":="]
@@ -108,7 +106,7 @@ model = tf.LlamaForCausalLM.from_pretrained({str(tmp_path / 'model')!r}).eval()
 Delta.load({str(tmp_path / 'soft')!r}, model)
 with torch.no_grad(): torch.save(model(input_ids=torch.tensor({e['input_ids'].tolist()}), attention_mask=torch.tensor({e['attention_mask'].tolist()})).logits, {str(tmp_path / 'out.pt')!r})
 """
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    fresh_python(code, check=True)
     again = Delta.load(tmp_path / "soft", model)
     with torch.no_grad(): here = model(**e).logits
     assert torch.equal(torch.load(tmp_path / "out.pt"), here) and again.kind == "soft_tokens"
