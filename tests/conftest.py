@@ -1,5 +1,5 @@
 "Set before anything imports torch or triton: one thread, and Triton's interpreter where there is no GPU."
-import os, random, shutil, socket, sys, time
+import gc, os, random, shutil, socket, sys, time
 
 import pytest
 
@@ -30,6 +30,12 @@ def a_fresh_compiler():
     "What one test compiled of some code counts against the limit of recompilations in the next one"
     yield
     if (dynamo := sys.modules.get("torch._dynamo")) is not None: dynamo.reset()
+
+
+def pytest_collection_finish():
+    "What is imported stays: no collection of garbage, of which `wrap` asks for two, looks through it again (half a second each)"
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -4,14 +4,17 @@ usage: notebooks.py [--workers 2] [--limit 300] [--report FILE] [NOTEBOOK…]   
 
 nbdev_test keeps a process for many notebooks: what one leaves behind (threads, gigabytes, a changed default) the next one inherits.
 """
-import argparse, concurrent.futures, faulthandler, json, multiprocessing, os, re, signal, sys, tempfile, time
+import argparse, concurrent.futures, faulthandler, gc, json, multiprocessing, os, re, signal, sys, tempfile, time
 from pathlib import Path
+
+from bmlab.train.forkserver import AHEAD
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(path, log, limit):
     "In the fresh process: all output goes to log; exits 0 if every cell ran"
+    gc.freeze()                                                   # what was imported ahead stays, and is not looked through again
     os.setsid()                                                   # what it starts ends with it
     with open(log, "w") as f: os.dup2(f.fileno(), 1), os.dup2(f.fileno(), 2)
     faulthandler.dump_traceback_later(limit, exit=True)
@@ -52,7 +55,7 @@ def main():
     if not paths: p.error("no notebook under nbs/")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nbdev.test", "matplotlib.pyplot", "torch", "transformers"])       # imported once; threads come later
+    context.set_forkserver_preload(["nbdev.test", "matplotlib.pyplot", *AHEAD])                     # imported once; threads come later
     failed, took, start = [], {}, time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         for done in concurrent.futures.as_completed(running := {pool.submit(tested, context, path, args.limit): path for path in paths}):

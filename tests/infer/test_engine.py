@@ -47,7 +47,7 @@ def limit_for(model, streamed, **options):
     return low
 
 
-def decoded(decoder, steps=32):
+def decoded(decoder, steps=12):
     "Logits of a prompt and of `steps` greedy steps"
     if decoder.net.facts.source: decoder.encode(PROMPTS)
     out = [decoder.prefill(None if decoder.net.facts.source else [p + (decoder.net.facts.opening or []) for p in PROMPTS])]

@@ -1,14 +1,14 @@
 "Checkpoints between other numbers of ranks, of every kind of tensor and optimizer, and of runs that are killed while they save."
-import os, shutil, signal, subprocess, sys, threading, time
-from pathlib import Path
+import os, shutil, signal, threading, time
 
 import pytest
 import torch
 from torch import nn
 
+from bmlab.train.forkserver import start_process
 from bmlab.train.processes import run_ranks
+from conftest import until
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.long
 
 
@@ -272,9 +272,13 @@ def test_a_run_killed_at_any_moment(tmp_path):
     from bmlab.train.checkpoint import load_weights
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(40)])
     for i in range(6):
-        run = subprocess.Popen([sys.executable, "-c", SAVES, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        run.stdout.readline(); time.sleep(0.05 + 0.07 * i); run.kill()
-        reported = [int(x) for x in run.communicate()[0].split()]
+        log = tmp_path / f"log{i}"
+        run = start_process(SAVES, [tmp_path], log=log)
+        until(lambda: log.exists() and "\n" in log.read_text())
+        time.sleep(0.05 + 0.07 * i)
+        run.kill()
+        run.wait(60)
+        reported = [int(x) for x in log.read_text().rpartition("\n")[0].split()]
         step = load_weights(model, tmp_path)["step"]
         assert {p.unique().item() for p in model.parameters()} == {float(step)}
         if i == 0: assert step >= max(reported, default=0)

@@ -80,7 +80,7 @@ def test_a_sharded_model_is_counted_drawn_and_tuned():
 def test_train_script(tmp_path, launch):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"A short line about film number {i}, neither good nor bad." for i in range(200)))
-    out = subprocess.run([sys.executable, *launch, str(ROOT / "scripts/train.py"), "--text", text, "--steps", "3", "--batch", "1", "--length", "32", "--out", tmp_path / "tuned"],
+    out = subprocess.run([sys.executable, *launch, str(ROOT / "scripts/train.py"), "--text", text, "--steps", "2", "--batch", "1", "--length", "32", "--out", tmp_path / "tuned"],
                          capture_output=True, text=True, cwd=tmp_path)
     assert out.returncode == 0, out.stderr[-3000:]
     assert (f"{2 if launch else 1} process" in out.stdout) and (tmp_path / "tuned/adapter_model.safetensors").is_file()
