@@ -55,11 +55,21 @@ def _obey(order, running, channel):
         return None
     return order
 
+_CUDA_ERROR_NOT_INITIALIZED = 3
+
+def _touched_gpu():
+    "Has an import begun to talk to a GPU? What is forked after that cannot use it"
+    if getattr(sys.modules["torch"].version, "hip", None): return True          # (nothing says so without beginning)
+    try: cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError: return False
+    return cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_ERROR_NOT_INITIALIZED
+
 def serve(
     channel:socket.socket, # the other end is in the process that asks
 )->dict:                   # in a forked process alone: what it is to do
     "Fork processes for as long as somebody asks; returns in the new ones only."
     _import_ahead()
+    touched = _touched_gpu()
     signal.signal(signal.SIGINT, signal.SIG_IGN)                # an interrupted cell is not this process's business
     hear, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -76,7 +86,7 @@ def serve(
                 if (order := _obey(json.loads(line), running, channel)) is not None:
                     signal.set_wakeup_fd(-1)
                     for fd in (hear, tell): os.close(fd)
-                    return order
+                    return order | dict(fork=order["fork"] and not touched)
     except BrokenPipeError: pass
     for pid in running: os.kill(pid, signal.SIGKILL)
     os._exit(0)
@@ -92,6 +102,9 @@ def _become(order):
     log, nothing = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), os.open(os.devnull, os.O_RDONLY)
     for fd, place in ((nothing, 0), (log, 1), (log, 2)): os.dup2(fd, place)
     os.chdir(order["cwd"])
+    if not order["fork"]:
+        env = order["env"] | {"PYTHONPATH": os.pathsep.join(order["path"])}
+        os.execve(sys.executable, [sys.executable, "-c", order["program"], *order["args"]], env)
     os.environ.clear()
     os.environ.update(order["env"])
     sys.path[:], sys.argv = order["path"], ["-c", *order["args"]]
@@ -146,7 +159,7 @@ class _Server:
             file = importlib.util.find_spec("bmlab.train.forkserver").origin
             command = [sys.executable, "-P", file, str(theirs.fileno())]
             how = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-            env = env | {"PYTHONPATH": os.pathsep.join(path)}
+            env = env | {"PYTHONPATH": os.pathsep.join(path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             how |= dict(env=env, pass_fds=[theirs.fileno()], start_new_session=True)
             self.server = subprocess.Popen(command, **how)
         self.processes, self.rest, self.started = {}, b"", None
@@ -214,6 +227,7 @@ def start_process(
     log:str|os.PathLike=os.devnull, # where its output and errors go
     cwd:str|os.PathLike|None=None,  # its folder; None: this process's
     env:dict|None=None,             # its environment, whole; None: this process's
+    fork:bool=True,                 # False: a new interpreter that imports everything itself
 )->Process:
     "Start a fresh Python; on Linux it is forked by a server, elsewhere, where forks are not safe, a new interpreter."
     env, path = dict(os.environ if env is None else env), [os.path.abspath(p) for p in sys.path if p]
@@ -229,7 +243,7 @@ def start_process(
                 s.close()
             _servers.append(server := _Server(key, path))
     where = dict(log=str(Path(log).absolute()), cwd=str(cwd or Path.cwd()), env=env, path=path)
-    return server.fork(dict(program=program, args=[*map(str, args)]) | where)
+    return server.fork(dict(program=program, args=[*map(str, args)], fork=fork) | where)
 
 _lock = threading.Lock()
 
