@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['SLICE', 'ROLES', 'unwrap', 'parts', 'take_slice', 'numbered_children', 'match_pattern', 'nearest_names', 'no_match',
            'select_names', 'resolve', 'matrix_shape', 'is_norm', 'roles', 'expert_shape', 'original_class',
-           'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'weights', 'Count', 'count', 'parse_bytes', 'format_bytes',
-           'format_count', 'Transient', 'on_change', 'changed', 'forget_compiled', 'known', 'lookup', 'did_you_mean',
-           'has_triton', 'set_seed', 'table', 'figure', 'esc', 'stacked_bar']
+           'forward_names', 'word_head', 'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'weights', 'Count', 'count',
+           'parse_bytes', 'format_bytes', 'format_count', 'Transient', 'on_change', 'changed', 'forget_compiled',
+           'known', 'lookup', 'did_you_mean', 'has_triton', 'set_seed', 'table', 'figure', 'esc', 'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
-import contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, math, numbers, random, re, sys, weakref
+import contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, math, numbers, random, re, sys, weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -267,6 +267,22 @@ def original_class(
     cls = type(module).__bases__[0] if is_parametrized(module) else type(module)
     while FSDPModule in cls.__bases__ or "_made_for" in cls.__dict__: cls = cls.__mro__[2 if FSDPModule in cls.__bases__ else 1]
     return cls.__dict__.get("_bmlab_base", cls)
+
+def forward_names(
+    module:nn.Module, # any module, with deltas or without
+)->list[str]:         # in order, without self and without *args and **kwargs
+    "Names of the parameters of a module's own forward."
+    base = getattr(type(module), "_bmlab_base", type(module))
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in inspect.signature(base.forward).parameters.values() if p.kind in named][1:]
+
+def word_head(
+    model:nn.Module,    # any model
+)->nn.Module|None:      # None: it says no words
+    "The module that gives a score to each word; CPM-Ant's has no weight of its own and is known by its name."
+    net = unwrap(model)
+    own = net.get_output_embeddings() if hasattr(net, "get_output_embeddings") else None
+    return own if own is not None else getattr(net, "lm_head", None)
 
 def _stacked(module, least):
     "Keys of the children of a stack of at least `least` of a kind; none for anything else"

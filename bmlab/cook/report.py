@@ -7,7 +7,7 @@ __all__ = ['Calibration', 'replace_child', 'perplexity', 'named_logits', 'span_l
            'load_cooked', 'bytes_on_disk', 'peak_bytes', 'report']
 
 # %% ../../nbs/20_cook/01_report.ipynb #93da9883
-import contextlib, copy, inspect, json, math, os, tempfile, time, weakref
+import contextlib, copy, json, math, os, tempfile, time, weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from ..models.card import write_card
-from ..core import count, known, lookup, parts, table, tensor_key, unwrap
+from ..core import count, forward_names, known, lookup, parts, table, tensor_key, unwrap
 from ..kernels.exchange import mark_foreign
 from ..models.stream import decode_speed
 from ..kernels.layers import pack_linears
@@ -36,10 +36,7 @@ def _device(model): return next((t.device for t in (*model.parameters(), *model.
 
 def _seq2seq(model): return getattr(getattr(unwrap(model), "config", None), "is_encoder_decoder", False)
 
-def _forward_names(model):
-    "Names of what a model's own forward takes, with a delta on it or without"
-    cls = type(unwrap(model))
-    return [k for k, p in inspect.signature(getattr(cls, "_bmlab_base", cls).forward).parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
+def _forward_names(model): return forward_names(unwrap(model))
 
 def _batches(calib, name="calib"):
     "Batches as a list; raises for what are none"

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .adapter import _ACTIVATIONS, AdapterSite, BesideSite, on_hidden, _hidden_input
-from ..core import has_triton, did_you_mean, parts, table, unwrap
+from ..core import forward_names, has_triton, did_you_mean, parts, table, unwrap
 from .delta import Delta, _sharded, deltas
 from .site import Site
 from .lora import LoraSite, _alone, _kept
-from .soft import Arguments, PromptSite, forward_names, tell_signature, _cut, _lengthen, _step, _widen_input
+from .soft import Arguments, PromptSite, tell_signature, _cut, _lengthen, _step, _widen_input
 
 # %% ../../nbs/30_delta/09_bank.ipynb #46a8e165
 class Route:

@@ -11,10 +11,10 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from ..core import parts, resolve, roles, unwrap
+from ..core import forward_names, parts, resolve, roles, unwrap
 from .delta import Delta, deltas
 from .site import Site
-from .soft import Arguments, encoder_decoder, folded, forward_names, prompt_config, prompt_table, tell_signature, text_ids, widen
+from .soft import Arguments, encoder_decoder, folded, prompt_config, prompt_table, tell_signature, text_ids, widen
 
 # %% ../../nbs/30_delta/05_prefix.ipynb #f3e106d9
 class PrefixView:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, StoppingCriteria
 
+from ..core import word_head
 from .decode import Decoder, routing
 from ..models.stream import TextPieces, bad_logits, prompt_ids
 from .sampling import Sampler, Token
@@ -202,7 +203,9 @@ def _alone(run):
     "Row after row by transformers' `generate`"
     model, B = run.decoder.model, len(run.prompts)
     source = getattr(model.config, "is_encoder_decoder", False)
-    run.sampler.start([[] if source else p for p in run.prompts], model.get_output_embeddings().weight.shape[0] if model.get_output_embeddings() is not None else run.decoder.vocab, model.device)
+    head = word_head(model)
+    words = head.weight.shape[0] if hasattr(head, "weight") else run.decoder.vocab
+    run.sampler.start([[] if source else p for p in run.prompts], words, model.device)
     old, bare = model.generation_config, object.__new__(type(model))
     bare.__dict__ |= model.__dict__ | dict(generation_config=GenerationConfig())              # the same model, and nothing of what its checkpoint asks of a text: the sampler does that
     names = dict(do_sample=False, pad_token_id=old.pad_token_id or 0, bos_token_id=old.bos_token_id, decoder_start_token_id=old.decoder_start_token_id)

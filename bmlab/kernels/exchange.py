@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..core import changed, parts, tensor_key, unwrap
+from ..core import changed, original_class, parts, tensor_key, unwrap
 
 # %% ../../nbs/02_kernels/06_exchange.ipynb #ce330594
 def _pretrained():
@@ -34,8 +34,8 @@ def foreign(
     model:nn.Module,  # any module
 )->dict[str, str]:    # name → class; {} for a model as its class makes it
     "The modules of a model that packing or cooking put in the place of its class's own."
-    own = lambda m: type(m).__dict__.get("_bmlab_base", type(m)).__name__              # below a delta
-    return {n: own(m) for n, m in parts(model) if hasattr(m, "_bmlab_packed") or hasattr(m, "cooked_state")}
+    ours = [(n, m) for n, m in parts(model) if hasattr(m, "_bmlab_packed") or hasattr(m, "cooked_state")]
+    return {n: original_class(m).__name__ for n, m in ours}
 
 def _some(names): return ", ".join(names[:3]) + (", …" if names[3:] else "")
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
-from ..core import did_you_mean, unwrap
+from ..core import did_you_mean, unwrap, word_head
 from ..delta.delta import Delta
 from .learned import ProtoVerbalizer, SoftVerbalizer
 from ..delta.prefix import Prefix
@@ -155,12 +155,6 @@ class PromptData(_Data):
 # %% ../../nbs/35_prompt/08_classify.ipynb #69604a6b
 _NO_INPUT = ("label", "mask_positions", "mask_rows")
 
-def _head(model):
-    "The module that says words; None: there is none. CPM-Ant's has no weight of its own and stands by its name alone"
-    net = unwrap(model)
-    own = net.get_output_embeddings() if hasattr(net, "get_output_embeddings") else None
-    return own if own is not None else getattr(net, "lm_head", None)
-
 def answers(
     model:nn.Module,   # a transformers model
     batch:Mapping,     # of `PromptData`
@@ -173,7 +167,7 @@ def answers(
     few = "decoder_input_ids" not in inputs and "logits_to_keep" in takes                                  # can the head be asked for some positions only?
     if where is not None and "use_cache" in takes: inputs["use_cache"] = False                             # else the restarting positions would not be read
     last, line = few and where is None and bool((at == L - 1).all()), few and where is not None and len(inputs["input_ids"]) == 1
-    rows, seen, head = torch.arange(len(at), device=at.device)[:, None] if where is None else where, [], _head(model) if hidden else None
+    rows, seen, head = torch.arange(len(at), device=at.device)[:, None] if where is None else where, [], word_head(model) if hidden else None
     if hidden and head is None: raise TypeError(f"{type(model).__name__} has no head over words, so there is no state in front of it to read")
     hook = head.register_forward_pre_hook(lambda m, args: seen.append(args[0])) if hidden else None
     try: logits = model(**inputs, **({"logits_to_keep": 1} if last else {"logits_to_keep": at.flatten()} if line else {})).logits
@@ -248,11 +242,11 @@ def _check_fit(model, template, verbalizer, chain):
         raise ValueError(f"the template is for a {template.family} model, and this {type(model).__name__} is {'an encoder–decoder' if both else 'none with a decoder beside an encoder'}; give Template(…, family=)")
     if (blank := hasattr(config, "sop_token_id")) != (template.family == "blank"):
         raise ValueError(f"the template is for a {template.family} model, and this {type(model).__name__} {'fills blanks by writing; give Template(…) its own tokenizer, with a mask token and <|startofpiece|>' if blank else 'does not write into blanks; give Template(…, family=)'}")
-    if _head(model) is None: raise TypeError(f"{type(model).__name__} says no words: it has no head over the vocabulary; load it with its language-modelling head")
+    if word_head(model) is None: raise TypeError(f"{type(model).__name__} says no words: it has no head over the vocabulary; load it with its language-modelling head")
     rows = getattr(unwrap(model).get_input_embeddings(), "num_embeddings", None) or float("inf")
     used = max([k for i, own in template._fixed.items() if template.pieces[i].kind != "soft" for k in own] + (verbalizer.ids.flatten().tolist() if isinstance(getattr(verbalizer, "ids", None), Tensor) else []), default=0)
     if used >= rows: raise ValueError(f"the template or the verbalizer has the id {used}, {template.tok.convert_ids_to_tokens(used)!r}, and the model's vocabulary ends at {rows - 1}: is this the model's tokenizer? After tok.add_tokens, model.resize_token_embeddings(len(tok))")
-    if getattr(verbalizer, "writes", False) and template.family == "masked": raise ValueError("a masked model fills places and writes no text; give a verbalizer with words, or a causal model or an encoder–decoder")
+    if getattr(verbalizer, "writes", False) and not template.kind.writes: raise ValueError("a masked model fills places and writes no text; give a verbalizer with words, or a causal model or an encoder–decoder")
     if chain and (not template.at_end or not hasattr(verbalizer, "there") or isinstance(verbalizer, AutomaticVerbalizer)):
         raise ValueError(f"chain=True reads given words behind a causal model's text, or in GLM's blank; here the template is for a {template.family} model, the verbalizer a {type(verbalizer).__name__}")
 
@@ -299,8 +293,8 @@ class _Answering(nn.Module):
         if (max_length or 0) > room and _has_places(model): raise ValueError(f"max_length={max_length}: the model's {_positions(model)} positions have room for {room}{' beside the vectors in front' if in_front else ''}")
         self.max_length = max_length or min(512, room)
         self.pack, self.writes = pack, getattr(verbalizer, "writes", False)
-        if pack and (chain or self.writes or template.family in ("seq2seq", "blank") or in_front):
-            raise ValueError(f"pack=True is for a mask's words on causal and masked models; here stands {'a prompt in front of each row' if in_front else 'chain=True' if chain else 'a verbalizer that writes' if self.writes else 'a blank-filling model' if template.family == 'blank' else 'an encoder–decoder'}: leave it out")
+        if pack and (chain or self.writes or template.kind.unpacked or in_front):
+            raise ValueError(f"pack=True is for a mask's words on causal and masked models; here stands {'a prompt in front of each row' if in_front else 'chain=True' if chain else 'a verbalizer that writes' if self.writes else template.kind.says}: leave it out")
         if pack and template.family == "causal" and "position_ids" not in inspect.signature(unwrap(model).forward).parameters: raise ValueError(f"pack=True tells a row's examples apart by their positions, and {type(unwrap(model)).__name__} takes none: leave it out")
         if pack: _check_packs(model, template, _first_position(model))
         if soft is None and template.soft_count: soft = next((d for d in handles if isinstance(d, SoftTokens) and d.template is template), None) or SoftTokens(model, template)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core import word_head
 from .verbalize import Verbalizer, _Choice, _finite, _holds, _word_ids, label_words
 
 # %% ../../nbs/35_prompt/06_learned.ipynb #aae0a779
@@ -26,7 +27,7 @@ class SoftVerbalizer(_Choice):
         super().__init__()
         self.words, self.multi_label = label_words(words, prefix), multi_label
         ids, there = _word_ids(tok, self.words)
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        head = word_head(model)
         if head is None or not hasattr(head, "weight"): raise TypeError(f"{type(model).__name__} has no head over words to begin from")
         share = there / there.sum(-1, keepdim=True).clamp_min(1) / there[..., 0].sum(1).view(-1, 1, 1)                # (C, W, T), 1 a class
         mean = lambda x: torch.einsum("cwt,cwt...->c...", share.to(x.device), x[ids.to(x.device)].float())

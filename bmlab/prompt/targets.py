@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import did_you_mean, unwrap
+from ..core import did_you_mean, unwrap, word_head
 from .language import TemplateError, parse_template
 from .template import Template, _known, _value, _value_ids, pad_id
 from .soft import input_vectors
@@ -35,12 +35,13 @@ def target_texts(
 
 def _check_writes(template):
     "Raise for a template of models that write nothing"
-    if template.family == "masked":
+    if not template.kind.writes:
         raise ValueError("a masked model fills places and writes no text; take a causal model or an encoder–decoder")
 
 def _end(template):
     "The id that ends a text: of a blank-filling model the piece's"
-    return _known(template.tok, "<|endofpiece|>") if template.family == "blank" else template.tok.eos_token_id
+    closer = template.kind.closer
+    return _known(template.tok, closer) if closer else template.tok.eos_token_id
 
 def _target_ids(template, texts):
     "[[ids of the text of each mask]] of lists of texts"
@@ -68,7 +69,7 @@ def written(
         lines = [template._line(ids, None if max_length is None else max_length - len(t), truncate).ids for ids, t in zip(template._tokens(examples), own)]
         ids, mask = put([a + t for a, t in zip(lines, own)], pad), put([[1] * (len(a) + len(t)) for a, t in zip(lines, own)], 0)
         return {"input_ids": ids, "attention_mask": mask, "targets": put([[-100] * (len(a) - 1) + t + [-100] for a, t in zip(lines, own)], -100)} \
-            | ({"position_ids": template._two_places(ids, mask)} if template.family == "blank" else {})
+            | ({"position_ids": template._two_places(ids, mask)} if template.kind.places == "two rows" else {})
     enc, marks = template.encode(examples, max_length, truncate, "right"), [template._fixed[i][0] for i, p in enumerate(template.pieces) if p.kind == "mask"]
     rows = [[k for mark, t in zip(marks, own_) for k in (mark, *t)] for own_ in own]                     # <0> … <1> …
     return dict(enc) | {"decoder_input_ids": put([[template.decoder_start, *r] for r in rows], pad), "targets": put([[-100, *r[1:], *end, *[-100] * (not end)] for r in rows], -100)}
@@ -99,14 +100,17 @@ def write(
     tok, device, net, end = template.tok, next(model.parameters()).device, unwrap(model), _end(template)
     _check_writes(template)
     if not hasattr(net, "generate"): raise TypeError(f"{type(net).__name__} has no generate; load it with its language-modelling head")
-    options = {"do_sample": False, "pad_token_id": tok.pad_token_id if tok.pad_token_id is not None else tok.eos_token_id, "max_new_tokens": max_new_tokens} | ({"eos_token_id": end} if template.family == "blank" else {}) | ({"tokenizer": tok} if "stop_strings" in options else {}) | options
+    options = {"do_sample": False, "pad_token_id": tok.pad_token_id if tok.pad_token_id is not None else tok.eos_token_id, "max_new_tokens": max_new_tokens} | ({"eos_token_id": end} if template.kind.closer else {}) | ({"tokenizer": tok} if "stop_strings" in options else {}) | options
     enc = template.encode(examples, max_length, truncate, "left" if template.at_end else "right").to(device)
     if template.at_end:
         vectors, L = input_vectors(model, enc["input_ids"]), enc["input_ids"].shape[1]
         if template.family == "blank" and vectors is not None and options.get("repetition_penalty", 1) != 1: raise ValueError(f"repetition_penalty={options['repetition_penalty']} looks every id up in the vocabulary, and here soft tokens are among them; leave it out")
         by_ids = vectors is None or template.family == "blank"                                            # GLM finds its positions in the ids
         given = {"input_ids": enc["input_ids"]} if by_ids else {"inputs_embeds": vectors}
-        if vectors is not None and (spare := list(range(len(tok), net.config.vocab_size if (head := net.get_output_embeddings()) is None else head.weight.shape[0]))): options.setdefault("suppress_tokens", spare)      # rows without words: their ids are soft tokens'
+        head = word_head(net)
+        rows = head.weight.shape[0] if hasattr(head, "weight") else net.config.vocab_size
+        spare = list(range(len(tok), rows))                            # rows without words: their ids are soft tokens'
+        if vectors is not None and spare: options.setdefault("suppress_tokens", spare)
         out = net.generate(**given, attention_mask=enc["attention_mask"], **options)
         return [[_ended(tok, row, end)] for row in (out[:, L:] if by_ids else out).tolist()]
     marks = [template._fixed[i][0] for i, p in enumerate(template.pieces) if p.kind == "mask"]

@@ -180,7 +180,8 @@ def pretend_slurm(folder):
 def test_the_same_recipe_on_slurm(tmp_path, monkeypatch):
     "datatrove's Slurm executor, jobs that depend on one another, tasks in fresh processes"
     slurm = pretend_slurm(tmp_path / "slurm")
-    monkeypatch.setenv("PATH", f"{slurm}:{Path(sys.executable).parent}:{os.environ['PATH']}"); monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PATH", f"{slurm}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
     corpus = Corpus.from_frame(frame(), "rows").then(Rule(lambda t: "odd" if int(t.split()[-1]) % 2 else None, "odd"), ExactCopies())
     there = corpus.run(tmp_path / "run", tasks=2, executor="slurm", partition="cpu", time="1:00:00")
     assert not (slurm / "error").exists(), (slurm / "error").read_text()[-3000:]
