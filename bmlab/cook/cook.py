@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from .report import _batches, _check_measured, _compare, _speed, bytes_on_disk, report
+from .report import _batches, _check_measured, _compare, _scored, _speed, bytes_on_disk, report
 from ..core import changed, count, forget_compiled, unwrap
 from ..kernels.exchange import mark_foreign
 from ..train.loop import model_loss
@@ -369,7 +369,8 @@ def lattice(
             if train is not None: train(cooked, cook)
             small = cook.export()
         sizes = {"parameters": count(small).total, "file_bytes": bytes_on_disk(small)}
-        _, quality, far = _compare(model, small, batches, score)
+        _, quality, far = _compare(model, small, batches)
+        quality |= _scored(small, score)
         _check_measured(quality | far, model, small)
         row = {n: i in chosen for i, n in enumerate(names)} | sizes | quality | far
         rows["·".join(names[i] for i in chosen) or "–"] = row | (_speed(small, batches[0], False) if speed else {})

@@ -264,13 +264,14 @@ class _Distance:
         return chosen | ({"output_error": math.sqrt(self.error / self.size)} if self.size else {})
 
 @torch.no_grad()
-def _compare(before, after, batches, score=None):
+def _compare(before, after, batches):
     "(quality of one model, of the other, how far they lie apart); each model runs once over the batches"
     batches, far = _batches(batches, "batches"), _Distance()
     one, other = _Quality(before, batches, "before"), _Quality(after, batches, "after")
     for mine, theirs in zip(one, other): far.add(mine, theirs)
-    scores = [{} if score is None else {"score": float(score(m))} for m in (before, after)]
-    return one.found() | scores[0], other.found() | scores[1], far.found()
+    return one.found(), other.found(), far.found()
+
+def _scored(model, score): return {} if score is None else {"score": float(score(model))}
 
 @torch.no_grad()
 def divergence(
@@ -582,9 +583,9 @@ def report(
 )->pd.DataFrame:               # columns before, after, ratio; rows parameters, …_bytes, perplexity or accuracy, score, …tok_s or rows_s, kl, same_top1 or output_error, notes
     "Both models' sizes, quality and speed, measured the same way in the same run."
     batches, columns = _batches(batches, "batches"), {}
-    *qualities, far = _compare(before, after, batches, score)
+    *qualities, far = _compare(before, after, batches)
     for name, model, quality in zip(("before", "after"), (before, after), qualities):
-        c = count(model)
+        c, quality = count(model), quality | _scored(model, score)
         _check_measured(far | quality, before, after)
         columns[name] = {"parameters": c.total, "memory_bytes": c.bytes, "peak_bytes": peak_bytes(model, batches[0]), "file_bytes": bytes_on_disk(model)} | quality
         if speed: columns[name] |= _speed(model, batches[0], False)

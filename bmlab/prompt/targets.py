@@ -107,10 +107,11 @@ def write(
         if template.family == "blank" and vectors is not None and options.get("repetition_penalty", 1) != 1: raise ValueError(f"repetition_penalty={options['repetition_penalty']} looks every id up in the vocabulary, and here soft tokens are among them; leave it out")
         by_ids = vectors is None or template.family == "blank"                                            # GLM finds its positions in the ids
         given = {"input_ids": enc["input_ids"]} if by_ids else {"inputs_embeds": vectors}
-        head = word_head(net)
-        rows = head.weight.shape[0] if hasattr(head, "weight") else net.config.vocab_size
-        spare = list(range(len(tok), rows))                            # rows without words: their ids are soft tokens'
-        if vectors is not None and spare: options.setdefault("suppress_tokens", spare)
+        if vectors is not None:
+            head = word_head(net)
+            rows = head.weight.shape[0] if hasattr(head, "weight") else net.config.vocab_size
+            spare = list(range(len(tok), rows))                            # rows without words: their ids are soft tokens'
+            if spare: options.setdefault("suppress_tokens", spare)
         out = net.generate(**given, attention_mask=enc["attention_mask"], **options)
         return [[_ended(tok, row, end)] for row in (out[:, L:] if by_ids else out).tolist()]
     marks = [template._fixed[i][0] for i, p in enumerate(template.pieces) if p.kind == "mask"]

@@ -476,6 +476,7 @@ class _Bound(_Text):
     @property
     def kind(self)->Family:
         "What its family of models does."
+        if self.family is None: raise RuntimeError("this template has no tokenizer: Template(text, tok) or template.bind(tok)")
         return FAMILIES[self.family]
     @property
     def at_end(self)->bool:

@@ -7,8 +7,7 @@ __all__ = ['AHEAD', 'serve', 'Process', 'start_process']
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000003
 import atexit, contextlib, ctypes, gc, importlib, importlib.util, json, os, select
-import signal, socket, subprocess, sys, threading, time
-from pathlib import Path
+import signal, socket, subprocess, sys, tempfile, threading, time
 from types import ModuleType
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000008
@@ -22,38 +21,48 @@ AHEAD = (
 def _import_ahead():
     "Import what the processes will need"
     for name in AHEAD:
-        with contextlib.suppress(ImportError): importlib.import_module(name)
+        with contextlib.suppress(Exception): importlib.import_module(name)      # a broken package is its user's to see
     gc.freeze()                                                 # no collection of garbage looks through it again
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000010
 def _exit_code(status): return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
-def _reap(running, channel):
-    "Tell of the processes that have ended"
-    for pid in list(running):
+def _reap(codes, channel):
+    "Tell of the processes that have ended; codes: pid → exit code, None while it runs"
+    for pid in [pid for pid, code in codes.items() if code is None]:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
-            running.discard(pid)
-            _send(channel, dict(ended=pid, code=_exit_code(status)))
+            codes[pid] = _exit_code(status)
+            _send(channel, dict(ended=pid, code=codes[pid]))
 
 def _send(channel, message): channel.sendall(json.dumps(message).encode() + b"\n")
 
-def _lines(channel, rest):
+def _heard(seconds, *channels):
+    "Those of the sockets or descriptors that have something to read after so long at most; None: wait for ever"
+    poll = select.poll()
+    for c in channels: poll.register(c, select.POLLIN)
+    return [fd for fd, _ in poll.poll(None if seconds is None else 1000 * seconds)]
+
+def _lines(channel, rest, flags=0):
     "(complete lines that have arrived, what is left of the last, is the other side gone?)"
-    data = channel.recv(1 << 16)
+    data = channel.recv(1 << 16, flags)
     *lines, rest = (rest + data).split(b"\n")
     return lines, rest, not data
 
-def _obey(order, running, channel):
+def _signal(codes, channel, pid, number):
+    "Send a signal; of a process that has ended tell once more"
+    if codes.get(pid, 0) is None: os.kill(pid, number)
+    elif pid in codes: _send(channel, dict(ended=pid, code=codes[pid]))
+
+def _obey(order, codes, channel):
     "Do what a line asks; in the new process, what that is to do"
-    if "kill" in order:
-        if order["kill"] in running: os.kill(order["kill"], order["signal"])
-        return None
-    if pid := os.fork():
-        running.add(pid)
-        _send(channel, dict(started=pid))
-        return None
-    return order
+    if "kill" in order: return _signal(codes, channel, order["kill"], order["signal"])
+    server = os.getpid()
+    try: pid = os.fork()
+    except OSError as e: return _send(channel, dict(started=0, id=order["id"], why=str(e)))
+    if not pid: return order | dict(server=server)
+    codes[pid] = None
+    return _send(channel, dict(started=pid, id=order["id"]))
 
 _CUDA_ERROR_NOT_INITIALIZED = 3
 
@@ -74,21 +83,21 @@ def serve(
     hear, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-    running, rest, gone = set(), b"", False
+    codes, rest, gone = {}, b"", False
     try:
         while not gone:
-            ready, _, _ = select.select([channel, hear], [], [])
+            ready = _heard(None, channel, hear)
             if hear in ready: os.read(hear, 1 << 12)
-            _reap(running, channel)
-            if channel not in ready: continue
+            _reap(codes, channel)
+            if channel.fileno() not in ready: continue
             lines, rest, gone = _lines(channel, rest)
             for line in lines:
-                if (order := _obey(json.loads(line), running, channel)) is not None:
+                if (order := _obey(json.loads(line), codes, channel)) is not None:
                     signal.set_wakeup_fd(-1)
                     for fd in (hear, tell): os.close(fd)
                     return order | dict(fork=order["fork"] and not touched)
-    except BrokenPipeError: pass
-    for pid in running: os.kill(pid, signal.SIGKILL)
+    except ConnectionError: pass
+    for pid in [pid for pid, code in codes.items() if code is None]: os.kill(pid, signal.SIGKILL)
     os._exit(0)
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000012
@@ -97,6 +106,7 @@ _PR_SET_PDEATHSIG = 1            # linux/prctl.h: the signal that comes when the
 def _become(order):
     "Let this forked process be as if it had been started by itself"
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != order["server"]: os._exit(1)                 # it ended before that
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log, nothing = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), os.open(os.devnull, os.O_RDONLY)
@@ -120,6 +130,8 @@ def _main():
     exec(compile(order["program"], "<string>", "exec"), names)
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000014
+_SLICE = 0.05       # seconds: another thread may have heard what this one waits for
+
 class Process:
     "A process that a server forked, as `subprocess.Popen` has them."
     def __init__(self, server, pid): self.server, self.pid, self.returncode = server, pid, None
@@ -127,6 +139,7 @@ class Process:
     def poll(self)->int|None: # exit code, −n where signal n ended it; None: it runs
         "Has it ended?"
         if self.returncode is None: self.server.listen(0)
+        if self.returncode is None and self.server.gone: self.returncode = -signal.SIGKILL
         return self.returncode
 
     def wait(self,
@@ -135,9 +148,9 @@ class Process:
         "Wait for its end; raises `subprocess.TimeoutExpired`."
         end = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0: raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            self.server.listen(0.5 if left is None else min(left, 0.5))
+            left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
+            if left <= 0: raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            self.server.listen(left)
         return self.returncode
 
     def send_signal(self,
@@ -153,70 +166,95 @@ class Process:
 class _Server:
     "This process's end of a server"
     def __init__(self, env, path):
-        self.env, self.path, self.owner, self.lock = env, path, os.getpid(), threading.RLock()
+        self.env, self.path, self.lock, self.errors = env, path, threading.RLock(), tempfile.TemporaryFile()
+        self.processes, self.answers, self.asked, self.pending, self.rest = {}, {}, 0, 0, b""
         self.channel, theirs = socket.socketpair()
         with theirs:
             file = importlib.util.find_spec("bmlab.train.forkserver").origin
             command = [sys.executable, "-P", file, str(theirs.fileno())]
-            how = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             env = env | {"PYTHONPATH": os.pathsep.join(path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-            how |= dict(env=env, pass_fds=[theirs.fileno()], start_new_session=True)
-            self.server = subprocess.Popen(command, **how)
-        self.processes, self.rest, self.started = {}, b"", None
+            streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.errors)
+            how = dict(env=env, pass_fds=[theirs.fileno()], start_new_session=True)
+            self.server = subprocess.Popen(command, **how, **streams)
 
-    def fits(self, env, path):
-        return self.owner == os.getpid() and self.env == env and self.path == path and not self.gone
+    def fits(self, env, path): return self.env == env and self.path == path and not self.gone
 
     @property
     def gone(self): return self.server is None
+
+    @property
+    def idle(self):
+        self.listen(0)
+        return self.gone or not self.processes and not self.pending
 
     def ask(self, order):
         with self.lock:
             if self.gone: return
             try: _send(self.channel, order)
-            except (BrokenPipeError, ConnectionResetError): self.close(-signal.SIGKILL)
+            except OSError: self.close()
 
     def fork(self, order):
-        with self.lock:
-            self.started = None
-            try:
-                self.ask(order)
-                while self.started is None and not self.gone: self.listen(None)
-            except BaseException:                               # interrupted: what was started meanwhile is not to stay
-                self.close(-signal.SIGKILL)
-                raise
-            if self.gone:
-                raise RuntimeError("the server that forks processes has ended; is there memory left? "
-                                   "Call again, and another is started")
-            return self.started
+        with self.lock: self.asked = number = self.asked + 1
+        try:
+            self.ask(order | dict(id=number))
+            while number not in self.answers and not self.gone: self.listen(_SLICE)
+        except BaseException:                                   # interrupted: what was started meanwhile is not to stay
+            self.close()
+            raise
+        ended = "the server that forks processes has ended; call again, and another is started. "
+        process = self.answers.pop(number, None) or ended + self.said()
+        if isinstance(process, str): raise RuntimeError(process)
+        return process
+
+    def said(self):
+        self.errors.seek(0)
+        return self.errors.read().decode(errors="replace")[-2000:]
 
     def listen(self, seconds):
-        "Hear what the server tells, for so long at most; None: until it tells something"
+        "Hear what the server tells, for so long at most"
+        try:
+            if not _heard(seconds, self.channel): return
+        except (OSError, ValueError): return                    # closed meanwhile
         with self.lock:
-            if self.gone or not select.select([self.channel], [], [], seconds)[0]: return
-            try: lines, self.rest, gone = _lines(self.channel, self.rest)
-            except ConnectionResetError: lines, gone = [], True
+            if self.gone: return
+            try: lines, self.rest, over = _lines(self.channel, self.rest, socket.MSG_DONTWAIT)
+            except BlockingIOError: return                      # another thread has heard it
+            except ConnectionError: lines, over = [], True
             for line in lines: self._hear(**json.loads(line))
-            if gone: self.close(-signal.SIGKILL)
+            if over: self.close()
 
-    def _hear(self, started=None, ended=None, code=None):
-        if started: self.started = self.processes[started] = Process(self, started)
-        else: self.processes.pop(ended).returncode = code
+    def _hear(self, started=None, id=None, why=None, ended=None, code=None):
+        if ended:
+            if (p := self.processes.pop(ended, None)) is not None: p.returncode = code
+        elif started: self.answers[id] = self.processes[started] = Process(self, started)
+        else: self.answers[id] = f"no process could be made: {why}"
 
-    def close(self, code=None):
-        "Let the server end, and with it what it has forked"
-        self.channel.close()
-        if self.owner != os.getpid() or self.gone: return
-        for p in self.processes.values(): p.returncode = code
-        self.server.wait()
-        self.server = None
+    def close(self):
+        "End the server, and with it what it has forked"
+        with self.lock:
+            server, self.server = self.server, None
+            if server is None: return
+            self.channel.close()
+            server.kill()
+            server.wait()
+            for p in self.processes.values(): p.returncode = -signal.SIGKILL
+            self.processes.clear()
 
-_servers = []
+_servers, _lock = [], threading.Lock()
 
 @atexit.register
 def _close_servers():
-    for s in _servers: s.close(-signal.SIGKILL)
+    for s in _servers: s.close()
     _servers.clear()
+
+def _forget_servers():
+    "In a process that was forked from this one: they are the parent's"
+    global _lock
+    _lock = threading.Lock()
+    for s in _servers: s.channel.close()
+    _servers.clear()
+
+if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_forget_servers)
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000015
 _OWN = ("PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_", "COLUMNS", "LINES")     # change, and no package reads them
@@ -230,22 +268,23 @@ def start_process(
     fork:bool=True,                 # False: a new interpreter that imports everything itself
 )->Process:
     "Start a fresh Python; on Linux it is forked by a server, elsewhere, where forks are not safe, a new interpreter."
-    env, path = dict(os.environ if env is None else env), [os.path.abspath(p) for p in sys.path if p]
+    env, path = dict(os.environ if env is None else env), [os.path.abspath(p or os.curdir) for p in sys.path]
     if sys.platform != "linux":
         command = [sys.executable, "-c", program, *map(str, args)]
         with open(log, "wb") as f: return subprocess.Popen(command, cwd=cwd, env=env, stdout=f, stderr=f)
     key = {k: v for k, v in env.items() if k not in _OWN}
+    with open(log, "wb"): pass                                              # an error is the caller's
+    where = dict(log=os.path.abspath(log), cwd=os.path.abspath(cwd or os.curdir), env=env, path=path)
     with _lock:
         server = next((s for s in _servers if s.fits(key, path)), None)
         if server is None:
-            for s in [s for s in _servers if not s.processes or s.owner != os.getpid()]:
+            for s in [s for s in _servers if s.idle]:
                 _servers.remove(s)
                 s.close()
             _servers.append(server := _Server(key, path))
-    where = dict(log=str(Path(log).absolute()), cwd=str(cwd or Path.cwd()), env=env, path=path)
-    return server.fork(dict(program=program, args=[*map(str, args)], fork=fork) | where)
-
-_lock = threading.Lock()
+        server.pending += 1
+    try: return server.fork(dict(program=program, args=[*map(str, args)], fork=fork) | where)
+    finally: server.pending -= 1
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000024
 if __name__ == "__main__" and "__file__" in globals(): _main()      # (not in a notebook)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..core import has_triton, parts, resolve, roles, unwrap, word_head
+from ..core import has_triton, parts, resolve, roles, unwrap
 from ..kernels.layers import Int4Linear, Int8Linear
 
 # %% ../../nbs/10_train/02_losses.ipynb #21ca0b33
@@ -363,7 +363,7 @@ def _find_head(model, head):
         found = resolve(model, head)
         if len(found) != 1: raise ValueError(f"head={head!r} matches {len(found)} modules: {', '.join(found)}; name one")
         return next(iter(found.items()))
-    module = own if hasattr(own := word_head(inner), "weight") else None
+    module = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     names = {m: n for n, m in parts(inner)}
     if module is not None: return names.get(unwrap(module), ""), unwrap(module)
     heads = [n for n, r in roles(inner).items() if r == "head"]

@@ -20,7 +20,9 @@ def fresh_python(
         apart = f"import os; os.dup2(os.open({str(errors)!r}, os.O_WRONLY | os.O_CREAT), 2); del os\n"
         p = start_process(apart + textwrap.dedent(program), args, log=log, cwd=cwd, env=wanted)
         try: code = p.wait(timeout)
-        finally: p.kill()
+        finally:
+            p.kill()
+            p.wait()
         read = lambda file: file.read_text(errors="replace") if file.exists() else ""
         done = CompletedProcess(["python", *map(str, args)], code, read(log), read(errors))
     assert not check or code == 0, done.stdout + done.stderr

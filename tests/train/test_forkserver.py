@@ -1,0 +1,79 @@
+"The server that forks processes: threads, interrupts, many open files, modules of the folder, children that hold its socket."
+import os, signal, subprocess, sys, threading
+from pathlib import Path
+
+import pytest
+
+from bmlab.train import forkserver
+from bmlab.train.forkserver import start_process
+from conftest import until
+
+pytestmark = pytest.mark.long
+
+
+def test_a_module_of_the_folder_is_found_and_a_relative_folder_is_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "mine.py").write_text("answer = 42")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    p = start_process("import os; from mine import answer; print(answer, os.path.basename(os.getcwd()))", log="log", cwd="inner")
+    assert p.wait(60) == 0 and Path("log").read_text().split() == ["42", "inner"]
+    with pytest.raises(FileNotFoundError): start_process("pass", log=tmp_path / "none/log")
+
+
+def test_more_open_files_than_select_can_name(tmp_path):
+    kept = [open(os.devnull) for _ in range(1100)]
+    try: assert start_process("print('here')", env=dict(os.environ, MANY="1"), log=tmp_path / "log").wait(60) == 0
+    finally:
+        for f in kept: f.close()
+    assert (tmp_path / "log").read_text() == "here\n"
+
+
+def test_two_threads_with_two_environments_at_once(tmp_path):
+    codes = {}
+    def one(name): codes[name] = start_process(f"import os, sys; sys.exit(int(os.environ['N']))", env=dict(os.environ, N=name)).wait(120)
+    threads = [threading.Thread(target=one, args=(name,)) for name in ("3", "4", "3")]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert codes == {"3": 3, "4": 4}
+
+
+def test_an_interrupt_ends_what_was_started_and_the_next_call_works(tmp_path):
+    "The alarm comes while the server still imports"
+    def alarm(*_): raise KeyboardInterrupt
+    before = signal.signal(signal.SIGALRM, alarm)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt): start_process("import time; time.sleep(600)", env=dict(os.environ, SLOW="1"))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert start_process("pass").wait(60) == 0
+
+
+ENDS = """
+import multiprocessing, sys, time
+from bmlab.train.forkserver import start_process
+if __name__ == "__main__":
+    p = start_process("import time; time.sleep(600)", log=sys.argv[1])
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+    child.start()
+    print(p.pid, p.server.server.pid)
+"""
+
+
+def test_a_program_ends_though_a_child_of_its_own_holds_the_socket(tmp_path):
+    (tmp_path / "ends.py").write_text(ENDS)
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+    done = subprocess.run([sys.executable, tmp_path / "ends.py", tmp_path / "log"], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    gone = lambda pid: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    until(lambda: all(gone(pid) for pid in done.stdout.split()))
+
+
+def test_a_server_that_is_killed_takes_its_processes_along():
+    p = start_process("import time; time.sleep(600)")
+    p.server.server.kill()
+    assert p.wait(60) == -signal.SIGKILL
+    until(lambda: not Path(f"/proc/{p.pid}").exists())
+    assert start_process("pass").wait(60) == 0 and not any(s.gone for s in forkserver._servers if s.processes)
