@@ -319,7 +319,7 @@ def test_norms_between_products(bits, monkeypatch):
     monkeypatch.setattr(tk, "_blocks", lambda N, K, dtype: dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, WARPS=2, num_warps=2, num_stages=2))      # on a GPU only 16-bit rows take these
     calls, norm = [], small.rms_norm
     monkeypatch.setattr(small, "rms_norm", lambda *a, **k: calls.append(a) or norm(*a, **k))
-    plain = pack_linears(llama(hidden_size=64, intermediate_size=64), bits=bits, **(dict(group_size=32) if bits == 4 else {}))
+    plain = pack_linears(llama(hidden_size=32, intermediate_size=32), bits=bits, **(dict(group_size=32) if bits == 4 else {}))
     fast = copy.deepcopy(plain)
     assert fuse_decode(fast, kernels="triton").table.fused.all()
     prompt, tokens = [[5, 9]], [3]

@@ -1,4 +1,4 @@
-"The server that forks processes: threads, interrupts, many open files, modules of the folder, children that hold its socket."
+"The server that forks processes: threads, interrupts, open files, modules of the folder, children with its socket."
 import os, signal, subprocess, sys, threading
 from pathlib import Path
 
@@ -16,7 +16,8 @@ def test_a_module_of_the_folder_is_found_and_a_relative_folder_is_ones_own(tmp_p
     (tmp_path / "mine.py").write_text("answer = 42")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
-    p = start_process("import os; from mine import answer; print(answer, os.path.basename(os.getcwd()))", log="log", cwd="inner")
+    program = "import os; from mine import answer; print(answer, os.path.basename(os.getcwd()))"
+    p = start_process(program, log="log", cwd="inner")
     assert p.wait(60) == 0 and Path("log").read_text().split() == ["42", "inner"]
     with pytest.raises(FileNotFoundError): start_process("pass", log=tmp_path / "none/log")
 
@@ -31,7 +32,8 @@ def test_more_open_files_than_select_can_name(tmp_path):
 
 def test_two_threads_with_two_environments_at_once(tmp_path):
     codes = {}
-    def one(name): codes[name] = start_process(f"import os, sys; sys.exit(int(os.environ['N']))", env=dict(os.environ, N=name)).wait(120)
+    program = "import os, sys; sys.exit(int(os.environ['N']))"
+    def one(name): codes[name] = start_process(program, env=dict(os.environ, N=name)).wait(120)
     threads = [threading.Thread(target=one, args=(name,)) for name in ("3", "4", "3")]
     for t in threads: t.start()
     for t in threads: t.join()
@@ -44,7 +46,8 @@ def test_an_interrupt_ends_what_was_started_and_the_next_call_works(tmp_path):
     before = signal.signal(signal.SIGALRM, alarm)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.5)
-        with pytest.raises(KeyboardInterrupt): start_process("import time; time.sleep(600)", env=dict(os.environ, SLOW="1"))
+        with pytest.raises(KeyboardInterrupt):
+            start_process("import time; time.sleep(600)", env=dict(os.environ, SLOW="1"))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -65,9 +68,11 @@ if __name__ == "__main__":
 def test_a_program_ends_though_a_child_of_its_own_holds_the_socket(tmp_path):
     (tmp_path / "ends.py").write_text(ENDS)
     env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
-    done = subprocess.run([sys.executable, tmp_path / "ends.py", tmp_path / "log"], env=env, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, tmp_path / "ends.py", tmp_path / "log"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    gone = lambda pid: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    state = lambda pid: Path(f"/proc/{pid}/status")
+    gone = lambda pid: not state(pid).exists() or "State:\tZ" in state(pid).read_text()
     until(lambda: all(gone(pid) for pid in done.stdout.split()))
 
 
