@@ -2,6 +2,7 @@
 # make test   everything CI runs   make check    the quick half of it
 # make docs   _docs/html/index.html
 PYTHON ?= python3
+NB     ?= nbs tutorials
 BIN    := .venv/bin
 TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
@@ -18,7 +19,7 @@ define step
 	@echo "· $(1)"; $(2) > .setup/log.txt 2>&1 || { grep -vi '^warning' .setup/log.txt | tail -n 3; echo "FAILED: $(1). $(3) (all of it: .setup/log.txt)"; exit 1; }
 endef
 
-.PHONY: demo docs test check lab readme clean test-gpu test-slow test-tutorials samples slowest tutorials notebooks
+.PHONY: demo docs test check lab readme clean test-gpu test-slow test-tutorials samples slowest outputs notebooks
 .DEFAULT_GOAL := demo
 
 .setup/venv: constraints.txt settings.ini setup.py
@@ -52,6 +53,10 @@ test-tutorials: samples
 notebooks: samples
 	@$(BIN)/python tools/suite.py notebooks
 
+# stores what the cells of these notebooks and tutorials give
+outputs: samples
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --store $(NB)
+
 test-slow: samples
 	@$(BIN)/python -m pytest tests -m slow --durations=0 -o faulthandler_timeout=3600
 
@@ -70,10 +75,6 @@ readme: samples
 	@$(BIN)/jupyter nbconvert --to notebook --inplace --execute nbs/index.ipynb
 	@$(BIN)/nbdev_clean --fname nbs/index.ipynb
 	@$(BIN)/python tools/readme.py
-
-tutorials: samples
-	@$(BIN)/jupyter nbconvert --to notebook --inplace --execute tutorials/*.ipynb
-	@$(BIN)/python tools/clean_tutorials.py
 
 clean:
 	rm -rf .setup .venv build dist _docs _proc demo.html *.egg-info .pytest_cache

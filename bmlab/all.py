@@ -64,7 +64,20 @@ from .infer.placement import InferencePlan, plan_inference
 from .plan.training import TrainingPlan, plan_training
 from .delta.peft_plugin import PeftDelta
 from .delta.prefix import Prefix
-from .train.processes import all_gather, all_reduce, broadcast, init_distributed, local_device, print_rank, rank, reduce_scatter, shutdown, sum_loss, synchronize, world_size
+from bmlab.train.processes import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    init_distributed,
+    local_device,
+    print_rank,
+    rank,
+    reduce_scatter,
+    shutdown,
+    sum_loss,
+    synchronize,
+    world_size,
+)
 from .prompt.template import InputExample, Template, one_batch
 from bmlab.prompt.openprompt import (
     ManualTemplate, MixedTemplate, PrefixTuningTemplate, PTRTemplate, PtuningTemplate, SoftTemplate,
@@ -154,7 +167,8 @@ def serve(
 ):             # the server, if background=True
     "An OpenAI-compatible HTTP server with a page, on this machine alone unless it has a token."
     try: from bmlab.app.serve import serve as run
-    except ModuleNotFoundError as e: raise ModuleNotFoundError(f"serving needs {e.name}: pip install 'bmlab[serve]'") from e
+    except ModuleNotFoundError as e:
+        raise ModuleNotFoundError(f"serving needs {e.name}: pip install 'bmlab[serve]'") from e
     return run(engine, **options)
 
 # %% ../nbs/99_all.ipynb #2f50111f

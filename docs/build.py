@@ -18,9 +18,32 @@ def main(args):
     a = p.parse_args(args)
     out = Path(a.out).resolve()
     try: pages = stage(out / "source", a.only)
-    except ValueError as e: print(e); return 1
-    shutil.rmtree(out / "html", ignore_errors=True)               # a page that is no more must not satisfy the link check
-    run = subprocess.run([sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-j", a.jobs, "-b", "html", "-c", str(ROOT / "docs"), "-d", str(out / "doctrees"), str(out / "source"), str(out / "html")])
+    except ValueError as e:
+        print(e)
+        return 1
+    # a page that is no more must not satisfy the link check
+    shutil.rmtree(out / "html", ignore_errors=True)
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "sphinx",
+            "-n",
+            "-W",
+            "--keep-going",
+            "-q",
+            "-j",
+            a.jobs,
+            "-b",
+            "html",
+            "-c",
+            str(ROOT / "docs"),
+            "-d",
+            str(out / "doctrees"),
+            str(out / "source"),
+            str(out / "html"),
+        ]
+    )
     if run.returncode: return run.returncode
     found = problems(out / "html")
     print("\n".join(found) or f"{len(pages)} pages, every link leads somewhere: {out / 'html/index.html'}")

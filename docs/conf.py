@@ -4,7 +4,8 @@ from configparser import ConfigParser
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ini = ConfigParser(delimiters=["="]); ini.read(HERE.parent / "settings.ini", encoding="utf-8")
+ini = ConfigParser(delimiters=["="])
+ini.read(HERE.parent / "settings.ini", encoding="utf-8")
 
 project, release, author = "bmlab", ini["DEFAULT"]["version"], ini["DEFAULT"]["author"]
 copyright = ini["DEFAULT"]["copyright"]
@@ -28,14 +29,19 @@ html_show_sphinx = html_copy_source = False
 
 
 # ---- the tree of pages on the left -------------------------------------------------------------------------------
-# The same on every page but for the way to it and the marks of where one is; made anew for each page it takes most of the time.
+# The same on every page but for the way to it and the marks of where one is; made anew for each page it takes most of
+# the time.
 def _tree_of_pages(builder):
     "HTML of the tree as the root sees it, with a slot @i@ in the class of item i; {address: items above it and its own}"
     from bs4 import BeautifulSoup
-    soup = BeautifulSoup(builder._get_local_toctree("index", collapse=False, titles_only=True, maxdepth=-1, includehidden=True), "html.parser")
+    soup = BeautifulSoup(
+        builder._get_local_toctree("index", collapse=False, titles_only=True, maxdepth=-1, includehidden=True),
+        "html.parser",
+    )
     above = {}
     for i, li in enumerate(soup.find_all("li")):
-        li["slot"] = i; li["class"] = [c for c in li["class"] if c != "current"] + [f"@{i}@"]
+        li["slot"] = i
+        li["class"] = [c for c in li["class"] if c != "current"] + [f"@{i}@"]
         above[li.a["href"]] = {i} | {p["slot"] for p in li.find_parents("li")}
     for li in soup.find_all("li"): del li["slot"]
     return str(soup), above

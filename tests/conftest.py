@@ -4,7 +4,8 @@ import gc, os, random, shutil, socket, sys, time
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")   # no pool of compiling processes: on two loaded cores a library was opened half written
+# no pool of compiling processes: on two loaded cores a library was opened half written
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if shutil.which("nvidia-smi") is None: os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -21,7 +22,9 @@ def free_port():
     "A port nobody listens on, below those that the system hands out by itself, so that it is still free when somebody binds it seconds later"
     while True:
         with socket.socket() as s:
-            try: s.bind(("", port := random.SystemRandom().randrange(20_000, 30_000))); return port
+            try:
+                s.bind(("", port := random.SystemRandom().randrange(20_000, 30_000)))
+                return port
             except OSError: pass
 
 

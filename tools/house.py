@@ -9,10 +9,25 @@ chapter for a stranger.
 import ast, json, re, sys
 from pathlib import Path
 
-LIGHT = {"torch", "transformers", "safetensors", "numpy", "pandas", "tqdm", "bmlab"} | set(sys.stdlib_module_names)
-LEAVES = {          # nothing imports these before it needs them
-    "all", "app.editor", "app.panels", "app.picker", "app.serve", "app.widget", "data.copies", "data.corpus", "data.recipes", "data.steps",
-    "kernels.triton_attention", "kernels.triton_common", "kernels.triton_groups", "kernels.triton_products"}
+LIGHT = {"torch", "transformers", "safetensors", "numpy", "pandas", "tqdm", "fastcore", "bmlab"} | set(
+    sys.stdlib_module_names
+)
+LEAVES = {  # nothing imports these before it needs them
+    "all",
+    "app.editor",
+    "app.panels",
+    "app.picker",
+    "app.serve",
+    "app.widget",
+    "data.copies",
+    "data.corpus",
+    "data.recipes",
+    "data.steps",
+    "kernels.triton_attention",
+    "kernels.triton_common",
+    "kernels.triton_groups",
+    "kernels.triton_products",
+}
 
 
 def code_cells(path):
@@ -61,12 +76,15 @@ def in_notebooks(root):
         name = next((m[1] for _, s in cells if (m := re.search(r"^#\|\s*default_exp\s+(\S+)", s, re.M))), None)
         door = path.with_suffix("").is_dir()
         if name is None and not door: found.append(f"{path.name}: no default_exp")
-        elif name not in (None, place) and not (door and name.startswith(f"{place}.")): found.append(f"{path.name}: exports {name}, and lies where {place} does")
+        elif name not in (None, place) and not (door and name.startswith(f"{place}.")):
+            found.append(f"{path.name}: exports {name}, and lies where {place} does")
         if name: home[name] = path.name
         for n, source in cells:
             where, tree = f"{path.name} cell {n}", parse(source)
-            if len({isinstance(node, (ast.Import, ast.ImportFrom)) for node in tree.body}) == 2: found.append(f"{where}: mixes imports with code")
-            if directive(source, "hide") and re.search(r"^\s*(test_\w+\(|assert )", source, re.M): found.append(f"{where}: a hidden test")
+            if len({isinstance(node, (ast.Import, ast.ImportFrom)) for node in tree.body}) == 2:
+                found.append(f"{where}: mixes imports with code")
+            if directive(source, "hide") and re.search(r"^\s*(test_\w+\(|assert )", source, re.M):
+                found.append(f"{where}: a hidden test")
     return found, home
 
 
@@ -84,10 +102,14 @@ def in_modules(root, home):
                 there = module.split(".")
                 if there[0] == "bmlab" and there[1:2] != [parts[1]]:
                     for x in names:
-                        if x.startswith("_") and not x.startswith("__"): yield f"{where}:{node.lineno}: takes the private {x} of {module}"
+                        if x.startswith("_") and not x.startswith("__"):
+                            yield f"{where}:{node.lineno}: takes the private {x} of {module}"
                 if id(node) not in early or name in LEAVES: continue
-                reached = {".".join(there[1:]), *(".".join([*there[1:], x]) for x in names)} if there[0] == "bmlab" else set()
-                if there[0] not in LIGHT or reached & LEAVES: yield f"{where}:{node.lineno}: imports {module} when it is imported"
+                reached = (
+                    {".".join(there[1:]), *(".".join([*there[1:], x]) for x in names)} if there[0] == "bmlab" else set()
+                )
+                if there[0] not in LIGHT or reached & LEAVES:
+                    yield f"{where}:{node.lineno}: imports {module} when it is imported"
 
 
 def problems(root):

@@ -33,7 +33,9 @@ WIDE = dict(hidden_size=32, intermediate_size=32, num_key_value_heads=1, vocab_s
 MAKERS = {}
 
 
-def kind(f): MAKERS[f.__name__] = f; return f
+def kind(f):
+    MAKERS[f.__name__] = f
+    return f
 
 
 # ---- figures ------------------------------------------------------------------------------------------------------
@@ -728,7 +730,9 @@ def shards(to):
 @kind
 def mmididx(to):
     from bmlab.all import write_mmididx
-    with tempfile.TemporaryDirectory() as t: s = written_shards(t); write_mmididx(s, to / "data")
+    with tempfile.TemporaryDirectory() as t:
+        s = written_shards(t)
+        write_mmididx(s, to / "data")
     return {"documents": [tokenizer()(t)["input_ids"] + [5] for t in LINES]}
 
 

@@ -19,17 +19,38 @@ def output_text(output):
 
 def tables():
     "For each chapter a heading and a table of its rooms: the module, and what it is for"
-    row = lambda path, nb: f"| [`{exports(nb) or path.stem.partition('_')[2]}`]({path.relative_to(ROOT).as_posix()}) | {title_of(nb)[1]} |"
+    row = lambda path, nb: (
+        f"| [`{exports(nb) or path.stem.partition('_')[2]}`]({path.relative_to(ROOT).as_posix()}) | {title_of(nb)[1]} |"
+    )
     read = lambda path: json.loads(path.read_text(encoding="utf-8"))
     head, alone, lines = ["| module | what it is for |", "|---|---|"], [], []
     for door, rooms in chapters():
         nb = read(door)
-        if not rooms: alone.append(row(door, nb)); continue
+        if not rooms:
+            alone.append(row(door, nb))
+            continue
         name = door.stem.partition("_")[2]
-        lines += ["", f"### {name}", "", f"{title_of(nb)[1].rstrip('.')}. Its door: [{door.stem}]({door.relative_to(ROOT).as_posix()}).", "", *head]
+        lines += [
+            "",
+            f"### {name}",
+            "",
+            f"{title_of(nb)[1].rstrip('.')}. Its door: [{door.stem}]({door.relative_to(ROOT).as_posix()}).",
+            "",
+            *head,
+        ]
         if exports(nb): lines.append(row(door, nb))
         lines += [row(room, read(room)) for room in rooms]
-    return "\n".join(["### Beside the chapters", "", "What every chapter stands on, BMTrain's own names, and all public names in one module.", "", *head, *alone, *lines])
+    return "\n".join(
+        [
+            "### Beside the chapters",
+            "",
+            "What every chapter stands on, BMTrain's own names, and all public names in one module.",
+            "",
+            *head,
+            *alone,
+            *lines,
+        ]
+    )
 
 
 def render(nb):
@@ -40,7 +61,11 @@ def render(nb):
         elif not re.search(r"^#\|\s*(hide|default_exp)\b", source, re.M):
             if not re.search(r"^#\|\s*echo:\s*false", source, re.M): blocks.append(f"```python\n{source}\n```")
             if text := "".join(output_text(o) for o in cell["outputs"]).rstrip(): blocks.append(f"```\n{text}\n```")
-    return "<!-- made from nbs/index.ipynb by make readme -->\n\n" + MARK.sub(lambda _: tables(), "\n\n".join(blocks)) + "\n"
+    return (
+        "<!-- made from nbs/index.ipynb by make readme -->\n\n"
+        + MARK.sub(lambda _: tables(), "\n\n".join(blocks))
+        + "\n"
+    )
 
 
 def main(args):

@@ -1,53 +1,19 @@
 """Runs notebooks without nbdev: all cells in order, `#| cuda` cells too, where torch sees a GPU.
 
 usage: run_cells.py [--all] NOTEBOOK…   only notebooks with `#| cuda` cells unless --all; exits 1 if a cell fails
-
-`fastcore.test` is replaced by the three functions below where fastcore is not installed.
 """
-import importlib.util, json, linecache, re, subprocess, sys, time, traceback, types
+import json, linecache, re, subprocess, sys, time, traceback, types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def equal(a, b):
-    import numpy as np, pandas as pd, torch
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor): return a.shape == b.shape and bool((a == b).all())
-    if isinstance(a, (torch.Tensor, np.ndarray)) or isinstance(b, (torch.Tensor, np.ndarray)): return bool(np.array_equal(np.asarray(a), np.asarray(b)))
-    if isinstance(a, (pd.DataFrame, pd.Series)): return a.equals(b)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)): return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
-
-
-def test_eq(a, b): assert equal(a, b), f"==:\n{a}\n{b}"
-
-
-def test_close(a, b, eps=1e-5):
-    import torch
-    diff = (torch.as_tensor(a).double() - torch.as_tensor(b).double()).abs().max().item()
-    assert diff <= eps, f"close: they differ by {diff}"
-
-
-def test_fail(f, msg="", contains="", args=None, kwargs=None):
-    try: f(*(args or ()), **(kwargs or {}))
-    except BaseException as e:
-        assert contains in str(e), f"expected {contains!r} in: {e}"
-        return
-    raise AssertionError(f"expected a failure. {msg}")
-
-
-def provide_fastcore():
-    if importlib.util.find_spec("fastcore"): return
-    package, module = types.ModuleType("fastcore"), types.ModuleType("fastcore.test")
-    module.test_eq, module.test_close, module.test_fail = test_eq, test_close, test_fail
-    sys.modules |= {"fastcore": package, "fastcore.test": module}
 
 
 def run(path):
     "True if every cell ran"
     import torch
     start, ran, own = time.time(), 0, sys.modules["__main__"]
-    module = sys.modules["__main__"] = types.ModuleType("__main__")     # what cells define is found where pickle looks for it
+    # what cells define is found where pickle looks for it
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
     module.display = print
     try:
         for n, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
@@ -57,7 +23,8 @@ def run(path):
                 if not torch.cuda.is_available(): continue
                 ran += 1
             name = f"{path.name}[{n}]"
-            linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)   # Triton reads its kernels' source
+            # Triton reads its kernels' source
+            linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
             if cuda: print(f"--- {name}", flush=True)
             try: exec(compile(source, name, "exec"), module.__dict__)
             except Exception as error:
@@ -74,12 +41,15 @@ def run(path):
 def main(args):
     import torch
     if args[:1] == ["--one"]:
-        sys.path.insert(0, str(ROOT)); provide_fastcore()
+        sys.path.insert(0, str(ROOT))
         return int(not run(Path(args[1])))
-    if "--all" not in args and not torch.cuda.is_available(): print("no GPU: nothing to run"); return 1
+    if "--all" not in args and not torch.cuda.is_available():
+        print("no GPU: nothing to run")
+        return 1
     paths = [Path(a) for a in args if not a.startswith("--")]
     if "--all" not in args: paths = [p for p in paths if re.search(r'"#\| *cuda', p.read_text(encoding="utf-8"))]
-    results = [subprocess.run([sys.executable, __file__, "--one", str(p)]).returncode == 0 for p in paths]   # a process each: no state leaks
+    # a process each: no state leaks
+    results = [subprocess.run([sys.executable, __file__, "--one", str(p)]).returncode == 0 for p in paths]
     print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
     return int(not all(results))
 

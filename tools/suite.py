@@ -14,11 +14,13 @@ ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / ".setup/reports"
 MINUTES = {"quick": 5, "tests": 18, "notebooks": 10, "tutorials": 12}
 WORKERS = ["-n", os.environ.get("WORKERS", "2")]
-NBVAL = ["--nbval", "--nbval-current-env", "--nbval-sanitize-with", "tests/nbval-sanitize.cfg", "--nbval-cell-timeout=900"]
+# a kernel a notebook: tools/judge.py
+NBVAL = [*WORKERS, "--dist", "loadfile", "--nbval", "-o", "faulthandler_timeout=1000"]
 PYTEST = {
     "quick": [*WORKERS, "--dist", "worksteal", "tests", "-m", "not cuda and not slow and not long"],
     "tests": [*WORKERS, "--dist", "worksteal", "tests", "-m", "not cuda and not slow"],
-    "tutorials": [*WORKERS, "--dist", "loadfile", *NBVAL, "-o", "faulthandler_timeout=1000", "tutorials"],
+    "notebooks": [*NBVAL, "nbs"],
+    "tutorials": [*NBVAL, "tutorials"],
 }
 
 
@@ -73,9 +75,7 @@ def run(part):
     "One part, in a process of its own → its report, with the seconds that it took"
     (REPORTS / f"{part}.json").unlink(missing_ok=True)
     start = time.monotonic()
-    if part == "notebooks": command = [ROOT / "tools/notebooks.py", "--report", REPORTS / "notebooks.json"]
-    else: command = [__file__, "--inside", part]
-    code = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT).returncode
+    code = subprocess.run([sys.executable, __file__, "--inside", part], cwd=ROOT).returncode
     file = REPORTS / f"{part}.json"
     found = json.loads(file.read_text()) if file.exists() else dict(failed=[], passed=0, skipped={}, seconds={})
     if code and not found["failed"]: found["failed"].append(f"{part} (exit {code})")
@@ -89,23 +89,34 @@ def summary(found):
     "The lines at the end of a run"
     lines = [""]
     for part, r in found.items():
-        budget = f" of {MINUTES[part]}:00" + (" — over its budget" if r["took"] > 60 * MINUTES[part] else "") if part in MINUTES else ""
+        budget = (
+            f" of {MINUTES[part]}:00" + (" — over its budget" if r["took"] > 60 * MINUTES[part] else "")
+            if part in MINUTES
+            else ""
+        )
         skips = sum(r["skipped"].values())
-        lines.append(f"{part:10} {clock(r['took']):>6}{budget}   {r['passed']} passed" + (f", {len(r['failed'])} failed" if r["failed"] else "") + (f", {skips} left out" if skips else ""))
+        lines.append(
+            f"{part:10} {clock(r['took']):>6}{budget}   {r['passed']} passed"
+            + (f", {len(r['failed'])} failed" if r["failed"] else "")
+            + (f", {skips} left out" if skips else "")
+        )
     lines.append(f"{'together':10} {clock(sum(r['took'] for r in found.values())):>6}")
     why = {}
     for r in found.values():
         for reason, n in r["skipped"].items(): why[reason] = why.get(reason, 0) + n
     lines.append("left out: " + ("; ".join(f"{reason} ({n})" for reason, n in sorted(why.items())) or "nothing"))
     failed = {part: r["failed"] for part, r in found.items() if r["failed"]}
-    named = [f"{part}: " + ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "") for part, names in failed.items()]
+    named = [
+        f"{part}: " + ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
+        for part, names in failed.items()
+    ]
     if failed: lines.append("FAILED " + "; ".join(named))
     return "\n".join(lines), bool(failed)
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("parts", nargs="+", choices=["lines", "notebooks", *PYTEST])
+    p.add_argument("parts", nargs="+", choices=["lines", *PYTEST])
     p.add_argument("--slowest", type=int, default=0, help="list so many of the slowest tests and notebooks")
     p.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()

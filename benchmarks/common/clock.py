@@ -13,7 +13,8 @@ def seconds(calls, device="cuda", replays=7):
             for call in calls: call()
             times.append((time.perf_counter() - t) / len(calls))
         return min(times)
-    side = torch.cuda.Stream(); side.wait_stream(torch.cuda.current_stream())
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
             for call in calls[:2]: call()
@@ -23,12 +24,17 @@ def seconds(calls, device="cuda", replays=7):
         for call in calls: call()
     for _ in range(replays + 2):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record(); graph.replay(); stop.record(); torch.cuda.synchronize()
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
         times.append(start.elapsed_time(stop) / 1e3 / len(calls))
     return sorted(times[2:])[replays // 2]
 
 
 def memory_rate(device="cuda", numbers=1 << 28):
     "Bytes a second of a pass over float32 numbers, read and written"
-    a = torch.randn(numbers, device=device); b = torch.empty_like(a)
-    return 2 * 4 * numbers / seconds([lambda: torch.neg(a, out=b)] * 4, device)       # a kernel: a copy captured in a graph takes the slower copy engine
+    a = torch.randn(numbers, device=device)
+    b = torch.empty_like(a)
+    # a kernel: a copy captured in a graph takes the slower copy engine
+    return 2 * 4 * numbers / seconds([lambda: torch.neg(a, out=b)] * 4, device)

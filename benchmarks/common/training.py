@@ -69,12 +69,19 @@ def clock(step, batch, device, warm=3, steps=8, finish=lambda: None):
     sync = (lambda: (finish(), torch.cuda.synchronize())) if gpu else finish
     draw = torch.Generator(device).manual_seed(int(os.environ.get("RANK", 0)))
     for i in range(warm + steps):
-        if i == warm: sync(); start = time.perf_counter()
+        if i == warm:
+            sync()
+            start = time.perf_counter()
         loss = step(batch(draw))
     sync()
     seconds = (time.perf_counter() - start) / steps
     free, total = torch.cuda.mem_get_info() if gpu else (0, 0)
-    return {"step_s": round(seconds, 4), "loss": round(float(loss.detach()), 3), "peak_GiB": round((torch.cuda.max_memory_allocated() if gpu else 0) / 2**30, 2), "reserved_GiB": round((torch.cuda.max_memory_reserved() if gpu else 0) / 2**30, 2)}
+    return {
+        "step_s": round(seconds, 4),
+        "loss": round(float(loss.detach()), 3),
+        "peak_GiB": round((torch.cuda.max_memory_allocated() if gpu else 0) / 2**30, 2),
+        "reserved_GiB": round((torch.cuda.max_memory_reserved() if gpu else 0) / 2**30, 2),
+    }
 
 
 def result(**row):
@@ -91,18 +98,45 @@ def keep(plan, name, tiny=False):
 
 def leave():
     "End this process at once: tens of gigabytes of page-locked memory take long to unmap one by one"
-    sys.stdout.flush(); os._exit(0)
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def child(script, *args, gpus=1, timeout_s=420, quiet=True):
     "One run in processes of its own; its result row, or what it said last"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"] if gpus > 1 else [sys.executable]
-    env = dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus))), PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])), TOKENIZERS_PARALLELISM="false")
+    launch = (
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(gpus),
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "127.0.0.1:0",
+        ]
+        if gpus > 1
+        else [sys.executable]
+    )
+    env = dict(
+        os.environ,
+        OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus))),
+        PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        TOKENIZERS_PARALLELISM="false",
+    )
     start = time.time()
-    try: out = subprocess.run([*launch, str(script), *map(str, args)], env=env, capture_output=True, text=True, timeout=timeout_s)
+    try:
+        out = subprocess.run(
+            [*launch, str(script), *map(str, args)], env=env, capture_output=True, text=True, timeout=timeout_s
+        )
     except subprocess.TimeoutExpired: return {"error": f"not done after {timeout_s} s"}
     rows = [json.loads(line[7:]) for line in out.stdout.splitlines() if line.startswith("RESULT ")]
-    row = rows[-1] if rows else {"error": (out.stderr.strip().splitlines() or out.stdout.strip().splitlines() or ["nothing"])[-1][:200]}
+    row = (
+        rows[-1]
+        if rows
+        else {"error": (out.stderr.strip().splitlines() or out.stdout.strip().splitlines() or ["nothing"])[-1][:200]}
+    )
     if not rows: print(out.stderr[-3000:], flush=True)
     return row | {"run_s": round(time.time() - start)}
 
@@ -110,5 +144,6 @@ def child(script, *args, gpus=1, timeout_s=420, quiet=True):
 def show(rows, title):
     frame = pd.DataFrame(rows)
     print(f"\n{title}\n{frame.to_string(index=False)}", flush=True)
-    if out := os.environ.get("OUT"): frame.to_json(Path(out) / f"{title.split(':')[0].replace(' ', '_')}.json", orient="records", indent=1)
+    if out := os.environ.get("OUT"):
+        frame.to_json(Path(out) / f"{title.split(':')[0].replace(' ', '_')}.json", orient="records", indent=1)
     return frame

@@ -20,15 +20,21 @@ from bmlab.cook.sparse24 import Sparse24Linear, pick24
 from clock import memory_rate, seconds
 
 SHAPES = [(4096, 4096), (28672, 4096), (4096, 14336)]   # (N, K) of an 8B LLaMA: o, gate and up together, down
-EXPERTS, ACTIVE = 56, 14                                # of the feed-forward layer: a quarter of its 14336 neurons, 256 in an expert
+# of the feed-forward layer: a quarter of its 14336 neurons, 256 in an expert
+EXPERTS, ACTIVE = 56, 14
 FLUSH = 600_000_000                                     # bytes of weights a measurement walks through: ten times the L2
 
 
 def rates(device, tiny):
     "Measured here: bytes/s of a pass over memory, FLOP/s of a large bf16 and op/s of a large int8 product"
     n = 512 if tiny else 8192
-    x = torch.randn(n, n, device=device, dtype=torch.bfloat16); q = torch.randint(-127, 128, (n, n), device=device, dtype=torch.int8)
-    return memory_rate(device, n * n if tiny else 1 << 28), 2 * n**3 / seconds([lambda: x @ x] * 4, device), 2 * n**3 / seconds([lambda: torch._int_mm(q, q.t())] * 4, device)
+    x = torch.randn(n, n, device=device, dtype=torch.bfloat16)
+    q = torch.randint(-127, 128, (n, n), device=device, dtype=torch.int8)
+    return (
+        memory_rate(device, n * n if tiny else 1 << 28),
+        2 * n**3 / seconds([lambda: x @ x] * 4, device),
+        2 * n**3 / seconds([lambda: torch._int_mm(q, q.t())] * 4, device),
+    )
 
 
 def floor(bytes, flops, integers, rate):
@@ -49,7 +55,8 @@ def sparse(layer):
 
 
 def int8_activations(layer):
-    new = Int8Linear.from_float(layer); new.activations = 8
+    new = Int8Linear.from_float(layer)
+    new.activations = 8
     return new
 
 
@@ -67,7 +74,16 @@ def row(layer, kind, M, ours, theirs, least, error, device):
     line, (least_s, by) = {"layer": layer, "kind": kind, "M": M}, least
     try: t, u = seconds(ours, device), seconds(theirs, device)
     except Exception as e: return line | {"note": f"{type(e).__name__}: {e}"[:200]}
-    return line | {"µs": t * 1e6, "floor µs": least_s * 1e6, "by": by, "% of floor": 100 * least_s / t, "bf16 µs": u * 1e6, "times faster": u / t, "pays": "yes" if u > t else "no", "error": error}
+    return line | {
+        "µs": t * 1e6,
+        "floor µs": least_s * 1e6,
+        "by": by,
+        "% of floor": 100 * least_s / t,
+        "bf16 µs": u * 1e6,
+        "times faster": u / t,
+        "pays": "yes" if u > t else "no",
+        "error": error,
+    }
 
 
 def off(got, want): return ((got.float() - want.float()).norm() / want.float().norm()).item()
@@ -79,18 +95,37 @@ def linears(N, K, rows, device, rate, flush):
     for name, (make, size, share, integers) in KINDS.items():
         layers = [dense(N, K, device) for _ in range(count)]
         try: packed = [make(m) for m in layers]
-        except Exception as e: yield {"layer": f"{N}×{K}", "kind": name, "note": f"{type(e).__name__}: {e}"[:200]}; continue
-        packed += [make(dense(N, K, device)) for _ in range((max(1, round(2 / size)) - 1) * count)]     # the small one walks through as many bytes
+        except Exception as e:
+            yield {"layer": f"{N}×{K}", "kind": name, "note": f"{type(e).__name__}: {e}"[:200]}
+            continue
+        # the small one walks through as many bytes
+        packed += [make(dense(N, K, device)) for _ in range((max(1, round(2 / size)) - 1) * count)]
         for M in rows:
             x = torch.randn(M, K, device=device, dtype=torch.bfloat16)
-            least = floor(size * N * K + 2 * M * (N + K), 2 * M * N * K * share, integers is not None and M >= integers, rate)
-            yield row(f"{N}×{K}", name, M, [lambda m=m: m(x) for m in packed], [lambda m=m: F.linear(x, m.weight) for m in layers], least, off(packed[0](x), F.linear(x, layers[0].weight)), device)
+            least = floor(
+                size * N * K + 2 * M * (N + K), 2 * M * N * K * share, integers is not None and M >= integers, rate
+            )
+            yield row(
+                f"{N}×{K}",
+                name,
+                M,
+                [lambda m=m: m(x) for m in packed],
+                [lambda m=m: F.linear(x, m.weight) for m in layers],
+                least,
+                off(packed[0](x), F.linear(x, layers[0].weight)),
+                device,
+            )
 
 
 class MLP(nn.Module):
     def __init__(self, D, N, device):
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = dense(N, D, device), dense(N, D, device), dense(D, N, device), nn.SiLU()
+        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
+            dense(N, D, device),
+            dense(N, D, device),
+            dense(D, N, device),
+            nn.SiLU(),
+        )
     def forward(self, x): return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -99,19 +134,41 @@ def experts(D, N, E, k, rows, device, rate, flush):
     "The feed-forward layer with k of E experts by a router of centroids, beside the same layer dense"
     layers = [MLP(D, N, device) for _ in range(max(2, min(16, flush // (6 * N * D))))]
     for k in (k, E):
-        made = [MoEMLP(m, FFN("up_proj", "down_proj", "gate_proj", "act_fn"), Router("centroid", {"centres": torch.randn(E, D, device=device, dtype=torch.bfloat16)}),
-                       [0, *range(0, N + 1, N // E)], k).eval().requires_grad_(False) for m in layers]
+        made = [
+            MoEMLP(
+                m,
+                FFN("up_proj", "down_proj", "gate_proj", "act_fn"),
+                Router("centroid", {"centres": torch.randn(E, D, device=device, dtype=torch.bfloat16)}),
+                [0, *range(0, N + 1, N // E)],
+                k,
+            )
+            .eval()
+            .requires_grad_(False)
+            for m in layers
+        ]
         for M in rows:
             x = torch.randn(M, D, device=device, dtype=torch.bfloat16)
-            touched = 1 - (1 - k / E) ** M                                                 # share of the experts that M tokens reach if each goes its own way
+            # share of the experts that M tokens reach if each goes its own way
+            touched = 1 - (1 - k / E) ** M
             least = floor(6 * N * D * touched + 4 * M * D, 6 * M * N * D * k / E, False, rate)
             error = off(made[0](x), layers[0](x)) if k == E else float("nan")
-            yield row(f"{D}→{N}→{D}", f"MoE {k}/{E}", M, [lambda m=m: m(x) for m in made], [lambda m=m: m(x) for m in layers], least, error, device)
+            yield row(
+                f"{D}→{N}→{D}",
+                f"MoE {k}/{E}",
+                M,
+                [lambda m=m: m(x) for m in made],
+                [lambda m=m: m(x) for m in layers],
+                least,
+                error,
+                device,
+            )
 
 
 def main():
     args = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    args.add_argument("--tiny", action="store_true"); args.add_argument("--out"); args.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 512, 4096])
+    args.add_argument("--tiny", action="store_true")
+    args.add_argument("--out")
+    args.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 512, 4096])
     args = args.parse_args()
     if not args.tiny and not torch.cuda.is_available():
         raise SystemExit("no GPU here; --tiny shows on a CPU that the benchmark runs")
@@ -119,15 +176,37 @@ def main():
     torch.manual_seed(0)
     rate = rates(device, args.tiny)
     name = "a CPU, small shapes: no result" if args.tiny else torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}; measured: memory {rate[0] / 1e9:.0f} GB/s, bf16 {rate[1] / 1e12:.1f} TFLOP/s, int8 {rate[2] / 1e12:.1f} TOP/s")
+    print(
+        f"{name}, torch {torch.__version__}; measured: memory {rate[0] / 1e9:.0f} GB/s, bf16 {rate[1] / 1e12:.1f} "
+        f"TFLOP/s, int8 {rate[2] / 1e12:.1f} TOP/s"
+    )
     rows = []
-    work = [linears(N, K, args.rows, device, rate, flush) for N, K in shapes] + [experts(*((128, 256, 8, 2) if args.tiny else (4096, 14336, EXPERTS, ACTIVE)), args.rows, device, rate, flush)]
+    work = [linears(N, K, args.rows, device, rate, flush) for N, K in shapes] + [
+        experts(*((128, 256, 8, 2) if args.tiny else (4096, 14336, EXPERTS, ACTIVE)), args.rows, device, rate, flush)
+    ]
     for line in (line for lines in work for line in lines):
         rows.append(line)
         if args.out:
-            with open(args.out, "w") as f: json.dump({"device": name, "torch": torch.__version__, "memory_bytes_s": rate[0], "bf16_flop_s": rate[1], "int8_op_s": rate[2], "rows": rows}, f, indent=1)
+            with open(args.out, "w") as f:
+                json.dump(
+                    {
+                        "device": name,
+                        "torch": torch.__version__,
+                        "memory_bytes_s": rate[0],
+                        "bf16_flop_s": rate[1],
+                        "int8_op_s": rate[2],
+                        "rows": rows,
+                    },
+                    f,
+                    indent=1,
+                )
     frame = pd.DataFrame(rows)
-    print(frame.round({"µs": 1, "floor µs": 1, "% of floor": 0, "bf16 µs": 1, "times faster": 2, "error": 4}).astype(object).where(frame.notna(), "").to_string(index=False))
+    print(
+        frame.round({"µs": 1, "floor µs": 1, "% of floor": 0, "bf16 µs": 1, "times faster": 2, "error": 4})
+        .astype(object)
+        .where(frame.notna(), "")
+        .to_string(index=False)
+    )
 
 
 if __name__ == "__main__": main()

@@ -20,9 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 from training import show
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu"); p.add_argument("--tiny", action="store_true"); p.add_argument("--users", type=int, nargs="+", default=[8, 16])
+p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+p.add_argument("--tiny", action="store_true")
+p.add_argument("--users", type=int, nargs="+", default=[8, 16])
 p.add_argument("--modules", nargs="+", choices=["qv", "all"], default=["qv", "all"])
-p.add_argument("--rounds", type=int, help="5, on a GPU 3"); p.add_argument("--rows", type=int, default=16); p.add_argument("--length", type=int); p.add_argument("--steps", type=int, default=4, help="decode steps per round")
+p.add_argument("--rounds", type=int, help="5, on a GPU 3")
+p.add_argument("--rows", type=int, default=16)
+p.add_argument("--length", type=int)
+p.add_argument("--steps", type=int, default=4, help="decode steps per round")
 args = p.parse_args()
 
 from bmlab.delta.bank import DeltaBank
@@ -32,27 +37,56 @@ from bmlab.delta.lora import Lora
 
 device, gpu = torch.device(args.device), args.device.startswith("cuda")
 args.rounds = args.rounds or (3 if gpu else 5)
-small = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=200)
-cpu = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8, vocab_size=2000)
-llama8b = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
+small = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=200,
+)
+cpu = dict(
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    vocab_size=2000,
+)
+llama8b = dict(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
 shape, length = small if args.tiny else llama8b if gpu else cpu, args.length or (8 if args.tiny else 128 if gpu else 32)
 
 
-TARGETS = {"qv": ["q_proj", "v_proj"], "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
+TARGETS = {
+    "qv": ["q_proj", "v_proj"],
+    "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
 
 
 def build():
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16 if gpu else torch.float32)
     try:
-        with device: return tf.LlamaForCausalLM(tf.LlamaConfig(**shape, max_position_embeddings=4096)).eval().requires_grad_(False)
+        with device:
+            return (
+                tf.LlamaForCausalLM(tf.LlamaConfig(**shape, max_position_embeddings=4096)).eval().requires_grad_(False)
+            )
     finally: torch.set_default_dtype(torch.float32)
 
 
 def seconds(call):
     if gpu: torch.cuda.synchronize()
-    clock = time.perf_counter if gpu else time.process_time           # on the CPU the time of this process, so that others on the machine do not count
-    start = clock(); call()
+    # on the CPU the time of this process, so that others on the machine do not count
+    clock = time.perf_counter if gpu else time.process_time
+    start = clock()
+    call()
     if gpu: torch.cuda.synchronize()
     return clock() - start
 
@@ -79,7 +113,8 @@ def peft_twin(model, bank, modules):
         for u in names:
             for n, site in bank[u].sites.items():
                 layer = theirs.base_model.model.get_submodule(n)
-                layer.lora_A[u].weight.copy_(site.A); layer.lora_B[u].weight.copy_(site.B)
+                layer.lora_A[u].weight.copy_(site.A)
+                layer.lora_B[u].weight.copy_(site.B)
     return theirs.eval()
 
 
@@ -92,7 +127,11 @@ def compare(model, users, modules):
         bank.add(f"user{i}", d)
     bank.freeze()
     theirs = peft_twin(spare, bank, modules)
-    rows = [f"user{i * users // args.rows}" for i in range(args.rows)] if args.rows >= users else [f"user{i}" for i in range(args.rows)]
+    rows = (
+        [f"user{i * users // args.rows}" for i in range(args.rows)]
+        if args.rows >= users
+        else [f"user{i}" for i in range(args.rows)]
+    )
     mine = {u: [i for i, v in enumerate(rows) if v == u] for u in dict.fromkeys(rows)}
     ids = torch.randint(0, shape["vocab_size"], (args.rows, length), device=device)
     out = []
@@ -110,9 +149,21 @@ def compare(model, users, modules):
                 with bank.route(u): once(model, ids[at])
     a, b = bank_read().float(), peft_read().float()
     with torch.no_grad(), bank.off(): plain = once(model, ids).float()
-    print(f"{users} users: logits differ from PEFT's by {(a - b).abs().max():.1e} at most, from the base model's by {(a - plain).abs().max():.1e}", flush=True)
+    print(
+        f"{users} users: logits differ from PEFT's by {(a - b).abs().max():.1e} at most, from the base model's by "
+        f"{(a - plain).abs().max():.1e}",
+        flush=True,
+    )
     del a, b, plain
-    out.append(("read", in_turns({"base": base_read, "bank": bank_read, "PEFT adapter_names": peft_read, "per user": loop_read}, args.rounds)))
+    out.append(
+        (
+            "read",
+            in_turns(
+                {"base": base_read, "bank": bank_read, "PEFT adapter_names": peft_read, "per user": loop_read},
+                args.rounds,
+            ),
+        )
+    )
 
     def filled(m, ids, **kw):
         cache = tf.DynamicCache(config=model.config)
@@ -134,7 +185,20 @@ def compare(model, users, modules):
     def loop_decode():
         for u, at in mine.items():
             with bank.route(u): decode(model, ids[at], caches[u])
-    out.append(("decode", in_turns({"base": base_decode, "bank": bank_decode, "PEFT adapter_names": lambda: decode(theirs, ids, peft_cache, adapter_names=rows), "per user": loop_decode}, args.rounds)))
+    out.append(
+        (
+            "decode",
+            in_turns(
+                {
+                    "base": base_decode,
+                    "bank": bank_decode,
+                    "PEFT adapter_names": lambda: decode(theirs, ids, peft_cache, adapter_names=rows),
+                    "per user": loop_decode,
+                },
+                args.rounds,
+            ),
+        )
+    )
     del theirs, spare, base_cache, bank_cache, peft_cache, caches
     if gpu: torch.cuda.empty_cache()
 
@@ -153,23 +217,35 @@ def compare(model, users, modules):
     out.append(("decode, own loop", {"base": own_loop(bank.off()), "bank": own_loop(bank.route(rows))}))
     if gpu: torch.cuda.empty_cache()
 
-    def backward(ids): model(inputs_embeds=embed(ids).detach().requires_grad_(), labels=ids, use_cache=False).loss.backward()
+    def backward(ids):
+        model(inputs_embeds=embed(ids).detach().requires_grad_(), labels=ids, use_cache=False).loss.backward()
     def base_train():
         with bank.off(): backward(ids)
     def bank_train():
         with bank.route(rows): backward(ids)
-        opt.step(); opt.zero_grad()
+        opt.step()
+        opt.zero_grad()
     def loop_train():
         for u, at in mine.items():
             with bank.route(u): backward(ids[at])
-        opt.step(); opt.zero_grad()
+        opt.step()
+        opt.zero_grad()
     one = Lora(model, r=8, modules=TARGETS[modules], name="one").detach()
     one_opt = torch.optim.AdamW(one.parameters(), lr=1e-4, fused=gpu)
     def one_train():
         one.attach()
         with bank.off(): backward(ids)
-        one_opt.step(); one_opt.zero_grad(); one.detach()
-    out.append(("train", in_turns({"base": base_train, "bank": bank_train, "per user": loop_train, "one LoRA": one_train}, args.rounds)))
+        one_opt.step()
+        one_opt.zero_grad()
+        one.detach()
+    out.append(
+        (
+            "train",
+            in_turns(
+                {"base": base_train, "bank": bank_train, "per user": loop_train, "one LoRA": one_train}, args.rounds
+            ),
+        )
+    )
     bank.unfreeze().detach()
     for name in ("one", bank.name): deltas(model).forget(name)
     return out
@@ -181,12 +257,31 @@ for modules in args.modules:
         for work, times in compare(model, users, modules):
             ratio = lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b]))
             per = args.steps if work.startswith("decode") else 1
-            rows.append({"LoRA on": modules, "users": users, "work": work, **{f"{k} ms": round(statistics.median(t) * 1e3 / per, 2) for k, t in times.items()}, "× base": round(ratio("bank", "base"), 3),
-                         "faster than PEFT": round(ratio("PEFT adapter_names", "bank"), 2) if "PEFT adapter_names" in times else None, "faster than per user": round(ratio("per user", "bank"), 2) if "per user" in times else None})
+            rows.append(
+                {
+                    "LoRA on": modules,
+                    "users": users,
+                    "work": work,
+                    **{f"{k} ms": round(statistics.median(t) * 1e3 / per, 2) for k, t in times.items()},
+                    "× base": round(ratio("bank", "base"), 3),
+                    "faster than PEFT": round(ratio("PEFT adapter_names", "bank"), 2)
+                    if "PEFT adapter_names" in times
+                    else None,
+                    "faster than per user": round(ratio("per user", "bank"), 2) if "per user" in times else None,
+                }
+            )
             print(rows[-1], flush=True)
         if gpu: torch.cuda.empty_cache()
-frame = show(rows, f"delta bank: {args.rows} rows of {length} tokens on {torch.cuda.get_device_name() if gpu else 'the CPU'}")
+frame = show(
+    rows, f"delta bank: {args.rows} rows of {length} tokens on {torch.cuda.get_device_name() if gpu else 'the CPU'}"
+)
 slow = frame[frame["× base"] > 1.25]
-print("≤ 1.25 × the base model's step: " + ("all" if slow.empty else "not " + ", ".join(f"{r[0]} {r[2]} at {r[1]}" for r in slow.values.tolist())))
+print(
+    "≤ 1.25 × the base model's step: "
+    + ("all" if slow.empty else "not " + ", ".join(f"{r[0]} {r[2]} at {r[1]}" for r in slow.values.tolist()))
+)
 behind = frame[(frame["faster than PEFT"] < 2) & (frame["users"] == 8)]
-print("≥ 2 × faster than PEFT's adapter_names at 8 users: " + ("all" if behind.empty else "not " + ", ".join(f"{r[0]} {r[2]}" for r in behind.values.tolist())))
+print(
+    "≥ 2 × faster than PEFT's adapter_names at 8 users: "
+    + ("all" if behind.empty else "not " + ", ".join(f"{r[0]} {r[2]}" for r in behind.values.tolist()))
+)

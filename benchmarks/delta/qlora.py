@@ -14,7 +14,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 from training import child, clock, keep, leave, result, show
 
-RUNS = ["PEFT, bf16", "PEFT, NF4", "PEFT, NF4, 2 rows", "bmlab, bf16", "bmlab, int4", "bmlab, int8", "bmlab, int4, 2 rows in 10 GiB"]
+RUNS = [
+    "PEFT, bf16",
+    "PEFT, NF4",
+    "PEFT, NF4, 2 rows",
+    "bmlab, bf16",
+    "bmlab, int4",
+    "bmlab, int8",
+    "bmlab, int4, 2 rows in 10 GiB",
+]
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--runs", nargs="+", default=RUNS)
 p.add_argument("--tiny", action="store_true", help="sizes for a CPU")
@@ -22,13 +30,34 @@ p.add_argument("--child")
 args = p.parse_args()
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
-LENGTH, LAYERS = (32 if args.tiny else 1024), ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LENGTH, LAYERS = (
+    (32 if args.tiny else 1024),
+    ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+)
 
 
 def config():
     import transformers as tf
-    size = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128, vocab_size=512) if args.tiny else \
-        dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256, max_position_embeddings=4096)
+    size = (
+        dict(
+            hidden_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=128,
+            vocab_size=512,
+        )
+        if args.tiny
+        else dict(
+            hidden_size=4096,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            intermediate_size=14336,
+            vocab_size=128256,
+            max_position_embeddings=4096,
+        )
+    )
     return tf.LlamaConfig(**size)
 
 
@@ -41,7 +70,11 @@ def llama(bits=None):
     c = config()
     with torch.device("meta"): model = tf.LlamaForCausalLM(c).bfloat16().train()
     model.model.rotary_emb = type(model.model.rotary_emb)(c).to(DEVICE)
-    parts = [("model.embed_tokens", None), *((f"model.layers.{i}", bits) for i in range(c.num_hidden_layers)), ("model.norm", None)]
+    parts = [
+        ("model.embed_tokens", None),
+        *((f"model.layers.{i}", bits) for i in range(c.num_hidden_layers)),
+        ("model.norm", None),
+    ]
     for name, pack in parts:
         part = model.get_submodule(name).to_empty(device=DEVICE)
         for n, w in part.named_parameters(): w.fill_(1) if w.ndim == 1 else w.normal_(0, .02)
@@ -64,12 +97,27 @@ def peft_lora(name, rows):
         def swap(m):
             for n, child in m.named_children():
                 if isinstance(child, torch.nn.Linear) and n in LAYERS:
-                    new = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", compress_statistics=True, device="meta")
-                    new.weight = bnb.nn.Params4bit(child.weight.data.cpu(), requires_grad=False, quant_type="nf4", compress_statistics=True, module=new)
+                    new = bnb.nn.Linear4bit(
+                        child.in_features,
+                        child.out_features,
+                        bias=False,
+                        compute_dtype=torch.bfloat16,
+                        quant_type="nf4",
+                        compress_statistics=True,
+                        device="meta",
+                    )
+                    new.weight = bnb.nn.Params4bit(
+                        child.weight.data.cpu(),
+                        requires_grad=False,
+                        quant_type="nf4",
+                        compress_statistics=True,
+                        module=new,
+                    )
                     setattr(m, n, new.to(DEVICE))
                 else: swap(child)
         swap(model)
-        torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats()          # (its base was made whole)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()  # (its base was made whole)
     else: model = llama()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.enable_input_require_grads()
@@ -77,7 +125,9 @@ def peft_lora(name, rows):
     opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
     def step(ids):
         loss = model(input_ids=ids, labels=ids).loss
-        loss.backward(); opt.step(); opt.zero_grad()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
         return loss
     run(step, rows, tunable=sum(p.numel() for p in model.parameters() if p.requires_grad))
 
@@ -85,21 +135,42 @@ def peft_lora(name, rows):
 def ours(name, rows):
     from bmlab.all import Lora, lm_loss, measure, plan_training, shard
     limit = "10GiB" if "10 GiB" in name and GPU else None
-    if limit: torch.cuda.set_per_process_memory_fraction((10 << 30) / torch.cuda.get_device_properties(0).total_memory)   # what the allocator may reserve, too
+    # what the allocator may reserve, too
+    if limit: torch.cuda.set_per_process_memory_fraction((10 << 30) / torch.cuda.get_device_properties(0).total_memory)
     machine = measure() if GPU else "h200"
     model = llama(4 if "int4" in name else 8 if "int8" in name else None)
     delta = Lora(model, r=16, modules=LAYERS).freeze()
     ids = torch.zeros(rows, LENGTH, dtype=torch.long)
-    plan = plan_training(model, rows, LENGTH, inputs={"input_ids": ids, "labels": ids}, memory_limit=limit, offload=None, master=None, compile=GPU, loss="chunked", machine=machine)
+    plan = plan_training(
+        model,
+        rows,
+        LENGTH,
+        inputs={"input_ids": ids, "labels": ids},
+        memory_limit=limit,
+        offload=None,
+        master=None,
+        compile=GPU,
+        loss="chunked",
+        machine=machine,
+    )
     print(plan, file=sys.stderr)
     keep(plan, "qlora_" + name.replace("bmlab, ", "").replace(", ", "_").replace(" ", "-"), args.tiny)
     shard(model, checkpoint=plan.recompute, compile=GPU)
     opt = torch.optim.AdamW(delta.trainable(), lr=1e-4, fused=True)
     def step(ids):
         loss = lm_loss(model, {"input_ids": ids, "labels": ids})
-        loss.backward(); opt.step(); opt.zero_grad()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
         return loss
-    run(step, rows, tunable=delta.count().delta, recomputed=plan.recompute, predicted_s=round(plan.step_s, 3), predicted_GiB=round(plan.peak_bytes / 2**30, 2))
+    run(
+        step,
+        rows,
+        tunable=delta.count().delta,
+        recomputed=plan.recompute,
+        predicted_s=round(plan.step_s, 3),
+        predicted_GiB=round(plan.peak_bytes / 2**30, 2),
+    )
 
 
 if __name__ == "__main__":
@@ -115,5 +186,6 @@ if __name__ == "__main__":
     for r in rows:
         small = "2 rows" in r["run"]
         for whose, peer in (("PEFT's bf16", "PEFT, bf16"), ("PEFT's NF4", "PEFT, NF4, 2 rows" if small else "PEFT, NF4"), ("bmlab's bf16", "bmlab, bf16")):
-            if peer in known and r.get("step_s") and (not small or "2 rows" in peer): r[f"of {whose} time"] = round(r["step_s"] / known[peer]["step_s"], 3)
+            if peer in known and r.get("step_s") and (not small or "2 rows" in peer):
+                r[f"of {whose} time"] = round(r["step_s"] / known[peer]["step_s"], 3)
     show(rows, "qlora: 8B, LoRA r16 on all linear layers")

@@ -18,25 +18,45 @@ from bmlab.kernels.triton_products import int8_linear
 from clock import memory_rate, seconds
 
 SHAPES = [(1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (128256, 4096)]   # (N, K) of an 8B LLaMA
-FLUSH = 600_000_000                                                                   # bytes of weights a measurement walks through: ten times the L2
+# bytes of weights a measurement walks through: ten times the L2
+FLUSH = 600_000_000
 
 
 def packed(N, K):
-    return [(torch.randint(-127, 128, (N, K), dtype=torch.int8, device="cuda"), torch.rand(N, device="cuda") / 1000) for _ in range(max(4, FLUSH // (N * K)))]
+    return [
+        (torch.randint(-127, 128, (N, K), dtype=torch.int8, device="cuda"), torch.rand(N, device="cuda") / 1000)
+        for _ in range(max(4, FLUSH // (N * K)))
+    ]
 
 
 def main():
-    args = argparse.ArgumentParser(); args.add_argument("--sweep", action="store_true")
+    args = argparse.ArgumentParser()
+    args.add_argument("--sweep", action="store_true")
     args, rate, rows = args.parse_args(), memory_rate(), []
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a pass over 1 GiB, read and written, moves {rate / 1e9:.0f} GB/s")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a pass over 1 GiB, read and written, moves "
+        f"{rate / 1e9:.0f} GB/s"
+    )
     for N, K in SHAPES:
         ours = packed(N, K)
         theirs = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(len(ours))]
         for M in (1, 4, 16):
             x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-            t = seconds([lambda c=c, s=s: int8_linear(x, c, s) for c, s in ours]); u = seconds([lambda w=w: F.linear(x, w) for w in theirs])
+            t = seconds([lambda c=c, s=s: int8_linear(x, c, s) for c, s in ours])
+            u = seconds([lambda w=w: F.linear(x, w) for w in theirs])
             moved = N * K + 4 * N + 2 * M * (N + K)
-            rows.append({"N×K": f"{N}×{K}", "M": M, "int8 µs": t * 1e6, "GB/s": moved / t / 1e9, "% of it": 100 * moved / t / rate, "bf16 µs": u * 1e6, "bf16 GB/s": (2 * N * K) / u / 1e9, "times faster": u / t})
+            rows.append(
+                {
+                    "N×K": f"{N}×{K}",
+                    "M": M,
+                    "int8 µs": t * 1e6,
+                    "GB/s": moved / t / 1e9,
+                    "% of it": 100 * moved / t / rate,
+                    "bf16 µs": u * 1e6,
+                    "bf16 GB/s": (2 * N * K) / u / 1e9,
+                    "times faster": u / t,
+                }
+            )
         del ours, theirs
     print(pd.DataFrame(rows).round(2).to_string(index=False))
     if not args.sweep: return
@@ -47,13 +67,22 @@ def main():
             if (n + 16) * k * 2 * s > 200_000: continue
             triton_products._blocks = lambda *_: dict(BLOCK_M=16, BLOCK_N=n, BLOCK_K=k, num_warps=w, num_stages=s)
             try: t = seconds([lambda c=c, s=s: int8_linear(x, c, s) for c, s in ours], replays=3)
-            except Exception as e: print(f"{n} {k} {w} {s}: {type(e).__name__}"); continue
+            except Exception as e:
+                print(f"{n} {k} {w} {s}: {type(e).__name__}")
+                continue
             rows.append({"N×K": f"{N}×{K}", "n": n, "k": k, "warps": w, "stages": s, "GB/s": N * K / t / 1e9})
         del ours
     triton_products._blocks = plain
     df = pd.DataFrame(rows)
-    for shape, part in df.groupby("N×K", sort=False): print(part.sort_values("GB/s", ascending=False).head(8).round(0).to_string(index=False))
-    print(df.groupby(["n", "k", "warps", "stages"])["GB/s"].agg(lambda g: g.prod() ** (1 / len(g))).sort_values(ascending=False).head(8).round(0))
+    for shape, part in df.groupby("N×K", sort=False):
+        print(part.sort_values("GB/s", ascending=False).head(8).round(0).to_string(index=False))
+    print(
+        df.groupby(["n", "k", "warps", "stages"])["GB/s"]
+        .agg(lambda g: g.prod() ** (1 / len(g)))
+        .sort_values(ascending=False)
+        .head(8)
+        .round(0)
+    )
 
 
 if __name__ == "__main__": main()

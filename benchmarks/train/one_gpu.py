@@ -16,19 +16,45 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 from training import GPT, child, clock, fill, keep, leave, lm_loss, result, show
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-p.add_argument("--only", choices=["cpm-ant", "gpt3"]); p.add_argument("--tiny", action="store_true"); p.add_argument("--child"); p.add_argument("--compile", type=int, default=1)
+p.add_argument("--only", choices=["cpm-ant", "gpt3"])
+p.add_argument("--tiny", action="store_true")
+p.add_argument("--child")
+p.add_argument("--compile", type=int, default=1)
 args = p.parse_args()
 
 
 def make(name):
     "The model on meta, batch, length, vocabulary"
     if name == "gpt3":
-        shape = dict(layers=2, D=64, H=4, vocab=500, length=32) if args.tiny else dict(layers=2, D=12288, H=96, vocab=50304, length=2048)
+        shape = (
+            dict(layers=2, D=64, H=4, vocab=500, length=32)
+            if args.tiny
+            else dict(layers=2, D=12288, H=96, vocab=50304, length=2048)
+        )
         with torch.device("meta"): return GPT(**shape, dtype=torch.bfloat16), 4, shape["length"], shape["vocab"]
     import transformers as tf
-    size = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, intermediate_size=128, vocab_size=500) if args.tiny else \
-        dict(hidden_size=4096, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=32, intermediate_size=10240, vocab_size=30720)
-    config = tf.LlamaConfig(**size, max_position_embeddings=1024, tie_word_embeddings=True, dtype="bfloat16", use_cache=False)
+    size = (
+        dict(
+            hidden_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            intermediate_size=128,
+            vocab_size=500,
+        )
+        if args.tiny
+        else dict(
+            hidden_size=4096,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            intermediate_size=10240,
+            vocab_size=30720,
+        )
+    )
+    config = tf.LlamaConfig(
+        **size, max_position_embeddings=1024, tie_word_embeddings=True, dtype="bfloat16", use_cache=False
+    )
     with torch.device("meta"): model = tf.LlamaForCausalLM(config).bfloat16()
     return model, 16, 32 if args.tiny else 512, size["vocab_size"]
 
@@ -41,20 +67,65 @@ def main(name):
     init_distributed(seed=0)
     model, batch, length, vocab = make(name)
     gpu, device = torch.cuda.is_available(), local_device()
-    how = dict(inputs={"input_ids": torch.zeros(batch, length, dtype=torch.long), "labels": torch.zeros(batch, length, dtype=torch.long)}) if name == "cpm-ant" else {}
-    plan = plan_training(model, batch, length, checkpoint="auto", offload="auto", compile=gpu and bool(args.compile), overlap="backward", machine=None if gpu else "h200", **how)
+    how = (
+        dict(
+            inputs={
+                "input_ids": torch.zeros(batch, length, dtype=torch.long),
+                "labels": torch.zeros(batch, length, dtype=torch.long),
+            }
+        )
+        if name == "cpm-ant"
+        else {}
+    )
+    plan = plan_training(
+        model,
+        batch,
+        length,
+        checkpoint="auto",
+        offload="auto",
+        compile=gpu and bool(args.compile),
+        overlap="backward",
+        machine=None if gpu else "h200",
+        **how,
+    )
     keep(plan, name, args.tiny)
     shard(model, checkpoint=plan.recompute, compile=gpu and bool(args.compile))
     if name == "gpt3": fill(model)
     opt = AdamW(model, lr=1e-5, offload=plan.offload, overlap="backward")
     loss_of = lm_loss if name == "gpt3" else lambda m, ids: m(input_ids=ids, labels=ids).loss
-    def step(ids): loss = loss_of(model, ids); loss.backward(); opt.step(); opt.zero_grad(); return loss
-    row = clock(step, lambda g: torch.randint(0, vocab, (batch, length), device=device, generator=g), device, steps=6, finish=opt.flush)
+    def step(ids):
+        loss = loss_of(model, ids)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+    row = clock(
+        step,
+        lambda g: torch.randint(0, vocab, (batch, length), device=device, generator=g),
+        device,
+        steps=6,
+        finish=opt.flush,
+    )
     host = open("/proc/self/status").read().split("VmHWM:")[1].split()[0]
-    result(run=name, parameters=sum(p.numel() for p in model.parameters()), batch=batch, recomputed=plan.recompute, offload=round(plan.offload, 3), **row, predicted_s=round(plan.step_s, 3),
-           predicted_GiB=round(plan.peak_bytes / 2**30, 2), host_GiB=round(int(host) / 2**20, 1), predicted_host_GiB=round(plan.host_bytes / 2**30, 1))
+    result(
+        run=name,
+        parameters=sum(p.numel() for p in model.parameters()),
+        batch=batch,
+        recomputed=plan.recompute,
+        offload=round(plan.offload, 3),
+        **row,
+        predicted_s=round(plan.step_s, 3),
+        predicted_GiB=round(plan.peak_bytes / 2**30, 2),
+        host_GiB=round(int(host) / 2**20, 1),
+        predicted_host_GiB=round(plan.host_bytes / 2**30, 1),
+    )
 
 
-if args.child: main(args.child); leave()
-rows = [{"run": n} | child(__file__, "--child", n, "--compile", args.compile, *(["--tiny"] if args.tiny else [])) for n in ([args.only] if args.only else ["cpm-ant", "gpt3"])]
+if args.child:
+    main(args.child)
+    leave()
+rows = [
+    {"run": n} | child(__file__, "--child", n, "--compile", args.compile, *(["--tiny"] if args.tiny else []))
+    for n in ([args.only] if args.only else ["cpm-ant", "gpt3"])
+]
 show(rows, "one GPU: large models under a plan")

@@ -26,27 +26,52 @@ class _Typed:
     def __init__(self, template, example, max_length):
         import ipywidgets as widgets
         self.widgets = widgets
-        self.tok, self.options = template.tok, dict(family=template.family, fns=template.fns, attrs=template.attrs, joint=template.joint)
+        self.tok, self.options = (
+            template.tok,
+            dict(family=template.family, fns=template.fns, attrs=template.attrs, joint=template.joint),
+        )
         wide = widgets.Layout(width="100%")
-        self.source = widgets.Textarea(template.text, rows=3, description="template", layout=wide, continuous_update=True)
+        self.source = widgets.Textarea(
+            template.text, rows=3, description="template", layout=wide, continuous_update=True
+        )
         self.truncate = widgets.Dropdown(options=list(CUTS), value="tail", description="truncate")
-        self.longest = widgets.IntSlider(max_length, 1, max(256, max_length), description="at most", continuous_update=True)
+        self.longest = widgets.IntSlider(
+            max_length, 1, max(256, max_length), description="at most", continuous_update=True
+        )
         self.holes, self.fields = widgets.VBox([], layout=wide), {}
         self.picture, self.answer, self.code = (widgets.HTML(layout=wide) for _ in range(3))
         for w in (self.source, self.truncate, self.longest): w.observe(self._changed, "value")
         self._given = dict(example)
-        self.view = widgets.VBox([self.source, self.holes, widgets.HBox([self.truncate, self.longest]), self.picture, self.answer, self.code], layout=wide)
+        self.view = widgets.VBox(
+            [
+                self.source,
+                self.holes,
+                widgets.HBox([self.truncate, self.longest]),
+                self.picture,
+                self.answer,
+                self.code,
+            ],
+            layout=wide,
+        )
 
     def _field(self, name):
         if name not in self.fields:
             given = self._given.get(name, "")
-            self.fields[name] = self.widgets.Text(" | ".join(map(str, given)) if isinstance(given, (list, tuple)) else str(given), description=name, layout=self.widgets.Layout(width="100%"))
+            self.fields[name] = self.widgets.Text(
+                " | ".join(map(str, given)) if isinstance(given, (list, tuple)) else str(given),
+                description=name,
+                layout=self.widgets.Layout(width="100%"),
+            )
             self.fields[name].observe(self._changed, "value")
         return self.fields[name]
 
     def example(self, parts):
         "What stands in the fields of a template's holes; options are written with | between them"
-        out = {p.value: (self._field(p.value).value.split(" | ") if p.kind == "options" else self._field(p.value).value) for p in parts if p.kind in _HOLES}
+        out = {
+            p.value: (self._field(p.value).value.split(" | ") if p.kind == "options" else self._field(p.value).value)
+            for p in parts
+            if p.kind in _HOLES
+        }
         names = list(out)
         if [f.description for f in self.holes.children] != names: self.holes.children = [self.fields[n] for n in names]
         return out
@@ -65,10 +90,15 @@ class _Looking(_Typed):
             enc = template.encode(self.example(template.parts), self.longest.value, self.truncate.value)
             self.template, self.error = template, None
             self.picture.value = str(encoded_html(enc, limit=self.longest.value))
-            self.code.value = f"<details><summary>as code</summary><pre>t = Template({html.escape(repr(text))}, tok)</pre></details>"
+            self.code.value = (
+                f"<details><summary>as code</summary><pre>t = Template({html.escape(repr(text))}, tok)</pre></details>"
+            )
         except TemplateError as e:
             self.error, self.answer.value = e, ""
-            self.picture.value = f'<pre role="alert" style="border-left:3px solid #c0392b;padding-left:.6em;overflow-x:auto">{html.escape(str(e))}</pre>'
+            self.picture.value = (
+                '<pre role="alert" style="border-left:3px solid '
+                f'#c0392b;padding-left:.6em;overflow-x:auto">{html.escape(str(e))}</pre>'
+            )
             return
         if self.model is None: return
         self.answer.value = "<em>asking …</em>"
@@ -85,8 +115,16 @@ class _Looking(_Typed):
             if number == self._newest: self.answer.value = said
 
     def _answered(self, template):
-        if template.soft_count and template is not self._first: return "<em>this template's soft tokens are not trained; nothing is asked</em>"
-        m = PromptModel(self.model, template, self.verbalizer or _NoLabels(), max_length=self.longest.value, truncate=self.truncate.value, chain=self.chain)
+        if template.soft_count and template is not self._first:
+            return "<em>this template's soft tokens are not trained; nothing is asked</em>"
+        m = PromptModel(
+            self.model,
+            template,
+            self.verbalizer or _NoLabels(),
+            max_length=self.longest.value,
+            truncate=self.truncate.value,
+            chain=self.chain,
+        )
         return m.show(self.example(template.parts), labels=self.verbalizer is not None, tokens=False)
 
 # %% ../../nbs/50_app/03_editor.ipynb #8fe54477
@@ -94,21 +132,28 @@ class Editor(_Looking):
     "A template to type into, with tokens, errors and answers beside it."
     def __init__(self,
         template:Template,           # where to begin; bound to a tokenizer
-        model:nn.Module|None=None,   # a language model to ask, or a PromptModel, whose verbalizer and chain are taken too
-        verbalizer:nn.Module|None=None, # what the answer means; None: that of the PromptModel, else words alone are shown
+        model:nn.Module|None=None,   # a language model to ask, or a PromptModel, whose verbalizer and chain are taken
+                                     # too
+        verbalizer:nn.Module|None=None, # what the answer means; None: that of the PromptModel, else words alone are
+                                        # shown
         example:dict|str|None=None,  # to begin with; a bare text is text_a
         max_length:int=64,           # tokens
         wait_s:float=0.15,           # after the last key before the model is asked
     ):
-        if not isinstance(template, Template): raise TypeError(f"template is a {type(template).__name__}: expected a Template")
+        if not isinstance(template, Template):
+            raise TypeError(f"template is a {type(template).__name__}: expected a Template")
         if template.tok is None: raise ValueError("the template has no tokenizer yet: template.bind(tok)")
         if isinstance(example, str): example = {"text_a": example}
-        if example is not None and not isinstance(example, Mapping): raise TypeError(f"example is a {type(example).__name__}: expected a dict, or a text for text_a")
+        if example is not None and not isinstance(example, Mapping):
+            raise TypeError(f"example is a {type(example).__name__}: expected a dict, or a text for text_a")
         self.template, self.error, self.wait_s = template, None, wait_s
-        self.model, self.verbalizer = (model.model, verbalizer or model.verbalizer) if isinstance(model, PromptModel) else (model, verbalizer)
+        self.model, self.verbalizer = (
+            (model.model, verbalizer or model.verbalizer) if isinstance(model, PromptModel) else (model, verbalizer)
+        )
         self.chain = isinstance(model, PromptModel) and model.chain
         self._first, self._newest, self._timer, self._lock = template, 0, None, threading.Lock()
-        weakref.finalize(self, self._lock.acquire)                   # a process that ends waits for the running question and lets no other begin
+        # a process that ends waits for the running question and lets no other begin
+        weakref.finalize(self, self._lock.acquire)
         super().__init__(template, example or {}, max_length)
         self._changed()
 
@@ -127,7 +172,9 @@ class Editor(_Looking):
 
     def static(self)->str:
         "What is seen now, as HTML."
-        return Picture(f"<pre>{html.escape(self.source.value)}</pre>{self.picture.value}{self.answer.value}")._repr_html_()
+        return Picture(
+            f"<pre>{html.escape(self.source.value)}</pre>{self.picture.value}{self.answer.value}"
+        )._repr_html_()
 
 class _NoLabels(nn.Module):
     "Where no verbalizer is given: nothing is read off the words"

@@ -41,20 +41,36 @@ def _memory(engine):
     "(bytes in use, bytes allowed or None, whose)"
     device = getattr(getattr(engine, "model", None), "device", None)
     if device is not None and device.type == "cuda":
-        return torch.cuda.memory_reserved(device), getattr(engine.plan, "limit", None) or torch.cuda.get_device_properties(device).total_memory, "GPU"
+        return (
+            torch.cuda.memory_reserved(device),
+            getattr(engine.plan, "limit", None) or torch.cuda.get_device_properties(device).total_memory,
+            "GPU",
+        )
     statm = Path("/proc/self/statm")
     if statm.exists(): return int(statm.read_text().split()[1]) * resource.getpagesize(), None, "process"
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024), None, "process, at most"
+    return (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        None,
+        "process, at most",
+    )
 
 def _metered(engine, asked, first, last, pieces):
     "The meter's words: before the first piece, that the prompt is being read and since when; then what `stats` says"
     used, limit, whose = _memory(engine)
-    memory = {"words": [f"{format_bytes(used)}{f' of {format_bytes(limit)}' if limit else ''} ({whose})"], "share": used / limit if limit else None}
+    memory = {
+        "words": [f"{format_bytes(used)}{f' of {format_bytes(limit)}' if limit else ''} ({whose})"],
+        "share": used / limit if limit else None,
+    }
     if first is None: return {**memory, "words": [f"reading the prompt, {last - asked:.1f} s", *memory["words"]]}
     stats = engine.stats
     rate = stats.get("decode_tok_s") or ((pieces - 1) / (last - first) if last > first else 0)
     count = stats.get("new_tokens") or pieces
-    words = [f"{count} token{'s' * (count > 1)}", *([f"{rate:.3g} tokens/s"] if rate else []), f"first after {first - asked:.2g} s", *memory["words"]]
+    words = [
+        f"{count} token{'s' * (count > 1)}",
+        *([f"{rate:.3g} tokens/s"] if rate else []),
+        f"first after {first - asked:.2g} s",
+        *memory["words"],
+    ]
     return {**memory, "words": words}
 
 def _predicted(plan):
@@ -67,20 +83,33 @@ def _predicted(plan):
 class _Worker(_Traits):
     "Reads an engine on a thread; a kind of panel says what to do with the pieces"
     def __init__(self, engine, **traits):
-        self._engine, self._guard, self._leave, self._over, self._ended = engine, threading.RLock(), threading.Event(), threading.Event(), threading.Event()
+        self._engine, self._guard, self._leave, self._over, self._ended = (
+            engine,
+            threading.RLock(),
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self._parts, self._asked, self._first, self._last, self._pieces, self._error = [], 0.0, None, 0.0, 0, None
         self._ended.set()
         super().__init__(**traits)
 
     def set_state(self, sync_data):
-        with self._guard: super().set_state(sync_data)                 # two threads must not hold a widget's notifications at once
+        # two threads must not hold a widget's notifications at once
+        with self._guard: super().set_state(sync_data)
 
     def _begin(self, pieces, parts):
         "Start to read `pieces()`, an iterator of texts or of (part, text), into `parts` texts"
         with self._guard:
             if self._engine is None: raise RuntimeError("this panel is closed; make another")
             if self.state != "idle": raise RuntimeError("this panel is still writing; press Stop, or wait for it")
-            self._parts, self._asked, self._first, self._pieces, self._error = [""] * parts, time.perf_counter(), None, 0, None
+            self._parts, self._asked, self._first, self._pieces, self._error = (
+                [""] * parts,
+                time.perf_counter(),
+                None,
+                0,
+                None,
+            )
             for event in (self._leave, self._over, self._ended): event.clear()
             with self.hold_sync(): self.state, self.note, self.problem = "running", "", False
             self._thread = threading.Thread(target=self._work, args=(self._engine, pieces), name="panel", daemon=True)
@@ -90,27 +119,32 @@ class _Worker(_Traits):
     def _work(self, engine, pieces):
         pump = threading.Thread(target=self._pump, args=(engine,), name="panel-pump", daemon=True)
         try:
-            pump.start(); stream = pieces()
+            pump.start()
+            stream = pieces()
             try:
                 for item in stream:
                     part, piece = item if isinstance(item, tuple) else (0, item)
                     self._last = time.perf_counter()
                     if self._first is None: self._first = self._last
-                    self._parts[part] += piece; self._pieces += 1
+                    self._parts[part] += piece
+                    self._pieces += 1
                     if self._leave.is_set(): break
             finally: getattr(stream, "close", lambda: None)()
         except BaseException as error: self._error = error
-        self._over.set(); pump.join()
+        self._over.set()
+        pump.join()
         with self._guard, self.hold_sync():
             self._flush(engine)
             if self._first is None: self.meter = {"words": [], "share": None}
-            self._finish(); self.state = "idle"
+            self._finish()
+            self.state = "idle"
             atexit.unregister(self._at_exit)
         self._ended.set()
 
     def _at_exit(self):
         "A thread in the midst of a model would abort the process that ends: let it come to its end"
-        self._leave.set(); getattr(self._engine, "stop", lambda: None)()
+        self._leave.set()
+        getattr(self._engine, "stop", lambda: None)()
         self._thread.join()
 
     def _pump(self, engine):
@@ -120,7 +154,9 @@ class _Worker(_Traits):
         "Send what has come"
         with self._guard, self.hold_sync():
             self._show(list(self._parts))
-            self.meter = _metered(engine, self._asked, self._first, self._last if self._first else time.perf_counter(), self._pieces)
+            self.meter = _metered(
+                engine, self._asked, self._first, self._last if self._first else time.perf_counter(), self._pieces
+            )
 
 # %% ../../nbs/50_app/02_panels.ipynb #6103bc02
 class _Panel(_Worker):
@@ -129,7 +165,10 @@ class _Panel(_Worker):
     def _finish(self):
         "After the last piece: keep the text, say how it ended"
         if self._error is None: self._say("stopped" if self._leave.is_set() else "")
-        elif "busy" in str(self._error): self._say("The engine is busy with another panel or cell. Nothing was lost: ask again when it is done.", True)
+        elif "busy" in str(self._error):
+            self._say(
+                "The engine is busy with another panel or cell. Nothing was lost: ask again when it is done.", True
+            )
         else: self._say(f"{type(self._error).__name__}: {self._error}", True)
         self._keep(list(self._parts))
 
@@ -139,7 +178,9 @@ class _Panel(_Worker):
         "End what is being written; what has come stays."
         with self._guard:
             if self.state != "running": return self
-            self.state = "stopping"; self._leave.set(); engine = self._engine
+            self.state = "stopping"
+            self._leave.set()
+            engine = self._engine
         getattr(engine, "stop", lambda: None)()
         return self
 
@@ -147,13 +188,16 @@ class _Panel(_Worker):
         timeout_s:float|None=None, # None: as long as it takes
     ):                             # `result`
         "Wait for the end of what is being written, for use from code; an error of the engine is raised here."
-        if not self._ended.wait(timeout_s): raise TimeoutError(f"the panel was still writing after timeout_s={timeout_s:g}")
+        if not self._ended.wait(timeout_s):
+            raise TimeoutError(f"the panel was still writing after timeout_s={timeout_s:g}")
         if self._error is not None: raise self._error
         return self.result
 
     def close(self):
         "Stop, let go of the engine and take the panel off the screen; the record stays."
-        if "_guard" in vars(self): self.stop(); self._engine = None       # not there: refused while it was made
+        if "_guard" in vars(self):
+            self.stop()
+            self._engine = None  # not there: refused while it was made
         super().close()
 
     def __repr__(self): return f"{type(self).__name__} panel, {self.about}. {self._said()}"
@@ -174,7 +218,10 @@ class _Heard(_Panel):
         if content.get("record"): self._record()
 
 # %% ../../nbs/50_app/02_panels.ipynb #05a79d29
-_BOX = "border:1px solid #80808060;border-radius:6px;padding:8px 12px;max-width:900px;font-family:system-ui,sans-serif;font-size:13px;line-height:1.5"
+_BOX = (
+    "border:1px solid #80808060;border-radius:6px;padding:8px "
+    "12px;max-width:900px;font-family:system-ui,sans-serif;font-size:13px;line-height:1.5"
+)
 _SMALL = "font-size:11px;opacity:0.75"
 
 def _lines(text): return html.escape(text).replace("\n", "<br>")
@@ -182,16 +229,28 @@ def _lines(text): return html.escape(text).replace("\n", "<br>")
 class _Shown(_Heard):
     def _static(self):
         "What is saved in a notebook: HTML that a sanitizer passes, and text"
-        body, foot = self._picture(), " · ".join([self.about, *self._settings_said(), *self.meter["words"], *([self.note] if self.note else [])])
-        plan = f'<details style="{_SMALL}"><summary>{html.escape(self.plan_said)}</summary>{self.plan}</details>' if self.plan else ""
-        page = (f'<div class="bmlab-pick-{self.token}"><div class="bmlab-at-{self._version}" style="{_BOX}"><div style="font-weight:600">{html.escape(self.title)}</div>{body}'
-                f'<div style="{_SMALL};margin-top:6px">{html.escape(foot)}</div>{plan}</div></div>')
+        body, foot = (
+            self._picture(),
+            " · ".join([self.about, *self._settings_said(), *self.meter["words"], *([self.note] if self.note else [])]),
+        )
+        plan = (
+            f'<details style="{_SMALL}"><summary>{html.escape(self.plan_said)}</summary>{self.plan}</details>'
+            if self.plan
+            else ""
+        )
+        page = (
+            f'<div class="bmlab-pick-{self.token}"><div class="bmlab-at-{self._version}" style="{_BOX}"><div '
+            f'style="font-weight:600">{html.escape(self.title)}</div>{body}'
+            f'<div style="{_SMALL};margin-top:6px">{html.escape(foot)}</div>{plan}</div></div>'
+        )
         return {"text/html": page, "text/plain": f"{self.title} · {self.about}\n{self._said()}"}
 
     def _settings_said(self):
         seed = "" if self.seed is None else f"seed {self.seed}"
         limits = [f"top-p {self.top_p:g}"] * (self.top_p < 1) + [f"top-k {self.top_k}"] * (self.top_k > 0)
-        return [x for x in ([f"temperature {self.temperature:g}", *limits, seed] if self.temperature else ["greedy"]) if x]
+        return [
+            x for x in ([f"temperature {self.temperature:g}", *limits, seed] if self.temperature else ["greedy"]) if x
+        ]
 
     def _record(self):
         "Write the record of now, and tell the browser its number, which it looks for"
@@ -226,26 +285,42 @@ class _Common(_Shown):
             raise TypeError(f"e is a {kind_of} without a method {method!r}; make an engine with wrap(model, tok)")
         if getattr(engine, "tok", "") is None: raise ValueError("this engine has no tokenizer; wrap(model, tok)")
         examples = list(self._EXAMPLES if examples is None else examples)
-        if not examples or not all(isinstance(x, str) for x in examples): raise ValueError(f"examples={examples!r}: expected one or more texts")
+        if not examples or not all(isinstance(x, str) for x in examples):
+            raise ValueError(f"examples={examples!r}: expected one or more texts")
         mine = {k: options.pop(k) for k in _SETTINGS if k in options}
         self._more = options                                      # what has no slider goes to the engine as it is
         longest = max(min(1024, getattr(engine, "max_ctx", None) or 1024), mine.get("max_new_tokens", 1))
-        mine.setdefault("max_new_tokens", min(traits.get("max_new_tokens", 256), max(longest // 2, 1)))       # room for the prompt
-        super().__init__(engine, token=uuid.uuid4().hex[:12], kind=kind, title=title, examples=examples, longest=longest, **{**traits, **mine}, **_face(engine))
+        # room for the prompt
+        mine.setdefault("max_new_tokens", min(traits.get("max_new_tokens", 256), max(longest // 2, 1)))
+        super().__init__(
+            engine,
+            token=uuid.uuid4().hex[:12],
+            kind=kind,
+            title=title,
+            examples=examples,
+            longest=longest,
+            **{**traits, **mine},
+            **_face(engine),
+        )
         self.on_msg(self._hear)
 
 def _face(engine):
     "What a panel says of its engine: the model in a line, the plan as the engine draws it, the plan in a line"
     model, plan = getattr(engine, "model", None), getattr(engine, "plan", None)
     weights = getattr(plan, "weights", None)
-    about = [type(engine if model is None else model).__name__, *([str(model.device)] if hasattr(model, "device") else []), *([f"{format_bytes(weights)} of weights"] if weights else [])]
+    about = [
+        type(engine if model is None else model).__name__,
+        *([str(model.device)] if hasattr(model, "device") else []),
+        *([f"{format_bytes(weights)} of weights"] if weights else []),
+    ]
     if plan is None: return {"about": " · ".join(about)}
     said = plan.sentence() if hasattr(plan, "sentence") else f"peak {format_bytes(plan.peak_bytes)}{_predicted(plan)}"
     return {"about": " · ".join(about), "plan": plan._repr_html_(), "plan_said": f"Plan: {said}"}
 
 # %% ../../nbs/50_app/02_panels.ipynb #f3535868
 class _Conversation(_Common):
-    turns = traitlets.List(traitlets.Dict()).tag(sync=True)       # [{"role": "user" | "assistant", "content": …}]; "note" where an answer was cut
+    # [{"role": "user" | "assistant", "content": …}]; "note" where an answer was cut
+    turns = traitlets.List(traitlets.Dict()).tag(sync=True)
     live = traitlets.Unicode().tag(sync=True)                     # the answer that is being written
     def _speak(self, turns):
         engine, left = self._engine, {}
@@ -270,25 +345,56 @@ class _Conversation(_Common):
             note = "broken off" if failed else "stopped" if self._leave.is_set() else ""
             self.turns = [*self.turns, {"role": "assistant", "content": parts[0], **({"note": note} if note else {})}]
             out = self._left.get("out")
-            if not failed: self._say(f"The oldest {out} messages no longer fit the context of {self._engine.max_ctx} tokens and were left out." if out else "")
+            if not failed:
+                self._say(
+                    f"The oldest {out} messages no longer fit the context of {self._engine.max_ctx} tokens and were "
+                    "left out."
+                    if out
+                    else ""
+                )
         self.live = ""
 
-    def _all(self): return [*self.turns, *([{"role": "assistant", "content": self.live, "note": "unfinished"}] if self.live else [])]
+    def _all(self):
+        return [
+            *self.turns,
+            *([{"role": "assistant", "content": self.live, "note": "unfinished"}] if self.live else []),
+        ]
 
     def _said(self):
-        return "\n".join(f"{'You' if t['role'] == 'user' else 'Model'}: {t['content']}{' [' + t['note'] + ']' if 'note' in t else ''}" for t in self._all()) or "Nothing said yet."
+        return (
+            "\n".join(
+                f"{'You' if t['role'] == 'user' else 'Model'}: "
+                f"{t['content']}{' [' + t['note'] + ']' if 'note' in t else ''}"
+                for t in self._all()
+            )
+            or "Nothing said yet."
+        )
 
     def _picture(self):
         row = '<div style="margin-top:6px;padding-left:10px;border-left:3px solid {}"><div style="{}">{}</div>{}</div>'
-        who = lambda t: ("#1a6fd4", _SMALL, "You") if t["role"] == "user" else ("#80808060", _SMALL, f"Model{', ' + t['note'] if 'note' in t else ''}")
-        return "".join(row.format(*who(t), _lines(t["content"])) for t in self._all()) or f'<div style="{_SMALL}">Nothing said yet.</div>'
+        who = lambda t: (
+            ("#1a6fd4", _SMALL, "You")
+            if t["role"] == "user"
+            else ("#80808060", _SMALL, f"Model{', ' + t['note'] if 'note' in t else ''}")
+        )
+        return (
+            "".join(row.format(*who(t), _lines(t["content"])) for t in self._all())
+            or f'<div style="{_SMALL}">Nothing said yet.</div>'
+        )
 
 # %% ../../nbs/50_app/02_panels.ipynb #d505ce6f
 class Chat(_Conversation):
     "A conversation with an engine; made by `chat`."
     _commands = ("ask", "again", "clear", "stop")
-    _EXAMPLES = ("What is the capital of France? Answer in one sentence.", "Explain to a child why the sky is blue.", "Write a haiku about a slow computer.", "Give me three names for a black cat.",
-                 "What is the difference between a virus and a bacterium?", "Plan a rainy afternoon in a city that I do not know.", "Translate into German: The early bird catches the worm.")
+    _EXAMPLES = (
+        "What is the capital of France? Answer in one sentence.",
+        "Explain to a child why the sky is blue.",
+        "Write a haiku about a slow computer.",
+        "Give me three names for a black cat.",
+        "What is the difference between a virus and a bacterium?",
+        "Plan a rainy afternoon in a city that I do not know.",
+        "Translate into German: The early bird catches the worm.",
+    )
     def __init__(self,
         engine,        # made by `wrap`
         system,        # a message before the first one, or None
@@ -322,14 +428,17 @@ class Chat(_Conversation):
     def clear(self):
         "Begin a new conversation."
         if self.state != "idle": raise RuntimeError("this panel is still writing; press Stop, or wait for it")
-        with self.hold_sync(): self.turns, self.meter = [], {"words": [], "share": None}; self._say("")
+        with self.hold_sync():
+            self.turns, self.meter = [], {"words": [], "share": None}
+            self._say("")
         return self
 
 def chat(
     e,                       # an engine made by `wrap`, with a tokenizer that has a chat template
     system:str|None=None,    # a message before the first one: how to answer
     examples:list|None=None, # texts for the "random example" button
-    **options,               # first values of the sliders (temperature, top_p, top_k, max_new_tokens, seed); others, such as stop=("\n",), go to every call
+    **options,               # first values of the sliders (temperature, top_p, top_k, max_new_tokens, seed); others,
+                             # such as stop=("\n",), go to every call
 )->Chat:                     # `.turns`, `.ask(text).wait()`, `.stop()`
     "A conversation in the notebook."
     return Chat(e, system, examples, options)
@@ -340,9 +449,15 @@ _BLANK = "__"
 class FillBlank(_Common):
     "A text whose blanks an engine fills; made by `fill_blank`."
     _commands = ("ask", "stop")
-    _EXAMPLES = ("The capital of France is __, and the capital of Italy is __.", "Yesterday we went to __ and bought __ for dinner.", "The __ jumped over the fence because it was afraid of the __.",
-                 "Dear Anna,\nthank you for __. I was very __ to hear from you.\nYours, __", "To make tea you need __, __ and a little __.")
-    asked = traitlets.Unicode().tag(sync=True)                    # the text that the answers belong to; "" while it is edited
+    _EXAMPLES = (
+        "The capital of France is __, and the capital of Italy is __.",
+        "Yesterday we went to __ and bought __ for dinner.",
+        "The __ jumped over the fence because it was afraid of the __.",
+        "Dear Anna,\nthank you for __. I was very __ to hear from you.\nYours, __",
+        "To make tea you need __, __ and a little __.",
+    )
+    # the text that the answers belong to; "" while it is edited
+    asked = traitlets.Unicode().tag(sync=True)
     answers = traitlets.List(traitlets.Unicode()).tag(sync=True)  # one for each blank, in order
     def __init__(self,
         engine,        # made by `wrap`
@@ -354,7 +469,9 @@ class FillBlank(_Common):
     @property
     def result(self)->str:
         "The text with the answers in it."
-        return "".join(s + a for s, a in zip(self.asked.split(_BLANK), [*self.answers, ""])) if self.asked else self.text
+        return (
+            "".join(s + a for s, a in zip(self.asked.split(_BLANK), [*self.answers, ""])) if self.asked else self.text
+        )
 
     def ask(self,
         text:str|None=None, # a text with blanks; None: what stands in the box
@@ -362,21 +479,32 @@ class FillBlank(_Common):
         "Have the blanks filled; the answers stream into the panel, and `wait()` returns the whole text."
         text = self.text if text is None else text
         asked = re.sub(r"_{2,}", _BLANK, text)
-        if not (n := asked.count(_BLANK)): raise ValueError(f"text={text[:40]!r} has no blank; write two underscores, {_BLANK}, where words are missing")
+        if not (n := asked.count(_BLANK)):
+            raise ValueError(
+                f"text={text[:40]!r} has no blank; write two underscores, {_BLANK}, where words are missing"
+            )
         engine = self._engine
         with self._guard:
             self._begin(lambda: engine.fill(asked, blank=_BLANK, **self._options()), n)
             with self.hold_sync(): self.text, self.asked, self.answers = text, asked, [""] * n
         return self
 
-    def _show(self, parts):                                       # a space before the blank and one before the answer are one
+    # a space before the blank and one before the answer are one
+    def _show(self, parts):
         before = self.asked.split(_BLANK)
         self.answers = [a.lstrip() if not b or b[-1].isspace() else a for a, b in zip(parts, before)]
 
     def _keep(self, parts):
         if self._error is not None and not any(parts): self.asked, self.answers = "", []
 
-    def _said(self): return "".join(s + (f"[{a}]" if a else _BLANK) for s, a in zip(self.asked.split(_BLANK), [*self.answers, None])).removesuffix(_BLANK) if self.asked else self.text
+    def _said(self):
+        return (
+            "".join(
+                s + (f"[{a}]" if a else _BLANK) for s, a in zip(self.asked.split(_BLANK), [*self.answers, None])
+            ).removesuffix(_BLANK)
+            if self.asked
+            else self.text
+        )
 
     def _picture(self):
         answer = '<span style="background:#1a6fd42a;font-weight:600;text-decoration:underline">{}</span>'
@@ -404,21 +532,28 @@ class _Offers(_Common):
     def _keep(self, parts):
         if self._error is not None and not any(parts): self.choices = []
         elif self._error is None and self._dropped: self._say("")
-        elif self._error is None and self.temperature == 0 and len(parts) > 1: self._say("At temperature 0 all continuations are alike; move the slider.")
+        elif self._error is None and self.temperature == 0 and len(parts) > 1:
+            self._say("At temperature 0 all continuations are alike; move the slider.")
 
     def _said(self): return "\n".join([self.text, *(f"  {i + 1}. {c.strip()}" for i, c in enumerate(self.choices))])
 
     def _picture(self):
         offers = "".join(f"<li>{_lines(c.strip())}</li>" for c in self.choices)
-        return f'<div style="margin-top:6px">{_lines(self.text)}</div>' + (f'<ol style="margin:6px 0 0">{offers}</ol>' if offers else "")
+        return f'<div style="margin-top:6px">{_lines(self.text)}</div>' + (
+            f'<ol style="margin:6px 0 0">{offers}</ol>' if offers else ""
+        )
 
 # %% ../../nbs/50_app/02_panels.ipynb #84e1643e
 class Story(_Offers):
     "A text that an engine proposes continuations for; made by `story`."
     _commands = ("ask", "stop", "take", "dismiss")
-    _EXAMPLES = ("Once upon a time, in a village at the edge of the forest, there lived", "The last train had left, and the station was empty except for",
-                 "When the lights went out, Clara reached for",
-                 "The letter had been lying under the floor for a hundred years. It said:", "Nobody believed the boy who said that the river")
+    _EXAMPLES = (
+        "Once upon a time, in a village at the edge of the forest, there lived",
+        "The last train had left, and the station was empty except for",
+        "When the lights went out, Clara reached for",
+        "The letter had been lying under the floor for a hundred years. It said:",
+        "Nobody believed the boy who said that the river",
+    )
     def __init__(self,
         engine,        # made by `wrap`
         n:int,         # continuations at once, 1 to 9
@@ -427,7 +562,9 @@ class Story(_Offers):
         options:dict,  # of the engine's calls
     ):
         self._dropped = False
-        super().__init__(engine, "story", "Story", examples, options, text=text, n=n, temperature=0.9, max_new_tokens=24)
+        super().__init__(
+            engine, "story", "Story", examples, options, text=text, n=n, temperature=0.9, max_new_tokens=24
+        )
 
     @property
     def result(self)->list:
@@ -442,7 +579,8 @@ class Story(_Offers):
         if not text.strip(): raise ValueError("the story is empty: write how it begins")
         engine, n = self._engine, self.n
         with self._guard:
-            self._begin(lambda: engine.story(text.rstrip(" "), n=n, **self._options()), n)     # most tokenizers put the space before the next word
+            # most tokenizers put the space before the next word
+            self._begin(lambda: engine.story(text.rstrip(" "), n=n, **self._options()), n)
             self._dropped = False
             with self.hold_sync(): self.text, self.choices = text, [""] * n
         return self
@@ -451,7 +589,8 @@ class Story(_Offers):
         i:int, # which continuation, from 0
     ):
         "Make a continuation the next part of the story; the others go."
-        if not 0 <= i < len(self.choices): raise IndexError(f"i={i}: there are {len(self.choices)} continuations on offer")
+        if not 0 <= i < len(self.choices):
+            raise IndexError(f"i={i}: there are {len(self.choices)} continuations on offer")
         chosen = self.choices[i]
         self.text += chosen.lstrip() if self.text[-1:].isspace() else chosen
         return self.dismiss()
@@ -505,8 +644,11 @@ class Titles(_Offers):
     "A text that an engine proposes titles for; made by `title`."
     _method = "story"
     _commands = ("ask", "stop")
-    _EXAMPLES = ("Long before there were clocks, people told the time by water. A vessel with a small hole in its floor was filled at sunrise, and whoever wanted to know the hour looked how much of it had run out.",
-                 "茶树喜欢温暖潮湿的山坡。采下的嫩叶先摊开晾一夜，再放进锅里炒，最后用手揉成细条。做得好的茶叶放上一年也不会走味。")
+    _EXAMPLES = (
+        "Long before there were clocks, people told the time by water. A vessel with a small hole in its floor was "
+        "filled at sunrise, and whoever wanted to know the hour looked how much of it had run out.",
+        "茶树喜欢温暖潮湿的山坡。采下的嫩叶先摊开晾一夜，再放进锅里炒，最后用手揉成细条。做得好的茶叶放上一年也不会走味。",
+    )
     def __init__(self,
         engine,        # made by `wrap`
         n:int,         # titles at once, 1 to 9
@@ -515,7 +657,8 @@ class Titles(_Offers):
         examples,      # texts for the button, or None
         options:dict,  # of the engine's calls
     ):
-        if not callable(prompt) and (not isinstance(prompt, str) or "{text}" not in prompt): raise ValueError(f"prompt={prompt!r}: expected a form with {{text}} in it, or a function of the text")
+        if not callable(prompt) and (not isinstance(prompt, str) or "{text}" not in prompt):
+            raise ValueError(f"prompt={prompt!r}: expected a form with {{text}} in it, or a function of the text")
         self._dropped, self._prompt = False, prompt
         first = {k: v for k, v in (("temperature", 0.7), ("max_new_tokens", 24)) if k not in options}
         super().__init__(engine, "titles", "Titles", examples, {"stop": ("\n",), **options}, text=text, n=n, **first)
@@ -544,7 +687,8 @@ def title(
     e,                        # an engine made by `wrap`
     n:int=5,                  # titles at once, 1 to 9: one batch, where the engine has as many rows
     text:str="",              # what stands in the box at first
-    prompt:str|Callable="{text}\n\nTitle:", # what the model is given: a form with {text}, or a function text → prompt, messages or ids
+    prompt:str|Callable="{text}\n\nTitle:", # what the model is given: a form with {text}, or a function text → prompt,
+                                            # messages or ids
     examples:list|None=None,  # texts for the "random example" button
     **options,                # as for `chat`; max_new_tokens is for each title
 )->Titles:                    # `.choices`, `.ask(text).wait()`, `.stop()`

@@ -12,8 +12,19 @@ import anywidget, traitlets
 from torch import nn
 
 from bmlab.core import (
-    SLICE, expert_shape, match_pattern, matrix_shape, nearest_names, no_match, take_slice, numbered_children, count, on_change, parts,
-    resolve, unwrap,
+    SLICE,
+    expert_shape,
+    match_pattern,
+    matrix_shape,
+    nearest_names,
+    no_match,
+    take_slice,
+    numbered_children,
+    count,
+    on_change,
+    parts,
+    resolve,
+    unwrap,
 )
 from ..models.tree import cell_text, tree_html, open_rows, read_tree, tree_rows, tree_text, row_title, tree
 from .widget import Recorded, static
@@ -49,7 +60,8 @@ def _brackets(fit):
                     if run or fit[i]: run.append(i)
                     continue
                 while run and not fit[run[-1]]: run.pop()
-                if run and (step == 1 or run[0] < step and run[-1] + step >= n and len(run) > 2): found.setdefault(tuple(j for j in run if fit[j]), _bracket(run, step, n))
+                if run and (step == 1 or run[0] < step and run[-1] + step >= n and len(run) > 2):
+                    found.setdefault(tuple(j for j in run if fit[j]), _bracket(run, step, n))
                 run = []
     return found
 
@@ -102,7 +114,10 @@ class _Names:
             for i, child in enumerate(self.stacks[stack]):
                 if i == len(out): out.append(0)
                 if not rest: out[i] |= self.bits[child]
-                elif cut: out[i] |= _union(take_slice(rest, cut[1], self.along(rest[:cut.start()], rest[cut.end():], child + ".")))
+                elif cut:
+                    out[i] |= _union(
+                        take_slice(rest, cut[1], self.along(rest[: cut.start()], rest[cut.end() :], child + "."))
+                    )
                 else: out[i] |= _union(self.below(child)[s] for s in self._among(rest, tuple(self.below(child))))
         return out
 
@@ -118,7 +133,9 @@ def _usable(known, wanted):
     "{pattern: mask} of all candidates that match something in `wanted` and nothing else"
     out, done = {}, set()
     def keep(pattern, mask):
-        if mask and not mask & ~wanted: out.setdefault(pattern, mask); return True
+        if mask and not mask & ~wanted:
+            out.setdefault(pattern, mask)
+            return True
     for shape, mask in known.shapes.items():
         if not mask & wanted: continue
         path = shape.split(".")
@@ -131,7 +148,8 @@ def _usable(known, wanted):
                 if (head, rest) in done or rest in out: continue
                 done.add((head, rest))
                 masks = known.along(head, rest)
-                for taken, text in _brackets(_fit(masks, wanted)).items(): keep(f"{head}{text}{'.' * bool(rest)}{rest}", _union(masks[i] for i in taken))
+                for taken, text in _brackets(_fit(masks, wanted)).items():
+                    keep(f"{head}{text}{'.' * bool(rest)}{rest}", _union(masks[i] for i in taken))
         for p in _regexes(known, wanted, shape) if not whole else (): keep(p, known.match(p))
     return out
 
@@ -158,13 +176,23 @@ def _regexes(known, wanted, shape):
     if "#" not in path: return []
     numbers = lambda names: [tuple(c for c in n.split(".") if c.isdecimal()) for n in names]
     every, some = numbers(known.listed(known.shapes[shape])), numbers(known.listed(known.shapes[shape] & wanted))
-    groups = [some] if set(some) == set(itertools.product(*zip(*some))) else [[t for t in some if t[0] == first] for first in dict.fromkeys(t[0] for t in some)]
+    groups = (
+        [some]
+        if set(some) == set(itertools.product(*zip(*some)))
+        else [[t for t in some if t[0] == first] for first in dict.fromkeys(t[0] for t in some)]
+    )
     out = []
     for group in groups:
         texts = []
         for values, all_values in zip(zip(*group), zip(*every)):
             values, all_values = dict.fromkeys(values), dict.fromkeys(all_values)
-            texts.append("\\d+" if len(values) == len(all_values) > 1 else next(iter(values)) if len(values) == 1 else f"({'|'.join(values)})")
+            texts.append(
+                "\\d+"
+                if len(values) == len(all_values) > 1
+                else next(iter(values))
+                if len(values) == 1
+                else f"({'|'.join(values)})"
+            )
         fill = iter(texts)
         whole = [next(fill) if c == "#" else re.escape(c) for c in path]
         first = path.index("#")
@@ -194,7 +222,10 @@ def _cover(wanted, candidates):
 
 def _cheapest(wanted, best, most=500):
     "The cheapest cover of all, from patterns in the order of their cost; None if there are too many remainders to look at"
-    cases = sorted(((c, [(m, p) for m, p in best if m & c]) for c in _cases(wanted, [m for m, _ in best])), key=lambda case: len(case[1]))
+    cases = sorted(
+        ((c, [(m, p) for m, p in best if m & c]) for c in _cases(wanted, [m for m, _ in best])),
+        key=lambda case: len(case[1]),
+    )
     known = {0: (0, ())}
     def search(left):
         if left in known: return known[left]
@@ -213,8 +244,11 @@ def _greedy(wanted, candidates):
     "Most modules for a character first; then what turned out superfluous goes"
     out, left = [], wanted
     while left:
-        m, p = min(((m, p) for m, p in candidates if m & left), key=lambda mp: _cost(mp[1]) / (mp[0] & left).bit_count())
-        out.append((m, p)); left &= ~m
+        m, p = min(
+            ((m, p) for m, p in candidates if m & left), key=lambda mp: _cost(mp[1]) / (mp[0] & left).bit_count()
+        )
+        out.append((m, p))
+        left &= ~m
     for mp in sorted(out, key=lambda mp: -_cost(mp[1])):
         if not wanted & ~functools.reduce(int.__or__, (m for m, p in out if (m, p) != mp), 0): out.remove(mp)
     return [p for _, p in out]
@@ -225,7 +259,8 @@ def _literal(known, name, wanted):
     path = name.split(".")
     for i in range(len(path) - 1, -1, -1):
         text = ".".join(path[i:])
-        if (not path[i].isdecimal() or i == 0) and not set(text) & set("[]*?") and not known.match(text) & ~wanted: return text
+        if (not path[i].isdecimal() or i == 0) and not set(text) & set("[]*?") and not known.match(text) & ~wanted:
+            return text
     return "[r]^" + re.escape(name)
 
 def _shortest(known, names):
@@ -234,7 +269,9 @@ def _shortest(known, names):
     if not wanted: return []
     usable = _usable(known, wanted)
     left = wanted & ~functools.reduce(int.__or__, usable.values(), 0)
-    few = left | functools.reduce(int.__or__, (m & wanted for m in known.shapes.values() if (m & wanted).bit_count() <= 4), 0)
+    few = left | functools.reduce(
+        int.__or__, (m & wanted for m in known.shapes.values() if (m & wanted).bit_count() <= 4), 0
+    )
     for name in known.listed(few):
         if (text := _literal(known, name, wanted)) not in usable: usable[text] = known.match(text)
     order = lambda p: (usable[p] & -usable[p]).bit_length()
@@ -243,7 +280,11 @@ def _shortest(known, names):
 def _exact(known, names):
     "The shortest patterns, checked by the grammar; the names one by one if the search should ever fail"
     found = _shortest(known, names)
-    return found if known.listed(functools.reduce(int.__or__, map(known.match, found), 0)) == list(names) else ["[r]^" + re.escape(n) for n in names]
+    return (
+        found
+        if known.listed(functools.reduce(int.__or__, map(known.match, found), 0)) == list(names)
+        else ["[r]^" + re.escape(n) for n in names]
+    )
 
 def pattern_of(
     model:nn.Module,  # any module
@@ -252,7 +293,8 @@ def pattern_of(
     "The shortest list of patterns that selects these modules and no other."
     names = list(names)
     if not names: raise ValueError("names is empty: there is no pattern for nothing")
-    return _exact(_Names(model), list(resolve(model, dict.fromkeys(names))))      # an unknown name raises with the nearest ones
+    # an unknown name raises with the nearest ones
+    return _exact(_Names(model), list(resolve(model, dict.fromkeys(names))))
 
 # %% ../../nbs/50_app/01_picker.ipynb #d8ab9f3a
 def _keys(node, root):
@@ -270,16 +312,31 @@ def _picture(node, rows, linear, prefix="", root=True):
     name = f"{prefix}.{keys[0]}" if prefix and keys else keys[0] if keys else prefix
     label = node.cls if root else node.name.partition(" ×")[0] if node.times > 1 else node.name
     shape = row_title(r).removeprefix(node.cls).strip()
-    return {"keys": keys, "label": label, "class": "" if root else node.cls, "shape": shape, "kind": node.kind, "mark": r["mark"], "tied": node.tied,
-            "linear": name in linear, "each": node.numel, "trainable": node.trainable, "bytes": node.nbytes, "dtype": cell_text(r, "dtype"), "device": cell_text(r, "device"),
-            "children": [_picture(c, rows, linear, name, False) for c in node.children]}
+    return {
+        "keys": keys,
+        "label": label,
+        "class": "" if root else node.cls,
+        "shape": shape,
+        "kind": node.kind,
+        "mark": r["mark"],
+        "tied": node.tied,
+        "linear": name in linear,
+        "each": node.numel,
+        "trainable": node.trainable,
+        "bytes": node.nbytes,
+        "dtype": cell_text(r, "dtype"),
+        "device": cell_text(r, "device"),
+        "children": [_picture(c, rows, linear, name, False) for c in node.children],
+    }
 
 # %% ../../nbs/50_app/01_picker.ipynb #ba6fe3d7
 def _adapted(module):
     "Sum of in + out over the matrices that a Lora would sit on; 0 where it cannot"
     if hasattr(module, "num_embeddings"): return module.num_embeddings + module.embedding_dim
     if shape := matrix_shape(module): return sum(shape)
-    return sum(w.shape[0] * sum(expert_shape(w, module)) for w in module._parameters.values() if w is not None and w.ndim == 3)
+    return sum(
+        w.shape[0] * sum(expert_shape(w, module)) for w in module._parameters.values() if w is not None and w.ndim == 3
+    )
 
 def _preview(chosen, rank, total):
     "One sentence; `chosen` is [(class, sum of in + out)]"
@@ -329,13 +386,18 @@ def _said(picker):
     n, pattern = len(picker.selected), picker.pattern
     if not n: return "Picked: nothing"
     listed = ", ".join(f'"{p}"' for p in pattern)
-    return f"Picked: {n} module{'s' * (n > 1)}, modules={listed if len(pattern) == 1 else f'[{listed}]'}" + (f"   {picker.preview}" if picker.preview else "")
+    return f"Picked: {n} module{'s' * (n > 1)}, modules={listed if len(pattern) == 1 else f'[{listed}]'}" + (
+        f"   {picker.preview}" if picker.preview else ""
+    )
 
 def _static(picker):
     "What is saved in a notebook: HTML that a sanitizer passes, and text"
     rows = _ticked(picker._rows, picker.tree, set(picker.selected))
-    page = (f'<div class="bmlab-pick-{picker.token}"><div>{tree_html(rows)}<div style="font-family:monospace;font-size:12px;padding:6px 0 0 1.2em">'
-            f"{html.escape(_said(picker))}</div></div></div>")
+    page = (
+        f'<div class="bmlab-pick-{picker.token}"><div>{tree_html(rows)}<div '
+        'style="font-family:monospace;font-size:12px;padding:6px 0 0 1.2em">'
+        f"{html.escape(_said(picker))}</div></div></div>"
+    )
     return {"text/html": page, "text/plain": f"{tree_text(rows)}\n\n{_said(picker)}"}
 
 # %% ../../nbs/50_app/01_picker.ipynb #70e4159f
@@ -343,7 +405,14 @@ def _search(known, text):
     "(names, note) that a filter finds"
     text = text.strip()
     if not text: return [], ""
-    try: names = known.listed(functools.reduce(int.__or__, (known.match(p) for p in ([text] if text.startswith("[r]") else re.split(r"\s*,\s*", text)) if p), 0))
+    try:
+        names = known.listed(
+            functools.reduce(
+                int.__or__,
+                (known.match(p) for p in ([text] if text.startswith("[r]") else re.split(r"\s*,\s*", text)) if p),
+                0,
+            )
+        )
     except ValueError as e: return [], str(e)
     if names: return names, f"{len(names)} module{'s' * (len(names) > 1)}"
     names = [n for n in known.names if text.lower() in n.lower()]
@@ -361,7 +430,11 @@ class _Chosen(_Traits):
         self._model, self._inside, self._later, self._at = weakref.ref(unwrap(model)), False, None, 0.0
         self._read()
         super().__init__(token=uuid.uuid4().hex[:12], tree=self._sent, linear=linear, rank=rank)
-        self.expanded = list(dict.fromkeys(n for i, (_, names) in enumerate(_walk(self.tree)) if i in open_rows(self._rows) for n in names))
+        self.expanded = list(
+            dict.fromkeys(
+                n for i, (_, names) in enumerate(_walk(self.tree)) if i in open_rows(self._rows) for n in names
+            )
+        )
         me = weakref.ref(self)
         self._stop = on_change(model, lambda: (picker := me()) and picker._soon())
         self.on_msg(lambda _, content, buffers: me()._heard(content))
@@ -370,7 +443,12 @@ class _Chosen(_Traits):
         "Everything that is known of the model, so that it need not be there later"
         model = self._model()
         modules, root, size = {n: m for n, m in parts(model) if n}, read_tree(model, 512), count(model)
-        self._known, self._rows, self._total, self._at = _Names(model), list(tree_rows(root)), size.total - size.delta, time.monotonic()
+        self._known, self._rows, self._total, self._at = (
+            _Names(model),
+            list(tree_rows(root)),
+            size.total - size.delta,
+            time.monotonic(),
+        )
         self._sizes = {n: (type(m).__name__, _adapted(m)) for n, m in modules.items()}
         self._sent = _picture(root, iter(self._rows), {n for n, m in modules.items() if matrix_shape(m)})
 
@@ -386,7 +464,8 @@ class _Chosen(_Traits):
         self._tell()
 
     @traitlets.observe("rank")
-    def _tell(self, change=None): self.preview = _preview([self._sizes[n] for n in self.selected], self.rank, self._total)
+    def _tell(self, change=None):
+        self.preview = _preview([self._sizes[n] for n in self.selected], self.rank, self._total)
 
     @traitlets.observe("filter")
     def _on_filter(self, change=None):
@@ -403,7 +482,8 @@ class _Alive(_Chosen):
         with self.hold_sync():
             self.tree = self._sent
             self.selected = [n for n in self.selected if n in self._sizes]
-            self._on_selected(None); self._on_filter()
+            self._on_selected(None)
+            self._on_filter()
         self._record()
         return self
 
@@ -425,12 +505,14 @@ class _Alive(_Chosen):
     @property
     def model(self)->nn.Module:
         "The model that is shown."
-        if (model := self._model()) is None: raise ReferenceError("the model of this picker is gone; keep a name for it and call pick(model) again")
+        if (model := self._model()) is None:
+            raise ReferenceError("the model of this picker is gone; keep a name for it and call pick(model) again")
         return model
 
     def close(self):
         "Take the tree off the screen; the static picture stays."
-        self._stop(); super().close()
+        self._stop()
+        super().close()
 
     def __repr__(self): return f"Picker of {self.tree['label']}. {_said(self)}"
 

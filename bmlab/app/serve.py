@@ -22,7 +22,16 @@ from .widget import static
 from ..core import format_bytes, parse_bytes
 from ..models.stream import TextPieces, prompt_ids
 from ..infer.sampling import TOLD
-from ..infer.asks import ask_blank, blank_parts, fill_kind, fill_masks, filled, mask_input, sentinel_pieces, sentinel_text
+from bmlab.infer.asks import (
+    ask_blank,
+    blank_parts,
+    fill_kind,
+    fill_masks,
+    filled,
+    mask_input,
+    sentinel_pieces,
+    sentinel_text,
+)
 
 # %% ../../nbs/50_app/04_serve.ipynb #ece42cab
 def _json(obj)->bytes:
@@ -34,7 +43,9 @@ class _Refused(Exception):
     def __init__(self, status, message, param=None, code=None, **headers):
         super().__init__(message)
         self.status, self.headers = status, {k.replace("_", "-"): str(v) for k, v in headers.items()}
-        kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
+        kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(
+            status, "invalid_request_error" if status < 500 else "server_error"
+        )
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     def response(self): return Response(_json(self.body), self.status, self.headers, "application/json")
 
@@ -44,13 +55,28 @@ def _failed(error):
     if not isinstance(error, RequestValidationError): return _Refused(500, f"{type(error).__name__}: {error}")
     first = error.errors()[0]
     where = ".".join(str(x) for x in first["loc"][1:]) if first["type"] != "json_invalid" else ""
-    said = f"the body is no JSON: {first['ctx']['error']}" if first["type"] == "json_invalid" else first["msg"].removeprefix("Value error, ")
+    said = (
+        f"the body is no JSON: {first['ctx']['error']}"
+        if first["type"] == "json_invalid"
+        else first["msg"].removeprefix("Value error, ")
+    )
     return _Refused(400, f"{where}: {said}" if where else said, where or None)
 
 # %% ../../nbs/50_app/04_serve.ipynb #cd037651
-_NO_EFFECT = dict(logit_bias=({},), best_of=(1,), echo=(False,), suffix=("",), tools=([],), functions=([],),
-                  tool_choice=("none", "auto"), parallel_tool_calls=(True, False), response_format=({"type": "text"},), modalities=(["text"],))
-_NOT_OURS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")     # bookkeeping: no effect on the text
+_NO_EFFECT = dict(
+    logit_bias=({},),
+    best_of=(1,),
+    echo=(False,),
+    suffix=("",),
+    tools=([],),
+    functions=([],),
+    tool_choice=("none", "auto"),
+    parallel_tool_calls=(True, False),
+    response_format=({"type": "text"},),
+    modalities=(["text"],),
+)
+# bookkeeping: no effect on the text
+_NOT_OURS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 
 class _Given(BaseModel):
     "A null is as good as nothing"
@@ -60,7 +86,8 @@ class _Given(BaseModel):
     def _only_given(cls, data: Any):
         if not isinstance(data, dict): return data
         for k, v in data.items():
-            if k in _NO_EFFECT and v is not None and v not in _NO_EFFECT[k]: raise ValueError(f"{k}={json.dumps(v)[:80]} is not supported; leave it out")
+            if k in _NO_EFFECT and v is not None and v not in _NO_EFFECT[k]:
+                raise ValueError(f"{k}={json.dumps(v)[:80]} is not supported; leave it out")
         return {k: v for k, v in data.items() if v is not None and k not in _NO_EFFECT and k not in _NOT_OURS}
 
 class _Asked(_Given):
@@ -81,9 +108,19 @@ class _Asked(_Given):
     @classmethod
     def _listed(cls, stop): return [stop] if isinstance(stop, str) else stop
     def options(self)->dict:
-        names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed"}
+        names = {
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "frequency_penalty",
+            "presence_penalty",
+            "seed",
+        }
         return self.model_dump(include=names) | {"stop": tuple(s for s in self.stop if s), "logprobs": self.told()}
-    def told(self)->int: return -1                                        # of a token's likeliest rivals; -1: nothing at all
+    # of a token's likeliest rivals; -1: nothing at all
+    def told(self)->int: return -1
 
 # %% ../../nbs/50_app/04_serve.ipynb #830d71a9
 class _Options(_Given):
@@ -101,7 +138,11 @@ class _Message(_Given):
     @field_validator("content", mode="before")
     @classmethod
     def _parts(cls, content): return [{"type": "text", "text": content}] if isinstance(content, str) else content
-    def plain(self)->dict: return {"role": "system" if self.role == "developer" else self.role, "content": "".join(p.text for p in self.content)}
+    def plain(self)->dict:
+        return {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": "".join(p.text for p in self.content),
+        }
 
 class _Choices(_Asked):
     n: int = Field(1, ge=1, le=16)
@@ -114,7 +155,8 @@ class _Chat(_Choices):
     top_logprobs: int = Field(0, ge=0, le=TOLD)
     @model_validator(mode="after")
     def _wanted(self):
-        if self.top_logprobs and not self.logprobs: raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
         return self
     def told(self)->int: return self.top_logprobs if self.logprobs else -1
     def prompts(self)->list: return [[m.plain() for m in self.messages]]
@@ -124,7 +166,12 @@ class _Text(_Choices):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=TOLD, strict=True)
     def told(self)->int: return -1 if self.logprobs is None else self.logprobs
-    def prompts(self)->list: return self.prompt if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int) else [self.prompt]
+    def prompts(self)->list:
+        return (
+            self.prompt
+            if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+            else [self.prompt]
+        )
     def most(self)->int|None: return self.max_tokens or 16                # OpenAI's default here
 
 class _Fill(_Asked):
@@ -136,7 +183,8 @@ class _Fill(_Asked):
 def _post(pieces, i, loop, mail):
     "Read a handle to its end"
     def put(item):
-        with contextlib.suppress(RuntimeError): loop.call_soon_threadsafe(mail.put_nowait, (i, item))      # the loop is gone: nobody reads
+        # the loop is gone: nobody reads
+        with contextlib.suppress(RuntimeError): loop.call_soon_threadsafe(mail.put_nowait, (i, item))
     try:
         for piece in pieces:
             if piece: put(piece)
@@ -150,7 +198,9 @@ class _Run:
         desk.open.add(self)
         try:
             for ids, options in asks: self.handles.append(desk.submit(ids, options))
-        except BaseException: self.end(); raise
+        except BaseException:
+            self.end()
+            raise
 
     def end(self):
         "Ask for no more."
@@ -160,13 +210,19 @@ class _Run:
     async def pieces(self)->AsyncIterator[tuple[int, str | None]]:
         "(which, piece); a piece None ends that text; which None is a sign of life"
         loop, mail, left = asyncio.get_running_loop(), asyncio.Queue(), len(self.handles)
-        for i, h in enumerate(self.handles): threading.Thread(target=_post, args=(self.through(h), i, loop, mail), name="serve-reader", daemon=True).start()
+        for i, h in enumerate(self.handles):
+            threading.Thread(
+                target=_post, args=(self.through(h), i, loop, mail), name="serve-reader", daemon=True
+            ).start()
         while left:
             try:
                 async with asyncio.timeout(self.desk.alive_s): i, piece = await mail.get()
-            except TimeoutError: yield None, None; continue
+            except TimeoutError:
+                yield None, None
+                continue
             if isinstance(piece, Exception): raise piece
-            if piece is None and self.handles[i].finish in ("cancelled", "closed"): raise _Refused(503, "the server is closing")
+            if piece is None and self.handles[i].finish in ("cancelled", "closed"):
+                raise _Refused(503, "the server is closing")
             left -= piece is None
             yield i, piece
 
@@ -179,14 +235,29 @@ class _Run:
 class _Desk:
     "What the routes ask of an engine"
     def __init__(self, engine, batcher, name, max_waiting, alive_s=10.0):
-        self.engine, self.batcher, self.name, self.max_waiting, self.alive_s = engine, batcher, name, max_waiting, alive_s
-        self.open, self.served, self.born, self.encoding, self.masks = set(), 0, int(time.time()), asyncio.Lock(), asyncio.Lock()
+        self.engine, self.batcher, self.name, self.max_waiting, self.alive_s = (
+            engine,
+            batcher,
+            name,
+            max_waiting,
+            alive_s,
+        )
+        self.open, self.served, self.born, self.encoding, self.masks = (
+            set(),
+            0,
+            int(time.time()),
+            asyncio.Lock(),
+            asyncio.Lock(),
+        )
         try: self.fill_kind = fill_kind(engine.model, engine.tok)
         except (TypeError, AttributeError): self.fill_kind = "ask" if batcher else None
         self.chats = bool(getattr(engine.tok, "chat_template", None)) and batcher is not None
 
     def known(self, model):
-        if model is not None and model != self.name: raise _Refused(404, f"there is no model {model!r} here; this server has {self.name!r}", "model", "model_not_found")
+        if model is not None and model != self.name:
+            raise _Refused(
+                404, f"there is no model {model!r} here; this server has {self.name!r}", "model", "model_not_found"
+            )
 
     async def ids(self, prompt):
         "A prompt as token ids"
@@ -202,15 +273,33 @@ class _Desk:
 
     def begin(self, asks, most, through=None):
         "Submit texts, (ids, options) each; `most` new tokens, None: as many as the context holds; `through` turns a handle into pieces"
-        if self.batcher is None: raise _Refused(400, f"{type(self.engine.model).__name__} cannot generate text; it can fill blanks at /v1/fill")
+        if self.batcher is None:
+            raise _Refused(
+                400, f"{type(self.engine.model).__name__} cannot generate text; it can fill blanks at /v1/fill"
+            )
         waiting = sum(len(r.handles) for r in self.open)
-        if waiting + len(asks) > self.max_waiting: raise _Refused(503, f"{waiting} texts are being made or wait, of max_waiting={self.max_waiting}; try again later", code="overloaded", Retry_After=1)
+        if waiting + len(asks) > self.max_waiting:
+            raise _Refused(
+                503,
+                f"{waiting} texts are being made or wait, of max_waiting={self.max_waiting}; try again later",
+                code="overloaded",
+                Retry_After=1,
+            )
         encoder = getattr(getattr(self.engine.model, "config", None), "is_encoder_decoder", False)
         def whole(ids, options):
-            if encoder and len(ids) > self.engine.max_ctx: raise _Refused(400, f"a source of {len(ids)} tokens exceeds this model's context of {self.engine.max_ctx} tokens", "messages", "context_length_exceeded")
+            if encoder and len(ids) > self.engine.max_ctx:
+                raise _Refused(
+                    400,
+                    f"a source of {len(ids)} tokens exceeds this model's context of {self.engine.max_ctx} tokens",
+                    "messages",
+                    "context_length_exceeded",
+                )
             n = 1 if encoder else len(ids)
             room = self.engine.max_ctx - n
-            said = f"a prompt of {n} tokens and max_tokens={most or 1} exceed this model's context of {self.engine.max_ctx} tokens"
+            said = (
+                f"a prompt of {n} tokens and max_tokens={most or 1} exceed this model's context of "
+                f"{self.engine.max_ctx} tokens"
+            )
             if room < (most or 1): raise _Refused(400, said, "messages", "context_length_exceeded")
             return ids, options | {"max_new_tokens": most or room}
         run = _Run(self, [whole(*a) for a in asks], through or iter)
@@ -233,11 +322,15 @@ async def _while_there(receive, work):
 class _Events(StreamingResponse):
     "Server-sent events of a run, until it or the client ends"
     def __init__(self, events, run):
-        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, media_type="text/event-stream")
+        super().__init__(
+            events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, media_type="text/event-stream"
+        )
         self.run = run
     async def __call__(self, scope, receive, send):
         try: await _while_there(receive, self.stream_response(send))
-        finally: self.run.end(); await self.body_iterator.aclose()
+        finally:
+            self.run.end()
+            await self.body_iterator.aclose()
 
 async def _told(events):
     "Objects as events; an error that comes in the middle is the last one"
@@ -259,8 +352,11 @@ async def _whole(run, request, work):
     return Response(_json(answer), media_type="application/json") if answer is not None else Response(status_code=499)
 
 # %% ../../nbs/50_app/04_serve.ipynb #eebaa53e
-_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]            # bytes that byte-level tokenizers write as the characters of the same number (Radford et al. 2019)
-_BYTE_OF = {chr(b): b for b in _VISIBLE} | {chr(256 + n): b for n, b in enumerate(sorted(set(range(256)) - set(_VISIBLE)))}
+# bytes that byte-level tokenizers write as the characters of the same number (Radford et al. 2019)
+_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTE_OF = {chr(b): b for b in _VISIBLE} | {
+    chr(256 + n): b for n, b in enumerate(sorted(set(range(256)) - set(_VISIBLE)))
+}
 
 def _spelled(tok, id):
     "(text, bytes or None) of one token"
@@ -272,23 +368,38 @@ def _spelled(tok, id):
 
 class _Likely:
     "Log-probabilities of one text's tokens, in OpenAI's two forms"
-    def __init__(self, handle, tok, chat): self.handle, self.tok, self.chat, self.done, self.bytes, self.chars, self.sent = handle, tok, chat, 0, 0, 0, 0
+    def __init__(self, handle, tok, chat):
+        self.handle, self.tok, self.chat, self.done, self.bytes, self.chars, self.sent = handle, tok, chat, 0, 0, 0, 0
     def new(self, piece, last=False)->dict | None: # None: no token begins here
         "Of the tokens that begin in the next piece of text."
         self.sent, found, h = self.sent + len((piece or "").encode("utf-8", "replace")), [], self.handle
         for t in h.ids[self.done:]:
             if t in h.stops or self.bytes >= self.sent and not (last and not h.text.ended): break
             text, raw = _spelled(self.tok, t)
-            found.append((text, raw, t, self.chars)); self.done += 1
-            if int(t) not in self.tok.all_special_ids: self.bytes += len(raw if raw is not None else text.encode("utf-8", "replace")); self.chars += len(text)
+            found.append((text, raw, t, self.chars))
+            self.done += 1
+            if int(t) not in self.tok.all_special_ids:
+                self.bytes += len(raw if raw is not None else text.encode("utf-8", "replace"))
+                self.chars += len(text)
         return (self._chat(found) if self.chat else self._text(found)) if found else None
 
     def _chat(self, found):
         one = lambda text, raw, p: {"token": text, "logprob": p, "bytes": raw}
-        return {"content": [one(text, raw, t.logprob) | {"top_logprobs": [one(*_spelled(self.tok, i), p) for i, p in t.likeliest]} for text, raw, t, _ in found], "refusal": None}
+        return {
+            "content": [
+                one(text, raw, t.logprob) | {"top_logprobs": [one(*_spelled(self.tok, i), p) for i, p in t.likeliest]}
+                for text, raw, t, _ in found
+            ],
+            "refusal": None,
+        }
     def _text(self, found):
         best = [{_spelled(self.tok, i)[0]: p for i, p in t.likeliest} | {text: t.logprob} for text, _, t, _ in found]
-        return {"tokens": [text for text, *_ in found], "token_logprobs": [t.logprob for _, _, t, _ in found], "top_logprobs": best, "text_offset": [at for *_, at in found]}
+        return {
+            "tokens": [text for text, *_ in found],
+            "token_logprobs": [t.logprob for _, _, t, _ in found],
+            "top_logprobs": best,
+            "text_offset": [at for *_, at in found],
+        }
 
 # %% ../../nbs/50_app/04_serve.ipynb #d66c7b52
 class _Complete:
@@ -296,17 +407,29 @@ class _Complete:
     def __init__(self, desk, chat):
         self.desk, self.chat = desk, chat
     def _head(self, chunk):
-        return {"id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex[:24]}", "object": ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion",
-                "created": int(time.time()), "model": self.desk.name}
+        return {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex[:24]}",
+            "object": ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion",
+            "created": int(time.time()),
+            "model": self.desk.name,
+        }
     def _choice(self, i, finish, text=None, key="message", first=False, likely=None):
-        said = {"text": text or ""} if not self.chat else {key: ({"role": "assistant"} if key == "message" or first else {}) | ({} if text is None else {"content": text})}
+        said = (
+            {"text": text or ""}
+            if not self.chat
+            else {
+                key: ({"role": "assistant"} if key == "message" or first else {})
+                | ({} if text is None else {"content": text})
+            }
+        )
         return {"index": i, **said, "logprobs": likely, "finish_reason": finish}
 
     async def __call__(self, asked, request):
         "The response to a checked request."
         self.desk.known(asked.model)
         prompts = asked.prompts()
-        if len(prompts) * asked.n > 64: raise _Refused(400, f"{len(prompts)} prompts, n={asked.n} each: at most 64 texts a request", "n")
+        if len(prompts) * asked.n > 64:
+            raise _Refused(400, f"{len(prompts)} prompts, n={asked.n} each: at most 64 texts a request", "n")
         ids, options = [await self.desk.ids(p) for p in prompts], asked.options()
         seeds = [None if options["seed"] is None else options["seed"] + k for k in range(asked.n)]
         run = self.desk.begin([(i, options | {"seed": s}) for i in ids for s in seeds], asked.most())
@@ -319,14 +442,30 @@ class _Complete:
         async for i, piece in run.pieces():
             if piece: texts[i] += piece
         told = [None] * len(texts) if likely is None else [x.new(t, True) for x, t in zip(likely, texts)]
-        return self._head(False) | {"choices": [self._choice(i, h.finish, t, likely=told[i]) for i, (t, h) in enumerate(zip(texts, run.handles))], "usage": run.usage()}
+        return self._head(False) | {
+            "choices": [
+                self._choice(i, h.finish, t, likely=told[i]) for i, (t, h) in enumerate(zip(texts, run.handles))
+            ],
+            "usage": run.usage(),
+        }
 
     async def _chunks(self, run, usage, likely):
         head, more = self._head(True), {"usage": None} if usage else {}
-        if self.chat: yield head | {"choices": [self._choice(i, None, "", "delta", True) for i in range(len(run.handles))]} | more
+        if self.chat:
+            yield head | {"choices": [self._choice(i, None, "", "delta", True) for i in range(len(run.handles))]} | more
         async for i, piece in run.pieces():
             told = None if i is None or likely is None else likely[i].new(piece, piece is None)
-            yield None if i is None else head | {"choices": [self._choice(i, run.handles[i].finish if piece is None else None, piece, "delta", likely=told)]} | more
+            yield (
+                None
+                if i is None
+                else head
+                | {
+                    "choices": [
+                        self._choice(i, run.handles[i].finish if piece is None else None, piece, "delta", likely=told)
+                    ]
+                }
+                | more
+            )
         if usage: yield head | {"choices": [], "usage": run.usage()}
 
 # %% ../../nbs/50_app/04_serve.ipynb #1c46cddc
@@ -357,38 +496,61 @@ class _Filler:
         kind, desk = self.desk.fill_kind, self.desk
         if kind == "mask":
             try:
-                async with desk.encoding: await asyncio.to_thread(mask_input, desk.engine.tok, self.parts, desk.engine.max_ctx)
+                async with desk.encoding:
+                    await asyncio.to_thread(mask_input, desk.engine.tok, self.parts, desk.engine.max_ctx)
             except ValueError as e: raise _Refused(400, str(e), "text", "context_length_exceeded") from e
             return
-        prompt, ends = (sentinel_text(self.parts, desk.engine.tok), ()) if kind == "sentinel" else ask_blank(self.parts, self.answers, i)
+        prompt, ends = (
+            (sentinel_text(self.parts, desk.engine.tok), ())
+            if kind == "sentinel"
+            else ask_blank(self.parts, self.answers, i)
+        )
         options = self.asked.options()
         options["stop"] = options["stop"] or ends
-        self.run = desk.begin([(await desk.ids(prompt), options)], self.asked.max_tokens or 64, _sentinels(desk.engine.tok) if kind == "sentinel" else None)
+        self.run = desk.begin(
+            [(await desk.ids(prompt), options)],
+            self.asked.max_tokens or 64,
+            _sentinels(desk.engine.tok) if kind == "sentinel" else None,
+        )
 
     async def pieces(self)->AsyncIterator[tuple[int, str]]:
         "(blank, piece), after `begin`"
         if self.desk.fill_kind == "mask":
-            async with self.desk.masks: words = await asyncio.to_thread(fill_masks, self.desk.engine.model, self.desk.engine.tok, self.parts)
-            for i, word in enumerate(words): self.answers[i] = word; yield i, word
+            async with self.desk.masks:
+                words = await asyncio.to_thread(fill_masks, self.desk.engine.model, self.desk.engine.tok, self.parts)
+            for i, word in enumerate(words):
+                self.answers[i] = word
+                yield i, word
             return
         for i in range(len(self.parts) - 1 if self.desk.fill_kind == "ask" else 1):
             if i: await self.begin(i)
             async for which, piece in self.run.pieces():
-                if which is None: yield None, None; continue
+                if which is None:
+                    yield None, None
+                    continue
                 at, piece = piece if isinstance(piece, tuple) else (i, piece)
-                if piece and (piece := piece if self.answers.get(at) else piece.lstrip()): self.answers[at] = self.answers.get(at, "") + piece; yield at, piece
+                if piece and (piece := piece if self.answers.get(at) else piece.lstrip()):
+                    self.answers[at] = self.answers.get(at, "") + piece
+                    yield at, piece
             self.answers[i] = self.answers.get(i, "").rstrip()
             for k, v in self.run.usage().items(): self.tokens[k] = self.tokens.get(k, 0) + v
             self.run.end()
 
     async def events(self):
-        async for i, piece in self.pieces(): yield None if i is None else {"object": "fill.chunk", "blank": i, "text": piece}
+        async for i, piece in self.pieces():
+            yield None if i is None else {"object": "fill.chunk", "blank": i, "text": piece}
         yield await self.answer(True)
     async def answer(self, told=False):
         if not told:
             async for _ in self.pieces(): pass
         answers = [self.answers.get(i, "") for i in range(len(self.parts) - 1)]
-        return {"object": "fill", "model": self.desk.name, "text": filled(self.parts, self.answers, self.asked.blank), "answers": answers, "usage": self.tokens}
+        return {
+            "object": "fill",
+            "model": self.desk.name,
+            "text": filled(self.parts, self.answers, self.asked.blank),
+            "answers": answers,
+            "usage": self.tokens,
+        }
 
 # %% ../../nbs/50_app/04_serve.ipynb #aac5369f
 def _loopback(host):
@@ -398,11 +560,19 @@ def _loopback(host):
     try: return ipaddress.ip_address(host).is_loopback
     except ValueError: return False
 
-def _host(netloc): return netloc if netloc.count(":") > 1 and "]" not in netloc else netloc.rsplit(":", 1)[0] if not netloc.endswith("]") else netloc
+def _host(netloc):
+    return (
+        netloc
+        if netloc.count(":") > 1 and "]" not in netloc
+        else netloc.rsplit(":", 1)[0]
+        if not netloc.endswith("]")
+        else netloc
+    )
 
 class _Door:
     "Checks who asks and how much, then lets the request in"
-    def __init__(self, app, token, max_body, body_s=30.0): self.app, self.token, self.max_body, self.body_s = app, token, max_body, body_s
+    def __init__(self, app, token, max_body, body_s=30.0):
+        self.app, self.token, self.max_body, self.body_s = app, token, max_body, body_s
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http": return await self.app(scope, receive, send)
@@ -410,7 +580,10 @@ class _Door:
         try:
             self._check(scope["path"], headers)
             async with asyncio.timeout(self.body_s): body = await self._body(headers, receive)
-        except TimeoutError: return await _Refused(408, f"the body did not come within {self.body_s:g} s", Connection="close").response()(scope, receive, send)
+        except TimeoutError:
+            return await _Refused(
+                408, f"the body did not come within {self.body_s:g} s", Connection="close"
+            ).response()(scope, receive, send)
         except _Refused as e: return await e.response()(scope, receive, send)
         if body is None: return
         first = [{"type": "http.request", "body": body, "more_body": False}]
@@ -422,15 +595,24 @@ class _Door:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             right = secrets.compare_digest(given.encode("latin-1"), self.token.encode()) and scheme.lower() == "bearer"
             if right or path in ("/", "/health"): return
-            raise _Refused(401, "this server asks for its token: Authorization: Bearer …", code="invalid_api_key", WWW_Authenticate="Bearer")
+            raise _Refused(
+                401,
+                "this server asks for its token: Authorization: Bearer …",
+                code="invalid_api_key",
+                WWW_Authenticate="Bearer",
+            )
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not _loopback(_host(host)): raise _Refused(403, f"Host: {host} is not this machine; serve with a token to be reached by another name")
-        if origin is not None and origin.partition("://")[2] != host: raise _Refused(403, f"a page of {origin} may not use this server; serve with a token")
+        if not _loopback(_host(host)):
+            raise _Refused(403, f"Host: {host} is not this machine; serve with a token to be reached by another name")
+        if origin is not None and origin.partition("://")[2] != host:
+            raise _Refused(403, f"a page of {origin} may not use this server; serve with a token")
 
     async def _body(self, headers, receive):
         "The whole body; what is a little too long is read to its end, so that the client can read the refusal"
         most, said, body, size = self.max_body, headers.get("content-length", "0"), [], 0
-        refusal = _Refused(413, f"the body is longer than max_body={format_bytes(most)}", code="request_too_large", Connection="close")
+        refusal = _Refused(
+            413, f"the body is longer than max_body={format_bytes(most)}", code="request_too_large", Connection="close"
+        )
         if said.isdigit() and int(said) > 16 * most: raise refusal
         while True:
             message = await receive()
@@ -450,20 +632,33 @@ def _page(nonce):
     script = static("elements.js", "talk.js", *_TABS, "page.js")
     return Template(static("page.html")).substitute(nonce=nonce, style=static("page.css"), script=script)
 
-_POLICY = "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+_POLICY = (
+    "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; img-src data:; base-uri "
+    "'none'; form-action 'none'; frame-ancestors 'self'"
+)
 
 # %% ../../nbs/50_app/04_serve.ipynb #b1bc8697
 def _routes(app, desk):
     "OpenAI's interface, the blanks, and the page"
     plain = lambda obj: Response(_json(obj), media_type="application/json")
-    model = {"id": desk.name, "object": "model", "created": desk.born, "owned_by": "bmlab", "max_model_len": desk.engine.max_ctx,
-             "chat": desk.chats, "fill": desk.fill_kind, "generates": desk.batcher is not None}
+    model = {
+        "id": desk.name,
+        "object": "model",
+        "created": desk.born,
+        "owned_by": "bmlab",
+        "max_model_len": desk.engine.max_ctx,
+        "chat": desk.chats,
+        "fill": desk.fill_kind,
+        "generates": desk.batcher is not None,
+    }
     chat, text = _Complete(desk, True), _Complete(desk, False)
 
     @app.get("/v1/models")
     async def models(): return plain({"object": "list", "data": [model]})
     @app.get("/v1/models/{name:path}")
-    async def one_model(name: str): desk.known(name); return plain(model)
+    async def one_model(name: str):
+        desk.known(name)
+        return plain(model)
     @app.post("/v1/chat/completions")
     async def chat_completions(asked: _Chat, request: Request): return await chat(asked, request)
     @app.post("/v1/completions")
@@ -473,13 +668,20 @@ def _routes(app, desk):
         desk.known(asked.model)
         filler = _Filler(desk, asked)
         await filler.begin()
-        return _Events(_told(filler.events()), filler) if asked.stream else await _whole(filler, request, filler.answer())
+        return (
+            _Events(_told(filler.events()), filler) if asked.stream else await _whole(filler, request, filler.answer())
+        )
     @app.get("/health")
     async def health(): return plain({"status": "ok", "open": len(desk.open), "served": desk.served})
     @app.get("/", include_in_schema=False)
     async def page():
         nonce = secrets.token_urlsafe(16)
-        headers = {"Content-Security-Policy": _POLICY.format(nonce), "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+        headers = {
+            "Content-Security-Policy": _POLICY.format(nonce),
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-store",
+        }
         return Response(_page(nonce), media_type="text/html", headers=headers)
 
 def _app(desk, token, max_body, ready):
@@ -488,11 +690,18 @@ def _app(desk, token, max_body, ready):
     async def life(app):
         ready()
         yield
-    app = FastAPI(title="bmlab", description="OpenAI's interface to one engine", docs_url=None, redoc_url=None, lifespan=life)      # the docs pages would load scripts from elsewhere
+    app = FastAPI(
+        title="bmlab", description="OpenAI's interface to one engine", docs_url=None, redoc_url=None, lifespan=life
+    )  # the docs pages would load scripts from elsewhere
     async def refuse(request, error): return _failed(error).response()
     async def not_found(request, error):
-        return _Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}", **{k.replace("-", "_"): v for k, v in (error.headers or {}).items()}).response()
-    for kind, call in ((_Refused, refuse), (RequestValidationError, refuse), (Exception, refuse), (HTTPException, not_found)): app.add_exception_handler(kind, call)
+        return _Refused(
+            error.status_code,
+            f"{request.method} {request.url.path}: {error.detail}",
+            **{k.replace("-", "_"): v for k, v in (error.headers or {}).items()},
+        ).response()
+    for kind, call in ((_Refused, refuse), (RequestValidationError, refuse), (Exception, refuse), (HTTPException, not_found)):
+        app.add_exception_handler(kind, call)
     _routes(app, desk)
     app.add_middleware(_Door, token=token, max_body=max_body)
     return app
@@ -500,16 +709,28 @@ def _app(desk, token, max_body, ready):
 # %% ../../nbs/50_app/04_serve.ipynb #1a9a3527
 def _bound(host, port, token):
     "A listening socket"
-    if not isinstance(host, str) or not host: raise ValueError(f"host={host!r}: a name or an address, such as '127.0.0.1'")
-    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536: raise ValueError(f"port={port!r}: 0 (any that is free) to 65535")
-    try: family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    if not isinstance(host, str) or not host:
+        raise ValueError(f"host={host!r}: a name or an address, such as '127.0.0.1'")
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
+        raise ValueError(f"port={port!r}: 0 (any that is free) to 65535")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
     except OSError as e: raise ValueError(f"host={host!r}: {e}") from e
-    if token is None and not _loopback(address[0]): raise ValueError(f"host={host!r} can be reached from other machines; give a token (token=True makes one), or host='127.0.0.1'")
+    if token is None and not _loopback(address[0]):
+        raise ValueError(
+            f"host={host!r} can be reached from other machines; give a token (token=True makes one), or "
+            "host='127.0.0.1'"
+        )
     sock = socket.socket(family, kind)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address); sock.listen(2048)
-    except OSError as e: sock.close(); raise OSError(e.errno, f"host={host!r}, port={port}: {e.strerror}; port=0 takes a free one") from e
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError as e:
+        sock.close()
+        raise OSError(e.errno, f"host={host!r}, port={port}: {e.strerror}; port=0 takes a free one") from e
     return sock
 
 # %% ../../nbs/50_app/04_serve.ipynb #7060fca9
@@ -523,30 +744,54 @@ class Server:
         max_waiting:int,   # texts at once, those that wait included
         max_body:int,      # bytes
     ):
-        self.name, self.token, self._closed, self._started, self._ended, self._up = name, token, threading.Lock(), threading.Event(), threading.Event(), False
+        self.name, self.token, self._closed, self._started, self._ended, self._up = (
+            name,
+            token,
+            threading.Lock(),
+            threading.Event(),
+            threading.Event(),
+            False,
+        )
         with contextlib.ExitStack() as stack:
             try: batcher = stack.enter_context(engine.batcher())
             except TypeError: batcher = None                              # it cannot generate; it may still fill blanks
             self._desk, self._sock = _Desk(engine, batcher, name, max_waiting), sock
             self._start(token, max_body)
-            self._held = stack.pop_all()                                  # (nothing went wrong: not to be let go of yet)
+            # (nothing went wrong: not to be let go of yet)
+            self._held = stack.pop_all()
         atexit.register(self.close)
 
     def _start(self, token, max_body):
         "The event loop, on its thread"
         host, port = self._sock.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        options = dict(lifespan="on", ws="none", http="h11", loop="asyncio", log_config=None, access_log=False, proxy_headers=False, server_header=False,
-                       timeout_keep_alive=30, timeout_graceful_shutdown=3)
+        options = dict(
+            lifespan="on",
+            ws="none",
+            http="h11",
+            loop="asyncio",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=3,
+        )
         self._loop = uvicorn.Server(uvicorn.Config(_app(self._desk, token, max_body, self._ready), **options))
-        self._thread = threading.Thread(target=self._run, name="bmlab-serve", daemon=True); self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="bmlab-serve", daemon=True)
+        self._thread.start()
         self._started.wait()
         if not self._up: raise RuntimeError("the server did not start; its log says why")
 
-    def _ready(self): self._up = True; self._started.set()
+    def _ready(self):
+        self._up = True
+        self._started.set()
     def _run(self):
         try: self._loop.run(sockets=[self._sock])
-        finally: self._started.set(); self._sock.close(); self._ended.set()
+        finally:
+            self._started.set()
+            self._sock.close()
+            self._ended.set()
 
     @property
     def page(self)->str: # for a browser
@@ -554,7 +799,8 @@ class Server:
         return f"{self.url}/#token={self.token}" if self.token else f"{self.url}/"
     def wait(self):
         "Until it ends; an interrupt (Ctrl C, the stop button of a notebook) closes it."
-        try: self._ended.wait()                                            # (a join that is interrupted takes the thread for ended: Python 3.12 and before)
+        # (a join that is interrupted takes the thread for ended: Python 3.12 and before)
+        try: self._ended.wait()
         except KeyboardInterrupt: pass
         finally: self.close()
     def close(self):
@@ -563,12 +809,19 @@ class Server:
         atexit.unregister(self.close)
         for run in self._desk.open.copy(): run.end()
         self._loop.should_exit = True
-        self._ended.wait(); self._thread.join()
+        self._ended.wait()
+        self._thread.join()
         self._held.close()
-        self._desk.engine = self._desk.batcher = None                      # (FastAPI keeps the routes of any application in its caches)
+        # (FastAPI keeps the routes of any application in its caches)
+        self._desk.engine = self._desk.batcher = None
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
-    def __repr__(self): return f"{self.name} at {self.url}" + (", with a token" if self.token else "") + (", closed" if self._closed.locked() else "")
+    def __repr__(self):
+        return (
+            f"{self.name} at {self.url}"
+            + (", with a token" if self.token else "")
+            + (", closed" if self._closed.locked() else "")
+        )
     def _repr_html_(self): return f'<a href="{self.url}/" target="_blank">{self}</a>'
 
 # %% ../../nbs/50_app/04_serve.ipynb #44284cc0
@@ -586,13 +839,18 @@ def serve(
     if token is True: token = secrets.token_urlsafe(24)
     if token is not None and (not isinstance(token, str) or len(token) < 8 or not token.isascii() or not token.isprintable() or " " in token):
         raise ValueError("token: at least 8 printable ASCII characters without spaces; True makes one")
-    if not callable(getattr(e, "batcher", None)): raise TypeError(f"e is a {type(e).__name__} without a batcher; make an engine with wrap(model, tok)")
+    if not callable(getattr(e, "batcher", None)):
+        raise TypeError(f"e is a {type(e).__name__} without a batcher; make an engine with wrap(model, tok)")
     if getattr(e, "tok", None) is None: raise ValueError("this engine has no tokenizer; wrap(model, tok)")
-    if isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1: raise ValueError(f"max_waiting={max_waiting!r}: a number of texts, 1 or more")
+    if isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1:
+        raise ValueError(f"max_waiting={max_waiting!r}: a number of texts, 1 or more")
     path = getattr(getattr(e.model, "config", None), "_name_or_path", "") or type(e.model).__name__
     sock = _bound(host, port, token)
-    try: server = Server(e, name or path.rstrip("/").rsplit("/", 1)[-1], sock, token, max_waiting, parse_bytes(max_body))
-    except BaseException: sock.close(); raise
+    try:
+        server = Server(e, name or path.rstrip("/").rsplit("/", 1)[-1], sock, token, max_waiting, parse_bytes(max_body))
+    except BaseException:
+        sock.close()
+        raise
     logging.getLogger(__name__).info("%s: the page is at %s", server, server.page)
     if not background: server.wait()
     return server

@@ -51,29 +51,47 @@ def _of_experts(module, x, index):
 
 class _Watch:
     "While open, hooks on layers measure their inputs"
-    def __init__(self, run, layers, gram): self.run, self.layers, self.gram, self.found, self.shared, self.last = run, layers, gram, {}, {}, (None, None)
+    def __init__(self, run, layers, gram):
+        self.run, self.layers, self.gram, self.found, self.shared, self.last = run, layers, gram, {}, {}, (None, None)
     def __enter__(self):
-        self.hooks = [m.register_forward_pre_hook(lambda m, args, kwargs, n=n: self.see_experts(n, m, *args, **kwargs) if hasattr(m, "num_experts") else self.see(n, args[0]), with_kwargs=True)
-                      for n, m in self.layers.items()]
+        self.hooks = [
+            m.register_forward_pre_hook(
+                lambda m, args, kwargs, n=n: (
+                    self.see_experts(n, m, *args, **kwargs) if hasattr(m, "num_experts") else self.see(n, args[0])
+                ),
+                with_kwargs=True,
+            )
+            for n, m in self.layers.items()
+        ]
         return self
     def see(self, name, x):
-        if self.last[0] is not x: self.last = x, name                # q, k and v get the same tensor, one after the other
-        if self.shared.setdefault(name, self.last[1]) == name: self.found.setdefault(name, Inputs()).see(self.run.tokens(x, name), self.gram)
+        # q, k and v get the same tensor, one after the other
+        if self.last[0] is not x: self.last = x, name
+        if self.shared.setdefault(name, self.last[1]) == name:
+            self.found.setdefault(name, Inputs()).see(self.run.tokens(x, name), self.gram)
     @torch.no_grad()
     def see_experts(self, name, module, hidden_states, top_k_index=None, *_, router_indices=None, **__):
-        up, down = self.found.setdefault(name, {k: [Inputs() for _ in range(module.num_experts)] for k in stack_names(module)}).values()
+        up, down = self.found.setdefault(
+            name, {k: [Inputs() for _ in range(module.num_experts)] for k in stack_names(module)}
+        ).values()
         self.shared[name] = name
         for e, rows, h in _of_experts(module, self.run.tokens(hidden_states, name), self.run.tokens(router_indices if top_k_index is None else top_k_index, name)):
-            up[e].see(rows, self.gram); down[e].see(h, self.gram)
+            up[e].see(rows, self.gram)
+            down[e].see(h, self.gram)
     def __exit__(self, *_):
         self.last = None, None
         for h in self.hooks: h.remove()
     def result(self):
-        out = {n: i for n in self.layers if (i := self.found.get(self.shared.get(n))) is not None and (isinstance(i, dict) or i.rows)}
+        out = {
+            n: i
+            for n in self.layers
+            if (i := self.found.get(self.shared.get(n))) is not None and (isinstance(i, dict) or i.rows)
+        }
         self.layers = {}
         for n, i in out.items():
             for one in (i for stack in i.values() for i in stack) if isinstance(i, dict) else [i]:
-                if one.peak is not None and not one.peak.isfinite().all(): raise ValueError(f"the inputs of {n} are not finite on the calibration batches")
+                if one.peak is not None and not one.peak.isfinite().all():
+                    raise ValueError(f"the inputs of {n} are not finite on the calibration batches")
         return out
 
 # %% ../../nbs/20_cook/03_calibrate.ipynb #9185ff3e
@@ -83,14 +101,21 @@ def _stacks(model, layers):
     "Lists of blocks that hold layers: [[(block, {name: layer})]]; the outermost stack counts"
     stacks, taken = [], set()
     for name, m in parts(model):
-        if not isinstance(m, (nn.ModuleList, nn.Sequential)) or len(m) < 2 or any(name.startswith(t + ".") for t in taken): continue
+        if not isinstance(m, (nn.ModuleList, nn.Sequential)) or len(m) < 2 or any(name.startswith(t + ".") for t in taken):
+            continue
         blocks = [(b, {n: x for n, x in layers.items() if n.startswith(f"{name}.{k}.")}) for k, b in m._modules.items()]
-        if any(inside for _, inside in blocks): taken.add(name); stacks.append(blocks)
+        if any(inside for _, inside in blocks):
+            taken.add(name)
+            stacks.append(blocks)
     return stacks
 
 def _record(run, stacks, layers):
     "Run all batches once: {stack: (inputs of its first block, their batches, the other arguments of all its blocks)}; only stacks whose blocks follow each other"
-    place, good, last = {id(b): (s, i) for s, stack in enumerate(stacks) for i, (b, _) in enumerate(stack)}, set(range(len(stacks))), {}
+    place, good, last = (
+        {id(b): (s, i) for s, stack in enumerate(stacks) for i, (b, _) in enumerate(stack)},
+        set(range(len(stacks))),
+        {},
+    )
     seen, held, ran = {s: ([], [], [[] for _ in stack]) for s, stack in enumerate(stacks)}, {}, set()
     def before(m, args, kwargs):
         (s, i), key = place[id(m)], None if args else next((k for k in ("hidden_states", "x") if k in kwargs), None)
@@ -100,10 +125,15 @@ def _record(run, stacks, layers):
         seen[s][2][i].append((key, args[1:], {k: v for k, v in kwargs.items() if k != key}))
     def after(m, args, kwargs, out):
         s, i = place[id(m)]
-        last[s] = i, id(_first(out)); held[s] = out                  # held, so that no other tensor gets its id
+        last[s] = i, id(_first(out))
+        held[s] = out  # held, so that no other tensor gets its id
     hooks = [m.register_forward_pre_hook(lambda m, args, n=n: ran.add(n)) for n, m in layers.items()]
     for stack in stacks:
-        for b, _ in stack: hooks += [b.register_forward_pre_hook(before, with_kwargs=True), b.register_forward_hook(after, with_kwargs=True)]
+        for b, _ in stack:
+            hooks += [
+                b.register_forward_pre_hook(before, with_kwargs=True),
+                b.register_forward_hook(after, with_kwargs=True),
+            ]
     try:
         for batch, _ in zip(run.batches, run):
             for xs, of, _ in seen.values(): of += [batch] * (len(xs) - len(of))
@@ -114,7 +144,10 @@ def _record(run, stacks, layers):
 
 def _check_ran(layers, ran):
     if missing := sorted(set(layers) - set(ran)):
-        raise ValueError(f"{len(missing)} layers never ran on the calibration batches, such as {missing[0]}; give batches that reach them, or exclude them")
+        raise ValueError(
+            f"{len(missing)} layers never ran on the calibration batches, such as {missing[0]}; give batches that "
+            "reach them, or exclude them"
+        )
 
 def _block(block, x, arguments):
     key, args, kwargs = arguments
@@ -127,7 +160,9 @@ def calibrate(
     layers:dict,       # name → linear layer or module of 3-D experts, of `packable`, say
     calib:Iterable,    # batches: dicts of the model's arguments, or tensors; padding is not counted
     gram:bool=True,    # measure XᵀX too
-)->Iterator[dict]:     # for one block after the other: name → `Inputs`, one object for layers with one input; of experts {stack: [Inputs of each]}
+# for one block after the other: name → `Inputs`, one object for layers with one input; of experts {stack: [Inputs of
+# each]}
+)->Iterator[dict]:
     "Measure the inputs of linear layers and experts, block by block, and never keep more than one block's."
     run, left = Calibration(model, calib), dict(layers)
     stacks = _stacks(model, layers)
@@ -142,7 +177,8 @@ def calibrate(
                 with _Watch(run, inside, gram) as watch:
                     for _ in blocks(block, calls): pass
                 stage = watch.result()
-                for n in list(inside): del left[n], inside[n]                       # let go of them: what was packed is not kept here
+                # let go of them: what was packed is not kept here
+                for n in list(inside): del left[n], inside[n]
                 yield stage
                 del watch, stage
             xs = list(blocks(block, calls))
@@ -151,5 +187,6 @@ def calibrate(
         with _Watch(run, left, gram) as watch:
             for _ in run: pass
         stage = watch.result()
-        _check_ran(left, stage); left.clear()
+        _check_ran(left, stage)
+        left.clear()
         yield stage

@@ -30,7 +30,11 @@ def stored(
     name:str="weight",  # of one of its parameters
 )->nn.Parameter:        # the one that the optimizer trains
     "The parameter itself, below whatever shapes it."
-    return module.parametrizations[name].original if parametrize.is_parametrized(module, name) else module._parameters[name]
+    return (
+        module.parametrizations[name].original
+        if parametrize.is_parametrized(module, name)
+        else module._parameters[name]
+    )
 
 def _own_class(module, without=None):
     "Copies of a module share its parametrized class; before properties change there, the module gets a class of its own, or its base back"
@@ -50,12 +54,21 @@ def parametrize_weight(
 )->nn.Module:          # p
     "Put `p` between a stored weight and its layer, and of a tied weight all its layers."
     if module._parameters.get(name) is None and not parametrize.is_parametrized(module, name):
-        raise LookupError(f"{type(module).__name__} has no parameter {name!r}{did_you_mean(name, module._parameters)}; it has {sorted(module._parameters)}")
+        raise LookupError(
+            f"{type(module).__name__} has no parameter {name!r}{did_you_mean(name, module._parameters)}; it has "
+            f"{sorted(module._parameters)}"
+        )
     for m, n in _twins(module, name):
         if foreign := [q for q in chain(m, n) if not hasattr(q, "_bmlab_priority")]:
-            raise ValueError(f"{n} of this {type(m).__name__} has a {type(foreign[0]).__name__} of torch's parametrize; remove_parametrizations it first")
+            raise ValueError(
+                f"{n} of this {type(m).__name__} has a {type(foreign[0]).__name__} of torch's parametrize; "
+                "remove_parametrizations it first"
+            )
         if p in chain(m, n): raise ValueError(f"this {type(p).__name__} is on {n} of this {type(m).__name__} already")
-    if isinstance(stored(module, name), DTensor): raise RuntimeError(f"the model is sharded already, and {name} of this {type(module).__name__} is cut; attach Cook before shard")
+    if isinstance(stored(module, name), DTensor):
+        raise RuntimeError(
+            f"the model is sharded already, and {name} of this {type(module).__name__} is cut; attach Cook before shard"
+        )
     p._bmlab_priority = priority
     for m, n in _twins(module, name):
         if not parametrize.is_parametrized(m): m.__dict__["_bmlab_order"] = tuple(m._parameters)
@@ -96,7 +109,10 @@ def unparametrize(
 ):
     "Take `p` off again; the stored parameter is the module's own when nothing is left on it."
     if p not in chain(module, name):
-        raise LookupError(f"{name} of this {type(module).__name__} carries no such {type(p).__name__}; on it: {', '.join(type(q).__name__ for q in chain(module, name)) or 'nothing'}")
+        raise LookupError(
+            f"{name} of this {type(module).__name__} carries no such {type(p).__name__}; on it: "
+            f"{', '.join(type(q).__name__ for q in chain(module, name)) or 'nothing'}"
+        )
     for m, n in _twins(module, name):
         if p in chain(m, n): _drop(m, n, p)
     forget_compiled()
@@ -109,9 +125,13 @@ def bake(
 ):
     "Let the stored weight become `p(weight)`, and take `p` off."
     if p not in (on := chain(module, name)): unparametrize(module, name, p)                     # raises
-    if on[0] is not p: raise ValueError(f"{type(on[0]).__name__} stands before this {type(p).__name__} on {name}; bake or take that off first")
+    if on[0] is not p:
+        raise ValueError(
+            f"{type(on[0]).__name__} stands before this {type(p).__name__} on {name}; bake or take that off first"
+        )
     weight = stored(module, name)
-    weight.copy_(p(weight))                                          # in place: an optimizer that keeps a master of it sees that
+    # in place: an optimizer that keeps a master of it sees that
+    weight.copy_(p(weight))
     unparametrize(module, name, p)
 
 # %% ../../nbs/20_cook/00_chain.ipynb #eb644383
@@ -122,7 +142,9 @@ class Foresees(nn.Module):
     ):
         "All stays, until something else is foreseen."
         for d in (0, 1):
-            self.register_buffer(f"stay_{d}", torch.ones(w.shape[d], dtype=torch.bool, device=w.device) if w.ndim == 2 else None)
+            self.register_buffer(
+                f"stay_{d}", torch.ones(w.shape[d], dtype=torch.bool, device=w.device) if w.ndim == 2 else None
+            )
             self.register_buffer(f"left_{d}", None, persistent=False)
 
     def foresee(self,
@@ -131,13 +153,15 @@ class Foresees(nn.Module):
     )->bool:             # is that news?
         "Compute from now on as if the others were gone."
         before = [self.stay_0, self.stay_1]
-        for d, index in left.items(): setattr(self, f"stay_{d}", torch.zeros_like(before[d]).index_fill_(0, index.to(before[d].device), True))
+        for d, index in left.items():
+            setattr(self, f"stay_{d}", torch.zeros_like(before[d]).index_fill_(0, index.to(before[d].device), True))
         self.look()
         return not (torch.equal(before[0], self.stay_0) and torch.equal(before[1], self.stay_1))
 
     def look(self):
         for d in (0, 1):
-            if (stay := getattr(self, f"stay_{d}")) is not None and not stay.is_meta: setattr(self, f"left_{d}", None if stay.all() else stay.nonzero().flatten())
+            if (stay := getattr(self, f"stay_{d}")) is not None and not stay.is_meta:
+                setattr(self, f"left_{d}", None if stay.all() else stay.nonzero().flatten())
 
     def cut(self,
         dim:int,      # of the stored weight

@@ -26,7 +26,8 @@ from .chain import chain, stored
 # %% ../../nbs/20_cook.ipynb #2fc3265e
 class Method:
     "One way to make a model smaller; subclasses fill in the moments that they need. Plain attributes, picklable before attaching."
-    slot = 0        # order of preparing, attaching and exporting: StructPrune 10, MoEfy 20, Sparse24 30, FakeQuant 40, Distill 50
+    # order of preparing, attaching and exporting: StructPrune 10, MoEfy 20, Sparse24 30, FakeQuant 40, Distill 50
+    slot = 0
     enabled = True  # False inside `Cook.off()`: hooks and swapped classes ask for it; parametrizations need not
     def prepare(self,
         model:nn.Module,  # nothing is attached to it yet; it stays as it is
@@ -75,13 +76,24 @@ def _weight_slots(model):
 
 def _as_it_is(model):
     "A function that gives every module of the model the class, attributes and children that it has now"
-    kept = [(m, type(m), dict(m.__dict__), {k: v.copy() for k, v in m.__dict__.items() if isinstance(v, dict)}, {p: p.requires_grad for p in m._parameters.values() if p is not None})
-            for m in model.modules()]
+    kept = [
+        (
+            m,
+            type(m),
+            dict(m.__dict__),
+            {k: v.copy() for k, v in m.__dict__.items() if isinstance(v, dict)},
+            {p: p.requires_grad for p in m._parameters.values() if p is not None},
+        )
+        for m in model.modules()
+    ]
     def restore():
         for m, cls, attributes, inside, grads in kept:
             m.__class__ = cls
-            m.__dict__.clear(); m.__dict__.update(attributes)
-            for k, v in inside.items(): attributes[k].clear(); attributes[k].update(v)
+            m.__dict__.clear()
+            m.__dict__.update(attributes)
+            for k, v in inside.items():
+                attributes[k].clear()
+                attributes[k].update(v)
             for p, on in grads.items(): p.requires_grad_(on)
         forget_compiled()
     return restore
@@ -104,16 +116,25 @@ def _is_sharded(model): return any(isinstance(p, DTensor) for p in model.paramet
 
 def _check_recipe(model, methods):
     "The methods by slot; raises for what cannot be attached"
-    if isinstance(methods, Method): raise TypeError(f"methods is one {type(methods).__name__}: expected a list; write [{type(methods).__name__}(…)]")
+    if isinstance(methods, Method):
+        raise TypeError(
+            f"methods is one {type(methods).__name__}: expected a list; write [{type(methods).__name__}(…)]"
+        )
     methods = list(methods)
     if not methods: raise ValueError("methods is empty; give at least one, such as [FakeQuant('w8a16')]")
     for m in methods:
-        if not isinstance(m, Method): raise TypeError(f"methods holds {m!r}, which is no Method" + ("; make an instance of it" if isinstance(m, type) else ""))
-        if (on := m.__dict__.get("_bmlab_on")) is not None and on() is not None: raise ValueError(f"this {type(m).__name__} is on a model already; make a new one, or detach that Cook")
+        if not isinstance(m, Method):
+            raise TypeError(
+                f"methods holds {m!r}, which is no Method" + ("; make an instance of it" if isinstance(m, type) else "")
+            )
+        if (on := m.__dict__.get("_bmlab_on")) is not None and on() is not None:
+            raise ValueError(f"this {type(m).__name__} is on a model already; make a new one, or detach that Cook")
     if len({id(m) for m in methods}) < len(methods): raise ValueError("methods holds one instance twice; make two")
     if _is_sharded(model): raise RuntimeError("the model is sharded already; attach Cook before shard")
     if any("_bmlab_cook" in m.__dict__ for m in model.modules()) or _weight_slots(model):
-        raise ValueError(f"this {type(model).__name__} is cooked already, or a copy of one that is; detach() or export() that first")
+        raise ValueError(
+            f"this {type(model).__name__} is cooked already, or a copy of one that is; detach() or export() that first"
+        )
     return sorted(methods, key=lambda m: m.slot)                    # stable
 
 class _Attached:
@@ -124,7 +145,9 @@ class _Attached:
     ):
         self.model, self.losses, self._followed = unwrap(model), {}, []
         if type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
-            raise RuntimeError(f"a {type(model).__name__} would not see what is added now; attach Cook to the model before wrapping it")
+            raise RuntimeError(
+                f"a {type(model).__name__} would not see what is added now; attach Cook to the model before wrapping it"
+            )
         self.methods = _check_recipe(self.model, methods)
         calib = None if calib is None else _batches(calib)
         restore, hooks, slots = _as_it_is(self.model), _hooks(self.model), {}
@@ -139,7 +162,8 @@ class _Attached:
         except BaseException:
             for m in reversed(self.methods):
                 if m.__dict__.pop("_bmlab_on", None) is not None:
-                    with contextlib.suppress(Exception): m.detach()           # numbers that it moved are back where they were; the rest is restored below
+                    # numbers that it moved are back where they were; the rest is restored below
+                    with contextlib.suppress(Exception): m.detach()
             restore()
             raise
         self._own_hooks, self._restore = _hooks(self.model) - hooks, restore
@@ -152,7 +176,9 @@ class _Attached:
             if all(id(p) in before for p in on): continue
             if slots.setdefault((type(method), place), method) is not method:
                 name = next(n for n, m in self.model.named_modules() if m is place[0])
-                raise ValueError(f"two {type(method).__name__} shape {name}.{place[1]}; give them modules= or skip= that do not meet")
+                raise ValueError(
+                    f"two {type(method).__name__} shape {name}.{place[1]}; give them modules= or skip= that do not meet"
+                )
 
 # %% ../../nbs/20_cook.ipynb #ece7c833
 class _Trained(_Attached):
@@ -190,14 +216,18 @@ class _Trained(_Attached):
         return together
 
     def follow(self,
-        opt:torch.optim.Optimizer, # made after this Cook, so that it trains what the methods brought; or a manager of several
+        opt:torch.optim.Optimizer, # made after this Cook, so that it trains what the methods brought; or a manager of
+                                   # several
     ):                             # its handle; .remove() ends it, and so does `detach`
         "Let `step` be called after each step of an optimizer, in loops that have no line for it, such as `fit`."
         self._check()
         optimizers, names = getattr(opt, "optimizers", [opt]), {id(p): n for n, p in self.model.named_parameters()}
         held = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
         if missing := [names.get(id(p), "?") for p in self.parameters() if p.requires_grad and id(p) not in held]:
-            raise ValueError(f"opt does not train {len(missing)} tensors of the methods, such as {missing[0]}: make the optimizer after Cook, or opt.add_param_group({{'params': cook.parameters()}})")
+            raise ValueError(
+                f"opt does not train {len(missing)} tensors of the methods, such as {missing[0]}: make the optimizer "
+                f"after Cook, or opt.add_param_group({{'params': cook.parameters()}})"
+            )
         self._followed.append(optimizers[-1].register_step_post_hook(lambda *_: self.step()))
         return self._followed[-1]
 
@@ -208,13 +238,23 @@ class _Detachable(_Trained):
     def detach(self):
         "Take everything off: the model is what it would be without."
         self._check()
-        if _is_sharded(self.model): raise RuntimeError("the model is sharded, and its weights cannot be taken apart now; export() it, or run it inside `with cook.off()`")
+        if _is_sharded(self.model):
+            raise RuntimeError(
+                "the model is sharded, and its weights cannot be taken apart now; export() it, or run it inside `with "
+                "cook.off()`"
+            )
         for m in self.methods: m.check_detach()                             # all or none
-        for m in reversed(self.methods): m.detach(); m.__dict__.pop("_bmlab_on", None)
+        for m in reversed(self.methods):
+            m.detach()
+            m.__dict__.pop("_bmlab_on", None)
         for m, kind, i in self._own_hooks: m.__dict__[kind].pop(i, None)
         for handle in self._followed: handle.remove()
         _forget_ties(self.model)
-        if left := _weight_slots(self.model): raise RuntimeError(f"detach left {len(left)} weights parametrized, by {sorted({type(p).__name__ for on in left.values() for p in on})}")
+        if left := _weight_slots(self.model):
+            raise RuntimeError(
+                f"detach left {len(left)} weights parametrized, by "
+                f"{sorted({type(p).__name__ for on in left.values() for p in on})}"
+            )
         del self.model.__dict__["_bmlab_cook"]
         changed(self.model)
         return self.model
@@ -223,7 +263,10 @@ class _Detachable(_Trained):
     def off(self):
         "Inside `with cook.off():` the model computes as without the methods, from the weights it has now."
         self._check()
-        hidden = [(m.parametrizations[n], [p for p in chain(m, n) if not hasattr(p, "_bmlab_priority")] or [nn.Identity()]) for m, n in _weight_slots(self.model)]
+        hidden = [
+            (m.parametrizations[n], [p for p in chain(m, n) if not hasattr(p, "_bmlab_priority")] or [nn.Identity()])
+            for m, n in _weight_slots(self.model)
+        ]
         before, were = [(plist, plist._modules) for plist, _ in hidden], [m.enabled for m in self.methods]
         try:
             for m in self.methods: m.enabled = False
@@ -245,7 +288,13 @@ class _Detachable(_Trained):
         finally: now()
 
 # %% ../../nbs/20_cook.ipynb #e41c00ac
-_ALL_HOOKS = (*_HOOKS, "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_ALL_HOOKS = (
+    *_HOOKS,
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 def _plain_class(cls):
     "The class below what sharding made of it"
@@ -257,25 +306,38 @@ def _plain_class(cls):
 def _of_sharding(hook):
     "Was this hook registered by sharding, here or in torch?"
     for inside in ("hook", "func", "__func__"): hook = getattr(hook, inside, hook)
-    return str(getattr(hook, "__module__", "")).startswith(("torch.distributed", "bmlab.train.sharding", "bmlab.train.offload", "bmlab.train.optim", "bmlab.train.parallel"))
+    return str(getattr(hook, "__module__", "")).startswith(
+        (
+            "torch.distributed",
+            "bmlab.train.sharding",
+            "bmlab.train.offload",
+            "bmlab.train.optim",
+            "bmlab.train.parallel",
+        )
+    )
 
 def _whole_tensors(model):
     "{id: full tensor} of the parameters and buffers that are cut; called on every rank"
-    model.state_dict(keep_vars=True)                                # for its hooks: an optimizer on the host brings the weights up to date
+    # for its hooks: an optimizer on the host brings the weights up to date
+    model.state_dict(keep_vars=True)
     for m in model.modules():
         if isinstance(m, FSDPModule): m.reshard()
     whole = {}
     for t in [*model.parameters(), *model.buffers()]:
         if not isinstance(t, DTensor): continue
         if "tp" in (t.device_mesh.mesh_dim_names or ()):
-            raise RuntimeError("the model is cut by tensor parallelism, which export() cannot undo: save(model, dir), and load_weights(…) into the same Cook on a model that is not sharded")
+            raise RuntimeError(
+                "the model is cut by tensor parallelism, which export() cannot undo: save(model, dir), and "
+                "load_weights(…) into the same Cook on a model that is not sharded"
+            )
         full = t.full_tensor()
         whole[id(t)] = nn.Parameter(full, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else full
     return whole
 
 def _plain_copy(model, without, memo):
     "A deep copy of the model, whole, without some hooks and without what sharding put there; the model stays as it is"
-    left = [v for m in model.modules() for v in m.__dict__.values() if isinstance(v, Tensor) and v.grad_fn is not None]     # a term of a loss, say
+    # a term of a loss, say
+    left = [v for m in model.modules() for v in m.__dict__.values() if isinstance(v, Tensor) and v.grad_fn is not None]
     memo = memo | _whole_tensors(model) | {id(v): v.detach() for v in left}
     restore = _as_it_is(model)
     try:
@@ -285,7 +347,8 @@ def _plain_copy(model, without, memo):
             for kind in _ALL_HOOKS:
                 for i, hook in list(m.__dict__.get(kind, {}).items()):
                     if _of_sharding(hook): del m.__dict__[kind][i]
-            for k in [k for k in m.__dict__ if k in ("sharding", "_recompute") or k.startswith(("__composable_api_state", "_fsdp_", "_is_fsdp_"))]: del m.__dict__[k]
+            for k in [k for k in m.__dict__ if k in ("sharding", "_recompute") or k.startswith(("__composable_api_state", "_fsdp_", "_is_fsdp_"))]:
+                del m.__dict__[k]
         return copy.deepcopy(model, memo)
     finally: restore()
 
@@ -310,23 +373,34 @@ def _retie(small, groups):
             q = modules[n]._parameters.get(k) if n in modules else None
             if p is None or q is None or p is q: continue
             if p.shape == q.shape and (p.is_meta or torch.equal(p, q)): modules[n]._parameters[k] = p
-            elif getattr(getattr(small, "config", None), "tie_word_embeddings", False): small.config.tie_word_embeddings = False
+            elif getattr(getattr(small, "config", None), "tie_word_embeddings", False):
+                small.config.tie_word_embeddings = False
 
 class Cook(_Detachable):
     "Methods attached to a model, for any training loop: make the optimizer after it, add `loss()` to the loss, call `step()` after the optimizer's, `export()` at the end."
     def export(self)->nn.Module: # a new plain module in eval mode, on the same device; the cooked model stays as it is
         "What the methods make of the model: really smaller, with no hook or parametrization. Of a sharded model: called on every rank, whole on each."
         self._check()
-        if not all(m.enabled for m in self.methods): raise RuntimeError("export() inside `with cook.off()`, where the methods are switched off; call it outside")
-        if _is_delta(self.model): raise ValueError("the model carries a delta, which would not fit the small one; detach it, export, and attach a new one to what comes out")
+        if not all(m.enabled for m in self.methods):
+            raise RuntimeError("export() inside `with cook.off()`, where the methods are switched off; call it outside")
+        if _is_delta(self.model):
+            raise ValueError(
+                "the model carries a delta, which would not fit the small one; detach it, export, and attach a new one "
+                "to what comes out"
+            )
         ties = _tied_names(self.model)
         small = _plain_copy(self.model, self._own_hooks, {id(m): m for m in self.methods}).eval()
         del small.__dict__["_bmlab_cook"]
         with torch.no_grad():
             for m in self.methods: m.export(small)
             for m in self.methods: m.finish(small)
-        if left := _weight_slots(small): raise RuntimeError(f"export left {len(left)} weights parametrized, by {sorted({type(p).__name__ for on in left.values() for p in on})}")
-        _forget_ties(small); _retie(small, ties)
+        if left := _weight_slots(small):
+            raise RuntimeError(
+                f"export left {len(left)} weights parametrized, by "
+                f"{sorted({type(p).__name__ for on in left.values() for p in on})}"
+            )
+        _forget_ties(small)
+        _retie(small, ties)
         mark_foreign(small)
         return small.eval()
 
@@ -337,7 +411,10 @@ class Cook(_Detachable):
     )->pd.DataFrame:       # columns before, after, ratio
         "The model without its methods beside what was exported, and the methods' own numbers."
         self._check()
-        if _is_sharded(self.model): raise RuntimeError("the model is sharded; keep a copy of the original, and call report(original, small, batches)")
+        if _is_sharded(self.model):
+            raise RuntimeError(
+                "the model is sharded; keep a copy of the original, and call report(original, small, batches)"
+            )
         notes = {f"{type(m).__name__}.{k}": v for m in self.methods for k, v in m.state().items()}
         with self._plain(): return report(self.model, small, batches, notes=notes, **options)
 
@@ -355,7 +432,9 @@ def lattice(
     train:Callable|None=None,   # train(model, cook): trains the cooked copy; None: exported as attached
     speed:bool=False,           # measure tokens/s too
     score:Callable|None=None,   # score(model) → number: a task's measure
-)->pd.DataFrame:                # a row a combination, by the methods' names: one column each, parameters, file_bytes, and of `report` quality, distance and speed
+# a row a combination, by the methods' names: one column each, parameters, file_bytes, and of `report` quality, distance
+# and speed
+)->pd.DataFrame:
     "Size and quality of all 2ⁿ combinations of n methods."
     calib, batches, rows = None if calib is None else _batches(calib), _batches(batches, "batches"), {}
     names = [type(m).__name__ for m in methods]

@@ -58,18 +58,30 @@ class _OnGrid(Foresees):
         coarse:bool=False,         # a table is tied to it: int8 by row
     ):
         super().__init__()
-        self.bits, self.group_size, self.symmetric, self.turned, self.coarse, self.source, self._cuts, self.K = bits, group_size, symmetric, turned, coarse, [], [], K
+        self.bits, self.group_size, self.symmetric, self.turned, self.coarse, self.source, self._cuts, self.K = (
+            bits,
+            group_size,
+            symmetric,
+            turned,
+            coarse,
+            [],
+            [],
+            K,
+        )
         self.watch(torch.empty(0))
         self.look()
         self.reset()
 
     @property
-    def columns(self): return self.left_0 if self.turned else self.left_1                # that the export will leave; None: all
+    # that the export will leave; None: all
+    def columns(self): return self.left_0 if self.turned else self.left_1
 
     def look(self):
         super().look()
         K = self.K if self.columns is None else len(self.columns)
-        self.grid = Grid() if self.coarse else grid_for(K, self.bits, self.group_size, self.symmetric and self.bits == 4)
+        self.grid = (
+            Grid() if self.coarse else grid_for(K, self.bits, self.group_size, self.symmetric and self.bits == 4)
+        )
 
     def narrow(self, t):
         "Of something with a number a column, those that the export will leave"
@@ -82,7 +94,8 @@ class _OnGrid(Foresees):
     def reset(self):
         "To nearest, without factors."
         for n in ("exponents", "energy", "offset"): self.register_buffer(n, None)
-        self.source, self.stale = [], False                          # source: a list, so that the norm there is no child
+        # source: a list, so that the norm there is no child
+        self.source, self.stale = [], False
 
     def rows(self, w): return (w.transpose(-1, -2) if self.turned else w).reshape(-1, self.K)
 
@@ -92,11 +105,14 @@ class _OnGrid(Foresees):
     )->tuple:         # codes, scale, zero
         "What the packed layer will store of these rows."
         rows, energy = rows.float(), self.narrow(self.energy)
-        if energy is not None and energy.ndim == 2: energy = energy[torch.arange(start, start + len(rows), device=rows.device) // self.height]
+        if energy is not None and energy.ndim == 2:
+            energy = energy[torch.arange(start, start + len(rows), device=rows.device) // self.height]
         fitted = self.grid.fit(rows, energy)
         q = self.grid.round(rows, *fitted)
         if self.offset is not None:
-            q = (q + self.narrow(self.offset[start:start + len(rows)])).clamp_(*((-127, 127) if self.grid.bits == 8 else (-8, 7)))
+            q = (q + self.narrow(self.offset[start : start + len(rows)])).clamp_(
+                *((-127, 127) if self.grid.bits == 8 else (-8, 7))
+            )
             if self.grid.keeps_zeros: q.masked_fill_(rows == 0, 0)
         return q, *fitted
 
@@ -132,7 +148,8 @@ class FakeWeight(_OnGrid):
                 if (t := getattr(self, n)) is not None: setattr(self, n, t.index_select(-1 if across else 0, at))
             return
         fitted = self.stale or self.exponents is not None or self.energy is not None
-        self.reset(); self.stale = fitted
+        self.reset()
+        self.stale = fitted
 
 # %% ../../nbs/20_cook/06_fakequant.ipynb #f631df1f
 _ROWS = 16  # rows up to which a W8A8 layer takes its inputs as they are
@@ -144,9 +161,15 @@ def parse_scheme(
     found = re.fullmatch(r"w(4|8)a(8|16)(?:-g(\d+))?", scheme) if isinstance(scheme, str) else None
     if found is None: raise ValueError(f"scheme={scheme!r}: such as w8a16, w8a16-g64, w8a8, w4a16 or w4a16-g32")
     bits, inputs, group = int(found[1]), 8 if found[2] == "8" else None, int(found[3]) if found[3] else None
-    if group is not None and group not in GROUPS: raise ValueError(f"scheme={scheme!r}: groups are of {', '.join(map(str, GROUPS))}")
-    if inputs and bits == 4: raise ValueError(f"scheme={scheme!r}: no layer here multiplies int4 by int8; try w4a16 or w8a8")
-    if inputs and group: raise ValueError(f"scheme={scheme!r}: int8 inputs are multiplied by int8 weights with one scale a row; try w8a8 or w8a16-g{group}")
+    if group is not None and group not in GROUPS:
+        raise ValueError(f"scheme={scheme!r}: groups are of {', '.join(map(str, GROUPS))}")
+    if inputs and bits == 4:
+        raise ValueError(f"scheme={scheme!r}: no layer here multiplies int4 by int8; try w4a16 or w8a8")
+    if inputs and group:
+        raise ValueError(
+            f"scheme={scheme!r}: int8 inputs are multiplied by int8 weights with one scale a row; try w8a8 or "
+            f"w8a16-g{group}"
+        )
     return bits, group or (128 if bits == 4 else None), inputs
 
 def _own(module):
@@ -159,7 +182,8 @@ class _RoundInputs:
         (x, *rest), own = args, _own(module)
         if not own or not own[0][1].on or x.shape[:-1].numel() <= _ROWS: return None
         p, w = own[0][1], stored(module)
-        if x.is_cuda and any((n if left is None else len(left)) % 8 for n, left in zip(w.shape, (p.left_0, p.left_1))): return None      # there the packed layer does not either
+        if x.is_cuda and any((n if left is None else len(left)) % 8 for n, left in zip(w.shape, (p.left_0, p.left_1))):
+            return None  # there the packed layer does not either
         rounded = round_tokens(p.narrow(x), p.narrow(p.exponents))
         return rounded if p.columns is None else x.index_copy(-1, p.columns, rounded), *rest
 
@@ -168,7 +192,11 @@ def _is_masked(module, name): return any(getattr(q, "_bmlab_priority", 0) == 20 
 def _unrounded(model):
     "{name: why} of layers whose inputs are never rounded: heads, and feed-forward layers split into experts, which multiply by parts of a row"
     role, split = roles(model), [n + "." for n, m in parts(model) if "_bmlab_neurons" in m.__dict__]
-    out = {n: "split" for n, _ in parts(model) if any(n.startswith(s) for s in split) and role.get(n) not in ("q", "k", "v", "qkv", "o")}
+    out = {
+        n: "split"
+        for n, _ in parts(model)
+        if any(n.startswith(s) for s in split) and role.get(n) not in ("q", "k", "v", "qkv", "o")
+    }
     return out | {n: "head" for n, r in role.items() if r == "head"}
 
 def _below(module, name, p):
@@ -182,11 +210,14 @@ def _below(module, name, p):
 def _narrowed(inputs, columns):
     "What was measured of inputs, of these columns"
     if columns is None or inputs.peak is None: return inputs
-    return Inputs(inputs.gram if inputs.gram is None else inputs.gram[columns][:, columns], inputs.peak[columns], inputs.rows)
+    return Inputs(
+        inputs.gram if inputs.gram is None else inputs.gram[columns][:, columns], inputs.peak[columns], inputs.rows
+    )
 
 class _Fitting(Method):
     "What FakeQuant finds out from calibration batches"
-    def _all(self, model): return [(n, m, k, p) for n, m in list(parts(model)) for k, p in _own(m) if p.owner == id(self)]
+    def _all(self, model):
+        return [(n, m, k, p) for n, m in list(parts(model)) for k, p in _own(m) if p.owner == id(self)]
 
     def _fitted(self, model):
         "({name: (module, parameter's name, FakeWeight)} of linear layers, a weight that they share once; {name: module} of experts)"
@@ -201,18 +232,26 @@ class _Fitting(Method):
         "Factors, ranges and codes by what the inputs are, block by block"
         mine, experts = self._fitted(model)
         own = [p for *_, p in self._all(model)]
-        others = [p for _, m in parts(model) for _, p in _own(m) if p.owner != id(self) and p.on]      # another FakeQuant's: whose turn comes first must not matter
+        # another FakeQuant's: whose turn comes first must not matter
+        others = [p for _, m in parts(model) for _, p in _own(m) if p.owner != id(self) and p.on]
         for p in own: p.reset()
         for p in (*own, *others): p.on = False
         layers, grids = {n: m for n, (m, _, _) in mine.items()}, {n: p.grid for n, (_, _, p) in mine.items()}
         try:
-            sites = scaling_sites(model, layers, self._calib[0]) if self._factors is not None or self.rounding == "awq" else []
+            sites = (
+                scaling_sites(model, layers, self._calib[0])
+                if self._factors is not None or self.rounding == "awq"
+                else []
+            )
             for stage in calibrate(model, layers | experts, self._calib, gram=self.rounding != "nearest"):
                 stage = {n: _narrowed(i, mine[n][2].columns) if n in mine else i for n, i in stage.items()}
                 weights = {n: mine[n][2].narrow(_below(*mine[n])) for n in stage if n in mine}
                 for site, e in choose_factors(stage, sites, weights, grids, self._factors):
-                    for n in site.readers: p = mine[n][2]; p.exponents, p.source = p.widen(e.clone()), [site.source]
-                for n in weights if self.rounding != "nearest" else (): self._fit_codes(mine[n][2], weights[n], stage[n])
+                    for n in site.readers:
+                        p = mine[n][2]
+                        p.exponents, p.source = p.widen(e.clone()), [site.source]
+                for n in weights if self.rounding != "nearest" else ():
+                    self._fit_codes(mine[n][2], weights[n], stage[n])
                 for n in stage.keys() - weights.keys():
                     for k, p in _own(experts[n]): self._fit_experts(p, _below(experts[n], k, p), stage[n][k])
                 for n in stage:
@@ -242,19 +281,32 @@ class _Attaching(_Fitting):
         modules:str|list|None=None,  # a pattern; None: every linear layer with a role, but no router
         skip:str|list|None=None,     # a pattern of what stays in float, "lm_head"
         rounding:str="nearest",      # "nearest", "gptq" or "awq"; the last two need calibration batches
-        smooth:float|bool|None=None, # SmoothQuant's exponent: factors move from inputs to weights; None: 0.5 for w8a8 with calibration batches; False: no factors
-        symmetric:bool|None=None,    # int4 without zero points, so that zeros stay; None: behind a mask, or where a quarter of the weights are zero
+        smooth:float|bool|None=None, # SmoothQuant's exponent: factors move from inputs to weights; None: 0.5 for w8a8
+                                     # with calibration batches; False: no factors
+        symmetric:bool|None=None,    # int4 without zero points, so that zeros stay; None: behind a mask, or where a
+                                     # quarter of the weights are zero
         damping:float|None=None,     # of GPTQ, share of the mean of XᵀX's diagonal; None: as `quantize`
     ):
         self.bits, self.group_size, self.activations = parse_scheme(scheme)
-        self.scheme, self.modules, self.skip, self.rounding, self.smooth, self.symmetric, self.damping = scheme, modules, skip, rounding, smooth, symmetric, damping
+        self.scheme, self.modules, self.skip, self.rounding, self.smooth, self.symmetric, self.damping = (
+            scheme,
+            modules,
+            skip,
+            rounding,
+            smooth,
+            symmetric,
+            damping,
+        )
         check_rounding(rounding, smooth, (), self.bits, self.activations, None, damping)
         self._chosen, self._calib = {}, None
 
     def prepare(self, model, calib):
         check_rounding(self.rounding, self.smooth, calib, self.bits, self.activations, None, self.damping)
         self._factors = smoothing(self.smooth, self.rounding, calib, self.activations)
-        self._chosen, self._calib = plan_grids(model, self.modules, self.skip, self.bits, self.group_size, self.symmetric), calib
+        self._chosen, self._calib = (
+            plan_grids(model, self.modules, self.skip, self.bits, self.group_size, self.symmetric),
+            calib,
+        )
         modules = dict(parts(model))
         for n in self._chosen:
             m = modules[n]
@@ -262,10 +314,19 @@ class _Attaching(_Fitting):
         held = {id(stored(modules[n])): n for n in self._chosen if not holds_experts(modules[n])}
         for n, m in modules.items():
             if n not in self._chosen and (first := held.get(id(m._parameters.get("weight")))):
-                raise ValueError(f"{n} holds the weight of {first} too, and is not rounded with it; skip both, or let modules= match both")
+                raise ValueError(
+                    f"{n} holds the weight of {first} too, and is not rounded with it; skip both, or let modules= "
+                    "match both"
+                )
 
     def attach(self, model):
-        modules, unrounded, self._at, masked, split = dict(parts(model)), _unrounded(model) if self.activations else {}, weakref.ref(model), 0, 0
+        modules, unrounded, self._at, masked, split = (
+            dict(parts(model)),
+            _unrounded(model) if self.activations else {},
+            weakref.ref(model),
+            0,
+            0,
+        )
         for n, grid in self._chosen.items():
             m = modules[n]
             for k in stack_names(m) if grid is None else ("weight",):
@@ -273,10 +334,14 @@ class _Attaching(_Fitting):
                 masked += grid is not None and grid.bits == 4 and _is_masked(m, k)
             if not self.activations or grid is None or isinstance(m, nn.Embedding): continue
             if n in unrounded: split += unrounded[n] == "split"
-            else: m.register_forward_pre_hook(_RoundInputs()); next(p for _, p in _own(m)).rounds = True
+            else:
+                m.register_forward_pre_hook(_RoundInputs())
+                next(p for _, p in _own(m)).rounds = True
         foresee(model)
         if self._fits: self._fit(model)
-        self.notes = {"weights": len(self._chosen), "bits": self.bits} | ({"smooth": self._factors} if self._factors is not None else {})
+        self.notes = {"weights": len(self._chosen), "bits": self.bits} | (
+            {"smooth": self._factors} if self._factors is not None else {}
+        )
         if masked: self.notes["2:4 weights stored as int4, no smaller for their zeros"] = masked
         if split: self.notes["layers of experts whose inputs are not rounded"] = split
 
@@ -287,9 +352,19 @@ class _Attaching(_Fitting):
         "The parametrization for one weight; int4 behind a mask keeps zeros"
         turned, w = getattr(m, "is_transposed", False) if grid is None else is_conv1d(m), stored(m, k)
         K = w.shape[-2 if turned else -1]
-        symmetric = self.symmetric if self.symmetric is not None else _is_masked(m, k) or grid is not None and grid.symmetric
-        group = None if grid is None and self.bits == 8 else self.group_size                                # experts have no int8 by groups
-        p = FakeWeight(K, self.bits, group, symmetric and grid is not None, turned, coarse=grid == Grid() and (group is None or group_for(K, group) is not None))
+        symmetric = (
+            self.symmetric if self.symmetric is not None else _is_masked(m, k) or grid is not None and grid.symmetric
+        )
+        # experts have no int8 by groups
+        group = None if grid is None and self.bits == 8 else self.group_size
+        p = FakeWeight(
+            K,
+            self.bits,
+            group,
+            symmetric and grid is not None,
+            turned,
+            coarse=grid == Grid() and (group is None or group_for(K, group) is not None),
+        )
         p.owner = id(self)
         p.watch(w)
         return p.train(m.training).to(w.device)
@@ -299,14 +374,19 @@ class FakeQuant(_Attaching):
     "Weights, and for W8A8 inputs, rounded in every forward as the packed layers of the export will round them."
     slot = 40
     def state(self):
-        wide = sum(p.grid.bits > self.bits and not p.coarse for *_, p in self._all(model)) if (model := self._at()) is not None else 0
+        wide = (
+            sum(p.grid.bits > self.bits and not p.coarse for *_, p in self._all(model))
+            if (model := self._at()) is not None
+            else 0
+        )
         return self.notes | ({"int8 instead, no group of 32 divides the columns": wide} if wide else {})
 
     def detach(self): self._take_off(self._at())
 
     def _take_off(self, model):
         for _, m, k, p in self._all(model):
-            if p in chain(m, k): unparametrize(m, k, p)                                                     # of a tied weight it went with the first
+            # of a tied weight it went with the first
+            if p in chain(m, k): unparametrize(m, k, p)
             for i, hook in list(m._forward_pre_hooks.items()):
                 if isinstance(hook, _RoundInputs): del m._forward_pre_hooks[i]
 
@@ -316,9 +396,14 @@ class FakeQuant(_Attaching):
         if self._fits and any(p.stale or any(id(s) not in alive for s in p.source) for *_, p in own): self._fit(small)
         sites = {}
         for n, m, _, p in own:
-            if p.source: sites.setdefault(id(p.source[0]), (ScalingSite(p.source[0], {}), p.exponents))[0].readers[n] = m
+            if p.source:
+                sites.setdefault(id(p.source[0]), (ScalingSite(p.source[0], {}), p.exponents))[0].readers[n] = m
         for site, exponents in sites.values(): fold(site, exponents)
-        codes = {n if stored(m, k).ndim == 2 else f"{n}.{k}": p.codes(p.rows(stored(m, k))) for n, m, k, p in own if p.energy is not None}
+        codes = {
+            n if stored(m, k).ndim == 2 else f"{n}.{k}": p.codes(p.rows(stored(m, k)))
+            for n, m, k, p in own
+            if p.energy is not None
+        }
         grids = {n: None if stored(m, k).ndim == 3 else p.grid for n, m, k, p in own}
         whole = [n for n, _, _, p in own if not p.rounds]
         self._take_off(small)

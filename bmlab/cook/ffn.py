@@ -29,14 +29,17 @@ from .sparse24 import Sparse24Linear
 from ..train.loop import eval_mode
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #fd45d54b
-_ACTS = ("act_fn", "act", "activation_fn", "activation", "nonlinearity", "intermediate_act_fn")   # what modules call their activation
+# what modules call their activation
+_ACTS = ("act_fn", "act", "activation_fn", "activation", "nonlinearity", "intermediate_act_fn")
 
 @dataclass
 class FFN:
     "A feed-forward layer, by the names of its parts relative to its module."
     up:str             # name of the matrix into the neurons
     down:str           # name of the matrix out of them
-    gate:str|None      # name of the matrix whose outputs go through the activation; None: `up` is that; `up` again: one matrix for both, the gate's rows first
+    # name of the matrix whose outputs go through the activation; None: `up` is that; `up` again: one matrix for both,
+    # the gate's rows first
+    gate:str|None
     act:str|Callable   # name of the activation's module, or a function
     spread:bool=False  # is the module a block that does more?
 
@@ -44,7 +47,10 @@ class FFN:
     def fused(self): return self.gate == self.up
     def matrices(self, module):
         "The matrix modules: gate (None where it has none of its own), up, down"
-        return [None if n is None else unwrap(module.get_submodule(n)) for n in (None if self.fused else self.gate, self.up, self.down)]
+        return [
+            None if n is None else unwrap(module.get_submodule(n))
+            for n in (None if self.fused else self.gate, self.up, self.down)
+        ]
     def function(self, module):
         "The activation"
         return module.get_submodule(self.act) if isinstance(self.act, str) else self.act
@@ -93,7 +99,11 @@ def _computes(module, ffn):
     _, up, down = ffn.matrices(module)
     if up.weight.is_meta: return True
     x = torch.randn(2, 3, matrix_shape(up)[0], generator=torch.Generator().manual_seed(0)).to(up.weight)
-    needs = [k for k, p in list(inspect.signature(module.forward).parameters.items())[1:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    needs = [
+        k
+        for k, p in list(inspect.signature(module.forward).parameters.items())[1:]
+        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
     run = lambda: next(iter(y)) if isinstance(y := module(x, **dict.fromkeys(needs)), tuple) else y
     with eval_mode(module):
         try:
@@ -103,8 +113,12 @@ def _computes(module, ffn):
                 old = _put_parts(module, _whole_at_first(ffn, nn.Sequential(up, ffn.function(module), down)))
                 try: ours = run()
                 finally: _put_parts(module, old)
-        except Exception: return False                                                  # a block that wants more than its input
-    return isinstance(want, Tensor) and want.shape == ours.shape and torch.allclose(want.float(), ours.float(), rtol=1e-2, atol=1e-3 * float(ours.abs().max()))
+        except Exception: return False  # a block that wants more than its input
+    return (
+        isinstance(want, Tensor)
+        and want.shape == ours.shape
+        and torch.allclose(want.float(), ours.float(), rtol=1e-2, atol=1e-3 * float(ours.abs().max()))
+    )
 
 def _parts_of(module, path, role):
     "(FFN or None, why not) of the module at `path`, with the roles of all matrices"
@@ -116,9 +130,19 @@ def _parts_of(module, path, role):
     mine = [m for m in ffn.matrices(module) if m is not None]
     if ffn.act is None: return None, "has no activation that is known"
     if any(hasattr(m, "_bmlab_packed") for m in mine): return None, "is packed; cook the model before that"
-    ffn.spread = any(m._parameters for n, m in parts(module) if m not in mine and n.partition(".")[0] not in ("moefy", "sparse"))
-    if ffn.spread and (ffn.gate is not None or not isinstance(ffn.act, str)): return None, "spreads its gate, or an activation that is no module, over its block"
-    return (ffn, "") if _computes(module, ffn) else (None, "computes more than a feed-forward layer does, in a way that none in its first matrix's place could")
+    ffn.spread = any(
+        m._parameters for n, m in parts(module) if m not in mine and n.partition(".")[0] not in ("moefy", "sparse")
+    )
+    if ffn.spread and (ffn.gate is not None or not isinstance(ffn.act, str)):
+        return None, "spreads its gate, or an activation that is no module, over its block"
+    return (
+        (ffn, "")
+        if _computes(module, ffn)
+        else (
+            None,
+            "computes more than a feed-forward layer does, in a way that none in its first matrix's place could",
+        )
+    )
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #9a97b4e9
 def feed_forwards(
@@ -137,13 +161,22 @@ def feed_forwards(
         else: found[above[0]] = ffn
     if not found:
         reason = next((f": {n} {w}" for n, w in why.items()), "")
-        raise LookupError(f"this {type(model).__name__} has no feed-forward layer that can be split into neurons{reason}")
+        raise LookupError(
+            f"this {type(model).__name__} has no feed-forward layer that can be split into neurons{reason}"
+        )
     if modules is None: return found
     wanted = resolve(model, modules)
-    chosen = {n: f for n, f in found.items() if n in wanted or any(f"{n}.{m}" in wanted for m in (f.gate, f.up, f.down))}
+    chosen = {
+        n: f for n, f in found.items() if n in wanted or any(f"{n}.{m}" in wanted for m in (f.gate, f.up, f.down))
+    }
     if not chosen:
-        refused = next((f"; {n} {w}" for n, w in why.items() if n in wanted or any(m.startswith(n + ".") for m in wanted)), "")
-        raise LookupError(f"modules={modules!r} names no feed-forward layer; there are {', '.join(list(found)[:3])}{', …' if found.keys() - set(list(found)[:3]) else ''}{refused}")
+        refused = next(
+            (f"; {n} {w}" for n, w in why.items() if n in wanted or any(m.startswith(n + ".") for m in wanted)), ""
+        )
+        raise LookupError(
+            f"modules={modules!r} names no feed-forward layer; there are "
+            f"{', '.join(list(found)[:3])}{', …' if found.keys() - set(list(found)[:3]) else ''}{refused}"
+        )
     return chosen
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #d00ddc67
@@ -155,16 +188,23 @@ def ffn_samples(
     layers:dict,        # name → FFN, of `feed_forwards`
     calib:Iterable,     # batches, as for `Calibration`; labels are not needed
     tokens:int=2048,    # kept of each layer, at most
-):                      # yields (name, inputs (n, D), activations (n, F)), float32 on the model's device, layer by layer
+# yields (name, inputs (n, D), activations (n, F)), float32 on the model's device, layer by layer
+):
     "What goes into feed-forward layers, and what their neurons do with it."
     modules, names, run = dict(parts(model)), list(layers), Calibration(model, calib)
     width = {n: sum(matrix_shape(layers[n].matrices(modules[n])[2])) for n in names}
     while names:
         group, room = [], _SAMPLE_BYTES // (4 * tokens)
-        while names and (not group or width[names[0]] <= room): room -= width[names[0]]; group.append(names.pop(0))
+        while names and (not group or width[names[0]] <= room):
+            room -= width[names[0]]
+            group.append(names.pop(0))
         seen = _collect(run, {n: layers[n] for n in group}, modules, tokens)
         for n in group:
-            if not seen[n][0]: raise ValueError(f"{n} never ran on the calibration batches; give batches that reach it, or leave it out with modules=")
+            if not seen[n][0]:
+                raise ValueError(
+                    f"{n} never ran on the calibration batches; give batches that reach it, or leave it out with "
+                    "modules="
+                )
             yield n, *(torch.cat(t)[:tokens] for t in seen.pop(n))
 
 def _collect(run, layers, modules, tokens):
@@ -173,7 +213,8 @@ def _collect(run, layers, modules, tokens):
     def see(n, which, x):
         if sum(map(len, seen[n][which])) < tokens: seen[n][which].append(run.tokens(x.detach(), n)[:tokens].float())
     for n, f in layers.items():
-        for which, m in enumerate(f.matrices(modules[n])[1:]): hooks.append(m.register_forward_pre_hook(lambda m, args, n=n, which=which: see(n, which, args[0])))
+        for which, m in enumerate(f.matrices(modules[n])[1:]):
+            hooks.append(m.register_forward_pre_hook(lambda m, args, n=n, which=which: see(n, which, args[0])))
     try:
         for _ in run:
             if all(sum(map(len, s[1])) >= tokens for s in seen.values()): break
@@ -187,7 +228,13 @@ def sliceable(
 )->bool:
     "Can some of a matrix module's outputs or inputs be multiplied alone?"
     if "_deltas" in m.__dict__ or "_deltas" in m._modules: return False
-    return type(m) in (Int8Linear, Int4Linear, Int8GroupLinear) or type(m) is Sparse24Linear and m.form == "dense" or type(m).forward is nn.Linear.forward or is_conv1d(m)
+    return (
+        type(m) in (Int8Linear, Int4Linear, Int8GroupLinear)
+        or type(m) is Sparse24Linear
+        and m.form == "dense"
+        or type(m).forward is nn.Linear.forward
+        or is_conv1d(m)
+    )
 
 def is_plain(
     m:nn.Module|None, # a matrix module; None, a gate that is not there, is plain too
@@ -202,7 +249,8 @@ def neuron_rows(
     w = m.weight
     if is_conv1d(m): return w.detach()
     if not w.t().is_contiguous():
-        with torch.inference_mode(False): w.data = w.data.t().contiguous().t()          # (an inference tensor could not be trained again)
+        # (an inference tensor could not be trained again)
+        with torch.inference_mode(False): w.data = w.data.t().contiguous().t()
     return w.detach().t()
 
 def unhooked(
@@ -222,7 +270,12 @@ def rows_product(
     if type(m) is Int8Linear: return packed_linear(x, m.codes[at], m.scale[at], bias, m.activations)
     if type(m) is Int4Linear: return packed_linear4(x, m.codes[at], m.scale[at], m.zero[at], bias)
     if type(m) is Int8GroupLinear: return packed_linear(x, m.codes[at], m.scale[at], bias)
-    if type(m) is Sparse24Linear: return F.linear(x, m._raw()[at], bias) if m.scale is None else packed_linear(x, m._raw()[at], m.scale[at], bias, m.activations)
+    if type(m) is Sparse24Linear:
+        return (
+            F.linear(x, m._raw()[at], bias)
+            if m.scale is None
+            else packed_linear(x, m._raw()[at], m.scale[at], bias, m.activations)
+        )
     return F.linear(x, m.weight[:, at].t() if is_conv1d(m) else m.weight[at], bias)
 
 def columns_product(
@@ -243,14 +296,23 @@ def stretch_product(
     b:int,       # one past the last
 )->Tensor:       # (T, outputs), bias left out
     "What a stretch of inputs adds to a matrix module's outputs."
-    codes = m.codes if type(m) is Int8Linear else m._raw() if type(m) is Sparse24Linear and m.scale is not None else None
+    codes = (
+        m.codes if type(m) is Int8Linear else m._raw() if type(m) is Sparse24Linear and m.scale is not None else None
+    )
     if codes is not None: return packed_linear(h, codes[:, a:b].contiguous(), m.scale, None, m.activations)
     if type(m) is Sparse24Linear: return F.linear(h, m._raw()[:, a:b])
-    if type(m) is Int8GroupLinear: return F.linear(h, m.codes[:, a:b] * m.scale.to(h.dtype).repeat_interleave(m.group_size, 1)[:, a:b])
-    if type(m) is Int4Linear:                                                           # the groups that hold them, the rest of these zero
+    if type(m) is Int8GroupLinear:
+        return F.linear(h, m.codes[:, a:b] * m.scale.to(h.dtype).repeat_interleave(m.group_size, 1)[:, a:b])
+    # the groups that hold them, the rest of these zero
+    if type(m) is Int4Linear:
         g = m.group_size
         lo, hi = a // g, -(-b // g)
-        return packed_linear4(F.pad(h, (a - lo * g, hi * g - b)), m.codes[:, lo * g // 2:hi * g // 2].contiguous(), m.scale[:, lo:hi].contiguous(), m.zero[:, lo:hi].contiguous())
+        return packed_linear4(
+            F.pad(h, (a - lo * g, hi * g - b)),
+            m.codes[:, lo * g // 2 : hi * g // 2].contiguous(),
+            m.scale[:, lo:hi].contiguous(),
+            m.zero[:, lo:hi].contiguous(),
+        )
     return F.linear(h, m.weight[a:b].t() if is_conv1d(m) else m.weight[:, a:b])
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #5fee559f
@@ -260,7 +322,8 @@ def claim_neurons(
     method,           # of Cook, which will split its neurons
 ):
     "Note on a layer who splits its neurons; raises where someone does already."
-    if (who := module.__dict__.get("_bmlab_neurons")) is not None: raise ValueError(f"{name} is split by {who} already; give the two methods modules= that do not meet")
+    if (who := module.__dict__.get("_bmlab_neurons")) is not None:
+        raise ValueError(f"{name} is split by {who} already; give the two methods modules= that do not meet")
     module.__dict__["_bmlab_neurons"] = type(method).__name__
 
 def release_neurons(
@@ -270,7 +333,8 @@ def release_neurons(
     del module.__dict__["_bmlab_neurons"]
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #a1c49c4a
-def _along(m, dim): return int((dim == 1) != is_conv1d(m))                          # the dimension of the stored weight; a Conv1D's is (in, out)
+# the dimension of the stored weight; a Conv1D's is (in, out)
+def _along(m, dim): return int((dim == 1) != is_conv1d(m))
 
 def take_features(
     m:nn.Module,  # a matrix module, changed in place
@@ -294,11 +358,14 @@ def take_features_in_chain(
     "`take_features` of what shapes the weight alone: a gate for each neuron, a mask of the weight's shape."
     weight, d, n = stored(m), _along(m, dim), matrix_shape(m)[1 - dim]
     for p in chain(m):
-        if hasattr(p, "cut"): p.cut(d, index); continue
+        if hasattr(p, "cut"):
+            p.cut(d, index)
+            continue
         gates = [g for g in getattr(p, "gates", ()) if isinstance(g, nn.Module)]       # that belong to the model
         for t in (*p.parameters(), *p.buffers(), *(t for g in gates for t in (*g.parameters(), *g.buffers()))):
             if t.shape == weight.shape: t.data = t.data.index_select(d, index.to(t.device))
-            elif t.ndim and t.numel() == n and weight.shape[1 - d] != n: t.data = t.data.index_select(t.shape.index(n), index.to(t.device))
+            elif t.ndim and t.numel() == n and weight.shape[1 - d] != n:
+                t.data = t.data.index_select(t.shape.index(n), index.to(t.device))
 
 def reorder_features(
     m:nn.Module,  # a matrix module
@@ -307,7 +374,11 @@ def reorder_features(
 )->list[tuple]:   # (module, name, parameter that was there) for each
     "Give a matrix module new parameters, its outputs or inputs in another order; what held the old ones is not touched."
     was = [(m, k, p) for k, p in m._parameters.items() if p is not None and (k == "weight" or dim == 0)]
-    for _, k, p in was: m._parameters[k] = nn.Parameter(p.detach().index_select(_along(m, dim) if k == "weight" else 0, order.to(p.device)), requires_grad=p.requires_grad)
+    for _, k, p in was:
+        m._parameters[k] = nn.Parameter(
+            p.detach().index_select(_along(m, dim) if k == "weight" else 0, order.to(p.device)),
+            requires_grad=p.requires_grad,
+        )
     return was
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #28231903
@@ -320,11 +391,14 @@ def _apart(model, old, ffn):
     if not ffn.fused: return old, ffn
     owner, _, last = ffn.up.rpartition(".")
     place, both, new = old.get_submodule(owner), old.get_submodule(ffn.up), {}
-    others = {id(m): m for m in set(model.modules()) - set(both.modules())}            # that it knows of stay what they are
+    # that it knows of stay what they are
+    others = {id(m): m for m in set(model.modules()) - set(both.modules())}
     for k, rows in zip(("gate_proj", "up_proj"), torch.arange(matrix_shape(both)[1]).chunk(2)):
         new[k] = copy.deepcopy(both, dict(others))
         take_features(new[k], 0, rows)
-    place._modules = {k: m for n, child in place._modules.items() for k, m in (new if n == last else {n: child}).items()}
+    place._modules = {
+        k: m for n, child in place._modules.items() for k, m in (new if n == last else {n: child}).items()
+    }
     up, gate = (f"{owner}.{k}".strip(".") for k in ("up_proj", "gate_proj"))
     return old, FFN(up, ffn.down, gate, ffn.act)
 
@@ -347,7 +421,8 @@ def ffn_state(
 )->dict:             # JSON
     "What a file says of an exported layer's parts."
     names, act = [ffn.up, ffn.down, ffn.gate], type(ffn.function(layer)).__name__ if ffn.spread else None
-    if act is not None and repr(_act_named(act)) != repr(ffn.function(layer)): raise TypeError(f"the activation {ffn.function(layer)} is none that a file can name")
+    if act is not None and repr(_act_named(act)) != repr(ffn.function(layer)):
+        raise TypeError(f"the activation {ffn.function(layer)} is none that a file can name")
     sizes = {n: [*matrix_shape(m := layer.get_submodule(n)), m.bias is not None] for n in names if n is not None}
     return {"names": names, "sizes": sizes, "act": act}
 
@@ -362,8 +437,12 @@ def ffn_from_state(
         old.act = _act_named(act)
     there = dict(old.named_modules())
     if missing := [n for n in said["sizes"] if n not in there]:
-        for n in [n for n, m in there.items() if matrix_shape(m) is not None and n not in said["sizes"]]: del old.get_submodule(n.rpartition(".")[0])._modules[n.rpartition(".")[2]]
-        for n in missing: old.get_submodule(n.rpartition(".")[0]).add_module(n.rpartition(".")[2], nn.Linear(*said["sizes"][n], device="meta"))
+        for n in [n for n, m in there.items() if matrix_shape(m) is not None and n not in said["sizes"]]:
+            del old.get_submodule(n.rpartition(".")[0])._modules[n.rpartition(".")[2]]
+        for n in missing:
+            old.get_submodule(n.rpartition(".")[0]).add_module(
+                n.rpartition(".")[2], nn.Linear(*said["sizes"][n], device="meta")
+            )
     return old, FFN(up, down, gate, _find_act(old, up), act is not None)
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #31cf2676
@@ -371,12 +450,22 @@ class NeuronWork:
     "How much of the dense layers was computed, and what choosing cost beyond that"
     def __init__(self): self.tokens, self.computed, self.all, self.chose = 0, 0., 0, 0.
     def __call__(self, tokens, computed, width, chose):
-        self.tokens, self.computed, self.all, self.chose = self.tokens + tokens, self.computed + computed / width, self.all + tokens, self.chose + chose
+        self.tokens, self.computed, self.all, self.chose = (
+            self.tokens + tokens,
+            self.computed + computed / width,
+            self.all + tokens,
+            self.chose + chose,
+        )
     @property
     def share(self)->float: return self.computed / max(1, self.all)   # of the dense layers' multiplications
     @property
-    def overhead(self)->float: return self.chose / max(1, self.all)   # multiplications of the routers or predictors, as a share of the dense layers'
-    def __repr__(self): return f"{self.share:.1%} of the dense layers and {self.overhead:.1%} for choosing, over {self.tokens} tokens and layers"
+    # multiplications of the routers or predictors, as a share of the dense layers'
+    def overhead(self)->float: return self.chose / max(1, self.all)
+    def __repr__(self):
+        return (
+            f"{self.share:.1%} of the dense layers and {self.overhead:.1%} for choosing, over {self.tokens} tokens and "
+            "layers"
+        )
 
 @contextlib.contextmanager
 def executed(
@@ -384,7 +473,10 @@ def executed(
 ):                   # a `NeuronWork`, filled while the model runs
     "Count inside `with executed(small) as work:` how many neurons are really computed."
     work, layers = NeuronWork(), [m for m in model.modules() if isinstance(getattr(m, "_work", None), Transient)]
-    if not layers: raise LookupError(f"this {type(model).__name__} has no layer that skips neurons; export a Cook with MoEfy or NeuronSparse")
+    if not layers:
+        raise LookupError(
+            f"this {type(model).__name__} has no layer that skips neurons; export a Cook with MoEfy or NeuronSparse"
+        )
     for m in layers: m._work.append(work)
     try: yield work
     finally:

@@ -36,15 +36,21 @@ def _assign(cost, size):
     price = torch.zeros(E, device=cost.device)
     for sharpness in (3., 10., 30., 100., 300., 1000., 3000.):
         for _ in range(16):
-            share = (price - cost).div(step).mul(sharpness).log_softmax(1)             # each neuron spreads over the clusters
+            # each neuron spreads over the clusters
+            share = (price - cost).div(step).mul(sharpness).log_softmax(1)
             price = price - (share.logsumexp(0) - torch.tensor(float(size)).log()) * step / sharpness
-    left, labels, open_ = torch.full((E,), size, device=cost.device), torch.full((n,), -1, device=cost.device), cost - price
+    left, labels, open_ = (
+        torch.full((E,), size, device=cost.device),
+        torch.full((n,), -1, device=cost.device),
+        cost - price,
+    )
     while len(free := (labels < 0).nonzero()[:, 0]):
         wish = open_[free].masked_fill(left <= 0, float("inf"))
         best, where = wish.topk(min(2, E), largest=False)
         regret = (best[:, 1] - best[:, 0]).nan_to_num(float("inf")) if E > 1 else best[:, 0]
         order = regret.argsort(descending=True, stable=True)
-        order = order[where[order, 0].argsort(stable=True)]                            # by cluster, whoever loses most elsewhere first
+        # by cluster, whoever loses most elsewhere first
+        order = order[where[order, 0].argsort(stable=True)]
         target = where[order, 0]
         rank = torch.arange(len(order), device=cost.device) - torch.searchsorted(target, target)
         taken = rank < left[target]
@@ -58,7 +64,9 @@ def _swap(cost, labels):
     E = cost.shape[1]
     for _ in range(256):
         move = cost - cost.gather(1, labels[:, None])                                  # (F, E): what it costs to move
-        least = torch.full((E, E), float("inf"), device=cost.device).scatter_reduce_(0, labels[:, None].expand(-1, E), move, "amin")
+        least = torch.full((E, E), float("inf"), device=cost.device).scatter_reduce_(
+            0, labels[:, None].expand(-1, E), move, "amin"
+        )
         both = least + least.t()
         a, b = divmod(both.argmin().item(), E)
         if a == b or both[a, b] >= -1e-6 * cost.mean(): break
@@ -76,11 +84,16 @@ def balanced_clusters(
 )->Tensor:            # (F,) int64 in 0…E−1, each F/E times
     "k-means into clusters of one size."
     n = len(points)
-    if not 1 <= experts <= n or n % experts: raise ValueError(f"experts={experts!r} does not divide the {n} points; try {max((e for e in range(1, n + 1) if n % e == 0 and e <= experts), default=1)}")
+    if not 1 <= experts <= n or n % experts:
+        raise ValueError(
+            f"experts={experts!r} does not divide the {n} points; try "
+            f"{max((e for e in range(1, n + 1) if n % e == 0 and e <= experts), default=1)}"
+        )
     points = points.float()
     g = torch.Generator().manual_seed(seed)
     centres = points[torch.randint(n, (1,), generator=g).to(points.device)]
-    for _ in range(experts - 1):                                                       # k-means++: far from those there are
+    # k-means++: far from those there are
+    for _ in range(experts - 1):
         far = torch.cdist(points, centres).min(1).values.square().cpu() + 1e-12
         centres = torch.cat([centres, points[torch.multinomial(far, 1, generator=g).to(points.device)]])
     labels = None
@@ -100,7 +113,8 @@ class Router(nn.Module):
     ):
         super().__init__()
         self.kind = kind
-        for k, t in tensors.items(): self.register_parameter(k, nn.Parameter(t.clone(memory_format=torch.contiguous_format)))
+        for k, t in tensors.items():
+            self.register_parameter(k, nn.Parameter(t.clone(memory_format=torch.contiguous_format)))
 
     def forward(self,
         x:Tensor,      # (…, D)
@@ -118,15 +132,22 @@ class Router(nn.Module):
         return len(self.centres if self.kind == "centroid" else self.outer if self.kind == "mlp" else self.reach)
 
     @property
-    def cost(self): return sum(p.numel() for p in self.parameters() if p.ndim == 2 and p is not getattr(self, "reach", None))  # multiplications of a token
+    # multiplications of a token
+    def cost(self):
+        return sum(p.numel() for p in self.parameters() if p.ndim == 2 and p is not getattr(self, "reach", None))
 
     def keep_inputs(self, index):
         "Let it read some of its inputs only, those that structural pruning left"
         for k in ("centres", "inner", "rows", "ups"):
-            if k in self._parameters: self._parameters[k] = nn.Parameter(self._parameters[k].detach()[:, index.to(self._parameters[k].device)])
+            if k in self._parameters:
+                self._parameters[k] = nn.Parameter(
+                    self._parameters[k].detach()[:, index.to(self._parameters[k].device)]
+                )
 
     @property
-    def inputs(self): return (self.centres if self.kind == "centroid" else self.inner if self.kind == "mlp" else self.rows).shape[1]  # D
+    # D
+    def inputs(self):
+        return (self.centres if self.kind == "centroid" else self.inner if self.kind == "mlp" else self.rows).shape[1]
 
     def extra_repr(self): return f"{self.kind}, experts={self.experts}"
 
@@ -155,7 +176,9 @@ def _loss(scores, mass):
 
 def _centroid(gate, bounds, x, mass):
     "Means of the experts' rows, scaled so that a softmax of the scores fits the masses best"
-    centres = torch.stack([gate[a:b].mean(0) if b > a else gate.new_zeros(gate.shape[1]) for a, b in zip(bounds[1:-1], bounds[2:])])
+    centres = torch.stack(
+        [gate[a:b].mean(0) if b > a else gate.new_zeros(gate.shape[1]) for a, b in zip(bounds[1:-1], bounds[2:])]
+    )
     if x is None: return {"centres": centres}
     fits = {2.**e: _loss(x @ centres.t() * 2.**e, mass).item() for e in range(-2, 8)}
     return {"centres": centres * min(fits, key=fits.get)}
@@ -173,7 +196,9 @@ def _network(bounds, x, mass, seed, steps=300):
         for s in range(steps):
             i = torch.randint(len(x), (min(256, len(x)),), generator=g).to(x.device)
             opt.param_groups[0]["lr"] = 1e-2 * (1 - s / steps)
-            opt.zero_grad(); _loss(F.linear(torch.tanh(F.linear(x[i], p[0])), p[1], p[2]), mass[i]).backward(); opt.step()
+            opt.zero_grad()
+            _loss(F.linear(torch.tanh(F.linear(x[i], p[0])), p[1], p[2]), mass[i]).backward()
+            opt.step()
     return dict(zip(("inner", "outer", "offset"), (p[0].detach() / size, p[1].detach(), p[2].detach())))
 
 def _representatives(gate, up, reach, bounds, h, mass, r=2):
@@ -195,11 +220,19 @@ def _representatives(gate, up, reach, bounds, h, mass, r=2):
 @functools.cache
 def _kernel_acts():
     "Names of the kernel's activations by what they are"
-    return {"SiLU": "silu", "SiLUActivation": "silu", "ReLU": "relu", "GELUActivation": "gelu", "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh"}
+    return {
+        "SiLU": "silu",
+        "SiLUActivation": "silu",
+        "ReLU": "relu",
+        "GELUActivation": "gelu",
+        "NewGELUActivation": "gelu_tanh",
+        "GELUTanh": "gelu_tanh",
+    }
 
 class _OneToken(nn.Module):
     "How one token's experts are computed"
-    def _equal(self): return len({b - a for a, b in zip(self.bounds[1:], self.bounds[2:])}) == 1           # experts of one size (slicing may have left others)
+    # experts of one size (slicing may have left others)
+    def _equal(self): return len({b - a for a, b in zip(self.bounds[1:], self.bounds[2:])}) == 1
 
     def _runs(self, experts):
         "Stretches of neurons of these experts and of those that are always on; neighbours joined"
@@ -211,41 +244,88 @@ class _OneToken(nn.Module):
 
     def _takes_token(self, x, gate, up, down):
         "One token on a CPU, plain matrices, nothing to learn: the fewest calls"
-        return (x.device.type == "cpu" and not torch.compiler.is_compiling() and all(map(is_plain, (gate, up, down))) and not torch.is_grad_enabled()
-                and all(m is None or unhooked(m) for m in (gate, up, down)))
+        return (
+            x.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and all(map(is_plain, (gate, up, down)))
+            and not torch.is_grad_enabled()
+            and all(m is None or unhooked(m) for m in (gate, up, down))
+        )
 
     def _token(self, x, scores, act, gate, up, down):
         "(outputs, neurons computed) for one token"
-        picked = scores.topk(self.k).indices[0].tolist() if self.threshold is None else chosen(scores, self.k, self.threshold)[0].nonzero()[:, 0].tolist()
-        y, v, work, columns, plain = down.bias, x[0], 0, neuron_rows(down), up.bias is None and (gate is None or gate.bias is None)
+        picked = (
+            scores.topk(self.k).indices[0].tolist()
+            if self.threshold is None
+            else chosen(scores, self.k, self.threshold)[0].nonzero()[:, 0].tolist()
+        )
+        y, v, work, columns, plain = (
+            down.bias,
+            x[0],
+            0,
+            neuron_rows(down),
+            up.bias is None and (gate is None or gate.bias is None),
+        )
         rows, first = up.weight.detach(), None if gate is None else gate.weight.detach()
         for a, b in self._runs(sorted(picked)):
             if plain: h = act(rows[a:b].mv(v)) if gate is None else act(first[a:b].mv(v)).mul_(rows[a:b].mv(v))
-            else: h = (act(rows_product(up, x, slice(a, b))) if gate is None else act(rows_product(gate, x, slice(a, b))) * rows_product(up, x, slice(a, b)))[0]
+            else:
+                h = (
+                    act(rows_product(up, x, slice(a, b)))
+                    if gate is None
+                    else act(rows_product(gate, x, slice(a, b))) * rows_product(up, x, slice(a, b))
+                )[0]
             y, work = columns[a:b].t().mv(h) if y is None else torch.addmv(y, columns[a:b].t(), h), work + b - a
         return (x.new_zeros(matrix_shape(down)[1]) if y is None else y)[None], work
 
     def _takes_kernels(self, x, act, gate, up, down):
         "One token on a GPU: the rows of its experts are read by index"
-        return (x.is_cuda and len(x) == 1 and self.threshold is None and self._equal() and all(map(is_plain, (gate, up, down)))
-                and type(act).__name__ in _kernel_acts() and not torch.compiler.is_compiling() and not torch.is_grad_enabled())
+        return (
+            x.is_cuda
+            and len(x) == 1
+            and self.threshold is None
+            and self._equal()
+            and all(map(is_plain, (gate, up, down)))
+            and type(act).__name__ in _kernel_acts()
+            and not torch.compiler.is_compiling()
+            and not torch.is_grad_enabled()
+        )
 
     def _ids(self, on):
         "The neurons that run for one token: (n,), a size that the router has no say in"
         first, size = self.bounds[1], self.bounds[2] - self.bounds[1]
         experts = on[0].int().topk(self.k, sorted=False).indices
-        return torch.cat([torch.arange(first, device=on.device), (first + experts[:, None] * size + torch.arange(size, device=on.device)).flatten()])
+        return torch.cat(
+            [
+                torch.arange(first, device=on.device),
+                (first + experts[:, None] * size + torch.arange(size, device=on.device)).flatten(),
+            ]
+        )
 
     def _kernels(self, x, on, act, gate, up, down):
         from bmlab.kernels.triton_groups import neuron_hidden, neuron_sum
         ids = self._ids(on)
-        h = neuron_hidden(x[0], ids, up.weight, gate and gate.weight, _kernel_acts()[type(act).__name__], None, up.bias, gate and gate.bias)
+        h = neuron_hidden(
+            x[0],
+            ids,
+            up.weight,
+            gate and gate.weight,
+            _kernel_acts()[type(act).__name__],
+            None,
+            up.bias,
+            gate and gate.bias,
+        )
         y = neuron_sum(h, ids, down.weight).to(x.dtype)[None]
         return y if down.bias is None else y + down.bias
 
     def _takes_picked(self, x, *matrices):
         "One token where no size may depend on the router: rows and columns can be read by index"
-        return len(x) == 1 and self.threshold is None and self._equal() and all(is_plain(m) or type(m) is Int8Linear or is_conv1d(m) for m in matrices)
+        return (
+            len(x) == 1
+            and self.threshold is None
+            and self._equal()
+            and all(is_plain(m) or type(m) is Int8Linear or is_conv1d(m) for m in matrices)
+        )
 
     def _picked(self, x, on, act, gate, up, down):
         "One token: the chosen experts' rows are gathered"
@@ -265,27 +345,45 @@ class _ManyTokens(_OneToken):
         "(outputs, neurons × tokens computed): expert by expert, or for one token stretch by stretch"
         y, work = x.new_zeros(len(x), matrix_shape(down)[1]), 0
         if len(x) == 1:
-            for a, b in self._runs(on[0].nonzero()[:, 0].tolist()): y, work = y + self._expert(x, a, b, act, gate, up, down), work + b - a
+            for a, b in self._runs(on[0].nonzero()[:, 0].tolist()):
+                y, work = y + self._expert(x, a, b, act, gate, up, down), work + b - a
         else:
-            if self.bounds[1]: y, work = self._expert(x, 0, self.bounds[1], act, gate, up, down), self.bounds[1] * len(x)
+            if self.bounds[1]:
+                y, work = self._expert(x, 0, self.bounds[1], act, gate, up, down), self.bounds[1] * len(x)
             who, tokens = on.t().nonzero().unbind(1)                                    # by expert, then by token
             for e, t in enumerate(tokens.split(torch.bincount(who, minlength=on.shape[1]).tolist())):
                 a, b = self.bounds[e + 1:e + 3]
-                if len(t) and b > a: y, work = y.index_add(0, t, self._expert(x[t], a, b, act, gate, up, down).to(y.dtype)), work + (b - a) * len(t)
+                if len(t) and b > a:
+                    y, work = (
+                        y.index_add(0, t, self._expert(x[t], a, b, act, gate, up, down).to(y.dtype)),
+                        work + (b - a) * len(t),
+                    )
         return (y if down.bias is None else y + down.bias), work
 
     def _masked(self, x, on):
         "The dense layer with the other experts' neurons at zero: for matrices of which no part can be multiplied alone"
         h = self.ffn.hidden(self, x)
-        mask = torch.cat([on.new_ones(len(x), self.bounds[1]), *(on[:, e:e + 1].expand(-1, b - a) for e, (a, b) in enumerate(zip(self.bounds[1:], self.bounds[2:])))], 1)      # (no size is copied to a GPU: a graph may be captured)
+        mask = torch.cat(
+            [
+                on.new_ones(len(x), self.bounds[1]),
+                *(on[:, e : e + 1].expand(-1, b - a) for e, (a, b) in enumerate(zip(self.bounds[1:], self.bounds[2:]))),
+            ],
+            1,
+        )  # (no size is copied to a GPU: a graph may be captured)
         return self.ffn.matrices(self)[2](h * mask)
 
     def _takes_groups(self, x, *matrices):
         "Is `F.grouped_mm` the way? In bfloat16 on a GPU, and under torch.compile; experts of one size, plain weights in strides of 16 bytes"
         sizes = {b - a for a, b in zip(self.bounds[1:], self.bounds[2:])}
         plain = all(is_plain(m) and (m is None or m.weight.dtype == x.dtype) for m in matrices)
-        return (self.threshold is None and self._equal() and plain and x.dtype == torch.bfloat16 and (x.is_cuda or torch.compiler.is_compiling())
-                and all(n * x.element_size() % 16 == 0 for n in (*sizes, self.bounds[1], self.bounds[-1], x.shape[1])))
+        return (
+            self.threshold is None
+            and self._equal()
+            and plain
+            and x.dtype == torch.bfloat16
+            and (x.is_cuda or torch.compiler.is_compiling())
+            and all(n * x.element_size() % 16 == 0 for n in (*sizes, self.bounds[1], self.bounds[-1], x.shape[1]))
+        )
 
     def _grouped(self, x, on, act, gate, up, down):
         "Tokens sorted by expert, and one grouped product for each matrix; no size depends on what the router chose"
@@ -316,7 +414,14 @@ class MoEMLP(_ManyTokens):
     ):
         super().__init__()
         self._modules.update(module._modules)
-        self.router, self.ffn, self.bounds, self.k, self.threshold, self._work = router, ffn, list(bounds), k, threshold, Transient()
+        self.router, self.ffn, self.bounds, self.k, self.threshold, self._work = (
+            router,
+            ffn,
+            list(bounds),
+            k,
+            threshold,
+            Transient(),
+        )
         self.train(module.training)
 
     def forward(self, x, *unused, **also_unused):
@@ -331,7 +436,11 @@ class MoEMLP(_ManyTokens):
         way = self._way(rows, act, gate, up, down)
         if way == "_stretches": y, work = self._stretches(rows, on, act, gate, up, down)
         elif way == "_masked": y, work = self._masked(rows, on), self.bounds[-1] * len(rows)
-        else: y, work = getattr(self, way)(rows, on, act, gate, up, down), (self.bounds[1] + self.k * (self.bounds[2] - self.bounds[1])) * len(rows)
+        else:
+            y, work = (
+                getattr(self, way)(rows, on, act, gate, up, down),
+                (self.bounds[1] + self.k * (self.bounds[2] - self.bounds[1])) * len(rows),
+            )
         for note in self._work: note(len(rows), work, self.bounds[-1], self._choosing(gate, up, down) * len(rows))
         return y.view(*x.shape[:-1], -1)
 
@@ -344,10 +453,17 @@ class MoEMLP(_ManyTokens):
         if (compiling or x.is_cuda) and self._takes_picked(x, *matrices): return "_picked"
         return "_masked" if compiling or x.is_cuda and torch.cuda.is_current_stream_capturing() else "_stretches"
 
-    def _choosing(self, *matrices): return self.router.cost / sum(math.prod(matrix_shape(m)) for m in matrices if m is not None)
+    def _choosing(self, *matrices):
+        return self.router.cost / sum(math.prod(matrix_shape(m)) for m in matrices if m is not None)
 
-    def cooked_state(self): return {"ffn": ffn_state(self, self.ffn), "bounds": self.bounds, "k": self.k, "threshold": self.threshold,
-                                    "router": [self.router.kind, {n: list(p.shape) for n, p in self.router.named_parameters()}]}
+    def cooked_state(self):
+        return {
+            "ffn": ffn_state(self, self.ffn),
+            "bounds": self.bounds,
+            "k": self.k,
+            "threshold": self.threshold,
+            "router": [self.router.kind, {n: list(p.shape) for n, p in self.router.named_parameters()}],
+        }
     @classmethod
     def from_cooked(cls, old, state):
         kind, shapes = state["router"]
@@ -356,7 +472,9 @@ class MoEMLP(_ManyTokens):
 
     def extra_repr(self):
         E = len(self.bounds) - 2
-        return f"neurons={self.bounds[-1]}, always on={self.bounds[1]}, experts={E}, " + (f"k={self.k}" if self.threshold is None else f"threshold={self.threshold}")
+        return f"neurons={self.bounds[-1]}, always on={self.bounds[1]}, experts={E}, " + (
+            f"k={self.k}" if self.threshold is None else f"threshold={self.threshold}"
+        )
 
 # %% ../../nbs/20_cook/12_moefy.ipynb #339ef381
 @dataclass
@@ -369,20 +487,29 @@ class ExpertPlan:
     router:Router
     reach:Tensor           # (F,) float32: how far each neuron, in its order, moves the output
     active:float|None      # share of the neurons that run: for a threshold measured on samples kept apart, None without
-    recall:float|None      # share of the mass of equally many best experts that the router's hold, on samples kept apart; None without
+    # share of the mass of equally many best experts that the router's hold, on samples kept apart; None without
+    recall:float|None
 
 def _split(F, experts, shared, active, name):
     "(neurons always on, experts of a token) for a layer of F neurons"
     if experts > F: raise ValueError(f"experts={experts} is more than the {F} neurons of {name}")
-    tries = [(n, round((active * F - n) * experts / (F - n))) for n in range(F % experts, F - experts + 1, experts)]   # what is left divides evenly
-    best, k = min(tries, key=lambda t: abs(t[0] + t[1] * (F - t[0]) / experts - active * F) + abs(t[0] - shared * F) / 4)
-    if k < 1: raise ValueError(f"active={active} leaves no expert to choose in {name}, of whose {F} neurons {best} are always on; raise active, or lower shared or experts")
+    # what is left divides evenly
+    tries = [(n, round((active * F - n) * experts / (F - n))) for n in range(F % experts, F - experts + 1, experts)]
+    best, k = min(
+        tries, key=lambda t: abs(t[0] + t[1] * (F - t[0]) / experts - active * F) + abs(t[0] - shared * F) / 4
+    )
+    if k < 1:
+        raise ValueError(
+            f"active={active} leaves no expert to choose in {name}, of whose {F} neurons {best} are always on; raise "
+            "active, or lower shared or experts"
+        )
     return best, min(k, experts)
 
 def _decide(module, ffn, x, h, name, experts, active, shared, router, cluster, threshold, seed):
     "The `ExpertPlan` of one layer"
     gate, up, down = ffn.rows(module)
-    first, reach = up if gate is None else gate, down.norm(dim=0)                      # the rows that go through the activation
+    # the rows that go through the activation
+    first, reach = up if gate is None else gate, down.norm(dim=0)
     on, k = _split(len(up), experts, shared, active, name)
     activity = None if h is None else h.abs() * reach
     worth = reach * first.norm(dim=1) if h is None else activity.mean(0)
@@ -425,16 +552,28 @@ def _check_untied(model, layers):
         for p in m._parameters.values(): held.setdefault(id(p), []).append((n, m))
     for n, f in layers.items():
         for m in f.matrices(modules[n]):
-            others = [o for p in ({} if m is None else m._parameters).values() if p is not None for o, holder in held[id(p)] if holder is not m]
-            if others: raise ValueError(f"{n} shares a weight with {others[0]}, and MoEfy gives each layer's neurons an order of their own; untie it, or leave it out by modules=")
+            others = [
+                o
+                for p in ({} if m is None else m._parameters).values()
+                if p is not None
+                for o, holder in held[id(p)]
+                if holder is not m
+            ]
+            if others:
+                raise ValueError(
+                    f"{n} shares a weight with {others[0]}, and MoEfy gives each layer's neurons an order of their "
+                    "own; untie it, or leave it out by modules="
+                )
 
 # %% ../../nbs/20_cook/12_moefy.ipynb #6c7fed53
 class _Site(nn.Module):
     "What a layer carries while it is cooked"
     def __init__(self, name, plan):
         super().__init__()
-        self.name, self.router = name, plan.router                                   # its layer's name when it was cooked: layers before it may be gone by the export
-        self.register_buffer("order", plan.order); self.register_buffer("reach", plan.reach)
+        # its layer's name when it was cooked: layers before it may be gone by the export
+        self.name, self.router = name, plan.router
+        self.register_buffer("order", plan.order)
+        self.register_buffer("reach", plan.reach)
         self.register_buffer("neurons", torch.arange(len(plan.order), device=plan.order.device), persistent=False)
 
     def cut_neurons(self, index):
@@ -458,7 +597,16 @@ class _Whole:
 class _Gate:
     "The two hooks of a layer: the first asks the router, the second switches neurons off"
     def __init__(self, method, module, site, plan):
-        self.method, self.module, self.site, self.ffn, self.bounds, self.k, self.scores, self.on = method, module, site, plan.ffn, plan.bounds, plan.k, None, None
+        self.method, self.module, self.site, self.ffn, self.bounds, self.k, self.scores, self.on = (
+            method,
+            module,
+            site,
+            plan.ffn,
+            plan.bounds,
+            plan.k,
+            None,
+            None,
+        )
     def ask(self, module, args):
         if not self.method.enabled: return
         scores = self.site.router(args[0].detach(), self.ffn.function(self.module))
@@ -469,7 +617,8 @@ class _Gate:
         if not self.method.enabled: return
         h, on = args[0], self.bounds[1]
         if self.scores is not None:
-            term = _loss(self.scores, _masses(h.detach(), self.site.reach, self.bounds))    # when recomputed too, for its gradient
+            # when recomputed too, for its gradient
+            term = _loss(self.scores, _masses(h.detach(), self.site.reach, self.bounds))
             if self.method.whole.on: self.method.terms.append(term)
         size = (h.shape[-1] - on) // self.on.shape[-1]
         routed = h[..., on:] * self.on.repeat_interleave(size, -1)
@@ -484,47 +633,93 @@ class _Options(Method):
     def __init__(self,
         experts:int=16,              # E: how many each layer's neurons are split into
         active:float=.25,            # share of the neurons that run for a token, those always on included
-        shared:float=0.,             # share that is always on: the neurons with the largest mass; what does not divide evenly is added
+        shared:float=0.,             # share that is always on: the neurons with the largest mass; what does not divide
+                                     # evenly is added
         router:str="centroid",       # "centroid", "mlp" or "analytical"
-        cluster:str="params",        # "params": neurons with similar rows; "coactivation": that fire for the same tokens
-        threshold:float|None=None,   # instead of a fixed number: the fewest experts with this predicted share, in (0, 1]
+        cluster:str="params",        # "params": neurons with similar rows; "coactivation": that fire for the same
+                                     # tokens
+        threshold:float|None=None,   # instead of a fixed number: the fewest experts with this predicted share, in (0,
+                                     # 1]
         modules:str|list|None=None,  # a pattern for the layers or their matrices; None: all feed-forward layers
         tokens:int=2048,             # of calibration that are kept
         seed:int=0,                  # of clusters and of the router's training
     ):
-        if not isinstance(experts, int) or experts < 1: raise ValueError(f"experts={experts!r}: a whole number of at least 1")
+        if not isinstance(experts, int) or experts < 1:
+            raise ValueError(f"experts={experts!r}: a whole number of at least 1")
         if not 0 < active <= 1: raise ValueError(f"active={active!r}: a share in (0, 1]")
         if not 0 <= shared < 1: raise ValueError(f"shared={shared!r}: a share in [0, 1)")
-        if shared > active: raise ValueError(f"shared={shared} is more than active={active}, which counts it; raise active")
+        if shared > active:
+            raise ValueError(f"shared={shared} is more than active={active}, which counts it; raise active")
         if router not in _ROUTERS: raise ValueError(f"router={router!r}: one of {', '.join(_ROUTERS)}")
         if cluster not in _CLUSTERS: raise ValueError(f"cluster={cluster!r}: one of {', '.join(_CLUSTERS)}")
-        if threshold is not None and not 0 < threshold <= 1: raise ValueError(f"threshold={threshold!r}: a share in (0, 1], or None")
-        if not isinstance(tokens, int) or tokens < 1: raise ValueError(f"tokens={tokens!r}: a whole number of at least 1")
-        vars(self).update(experts=experts, active=active, shared=shared, router=router, cluster=cluster, threshold=threshold, modules=modules, tokens=tokens, seed=seed)
+        if threshold is not None and not 0 < threshold <= 1:
+            raise ValueError(f"threshold={threshold!r}: a share in (0, 1], or None")
+        if not isinstance(tokens, int) or tokens < 1:
+            raise ValueError(f"tokens={tokens!r}: a whole number of at least 1")
+        vars(self).update(
+            experts=experts,
+            active=active,
+            shared=shared,
+            router=router,
+            cluster=cluster,
+            threshold=threshold,
+            modules=modules,
+            tokens=tokens,
+            seed=seed,
+        )
         self.plans, self.places, self.terms, self.notes, self._was, self.whole = {}, {}, Transient(), {}, [], _Whole()
-    def __repr__(self): return f"MoEfy(experts={self.experts}, active={self.active}, shared={self.shared}, router={self.router!r}, cluster={self.cluster!r}, threshold={self.threshold})"
+    def __repr__(self):
+        return (
+            f"MoEfy(experts={self.experts}, active={self.active}, shared={self.shared}, router={self.router!r}, "
+            f"cluster={self.cluster!r}, threshold={self.threshold})"
+        )
 
     def prepare(self, model, calib):
         layers = feed_forwards(model, self.modules)
         if calib is None and (need := [f"{k}={v!r}" for k, v in (("cluster", self.cluster), ("router", self.router)) if v in ("mlp", "coactivation")]):
-            raise ValueError(f"{' and '.join(need)} needs calib=: a few batches; without, cluster='params' and router='centroid' or 'analytical'")
+            raise ValueError(
+                f"{' and '.join(need)} needs calib=: a few batches; without, cluster='params' and router='centroid' or "
+                "'analytical'"
+            )
         for n, f in layers.items():
             for m in f.matrices(dict(parts(model))[n]):
                 if m is None: continue
-                if hasattr(m, "_deltas"): raise ValueError(f"{n} carries a delta on its neurons, whose order MoEfy changes; merge or detach it first, and attach it again to the cooked model")
-                if m._parameters.get("weight") is None: raise ValueError(f"{n} has a parametrized weight; make it plain first (torch.nn.utils.parametrize.remove_parametrizations)")
+                if hasattr(m, "_deltas"):
+                    raise ValueError(
+                        f"{n} carries a delta on its neurons, whose order MoEfy changes; merge or detach it first, and "
+                        "attach it again to the cooked model"
+                    )
+                if m._parameters.get("weight") is None:
+                    raise ValueError(
+                        f"{n} has a parametrized weight; make it plain first "
+                        "(torch.nn.utils.parametrize.remove_parametrizations)"
+                    )
                 if isinstance(m.weight, DTensor): raise RuntimeError(f"{n} is sharded; attach Cook before shard")
         _check_untied(model, layers)
         for n in layers: claim_neurons(dict(parts(model))[n], n, self)
         self.plans = {}
         for n, x, h in ffn_samples(model, layers, calib, self.tokens) if calib is not None else ((n, None, None) for n in layers):
-            self.plans[n] = _decide(dict(parts(model))[n], layers[n], x, h, n, self.experts, self.active, self.shared, self.router, self.cluster, self.threshold, self.seed)
+            self.plans[n] = _decide(
+                dict(parts(model))[n],
+                layers[n],
+                x,
+                h,
+                n,
+                self.experts,
+                self.active,
+                self.shared,
+                self.router,
+                self.cluster,
+                self.threshold,
+                self.seed,
+            )
         self._was = []
         for n, plan in self.plans.items():
             for side in plan.ffn.sides(dict(parts(model))[n], plan.order): self._was += reorder_features(*side)
         plans = list(self.plans.values())
         self.notes = {"layers": len(plans)}
-        if plans[0].active is not None: self.notes["active"] = sum(p.active * p.bounds[-1] for p in plans) / sum(p.bounds[-1] for p in plans)
+        if plans[0].active is not None:
+            self.notes["active"] = sum(p.active * p.bounds[-1] for p in plans) / sum(p.bounds[-1] for p in plans)
         if plans[0].recall is not None: self.notes["recall"] = sum(p.recall for p in plans) / len(plans)
 
 # %% ../../nbs/20_cook/12_moefy.ipynb #238a858e
@@ -540,16 +735,22 @@ class MoEfy(_Options):
             site, (_, up, down) = _Site(n, plan), plan.ffn.matrices(module)
             module.add_module("moefy", site)
             hook = _Gate(self, module, site, plan)
-            up.register_forward_pre_hook(hook.ask); down.register_forward_pre_hook(hook.switch)
+            up.register_forward_pre_hook(hook.ask)
+            down.register_forward_pre_hook(hook.switch)
             self.places[n] = module
-        unwrap(model).register_forward_pre_hook(self.whole.begin); unwrap(model).register_forward_hook(self.whole.end)
+        unwrap(model).register_forward_pre_hook(self.whole.begin)
+        unwrap(model).register_forward_hook(self.whole.end)
 
-    def parameters(self): return [p for m in self.places.values() if "moefy" in m._modules for p in m.moefy.router.parameters()]
+    def parameters(self):
+        return [p for m in self.places.values() if "moefy" in m._modules for p in m.moefy.router.parameters()]
 
     def loss(self):
         terms, blind, self.whole.blind = list(self.terms), self.whole.blind, False
         self.terms.clear()
-        if blind and not terms: raise RuntimeError("the routers saw no gradients, so they would not learn; recompute layers with use_reentrant=False")
+        if blind and not terms:
+            raise RuntimeError(
+                "the routers saw no gradients, so they would not learn; recompute layers with use_reentrant=False"
+            )
         return {"router": torch.stack([t.float() for t in terms]).mean()} if terms else {}
 
     def step(self): self.terms.clear()                                                 # for who asks for no loss
@@ -557,8 +758,14 @@ class MoEfy(_Options):
     def check_detach(self):
         for n, module in self.places.items():
             matrices = self.plans[n].ffn.matrices(module)
-            if any(hasattr(m, "_deltas") for m in matrices): raise RuntimeError(f"{n} carries a delta, trained on the neurons in their new order; merge or detach it first")
-            if any(m is not None and isinstance(stored(m), DTensor) for m in matrices): raise RuntimeError(f"{n} is sharded, so its neurons cannot be put back; export from the whole weights instead")
+            if any(hasattr(m, "_deltas") for m in matrices):
+                raise RuntimeError(
+                    f"{n} carries a delta, trained on the neurons in their new order; merge or detach it first"
+                )
+            if any(m is not None and isinstance(stored(m), DTensor) for m in matrices):
+                raise RuntimeError(
+                    f"{n} is sharded, so its neurons cannot be put back; export from the whole weights instead"
+                )
 
     def detach(self):
         self.check_detach()
@@ -575,8 +782,11 @@ class MoEfy(_Options):
             if (plan := self.plans.get(site.name)) is None: continue                  # another MoEfy's
             _, up, down = plan.ffn.matrices(old)
             if (site.router.inputs, len(site.neurons)) != (matrix_shape(up)[0], matrix_shape(down)[0]):
-                raise RuntimeError(f"{site.name} was cut to {matrix_shape(down)[0]} neurons and {matrix_shape(up)[0]} inputs by what did not tell its router; "
-                                   "export without MoEfy, and cook the small model with it")
+                raise RuntimeError(
+                    f"{site.name} was cut to {matrix_shape(down)[0]} neurons and {matrix_shape(up)[0]} inputs by what "
+                    "did not tell its router; "
+                    "export without MoEfy, and cook the small model with it"
+                )
             del old._modules["moefy"]
             rest = site.router, site.left(plan.bounds), plan.k, self.threshold
             replace_ffn(small, old, plan.ffn, lambda module, ffn, rest=rest: MoEMLP(module, ffn, *rest))
@@ -591,7 +801,8 @@ def expert_use(
     layers, seen = {n: m for n, m in parts(model) if isinstance(m, MoEMLP)}, {}
     if not layers: raise LookupError(f"this {type(model).__name__} has no MoEMLP; export a Cook with MoEfy")
     run = Calibration(model, batches, "experts")
-    def see(n, m, x): seen.setdefault(n, []).append(chosen(m.router(run.tokens(x, n), m.ffn.function(m)), m.k, m.threshold).cpu())
+    def see(n, m, x):
+        seen.setdefault(n, []).append(chosen(m.router(run.tokens(x, n), m.ffn.function(m)), m.k, m.threshold).cpu())
     hooks = [m.register_forward_pre_hook(lambda m, args, n=n: see(n, m, args[0])) for n, m in layers.items()]
     try:
         for _ in run: pass

@@ -27,11 +27,19 @@ class Predictor(nn.Module):
     "Scores neurons by what they would add to a layer's output, before they are known."
     def __init__(self,
         kind:str,      # "gate", "up" (which of the two is computed first) or "lowrank"
-        tensors:dict,  # name → tensor: norms (F,) of down's columns, reach (F,) to scale by; for "lowrank" inner (r, D), gates (F, r) or None, ups (F, r)
+        tensors:dict,  # name → tensor: norms (F,) of down's columns, reach (F,) to scale by; for "lowrank" inner (r,
+                       # D), gates (F, r) or None, ups (F, r)
     ):
         super().__init__()
-        self.kind, self.left = kind, None                        # how many neurons structural pruning will leave, where that is known
-        for k, t in tensors.items(): self.register_parameter(k, None if t is None else nn.Parameter(t.clone(memory_format=torch.contiguous_format), requires_grad=False))
+        # how many neurons structural pruning will leave, where that is known
+        self.kind, self.left = kind, None
+        for k, t in tensors.items():
+            self.register_parameter(
+                k,
+                None
+                if t is None
+                else nn.Parameter(t.clone(memory_format=torch.contiguous_format), requires_grad=False),
+            )
 
     def forward(self,
         x:Tensor,             # (…, D) the layer's inputs
@@ -59,7 +67,8 @@ class Predictor(nn.Module):
     def foresee_neurons(self, index):
         "Structural pruning will leave these neurons: the others are never chosen"
         stay = torch.zeros_like(self.norms).index_fill_(0, index.to(self.norms.device), 1)
-        self.norms *= stay; self.reach *= stay
+        self.norms *= stay
+        self.reach *= stay
         self.left = len(index)
 
     def cut_inputs(self, index):
@@ -68,7 +77,10 @@ class Predictor(nn.Module):
 
     def _keep(self, dims, index):
         for k, dim in dims.items():
-            if (t := self._parameters.get(k)) is not None: self._parameters[k] = nn.Parameter(t.detach().index_select(dim, index.to(t.device)), requires_grad=False)
+            if (t := self._parameters.get(k)) is not None:
+                self._parameters[k] = nn.Parameter(
+                    t.detach().index_select(dim, index.to(t.device)), requires_grad=False
+                )
 
     def extra_repr(self): return self.kind if self.kind != "lowrank" else f"{self.kind}, rank={len(self.inner)}"
 
@@ -76,7 +88,8 @@ class Predictor(nn.Module):
 def _sketch(both, x, rank):
     "(outer (2F, r), inner (r, D)) whose product is nearest to `both` on inputs like x"
     C = x.t() @ x / len(x)
-    root = torch.linalg.cholesky(C + torch.eye(len(C), device=C.device) * 1e-4 * C.diagonal().mean())      # C = root rootᵀ
+    # C = root rootᵀ
+    root = torch.linalg.cholesky(C + torch.eye(len(C), device=C.device) * 1e-4 * C.diagonal().mean())
     U, S, V = torch.linalg.svd(both @ root, full_matrices=False)
     return U[:, :rank] * S[:rank], torch.linalg.solve_triangular(root.t(), V[:rank].t(), upper=True).t()
 
@@ -87,14 +100,30 @@ def _fit(module, ffn, x, kind, rank=0, candidates=1, n=1):
     norms = down.norm(dim=0)
     if kind == "lowrank":
         outer, inner = _sketch(up if gate is None else torch.cat([gate, up]), x, rank)
-        return Predictor(kind, {"norms": norms, "reach": norms, "inner": inner, "gates": None if gate is None else outer[:len(norms)], "ups": outer[-len(norms):]})
+        return Predictor(
+            kind,
+            {
+                "norms": norms,
+                "reach": norms,
+                "inner": inner,
+                "gates": None if gate is None else outer[: len(norms)],
+                "ups": outer[-len(norms) :],
+            },
+        )
     if gate is None: return Predictor("up", {"norms": norms, "reach": norms})
     if x is None: return Predictor("gate", {"norms": norms, "reach": norms * up.norm(dim=1)})
     g, u = ffn.raised(module, x.to(ffn.matrices(module)[1].weight.dtype))
     g, u, found = ffn.function(module)(g).float(), u.float(), {}
     for kind, first, other in (("gate", g, u), ("up", u, g)):
         p = Predictor(kind, {"norms": norms, "reach": norms * other.square().mean(0).sqrt()})
-        found[(g * u * norms).square().sum(1).sub((_best(p, x, None, first, g * u, candidates, n)[1] * norms.to(g)[None]).square().sum(1)).mean().item()] = p
+        found[
+            (g * u * norms)
+            .square()
+            .sum(1)
+            .sub((_best(p, x, None, first, g * u, candidates, n)[1] * norms.to(g)[None]).square().sum(1))
+            .mean()
+            .item()
+        ] = p
     return found[min(found)]                                                            # the one that loses less
 
 def _best(p, x, act, first, h, candidates, n):
@@ -112,7 +141,17 @@ class _Paths(nn.Module):
     def _many(self, x, act, gate, up, down):
         "Dense, with the other neurons at zero"
         g, u = None if gate is None else act(gate(x)), up(x) if gate is not None else act(up(x))
-        return down(_best(self.predictor, x, act, g if self.predictor.kind == "gate" else u, u if g is None else g * u, self.candidates, self.n)[1]), 1.
+        return down(
+            _best(
+                self.predictor,
+                x,
+                act,
+                g if self.predictor.kind == "gate" else u,
+                u if g is None else g * u,
+                self.candidates,
+                self.n,
+            )[1]
+        ), 1.0
 
     def _one(self, x, act, gate, up, down):
         "(outputs, share computed) for one token: only the chosen rows are read"
@@ -137,9 +176,10 @@ class _Paths(nn.Module):
         if h.is_cuda and is_plain(down) and not torch.compiler.is_compiling():
             from bmlab.kernels.triton_groups import neuron_sum
             y = neuron_sum(h[0].float(), ids, neuron_rows(down).t()).to(h.dtype)[None]
-        elif is_plain(down) or is_conv1d(down): y = F.embedding_bag(ids[None], neuron_rows(down), per_sample_weights=h.to(down.weight.dtype), mode="sum")
+        elif is_plain(down) or is_conv1d(down):
+            y = F.embedding_bag(ids[None], neuron_rows(down), per_sample_weights=h.to(down.weight.dtype), mode="sum")
         elif (y := columns_product(down, h, ids)) is not None: return y
-        else: return down(h.new_zeros(1, len(self.predictor.norms)).scatter(1, ids[None], h))    # no part of it can be read alone
+        else: return down(h.new_zeros(1, len(self.predictor.norms)).scatter(1, ids[None], h))  # no part of it can be read alone
         return y if down.bias is None else y + down.bias
 
 # %% ../../nbs/20_cook/13_neurons.ipynb #ebd88465
@@ -169,12 +209,23 @@ class SparseMLP(_Paths):
 
     def cooked_state(self):
         shapes = {k: None if p is None else list(p.shape) for k, p in self.predictor._parameters.items()}
-        return {"ffn": ffn_state(self, self.ffn), "candidates": self.candidates, "n": self.n, "predictor": [self.predictor.kind, shapes]}
+        return {
+            "ffn": ffn_state(self, self.ffn),
+            "candidates": self.candidates,
+            "n": self.n,
+            "predictor": [self.predictor.kind, shapes],
+        }
     @classmethod
     def from_cooked(cls, old, state):
         kind, shapes = state["predictor"]
-        return cls(*ffn_from_state(old, state["ffn"]), Predictor(kind, {k: s and torch.empty(s, device="meta") for k, s in shapes.items()}), state["candidates"], state["n"])
-    def extra_repr(self): return f"neurons={len(self.predictor.norms)}, candidates={self.candidates}, of a token={self.n}"
+        return cls(
+            *ffn_from_state(old, state["ffn"]),
+            Predictor(kind, {k: s and torch.empty(s, device="meta") for k, s in shapes.items()}),
+            state["candidates"],
+            state["n"],
+        )
+    def extra_repr(self):
+        return f"neurons={len(self.predictor.norms)}, candidates={self.candidates}, of a token={self.n}"
 
 # %% ../../nbs/20_cook/13_neurons.ipynb #13485f9e
 _ROOM = 1 << 20  # bytes of gathered rows at a time: they stay in the cache, and no new pages are asked for
@@ -202,7 +253,16 @@ def _some_rows(m, x, ids):
 # %% ../../nbs/20_cook/13_neurons.ipynb #d5e4a9a0
 class _Mask:
     "The hooks of a layer: what its matrices put out is noted, and the neurons that are not chosen switched off"
-    def __init__(self, method, module, predictor, plan): self.method, self.module, self.predictor, self.plan, self.x, self.g, self.u = method, module, predictor, plan, None, None, None
+    def __init__(self, method, module, predictor, plan):
+        self.method, self.module, self.predictor, self.plan, self.x, self.g, self.u = (
+            method,
+            module,
+            predictor,
+            plan,
+            None,
+            None,
+            None,
+        )
     def gated(self, module, args, y): self.g = y
     def raised(self, module, args, y):
         g, self.u = self.plan[0].split(y)
@@ -212,8 +272,20 @@ class _Mask:
             ffn, p, candidates, n = self.plan
             if p.left is not None: candidates, n = self.method.numbers(ffn, p, p.left)
             act, h, x = ffn.function(self.module), args[0], self.x.detach()
-            first = None if self.predictor.kind == "lowrank" else act(self.g.detach()) if self.predictor.kind == "gate" else self.u.detach()
-            args = (h * torch.zeros_like(h).scatter(-1, _best(self.predictor, x, act, first, h.detach(), candidates, n)[0], 1.), *args[1:])
+            first = (
+                None
+                if self.predictor.kind == "lowrank"
+                else act(self.g.detach())
+                if self.predictor.kind == "gate"
+                else self.u.detach()
+            )
+            args = (
+                h
+                * torch.zeros_like(h).scatter(
+                    -1, _best(self.predictor, x, act, first, h.detach(), candidates, n)[0], 1.0
+                ),
+                *args[1:],
+            )
         self.x = self.g = self.u = None
         return args
 
@@ -222,38 +294,56 @@ class _Options(Method):
     slot = 20
     def __init__(self,
         keep:float=.5,               # share of the neurons that are added up for a token
-        predictor:str="cascade",     # "cascade": one of gate and up whole, the other by index; "lowrank": a sketch of both
-        candidates:float|None=None,  # share of the neurons that are computed, to choose among; None: halfway from keep to all, for "lowrank" keep
+        predictor:str="cascade",     # "cascade": one of gate and up whole, the other by index; "lowrank": a sketch of
+                                     # both
+        candidates:float|None=None,  # share of the neurons that are computed, to choose among; None: halfway from keep
+                                     # to all, for "lowrank" keep
         rank:int|None=None,          # of the sketch; None: a sixth of the layer's inputs
         modules:str|list|None=None,  # a pattern for the layers or their matrices; None: all feed-forward layers
         tokens:int=2048,             # of calibration that are kept
     ):
         if not 0 < keep <= 1: raise ValueError(f"keep={keep!r}: a share in (0, 1]")
         if predictor not in ("cascade", "lowrank"): raise ValueError(f"predictor={predictor!r}: 'cascade' or 'lowrank'")
-        if candidates is not None and not keep <= candidates <= 1: raise ValueError(f"candidates={candidates!r}: a share from keep={keep} to 1, or None")
-        if not isinstance(tokens, int) or tokens < 1: raise ValueError(f"tokens={tokens!r}: a whole number of at least 1")
+        if candidates is not None and not keep <= candidates <= 1:
+            raise ValueError(f"candidates={candidates!r}: a share from keep={keep} to 1, or None")
+        if not isinstance(tokens, int) or tokens < 1:
+            raise ValueError(f"tokens={tokens!r}: a whole number of at least 1")
         if rank is not None and (predictor != "lowrank" or not isinstance(rank, int) or rank < 1):
-            raise ValueError(f"rank={rank!r} with predictor={predictor!r}: a whole number of at least 1, for 'lowrank' only")
+            raise ValueError(
+                f"rank={rank!r} with predictor={predictor!r}: a whole number of at least 1, for 'lowrank' only"
+            )
         self.keep, self.predictor, self.rank, self.modules, self.tokens = keep, predictor, rank, modules, tokens
         self.candidates = candidates if candidates is not None else keep if predictor == "lowrank" else (1 + keep) / 2
         self.plans, self.places, self.notes = {}, {}, {}
-    def __repr__(self): return f"NeuronSparse(keep={self.keep}, predictor={self.predictor!r}, candidates={self.candidates}, rank={self.rank})"
+    def __repr__(self):
+        return (
+            f"NeuronSparse(keep={self.keep}, predictor={self.predictor!r}, candidates={self.candidates}, "
+            f"rank={self.rank})"
+        )
 
     def prepare(self, model, calib):
         layers, modules = feed_forwards(model, self.modules), dict(parts(model))
-        if calib is None and self.predictor == "lowrank": raise ValueError("predictor='lowrank' needs calib=: a few batches; without, predictor='cascade'")
+        if calib is None and self.predictor == "lowrank":
+            raise ValueError("predictor='lowrank' needs calib=: a few batches; without, predictor='cascade'")
         for n, f in layers.items():
-            if any(m is not None and isinstance(stored(m), DTensor) for m in f.matrices(modules[n])): raise RuntimeError(f"{n} is sharded; attach Cook before shard")
+            if any(m is not None and isinstance(stored(m), DTensor) for m in f.matrices(modules[n])):
+                raise RuntimeError(f"{n} is sharded; attach Cook before shard")
         for x in layers: claim_neurons(modules[x], x, self)
         self.plans, held = {}, []
         for n, x, h in ffn_samples(model, layers, calib, self.tokens) if calib is not None else ((n, None, None) for n in layers):
             f, m = layers[n], modules[n]
-            width, D, dtype = matrix_shape(f.matrices(m)[2])[0], matrix_shape(f.matrices(m)[1])[0], f.matrices(m)[2].weight.dtype
+            width, D, dtype = (
+                matrix_shape(f.matrices(m)[2])[0],
+                matrix_shape(f.matrices(m)[1])[0],
+                f.matrices(m)[2].weight.dtype,
+            )
             c, k = max(1, round(self.candidates * width)), max(1, round(self.keep * width))
             p = _fit(m, f, x, self.predictor, min(self.rank or -(-D // 6), D, width), c, k)
             if x is not None: held.append(self._held(m, f, p.to(dtype), x, h, c, k))
             self.plans[n] = f, p.to(dtype), c, k
-        self.notes = {"layers": len(self.plans), "keep": self.keep, "candidates": self.candidates} | ({"recall": sum(held) / len(held)} if held else {})
+        self.notes = {"layers": len(self.plans), "keep": self.keep, "candidates": self.candidates} | (
+            {"recall": sum(held) / len(held)} if held else {}
+        )
 
     @torch.no_grad()
     def _held(self, module, ffn, p, x, h, c, k):
@@ -270,10 +360,12 @@ class NeuronSparse(_Options):
         for n, (f, p, _, _) in self.plans.items():
             module = dict(parts(model))[n]
             gate, up, down = f.matrices(module)
-            p.place = n                                                               # layers before it may be gone by the export, and its name another
+            # layers before it may be gone by the export, and its name another
+            p.place = n
             module.add_module("sparse", p)
             hook = _Mask(self, module, p, (f, p, *self.numbers(f, p, len(p.norms))))
-            up.register_forward_hook(hook.raised); down.register_forward_pre_hook(hook.switch)
+            up.register_forward_hook(hook.raised)
+            down.register_forward_pre_hook(hook.switch)
             if gate is not None: gate.register_forward_hook(hook.gated)
             self.places[n] = module
         foresee(model)
@@ -295,12 +387,22 @@ class NeuronSparse(_Options):
             _, up, down = f.matrices(old)
             width, D = matrix_shape(down)[0], matrix_shape(up)[0]
             if width != len(p.norms) or p.kind == "lowrank" and D != p.inner.shape[1]:
-                raise RuntimeError(f"{p.place} was cut to {width} neurons and {D} inputs by what did not tell its predictor; export without NeuronSparse, and cook the small model with it")
+                raise RuntimeError(
+                    f"{p.place} was cut to {width} neurons and {D} inputs by what did not tell its predictor; export "
+                    "without NeuronSparse, and cook the small model with it"
+                )
             rest = p, *self.numbers(f, p, width)
             replace_ffn(small, old, f, lambda module, ffn, rest=rest: SparseMLP(module, ffn, *rest))
 
 # %% ../../nbs/20_cook/13_neurons.ipynb #5f2e785f
-_CONFIG_ACTS = ("hidden_act", "activation_function", "hidden_activation", "activation", "dense_act_fn", "feed_forward_proj")   # where configurations name it
+_CONFIG_ACTS = (
+    "hidden_act",
+    "activation_function",
+    "hidden_activation",
+    "activation",
+    "dense_act_fn",
+    "feed_forward_proj",
+)  # where configurations name it
 
 def relufy(
     model:nn.Module,            # changed in place
@@ -319,6 +421,7 @@ def relufy(
     config = getattr(unwrap(model), "config", None)
     if modules is None and config is not None:
         for k in _CONFIG_ACTS:
-            if isinstance(getattr(config, k, None), str): setattr(config, k, "gated-relu" if getattr(config, k).startswith("gated-") else "relu")
+            if isinstance(getattr(config, k, None), str):
+                setattr(config, k, "gated-relu" if getattr(config, k).startswith("gated-") else "relu")
     changed(model)
     return model

@@ -29,21 +29,42 @@ def plot_weights(
     grid:Tensor|None=None,   # (n,) values that can be represented; only those within the picture are drawn
     bins:int=60,             # of the histogram
     show:bool=True,          # display it
-)->pd.DataFrame:             # rows before and after: values, distinct, zeros (share), rms, error (root mean square of the change)
+# rows before and after: values, distinct, zeros (share), rms, error (root mean square of the change)
+)->pd.DataFrame:
     "Histogram of weights before and after, with the lines of the grid."
     before = torch.as_tensor(before).detach().float().flatten().cpu()
     after = before if after is None else torch.as_tensor(after).detach().float().flatten().cpu()
-    if len(before) != len(after): raise ValueError(f"before has {len(before)} values and after {len(after)}; give the same weights twice")
+    if len(before) != len(after):
+        raise ValueError(f"before has {len(before)} values and after {len(after)}; give the same weights twice")
     low, high = min(before.min(), after.min()).item(), max(before.max(), after.max()).item()
     with figure(show=show) as ax:
         ax.hist(before.numpy(), bins=bins, range=(low, high), alpha=0.45, label="before")
-        if after is not before: ax.hist(after.numpy(), bins=bins, range=(low, high), histtype="step", linewidth=1.3, label="after")
+        if after is not before:
+            ax.hist(after.numpy(), bins=bins, range=(low, high), histtype="step", linewidth=1.3, label="after")
         if grid is not None:
             lines = [g for g in _array(grid, 1, "grid").tolist() if low <= g <= high]
-            ax.vlines(lines, 0, 0.04, transform=ax.get_xaxis_transform(), linewidth=0.8, color="#333333", label=f"grid ({len(lines)} lines)")
-        ax.set_xlabel("weight"); ax.set_ylabel("how many"); ax.legend(frameon=False)
-    rows = {n: {"values": len(x), "distinct": len(x.unique()), "zeros": (x == 0).float().mean().item(), "rms": x.square().mean().sqrt().item(), "error": (x - before).square().mean().sqrt().item()}
-            for n, x in (("before", before), ("after", after))}
+            ax.vlines(
+                lines,
+                0,
+                0.04,
+                transform=ax.get_xaxis_transform(),
+                linewidth=0.8,
+                color="#333333",
+                label=f"grid ({len(lines)} lines)",
+            )
+        ax.set_xlabel("weight")
+        ax.set_ylabel("how many")
+        ax.legend(frameon=False)
+    rows = {
+        n: {
+            "values": len(x),
+            "distinct": len(x.unique()),
+            "zeros": (x == 0).float().mean().item(),
+            "rms": x.square().mean().sqrt().item(),
+            "error": (x - before).square().mean().sqrt().item(),
+        }
+        for n, x in (("before", before), ("after", after))
+    }
     return pd.DataFrame.from_dict(rows, orient="index")
 
 # %% ../../nbs/20_cook/02_plots.ipynb #7f16b151
@@ -61,9 +82,21 @@ def plot_mask(
         y, x = corner.nonzero(as_tuple=True)
         ax.scatter(x.numpy(), y.numpy(), marker="s", s=28, label="kept")
         y, x = (~corner).nonzero(as_tuple=True)
-        ax.scatter(x.numpy(), y.numpy(), marker="s", s=28, facecolors="none", edgecolors="#bbbbbb", linewidths=0.6, label="gone")
+        ax.scatter(
+            x.numpy(),
+            y.numpy(),
+            marker="s",
+            s=28,
+            facecolors="none",
+            edgecolors="#bbbbbb",
+            linewidths=0.6,
+            label="gone",
+        )
         for i in range(group, corner.shape[1], group): ax.axvline(i - 0.5, color="#333333", linewidth=0.6)
-        ax.grid(False); ax.invert_yaxis(); ax.set_xlabel("input"); ax.set_ylabel("output")
+        ax.grid(False)
+        ax.invert_yaxis()
+        ax.set_xlabel("input")
+        ax.set_ylabel("output")
     whole = kept[:, :kept.shape[1] // group * group].reshape(len(kept), -1, group).sum(-1)
     share = whole.flatten().bincount(minlength=group + 1).float() / max(whole.numel(), 1)
     return pd.DataFrame({"share of groups": share.tolist()}, index=pd.RangeIndex(group + 1, name=f"kept of {group}"))
@@ -72,10 +105,14 @@ def plot_mask(
 def _by_layer(gates, steps):
     "(steps, {layer: (moments, units)}) of what `plot_gates` takes"
     steps, gates = gates if isinstance(gates, tuple) else (steps, gates)
-    gates = {n: _array(g, 2, f"gates{[n] if n else ''}") for n, g in (gates.items() if isinstance(gates, dict) else [("", gates)])}
+    gates = {
+        n: _array(g, 2, f"gates{[n] if n else ''}")
+        for n, g in (gates.items() if isinstance(gates, dict) else [("", gates)])
+    }
     if not gates: raise ValueError("gates is empty; give (steps, {layer: (moments, units)})")
     steps = list(range(len(next(iter(gates.values()))))) if steps is None else [int(i) for i in steps]
-    if bad := [len(g) for g in gates.values() if len(g) != len(steps)]: raise ValueError(f"steps has {len(steps)} entries for {bad[0]} moments of gates")
+    if bad := [len(g) for g in gates.values() if len(g) != len(steps)]:
+        raise ValueError(f"steps has {len(steps)} entries for {bad[0]} moments of gates")
     return steps, gates
 
 def _short(names):
@@ -90,20 +127,40 @@ def _gate_picture(ax, steps, gates):
     edges = [steps[0] - 0.5, *((a + b) / 2 for a, b in zip(steps, steps[1:])), steps[-1] + 0.5]
     rows, names = max(12, 240 // len(gates)), _short(gates)
     for i, g in enumerate(gates.values()):
-        lines = torch.stack([part.mean(1) for part in g[:, g[-1].argsort(descending=True, stable=True)].tensor_split(min(rows, g.shape[1]), 1)])
-        image = ax.pcolormesh(edges, torch.linspace(i, i + 1, len(lines) + 1).numpy(), lines.numpy(), cmap="Greys", vmin=0, vmax=1, rasterized=True)
+        lines = torch.stack(
+            [
+                part.mean(1)
+                for part in g[:, g[-1].argsort(descending=True, stable=True)].tensor_split(min(rows, g.shape[1]), 1)
+            ]
+        )
+        image = ax.pcolormesh(
+            edges,
+            torch.linspace(i, i + 1, len(lines) + 1).numpy(),
+            lines.numpy(),
+            cmap="Greys",
+            vmin=0,
+            vmax=1,
+            rasterized=True,
+        )
         if i: ax.axhline(i, color="#888888", linewidth=0.8)
-    ax.figure.colorbar(image, ax=ax, label="gate: 1 open, 0 shut"); ax.invert_yaxis(); ax.grid(False); ax.set_xlabel("step")
+    ax.figure.colorbar(image, ax=ax, label="gate: 1 open, 0 shut")
+    ax.invert_yaxis()
+    ax.grid(False)
+    ax.set_xlabel("step")
     every = range(0, len(names), -(-len(names) // 20))
-    ax.set_yticks([i + 0.5 for i in every], [names[i] for i in every], fontsize=7); ax.set_ylabel("layer, its units sorted" if len(names) > 1 else "unit, sorted")
+    ax.set_yticks([i + 0.5 for i in every], [names[i] for i in every], fontsize=7)
+    ax.set_ylabel("layer, its units sorted" if len(names) > 1 else "unit, sorted")
 
 def _light_png(fig, colors=64):
     "A figure as a PNG of few colours, a fifth of the bytes; closes it"
     import matplotlib.pyplot as plt
     from PIL import Image
     full, light = io.BytesIO(), io.BytesIO()
-    fig.savefig(full, format="png", bbox_inches="tight"); plt.close(fig)
-    Image.open(full).convert("RGB").quantize(colors, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(light, "PNG", optimize=True)
+    fig.savefig(full, format="png", bbox_inches="tight")
+    plt.close(fig)
+    Image.open(full).convert("RGB").quantize(colors, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+        light, "PNG", optimize=True
+    )
     return light.getvalue()
 
 def _show_light(fig):
@@ -115,27 +172,40 @@ def _show_light(fig):
 
 # %% ../../nbs/20_cook/02_plots.ipynb #84ad6e75
 def plot_gates(
-    gates:tuple|Tensor,            # (steps, {layer: (moments, units) in [0, 1]}), as `StructPrune.gate_history` returns them; or of one layer (moments, units)
+    gates:tuple|Tensor,            # (steps, {layer: (moments, units) in [0, 1]}), as `StructPrune.gate_history` returns
+                                   # them; or of one layer (moments, units)
     target:Tensor|float|None=None, # () or (moments,) share that is to stay open
     multiplier:Tensor|None=None,   # (moments,) the Lagrangian's
     steps:list|None=None,          # (moments,) steps, where `gates` does not hold them; None: 0, 1, 2 …
     show:bool=True,                # display it
-)->pd.DataFrame:                   # a row a moment: open (mean over all units), shut (share of exact zeros), target, multiplier; of several layers each one's open
+# a row a moment: open (mean over all units), shut (share of exact zeros), target, multiplier; of several layers each
+# one's open
+)->pd.DataFrame:
     "Heat-map of gates over steps, layer by layer, beside the share that is open."
     steps, layers = _by_layer(gates, steps)
     whole = torch.cat(list(layers.values()), 1)
-    frame = pd.DataFrame({"open": whole.mean(1).tolist(), "shut": (whole == 0).float().mean(1).tolist()}, index=pd.Index(steps, name="step"))
+    frame = pd.DataFrame(
+        {"open": whole.mean(1).tolist(), "shut": (whole == 0).float().mean(1).tolist()},
+        index=pd.Index(steps, name="step"),
+    )
     if target is not None: frame["target"] = torch.as_tensor(target).float().expand(len(steps)).tolist()
     if multiplier is not None: frame["multiplier"] = _array(multiplier, 1, "multiplier").tolist()
-    if len(layers) > 1: frame = frame.join(pd.DataFrame({n: g.mean(1).tolist() for n, g in layers.items()}, index=frame.index))
+    if len(layers) > 1:
+        frame = frame.join(pd.DataFrame({n: g.mean(1).tolist() for n, g in layers.items()}, index=frame.index))
     with figure(columns=2, width=9, height=min(5, max(2.8, 0.3 * len(layers) + 1)), show=False) as (ax, line):
         _gate_picture(ax, steps, layers)
-        for g in layers.values() if len(layers) > 1 else (): line.plot(steps, g.mean(1).numpy(), color="#aaaaaa", linewidth=0.6)
+        for g in layers.values() if len(layers) > 1 else ():
+            line.plot(steps, g.mean(1).numpy(), color="#aaaaaa", linewidth=0.6)
         line.plot(frame.index, frame.open, label="open")
         if target is not None: line.plot(frame.index, frame.target, linestyle="--", label="target")
-        line.set_xlabel("step"); line.set_ylabel("share of units"); line.set_ylim(-0.02, 1.02)
+        line.set_xlabel("step")
+        line.set_ylabel("share of units")
+        line.set_ylim(-0.02, 1.02)
         if multiplier is not None:
-            other = line.twinx(); other.plot(frame.index, frame.multiplier, linestyle=":", color="#888888"); other.set_ylabel("multiplier (dotted)"); other.grid(False)
+            other = line.twinx()
+            other.plot(frame.index, frame.multiplier, linestyle=":", color="#888888")
+            other.set_ylabel("multiplier (dotted)")
+            other.grid(False)
         line.legend(frameon=False)
         if show: _show_light(ax.figure)
     return frame
@@ -145,21 +215,34 @@ def plot_experts(
     chosen:Tensor,      # (tokens, experts) true or a weight where the expert works
     tokens:int=60,      # shown
     show:bool=True,     # display it
-)->pd.DataFrame:        # a row an expert: load (share of tokens), weight (mean where it works), friend (the expert it works with most)
+# a row an expert: load (share of tokens), weight (mean where it works), friend (the expert it works with most)
+)->pd.DataFrame:
     "Token × expert picture, load and co-activation."
     weight = _array(chosen, 2, "chosen")
     works = (weight != 0).float()
     E, load = works.shape[1], works.mean(0)
-    together = works.T @ works / works.sum(0).clamp_min(1)[:, None]                                # (E, E): of the tokens of the row's expert, how many the column's has too
+    # (E, E): of the tokens of the row's expert, how many the column's has too
+    together = works.T @ works / works.sum(0).clamp_min(1)[:, None]
     order = (together + together.T).fill_diagonal_(0).sum(1).argsort(descending=True)
     with figure(columns=3, width=9.5, height=2.8, show=show) as (ax, bars, both):
-        ax.imshow(weight[:tokens].numpy(), aspect="auto", cmap="Greys", interpolation="nearest"); ax.set_xlabel("expert"); ax.set_ylabel("token"); ax.grid(False)
-        bars.bar(range(E), load.numpy()); bars.axhline(load.mean().item(), linestyle="--", color="#333333"); bars.set_xlabel("expert"); bars.set_ylabel("share of tokens")
-        image = both.imshow(together[order][:, order].numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest"); both.set_xlabel("expert, sorted"); both.grid(False)
+        ax.imshow(weight[:tokens].numpy(), aspect="auto", cmap="Greys", interpolation="nearest")
+        ax.set_xlabel("expert")
+        ax.set_ylabel("token")
+        ax.grid(False)
+        bars.bar(range(E), load.numpy())
+        bars.axhline(load.mean().item(), linestyle="--", color="#333333")
+        bars.set_xlabel("expert")
+        bars.set_ylabel("share of tokens")
+        image = both.imshow(together[order][:, order].numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+        both.set_xlabel("expert, sorted")
+        both.grid(False)
         both.figure.colorbar(image, ax=both, label="works on the same token")
     alone = together.clone().fill_diagonal_(-1)
     mean = weight.sum(0) / works.sum(0).clamp_min(1)
-    return pd.DataFrame({"load": load.tolist(), "weight": mean.tolist(), "friend": alone.argmax(1).tolist()}, index=pd.RangeIndex(E, name="expert"))
+    return pd.DataFrame(
+        {"load": load.tolist(), "weight": mean.tolist(), "friend": alone.argmax(1).tolist()},
+        index=pd.RangeIndex(E, name="expert"),
+    )
 
 # %% ../../nbs/20_cook/02_plots.ipynb #78a70911
 def pareto(
@@ -175,16 +258,30 @@ def pareto(
         if c not in frame: raise ValueError(f"{c!r} is no column; there are {list(frame.columns)}")
     good = frame[pd.to_numeric(frame[x], errors="coerce").notna() & pd.to_numeric(frame[y], errors="coerce").notna()]
     xs, ys = good[x].astype(float), good[y].astype(float) * (-1 if higher else 1)
-    pays = [not any((xs.iloc[j] <= xs.iloc[i]) and (ys.iloc[j] <= ys.iloc[i]) and (xs.iloc[j] < xs.iloc[i] or ys.iloc[j] < ys.iloc[i]) for j in range(len(good))) for i in range(len(good))]
+    pays = [
+        not any(
+            (xs.iloc[j] <= xs.iloc[i])
+            and (ys.iloc[j] <= ys.iloc[i])
+            and (xs.iloc[j] < xs.iloc[i] or ys.iloc[j] < ys.iloc[i])
+            for j in range(len(good))
+        )
+        for i in range(len(good))
+    ]
     front = good[pays].assign(_x=xs[pays]).sort_values("_x").drop(columns="_x")
     with figure(height=3.4, show=show) as ax:
         ax.scatter(xs, good[y].astype(float), marker="o", facecolors="none", edgecolors="#888888", label="recipe")
         ax.plot(front[x].astype(float), front[y].astype(float), marker="o", label="pays")
-        for n, row in good.iterrows(): ax.annotate(str(n), (float(row[x]), float(row[y])), xytext=(4, 3), textcoords="offset points", fontsize=7)
+        for n, row in good.iterrows():
+            ax.annotate(str(n), (float(row[x]), float(row[y])), xytext=(4, 3), textcoords="offset points", fontsize=7)
         if log:
-            ax.set_xscale("log"); ax.set_yscale("log")
+            ax.set_xscale("log")
+            ax.set_yscale("log")
             ticks = sorted({float(front[x].iloc[i]) for i in (0, len(front) // 2, -1)})
-            ax.set_xticks(ticks, [format_bytes(t) if "bytes" in x else f"{t:g}" for t in ticks]); ax.set_xticks([], minor=True)
-            ax.yaxis.set_major_formatter("{x:g}"); ax.yaxis.set_minor_formatter("{x:g}")
-        ax.set_xlabel(x.replace("_", " ")); ax.set_ylabel(y); ax.legend(frameon=False)
+            ax.set_xticks(ticks, [format_bytes(t) if "bytes" in x else f"{t:g}" for t in ticks])
+            ax.set_xticks([], minor=True)
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_formatter("{x:g}")
+        ax.set_xlabel(x.replace("_", " "))
+        ax.set_ylabel(y)
+        ax.legend(frameon=False)
     return front

@@ -56,13 +56,15 @@ class Gates(nn.Module):
         super().__init__()
         self.log_alpha = nn.Parameter(torch.zeros(n, device=device, dtype=dtype))
         zero, one = torch.zeros(n), torch.ones(n)
-        for k, v in dict(own=zero, noise=one / 2, hard=one, frozen=torch.tensor(False), sharp=torch.tensor(1.0), m=zero, v=zero).items(): self.register_buffer(k, v.clone().to(device))
+        for k, v in dict(own=zero, noise=one / 2, hard=one, frozen=torch.tensor(False), sharp=torch.tensor(1.0), m=zero, v=zero).items():
+            self.register_buffer(k, v.clone().to(device))
     @torch.no_grad()
     def set(self,
         value:Tensor, # (n,) log α
     ):
         "Give the gates a value; what an optimizer of the model's did to them is undone by it."
-        self.own.copy_(value); _write(self.log_alpha, self.own)
+        self.own.copy_(value)
+        _write(self.log_alpha, self.own)
     def value(self)->Tensor: # (n,) in [0, 1]
         "The gates of this step: a sample while they learn, their mode in eval mode, 0 or 1 once they are chosen."
         a = self.log_alpha.float() * self.sharp
@@ -95,7 +97,11 @@ class Units:
     def count(self, n=None)->int:
         "How many of n stay; of query heads, in all groups together."
         n = self.n if n is None else n
-        return _kept(self.value, self.per, self.kind) * (n // self.per) if self.per > 1 else _kept(self.value, n, self.kind)
+        return (
+            _kept(self.value, self.per, self.kind) * (n // self.per)
+            if self.per > 1
+            else _kept(self.value, n, self.kind)
+        )
 
 # %% ../../nbs/20_cook/08_prune.ipynb #51a395d6
 def _attention_units(found, kind, value):
@@ -108,18 +114,25 @@ def _attention_units(found, kind, value):
         a = group[0][0]
         per = a.heads // a.groups
         names, layers, whole = [b.out for b, _ in group], [n for _, n in group], per == 1 or kind == "kv_groups"
-        out.append(Units(kind, names, a.groups if whole else a.heads, value, 1 if whole else per, layers, a.table is not None))
+        out.append(
+            Units(kind, names, a.groups if whole else a.heads, value, 1 if whole else per, layers, a.table is not None)
+        )
     return out
 
 def _sublayer_units(found, kind, value):
     "Whole attentions or feed-forward networks of each list of blocks"
     out, reasons = [], []
     for stack in found.stacks.values():
-        both = [(u, layer) for layer in stack for u in (layer.attention if kind == "attention" else layer.ffn if len(layer.ffn) == 1 else ())]
+        both = [
+            (u, layer)
+            for layer in stack
+            for u in (layer.attention if kind == "attention" else layer.ffn if len(layer.ffn) == 1 else ())
+        ]
         reasons += [why for u, layer in both if (why := undroppable(u, layer))]
         mine = [(u.out, layer.name) for u, layer in both if not undroppable(u, layer)]
         if mine: out.append(Units(kind, [n for n, _ in mine], len(mine), value, layers=[n for _, n in mine]))
-    if not out: raise ValueError(f"{kind}={value!r}: " + (reasons[0] if reasons else "this model has no such sublayers"))
+    if not out:
+        raise ValueError(f"{kind}={value!r}: " + (reasons[0] if reasons else "this model has no such sublayers"))
     return out
 
 def units_of(
@@ -130,16 +143,26 @@ def units_of(
     out = []
     for kind, value in recipe.items():
         if isinstance(value, float) and value == 1.0: continue
-        if kind == "layers": new = [Units(kind, [s], len(layers), value, layers=[layer.name for layer in layers]) for s, layers in found.stacks.items()]
+        if kind == "layers":
+            new = [
+                Units(kind, [s], len(layers), value, layers=[layer.name for layer in layers])
+                for s, layers in found.stacks.items()
+            ]
         elif kind in ("attention", "ffn_layers"): new = _sublayer_units(found, kind, value)
         elif kind in ("kv_groups", "heads"): new = _attention_units(found, kind, value)
-        elif kind == "ffn": new = [Units(kind, [f.out], f.width, value, layers=[layer.name]) for layer in found.layers() for f in layer.ffn]
+        elif kind == "ffn":
+            new = [
+                Units(kind, [f.out], f.width, value, layers=[layer.name]) for layer in found.layers() for f in layer.ffn
+            ]
         else: new = [Units(kind, ["hidden"], found.hidden, value)] if found.hidden else []
         if not new: raise ValueError(f"{kind}={value!r}: no {kind} that can be cut was found in this model")
         for u in new: u.count()                                        # raises for what does not fit
         out += new
     places = [(n, u.kind) for u in out if u.kind in ("kv_groups", "heads") and u.per == 1 for n in u.names]
-    if len({n for n, _ in places}) < len(places): raise ValueError("kv_groups= and heads= name the same units where each group has one query head; give one of them")
+    if len({n for n, _ in places}) < len(places):
+        raise ValueError(
+            "kv_groups= and heads= name the same units where each group has one query head; give one of them"
+        )
     return out
 
 # %% ../../nbs/20_cook/08_prune.ipynb #589efdcb
@@ -148,7 +171,10 @@ def _top(score, k): return score.topk(k).indices.sort().values.tolist()
 def _pooled(members, total):
     "Indices for each of `members` [score], `total` in all, the best wherever they are, and one everywhere"
     best = [int(s.argmax()) for s in members]
-    rest = sorted(((float(s[i]), n, i) for n, s in enumerate(members) for i in range(len(s)) if i != best[n]), key=lambda x: (-x[0], x[1], x[2]))
+    rest = sorted(
+        ((float(s[i]), n, i) for n, s in enumerate(members) for i in range(len(s)) if i != best[n]),
+        key=lambda x: (-x[0], x[1], x[2]),
+    )
     out = [[b] for b in best]
     for _, n, i in rest[:max(0, total - len(members))]: out[n].append(i)
     return [sorted(o) for o in out]
@@ -171,19 +197,28 @@ def choose(
             stay = {mine[i] for i in _top(s[mine], min(u.count(len(mine)), len(mine)))}
             keep |= {n: [] for i, n in enumerate(u.names) if i not in stay}
     gone = {n for n, k in keep.items() if isinstance(k, list) and not k}
-    compete = {}                                                       # sets whose units cost the same: as many attentions left that share them
+    # sets whose units cost the same: as many attentions left that share them
+    compete = {}
     for u, s in zip(units, scores):
         left = sum(n not in gone and layer in there for n, layer in zip(u.names, u.layers))
         if u.kind in ("kv_groups", "ffn") and left: compete.setdefault((u.kind, left, u.shared), []).append((u, s))
     for mine in compete.values():
-        picked = [_top(s, u.count()) for u, s in mine] if uniform else _pooled([s for _, s in mine], sum(u.count() for u, _ in mine))
+        picked = (
+            [_top(s, u.count()) for u, s in mine]
+            if uniform
+            else _pooled([s for _, s in mine], sum(u.count() for u, _ in mine))
+        )
         for (u, _), p in zip(mine, picked):
             for n in u.names: parts_of[n] = p
     for u, s in zip(units, scores):
         if u.kind == "hidden": keep["hidden"] = _top(s, u.count())
         elif u.kind == "heads" and u.per > 1:
-            inside = [[g * u.per + h for h in _top(s[g * u.per:(g + 1) * u.per], u.count(u.per))] for g in range(u.n // u.per)]
-            for n in u.names: keep[n] = keep[n] if n in gone else [h for g in parts_of.get(n, range(len(inside))) for h in inside[g]]
+            inside = [
+                [g * u.per + h for h in _top(s[g * u.per : (g + 1) * u.per], u.count(u.per))]
+                for g in range(u.n // u.per)
+            ]
+            for n in u.names:
+                keep[n] = keep[n] if n in gone else [h for g in parts_of.get(n, range(len(inside))) for h in inside[g]]
         elif u.kind == "heads":
             for n in u.names: keep.setdefault(n, _top(s, u.count()))
     by_name = found.attention()
@@ -208,7 +243,8 @@ def _magnitudes(found, modules):
         out[name] = w.norm(dim=0) * v.norm(dim=1).view(a.groups, 1, a.size).expand(-1, per, -1).flatten()
     for name, f in found.ffn().items():
         out[name] = _io(modules[name]).norm(dim=0)
-        for i in f.inputs: out[name] = out[name] * _io(modules[i]).norm(dim=1).view(-1, f.width).prod(0)      # two rows a neuron where gate and up are one matrix
+        # two rows a neuron where gate and up are one matrix
+        for i in f.inputs: out[name] = out[name] * _io(modules[i]).norm(dim=1).view(-1, f.width).prod(0)
     return out
 
 def _gather(found, units, columns, layers, hidden):
@@ -218,7 +254,8 @@ def _gather(found, units, columns, layers, hidden):
     out = []
     for u in units:
         if u.kind == "hidden": out.append(hidden)
-        elif u.kind == "layers": out.append(torch.stack([layers[n] if layers else sum(whole[c] for c in by_layer[n]) for n in u.layers]))
+        elif u.kind == "layers":
+            out.append(torch.stack([layers[n] if layers else sum(whole[c] for c in by_layer[n]) for n in u.layers]))
         elif u.kind in ("attention", "ffn_layers"): out.append(torch.stack([whole[n] for n in u.names]))
         else: out.append(sum(columns[n].view(u.n, -1).sum(1) for n in u.names))
     return out
@@ -226,7 +263,11 @@ def _gather(found, units, columns, layers, hidden):
 def _by_magnitude(found, modules, units):
     columns = _magnitudes(found, modules)
     writers = [_io(modules[n]).pow(2).sum(1) for n in columns]
-    tables = [_io(m).pow(2).mean(0) for m in modules.values() if isinstance(m, nn.Embedding) and m.embedding_dim == found.hidden]
+    tables = [
+        _io(m).pow(2).mean(0)
+        for m in modules.values()
+        if isinstance(m, nn.Embedding) and m.embedding_dim == found.hidden
+    ]
     return _gather(found, units, columns, None, sum(writers) + sum(tables) if found.hidden else None)
 
 # %% ../../nbs/20_cook/08_prune.ipynb #3c5dde50
@@ -234,23 +275,39 @@ def _loss(model, walk, batch):
     "The loss by the batch's labels, else by the next token, else by what the model itself says; padding left out"
     given, seq2seq = walk.arguments(batch), getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     causal = not seq2seq and hasattr(model, "can_generate") and model.can_generate()
-    labels, real = to_device(batch, next(model.parameters()).device).get("labels") if isinstance(batch, Mapping) else None, given.get("attention_mask")
+    labels, real = (
+        to_device(batch, next(model.parameters()).device).get("labels") if isinstance(batch, Mapping) else None,
+        given.get("attention_mask"),
+    )
     if labels is None and causal: labels = given.get("input_ids")
     if labels is not None and not seq2seq and real is not None and real.shape == labels.shape:
         real = real.bool()
-        if causal: real = real & F.pad(real[:, :-1], (1, 0), value=True)         # nothing tells of the first token but padding
+        # nothing tells of the first token but padding
+        if causal: real = real & F.pad(real[:, :-1], (1, 0), value=True)
         labels = labels.masked_fill(~real, -100)
-    out = model(**given, **({"labels": labels} if isinstance(batch, Mapping) and "labels" in batch and not seq2seq else {}))
+    out = model(
+        **given, **({"labels": labels} if isinstance(batch, Mapping) and "labels" in batch and not seq2seq else {})
+    )
     if getattr(out, "loss", None) is not None: return out.loss
-    logits = out.logits if hasattr(out, "logits") else out[0] if not hasattr(out, "last_hidden_state") else out.last_hidden_state
-    if labels is not None and causal: return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+    logits = (
+        out.logits
+        if hasattr(out, "logits")
+        else out[0]
+        if not hasattr(out, "last_hidden_state")
+        else out.last_hidden_state
+    )
+    if labels is not None and causal:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
     logits = walk.tokens(logits, "decoder").float()
     return F.cross_entropy(logits, logits.detach().argmax(-1))
 
 @contextlib.contextmanager
 def _watching(hooks):
     "Forward (pre-)hooks for a while: [(module, function, before?, with kwargs?)]"
-    handles = [m.register_forward_pre_hook(f) if before else m.register_forward_hook(f, with_kwargs=kw) for m, f, before, kw in hooks]
+    handles = [
+        m.register_forward_pre_hook(f) if before else m.register_forward_hook(f, with_kwargs=kw)
+        for m, f, before, kw in hooks
+    ]
     try: yield
     finally:
         for h in handles: h.remove()
@@ -268,10 +325,13 @@ def _by_activation(model, found, modules, units, calib):
             add(turn, n, (1 - F.cosine_similarity(x, y, dim=-1)).sum())
             channel.append((x / x.pow(2).mean().sqrt()).pow(2).sum(0))
         return see
-    hooks = [(modules[n], consumer(n), True, False) for n in (*found.attention(), *found.ffn())] + [(modules[layer.name], block(layer.name), False, True) for layer in found.layers()]
+    hooks = [(modules[n], consumer(n), True, False) for n in (*found.attention(), *found.ffn())] + [
+        (modules[layer.name], block(layer.name), False, True) for layer in found.layers()
+    ]
     with _watching(hooks):
         for _ in walk: pass
-    if missing := [n for n in (*found.attention(), *found.ffn()) if n not in energy]: raise ValueError(f"{missing[0]} never ran on the calibration batches; give batches that reach it")
+    if missing := [n for n in (*found.attention(), *found.ffn()) if n not in energy]:
+        raise ValueError(f"{missing[0]} never ran on the calibration batches; give batches that reach it")
     columns = {n: e * _io(modules[n]).pow(2).sum(0) for n, e in energy.items()}
     return _gather(found, units, columns, turn, sum(channel) if found.hidden else None)
 
@@ -298,8 +358,11 @@ def _gate_hooks(u, value, found, modules, method=None):
     "[(module, hook, before?, with kwargs?)] for units that are not columns"
     if u.kind == "layers": return [(modules[n], _Skip(value, i, method), False, True) for i, n in enumerate(u.layers)]
     units = {**found.attention(), **found.ffn()}
-    if u.kind in ("attention", "ffn_layers"): return [(modules[units[n].module], _Scale(value, i, method), False, True) for i, n in enumerate(u.names)]
-    written = [units[n].module for n in units] + [n for n, m in modules.items() if isinstance(m, nn.Embedding) and m.embedding_dim == found.hidden]
+    if u.kind in ("attention", "ffn_layers"):
+        return [(modules[units[n].module], _Scale(value, i, method), False, True) for i, n in enumerate(u.names)]
+    written = [units[n].module for n in units] + [
+        n for n, m in modules.items() if isinstance(m, nn.Embedding) and m.embedding_dim == found.hidden
+    ]
     return [(modules[n], _Scale(value, None, method), False, True) for n in dict.fromkeys(written)]
 
 def _by_gradient(model, found, modules, units, calib):
@@ -309,13 +372,27 @@ def _by_gradient(model, found, modules, units, calib):
     hooks, total = [], [torch.zeros(u.n, device=device) for u in units]
     for u, g in zip(units, z):
         if u.kind in ("kv_groups", "heads", "ffn"):
-            for n in u.names: hooks.append((modules[n], (lambda m, args, u=u, g=g: (args[0] * _spread(g, u, args[0].shape[-1]).to(args[0].dtype), *args[1:])), True, False))
+            for n in u.names:
+                hooks.append(
+                    (
+                        modules[n],
+                        (
+                            lambda m, args, u=u, g=g: (
+                                args[0] * _spread(g, u, args[0].shape[-1]).to(args[0].dtype),
+                                *args[1:],
+                            )
+                        ),
+                        True,
+                        False,
+                    )
+                )
         else: hooks += _gate_hooks(u, lambda g=g: g, found, modules)
     walk = Calibration(model, calib, "taylor")
     with eval_mode(model), torch.enable_grad(), _watching(hooks):
         for b in tqdm(walk.batches, desc="taylor", leave=False, mininterval=1):
             with walk.at(b): loss = _loss(model, walk, b)
-            for t, g in zip(total, torch.autograd.grad(loss, z, allow_unused=True)): t.add_(g.pow(2)) if g is not None else None
+            for t, g in zip(total, torch.autograd.grad(loss, z, allow_unused=True)):
+                t.add_(g.pow(2)) if g is not None else None
     return total
 
 # %% ../../nbs/20_cook/08_prune.ipynb #9aec7b50
@@ -325,21 +402,32 @@ def importance(
     model:nn.Module,       # left as it was
     units:list,            # of `units_of`
     score:str,             # "activation" or "taylor" need calib; "magnitude"; "random"
-    calib:list|None=None,  # batches, dicts of the model's arguments (or its first one); padding is left out, labels are used where they are there
+    calib:list|None=None,  # batches, dicts of the model's arguments (or its first one); padding is left out, labels are
+                           # used where they are there
     seed:int=0,            # of "random"
 )->list:                   # for each of `units` (n,) float32 on the CPU, the larger the more is lost without it
     "How much a model needs each unit."
     root, found = unwrap(model), structure(model)
     modules, g = dict(parts(root)), torch.Generator().manual_seed(seed)
-    if score in ("activation", "taylor") and calib is None: raise ValueError(f"score={score!r} needs calib=; give a few batches, or take score='magnitude'")
+    if score in ("activation", "taylor") and calib is None:
+        raise ValueError(f"score={score!r} needs calib=; give a few batches, or take score='magnitude'")
     if score == "random": out = [torch.rand(u.n, generator=g) for u in units]
     elif score == "magnitude": out = _by_magnitude(found, modules, units)
     else: out = (_by_activation if score == "activation" else _by_gradient)(root, found, modules, units, calib)
     out = [o.detach().float().cpu() for o in out]
     for u, o in zip(units, out):
         if (odd := (~o.isfinite()).nonzero().flatten().tolist()):
-            name = u.layers[odd[0]] if u.kind == "layers" else u.names[odd[0]] if u.kind in ("attention", "ffn_layers") else u.names[0]
-            raise ValueError(f"score={score!r}: {len(odd)} of the {u.n} scores of {u.kind} in {name} are not finite; are its weights, and what the batches make of them?")
+            name = (
+                u.layers[odd[0]]
+                if u.kind == "layers"
+                else u.names[odd[0]]
+                if u.kind in ("attention", "ffn_layers")
+                else u.names[0]
+            )
+            raise ValueError(
+                f"score={score!r}: {len(odd)} of the {u.n} scores of {u.kind} in {name} are not finite; are its "
+                "weights, and what the batches make of them?"
+            )
     return out
 
 # %% ../../nbs/20_cook/08_prune.ipynb #ab9f92bf
@@ -355,7 +443,8 @@ class _Columns(nn.Module):
 
 class _Container(nn.ModuleList):
     "All gates of a model, and the state of their schedule"
-    _bmlab_delta = True                                               # `parts`, patterns and a delta's freeze leave it alone
+    # `parts`, patterns and a delta's freeze leave it alone
+    _bmlab_delta = True
     def __init__(self, gates, constraints, device, method):
         super().__init__(gates)
         self.method = method
@@ -372,26 +461,44 @@ class _Recipe(Method):
         ffn_layers=1.,           # of whole feed-forward networks
         kv_groups=1.,            # of key-value heads, each with its query heads
         heads=1.,                # of query heads: in each key-value group
-        ffn=1.,                  # of neurons of a feed-forward network; a number that 64 divides suits GPUs, and one that 32 divides int4
+        ffn=1.,                  # of neurons of a feed-forward network; a number that 64 divides suits GPUs, and one
+                                 # that 32 divides int4
         hidden=1.,               # of channels of the residual stream (models with RMSNorm)
-        score:str="gates",       # gates learn it in training; "activation", "taylor", "magnitude" and "random" decide before
+        score:str="gates",       # gates learn it in training; "activation", "taylor", "magnitude" and "random" decide
+                                 # before
         uniform:bool=True,       # as many in every layer; False: layers compete for groups and neurons
-        steps:int=100,           # calls of step() in which the gates learn; then they are 0 or 1, and the weights settle: better twice as long as the gates learned
+        steps:int=100,           # calls of step() in which the gates learn; then they are 0 or 1, and the weights
+                                 # settle: better twice as long as the gates learned
         rate:float=0.3,          # what a gate of mean gradient moves in a step, in units of log α
         ramp:float=0.25,         # share of `steps` over which the target falls and the gates sharpen
-        start:str|None=None,     # score by which the gates start in order; None: "activation" with calib, else "magnitude"
+        start:str|None=None,     # score by which the gates start in order; None: "activation" with calib, else
+                                 # "magnitude"
         spread:float=4.0,        # log α of the best less that of the worst, at the start
         seed:int=0,              # of the gates' noise and of random scores
     ):
         self.recipe = dict(zip(UNIT_KINDS, (layers, attention, ffn_layers, kv_groups, heads, ffn, hidden)))
-        if score not in UNIT_SCORES: raise ValueError(f"score={score!r}{did_you_mean(score, UNIT_SCORES)}; there are {', '.join(UNIT_SCORES)}")
-        if start not in (None, *UNIT_SCORES[1:]): raise ValueError(f"start={start!r}; there are None, {', '.join(UNIT_SCORES[1:])}")
+        if score not in UNIT_SCORES:
+            raise ValueError(f"score={score!r}{did_you_mean(score, UNIT_SCORES)}; there are {', '.join(UNIT_SCORES)}")
+        if start not in (None, *UNIT_SCORES[1:]):
+            raise ValueError(f"start={start!r}; there are None, {', '.join(UNIT_SCORES[1:])}")
         if steps < 1: raise ValueError(f"steps={steps}: the gates need at least one")
         for k, v in self.recipe.items():
             if isinstance(v, bool) or not (isinstance(v, int) and v >= 1 or isinstance(v, float) and 0 < v <= 1):
                 raise ValueError(f"{k}={v!r}: expected a share in (0.0, 1.0] or a number of units from 1")
-        if all(isinstance(v, float) and v == 1 for v in self.recipe.values()): raise ValueError(f"StructPrune() keeps everything; give a share or a number for one of {', '.join(UNIT_KINDS)}")
-        self.score, self.uniform, self.steps, self.rate, self.ramp, self.start, self.spread, self.seed = score, uniform, steps, rate, ramp, start, spread, seed
+        if all(isinstance(v, float) and v == 1 for v in self.recipe.values()):
+            raise ValueError(
+                f"StructPrune() keeps everything; give a share or a number for one of {', '.join(UNIT_KINDS)}"
+            )
+        self.score, self.uniform, self.steps, self.rate, self.ramp, self.start, self.spread, self.seed = (
+            score,
+            uniform,
+            steps,
+            rate,
+            ramp,
+            start,
+            spread,
+            seed,
+        )
         self.history, self.moments, self.found = [], [], None
 
     def prepare(self, model, calib):
@@ -403,22 +510,33 @@ class _Recipe(Method):
         meta = any(p.is_meta for p in model.parameters())
         self.scores = importance(model, self.units, "random" if meta else how, calib, self.seed)
         self.pools = {}                                               # constraint → numbers of its units
-        for i, u in enumerate(self.units): self.pools.setdefault(u.kind if not self.uniform and u.kind in ("kv_groups", "ffn") else f"{u.kind} {u.names[0]}", []).append(i)
+        for i, u in enumerate(self.units):
+            self.pools.setdefault(
+                u.kind if not self.uniform and u.kind in ("kv_groups", "ffn") else f"{u.kind} {u.names[0]}", []
+            ).append(i)
         self.moments = []                                             # (step, how open each of the units' gates is)
         self.planned = planned(model, choose(self.found, self.units, self.scores, self.uniform))
         self.notes = {"target_parameters": self.planned}
 
     def targets(self)->dict: # constraint → share of its gates that stays
         "What the multipliers lead to."
-        return {k: sum(self.units[i].count() for i in mine) / sum(self.units[i].n for i in mine) for k, mine in self.pools.items()}
+        return {
+            k: sum(self.units[i].count() for i in mine) / sum(self.units[i].n for i in mine)
+            for k, mine in self.pools.items()
+        }
 
 def planned(
     model:nn.Module,  # any size; not touched
     keep:dict,        # for `slice_model`
 )->int:               # parameters, tied ones once
     "How many parameters are left, without a copy of a weight."
-    copied = copy.deepcopy(unwrap(model), {id(t): nn.Parameter(t.detach().to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta")
-                                           for t in (*model.parameters(), *model.buffers())})
+    copied = copy.deepcopy(
+        unwrap(model),
+        {
+            id(t): nn.Parameter(t.detach().to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta")
+            for t in (*model.parameters(), *model.buffers())
+        },
+    )
     slice_model(copied, keep)
     return count(copied).total
 
@@ -452,14 +570,27 @@ class _Learning(_Recipe):
                 if g.log_alpha.grad is None: continue                 # the model did not run
                 grad = _full(g.log_alpha.grad).float()
                 if not grad.isfinite().all(): continue                # a step that a loss scale skips
-                g.m.lerp_(grad, 0.1); g.v.lerp_(grad.pow(2), 0.02)
+                g.m.lerp_(grad, 0.1)
+                g.v.lerp_(grad.pow(2), 0.02)
             scale = (torch.cat([g.v for g in gates]).mean() / (1 - 0.98 ** (done + 1))).sqrt() + 1e-12
             moved = torch.cat([g.own - self.rate * g.m / (1 - 0.9 ** (done + 1)) / scale for g in gates])
             shift = _shift(moved * sharp, now) / sharp
             self.box.multipliers[n] += shift
-            for g, value in zip(gates, (moved - shift).split([len(g.own) for g in gates])): g.set(value); g.sharp.fill_(sharp); g.log_alpha.grad = None
-            row |= {f"{name}: open": torch.cat([g.open() for g in gates]).mean().item(), f"{name}: target": now, f"{name}: multiplier": self.box.multipliers[n].item()}
-        if blind: warnings.warn("no gate has a gradient, so the task has no say in what is cut: call cook.step() after backward() and before zero_grad()", stacklevel=2)
+            for g, value in zip(gates, (moved - shift).split([len(g.own) for g in gates])):
+                g.set(value)
+                g.sharp.fill_(sharp)
+                g.log_alpha.grad = None
+            row |= {
+                f"{name}: open": torch.cat([g.open() for g in gates]).mean().item(),
+                f"{name}: target": now,
+                f"{name}: multiplier": self.box.multipliers[n].item(),
+            }
+        if blind:
+            warnings.warn(
+                "no gate has a gradient, so the task has no say in what is cut: call cook.step() after backward() and "
+                "before zero_grad()",
+                stacklevel=2,
+            )
         draw = torch.Generator().manual_seed((self.seed << 32) + done + 1)
         for g in self.box: g.noise.copy_(torch.rand(len(g.noise), generator=draw).clamp_(1e-6, 1 - 1e-6))
         self.box.done += 1
@@ -473,7 +604,8 @@ def _binary(units, keep, found):
     "The gates of 0 and 1 that say what `keep` says"
     out, attention = [], found.attention()
     for u in units:
-        z, kept = torch.ones(u.n), next((keep[n] for n in u.names if keep.get(n)), None)          # (that of an absent attention is empty)
+        # (that of an absent attention is empty)
+        z, kept = torch.ones(u.n), next((keep[n] for n in u.names if keep.get(n)), None)
         if u.kind in ("attention", "ffn_layers"): z = torch.tensor([float(keep.get(n) != []) for n in u.names])
         elif kept:
             index = torch.tensor(kept)
@@ -487,19 +619,32 @@ class _OnModel(_Learning):
 
     def attach(self, model):
         "Gates on the columns of consumers, on sublayers, blocks and channels."
-        if "struct_prune" in model._modules: raise ValueError("a StructPrune is on this model already; give all kinds to one")
+        if "struct_prune" in model._modules:
+            raise ValueError("a StructPrune is on this model already; give all kinds to one")
         (device, dtype), modules = next((p.device, p.dtype) for p in model.parameters()), dict(parts(model))
-        self.box, self.sites, self.handles = _Container([Gates(u.n, device, dtype) for u in self.units], len(self.pools), device, self), [], []
+        self.box, self.sites, self.handles = (
+            _Container([Gates(u.n, device, dtype) for u in self.units], len(self.pools), device, self),
+            [],
+            [],
+        )
         model.add_module("struct_prune", self.box)
         columns = {}
         for u, g, s in zip(self.units, self.box, self.scores):
-            g.set((3 + self.spread * (s.argsort().argsort().float() / max(1, u.n - 1) - 0.5) if self.learning else s).to(device))    # all open, in the order of the scores
+            g.set(
+                (3 + self.spread * (s.argsort().argsort().float() / max(1, u.n - 1) - 0.5) if self.learning else s).to(
+                    device
+                )
+            )  # all open, in the order of the scores
             g.log_alpha.requires_grad_(self.learning)
             if u.kind in ("kv_groups", "heads", "ffn"):
                 for n in u.names: columns.setdefault(n, []).append(g)
             else:
-                for m, hook, _, kw in _gate_hooks(u, g.value, self.found, modules, self): self.handles.append(m.register_forward_hook(hook, with_kwargs=kw))
-        for n, gates in columns.items(): self.sites.append((n, modules[n], parametrize_weight(modules[n], "weight", _Columns(gates, is_conv1d(modules[n])), 10)))
+                for m, hook, _, kw in _gate_hooks(u, g.value, self.found, modules, self):
+                    self.handles.append(m.register_forward_hook(hook, with_kwargs=kw))
+        for n, gates in columns.items():
+            self.sites.append(
+                (n, modules[n], parametrize_weight(modules[n], "weight", _Columns(gates, is_conv1d(modules[n])), 10))
+            )
         self.model = model
         if not self.learning: self.close()
 
@@ -515,7 +660,9 @@ class _OnModel(_Learning):
     @torch.no_grad()
     def close(self):
         "Choose: the best gates become 1, the others 0, and no gate moves any more."
-        for g, z in zip(self.box, _binary(self.units, self.keep(), self.found)): g.hard.copy_(z); g.frozen.fill_(True)
+        for g, z in zip(self.box, _binary(self.units, self.keep(), self.found)):
+            g.hard.copy_(z)
+            g.frozen.fill_(True)
         self.box.done.fill_(self.steps)
         self.foresee(self.model)
 
@@ -544,7 +691,11 @@ class StructPrune(_OnModel):
         "Cut the copy, to the exact numbers wherever the gates are; returns old name → new name of its modules."
         box = small._modules.pop("struct_prune")
         if self.learning and not box.done.is_meta and (done := int(box.done)) < self.steps:
-            warnings.warn(f"the gates have done {done} of steps={self.steps}, so what they say now decides; call cook.step() after each step of the optimizer, or give fewer steps", stacklevel=3)
+            warnings.warn(
+                f"the gates have done {done} of steps={self.steps}, so what they say now decides; call cook.step() "
+                "after each step of the optimizer, or give fewer steps",
+                stacklevel=3,
+            )
         for n, _, _ in self.sites:
             m = small.get_submodule(n)
             for p in chain(m, "weight", _Columns): unparametrize(m, "weight", p)
@@ -553,7 +704,12 @@ class StructPrune(_OnModel):
     def state(self):
         "Target and schedule, for the report."
         last = self.history[-1] if self.history else {}
-        return {**self.notes, "gates": sum(u.n for u in self.units), "steps": int(self.box.done) if self.box is not None else 0, **{k: v for k, v in last.items() if k.endswith(": open")}}
+        return {
+            **self.notes,
+            "gates": sum(u.n for u in self.units),
+            "steps": int(self.box.done) if self.box is not None else 0,
+            **{k: v for k, v in last.items() if k.endswith(": open")},
+        }
 
     def trace(self)->pd.DataFrame: # a row a step; columns (constraint, open | target | multiplier)
         "How the gates went: for each constraint the expected share of open ones, the target and the multiplier."
@@ -562,35 +718,49 @@ class StructPrune(_OnModel):
         df.columns = pd.MultiIndex.from_tuples([tuple(c.rsplit(": ", 1)) for c in df.columns])
         return df
 
-    def gate_history(self)->tuple[list, dict]: # steps of some fifty moments; consumer or stack → (moments, units) in [0, 1]
+    # steps of some fifty moments; consumer or stack → (moments, units) in [0, 1]
+    def gate_history(self)->tuple[list, dict]:
         "How open each gate was, for `plot_gates`; two kinds of gates on one consumer go by kind and consumer."
         self._went()
         names = [u.names[0] for u in self.units]
         keys = [n if names.count(n) == 1 else f"{u.kind} {n}" for n, u in zip(names, self.units)]
-        return [step for step, _ in self.moments], {k: torch.stack([z[i] for _, z in self.moments]) for i, k in enumerate(keys)}
+        return [step for step, _ in self.moments], {
+            k: torch.stack([z[i] for _, z in self.moments]) for i, k in enumerate(keys)
+        }
 
     def _went(self):
-        if not self.history: raise RuntimeError(f"no gate has moved yet: score={self.score!r}, " + ("cook.step() was not called" if self.score == "gates" else "so there is nothing to learn"))
+        if not self.history:
+            raise RuntimeError(
+                f"no gate has moved yet: score={self.score!r}, "
+                + ("cook.step() was not called" if self.score == "gates" else "so there is nothing to learn")
+            )
 
 # %% ../../nbs/20_cook/08_prune.ipynb #8fe7202d
 def staircase(
     stairs:list,                   # of `StructPrune`, one after the other
     model:nn.Module,               # stays as it is: the first stair works on a copy
-    train:Callable|None=None,      # train(model, cook, i) for stair i: add cook.loss(), call cook.step() for at least its `steps`; None: scores decide
+    train:Callable|None=None,      # train(model, cook, i) for stair i: add cook.loss(), call cook.step() for at least
+                                   # its `steps`; None: scores decide
     calib:list|None=None,          # batches for the scores
-    methods:Callable|None=None,    # methods(i) → more methods for stair i, such as [Distill(teacher)]; what packs or splits layers for the last stair only
+    methods:Callable|None=None,    # methods(i) → more methods for stair i, such as [Distill(teacher)]; what packs or
+                                   # splits layers for the last stair only
     save:str|os.PathLike|None=None, # folder: `save_cooked` writes each finished model there, as stair_1, stair_2 …
 )->list[nn.Module]:                # the sliced model of each stair
     "Progressive structured pruning: gates, training, slicing, stair by stair (CPM-Ant, BMCook)."
     stairs = list(stairs)
-    if not stairs or not all(isinstance(s, StructPrune) for s in stairs): raise TypeError(f"stairs={stairs!r}: expected a non-empty list of StructPrune")
-    if len({id(s) for s in stairs}) < len(stairs): raise ValueError("stairs holds one StructPrune twice; make one for each stair")
+    if not stairs or not all(isinstance(s, StructPrune) for s in stairs):
+        raise TypeError(f"stairs={stairs!r}: expected a non-empty list of StructPrune")
+    if len({id(s) for s in stairs}) < len(stairs):
+        raise ValueError("stairs holds one StructPrune twice; make one for each stair")
     model, out, calib = copy.deepcopy(unwrap(model)), [], None if calib is None else list(calib)
     try:
         for i, stair in enumerate(tqdm(stairs, desc="stairs", leave=False)):
             more = list(methods(i)) if methods is not None else []
             if i + 1 < len(stairs) and (packs := [type(m).__name__ for m in more if stair.slot < m.slot < 50 and getattr(m, "packed", True)]):
-                raise ValueError(f"methods({i}) holds {packs[0]}, whose layers the next stair could not cut; give it for the last stair, i={len(stairs) - 1}, only")
+                raise ValueError(
+                    f"methods({i}) holds {packs[0]}, whose layers the next stair could not cut; give it for the last "
+                    f"stair, i={len(stairs) - 1}, only"
+                )
             cook = Cook(model, [stair, *more], calib)
             train(model, cook, i) if train is not None else stair.close()
             out.append(cook.export())
@@ -598,6 +768,8 @@ def staircase(
             if i + 1 < len(stairs): model = copy.deepcopy(out[-1])   # the next stair trains it
     except BaseException as e:
         e.stairs = out
-        e.add_note(f"in stair {len(out) + 1} of {len(stairs)}; the models of those before are in .stairs of this exception")
+        e.add_note(
+            f"in stair {len(out) + 1} of {len(stairs)}; the models of those before are in .stairs of this exception"
+        )
         raise
     return out

@@ -19,15 +19,25 @@ from .report import Calibration, replace_child
 from ..core import changed, parts, roles, tensor_key
 from ..kernels.exchange import mark_foreign
 from ..kernels.experts import holds_experts
-from ..kernels.layers import GroupedLinear, Int8Linear, is_conv1d, pack_linears, packable, packing_refusal, weight_rows
+from bmlab.kernels.layers import (
+    GroupedLinear,
+    Int8Linear,
+    is_conv1d,
+    pack_linears,
+    packable,
+    packing_refusal,
+    weight_rows,
+)
 from ..kernels.codes import GROUPS, dequantize_rows, divide_, group_for, packed_linear
 from .calibrate import Inputs, calibrate
 from .scaling import awq_exponents, smooth_exponents, fold, scaling_sites
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #b8ff06c3
 _TINY = {8: torch.finfo(torch.float32).tiny, 4: 2.0**-24}          # least scale of a row, of a group
-_SHARES = {False: (1.0, 0.92, 0.84, 0.76), True: (8 / 7, 1.0, 0.92, 0.84, 0.76)}  # of a group's range that are tried, with zero point and symmetric
-_SOLVES = 5                                                          # least squares for the codes, codes for these scales, and again; more gain less than 0.5 % of the error
+# of a group's range that are tried, with zero point and symmetric
+_SHARES = {False: (1.0, 0.92, 0.84, 0.76), True: (8 / 7, 1.0, 0.92, 0.84, 0.76)}
+# least squares for the codes, codes for these scales, and again; more gain less than 0.5 % of the error
+_SOLVES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class _Codes:
@@ -37,13 +47,16 @@ class _Codes:
     symmetric:bool=False      # int4 without a zero point, so that zero stays zero; int8 always is
     def __post_init__(self):
         if self.bits not in (4, 8): raise ValueError(f"bits={self.bits!r}: 8 or 4")
-        if self.group_size is None and self.bits == 4: raise ValueError("group_size=None: int4 needs groups of 128, 64 or 32")
-        if self.group_size is not None and self.group_size not in GROUPS: raise ValueError(f"group_size={self.group_size!r}: one of {', '.join(map(str, GROUPS))}")
+        if self.group_size is None and self.bits == 4:
+            raise ValueError("group_size=None: int4 needs groups of 128, 64 or 32")
+        if self.group_size is not None and self.group_size not in GROUPS:
+            raise ValueError(f"group_size={self.group_size!r}: one of {', '.join(map(str, GROUPS))}")
 
     @property
     def keeps_zeros(self)->bool: return self.bits == 8 or self.symmetric
 
-    def _wide(self, t, w): return t if self.group_size is None else t.repeat_interleave(self.group_size, 1)[:, :w.shape[1]]
+    def _wide(self, t, w):
+        return t if self.group_size is None else t.repeat_interleave(self.group_size, 1)[:, :w.shape[1]]
 
     def values(self,
         codes:Tensor,      # (N, K) as `round` gives them
@@ -64,7 +77,8 @@ class _Codes:
 
     def _nearest(self, w, scale, zero):
         if self.bits == 8: return (w / scale).round_().clamp_(-127, 127)
-        q = (w / scale if zero is None else w.sub(zero).div_(scale)).add_(8).round_().clamp_(0, 15).sub_(8)      # as `quantize_groups` does
+        # as `quantize_groups` does
+        q = (w / scale if zero is None else w.sub(zero).div_(scale)).add_(8).round_().clamp_(0, 15).sub_(8)
         return q
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #a1898423
@@ -77,7 +91,9 @@ class _Ranges(_Codes):
         error = (q if zero is None else q.add_(zero[..., None])).sub_(part).square_()
         error = (error if weight is None else error.mul_(weight)).sum(-1)
         if best is None: return scale, zero, error
-        return tuple(None if a is None else torch.where(error < best[2], a, b) for a, b in zip((scale, zero, error), best))
+        return tuple(
+            None if a is None else torch.where(error < best[2], a, b) for a, b in zip((scale, zero, error), best)
+        )
 
     def _solved(self, part, weight, scale, zero):
         "Scale and zero point with the least squared error for the codes that these give; undefined where there are none"
@@ -95,7 +111,8 @@ class _Ranges(_Codes):
         "Scale and zero point of groups (…, g) for a share of their range"
         if self.symmetric:
             low, high = part.amin(-1), part.amax(-1)
-            scale = divide_(torch.where(high > -low, high, low) * share, -8).half().float()                       # may be negative
+            # may be negative
+            scale = divide_(torch.where(high > -low, high, low) * share, -8).half().float()
             return torch.where(scale.abs() < _TINY[4], _TINY[4], scale), None
         low, high = part.amin(-1) * share, part.amax(-1) * share
         scale = divide_(high - low, 15).half().clamp_min_(_TINY[4]).float()
@@ -106,16 +123,22 @@ class Grid(_Ranges):
     "The numbers that a weight may become: int8 by row or group, int4 by group."
     def fit(self,
         w:Tensor,                # (N, K) float, any device
-        energy:Tensor|None=None, # (K,) or (N, K) how much an error in each column counts; None: all alike, and int4 ranges are only cut, not solved for
-    )->tuple[Tensor, Tensor|None]: # scale and zero point (N, G) float32, of values that are stored exactly; zero None if symmetric
+        energy:Tensor|None=None, # (K,) or (N, K) how much an error in each column counts; None: all alike, and int4
+                                 # ranges are only cut, not solved for
+    # scale and zero point (N, G) float32, of values that are stored exactly; zero None if symmetric
+    )->tuple[Tensor, Tensor|None]:
         "Scales and zero points; of an int4 group those with the least squared error that are found."
         if self.bits == 8:
-            if self.group_size is None: return divide_(w.float().abs().amax(1, keepdim=True), 127).clamp_min_(_TINY[8]), None
-            return divide_(w.float().view(len(w), -1, self.group_size).abs().amax(2), 127).half().clamp_min_(_TINY[4]).float(), None
+            if self.group_size is None:
+                return divide_(w.float().abs().amax(1, keepdim=True), 127).clamp_min_(_TINY[8]), None
+            return divide_(w.float().view(len(w), -1, self.group_size).abs().amax(2), 127).half().clamp_min_(
+                _TINY[4]
+            ).float(), None
         part, best = w.float().view(len(w), -1, self.group_size), None
         weight = None if energy is None else energy.float().view(-1, *part.shape[1:])
         for share in _SHARES[self.symmetric]: best = self._better(part, weight, self._range(part, share), best)
-        for _ in range(0 if weight is None else _SOLVES): best = self._better(part, weight, self._solved(part, weight, *best[:2]), best)
+        for _ in range(0 if weight is None else _SOLVES):
+            best = self._better(part, weight, self._solved(part, weight, *best[:2]), best)
         return best[:2]
 
     def pack(self,
@@ -125,11 +148,18 @@ class Grid(_Ranges):
     )->tuple:              # what `Int8Linear`, `Int8GroupLinear` or `Int4Linear` stores
         "The tensors of the packed layer."
         if not scale.is_meta and not all(t.half().isfinite().all() for t in (scale, zero) if t is not None and self.group_size is not None):
-            raise ValueError("the weight has values whose scale or zero point is beyond float16; leave its layer out, or take bits=8 without groups")
+            raise ValueError(
+                "the weight has values whose scale or zero point is beyond float16; leave its layer out, or take "
+                "bits=8 without groups"
+            )
         if self.bits == 8: return codes.to(torch.int8), scale[:, 0].clone() if self.group_size is None else scale.half()
         q = codes.add(8).to(torch.uint8).view(len(codes), -1, self.group_size)
         half = self.group_size // 2
-        return (q[..., :half] | q[..., half:] << 4).reshape(len(codes), -1), scale.half(), scale.new_zeros(scale.shape).half() if zero is None else zero.half()
+        return (
+            (q[..., :half] | q[..., half:] << 4).reshape(len(codes), -1),
+            scale.half(),
+            scale.new_zeros(scale.shape).half() if zero is None else zero.half(),
+        )
 
     def rounded(self,
         w:Tensor, # (N, K) float
@@ -156,7 +186,8 @@ def grid_for(
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #9216c25f
 def _check_damping(damping):
-    if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not (0 <= damping < math.inf): raise ValueError(f"damping={damping!r}: a number of at least 0, such as 0.03")
+    if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not (0 <= damping < math.inf):
+        raise ValueError(f"damping={damping!r}: a number of at least 0, such as 0.03")
 
 def _factor(gram, damping):
     "Columns by falling energy, the upper Cholesky factor U of their damped H⁻¹ = UᵀU, float32, and how much an error in each column counts"
@@ -165,12 +196,16 @@ def _factor(gram, damping):
     H = gram.float()[order][:, order]
     H = H + torch.eye(len(H), device=H.device) * (damping * H.diagonal().mean()).clamp_min(1e-8)
     try: U = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(H)), upper=True)
-    except torch.linalg.LinAlgError as e: raise ValueError(f"damping={damping}: XᵀX of these inputs has no inverse; try damping=0.01, or more batches") from e
+    except torch.linalg.LinAlgError as e:
+        raise ValueError(
+            f"damping={damping}: XᵀX of these inputs has no inverse; try damping=0.01, or more batches"
+        ) from e
     return order, U, torch.empty_like(diagonal).index_copy_(0, order, diagonal[order].sqrt() / U.diagonal())
 
 def _follow(w, order, U, grid, fitted, block=64):
     "(codes, scale, zero): each column's error goes to those that come after it"
-    s, z = (None if t is None else grid._wide(t, w).expand(w.shape)[:, order].t().contiguous() for t in fitted)             # (K, N): a column is a row
+    # (K, N): a column is a row
+    s, z = (None if t is None else grid._wide(t, w).expand(w.shape)[:, order].t().contiguous() for t in fitted)
     w, codes = w.float()[:, order].t().contiguous(), torch.empty(w.shape[1], len(w), device=w.device)
     pinned = w == 0 if grid.keeps_zeros else None
     for i in range(0, len(w), block):
@@ -195,7 +230,10 @@ def gptq(
 )->tuple:                  # codes (N, K) float32, scale and zero point (N, G) as `Grid.fit` gives them
     "Codes chosen against the outputs' error (GPTQ, Frantar et al. 2022, Algorithm 1)."
     if gram.shape != (w.shape[1],) * 2:
-        raise ValueError(f"gram of shape {tuple(gram.shape)} does not fit w of shape {tuple(w.shape)}; expected ({w.shape[1]}, {w.shape[1]})")
+        raise ValueError(
+            f"gram of shape {tuple(gram.shape)} does not fit w of shape {tuple(w.shape)}; expected ({w.shape[1]}, "
+            f"{w.shape[1]})"
+        )
     _check_damping(damping)
     order, U, energy = _factor(gram, damping)
     return _follow(w, order, U, grid, grid.fit(w, energy), block)
@@ -228,7 +266,12 @@ class Int8GroupLinear(GroupedLinear):
 
     def cooked_state(self)->dict: # JSON: how to make the empty layer
         "What `from_cooked` needs beside the tensors."
-        return {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None, "group_size": self.group_size}
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "bias": self.bias is not None,
+            "group_size": self.group_size,
+        }
 
     @classmethod
     def from_cooked(cls, old, state):
@@ -263,8 +306,16 @@ def plan_grids(
     for holders in shared.values():
         w = stored(holders[0][1])
         coarse = any(isinstance(m, nn.Embedding) for _, m in holders)
-        zeros = symmetric if symmetric is not None else bits == 4 and not w.is_meta and (w == 0).float().mean().item() >= 0.25
-        grid = Grid() if coarse else grid_for(w.shape[0 if is_conv1d(holders[0][1]) else 1], bits, group_size, bits == 4 and zeros)
+        zeros = (
+            symmetric
+            if symmetric is not None
+            else bits == 4 and not w.is_meta and (w == 0).float().mean().item() >= 0.25
+        )
+        grid = (
+            Grid()
+            if coarse
+            else grid_for(w.shape[0 if is_conv1d(holders[0][1]) else 1], bits, group_size, bits == 4 and zeros)
+        )
         grids |= {n: grid for n, _ in holders}
     return {n: grids.get(n) for n in chosen}                                       # experts: None
 
@@ -272,16 +323,19 @@ def plan_grids(
 def pack_by(
     model:nn.Module,             # changed in place
     grids:dict,                  # name → Grid, of `plan_grids`
-    rounding:dict|None=None,     # name → (codes, scale, zero) of the weight, of a stack of experts one below the other; others are rounded to nearest
+    rounding:dict|None=None,     # name → (codes, scale, zero) of the weight, of a stack of experts one below the other;
+                                 # others are rounded to nearest
     activations:int|None=None,   # 8: W8A8, but for heads
     bits:int=8,                  # of experts
     group_size:int|None=None,    # of experts
 ):
     "Replace layers by packed ones, each on its grid; tied weights stay tied."
     modules, codes = {n: m for n, m in parts(model) if n in grids}, dict(rounding or {})
-    of_weight = {tensor_key(modules[n].weight): c for n, c in codes.items() if n in modules}       # the codes of a tied table are its layer's
+    # the codes of a tied table are its layer's
+    of_weight = {tensor_key(modules[n].weight): c for n, c in codes.items() if n in modules}
     codes |= {n: of_weight[k] for n, m in modules.items() if grids[n] and (k := tensor_key(m.weight)) in of_weight}
-    modules.clear(); of_weight.clear()
+    modules.clear()
+    of_weight.clear()
     def how(name, w): return grids[name].pack(*codes.pop(name)) if name in codes else to_nearest(w, grids[name])
     def how_expert(name, w):
         if name not in codes: return to_nearest(w, stack_grid(w.shape[1], bits, group_size))
@@ -292,8 +346,18 @@ def pack_by(
     for g, names in groups.items():
         if g is None: pack_linears(model, bits, dict.fromkeys(names), rounding=how_expert, group_size=group_size or 128)
         elif g.bits == 8 and g.group_size: _pack_groups(model, names, how, g.group_size)
-        else: pack_linears(model, g.bits, dict.fromkeys(names), embeddings=False, rounding=how, group_size=g.group_size or 128, activations=activations if g.bits == 8 else None)
-    if activations:                                                               # a head's inputs stay as they are, wherever rounding them costs most and saves least
+        else:
+            pack_linears(
+                model,
+                g.bits,
+                dict.fromkeys(names),
+                embeddings=False,
+                rounding=how,
+                group_size=g.group_size or 128,
+                activations=activations if g.bits == 8 else None,
+            )
+    # a head's inputs stay as they are, wherever rounding them costs most and saves least
+    if activations:
         for n, role in roles(model).items():
             if role == "head" and isinstance(m := model.get_submodule(n), Int8Linear): m.activations = None
     mark_foreign(model)
@@ -305,7 +369,11 @@ def _pack_groups(model, names, how, group_size):
         if reason := packing_refusal(modules[n]): raise ValueError(f"{n} {reason}")
     for n in names:
         key, m = tensor_key(modules[n].weight), modules[n]
-        new = Int8GroupLinear.from_float(m, functools.partial(how, n), group_size) if key not in first else Int8GroupLinear.skeleton_of(m, group_size=group_size)
+        new = (
+            Int8GroupLinear.from_float(m, functools.partial(how, n), group_size)
+            if key not in first
+            else Int8GroupLinear.skeleton_of(m, group_size=group_size)
+        )
         if key in first: new.share_with(first[key])
         first.setdefault(key, new)
         replace_child(model, m, new)
@@ -324,7 +392,14 @@ def choose_factors(
         names = list(site.readers)
         if not set(names) <= set(stage) or site.name and site.name not in stage: continue
         ws, inputs = [weights[n] for n in names], stage[names[0]]
-        out.append((site, awq_exponents(inputs, ws, [grids[n] for n in names]) if smooth is None else smooth_exponents(inputs, ws, smooth)))
+        out.append(
+            (
+                site,
+                awq_exponents(inputs, ws, [grids[n] for n in names])
+                if smooth is None
+                else smooth_exponents(inputs, ws, smooth),
+            )
+        )
     return out
 
 def choose_codes(
@@ -341,7 +416,9 @@ def choose_codes(
         energy = torch.ones_like(s) if inputs.gram is None else inputs.gram.diagonal() / s.square()
         fitted = grid.fit(w, energy)
         return (grid.round(w.float(), *fitted), *fitted), energy
-    order, U, energy = _factor(inputs.gram / torch.outer(s, s), damping if damping is not None else 0.1 if grid.bits == 8 else 0.03)
+    order, U, energy = _factor(
+        inputs.gram / torch.outer(s, s), damping if damping is not None else 0.1 if grid.bits == 8 else 0.03
+    )
     return _follow(w, order, U, grid, grid.fit(w, energy)), energy
 
 def choose_experts(
@@ -350,11 +427,16 @@ def choose_experts(
     grid:Grid,                 # what the weights may become
     rounding:str,              # "gptq" or "awq"
     damping:float|None=None,   # as in `choose_codes`
-)->tuple[tuple, Tensor]:       # (codes, scale, zero) one below the other, and how much an error in each expert's columns counts (E, K)
+# (codes, scale, zero) one below the other, and how much an error in each expert's columns counts (E, K)
+)->tuple[tuple, Tensor]:
     "Codes for a stack of experts, of each by the tokens that reach it."
-    codes, energy = zip(*(choose_codes(part, i, grid, rounding, damping) for part, i in zip(w.chunk(len(inputs)), inputs)))
+    codes, energy = zip(
+        *(choose_codes(part, i, grid, rounding, damping) for part, i in zip(w.chunk(len(inputs)), inputs))
+    )
     if idle := sum(i.gram is None for i in inputs):
-        logging.getLogger(__name__).warning("%d of %d experts got no token of the calibration batches, and are rounded to nearest", idle, len(inputs))
+        logging.getLogger(__name__).warning(
+            "%d of %d experts got no token of the calibration batches, and are rounded to nearest", idle, len(inputs)
+        )
     return tuple(None if t[0] is None else torch.cat(t) for t in zip(*codes)), torch.stack(energy)
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #1781658f
@@ -363,15 +445,20 @@ def check_rounding(rounding, smooth, calib, bits, activations, group_size, dampi
     factors = smooth is not None and smooth is not False
     if rounding not in ROUNDINGS: raise ValueError(f"rounding={rounding!r}: one of {', '.join(ROUNDINGS)}")
     if bits not in (4, 8): raise ValueError(f"bits={bits!r}: 8 or 4")
-    if group_size is not None and (type(group_size) is not int or group_size not in GROUPS): raise ValueError(f"group_size={group_size!r}: one of {', '.join(map(str, GROUPS))}, or None")
+    if group_size is not None and (type(group_size) is not int or group_size not in GROUPS):
+        raise ValueError(f"group_size={group_size!r}: one of {', '.join(map(str, GROUPS))}, or None")
     if factors and (smooth is True or not (isinstance(smooth, (int, float)) and 0 <= smooth <= 1)):
         raise ValueError(f"smooth={smooth!r}: a number from 0 to 1, such as 0.5, False for no factors, or None")
     if factors and rounding == "awq": raise ValueError("smooth= with rounding='awq': both move factors; choose one")
     if damping is not None: _check_damping(damping)
     if activations not in (None, 8): raise ValueError(f"activations={activations!r}: 8, or None")
     if activations and (bits != 8 or group_size):
-        raise ValueError(f"activations=8 with bits={bits}, group_size={group_size}: int8 inputs are multiplied by int8 weights with one scale a row; bits=8, group_size=None")
-    if calib is None and (rounding != "nearest" or factors): raise ValueError(f"rounding={rounding!r}, smooth={smooth} need calib=, a few batches")
+        raise ValueError(
+            f"activations=8 with bits={bits}, group_size={group_size}: int8 inputs are multiplied by int8 weights with "
+            "one scale a row; bits=8, group_size=None"
+        )
+    if calib is None and (rounding != "nearest" or factors):
+        raise ValueError(f"rounding={rounding!r}, smooth={smooth} need calib=, a few batches")
 
 def smoothing(smooth, rounding, calib, activations):
     "SmoothQuant's exponent, or None: where inputs are rounded too and there are batches it is 0.5 unless said otherwise"
@@ -381,7 +468,8 @@ def smoothing(smooth, rounding, calib, activations):
 # %% ../../nbs/20_cook/05_quantize.ipynb #8aad05a3
 def quantize(
     model:nn.Module,              # changed in place
-    calib:Iterable|None=None,     # a few batches: dicts of the model's arguments, or tensors; padding is not counted. 2,000 tokens do for int8, int4 gains from 8,000. None: round to nearest
+    calib:Iterable|None=None,     # a few batches: dicts of the model's arguments, or tensors; padding is not counted.
+                                  # 2,000 tokens do for int8, int4 gains from 8,000. None: round to nearest
     bits:int=8,                   # of a weight: 8 or 4
     modules:str|list|None=None,   # a pattern; None: every linear layer with a role, and experts, but no router
     exclude:str|list|None=None,   # a pattern of what stays in float
@@ -396,20 +484,33 @@ def quantize(
     rounding = rounding or ("nearest" if calib is None else "gptq")
     check_rounding(rounding, smooth, calib, bits, activations, group_size, damping)
     if calib is not None: calib = Calibration(model, calib).batches
-    smooth, grids = smoothing(smooth, rounding, calib, activations), plan_grids(model, modules, exclude, bits, group_size, symmetric)
+    smooth, grids = (
+        smoothing(smooth, rounding, calib, activations),
+        plan_grids(model, modules, exclude, bits, group_size, symmetric),
+    )
     for n, m in ((n, m) for n, m in parts(model) if n in grids):
         if reason := packing_refusal(m): raise ValueError(f"{n} {reason}")
     rest = dict(grids)
     if rounding != "nearest" or smooth is not None:
-        layers = {n: m for n, m in parts(model) if n in grids and not isinstance(m, nn.Embedding) and (rounding != "nearest" or not holds_experts(m))}
-        sites = scaling_sites(model, {n: m for n, m in layers.items() if grids[n]}, calib[0]) if smooth is not None or rounding == "awq" else []
+        layers = {
+            n: m
+            for n, m in parts(model)
+            if n in grids and not isinstance(m, nn.Embedding) and (rounding != "nearest" or not holds_experts(m))
+        }
+        sites = (
+            scaling_sites(model, {n: m for n, m in layers.items() if grids[n]}, calib[0])
+            if smooth is not None or rounding == "awq"
+            else []
+        )
         tables = {tensor_key(m.weight): n for n, m in parts(model) if n in grids and isinstance(m, nn.Embedding)}
         for stage in calibrate(model, dict(layers), calib, gram=rounding != "nearest"):
             here = {n: layers.pop(n) for n in stage}
             codes = _stage_codes(stage, here, grids, sites, rounding, smooth, damping, bits, group_size)
             names = {*here, *(tables[k] for n, m in here.items() if grids[n] and (k := tensor_key(m.weight)) in tables)}
             here.clear()
-            pack_by(model, {n: rest.pop(n) for n in grids if n in names and n in rest}, codes, activations, bits, group_size)
+            pack_by(
+                model, {n: rest.pop(n) for n in grids if n in names and n in rest}, codes, activations, bits, group_size
+            )
     if rest: pack_by(model, rest, None, activations, bits, group_size)
     return model
 
@@ -417,12 +518,16 @@ def _stage_codes(stage, here, grids, sites, rounding, smooth, damping, bits, gro
     "Move the factors of one stage's layers, which its sites lose, and choose codes: name → (codes, scale, zero)"
     exponents, codes = {}, {}
     for site, e in choose_factors(stage, sites, {n: weight_rows(m).detach() for n, m in here.items() if grids[n]}, grids, smooth) if sites else ():
-        fold(site, e); sites.remove(site)
+        fold(site, e)
+        sites.remove(site)
         exponents |= dict.fromkeys(site.readers, e)
     for n, m in here.items() if rounding != "nearest" else ():
-        if grids[n]: codes[n] = choose_codes(weight_rows(m).detach(), stage[n], grids[n], rounding, damping, exponents.get(n))[0]
+        if grids[n]:
+            codes[n] = choose_codes(weight_rows(m).detach(), stage[n], grids[n], rounding, damping, exponents.get(n))[0]
         for k, inputs in stage[n].items() if not grids[n] else ():
             w = getattr(m, k).detach()
             w = (w.transpose(1, 2) if m.is_transposed else w).flatten(0, 1)
-            codes[f"{n}.{k}"] = choose_experts(w, inputs, stack_grid(w.shape[1], bits, group_size), rounding, damping)[0]
+            codes[f"{n}.{k}"] = choose_experts(w, inputs, stack_grid(w.shape[1], bits, group_size), rounding, damping)[
+                0
+            ]
     return codes

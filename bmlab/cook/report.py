@@ -41,11 +41,18 @@ def _forward_names(model): return forward_names(unwrap(model))
 def _batches(calib, name="calib"):
     "Batches as a list; raises for what are none"
     if calib is None: raise ValueError(f"{name} is None: give a few batches")
-    if isinstance(calib, (Mapping, Tensor)): raise TypeError(f"{name} is a {type(calib).__name__}, expected a list of batches; for a single one write [batch]")
+    if isinstance(calib, (Mapping, Tensor)):
+        raise TypeError(
+            f"{name} is a {type(calib).__name__}, expected a list of batches; for a single one write [batch]"
+        )
     batches = list(calib)
-    if not batches: raise ValueError(f"{name} is empty: give a few batches, and of a generator, which gives them once, list(…)")
+    if not batches:
+        raise ValueError(f"{name} is empty: give a few batches, and of a generator, which gives them once, list(…)")
     if bad := [b for b in batches if not isinstance(b, (Mapping, Tensor))]:
-        raise TypeError(f"{name} holds a {type(bad[0]).__name__}; a batch is a dict of the model's arguments, or a tensor, its first argument")
+        raise TypeError(
+            f"{name} holds a {type(bad[0]).__name__}; a batch is a dict of the model's arguments, or a tensor, its "
+            "first argument"
+        )
     return batches
 
 def _is_cross_input(name):
@@ -56,7 +63,8 @@ def _is_cross_input(name):
 # %% ../../nbs/20_cook/01_report.ipynb #5fc75c53
 def _with_context(model, given, labels):
     "What a model is called with where its labels, (B, L) or None, are kept back: one of CPM-Live's takes from them what it reads from both sides, what has none"
-    if not isinstance(labels, Tensor) or given.get("context") is not None or not (getattr(unwrap(model), "reads_both_ways", False) and "context" in _forward_names(model)): return given
+    if not isinstance(labels, Tensor) or given.get("context") is not None or not (getattr(unwrap(model), "reads_both_ways", False) and "context" in _forward_names(model)):
+        return given
     return {**given, "context": labels == -100}
 
 class Calibration:
@@ -79,11 +87,16 @@ class Calibration:
 
     def arguments(self,
         batch:dict|Tensor, # one batch
-    )->dict:               # on the model's device; labels for an encoder-decoder only, whose decoder reads the inputs where it is given nothing
+    # on the model's device; labels for an encoder-decoder only, whose decoder reads the inputs where it is given
+    # nothing
+    )->dict:
         "What the model is called with."
         names, seq2seq = _forward_names(self.model), _seq2seq(self.model)
         if isinstance(batch, Tensor):
-            if not names: raise TypeError(f"the forward of {type(self.model).__name__} names no argument that a tensor could be; give dicts")
+            if not names:
+                raise TypeError(
+                    f"the forward of {type(self.model).__name__} names no argument that a tensor could be; give dicts"
+                )
             batch = {names[0]: batch}
         given = {k: v for k, v in batch.items() if k != "labels" or seq2seq}
         if seq2seq and "input_ids" in given and not any(k in given for k in ("labels", "decoder_input_ids", "decoder_inputs_embeds")):
@@ -104,13 +117,16 @@ class Calibration:
     def tokens(self,
         x:Tensor,     # (…, K) a layer's input
         name:str="",  # of the layer, to tell an encoder-decoder's decoder
-    )->Tensor:        # (n, K): the rows that are real tokens, by the attention mask; all where `x` is not (B, L, K) or (B·L, K), or there is no mask
+    # (n, K): the rows that are real tokens, by the attention mask; all where `x` is not (B, L, K) or (B·L, K), or there
+    # is no mask
+    )->Tensor:
         "The rows of a layer's input that are no padding."
         rows = x.reshape(-1, x.shape[-1])
         decoder = _seq2seq(self.model) and "decoder" in name.split(".") and not _is_cross_input(name)
         for key in ("decoder_attention_mask", "labels") if decoder else ("attention_mask",):
             mask = self._now.get(key)
-            if not isinstance(mask, Tensor) or mask.ndim != 2 or x.shape[:-1] not in (mask.shape, (mask.numel(),)): continue
+            if not isinstance(mask, Tensor) or mask.ndim != 2 or x.shape[:-1] not in (mask.shape, (mask.numel(),)):
+                continue
             return rows[((mask != -100) if key == "labels" else mask.bool()).reshape(-1).to(x.device)]
         return rows
 
@@ -122,7 +138,11 @@ def replace_child(
 ):
     "Put a module in another's place."
     places = [(parent, k) for parent in model.modules() for k, child in parent._modules.items() if child is old]
-    if not places: raise LookupError(f"this {type(old).__name__} is no child in this {type(model).__name__}" + ("; it is the model itself" if old is model else ""))
+    if not places:
+        raise LookupError(
+            f"this {type(old).__name__} is no child in this {type(model).__name__}"
+            + ("; it is the model itself" if old is model else "")
+        )
     for parent, k in places: parent._modules[k] = new
 
 # %% ../../nbs/20_cook/01_report.ipynb #60f2bd15
@@ -131,17 +151,27 @@ def _writes(model): return getattr(unwrap(model), "can_generate", bool)()
 def _in_place(model):
     "Do its logits stand where their labels stand, not one place before?"
     inner = unwrap(model)
-    return _seq2seq(model) or getattr(inner, "labels_in_place", False) or type(inner).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining"))
+    return (
+        _seq2seq(model)
+        or getattr(inner, "labels_in_place", False)
+        or type(inner).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining"))
+    )
 
 def _predicted(model, batches, desc):
     "What a language model predicts for each batch and the labels it should, padding left out: (n, V), (n,)"
     if not _writes(model):
-        raise TypeError(f"{type(model).__name__} is no causal language model or encoder-decoder with a head, so its perplexity is not defined")
+        raise TypeError(
+            f"{type(model).__name__} is no causal language model or encoder-decoder with a head, so its perplexity is "
+            "not defined"
+        )
     run = Calibration(model, _batches(batches, "batches"), desc)
     for output, batch in zip(run, run.batches):
         if isinstance(batch, Tensor) or "labels" not in batch:
             here = "a tensor" if isinstance(batch, Tensor) else sorted(batch)
-            raise ValueError(f"a batch holds {here}; perplexity needs labels too, {{**batch, 'labels': batch['input_ids']}} with −100 at padding")
+            raise ValueError(
+                f"a batch holds {here}; perplexity needs labels too, {{**batch, 'labels': batch['input_ids']}} with "
+                "−100 at padding"
+            )
         logits, labels = output.logits, batch["labels"].to(output.logits.device)
         if not _in_place(model): logits, labels = logits[:, :-1], labels[:, 1:]
         logits, labels = logits.flatten(0, 1), labels.flatten()
@@ -178,24 +208,34 @@ def _tensors(x):
 
 def named_logits(
     output,            # what a model returned
-)->dict[str, Tensor]:  # name → (..., C); of a question answering model start_logits and end_logits (B, L); {} without any
+# name → (..., C); of a question answering model start_logits and end_logits (B, L); {} without any
+)->dict[str, Tensor]:
     "The logits among a model's outputs."
     found = output if isinstance(output, Mapping) else {"logits": getattr(output, "logits", None)}
-    return {k: t for k, t in found.items() if "logits" in k.split("_") and "router" not in k and isinstance(t, Tensor) and t.ndim >= 2}
+    return {
+        k: t
+        for k, t in found.items()
+        if "logits" in k.split("_") and "router" not in k and isinstance(t, Tensor) and t.ndim >= 2
+    }
 
 def span_logits(
     z:Tensor,          # (B, L) of `named_logits`, or any others
     mask:Tensor|None,  # attention_mask
 )->Tensor:             # −∞ at padding where `z` is over the tokens of a text; others as they are
     "Logits over the tokens of a text, without its padding."
-    return z.masked_fill(~mask.bool().to(z.device), -math.inf) if isinstance(mask, Tensor) and z.ndim == 2 and z.shape == mask.shape else z
+    return (
+        z.masked_fill(~mask.bool().to(z.device), -math.inf)
+        if isinstance(mask, Tensor) and z.ndim == 2 and z.shape == mask.shape
+        else z
+    )
 
 def _answer(run, name, z, batch):
     "(rows (n, C), their labels (n,) or None, are they logits?) of one output, padding left out; what has no name is logits if the labels fit"
     labels = batch.get("labels" if name in ("logits", "") else name.replace("logits", "positions"))
     classes = z.shape[-1] > 1 and (not isinstance(labels, Tensor) or not labels.is_floating_point())
     if name not in ("logits", "output", ""): z = span_logits(z, batch.get("attention_mask"))
-    if not (isinstance(labels, Tensor) and classes and labels.shape == z.shape[:-1]): return run.tokens(z, "decoder"), None, classes and "logits" in name
+    if not (isinstance(labels, Tensor) and classes and labels.shape == z.shape[:-1]):
+        return run.tokens(z, "decoder"), None, classes and "logits" in name
     labels = labels.to(z.device)
     if labels.ndim == 2 and not _in_place(run.model): z, labels = z[:, :-1], labels[:, 1:]
     keep = (labels >= 0) & (labels < z.shape[-1])
@@ -209,7 +249,9 @@ def _answers(model, batches, desc):
     run = Calibration(model, _batches(batches, "batches"), desc)
     for output, batch in zip(run, run.batches):
         other = "output" if isinstance(output, Mapping) else ""
-        found = named_logits(output) or {other: t for t in _tensors(output)[::-1] if t.ndim >= 2 and t.is_floating_point()}
+        found = named_logits(output) or {
+            other: t for t in _tensors(output)[::-1] if t.ndim >= 2 and t.is_floating_point()
+        }
         yield {name: _answer(run, name, z, batch if isinstance(batch, Mapping) else {}) for name, z in found.items()}
 
 # %% ../../nbs/20_cook/01_report.ipynb #ce5c7c9f
@@ -229,7 +271,9 @@ class _Quality:
         for answers in _answers(self.model, self.batches, self.desc):
             for z, labels, _ in answers.values():
                 if labels is None: continue
-                if writes: self.total += _nll(z, labels); self.tokens += len(labels)
+                if writes:
+                    self.total += _nll(z, labels)
+                    self.tokens += len(labels)
                 else: self.right.append((z.argmax(-1) == labels).float().cpu())
             yield answers
 
@@ -281,9 +325,14 @@ def divergence(
 )->tuple[float, float]: # (mean KL(before ‖ after) in nats a row of logits, share of equal first choices)
     "How far apart what two models predict is."
     batches, far = _batches(batches, "batches"), _Distance()
-    for mine, theirs in zip(_answers(before, batches, "before"), _answers(after, batches, "after")): far.add(mine, theirs)
+    for mine, theirs in zip(_answers(before, batches, "before"), _answers(after, batches, "after")):
+        far.add(mine, theirs)
     found = far.found()
-    if "kl" not in found: raise ValueError(f"batches holds no token to compare, or {type(before).__name__} and {type(after).__name__} put out no logits of one shape")
+    if "kl" not in found:
+        raise ValueError(
+            f"batches holds no token to compare, or {type(before).__name__} and {type(after).__name__} put out no "
+            "logits of one shape"
+        )
     return found["kl"], found["same_top1"]
 
 # %% ../../nbs/20_cook/01_report.ipynb #d536742c
@@ -305,9 +354,12 @@ def _is_known(module):
 def _shapes(module):
     "{name: shape or None} of a module's own parameters, packed ones by the matrix that they stand for"
     own = {k: None if p is None else list(p.shape) for k, p in module._parameters.items()}
-    return own | {k: list(shape) for k, _, shape, _ in (module._bmlab_packed() if hasattr(module, "_bmlab_packed") else ())}
+    return own | {
+        k: list(shape) for k, _, shape, _ in (module._bmlab_packed() if hasattr(module, "_bmlab_packed") else ())
+    }
 
-def _turned(module, packed): return hasattr(module, "nf") and hasattr(packed, "_bmlab_packed")      # a Conv1D's float weight is (in, out)
+# a Conv1D's float weight is (in, out)
+def _turned(module, packed): return hasattr(module, "nf") and hasattr(packed, "_bmlab_packed")
 
 def _unlike(model, built):
     "(shapes, attributes, absent, shared): how the modules of `model` differ from those that its configuration makes"
@@ -318,27 +370,42 @@ def _unlike(model, built):
         theirs_here = {k: s[::-1] if k == "weight" and _turned(b, m) else s for k, s in _shapes(b).items()}
         if differ := {k: s for k, s in _shapes(m).items() if s != theirs_here.get(k)}: shapes[n] = differ
         if type(m).__name__ != type(b).__name__: continue
-        own = {k: v for k, v in m.__dict__.items() if not k.startswith("_") and k not in ("training", "name_or_path") and _plain(v)}
+        own = {
+            k: v
+            for k, v in m.__dict__.items()
+            if not k.startswith("_") and k not in ("training", "name_or_path") and _plain(v)
+        }
         if differ := {k: v for k, v in own.items() if k not in b.__dict__ or b.__dict__[k] != v}: attributes[n] = differ
-    absent = [n for n in theirs if n not in here and n.rpartition(".")[0] in here and not hasattr(here[n.rpartition(".")[0]], "cooked_state")]
+    absent = [
+        n
+        for n in theirs
+        if n not in here and n.rpartition(".")[0] in here and not hasattr(here[n.rpartition(".")[0]], "cooked_state")
+    ]
     every, first = dict(model.named_modules(remove_duplicate=False)), {id(m): n for n, m in here.items()}
-    shared = {n: first[id(unwrap(every[n]))] for n in absent if n in every}               # one module that hangs in two places
+    # one module that hangs in two places
+    shared = {n: first[id(unwrap(every[n]))] for n in absent if n in every}
     return shapes, attributes, [n for n in absent if n not in shared], shared
 
 # %% ../../nbs/20_cook/01_report.ipynb #1175dbf3
 def _check_saved(model, built, state):
     "Raise for what a file could not bring back"
-    if any("_deltas." in k for k in state): raise ValueError("the model carries a delta; merge or detach it, or save it with its own save()")
+    if any("_deltas." in k for k in state):
+        raise ValueError("the model carries a delta; merge or detach it, or save it with its own save()")
     if (on := next((n for n, m in parts(model) if parametrize.is_parametrized(m)), None)) is not None:
         raise ValueError(f"{on or 'the layer'} is parametrized; save what export() of its Cook returns")
     theirs = dict(parts(built)) if built is not None else {}
     for n, m in parts(model) if built is not None else ():
         above = [".".join(n.split(".")[:i]) for i in range(1, n.count(".") + 1)]
         inside = any(hasattr(model.get_submodule(a), "cooked_state") for a in above)
-        if inside and n in theirs and not m._parameters and not m._buffers and not m._modules and not theirs[n]._parameters: pass      # an activation, which the configuration makes
+        if inside and n in theirs and not m._parameters and not m._buffers and not m._modules and not theirs[n]._parameters:
+            pass  # an activation, which the configuration makes
         elif inside or hasattr(m, "cooked_state") or hasattr(m, "_bmlab_packed"): continue
-        if n not in theirs or type(theirs[n]).__name__ != getattr(type(m), "_base", type(m)).__name__:      # (packed experts: a class made of their own)
-            raise TypeError(f"{n} is a {type(m).__name__}, which the configuration of {type(model).__name__} does not make; give the class cooked_state() and from_cooked(old, state)")
+        # (packed experts: a class made of their own)
+        if n not in theirs or type(theirs[n]).__name__ != getattr(type(m), "_base", type(m)).__name__:
+            raise TypeError(
+                f"{n} is a {type(m).__name__}, which the configuration of {type(model).__name__} does not make; give "
+                "the class cooked_state() and from_cooked(old, state)"
+            )
 
 def _tied(state):
     "{name: the earlier name of the same memory} in a state dict"
@@ -347,14 +414,21 @@ def _tied(state):
         if first.setdefault(tensor_key(t), k) != k: out[k] = first[tensor_key(t)]
     return out
 
-def _sizes(m): return {k: m.__dict__[k] for k in ("in_features", "out_features", "num_embeddings", "embedding_dim", "normalized_shape", "nf", "nx") if k in m.__dict__}
+def _sizes(m):
+    return {
+        k: m.__dict__[k]
+        for k in ("in_features", "out_features", "num_embeddings", "embedding_dim", "normalized_shape", "nf", "nx")
+        if k in m.__dict__
+    }
 
 def _own_classes(layers):
     "Names of classes that the registry does not hold, so that they are given to `load_cooked`; raises where one name means two"
     yours, found = sorted({type(m).__name__ for m in layers if not _is_known(m)}), {}
     for m in layers:
         if found.setdefault(type(m).__name__, type(m)) is not type(m) and type(m).__name__ in yours:
-            raise TypeError(f"the model holds two classes called {type(m).__name__}, and a file tells classes by name; rename yours")
+            raise TypeError(
+                f"the model holds two classes called {type(m).__name__}, and a file tells classes by name; rename yours"
+            )
     return yours
 
 def _described(model, state):
@@ -365,16 +439,31 @@ def _described(model, state):
     packed = {n: m for n, m in parts(model) if hasattr(m, "_bmlab_packed") and n not in own}
     yours = _own_classes(own.values())
     if built is not None: shapes, attributes, absent, shared = _unlike(model, built)
-    else: shapes, attributes, absent, shared = ({n: s for n, m in parts(model) if (s := _shapes(m)) and n not in own},
-                                        {n: s for n, m in parts(model) if (s := _sizes(m)) and n not in own | packed}, [], {})
-    return {"format": 4, "class": type(model).__name__, "shapes": shapes, "attributes": attributes, "absent": absent, "shared": shared,
-            "layers": {n: [type(m).__name__, m.cooked_state()] for n, m in own.items()}, "yours": yours,
-            "packed": {n: getattr(m, "group_size", None) for n, m in packed.items()},     # None: int8
-            "activations": {n: a for n, m in packed.items() if (a := getattr(m, "activations", None))},
-            "out_dtype": {n: str(m.out_dtype)[6:] for n, m in packed.items() if hasattr(m, "out_dtype")}, "tied": _tied(state)}   # what a packed embedding puts out
+    else:
+        shapes, attributes, absent, shared = (
+            {n: s for n, m in parts(model) if (s := _shapes(m)) and n not in own},
+            {n: s for n, m in parts(model) if (s := _sizes(m)) and n not in own | packed},
+            [],
+            {},
+        )
+    return {
+        "format": 4,
+        "class": type(model).__name__,
+        "shapes": shapes,
+        "attributes": attributes,
+        "absent": absent,
+        "shared": shared,
+        "layers": {n: [type(m).__name__, m.cooked_state()] for n, m in own.items()},
+        "yours": yours,
+        "packed": {n: getattr(m, "group_size", None) for n, m in packed.items()},  # None: int8
+        "activations": {n: a for n, m in packed.items() if (a := getattr(m, "activations", None))},
+        "out_dtype": {n: str(m.out_dtype)[6:] for n, m in packed.items() if hasattr(m, "out_dtype")},
+        "tied": _tied(state),
+    }  # what a packed embedding puts out
 
 # %% ../../nbs/20_cook/01_report.ipynb #3561cb38
-_WEIGHTS = "cooked.safetensors"                                     # (to format 2 model.safetensors, which others opened)
+# (to format 2 model.safetensors, which others opened)
+_WEIGHTS = "cooked.safetensors"
 
 def _weights_file(dir, info): return dir / (_WEIGHTS if info.get("format", 0) >= 3 else "model.safetensors")
 
@@ -399,7 +488,8 @@ def save_cooked(
     tensors = {k: t.contiguous() for k, t in state.items() if k not in info["tied"]}
     save_file(tensors, dir / f"{_WEIGHTS}.part", metadata={"format": "pt"})
     os.replace(dir / f"{_WEIGHTS}.part", dir / _WEIGHTS)
-    for kind in ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*"):       # of another model, or of an older file of this one
+    # of another model, or of an older file of this one
+    for kind in ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*"):
         for old in [*dir.glob(kind)]: old.unlink()
     if (config := getattr(model, "config", None)) is not None:
         config = copy.deepcopy(config)
@@ -425,14 +515,18 @@ def _skeleton(dir, name):
 
 def _class_of(said, classes, yours=()):
     "The class that a file names: given, or in core's registry; nothing is imported because a file names it"
-    module, _, name = said.rpartition(":")                          # to format 3 files named modules; some are elsewhere now
+    # to format 3 files named modules; some are elsewhere now
+    module, _, name = said.rpartition(":")
     ours = module.split(".")[0] == "bmlab" if module else name not in yours
     exact = next((c for c in classes if f"{c.__module__}:{c.__qualname__}" == said), None)
     if exact is not None: return exact
     name = name.rpartition(".")[2]
     if ours and name in known("cooked"): return lookup("cooked", name)
     if (given := next((c for c in classes if c.__name__ == name), None)) is not None: return given
-    raise LookupError(f"the file holds layers of the class {name}, none of this package's; give the class by layers=[…], with its from_cooked")
+    raise LookupError(
+        f"the file holds layers of the class {name}, none of this package's; give the class by layers=[…], with its "
+        "from_cooked"
+    )
 
 def _put(model, name, module):
     owner, _, last = name.rpartition(".")
@@ -440,7 +534,8 @@ def _put(model, name, module):
 
 def _reshape(model, info, classes):
     "Let the skeleton's layers be what the file holds: shapes, sizes and kinds"
-    for n in sorted(info.get("absent", ()), key=lambda n: [-int(p) if p.isdecimal() else 0 for p in n.split(".")]):      # of a list the last first
+    # of a list the last first
+    for n in sorted(info.get("absent", ()), key=lambda n: [-int(p) if p.isdecimal() else 0 for p in n.split(".")]):
         owner, _, last = n.rpartition(".")
         owner = model.get_submodule(owner)
         if isinstance(owner, nn.ModuleList): del owner[int(last)]
@@ -449,7 +544,8 @@ def _reshape(model, info, classes):
         try: m = model.get_submodule(n)
         except AttributeError: continue                             # below a layer of another kind, which makes it
         for k, size in sizes.items():
-            if k == "weight" and n in info["packed"] and hasattr(m, "nf"): size = size[::-1]       # a Conv1D's float weight is (in, out)
+            # a Conv1D's float weight is (in, out)
+            if k == "weight" and n in info["packed"] and hasattr(m, "nf"): size = size[::-1]
             m._parameters[k] = None if size is None else nn.Parameter(torch.empty(size, device="meta"))
         if isinstance(m, nn.Linear): m.out_features, m.in_features = m.weight.shape
     for n, values in info.get("attributes", {}).items():
@@ -457,10 +553,18 @@ def _reshape(model, info, classes):
     for n, (said, state) in sorted(info.get("layers", {}).items(), key=lambda kv: kv[0].count(".")):
         _put(model, n, _class_of(said, classes, info.get("yours", ())).from_cooked(model.get_submodule(n), state))
     packed, owners = dict(info["packed"]), {n: model.get_submodule(n.rpartition(".")[0]) for n in info["packed"]}
-    for n, m in owners.items():                                     # the stacks of experts are packed together, each with the largest group that divides it
-        if m._parameters.get(n.rpartition(".")[2]) is not None: packed[n] = max((info["packed"][k] or 0 for k, o in owners.items() if o is m), default=0) or None
+    # the stacks of experts are packed together, each with the largest group that divides it
+    for n, m in owners.items():
+        if m._parameters.get(n.rpartition(".")[2]) is not None:
+            packed[n] = max((info["packed"][k] or 0 for k, o in owners.items() if o is m), default=0) or None
     for group in dict.fromkeys(packed.values()):
-        pack_linears(model, 4 if group else 8, modules={n: None for n, g in packed.items() if g == group}, embeddings=False, group_size=group or 128)
+        pack_linears(
+            model,
+            4 if group else 8,
+            modules={n: None for n, g in packed.items() if g == group},
+            embeddings=False,
+            group_size=group or 128,
+        )
     for n, bits in info.get("activations", {}).items(): model.get_submodule(n).activations = bits
     for n, dtype in info["out_dtype"].items(): model.get_submodule(n).out_dtype = getattr(torch, dtype)
     for n, first in info.get("shared", {}).items(): _put(model, n, model.get_submodule(first))
@@ -469,23 +573,31 @@ def _reshape(model, info, classes):
 def load_cooked(
     dir:str|os.PathLike,          # what `save_cooked` wrote
     device="cpu",                 # where to
-    skeleton:nn.Module|None=None, # the model to fill, as it was before it was cooked, for a class that transformers does not have
+    skeleton:nn.Module|None=None, # the model to fill, as it was before it was cooked, for a class that transformers
+                                  # does not have
     layers:Iterable=(),           # classes of your own with `from_cooked` that the file may hold
 )->nn.Module:                     # in eval mode
     "Read a compressed model; the uncompressed one is never made."
     dir = Path(dir)
-    if not (dir / "cooked.json").is_file(): raise FileNotFoundError(f"{dir} holds no cooked.json; is it the folder of save_cooked, and was that finished?")
+    if not (dir / "cooked.json").is_file():
+        raise FileNotFoundError(f"{dir} holds no cooked.json; is it the folder of save_cooked, and was that finished?")
     try: info = json.loads((dir / "cooked.json").read_text(encoding="utf-8"))
-    except ValueError as e: raise OSError(f"{dir / 'cooked.json'} cannot be read ({e}); was it cut off? Save the model again") from e
+    except ValueError as e:
+        raise OSError(f"{dir / 'cooked.json'} cannot be read ({e}); was it cut off? Save the model again") from e
     file = _weights_file(dir, info)
     try: state = load_file(file, device=str(device))
     except Exception as e: raise OSError(f"{file} cannot be read ({e}); was it cut off? Save the model again") from e
-    state = {k: t if t.data_ptr() % 16 == 0 else t.clone() for k, t in state.items()}     # a file lays them anywhere, and fast kernels read words of 16 bytes
+    # a file lays them anywhere, and fast kernels read words of 16 bytes
+    state = {k: t if t.data_ptr() % 16 == 0 else t.clone() for k, t in state.items()}
     model = _skeleton(dir, info["class"]) if skeleton is None else skeleton
     _reshape(model, info, layers)
     state |= {k: state[first] for k, first in info["tied"].items()}
     try: model.load_state_dict(state, strict=True, assign=True)
-    except RuntimeError as e: raise ValueError(f"{file} does not fit {'the skeleton' if skeleton is not None else 'its configuration and cooked.json'}: {e}") from None
+    except RuntimeError as e:
+        raise ValueError(
+            f"{file} does not fit {'the skeleton' if skeleton is not None else 'its configuration and cooked.json'}: "
+            f"{e}"
+        ) from None
     for k, first in info["tied"].items():                           # what was one object is one again
         (owner, _, name), (other, _, _) = k.rpartition("."), first.rpartition(".")
         m = model.get_submodule(owner)
@@ -504,14 +616,21 @@ def bytes_on_disk(
 # %% ../../nbs/20_cook/01_report.ipynb #0a5a4cbe
 class _Storages(TorchDispatchMode):
     "Counts the bytes of storages that operations make, as long as they live"
-    def __init__(self): super().__init__(); self.now, self.peak, self.alive = 0, 0, set()
-    def _gone(self, key, n): self.now -= n; self.alive.discard(key)
+    def __init__(self):
+        super().__init__()
+        self.now, self.peak, self.alive = 0, 0, set()
+    def _gone(self, key, n):
+        self.now -= n
+        self.alive.discard(key)
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = f(*args, **(kwargs or {}))
         for t in tree_leaves(out):
-            if not isinstance(t, Tensor) or (key := (s := t.untyped_storage())._cdata) in given or key in self.alive: continue
-            self.alive.add(key); self.now += (n := s.nbytes()); self.peak = max(self.peak, self.now)
+            if not isinstance(t, Tensor) or (key := (s := t.untyped_storage())._cdata) in given or key in self.alive:
+                continue
+            self.alive.add(key)
+            self.now += (n := s.nbytes())
+            self.peak = max(self.peak, self.now)
             weakref.finalize(s, self._gone, key, n)
         return out
 
@@ -524,7 +643,9 @@ def peak_bytes(
     inputs = Calibration(model, [batch]).arguments(batch)
     with eval_mode(model):
         if _device(model).type == "cuda":
-            torch.cuda.synchronize(); torch.cuda.reset_peak_memory_stats(); start = torch.cuda.memory_allocated()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            start = torch.cuda.memory_allocated()
             model(**inputs)
             return count(model).bytes + torch.cuda.max_memory_allocated() - start
         with _Storages() as counted: model(**inputs)
@@ -533,17 +654,33 @@ def peak_bytes(
 # %% ../../nbs/20_cook/01_report.ipynb #2de97ed4
 def _compiled_speed(model, prompt_tokens=64, new_tokens=32):
     "Tokens per second of the compiled model: one forward of the prompt, and decoding with a static cache"
-    ids = torch.randint(0, model.get_input_embeddings().num_embeddings, (1, prompt_tokens), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = torch.randint(
+        0, model.get_input_embeddings().num_embeddings, (1, prompt_tokens), generator=torch.Generator().manual_seed(0)
+    ).to(model.device)
     sync = torch.cuda.synchronize if ids.is_cuda else lambda: None
     compiling = CompileConfig(mode="reduce-overhead" if ids.is_cuda else "default", dynamic=False)
     compiling._compile_all_devices = True
     def best(call):
-        call(); times = []
+        call()
+        times = []
         for _ in range(2):
-            sync(); t = time.perf_counter(); call(); sync(); times.append(time.perf_counter() - t)
+            sync()
+            t = time.perf_counter()
+            call()
+            sync()
+            times.append(time.perf_counter() - t)
         return min(times)
-    def decode(n): return lambda: model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, cache_implementation="static", compile_config=compiling,
-                                                 min_new_tokens=n, max_new_tokens=n)
+    def decode(n):
+        return lambda: model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            pad_token_id=0,
+            cache_implementation="static",
+            compile_config=compiling,
+            min_new_tokens=n,
+            max_new_tokens=n,
+        )
     kept = dict(model.__dict__)
     try:
         with torch.no_grad():
@@ -551,7 +688,8 @@ def _compiled_speed(model, prompt_tokens=64, new_tokens=32):
             prefill = best(lambda: fast(ids, use_cache=False))
             seconds = best(decode(1 + new_tokens)) - best(decode(1))
     finally:
-        for k in set(model.__dict__) - set(kept): del model.__dict__[k]                  # `generate` keeps what it compiled there
+        # `generate` keeps what it compiled there
+        for k in set(model.__dict__) - set(kept): del model.__dict__[k]
     return {"prefill_tok_s_compiled": prompt_tokens / prefill, "decode_tok_s_compiled": new_tokens / max(seconds, 1e-9)}
 
 def _forward_speed(model, batch):
@@ -559,37 +697,66 @@ def _forward_speed(model, batch):
     inputs, times = Calibration(model, [batch]).arguments(batch), []
     rows, sync = len(_tensors(inputs)[0]), torch.cuda.synchronize if _device(model).type == "cuda" else lambda: None
     with torch.no_grad(), eval_mode(model):
-        for _ in range(4): sync(); t = time.perf_counter(); model(**inputs); sync(); times.append(time.perf_counter() - t)
+        for _ in range(4):
+            sync()
+            t = time.perf_counter()
+            model(**inputs)
+            sync()
+            times.append(time.perf_counter() - t)
     return rows / min(times)
 
 def _speed(model, batch, compiled):
     "Rows of the report: tokens per second read and written, else rows per second"
     if _writes(model): return _compiled_speed(model) if compiled else decode_speed(model)
-    return {"rows_s_compiled": _forward_speed(torch.compile(model, dynamic=False), batch)} if compiled else {"rows_s": _forward_speed(model, batch)}
+    return (
+        {"rows_s_compiled": _forward_speed(torch.compile(model, dynamic=False), batch)}
+        if compiled
+        else {"rows_s": _forward_speed(model, batch)}
+    )
 
 # %% ../../nbs/20_cook/01_report.ipynb #f659a234
 def _check_measured(found, before, after):
-    if not found: raise ValueError(f"nothing but sizes can be measured: {type(before).__name__} and {type(after).__name__} put out nothing of one shape, "
-                                   "and the batches hold no labels for it; give score=, a function score(model) → number")
+    if not found:
+        raise ValueError(
+            f"nothing but sizes can be measured: {type(before).__name__} and {type(after).__name__} put out nothing of "
+            "one shape, "
+            "and the batches hold no labels for it; give score=, a function score(model) → number"
+        )
 
 def report(
     before:nn.Module,          # the original
     after:nn.Module,           # what became of it
-    batches:Iterable,          # held-out batches: dicts of the models' arguments, for language models with labels, or tensors; gone through a few times
+    batches:Iterable,          # held-out batches: dicts of the models' arguments, for language models with labels, or
+                               # tensors; gone through a few times
     speed:bool=True,           # measure tokens/s too, of a model that writes no text rows/s
     compiled:bool=False,       # and those of the compiled models
     score:Callable|None=None,  # score(model) → number: a task's measure
     notes:dict|None=None,      # more rows of `after`, such as the methods' own numbers
-)->pd.DataFrame:               # columns before, after, ratio; rows parameters, …_bytes, perplexity or accuracy, score, …tok_s or rows_s, kl, same_top1 or output_error, notes
+# columns before, after, ratio; rows parameters, …_bytes, perplexity or accuracy, score, …tok_s or rows_s, kl, same_top1
+# or output_error, notes
+)->pd.DataFrame:
     "Both models' sizes, quality and speed, measured the same way in the same run."
     batches, columns = _batches(batches, "batches"), {}
     *qualities, far = _compare(before, after, batches)
     for name, model, quality in zip(("before", "after"), (before, after), qualities):
         c, quality = count(model), quality | _scored(model, score)
         _check_measured(far | quality, before, after)
-        columns[name] = {"parameters": c.total, "memory_bytes": c.bytes, "peak_bytes": peak_bytes(model, batches[0]), "file_bytes": bytes_on_disk(model)} | quality
+        columns[name] = {
+            "parameters": c.total,
+            "memory_bytes": c.bytes,
+            "peak_bytes": peak_bytes(model, batches[0]),
+            "file_bytes": bytes_on_disk(model),
+        } | quality
         if speed: columns[name] |= _speed(model, batches[0], False)
         if compiled: columns[name] |= _speed(model, batches[0], True)
-    columns["ratio"] = {k: columns["after"][k] / v if v else math.nan for k, v in columns["before"].items() if k in columns["after"]}
-    columns["before"] |= {k: float(k == "same_top1") for k in far}; columns["after"] |= far | (notes or {})
-    return table(pd.DataFrame({name: pd.Series(c, dtype=object) for name, c in columns.items()}, index=list(columns["after"])).fillna(""), digits=5)
+    columns["ratio"] = {
+        k: columns["after"][k] / v if v else math.nan for k, v in columns["before"].items() if k in columns["after"]
+    }
+    columns["before"] |= {k: float(k == "same_top1") for k in far}
+    columns["after"] |= far | (notes or {})
+    return table(
+        pd.DataFrame(
+            {name: pd.Series(c, dtype=object) for name, c in columns.items()}, index=list(columns["after"])
+        ).fillna(""),
+        digits=5,
+    )

@@ -29,14 +29,21 @@ class ScalingSite:
 
 class _Uses(TorchFunctionMode):
     "Who takes the tensors that are watched: layers by name, products by what they give, or others"
-    def __init__(self): super().__init__(); self.inside, self.watched = 0, {}
-    def watch(self, x, source): self.watched[id(x)] = x, source, []              # held, so that no other tensor gets its id
+    def __init__(self):
+        super().__init__()
+        self.inside, self.watched = 0, {}
+    # held, so that no other tensor gets its id
+    def watch(self, x, source): self.watched[id(x)] = x, source, []
     def use(self, x, who):
         if id(x) in self.watched: self.watched[id(x)][2].append(who)
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
         if self.inside or name in ("__get__", "size", "dim", "__len__", "numel", "stride"): return out
-        product = name in ("mul", "__mul__", "__rmul__") and isinstance(out, Tensor) and all(isinstance(x, Tensor) and x.shape == out.shape for x in args)
+        product = (
+            name in ("mul", "__mul__", "__rmul__")
+            and isinstance(out, Tensor)
+            and all(isinstance(x, Tensor) and x.shape == out.shape for x in args)
+        )
         for x in [y for x in [*args, *(kwargs or {}).values()] for y in (x if isinstance(x, (tuple, list)) else (x,))]:
             if isinstance(x, Tensor) and id(x) in self.watched:
                 self.use(x, ("product", id(out)) if product else ("other", name))
@@ -46,7 +53,11 @@ class _Uses(TorchFunctionMode):
 # %% ../../nbs/20_cook/04_scaling.ipynb #f67cb6ed
 def _gain(module):
     "The weight of a norm, or of a linear layer as (out, in); None if it cannot take a factor"
-    w = stored(module) if "weight" in module._parameters or hasattr(module, "parametrizations") and "weight" in module.parametrizations else None
+    w = (
+        stored(module)
+        if "weight" in module._parameters or hasattr(module, "parametrizations") and "weight" in module.parametrizations
+        else None
+    )
     return w if type(w) is nn.Parameter and w.ndim in (1, 2) else None
 
 def _divide(source, s):
@@ -73,17 +84,26 @@ def scaling_sites(
     uses, holders = _Uses(), {}
     for m in model.modules():
         for p in m._parameters.values(): holders[id(p)] = holders.get(id(p), 0) + 1
-    norms = [m for _, m in parts(model) if (w := m._parameters.get("weight")) is not None and w.ndim == 1 and not m._modules]
+    norms = [
+        m for _, m in parts(model) if (w := m._parameters.get("weight")) is not None and w.ndim == 1 and not m._modules
+    ]
     names, samples = {id(m): n for n, m in layers.items()}, {}
-    def before(m, args): uses.use(args[0], ("layer", names[id(m)])); uses.inside += 1
-    def after(m, args, out): uses.inside -= 1; uses.watch(out, m)
+    def before(m, args):
+        uses.use(args[0], ("layer", names[id(m)]))
+        uses.inside += 1
+    def after(m, args, out):
+        uses.inside -= 1
+        uses.watch(out, m)
     def of_norm(m, args, out):
-        if isinstance(out, Tensor) and out.shape[-1:] == m.weight.shape: uses.watch(out, m); samples[id(m)] = args[0].reshape(-1, out.shape[-1])[:4]
+        if isinstance(out, Tensor) and out.shape[-1:] == m.weight.shape:
+            uses.watch(out, m)
+            samples[id(m)] = args[0].reshape(-1, out.shape[-1])[:4]
     hooks = [m.register_forward_hook(of_norm) for m in norms]
     for m in layers.values(): hooks += [m.register_forward_pre_hook(before), m.register_forward_hook(after)]
     batch = Calibration(model, [batch]).arguments(batch)
     sizes = {len(v) for v in batch.values() if isinstance(v, Tensor) and v.ndim > 1}
-    if len(sizes) == 1: batch = {k: v[:1] if isinstance(v, Tensor) and v.ndim > 1 else v for k, v in batch.items()}      # one row tells as much
+    # one row tells as much
+    if len(sizes) == 1: batch = {k: v[:1] if isinstance(v, Tensor) and v.ndim > 1 else v for k, v in batch.items()}
     try:
         with eval_mode(model), uses: model(**batch)
     finally:
@@ -95,12 +115,15 @@ def _sites(uses, layers, names, samples, holders):
     sites, ran, taken = [], [id(s) for _, s, _ in uses.watched.values()], set()
     for _, source, who in uses.watched.values():
         if source is None or ran.count(id(source)) > 1 or _gain(source) is None: continue
-        if id(source) not in samples: who = uses.watched[who[0][1]][2] if len(who) == 1 and who[0][0] == "product" else []
+        if id(source) not in samples:
+            who = uses.watched[who[0][1]][2] if len(who) == 1 and who[0][0] == "product" else []
         readers = {n: layers[n] for kind, n in who if kind == "layer"}
         if not readers or len(readers) < len(who) or taken & set(readers): continue
-        if any(_gain(m) is None or holders.get(id(_gain(m)), 1) > 1 for m in (source, *readers.values())): continue        # tied weights
+        # tied weights
+        if any(_gain(m) is None or holders.get(id(_gain(m)), 1) > 1 for m in (source, *readers.values())): continue
         if id(source) in samples and not _is_linear_in_gain(source, samples[id(source)]): continue
-        sites.append(ScalingSite(source, readers, names.get(id(source), ""))); taken |= set(readers)
+        sites.append(ScalingSite(source, readers, names.get(id(source), "")))
+        taken |= set(readers)
     return sites
 
 # %% ../../nbs/20_cook/04_scaling.ipynb #8024ab41

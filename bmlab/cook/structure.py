@@ -93,25 +93,46 @@ def _in_a_row(name, modules):
     "Does this matrix hold q, then k, then v? Of c_attn only GPT-BigCode's with a group a head does not"
     owner = modules[name.rpartition(".")[0]]
     by_name = name.rpartition(".")[2] == "c_attn" and getattr(owner, "multi_query", True)
-    return by_name or type(owner).__name__ in ("Phi3Attention", "Phi4MultimodalAttention") or getattr(owner, "qkv_in_a_row", False)
+    return (
+        by_name
+        or type(owner).__name__ in ("Phi3Attention", "Phi4MultimodalAttention")
+        or getattr(owner, "qkv_in_a_row", False)
+    )
 
 def _heads(out, inputs, modules, config):
     "`Heads` of one attention, or None where its layout is not known"
     first = inputs.get("q") or inputs.get("qkv")
-    if first is None or "q" in inputs and not {"k", "v"} <= set(inputs) or "qkv" in inputs and not _in_a_row(first, modules): return None
+    if first is None or "q" in inputs and not {"k", "v"} <= set(inputs) or "qkv" in inputs and not _in_a_row(first, modules):
+        return None
     owner = modules[first.rpartition(".")[0]]
-    size = next((int(v) for k in _HEAD_SIZE for m in (owner, config) if isinstance(v := getattr(m, k, None), int)), None)
+    size = next(
+        (int(v) for k in _HEAD_SIZE for m in (owner, config) if isinstance(v := getattr(m, k, None), int)), None
+    )
     width = _sizes(modules[out])[0]
     if size is None and (n := getattr(config, "num_attention_heads", None)): size = width // n
     kv = _sizes(modules[inputs["k"]])[1] if "k" in inputs else (_sizes(modules[first])[1] - width) // 2
     if not size or width % size or kv % size or not kv: return None
-    if any(p is not None for p in owner._parameters.values()): return None            # something a head that is not known here
+    # something a head that is not known here
+    if any(p is not None for p in owner._parameters.values()): return None
     home = first.rpartition(".")[0] + "."
-    if any(isinstance(m, nn.Linear) and home + c not in (out, *inputs.values()) and m.out_features in (width, kv) for c, m in owner._modules.items()): return None   # Longformer's global attention
-    if any(w.ndim == 1 and len(w) != size for m in owner.children() for k, w in m._parameters.items() if w is not None and "norm" in type(m).__name__.lower()): return None
+    if any(isinstance(m, nn.Linear) and home + c not in (out, *inputs.values()) and m.out_features in (width, kv) for c, m in owner._modules.items()):
+        return None  # Longformer's global attention
+    if any(w.ndim == 1 and len(w) != size for m in owner.children() for k, w in m._parameters.items() if w is not None and "norm" in type(m).__name__.lower()):
+        return None
     cross = any("cross" in c.lower() or c == "EncDecAttention" or c == "encoder_attn" for c in out.split("."))
-    like = ".".join(out.split(".")[:-5]) if cross and hasattr(owner, "has_relative_attention_bias") else None            # T5
-    return Heads(out, inputs, first.rpartition(".")[0], _common([out, *inputs.values()]), width // size, kv // size, size, cross=cross, like=like)
+    # T5
+    like = ".".join(out.split(".")[:-5]) if cross and hasattr(owner, "has_relative_attention_bias") else None
+    return Heads(
+        out,
+        inputs,
+        first.rpartition(".")[0],
+        _common([out, *inputs.values()]),
+        width // size,
+        kv // size,
+        size,
+        cross=cross,
+        like=like,
+    )
 
 # %% ../../nbs/20_cook/07_structure.ipynb #fb2b0fc9
 def structure(
@@ -120,7 +141,8 @@ def structure(
     "The units of a model that `slice_model` can drop."
     model, modules = unwrap(model), dict(parts(model))
     found, config = roles(model), getattr(unwrap(model), "config", None)
-    blocks = {}                                                                       # layer → {owner or "ffn": {role: [names]}}
+    # layer → {owner or "ffn": {role: [names]}}
+    blocks = {}
     for name, role in found.items():
         number = next((i for i, c in enumerate(name.split(".")) if c.isdigit()), None)
         if number is None or name not in modules or role in ("norm", "embed", "head", "router"): continue
@@ -130,33 +152,75 @@ def structure(
     for layer, members in blocks.items():
         this = Layer(layer)
         outs = [n for n, r in members if r == "o"]
-        for out in outs:                                                              # the matrices that share most of their name with it
+        # the matrices that share most of their name with it
+        for out in outs:
             near = lambda n: len(_common([n, out]))
-            mine = {r: n for n, r in members if r in ("q", "k", "v", "qkv") and near(n) == max(near(m) for m, q in members if q == r) and near(n) == max(len(_common([n, o])) for o in outs)}
+            mine = {
+                r: n
+                for n, r in members
+                if r in ("q", "k", "v", "qkv")
+                and near(n) == max(near(m) for m, q in members if q == r)
+                and near(n) == max(len(_common([n, o])) for o in outs)
+            }
             if heads := _heads(out, mine, modules, config): this.attention.append(heads)
         groups = {}
         for n, r in members:
-            if r in ("gate", "up", "gate_up", "down"): groups.setdefault(".".join(n.split(".")[:max(i for i, c in enumerate(n.split(".")) if c.isdigit()) + 1]), []).append((n, r))
+            if r in ("gate", "up", "gate_up", "down"):
+                groups.setdefault(
+                    ".".join(n.split(".")[: max(i for i, c in enumerate(n.split(".")) if c.isdigit()) + 1]), []
+                ).append((n, r))
         for group in groups.values():
             ins, out = [n for n, r in group if r != "down"], [n for n, r in group if r == "down"]
             if len(out) != 1 or not ins: continue
-            width, fused = _sizes(modules[out[0]])[0], [r for _, r in group] in (["gate_up", "down"], ["down", "gate_up"])
-            if all(_sizes(modules[n])[1] == width * (2 if fused else 1) for n in ins): this.ffn.append(Neurons(out[0], ins, _common([*ins, *out]), width, fused))
+            width, fused = (
+                _sizes(modules[out[0]])[0],
+                [r for _, r in group] in (["gate_up", "down"], ["down", "gate_up"]),
+            )
+            if all(_sizes(modules[n])[1] == width * (2 if fused else 1) for n in ins):
+                this.ffn.append(Neurons(out[0], ins, _common([*ins, *out]), width, fused))
         if this.attention or this.ffn: stacks.setdefault(layer.rpartition(".")[0], []).append(this)
     widths = {_sizes(modules[u.out])[1] for s in stacks.values() for layer in s for u in (*layer.attention, *layer.ffn)}
     out = Structure(stacks, widths.pop() if len(widths) == 1 else None)
-    out.norms = [n for n, r in found.items() if r == "norm" and len(modules[n].weight) == out.hidden and not any(n.startswith(a.owner + ".") for a in out.attention().values())]
+    out.norms = [
+        n
+        for n, r in found.items()
+        if r == "norm"
+        and len(modules[n].weight) == out.hidden
+        and not any(n.startswith(a.owner + ".") for a in out.attention().values())
+    ]
     _find_tables(model, modules, out)
     return out
 
 def _find_tables(model, modules, found):
     "Note position-bias tables with the attentions that they serve: their own, their stack's, or all"
-    tables = [f"{n}.{k}".strip(".") for n, m in modules.items() for k, p in m._parameters.items() if p is not None and p.ndim == 2 and _TABLE in f"{n}.{k}"]
+    tables = [
+        f"{n}.{k}".strip(".")
+        for n, m in modules.items()
+        for k, p in m._parameters.items()
+        if p is not None and p.ndim == 2 and _TABLE in f"{n}.{k}"
+    ]
     for name in tables:
         mine = [a for a in found.attention().values() if name.startswith(a.owner + ".") and not a.cross]
-        alone = sum(t.rpartition(".layer.")[0].rpartition(".")[0] == name.rpartition(".layer.")[0].rpartition(".")[0] for t in tables) > 1
+        alone = (
+            sum(
+                t.rpartition(".layer.")[0].rpartition(".")[0] == name.rpartition(".layer.")[0].rpartition(".")[0]
+                for t in tables
+            )
+            > 1
+        )
         stack = next((s for s in found.stacks if name.startswith(s + ".")), None)
-        served = mine if mine and alone else [a for s, layers in found.stacks.items() if stack in (None, s) for layer in layers for a in layer.attention if not a.cross]
+        served = (
+            mine
+            if mine and alone
+            else [
+                a
+                for s, layers in found.stacks.items()
+                if stack in (None, s)
+                for layer in layers
+                for a in layer.attention
+                if not a.cross
+            ]
+        )
         for a in served: a.table = name
 
 # %% ../../nbs/20_cook/07_structure.ipynb #66283308
@@ -165,26 +229,43 @@ def shapes(
 )->pd.DataFrame:     # a row a layer: layer, heads, groups, neurons
     "The shape of every layer: what `slice_model` changes."
     found = structure(model)
-    return table([{"layer": layer.name, "heads": sum(a.heads for a in layer.attention), "groups": sum(a.groups for a in layer.attention),
-                   "neurons": sum(f.width for f in layer.ffn)} for layer in found.layers()])
+    return table(
+        [
+            {
+                "layer": layer.name,
+                "heads": sum(a.heads for a in layer.attention),
+                "groups": sum(a.groups for a in layer.attention),
+                "neurons": sum(f.width for f in layer.ffn),
+            }
+            for layer in found.layers()
+        ]
+    )
 
 # %% ../../nbs/20_cook/07_structure.ipynb #9cb69939
-def _stored_dim(module, side): return 1 if isinstance(module, nn.Embedding) else int((side == "in") != is_conv1d(module))     # a Conv1D's weight is (in, out)
+# a Conv1D's weight is (in, out)
+def _stored_dim(module, side):
+    return 1 if isinstance(module, nn.Embedding) else int((side == "in") != is_conv1d(module))
 
 class _Scissors:
     "Cuts tensors of a model; a tied one stays tied"
-    def __init__(self): self.done = {}                                # (id, dim, index's id) → (the old, the new, the index): kept, so that no id comes again
+    # (id, dim, index's id) → (the old, the new, the index): kept, so that no id comes again
+    def __init__(self): self.done = {}
 
     def tensor(self, t, dim, index):
         key = (id(t), dim, id(index))
         if key not in self.done:
             new = t.detach().index_select(dim, index.to(t.device))
-            self.done[key] = t, nn.Parameter(new, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else new, index
+            self.done[key] = (
+                t,
+                nn.Parameter(new, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else new,
+                index,
+            )
         return self.done[key][1]
 
     def weight(self, module, key, dim, index):
         "Cut a parameter of a module, below its parametrizations where it has some"
-        if "_deltas" in module._modules: raise ValueError(f"a delta sits on a {type(module).__name__} that is to be cut; merge or detach it first")
+        if "_deltas" in module._modules:
+            raise ValueError(f"a delta sits on a {type(module).__name__} that is to be cut; merge or detach it first")
         if not parametrize.is_parametrized(module, key):
             module._parameters[key] = self.tensor(module._parameters[key], dim, index)
             return
@@ -199,7 +280,8 @@ class _Scissors:
 
     def matrix(self, module, side, index):
         "Cut the inputs or the outputs of a linear layer, or the columns of an embedding"
-        if hasattr(module, "_bmlab_packed"): raise TypeError(f"a packed {type(module).__name__} cannot be cut; slice the model before it is packed")
+        if hasattr(module, "_bmlab_packed"):
+            raise TypeError(f"a packed {type(module).__name__} cannot be cut; slice the model before it is packed")
         self.weight(module, "weight", _stored_dim(module, side), index)
         if side == "out" and module._parameters.get("bias") is not None: self.weight(module, "bias", 0, index)
         names = {"in": ("in_features", "nx"), "out": ("out_features", "nf", "embedding_dim")}[side]
@@ -217,16 +299,24 @@ class Absent(nn.Module):
     def forward(self, x=None, *args, **kwargs):
         x = kwargs.get("hidden_states") if x is None else x
         return (torch.zeros_like(x), *[None] * (self.returns - 1)) if self.returns else torch.zeros_like(x)
-    def cooked_state(self): "What a file says of it."; return {"returns": self.returns}
+    def cooked_state(self):
+        "What a file says of it."
+        return {"returns": self.returns}
     @classmethod
-    def from_cooked(cls, module, state): "Made again from that."; return cls(**state)
+    def from_cooked(cls, module, state):
+        "Made again from that."
+        return cls(**state)
     def extra_repr(self): return f"returns={self.returns}"
 
 class Through(nn.Identity):
     "What stands where the norm before an absent sublayer was."
-    def cooked_state(self): "What a file says of it."; return {}
+    def cooked_state(self):
+        "What a file says of it."
+        return {}
     @classmethod
-    def from_cooked(cls, module, state): "Made again from that."; return cls()
+    def from_cooked(cls, module, state):
+        "Made again from that."
+        return cls()
 
 def _absent(module):
     "The `Absent` that a sublayer of this class is replaced by"
@@ -235,13 +325,22 @@ def _absent(module):
 # %% ../../nbs/20_cook/07_structure.ipynb #64eafa0a
 def _index(name, kept, size, what):
     "A sorted index tensor, of numbers or a mask; raises for what is neither"
-    index = torch.as_tensor(kept if isinstance(kept, Tensor) or not hasattr(kept, "__iter__") else list(kept)).detach().cpu()
-    if index.dtype == torch.bool and index.shape != (size,): raise ValueError(f"keep[{name!r}] is a mask of shape {tuple(index.shape)}; there are {size} {what}")
+    index = (
+        torch.as_tensor(kept if isinstance(kept, Tensor) or not hasattr(kept, "__iter__") else list(kept))
+        .detach()
+        .cpu()
+    )
+    if index.dtype == torch.bool and index.shape != (size,):
+        raise ValueError(f"keep[{name!r}] is a mask of shape {tuple(index.shape)}; there are {size} {what}")
     if index.dtype == torch.bool: return index.nonzero().flatten()
     if index.ndim != 1 or len(index) and (index.is_floating_point() or index.is_complex()):
-        raise TypeError(f"keep[{name!r}]={kept!r}: expected a list of the {what} that stay, whole numbers from 0 to {size - 1}, or a mask of {size} bools")
+        raise TypeError(
+            f"keep[{name!r}]={kept!r}: expected a list of the {what} that stay, whole numbers from 0 to {size - 1}, or "
+            f"a mask of {size} bools"
+        )
     index = index.long()                                              # (an empty list is one of floats)
-    if wrong := [i for i in index.tolist() if not 0 <= i < size]: raise ValueError(f"keep[{name!r}] names {what} {wrong[0]}; there are {size}, numbered from 0")
+    if wrong := [i for i in index.tolist() if not 0 <= i < size]:
+        raise ValueError(f"keep[{name!r}] names {what} {wrong[0]}; there are {size}, numbered from 0")
     if len(index.unique()) < len(index): raise ValueError(f"keep[{name!r}] names one of its {what} twice")
     return index.sort().values
 
@@ -252,16 +351,25 @@ def _head_cuts(a, index):
     per = a.heads // a.groups
     groups, counts = (index // per).unique(return_counts=True)
     if len(counts.unique()) > 1:
-        raise ValueError(f"keep[{a.out!r}] leaves {counts.tolist()} query heads in key-value groups {groups.tolist()}; every group that stays needs equally many")
+        raise ValueError(
+            f"keep[{a.out!r}] leaves {counts.tolist()} query heads in key-value groups {groups.tolist()}; every group "
+            "that stays needs equally many"
+        )
     q, kv = _wide(index, a.size), _wide(groups, a.size)
-    if "qkv" in a.inputs: yield a.inputs["qkv"], "out", torch.cat([q, a.heads * a.size + kv, (a.heads + a.groups) * a.size + kv])
+    if "qkv" in a.inputs:
+        yield a.inputs["qkv"], "out", torch.cat([q, a.heads * a.size + kv, (a.heads + a.groups) * a.size + kv])
     else: yield from ((a.inputs[role], "out", q if role == "q" else kv) for role in "qkv")
     yield a.out, "in", q
 
 def _count_heads(a, index, owner):
     "Let an attention know its numbers"
     n, k = len(index), len((index // (a.heads // a.groups)).unique())
-    new = {**dict.fromkeys(_NUMBERS, n), "num_key_value_heads": k, "num_key_value_groups": n // k, **dict.fromkeys(("all_head_size", "inner_dim", "split_size", "embed_dim"), n * a.size)}
+    new = {
+        **dict.fromkeys(_NUMBERS, n),
+        "num_key_value_heads": k,
+        "num_key_value_groups": n // k,
+        **dict.fromkeys(("all_head_size", "inner_dim", "split_size", "embed_dim"), n * a.size),
+    }
     for key, v in new.items():
         if isinstance(owner.__dict__.get(key), int): setattr(owner, key, v)
 
@@ -277,9 +385,13 @@ def _cut_tables(found, heads, modules, scissors):
     for a in found.attention().values():
         if a.like: numbers.setdefault(a.like, set()).add(len(heads[a.out]) if a.out in heads else a.heads)
         if a.table: tables.setdefault(a.table, []).append(heads.get(a.out))
-    if odd := [n for n, number in numbers.items() if len(number) > 1]: raise ValueError(f"the attentions across in {odd[0]} must keep equally many heads; got {sorted(numbers[odd[0]])}")
+    if odd := [n for n, number in numbers.items() if len(number) > 1]:
+        raise ValueError(
+            f"the attentions across in {odd[0]} must keep equally many heads; got {sorted(numbers[odd[0]])}"
+        )
     for name, indices in tables.items():
-        indices = [i for i in indices if i is None or len(i)]                                    # an absent attention has no say
+        # an absent attention has no say
+        indices = [i for i in indices if i is None or len(i)]
         if all(i is None for i in indices): continue
         if any(i is None or not i.equal(indices[0]) for i in indices):
             raise ValueError(f"the attentions that share {name} must keep the same heads; got different ones")
@@ -289,7 +401,10 @@ def _cut_tables(found, heads, modules, scissors):
             if isinstance(modules[owner].__dict__.get(k), int): setattr(modules[owner], k, v)
 
 # %% ../../nbs/20_cook/07_structure.ipynb #33ec004d
-_NORM_BEFORE = {Heads: ("input_layernorm", "ln_1", "layernorm_before_attention"), Neurons: ("post_attention_layernorm", "ln_2", "layernorm_before_ffn")}   # where a block has these two
+_NORM_BEFORE = {
+    Heads: ("input_layernorm", "ln_1", "layernorm_before_attention"),
+    Neurons: ("post_attention_layernorm", "ln_2", "layernorm_before_ffn"),
+}  # where a block has these two
 
 def undroppable(
     unit,              # `Heads` or `Neurons`
@@ -297,19 +412,36 @@ def undroppable(
 )->str:                # why not; "" if it can
     "Can a sublayer be dropped without its block?"
     if unit.module == layer.name or unit.module.rpartition(".")[2] == "attention" and not unit.owner == unit.module:
-        return f"{unit.out} is part of a block that normalizes after it adds, which needs both sublayers; drop whole layers instead"
+        return (
+            f"{unit.out} is part of a block that normalizes after it adds, which needs both sublayers; drop whole "
+            "layers instead"
+        )
     if not isinstance(unit, Heads): return ""
-    if len(layer.attention) > 1: return f"{layer.name} attends twice, so its attention {unit.out} cannot be dropped; drop whole layers instead"
-    if unit.table and any(p.isdecimal() for p in unit.table.split(".")): return f"{unit.out} needs its stack's position table {unit.table}, which lies in an attention; drop whole layers instead"
+    if len(layer.attention) > 1:
+        return f"{layer.name} attends twice, so its attention {unit.out} cannot be dropped; drop whole layers instead"
+    if unit.table and any(p.isdecimal() for p in unit.table.split(".")):
+        return (
+            f"{unit.out} needs its stack's position table {unit.table}, which lies in an attention; drop whole layers "
+            "instead"
+        )
     return ""
 
 def _drop_sublayer(model, layer, unit, modules, norms):
     "Put `Absent` in the place of an attention or a feed-forward network, and nothing in the place of the norm before it"
     if why := undroppable(unit, layer): raise ValueError(why)
-    mine = [n for n in norms if n.startswith(layer.name + ".") and not any(n.startswith(u.module + ".") for u in (*layer.attention, *layer.ffn))]
+    mine = [
+        n
+        for n in norms
+        if n.startswith(layer.name + ".")
+        and not any(n.startswith(u.module + ".") for u in (*layer.attention, *layer.ffn))
+    ]
     last, parent = {n: n.rpartition(".")[2] for n in mine}, unit.module.rpartition(".")[0]
     before = len(mine) == 2 and all(any(v in names for v in last.values()) for names in _NORM_BEFORE.values())
-    near = [n for n in mine if before and last[n] in _NORM_BEFORE[type(unit)] or n == f"{parent}.layer_norm" and parent != layer.name]
+    near = [
+        n
+        for n in mine
+        if before and last[n] in _NORM_BEFORE[type(unit)] or n == f"{parent}.layer_norm" and parent != layer.name
+    ]
     replace_child(model, modules[unit.module], _absent(modules[unit.module]))
     for n in near: replace_child(model, modules[n], Through())
 
@@ -344,10 +476,14 @@ def _subtracts_mean(norm, size):
 def _fold_norm(norm, name, index, size, scissors):
     "Cut an RMSNorm and let it give for the channels that are left what it gave"
     if isinstance(norm, nn.LayerNorm) or norm._parameters.get("bias") is not None or _subtracts_mean(norm, size):
-        raise ValueError(f"keep['hidden']: {name} is a {type(norm).__name__}, which subtracts the mean of all channels; only RMSNorm can be cut exactly")
+        raise ValueError(
+            f"keep['hidden']: {name} is a {type(norm).__name__}, which subtracts the mean of all channels; only "
+            "RMSNorm can be cut exactly"
+        )
     scissors.weight(norm, "weight", 0, index)
     gain = norm._parameters["weight"]
-    one = 1.0 if type(norm).__name__.startswith("Gemma") and "3n" not in type(norm).__name__ else 0.0         # Gemma stores the gain less one
+    # Gemma stores the gain less one
+    one = 1.0 if type(norm).__name__.startswith("Gemma") and "3n" not in type(norm).__name__ else 0.0
     gain.data = ((gain.data + one) * (size / len(index)) ** 0.5 - one).to(gain.dtype)
     for k in _EPS:
         if isinstance(norm.__dict__.get(k), float): setattr(norm, k, getattr(norm, k) * size / len(index))
@@ -364,46 +500,77 @@ def _channel_cuts(found, index, modules):
         elif n not in found.norms and (isinstance(m, nn.Linear) or is_conv1d(m)):
             i, o = _sizes(m)
             if i == size and n not in outs: yield n, "in", index
-            if o == size and (n in outs or n not in inner and not hasattr(modules[n.rpartition(".")[0]], "vocab_size")): yield n, "out", index
+            if o == size and (n in outs or n not in inner and not hasattr(modules[n.rpartition(".")[0]], "vocab_size")):
+                yield n, "out", index
 
 def _check_channels(model, found):
     "Raise where inputs or outputs of a matrix may be heads or neurons, which its number of channels does not tell"
-    known = {n for a in found.attention().values() for n in (a.out, *a.inputs.values())} | {n for f in found.ffn().values() for n in (f.out, *f.inputs)}
-    matrices = {n: r for n, r in roles(model).items() if r in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")}
+    known = {n for a in found.attention().values() for n in (a.out, *a.inputs.values())} | {
+        n for f in found.ffn().values() for n in (f.out, *f.inputs)
+    }
+    matrices = {
+        n: r for n, r in roles(model).items() if r in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
+    }
     if odd := [n for n, _ in parts(model) if n in matrices and n not in known]:
-        raise ValueError(f"keep['hidden']: the layout of {odd[0]} is not known, so its channels cannot be told from its heads or neurons")
+        raise ValueError(
+            f"keep['hidden']: the layout of {odd[0]} is not known, so its channels cannot be told from its heads or "
+            "neurons"
+        )
 
 def _cut_hidden(model, found, index, modules, scissors):
     "Drop channels of norms, and tell what keeps a number for each channel: its `cut_inputs(index)` is called"
     size = found.hidden
     for m in modules.values():
-        if any(p is not None and p.ndim > 2 for p in m._parameters.values()): raise ValueError(f"keep['hidden']: a {type(m).__name__} holds weights of three or more dimensions, which cannot be cut")
-        if m.__dict__.get("normalized_shape") == (size,) and m._parameters.get("weight") is None: raise ValueError(f"keep['hidden']: a {type(m).__name__} has no weight that could make up for the channels that go")
-        if hasattr(m, "embed_scale"): raise ValueError(f"keep['hidden']: {type(model).__name__} scales its embeddings by the root of the number of channels, which a tied head does not undo")
+        if any(p is not None and p.ndim > 2 for p in m._parameters.values()):
+            raise ValueError(
+                f"keep['hidden']: a {type(m).__name__} holds weights of three or more dimensions, which cannot be cut"
+            )
+        if m.__dict__.get("normalized_shape") == (size,) and m._parameters.get("weight") is None:
+            raise ValueError(
+                f"keep['hidden']: a {type(m).__name__} has no weight that could make up for the channels that go"
+            )
+        if hasattr(m, "embed_scale"):
+            raise ValueError(
+                f"keep['hidden']: {type(model).__name__} scales its embeddings by the root of the number of channels, "
+                "which a tied head does not undo"
+            )
     for n in found.norms: _fold_norm(modules[n], n, index, size, scissors)
     for m in modules.values():
         if hasattr(m, "cut_inputs"): m.cut_inputs(index)
         for k in ("hidden_size", "embed_dim", "dim_model", "d_model"):
             if m.__dict__.get(k) == size and not isinstance(m, nn.Embedding): setattr(m, k, len(index))
-    if getattr(getattr(model, "config", None), "scale_decoder_outputs", False):                  # T5 divides by √d before its head
+    # T5 divides by √d before its head
+    if getattr(getattr(model, "config", None), "scale_decoder_outputs", False):
         modules[[n for n in found.norms if n.startswith("decoder.")][-1]].weight.data.mul_((len(index) / size) ** 0.5)
         model.model_dim = len(index)
 
 # %% ../../nbs/20_cook/07_structure.ipynb #e9df4372
 def _known(found):
     "{key of `keep`: (how many there are, of what)}"
-    return {**{k: (a.heads, "heads") for k, a in found.attention().items()}, **{k: (f.width, "neurons") for k, f in found.ffn().items()},
-            **{k: (len(s), "layers") for k, s in found.stacks.items()}, **({"hidden": (found.hidden, "channels")} if found.hidden else {})}
+    return {
+        **{k: (a.heads, "heads") for k, a in found.attention().items()},
+        **{k: (f.width, "neurons") for k, f in found.ffn().items()},
+        **{k: (len(s), "layers") for k, s in found.stacks.items()},
+        **({"hidden": (found.hidden, "channels")} if found.hidden else {}),
+    }
 
 def _indices(keep, found, root):
     "{key: index} of what is not kept whole; raises for what cannot be cut"
     known = _known(found)
-    if keep and not known: raise LookupError(f"nothing of this {type(root).__name__} can be cut: no attention and no feed-forward network in it is of a known form")
+    if keep and not known:
+        raise LookupError(
+            f"nothing of this {type(root).__name__} can be cut: no attention and no feed-forward network in it is of a "
+            "known form"
+        )
     if wrong := [k for k in keep if k not in known]:
-        raise LookupError(f"keep names {wrong[0]!r}, which is no consumer, list of blocks or 'hidden' of this {type(root).__name__}; there are {', '.join(map(repr, list(known)[:4]))}, …{did_you_mean(wrong[0], known)}")
+        raise LookupError(
+            f"keep names {wrong[0]!r}, which is no consumer, list of blocks or 'hidden' of this {type(root).__name__}; "
+            f"there are {', '.join(map(repr, list(known)[:4]))}, …{did_you_mean(wrong[0], known)}"
+        )
     index = {k: _index(k, v, *known[k]) for k, v in keep.items()}
     for k, i in index.items():
-        if not len(i) and known[k][1] in ("layers", "channels"): raise ValueError(f"keep[{k!r}] is empty; at least one of {known[k][1]} must stay")
+        if not len(i) and known[k][1] in ("layers", "channels"):
+            raise ValueError(f"keep[{k!r}] is empty; at least one of {known[k][1]} must stay")
     if "hidden" in keep: _check_channels(root, found)
     return {k: i for k, i in index.items() if len(i) < known[k][0]}
 
@@ -423,14 +590,16 @@ def cuts(
     "What `slice_model` would cut of each matrix."
     root, out = unwrap(model), {}
     modules, found = dict(parts(root)), found or structure(root)
-    for n, side, i in _matrix_cuts(found, _indices(keep, found, root), modules): out.setdefault(n, {})[_stored_dim(modules[n], side)] = i
+    for n, side, i in _matrix_cuts(found, _indices(keep, found, root), modules):
+        out.setdefault(n, {})[_stored_dim(modules[n], side)] = i
     return out
 
 # %% ../../nbs/20_cook/07_structure.ipynb #beae230b
 @torch.no_grad()
 def slice_model(
     model:nn.Module,  # changed in place; on meta, parametrized too; not packed, sharded or with deltas
-    keep:Mapping,     # name of a consumer → heads or neurons, of a list of blocks → layers, "hidden" → channels: numbers or a mask of those that stay; [] drops a sublayer
+    keep:Mapping,     # name of a consumer → heads or neurons, of a list of blocks → layers, "hidden" → channels:
+                      # numbers or a mask of those that stay; [] drops a sublayer
 )->dict[str, str]:    # old name → new name of every module that is left
     "Cut units out of a model for good; it computes what it would with them masked."
     root, found = unwrap(model), structure(model)
@@ -444,13 +613,30 @@ def slice_model(
 
 def _slice(root, found, index):
     modules, scissors, attention, ffn = dict(parts(root)), _Scissors(), found.attention(), found.ffn()
-    empty = {layer.name for layer in found.layers() if all(u.out in index and not len(index[u.out]) for u in (*layer.attention, *layer.ffn))
-             and not any(undroppable(u, layer) for u in (*layer.attention, *layer.ffn)) and len(layer.attention) == len(layer.ffn) == 1}        # both sublayers gone
-    gone = empty | {layer.name for s, stack in found.stacks.items() if s in index for n, layer in enumerate(stack) if n not in index[s].tolist()}
-    places = {s: ([n for n, layer in enumerate(stack) if layer.name not in gone], len(stack)) for s, stack in found.stacks.items()}
+    empty = {
+        layer.name
+        for layer in found.layers()
+        if all(u.out in index and not len(index[u.out]) for u in (*layer.attention, *layer.ffn))
+        and not any(undroppable(u, layer) for u in (*layer.attention, *layer.ffn))
+        and len(layer.attention) == len(layer.ffn) == 1
+    }  # both sublayers gone
+    gone = empty | {
+        layer.name
+        for s, stack in found.stacks.items()
+        if s in index
+        for n, layer in enumerate(stack)
+        if n not in index[s].tolist()
+    }
+    places = {
+        s: ([n for n, layer in enumerate(stack) if layer.name not in gone], len(stack))
+        for s, stack in found.stacks.items()
+    }
     stay = [layer for layer in found.layers() if layer.name not in gone]
     found.stacks = {s: [layer for layer in stack if layer.name not in gone] for s, stack in found.stacks.items()}
-    if not all(found.stacks.values()): raise ValueError("keep leaves no layer of a stack with an attention or a feed-forward network; keep at least one")
+    if not all(found.stacks.values()):
+        raise ValueError(
+            "keep leaves no layer of a stack with an attention or a feed-forward network; keep at least one"
+        )
     left = {u.out for layer in stay for u in (*layer.attention, *layer.ffn)}
     mine = {k: i for k, i in index.items() if k in left or k == "hidden"}
     _cut_tables(found, {k: i for k, i in mine.items() if k in attention}, modules, scissors)
@@ -459,7 +645,8 @@ def _slice(root, found, index):
     for k, i in mine.items():
         if k in attention and len(i): _count_heads(attention[k], i, modules[attention[k].owner])
         for m in modules[ffn[k].module].modules() if k in ffn and len(i) else ():
-            if hasattr(m, "cut_neurons"): m.cut_neurons(i)            # it hangs in the network, and keeps a number for each neuron
+            # it hangs in the network, and keeps a number for each neuron
+            if hasattr(m, "cut_neurons"): m.cut_neurons(i)
     for layer in stay:
         for u in (*layer.attention, *layer.ffn):
             if u.out in mine and not len(mine[u.out]): _drop_sublayer(root, layer, u, modules, found.norms)
@@ -479,7 +666,8 @@ def _drop_layers(root, found, gone, modules):
     for s, layers in found.stacks.items():
         blocks = [(layer, modules[layer.name]) for layer in layers]
         if s in tables: _pass_on_table(tables[s], blocks)
-        if not any(g.rpartition(".")[0] == s for g in gone) and not any(isinstance(m, Absent) for _, b in blocks for m in b.modules()): continue
+        if not any(g.rpartition(".")[0] == s for g in gone) and not any(isinstance(m, Absent) for _, b in blocks for m in b.modules()):
+            continue
         _number(blocks)
         stack = root.get_submodule(s)
         kept = [stack._modules[layer.name.rpartition(".")[2]] for layer in layers]
@@ -497,26 +685,44 @@ def _drop_layers(root, found, gone, modules):
 # %% ../../nbs/20_cook/07_structure.ipynb #fc377ec8
 def _configs(model):
     "All configurations that a model's modules hold, each once"
-    return list({id(c): c for m in model.modules() if isinstance(c := m.__dict__.get("config"), PreTrainedConfig)}.values())
+    return list(
+        {id(c): c for m in model.modules() if isinstance(c := m.__dict__.get("config"), PreTrainedConfig)}.values()
+    )
 
 def _fits(model, config):
     "Does a model made from `config` have the shapes of this one?"
     try:
         with torch.device("meta"): other = type(model)._from_config(type(config).from_dict(config.to_dict()))
     except Exception: return False                                    # sizes that the family refuses
-    def sizes(m): return {(n, k.removesuffix(".original")): tuple(p.shape) for n, c in m.named_modules() if "parametrizations" not in n.split(".")
-                          for k, p in (*c._parameters.items(), *((f"{w}.original", l.original) for w, l in getattr(c, "parametrizations", {}).items())) if p is not None}
+    def sizes(m):
+        return {
+            (n, k.removesuffix(".original")): tuple(p.shape)
+            for n, c in m.named_modules()
+            if "parametrizations" not in n.split(".")
+            for k, p in (
+                *c._parameters.items(),
+                *((f"{w}.original", l.original) for w, l in getattr(c, "parametrizations", {}).items()),
+            )
+            if p is not None
+        }
     mine, theirs = sizes(model), sizes(other)
-    return all(mine.get(k) == v for k, v in theirs.items()) and all(k in theirs or k[0].split(".")[-1].startswith("_") or "gates" in k[0] for k in mine)
+    return all(mine.get(k) == v for k, v in theirs.items()) and all(
+        k in theirs or k[0].split(".")[-1].startswith("_") or "gates" in k[0] for k in mine
+    )
 
 def _set_layers(config, places):
     "Write numbers of layers, and cut lists with an entry a layer"
     for s, (stay, before) in places.items():
-        names = ("num_decoder_layers", "decoder_layers") if "decoder" in s.split(".") and len(places) > 1 else ("num_layers", "encoder_layers", "num_hidden_layers")
+        names = (
+            ("num_decoder_layers", "decoder_layers")
+            if "decoder" in s.split(".") and len(places) > 1
+            else ("num_layers", "encoder_layers", "num_hidden_layers")
+        )
         if "decoder" in s.split(".") and not any(hasattr(config, k) for k in names): names = ("num_hidden_layers",)
         if (key := next((k for k in names if hasattr(config, k)), None)): setattr(config, key, len(stay))
         for k, v in list(vars(config).items()) if len(places) == 1 else ():
-            if isinstance(v, (list, tuple)) and len(v) == before and "layer" in k: setattr(config, k, type(v)(v[i] for i in stay))
+            if isinstance(v, (list, tuple)) and len(v) == before and "layer" in k:
+                setattr(config, k, type(v)(v[i] for i in stay))
 
 def _set_config(model, places, index):
     "Let the configurations say the new shape, as far as they can"
@@ -524,10 +730,26 @@ def _set_config(model, places, index):
     if not index or not configs: return
     attention, widths = found.attention().values(), {f.width for f in found.ffn().values()}
     heads, groups = {a.heads for a in attention}, {a.groups for a in attention}
-    steps = []                                                        # each is tried alone: what the family cannot express is left as it was
+    # each is tried alone: what the family cannot express is left as it was
+    steps = []
     if places: steps.append(lambda c: _set_layers(c, _stacks_of(c, places, model)))
     if len(widths) == 1:
-        steps.append(lambda c: [setattr(c, k, *widths) for k in ("intermediate_size", "n_inner", "d_ff", "dim_ff", "ffn_dim", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim") if hasattr(c, k)])
+        steps.append(
+            lambda c: [
+                setattr(c, k, *widths)
+                for k in (
+                    "intermediate_size",
+                    "n_inner",
+                    "d_ff",
+                    "dim_ff",
+                    "ffn_dim",
+                    "hidden_dim",
+                    "encoder_ffn_dim",
+                    "decoder_ffn_dim",
+                )
+                if hasattr(c, k)
+            ]
+        )
     if len(heads) == len(groups) == 1 and any(k in found.attention() for k in index):
         one = next(iter(attention))
         steps.append(lambda c: _set_heads(c, *heads, *groups, one.size, _counts_by_config(model, one)))
@@ -538,7 +760,8 @@ def _set_config(model, places, index):
             for step in steps: step(c)
             type(c).from_dict(c.to_dict())
         except Exception:                                             # say what a family refuses not at all
-            vars(c).clear(); vars(c).update(before)
+            vars(c).clear()
+            vars(c).update(before)
             for step in steps[:1] if places else (): step(c)
 
 # %% ../../nbs/20_cook/07_structure.ipynb #a326d1cf
@@ -548,17 +771,23 @@ def _counts_by_config(model, a):
 
 def _check_counts(model):
     numbers = {(a.heads, a.groups) for a in structure(model).attention().values() if _counts_by_config(model, a)}
-    if len(numbers) > 1: raise ValueError(f"keep leaves {' and '.join(f'{h} query heads in {g} groups' for h, g in sorted(numbers))}; this {type(model).__name__} counts them for all layers at once, so keep equally many in each")
+    if len(numbers) > 1:
+        raise ValueError(
+            f"keep leaves {' and '.join(f'{h} query heads in {g} groups' for h, g in sorted(numbers))}; this "
+            f"{type(model).__name__} counts them for all layers at once, so keep equally many in each"
+        )
 
 def _stacks_of(config, stacks, model):
     "The stacks that a configuration speaks of: all for the model's own, one for an encoder's or decoder's copy of it"
     if config is getattr(model, "config", None): return stacks
     holder = next(n for n, m in model.named_modules() if m.__dict__.get("config") is config)
     mine = {s: n for s, n in stacks.items() if s.startswith(holder + ".")}
-    return {k.replace("decoder", "encoder"): n for k, n in mine.items()} if len(mine) == 1 else mine or stacks   # a decoder's copy counts its own layers as num_layers
+    # a decoder's copy counts its own layers as num_layers
+    return {k.replace("decoder", "encoder"): n for k, n in mine.items()} if len(mine) == 1 else mine or stacks
 
 def _set_heads(config, heads, groups, size, counts):
-    if not counts and not any(hasattr(config, k) for k in _HEAD_SIZE): return        # the family derives the size of a head
+    # the family derives the size of a head
+    if not counts and not any(hasattr(config, k) for k in _HEAD_SIZE): return
     for k in ("head_dim", "d_kv", "dim_head"):
         if hasattr(config, k) or counts and k == "head_dim": setattr(config, k, size)
     config.num_attention_heads = heads
@@ -566,7 +795,8 @@ def _set_heads(config, heads, groups, size, counts):
 
 def _set_hidden(config, model, found):
     old = config.hidden_size
-    if all(getattr(config, k, None) is None for k in _HEAD_SIZE): config.head_dim = next(iter(found.attention().values())).size
+    if all(getattr(config, k, None) is None for k in _HEAD_SIZE):
+        config.head_dim = next(iter(found.attention().values())).size
     config.hidden_size = found.hidden
     for k in ("rms_norm_eps", "layer_norm_epsilon", "eps"):
         if hasattr(config, k): setattr(config, k, getattr(config, k) * old / found.hidden)
@@ -587,7 +817,8 @@ def mask_model(
     "The same function as `slice_model` gives, at the old size: zeros in place of what is cut."
     root, found = unwrap(model), structure(model)
     modules, attention, ffn = dict(parts(root)), found.attention(), found.ffn()
-    def zero(m, args, out): return (torch.zeros_like(out[0]), *out[1:]) if isinstance(out, tuple) else torch.zeros_like(out)
+    def zero(m, args, out):
+        return (torch.zeros_like(out[0]), *out[1:]) if isinstance(out, tuple) else torch.zeros_like(out)
     def skip(m, args, kwargs, out):
         x = args[0] if args else kwargs["hidden_states"]
         return (x, *out[1:]) if isinstance(out, tuple) else x
@@ -604,6 +835,8 @@ def mask_model(
         elif not len(index): modules[(attention.get(k) or ffn.get(k)).module].register_forward_hook(zero)
         else:
             unit, m = attention.get(k) or ffn[k], modules[k]
-            gate = torch.zeros(_sizes(m)[0]).index_fill(0, _wide(index, unit.size) if isinstance(unit, Heads) else index, 1.)
+            gate = torch.zeros(_sizes(m)[0]).index_fill(
+                0, _wide(index, unit.size) if isinstance(unit, Heads) else index, 1.0
+            )
             m.weight.mul_(gate[:, None] if is_conv1d(m) else gate)
     return model

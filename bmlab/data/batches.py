@@ -39,7 +39,8 @@ def permute(
     "What stands at some places of a random order of 0 … n − 1; no list of it is ever made."
     x = np.asarray(places, np.int64)
     if n < 1: raise ValueError(f"n={n}: at least one thing is needed")
-    if x.size and not 0 <= x.min() <= x.max() < n: raise IndexError(f"places {x.min()} to {x.max()}: they run from 0 to {n - 1}")
+    if x.size and not 0 <= x.min() <= x.max() < n:
+        raise IndexError(f"places {x.min()} to {x.max()}: they run from 0 to {n - 1}")
     bits, keys = (n - 1).bit_length(), _round_keys(*key)
     low = np.uint64(bits // 2)
     low_mask, high_mask = np.uint64((1 << bits // 2) - 1), np.uint64((1 << bits - bits // 2) - 1)
@@ -70,7 +71,11 @@ class _Cut:
     def waste(self):
         ends = np.unique(self.shards.ends(0, self.rows * self.seq))
         starts = np.concatenate([[0], ends[:-1]])
-        return {"padding": 0, "left_out": self.shards.tokens - self.rows * self.seq, "documents_cut": int((starts // self.seq != (ends - 1) // self.seq).sum())}
+        return {
+            "padding": 0,
+            "left_out": self.shards.tokens - self.rows * self.seq,
+            "documents_cut": int((starts // self.seq != (ends - 1) // self.seq).sum()),
+        }
 
 # %% ../../nbs/05_data/03_batches.ipynb #b0ec0bd8
 def best_fit(
@@ -79,8 +84,10 @@ def best_fit(
 )->np.ndarray:  # (N,) int64, the row that each piece goes to
     "Longest first, each into the fullest row with room; O(N) steps with one integer of `seq` bits as the index of what room there is."
     lengths = np.asarray(lengths, np.int64)
-    if lengths.size and not 1 <= lengths.min() <= lengths.max() <= seq: raise ValueError(f"lengths from {lengths.min()} to {lengths.max()}: they must lie in 1 … seq={seq}")
-    room, there, out, rows = [[] for _ in range(seq + 1)], 0, np.empty(len(lengths), np.int64), 0     # there: bit r is set where some row has room r
+    if lengths.size and not 1 <= lengths.min() <= lengths.max() <= seq:
+        raise ValueError(f"lengths from {lengths.min()} to {lengths.max()}: they must lie in 1 … seq={seq}")
+    # there: bit r is set where some row has room r
+    room, there, out, rows = [[] for _ in range(seq + 1)], 0, np.empty(len(lengths), np.int64), 0
     for i in np.argsort(-lengths, kind="stable").tolist():
         n = int(lengths[i])
         fits = there >> n
@@ -90,7 +97,9 @@ def best_fit(
             if not room[r]: there &= ~(1 << r)
         else: r, row, rows = seq, rows, rows + 1
         out[i] = row
-        if r > n: room[r - n].append(row); there |= 1 << r - n
+        if r > n:
+            room[r - n].append(row)
+            there |= 1 << r - n
     return out
 
 # %% ../../nbs/05_data/03_batches.ipynb #c5ad9fba
@@ -118,7 +127,8 @@ class _Fit:
             at += length
         ids[at:] = self.pad
         if segments is not None: segments[at:] = -1
-    def waste(self): return {"padding": self.rows * self.seq - self.shards.tokens, "left_out": 0, "documents_cut": self.cut}
+    def waste(self):
+        return {"padding": self.rows * self.seq - self.shards.tokens, "left_out": 0, "documents_cut": self.cut}
 
 # %% ../../nbs/05_data/03_batches.ipynb #f0dd1f5b
 _BLOCK = 4096
@@ -135,11 +145,20 @@ def _slots(weights):
 class _Span:
     "From place `start` on, sources are drawn by `weights`, after `before` rows of each"
     def __init__(self, start, weights, before, seed):
-        self.start, self.weights, self.before, self.seed, self.slots, self.last = start, weights, np.asarray(before, np.int64), seed, _slots(weights), None
+        self.start, self.weights, self.before, self.seed, self.slots, self.last = (
+            start,
+            weights,
+            np.asarray(before, np.int64),
+            seed,
+            _slots(weights),
+            None,
+        )
     def block(self, j):
         "(source of each place of block j, how many of that source stand before it in the block)"
         if self.last is None or self.last[0] != j:
-            owner = np.repeat(np.arange(len(self.slots)), self.slots)[permute(np.arange(_BLOCK), _BLOCK, self.seed, "mixture", self.start, j)]
+            owner = np.repeat(np.arange(len(self.slots)), self.slots)[
+                permute(np.arange(_BLOCK), _BLOCK, self.seed, "mixture", self.start, j)
+            ]
             order, count = np.argsort(owner, kind="stable"), np.empty(_BLOCK, np.int64)
             count[order] = np.arange(_BLOCK) - np.repeat(np.cumsum(self.slots) - self.slots, self.slots)
             self.last = j, owner, count
@@ -158,25 +177,52 @@ class _Span:
 # %% ../../nbs/05_data/03_batches.ipynb #c7c61874
 def _sources(shards):
     "{name: Shards}"
-    named = dict(shards) if isinstance(shards, Mapping) else {str(i): s for i, s in enumerate(shards)} if isinstance(shards, (list, tuple)) else {"": shards}
+    named = (
+        dict(shards)
+        if isinstance(shards, Mapping)
+        else {str(i): s for i, s in enumerate(shards)}
+        if isinstance(shards, (list, tuple))
+        else {"": shards}
+    )
     if not named: raise ValueError("shards is empty: at least one source is needed")
     for name, s in named.items():
-        if not (hasattr(s, "read") and hasattr(s, "ends")): raise TypeError(f"shards{f'[{name!r}]' if name else ''}: expected Shards, got {type(s).__name__}; Shards(folder) opens them")
+        if not (hasattr(s, "read") and hasattr(s, "ends")):
+            raise TypeError(
+                f"shards{f'[{name!r}]' if name else ''}: expected Shards, got {type(s).__name__}; Shards(folder) opens "
+                "them"
+            )
     made_by = {s.manifest["tokenizer"].get("hash") for s in named.values() if s.manifest.get("tokenizer")}
-    if len(made_by) > 1: raise ValueError(f"the sources {', '.join(map(repr, named))} were made by different tokenizers; tokenize them with one")
+    if len(made_by) > 1:
+        raise ValueError(
+            f"the sources {', '.join(map(repr, named))} were made by different tokenizers; tokenize them with one"
+        )
     return named
 
 def _weights(weights, named, sets):
     "Weights of the sources, checked and summing to 1"
     names = list(named)
-    given = dict(weights) if isinstance(weights, Mapping) else dict(zip(names, weights)) if len(weights) == len(names) else None
-    if given is None: raise ValueError(f"weights={weights!r}: {len(names)} are needed, for {', '.join(map(repr, names))}")
+    given = (
+        dict(weights)
+        if isinstance(weights, Mapping)
+        else dict(zip(names, weights))
+        if len(weights) == len(names)
+        else None
+    )
+    if given is None:
+        raise ValueError(f"weights={weights!r}: {len(names)} are needed, for {', '.join(map(repr, names))}")
     for k in given:
-        if k not in names: raise LookupError(f"weights: unknown source {k!r}{did_you_mean(k, names)}; there are {', '.join(map(repr, names))}")
+        if k not in names:
+            raise LookupError(
+                f"weights: unknown source {k!r}{did_you_mean(k, names)}; there are {', '.join(map(repr, names))}"
+            )
     values = [float(given.get(k, 0)) for k in names]
-    if not all(0 <= v < float("inf") for v in values) or sum(values) <= 0: raise ValueError(f"weights={weights!r}: numbers of at least 0 are needed, one of them above 0")
+    if not all(0 <= v < float("inf") for v in values) or sum(values) <= 0:
+        raise ValueError(f"weights={weights!r}: numbers of at least 0 are needed, one of them above 0")
     for v, r, name in zip(values, sets, names):
-        if v and not r.rows: raise ValueError(f"source {name!r} has {named[name].tokens} tokens, less than one row of seq={r.seq}; give it no weight")
+        if v and not r.rows:
+            raise ValueError(
+                f"source {name!r} has {named[name].tokens} tokens, less than one row of seq={r.seq}; give it no weight"
+            )
     return [v / sum(values) for v in values]
 
 def _place(rank, world_size, batch):
@@ -185,7 +231,8 @@ def _place(rank, world_size, batch):
     world = world_size if world_size is not None else torch.distributed.get_world_size() if group else 1
     rank = rank if rank is not None else torch.distributed.get_rank() if group else 0
     if not 0 <= rank < world: raise ValueError(f"rank={rank}, world_size={world}: ranks run from 0 to world_size − 1")
-    if batch < 1 or batch % world: raise ValueError(f"batch={batch}: rows of a step over all ranks, a multiple of world_size={world}")
+    if batch < 1 or batch % world:
+        raise ValueError(f"batch={batch}: rows of a step over all ranks, a multiple of world_size={world}")
     return rank, world
 
 # %% ../../nbs/05_data/03_batches.ipynb #0f9b45a3
@@ -200,7 +247,8 @@ class _Endless:
     def __iter__(self)->Iterator[dict[str, Tensor]]:
         end = self._first(self.epoch + 1)
         while self.at < end:
-            self.at += 1                                      # before it is handed out: a checkpoint taken then goes on behind it
+            # before it is handed out: a checkpoint taken then goes on behind it
+            self.at += 1
             yield self[self.at - 1]
     def __getitem__(self, g): return _batch(self, g)
 
@@ -214,7 +262,8 @@ class Packed(_Endless):
         seed:int=0,                 # fixes the order of every epoch
         weights=None,               # of several sources, a list or {name: weight}; None: every row once an epoch
         mode:str="cut",             # "cut": the stream, cut; "fit": documents whole where possible, padded
-        documents:bool=False,       # keep documents apart: position_ids start anew, a first token is not predicted; adds use_cache=False
+        documents:bool=False,       # keep documents apart: position_ids start anew, a first token is not predicted;
+                                    # adds use_cache=False
         shuffle:bool=True,          # False: rows in their order
         pad:int|None=None,          # id of padding in mode "fit"; None: the shards' end token, or 0
         rank:int|None=None,         # None: of the process group, or 0
@@ -223,16 +272,40 @@ class Packed(_Endless):
         if seq < 2: raise ValueError(f"seq={seq}: a row needs at least two tokens")
         if mode not in ("cut", "fit"): raise ValueError(f"mode={mode!r}: 'cut' or 'fit'")
         self.named, (self.rank, self.world_size) = _sources(shards), _place(rank, world_size, batch)
-        self.seq, self.batch, self.seed, self.mode, self.documents, self.shuffle = seq, batch, seed, mode, documents, shuffle
-        self.sets = [{"cut": _Cut, "fit": _Fit}[mode](s, seq, pad if pad is not None else s.manifest.get("eos") or 0) for s in self.named.values()]
+        self.seq, self.batch, self.seed, self.mode, self.documents, self.shuffle = (
+            seq,
+            batch,
+            seed,
+            mode,
+            documents,
+            shuffle,
+        )
+        self.sets = [
+            {"cut": _Cut, "fit": _Fit}[mode](s, seq, pad if pad is not None else s.manifest.get("eos") or 0)
+            for s in self.named.values()
+        ]
         self.starts = np.cumsum([0] + [r.rows for r in self.sets])
-        self.rows, self.at = int(self.starts[-1]), 0              # N, of an epoch; batches handed out since the beginning
-        if self.rows < batch: raise ValueError(f"the shards make {self.rows} rows of seq={seq}, less than one batch={batch}")
-        self.spans = None if weights is None else [_Span(0, _weights(weights, self.named, self.sets), [0] * len(self.sets), seed)]
+        # N, of an epoch; batches handed out since the beginning
+        self.rows, self.at = int(self.starts[-1]), 0
+        if self.rows < batch:
+            raise ValueError(f"the shards make {self.rows} rows of seq={seq}, less than one batch={batch}")
+        self.spans = (
+            None
+            if weights is None
+            else [_Span(0, _weights(weights, self.named, self.sets), [0] * len(self.sets), seed)]
+        )
     def state_dict(self)->dict: # seed, epoch and step; beside them what they count, and weights changed on the way
         "Where the sampler stands, the same on every rank; JSON."
-        return {"seed": self.seed, "epoch": self.epoch, "step": self.step, "batch": self.batch, "order": _order(self),
-                "mixture": None if self.spans is None else [{"start": s.start, "weights": s.weights, "before": s.before.tolist()} for s in self.spans]}
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "step": self.step,
+            "batch": self.batch,
+            "order": _order(self),
+            "mixture": None
+            if self.spans is None
+            else [{"start": s.start, "weights": s.weights, "before": s.before.tolist()} for s in self.spans],
+        }
     def load_state_dict(self, state:dict):
         "Go on from what `state_dict` gave, on any number of ranks."
         _go_to(self, state)
@@ -242,7 +315,8 @@ class Packed(_Endless):
     def loader(self, workers:int=1, prefetch:int=4, timeout_s:float=300)->"Loader":
         "The same batches, read ahead by worker processes."
         return Loader(self, workers, prefetch, timeout_s)
-    def table(self)->pd.DataFrame: # one row a source: documents, tokens, rows, weight, passes so far, padding, tokens left out, documents cut
+    # one row a source: documents, tokens, rows, weight, passes so far, padding, tokens left out, documents cut
+    def table(self)->pd.DataFrame:
         "The sources, and what packing does to them."
         return _table(self)
 
@@ -253,7 +327,9 @@ def _rows_at(packed, places):
         streams = [(0, places, np.arange(len(places)))]
     else:
         spans = packed.spans
-        drawn = np.array([spans[max(i for i, s in enumerate(spans) if s.start <= n)].at(n) for n in places.tolist()]).reshape(-1, 2)
+        drawn = np.array(
+            [spans[max(i for i, s in enumerate(spans) if s.start <= n)].at(n) for n in places.tolist()]
+        ).reshape(-1, 2)
         streams = [(k, drawn[drawn[:, 0] == k, 1], np.flatnonzero(drawn[:, 0] == k)) for k in np.unique(drawn[:, 0])]
     out = np.empty((len(places), 2), np.int64)
     for k, numbers, where in streams:
@@ -262,7 +338,11 @@ def _rows_at(packed, places):
             here = numbers // many == epoch
             rows = numbers[here] % many
             if packed.shuffle: rows = permute(rows, many, packed.seed, "rows", int(k), int(epoch))
-            source = np.searchsorted(packed.starts, rows, side="right") - 1 if packed.spans is None else np.full(len(rows), k)
+            source = (
+                np.searchsorted(packed.starts, rows, side="right") - 1
+                if packed.spans is None
+                else np.full(len(rows), k)
+            )
             out[where[here]] = np.stack([source, rows - (packed.starts[source] if packed.spans is None else 0)], 1)
     return out
 
@@ -282,27 +362,42 @@ def _batch(packed, g):
         place = np.broadcast_to(np.arange(packed.seq), ids.shape)
         out["position_ids"] = torch.from_numpy(place - np.maximum.accumulate(np.where(begins, place, 0), axis=1))
         out["labels"][torch.from_numpy(begins)] = -100
-        out["use_cache"] = False                             # with a cache, transformers' models do not look for documents in the positions
+        # with a cache, transformers' models do not look for documents in the positions
+        out["use_cache"] = False
     return out
 
 # %% ../../nbs/05_data/03_batches.ipynb #ea25713d
 def _order(packed):
     "Fingerprint of everything that the order of rows depends on beside the seed"
     files = {name: [[f.documents, f.tokens, f.sha256] for f in s.files] for name, s in packed.named.items()}
-    return hashlib.sha256(json.dumps([files, packed.seq, packed.mode, packed.shuffle, packed.spans is None]).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps([files, packed.seq, packed.mode, packed.shuffle, packed.spans is None]).encode()
+    ).hexdigest()[:16]
 
 def _go_to(packed, state):
     "Back to a saved place"
-    if state["order"] != _order(packed): raise ValueError("the state is of other shards, another seq, mode or shuffle, or of weights where there are none: their rows have another order; begin anew, or open the same shards in the same way")
+    if state["order"] != _order(packed):
+        raise ValueError(
+            "the state is of other shards, another seq, mode or shuffle, or of weights where there are none: their "
+            "rows have another order; begin anew, or open the same shards in the same way"
+        )
     before = -(-state["epoch"] * packed.rows // state["batch"]) + state["step"]
     read = before * state["batch"]
-    if read % packed.batch: raise ValueError(f"batch={packed.batch}: {read} rows have been read in batches of {state['batch']}, and go on only in batches that divide them")
+    if read % packed.batch:
+        raise ValueError(
+            f"batch={packed.batch}: {read} rows have been read in batches of {state['batch']}, and go on only in "
+            "batches that divide them"
+        )
     packed.seed, packed.at = state["seed"], read // packed.batch
-    if packed.spans is not None: packed.spans = [_Span(s["start"], s["weights"], s["before"], packed.seed) for s in state["mixture"]]
+    if packed.spans is not None:
+        packed.spans = [_Span(s["start"], s["weights"], s["before"], packed.seed) for s in state["mixture"]]
 
 def _reweigh(packed, weights):
     "Other weights from the next batch on"
-    if packed.spans is None: raise ValueError("weights were not given when the sampler was made: every row stands once an epoch; make it with weights")
+    if packed.spans is None:
+        raise ValueError(
+            "weights were not given when the sampler was made: every row stands once an epoch; make it with weights"
+        )
     start = packed.at * packed.batch
     values = _weights(weights, packed.named, packed.sets)
     kept = [s for s in packed.spans if s.start < start]
@@ -314,8 +409,18 @@ def _table(packed):
     places = packed.at * packed.batch
     read = packed.spans[-1].until(places) if packed.spans else [r.rows / packed.rows * places for r in packed.sets]
     weights = packed.spans[-1].weights if packed.spans else [r.rows / packed.rows for r in packed.sets]
-    rows = [{"source": name or "all", "documents": len(s), "tokens": s.tokens, "rows": r.rows, "weight": w, "passes": n / max(r.rows, 1), **r.waste()}
-            for (name, s), r, w, n in zip(packed.named.items(), packed.sets, weights, read)]
+    rows = [
+        {
+            "source": name or "all",
+            "documents": len(s),
+            "tokens": s.tokens,
+            "rows": r.rows,
+            "weight": w,
+            "passes": n / max(r.rows, 1),
+            **r.waste(),
+        }
+        for (name, s), r, w, n in zip(packed.named.items(), packed.sets, weights, read)
+    ]
     return pd.DataFrame(rows).set_index("source")
 
 # %% ../../nbs/05_data/03_batches.ipynb #99f89a4b
@@ -325,7 +430,9 @@ def document_mask(
     "Causal attention within each document, for `scaled_dot_product_attention`."
     document = (position_ids == 0).cumsum(-1)
     L = position_ids.shape[-1]
-    return (document[:, None, :, None] == document[:, None, None, :]) & torch.ones(L, L, dtype=torch.bool, device=position_ids.device).tril()
+    return (document[:, None, :, None] == document[:, None, None, :]) & torch.ones(
+        L, L, dtype=torch.bool, device=position_ids.device
+    ).tril()
 
 def cu_seqlens(
     position_ids:Tensor, # (B, L), starting anew with every document
@@ -344,21 +451,32 @@ class Loader:
         prefetch:int=4,      # batches that each has ready
         timeout_s:float=300, # a batch that takes longer is an error
     ):
-        if workers < 0 or prefetch < 1: raise ValueError(f"workers={workers}, prefetch={prefetch}: at least 0 processes with 1 batch each")
+        if workers < 0 or prefetch < 1:
+            raise ValueError(f"workers={workers}, prefetch={prefetch}: at least 0 processes with 1 batch each")
         if timeout_s <= 0: raise ValueError(f"timeout_s={timeout_s}: seconds, above 0")
         self.packed, self.workers, self.prefetch, self.timeout_s = packed, workers, prefetch, timeout_s
     def __len__(self): return len(self.packed)
     def __iter__(self)->Iterator[dict[str, Tensor]]:
         packed = self.packed
-        if not self.workers: yield from packed; return
+        if not self.workers:
+            yield from packed
+            return
         end = packed._first(packed.epoch + 1)
         while packed.at < end:
-            ahead = torch.utils.data.DataLoader(_Sent(packed), batch_size=None, sampler=range(packed.at, end), num_workers=self.workers, prefetch_factor=self.prefetch, timeout=min(5, self.timeout_s))
+            ahead = torch.utils.data.DataLoader(
+                _Sent(packed),
+                batch_size=None,
+                sampler=range(packed.at, end),
+                num_workers=self.workers,
+                prefetch_factor=self.prefetch,
+                timeout=min(5, self.timeout_s),
+            )
             for batch in _watched(ahead, self.timeout_s):
                 packed.at += 1
                 was = packed.at, packed.seed, packed.spans
                 yield batch
-                if was != (packed.at, packed.seed, packed.spans): break      # other weights, another place: what lies ready is not what comes next
+                # other weights, another place: what lies ready is not what comes next
+                if was != (packed.at, packed.seed, packed.spans): break
     def state_dict(self)->dict: return self.packed.state_dict()
     def load_state_dict(self, state): self.packed.load_state_dict(state)
 
@@ -367,14 +485,19 @@ class _Sent:
     "A sampler as a worker gets it"
     def __init__(self, packed): self.packed, self.raw = packed, None
     def __getstate__(self):
-        if self.raw is None: self.raw = torch.frombuffer(bytearray(pickle.dumps(self.packed)), dtype=torch.uint8)     # kept here, or it is closed before it arrives
+        # kept here, or it is closed before it arrives
+        if self.raw is None: self.raw = torch.frombuffer(bytearray(pickle.dumps(self.packed)), dtype=torch.uint8)
         return self.raw
     def __setstate__(self, raw): self.packed, self.raw = None, raw
     def __getitem__(self, g):
         if self.packed is None:
             try: self.packed = pickle.loads(self.raw.numpy())
             except (AttributeError, ImportError) as e:
-                raise TypeError(f"{e}: a worker of start method {multiprocessing.get_start_method()!r} imports the sampler's classes, and finds none that were written in a notebook; put them into a module, or read with workers=0") from None
+                raise TypeError(
+                    f"{e}: a worker of start method {multiprocessing.get_start_method()!r} imports the sampler's "
+                    "classes, and finds none that were written in a notebook; put them into a module, or read with "
+                    "workers=0"
+                ) from None
         return self.packed[g]
 
 def _watched(loader, timeout_s):
@@ -392,5 +515,12 @@ def _watched(loader, timeout_s):
         yield batch
     del batches                                               # ends the other workers, however long the error is kept
     if failed: raise failed
-    if died: raise RuntimeError(f"{died}. If the system killed it, memory may have run out: take fewer workers or a smaller prefetch. If it could not start, the error output says why. workers=0 reads without processes")
-    raise TimeoutError(f"no batch in timeout_s={timeout_s} seconds: a worker is stuck (perhaps in a lock that another thread held when it was started), or reading is that slow; workers=0 reads without processes")
+    if died:
+        raise RuntimeError(
+            f"{died}. If the system killed it, memory may have run out: take fewer workers or a smaller prefetch. If "
+            "it could not start, the error output says why. workers=0 reads without processes"
+        )
+    raise TimeoutError(
+        f"no batch in timeout_s={timeout_s} seconds: a worker is stuck (perhaps in a lock that another thread held "
+        "when it was started), or reading is that slow; workers=0 reads without processes"
+    )

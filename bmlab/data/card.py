@@ -26,11 +26,13 @@ def mark(
 
 class Ledger:
     "Documents and characters by (source, outcome), and a few samples of each outcome."
-    def __init__(self, keep:int=4): self.counts, self.samples, self.keep, self.seconds = {}, {}, keep, 0.0   # keep: samples of an outcome
+    # keep: samples of an outcome
+    def __init__(self, keep:int=4): self.counts, self.samples, self.keep, self.seconds = {}, {}, keep, 0.0
     def count(self, source:str, outcome:str, chars:int, docs:int=1): # outcome: "in", "changed" or a reason
         "Add to one number."
         row = self.counts.setdefault((source, outcome), [0, 0])
-        row[0] += docs; row[1] += chars
+        row[0] += docs
+        row[1] += chars
     def sample(self, outcome:str, doc_id:str, source:str, **texts:str): # texts: what to show
         "Keep a sample, if its mark is among the smallest."
         here = self.samples.setdefault(outcome, [])
@@ -41,11 +43,16 @@ class Ledger:
         "This and another task's ledger, in place."
         self.seconds += other.seconds
         for (source, outcome), (docs, chars) in other.counts.items(): self.count(source, outcome, chars, docs)
-        for outcome, rows in other.samples.items(): self.samples[outcome] = self._smallest(self.samples.get(outcome, []) + rows)
+        for outcome, rows in other.samples.items():
+            self.samples[outcome] = self._smallest(self.samples.get(outcome, []) + rows)
         return self
     def to_json(self)->dict:
         "Plain lists and numbers."
-        return {"seconds": round(self.seconds, 3), "counts": [[*k, *v] for k, v in sorted(self.counts.items())], "samples": {k: self._smallest(v) for k, v in sorted(self.samples.items())}}
+        return {
+            "seconds": round(self.seconds, 3),
+            "counts": [[*k, *v] for k, v in sorted(self.counts.items())],
+            "samples": {k: self._smallest(v) for k, v in sorted(self.samples.items())},
+        }
     @classmethod
     def from_json(cls, data:dict)->"Ledger":
         "What `to_json` wrote."
@@ -70,13 +77,17 @@ def first_difference(
 )->int:    # number of characters that are the same
     "Where two texts begin to differ."
     low, high = 0, min(len(a), len(b))
-    while low < high:                                    # the longest common beginning, halving: slices compare at the speed of memory
+    # the longest common beginning, halving: slices compare at the speed of memory
+    while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
     return low
 
 # %% ../../nbs/05_data/07_card.ipynb #bf5c0439
-_HAN, _STOP = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]+"), re.compile(r"(?<![.!?。！？…])[.!?。！？…]+[\"'”’」』）)]*(?=\s|$|[\u3400-\u9fff])|\n+")
+_HAN, _STOP = (
+    re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]+"),
+    re.compile(r"(?<![.!?。！？…])[.!?。！？…]+[\"'”’」』）)]*(?=\s|$|[\u3400-\u9fff])|\n+"),
+)
 
 def add_measure(
     rows:dict,        # by source; added to in place
@@ -85,11 +96,15 @@ def add_measure(
     language:str="",  # if it was found
 ):
     "Count a document: characters, Han characters, sentences, its length as a power of two."
-    row = rows.setdefault(source, {"documents": 0, "characters": 0, "han": 0, "sentences": 0, "lengths": {}, "languages": {}})
-    row["documents"] += 1; row["characters"] += len(text)
+    row = rows.setdefault(
+        source, {"documents": 0, "characters": 0, "han": 0, "sentences": 0, "lengths": {}, "languages": {}}
+    )
+    row["documents"] += 1
+    row["characters"] += len(text)
     row["han"] += sum(map(len, _HAN.findall(text)))
     row["sentences"] += sum(1 for part in _STOP.split(text) if part.strip())
-    for key, value in (("lengths", str(max(len(text), 1).bit_length() - 1)), ("languages", language or "")): row[key][value] = row[key].get(value, 0) + 1
+    for key, value in (("lengths", str(max(len(text), 1).bit_length() - 1)), ("languages", language or "")):
+        row[key][value] = row[key].get(value, 0) + 1
 
 def sum_measures(
     rows:list, # of dicts, one a task
@@ -122,19 +137,35 @@ class DataCard:
         rows = []
         for name, where, ledger in steps:
             told = ledger.to_json()
-            told["samples"] = {o: [{k: mask_pii(v) if k in ("text", "after", "twin") else v for k, v in row.items()} for _, row in some] for o, some in told["samples"].items()}
+            told["samples"] = {
+                o: [
+                    {k: mask_pii(v) if k in ("text", "after", "twin") else v for k, v in row.items()} for _, row in some
+                ]
+                for o, some in told["samples"].items()
+            }
             rows.append({"name": name, "for": where, **told})
-        return cls({"sources": sources, "steps": rows, "read": read, "kept": kept, "made_with": made_with or {}, **more})
+        return cls(
+            {"sources": sources, "steps": rows, "read": read, "kept": kept, "made_with": made_with or {}, **more}
+        )
     @classmethod
     def load(cls, folder:str|Path)->"DataCard": # folder: with a card.json
         "A card that was saved."
         file = Path(folder) / "card.json"
-        if not file.is_file(): raise FileNotFoundError(f"folder={str(folder)!r} holds no card.json; a finished run of a corpus writes one")
+        if not file.is_file():
+            raise FileNotFoundError(f"folder={str(folder)!r} holds no card.json; a finished run of a corpus writes one")
         return cls(json.loads(file.read_text(encoding="utf-8")))
     def files(self)->dict[str, str]: # name → text
         "The card as card.json, card.html and card.md."
-        page = f"<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'><meta name='color-scheme' content='light dark'><title>Data card</title><body style='font-family:sans-serif;margin:1em'>{self.to_html()}</body></html>"
-        return {"card.json": json.dumps(self.data, ensure_ascii=False, indent=1), "card.html": page, "card.md": self.to_markdown()}
+        page = (
+            "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' "
+            "content='width=device-width'><meta name='color-scheme' content='light dark'><title>Data "
+            f"card</title><body style='font-family:sans-serif;margin:1em'>{self.to_html()}</body></html>"
+        )
+        return {
+            "card.json": json.dumps(self.data, ensure_ascii=False, indent=1),
+            "card.html": page,
+            "card.md": self.to_markdown(),
+        }
     def save(self, folder:str|Path): # folder: made if missing
         "Write the card's three files."
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -150,9 +181,18 @@ def _sources(self)->pd.DataFrame: # index: source, then "all"
         name = source["name"]
         read, kept = (merged(self.data[k]) if name == "all" else self.data[k].get(name, zero) for k in ("read", "kept"))
         docs, chars = max(kept["documents"], 1), kept["characters"]
-        row = {"source": name, "read": read["documents"], "kept": kept["documents"], "kept %": 100 * kept["documents"] / max(read["documents"], 1), "characters": chars, "share %": 100 * chars / max(total, 1),
-               "mean document": chars / docs, "mean sentence": chars / max(kept["sentences"], 1), "Han %": 100 * kept["han"] / max(chars, 1),
-               "languages": " ".join(k or "?" for k, _ in sorted(kept["languages"].items(), key=lambda x: -x[1])[:3])}
+        row = {
+            "source": name,
+            "read": read["documents"],
+            "kept": kept["documents"],
+            "kept %": 100 * kept["documents"] / max(read["documents"], 1),
+            "characters": chars,
+            "share %": 100 * chars / max(total, 1),
+            "mean document": chars / docs,
+            "mean sentence": chars / max(kept["sentences"], 1),
+            "Han %": 100 * kept["han"] / max(chars, 1),
+            "languages": " ".join(k or "?" for k, _ in sorted(kept["languages"].items(), key=lambda x: -x[1])[:3]),
+        }
         for extra in ("tokens", "perplexity"):
             if extra in self.data: row[extra] = self.data[extra].get(name)
         rows.append({**row, "license": source.get("license", ""), "origin": source.get("origin", "")})
@@ -165,7 +205,17 @@ def _waterfall(self)->pd.DataFrame: # one row a step
         count = lambda *outcomes: sum(docs for _, o, docs, _ in step["counts"] if o in outcomes)
         gone = sum(docs for _, o, docs, _ in step["counts"] if o not in ("in", "changed"))
         left -= gone
-        rows.append({"step": step["name"], "for": step["for"], "looked at": count("in"), "changed": count("changed"), "removed": gone, "left": left, "seconds": step["seconds"]})
+        rows.append(
+            {
+                "step": step["name"],
+                "for": step["for"],
+                "looked at": count("in"),
+                "changed": count("changed"),
+                "removed": gone,
+                "left": left,
+                "seconds": step["seconds"],
+            }
+        )
     return table(pd.DataFrame(rows, columns=["step", "for", "looked at", "changed", "removed", "left", "seconds"]), 3)
 
 # %% ../../nbs/05_data/07_card.ipynb #5fab20bc
@@ -176,24 +226,54 @@ def _reasons(self)->pd.DataFrame: # columns: step, reason, documents, characters
         mine = {}
         for source, outcome, docs, chars in step["counts"]:
             if outcome in ("in", "changed"): continue
-            row = mine.setdefault(outcome, {"step": step["name"], "reason": outcome, "documents": 0, "characters": 0, **dict.fromkeys(names, 0)})
-            row["documents"] += docs; row["characters"] += chars; row[source] = row.get(source, 0) + docs
+            row = mine.setdefault(
+                outcome,
+                {"step": step["name"], "reason": outcome, "documents": 0, "characters": 0, **dict.fromkeys(names, 0)},
+            )
+            row["documents"] += docs
+            row["characters"] += chars
+            row[source] = row.get(source, 0) + docs
         rows += sorted(mine.values(), key=lambda r: (-r["documents"], r["reason"]))
     return pd.DataFrame(rows, columns=None if rows else ["step", "reason", "documents", "characters", *names])
 
 def _samples(self,
     step:str|None=None,     # only of this step
     outcome:str|None=None,  # only of this reason, or "changed" for what was rewritten
-)->pd.DataFrame:            # columns: step, outcome, source, id, text, after (if rewritten), twin (of a repetition: what stays)
+# columns: step, outcome, source, id, text, after (if rewritten), twin (of a repetition: what stays)
+)->pd.DataFrame:
     "A few documents of each reason, and texts before and after each rewriting."
-    rows = [{"step": s["name"], "outcome": o, **row} for s in self.data["steps"] for o, some in s["samples"].items() for row in some]
+    rows = [
+        {"step": s["name"], "outcome": o, **row}
+        for s in self.data["steps"]
+        for o, some in s["samples"].items()
+        for row in some
+    ]
     for argument, value in (("step", step), ("outcome", outcome)):
         if value is None: continue
-        if value not in (known := list(dict.fromkeys(r[argument] for r in rows))): raise LookupError(f"{argument}={value!r}: the card has no samples of it{did_you_mean(value, known)}; it has {', '.join(known)}")
+        if value not in (known := list(dict.fromkeys(r[argument] for r in rows))):
+            raise LookupError(
+                f"{argument}={value!r}: the card has no samples of it{did_you_mean(value, known)}; it has "
+                f"{', '.join(known)}"
+            )
         rows = [r for r in rows if r[argument] == value]
-    return pd.DataFrame(rows, columns=["step", "outcome", "source", "id", "text", *(k for k in ("after", "twin") if any(k in r for r in rows))]).fillna("")
+    return pd.DataFrame(
+        rows,
+        columns=[
+            "step",
+            "outcome",
+            "source",
+            "id",
+            "text",
+            *(k for k in ("after", "twin") if any(k in r for r in rows)),
+        ],
+    ).fillna("")
 
-DataCard.sources, DataCard.waterfall, DataCard.reasons, DataCard.samples = property(_sources), property(_waterfall), property(_reasons), _samples
+DataCard.sources, DataCard.waterfall, DataCard.reasons, DataCard.samples = (
+    property(_sources),
+    property(_waterfall),
+    property(_reasons),
+    _samples,
+)
 DataCard.__repr__ = lambda self: f"{self.sources.to_string()}\n\n{self.waterfall.to_string()}"
 
 # %% ../../nbs/05_data/07_card.ipynb #b088a6cf
@@ -207,14 +287,20 @@ def _plot(self,
     counts = [sum(r["documents"] for r in self.data["read"].values()), *fall.left]
     with figure(10, max(2.4, .24 * len(names) + .8), columns=2, show=False) as (left, right):
         y, lost = range(len(names))[::-1], [0, *(a - b for a, b in zip(counts, counts[1:]))]
-        left.barh(y, counts); left.barh(y, lost, left=counts, color="none", edgecolor="#d9730d", hatch="////", linewidth=.6)
-        left.set(yticks=y, yticklabels=names, xlabel="documents left (hatched: removed by this step)"); left.grid(axis="y", visible=False); left.margins(x=.18)
+        left.barh(y, counts)
+        left.barh(y, lost, left=counts, color="none", edgecolor="#d9730d", hatch="////", linewidth=.6)
+        left.set(yticks=y, yticklabels=names, xlabel="documents left (hatched: removed by this step)")
+        left.grid(axis="y", visible=False)
+        left.margins(x=.18)
         for at, n, gone in zip(y, counts, lost): left.text(n + gone, at, f" {n:,}", va="center", fontsize=8)
         for what, style in (("read", "--"), ("kept", "-")):
             lengths = sum_measures([{"all": r} for r in self.data[what].values()]).get("all", {}).get("lengths", {})
             bins = range(min(map(int, lengths)), max(map(int, lengths)) + 1) if lengths else []
-            right.plot([2 ** (b + .5) for b in bins], [lengths.get(str(b), 0) for b in bins], style, marker=".", label=what)
-        right.set(xscale="log", xlabel="length of a document (characters)", ylabel="documents in a bin (powers of 2)"); right.legend()
+            right.plot(
+                [2 ** (b + 0.5) for b in bins], [lengths.get(str(b), 0) for b in bins], style, marker=".", label=what
+            )
+        right.set(xscale="log", xlabel="length of a document (characters)", ylabel="documents in a bin (powers of 2)")
+        right.legend()
     plt.show() if show else plt.close(left.figure)
     return left.figure
 
@@ -224,17 +310,41 @@ DataCard.plot = _plot
 def _markdown(df, index=True):
     "A DataFrame as a table of markdown"
     df = df.reset_index() if index else df
-    cell = lambda v: "" if v is None or v != v else f"{v:,}" if isinstance(v, (int, float, np.number)) else str(v).replace("|", "\\|").replace("\n", " ⏎ ")
-    return "\n".join(["| " + " | ".join(map(str, df.columns)) + " |", "|" + "---|" * len(df.columns)] + ["| " + " | ".join(map(cell, row)) + " |" for row in df.itertuples(index=False)])
+    cell = lambda v: (
+        ""
+        if v is None or v != v
+        else f"{v:,}"
+        if isinstance(v, (int, float, np.number))
+        else str(v).replace("|", "\\|").replace("\n", " ⏎ ")
+    )
+    return "\n".join(
+        ["| " + " | ".join(map(str, df.columns)) + " |", "|" + "---|" * len(df.columns)]
+        + ["| " + " | ".join(map(cell, row)) + " |" for row in df.itertuples(index=False)]
+    )
 
 def _to_markdown(self)->str:
     "The card as text."
-    parts = ["# Data card", "## Sources", _markdown(self.sources), "## What each step did", _markdown(self.waterfall, False)]
+    parts = [
+        "# Data card",
+        "## Sources",
+        _markdown(self.sources),
+        "## What each step did",
+        _markdown(self.waterfall, False),
+    ]
     if len(self.reasons): parts += ["## Reasons", _markdown(self.reasons, False)]
     quoted = lambda text: "`" + " ".join(text.replace("`", "'").split()) + "`"
     for s in self.data["steps"]:
         for outcome, rows in s["samples"].items():
-            parts.append(f"**{s['name']}: {outcome}**\n\n" + "\n".join("- " + " → ".join(("stays: " if k == "twin" else "") + quoted(r[k]) for k in ("text", "after", "twin") if k in r) for r in rows))
+            parts.append(
+                f"**{s['name']}: {outcome}**\n\n"
+                + "\n".join(
+                    "- "
+                    + " → ".join(
+                        ("stays: " if k == "twin" else "") + quoted(r[k]) for k in ("text", "after", "twin") if k in r
+                    )
+                    for r in rows
+                )
+            )
     return "\n\n".join([*parts, "Made with " + ", ".join(f"{k} {v}" for k, v in self.data["made_with"].items())]) + "\n"
 
 # %% ../../nbs/05_data/07_card.ipynb #eec4b678
@@ -243,12 +353,21 @@ def _changes(before, after, esc):
     match = SequenceMatcher(None, before, after, autojunk=False)
     if match.ratio() < 0.5: return ""
     marked = lambda tag, text: f"<{tag}>{esc(text)}</{tag}>" if text else ""
-    return "".join(esc(before[i:j]) if kind == "equal" else marked("del", before[i:j]) + marked("ins", after[k:l]) for kind, i, j, k, l in match.get_opcodes())
+    return "".join(
+        esc(before[i:j]) if kind == "equal" else marked("del", before[i:j]) + marked("ins", after[k:l])
+        for kind, i, j, k, l in match.get_opcodes()
+    )
 
 def _html_table(df, index=True):
     "A DataFrame as a table of HTML, numbers to the right wherever it is shown"
     number = lambda v: f"{v:,.0f}" if abs(v) >= 1000 else f"{v:.4g}"
-    told = df.rename_axis(columns=df.index.name, index=None).to_html(index=index, border=0, na_rep="", float_format=number, formatters={c: "{:,}".format for c in df.select_dtypes("int")})
+    told = df.rename_axis(columns=df.index.name, index=None).to_html(
+        index=index,
+        border=0,
+        na_rep="",
+        float_format=number,
+        formatters={c: "{:,}".format for c in df.select_dtypes("int")},
+    )
     told = re.sub(r"<(td|th)>(-?[\d,.]+)</", r"<\1 style='text-align:right'>\2</", told)
     return told.replace('class="dataframe"', 'class="dataframe" style="border-spacing:.8em .1em"')
 
@@ -257,9 +376,23 @@ def _sample_rows(step):
     esc, body = lambda text: html.escape(str(text)).replace("\n", " ⏎ "), ""
     for outcome, rows in step["samples"].items():
         docs = sum(d for _, o, d, _ in step["counts"] if o == outcome)
-        shown = lambda r: "after" in r and _changes(r["text"], r["after"], esc) or " <b>→</b> ".join(("<i>stays:</i> " if k == "twin" else "") + esc(r[k]) for k in ("text", "after", "twin") if k in r)
-        body += f"<p style='margin:.4em 0 0'><b>{esc(outcome)}</b> {docs:,}</p><ul style='margin:0'>" + "".join(f"<li>{shown(r)} <small style='opacity:.65'>{esc(r['id'])}</small></li>" for r in rows) + "</ul>"
-    return f"<details><summary>{esc(step['name'])}{esc(' [' + step['for'] + ']') if step['for'] else ''}</summary>{body}</details>" if body else ""
+        shown = lambda r: (
+            "after" in r
+            and _changes(r["text"], r["after"], esc)
+            or " <b>→</b> ".join(
+                ("<i>stays:</i> " if k == "twin" else "") + esc(r[k]) for k in ("text", "after", "twin") if k in r
+            )
+        )
+        body += (
+            f"<p style='margin:.4em 0 0'><b>{esc(outcome)}</b> {docs:,}</p><ul style='margin:0'>"
+            + "".join(f"<li>{shown(r)} <small style='opacity:.65'>{esc(r['id'])}</small></li>" for r in rows)
+            + "</ul>"
+        )
+    return (
+        f"<details><summary>{esc(step['name'])}{esc(' [' + step['for'] + ']') if step['for'] else ''}</summary>{body}</details>"
+        if body
+        else ""
+    )
 
 def _to_html(self,
     picture:bool=True, # with the figure
@@ -269,10 +402,25 @@ def _to_html(self,
     if picture:
         raw = io.BytesIO()
         self.plot(show=False).savefig(raw, format="png", dpi=80)
-        parts.append(f"<img style='max-width:100%;background:#fff' alt='documents left behind each step; lengths of documents read and kept' src='data:image/png;base64,{base64.b64encode(raw.getvalue()).decode()}'>")
-    reasons = f"<details><summary>Reasons, by source</summary>{_html_table(self.reasons, False)}</details>" if len(self.reasons) else ""
-    parts += [_html_table(self.waterfall, False), reasons, "<p><b>Samples</b> of what each step removed or rewrote</p>", *map(_sample_rows, self.data["steps"])]
+        parts.append(
+            "<img style='max-width:100%;background:#fff' alt='documents left behind each step; lengths of documents "
+            f"read and kept' src='data:image/png;base64,{base64.b64encode(raw.getvalue()).decode()}'>"
+        )
+    reasons = (
+        f"<details><summary>Reasons, by source</summary>{_html_table(self.reasons, False)}</details>"
+        if len(self.reasons)
+        else ""
+    )
+    parts += [
+        _html_table(self.waterfall, False),
+        reasons,
+        "<p><b>Samples</b> of what each step removed or rewrote</p>",
+        *map(_sample_rows, self.data["steps"]),
+    ]
     made = html.escape(", ".join(f"{k} {v}" for k, v in self.data["made_with"].items()))
-    return f"<div style='font-size:90%;max-width:75em;overflow-x:auto'>{''.join(parts)}<p><small>Made with {made}</small></p></div>"
+    return (
+        f"<div style='font-size:90%;max-width:75em;overflow-x:auto'>{''.join(parts)}<p><small>Made with "
+        f"{made}</small></p></div>"
+    )
 
 DataCard.to_markdown, DataCard.to_html, DataCard._repr_html_ = _to_markdown, _to_html, _to_html

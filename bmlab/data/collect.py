@@ -23,7 +23,11 @@ from ..core import did_you_mean
 def _octets(text):
     "A path as it is compared: what is not ASCII as %XX, what need not be escaped as itself (RFC 9309 §2.2.2)"
     text = quote(text, safe="".join(map(chr, range(33, 127))), errors="replace")
-    return re.sub("%([0-9a-fA-F]{2})", lambda m: c if re.fullmatch(r"[A-Za-z0-9._~-]", c := chr(int(m[1], 16))) else m[0].upper(), text)
+    return re.sub(
+        "%([0-9a-fA-F]{2})",
+        lambda m: c if re.fullmatch(r"[A-Za-z0-9._~-]", c := chr(int(m[1], 16))) else m[0].upper(),
+        text,
+    )
 
 def _fits(pattern, path):
     "Does a path begin as the pattern says? In one pass, whatever the number of stars"
@@ -51,23 +55,30 @@ class Robots:
             match key.lower():
                 case "user-agent":
                     if not open_: names = []
-                    names.append(value.lower() if value == "*" else re.match(r"[A-Za-z_-]*", value)[0].lower()); open_ = True
+                    names.append(value.lower() if value == "*" else re.match(r"[A-Za-z_-]*", value)[0].lower())
+                    open_ = True
                     groups.setdefault(names[-1], [])
                 case "allow" | "disallow" as kind:
                     open_ = False
-                    for name in names if value else []: groups[name].append((len(_octets(value)), kind == "allow", _octets(value)))
-                case "crawl-delay" if re.fullmatch(r"\d+(\.\d*)?|\.\d+", value): delays.update(dict.fromkeys(names, float(value)))
+                    for name in names if value else []:
+                        groups[name].append((len(_octets(value)), kind == "allow", _octets(value)))
+                case "crawl-delay" if re.fullmatch(r"\d+(\.\d*)?|\.\d+", value):
+                    delays.update(dict.fromkeys(names, float(value)))
                 case "sitemap": self.sitemaps.append(value)
         mine = agent.lower() if agent.lower() in groups else "*"
-        self.rules = sorted(groups.get(mine, []), reverse=True)                     # the longest first, Allow before Disallow
-        self.delay_s = delays.get(mine, 0.0)                                        # seconds between two requests that the site wishes
+        # the longest first, Allow before Disallow
+        self.rules = sorted(groups.get(mine, []), reverse=True)
+        # seconds between two requests that the site wishes
+        self.delay_s = delays.get(mine, 0.0)
     def allows(self,
         url:str, # an absolute address
     )->bool:
         "May this page be asked for?"
         parts = urlsplit(url)
         path = _octets((parts.path or "/") + ("?" + parts.query if parts.query else ""))
-        return parts.path == "/robots.txt" or next((allow for _, allow, pattern in self.rules if _fits(pattern, path)), True)
+        return parts.path == "/robots.txt" or next(
+            (allow for _, allow, pattern in self.rules if _fits(pattern, path)), True
+        )
 
 # %% ../../nbs/05_data/06_collect.ipynb #7019e436
 _log = logging.getLogger(__name__)
@@ -78,18 +89,25 @@ class Limits:
     "How to ask: as whom, how often, how long, how much."
     agent:str="bmlab"             # the name that robots.txt may address: letters, _ and -
     contact:str=""                # an address or page where the owner of a site finds you; please give one
-    gap_s:float=1.0               # seconds from the end of an answer to the next request to the same host; a longer Crawl-delay wins
+    # seconds from the end of an answer to the next request to the same host; a longer Crawl-delay wins
+    gap_s:float=1.0
     timeout_s:float=20.0          # seconds of silence after which a server counts as gone
     page_s:float=60.0             # seconds after which a page that still comes is cut
     max_bytes:int=10 << 20        # bytes, unpacked, after which a page is cut
     redirects:int=5               # hops from the address to the page
     retries:int=3                 # further tries after a 5xx, a 429 or a lost connection
-    backoff_s:float=2.0           # seconds before the first of them; each next waits twice as long, or as long as Retry-After says
+    # seconds before the first of them; each next waits twice as long, or as long as Retry-After says
+    backoff_s:float=2.0
     longest_wait_s:float=120.0    # a Retry-After or Crawl-delay beyond this leaves the page to a later run
-    failures:int=5                # so many addresses of a host in a row without an answer leave the rest of it to a later run
+    # so many addresses of a host in a row without an answer leave the rest of it to a later run
+    failures:int=5
     types:tuple=_PAGES            # content types that are kept; empty: all
     def __post_init__(self):
-        if not re.fullmatch(r"[A-Za-z_-]+", self.agent): raise ValueError(f"agent={self.agent!r}: letters, _ and - are what robots.txt can name; a version or an address belongs into contact")
+        if not re.fullmatch(r"[A-Za-z_-]+", self.agent):
+            raise ValueError(
+                f"agent={self.agent!r}: letters, _ and - are what robots.txt can name; a version or an address belongs "
+                "into contact"
+            )
         for name in ("gap_s", "redirects", "retries", "backoff_s", "longest_wait_s"):
             if not getattr(self, name) >= 0: raise ValueError(f"{name}={getattr(self, name)!r}: 0 or more is needed")
         for name in ("timeout_s", "page_s", "max_bytes", "failures"):
@@ -119,15 +137,25 @@ def _address(url, base=None):
         host, port = (parts.hostname or "").encode("idna").decode(), parts.port
     except ValueError as e: raise Skipped(f"no address: {e}") from None
     if parts.scheme not in ("http", "https"): raise Skipped(f"scheme {parts.scheme or 'missing'}")
-    if not host or parts.username is not None: raise Skipped("no address: " + ("it holds a user's name" if host else "it names no host"))
+    if not host or parts.username is not None:
+        raise Skipped("no address: " + ("it holds a user's name" if host else "it names no host"))
     host = f"[{host}]" if ":" in host else host
     netloc = host if port in (None, {"http": 80, "https": 443}[parts.scheme]) else f"{host}:{port}"
-    return urlunsplit((parts.scheme, netloc, quote(parts.path or "/", safe="/%:=&~+!$,;'@()*[]"), quote(parts.query, safe="/%:=&?~+!$,;'@()*[]"), ""))
+    return urlunsplit(
+        (
+            parts.scheme,
+            netloc,
+            quote(parts.path or "/", safe="/%:=&~+!$,;'@()*[]"),
+            quote(parts.query, safe="/%:=&?~+!$,;'@()*[]"),
+            "",
+        )
+    )
 
 def _is_inside(url):
     "Does this address lead to this machine or its network?"
     host = urlsplit(url).hostname or ""
-    try: found = {a[4][0] for a in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)}       # (reads 127.1 and ::1 too)
+    # (reads 127.1 and ::1 too)
+    try: found = {a[4][0] for a in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)}
     except (OSError, UnicodeError): return False                            # a name that is not known leads nowhere
     return any(not ipaddress.ip_address(a.partition("%")[0]).is_global for a in found)
 
@@ -156,13 +184,24 @@ class Page:
 
 class _Host:
     "When a host may be asked again, and its rules"
-    def __init__(self, gap_s): self.lock, self.robots_lock, self.ready, self.gap_s, self.robots = threading.Lock(), threading.Lock(), 0.0, gap_s, None
+    def __init__(self, gap_s):
+        self.lock, self.robots_lock, self.ready, self.gap_s, self.robots = (
+            threading.Lock(),
+            threading.Lock(),
+            0.0,
+            gap_s,
+            None,
+        )
 
 def _retry_after(page):
     "Seconds that the header Retry-After asks for, a number or a date, or None"
     value = page.header("retry-after") or ""
     if value.strip().isdigit(): return float(value)
-    try: return max(0.0, (email.utils.parsedate_to_datetime(value) - datetime.datetime.now(datetime.timezone.utc)).total_seconds())
+    try:
+        return max(
+            0.0,
+            (email.utils.parsedate_to_datetime(value) - datetime.datetime.now(datetime.timezone.utc)).total_seconds(),
+        )
     except (ValueError, TypeError): return None
 
 # %% ../../nbs/05_data/06_collect.ipynb #3f2870f4
@@ -175,13 +214,25 @@ def _request(client, limits, stop, url, types, headers, max_bytes):
     start, body = time.monotonic(), bytearray()
     with client.stream("GET", url, headers=headers) as answer:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        page = Page(url=url, final_url=url, status=answer.status_code, headers=[(k.decode("latin-1"), v.decode("latin-1")) for k, v in answer.headers.raw], body=b"", fetched=now, truncated=None)
+        page = Page(
+            url=url,
+            final_url=url,
+            status=answer.status_code,
+            headers=[(k.decode("latin-1"), v.decode("latin-1")) for k, v in answer.headers.raw],
+            body=b"",
+            fetched=now,
+            truncated=None,
+        )
         if page.status not in (200, 206): return page
         if types and page.type not in types: raise Skipped(f"type {page.type or 'missing'}", status=page.status, at=url)
         for piece in answer.iter_bytes():
             body += piece
-            if len(body) > max_bytes: page.truncated = "length"; break
-            if time.monotonic() - start > limits.page_s: page.truncated = "time"; break
+            if len(body) > max_bytes:
+                page.truncated = "length"
+                break
+            if time.monotonic() - start > limits.page_s:
+                page.truncated = "time"
+                break
             if stop.is_set(): raise _Stopped
     page.body = bytes(body[:max_bytes])
     return page
@@ -205,15 +256,20 @@ class _Asking:
             with host.lock:                                # one request at a time
                 while (left := host.ready - time.monotonic()) > 0 or self.stop.is_set():
                     if self.stop.wait(max(0.0, left)): raise _Stopped
-                try: page = _request(self.client, limits, self.stop, url, types, headers or {}, max_bytes or limits.max_bytes)
+                try:
+                    page = _request(
+                        self.client, limits, self.stop, url, types, headers or {}, max_bytes or limits.max_bytes
+                    )
                 except self.errors as e:
                     trouble = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
-                    if "location header" in trouble: raise Skipped(f"no address: {e}", at=url) from None      # (the client reads it before we do)
+                    # (the client reads it before we do)
+                    if "location header" in trouble: raise Skipped(f"no address: {e}", at=url) from None
                 finally: host.ready = time.monotonic() + host.gap_s
                 if page is not None:
                     if page.status != 429 and page.status < 500: return page
                     trouble, asked = f"status {page.status}", _retry_after(page)
-                    if asked is not None and asked > limits.longest_wait_s: raise Skipped(f"{trouble}, to be asked again in {asked:.0f} s", True, page.status, url)
+                    if asked is not None and asked > limits.longest_wait_s:
+                        raise Skipped(f"{trouble}, to be asked again in {asked:.0f} s", True, page.status, url)
                     wait = max(wait, asked or 0.0)
                 if attempt < limits.retries: host.ready = max(host.ready, time.monotonic() + wait)
         raise Skipped(trouble, True, page.status if page else None, url)
@@ -231,13 +287,17 @@ class Fetcher(_Asking):
         host, parts = self.host(url), urlsplit(url)
         with host.robots_lock:
             if host.robots is None:
-                try: text = self.get(f"{parts.scheme}://{parts.netloc}/robots.txt", types=(), obey=False, max_bytes=512 << 10).body.decode("utf-8", "replace")
+                try:
+                    text = self.get(
+                        f"{parts.scheme}://{parts.netloc}/robots.txt", types=(), obey=False, max_bytes=512 << 10
+                    ).body.decode("utf-8", "replace")
                 except Skipped as e:
                     if e.again: raise Skipped(f"robots.txt cannot be had: {e.reason}", True, e.status, url) from None
                     text = ""
                 host.robots = Robots(text, self.limits.agent)
                 host.gap_s = max(host.gap_s, host.robots.delay_s)
-                host.ready = max(host.ready, time.monotonic() + host.robots.delay_s)          # the first page waits as long, too
+                # the first page waits as long, too
+                host.ready = max(host.ready, time.monotonic() + host.robots.delay_s)
         return host.robots
     def get(self,
         url:str,                 # an absolute address
@@ -253,33 +313,51 @@ class Fetcher(_Asking):
             if obey:
                 rules = self.robots(here)
                 if not rules.allows(here): raise Skipped("robots", at=here)
-                if rules.delay_s > self.limits.longest_wait_s: raise Skipped(f"a Crawl-delay of {rules.delay_s:g} s, beyond longest_wait_s={self.limits.longest_wait_s:g}", True, at=here)
+                if rules.delay_s > self.limits.longest_wait_s:
+                    raise Skipped(
+                        f"a Crawl-delay of {rules.delay_s:g} s, beyond longest_wait_s={self.limits.longest_wait_s:g}",
+                        True,
+                        at=here,
+                    )
             page = self.ask(here, self.limits.types if types is None else types, headers, max_bytes)
             page.url, page.redirects = str(url), hops
             if page.status == 200 or page.status == 206 and headers: return page
-            if page.status not in _REDIRECT or not page.header("location"): raise Skipped(f"status {page.status}", status=page.status, at=here)
+            if page.status not in _REDIRECT or not page.header("location"):
+                raise Skipped(f"status {page.status}", status=page.status, at=here)
             hops, there = [*hops, here], _address(page.header("location"), here)
             if there in hops: raise Skipped("redirect loop", status=page.status, at=there)
-            if len(hops) > self.limits.redirects: raise Skipped(f"more than {self.limits.redirects} redirects", status=page.status, at=there)
+            if len(hops) > self.limits.redirects:
+                raise Skipped(f"more than {self.limits.redirects} redirects", status=page.status, at=there)
             if urlsplit(there).netloc != urlsplit(here).netloc:
                 inside = _is_inside(here) if inside is None else inside
-                if not inside and _is_inside(there): raise Skipped("redirect from outside into this network", status=page.status, at=there)
+                if not inside and _is_inside(there):
+                    raise Skipped("redirect from outside into this network", status=page.status, at=there)
             here = there
     def close(self):
         "Give the connections back."
-        self.stop.set(); self.client.close()
+        self.stop.set()
+        self.client.close()
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
 
 # %% ../../nbs/05_data/06_collect.ipynb #44ea8063
-_SUPERSETS = {"gb2312": "gb18030", "gbk": "gb18030", "big5": "big5hkscs", "iso8859-1": "cp1252", "ascii": "cp1252", "shift_jis": "cp932", "euc_kr": "cp949"}   # as browsers read them
+_SUPERSETS = {
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "big5": "big5hkscs",
+    "iso8859-1": "cp1252",
+    "ascii": "cp1252",
+    "shift_jis": "cp932",
+    "euc_kr": "cp949",
+}  # as browsers read them
 _NOT_OF_PAGES = ("idna", "punycode", "unicode_escape", "raw_unicode_escape", "undefined", "utf-7")
 
 def _codecs(body, declared):
     "Encodings that a page may be in: those declared, then what its bytes look like"
     header = re.search(r"charset\s*=\s*[\"']?([\w.:-]+)", declared or "", re.I)
     metas = re.findall(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?([\w.:-]+)", body[:4096], re.I)
-    for name in [*([header[1]] if header else []), *(re.sub("(?i)^utf-?16.*", "utf-8", m.decode()) for m in metas)]:      # (a <meta> that could be read is no UTF-16)
+    # (a <meta> that could be read is no UTF-16)
+    for name in [*([header[1]] if header else []), *(re.sub("(?i)^utf-?16.*", "utf-8", m.decode()) for m in metas)]:
         try: codec = codecs.lookup(name).name
         except (LookupError, UnicodeError): continue
         codec = _SUPERSETS.get(codec, codec)
@@ -297,13 +375,14 @@ def page_text(
     for mark, name in marks.items():
         if body.startswith(mark): return body[len(mark):].decode(name, "replace"), name
     try: text = body.decode()
-    except UnicodeDecodeError as e: text = body[:e.start].decode() if e.reason == "unexpected end of data" else ""      # cut within a letter
+    except UnicodeDecodeError as e: text = body[:e.start].decode() if e.reason == "unexpected end of data" else ""  # cut within a letter
     if not text.isascii(): return text, "utf-8"
     first = None
     for codec in _codecs(body, declared):
         try: text = body.decode(codec, "replace")
         except (LookupError, UnicodeError): continue                        # no encoding of text
-        if 2 * text.count("\ufffd") <= len(text) - len(text.encode("ascii", "ignore")): return text, codec     # most of the letters can be read
+        # most of the letters can be read
+        if 2 * text.count("\ufffd") <= len(text) - len(text.encode("ascii", "ignore")): return text, codec
         first = first or (text, codec)
     return first
 
@@ -318,7 +397,8 @@ def _sitemap(here, fetcher):
     elif urlsplit(here).path == "/robots.txt": return [], fetcher.robots(here).sitemaps
     else: body = fetcher.get(here, types=(), max_bytes=max(fetcher.limits.max_bytes, 50 << 20)).body
     text = _unpacked(body).decode("utf-8", "replace").lstrip("\ufeff \r\n\t")
-    if not text.startswith("<"): return [line.strip() for line in text.splitlines() if line.strip()], []      # a list of addresses, one a line
+    # a list of addresses, one a line
+    if not text.startswith("<"): return [line.strip() for line in text.splitlines() if line.strip()], []
     root = ElementTree.fromstring(text)
     found = [e.text.strip() for e in root.iter() if e.tag.rpartition("}")[2] == "loc" and e.text and e.text.strip()]
     return ([], found) if root.tag.rpartition("}")[2] == "sitemapindex" else (found, [])
@@ -337,7 +417,8 @@ def sitemap_urls(
         seen.add(here)
         if len(seen) > most: raise ValueError(f"sitemap {source} names more than most={most} sitemaps")
         try:
-            if outside and _is_inside(here) or here != source and not re.match("https?:", here): raise Skipped("it does not lie in the net")
+            if outside and _is_inside(here) or here != source and not re.match("https?:", here):
+                raise Skipped("it does not lie in the net")
             pages, further = _sitemap(here, fetcher)
         except (Skipped, ElementTree.ParseError, OSError, EOFError, zlib.error) as e:
             if here == source: raise ValueError(f"sitemap {here} cannot be read: {e}") from None
@@ -353,17 +434,30 @@ def index_records(
     "The records that an index of a web archive lists."
     if isinstance(source, (str, Path)):
         text = _unpacked(Path(source).read_bytes(), -1).decode("utf-8")
-        rows = [(n, line[line.find("{"):] if "{" in line else line) for n, line in enumerate(text.split("\n"), 1) if line.strip() and not line.startswith("!")]
+        rows = [
+            (n, line[line.find("{") :] if "{" in line else line)
+            for n, line in enumerate(text.split("\n"), 1)
+            if line.strip() and not line.startswith("!")
+        ]
     else: rows = list(enumerate(source, 1))
     out = []
     for n, row in rows:
         try:
             row = json.loads(row) if isinstance(row, str) else row
-            record = {"url": str(row["url"]), "filename": str(row["filename"]), "offset": int(row["offset"]), "length": int(row["length"])}
+            record = {
+                "url": str(row["url"]),
+                "filename": str(row["filename"]),
+                "offset": int(row["offset"]),
+                "length": int(row["length"]),
+            }
         except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(f"line {n} of the index {source if isinstance(source, (str, Path)) else ''} has no url, filename, offset and length: {e!r}") from None
+            raise ValueError(
+                f"line {n} of the index {source if isinstance(source, (str, Path)) else ''} has no url, filename, "
+                f"offset and length: {e!r}"
+            ) from None
         name = PurePosixPath(record["filename"])
-        if name.is_absolute() or ".." in name.parts or record["offset"] < 0 or record["length"] < 1: raise ValueError(f"line {n} of the index names the unsafe place {record}")
+        if name.is_absolute() or ".." in name.parts or record["offset"] < 0 or record["length"] < 1:
+            raise ValueError(f"line {n} of the index names the unsafe place {record}")
         out.append(record)
     return out
 
@@ -377,12 +471,16 @@ def _archive_bytes(record, base, fetcher):
     first, n = record["offset"], record["length"]
     if re.match("https?:", str(base)):
         asked = {"Range": f"bytes={first}-{first + n - 1}", "Accept-Encoding": "identity"}
-        page = fetcher.get(urljoin(str(base).rstrip("/") + "/", record["filename"]), types=(), headers=asked, max_bytes=n)
+        page = fetcher.get(
+            urljoin(str(base).rstrip("/") + "/", record["filename"]), types=(), headers=asked, max_bytes=n
+        )
         if page.status != 206: raise Skipped("the archive's server gives no ranges", status=page.status)
         raw = page.body
     else:
         try:
-            with open(Path(base) / record["filename"], "rb") as f: f.seek(first); raw = f.read(n)
+            with open(Path(base) / record["filename"], "rb") as f:
+                f.seek(first)
+                raw = f.read(n)
         except OSError as e: raise Skipped(f"the archive cannot be read: {e.strerror}", True) from None
     if len(raw) < n: raise Skipped(f"the archive ends at byte {first + len(raw)}, within the record")
     return raw
@@ -401,8 +499,13 @@ def _archived(record, base, fetcher):
         if not unpacker.eof and len(plain) < most: raise ValueError("it is cut short")
         got = next(iter(ArchiveIterator(io.BytesIO(plain))))
         if got.rec_type != "response" or got.http_headers is None: raise ValueError(f"it is of kind {got.rec_type}")
-        body, status, http = got.content_stream().read(limits.max_bytes + 1), int(got.http_headers.get_statuscode()), got.http_headers.headers
-    except (ArchiveLoadFailed, zlib.error, EOFError, ValueError, StopIteration) as e: raise Skipped(f"no page in that record: {e}") from None
+        body, status, http = (
+            got.content_stream().read(limits.max_bytes + 1),
+            int(got.http_headers.get_statuscode()),
+            got.http_headers.headers,
+        )
+    except (ArchiveLoadFailed, zlib.error, EOFError, ValueError, StopIteration) as e:
+        raise Skipped(f"no page in that record: {e}") from None
     found, date, cut = (got.rec_headers.get_header("WARC-" + name) for name in ("Target-URI", "Date", "Truncated"))
     if found != record["url"]: raise Skipped(f"another page stands there: {found}")
     page = Page(url=found, final_url=found, status=status, headers=http, body=body[:limits.max_bytes], fetched=date,
@@ -412,17 +515,51 @@ def _archived(record, base, fetcher):
     return page
 
 # %% ../../nbs/05_data/06_collect.ipynb #c85b42c3
-_KEEP = {"last_modified": "last-modified", "etag": "etag", "language": "content-language", "robots_tag": "x-robots-tag", "tdm_reservation": "tdm-reservation"}   # what a later licence check asks for
+_KEEP = {
+    "last_modified": "last-modified",
+    "etag": "etag",
+    "language": "content-language",
+    "robots_tag": "x-robots-tag",
+    "tdm_reservation": "tdm-reservation",
+}  # what a later licence check asks for
 
-_ROW = {"id", "text", "format", "url", "requested", "redirects", "fetched", "status", "type", "charset", "bytes", "sha256", "truncated", *_KEEP}
+_ROW = {
+    "id",
+    "text",
+    "format",
+    "url",
+    "requested",
+    "redirects",
+    "fetched",
+    "status",
+    "type",
+    "charset",
+    "bytes",
+    "sha256",
+    "truncated",
+    *_KEEP,
+}
 
 def _line(page, about):
     "A page as one line of JSON: text, id, and where it is from"
     text, charset = page_text(page.body, page.header("content-type"))
-    name = page.url if page.raw is None else f"{page.url} {page.fetched}"               # an archive has a page several times
-    row = {"id": hashlib.sha256(name.encode()).hexdigest()[:16], "text": text, "format": "html" if "html" in page.type else "text",
-           "url": page.final_url, "requested": page.url, "redirects": page.redirects, "fetched": page.fetched, "status": page.status, "type": page.type,
-           "charset": charset, "bytes": len(page.body), "sha256": hashlib.sha256(page.body).hexdigest(), "truncated": page.truncated}
+    # an archive has a page several times
+    name = page.url if page.raw is None else f"{page.url} {page.fetched}"
+    row = {
+        "id": hashlib.sha256(name.encode()).hexdigest()[:16],
+        "text": text,
+        "format": "html" if "html" in page.type else "text",
+        "url": page.final_url,
+        "requested": page.url,
+        "redirects": page.redirects,
+        "fetched": page.fetched,
+        "status": page.status,
+        "type": page.type,
+        "charset": charset,
+        "bytes": len(page.body),
+        "sha256": hashlib.sha256(page.body).hexdigest(),
+        "truncated": page.truncated,
+    }
     row |= {k: page.header(name) for k, name in _KEEP.items() if page.header(name)} | about
     return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "replace")
 
@@ -433,13 +570,27 @@ def _record(page, about, first):
     from warcio.warcwriter import WARCWriter
     out = io.BytesIO()
     writer = WARCWriter(out, gzip=True)
-    if first: writer.write_record(writer.create_warcinfo_record(None, {"software": "bmlab", "format": "WARC File Format 1.0", **{k: str(v) for k, v in about.items()}}))
+    if first:
+        writer.write_record(
+            writer.create_warcinfo_record(
+                None, {"software": "bmlab", "format": "WARC File Format 1.0", **{k: str(v) for k, v in about.items()}}
+            )
+        )
     if page.raw is not None: return out.getvalue() + page.raw                  # as the archive had it
-    wire = ("content-encoding", "transfer-encoding", "content-length")           # of the body as it came; it stands here unpacked
-    headers = [("X-Crawler-" + k if k.lower() in wire else k, v) for k, v in page.headers] + [("Content-Length", str(len(page.body)))]
-    said = {"WARC-Date": page.fetched.replace("+00:00", "Z")} | ({"WARC-Truncated": page.truncated} if page.truncated else {})
+    # of the body as it came; it stands here unpacked
+    wire = ("content-encoding", "transfer-encoding", "content-length")
+    headers = [("X-Crawler-" + k if k.lower() in wire else k, v) for k, v in page.headers] + [
+        ("Content-Length", str(len(page.body)))
+    ]
+    said = {"WARC-Date": page.fetched.replace("+00:00", "Z")} | (
+        {"WARC-Truncated": page.truncated} if page.truncated else {}
+    )
     http = StatusAndHeaders(f"{page.status} OK", headers, protocol="HTTP/1.1")
-    writer.write_record(writer.create_warc_record(page.final_url, "response", payload=io.BytesIO(page.body), warc_headers_dict=said, http_headers=http))
+    writer.write_record(
+        writer.create_warc_record(
+            page.final_url, "response", payload=io.BytesIO(page.body), warc_headers_dict=said, http_headers=http
+        )
+    )
     return out.getvalue()
 
 # %% ../../nbs/05_data/06_collect.ipynb #71b6f060
@@ -455,15 +606,19 @@ def _recovered(folder):
     raw = log.read_bytes() if log.is_file() else b""
     for n, line in enumerate(raw.splitlines(keepends=True), 1):
         try: row = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError: raise RuntimeError(f"line {n} of {log} is no JSON; take it out, and its page is asked for again") from None
+        except ValueError:
+            raise RuntimeError(f"line {n} of {log} is no JSON; take it out, and its page is asked for again") from None
         if row is not None: rows.append(row)
     sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in (folder / "pages").iterdir()}
-    kept = [r for r in rows if r.get("file") is None or r["end"] <= sizes.get(r["file"], -1)]        # (a machine that lost power may keep the log and lose pages)
-    if len(kept) < len(rows) or not raw.endswith(b"\n") and raw: _replace(log, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
+    # (a machine that lost power may keep the log and lose pages)
+    kept = [r for r in rows if r.get("file") is None or r["end"] <= sizes.get(r["file"], -1)]
+    if len(kept) < len(rows) or not raw.endswith(b"\n") and raw:
+        _replace(log, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
     for r in kept:
         if r.get("file"): ends[r["file"]] = max(ends.get(r["file"], 0), r["end"])
     for name, size in sizes.items():
-        if name not in ends: (folder / name).unlink()                                                # readers take an empty file for a mistake
+        # readers take an empty file for a mistake
+        if name not in ends: (folder / name).unlink()
         elif size > ends[name]: os.truncate(folder / name, ends[name])
     return {r["key"]: r for r in kept}
 
@@ -475,16 +630,31 @@ class _Store:
     def __init__(self, folder, format, about, max_file_bytes, made):
         from filelock import FileLock, Timeout
         (folder / "pages").mkdir(parents=True, exist_ok=True)
-        self.folder, self.format, self.about, self.max_file_bytes, self.write_lock = folder, format, about, max_file_bytes, threading.Lock()
+        self.folder, self.format, self.about, self.max_file_bytes, self.write_lock = (
+            folder,
+            format,
+            about,
+            max_file_bytes,
+            threading.Lock(),
+        )
         self.held = FileLock(folder / ".lock")
         try: self.held.acquire(timeout=0)
         except Timeout: raise RuntimeError(f"another process collects into {folder}") from None
         try:
-            before = json.loads((folder / "collect.json").read_text()) if (folder / "collect.json").is_file() else {"format": format}
-            if before["format"] != format: raise ValueError(f"format={format!r}: {folder} holds {before['format']!r}; go on with that, or take another folder")
+            before = (
+                json.loads((folder / "collect.json").read_text())
+                if (folder / "collect.json").is_file()
+                else {"format": format}
+            )
+            if before["format"] != format:
+                raise ValueError(
+                    f"format={format!r}: {folder} holds {before['format']!r}; go on with that, or take another folder"
+                )
             _replace(folder / "collect.json", json.dumps(made, indent=1, ensure_ascii=False))
             self.entries = _recovered(folder)
-        except BaseException: self.held.release(); raise
+        except BaseException:
+            self.held.release()
+            raise
         self.n = max([int(re.search(r"\d+", e["file"])[0]) for e in self.entries.values() if e.get("file")], default=0)
         self.log = open(folder / "collect.log", "ab")
     def add(self, entry, page=None):
@@ -492,45 +662,61 @@ class _Store:
         with self.write_lock:
             if page is not None:
                 path = self.folder / _FORMATS[self.format].format(self.n)
-                if path.is_file() and path.stat().st_size >= self.max_file_bytes: self.n += 1; path = self.folder / _FORMATS[self.format].format(self.n)
+                if path.is_file() and path.stat().st_size >= self.max_file_bytes:
+                    self.n += 1
+                    path = self.folder / _FORMATS[self.format].format(self.n)
                 with open(path, "ab") as f:
-                    f.write(_line(page, self.about) if self.format == "jsonl" else _record(page, self.about, f.tell() == 0))
+                    f.write(
+                        _line(page, self.about) if self.format == "jsonl" else _record(page, self.about, f.tell() == 0)
+                    )
                     f.flush()
                     entry |= {"file": path.relative_to(self.folder).as_posix(), "end": f.tell()}
             self.log.write((json.dumps(entry, ensure_ascii=False) + "\n").encode("utf-8", "replace"))
             self.log.flush()
             self.entries[entry["key"]] = entry
-    def close(self): self.log.close(); self.held.release()
+    def close(self):
+        self.log.close()
+        self.held.release()
 
 # %% ../../nbs/05_data/06_collect.ipynb #10d49cb3
 def _kind(source, kind):
     "What a source is: 'pages', 'sitemap' or 'index'"
     kinds = ("pages", "sitemap", "index")
-    if kind is not None and kind not in kinds: raise ValueError(f"kind={kind!r}{did_you_mean(kind, kinds)}: one of {', '.join(kinds)}")
+    if kind is not None and kind not in kinds:
+        raise ValueError(f"kind={kind!r}{did_you_mean(kind, kinds)}: one of {', '.join(kinds)}")
     if kind is not None: return kind
     if not isinstance(source, (str, Path)): return "pages"
     name = urlsplit(str(source)).path.lower().removesuffix(".gz")
     if name.endswith(".xml") or name.endswith("/robots.txt"): return "sitemap"
     if name.endswith((".jsonl", ".ndjson", ".cdx", ".cdxj")): return "index"
     if re.match("https?:", str(source)) or name.endswith(".txt"): return "pages"
-    raise ValueError(f"source={str(source)!r}: a list of addresses, a file of them (.txt), a sitemap (.xml, robots.txt), or an index of a web archive (.jsonl, .cdxj); or say kind=")
+    raise ValueError(
+        f"source={str(source)!r}: a list of addresses, a file of them (.txt), a sitemap (.xml, robots.txt), or an "
+        "index of a web archive (.jsonl, .cdxj); or say kind="
+    )
 
 # %% ../../nbs/05_data/06_collect.ipynb #31173033
 def _items(source, kind, base, fetcher):
     "What is to be had, one by one: (key, an address, a record of an index, or why it is not asked for)"
     if kind == "index":
-        if base is None: raise ValueError("base=None: say where the files that the index names lie, a folder or an address")
+        if base is None:
+            raise ValueError("base=None: say where the files that the index names lie, a folder or an address")
         yield from ((f"{r['filename']}:{r['offset']}", r) for r in index_records(source))
         return
     if kind == "sitemap": found = sitemap_urls(source, fetcher)
     elif isinstance(source, Path) or isinstance(source, str) and not re.match("https?:", source):
-        found = (u for line in Path(source).read_text(encoding="utf-8-sig").splitlines() if (u := line.strip()) and not u.startswith("#"))
+        found = (
+            u
+            for line in Path(source).read_text(encoding="utf-8-sig").splitlines()
+            if (u := line.strip()) and not u.startswith("#")
+        )
     else: found = [source] if isinstance(source, str) else source
     outside = kind == "sitemap" and re.match("https?:", str(source)) and not _is_inside(str(source))
     for url in map(str, found):
         try: key = what = _address(url)
         except Skipped as e: key, what = url, e
-        if outside and not isinstance(what, Skipped) and _is_inside(key): what = Skipped("named from outside, but inside this network")
+        if outside and not isinstance(what, Skipped) and _is_inside(key):
+            what = Skipped("named from outside, but inside this network")
         yield key, what
 
 def _one(key, what, base, fetcher):
@@ -539,16 +725,26 @@ def _one(key, what, base, fetcher):
     try:
         if isinstance(what, Skipped): raise what
         page = _archived(what, base, fetcher) if isinstance(what, dict) else fetcher.get(what)
-    except Skipped as e: return entry | {"outcome": e.reason, "status": e.status, "final_url": e.at, "again": e.again}, None
+    except Skipped as e:
+        return entry | {"outcome": e.reason, "status": e.status, "final_url": e.at, "again": e.again}, None
     except (ValueError, LookupError, AssertionError, RecursionError) as e:        # one odd answer does not end the night's work
         _log.warning("%s: unexpected", entry["url"], exc_info=True)
         return entry | {"outcome": f"unexpected {type(e).__name__}: {e}", "again": True}, None
-    return entry | {"outcome": "a page", "status": page.status, "final_url": page.final_url, "type": page.type, "bytes": len(page.body),
-                    "truncated": page.truncated, "fetched": page.fetched, "again": False}, page
+    return entry | {
+        "outcome": "a page",
+        "status": page.status,
+        "final_url": page.final_url,
+        "type": page.type,
+        "bytes": len(page.body),
+        "truncated": page.truncated,
+        "fetched": page.fetched,
+        "again": False,
+    }, page
 
 # %% ../../nbs/05_data/06_collect.ipynb #e7290fe7
 def collect(
-    source,                      # addresses, one or a list; a file of them (.txt); address or file of a sitemap (.xml, robots.txt); index of a web archive (.jsonl, .cdxj, or dicts)
+    source,                      # addresses, one or a list; a file of them (.txt); address or file of a sitemap (.xml,
+                                 # robots.txt); index of a web archive (.jsonl, .cdxj, or dicts)
     into:str|Path,               # folder, new or of an earlier run that is to go on
     kind:str|None=None,          # "pages", "sitemap" or "index"; None: by the source's name
     base:str|Path|None=None,     # where the files of an index lie: a folder or an address
@@ -560,14 +756,32 @@ def collect(
     **limits,                    # fields of `Limits`: contact, gap_s, max_bytes, types, …
 )->pd.DataFrame:                 # a row an address, earlier runs too: url, outcome, status, bytes, type, file, …
     "Fetch pages politely into a folder, with provenance; called again, it goes on."
-    if format not in _FORMATS: raise ValueError(f"format={format!r}{did_you_mean(format, _FORMATS)}: one of {', '.join(_FORMATS)}")
-    if taken := sorted(set(about or {}) & _ROW): raise ValueError(f"about={about!r}: the names {', '.join(taken)} are taken by what is written down of every page")
+    if format not in _FORMATS:
+        raise ValueError(f"format={format!r}{did_you_mean(format, _FORMATS)}: one of {', '.join(_FORMATS)}")
+    if taken := sorted(set(about or {}) & _ROW):
+        raise ValueError(
+            f"about={about!r}: the names {', '.join(taken)} are taken by what is written down of every page"
+        )
     if workers < 1: raise ValueError(f"workers={workers}: at least one is needed")
     wrong = [k for k in limits if k not in Limits.__dataclass_fields__]
-    if wrong: raise TypeError(f"unknown limit {wrong[0]!r}{did_you_mean(wrong[0], Limits.__dataclass_fields__)}; there are {', '.join(Limits.__dataclass_fields__)}")
+    if wrong:
+        raise TypeError(
+            f"unknown limit {wrong[0]!r}{did_you_mean(wrong[0], Limits.__dataclass_fields__)}; there are "
+            f"{', '.join(Limits.__dataclass_fields__)}"
+        )
     if format == "warc": _warcio()
-    limits, kind, source = Limits(**limits), _kind(source, kind), source if isinstance(source, (str, Path)) else list(source)
-    made = {"format": format, "kind": kind, "source": str(source) if isinstance(source, (str, Path)) else f"{len(source)} items", "about": about or {}, "limits": asdict(limits)}
+    limits, kind, source = (
+        Limits(**limits),
+        _kind(source, kind),
+        source if isinstance(source, (str, Path)) else list(source),
+    )
+    made = {
+        "format": format,
+        "kind": kind,
+        "source": str(source) if isinstance(source, (str, Path)) else f"{len(source)} items",
+        "about": about or {},
+        "limits": asdict(limits),
+    }
     with Fetcher(limits) as fetcher:
         store = _Store(Path(into), format, about or {}, max_file_bytes, made)
         try:
@@ -590,7 +804,8 @@ def _drain(todo, base, fetcher, store, workers):
         def drain(queue):
             failed = 0                              # addresses in a row
             for key, what in queue:
-                if failed >= fetcher.limits.failures: what = Skipped(f"left to a later run: {failed} addresses of this host in a row failed", True)
+                if failed >= fetcher.limits.failures:
+                    what = Skipped(f"left to a later run: {failed} addresses of this host in a row failed", True)
                 try: entry, page = _one(key, what, base, fetcher)
                 except _Stopped: return
                 failed = failed + 1 if entry["again"] else 0
@@ -606,4 +821,6 @@ def _drain(todo, base, fetcher, store, workers):
 
 def _report(entries):
     columns = ["url", "outcome", "status", "bytes", "type", "truncated", "final_url", "fetched", "file", "again"]
-    return pd.DataFrame([{c: e.get(c) for c in columns} for e in entries.values()], columns=columns).astype({"status": "Int64", "bytes": "Int64"})
+    return pd.DataFrame([{c: e.get(c) for c in columns} for e in entries.values()], columns=columns).astype(
+        {"status": "Int64", "bytes": "Int64"}
+    )

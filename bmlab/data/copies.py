@@ -44,8 +44,18 @@ class Sign(PipelineStep):
                 rows.append({"id": doc.id, **{k: doc.metadata.get(k) for k in ("source", "language", label) if k}})
             yield from some
         mine = [s for s in signs if s is not None and len(s)]
-        save_json(self.folder, f"{rank:05d}.json", {"rows": rows, "ends": np.cumsum([0 if s is None else len(s) for s in signs], dtype=np.int64), "signed": [s is not None for s in signs], "seconds": seconds})
-        with get_datafolder(self.folder).open(f"{rank:05d}.npy", "wb") as f: np.save(f, np.concatenate(mine) if mine else np.zeros(0, np.uint64), allow_pickle=False)
+        save_json(
+            self.folder,
+            f"{rank:05d}.json",
+            {
+                "rows": rows,
+                "ends": np.cumsum([0 if s is None else len(s) for s in signs], dtype=np.int64),
+                "signed": [s is not None for s in signs],
+                "seconds": seconds,
+            },
+        )
+        with get_datafolder(self.folder).open(f"{rank:05d}.npy", "wb") as f:
+            np.save(f, np.concatenate(mine) if mine else np.zeros(0, np.uint64), allow_pickle=False)
 
 # %% ../../nbs/05_data/10_copies.ipynb #46369e00
 class Store(JsonlWriter):
@@ -97,7 +107,8 @@ class Match(PipelineStep):
         "Texts of some documents, read task by task."
         need, found = {}, {}
         for rank, index in wanted: need.setdefault(rank, set()).add(index)
-        for rank, indices in need.items(): found |= {(rank, n): d.text for n, d in enumerate(stored_documents(self.docs, rank)) if n in indices}
+        for rank, indices in need.items():
+            found |= {(rank, n): d.text for n, d in enumerate(stored_documents(self.docs, rank)) if n in indices}
         return [found[w] for w in wanted]
     def run(self, data=None, rank:int=0, world_size:int=1): # data: nothing
         "No documents; files of drops."
@@ -110,11 +121,23 @@ class Match(PipelineStep):
                 if signed: all_rows.append((row["id"], (task, n), row, flat[meta["ends"][n - 1] if n else 0:end]))
         all_rows.sort(key=lambda r: r[0])
         places, gone = [r[1] for r in all_rows], {task: {} for task in range(self.tasks)}
-        with self.track_time(): found = list(self.step.match([r[3] for r in all_rows], lambda at: self.texts([places[i] for i in at]), [r[2] for r in all_rows]))
-        twins = sorted({t for _, _, t in found if t is not None})[:2000]                                     # only samples of these are shown
+        with self.track_time():
+            found = list(
+                self.step.match(
+                    [r[3] for r in all_rows], lambda at: self.texts([places[i] for i in at]), [r[2] for r in all_rows]
+                )
+            )
+        # only samples of these are shown
+        twins = sorted({t for _, _, t in found if t is not None})[:2000]
         shown = dict(zip(twins, self.texts([places[t] for t in twins])))
-        for i, reason, twin in found: gone[places[i][0]][places[i][1]] = [reason, None if twin is None else all_rows[twin][0], excerpt(shown[twin]) if twin in shown else ""]
-        for task, rows in gone.items(): save_json(self.drops, f"{task:05d}.json", {str(k): v for k, v in sorted(rows.items())})
+        for i, reason, twin in found:
+            gone[places[i][0]][places[i][1]] = [
+                reason,
+                None if twin is None else all_rows[twin][0],
+                excerpt(shown[twin]) if twin in shown else "",
+            ]
+        for task, rows in gone.items():
+            save_json(self.drops, f"{task:05d}.json", {str(k): v for k, v in sorted(rows.items())})
         save_json(self.drops, "seconds.json", seconds + time.perf_counter() - began)
         return iter(())
 
@@ -130,24 +153,38 @@ class Drop(Step):
     def run(self, data, rank:int=0, world_size:int=1): # documents
         "Documents that stay, each removed one sampled beside its twin."
         gone, ledger = load_json(self.drops, f"{rank:05d}.json"), Ledger()
-        if rank == 0: ledger.seconds = load_json(self.drops, "seconds.json")                                 # of signing and matching, once
+        # of signing and matching, once
+        if rank == 0: ledger.seconds = load_json(self.drops, "seconds.json")
         for n, doc in enumerate(data):
-            source, before, (reason, twin, shown) = doc.metadata.get("source", ""), doc.text, gone.get(str(n), (None, None, ""))
+            source, before, (reason, twin, shown) = (
+                doc.metadata.get("source", ""),
+                doc.text,
+                gone.get(str(n), (None, None, "")),
+            )
             if self.applies(doc): ledger.count(source, "in", len(before))
             if isinstance(reason, list):
                 doc.text, at = self.step.cut(before, reason), 0
                 reason = None if doc.text.strip() else "nothing left"
-                if reason is None: ledger.count(source, "changed", len(doc.text) - len(before)); at = first_difference(before, doc.text); ledger.sample("changed", doc.id, source, text=excerpt(before, at), after=excerpt(doc.text, at))
+                if reason is None:
+                    ledger.count(source, "changed", len(doc.text) - len(before))
+                    at = first_difference(before, doc.text)
+                    ledger.sample("changed", doc.id, source, text=excerpt(before, at), after=excerpt(doc.text, at))
             self.stat_update("total" if reason is None else f"dropped_{reason}")
-            if reason is None: yield doc; continue
-            ledger.count(source, reason, len(before)); ledger.sample(reason, doc.id, source, text=excerpt(before), **({"twin": shown, "twin_id": twin} if twin else {}))
+            if reason is None:
+                yield doc
+                continue
+            ledger.count(source, reason, len(before))
+            ledger.sample(
+                reason, doc.id, source, text=excerpt(before), **({"twin": shown, "twin_id": twin} if twin else {})
+            )
         if self.notes: save_json(self.notes, f"{rank:05d}.json", ledger.to_json())
 
 # %% ../../nbs/05_data/10_copies.ipynb #52f5b578
 class ExactCopies(Together):
     "Removes documents that are equal; those that are equal but labelled differently all go."
     def __init__(self,
-        key:Callable|None=normal, # what must be equal: `normal` (letters and digits), `str.strip` …; None: the text itself
+        key:Callable|None=normal, # what must be equal: `normal` (letters and digits), `str.strip` …; None: the text
+                                  # itself
         label:str|None=None,      # name of a column that holds labels
         **where,                  # language, source of `Step`
     ):
@@ -155,7 +192,9 @@ class ExactCopies(Together):
         self.key, self.label = key, label
     def sign(self, docs):
         "128 bits of a hash."
-        digest = lambda text: hashlib.blake2b((self.key and self.key(text) or text).encode("utf-8", "surrogatepass"), digest_size=16).digest()   # "！！" has no letters: itself
+        digest = lambda text: hashlib.blake2b(
+            (self.key and self.key(text) or text).encode("utf-8", "surrogatepass"), digest_size=16
+        ).digest()  # "！！" has no letters: itself
         return [np.frombuffer(digest(d.text), "<u8") for d in docs]
     def match(self, signatures, texts, rows):
         "All but the first of each kind."
@@ -182,7 +221,11 @@ class NearCopies(Together):
         self.threshold, self.n, self.unit, self.bands = threshold, n, unit, bands_for(threshold)
     def sign(self, docs):
         "256 values of MinHash, two in a number."
-        return list(np.ascontiguousarray(minhash([shingles(d.text, self.n, self.unit) for d in docs])).view(np.uint64)) if docs else []
+        return (
+            list(np.ascontiguousarray(minhash([shingles(d.text, self.n, self.unit) for d in docs])).view(np.uint64))
+            if docs
+            else []
+        )
     def match(self, signatures, texts, rows):
         "All but the first of each cluster of verified pairs."
         if not signatures: return
@@ -190,7 +233,8 @@ class NearCopies(Together):
         wanted = sorted({int(i) for i in pairs.ravel()})
         sets = dict(zip(wanted, (shingles(t, self.n, self.unit) for t in texts(wanted))))
         same = [(a, b) for a, b in pairs.tolist() if len(sets[a]) and jaccard(sets[a], sets[b]) >= self.threshold]
-        twin = {b: a for a, b in reversed(same)}                                      # the text it is most plainly a copy of, to be shown
+        # the text it is most plainly a copy of, to be shown
+        twin = {b: a for a, b in reversed(same)}
         for n, first in enumerate(clusters(np.array(same).reshape(-1, 2), len(signatures)).tolist()):
             if n != first: yield n, "near copy", twin.get(n, first)
     def config(self):
@@ -208,14 +252,16 @@ class RepeatedParagraphs(Together):
     ):
         super().__init__("repeated paragraphs", **where)
         self.share, self.min_chars, self.store = share, min_chars, None if store is None else os.path.abspath(store)
-        ParagraphStore(share=share, min_chars=min_chars).close()                                                  # what is wrong with them is said now
+        # what is wrong with them is said now
+        ParagraphStore(share=share, min_chars=min_chars).close()
     def match(self, signatures, texts, rows):
         "One document after the other, as the store decides."
         store = ParagraphStore(self.store, self.share, self.min_chars)
         for start in range(0, len(rows), 100_000):
             some = range(start, min(start + 100_000, len(rows)))
             for n, text in zip(some, texts(some)):
-                name = f"{rows[n]['id']} {hashlib.blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=8).hexdigest()}"   # a run that is repeated gets the same answers
+                # a run that is repeated gets the same answers
+                name = f"{rows[n]['id']} {hashlib.blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=8).hexdigest()}"
                 if (reason := store(text, id=name)) is not None: yield n, reason, None
         store.close()
     def config(self):
@@ -224,7 +270,8 @@ class RepeatedParagraphs(Together):
 
 # %% ../../nbs/05_data/10_copies.ipynb #6139b095
 _END = r"[.!?。！？…]%s[\"'”’」』）)]*(?:\s+|(?=[\u3400-\u9fff])|$)"
-_SENTENCE = re.compile(rf"{_END % '{2,}'}|.+?(?:(?<![.!?。！？…]){_END % '+'}|\n\s*|$)", re.S)      # a run of dots is looked at from its beginning alone
+# a run of dots is looked at from its beginning alone
+_SENTENCE = re.compile(rf"{_END % '{2,}'}|.+?(?:(?<![.!?。！？…]){_END % '+'}|\n\s*|$)", re.S)
 
 class RepeatedSpans(Together):
     "Cuts stretches of sentences that stood in a document before (C4: Raffel et al. 2020, three sentences)."
@@ -237,9 +284,17 @@ class RepeatedSpans(Together):
         self.sentences = sentences
     def sign(self, docs):
         "A hash of each stretch."
-        hashed = lambda parts: int.from_bytes(hashlib.blake2b(" ".join("".join(parts).lower().split()).encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+        hashed = lambda parts: int.from_bytes(
+            hashlib.blake2b(
+                " ".join("".join(parts).lower().split()).encode("utf-8", "surrogatepass"), digest_size=8
+            ).digest(),
+            "little",
+        )
         parts = [_SENTENCE.findall(d.text) for d in docs]
-        return [np.array([hashed(p[i:i + self.sentences]) for i in range(len(p) - self.sentences + 1)], np.uint64) for p in parts]
+        return [
+            np.array([hashed(p[i : i + self.sentences]) for i in range(len(p) - self.sentences + 1)], np.uint64)
+            for p in parts
+        ]
     def match(self, signatures, texts, rows):
         "The sentences of each document that are known as part of a stretch."
         seen = set()

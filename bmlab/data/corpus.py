@@ -45,7 +45,9 @@ class Reader(BaseDiskReader):
     def read_file(self, filepath:str)->Iterator[Document]:
         "Documents of one file."
         with self.data_folder.open(filepath, "rb", compression=None if self.source.kind == "warc" else "infer") as file:
-            yield from (Document(text=text, id=key, metadata=more) for key, text, more in rows_of(self.source, file, filepath))
+            yield from (
+                Document(text=text, id=key, metadata=more) for key, text, more in rows_of(self.source, file, filepath)
+            )
     def run(self, data=None, rank:int=0, world_size:int=1)->Iterator[Document]: # data: documents of the reader before
         "Those documents, then the ones of this task's files."
         yield from data or ()
@@ -66,7 +68,8 @@ class Measure(PipelineStep):
         "The same documents."
         rows = {}
         for doc in data:
-            with self.track_time(): add_measure(rows, doc.text, doc.metadata.get("source", ""), doc.metadata.get("language", ""))
+            with self.track_time():
+                add_measure(rows, doc.text, doc.metadata.get("source", ""), doc.metadata.get("language", ""))
             yield doc
         save_json(self.notes, f"{rank:05d}.json", rows)
 
@@ -81,13 +84,28 @@ class Corpus:
         frames:dict=None,   # name → DataFrame, for sources that are no files yet
     ):
         self.sources, self.frames = list(sources), dict(frames or {})
-        self.steps = [s if isinstance(s, Step) else Wrapped(s) if isinstance(s, PipelineStep) else self._no_step(s) for s in steps]
-        if twice := [n for n, k in Counter(s.name for s in self.sources).items() if k > 1]: raise ValueError(f"two sources have the name {twice[0]!r}")
+        self.steps = [
+            s if isinstance(s, Step) else Wrapped(s) if isinstance(s, PipelineStep) else self._no_step(s) for s in steps
+        ]
+        if twice := [n for n, k in Counter(s.name for s in self.sources).items() if k > 1]:
+            raise ValueError(f"two sources have the name {twice[0]!r}")
         for step in self.steps:
             for name in step.source or ():
-                if name not in (names := [s.name for s in self.sources]): raise ValueError(f"step {step.name!r} is for source {name!r}{did_you_mean(name, names)}; there are {', '.join(names)}")
+                if name not in (names := [s.name for s in self.sources]):
+                    raise ValueError(
+                        f"step {step.name!r} is for source {name!r}{did_you_mean(name, names)}; there are "
+                        f"{', '.join(names)}"
+                    )
     @staticmethod
-    def _no_step(s): raise TypeError(f"{s!r} is no step" + ("; a function becomes one by Rule(f) (text → None or a reason) or Repair(f) (text → text)" if callable(s) else ""))
+    def _no_step(s):
+        raise TypeError(
+            f"{s!r} is no step"
+            + (
+                "; a function becomes one by Rule(f) (text → None or a reason) or Repair(f) (text → text)"
+                if callable(s)
+                else ""
+            )
+        )
     def then(self, *steps)->"Corpus": # steps: each a `Step`, a datatrove step or a list of them
         "This corpus with further steps."
         flat = [s for step in steps for s in (step if isinstance(step, (list, tuple)) else [step])]
@@ -96,7 +114,11 @@ class Corpus:
         "Both corpora's documents, each through its own steps."
         mine = lambda c: [_only(s, [x.name for x in c.sources]) for s in c.steps]
         return Corpus(self.sources + other.sources, mine(self) + mine(other), self.frames | other.frames)
-    def __repr__(self): return "\n".join([f"Corpus of {', '.join(s.name for s in self.sources)}"] + [f"  {n:2} {s.name}" + _where(s) for n, s in enumerate(self.steps, 1)])
+    def __repr__(self):
+        return "\n".join(
+            [f"Corpus of {', '.join(s.name for s in self.sources)}"]
+            + [f"  {n:2} {s.name}" + _where(s) for n, s in enumerate(self.steps, 1)]
+        )
     def _repr_html_(self): return f"<pre style='line-height:1.4'>{html.escape(repr(self))}</pre>"
 
 def _only(step, sources):
@@ -105,7 +127,8 @@ def _only(step, sources):
     other.source = sources if step.source is None else step.source
     return other
 
-def _where(step): return "".join(f"   [{k}: {', '.join(v)}]" for k, v in (("language", step.language), ("source", step.source)) if v)
+def _where(step):
+    return "".join(f"   [{k}: {', '.join(v)}]" for k, v in (("language", step.language), ("source", step.source)) if v)
 
 # %% ../../nbs/05_data/11_corpus.ipynb #752dd939
 def _from(kind, doc):
@@ -114,7 +137,9 @@ def _from(kind, doc):
         name:str|None=None,   # None: the file's or folder's name
         **options,            # of `Source`: pattern, text, per, format, license, origin
     )->"Corpus":              # of one source, no steps
-        stem = os.path.basename(str(path[0] if isinstance(path, (list, tuple)) and path else path).rstrip("/")).split(".")[0]
+        stem = os.path.basename(str(path[0] if isinstance(path, (list, tuple)) and path else path).rstrip("/")).split(
+            "."
+        )[0]
         return cls([Source(name=name or re.sub(r"[^\w+-]", "-", stem) or kind, kind=kind, path=path, **options)])
     make.__doc__, make.__name__, make.__qualname__ = doc, f"from_{kind}", f"Corpus.from_{kind}"
     return classmethod(make)
@@ -124,7 +149,9 @@ Corpus.from_jsonl = _from("jsonl", "Lines of JSON, the text under one key.")
 Corpus.from_csv = _from("csv", "Comma-separated rows with a heading, the text in one column.")
 Corpus.from_parquet = _from("parquet", "Parquet tables, the text in one column.")
 Corpus.from_html = _from("html", "Pages, one a file, raw: `Extract` makes texts of them.")
-Corpus.from_warc = _from("warc", "Web archives: the pages among their responses, raw, and the texts among their conversions.")
+Corpus.from_warc = _from(
+    "warc", "Web archives: the pages among their responses, raw, and the texts among their conversions."
+)
 
 def _from_frame(cls,
     frame:pd.DataFrame,  # rows with a column of texts
@@ -142,7 +169,11 @@ def _first(source, frame):
     if frame is not None:
         for n, row in enumerate(frame.to_dict("records")):
             text, more = take_text(row, source.text, f"source {source.name!r}, row {n}")
-            yield Document(text=text, id=f"{source.name}/{more.pop('id', f'{n:08d}')}", metadata={"format": source.format, **more, "source": source.name})
+            yield Document(
+                text=text,
+                id=f"{source.name}/{more.pop('id', f'{n:08d}')}",
+                metadata={"format": source.format, **more, "source": source.name},
+            )
         return
     yield from (Document(text=text, id=key, metadata=more) for key, text, more in read_source(source))
 
@@ -155,8 +186,17 @@ def _preview(self,
         for doc in itertools.islice(_first(source, self.frames.get(source.name)), n):
             raw, reason, step = doc.text, None, None
             for step in [Rule(_empty, "empty"), *self.steps]:
-                if not isinstance(step, Together) and step.applies(doc) and (reason := step.look(doc)) is not None: break
-            rows.append({"id": doc.id, "removed by": step.name if reason else "", "reason": reason or "", "raw": raw, "text": "" if reason else doc.text})
+                if not isinstance(step, Together) and step.applies(doc) and (reason := step.look(doc)) is not None:
+                    break
+            rows.append(
+                {
+                    "id": doc.id,
+                    "removed by": step.name if reason else "",
+                    "reason": reason or "",
+                    "raw": raw,
+                    "text": "" if reason else doc.text,
+                }
+            )
     return pd.DataFrame(rows, columns=["id", "removed by", "reason", "raw", "text"])
 
 Corpus.preview = _preview
@@ -180,17 +220,42 @@ def plan_stages(
     stages, now = [], [*(Reader(*s) for s in sources), Measure(notes("read"))]
     begin = "read"
     for n, step in enumerate([Rule(_empty, "empty"), *corpus.steps]):
-        if not isinstance(step, Together): step = copy.copy(step); step.notes = notes(f"{n:02d}"); now.append(step); continue
+        if not isinstance(step, Together):
+            step = copy.copy(step)
+            step.notes = notes(f"{n:02d}")
+            now.append(step)
+            continue
         here = f"{into}/stages/{len(stages):02d}-{begin}"
-        stages.append(Stage(name=f"{len(stages):02d}-{begin}", pipeline=[*now, Sign(step, f"{here}/signs"), Store(f"{here}/docs")], tasks=tasks))
-        stages.append(Stage(name=f"{len(stages):02d}-match", pipeline=[Match(step, tasks, f"{here}/signs", f"{here}/docs", f"{here}/drops")], tasks=1))
-        drop = Drop(step, f"{here}/drops"); drop.notes = notes(f"{n:02d}")
+        stages.append(
+            Stage(
+                name=f"{len(stages):02d}-{begin}",
+                pipeline=[*now, Sign(step, f"{here}/signs"), Store(f"{here}/docs")],
+                tasks=tasks,
+            )
+        )
+        stages.append(
+            Stage(
+                name=f"{len(stages):02d}-match",
+                pipeline=[Match(step, tasks, f"{here}/signs", f"{here}/docs", f"{here}/drops")],
+                tasks=1,
+            )
+        )
+        drop = Drop(step, f"{here}/drops")
+        drop.notes = notes(f"{n:02d}")
         now, begin = [Load(f"{here}/docs"), drop], "drop"
-    stages.append(Stage(name=f"{len(stages):02d}-{begin}", pipeline=[*now, Measure(notes("kept")), Store(f"{into}/documents")], tasks=tasks))
+    stages.append(
+        Stage(
+            name=f"{len(stages):02d}-{begin}",
+            pipeline=[*now, Measure(notes("kept")), Store(f"{into}/documents")],
+            tasks=tasks,
+        )
+    )
     return stages
 
 # %% ../../nbs/05_data/11_corpus.ipynb #fe6ac065
-_BOOT = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from bmlab.data.corpus import _serve; _serve()"
+_BOOT = (
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from bmlab.data.corpus import _serve; _serve()"
+)
 
 def _serve():
     "A worker process: executors come as bytes, tasks of the last one as ranks; for each goes back (statistics, None) or (None, error)"
@@ -200,35 +265,49 @@ def _serve():
         try: asked = pickle.load(sys.stdin.buffer)
         except EOFError: return                                  # the caller is gone
         try:
-            if isinstance(asked, bytes): executor = pickle.loads(asked); continue
+            if isinstance(asked, bytes):
+                executor = pickle.loads(asked)
+                continue
             answer = executor.one(asked), None
         except Exception as e: answer = None, e
         try: raw = pickle.dumps(answer)
         except Exception: raw = pickle.dumps((None, RuntimeError(f"{type(answer[1]).__name__}: {answer[1]}")))
-        answers.write(raw); answers.flush()
+        answers.write(raw)
+        answers.flush()
 
 class Worker:
     "A process that runs tasks; it does not run the caller's script again, as multiprocessing would."
     def __init__(self):
         self.said, self.has = tempfile.TemporaryFile(), None
-        self.process = subprocess.Popen([sys.executable, "-c", _BOOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said
+        )
         pickle.dump(sys.path, self.process.stdin)
     def __call__(self, packed:bytes, rank:int)->PipelineStats: # packed: an executor; rank: of the task
         "Run a task there."
         try:
-            if self.has is not packed: self.has = packed; pickle.dump(packed, self.process.stdin)
-            pickle.dump(rank, self.process.stdin); self.process.stdin.flush()
+            if self.has is not packed:
+                self.has = packed
+                pickle.dump(packed, self.process.stdin)
+            pickle.dump(rank, self.process.stdin)
+            self.process.stdin.flush()
             stats, error = pickle.load(self.process.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
             code = self.process.wait()
             self.said.seek(0)
             last = self.said.read()[-1000:].decode("utf-8", "replace").strip().rsplit("\n", 1)[-1]
-            raise RuntimeError(f"the process of task {rank} ended with exit code {code}" + (": killed, for want of memory?" if code == -9 else f": {last}" if last else "")) from None
+            raise RuntimeError(
+                f"the process of task {rank} ended with exit code {code}"
+                + (": killed, for want of memory?" if code == -9 else f": {last}" if last else "")
+            ) from None
         if error: raise error
         return stats
     def close(self):
         "End the process."
-        self.process.kill(); self.process.wait(); self.process.stdout.close(); self.said.close()
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        self.said.close()
         with contextlib.suppress(OSError): self.process.stdin.close()
 
 @contextlib.contextmanager
@@ -251,7 +330,9 @@ class Local(LocalPipelineExecutor):
         for step in own.pipeline: step.stats = Stats(str(step))
         with contextlib.redirect_stderr(io.StringIO()): return own._run_for_rank(rank, 1)
     def _results(self, todo, stack):
-        if self.workers == 1 or len(todo) < 2: yield from map(self.one, todo); return
+        if self.workers == 1 or len(todo) < 2:
+            yield from map(self.one, todo)
+            return
         import cloudpickle                                            # a rule written in a notebook goes along by value
         crew = stack.enter_context(_crew()) if self.crew is None else self.crew
         packed, free = cloudpickle.dumps(self), queue.SimpleQueue()
@@ -269,10 +350,21 @@ class Local(LocalPipelineExecutor):
         name, todo, stats = os.path.basename(self.logging_dir.path), self.get_incomplete_ranks(), PipelineStats()
         try:
             with contextlib.ExitStack() as stack:
-                bar = tqdm(self._results(todo, stack), desc=name, total=self.tasks, initial=self.tasks - len(todo), leave=False, unit="task", disable=not todo)
+                bar = tqdm(
+                    self._results(todo, stack),
+                    desc=name,
+                    total=self.tasks,
+                    initial=self.tasks - len(todo),
+                    leave=False,
+                    unit="task",
+                    disable=not todo,
+                )
                 stats = sum(bar, start=stats)
         except Exception as e:
-            e.add_note(f"In stage {name}; logs are in {self.logging_dir.path}/logs. Finished tasks stay: run() with the same recipe and folder goes on behind them.")
+            e.add_note(
+                f"In stage {name}; logs are in {self.logging_dir.path}/logs. Finished tasks stay: run() with the same "
+                "recipe and folder goes on behind them."
+            )
             raise
         finally: setup_default_logger()
         if todo:
@@ -287,22 +379,37 @@ def _write_sources(corpus, into, tasks):
     for source in corpus.sources:
         frame = corpus.frames.get(source.name)
         if frame is not None:
-            if source.text not in frame: raise ValueError(f"source {source.name!r}: the frame has no column {source.text!r}{did_you_mean(source.text, frame)}; there is {', '.join(map(str, frame))}")
+            if source.text not in frame:
+                raise ValueError(
+                    f"source {source.name!r}: the frame has no column "
+                    f"{source.text!r}{did_you_mean(source.text, frame)}; there is {', '.join(map(str, frame))}"
+                )
             if not len(frame): raise ValueError(f"source {source.name!r}: the frame is empty")
             source = replace(source, path=f"{into}/sources/{source.name}")
             if not root.exists("recipe.json"):
                 for old in root.find(f"sources/{source.name}"):
-                    if re.fullmatch(r"\d{5,}\.jsonl", os.path.basename(old)): root.rm(old)                    # of a call that was refused or killed
-            if "id" not in frame: frame = frame.assign(id=[f"{n:08d}" for n in range(len(frame))])        # the same in any number of parts
+                    # of a call that was refused or killed
+                    if re.fullmatch(r"\d{5,}\.jsonl", os.path.basename(old)): root.rm(old)
+            # the same in any number of parts
+            if "id" not in frame: frame = frame.assign(id=[f"{n:08d}" for n in range(len(frame))])
             for n, part in enumerate(p for p in np.array_split(np.arange(len(frame)), tasks) if len(p) and not root.exists("recipe.json")):
-                with root.open(f"sources/{source.name}/{n:05d}.jsonl", "w") as f: frame.iloc[part].to_json(f, orient="records", lines=True, force_ascii=False, date_format="iso")
+                with root.open(f"sources/{source.name}/{n:05d}.jsonl", "w") as f:
+                    frame.iloc[part].to_json(f, orient="records", lines=True, force_ascii=False, date_format="iso")
         folder, names = source.files()
         sizes = [get_datafolder(folder).size(n) for n in names]
         listing = f"{into}/sources/{source.name}.txt"
         mark = hashlib.sha256("\n".join(f"{n} {s}" for n, s in zip(names, sizes)).encode()).hexdigest()[:16]
         out.append((source, folder, listing, names))
-        rows = "" if frame is None else hashlib.sha256(frame.to_json(orient="records", lines=True, date_format="iso").encode()).hexdigest()[:16]
-        said.append({**asdict(source), "path": folder, "files": len(names), "bytes": sum(sizes), "listing": mark, "rows": rows})
+        rows = (
+            ""
+            if frame is None
+            else hashlib.sha256(frame.to_json(orient="records", lines=True, date_format="iso").encode()).hexdigest()[
+                :16
+            ]
+        )
+        said.append(
+            {**asdict(source), "path": folder, "files": len(names), "bytes": sum(sizes), "listing": mark, "rows": rows}
+        )
     return out, said
 
 def _freeze(into, recipe, listings):
@@ -314,11 +421,16 @@ def _freeze(into, recipe, listings):
         for key in ("tasks", "steps", "sources"):
             if old.get(key) == shown[key]: continue
             a, b = old.get(key), shown[key]
-            if isinstance(a, list): a, b = next(((x, y) for x, y in zip(a, b) if x != y), (f"{len(a)} {key}", f"{len(b)} {key}"))
-            raise ValueError(f"into={into!r} holds another run: its {key} were {a}, are {b}; choose another folder, or delete this one")
+            if isinstance(a, list):
+                a, b = next(((x, y) for x, y in zip(a, b) if x != y), (f"{len(a)} {key}", f"{len(b)} {key}"))
+            raise ValueError(
+                f"into={into!r} holds another run: its {key} were {a}, are {b}; choose another folder, or delete this "
+                "one"
+            )
         return
     for _, _, listing, names in listings:
-        with get_datafolder(os.path.dirname(listing)).open(os.path.basename(listing), "w") as f: f.write("\n".join(names) + "\n")
+        with get_datafolder(os.path.dirname(listing)).open(os.path.basename(listing), "w") as f:
+            f.write("\n".join(names) + "\n")
     save_json(into, "recipe.json", shown)
 
 # %% ../../nbs/05_data/11_corpus.ipynb #8ae6d54d
@@ -328,19 +440,33 @@ def _executors(name, stages, into, workers, options):
     elif name in ("slurm", "ray"):
         from datatrove.executor import RayPipelineExecutor, SlurmPipelineExecutor
         kind = {"slurm": SlurmPipelineExecutor, "ray": RayPipelineExecutor}[name]
-    else: raise ValueError(f"executor={name!r}{did_you_mean(name, ['local', 'slurm', 'ray'])}; there are local, slurm and ray")
+    else:
+        raise ValueError(
+            f"executor={name!r}{did_you_mean(name, ['local', 'slurm', 'ray'])}; there are local, slurm and ray"
+        )
     out = []
     for stage in stages:
         more = {"job_name": f"corpus-{stage.name}"} if name == "slurm" else {}
         if name != "local" and out: more["depends"] = out[-1]
-        try: out.append(kind(pipeline=stage.pipeline, tasks=stage.tasks, workers=min(workers, stage.tasks), logging_dir=f"{into}/stages/{stage.name}", **{**more, **options}))
-        except TypeError as e: raise TypeError(f"executor={name!r}: {e}; options are those of datatrove's {kind.__name__}") from None
+        try:
+            out.append(
+                kind(
+                    pipeline=stage.pipeline,
+                    tasks=stage.tasks,
+                    workers=min(workers, stage.tasks),
+                    logging_dir=f"{into}/stages/{stage.name}",
+                    **{**more, **options},
+                )
+            )
+        except TypeError as e:
+            raise TypeError(f"executor={name!r}: {e}; options are those of datatrove's {kind.__name__}") from None
     return out
 
 # %% ../../nbs/05_data/11_corpus.ipynb #4e479563
 def _run(self,
     into:str|os.PathLike,    # a folder of this run's own; local or of fsspec
-    tasks:int=1,             # parts the work is cut into: files are dealt out to them; a finished part is never done again
+    tasks:int=1,             # parts the work is cut into: files are dealt out to them; a finished part is never done
+                             # again
     workers:int=1,           # how many run side by side
     executor:str="local",    # "local", "slurm" or "ray"
     **options,               # of datatrove's executor, such as partition="cpu", time="2:00:00"
@@ -351,11 +477,17 @@ def _run(self,
     if "://" not in into: into = os.path.abspath(into)
     listings, said = _write_sources(self, into, tasks)
     chain = _executors(executor, plan_stages(self, into, tasks, [row[:3] for row in listings]), into, workers, options)
-    _freeze(into, {"sources": said, "steps": [s.config() for s in self.steps], "tasks": tasks, "made_with": _versions()}, listings)
+    _freeze(
+        into,
+        {"sources": said, "steps": [s.config() for s in self.steps], "tasks": tasks, "made_with": _versions()},
+        listings,
+    )
     if executor == "slurm": chain[-1].run()                     # launches those it depends on, and returns
     else:
         with _crew() as crew:
-            for one in chain: one.crew = crew; one.run()
+            for one in chain:
+                one.crew = crew
+                one.run()
     cleaned = Cleaned(into)
     if cleaned.finished: cleaned.save_card()
     return cleaned
@@ -375,7 +507,8 @@ class Cleaned:
     "What a run left in its folder: documents, ledgers, card."
     def __init__(self, into:str|os.PathLike): # a folder of `Corpus.run`
         self.into = os.fspath(into)
-        if not get_datafolder(self.into).exists("recipe.json"): raise FileNotFoundError(f"into={self.into!r} holds no recipe.json; Corpus.run makes one")
+        if not get_datafolder(self.into).exists("recipe.json"):
+            raise FileNotFoundError(f"into={self.into!r} holds no recipe.json; Corpus.run makes one")
         self.recipe = load_json(self.into, "recipe.json")
     @property
     def progress(self)->pd.DataFrame: # index: stage; columns: tasks, finished
@@ -384,7 +517,9 @@ class Cleaned:
         names = ["read"] + [n for _ in together for n in ("match", "drop")]
         rows = {f"{k:02d}-{n}": 1 if n == "match" else self.recipe["tasks"] for k, n in enumerate(names)}
         root = get_datafolder(self.into)
-        done = lambda stage: len(root.list_files(f"stages/{stage}/completions")) if root.exists(f"stages/{stage}/completions") else 0
+        done = lambda stage: (
+            len(root.list_files(f"stages/{stage}/completions")) if root.exists(f"stages/{stage}/completions") else 0
+        )
         return pd.DataFrame([{"stage": k, "tasks": v, "finished": done(k)} for k, v in rows.items()]).set_index("stage")
     @property
     def finished(self)->bool:
@@ -393,7 +528,9 @@ class Cleaned:
         return bool((p.finished == p.tasks).all())
     def _whole(self):
         if self.finished: return
-        raise RuntimeError(f"{self.into} is not finished:\n{self.progress}\nCorpus.run with the same recipe and folder goes on")
+        raise RuntimeError(
+            f"{self.into} is not finished:\n{self.progress}\nCorpus.run with the same recipe and folder goes on"
+        )
     def documents(self)->Iterator[Document]:
         "All documents, task by task."
         self._whole()
@@ -404,21 +541,36 @@ class Cleaned:
         for doc in self.documents():
             if n is not None and len(rows) >= n: break
             own = {"id": doc.id, "text": doc.text}
-            rows.append(own | doc.metadata | own)                                                    # first, and above columns of these names
+            # first, and above columns of these names
+            rows.append(own | doc.metadata | own)
         return pd.DataFrame(rows, columns=None if rows else ["id", "text", "source"])
-    def __repr__(self): return f"Cleaned({self.into!r}): " + ("finished" if self.finished else f"unfinished\n{self.progress}")
+    def __repr__(self):
+        return f"Cleaned({self.into!r}): " + ("finished" if self.finished else f"unfinished\n{self.progress}")
 
 # %% ../../nbs/05_data/11_corpus.ipynb #1cd6386e
 def _card(self)->DataCard:
     "The data card of the run."
     self._whole()
     steps, root = [], get_datafolder(self.into)
-    notes = lambda which: [load_json(f"{self.into}/notes/{which}", n) for t in range(self.recipe["tasks"]) if root.exists(f"notes/{which}/{(n := f'{t:05d}.json')}")]
+    notes = lambda which: [
+        load_json(f"{self.into}/notes/{which}", n)
+        for t in range(self.recipe["tasks"])
+        if root.exists(f"notes/{which}/{(n := f'{t:05d}.json')}")
+    ]
     for n, step in enumerate([{"name": "empty", "language": None, "source": None}, *self.recipe["steps"]]):
         ledger = functools.reduce(Ledger.add, map(Ledger.from_json, notes(f"{n:02d}")), Ledger())
         steps.append((step["name"], ", ".join([*(step["language"] or ()), *(step["source"] or ())]), ledger))
-    more = {k: load_json(self.into, f"notes/{k}.json") for k in ("tokens", "perplexity") if root.exists(f"notes/{k}.json")}
-    return DataCard.of([{k: v for k, v in s.items() if k != "path"} for s in self.recipe["sources"]], steps, sum_measures(notes("read")), sum_measures(notes("kept")), self.recipe["made_with"], **more)
+    more = {
+        k: load_json(self.into, f"notes/{k}.json") for k in ("tokens", "perplexity") if root.exists(f"notes/{k}.json")
+    }
+    return DataCard.of(
+        [{k: v for k, v in s.items() if k != "path"} for s in self.recipe["sources"]],
+        steps,
+        sum_measures(notes("read")),
+        sum_measures(notes("kept")),
+        self.recipe["made_with"],
+        **more,
+    )
 
 def _save_card(self):
     "Write card.json, card.html and card.md into the run's folder."
@@ -443,7 +595,16 @@ class Tokenize(PipelineStep):
         "No documents; shards."
         texts = iter({"text": doc.text, "source": doc.metadata.get("source", "")} for doc in data)
         if (first := next(texts, None)) is not None:
-            with self.track_time(): tokenize(itertools.chain([first], texts), self.tok, self.folder, name=f"task{rank:05d}", recipe=self.recipe, seal=False, **self.options)
+            with self.track_time():
+                tokenize(
+                    itertools.chain([first], texts),
+                    self.tok,
+                    self.folder,
+                    name=f"task{rank:05d}",
+                    recipe=self.recipe,
+                    seal=False,
+                    **self.options,
+                )
         return iter(())
 
 # %% ../../nbs/05_data/11_corpus.ipynb #7eef613d
@@ -463,12 +624,23 @@ def _shards(self,
     "The corpus as token ids in memory-mapped files; the card learns how many tokens each source gave."
     self._whole()
     into = os.path.abspath(into or f"{self.into}/shards")
-    recipe = {**{k: self.recipe[k] for k in ("steps", "made_with")}, "sources": [{k: v for k, v in s.items() if k != "path"} for s in self.recipe["sources"]]}   # what travels names no folder of this machine
-    stage = Stage(name="tokenize", pipeline=[Load(f"{self.into}/documents"), Tokenize(tok, into, recipe, **(tokenize or {}))], tasks=self.recipe["tasks"])
-    if not any(True for _ in self.documents()): raise ValueError(f"{self.into}: no document is left to tokenize; .card says which step removed them")
+    recipe = {
+        **{k: self.recipe[k] for k in ("steps", "made_with")},
+        "sources": [{k: v for k, v in s.items() if k != "path"} for s in self.recipe["sources"]],
+    }  # what travels names no folder of this machine
+    stage = Stage(
+        name="tokenize",
+        pipeline=[Load(f"{self.into}/documents"), Tokenize(tok, into, recipe, **(tokenize or {}))],
+        tasks=self.recipe["tasks"],
+    )
+    if not any(True for _ in self.documents()):
+        raise ValueError(f"{self.into}: no document is left to tokenize; .card says which step removed them")
     how = {"eos": True, "bos": False, "specials": False} | (tokenize or {})
-    about = {k: v for k, v in tokenizer_header(tok, how["eos"], how["bos"], recipe)[0].items() if k != "tokenizer"} | {"specials": how["specials"]}
-    if os.path.isfile(f"{into}/manifest.json"): _check_made(Shards(into), tok, about)             # before a task writes beside them
+    about = {k: v for k, v in tokenizer_header(tok, how["eos"], how["bos"], recipe)[0].items() if k != "tokenizer"} | {
+        "specials": how["specials"]
+    }
+    # before a task writes beside them
+    if os.path.isfile(f"{into}/manifest.json"): _check_made(Shards(into), tok, about)
     run = _executors(executor, [stage], into, workers, options)[0]
     run.run()
     if run.get_incomplete_ranks(): return None
@@ -483,7 +655,8 @@ Cleaned.shards = _shards
 
 # %% ../../nbs/05_data/11_corpus.ipynb #e0568da6
 def _perplexity(self,
-    fn:Callable,   # texts → perplexities, such as `CharModel.fit(texts).perplexity` or `partial(perplexity, model=…, tok=…)`
+    fn:Callable,   # texts → perplexities, such as `CharModel.fit(texts).perplexity` or `partial(perplexity, model=…,
+                   # tok=…)`
     n:int=100,     # documents of each source, the same ones every time
 )->dict[str, float]: # source → perplexity, the geometric mean over documents
     "How surprising each source is to a model; the card has it from then on."
@@ -492,7 +665,10 @@ def _perplexity(self,
         heap = picked.setdefault(doc.metadata.get("source", ""), [])
         heapq.heappush(heap, (-mark(doc.id), doc.id, doc.text))
         if len(heap) > n: heapq.heappop(heap)
-    logs = {source: np.log([v for v in fn([t for *_, t in sorted(heap)]) if np.isfinite(v)]) for source, heap in picked.items()}
+    logs = {
+        source: np.log([v for v in fn([t for *_, t in sorted(heap)]) if np.isfinite(v)])
+        for source, heap in picked.items()
+    }
     out = {source: float(np.exp(v.mean())) for source, v in logs.items() if len(v)}
     save_json(self.into, "notes/perplexity.json", out)
     self.save_card()

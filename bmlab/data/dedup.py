@@ -35,7 +35,8 @@ class Duplicates:
         runs = np.split(order, np.flatnonzero(np.diff(self.cluster[order])) + 1) if len(order) else []
         return {int(r[0]): r.tolist() for r in runs if len(r) > 1}
     def __len__(self): return len(self.cluster)
-    def __repr__(self): return f"{len(self):,} texts, {int(self.keep.sum()):,} stay, {len(self.groups):,} groups of copies"
+    def __repr__(self):
+        return f"{len(self):,} texts, {int(self.keep.sum()):,} stay, {len(self.groups):,} groups of copies"
 
 def normal(
     text:str,   # any text
@@ -50,7 +51,8 @@ def exact_duplicates(
     "Texts that are equal, by a 128-bit hash."
     first, cluster = {}, np.empty(len(texts), np.int64)
     for i, text in enumerate(texts):
-        what = key and key(text) or text                                                       # "！！" has no letters: it is itself
+        # "！！" has no letters: it is itself
+        what = key and key(text) or text
         digest = hashlib.blake2b(what.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         cluster[i] = first.setdefault(digest, i)
     return Duplicates(cluster=cluster)
@@ -61,8 +63,13 @@ def label_conflicts(
     labels:Sequence,       # the label of each
 )->pd.DataFrame:           # one row a text that has several labels: text, labels, rows
     "Equal texts with different labels."
-    if len(texts) != len(labels): raise ValueError(f"{len(texts)} texts and {len(labels)} labels: one label for each text is needed")
-    found = pd.DataFrame({"text": list(texts), "label": list(labels)}).groupby("text", sort=False).label.agg(labels=lambda s: tuple(sorted(set(s), key=str)), rows="size")
+    if len(texts) != len(labels):
+        raise ValueError(f"{len(texts)} texts and {len(labels)} labels: one label for each text is needed")
+    found = (
+        pd.DataFrame({"text": list(texts), "label": list(labels)})
+        .groupby("text", sort=False)
+        .label.agg(labels=lambda s: tuple(sorted(set(s), key=str)), rows="size")
+    )
     return found[found.labels.map(len) > 1].reset_index()
 
 # %% ../../nbs/05_data/05_dedup.ipynb #cbff775b
@@ -76,7 +83,9 @@ def paragraph_hashes(
 
 def _number(text):
     "64 bits of a text, as SQLite stores whole numbers"
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little", signed=True
+    )
 
 _BUSY_S = 60                      # that long another process may hold the file
 
@@ -92,24 +101,37 @@ def _opened(path, share, min_chars):
             there = db.execute("SELECT share, min_chars FROM rule").fetchone()
             break
         except sqlite3.DatabaseError as e:
-            locked = isinstance(e, sqlite3.OperationalError) and e.sqlite_errorcode & 255 in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-            if locked and time.monotonic() < end: time.sleep(0.02); continue                            # of two that make it at once, SQLite lets the second fail without waiting
+            locked = isinstance(e, sqlite3.OperationalError) and e.sqlite_errorcode & 255 in (
+                sqlite3.SQLITE_BUSY,
+                sqlite3.SQLITE_LOCKED,
+            )
+            if locked and time.monotonic() < end:
+                time.sleep(0.02)
+                continue  # of two that make it at once, SQLite lets the second fail without waiting
             db.close()
-            if locked: raise TimeoutError(f"path={path!r} is locked by another process, for {_BUSY_S} seconds now") from e
+            if locked:
+                raise TimeoutError(f"path={path!r} is locked by another process, for {_BUSY_S} seconds now") from e
             raise ValueError(f"path={path!r} is no paragraph store ({e}); another file is needed") from e
     if there == (share, min_chars): return db
     db.close()
-    raise ValueError(f"path={path!r} was filled with share={there[0]}, min_chars={there[1]}; use these, or another file")
+    raise ValueError(
+        f"path={path!r} was filled with share={there[0]}, min_chars={there[1]}; use these, or another file"
+    )
 
 # %% ../../nbs/05_data/05_dedup.ipynb #656963ac
 def _copy(db, hashes, share, id):
     "Is the document a copy? What was said of this id before holds; of a new document that is none the paragraphs are added"
     text = _number(repr(hashes))
     if id is not None and (row := db.execute("SELECT text, copy FROM decided WHERE id = ?", (str(id),)).fetchone()):
-        if row[0] != text: raise ValueError(f"id={id!r} was given to another text before; each document needs a name of its own")
+        if row[0] != text:
+            raise ValueError(f"id={id!r} was given to another text before; each document needs a name of its own")
         return row[1]
-    known = sum(db.execute(f"SELECT COUNT(*) FROM paragraphs WHERE hash IN ({','.join('?' * len(part))})", part).fetchone()[0] for part in (hashes[i:i + 500] for i in range(0, len(hashes), 500)))
-    copy = known * 1_000_000 >= round(share * 1_000_000) * len(hashes)                                  # in whole numbers: 70 of 100 is 70 %
+    known = sum(
+        db.execute(f"SELECT COUNT(*) FROM paragraphs WHERE hash IN ({','.join('?' * len(part))})", part).fetchone()[0]
+        for part in (hashes[i : i + 500] for i in range(0, len(hashes), 500))
+    )
+    # in whole numbers: 70 of 100 is 70 %
+    copy = known * 1_000_000 >= round(share * 1_000_000) * len(hashes)
     if not copy: db.executemany("INSERT OR IGNORE INTO paragraphs VALUES (?)", [(h,) for h in hashes])
     if id is not None: db.execute("INSERT INTO decided VALUES (?, ?, ?)", (str(id), text, int(copy)))
     return copy
@@ -123,13 +145,19 @@ class ParagraphStore:
         min_chars:int=1,          # paragraphs with less characters do not count
     ):
         if not 0 < share <= 1: raise ValueError(f"share={share}: above 0 and at most 1")
-        self.path, self.share, self.min_chars, self._open = (None if path is None else str(path)), share, min_chars, None
+        self.path, self.share, self.min_chars, self._open = (
+            (None if path is None else str(path)),
+            share,
+            min_chars,
+            None,
+        )
         self._db()
     def __getstate__(self):
         if self.path is None: raise ValueError("path=None: a store in memory stays in its process; give it a file")
         return self.__dict__ | {"_open": None}
     def _db(self):
-        if self._open is None or self._open[0] != os.getpid(): self._open = os.getpid(), _opened(self.path, self.share, self.min_chars)
+        if self._open is None or self._open[0] != os.getpid():
+            self._open = os.getpid(), _opened(self.path, self.share, self.min_chars)
         return self._open[1]
     def close(self):
         "Close the file; the next call opens it again."
@@ -145,7 +173,9 @@ class ParagraphStore:
         if not hashes: return "no paragraphs"
         db.execute("BEGIN IMMEDIATE")
         try: copy = _copy(db, hashes, self.share, id)
-        except BaseException: db.execute("ROLLBACK"); raise
+        except BaseException:
+            db.execute("ROLLBACK")
+            raise
         db.execute("COMMIT")
         return "paragraphs seen before" if copy else None
 
@@ -155,18 +185,29 @@ def _word_numbers(words):
     if not words: return np.zeros(0, np.uint64)
     lengths = np.array([len(w) for w in words])
     starts = np.cumsum(lengths) - lengths
-    place = np.arange(lengths.sum()) - np.repeat(starts, lengths)                                        # of a character within its word
-    return np.add.reduceat(ngram_hashes("".join(words), 1) * (2 * place.astype(np.uint64) + np.uint64(1)), starts) + lengths.astype(np.uint64)
+    # of a character within its word
+    place = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    return np.add.reduceat(
+        ngram_hashes("".join(words), 1) * (2 * place.astype(np.uint64) + np.uint64(1)), starts
+    ) + lengths.astype(np.uint64)
 
 def shingles(
     text:str,            # any text
     n:int=5,             # characters or words in a window
-    unit:str="auto",     # "char", "letter" (characters without punctuation), "word", or "auto": characters where a third of the letters are Han
+    unit:str="auto",     # "char", "letter" (characters without punctuation), "word", or "auto": characters where a
+                         # third of the letters are Han
 )->np.ndarray:           # (S,) uint64, sorted, each once; a text shorter than a window is one shingle
     "The set of hashed windows of a text, case and white space aside (Broder 1997)."
-    if unit not in ("auto", "char", "letter", "word"): raise ValueError(f"unit={unit!r}: 'auto', 'char', 'letter' or 'word'")
+    if unit not in ("auto", "char", "letter", "word"):
+        raise ValueError(f"unit={unit!r}: 'auto', 'char', 'letter' or 'word'")
     if unit == "auto": unit = "char" if 3 * len(HAN.findall(text)) > len(re.findall(r"[^\W\d_]", text)) else "word"
-    codes = "".join(text.lower().split()) if unit == "char" else normal(text) if unit == "letter" else _word_numbers(re.findall(r"\w+", text.lower()))
+    codes = (
+        "".join(text.lower().split())
+        if unit == "char"
+        else normal(text)
+        if unit == "letter"
+        else _word_numbers(re.findall(r"\w+", text.lower()))
+    )
     return np.unique(ngram_hashes(codes, min(n, len(codes)))) if len(codes) else np.zeros(0, np.uint64)
 
 def jaccard(
@@ -187,7 +228,10 @@ def minhash(
 )->np.ndarray:                  # (N, permutations) uint32; of an empty set all ones
     "MinHash signatures (Broder 1997), by multiply-shift hashing (Dietzfelbinger et al. 1997)."
     rng = np.random.default_rng(seed)
-    a, b = rng.integers(0, 2**63, permutations, np.uint64) * np.uint64(2) + np.uint64(1), rng.integers(0, 2**63, permutations, np.uint64)
+    a, b = (
+        rng.integers(0, 2**63, permutations, np.uint64) * np.uint64(2) + np.uint64(1),
+        rng.integers(0, 2**63, permutations, np.uint64),
+    )
     out = np.full((len(sets), permutations), 0xFFFFFFFF, np.uint32)
     filled = [i for i, s in enumerate(sets) if len(s)]
     ends = np.cumsum([len(sets[i]) for i in filled])
@@ -206,7 +250,11 @@ def bands_for(
     "The most selective banding that still finds pairs at `threshold`."
     if not 0 < threshold < 1: raise ValueError(f"threshold={threshold}: between 0 and 1")
     fits = [r for r in range(1, permutations + 1) if (1 - threshold**r) ** (permutations // r) <= miss]
-    if not fits: raise ValueError(f"threshold={threshold} with permutations={permutations} misses more than {miss:g} of the pairs; try permutations={permutations * 4}")
+    if not fits:
+        raise ValueError(
+            f"threshold={threshold} with permutations={permutations} misses more than {miss:g} of the pairs; try "
+            f"permutations={permutations * 4}"
+        )
     return permutations // max(fits), max(fits)
 
 # %% ../../nbs/05_data/05_dedup.ipynb #7b3a9c57
@@ -219,7 +267,8 @@ def candidates(
 )->np.ndarray:              # (C, 2) int64, i < j, each pair once
     "Pairs of texts that agree in at least one band."
     n, found = len(signatures), [np.zeros(0, np.int64)]
-    if bands * rows > signatures.shape[1]: raise ValueError(f"bands={bands}, rows={rows}: more than the {signatures.shape[1]} values of a signature")
+    if bands * rows > signatures.shape[1]:
+        raise ValueError(f"bands={bands}, rows={rows}: more than the {signatures.shape[1]} values of a signature")
     for band in range(bands):
         keys = np.zeros(n, np.uint64)
         for r in range(band * rows, (band + 1) * rows):
@@ -243,7 +292,9 @@ class _Forest:
     def __init__(self, parent): self.parent = list(parent)
     def root(self, i):
         parent = self.parent
-        while parent[i] != i: parent[i] = parent[parent[i]]; i = parent[i]
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
         return i
     def join(self, a, b):
         a, b = self.root(a), self.root(b)
@@ -269,7 +320,9 @@ def verify(
     out, forest = [], _Forest(range(int(pairs.max()) + 1 if len(pairs) else 0) if known is None else known.tolist())
     for a, b in np.asarray(pairs).reshape(-1, 2).tolist():
         if not every and forest.root(a) == forest.root(b): continue
-        if (j := jaccard(sets[a], sets[b])) >= threshold: out.append((a, b, j)); forest.join(a, b)
+        if (j := jaccard(sets[a], sets[b])) >= threshold:
+            out.append((a, b, j))
+            forest.join(a, b)
     return out
 
 # %% ../../nbs/05_data/05_dedup.ipynb #a96ed39f
@@ -287,8 +340,16 @@ class NearDuplicates(Duplicates):
         least:bool=True,        # the least alike first
     )->"Pairs":                 # draws itself
         "Pairs side by side."
-        chosen = self.pairs[self.pairs.jaccard.between(low, high)].sort_values("jaccard", ascending=least, kind="stable")[first:first + count]
-        return Pairs(rows=[(int(r.a), int(r.b), float(r.jaccard), self.texts[int(r.a)], self.texts[int(r.b)]) for r in chosen.itertuples()], total=len(self.pairs))
+        chosen = self.pairs[self.pairs.jaccard.between(low, high)].sort_values(
+            "jaccard", ascending=least, kind="stable"
+        )[first : first + count]
+        return Pairs(
+            rows=[
+                (int(r.a), int(r.b), float(r.jaccard), self.texts[int(r.a)], self.texts[int(r.b)])
+                for r in chosen.itertuples()
+            ],
+            total=len(self.pairs),
+        )
     def _repr_html_(self): return f"<div>{html.escape(repr(self))}</div>" + self.browse()._repr_html_()
 
 @dataclass(kw_only=True)
@@ -300,12 +361,20 @@ class Pairs:
         def marked(a, b):
             out = ["", ""]
             for kind, i, j, k, l in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-                out[0] += html.escape(a[i:j]) if kind == "equal" else f"<del>{html.escape(a[i:j])}</del>" if j > i else ""
-                out[1] += html.escape(b[k:l]) if kind == "equal" else f"<ins>{html.escape(b[k:l])}</ins>" if l > k else ""
+                out[0] += (
+                    html.escape(a[i:j]) if kind == "equal" else f"<del>{html.escape(a[i:j])}</del>" if j > i else ""
+                )
+                out[1] += (
+                    html.escape(b[k:l]) if kind == "equal" else f"<ins>{html.escape(b[k:l])}</ins>" if l > k else ""
+                )
             return out
         cell = "<td style='vertical-align:top;text-align:left;width:46%'>"
-        lines = "".join(f"<tr><td style='vertical-align:top'>{j:.2f}</td>{cell}<code>{a}</code> {x}</td>{cell}<code>{b}</code> {y}</td></tr>"
-                        for a, b, j, s, t in self.rows for x, y in [marked(s[:300], t[:300])])
+        lines = "".join(
+            f"<tr><td style='vertical-align:top'>{j:.2f}</td>{cell}<code>{a}</code> {x}</td>{cell}<code>{b}</code> "
+            f"{y}</td></tr>"
+            for a, b, j, s, t in self.rows
+            for x, y in [marked(s[:300], t[:300])]
+        )
         return f"<table style='width:100%'><tr><th>J</th><th>stays</th><th>copy</th></tr>{lines}</table><div>{len(self.rows)} of {self.total:,} pairs</div>"
 
 # %% ../../nbs/05_data/05_dedup.ipynb #c763fae1
@@ -324,16 +393,26 @@ def near_duplicates(
     bands, rows = bands_for(threshold, miss, permutations)
     sets = [shingles(t, n, unit) for t in texts]
     first = {}
-    whole = np.array([first.setdefault(hashlib.blake2b(s.tobytes(), digest_size=16).digest(), i) if len(s) else i for i, s in enumerate(sets)], np.int64)
+    whole = np.array(
+        [
+            first.setdefault(hashlib.blake2b(s.tobytes(), digest_size=16).digest(), i) if len(s) else i
+            for i, s in enumerate(sets)
+        ],
+        np.int64,
+    )
     kept = np.flatnonzero((whole == np.arange(len(sets))) & np.array([len(s) > 0 for s in sets], bool))
     sets_kept = [sets[i] for i in kept]
     signatures = minhash(sets_kept, permutations, seed)
-    near = [] if every else verify(candidates(signatures, bands, rows, 1), sets_kept, threshold)       # neighbours in a bucket first: of a template they are all
+    # neighbours in a bucket first: of a template they are all
+    near = [] if every else verify(candidates(signatures, bands, rows, 1), sets_kept, threshold)
     known = None if every else clusters([p[:2] for p in near], len(kept))
     near += verify(candidates(signatures, bands, rows, max_bucket, known), sets_kept, threshold, every, known)
-    again = np.flatnonzero(whole != np.arange(len(sets)))                                    # equal to the text at whole[again]
+    # equal to the text at whole[again]
+    again = np.flatnonzero(whole != np.arange(len(sets)))
     found = [(int(whole[i]), int(i), 1.0) for i in again] + [(int(kept[a]), int(kept[b]), j) for a, b, j in near]
-    pairs = pd.DataFrame(sorted(found), columns=["a", "b", "jaccard"]).astype({"a": np.int64, "b": np.int64, "jaccard": float})
+    pairs = pd.DataFrame(sorted(found), columns=["a", "b", "jaccard"]).astype(
+        {"a": np.int64, "b": np.int64, "jaccard": float}
+    )
     return NearDuplicates(cluster=clusters(pairs[["a", "b"]].to_numpy(), len(sets)), pairs=pairs, texts=texts)
 
 # %% ../../nbs/05_data/05_dedup.ipynb #5d6fa4c6
@@ -350,7 +429,11 @@ def _letters(text, chars):
     low = "".join(c if len(l := c.lower()) != 1 else l for c in text)
     spans = [m.span() for m in re.finditer(r"[^\W_]" if chars else r"\w+", low)]
     kept = [low[a:b] for a, b in spans]
-    codes = np.frombuffer("".join(kept).encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64) if chars else _word_numbers(kept)
+    codes = (
+        np.frombuffer("".join(kept).encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
+        if chars
+        else _word_numbers(kept)
+    )
     return codes, np.array([a for a, _ in spans], np.int64), np.array([b for _, b in spans], np.int64)
 
 # %% ../../nbs/05_data/05_dedup.ipynb #19c3ff4d
@@ -362,7 +445,9 @@ def _indexed(sets, words, chars, min_words, min_chars):
             by_char = 3 * len(HAN.findall(text)) > len(re.findall(r"[^\W\d_]", text))
             codes = _letters(text, by_char)[0]
             n = min(len(codes), chars if by_char else words)
-            if n < (min_chars if by_char else min_words): skipped += 1; continue
+            if n < (min_chars if by_char else min_words):
+                skipped += 1
+                continue
             grams = ngram_hashes(codes, n)
             found.setdefault((by_char, n), []).append((grams, np.full(len(grams), s), np.full(len(grams), i)))
     index = {}
@@ -383,12 +468,24 @@ class Decontaminate:
         min_chars:int=10,   # … these too
     ):
         if isinstance(texts, str): raise ValueError("texts is a string; a list of evaluation texts is needed")
-        if not 1 <= min_words <= words or not 1 <= min_chars <= chars: raise ValueError(f"words={words}, min_words={min_words}, chars={chars}, min_chars={min_chars}: each minimum is between 1 and its length")
+        if not 1 <= min_words <= words or not 1 <= min_chars <= chars:
+            raise ValueError(
+                f"words={words}, min_words={min_words}, chars={chars}, min_chars={min_chars}: each minimum is between "
+                "1 and its length"
+            )
         sets = texts if isinstance(texts, Mapping) else {"evaluation": texts}
         self.names = list(sets)
         self.index, self.skipped = _indexed(sets, words, chars, min_words, min_chars)
-        if not self.index: raise ValueError(f"texts: none of {sum(map(len, sets.values()))} is as long as min_words={min_words} or min_chars={min_chars}")
-    def __repr__(self): return f"Decontaminate({', '.join(self.names)}: {sum(len(v[0]) for v in self.index.values()):,} passages, {self.skipped} texts too short)"
+        if not self.index:
+            raise ValueError(
+                f"texts: none of {sum(map(len, sets.values()))} is as long as min_words={min_words} or "
+                f"min_chars={min_chars}"
+            )
+    def __repr__(self):
+        return (
+            f"Decontaminate({', '.join(self.names)}: {sum(len(v[0]) for v in self.index.values()):,} passages, "
+            f"{self.skipped} texts too short)"
+        )
     def find(self,
         text:str,          # one document
     )->list[Overlap]:      # in order; what overlaps is joined, under the first one's name
@@ -398,7 +495,10 @@ class Decontaminate:
             codes, starts, ends = units[by_char]
             here = ngram_hashes(codes, n)
             at = np.minimum(np.searchsorted(grams, here), len(grams) - 1)
-            out += [Overlap(int(starts[i]), int(ends[i + n - 1]), self.names[which[at[i]]], int(row[at[i]])) for i in np.flatnonzero(grams[at] == here)]
+            out += [
+                Overlap(int(starts[i]), int(ends[i + n - 1]), self.names[which[at[i]]], int(row[at[i]]))
+                for i in np.flatnonzero(grams[at] == here)
+            ]
         for o in sorted(out, key=lambda o: (o.start, -o.end)):
             if joined and o.start <= joined[-1].end: joined[-1] = replace(joined[-1], end=max(o.end, joined[-1].end))
             else: joined.append(o)

@@ -19,11 +19,17 @@ class Foreign(TokenStream):
     "Documents in files of another layout: what `Shards` does, without a manifest to check against."
     def verify(self):
         "Raise `ShardError` where a file's documents do not fill it."
-        for f in self.files: f.verify(); f.maps = None
+        for f in self.files:
+            f.verify()
+            f.maps = None
     def check_tokenizer(self, tok):
         "Raise if an id is too high for a tokenizer."
         most, names = max((int(f.ids.max()) for f in self.files if f.tokens), default=0), tok.get_vocab()
-        if most > max(names.values()): raise ShardError(f"id {most} occurs, and this {type(tok).__name__} ends at {max(names.values())}: another tokenizer made it, or dtype is wrong")
+        if most > max(names.values()):
+            raise ShardError(
+                f"id {most} occurs, and this {type(tok).__name__} ends at {max(names.values())}: another tokenizer "
+                "made it, or dtype is wrong"
+            )
 
 def _token_size(path):
     "2 or 4, as datatrove's own metadata says, or None"
@@ -36,7 +42,13 @@ def open_ds(
     dtype:str|None=None,  # "uint16" or "uint32"; None: as .ds.metadata says
 )->Foreign:
     "datatrove's tokenized files, mapped where they are."
-    paths = [Path(p) for p in where] if isinstance(where, (list, tuple)) else sorted(Path(where).glob("*.ds")) if Path(where).is_dir() else [Path(where)]
+    paths = (
+        [Path(p) for p in where]
+        if isinstance(where, (list, tuple))
+        else sorted(Path(where).glob("*.ds"))
+        if Path(where).is_dir()
+        else [Path(where)]
+    )
     if not paths: raise ShardError(f"{where}: no .ds file")
     files = []
     for p in paths:
@@ -45,7 +57,8 @@ def open_ds(
             if not needed.is_file(): raise ShardError(f"{needed} is missing")
         size = np.dtype(dtype).itemsize if dtype else _token_size(p)
         if size is None: raise ValueError(f"{p}: nothing says how long a token is; give dtype='uint16' or 'uint32'")
-        if index.stat().st_size % 8 or not index.stat().st_size: raise ShardError(f"{index} has {index.stat().st_size} bytes; the ends of documents take 8 each")
+        if index.stat().st_size % 8 or not index.stat().st_size:
+            raise ShardError(f"{index} has {index.stat().st_size} bytes; the ends of documents take 8 each")
         ends = np.fromfile(index, "<i8")
         files.append(TokenFile(p, f"<u{size}", len(ends), int(ends[-1])))
     return Foreign(files, {"dtype": files[0].dtype.name})
@@ -64,7 +77,11 @@ def _index(path):
     if code not in _CODES: raise ShardError(f"{path}: the tokens are of type {code}, known are {_CODES}")
     old = len(raw) == 26 + 12 * n                                           # fairseq: no documents
     docs = 0 if old else struct.unpack_from("<Q", raw, 26)[0] if len(raw) >= 34 else -1
-    if not old and len(raw) != 34 + 12 * n + 8 * docs: raise ShardError(f"{path} has {len(raw)} bytes; {n} sequences and {docs} documents take {34 + 12 * n + 8 * docs}: it was cut off, or holds more than tokens")
+    if not old and len(raw) != 34 + 12 * n + 8 * docs:
+        raise ShardError(
+            f"{path} has {len(raw)} bytes; {n} sequences and {docs} documents take {34 + 12 * n + 8 * docs}: it was "
+            "cut off, or holds more than tokens"
+        )
     at = 26 if old else 34
     sizes, pointers = np.frombuffer(raw, "<i4", n, at).astype(np.int64), np.frombuffer(raw, "<i8", n, at + 4 * n)
     return np.dtype(_CODES[code]), sizes, pointers, np.frombuffer(raw, "<i8", docs, at + 12 * n)
@@ -80,12 +97,20 @@ def open_mmididx(
             if not needed.is_file(): raise ShardError(f"{needed} is missing")
         dtype, sizes, pointers, docs = _index(idx)
         ends = np.cumsum(sizes)
-        if (sizes < 0).any() or not np.array_equal(pointers, (ends - sizes) * dtype.itemsize): raise ShardError(f"{idx}: its sequences do not stand one behind another; rewrite it by the tool that made it")
+        if (sizes < 0).any() or not np.array_equal(pointers, (ends - sizes) * dtype.itemsize):
+            raise ShardError(
+                f"{idx}: its sequences do not stand one behind another; rewrite it by the tool that made it"
+            )
         if len(docs) > 1:
-            if docs[0] != 0 or docs[-1] != len(sizes) or (np.diff(docs) < 0).any(): raise ShardError(f"{idx}: documents end at sequence {docs[-1]} of {len(sizes)}")
+            if docs[0] != 0 or docs[-1] != len(sizes) or (np.diff(docs) < 0).any():
+                raise ShardError(f"{idx}: documents end at sequence {docs[-1]} of {len(sizes)}")
             ends = np.concatenate([[0], ends])[docs[1:]]
         files.append(TokenFile(data, dtype, len(ends), int(sizes.sum()), ends=ends))
-    if len({f.dtype for f in files}) > 1: raise ShardError(f"the files hold tokens of different types: {', '.join(f'{f.path.name} {f.dtype.name}' for f in files)}; rewrite them one by one by write_shards")
+    if len({f.dtype for f in files}) > 1:
+        raise ShardError(
+            f"the files hold tokens of different types: {', '.join(f'{f.path.name} {f.dtype.name}' for f in files)}; "
+            "rewrite them one by one by write_shards"
+        )
     return Foreign(files, {"dtype": files[0].dtype.name})
 
 # %% ../../nbs/05_data/02_layouts.ipynb #89cc5704
@@ -105,12 +130,20 @@ def write_mmididx(
         with open(passing[0], "wb") as f:
             for n, d in enumerate(documents):
                 d = np.asarray(d)
-                if d.size and not 0 <= int(d.min()) <= int(d.max()) <= np.iinfo(kind).max: raise ValueError(f"document {n}: ids from {d.min()} to {d.max()} do not fit dtype={dtype!r}")
-                f.write(d.astype(kind).tobytes()); sizes.append(d.size)
+                if d.size and not 0 <= int(d.min()) <= int(d.max()) <= np.iinfo(kind).max:
+                    raise ValueError(f"document {n}: ids from {d.min()} to {d.max()} do not fit dtype={dtype!r}")
+                f.write(d.astype(kind).tobytes())
+                sizes.append(d.size)
         sizes = np.array(sizes, "<i4")
         pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * kind.itemsize
         with open(passing[1], "wb") as f:
-            f.write(_MAGIC + struct.pack("<QBQQ", 1, code, len(sizes), len(sizes) + 1) + sizes.tobytes() + pointers.astype("<i8").tobytes() + np.arange(len(sizes) + 1, dtype="<i8").tobytes())
+            f.write(
+                _MAGIC
+                + struct.pack("<QBQQ", 1, code, len(sizes), len(sizes) + 1)
+                + sizes.tobytes()
+                + pointers.astype("<i8").tobytes()
+                + np.arange(len(sizes) + 1, dtype="<i8").tobytes()
+            )
         for p, to in zip(passing, (data, idx)): os.replace(p, to)
     finally:
         for p in passing: p.unlink(missing_ok=True)
@@ -120,9 +153,15 @@ _CONSTANT = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "EMPTY_SET": set}
 _VALUE = set("""BININT BININT1 BININT2 LONG1 LONG4 INT LONG BINFLOAT FLOAT BINUNICODE BINUNICODE8 SHORT_BINUNICODE UNICODE
     BINBYTES BINBYTES8 SHORT_BINBYTES BYTEARRAY8""".split())
-_NAMES = {**{f"numpy.{c}.multiarray _reconstruct": "reconstruct" for c in ("core", "_core")}, **{f"numpy.{c}.multiarray scalar": "scalar" for c in ("core", "_core")},
-          **{f"numpy.{c}.numeric _frombuffer": "frombuffer" for c in ("core", "_core")}, "numpy ndarray": "ndarray", "numpy dtype": "dtype",
-          "builtins set": "set", "builtins frozenset": "frozenset"}
+_NAMES = {
+    **{f"numpy.{c}.multiarray _reconstruct": "reconstruct" for c in ("core", "_core")},
+    **{f"numpy.{c}.multiarray scalar": "scalar" for c in ("core", "_core")},
+    **{f"numpy.{c}.numeric _frombuffer": "frombuffer" for c in ("core", "_core")},
+    "numpy ndarray": "ndarray",
+    "numpy dtype": "dtype",
+    "builtins set": "set",
+    "builtins frozenset": "frozenset",
+}
 _MARK = object()
 
 class _Known:
@@ -146,18 +185,23 @@ def _hashable(x):
 
 def _array(dtype, shape, raw, fortran):
     "An array from what a pickle says of it, checked"
-    if not isinstance(dtype, _Dtype) or not isinstance(raw, (bytes, bytearray)) or not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape): raise ShardError("an array of a kind that is not read")
+    if not isinstance(dtype, _Dtype) or not isinstance(raw, (bytes, bytearray)) or not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ShardError("an array of a kind that is not read")
     kind = dtype.real()
-    if math.prod(shape) * kind.itemsize != len(raw): raise ShardError(f"an array of shape {shape} and type {kind} has {len(raw)} bytes")
+    if math.prod(shape) * kind.itemsize != len(raw):
+        raise ShardError(f"an array of shape {shape} and type {kind} has {len(raw)} bytes")
     return np.frombuffer(bytes(raw), kind).reshape(shape, order="F" if fortran else "C").copy()
 
 def _call(known, args):
     "What one of the few known builders makes of its arguments"
     what = known.what if isinstance(known, _Known) else None
-    if what == "dtype" and args and isinstance(args[0], str) and re.fullmatch(r"[<>|=]?(b1|[iu][1248]|f[248])", args[0]): return _Dtype(args[0].lstrip("<>|="))
-    if what == "reconstruct" and len(args) == 3 and isinstance(args[0], _Known) and args[0].what == "ndarray": return _Shell()     # filled in by BUILD
+    if what == "dtype" and args and isinstance(args[0], str) and re.fullmatch(r"[<>|=]?(b1|[iu][1248]|f[248])", args[0]):
+        return _Dtype(args[0].lstrip("<>|="))
+    if what == "reconstruct" and len(args) == 3 and isinstance(args[0], _Known) and args[0].what == "ndarray":
+        return _Shell()  # filled in by BUILD
     if what == "frombuffer" and len(args) == 4: return _array(args[1], args[2], args[0], args[3] == "F")
-    if what in ("set", "frozenset") and len(args) == 1 and type(args[0]) is list: return {"set": set, "frozenset": frozenset}[what](map(_hashable, args[0]))
+    if what in ("set", "frozenset") and len(args) == 1 and type(args[0]) is list:
+        return {"set": set, "frozenset": frozenset}[what](map(_hashable, args[0]))
     if what == "scalar" and len(args) == 2: return _array(args[0], (), args[1], False)[()]
     raise ShardError(f"a call of {what or type(known).__name__} with {len(args)} arguments")
 
@@ -177,15 +221,18 @@ def _only_data(thing):
     todo, seen = [thing], set()
     while todo:
         x = todo.pop()
-        if isinstance(x, (_Known, _Dtype, _Shell)) or x is _MARK: raise ShardError("a name or a type where data belongs")
+        if isinstance(x, (_Known, _Dtype, _Shell)) or x is _MARK:
+            raise ShardError("a name or a type where data belongs")
         if isinstance(x, (list, tuple, dict, set, frozenset)) and id(x) not in seen:
-            seen.add(id(x)); todo.extend(x.values() if isinstance(x, dict) else x)
+            seen.add(id(x))
+            todo.extend(x.values() if isinstance(x, dict) else x)
 
 # %% ../../nbs/05_data/02_layouts.ipynb #1243ccf7
 def _grow(name, stack, items):
     "Put items, that stood on the stack, into what is below them, or make one thing of them"
     if name in ("APPEND", "APPENDS") and type(stack[-1]) is list: stack[-1].extend(items)
-    elif name in ("SETITEM", "SETITEMS") and type(stack[-1]) is dict and len(items) % 2 == 0: stack[-1].update(zip(map(_hashable, items[::2]), items[1::2]))
+    elif name in ("SETITEM", "SETITEMS") and type(stack[-1]) is dict and len(items) % 2 == 0:
+        stack[-1].update(zip(map(_hashable, items[::2]), items[1::2]))
     elif name == "ADDITEMS" and type(stack[-1]) is set: stack[-1].update(map(_hashable, items))
     elif name == "DICT" and len(items) % 2 == 0: stack.append(dict(zip(map(_hashable, items[::2]), items[1::2])))
     elif name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"): stack.append(tuple(items))
@@ -211,15 +258,25 @@ def _run(raw):
             memo[key] = stack[-1]
             if isinstance(stack[-1], _Shell): stack[-1].keys.append(key)
         elif name in ("BINGET", "LONG_BINGET", "GET"): stack.append(memo[arg])
-        elif name in _TAKES: n = _TAKES[name]; items = stack[-n:]; del stack[-n:]; _grow(name, stack, items)
+        elif name in _TAKES:
+            n = _TAKES[name]
+            items = stack[-n:]
+            del stack[-n:]
+            _grow(name, stack, items)
         elif name in _TAKES_ALL:
             n = next(i for i in range(len(stack) - 1, -1, -1) if stack[i] is _MARK)
-            items = stack[n + 1:]; del stack[n:]; _grow(name, stack, items)
+            items = stack[n + 1:]
+            del stack[n:]
+            _grow(name, stack, items)
         elif name in ("GLOBAL", "STACK_GLOBAL"):
             what = arg if name == "GLOBAL" else " ".join(map(str, [stack.pop(-2), stack.pop()]))
-            if what not in _NAMES: raise ShardError(f"at byte {at} it asks for {what.replace(' ', '.')}, which would be run")
-            stack.append(_Known(_NAMES[what])); named = True
-        elif name == "REDUCE": args = stack.pop(); stack.append(_call(stack.pop(), args if isinstance(args, tuple) else ()))
+            if what not in _NAMES:
+                raise ShardError(f"at byte {at} it asks for {what.replace(' ', '.')}, which would be run")
+            stack.append(_Known(_NAMES[what]))
+            named = True
+        elif name == "REDUCE":
+            args = stack.pop()
+            stack.append(_call(stack.pop(), args if isinstance(args, tuple) else ()))
         elif name == "BUILD": _build(stack, memo, stack.pop())
         elif name == "STOP":
             if named: _only_data(stack[-1])
@@ -231,8 +288,10 @@ def plain(
 ):             # lists, tuples, dicts, sets, numbers, texts, bytes, None and numpy arrays of numbers
     "What a pickle holds if it holds only data; nothing is imported and nothing called. Else `ShardError`."
     try: return _run(raw)
-    except ShardError as e: raise ShardError(f"this pickle is not read: {e}; whoever made it can write JSON instead") from None
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, StopIteration, MemoryError) as e: raise ShardError(f"this is no whole pickle: {type(e).__name__}: {e}") from None
+    except ShardError as e:
+        raise ShardError(f"this pickle is not read: {e}; whoever made it can write JSON instead") from None
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, StopIteration, MemoryError) as e:
+        raise ShardError(f"this is no whole pickle: {type(e).__name__}: {e}") from None
 
 # %% ../../nbs/05_data/02_layouts.ipynb #78076bb0
 def _payload(kind):
@@ -248,31 +307,47 @@ def block_files(
 )->list[dict]:       # file_name, block_begin, block_end, nbytes, nlines, mask; in order
     "What the `meta.bin` of CPM-Live's builder says of its files, checked."
     meta = Path(folder) / "meta.bin"
-    if not meta.is_file(): raise ShardError(f"{meta} is missing: CPM-Live's builder writes it; a single file is read by its own path")
+    if not meta.is_file():
+        raise ShardError(f"{meta} is missing: CPM-Live's builder writes it; a single file is read by its own path")
     rows, at = [], 0
     for n, line in enumerate(meta.read_text(encoding="utf-8").splitlines()):
         if not line.strip(): continue
-        try: row = json.loads(line); begin, end, name = row["block_begin"], row["block_end"], row["file_name"]
-        except (ValueError, KeyError, TypeError) as e: raise ShardError(f"{meta}, line {n + 1}: {type(e).__name__} {e}") from None
-        if Path(name).name != name or name in ("", ".", ".."): raise ShardError(f"{meta}, line {n + 1}: file_name={name!r} leads out of the folder")
-        if begin != at or end <= begin: raise ShardError(f"{meta}, line {n + 1}: blocks {begin} to {end} do not follow block {at}")
-        rows.append(row); at = end
+        try:
+            row = json.loads(line)
+            begin, end, name = row["block_begin"], row["block_end"], row["file_name"]
+        except (ValueError, KeyError, TypeError) as e:
+            raise ShardError(f"{meta}, line {n + 1}: {type(e).__name__} {e}") from None
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise ShardError(f"{meta}, line {n + 1}: file_name={name!r} leads out of the folder")
+        if begin != at or end <= begin:
+            raise ShardError(f"{meta}, line {n + 1}: blocks {begin} to {end} do not follow block {at}")
+        rows.append(row)
+        at = end
     return rows
 
 def _records(path, block_size, blocks=None):
     "(block, place in it, payload) of each record of one file"
     size = path.stat().st_size if path.is_file() else -1
     if size < 0: raise ShardError(f"{path} is missing")
-    if size % block_size or (blocks is not None and size != blocks * block_size): raise ShardError(f"{path} has {size} bytes, not {f'{blocks} blocks' if blocks is not None else 'whole blocks'} of {block_size}: it was cut off, or block_size is another")
+    if size % block_size or (blocks is not None and size != blocks * block_size):
+        raise ShardError(
+            f"{path} has {size} bytes, not {f'{blocks} blocks' if blocks is not None else 'whole blocks'} of "
+            f"{block_size}: it was cut off, or block_size is another"
+        )
     with open(path, "rb") as f:
         for number in range(size // block_size):
             block, at = f.read(block_size), 0
             while at < block_size and block[at] == 0x1F:
                 n = struct.unpack_from("<I", block, at + 1)[0] if at + 5 <= block_size else block_size
-                if at + 5 + n > block_size: raise ShardError(f"{path}, block {number}, byte {at}: a record of {n} bytes does not fit the block")
+                if at + 5 + n > block_size:
+                    raise ShardError(f"{path}, block {number}, byte {at}: a record of {n} bytes does not fit the block")
                 yield number, at, block[at + 5:at + 5 + n]
                 at += 5 + n
-            if at < block_size and block[at] != 0: raise ShardError(f"{path}, block {number}, byte {at}: {block[at]:#04x} stands where a record (0x1f) or the end (0x00) belongs")
+            if at < block_size and block[at] != 0:
+                raise ShardError(
+                    f"{path}, block {number}, byte {at}: {block[at]:#04x} stands where a record (0x1f) or the end "
+                    "(0x00) belongs"
+                )
 
 # %% ../../nbs/05_data/02_layouts.ipynb #9e32da49
 def read_blocks(
@@ -293,7 +368,8 @@ def read_blocks(
             except (ShardError, ValueError) as e: raise ShardError(f"{path}, block {number}, byte {at}: {e}") from None
             seen += 1
             yield thing
-        if row.get("nlines", seen) != seen: raise ShardError(f"{path} holds {seen} records, meta.bin says {row['nlines']}: its blocks were changed")
+        if row.get("nlines", seen) != seen:
+            raise ShardError(f"{path} holds {seen} records, meta.bin says {row['nlines']}: its blocks were changed")
 
 def write_shards(
     documents:Iterable,           # Shards of any layout, or rows of integers, or {"ids": …, "source": …, "text": …}
@@ -306,13 +382,26 @@ def write_shards(
 )->Shards:
     "Documents of ids as shards with a manifest."
     if tok is not None: about, size = tokenizer_header(tok, False, False, recipe)[0], max(tok.get_vocab().values()) + 1
-    else: about, size = {"tokenizer": None, "eos": None, "bos": None, "recipe": recipe}, {1: "uint16", 2: "uint16"}.get(documents.dtype.itemsize, "uint32") if hasattr(documents, "dtype") else None
-    if (dtype := dtype if dtype is not None else size) is None: raise ValueError("dtype=None, and there is no tokenizer: give the number of ids, or 'uint16' or 'uint32'")
+    else:
+        about, size = (
+            {"tokenizer": None, "eos": None, "bos": None, "recipe": recipe},
+            {1: "uint16", 2: "uint16"}.get(documents.dtype.itemsize, "uint32") if hasattr(documents, "dtype") else None,
+        )
+    if (dtype := dtype if dtype is not None else size) is None:
+        raise ValueError("dtype=None, and there is no tokenizer: give the number of ids, or 'uint16' or 'uint32'")
     with ShardWriter(folder, dtype, name, shard_tokens, about) as w:
-        if w.documents: raise ShardError(f"{folder} already holds finished shards named {name!r}; write into another folder, or under another name")
+        if w.documents:
+            raise ShardError(
+                f"{folder} already holds finished shards named {name!r}; write into another folder, or under another "
+                "name"
+            )
         for d in documents:
             row = d if isinstance(d, dict) else {"ids": d}
-            if tok is not None and (top := np.max(row.get("ids", ()), initial=0)) >= size: raise ValueError(f"document {w.documents}: id {top}, and the tokenizer's go to {size - 1}; give the one that made the ids, or tok=None")
+            if tok is not None and (top := np.max(row.get("ids", ()), initial=0)) >= size:
+                raise ValueError(
+                    f"document {w.documents}: id {top}, and the tokenizer's go to {size - 1}; give the one that made "
+                    "the ids, or tok=None"
+                )
             w.write(**row)
         if not w.documents: raise ValueError("documents is empty: there is nothing to write")
     return seal_shards(folder)

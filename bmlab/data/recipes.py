@@ -24,19 +24,55 @@ def recipe(
     evaluation:object=None,      # texts, or {name: texts}, that must not be in the corpus
 )->list[Step]:                   # for `Corpus.then`
     "The steps of a published recipe."
-    if name not in RECIPES: raise LookupError(f"unknown recipe {name!r}{did_you_mean(name, RECIPES)}; there are {', '.join(RECIPES)}")
+    if name not in RECIPES:
+        raise LookupError(f"unknown recipe {name!r}{did_you_mean(name, RECIPES)}; there are {', '.join(RECIPES)}")
     if isinstance(languages, str): raise ValueError(f"languages={languages!r}: a tuple of codes is needed")
-    languages = ("zh", "en") if languages is None and name == "cpm" else ("en",) if languages is None else tuple(languages)
-    begin = [*([UrlFilter()] if name == "fineweb" else []), Extract(), Repair(repair, "unicode"), *([ExactCopies()] if name == "cpm" else []), FindLanguage(languages, .65 if name in ("fineweb", "c4") else .5)]
-    chinese = [Repair(chinese_lines, "lines of menus", language="zh"), Rule(quality or ChineseQuality(), "chinese quality", language="zh")] if "zh" in languages else []
+    languages = (
+        ("zh", "en") if languages is None and name == "cpm" else ("en",) if languages is None else tuple(languages)
+    )
+    begin = [
+        *([UrlFilter()] if name == "fineweb" else []),
+        Extract(),
+        Repair(repair, "unicode"),
+        *([ExactCopies()] if name == "cpm" else []),
+        FindLanguage(languages, 0.65 if name in ("fineweb", "c4") else 0.5),
+    ]
+    chinese = (
+        [
+            Repair(chinese_lines, "lines of menus", language="zh"),
+            Rule(quality or ChineseQuality(), "chinese quality", language="zh"),
+        ]
+        if "zh" in languages
+        else []
+    )
     english = [Wrapped(s, language="en") for s in _english(name)] if "en" in languages else []
-    further = [*([Rule(BadWords(bad_words), "bad words")] if bad_words else []), *([Rule(perplexity, "perplexity")] if perplexity is not None else [])]
-    copies = {"cpm": [RepeatedParagraphs()], "fineweb": [NearCopies(.72)], "gopher": [ExactCopies(), NearCopies(.8, 13)], "c4": [RepeatedSpans()]}[name]
-    end = [*([Rule(Decontaminate(evaluation), "evaluation texts")] if evaluation is not None else []), Repair(mask_pii, "personal data")]
+    further = [
+        *([Rule(BadWords(bad_words), "bad words")] if bad_words else []),
+        *([Rule(perplexity, "perplexity")] if perplexity is not None else []),
+    ]
+    copies = {
+        "cpm": [RepeatedParagraphs()],
+        "fineweb": [NearCopies(0.72)],
+        "gopher": [ExactCopies(), NearCopies(0.8, 13)],
+        "c4": [RepeatedSpans()],
+    }[name]
+    end = [
+        *([Rule(Decontaminate(evaluation), "evaluation texts")] if evaluation is not None else []),
+        Repair(mask_pii, "personal data"),
+    ]
     return [*begin, *chinese, *english, *further, *copies, *end]
 
 def _english(name):
     "datatrove's filters of a recipe"
     from datatrove.pipeline import filters as f
-    return {"cpm": lambda: [f.GopherRepetitionFilter(), f.GopherQualityFilter()], "gopher": lambda: [f.GopherQualityFilter(), f.GopherRepetitionFilter()], "c4": lambda: [f.C4QualityFilter()],
-            "fineweb": lambda: [f.GopherRepetitionFilter(), f.GopherQualityFilter(), f.C4QualityFilter(filter_no_terminal_punct=False), f.FineWebQualityFilter()]}[name]()
+    return {
+        "cpm": lambda: [f.GopherRepetitionFilter(), f.GopherQualityFilter()],
+        "gopher": lambda: [f.GopherQualityFilter(), f.GopherRepetitionFilter()],
+        "c4": lambda: [f.C4QualityFilter()],
+        "fineweb": lambda: [
+            f.GopherRepetitionFilter(),
+            f.GopherQualityFilter(),
+            f.C4QualityFilter(filter_no_terminal_punct=False),
+            f.FineWebQualityFilter(),
+        ],
+    }[name]()

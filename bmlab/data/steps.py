@@ -31,32 +31,51 @@ class Step(PipelineStep):
     ):
         self.name = name
         super().__init__()
-        self.language, self.source = ([x] if isinstance(x, str) else None if x is None else list(x) for x in (language, source))
+        self.language, self.source = (
+            [x] if isinstance(x, str) else None if x is None else list(x) for x in (language, source)
+        )
         self.notes = None                  # a folder for ledgers; set when a run is planned
     def look(self, doc:Document)->str|None:
         "Why `doc` is removed, or None; its text may be changed."
         raise NotImplementedError
     def config(self)->dict: # what two equal steps have in common
         "What is written into recipe.json."
-        return {"step": type(self).__name__, "name": self.name, "language": self.language, "source": self.source, "together": isinstance(self, Together)}
+        return {
+            "step": type(self).__name__,
+            "name": self.name,
+            "language": self.language,
+            "source": self.source,
+            "together": isinstance(self, Together),
+        }
     def applies(self, doc:Document)->bool:
         "Is the step for this document?"
-        return (self.language is None or doc.metadata.get("language") in self.language) and (self.source is None or doc.metadata.get("source") in self.source)
+        return (self.language is None or doc.metadata.get("language") in self.language) and (
+            self.source is None or doc.metadata.get("source") in self.source
+        )
     def run(self, data, rank:int=0, world_size:int=1)->Iterator[Document]: # data: documents
         "Documents that stay; the ledger is written when the last one has passed."
         ledger = Ledger()
         for doc in data or ():
-            if not self.applies(doc): yield doc; continue
+            if not self.applies(doc):
+                yield doc
+                continue
             source, before, began = doc.metadata.get("source", ""), doc.text, time.perf_counter()
             with self.track_time(): reason = self.look(doc)
             ledger.seconds += time.perf_counter() - began
             ledger.count(source, "in", len(before))
             self.stat_update("total" if reason is None else f"dropped_{reason}")
-            if reason is not None: ledger.count(source, reason, len(before)); ledger.sample(reason, doc.id, source, text=excerpt(before)); continue
+            if reason is not None:
+                ledger.count(source, reason, len(before))
+                ledger.sample(reason, doc.id, source, text=excerpt(before))
+                continue
             if doc.text != before:
                 at = first_difference(before, doc.text)
-                there = before.rfind(doc.text[:12]) if at == 0 else at                                    # of a page, where its text begins
-                ledger.count(source, "changed", len(doc.text) - len(before)); ledger.sample("changed", doc.id, source, text=excerpt(before, max(there, at)), after=excerpt(doc.text, at))
+                # of a page, where its text begins
+                there = before.rfind(doc.text[:12]) if at == 0 else at
+                ledger.count(source, "changed", len(doc.text) - len(before))
+                ledger.sample(
+                    "changed", doc.id, source, text=excerpt(before, max(there, at)), after=excerpt(doc.text, at)
+                )
             yield doc
         if self.notes: save_json(self.notes, f"{rank:05d}.json", ledger.to_json())
 
@@ -67,7 +86,8 @@ def save_json(
     data,       # plain values
 ):
     "Write a JSON file, the folder made where it lacks."
-    with get_datafolder(str(folder)).open(name, "wb") as f: f.write(orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2))
+    with get_datafolder(str(folder)).open(name, "wb") as f:
+        f.write(orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2))
 
 def load_json(
     folder:str, # local or of fsspec
@@ -79,19 +99,30 @@ def load_json(
 # %% ../../nbs/05_data/09_steps.ipynb #18e0da30
 def _mark_of(code):
     "What a piece of bytecode does, with those inside it"
-    return [code.co_code.hex(), list(code.co_names), [_mark_of(c) if hasattr(c, "co_code") else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c) for c in code.co_consts]]
+    return [
+        code.co_code.hex(),
+        list(code.co_names),
+        [
+            _mark_of(c) if hasattr(c, "co_code") else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
+            for c in code.co_consts
+        ],
+    ]
 
 def _names_of(code):
     "The names it refers to, with those of the code inside it"
-    return list(dict.fromkeys([*code.co_names, *(n for c in code.co_consts if hasattr(c, "co_code") for n in _names_of(c))]))
+    return list(
+        dict.fromkeys([*code.co_names, *(n for c in code.co_consts if hasattr(c, "co_code") for n in _names_of(c))])
+    )
 
 # %% ../../nbs/05_data/09_steps.ipynb #1674047b
-_FORMER = {name: module for module, names in {     # where things stood that a rule may call: hashes over these names are in saved recipes, so they never change
+_FORMER = {name: module for module, names in {     # where things stood that a rule may call: hashes over these names
+                                                   # are in saved recipes, so they never change
     "textrules": """HAN repair Language language LanguageRule ngram_hashes repeated_share chinese_figures ChineseQuality chinese_lines
                     valid_identity valid_card Found find_pii mask_pii pii_examples extract perplexity CharModel PerplexityRule""",
     "dedup": """normal exact_duplicates label_conflicts paragraph_hashes ParagraphStore shingles jaccard minhash bands_for candidates
                 clusters verify near_duplicates Decontaminate""",
-    "collect": "page_text", "sources": "take_text decode_page", "corpus": "BadWords Rule Repair Extract FindLanguage UrlFilter",
+    "collect": "page_text", "sources": "take_text decode_page", "corpus": "BadWords Rule Repair Extract FindLanguage "
+                                                                          "UrlFilter",
 }.items() for name in names.split()}
 
 def _full_name(x):
@@ -112,8 +143,10 @@ def without_modules(
 def _describe(x, above=()):
     "`describe_rule`, with the modules that hashes are taken over"
     if isinstance(x, (str, int, float, bool, type(None))): return x
-    if isinstance(x, (bytes, np.ndarray)): return hashlib.sha256(x if isinstance(x, bytes) else x.tobytes()).hexdigest()[:12]
-    if len(above) > 6 or id(x) in above or isinstance(x, type): return getattr(x, "__qualname__", type(x).__qualname__)     # (a function may call itself)
+    if isinstance(x, (bytes, np.ndarray)):
+        return hashlib.sha256(x if isinstance(x, bytes) else x.tobytes()).hexdigest()[:12]
+    # (a function may call itself)
+    if len(above) > 6 or id(x) in above or isinstance(x, type): return getattr(x, "__qualname__", type(x).__qualname__)
     inside = functools.partial(_describe, above=(*above, id(x)))
     if isinstance(x, re.Pattern): return [inside(x.pattern), x.flags]
     if isinstance(x, (list, tuple, set, frozenset)):
@@ -121,15 +154,30 @@ def _describe(x, above=()):
         return rows if len(rows) < 100 else hashlib.sha256(repr(rows).encode()).hexdigest()[:12]
     if isinstance(x, dict): return {str(k): inside(v) for k, v in x.items()}
     if isinstance(x, functools.partial): return [inside(x.func), inside(x.args), inside(x.keywords)]
-    if getattr(x, "__self__", None) is not None and hasattr(x, "__func__"): return [inside(x.__func__), inside(x.__self__)]         # a method
+    if getattr(x, "__self__", None) is not None and hasattr(x, "__func__"):
+        return [inside(x.__func__), inside(x.__self__)]  # a method
     if (code := getattr(x, "__code__", None)) is not None:
         if not ("<" in x.__qualname__ or x.__module__ == "__main__"): return _full_name(x)
-        refers = [c.cell_contents for c in x.__closure__ or ()] + [x.__globals__[n] for n in _names_of(code) if not isinstance(x.__globals__.get(n), (type, type(os), type(None)))]
+        refers = [c.cell_contents for c in x.__closure__ or ()] + [
+            x.__globals__[n]
+            for n in _names_of(code)
+            if not isinstance(x.__globals__.get(n), (type, type(os), type(None)))
+        ]
         return f"{x.__name__} {hashlib.sha256(repr([_mark_of(code), inside(refers), inside(x.__defaults__)]).encode()).hexdigest()[:12]}"
-    if hasattr(x, "state_dict"): return [type(x).__qualname__, getattr(x, "name_or_path", ""), sum(p.numel() for p in x.parameters())]   # a model
-    if hasattr(x, "get_vocab"): return [type(x).__qualname__, getattr(x, "name_or_path", ""), len(x.get_vocab())]                      # a tokenizer
-    if not hasattr(x, "__dict__"): return re.sub(" at 0x[0-9a-fA-F]+", "", repr(x))                                                   # a path, a date, a method of str
-    return [_full_name(type(x)), {k: inside(v) for k, v in sorted(getattr(x, "__dict__", {}).items()) if k not in ("stats", "notes") and not k.startswith("_")}]
+    if hasattr(x, "state_dict"):
+        return [type(x).__qualname__, getattr(x, "name_or_path", ""), sum(p.numel() for p in x.parameters())]  # a model
+    # a tokenizer
+    if hasattr(x, "get_vocab"): return [type(x).__qualname__, getattr(x, "name_or_path", ""), len(x.get_vocab())]
+    # a path, a date, a method of str
+    if not hasattr(x, "__dict__"): return re.sub(" at 0x[0-9a-fA-F]+", "", repr(x))
+    return [
+        _full_name(type(x)),
+        {
+            k: inside(v)
+            for k, v in sorted(getattr(x, "__dict__", {}).items())
+            if k not in ("stats", "notes") and not k.startswith("_")
+        },
+    ]
 
 # %% ../../nbs/05_data/09_steps.ipynb #43f60fe6
 def describe_rule(
@@ -164,7 +212,8 @@ class Repair(Rule):
     def look(self, doc):
         "Rewrites the text."
         text = self.fn(doc.text)
-        if not isinstance(text, str): raise TypeError(f"repair {self.name!r} gave a {type(text).__name__}: expected a text")
+        if not isinstance(text, str):
+            raise TypeError(f"repair {self.name!r} gave a {type(text).__name__}: expected a text")
         if not text.strip(): return "nothing left"
         doc.text = text
 
@@ -199,7 +248,8 @@ class Together(Step):
         signatures:list, # of uint64 arrays, one a document, in the order of their ids
         texts:Callable,  # list of positions → list of texts
         rows:list,       # of dicts with id, source, language and what `label` names, same order
-    )->Iterator[tuple[int, str|list, int|None]]: # (position, why it goes or what `cut` needs, position of the one that stays)
+    # (position, why it goes or what `cut` needs, position of the one that stays)
+    )->Iterator[tuple[int, str|list, int|None]]:
         "Documents to drop, or to cut."
         raise NotImplementedError
     def cut(self, text:str, what:list)->str: # what: from `match`
@@ -238,7 +288,11 @@ class FindLanguage(Step):
         **where,                    # language, source of `Step`
     ):
         super().__init__("language", **where)
-        if isinstance(keep, str) or not 0 <= min_probability <= 1: raise ValueError(f"keep={keep!r}, min_probability={min_probability}: a tuple of codes and a number between 0 and 1 are needed")
+        if isinstance(keep, str) or not 0 <= min_probability <= 1:
+            raise ValueError(
+                f"keep={keep!r}, min_probability={min_probability}: a tuple of codes and a number between 0 and 1 are "
+                "needed"
+            )
         self.keep, self.min_probability = None if keep is None else tuple(keep), min_probability
     def look(self, doc):
         "The reason names the language."
@@ -259,8 +313,21 @@ def _url_lists():
     assets = importlib.resources.files("datatrove") / "assets"
     read = lambda text: {w for line in text.splitlines() if (w := line.strip()) and not line.startswith("#")}
     with importlib.resources.as_file(assets / "url_filterblacklistsv0_3_0.tar.gz") as path, tarfile.open(path) as tar:
-        blocked = np.sort(np.fromiter((xxhash.xxh64_intdigest(line.strip().lower()) for m in tar if m.isfile() for line in tar.extractfile(m)), np.uint64))   # 8 bytes each, not 100
-    words = [{re.sub(r"[^a-z0-9]+", "", w.lower()) for w in read((assets / f"{n}.txt").read_text())} - {""} for n in ("banned_words", "banned_subwords", "soft_banned_words")]
+        blocked = np.sort(
+            np.fromiter(
+                (
+                    xxhash.xxh64_intdigest(line.strip().lower())
+                    for m in tar
+                    if m.isfile()
+                    for line in tar.extractfile(m)
+                ),
+                np.uint64,
+            )
+        )  # 8 bytes each, not 100
+    words = [
+        {re.sub(r"[^a-z0-9]+", "", w.lower()) for w in read((assets / f"{n}.txt").read_text())} - {""}
+        for n in ("banned_words", "banned_subwords", "soft_banned_words")
+    ]
     return blocked, *words
 
 def _blocked(names, blocked):
@@ -287,7 +354,8 @@ class UrlFilter(Step):
         "What is wrong with the address."
         url = doc.metadata["url"].lower()
         host = re.sub(r"^[a-z+]+://|[/?#].*$", "", url).split("@")[-1].split(":")[0].split(".")
-        hosts = {".".join(host[n:]) for n in range(len(host))}                              # a.b.example.com, b.example.com, …: no suffix list is needed to look them up
+        # a.b.example.com, b.example.com, …: no suffix list is needed to look them up
+        hosts = {".".join(host[n:]) for n in range(len(host))}
         if hosts & self.domains: return "blocked domain"
         if not self.lists: return None
         blocked, hard, inside, soft = _url_lists()
@@ -305,7 +373,9 @@ class BadWords:
     def __init__(self, words): # words: list of str
         words = sorted({w.strip().lower() for w in words} - {""}, key=len, reverse=True)
         if not words: raise ValueError("words is empty: there is nothing to look for")
-        self.pattern = "|".join(re.escape(w) if re.search(r"[\u3040-\u9fff]", w) else rf"(?<!\w){re.escape(w)}(?!\w)" for w in words)
+        self.pattern = "|".join(
+            re.escape(w) if re.search(r"[\u3040-\u9fff]", w) else rf"(?<!\w){re.escape(w)}(?!\w)" for w in words
+        )
     def __call__(self, text:str)->str|None: # text: a document
         "`None` or the reason."
         return "bad words" if re.search(self.pattern, text.lower()) else None

@@ -26,18 +26,27 @@ def on_hidden(
     "Apply `change` to the hidden states of an output: a tensor, or the first of a tuple."
     if isinstance(output, Tensor): return change(output)
     if type(output) is tuple and output and isinstance(output[0], Tensor): return (change(output[0]), *output[1:])
-    raise TypeError(f"{where} returns a {type(output).__name__}; an adapter needs a tensor, or a tuple that begins with one: choose a module further inside")
+    raise TypeError(
+        f"{where} returns a {type(output).__name__}; an adapter needs a tensor, or a tuple that begins with one: "
+        "choose a module further inside"
+    )
 
 def _hidden_input(args, kwargs, where):
     "The hidden states that a module was called with"
     if args and isinstance(args[0], Tensor): return args[0]
     if not args and isinstance(x := kwargs.get("hidden_states"), Tensor): return x
-    raise TypeError(f"{where} is called with no hidden states, neither first nor as hidden_states=; choose another module")
+    raise TypeError(
+        f"{where} is called with no hidden states, neither first nor as hidden_states=; choose another module"
+    )
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #48b5f2b0
 def _widths(model, role, name, module):
     "(in, out): widths of the hidden states that a module reads and returns"
-    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)): raise TypeError(f"{name} is a {type(module).__name__}, which is never called, so nothing would run there; choose what it holds, such as {name}.*")
+    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        raise TypeError(
+            f"{name} is a {type(module).__name__}, which is never called, so nothing would run there; choose what it "
+            f"holds, such as {name}.*"
+        )
     if shape := matrix_shape(module): return shape
     own = [p for p in module._parameters.values() if p is not None]
     if own and all(p.ndim == 1 for p in own): return (own[0].shape[0],) * 2                       # a norm
@@ -50,7 +59,11 @@ def _widths(model, role, name, module):
             if w is not None and w.ndim == 3 and f"{n}.{k}" in role: shapes[f"{n}.{k}"] = expert_shape(w, m)
     first = [shapes[n] for n in below if n in shapes and role[n] in ("q", "qkv", "gate", "up", "gate_up")]
     last = [shapes[n] for n in below if n in shapes and role[n] in ("o", "down")]
-    if not shapes: raise TypeError(f"{name} is a {type(module).__name__} without a weight matrix, so the width of its hidden states is unknown; choose another module")
+    if not shapes:
+        raise TypeError(
+            f"{name} is a {type(module).__name__} without a weight matrix, so the width of its hidden states is "
+            "unknown; choose another module"
+        )
     every = list(shapes.values())
     return (first or every)[0][0], (last or every)[-1][1]
 
@@ -59,19 +72,36 @@ def _kind_of(module):
     for _, m in parts(module):
         if hasattr(m, "_bmlab_packed"): return {"dtype": torch.float32, "device": next(iter(m.buffers())).device}
         for p in m._parameters.values():
-            if p is not None: return {"dtype": p.dtype if p.is_floating_point() and p.dtype.itemsize > 1 else torch.float32, "device": p.device}   # (not eight bits)
+            if p is not None:
+                return {
+                    "dtype": p.dtype if p.is_floating_point() and p.dtype.itemsize > 1 else torch.float32,
+                    "device": p.device,
+                }  # (not eight bits)
     return {"dtype": torch.float32, "device": None}
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #49dac559
-_ACTIVATIONS = {"gelu_new": functools.partial(F.gelu, approximate="tanh"), "gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swish": F.silu,
-                "tanh": torch.tanh, "leaky_relu": F.leaky_relu, "linear": lambda x: x}
+_ACTIVATIONS = {
+    "gelu_new": functools.partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "tanh": torch.tanh,
+    "leaky_relu": F.leaky_relu,
+    "linear": lambda x: x,
+}
 
 def _check_numbers(activation, init, **whole):
     "Raise for an unknown activation or init, and for numbers that are not whole and positive; None is left out"
-    if activation not in _ACTIVATIONS: raise ValueError(f"activation={activation!r}{did_you_mean(activation, _ACTIVATIONS)}; known: {', '.join(_ACTIVATIONS)}")
-    if init not in ("identity", "opendelta"): raise ValueError(f"init={init!r}: 'identity' (the model starts unchanged) or 'opendelta'")
+    if activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"activation={activation!r}{did_you_mean(activation, _ACTIVATIONS)}; known: {', '.join(_ACTIVATIONS)}"
+        )
+    if init not in ("identity", "opendelta"):
+        raise ValueError(f"init={init!r}: 'identity' (the model starts unchanged) or 'opendelta'")
     for k, v in whole.items():
-        if v is not None and (not isinstance(v, int) or isinstance(v, bool) or v < 1): raise ValueError(f"{k}={v!r}: a whole number, 1 or more, is needed")
+        if v is not None and (not isinstance(v, int) or isinstance(v, bool) or v < 1):
+            raise ValueError(f"{k}={v!r}: a whole number, 1 or more, is needed")
 
 class BottleneckSite(Site):
     "s · up(f(down(h))) added to the hidden states h that a module returns; subclasses say what `down` and `up` are."
@@ -84,7 +114,14 @@ class BottleneckSite(Site):
         where:str,       # the module's name, for messages
     ):
         super().__init__()
-        self.width, self.bottleneck, self.out_width, self.activation, self.init, self.where = width, bottleneck, out_width, activation, init, where
+        self.width, self.bottleneck, self.out_width, self.activation, self.init, self.where = (
+            width,
+            bottleneck,
+            out_width,
+            activation,
+            init,
+            where,
+        )
         self.scale = 1.0
     def down(self, x)->Tensor: raise NotImplementedError(f"{type(self).__name__}.down")   # (…, d) → (…, b)
     def up(self, h)->Tensor: raise NotImplementedError(f"{type(self).__name__}.up")       # (…, b) → (…, d')
@@ -92,7 +129,11 @@ class BottleneckSite(Site):
         x:Tensor, # (…, d), any float type
     )->Tensor:    # (…, d'), in the type of the parameters
         "What is added to the hidden states."
-        if x.shape[-1] != self.width: raise ValueError(f"the hidden states of {self.where} are {x.shape[-1]} wide, its adapter {self.width}; choose another module")
+        if x.shape[-1] != self.width:
+            raise ValueError(
+                f"the hidden states of {self.where} are {x.shape[-1]} wide, its adapter {self.width}; choose another "
+                "module"
+            )
         y = self.up(_ACTIVATIONS[self.activation](self.down(x.to(self.up_bias.dtype))))
         return y if not isinstance(self.scale, Tensor) and self.scale == 1 else y * self.scale
     def around(self, call, *args, **kwargs):
@@ -114,36 +155,56 @@ class AdapterSite(BottleneckSite):
         **kw,                     # dtype and device of the parameters
     ):
         super().__init__(width, bottleneck, width if out_width is None else out_width, activation, init, where)
-        self.down_weight, self.down_bias = nn.Parameter(torch.empty(bottleneck, width, **kw)), nn.Parameter(torch.empty(bottleneck, **kw))
-        self.up_weight, self.up_bias = nn.Parameter(torch.empty(self.out_width, bottleneck, **kw)), nn.Parameter(torch.empty(self.out_width, **kw))
+        self.down_weight, self.down_bias = (
+            nn.Parameter(torch.empty(bottleneck, width, **kw)),
+            nn.Parameter(torch.empty(bottleneck, **kw)),
+        )
+        self.up_weight, self.up_bias = (
+            nn.Parameter(torch.empty(self.out_width, bottleneck, **kw)),
+            nn.Parameter(torch.empty(self.out_width, **kw)),
+        )
         self.scale = nn.Parameter(torch.empty(1, **kw)) if scale == "learned" else scale
         self.reset_parameters()
     def reset_parameters(self):
         nn.init.normal_(self.down_weight, std=0.01)
         if self.init == "identity": nn.init.zeros_(self.up_weight)
         else: nn.init.normal_(self.up_weight, std=0.01)
-        nn.init.zeros_(self.down_bias); nn.init.zeros_(self.up_bias)
+        nn.init.zeros_(self.down_bias)
+        nn.init.zeros_(self.up_bias)
         if isinstance(self.scale, Tensor): nn.init.ones_(self.scale)
     def down(self, x): return F.linear(x, self.down_weight, self.down_bias)
     def up(self, h): return F.linear(h, self.up_weight, self.up_bias)
     def tensors(self):
         scale = {"adapter_scale": self.scale} if isinstance(self.scale, Tensor) else {}
-        return {"adapter_down.weight": self.down_weight, "adapter_down.bias": self.down_bias, "adapter_up.weight": self.up_weight, "adapter_up.bias": self.up_bias, **scale}
+        return {
+            "adapter_down.weight": self.down_weight,
+            "adapter_down.bias": self.down_bias,
+            "adapter_up.weight": self.up_weight,
+            "adapter_up.bias": self.up_bias,
+            **scale,
+        }
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #2f2c3710
-_COMMON = {"peft_type", "base_model_name_or_path", "inference_mode", "target_modules", "task_type"}   # fields of every adapter_config.json
+# fields of every adapter_config.json
+_COMMON = {"peft_type", "base_model_name_or_path", "inference_mode", "target_modules", "task_type"}
 
 def fill(
     sites:dict,   # module → site
     tensors:dict, # module → {tensor name: tensor}
 ):
     "Copy the tensors of a file into the sites; names and shapes must be exactly theirs, or nothing is changed."
-    if missing := tensors.keys() ^ sites.keys(): raise KeyError(f"the file and the model differ in modules: {sorted(missing)[:4]}")
+    if missing := tensors.keys() ^ sites.keys():
+        raise KeyError(f"the file and the model differ in modules: {sorted(missing)[:4]}")
     for n, site in sites.items():
         own = site.tensors()
-        if own.keys() != tensors[n].keys(): raise KeyError(f"{n}: expected tensors {sorted(own)}, the file holds {sorted(tensors[n])}")
+        if own.keys() != tensors[n].keys():
+            raise KeyError(f"{n}: expected tensors {sorted(own)}, the file holds {sorted(tensors[n])}")
         for k, t in tensors[n].items():
-            if t.shape != own[k].shape: raise ValueError(f"{n}.{k}: the file holds {tuple(t.shape)}, the model needs {tuple(own[k].shape)}; another backbone or width?")
+            if t.shape != own[k].shape:
+                raise ValueError(
+                    f"{n}.{k}: the file holds {tuple(t.shape)}, the model needs {tuple(own[k].shape)}; another "
+                    "backbone or width?"
+                )
     with torch.no_grad():
         for n, site in sites.items():
             for k, t in site.tensors().items(): t.copy_(tensors[n][k])
@@ -156,19 +217,30 @@ class FieldDelta(Delta):
     def config(self)->dict:
         mine = {n for n, s in self.sites.items() if s.tensors()}
         others = {_shape(n) for n, _ in parts(self.model) if n not in mine}
-        return {"peft_type": self.kind.upper(), **{k: getattr(self, k) for k in self.fields}, "all_of": sorted({_shape(n) for n in mine} - others)}
+        return {
+            "peft_type": self.kind.upper(),
+            **{k: getattr(self, k) for k in self.fields},
+            "all_of": sorted({_shape(n) for n in mine} - others),
+        }
     @classmethod
     def from_config(cls, model, config, tensors):
         "A delta from a file that `save` wrote; an unknown or missing field is an error."
         odd = {k: v for k, v in config.items() if k not in _COMMON and k not in (*cls.fields, *cls.understood)}
         if odd: raise ValueError(f"the file's configuration has fields unknown to {cls.__name__}: {odd}")
         missing = [n for n, _ in parts(model) if n not in tensors and _shape(n) in config.get("all_of", ())]
-        if missing: raise KeyError(f"the file was saved for all modules like {missing[0]}, but holds nothing for this one ({len(missing)} such); was it a backbone of fewer layers?")
+        if missing:
+            raise KeyError(
+                f"the file was saved for all modules like {missing[0]}, but holds nothing for this one ({len(missing)} "
+                "such); was it a backbone of fewer layers?"
+            )
         given = {k: config[k] for k in cls.fields if k in config}
-        dtype = next((t.dtype for own in tensors.values() for t in own.values()), None)     # as it was trained, whatever the backbone's
+        # as it was trained, whatever the backbone's
+        dtype = next((t.dtype for own in tensors.values() for t in own.values()), None)
         d = cls(model, **given, **cls._where(config, tensors), dtype=dtype)
         try: fill({n: s for n, s in d.sites.items() if s.tensors()}, tensors)
-        except Exception: deltas(model).forget(d.name); raise
+        except Exception:
+            deltas(model).forget(d.name)
+            raise
         return d
     @classmethod
     def _where(cls, config, tensors): return {"modules": dict.fromkeys(tensors)}
@@ -178,14 +250,16 @@ class _Bottlenecks(FieldDelta):
     "What the four kinds of adapter share"
     default_roles = ("o", "down")
     def _default(self):
-        modules = dict(parts(self.model))                                                         # experts stacked in one tensor: after all of them
+        # experts stacked in one tensor: after all of them
+        modules = dict(parts(self.model))
         return dict.fromkeys(n if n in modules else n.rpartition(".")[0] for n in super()._default())
     @functools.cached_property
     def _role(self): return roles(self.model)
     def _inner(self, name, width):
         "The inner width at one module"
         if self.reduction_factor is None: return self.bottleneck
-        if width < self.reduction_factor: raise ValueError(f"reduction_factor={self.reduction_factor}: {name} is only {width} wide")
+        if width < self.reduction_factor:
+            raise ValueError(f"reduction_factor={self.reduction_factor}: {name} is only {width} wide")
         return width // self.reduction_factor
     def _like(self, module): return _kind_of(module) | ({"dtype": self.dtype} if self.dtype else {})
 
@@ -197,7 +271,8 @@ class Adapter(_Bottlenecks):
         bottleneck:int=24,                # inner width
         modules:str|list|None=None,       # after which: a pattern, a list, a picker; None: by `place`
         exclude:str|list|None=None,       # dropped from `modules`
-        place:str="houlsby",              # with modules=None: "houlsby" after attention and feed-forward, "pfeiffer" after the feed-forward
+        place:str="houlsby",              # with modules=None: "houlsby" after attention and feed-forward, "pfeiffer"
+                                          # after the feed-forward
         reduction_factor:int|None=None,   # instead of `bottleneck`: width // reduction_factor
         activation:str="gelu_new",        # gelu_new, gelu, relu, silu, swish, tanh, leaky_relu, linear
         init:str="identity",              # "identity": up is zero; "opendelta": both N(0, 0.01)
@@ -208,14 +283,24 @@ class Adapter(_Bottlenecks):
     ):
         _check_numbers(activation, init, bottleneck=bottleneck, reduction_factor=reduction_factor)
         if place not in ("houlsby", "pfeiffer"): raise ValueError(f"place={place!r}: 'houlsby' or 'pfeiffer'")
-        if scale != "learned" and not isinstance(scale, numbers.Real): raise ValueError(f"scale={scale!r}: a number or 'learned'")
-        self.bottleneck, self.reduction_factor, self.activation, self.init, self.scale, self.dtype = bottleneck, reduction_factor, activation, init, scale, dtype
+        if scale != "learned" and not isinstance(scale, numbers.Real):
+            raise ValueError(f"scale={scale!r}: a number or 'learned'")
+        self.bottleneck, self.reduction_factor, self.activation, self.init, self.scale, self.dtype = (
+            bottleneck,
+            reduction_factor,
+            activation,
+            init,
+            scale,
+            dtype,
+        )
         if place == "pfeiffer": self.default_roles = ("down",)
         super().__init__(model, modules, exclude, name, share=share)
     def make_site(self, name, module):
         "Two matrices of the width of what the module returns."
         _, d = _widths(self.model, self._role, name, module)
-        return AdapterSite(d, self._inner(name, d), None, self.activation, self.init, name, self.scale, **self._like(module))
+        return AdapterSite(
+            d, self._inner(name, d), None, self.activation, self.init, name, self.scale, **self._like(module)
+        )
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #f50b401f
 class _Box:
@@ -227,7 +312,9 @@ class _Box:
 class NoteSite(Site):
     "Notes what a module is called with, for the parallel adapter that adds its share further on."
     combines = "add"
-    def __init__(self, box, where): super().__init__(); self.box, self.where = box, where
+    def __init__(self, box, where):
+        super().__init__()
+        self.box, self.where = box, where
     def around(self, call, *args, **kwargs):
         self.box.x = _hidden_input(args, kwargs, self.where)
         return call(*args, **kwargs)
@@ -241,7 +328,10 @@ class BesideSite(AdapterSite):
         if self.box is None: x = _hidden_input(args, kwargs, self.where)
         else:
             x, self.box.x = self.box.x, None
-            if x is None: raise RuntimeError(f"{self.where} ran before the module whose input its parallel adapter reads; give other pairs=")
+            if x is None:
+                raise RuntimeError(
+                    f"{self.where} ran before the module whose input its parallel adapter reads; give other pairs="
+                )
         return on_hidden(call(*args, **kwargs), lambda h: h + self.change(x).to(h.dtype), self.where)
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #4c61f3dc
@@ -251,8 +341,11 @@ def _beside(model):
     attention, ffn = ("q", "k", "v", "qkv", "o"), ("gate", "up", "gate_up", "down")
     for name, r in role.items():
         if r not in ("o", "down"): continue
-        begins, foreign, path, first = (("q", "qkv"), ffn, name, None) if r == "o" else (("gate", "up", "gate_up"), attention, name, None)
-        while path and first is None:                                                              # outwards, to the first module that holds both ends
+        begins, foreign, path, first = (
+            (("q", "qkv"), ffn, name, None) if r == "o" else (("gate", "up", "gate_up"), attention, name, None)
+        )
+        # outwards, to the first module that holds both ends
+        while path and first is None:
             path = path.rpartition(".")[0]
             below = {n: x for n, x in role.items() if n.startswith(path + ".") or not path}
             first = next((n for n, x in below.items() if x in begins), None)
@@ -268,7 +361,11 @@ def _paired(model, pairs):
     found = lambda pattern: list(resolve(model, {pattern: None} if pattern in names else pattern))
     for adds, reads in pairs.items():
         a, b = found(adds), found(reads)
-        if len(a) != len(b): raise ValueError(f"pairs: {adds!r} is {len(a)} modules, such as {a[0]}, but {reads!r} is {len(b)}, such as {b[0]}; they must go in twos")
+        if len(a) != len(b):
+            raise ValueError(
+                f"pairs: {adds!r} is {len(a)} modules, such as {a[0]}, but {reads!r} is {len(b)}, such as {b[0]}; they "
+                "must go in twos"
+            )
         out |= dict(zip(a, b))
     return out
 
@@ -278,9 +375,11 @@ class ParallelAdapter(Adapter):
     def __init__(self,
         model:nn.Module,                  # the backbone
         bottleneck:int=24,                # inner width
-        modules:str|list|None=None,       # beside which, from their input to their output; None: attention and feed-forward, if no pairs= are given
+        modules:str|list|None=None,       # beside which, from their input to their output; None: attention and feed-
+                                          # forward, if no pairs= are given
         exclude:str|list|None=None,       # dropped from `modules` and `pairs`
-        pairs:dict|None=None,             # {pattern of modules whose output is changed: pattern of as many whose input is read}
+        pairs:dict|None=None,             # {pattern of modules whose output is changed: pattern of as many whose input
+                                          # is read}
         reduction_factor:int|None=None,   # instead of `bottleneck`: width // reduction_factor
         activation:str="gelu_new",        # as in `Adapter`
         init:str="identity",              # as in `Adapter`
@@ -289,40 +388,66 @@ class ParallelAdapter(Adapter):
         name:str|None=None,               # None: "parallel_adapter", …
         share:str|None=None,              # "layers": one parameter set for sites that are alike
     ):
-        reads = _beside(model) if modules is None and pairs is None else {n: n for n in resolve(model, modules)} if modules is not None else {}
+        reads = (
+            _beside(model)
+            if modules is None and pairs is None
+            else {n: n for n in resolve(model, modules)}
+            if modules is not None
+            else {}
+        )
         if pairs: reads |= _paired(model, pairs)
-        if not reads: raise LookupError(f"{type(model).__name__} has no attention or feed-forward that can be told by its names; name modules= or pairs= yourself")
+        if not reads:
+            raise LookupError(
+                f"{type(model).__name__} has no attention or feed-forward that can be told by its names; name modules= "
+                "or pairs= yourself"
+            )
         kept = resolve(model, dict.fromkeys([*reads, *reads.values()]), exclude)
         self.reads = {a: b for a, b in reads.items() if a in kept and b in kept}
         noted = [b for a, b in self.reads.items() if a != b]
-        if twice := {b for b in noted if b in self.reads or noted.count(b) > 1}: raise ValueError(f"pairs: {sorted(twice)[0]} is in two pairs; one parallel adapter per module and delta")
+        if twice := {b for b in noted if b in self.reads or noted.count(b) > 1}:
+            raise ValueError(f"pairs: {sorted(twice)[0]} is in two pairs; one parallel adapter per module and delta")
         self._boxes = {a: _Box() for a, b in self.reads.items() if a != b}
         both = dict.fromkeys([*self.reads, *self.reads.values()])
-        super().__init__(model, bottleneck, both, None, "houlsby", reduction_factor, activation, init, scale, dtype, name, share)
+        super().__init__(
+            model, bottleneck, both, None, "houlsby", reduction_factor, activation, init, scale, dtype, name, share
+        )
     def make_site(self, name, module):
         "An adapter where output is changed; a note of the input where it is read elsewhere."
-        if name not in self.reads: return NoteSite(self._boxes[next(a for a, b in self.reads.items() if b == name)], name)
+        if name not in self.reads:
+            return NoteSite(self._boxes[next(a for a, b in self.reads.items() if b == name)], name)
         source = dict(parts(self.model))[self.reads[name]]
-        i, o = _widths(self.model, self._role, self.reads[name], source)[0], _widths(self.model, self._role, name, module)[1]
-        site = BesideSite(i, self._inner(name, i), o, self.activation, self.init, name, self.scale, **self._like(module))
+        i, o = (
+            _widths(self.model, self._role, self.reads[name], source)[0],
+            _widths(self.model, self._role, name, module)[1],
+        )
+        site = BesideSite(
+            i, self._inner(name, i), o, self.activation, self.init, name, self.scale, **self._like(module)
+        )
         site.box = self._boxes.get(name)
         return site
-    def config(self)->dict: return super().config() | {"target_modules": sorted(self.reads), "pairs": {a: b for a, b in self.reads.items() if a != b}}
+    def config(self)->dict:
+        return super().config() | {
+            "target_modules": sorted(self.reads),
+            "pairs": {a: b for a, b in self.reads.items() if a != b},
+        }
     @classmethod
     def _where(cls, config, tensors):
         pairs = config.get("pairs") or {}
         return {"modules": dict.fromkeys(n for n in tensors if n not in pairs) or None, "pairs": pairs}
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #3a2e1994
-def _glorot(t): return nn.init.xavier_uniform_(t, gain=math.sqrt(2)) if t.ndim == 2 else [_glorot(s) for s in t.detach()]
+def _glorot(t):
+    return nn.init.xavier_uniform_(t, gain=math.sqrt(2)) if t.ndim == 2 else [_glorot(s) for s in t.detach()]
 
 class _ThinSite(BottleneckSite):
     "Each matrix is made of two thin ones, left and right"
     def _thin(self, part, left, right, out, **kw):
-        for k, shape in (("left", left), ("right", right), ("bias", (out,))): self.register_parameter(f"{part}_{k}", nn.Parameter(torch.empty(shape, **kw)))
+        for k, shape in (("left", left), ("right", right), ("bias", (out,))):
+            self.register_parameter(f"{part}_{k}", nn.Parameter(torch.empty(shape, **kw)))
     def reset_parameters(self):
         for t in (self.down_left, self.down_right, self.up_left, self.up_right): _glorot(t)
-        nn.init.zeros_(self.down_bias); nn.init.zeros_(self.up_bias)
+        nn.init.zeros_(self.down_bias)
+        nn.init.zeros_(self.up_bias)
         if self.init == "identity": nn.init.zeros_(self.up_right)
 
 class LowRankSite(_ThinSite):
@@ -337,7 +462,8 @@ class LowRankSite(_ThinSite):
         **kw,                     # dtype and device of the parameters
     ):
         super().__init__(width, bottleneck, width, activation, init, where)
-        for part, i, o in (("down", width, bottleneck), ("up", bottleneck, width)): self._thin(part, (i, r), (r, o), o, **kw)
+        for part, i, o in (("down", width, bottleneck), ("up", bottleneck, width)):
+            self._thin(part, (i, r), (r, o), o, **kw)
         self.reset_parameters()
     def down(self, x): return x @ self.down_left @ self.down_right + self.down_bias
     def up(self, h): return h @ self.up_left @ self.up_right + self.up_bias
@@ -355,13 +481,21 @@ class LowRankAdapter(_Bottlenecks):
         exclude:str|list|None=None,       # dropped from `modules`
         bottleneck:int|None=None,         # inner width, instead of `reduction_factor`
         activation:str="gelu_new",        # as in `Adapter`
-        init:str="identity",              # "identity": the last factor is zero; "opendelta": it is drawn like the others
+        init:str="identity",              # "identity": the last factor is zero; "opendelta": it is drawn like the
+                                          # others
         dtype:torch.dtype|None=None,      # of the parameters; None: the module's, float32 on packed layers
         name:str|None=None,               # None: "low_rank_adapter", …
         share:str|None=None,              # "layers": one parameter set for sites that are alike
     ):
         _check_numbers(activation, init, r=r, reduction_factor=reduction_factor, bottleneck=bottleneck)
-        self.r, self.reduction_factor, self.bottleneck, self.activation, self.init, self.dtype = r, None if bottleneck else reduction_factor, bottleneck, activation, init, dtype
+        self.r, self.reduction_factor, self.bottleneck, self.activation, self.init, self.dtype = (
+            r,
+            None if bottleneck else reduction_factor,
+            bottleneck,
+            activation,
+            init,
+            dtype,
+        )
         super().__init__(model, modules, exclude, name, share=share)
     def make_site(self, name, module):
         "Four thin matrices of the width of what the module returns."
@@ -403,11 +537,16 @@ class CompacterSite(_ThinSite):
     def reset_parameters(self):
         for t in dict.fromkeys((self.down_rule, self.up_rule)): nn.init.normal_(t, std=0.01)
         super().reset_parameters()
-    def down(self, x): return F.linear(x, kronecker_sum(self.down_rule, self.down_left, self.down_right).T, self.down_bias)
+    def down(self, x):
+        return F.linear(x, kronecker_sum(self.down_rule, self.down_left, self.down_right).T, self.down_bias)
     def up(self, h): return F.linear(h, kronecker_sum(self.up_rule, self.up_left, self.up_right).T, self.up_bias)
     def tensors(self):
         own = {f"compacter_{k.replace('_', '.')}": p for k, p in self.named_parameters(remove_duplicate=False)}
-        return {k: p for k, p in own.items() if not k.endswith("rule")} | {"compacter_rule": self.down_rule} if self.one_rule else own
+        return (
+            {k: p for k, p in own.items() if not k.endswith("rule")} | {"compacter_rule": self.down_rule}
+            if self.one_rule
+            else own
+        )
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #92d1c5d5
 class Compacter(_Bottlenecks):
@@ -423,20 +562,32 @@ class Compacter(_Bottlenecks):
         shared_rule:bool=False,           # the Aᵢ of all matrices of all sites are the same
         bottleneck:int|None=None,         # inner width, instead of `reduction_factor`
         activation:str="gelu_new",        # as in `Adapter`
-        init:str="identity",              # "identity": the last factor is zero; "opendelta": it is drawn like the others
+        init:str="identity",              # "identity": the last factor is zero; "opendelta": it is drawn like the
+                                          # others
         dtype:torch.dtype|None=None,      # of the parameters; None: the module's, float32 on packed layers
         name:str|None=None,               # None: "compacter", …
         share:str|None=None,              # "layers": one parameter set for sites that are alike
     ):
         _check_numbers(activation, init, n=n, r=r, reduction_factor=reduction_factor, bottleneck=bottleneck)
-        self.n, self.r, self.shared_rule, self.activation, self.init, self.dtype = n, r, shared_rule, activation, init, dtype
+        self.n, self.r, self.shared_rule, self.activation, self.init, self.dtype = (
+            n,
+            r,
+            shared_rule,
+            activation,
+            init,
+            dtype,
+        )
         self.reduction_factor, self.bottleneck, self._rules = None if bottleneck else reduction_factor, bottleneck, {}
         super().__init__(model, modules, exclude, name, share=share)
     def make_site(self, name, module):
         "Rules and thin matrices of the width of what the module returns."
         _, d = _widths(self.model, self._role, name, module)
         b = self._inner(name, d)
-        if d % self.n or b % self.n: raise ValueError(f"n={self.n} divides not both the width {d} of {name} and the inner width {b}; give another n, or bottleneck={max(self.n, b - b % self.n)}")
+        if d % self.n or b % self.n:
+            raise ValueError(
+                f"n={self.n} divides not both the width {d} of {name} and the inner width {b}; give another n, or "
+                f"bottleneck={max(self.n, b - b % self.n)}"
+            )
         like = self._like(module)
         if self.shared_rule: self._rules.setdefault((), nn.Parameter(torch.empty(self.n, self.n, self.n, **like)))
         return CompacterSite(d, b, self.activation, self.init, name, self.n, self.r, self._rules.get(()), **like)
@@ -450,6 +601,7 @@ class Compacter(_Bottlenecks):
         out = super().read(tensors, model, config, dir)
         if config.get("shared_rule"):
             rules = [own["compacter_rule"] for own in out.values() if "compacter_rule" in own]
-            if not rules or not all(torch.equal(r, rules[0]) for r in rules): raise KeyError(f"{dir}: one compacter_rule is expected with shared_rule, the file holds {len(rules)}")
+            if not rules or not all(torch.equal(r, rules[0]) for r in rules):
+                raise KeyError(f"{dir}: one compacter_rule is expected with shared_rule, the file holds {len(rules)}")
             for own in out.values(): own["compacter_rule"] = rules[0]
         return out

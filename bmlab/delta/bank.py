@@ -31,31 +31,38 @@ class Route:
         slots:list, # each row's place in the stacks; 0 for None
     ):
         self.users, self.slots, self.plans, self.ready = tuple(users), tuple(slots), {}, {}
-        self.size = math.gcd(*(len(list(rows)) for _, rows in itertools.groupby(slots))) if slots else 0   # rows that go together
-        self.groups = self.slots[::self.size] if slots else ()                                           # a slot per group
+        # rows that go together
+        self.size = math.gcd(*(len(list(rows)) for _, rows in itertools.groupby(slots))) if slots else 0
+        # a slot per group
+        self.groups = self.slots[::self.size] if slots else ()
     def owners(self, device):
         "The users, each once, and which of them each row's is, one past the end for None"
         if device not in self.plans:
             users = list(dict.fromkeys(u for u in self.users if u is not None))
             place = {u: i for i, u in enumerate(users)}
-            with torch.inference_mode(False): self.plans[device] = users, torch.tensor([place.get(u, len(users)) for u in self.users], device=device)
+            with torch.inference_mode(False):
+                self.plans[device] = users, torch.tensor([place.get(u, len(users)) for u in self.users], device=device)
         return self.plans[device]
     def __len__(self): return len(self.users)
-    def __repr__(self): return f"Route of {len(self)} rows: {', '.join(str(u) for u in self.users[:8])}{', …' if len(self) > 8 else ''}"
+    def __repr__(self):
+        return f"Route of {len(self)} rows: {', '.join(str(u) for u in self.users[:8])}{', …' if len(self) > 8 else ''}"
 
 # %% ../../nbs/30_delta/09_bank.ipynb #39ca40a4
 _open = contextvars.ContextVar("bmlab_routes", default={})     # bank's key → route, replaced whole
-_again = threading.local()                                       # in a backward: its number, and the routes of what it took out last
+# in a backward: its number, and the routes of what it took out last
+_again = threading.local()
 
 class _Key:
     "What a bank and its sites know each other by; copied with them"
-    def __init__(self): self.slots, self.epoch, self.sharded, self.plans = {}, 0, False, {}     # user → slot; how often users came or went; has FSDP taken the parameters?
+    # user → slot; how often users came or went; has FSDP taken the parameters?
+    def __init__(self): self.slots, self.epoch, self.sharded, self.plans = {}, 0, False, {}
     def __getstate__(self): return {**self.__dict__, "plans": {}}
     def plan(self, here, device):
         "The plan of a route that was seen before, or a new one"
         if (plan := self.plans.get((here, device))) is None:
             if len(self.plans) >= 64: self.plans.clear()
-            with torch.inference_mode(False): plan = self.plans[here, device] = _Plan(here, device)   # its numbers may serve a backward later
+            # its numbers may serve a backward later
+            with torch.inference_mode(False): plan = self.plans[here, device] = _Plan(here, device)
         return plan
 
 def _route_of(key):
@@ -67,14 +74,16 @@ def _route_of(key):
 @contextlib.contextmanager
 def _opened(key, route):
     routes = {**_open.get(), key: route}
-    below = torch._C._autograd._top_saved_tensors_default_hooks(True) if torch.is_grad_enabled() else None   # such as save_on_cpu: they go on working
+    # such as save_on_cpu: they go on working
+    below = torch._C._autograd._top_saved_tensors_default_hooks(True) if torch.is_grad_enabled() else None
     def pack(t): return routes, below[0](t) if below else t
     def unpack(kept):
         _again.task, _again.routes = torch._C._current_graph_task_id(), kept[0]
         return below[1](kept[1]) if below else kept[1]
     token = _open.set(routes)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if torch.is_grad_enabled() else contextlib.nullcontext(): yield route
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if torch.is_grad_enabled() else contextlib.nullcontext():
+            yield route
     finally: _open.reset(token)
 
 # %% ../../nbs/30_delta/09_bank.ipynb #f82432e8
@@ -82,9 +91,11 @@ class _Plan:
     "A route seen from a stack: which slot each group takes, and whose gradients come out"
     def __init__(self, here, device):
         self.here, self.n, self.cache = here, len(here), {}
-        self.users = sorted(set(here) - {0})                                                      # slots with parameters at this place
+        # slots with parameters at this place
+        self.users = sorted(set(here) - {0})
         self.index = torch.tensor(here, device=device)
-        self.first = here[0] if here == tuple(range(here[0], here[0] + len(here))) else None      # a slice of the stack will do
+        # a slice of the stack will do
+        self.first = here[0] if here == tuple(range(here[0], here[0] + len(here))) else None
         place = {s: i for i, s in enumerate(self.users)}
         owner = [place.get(s, len(place)) for s in here]
         self.owner = None if owner == list(range(len(place))) else torch.tensor(owner, device=device)
@@ -93,7 +104,10 @@ class _Plan:
         if not values or values.count(values[0]) == len(values): return values[0] if values else nobody
         if (values := (*values, nobody)) not in self.cache:
             place = {s: i for i, s in enumerate(self.users)}
-            with torch.inference_mode(False): self.cache[values] = torch.tensor([values[place.get(s, -1)] for s in self.here], device=self.index.device)[:, None, None]
+            with torch.inference_mode(False):
+                self.cache[values] = torch.tensor(
+                    [values[place.get(s, -1)] for s in self.here], device=self.index.device
+                )[:, None, None]
         return self.cache[values]
     def pick(self, W, like): # (n, …) in the type of `like`
         W = W.narrow(0, self.first, self.n) if self.first is not None else W.index_select(0, self.index)
@@ -108,11 +122,15 @@ class _Plan:
 class _Bmm:
     "All products as batched ones over the groups; weights are W (slots, R, D)"
     @staticmethod
-    def down(x, W, plan): return torch.bmm(x, plan.pick(W, x).transpose(1, 2))                       # (n, m, D) → (n, m, R)
+    # (n, m, D) → (n, m, R)
+    def down(x, W, plan): return torch.bmm(x, plan.pick(W, x).transpose(1, 2))
     @staticmethod
-    def up(h, W, plan, y=None): return torch.bmm(h, plan.pick(W, h)) if y is None else torch.baddbmm(y, h, plan.pick(W, h))   # (n, m, R) → (n, m, D)
+    # (n, m, R) → (n, m, D)
+    def up(h, W, plan, y=None):
+        return torch.bmm(h, plan.pick(W, h)) if y is None else torch.baddbmm(y, h, plan.pick(W, h))
     @staticmethod
-    def outer(h, x, plan): return plan.per_user(torch.bmm(h.transpose(1, 2), x))                  # (n, m, R), (n, m, D) → (users, R, D)
+    # (n, m, R), (n, m, D) → (users, R, D)
+    def outer(h, x, plan): return plan.per_user(torch.bmm(h.transpose(1, 2), x))
 
 # %% ../../nbs/30_delta/09_bank.ipynb #a33f9bfd
 class _Sorted:
@@ -130,7 +148,9 @@ class _Sorted:
     @staticmethod
     def down(x, W, plan):
         to, back, slots, ends, _ = _Sorted.sort(plan, x.shape[1])
-        return F.grouped_mm(x[to].flatten(0, 1), W[slots].to(x.dtype).transpose(1, 2), offs=ends).view(plan.n, x.shape[1], -1)[back]
+        return F.grouped_mm(x[to].flatten(0, 1), W[slots].to(x.dtype).transpose(1, 2), offs=ends).view(
+            plan.n, x.shape[1], -1
+        )[back]
     @staticmethod
     def up(h, W, plan, y=None):
         to, back, slots, ends, _ = _Sorted.sort(plan, h.shape[1])
@@ -147,7 +167,8 @@ class _Triton:
     @staticmethod
     def tiles(x, plan):
         from bmlab.kernels.triton_groups import GroupTiles
-        if ("tiles", x.shape[1]) not in plan.cache: plan.cache["tiles", x.shape[1]] = GroupTiles(plan.here, x.shape[1], x.device)
+        if ("tiles", x.shape[1]) not in plan.cache:
+            plan.cache["tiles", x.shape[1]] = GroupTiles(plan.here, x.shape[1], x.device)
         return plan.cache["tiles", x.shape[1]]
     @staticmethod
     def down(x, W, plan):
@@ -156,7 +177,9 @@ class _Triton:
     @staticmethod
     def up(h, W, plan, y=None):
         from bmlab.kernels.triton_groups import grouped_linear
-        return grouped_linear(h.flatten(0, 1), W.transpose(1, 2), _Triton.tiles(h, plan), None if y is None else y.flatten(0, 1)).view(plan.n, h.shape[1], -1)
+        return grouped_linear(
+            h.flatten(0, 1), W.transpose(1, 2), _Triton.tiles(h, plan), None if y is None else y.flatten(0, 1)
+        ).view(plan.n, h.shape[1], -1)
     @staticmethod
     def outer(h, x, plan):
         from bmlab.kernels.triton_groups import grouped_outer
@@ -174,7 +197,8 @@ def _shares(every, params, needs, up):
     return out
 
 def _unchanged(params, versions):
-    if [p._version for p in params] != versions: raise RuntimeError("a user's parameters were changed between forward and backward; step after backward")
+    if [p._version for p in params] != versions:
+        raise RuntimeError("a user's parameters were changed between forward and backward; step after backward")
 
 class _Grouped(torch.autograd.Function):
     "x Aᵀ (`up` False) or y + x B (`up` True) with each group's own matrix; the gradient of a matrix goes to its user's parameter"
@@ -210,7 +234,13 @@ class _Pair(torch.autograd.Function):
     def backward(ctx, g):
         (x, h), (A, B, ready, params, versions) = ctx.saved_tensors, ctx.rest
         _unchanged(params, versions)
-        plan, n, need, none, scaled = ready.plan, len(params) // 2, ctx.needs_input_grad, g.new_empty(()), dict(beta=0, alpha=ready.alpha)   # beta=0: `none` is never read
+        plan, n, need, none, scaled = (
+            ready.plan,
+            len(params) // 2,
+            ctx.needs_input_grad,
+            g.new_empty(()),
+            dict(beta=0, alpha=ready.alpha),
+        )  # beta=0: `none` is never read
         a, b, of_A, of_B, gx = need[5:5 + n], need[5 + n:], [None] * n, [None] * n, None
         if any(b): of_B = _shares(plan.per_user(torch.baddbmm(none, h.mT, g, **scaled)), params[n:], b, True)
         if need[0] or any(a):
@@ -223,14 +253,19 @@ class _Pair(torch.autograd.Function):
 # %% ../../nbs/30_delta/09_bank.ipynb #279144bd
 class _Stack:
     "The matrices of many users at one place, (slots, R, in) and (slots, R, out), with views of them as the users' parameters"
-    def __init__(self, form): self.pair, self.sites, self.A, self.B = form[:2], {}, None, None     # sites: slot → the user's own
+    # sites: slot → the user's own
+    def __init__(self, form): self.pair, self.sites, self.A, self.B = form[:2], {}, None, None
     def params(self, sites):
         "A's and B's of sites, as they are registered now"
         a, b = self.pair
         return [s._parameters[a] for s in sites], [s._parameters[b] for s in sites]
     def fits(self, slots):
         "Are the parameters of these users still the views?"
-        return self.A is not None and all(p.data_ptr() == start + s * step for ps, (start, step) in zip(self.params([self.sites[s] for s in slots]), self.place) for s, p in zip(slots, ps))
+        return self.A is not None and all(
+            p.data_ptr() == start + s * step
+            for ps, (start, step) in zip(self.params([self.sites[s] for s in slots]), self.place)
+            for s, p in zip(slots, ps)
+        )
     def make(self, dtype=None):
         "Stack anew; slots and ranks with room to grow"
         (As, Bs), slots = self.params(self.sites.values()), 1 << max(self.sites).bit_length()
@@ -241,11 +276,13 @@ class _Stack:
         for s, a, b in zip(self.sites, As, Bs): self.put(s, a, b)
     def put(self, slot, a, b):
         "Copy a user's pair into its slot and make the parameters views of it"
-        self.A[slot].zero_(); self.B[slot].zero_()
+        self.A[slot].zero_()
+        self.B[slot].zero_()
         for p, view in ((a, self.A[slot, :a.shape[0]]), (b, self.B[slot, :a.shape[0]].T)):
             p.grad = None
             p.data = view.copy_(p.detach())
-    def has_room(self, slot, a): return self.A is not None and slot < len(self.A) and a.shape[0] <= self.A.shape[1] and a.device == self.A.device
+    def has_room(self, slot, a):
+        return self.A is not None and slot < len(self.A) and a.shape[0] <= self.A.shape[1] and a.device == self.A.device
 
 # %% ../../nbs/30_delta/09_bank.ipynb #3ba064e2
 class _Form(NamedTuple):
@@ -261,9 +298,22 @@ def _form(name, site):
     "The form of a user's site; raises TypeError for one that a bank cannot hold"
     if type(site) is LoraSite and set(site._parameters) == {"A", "B"}: return _Form()
     if type(site) is AdapterSite or type(site) is BesideSite and site.box is None:
-        if isinstance(site.scale, Tensor): raise TypeError(f"the adapter on {name} learns its scale, which a bank cannot stack; make it with a fixed one")
-        return _Form("down_weight", "up_weight", "down_bias", "up_bias", site.activation, "output" if type(site) is AdapterSite else "input")
-    raise TypeError(f"{name} carries a {type(site).__name__}, which a bank cannot stack; it holds Lora without DoRA or slices, Adapter and ParallelAdapter beside one module")
+        if isinstance(site.scale, Tensor):
+            raise TypeError(
+                f"the adapter on {name} learns its scale, which a bank cannot stack; make it with a fixed one"
+            )
+        return _Form(
+            "down_weight",
+            "up_weight",
+            "down_bias",
+            "up_bias",
+            site.activation,
+            "output" if type(site) is AdapterSite else "input",
+        )
+    raise TypeError(
+        f"{name} carries a {type(site).__name__}, which a bank cannot stack; it holds Lora without DoRA or slices, "
+        "Adapter and ParallelAdapter beside one module"
+    )
 
 # %% ../../nbs/30_delta/09_bank.ipynb #894f37fa
 class _Users(Site):
@@ -298,7 +348,9 @@ class _Users(Site):
         for p in site.parameters(): p.data = p.detach().clone(memory_format=torch.contiguous_format)
         stack = self._stacks[form := _form("", site)]
         del stack.sites[slot]
-        if stack.sites: stack.A[slot].zero_(); stack.B[slot].zero_()
+        if stack.sites:
+            stack.A[slot].zero_()
+            stack.B[slot].zero_()
         else: del self._stacks[form]
         return site
     def _apply(self, fn, recurse=True):
@@ -313,13 +365,17 @@ class _Users(Site):
         self._stacks, self._ready = {}, {}
         for s, site in self.users.items(): self._stacks.setdefault(f := _form("", site), _Stack(f)).sites[int(s)] = site
         for stack in self._stacks.values():
-            if not any(p.is_meta or isinstance(p, DTensor) for s in stack.sites.values() for p in s.parameters()): stack.make()
+            if not any(p.is_meta or isinstance(p, DTensor) for s in stack.sites.values() for p in s.parameters()):
+                stack.make()
 
 # %% ../../nbs/30_delta/09_bank.ipynb #129d9a28
 def _whose(key):
     "The open route, or an error"
     if (route := _route_of(key)) is not None: return route
-    raise RuntimeError(f"this model has a bank of {len(key.slots)} users, and nobody said whose rows these are: with bank.route([user, …]): …, or with bank.off(): …")
+    raise RuntimeError(
+        f"this model has a bank of {len(key.slots)} users, and nobody said whose rows these are: with "
+        "bank.route([user, …]): …, or with bank.off(): …"
+    )
 
 def _drop(x, p):
     "Dropout with one rate, or one for each group"
@@ -333,7 +389,9 @@ def _bias(plan, sites, name, width):
 def _every_bias(plan, sites, name, width):
     "The same of sharded parameters: all users take part, as in `_whole`"
     rows = {s: F.pad(p, (0, width - len(p))) for s, site in sites.items() for p in [site._parameters[name]]}
-    return torch.stack([rows[s] if s in rows else torch.zeros_like(next(iter(rows.values()))) for s in range(max(rows) + 1)]).index_select(0, plan.index)[:, None]
+    return torch.stack(
+        [rows[s] if s in rows else torch.zeros_like(next(iter(rows.values()))) for s in range(max(rows) + 1)]
+    ).index_select(0, plan.index)[:, None]
 
 def _product(x, y, W, plan, ops, up, params):
     "x Aᵀ or y + x B, through `_Grouped` where the parameters are views of a stack and autograd is listening"
@@ -350,17 +408,42 @@ def _light(plan, A, B):
 class _Ready:
     "What a site of plain Loras needs for a route"
     def __init__(self, site, stack, plan, dtype):
-        self.stacks, self.epoch, self.stack, self.A, self.plan, self.dtype = site._stacks, site.key.epoch, stack, stack.A, plan, dtype
+        self.stacks, self.epoch, self.stack, self.A, self.plan, self.dtype = (
+            site._stacks,
+            site.key.epoch,
+            stack,
+            stack.A,
+            plan,
+            dtype,
+        )
         self.sites = [stack.sites[s] for s in plan.users]
-        self.scales, self.plain, self.params = [s.scale for s in self.sites], all(s.plain for s in self.sites), self.now()
+        self.scales, self.plain, self.params = (
+            [s.scale for s in self.sites],
+            all(s.plain for s in self.sites),
+            self.now(),
+        )
         scale = plan.numbers(self.scales, 1.0)
         self.factor, self.alpha = (scale.to(dtype), 1) if isinstance(scale, Tensor) else (None, scale)
-        self.views = (plan.pick(stack.A, stack.A), plan.pick(stack.B, stack.B)) if plan.first is not None and stack.A.dtype == dtype else None
-        self.least = 0 if _light(plan, stack.A, stack.B) or plan.n < 4 * (len(plan.users) + 1) or site.path == "bmm" else stack.A.shape[1] + 1     # as `_ops` judges
+        self.views = (
+            (plan.pick(stack.A, stack.A), plan.pick(stack.B, stack.B))
+            if plan.first is not None and stack.A.dtype == dtype
+            else None
+        )
+        self.least = (
+            0
+            if _light(plan, stack.A, stack.B) or plan.n < 4 * (len(plan.users) + 1) or site.path == "bmm"
+            else stack.A.shape[1] + 1
+        )  # as `_ops` judges
     def now(self): return list(itertools.chain(*self.stack.params(self.sites)))
     def fresh(self): return self.stack.fits(self.plan.users) and all(map(operator.is_, self.params, self.now()))
     def valid(self, site, dtype):
-        return self.stacks is site._stacks and self.epoch == site.key.epoch and self.A is self.stack.A and self.dtype is dtype and [s.scale for s in self.sites] == self.scales
+        return (
+            self.stacks is site._stacks
+            and self.epoch == site.key.epoch
+            and self.A is self.stack.A
+            and self.dtype is dtype
+            and [s.scale for s in self.sites] == self.scales
+        )
     def change(self, x, y, ours): # (n, m, in), (n, m, out), is y ours to write to? → (n, m, out)
         A, B = self.views or (self.plan.pick(self.A, x), self.plan.pick(self.stack.B, x))
         if torch.is_grad_enabled(): return _Pair.apply(x, y, A, B, self, *self.params)
@@ -373,9 +456,11 @@ class _Quick(_Users):
     "The short way of plain Loras"
     def _quick(self, route, call, x, y):
         "The output with plain Loras by the short way; None where the long one is needed"
-        if self.key.sharded or self.path not in ("auto", "bmm") or x.dtype is not y.dtype or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type): return None
+        if self.key.sharded or self.path not in ("auto", "bmm") or x.dtype is not y.dtype or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+            return None
         ready = route.ready.get(self)
-        if (ready is None or not ready.valid(self, x.dtype)) and (ready := self._get_ready(route, x)) is None: return None
+        if (ready is None or not ready.valid(self, x.dtype)) and (ready := self._get_ready(route, x)) is None:
+            return None
         n, shape = ready.plan.n, y.shape
         if shape[0] % len(route) or self.training and any([s.dropout for s in ready.sites]): return None
         if x.dim() != 3 or shape[0] != n: x, y = x.reshape(n, -1, x.shape[-1]), y.reshape(n, -1, shape[-1])
@@ -399,11 +484,16 @@ class BankSite(_Quick):
     "All users' deltas on one module: each row of its output gets its own user's."
     def around(self, call, *args, **kwargs):
         route, y = _whose(self.key), call(*args, **kwargs)
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and isinstance(y, Tensor) and (out := self._quick(route, call, args[0], y)) is not None: return out
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and isinstance(y, Tensor) and (out := self._quick(route, call, args[0], y)) is not None:
+            return out
         for form, stack in list(self._stacks.items()):
             x = args[0] if args and isinstance(args[0], Tensor) else _hidden_input(args, kwargs, "a module with a bank")
             if not (found := self._seen(stack, route, x.device)): continue
-            y = self._change(x, y, form, stack, route, *found) if isinstance(y, Tensor) else on_hidden(y, lambda h: self._change(x, h, form, stack, route, *found), "a module with a bank")
+            y = (
+                self._change(x, y, form, stack, route, *found)
+                if isinstance(y, Tensor)
+                else on_hidden(y, lambda h: self._change(x, h, form, stack, route, *found), "a module with a bank")
+            )
         return y
 
     def _seen(self, stack, route, device):
@@ -417,25 +507,43 @@ class BankSite(_Quick):
 
     def _change(self, x, y, form, stack, route, plan, sites):
         if form.reads == "output": x = y
-        if x.shape[0] % len(route): raise ValueError(f"{x.shape[0]} rows came to {type(self).__name__}, and the route is of {len(route)}; one user per row of the batch is needed")
+        if x.shape[0] % len(route):
+            raise ValueError(
+                f"{x.shape[0]} rows came to {type(self).__name__}, and the route is of {len(route)}; one user per row "
+                "of the batch is needed"
+            )
         auto = torch.is_autocast_enabled(x.device.type)
         if auto or form.f: x = x.to(stack.A.dtype if form.f else y.dtype)
-        x, rows, drop = x.reshape(plan.n, -1, x.shape[-1]), y.reshape(plan.n, -1, y.shape[-1]), plan.numbers([s.dropout for s in sites], 0.0) if self.training and not form.f else 0.0
+        x, rows, drop = (
+            x.reshape(plan.n, -1, x.shape[-1]),
+            y.reshape(plan.n, -1, y.shape[-1]),
+            plan.numbers([s.dropout for s in sites], 0.0) if self.training and not form.f else 0.0,
+        )
         if isinstance(drop, Tensor) or drop: x = _drop(x, drop)
-        with torch.autocast(x.device.type, enabled=False) if auto else contextlib.nullcontext(): return self._sum(x, rows, form, stack, plan, sites).view_as(y)
+        with torch.autocast(x.device.type, enabled=False) if auto else contextlib.nullcontext():
+            return self._sum(x, rows, form, stack, plan, sites).view_as(y)
 
     def _sum(self, x, y, form, stack, plan, sites):
         "(n, m, in), (n, m, out) → (n, m, out)"
         tape = torch.is_grad_enabled()
         As, Bs = stack.params(sites) if tape and not self.key.sharded else (None, None)
-        A, B = self._whole(form, stack) if self.key.sharded else (stack.A, stack.B)                # gathered just now, and autograd takes their gradients back
+        # gathered just now, and autograd takes their gradients back
+        A, B = self._whole(form, stack) if self.key.sharded else (stack.A, stack.B)
         ops, scale = self._ops(plan, x, A, B), plan.numbers([s.scale for s in sites], 1.0)
         h = _product(x, None, A, plan, ops, False, As)
-        bias = functools.partial(_every_bias, plan, stack.sites) if self.key.sharded else functools.partial(_bias, plan, sites)
+        bias = (
+            functools.partial(_every_bias, plan, stack.sites)
+            if self.key.sharded
+            else functools.partial(_bias, plan, sites)
+        )
         if form.f: h = _ACTIVATIONS[form.f](h + bias(form.a, h.shape[-1]))
         if isinstance(scale, Tensor): scale = scale.to(h.dtype)
         if isinstance(scale, Tensor) or scale != 1: h = h * scale
-        y = _product(h, y, B, plan, ops, True, Bs) if y.dtype == h.dtype else y + _product(h, None, B, plan, ops, True, Bs).to(y.dtype)
+        y = (
+            _product(h, y, B, plan, ops, True, Bs)
+            if y.dtype == h.dtype
+            else y + _product(h, None, B, plan, ops, True, Bs).to(y.dtype)
+        )
         return y + (bias(form.b, y.shape[-1]) * scale).to(y.dtype) if form.b else y
 
     def _ops(self, plan, x, A, B):
@@ -450,8 +558,14 @@ class BankSite(_Quick):
         "The stacks made of parameters that FSDP has gathered; all users take part, so that all ranks reduce alike"
         R = -(-max(s._parameters[form.A].shape[0] for s in stack.sites.values()) // 8) * 8
         for name, T in ((form.A, False), (form.B, True)):
-            rows = {s: F.pad(p.T if T else p, (0, 0, 0, R - p.shape[T])) for s, site in stack.sites.items() for p in [site._parameters[name]]}
-            yield torch.stack([rows[s] if s in rows else torch.zeros_like(next(iter(rows.values()))) for s in range(max(rows) + 1)])
+            rows = {
+                s: F.pad(p.T if T else p, (0, 0, 0, R - p.shape[T]))
+                for s, site in stack.sites.items()
+                for p in [site._parameters[name]]
+            }
+            yield torch.stack(
+                [rows[s] if s in rows else torch.zeros_like(next(iter(rows.values()))) for s in range(max(rows) + 1)]
+            )
 
 # %% ../../nbs/30_delta/09_bank.ipynb #0433e29e
 class _RowTokens(Site):
@@ -459,18 +573,43 @@ class _RowTokens(Site):
     routes = True
     def between(self, route, a):
         "Put vectors in the place of ids, where users of this route have soft tokens"
-        own = {s: self.users[str(s)] for s in dict.fromkeys(route.slots) if str(s) in self.users and getattr(self.users[str(s)], "anywhere", False)}
+        own = {
+            s: self.users[str(s)]
+            for s in dict.fromkeys(route.slots)
+            if str(s) in self.users and getattr(self.users[str(s)], "anywhere", False)
+        }
         if not own or (ids := a.get("input_ids")) is None: return
-        if len(ids) % len(route): raise ValueError(f"{len(ids)} rows came to {type(self).__name__}, and the route is of {len(route)}; one user per row of the batch is needed")
+        if len(ids) % len(route):
+            raise ValueError(
+                f"{len(ids)} rows came to {type(self).__name__}, and the route is of {len(route)}; one user per row of "
+                "the batch is needed"
+            )
         first, each = min(site.base for site in own.values()), len(ids) // len(route)
-        embeds, known, tables = self.home[0].get_input_embeddings()(ids.clamp(max=first - 1)), ids < first, {s: site() for s, site in own.items()}
+        embeds, known, tables = (
+            self.home[0].get_input_embeddings()(ids.clamp(max=first - 1)),
+            ids < first,
+            {s: site() for s, site in own.items()},
+        )
         for s, site in own.items():
-            mine, at = torch.tensor([x == s for x in route.slots], device=ids.device).repeat_interleave(each)[:, None], ids - site.base
-            here = mine & (at >= 0) & (at < len(tables[s]))                                                      # (B, L)
-            embeds, known = torch.where(here[..., None], tables[s].to(embeds.dtype)[at.clamp(0, len(tables[s]) - 1)], embeds), known | here
-        if ids.shape[1] > 1 and not known.all(): raise ValueError(f"row {int((~known).any(1).nonzero()[0])} holds an id that is no word and no soft token of its user; encode it with that user's own template")
-        if (labels := a.get("labels")) is not None and labels.shape == ids.shape and not labels.is_floating_point(): a.put("labels", labels.masked_fill(labels >= first, -100))
-        a.put("input_ids", None); a.put("inputs_embeds", embeds)
+            mine, at = (
+                torch.tensor([x == s for x in route.slots], device=ids.device).repeat_interleave(each)[:, None],
+                ids - site.base,
+            )
+            # (B, L)
+            here = mine & (at >= 0) & (at < len(tables[s]))
+            embeds, known = (
+                torch.where(here[..., None], tables[s].to(embeds.dtype)[at.clamp(0, len(tables[s]) - 1)], embeds),
+                known | here,
+            )
+        if ids.shape[1] > 1 and not known.all():
+            raise ValueError(
+                f"row {int((~known).any(1).nonzero()[0])} holds an id that is no word and no soft token of its user; "
+                "encode it with that user's own template"
+            )
+        if (labels := a.get("labels")) is not None and labels.shape == ids.shape and not labels.is_floating_point():
+            a.put("labels", labels.masked_fill(labels >= first, -100))
+        a.put("input_ids", None)
+        a.put("inputs_embeds", embeds)
 
 # %% ../../nbs/30_delta/09_bank.ipynb #28267d38
 class BankPrompt(_RowTokens):
@@ -481,35 +620,67 @@ class BankPrompt(_RowTokens):
     ):
         super().__init__()
         self.key, self.users, self.home, self.names = key, nn.ModuleDict(), (home,), forward_names(home)
-        tables = [m for n, m in home.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)]
-        self.start = 1 + tables[0].padding_idx if tables and tables[0].padding_idx is not None else 0         # RoBERTa's first position is the second after its padding's
+        tables = [
+            m for n, m in home.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)
+        ]
+        # RoBERTa's first position is the second after its padding's
+        self.start = 1 + tables[0].padding_idx if tables and tables[0].padding_idx is not None else 0
     def put(self, slot, site, dtype): self.users[str(slot)] = site
     def take(self, slot): return self.users.pop(str(slot))
     def around(self, call, *args, **kwargs):
         route = _whose(self.key)
         a, own = Arguments(self.names, args, kwargs), [s for s in dict.fromkeys(route.slots) if str(s) in self.users]
-        if own and self.key.sharded: raise RuntimeError("prompts of a bank do not work on a sharded model; use Lora there")
+        if own and self.key.sharded:
+            raise RuntimeError("prompts of a bank do not work on a sharded model; use Lora there")
         self.between(route, a)
-        prompts = {s: self.users[str(s)]() for s in own if not getattr(self.users[str(s)], "anywhere", False)}    # (P of the user, D)
+        # (P of the user, D)
+        prompts = {s: self.users[str(s)]() for s in own if not getattr(self.users[str(s)], "anywhere", False)}
         if not prompts: return a(call)
-        ids, embeds, cache, mask, positions = map(a.get, ("input_ids", "inputs_embeds", "past_key_values", "attention_mask", "position_ids"))
+        ids, embeds, cache, mask, positions = map(
+            a.get, ("input_ids", "inputs_embeds", "past_key_values", "attention_mask", "position_ids")
+        )
         (B, L), at = (ids if embeds is None else embeds).shape[:2], (ids if embeds is None else embeds).device
-        if B % len(route): raise ValueError(f"{B} rows came to {type(self).__name__}, and the route is of {len(route)}; one user per row of the batch is needed")
-        sizes = torch.tensor([len(prompts.get(s, ())) for s in route.slots], device=at).repeat_interleave(B // len(route))[:, None]   # (B, 1)
+        if B % len(route):
+            raise ValueError(
+                f"{B} rows came to {type(self).__name__}, and the route is of {len(route)}; one user per row of the "
+                "batch is needed"
+            )
+        sizes = torch.tensor([len(prompts.get(s, ())) for s in route.slots], device=at).repeat_interleave(
+            B // len(route)
+        )[:, None]  # (B, 1)
         P, before = max(map(len, prompts.values())), cache.get_seq_length() if cache is not None else 0
-        mixed, hidden = len({len(prompts.get(s, ())) for s in route.slots}) > 1, P - sizes                      # positions that fill up
+        # positions that fill up
+        mixed, hidden = len({len(prompts.get(s, ())) for s in route.slots}) > 1, P - sizes
         if mask is None and mixed: mask = torch.ones(B, max(0, before - P) + L, dtype=torch.long, device=at)
-        if mask is not None: a.put("attention_mask", torch.cat([(torch.arange(P, device=at) >= hidden).to(mask.dtype), _widen_input(mask, P)[:, P:]], 1))
-        if positions is None and mixed and "position_ids" in self.names: positions = (torch.arange(L, device=at) + max(0, before - P) + self.start).expand(B, L)
+        if mask is not None:
+            a.put(
+                "attention_mask",
+                torch.cat([(torch.arange(P, device=at) >= hidden).to(mask.dtype), _widen_input(mask, P)[:, P:]], 1),
+            )
+        if positions is None and mixed and "position_ids" in self.names:
+            positions = (torch.arange(L, device=at) + max(0, before - P) + self.start).expand(B, L)
         if positions is not None:
             first = (torch.arange(P, device=at) - hidden).clamp(min=0) + self.start
-            if isinstance(step := _step(positions, B), torch.Tensor): first, sizes = first[:, None] * step, sizes[:, None] * step   # GLM's places within a piece stay
-            a.put("position_ids", positions + sizes if before else torch.cat([first.expand(*positions.shape[:-1], P), positions + sizes], -1))
-        if before: return a(call)                                                                               # the prompts are in the cache
+            if isinstance(step := _step(positions, B), torch.Tensor):
+                first, sizes = first[:, None] * step, sizes[:, None] * step  # GLM's places within a piece stay
+            a.put(
+                "position_ids",
+                positions + sizes
+                if before
+                else torch.cat([first.expand(*positions.shape[:-1], P), positions + sizes], -1),
+            )
+        # the prompts are in the cache
+        if before: return a(call)
         if embeds is None: embeds = self.home[0].get_input_embeddings()(ids)
         nobody = embeds.new_zeros(P, embeds.shape[-1])
-        front = torch.stack([F.pad(prompts[s].to(embeds.dtype), (0, 0, P - len(prompts[s]), 0)) if s in prompts else nobody for s in route.slots])
-        a.put("input_ids", None); a.put("inputs_embeds", torch.cat([front.repeat_interleave(B // len(route), 0), embeds], 1))
+        front = torch.stack(
+            [
+                F.pad(prompts[s].to(embeds.dtype), (0, 0, P - len(prompts[s]), 0)) if s in prompts else nobody
+                for s in route.slots
+            ]
+        )
+        a.put("input_ids", None)
+        a.put("inputs_embeds", torch.cat([front.repeat_interleave(B // len(route), 0), embeds], 1))
         _lengthen(a, (B, L), P)
         return _cut(a(call), L, P)
 
@@ -519,16 +690,32 @@ class _Admitting(Delta):
     kind = "bank"
     def _check_user(self, d):
         "Raise for a delta that cannot be stacked, before anything changes"
-        if d.model is not self.model: raise ValueError("this delta was made for another model object; copy it with delta.copy_to(model), or save it and add the folder")
-        if d in self._users.values() or isinstance(d, _Admitting): raise ValueError(f"{d.name!r} is a user already, or a bank")
-        if d.shared: raise ValueError(f"{d.name!r} shares parameters among its modules, which stacks cannot; save(dir, spread=True) and add the folder")
+        if d.model is not self.model:
+            raise ValueError(
+                "this delta was made for another model object; copy it with delta.copy_to(model), or save it and add "
+                "the folder"
+            )
+        if d in self._users.values() or isinstance(d, _Admitting):
+            raise ValueError(f"{d.name!r} is a user already, or a bank")
+        if d.shared:
+            raise ValueError(
+                f"{d.name!r} shares parameters among its modules, which stacks cannot; save(dir, spread=True) and add "
+                "the folder"
+            )
         if not d.sites: raise ValueError(f"{d.name!r} sits on no module")
         for n, site in d.sites.items():
             if isinstance(site, PromptSite):
-                if not (site.cut or getattr(site, "anywhere", False)): raise TypeError(f"{d.name!r} leaves its positions in the output or sits in an encoder–decoder; a bank holds prompts of one model that cut them off (cut=True)")
+                if not (site.cut or getattr(site, "anywhere", False)):
+                    raise TypeError(
+                        f"{d.name!r} leaves its positions in the output or sits in an encoder–decoder; a bank holds "
+                        "prompts of one model that cut them off (cut=True)"
+                    )
                 continue
             _form(n, site)
-            if ".experts." in f".{n}": raise TypeError(f"{n} gets the tokens of all rows mixed, so that a row's user is lost there; exclude the experts")
+            if ".experts." in f".{n}":
+                raise TypeError(
+                    f"{n} gets the tokens of all rows mixed, so that a row's user is lost there; exclude the experts"
+                )
 
     def _forget(self, d):
         "Take a delta off the model, and out of the list of those that can be switched"
@@ -551,24 +738,41 @@ class _Keeping(_Admitting):
         users:dict|None=None,           # name → a delta of this model, or the folder of one; more by `add`
         dtype:torch.dtype|None=None,    # of all parameters; None: at each module its first user's
         name:str|None=None,             # None: "bank", "bank_1", …
-        path:str="auto",                # how products are computed: "bmm", "sorted", "triton"; "auto": what moves the least
+        path:str="auto",                # how products are computed: "bmm", "sorted", "triton"; "auto": what moves the
+                                        # least
     ):
-        if path != "auto" and path not in _PATHS: raise ValueError(f"path={path!r}: 'auto', 'bmm', 'sorted' or 'triton'")
-        self.model, self.dtype, self.path, self.key, self.sites, self._users = unwrap(model), dtype, path, _Key(), {}, {}
+        if path != "auto" and path not in _PATHS:
+            raise ValueError(f"path={path!r}: 'auto', 'bmm', 'sorted' or 'triton'")
+        self.model, self.dtype, self.path, self.key, self.sites, self._users = (
+            unwrap(model),
+            dtype,
+            path,
+            _Key(),
+            {},
+            {},
+        )
         self.name = self._free_name(name)
         self.attach()
         there = [d for d in (users or {}).values() if isinstance(d, Delta) and d.attached]
         try:
             for user, delta in (users or {}).items(): self.add(user, delta)
-        except Exception: self._undo(there); raise
+        except Exception:
+            self._undo(there)
+            raise
 
     def add(self,
         name:str,                       # of the user, any text that is not taken
         delta:Delta|str|os.PathLike,    # made for this model, or a folder that `save` or PEFT wrote
     ):
         "Take a user's delta in; it leaves its own place on the model."
-        if not isinstance(name, str) or name in self._users: raise ValueError(f"user {name!r}: a text that is not taken is needed; there are: {', '.join(self._users) or 'none'}")
-        if self.key.sharded or _sharded(self.model): raise RuntimeError("the model is sharded already, and parameters added now would not be; add users before sharding")
+        if not isinstance(name, str) or name in self._users:
+            raise ValueError(
+                f"user {name!r}: a text that is not taken is needed; there are: {', '.join(self._users) or 'none'}"
+            )
+        if self.key.sharded or _sharded(self.model):
+            raise RuntimeError(
+                "the model is sharded already, and parameters added now would not be; add users before sharding"
+            )
         d = delta if isinstance(delta, Delta) else Delta.load(delta, self.model)
         try: self._check_user(d)
         except Exception:
@@ -578,7 +782,10 @@ class _Keeping(_Admitting):
         slot, there = next(s for s in itertools.count(1) if s not in self.key.slots.values()), self.attached
         modules = dict(parts(self.model))
         for n, site in d.sites.items():
-            if n not in self.sites: self.sites[n] = BankPrompt(self.key, modules[n]) if isinstance(site, PromptSite) else BankSite(self.key, self.path)
+            if n not in self.sites:
+                self.sites[n] = (
+                    BankPrompt(self.key, modules[n]) if isinstance(site, PromptSite) else BankSite(self.key, self.path)
+                )
             self.sites[n].put(slot, site.train(modules[n].training), self.dtype)
         self._users[name], self.key.slots[name] = d, slot
         self.key.epoch += 1
@@ -615,7 +822,11 @@ class _Going(_Keeping):
 class _Routing(_Going):
     "Finding users, and saying whose a row is"
     def __getitem__(self, name):
-        if name not in self._users: raise LookupError(f"no user {name!r} in {self.name!r}{did_you_mean(name, self._users)}; there are: {', '.join(list(self._users)[:20]) or 'none'}")
+        if name not in self._users:
+            raise LookupError(
+                f"no user {name!r} in {self.name!r}{did_you_mean(name, self._users)}; there are: "
+                f"{', '.join(list(self._users)[:20]) or 'none'}"
+            )
         return self._users[name]
     def __len__(self): return len(self._users)
     def __iter__(self): return iter(self._users)
@@ -630,13 +841,23 @@ class _Routing(_Going):
         if not users: raise ValueError("route([]): a user per row is needed")
         for u in users:
             if u is not None: self[u]
-        if not self.key.sharded: self.key.sharded = any(isinstance(next(s.parameters(), None), DTensor) for s in self.sites.values())
+        if not self.key.sharded:
+            self.key.sharded = any(isinstance(next(s.parameters(), None), DTensor) for s in self.sites.values())
         with _opened(self.key, Route(users, [self.key.slots.get(u, 0) for u in users])) as route: yield route
 
     @property
     def table(self)->pd.DataFrame: # a row per user: slot, kind, rank, modules, parameters
         "The users."
-        rows = [{"user": u, "slot": self.key.slots[u], "kind": d.kind, "modules": len(d.sites), "parameters": sum(p.numel() for p in d.parameters())} for u, d in self._users.items()]
+        rows = [
+            {
+                "user": u,
+                "slot": self.key.slots[u],
+                "kind": d.kind,
+                "modules": len(d.sites),
+                "parameters": sum(p.numel() for p in d.parameters()),
+            }
+            for u, d in self._users.items()
+        ]
         return table(pd.DataFrame(rows, columns=["user", "slot", "kind", "modules", "parameters"])).set_index("user")
     def __repr__(self): return f"{super().__repr__()}; {len(self)} users"
 
@@ -651,16 +872,26 @@ class _Training(_Routing):
         if isinstance(lr, dict):
             for u in lr: self[u]
             if missing := [u for u in self if u not in lr]: raise ValueError(f"lr names no rate for {missing[0]!r}")
-        groups = [{"params": d.parameters(), "lr": lr[u] if isinstance(lr, dict) else lr, "user": u, **numbers} for u, d in self._users.items()]
+        groups = [
+            {"params": d.parameters(), "lr": lr[u] if isinstance(lr, dict) else lr, "user": u, **numbers}
+            for u, d in self._users.items()
+        ]
         kept = list(getattr(self, "_kept", ()))
-        if kept and isinstance(lr, dict): raise ValueError("the model keeps parameters of its own tunable; give one lr for all, or add their group yourself")
+        if kept and isinstance(lr, dict):
+            raise ValueError(
+                "the model keeps parameters of its own tunable; give one lr for all, or add their group yourself"
+            )
         return groups + ([{"params": kept, "lr": lr, "user": None, **numbers}] if kept else [])
 
     def clip_grad_norm(self,
         max_norm:float, # > 0, of each user's gradient by itself
     )->dict[str, Tensor]: # user → () norm before
         "Clip each user's gradient by its own norm; users without a gradient are left out."
-        return {u: nn.utils.clip_grad_norm_(grads, max_norm) for u, d in self._users.items() if (grads := [p for p in d.parameters() if p.grad is not None])}
+        return {
+            u: nn.utils.clip_grad_norm_(grads, max_norm)
+            for u, d in self._users.items()
+            if (grads := [p for p in d.parameters() if p.grad is not None])
+        }
 
     def losses(self,
         logits:Tensor,   # (B, L, V)
@@ -669,11 +900,21 @@ class _Training(_Routing):
     )->dict[str, Tensor]:# user → () mean over the labels of that user's rows, 0 without any
         "Each user's own mean loss; their sum gives each user the gradient that training alone would."
         route = _route_of(self.key)
-        if route is None or len(logits) != len(route): raise ValueError(f"{len(logits)} rows of logits, and a route of {len(route) if route else 'no'} rows; call it inside the same bank.route")
+        if route is None or len(logits) != len(route):
+            raise ValueError(
+                f"{len(logits)} rows of logits, and a route of {len(route) if route else 'no'} rows; call it inside "
+                "the same bank.route"
+            )
         if shift: logits, labels = logits[:, :-1], labels[:, 1:]
-        each = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none").view(len(route), -1).sum(1)
+        each = (
+            F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none")
+            .view(len(route), -1)
+            .sum(1)
+        )
         users, whose = route.owners(each.device)
-        total, n = (t.new_zeros(len(users) + 1).index_add(0, whose, t).unbind() for t in (each, (labels != -100).sum(1)))
+        total, n = (
+            t.new_zeros(len(users) + 1).index_add(0, whose, t).unbind() for t in (each, (labels != -100).sum(1))
+        )
         return {u: t / k.clamp_min(1) for u, t, k in zip(users, total, n)}
 
 # %% ../../nbs/30_delta/09_bank.ipynb #0bc3e7de
@@ -683,10 +924,13 @@ class DeltaBank(_Training):
         dir:str|os.PathLike, # folder, made if missing
     )->Path:                 # the folder
         "Write each user's delta to a folder of its own, in PEFT's format, and the list of users."
-        dir = Path(dir); dir.mkdir(parents=True, exist_ok=True)
+        dir = Path(dir)
+        dir.mkdir(parents=True, exist_ok=True)
         folders = {u: f"user_{self.key.slots[u]:05d}" for u in self}
         for u, folder in folders.items(): self[u].save(dir / folder)
-        (dir / "bank.json").write_text(json.dumps({"users": folders}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (dir / "bank.json").write_text(
+            json.dumps({"users": folders}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
         return dir
 
     @staticmethod
@@ -696,5 +940,10 @@ class DeltaBank(_Training):
         name:str|None=None,   # of the bank
     )->"DeltaBank":           # attached
         "Read a bank."
-        if not (file := Path(dir) / "bank.json").is_file(): raise FileNotFoundError(f"{dir} holds no bank.json; is it the folder of a saved bank?")
-        return DeltaBank(model, {u: Path(dir) / folder for u, folder in json.loads(file.read_text(encoding="utf-8"))["users"].items()}, name=name)
+        if not (file := Path(dir) / "bank.json").is_file():
+            raise FileNotFoundError(f"{dir} holds no bank.json; is it the folder of a saved bank?")
+        return DeltaBank(
+            model,
+            {u: Path(dir) / folder for u, folder in json.loads(file.read_text(encoding="utf-8"))["users"].items()},
+            name=name,
+        )

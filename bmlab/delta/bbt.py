@@ -28,21 +28,29 @@ class CmaEs:
         seed:int=0,             # of the samples
     ):
         d, self.popsize = dim, popsize or 4 + int(3 * math.log(dim))
-        self.sigma, self.mean, self.diagonal = float(sigma), torch.zeros(d, dtype=torch.float64), d >= 64 if diagonal is None else diagonal
+        self.sigma, self.mean, self.diagonal = (
+            float(sigma),
+            torch.zeros(d, dtype=torch.float64),
+            d >= 64 if diagonal is None else diagonal,
+        )
         w = math.log((self.popsize + 1) / 2) - torch.arange(1, self.popsize + 1, dtype=torch.float64).log()
-        good, bad, amount = w.clamp_min(0), w.clamp_max(0), lambda w: (w.sum() ** 2 / (w * w).sum()).item()     # how many points the weights amount to
+        # how many points the weights amount to
+        good, bad, amount = w.clamp_min(0), w.clamp_max(0), lambda w: (w.sum() ** 2 / (w * w).sum()).item()
         self.mu = mu = amount(good)
         faster = (d + 2) / 3 if self.diagonal else 1
         self.c_sigma, self.c_path = (mu + 2) / (d + mu + 5), (4 + mu / d) / (d + 4 + 2 * mu / d)
         self.damping = 1 + 2 * max(0, math.sqrt((mu - 1) / (d + 1)) - 1) + self.c_sigma
         self.c_one = min(1, faster * 2 / ((d + 1.3) ** 2 + mu))
         self.c_mu = min(1 - self.c_one, faster * 2 * (mu - 2 + 1 / mu) / ((d + 2) ** 2 + mu))
-        less = min(1 + self.c_one / self.c_mu, 1 + 2 * amount(bad) / (mu + 2), (1 - self.c_one - self.c_mu) / (d * self.c_mu))   # keeps C positive
+        less = min(
+            1 + self.c_one / self.c_mu, 1 + 2 * amount(bad) / (mu + 2), (1 - self.c_one - self.c_mu) / (d * self.c_mu)
+        )  # keeps C positive
         self.weights, self.weights_bad = good / good.sum(), bad / -bad.sum() * less
         self.norm = math.sqrt(d) * (1 - 1 / (4 * d) + 1 / (21 * d * d))                             # E|N(0, I)|
         self.path, self.path_sigma, self.generation = torch.zeros_like(self.mean), torch.zeros_like(self.mean), 0
         self.C = torch.ones_like(self.mean) if self.diagonal else torch.eye(d, dtype=torch.float64)
-        self.axes, self.lengths = None, torch.ones_like(self.mean)                                  # C = axes · lengths² · axesᵀ
+        # C = axes · lengths² · axesᵀ
+        self.axes, self.lengths = None, torch.ones_like(self.mean)
         self.random = torch.Generator().manual_seed(seed)
 
     def ask(self)->Tensor: # (popsize, dim) float64
@@ -56,16 +64,26 @@ class CmaEs:
     ):
         "Learn from the losses of the generation."
         y = (points[losses.argsort(stable=True)] - self.mean) / self.sigma
-        whiten = lambda v: v / self.lengths if self.axes is None else v @ self.axes / self.lengths @ self.axes.T     # where C is the identity
+        # where C is the identity
+        whiten = lambda v: v / self.lengths if self.axes is None else v @ self.axes / self.lengths @ self.axes.T
         step = self.weights @ y
         self.mean, self.generation = self.mean + self.sigma * step, self.generation + 1
-        self.path_sigma = (1 - self.c_sigma) * self.path_sigma + math.sqrt(self.c_sigma * (2 - self.c_sigma) * self.mu) * whiten(step)
+        self.path_sigma = (1 - self.c_sigma) * self.path_sigma + math.sqrt(
+            self.c_sigma * (2 - self.c_sigma) * self.mu
+        ) * whiten(step)
         length = self.path_sigma.norm().item() / self.norm
         steady = length / math.sqrt(1 - (1 - self.c_sigma) ** (2 * self.generation)) < 1.4 + 2 / (len(self.mean) + 1)
         self.path = (1 - self.c_path) * self.path + steady * math.sqrt(self.c_path * (2 - self.c_path) * self.mu) * step
         w = self.weights + self.weights_bad * len(self.mean) / whiten(y).square().sum(1)
-        keep = 1 - self.c_one - self.c_mu * (1 + self.weights_bad.sum()) + (not steady) * self.c_one * self.c_path * (2 - self.c_path)
-        one, many = (self.path ** 2, w @ y ** 2) if self.diagonal else (torch.outer(self.path, self.path), y.T @ (w[:, None] * y))
+        keep = (
+            1
+            - self.c_one
+            - self.c_mu * (1 + self.weights_bad.sum())
+            + (not steady) * self.c_one * self.c_path * (2 - self.c_path)
+        )
+        one, many = (
+            (self.path**2, w @ y**2) if self.diagonal else (torch.outer(self.path, self.path), y.T @ (w[:, None] * y))
+        )
         self.C = keep * self.C + self.c_one * one + self.c_mu * many
         self.sigma *= math.exp(min(1.0, self.c_sigma / self.damping * (length - 1)))
         if self.diagonal: self.lengths = self.C.clamp_min(1e-30).sqrt()
@@ -78,7 +96,8 @@ class _Cma:
     "The package cma, by asking and telling"
     def __init__(self, dim, sigma, popsize, diagonal, seed):
         try: import cma
-        except ImportError as e: raise ImportError("solver='cma' needs the package cma (pip install cma); solver='own' needs nothing") from e
+        except ImportError as e:
+            raise ImportError("solver='cma' needs the package cma (pip install cma); solver='own' needs nothing") from e
         options = {"seed": seed + 1, "verbose": -9, "CMA_diagonal": bool(dim >= 64 if diagonal is None else diagonal)}
         self.es = cma.CMAEvolutionStrategy([0.0] * dim, sigma, options | ({"popsize": popsize} if popsize else {}))
         self.popsize = self.es.popsize
@@ -87,21 +106,26 @@ class _Cma:
 
 class _Search:
     def __init__(self,
-        score,                   # called with a prompt (P, D) under inference_mode → its loss, a number or a () tensor; all it knows of the model
+        score,                   # called with a prompt (P, D) under inference_mode → its loss, a number or a () tensor;
+                                 # all it knows of the model
         start:Tensor,            # (P, D) prompt at z = 0, such as embeddings of words
         dim:int=100,             # d, dimensions searched
         sigma:float=1.0,         # spread of z at the start, > 0
-        spread:float|None=None,  # how far one σ of z moves an entry of the prompt; None: the standard deviation of `start`
+        spread:float|None=None,  # how far one σ of z moves an entry of the prompt; None: the standard deviation of
+                                 # `start`
         popsize:int|None=20,     # prompts of a generation, 4 or more; None: 4 + 3 ln d
         solver:str="own",        # "own" or "cma", the package
         diagonal:bool|None=None, # learn variances alone; None: from 64 dimensions on
         batched:bool=False,      # score takes (popsize, P, D) at once → (popsize,)
         seed:int=0,              # of the projection and the samples
     ):
-        if not isinstance(start, Tensor) or start.ndim != 2: raise ValueError(f"start={tuple(getattr(start, 'shape', ())) or start!r}: a tensor (P, D) is needed")
+        if not isinstance(start, Tensor) or start.ndim != 2:
+            raise ValueError(f"start={tuple(getattr(start, 'shape', ())) or start!r}: a tensor (P, D) is needed")
         if not isinstance(dim, int) or dim < 2: raise ValueError(f"dim={dim!r}: two dimensions or more are searched")
-        if not sigma > 0 or (spread is not None and not spread > 0): raise ValueError(f"sigma={sigma!r}, spread={spread!r}: both are above 0")
-        if popsize is not None and popsize < 4: raise ValueError(f"popsize={popsize!r}: a generation has 4 prompts or more")
+        if not sigma > 0 or (spread is not None and not spread > 0):
+            raise ValueError(f"sigma={sigma!r}, spread={spread!r}: both are above 0")
+        if popsize is not None and popsize < 4:
+            raise ValueError(f"popsize={popsize!r}: a generation has 4 prompts or more")
         if solver not in ("own", "cma"): raise ValueError(f"solver={solver!r}: 'own' or 'cma'")
         self.score, self.start, self.batched, self.sigma = score, start.detach().clone(), batched, sigma
         self.spread = spread or start.float().std().item() or 1.0
@@ -140,20 +164,36 @@ class Bbt(_Search):
         "Losses (N,) float64 of vectors (N, d); what is no number counts as the worst"
         prompts = self.prompt_of(points)
         with torch.inference_mode():
-            losses = self.score(prompts) if self.batched else torch.stack([self._number(self.score(p)) for p in prompts])
+            losses = (
+                self.score(prompts) if self.batched else torch.stack([self._number(self.score(p)) for p in prompts])
+            )
         losses = torch.as_tensor(losses).detach().clone().double().cpu()
-        if losses.shape != (len(points),): raise ValueError(f"score returned {tuple(losses.shape)} for {len(points)} prompts; one loss each is needed")
+        if losses.shape != (len(points),):
+            raise ValueError(f"score returned {tuple(losses.shape)} for {len(points)} prompts; one loss each is needed")
         losses = losses.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
-        if losses.isinf().all(): raise ValueError("score returned no finite loss in a whole generation; is the prompt's dtype or sigma= too large for the model?")
+        if losses.isinf().all():
+            raise ValueError(
+                "score returned no finite loss in a whole generation; is the prompt's dtype or sigma= too large for "
+                "the model?"
+            )
         if losses.min() < self.best: self.best, self.z = losses.min().item(), points[losses.argmin()].clone()
-        first, generation, best = len(self.rows), self.rows[-1][1] + 1 if self.rows else 0, self.rows[-1][3] if self.rows else math.inf
-        for i, loss in enumerate(losses.tolist()): self.rows.append((first + i, generation, loss, best := min(best, loss)))
+        first, generation, best = (
+            len(self.rows),
+            self.rows[-1][1] + 1 if self.rows else 0,
+            self.rows[-1][3] if self.rows else math.inf,
+        )
+        for i, loss in enumerate(losses.tolist()):
+            self.rows.append((first + i, generation, loss, best := min(best, loss)))
         return losses
 
     @staticmethod
     def _number(value):
         value = torch.as_tensor(value)
-        if value.numel() != 1: raise ValueError(f"score returned a tensor of shape {tuple(value.shape)}; a loss is one number (batched=True if it scores many prompts at once)")
+        if value.numel() != 1:
+            raise ValueError(
+                f"score returned a tensor of shape {tuple(value.shape)}; a loss is one number (batched=True if it "
+                "scores many prompts at once)"
+            )
         return value.reshape(()).double().cpu()
 
     def search_randomly(self,
@@ -161,7 +201,10 @@ class Bbt(_Search):
     )->pd.DataFrame:          # as of `run`
         "The yardstick: vectors drawn at the start's spread and never learned from."
         for n in range(0, evaluations, 100):
-            self._losses(torch.randn(min(100, evaluations - n), len(self.z), generator=self.random, dtype=torch.float64) * self.sigma)
+            self._losses(
+                torch.randn(min(100, evaluations - n), len(self.z), generator=self.random, dtype=torch.float64)
+                * self.sigma
+            )
         return self.log
 
     @property
@@ -178,7 +221,10 @@ class Bbt(_Search):
 
     def __repr__(self):
         P, D = self.start.shape
-        return f"Bbt: {len(self.z)} of {P * D:,} dimensions of a prompt ({P}, {D}); best loss {self.best:.4g} after {len(self.rows):,} evaluations"
+        return (
+            f"Bbt: {len(self.z)} of {P * D:,} dimensions of a prompt ({P}, {D}); best loss {self.best:.4g} after "
+            f"{len(self.rows):,} evaluations"
+        )
 
 # %% ../../nbs/30_delta/06_bbt.ipynb #d97ad055
 class PromptScore:
@@ -188,7 +234,10 @@ class PromptScore:
         batch:dict,      # keywords of its forward, such as input_ids, attention_mask, labels
         loss=None,       # (output, batch) → loss; None: the output's own loss, from the batch's labels
     ):
-        if loss is None and "labels" not in batch: raise ValueError(f"batch has {sorted(batch)}: without labels= the model gives no loss; add them or say loss=")
+        if loss is None and "labels" not in batch:
+            raise ValueError(
+                f"batch has {sorted(batch)}: without labels= the model gives no loss; add them or say loss="
+            )
         self.model, self.batch, self.loss = unwrap(model), batch, loss or (lambda out, batch: out.loss)
     def __call__(self,
         prompt:Tensor, # (P, D)
@@ -204,4 +253,6 @@ class PromptScore:
     )->Tensor:         # (P, D)
         "Embeddings of random words, where the paper starts too."
         table = self.model.get_input_embeddings().weight
-        return table.detach()[torch.randint(len(table), (length,), generator=torch.Generator().manual_seed(seed)).to(table.device)].clone()
+        return table.detach()[
+            torch.randint(len(table), (length,), generator=torch.Generator().manual_seed(seed)).to(table.device)
+        ].clone()

@@ -19,9 +19,11 @@ from .delta import Delta, _sharded, deltas
 from .lora import Lora
 
 # %% ../../nbs/30_delta/10_continual.ipynb #1c7f0978
-def _listens(site): return {k: p for k, p in site.named_parameters() if k == "A" or k.endswith("_A")}    # (r, in), of experts (E, r, in)
+# (r, in), of experts (E, r, in)
+def _listens(site): return {k: p for k, p in site.named_parameters() if k == "A" or k.endswith("_A")}
 
-def _gathered(p): return (p.full_tensor() if isinstance(p, DTensor) else p).float()                        # every rank takes part, and each has the whole gradient
+# every rank takes part, and each has the whole gradient
+def _gathered(p): return (p.full_tensor() if isinstance(p, DTensor) else p).float()
 
 def orthogonality(
     new:Delta, # LoRA that is being trained
@@ -30,7 +32,10 @@ def orthogonality(
     "How much a new LoRA listens to what old ones listen to (Wang et al. 2023, eq. 8)."
     total = None
     for d in (new, *old):
-        if not all(_listens(s) for s in d.sites.values()): raise TypeError(f"{d.name!r} is a {type(d).__name__}; the penalty is between the A of LoRAs, so learn with penalty=0")
+        if not all(_listens(s) for s in d.sites.values()):
+            raise TypeError(
+                f"{d.name!r} is a {type(d).__name__}; the penalty is between the A of LoRAs, so learn with penalty=0"
+            )
     for d in old:
         for n in [n for n in new.sites if n in d.sites]:               # in the same order on every rank
             theirs = _listens(d.sites[n])
@@ -42,18 +47,29 @@ def orthogonality(
 
 # %% ../../nbs/30_delta/10_continual.ipynb #8a9a1429
 def transfer(
-    scores:pd.DataFrame,           # rows: tasks in order of learning, columns: the same tasks; higher is better; missing where not measured
+    scores:pd.DataFrame,           # rows: tasks in order of learning, columns: the same tasks; higher is better;
+                                   # missing where not measured
     untuned:pd.Series|None=None,   # score of each task before anything was learnt, for forward transfer
 )->pd.Series:                      # average, backward, forgetting, forward; NaN where there is nothing to measure
     "What a series of tasks did to one another (Lopez-Paz and Ranzato 2017; Chaudhry et al. 2018)."
     order = list(scores.index)
-    if missing := [t for t in order if t not in scores.columns]: raise ValueError(f"scores has no column for {missing}; each task that was learnt is scored")
+    if missing := [t for t in order if t not in scores.columns]:
+        raise ValueError(f"scores has no column for {missing}; each task that was learnt is scored")
     R = scores[order].astype(float)
     last, own = R.iloc[-1], pd.Series({t: R.loc[t, t] for t in order})
     earlier = order[:-1]
     best = pd.Series({t: R.iloc[:-1][t].max() for t in earlier}, dtype=float)
-    before = pd.Series({t: R.iloc[i][t] - (math.nan if untuned is None else untuned[t]) for i, t in enumerate(order[1:])}, dtype=float)
-    return pd.Series({"average": last.mean(), "backward": (last - own)[earlier].mean(), "forgetting": (best - last[earlier]).mean(), "forward": before.mean()})
+    before = pd.Series(
+        {t: R.iloc[i][t] - (math.nan if untuned is None else untuned[t]) for i, t in enumerate(order[1:])}, dtype=float
+    )
+    return pd.Series(
+        {
+            "average": last.mean(),
+            "backward": (last - own)[earlier].mean(),
+            "forgetting": (best - last[earlier]).mean(),
+            "forward": before.mean(),
+        }
+    )
 
 # %% ../../nbs/30_delta/10_continual.ipynb #e55f78ae
 class _Tasks:
@@ -62,7 +78,11 @@ class _Tasks:
         make=None,             # (model, name) → a new delta; None: Lora(model, r=8, name=name)
         stack:bool=True,       # earlier deltas stay on below a new one; False: each task alone
     ):
-        self.model, self.make, self.stack = unwrap(model), make or (lambda model, name: Lora(model, r=8, name=name)), stack
+        self.model, self.make, self.stack = (
+            unwrap(model),
+            make or (lambda model, name: Lora(model, r=8, name=name)),
+            stack,
+        )
         self.tasks = {}        # task → names of the deltas that are on for it, its own last
         self.current, self.rows, self.untuned = None, {}, {}
 
@@ -72,7 +92,11 @@ class _Tasks:
     ):            # the new delta: attached, tunable, all else frozen
         "Inside, the model is tuned on one more task; old deltas rest."
         if self.current: raise RuntimeError(f"{self.current!r} is being learnt; leave its learn() first")
-        if name in self.tasks: raise ValueError(f"task {name!r} was learnt already; a delta that is tuned further is another task, or use deltas(model)[{name!r}] yourself")
+        if name in self.tasks:
+            raise ValueError(
+                f"task {name!r} was learnt already; a delta that is tuned further is another task, or use "
+                f"deltas(model)[{name!r}] yourself"
+            )
         old = [deltas(self.model)[t] for t in self.tasks]
         for d in old: _rest(d)
         below = [t for t in self.tasks if self.stack]
@@ -80,31 +104,52 @@ class _Tasks:
             on.enter_context(deltas(self.model).use(*below))
             d = self.make(self.model, name)
             try:
-                if d.name != name: raise ValueError(f"make(model, name) made a delta named {d.name!r}, not {name!r}; pass name= on")
+                if d.name != name:
+                    raise ValueError(f"make(model, name) made a delta named {d.name!r}, not {name!r}; pass name= on")
                 self.current = name
                 d.freeze(keep=None)                        # a head that went on changing would change the old tasks
                 for o in old: _rest(o)
                 before = self._versions(d)
                 yield d
                 self._check(before, self._versions(d), name)
-            except BaseException: deltas(self.model).forget(d.name); raise
-            finally: self.current = None; d.unfreeze()
+            except BaseException:
+                deltas(self.model).forget(d.name)
+                raise
+            finally:
+                self.current = None
+                d.unfreeze()
         self.tasks[name] = (*below, name)
         _rest(d)
 
     def _versions(self, d):
         own = {id(p) for p in d.parameters()} | {id(b) for s in d.sites.values() for b in s.buffers()}
-        held = [(f"{n}.{k}", t) for n, m in parts(self.model, deltas=True) for k, t in (*m._parameters.items(), *m._buffers.items()) if t is not None]
-        return {} if _sharded(self.model) else {n: (id(t), t._version) for n, t in held if id(t) not in own and not t.is_inference()}
+        held = [
+            (f"{n}.{k}", t)
+            for n, m in parts(self.model, deltas=True)
+            for k, t in (*m._parameters.items(), *m._buffers.items())
+            if t is not None
+        ]
+        return (
+            {}
+            if _sharded(self.model)
+            else {n: (id(t), t._version) for n, t in held if id(t) not in own and not t.is_inference()}
+        )
 
     @staticmethod
     def _check(before, after, name):
         moved = [n for n, v in before.items() if after.get(n, v) != v]
-        if moved: raise RuntimeError(f"{moved[0]} ({len(moved)} such) was written while {name!r} was learnt, so older tasks are not what they were and {name!r} is dropped; "
-                                     "give the optimizer the delta's param_groups() only, and keep norms with running statistics in eval mode")
+        if moved:
+            raise RuntimeError(
+                f"{moved[0]} ({len(moved)} such) was written while {name!r} was learnt, so older tasks are not what "
+                f"they were and {name!r} is dropped; "
+                "give the optimizer the delta's param_groups() only, and keep norms with running statistics in eval "
+                "mode"
+            )
 
 def _rest(d):
-    for p in d.parameters(): p.requires_grad_(False); p.grad = None
+    for p in d.parameters():
+        p.requires_grad_(False)
+        p.grad = None
 
 # %% ../../nbs/30_delta/10_continual.ipynb #88fd9729
 class _Scored(_Tasks):
@@ -117,7 +162,10 @@ class _Scored(_Tasks):
         name:str, # a task that was learnt
     ):            # context manager
         "Inside, the model is exactly what it was for this task when it had been learnt."
-        if name not in self.tasks: raise LookupError(f"no task {name!r}{did_you_mean(name, self.tasks)}; learnt: {', '.join(self.tasks) or 'none'}")
+        if name not in self.tasks:
+            raise LookupError(
+                f"no task {name!r}{did_you_mean(name, self.tasks)}; learnt: {', '.join(self.tasks) or 'none'}"
+            )
         return deltas(self.model).use(*self.tasks[name])
 
     def all(self):
@@ -131,7 +179,8 @@ class _Scored(_Tasks):
         "Score tasks now, learnt or not; called before the first task it gives what forward transfer is measured from."
         own, row = not self.stack if own is None else own, {}
         for task, score in scores.items():
-            with self.use(task) if own and task in self.tasks else self.all(), torch.no_grad(): row[task] = float(score())
+            with self.use(task) if own and task in self.tasks else self.all(), torch.no_grad():
+                row[task] = float(score())
         if self.tasks: self.rows[list(self.tasks)[-1]] = row
         else: self.untuned = row
         return self.matrix
@@ -142,7 +191,8 @@ class _Scored(_Tasks):
         return pd.DataFrame.from_dict(self.rows, orient="index")
     def transfer(self)->pd.Series: # average, backward, forgetting, forward
         "What the tasks did to one another, from the scores of `evaluate`."
-        if missing := [t for t in self.tasks if t not in self.rows]: raise RuntimeError(f"evaluate() was not called after {missing}")
+        if missing := [t for t in self.tasks if t not in self.rows]:
+            raise RuntimeError(f"evaluate() was not called after {missing}")
         return transfer(self.matrix, pd.Series(self.untuned) if all(t in self.untuned for t in self.tasks) else None)
 
 # %% ../../nbs/30_delta/10_continual.ipynb #0e0c768d
@@ -154,7 +204,13 @@ class Continual(_Scored):
         "Write all deltas and which task uses which."
         dir = Path(dir)
         for t in self.tasks: deltas(self.model)[t].save(dir / t)
-        (dir / "tasks.json").write_text(json.dumps({"stack": self.stack, "tasks": self.tasks, "scores": self.rows, "untuned": self.untuned}, indent=2) + "\n", encoding="utf-8")
+        (dir / "tasks.json").write_text(
+            json.dumps(
+                {"stack": self.stack, "tasks": self.tasks, "scores": self.rows, "untuned": self.untuned}, indent=2
+            )
+            + "\n",
+            encoding="utf-8",
+        )
         return dir
     @classmethod
     def load(cls,
@@ -163,15 +219,25 @@ class Continual(_Scored):
         make=None,           # for further tasks, as at the start
     )->"Continual":          # all deltas attached and frozen
         "Read the tasks back, ready to be used or gone on with."
-        if not (Path(dir) / "tasks.json").is_file(): raise FileNotFoundError(f"{dir} holds no tasks.json; is it a folder that Continual.save wrote?")
+        if not (Path(dir) / "tasks.json").is_file():
+            raise FileNotFoundError(f"{dir} holds no tasks.json; is it a folder that Continual.save wrote?")
         kept = json.loads((Path(dir) / "tasks.json").read_text(encoding="utf-8"))
         self = cls(model, make, kept["stack"])
-        self.tasks, self.rows, self.untuned = {t: tuple(on) for t, on in kept["tasks"].items()}, kept["scores"], kept["untuned"]
+        self.tasks, self.rows, self.untuned = (
+            {t: tuple(on) for t, on in kept["tasks"].items()},
+            kept["scores"],
+            kept["untuned"],
+        )
         there = []
         try:
-            for t in self.tasks: there.append(Delta.load(Path(dir) / t, model, name=t)); _rest(there[-1])
+            for t in self.tasks:
+                there.append(Delta.load(Path(dir) / t, model, name=t))
+                _rest(there[-1])
         except Exception:
             for d in there: deltas(model).forget(d.name)
             raise
         return self
-    def __repr__(self): return f"Continual on {type(self.model).__name__}, {'stacked' if self.stack else 'each alone'}: " + (" → ".join(self.tasks) or "nothing learnt yet")
+    def __repr__(self):
+        return f"Continual on {type(self.model).__name__}, {'stacked' if self.stack else 'each alone'}: " + (
+            " → ".join(self.tasks) or "nothing learnt yet"
+        )

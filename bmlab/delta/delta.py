@@ -38,18 +38,24 @@ class _OnModel:
         modules:str|list|None=None,        # a pattern, a list, a picker; None: by role
         exclude:str|list|None=None,        # the same grammar; dropped with everything below
         name:str|None=None,                # unique on the model; None: the kind, with a number from the second on
-        share:str|None=None,               # "layers": sites of equal class and shapes have one parameter set; "places": only those of one place in all layers
+        share:str|None=None,               # "layers": sites of equal class and shapes have one parameter set; "places":
+                                           # only those of one place in all layers
     ):
         self.model = unwrap(model)
         self.name = self._free_name(name)
         if modules is None: modules = self._default()
-        self.sites = {n: self.make_site(n, m) for n, m in resolve(self.model, modules, exclude).items()}  # all made before the first is attached
+        # all made before the first is attached
+        self.sites = {n: self.make_site(n, m) for n, m in resolve(self.model, modules, exclude).items()}
         if share is not None: self._share(share)
         self.attach()
 
     def _free_name(self, name):
         taken = {n for m in self.model.modules() if isinstance(m, _Sites) for n in m}
-        wanted = name if name is not None else next(n for i in range(len(taken) + 1) if (n := f"{self.kind}_{i}" if i else self.kind) not in taken)
+        wanted = (
+            name
+            if name is not None
+            else next(n for i in range(len(taken) + 1) if (n := f"{self.kind}_{i}" if i else self.kind) not in taken)
+        )
         if wanted in taken or not isinstance(wanted, str) or not wanted.isidentifier() or hasattr(_Sites, wanted):
             raise ValueError(f"name={name!r} is taken, reserved or no identifier; taken: {sorted(taken)}")
         return wanted
@@ -57,8 +63,11 @@ class _OnModel:
     def _default(self):
         found = [n for n, role in roles(self.model).items() if role in self.default_roles]
         if found: return dict.fromkeys(found)
-        raise LookupError(f"{type(self).__name__} sits on {'/'.join(self.default_roles) or 'no role'}, and {type(self.model).__name__} has no such role; "
-                          "name modules= yourself, or choose them by pick(model)")
+        raise LookupError(
+            f"{type(self).__name__} sits on {'/'.join(self.default_roles) or 'no role'}, and "
+            f"{type(self.model).__name__} has no such role; "
+            "name modules= yourself, or choose them by pick(model)"
+        )
 
     def make_site(self,
         name:str,         # the module's name
@@ -80,7 +89,13 @@ class _OnModel:
     def _away(self):
         "Names of the modules that do not carry their site"
         modules = dict(parts(self.model))
-        return [n for n, s in self._every.items() if n not in modules or not hasattr(modules[n], "_deltas") or modules[n]._deltas._modules.get(self.name) is not s]
+        return [
+            n
+            for n, s in self._every.items()
+            if n not in modules
+            or not hasattr(modules[n], "_deltas")
+            or modules[n]._deltas._modules.get(self.name) is not s
+        ]
 
 # %% ../../nbs/30_delta.ipynb #71562984
 class _Shareable(_OnModel):
@@ -90,9 +105,13 @@ class _Shareable(_OnModel):
         groups = {}
         for n, s in self.sites.items():
             place = re.sub(r"\.\d+(?=\.|$)", "", n) if how == "places" else ""
-            groups.setdefault((type(s), place, *((k, p.shape, p.dtype) for k, p in s.named_parameters(remove_duplicate=False))), []).append(n)
+            groups.setdefault(
+                (type(s), place, *((k, p.shape, p.dtype) for k, p in s.named_parameters(remove_duplicate=False))), []
+            ).append(n)
         if all(len(names) == 1 for names in groups.values()):
-            raise ValueError(f"share={how!r}: none of the {len(self.sites)} sites is like another one, so there is nothing to share")
+            raise ValueError(
+                f"share={how!r}: none of the {len(self.sites)} sites is like another one, so there is nothing to share"
+            )
         self._tie({first: others for first, *others in groups.values() if others})
 
     def _tie(self, shared):
@@ -101,7 +120,10 @@ class _Shareable(_OnModel):
                 for k, p in self.sites[first].named_parameters(remove_duplicate=False):
                     owner, _, last = k.rpartition(".")
                     mine = self.sites[n].get_submodule(owner)._parameters
-                    if mine[last].device != p.device: raise ValueError(f"{n} is on {mine[last].device}, {first} on {p.device}; a shared parameter has one device")
+                    if mine[last].device != p.device:
+                        raise ValueError(
+                            f"{n} is on {mine[last].device}, {first} on {p.device}; a shared parameter has one device"
+                        )
                     mine[last] = p
         self.shared = {**self.shared, **shared}
 
@@ -133,14 +155,18 @@ def _resting(method):
 # %% ../../nbs/30_delta.ipynb #0b9fe053
 def _sharded(model):
     "Has FSDP2 taken over parameters of this model? (Between a forward and the next they need not look like shards.)"
-    return torch.distributed.is_available() and any(any(c.__name__ == "FSDPModule" for c in type(m).__mro__) for m in model.modules())
+    return torch.distributed.is_available() and any(
+        any(c.__name__ == "FSDPModule" for c in type(m).__mro__) for m in model.modules()
+    )
 
 def _merges(model): return model.__dict__.setdefault("_bmlab_merges", Transient())    # open merges, the last on top
 
 def _register(delta, moved):
     "Note the delta on its model, in order of attaching; one that was detached gives its name up to the next of that name"
     handles = delta.model.__dict__.setdefault("_bmlab_handles", {})
-    if moved or handles.get(delta.name) is not delta: handles.pop(delta.name, None); handles[delta.name] = delta
+    if moved or handles.get(delta.name) is not delta:
+        handles.pop(delta.name, None)
+        handles[delta.name] = delta
 
 class _Attachable(_Shareable):
     def attach(self):
@@ -156,15 +182,24 @@ class _Attachable(_Shareable):
     def _check_attach(self, modules, away):
         "Raise for what attaching would break, before anything changes"
         if _sharded(self.model):
-            raise RuntimeError("the model is sharded already, and parameters added now would not be; attach the delta before sharding")
+            raise RuntimeError(
+                "the model is sharded already, and parameters added now would not be; attach the delta before sharding"
+            )
         if any(h.delta is self for h in _merges(self.model)):
-            raise RuntimeError(f"{self.name!r} is merged into the weights; restore() of what merge() returned attaches it again")
+            raise RuntimeError(
+                f"{self.name!r} is merged into the weights; restore() of what merge() returned attaches it again"
+            )
         for n in away:
             if n not in modules: raise LookupError(f"{n} is gone from the model, so {self.name!r} has no place there")
             if "forward" in modules[n].__dict__:
-                raise RuntimeError(f"the forward of {n} was patched (accelerate's hooks do that), so a delta on it would never run; attach before dispatching")
+                raise RuntimeError(
+                    f"the forward of {n} was patched (accelerate's hooks do that), so a delta on it would never run; "
+                    "attach before dispatching"
+                )
             if self.name in getattr(modules[n], "_deltas", ()):
-                raise ValueError(f"another delta is attached as {self.name!r}; detach it, or make this one with another name=")
+                raise ValueError(
+                    f"another delta is attached as {self.name!r}; detach it, or make this one with another name="
+                )
 
     def detach(self):
         "Take the delta off, in any order with others; the backbone's tensors are as they were (what `freeze` froze rests until `unfreeze`). On a sharded model it is only switched off."
@@ -184,7 +219,10 @@ class _Switchable(_Attachable):
         if name == self.name: return self
         attached, enabled = self.attached, {s: s.enabled for s in self._every.values()}
         self._free_name(name)
-        if _sharded(self.model): raise RuntimeError("the model is sharded, and its parameters' names are in use; rename the delta before sharding")
+        if _sharded(self.model):
+            raise RuntimeError(
+                "the model is sharded, and its parameters' names are in use; rename the delta before sharding"
+            )
         handles = self.model.__dict__.get("_bmlab_handles", {})
         if attached: self.detach()
         if handles.get(self.name) is self: del handles[self.name]
@@ -204,11 +242,18 @@ class _Switchable(_Attachable):
             for s, on in before.items(): s.enabled = on
 
 # %% ../../nbs/30_delta.ipynb #41c6296e
-_TASK_CLASS = re.compile(r"For\w*(Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|Regression|CTC|XVector|Segmentation|Detection|Estimation)$")
+_TASK_CLASS = re.compile(
+    r"For\w*(Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|Regression|CTC|XVector|Segmentation|Detection|Estimation)$"
+)
 
 def _named(model):
     "{clean name: parameter} of the backbone"
-    return {f"{owner}.{k}" if owner else k: p for owner, m in parts(model) for k, p in m._parameters.items() if p is not None}
+    return {
+        f"{owner}.{k}" if owner else k: p
+        for owner, m in parts(model)
+        for k, p in m._parameters.items()
+        if p is not None
+    }
 
 def _new_head(model):
     "Names of the parameters that training has to find, because no file held them"
@@ -216,10 +261,18 @@ def _new_head(model):
     base, named = getattr(model, "base_model", model), _named(model)
     inside = {tensor_key(p) for p in base.parameters()}
     pooler = {tensor_key(p) for n, p in named.items() if ".pooler." in n}
-    outside = {n: p for n, p in named.items() if tensor_key(p) not in inside or tensor_key(p) in pooler} if base is not model else {}
+    outside = (
+        {n: p for n, p in named.items() if tensor_key(p) not in inside or tensor_key(p) in pooler}
+        if base is not model
+        else {}
+    )
     if any(getattr(p, "_is_hf_initialized", False) for p in named.values()):
         return {n for n, p in outside.items() if not getattr(p, "_is_hf_initialized", False)}
-    return {n for n, p in outside.items() if tensor_key(p) not in pooler} if _TASK_CLASS.search(type(model).__name__) else set()
+    return (
+        {n for n, p in outside.items() if tensor_key(p) not in pooler}
+        if _TASK_CLASS.search(type(model).__name__)
+        else set()
+    )
 
 def _whole(model, names):
     "The topmost modules all of whose parameters are in `names`, the owner where a module has others too"
@@ -227,13 +280,16 @@ def _whole(model, names):
     if not names: return out
     for n, m in parts(model):
         own = {f"{n}.{k}" for k, _ in _named(m).items()} if n else set()
-        if n and own and not any(n.startswith(o + ".") for o in out) and (own <= names or names & {f"{n}.{k}" for k in m._parameters}): out.append(n)
+        if n and own and not any(n.startswith(o + ".") for o in out) and (own <= names or names & {f"{n}.{k}" for k in m._parameters}):
+            out.append(n)
     return out
 
 # %% ../../nbs/30_delta.ipynb #380219f1
 class _Tunable(_Switchable):
-    kept = ()                                # modules of the backbone that the last `freeze` left tunable; `save` writes them too
-    _tuned, _was = (), {}                    # by name, as sharding exchanges parameters: what `freeze` left tunable, what was tunable before
+    # modules of the backbone that the last `freeze` left tunable; `save` writes them too
+    kept = ()
+    # by name, as sharding exchanges parameters: what `freeze` left tunable, what was tunable before
+    _tuned, _was = (), {}
     def parameters(self)->list[Tensor]:
         "The delta's own parameters, each once."
         return list({id(p): p for s in self._every.values() for p in s.parameters()}.values())
@@ -244,14 +300,22 @@ class _Tunable(_Switchable):
         "Freeze the backbone and make this delta tunable; other deltas keep their state."
         kept = resolve(self.model, keep) if keep not in ("auto", None) else {}
         named, inside = _named(self.model), {id(p) for m in kept.values() for p in m.parameters()}
-        if keep == "auto": names = {n for n in _new_head(self.model) if not any(n.startswith(h + ".") for h in self.heads)} & set(named)
+        if keep == "auto":
+            names = {n for n in _new_head(self.model) if not any(n.startswith(h + ".") for h in self.heads)} & set(
+                named
+            )
         else: names = {n for n, p in named.items() if id(p) in inside}
         self.kept, before = tuple(_whole(self.model, names)), self.kept
         clash = [h for h in self.kept if any(s == h or s.startswith(h + ".") for s in self.sites)]
         if clash:
             self.kept = before
-            raise ValueError(f"{self.name!r} sits on {clash[0]}, which would be tuned as a whole besides; leave it out by exclude={clash[0]!r} where the delta is made, or by keep=")
-        others = next((w for d in self.model.__dict__.get("_bmlab_handles", {}).values() if (w := getattr(d, "_was", None))), {})   # what another delta froze was tunable before that
+            raise ValueError(
+                f"{self.name!r} sits on {clash[0]}, which would be tuned as a whole besides; leave it out by "
+                f"exclude={clash[0]!r} where the delta is made, or by keep="
+            )
+        others = next(
+            (w for d in self.model.__dict__.get("_bmlab_handles", {}).values() if (w := getattr(d, "_was", None))), {}
+        )  # what another delta froze was tunable before that
         self._was = self._was or {n: others.get(n, p.requires_grad) for n, p in named.items()}
         for n, p in named.items(): p.requires_grad_(n in names)
         self._tuned = tuple(n for n in named if n in names)
@@ -292,18 +356,27 @@ class _Counted(_Tunable):
         "Sizes of the model with this delta; `delta` counts this one alone."
         c, own = count(self.model), self.parameters()
         n, away = sum(p.numel() for p in own), 0 if self.attached else 1
-        return Count(c.total + away * n, c.trainable, n, c.bytes + away * sum(p.numel() * p.element_size() for p in own))
+        return Count(
+            c.total + away * n, c.trainable, n, c.bytes + away * sum(p.numel() * p.element_size() for p in own)
+        )
     def __repr__(self):
         c = self.count()
         where = f"on {len(self.sites)} modules" + ("" if self.attached else ", detached")
         more = f"; {', '.join(self.kept)} tunable too" if self._tuned else ""
-        return f"{type(self).__name__} {self.name!r} {where}: {format_count(c.delta)} parameters, {c.delta / c.total:.4%} of the model{more}"
+        return (
+            f"{type(self).__name__} {self.name!r} {where}: {format_count(c.delta)} parameters, {c.delta / c.total:.4%} "
+            f"of the model{more}"
+        )
 
 # %% ../../nbs/30_delta.ipynb #e2bfdbb0
 @contextlib.contextmanager
 def _nothing_moves(model):
     "Random numbers and running statistics are afterwards what they were before"
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training and m.track_running_stats]
+    norms = [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.modules.batchnorm._NormBase) and m.training and m.track_running_stats
+    ]
     before = [{k: b.clone() for k, b in m._buffers.items() if b is not None} for m in norms]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
@@ -322,11 +395,17 @@ class _Checked(_Counted):
         batch,          # what the model is called with: a dict of keywords, a tuple, or one tensor
     )->dict[str, int]:  # module → how often its site ran
         "Run one forward without gradients; raises RuntimeError with the names of sites that never ran."
-        if not self.attached: raise RuntimeError(f"{self.name!r} is detached, so none of its sites can run; attach() it first")
-        if not any(s.enabled for s in self.sites.values()): raise RuntimeError(f"{self.name!r} is switched off, so none of its sites can run; leave off() or use() first")
+        if not self.attached:
+            raise RuntimeError(f"{self.name!r} is detached, so none of its sites can run; attach() it first")
+        if not any(s.enabled for s in self.sites.values()):
+            raise RuntimeError(
+                f"{self.name!r} is switched off, so none of its sites can run; leave off() or use() first"
+            )
         runs = dict.fromkeys(self._every, 0)
         def counting(name, around):
-            def counted(*args, **kwargs): runs[name] += 1; return around(*args, **kwargs)
+            def counted(*args, **kwargs):
+                runs[name] += 1
+                return around(*args, **kwargs)
             return counted
         for n, s in self._every.items(): s.__dict__["around"] = counting(n, s.around)
         try:
@@ -335,8 +414,12 @@ class _Checked(_Counted):
             for s in self._every.values(): s.__dict__.pop("around", None)
         dead = [n for n, k in runs.items() if not k]
         if dead:
-            raise RuntimeError(f"{len(dead)} of {len(runs)} sites of {self.name!r} never ran in this batch: {', '.join(dead[:8])}{', …' if len(dead) > 8 else ''}; "
-                               "the code around them reads the weight past the module, or this batch takes another path; choose other modules")
+            raise RuntimeError(
+                f"{len(dead)} of {len(runs)} sites of {self.name!r} never ran in this batch: "
+                f"{', '.join(dead[:8])}{', …' if len(dead) > 8 else ''}; "
+                "the code around them reads the weight past the module, or this batch takes another path; choose other "
+                "modules"
+            )
         return runs
 
 # %% ../../nbs/30_delta.ipynb #6414902e
@@ -346,18 +429,32 @@ class _Copyable(_Checked):
         name:str|None=None, # there; None: the name here
     ):                      # the copy, attached to `model`
         "An independent copy of the delta on another model; trained on from here, neither touches the other."
-        if _sharded(self.model): raise RuntimeError("the model is sharded; save() the delta and load() it into the other model")
+        if _sharded(self.model):
+            raise RuntimeError("the model is sharded; save() the delta and load() it into the other model")
         other = unwrap(model)
         here, there = dict(parts(self.model)), dict(parts(other))
-        own = {n: Head(_bare(here[n])) for n in self.kept if n not in self.heads and other is not self.model}        # what `freeze` left tunable comes along
+        # what `freeze` left tunable comes along
+        own = {n: Head(_bare(here[n])) for n in self.kept if n not in self.heads and other is not self.model}
         for n in {**self._every, **own}:
-            if n not in there: raise LookupError(f"{n} is no module of the other {type(other).__name__}{did_you_mean(n, there)}")
-            mine, its = ({k: tuple(p.shape) for k, p in m[n]._parameters.items() if p is not None} for m in (here, there))
-            if mine != its: raise ValueError(f"{n} has {mine} here and {its} there; a delta fits a model of the same build only")
-        memo = {id(p): there[n]._parameters[k] for n, m in here.items() if n in there for k, p in m._parameters.items() if p is not None and there[n]._parameters.get(k) is not None}
+            if n not in there:
+                raise LookupError(f"{n} is no module of the other {type(other).__name__}{did_you_mean(n, there)}")
+            mine, its = (
+                {k: tuple(p.shape) for k, p in m[n]._parameters.items() if p is not None} for m in (here, there)
+            )
+            if mine != its:
+                raise ValueError(f"{n} has {mine} here and {its} there; a delta fits a model of the same build only")
+        memo = {
+            id(p): there[n]._parameters[k]
+            for n, m in here.items()
+            if n in there
+            for k, p in m._parameters.items()
+            if p is not None and there[n]._parameters.get(k) is not None
+        }
         memo |= {id(self.model): other} | {id(m): there[n] for n, m in here.items() if n in there}
         twin = copy.copy(self)
-        twin.__dict__ = {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("_was", "_tuned", "kept")}
+        twin.__dict__ = {
+            k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("_was", "_tuned", "kept")
+        }
         twin.heads = {**twin.heads, **own}
         twin.name = twin._free_name(name or self.name)
         for n, site in twin._every.items():
@@ -399,7 +496,8 @@ class _Mergeable(_Copyable):
         untie:bool=False,   # give a module whose weight is tied to another's its own copy while merged; False: refuse
     )->Merged:
         "Fold the delta into the weights and detach it; the handle takes it back exactly."
-        if not self.attached: raise RuntimeError(f"{self.name!r} is detached or merged already; attach() or restore() it first")
+        if not self.attached:
+            raise RuntimeError(f"{self.name!r} is detached or merged already; attach() or restore() it first")
         modules, users = dict(parts(self.model)), {}
         for n, m in modules.items():
             for p in m._parameters.values():
@@ -412,9 +510,17 @@ class _Mergeable(_Copyable):
                     owner, _, last = f"{n}.{k}".rpartition(".")
                     changes.setdefault(owner, {})[last] = p
         replaced = {f"{n}.{k}" for n, head in self.heads.items() for k in _named(head.own)}
-        tied = {(n, k): [o for o in users[tensor_key(modules[n]._parameters[k])] if o != n] for n, own in changes.items() for k in own}
+        tied = {
+            (n, k): [o for o in users[tensor_key(modules[n]._parameters[k])] if o != n]
+            for n, own in changes.items()
+            for k in own
+        }
         for (n, k), others in tied.items():
-            if others and not untie: raise ValueError(f"the {k} of {n} is tied to {others[0]}, which merging would change too; untie it first, or merge(untie=True)")
+            if others and not untie:
+                raise ValueError(
+                    f"the {k} of {n} is tied to {others[0]}, which merging would change too; untie it first, or "
+                    "merge(untie=True)"
+                )
         originals = {}
         with torch.no_grad():
             for (n, k), others in tied.items():
@@ -434,20 +540,39 @@ class _Mergeable(_Copyable):
         at = [s for _, s in stack].index(site)
         for other, above in stack[at + 1:]:
             if above.enabled and above.reads_weight:
-                raise ValueError(f"on {name} {other!r} computes with the weight, which merging {self.name!r} would change; merge or detach {other!r} first")
+                raise ValueError(
+                    f"on {name} {other!r} computes with the weight, which merging {self.name!r} would change; merge or "
+                    f"detach {other!r} first"
+                )
         for other, below in stack[:at]:
             if below.enabled and (below.combines is None or below.combines != site.combines):
-                raise ValueError(f"on {name} {self.name!r} works on the output of {other!r}, so that it cannot go into the weight beneath; merge or detach {other!r} first")
+                raise ValueError(
+                    f"on {name} {self.name!r} works on the output of {other!r}, so that it cannot go into the weight "
+                    f"beneath; merge or detach {other!r} first"
+                )
 
     def _changes(self, name, module):
         "What the site adds to parameters of its module, checked"
         site = self.sites[name]
-        own = site.changes(module) if hasattr(site, "changes") else {"weight": site.delta_weight(module)} if hasattr(site, "delta_weight") else {}
-        if not own: raise TypeError(f"{type(self).__name__} is no change of a weight matrix and cannot be merged; keep it attached")
+        own = (
+            site.changes(module)
+            if hasattr(site, "changes")
+            else {"weight": site.delta_weight(module)}
+            if hasattr(site, "delta_weight")
+            else {}
+        )
+        if not own:
+            raise TypeError(
+                f"{type(self).__name__} is no change of a weight matrix and cannot be merged; keep it attached"
+            )
         for k in own:
             if k in module._parameters and module._parameters[k] is None:
-                raise TypeError(f"{name} has no {k} that would take the change, so {type(self).__name__} cannot be merged here; keep it attached")
-            if k not in module._parameters: raise TypeError(f"{name} holds a packed or parametrized {k}; merge before packing")
+                raise TypeError(
+                    f"{name} has no {k} that would take the change, so {type(self).__name__} cannot be merged here; "
+                    "keep it attached"
+                )
+            if k not in module._parameters:
+                raise TypeError(f"{name} holds a packed or parametrized {k}; merge before packing")
         return own
 
 # %% ../../nbs/30_delta.ipynb #fe962457
@@ -457,7 +582,9 @@ class Head(Site):
     "A whole module in place of the backbone's: what a file brings for a head that was tuned along (PEFT's modules_to_save)."
     def __init__(self,
         own:nn.Module, # the module that runs instead
-    ): super().__init__(); self.own = own
+    ):
+        super().__init__()
+        self.own = own
     def around(self, call, *args, **kwargs): return self.own(*args, **kwargs)
     def tensors(self): return _named(self.own) | dict(self.own.named_buffers())
 
@@ -467,13 +594,20 @@ class _Saved(_Mergeable):
     def file_tensors(self)->dict[str, Tensor]: # full key in the file → tensor
         "What `save` writes of the method; methods without modules in their files override it."
         users = {n for others in self.shared.values() for n in others}
-        return {f"{_PREFIX}{n}.{k}": t.detach() for n, s in self.sites.items() if n not in users for k, t in s.tensors().items()}
+        return {
+            f"{_PREFIX}{n}.{k}": t.detach()
+            for n, s in self.sites.items()
+            if n not in users
+            for k, t in s.tensors().items()
+        }
 
     def _head_tensors(self):
         "Heads that are tuned along: the backbone's own after `freeze`, or those that came from a file"
         modules = dict(parts(self.model))
         heads = {n: Head(modules[n]) for n in self.kept if n not in self.heads} | self.heads
-        return {f"{self.head_prefix}{n}.{k}": t.detach() for n, h in heads.items() for k, t in h.tensors().items()}, sorted(heads)
+        return {
+            f"{self.head_prefix}{n}.{k}": t.detach() for n, h in heads.items() for k, t in h.tensors().items()
+        }, sorted(heads)
 
     def config(self)->dict:
         "What stands in adapter_config.json beyond the model; an entry None leaves one out."
@@ -485,23 +619,37 @@ class _Saved(_Mergeable):
         spread:bool=False,   # write a shared parameter set at each of its sites, as PEFT wants it; False: once
     )->Path:                 # the folder
         "Write the delta, and nothing of the backbone, in PEFT's format; of a sharded model every rank calls it."
-        dir = Path(dir); dir.mkdir(parents=True, exist_ok=True)
+        dir = Path(dir)
+        dir.mkdir(parents=True, exist_ok=True)
         heads, whole = self._head_tensors()
         tensors = self.file_tensors() | heads
         sharded = any(isinstance(t, DTensor) for t in tensors.values())
         tensors = {k: (t.full_tensor() if isinstance(t, DTensor) else t).contiguous().cpu() for k, t in tensors.items()}
-        if sharded and rank() > 0: synchronize(); return dir           # every rank takes part, the first one writes
+        if sharded and rank() > 0:
+            synchronize()
+            return dir  # every rank takes part, the first one writes
         base = getattr(getattr(self.model, "config", None), "_name_or_path", None) or None
-        config = {"base_model_name_or_path": base, "inference_mode": True, "target_modules": self._targets(), "task_type": _task_type(self.model), **self.config()}
+        config = {
+            "base_model_name_or_path": base,
+            "inference_mode": True,
+            "target_modules": self._targets(),
+            "task_type": _task_type(self.model),
+            **self.config(),
+        }
         if whole: config["modules_to_save"] = whole
         if self.shared and spread: tensors = _spread(tensors, self.shared)
-        elif self.shared: config |= {"peft_type": _SHARED + config["peft_type"], "shared_sites": self.shared}   # PEFT would leave the others at zero: let it refuse
+        elif self.shared: config |= {"peft_type": _SHARED + config["peft_type"], "shared_sites": self.shared}  # PEFT would leave the others at zero: let it refuse
         seen = set()
-        tensors = {k: t.clone() if tensor_key(t) in seen or seen.add(tensor_key(t)) else t for k, t in tensors.items()}   # the format knows no tied tensors
+        # the format knows no tied tensors
+        tensors = {k: t.clone() if tensor_key(t) in seen or seen.add(tensor_key(t)) else t for k, t in tensors.items()}
         save_file(tensors, dir / "adapter_model.safetensors.part", metadata={"format": "pt"})
         os.replace(dir / "adapter_model.safetensors.part", dir / "adapter_model.safetensors")
-        (dir / "adapter_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        write_card(self.model, dir, change=f"a delta of the kind {self.kind}")          # the backbone's, if it carries one
+        (dir / "adapter_config.json").write_text(
+            json.dumps({k: v for k, v in config.items() if v is not None}, indent=2, sort_keys=True) + "\n",
+            encoding="utf-8",
+        )
+        # the backbone's, if it carries one
+        write_card(self.model, dir, change=f"a delta of the kind {self.kind}")
         if sharded: synchronize()
         return dir
 
@@ -515,9 +663,14 @@ class _Saved(_Mergeable):
 def _files(dir):
     "(configuration, tensors) of the folder of a delta"
     for file in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (dir / file).is_file(): raise FileNotFoundError(f"{dir} holds no {file}; is it the folder of a saved delta?")
-    try: return json.loads((dir / "adapter_config.json").read_text(encoding="utf-8")), load_file(dir / "adapter_model.safetensors")
-    except (ValueError, SafetensorError) as e: raise ValueError(f"{dir}: a file of the delta cannot be read, was it cut short? {e}") from e
+        if not (dir / file).is_file():
+            raise FileNotFoundError(f"{dir} holds no {file}; is it the folder of a saved delta?")
+    try:
+        return json.loads((dir / "adapter_config.json").read_text(encoding="utf-8")), load_file(
+            dir / "adapter_model.safetensors"
+        )
+    except (ValueError, SafetensorError) as e:
+        raise ValueError(f"{dir}: a file of the delta cannot be read, was it cut short? {e}") from e
 
 @contextlib.contextmanager
 def _names_stay(model):
@@ -564,18 +717,23 @@ class Delta(_Saved):
         config, tensors = _files(dir)
         config["peft_type"] = str(config.get("peft_type", "")).removeprefix(_SHARED)
         cls, shared = lookup("delta", config["peft_type"].lower()), config.pop("shared_sites", {})
-        heads, tensors = _read_heads(_spread(tensors, shared), unwrap(model), config.pop("modules_to_save", None), dir, cls.head_prefix)
+        heads, tensors = _read_heads(
+            _spread(tensors, shared), unwrap(model), config.pop("modules_to_save", None), dir, cls.head_prefix
+        )
         d = cls.from_config(model, config, cls.read(tensors, unwrap(model), config, dir))
         try:
             if shared: d._tie(shared)
             if heads: d._add_heads(heads)
             return d if name is None else d.rename(name)
-        except Exception: deltas(model).forget(d.name); raise
+        except Exception:
+            deltas(model).forget(d.name)
+            raise
 
     def _add_heads(self, heads):
         "Let whole modules run in place of the backbone's"
         for n in heads:
-            if any(s == n or s.startswith(n + ".") for s in self.sites): raise ValueError(f"{n} is both replaced as a whole and adapted by this file, which is not supported")
+            if any(s == n or s.startswith(n + ".") for s in self.sites):
+                raise ValueError(f"{n} is both replaced as a whole and adapted by this file, which is not supported")
         self.heads = {n: Head(own) for n, own in heads.items()}
         self.attach()
 
@@ -597,7 +755,10 @@ def _read_heads(tensors, model, names, dir, start=_PREFIX):
         have = {k[len(prefix):]: left.pop(k) for k in list(left) if k.startswith(prefix)}
         if not have: raise KeyError(f"{dir} lists modules_to_save={list(names)}, but holds no tensors for {n}")
         if have.keys() != want.keys() or any(t.shape != want[k].shape for k, t in have.items()):
-            raise ValueError(f"{dir} brings {n} as { {k: tuple(t.shape) for k, t in have.items()} }, the model has { {k: tuple(t.shape) for k, t in want.items()} }")
+            raise ValueError(
+                f"{dir} brings {n} as { {k: tuple(t.shape) for k, t in have.items()} }, the model has "
+                f"{ {k: tuple(t.shape) for k, t in want.items()} }"
+            )
         with torch.no_grad():
             for k, t in have.items(): want[k].copy_(t)
         found[n] = own
@@ -611,11 +772,18 @@ def _spread(tensors, shared):
     out = dict(tensors)
     for first, others in shared.items():
         for k, t in tensors.items():
-            if k.startswith(f"{_PREFIX}{first}."): out = {f"{_PREFIX}{n}{k[len(_PREFIX) + len(first):]}": t for n in others} | out
+            if k.startswith(f"{_PREFIX}{first}."):
+                out = {f"{_PREFIX}{n}{k[len(_PREFIX) + len(first):]}": t for n in others} | out
     return out
 
-_TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM", "ForSequenceClassification": "SEQ_CLS",
-          "ForTokenClassification": "TOKEN_CLS", "ForQuestionAnswering": "QUESTION_ANS"}
+_TASKS = {
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
 
 def _task_type(model):
     "PEFT's word for what a transformers model does"
@@ -629,16 +797,26 @@ def _by_module(tensors, model, config, dir):
         owner = next((path[:i] for i in range(len(path) - 1, 0, -1) if path[i] == "." and path[:i] in modules), None)
         leftover = path[len(owner) + 1:] if owner else ""
         if not key.startswith(_PREFIX) or leftover.count(".") > 1 or not leftover:
-            raise KeyError(f"tensor {key!r} in {dir} belongs to no module of {type(model).__name__}{did_you_mean(path.rsplit('.', 2)[0], modules)}")
-        if leftover in ("weight", "base_layer.weight"):                # PEFT may add the backbone's own embedding or head
+            raise KeyError(
+                f"tensor {key!r} in {dir} belongs to no module of "
+                f"{type(model).__name__}{did_you_mean(path.rsplit('.', 2)[0], modules)}"
+            )
+        # PEFT may add the backbone's own embedding or head
+        if leftover in ("weight", "base_layer.weight"):
             if torch.equal(t, model.get_submodule(owner).weight.to(t.dtype).cpu()): continue
-            raise ValueError(f"{dir} brings its own weight for {owner}, other than this backbone's; the delta alone would not be what was trained")
+            raise ValueError(
+                f"{dir} brings its own weight for {owner}, other than this backbone's; the delta alone would not be "
+                "what was trained"
+            )
         out.setdefault(owner, {})[leftover] = t
     targets = config.get("target_modules")
     if isinstance(targets, list) and not any(config.get(k) for k in ("exclude_modules", "layers_to_transform")):
         missing = [n for n in modules if any(n == t or n.endswith("." + t) for t in targets) and n not in out]
         if missing:
-            raise KeyError(f"{dir} lists target_modules={targets}, but holds no tensors for {len(missing)} of them, such as {sorted(missing)[0]}")
+            raise KeyError(
+                f"{dir} lists target_modules={targets}, but holds no tensors for {len(missing)} of them, such as "
+                f"{sorted(missing)[0]}"
+            )
     return out
 
 # %% ../../nbs/30_delta.ipynb #d61bad3b
@@ -667,7 +845,11 @@ class _Switched(Mapping):
         there = [d for d in self.values() if d.attached]
         on = {s: s.enabled for d in there for s in d._every.values()}
         order = _order(self.model)
-        if there and _sharded(self.model): raise RuntimeError("the model is sharded, where a delta is switched off but does not leave; save whole with checkpoint.export_hf after merging")
+        if there and _sharded(self.model):
+            raise RuntimeError(
+                "the model is sharded, where a delta is switched off but does not leave; save whole with "
+                "checkpoint.export_hf after merging"
+            )
         for d in there: d.detach()
         try: yield self.model
         finally:
@@ -688,8 +870,13 @@ class Deltas(_Switched):
         return found
     def __getitem__(self, name):
         found = self._all()
-        if not isinstance(name, str): raise TypeError(f"{name!r} is a {type(name).__name__}; deltas are called by their names, one by one")
-        if name not in found: raise LookupError(f"no delta {name!r} on this {type(self.model).__name__}{did_you_mean(name, found)}; there are: {', '.join(found) or 'none'}")
+        if not isinstance(name, str):
+            raise TypeError(f"{name!r} is a {type(name).__name__}; deltas are called by their names, one by one")
+        if name not in found:
+            raise LookupError(
+                f"no delta {name!r} on this {type(self.model).__name__}{did_you_mean(name, found)}; there are: "
+                f"{', '.join(found) or 'none'}"
+            )
         return found[name]
     def __iter__(self): return iter(self._all())
     def __len__(self): return len(self._all())
@@ -707,8 +894,23 @@ class Deltas(_Switched):
     def table(self)->pd.DataFrame: # a row for each: kind, sites, parameters, share of the model, attached, enabled
         "The deltas as a table."
         columns = ["name", "kind", "sites", "parameters", "share", "attached", "enabled"]
-        rows = [dict(zip(columns, (n, d.kind, len(d.sites), (c := d.count()).delta, c.delta / c.total if c.total else 0., d.attached,
-                                   d.attached and any(s.enabled for s in d.sites.values())))) for n, d in self.items()]
+        rows = [
+            dict(
+                zip(
+                    columns,
+                    (
+                        n,
+                        d.kind,
+                        len(d.sites),
+                        (c := d.count()).delta,
+                        c.delta / c.total if c.total else 0.0,
+                        d.attached,
+                        d.attached and any(s.enabled for s in d.sites.values()),
+                    ),
+                )
+            )
+            for n, d in self.items()
+        ]
         return table(pd.DataFrame(rows, columns=columns)).set_index("name")
     def _repr_html_(self): return self.table.to_html()
     def __repr__(self): return str(self.table) if len(self) else f"no deltas on {type(self.model).__name__}"

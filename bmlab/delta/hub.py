@@ -53,7 +53,8 @@ def backbone_hash(
     "SHA-256 of a model's weights without deltas, one tensor in memory at a time; what was hashed before is not read again."
     root = unwrap(model)
     rows = [(n, t) for n, t in _stored(root) if not any(n.startswith(e + ".") for e in exclude)]
-    if missing := [n for n, t in rows if t.is_meta]: raise ValueError(f"{missing[0]} is on the meta device and has no values to hash; load the weights first")
+    if missing := [n for n, t in rows if t.is_meta]:
+        raise ValueError(f"{missing[0]} is on the meta device and has no values to hash; load the weights first")
     memory = root.__dict__.setdefault("_bmlab_digests", Transient())
     known, whole = dict(memory), hashlib.sha256()
     for n, t in tqdm(rows, desc="hash", leave=False, mininterval=1, delay=2):
@@ -81,26 +82,39 @@ class DeltaCard:
     heads:tuple=()         # modules that the file brings whole
     notes:str=""           # anything else, such as the score
     def __post_init__(self):
-        if not re.fullmatch(r"\w[\w.-]*", str(self.name)): raise ValueError(f"name={self.name!r}: letters, digits, '_', '-' and '.' make a name, and it starts with one of the first three")
-        if not re.fullmatch(r"[0-9a-f]{64}", str(self.backbone_sha256)): raise ValueError(f"backbone_sha256={self.backbone_sha256!r}: 64 hexadecimal digits are needed, as backbone_hash gives them")
+        if not re.fullmatch(r"\w[\w.-]*", str(self.name)):
+            raise ValueError(
+                f"name={self.name!r}: letters, digits, '_', '-' and '.' make a name, and it starts with one of the "
+                "first three"
+            )
+        if not re.fullmatch(r"[0-9a-f]{64}", str(self.backbone_sha256)):
+            raise ValueError(
+                f"backbone_sha256={self.backbone_sha256!r}: 64 hexadecimal digits are needed, as backbone_hash gives "
+                "them"
+            )
         for k in ("task", "license"):
-            if not isinstance(getattr(self, k), str) or not getattr(self, k).strip(): raise ValueError(f"{k}={getattr(self, k)!r}: say it in words; nobody else will know")
+            if not isinstance(getattr(self, k), str) or not getattr(self, k).strip():
+                raise ValueError(f"{k}={getattr(self, k)!r}: say it in words; nobody else will know")
         self.heads = tuple(self.heads)
     def write(self,
         dir:str|os.PathLike, # folder of the delta
     ):
         "Write card.json."
-        (Path(dir) / "card.json").write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (Path(dir) / "card.json").write_text(
+            json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     @staticmethod
     def read(
         dir:str|os.PathLike, # folder of a delta
     )->"DeltaCard":
         "Read card.json; an unknown or missing field is an error."
         file = Path(dir) / "card.json"
-        if not file.is_file(): raise FileNotFoundError(f"{dir} holds no card.json; publish() writes one beside the delta")
+        if not file.is_file():
+            raise FileNotFoundError(f"{dir} holds no card.json; publish() writes one beside the delta")
         got, known = json.loads(file.read_text(encoding="utf-8")), {f.name for f in fields(DeltaCard)}
         for k in got:
-            if k not in known: raise ValueError(f"{file} has a field {k!r}{did_you_mean(k, known)}; it was written by another version")
+            if k not in known:
+                raise ValueError(f"{file} has a field {k!r}{did_you_mean(k, known)}; it was written by another version")
         try: return DeltaCard(**got)
         except TypeError as e: raise ValueError(f"{file} is no whole card: {e}") from None
 
@@ -116,8 +130,20 @@ def _card(d, name, task, license, notes, heads):
     c, model, every = d.count(), d.model, count(d.model)
     own = sum(p.numel() for h in (set(heads) - set(d.heads)) for p in model.get_submodule(h).parameters())
     named = _title(model)
-    return DeltaCard(name=name, backbone=named, backbone_sha256=backbone_hash(model, heads), method=d.kind, task=task, license=license, parameters=c.delta + own,
-                ratio=round((c.delta + own) / max(1, every.total - every.delta), 8), created=datetime.now(timezone.utc).isoformat(timespec="seconds"), modules=len(d.sites), heads=heads, notes=notes)
+    return DeltaCard(
+        name=name,
+        backbone=named,
+        backbone_sha256=backbone_hash(model, heads),
+        method=d.kind,
+        task=task,
+        license=license,
+        parameters=c.delta + own,
+        ratio=round((c.delta + own) / max(1, every.total - every.delta), 8),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        modules=len(d.sites),
+        heads=heads,
+        notes=notes,
+    )
 
 def publish(
     d:Delta,                 # trained
@@ -131,10 +157,13 @@ def publish(
     "Save a delta with its card into a hub; of a sharded model every rank calls."
     hub = Path(hub)
     if d.name in {m.delta.name for m in getattr(d.model, "_bmlab_merges", ())} or getattr(d.model, "_bmlab_merges", ()):
-        raise RuntimeError("a delta is merged into the backbone, whose hash is another one now; restore() it before publishing")
+        raise RuntimeError(
+            "a delta is merged into the backbone, whose hash is another one now; restore() it before publishing"
+        )
     heads = tuple(sorted({*d.kept, *d.heads}))
     card = _card(d, name, task, license, notes, heads)
-    if (hub / name).exists() and not overwrite: raise FileExistsError(f"{hub} has a {name!r} already; choose another name=, or overwrite=True")
+    if (hub / name).exists() and not overwrite:
+        raise FileExistsError(f"{hub} has a {name!r} already; choose another name=, or overwrite=True")
     part = hub / f".{name}.writing"
     if rank() == 0: shutil.rmtree(part, ignore_errors=True)
     d.save(part)
@@ -154,11 +183,19 @@ class Hub(Mapping):
         folder:str|os.PathLike, # made by `publish`
     ): self.folder = Path(folder)
     def _cards(self):
-        found = (DeltaCard.read(p.parent) for p in sorted(self.folder.glob("*/card.json")) if not p.parent.name.startswith("."))
+        found = (
+            DeltaCard.read(p.parent)
+            for p in sorted(self.folder.glob("*/card.json"))
+            if not p.parent.name.startswith(".")
+        )
         return {c.name: c for c in found}
     def __getitem__(self, name):
         cards = self._cards()
-        if name not in cards: raise LookupError(f"no delta {name!r} in {self.folder}{did_you_mean(name, cards)}; there are: {', '.join(cards) or 'none'}")
+        if name not in cards:
+            raise LookupError(
+                f"no delta {name!r} in {self.folder}{did_you_mean(name, cards)}; there are: "
+                f"{', '.join(cards) or 'none'}"
+            )
         return cards[name]
     def __iter__(self): return iter(self._cards())
     def __len__(self): return len(self._cards())
@@ -183,8 +220,11 @@ class Hub(Mapping):
         here = backbone_hash(mine, card.heads) if not force else ""
         if not force and here != card.backbone_sha256:
             named = _title(mine)
-            raise ValueError(f"{name!r} was trained on {card.backbone} (SHA-256 {card.backbone_sha256[:12]}…), this model is {named} ({here[:12]}…); "
-                             "load that backbone, in the same dtype, or force=True")
+            raise ValueError(
+                f"{name!r} was trained on {card.backbone} (SHA-256 {card.backbone_sha256[:12]}…), this model is "
+                f"{named} ({here[:12]}…); "
+                "load that backbone, in the same dtype, or force=True"
+            )
         return Delta.load(self.folder / card.name, model, attach_as or (name if name.isidentifier() else None))
 
     def write_index(self)->Path: # the page
@@ -199,18 +239,43 @@ _CELL = "padding:.3em .8em;text-align:left;vertical-align:top;border-bottom:1px 
 
 def _page(cards):
     "The index as HTML; every text is escaped, nothing runs"
-    def row(tag, values): return f"<tr>{''.join(f'<{tag} style={chr(34)}{_CELL}{chr(34)}>{v}</{tag}>' for v in values)}</tr>"
+    def row(tag, values):
+        return f"<tr>{''.join(f'<{tag} style={chr(34)}{_CELL}{chr(34)}>{v}</{tag}>' for v in values)}</tr>"
     body = []
     for c in cards.values():
         e = {k: html.escape(str(v)) for k, v in asdict(c).items()}
-        card, file = (f'<a href="{e["name"]}/{f}">{text}</a>' for f, text in (("card.json", e["name"]), ("adapter_model.safetensors", format_bytes(c.bytes))))
+        card, file = (
+            f'<a href="{e["name"]}/{f}">{text}</a>'
+            for f, text in (("card.json", e["name"]), ("adapter_model.safetensors", format_bytes(c.bytes)))
+        )
         backbone = f'{e["backbone"]}<br><code title="{e["backbone_sha256"]}">{e["backbone_sha256"][:12]}…</code>'
-        body.append(row("td", (card, e["task"], e["method"], backbone, f"{format_count(c.parameters)}<br>{c.ratio:.4%}", file, e["license"], e["created"][:10], e["notes"])))
+        body.append(
+            row(
+                "td",
+                (
+                    card,
+                    e["task"],
+                    e["method"],
+                    backbone,
+                    f"{format_count(c.parameters)}<br>{c.ratio:.4%}",
+                    file,
+                    e["license"],
+                    e["created"][:10],
+                    e["notes"],
+                ),
+            )
+        )
     head = row("th", ("name", "task", "method", "backbone", "parameters", "file", "licence", "created", "notes"))
-    return ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Deltas</title></head>'
-            '<body style="font:15px/1.5 system-ui,sans-serif;margin:2em;color-scheme:light dark">\n<h1 style="font-size:1.4em">Deltas</h1>\n'
-            f'<p>{len(cards)} in this folder. Load one by <code>Hub(folder).load(name, model)</code>.</p>\n'
-            f'<table style="border-collapse:collapse"><thead>{head}</thead>\n<tbody>\n' + "\n".join(body) + "\n</tbody></table></body></html>\n")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        'content="width=device-width"><title>Deltas</title></head>'
+        '<body style="font:15px/1.5 system-ui,sans-serif;margin:2em;color-scheme:light dark">\n<h1 '
+        'style="font-size:1.4em">Deltas</h1>\n'
+        f'<p>{len(cards)} in this folder. Load one by <code>Hub(folder).load(name, model)</code>.</p>\n'
+        f'<table style="border-collapse:collapse"><thead>{head}</thead>\n<tbody>\n'
+        + "\n".join(body)
+        + "\n</tbody></table></body></html>\n"
+    )
 
 # %% ../../nbs/30_delta/07_hub.ipynb #01cc7a9c
 def _given(loras, weights):
@@ -218,28 +283,43 @@ def _given(loras, weights):
     loras = list(loras)
     if loras and not isinstance(loras[-1], Delta): weights = loras.pop() if weights is None else weights
     if not loras: raise ValueError("no deltas were given")
-    if weights is not None and not isinstance(weights, (list, tuple)): raise TypeError(f"weights={weights!r}: a list is needed, one weight for each of {len(loras)} deltas")
+    if weights is not None and not isinstance(weights, (list, tuple)):
+        raise TypeError(f"weights={weights!r}: a list is needed, one weight for each of {len(loras)} deltas")
     weights = [1.] * len(loras) if weights is None else [float(w) for w in weights]
     if len(weights) != len(loras): raise ValueError(f"weights={weights!r}: {len(loras)} deltas need as many weights")
     for d in loras:
-        if d.model is not loras[0].model: raise ValueError(f"{d.name!r} belongs to another model than {loras[0].name!r}; copy_to() or load it onto this one first")
-        if any(isinstance(p, DTensor) for p in d.parameters()): raise RuntimeError(f"{d.name!r} is sharded; save() it and load it into a model that is not")
+        if d.model is not loras[0].model:
+            raise ValueError(
+                f"{d.name!r} belongs to another model than {loras[0].name!r}; copy_to() or load it onto this one first"
+            )
+        if any(isinstance(p, DTensor) for p in d.parameters()):
+            raise RuntimeError(f"{d.name!r} is sharded; save() it and load it into a model that is not")
     return loras, weights
 
 def _factors(loras, weights):
     "{site: {part: [(A (…, r, in), B (…, out, r), factor)]}}; part is '' or a stacked parameter"
     out = {}
     for d, w in zip(loras, weights):
-        if not isinstance(d, Lora): raise TypeError(f"{d.name!r} is a {type(d).__name__}; only Loras have products to add (average() takes any kind)")
+        if not isinstance(d, Lora):
+            raise TypeError(
+                f"{d.name!r} is a {type(d).__name__}; only Loras have products to add (average() takes any kind)"
+            )
         for n, s in d.sites.items():
-            pairs = {p: (*s.of(p), w * s.scales[p]) for p in s.names} if hasattr(s, "of") else {"": (*s.pair(), w * s.scale)}
-            for part, (A, B, f) in pairs.items(): out.setdefault(n, {}).setdefault(part, []).append((A.detach(), B.detach(), f))
+            pairs = (
+                {p: (*s.of(p), w * s.scales[p]) for p in s.names}
+                if hasattr(s, "of")
+                else {"": (*s.pair(), w * s.scale)}
+            )
+            for part, (A, B, f) in pairs.items():
+                out.setdefault(n, {}).setdefault(part, []).append((A.detach(), B.detach(), f))
     return out
 
 def _built(model, sites, name):
     "A detached Lora on `model` that holds {site: {part: (A, B, scale)}}"
     rank = {f"{n}.{part}" if part else n: A.shape[-2] for n, own in sites.items() for part, (A, _, _) in own.items()}
-    alpha = {f"{n}.{part}" if part else n: A.shape[-2] * s for n, own in sites.items() for part, (A, _, s) in own.items()}
+    alpha = {
+        f"{n}.{part}" if part else n: A.shape[-2] * s for n, own in sites.items() for part, (A, _, s) in own.items()
+    }
     one = lambda numbers: next(iter(numbers.values())) if len(set(numbers.values())) == 1 else numbers
     experts = sorted({part for own in sites.values() for part in own if part}) or None
     dtype = next(A.dtype for own in sites.values() for A, _, _ in own.values())
@@ -275,7 +355,11 @@ def cat(
 )->Lora:                 # detached; its ranks are the sums of theirs
     "The exact sum of Loras, side by side."
     loras, weights = _given(loras, weights)
-    return _built(loras[0].model, {n: {p: _side_by_side(x) for p, x in own.items()} for n, own in _factors(loras, weights).items()}, name)
+    return _built(
+        loras[0].model,
+        {n: {p: _side_by_side(x) for p, x in own.items()} for n, own in _factors(loras, weights).items()},
+        name,
+    )
 
 def add(
     *loras:Lora,         # of one model, on any modules each
@@ -284,7 +368,11 @@ def add(
 )->Lora:                 # detached
     "The exact sum of Loras, at their own rank where they share A (or B), such as Loras grown from one start with A frozen; else side by side."
     loras, weights = _given(loras, weights)
-    return _built(loras[0].model, {n: {p: _summed(x) for p, x in own.items()} for n, own in _factors(loras, weights).items()}, name)
+    return _built(
+        loras[0].model,
+        {n: {p: _summed(x) for p, x in own.items()} for n, own in _factors(loras, weights).items()},
+        name,
+    )
 
 # %% ../../nbs/30_delta/07_hub.ipynb #b252dfeb
 def _nearest(pairs, r):
@@ -294,7 +382,11 @@ def _nearest(pairs, r):
     U, S, Vh = torch.linalg.svd(Rb @ Ra.mT)
     k = min(r, S.shape[-1])
     root = S[..., :k].sqrt()
-    return (root[..., :, None] * (Vh[..., :k, :] @ Qa.mT)).to(A.dtype), (Qb @ U[..., :, :k] * root[..., None, :]).to(B.dtype), 1.
+    return (
+        (root[..., :, None] * (Vh[..., :k, :] @ Qa.mT)).to(A.dtype),
+        (Qb @ U[..., :, :k] * root[..., None, :]).to(B.dtype),
+        1.0,
+    )
 
 def svd(
     *loras:Lora,         # of one model, on any modules each; one alone is only reduced
@@ -303,9 +395,14 @@ def svd(
     name:str|None=None,  # of the result
 )->Lora:                 # detached
     "The Lora of rank r nearest to a sum of Loras, module by module."
-    if not isinstance(r, int) or isinstance(r, bool) or r < 1: raise ValueError(f"r={r!r}: the rank is a whole number, 1 or more")
+    if not isinstance(r, int) or isinstance(r, bool) or r < 1:
+        raise ValueError(f"r={r!r}: the rank is a whole number, 1 or more")
     loras, weights = _given(loras, weights)
-    return _built(loras[0].model, {n: {p: _nearest(x, r) for p, x in own.items()} for n, own in _factors(loras, weights).items()}, name)
+    return _built(
+        loras[0].model,
+        {n: {p: _nearest(x, r) for p, x in own.items()} for n, own in _factors(loras, weights).items()},
+        name,
+    )
 
 def average(
     *members:Delta,      # of one model, one kind, on the same modules with the same shapes
@@ -313,13 +410,29 @@ def average(
     name:str|None=None,  # of the result
 )->Delta:                # detached
     "Deltas of any kind averaged parameter by parameter, as good as its members where they come from one start (Wortsman et al. 2022); a Lora's product is not averaged: that is `add`."
-    members, weights = _given(members, weights if weights is not None or not members or not isinstance(members[-1], Delta) else [1 / len(members)] * len(members))
+    members, weights = _given(
+        members,
+        weights
+        if weights is not None or not members or not isinstance(members[-1], Delta)
+        else [1 / len(members)] * len(members),
+    )
     first = members[0]
-    shape = lambda d: (type(d), {n: (getattr(s, "scale", None), {k: tuple(p.shape) for k, p in s.named_parameters(remove_duplicate=False)}) for n, s in d._every.items()})
+    shape = lambda d: (
+        type(d),
+        {
+            n: (getattr(s, "scale", None), {k: tuple(p.shape) for k, p in s.named_parameters(remove_duplicate=False)})
+            for n, s in d._every.items()
+        },
+    )
     for d in members[1:]:
-        if shape(d) != shape(first): raise ValueError(f"{d.name!r} and {first.name!r} differ in kind, modules, shapes or scale, so their parameters do not correspond; cat() adds Loras of any shape")
+        if shape(d) != shape(first):
+            raise ValueError(
+                f"{d.name!r} and {first.name!r} differ in kind, modules, shapes or scale, so their parameters do not "
+                "correspond; cat() adds Loras of any shape"
+            )
     out = first.copy_to(first.model, name or first._free_name(None)).detach()
     with torch.no_grad():
         for n, s in out._every.items():
-            for k, p in s.named_parameters(): p.copy_(sum(w * d._every[n].get_parameter(k) for w, d in zip(weights, members)))
+            for k, p in s.named_parameters():
+                p.copy_(sum(w * d._every[n].get_parameter(k) for w, d in zip(weights, members)))
     return out

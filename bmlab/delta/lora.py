@@ -34,7 +34,11 @@ def _alone(call):
 
 def _kept():
     "Does selective checkpointing keep what operations return? Then nothing may write to it"
-    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() and any("Cach" in type(m).__name__ for m in _get_current_dispatch_mode_stack())
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack()
+        and any("Cach" in type(m).__name__ for m in _get_current_dispatch_mode_stack())
+    )
 
 def _add(y, h, B, scale, into=False):
     "y + scale · h Bᵀ as one product; `into`: y (N, out) is ours to write to"
@@ -47,13 +51,18 @@ def _together(make, *tensors):
     "`make` of the whole tensors; of shards, gathered and marked as being the same on every rank"
     shards = [t for t in tensors if isinstance(t, DTensor)]
     out = make(*(t.full_tensor() if isinstance(t, DTensor) else t for t in tensors))
-    return DTensor.from_local(out, shards[0].device_mesh, [Replicate()] * shards[0].device_mesh.ndim, run_check=False) if shards else out
+    return (
+        DTensor.from_local(out, shards[0].device_mesh, [Replicate()] * shards[0].device_mesh.ndim, run_check=False)
+        if shards
+        else out
+    )
 
 # %% ../../nbs/30_delta/01_lora.ipynb #3621b7ce
 class LoraSite(Site):
     "The pair A, B beside one linear map."
     combines = "add"
-    casts = True                                                           # A and B take the input's dtype as they compute
+    # A and B take the input's dtype as they compute
+    casts = True
     def __init__(self,
         in_features:int,            # width of the input
         out_features:int,           # width of the output
@@ -66,11 +75,22 @@ class LoraSite(Site):
         **kw,                       # dtype and device of the parameters
     ):
         super().__init__()
-        self.A, self.B = nn.Parameter(torch.empty(r, in_features, **kw)), nn.Parameter(torch.empty(out_features, r, **kw))
-        self.scale, self.dropout, self.transposed, self.plain, self.gaussian = scale, dropout, transposed, plain, gaussian
+        self.A, self.B = (
+            nn.Parameter(torch.empty(r, in_features, **kw)),
+            nn.Parameter(torch.empty(out_features, r, **kw)),
+        )
+        self.scale, self.dropout, self.transposed, self.plain, self.gaussian = (
+            scale,
+            dropout,
+            transposed,
+            plain,
+            gaussian,
+        )
         self.start()
     def start(self):
-        nn.init.normal_(self.A, std=1 / self.A.shape[0]) if self.gaussian else nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
+        nn.init.normal_(self.A, std=1 / self.A.shape[0]) if self.gaussian else nn.init.kaiming_uniform_(
+            self.A, a=math.sqrt(5)
+        )
         nn.init.zeros_(self.B)
     def reset_parameters(self): self.start()
     def pair(self)->tuple[Tensor, Tensor]:
@@ -79,10 +99,14 @@ class LoraSite(Site):
     def thin(self, x):
         "(N, in) → (N, r), in the type of x."
         A = self.pair()[0]
-        return F.linear(F.dropout(x, self.dropout) if self.dropout and self.training else x, A if A.dtype == x.dtype else A.to(x.dtype))
+        return F.linear(
+            F.dropout(x, self.dropout) if self.dropout and self.training else x,
+            A if A.dtype == x.dtype else A.to(x.dtype),
+        )
     def around(self, call, x):
         rows = x.reshape(-1, x.shape[-1])                                  # (N, in)
-        if not (self.plain and _alone(call)) or _kept(): return _add(call(x), self.thin(rows), self.pair()[1], self.scale)
+        if not (self.plain and _alone(call)) or _kept():
+            return _add(call(x), self.thin(rows), self.pair()[1], self.scale)
         y = _add(call(rows), self.thin(rows), self.pair()[1], self.scale, into=True)
         return y.view(*x.shape[:-1], y.shape[-1])
     def delta_weight(self, module)->Tensor:
@@ -94,8 +118,10 @@ class LoraSite(Site):
     def shapes(self): return {k: tuple(t.shape) for k, t in self.tensors().items()}
     def put(self, tensors):
         "Take what a file holds."
-        self.A.copy_(tensors["lora_A.weight"]); self.B.copy_(tensors["lora_B.weight"])
-    def extra_repr(self): return f"in={self.A.shape[1]}, out={self.B.shape[0]}, r={self.A.shape[0]}, scale={self.scale:g}"
+        self.A.copy_(tensors["lora_A.weight"])
+        self.B.copy_(tensors["lora_B.weight"])
+    def extra_repr(self):
+        return f"in={self.A.shape[1]}, out={self.B.shape[0]}, r={self.A.shape[0]}, scale={self.scale:g}"
 
 # %% ../../nbs/30_delta/01_lora.ipynb #a4d2a16e
 def _weight(module, transposed=False):
@@ -111,7 +137,10 @@ def _row_norms(W, A, B, scale):
     return (torch.linalg.vector_norm(W, dim=1, dtype=torch.float32) ** 2 + cross + own).clamp_min(1e-30).sqrt()
 
 def _needs_weight(site):
-    raise RuntimeError(f"{type(site).__name__} starts from the weights of its backbone, which are not there on meta; load them first, then make the delta")
+    raise RuntimeError(
+        f"{type(site).__name__} starts from the weights of its backbone, which are not there on meta; load them first, "
+        "then make the delta"
+    )
 
 class DoraSite(LoraSite):
     casts = False                                                          # its norms are taken as they are stored
@@ -131,18 +160,28 @@ class DoraSite(LoraSite):
         y, factor = call(x), self.factor(W)
         if dropped: rows = F.dropout(rows, self.dropout)
         bias = getattr(module, "bias", None)
-        if dropped or not _alone(call): own = F.linear(rows, W.to(rows.dtype)).view(y.shape)    # as PEFT: what is rescaled sees the dropped input
+        # as PEFT: what is rescaled sees the dropped input
+        if dropped or not _alone(call): own = F.linear(rows, W.to(rows.dtype)).view(y.shape)
         else: own = y if bias is None else y - bias.to(y.dtype)
         A = self.A if self.A.dtype == rows.dtype else self.A.to(rows.dtype)
-        return _add(torch.addcmul(y, own, (factor - 1).to(y.dtype)), F.linear(rows, A), self.B * (factor * self.scale)[:, None], 1)
+        return _add(
+            torch.addcmul(y, own, (factor - 1).to(y.dtype)),
+            F.linear(rows, A),
+            self.B * (factor * self.scale)[:, None],
+            1,
+        )
     def delta_weight(self, module):
         W = _weight(module, self.transposed).float()
         w = self.factor(W)[:, None].float() * (W + self.B.float() @ self.A.float() * self.scale) - W
         return w.T if self.transposed else w
-    def pair(self): raise TypeError("DoRA is no plain LoRA: its change is not the product of two thin matrices; merge() it, or keep it attached")
+    def pair(self):
+        raise TypeError(
+            "DoRA is no plain LoRA: its change is not the product of two thin matrices; merge() it, or keep it attached"
+        )
     def tensors(self): return super().tensors() | {"lora_magnitude_vector": self.m}
     def put(self, tensors):
-        super().put(tensors); self.m.copy_(tensors["lora_magnitude_vector"])
+        super().put(tensors)
+        self.m.copy_(tensors["lora_magnitude_vector"])
 
 # %% ../../nbs/30_delta/01_lora.ipynb #4d3298c8
 class PissaSite(LoraSite):
@@ -151,37 +190,63 @@ class PissaSite(LoraSite):
         super().__init__(*args, **kw)
         r = self.A.shape[0]
         with torch.no_grad():
-            if steps is None: U, S, V = torch.linalg.svd(weight.float(), full_matrices=False); V = V.mT
+            if steps is None:
+                U, S, V = torch.linalg.svd(weight.float(), full_matrices=False)
+                V = V.mT
             else: U, S, V = torch.svd_lowrank(weight.float(), r, niter=steps)
             root = (S[:r] / self.scale).sqrt()
-            self.A.copy_(root[:, None] * V.mT[:r]); self.B.copy_(U[:, :r] * root)
-        self.register_buffer("A0", self.A.detach().clone()); self.register_buffer("B0", -self.B.detach())      # with the sign that it is used with
+            self.A.copy_(root[:, None] * V.mT[:r])
+            self.B.copy_(U[:, :r] * root)
+        self.register_buffer("A0", self.A.detach().clone())
+        self.register_buffer("B0", -self.B.detach())  # with the sign that it is used with
     def reset_parameters(self): _needs_weight(self)
     def pair(self): return torch.cat([self.A, self.A0]), torch.cat([self.B, self.B0], 1)
     def thin(self, x):
         if not (self.dropout and self.training): return super().thin(x)
-        return torch.cat([F.linear(F.dropout(x, self.dropout), self.A.to(x.dtype)), F.linear(x, self.A0.to(x.dtype))], 1)      # what was taken off is not dropped
+        return torch.cat(
+            [F.linear(F.dropout(x, self.dropout), self.A.to(x.dtype)), F.linear(x, self.A0.to(x.dtype))], 1
+        )  # what was taken off is not dropped
     def tensors(self):
-        return {"lora_A.weight": _together(lambda a: torch.cat([a, self.A0]), self.A), "lora_B.weight": _together(lambda b: torch.cat([b, self.B0], 1), self.B)}
-    def shapes(self): return {"lora_A.weight": tuple(self.A.shape), "lora_B.weight": tuple(self.B.shape)}     # of a file that PEFT wrote unconverted
+        return {
+            "lora_A.weight": _together(lambda a: torch.cat([a, self.A0]), self.A),
+            "lora_B.weight": _together(lambda b: torch.cat([b, self.B0], 1), self.B),
+        }
+    # of a file that PEFT wrote unconverted
+    def shapes(self): return {"lora_A.weight": tuple(self.A.shape), "lora_B.weight": tuple(self.B.shape)}
 
 # %% ../../nbs/30_delta/01_lora.ipynb #a4a7ad12
-_LAYOUTS = {"GPT2": "blocks", "DecisionTransformerGPT2": "blocks", "ImageGPT": "blocks", "Phi3": "blocks", "Mpt": "blocks", "GPTNeoX": "heads", "Bloom": "heads",
-            "Persimmon": "heads", "Falcon": "falcon", "CodeGen": "codegen", "GPTBigCode": "bigcode"}    # how the class of the attention begins → where its rows lie
+_LAYOUTS = {
+    "GPT2": "blocks",
+    "DecisionTransformerGPT2": "blocks",
+    "ImageGPT": "blocks",
+    "Phi3": "blocks",
+    "Mpt": "blocks",
+    "GPTNeoX": "heads",
+    "Bloom": "heads",
+    "Persimmon": "heads",
+    "Falcon": "falcon",
+    "CodeGen": "codegen",
+    "GPTBigCode": "bigcode",
+}  # how the class of the attention begins → where its rows lie
 
 def _layout(owner, config, out):
     "[(part, rows), …] in order, and how often this repeats, for a fused product of `out` rows"
     how = _LAYOUTS.get(max((k for k in _LAYOUTS if type(owner).__name__.startswith(k)), key=len, default=""))
     H = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or H
-    if how == "falcon": how = "groups" if config.new_decoder_architecture else "blocks" if config.multi_query else "heads"
+    if how == "falcon":
+        how = "groups" if config.new_decoder_architecture else "blocks" if config.multi_query else "heads"
     if how == "bigcode": how = "blocks" if config.multi_query else "heads"
     if getattr(config, "multi_query", False): groups = groups if how == "groups" else 1
     if how == "heads": return [(p, out // H // 3) for p in "qkv"], H
     if how == "codegen": return [(p, out // 12) for p in "qvk"], 4
     if how is None: return None
     width = out // (H + 2 * groups)
-    return ([("q", H // groups * width), ("k", width), ("v", width)], groups) if how == "groups" else ([("q", H * width), ("k", groups * width), ("v", groups * width)], 1)
+    return (
+        ([("q", H // groups * width), ("k", width), ("v", width)], groups)
+        if how == "groups"
+        else ([("q", H * width), ("k", groups * width), ("v", groups * width)], 1)
+    )
 
 def fused_rows(
     model:nn.Module,   # a transformer
@@ -193,7 +258,10 @@ def fused_rows(
     out = module.out_features if hasattr(module, "out_features") else module.weight.shape[1]
     layout = _layout(owner, unwrap(model).config.get_text_config(), out)
     if layout is None:
-        raise ValueError(f"slices={which!r}: the order of rows in {name} of a {type(owner).__name__} is not known; give the rows themselves, slices=torch.arange(…)")
+        raise ValueError(
+            f"slices={which!r}: the order of rows in {name} of a {type(owner).__name__} is not known; give the rows "
+            "themselves, slices=torch.arange(…)"
+        )
     labels = "".join(p * n for p, n in layout[0]) * layout[1]
     return torch.tensor([i for i, p in enumerate(labels) if p in which])
 
@@ -209,23 +277,29 @@ class SlicedSite(LoraSite):
     def tensors(self): return {"lora_A.weight": self.A, "lora_B.weight": _together(self.whole, self.B)}
     def put(self, tensors):
         B = tensors["lora_B.weight"]
-        if torch.count_nonzero(B) != torch.count_nonzero(B[self.rows.cpu()]): raise ValueError("the file's B is not zero outside of the slices")
+        if torch.count_nonzero(B) != torch.count_nonzero(B[self.rows.cpu()]):
+            raise ValueError("the file's B is not zero outside of the slices")
         super().put({**tensors, "lora_B.weight": B[self.rows.cpu()]})
 
 # %% ../../nbs/30_delta/01_lora.ipynb #677d4cbb
 class EmbeddingSite(LoraSite):
     "The pair A (r, tokens), B (width, r) beside a table of embeddings."
-    def start(self): nn.init.zeros_(self.A); nn.init.normal_(self.B)
+    def start(self):
+        nn.init.zeros_(self.A)
+        nn.init.normal_(self.B)
     def around(self, call, ids):
         module, y = _module(call), call(ids)
         h = F.embedding(ids, self.A.T, padding_idx=module.padding_idx)                     # (…, r)
-        factor = getattr(module, "embed_scale", getattr(module, "multiplier", 1.0))         # of transformers' scaled embeddings
+        # of transformers' scaled embeddings
+        factor = getattr(module, "embed_scale", getattr(module, "multiplier", 1.0))
         if isinstance(factor, Tensor) or factor != 1: h = h * factor
         h = h.reshape(-1, h.shape[-1])
         return _add(y, h if h.dtype == y.dtype else h.to(y.dtype), self.B, self.scale)
     def delta_weight(self, module): return (self.B.float() @ self.A.float()).T * self.scale
     def tensors(self): return {"lora_embedding_A": self.A, "lora_embedding_B": self.B}
-    def put(self, tensors): self.A.copy_(tensors["lora_embedding_A"]); self.B.copy_(tensors["lora_embedding_B"])
+    def put(self, tensors):
+        self.A.copy_(tensors["lora_embedding_A"])
+        self.B.copy_(tensors["lora_embedding_B"])
 
 # %% ../../nbs/30_delta/01_lora.ipynb #b96e5239
 class _ExpertPairs(Site):
@@ -246,7 +320,8 @@ class _ExpertPairs(Site):
     def reset_parameters(self):
         for n in self.names:
             A, B = self.of(n)
-            bound = 1 / math.sqrt(A.shape[2])                                               # Kaiming's, of each expert alone
+            # Kaiming's, of each expert alone
+            bound = 1 / math.sqrt(A.shape[2])
             nn.init.normal_(A, std=1 / A.shape[1]) if self.gaussian else nn.init.uniform_(A, -bound, bound)
             nn.init.zeros_(B)
     def of(self, name): return self._parameters[f"{name}_A"], self._parameters[f"{name}_B"]
@@ -256,8 +331,10 @@ class _ExpertPairs(Site):
             w, (A, B) = getattr(module, n), (t.to(getattr(module, n).dtype) for t in self.of(n))
             left, right = (A.mT, B.mT) if self.transposed else (B, A)
             changed[n] = torch.baddbmm(w, left, right, alpha=self.scales[n])
-        own = module.__dict__                                                               # which comes before the parameters when the module looks them up
-        before = {n: own[n] for n in self.names if n in own}                                # of another delta further out
+        # which comes before the parameters when the module looks them up
+        own = module.__dict__
+        # of another delta further out
+        before = {n: own[n] for n in self.names if n in own}
         own.update(changed)
         try: return call(*args, **kwargs)
         finally:
@@ -267,7 +344,10 @@ class _ExpertPairs(Site):
         "What is added to each parameter, in its layout."
         out = {n: torch.bmm(*(t.float() for t in reversed(self.of(n)))) * self.scales[n] for n in self.names}
         return {n: w.mT for n, w in out.items()} if self.transposed else out
-    def extra_repr(self): return ", ".join(f"{n}: E={self.of(n)[0].shape[0]}, r={self.of(n)[0].shape[1]}, scale={self.scales[n]:g}" for n in self.names)
+    def extra_repr(self):
+        return ", ".join(
+            f"{n}: E={self.of(n)[0].shape[0]}, r={self.of(n)[0].shape[1]}, scale={self.scales[n]:g}" for n in self.names
+        )
 
 # %% ../../nbs/30_delta/01_lora.ipynb #9219a2e7
 class ExpertsSite(_ExpertPairs):
@@ -292,17 +372,34 @@ class ExpertsSite(_ExpertPairs):
 # %% ../../nbs/30_delta/01_lora.ipynb #0f9589cc
 def _linear_shape(name, module):
     "(in, out, stored transposed?) of a linear layer of torch, of transformers (`Conv1D`) or a packed one"
-    if hasattr(module, "in_features") and hasattr(module, "out_features"): return module.in_features, module.out_features, False
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return module.in_features, module.out_features, False
     if hasattr(module, "nf") and module.weight.ndim == 2: return *module.weight.shape, True
-    raise TypeError(f"LoRA sits on linear layers, embeddings and stacked experts; {name} is a {type(module).__name__}; choose other modules or exclude it")
+    raise TypeError(
+        f"LoRA sits on linear layers, embeddings and stacked experts; {name} is a {type(module).__name__}; choose "
+        "other modules or exclude it"
+    )
 
 def _stacked(name, module):
     "{parameter name: shape} of the experts that a module stacks"
-    return {n: w.shape for n, w in module._parameters.items() if w is not None and w.ndim == 3 and "expert" in f"{name} {type(module).__name__}".lower()}
+    return {
+        n: w.shape
+        for n, w in module._parameters.items()
+        if w is not None and w.ndim == 3 and "expert" in f"{name} {type(module).__name__}".lower()
+    }
 
 def _options(module, dtype):
     "dtype and device that a site takes over from its module; float32 beside packed weights"
-    stored = next(t for t in (module._parameters.get("weight"), *module.buffers(recurse=False), *module._parameters.values(), getattr(module, "weight", None)) if t is not None)
+    stored = next(
+        t
+        for t in (
+            module._parameters.get("weight"),
+            *module.buffers(recurse=False),
+            *module._parameters.values(),
+            getattr(module, "weight", None),
+        )
+        if t is not None
+    )
     return dict(dtype=dtype or (stored.dtype if stored.is_floating_point() else torch.float32), device=stored.device)
 
 # %% ../../nbs/30_delta/01_lora.ipynb #e5b63a9c
@@ -315,7 +412,12 @@ class _Numbers(Delta):
             given = getattr(self, what)
             if not isinstance(given, dict): continue
             if not given: raise ValueError(f"{what}={{}}: a number, or a dictionary of patterns is needed")
-            self._meant[what] = {p: [p] if p in names else [k for k in stacked if k == p or k.endswith(f".{p}")] or list(resolve(model, p)) for p in given}
+            self._meant[what] = {
+                p: [p]
+                if p in names
+                else [k for k in stacked if k == p or k.endswith(f".{p}")] or list(resolve(model, p))
+                for p in given
+            }
         return names
 
     def _number(self, what, default, *keys):
@@ -324,26 +426,36 @@ class _Numbers(Delta):
         if not isinstance(given, dict): return default if given is None else given
         for key in keys:
             if key in given: return given[key]
-            if (found := next((v for p, v in given.items() if key in self._meant[what][p]), None)) is not None: return found
+            if (found := next((v for p, v in given.items() if key in self._meant[what][p]), None)) is not None:
+                return found
         return default
 
     def _rank_and_scale(self, *keys):
         "r and the factor for a module (or a stacked parameter, then its module)"
         r = self._number("r", None, *keys)
-        if r is None: raise ValueError(f"r={self.r!r} names no rank for {keys[0]}; add a key for it, or '*' as the last one for all others")
-        if not isinstance(r, int) or isinstance(r, bool) or r < 1: raise ValueError(f"r={r!r}: the rank is a whole number, 1 or more")
+        if r is None:
+            raise ValueError(
+                f"r={self.r!r} names no rank for {keys[0]}; add a key for it, or '*' as the last one for all others"
+            )
+        if not isinstance(r, int) or isinstance(r, bool) or r < 1:
+            raise ValueError(f"r={r!r}: the rank is a whole number, 1 or more")
         alpha = self._number("alpha", 2 * r, *keys)
-        if not isinstance(alpha, (int, float)) or not alpha > 0: raise ValueError(f"alpha={self.alpha!r}: a number above 0 is needed")
+        if not isinstance(alpha, (int, float)) or not alpha > 0:
+            raise ValueError(f"alpha={self.alpha!r}: a number above 0 is needed")
         return r, alpha / (math.sqrt(r) if self.rslora else r)
 
     def _check_used(self):
         "Raise for a pattern that fits modules, but none that carries a site"
         if self.experts is not None and not any(isinstance(s, ExpertsSite) for s in self.sites.values()):
-            raise ValueError(f"experts={self.experts!r}, but none of the modules chosen stacks experts, such as {next(iter(self.sites))}; choose them by modules=")
+            raise ValueError(
+                f"experts={self.experts!r}, but none of the modules chosen stacks experts, such as "
+                f"{next(iter(self.sites))}; choose them by modules="
+            )
         there = set(self.sites) | {f"{n}.{p}" for n, s in self.sites.items() for p in getattr(s, "names", ())}
         for what, meant in self._meant.items():
             for p, names in meant.items():
-                if not there & set(names): raise ValueError(f"{what}: {p!r} fits none of the modules chosen, such as {next(iter(self.sites))}")
+                if not there & set(names):
+                    raise ValueError(f"{what}: {p!r} fits none of the modules chosen, such as {next(iter(self.sites))}")
 
 # %% ../../nbs/30_delta/01_lora.ipynb #b5589e4e
 _STARTS = ("kaiming", "gaussian", "pissa")
@@ -353,14 +465,28 @@ class _Making(_Numbers):
         "A and B for one linear layer, embedding or stack of experts."
         if stacked := _stacked(name, module): return self._experts_site(name, module, stacked)
         (r, scale), kw = self._rank_and_scale(name), dict(gaussian=self.init == "gaussian")
-        special = "dora=True" if self.dora else f"init={self.init!r}" if self.init.startswith("pissa") else "slices=" if self.slices is not None else ""
+        special = (
+            "dora=True"
+            if self.dora
+            else f"init={self.init!r}"
+            if self.init.startswith("pissa")
+            else "slices="
+            if self.slices is not None
+            else ""
+        )
         if isinstance(module, nn.Embedding) or hasattr(module, "num_embeddings"):
-            if special or getattr(module, "max_norm", None): raise TypeError(f"{special or 'max_norm'} goes with linear layers only, and {name} is a {type(module).__name__}; exclude it")
+            if special or getattr(module, "max_norm", None):
+                raise TypeError(
+                    f"{special or 'max_norm'} goes with linear layers only, and {name} is a {type(module).__name__}; "
+                    "exclude it"
+                )
             i, o, cls = module.num_embeddings, module.embedding_dim, EmbeddingSite
         else:
             i, o, kw["transposed"] = _linear_shape(name, module)
             forward = getattr(type(module), "_bmlab_base", type(module)).forward
-            kw |= dict(dropout=self.dropout, plain=forward in (nn.Linear.forward, Int8Linear.forward, Int4Linear.forward))
+            kw |= dict(
+                dropout=self.dropout, plain=forward in (nn.Linear.forward, Int8Linear.forward, Int4Linear.forward)
+            )
             cls = LoraSite
         if r > min(i, o): raise ValueError(f"r={r} is more than {name} has: {i} → {o}")
         if self.slices is not None: cls, kw["rows"] = SlicedSite, self._rows(name, o)
@@ -372,35 +498,48 @@ class _Making(_Numbers):
         if isinstance(self.slices, Tensor): rows = self.slices
         elif roles(self.model).get(name) == "qkv": rows = fused_rows(self.model, name, self.slices)
         else: raise TypeError(f"slices={self.slices!r} choose from a fused q/k/v layer, and {name} is none")
-        if not len(rows) or rows.min() < 0 or rows.max() >= out: raise ValueError(f"slices: rows {rows.tolist()[:4]} … do not fit the {out} outputs of {name}")
+        if not len(rows) or rows.min() < 0 or rows.max() >= out:
+            raise ValueError(f"slices: rows {rows.tolist()[:4]} … do not fit the {out} outputs of {name}")
         return rows
 
     def _experts_site(self, name, module, stacked):
         if self.dropout or self.dora or self.slices is not None or self.init not in ("kaiming", "gaussian"):
-            raise TypeError(f"{name} stacks its experts in {', '.join(stacked)}, where dropout, dora, slices and pissa have no place; exclude it")
-        chosen = [p for p in stacked if self.experts is None or any(f"{name}.{p}" == t or f"{name}.{p}".endswith(f".{t}") for t in self.experts)]
+            raise TypeError(
+                f"{name} stacks its experts in {', '.join(stacked)}, where dropout, dora, slices and pissa have no "
+                "place; exclude it"
+            )
+        chosen = [
+            p
+            for p in stacked
+            if self.experts is None or any(f"{name}.{p}" == t or f"{name}.{p}".endswith(f".{t}") for t in self.experts)
+        ]
         if not chosen: raise ValueError(f"experts={self.experts!r}: {name} has {', '.join(stacked)}")
         transposed = getattr(module, "is_transposed", False)
         shapes = {p: (E, *((o, i)[::-1] if transposed else (o, i))) for p, (E, o, i) in stacked.items() if p in chosen}
         numbers = {p: self._rank_and_scale(f"{name}.{p}", name) for p in chosen}
         for p, (r, _) in numbers.items():
-            if r > min(shapes[p][1:]): raise ValueError(f"r={r} is more than {name}.{p} has: {shapes[p][2]} → {shapes[p][1]}")
+            if r > min(shapes[p][1:]):
+                raise ValueError(f"r={r} is more than {name}.{p} has: {shapes[p][2]} → {shapes[p][1]}")
         w = module._parameters[chosen[0]]
         ranks, scales = ({p: n[i] for p, n in numbers.items()} for i in (0, 1))
-        return ExpertsSite(shapes, ranks, scales, transposed, self.init == "gaussian", dtype=self.dtype or w.dtype, device=w.device)
+        return ExpertsSite(
+            shapes, ranks, scales, transposed, self.init == "gaussian", dtype=self.dtype or w.dtype, device=w.device
+        )
 
 # %% ../../nbs/30_delta/01_lora.ipynb #56d54392
 _UNDERSTOOD = set("""peft_type peft_version auto_mapping base_model_name_or_path revision task_type inference_mode r lora_alpha lora_dropout use_rslora
     fan_in_fan_out target_modules exclude_modules layers_to_transform layers_pattern init_lora_weights bias megatron_core qalora_group_size
     eva_config corda_config lora_ga_config loftq_config runtime_config ensure_weight_tying use_dora rank_pattern alpha_pattern
-    target_parameters slices""".split())   # fields of PEFT's configuration that are read, or change nothing here
-_MOVES_BASE = ("pissa_niter", "olora", "corda", "loftq", "lora_ga")     # initialisations that change the backbone when PEFT loads them, and not by a rule
+    target_parameters slices""".split())  # fields of PEFT's configuration that are read, or change nothing here
+# initialisations that change the backbone when PEFT loads them, and not by a rule
+_MOVES_BASE = ("pissa_niter", "olora", "corda", "loftq", "lora_ga")
 
 def _unlike(config):
     "Fields of PEFT's configuration under which it computes something else"
     odd = {k: v for k, v in config.items() if k not in _UNDERSTOOD and v not in (None, False, "", [], {})}
     if config.get("bias", "none") != "none": odd["bias"] = config["bias"]
-    if str(config.get("init_lora_weights")).startswith(_MOVES_BASE): odd["init_lora_weights"] = config["init_lora_weights"]
+    if str(config.get("init_lora_weights")).startswith(_MOVES_BASE):
+        odd["init_lora_weights"] = config["init_lora_weights"]
     return odd
 
 def _by_pattern(patterns, key, default):
@@ -411,15 +550,24 @@ def _short(numbers, default):
     "{name: number} without the default; last components where all of that name agree"
     by_last = {}
     for n, v in numbers.items(): by_last.setdefault(n.rpartition(".")[2], set()).add(v)
-    return {last if len(by_last[last]) == 1 else n: v for n, v in numbers.items() if v != default for last in [n.rpartition(".")[2]]}
+    return {
+        last if len(by_last[last]) == 1 else n: v
+        for n, v in numbers.items()
+        if v != default
+        for last in [n.rpartition(".")[2]]
+    }
 
 def _fill(sites, tensors):
     "Copy the tensors of a file into the sites; names and shapes must be exactly theirs"
     for n, site in sites.items():
         own = site.shapes()
-        if own.keys() != tensors[n].keys(): raise KeyError(f"{n}: expected tensors {sorted(own)}, the file holds {sorted(tensors[n])}")
+        if own.keys() != tensors[n].keys():
+            raise KeyError(f"{n}: expected tensors {sorted(own)}, the file holds {sorted(tensors[n])}")
         for k, t in tensors[n].items():
-            if t.shape != own[k]: raise ValueError(f"{n}.{k}: the file holds {tuple(t.shape)}, the model needs {own[k]}; another backbone or rank?")
+            if t.shape != own[k]:
+                raise ValueError(
+                    f"{n}.{k}: the file holds {tuple(t.shape)}, the model needs {own[k]}; another backbone or rank?"
+                )
     with torch.no_grad():
         for n, site in sites.items(): site.put(tensors[n])
 
@@ -439,12 +587,22 @@ class _InFiles(_Making):
         ranks, alphas = self._file_numbers()
         r, alpha = (Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas))
         turned = any(s.transposed for s in self.sites.values() if isinstance(s, LoraSite))
-        out = {"peft_type": "LORA", "r": r, "lora_alpha": alpha, "lora_dropout": self.dropout, "bias": "none", "fan_in_fan_out": turned}
+        out = {
+            "peft_type": "LORA",
+            "r": r,
+            "lora_alpha": alpha,
+            "lora_dropout": self.dropout,
+            "bias": "none",
+            "fan_in_fan_out": turned,
+        }
         if self.rslora: out["use_rslora"] = True
         if self.dora: out["use_dora"] = True
         out |= {k: v for k, v in (("rank_pattern", _short(ranks, r)), ("alpha_pattern", _short(alphas, alpha))) if v}
         if stacked := [f"{n}.{p}" for n, s in self.sites.items() if isinstance(s, ExpertsSite) for p in s.names]:
-            out |= {"target_parameters": stacked, "target_modules": [n for n, s in self.sites.items() if not isinstance(s, ExpertsSite)]}
+            out |= {
+                "target_parameters": stacked,
+                "target_modules": [n for n, s in self.sites.items() if not isinstance(s, ExpertsSite)],
+            }
         return out
 
     def save(self,
@@ -457,18 +615,39 @@ class _InFiles(_Making):
             note.unlink(missing_ok=True)
             if self.slices is not None:
                 note.parent.mkdir(parents=True, exist_ok=True)
-                note.write_text(json.dumps({"slices": self.slices.tolist() if isinstance(self.slices, Tensor) else list(self.slices)}), encoding="utf-8")
+                note.write_text(
+                    json.dumps(
+                        {"slices": self.slices.tolist() if isinstance(self.slices, Tensor) else list(self.slices)}
+                    ),
+                    encoding="utf-8",
+                )
         return super().save(dir, spread)
 
     @classmethod
     def read(cls, tensors, model, config, dir):
         "Tensors by module; those of nested stacked parameters keep their depth in the name."
-        if (dir / "bmlab.json").is_file(): config["slices"] = json.loads((dir / "bmlab.json").read_text(encoding="utf-8"))["slices"]
-        flat = {re.sub(r"(?:base_layer\.)+(?=lora_[AB]\.weight$)", lambda m: m[0].replace(".", "/"), k): t for k, t in tensors.items()}
-        found = {n: {k.replace("/", "."): t for k, t in own.items()} for n, own in super().read(flat, model, config, dir).items()}
+        if (dir / "bmlab.json").is_file():
+            config["slices"] = json.loads((dir / "bmlab.json").read_text(encoding="utf-8"))["slices"]
+        flat = {
+            re.sub(r"(?:base_layer\.)+(?=lora_[AB]\.weight$)", lambda m: m[0].replace(".", "/"), k): t
+            for k, t in tensors.items()
+        }
+        found = {
+            n: {k.replace("/", "."): t for k, t in own.items()}
+            for n, own in super().read(flat, model, config, dir).items()
+        }
         for n, m in parts(model):
-            missing = [p for p in _stacked(n, m) if n not in found and any(f"{n}.{p}".endswith(f".{t}") or f"{n}.{p}" == t for t in config.get("target_parameters") or ())]
-            if missing: raise KeyError(f"{dir} lists target_parameters={config['target_parameters']}, but holds no tensors for {n}.{missing[0]}")
+            missing = [
+                p
+                for p in _stacked(n, m)
+                if n not in found
+                and any(f"{n}.{p}".endswith(f".{t}") or f"{n}.{p}" == t for t in config.get("target_parameters") or ())
+            ]
+            if missing:
+                raise KeyError(
+                    f"{dir} lists target_parameters={config['target_parameters']}, but holds no tensors for "
+                    f"{n}.{missing[0]}"
+                )
         return found
 
 # %% ../../nbs/30_delta/01_lora.ipynb #86a2fb85
@@ -476,31 +655,56 @@ class _Loading(_InFiles):
     @classmethod
     def from_config(cls, model, config, tensors):
         "A Lora from PEFT's configuration and tensors by module; refuses what it would not compute."
-        if missing := [k for k in ("r", "lora_alpha") if config.get(k) is None]: raise KeyError(f"adapter_config.json names no {' and no '.join(missing)}; is it that of a LoRA?")
-        if odd := _unlike(config): raise ValueError(f"this adapter uses {odd}, which Lora does not compute; load it with PEFT")
+        if missing := [k for k in ("r", "lora_alpha") if config.get(k) is None]:
+            raise KeyError(f"adapter_config.json names no {' and no '.join(missing)}; is it that of a LoRA?")
+        if odd := _unlike(config):
+            raise ValueError(f"this adapter uses {odd}, which Lora does not compute; load it with PEFT")
         modules = dict(parts(model))
         keys = [k for n in tensors for k in ([f"{n}.{p}" for p in _stacked(n, modules[n])] or [n])]
-        r, alpha = ({k: _by_pattern(config.get(patterns), k, config[default]) for k in keys} for patterns, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")))
+        r, alpha = (
+            {k: _by_pattern(config.get(patterns), k, config[default]) for k in keys}
+            for patterns, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+        )
         r, alpha = (next(iter(x.values())) if len(set(x.values())) == 1 else x for x in (r, alpha))
         slices = config.get("slices")
         if slices and not isinstance(slices[0], str): slices = torch.tensor(slices)
-        d = cls(model, r, alpha, config.get("lora_dropout", 0.0), dict.fromkeys(tensors), rslora=config.get("use_rslora", False), dora=config.get("use_dora", False),
-                dtype=next(t.dtype for own in tensors.values() for t in own.values()),        # as it was trained, whatever the backbone's
-                init="pissa" if config.get("init_lora_weights") == "pissa" else "kaiming", slices=slices, experts=config.get("target_parameters") if any(_stacked(n, modules[n]) for n in tensors) else None)
+        d = cls(
+            model,
+            r,
+            alpha,
+            config.get("lora_dropout", 0.0),
+            dict.fromkeys(tensors),
+            rslora=config.get("use_rslora", False),
+            dora=config.get("use_dora", False),
+            dtype=next(
+                t.dtype for own in tensors.values() for t in own.values()
+            ),  # as it was trained, whatever the backbone's
+            init="pissa" if config.get("init_lora_weights") == "pissa" else "kaiming",
+            slices=slices,
+            experts=config.get("target_parameters") if any(_stacked(n, modules[n]) for n in tensors) else None,
+        )
         try: _fill(d.sites, tensors)
-        except Exception: deltas(d.model).forget(d.name); raise
+        except Exception:
+            deltas(d.model).forget(d.name)
+            raise
         return d
 
     def param_groups(self,
         lr:float,                 # learning rate of A, and of what `freeze` kept tunable
-        lora_plus:float|None=None,# LoRA+ (Hayou et al. 2024): B learns this many times faster, such as 16; None: at the same rate
+        lora_plus:float|None=None,# LoRA+ (Hayou et al. 2024): B learns this many times faster, such as 16; None: at the
+                                  # same rate
         **numbers,                # other options of the optimizer
     )->list[dict]:
         "Parameter groups for an optimizer, B and DoRA's lengths apart at their own rate."
         if lora_plus is None: return super().param_groups(lr, **numbers)
-        fast = {id(p) for s in self.sites.values() for n, p in s.named_parameters() if n in ("B", "m") or n.endswith("_B")}
+        fast = {
+            id(p) for s in self.sites.values() for n, p in s.named_parameters() if n in ("B", "m") or n.endswith("_B")
+        }
         every = self.trainable()
-        return [{"params": [p for p in every if id(p) not in fast], "lr": lr, **numbers}, {"params": [p for p in every if id(p) in fast], "lr": lr * lora_plus, **numbers}]
+        return [
+            {"params": [p for p in every if id(p) not in fast], "lr": lr, **numbers},
+            {"params": [p for p in every if id(p) in fast], "lr": lr * lora_plus, **numbers},
+        ]
 
 # %% ../../nbs/30_delta/01_lora.ipynb #6a0ae1ee
 class Lora(_Loading):
@@ -508,37 +712,67 @@ class Lora(_Loading):
     kind, default_roles = "lora", ("q", "v", "qkv")
     def __init__(self,
         model:nn.Module,               # the backbone
-        r:int|dict=8,                  # rank, 1 … min(in, out); a dictionary {pattern: rank} says where too, unless it ends on "*"
+        r:int|dict=8,                  # rank, 1 … min(in, out); a dictionary {pattern: rank} says where too, unless it
+                                       # ends on "*"
         alpha:float|dict|None=None,    # numerator of the scale; None: 2r
         dropout:float=0.0,             # on the input of A, 0 … 1
         modules:str|list|None=None,    # where: a pattern, a list, a picker; None: q and v, or the fused qkv
         exclude:str|list|None=None,    # dropped from `modules`
         rslora:bool=False,             # scale α/√r instead of α/r (Kalajdzievski 2023)
-        dtype:torch.dtype|None=None,   # in which A and B are kept; None: the weight's, float32 on packed layers; they compute in the input's
+        dtype:torch.dtype|None=None,   # in which A and B are kept; None: the weight's, float32 on packed layers; they
+                                       # compute in the input's
         name:str|None=None,            # None: "lora", "lora_1", …
         dora:bool=False,               # train the length of each row apart from its direction
-        init:str="kaiming",            # of A: "kaiming", "gaussian"; "pissa" or "pissa_niter_4" (faster): the largest directions of the weight
+        init:str="kaiming",            # of A: "kaiming", "gaussian"; "pissa" or "pissa_niter_4" (faster): the largest
+                                       # directions of the weight
         slices:tuple|Tensor|None=None, # on fused q/k/v layers: of "q", "k", "v", or numbers of rows; None: all rows
-        experts:tuple|None=None,       # which stacked parameters of a module of experts, such as ("down_proj",); None: all
+        experts:tuple|None=None,       # which stacked parameters of a module of experts, such as ("down_proj",); None:
+                                       # all
         share:str|None=None,           # "layers", "places": sites that are alike have one parameter set
     ):
-        if not isinstance(r, dict) and (not isinstance(r, int) or isinstance(r, bool) or r < 1): raise ValueError(f"r={r!r}: the rank is a whole number, 1 or more")
-        if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1: raise ValueError(f"dropout={dropout!r}: a share in [0, 1) is needed")
-        if init not in _STARTS and not re.fullmatch(r"pissa_niter_\d+", str(init)): raise ValueError(f"init={init!r}: one of {', '.join(_STARTS)} or 'pissa_niter_4'")
-        if dtype is not None and not isinstance(dtype, torch.dtype): raise TypeError(f"dtype={dtype!r}: a dtype of torch, such as torch.bfloat16")
+        if not isinstance(r, dict) and (not isinstance(r, int) or isinstance(r, bool) or r < 1):
+            raise ValueError(f"r={r!r}: the rank is a whole number, 1 or more")
+        if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout={dropout!r}: a share in [0, 1) is needed")
+        if init not in _STARTS and not re.fullmatch(r"pissa_niter_\d+", str(init)):
+            raise ValueError(f"init={init!r}: one of {', '.join(_STARTS)} or 'pissa_niter_4'")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype={dtype!r}: a dtype of torch, such as torch.bfloat16")
         if isinstance(slices, str): slices = tuple(slices)
         if isinstance(experts, str): experts = (experts,)
         if slices is not None and not isinstance(slices, Tensor) and not (len(slices) and set(slices) <= set("qkv")):
             raise ValueError(f"slices={slices!r}: of 'q', 'k', 'v', or a tensor of row numbers")
-        special = [w for w, on in (("dora=True", dora), (f"init={init!r}", init.startswith("pissa")), ("slices=", slices is not None)) if on]
+        special = [
+            w
+            for w, on in (
+                ("dora=True", dora),
+                (f"init={init!r}", init.startswith("pissa")),
+                ("slices=", slices is not None),
+            )
+            if on
+        ]
         if len(special) > 1: raise ValueError(f"{' and '.join(special)} do not go together")
-        if special[:1] not in ([], ["slices="]) and share: raise ValueError(f"share={share!r}: {special[0]} starts from each layer's own weight, so layers cannot share it")
-        self.r, self.alpha, self.dropout, self.rslora, self.dtype = r, 2 * r if alpha is None and not isinstance(r, dict) else alpha, dropout, rslora, dtype
+        if special[:1] not in ([], ["slices="]) and share:
+            raise ValueError(
+                f"share={share!r}: {special[0]} starts from each layer's own weight, so layers cannot share it"
+            )
+        self.r, self.alpha, self.dropout, self.rslora, self.dtype = (
+            r,
+            2 * r if alpha is None and not isinstance(r, dict) else alpha,
+            dropout,
+            rslora,
+            dtype,
+        )
         self.dora, self.init, self.slices, self.experts = dora, init, slices, experts
         names = self._look_up(unwrap(model))
         if modules is None and isinstance(r, dict) and "*" not in r:
-            modules = dict.fromkeys(k if k in names else k.rpartition(".")[0] for found in self._meant["r"].values() for k in found)
-        if modules is None and slices is not None: modules = {n: None for n, role in roles(model).items() if role == "qkv"} or None
+            modules = dict.fromkeys(
+                k if k in names else k.rpartition(".")[0] for found in self._meant["r"].values() for k in found
+            )
+        if modules is None and slices is not None:
+            modules = {n: None for n, role in roles(model).items() if role == "qkv"} or None
         super().__init__(model, modules, exclude, name, share)
         try: self._check_used()
-        except ValueError: deltas(self.model).forget(self.name); raise
+        except ValueError:
+            deltas(self.model).forget(self.name)
+            raise

@@ -28,7 +28,11 @@ def _below_class(base):
         if owner is None: raise AttributeError(key)
         return getattr(owner[0], key)
     def __reduce_ex__(self, protocol): return _rebuild_below, (base,), self.__getstate__()
-    return type(f"Below{base.__name__}", (base,), {"forward": forward, "__getattr__": __getattr__, "__reduce_ex__": __reduce_ex__, "__module__": __name__})
+    return type(
+        f"Below{base.__name__}",
+        (base,),
+        {"forward": forward, "__getattr__": __getattr__, "__reduce_ex__": __reduce_ex__, "__module__": __name__},
+    )
 
 def _rebuild_below(base):
     "An empty stand-in; unpickling and copying fill it"
@@ -39,7 +43,8 @@ def _below(module):
     "What PEFT's layer gets in place of `module`"
     stand_in = _rebuild_below(base_class(module))
     nn.Module.__init__(stand_in)
-    stand_in.__dict__ |= {"_bmlab_owner": (module,), "_bmlab_call": None, "_bmlab_called": False}     # in a tuple, so that it is no child
+    # in a tuple, so that it is no child
+    stand_in.__dict__ |= {"_bmlab_owner": (module,), "_bmlab_call": None, "_bmlab_called": False}
     return stand_in
 
 # %% ../../nbs/30_delta/08_peft_plugin.ipynb #e0a3739d
@@ -63,7 +68,8 @@ class PeftSite(Site):
         self.__dict__["below"] = _below(module)
         self.places = _place(layer, wrapped, self.below)
         self.layer = layer
-        self.resting = {k for k, p in layer.named_parameters() if not p.requires_grad}   # what the method itself never trains
+        # what the method itself never trains
+        self.resting = {k for k, p in layer.named_parameters() if not p.requires_grad}
 
     def around(self, call, *args, **kwargs):
         "PEFT's forward; what lies below is in the place of the module it wrapped."
@@ -72,25 +78,41 @@ class PeftSite(Site):
         try: out = self.layer(*args, **kwargs)
         finally: below._bmlab_call = None
         if not below._bmlab_called and isinstance(getattr(getattr(call, "func", None), "__self__", None), Site):
-            raise RuntimeError(f"{type(self.layer).__name__} does not call what lies below it, so the delta there would be passed over; attach this one first, below the others")
+            raise RuntimeError(
+                f"{type(self.layer).__name__} does not call what lies below it, so the delta there would be passed "
+                "over; attach this one first, below the others"
+            )
         return out
 
     def changes(self, module)->dict[str, Tensor]:
         "What merging adds to the weight and the bias of `module`."
         if not hasattr(self.layer, "merge"): return {}
         plain = copy.copy(module)                                       # another module over clones of its parameters
-        plain.__dict__ = {**module.__dict__, "_modules": {}, "_parameters": {k: None if p is None else nn.Parameter(p.detach().clone(), False) for k, p in module._parameters.items()}}
+        plain.__dict__ = {
+            **module.__dict__,
+            "_modules": {},
+            "_parameters": {
+                k: None if p is None else nn.Parameter(p.detach().clone(), False) for k, p in module._parameters.items()
+            },
+        }
         plain.__class__ = base_class(module)
         held = [(n, k) for n, m in self.layer.named_modules() for k in self.places if m.__dict__.get(k) is self.below]
         twin = copy.deepcopy(self.layer, {id(self.below): plain})       # some methods exchange modules when they merge
         twin.merge(safe_merge=True)
         merged = getattr(twin.get_submodule(held[0][0]), held[0][1])
-        return {k: p - module._parameters[k] for k, p in merged._parameters.items() if p is not None and not torch.equal(p, module._parameters[k])}
+        return {
+            k: p - module._parameters[k]
+            for k, p in merged._parameters.items()
+            if p is not None and not torch.equal(p, module._parameters[k])
+        }
 
 # %% ../../nbs/30_delta/08_peft_plugin.ipynb #4f56b2bc
 def _peft():
     try: import peft
-    except ImportError as e: raise ImportError("PeftDelta needs the package peft (pip install peft); Lora and the other deltas of bmlab do not") from e
+    except ImportError as e:
+        raise ImportError(
+            "PeftDelta needs the package peft (pip install peft); Lora and the other deltas of bmlab do not"
+        ) from e
     return peft
 
 def _skeleton(model, keep=()):
@@ -126,57 +148,102 @@ def _inject(config, skeleton, weightless):
         if after.get(n) is not m and not any(n.startswith(w + ".") for w in wrapped): wrapped[n] = (after.get(n), m)
     inside = tuple(f"{w}." for w in wrapped)
     odd = [n for n in after if n not in before and not n.startswith(inside)]
-    odd += [n for n, (layer, m) in wrapped.items() if layer is None or not any(c is m for holder in layer.modules() for c in holder._modules.values())]
-    if odd: raise ValueError(f"{_label(config)} changes the model's structure at {odd[0]}, other than by wrapping modules, and could not be detached")
+    odd += [
+        n
+        for n, (layer, m) in wrapped.items()
+        if layer is None or not any(c is m for holder in layer.modules() for c in holder._modules.values())
+    ]
+    if odd:
+        raise ValueError(
+            f"{_label(config)} changes the model's structure at {odd[0]}, other than by wrapping modules, and could "
+            "not be detached"
+        )
     return wrapped
 
 # %% ../../nbs/30_delta/08_peft_plugin.ipynb #8e559e4a
 def _label(config): return str(getattr(config.peft_type, "value", config.peft_type))
 
-_OUTSIDE = {"target_parameters": "Lora(modules='experts') sits on 3-D expert weights itself", "layer_replication": "it adds layers to the backbone",
-            "alora_invocation_tokens": "it needs the ids of the whole input", "arrow_config": "it routes between several adapters",
-            "trainable_token_indices": "TrainableTokensConfig does that alone", "megatron_config": "it replaces Megatron's layers"}
+_OUTSIDE = {
+    "target_parameters": "Lora(modules='experts') sits on 3-D expert weights itself",
+    "layer_replication": "it adds layers to the backbone",
+    "alora_invocation_tokens": "it needs the ids of the whole input",
+    "arrow_config": "it routes between several adapters",
+    "trainable_token_indices": "TrainableTokensConfig does that alone",
+    "megatron_config": "it replaces Megatron's layers",
+}
 
 def _read_config(config):
     "peft's configuration from itself or from a dict with its fields, refused where more than layers is needed, before anything runs"
     peft = _peft()
     if isinstance(config, dict):
         made, name = peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(config.get("peft_type")), config.get("peft_type")
-        if made is None: raise LookupError(f"peft_type={name!r} is unknown to peft {peft.__version__}{did_you_mean(str(name).upper(), [t.value for t in peft.PEFT_TYPE_TO_CONFIG_MAPPING])}")
-        if odd := sorted(set(config) - {f.name for f in dataclasses.fields(made)}): raise ValueError(f"{made.__name__} of peft {peft.__version__} does not know {odd}; was it made by a newer one?")
+        if made is None:
+            raise LookupError(
+                f"peft_type={name!r} is unknown to peft "
+                f"{peft.__version__}{did_you_mean(str(name).upper(), [t.value for t in peft.PEFT_TYPE_TO_CONFIG_MAPPING])}"
+            )
+        if odd := sorted(set(config) - {f.name for f in dataclasses.fields(made)}):
+            raise ValueError(
+                f"{made.__name__} of peft {peft.__version__} does not know {odd}; was it made by a newer one?"
+            )
         config = made(**config)
-    if not isinstance(config, peft.PeftConfig): raise TypeError(f"config={config!r}: a configuration of peft is needed, such as peft.LoHaConfig(r=4), or a dict with peft_type and its fields")
+    if not isinstance(config, peft.PeftConfig):
+        raise TypeError(
+            f"config={config!r}: a configuration of peft is needed, such as peft.LoHaConfig(r=4), or a dict with "
+            "peft_type and its fields"
+        )
     config = copy.deepcopy(config)
     config.inference_mode = False                                       # PEFT would rest all that it makes
     tuner = peft.PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
     if config.is_prompt_learning or config.is_adaption_prompt or tuner is None or not issubclass(tuner, peft.tuners.tuners_utils.BaseTuner):
-        raise ValueError(f"{_label(config)} acts on the whole model and has no layers to attach; for prompts see SoftPrompt, PTuning and Prefix")
+        raise ValueError(
+            f"{_label(config)} acts on the whole model and has no layers to attach; for prompts see SoftPrompt, "
+            "PTuning and Prefix"
+        )
     if "forward" in tuner.__dict__:
-        raise ValueError(f"{_label(config)} does a part of its work in PEFT's own model class (a loss, a routing, a schedule of ranks), which would be lost; use it with PEFT alone")
+        raise ValueError(
+            f"{_label(config)} does a part of its work in PEFT's own model class (a loss, a routing, a schedule of "
+            "ranks), which would be lost; use it with PEFT alone"
+        )
     for field, why in _OUTSIDE.items():
-        if getattr(config, field, None): raise ValueError(f"{field}={getattr(config, field)!r} cannot be attached as a delta: {why}")
+        if getattr(config, field, None):
+            raise ValueError(f"{field}={getattr(config, field)!r} cannot be attached as a delta: {why}")
     return config
 
 def _layers(model, config):
     "PEFT's layers for a model, made and checked → {name: (layer, what it wraps)}"
     try: dry = _inject(copy.deepcopy(config), _skeleton(model), True)
-    except NotImplementedError: dry = [""]                             # a method that must see weights to say where it sits: clone all
+    except NotImplementedError: dry = [""]  # a method that must see weights to say where it sits: clone all
     except (ValueError, TypeError) as e:
-        if "not supported" in str(e): raise TypeError(f"{_label(config)} does not sit there: {' '.join(str(e).split())}") from e
+        if "not supported" in str(e):
+            raise TypeError(f"{_label(config)} does not sit there: {' '.join(str(e).split())}") from e
         if type(e).__name__ != "NoMatchingPeftModuleError" and "not found in the base model" not in str(e): raise
         wanted, names = config.target_modules, {n.rsplit(".", 1)[-1] for n, _ in parts(model)}
         raise LookupError(f"{e}{did_you_mean(wanted if isinstance(wanted, str) else next(iter(wanted)), names)}") from e
-    if not dry: raise LookupError(f"{_label(config)} wrapped no module; say target_modules= in its configuration or modules= here")
+    if not dry:
+        raise LookupError(
+            f"{_label(config)} wrapped no module; say target_modules= in its configuration or modules= here"
+        )
     skeleton, modules = _skeleton(model, dry), dict(parts(model))
     with torch.no_grad(): made = _inject(config, skeleton, False)
     for n, (layer, wrapped) in made.items():
         if any(p._backward_hooks for p in layer.parameters()):
-            raise ValueError(f"{_label(config)} hangs hooks on its parameters, which a copied, saved or sharded model would lose; use it with PEFT alone")
+            raise ValueError(
+                f"{_label(config)} hangs hooks on its parameters, which a copied, saved or sharded model would lose; "
+                "use it with PEFT alone"
+            )
         own = dict(modules[n].named_parameters())
         for k, p in wrapped.named_parameters():
-            if p.requires_grad: raise ValueError(f"{_label(config)} would train the backbone's own {n}.{k}; leave bias= and the like out (BitFit trains biases and can be detached)")
+            if p.requires_grad:
+                raise ValueError(
+                    f"{_label(config)} would train the backbone's own {n}.{k}; leave bias= and the like out (BitFit "
+                    "trains biases and can be detached)"
+                )
             if p.device.type != "meta" and k in own and not torch.equal(p, own[k]):
-                raise ValueError(f"{_label(config)} changes the weight {n}.{k} when it is made, so the backbone would not stay as it is; choose another initialisation (Lora knows PiSSA)")
+                raise ValueError(
+                    f"{_label(config)} changes the weight {n}.{k} when it is made, so the backbone would not stay as "
+                    "it is; choose another initialisation (Lora knows PiSSA)"
+                )
     return made
 
 # %% ../../nbs/30_delta/08_peft_plugin.ipynb #26defe22
@@ -184,10 +251,14 @@ class _Injected(Delta):
     kind = "peft"
     def __init__(self, model, config, modules, exclude, name):
         config, model = _read_config(config), unwrap(model)
-        if _sharded(model): raise RuntimeError("the model is sharded already, and parameters added now would not be; attach the delta before sharding")
+        if _sharded(model):
+            raise RuntimeError(
+                "the model is sharded already, and parameters added now would not be; attach the delta before sharding"
+            )
         self.peft_config, self.kind = config, _label(config).lower()
         if modules is not None: self.peft_config.target_modules = sorted(resolve(model, modules, exclude))
-        elif exclude is not None: raise ValueError("exclude= goes with modules=; for what the configuration names, set its exclude_modules")
+        elif exclude is not None:
+            raise ValueError("exclude= goes with modules=; for what the configuration names, set its exclude_modules")
         self._made = _layers(model, self.peft_config)
         try: super().__init__(model, dict.fromkeys(self._made), None, name)
         finally: del self._made
@@ -213,7 +284,13 @@ class _Injected(Delta):
 @_same_environment()
 def _with_layers(d):
     "A weightless PeftModel that holds the layers of the delta"
-    build = lambda keep: _peft().PeftModel(_skeleton(d.model, keep), copy.deepcopy(d.peft_config), "default", autocast_adapter_dtype=False, low_cpu_mem_usage=not keep)
+    build = lambda keep: _peft().PeftModel(
+        _skeleton(d.model, keep),
+        copy.deepcopy(d.peft_config),
+        "default",
+        autocast_adapter_dtype=False,
+        low_cpu_mem_usage=not keep,
+    )
     try: built = build(())
     except NotImplementedError: built = build([""])
     tuner, inner = built.base_model, built.base_model.model
@@ -223,30 +300,44 @@ def _with_layers(d):
     first = next(iter(d.sites.values())).layer
     for held in (tuner._modules, tuner._parameters):
         for k in held:
-            if k != "model" and type(getattr(first, k, None)) is type(held[k]): held[k] = getattr(first, k)        # what all layers of a method share
+            # what all layers of a method share
+            if k != "model" and type(getattr(first, k, None)) is type(held[k]): held[k] = getattr(first, k)
     return built
 
 def _held(d):
     "(site, name in its layer, tensor) of all tensors of the delta"
     for n, s in d.sites.items():
-        for k, t in (*s.layer.named_parameters(remove_duplicate=False), *s.layer.named_buffers(remove_duplicate=False)): yield n, k, t
+        for k, t in (*s.layer.named_parameters(remove_duplicate=False), *s.layer.named_buffers(remove_duplicate=False)):
+            yield n, k, t
 
 def _is_backbone(key, tensor, model, dir):
     "Is this a weight of the backbone itself, which PEFT adds to a file when an embedding is tuned? Another backbone's is an error"
     owner = key.removeprefix("base_model.model.").removesuffix(".base_layer.weight")
     if not key.endswith(".base_layer.weight"): return False
     if not torch.equal(tensor, model.get_submodule(owner).weight.to(tensor.dtype).cpu()):
-        raise ValueError(f"{dir} brings its own weight for {owner}, other than this backbone's; the delta alone would not be what was trained")
+        raise ValueError(
+            f"{dir} brings its own weight for {owner}, other than this backbone's; the delta alone would not be what "
+            "was trained"
+        )
     return True
 
 def _fill(d, tensors):
     "Let PEFT read the tensors into the layers of the delta; names and shapes must be exactly those that it would write"
     own = d.file_tensors()
     odd = sorted(own.keys() ^ tensors.keys())
-    if odd: raise KeyError(f"{odd[0]!r} is {'missing in' if odd[0] in own else 'surplus in'} the file ({len(odd)} such tensors); another method, backbone or configuration?")
+    if odd:
+        raise KeyError(
+            f"{odd[0]!r} is {'missing in' if odd[0] in own else 'surplus in'} the file ({len(odd)} such tensors); "
+            "another method, backbone or configuration?"
+        )
     for k, t in tensors.items():
-        if t.shape != own[k].shape: raise ValueError(f"{k}: the file holds {tuple(t.shape)}, the model needs {tuple(own[k].shape)}; another backbone or rank?")
-    dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())                     # as it was trained, whatever the backbone's
+        if t.shape != own[k].shape:
+            raise ValueError(
+                f"{k}: the file holds {tuple(t.shape)}, the model needs {tuple(own[k].shape)}; another backbone or "
+                "rank?"
+            )
+    # as it was trained, whatever the backbone's
+    dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
     for p in d.parameters():
         if p.is_floating_point(): p.data = p.data.to(dtype)
     with torch.no_grad(): _peft().set_peft_model_state_dict(_with_layers(d), tensors)
@@ -256,7 +347,8 @@ class PeftDelta(_Injected):
     "A method of the peft package as a delta: attached, detached, counted and saved as all others, in PEFT's own files."
     def __init__(self,
         model:nn.Module,               # the backbone
-        config,                        # of peft, such as peft.LoHaConfig(r=4), or a dict such as {"peft_type": "LOHA", "r": 4}
+        config,                        # of peft, such as peft.LoHaConfig(r=4), or a dict such as {"peft_type": "LOHA",
+                                       # "r": 4}
         modules:str|list|None=None,    # where: a pattern, a list, a picker; None: what `config` says
         exclude:str|list|None=None,    # dropped from `modules`
         name:str|None=None,            # None: the method in lower case, "loha", "loha_1", …
@@ -264,22 +356,32 @@ class PeftDelta(_Injected):
         super().__init__(model, config, modules, exclude, name)
         own = {tensor_key(t): at for *at, t in _held(self)}
         keys = {k: own.get(tensor_key(t)) for k, t in self._peft_tensors().items()}
-        self._keys = keys if all(keys.values()) else None              # sharded models cannot be copied: know now where each entry of a file is
+        # sharded models cannot be copied: know now where each entry of a file is
+        self._keys = keys if all(keys.values()) else None
 
     def _peft_tensors(self): return _peft().get_peft_model_state_dict(_with_layers(self), save_embedding_layers=False)
 
     def file_tensors(self)->dict[str, Tensor]: # full key in the file → tensor
         "What PEFT would write."
         held, seen = {(n, k): t for n, k, t in _held(self)}, set()
-        if self._keys is None and _sharded(self.model): raise RuntimeError(f"PEFT builds the file of {self.kind} from a copy of the model, and a sharded one cannot be copied; save on an unsharded model")
+        if self._keys is None and _sharded(self.model):
+            raise RuntimeError(
+                f"PEFT builds the file of {self.kind} from a copy of the model, and a sharded one cannot be copied; "
+                "save on an unsharded model"
+            )
         found = self._peft_tensors() if self._keys is None else {key: held[tuple(at)] for key, at in self._keys.items()}
         fresh = lambda t: not (tensor_key(t) in seen or seen.add(tensor_key(t)))
-        return {k: t.detach() if fresh(t) else t.detach().clone() for k, t in found.items()}     # what layers share stands in the file once for each
+        # what layers share stands in the file once for each
+        return {k: t.detach() if fresh(t) else t.detach().clone() for k, t in found.items()}
 
     def config(self)->dict:
         "What PEFT would write into adapter_config.json."
         plain = lambda v: sorted(v) if isinstance(v, set) else getattr(v, "value", v)
-        return {k: plain(v) for k, v in self.peft_config.to_dict().items() if k not in ("base_model_name_or_path", "task_type", "inference_mode")}
+        return {
+            k: plain(v)
+            for k, v in self.peft_config.to_dict().items()
+            if k not in ("base_model_name_or_path", "task_type", "inference_mode")
+        }
 
     @classmethod
     def read(cls, tensors, model, config, dir):
@@ -291,7 +393,9 @@ class PeftDelta(_Injected):
         "The delta of a file, by PEFT's configuration and reading; every key must be there and none too many."
         d = cls(model, config)
         try: _fill(d, tensors)
-        except Exception: deltas(model).forget(d.name); raise
+        except Exception:
+            deltas(model).forget(d.name)
+            raise
         return d
 
     @classmethod
@@ -306,4 +410,6 @@ class PeftDelta(_Injected):
         with _names_stay(unwrap(model)):
             d = cls.from_config(model, config, cls.read(tensors, unwrap(model), config, dir))
             try: return d if name is None else d.rename(name)
-            except Exception: deltas(model).forget(d.name); raise
+            except Exception:
+                deltas(model).forget(d.name)
+                raise

@@ -20,7 +20,9 @@ class Site(nn.Module):
     enabled = True
     routes = False       # does each row of a batch get something else?
     reads_weight = False # does it compute with the weight beneath itself? Then nothing below it can be merged
-    combines = None      # "add": changes what is below by something that does not depend on it; "scale": by a factor; None: otherwise. Two alike may change places
+    # "add": changes what is below by something that does not depend on it; "scale": by a factor; None: otherwise. Two
+    # alike may change places
+    combines = None
     def around(self,
         call,            # the module's own forward, or that of the delta below
         *args, **kwargs, # what the module was called with
@@ -42,7 +44,11 @@ def _delta_class(base):
             if site.enabled: call = functools.partial(site.around, call)
         return call(*args, **kwargs)
     def __reduce_ex__(self, protocol): return _rebuild, (base,), self.__getstate__()
-    return type(f"Delta{base.__name__}", (base,), {"forward": forward, "__reduce_ex__": __reduce_ex__, "_bmlab_base": base, "__module__": __name__})
+    return type(
+        f"Delta{base.__name__}",
+        (base,),
+        {"forward": forward, "__reduce_ex__": __reduce_ex__, "_bmlab_base": base, "__module__": __name__},
+    )
 
 def _rebuild(base):
     "An empty module of the delta class of `base`; unpickling and copying fill it"

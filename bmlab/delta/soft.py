@@ -53,7 +53,11 @@ def widen(
 )->Tensor|None:       # (…, length + K) where the new ones are seen; None stays None
     "A mask under which everybody sees `length` more positions in front."
     if mask is None: return None
-    if not isinstance(mask, Tensor): raise TypeError(f"attention_mask is a {type(mask).__name__}; a tensor is needed here: use sdpa or eager attention, and a dynamic cache")
+    if not isinstance(mask, Tensor):
+        raise TypeError(
+            f"attention_mask is a {type(mask).__name__}; a tensor is needed here: use sdpa or eager attention, and a "
+            "dynamic cache"
+        )
     seen = 0 if mask.ndim == 4 and mask.is_floating_point() else 1             # additive: 0 is seen
     return torch.cat([mask.new_full((*mask.shape[:-1], length), seen), mask], -1)
 
@@ -72,7 +76,9 @@ class PromptSite(Site):
         self.table = nn.Parameter(torch.empty(length, width, **kw))
         self.reset_parameters()
     def reset_parameters(self): nn.init.uniform_(self.table, -0.5, 0.5)
-    def __setstate__(self, state): super().__setstate__(state); tell_signature(self.home[0])
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        tell_signature(self.home[0])
     def forward(self)->Tensor: # (P, D)
         "The prompt."
         return self.table
@@ -88,7 +94,9 @@ class PromptSite(Site):
             a.put("position_ids", positions + P * step if later else torch.cat([first, positions + P * step], -1))
         if later: return a(call)
         if embeds is None: embeds = self.home[0].get_input_embeddings()(ids)
-        a.put("input_ids", None); a.put("inputs_embeds", torch.cat([self().to(embeds.dtype).expand(len(embeds), -1, -1), embeds], 1))     # (B, P+L, D)
+        # (B, P+L, D)
+        a.put("input_ids", None)
+        a.put("inputs_embeds", torch.cat([self().to(embeds.dtype).expand(len(embeds), -1, -1), embeds], 1))
         _lengthen(a, given.shape[:2], P)
         out = a(call)
         return _cut(out, given.shape[1], P) if self.cut else out
@@ -99,16 +107,24 @@ class PromptSite(Site):
 def _widen_input(mask, P):
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         what = f"{mask.ndim} dimensions" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"attention_mask ({what}) was prepared for the input without the prompt; pass a mask (B, L), and generate with a dynamic cache")
+        raise ValueError(
+            f"attention_mask ({what}) was prepared for the input without the prompt; pass a mask (B, L), and generate "
+            "with a dynamic cache"
+        )
     return widen(mask, P)
 
 def _step(positions, rows):
     "What a token more in front adds to position_ids: one to all of them, but not to GLM's second row (B, 2, L), the place within a written piece"
-    return positions.new_tensor([[1], [0]]) if positions.ndim == 3 and positions.shape[1] == 2 and len(positions) in (1, rows) else 1    # (of (3, B, L), for text and pictures, all move)
+    return (
+        positions.new_tensor([[1], [0]])
+        if positions.ndim == 3 and positions.shape[1] == 2 and len(positions) in (1, rows)
+        else 1
+    )  # (of (3, B, L), for text and pictures, all move)
 
 def _lengthen(a, shape, P):
     "What runs along the input, lengthened: types of segment, labels of tokens, places of an answer"
-    if (types := a.get("token_type_ids")) is not None: a.put("token_type_ids", torch.cat([types.new_zeros(len(types), P), types], 1))
+    if (types := a.get("token_type_ids")) is not None:
+        a.put("token_type_ids", torch.cat([types.new_zeros(len(types), P), types], 1))
     labels = a.get("labels")
     if labels is not None and not labels.is_floating_point() and labels.shape == shape:
         a.put("labels", torch.cat([labels.new_full((len(labels), P), -100), labels], 1))
@@ -132,10 +148,13 @@ class SeenSite(Site):
     def __init__(self,
         decoder:nn.Module, # the module it sits on
         length:int,        # P
-    ): super().__init__(); self.names, self.length = forward_names(decoder), length
+    ):
+        super().__init__()
+        self.names, self.length = forward_names(decoder), length
     def around(self, call, *args, **kwargs):
         a = Arguments(self.names, args, kwargs)
-        if (mask := a.get("encoder_attention_mask")) is not None: a.put("encoder_attention_mask", widen(mask, self.length))
+        if (mask := a.get("encoder_attention_mask")) is not None:
+            a.put("encoder_attention_mask", widen(mask, self.length))
         return a(call)
     def tensors(self): return {}
 
@@ -177,10 +196,14 @@ class PromptDelta(Delta):
     def read(cls, tensors, model, config, dir):
         "The table of a file that `save` or PEFT wrote."
         P, table = config.get("num_virtual_tokens"), prompt_table(tensors, model, dir)
-        copies = config.get("num_transformer_submodules") or 1           # PEFT writes a second half for decoders, and never reads it
+        # PEFT writes a second half for decoders, and never reads it
+        copies = config.get("num_transformer_submodules") or 1
         width = prompt_home(model).get_input_embeddings().weight.shape[-1]
         if table.shape not in ((P, width), (P * copies, width)):
-            raise ValueError(f"{dir}: prompt_embeddings is {tuple(table.shape)}, and {P} vectors of this model's width are {(P, width)}; another backbone?")
+            raise ValueError(
+                f"{dir}: prompt_embeddings is {tuple(table.shape)}, and {P} vectors of this model's width are "
+                f"{(P, width)}; another backbone?"
+            )
         return table[:P]
 
 # %% ../../nbs/30_delta/04_soft.ipynb #ccd8afe7
@@ -202,7 +225,10 @@ def prompt_home(
     "The part of a model that a prompt sits on, because it takes vectors instead of words; TypeError where it does not."
     module = input_side(model)
     if not hasattr(module, "get_input_embeddings") or "inputs_embeds" not in forward_names(module):
-        raise TypeError(f"{type(module).__name__} takes no inputs_embeds (or has no get_input_embeddings), so nothing can be put in front of its input; try Lora")
+        raise TypeError(
+            f"{type(module).__name__} takes no inputs_embeds (or has no get_input_embeddings), so nothing can be put "
+            "in front of its input; try Lora"
+        )
     return module
 
 def tell_signature(
@@ -211,7 +237,8 @@ def tell_signature(
     "Let `generate`, and others who inspect a forward, see the backbone's parameters."
     base = getattr(type(module), "_bmlab_base", None)
     forward = next((c.__dict__["forward"] for c in type(module).__mro__ if "_bmlab_base" in c.__dict__), None)
-    if base is not None and not hasattr(forward, "__signature__"): forward.__signature__ = inspect.signature(base.forward)
+    if base is not None and not hasattr(forward, "__signature__"):
+        forward.__signature__ = inspect.signature(base.forward)
 
 def folded(
     site:nn.Module, # called without arguments it gives what is to be written
@@ -232,8 +259,10 @@ def prompt_table(
     dir,             # for messages
 )->Tensor:           # `prompt_embeddings`
     "The one tensor of a file of prompts."
-    if "prompt_embeddings" not in tensors: raise KeyError(f"{dir}: expected a tensor 'prompt_embeddings', the file holds {sorted(tensors)}")
-    if more := sorted(tensors.keys() - {"prompt_embeddings"}): raise KeyError(f"{dir}: tensor {more[0]!r} belongs to no module of {type(model).__name__}")
+    if "prompt_embeddings" not in tensors:
+        raise KeyError(f"{dir}: expected a tensor 'prompt_embeddings', the file holds {sorted(tensors)}")
+    if more := sorted(tensors.keys() - {"prompt_embeddings"}):
+        raise KeyError(f"{dir}: tensor {more[0]!r} belongs to no module of {type(model).__name__}")
     return tensors["prompt_embeddings"]
 
 def prompt_config(
@@ -254,10 +283,16 @@ def vector_kind(
 
 def _start(embedding, init, length, text, tokenizer):
     "(P, D) to begin with, or None for uniform noise"
-    if text is not None and (isinstance(init, Tensor) or init != "text"): raise ValueError(f"text={text!r} is where init='text' begins; say that too, or leave text= out")
-    if length is not None and (not isinstance(length, int) or length < 1): raise ValueError(f"length={length!r}: a whole number, 1 or more")
+    if text is not None and (isinstance(init, Tensor) or init != "text"):
+        raise ValueError(f"text={text!r} is where init='text' begins; say that too, or leave text= out")
+    if length is not None and (not isinstance(length, int) or length < 1):
+        raise ValueError(f"length={length!r}: a whole number, 1 or more")
     if isinstance(init, Tensor):
-        if init.ndim != 2 or length not in (None, len(init)): raise ValueError(f"init is {tuple(init.shape)}; a prompt is (length, width)" + (f" with length={length}" if length else ""))
+        if init.ndim != 2 or length not in (None, len(init)):
+            raise ValueError(
+                f"init is {tuple(init.shape)}; a prompt is (length, width)"
+                + (f" with length={length}" if length else "")
+            )
         return init.detach()
     if init == "uniform": return None
     if init == "vocab": ids = torch.randint(embedding.num_embeddings, (length or 20,))
@@ -295,8 +330,16 @@ class SoftPrompt(PromptDelta):
         def make(home, encoder):
             embedding = home.get_input_embeddings()
             (D, own, device), start = vector_kind(embedding), _start(embedding, init, length, text, tokenizer)
-            if start is not None and start.shape[1] != D: raise ValueError(f"init is {tuple(start.shape)}, the model's embedding is {D} wide")
-            site = PromptSite(home, (length or 20) if start is None else len(start), D, cut and not encoder, dtype=dtype or own, device=device)
+            if start is not None and start.shape[1] != D:
+                raise ValueError(f"init is {tuple(start.shape)}, the model's embedding is {D} wide")
+            site = PromptSite(
+                home,
+                (length or 20) if start is None else len(start),
+                D,
+                cut and not encoder,
+                dtype=dtype or own,
+                device=device,
+            )
             if start is not None: site.table.data.copy_(start)
             return site
         super().__init__(model, name, make)
@@ -304,7 +347,13 @@ class SoftPrompt(PromptDelta):
     def config(self)->dict:
         "What stands in PEFT's adapter_config.json."
         P, D = self.site.table.shape
-        return prompt_config(self.model) | {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": P, "token_dim": D, "num_transformer_submodules": 1, "prompt_tuning_init": "RANDOM"}
+        return prompt_config(self.model) | {
+            "peft_type": "PROMPT_TUNING",
+            "num_virtual_tokens": P,
+            "token_dim": D,
+            "num_transformer_submodules": 1,
+            "prompt_tuning_init": "RANDOM",
+        }
 
     @classmethod
     def from_config(cls, model, config, tensors):
@@ -326,7 +375,11 @@ class EncodedSite(PromptSite):
         **kw,               # dtype and device
     ):
         super().__init__(home, length, width, cut, **kw)
-        self.lstm = nn.LSTM(width, hidden, layers, dropout=dropout, bidirectional=True, batch_first=True, **kw) if encoder == "lstm" else None
+        self.lstm = (
+            nn.LSTM(width, hidden, layers, dropout=dropout, bidirectional=True, batch_first=True, **kw)
+            if encoder == "lstm"
+            else None
+        )
         sizes = [2 * hidden, 2 * hidden, width] if encoder == "lstm" else [width, hidden, hidden, width]
         steps = [m for i, o in zip(sizes, sizes[1:]) for m in (nn.ReLU(), nn.Linear(i, o, **kw))]
         self.head = nn.Sequential(*steps[1:])
@@ -350,14 +403,22 @@ class PTuning(PromptDelta):
         dtype:torch.dtype|None=None, # of the encoder; None: the embedding's
         name:str|None=None,          # None: "p_tuning", "p_tuning_1", …
     ):
-        if not isinstance(encoder, Tensor) and encoder not in ("mlp", "lstm"): raise ValueError(f"encoder={encoder!r}: 'mlp', 'lstm' or a table (length, width)")
+        if not isinstance(encoder, Tensor) and encoder not in ("mlp", "lstm"):
+            raise ValueError(f"encoder={encoder!r}: 'mlp', 'lstm' or a table (length, width)")
         if not isinstance(length, int) or length < 1: raise ValueError(f"length={length!r}: a whole number, 1 or more")
-        self.encoder, self.hidden, self.layers, self.dropout = "mlp" if isinstance(encoder, Tensor) else encoder, hidden, layers, dropout
+        self.encoder, self.hidden, self.layers, self.dropout = (
+            "mlp" if isinstance(encoder, Tensor) else encoder,
+            hidden,
+            layers,
+            dropout,
+        )
         def make(home, is_encoder):
             D, own, device = vector_kind(home.get_input_embeddings())
             kw = dict(dtype=dtype or own, device=device)
-            if not isinstance(encoder, Tensor): return EncodedSite(home, length, D, cut and not is_encoder, encoder, hidden or D, layers, dropout, **kw)
-            if encoder.ndim != 2 or encoder.shape[1] != D: raise ValueError(f"encoder is {tuple(encoder.shape)}, the model's embedding is {D} wide")
+            if not isinstance(encoder, Tensor):
+                return EncodedSite(home, length, D, cut and not is_encoder, encoder, hidden or D, layers, dropout, **kw)
+            if encoder.ndim != 2 or encoder.shape[1] != D:
+                raise ValueError(f"encoder is {tuple(encoder.shape)}, the model's embedding is {D} wide")
             site = PromptSite(home, *encoder.shape, cut and not is_encoder, **kw)
             site.table.data.copy_(encoder)
             return site
@@ -366,8 +427,16 @@ class PTuning(PromptDelta):
     def config(self)->dict:
         "What stands in PEFT's adapter_config.json; the encoder is folded in."
         P, D = self.site.table.shape
-        return prompt_config(self.model) | {"peft_type": "P_TUNING", "num_virtual_tokens": P, "token_dim": D, "num_transformer_submodules": 1, "encoder_hidden_size": self.hidden or D,
-            "encoder_reparameterization_type": self.encoder.upper(), "encoder_num_layers": self.layers, "encoder_dropout": self.dropout}
+        return prompt_config(self.model) | {
+            "peft_type": "P_TUNING",
+            "num_virtual_tokens": P,
+            "token_dim": D,
+            "num_transformer_submodules": 1,
+            "encoder_hidden_size": self.hidden or D,
+            "encoder_reparameterization_type": self.encoder.upper(),
+            "encoder_num_layers": self.layers,
+            "encoder_dropout": self.dropout,
+        }
 
     @classmethod
     def from_config(cls, model, config, tensors):

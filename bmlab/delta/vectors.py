@@ -18,9 +18,11 @@ from .site import Site, base_class
 # %% ../../nbs/30_delta/03_vectors.ipynb #ef45999b
 def _bias_shape(module):
     "(length, dimension of the output it lies along) of the bias that a module has or could have; None where it is not added to the output"
-    if hasattr(module, "nf") or hasattr(module, "in_features") and hasattr(module, "out_features"): return matrix_shape(module)[1], -1
+    if hasattr(module, "nf") or hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return matrix_shape(module)[1], -1
     if isinstance(module, nn.modules.conv._ConvNd): return module.out_channels, 1
-    if isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._NormBase)): return (module.weight.shape[0], 1) if module.weight is not None else None
+    if isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._NormBase)):
+        return (module.weight.shape[0], 1) if module.weight is not None else None
     return (next(p.shape[0] for p in module._parameters.values() if p is not None), -1) if is_norm(module) else None
 
 class BiasSite(Site):
@@ -38,7 +40,8 @@ class BiasSite(Site):
     def reset_parameters(self): nn.init.zeros_(self.bias)
     def around(self, call, *args, **kwargs):
         y = call(*args, **kwargs)
-        if not isinstance(y, Tensor): raise TypeError(f"{self.where} returns a {type(y).__name__}, and a bias is added to a tensor; exclude it")
+        if not isinstance(y, Tensor):
+            raise TypeError(f"{self.where} returns a {type(y).__name__}, and a bias is added to a tensor; exclude it")
         b = self.bias.to(y.dtype)
         return y + (b if self.dim == -1 else b.view(-1, *[1] * (y.ndim - 2)))
     def changes(self, module): return {"bias": self.bias}
@@ -53,7 +56,8 @@ class BitFit(FieldDelta):
     kind, fields, default_roles = "bitfit", ("missing",), _BIASED
     def __init__(self,
         model:nn.Module,                # the backbone
-        modules:str|list|None=None,     # whose biases; a module that holds others stands for them; None: all there are, and those that could be in attention, feed-forward, norms
+        modules:str|list|None=None,     # whose biases; a module that holds others stands for them; None: all there are,
+                                        # and those that could be in attention, feed-forward, norms
         exclude:str|list|None=None,     # dropped from `modules`, with all below
         missing:bool=True,              # also where the module has no bias?
         dtype:torch.dtype|None=None,    # of the biases; None: the module's, float32 on packed layers
@@ -65,16 +69,31 @@ class BitFit(FieldDelta):
         if modules is None:
             wanted = {n for n, r in roles(model).items() if r in _BIASED}
             head = _whole(unwrap(model), _new_head(unwrap(model)))              # trained whole, see `freeze`
-            found = {n: m for n, m in every.items() if n and _bias_shape(m) and (has(m) or n in wanted) and not any(n == h or n.startswith(h + ".") for h in head)}
+            found = {
+                n: m
+                for n, m in every.items()
+                if n
+                and _bias_shape(m)
+                and (has(m) or n in wanted)
+                and not any(n == h or n.startswith(h + ".") for h in head)
+            }
         else:
             found = {}
             for n, m in resolve(model, modules).items():
                 below = {k: x for k, x in every.items() if k == n or k.startswith(n + ".")}
                 inner = {k: x for k, x in below.items() if _bias_shape(x)}
-                if not inner: raise TypeError(f"{n} is a {type(m).__name__} with nothing that a bias could be added to; choose other modules or exclude it")
+                if not inner:
+                    raise TypeError(
+                        f"{n} is a {type(m).__name__} with nothing that a bias could be added to; choose other modules "
+                        "or exclude it"
+                    )
                 found |= inner
         if not missing: found = {n: m for n, m in found.items() if has(m)}
-        if not found: raise LookupError(f"modules={modules!r}, missing={missing}: {type(model).__name__} has no bias there; missing=True makes them")
+        if not found:
+            raise LookupError(
+                f"modules={modules!r}, missing={missing}: {type(model).__name__} has no bias there; missing=True makes "
+                "them"
+            )
         super().__init__(model, dict.fromkeys(found), exclude, name, share=share)
     def make_site(self, name, module):
         "A bias as long as the module's output is wide."
@@ -92,7 +111,8 @@ class ScaleSite(Site):
     ):
         super().__init__()
         self.before, self.transposed = before, transposed
-        self.ia3_l = nn.Parameter(torch.empty((1, width) if before else (width, 1), **kw))          # PEFT's shapes, which tell the two apart
+        # PEFT's shapes, which tell the two apart
+        self.ia3_l = nn.Parameter(torch.empty((1, width) if before else (width, 1), **kw))
         self.reset_parameters()
     def reset_parameters(self): nn.init.ones_(self.ia3_l)
     def _scaled(self, x): return (x * self.ia3_l.flatten()).to(x.dtype)
@@ -101,11 +121,23 @@ class ScaleSite(Site):
         "W(l − 1), and the bias's where the output is scaled."
         l, w = self.ia3_l - 1, module._parameters.get("weight")
         own = {"weight": None if w is None else w * (l.T if self.transposed else l)}
-        return own | ({"bias": module.bias * l.flatten()} if not self.before and getattr(module, "bias", None) is not None else {})
+        return own | (
+            {"bias": module.bias * l.flatten()} if not self.before and getattr(module, "bias", None) is not None else {}
+        )
     def tensors(self): return {"ia3_l": self.ia3_l}
     def extra_repr(self): return f"{self.ia3_l.numel()}, {'input' if self.before else 'output'}"
 
-_PEFT_FIELDS = _COMMON | {"peft_version", "auto_mapping", "revision", "exclude_modules", "layers_to_transform", "fan_in_fan_out", "init_ia3_weights", "feedforward_modules", "runtime_config"}
+_PEFT_FIELDS = _COMMON | {
+    "peft_version",
+    "auto_mapping",
+    "revision",
+    "exclude_modules",
+    "layers_to_transform",
+    "fan_in_fan_out",
+    "init_ia3_weights",
+    "feedforward_modules",
+    "runtime_config",
+}
 
 def _check_fields(config, method):
     "Raise for fields of PEFT's configuration under which it computes something else"
@@ -118,7 +150,8 @@ class IA3(Delta):
     kind, default_roles = "ia3", ("k", "v", "qkv", "down")
     def __init__(self,
         model:nn.Module,                  # the backbone
-        modules:str|list|None=None,       # linear layers; None: keys, values (or the fused qkv) and the feed-forward's last
+        modules:str|list|None=None,       # linear layers; None: keys, values (or the fused qkv) and the feed-forward's
+                                          # last
         exclude:str|list|None=None,       # dropped from `modules`
         feedforward:str|list|None=None,   # of them, those whose input is scaled; None: by role, the feed-forward's last
         dtype:torch.dtype|None=None,      # of the vectors; None: the weight's, float32 on packed layers
@@ -126,36 +159,67 @@ class IA3(Delta):
         share:str|None=None,              # "layers": one parameter set for sites that are alike
     ):
         role, self.dtype = roles(model), dtype
-        self._before_names = {n for n, r in role.items() if r == "down"} if feedforward is None else set(resolve(model, feedforward)) if feedforward != [] else set()
-        sits = {n for n, r in role.items() if r in self.default_roles} if modules is None else set(resolve(model, modules, exclude))
-        if feedforward and (stray := self._before_names - sits): raise ValueError(f"feedforward={feedforward!r} names {sorted(stray)[0]}, which modules= does not; it is to be a part of them")
+        self._before_names = (
+            {n for n, r in role.items() if r == "down"}
+            if feedforward is None
+            else set(resolve(model, feedforward))
+            if feedforward != []
+            else set()
+        )
+        sits = (
+            {n for n, r in role.items() if r in self.default_roles}
+            if modules is None
+            else set(resolve(model, modules, exclude))
+        )
+        if feedforward and (stray := self._before_names - sits):
+            raise ValueError(
+                f"feedforward={feedforward!r} names {sorted(stray)[0]}, which modules= does not; it is to be a part of "
+                "them"
+            )
         super().__init__(model, modules, exclude, name, share=share)
     def _default(self):
         there = dict(parts(self.model))
         return dict.fromkeys(n for n in super()._default() if n in there)
     def make_site(self, name, module):
         "A vector for one linear layer."
-        if _bias_shape(module) is None or (shape := matrix_shape(module)) is None: raise TypeError(f"IA3 sits on linear layers; {name} is a {type(module).__name__}; choose other modules or exclude it")
+        if _bias_shape(module) is None or (shape := matrix_shape(module)) is None:
+            raise TypeError(
+                f"IA3 sits on linear layers; {name} is a {type(module).__name__}; choose other modules or exclude it"
+            )
         before = name in self._before_names
-        return ScaleSite(shape[0 if before else 1], before, hasattr(module, "nf"), **_kind_of(module) | ({"dtype": self.dtype} if self.dtype else {}))
+        return ScaleSite(
+            shape[0 if before else 1],
+            before,
+            hasattr(module, "nf"),
+            **_kind_of(module) | ({"dtype": self.dtype} if self.dtype else {}),
+        )
     def config(self)->dict:
         "What stands in PEFT's adapter_config.json."
         last = lambda n: n.rsplit(".", 1)[-1]
         before = [n for n, s in self.sites.items() if s.before]
         short, targets = sorted({last(n) for n in before}), self._targets()
-        meant = {n for n in self.sites if any(n.endswith(k) for k in short)}                          # PEFT compares the ends of names
+        # PEFT compares the ends of names
+        meant = {n for n in self.sites if any(n.endswith(k) for k in short)}
         if not set(short) <= set(targets) or meant != set(before): short, targets = before, sorted(self.sites)
-        return {"peft_type": "IA3", "target_modules": targets, "feedforward_modules": short, "fan_in_fan_out": any(s.transposed for s in self.sites.values())}
+        return {
+            "peft_type": "IA3",
+            "target_modules": targets,
+            "feedforward_modules": short,
+            "fan_in_fan_out": any(s.transposed for s in self.sites.values()),
+        }
     @classmethod
     def from_config(cls, model, config, tensors):
         "An IA3 from PEFT's configuration and tensors by module; refuses what it would not compute."
         _check_fields(config, "IA3")
-        if odd := {n: sorted(own) for n, own in tensors.items() if own.keys() != {"ia3_l"}}: raise KeyError(f"expected one ia3_l for each module, the file holds {odd}")
+        if odd := {n: sorted(own) for n, own in tensors.items() if own.keys() != {"ia3_l"}}:
+            raise KeyError(f"expected one ia3_l for each module, the file holds {odd}")
         before = [n for n, own in tensors.items() if own["ia3_l"].shape[0] == 1]
         dtype = next(own["ia3_l"].dtype for own in tensors.values())
         d = cls(model, dict.fromkeys(tensors), feedforward=dict.fromkeys(before) or [], dtype=dtype)
         try: fill(d.sites, tensors)
-        except Exception: deltas(model).forget(d.name); raise
+        except Exception:
+            deltas(model).forget(d.name)
+            raise
         return d
 
 # %% ../../nbs/30_delta/03_vectors.ipynb #79d871e6
@@ -171,12 +235,24 @@ def norm_rule(
 )->tuple:                  # (width, subtracts the mean?, eps)
     "How a norm computes, found by running it; TypeError for a module that is none, or has its weight elsewhere."
     own = {k: p for k, p in module._parameters.items() if p is not None}
-    eps = next((e for k in ("eps", "variance_epsilon", "epsilon", "norm_eps") if isinstance(e := getattr(module, k, None), float)), None)
-    refused = TypeError(f"{name} is a {type(module).__name__}; norm tuning sits on layer norms and RMS norms with a weight; choose other modules or exclude it")
-    if eps is None or "weight" not in own or own.keys() - {"weight", "bias"} or any(p.ndim != 1 for p in own.values()) or any(b is not None for b in module._buffers.values()): raise refused
+    eps = next(
+        (
+            e
+            for k in ("eps", "variance_epsilon", "epsilon", "norm_eps")
+            if isinstance(e := getattr(module, k, None), float)
+        ),
+        None,
+    )
+    refused = TypeError(
+        f"{name} is a {type(module).__name__}; norm tuning sits on layer norms and RMS norms with a weight; choose "
+        "other modules or exclude it"
+    )
+    if eps is None or "weight" not in own or own.keys() - {"weight", "bias"} or any(p.ndim != 1 for p in own.values()) or any(b is not None for b in module._buffers.values()):
+        raise refused
     base, width, draw = base_class(module), len(own["weight"]), torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(*shape, generator=draw)
-    x, first, second = random(3, width) * 0.01 + 0.003, {k: random(width) for k in own}, {k: random(width) for k in own}   # (so small that eps shows)
+    # (so small that eps shows)
+    x, first, second = random(3, width) * 0.01 + 0.003, {k: random(width) for k in own}, {k: random(width) for k in own}
     twin, results = base.__new__(base), []
     for values in (first, second):
         twin.__dict__ = {**module.__dict__, "_parameters": dict.fromkeys(module._parameters) | values, "_modules": {}}
@@ -185,7 +261,14 @@ def norm_rule(
         except Exception as e: raise refused from e
         if not isinstance(results[-1], Tensor) or results[-1].shape != x.shape: raise refused
     for centred in (True, False):
-        expected = _normalised(x, width, centred, eps, second["weight"] - first["weight"], second["bias"] - first["bias"] if "bias" in own else None)
+        expected = _normalised(
+            x,
+            width,
+            centred,
+            eps,
+            second["weight"] - first["weight"],
+            second["bias"] - first["bias"] if "bias" in own else None,
+        )
         if torch.allclose(results[1] - results[0], expected, atol=1e-4): return width, centred, eps
     raise refused
 
@@ -209,7 +292,9 @@ class NormSite(Site):
         if self.bias is not None: nn.init.zeros_(self.bias)
     def around(self, call, x):
         y = call(x)
-        return y + _normalised(x.to(self.weight.dtype), self.width, self.centred, self.eps, self.weight, self.bias).to(y.dtype)
+        return y + _normalised(x.to(self.weight.dtype), self.width, self.centred, self.eps, self.weight, self.bias).to(
+            y.dtype
+        )
     def changes(self, module): return self.tensors()
     def tensors(self): return dict(self.named_parameters())
     def extra_repr(self): return f"{self.width}, {'layer norm' if self.centred else 'RMS norm'}, eps={self.eps:g}"
@@ -230,7 +315,11 @@ class LayerNormTuning(Delta):
         super().__init__(model, modules, exclude, name, share=share)
     def make_site(self, name, module):
         "A change of weight and bias of one norm."
-        return NormSite(*norm_rule(module, name), module._parameters.get("bias") is not None, **_kind_of(module) | ({"dtype": self.dtype} if self.dtype else {}))
+        return NormSite(
+            *norm_rule(module, name),
+            module._parameters.get("bias") is not None,
+            **_kind_of(module) | ({"dtype": self.dtype} if self.dtype else {}),
+        )
     def config(self)->dict: return {"peft_type": "LN_TUNING"}
     def file_tensors(self)->dict[str, Tensor]:
         "What `save` writes: the norms' weights and biases with their change, in float32 or wider, as a change may be finer than a half-precision weight."
@@ -245,7 +334,8 @@ class LayerNormTuning(Delta):
         spread:bool=False, # write each norm whole, as PEFT wants it, where norms share a change; False: the change once
     ):                     # the folder
         "Write the norms as they are with the change, in PEFT's format."
-        shared, self.shared = self.shared, {} if spread else self.shared                        # (each norm has its own sum)
+        # (each norm has its own sum)
+        shared, self.shared = self.shared, {} if spread else self.shared
         try: return super().save(dir)
         finally: self.shared = shared
     @classmethod
@@ -256,8 +346,17 @@ class LayerNormTuning(Delta):
         there = dict(parts(d.model))
         def change(n, k, t):
             w = there[n]._parameters.get(k)
-            return t if w is None or w.shape != t.shape else t.to(w.device, torch.promote_types(t.dtype, torch.float32)) - w.detach()
-        own = {n: {(k := key.removeprefix("ln_tuning_layers.")): change(n, k, t) for key, t in given.items()} for n, given in tensors.items()}
+            return (
+                t
+                if w is None or w.shape != t.shape
+                else t.to(w.device, torch.promote_types(t.dtype, torch.float32)) - w.detach()
+            )
+        own = {
+            n: {(k := key.removeprefix("ln_tuning_layers.")): change(n, k, t) for key, t in given.items()}
+            for n, given in tensors.items()
+        }
         try: fill(d.sites, own)
-        except Exception: deltas(model).forget(d.name); raise
+        except Exception:
+            deltas(model).forget(d.name)
+            raise
         return d

@@ -18,10 +18,36 @@ from tqdm.auto import tqdm
 from ..core import did_you_mean
 
 # %% ../../nbs/03_formats/01_gguf.ipynb #a89ad7f2
-_SCALAR = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}  # value type → numpy
+_SCALAR = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}  # value type → numpy
 _STRING, _ARRAY = 8, 9
-_STORED = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 3: ("Q4_1", 32, 20), 8: ("Q8_0", 32, 34)}       # tensor type → name, weights and bytes of a block
-_UNREAD = {2: "Q4_0", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 28: "F64", 30: "BF16"}
+# tensor type → name, weights and bytes of a block
+_STORED = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 3: ("Q4_1", 32, 20), 8: ("Q8_0", 32, 34)}
+_UNREAD = {
+    2: "Q4_0",
+    6: "Q5_0",
+    7: "Q5_1",
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    15: "Q8_K",
+    28: "F64",
+    30: "BF16",
+}
 
 def _dequantize(raw, kind):
     "Weights of a run of blocks: bytes (n,) uint8 → (weights,) float32; one rounding after the product, one after the sum"
@@ -31,7 +57,8 @@ def _dequantize(raw, kind):
     if kind == "Q8_0":
         block = raw.reshape(-1, 34)
         return (block[:, 2:].view(np.int8) * half(block[:, :2])).reshape(-1)
-    block = raw.reshape(-1, 20)                          # Q4_1: low nibbles are the first 16 weights, high nibbles the last 16
+    # Q4_1: low nibbles are the first 16 weights, high nibbles the last 16
+    block = raw.reshape(-1, 20)
     out = np.empty((len(block), 32), np.float32)
     out[:, :16], out[:, 16:] = block[:, 4:] & 15, block[:, 4:] >> 4
     out *= half(block[:, :2])
@@ -89,7 +116,11 @@ def _index(data, n_tensors, n_pairs):
         name, pos = _string(data, pos)
         dims, = struct.unpack_from("<I", data, pos)
         *shape, kind, offset = struct.unpack_from(f"<{dims}QIQ", data, pos + 4)
-        tensors[name] = tuple(reversed(shape)), _STORED[kind][0] if kind in _STORED else _UNREAD.get(kind, f"number {kind}"), offset
+        tensors[name] = (
+            tuple(reversed(shape)),
+            _STORED[kind][0] if kind in _STORED else _UNREAD.get(kind, f"number {kind}"),
+            offset,
+        )
         pos += 16 + 8 * dims
     step = _value(data, *at["general.alignment"])[0] if "general.alignment" in at else 32
     return at, tensors, -(-pos // step) * step
@@ -101,11 +132,15 @@ class GGUF:
         path:str|Path, # the file, of version 2 or 3, little-endian
     ):
         self.path = Path(path)
-        if not self.path.is_file() or self.path.stat().st_size < 24: raise ValueError(f"{path} is not a GGUF file, or too short for one")
+        if not self.path.is_file() or self.path.stat().st_size < 24:
+            raise ValueError(f"{path} is not a GGUF file, or too short for one")
         self._data = np.memmap(self.path, np.uint8, "r")
         magic, version, n_tensors, n_pairs = struct.unpack_from("<4sIQQ", self._data)
         if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"{path} is not a GGUF file of version 2 or 3 (little-endian): it starts with {magic!r}, version {version}")
+            raise ValueError(
+                f"{path} is not a GGUF file of version 2 or 3 (little-endian): it starts with {magic!r}, version "
+                f"{version}"
+            )
         try: self._at, self.tensors, self._start = _index(self._data, n_tensors, n_pairs)
         except (struct.error, IndexError, UnicodeDecodeError) as e: raise ValueError(f"{path} is damaged: {e}") from e
         self.keys = list(self._at)
@@ -125,27 +160,43 @@ class GGUF:
         name:str,  # such as "blk.0.attn_q.weight"
     )->np.ndarray: # float32, of the shape in `.tensors`; F32 is a view of the file
         "One tensor, dequantized."
-        if name not in self.tensors: raise KeyError(f"{self.path.name} has no tensor {name!r}{did_you_mean(name, self.tensors)}")
+        if name not in self.tensors:
+            raise KeyError(f"{self.path.name} has no tensor {name!r}{did_you_mean(name, self.tensors)}")
         shape, kind, offset = self.tensors[name]
         known = {k: (weights, size) for k, weights, size in _STORED.values()}
-        if kind not in known: raise ValueError(f"tensor {name!r} of {self.path.name} is stored as {kind}; {', '.join(known)} can be read")
+        if kind not in known:
+            raise ValueError(f"tensor {name!r} of {self.path.name} is stored as {kind}; {', '.join(known)} can be read")
         weights, size = known[kind]
         if shape and shape[-1] % weights:
-            raise ValueError(f"tensor {name!r} of {self.path.name} has rows of {shape[-1]}, not a multiple of {weights}")
+            raise ValueError(
+                f"tensor {name!r} of {self.path.name} has rows of {shape[-1]}, not a multiple of {weights}"
+            )
         begin = self._start + offset
         end = begin + math.prod(shape) // weights * size
         if end > len(self._data):
-            raise ValueError(f"{self.path.name} is cut: tensor {name!r} ends at byte {end}, the file at {len(self._data)}")
+            raise ValueError(
+                f"{self.path.name} is cut: tensor {name!r} ends at byte {end}, the file at {len(self._data)}"
+            )
         return _dequantize(self._data[begin:end], kind).reshape(shape)
 
 # %% ../../nbs/03_formats/01_gguf.ipynb #1f674142
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_INNER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-          "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_INNER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 def _hf_name(name):
     "transformers' name of a GGUF tensor of the LLaMA architecture, or None"
-    if m := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name): return f"model.layers.{m[1]}.{_INNER[m[2]]}.{m[3]}" if m[2] in _INNER else None
+    if m := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        return f"model.layers.{m[1]}.{_INNER[m[2]]}.{m[3]}" if m[2] in _INNER else None
     stem, _, leaf = name.rpartition(".")
     return f"{_OUTER[stem]}.{leaf}" if stem in _OUTER else None
 
@@ -157,7 +208,10 @@ def gguf_weights(
     gguf:GGUF,           # of the llama architecture
 )->dict[str, Tensor]:    # transformers' names, float32
     "The weights of a `LlamaForCausalLM`."
-    heads = {"attn_q": gguf["llama.attention.head_count"], "attn_k": gguf.get("llama.attention.head_count_kv", gguf["llama.attention.head_count"])}
+    heads = {
+        "attn_q": gguf["llama.attention.head_count"],
+        "attn_k": gguf.get("llama.attention.head_count_kv", gguf["llama.attention.head_count"]),
+    }
     names, out = {n: _hf_name(n) for n in gguf.tensors}, {}
     if lost := [n for n, hf in names.items() if hf is None]:
         raise ValueError(f"tensor {lost[0]!r} of {gguf.path.name} has no place in LlamaForCausalLM")
@@ -168,8 +222,10 @@ def gguf_weights(
     return out
 
 # %% ../../nbs/03_formats/01_gguf.ipynb #69450cc0
-_GPT2_RULE = ("smollm", "gpt-2", "default")   # tokenizer.ggml.pre. smollm's own rule also sets each digit apart, which tells only where
-                                              # two blanks precede one; transformers' conversion leaves that out, and so does this
+# tokenizer.ggml.pre. smollm's own rule also sets each digit apart, which tells only where
+_GPT2_RULE = ("smollm", "gpt-2", "default")
+                                              # two blanks precede one; transformers' conversion leaves that out, and so
+                                              # does this
 
 def gguf_config(
     gguf:GGUF,       # of the llama architecture
@@ -177,19 +233,36 @@ def gguf_config(
     "The configuration in a GGUF file's metadata."
     arch, scaling = gguf["general.architecture"], gguf.get("llama.rope.scaling.type", "none")
     if arch != "llama": raise ValueError(f"{gguf.path.name} holds the architecture {arch!r}; 'llama' can be converted")
-    if scaling != "none": raise ValueError(f"{gguf.path.name} scales its rotary positions ({scaling!r}), which is not converted")
+    if scaling != "none":
+        raise ValueError(f"{gguf.path.name} scales its rotary positions ({scaling!r}), which is not converted")
     meta = lambda key, default=None: gguf.get(f"llama.{key}", default)
-    special = {k: gguf.get(f"tokenizer.ggml.{n}_token_id") for k, n in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding"))}
+    special = {
+        k: gguf.get(f"tokenizer.ggml.{n}_token_id")
+        for k, n in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding"))
+    }
     width, heads = meta("embedding_length"), meta("attention.head_count")
     head_dim = meta("attention.key_length", width // heads)
     for key, plain in (("rope.dimension_count", head_dim), ("rope.scale_linear", 1)):
-        if meta(key, plain) != plain: raise ValueError(f"{gguf.path.name} has llama.{key}={meta(key)}; only {plain} can be converted")
+        if meta(key, plain) != plain:
+            raise ValueError(f"{gguf.path.name} has llama.{key}={meta(key)}; only {plain} can be converted")
     return tf.LlamaConfig(
-        vocab_size=gguf.tensors["token_embd.weight"][0][0], hidden_size=width, intermediate_size=meta("feed_forward_length"), num_hidden_layers=meta("block_count"),
-        num_attention_heads=heads, num_key_value_heads=meta("attention.head_count_kv", heads), head_dim=head_dim,
-        max_position_embeddings=meta("context_length"), rms_norm_eps=meta("attention.layer_norm_rms_epsilon"),
-        rope_parameters={"rope_type": "default", "rope_theta": meta("rope.freq_base", 10000.0)}, tie_word_embeddings="output.weight" not in gguf.tensors,
-        attention_bias="blk.0.attn_output.bias" in gguf.tensors, mlp_bias="blk.0.ffn_down.bias" in gguf.tensors, architectures=["LlamaForCausalLM"], dtype="float32", **special)
+        vocab_size=gguf.tensors["token_embd.weight"][0][0],
+        hidden_size=width,
+        intermediate_size=meta("feed_forward_length"),
+        num_hidden_layers=meta("block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=meta("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        max_position_embeddings=meta("context_length"),
+        rms_norm_eps=meta("attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": meta("rope.freq_base", 10000.0)},
+        tie_word_embeddings="output.weight" not in gguf.tensors,
+        attention_bias="blk.0.attn_output.bias" in gguf.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in gguf.tensors,
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+        **special,
+    )
 
 # %% ../../nbs/03_formats/01_gguf.ipynb #a1b4ba7e
 def gguf_tokenizer(
@@ -199,17 +272,27 @@ def gguf_tokenizer(
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     kind, rule = gguf["tokenizer.ggml.model"], gguf.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or rule not in _GPT2_RULE:
-        raise ValueError(f"{gguf.path.name} has a tokenizer of the kind {kind!r}, {rule!r}; 'gpt2' with one of {', '.join(_GPT2_RULE)} can be converted")
+        raise ValueError(
+            f"{gguf.path.name} has a tokenizer of the kind {kind!r}, {rule!r}; 'gpt2' with one of "
+            f"{', '.join(_GPT2_RULE)} can be converted"
+        )
     words = gguf["tokenizer.ggml.tokens"]
-    bpe = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [tuple(m.split(" ")) for m in gguf["tokenizer.ggml.merges"]]))
+    bpe = Tokenizer(
+        models.BPE({w: i for i, w in enumerate(words)}, [tuple(m.split(" ")) for m in gguf["tokenizer.ggml.merges"]])
+    )
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     kinds = gguf.get("tokenizer.ggml.token_type", [])
     for number, add in ((3, bpe.add_special_tokens), (4, bpe.add_tokens)):                 # 3: control, 4: user-defined
         add([AddedToken(w, normalized=False, special=number == 3) for w, k in zip(words, kinds) if k == number])
     ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     special = {k: words[i] for k, n in ids.items() if (i := gguf.get(f"tokenizer.ggml.{n}_token_id")) is not None}
-    return tf.PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=gguf.get("tokenizer.chat_template"), model_max_length=gguf.get("llama.context_length", 10**30),
-                                      add_bos_token=bool(gguf.get("tokenizer.ggml.add_bos_token", False)), **special)
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        chat_template=gguf.get("tokenizer.chat_template"),
+        model_max_length=gguf.get("llama.context_length", 10**30),
+        add_bos_token=bool(gguf.get("tokenizer.ggml.add_bos_token", False)),
+        **special,
+    )
 
 def convert_gguf(
     path:str|Path,    # a GGUF file of the llama architecture
@@ -222,7 +305,10 @@ def convert_gguf(
     with torch.device("meta"): wanted = tf.LlamaForCausalLM(config).state_dict()
     if config.tie_word_embeddings: del wanted["lm_head.weight"]
     if odd := [n for n in {**wanted, **weights} if n not in wanted or n not in weights or wanted[n].shape != weights[n].shape]:
-        raise ValueError(f"{gguf.path.name} does not hold what a LlamaForCausalLM of its sizes has: {odd[0]!r} is missing, too much or of another shape")
+        raise ValueError(
+            f"{gguf.path.name} does not hold what a LlamaForCausalLM of its sizes has: {odd[0]!r} is missing, too much "
+            "or of another shape"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     tf.GenerationConfig.from_model_config(config).save_pretrained(folder)

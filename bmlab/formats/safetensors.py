@@ -27,7 +27,8 @@ def local_slices(
     if not isinstance(weight, DTensor): return tuple(slice(*b) for b in bounds)
     mesh, at = weight.device_mesh, weight.device_mesh.get_coordinate()
     split = [(i, p) for i, p in enumerate(weight.placements) if hasattr(p, "dim")]
-    for i, p in sorted(split, key=lambda ip: type(ip[1]).__name__ == "_StridedShard"):     # ZeRO splits what tensor parallelism left
+    # ZeRO splits what tensor parallelism left
+    for i, p in sorted(split, key=lambda ip: type(ip[1]).__name__ == "_StridedShard"):
         (a, b), n = bounds[p.dim], mesh.size(i)
         size = -(-(b - a) // n)
         bounds[p.dim] = (min(a + at[i] * size, b), min(a + (at[i] + 1) * size, b))
@@ -39,7 +40,9 @@ def parameter_like(
 )->nn.Parameter:     # with the layout and the requires_grad of `weight`
     "A parameter like another that holds other numbers."
     if isinstance(weight, DTensor):
-        local = DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride())
+        local = DTensor.from_local(
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
     return nn.Parameter(local, requires_grad=weight.requires_grad)
 
 # %% ../../nbs/03_formats/00_safetensors.ipynb #9a071d54
@@ -51,9 +54,14 @@ class TensorFiles:
         path = Path(path)
         index = next(iter(sorted(path.glob("*.safetensors.index.json"))), None) if path.is_dir() else None
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-        if not files: raise FileNotFoundError(f"weights={str(path)!r}: neither a safetensors file nor a folder with one (what save() wrote is read by load_weights)")
+        if not files:
+            raise FileNotFoundError(
+                f"weights={str(path)!r}: neither a safetensors file nor a folder with one (what save() wrote is read "
+                "by load_weights)"
+            )
         self.path, self.open, self.read_bytes = path, {}, 0        # read_bytes counts what `read` has brought
-        if index: self.where = {k: path / f for k, f in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+        if index:
+            self.where = {k: path / f for k, f in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
         else: self.where = {k: f for f in files for k in self._file(f).keys()}
 
     def _file(self, path):
@@ -94,8 +102,16 @@ def differences(
     there:dict, # name → shape, of the checkpoint
 )->str:         # in words; "" if there are none
     "What tells a model and a checkpoint apart."
-    other = [f"{n} {tuple(here[n])} in the model, {tuple(there[n])} in the checkpoint" for n in here.keys() & there.keys() if tuple(here[n]) != tuple(there[n])]
-    out = [f"{len(names)} only in the {where}: {shortened(names)}" for where, names in (("checkpoint", there.keys() - here.keys()), ("model", here.keys() - there.keys())) if names]
+    other = [
+        f"{n} {tuple(here[n])} in the model, {tuple(there[n])} in the checkpoint"
+        for n in here.keys() & there.keys()
+        if tuple(here[n]) != tuple(there[n])
+    ]
+    out = [
+        f"{len(names)} only in the {where}: {shortened(names)}"
+        for where, names in (("checkpoint", there.keys() - here.keys()), ("model", here.keys() - there.keys()))
+        if names
+    ]
     return "; ".join(out + ([f"{len(other)} of another shape: {shortened(other)}"] if other else []))
 
 def match_names(
@@ -110,16 +126,27 @@ def match_names(
     stored = lambda n: next((aliases.get(s, s) for s in spelled(n) if s in there or s in aliases), None)
     found = {n: list(dict.fromkeys(s for m in every if (s := stored(m)))) for n, every in names.items()}
     used = {s for every in found.values() for s in every}
-    computed = [re.escape(".".join(f"{n}.{k}".rsplit(".", 2)[-2:])) + "$" for n, m in parts(model, deltas=True) for k in m._non_persistent_buffers_set]
+    computed = [
+        re.escape(".".join(f"{n}.{k}".rsplit(".", 2)[-2:])) + "$"
+        for n, m in parts(model, deltas=True)
+        for k in m._non_persistent_buffers_set
+    ]
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *set(computed)]
-    return {n: every for n, every in found.items() if every}, [s for s in there if s not in used and not any(re.search(i, s) for i in ignored)]
+    return {n: every for n, every in found.items() if every}, [
+        s for s in there if s not in used and not any(re.search(i, s) for i in ignored)
+    ]
 
 def tied_apart(
     sources:dict,  # of `match_names`
     same:Callable, # same(name, name): do two tensors of the checkpoint hold the same numbers?
 )->str:            # in words; "" if there are none
     "What the model ties and the checkpoint holds apart, with other numbers."
-    return "; ".join(f"{other} differs from {first} in the checkpoint, in the model they are tied" for first, *others in sources.values() for other in others if not same(first, other))
+    return "; ".join(
+        f"{other} differs from {first} in the checkpoint, in the model they are tied"
+        for first, *others in sources.values()
+        for other in others
+        if not same(first, other)
+    )
 
 # %% ../../nbs/03_formats/00_safetensors.ipynb #7d86e112
 def _sites(model, deltas=True):
@@ -138,7 +165,11 @@ def tensors_by_name(
     out = {}
     for sites in _sites(model).values():
         t = sites[0][2][sites[0][3]]
-        names = [f"{name}.{k}" if name else k for name, m, held, k in sites if held is m._parameters or k not in m._non_persistent_buffers_set]
+        names = [
+            f"{name}.{k}" if name else k
+            for name, m, held, k in sites
+            if held is m._parameters or k not in m._non_persistent_buffers_set
+        ]
         if names: out.setdefault(tensor_key(t), (t, []))[1].extend(names)
     return {names[0]: (t, names) for t, names in out.values()}
 
@@ -152,9 +183,14 @@ def matching_keys(
     sources, left = match_names(model, {n: names for n, (_, names) in known.items()}, files.where)
     here = {n: tuple(t.shape) for n, (t, _) in known.items() if n in sources or id(t) not in optional}
     there = {n: files.shape(every[0]) for n, every in sources.items()} | {k: files.shape(k) for k in left}
-    same = lambda a, b: files.shape(a) == files.shape(b) and torch.equal((x := files.read(a, ())), files.read(b, ()).to(x.dtype))
+    same = lambda a, b: (
+        files.shape(a) == files.shape(b) and torch.equal((x := files.read(a, ())), files.read(b, ()).to(x.dtype))
+    )
     if why := differences(here, there) or tied_apart(sources, same):
-        raise ValueError(f"{files.path} is a checkpoint of another model: {why}; what both have is read by load_weights(model, …, strict=False)")
+        raise ValueError(
+            f"{files.path} is a checkpoint of another model: {why}; what both have is read by load_weights(model, …, "
+            "strict=False)"
+        )
     return {n: every[0] for n, every in sources.items()}
 
 @torch.no_grad()
@@ -187,7 +223,11 @@ def _rules(model):
     out, around = {}, {}
     for name, m in parts(model):
         around[name] = m if hasattr(m, "_init_weights") else around.get(name.rpartition(".")[0]) if name else None
-        out[name] = functools.partial(around[name]._init_weights, m) if around[name] is not None else getattr(m, "reset_parameters", None)
+        out[name] = (
+            functools.partial(around[name]._init_weights, m)
+            if around[name] is not None
+            else getattr(m, "reset_parameters", None)
+        )
     return out
 
 def _blank(t, device):
@@ -215,11 +255,16 @@ def _run_rules(names, modules, rules, device, seed):
                 if t is not None: old.setdefault(id(t), (t, []))[1].append((n, modules[n], held, k))
     blanks = {}
     for i, (t, sites) in old.items():
-        blanks[i] = _blank(t, device) if not isinstance(t, nn.Parameter) else nn.Parameter(_blank(t, device), requires_grad=t.requires_grad)
+        blanks[i] = (
+            _blank(t, device)
+            if not isinstance(t, nn.Parameter)
+            else nn.Parameter(_blank(t, device), requires_grad=t.requires_grad)
+        )
         _put(sites, blanks[i])
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        for n in reversed(names):                                  # children come before their parents, as in nn.Module.apply
+        # children come before their parents, as in nn.Module.apply
+        for n in reversed(names):
             if rules[n] is not None: rules[n]()
     return [(t, blanks[i], sites[0][2][sites[0][3]], sites) for i, (t, sites) in old.items()]
 
@@ -231,9 +276,15 @@ class TensorPlaces:
     ):
         self.model, self.sites, self.rules = model, _sites(model), _rules(model)
         self.modules = dict(parts(model, deltas=True))          # module name → module
-        self.added = self.modules.keys() - self.rules.keys()    # names of the modules that deltas brought: filled by their own rule only
+        # names of the modules that deltas brought: filled by their own rule only
+        self.added = self.modules.keys() - self.rules.keys()
         self.rules |= {n: getattr(self.modules[n], "reset_parameters", None) for n in self.added}
-        lost = [f"{n}.{k}" for n, m in self.modules.items() for k, v in vars(m).items() if isinstance(v, Tensor) and v.is_meta]   # no parameter, no buffer
+        lost = [
+            f"{n}.{k}"
+            for n, m in self.modules.items()
+            for k, v in vars(m).items()
+            if isinstance(v, Tensor) and v.is_meta
+        ]  # no parameter, no buffer
         if lost: raise self.unfilled(lost)
 
     def tensor(self,
@@ -255,7 +306,11 @@ class TensorPlaces:
         name:str, # of a module
     )->set[int]:  # ids of its own tensors
         "Which tensors a module holds now."
-        return {id(t) for t in (*self.modules[name]._parameters.values(), *self.modules[name]._buffers.values()) if t is not None}
+        return {
+            id(t)
+            for t in (*self.modules[name]._parameters.values(), *self.modules[name]._buffers.values())
+            if t is not None
+        }
 
     @torch.no_grad()
     def fill(self,
@@ -271,7 +326,8 @@ class TensorPlaces:
                 _put(sites, t)
                 continue
             if new is blank and _is_blank(new): untouched.append(".".join(x for x in (sites[0][0], sites[0][3]) if x))
-            if isinstance(t, nn.Parameter): new = parameter_like(t, new[local_slices(t)].clone() if isinstance(t, DTensor) else new.detach())
+            if isinstance(t, nn.Parameter):
+                new = parameter_like(t, new[local_slices(t)].clone() if isinstance(t, DTensor) else new.detach())
             _put(sites, new)
         return untouched
 
@@ -279,8 +335,11 @@ class TensorPlaces:
         names:list[str], # of tensors
     )->ValueError:       # to be raised
         "The error for tensors that nothing fills."
-        return ValueError(f"{len(names)} tensors of {original_class(self.model).__name__}, such as {', '.join(names[:3])}, are on meta, in no file, and no rule fills them; "
-                          "give their module a reset_parameters(), or build the model on a device")
+        return ValueError(
+            f"{len(names)} tensors of {original_class(self.model).__name__}, such as {', '.join(names[:3])}, are on "
+            "meta, in no file, and no rule fills them; "
+            "give their module a reset_parameters(), or build the model on a device"
+        )
 
     def close(self):
         "Let go of the model and its tensors."
@@ -292,4 +351,10 @@ def added_by_deltas(
 )->set[int]:         # ids of parameters and buffers
     "What deltas brought, which a file of the model may lack."
     own = {n for n, _ in parts(model)}
-    return {id(t) for n, m in parts(model, deltas=True) if n not in own for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
+    return {
+        id(t)
+        for n, m in parts(model, deltas=True)
+        if n not in own
+        for t in (*m._parameters.values(), *m._buffers.values())
+        if t is not None
+    }

@@ -24,7 +24,8 @@ def blank_parts(
     if not isinstance(text, str): raise TypeError(f"text={text!r}: a text with {blank!r} where words are missing")
     if not blank: raise ValueError("blank='': a mark of at least one character is needed")
     parts = re.split(f"(?:{re.escape(blank)})+{'_*' if set(blank) == {'_'} else ''}", text)
-    if len(parts) == 1: raise ValueError(f"no blank in {text[:60]!r}; mark each by {blank!r}, or name another mark with blank=")
+    if len(parts) == 1:
+        raise ValueError(f"no blank in {text[:60]!r}; mark each by {blank!r}, or name another mark with blank=")
     return parts
 
 def filled(
@@ -59,7 +60,10 @@ def fill_kind(
 
 def _no_mark(parts, marks):
     "Raise where a text holds what stands for a blank"
-    if found := next((m for m in marks for p in parts if m in p), None): raise ValueError(f"the text holds {found!r}, which stands for a blank; mark each by '__', or by blank={found!r}")
+    if found := next((m for m in marks for p in parts if m in p), None):
+        raise ValueError(
+            f"the text holds {found!r}, which stands for a blank; mark each by '__', or by blank={found!r}"
+        )
 
 def sentinel_text(
     parts:list[str], # of `blank_parts`
@@ -86,7 +90,9 @@ def sentinel_pieces(
         safe = held[:m.start()] if (m := re.search(r"<[^>]{0,14}$", held)) else held
         held = held[len(safe):]
         safe = safe if begun else safe.lstrip()
-        if at is not None and safe: begun = True; yield at, safe
+        if at is not None and safe:
+            begun = True
+            yield at, safe
     if at is not None and held: yield at, held
 
 # %% ../../nbs/40_infer/13_asks.ipynb #5e14b018
@@ -98,9 +104,15 @@ def ask_blank(
     "The question for one blank."
     left = "".join(p + answers.get(i, "") for i, p in enumerate(parts[:number])) + parts[number]
     after, cjk, ends = parts[number + 1].rstrip(), "\u3040-\u30ff\u3400-\u9fff", ()
-    if word := re.match(rf"\s*[^\W{cjk}]+", after): ends = tuple(word[0] + c for c in dict.fromkeys(after[word.end()] + " ,.\n")) if word.end() < len(after) else (word[0],)       # " of" is in "office"
+    if word := re.match(rf"\s*[^\W{cjk}]+", after):
+        ends = (
+            tuple(word[0] + c for c in dict.fromkeys(after[word.end()] + " ,.\n"))
+            if word.end() < len(after)
+            else (word[0],)
+        )  # " of" is in "office"
     elif after: ends = (re.match(r"\s*(\w{2,3}|\w\W?|\W)", after)[0],)
-    if not word and len(words := re.findall(r"\w+", after)) > 1 and not re.search(f"[{cjk}]", after): ends += (f" {words[0]} {words[1]}",)         # where the model leaves the comma out
+    if not word and len(words := re.findall(r"\w+", after)) > 1 and not re.search(f"[{cjk}]", after):
+        ends += (f" {words[0]} {words[1]}",)  # where the model leaves the comma out
     return f"{'____'.join(parts)}\n\nThe same text with the words filled in:\n{left.rstrip()}", ("\n", *ends)
 
 # %% ../../nbs/40_infer/13_asks.ipynb #5e2a1696
@@ -111,8 +123,13 @@ def mask_input(
 )->dict:                   # input_ids (1, L) int64 and what else the tokenizer gives
     "A text with a mask for each blank, or ValueError where it is too long."
     _no_mark(parts, [tok.mask_token])
-    enc = {k: v for k, v in tok(tok.mask_token.join(parts), return_tensors="pt").items() if k in ("input_ids", "attention_mask", "token_type_ids")}
-    if max_ctx is not None and (n := enc["input_ids"].shape[1]) > max_ctx: raise ValueError(f"a text of {n} tokens exceeds max_ctx={max_ctx}; fill a shorter stretch of it")
+    enc = {
+        k: v
+        for k, v in tok(tok.mask_token.join(parts), return_tensors="pt").items()
+        if k in ("input_ids", "attention_mask", "token_type_ids")
+    }
+    if max_ctx is not None and (n := enc["input_ids"].shape[1]) > max_ctx:
+        raise ValueError(f"a text of {n} tokens exceeds max_ctx={max_ctx}; fill a shorter stretch of it")
     return enc
 
 @torch.no_grad()
@@ -136,13 +153,18 @@ def open_fields(
 )->list[tuple[str, ...]]:    # the path of each empty text, from "<ans>" on, in order
     "What an object leaves open."
     if not isinstance(obj, Mapping): raise TypeError(f"{obj!r} is no object; give a dictionary with an '<ans>' field")
-    if "<ans>" not in obj: raise ValueError(f"no '<ans>' among {', '.join(map(repr, obj))}; it says where the answer goes")
+    if "<ans>" not in obj:
+        raise ValueError(f"no '<ans>' among {', '.join(map(repr, obj))}; it says where the answer goes")
     def walk(value, path):
         if isinstance(value, str): return [path] if not value else []
-        if not isinstance(value, Mapping): raise TypeError(f"{'.'.join(map(str, path))} is a {type(value).__name__}; '<ans>' holds texts and objects of texts")
+        if not isinstance(value, Mapping):
+            raise TypeError(
+                f"{'.'.join(map(str, path))} is a {type(value).__name__}; '<ans>' holds texts and objects of texts"
+            )
         return [p for k, v in value.items() for p in walk(v, (*path, k))]
     found = walk(obj["<ans>"], ("<ans>",))
-    if not found: raise ValueError("every field of '<ans>' is filled already; leave an empty text where an answer is wanted")
+    if not found:
+        raise ValueError("every field of '<ans>' is filled already; leave an empty text where an answer is wanted")
     return found
 
 def options_of(
@@ -151,7 +173,9 @@ def options_of(
     "The options among which an answer has to be chosen, wherever they stand outside '<ans>'."
     def walk(value):
         if not isinstance(value, Mapping): return {}
-        return {k: v for k, v in value.items() if re.fullmatch(r"<option_\d+>", str(k)) and isinstance(v, str)} | {k: x for v in value.values() for k, x in walk(v).items()}
+        return {k: v for k, v in value.items() if re.fullmatch(r"<option_\d+>", str(k)) and isinstance(v, str)} | {
+            k: x for v in value.values() for k, x in walk(v).items()
+        }
     return walk({k: v for k, v in obj.items() if k != "<ans>"})
 
 def with_answer(
@@ -178,7 +202,9 @@ def ask_field(
     field = " → ".join(map(str, path[1:]))
     ask = f"{obj.get('prompt', 'Answer')}".rstrip(".:：。") + (f", for the field {field!r}" if field else "")
     text = json.dumps(rest | ({"answers so far": done} if done else {}), ensure_ascii=False)
-    return [{"role": "user", "content": f"{text}\n\n{ask}. Reply with the answer only."}] if chat else f"{text}\n{ask}: "
+    return (
+        [{"role": "user", "content": f"{text}\n\n{ask}. Reply with the answer only."}] if chat else f"{text}\n{ask}: "
+    )
 
 def options_fit(
     model:nn.Module,         # as for `option_scores`
@@ -188,8 +214,13 @@ def options_fit(
 ):
     "ValueError where a question with its options cannot be scored."
     if not all(options): raise ValueError("an option has no tokens; give each a text")
-    longest = max([len(prompt), *map(len, options)]) if model.config.is_encoder_decoder else len(prompt) + max(map(len, options), default=0)
-    if max_ctx is not None and longest > max_ctx: raise ValueError(f"a question and an option of {longest} tokens exceed max_ctx={max_ctx}; shorten them")
+    longest = (
+        max([len(prompt), *map(len, options)])
+        if model.config.is_encoder_decoder
+        else len(prompt) + max(map(len, options), default=0)
+    )
+    if max_ctx is not None and longest > max_ctx:
+        raise ValueError(f"a question and an option of {longest} tokens exceed max_ctx={max_ctx}; shorten them")
 
 @torch.no_grad()
 def option_scores(
@@ -202,8 +233,23 @@ def option_scores(
     options_fit(model, prompt, options, max_ctx)
     scores = []
     for option in options:
-        if model.config.is_encoder_decoder: logits = model(input_ids=torch.tensor([prompt], device=model.device), labels=torch.tensor([option], device=model.device)).logits[0].float()
-        else: logits = model(input_ids=torch.tensor([prompt + option], device=model.device)).logits[0, len(prompt) - 1:-1].float()
-        scores.append(logits.log_softmax(-1).gather(1, torch.tensor(option, device=logits.device)[:, None]).mean().item())
+        if model.config.is_encoder_decoder:
+            logits = (
+                model(
+                    input_ids=torch.tensor([prompt], device=model.device),
+                    labels=torch.tensor([option], device=model.device),
+                )
+                .logits[0]
+                .float()
+            )
+        else:
+            logits = (
+                model(input_ids=torch.tensor([prompt + option], device=model.device))
+                .logits[0, len(prompt) - 1 : -1]
+                .float()
+            )
+        scores.append(
+            logits.log_softmax(-1).gather(1, torch.tensor(option, device=logits.device)[:, None]).mean().item()
+        )
         if scores[-1] != scores[-1]: raise bad_logits()
     return scores

@@ -21,7 +21,8 @@ def _adjacent(tensors):
     "One view of tensors that lie behind each other in one storage, else None"
     first, end = tensors[0], tensors[0].storage_offset()
     for t in tensors:
-        if t.dtype != first.dtype or not t.is_contiguous() or t.shape[1:] != first.shape[1:] or t.storage_offset() != end: return None
+        if t.dtype != first.dtype or not t.is_contiguous() or t.shape[1:] != first.shape[1:] or t.storage_offset() != end:
+            return None
         if t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr(): return None
         end += t.numel()
     return first.detach().as_strided((sum(len(t) for t in tensors), *first.shape[1:]), first.stride())
@@ -34,10 +35,19 @@ def _untouched(watch):
 
 class _Ahead:
     "Rows whose norm is still to be divided by their root mean square, which the product that reads them does: rows, and rows · weight"
-    def __init__(self, rows, weighed, eps): self.rows, self.weighed, self.eps, self.dtype, self.device, self.is_cuda = rows, weighed, eps, rows.dtype, rows.device, rows.is_cuda
+    def __init__(self, rows, weighed, eps):
+        self.rows, self.weighed, self.eps, self.dtype, self.device, self.is_cuda = (
+            rows,
+            weighed,
+            eps,
+            rows.dtype,
+            rows.device,
+            rows.is_cuda,
+        )
     def __len__(self): return len(self.rows)
 
-def _own_class(module): return type(module).__dict__.get("_bmlab_base", type(module))     # a delta's class knows what it stands on
+# a delta's class knows what it stands on
+def _own_class(module): return type(module).__dict__.get("_bmlab_base", type(module))
 
 _LINEARS = nn.Linear, Int8Linear, Int4Linear
 
@@ -48,16 +58,27 @@ class _Product:
         self.modules, self.watch = modules, [(m, _own_class(m)) for m in modules]
         self.kind, self.joined, self.half, self.fn = _own_class(modules[0]), None, None, None
         self.names = ["weight", "bias"] if self.kind is nn.Linear else ["codes", "scale", "zero", "bias"]
-        self.places = {n: [place for m in modules for place in (m._buffers, m._parameters) if n in place] for n in self.names}
+        self.places = {
+            n: [place for m in modules for place in (m._buffers, m._parameters) if n in place] for n in self.names
+        }
         self.bind()
 
     def bind(self):
         "Look where the tensors are now"
-        tensors = {n: ts for n, places in self.places.items() if (ts := [t for place in places if (t := place[n]) is not None])}
+        tensors = {
+            n: ts for n, places in self.places.items() if (ts := [t for place in places if (t := place[n]) is not None])
+        }
         views = {n: _adjacent(t) if len(t) == len(self.modules) else None for n, t in tensors.items()}
-        self.joined, self.half, self.fn, first = None if any(v is None for v in views.values()) else views, None, None, self.names[0]
-        self.at = [(place, first, place[first].data_ptr()) for place in self.places[first]]              # all of a layer's tensors move, or
-        self.same = [(place, n, place[n]) for n in self.names[1:] for place in self.places[n]]           # one is replaced
+        self.joined, self.half, self.fn, first = (
+            None if any(v is None for v in views.values()) else views,
+            None,
+            None,
+            self.names[0],
+        )
+        # all of a layer's tensors move, or
+        self.at = [(place, first, place[first].data_ptr()) for place in self.places[first]]
+        # one is replaced
+        self.same = [(place, n, place[n]) for n in self.names[1:] for place in self.places[n]]
 
     def forget(self):
         "Let go of memory that the tensors have left"
@@ -73,26 +94,32 @@ class _Product:
 
     def whole(self, x):
         "Can one product take x?"
-        if not _untouched(self.watch): return False                                                     # (it may have no weight of its own any more)
+        # (it may have no weight of its own any more)
+        if not _untouched(self.watch): return False
         if not self.lies(): self.bind()
         return self.joined is not None and (self.kind is nn.Linear or len(x) <= 16)
 
     def __call__(self, x, shape): # x (R, K) of shape (B, M, K), or `_Ahead` → (R, all outputs)
         if isinstance(x, _Ahead): return _Triton.ending(self, x)
         if self.whole(x): return self.function(x.dtype, x.device.type)(x)
-        x = x.view(*shape, -1)                                                                           # as the layers, and what sits on them, expect it
+        # as the layers, and what sits on them, expect it
+        x = x.view(*shape, -1)
         return torch.cat([m(x) for m in self.modules], -1).flatten(0, 1)
 
-    def function(self, dtype, device): # → a function of x (R, K), good while `lies` is true and the scale holds what it did
+    # → a function of x (R, K), good while `lies` is true and the scale holds what it did
+    def function(self, dtype, device):
         "The joined product for one kind of input"
         t, product = self.joined, torch._weight_int8pack_mm
         bias, scale, codes = t.get("bias"), t.get("scale"), t.get("codes")
         if self.kind is nn.Linear: return functools.partial(F.linear, weight=t["weight"], bias=bias)
-        if self.kind is Int4Linear: return functools.partial(packed_linear4, codes=codes, scale=scale, zero=t["zero"], bias=bias)
+        if self.kind is Int4Linear:
+            return functools.partial(packed_linear4, codes=codes, scale=scale, zero=t["zero"], bias=bias)
         if device == "cpu" and cpu_kernels.available():
-            def rows(x): return packed_linear(x, codes, scale) if (y := cpu_kernels.int8_rows(x, codes, scale)) is None else y
+            def rows(x):
+                return packed_linear(x, codes, scale) if (y := cpu_kernels.int8_rows(x, codes, scale)) is None else y
             return rows if bias is None else lambda x: rows(x).add_(bias)
-        if dtype != torch.bfloat16 or device != "cpu" or codes.shape[1] % 16: return functools.partial(packed_linear, codes=codes, scale=scale, bias=bias)
+        if dtype != torch.bfloat16 or device != "cpu" or codes.shape[1] % 16:
+            return functools.partial(packed_linear, codes=codes, scale=scale, bias=bias)
         half = self._half(scale)
         return (lambda x: product(x, codes, half)) if bias is None else lambda x: product(x, codes, half).add_(bias)
 
@@ -113,7 +140,9 @@ class _Torch:
         if R > 64: y = F.rms_norm(total.float(), (D,), n.doubled(x.dtype)[0][:D], n.eps).to(x.dtype)
         else:
             weight, sign = n.doubled(x.dtype)
-            y = torch.layer_norm((total.unsqueeze(1) * sign).view(R, 2 * D), (2 * D,), weight, None, n.eps).narrow(1, 0, D)
+            y = torch.layer_norm((total.unsqueeze(1) * sign).view(R, 2 * D), (2 * D,), weight, None, n.eps).narrow(
+                1, 0, D
+            )
             if R > 1: y = y.contiguous()
         return y if residual is None else (y, total)
     def gate(gate_up, act, module): # (R, 2F) → (R, F)
@@ -131,14 +160,29 @@ class _Triton:
         from bmlab.kernels.triton_products import silu_mul
         return silu_mul(gate_up, act) if act else _Torch.gate(gate_up, act, module)
     def takes(product, x): # can its kernel do more than the product?
-        return product.kind is not nn.Linear and x.dtype != torch.float64 and not torch.is_autocast_enabled(x.device.type) and product.whole(x)
-    def leads(x, *products): # can the norm between products be done by them? (In float16 a row times its weight may be too large)
+        return (
+            product.kind is not nn.Linear
+            and x.dtype != torch.float64
+            and not torch.is_autocast_enabled(x.device.type)
+            and product.whole(x)
+        )
+    # can the norm between products be done by them? (In float16 a row times its weight may be too large)
+    def leads(x, *products):
         from bmlab.kernels.triton_products import does_ends
-        return x.dtype in (torch.bfloat16, torch.float32) and len(x) <= 16 and all(_Triton.takes(p, x) and does_ends(x, p.joined["codes"]) for p in products)
+        return (
+            x.dtype in (torch.bfloat16, torch.float32)
+            and len(x) <= 16
+            and all(_Triton.takes(p, x) and does_ends(x, p.joined["codes"]) for p in products)
+        )
     def weighed(x, norm): # `_Ahead` of rows that no product gave
         w = norm.module._parameters["weight"]
-        return _Ahead(x, x * w if not norm.offset and w.dtype == x.dtype else (x.float() * (w.float() + norm.offset)).to(x.dtype), norm.eps)
-    def ending(product, x, **end): # x (R, K) or `_Ahead` → the product with gate=, residual= or ahead= behind it as one kernel; None: not of this kind
+        return _Ahead(
+            x,
+            x * w if not norm.offset and w.dtype == x.dtype else (x.float() * (w.float() + norm.offset)).to(x.dtype),
+            norm.eps,
+        )
+    # x (R, K) or `_Ahead` → the product with gate=, residual= or ahead= behind it as one kernel; None: not of this kind
+    def ending(product, x, **end):
         if isinstance(x, _Ahead): x, end = x.weighed, end | dict(norm=(x.rows, x.eps))
         elif not _Triton.takes(product, x): return None
         from bmlab.kernels.triton_products import int4_linear, int8_linear
@@ -146,7 +190,9 @@ class _Triton:
         if product.kind is Int4Linear: return int4_linear(x, t["codes"], t["scale"], t["zero"], t.get("bias"), **end)
         return int8_linear(x, t["codes"], t["scale"], t.get("bias"), **end)
     def through(product, x, residual, norm): # → residual + product, ahead of a norm
-        rows, weighed = _Triton.ending(product, x, residual=residual, ahead=(norm.module._parameters["weight"], norm.offset))
+        rows, weighed = _Triton.ending(
+            product, x, residual=residual, ahead=(norm.module._parameters["weight"], norm.offset)
+        )
         return _Ahead(rows, weighed, norm.eps)
 
 class _Norm:
@@ -158,7 +204,13 @@ class _Norm:
         weight = self.module._parameters["weight"]
         key = weight.data_ptr(), 0 if weight.is_inference() else weight._version, dtype
         if self.made is None or self.key != key or weight.is_inference():
-            self.made, self.key = ((weight.detach().float() + self.offset).repeat(2), torch.tensor([[1], [-1]], dtype=dtype, device=weight.device)), key
+            self.made, self.key = (
+                (
+                    (weight.detach().float() + self.offset).repeat(2),
+                    torch.tensor([[1], [-1]], dtype=dtype, device=weight.device),
+                ),
+                key,
+            )
         return self.made
 
 # %% ../../nbs/40_infer/10_attend.ipynb #48a1c11d
@@ -166,41 +218,62 @@ class _Step(threading.local):
     "What the layers of one forward share; a thread that runs the model has its own"
     def __init__(self, kernels, counts): # a thread that comes is given the same
         self.kernels, self.angles, self.table, self.masks, self.slots, self.plain = kernels, None, None, {}, None, False
-        self.at = self.taken = self.stream = None                   # slots on a CPU; a call that was found fit; what the last block gave, with its negative
+        # slots on a CPU; a call that was found fit; what the last block gave, with its negative
+        self.at = self.taken = self.stream = None
         self.whole = None                                           # tables that turn queries and keys and leave values
-        self.one = False                                                                      # is that call one token of one row on a CPU?
-        self.counts = counts                                        # by device and stream: of programs of attention that have arrived, zeros between two calls; all threads', as graphs outlive a thread
-        self.ahead = None                                           # what a block gave, its version, what its last product says of it, the block that may read that, its norm's weight and that one's version
+        # is that call one token of one row on a CPU?
+        self.one = False
+        # by device and stream: of programs of attention that have arrived, zeros between two calls; all threads', as
+        # graphs outlive a thread
+        self.counts = counts
+        # what a block gave, its version, what its last product says of it, the block that may read that, its norm's
+        # weight and that one's version
+        self.ahead = None
 
-    def arrived(self, x): # on x's GPU; None while a graph is captured that nothing ran before on its stream: they would be the graph's
-        stream = x.device, torch.cuda.current_stream(x.device).cuda_stream                    # of other streams run beside them
+    # on x's GPU; None while a graph is captured that nothing ran before on its stream: they would be the graph's
+    def arrived(self, x):
+        # of other streams run beside them
+        stream = x.device, torch.cuda.current_stream(x.device).cuda_stream
         found = self.counts.get(stream)
-        if found is None and not torch.cuda.is_current_stream_capturing(): found = self.counts.setdefault(stream, torch.zeros(4096, dtype=torch.int32, device=x.device))
+        if found is None and not torch.cuda.is_current_stream_capturing():
+            found = self.counts.setdefault(stream, torch.zeros(4096, dtype=torch.int32, device=x.device))
         return found
 
     def go_ahead(self, out, ahead, block):
         "Keep what the last product of a block says of `out` for the next block"
         w = block.norms[0].module._parameters["weight"]
-        self.ahead = out, out._version, ahead, block, w, 0 if w.is_inference() else w._version   # (what changes them is seen, but for what goes past their versions by `.data`)
+        # (what changes them is seen, but for what goes past their versions by `.data`)
+        self.ahead = out, out._version, ahead, block, w, 0 if w.is_inference() else w._version
         return out
 
     def ahead_of(self, x, block): # → `_Ahead`, or None
         kept, self.ahead = self.ahead, None
         if kept is None or kept[0] is not x or kept[1] != x._version or kept[3] is not block: return None
         w = block.norms[0].module._parameters["weight"]
-        return kept[2] if kept[4] is w and kept[5] == (0 if w.is_inference() else w._version) and _Triton.leads(kept[2].rows, block.attention.qkv) else None
+        return (
+            kept[2]
+            if kept[4] is w
+            and kept[5] == (0 if w.is_inference() else w._version)
+            and _Triton.leads(kept[2].rows, block.attention.qkv)
+            else None
+        )
 
-    def tables(self, cos, sin): # (B or 1, M, D) → what pairs (B, M, n, 2, D/2) and their halves exchanged are multiplied by
+    # (B or 1, M, D) → what pairs (B, M, n, 2, D/2) and their halves exchanged are multiplied by
+    def tables(self, cos, sin):
         if self.angles is not cos:
             half = cos.shape[-1] // 2
             pair = lambda t: t.unflatten(-1, (2, half))[:, :, None]                          # (B, M, 1, 2, D/2)
             self.table, self.angles = (pair(cos), pair(torch.cat([-sin[..., :half], sin[..., half:]], -1))), cos
         return self.table
 
-    def with_values(self, cos, sin, turned, left): # the same for one token, (1, turned + left, 2, D/2): the last heads are left as they are
+    # the same for one token, (1, turned + left, 2, D/2): the last heads are left as they are
+    def with_values(self, cos, sin, turned, left):
         whole = self.whole
         if whole is None or whole[0] is not cos or whole[1:3] != (turned, left):
-            tables = [torch.cat([t[0].expand(1, turned, -1, -1), torch.full_like(t[0], still).expand(1, left, -1, -1)], 1) for t, still in zip(self.tables(cos, sin), (1, 0))]
+            tables = [
+                torch.cat([t[0].expand(1, turned, -1, -1), torch.full_like(t[0], still).expand(1, left, -1, -1)], 1)
+                for t, still in zip(self.tables(cos, sin), (1, 0))
+            ]
             self.whole = whole = cos, turned, left, *tables
         return whole[3:]
 
@@ -209,17 +282,21 @@ class _Step(threading.local):
         pairs = x.view(x.shape[:3] + (2, -1))
         return torch.addcmul(pairs * c, pairs.flip(-2), s).view(x.shape)
 
-    def seen(self, mask, dtype, T): # (B, 1, M, keys), bool or to be added → (B, 1, M, T) to be added; no key behind the model's is seen
+    # (B, 1, M, keys), bool or to be added → (B, 1, M, T) to be added; no key behind the model's is seen
+    def seen(self, mask, dtype, T):
         found = self.masks.get(id(mask))
         if found is None or found[0] is not mask:
             if len(self.masks) > 3: self.masks.clear()
             add = torch.full((*mask.shape[:3], T), float("-inf"), dtype=dtype, device=mask.device)
-            add[..., :mask.shape[3]] = mask if mask.dtype != torch.bool else torch.zeros((), dtype=dtype).masked_fill(~mask, float("-inf"))
+            add[..., : mask.shape[3]] = (
+                mask if mask.dtype != torch.bool else torch.zeros((), dtype=dtype).masked_fill(~mask, float("-inf"))
+            )
             found = self.masks[id(mask)] = mask, add
         return found[1]
 
 # %% ../../nbs/40_infer/10_attend.ipynb #c5b81e07
-def _room(step, span): # → T, how many keys attention is shown, and the slots of the new ones (None: not one after the other)
+# → T, how many keys attention is shown, and the slots of the new ones (None: not one after the other)
+def _room(step, span):
     at = step.at
     if at is None or at[0] is not span.slots:                                                 # once a forward
         fits = span.start is not None and not span.plain and type(span.rows) is slice
@@ -230,45 +307,73 @@ def _store(step, cache, layer, k, v): # (B, Hk, M, D) each → keys and values, 
     span, kept = cache.span, cache.layers[layer]
     T, slots = _room(step, span)
     if slots is None or kept.bits != 16 or not kept.is_initialized:
-        view, span.view = span.view, T                                                        # what the cache is to show
+        # what the cache is to show
+        view, span.view = span.view, T
         try: return cache.update(k, v, layer)
         finally: span.view = view if span.view == T else span.view
     keys, values = kept.k, kept.v
     if span.slots.shape[0] != keys.shape[0]: keys, values = keys[span.rows], values[span.rows]
-    keys.index_copy_(2, slots, k); values.index_copy_(2, slots, v)
+    keys.index_copy_(2, slots, k)
+    values.index_copy_(2, slots, v)
     return keys.narrow(2, 0, T), values.narrow(2, 0, T)
 
 # %% ../../nbs/40_infer/10_attend.ipynb #f5b49e27
 def _attend_torch(f, step, qkv, cos, sin, mask, cache): # qkv (B·M, (H + 2·Hk)·D) → (B·M, H·D)
     (B, _, M, _), D, H, Hk = mask.shape, f.D, f.H, f.Hk
-    B = qkv.shape[0] // M                                                                     # one mask may serve all rows
+    # one mask may serve all rows
+    B = qkv.shape[0] // M
     qk, v = qkv.view(B, M, -1, D).split_with_sizes((H + Hk, Hk), 2)
-    if f.norms: qk = torch.cat([_Torch.norm(t.reshape(-1, D), n).view(B, M, -1, D) for t, n in zip(qk.split_with_sizes((H, Hk), 2), f.norms)], 2)
+    if f.norms:
+        qk = torch.cat(
+            [
+                _Torch.norm(t.reshape(-1, D), n).view(B, M, -1, D)
+                for t, n in zip(qk.split_with_sizes((H, Hk), 2), f.norms)
+            ],
+            2,
+        )
     q, k = step.turn(qk, cos, sin).split_with_sizes((H, Hk), 2)
     keys, values = _store(step, cache, f.layer, k.transpose(1, 2), v.transpose(1, 2))
     mask = step.seen(mask, q.dtype, keys.shape[2])
-    if M == 1: return F.scaled_dot_product_attention(q.view(B, Hk, H // Hk, D), keys, values, mask, scale=f.scale).reshape(B, H * D)
+    if M == 1:
+        return F.scaled_dot_product_attention(q.view(B, Hk, H // Hk, D), keys, values, mask, scale=f.scale).reshape(
+            B, H * D
+        )
     out = []
-    for b in range(B):                                                                        # tokens of a row: rows that share its keys
+    # tokens of a row: rows that share its keys
+    for b in range(B):
         own = mask[b if len(mask) > 1 else 0].transpose(0, 1)[:, None]                        # (M, 1, 1, T)
         one = [t[b:b + 1].expand(M, -1, -1, -1) for t in (keys, values)]
-        out.append(F.scaled_dot_product_attention(q[b].reshape(M, Hk, H // Hk, D), *one, own, scale=f.scale).reshape(M, H * D))
+        out.append(
+            F.scaled_dot_product_attention(q[b].reshape(M, Hk, H // Hk, D), *one, own, scale=f.scale).reshape(M, H * D)
+        )
     return out[0] if B == 1 else torch.cat(out)
 
 # %% ../../nbs/40_infer/10_attend.ipynb #b94f20ce
-def _attend_one(line, qkv, step, kwargs): # one token of one row, (1, (H + 2·Hk)·D) → (1, H·D); the bits of `_attend_torch`
-    f, (cos, sin), mask, cache = line.attention, kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"]
+# one token of one row, (1, (H + 2·Hk)·D) → (1, H·D); the bits of `_attend_torch`
+def _attend_one(line, qkv, step, kwargs):
+    f, (cos, sin), mask, cache = (
+        line.attention,
+        kwargs["position_embeddings"],
+        kwargs["attention_mask"],
+        kwargs["past_key_values"],
+    )
     kept, (T, slots) = cache.layers[f.layer], _room(step, cache.span)
-    if slots is None or f.norms or kept.bits != 16 or not kept.is_initialized or len(kept.k) > 1: return _attend_torch(f, step, qkv, cos, sin, mask, cache)
+    if slots is None or f.norms or kept.bits != 16 or not kept.is_initialized or len(kept.k) > 1:
+        return _attend_torch(f, step, qkv, cos, sin, mask, cache)
     c, s = step.with_values(cos, sin, f.H + f.Hk, f.Hk)
     pairs = qkv.view(line.pairs)
-    q, k, v = torch.addcmul(pairs * c, pairs.flip(-2), s).view(line.rows).split_with_sizes(line.heads, 1)     # (1, heads, 1, D)
-    kept.k.index_copy_(2, slots, k); kept.v.index_copy_(2, slots, v)
+    # (1, heads, 1, D)
+    q, k, v = torch.addcmul(pairs * c, pairs.flip(-2), s).view(line.rows).split_with_sizes(line.heads, 1)
+    kept.k.index_copy_(2, slots, k)
+    kept.v.index_copy_(2, slots, v)
     keys, values = kept.k.narrow(2, 0, T), kept.v.narrow(2, 0, T)
-    return F.scaled_dot_product_attention(q.view(line.groups), keys, values, step.seen(mask, q.dtype, T), scale=f.scale).view(1, -1)
+    return F.scaled_dot_product_attention(
+        q.view(line.groups), keys, values, step.seen(mask, q.dtype, T), scale=f.scale
+    ).view(1, -1)
 
 # %% ../../nbs/40_infer/10_attend.ipynb #7076b976
-def _newest(step, mask, span): # (B, 1, M, T) → (B, M, M) int32: which of the newest tokens each of them sees; None: itself
+# (B, 1, M, T) → (B, M, M) int32: which of the newest tokens each of them sees; None: itself
+def _newest(step, mask, span):
     M = mask.shape[2]
     if M == 1: return None
     found = step.masks.get(id(mask))
@@ -276,21 +381,40 @@ def _newest(step, mask, span): # (B, 1, M, T) → (B, M, M) int32: which of the 
         B, at = len(span.starts), span.starts[:, None] + torch.arange(M, device=mask.device)                    # (B, M)
         seen = (mask if mask.dtype == torch.bool else mask == 0).expand(B, -1, -1, -1)
         if len(step.masks) > 3: step.masks.clear()
-        found = step.masks[id(mask)] = mask, seen.gather(3, at.clamp(max=mask.shape[3] - 1)[:, None, None].expand(B, 1, M, M))[:, 0].int()
+        found = step.masks[id(mask)] = (
+            mask,
+            seen.gather(3, at.clamp(max=mask.shape[3] - 1)[:, None, None].expand(B, 1, M, M))[:, 0].int(),
+        )
     return found[1]
 
 def _attend_triton(f, step, qkv, cos, sin, mask, cache):
     from bmlab.kernels.triton_attention import decode_attention, rope_and_attend, rope_and_store
     span, kept = cache.span, cache.layers[f.layer]
     rows = None if type(span.rows) is slice and span.rows.start == 0 else span.index
-    scales, end, new = (kept.k_scale, kept.v_scale), dict(arrived=step.arrived(qkv) if qkv.is_cuda else None, most=span.view), qkv.view(*span.slots.shape, -1)
-    if new.shape[:2] == (1, 1) and not f.norms:                                               # of many rows, two kernels take the multiprocessors better
-        room = [t if t is None else t[:, :, :span.max_ctx] for t in (kept.k, kept.v, *scales)]               # a full row's token is not written
+    scales, end, new = (
+        (kept.k_scale, kept.v_scale),
+        dict(arrived=step.arrived(qkv) if qkv.is_cuda else None, most=span.view),
+        qkv.view(*span.slots.shape, -1),
+    )
+    # of many rows, two kernels take the multiprocessors better
+    if new.shape[:2] == (1, 1) and not f.norms:
+        # a full row's token is not written
+        room = [t if t is None else t[:, :, :span.max_ctx] for t in (kept.k, kept.v, *scales)]
         y = rope_and_attend(new, cos, sin, *room[:2], span.starts, f.scale, *room[2:], f.window, rows, **end)
     else:
-        norms = dict(zip(("q_norm", "k_norm"), (n.module._parameters["weight"] for n in f.norms)), eps=f.norms[0].eps, offset=f.norms[0].offset) if f.norms else {}
+        norms = (
+            dict(
+                zip(("q_norm", "k_norm"), (n.module._parameters["weight"] for n in f.norms)),
+                eps=f.norms[0].eps,
+                offset=f.norms[0].offset,
+            )
+            if f.norms
+            else {}
+        )
         q = rope_and_store(new, cos, sin, kept.k, kept.v, span.slots, *scales, rows, **norms)
-        y = decode_attention(q, kept.k, kept.v, span.starts, f.scale, *scales, _newest(step, mask, span), f.window, rows, **end)
+        y = decode_attention(
+            q, kept.k, kept.v, span.starts, f.scale, *scales, _newest(step, mask, span), f.window, rows, **end
+        )
     return y.transpose(1, 2).reshape(len(qkv), -1)
 
 def _plain_rows(step, span):

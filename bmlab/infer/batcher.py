@@ -21,9 +21,15 @@ from .speculate import advance, _join_rows
 class Handle:
     "A request under way: iterate over it for pieces of text."
     def __init__(self, ids, options, left, stops, text):
-        self.prompt, self.options, self.left, self.stops, self.text = ids, options, left, stops, text       # what is asked; the worker's
+        # what is asked; the worker's
+        self.prompt, self.options, self.left, self.stops, self.text = ids, options, left, stops, text
         self.ids, self.finish, self.cancelled, self._out = [], None, False, queue.Queue()
-        self.stats, self._asked, self._first, self._drop = dict(prompt_tokens=len(ids), new_tokens=0), time.perf_counter(), None, None
+        self.stats, self._asked, self._first, self._drop = (
+            dict(prompt_tokens=len(ids), new_tokens=0),
+            time.perf_counter(),
+            None,
+            None,
+        )
     def __iter__(self): return self
     def __next__(self):
         item = self._out.get()
@@ -44,15 +50,23 @@ class Handle:
     def _take(self, ids):
         "New tokens; True when the text is at an end"
         now = time.perf_counter()
-        if self._first is None: self._first = now, len(ids); self.stats["first_token_s"] = now - self._asked
+        if self._first is None:
+            self._first = now, len(ids)
+            self.stats["first_token_s"] = now - self._asked
         for t in ids:
-            self.ids.append(t); self.left -= 1
+            self.ids.append(t)
+            self.left -= 1
             piece = "" if t in self.stops else self.text.push(t)
             if piece: self._out.put(piece)
-            if t in self.stops or self.text.ended: self._end("stop"); break
-            if not self.left: self._end("length"); break
+            if t in self.stops or self.text.ended:
+                self._end("stop")
+                break
+            if not self.left:
+                self._end("length")
+                break
         self.stats["new_tokens"] = len(self.ids)
-        if len(self.ids) > self._first[1]: self.stats["decode_tok_s"] = (len(self.ids) - self._first[1]) / (now - self._first[0])
+        if len(self.ids) > self._first[1]:
+            self.stats["decode_tok_s"] = (len(self.ids) - self._first[1]) / (now - self._first[0])
         return self.done
     def _end(self, how, error=None):
         if self.done: return
@@ -64,9 +78,24 @@ class Handle:
 class _Places:
     "The decoder's rows: who has them, how one is taken and given up"
     def __init__(self, decoder, draft):
-        self.decoder, self.draft, self.sampler, self.waiting, self.active = decoder, draft, resident(decoder, Sampler(), decoder.max_batch), deque(), {}
-        self.last, self.fed, self.ahead, self.wake, self.closed = [0] * decoder.max_batch, None, None, threading.Condition(), False
-        self.stats, self.cuda = dict(requests=0, steps=0, new_tokens=0, drafted=0, accepted=0), decoder.model.device.type == "cuda"
+        self.decoder, self.draft, self.sampler, self.waiting, self.active = (
+            decoder,
+            draft,
+            resident(decoder, Sampler(), decoder.max_batch),
+            deque(),
+            {},
+        )
+        self.last, self.fed, self.ahead, self.wake, self.closed = (
+            [0] * decoder.max_batch,
+            None,
+            None,
+            threading.Condition(),
+            False,
+        )
+        self.stats, self.cuda = (
+            dict(requests=0, steps=0, new_tokens=0, drafted=0, accepted=0),
+            decoder.model.device.type == "cuda",
+        )
         self.runs_ahead = self.cuda
 
     def _read(self, r, h):
@@ -87,14 +116,21 @@ class _Places:
         try:
             for (t,) in tokens:
                 if h._take([t]): break
-                if h.cancelled or self.closed: h._end("cancelled" if h.cancelled else "closed"); break
+                if h.cancelled or self.closed:
+                    h._end("cancelled" if h.cancelled else "closed")
+                    break
         finally: tokens.close()
-        self.stats["requests"] += 1; self.stats["steps"] += len(h.ids); self.stats["new_tokens"] += len(h.ids)
+        self.stats["requests"] += 1
+        self.stats["steps"] += len(h.ids)
+        self.stats["new_tokens"] += len(h.ids)
 
     def _give(self, news):
         for r, ids in news.items():
             h = self.active[r]
-            if min(ids) < 0: h._end("error", bad_logits()); self._leave(r); continue       # this one alone
+            if min(ids) < 0:
+                h._end("error", bad_logits())
+                self._leave(r)
+                continue  # this one alone
             self.last[r] = ids[-1]
             before = len(h.ids)
             over = h._take(ids)
@@ -105,7 +141,8 @@ class _Places:
     def _leave(self, r):
         self.stats["requests"] += 1
         del self.active[r]
-        self.sampler.set(r, [])                                         # (the others need not draw because this one did)
+        # (the others need not draw because this one did)
+        self.sampler.set(r, [])
         if self.draft: self.draft.drop(r)
         self.decoder.free([r])
     def _free(self, r):
@@ -116,7 +153,10 @@ class _Places:
     def _fail(self, e):
         "A step has failed: all that took part in it end, the next may try"
         self.ahead = self.fed = None
-        for r, h in list(self.active.items()): h._end("error", e); del self.active[r]; self._free(r)
+        for r, h in list(self.active.items()):
+            h._end("error", e)
+            del self.active[r]
+            self._free(r)
 
 # %% ../../nbs/40_infer/06_batcher.ipynb #a0e6313d
 class _Queue(_Places):
@@ -130,7 +170,9 @@ class _Queue(_Places):
     def _dropped(self, h):
         "A request was cancelled: if it still waits, it is gone"
         with self.wake:
-            if h in self.waiting: self.waiting.remove(h); h._end("cancelled")
+            if h in self.waiting:
+                self.waiting.remove(h)
+                h._end("cancelled")
 
     def _admit(self):
         "Read waiting requests into free rows"
@@ -138,13 +180,19 @@ class _Queue(_Places):
             r = free[0]
             with self.wake:
                 if not self.waiting: break                                # (cancelled just now)
-                h = self.active[r] = self.waiting.popleft(); h._drop = None
+                h = self.active[r] = self.waiting.popleft()
+                h._drop = None
             h.stats["waited_s"] = time.perf_counter() - h._asked
             try:
                 if h.cancelled: h._end("cancelled")
                 elif self.decoder.mode != "static": self._alone(h)
-                else: self.fed = None; self._give({r: [self._read(r, h)]}); continue
-            except Exception as e: self._free(r); h._end("error", e)
+                else:
+                    self.fed = None
+                    self._give({r: [self._read(r, h)]})
+                    continue
+            except Exception as e:
+                self._free(r)
+                h._end("error", e)
             del self.active[r]
 
 # %% ../../nbs/40_infer/06_batcher.ipynb #d00ed469
@@ -162,12 +210,16 @@ class _Worker(_Queue):
         finally:
             with self.wake:
                 for h in [*self.active.values(), *self.waiting]: h._end("closed")
-                self.active.clear(); self.waiting.clear(); self.ahead = None
+                self.active.clear()
+                self.waiting.clear()
+                self.ahead = None
             self._hold.__exit__(None, None, None)
 
     def _round(self):
         for r, h in list(self.active.items()):
-            if h.cancelled: h._end("cancelled"); self._leave(r)
+            if h.cancelled:
+                h._end("cancelled")
+                self._leave(r)
         if not self.active: return
         if self.draft: news = self._guess()
         else:
@@ -183,7 +235,9 @@ class _Worker(_Queue):
     def _launch(self):
         "One token a row; the rows feed themselves on the device until somebody comes or goes"
         B = max(self.active) + 1
-        if self.fed != B: self.decoder.start(self.last[:B]); self.fed = B
+        if self.fed != B:
+            self.decoder.start(self.last[:B])
+            self.fed = B
         return self.decoder.step_sampled(self.sampler)
 
     def _guess(self):
@@ -194,8 +248,11 @@ class _Worker(_Queue):
         chains = self.draft.propose(sorted(self.active), length) if length > 0 else {}
         guesses = _join_rows(d, self.last[:B], chains, min(self.draft.nodes, cap))
         wide = min(self.draft.nodes, cap) if self.cuda and any(chains.values()) else None
-        news = advance(d, self.sampler, guesses, [self.active[r].left if r in self.active else 0 for r in range(B)], width=wide)
-        self.stats["drafted"] += sum(len(g.tokens) - 1 for g in guesses); self.stats["accepted"] += sum(max(len(n) - 1, 0) for n in news)
+        news = advance(
+            d, self.sampler, guesses, [self.active[r].left if r in self.active else 0 for r in range(B)], width=wide
+        )
+        self.stats["drafted"] += sum(len(g.tokens) - 1 for g in guesses)
+        self.stats["accepted"] += sum(max(len(n) - 1, 0) for n in news)
         return {r: news[r] for r in self.active}
 
 # %% ../../nbs/40_infer/06_batcher.ipynb #fd7e5d02
@@ -207,13 +264,18 @@ class Batcher(_Worker):
         draft=None,                 # a guesser: PromptLookup, DraftModel, Tree, …
         max_waiting:int|None=None,  # requests that may queue; None: any number
     ):
-        if draft is not None and decoder.mode != "static": raise ValueError(f"draft: {type(decoder.model).__name__} cannot check several tokens at once: {decoder.why_generate}")
+        if draft is not None and decoder.mode != "static":
+            raise ValueError(
+                f"draft: {type(decoder.model).__name__} cannot check several tokens at once: {decoder.why_generate}"
+            )
         self._hold = in_use(decoder) if decoder.mode == "static" else contextlib.nullcontext()
         self._hold.__enter__()
         super().__init__(decoder, draft)
         self.tok, self.max_waiting = tok, max_waiting
-        self._thread = threading.Thread(target=self._work, name="bmlab-batcher", daemon=True); self._thread.start()
-        atexit.register(self.close)                                       # a thread within torch at the interpreter's end would abort it
+        self._thread = threading.Thread(target=self._work, name="bmlab-batcher", daemon=True)
+        self._thread.start()
+        # a thread within torch at the interpreter's end would abort it
+        atexit.register(self.close)
 
     def submit(self,
         prompt:str|list,             # a text, chat messages or ids
@@ -223,29 +285,50 @@ class Batcher(_Worker):
         **options,                   # as of `row_options`, and seed; with logprobs the handle's `ids` are `Token`s
     )->Handle:
         "Ask for text; errors in what is asked are raised here, and touch nobody else."
-        ids = list(prompt) if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], int) else prompt_ids(self.tok, prompt)["input_ids"][0].tolist()
+        ids = (
+            list(prompt)
+            if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], int)
+            else prompt_ids(self.tok, prompt)["input_ids"][0].tolist()
+        )
         seed, d = options.pop("seed", None), self.decoder
         options = row_options(**options) | dict(seed=seed)
         Sampler(seed=seed)                                               # (is it one?)
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1: raise ValueError(f"max_new_tokens={max_new_tokens!r}: a number, 1 or more")
-        if (bad := next((i for i in ids if not isinstance(i, int) or not 0 <= i < d.vocab), None)) is not None: raise ValueError(f"prompt holds {bad!r}; a token is a number from 0 to {d.vocab - 1}")
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens!r}: a number, 1 or more")
+        if (bad := next((i for i in ids if not isinstance(i, int) or not 0 <= i < d.vocab), None)) is not None:
+            raise ValueError(f"prompt holds {bad!r}; a token is a number from 0 to {d.vocab - 1}")
         source = getattr(d.model.config, "is_encoder_decoder", False)
-        if source and len(ids) > d.max_source: raise ValueError(f"a source of {len(ids)} tokens exceeds max_source={d.max_source}")
-        if (places_of := getattr(d.model, "places_of", None)) is not None: places_of(torch.tensor([ids]))       # (does it begin a piece?)
+        if source and len(ids) > d.max_source:
+            raise ValueError(f"a source of {len(ids)} tokens exceeds max_source={d.max_source}")
+        # (does it begin a piece?)
+        if (places_of := getattr(d.model, "places_of", None)) is not None: places_of(torch.tensor([ids]))
         n = 1 if source else len(ids)
-        if d.mode == "static" and n + max_new_tokens > d.max_ctx: raise ValueError(f"a prompt of {n} tokens and max_new_tokens={max_new_tokens} exceed max_ctx={d.max_ctx}")
-        h = Handle(ids, options, max_new_tokens, frozenset(end_ids(d.model, self.tok) if stop_ids is None else stop_ids), RowText(self.tok, stop))
+        if d.mode == "static" and n + max_new_tokens > d.max_ctx:
+            raise ValueError(f"a prompt of {n} tokens and max_new_tokens={max_new_tokens} exceed max_ctx={d.max_ctx}")
+        h = Handle(
+            ids,
+            options,
+            max_new_tokens,
+            frozenset(end_ids(d.model, self.tok) if stop_ids is None else stop_ids),
+            RowText(self.tok, stop),
+        )
         with self.wake:
             if self.closed: raise RuntimeError("this batcher is closed")
             if self.max_waiting is not None and len(self.waiting) + len(self.active) >= self.max_waiting + d.max_batch:
-                raise RuntimeError(f"busy: {len(self.active)} requests run and {len(self.waiting)} wait (max_waiting={self.max_waiting})")
+                raise RuntimeError(
+                    f"busy: {len(self.active)} requests run and {len(self.waiting)} wait "
+                    f"(max_waiting={self.max_waiting})"
+                )
             h._drop = self._dropped
-            self.waiting.append(h); self.wake.notify()
+            self.waiting.append(h)
+            self.wake.notify()
         return h
 
     def close(self):
         "End all requests and the thread; the decoder is free for others."
-        with self.wake: self.closed = True; self.wake.notify()
+        with self.wake:
+            self.closed = True
+            self.wake.notify()
         if self._thread is not threading.current_thread(): self._thread.join()
         atexit.unregister(self.close)
     def __enter__(self): return self

@@ -45,13 +45,17 @@ class _Search:
         self.done = sorted(self.done, reverse=True)[:self.beams]
         going = going[:self.beams]
         full = len(self.done) == self.beams
-        self.open = bool(going) and not (full and (self.early or going[0][0].score / length ** self.length_penalty <= self.done[-1].score))
+        self.open = bool(going) and not (
+            full and (self.early or going[0][0].score / length**self.length_penalty <= self.done[-1].score)
+        )
         if going: self.running = [b for b, _ in going]
         return [beam for _, beam in going]
 
     def found(self):
         "The finished texts; where the search was left before there was one, what it had"
-        return self.done or sorted((Beam(b.score / max(len(b.ids), 1) ** self.length_penalty, b.ids) for b in self.running), reverse=True)
+        return self.done or sorted(
+            (Beam(b.score / max(len(b.ids), 1) ** self.length_penalty, b.ids) for b in self.running), reverse=True
+        )
 
 # %% ../../nbs/40_infer/05_beams.ipynb #d9f20e35
 @torch.no_grad()
@@ -68,7 +72,8 @@ def beam_search(
 )->list:                       # for each prompt a list of Beam, the best first
     "The likeliest texts, by beam search."
     prompts = [p.tolist() if hasattr(p, "tolist") else list(p) for p in prompts]
-    if beams < 1 or max_new_tokens < 1: raise ValueError(f"beams={beams}, max_new_tokens={max_new_tokens}: both are at least 1")
+    if beams < 1 or max_new_tokens < 1:
+        raise ValueError(f"beams={beams}, max_new_tokens={max_new_tokens}: both are at least 1")
     if not prompts or not all(prompts): raise ValueError("prompts: there must be one, and none may be empty")
     todo = [_Search(beams, length_penalty, max_new_tokens, frozenset(stop_ids or ()), early_stopping) for _ in prompts]
     stats = {} if stats is None else stats
@@ -82,9 +87,13 @@ def _searched(decoder, prompts, todo, over, stats):
     if decoder.mode != "static": return [_by_generate(decoder.model, p, s) for p, s in zip(prompts, todo)]
     beams, max_new_tokens = todo[0].beams, todo[0].most
     source, d, B = getattr(decoder.model.config, "is_encoder_decoder", False), decoder, beams * len(prompts)
-    if B > d.max_batch: raise ValueError(f"{len(prompts)} prompts with beams={beams} take {B} rows; this decoder has max_batch={d.max_batch}")
+    if B > d.max_batch:
+        raise ValueError(
+            f"{len(prompts)} prompts with beams={beams} take {B} rows; this decoder has max_batch={d.max_batch}"
+        )
     longest = 1 if source else max(map(len, prompts))
-    if longest + max_new_tokens > d.max_ctx: raise ValueError(f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed max_ctx={d.max_ctx}")
+    if longest + max_new_tokens > d.max_ctx:
+        raise ValueError(f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed max_ctx={d.max_ctx}")
     with in_use(d): return _together(d, prompts, todo, source, over, stats)
 
 # %% ../../nbs/40_infer/05_beams.ipynb #7efff296
@@ -98,7 +107,9 @@ def _together(d, prompts, todo, source, over, stats):
     logits, keep = logits.repeat_interleave(beams, 0), max(2, 1 + len(todo[0].stops)) * beams
     while True:
         stats["passes"] += 1
-        scores = torch.tensor([[b.score for b in s.running] + [-1e9] * (beams - len(s.running)) for s in todo], device=logits.device)
+        scores = torch.tensor(
+            [[b.score for b in s.running] + [-1e9] * (beams - len(s.running)) for s in todo], device=logits.device
+        )
         total = logits.log_softmax(-1).view(len(todo), beams, -1) + scores[:, :, None]               # (P, beams, V)
         V = total.shape[-1]
         best = total.flatten(1).topk(min(keep, beams * V))
@@ -107,7 +118,8 @@ def _together(d, prompts, todo, source, over, stats):
             if not s.open: continue
             if values[0] != values[0]: raise bad_logits(first[p])                  # (nan counts as the greatest)
             of = s.step([(v, i // V, i % V) for v, i in zip(values, places) if i // V < len(s.running)])
-            for b, beam in enumerate(of): rows[p * beams + b], feed[p * beams + b] = p * beams + beam, s.running[b].ids[-1]
+            for b, beam in enumerate(of):
+                rows[p * beams + b], feed[p * beams + b] = p * beams + beam, s.running[b].ids[-1]
         if not any(s.open for s in todo) or over(): return [s.found() for s in todo]
         d.move(rows)
         logits = d.step(feed)[:, 0]
@@ -115,14 +127,31 @@ def _together(d, prompts, todo, source, over, stats):
 def _by_generate(model, prompt, s):
     "By transformers' own loop"
     old, ids = model.generation_config, torch.tensor([prompt], device=model.device)
-    config = GenerationConfig(num_beams=s.beams, num_return_sequences=s.beams, length_penalty=s.length_penalty, max_new_tokens=s.most, early_stopping=s.early, do_sample=False,
-                              eos_token_id=sorted(s.stops) or None, pad_token_id=old.pad_token_id or 0, bos_token_id=old.bos_token_id, decoder_start_token_id=old.decoder_start_token_id,
-                              return_dict_in_generate=True, output_scores=True)
+    config = GenerationConfig(
+        num_beams=s.beams,
+        num_return_sequences=s.beams,
+        length_penalty=s.length_penalty,
+        max_new_tokens=s.most,
+        early_stopping=s.early,
+        do_sample=False,
+        eos_token_id=sorted(s.stops) or None,
+        pad_token_id=old.pad_token_id or 0,
+        bos_token_id=old.bos_token_id,
+        decoder_start_token_id=old.decoder_start_token_id,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
     out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     skip = 1 if getattr(model.config, "is_encoder_decoder", False) else len(prompt)
     whole = [row[skip:] for row in out.sequences.tolist()]
     cut = lambda row: row[:next((i + 1 for i, t in enumerate(row) if t in s.stops), len(row))]
-    if s.beams == 1: scores = [model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)[0, :len(cut(whole[0]))].sum().item() / len(cut(whole[0])) ** s.length_penalty]
+    if s.beams == 1:
+        scores = [
+            model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)[0, : len(cut(whole[0]))]
+            .sum()
+            .item()
+            / len(cut(whole[0])) ** s.length_penalty
+        ]
     else: scores = out.sequences_scores.tolist()
     if any(v != v for v in scores): raise bad_logits()
     return [Beam(v, cut(row)) for v, row in zip(scores, whole)]

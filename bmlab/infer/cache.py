@@ -16,11 +16,20 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 # %% ../../nbs/40_infer/00_cache.ipynb #b043a0b7
 def _first(config, *names): return next((v for n in names if (v := getattr(config, n, None)) is not None), None)
 
-def _unnamed(config): return ValueError(f"config={type(config).__name__} names no number of layers or heads; give shapes=[(heads, key width, value width), …]")
+def _unnamed(config):
+    return ValueError(
+        f"config={type(config).__name__} names no number of layers or heads; give shapes=[(heads, key width, value "
+        "width), …]"
+    )
 
 def _kv_shape(c): # of one layer
-    heads, width, rope, rest, value = _first(c, "decoder_attention_heads", "num_attention_heads"), _first(c, "hidden_size", "d_model"), *(getattr(c, n, None) for n in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
-    if heads and rope and rest and value: return heads, rest + rope, value                                  # multi-head latent attention, expanded
+    heads, width, rope, rest, value = (
+        _first(c, "decoder_attention_heads", "num_attention_heads"),
+        _first(c, "hidden_size", "d_model"),
+        *(getattr(c, n, None) for n in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")),
+    )
+    # multi-head latent attention, expanded
+    if heads and rope and rest and value: return heads, rest + rope, value
     if not heads: raise _unnamed(c)
     key = _first(c, "head_dim", "d_kv", "dim_head") or width // heads
     return _first(c, "num_key_value_heads") or heads, key, value or key
@@ -31,8 +40,11 @@ def kv_shapes(
     "Shapes of the keys and values that each decoder layer keeps for a token."
     c = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     layers = _first(c, "num_decoder_layers", "num_hidden_layers") or 0
-    kept = layers - sum(m in ("n", ".") if isinstance(m, str) else bool(m[0]) for m in (_first(c, "mask_modules") or ())[:layers])      # CPM's layers without attention
-    if getattr(c, "is_heterogeneous", False): return [_kv_shape(layer) for layer in c.per_layer_config][:kept]                          # Gemma 4's are of two widths
+    kept = layers - sum(
+        m in ("n", ".") if isinstance(m, str) else bool(m[0]) for m in (_first(c, "mask_modules") or ())[:layers]
+    )  # CPM's layers without attention
+    # Gemma 4's are of two widths
+    if getattr(c, "is_heterogeneous", False): return [_kv_shape(layer) for layer in c.per_layer_config][:kept]
     if not layers: raise _unnamed(config)
     return [_kv_shape(c)] * kept
 
@@ -54,14 +66,22 @@ class _Sized:
         max_source:int|None=None, # encoder–decoder: tokens of a source; None: as max_ctx
     )->int:                       # bytes
         "Bytes that a cache will take (with the cross-attention's of an encoder–decoder), from shapes alone."
-        shapes, text = kv_shapes(config), config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        own = len(shapes) - (getattr(text, "num_kv_shared_layers", 0) or 0)                        # the last layers of Gemma 4 look at the keys of others
-        numbers = [(h * (k + v), 2 * h) for h, k, v in shapes[:own]]                               # numbers and scales of a token
+        shapes, text = (
+            kv_shapes(config),
+            config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config,
+        )
+        # the last layers of Gemma 4 look at the keys of others
+        own = len(shapes) - (getattr(text, "num_kv_shared_layers", 0) or 0)
+        # numbers and scales of a token
+        numbers = [(h * (k + v), 2 * h) for h, k, v in shapes[:own]]
         token = sum(n * item if bits == 16 else n + 2 * s for n, s in numbers)
-        slots = capacity(max_ctx) + (capacity(max_source or max_ctx) if getattr(config, "is_encoder_decoder", False) else 0)
+        slots = capacity(max_ctx) + (
+            capacity(max_source or max_ctx) if getattr(config, "is_encoder_decoder", False) else 0
+        )
         return rows * slots * token
 
-    def _stores(self): return [t for layer in self.layers for t in layer.stores()] + ([] if self.ids is None else [self.ids])
+    def _stores(self):
+        return [t for layer in self.layers for t in layer.stores()] + ([] if self.ids is None else [self.ids])
     @property
     def bytes(self)->int:
         "Bytes of all keys, values and scales."
@@ -109,10 +129,18 @@ class Span:
 
     def select(self, rows, width, pad=None, view=None, depth=None, both=False):
         "See `KVCache.select`"
-        self.numbers, self.width, self.plain, self.both = list(range(rows)) if isinstance(rows, int) else list(rows), width, False, both
+        self.numbers, self.width, self.plain, self.both = (
+            list(range(rows)) if isinstance(rows, int) else list(rows),
+            width,
+            False,
+            both,
+        )
         first, last = self.numbers[0], len(self.steps) - 1
-        aside = self.numbers == list(range(first, first + len(self.numbers)))                 # do they lie side by side?
-        self.rows = slice(first, first + len(self.numbers)) if aside else torch.tensor(self.numbers, device=self.steps.device)
+        # do they lie side by side?
+        aside = self.numbers == list(range(first, first + len(self.numbers)))
+        self.rows = (
+            slice(first, first + len(self.numbers)) if aside else torch.tensor(self.numbers, device=self.steps.device)
+        )
         self.index = self.order[self.rows] if aside else self.rows
         pads, steps = pad if pad is not None and any(pad) else None, self.steps[:width]
         self.starts = self.lengths[self.rows].clone()
@@ -122,39 +150,59 @@ class Span:
             slots = torch.where(steps < left, last, slots - left)
             self.positions = self.starts[:, None] + (steps - left)
         else: self.positions = slots if depth is None else self.starts[:, None] + depth
-        self.slots, self.positions = (slots + self.lead if self.lead else slots).clamp(max=last), self.positions.clamp(0, self.max_ctx - 1)   # what has no room goes behind it, at the most where padding goes
+        self.slots, self.positions = (
+            (slots + self.lead if self.lead else slots).clamp(max=last),
+            self.positions.clamp(0, self.max_ctx - 1),
+        )  # what has no room goes behind it, at the most where padding goes
         if both and self.lead: self.slots = torch.cat([self.steps[:self.lead].expand(len(slots), -1), self.slots], 1)
         self.view, self.start = view, None
-        if view is None or self.slices:                                                          # the host's lengths, where they are wanted
+        # the host's lengths, where they are wanted
+        if view is None or self.slices:
             held = [self.held[r] for r in self.numbers]
-            if view is None: self.view = min(self.lead + (max(h + width - p for h, p in zip(held, pads or [0] * len(held))) or 1), last + 1)
-            if self.slices and aside and len(set(held)) == 1 and not pads and held[0] + width <= self.max_ctx: self.start = 0 if both else self.lead + held[0]
+            if view is None:
+                self.view = min(
+                    self.lead + (max(h + width - p for h, p in zip(held, pads or [0] * len(held))) or 1), last + 1
+                )
+            if self.slices and aside and len(set(held)) == 1 and not pads and held[0] + width <= self.max_ctx:
+                self.start = 0 if both else self.lead + held[0]
 
     def commit(self, counts, device=True):
         "See `KVCache.commit`"
-        for r, n in zip(self.numbers, counts): self.high[r] = max(self.high[r], min(self.lead + self.held[r] + self.width, len(self.steps) - 1)); self.held[r] += n
+        for r, n in zip(self.numbers, counts):
+            self.high[r] = max(self.high[r], min(self.lead + self.held[r] + self.width, len(self.steps) - 1))
+            self.held[r] += n
         if device and any(counts):
             same = len(set(counts)) == 1
-            self.lengths.index_add_(0, self.index, torch.full_like(self.index, counts[0]) if same else torch.tensor(counts, device=self.lengths.device))
+            self.lengths.index_add_(
+                0,
+                self.index,
+                torch.full_like(self.index, counts[0]) if same else torch.tensor(counts, device=self.lengths.device),
+            )
 
 # %% ../../nbs/40_infer/00_cache.ipynb #8b68bb4f
 def attention_mask(
     span:Span,             # after `select`
     window:int|None=None,  # keys that a query sees, its own included; None: all before it
     chunk:int|None=None,   # only keys of the same chunk of so many positions
-    tree:Tensor|None=None, # (B, M, M) bool: which of the new tokens each of them sees, itself included; None: those before it
-    reach:Tensor|None=None, # (B, M) int64, where texts are read from both sides: the last place that each token sees; None: the text's last
+    tree:Tensor|None=None, # (B, M, M) bool: which of the new tokens each of them sees, itself included; None: those
+                           # before it
+    reach:Tensor|None=None, # (B, M) int64, where texts are read from both sides: the last place that each token sees;
+                            # None: the text's last
 )->Tensor:                 # (B, 1, M, view) bool, True: is seen; lead + M rows where texts are read from both sides
     "Which keys each new token attends to."
     slot, at = span.steps[:span.view], span.positions[:, :, None]          # at: (B, M, 1)
     if span.lead: slot = slot - span.lead
-    if span.both: at = (at[:, -1] if reach is None else reach).expand(-1, span.slots.shape[1])[:, :, None]     # the last token is in the last column
+    # the last token is in the last column
+    if span.both: at = (at[:, -1] if reach is None else reach).expand(-1, span.slots.shape[1])[:, :, None]
     if tree is None: key, seen = slot, slot <= at
     else:
-        nth = slot - span.starts[:, None]                                  # (B, view): which of the new tokens, negative: an old one
+        # (B, view): which of the new tokens, negative: an old one
+        nth = slot - span.starts[:, None]
         new, nth = (nth >= 0) & (nth < tree.shape[1]), nth.clamp(0, tree.shape[1] - 1)
         key = torch.where(new, span.positions.gather(1, nth), slot)[:, None]
-        seen = (slot < span.starts[:, None])[:, None] | new[:, None] & tree.gather(2, nth[:, None].expand(-1, tree.shape[1], -1))
+        seen = (slot < span.starts[:, None])[:, None] | new[:, None] & tree.gather(
+            2, nth[:, None].expand(-1, tree.shape[1], -1)
+        )
     if window is not None: seen = seen & (key > at - window)                # (no temporary of M × view integers)
     if chunk is not None: seen = seen & (at // chunk == key // chunk)
     return seen[:, None]
@@ -162,7 +210,8 @@ def attention_mask(
 # %% ../../nbs/40_infer/00_cache.ipynb #b410d07d
 class KVLayer(CacheLayerMixin):
     "Keys and values of one layer; `k` and `v` are all of them, `keys` and `values` what the running forward sees."
-    is_sliding, is_compileable, is_croppable = False, False, True      # a sliding layer keeps its whole length too: its window is in the mask
+    # a sliding layer keeps its whole length too: its window is in the mask
+    is_sliding, is_compileable, is_croppable = False, False, True
 
     def __init__(self,
         span:Span,    # shared by all layers
@@ -174,7 +223,12 @@ class KVLayer(CacheLayerMixin):
         self.k = self.v = self.k_scale = self.v_scale = None
         if shape: self._allocate(*shape)
     def _allocate(self, heads, key, value):
-        self.shape, self.is_initialized, rows, slots = (heads, key, value), True, len(self.span.held), len(self.span.steps)
+        self.shape, self.is_initialized, rows, slots = (
+            (heads, key, value),
+            True,
+            len(self.span.held),
+            len(self.span.steps),
+        )
         make = lambda *shape, dtype: torch.zeros(rows, heads, slots, *shape, dtype=dtype, device=self.span.steps.device)
         self.k, self.v = (make(w, dtype=self.dtype if self.bits == 16 else torch.int8) for w in (key, value))
         if self.bits == 8: self.k_scale, self.v_scale = make(dtype=torch.float16), make(dtype=torch.float16)
@@ -193,17 +247,28 @@ class KVLayer(CacheLayerMixin):
         "Write the new tokens' keys and values; returns all that attention is shown."
         if not self.is_initialized: self.lazy_initialization(key_states, value_states)
         if (got := (key_states.shape[1], key_states.shape[3], value_states.shape[3])) != self.shape:
-            raise ValueError(f"keys and values of shape {got} (heads, key width, value width) do not fit a cache made for {self.shape}; give KVCache(shapes=…)")
-        if self.bits == 16: self._put(self.k, key_states); self._put(self.v, value_states)
+            raise ValueError(
+                f"keys and values of shape {got} (heads, key width, value width) do not fit a cache made for "
+                f"{self.shape}; give KVCache(shapes=…)"
+            )
+        if self.bits == 16:
+            self._put(self.k, key_states)
+            self._put(self.v, value_states)
         else:
             for store, scale, new in ((self.k, self.k_scale, key_states), (self.v, self.v_scale, value_states)):
-                codes, s = quantize_tokens(new); self._put(store, codes); self._put(scale, s)
+                codes, s = quantize_tokens(new)
+                self._put(store, codes)
+                self._put(scale, s)
         return self.keys, self.values
 
     def _see(self, store, scale):
         "(B, heads, view, …): a view where rows lie side by side and are no codes, else a copy"
         seen = store[:, :, :self.span.view][self.span.rows]
-        return seen if scale is None else dequantize_tokens(seen, scale[:, :, :self.span.view][self.span.rows], self.dtype)
+        return (
+            seen
+            if scale is None
+            else dequantize_tokens(seen, scale[:, :, : self.span.view][self.span.rows], self.dtype)
+        )
     @property
     def keys(self)->Tensor: # (B, heads, view, key width)
         "Keys that attention is shown."
@@ -216,12 +281,24 @@ class KVLayer(CacheLayerMixin):
         "All tensors, codes and scales alike."
         return [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
     def get_seq_length(self): return max(self.span.held)
-    def get_mask_sizes(self, query_length): return (self.get_seq_length() + query_length if self.span.rows is None or self.span.plain else self.span.view), 0
+    def get_mask_sizes(self, query_length):
+        return (
+            self.get_seq_length() + query_length if self.span.rows is None or self.span.plain else self.span.view
+        ), 0
     def get_max_length(self): return len(self.span.steps) - 1
     get_max_cache_shape = get_max_length      # its name in older releases of transformers
 
 # %% ../../nbs/40_infer/00_cache.ipynb #8b627d59
-def _whole(rows, n): return list(range(n)) if rows is None else [rows] if isinstance(rows, int) else rows.tolist() if isinstance(rows, Tensor) else list(rows)
+def _whole(rows, n):
+    return (
+        list(range(n))
+        if rows is None
+        else [rows]
+        if isinstance(rows, int)
+        else rows.tolist()
+        if isinstance(rows, Tensor)
+        else list(rows)
+    )
 
 class RowCalls:
     "Calls for whole rows, of a cache and of whoever has some: the work is in `_crop`, `_move` and `_free`, the lengths are in `span`"
@@ -258,22 +335,36 @@ class _Rows(RowCalls):
         self.span.held[:] = held
         self.span.lengths.copy_(torch.tensor(held), non_blocking=True)
     def _crop(self, lengths):
-        wanted = [max(h + lengths, 0) for h in self.held] if isinstance(lengths, int) and lengths <= 0 else _whole(lengths, 0)
+        wanted = (
+            [max(h + lengths, 0) for h in self.held]
+            if isinstance(lengths, int) and lengths <= 0
+            else _whole(lengths, 0)
+        )
         if len(wanted) != len(self.held) or any(not 0 <= n <= h for n, h in zip(wanted, self.held)):
-            raise ValueError(f"lengths={lengths!r}: rows hold {self.held} tokens; give each row's new length, at most what it holds, or one number ≤ 0")
+            raise ValueError(
+                f"lengths={lengths!r}: rows hold {self.held} tokens; give each row's new length, at most what it "
+                "holds, or one number ≤ 0"
+            )
         self.set_lengths(wanted)
     def _move(self, rows):
-        if any(not 0 <= r < len(self.held) for r in rows) or len(rows) > len(self.held): raise ValueError(f"rows={rows!r}: this cache has rows 0 to {len(self.held) - 1}")
+        if any(not 0 <= r < len(self.held) for r in rows) or len(rows) > len(self.held):
+            raise ValueError(f"rows={rows!r}: this cache has rows 0 to {len(self.held) - 1}")
         if (todo := [(i, r) for i, r in enumerate(rows) if i != r]):
             to, of, n = [i for i, _ in todo], [r for _, r in todo], self.span.lead + max(self.held[r] for _, r in todo)
             for t in self._stores(): t[to, :, :n] = t[of, :, :n]
             for i in to: self.span.high[i] = max(self.span.high[i], n)
             self.set_lengths([self.held[r] for r in rows] + self.held[len(rows):])
     def pick(self,
-        paths:list, # for each of the first rows a list of numbers: which of the tokens written behind its end become its own, in order
+        paths:list, # for each of the first rows a list of numbers: which of the tokens written behind its end become
+                    # its own, in order
     )->None:
         "Keep some of the tokens behind the rows' ends, as after a trial; the others are forgotten."
-        flat = [(r, self.span.lead + self.held[r] + i, self.span.lead + self.held[r] + n) for r, path in enumerate(paths) for n, i in enumerate(path) if i != n]
+        flat = [
+            (r, self.span.lead + self.held[r] + i, self.span.lead + self.held[r] + n)
+            for r, path in enumerate(paths)
+            for n, i in enumerate(path)
+            if i != n
+        ]
         if flat:
             row, of, to = torch.tensor(flat, device=self.lengths.device).unbind(1)
             for t in self._stores(): t[row, :, to] = t[row, :, of]
@@ -281,7 +372,9 @@ class _Rows(RowCalls):
     def _free(self, gone):
         "They are cleared: a number that overflowed would reach the next text, since 0 · nan is nan"
         for r in gone:
-            for t in self._stores() if self.span.high[r] else (): t[r, :, :self.span.high[r]] = 0; t[r, :, -1] = 0
+            for t in self._stores() if self.span.high[r] else ():
+                t[r, :, :self.span.high[r]] = 0
+                t[r, :, -1] = 0
             self.span.high[r] = 0
         self.set_lengths([0 if r in set(gone) else h for r, h in enumerate(self.held)])
     def reset(self): self.free()
@@ -294,20 +387,36 @@ class KVCache(_Sized, _Rows, Cache):
         config,                # of a transformers model
         rows:int=1,            # texts at once
         max_ctx:int=2048,      # tokens that each row may hold
-        dtype=torch.float32,   # of keys and values: the model's; where the first use decides the shape, it decides this too
+        dtype=torch.float32,   # of keys and values: the model's; where the first use decides the shape, it decides this
+                               # too
         device="cpu",          # where the model runs
         bits:int=16,           # 16: kept in dtype; 8: int8 and a float16 scale for each head and token
-        shapes:list|None=None, # for each layer (heads, key width, value width), or None where the first use decides; None: from the config
+        shapes:list|None=None, # for each layer (heads, key width, value width), or None where the first use decides;
+                               # None: from the config
         lead:int=0,            # slots in front of each text, for vectors that the model itself puts there
         ids:bool=False,        # also keep the texts' ids, in `ids` (rows, 1, slots); who feeds a forward writes them
     ):
         if bits not in (16, 8): raise ValueError(f"bits={bits!r}: 16 keeps the model's dtype, 8 is int8")
         if rows < 1 or max_ctx < 1: raise ValueError(f"rows={rows}, max_ctx={max_ctx}: both are at least 1")
         count = lambda n: torch.arange(n, device=device)
-        self.span, self.max_ctx, self.bits = Span(max_ctx, torch.zeros_like(count(rows)), [0] * rows, [0] * rows, count(rows), count(capacity(max_ctx + lead)), lead=lead), max_ctx, bits
+        self.span, self.max_ctx, self.bits = (
+            Span(
+                max_ctx,
+                torch.zeros_like(count(rows)),
+                [0] * rows,
+                [0] * rows,
+                count(rows),
+                count(capacity(max_ctx + lead)),
+                lead=lead,
+            ),
+            max_ctx,
+            bits,
+        )
         self.ids = torch.zeros(rows, 1, capacity(max_ctx + lead), dtype=torch.int64, device=device) if ids else None
         self.span.slices = self.span.steps.device.type == "cpu"
-        super().__init__(layers=[KVLayer(self.span, s, dtype, bits) for s in (kv_shapes(config) if shapes is None else shapes)])
+        super().__init__(
+            layers=[KVLayer(self.span, s, dtype, bits) for s in (kv_shapes(config) if shapes is None else shapes)]
+        )
 
     def select(self,
         rows:int|list,             # the first so many rows, or a list of row numbers
@@ -315,11 +424,18 @@ class KVCache(_Sized, _Rows, Cache):
         pad:list|None=None,        # for each row how many of them are padding, at the left; None: none
         view:int|None=None,        # slots that attention is shown; None: as few as hold all tokens
         depth:Tensor|None=None,    # (B, M) int64: positions after the row's end, for trees; None: 0, 1, 2, …
-        both:bool=False,           # do all tokens of a row see each other? For rows that hold nothing; its lead is computed with them
+        both:bool=False,           # do all tokens of a row see each other? For rows that hold nothing; its lead is
+                                   # computed with them
     )->None:
         "Say what the next forward feeds; fills `span`."
-        full = next((r for r in _whole(range(rows) if isinstance(rows, int) else rows, 0) if both and self.held[r]), None)
-        if full is not None: raise ValueError(f"both=True: row {full} holds {self.held[full]} tokens, which would have to be read anew; free it first, or go on with both=False")
+        full = next(
+            (r for r in _whole(range(rows) if isinstance(rows, int) else rows, 0) if both and self.held[r]), None
+        )
+        if full is not None:
+            raise ValueError(
+                f"both=True: row {full} holds {self.held[full]} tokens, which would have to be read anew; free it "
+                "first, or go on with both=False"
+            )
         self.span.select(rows, width, pad, view, depth, both)
 
     def commit(self,
@@ -334,8 +450,11 @@ class KVCache(_Sized, _Rows, Cache):
         "Write one layer's new keys and values; returns what its attention is shown."
         B, M, s = key_states.shape[0], key_states.shape[2], self.span
         if s.rows is None or s.plain and layer_idx == 0:
-            self.select(B, M); s.plain = True
-            if s.view > self.max_ctx: s.rows = None; raise ValueError(f"{s.view} tokens exceed max_ctx={self.max_ctx}; make a larger cache")
+            self.select(B, M)
+            s.plain = True
+            if s.view > self.max_ctx:
+                s.rows = None
+                raise ValueError(f"{s.view} tokens exceed max_ctx={self.max_ctx}; make a larger cache")
         seen = self.layers[layer_idx].update(key_states, value_states)
         if s.plain and layer_idx == len(self.layers) - 1: self.commit([M] * B)
         return seen

@@ -31,18 +31,29 @@ class _Facts:
         window = getattr(c, "sliding_window", None) if getattr(c, "use_sliding_window", True) is not False else None
         chunk = getattr(c, "attention_chunk_size", None)
         rules = {"full_attention": {}, "sliding_attention": {"window": window}, "chunked_attention": {"chunk": chunk}}
-        if unknown := [k for k in kinds if k not in rules]: raise NotImplementedError(f"layers of kind {unknown[0]!r} keep no keys and values")
+        if unknown := [k for k in kinds if k not in rules]:
+            raise NotImplementedError(f"layers of kind {unknown[0]!r} keep no keys and values")
         self.masks = {k: rules[k] for k in kinds} or {"": {"window": window} if window else {}}
         self.kind = getattr(c, "_attn_implementation", None) or "eager"
-        if self.kind not in ("eager", "sdpa"): raise ValueError(f"attn_implementation={self.kind!r}: a Decoder needs 'sdpa' or 'eager'; model.set_attn_implementation('sdpa')")
+        if self.kind not in ("eager", "sdpa"):
+            raise ValueError(
+                f"attn_implementation={self.kind!r}: a Decoder needs 'sdpa' or 'eager'; "
+                "model.set_attn_implementation('sdpa')"
+            )
 
     def shown(self, mask, dtype):
         "A bool mask as the attention wants it: bool for sdpa, something to add for eager"
-        return mask if self.kind == "sdpa" else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+        return (
+            mask
+            if self.kind == "sdpa"
+            else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+        )
 
     def mask(self, span, dtype, tree=None, reach=None):
         "One mask, or one for each kind of layer"
-        masks = {k: self.shown(attention_mask(span, tree=tree, reach=reach, **rule), dtype) for k, rule in self.masks.items()}
+        masks = {
+            k: self.shown(attention_mask(span, tree=tree, reach=reach, **rule), dtype) for k, rule in self.masks.items()
+        }
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 # %% ../../nbs/40_infer/02_decode.ipynb #3d5a041f
@@ -50,14 +61,21 @@ def _takes(call, *names): return inspect.signature(call).parameters.keys() >= se
 
 def _counting(model):
     "{module: (method, what takes its place)} of a decoder's modules that would count all rows' positions alike"
-    out, source, told = {}, getattr(model.config, "is_encoder_decoder", False), _takes(type(unwrap(model)).forward, "position_ids")
+    out, source, told = (
+        {},
+        getattr(model.config, "is_encoder_decoder", False),
+        _takes(type(unwrap(model)).forward, "position_ids"),
+    )
     for m in (model.get_decoder() if source else model).modules():
-        if hasattr(m, "compute_bias") and getattr(m, "has_relative_attention_bias", False): out[m] = "compute_bias", _distances           # T5
-        elif hasattr(m, "build_alibi_tensor"): out[m] = "build_alibi_tensor", _slopes                                                    # BLOOM
-        elif hasattr(m, "build_mpt_alibi_tensor"): out[m] = "build_mpt_alibi_tensor", _slopes_of_one                                     # MPT
+        if hasattr(m, "compute_bias") and getattr(m, "has_relative_attention_bias", False):
+            out[m] = "compute_bias", _distances  # T5
+        elif hasattr(m, "build_alibi_tensor"): out[m] = "build_alibi_tensor", _slopes  # BLOOM
+        elif hasattr(m, "build_mpt_alibi_tensor"): out[m] = "build_mpt_alibi_tensor", _slopes_of_one  # MPT
         elif hasattr(m, "create_position_ids_from_input_ids") and _takes(type(m).forward, "past_key_values_length") and not _takes(type(m).forward, "position_ids"):
-            out[m] = "forward", functools.partial(_from_table, m)                                                                        # M2M-100
-        elif isinstance(m, nn.Embedding) and not told and _takes(type(m).forward, "past_key_values_length", "position_ids"): out[m] = "forward", _vectors  # BART, Marian, Pegasus
+            # M2M-100
+            out[m] = "forward", functools.partial(_from_table, m)
+        elif isinstance(m, nn.Embedding) and not told and _takes(type(m).forward, "past_key_values_length", "position_ids"):
+            out[m] = "forward", _vectors  # BART, Marian, Pegasus
     return out
 
 def _kept_at(span, slots): # → (B, slots): the position of the token in each; in a tree it is not the slot's number
@@ -65,28 +83,42 @@ def _kept_at(span, slots): # → (B, slots): the position of the token in each; 
 
 def _distances(original, span, tree):
     def compute_bias(query_length, key_length, device=None, **kw):
-        line = original(1, key_length, device=device, past_seen_tokens=key_length - 1)[0, :, 0]              # (H, view): of the last query, by key
-        ago = (span.positions[:, :, None] - _kept_at(span, key_length)[:, None]).clamp(0, key_length - 1)    # (B, M, view)
-        return line[:, key_length - 1 - ago].transpose(0, 1)                                                 # (B, H, M, view)
+        # (H, view): of the last query, by key
+        line = original(1, key_length, device=device, past_seen_tokens=key_length - 1)[0, :, 0]
+        # (B, M, view)
+        ago = (span.positions[:, :, None] - _kept_at(span, key_length)[:, None]).clamp(0, key_length - 1)
+        # (B, H, M, view)
+        return line[:, key_length - 1 - ago].transpose(0, 1)
     return compute_bias
 
 def _slopes(original, span, tree):
     def build_alibi_tensor(mask, *args, **kw):
-        line = original(mask.new_ones(1, mask.shape[-1], dtype=torch.int64), *args, **kw)[:, 0]              # (H, view); it counts in the mask's dtype
-        return line[:, _kept_at(span, mask.shape[-1])].transpose(0, 1).flatten(0, 1)[:, None]                # (B·H, 1, view)
+        # (H, view); it counts in the mask's dtype
+        line = original(mask.new_ones(1, mask.shape[-1], dtype=torch.int64), *args, **kw)[:, 0]
+        # (B·H, 1, view)
+        return line[:, _kept_at(span, mask.shape[-1])].transpose(0, 1).flatten(0, 1)[:, None]
     return build_alibi_tensor
 
 def _slopes_of_one(original, span, tree):
-    if tree and len(span.positions) > 1: raise ValueError("this model's code has one line of slopes for all texts: it tries trees of one text at a time; max_batch=1, or guesses without branches")
+    if tree and len(span.positions) > 1:
+        raise ValueError(
+            "this model's code has one line of slopes for all texts: it tries trees of one text at a time; "
+            "max_batch=1, or guesses without branches"
+        )
     def build_mpt_alibi_tensor(heads, length, *args, **kw):
-        line = original(heads, max(length, span.view), *args, **kw)                                          # (H, 1, ≥ view): max_seq_len may be less than the cache
+        # (H, 1, ≥ view): max_seq_len may be less than the cache
+        line = original(heads, max(length, span.view), *args, **kw)
         return line[..., -span.view:][..., _kept_at(span, span.view)[0]] if tree else line
     return build_mpt_alibi_tensor
 
-def _from_table(module, original, span, tree): # the model's own would make a larger table where another row's text is long
-    return lambda ids, *_, **__: module.weights[(span.positions + module.padding_idx + 1).clamp(max=len(module.weights) - 1)].detach()
+# the model's own would make a larger table where another row's text is long
+def _from_table(module, original, span, tree):
+    return lambda ids, *_, **__: module.weights[
+        (span.positions + module.padding_idx + 1).clamp(max=len(module.weights) - 1)
+    ].detach()
 
-def _vectors(original, span, tree): return lambda ids, *_, **__: original(ids, position_ids=span.positions).view(*span.positions.shape, -1)
+def _vectors(original, span, tree):
+    return lambda ids, *_, **__: original(ids, position_ids=span.positions).view(*span.positions.shape, -1)
 
 # %% ../../nbs/40_infer/02_decode.ipynb #5e1f0a7c
 def _turn(modules):
@@ -99,16 +131,30 @@ def _turn(modules):
 class _Mine:
     "In place of a module's method: this thread calls `own`; other threads, copies and pickles have what was there"
     def __init__(self, module, method, own, span, tree):
-        self.module, self.method, self.was, self.call = module, method, module.__dict__.get(method), getattr(module, method)
+        self.module, self.method, self.was, self.call = (
+            module,
+            method,
+            module.__dict__.get(method),
+            getattr(module, method),
+        )
         self.own, self.thread = own(self.call, span, tree), threading.get_ident()
         module.__dict__[method] = self
-    def __call__(self, *args, **kw): return (self.own if threading.get_ident() == self.thread else self.call)(*args, **kw)
+    def __call__(self, *args, **kw):
+        return (self.own if threading.get_ident() == self.thread else self.call)(*args, **kw)
     def leave(self):
         self.thread = None                                              # (who took it along has what was there, too)
         if self.was is None: self.module.__dict__.pop(self.method, None)
         else: self.module.__dict__[self.method] = self.was
-    def __deepcopy__(self, memo): return functools.partial(getattr(type(self.module), self.method), memo[id(self.module)]) if self.was is None else copy.deepcopy(self.was, memo)
-    def __reduce__(self): return functools.partial, ((getattr(type(self.module), self.method), self.module) if self.was is None else (self.was,))
+    def __deepcopy__(self, memo):
+        return (
+            functools.partial(getattr(type(self.module), self.method), memo[id(self.module)])
+            if self.was is None
+            else copy.deepcopy(self.was, memo)
+        )
+    def __reduce__(self):
+        return functools.partial, (
+            (getattr(type(self.module), self.method), self.module) if self.was is None else (self.was,)
+        )
 
 @contextlib.contextmanager
 def _by_rows(modules, span, tree):
@@ -124,16 +170,24 @@ def prompt_rows(
     vocab:int|None=None, # ids must be below it
 )->list:              # of lists of ids, none empty
     "Prompts as lists of ids."
-    if isinstance(ids, Tensor) and ids.ndim != 2: raise ValueError(f"ids of shape {tuple(ids.shape)}: expected (B, L), or a list of lists")
+    if isinstance(ids, Tensor) and ids.ndim != 2:
+        raise ValueError(f"ids of shape {tuple(ids.shape)}: expected (B, L), or a list of lists")
     if mask is not None:
         mask = torch.as_tensor(mask).bool().cpu()
-        if not isinstance(ids, Tensor) or mask.shape != ids.shape: raise ValueError(f"mask of shape {tuple(mask.shape)} needs ids of the same shape, as a tensor")
-        if (mask[:, 1:].int() - mask[:, :-1].int()).abs().sum(1).max() > 1: raise ValueError("mask has holes: padding stands at one side of each row")
+        if not isinstance(ids, Tensor) or mask.shape != ids.shape:
+            raise ValueError(f"mask of shape {tuple(mask.shape)} needs ids of the same shape, as a tensor")
+        if (mask[:, 1:].int() - mask[:, :-1].int()).abs().sum(1).max() > 1:
+            raise ValueError("mask has holes: padding stands at one side of each row")
         rows = [row[m].tolist() for row, m in zip(ids.cpu(), mask)]
-    else: rows = [list(row) if not isinstance(row, Tensor) else row.tolist() for row in (ids.tolist() if isinstance(ids, Tensor) else ids)]
+    else:
+        rows = [
+            list(row) if not isinstance(row, Tensor) else row.tolist()
+            for row in (ids.tolist() if isinstance(ids, Tensor) else ids)
+        ]
     if not rows or any(not row for row in rows): raise ValueError("ids: there must be a prompt, and none may be empty")
     bad = next((i for row in rows for i in row if not isinstance(i, int) or not 0 <= i < (vocab or 2**62)), None)
-    if bad is not None: raise ValueError(f"ids hold {bad!r}; a token is a number from 0 to {vocab - 1 if vocab else '…'}")
+    if bad is not None:
+        raise ValueError(f"ids hold {bad!r}; a token is a number from 0 to {vocab - 1 if vocab else '…'}")
     return rows
 
 # %% ../../nbs/40_infer/02_decode.ipynb #f1639cc0
@@ -148,9 +202,12 @@ class _Texts:
             placed = of(texts, check=begins).gather(2, at[:, None].expand(-1, 2, -1))
             read = placed[:, 1] == 0
             return placed, torch.where(read, (at * read).amax(1, keepdim=True), at) if begins else None
-        paths = nn.functional.pad(texts, (0, 1))[:, None].repeat(1, ids.shape[1], 1)                 # (B, M, view + 1): each node's own text
+        # (B, M, view + 1): each node's own text
+        paths = nn.functional.pad(texts, (0, 1))[:, None].repeat(1, ids.shape[1], 1)
         paths.scatter_(2, torch.where(tree, at[:, None], span.view), ids[:, None].expand_as(tree))
-        return of(paths.flatten(0, 1), check=False).gather(2, at.reshape(-1, 1, 1).expand(-1, 2, -1)).view(*ids.shape, 2).mT, None
+        return of(paths.flatten(0, 1), check=False).gather(2, at.reshape(-1, 1, 1).expand(-1, 2, -1)).view(
+            *ids.shape, 2
+        ).mT, None
 
 # %% ../../nbs/40_infer/02_decode.ipynb #50441330
 def _device(model):
@@ -166,7 +223,9 @@ class _Feed(_Texts):
     def __init__(self, model, facts, rows, max_ctx, max_source, bits=16, shapes=(None, None), dtype=None):
         self.model, self.facts, self.counting = model, facts, _counting(model)
         self.dtype, self.device = dtype or model.dtype, _device(model)
-        make = lambda ctx, shapes: KVCache(model.config, rows, ctx, self.dtype, self.device, bits, shapes, facts.lead, facts.places_of is not None)
+        make = lambda ctx, shapes: KVCache(
+            model.config, rows, ctx, self.dtype, self.device, bits, shapes, facts.lead, facts.places_of is not None
+        )
         self.cache, self.cross = make(max_ctx, shapes[0]), make(max_source, shapes[1]) if facts.source else None
         self.caches = EncoderDecoderCache(self.cache, self.cross) if facts.source else self.cache
 
@@ -188,7 +247,10 @@ class _Feed(_Texts):
         if "logits_to_keep" in self.facts.takes: given["logits_to_keep"] = 1 if last else 0
         mask = self.facts.mask(span, self.dtype, tree, reach)
         if self.cross is None: given |= dict(input_ids=ids, attention_mask=mask)
-        else: given |= dict(decoder_input_ids=ids, decoder_attention_mask=mask, **self._look(rows, ids, encoded, source_view))
+        else:
+            given |= dict(
+                decoder_input_ids=ids, decoder_attention_mask=mask, **self._look(rows, ids, encoded, source_view)
+            )
         with _by_rows(self.counting, span, tree is not None): logits = self.model(**given).logits
         if self.cross is not None: self.cross.commit()
         return logits[:, -1:] if last else logits
@@ -197,19 +259,27 @@ class _Feed(_Texts):
         "Arguments by which the decoder sees its sources: hidden states where they are new, else only that there are some"
         if encoded is not None:
             hidden, lengths = encoded
-            self.cross.free(rows if not isinstance(rows, int) else range(rows)); self.cross.select(rows, hidden.shape[1])
+            self.cross.free(rows if not isinstance(rows, int) else range(rows))
+            self.cross.select(rows, hidden.shape[1])
             self.cross.span.commit(lengths)                                            # at once: nothing is behind it
-        else: hidden = torch.zeros(len(ids), 1, self.model.config.hidden_size, dtype=self.dtype, device=ids.device); self.cross.select(rows, 0, view=view)
+        else:
+            hidden = torch.zeros(len(ids), 1, self.model.config.hidden_size, dtype=self.dtype, device=ids.device)
+            self.cross.select(rows, 0, view=view)
         self.caches.is_updated = dict.fromkeys(range(len(self.cross.layers)), encoded is None)
         span = self.cross.span
-        seen = (span.steps[:span.view] < self.cross.lengths[span.rows].clamp(min=1)[:, None])[:, None, None]                       # (B, 1, 1, S)
-        return dict(encoder_outputs=_Sources(last_hidden_state=hidden), attention_mask=self.facts.shown(seen, self.dtype))
+        # (B, 1, 1, S)
+        seen = (span.steps[:span.view] < self.cross.lengths[span.rows].clamp(min=1)[:, None])[:, None, None]
+        return dict(
+            encoder_outputs=_Sources(last_hidden_state=hidden), attention_mask=self.facts.shown(seen, self.dtype)
+        )
 
 # %% ../../nbs/40_infer/02_decode.ipynb #92747a49
 def _probe(model, facts, vocab):
     "((self, cross) shapes per layer, dtype of keys, relative error of the logits) of a short trial"
     draw = torch.randint(vocab, (4, 7), generator=torch.Generator().manual_seed(0)).to(_device(model))
-    if facts.opening: draw[draw == facts.opening[-1]] = 0 if facts.opening[-1] else 1; draw[0, 3:5] = draw[1, 1:3] = draw.new_tensor(facts.opening)
+    if facts.opening:
+        draw[draw == facts.opening[-1]] = 0 if facts.opening[-1] else 1
+        draw[0, 3:5] = draw[1, 1:3] = draw.new_tensor(facts.opening)
     text, sources = draw[:2], [draw[2, :6].tolist(), draw[3, :4].tolist()]
     layers = [None] * len(kv_shapes(model.config))
     feed = _Feed(model, facts, 2, 15, 15, shapes=(layers, layers))
@@ -217,15 +287,27 @@ def _probe(model, facts, vocab):
     if facts.source:
         encoded, mask = feed.encode(sources), torch.tensor([[1] * 6, [1] * 4 + [0] * 2], device=draw.device)
         whole = dict(input_ids=draw[2:, :6], attention_mask=mask, decoder_input_ids=text)
-    first, then = torch.stack([text[0, :5], torch.cat([text[1, :1]] * 2 + [text[1, :3]])]), torch.stack([text[0, 5:7], text[1, 3:5]])
+    first, then = (
+        torch.stack([text[0, :5], torch.cat([text[1, :1]] * 2 + [text[1, :3]])]),
+        torch.stack([text[0, 5:7], text[1, 3:5]]),
+    )
     if facts.both: want = _growing(model, first, then, torch.tensor([[1] * 7, [0] * 2 + [1] * 5], device=draw.device))
-    else: want = model(**whole, use_cache=False).logits.float(); want = torch.stack([want[0, 4:7], want[1, 2:5]])
-    got = [feed(2, first, pad=[0, 2], last=True, encoded=encoded, both=facts.both).float()]; feed.cache.commit([5, 3])
-    got.append(feed(2, then).float()); feed.cache.commit([2, 2])
+    else:
+        want = model(**whole, use_cache=False).logits.float()
+        want = torch.stack([want[0, 4:7], want[1, 2:5]])
+    got = [feed(2, first, pad=[0, 2], last=True, encoded=encoded, both=facts.both).float()]
+    feed.cache.commit([5, 3])
+    got.append(feed(2, then).float())
+    feed.cache.commit([2, 2])
     got = torch.cat(got, 1)
     if got.shape != want.shape: raise ValueError(f"logits of shape {tuple(got.shape)} instead of {tuple(want.shape)}")
-    if not torch.equal(got.isfinite(), want.isfinite()): raise ValueError("logits are infinite or no numbers with the cache where they are not without it, or the other way round")
-    error = (got - want).nan_to_num(0, 0, 0).norm() / (want - want.mean(-1, keepdim=True)).nan_to_num(0, 0, 0).norm().clamp(min=1e-30)
+    if not torch.equal(got.isfinite(), want.isfinite()):
+        raise ValueError(
+            "logits are infinite or no numbers with the cache where they are not without it, or the other way round"
+        )
+    error = (got - want).nan_to_num(0, 0, 0).norm() / (want - want.mean(-1, keepdim=True)).nan_to_num(
+        0, 0, 0
+    ).norm().clamp(min=1e-30)
     shapes = [[layer.shape for layer in c.layers] if c is not None else None for c in (feed.cache, feed.cross)]
     return shapes, next(layer.dtype for layer in feed.cache.layers if layer.shape), error.item()
 
@@ -238,7 +320,8 @@ def _growing(model, first, then, mask):
 def _tolerance(model, dtype):
     "Error of the logits, relative to their spread, that rounding explains: other orders of sums, packed layers' two paths"
     packed = any(getattr(m, "_bmlab_packed", None) for m in model.modules())
-    return 0.25 if dtype in (torch.float16, torch.bfloat16) else 0.02 if packed else 1e-4      # (SmolLM2 in bfloat16 against itself with other roundings: 0.125)
+    # (SmolLM2 in bfloat16 against itself with other roundings: 0.125)
+    return 0.25 if dtype in (torch.float16, torch.bfloat16) else 0.02 if packed else 1e-4
 
 # %% ../../nbs/40_infer/02_decode.ipynb #237a6e87
 def routing(
@@ -261,16 +344,26 @@ class _Tried:
     "A model, with caches for a number of rows if it goes with them"
     def __init__(self, model, max_batch=1, max_ctx=2048, kv_bits=16, max_source=None):
         if not hasattr(model, "can_generate") or not model.can_generate():
-            raise TypeError(f"{type(model).__name__} cannot generate; a Decoder needs a causal or an encoder–decoder language model of transformers")
+            raise TypeError(
+                f"{type(model).__name__} cannot generate; a Decoder needs a causal or an encoder–decoder language "
+                "model of transformers"
+            )
         text = model.config.get_text_config(decoder=True)
         limit, kind = max_positions(model), getattr(text, "_attn_implementation", None) or "eager"
-        if limit and max_ctx > limit: raise ValueError(f"max_ctx={max_ctx}: this model has positions for {limit} tokens")
-        if kind not in ("eager", "sdpa"): raise ValueError(f"attn_implementation={kind!r}: a Decoder gives masks, which 'sdpa' and 'eager' take; model.set_attn_implementation('sdpa')")
+        if limit and max_ctx > limit:
+            raise ValueError(f"max_ctx={max_ctx}: this model has positions for {limit} tokens")
+        if kind not in ("eager", "sdpa"):
+            raise ValueError(
+                f"attn_implementation={kind!r}: a Decoder gives masks, which 'sdpa' and 'eager' take; "
+                "model.set_attn_implementation('sdpa')"
+            )
         if kv_bits not in (16, 8): raise ValueError(f"kv_bits={kv_bits!r}: 16 keeps the model's dtype, 8 is int8")
-        if max_batch < 1 or max_ctx < 1: raise ValueError(f"max_batch={max_batch}, max_ctx={max_ctx}: both are at least 1")
+        if max_batch < 1 or max_ctx < 1:
+            raise ValueError(f"max_batch={max_batch}, max_ctx={max_ctx}: both are at least 1")
         self.model, self.max_batch, self.max_ctx, self.kv_bits = model.eval(), max_batch, max_ctx, kv_bits
         rows, self.why_generate, self.net, self._stale = model.get_input_embeddings().num_embeddings, None, None, False
-        self.vocab = min(rows, getattr(text, "vocab_size", None) or rows)                     # (CPM-Ant's embedding has rows for its prompts too)
+        # (CPM-Ant's embedding has rows for its prompts too)
+        self.vocab = min(rows, getattr(text, "vocab_size", None) or rows)
         self.active, self._tail, self._encoded = [False] * max_batch, None, None
         self.max_source, me = max_source or max_ctx, weakref.ref(self)
         weakref.finalize(self, on_change(model, lambda: (d := me()) is not None and d._changed()))
@@ -282,7 +375,8 @@ class _Tried:
         try:
             facts = _Facts(self.model)
             with _unrouted(self.model): shapes, dtype, error = _probe(self.model, facts, self.vocab)
-            if error > (most := _tolerance(self.model, dtype)): raise ValueError(f"logits with the cache are off by {error:.2g} of their spread, more than {most:g}")
+            if error > (most := _tolerance(self.model, dtype)):
+                raise ValueError(f"logits with the cache are off by {error:.2g} of their spread, more than {most:g}")
         except torch.OutOfMemoryError: raise
         except Exception as e:
             self.net, self.why_generate = None, f"{type(e).__name__}: {e}"
@@ -292,14 +386,19 @@ class _Tried:
 
     def _make(self, facts, shapes, dtype):
         "The caches"
-        self.why_generate, self.net = None, _Feed(self.model, facts, self.max_batch, self.max_ctx, self.max_source, self.kv_bits, shapes, dtype)
+        self.why_generate, self.net = (
+            None,
+            _Feed(self.model, facts, self.max_batch, self.max_ctx, self.max_source, self.kv_bits, shapes, dtype),
+        )
         self._active = torch.zeros(self.max_batch, dtype=torch.int64, device=self.net.device)
 
     def _changed(self): self._stale = True
     @property
     def mode(self)->str: # "static" or "generate"
         "static: the calls below work; generate: the model's code does not go with these caches, see `why_generate`."
-        if self._stale: self._stale = False; self._try()                       # a delta came or went: is it still true?
+        if self._stale:
+            self._stale = False
+            self._try()  # a delta came or went: is it still true?
         return "static" if self.net is not None else "generate"
 
 # %% ../../nbs/40_infer/02_decode.ipynb #bb20f71d
@@ -308,7 +407,10 @@ class _Rows(_Tried, RowCalls):
     @property
     def cache(self)->KVCache: # of the self-attention
         "Keys and values of all rows."
-        if self.net is None: raise RuntimeError(f"{type(self.model).__name__} decodes by its own generate only (mode='generate'): {self.why_generate}")
+        if self.net is None:
+            raise RuntimeError(
+                f"{type(self.model).__name__} decodes by its own generate only (mode='generate'): {self.why_generate}"
+            )
         return self.net.cache
     span = property(lambda self: self.cache.span)
     def may_branch(self, rows:int)->bool: # of so many texts
@@ -321,15 +423,20 @@ class _Rows(_Tried, RowCalls):
     def _free(self, rows):
         gone = self._numbers(rows)
         for cache in self._caches(): cache.free(gone)
-        self._activate(gone, False); self._tail = None
+        self._activate(gone, False)
+        self._tail = None
     def _move(self, rows):
         for cache in self._caches(): cache.move(rows)
-        self.active[:len(rows)] = [self.active[r] for r in rows]; self._activate([], True); self._tail = None
+        self.active[:len(rows)] = [self.active[r] for r in rows]
+        self._activate([], True)
+        self._tail = None
     def _crop(self, lengths):
-        self.cache.crop(lengths); self._tail = None
+        self.cache.crop(lengths)
+        self._tail = None
     def _numbers(self, rows):
         rows = list(range(self.max_batch)) if rows is None else [rows] if isinstance(rows, int) else list(rows)
-        if len(set(rows)) < len(rows) or any(not 0 <= r < self.max_batch for r in rows): raise ValueError(f"rows={rows}: different numbers from 0 to {self.max_batch - 1}")
+        if len(set(rows)) < len(rows) or any(not 0 <= r < self.max_batch for r in rows):
+            raise ValueError(f"rows={rows}: different numbers from 0 to {self.max_batch - 1}")
         return rows
 
 # %% ../../nbs/40_infer/02_decode.ipynb #625f436c
@@ -341,10 +448,12 @@ class _Placed(_Rows):
         rows:list|None=None, # rows that will decode from them; None: the first, and all rows are given up
     )->None:
         "Encoder–decoder: run the encoder; the next `prefill` of these rows reads from it."
-        if self.mode == "static" and not self.net.facts.source: raise ValueError(f"{type(self.model).__name__} has no encoder; give the text to prefill")
+        if self.mode == "static" and not self.net.facts.source:
+            raise ValueError(f"{type(self.model).__name__} has no encoder; give the text to prefill")
         sources, rows = self._placed(ids, mask, rows)
         self._encoded = None
-        if (n := max(map(len, sources))) > self.net.cross.max_ctx: raise ValueError(f"a source of {n} tokens exceeds max_source={self.net.cross.max_ctx}")
+        if (n := max(map(len, sources))) > self.net.cross.max_ctx:
+            raise ValueError(f"a source of {n} tokens exceeds max_source={self.net.cross.max_ctx}")
         self.free(rows)
         with torch.no_grad(): self._encoded = (rows, *self.net.encode(sources))
 
@@ -352,26 +461,36 @@ class _Placed(_Rows):
         "(prompts as lists, their rows); with rows=None all rows are given up"
         prompts = prompt_rows(ids, mask, self.vocab)
         if rows is None:
-            if len(prompts) > self.max_batch: raise ValueError(f"{len(prompts)} prompts do not fit max_batch={self.max_batch}")
+            if len(prompts) > self.max_batch:
+                raise ValueError(f"{len(prompts)} prompts do not fit max_batch={self.max_batch}")
             self.free()
         rows = list(range(len(prompts))) if rows is None else self._numbers(rows)
         if len(rows) != len(prompts): raise ValueError(f"{len(prompts)} prompts for {len(rows)} rows")
         return prompts, rows
 
     def _start(self):
-        where = [(c, n) for n in ("decoder_start_token_id", "bos_token_id") for c in (self.model.generation_config, self.model.config)]
+        where = [
+            (c, n)
+            for n in ("decoder_start_token_id", "bos_token_id")
+            for c in (self.model.generation_config, self.model.config)
+        ]
         found = next((i for c, n in where if isinstance(i := getattr(c, n, None), int)), None)
-        if not self.net or not self.net.facts.source or found is None: raise ValueError("ids=None: only an encoder–decoder model with a start token begins by itself; give the prompts")
+        if not self.net or not self.net.facts.source or found is None:
+            raise ValueError(
+                "ids=None: only an encoder–decoder model with a start token begins by itself; give the prompts"
+            )
         return found
 
 # %% ../../nbs/40_infer/02_decode.ipynb #4e4792fa
 class _Reader(_Placed):
     @torch.no_grad()
     def prefill(self,
-        ids=None,            # lists of ids, or (B, L) int64; encoder–decoder: the output's beginning, None: the model's start token
+        ids=None,            # lists of ids, or (B, L) int64; encoder–decoder: the output's beginning, None: the model's
+                             # start token
         mask=None,           # (B, L): padding is 0, at either side
         rows:list|None=None, # where to; what they hold stays before it. None: the first rows, and all are given up
-        chunk:int=512,       # tokens that one forward reads, all rows together; a text that is read from both sides is not cut
+        chunk:int=512,       # tokens that one forward reads, all rows together; a text that is read from both sides is
+                             # not cut
     )->Tensor:               # (B, V) float32: logits of each prompt's last token
         "Read prompts into rows."
         if self.mode != "static": self.cache
@@ -379,13 +498,17 @@ class _Reader(_Placed):
         if encoded and rows is None: rows = source
         if ids is None: ids = [[self._start()]] * len(rows if rows is not None else [0])
         prompts, rows = self._placed(ids, mask, rows)
-        if self.net.facts.source and not encoded and not all(self.active[r] for r in rows): raise ValueError("an encoder–decoder model reads a source first: decoder.encode(ids)")
+        if self.net.facts.source and not encoded and not all(self.active[r] for r in rows):
+            raise ValueError("an encoder–decoder model reads a source first: decoder.encode(ids)")
         if encoded and source != rows: raise ValueError(f"rows={rows}, but the sources were encoded for rows={source}")
         for r, p in zip(rows, prompts):
-            if self.held[r] + len(p) > self.max_ctx: raise ValueError(f"row {r} holds {self.held[r]} tokens; {len(p)} more exceed max_ctx={self.max_ctx}")
+            if self.held[r] + len(p) > self.max_ctx:
+                raise ValueError(f"row {r} holds {self.held[r]} tokens; {len(p)} more exceed max_ctx={self.max_ctx}")
         before = list(self.held)
         try: logits = self._read(prompts, rows, chunk, encoded)
-        except BaseException: self.cache.set_lengths(before); raise           # what was read in part is not there
+        except BaseException:
+            self.cache.set_lengths(before)
+            raise  # what was read in part is not there
         self._activate(rows, True)
         return logits
 
@@ -396,7 +519,10 @@ class _Reader(_Placed):
         if not new: return self._chunks(prompts, rows, chunk, encoded)
         n = len(rows) if routing(self.model) else max(1, chunk // max(len(prompts[i]) for i in new))
         parts = [new[a:a + n] for a in range(0, len(new), n)] + [old] * bool(old)
-        logits = [self._chunks([prompts[i] for i in part], [rows[i] for i in part], chunk, None, part is not old) for part in parts]
+        logits = [
+            self._chunks([prompts[i] for i in part], [rows[i] for i in part], chunk, None, part is not old)
+            for part in parts
+        ]
         return torch.cat(logits)[torch.tensor(sum(parts, [])).argsort().to(self.net.device)]
 
     def _chunks(self, prompts, rows, chunk, encoded, both=False):
@@ -406,21 +532,33 @@ class _Reader(_Placed):
         every = bool(encoded) or bool(routing(self.model))
         for a in range(0, width, columns):
             b = min(a + columns, width)
-            todo = [(r, p, max(width - len(p) - a, 0)) for r, p in zip(rows, prompts) if every or len(p) > width - b]       # row, prompt, columns of padding
+            # row, prompt, columns of padding
+            todo = [(r, p, max(width - len(p) - a, 0)) for r, p in zip(rows, prompts) if every or len(p) > width - b]
             pad = [min(n, b - a) for *_, n in todo]
             part = [[0] * n + p[max(a - width, -len(p)):][:b - a - n] for n, (_, p, _) in zip(pad, todo)]
-            logits = self.net([r for r, *_ in todo], torch.tensor(part, device=self.net.device), pad, last=True, encoded=encoded, both=both)
-            self.cache.commit([b - a - n for n in pad]); encoded = None
+            logits = self.net(
+                [r for r, *_ in todo],
+                torch.tensor(part, device=self.net.device),
+                pad,
+                last=True,
+                encoded=encoded,
+                both=both,
+            )
+            self.cache.commit([b - a - n for n in pad])
+            encoded = None
         return logits[:, 0].float()
 
 # %% ../../nbs/40_infer/02_decode.ipynb #3dd4cc51
 class _Stepper(_Reader):
-    def _view(self, rows, width): return min(self.cache.span.lead + max(self.held[:rows]) + width, len(self.cache.span.steps))
+    def _view(self, rows, width):
+        return min(self.cache.span.lead + max(self.held[:rows]) + width, len(self.cache.span.steps))
 
     def _check(self, rows, width, keep=True):
-        if self.mode != "static" or not 1 <= rows <= self.max_batch: raise ValueError(f"ids for {rows} rows: this decoder has max_batch={len(self.held)}")
+        if self.mode != "static" or not 1 <= rows <= self.max_batch:
+            raise ValueError(f"ids for {rows} rows: this decoder has max_batch={len(self.held)}")
         full = next((r for r in range(rows) if keep and self.active[r] and self.held[r] + width > self.max_ctx), None)
-        if full is not None: raise ValueError(f"row {full} holds {self.held[full]} tokens; {width} more exceed max_ctx={self.max_ctx}")
+        if full is not None:
+            raise ValueError(f"row {full} holds {self.held[full]} tokens; {width} more exceed max_ctx={self.max_ctx}")
 
     def _source_view(self, rows): return max(max(self.net.cross.held[:rows]), 1) if self.net.cross is not None else None
 
@@ -440,25 +578,32 @@ class _Stepper(_Reader):
     @torch.no_grad()
     def step(self,
         ids,                        # (B, M) or (B,) int64, or lists: the next tokens of the first B rows
-        keep:bool=True,             # do they stay? False: `keep` says which; there may be more than the row has room for then
-        mask:Tensor|None=None,      # (B, M, M) bool, a tree: which of the M each of them sees, itself included; None: those before it
+        keep:bool=True,             # do they stay? False: `keep` says which; there may be more than the row has room
+                                    # for then
+        mask:Tensor|None=None,      # (B, M, M) bool, a tree: which of the M each of them sees, itself included; None:
+                                    # those before it
         positions:Tensor|None=None, # (B, M) int64: for a tree each one's depth, 0 for the first; None: 0, 1, 2, …
     )->Tensor:                      # (B, M, V) float32
         "Feed each row its next tokens; logits after each of them."
         ids = torch.as_tensor(ids)
         ids = ids[:, None] if ids.ndim == 1 else ids
         self._check(*ids.shape, keep)
-        if (mask is None) != (positions is None): raise ValueError("a tree needs both: mask (B, M, M) and positions (B, M)")
+        if (mask is None) != (positions is None):
+            raise ValueError("a tree needs both: mask (B, M, M) and positions (B, M)")
         tree = () if mask is None else (torch.as_tensor(mask).bool(), torch.as_tensor(positions))
         if (got := [tuple(t.shape) for t in tree]) and got != [(*ids.shape, ids.shape[1]), tuple(ids.shape)]:
-            raise ValueError(f"mask {got[0]}, positions {got[1]}: expected (B, M, M) and (B, M) for ids {tuple(ids.shape)}")
+            raise ValueError(
+                f"mask {got[0]}, positions {got[1]}: expected (B, M, M) and (B, M) for ids {tuple(ids.shape)}"
+            )
         logits = self._step(ids, keep, tree)
         self._count(*ids.shape, keep)
         return logits
 
     def _step(self, ids, keep, tree):
         tree = [t.to(self.net.device) for t in tree] or [None, None]
-        return self._forward(ids.to(self.net.device), self._view(*ids.shape), self._source_view(len(ids)), *tree, keep).float()
+        return self._forward(
+            ids.to(self.net.device), self._view(*ids.shape), self._source_view(len(ids)), *tree, keep
+        ).float()
 
     def keep(self,
         kept, # for each row how many of the last step's tokens stay (B ints or a tensor), or which, in order (B lists)
@@ -467,37 +612,60 @@ class _Stepper(_Reader):
         if self._tail is None: raise RuntimeError("keep() belongs after step(…, keep=False)")
         (B, M), kept = self._tail, kept.tolist() if isinstance(kept, Tensor) else list(kept)
         paths = [list(range(k)) if isinstance(k, int) else list(k) for k in kept]
-        if len(paths) != B or any(not 0 <= i < M for p in paths for i in p): raise ValueError(f"kept={kept}: the last step fed {B} rows with {M} tokens each")
+        if len(paths) != B or any(not 0 <= i < M for p in paths for i in p):
+            raise ValueError(f"kept={kept}: the last step fed {B} rows with {M} tokens each")
         full = next((r for r, p in enumerate(paths) if self.held[r] + len(p) > self.max_ctx), None)
-        if full is not None: raise ValueError(f"row {full} holds {self.held[full]} tokens; {len(paths[full])} more exceed max_ctx={self.max_ctx}")
-        self.cache.pick(paths); self._tail = None
+        if full is not None:
+            raise ValueError(
+                f"row {full} holds {self.held[full]} tokens; {len(paths[full])} more exceed max_ctx={self.max_ctx}"
+            )
+        self.cache.pick(paths)
+        self._tail = None
 
 # %% ../../nbs/40_infer/02_decode.ipynb #ef9bee88
 _IDLE = {}     # device → streams to capture on that no decoder has now
 
 def _give_back(graphs, idle, stream):
     "The stream of a decoder that is gone, once its graphs are"
-    graphs.clear(); idle.append(stream)
+    graphs.clear()
+    idle.append(stream)
 
 class _Views(_Stepper):
     "What attention is shown grows in few sizes, so that few graphs are needed"
     def __init__(self, model, max_batch=1, max_ctx=2048, kv_bits=16, graph="auto", max_source=None, most=48):
         if graph not in ("auto", True, False): raise ValueError(f"graph={graph!r}: 'auto', or False for none")
-        self.graph, self.why_eager, self.around, self._most, self._stream = graph is not False, None if graph else "graph=False", [], most, None
-        super().__init__(model, max_batch, max_ctx, kv_bits, max_source)     # around: objects with captures(), before_replay(marks), after_replay(marks)
+        self.graph, self.why_eager, self.around, self._most, self._stream = (
+            graph is not False,
+            None if graph else "graph=False",
+            [],
+            most,
+            None,
+        )
+        # around: objects with captures(), before_replay(marks), after_replay(marks)
+        super().__init__(model, max_batch, max_ctx, kv_bits, max_source)
 
     def _make(self, facts, shapes, dtype):
         super()._make(facts, shapes, dtype)
-        cuda, self._graphs, self._inputs, self._pool = self.net.device.type == "cuda", self.__dict__.get("_graphs", {}), {}, None
+        cuda, self._graphs, self._inputs, self._pool = (
+            self.net.device.type == "cuda",
+            self.__dict__.get("_graphs", {}),
+            {},
+            None,
+        )
         self._graphs.clear()
         if not cuda: self.graph, self.why_eager = False, "no CUDA device"
-        self.views = self._doubling(self.cache) if cuda else None             # slots that attention is shown: on a GPU one of these
+        # slots that attention is shown: on a GPU one of these
+        self.views = self._doubling(self.cache) if cuda else None
         self.source_views = self._doubling(self.net.cross) if cuda and self.net.cross is not None else None
 
-    def _changed(self): self._stale = True; self.recapture()
+    def _changed(self):
+        self._stale = True
+        self.recapture()
     def recapture(self)->None:
         "Forget what was captured: the model has changed, or where its weights are. (Deltas and packing tell by themselves.)"
-        if self.net is not None: self._graphs.clear(); self._pool = None             # (a pool ends with its last graph)
+        if self.net is not None:
+            self._graphs.clear()
+            self._pool = None  # (a pool ends with its last graph)
 
     def _aside(self):
         "The stream that this decoder captures on, one for all its graphs: cuBLAS keeps a workspace for every stream it has worked on, and a pool's memory serves one stream. Another decoder's, once that is gone"
@@ -511,7 +679,9 @@ class _Views(_Stepper):
     def _doubling(self, cache):
         n, slots = 256, len(cache.span.steps)
         out = []
-        while n < slots: out.append(n); n *= 2
+        while n < slots:
+            out.append(n)
+            n *= 2
         return [*out, slots]
     def _view(self, rows, width):
         need = super()._view(rows, width)
@@ -535,8 +705,10 @@ class _Graphs(_Views):
 
     def _capture(self, body, key, state, hold):
         "Capture a step; None, and no graphs from now on, where that does not work"
-        if len(self._graphs) >= self._most: self.recapture()                  # all: with a graph torch frees the workspace that the others of its stream use
-        tensors = [self.lengths, *state]                                      # what a step changes for good: put back after the trial runs
+        # all: with a graph torch frees the workspace that the others of its stream use
+        if len(self._graphs) >= self._most: self.recapture()
+        # what a step changes for good: put back after the trial runs
+        tensors = [self.lengths, *state]
         before, device = [t.clone() for t in tensors], self.net.device
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         aside, graph = self._aside(), torch.cuda.CUDAGraph()
@@ -549,13 +721,17 @@ class _Graphs(_Views):
             with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"), contextlib.ExitStack() as stack:
                 marks = [stack.enter_context(a.captures()) for a in self.around]
                 out = body()
-        except torch.OutOfMemoryError: self.recapture(); raise
+        except torch.OutOfMemoryError:
+            self.recapture()
+            raise
         except RuntimeError as e:
             torch.cuda.synchronize(device)
             for t, b in zip(tensors, before): t.copy_(b)
             self.graph, self.why_eager = False, f"capturing failed: {e}".splitlines()[0]
             self._graphs.clear()
-            logging.getLogger(__name__).warning("%s decodes without CUDA graphs: %s", type(self.model).__name__, self.why_eager)
+            logging.getLogger(__name__).warning(
+                "%s decodes without CUDA graphs: %s", type(self.model).__name__, self.why_eager
+            )
             return None
         made = self._graphs[key] = graph, out, marks, hold             # (not the body: it holds this decoder)
         return made
@@ -581,7 +757,10 @@ class Sampled:
         if buffer is not None:
             self._ids, self._event = buffer[:len(ids)], torch.cuda.Event()
             self._ids.copy_(ids, non_blocking=True)
-            self._told = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in (told or [None])[1:]]
+            self._told = [
+                torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+                for t in (told or [None])[1:]
+            ]
             self._event.record()
         else: self._ids, self._told = ids.clone(), [t.clone() for t in (told or [None])[1:]]
     def ids(self)->list: # of B ints, -1 where logits were nan; a `Token` where log-probabilities were asked for
@@ -616,10 +795,13 @@ class Decoder(_Graphs):
 
     @torch.no_grad()
     def step_sampled(self,
-        sampler,   # logits (B, V) float32, or the model's dtype where its own class has `any_dtype` → ids (B,) int64, without waiting for the device; tensors it changes are in its dict `state`, what else shapes its work in `key`
+        sampler,   # logits (B, V) float32, or the model's dtype where its own class has `any_dtype` → ids (B,) int64,
+                   # without waiting for the device; tensors it changes are in its dict `state`, what else shapes its
+                   # work in `key`
     )->Sampled:    # .ids()
         "Feed each row what was drawn last, and draw again; does not wait for the device."
-        if self._next is None: raise RuntimeError("step_sampled() feeds what the step before drew; begin with start(ids)")
+        if self._next is None:
+            raise RuntimeError("step_sampled() feeds what the step before drew; begin with start(ids)")
         B, state = self._fed, getattr(sampler, "state", None)
         self._check(B, 1)
         ids, view, source = self._next[:B], self._view(B, 1), self._source_view(B)
@@ -633,6 +815,8 @@ class Decoder(_Graphs):
         self._count(B, 1, True)
         told = sampler.told(B) if hasattr(sampler, "told") else None
         if self.net.device.type != "cuda": return Sampled(drawn, told=told)
-        self._buffers = self._buffers or [torch.empty(self.max_batch, dtype=torch.int64, pin_memory=True) for _ in range(4)]
+        self._buffers = self._buffers or [
+            torch.empty(self.max_batch, dtype=torch.int64, pin_memory=True) for _ in range(4)
+        ]
         self._turn += 1
         return Sampled(drawn, self._buffers[self._turn % 4], told)

@@ -28,55 +28,116 @@ from ..train.processes import use_expandable_segments
 from .sampling import Sampler, row_options, _seed_of
 from .speculate import DraftModel, PromptLookup
 from .streaming import HostTables, Streamer, _Still, move_weights
-from .asks import (ask_blank, ask_field, blank_parts, fill_kind, fill_masks, mask_input, open_fields, option_scores, options_fit, options_of, sentinel_pieces, sentinel_text,
-                         with_answer)
+from bmlab.infer.asks import (
+    ask_blank,
+    ask_field,
+    blank_parts,
+    fill_kind,
+    fill_masks,
+    mask_input,
+    open_fields,
+    option_scores,
+    options_fit,
+    options_of,
+    sentinel_pieces,
+    sentinel_text,
+    with_answer,
+)
 
 # %% ../../nbs/40_infer.ipynb #2f934023
 _SLACK = 16 << 20          # bytes beyond the plan, in pages that are not quite full
 
 def _stores(device, models, hosted=()): # hosted: modules whose weights a GPU sees in the host's memory
     "{address: bytes} of the tensors of some models on a device"
-    tensors = [(n, t) for m in models if m is not None for n, t in (*m.named_parameters(), *m.named_buffers()) if t.device == device]
-    return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for n, t in tensors if n.rpartition(".")[0] not in hosted)}
+    tensors = [
+        (n, t)
+        for m in models
+        if m is not None
+        for n, t in (*m.named_parameters(), *m.named_buffers())
+        if t.device == device
+    ]
+    return {
+        s.data_ptr(): s.nbytes()
+        for s in (t.untyped_storage() for n, t in tensors if n.rpartition(".")[0] not in hosted)
+    }
 
 def _besides(device, *models, hosted=()):
     "Bytes that this process keeps on a GPU besides the tensors of some models"
-    return max(torch.cuda.memory_allocated(device) - sum(_stores(device, models, hosted).values()), 0) if device.type == "cuda" else 0
+    return (
+        max(torch.cuda.memory_allocated(device) - sum(_stores(device, models, hosted).values()), 0)
+        if device.type == "cuda"
+        else 0
+    )
 
 def _idle(segments, ours): # as of `torch.cuda.memory_snapshot`; addresses
     "Bytes that torch's allocator cannot give back, because something small is left beside them, and nothing of ours"
     ours, idle = sorted(ours), 0
     for s in segments:
         first = bisect.bisect_left(ours, s["address"])
-        if s["allocated_size"] and not (first < len(ours) and ours[first] < s["address"] + s["total_size"]): idle += s["total_size"] - s["allocated_size"]
+        if s["allocated_size"] and not (first < len(ours) and ours[first] < s["address"] + s["total_size"]):
+            idle += s["total_size"] - s["allocated_size"]
     return idle
 
 class _Fence:
     "While it stands, torch's allocator on a GPU takes no more than the limit, the CUDA context counted in"
-    def __init__(self, plan, device, draft=None, tried=0): # tried: bytes that trying the draft has left there, planned as LIBRARIES
-        self.device, self.plan, self.tried = device if device.type == "cuda" and plan.limit is not None else None, plan, tried
+    # tried: bytes that trying the draft has left there, planned as LIBRARIES
+    def __init__(self, plan, device, draft=None, tried=0):
+        self.device, self.plan, self.tried = (
+            device if device.type == "cuda" and plan.limit is not None else None,
+            plan,
+            tried,
+        )
         if self.device is None: return
-        torch.cuda.empty_cache(); use_expandable_segments(device)
+        torch.cuda.empty_cache()
+        use_expandable_segments(device)
         self.stand(draft)
     def stand(self, *planned):
         "Leave room for the plan, and for what this process keeps there besides these models"
         if self.device is None: return
-        total, others = torch.cuda.get_device_properties(self.device).total_memory, max(_besides(self.device, *planned, hosted=self.plan.host) - self.tried, 0)
-        others += _idle([s for s in torch.cuda.memory_snapshot() if s["device"] == (torch.cuda.current_device() if self.device.index is None else self.device.index)],
-                        _stores(self.device, planned, self.plan.host))
-        torch.cuda.set_per_process_memory_fraction(min(1.0, max(others + min(self.plan.limit, self.plan.peak_bytes + _SLACK) - self.plan.context_bytes, 1) / total), self.device)
+        total, others = (
+            torch.cuda.get_device_properties(self.device).total_memory,
+            max(_besides(self.device, *planned, hosted=self.plan.host) - self.tried, 0),
+        )
+        others += _idle(
+            [
+                s
+                for s in torch.cuda.memory_snapshot()
+                if s["device"] == (torch.cuda.current_device() if self.device.index is None else self.device.index)
+            ],
+            _stores(self.device, planned, self.plan.host),
+        )
+        torch.cuda.set_per_process_memory_fraction(
+            min(
+                1.0,
+                max(others + min(self.plan.limit, self.plan.peak_bytes + _SLACK) - self.plan.context_bytes, 1) / total,
+            ),
+            self.device,
+        )
     def close(self):
-        if self.device is not None: torch.cuda.set_per_process_memory_fraction(1.0, self.device); use_expandable_segments(self.device, False); self.device = None
+        if self.device is not None:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            use_expandable_segments(self.device, False)
+            self.device = None
 
 def _check_room(plan, model, device):
     "Raise where the GPU has less free memory than the plan will take"
     if device.type != "cuda": return
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    there = sum(t.nbytes for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values() if t.device == device)
+    there = sum(
+        t.nbytes for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values() if t.device == device
+    )
     if (need := plan.peak_bytes - plan.context_bytes - there) > free:
-        raise ValueError(f"the plan takes {format_bytes(need)} of the GPU, and only {format_bytes(free)} of {format_bytes(total)} are free: others hold the rest; "
-                         f"end them, or wrap with memory_limit='{(free + there + plan.context_bytes) / 2**30:.3g}GiB'" + (f", which is below the smallest plan, {format_bytes(plan.min_bytes)}" if free + there + plan.context_bytes < plan.min_bytes else ""))
+        raise ValueError(
+            f"the plan takes {format_bytes(need)} of the GPU, and only {format_bytes(free)} of {format_bytes(total)} "
+            "are free: others hold the rest; "
+            f"end them, or wrap with memory_limit='{(free + there + plan.context_bytes) / 2**30:.3g}GiB'"
+            + (
+                f", which is below the smallest plan, {format_bytes(plan.min_bytes)}"
+                if free + there + plan.context_bytes < plan.min_bytes
+                else ""
+            )
+        )
 
 # %% ../../nbs/40_infer.ipynb #9cec1488
 def _let_go(held):
@@ -96,8 +157,18 @@ class _Calls:
         device="cpu",           # where it computes
     ):
         self.device = torch.device(device)
-        self._end = weakref.finalize(self, _let_go, held := list(held)); self._end.atexit = False     # an engine that is dropped lets go of its model
-        self.model, self.tok, self.plan, self.max_ctx, self.decoder, self.draft, self.held, self._runs = model, tok, plan, max_ctx, decoder, draft, held, []
+        self._end = weakref.finalize(self, _let_go, held := list(held))
+        self._end.atexit = False  # an engine that is dropped lets go of its model
+        self.model, self.tok, self.plan, self.max_ctx, self.decoder, self.draft, self.held, self._runs = (
+            model,
+            tok,
+            plan,
+            max_ctx,
+            decoder,
+            draft,
+            held,
+            [],
+        )
         self._lock, self._tokens, self._running, self._stopped = threading.Lock(), None, None, False
 
     @property
@@ -114,15 +185,24 @@ class _Calls:
         "Inside, the engine is this call's"
         if self._closed: raise RuntimeError("this engine is closed; wrap the model again")
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError("this engine is busy with another text; wait for it, end it with stop(), or serve several at once with batcher()")
+            raise RuntimeError(
+                "this engine is busy with another text; wait for it, end it with stop(), or serve several at once with "
+                "batcher()"
+            )
         self._stopped = False
         try:
-            if self.streamer is not None: self.streamer._unwritten()                  # weights that were written in place would be lost
+            # weights that were written in place would be lost
+            if self.streamer is not None: self.streamer._unwritten()
             yield
-        finally: self._tokens = self._running = None; self._lock.release()
+        finally:
+            self._tokens = self._running = None
+            self._lock.release()
 
     def __reduce_ex__(self, _):
-        raise TypeError("an engine cannot be copied or pickled: it holds slots, graphs and a lock; wrap a copy of the model, or save e.model.state_dict()")
+        raise TypeError(
+            "an engine cannot be copied or pickled: it holds slots, graphs and a lock; wrap a copy of the model, or "
+            "save e.model.state_dict()"
+        )
 
     _closed = False
     @property
@@ -134,7 +214,8 @@ class _Calls:
         self._stopped = True
         if (t := self._tokens) is not None: t.stop()
         if (r := self._running) is not None:
-            with contextlib.suppress(ValueError): r.close()                           # nobody reads on; ValueError: somebody does, up to the next token
+            # nobody reads on; ValueError: somebody does, up to the next token
+            with contextlib.suppress(ValueError): r.close()
 
 # %% ../../nbs/40_infer.ipynb #d774ced1
 _ADDED = ("prompt_tokens", "new_tokens", "passes", "drafted", "accepted", "decode_s", "copied_bytes", "texts")
@@ -144,26 +225,41 @@ def _summed(runs):
     if len(runs) == 1: return dict(runs[0])
     out = {k: sum(r.get(k, 0) for r in runs) for k in _ADDED if any(k in r for r in runs)}
     timed = [r for r in runs if "decode_s" in r]
-    out |= {"first_token_s": r["first_token_s"] for r in reversed(runs) if "first_token_s" in r} | {"peak_bytes": max(r["peak_bytes"] for r in runs) for r in runs if "peak_bytes" in r}
+    out |= {"first_token_s": r["first_token_s"] for r in reversed(runs) if "first_token_s" in r} | {
+        "peak_bytes": max(r["peak_bytes"] for r in runs) for r in runs if "peak_bytes" in r
+    }
     if timed: out["decode_tok_s"] = sum(r["decode_tok_s"] * r["decode_s"] for r in timed) / max(out["decode_s"], 1e-9)
     if out.get("texts"): out["batch"] = out["texts"] / sum("texts" in r for r in runs)
-    return out | {"tokens": [row for r in runs for row in r["tokens"]] for x in runs if "tokens" in x and all("tokens" in r for r in runs)}
+    return out | {
+        "tokens": [row for r in runs for row in r["tokens"]]
+        for x in runs
+        if "tokens" in x and all("tokens" in r for r in runs)
+    }
 
 def _asked(options):
     "Raise where an option is none of a sampler's"
-    if "beams" in options: raise ValueError(f"beams={options['beams']!r}: which beam is the likeliest is known at the end, so its text cannot come in pieces; use e.generate(prompts, beams=…)")
+    if "beams" in options:
+        raise ValueError(
+            f"beams={options['beams']!r}: which beam is the likeliest is known at the end, so its text cannot come in "
+            "pieces; use e.generate(prompts, beams=…)"
+        )
     row_options(**dict.fromkeys(options, 1))
 
 # %% ../../nbs/40_infer.ipynb #bef9e149
 class _Measured(_Calls):
     "What calls take"
     @property
-    def stats(self)->dict: # prompt_tokens, new_tokens, passes, drafted, accepted, texts: sums; batch: texts at once; first_token_s, decode_s, decode_tok_s, decode_gb_s, predicted_tok_s, accepted_per_pass, copied_bytes, peak_bytes; tokens: ids with logprobs
+    # prompt_tokens, new_tokens, passes, drafted, accepted, texts: sums; batch: texts at once; first_token_s, decode_s,
+    # decode_tok_s, decode_gb_s, predicted_tok_s, accepted_per_pass, copied_bytes, peak_bytes; tokens: ids with logprobs
+    def stats(self)->dict:
         "What the last call took, all its rounds together; empty before the first."
         s = _summed(self._runs) if self._runs else {}
         if "batch" not in s: return s                                                     # it still runs
         if s.get("passes") and "decode_tok_s" in s:
-            s |= {"decode_gb_s": s["decode_tok_s"] / s["batch"] * self.plan.token_bytes / 1e9, "predicted_tok_s": float(self.plan.predicted(self._size(s))["decode_tok_s"])}
+            s |= {
+                "decode_gb_s": s["decode_tok_s"] / s["batch"] * self.plan.token_bytes / 1e9,
+                "predicted_tok_s": float(self.plan.predicted(self._size(s))["decode_tok_s"]),
+            }
         return s | ({"accepted_per_pass": s["new_tokens"] / s["passes"] / s["batch"]} if s.get("drafted") else {})
 
     @contextlib.contextmanager
@@ -184,9 +280,11 @@ class _Measured(_Calls):
     def _size(self, s):
         "How large a run was, as `InferencePlan.predicted` wants it"
         rows, passes, texts = s.get("batch", 1), max(s.get("passes", 1), 1), max(s.get("texts", 1), 1)
-        size = {"batch": rows} | {k: max(round(s[k] / texts), 1) for k in ("prompt_tokens", "new_tokens") if k in s}            # of one text
+        # of one text
+        size = {"batch": rows} | {k: max(round(s[k] / texts), 1) for k in ("prompt_tokens", "new_tokens") if k in s}
         if not s.get("drafted"): return size
-        size |= {"accepted": s["new_tokens"] / rows / passes, "checked": 1 + s["drafted"] / passes / rows}                      # tokens that a pass makes, and that it feeds
+        # tokens that a pass makes, and that it feeds
+        size |= {"accepted": s["new_tokens"] / rows / passes, "checked": 1 + s["drafted"] / passes / rows}
         return size | ({"levels": self.draft.levels} if hasattr(self.draft, "levels") else {})
 
     def report(self)->pd.DataFrame: # predicted, measured, ratio
@@ -194,7 +292,9 @@ class _Measured(_Calls):
         s, size = self.stats, self._size(self.stats)
         said = self.plan.predicted(size)
         if any(s.get(k) for k in said): return self.plan.check({k: s[k] for k in said if k in s} | size)
-        return pd.DataFrame({"predicted": said, "measured": float("nan"), "predicted / measured": float("nan")}).rename_axis("")
+        return pd.DataFrame(
+            {"predicted": said, "measured": float("nan"), "predicted / measured": float("nan")}
+        ).rename_axis("")
 
 # %% ../../nbs/40_infer.ipynb #a0e18c1a
 class _Pieces(_Measured):
@@ -203,15 +303,31 @@ class _Pieces(_Measured):
         "Prompts as ids and the most tokens to make, checked before anything runs"
         if self._closed: raise RuntimeError("this engine is closed; wrap the model again")
         if self.tok is None: raise ValueError("this engine has no tokenizer; wrap(model, tok)")
-        if self.decoder is None: raise TypeError(f"{type(self.model).__name__} cannot generate text; call e.model(**batch) for what it computes, or e.fill if it predicts masked words")
-        if max_new_tokens is not None and (isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1): raise ValueError(f"max_new_tokens={max_new_tokens!r}: a number, 1 or more")
-        ids = [p if isinstance(p, list) and p and isinstance(p[0], int) else prompt_ids(self.tok, p)["input_ids"][0].tolist() for p in prompts]
+        if self.decoder is None:
+            raise TypeError(
+                f"{type(self.model).__name__} cannot generate text; call e.model(**batch) for what it computes, or "
+                "e.fill if it predicts masked words"
+            )
+        if max_new_tokens is not None and (isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1):
+            raise ValueError(f"max_new_tokens={max_new_tokens!r}: a number, 1 or more")
+        ids = [
+            p
+            if isinstance(p, list) and p and isinstance(p[0], int)
+            else prompt_ids(self.tok, p)["input_ids"][0].tolist()
+            for p in prompts
+        ]
         n = max(map(len, ids))
-        if self.plan.encoder and n > self.max_ctx: raise ValueError(f"a source of {n} tokens exceeds max_ctx={self.max_ctx}; wrap with a larger one")
-        if (places_of := getattr(self.model, "places_of", None)) is not None: [places_of(torch.tensor([i])) for i in ids]      # does each begin a piece?
+        if self.plan.encoder and n > self.max_ctx:
+            raise ValueError(f"a source of {n} tokens exceeds max_ctx={self.max_ctx}; wrap with a larger one")
+        if (places_of := getattr(self.model, "places_of", None)) is not None:
+            [places_of(torch.tensor([i])) for i in ids]  # does each begin a piece?
         if self.plan.encoder: n = 1
         wanted = max(min(256, self.max_ctx - n), 1) if max_new_tokens is None else max_new_tokens
-        if n + wanted > self.max_ctx: raise ValueError(f"a prompt of {n} tokens and max_new_tokens={wanted} exceed max_ctx={self.max_ctx}; wrap with a larger one")
+        if n + wanted > self.max_ctx:
+            raise ValueError(
+                f"a prompt of {n} tokens and max_new_tokens={wanted} exceed max_ctx={self.max_ctx}; wrap with a larger "
+                "one"
+            )
         return ids, wanted
 
     def _begun(self, tokens):
@@ -225,7 +341,17 @@ class _Pieces(_Measured):
         def run():
             with self._alone(), self._measured(len(ids), stats, runs) as took:
                 self._running = pieces
-                yield from stream_text(self.decoder, self.tok, ids, sampler, max_new_tokens, stop, draft=self.draft, stats=took, on_start=self._begun)
+                yield from stream_text(
+                    self.decoder,
+                    self.tok,
+                    ids,
+                    sampler,
+                    max_new_tokens,
+                    stop,
+                    draft=self.draft,
+                    stats=took,
+                    on_start=self._begun,
+                )
         return (pieces := run())
 
 # %% ../../nbs/40_infer.ipynb #0cc9be8c
@@ -236,14 +362,23 @@ class _Texts(_Pieces):
         stop:str|tuple=(),               # texts that end the output; not part of it
         seed:int|None=None,              # repeatable where given
         stats:dict|None=None,            # filled besides `e.stats`
-        **options,                       # temperature (0: greedy), top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty; logprobs=n: stats["tokens"] says how likely each was
+        **options,                       # temperature (0: greedy), top_p, top_k, min_p, repetition_penalty,
+                                         # frequency_penalty, presence_penalty; logprobs=n: stats["tokens"] says how
+                                         # likely each was
     )->Iterator[str]:                    # pieces of text as they come
         "Text for a prompt; afterwards `stats` holds what was measured."
         return self._one(prompt, max_new_tokens, {"stop": stop, "seed": seed, "stats": stats, **options})
 
     def _one(self, prompt, max_new_tokens, options, runs=None):
         stop, seed, stats = (options.get(k, default) for k, default in (("stop", ()), ("seed", None), ("stats", None)))
-        pieces = self._pieces(*self._ids([prompt], max_new_tokens), stop, seed, stats, {k: v for k, v in options.items() if k not in ("stop", "seed", "stats")}, runs)
+        pieces = self._pieces(
+            *self._ids([prompt], max_new_tokens),
+            stop,
+            seed,
+            stats,
+            {k: v for k, v in options.items() if k not in ("stop", "seed", "stats")},
+            runs,
+        )
         return self._only(pieces)
 
     def _only(self, pieces):
@@ -256,7 +391,9 @@ class _Texts(_Pieces):
         **options,          # as for `stream`
     )->Iterator[str]:
         "The answer to a question, through the tokenizer's chat template."
-        return self.stream([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, **options)
+        return self.stream(
+            [{"role": "user", "content": messages}] if isinstance(messages, str) else messages, **options
+        )
 
 # %% ../../nbs/40_infer.ipynb #1eef495c
 class _Likeliest(_Texts):
@@ -264,13 +401,22 @@ class _Likeliest(_Texts):
     def _beams(self, prompts, max_new_tokens, stop, seed, stats, beams, length_penalty, options):
         ids, wanted = self._ids(prompts, max_new_tokens) if prompts else ([], 1)
         _asked(options)
-        if seed is not None or row_options(**options) != row_options(): raise ValueError(f"beams={beams} with {', '.join([*options, *['seed'] * (seed is not None)])}: beam search draws nothing; leave these out")
-        if beams > self.max_batch and self.decoder.mode == "static": raise ValueError(f"beams={beams} take {beams} rows, and max_batch={self.max_batch}; wrap(…, max_batch={beams})")
+        if seed is not None or row_options(**options) != row_options():
+            raise ValueError(
+                f"beams={beams} with {', '.join([*options, *['seed'] * (seed is not None)])}: beam search draws "
+                "nothing; leave these out"
+            )
+        if beams > self.max_batch and self.decoder.mode == "static":
+            raise ValueError(
+                f"beams={beams} take {beams} rows, and max_batch={self.max_batch}; wrap(…, max_batch={beams})"
+            )
         each, out, runs, stops = max(self.max_batch // beams, 1), [], [], end_ids(self.model, self.tok)
         for at in range(0, len(ids), each):
             part = ids[at:at + each]
             with self._alone(), self._measured(len(part), stats, runs) as took:
-                found = beam_search(self.decoder, part, beams, length_penalty, wanted, stops, over=lambda: self._stopped, stats=took)
+                found = beam_search(
+                    self.decoder, part, beams, length_penalty, wanted, stops, over=lambda: self._stopped, stats=took
+                )
             for best, *_ in found:
                 row = RowText(self.tok, stop)
                 out.append("".join([row.push(t) for t in best.ids if t not in stops] + [row.end()]))
@@ -290,7 +436,8 @@ class _Batches(_Likeliest):
         **options,                       # as for `stream`
     )->Iterator[tuple[int, str]]:        # (which, piece)
         "Several continuations of one text, as many in one batch as there are rows."
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1: raise ValueError(f"n={n!r}: a number of continuations, 1 or more")
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"n={n!r}: a number of continuations, 1 or more")
         ids, wanted = self._ids([prompt], max_new_tokens)
         return self._rounds(ids * n, wanted, stop, seed, stats, options | {"temperature": temperature})
 
@@ -310,18 +457,22 @@ class _Batches(_Likeliest):
         stop:str|tuple=(),
         seed:int|None=None,
         stats:dict|None=None,
-        beams:int=1,                     # above 1: the likeliest texts by beam search, max_batch // beams prompts at a time
+        beams:int=1,                     # above 1: the likeliest texts by beam search, max_batch // beams prompts at a
+                                         # time
         length_penalty:float=1.0,        # of beams: above 0 favours long texts
         **options,                       # as for `stream`; none with beams
     )->list[str]:
         "The texts for several prompts, `max_batch` rows at a time."
         if isinstance(prompts, str): raise TypeError(f"prompts={prompts!r}: a list of prompts; for one use stream")
-        if isinstance(beams, bool) or not isinstance(beams, int) or beams < 1: raise ValueError(f"beams={beams!r}: a number, 1 or more")
+        if isinstance(beams, bool) or not isinstance(beams, int) or beams < 1:
+            raise ValueError(f"beams={beams!r}: a number, 1 or more")
         if beams > 1: return self._beams(prompts, max_new_tokens, stop, seed, stats, beams, length_penalty, options)
-        if length_penalty != 1.0: raise ValueError(f"length_penalty={length_penalty!r} is of beam search; give beams=2 or more")
+        if length_penalty != 1.0:
+            raise ValueError(f"length_penalty={length_penalty!r} is of beam search; give beams=2 or more")
         out = [""] * len(prompts)
         if prompts:
-            for i, piece in self._rounds(*self._ids(prompts, max_new_tokens), stop, seed, stats, options): out[i] += piece
+            for i, piece in self._rounds(*self._ids(prompts, max_new_tokens), stop, seed, stats, options):
+                out[i] += piece
         return out
 
 # %% ../../nbs/40_infer.ipynb #3beedded
@@ -335,9 +486,12 @@ class _Blanks(_Batches):
         "The words that are missing, blank by blank."
         parts = blank_parts(text, blank)
         kind = fill_kind(self.model, self.tok) if self.tok is not None else self._ids([text], 1)
-        if kind == "sentinel": return self._sentinels(*self._ids([sentinel_text(parts, self.tok)], max_new_tokens), **options)
+        if kind == "sentinel":
+            return self._sentinels(*self._ids([sentinel_text(parts, self.tok)], max_new_tokens), **options)
         _asked({k: v for k, v in options.items() if k not in ("stop", "seed", "stats")})
-        if kind == "mask": mask_input(self.tok, parts, self.max_ctx); return self._masks(parts, options.get("stats"))            # its likeliest words, whatever the sampling
+        if kind == "mask":
+            mask_input(self.tok, parts, self.max_ctx)
+            return self._masks(parts, options.get("stats"))  # its likeliest words, whatever the sampling
         return self._asked(parts, max_new_tokens, options)
 
     def _masks(self, parts, stats):
@@ -347,7 +501,18 @@ class _Blanks(_Batches):
     def _sentinels(self, ids, max_new_tokens, seed=None, stats=None, stop=(), **options):
         if stop: raise ValueError(f"stop={stop!r}: this model ends each blank by itself")
         with self._alone(), self._measured(1, stats) as took:
-            tokens, text = decode_tokens(self.decoder, ids, Sampler(seed=seed, **options), max_new_tokens, end_ids(self.model, self.tok), draft=self.draft, stats=took), TextPieces(self.tok, skip_special_tokens=False)
+            tokens, text = (
+                decode_tokens(
+                    self.decoder,
+                    ids,
+                    Sampler(seed=seed, **options),
+                    max_new_tokens,
+                    end_ids(self.model, self.tok),
+                    draft=self.draft,
+                    stats=took,
+                ),
+                TextPieces(self.tok, skip_special_tokens=False),
+            )
             self._begun(tokens)
             def pieces():
                 for step in tokens: yield text.push(step[0])
@@ -360,29 +525,37 @@ class _Blanks(_Batches):
         for i in range(len(parts) - 1):
             (prompt, ends), answer = ask_blank(parts, answers, i), ""
             for piece in self._one(prompt, max_new_tokens, {"stop": ends, **options}, runs):
-                if piece := piece if answer else piece.lstrip(): answer += piece; yield i, piece
+                if piece := piece if answer else piece.lstrip():
+                    answer += piece
+                    yield i, piece
             answers[i] = answer.rstrip()
             if self._stopped: return
 
 # %% ../../nbs/40_infer.ipynb #73620d89
 class _Fields(_Blanks):
     def json_pieces(self,
-        obj:dict,                    # with "<ans>": "" or an object of empty texts; other fields are the question; "<option_0>", … restrict the answer
+        obj:dict,                    # with "<ans>": "" or an object of empty texts; other fields are the question;
+                                     # "<option_0>", … restrict the answer
         max_new_tokens:int=64,       # of each answer
         **options,                   # as for `stream`
     )->Iterator[tuple[tuple, str]]:  # (path of the field, piece)
         "The answers to what an object leaves open, field by field."
         fields, choices, done = open_fields(obj), options_of(obj), obj
         _asked({k: v for k, v in options.items() if k not in ("stop", "seed", "stats")})
-        self._ids([ask_field(obj, fields[0], self._chats)], 1 if choices else max_new_tokens)                        # a tokenizer, and a question that is not too long
-        for path in fields if choices else ():                                                                       # nor any of the later ones
-            options_fit(self.model, *self._question(done, path, choices), self.max_ctx); done = with_answer(done, path, max(choices, key=len))
+        # a tokenizer, and a question that is not too long
+        self._ids([ask_field(obj, fields[0], self._chats)], 1 if choices else max_new_tokens)
+        # nor any of the later ones
+        for path in fields if choices else ():
+            options_fit(self.model, *self._question(done, path, choices), self.max_ctx)
+            done = with_answer(done, path, max(choices, key=len))
         return self._answers(obj, fields, choices, max_new_tokens, options)
 
     _chats = property(lambda self: bool(getattr(self.tok, "chat_template", None)))
     def _question(self, obj, path, choices):
         "Ids of a question, and of each option"
-        return prompt_ids(self.tok, ask_field(obj, path, self._chats))["input_ids"][0].tolist(), [self.tok(t, add_special_tokens=False)["input_ids"] for t in choices.values()]
+        return prompt_ids(self.tok, ask_field(obj, path, self._chats))["input_ids"][0].tolist(), [
+            self.tok(t, add_special_tokens=False)["input_ids"] for t in choices.values()
+        ]
 
     def _answers(self, obj, fields, choices, max_new_tokens, options):
         runs = []
@@ -395,7 +568,9 @@ class _Fields(_Blanks):
                 yield path, answer
             else:
                 for piece in self._one(prompt, max_new_tokens, {"stop": ("\n",), **options}, runs):
-                    if piece := piece if answer else piece.lstrip(): answer += piece; yield path, piece
+                    if piece := piece if answer else piece.lstrip():
+                        answer += piece
+                        yield path, piece
             obj = with_answer(obj, path, answer)
             if self._stopped: return
 
@@ -425,16 +600,23 @@ class Engine(_Fields):
         "Let go of slots, graphs and caches; the model stays, packed and whole, on the CPU where blocks were streamed. A dropped engine closes itself."
         if self._closed: return
         self.stop()
-        if not self._lock.acquire(timeout=60): raise RuntimeError("this engine is busy with another text, which did not end in a minute; close it when that is done")
+        if not self._lock.acquire(timeout=60):
+            raise RuntimeError(
+                "this engine is busy with another text, which did not end in a minute; close it when that is done"
+            )
         self._closed, self.decoder = True, None
         self._lock.release()
         self._end()
-        if any(e() is self for e in self.model.__dict__.get("_bmlab_engine", ())): del self.model.__dict__["_bmlab_engine"]
+        if any(e() is self for e in self.model.__dict__.get("_bmlab_engine", ())):
+            del self.model.__dict__["_bmlab_engine"]
         gc.collect()
         if torch.cuda.is_initialized(): torch.cuda.empty_cache()
     def __enter__(self): return self
     def __exit__(self, *error): self.close()
-    def __repr__(self): return f"Engine of {type(self.model).__name__}" + (", closed" if self._closed else f" on {self.device}: {self.plan.sentence()}")
+    def __repr__(self):
+        return f"Engine of {type(self.model).__name__}" + (
+            ", closed" if self._closed else f" on {self.device}: {self.plan.sentence()}"
+        )
 
 # %% ../../nbs/40_infer.ipynb #bb11d623
 def packed_otherwise(
@@ -451,7 +633,8 @@ def _check_device(device, graph, fuse):
     try: device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     except RuntimeError as e: raise ValueError(f"device={device!r}: 'cpu' or 'cuda'") from e
     if device.type not in ("cpu", "cuda"): raise ValueError(f"device={device.type!r}: 'cpu' or 'cuda'")
-    if device.type == "cuda" and not torch.cuda.is_available(): raise ValueError("device='cuda', and torch sees no GPU here; leave device= away, or give 'cpu'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', and torch sees no GPU here; leave device= away, or give 'cpu'")
     if graph not in ("auto", True, False): raise ValueError(f"graph={graph!r}: 'auto', or False for none")
     if not isinstance(fuse, bool): raise ValueError(f"fuse={fuse!r}: True or False")
     return torch.empty(0, device=device).device       # with its number
@@ -461,12 +644,18 @@ def _guesser(draft):
     if draft is None or hasattr(draft, "propose"): return draft, getattr(draft, "model", None)
     if draft == "lookup": return PromptLookup(), None
     if isinstance(draft, nn.Module): return DraftModel(draft), draft
-    raise TypeError(f"draft={draft!r}: None, 'lookup', a model with the same tokenizer, or a guesser of bmlab.infer.speculate")
+    raise TypeError(
+        f"draft={draft!r}: None, 'lookup', a model with the same tokenizer, or a guesser of bmlab.infer.speculate"
+    )
 
 def _check_draft(guesser, model, max_ctx, device):
     "Refuse a guesser that cannot work with this model, before anything changes"
     if guesser is None: return
-    if not getattr(model, "can_generate", bool)(): raise TypeError(f"draft: {type(model).__name__} does not generate, so {type(guesser).__name__} has nothing to guess; leave draft= away")
+    if not getattr(model, "can_generate", bool)():
+        raise TypeError(
+            f"draft: {type(model).__name__} does not generate, so {type(guesser).__name__} has nothing to guess; leave "
+            "draft= away"
+        )
     if hasattr(guesser, "fits"): guesser.fits(model.get_input_embeddings().num_embeddings, max_ctx, device)
 
 # %% ../../nbs/40_infer.ipynb #153ed64a
@@ -478,20 +667,27 @@ class _FusedDraft:
     "A draft is fused as long as an engine has it; one that streams, or that somebody fused before, stays as it is"
     def __init__(self, draft):
         self.kept = draft.__dict__.get("_bmlab_drafted")
-        if not self.kept and (_is_fused(draft) or "_bmlab_streamer" in unwrap(draft).__dict__): self.kept = None; return
+        if not self.kept and (_is_fused(draft) or "_bmlab_streamer" in unwrap(draft).__dict__):
+            self.kept = None
+            return
         if not self.kept: self.kept = draft.__dict__["_bmlab_drafted"] = Transient([fuse_decode(draft).undo, 0])
         self.kept[1] += 1
     def close(self):
         kept, self.kept = self.kept, None
         if not kept: return
         kept[1] -= 1
-        if not kept[1]: kept[0](); kept.clear()
+        if not kept[1]:
+            kept[0]()
+            kept.clear()
 
 class _Kept:
     "While it stands, a model that stays as a whole is held still (what streams has guards of its own)"
     def __init__(self, model, device):
         self.modules = list(model.modules())
-        for m in self.modules: m.__dict__["_apply"] = _Still(m, f"{type(model).__name__} belongs to an engine on {device}", "e", m is not model)
+        for m in self.modules:
+            m.__dict__["_apply"] = _Still(
+                m, f"{type(model).__name__} belongs to an engine on {device}", "e", m is not model
+            )
     def close(self):
         while self.modules: self.modules.pop().__dict__.pop("_apply", None)
 
@@ -510,11 +706,15 @@ def _assemble(model, plan, device, slots, store, link, host_limit, fuse, draft, 
         if fuse and plan.generates and draft is not None and draft is not model: held.append(_FusedDraft(draft))
         blocks = plan.blocks_in(model)
         held.append(fence := _Fence(plan, device, draft, tried))
-        if plan.streamed: held.append(Streamer(model, blocks, plan.streamed, device, slots, store, link, host_limit=host_limit, folder=folder))
+        if plan.streamed:
+            held.append(
+                Streamer(model, blocks, plan.streamed, device, slots, store, link, host_limit=host_limit, folder=folder)
+            )
         if plan.host: held.append(HostTables(model, plan.host, device))
         move_weights(model, device, blocks, leave=[*plan.streamed, *plan.host])
         if not plan.streamed: held.append(_Kept(model, device))
-        fence.stand(draft, model)                                                     # (what of the model was there before has moved)
+        # (what of the model was there before has moved)
+        fence.stand(draft, model)
         return held
     except BaseException:
         for h in reversed(held): h.close()
@@ -524,14 +724,18 @@ def _assemble(model, plan, device, slots, store, link, host_limit, fuse, draft, 
 def wrap(
     model:nn.Module|str,            # any with repeated blocks, or a name for `load`; a given model is changed in place
     tok=None,                       # its tokenizer; with a name it comes along
-    memory_limit:int|str|None=None, # of the device, the CUDA context included: "6GiB", bytes, or None; checked before anything moves
+    memory_limit:int|str|None=None, # of the device, the CUDA context included: "6GiB", bytes, or None; checked before
+                                    # anything moves
     bits:int|None=None,             # 8 or 4: pack linear layers (and a tied embedding); None: keep the dtype
     max_batch:int=1,                # texts at once
-    max_ctx:int=2048,               # tokens of a text, prompt and output together; at most what the model has positions for
+    max_ctx:int=2048,               # tokens of a text, prompt and output together; at most what the model has positions
+                                    # for
     kv_bits:int=16,                 # of keys and values: 16 keeps the dtype, 8 is int8
     host_limit:int|str|None=None,   # bytes of host memory for what streams
-    store:str="ram",                # where streamed blocks wait: "ram", or "mmap" in a file, for models larger than host memory
-    draft=None,                     # speculation: "lookup" (guesses from the text itself), a small model with the same tokenizer, or a guesser of `bmlab.infer.speculate`
+    store:str="ram",                # where streamed blocks wait: "ram", or "mmap" in a file, for models larger than
+                                    # host memory
+    draft=None,                     # speculation: "lookup" (guesses from the text itself), a small model with the same
+                                    # tokenizer, or a guesser of `bmlab.infer.speculate`
     device=None,                    # None: cuda if there is one, else cpu, where the link is simulated
     group_size:int=128,             # of bits=4
     slots:int=2,                    # streamed blocks on the device at once
@@ -539,30 +743,59 @@ def wrap(
     fuse:bool=True,                 # join q, k and v, gate and up, and use the decoding kernels
     link=None,                      # between host and device: None, or one of `bmlab.infer.links`
     machine=None,                   # whose rates the plan uses: None, a preset's name, or `measure()`
-    folder:str|Path|None=None,      # for the file of store="mmap"; None: the system's folder for temporary files, which may be in memory
+    folder:str|Path|None=None,      # for the file of store="mmap"; None: the system's folder for temporary files, which
+                                    # may be in memory
 )->Engine:
     "Plan, pack, place: an engine that streams text from a model inside a memory limit."
     device = _check_device(device, graph, fuse)
-    if isinstance(max_ctx, bool) or not isinstance(max_ctx, int): raise TypeError(f"max_ctx={max_ctx!r}: a whole number, 1 or more")
+    if isinstance(max_ctx, bool) or not isinstance(max_ctx, int):
+        raise TypeError(f"max_ctx={max_ctx!r}: a whole number, 1 or more")
     files = model_folder(model) if isinstance(model, (str, Path)) else None
     if files is not None: model = model_on_meta(files)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; give a model or a name (load returns a model and a tokenizer: wrap(*load(…)))")
+        raise TypeError(
+            f"model is a {type(model).__name__}; give a model or a name (load returns a model and a tokenizer: "
+            "wrap(*load(…)))"
+        )
     max_ctx = min(max_ctx, max_positions(model) or max_ctx)
     guesser, small = _guesser(draft)
-    if folder is not None and (store != "mmap" or not Path(folder).is_dir()): raise ValueError(f"folder={str(folder)!r}: " + ("no such folder" if store == "mmap" else f"is for the file of store='mmap', and store={store!r}"))
-    gc.collect()                                                        # what goes while the draft is tried would be counted as its
+    if folder is not None and (store != "mmap" or not Path(folder).is_dir()):
+        raise ValueError(
+            f"folder={str(folder)!r}: "
+            + ("no such folder" if store == "mmap" else f"is for the file of store='mmap', and store={store!r}")
+        )
+    # what goes while the draft is tried would be counted as its
+    gc.collect()
     before = _besides(device)
     _check_draft(guesser, model, max_ctx, device)
     tried = max(_besides(device) - before, 0)
     machine = machine if machine is not None or device.type == "cuda" else CPU
     routers = _cast_routers(model)
-    plan = plan_inference(model, memory_limit, bits, max_batch, max_ctx, kv_bits, host_limit, store, small if small is not None or guesser is None else "lookup", machine, slots, group_size)
-    if bits and files is None and (other := packed_otherwise(model, bits)): raise ValueError(f"bits={bits}, but {other[0]} is packed to {other[1]} already; wrap with bits=None")
+    plan = plan_inference(
+        model,
+        memory_limit,
+        bits,
+        max_batch,
+        max_ctx,
+        kv_bits,
+        host_limit,
+        store,
+        small if small is not None or guesser is None else "lookup",
+        machine,
+        slots,
+        group_size,
+    )
+    if bits and files is None and (other := packed_otherwise(model, bits)):
+        raise ValueError(f"bits={bits}, but {other[0]} is packed to {other[1]} already; wrap with bits=None")
     _check_room(plan, model, device)
     for engine in model.__dict__.get("_bmlab_engine", ()):
         if (engine := engine()) is not None: engine.close()             # a model has one: the last
-    if files is None and (fuse or bits) and _is_fused(model): raise ValueError("model is fused already; " + ("close the engine that it drafts for" if model.__dict__.get("_bmlab_drafted") else "undo() that") + " first")
+    if files is None and (fuse or bits) and _is_fused(model):
+        raise ValueError(
+            "model is fused already; "
+            + ("close the engine that it drafts for" if model.__dict__.get("_bmlab_drafted") else "undo() that")
+            + " first"
+        )
     if files is not None:
         bones = None if routers else model                    # (routers are filled in the files' dtype, and cast then)
         model, loaded = load_placed(files, plan, device=device, model=bones)
@@ -572,7 +805,11 @@ def wrap(
     held = _assemble(model.eval(), plan, device, slots, store, link, host_limit, fuse, small, folder, tried)
     try:
         decoder = Decoder(model, max_batch, max_ctx, kv_bits, graph) if plan.generates else None
-        if guesser is not None and decoder.mode != "static": raise ValueError(f"draft: {type(model).__name__} cannot check several tokens at once: {decoder.why_generate}; leave draft= away")
+        if guesser is not None and decoder.mode != "static":
+            raise ValueError(
+                f"draft: {type(model).__name__} cannot check several tokens at once: {decoder.why_generate}; leave "
+                "draft= away"
+            )
         for h in held:
             if isinstance(h, Streamer) and decoder is not None: h.attach(decoder)
     except BaseException:

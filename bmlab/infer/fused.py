@@ -26,7 +26,8 @@ from bmlab.infer.attend import (
 class _Part:
     "What a fused module does; a copy of the module is without it"
     of, places = None, ()
-    def reads(self, child): return True                                                       # does it, of the children?
+    # does it, of the children?
+    def reads(self, child): return True
     def placed(self, module):
         "Is it this module's part (a replica has it, too), and are those inside the ones that were there when it was fused?"
         if self.of != id(module): return False
@@ -38,12 +39,19 @@ class _Part:
     def forget(self): [p.forget() for p in vars(self).values() if isinstance(p, _Product)]
 
 def _ops(step, x): return _Triton if step.kernels == "triton" or x.is_cuda and step.kernels is None else _Torch
-def _fit(x): return x.ndim == 3 and 0 < x.shape[1] <= 16 and x.shape[0] * x.shape[1] <= 64 and not torch.is_autocast_enabled(x.device.type)
+def _fit(x):
+    return (
+        x.ndim == 3
+        and 0 < x.shape[1] <= 16
+        and x.shape[0] * x.shape[1] <= 64
+        and not torch.is_autocast_enabled(x.device.type)
+    )
 
 class _NormPart(_Part):
     def __init__(self, norm, step): self.norm, self.step = norm, step
     def __call__(self, args, kwargs):
-        if kwargs or len(args) != 1 or torch.is_autocast_enabled(args[0].device.type) or self.norm.module._parameters.get("weight") is None: return None
+        if kwargs or len(args) != 1 or torch.is_autocast_enabled(args[0].device.type) or self.norm.module._parameters.get("weight") is None:
+            return None
         return _ops(self.step, args[0]).norm(args[0].reshape(-1, args[0].shape[-1]), self.norm).view(args[0].shape)
 
 class _GatedPart(_Part):
@@ -54,7 +62,8 @@ class _GatedPart(_Part):
         self.act = next((n for n, f in _GATES.items() if torch.allclose(act(probe), f(probe), atol=1e-6)), None)
         self.watch = [(act, type(act))] if isinstance(act, nn.Module) else []
     def reads(self, child): return child is self.module or child in self.up.modules or child in self.down.modules
-    def run(self, x, shape, residual=None, norm=None): # x (R, D) or `_Ahead` → (R, D); with a norm that follows `_Ahead`
+    # x (R, D) or `_Ahead` → (R, D); with a norm that follows `_Ahead`
+    def run(self, x, shape, residual=None, norm=None):
         ops = _ops(self.step, x)
         h = ops.ending(self.up, x, gate=self.act) if self.act else None
         if h is None: h = ops.gate(self.up(x, shape), self.act, self.module)
@@ -67,48 +76,90 @@ class _GatedPart(_Part):
         return self.run(args[0].flatten(0, 1), args[0].shape[:2]).view(args[0].shape)
 
 # %% ../../nbs/40_infer/11_fused.ipynb #a2e5965c
-_KNOWN = {"hidden_states", "position_embeddings", "attention_mask", "past_key_values", "position_ids", "cache_position", "use_cache", "output_attentions"}
+_KNOWN = {
+    "hidden_states",
+    "position_embeddings",
+    "attention_mask",
+    "past_key_values",
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+}
 
 class _AttentionPart(_Part):
     "o(attention of q, k and v over the cache)"
     def __init__(self, module, norms, window, step):
-        self.qkv, self.o, self.norms, self.window, self.step = _Product(*(module._modules[n] for n in ("q_proj", "k_proj", "v_proj"))), _Product(module.o_proj), norms, window, step
+        self.qkv, self.o, self.norms, self.window, self.step = (
+            _Product(*(module._modules[n] for n in ("q_proj", "k_proj", "v_proj"))),
+            _Product(module.o_proj),
+            norms,
+            window,
+            step,
+        )
         self.D, self.layer, self.scale = module.head_dim, module.layer_idx, module.scaling
         self.H, self.Hk = module.q_proj.out_features // self.D, module.k_proj.out_features // self.D
         self.watch = [(n.module, type(n.module)) for n in norms or ()]
 
     def takes(self, x, kwargs):
         "Is this a call that can be taken? The layers of one forward get the same arguments, so the first of them looks at those"
-        cache, angles, mask = kwargs.get("past_key_values"), kwargs.get("position_embeddings"), kwargs.get("attention_mask")
+        cache, angles, mask = (
+            kwargs.get("past_key_values"),
+            kwargs.get("position_embeddings"),
+            kwargs.get("attention_mask"),
+        )
         seen = self.step.taken
         if seen is None or seen[0] is not angles or seen[1]() is not cache or seen[2] is not mask or seen[3] != x.shape or seen[4] != len(kwargs):
-            if not isinstance(cache, KVCache) or angles is None or not isinstance(mask, Tensor) or mask.ndim != 4 or not kwargs.keys() <= _KNOWN or kwargs.get("output_attentions"): return False
+            if not isinstance(cache, KVCache) or angles is None or not isinstance(mask, Tensor) or mask.ndim != 4 or not kwargs.keys() <= _KNOWN or kwargs.get("output_attentions"):
+                return False
             if not _fit(x) or angles[0].ndim != 3: return False
             self.step.taken = angles, weakref.ref(cache), mask, x.shape, len(kwargs)      # (a cache is not kept alive)
             self.step.one = x.shape[:2] == (1, 1) and x.device.type == "cpu" and _ops(self.step, x) is _Torch
         if angles[0].shape[2] != self.D or not _untouched(self.watch): return False
         if _ops(self.step, x) is _Torch: return True
         kept, span = cache.layers[self.layer], cache.span
-        return kept.is_initialized and kept.dtype == x.dtype and span.rows is not None and not span.plain and (self.window is None or x.shape[1] == 1) and _plain_rows(self.step, span)
+        return (
+            kept.is_initialized
+            and kept.dtype == x.dtype
+            and span.rows is not None
+            and not span.plain
+            and (self.window is None or x.shape[1] == 1)
+            and _plain_rows(self.step, span)
+        )
 
     def run(self, x, shape, kwargs, residual=None, norm=None): # as of a gated MLP
         ops = _ops(self.step, x)
         attend = _attend_torch if ops is _Torch else _attend_triton
-        qkv = ops.ending(self.qkv, x, soon=tuple(shape) == (1, 1)) if isinstance(x, _Ahead) else self.qkv(x, shape)                  # attention reads older keys meanwhile
-        y = attend(self, self.step, qkv, *kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"])
+        # attention reads older keys meanwhile
+        qkv = ops.ending(self.qkv, x, soon=tuple(shape) == (1, 1)) if isinstance(x, _Ahead) else self.qkv(x, shape)
+        y = attend(
+            self, self.step, qkv, *kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"]
+        )
         return self.o(y, shape) if norm is None else ops.through(self.o, y, residual, norm)
     def __call__(self, args, kwargs):
         x = args[0] if args else kwargs.get("hidden_states")
-        return (self.run(x.flatten(0, 1), x.shape[:2], kwargs).view(*x.shape[:2], -1), None) if len(args) <= 1 and self.takes(x, kwargs) else None
+        return (
+            (self.run(x.flatten(0, 1), x.shape[:2], kwargs).view(*x.shape[:2], -1), None)
+            if len(args) <= 1 and self.takes(x, kwargs)
+            else None
+        )
 
 # %% ../../nbs/40_infer/11_fused.ipynb #5a0f7c21
 class _AnglesPart(_Part):
     "Cosines and sines of few positions"
     def __init__(self, module, step): self.module, self.scaling, self.step = module, module.attention_scaling, step
     def __call__(self, args, kwargs):
-        x, positions = (args[0], kwargs["position_ids"]) if len(args) == 1 and kwargs.keys() == {"position_ids"} else args if len(args) == 2 and not kwargs else (None, None)
-        if positions is None or positions.ndim != 2 or positions.is_floating_point() or not 0 < positions.numel() <= 64: return None
-        if _ops(self.step, x) is _Torch or torch.is_autocast_enabled(x.device.type) or not x.device == positions.device == self.module.inv_freq.device: return None
+        x, positions = (
+            (args[0], kwargs["position_ids"])
+            if len(args) == 1 and kwargs.keys() == {"position_ids"}
+            else args
+            if len(args) == 2 and not kwargs
+            else (None, None)
+        )
+        if positions is None or positions.ndim != 2 or positions.is_floating_point() or not 0 < positions.numel() <= 64:
+            return None
+        if _ops(self.step, x) is _Torch or torch.is_autocast_enabled(x.device.type) or not x.device == positions.device == self.module.inv_freq.device:
+            return None
         from bmlab.kernels.triton_attention import rope_angles
         return rope_angles(positions, self.module.inv_freq, x.dtype, self.scaling)
 
@@ -122,27 +173,41 @@ class _Line:
             if not p.lies(): p.bind()
         weights = [(n.module._parameters, "weight", n.module._parameters["weight"]) for n in norms]
         self.at = [(place, n) for p in self.products for place, n, _ in p.at] + [(place, n) for place, n, _ in weights]
-        self.pointers = [place[n].data_ptr() for place, n in self.at]                         # (weights are not kept alive)
+        # (weights are not kept alive)
+        self.pointers = [place[n].data_ptr() for place, n in self.at]
         self.same = [same for p in self.products for same in p.same] + weights
         watch = block.watch + [w for p in self.products for w in p.watch]
-        self.modules, self.classes, self.dicts = [m for m, _ in watch], [c for _, c in watch], [m.__dict__ for m, _ in watch]
-        read = [t for _, _, t in weights] + [t for p in self.products for n, t in (p.joined or {}).items() if n == "scale"]
+        self.modules, self.classes, self.dicts = (
+            [m for m, _ in watch],
+            [c for _, c in watch],
+            [m.__dict__ for m, _ in watch],
+        )
+        read = [t for _, _, t in weights] + [
+            t for p in self.products for n, t in (p.joined or {}).items() if n == "scale"
+        ]
         self.fit = all(p.joined is not None for p in self.products) and not any(t.is_inference() for t in read)
         self.read = read if self.fit else ()
         self.versions = [t._version for t in self.read]
         if not self.fit: return
         for p in self.products: p.fn = p.function(dtype, "cpu")
         self.norms = [(n.doubled(dtype)[0].view(2, -1), n.eps) for n in norms]
-        self.shape, self.sign = self.norms[0][0].shape, norms[0].doubled(dtype)[1]                              # (2, D); (2, 1)
+        # (2, D); (2, 1)
+        self.shape, self.sign = self.norms[0][0].shape, norms[0].doubled(dtype)[1]
         self.heads = (a.H, a.Hk, a.Hk)
-        self.pairs, self.rows, self.groups = (1, sum(self.heads), 2, a.D // 2), (1, sum(self.heads), 1, a.D), (1, a.Hk, a.H // a.Hk, a.D)
+        self.pairs, self.rows, self.groups = (
+            (1, sum(self.heads), 2, a.D // 2),
+            (1, sum(self.heads), 1, a.D),
+            (1, a.Hk, a.H // a.Hk, a.D),
+        )
 
     def lies(self):
         "Is all that is read where it was, and what it was?"
-        if [place[n].data_ptr() for place, n in self.at] != self.pointers or [t._version for t in self.read] != self.versions: return False
+        if [place[n].data_ptr() for place, n in self.at] != self.pointers or [t._version for t in self.read] != self.versions:
+            return False
         for place, n, t in self.same:
             if place[n] is not t: return False
-        return not self.fit or all([p.fn for p in self.products])                             # none was forgotten or bound anew
+        # none was forgotten or bound anew
+        return not self.fit or all([p.fn for p in self.products])
 
     def untouched(self):
         "As `_untouched`; what is looked at has left the processor's cache since the last token, so it is as little as can be"
@@ -157,7 +222,8 @@ class _Line:
 
     def __call__(self, x, step, kwargs): # (1, 1, D) → the same
         (qkv, o, up, down), sign, sandwich, known = self.products, self.sign, len(self.norms) == 4, step.stream
-        pair = known[1] if known is not None and known[0] is x and known[2] == x._version else x * sign                          # (1, 2, D)
+        # (1, 2, D)
+        pair = known[1] if known is not None and known[0] is x and known[2] == x._version else x * sign
         y = qkv.fn(self.norm(pair, 0))
         y = o.fn(_attend_one(self, y, step, kwargs))
         if sandwich: y = self.norm(y.unsqueeze(1) * sign, 1)
@@ -167,7 +233,8 @@ class _Line:
         if sandwich: y = self.norm(y.unsqueeze(1) * sign, 3)
         pair = torch.addcmul(pair, y, sign)
         out = pair.narrow(1, 0, 1)
-        step.stream = None if out.is_inference() else (out, pair, out._version)              # (what changes `out` is seen)
+        # (what changes `out` is seen)
+        step.stream = None if out.is_inference() else (out, pair, out._version)
         return out
 
 # %% ../../nbs/40_infer/11_fused.ipynb #d9683ee9
@@ -175,9 +242,16 @@ class _BlockPart(_Part):
     "x + attention(norm(x)), then x + mlp(norm(x)); `sandwich`: with a norm behind attention and mlp too"
     def __init__(self, block, step):
         self.attention, self.mlp, self.step = block.self_attn._fused, block.mlp._fused, step
-        names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+        names = (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        )
         self.norms = [block._modules[n]._fused.norm for n in names if n in block._modules]
-        inside = [m for n, m in block._modules.items()] + ([self.mlp.module] if isinstance(self.mlp.module, nn.Module) else [])
+        inside = [m for n, m in block._modules.items()] + (
+            [self.mlp.module] if isinstance(self.mlp.module, nn.Module) else []
+        )
         self.products = self.attention.qkv, self.attention.o, self.mlp.up, self.mlp.down
         self.watch, self.line, self.then = [(m, type(m)) for m in inside], None, None       # then: the block behind it
 
@@ -185,7 +259,11 @@ class _BlockPart(_Part):
 
     def alone(self):
         "Is its first norm where it will be? (A weight that streams comes later)"
-        return len(self.norms) == 2 and _untouched(self.watch) and not hasattr(self.norms[0].module._parameters["weight"], "_bmlab_home")
+        return (
+            len(self.norms) == 2
+            and _untouched(self.watch)
+            and not hasattr(self.norms[0].module._parameters["weight"], "_bmlab_home")
+        )
 
     def one(self, x, kwargs):
         "One token of one row on a CPU; None: something is in its way"
@@ -203,15 +281,20 @@ class _BlockPart(_Part):
         ops, whole, shape, norms, mlp = _ops(self.step, x), x.shape, x.shape[:2], self.norms, self.mlp
         ahead = self.step.ahead_of(x, self)
         x = x.flatten(0, 1)                                                                   # (B·M, D)
-        y = ahead or (ops.weighed(x, norms[0]) if len(norms) == 2 and ops.leads(x, self.attention.qkv) else ops.norm(x, norms[0]))   # the same bits, whoever was before
+        y = ahead or (
+            ops.weighed(x, norms[0]) if len(norms) == 2 and ops.leads(x, self.attention.qkv) else ops.norm(x, norms[0])
+        )  # the same bits, whoever was before
         if len(norms) == 4:
             y, x = ops.norm(ops.norm(self.attention.run(y, shape, kwargs), norms[1]), norms[2], x)
             return (x + ops.norm(mlp.run(y, shape), norms[3])).view(whole)
-        if ops.leads(x, self.attention.o, mlp.up): y = self.attention.run(y, shape, kwargs, x, norms[1]); x = y.rows
+        if ops.leads(x, self.attention.o, mlp.up):
+            y = self.attention.run(y, shape, kwargs, x, norms[1])
+            x = y.rows
         else: y, x = ops.norm(self.attention.run(y, shape, kwargs), norms[1], x)
         behind = self.then and self.then()
         then = None if behind is None else behind.__dict__.get("_fused")
-        if not isinstance(then, _BlockPart) or x.is_inference() or not ops.leads(x, mlp.down, then.attention.qkv) or not then.alone(): return mlp.run(y, shape, x).view(whole)
+        if not isinstance(then, _BlockPart) or x.is_inference() or not ops.leads(x, mlp.down, then.attention.qkv) or not then.alone():
+            return mlp.run(y, shape, x).view(whole)
         y = mlp.run(y, shape, x, then.norms[0])
         return self.step.go_ahead(y.rows.view(whole), y, then)
 
@@ -221,20 +304,41 @@ def _fused_class(base):
     "The subclass of `base` that tries its part first"
     def forward(self, *args, **kwargs):
         part = self.__dict__.get("_fused")
-        out = None if part is None or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not part.placed(self) else part(args, kwargs)
+        out = (
+            None
+            if part is None
+            or self.training
+            or torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or not part.placed(self)
+            else part(args, kwargs)
+        )
         return base.forward(self, *args, **kwargs) if out is None else out
     def __reduce_ex__(self, protocol): return _empty, (base,), {k: v for k, v in self.__dict__.items() if k != "_fused"}
     def moved(self): None if (part := self.__dict__.get("_fused")) is None else part.forget()
-    return type(f"Fused{base.__name__}", (base,), {"forward": forward, "__reduce_ex__": __reduce_ex__, "_bmlab_moved": moved, "_bmlab_fused": base, "__module__": __name__})
+    return type(
+        f"Fused{base.__name__}",
+        (base,),
+        {
+            "forward": forward,
+            "__reduce_ex__": __reduce_ex__,
+            "_bmlab_moved": moved,
+            "_bmlab_fused": base,
+            "__module__": __name__,
+        },
+    )
 
 def _is_fused(model): return any("_bmlab_fused" in type(m).__dict__ for m in model.modules())
 
 def _empty(cls): return cls.__new__(cls)
 
-def _places(module, part): # (the children of somebody, a name, who it is) for all that is read inside but for what lies in a linear layer
+# (the children of somebody, a name, who it is) for all that is read inside but for what lies in a linear layer
+def _places(module, part):
     if _own_class(module) in _LINEARS: return []
     read = [(n, m) for n, m in module._modules.items() if n != "_deltas" and (part is None or part.reads(m))]
-    return [(module._modules, n, m) for n, m in read] + [p for _, m in read if m is not None for p in _places(m, m.__dict__.get("_fused"))]
+    return [(module._modules, n, m) for n, m in read] + [
+        p for _, m in read if m is not None for p in _places(m, m.__dict__.get("_fused"))
+    ]
 
 def _swap(module, part):
     part.of, part.places = id(module), _places(module, part)
@@ -255,7 +359,8 @@ def _linears(module, names):
     found = [module._modules[n] for n in names]
     for n, m in zip(names, found):
         if _own_class(m) not in _LINEARS: raise _Unfit(f"{n} is a {type(m).__name__}")
-        if _own_class(m) is not _own_class(found[0]): raise _Unfit(f"{names[0]} is a {_own_class(found[0]).__name__}, {n} a {_own_class(m).__name__}")
+        if _own_class(m) is not _own_class(found[0]):
+            raise _Unfit(f"{names[0]} is a {_own_class(found[0]).__name__}, {n} a {_own_class(m).__name__}")
     return found
 
 def _number(module, name, kind):
@@ -272,12 +377,14 @@ def _fused_part(module, name):
 
 # %% ../../nbs/40_infer/11_fused.ipynb #0fc91463
 def _make_angles(module, step, width, rule):
-    if (kind := _number(module, "rope_type", str)) not in ("default", "linear", "llama3", "yarn"): raise _Unfit(f"its angles, {kind!r}, follow the length of the text")
+    if (kind := _number(module, "rope_type", str)) not in ("default", "linear", "llama3", "yarn"):
+        raise _Unfit(f"its angles, {kind!r}, follow the length of the text")
     _number(module, "attention_scaling", float)
     return _AnglesPart(module, step)
 
 def _make_norm(module, step, width, rule):
-    if not any(isinstance(getattr(module, n, None), float) for n in ("variance_epsilon", "eps")): raise _Unfit("it names no epsilon")
+    if not any(isinstance(getattr(module, n, None), float) for n in ("variance_epsilon", "eps")):
+        raise _Unfit("it names no epsilon")
     x = torch.randn(3, len(module.weight), generator=torch.Generator().manual_seed(0)).to(module.weight)
     try: want = type(module).forward(module, x)
     except Exception as e: raise _Unfit(f"it does not take hidden states alone: {type(e).__name__}: {e}")
@@ -286,35 +393,51 @@ def _make_norm(module, step, width, rule):
 
 def _make_gated(module, step, width, rule):
     inner, down = next((i, d) for i, d in GATED if module._modules.keys() >= {*i, d})
-    act = next((a for n in ("act_fn", "act", "activation_fn", "activation") if callable(a := getattr(module, n, None))), None)
+    act = next(
+        (a for n in ("act_fn", "act", "activation_fn", "activation") if callable(a := getattr(module, n, None))), None
+    )
     if act is None: raise _Unfit("it names no activation")
     return _GatedPart(_linears(module, inner), *_linears(module, (down,)), act, step)
 
 def _make_attention(module, step, width, rule):
     _linears(module, ("q_proj", "k_proj", "v_proj")), _linears(module, ("o_proj",))
     if own := [n for n, p in module._parameters.items() if p is not None]: raise _Unfit(f"it has {own[0]} of its own")
-    if more := module._modules.keys() - {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "_deltas"}: raise _Unfit(f"it has a {min(more)}")
+    if more := module._modules.keys() - {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "_deltas"}:
+        raise _Unfit(f"it has a {min(more)}")
     if getattr(module, "attn_logit_softcapping", None) is not None: raise _Unfit("it caps its scores")
-    D = _number(module, "head_dim", int); _number(module, "layer_idx", int); _number(module, "scaling", float)
+    D = _number(module, "head_dim", int)
+    _number(module, "layer_idx", int)
+    _number(module, "scaling", float)
     if width not in (None, D): raise _Unfit(f"it turns {width} of {D} entries of a head")
     if rule is None: raise _Unfit("its mask is not known")
-    if rule.get("chunk") and step.kernels != "torch" and (step.kernels or module.q_proj.weight.is_cuda): raise _Unfit("its mask is in chunks")
+    if rule.get("chunk") and step.kernels != "torch" and (step.kernels or module.q_proj.weight.is_cuda):
+        raise _Unfit("its mask is in chunks")
     norms = [_fused_part(module, n).norm for n in ("q_norm", "k_norm")] if "q_norm" in module._modules else None
-    if norms and (any(len(n.module.weight) != D for n in norms) or (norms[0].eps, norms[0].offset) != (norms[1].eps, norms[1].offset)): raise _Unfit("its norms are not of one head each")
+    if norms and (any(len(n.module.weight) != D for n in norms) or (norms[0].eps, norms[0].offset) != (norms[1].eps, norms[1].offset)):
+        raise _Unfit("its norms are not of one head each")
     return _AttentionPart(module, norms, rule.get("window"), step)
 
 def _make_block(module, step, width, rule):
     norms = {"input_layernorm", "post_attention_layernorm"}
-    if "pre_feedforward_layernorm" in module._modules: norms |= {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+    if "pre_feedforward_layernorm" in module._modules:
+        norms |= {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
     for n in ("self_attn", "mlp", *sorted(norms)): _fused_part(module, n)
     if more := module._modules.keys() - norms - {"self_attn", "mlp"}: raise _Unfit(f"it has a {min(more)}")
-    if not isinstance(module.self_attn._fused, _AttentionPart) or not isinstance(module.mlp._fused, _GatedPart): raise _Unfit("its parts are of another kind")
+    if not isinstance(module.self_attn._fused, _AttentionPart) or not isinstance(module.mlp._fused, _GatedPart):
+        raise _Unfit("its parts are of another kind")
     return _BlockPart(module, step)
 
-_MAKE = {"angles": _make_angles, "norm": _make_norm, "gated MLP": _make_gated, "attention": _make_attention, "block": _make_block}      # in the order in which they stand on each other
+_MAKE = {
+    "angles": _make_angles,
+    "norm": _make_norm,
+    "gated MLP": _make_gated,
+    "attention": _make_attention,
+    "block": _make_block,
+}  # in the order in which they stand on each other
 
 # %% ../../nbs/40_infer/11_fused.ipynb #9719fa93
-_MOST = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.03}   # difference, relative, that rounding explains
+# difference, relative, that rounding explains
+_MOST = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.03}
 
 def _difference(got, want): return ((got - want).float().norm() / want.float().norm().clamp_min(1e-30)).item()
 
@@ -334,7 +457,8 @@ def _try_angles(module, part, kind, facts, rule, like):
     "Largest difference of cosines and sines; near, and far into a text"
     positions = torch.tensor([[0, 1, 77], [500, 3001, 60000]], device=module.inv_freq.device)
     got, want = part((like, positions), {}), module(like, positions)
-    if got[0].shape != want[0].shape or got[0].dtype != want[0].dtype: raise _Unfit(f"it gives {tuple(want[0].shape)} {want[0].dtype}")
+    if got[0].shape != want[0].shape or got[0].dtype != want[0].dtype:
+        raise _Unfit(f"it gives {tuple(want[0].shape)} {want[0].dtype}")
     return max(map(_difference, got, want))
 
 def _try_cached(module, part, kind, facts, rule, like):
@@ -345,25 +469,50 @@ def _try_cached(module, part, kind, facts, rule, like):
     for held, M in (([5, 2], 2), ([4, 4], 1), ([far, 3], 1), ([5], 1), ([far], 1)):
         caches, rows = [], len(held)
         for _ in range(2):
-            cache = KVCache(None, rows, max(held) + 4, x_like.dtype, x_like.device, shapes=[None] * layer + [(attention.Hk, attention.D, attention.D)])
+            cache = KVCache(
+                None,
+                rows,
+                max(held) + 4,
+                x_like.dtype,
+                x_like.device,
+                shapes=[None] * layer + [(attention.Hk, attention.D, attention.D)],
+            )
             draw = torch.Generator().manual_seed(1)
             for t in cache.layers[layer].stores(): t.copy_(torch.randn(t.shape, generator=draw))
-            cache.set_lengths(held); cache.select(rows, M); caches.append(cache)
+            cache.set_lengths(held)
+            cache.select(rows, M)
+            caches.append(cache)
         turn = torch.rand(rows, M, attention.D // 2, generator=draw).repeat(1, 1, 2).to(x_like) * 6
         span, x = caches[0].span, x_like[:rows, :M]
         mask = facts.shown(attention_mask(span, **rule), x.dtype)
-        kwargs = dict(attention_mask=mask, position_embeddings=(turn.cos(), turn.sin()), position_ids=span.positions, use_cache=True)
-        got, want = part((x,), kwargs | dict(past_key_values=caches[0])), _own_forward(module, x, **kwargs, past_key_values=caches[1])
+        kwargs = dict(
+            attention_mask=mask,
+            position_embeddings=(turn.cos(), turn.sin()),
+            position_ids=span.positions,
+            use_cache=True,
+        )
+        got, want = (
+            part((x,), kwargs | dict(past_key_values=caches[0])),
+            _own_forward(module, x, **kwargs, past_key_values=caches[1]),
+        )
         if got is None: continue
         stores, ran = zip(*(c.layers[layer].stores() for c in caches)), ran + 1
-        worst = max([worst, _difference(got[0] if kind == "attention" else got, want)] + [_difference(a, b) for a, b in stores])
+        worst = max(
+            [worst, _difference(got[0] if kind == "attention" else got, want)] + [_difference(a, b) for a, b in stores]
+        )
     return worst
 
 # %% ../../nbs/40_infer/11_fused.ipynb #b8b36bd6
 def _signature(module, rule):
     "What two modules share if one's proof holds for the other"
-    plain = lambda m: tuple((k, v) for k, v in sorted(m.__dict__.items()) if isinstance(v, (int, float, str, bool, type(None))) and k not in ("layer_idx", "training"))
-    shapes = lambda m: tuple((n, tuple(t.shape), t.dtype) for d in (m._parameters, m._buffers) for n, t in d.items() if t is not None)
+    plain = lambda m: tuple(
+        (k, v)
+        for k, v in sorted(m.__dict__.items())
+        if isinstance(v, (int, float, str, bool, type(None))) and k not in ("layer_idx", "training")
+    )
+    shapes = lambda m: tuple(
+        (n, tuple(t.shape), t.dtype) for d in (m._parameters, m._buffers) for n, t in d.items() if t is not None
+    )
     return repr(rule), tuple((n, _own_class(m), plain(m), shapes(m)) for n, m in module.named_modules())
 
 def _rule(module, facts):
@@ -376,10 +525,15 @@ def _rule(module, facts):
 
 def _join(module, form):
     "Bring the siblings' weights into one storage"
-    names = ("q_proj", "k_proj", "v_proj") if form == "attention" else next(i for i, d in GATED if module._modules.keys() >= {*i, d})
+    names = (
+        ("q_proj", "k_proj", "v_proj")
+        if form == "attention"
+        else next(i for i, d in GATED if module._modules.keys() >= {*i, d})
+    )
     siblings = [module._modules[n] for n in names]
     if len(siblings) > 1 and _Product(*siblings).joined is None:
-        with contextlib.suppress(TypeError, ValueError): join_packed(siblings)                # those of unequal kinds stay apart
+        # those of unequal kinds stay apart
+        with contextlib.suppress(TypeError, ValueError): join_packed(siblings)
 
 # %% ../../nbs/40_infer/11_fused.ipynb #ca0de642
 def _fuse_one(module, form, step, facts, width, like, proofs, join):
@@ -392,11 +546,16 @@ def _fuse_one(module, form, step, facts, width, like, proofs, join):
         if join: _join(module, form)
     part, key = _MAKE[form](module, step, width, rule), (form, _signature(module, rule))
     if key not in proofs:
-        try: proofs[key] = {"angles": _try_angles, "attention": _try_cached, "block": _try_cached}.get(form, _try_rows)(module, part, form, facts, rule, like)
+        try:
+            proofs[key] = {"angles": _try_angles, "attention": _try_cached, "block": _try_cached}.get(form, _try_rows)(
+                module, part, form, facts, rule, like
+            )
         except torch.OutOfMemoryError: raise
-        except Exception as e: proofs[key] = e if isinstance(e, _Unfit) else _Unfit(f"the trial failed: {type(e).__name__}: {e}")
+        except Exception as e:
+            proofs[key] = e if isinstance(e, _Unfit) else _Unfit(f"the trial failed: {type(e).__name__}: {e}")
     if isinstance(proofs[key], _Unfit): raise proofs[key]
-    if not proofs[key] <= (most := _MOST.get(like.dtype, 1e-4)): raise _Unfit(f"its results differ by {proofs[key]:.2g}, more than {most:g}")
+    if not proofs[key] <= (most := _MOST.get(like.dtype, 1e-4)):
+        raise _Unfit(f"its results differ by {proofs[key]:.2g}, more than {most:g}")
     _swap(module, part)
 
 class Fused:
@@ -415,17 +574,31 @@ class Fused:
 
     def join(self)->int: # products of several layers that lie together now
         "Bring weights together again, after the model was moved or weights were loaded; not while they stream."
-        if "_bmlab_streamer" in self.model.__dict__: raise RuntimeError("weights of a streaming model stay where they are; close() the streamer first")
-        products = [(m, p) for m in self._swapped if (p := {_AttentionPart: "qkv", _GatedPart: "up"}.get(type(m._fused)))]
-        products = [(m, p) for m, p in products if m._fused.placed(m) and all(_own_class(l) is cls for l, cls in getattr(m._fused, p).watch)]        # (others are not read any more)
-        for m, p in products: _join(m, "attention" if p == "qkv" else "gated MLP"); getattr(m._fused, p).bind()
-        return sum(getattr(m._fused, p).joined is not None and len(getattr(m._fused, p).modules) > 1 for m, p in products)
+        if "_bmlab_streamer" in self.model.__dict__:
+            raise RuntimeError("weights of a streaming model stay where they are; close() the streamer first")
+        products = [
+            (m, p) for m in self._swapped if (p := {_AttentionPart: "qkv", _GatedPart: "up"}.get(type(m._fused)))
+        ]
+        products = [
+            (m, p)
+            for m, p in products
+            if m._fused.placed(m) and all(_own_class(l) is cls for l, cls in getattr(m._fused, p).watch)
+        ]  # (others are not read any more)
+        for m, p in products:
+            _join(m, "attention" if p == "qkv" else "gated MLP")
+            getattr(m._fused, p).bind()
+        return sum(
+            getattr(m._fused, p).joined is not None and len(getattr(m._fused, p).modules) > 1 for m, p in products
+        )
 
     @property
     def counts(self)->pd.DataFrame: # form × (fused, left)
         "How many modules of each form were fused, and how many were left."
         return self.table.assign(left=~self.table.fused).groupby("form", sort=False)[["fused", "left"]].sum()
-    def __repr__(self): return f"{self.counts}" + "".join(f"\n{c}: {w}" for c, w in dict.fromkeys(zip(self.table["class"], self.table.why)) if w)
+    def __repr__(self):
+        return f"{self.counts}" + "".join(
+            f"\n{c}: {w}" for c, w in dict.fromkeys(zip(self.table["class"], self.table.why)) if w
+        )
 
 # %% ../../nbs/40_infer/11_fused.ipynb #4399fe23
 @torch.no_grad()
@@ -440,28 +613,33 @@ def fuse_decode(
     model = unwrap(model)
     tensors = [t for t in (*model.parameters(), *model.buffers())]
     if not any(t.is_floating_point() for t in tensors): raise ValueError(f"{type(model).__name__} has no weights")
-    if any(t.is_meta for t in tensors): raise ValueError("model is on the meta device, where nothing can be proven; load its weights first")
+    if any(t.is_meta for t in tensors):
+        raise ValueError("model is on the meta device, where nothing can be proven; load its weights first")
     if _is_fused(model): raise ValueError("model is fused already; undo() that first")
     if "_bmlab_streamer" in model.__dict__: raise ValueError("the model's weights stream; fuse it before")
     try: facts = _Facts(model)
-    except (AttributeError, NotImplementedError, ValueError): facts = None        # no language model of transformers: norms and MLPs alone
+    except (AttributeError, NotImplementedError, ValueError): facts = None  # no language model of transformers: norms and MLPs alone
     like = next(t for t in tensors if t.is_floating_point()).new_empty(0, dtype=getattr(model, "dtype", None))
     turned = next((2 * len(b) for n, b in model.named_buffers() if n.endswith("inv_freq")), None)
     modes, step, proofs, rows, swapped = [(m, m.training) for m in model.modules()], _Step(kernels, {}), {}, [], []
     forms, modules = fusable(model) if forms is None else forms, dict(parts(model))
     model.eval()
     for form in _MAKE:
-        if form == "angles" and _ops(step, like) is _Torch: continue                          # (their many small kernels are a GPU's trouble)
+        # (their many small kernels are a GPU's trouble)
+        if form == "angles" and _ops(step, like) is _Torch: continue
         for name, m in modules.items():
             if forms.get(name) != form: continue
             why = ""
-            try: _fuse_one(m, form, step, facts, turned, like, proofs, join); swapped.append(m)
+            try:
+                _fuse_one(m, form, step, facts, turned, like, proofs, join)
+                swapped.append(m)
             except _Unfit as e: why = str(e)
             cls = type(m).__dict__.get("_bmlab_fused", type(m))
             rows.append({"name": name, "form": form, "class": cls.__name__, "fused": not why, "why": why})
     for m, mode in modes: m.training = mode
     for layers in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
         for m, behind in zip(layers, list(layers)[1:]):
-            if all(isinstance(b.__dict__.get("_fused"), _BlockPart) for b in (m, behind)): m._fused.then = weakref.ref(behind)
+            if all(isinstance(b.__dict__.get("_fused"), _BlockPart) for b in (m, behind)):
+                m._fused.then = weakref.ref(behind)
     changed(model)
     return Fused(model, pd.DataFrame(rows, columns=["name", "form", "class", "fused", "why"]), swapped)

@@ -27,7 +27,8 @@ class Slab:
         self.file, self.offset, self._unlock = file, offset, None
         if file is None: self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
-            os.posix_fallocate(file.fileno(), offset, nbytes)           # a full disk is an error here, not a bus error later
+            # a full disk is an error here, not a bus error later
+            os.posix_fallocate(file.fileno(), offset, nbytes)
             self.memory = mmap.mmap(file.fileno(), nbytes, offset=offset)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
     def lock(self):
@@ -35,14 +36,21 @@ class Slab:
         if self._unlock is not None or self.file is not None: return
         address = self.bytes.data_ptr()
         if code := int(torch.cuda.cudart().cudaHostRegister(address, len(self.bytes), 0)):
-            raise MemoryError(f"the driver refused to page-lock {format_bytes(len(self.bytes))} of host memory (error {code}); stream fewer blocks, or use store='mmap'")
+            raise MemoryError(
+                f"the driver refused to page-lock {format_bytes(len(self.bytes))} of host memory (error {code}); "
+                "stream fewer blocks, or use store='mmap'"
+            )
         self._unlock = weakref.finalize(self, _unregister, address, self.memory)
     def unlock(self):
         "Let the memory be paged again"
-        if self._unlock is not None: self._unlock(); self._unlock = None
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
     def settle(self):
         "Let the system write a file's pages and forget them"
-        if self.file is not None: self.memory.flush(); self.memory.madvise(mmap.MADV_DONTNEED)
+        if self.file is not None:
+            self.memory.flush()
+            self.memory.madvise(mmap.MADV_DONTNEED)
 
 def _file(folder):
     "A file without a name: it is gone with its last user, however that ends"
@@ -75,7 +83,9 @@ class SlabReader:
                 part = target[start:start + size]
                 _read(slab, start, memoryview(self.buffers[k].memory)[:len(part)])
                 part.copy_(self.buffers[k].bytes[:len(part)], non_blocking=True)
-                if self.cuda: self.events[k] = torch.cuda.Event(); self.events[k].record(stream)
+                if self.cuda:
+                    self.events[k] = torch.cuda.Event()
+                    self.events[k].record(stream)
             return self.events[self.turn]
     def close(self):
         self.thread.shutdown()
@@ -86,7 +96,11 @@ def _read(slab, start, into):
     done = 0
     while done < len(into):
         n = os.preadv(slab.file.fileno(), [into[done:]], slab.offset + start + done)
-        if n == 0: raise EOFError(f"the file of the streamed blocks ends after {format_bytes(slab.offset + start + done)}; was it truncated?")
+        if n == 0:
+            raise EOFError(
+                f"the file of the streamed blocks ends after {format_bytes(slab.offset + start + done)}; was it "
+                "truncated?"
+            )
         done += n
 
 # %% ../../nbs/40_infer/08_links.ipynb #5fd6c5d4
@@ -102,37 +116,52 @@ class SimulatedLink:
         bytes_per_s:float=12e9,         # host to device
         memory_bytes_per_s:float=1e12,  # at which the device reads a block while it computes
         latency_s:float=10e-6,          # seconds before a copy's first byte
-        order:str="late",               # a copy arrives when it is waited for; "early": at once; "random": at some moment between
+        order:str="late",               # a copy arrives when it is waited for; "early": at once; "random": at some
+                                        # moment between
         seed:int=0,                     # of "random"
     ):
-        if not min(bytes_per_s, memory_bytes_per_s) > 0: raise ValueError(f"bytes_per_s={bytes_per_s!r}, memory_bytes_per_s={memory_bytes_per_s!r}: both are above 0")
+        if not min(bytes_per_s, memory_bytes_per_s) > 0:
+            raise ValueError(
+                f"bytes_per_s={bytes_per_s!r}, memory_bytes_per_s={memory_bytes_per_s!r}: both are above 0"
+            )
         if order not in ("late", "early", "random"): raise ValueError(f"order={order!r}: 'late', 'early' or 'random'")
-        self.bytes_per_s, self.memory_bytes_per_s, self.latency_s, self.order = bytes_per_s, memory_bytes_per_s, latency_s, order
+        self.bytes_per_s, self.memory_bytes_per_s, self.latency_s, self.order = (
+            bytes_per_s,
+            memory_bytes_per_s,
+            latency_s,
+            order,
+        )
         self.chance, self.rows = random.Random(seed), deque(maxlen=100_000)
     def open(self, slots, reader):
         _claim_link(self)
         self.reader, self.now, self.busy_until, self.pending, self.failed = reader, 0.0, 0.0, [], {}
         self.ready, self.free = [0.0] * len(slots), [0.0] * len(slots)
     def start(self, slot, target, slab, name):
-        target.fill_(0xFF); self.failed.pop(slot, None)          # NaN in every float format, -1 in integers
+        target.fill_(0xFF)
+        self.failed.pop(slot, None)  # NaN in every float format, -1 in integers
         begin = max(self.busy_until, self.now, self.free[slot])
         self.busy_until = self.ready[slot] = end = begin + self.latency_s + len(target) / self.bytes_per_s
         self.rows.append(("copy", name, slot, begin, end))
         self.pending.append((slot, target, slab))
-        while self.pending and (self.order == "early" or self.order == "random" and self.chance.random() < 0.5): self._carry(self.chance.choice(self.pending)[0])
+        while self.pending and (self.order == "early" or self.order == "random" and self.chance.random() < 0.5):
+            self._carry(self.chance.choice(self.pending)[0])
     def _carry(self, slot):
         "Bring what was started for one slot"
         mine = [job for job in self.pending if job[0] == slot]
         self.pending = [job for job in self.pending if job[0] != slot]
         try:
-            for _, target, slab in mine: target.copy_(slab.bytes) if self.reader is None else self.reader.submit(slab, target).result()
+            for _, target, slab in mine:
+                target.copy_(slab.bytes) if self.reader is None else self.reader.submit(slab, target).result()
         except Exception as e: self.failed[slot] = e             # whoever waits for it is told
     def wait(self, slot, name):
         self._carry(slot)
         if slot in self.failed: raise self.failed.pop(slot)
-        if self.ready[slot] > self.now: self.rows.append(("wait", name, slot, self.now, self.ready[slot])); self.now = self.ready[slot]
+        if self.ready[slot] > self.now:
+            self.rows.append(("wait", name, slot, self.now, self.ready[slot]))
+            self.now = self.ready[slot]
     def release(self, slot, name, nbytes):
-        self.compute(name, nbytes, slot); self.free[slot] = self.now
+        self.compute(name, nbytes, slot)
+        self.free[slot] = self.now
     def compute(self, name, nbytes, slot=None):
         begin, self.now = self.now, self.now + nbytes / self.memory_bytes_per_s
         self.rows.append(("compute", name, slot, begin, self.now))
@@ -159,14 +188,20 @@ class _Copies:
     def _current(self): return torch.cuda.current_stream(self.device)
     def _mark(self, stream):
         "A new event each time: one that took part in a capture cannot be used outside"
-        event = torch.cuda.Event(); event.record(stream)
+        event = torch.cuda.Event()
+        event.record(stream)
         return event
     def start(self, slot, target, slab, name):
-        if self.reader is not None: self.ready[slot] = self.reader.submit(slab, target, self.stream, self.free[slot]); return
+        if self.reader is not None:
+            self.ready[slot] = self.reader.submit(slab, target, self.stream, self.free[slot])
+            return
         if self.free[slot] is not None: self.stream.wait_event(self.free[slot])
         with torch.cuda.stream(self.stream):
             again = int(len(target) * self.repeats)
-            while again > 0: n = min(again, len(target)); target[:n].copy_(slab.bytes[:n], non_blocking=True); again -= n
+            while again > 0:
+                n = min(again, len(target))
+                target[:n].copy_(slab.bytes[:n], non_blocking=True)
+                again -= n
         self.ready[slot] = self._mark(self.stream)
     def wait(self, slot, name):
         if isinstance(self.ready[slot], Future): self.ready[slot] = self.ready[slot].result()
@@ -177,17 +212,25 @@ class _Copies:
 # %% ../../nbs/40_infer/08_links.ipynb #9e139932
 def _copy_rate(target):
     "Bytes per second of a page-locked copy to a GPU, measured"
-    slab = Slab(len(target)); slab.lock()
+    slab = Slab(len(target))
+    slab.lock()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-    for m in marks: m.record(); target.copy_(slab.bytes, non_blocking=True)
-    torch.cuda.synchronize(target.device); slab.unlock()
+    for m in marks:
+        m.record()
+        target.copy_(slab.bytes, non_blocking=True)
+    torch.cuda.synchronize(target.device)
+    slab.unlock()
     return len(target) / min(a.elapsed_time(b) for a, b in zip(marks[1:], marks[2:])) * 1e3
 
 # %% ../../nbs/40_infer/08_links.ipynb #466f4c7d
 class GpuLink(_Copies):
     "Copies to a GPU on a stream of their own, ordered by events; legal inside the capture of a CUDA graph."
     def fork(self):
-        if self.reader is not None: raise RuntimeError("store='mmap' copies from a thread, which a CUDA graph cannot hold; decode without a graph, or use store='ram'")
+        if self.reader is not None:
+            raise RuntimeError(
+                "store='mmap' copies from a thread, which a CUDA graph cannot hold; decode without a graph, or use "
+                "store='ram'"
+            )
         self._before, mark = (self.free, self.ready), self._mark(self._current())
         self.stream.wait_event(mark)
         self.free, self.ready = [mark] * len(self.free), [None] * len(self.ready)

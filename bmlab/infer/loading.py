@@ -32,11 +32,14 @@ def model_folder(
     name:str|Path, # a sample, a folder, a GGUF file, or a name on the Hugging Face hub
 )->Path:           # holds config.json and safetensors files
     "The folder of a model's files, fetched or converted if it must be."
-    if not isinstance(name, (str, Path)) or not str(name).strip(): raise TypeError(f"name={name!r}: expected a sample, a folder, a GGUF file or a name on the model hub")
+    if not isinstance(name, (str, Path)) or not str(name).strip():
+        raise TypeError(f"name={name!r}: expected a sample, a folder, a GGUF file or a name on the model hub")
     text, path = str(name), Path(name).expanduser()
     if text in SAMPLES: folder = sample_dir(text)
     elif path.suffix == ".gguf" and path.is_file():
-        stamp = hashlib.sha256(f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
+        stamp = hashlib.sha256(
+            f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}".encode()
+        ).hexdigest()[:12]
         folder = cached(f"gguf-{stamp}", lambda made: convert_gguf(path, made))
     elif path.exists() or isinstance(name, Path) or text.startswith(("/", ".", "~")): folder = path
     else:
@@ -47,7 +50,11 @@ def model_folder(
     for index in folder.glob("*.safetensors.index.json"):
         there = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         gone = sorted(f for f in there if not (folder / f).is_file())
-        if gone: raise OSError(f"{folder} is damaged: {', '.join(gone[:3])} of {len(there)} files {'is' if len(gone) == 1 else 'are'} missing")
+        if gone:
+            raise OSError(
+                f"{folder} is damaged: {', '.join(gone[:3])} of {len(there)} files {'is' if len(gone) == 1 else 'are'} "
+                "missing"
+            )
     return folder
 
 def model_on_meta(
@@ -59,11 +66,18 @@ def model_on_meta(
     config = tf.AutoConfig.from_pretrained(folder)
     dtype = dtype or getattr(config, "dtype", None) or _stored_dtype(folder)
     cls = model_class(config.architectures)
-    with torch.device("meta"): model = getattr(cls, "_from_config", cls.from_config if hasattr(cls, "from_config") else None)(config, dtype=dtype)
-    keep = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ()), *((getattr(model, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else ())]
+    with torch.device("meta"):
+        model = getattr(cls, "_from_config", cls.from_config if hasattr(cls, "from_config") else None)(
+            config, dtype=dtype
+        )
+    keep = [
+        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
+        *((getattr(model, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else ()),
+    ]
     for n, p in model.named_parameters():                             # what the family computes in float32 in any case
         if p.is_floating_point() and any(k in n.split(".") for k in keep): p.data = p.data.float()
-    if (folder / "generation_config.json").is_file() and model.can_generate(): model.generation_config = tf.GenerationConfig.from_pretrained(folder)
+    if (folder / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = tf.GenerationConfig.from_pretrained(folder)
     return model.eval()
 
 def _stored_dtype(folder):
@@ -85,17 +99,28 @@ class _Source:
     def fill(self, names, device, packed=()):
         "Give the modules `names` their weights on a device; those of `packed`, which is going to be packed there, may stay where they are mapped"
         modules = self.places.modules
-        borrow = {id(modules[n]._parameters.get("weight")) for n in packed if n in modules} if torch.device(device).type == "cpu" else ()
-        here = {id(t): t for n in names for t in (*modules[n]._parameters.values(), *modules[n]._buffers.values()) if t is not None and t.is_meta}
+        borrow = (
+            {id(modules[n]._parameters.get("weight")) for n in packed if n in modules}
+            if torch.device(device).type == "cpu"
+            else ()
+        )
+        here = {
+            id(t): t
+            for n in names
+            for t in (*modules[n]._parameters.values(), *modules[n]._buffers.values())
+            if t is not None and t.is_meta
+        }
         rest = {i for i in here if not self.key.get(i)}
         for i, t in here.items():
             if i in rest: continue
             new = self.files.read(self.key[i], ())
-            if i not in borrow or new.dtype != t.dtype: new = torch.empty(t.shape, dtype=t.dtype, device=device).copy_(new)
+            if i not in borrow or new.dtype != t.dtype:
+                new = torch.empty(t.shape, dtype=t.dtype, device=device).copy_(new)
             self.places.put(i, new)
             del self.places.sites[i]
         todo = [n for n in names if self.places.held(n) & rest]
-        if todo and (left := self.places.fill(todo, torch.device(device), zlib.crc32(todo[0].encode()), rest)): raise self.places.unfilled(left)
+        if todo and (left := self.places.fill(todo, torch.device(device), zlib.crc32(todo[0].encode()), rest)):
+            raise self.places.unfilled(left)
     def forget(self, names):
         "Let go of modules that are filled: packing replaces them"
         for n in names:
@@ -115,21 +140,33 @@ class _Loaded:
 # %% ../../nbs/40_infer/12_loading.ipynb #e0e96024
 def _open(folder, dtype, plan, model):
     "(model, source of its weights)"
-    if model is None: model = model_on_meta(folder, dtype); _check_plan(plan, model)
+    if model is None:
+        model = model_on_meta(folder, dtype)
+        _check_plan(plan, model)
     try: return model, _Source(model, folder)
     except (ValueError, FileNotFoundError) as e:
         why = str(e).split("; what both have")[0]
         if "of another shape" in why: raise
         try: whole, _ = load(folder, dtype=dtype or model.dtype, device="cpu")
         except Exception: raise e from None
-        if fresh := getattr(whole, "_bmlab_fresh", ()): raise ValueError(f"{folder} lacks {len(fresh)} weights of {type(whole).__name__}, such as {fresh[0]}") from e
-        _log.warning("%s is loaded as a whole before it is packed, since its files cannot be read block by block: %s", folder, why[:200])
+        if fresh := getattr(whole, "_bmlab_fresh", ()):
+            raise ValueError(
+                f"{folder} lacks {len(fresh)} weights of {type(whole).__name__}, such as {fresh[0]}"
+            ) from e
+        _log.warning(
+            "%s is loaded as a whole before it is packed, since its files cannot be read block by block: %s",
+            folder,
+            why[:200],
+        )
         return whole, _Loaded()
 
 def _check_plan(plan, model):
     if plan is not None and (mine := list(find_blocks(model))) != list(plan.blocks.index):
-        raise ValueError(f"plan={plan.sentence().split(';')[0]!r} is of another model: it has {len(plan.blocks)} blocks, this {type(model).__name__} has {len(mine)}; "
-                         "plan_inference(model_on_meta(name), …) makes one")
+        raise ValueError(
+            f"plan={plan.sentence().split(';')[0]!r} is of another model: it has {len(plan.blocks)} blocks, this "
+            f"{type(model).__name__} has {len(mine)}; "
+            "plan_inference(model_on_meta(name), …) makes one"
+        )
 
 def _mover(plan, device):
     "put(name, module): the device, or the host for what streams and what is gathered there"
@@ -145,18 +182,23 @@ def load_placed(
     plan:InferencePlan|None=None,      # of `plan_inference`, for this model; None: everything on the device
     bits:int|None=None,                # 8 or 4: packed on the way; None: as the plan says
     device:str|torch.device|None=None, # None: cuda if there is one, else cpu
-    put:Callable|None=None,            # (name, module), for each block when it is packed, in order, then each module outside blocks that holds tensors; None: moves it by the plan
+    put:Callable|None=None,            # (name, module), for each block when it is packed, in order, then each module
+                                       # outside blocks that holds tensors; None: moves it by the plan
     dtype:torch.dtype|str|None=None,   # of what is not packed; None: as stored
     group_size:int|None=None,          # of int4; None: as the plan says
     model:nn.Module|None=None,         # of `model_on_meta`, as the plan was made for: it is filled; None: one is made
 )->tuple:                              # (model in eval mode, tokenizer or None)
     "A trained model, filled, packed and placed a block at a time; the host never holds a second copy."
-    device, folder = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"), model_folder(name)
+    device, folder = (
+        torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"),
+        model_folder(name),
+    )
     if bits not in (None, 4, 8): raise ValueError(f"bits={bits!r}: 8, 4, or None")
     if model is not None and dtype is not None:
         raise ValueError(f"dtype={dtype!r} with a model, which has one; give the dtype to model_on_meta")
     asked = plan.settings if plan is not None else {}
-    if bits is not None and asked.get("bits", bits) != bits: raise ValueError(f"bits={bits}, but the plan is for bits={asked['bits']}; leave bits away, or plan again")
+    if bits is not None and asked.get("bits", bits) != bits:
+        raise ValueError(f"bits={bits}, but the plan is for bits={asked['bits']}; leave bits away, or plan again")
     bits, group = bits or asked.get("bits"), group_size or asked.get("group_size", 128)
     model, source = _open(folder, dtype, plan, model)
     try:
@@ -178,8 +220,10 @@ def _fill_all(model, source, plan, bits, group, device, put):
     for n in _to_pack(model, source, plan) if bits else (): todo.setdefault(_block_of(n, home), []).append(n)
     options = dict(group_size=group) if bits == 4 else {}
     for unit, names in units.items():
-        waits = unit in plan.streamed and not (bits and device.type == "cuda")     # packing is work for the GPU: a block that streams comes back packed
-        source.fill(names, "cpu" if waits or not unit else device, todo.get(unit, ())); source.forget(names)
+        # packing is work for the GPU: a block that streams comes back packed
+        waits = unit in plan.streamed and not (bits and device.type == "cuda")
+        source.fill(names, "cpu" if waits or not unit else device, todo.get(unit, ()))
+        source.forget(names)
         if unit in todo: pack_linears(model, bits, modules=dict.fromkeys(todo[unit]), **options)
         if unit: (put or mover)(unit, model.get_submodule(unit))
     for n, m in list(parts(model)):

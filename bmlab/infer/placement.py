@@ -57,7 +57,13 @@ def _block_of(name, blocks):
 def _pieces(w, module, packed, as_int8, bits, group_size):
     "(bits, bytes of each stored tensor) of a weight"
     if packed:
-        k, n = expert_shape(torch.empty(w.shape, device="meta"), module) if len(w.shape) == 3 else w.shape if hasattr(module, "nf") else w.shape[::-1]
+        k, n = (
+            expert_shape(torch.empty(w.shape, device="meta"), module)
+            if len(w.shape) == 3
+            else w.shape
+            if hasattr(module, "nf")
+            else w.shape[::-1]
+        )
         bits = 8 if as_int8 or bits == 4 and not group_for(k, group_size) else bits
         return bits, packed_bytes(math.prod(w.shape) // k, k, bits, group_size)
     for name, stored, _, label in module._bmlab_packed() if hasattr(module, "_bmlab_packed") else ():
@@ -73,9 +79,14 @@ def stored_weights(
     packed:list|None=None, # names of the modules that are going to be packed; None: `packable(model)`
 )->list:                   # of Stored, in module order, buffers at the end
     "Every tensor of a model, as it will be stored."
-    blocks, modules, role = find_blocks(model) if blocks is None else blocks, dict(parts(model, deltas=True)), roles(model)
+    blocks, modules, role = (
+        find_blocks(model) if blocks is None else blocks,
+        dict(parts(model, deltas=True)),
+        roles(model),
+    )
     todo, rows = set(() if not bits else packable(model) if packed is None else packed), list(weights(model))
-    experts = {w.owner for w in rows if len(w.shape) == 3}                                  # (their biases have two dimensions, and stay)
+    # (their biases have two dimensions, and stay)
+    experts = {w.owner for w in rows if len(w.shape) == 3}
     packs = lambda w: w.owner in todo and len(w.shape) >= (3 if w.owner in experts else 2)
     key = lambda w: (w.tied_to or w.name, packs(w))
     with_table = {key(w) for w in rows if packs(w) and hasattr(modules[w.owner], "num_embeddings")}
@@ -84,8 +95,19 @@ def stored_weights(
     for w in rows:
         b, pieces = _pieces(w, modules[w.owner], packs(w), key(w) in with_table, bits, group_size)
         name = first.setdefault(key(w), w.name)
-        out.append(Stored(w.name, w.owner, _block_of(w.owner, blocks), b, pieces if name == w.name else (), math.prod(w.shape), role.get(w.owner, role.get(w.name, "")),
-                          name, tuple(dict.fromkeys(owners[w.tied_to or w.name]))))
+        out.append(
+            Stored(
+                w.name,
+                w.owner,
+                _block_of(w.owner, blocks),
+                b,
+                pieces if name == w.name else (),
+                math.prod(w.shape),
+                role.get(w.owner, role.get(w.name, "")),
+                name,
+                tuple(dict.fromkeys(owners[w.tied_to or w.name])),
+            )
+        )
     for n, m in modules.items():
         held = {id(t) for _, stored, *_ in m._bmlab_packed() for t in stored} if hasattr(m, "_bmlab_packed") else ()
         for k, t in m._buffers.items():
@@ -96,15 +118,22 @@ def stored_weights(
 
 # %% ../../nbs/40_infer/07_placement.ipynb #64c354dc
 CHUNK = 512              # tokens of a prompt that go through the model together
-LIBRARIES = 96 << 20     # bytes on a GPU: cuBLAS's workspaces (on a Hopper 32 MiB for the stream of work, and for a decoder's stream of captures), the graphs' pool, and what torch's allocator rounds up
-SEGMENT = 20 << 20       # and what is left empty in the segments that torch's allocator takes for tensors below 10 MiB; a stretch of weights that is widened fills it, if it is as large
+# bytes on a GPU: cuBLAS's workspaces (on a Hopper 32 MiB for the stream of work, and for a decoder's stream of
+# captures), the graphs' pool, and what torch's allocator rounds up
+LIBRARIES = 96 << 20
+# and what is left empty in the segments that torch's allocator takes for tensors below 10 MiB; a stretch of weights
+# that is widened fills it, if it is as large
+SEGMENT = 20 << 20
 MODULES = 90 << 20       # and the kernels that decoding loads, beside the bare context; measured on an H200
 DRAFTED = 40 << 20       # and those that a draft model's shapes load besides
 CHECKED = 16             # tokens of a text that a step of speculation checks, each with its logits
 
 def _get(config, *names, default=0):
     "What a configuration says; where its layers differ, the most"
-    each = lambda n: [getattr(c, n, None) for c in (config.per_layer_config if n in (getattr(config, "per_layer_attributes", None) or ()) else [config])]
+    each = lambda n: [
+        getattr(c, n, None)
+        for c in (config.per_layer_config if n in (getattr(config, "per_layer_attributes", None) or ()) else [config])
+    ]
     return next((max(v) for n in names if (v := [x for x in each(n) if isinstance(x, int)])), default)
 
 def _item(model):
@@ -119,9 +148,25 @@ def _sizes(model):
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     shapes = [tuple(p.shape) for n, p in model.named_parameters() if p.ndim == 2] or [(1, 1)]
     width = _get(text, "hidden_size", "d_model", "n_embd", "dim", default=min(min(s) for s in shapes))
-    inner = _get(text, "intermediate_size", "d_ff", "dim_ff", "ffn_dim", "n_inner", "decoder_ffn_dim", default=4 * width if text is not None else max(max(s) for s in shapes))
+    inner = _get(
+        text,
+        "intermediate_size",
+        "d_ff",
+        "dim_ff",
+        "ffn_dim",
+        "n_inner",
+        "decoder_ffn_dim",
+        default=4 * width if text is not None else max(max(s) for s in shapes),
+    )
     heads = _get(text, "num_attention_heads", "num_heads", "n_head", "decoder_attention_heads", default=1)
-    return text, width, inner, _get(text, "vocab_size"), heads, _get(text, "head_dim", "d_kv", "dim_head", default=width // max(heads, 1))
+    return (
+        text,
+        width,
+        inner,
+        _get(text, "vocab_size"),
+        heads,
+        _get(text, "head_dim", "d_kv", "dim_head", default=width // max(heads, 1)),
+    )
 
 # %% ../../nbs/40_infer/07_placement.ipynb #608795c6
 def workspace_bytes(
@@ -137,21 +182,45 @@ def workspace_bytes(
     "Bytes of activations and temporary copies in the worst moment of a prefill or a step, estimated from shapes."
     text, width, inner, vocab, heads, head = _sizes(model)
     item, kv = _item(model), _get(text, "num_key_value_heads", default=heads)
-    whole = getattr(text, "is_encoder_decoder", False) or not _generates(model)             # an encoder sees the whole text at once
+    # an encoder sees the whole text at once
+    whole = getattr(text, "is_encoder_decoder", False) or not _generates(model)
     tokens = max_batch * (max_ctx if whole else min(max_ctx, chunk))
-    if getattr(model, "reads_both_ways", False): max_ctx += getattr(model, "tokens_in_front", 0); tokens = max(min(tokens, chunk), max_ctx)      # a prompt is not cut, and read with what stands in front
-    slow = any(getattr(text, k, "") in ("gelu_new", "gelu_fast", "gelu_python") for k in ("hidden_act", "activation_function", "dense_act_fn"))   # written out in Python
+    if getattr(model, "reads_both_ways", False):
+        max_ctx += getattr(model, "tokens_in_front", 0)
+        tokens = max(min(tokens, chunk), max_ctx)  # a prompt is not cut, and read with what stands in front
+    slow = any(
+        getattr(text, k, "") in ("gelu_new", "gelu_fast", "gelu_python")
+        for k in ("hidden_act", "activation_function", "dense_act_fn")
+    )  # written out in Python
     feed = tokens * ((4 if slow else 3) * inner + 5 * width) * item
     packed = [s for s in stored if s.bits <= 8 and s.block and s.pieces and s.role]
-    widened = max([SEGMENT, *(min(WIDE_BYTES, s.numel * item) for s in packed)]) if gpu else ((2 << 20) + 24 * tokens * inner) * bool(packed)     # on a CPU: a stretch of rows, and integer products
-    repeated = 2 * item * heads * (kv < heads)                                              # keys and values, for every query head
-    seen = max((8 + item) * kv, 2 * item * kv + repeated) if kv_bits == 8 else repeated      # (in 8 bits: one layer's, widened)
-    biased = hasattr(text, "relative_attention_num_buckets")                                # T5's scores are kept, with their bias and in float32, whatever is asked for
+    widened = (
+        max([SEGMENT, *(min(WIDE_BYTES, s.numel * item) for s in packed)])
+        if gpu
+        else ((2 << 20) + 24 * tokens * inner) * bool(packed)
+    )  # on a CPU: a stretch of rows, and integer products
+    # keys and values, for every query head
+    repeated = 2 * item * heads * (kv < heads)
+    # (in 8 bits: one layer's, widened)
+    seen = max((8 + item) * kv, 2 * item * kv + repeated) if kv_bits == 8 else repeated
+    # T5's scores are kept, with their bias and in float32, whatever is asked for
+    biased = hasattr(text, "relative_attention_num_buckets")
     eager = biased or getattr(text, "_attn_implementation", "sdpa") == "eager"
-    attend = tokens * 7 * max(width, heads * head) * item + max_batch * max_ctx * head * seen + tokens * max_ctx * (heads * ((2 * item + 8 if item < 4 else 8) + 2 * item * biased) if eager else item)
-    mask, logits = tokens * max_ctx, max(max_batch * checked, CHECKED) * vocab * (item + 12)           # logits as computed, in float32, and sorted
-    bias = mask * item * heads * hasattr(text, "position_bias_num_buckets")                 # CPM's: a number for each head and pair of places, twice while it is made
-    return mask + max(feed + widened + bias, attend + bias, bias + max(bias + 4 * mask, 48 * mask) if bias else 0) + logits + (LIBRARIES if gpu else 0)
+    attend = (
+        tokens * 7 * max(width, heads * head) * item
+        + max_batch * max_ctx * head * seen
+        + tokens * max_ctx * (heads * ((2 * item + 8 if item < 4 else 8) + 2 * item * biased) if eager else item)
+    )
+    # logits as computed, in float32, and sorted
+    mask, logits = tokens * max_ctx, max(max_batch * checked, CHECKED) * vocab * (item + 12)
+    # CPM's: a number for each head and pair of places, twice while it is made
+    bias = mask * item * heads * hasattr(text, "position_bias_num_buckets")
+    return (
+        mask
+        + max(feed + widened + bias, attend + bias, bias + max(bias + 4 * mask, 48 * mask) if bias else 0)
+        + logits
+        + (LIBRARIES if gpu else 0)
+    )
 
 # %% ../../nbs/40_infer/07_placement.ipynb #37e1ab28
 class Placed(NamedTuple):
@@ -170,8 +239,11 @@ def _stay(names, size, budget):
         gone = [names[i] for i in sorted(_spread(len(names), s))] if s else []
         left = budget - sum(size[n] for n in names) + sum(size[n] for n in gone)
         if left >= 0: break
-    for n in sorted(gone, key=size.get, reverse=True):                          # blocks of several sizes: one more may fit
-        if size[n] <= left: gone.remove(n); left -= size[n]
+    # blocks of several sizes: one more may fit
+    for n in sorted(gone, key=size.get, reverse=True):
+        if size[n] <= left:
+            gone.remove(n)
+            left -= size[n]
     return gone, left
 
 def _ways(blocks, slots):
@@ -206,7 +278,9 @@ def place_blocks(
         left, gone = limit - fixed - taken - slots * slot, []
         if left < 0: continue
         for each_token in (True, False):
-            more, left = _stay([n for n in blocks.index if n not in stay and bool(blocks.each_token[n]) == each_token], size, left)
+            more, left = _stay(
+                [n for n in blocks.index if n not in stay and bool(blocks.each_token[n]) == each_token], size, left
+            )
             gone += more
         cost = sum(size[n] for n in gone if blocks.each_token[n]), sum(size[n] for n in gone), slot
         if best is None or cost < best[0]: best = cost, [n for n in blocks.index if n in set(gone)]
@@ -245,16 +319,20 @@ class Decoding:
     int4:float=0.57               # … int4 weights
     cache:float=0.27              # … keys and values of some hundred tokens
     kernels:int=10                # of a decoder block in a step, fused, in a CUDA graph
-    joined:int=5                  # of these, what packed products and the attention do themselves: norms, gate, residual, rotation
-    loose:int|None=None           # of a block that is not fused, in the time of such small ones; None: as many as of a fused one
+    # of these, what packed products and the attention do themselves: norms, gate, residual, rotation
+    joined:int=5
+    # of a block that is not fused, in the time of such small ones; None: as many as of a fused one
+    loose:int|None=None
     kernel_s:float|None=1.5e-6    # seconds of a small kernel and the way to the next; None: the machine's
     token_s:float=45e-6           # seconds of a step outside the blocks: the replay's start, norm, sampling
-    guess_s:float=0.7e-3          # seconds on the host for a step that checks guesses: to lay them out, to see which were right
+    # seconds on the host for a step that checks guesses: to lay them out, to see which were right
+    guess_s:float=0.7e-3
     draft_s:float=0.6e-3          # … for each pass of a draft model
     block_s:float=1.0e-3          # … for each block that a prompt passes: its kernels are launched one by one
     packed_s:float=1.0e-3         # … more if its weights are packed
     stretch_s:float=65e-6         # … more for each `WIDE_BYTES` of packed weights that are written as floats first
-    tiled_rows:int=64             # rows up to which packed weights are read as they are; for more they are written as floats first
+    # rows up to which packed weights are read as they are; for more they are written as floats first
+    tiled_rows:int=64
     prefill:float=0.80            # share of flops × matmul with some hundred rows
     link:float=0.98               # share of `h2d` that copies of a block reach
     copy_s:float=10e-6            # seconds between two such copies
@@ -263,12 +341,47 @@ class Decoding:
     def __post_init__(self):
         for f in dataclasses.fields(self):
             v, may_be_zero = getattr(self, f.name), f.name in ("kernels", "joined") or f.name.endswith("_s")
-            if v is not None and not (v > 0 or v == 0 and may_be_zero): raise ValueError(f"Decoding({f.name}={v!r}): must be above 0")
+            if v is not None and not (v > 0 or v == 0 and may_be_zero):
+                raise ValueError(f"Decoding({f.name}={v!r}): must be above 0")
 
 _HOST = ("guess_s", "draft_s", "block_s", "packed_s", "stretch_s")              # what the host takes beside a GPU
-DECODING = {"gpu": Decoding(loose=36), "cpu": Decoding(floats=0.8, int8=0.7, int4=0.4, cache=0.3, kernels=40, joined=0, kernel_s=6e-6, token_s=1e-3, prefill=0.7, link=1.0, copy_s=0.0, disk=1e9, **dict.fromkeys(_HOST, 0.0))}
-CPU = Machine(name="cpu", flops=6e10, hbm=1.6e10, gpu_memory=16 << 30, h2d=12.3e9, d2h=12.3e9, duplex=10e9, host_memory=16 << 30, host_adam=5e7, network=1e9, network_hosts=1e9, flops32=6e10, units=1,
-              unaligned=1.0, tile_s=1e-9, context=0, source="a guess; measure() knows")
+DECODING = {
+    "gpu": Decoding(loose=36),
+    "cpu": Decoding(
+        floats=0.8,
+        int8=0.7,
+        int4=0.4,
+        cache=0.3,
+        kernels=40,
+        joined=0,
+        kernel_s=6e-6,
+        token_s=1e-3,
+        prefill=0.7,
+        link=1.0,
+        copy_s=0.0,
+        disk=1e9,
+        **dict.fromkeys(_HOST, 0.0),
+    ),
+}
+CPU = Machine(
+    name="cpu",
+    flops=6e10,
+    hbm=1.6e10,
+    gpu_memory=16 << 30,
+    h2d=12.3e9,
+    d2h=12.3e9,
+    duplex=10e9,
+    host_memory=16 << 30,
+    host_adam=5e7,
+    network=1e9,
+    network_hosts=1e9,
+    flops32=6e10,
+    units=1,
+    unaligned=1.0,
+    tile_s=1e-9,
+    context=0,
+    source="a guess; measure() knows",
+)
 
 # %% ../../nbs/40_infer/07_placement.ipynb #75fc6000
 _CROSS, _ONCE = re.compile(r"(?i)enc.?dec|cross|encoder_attn"), re.compile(r"(?i)\b(vision|visual|audio)")
@@ -276,17 +389,30 @@ _CROSS, _ONCE = re.compile(r"(?i)enc.?dec|cross|encoder_attn"), re.compile(r"(?i
 def _is_loose(block):
     "Will a block keep its many small kernels? One of LLaMA's make has few, with an MLP that has no gate, too"
     has = lambda m, *names: m._modules.keys() >= set(names)
-    return not (has(block, "self_attn", "mlp") and has(block.self_attn, "q_proj", "k_proj", "v_proj", "o_proj") and any(has(block.mlp, n) for n in ("down_proj", "wo", "w2")))
+    return not (
+        has(block, "self_attn", "mlp")
+        and has(block.self_attn, "q_proj", "k_proj", "v_proj", "o_proj")
+        and any(has(block.mlp, n) for n in ("down_proj", "wo", "w2"))
+    )
 
 def _phase(rows, share, model):
     "What a pass reads and multiplies, in a form that goes into a file: bytes by bits; of experts; numbers per row; numbers that are widened for many rows; number of blocks, and of those that are not fused"
-    out = {"read": {}, "experts": {}, "share": share, "active": 0.0, "widened": 0, "blocks": len(blocks := {s.block for s in rows if s.block}), "loose": sum(_is_loose(model.get_submodule(b)) for b in blocks)}
+    out = {
+        "read": {},
+        "experts": {},
+        "share": share,
+        "active": 0.0,
+        "widened": 0,
+        "blocks": len(blocks := {s.block for s in rows if s.block}),
+        "loose": sum(_is_loose(model.get_submodule(b)) for b in blocks),
+    }
     for s in rows:
         if not s.numel: continue                                             # a buffer
         expert = share < 1 and "expert" in s.name
         part = out["experts" if expert else "read"]
         part[str(s.bits)] = part.get(str(s.bits), 0) + sum(s.pieces)
-        if s.role not in ("", "norm", "embed") or expert and s.bits <= 8: out["active"] += s.numel * (share if expert else 1)
+        if s.role not in ("", "norm", "embed") or expert and s.bits <= 8:
+            out["active"] += s.numel * (share if expert else 1)
         if s.role and s.bits <= 8 and s.pieces: out["widened"] += s.numel
     return out
 
@@ -294,23 +420,36 @@ def _phases(model, stored, once, tables, headless):
     "{'step', 'prompt'}: what a token reads, and what a prompt reads"
     config = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    chosen, experts = _get(text, "num_experts_per_tok", "num_selected_experts"), _get(text, "num_local_experts", "num_experts", "n_routed_experts")
+    chosen, experts = (
+        _get(text, "num_experts_per_tok", "num_selected_experts"),
+        _get(text, "num_local_experts", "num_experts", "n_routed_experts"),
+    )
     share = chosen / experts if 0 < chosen < experts else 1.0
     heads = {s.first for s in stored if s.role == "head"}
     table = lambda s: s.role == "embed" and s.first not in heads and not (headless and s.owner in tables)
     cross = lambda s: s.role in ("k", "v") and _CROSS.search(s.owner.rpartition(".")[0]) and s.block not in once
     of = lambda keep: [s for s in stored if keep(s)]
     step = of(lambda s: not table(s) and not cross(s) and not s.block in once)
-    prompt = of(lambda s: cross(s) or s.block in once) if once else of(lambda s: not table(s) and (s.block or not _generates(model)))
-    return {"step": _phase(step, share, model), "prompt": _phase(prompt, share, model) | ({"read_by": len(once)} if once else {})}      # a decoder's blocks make keys of what an encoder's read
+    prompt = (
+        of(lambda s: cross(s) or s.block in once)
+        if once
+        else of(lambda s: not table(s) and (s.block or not _generates(model)))
+    )
+    return {
+        "step": _phase(step, share, model),
+        "prompt": _phase(prompt, share, model) | ({"read_by": len(once)} if once else {}),
+    }  # a decoder's blocks make keys of what an encoder's read
 
 # %% ../../nbs/40_infer/07_placement.ipynb #564e7d59
 def _read_s(phase, rows, m, d, item):
     "Seconds that reading the weights takes for so many rows"
     rate = lambda bits: m.hbm * (d.int4 if bits == "4" else d.int8 if bits == "8" else d.floats)
     chosen = 1 - (1 - phase["share"]) ** rows
-    seconds = sum(b / rate(k) for k, b in phase["read"].items()) + sum(chosen * b / rate(k) for k, b in phase["experts"].items())
-    return seconds + (2 * item * phase["widened"] / (m.hbm * m.elementwise) if rows > d.tiled_rows else 0.0)       # written and read again as floats
+    seconds = sum(b / rate(k) for k, b in phase["read"].items()) + sum(
+        chosen * b / rate(k) for k, b in phase["experts"].items()
+    )
+    # written and read again as floats
+    return seconds + (2 * item * phase["widened"] / (m.hbm * m.elementwise) if rows > d.tiled_rows else 0.0)
 
 def lanes(
     phase:dict,          # of a plan's phases: "step" or "prompt"
@@ -330,13 +469,20 @@ def lanes(
     rate = min(m.h2d * d.link, d.disk) if mmap else m.h2d * d.link
     packed = 2 * sum(n for bits, n in phase["read"].items() if bits in ("8", "4")) > sum(phase["read"].values())
     kernels = d.kernels - (min(d.joined, d.kernels) if packed and rows <= 16 else 0)
-    host = phase.get("read_by", phase["blocks"]) * (d.block_s + packed * d.packed_s) + (item * phase["widened"] / WIDE_BYTES * d.stretch_s if rows > d.tiled_rows else 0.0)
+    host = phase.get("read_by", phase["blocks"]) * (d.block_s + packed * d.packed_s) + (
+        item * phase["widened"] / WIDE_BYTES * d.stretch_s if rows > d.tiled_rows else 0.0
+    )
     many, loose = d.prefill if rows > 16 else 1.0, phase.get("loose", 0)
     flops = (m.flops32 if item >= 4 else m.flops) * m.matmul * many
-    return {"link": streamed / rate + copies * d.copy_s, "memory": _read_s(phase, rows, m, d, item) + cache / (m.hbm * d.cache),
-            "arithmetic": 2 * phase["active"] * rows / flops + attention / (m.flops * m.attention),
-            "launch": ((phase["blocks"] - loose) * kernels + loose * (d.kernels if d.loose is None else d.loose)) * (m.kernel_s if d.kernel_s is None else d.kernel_s) + d.token_s,
-            "host": host * one_by_one}
+    return {
+        "link": streamed / rate + copies * d.copy_s,
+        "memory": _read_s(phase, rows, m, d, item) + cache / (m.hbm * d.cache),
+        "arithmetic": 2 * phase["active"] * rows / flops + attention / (m.flops * m.attention),
+        "launch": ((phase["blocks"] - loose) * kernels + loose * (d.kernels if d.loose is None else d.loose))
+        * (m.kernel_s if d.kernel_s is None else d.kernel_s)
+        + d.token_s,
+        "host": host * one_by_one,
+    }
 
 def pass_seconds(
     lanes:dict,   # of `lanes`
@@ -370,35 +516,66 @@ class _Bytes:
     store:str="ram"        # where streamed blocks wait: "ram" or "mmap"
     host_limit:int|None=None
 
-    resident = property(lambda self: list(self.blocks.index[self.blocks["where"] == "stays"]), doc="Names of the blocks that stay.")
-    streamed = property(lambda self: list(self.blocks.index[self.blocks["where"] == "streams"]), doc="Names of the blocks that are copied in, in order.")
-    resident_bytes = property(lambda self: int(self.blocks.bytes[self.blocks["where"] == "stays"].sum()), doc="Bytes of the blocks that stay.")
-    streamed_bytes = property(lambda self: int(self.blocks.bytes[self.blocks["where"] == "streams"].sum()), doc="Bytes of the blocks that stream.")
+    resident = property(
+        lambda self: list(self.blocks.index[self.blocks["where"] == "stays"]), doc="Names of the blocks that stay."
+    )
+    streamed = property(
+        lambda self: list(self.blocks.index[self.blocks["where"] == "streams"]),
+        doc="Names of the blocks that are copied in, in order.",
+    )
+    resident_bytes = property(
+        lambda self: int(self.blocks.bytes[self.blocks["where"] == "stays"].sum()), doc="Bytes of the blocks that stay."
+    )
+    streamed_bytes = property(
+        lambda self: int(self.blocks.bytes[self.blocks["where"] == "streams"].sum()),
+        doc="Bytes of the blocks that stream.",
+    )
     @property
     def moving(self)->pd.DataFrame: # rows of `blocks`
         "The blocks that are copied for each decoded token: not those that have a slot to themselves while decoding."
         rows = self.blocks[(self.blocks["where"] == "streams") & self.blocks.each_token]
         slot = rows.groupby("stack").cumcount() % self.slots                  # place in its stack
         return rows[slot.map(slot.value_counts()) > 1]
-    link_bytes = property(lambda self: int(self.moving.bytes.sum()), doc="Bytes that each decoded token brings over the link.")
+    link_bytes = property(
+        lambda self: int(self.moving.bytes.sum()), doc="Bytes that each decoded token brings over the link."
+    )
     ring_bytes = property(lambda self: self.slots * self.slot_bytes, doc="Bytes of the slots.")
     @property
     def parts(self)->dict: # category → [device bytes, host bytes]
         "Who holds what, on the device and on the host."
         on_host, streamed = self.embedding_bytes if self.host else 0, self.streamed_bytes
-        device = {"CUDA context": self.context_bytes, "outside the blocks": self.rest_bytes + self.embedding_bytes - on_host, "blocks that stay": self.resident_bytes,
-                  f"{self.slots} slots": self.ring_bytes, "KV cache": self.kv_cache, "workspace": self.workspace, "draft model": self.draft_bytes}
+        device = {
+            "CUDA context": self.context_bytes,
+            "outside the blocks": self.rest_bytes + self.embedding_bytes - on_host,
+            "blocks that stay": self.resident_bytes,
+            f"{self.slots} slots": self.ring_bytes,
+            "KV cache": self.kv_cache,
+            "workspace": self.workspace,
+            "draft model": self.draft_bytes,
+        }
         waits = {"blocks that stream": streamed} if self.store == "ram" else {"pinned buffers": BOUNCE * bool(streamed)}
-        return {n: [b, 0] for n, b in device.items() if b} | {n: [0, b] for n, b in (waits | {"input embedding": on_host}).items() if b}
-    peak_bytes = property(lambda self: sum(d for d, _ in self.parts.values()), doc="Bytes of the device, everything at once, the CUDA context included.")
+        return {n: [b, 0] for n, b in device.items() if b} | {
+            n: [0, b] for n, b in (waits | {"input embedding": on_host}).items() if b
+        }
+    peak_bytes = property(
+        lambda self: sum(d for d, _ in self.parts.values()),
+        doc="Bytes of the device, everything at once, the CUDA context included.",
+    )
     host_bytes = property(lambda self: sum(h for _, h in self.parts.values()), doc="Pinned bytes of the host.")
     def table(self)->pd.DataFrame: # one row for each part of the peak
         "The parts of the peak, in readable units."
         rows = {**self.parts, "peak": [self.peak_bytes, self.host_bytes]}
         size = lambda b: format_bytes(b) if b else ""
-        return pd.DataFrame({"device": [size(d) for d, _ in rows.values()], "share": [f"{d / max(self.peak_bytes, 1):.0%}" if d else "" for d, _ in rows.values()],
-            "host": [size(h) for _, h in rows.values()],
-                             "device bytes": [d for d, _ in rows.values()], "host bytes": [h for _, h in rows.values()]}, index=list(rows))
+        return pd.DataFrame(
+            {
+                "device": [size(d) for d, _ in rows.values()],
+                "share": [f"{d / max(self.peak_bytes, 1):.0%}" if d else "" for d, _ in rows.values()],
+                "host": [size(h) for _, h in rows.values()],
+                "device bytes": [d for d, _ in rows.values()],
+                "host bytes": [h for _, h in rows.values()],
+            },
+            index=list(rows),
+        )
 
 # %% ../../nbs/40_infer/07_placement.ipynb #fafb475d
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -419,9 +596,25 @@ class _Speed(_Bytes):
     settings:dict          # what was asked for
 
     def _lanes(self, phase, rows, each_token, cache=0, attention=0):
-        moving = self.moving if phase == "step" else self.blocks[(self.blocks["where"] == "streams") & (self.blocks.each_token == each_token)]
+        moving = (
+            self.moving
+            if phase == "step"
+            else self.blocks[(self.blocks["where"] == "streams") & (self.blocks.each_token == each_token)]
+        )
         m, d = Machine(**self.machine), Decoding(**self.decoding)
-        return lanes(self.phases[phase], rows, m, d, int(moving.bytes.sum()), len(moving), cache, attention, self.item, self.store == "mmap", phase == "prompt" and self.generates), rows
+        return lanes(
+            self.phases[phase],
+            rows,
+            m,
+            d,
+            int(moving.bytes.sum()),
+            len(moving),
+            cache,
+            attention,
+            self.item,
+            self.store == "mmap",
+            phase == "prompt" and self.generates,
+        ), rows
     def step(self,
         batch:int=1,           # sequences at once
         checked:int=1,         # tokens of each that a step checks (speculation)
@@ -435,7 +628,8 @@ class _Speed(_Bytes):
         accepted:float=1.0,    # tokens of each that a step yields on average (speculation: above 1)
         ctx:float|None=None,   # tokens that are held, on average; None: halfway from prompt to max_ctx
         checked:int|None=None, # tokens of each that a step checks; None: as few as `accepted` needs
-        levels:int|None=None,  # passes of the draft model before it: a tree is as deep as its longest branch, however many tokens it has; None: checked - 1, a chain
+        levels:int|None=None,  # passes of the draft model before it: a tree is as deep as its longest branch, however
+                               # many tokens it has; None: checked - 1, a chain
     )->float:                  # of all sequences together
         "Tokens a second: decoded, or for a model that does not generate, read."
         if not self.generates: return batch * self.prompt / self.first_token(batch=batch)
@@ -454,11 +648,21 @@ class _Speed(_Bytes):
         layers, width = self.heads_width
         for start in range(0, prompt, prompt if self.encoder or not self.generates else CHUNK):
             n = min(CHUNK, prompt - start) if self.generates and not self.encoder else prompt
-            seconds += pass_seconds(*self._lanes("prompt", batch * n, not self.encoder, attention=4 * layers * width * batch * n * (start + n / 2)))
+            seconds += pass_seconds(
+                *self._lanes(
+                    "prompt", batch * n, not self.encoder, attention=4 * layers * width * batch * n * (start + n / 2)
+                )
+            )
         return seconds + (pass_seconds(*self.step(batch, ctx=prompt)) if self.encoder else 0.0)
-    first_token_s = property(lambda self: self.first_token(), doc="Seconds to the first token of a prompt of the planned length.")
-    bound = property(lambda self: max(lane := self.step()[0] if self.generates else self._lanes("prompt", self.prompt, True)[0], key=lane.get),
-        doc="What holds a step up: link, memory, arithmetic, launch or host.")
+    first_token_s = property(
+        lambda self: self.first_token(), doc="Seconds to the first token of a prompt of the planned length."
+    )
+    bound = property(
+        lambda self: max(
+            lane := self.step()[0] if self.generates else self._lanes("prompt", self.prompt, True)[0], key=lane.get
+        ),
+        doc="What holds a step up: link, memory, arithmetic, launch or host.",
+    )
 
 # %% ../../nbs/40_infer/07_placement.ipynb #1294d399
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -480,41 +684,77 @@ class InferencePlan(_Speed):
         limit = None if memory_limit is None else parse_bytes(memory_limit)
         fixed = self.context_bytes + self.rest_bytes + self.kv_cache + self.workspace + self.draft_bytes
         found = place_blocks(self.blocks, limit, fixed, self.embedding_bytes, self.slots)
-        if found is None: raise ValueError(f"memory_limit={memory_limit!r} is below the smallest feasible plan, {format_bytes(self.min_bytes, up=True)} ({format_bytes(self.weights)} of weights)")
+        if found is None:
+            raise ValueError(
+                f"memory_limit={memory_limit!r} is below the smallest feasible plan, "
+                f"{format_bytes(self.min_bytes, up=True)} ({format_bytes(self.weights)} of weights)"
+            )
         where = ["streams" if n in set(found.streamed) else "stays" for n in self.blocks.index]
-        return dataclasses.replace(self, limit=limit, blocks=self.blocks.assign(where=where), slot_bytes=found.slot_bytes, host=list(self.embeddings) if found.host else [])
+        return dataclasses.replace(
+            self,
+            limit=limit,
+            blocks=self.blocks.assign(where=where),
+            slot_bytes=found.slot_bytes,
+            host=list(self.embeddings) if found.host else [],
+        )
     def sentence(self)->str:
         "The plan in a few words."
         n, s = len(self.blocks), len(self.streamed)
-        fits = "everything stays" if not s and not self.host else f"all {n} blocks stay, the input embedding is gathered on the host" if not s else \
-            f"{n - s} of {n} blocks stay, {s} stream ({format_bytes(self.streamed_bytes)} in {self.slots} slots of {format_bytes(self.slot_bytes)})"
+        fits = (
+            "everything stays"
+            if not s and not self.host
+            else f"all {n} blocks stay, the input embedding is gathered on the host"
+            if not s
+            else f"{n - s} of {n} blocks stay, {s} stream ({format_bytes(self.streamed_bytes)} in {self.slots} slots "
+                 f"of {format_bytes(self.slot_bytes)})"
+        )
         most = min(8, self.max_batch)
-        rate = f"{self.tokens_per_s():.3g} tokens/s" + (" read" if not self.generates else f", {self.tokens_per_s(most):.3g} at batch {most}" if most > 1 else "")
+        rate = f"{self.tokens_per_s():.3g} tokens/s" + (
+            " read" if not self.generates else f", {self.tokens_per_s(most):.3g} at batch {most}" if most > 1 else ""
+        )
         first = f"; first token of {self.prompt} after {self.first_token_s:.2g} s" if self.generates else ""
-        held = f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.limit) if self.limit is not None else 'no limit'}, smallest limit {format_bytes(self.min_bytes, up=True)}"
+        held = (
+            f"peak {format_bytes(self.peak_bytes)} of "
+            f"{format_bytes(self.limit) if self.limit is not None else 'no limit'}, smallest limit "
+            f"{format_bytes(self.min_bytes, up=True)}"
+        )
         return f"{fits}; {rate}{first}; bound by {_LANES[self.bound]}; {held}"
     def check(self,
-        stats:dict, # measured: peak_bytes, host_bytes, decode_tok_s, first_token_s, link_gb_s; with prompt_tokens, new_tokens, batch, accepted, checked and levels the prediction is for these
+        stats:dict, # measured: peak_bytes, host_bytes, decode_tok_s, first_token_s, link_gb_s; with prompt_tokens,
+                    # new_tokens, batch, accepted, checked and levels the prediction is for these
     )->pd.DataFrame:
         "Measured beside predicted."
         mine = self.predicted(stats)
-        rows = [{"": n, "predicted": p, "measured": stats[n], "predicted / measured": p / stats[n]} for n, p in mine.items() if stats.get(n)]
+        rows = [
+            {"": n, "predicted": p, "measured": stats[n], "predicted / measured": p / stats[n]}
+            for n, p in mine.items()
+            if stats.get(n)
+        ]
         if not rows: raise ValueError(f"stats has none of {', '.join(mine)}: give at least one, as measured")
         return pd.DataFrame(rows).set_index("")
     def predicted(self,
-        stats:dict, # prompt_tokens and new_tokens of a text, batch (texts at once, on average), accepted, checked and levels of a step; what is left out is as planned
+        stats:dict, # prompt_tokens and new_tokens of a text, batch (texts at once, on average), accepted, checked and
+                    # levels of a step; what is left out is as planned
     )->dict:        # peak_bytes, host_bytes, decode_tok_s, first_token_s, link_gb_s
         "What a run of this size should take."
         batch, prompt = stats.get("batch", 1), stats.get("prompt_tokens", self.prompt)
         ctx = prompt + stats["new_tokens"] / 2 if "new_tokens" in stats else None
         rate = self.tokens_per_s(batch, stats.get("accepted", 1.0), ctx, stats.get("checked"), stats.get("levels"))
         lane, rows = self.step(batch, ctx=ctx)
-        return {"peak_bytes": self.peak_bytes, "host_bytes": self.host_bytes, "decode_tok_s": rate, "first_token_s": self.first_token(prompt, batch),
-                "link_gb_s": self.link_bytes / pass_seconds(lane, rows) / 1e9}
+        return {
+            "peak_bytes": self.peak_bytes,
+            "host_bytes": self.host_bytes,
+            "decode_tok_s": rate,
+            "first_token_s": self.first_token(prompt, batch),
+            "link_gb_s": self.link_bytes / pass_seconds(lane, rows) / 1e9,
+        }
     def save(self, path:str|Path): # a .json file
         "Write the plan, so that it can be held against the run."
         out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        Path(path).write_text(json.dumps(out | {"blocks": self.blocks.reset_index(names="name").to_dict("list")}, indent=1), encoding="utf-8")
+        Path(path).write_text(
+            json.dumps(out | {"blocks": self.blocks.reset_index(names="name").to_dict("list")}, indent=1),
+            encoding="utf-8",
+        )
     @classmethod
     def load(cls, path:str|Path)->"InferencePlan":
         "A plan that `save` wrote."
@@ -529,7 +769,13 @@ class InferencePlan(_Speed):
     def _repr_html_(self): return _picture(self)
 
 # %% ../../nbs/40_infer/07_placement.ipynb #dfc979e0
-_LANES = {"link": "the link", "memory": "memory", "arithmetic": "arithmetic", "launch": "launching kernels", "host": "the host"}
+_LANES = {
+    "link": "the link",
+    "memory": "memory",
+    "arithmetic": "arithmetic",
+    "launch": "launching kernels",
+    "host": "the host",
+}
 
 def _row(name, cells):
     side = "text-align:right;padding:2px 8px;font-size:12px;white-space:nowrap;vertical-align:top"
@@ -538,7 +784,10 @@ def _row(name, cells):
 def _blocks_row(blocks):
     "Each block of a stack as a sign: ▓ stays, ░ streams"
     signs = "".join("▓" if w == "stays" else "░" for w in blocks["where"])
-    return f'<span style="font-family:monospace;font-size:14px;letter-spacing:1px;word-break:break-all" title="▓ stays, ░ streams">{signs}</span>'
+    return (
+        '<span style="font-family:monospace;font-size:14px;letter-spacing:1px;word-break:break-all" title="▓ stays, ░ '
+        f'streams">{signs}</span>'
+    )
 
 def _picture(plan):
     "The plan as HTML with inline styles"
@@ -546,23 +795,58 @@ def _picture(plan):
     for k, name, limit in ((0, "device", plan.limit), (1, "host", plan.host_limit)):
         parts = [(n, v[k], format_bytes(v[k])) for n, v in plan.parts.items() if v[k] > 0]
         used = sum(x for _, x, _ in parts)
-        if parts: rows.append(_row(f"{name}: {format_bytes(used)}" + (f" of {format_bytes(limit)}" if limit else ""),
-                                   stacked_bar(parts, limit or 0, max(limit or 0, used) * 1.02) + '<div style="font-size:11px">' + " · ".join(f"{n} {t}" for n, _, t in parts) + "</div>"))
+        if parts:
+            rows.append(
+                _row(
+                    f"{name}: {format_bytes(used)}" + (f" of {format_bytes(limit)}" if limit else ""),
+                    stacked_bar(parts, limit or 0, max(limit or 0, used) * 1.02)
+                    + '<div style="font-size:11px">'
+                    + " · ".join(f"{n} {t}" for n, _, t in parts)
+                    + "</div>",
+                )
+            )
     for stack, blocks in plan.blocks.groupby("stack", sort=False):
         bits = "/".join(str(b) for b in sorted(set(blocks.bits)))
-        rows.append(_row(f"{stack}, {bits} bits", _blocks_row(blocks) + ('<div style="font-size:11px">▓ stays · ░ streams</div>' if plan.streamed else "")))
+        rows.append(
+            _row(
+                f"{stack}, {bits} bits",
+                _blocks_row(blocks)
+                + ('<div style="font-size:11px">▓ stays · ░ streams</div>' if plan.streamed else ""),
+            )
+        )
     lane = plan.step()[0] if plan.generates else plan._lanes("prompt", plan.prompt, True)[0]
     longest = max(lane.values()) * 1.02
-    rows += [_row(f"{_LANES[n]}: {1e3 * x:.3g} ms{' (bound)' if n == plan.bound else ''}", stacked_bar([("", x, f"{1e3 * x:.3g} ms")], 0, longest)) for n, x in lane.items() if x > 5e-3 * longest]
-    return f'<div style="font-family:sans-serif"><div style="font-size:12px;margin:4px 0">{plan.sentence()}</div><table style="border-collapse:collapse">{"".join(rows)}</table></div>'
+    rows += [
+        _row(
+            f"{_LANES[n]}: {1e3 * x:.3g} ms{' (bound)' if n == plan.bound else ''}",
+            stacked_bar([("", x, f"{1e3 * x:.3g} ms")], 0, longest),
+        )
+        for n, x in lane.items()
+        if x > 5e-3 * longest
+    ]
+    return (
+        f'<div style="font-family:sans-serif"><div style="font-size:12px;margin:4px 0">{plan.sentence()}</div><table '
+        f'style="border-collapse:collapse">{"".join(rows)}</table></div>'
+    )
 
 def _plot(plan, limits):
     "Tokens a second against the limit, in GiB"
     whole = plan.peak_bytes - plan.ring_bytes + plan.streamed_bytes + (plan.embedding_bytes if plan.host else 0)
-    limits = [plan.min_bytes + (whole - plan.min_bytes) * i // 60 for i in range(61)] if limits is None else [parse_bytes(l) for l in limits]
+    limits = (
+        [plan.min_bytes + (whole - plan.min_bytes) * i // 60 for i in range(61)]
+        if limits is None
+        else [parse_bytes(l) for l in limits]
+    )
     with figure() as ax:
-        ax.plot([l / 2**30 for l in limits], [plan.at(l).tokens_per_s() for l in limits], drawstyle="steps-post", label="batch 1")
-        if plan.limit is not None: ax.axvline(plan.limit / 2**30, ls="--", color="#888888"); ax.annotate(f" limit: {plan.tokens_per_s():.3g} tokens/s", (plan.limit / 2**30, plan.tokens_per_s()))
+        ax.plot(
+            [l / 2**30 for l in limits],
+            [plan.at(l).tokens_per_s() for l in limits],
+            drawstyle="steps-post",
+            label="batch 1",
+        )
+        if plan.limit is not None:
+            ax.axvline(plan.limit / 2**30, ls="--", color="#888888")
+            ax.annotate(f" limit: {plan.tokens_per_s():.3g} tokens/s", (plan.limit / 2**30, plan.tokens_per_s()))
         ax.set(xlabel="memory limit (GiB)", ylabel="tokens/s", yscale="log")
 
 # %% ../../nbs/40_infer/07_placement.ipynb #af99086e
@@ -580,12 +864,22 @@ def _block_table(stored, names, model):
     for s in stored:
         if len(s.owners) > 1: shared |= set(s.owners)
         if s.block:
-            size[s.block] += sum(-(-b // 256) * 256 for b in s.pieces)                          # tensors begin at multiples of 256 bytes
+            # tensors begin at multiples of 256 bytes
+            size[s.block] += sum(-(-b // 256) * 256 for b in s.pieces)
             bits[s.block][s.bits] = bits[s.block].get(s.bits, 0) + sum(s.pieces)
     encodes = getattr(config, "is_encoder_decoder", False)
     once = lambda stack: bool(_ONCE.search(stack)) or encodes and "encoder" in stack.split(".")
-    table = pd.DataFrame({"stack": [owner[n] for n in names], "bytes": [size[n] for n in names], "bits": [max(bits[n], key=bits[n].get, default=0) for n in names],
-                          "shared": [n in shared for n in names], "each_token": [not once(owner[n]) for n in names], "where": "stays"}, index=pd.Index(names, name="name"))
+    table = pd.DataFrame(
+        {
+            "stack": [owner[n] for n in names],
+            "bytes": [size[n] for n in names],
+            "bits": [max(bits[n], key=bits[n].get, default=0) for n in names],
+            "shared": [n in shared for n in names],
+            "each_token": [not once(owner[n]) for n in names],
+            "where": "stays",
+        },
+        index=pd.Index(names, name="name"),
+    )
     return table.astype({"bytes": "int64", "bits": "int64", "shared": bool, "each_token": bool})
 
 def _host_tables(model, stored):
@@ -593,10 +887,12 @@ def _host_tables(model, stored):
     role = {s.owner: s.role for s in stored}
     heads = {s.first for s in stored if s.role == "head"}
     try: main = {id(model.get_input_embeddings())}
-    except (AttributeError, NotImplementedError): main = set()                                  # no model of transformers, or of pictures
+    except (AttributeError, NotImplementedError): main = set()  # no model of transformers, or of pictures
     modules = dict(parts(model))
     firsts = {s.first for s in stored if s.role == "embed" and id(modules.get(s.owner)) in main}
-    names = [s.owner for s in stored if s.role == "embed" and s.first in firsts and s.first not in heads and not s.block]
+    names = [
+        s.owner for s in stored if s.role == "embed" and s.first in firsts and s.first not in heads and not s.block
+    ]
     headless = _generates(model) and not heads
     return ([] if headless else list(dict.fromkeys(names))), headless
 
@@ -605,25 +901,80 @@ def _prepare(model, blocks, bits, max_batch, max_ctx, kv_bits, host_limit, store
     "A plan without a limit"
     (m, d), item = _rates(machine), _item(model)
     todo = list(packable(model)) if bits else None
-    stored, checked, draft = stored_weights(model, bits, group_size, dict.fromkeys(blocks), todo), checked if draft is None else CHECKED, None if draft == "lookup" else draft
+    stored, checked, draft = (
+        stored_weights(model, bits, group_size, dict.fromkeys(blocks), todo),
+        checked if draft is None else CHECKED,
+        None if draft == "lookup" else draft,
+    )
     table, (tables, headless) = _block_table(stored, blocks, model), _host_tables(model, stored)
     once, size = {n for n in blocks if not table.each_token[n]}, lambda rows: sum(sum(s.pieces) for s in rows)
-    phases = _phases(model, stored, once, tables if not headless else [s.owner for s in stored if s.role == "embed"], headless)
+    phases = _phases(
+        model, stored, once, tables if not headless else [s.owner for s in stored if s.role == "embed"], headless
+    )
     generates, heads = _generates(model), _sizes(model)[4]
     try: shapes = kv_shapes(model.config) if generates else []
-    except ValueError: shapes = []                                                              # a state instead of keys and values, which is small
-    kv = KVCache.size(model.config, max_batch, max_ctx + getattr(model, "tokens_in_front", 0), item, kv_bits) if shapes else 0
+    except ValueError: shapes = []  # a state instead of keys and values, which is small
+    kv = (
+        KVCache.size(model.config, max_batch, max_ctx + getattr(model, "tokens_in_front", 0), item, kv_bits)
+        if shapes
+        else 0
+    )
     embedding = size(s for s in stored if s.owner in tables)
     plan = InferencePlan(
-        weights=size(s for s in stored if s.numel), kv_cache=kv, workspace=int(workspace_bytes(model, stored, max_batch, max_ctx, kv_bits, not _is_cpu(m), checked=checked)), limit=None,
-        token_bytes=int(sum(phases["step"]["read"].values()) + phases["step"]["share"] * sum(phases["step"]["experts"].values())), min_bytes=0, context_bytes=m.context and m.context + MODULES + (0 if draft is None else DRAFTED), draft_bytes=0,
-        rest_bytes=size(s for s in stored if not s.block) - embedding, embedding_bytes=embedding, embeddings=tables, blocks=table, slots=slots, store=store, host_limit=host_limit, phases=phases,
-        cache_token_bytes=kv // max(max_batch * max_ctx, 1), heads_width=[len(shapes), heads * shapes[0][1]] if shapes else [0, 0], item=item, draft_step=None, prompt=min(prompt, max_ctx),
-        max_batch=max_batch, max_ctx=max_ctx, generates=generates, encoder=bool(once) and generates, machine=dataclasses.asdict(m), decoding=dataclasses.asdict(d), settings={},
-        packable=todo, fusable=fusable(model))
+        weights=size(s for s in stored if s.numel),
+        kv_cache=kv,
+        workspace=int(workspace_bytes(model, stored, max_batch, max_ctx, kv_bits, not _is_cpu(m), checked=checked)),
+        limit=None,
+        token_bytes=int(
+            sum(phases["step"]["read"].values()) + phases["step"]["share"] * sum(phases["step"]["experts"].values())
+        ),
+        min_bytes=0,
+        context_bytes=m.context and m.context + MODULES + (0 if draft is None else DRAFTED),
+        draft_bytes=0,
+        rest_bytes=size(s for s in stored if not s.block) - embedding,
+        embedding_bytes=embedding,
+        embeddings=tables,
+        blocks=table,
+        slots=slots,
+        store=store,
+        host_limit=host_limit,
+        phases=phases,
+        cache_token_bytes=kv // max(max_batch * max_ctx, 1),
+        heads_width=[len(shapes), heads * shapes[0][1]] if shapes else [0, 0],
+        item=item,
+        draft_step=None,
+        prompt=min(prompt, max_ctx),
+        max_batch=max_batch,
+        max_ctx=max_ctx,
+        generates=generates,
+        encoder=bool(once) and generates,
+        machine=dataclasses.asdict(m),
+        decoding=dataclasses.asdict(d),
+        settings={},
+        packable=todo,
+        fusable=fusable(model),
+    )
     if draft is not None:
-        other = _prepare(draft, list(find_blocks(draft)), None, max_batch, max_ctx, 16, None, "ram", None, machine, slots, group_size, prompt, checked)    # (`DraftModel` keeps its dtype in the cache)
-        plan.draft_bytes, plan.draft_step = other.rest_bytes + other.embedding_bytes + other.resident_bytes + other.kv_cache + other.workspace, other.phases["step"]
+        other = _prepare(
+            draft,
+            list(find_blocks(draft)),
+            None,
+            max_batch,
+            max_ctx,
+            16,
+            None,
+            "ram",
+            None,
+            machine,
+            slots,
+            group_size,
+            prompt,
+            checked,
+        )  # (`DraftModel` keeps its dtype in the cache)
+        plan.draft_bytes, plan.draft_step = (
+            other.rest_bytes + other.embedding_bytes + other.resident_bytes + other.kv_cache + other.workspace,
+            other.phases["step"],
+        )
     plan.min_bytes = smallest(table, plan.peak_bytes - plan.resident_bytes - embedding, slots)
     return plan
 
@@ -632,10 +983,12 @@ def _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, pr
     if bits not in (None, 8, 4): raise ValueError(f"bits={bits!r}: 8, 4, or None to keep the dtype")
     for name, n in dict(max_batch=max_batch, max_ctx=max_ctx, prompt=prompt).items():
         if isinstance(n, bool) or not isinstance(n, int): raise TypeError(f"{name}={n!r}: a whole number, 1 or more")
-    if max_batch < 1 or max_ctx < 1 or prompt < 1: raise ValueError(f"max_batch={max_batch}, max_ctx={max_ctx}, prompt={prompt}: all are at least 1")
+    if max_batch < 1 or max_ctx < 1 or prompt < 1:
+        raise ValueError(f"max_batch={max_batch}, max_ctx={max_ctx}, prompt={prompt}: all are at least 1")
     if kv_bits not in (16, 8): raise ValueError(f"kv_bits={kv_bits!r}: 16 keeps the model's dtype, 8 is int8")
     if store not in ("ram", "mmap"): raise ValueError(f"store={store!r}: 'ram' or 'mmap'")
-    if not (isinstance(slots, int) and slots >= 2): raise ValueError(f"slots={slots!r}: at least 2, one for the block at work and one for the next")
+    if not (isinstance(slots, int) and slots >= 2):
+        raise ValueError(f"slots={slots!r}: at least 2, one for the block at work and one for the next")
     if group_size not in (32, 64, 128): raise ValueError(f"group_size={group_size!r}: 128, 64 or 32")
 
 def _wishes(asked):
@@ -655,9 +1008,17 @@ def _help(asked, fits):
         try: return fits(_prepare(**asked | change))
         except LookupError: return None                                                        # nothing to pack
     alone = [(text, need) for text, change in _wishes(asked) if (need := needs(change)) is not None]
-    if alone: return " or ".join(t for t, _ in alone) + ", which need" + "s" * (len(alone) == 1) + " " + " and ".join(format_bytes(n, up=True) for _, n in alone)
+    if alone:
+        return (
+            " or ".join(t for t, _ in alone)
+            + ", which need"
+            + "s" * (len(alone) == 1)
+            + " "
+            + " and ".join(format_bytes(n, up=True) for _, n in alone)
+        )
     together = {k: v for _, change in _wishes(asked) for k, v in change.items()}
-    if together and (need := needs(together)) is not None: return " with ".join(f"{k}={v}" for k, v in together.items()) + f", which needs {format_bytes(need, up=True)}"
+    if together and (need := needs(together)) is not None:
+        return " with ".join(f"{k}={v}" for k, v in together.items()) + f", which needs {format_bytes(need, up=True)}"
     return "a larger limit"
 
 # %% ../../nbs/40_infer/07_placement.ipynb #4279ef15
@@ -670,29 +1031,61 @@ def plan_inference(
     kv_bits:int=16,                 # of keys and values: 16 keeps the dtype, 8 is int8
     host_limit:int|str|None=None,   # bytes of host memory for what streams; None: no limit
     store:str="ram",                # where streamed blocks wait: "ram", or "mmap" in a file
-    draft:nn.Module|str|None=None,  # a draft model for speculation, as it will be held; "lookup": guesses that need no weights
-    machine:str|Machine|None=None,  # a preset's name or `measure()`; None: the preset of the GPU at hand, without one a CPU
+    draft:nn.Module|str|None=None,  # a draft model for speculation, as it will be held; "lookup": guesses that need no
+                                    # weights
+    machine:str|Machine|None=None,  # a preset's name or `measure()`; None: the preset of the GPU at hand, without one a
+                                    # CPU
     slots:int=2,                    # streamed blocks on the device at once
     group_size:int=128,             # of int4
     prompt:int=512,                 # tokens of a prompt, for the time to the first token
 )->InferencePlan:
     "What stays, what streams, what it takes and how fast it will be, from shapes alone; raises ValueError where the limit does not hold it."
     _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt)
-    if not (draft is None or draft == "lookup" or isinstance(draft, nn.Module)): raise TypeError(f"draft={draft!r}: None, 'lookup' or a model")
+    if not (draft is None or draft == "lookup" or isinstance(draft, nn.Module)):
+        raise TypeError(f"draft={draft!r}: None, 'lookup' or a model")
     limit, host = (None if x is None else parse_bytes(x) for x in (memory_limit, host_limit))
-    asked = dict(model=model, blocks=list(find_blocks(model)), bits=bits, max_batch=max_batch, max_ctx=max_ctx, kv_bits=kv_bits, host_limit=host, store=store, draft=draft, machine=machine,
-        slots=slots, group_size=group_size, prompt=prompt)
+    asked = dict(
+        model=model,
+        blocks=list(find_blocks(model)),
+        bits=bits,
+        max_batch=max_batch,
+        max_ctx=max_ctx,
+        kv_bits=kv_bits,
+        host_limit=host,
+        store=store,
+        draft=draft,
+        machine=machine,
+        slots=slots,
+        group_size=group_size,
+        prompt=prompt,
+    )
     plan = _prepare(**asked)
-    plan.settings = {k: v for k, v in asked.items() if k not in ("model", "blocks", "draft", "machine")} | {"memory_limit": limit}
+    plan.settings = {k: v for k, v in asked.items() if k not in ("model", "blocks", "draft", "machine")} | {
+        "memory_limit": limit
+    }
     if limit is not None and limit < plan.min_bytes:
         help = _help(asked, lambda p: p.min_bytes if p.min_bytes <= limit else None)
-        raise ValueError(f"memory_limit={memory_limit!r} is below the smallest feasible plan, {format_bytes(plan.min_bytes, up=True)} ({format_bytes(plan.weights)} of weights in all); try {help}")
+        raise ValueError(
+            f"memory_limit={memory_limit!r} is below the smallest feasible plan, "
+            f"{format_bytes(plan.min_bytes, up=True)} ({format_bytes(plan.weights)} of weights in all); try {help}"
+        )
     plan = plan.at(limit)
     if host is not None and plan.host_bytes > host:
         fits = lambda p: q.host_bytes if limit >= p.min_bytes and (q := p.at(limit)).host_bytes <= host else None
         low, high = limit, plan.peak_bytes - plan.ring_bytes + plan.streamed_bytes + plan.embedding_bytes
-        while high - low > 1 << 20: low, high = (low, mid) if plan.at(mid := (low + high) // 2).host_bytes <= host else (mid, high)
-        more = [f"memory_limit={format_bytes(high, up=True)!r}"] + (["store='mmap'"] if store == "ram" and fits(_prepare(**asked | dict(store="mmap"))) is not None else []) \
-            + [f"bits={b}" for b in (8, 4) if (bits is None or b < bits) and fits(_prepare(**asked | dict(bits=b))) is not None]
-        raise ValueError(f"host_limit={host_limit!r} is below the {format_bytes(plan.host_bytes, up=True)} that memory_limit={memory_limit!r} leaves to the host; try {' or '.join(more)}")
+        while high - low > 1 << 20:
+            low, high = (low, mid) if plan.at(mid := (low + high) // 2).host_bytes <= host else (mid, high)
+        more = (
+            [f"memory_limit={format_bytes(high, up=True)!r}"]
+            + (["store='mmap'"] if store == "ram" and fits(_prepare(**asked | dict(store="mmap"))) is not None else [])
+            + [
+                f"bits={b}"
+                for b in (8, 4)
+                if (bits is None or b < bits) and fits(_prepare(**asked | dict(bits=b))) is not None
+            ]
+        )
+        raise ValueError(
+            f"host_limit={host_limit!r} is below the {format_bytes(plan.host_bytes, up=True)} that "
+            f"memory_limit={memory_limit!r} leaves to the host; try {' or '.join(more)}"
+        )
     return plan

@@ -21,12 +21,19 @@ def keep_likely(
 )->Tensor:          # (…, V) the logits, -inf where a token is out; equals at the border stay together
     "Logits of the tokens that top-k, top-p and min-p leave, in this order (as in transformers)."
     V, top_k = logits.shape[-1], top_k.expand(*logits.shape[:-1], 1)
-    for n in (512, V) if logits.device.type == "cpu" and V > 2048 else (V,):              # a CPU first tries the 512 likeliest
+    # a CPU first tries the 512 likeliest
+    for n in (512, V) if logits.device.type == "cpu" and V > 2048 else (V,):
         order = logits.topk(n).values if n < V else logits.sort(-1, descending=True).values
         kth = torch.where(top_k > 0, order.gather(-1, top_k.clamp(1, n) - 1), -torch.inf)   # (by value: equals stay)
-        p = (order - logits.masked_fill(logits < kth, -torch.inf).logsumexp(-1, keepdim=True)).exp().masked_fill(order < kth, 0)
-        before = p.cumsum(-1) - p                                                         # probability of all likelier ones
-        if n == V or ((top_k > 0) & (top_k <= n) | (top_k == 0) & ((top_p == 1) | (before[..., -1:] >= top_p))).all(): break
+        p = (
+            (order - logits.masked_fill(logits < kth, -torch.inf).logsumexp(-1, keepdim=True))
+            .exp()
+            .masked_fill(order < kth, 0)
+        )
+        # probability of all likelier ones
+        before = p.cumsum(-1) - p
+        if n == V or ((top_k > 0) & (top_k <= n) | (top_k == 0) & ((top_p == 1) | (before[..., -1:] >= top_p))).all():
+            break
     last = ((before < top_p) & (p > 0)).sum(-1, keepdim=True).clamp(min=1) - 1
     least = torch.where(top_p < 1, order.gather(-1, last), kth)
     least = torch.maximum(torch.maximum(least, kth), order[..., :1] + min_p.log())        # log 0 is -inf: no bound
@@ -61,7 +68,8 @@ class Token(int):
 def likelihoods(
     logits:Tensor,  # (…, V) of the model
     ids:Tensor,     # (…,) int64, drawn
-)->tuple:           # log-probabilities (…, 1 + n) float32 of the drawn token and of the n likeliest, their ids (…, n); n: TOLD, or V
+# log-probabilities (…, 1 + n) float32 of the drawn token and of the n likeliest, their ids (…, n); n: TOLD, or V
+)->tuple:
     "What the model gives the drawn tokens and the likeliest ones."
     x = logits.float().log_softmax(-1)
     best = x.topk(min(TOLD, x.shape[-1]))
@@ -104,10 +112,16 @@ def exponentials(
     return -torch.log1p(-u.clamp(max=1 - 2.0 ** -24))                   # fine steps where it matters: near 0
 
 # %% ../../nbs/40_infer/01_sampling.ipynb #66774ca2
-_OPTIONS = dict(temperature=(0.0, "0 (greedy) or 1e-9…1e9", lambda v: v == 0 or 1e-9 <= v <= 1e9), top_k=(0, "0 (all) or a count", lambda v: 0 <= v < 2**31 and v == int(v)),
-                top_p=(1.0, "above 0, at most 1", lambda v: 0 < v <= 1), min_p=(0.0, "in 0…1", lambda v: 0 <= v <= 1),
-                repetition_penalty=(1.0, "1e-9…1e9; 1 changes nothing", lambda v: 1e-9 <= v <= 1e9), frequency_penalty=(0.0, "-2…2; 0 changes nothing", lambda v: -2 <= v <= 2),
-                presence_penalty=(0.0, "-2…2; 0 changes nothing", lambda v: -2 <= v <= 2), logprobs=(-1, f"-1 (none) to {TOLD}", lambda v: -1 <= v <= TOLD and v == int(v)))
+_OPTIONS = dict(
+    temperature=(0.0, "0 (greedy) or 1e-9…1e9", lambda v: v == 0 or 1e-9 <= v <= 1e9),
+    top_k=(0, "0 (all) or a count", lambda v: 0 <= v < 2**31 and v == int(v)),
+    top_p=(1.0, "above 0, at most 1", lambda v: 0 < v <= 1),
+    min_p=(0.0, "in 0…1", lambda v: 0 <= v <= 1),
+    repetition_penalty=(1.0, "1e-9…1e9; 1 changes nothing", lambda v: 1e-9 <= v <= 1e9),
+    frequency_penalty=(0.0, "-2…2; 0 changes nothing", lambda v: -2 <= v <= 2),
+    presence_penalty=(0.0, "-2…2; 0 changes nothing", lambda v: -2 <= v <= 2),
+    logprobs=(-1, f"-1 (none) to {TOLD}", lambda v: -1 <= v <= TOLD and v == int(v)),
+)
 
 def _checked(name, value):
     "One option's value as a number, or a ValueError that says what would work"
@@ -123,21 +137,30 @@ def row_options(
 )->dict:       # all of them, checked
     "One user's options, with defaults for what is left out."
     for k in options:
-        if k not in _OPTIONS: raise TypeError(f"unknown sampling option {k!r}{did_you_mean(k, _OPTIONS)}; known: {', '.join([*_OPTIONS, 'seed'])}")
+        if k not in _OPTIONS:
+            raise TypeError(
+                f"unknown sampling option {k!r}{did_you_mean(k, _OPTIONS)}; known: {', '.join([*_OPTIONS, 'seed'])}"
+            )
     return {k: _checked(k, options.get(k, default)) for k, (default, *_) in _OPTIONS.items()}
 
 def _seed_of(seed, row=0):
     "A row's own 63-bit seed; row 0 has the seed as it is"
     if seed is None: return int(torch.randint(2**62, ()).item())
-    if isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0: raise ValueError(f"seed={seed!r}: None or a whole number, 0 or more")
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0:
+        raise ValueError(f"seed={seed!r}: None or a whole number, 0 or more")
     return (int(seed) + row * 0x1E3779B97F4A7C15) % 2**63
 
 # %% ../../nbs/40_infer/01_sampling.ipynb #cce1eaf3
 class _Rows:
     "Options, seeds and counts of each row, in tensors that keep their place"
     def __init__(self, seed=None, **given):
-        many = lambda v: v.tolist() if isinstance(v, Tensor) and v.ndim else list(v) if isinstance(v, (list, tuple)) else v
-        self.options = {k: [_checked(k, x) for x in many(v)] if isinstance(many(v), list) else _checked(k, v) for k, v in given.items()}
+        many = lambda v: (
+            v.tolist() if isinstance(v, Tensor) and v.ndim else list(v) if isinstance(v, (list, tuple)) else v
+        )
+        self.options = {
+            k: [_checked(k, x) for x in many(v)] if isinstance(many(v), list) else _checked(k, v)
+            for k, v in given.items()
+        }
         self.seed, self.state, self.host = many(seed), None, []
         for s in self.seed if isinstance(self.seed, list) else [self.seed]: _seed_of(0 if s is None else s)
 
@@ -156,7 +179,12 @@ class _Rows:
         self.host = [{} for _ in prompts]
         pick = lambda v, b: v[b] if isinstance(v, list) else v
         for b, ids in enumerate(prompts):
-            self._set(b, ids, {k: pick(v, b) for k, v in self.options.items()}, (self.seed[b], 0) if isinstance(self.seed, list) else (self.seed, b))
+            self._set(
+                b,
+                ids,
+                {k: pick(v, b) for k, v in self.options.items()},
+                (self.seed[b], 0) if isinstance(self.seed, list) else (self.seed, b),
+            )
         return self
 
     def fits(self,
@@ -173,23 +201,34 @@ class _Rows:
         self._room(options)
         if "said" in self.state: self.state["said"][row] = 0
         self.state["seed"][row] = _seed_of(*seed) if options["temperature"] > 0 else 0
-        self.state["count"][row] = 0; seen[row] = False
+        self.state["count"][row] = 0
+        seen[row] = False
         if options["repetition_penalty"] != 1 and len(ids): seen[row, torch.as_tensor(ids, device=seen.device)] = True
         self.host[row] = options                                        # last: a row that could not be set is as it was
 
     def _room(self, options):
         "Tensors that few rows need are made for the first that does"
         (rows, V), device = self.state["seen"].shape, self.state["seen"].device
-        if (options["frequency_penalty"] or options["presence_penalty"]) and "said" not in self.state: self.state["said"] = torch.zeros(rows, V, dtype=torch.int32, device=device)
+        if (options["frequency_penalty"] or options["presence_penalty"]) and "said" not in self.state:
+            self.state["said"] = torch.zeros(rows, V, dtype=torch.int32, device=device)
         if options["logprobs"] >= 0 and "logprob" not in self.state:
-            self.state |= dict(logprob=torch.zeros(rows, 1 + min(TOLD, V), device=device), likeliest=torch.zeros(rows, min(TOLD, V), dtype=torch.int64, device=device))
+            self.state |= dict(
+                logprob=torch.zeros(rows, 1 + min(TOLD, V), device=device),
+                likeliest=torch.zeros(rows, min(TOLD, V), dtype=torch.int64, device=device),
+            )
 
     @property
-    def key(self)->tuple: # (any row draws, any filters, any penalises what was seen, any what it said, any wants log-probabilities)
+    # (any row draws, any filters, any penalises what was seen, any what it said, any wants log-probabilities)
+    def key(self)->tuple:
         "Which steps any row needs: a captured graph serves as long as this stays."
         draw = [o for o in self.host if o["temperature"] > 0]
-        return (bool(draw), any(o["top_k"] or o["top_p"] < 1 or o["min_p"] > 0 for o in draw), any(o["repetition_penalty"] != 1 for o in self.host),
-                any(o["frequency_penalty"] or o["presence_penalty"] for o in self.host), any(o["logprobs"] >= 0 for o in self.host))
+        return (
+            bool(draw),
+            any(o["top_k"] or o["top_p"] < 1 or o["min_p"] > 0 for o in draw),
+            any(o["repetition_penalty"] != 1 for o in self.host),
+            any(o["frequency_penalty"] or o["presence_penalty"] for o in self.host),
+            any(o["logprobs"] >= 0 for o in self.host),
+        )
 
 # %% ../../nbs/40_infer/01_sampling.ipynb #77023506
 def _greatest(x):
@@ -204,16 +243,23 @@ def _greatest(x):
 def _view(rows, logits, ids=None, mask=None):
     "Processed logits (B, M, V), and how many draws lie before each position (B, M)"
     s, (draws, filters, penalises, counts, _) = {k: v[:len(logits)] for k, v in rows.state.items()}, rows.key
-    x, t = logits.float() if draws or penalises or counts else logits, s["temperature"][:, None, None]     # (the greatest is the same in any dtype)
+    # (the greatest is the same in any dtype)
+    x, t = logits.float() if draws or penalises or counts else logits, s["temperature"][:, None, None]
     if penalises:
         seen = s["seen"][:, None]
-        if ids is not None:                                             # tokens above position i in the draft; position 0 is seen already
+        # tokens above position i in the draft; position 0 is seen already
+        if ids is not None:
             above = torch.where(mask, ids[:, None, :], ids[:, :1, None])
             seen = seen.expand(-1, mask.shape[1], -1).clone().scatter_(2, above, True)
         x = penalise(x, seen, s["repetition_penalty"][:, None, None])
     if counts:
         said = s["said"][:, None]
-        if ids is not None: said = said.expand(-1, mask.shape[1], -1).clone().scatter_add_(2, ids[:, None, 1:].expand(-1, mask.shape[1], -1), mask[:, :, 1:].int())
+        if ids is not None:
+            said = (
+                said.expand(-1, mask.shape[1], -1)
+                .clone()
+                .scatter_add_(2, ids[:, None, 1:].expand(-1, mask.shape[1], -1), mask[:, :, 1:].int())
+            )
         x = penalise_counts(x, said, s["frequency_penalty"][:, None, None], s["presence_penalty"][:, None, None])
     if draws: x = x / torch.where(t > 0, t, 1)
     if filters: x = keep_likely(x, s["top_k"][:, None, None], s["top_p"][:, None, None], s["min_p"][:, None, None])
@@ -223,14 +269,21 @@ def _view(rows, logits, ids=None, mask=None):
 class _Draws(_Rows):
     "What would be drawn, and what was"
     def likely(self,
-        logits:Tensor,          # (B, M, V), any float dtype, of the first B rows: M positions that follow one another, or the nodes of a tree
+        logits:Tensor,          # (B, M, V), any float dtype, of the first B rows: M positions that follow one another,
+                                # or the nodes of a tree
         ids:Tensor|None=None,   # (B, N) int64, the drafted tokens; ids[:, 0] is the last one drawn; None: M is 1
         mask:Tensor|None=None,  # (B, M, N) bool, token j lies at or before position i; None: M = N, one after the other
         n:int=1,                # how many
     )->Tensor:                  # (B, M, n) int64, the one that would be drawn first; with n=1: -1 where a logit is nan
         "The tokens that come out best with the row's random numbers at each position; nothing changes."
-        if self.state is None: raise RuntimeError("this sampler has no rows yet; call start(prompts, vocab, device) first")
-        if ids is not None and mask is None: mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril().expand(len(ids), -1, -1)
+        if self.state is None:
+            raise RuntimeError("this sampler has no rows yet; call start(prompts, vocab, device) first")
+        if ids is not None and mask is None:
+            mask = (
+                torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device)
+                .tril()
+                .expand(len(ids), -1, -1)
+            )
         x, counts = _view(self, logits, ids, mask)
         if self.key[0]:
             noise = exponentials(self.state["seed"][:len(x), None].expand_as(counts), counts, x.shape[-1]).log_()
@@ -264,32 +317,55 @@ class _Told(_Draws):
     "What the last draw wrote down"
     def told(self,
         rows:int, # B
-    )->tuple|None: # (for each of the first B rows how many likeliest it wants, log-probabilities, ids), as of the last call; None: nobody wants to know
+    # (for each of the first B rows how many likeliest it wants, log-probabilities, ids), as of the last call; None:
+    # nobody wants to know
+    )->tuple|None:
         "What the last draw wrote down, still on the device."
-        return ([o["logprobs"] for o in self.host[:rows]], self.state["logprob"][:rows], self.state["likeliest"][:rows]) if self.host and self.key[4] else None
+        return (
+            ([o["logprobs"] for o in self.host[:rows]], self.state["logprob"][:rows], self.state["likeliest"][:rows])
+            if self.host and self.key[4]
+            else None
+        )
     def tokens(self,
         ids:Tensor, # (B,) int64, what the last call returned
     )->list:        # of ids, a Token where a row wants log-probabilities
         "The last draw on the host."
-        return ids.tolist() if (told := self.told(len(ids))) is None else as_tokens(ids.tolist(), told[0], told[1].tolist(), told[2].tolist())
+        return (
+            ids.tolist()
+            if (told := self.told(len(ids))) is None
+            else as_tokens(ids.tolist(), told[0], told[1].tolist(), told[2].tolist())
+        )
 
 # %% ../../nbs/40_infer/01_sampling.ipynb #6bd904bb
 class Sampler(_Told):
     "Next ids from logits, with options and random numbers of each row's own."
-    any_dtype = True                                                    # logits need not be in float32; of a subclass they are, until it says so too
+    # logits need not be in float32; of a subclass they are, until it says so too
+    any_dtype = True
     def __init__(self,
-        temperature:float|list=0.0,        # 0: greedy; else logits are divided by it. A list has a number for each row, here and below
+        temperature:float|list=0.0,        # 0: greedy; else logits are divided by it. A list has a number for each row,
+                                           # here and below
         top_k:int|list=0,                  # the k likeliest only; 0: all
         top_p:float|list=1.0,              # the smallest set of tokens with this probability
         min_p:float|list=0.0,              # tokens at least this share as likely as the likeliest
         repetition_penalty:float|list=1.0, # above 1: what was said, prompt included, becomes less likely
-        seed:int|list|None=None,           # a number: row b draws from a stream of its own; a list: row b as row 0 does with seed[b] alone; None: from torch's generator
+        seed:int|list|None=None,           # a number: row b draws from a stream of its own; a list: row b as row 0 does
+                                           # with seed[b] alone; None: from torch's generator
         frequency_penalty:float|list=0.0,  # off a token's logit for each time that the row has drawn it; -2…2
         presence_penalty:float|list=0.0,   # off it once the row has drawn it; -2…2
-        logprobs:int|list=-1,              # drawn ids tell how likely they were and the n likeliest ones (see `tokens`); 0: themselves alone; -1: nothing
+        logprobs:int|list=-1,              # drawn ids tell how likely they were and the n likeliest ones (see
+                                           # `tokens`); 0: themselves alone; -1: nothing
     ):
-        super().__init__(seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
-                         presence_penalty=presence_penalty, logprobs=logprobs)
+        super().__init__(
+            seed,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            logprobs=logprobs,
+        )
 
     def set(self,
         row:int,            # 0 … B-1
@@ -298,7 +374,8 @@ class Sampler(_Told):
         **options,          # as of `row_options`; what is left out is at its default
     ):
         "Give a row to another user; the others go on undisturbed."
-        if not 0 <= row < len(self.host): raise ValueError(f"row={row}: this sampler was started with {len(self.host)} rows")
+        if not 0 <= row < len(self.host):
+            raise ValueError(f"row={row}: this sampler was started with {len(self.host)} rows")
         _seed_of(0 if seed is None else seed)
         self._set(row, ids, row_options(**options), (seed, 0))
 
@@ -319,7 +396,8 @@ class Sampler(_Told):
         if self.key[2]: self.state["seen"][:len(ids)].scatter_(1, place, True)
         if self.key[3]: self.state["said"][:len(ids)].scatter_add_(1, place, torch.ones_like(ids, dtype=torch.int32))
         if self.key[4]:
-            for name, value in zip(("logprob", "likeliest"), likelihoods(logits, ids[:, 0])): self.state[name][:len(ids)] = value
+            for name, value in zip(("logprob", "likeliest"), likelihoods(logits, ids[:, 0])):
+                self.state[name][:len(ids)] = value
         self.state["count"][:len(ids)] += 1
         return ids[:, 0]
 
@@ -329,4 +407,8 @@ class Sampler(_Told):
         "The distribution that the next draw follows."
         x = _view(self, logits[:, None])[0][:, 0]
         x = x.float()
-        return torch.where(self.state["temperature"][:len(x), None] > 0, x.softmax(-1), torch.zeros_like(x).scatter_(1, x.argmax(-1, keepdim=True), 1.0))
+        return torch.where(
+            self.state["temperature"][: len(x), None] > 0,
+            x.softmax(-1),
+            torch.zeros_like(x).scatter_(1, x.argmax(-1, keepdim=True), 1.0),
+        )

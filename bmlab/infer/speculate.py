@@ -37,7 +37,9 @@ def join(
         for t in chain:
             if (at, t) not in known:
                 if len(tokens) >= nodes: break
-                known[at, t] = len(tokens); tokens.append(t); before.append(at)
+                known[at, t] = len(tokens)
+                tokens.append(t)
+                before.append(at)
             at = known[at, t]
     return Guess(tokens, before)
 
@@ -73,7 +75,8 @@ def walk(
     child = {(b, t): i for i, (t, b) in enumerate(zip(guess.tokens, guess.before)) if i}
     path, new = [0], [drawn[0]]
     while (node := child.get((path[-1], new[-1]))) is not None:
-        path.append(node); new.append(drawn[node])
+        path.append(node)
+        new.append(drawn[node])
     return new, path
 
 # %% ../../nbs/40_infer/03_speculate.ipynb #ea623650
@@ -90,7 +93,8 @@ def advance(
     guesses:list,         # of Guess, one for each of the first B rows
     room:list,            # for each row the most new tokens; 0: the row is at its end, and nothing happens to it
     stops:tuple=(),       # token ids that end a row
-    width:int|None=None,  # tokens that the forward feeds to each row, at least the largest guess; None: as few as possible
+    width:int|None=None,  # tokens that the forward feeds to each row, at least the largest guess; None: as few as
+                          # possible
 )->list:                  # for each row its new tokens, one or more where there is room; the last is -1 of nan
     "Check guesses in one forward; rows grow by what was right and one more."
     ids, mask, depth = lay_out(guesses, width, decoder.lengths.device)
@@ -101,10 +105,15 @@ def advance(
     for guess, d, most in zip(guesses, _known(sampler, logits, drawn), room):
         new, path = walk(guess, d)
         n = min([most, len(new)] + [i + 1 for i, t in enumerate(new) if t in stops])
-        news.append(new[:n]); paths.append(path[:n])
+        news.append(new[:n])
+        paths.append(path[:n])
     decoder.keep(paths if tree else [len(p) for p in paths])
     most = max(map(len, news))
-    if most: sampler.take(torch.tensor([n + [0] * (most - len(n)) for n in news], device=ids.device), torch.tensor([len(n) for n in news], device=ids.device))
+    if most:
+        sampler.take(
+            torch.tensor([n + [0] * (most - len(n)) for n in news], device=ids.device),
+            torch.tensor([len(n) for n in news], device=ids.device),
+        )
     return news
 
 # %% ../../nbs/40_infer/03_speculate.ipynb #76c2f940
@@ -117,8 +126,18 @@ class PromptLookup:
         branches:int=1, # different continuations at once; more than 1 makes a tree
         adapt:bool|None=None, # shorter guesses after wrong ones? None: on a CPU
     ):
-        if not 1 <= least <= ngram or length < 1 or branches < 1: raise ValueError(f"ngram={ngram}, length={length}, least={least}, branches={branches}: all at least 1, least at most ngram")
-        self.ngram, self.length, self.least, self.branches, self.nodes = ngram, length, least, branches, 1 + length * branches
+        if not 1 <= least <= ngram or length < 1 or branches < 1:
+            raise ValueError(
+                f"ngram={ngram}, length={length}, least={least}, branches={branches}: all at least 1, least at most "
+                "ngram"
+            )
+        self.ngram, self.length, self.least, self.branches, self.nodes = (
+            ngram,
+            length,
+            least,
+            branches,
+            1 + length * branches,
+        )
         self.texts, self.places, self.adapt, self.adapts, self.sizes, self.asked = {}, {}, adapt, bool(adapt), {}, {}
 
     def begin(self,
@@ -146,24 +165,36 @@ class PromptLookup:
     ):
         "A row has grown."
         text, places, asked, right = self.texts[row], self.places[row], self.asked[row], len(ids) - 1
-        if asked: self.sizes[row] = min(2 * self.sizes[row], self.length) if right >= asked else max(1, min(right + 1, self.sizes[row] // 2 if not right else self.length))
+        if asked:
+            self.sizes[row] = (
+                min(2 * self.sizes[row], self.length)
+                if right >= asked
+                else max(1, min(right + 1, self.sizes[row] // 2 if not right else self.length))
+            )
         self.asked[row] = 0
         for t in ids:
-            for n in range(self.least, min(self.ngram, len(text)) + 1): places.setdefault(tuple(text[-n:]), []).append(len(text))
+            for n in range(self.least, min(self.ngram, len(text)) + 1):
+                places.setdefault(tuple(text[-n:]), []).append(len(text))
             text.append(t)
     def propose(self,
         rows:list, # rows that want guesses
         length:int|None=None, # the most tokens; None: self.length
     )->dict:       # row → chains
         "What may follow, the latest place with the longest run first."
-        found = {r: self._chains(self.texts[r], self.places[r], min(length or self.length, self.sizes[r] if self.adapts else self.length)) for r in rows}
+        found = {
+            r: self._chains(
+                self.texts[r], self.places[r], min(length or self.length, self.sizes[r] if self.adapts else self.length)
+            )
+            for r in rows
+        }
         self.asked |= {r: len(chains[0]) for r, chains in found.items() if chains}
         return found
     def _chains(self, text, places, length):
         found = []
         for n in range(min(self.ngram, len(text)), self.least - 1, -1):
             for at in reversed(places.get(tuple(text[-n:]), ())):
-                chain = [text[at + i % (len(text) - at)] for i in range(length)]                # at the text's end a loop goes on
+                # at the text's end a loop goes on
+                chain = [text[at + i % (len(text) - at)] for i in range(length)]
                 if chain not in found: found.append(chain)
                 if len(found) == self.branches: return found
         return found
@@ -174,9 +205,12 @@ class _Fitting:
     def _fits(self, vocab):
         "A model that generates, with this vocabulary?"
         name, get = f"draft {type(self.model).__name__}", getattr(self.model, "get_input_embeddings", None)
-        if get is None or not getattr(self.model, "can_generate", bool)(): raise ValueError(f"{name} cannot generate; give a small causal language model of transformers")
-        if getattr(self.model.config, "is_encoder_decoder", False): raise ValueError(f"{name} reads its text with an encoder; give a causal language model")
-        if abs((mine := get().num_embeddings) - vocab) > vocab // 100: raise ValueError(f"{name} has {mine} tokens, the model {vocab}; both need the same tokenizer")
+        if get is None or not getattr(self.model, "can_generate", bool)():
+            raise ValueError(f"{name} cannot generate; give a small causal language model of transformers")
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            raise ValueError(f"{name} reads its text with an encoder; give a causal language model")
+        if abs((mine := get().num_embeddings) - vocab) > vocab // 100:
+            raise ValueError(f"{name} has {mine} tokens, the model {vocab}; both need the same tokenizer")
     def fits(self,
         vocab:int,    # of the model that checks
         max_ctx:int,  # tokens of a text
@@ -184,10 +218,19 @@ class _Fitting:
     ):
         "Raise ValueError where it could not guess for such a model; to be asked before anything is made."
         self._fits(vocab)
-        name, most = f"draft {type(self.model).__name__}", getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if most and most < max_ctx: raise ValueError(f"{name} has positions for {most} tokens, fewer than max_ctx={max_ctx}; give max_ctx={most}, or another draft")
-        if (at := _device(self.model)) != torch.empty(0, device=device).device: raise ValueError(f"{name} is on {at}, the model will be on {device}; move the draft there first")
-        if (trial := Decoder(self.model, 1, min(max_ctx, 16), graph=False)).mode != "static": raise ValueError(f"{name} has no path with a cache: {trial.why_generate}")
+        name, most = (
+            f"draft {type(self.model).__name__}",
+            getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None),
+        )
+        if most and most < max_ctx:
+            raise ValueError(
+                f"{name} has positions for {most} tokens, fewer than max_ctx={max_ctx}; give max_ctx={most}, or "
+                "another draft"
+            )
+        if (at := _device(self.model)) != torch.empty(0, device=device).device:
+            raise ValueError(f"{name} is on {at}, the model will be on {device}; move the draft there first")
+        if (trial := Decoder(self.model, 1, min(max_ctx, 16), graph=False)).mode != "static":
+            raise ValueError(f"{name} has no path with a cache: {trial.why_generate}")
 
 # %% ../../nbs/40_infer/03_speculate.ipynb #59448a0d
 class _SmallModel(_Fitting):
@@ -200,8 +243,10 @@ class _SmallModel(_Fitting):
         self._fits(decoder.model.get_input_embeddings().num_embeddings)
         if self.decoder is None or self.decoder.max_batch < decoder.max_batch or self.decoder.max_ctx < decoder.max_ctx:
             self.decoder = Decoder(self.model, decoder.max_batch, decoder.max_ctx)
-        if self.decoder.mode != "static": raise ValueError(f"draft {type(self.model).__name__}: {self.decoder.why_generate}")
-        self.decoder.free(); self.texts, self.full, self.sampler = {}, set(), sampler
+        if self.decoder.mode != "static":
+            raise ValueError(f"draft {type(self.model).__name__}: {self.decoder.why_generate}")
+        self.decoder.free()
+        self.texts, self.full, self.sampler = {}, set(), sampler
     @property
     def levels(self)->int:
         "Passes of the small model for one guess, whatever its width."
@@ -219,7 +264,8 @@ class _SmallModel(_Fitting):
     ):
         "A row has ended."
         del self.texts[row]
-        self.full.discard(row); self.decoder.free([row])
+        self.full.discard(row)
+        self.decoder.free([row])
     def add(self,
         row:int,   # which
         ids:list,  # its new tokens
@@ -230,16 +276,25 @@ class _SmallModel(_Fitting):
     def _fitting(self, rows, length):
         "Rows with room for so many tokens more: an encoder's source and the output together may have none, and get no more guesses"
         for r in rows:
-            if r not in self.full and len(self.texts[r]) + length > self.decoder.max_ctx: self.full.add(r); self.decoder.free([r])
+            if r not in self.full and len(self.texts[r]) + length > self.decoder.max_ctx:
+                self.full.add(r)
+                self.decoder.free([r])
         return [r for r in rows if r not in self.full]
 
     def _read(self, rows, B):
         "Feed what the texts have grown by, the last token at least; logits (B, V) after each row's last token"
-        if any(self.decoder.held[r] >= len(self.texts[r]) for r in rows):                       # asked again before anything was added
-            self.decoder.crop([min(h, len(self.texts[r]) - 1) if r in rows else h for r, h in enumerate(self.decoder.held)])
+        # asked again before anything was added
+        if any(self.decoder.held[r] >= len(self.texts[r]) for r in rows):
+            self.decoder.crop(
+                [min(h, len(self.texts[r]) - 1) if r in rows else h for r, h in enumerate(self.decoder.held)]
+            )
         held = self.decoder.held
         fresh = [self.texts[r][held[r]:] if r in rows else [] for r in range(B)]
-        M = max(map(len, fresh)) if self.decoder.lengths.device.type == "cpu" else max(self.length + 1, *map(len, fresh))     # a graph has one width
+        M = (
+            max(map(len, fresh))
+            if self.decoder.lengths.device.type == "cpu"
+            else max(self.length + 1, *map(len, fresh))
+        )  # a graph has one width
         logits = self.decoder.step([f + [0] * (M - len(f)) for f in fresh], keep=False)
         self.decoder.keep([len(f) for f in fresh])
         return logits[torch.arange(B), [max(len(f) - 1, 0) for f in fresh]]
@@ -253,7 +308,13 @@ class DraftModel(_SmallModel):
         branches:int=1,    # 2 or more: at each place the next best tokens too, a tree
     ):
         if length < 1 or branches < 1: raise ValueError(f"length={length}, branches={branches}: both are at least 1")
-        self.model, self.length, self.branches, self.nodes, self.decoder = model, length, branches, 1 + length * branches, None
+        self.model, self.length, self.branches, self.nodes, self.decoder = (
+            model,
+            length,
+            branches,
+            1 + length * branches,
+            None,
+        )
 
     @torch.no_grad()
     def propose(self,
@@ -288,7 +349,8 @@ class Tree:
         *drafts,         # PromptLookup, DraftModel, …, the most trusted first
         nodes:int=16,    # the most tokens in one forward, the last token of the text included
     ):
-        if not drafts or nodes < 2: raise ValueError(f"Tree of {len(drafts)} guessers with nodes={nodes}: at least one guesser and 2 nodes")
+        if not drafts or nodes < 2:
+            raise ValueError(f"Tree of {len(drafts)} guessers with nodes={nodes}: at least one guesser and 2 nodes")
         self.drafts, self.nodes = drafts, nodes
     @property
     def levels(self)->int:
@@ -298,7 +360,10 @@ class Tree:
     def model(self)->nn.Module|None: # the small model among the guessers
         "What a plan has to count."
         found = list({id(m): m for d in self.drafts if (m := getattr(d, "model", None)) is not None}.values())
-        if len(found) > 1: raise ValueError(f"a Tree of {len(found)} models: at most one draft model is planned for; look-up may join it")
+        if len(found) > 1:
+            raise ValueError(
+                f"a Tree of {len(found)} models: at most one draft model is planned for; look-up may join it"
+            )
         return found[0] if found else None
     def fits(self, vocab, max_ctx, device): [d.fits(vocab, max_ctx, device) for d in self.drafts if hasattr(d, "fits")]
     def begin(self, decoder, sampler): [d.begin(decoder, sampler) for d in self.drafts]
@@ -323,7 +388,9 @@ def replay(
 )->list:                  # new tokens of each pass; they add up to the output's
     "How many tokens each pass makes when a guesser follows a text."
     at, passes = 1, [1]                                                 # the prompt's pass makes the first
-    draft.begin(None, None); draft.set(0, list(prompt)); draft.add(0, output[:1])
+    draft.begin(None, None)
+    draft.set(0, list(prompt))
+    draft.add(0, output[:1])
     while at < len(output):
         guess = join(output[at - 1], draft.propose([0])[0], nodes or draft.nodes)
         path = [0]
@@ -332,5 +399,7 @@ def replay(
             if node is None: break
             path.append(node)
         n = min(len(path), len(output) - at)
-        draft.add(0, output[at:at + n]); passes.append(n); at += n
+        draft.add(0, output[at:at + n])
+        passes.append(n)
+        at += n
     return passes

@@ -27,7 +27,12 @@ class RowText:
         tok,                # a tokenizer of transformers
         stop:str|tuple=(),  # texts that end the output; not part of it
     ):
-        self.pieces, self.stop, self.held, self.ended = TextPieces(tok), [s for s in ([stop] if isinstance(stop, str) else stop or ()) if s], "", False
+        self.pieces, self.stop, self.held, self.ended = (
+            TextPieces(tok),
+            [s for s in ([stop] if isinstance(stop, str) else stop or ()) if s],
+            "",
+            False,
+        )
     def push(self,
         id:int, # the next token
     )->str:     # text that is certain now, perhaps ""
@@ -42,7 +47,9 @@ class RowText:
         if self.ended: return ""
         text = self.held + piece
         found = [i for s in self.stop if (i := text.find(s)) >= 0]
-        if found: self.ended, self.held = True, ""; return text[:min(found)]
+        if found:
+            self.ended, self.held = True, ""
+            return text[:min(found)]
         keep = max((n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
         self.held = text[len(text) - keep:]
         return text[:len(text) - keep]
@@ -53,10 +60,13 @@ def in_use(
     decoder:Decoder, # to be held while the block lasts
 ):
     "Hold a decoder; RuntimeError where somebody else does."
-    if decoder.__dict__.get("_in_use"): raise RuntimeError("busy: this decoder is decoding for somebody else; close() that, or let it end")
+    if decoder.__dict__.get("_in_use"):
+        raise RuntimeError("busy: this decoder is decoding for somebody else; close() that, or let it end")
     decoder._in_use = True
     try: yield
-    finally: decoder._in_use = False; decoder.free()
+    finally:
+        decoder._in_use = False
+        decoder.free()
 
 def resident(
     decoder:Decoder, # keeps it
@@ -81,14 +91,24 @@ class _Loop:
     def _run(self):
         own = self.decoder.mode == "static"
         begin, first = time.perf_counter(), None
-        self.stats.clear(); self.stats.update(prompt_tokens=sum(map(len, self.prompts)), new_tokens=0, passes=0, drafted=0, accepted=0)
+        self.stats.clear()
+        self.stats.update(prompt_tokens=sum(map(len, self.prompts)), new_tokens=0, passes=0, drafted=0, accepted=0)
         with in_use(self.decoder) if own else contextlib.nullcontext():
             self.sampler = resident(self.decoder, self.sampler, len(self.prompts))
             for news in self._together() if own else _alone(self):
                 for ids in self._single(news):
-                    now, self.stats["new_tokens"] = time.perf_counter(), self.stats["new_tokens"] + sum(t is not None for t in ids)
-                    if first is None: first, n = now, self.stats["new_tokens"]; self.stats["first_token_s"] = first - begin
-                    else: self.stats |= {"decode_tok_s": (self.stats["new_tokens"] - n) / (now - first), "decode_s": now - first}
+                    now, self.stats["new_tokens"] = (
+                        time.perf_counter(),
+                        self.stats["new_tokens"] + sum(t is not None for t in ids),
+                    )
+                    if first is None:
+                        first, n = now, self.stats["new_tokens"]
+                        self.stats["first_token_s"] = first - begin
+                    else:
+                        self.stats |= {
+                            "decode_tok_s": (self.stats["new_tokens"] - n) / (now - first),
+                            "decode_s": now - first,
+                        }
                     self._tell(ids)
                     yield ids
                 if self._stopped or not any(self.left): return
@@ -117,7 +137,9 @@ class _Loop:
         if self.on_prompt: self.on_prompt()
         first, self.routed = [[t] for t in _drawn(self.sampler, logits)], bool(routing(d.model))
         self.stats["passes"] += 1
-        if self.draft: self.draft.begin(d, self.sampler); [self.draft.set(r, p) for r, p in enumerate(self.prompts)]
+        if self.draft:
+            self.draft.begin(d, self.sampler)
+            [self.draft.set(r, p) for r, p in enumerate(self.prompts)]
         self._learn(first)
         yield first
         yield from _guessing(self) if self.draft else _stepping(self)
@@ -125,13 +147,16 @@ class _Loop:
     def _learn(self, news):
         "Tell the guesser"
         if self.draft: [self.draft.add(r, n) for r, n in enumerate(news) if self.running[r] and n]
-    def most_rows(self, rows): # running rows → rows of the next step: those up to the last of them, or all where a bank of deltas goes by their numbers
+    # running rows → rows of the next step: those up to the last of them, or all where a bank of deltas goes by their
+    # numbers
+    def most_rows(self, rows):
         return len(self.left) if self.routed else rows[-1] + 1
     def _leave(self):
         "Free the rows that have ended; the numbers of the others"
         for r, (on, n) in enumerate(zip(self.running, self.left)):
             if on and not n:
-                self.running[r] = False; self.decoder.free([r])
+                self.running[r] = False
+                self.decoder.free([r])
                 if self.draft: self.draft.drop(r)
         return [r for r, on in enumerate(self.running) if on]
 
@@ -139,10 +164,24 @@ class _Loop:
 class Tokens(_Loop):
     "Iterator over steps: a list with an id for each row, None for a row that has none."
     def __init__(self, decoder, prompts, sampler, max_new_tokens, stop_ids, on_prompt, draft, stats):
-        self.decoder, self.prompts, self.sampler, self.draft, self.stats, self.on_prompt = decoder, prompts, sampler, draft, stats, on_prompt
-        self.left, self.stops, self.last, self._stopped, self._steps = list(max_new_tokens), frozenset(stop_ids), [0] * len(prompts), False, self._run()
+        self.decoder, self.prompts, self.sampler, self.draft, self.stats, self.on_prompt = (
+            decoder,
+            prompts,
+            sampler,
+            draft,
+            stats,
+            on_prompt,
+        )
+        self.left, self.stops, self.last, self._stopped, self._steps = (
+            list(max_new_tokens),
+            frozenset(stop_ids),
+            [0] * len(prompts),
+            False,
+            self._run(),
+        )
         self.running = [True] * len(prompts)                            # rows that the decoder still holds
-        self.ahead = int(decoder.model.device.type == "cuda")           # steps that are launched before their ids are read
+        # steps that are launched before their ids are read
+        self.ahead = int(decoder.model.device.type == "cuda")
     def __iter__(self): return self
     def __next__(self): return next(self._steps)
     def end(self,
@@ -157,15 +196,20 @@ class Tokens(_Loop):
         "Leave: the decoder is free for others."
         self._stopped = True
         try: self._steps.close()
-        except ValueError: pass                                         # another thread is in the middle of a step: it ends there
+        except ValueError: pass  # another thread is in the middle of a step: it ends there
 
 # %% ../../nbs/40_infer/04_text.ipynb #a4363826
 def _stepping(run):
     "One token a row a step; on a GPU the next step is under way while this one's ids are read"
     d, steps, B, most, launched = run.decoder, deque(), 0, max(run.left), 0
     while rows := run._leave():
-        if not steps and (top := run.most_rows(rows)) != B: B = top; d.start(run.last[:B])       # the last rows have ended: a smaller batch
-        while len(steps) <= run.ahead and launched < most: steps.append(d.step_sampled(run.sampler)); launched += 1; run.stats["passes"] += 1
+        if not steps and (top := run.most_rows(rows)) != B:
+            B = top
+            d.start(run.last[:B])  # the last rows have ended: a smaller batch
+        while len(steps) <= run.ahead and launched < most:
+            steps.append(d.step_sampled(run.sampler))
+            launched += 1
+            run.stats["passes"] += 1
         drawn = steps.popleft().ids()
         yield [[t] if run.running[r] else [] for r, t in enumerate(drawn)] + [[]] * (len(run.left) - len(drawn))
 
@@ -174,13 +218,18 @@ def _guessing(run):
     d, draft, stats = run.decoder, run.draft, run.stats
     cuda = d.lengths.device.type == "cuda"
     while rows := run._leave():
-        cap = d.max_ctx - max(d.held[r] for r in rows)                                     # tokens that the next forward may feed
+        # tokens that the next forward may feed
+        cap = d.max_ctx - max(d.held[r] for r in rows)
         length = min(cap, max(run.left[r] for r in rows)) - 1
         chains = draft.propose(rows, length) if length > 0 else {}
         guesses = _join_rows(d, run.last[:run.most_rows(rows)], chains, min(draft.nodes, cap))
         wide = cuda and any(len(g.tokens) > 1 for g in guesses)
-        news = advance(d, run.sampler, guesses, run.left[:len(guesses)], run.stops, min(draft.nodes, cap) if wide else None)
-        stats["passes"] += 1; stats["drafted"] += sum(len(g.tokens) - 1 for g in guesses); stats["accepted"] += sum(max(len(n) - 1, 0) for n in news)
+        news = advance(
+            d, run.sampler, guesses, run.left[: len(guesses)], run.stops, min(draft.nodes, cap) if wide else None
+        )
+        stats["passes"] += 1
+        stats["drafted"] += sum(len(g.tokens) - 1 for g in guesses)
+        stats["accepted"] += sum(max(len(n) - 1, 0) for n in news)
         run._learn(news)
         yield news + [[]] * (len(run.left) - len(news))
 
@@ -197,7 +246,8 @@ class _Chooses:
 class _Ends(StoppingCriteria):
     "Ends `generate` at a stop id, or when the reader has left"
     def __init__(self, stops, left): self.stops, self.left = stops, left
-    def __call__(self, input_ids, scores, **kw): return torch.tensor([self.left.is_set() or input_ids[0, -1].item() in self.stops], device=input_ids.device)
+    def __call__(self, input_ids, scores, **kw):
+        return torch.tensor([self.left.is_set() or input_ids[0, -1].item() in self.stops], device=input_ids.device)
 
 def _alone(run):
     "Row after row by transformers' `generate`"
@@ -207,24 +257,43 @@ def _alone(run):
     words = head.weight.shape[0] if hasattr(head, "weight") else run.decoder.vocab
     run.sampler.start([[] if source else p for p in run.prompts], words, model.device)
     old, bare = model.generation_config, object.__new__(type(model))
-    bare.__dict__ |= model.__dict__ | dict(generation_config=GenerationConfig())              # the same model, and nothing of what its checkpoint asks of a text: the sampler does that
-    names = dict(do_sample=False, pad_token_id=old.pad_token_id or 0, bos_token_id=old.bos_token_id, decoder_start_token_id=old.decoder_start_token_id)
+    # the same model, and nothing of what its checkpoint asks of a text: the sampler does that
+    bare.__dict__ |= model.__dict__ | dict(generation_config=GenerationConfig())
+    names = dict(
+        do_sample=False,
+        pad_token_id=old.pad_token_id or 0,
+        bos_token_id=old.bos_token_id,
+        decoder_start_token_id=old.decoder_start_token_id,
+    )
     def work(ids, out, chooses, ends, n):
         config = GenerationConfig(**names, max_new_tokens=n)
         try:
-            with torch.no_grad(): bare.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=[chooses], stopping_criteria=[ends])
+            with torch.no_grad():
+                bare.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    generation_config=config,
+                    logits_processor=[chooses],
+                    stopping_criteria=[ends],
+                )
             out.put(None)
         except BaseException as e: out.put(e)
     for r, prompt in enumerate(run.prompts):
         out, left, ids = queue.Queue(), threading.Event(), torch.tensor([prompt], device=model.device)
-        thread = threading.Thread(target=contextvars.copy_context().run, args=(work, ids, out, _Chooses(run.sampler.row(r), out), _Ends(run.stops, left), run.left[r]), daemon=True)
+        thread = threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(work, ids, out, _Chooses(run.sampler.row(r), out), _Ends(run.stops, left), run.left[r]),
+            daemon=True,
+        )
         thread.start()
         try:
             while run.left[r] and (t := out.get()) is not None:
                 if isinstance(t, BaseException): raise t
                 run.stats["passes"] += 1
                 yield [[t] if b == r else [] for b in range(B)]
-        finally: left.set(); thread.join()
+        finally:
+            left.set()
+            thread.join()
 
 # %% ../../nbs/40_infer/04_text.ipynb #f383547b
 def decode_tokens(
@@ -235,21 +304,33 @@ def decode_tokens(
     stop_ids:tuple=(),                 # token ids that end a row; the id itself comes out too
     on_prompt:Callable|None=None,      # called once the prompts are read
     draft=None,                        # PromptLookup, DraftModel, Tree, …: the same tokens in fewer passes
-    stats:dict|None=None,              # filled while it runs: prompt_tokens, new_tokens, first_token_s, decode_s after it, decode_tok_s (all rows), passes, drafted, accepted; tokens, where log-probabilities are wanted
+    stats:dict|None=None,              # filled while it runs: prompt_tokens, new_tokens, first_token_s, decode_s after
+                                       # it, decode_tok_s (all rows), passes, drafted, accepted; tokens, where log-
+                                       # probabilities are wanted
 )->Tokens:                             # iterator of lists: an id for each row, None for a row that has none this time
     "Ids as they are made."
     prompts = [p.tolist() if hasattr(p, "tolist") else list(p) for p in prompts]
     many = list(max_new_tokens) if isinstance(max_new_tokens, (list, tuple)) else [max_new_tokens] * len(prompts)
     if not prompts or not all(prompts): raise ValueError("prompts: there must be one, and none may be empty")
     if len(many) != len(prompts) or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in many):
-        raise ValueError(f"max_new_tokens={max_new_tokens!r}: a number, 1 or more, or one for each of the {len(prompts)} prompts")
-    if bad := next((i for p in prompts for i in p if not 0 <= i < decoder.vocab), None): raise ValueError(f"prompts hold {bad}; a token is a number from 0 to {decoder.vocab - 1}")
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens!r}: a number, 1 or more, or one for each of the {len(prompts)} prompts"
+        )
+    if bad := next((i for p in prompts for i in p if not 0 <= i < decoder.vocab), None):
+        raise ValueError(f"prompts hold {bad}; a token is a number from 0 to {decoder.vocab - 1}")
     source = getattr(decoder.model.config, "is_encoder_decoder", False)
     if decoder.mode == "static":
-        if len(prompts) > decoder.max_batch: raise ValueError(f"{len(prompts)} prompts do not fit max_batch={decoder.max_batch}")
+        if len(prompts) > decoder.max_batch:
+            raise ValueError(f"{len(prompts)} prompts do not fit max_batch={decoder.max_batch}")
         for p, n in zip(prompts, many):
-            if (whole := (1 if source else len(p)) + n) > decoder.max_ctx: raise ValueError(f"a prompt of {whole - n} tokens and max_new_tokens={n} exceed max_ctx={decoder.max_ctx}")
-    elif draft: raise ValueError(f"draft: {type(decoder.model).__name__} cannot check several tokens at once: {decoder.why_generate}")
+            if (whole := (1 if source else len(p)) + n) > decoder.max_ctx:
+                raise ValueError(
+                    f"a prompt of {whole - n} tokens and max_new_tokens={n} exceed max_ctx={decoder.max_ctx}"
+                )
+    elif draft:
+        raise ValueError(
+            f"draft: {type(decoder.model).__name__} cannot check several tokens at once: {decoder.why_generate}"
+        )
     sampler = sampler or Sampler()
     if isinstance(sampler, Sampler): sampler.fits(len(prompts))
     return Tokens(decoder, prompts, sampler, many, stop_ids or (), on_prompt, draft, {} if stats is None else stats)
@@ -278,7 +359,12 @@ def stream_text(
 )->Iterator[tuple]:               # (row, piece of its text)
     "Text of each row, piece by piece as it is certain."
     if isinstance(prompts, str): raise TypeError(f"prompts={prompts!r}: a list of prompts, one for each row")
-    ids = [list(p) if isinstance(p, (list, tuple)) and p and isinstance(p[0], int) else prompt_ids(tok, p)["input_ids"][0].tolist() for p in prompts]
+    ids = [
+        list(p)
+        if isinstance(p, (list, tuple)) and p and isinstance(p[0], int)
+        else prompt_ids(tok, p)["input_ids"][0].tolist()
+        for p in prompts
+    ]
     stops = end_ids(decoder.model, tok) if stop_ids is None else tuple(stop_ids)
     tokens = decode_tokens(decoder, ids, sampler, max_new_tokens, stops, draft=draft, stats=stats)
     if on_start: on_start(tokens)

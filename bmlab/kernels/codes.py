@@ -31,8 +31,12 @@ def quantize_rows(
     w:Tensor,              # (N, K) any float dtype and device, meta too
 )->tuple[Tensor, Tensor]:  # codes (N, K) int8 in [−127, 127], scale (N,) float32 > 0
     "Symmetric int8 per row: `codes * scale` is within half a scale of `w`."
-    if w.ndim != 2 or not w.is_floating_point(): raise TypeError(f"w is {w.dtype} of shape {tuple(w.shape)}; expected a 2-D float tensor")
-    codes, scale = torch.empty(w.shape, dtype=torch.int8, device=w.device), torch.empty(len(w), dtype=torch.float32, device=w.device)
+    if w.ndim != 2 or not w.is_floating_point():
+        raise TypeError(f"w is {w.dtype} of shape {tuple(w.shape)}; expected a 2-D float tensor")
+    codes, scale = (
+        torch.empty(w.shape, dtype=torch.int8, device=w.device),
+        torch.empty(len(w), dtype=torch.float32, device=w.device),
+    )
     step = max(1, _SLICE_BYTES // (4 * w.shape[1] or 1))
     for i in range(0, len(w), step):
         part = w[i:i + step].detach().float()
@@ -79,7 +83,14 @@ def _nibbles(codes, groups):
 
 def _widen_groups(codes, scale, zero):
     "The float32 weight of a few rows: `(code − 8)·scale + zero`"
-    return _nibbles(codes, scale.shape[1]).float().sub_(8).mul_(scale[..., None]).add_(zero[..., None]).view(len(codes), -1)
+    return (
+        _nibbles(codes, scale.shape[1])
+        .float()
+        .sub_(8)
+        .mul_(scale[..., None])
+        .add_(zero[..., None])
+        .view(len(codes), -1)
+    )
 
 def dequantize_groups(
     codes:Tensor,                    # (N, K/2) uint8
@@ -95,7 +106,8 @@ def dequantize_groups(
     step = max(1, _SLICE_BYTES // (8 * codes.shape[1] or 1))
     if len(codes) <= step or torch.compiler.is_compiling(): return _widen_groups(codes, scale, zero).to(dtype)
     w = torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
-    for i in range(0, len(codes), step): w[i:i + step] = _widen_groups(codes[i:i + step], scale[i:i + step], zero[i:i + step])
+    for i in range(0, len(codes), step):
+        w[i:i + step] = _widen_groups(codes[i:i + step], scale[i:i + step], zero[i:i + step])
     return w
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #df0ef2fc
@@ -104,7 +116,8 @@ _CLIPS = (1.0, 0.92, 0.84, 0.76)  # shares of a group's range that are tried
 def _group_grid(part, share):
     "Scale and zero point (float16) of groups (…, g) for a share of their range, the codes, and the squared error"
     low, high = (part.amin(-1) * share, part.amax(-1) * share)
-    scale = divide_(high - low, 15).half().clamp_min_(2**-24)                        # the least float16: groups of one value
+    # the least float16: groups of one value
+    scale = divide_(high - low, 15).half().clamp_min_(2**-24)
     zero = (low + 8 * scale.float()).half()
     s, z = scale.float()[..., None], zero.float()[..., None]
     q = part.sub(z).div_(s).add_(8).round_().clamp_(0, 15)
@@ -115,8 +128,13 @@ def quantize_groups(
     group_size:int=128, # g, dividing K: 32, 64 or 128
 )->tuple[Tensor, Tensor, Tensor]: # codes (N, K/2) uint8, scale and zero (N, K/g) float16
     "int4 codes with a scale and a zero point per group, the range of each group cut where that helps."
-    if w.ndim != 2 or not w.is_floating_point(): raise TypeError(f"w is {w.dtype} of shape {tuple(w.shape)}; expected a 2-D float tensor")
-    if group_for(w.shape[1], group_size) != group_size: raise ValueError(f"group_size={group_size} does not divide the {w.shape[1]} columns of w; try {group_for(w.shape[1], group_size) or 'int8'}")
+    if w.ndim != 2 or not w.is_floating_point():
+        raise TypeError(f"w is {w.dtype} of shape {tuple(w.shape)}; expected a 2-D float tensor")
+    if group_for(w.shape[1], group_size) != group_size:
+        raise ValueError(
+            f"group_size={group_size} does not divide the {w.shape[1]} columns of w; try "
+            f"{group_for(w.shape[1], group_size) or 'int8'}"
+        )
     N, G = len(w), w.shape[1] // group_size
     codes = torch.empty(N, w.shape[1] // 2, dtype=torch.uint8, device=w.device)
     scale, zero = (torch.empty(N, G, dtype=torch.float16, device=w.device) for _ in range(2))
@@ -128,11 +146,16 @@ def quantize_groups(
         for share in _CLIPS[1:]:
             other = _group_grid(part, share)
             better = other[3] < best
-            s, z, q, best = (torch.where(better[..., None] if a.ndim == 3 else better, b, a) for a, b in zip((s, z, q, best), other))
+            s, z, q, best = (
+                torch.where(better[..., None] if a.ndim == 3 else better, b, a) for a, b in zip((s, z, q, best), other)
+            )
         scale[i:i + step], zero[i:i + step] = s, z
         codes[i:i + step] = (q[..., :group_size // 2] | q[..., group_size // 2:] << 4).view(len(part), -1)
     if not w.is_meta and not (scale.isfinite().all() and zero.isfinite().all()):
-        raise ValueError(f"w has values that are infinite, undefined or beyond float16, first in row {(~(scale.isfinite() & zero.isfinite()).all(1)).nonzero()[0].item()}")
+        raise ValueError(
+            "w has values that are infinite, undefined or beyond float16, first in row "
+            f"{(~(scale.isfinite() & zero.isfinite()).all(1)).nonzero()[0].item()}"
+        )
     return codes, scale, zero
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #0cba8c02
@@ -145,12 +168,18 @@ def _blocks(codes, dtype, scale=None, zero=None):
     buffer = torch.empty(min(step, N), K, dtype=dtype, device=codes.device)        # one buffer, that stays in the cache
     for i in range(0, N, step):
         rows = slice(i, min(i + step, N))
-        yield rows, buffer[:rows.stop - i].copy_(codes[rows] if zero is None else _widen_groups(codes[rows], scale[rows], zero[rows]))
+        yield (
+            rows,
+            buffer[: rows.stop - i].copy_(
+                codes[rows] if zero is None else _widen_groups(codes[rows], scale[rows], zero[rows])
+            ),
+        )
 
 def _by_blocks(x, codes, scale, dtype, zero=None):
     "x (M, K) times the matrix, multiplied as `dtype`, a block of outputs at a time"
     x = x.to(dtype)
-    if zero is None and codes.numel() * dtype.itemsize <= _BLOCK_BYTES: return F.linear(x, codes.to(dtype)).mul_(scale)   # one block: fewer calls
+    # one block: fewer calls
+    if zero is None and codes.numel() * dtype.itemsize <= _BLOCK_BYTES: return F.linear(x, codes.to(dtype)).mul_(scale)
     y = torch.empty(len(x), len(codes), dtype=dtype, device=x.device)
     for rows, w in _blocks(codes, dtype, scale, zero): torch.mm(x, w.t(), out=y[:, rows])
     return y.mul_(scale) if zero is None else y
@@ -170,10 +199,14 @@ def _digits(x):
     "x (M, K) → its digits (3, M, K) int8, lowest first, the units (M, 1) float32, and what is to be taken off in the end"
     x = x.float()
     top = x.abs().amax(1, keepdim=True)
-    lift = torch.where(top < 1e-30, 2.**64, 1.)                                    # a row of numbers whose unit would have few bits is lifted first
-    x, unit = x * lift, top.mul_(lift).mul_(1 / _TOP)                              # (a row of zeros has unit 0, and any digits)
-    unit.add_(unit * 0)                                                            # and one with an infinite number is undefined
-    bytes_ = (x / unit).add_(_MIDDLE).to(torch.int32).bitwise_xor_(_MIDDLE)        # digit + 128, exclusive or 128, is the digit as a signed byte
+    # a row of numbers whose unit would have few bits is lifted first
+    lift = torch.where(top < 1e-30, 2.**64, 1.)
+    # (a row of zeros has unit 0, and any digits)
+    x, unit = x * lift, top.mul_(lift).mul_(1 / _TOP)
+    # and one with an infinite number is undefined
+    unit.add_(unit * 0)
+    # digit + 128, exclusive or 128, is the digit as a signed byte
+    bytes_ = (x / unit).add_(_MIDDLE).to(torch.int32).bitwise_xor_(_MIDDLE)
     return bytes_.view(torch.int8).view(*x.shape, 4)[..., :3].permute(2, 0, 1).contiguous(), unit, 1 / lift
 
 def _by_digits(x, codes, scale):
@@ -185,7 +218,8 @@ def _by_digits(x, codes, scale):
         digits, outs = d.unbind(), products.unbind()
         for i in range(0, N, step):
             stretch = (codes if step >= N else codes[i:i + step]).t()
-            for digit, out in zip(digits, outs): torch._int_mm(digit, stretch, out=out if step >= N else out[:, i:i + step])
+            for digit, out in zip(digits, outs):
+                torch._int_mm(digit, stretch, out=out if step >= N else out[:, i:i + step])
         return _add_up(products).mul_(unit).mul_(scale).mul_(off)
     d, step = d.view(3 * M, K), max(256, _PRODUCT_BYTES // (12 * M))
     if step >= N: return _add_up(torch._int_mm(d, codes.t()).view(3, M, N)).mul_(unit).mul_(scale).mul_(off)
@@ -203,11 +237,16 @@ def _cpu_linear(x, codes, scale, zero=None):
     "x (M, K) times the packed matrix on a CPU, in x's dtype"
     if len(x) <= cpu_kernels.MAX_ROWS:
         wide = x.float() if x.dtype == torch.float16 else x
-        y = cpu_kernels.int8_rows(wide, codes, scale) if zero is None else cpu_kernels.int4_rows(wide, codes, scale, zero)
+        y = (
+            cpu_kernels.int8_rows(wide, codes, scale)
+            if zero is None
+            else cpu_kernels.int4_rows(wide, codes, scale, zero)
+        )
         if y is not None: return y.to(x.dtype)
     if zero is None and x.dtype == torch.bfloat16 and 0 < len(x) <= 16 and codes.shape[1] % 16 == 0 and codes.is_contiguous():
         x = x.contiguous()
-        if x.data_ptr() % 16 == codes.data_ptr() % 16 == 0: return torch.ops.aten._weight_int8pack_mm(x, codes, scale.to(x.dtype))
+        if x.data_ptr() % 16 == codes.data_ptr() % 16 == 0:
+            return torch.ops.aten._weight_int8pack_mm(x, codes, scale.to(x.dtype))
     if zero is None and x.dtype in (torch.float32, torch.float16) and len(x) and codes.numel() >= _DIGITS_FROM and 1 < codes.shape[1] < 1 << 17 and _integers():
         return _by_digits(x, codes, scale).to(x.dtype)
     native = x.dtype == torch.bfloat16 and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
@@ -219,18 +258,26 @@ def arrange_groups(
     codes:Tensor, # (N, K/2) uint8, on a CPU
     scale:Tensor, # (N, K/g) float16
     zero:Tensor,  # (N, K/g) float16
-)->tuple[Tensor, Tensor]|None: # bytes in the kernel's order, scale and zero point (K/g, N, 2) bfloat16; None where the kernel does not take the shape
+# bytes in the kernel's order, scale and zero point (K/g, N, 2) bfloat16; None where the kernel does not take the shape
+)->tuple[Tensor, Tensor]|None:
     "The int4 matrix as torch's CPU kernel reads it: a copy, for `arranged_linear4`."
     if len(codes) % 16 or not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"): return None
     q = _nibbles(codes, scale.shape[1]).view(len(codes), -1)
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1), torch.stack((scale, zero), -1).transpose(0, 1).to(torch.bfloat16).contiguous()
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1), torch.stack((scale, zero), -1).transpose(
+        0, 1
+    ).to(torch.bfloat16).contiguous()
 
 def arranged_takes(
     x:Tensor, # (…, K)
 )->bool:      # is `arranged_linear4` the way for it? Up to 64 rows, without gradients, on a CPU
     "Few rows of float32, float16 or bfloat16, with nothing to differentiate."
-    return (x.device.type == "cpu" and x.numel() <= 64 * x.shape[-1] and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-            and not (torch.is_grad_enabled() and x.requires_grad) and not torch.compiler.is_compiling())
+    return (
+        x.device.type == "cpu"
+        and x.numel() <= 64 * x.shape[-1]
+        and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and not (torch.is_grad_enabled() and x.requires_grad)
+        and not torch.compiler.is_compiling()
+    )
 
 def arranged_linear4(
     x:Tensor,              # (…, K) float; rounded to bfloat16
@@ -240,7 +287,9 @@ def arranged_linear4(
 )->Tensor:                 # (…, N) in x's dtype
     "`packed_linear4` by torch's CPU kernel, in bfloat16."
     rows, (G, N) = x.reshape(-1, x.shape[-1]), scale_zero.shape[:2]
-    y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows.to(torch.bfloat16).contiguous(), codes, rows.shape[1] // G, scale_zero).to(x.dtype)
+    y = torch.ops.aten._weight_int4pack_mm_for_cpu(
+        rows.to(torch.bfloat16).contiguous(), codes, rows.shape[1] // G, scale_zero
+    ).to(x.dtype)
     return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], N)
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #00c4086b
@@ -256,7 +305,11 @@ def _by_int8(x, codes, scale):
     "x (M, K), rounded to int8 per row, times the int8 matrix: integers, scaled once"
     q, unit = quantize_tokens(x)
     exact = x.is_cuda or _integers()
-    y = torch._int_mm(q, codes.t()) if exact else _by_blocks(q, codes, torch.ones((), dtype=torch.float64), torch.float64)
+    y = (
+        torch._int_mm(q, codes.t())
+        if exact
+        else _by_blocks(q, codes, torch.ones((), dtype=torch.float64), torch.float64)
+    )
     return y.float().mul_(unit).mul_(scale).to(x.dtype)
 
 def _takes_int8(x, codes):
@@ -274,7 +327,8 @@ def _widened(codes, scale, zero, dtype):
 
 def _by_stretches(x, codes, scale, zero):
     "x (M, K) times the matrix, widened a stretch of rows at a time"
-    step = max(256, WIDE_BYTES // (x.shape[1] * x.element_size()) // 256 * 256)                  # whole tiles: a product with an odd number of columns misses the fast kernels
+    # whole tiles: a product with an odd number of columns misses the fast kernels
+    step = max(256, WIDE_BYTES // (x.shape[1] * x.element_size()) // 256 * 256)
     if torch.compiler.is_compiling() or len(codes) <= step: return F.linear(x, _widened(codes, scale, zero, x.dtype))
     y = x.new_empty(len(x), len(codes))
     for i in range(0, len(codes), step):
@@ -286,17 +340,23 @@ def _multiply(x, codes, scale, zero=None, bias=None, activations=None):
     "x (M, K) → (M, N) without autograd: the way that is fast here"
     if activations == 8 and _takes_int8(x, codes): y = _by_int8(x, codes, scale)
     elif zero is None and scale.ndim == 2: y = _by_stretches(x, codes, scale, zero)
-    elif x.is_cuda and len(x) <= _TILED_ROWS and x.dtype in (torch.float32, torch.float16, torch.bfloat16): return _triton(x, codes, scale, zero, bias)
+    elif x.is_cuda and len(x) <= _TILED_ROWS and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return _triton(x, codes, scale, zero, bias)
     elif x.device.type == "cpu" and not torch.compiler.is_compiling(): y = _cpu_linear(x, codes, scale, zero)
     else: y = _by_stretches(x, codes, scale, zero)
     return y if bias is None else y.add_(bias)
 
 def _triton(x, codes, scale, zero, bias):
     from bmlab.kernels import triton_products as T
-    few, many, packed = (T.int8_linear, T.int8_gemm, (codes, scale)) if zero is None else (T.int4_linear, T.int4_gemm, (codes, scale, zero))
+    few, many, packed = (
+        (T.int8_linear, T.int8_gemm, (codes, scale))
+        if zero is None
+        else (T.int4_linear, T.int4_gemm, (codes, scale, zero))
+    )
     if len(x) <= T.MAX_ROWS: return few(x, *packed, bias)
     if len(codes) >= _MANY: return many(x, *packed, bias)
-    return torch.cat([few(part, *packed, bias) for part in x.split(T.MAX_ROWS)])                   # too few tiles to fill a GPU: sixteen rows at a time read the codes oftener, and are done sooner
+    # too few tiles to fill a GPU: sixteen rows at a time read the codes oftener, and are done sooner
+    return torch.cat([few(part, *packed, bias) for part in x.split(T.MAX_ROWS)])
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #777c09f1
 def _way_back(grad, codes, scale, zero):
@@ -319,7 +379,8 @@ class _Frozen(torch.autograd.Function):
     def backward(ctx, grad): return _way_back(grad, *ctx.saved_tensors), None, None, None, None
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #500b1ffe
-_LIBRARY = torch.library.Library("bmlab" if __name__ == "bmlab.kernels.codes" else "bmlab_notebook", "FRAGMENT")   # its operators go with it when this runs again
+# its operators go with it when this runs again
+_LIBRARY = torch.library.Library("bmlab" if __name__ == "bmlab.kernels.codes" else "bmlab_notebook", "FRAGMENT")
 
 def _operator(schema, run, empty, back=None, keep=None):
     "A function as an operator of torch, which compilers and traces see as one; `empty` gives its result without values"
@@ -353,13 +414,20 @@ packed_product = _operator(                    # `_wide_product`, differentiable
 def _packed_linear(x, K, codes, scale, zero, bias, activations):
     "Check the inputs, flatten them, and multiply with or without autograd"
     if not x.is_floating_point():
-        raise TypeError(f"x is {x.dtype}; a packed layer takes float inputs. If the model's code casts them to `weight.dtype`, keep that layer in float with exclude=")
+        raise TypeError(
+            f"x is {x.dtype}; a packed layer takes float inputs. If the model's code casts them to `weight.dtype`, "
+            "keep that layer in float with exclude="
+        )
     if x.shape[-1] != K:
-        raise ValueError(f"x of shape {tuple(x.shape)} does not fit a weight of shape {(len(codes), K)}: its last size should be {K}")
-    if not x.is_meta and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type): x = x.to(torch.get_autocast_dtype(x.device.type))
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} does not fit a weight of shape {(len(codes), K)}: its last size should be {K}"
+        )
+    if not x.is_meta and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     rows = x.reshape(x.shape[:-1].numel(), K)                                      # (M, K)
     learns = x.requires_grad or bias is not None and bias.requires_grad
-    if rows.is_cuda and not torch.compiler.is_compiling(): learns |= len(rows) > _TILED_ROWS   # the first layer of a training, whose inputs need no gradient
+    # the first layer of a training, whose inputs need no gradient
+    if rows.is_cuda and not torch.compiler.is_compiling(): learns |= len(rows) > _TILED_ROWS
     if torch.is_grad_enabled() and learns:
         one = torch.compiler.is_compiling() or x.is_meta           # for a compiler, and for a plan on meta
         y = (packed_product if one else _Frozen.apply)(rows, codes, scale, zero, activations)

@@ -21,10 +21,16 @@ _FLAGS = ("-march=native", "-fopenmp"), ("-march=native",)  # the second where t
 def _made(compiler, flags, folder):
     "The library, compiled unless it is there"
     source = files("bmlab.kernels") / "cpu.c"
-    run = lambda *args: subprocess.run([*compiler, "-O3", *flags, *args, "-x", "c", str(source)], capture_output=True, check=True, timeout=60).stdout
-    about = run("-dM", "-E") + source.read_bytes() + " ".join(flags).encode()                    # what the compiler is and compiles for, and what
+    run = lambda *args: (
+        subprocess.run(
+            [*compiler, "-O3", *flags, *args, "-x", "c", str(source)], capture_output=True, check=True, timeout=60
+        ).stdout
+    )
+    # what the compiler is and compiles for, and what
+    about = run("-dM", "-E") + source.read_bytes() + " ".join(flags).encode()
     key, folder = hashlib.sha256(about).hexdigest()[:16], Path(folder)
-    file = next((f for f in folder.glob(f"cpu-{key}-*.so") if f.stem.endswith(f"-{f.stat().st_size}")), None)     # a file that lost its end would end the process
+    # a file that lost its end would end the process
+    file = next((f for f in folder.glob(f"cpu-{key}-*.so") if f.stem.endswith(f"-{f.stat().st_size}")), None)
     if file is None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as near:                                # whole, or not there
@@ -34,7 +40,10 @@ def _made(compiler, flags, folder):
             os.replace(f"{near}/made.so", file)
     made = ctypes.CDLL(str(file))
     for name, tensors, sizes in (("int8_rows", 4, 3), ("int4_rows", 5, 4)):
-        getattr(made, name).argtypes, getattr(made, name).restype = [ctypes.c_void_p] * tensors + [ctypes.c_int64] * sizes + [ctypes.c_int] * 2, ctypes.c_int
+        getattr(made, name).argtypes, getattr(made, name).restype = (
+            [ctypes.c_void_p] * tensors + [ctypes.c_int64] * sizes + [ctypes.c_int] * 2,
+            ctypes.c_int,
+        )
     return made
 
 @functools.cache
@@ -59,14 +68,20 @@ def _kernel():
 def _run(call, x, matrix, *sizes): # matrix: its tensors; sizes: besides M, N and K
     (M, K), N = x.shape, len(matrix[0])
     y = x.new_empty(M, N)
-    if call(x.data_ptr(), *[t.data_ptr() for t in matrix], y.data_ptr(), M, N, K, *sizes, x.dtype is torch.bfloat16, torch.get_num_threads()): raise MemoryError(f"no memory for the digits of {M} rows of {K}")
+    if call(x.data_ptr(), *[t.data_ptr() for t in matrix], y.data_ptr(), M, N, K, *sizes, x.dtype is torch.bfloat16, torch.get_num_threads()):
+        raise MemoryError(f"no memory for the digits of {M} rows of {K}")
     return y
 
 def _agrees(made):
     "Do they multiply?"
-    x, numbers = ((torch.arange(7 * 256) * 37 % 61 - 30).view(7, 256) / 8), (torch.arange(5 * 256) * 53 % 255 - 127).view(5, 256).to(torch.int8)         # seven rows: four, two and one at a time
+    x, numbers = (
+        ((torch.arange(7 * 256) * 37 % 61 - 30).view(7, 256) / 8),
+        (torch.arange(5 * 256) * 53 % 255 - 127).view(5, 256).to(torch.int8),
+    )  # seven rows: four, two and one at a time
     scale, all_halves = torch.arange(1, 6) / 64, (torch.arange(1, 41).view(5, 8) / 64).half()
-    cases = [(made.int8_rows, x[:, :100], (numbers[:, :100].contiguous(), scale), numbers[:, :100] * scale[:, None], ())]
+    cases = [
+        (made.int8_rows, x[:, :100], (numbers[:, :100].contiguous(), scale), numbers[:, :100] * scale[:, None], ())
+    ]
     for g in (32, 64, 128):
         codes, halves = numbers[:, :128].to(torch.uint8), all_halves[:, :256 // g].contiguous()
         both = codes.view(5, 256 // g, g // 2)
@@ -74,7 +89,8 @@ def _agrees(made):
         cases.append((made.int4_rows, x, (codes, halves, halves.flip(0)), wide.view(5, 256), (g,)))
     for call, rows, matrix, wide, sizes in cases:
         for dtype, e in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8)):
-            if not torch.allclose(_run(call, rows.to(dtype).contiguous(), matrix, *sizes).double(), rows.double() @ wide.double().T, rtol=e, atol=1e-3): return False
+            if not torch.allclose(_run(call, rows.to(dtype).contiguous(), matrix, *sizes).double(), rows.double() @ wide.double().T, rtol=e, atol=1e-3):
+                return False
     return True
 
 # %% ../../nbs/02_kernels/04_cpu.ipynb #7f0d273a
@@ -91,13 +107,26 @@ def _takes(x, *matrix):
         if type(t) is not Tensor or t.device.type != "cpu" or t.is_neg() or t._is_zerotensor(): return False
     for t in matrix:
         if not t.is_contiguous(): return False
-    return (x.dtype in (torch.float32, torch.bfloat16) and x.ndim == matrix[0].ndim == 2 and 0 < len(x) <= MAX_ROWS and 0 < x.shape[1] <= MAX_COLUMNS
-            and not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0 and not _watched() and _kernel() is not None)
+    return (
+        x.dtype in (torch.float32, torch.bfloat16)
+        and x.ndim == matrix[0].ndim == 2
+        and 0 < len(x) <= MAX_ROWS
+        and 0 < x.shape[1] <= MAX_COLUMNS
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and forward_ad._current_level < 0
+        and not _watched()
+        and _kernel() is not None
+    )
 
 def _watched():
     "Is somebody there who has to see what torch does: a mode, a transform, a tracer, a compiler?"
-    return (torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch() or torch._C._functorch.peek_interpreter_stack() is not None
-            or torch._C._get_tracing_state() is not None or torch.compiler.is_compiling())
+    return (
+        torch._C._len_torch_dispatch_stack()
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.compiler.is_compiling()
+    )
 
 def int8_rows(
     x:Tensor,     # (M, K) float32 or bfloat16, 1 to 16 rows, at most 65,535 columns
@@ -105,7 +134,8 @@ def int8_rows(
     scale:Tensor, # (N,) float32, without gaps
 )->Tensor|None:   # (M, N) in x's dtype; None where this is not the way
     "`x @ (codes * scale).T` on a CPU, summed exactly. A row of it is the same whatever rows come with it."
-    if not (_takes(x, codes, scale) and codes.dtype is torch.int8 and scale.dtype is torch.float32 and x.shape[1] == codes.shape[1] and scale.shape == codes.shape[:1]): return None
+    if not (_takes(x, codes, scale) and codes.dtype is torch.int8 and scale.dtype is torch.float32 and x.shape[1] == codes.shape[1] and scale.shape == codes.shape[:1]):
+        return None
     return _run(_kernel().int8_rows, x.contiguous(), (codes, scale))
 
 def int4_rows(
@@ -116,5 +146,6 @@ def int4_rows(
 )->Tensor|None:   # (M, N) in x's dtype; None where this is not the way
     "`x @ ((code - 8) * scale + zero).T` on a CPU, each group summed exactly, groups in float32. A row of it is the same whatever rows come with it."
     if not (_takes(x, codes, scale, zero) and codes.dtype is torch.uint8 and scale.dtype is zero.dtype is torch.float16 and x.shape[1] == 2 * codes.shape[1] and scale.shape == zero.shape
-            and scale.ndim == 2 and len(scale) == len(codes) and scale.shape[1] and x.shape[1] % scale.shape[1] == 0 and (group := x.shape[1] // scale.shape[1]) in (32, 64, 128)): return None
+            and scale.ndim == 2 and len(scale) == len(codes) and scale.shape[1] and x.shape[1] % scale.shape[1] == 0 and (group := x.shape[1] // scale.shape[1]) in (32, 64, 128)):
+                return None
     return _run(_kernel().int4_rows, x.contiguous(), (codes, scale, zero), group)

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .exchange import Substitute
-from .codes import GROUPS, Packed, dequantize_groups, dequantize_rows, group_for, packed_linear, packed_linear4, quantize_groups, quantize_rows
+from bmlab.kernels.codes import (
+    GROUPS,
+    Packed,
+    dequantize_groups,
+    dequantize_rows,
+    group_for,
+    packed_linear,
+    packed_linear4,
+    quantize_groups,
+    quantize_rows,
+)
 
 # %% ../../nbs/02_kernels/07_experts.ipynb #d6450be0
 class PackedStack(Substitute, Packed):
@@ -29,14 +39,21 @@ class PackedStack(Substitute, Packed):
     ):
         super().__init__()
         self.in_features, self.out_features, self.group_size = in_features, out_features, group_size
-        def buffer(name, *shape, dtype): self.register_buffer(name, torch.zeros(experts, out_features, *shape, dtype=dtype, device=device))
-        if group_size is None: buffer("codes", in_features, dtype=torch.int8); buffer("scale", dtype=torch.float32)
+        def buffer(name, *shape, dtype):
+            self.register_buffer(name, torch.zeros(experts, out_features, *shape, dtype=dtype, device=device))
+        if group_size is None:
+            buffer("codes", in_features, dtype=torch.int8)
+            buffer("scale", dtype=torch.float32)
         else:
             buffer("codes", in_features // 2, dtype=torch.uint8)
             for name in ("scale", "zero"): buffer(name, in_features // group_size, dtype=torch.float16)
 
     def __setattr__(self, name, value):
-        if name == "__class__": raise TypeError("packed experts take no delta, since their stacks are multiplied by part; put it on other modules, or on the experts before they are packed")
+        if name == "__class__":
+            raise TypeError(
+                "packed experts take no delta, since their stacks are multiplied by part; put it on other modules, or "
+                "on the experts before they are packed"
+            )
         super().__setattr__(name, value)
 
     @property
@@ -53,10 +70,19 @@ class PackedStack(Substitute, Packed):
 
     def dequantize(self, dtype=torch.float32):
         "The float weights (E, N, K), computed anew at each call"
-        return torch.stack([(dequantize_rows if self.group_size is None else dequantize_groups)(*m, dtype) for m in zip(*self.tensors)])
+        return torch.stack(
+            [(dequantize_rows if self.group_size is None else dequantize_groups)(*m, dtype) for m in zip(*self.tensors)]
+        )
 
     def _bmlab_packed(self):
-        return [("weight", self.tensors, (len(self.codes), self.out_features, self.in_features), "int8" if self.group_size is None else "int4")]
+        return [
+            (
+                "weight",
+                self.tensors,
+                (len(self.codes), self.out_features, self.in_features),
+                "int8" if self.group_size is None else "int4",
+            )
+        ]
 
     def extra_repr(self):
         kind = "int8" if self.group_size is None else f"int4 in groups of {self.group_size}"
@@ -70,7 +96,9 @@ def pack_stack(
 )->PackedStack:
     "Pack E matrices, one at a time."
     new = PackedStack(len(weight), weight.shape[2], weight.shape[1], group_size, weight.device)
-    rounding = rounding or (quantize_rows if group_size is None else functools.partial(quantize_groups, group_size=group_size))
+    rounding = rounding or (
+        quantize_rows if group_size is None else functools.partial(quantize_groups, group_size=group_size)
+    )
     for e, w in enumerate(weight):
         for stored, t in zip(new.tensors, rounding(w)): stored[e] = t
     return new
@@ -96,16 +124,20 @@ def experts_refusal(
     if not stacked: return "holds no experts in 3-D parameters"
     if not all(hasattr(module, a) for a in ("has_gate", "has_bias", "is_transposed", "num_experts")):
         return f"is a {type(module).__name__}, which does not say how it computes, as the experts of transformers do"
-    if stacked != set(stack_names(module)): return f"holds {', '.join(sorted(stacked))}; expected {' and '.join(stack_names(module))}"
+    if stacked != set(stack_names(module)):
+        return f"holds {', '.join(sorted(stacked))}; expected {' and '.join(stack_names(module))}"
     if module.has_gate and not hasattr(module, "_apply_gate"): return "has a gate but no _apply_gate"
-    if extra := [n for n, p in module._parameters.items() if p is not None and n not in stacked and n not in {s + "_bias" for s in stacked}]: return f"has other parameters: {', '.join(extra)}"
+    if extra := [n for n, p in module._parameters.items() if p is not None and n not in stacked and n not in {s + "_bias" for s in stacked}]:
+        return f"has other parameters: {', '.join(extra)}"
     if getattr(module, "_is_expert_parallel", False): return "is spread over processes; pack it before"
     if hasattr(module, "_deltas"): return "carries a delta; merge or detach it first"
-    if parametrize.is_parametrized(module): return "is parametrized; export it first, so that its weights are plain tensors"
+    if parametrize.is_parametrized(module):
+        return "is parametrized; export it first, so that its weights are plain tensors"
     if "forward" in module.__dict__: return "has a patched forward, which would be lost"
     for n in sorted(stacked):
         p = module._parameters[n]
-        if type(p) is not nn.Parameter or not p.is_floating_point(): return f"has a {type(p).__name__} of {p.dtype} as its {n}; pack a float model, before it is sharded"
+        if type(p) is not nn.Parameter or not p.is_floating_point():
+            return f"has a {type(p).__name__} of {p.dtype} as its {n}; pack a float model, before it is sharded"
         if not p.is_meta and not p.isfinite().all(): return f"has infinite or undefined weights in {n}"
 
 # %% ../../nbs/02_kernels/07_experts.ipynb #797d79c5
@@ -122,22 +154,41 @@ class _Chosen:
     def _parts(self):
         "(tensors of) the two stacks, and the two biases or None"
         names = stack_names(self)
-        return [self._modules[n].tensors for n in names], [self._parameters[n + "_bias"] if self.has_bias else None for n in names]
+        return [self._modules[n].tensors for n in names], [
+            self._parameters[n + "_bias"] if self.has_bias else None for n in names
+        ]
 
     def forward(self, hidden_states, top_k_index=None, top_k_weights=None, *, router_indices=None, routing_weights=None):
-        index, weight = (b if a is None else a for a, b in ((top_k_index, router_indices), (top_k_weights, routing_weights)))
-        x, ids, k = hidden_states.reshape(-1, hidden_states.shape[-1]), index.reshape(-1), index.shape[-1]      # (T, D), (T·k,)
+        index, weight = (
+            b if a is None else a for a, b in ((top_k_index, router_indices), (top_k_weights, routing_weights))
+        )
+        # (T, D), (T·k,)
+        x, ids, k = hidden_states.reshape(-1, hidden_states.shape[-1]), index.reshape(-1), index.shape[-1]
         (up, down), bias = self._parts()
         pick = lambda tensors, e: [t[e] for t in tensors]
         biases = lambda e: [None if b is None else b[e] for b in bias]
         if x.is_cuda and len(ids) <= _GATHERED and not torch.is_grad_enabled():
             up, down, b = pick(up, ids), pick(down, ids), biases(ids)
-            y = torch.cat([self._expert(x[p // k:p // k + 1], pick(up, p), pick(down, p), *(None if v is None else v[p] for v in b)) for p in range(len(ids))])
+            y = torch.cat(
+                [
+                    self._expert(
+                        x[p // k : p // k + 1], pick(up, p), pick(down, p), *(None if v is None else v[p] for v in b)
+                    )
+                    for p in range(len(ids))
+                ]
+            )
         else:
             order = ids.argsort(stable=True)
-            sizes = [len(ids)] + [0] * (self.num_experts - 1) if x.is_meta else torch.bincount(ids, minlength=self.num_experts).tolist()
+            sizes = (
+                [len(ids)] + [0] * (self.num_experts - 1)
+                if x.is_meta
+                else torch.bincount(ids, minlength=self.num_experts).tolist()
+            )
             rows = x[order // k].split(sizes)
-            y = torch.cat([self._expert(r, pick(up, e), pick(down, e), *biases(e)) for e, r in enumerate(rows) if len(r)] or [x[:0]])[order.argsort()]
+            y = torch.cat(
+                [self._expert(r, pick(up, e), pick(down, e), *biases(e)) for e, r in enumerate(rows) if len(r)]
+                or [x[:0]]
+            )[order.argsort()]
         y = (y * weight.reshape(-1, 1)).view(len(x), k, x.shape[1]).sum(1)                                     # (T, D)
         return y.to(hidden_states.dtype).view(hidden_states.shape)
 
@@ -148,7 +199,8 @@ class _Chosen:
         self.__class__ = self._base
         return self
 
-    def __reduce_ex__(self, protocol): return _rebuild, (self._base,), self.__dict__   # the class is made again where the module is loaded
+    # the class is made again where the module is loaded
+    def __reduce_ex__(self, protocol): return _rebuild, (self._base,), self.__dict__
 
 @functools.cache
 def _packed_class(base): return type("Packed" + base.__name__, (_Chosen, base), {"_base": base, "__module__": __name__})
@@ -170,9 +222,15 @@ def pack_experts(
     if reason := experts_refusal(module): raise ValueError(f"this module {reason}")
     for name in stack_names(module):
         w = module._parameters[name].detach()
-        if module.is_transposed: w = w.transpose(1, 2)                                                          # (E, N, K)
-        stack = pack_stack(w, group_for(w.shape[2], group_size) if bits == 4 else None, functools.partial(rounding, name) if rounding else None)
-        del module._parameters[name], w                                                                        # let go of it before the next
+        # (E, N, K)
+        if module.is_transposed: w = w.transpose(1, 2)
+        stack = pack_stack(
+            w,
+            group_for(w.shape[2], group_size) if bits == 4 else None,
+            functools.partial(rounding, name) if rounding else None,
+        )
+        # let go of it before the next
+        del module._parameters[name], w
         module.add_module(name, stack)
     module.__class__ = _packed_class(type(module))
     return module

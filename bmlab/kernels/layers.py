@@ -17,8 +17,18 @@ from torch.nn.utils import parametrize
 
 from ..core import changed, parts, resolve, roles, tensor_key
 from bmlab.kernels.codes import (
-    GROUPS, Packed, arrange_groups, arranged_linear4, arranged_takes, dequantize_groups, dequantize_rows, group_for, packed_linear,
-    packed_linear4, quantize_groups, quantize_rows,
+    GROUPS,
+    Packed,
+    arrange_groups,
+    arranged_linear4,
+    arranged_takes,
+    dequantize_groups,
+    dequantize_rows,
+    group_for,
+    packed_linear,
+    packed_linear4,
+    quantize_groups,
+    quantize_rows,
 )
 from .exchange import Substitute, float_layer, lets_grads_in, mark_foreign
 from .experts import experts_refusal, holds_experts, pack_experts
@@ -57,11 +67,13 @@ class _PackedRows(Substitute, Packed):
     ):                    # -> a packed layer on meta
         "A packed layer to come in a module's place, without its codes."
         N, K = weight_rows(module).shape
-        if isinstance(module, nn.Embedding): new = cls(N, K, module.padding_idx, module.weight.dtype, _multiplier(module), device="meta")
+        if isinstance(module, nn.Embedding):
+            new = cls(N, K, module.padding_idx, module.weight.dtype, _multiplier(module), device="meta")
         else:
             new = cls(K, N, bias=False, device="meta", **options)
             new.bias = module.bias
-        new._forward_hooks = module._forward_hooks                 # see `packing_refusal`; the same dict, in which their handles find them
+        # see `packing_refusal`; the same dict, in which their handles find them
+        new._forward_hooks = module._forward_hooks
         return new.instead_of(module).train(module.training)
 
     @property
@@ -112,7 +124,9 @@ class Int8Linear(_PackedRows):
     ):
         super().__init__(out_features, in_features, device)
         self.in_features, self.out_features, self.activations = in_features, out_features, activations
-        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        )
 
     @classmethod
     def from_float(
@@ -127,7 +141,8 @@ class Int8Linear(_PackedRows):
 
     def forward(self, x): return packed_linear(x, self.codes, self.scale, self.bias, self.activations)
 
-    def extra_repr(self): return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+    def extra_repr(self):
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 # %% ../../nbs/02_kernels/08_layers.ipynb #5e3223e6
 class GroupedLinear(_PackedRows):
@@ -142,10 +157,15 @@ class GroupedLinear(_PackedRows):
         dtype:torch.dtype|None=None,  # of the bias
     ):
         if group_for(in_features, group_size) != group_size:
-            raise ValueError(f"group_size={group_size} does not divide in_features={in_features}; try {group_for(in_features, group_size) or 'Int8Linear'}")
+            raise ValueError(
+                f"group_size={group_size} does not divide in_features={in_features}; try "
+                f"{group_for(in_features, group_size) or 'Int8Linear'}"
+            )
         self.in_features, self.out_features, self.group_size = in_features, out_features, group_size
         super().__init__(out_features, in_features, device)
-        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        )
 
     @classmethod
     def from_float(
@@ -159,7 +179,11 @@ class GroupedLinear(_PackedRows):
         new._put(*(rounding or functools.partial(cls._to_nearest, group_size=group_size))(weight_rows(linear)))
         return new
 
-    def extra_repr(self): return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, group_size={self.group_size}"
+    def extra_repr(self):
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"group_size={self.group_size}"
+        )
 
 # %% ../../nbs/02_kernels/08_layers.ipynb #9dd17b2e
 class Int4Linear(GroupedLinear):
@@ -167,7 +191,10 @@ class Int4Linear(GroupedLinear):
     _stored, _arranged, _to_nearest = ("codes", "scale", "zero"), None, staticmethod(quantize_groups)
     def _buffers_for(self, rows, columns, device):
         self.register_buffer("codes", torch.zeros(rows, columns // 2, dtype=torch.uint8, device=device))
-        for name in ("scale", "zero"): self.register_buffer(name, torch.zeros(rows, columns // self.group_size, dtype=torch.float16, device=device))
+        for name in ("scale", "zero"):
+            self.register_buffer(
+                name, torch.zeros(rows, columns // self.group_size, dtype=torch.float16, device=device)
+            )
 
     @property
     def weight(self): return self.codes.view(torch.int8)
@@ -184,7 +211,8 @@ class Int4Linear(GroupedLinear):
         if self._arranged and arranged_takes(x): return arranged_linear4(x, *self._arranged, self.bias)
         return packed_linear4(x, self.codes, self.scale, self.zero, self.bias)
 
-    def _bmlab_packed(self): return [("weight", [*self.tensors, *(self._arranged or ())], (self.out_features, self.in_features), "int4")]
+    def _bmlab_packed(self):
+        return [("weight", [*self.tensors, *(self._arranged or ())], (self.out_features, self.in_features), "int4")]
 
 # %% ../../nbs/02_kernels/08_layers.ipynb #76460bcf
 def arrange_int4(
@@ -193,9 +221,11 @@ def arrange_int4(
 )->nn.Module:        # the same model
     "Let int4 layers decode by torch's CPU kernel, from a second copy of their codes."
     layers = {n: m for n, m in parts(model) if isinstance(m, Int4Linear)}
-    if on and not layers: raise ValueError(f"this {type(model).__name__} has no Int4Linear; pack_linears(model, bits=4) makes them")
+    if on and not layers:
+        raise ValueError(f"this {type(model).__name__} has no Int4Linear; pack_linears(model, bits=4) makes them")
     for name, m in layers.items():
-        if on and m.codes.device.type != "cpu": raise ValueError(f"{name} is on {m.codes.device}; the copy is for a CPU, a GPU needs none")
+        if on and m.codes.device.type != "cpu":
+            raise ValueError(f"{name} is on {m.codes.device}; the copy is for a CPU, a GPU needs none")
         m._arranged = arrange_groups(*m.tensors) if on else None
     changed(model)
     return model
@@ -236,7 +266,10 @@ class Int8Embedding(_PackedRows):
         self.out_dtype = fn(torch.empty(0, dtype=self.out_dtype, device=self.codes.device)).dtype
         return self
 
-    def extra_repr(self): return f"{self.num_embeddings}, {self.embedding_dim}" + (f", padding_idx={self.padding_idx}" if self.padding_idx is not None else "")
+    def extra_repr(self):
+        return f"{self.num_embeddings}, {self.embedding_dim}" + (
+            f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
+        )
 
 # %% ../../nbs/02_kernels/08_layers.ipynb #b2e6d8ac
 def _multiplier(embedding):
@@ -255,13 +288,16 @@ def packed_class(
     "By which class a float module is packed; None where there is none."
     name = type(module).__name__
     if type(module) is nn.Linear or name in _PACKABLE: return Int8Linear
-    if type(module) is nn.Embedding or isinstance(module, nn.Embedding) and name.endswith("ScaledWordEmbedding"): return Int8Embedding
+    if type(module) is nn.Embedding or isinstance(module, nn.Embedding) and name.endswith("ScaledWordEmbedding"):
+        return Int8Embedding
 
 def _mark(module):
     "What was done to a module that packing would undo, or None"
     if isinstance(module, _PackedRows): return "is already packed; leave it out with exclude="
-    if hasattr(module, "_deltas"): return "carries a delta; merge or detach it first, and attach it again to the packed model"
-    if parametrize.is_parametrized(module): return "is parametrized; export it first, so that its weight is a plain tensor"
+    if hasattr(module, "_deltas"):
+        return "carries a delta; merge or detach it first, and attach it again to the packed model"
+    if parametrize.is_parametrized(module):
+        return "is parametrized; export it first, so that its weight is a plain tensor"
 
 def packing_refusal(
     module:nn.Module, # a linear layer, an embedding or an experts module
@@ -270,11 +306,17 @@ def packing_refusal(
     if holds_experts(module): return experts_refusal(module)
     if mark := _mark(module): return mark
     if type(module.weight) is not nn.Parameter or not module.weight.is_floating_point():
-        return f"has a {type(module.weight).__name__} of {module.weight.dtype} as its weight; pack a float model, before it is sharded"
-    if getattr(module, "max_norm", None) is not None: return "renormalizes its rows (max_norm); leave it out with exclude="
-    if "forward" in module.__dict__: return "has a patched forward (accelerate's hooks do that), which would be lost; pack before dispatching"
+        return (
+            f"has a {type(module.weight).__name__} of {module.weight.dtype} as its weight; pack a float model, before "
+            "it is sharded"
+        )
+    if getattr(module, "max_norm", None) is not None:
+        return "renormalizes its rows (max_norm); leave it out with exclude="
+    if "forward" in module.__dict__:
+        return "has a patched forward (accelerate's hooks do that), which would be lost; pack before dispatching"
     if not module.weight.is_meta and not module.weight.isfinite().all(): return "has infinite or undefined weights"
-    if module._forward_pre_hooks or any(not lets_grads_in(h) for h in module._forward_hooks.values()): return "has forward hooks, which would be lost; remove them, and register them again on the packed model"
+    if module._forward_pre_hooks or any(not lets_grads_in(h) for h in module._forward_hooks.values()):
+        return "has forward hooks, which would be lost; remove them, and register them again on the packed model"
 
 # %% ../../nbs/02_kernels/08_layers.ipynb #a7d7c067
 def _is_matrix(module):
@@ -282,20 +324,34 @@ def _is_matrix(module):
     return isinstance(weight, Tensor) and weight.ndim == 2
 
 def _warn(names, why):
-    if names: logging.getLogger(__name__).warning("%d weights stay in %s: %s", len(names), why, ", ".join(names[:4]) + (", …" if names[4:] else ""))
+    if names:
+        logging.getLogger(__name__).warning(
+            "%d weights stay in %s: %s", len(names), why, ", ".join(names[:4]) + (", …" if names[4:] else "")
+        )
 
 def _chosen(model, modules, exclude):
     "{name: module} to pack; a warning for weights that were meant and stay in float"
     everything, unknown = dict(parts(model)), []
-    owner = lambda name: name if name in everything else name.rpartition(".")[0]     # of experts in 3-D parameters, that go by the parameters' names
+    # of experts in 3-D parameters, that go by the parameters' names
+    owner = lambda name: name if name in everything else name.rpartition(".")[0]
     if modules is None:
         wanted = [n for n, r in roles(model).items() if r not in ("router", "norm", "embed")]
         unknown = [n for n in wanted if n not in everything and experts_refusal(everything[owner(n)])]
         modules = dict.fromkeys(owner(n) for n in wanted if n not in unknown)
-        if not modules: raise LookupError(f"no linear layer of this {type(model).__name__} has a role; name the layers with modules=")
+        if not modules:
+            raise LookupError(
+                f"no linear layer of this {type(model).__name__} has a role; name the layers with modules="
+            )
     elif isinstance(modules, (Mapping, list, tuple, set)):
-        stacks = {n for n in modules if isinstance(n, str) and n not in everything and holds_experts(everything.get(owner(n), model))}
-        if stacks: modules = (dict.fromkeys if isinstance(modules, Mapping) else list)(owner(n) if n in stacks else n for n in modules)
+        stacks = {
+            n
+            for n in modules
+            if isinstance(n, str) and n not in everything and holds_experts(everything.get(owner(n), model))
+        }
+        if stacks:
+            modules = (dict.fromkeys if isinstance(modules, Mapping) else list)(
+                owner(n) if n in stacks else n for n in modules
+            )
     found = {n: m for n, m in resolve(model, modules, exclude).items() if _is_matrix(m) or holds_experts(m)}
     left = [n for n, m in found.items() if not (packed_class(m) or _mark(m) or holds_experts(m))]
     _warn(unknown + left, "float, being of a kind that is not packed")
@@ -307,8 +363,15 @@ def _tied_tables(model, chosen, exclude):
     "{name: embedding} whose table is the weight of a module in `chosen`"
     keys = {tensor_key(m.weight) for m in chosen.values() if not holds_experts(m) and not _mark(m)}
     gone = tuple(resolve(model, exclude)) if exclude is not None else ()
-    tied = {n: m for n, m in parts(model) if n not in chosen and not _mark(m) and _is_matrix(m) and tensor_key(m.weight) in keys
-            and not any(n == g or n.startswith(g + ".") for g in gone)}
+    tied = {
+        n: m
+        for n, m in parts(model)
+        if n not in chosen
+        and not _mark(m)
+        and _is_matrix(m)
+        and tensor_key(m.weight) in keys
+        and not any(n == g or n.startswith(g + ".") for g in gone)
+    }
     _warn([n for n, m in tied.items() if packed_class(m) is not Int8Embedding], "float, though tied to a packed layer")
     return {n: m for n, m in tied.items() if packed_class(m) is Int8Embedding}
 
@@ -332,36 +395,48 @@ def _packed_kinds(shared, bits, group_size):
 def pack_linears(
     model:nn.Module,             # changed in place; its modules by name, any device, meta too
     bits:int=8,                  # of a weight: 8 or 4
-    modules:str|list|None=None,  # pattern of `resolve`; None: every linear layer with a role, and experts, but no router
+    modules:str|list|None=None,  # pattern of `resolve`; None: every linear layer with a role, and experts, but no
+                                 # router
     exclude:str|list|None=None,  # pattern of what stays in float
-    embeddings:bool=True,        # also pack the embedding that is tied to a packed head? False leaves it a float copy of its own
-    rounding:Callable|None=None, # (name, weight (N, K)) → (codes, scale), for int4 (codes, scale, zero); None: to nearest
-    group_size:int=128,          # of int4: 128, 64 or 32 columns share a scale; smaller where it does not divide the columns
-    activations:int|None=None,   # 8: int8 layers round inputs of more than 16 rows to int8 too (W8A8); None: inputs stay as they are
+    embeddings:bool=True,        # also pack the embedding that is tied to a packed head? False leaves it a float copy
+                                 # of its own
+    rounding:Callable|None=None, # (name, weight (N, K)) → (codes, scale), for int4 (codes, scale, zero); None: to
+                                 # nearest
+    group_size:int=128,          # of int4: 128, 64 or 32 columns share a scale; smaller where it does not divide the
+                                 # columns
+    activations:int|None=None,   # 8: int8 layers round inputs of more than 16 rows to int8 too (W8A8); None: inputs
+                                 # stay as they are
 )->nn.Module:                    # the same model
     "Replace linear layers by `Int8Linear` or `Int4Linear`, one at a time, and pack experts; tied weights stay tied."
     if bits not in (4, 8): raise ValueError(f"bits={bits!r}: 8 or 4 can be packed")
     if group_size not in GROUPS: raise ValueError(f"group_size={group_size!r}: one of {', '.join(map(str, GROUPS))}")
-    if activations not in (None, 8) or activations and bits != 8: raise ValueError(f"activations={activations!r} with bits={bits}: 8 with bits=8, or None")
+    if activations not in (None, 8) or activations and bits != 8:
+        raise ValueError(f"activations={activations!r} with bits={bits}: 8 with bits=8, or None")
     chosen = _chosen(model, modules, exclude)
     if embeddings: chosen |= _tied_tables(model, chosen, exclude)
     for name, m in chosen.items():
         if reason := packing_refusal(m): raise ValueError(f"{name} {reason}")
     experts = {n: m for n, m in chosen.items() if holds_experts(m)}
-    places, groups, coarse = {}, {}, []            # where each module hangs; modules that share one weight; those without a group
+    # where each module hangs; modules that share one weight; those without a group
+    places, groups, coarse = {}, {}, []
     for parent in model.modules():
         for child, m in parent._modules.items(): places.setdefault(id(m), []).append((parent, child))
     for name, m in chosen.items():
         if name not in experts: groups.setdefault((tensor_key(m.weight), is_conv1d(m)), []).append((name, m))
     chosen.clear()
-    for name, m in experts.items(): pack_experts(m, bits, group_size, functools.partial(_named, rounding, name) if rounding else None)
+    for name, m in experts.items():
+        pack_experts(m, bits, group_size, functools.partial(_named, rounding, name) if rounding else None)
     while groups:
         shared, first = groups.pop(next(iter(groups))), None
         for (name, m), (cls, options) in zip(shared, _packed_kinds(shared, bits, group_size)):
-            if first is None: new = first = cls.from_float(m, functools.partial(rounding, name) if rounding else None, **options)
-            else: new = cls.skeleton_of(m, **options); new.share_with(first)
+            if first is None:
+                new = first = cls.from_float(m, functools.partial(rounding, name) if rounding else None, **options)
+            else:
+                new = cls.skeleton_of(m, **options)
+                new.share_with(first)
             if activations and cls is Int8Linear: new.activations = activations
-            if bits == 4 and cls is Int8Linear and all(packed_class(other) is Int8Linear for _, other in shared): coarse.append(name)
+            if bits == 4 and cls is Int8Linear and all(packed_class(other) is Int8Linear for _, other in shared):
+                coarse.append(name)
             for parent, child in places[id(m)]: parent._modules[child] = new
     _warn(coarse, f"int8, no group of 32 or more dividing their columns")
     mark_foreign(model)
@@ -374,7 +449,10 @@ def _named(rounding, module, stack, w): return rounding(f"{module}.{stack}", w)
 def _one_below_the_other(tensors):
     "Tensors joined along their rows: a view where they follow each other in one storage already, else a new tensor"
     first, at = tensors[0], tensors[0].data_ptr()
-    together = all(t.is_contiguous() and t.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for t in tensors) and not first.is_meta
+    together = (
+        all(t.is_contiguous() and t.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for t in tensors)
+        and not first.is_meta
+    )
     for t in tensors: together, at = together and t.data_ptr() == at, at + t.nbytes
     if not together: return torch.cat(tensors)
     return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
@@ -382,25 +460,41 @@ def _one_below_the_other(tensors):
 @torch.no_grad()
 def join_packed(
     modules:list,  # Int8Linear, Int4Linear or nn.Linear layers of one class with the same inputs, in order
-)->tuple:          # (codes, scale, bias), (codes, scale, zero, bias) or, of float layers, (weight, bias): joined along the outputs; bias None if none has one
+# (codes, scale, bias), (codes, scale, zero, bias) or, of float layers, (weight, bias): joined along the outputs; bias
+# None if none has one
+)->tuple:
     "Put sibling layers into one storage each; what they hold become views of it."
     if not modules: raise ValueError("modules is empty; give the sibling layers, such as [q, k, v]")
     kinds = {type(m) for m in modules}
     names = getattr(modules[0], "_stored", ("weight",))
     if len(kinds) > 1 or not isinstance(modules[0], (Int8Linear, Int4Linear, nn.Linear)):
-        raise TypeError(f"modules are {', '.join(sorted(k.__name__ for k in kinds))}; expected layers of one class: Int8Linear, Int4Linear or nn.Linear")
+        raise TypeError(
+            f"modules are {', '.join(sorted(k.__name__ for k in kinds))}; expected layers of one class: Int8Linear, "
+            "Int4Linear or nn.Linear"
+        )
     rows = [[getattr(m, n).detach() for m in modules] for n in names]
     if any(len({(t.shape[1:], t.dtype, t.device) for t in same}) > 1 for same in rows) or len({id(m) for m in modules}) < len(modules):
         sizes = ", ".join(f"{m.in_features}→{m.out_features}" for m in modules)
-        raise ValueError(f"modules with {sizes} do not fit together; they need the same inputs, dtype, device and group size, and each to be there once")
-    if any(len(getattr(m, "_twins", [m])) > 1 for m in modules): raise ValueError("modules hold a weight that is tied to another layer's, which cannot move into another storage")
+        raise ValueError(
+            f"modules with {sizes} do not fit together; they need the same inputs, dtype, device and group size, and "
+            "each to be there once"
+        )
+    if any(len(getattr(m, "_twins", [m])) > 1 for m in modules):
+        raise ValueError(
+            "modules hold a weight that is tied to another layer's, which cannot move into another storage"
+        )
     joined = [_one_below_the_other(same) for same in rows]
     given = [m.bias for m in modules if m.bias is not None]
-    if given: joined.append(_one_below_the_other([m.bias.detach() if m.bias is not None else given[0].new_zeros(m.out_features) for m in modules]))
+    if given:
+        joined.append(
+            _one_below_the_other(
+                [m.bias.detach() if m.bias is not None else given[0].new_zeros(m.out_features) for m in modules]
+            )
+        )
     sizes = [m.out_features for m in modules]
     for name, whole in zip((*names, "bias"), joined):
         for m, part in zip(modules, whole.split(sizes)):
             own = getattr(m, name)
             if isinstance(own, nn.Parameter): own.data = part
-            elif own is not None: setattr(m, name, torch.empty(0, dtype=part.dtype, device=part.device).set_(part))       # no view of `whole`, which would be kept when this moves
+            elif own is not None: setattr(m, name, torch.empty(0, dtype=part.dtype, device=part.device).set_(part))  # no view of `whole`, which would be kept when this moves
     return (*joined, *([] if given else [None]))

@@ -24,7 +24,8 @@ def _rms_norm_kernel(x, residual, weight, total, y, D, eps, offset, HAS_RESIDUAL
     if HAS_RESIDUAL:
         rounded = (v + tl.load(residual + at + d, mask=d < D, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + at + d, rounded, mask=d < D)
-        v = rounded.to(tl.float32)                                                  # what is normalized is what is returned
+        # what is normalized is what is returned
+        v = rounded.to(tl.float32)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     v = v * tl.rsqrt(tl.sum(v * v, 0) / D + eps)
     if HAS_WEIGHT: v *= w
@@ -41,15 +42,34 @@ def rms_norm(
     check_input(x)
     D = x.shape[-1] if x.ndim else 0
     if weight is not None and weight.shape != (D,) or residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(f"x {tuple(x.shape)} {x.dtype}, weight {None if weight is None else tuple(weight.shape)}"
-                         + (f", residual {tuple(residual.shape)} {residual.dtype}" if residual is not None else "") + " do not fit; expected (…, D), (D,), (…, D)")
-    kind = x.dtype if x.is_cuda else torch.float32                                  # the interpreter truncates where a GPU rounds
-    y, total = torch.empty(x.shape, dtype=kind, device=x.device), torch.empty(x.shape, dtype=kind, device=x.device) if residual is not None else None
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype}, weight {None if weight is None else tuple(weight.shape)}"
+            + (f", residual {tuple(residual.shape)} {residual.dtype}" if residual is not None else "")
+            + " do not fit; expected (…, D), (D,), (…, D)"
+        )
+    # the interpreter truncates where a GPU rounds
+    kind = x.dtype if x.is_cuda else torch.float32
+    y, total = (
+        torch.empty(x.shape, dtype=kind, device=x.device),
+        torch.empty(x.shape, dtype=kind, device=x.device) if residual is not None else None,
+    )
     if y.numel():
         with on_device(x):
             _rms_norm_kernel[(y.numel() // D,)](
-                x.contiguous(), x if residual is None else residual.contiguous(), x if weight is None else weight.contiguous(), y if total is None else total, y, D, eps, offset,
-                HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, BLOCK=triton.next_power_of_2(D), num_warps=4 if D <= 2048 else 8 if D <= 8192 else 16, **early_launch(x))
+                x.contiguous(),
+                x if residual is None else residual.contiguous(),
+                x if weight is None else weight.contiguous(),
+                y if total is None else total,
+                y,
+                D,
+                eps,
+                offset,
+                HAS_RESIDUAL=residual is not None,
+                HAS_WEIGHT=weight is not None,
+                BLOCK=triton.next_power_of_2(D),
+                num_warps=4 if D <= 2048 else 8 if D <= 8192 else 16,
+                **early_launch(x),
+            )
     return y.to(x.dtype) if residual is None else (y.to(x.dtype), total.to(x.dtype))
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #3c0e0449
@@ -57,8 +77,10 @@ def rms_norm(
 def _coded(v, kind: tl.constexpr, BITS8: tl.constexpr):
     "A head as its cache holds it, and its scale"
     if BITS8:
-        s = tl.minimum(tl.maximum(tl.div_rn(tl.max(tl.abs(v), 0), 127.0), 6e-8), 65504.0).to(tl.float16)     # 6e-8: the smallest positive float16
-        code = (tl.div_rn(v, s.to(tl.float32)) + 12582912.0) - 12582912.0           # 1.5 · 2²³: rounds to nearest, ties to even
+        # 6e-8: the smallest positive float16
+        s = tl.minimum(tl.maximum(tl.div_rn(tl.max(tl.abs(v), 0), 127.0), 6e-8), 65504.0).to(tl.float16)
+        # 1.5 · 2²³: rounds to nearest, ties to even
+        code = (tl.div_rn(v, s.to(tl.float32)) + 12582912.0) - 12582912.0
         v = tl.minimum(tl.maximum(code, -127.0), 127.0)
     else: s = 0.0
     return v.to(kind), s
@@ -100,15 +122,22 @@ def _rope_store_kernel(qkv, cos, sin, q_weight, k_weight, q, k_cache, v_cache, k
         p *= scale * (tl.load(weight + partner, mask=turned, other=0.0).to(tl.float32) + offset)
     if ROPE:
         angle = b.to(tl.int64) * rope_row + m * rope_token + d
-        c, s = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32), tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
-        v = tl.fma(v, c, sign * p * s)                                              # said, not left to the compiler: whoever turns, turns alike
+        c, s = (
+            tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32),
+            tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32),
+        )
+        # said, not left to the compiler: whoever turns, turns alike
+        v = tl.fma(v, c, sign * p * s)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     there = (slot >= 0) & (slot < T)
     if head < H: tl.store(q + ((b * H + head) * M + m).to(tl.int64) * D + d, v.to(q.dtype.element_ty), mask=d < D)
     else:
         code, unit = _coded(v, k_cache.dtype.element_ty, BITS8)
         kv = (head - H - HK * is_value.to(tl.int32)).to(tl.int64)
-        out, scale_out = row * row_stride + kv * head_stride + slot * slot_stride, row * scale_row + kv * scale_head + slot
+        out, scale_out = (
+            row * row_stride + kv * head_stride + slot * slot_stride,
+            row * scale_row + kv * scale_head + slot,
+        )
         if is_value: _store_head(v_cache, out, v_scale, scale_out, code, unit, d, D, there, BITS8)
         else: _store_head(k_cache, out, k_scale, scale_out, code, unit, d, D, there, BITS8)
 
@@ -116,14 +145,26 @@ def _rope_store_kernel(qkv, cos, sin, q_weight, k_weight, q, k_cache, v_cache, k
 def _check_cache(k, v, k_scale, v_scale, rows, batch):
     "Raise for a cache that the attention kernels cannot use"
     if k.ndim != 4 or v.shape != k.shape or v.dtype != k.dtype or v.stride() != k.stride() or k.stride(3) != 1:
-        raise ValueError(f"k cache {tuple(k.shape)} {k.dtype} and v cache {tuple(v.shape)} {v.dtype} do not fit; expected two (rows, Hk, T, D) of one dtype and layout, D contiguous")
+        raise ValueError(
+            f"k cache {tuple(k.shape)} {k.dtype} and v cache {tuple(v.shape)} {v.dtype} do not fit; expected two "
+            "(rows, Hk, T, D) of one dtype and layout, D contiguous"
+        )
     if (k.dtype == torch.int8) != (k_scale is not None) or (k_scale is None) != (v_scale is None):
         given = {True: "missing", False: "given"}
-        raise ValueError(f"k cache is {k.dtype}, k_scale is {given[k_scale is None]} and v_scale is {given[v_scale is None]}; an int8 cache has both, any other none")
+        raise ValueError(
+            f"k cache is {k.dtype}, k_scale is {given[k_scale is None]} and v_scale is {given[v_scale is None]}; an "
+            "int8 cache has both, any other none"
+        )
     if k_scale is not None and any(t.shape != k.shape[:3] or t.dtype != torch.float16 or t.stride() != k_scale.stride() or t.stride(2) != 1 for t in (k_scale, v_scale)):
-        raise ValueError(f"k_scale {tuple(k_scale.shape)} {k_scale.dtype}, v_scale {tuple(v_scale.shape)} {v_scale.dtype} do not fit; expected {tuple(k.shape[:3])} float16, T contiguous")
+        raise ValueError(
+            f"k_scale {tuple(k_scale.shape)} {k_scale.dtype}, v_scale {tuple(v_scale.shape)} {v_scale.dtype} do not "
+            f"fit; expected {tuple(k.shape[:3])} float16, T contiguous"
+        )
     if rows is None and batch > k.shape[0] or rows is not None and rows.shape != (batch,):
-        raise ValueError(f"the cache has {k.shape[0]} rows and rows is {None if rows is None else tuple(rows.shape)} for a batch of {batch}; expected at least {batch} rows, or rows ({batch},)")
+        raise ValueError(
+            f"the cache has {k.shape[0]} rows and rows is {None if rows is None else tuple(rows.shape)} for a batch of "
+            f"{batch}; expected at least {batch} rows, or rows ({batch},)"
+        )
 
 def _check_rope(qkv, cos, sin, k_cache, v_cache, positions, k_scale, v_scale, rows):
     "Raise for what cannot be turned and stored; heads of queries, entries that turn, and cos and sin, contiguous"
@@ -132,21 +173,33 @@ def _check_rope(qkv, cos, sin, k_cache, v_cache, positions, k_scale, v_scale, ro
     _check_cache(k_cache, v_cache, k_scale, v_scale, rows, B)
     H = qkv.shape[-1] // D - 2 * HK
     if qkv.ndim != 3 or qkv.shape[2] % D or H < 1 or H % HK:
-        raise ValueError(f"qkv {tuple(qkv.shape)} does not fit a cache {tuple(k_cache.shape)}; expected (B, M, (H + 2·{HK})·{D}) with H a multiple of {HK}")
+        raise ValueError(
+            f"qkv {tuple(qkv.shape)} does not fit a cache {tuple(k_cache.shape)}; expected (B, M, (H + 2·{HK})·{D}) "
+            f"with H a multiple of {HK}"
+        )
     R = 0 if cos is None else cos.shape[-1]
     if cos is not None and (sin is None or sin.shape != cos.shape or cos.ndim != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != M or R > D or R % 2):
-        raise ValueError(f"cos {tuple(cos.shape)}, sin {None if sin is None else tuple(sin.shape)} do not fit; expected (1 or {B}, {M}, R) with an even R ≤ {D}")
-    if positions.shape not in ((B,), (B, M)) or positions.is_floating_point(): raise ValueError(f"positions {tuple(positions.shape)} {positions.dtype}; expected ({B},) or ({B}, {M}) integers")
+        raise ValueError(
+            f"cos {tuple(cos.shape)}, sin {None if sin is None else tuple(sin.shape)} do not fit; expected (1 or {B}, "
+            f"{M}, R) with an even R ≤ {D}"
+        )
+    if positions.shape not in ((B,), (B, M)) or positions.is_floating_point():
+        raise ValueError(
+            f"positions {tuple(positions.shape)} {positions.dtype}; expected ({B},) or ({B}, {M}) integers"
+        )
     return H, R, *(None if t is None else t.contiguous() for t in (cos, sin))
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #77ac1aa2
 def rope_and_store(
-    qkv:Tensor,                  # (B, M, (H + 2·Hk)·D) float32, float16 or bfloat16: query heads, key heads, value heads
-    cos:Tensor|None,             # (B or 1, M, R) any float dtype, R ≤ D: the first R entries of a head are turned; None: no rotation
+    qkv:Tensor,                  # (B, M, (H + 2·Hk)·D) float32, float16 or bfloat16: query heads, key heads, value
+                                 # heads
+    cos:Tensor|None,             # (B or 1, M, R) any float dtype, R ≤ D: the first R entries of a head are turned;
+                                 # None: no rotation
     sin:Tensor|None,             # like cos
     k_cache:Tensor,              # (rows, Hk, T, D) any float dtype, or int8; written in place
     v_cache:Tensor,              # like k_cache
-    positions:Tensor,            # (B,) int: slot of each row's first token, the others follow; or (B, M) int: each token's slot; outside 0…T−1 nothing is written
+    positions:Tensor,            # (B,) int: slot of each row's first token, the others follow; or (B, M) int: each
+                                 # token's slot; outside 0…T−1 nothing is written
     k_scale:Tensor|None=None,    # (rows, Hk, T) float16, for an int8 cache; written in place
     v_scale:Tensor|None=None,    # like k_scale
     rows:Tensor|None=None,       # (B,) int: cache row of each row; None: 0…B−1
@@ -158,38 +211,80 @@ def rope_and_store(
 )->Tensor:                       # (B, H, M, D) in qkv's dtype: the turned queries
     "Turn queries and keys by their positions, and write keys and values into a static cache; float32 inside, without autograd."
     H, R, cos, sin = _check_rope(qkv, cos, sin, k_cache, v_cache, positions, k_scale, v_scale, rows)
-    if (q_norm is None) != (k_norm is None) or q_norm is not None and not q_norm.shape == k_norm.shape == k_cache.shape[3:]: raise ValueError(f"q_norm and k_norm: expected both of shape ({k_cache.shape[3]},), or none")
+    if (q_norm is None) != (k_norm is None) or q_norm is not None and not q_norm.shape == k_norm.shape == k_cache.shape[3:]:
+        raise ValueError(f"q_norm and k_norm: expected both of shape ({k_cache.shape[3]},), or none")
     (HK, T, D), (B, M), qkv, positions = k_cache.shape[1:], qkv.shape[:2], qkv.contiguous(), positions.contiguous()
     q = qkv.new_empty(B, H, M, D, dtype=qkv.dtype if qkv.is_cuda else torch.float32)
     if not q.numel(): return q.to(qkv.dtype)
     bits8, unused = k_scale is not None, k_cache
-    interpreted = not qkv.is_cuda and k_cache.dtype == torch.bfloat16                    # the interpreter truncates where a GPU rounds: through float32
+    # the interpreter truncates where a GPU rounds: through float32
+    interpreted = not qkv.is_cuda and k_cache.dtype == torch.bfloat16
     k_out, v_out = (k_cache.float(), v_cache.float()) if interpreted else (k_cache, v_cache)
     with on_device(qkv):
         _rope_store_kernel[(B * M, H + 2 * HK)](
-            qkv, qkv if cos is None else cos, qkv if sin is None else sin, qkv if q_norm is None else q_norm.contiguous(), qkv if k_norm is None else k_norm.contiguous(),
-            q, k_out, v_out, k_scale if bits8 else unused, v_scale if bits8 else unused, positions, positions if rows is None else rows.contiguous(), M, H, HK, D, R, T,
-            *k_out.stride()[:3], *(k_scale.stride()[:2] if bits8 else (0, 0)), 0 if cos is None or cos.shape[0] == 1 else M * R, R,
-            M if positions.ndim == 2 else 1, int(positions.ndim == 2), eps, offset,
-            ROPE=cos is not None, INTERLEAVED=interleaved, NORM=q_norm is not None, ROWS=rows is not None, BITS8=bits8, BLOCK=triton.next_power_of_2(D), num_warps=1 if D <= 256 else 4, **early_launch(qkv))
+            qkv,
+            qkv if cos is None else cos,
+            qkv if sin is None else sin,
+            qkv if q_norm is None else q_norm.contiguous(),
+            qkv if k_norm is None else k_norm.contiguous(),
+            q,
+            k_out,
+            v_out,
+            k_scale if bits8 else unused,
+            v_scale if bits8 else unused,
+            positions,
+            positions if rows is None else rows.contiguous(),
+            M,
+            H,
+            HK,
+            D,
+            R,
+            T,
+            *k_out.stride()[:3],
+            *(k_scale.stride()[:2] if bits8 else (0, 0)),
+            0 if cos is None or cos.shape[0] == 1 else M * R,
+            R,
+            M if positions.ndim == 2 else 1,
+            int(positions.ndim == 2),
+            eps,
+            offset,
+            ROPE=cos is not None,
+            INTERLEAVED=interleaved,
+            NORM=q_norm is not None,
+            ROWS=rows is not None,
+            BITS8=bits8,
+            BLOCK=triton.next_power_of_2(D),
+            num_warps=1 if D <= 256 else 4,
+            **early_launch(qkv),
+        )
     if interpreted: k_cache.copy_(k_out), v_cache.copy_(v_out)
     return q.to(qkv.dtype)
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #5d0e71a4
-SPLITS = 16  # programs that share a row's keys; with the keys of a step it is fixed for a kind of cache, since sums are taken in their order
-_RUN = 2     # steps that follow each other in one of them: a further program has to hand over what it found, which takes longer than a step
+# programs that share a row's keys; with the keys of a step it is fixed for a kind of cache, since sums are taken in
+# their order
+SPLITS = 16
+# steps that follow each other in one of them: a further program has to hand over what it found, which takes longer than
+# a step
+_RUN = 2
 
 @functools.cache
 def _steps(dtype, block, device=None):
     "(keys of a step, warps, stages) of attention on heads of so many entries; before Ampere a multiprocessor has no memory for more"
     small = device is not None and torch.cuda.get_device_capability(device)[0] < 8
-    return (128, 8, 2) if block * dtype.itemsize <= 256 and not small else (64, 4, max(1, 3 - (block > 128) - (dtype == torch.float32)))
+    return (
+        (128, 8, 2)
+        if block * dtype.itemsize <= 256 and not small
+        else (64, 4, max(1, 3 - (block > 128) - (dtype == torch.float32)))
+    )
 
 @triton.jit
 def _sum_of_parts(part, stats, at, stop, D, SPAN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr):
     split, d = tl.arange(0, PARTS), tl.arange(0, BLOCK_D)
-    used, from_ = tl.cdiv(stop, SPAN), at.to(tl.int64) * SPLITS                         # the other parts hold nothing of use
-    most = tl.max(tl.where(split < used, tl.load(stats + 2 * (from_ + split)), float("-inf")), 0)      # chosen, not masked: the loads wait for no length
+    # the other parts hold nothing of use
+    used, from_ = tl.cdiv(stop, SPAN), at.to(tl.int64) * SPLITS
+    # chosen, not masked: the loads wait for no length
+    most = tl.max(tl.where(split < used, tl.load(stats + 2 * (from_ + split)), float("-inf")), 0)
     base = tl.where(most == float("-inf"), 0.0, most)
     total, out = 0.0, tl.zeros((BLOCK_D,), dtype=tl.float32)
     for j in tl.static_range(PARTS):                                                    # one by one, whoever sums
@@ -202,23 +297,32 @@ def _sum_of_parts(part, stats, at, stop, D, SPAN: tl.constexpr, SPLITS: tl.const
 def _hand_over(acc, top, total, part, stats, arrived, y, b, kv, tile, split, m, head, real, d, stop, M, HK, D,
                G: tl.constexpr, SUMS: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
     H = HK * G
-    if SUMS & (stop <= SPAN):                                                           # no other program has keys of this row
+    # no other program has keys of this row
+    if SUMS & (stop <= SPAN):
         y_at = y + ((b * M + m[:, None]) * H + head[:, None]).to(tl.int64) * D + d[None, :]
-        tl.store(y_at, (acc / tl.where(total > 0, total, 1.0)[:, None]).to(y.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
+        tl.store(
+            y_at,
+            (acc / tl.where(total > 0, total, 1.0)[:, None]).to(y.dtype.element_ty),
+            mask=real[:, None] & (d < D)[None, :],
+        )
     else:
         out = ((b * H + head) * M + m).to(tl.int64) * SPLITS + split
         tl.store(part + out[:, None] * D + d[None, :], acc, mask=real[:, None] & (d < D)[None, :])
         tl.store(stats + 2 * out, top, mask=real)
         tl.store(stats + 2 * out + 1, total, mask=real)
         if SUMS:
-            tl.debug_barrier()                                                          # what all threads wrote is there before one of them says so
+            # what all threads wrote is there before one of them says so
+            tl.debug_barrier()
             count = arrived + tl.program_id(2) * tl.num_programs(1) + tile
-            if tl.atomic_add(count, 1, sem="acq_rel") == tl.minimum(tl.cdiv(stop, SPAN), SPLITS) - 1:      # the last one sums
+            # the last one sums
+            if tl.atomic_add(count, 1, sem="acq_rel") == tl.minimum(tl.cdiv(stop, SPAN), SPLITS) - 1:
                 tl.store(count, 0)
                 for query in range(tile * BLOCK_Q, tl.minimum(M * G, (tile + 1) * BLOCK_Q)):
                     one, token = kv * G + query % G, query // G
                     whole = _sum_of_parts(part, stats, (b * H + one) * M + token, stop, D, SPAN, SPLITS, PARTS, BLOCK_D)
-                    tl.store(y + ((b * M + token) * H + one).to(tl.int64) * D + d, whole.to(y.dtype.element_ty), mask=d < D)
+                    tl.store(
+                        y + ((b * M + token) * H + one).to(tl.int64) * D + d, whole.to(y.dtype.element_ty), mask=d < D
+                    )
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #e32480f8
 @triton.jit
@@ -240,7 +344,7 @@ def _see(x, keys, values, k_unit, v_unit, start, t, stop, last, length, real, m,
     if BITS8:
         p *= v_unit[None, :]
         if x.dtype == tl.float32: acc = tl.dot(p, values.to(tl.float32), acc * keep[:, None], input_precision="tf32x3")
-        else: acc = tl.dot(p.to(tl.bfloat16), values.to(tl.bfloat16), acc * keep[:, None])          # whose range takes p · scale; codes are exact
+        else: acc = tl.dot(p.to(tl.bfloat16), values.to(tl.bfloat16), acc * keep[:, None])  # whose range takes p · scale; codes are exact
     else: acc = tl.dot(p.to(x.dtype), values.to(x.dtype), acc * keep[:, None], input_precision="tf32x3")
     return acc, new, total
 
@@ -251,7 +355,11 @@ def _chunk(k_at, v_at, k_units, v_units, start, slot_stride, t, d, D, stop, BITS
     keys = tl.load(k_at + start.to(tl.int64) * slot_stride, mask=there[None, :] & (d < D)[:, None], other=0.0)
     values = tl.load(v_at + start.to(tl.int64) * slot_stride, mask=there[:, None] & (d < D)[None, :], other=0.0)
     k_unit, v_unit = 0.0, 0.0
-    if BITS8: k_unit, v_unit = tl.load(k_units + start, mask=there, other=0.0).to(tl.float32), tl.load(v_units + start, mask=there, other=0.0).to(tl.float32)
+    if BITS8:
+        k_unit, v_unit = (
+            tl.load(k_units + start, mask=there, other=0.0).to(tl.float32),
+            tl.load(v_units + start, mask=there, other=0.0).to(tl.float32),
+        )
     return keys, values, k_unit, v_unit
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #e32480f9
@@ -260,58 +368,184 @@ def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, cos, sin, 
                       q_row, q_head, q_token, row_stride, head_stride, slot_stride, scale_row, scale_head, rope_row,
                       G: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, BITS8: tl.constexpr, INTERPRETED: tl.constexpr,
                       TURN: tl.constexpr, PREREAD: tl.constexpr, INTERLEAVED: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
-    SPAN: tl.constexpr = RUN * CHUNK                                                    # keys that follow each other in one program
+    # keys that follow each other in one program
+    SPAN: tl.constexpr = RUN * CHUNK
     split, tile, b, kv = tl.program_id(0), tl.program_id(1), tl.program_id(2) // HK, tl.program_id(2) % HK
-    i = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)                                          # a row of the tile is token m of head kv·G + g
+    # a row of the tile is token m of head kv·G + g
+    i = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     m, head, real = i // G, kv * G + i % G, i < M * G
     d, t = tl.arange(0, BLOCK_D), tl.arange(0, CHUNK)
     length = tl.load(lengths + b).to(tl.int32)
     stop = tl.minimum(length + M if CAUSAL else length, end)
-    if split * SPAN >= tl.maximum(stop, int(SUMS)): return                              # no keys for this program; the sum leaves it out
-    if EARLY and not PREREAD: tl.extra.cuda.gdc_wait()                                    # lengths are older than the kernel before
+    # no keys for this program; the sum leaves it out
+    if split * SPAN >= tl.maximum(stop, int(SUMS)): return
+    # lengths are older than the kernel before
+    if EARLY and not PREREAD: tl.extra.cuda.gdc_wait()
     row = b.to(tl.int64)
     if ROWS: row = tl.load(rows + b).to(tl.int64)
     at, units = row * row_stride + kv.to(tl.int64) * head_stride, row * scale_row + kv.to(tl.int64) * scale_head + t
-    k_at, v_at = k + at + t[None, :].to(tl.int64) * slot_stride + d[:, None], v + at + t[:, None].to(tl.int64) * slot_stride + d[None, :]
-    x_at, mask_at = q + b.to(tl.int64) * q_row + head[:, None] * q_head + m[:, None] * q_token, mask + b.to(tl.int64) * M * M
-    whole = tl.cdiv(tl.cdiv(stop, SPAN) - split, SPLITS) - 1                            # spans of this program but its last
+    k_at, v_at = (
+        k + at + t[None, :].to(tl.int64) * slot_stride + d[:, None],
+        v + at + t[:, None].to(tl.int64) * slot_stride + d[None, :],
+    )
+    x_at, mask_at = (
+        q + b.to(tl.int64) * q_row + head[:, None] * q_head + m[:, None] * q_token,
+        mask + b.to(tl.int64) * M * M,
+    )
+    # spans of this program but its last
+    whole = tl.cdiv(tl.cdiv(stop, SPAN) - split, SPLITS) - 1
     newest = (split + whole * SPLITS) * SPAN
-    many = whole * RUN + tl.minimum(RUN, tl.cdiv(stop - newest, CHUNK))                 # its chunks, taken from the newest to the oldest
+    # its chunks, taken from the newest to the oldest
+    many = whole * RUN + tl.minimum(RUN, tl.cdiv(stop - newest, CHUNK))
     start = newest + (many - 1 - whole * RUN) * CHUNK
-    if TURN:                                                                            # so are rows, angles and the keys before the newest: they are read while it ends
-        keys, values, k_unit, v_unit = _chunk(k_at, v_at, k_scale + units, v_scale + units, start, slot_stride, t, d, D, tl.minimum(length, T), BITS8)
+    # so are rows, angles and the keys before the newest: they are read while it ends
+    if TURN:
+        keys, values, k_unit, v_unit = _chunk(
+            k_at, v_at, k_scale + units, v_scale + units, start, slot_stride, t, d, D, tl.minimum(length, T), BITS8
+        )
         partner, sign = _partner(d, R, INTERLEAVED)
-        c, s = tl.load(cos + b.to(tl.int64) * rope_row + d, mask=d < R, other=1.0).to(tl.float32), tl.load(sin + b.to(tl.int64) * rope_row + d, mask=d < R, other=0.0).to(tl.float32)
+        c, s = (
+            tl.load(cos + b.to(tl.int64) * rope_row + d, mask=d < R, other=1.0).to(tl.float32),
+            tl.load(sin + b.to(tl.int64) * rope_row + d, mask=d < R, other=0.0).to(tl.float32),
+        )
         if EARLY and PREREAD: tl.extra.cuda.gdc_wait()
         x = tl.load(x_at + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-        x = tl.fma(x, c[None, :], (sign * s)[None, :] * tl.load(x_at + partner[None, :], mask=real[:, None] & (d < R)[None, :], other=0.0).to(tl.float32)).to(q.dtype.element_ty)
-        key_at = q + b.to(tl.int64) * q_row + (HK * G + kv) * q_head                    # behind the queries, and values behind those
+        x = tl.fma(
+            x,
+            c[None, :],
+            (sign * s)[None, :]
+            * tl.load(x_at + partner[None, :], mask=real[:, None] & (d < R)[None, :], other=0.0).to(tl.float32),
+        ).to(q.dtype.element_ty)
+        # behind the queries, and values behind those
+        key_at = q + b.to(tl.int64) * q_row + (HK * G + kv) * q_head
         key = tl.load(key_at + d, mask=d < D, other=0.0).to(tl.float32)
         key = tl.fma(key, c, sign * s * tl.load(key_at + partner, mask=d < R, other=0.0).to(tl.float32))
         key, key_unit = _coded(key, k.dtype.element_ty, BITS8)
-        value, value_unit = _coded(tl.load(key_at + HK * q_head + d, mask=d < D, other=0.0).to(tl.float32), v.dtype.element_ty, BITS8)
-        if (tile == 0) & (start + CHUNK > length):                                      # one of the programs writes them
-            out, out_unit = at + length.to(tl.int64) * slot_stride, row * scale_row + kv.to(tl.int64) * scale_head + length
+        value, value_unit = _coded(
+            tl.load(key_at + HK * q_head + d, mask=d < D, other=0.0).to(tl.float32), v.dtype.element_ty, BITS8
+        )
+        # one of the programs writes them
+        if (tile == 0) & (start + CHUNK > length):
+            out, out_unit = (
+                at + length.to(tl.int64) * slot_stride,
+                row * scale_row + kv.to(tl.int64) * scale_head + length,
+            )
             _store_head(k, out, k_scale, out_unit, key, key_unit, d, D, length < T, BITS8)
             _store_head(v, out, v_scale, out_unit, value, value_unit, d, D, length < T, BITS8)
         here = start + t == length
         keys, values = tl.where(here[None, :], key[:, None], keys), tl.where(here[:, None], value[None, :], values)
-        if BITS8: k_unit, v_unit = tl.where(here, key_unit.to(tl.float32), k_unit), tl.where(here, value_unit.to(tl.float32), v_unit)
+        if BITS8:
+            k_unit, v_unit = (
+                tl.where(here, key_unit.to(tl.float32), k_unit),
+                tl.where(here, value_unit.to(tl.float32), v_unit),
+            )
     else: x = tl.load(x_at + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
     if INTERPRETED: x = x.to(tl.float32)
-    last = length + m if CAUSAL else tl.zeros_like(m) + (length - 1)                    # the last slot that a query may see
-    if TREE:                                                                            # there: as deep as the newest that it sees. (Words, not bytes: beside a byte the compiler puts keys in another order into its products)
+    # the last slot that a query may see
+    last = length + m if CAUSAL else tl.zeros_like(m) + (length - 1)
+    # there: as deep as the newest that it sees. (Words, not bytes: beside a byte the compiler puts keys in another
+    # order into its products)
+    if TREE:
         j = tl.arange(0, BLOCK_Q)
-        last = length - 1 + tl.sum(tl.load(mask_at + m[:, None] * M + j[None, :], mask=real[:, None] & (j < M)[None, :], other=0).to(tl.int32), 1)
-    acc, top, total = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32), tl.full((BLOCK_Q,), float("-inf"), tl.float32), tl.zeros((BLOCK_Q,), dtype=tl.float32)
-    if TURN: acc, top, total = _see(x, keys, values, k_unit, v_unit, start, t, stop, last, length, real, m, mask_at, M, scale, window, acc, top, total, TREE, WINDOW, BITS8)
+        last = (
+            length
+            - 1
+            + tl.sum(
+                tl.load(mask_at + m[:, None] * M + j[None, :], mask=real[:, None] & (j < M)[None, :], other=0).to(
+                    tl.int32
+                ),
+                1,
+            )
+        )
+    acc, top, total = (
+        tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32),
+        tl.full((BLOCK_Q,), float("-inf"), tl.float32),
+        tl.zeros((BLOCK_Q,), dtype=tl.float32),
+    )
+    if TURN:
+        acc, top, total = _see(
+            x,
+            keys,
+            values,
+            k_unit,
+            v_unit,
+            start,
+            t,
+            stop,
+            last,
+            length,
+            real,
+            m,
+            mask_at,
+            M,
+            scale,
+            window,
+            acc,
+            top,
+            total,
+            TREE,
+            WINDOW,
+            BITS8,
+        )
     for nth in range(int(TURN), many):
         one = many - 1 - nth
         begin = (split + one // RUN * SPLITS) * SPAN + one % RUN * CHUNK
-        keys, values, k_unit, v_unit = _chunk(k_at, v_at, k_scale + units, v_scale + units, begin, slot_stride, t, d, D, stop, BITS8)
-        acc, top, total = _see(x, keys, values, k_unit, v_unit, begin, t, stop, last, length, real, m, mask_at, M, scale, window, acc, top, total, TREE, WINDOW, BITS8)
+        keys, values, k_unit, v_unit = _chunk(
+            k_at, v_at, k_scale + units, v_scale + units, begin, slot_stride, t, d, D, stop, BITS8
+        )
+        acc, top, total = _see(
+            x,
+            keys,
+            values,
+            k_unit,
+            v_unit,
+            begin,
+            t,
+            stop,
+            last,
+            length,
+            real,
+            m,
+            mask_at,
+            M,
+            scale,
+            window,
+            acc,
+            top,
+            total,
+            TREE,
+            WINDOW,
+            BITS8,
+        )
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
-    _hand_over(acc, top, total, part, stats, arrived, y, b, kv, tile, split, m, head, real, d, stop, M, HK, D, G, SUMS, SPAN, SPLITS, PARTS, BLOCK_Q, BLOCK_D)
+    _hand_over(
+        acc,
+        top,
+        total,
+        part,
+        stats,
+        arrived,
+        y,
+        b,
+        kv,
+        tile,
+        split,
+        m,
+        head,
+        real,
+        d,
+        stop,
+        M,
+        HK,
+        D,
+        G,
+        SUMS,
+        SPAN,
+        SPLITS,
+        PARTS,
+        BLOCK_Q,
+        BLOCK_D,
+    )
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #4e03cb30
 @triton.jit(do_not_specialize=["M"])
@@ -329,14 +563,28 @@ def _combine_kernel(part, stats, lengths, y, M, H, D, end, CAUSAL: tl.constexpr,
 def _check_attention(q, k, lengths, mask, window, causal):
     "Raise for queries that the attention kernels cannot use"
     if q.ndim != 4 or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1] or q.stride(3) != 1:
-        raise ValueError(f"q {tuple(q.shape)} does not fit a cache {tuple(k.shape)}; expected (B, H, M, {k.shape[3]}) with H a multiple of {k.shape[1]}, D contiguous")
+        raise ValueError(
+            f"q {tuple(q.shape)} does not fit a cache {tuple(k.shape)}; expected (B, H, M, {k.shape[3]}) with H a "
+            f"multiple of {k.shape[1]}, D contiguous"
+        )
     B, _, M, _ = q.shape
-    if M > MAX_ROWS: raise ValueError(f"q has M={M} tokens a row, the kernel takes at most {MAX_ROWS}; for a prompt use torch.nn.functional.scaled_dot_product_attention")
-    if lengths.shape != (B,) or lengths.is_floating_point(): raise ValueError(f"lengths {tuple(lengths.shape)} {lengths.dtype}; expected ({B},) integers")
-    if mask is not None and (mask.shape != (B, M, M) or mask.dtype not in (torch.bool, torch.int32)): raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}; expected ({B}, {M}, {M}) bool or int32")
-    if mask is not None and not causal: raise ValueError("mask is for the newest keys; with causal=False there are none")
-    if window is not None and window < (1 if mask is None else MAX_ROWS): raise ValueError(f"window={window}; expected at least {1 if mask is None else MAX_ROWS}")
-    if q.device != k.device or lengths.device != q.device: raise ValueError(f"q is on {q.device}, the cache on {k.device}, lengths on {lengths.device}; move them to one device")
+    if M > MAX_ROWS:
+        raise ValueError(
+            f"q has M={M} tokens a row, the kernel takes at most {MAX_ROWS}; for a prompt use "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+    if lengths.shape != (B,) or lengths.is_floating_point():
+        raise ValueError(f"lengths {tuple(lengths.shape)} {lengths.dtype}; expected ({B},) integers")
+    if mask is not None and (mask.shape != (B, M, M) or mask.dtype not in (torch.bool, torch.int32)):
+        raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}; expected ({B}, {M}, {M}) bool or int32")
+    if mask is not None and not causal:
+        raise ValueError("mask is for the newest keys; with causal=False there are none")
+    if window is not None and window < (1 if mask is None else MAX_ROWS):
+        raise ValueError(f"window={window}; expected at least {1 if mask is None else MAX_ROWS}")
+    if q.device != k.device or lengths.device != q.device:
+        raise ValueError(
+            f"q is on {q.device}, the cache on {k.device}, lengths on {lengths.device}; move them to one device"
+        )
     check_input(q)
 
 def _attend(q, q_at, size, k, v, k_scale, v_scale, lengths, rows, arrived, scale, window, most, mask=None, cos=None, sin=None, R=0, rope_row=0, **kind):
@@ -344,44 +592,135 @@ def _attend(q, q_at, size, k, v, k_scale, v_scale, lengths, rows, arrived, scale
     (B, H, M), HK, T, D = size, *k.shape[1:]
     y = q.new_empty(B, M, H, D, dtype=q.dtype if q.is_cuda else torch.float32)
     if not y.numel(): return y.transpose(1, 2).to(q.dtype)
-    part, stats = q.new_empty(B * H * M * SPLITS * D, dtype=torch.float32), q.new_empty(B * H * M * SPLITS * 2, dtype=torch.float32)
-    G, block, lengths, given = H // HK, max(16, triton.next_power_of_2(D)), lengths.contiguous(), lambda t: q if t is None else t
+    part, stats = (
+        q.new_empty(B * H * M * SPLITS * D, dtype=torch.float32),
+        q.new_empty(B * H * M * SPLITS * 2, dtype=torch.float32),
+    )
+    G, block, lengths, given = (
+        H // HK,
+        max(16, triton.next_power_of_2(D)),
+        lengths.contiguous(),
+        lambda t: q if t is None else t,
+    )
     chunk, warps, stages = _steps(q.dtype, block, q.device if q.is_cuda else None)
     if most is not None and most < 1: raise ValueError(f"most={most}: keys of the longest row, 1 or more; None: all")
-    used = min(SPLITS, triton.cdiv(T + 1 if most is None else most, _RUN * chunk))              # the others would have no keys
-    end, parts = min(T + kind["TURN"], used * _RUN * chunk if used < SPLITS else T + 1), triton.next_power_of_2(used)      # no program looks behind the end
-    sums = used == 1 or arrived is not None and M * G <= 4 and B * HK <= len(arrived)               # more of them are summed faster side by side
+    # the others would have no keys
+    used = min(SPLITS, triton.cdiv(T + 1 if most is None else most, _RUN * chunk))
+    # no program looks behind the end
+    end, parts = min(T + kind["TURN"], used * _RUN * chunk if used < SPLITS else T + 1), triton.next_power_of_2(used)
+    # more of them are summed faster side by side
+    sums = used == 1 or arrived is not None and M * G <= 4 and B * HK <= len(arrived)
     with on_device(q):
         _attention_kernel[(used, triton.cdiv(M * G, MAX_ROWS), B * HK)](
-            q, k, v, given(k_scale), given(v_scale), lengths, lengths if rows is None else rows.contiguous(), given(mask), given(cos), given(sin), part, stats, arrived if sums and arrived is not None else lengths, y,
-            M, HK, D, R, T, end, D ** -0.5 if scale is None else scale, window or 0, *q_at, *k.stride()[:3], *(k_scale.stride()[:2] if k_scale is not None else (0, 0)), rope_row,
-            G=G, SUMS=sums, WINDOW=window is not None, ROWS=rows is not None, BITS8=k_scale is not None, INTERPRETED=not q.is_cuda,
-            CHUNK=chunk, RUN=_RUN, SPLITS=SPLITS, PARTS=parts, BLOCK_Q=MAX_ROWS, BLOCK_D=block, num_warps=warps, num_stages=stages, **kind, **early_launch(q))
-        if not sums: _combine_kernel[(B * H * M,)](part, stats, lengths, y, M, H, D, end, CAUSAL=kind["CAUSAL"], SPAN=_RUN * chunk, SPLITS=SPLITS, PARTS=parts, BLOCK_D=block, num_warps=4, **early_launch(q))
+            q,
+            k,
+            v,
+            given(k_scale),
+            given(v_scale),
+            lengths,
+            lengths if rows is None else rows.contiguous(),
+            given(mask),
+            given(cos),
+            given(sin),
+            part,
+            stats,
+            arrived if sums and arrived is not None else lengths,
+            y,
+            M,
+            HK,
+            D,
+            R,
+            T,
+            end,
+            D**-0.5 if scale is None else scale,
+            window or 0,
+            *q_at,
+            *k.stride()[:3],
+            *(k_scale.stride()[:2] if k_scale is not None else (0, 0)),
+            rope_row,
+            G=G,
+            SUMS=sums,
+            WINDOW=window is not None,
+            ROWS=rows is not None,
+            BITS8=k_scale is not None,
+            INTERPRETED=not q.is_cuda,
+            CHUNK=chunk,
+            RUN=_RUN,
+            SPLITS=SPLITS,
+            PARTS=parts,
+            BLOCK_Q=MAX_ROWS,
+            BLOCK_D=block,
+            num_warps=warps,
+            num_stages=stages,
+            **kind,
+            **early_launch(q),
+        )
+        if not sums:
+            _combine_kernel[(B * H * M,)](
+                part,
+                stats,
+                lengths,
+                y,
+                M,
+                H,
+                D,
+                end,
+                CAUSAL=kind["CAUSAL"],
+                SPAN=_RUN * chunk,
+                SPLITS=SPLITS,
+                PARTS=parts,
+                BLOCK_D=block,
+                num_warps=4,
+                **early_launch(q),
+            )
     return y.transpose(1, 2).to(q.dtype)
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #fe0eb25b
 def decode_attention(
-    q:Tensor,                    # (B, H, M, D) float32, float16 or bfloat16, M ≤ 16: queries of each row's newest M tokens
+    q:Tensor,                    # (B, H, M, D) float32, float16 or bfloat16, M ≤ 16: queries of each row's newest M
+                                 # tokens
     k:Tensor,                    # (rows, Hk, T, D) q's dtype or int8, the newest M keys in it; H a multiple of Hk
     v:Tensor,                    # like k
     lengths:Tensor,              # (B,) int: keys of each row *before* the newest M
     scale:float|None=None,       # of the scores; None: D ** −0.5
     k_scale:Tensor|None=None,    # (rows, Hk, T) float16, for an int8 cache
     v_scale:Tensor|None=None,    # like k_scale
-    mask:Tensor|None=None,       # (B, M, M) bool, or int32 zeros and ones: which of the newest keys each of the newest queries sees (a tree); None: itself and those before it
+    mask:Tensor|None=None,       # (B, M, M) bool, or int32 zeros and ones: which of the newest keys each of the newest
+                                 # queries sees (a tree); None: itself and those before it
     window:int|None=None,        # a query sees only the keys of the last `window` slots, its own included; None: all
     rows:Tensor|None=None,       # (B,) int: cache row of each row; None: 0…B−1
-    causal:bool=True,            # False: every query sees exactly the first lengths[b] keys, none is newest (cross-attention)
-    arrived:Tensor|None=None,    # (n,) int32, zeros before and after, of this call alone while it runs: with it few queries take one launch, not two; the same bits
-    most:int|None=None,          # no row has more keys, its newest counted; None: T. Fewer programs are launched, and the same bits come out; keys behind it may be left out
+    causal:bool=True,            # False: every query sees exactly the first lengths[b] keys, none is newest (cross-
+                                 # attention)
+    arrived:Tensor|None=None,    # (n,) int32, zeros before and after, of this call alone while it runs: with it few
+                                 # queries take one launch, not two; the same bits
+    most:int|None=None,          # no row has more keys, its newest counted; None: T. Fewer programs are launched, and
+                                 # the same bits come out; keys behind it may be left out
 )->Tensor:                       # (B, H, M, D) in q's dtype, laid out as (B, M, H, D); zeros where a row has no keys
     "Softmax attention of the newest M tokens on a static cache, float32 sums; a row's result depends neither on M, nor on B, nor on T."
     _check_attention(q, k, lengths, mask, window, causal)
     (B, H, M, D), HK = q.shape, k.shape[1]
     _check_cache(k, v, k_scale, v_scale, rows, B)
-    return _attend(q, q.stride()[:3], (B, H, M), k, v, k_scale, v_scale, lengths, rows, arrived, scale, window, most, CAUSAL=causal, TREE=mask is not None, TURN=False, PREREAD=False, INTERLEAVED=False,
-                   mask=None if mask is None else mask.contiguous().to(torch.int32))
+    return _attend(
+        q,
+        q.stride()[:3],
+        (B, H, M),
+        k,
+        v,
+        k_scale,
+        v_scale,
+        lengths,
+        rows,
+        arrived,
+        scale,
+        window,
+        most,
+        CAUSAL=causal,
+        TREE=mask is not None,
+        TURN=False,
+        PREREAD=False,
+        INTERLEAVED=False,
+        mask=None if mask is None else mask.contiguous().to(torch.int32),
+    )
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #c3f0d1a7
 def rope_and_attend(
@@ -390,7 +729,9 @@ def rope_and_attend(
     sin:Tensor|None,             # like cos
     k_cache:Tensor,              # (rows, Hk, T, D) qkv's dtype or int8; the token is written to it
     v_cache:Tensor,              # like k_cache
-    lengths:Tensor,              # (B,) int, 0…T: keys of each row before it, and its slot; in a full cache it is attended to, but not written. As `rows`, cos and sin not of the kernel just before, whose end they are read in
+    lengths:Tensor,              # (B,) int, 0…T: keys of each row before it, and its slot; in a full cache it is
+                                 # attended to, but not written. As `rows`, cos and sin not of the kernel just before,
+                                 # whose end they are read in
     scale:float|None=None,       # of the scores; None: D ** −0.5
     k_scale:Tensor|None=None,    # (rows, Hk, T) float16, for an int8 cache; written in place
     v_scale:Tensor|None=None,    # like k_scale
@@ -401,17 +742,46 @@ def rope_and_attend(
     most:int|None=None,          # as for `decode_attention`
 )->Tensor:                       # (B, H, 1, D) in qkv's dtype, laid out as (B, 1, H, D)
     "`rope_and_store` and `decode_attention` of one token as one kernel, which reads the older keys while the kernel before it ends; the same bits."
-    if qkv.ndim != 3 or qkv.shape[1] != 1: raise ValueError(f"qkv {tuple(qkv.shape)}; expected (B, 1, …): one token of each row. For more, rope_and_store and decode_attention")
+    if qkv.ndim != 3 or qkv.shape[1] != 1:
+        raise ValueError(
+            f"qkv {tuple(qkv.shape)}; expected (B, 1, …): one token of each row. For more, rope_and_store and "
+            "decode_attention"
+        )
     (B, M), (HK, T, D) = qkv.shape[:2], k_cache.shape[1:]
     if not qkv.is_cuda and torch.bfloat16 in (qkv.dtype, k_cache.dtype) or triton.next_power_of_2(D) * qkv.element_size() > 256 or not B:      # the interpreter truncates where a GPU rounds; a large head leaves no registers for keys that wait
         q = rope_and_store(qkv, cos, sin, k_cache, v_cache, lengths, k_scale, v_scale, rows, interleaved=interleaved)
-        return decode_attention(q, k_cache, v_cache, lengths, scale, k_scale, v_scale, None, window, rows, arrived=arrived, most=most)
-    early = all(t is None or t.is_contiguous() for t in (cos, sin, lengths, rows))      # else they are copied just before, and waited for
+        return decode_attention(
+            q, k_cache, v_cache, lengths, scale, k_scale, v_scale, None, window, rows, arrived=arrived, most=most
+        )
+    # else they are copied just before, and waited for
+    early = all(t is None or t.is_contiguous() for t in (cos, sin, lengths, rows))
     H, R, cos, sin = _check_rope(qkv, cos, sin, k_cache, v_cache, lengths, k_scale, v_scale, rows)
     qkv = qkv.contiguous()
     _check_attention(qkv.view(B, H + 2 * HK, M, D)[:, :H], k_cache, lengths, None, window, True)
-    return _attend(qkv, (qkv.stride(0), D, 0), (B, H, M), k_cache, v_cache, k_scale, v_scale, lengths, rows, arrived, scale, window, most, cos=cos, sin=sin, R=R, rope_row=0 if cos is None or len(cos) == 1 else R,
-                   CAUSAL=True, TREE=False, TURN=True, PREREAD=early, INTERLEAVED=interleaved)
+    return _attend(
+        qkv,
+        (qkv.stride(0), D, 0),
+        (B, H, M),
+        k_cache,
+        v_cache,
+        k_scale,
+        v_scale,
+        lengths,
+        rows,
+        arrived,
+        scale,
+        window,
+        most,
+        cos=cos,
+        sin=sin,
+        R=R,
+        rope_row=0 if cos is None or len(cos) == 1 else R,
+        CAUSAL=True,
+        TREE=False,
+        TURN=True,
+        PREREAD=early,
+        INTERLEAVED=interleaved,
+    )
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #a26e7a01
 @triton.jit
@@ -429,7 +799,9 @@ def _greatest_kernel(x, best, index, V, row_stride, PIECES: tl.constexpr, BLOCK:
 def _greatest_of_kernel(best, index, out, pieces, PIECES: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     row, piece = tl.program_id(0), tl.arange(0, PIECES)
-    at = tl.minimum(tl.argmax(tl.load(best + row * PIECES + piece, mask=piece < pieces, other=float("-inf")), 0), pieces - 1)
+    at = tl.minimum(
+        tl.argmax(tl.load(best + row * PIECES + piece, mask=piece < pieces, other=float("-inf")), 0), pieces - 1
+    )
     least = tl.min(tl.load(index + row * PIECES + piece, mask=piece < pieces, other=0), 0)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     tl.store(out + row, tl.where(least < 0, -1, tl.load(index + row * PIECES + at)).to(tl.int64))
@@ -449,7 +821,9 @@ def argmax(
     if not len(rows): return out.view(x.shape[:-1])
     best, index = x.new_empty(len(rows) * of, dtype=torch.float32), x.new_empty(len(rows) * of, dtype=torch.int32)
     with on_device(x):
-        _greatest_kernel[(len(rows), pieces)](rows, best, index, V, rows.stride(0), PIECES=of, BLOCK=block, num_warps=4, **early_launch(x))
+        _greatest_kernel[(len(rows), pieces)](
+            rows, best, index, V, rows.stride(0), PIECES=of, BLOCK=block, num_warps=4, **early_launch(x)
+        )
         _greatest_of_kernel[(len(rows),)](best, index, out, pieces, PIECES=of, num_warps=1, **early_launch(x))
     return out.view(x.shape[:-1])
 
@@ -458,7 +832,9 @@ def argmax(
 def _angles_kernel(positions, inv_freq, cos, sin, R, scaling, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     at, d = tl.program_id(0), tl.arange(0, BLOCK)
-    angle = tl.load(positions + at).to(tl.float32) * tl.load(inv_freq + d % (R // 2), mask=d < R, other=0.0).to(tl.float32)
+    angle = tl.load(positions + at).to(tl.float32) * tl.load(inv_freq + d % (R // 2), mask=d < R, other=0.0).to(
+        tl.float32
+    )
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     tl.store(cos + at * R + d, (tl.cos(angle) * scaling).to(cos.dtype.element_ty), mask=d < R)
     tl.store(sin + at * R + d, (tl.sin(angle) * scaling).to(sin.dtype.element_ty), mask=d < R)
@@ -471,10 +847,29 @@ def rope_angles(
     scaling:float=1.,    # of cosine and sine
 )->tuple:                # cos, sin (…, R): of position · inv_freq, twice side by side
     "Cosines and sines of rotary positions (Su et al. 2021) as one kernel, float32 inside."
-    if positions.is_floating_point() or inv_freq.ndim != 1 or inv_freq.device != positions.device: raise ValueError(f"positions {tuple(positions.shape)} {positions.dtype} on {positions.device}, inv_freq {tuple(inv_freq.shape)} on {inv_freq.device}; expected integers, and (R/2,) beside them")
+    if positions.is_floating_point() or inv_freq.ndim != 1 or inv_freq.device != positions.device:
+        raise ValueError(
+            f"positions {tuple(positions.shape)} {positions.dtype} on {positions.device}, inv_freq "
+            f"{tuple(inv_freq.shape)} on {inv_freq.device}; expected integers, and (R/2,) beside them"
+        )
     R, positions = 2 * len(inv_freq), positions.contiguous()
-    interpreted = positions.device.type == "cpu"                                         # the interpreter truncates to bfloat16 where a GPU rounds
-    cos, sin = (torch.empty(*positions.shape, R, dtype=torch.float32 if interpreted else dtype, device=positions.device) for _ in "cs")
+    # the interpreter truncates to bfloat16 where a GPU rounds
+    interpreted = positions.device.type == "cpu"
+    cos, sin = (
+        torch.empty(*positions.shape, R, dtype=torch.float32 if interpreted else dtype, device=positions.device)
+        for _ in "cs"
+    )
     with on_device(cos):
-        if cos.numel(): _angles_kernel[(positions.numel(),)](positions, inv_freq.contiguous(), cos, sin, R, scaling, BLOCK=triton.next_power_of_2(R), num_warps=1, **early_launch(cos))
+        if cos.numel():
+            _angles_kernel[(positions.numel(),)](
+                positions,
+                inv_freq.contiguous(),
+                cos,
+                sin,
+                R,
+                scaling,
+                BLOCK=triton.next_power_of_2(R),
+                num_warps=1,
+                **early_launch(cos),
+            )
     return cos.to(dtype), sin.to(dtype)

@@ -43,7 +43,8 @@ def on_device(
     x:Tensor, # what a kernel is about to read
 ):            # -> a context in which x's GPU is the current one
     "Launch on the GPU of x: Triton goes to the current one."
-    if not x.is_cuda or torch.compiler.is_compiling() or x.device.index == torch.cuda.current_device(): return contextlib.nullcontext()
+    if not x.is_cuda or torch.compiler.is_compiling() or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
     return torch.cuda.device(x.device)
 
 @functools.cache
@@ -53,7 +54,11 @@ def early_launch(
     x:Tensor, # what a kernel is about to read
 )->dict:      # keywords of its launch; EARLY tells the kernel to wait before it reads
     "Begin while the kernel before ends, where x's GPU can do that."
-    return dict(EARLY=True, launch_pdl=True) if x.is_cuda and not torch.compiler.is_compiling() and _hopper(x.device) else dict(EARLY=False)
+    return (
+        dict(EARLY=True, launch_pdl=True)
+        if x.is_cuda and not torch.compiler.is_compiling() and _hopper(x.device)
+        else dict(EARLY=False)
+    )
 
 # %% ../../nbs/02_kernels/00_triton_common.ipynb #72247fd6
 def check_input(
@@ -64,6 +69,11 @@ def check_input(
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"x is {x.dtype}; the kernel takes float32, float16 or bfloat16")
     if rows is not None and x.shape[0] > rows:
-        raise ValueError(f"x has M={x.shape[0]} rows, the kernel takes at most {rows}; for more, int8_gemm or int4_gemm, or dequantize and use torch.nn.functional.linear")
+        raise ValueError(
+            f"x has M={x.shape[0]} rows, the kernel takes at most {rows}; for more, int8_gemm or int4_gemm, or "
+            "dequantize and use torch.nn.functional.linear"
+        )
     if not x.is_cuda and isinstance(activate, triton.runtime.JITFunction):
-        raise RuntimeError(f"x is on {x.device}; Triton needs a GPU, or TRITON_INTERPRET=1 in the environment before it is imported")
+        raise RuntimeError(
+            f"x is on {x.device}; Triton needs a GPU, or TRITON_INTERPRET=1 in the environment before it is imported"
+        )

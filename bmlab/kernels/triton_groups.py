@@ -27,8 +27,13 @@ class GroupTiles:
             tiles += [(s, at, stop) for at in range(start, stop, MAX_ROWS)]
             bounds.append(stop)
         self.everyone = len(order) == len(slots)                                    # has every row a user?
-        table = torch.tensor([*order, *bounds, *(i for t in tiles for i in t)], dtype=torch.int32).to(device)   # one copy to the device
-        self.order, self.bounds, self.tiles = table[:len(order)], table[len(order):len(order) + len(bounds)], table[len(order) + len(bounds):].view(-1, 3)
+        # one copy to the device
+        table = torch.tensor([*order, *bounds, *(i for t in tiles for i in t)], dtype=torch.int32).to(device)
+        self.order, self.bounds, self.tiles = (
+            table[: len(order)],
+            table[len(order) : len(order) + len(bounds)],
+            table[len(order) + len(bounds) :].view(-1, 3),
+        )
 
 # %% ../../nbs/02_kernels/03_triton_groups.ipynb #d4641160
 @triton.jit(do_not_specialize=["m"])
@@ -46,7 +51,8 @@ def _grouped_linear_kernel(x, w, y, order, tiles, m, N, K, slot_stride, n_stride
         inside = start + k < K
         a = tl.load(x_at + start, mask=mine[:, None] & inside[None, :], other=0.0)
         b = tl.load(w_at + start * k_stride, mask=inside[:, None] & (n < N)[None, :], other=0.0)
-        if INTERPRETED: a = a.to(tl.float32)                                       # the interpreter has no bfloat16 product
+        # the interpreter has no bfloat16 product
+        if INTERPRETED: a = a.to(tl.float32)
         acc = tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
     y_at, there = y + row[:, None] * N + n[None, :], mine[:, None] & (n < N)[None, :]
     if ADD: acc += tl.load(y_at, mask=there, other=0.0).to(tl.float32)
@@ -58,7 +64,8 @@ def _grouped_outer_kernel(a, b, out, order, bounds, m, P, Q, INTERPRETED: tl.con
     first, stop = tl.load(bounds + user), tl.load(bounds + user + 1)
     i, j = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P), tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     acc = tl.zeros((BLOCK_P, BLOCK_Q), dtype=tl.float32)
-    for start in range(first, stop, BLOCK_M):                                      # one user's rows, in one program, left to right: no atomics
+    # one user's rows, in one program, left to right: no atomics
+    for start in range(first, stop, BLOCK_M):
         p = start + tl.arange(0, BLOCK_M)
         mine = p < stop
         row = (tl.load(order + p // m, mask=mine, other=0) * m + p % m).to(tl.int64)
@@ -73,10 +80,19 @@ def _grouped_outer_kernel(a, b, out, order, bounds, m, P, Q, INTERPRETED: tl.con
 def _check_grouped(x, w, tiles, y=None):
     "Raise for what the grouped kernels cannot multiply"
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2] or x.shape[0] != tiles.n * tiles.m or y is not None and y.shape != (x.shape[0], w.shape[1]):
-        raise ValueError(f"x {tuple(x.shape)}, w {tuple(w.shape)}" + (f", y {tuple(y.shape)}" if y is not None else "") + f" and {tiles.n} groups of {tiles.m} rows do not fit; expected (rows, K), (slots, N, K), (rows, N)")
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not w.is_floating_point(): raise TypeError(f"x is {x.dtype}, w is {w.dtype}; the kernel takes float32, float16 or bfloat16")
-    if tiles.users and tiles.users[-1] >= w.shape[0]: raise ValueError(f"slot {tiles.users[-1]} is none of the {w.shape[0]} of w")
-    if not x.is_cuda and isinstance(_grouped_linear_kernel, triton.runtime.JITFunction): raise RuntimeError(f"x is on {x.device}; Triton needs a GPU, or TRITON_INTERPRET=1 in the environment before it is imported")
+        raise ValueError(
+            f"x {tuple(x.shape)}, w {tuple(w.shape)}"
+            + (f", y {tuple(y.shape)}" if y is not None else "")
+            + f" and {tiles.n} groups of {tiles.m} rows do not fit; expected (rows, K), (slots, N, K), (rows, N)"
+        )
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not w.is_floating_point():
+        raise TypeError(f"x is {x.dtype}, w is {w.dtype}; the kernel takes float32, float16 or bfloat16")
+    if tiles.users and tiles.users[-1] >= w.shape[0]:
+        raise ValueError(f"slot {tiles.users[-1]} is none of the {w.shape[0]} of w")
+    if not x.is_cuda and isinstance(_grouped_linear_kernel, triton.runtime.JITFunction):
+        raise RuntimeError(
+            f"x is on {x.device}; Triton needs a GPU, or TRITON_INTERPRET=1 in the environment before it is imported"
+        )
 
 def grouped_linear(
     x:Tensor,            # (rows, K) float32, float16 or bfloat16
@@ -87,16 +103,41 @@ def grouped_linear(
     "`y + x @ w[slot of row].T` with float32 sums, in one launch, without autograd."
     _check_grouped(x, w, tiles, y)
     (rows, K), N = x.shape, w.shape[1]
-    kind = x.dtype if x.is_cuda else torch.float32                                  # the interpreter truncates where a GPU rounds
-    out = y.to(kind, copy=True, memory_format=torch.contiguous_format) if y is not None else x.new_empty(rows, N, dtype=kind) if tiles.everyone else x.new_zeros(rows, N, dtype=kind)
+    # the interpreter truncates where a GPU rounds
+    kind = x.dtype if x.is_cuda else torch.float32
+    out = (
+        y.to(kind, copy=True, memory_format=torch.contiguous_format)
+        if y is not None
+        else x.new_empty(rows, N, dtype=kind)
+        if tiles.everyone
+        else x.new_zeros(rows, N, dtype=kind)
+    )
     if not tiles.users or not out.numel(): return out.to(x.dtype)
     thin = N <= 64
     block_n = max(16, triton.next_power_of_2(N)) if thin else 128
-    block_k = min((256 if block_n == 16 else 128 if thin else 64) // (2 if x.dtype == torch.float32 else 1), max(16, triton.next_power_of_2(K)))
+    block_k = min(
+        (256 if block_n == 16 else 128 if thin else 64) // (2 if x.dtype == torch.float32 else 1),
+        max(16, triton.next_power_of_2(K)),
+    )
     with on_device(x):
         _grouped_linear_kernel[(len(tiles.tiles), triton.cdiv(N, block_n))](
-            x.contiguous(), w, out, tiles.order, tiles.tiles, tiles.m, N, K, *w.stride(), ADD=y is not None, INTERPRETED=not x.is_cuda,
-            BLOCK_M=MAX_ROWS, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=3)
+            x.contiguous(),
+            w,
+            out,
+            tiles.order,
+            tiles.tiles,
+            tiles.m,
+            N,
+            K,
+            *w.stride(),
+            ADD=y is not None,
+            INTERPRETED=not x.is_cuda,
+            BLOCK_M=MAX_ROWS,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            num_warps=4,
+            num_stages=3,
+        )
     return out.to(x.dtype)
 
 def grouped_outer(
@@ -106,14 +147,33 @@ def grouped_outer(
 )->Tensor:             # (users of the tiles, P, Q) float32
     "The sum of outer products a ⊗ b over each user's rows, in one fixed order: a gradient that does not depend on other users."
     if a.ndim != 2 or b.ndim != 2 or len(a) != len(b) or len(a) != tiles.n * tiles.m or a.dtype != b.dtype:
-        raise ValueError(f"a {tuple(a.shape)} {a.dtype}, b {tuple(b.shape)} {b.dtype} and {tiles.n} groups of {tiles.m} rows do not fit; expected (rows, P), (rows, Q) of one dtype")
+        raise ValueError(
+            f"a {tuple(a.shape)} {a.dtype}, b {tuple(b.shape)} {b.dtype} and {tiles.n} groups of {tiles.m} rows do not "
+            "fit; expected (rows, P), (rows, Q) of one dtype"
+        )
     (P, Q), users = (a.shape[1], b.shape[1]), len(tiles.users)
     out = a.new_empty(users, P, Q, dtype=torch.float32)
     if not out.numel(): return out
-    block = dict(BLOCK_P=min(64, max(16, triton.next_power_of_2(P))), BLOCK_Q=min(128, max(16, triton.next_power_of_2(Q))), BLOCK_M=32)
+    block = dict(
+        BLOCK_P=min(64, max(16, triton.next_power_of_2(P))),
+        BLOCK_Q=min(128, max(16, triton.next_power_of_2(Q))),
+        BLOCK_M=32,
+    )
     with on_device(a):
         _grouped_outer_kernel[(users, triton.cdiv(P, block["BLOCK_P"]), triton.cdiv(Q, block["BLOCK_Q"]))](
-            a.contiguous(), b.contiguous(), out, tiles.order, tiles.bounds, tiles.m, P, Q, INTERPRETED=not a.is_cuda, **block, num_warps=4, num_stages=2)
+            a.contiguous(),
+            b.contiguous(),
+            out,
+            tiles.order,
+            tiles.bounds,
+            tiles.m,
+            P,
+            Q,
+            INTERPRETED=not a.is_cuda,
+            **block,
+            num_warps=4,
+            num_stages=2,
+        )
     return out
 
 # %% ../../nbs/02_kernels/03_triton_groups.ipynb #cbf77afc
@@ -154,14 +214,22 @@ NEURON_ACTS = ("silu", "relu", "gelu", "gelu_tanh", "none")  # activations that 
 
 def _check_ids(x, ids, *matrices):
     "Raise for what the kernels cannot read"
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16): raise TypeError(f"x is {x.dtype}; the kernel takes float32, float16 or bfloat16")
-    if ids.ndim != 1 or ids.is_floating_point(): raise ValueError(f"ids {tuple(ids.shape)} {ids.dtype}; expected (n,) integers")
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"x is {x.dtype}; the kernel takes float32, float16 or bfloat16")
+    if ids.ndim != 1 or ids.is_floating_point():
+        raise ValueError(f"ids {tuple(ids.shape)} {ids.dtype}; expected (n,) integers")
     for m in matrices:
         if m is not None and (m.ndim != 2 or m.shape[1] != x.shape[-1] or not m.is_contiguous()):
-            raise ValueError(f"a matrix {tuple(m.shape)} with strides {m.stride()} does not fit x {tuple(x.shape)}; expected (F, {x.shape[-1]}), contiguous")
-        if m is not None and m.device != x.device: raise ValueError(f"x is on {x.device} and a matrix on {m.device}; move them to one device")
+            raise ValueError(
+                f"a matrix {tuple(m.shape)} with strides {m.stride()} does not fit x {tuple(x.shape)}; expected (F, "
+                f"{x.shape[-1]}), contiguous"
+            )
+        if m is not None and m.device != x.device:
+            raise ValueError(f"x is on {x.device} and a matrix on {m.device}; move them to one device")
     if not x.is_cuda and isinstance(_neuron_hidden_kernel, triton.runtime.JITFunction):
-        raise RuntimeError(f"x is on {x.device}; Triton needs a GPU, or TRITON_INTERPRET=1 in the environment before it is imported")
+        raise RuntimeError(
+            f"x is on {x.device}; Triton needs a GPU, or TRITON_INTERPRET=1 in the environment before it is imported"
+        )
 
 def neuron_hidden(
     x:Tensor,                    # (D,) float32, float16 or bfloat16
@@ -177,18 +245,37 @@ def neuron_hidden(
     _check_ids(x, ids, up, gate)
     if act not in NEURON_ACTS: raise ValueError(f"act={act!r}: one of {', '.join(NEURON_ACTS)}")
     if x.ndim != 1: raise ValueError(f"x {tuple(x.shape)}: one vector (D,)")
-    if given is not None and given.shape != up.shape[:1]: raise ValueError(f"given {tuple(given.shape)}: expected ({len(up)},)")
-    if gate is not None and given is None and (up_bias is None) != (gate_bias is None): raise ValueError("up_bias and gate_bias: both or none")
-    if any(t is not None and (t.shape != up.shape[:1] or t.device != x.device) for t in (up_bias, gate_bias)): raise ValueError(f"up_bias, gate_bias: expected ({len(up)},) on {x.device}")
-    if ids.device != x.device or given is not None and given.device != x.device: raise ValueError(f"ids and given belong on {x.device}")
+    if given is not None and given.shape != up.shape[:1]:
+        raise ValueError(f"given {tuple(given.shape)}: expected ({len(up)},)")
+    if gate is not None and given is None and (up_bias is None) != (gate_bias is None):
+        raise ValueError("up_bias and gate_bias: both or none")
+    if any(t is not None and (t.shape != up.shape[:1] or t.device != x.device) for t in (up_bias, gate_bias)):
+        raise ValueError(f"up_bias, gate_bias: expected ({len(up)},) on {x.device}")
+    if ids.device != x.device or given is not None and given.device != x.device:
+        raise ValueError(f"ids and given belong on {x.device}")
     ids, up_bias, gate_bias, given = (t if t is None else t.contiguous() for t in (ids, up_bias, gate_bias, given))
     n, D = len(ids), up.shape[1]
     h = torch.empty(n, dtype=torch.float32, device=x.device)
     if not n: return h
     block = min(512 if x.element_size() == 2 else 256, triton.next_power_of_2(D))
     with on_device(x):
-        _neuron_hidden_kernel[(triton.cdiv(n, 4),)](x.contiguous(), ids, up if gate is None else gate, up, *(up if t is None else t for t in (gate_bias, up_bias, given)), h, n, D,
-                                             GATE=gate is not None and given is None, GIVEN=given is not None, BIAS=up_bias is not None, ACT=act, BLOCK_N=4, BLOCK_D=block, num_warps=4)
+        _neuron_hidden_kernel[(triton.cdiv(n, 4),)](
+            x.contiguous(),
+            ids,
+            up if gate is None else gate,
+            up,
+            *(up if t is None else t for t in (gate_bias, up_bias, given)),
+            h,
+            n,
+            D,
+            GATE=gate is not None and given is None,
+            GIVEN=given is not None,
+            BIAS=up_bias is not None,
+            ACT=act,
+            BLOCK_N=4,
+            BLOCK_D=block,
+            num_warps=4,
+        )
     return h
 
 # %% ../../nbs/02_kernels/03_triton_groups.ipynb #0b93583a
@@ -202,7 +289,11 @@ def _neuron_sum_kernel(h, ids, down, parts, n, D, neuron_stride, out_stride, NEU
         j = start + tl.arange(0, BLOCK_N)
         who = tl.load(ids + j, mask=j < n, other=0).to(tl.int64)
         a = tl.load(h + j, mask=j < n, other=0.0)
-        w = tl.load(down + who[:, None] * neuron_stride + d[None, :].to(tl.int64) * out_stride, mask=(j < n)[:, None] & (d < D)[None, :], other=0.0)
+        w = tl.load(
+            down + who[:, None] * neuron_stride + d[None, :].to(tl.int64) * out_stride,
+            mask=(j < n)[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
         acc += a[:, None] * w.to(tl.float32)
     tl.store(parts + split * D + d, tl.sum(acc, 0), mask=d < D)
 
@@ -213,11 +304,27 @@ def neuron_sum(
 )->Tensor:        # (D,) float32
     "`down[:, ids] @ h` without autograd; other columns are not read."
     if h.shape != ids.shape or down.ndim != 2 or down.device != h.device:
-        raise ValueError(f"h {tuple(h.shape)}, ids {tuple(ids.shape)}, down {tuple(down.shape)} on {down.device} do not fit; expected (n,), (n,), (D, F) on {h.device}")
+        raise ValueError(
+            f"h {tuple(h.shape)}, ids {tuple(ids.shape)}, down {tuple(down.shape)} on {down.device} do not fit; "
+            f"expected (n,), (n,), (D, F) on {h.device}"
+        )
     _check_ids(h, ids)
     D = len(down)
     parts = torch.empty(NEURON_SPLITS, D, dtype=torch.float32, device=h.device)
     rows = down.stride(0) == 1                                                          # a neuron is a row
     with on_device(h):
-        _neuron_sum_kernel[(triton.cdiv(D, 64), NEURON_SPLITS)](h.contiguous(), ids.contiguous(), down, parts, len(h), D, down.stride(1), down.stride(0), NEURON_SPLITS=NEURON_SPLITS, BLOCK_N=32 if rows else 64, BLOCK_D=64, num_warps=4)
+        _neuron_sum_kernel[(triton.cdiv(D, 64), NEURON_SPLITS)](
+            h.contiguous(),
+            ids.contiguous(),
+            down,
+            parts,
+            len(h),
+            D,
+            down.stride(1),
+            down.stride(0),
+            NEURON_SPLITS=NEURON_SPLITS,
+            BLOCK_N=32 if rows else 64,
+            BLOCK_D=64,
+            num_warps=4,
+        )
     return parts.sum(0)

@@ -12,7 +12,15 @@ import torch, triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_common import ACTIVATIONS, MAX_ROWS, activate, check_input, early_launch, inverse_rms, on_device
+from bmlab.kernels.triton_common import (
+    ACTIVATIONS,
+    MAX_ROWS,
+    activate,
+    check_input,
+    early_launch,
+    inverse_rms,
+    on_device,
+)
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #f0eb5e25
 @triton.jit(do_not_specialize=["M"])
@@ -49,7 +57,10 @@ def _added(bias, residual, weight, of, n, there, M, N, K, HAS_BIAS: tl.constexpr
     "What a product ends with: bias, residual, the weight of the norm behind it, and the row whose norm stands before it, or its inverse. Asked for before the sums"
     b, r, w, v, m = 0.0, 0.0, 0.0, 0.0, tl.arange(0, BLOCK_M)
     if HAS_BIAS: b = tl.load(bias + n, mask=there, other=0.0).to(tl.float32)[:, None]
-    if HAS_RESIDUAL: r = tl.load(residual + m[None, :] * N + n[:, None], mask=there[:, None] & (m < M)[None, :], other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        r = tl.load(residual + m[None, :] * N + n[:, None], mask=there[:, None] & (m < M)[None, :], other=0.0).to(
+            tl.float32
+        )
     if AHEAD: w = tl.load(weight + n, mask=there, other=0.0).to(tl.float32)[:, None]
     if NORM > 1: v = tl.load(of + tl.arange(0, NORM), mask=tl.arange(0, NORM) < K, other=0.0)
     elif NORM == 1: v = tl.load(of + m, mask=m < M, other=0.0)[None, :]
@@ -60,7 +71,8 @@ def _finish(out, b, r, w, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESID
     m = tl.arange(0, BLOCK_M)
     if NORM > 1: out *= inverse_rms(v, K, eps)
     elif NORM == 1: out *= v
-    out = (out + b).to(y.dtype.element_ty)                            # what follows sees the rounded product, as it would from memory
+    # what follows sees the rounded product, as it would from memory
+    out = (out + b).to(y.dtype.element_ty)
     if HAS_RESIDUAL: out = (out.to(tl.float32) + r).to(y.dtype.element_ty)
     if GATE >= 0:
         pairs = tl.permute(tl.reshape(out.to(tl.float32), (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0))
@@ -79,25 +91,54 @@ def _int8_split_kernel(x, codes, scale, bias, residual, weight, of, y, ahead, M,
                        INTERPRETED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr, SOON: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     if EARLY and SOON: tl.extra.cuda.gdc_launch_dependents()
-    m = tl.arange(0, 1 if ONE else BLOCK_M)                                            # of a single row, all columns are given the same numbers, and the first is kept
+    # of a single row, all columns are given the same numbers, and the first is kept
+    m = tl.arange(0, 1 if ONE else BLOCK_M)
     n, there = _rows(N, BLOCK_N, GATE)
-    k = tl.arange(0, WARPS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]        # (WARPS, BLOCK_K): who takes what of a step
+    # (WARPS, BLOCK_K): who takes what of a step
+    k = tl.arange(0, WARPS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     x_at = x + m[None, None, :] * K + k[:, :, None]                                    # (WARPS, BLOCK_K, BLOCK_M)
     w_at = codes + n[None, :, None].to(tl.int64) * K + k[:, None, :]                   # (WARPS, BLOCK_N, BLOCK_K)
-    unit = tl.load(scale + n, mask=there, other=0.0)[:, None]                          # asked for before the sums, not waited for behind them
+    # asked for before the sums, not waited for behind them
+    unit = tl.load(scale + n, mask=there, other=0.0)[:, None]
     b, r, g, v = _added(bias, residual, weight, of, n, there, M, N, K, HAS_BIAS, HAS_RESIDUAL, AHEAD, NORM, BLOCK_M)
     acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
     for start in range(0, K, WARPS * BLOCK_K):
         inside = EVEN | (start + k < K)
-        w = tl.load(w_at + start, mask=there[None, :, None] & inside[:, None, :], other=0, eviction_policy="evict_first")
+        w = tl.load(
+            w_at + start, mask=there[None, :, None] & inside[:, None, :], other=0, eviction_policy="evict_first"
+        )
         a = tl.load(x_at + start, mask=inside[:, :, None] & (m < M)[None, None, :], other=0.0)
         if ONE: a = tl.broadcast_to(a, (WARPS, BLOCK_K, BLOCK_M))
-        if INTERPRETED: a = a.to(tl.float32)                                           # the interpreter has no bfloat16 product
+        # the interpreter has no bfloat16 product
+        if INTERPRETED: a = a.to(tl.float32)
         acc = tl.dot(w.to(a.dtype), a, acc, input_precision="ieee")
-    _finish(tl.sum(acc, 0) * unit, b, r, g, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESIDUAL, GATE, AHEAD, NORM, BLOCK_M, BLOCK_N)
+    _finish(
+        tl.sum(acc, 0) * unit,
+        b,
+        r,
+        g,
+        v,
+        y,
+        ahead,
+        n,
+        there,
+        M,
+        N,
+        K,
+        eps,
+        offset,
+        HAS_RESIDUAL,
+        GATE,
+        AHEAD,
+        NORM,
+        BLOCK_M,
+        BLOCK_N,
+    )
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #a1f0ba72
-_TILES = {"narrow": (16, 128, 4, 5), "wide": (16, 128, 2, 3)}    # below 8192 rows of codes and from there on: rows of a program, columns of a warp's step, warps, stages; by the sweep at the end
+# below 8192 rows of codes and from there on: rows of a program, columns of a warp's step, warps, stages; by the sweep
+# at the end
+_TILES = {"narrow": (16, 128, 4, 5), "wide": (16, 128, 2, 3)}
 
 def _blocks(
     N:int,             # rows of codes
@@ -111,8 +152,15 @@ def _blocks(
         columns = min(columns, reach)
         warps = min(warps, reach // columns)
         return dict(BLOCK_M=MAX_ROWS, BLOCK_N=rows, BLOCK_K=columns, WARPS=warps, num_warps=warps, num_stages=stages)
-    rows = 16 if N < 2048 else 32 if N < 12288 else 64           # by measurement: enough programs to fill the GPU, and no more reading of x than needed
-    return dict(BLOCK_M=MAX_ROWS, BLOCK_N=rows, BLOCK_K=min(64 if dtype == torch.float32 else 256, reach), num_warps=4, num_stages=5 if rows < 64 else 3)
+    # by measurement: enough programs to fill the GPU, and no more reading of x than needed
+    rows = 16 if N < 2048 else 32 if N < 12288 else 64
+    return dict(
+        BLOCK_M=MAX_ROWS,
+        BLOCK_N=rows,
+        BLOCK_K=min(64 if dtype == torch.float32 else 256, reach),
+        num_warps=4,
+        num_stages=5 if rows < 64 else 3,
+    )
 
 def _few(x, blocks):
     "For up to 8 rows, tiles of 8: tensor cores take x's rows 8 at a time here, so that changes no row. NumPy's product is not so tidy"
@@ -124,30 +172,50 @@ def _check(x, codes, scale, bias, rows=MAX_ROWS):
     if codes.dtype != torch.int8 or scale.dtype != torch.float32:
         raise TypeError(f"codes are {codes.dtype} and scale {scale.dtype}; expected int8 and float32")
     if x.ndim != 2 or codes.ndim != 2 or x.shape[1] != codes.shape[1] or scale.shape != codes.shape[:1] or bias is not None and bias.shape != scale.shape:
-        raise ValueError(f"x {tuple(x.shape)}, codes {tuple(codes.shape)}, scale {tuple(scale.shape)}" + (f", bias {tuple(bias.shape)}" if bias is not None else "")
-                         + " do not fit; expected (M, K), (N, K), (N,), (N,)")
+        raise ValueError(
+            f"x {tuple(x.shape)}, codes {tuple(codes.shape)}, scale {tuple(scale.shape)}"
+            + (f", bias {tuple(bias.shape)}" if bias is not None else "")
+            + " do not fit; expected (M, K), (N, K), (N,), (N,)"
+        )
     if not codes.is_contiguous():
         raise ValueError(f"codes have strides {codes.stride()}; call .contiguous() first")
     if codes.device != x.device or scale.device != x.device or bias is not None and bias.device != x.device:
-        raise ValueError(f"x is on {x.device}, codes on {codes.device}, scale on {scale.device}; move them to one device")
+        raise ValueError(
+            f"x is on {x.device}, codes on {codes.device}, scale on {scale.device}; move them to one device"
+        )
     check_input(x, rows)
 
 def _outputs(x, N, gate, residual, norm=None, ahead=None):
     "Outputs of a product with its ends; raise where these do not fit"
-    if gate is not None and gate not in ACTIVATIONS: raise ValueError(f"gate={gate!r}; expected None or one of {', '.join(ACTIVATIONS)}")
-    if gate is not None and N % 2: raise ValueError(f"gate={gate!r} wants an even number of rows of codes, there are {N}")
+    if gate is not None and gate not in ACTIVATIONS:
+        raise ValueError(f"gate={gate!r}; expected None or one of {', '.join(ACTIVATIONS)}")
+    if gate is not None and N % 2:
+        raise ValueError(f"gate={gate!r} wants an even number of rows of codes, there are {N}")
     F = N if gate is None else N // 2
     if residual is not None and (residual.shape != (len(x), F) or residual.dtype != x.dtype or residual.device != x.device):
-        raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} on {residual.device}; expected {(len(x), F)} {x.dtype} on {x.device}")
+        raise ValueError(
+            f"residual {tuple(residual.shape)} {residual.dtype} on {residual.device}; expected {(len(x), F)} {x.dtype} "
+            f"on {x.device}"
+        )
     if norm is not None and (norm[0].shape != x.shape or norm[0].dtype != x.dtype or norm[0].device != x.device):
-        raise ValueError(f"norm of {tuple(norm[0].shape)} {norm[0].dtype} on {norm[0].device}; expected {tuple(x.shape)} {x.dtype} on {x.device}")
-    if ahead is not None and (ahead[0].shape != (F,) or ahead[0].device != x.device): raise ValueError(f"ahead is a weight of {tuple(ahead[0].shape)} on {ahead[0].device}; expected {(F,)} on {x.device}")
+        raise ValueError(
+            f"norm of {tuple(norm[0].shape)} {norm[0].dtype} on {norm[0].device}; expected {tuple(x.shape)} {x.dtype} "
+            f"on {x.device}"
+        )
+    if ahead is not None and (ahead[0].shape != (F,) or ahead[0].device != x.device):
+        raise ValueError(
+            f"ahead is a weight of {tuple(ahead[0].shape)} on {ahead[0].device}; expected {(F,)} on {x.device}"
+        )
     return F
 
 def _whole(x, blocks, gate, residual, norm, ahead):
     "Can the kernel do the ends too? Not the one for very many rows; and interpreted only where nothing is rounded"
     if gate is None and residual is None and norm is None and ahead is None: return True
-    return (gate is None or residual is None and ahead is None) and "WARPS" in blocks and (x.is_cuda or x.dtype == torch.float32)
+    return (
+        (gate is None or residual is None and ahead is None)
+        and "WARPS" in blocks
+        and (x.is_cuda or x.dtype == torch.float32)
+    )
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #ca8b01e9
 def does_ends(
@@ -155,7 +223,9 @@ def does_ends(
     codes:Tensor, # (N, K) int8 or (N, K/2) uint8
 )->bool:
     "Will `int8_linear` or `int4_linear` do gate, residual and norms in its own kernel?"
-    return (x.is_cuda or x.dtype == torch.float32) and (codes.dtype == torch.uint8 or "WARPS" in _blocks(*codes.shape, x.dtype))
+    return (x.is_cuda or x.dtype == torch.float32) and (
+        codes.dtype == torch.uint8 or "WARPS" in _blocks(*codes.shape, x.dtype)
+    )
 
 def _afterwards(product, bias, gate, residual, norm, ahead):
     "A product and the ends that its kernel does not do, one after another"
@@ -179,13 +249,34 @@ def _ends(x, y, blocks, bias, gate, residual, norm, ahead, soon=False):
     "Tensors and keywords of a product's ends. One row is normed by every program; several rows by a kernel before, with as many threads: the same sums"
     (M, K), given = x.shape, lambda t: y if t is None else t.contiguous()
     of, wide = None if norm is None else norm[0], max(2, triton.next_power_of_2(K))
-    alone = M == 1 and K % 16 == 0                                                     # else its threads would hold other columns than those of several rows
+    # else its threads would hold other columns than those of several rows
+    alone = M == 1 and K % 16 == 0
     if norm is not None and not alone:
         of = x.new_empty(M, dtype=torch.float32)
-        _inverse_rms_kernel[(M,)](norm[0].contiguous(), of, K, norm[1], NORM=wide, num_warps=blocks["num_warps"], **early_launch(x))
-    kinds = dict(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATE=ACTIVATIONS.get(gate, -1), AHEAD=ahead is not None, NORM=0 if norm is None else wide if alone else 1,
-                 eps=norm[1] if norm else 0.0, offset=ahead[1] if ahead else 0.0, ONE=M == 1, SOON=soon, INTERPRETED=not x.is_cuda, **early_launch(x))
-    return (given(bias), given(residual), given(ahead and ahead[0]), given(of), y, torch.empty_like(y) if ahead else y), kinds
+        _inverse_rms_kernel[(M,)](
+            norm[0].contiguous(), of, K, norm[1], NORM=wide, num_warps=blocks["num_warps"], **early_launch(x)
+        )
+    kinds = dict(
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        GATE=ACTIVATIONS.get(gate, -1),
+        AHEAD=ahead is not None,
+        NORM=0 if norm is None else wide if alone else 1,
+        eps=norm[1] if norm else 0.0,
+        offset=ahead[1] if ahead else 0.0,
+        ONE=M == 1,
+        SOON=soon,
+        INTERPRETED=not x.is_cuda,
+        **early_launch(x),
+    )
+    return (
+        given(bias),
+        given(residual),
+        given(ahead and ahead[0]),
+        given(of),
+        y,
+        torch.empty_like(y) if ahead else y,
+    ), kinds
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #b0a3891c
 def int8_linear(
@@ -193,44 +284,82 @@ def int8_linear(
     codes:Tensor,              # (N, K) int8, row-major
     scale:Tensor,              # (N,) float32
     bias:Tensor|None=None,     # (N,) any float dtype
-    gate:str|None=None,        # "silu", "gelu_tanh" or "gelu": the first N/2 rows are a gate for the others, as in `silu_mul`
+    gate:str|None=None,        # "silu", "gelu_tanh" or "gelu": the first N/2 rows are a gate for the others, as in
+                               # `silu_mul`
     residual:Tensor|None=None, # (M, outputs) in x's dtype, added at the end
-    norm:tuple|None=None,      # (rows (M, K) in x's dtype, ε): before the bias the product is divided by the root of their mean square + ε: with x their product with a weight, it is of their RMS norm
-    ahead:tuple|None=None,     # (weight (outputs,), offset) of an RMS norm that follows: the result times weight + offset is given too
-    soon:bool=False,           # may the kernel behind it begin at its start? Good where that is small and has other things to read first; one with many programs would crowd the multiprocessors that are free first, and end last there
+    norm:tuple|None=None,      # (rows (M, K) in x's dtype, ε): before the bias the product is divided by the root of
+                               # their mean square + ε: with x their product with a weight, it is of their RMS norm
+    ahead:tuple|None=None,     # (weight (outputs,), offset) of an RMS norm that follows: the result times weight +
+                               # offset is given too
+    soon:bool=False,           # may the kernel behind it begin at its start? Good where that is small and has other
+                               # things to read first; one with many programs would crowd the multiprocessors that are
+                               # free first, and end last there
 )->Tensor|tuple[Tensor, Tensor]: # (M, N) in x's dtype, with a gate (M, N/2); with ahead two of them
     "`(x @ codes.T) * scale + bias` with float32 sums, without autograd; a row's result does not depend on M, and gate, residual and what lies ahead see the rounded product."
     _check(x, codes, scale, bias)
     (M, K), N = x.shape, codes.shape[0]
     F = _outputs(x, N, gate, residual, norm, ahead)
     blocks = _few(x, _blocks(N, K, x.dtype))
-    if not _whole(x, blocks, gate, residual, norm, ahead): return _afterwards(functools.partial(int8_linear, x, codes, scale), bias, gate, residual, norm, ahead)
+    if not _whole(x, blocks, gate, residual, norm, ahead):
+        return _afterwards(functools.partial(int8_linear, x, codes, scale), bias, gate, residual, norm, ahead)
     y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
     if y.numel() == 0: return y.to(x.dtype) if ahead is None else (y.to(x.dtype), y.to(x.dtype))
-    grid, given = (triton.cdiv(N, blocks["BLOCK_N"]),) if gate is None else (triton.cdiv(F, blocks["BLOCK_N"] // 2),), (x.contiguous(), codes, scale.contiguous())
+    grid, given = (
+        (triton.cdiv(N, blocks["BLOCK_N"]),) if gate is None else (triton.cdiv(F, blocks["BLOCK_N"] // 2),),
+        (x.contiguous(), codes, scale.contiguous()),
+    )
     with on_device(x):
         if "WARPS" not in blocks:
-            _int8_linear_kernel[grid](*given, scale if bias is None else bias.contiguous(), y, M, N, K, HAS_BIAS=bias is not None, INTERPRETED=not x.is_cuda, **early_launch(x), **blocks)
+            _int8_linear_kernel[grid](
+                *given,
+                scale if bias is None else bias.contiguous(),
+                y,
+                M,
+                N,
+                K,
+                HAS_BIAS=bias is not None,
+                INTERPRETED=not x.is_cuda,
+                **early_launch(x),
+                **blocks,
+            )
             return y.to(x.dtype)
         ends, kinds = _ends(x, y, blocks, bias, gate, residual, norm, ahead, soon)
-        _int8_split_kernel[grid](*given, *ends, M, N, K, EVEN=K % (blocks["BLOCK_K"] * blocks["WARPS"]) == 0, **kinds, **blocks)
+        _int8_split_kernel[grid](
+            *given, *ends, M, N, K, EVEN=K % (blocks["BLOCK_K"] * blocks["WARPS"]) == 0, **kinds, **blocks
+        )
     return y.to(x.dtype) if ahead is None else (y.to(x.dtype), ends[-1].to(x.dtype))
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #3a725b85
 def _unpack(exponent, low, high, mask, one):
     "PTX: 4 bytes in $6 → their low nibbles ($0, $1) and high ones ($2, $3) as mantissas behind an exponent, and ones ($4, $5); two halves a register"
     alone = lambda shift: f"{shift} a, $6, 4; and.b32 a, a, {mask};" if shift else f"and.b32 a, $6, {mask};"
-    put = lambda to: f"prmt.b32 ${to}, a, {exponent}, 0x4140; prmt.b32 ${to + 1}, a, {exponent}, 0x4342;"          # bytes 0, 1 and bytes 2, 3, each below the exponent's
-    return " ".join(["{ .reg .b32 a;", alone(low), put(0), alone(high), put(2), f"mov.b32 $4, {one};", f"mov.b32 $5, {one}; }}"])
+    # bytes 0, 1 and bytes 2, 3, each below the exponent's
+    put = lambda to: f"prmt.b32 ${to}, a, {exponent}, 0x4140; prmt.b32 ${to + 1}, a, {exponent}, 0x4342;"
+    return " ".join(
+        ["{ .reg .b32 a;", alone(low), put(0), alone(high), put(2), f"mov.b32 $4, {one};", f"mov.b32 $5, {one}; }}"]
+    )
 
-_BF16_NIBBLES = tl.constexpr(_unpack("0x43434343", None, "shr.u32", "0x0F0F0F0F", "0x3F803F80"))                     # 128 + q: seven bits of mantissa end in q's
-_FP16_NIBBLES = tl.constexpr(_unpack("0x54545454", "shl.b32", None, "0xF0F0F0F0", "0x3C003C00"))                     # 64 + q: ten bits
+# 128 + q: seven bits of mantissa end in q's
+_BF16_NIBBLES = tl.constexpr(_unpack("0x43434343", None, "shr.u32", "0x0F0F0F0F", "0x3F803F80"))
+# 64 + q: ten bits
+_FP16_NIBBLES = tl.constexpr(_unpack("0x54545454", "shl.b32", None, "0xF0F0F0F0", "0x3C003C00"))
 
 @triton.jit
 def _nibbles(w, kind: tl.constexpr, PLAIN: tl.constexpr):
     if PLAIN: low, high, one = (w & 15).to(kind), (w >> 4).to(kind), (w & 0).to(kind) + 1.0
-    elif kind == tl.bfloat16: low, high, one = tl.inline_asm_elementwise(_BF16_NIBBLES, "=r,=r,=r,=r,=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
-    else: low, high, one = tl.inline_asm_elementwise(_FP16_NIBBLES, "=r,=r,=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16, tl.float16), is_pure=True, pack=4)
+    elif kind == tl.bfloat16:
+        low, high, one = tl.inline_asm_elementwise(
+            _BF16_NIBBLES,
+            "=r,=r,=r,=r,=r,=r,r",
+            [w],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low, high, one = tl.inline_asm_elementwise(
+            _FP16_NIBBLES, "=r,=r,=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16, tl.float16), is_pure=True, pack=4
+        )
     return low, high, one
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #6d2f27b5
@@ -240,42 +369,85 @@ def _int4_linear_kernel(x, codes, scale, zero, bias, residual, weight, of, y, ah
     if EARLY: tl.extra.cuda.gdc_wait()
     if EARLY and SOON: tl.extra.cuda.gdc_launch_dependents()
     HALF: tl.constexpr = GROUP // 2
-    UNIT: tl.constexpr = 2 if PAIRS else 1                                                # groups that follow each other: two have their scales in one word
+    # groups that follow each other: two have their scales in one word
+    UNIT: tl.constexpr = 2 if PAIRS else 1
     PLAIN: tl.constexpr = INTERPRETED or x.dtype.element_ty == tl.float32
-    FROM: tl.constexpr = 8.0 if PLAIN else 136.0 if x.dtype.element_ty == tl.bfloat16 else 72.0       # what a nibble of 8 is read as
+    # what a nibble of 8 is read as
+    FROM: tl.constexpr = 8.0 if PLAIN else 136.0 if x.dtype.element_ty == tl.bfloat16 else 72.0
     warp, m, b = tl.arange(0, WARPS), tl.arange(0, 1 if ONE else BLOCK_M), tl.arange(0, HALF)
     n, there = _rows(N, BLOCK_N, GATE)
     units = groups // UNIT
-    x_at = x + warp[:, None, None] * (UNIT * GROUP) + m[None, None, :] * K + b[None, :, None]                               # (WARPS, HALF, BLOCK_M)
-    w_at = codes + warp[:, None, None] * (UNIT * HALF) + n[None, :, None].to(tl.int64) * row_bytes + b[None, None, :]       # (WARPS, BLOCK_N, HALF)
-    s_at = warp[:, None] + n[None, :].to(tl.int64) * units                                                                  # (WARPS, BLOCK_N)
+    # (WARPS, HALF, BLOCK_M)
+    x_at = x + warp[:, None, None] * (UNIT * GROUP) + m[None, None, :] * K + b[None, :, None]
+    # (WARPS, BLOCK_N, HALF)
+    w_at = codes + warp[:, None, None] * (UNIT * HALF) + n[None, :, None].to(tl.int64) * row_bytes + b[None, None, :]
+    # (WARPS, BLOCK_N)
+    s_at = warp[:, None] + n[None, :].to(tl.int64) * units
     if PAIRS: scales, zeros = scale.to(tl.pointer_type(tl.int32)), zero.to(tl.pointer_type(tl.int32))
     else: scales, zeros = scale, zero
     b, r, g, v = _added(bias, residual, weight, of, n, there, M, N, K, HAS_BIAS, HAS_RESIDUAL, AHEAD, NORM, BLOCK_M)
     acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for first in tl.range(0, units, WARPS * STEPS, num_stages=STAGES):                    # said here too, so that scales are read ahead as weights are
+    # said here too, so that scales are read ahead as weights are
+    for first in tl.range(0, units, WARPS * STEPS, num_stages=STAGES):
         for step in tl.static_range(STEPS):
             at = first + step * WARPS
             inside = (at + warp < units)[:, None, None]
-            x_there, w_there, s_there = (ONE | (m < M)[None, None, :]) & (EVEN | inside), there[None, :, None] & (EVEN | inside), there[None, :] & (EVEN | (at + warp < units)[:, None])
-            ss, zs = tl.load(scales + s_at + at, mask=s_there, other=0), tl.load(zeros + s_at + at, mask=s_there, other=0)
+            x_there, w_there, s_there = (
+                (ONE | (m < M)[None, None, :]) & (EVEN | inside),
+                there[None, :, None] & (EVEN | inside),
+                there[None, :] & (EVEN | (at + warp < units)[:, None]),
+            )
+            ss, zs = (
+                tl.load(scales + s_at + at, mask=s_there, other=0),
+                tl.load(zeros + s_at + at, mask=s_there, other=0),
+            )
             for half in tl.static_range(UNIT):
                 w = tl.load(w_at + (at * UNIT + half) * HALF, mask=w_there, other=0, eviction_policy="evict_first")
                 front = tl.load(x_at + (at * UNIT + half) * GROUP, mask=x_there, other=0.0)
                 back = tl.load(x_at + (at * UNIT + half) * GROUP + HALF, mask=x_there, other=0.0)
-                if PAIRS: s, z = (ss >> (16 * half)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32), (zs >> (16 * half)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+                if PAIRS:
+                    s, z = (
+                        (ss >> (16 * half)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),
+                        (zs >> (16 * half)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),
+                    )
                 else: s, z = ss.to(tl.float32), zs.to(tl.float32)
-                if ONE: front, back = tl.broadcast_to(front, (WARPS, HALF, BLOCK_M)), tl.broadcast_to(back, (WARPS, HALF, BLOCK_M))
+                if ONE:
+                    front, back = (
+                        tl.broadcast_to(front, (WARPS, HALF, BLOCK_M)),
+                        tl.broadcast_to(back, (WARPS, HALF, BLOCK_M)),
+                    )
                 if INTERPRETED: front, back = front.to(tl.float32), back.to(tl.float32)
                 low, high, one = _nibbles(w, front.dtype, PLAIN)
                 products = tl.dot(high, back, tl.dot(low, front, input_precision="tf32x3"), input_precision="tf32x3")
                 sums = tl.dot(one, back, tl.dot(one, front, input_precision="tf32x3"), input_precision="tf32x3")
                 acc += products * s[:, :, None]
                 acc += sums * (z - FROM * s)[:, :, None]
-    _finish(tl.sum(acc, 0), b, r, g, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESIDUAL, GATE, AHEAD, NORM, BLOCK_M, BLOCK_N)
+    _finish(
+        tl.sum(acc, 0),
+        b,
+        r,
+        g,
+        v,
+        y,
+        ahead,
+        n,
+        there,
+        M,
+        N,
+        K,
+        eps,
+        offset,
+        HAS_RESIDUAL,
+        GATE,
+        AHEAD,
+        NORM,
+        BLOCK_M,
+        BLOCK_N,
+    )
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #10e80c79
-_TILES4 = {"narrow": (32, 4, 4), "wide": (32, 2, 3), "other": (16, 8, 3)}    # rows of a program, warps, stages; other: small groups, float32
+# rows of a program, warps, stages; other: small groups, float32
+_TILES4 = {"narrow": (32, 4, 4), "wide": (32, 2, 3), "other": (16, 8, 3)}
 
 def _blocks4(N, K, group, dtype, aligned=True, M=1):
     "Tile sizes of the int4 kernel, from the shape alone; not aligned: a word of scales does not begin where a word does. M decides how far ahead is read, and nothing that a sum depends on"
@@ -283,30 +455,61 @@ def _blocks4(N, K, group, dtype, aligned=True, M=1):
     pairs = K // group % 2 == 0 and aligned
     units, columns = K // group // (1 + pairs), group * (1 + pairs)
     warps = min(warps, triton.next_power_of_2(units))
-    steps = min(max(128 // columns, 1), triton.cdiv(units, warps))                 # small groups: several a warp and step
-    stages = stages if M == 1 else min(stages, 3 if M <= 8 else 2)                 # tiles of x are as large as those of codes then: shared memory of small GPUs holds no more
-    return dict(GROUP=group, BLOCK_M=MAX_ROWS, BLOCK_N=rows, WARPS=warps, STEPS=steps, STAGES=stages, EVEN=units % (warps * steps) == 0, PAIRS=pairs,
-                num_warps=warps, num_stages=stages)
+    # small groups: several a warp and step
+    steps = min(max(128 // columns, 1), triton.cdiv(units, warps))
+    # tiles of x are as large as those of codes then: shared memory of small GPUs holds no more
+    stages = stages if M == 1 else min(stages, 3 if M <= 8 else 2)
+    return dict(
+        GROUP=group,
+        BLOCK_M=MAX_ROWS,
+        BLOCK_N=rows,
+        WARPS=warps,
+        STEPS=steps,
+        STAGES=stages,
+        EVEN=units % (warps * steps) == 0,
+        PAIRS=pairs,
+        num_warps=warps,
+        num_stages=stages,
+    )
 
 def _check4(x, codes, scale, zero, bias, rows=MAX_ROWS):
     "Raise for what the int4 kernels cannot multiply; the group size"
     if codes.dtype != torch.uint8 or scale.dtype != torch.float16 or zero.dtype != torch.float16:
-        raise TypeError(f"codes are {codes.dtype}, scale {scale.dtype} and zero {zero.dtype}; expected uint8, float16 and float16")
-    fits = x.ndim == codes.ndim == scale.ndim == 2 and x.shape[1] == 2 * codes.shape[1] and scale.shape == zero.shape and len(scale) == len(codes)
+        raise TypeError(
+            f"codes are {codes.dtype}, scale {scale.dtype} and zero {zero.dtype}; expected uint8, float16 and float16"
+        )
+    fits = (
+        x.ndim == codes.ndim == scale.ndim == 2
+        and x.shape[1] == 2 * codes.shape[1]
+        and scale.shape == zero.shape
+        and len(scale) == len(codes)
+    )
     group = x.shape[1] // scale.shape[1] if fits and scale.shape[1] else 0
     if not fits or group * scale.shape[1] != x.shape[1] or bias is not None and bias.shape != codes.shape[:1]:
-        raise ValueError(f"x {tuple(x.shape)}, codes {tuple(codes.shape)}, scale {tuple(scale.shape)}, zero {tuple(zero.shape)}" + (f", bias {tuple(bias.shape)}" if bias is not None else "")
-                         + " do not fit; expected (M, K), (N, K/2), (N, K/group), (N, K/group), (N,)")
-    if group not in (32, 64, 128): raise ValueError(f"scale has {scale.shape[1]} groups for K={x.shape[1]}: groups of {group} columns; the kernel takes 32, 64 or 128")
-    if not (codes.is_contiguous() and scale.is_contiguous() and zero.is_contiguous()): raise ValueError("codes, scale and zero should be contiguous; call .contiguous() first")
+        raise ValueError(
+            f"x {tuple(x.shape)}, codes {tuple(codes.shape)}, scale {tuple(scale.shape)}, zero {tuple(zero.shape)}"
+            + (f", bias {tuple(bias.shape)}" if bias is not None else "")
+            + " do not fit; expected (M, K), (N, K/2), (N, K/group), (N, K/group), (N,)"
+        )
+    if group not in (32, 64, 128):
+        raise ValueError(
+            f"scale has {scale.shape[1]} groups for K={x.shape[1]}: groups of {group} columns; the kernel takes 32, 64 "
+            "or 128"
+        )
+    if not (codes.is_contiguous() and scale.is_contiguous() and zero.is_contiguous()):
+        raise ValueError("codes, scale and zero should be contiguous; call .contiguous() first")
     if any(t is not None and t.device != x.device for t in (codes, scale, zero, bias)):
-        raise ValueError(f"x is on {x.device}, codes on {codes.device}, scale on {scale.device}, zero on {zero.device}; move them to one device")
+        raise ValueError(
+            f"x is on {x.device}, codes on {codes.device}, scale on {scale.device}, zero on {zero.device}; move them "
+            "to one device"
+        )
     check_input(x, rows)
     return group
 
 def int4_linear(
     x:Tensor,                  # (M, K) float32, float16 or bfloat16, M ≤ 16
-    codes:Tensor,              # (N, K/2) uint8: column b of a group in the low nibble of its byte b, column b + group/2 in the high one
+    codes:Tensor,              # (N, K/2) uint8: column b of a group in the low nibble of its byte b, column b + group/2
+                               # in the high one
     scale:Tensor,              # (N, K/group) float16; group 32, 64 or 128
     zero:Tensor,               # (N, K/group) float16
     bias:Tensor|None=None,     # (N,) any float dtype
@@ -320,14 +523,18 @@ def int4_linear(
     group = _check4(x, codes, scale, zero, bias)
     (M, K), N = x.shape, codes.shape[0]
     F = _outputs(x, N, gate, residual, norm, ahead)
-    words = torch.compiler.is_compiling() or (scale.storage_offset() | zero.storage_offset()) % 2 == 0         # a compiled function copies what is not aligned
+    # a compiled function copies what is not aligned
+    words = torch.compiler.is_compiling() or (scale.storage_offset() | zero.storage_offset()) % 2 == 0
     blocks = _few(x, _blocks4(N, K, group, x.dtype, words, M))
-    if not _whole(x, blocks, gate, residual, norm, ahead): return _afterwards(functools.partial(int4_linear, x, codes, scale, zero), bias, gate, residual, norm, ahead)
+    if not _whole(x, blocks, gate, residual, norm, ahead):
+        return _afterwards(functools.partial(int4_linear, x, codes, scale, zero), bias, gate, residual, norm, ahead)
     y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
     if y.numel() == 0: return y.to(x.dtype) if ahead is None else (y.to(x.dtype), y.to(x.dtype))
     with on_device(x):
         ends, kinds = _ends(x, y, blocks, bias, gate, residual, norm, ahead, soon)
-        _int4_linear_kernel[(triton.cdiv(N, blocks["BLOCK_N"]),) if gate is None else (triton.cdiv(F, blocks["BLOCK_N"] // 2),)](x.contiguous(), codes, scale, zero, *ends, M, N, K, K // 2, K // group, **kinds, **blocks)
+        _int4_linear_kernel[
+            (triton.cdiv(N, blocks["BLOCK_N"]),) if gate is None else (triton.cdiv(F, blocks["BLOCK_N"] // 2),)
+        ](x.contiguous(), codes, scale, zero, *ends, M, N, K, K // 2, K // group, **kinds, **blocks)
     return y.to(x.dtype) if ahead is None else (y.to(x.dtype), ends[-1].to(x.dtype))
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #56718c20
@@ -347,7 +554,11 @@ def _int8_gemm_kernel(x, codes, scale, bias, y, M, N, K, HAS_BIAS: tl.constexpr,
         acc = tl.dot(w.to(a.dtype), a, acc, input_precision="tf32x3")
     acc = acc * tl.load(scale + n, mask=n < N, other=0.0)[:, None]
     if HAS_BIAS: acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    tl.store(y + m[None, :].to(tl.int64) * N + n[:, None], acc.to(y.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+    tl.store(
+        y + m[None, :].to(tl.int64) * N + n[:, None],
+        acc.to(y.dtype.element_ty),
+        mask=(n < N)[:, None] & (m < M)[None, :],
+    )
 
 @triton.jit
 def _int4_gemm_kernel(x, codes, scale, zero, bias, y, M, N, K, row_bytes, groups, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -369,12 +580,17 @@ def _int4_gemm_kernel(x, codes, scale, zero, bias, y, M, N, K, row_bytes, groups
         acc = tl.dot(((w & 15).to(tl.float32) * s + z).to(front.dtype), front, acc, input_precision="tf32x3")
         acc = tl.dot(((w >> 4).to(tl.float32) * s + z).to(front.dtype), back, acc, input_precision="tf32x3")
     if HAS_BIAS: acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    tl.store(y + m[None, :].to(tl.int64) * N + n[:, None], acc.to(y.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+    tl.store(
+        y + m[None, :].to(tl.int64) * N + n[:, None],
+        acc.to(y.dtype.element_ty),
+        mask=(n < N)[:, None] & (m < M)[None, :],
+    )
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #220e73b8
 def _blocks_gemm(x):
     "Tile sizes of the GEMM kernels"
-    if x.dtype == torch.float32: return dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2)        # its operands take the registers
+    # its operands take the registers
+    if x.dtype == torch.float32: return dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2)
     rows = 32 if len(x) <= 32 else 64 if len(x) <= 64 else 128
     return dict(BLOCK_M=rows, BLOCK_N=128, num_warps=8 if rows == 128 else 4, num_stages=3)
 
@@ -393,7 +609,18 @@ def int8_gemm(
     blocks["BLOCK_K"] = 32 if x.dtype == torch.float32 else 64 if blocks["BLOCK_M"] == 128 else 128
     with on_device(x):
         _int8_gemm_kernel[(triton.cdiv(N, blocks["BLOCK_N"]), triton.cdiv(M, blocks["BLOCK_M"]))](
-            x.contiguous(), codes, scale.contiguous(), scale if bias is None else bias.contiguous(), y, M, N, K, HAS_BIAS=bias is not None, INTERPRETED=not x.is_cuda, **blocks)
+            x.contiguous(),
+            codes,
+            scale.contiguous(),
+            scale if bias is None else bias.contiguous(),
+            y,
+            M,
+            N,
+            K,
+            HAS_BIAS=bias is not None,
+            INTERPRETED=not x.is_cuda,
+            **blocks,
+        )
     return y.to(x.dtype)
 
 def int4_gemm(
@@ -411,8 +638,22 @@ def int4_gemm(
     blocks = _blocks_gemm(x)
     with on_device(x):
         _int4_gemm_kernel[(triton.cdiv(N, blocks["BLOCK_N"]), triton.cdiv(M, blocks["BLOCK_M"]))](
-            x.contiguous(), codes, scale, zero, scale if bias is None else bias.contiguous(), y, M, N, K, K // 2, K // group,
-            HAS_BIAS=bias is not None, INTERPRETED=not x.is_cuda, GROUP=group, **blocks)
+            x.contiguous(),
+            codes,
+            scale,
+            zero,
+            scale if bias is None else bias.contiguous(),
+            y,
+            M,
+            N,
+            K,
+            K // 2,
+            K // group,
+            HAS_BIAS=bias is not None,
+            INTERPRETED=not x.is_cuda,
+            GROUP=group,
+            **blocks,
+        )
     return y.to(x.dtype)
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #624dcee9
@@ -439,7 +680,10 @@ def int4_widen(
     N, groups = scale.shape
     w = torch.empty(N, groups * group, dtype=dtype if codes.is_cuda else torch.float32, device=codes.device)
     if w.numel():
-        with on_device(codes): _widen4_kernel[(triton.cdiv(N, 32), groups)](codes, scale, zero, w, N, codes.shape[1], groups, GROUP=group, BLOCK_N=32, num_warps=4)
+        with on_device(codes):
+            _widen4_kernel[(triton.cdiv(N, 32), groups)](
+                codes, scale, zero, w, N, codes.shape[1], groups, GROUP=group, BLOCK_N=32, num_warps=4
+            )
     return w.to(dtype)
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #6bcad1c8
@@ -460,7 +704,10 @@ def int8_widen(
     w = torch.empty(codes.shape, dtype=dtype if codes.is_cuda else torch.float32, device=codes.device)
     N, K = codes.shape
     if w.numel():
-        with on_device(codes): _widen8_kernel[(triton.cdiv(N, 16), triton.cdiv(K, 512))](codes, scale.contiguous(), w, N, K, BLOCK_N=16, BLOCK_K=512, num_warps=4)
+        with on_device(codes):
+            _widen8_kernel[(triton.cdiv(N, 16), triton.cdiv(K, 512))](
+                codes, scale.contiguous(), w, N, K, BLOCK_N=16, BLOCK_K=512, num_warps=4
+            )
     return w.to(dtype)
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #36f57610
@@ -479,10 +726,22 @@ def silu_mul(
 )->Tensor:                  # (…, F) in gate_up's dtype
     "`silu(gate) * up` in float32 with one rounding, without autograd (Shazeer 2020)."
     check_input(gate_up)
-    if activation not in ACTIVATIONS: raise ValueError(f"activation={activation!r}; expected one of {', '.join(ACTIVATIONS)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}; expected one of {', '.join(ACTIVATIONS)}")
     if gate_up.shape[-1] % 2: raise ValueError(f"gate_up {tuple(gate_up.shape)} has an odd last size; expected (…, 2F)")
     F = gate_up.shape[-1] // 2
-    y = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype if gate_up.is_cuda else torch.float32, device=gate_up.device)
+    y = torch.empty(
+        *gate_up.shape[:-1], F, dtype=gate_up.dtype if gate_up.is_cuda else torch.float32, device=gate_up.device
+    )
     if y.numel():
-        with on_device(gate_up): _gate_kernel[(y.numel() // F, triton.cdiv(F, 512))](gate_up.contiguous(), y, F, ACTIVATION=ACTIVATIONS[activation], BLOCK=512, num_warps=4, **early_launch(gate_up))
+        with on_device(gate_up):
+            _gate_kernel[(y.numel() // F, triton.cdiv(F, 512))](
+                gate_up.contiguous(),
+                y,
+                F,
+                ACTIVATION=ACTIVATIONS[activation],
+                BLOCK=512,
+                num_warps=4,
+                **early_launch(gate_up),
+            )
     return y.to(gate_up.dtype)

@@ -35,21 +35,28 @@ class License:
     because:dict = field(default_factory=dict)      # use → the clause that decides, in its own words or ours
     def __post_init__(self):
         for use, answer in self.answers.items():
-            if use not in USES: raise ValueError(f"answers has {use!r}{did_you_mean(use, USES)}; uses are {', '.join(USES)}")
+            if use not in USES:
+                raise ValueError(f"answers has {use!r}{did_you_mean(use, USES)}; uses are {', '.join(USES)}")
             if answer not in _ANSWERS: raise ValueError(f"answers[{use!r}]={answer!r}: one of {', '.join(_ANSWERS)}")
     def answer(self,
         use:str, # one of `USES`
     )->str:      # "yes", "no", "ask" or "unknown"
         "What the licence says to one use."
-        if use not in USES: raise LookupError(f"unknown use {use!r}{did_you_mean(use, USES)}; there are {', '.join(USES)}")
+        if use not in USES:
+            raise LookupError(f"unknown use {use!r}{did_you_mean(use, USES)}; there are {', '.join(USES)}")
         return self.answers.get(use, "unknown")
 
 # %% ../../nbs/04_models/00_card.ipynb #b8364512
 _GML = "通用模型许可协议"
-_CLAUSES = {"来源说明": "give the model's source and a link to the licence wherever the model or its results are used",
-            "修改说明": "say plainly what was changed: architecture, training, data, results", "宣传限制": "do not advertise it in the publisher's name",
-            "相同方式再许可": "license derived models in the same way", "限制修改发布": "do not publish derived models or their results",
-            "商业授权": "get the publisher's written authorisation before any commercial use", "非商业化": "no commercial use"}
+_CLAUSES = {
+    "来源说明": "give the model's source and a link to the licence wherever the model or its results are used",
+    "修改说明": "say plainly what was changed: architecture, training, data, results",
+    "宣传限制": "do not advertise it in the publisher's name",
+    "相同方式再许可": "license derived models in the same way",
+    "限制修改发布": "do not publish derived models or their results",
+    "商业授权": "get the publisher's written authorisation before any commercial use",
+    "非商业化": "no commercial use",
+}
 _FREE = ("允许修改发布", "商业化", "无新增限制", "无限制")          # clauses that forbid nothing by themselves
 
 def _gml(name, clauses):
@@ -57,13 +64,29 @@ def _gml(name, clauses):
     unread = [c for c in clauses if c not in _CLAUSES and c not in _FREE]
     if unread: return License(name=name, because=dict.fromkeys(USES, f"the clause {unread[0]!r} is not known here"))
     has = lambda clause: clause in clauses
-    answers = dict(research="yes", change="yes", share="yes", advertise="no" if has("宣传限制") else "yes",
-                   commercial="no" if has("非商业化") else "ask" if has("商业授权") else "yes", share_changed="no" if has("限制修改发布") else "yes",
-                   relicense="no" if has("限制修改发布") or has("相同方式再许可") else "ask")
-    decides = dict(commercial=("非商业化", "商业授权"), advertise=("宣传限制",), share_changed=("限制修改发布",), relicense=("限制修改发布", "相同方式再许可"))
+    answers = dict(
+        research="yes",
+        change="yes",
+        share="yes",
+        advertise="no" if has("宣传限制") else "yes",
+        commercial="no" if has("非商业化") else "ask" if has("商业授权") else "yes",
+        share_changed="no" if has("限制修改发布") else "yes",
+        relicense="no" if has("限制修改发布") or has("相同方式再许可") else "ask",
+    )
+    decides = dict(
+        commercial=("非商业化", "商业授权"),
+        advertise=("宣传限制",),
+        share_changed=("限制修改发布",),
+        relicense=("限制修改发布", "相同方式再许可"),
+    )
     because = {use: f"{c}: {_CLAUSES[c]}" for use, cs in decides.items() for c in cs[::-1] if has(c)}
     because.setdefault("relicense", "无新增限制: no terms may be added that restrict what this licence allows")
-    return License(name=name, answers=answers, duties=tuple(_CLAUSES[c] for c in ("来源说明", "修改说明") if has(c)), because=because)
+    return License(
+        name=name,
+        answers=answers,
+        duties=tuple(_CLAUSES[c] for c in ("来源说明", "修改说明") if has(c)),
+        because=because,
+    )
 
 def _gml_name(name): return _gml(name, name.split("-")[1:])
 
@@ -84,39 +107,127 @@ _NC = dict(_OPEN, commercial="no", relicense="no")
 def _known():
     "{name: License} of the licences that are read here, besides the general model licence"
     make = lambda name, answers, *duties, **because: License(name=name, answers=answers, duties=duties, because=because)
-    credit, same = "credit the authors and link the licence; say what was changed", "derived works carry the same licence"
+    credit, same = (
+        "credit the authors and link the licence; say what was changed",
+        "derived works carry the same licence",
+    )
     rows = [
-        make("apache-2.0", dict(_OPEN, advertise="no"), _NOTICE, "say which files were changed", advertise="§6: no use of the licensor's names or marks"),
-        make("mit", _OPEN, _NOTICE), make("bsd-2-clause", _OPEN, _NOTICE), make("cc0-1.0", _OPEN), make("unlicense", _OPEN),
-        make("bsd-3-clause", dict(_OPEN, advertise="no"), _NOTICE, advertise="clause 3: the name may not endorse what was made of it"),
+        make(
+            "apache-2.0",
+            dict(_OPEN, advertise="no"),
+            _NOTICE,
+            "say which files were changed",
+            advertise="§6: no use of the licensor's names or marks",
+        ),
+        make("mit", _OPEN, _NOTICE),
+        make("bsd-2-clause", _OPEN, _NOTICE),
+        make("cc0-1.0", _OPEN),
+        make("unlicense", _OPEN),
+        make(
+            "bsd-3-clause",
+            dict(_OPEN, advertise="no"),
+            _NOTICE,
+            advertise="clause 3: the name may not endorse what was made of it",
+        ),
         make("cc-by-4.0", dict(_OPEN, advertise="no"), credit, advertise="§2(a)(6): no endorsement"),
         make("cc-by-sa-4.0", dict(_OPEN, relicense="no", advertise="no"), credit, same, relicense="§3(b): share alike"),
-        make("cc-by-nc-4.0", dict(_OPEN, commercial="no", relicense="ask", advertise="no"), credit, commercial="§2(a)(1): for NonCommercial purposes only"),
-        make("cc-by-nc-sa-4.0", dict(_NC, advertise="no"), credit, same, commercial="§2(a)(1): for NonCommercial purposes only", relicense="§3(b): share alike"),
-        make("cc-by-nd-4.0", dict(_OPEN, share_changed="no", relicense="no", advertise="no"), credit, share_changed="§2(a)(1)(B): adapted material is not shared"),
-        make("gpl-3.0", dict(_OPEN, relicense="no"), _NOTICE, same, "pass on the source", relicense="§5(c): the whole work under this licence"),
-        make("mpl-2.0", dict(_OPEN, relicense="ask"), _NOTICE, relicense="§3.1: files that were under it stay under it"),
-        make("bigscience-openrail-m", dict(_OPEN, relicense="ask"), "pass on the use restrictions of attachment A", commercial="allowed, but for the uses in attachment A"),
-        make("opt-175b", dict(_NC, share="no", share_changed="no"), commercial="§2: non-commercial research only", share="§3: no distribution"),
-        make("llama", dict(_NC, share="no", share_changed="no"), commercial="non-commercial research only; weights by request", share="no distribution of the weights"),
-        make("llama2", dict(_OPEN, commercial="ask", relicense="no"), "pass on the agreement and its notice", commercial="§2: a licence of Meta's own above 700 million monthly users; its policy of use applies"),
-        make("llama3", dict(_OPEN, commercial="ask", relicense="no"), "pass on the agreement; show 'Built with Meta Llama 3'", commercial="§2: a licence of Meta's own above 700 million monthly users; its policy of use applies"),
+        make(
+            "cc-by-nc-4.0",
+            dict(_OPEN, commercial="no", relicense="ask", advertise="no"),
+            credit,
+            commercial="§2(a)(1): for NonCommercial purposes only",
+        ),
+        make(
+            "cc-by-nc-sa-4.0",
+            dict(_NC, advertise="no"),
+            credit,
+            same,
+            commercial="§2(a)(1): for NonCommercial purposes only",
+            relicense="§3(b): share alike",
+        ),
+        make(
+            "cc-by-nd-4.0",
+            dict(_OPEN, share_changed="no", relicense="no", advertise="no"),
+            credit,
+            share_changed="§2(a)(1)(B): adapted material is not shared",
+        ),
+        make(
+            "gpl-3.0",
+            dict(_OPEN, relicense="no"),
+            _NOTICE,
+            same,
+            "pass on the source",
+            relicense="§5(c): the whole work under this licence",
+        ),
+        make(
+            "mpl-2.0", dict(_OPEN, relicense="ask"), _NOTICE, relicense="§3.1: files that were under it stay under it"
+        ),
+        make(
+            "bigscience-openrail-m",
+            dict(_OPEN, relicense="ask"),
+            "pass on the use restrictions of attachment A",
+            commercial="allowed, but for the uses in attachment A",
+        ),
+        make(
+            "opt-175b",
+            dict(_NC, share="no", share_changed="no"),
+            commercial="§2: non-commercial research only",
+            share="§3: no distribution",
+        ),
+        make(
+            "llama",
+            dict(_NC, share="no", share_changed="no"),
+            commercial="non-commercial research only; weights by request",
+            share="no distribution of the weights",
+        ),
+        make(
+            "llama2",
+            dict(_OPEN, commercial="ask", relicense="no"),
+            "pass on the agreement and its notice",
+            commercial="§2: a licence of Meta's own above 700 million monthly users; its policy of use applies",
+        ),
+        make(
+            "llama3",
+            dict(_OPEN, commercial="ask", relicense="no"),
+            "pass on the agreement; show 'Built with Meta Llama 3'",
+            commercial="§2: a licence of Meta's own above 700 million monthly users; its policy of use applies",
+        ),
     ]
     return {r.name: r for r in rows}
 
 # %% ../../nbs/04_models/00_card.ipynb #db0d69a1
 _MARKS = {  # what stands in a licence's text, blanks taken as one, letters lower; characters that the whole has at most
-    "apache-2.0": (r"apache license version 2\.0, january 2004", 13_000), "gpl-3.0": (r"^\W*gnu general public license version 3", 40_000),
-    "mit": (r"permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated documentation files .{0,400}subject to the following conditions", 1_700),
+    "apache-2.0": (r"apache license version 2\.0, january 2004", 13_000),
+    "gpl-3.0": (r"^\W*gnu general public license version 3", 40_000),
+    "mit": (
+        r"permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated "
+        r"documentation files .{0,400}subject to the following conditions",
+        1_700,
+    ),
     "bsd-3-clause": (r"redistribution and use in source and binary forms.{0,1500}endorse or promote products", 2_300),
-    "bsd-2-clause": (r"redistribution and use in source and binary forms(?!.{0,1500}endorse or promote products)", 2_000),
-    "cc-by-4.0": (r"attribution 4\.0 international", 24_000), "cc-by-sa-4.0": (r"attribution-sharealike 4\.0 international", 26_000), "cc-by-nc-4.0": (r"attribution-noncommercial 4\.0 international", 25_000),
-    "cc-by-nc-sa-4.0": (r"attribution-noncommercial-sharealike 4\.0 international", 26_000), "cc-by-nd-4.0": (r"attribution-noderivatives 4\.0 international", 24_000),
-    "cc0-1.0": (r"cc0 1\.0 universal", 9_000), "unlicense": (r"this is free and unencumbered software released into the public domain", 1_700),
-    "mpl-2.0": (r"mozilla public license,? version 2\.0", 19_000), "bigscience-openrail-m": (r"bigscience open(rail| rail)-m", 30_000), "opt-175b": (r"opt-175b license agreement", 16_000),
-    "llama2": (r"llama 2 community license agreement", 20_000), "llama3": (r"meta llama 3 community license agreement", 24_000)}
-_SHORT = ("mit", "apache-2.0", "bsd-2-clause", "bsd-3-clause", "unlicense")           # these say nothing of the kind themselves
-_ADDED = r"non-?commercial|commons clause|additional (terms|restrictions|conditions) (that )?apply|may not be used (for|by|in)"
+    "bsd-2-clause": (
+        r"redistribution and use in source and binary forms(?!.{0,1500}endorse or promote products)",
+        2_000,
+    ),
+    "cc-by-4.0": (r"attribution 4\.0 international", 24_000),
+    "cc-by-sa-4.0": (r"attribution-sharealike 4\.0 international", 26_000),
+    "cc-by-nc-4.0": (r"attribution-noncommercial 4\.0 international", 25_000),
+    "cc-by-nc-sa-4.0": (r"attribution-noncommercial-sharealike 4\.0 international", 26_000),
+    "cc-by-nd-4.0": (r"attribution-noderivatives 4\.0 international", 24_000),
+    "cc0-1.0": (r"cc0 1\.0 universal", 9_000),
+    "unlicense": (r"this is free and unencumbered software released into the public domain", 1_700),
+    "mpl-2.0": (r"mozilla public license,? version 2\.0", 19_000),
+    "bigscience-openrail-m": (r"bigscience open(rail| rail)-m", 30_000),
+    "opt-175b": (r"opt-175b license agreement", 16_000),
+    "llama2": (r"llama 2 community license agreement", 20_000),
+    "llama3": (r"meta llama 3 community license agreement", 24_000),
+}
+# these say nothing of the kind themselves
+_SHORT = ("mit", "apache-2.0", "bsd-2-clause", "bsd-3-clause", "unlicense")
+_ADDED = (
+    r"non-?commercial|commons clause|additional (terms|restrictions|conditions) (that )?apply|may not be used "
+    r"(for|by|in)"
+)
 
 def _recognised(plain):
     "(name, \"\") of the licence whose text this is, or (None, why not)"
@@ -124,8 +235,10 @@ def _recognised(plain):
     if not found: return None, "its text is none of those read here"
     if len(found) > 1: return None, f"its text reads like {' and '.join(found)} at once"
     name, = found
-    if len(plain) > _MARKS[name][1]: return None, f"its text is {name} and more: {len(plain)} characters where {_MARKS[name][1]} are enough"
-    if name in _SHORT and (more := re.search(_ADDED, plain)): return None, f"its text is {name} with an addition: {more[0]!r}"
+    if len(plain) > _MARKS[name][1]:
+        return None, f"its text is {name} and more: {len(plain)} characters where {_MARKS[name][1]} are enough"
+    if name in _SHORT and (more := re.search(_ADDED, plain)):
+        return None, f"its text is {name} with an addition: {more[0]!r}"
     return name, ""
 
 # %% ../../nbs/04_models/00_card.ipynb #831c9f18
@@ -137,7 +250,10 @@ def read_license(
     plain = re.sub(r"[\s#]+", " ", text).strip().lower()
     if len(plain) < 100 and "\n" not in text.strip():
         if text.strip().startswith(_GML): return _gml_name(text.strip())
-        return _known().get(plain.removeprefix("license:").strip().replace(" ", "-")) or License(name=text.strip() or "unknown", because=dict.fromkeys(USES, "no text, and the name is not one of those read here"))
+        return _known().get(plain.removeprefix("license:").strip().replace(" ", "-")) or License(
+            name=text.strip() or "unknown",
+            because=dict.fromkeys(USES, "no text, and the name is not one of those read here"),
+        )
     if _GML in text and len(plain) < 4_000: return _gml_text(text)
     name, why = _recognised(plain)
     return _known()[name] if name else License(name="unknown", because=dict.fromkeys(USES, why))
@@ -159,23 +275,30 @@ class ModelCard:
     "Licence, source and hash of a model; `put` it on a model and it goes where the configuration goes."
     name:str                                      # of the model
     license:str                                   # its name, such as "apache-2.0"; "unknown" if nobody said
-    source:str                                    # where the weights came from: a package, a hub name, a folder, "random"
+    # where the weights came from: a package, a hub name, a folder, "random"
+    source:str
     license_text:str = ""                         # the whole text, if it is at hand: it decides, not the name
-    sha256:dict = field(default_factory=dict)     # file of weights → 64 hexadecimal digits; empty when they were changed
+    # file of weights → 64 hexadecimal digits; empty when they were changed
+    sha256:dict = field(default_factory=dict)
     changes:tuple = ()                            # what was done since, oldest first
     notes:str = ""                                # anything else
     def __post_init__(self):
         for k in ("name", "license", "source"):
-            if not isinstance(getattr(self, k), str) or not getattr(self, k).strip(): raise ValueError(f"{k}={getattr(self, k)!r}: say it in words; 'unknown' is one")
-        if not isinstance(self.sha256, dict): raise ValueError(f"sha256={self.sha256!r}: a dict, file → digits; empty if there are none")
-        if isinstance(self.changes, str): raise ValueError(f"changes={self.changes!r}: a tuple of texts, such as ({self.changes!r},)")
+            if not isinstance(getattr(self, k), str) or not getattr(self, k).strip():
+                raise ValueError(f"{k}={getattr(self, k)!r}: say it in words; 'unknown' is one")
+        if not isinstance(self.sha256, dict):
+            raise ValueError(f"sha256={self.sha256!r}: a dict, file → digits; empty if there are none")
+        if isinstance(self.changes, str):
+            raise ValueError(f"changes={self.changes!r}: a tuple of texts, such as ({self.changes!r},)")
         for file, digits in self.sha256.items():
-            if not re.fullmatch(r"[0-9a-f]{64}", str(digits)): raise ValueError(f"sha256[{file!r}]={digits!r}: 64 hexadecimal digits are needed")
+            if not re.fullmatch(r"[0-9a-f]{64}", str(digits)):
+                raise ValueError(f"sha256[{file!r}]={digits!r}: 64 hexadecimal digits are needed")
         object.__setattr__(self, "changes", tuple(self.changes))
 
     def put(self, model): # model: one with a configuration; returned
         "Let the card ride in the model's configuration."
-        if (config := getattr(unwrap(model), "config", None)) is None: raise TypeError(f"{type(model).__name__} has no configuration to carry a card; write() it beside the files")
+        if (config := getattr(unwrap(model), "config", None)) is None:
+            raise TypeError(f"{type(model).__name__} has no configuration to carry a card; write() it beside the files")
         setattr(config, _KEY, asdict(self))
         return model
 
@@ -196,7 +319,10 @@ def _card(values, where):
     names = {f.name for f in fields(ModelCard)}
     if not isinstance(values, dict): raise ValueError(f"{where} has a card that is no dict: {values!r}")
     for k in values:
-        if k not in names: raise ValueError(f"{where} has a card with a field {k!r}{did_you_mean(k, names)}; it was written by another version")
+        if k not in names:
+            raise ValueError(
+                f"{where} has a card with a field {k!r}{did_you_mean(k, names)}; it was written by another version"
+            )
     try: return ModelCard(**values)
     except TypeError as e: raise ValueError(f"{where} has no whole card: {e}") from None
 
@@ -237,8 +363,15 @@ def check_hashes(
     if card is None: return [f"{dir} holds no card"]
     if not card.sha256: return ["the card has no hashes"]
     here = _hashes(dir)
-    return ([f"{f} is missing" for f in card.sha256 if f not in here] + [f"{f} is not on the card" for f in here if f not in card.sha256]
-            + [f"{f} has changed: its sha256 begins {here[f][:12]}, the card says {h[:12]}" for f, h in card.sha256.items() if f in here and here[f] != h])
+    return (
+        [f"{f} is missing" for f in card.sha256 if f not in here]
+        + [f"{f} is not on the card" for f in here if f not in card.sha256]
+        + [
+            f"{f} has changed: its sha256 begins {here[f][:12]}, the card says {h[:12]}"
+            for f, h in card.sha256.items()
+            if f in here and here[f] != h
+        ]
+    )
 
 # %% ../../nbs/04_models/00_card.ipynb #950835af
 @dataclass(frozen=True)
@@ -255,13 +388,22 @@ class Check:
     @property
     def table(self)->pd.DataFrame: # index: use; columns: meaning, answer, because
         "One row a planned use."
-        return table(pd.DataFrame([dict(use=u, meaning=USES[u], answer=a, because=b) for u, a, b in self.rows])).set_index("use")
+        return table(
+            pd.DataFrame([dict(use=u, meaning=USES[u], answer=a, because=b) for u, a, b in self.rows])
+        ).set_index("use")
     def __bool__(self): return self.answer == "yes"
-    def _repr_html_(self): return f"<p>{self.license}: <b>{self.answer}</b></p>" + self.table.to_html() + "".join(f"<li>{d}</li>" for d in self.duties)
-    def __repr__(self): return f"{self.license}: {self.answer}\n{self.table.to_string()}" + "".join(f"\n- {d}" for d in self.duties)
+    def _repr_html_(self):
+        return (
+            f"<p>{self.license}: <b>{self.answer}</b></p>"
+            + self.table.to_html()
+            + "".join(f"<li>{d}</li>" for d in self.duties)
+        )
+    def __repr__(self):
+        return f"{self.license}: {self.answer}\n{self.table.to_string()}" + "".join(f"\n- {d}" for d in self.duties)
 
 def license_check(
-    what,                         # a `ModelCard`, a model that carries one, a card of the hub, or the name or text of a licence
+    what,                         # a `ModelCard`, a model that carries one, a card of the hub, or the name or text of a
+                                  # licence
     uses:str|list="commercial",   # planned: one or several of `USES`
 )->Check:                         # `.answer`, `.table`, `.duties`; true if all is allowed
     "Whether a planned use is allowed by the licence that comes with a model."
@@ -270,9 +412,16 @@ def license_check(
     if isinstance(what, str): got = read_license(what)
     else:
         card = what if isinstance(getattr(what, "license", None), str) else ModelCard.of(what)
-        got = read_license(card.license) if card else License(name="unknown", because=dict.fromkeys(USES, f"{type(what).__name__} carries no card"))
+        got = (
+            read_license(card.license)
+            if card
+            else License(name="unknown", because=dict.fromkeys(USES, f"{type(what).__name__} carries no card"))
+        )
         if text := getattr(card, "license_text", ""):
             if (read := read_license(text)).name != got.name and got.answers:
-                got = License(name=f"{got.name}?", because=dict.fromkeys(USES, f"the card says {got.name}, its text is {read.name}"))
+                got = License(
+                    name=f"{got.name}?",
+                    because=dict.fromkeys(USES, f"the card says {got.name}, its text is {read.name}"),
+                )
             else: got = read
     return Check(got.name, tuple((u, got.answer(u), got.because.get(u, "")) for u in uses), got.duties)

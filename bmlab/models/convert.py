@@ -27,18 +27,27 @@ def _split(n): return lambda ts: [c.contiguous() for c in ts[0].chunk(n)]
 def _even(ts): return [torch.cat([ts[0], ts[0].new_zeros(1, *ts[0].shape[1:])]) if len(ts[0]) % 2 else ts[0]]
 
 def _once(ts):
-    if any(not torch.equal(t, ts[0]) for t in ts[1:] if not t.is_meta): raise ValueError("the original holds one tensor under several names, and they differ")
+    if any(not torch.equal(t, ts[0]) for t in ts[1:] if not t.is_meta):
+        raise ValueError("the original holds one tensor under several names, and they differ")
     return ts[:1]
 
 def _ways(rule, rows):
     "(safetensors → original, original → safetensors) of a rule; rows: of its first tensor in safetensors"
     how, _, n = rule.how.partition(" ")
     def unpad(ts):
-        if not ts[0].is_meta and ts[0][rows:].any(): raise ValueError(f"row {rows} of the original should be padding, and is not zero")
+        if not ts[0].is_meta and ts[0][rows:].any():
+            raise ValueError(f"row {rows} of the original should be padding, and is not zero")
         return [ts[0][:rows].contiguous()]
     if rule.how == "split turned": return lambda ts: _split(len(rule.old))(_turn(ts)), lambda ts: _turn(_join(ts))
-    return {"": (list, list), "turned": (_turn, _turn), "fused": (_join, _split(len(rule.new))), "split": (_split(len(rule.old)), _join), "twice": (lambda ts: list(ts) * len(rule.old), _once),
-            "cut": (lambda ts: [t.contiguous() for t in ts[0].split([rows - int(n), int(n)])], _join), "even": (_even, unpad)}[how]
+    return {
+        "": (list, list),
+        "turned": (_turn, _turn),
+        "fused": (_join, _split(len(rule.new))),
+        "split": (_split(len(rule.old)), _join),
+        "twice": (lambda ts: list(ts) * len(rule.old), _once),
+        "cut": (lambda ts: [t.contiguous() for t in ts[0].split([rows - int(n), int(n)])], _join),
+        "even": (_even, unpad),
+    }[how]
 
 # %% ../../nbs/04_models/09_convert.ipynb #cc74bd74
 @dataclass(frozen=True)
@@ -59,8 +68,14 @@ def _rules(table, layers, decoder_layers=None):
         n = decoder_layers if decoder_layers and line.startswith("decoder.") else layers
         span = range(n - 1) if "{i<}" in line else [n - 1] if "{i>}" in line else range(n) if "{i}" in line else [0]
         for i in span:
-            def at(names, leaf): return tuple(re.sub(r"\{i[<>]?\}", str(i), x).replace("{i+1}", str(i + 1)).replace("*", leaf) for x in names)
-            rules += [Rule(at(new, leaf), at(old, leaf), how.strip(), optional) for leaf in (("weight", "bias") if "*" in body else [""])]
+            def at(names, leaf):
+                return tuple(
+                    re.sub(r"\{i[<>]?\}", str(i), x).replace("{i+1}", str(i + 1)).replace("*", leaf) for x in names
+                )
+            rules += [
+                Rule(at(new, leaf), at(old, leaf), how.strip(), optional)
+                for leaf in (("weight", "bias") if "*" in body else [""])
+            ]
     return rules
 
 # %% ../../nbs/04_models/09_convert.ipynb #a0d46981
@@ -94,9 +109,25 @@ decoder.block.{i}.layer.1.EncDecAttention.k.weight + decoder.block.{i}.layer.1.E
 decoder.block.{i}.layer.1.EncDecAttention.o.weight = decoder.blocks.{i}.cross_attn.cross_attn.dense.weight
 decoder.block.{i}.layer.1.layer_norm.weight = decoder.blocks.{i}.cross_attn.layer_norm.weight
 """
-_GLM = "glm.word_embeddings.weight = word_embeddings.weight\n" + "\n".join(f"glm.transformer.{n} = transformer.{n}" for n in (
-    "position_embeddings.weight", "block_position_embeddings.weight", "final_layernorm.*", *(f"layers.{{i}}.{m}.*" for m in (
-    "input_layernorm", "attention.query_key_value", "attention.dense", "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"))))
+_GLM = "glm.word_embeddings.weight = word_embeddings.weight\n" + "\n".join(
+    f"glm.transformer.{n} = transformer.{n}"
+    for n in (
+        "position_embeddings.weight",
+        "block_position_embeddings.weight",
+        "final_layernorm.*",
+        *(
+            f"layers.{{i}}.{m}.*"
+            for m in (
+                "input_layernorm",
+                "attention.query_key_value",
+                "attention.dense",
+                "post_attention_layernorm",
+                "mlp.dense_h_to_4h",
+                "mlp.dense_4h_to_h",
+            )
+        ),
+    )
+)
 
 # %% ../../nbs/04_models/09_convert.ipynb #3834c902
 _LIVE = "\n".join(f"@encoder.layers.{{i}}.{n}.weight = encoder.layers.{{i}}.{n}.weight" for n in (
@@ -122,14 +153,29 @@ decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight = position_
 {s}.block.{{i}}.layer.{ff}.DenseReluDense.wo.weight = {s}.layers.{{i}}.ffn.ffn.w_out.weight
 {s}.final_layer_norm.weight = {s}.output_layernorm.weight
 """ for s, ff in (("encoder", 1), ("decoder", 2))) + "decoder.block.{i}.layer.1.layer_norm.weight = decoder.layers.{i}.cross_att.layernorm_before_attention.weight\n"
-_GATED = "".join(f"{s}.block.{{i}}.layer.{ff}.DenseReluDense.wi_{k}.weight = {s}.layers.{{i}}.ffn.ffn.w_in.w_{k}.weight\n" for s, ff in (("encoder", 1), ("decoder", 2)) for k in (0, 1))
-_PLAIN = "".join(f"{s}.block.{{i}}.layer.{ff}.DenseReluDense.wi.weight = {s}.layers.{{i}}.ffn.ffn.w_in.w.weight\n" for s, ff in (("encoder", 1), ("decoder", 2)))
+_GATED = "".join(
+    f"{s}.block.{{i}}.layer.{ff}.DenseReluDense.wi_{k}.weight = {s}.layers.{{i}}.ffn.ffn.w_in.w_{k}.weight\n"
+    for s, ff in (("encoder", 1), ("decoder", 2))
+    for k in (0, 1)
+)
+_PLAIN = "".join(
+    f"{s}.block.{{i}}.layer.{ff}.DenseReluDense.wi.weight = {s}.layers.{{i}}.ffn.ffn.w_in.w.weight\n"
+    for s, ff in (("encoder", 1), ("decoder", 2))
+)
 _APART = "shared.weight = input_embedding.weight\nlm_head.weight = output_projection.weight\n"
 _TIED = "shared.weight = input_embedding.weight + output_projection.weight : twice\n"
 
 # %% ../../nbs/04_models/09_convert.ipynb #074af4c4
-_MC = {"ln1": "self_att.layernorm_before_attention", "q": "self_att.self_attention.project_q", "k": "self_att.self_attention.project_k", "v": "self_att.self_attention.project_v",
-       "o": "self_att.self_attention.attention_out", "ln2": "ffn.layernorm_before_ffn", "up": "ffn.ffn.w_in.w", "down": "ffn.ffn.w_out"}
+_MC = {
+    "ln1": "self_att.layernorm_before_attention",
+    "q": "self_att.self_attention.project_q",
+    "k": "self_att.self_attention.project_k",
+    "v": "self_att.self_attention.project_v",
+    "o": "self_att.self_attention.attention_out",
+    "ln2": "ffn.layernorm_before_ffn",
+    "up": "ffn.ffn.w_in.w",
+    "down": "ffn.ffn.w_out",
+}
 
 def _center(new, old, leaf, lines):
     "Lines of one layer: {short names of ModelCenter's modules: transformers' module : how}"
@@ -156,7 +202,8 @@ _GPT2 = """
 transformer.wte.weight = input_embedding.weight : even
 transformer.wpe.weight = position_embedding.weight
 transformer.ln_f.* = encoder.output_layernorm.*
-""" + _center("transformer.h.{i}", "encoder.layers.{i}", "*", {"ln1": "ln_1", "q k v": "attn.c_attn : split turned", "o": "attn.c_proj : turned", "ln2": "ln_2", "up": "mlp.c_fc : turned", "down": "mlp.c_proj : turned"})
+""" + _center("transformer.h.{i}", "encoder.layers.{i}", "*", {"ln1": "ln_1", "q k v": "attn.c_attn : split "
+                                                                                       "turned", "o": "attn.c_proj : turned", "ln2": "ln_2", "up": "mlp.c_fc : turned", "down": "mlp.c_proj : turned"})
 _GPTJ = """
 transformer.wte.weight = input_embedding.weight
 lm_head.* = output_projection.*
@@ -192,13 +239,27 @@ class Family:
     model:str                # class of the result, by name: of transformers, or of ours
     table:str                # see above; '@' stands for `prefix`
     prefix:str=""            # of the model's body in safetensors
-    drop:tuple=()            # prefixes and words that some originals have in their names, as (regular expression, what stands for it)
-    ranks:dict=None          # {regular expression of an original name: (dimension, stripes)}: how it is cut for several GPUs
-    shrunk:dict=None         # {regular expression of an original name: power of `scale` by which the original is smaller}
+    # prefixes and words that some originals have in their names, as (regular expression, what stands for it)
+    drop:tuple=()
+    # {regular expression of an original name: (dimension, stripes)}: how it is cut for several GPUs
+    ranks:dict=None
+    # {regular expression of an original name: power of `scale` by which the original is smaller}
+    shrunk:dict=None
     computes:dict=None       # {field of the configuration: the one value that the original's code knows}
 
-_GPT_RANKS = {r"word_embeddings": (0, 1), r"query_key_value": (0, 3), r"(attention\.dense|dense_4h_to_h)\.weight": (1, 1), r"dense_h_to_4h": (0, 1)}
-_T5_RANKS = {r"word_embeds|lm_head|project_q\.|wi_[01]": (0, 1), r"project\.": (0, 3), r"project_kv\.": (0, 2), r"(dense|wo)\.weight": (1, 1), r"relative_attention_bias": (1, 1)}
+_GPT_RANKS = {
+    r"word_embeddings": (0, 1),
+    r"query_key_value": (0, 3),
+    r"(attention\.dense|dense_4h_to_h)\.weight": (1, 1),
+    r"dense_h_to_4h": (0, 1),
+}
+_T5_RANKS = {
+    r"word_embeds|lm_head|project_q\.|wi_[01]": (0, 1),
+    r"project\.": (0, 3),
+    r"project_kv\.": (0, 2),
+    r"(dense|wo)\.weight": (1, 1),
+    r"relative_attention_bias": (1, 1),
+}
 _T5_SHRUNK = {r"input_embedding|attention_out": 1, r"w_in\.(w|w_1)\.|w_out": 0.5}
 _OLD_NAMES = ((r"^output_projection\.w\.", "output_projection."),)
 _HEAD = lambda names: "".join(f"{a} = lm_head.{b}\n" for b, a in names.items())
@@ -206,33 +267,57 @@ _HEAD = lambda names: "".join(f"{a} = lm_head.{b}\n" for b, a in names.items())
 def families(
 )->dict[str, Family]: # by name
     "The families of checkpoints that can be converted."
-    bert = _bert("bert", _HEAD({"dense.*": "cls.predictions.transform.dense.*", "layer_norm.*": "cls.predictions.transform.LayerNorm.*", "decoder.bias": "cls.predictions.bias"}))
+    bert = _bert(
+        "bert",
+        _HEAD(
+            {
+                "dense.*": "cls.predictions.transform.dense.*",
+                "layer_norm.*": "cls.predictions.transform.LayerNorm.*",
+                "decoder.bias": "cls.predictions.bias",
+            }
+        ),
+    )
     head = _HEAD({"dense.*": "lm_head.dense.*", "layer_norm.*": "lm_head.layer_norm.*", "decoder.bias": "lm_head.bias"})
-    globals = "".join(f"longformer.encoder.layer.{{i}}.attention.self.{a}_global.* = encoder.layers.{{i}}.{_MC[b]}_global.*\n" for a, b in (("query", "q"), ("key", "k"), ("value", "v")))
-    old_cpm1 = tuple((rf"ffn\.ffn\.{a}$", rf"ffn.ffn.{b}.weight") for a, b in (("w_0", "w_in.w_0"), ("w_1", "w_in.w_1"), ("w_out", "w_out")))
+    globals = "".join(
+        f"longformer.encoder.layer.{{i}}.attention.self.{a}_global.* = encoder.layers.{{i}}.{_MC[b]}_global.*\n"
+        for a, b in (("query", "q"), ("key", "k"), ("value", "v"))
+    )
+    old_cpm1 = tuple(
+        (rf"ffn\.ffn\.{a}$", rf"ffn.ffn.{b}.weight")
+        for a, b in (("w_0", "w_in.w_0"), ("w_1", "w_in.w_1"), ("w_out", "w_out"))
+    )
     old_cpm1 += ((r"(project_[qkv]|attention_out)$", r"\1.weight"), (r"^cpm1\.", ""))
     first = ((r"^decoder\.(layers|output)", r"encoder.\1"),)
     t5 = "T5ForConditionalGeneration"
     undivided = dict(length_scale=True, residual_divisor=1.0)
     divided = dict(length_scale=True, residual_divisor=1.05, distance_scale=16)
     return {
-        "cpm-1": Family("GPT2LMHeadModel", _CPM1, ranks=_GPT_RANKS), "cpm-2": Family("Cpm2ForConditionalGeneration", _CPM2, ranks=_T5_RANKS),
-        "eva": Family("EvaForConditionalGeneration", _CPM2, ranks=_T5_RANKS), "glm": Family("BlankGlmForConditionalGeneration", _GLM, ranks=_GPT_RANKS),
+        "cpm-1": Family("GPT2LMHeadModel", _CPM1, ranks=_GPT_RANKS),
+        "cpm-2": Family("Cpm2ForConditionalGeneration", _CPM2, ranks=_T5_RANKS),
+        "eva": Family("EvaForConditionalGeneration", _CPM2, ranks=_T5_RANKS),
+        "glm": Family("BlankGlmForConditionalGeneration", _GLM, ranks=_GPT_RANKS),
         "cpm-ant": Family("CpmAntTied", _LIVE + _ANT, "cpmant.", computes=undivided),
         "cpm-bee": Family("CpmBeeForCausalLM", _LIVE + _WHOLE, "cpmbee.", computes=divided),
         "cpm-1-modelcenter": Family("Cpm1ForCausalLM", _LIVE + _WHOLE, "cpm1.", old_cpm1),
-        "cpm-2-modelcenter": Family("Cpm2ForConditionalGeneration", _T5 + _GATED + _APART, drop=_OLD_NAMES + ((r"^cpm2\.", ""),)),
+        "cpm-2-modelcenter": Family(
+            "Cpm2ForConditionalGeneration", _T5 + _GATED + _APART, drop=_OLD_NAMES + ((r"^cpm2\.", ""),)
+        ),
         "glm-modelcenter": Family("BlankGlmForConditionalGeneration", _GLM_MC),
-        "bert-modelcenter": Family("BertForMaskedLM", bert, drop=((r"^bert\.", ""),)), "longformer-modelcenter": Family("LongformerForMaskedLM", _bert("longformer", head) + globals),
+        "bert-modelcenter": Family("BertForMaskedLM", bert, drop=((r"^bert\.", ""),)),
+        "longformer-modelcenter": Family("LongformerForMaskedLM", _bert("longformer", head) + globals),
         "roberta-modelcenter": Family("RobertaForMaskedLM", _bert("roberta", head), drop=((r"^roberta\.", ""),)),
-        "gpt2-modelcenter": Family("GPT2LMHeadModel", _GPT2, drop=first), "gpt-j-modelcenter": Family("GPTJForCausalLM", _GPTJ, drop=first + _OLD_NAMES),
-        "opt-modelcenter": Family("OPTForCausalLM", _OPT), "llama-modelcenter": Family("LlamaForCausalLM", _LLAMA),
-        "t5-modelcenter": Family(t5, _T5 + _PLAIN + _TIED, drop=_OLD_NAMES, shrunk=_T5_SHRUNK), "t5-v1_1-modelcenter": Family("T5Untied", _T5 + _GATED + _APART, drop=_OLD_NAMES, shrunk=_T5_SHRUNK),
+        "gpt2-modelcenter": Family("GPT2LMHeadModel", _GPT2, drop=first),
+        "gpt-j-modelcenter": Family("GPTJForCausalLM", _GPTJ, drop=first + _OLD_NAMES),
+        "opt-modelcenter": Family("OPTForCausalLM", _OPT),
+        "llama-modelcenter": Family("LlamaForCausalLM", _LLAMA),
+        "t5-modelcenter": Family(t5, _T5 + _PLAIN + _TIED, drop=_OLD_NAMES, shrunk=_T5_SHRUNK),
+        "t5-v1_1-modelcenter": Family("T5Untied", _T5 + _GATED + _APART, drop=_OLD_NAMES, shrunk=_T5_SHRUNK),
         "mt5-modelcenter": Family("MT5Untied", _T5 + _GATED + _APART, drop=_OLD_NAMES, shrunk=_T5_SHRUNK),
     }
 
 # %% ../../nbs/04_models/09_convert.ipynb #07776415
-def _class(family): return lookup("model", family.model) if family.model in known("model") else getattr(tf, family.model)
+def _class(family):
+    return lookup("model", family.model) if family.model in known("model") else getattr(tf, family.model)
 
 def _family(name):
     all = families()
@@ -245,17 +330,29 @@ def plan(
 )->dict:        # {Rule: (shapes in safetensors, shapes in the original)}
     "What becomes of each tensor, and its shape on both sides."
     f = _family(family)
-    if getattr(config, "num_experts", 0): raise NotImplementedError(f"num_experts={config.num_experts}: the original has one file for each expert's GPU; only models without experts are converted")
+    if getattr(config, "num_experts", 0):
+        raise NotImplementedError(
+            f"num_experts={config.num_experts}: the original has one file for each expert's GPU; only models without "
+            "experts are converted"
+        )
     with torch.device("meta"): model = _class(f)(config)
     shapes, tied = {n: t.shape for n, t in model.state_dict().items()}, set(model.all_tied_weights_keys)
     prompts = getattr(config, "prompt_types", 0) * getattr(config, "prompt_length", 0)
-    rules = _rules(f.table.replace("@", f.prefix).replace("{prompts}", str(prompts)), config.num_hidden_layers, getattr(config, "num_decoder_layers", None))
+    rules = _rules(
+        f.table.replace("@", f.prefix).replace("{prompts}", str(prompts)),
+        config.num_hidden_layers,
+        getattr(config, "num_decoder_layers", None),
+    )
     d = config.hidden_size
     shapes |= {n: torch.Size([d, d] if n.endswith("weight") else [d]) for r in rules if r.optional for n in r.new}
-    if getattr(config, "mask_modules", None): rules = [r for r in rules if r.new[0] in shapes]        # layers without attention or network
+    # layers without attention or network
+    if getattr(config, "mask_modules", None): rules = [r for r in rules if r.new[0] in shapes]
     named = {n for r in rules for n in r.new}
     if odd := sorted((named - set(shapes)) | (set(shapes) - named - tied)):
-        raise ValueError(f"config: {odd[0]!r} of this {type(model).__name__} has no place in the table of {family!r} ({len(odd)} such names); the family's originals have no such option")
+        raise ValueError(
+            f"config: {odd[0]!r} of this {type(model).__name__} has no place in the table of {family!r} ({len(odd)} "
+            "such names); the family's originals have no such option"
+        )
     out = {}
     for r in rules:
         metas = [torch.empty(shapes[n], device="meta") for n in r.new]
@@ -267,10 +364,13 @@ def manifest(
     config,     # transformers' configuration of the model
 )->dict[str, tuple]: # original name → shape, optional ones left out
     "The names and shapes of an original checkpoint."
-    return {n: tuple(s) for r, (_, shapes) in plan(family, config).items() if not r.optional for n, s in zip(r.old, shapes)}
+    return {
+        n: tuple(s) for r, (_, shapes) in plan(family, config).items() if not r.optional for n, s in zip(r.old, shapes)
+    }
 
 # %% ../../nbs/04_models/09_convert.ipynb #b9c67695
-_SKIPPED = re.compile(r"(^|\.)(rotary_emb\.|position_bias\.)_?inv_freq$|\.attn\.(masked_)?bias$")   # computed, not learnt
+# computed, not learnt
+_SKIPPED = re.compile(r"(^|\.)(rotary_emb\.|position_bias\.)_?inv_freq$|\.attn\.(masked_)?bias$")
 
 class Original:
     "The tensors of an original checkpoint by name; `left` are names that are not weights."
@@ -279,22 +379,34 @@ class Original:
         family:Family,            # how it is cut for several GPUs, and what is dropped from names
     ):
         self.files, self.family = [Path(f) for f in (files if isinstance(files, (list, tuple)) else [files])], family
-        if len(self.files) > 1 and not family.ranks: raise ValueError(f"{len(self.files)} files: originals of this family are one file")
+        if len(self.files) > 1 and not family.ranks:
+            raise ValueError(f"{len(self.files)} files: originals of this family are one file")
         self.parts = [self._read(f) for f in self.files]
         names = list(self.parts[0])
-        if odd := next((f for f, p in zip(self.files, self.parts) if list(p) != names), None): raise ValueError(f"{odd} does not hold the same names as {self.files[0]}")
+        if odd := next((f for f, p in zip(self.files, self.parts) if list(p) != names), None):
+            raise ValueError(f"{odd} does not hold the same names as {self.files[0]}")
         self.left = [n for n in names if _SKIPPED.search(n)]
         self.names = {self._clean(n): n for n in names if n not in self.left}
 
     def _read(self, file):
         if not file.is_file(): raise FileNotFoundError(f"there is no file {file}")
         try:
-            with torch.serialization.safe_globals([argparse.Namespace]): found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-        except Exception as e: raise ValueError(f"{file} cannot be read without running code from it ({str(e).splitlines()[0][:200]}); keep only its tensors and save them again") from e
-        while isinstance(found, dict) and (inner := next((k for k in ("module", "model", "state_dict") if isinstance(found.get(k), dict)), None)): found = found[inner]
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        except Exception as e:
+            raise ValueError(
+                f"{file} cannot be read without running code from it ({str(e).splitlines()[0][:200]}); keep only its "
+                "tensors and save them again"
+            ) from e
+        while isinstance(found, dict) and (inner := next((k for k in ("module", "model", "state_dict") if isinstance(found.get(k), dict)), None)):
+            found = found[inner]
         tensors = {k: t for k, t in found.items() if isinstance(t, Tensor)} if isinstance(found, dict) else {}
         if not tensors: raise ValueError(f"{file} holds no tensors by name")
-        return {re.sub(r"^(module\.)+", "", k): t for k, t in tensors.items()} if all(k.startswith("module.") for k in tensors) else tensors
+        return (
+            {re.sub(r"^(module\.)+", "", k): t for k, t in tensors.items()}
+            if all(k.startswith("module.") for k in tensors)
+            else tensors
+        )
 
     def _clean(self, name):
         for pattern, new in self.family.drop: name = re.sub(pattern, new, name)
@@ -333,7 +445,17 @@ class Folder:
         return self.names[name].get_tensor(name)
 
 # %% ../../nbs/04_models/09_convert.ipynb #839e5c9b
-_CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 def _bytes_of(t): return t.contiguous().reshape(-1).view(torch.uint8).numpy() if t.numel() else b""
 
@@ -352,7 +474,10 @@ def write_safetensors(
     with open(file, "wb") as f:
         f.write(struct.pack("<Q", len(text)) + text)
         for want, (name, t) in zip(sizes, tensors, strict=True):
-            if (name, (t.dtype, tuple(t.shape))) != (want, (sizes[want][0], tuple(sizes[want][1]))): raise ValueError(f"tensor {name!r}, {t.dtype}, {tuple(t.shape)} came in the place of {want!r}, {sizes[want]}")
+            if (name, (t.dtype, tuple(t.shape))) != (want, (sizes[want][0], tuple(sizes[want][1]))):
+                raise ValueError(
+                    f"tensor {name!r}, {t.dtype}, {tuple(t.shape)} came in the place of {want!r}, {sizes[want]}"
+                )
             f.write(_bytes_of(t))
 
 def write_pt(
@@ -362,7 +487,8 @@ def write_pt(
 )->None:
     "One file for `torch.load`, its tensors as they come."
     from torch.serialization import set_default_mmap_options, skip_data
-    with skip_data(): torch.save({n: torch.empty(shape, dtype=dtype) for n, (dtype, shape) in sizes.items()}, file)     # untouched memory is not taken
+    # untouched memory is not taken
+    with skip_data(): torch.save({n: torch.empty(shape, dtype=dtype) for n, (dtype, shape) in sizes.items()}, file)
     with set_default_mmap_options(mmap.MAP_SHARED): places = torch.load(file, mmap=True, weights_only=True)
     for name, t in tensors: places.pop(name).copy_(t)
     if places: raise ValueError(f"no tensor came for {next(iter(places))!r}")
@@ -376,8 +502,10 @@ def _checksums(file):
         for e in entries:
             names = struct.unpack_from("<HH", data, e.header_offset + 26)
             start, crc = e.header_offset + 30 + sum(names), 0
-            for begin in range(start, start + e.file_size, 1 << 24): crc = zlib.crc32(data[begin:min(begin + (1 << 24), start + e.file_size)], crc)
-            if e.flag_bits & 8 and data[start + e.file_size:start + e.file_size + 4] == b"PK\x07\x08": struct.pack_into("<I", data, start + e.file_size + 4, crc)
+            for begin in range(start, start + e.file_size, 1 << 24):
+                crc = zlib.crc32(data[begin:min(begin + (1 << 24), start + e.file_size)], crc)
+            if e.flag_bits & 8 and data[start + e.file_size:start + e.file_size + 4] == b"PK\x07\x08":
+                struct.pack_into("<I", data, start + e.file_size + 4, crc)
             else: struct.pack_into("<I", data, e.header_offset + 14, crc)
             struct.pack_into("<I", data, at + 16, crc)
             at += 46 + sum(struct.unpack_from("<HHH", data, at + 28))
@@ -392,7 +520,8 @@ def _hashes(files, expected):
     want = [expected] if isinstance(expected, str) else list(expected or [])
     if want and len(want) != len(files): raise ValueError(f"sha256: {len(want)} hashes for {len(files)} files")
     for (name, f), w in zip(found.items(), want):
-        if f["sha256"] != w.lower(): raise ValueError(f"{name} has the sha256 {f['sha256']}, expected {w}; it is another file, or damaged")
+        if f["sha256"] != w.lower():
+            raise ValueError(f"{name} has the sha256 {f['sha256']}, expected {w}; it is another file, or damaged")
     return found
 
 def _used(rules, names, side):
@@ -401,19 +530,28 @@ def _used(rules, names, side):
     wanted = {n for r in rules if not r.optional for n in getattr(r, side)}
     unknown, missing = sorted(set(names) - known), sorted(wanted - set(names))
     if unknown or missing:
-        says = [f"{len(x)} {what}, such as {x[0]!r}{did_you_mean(x[0], y) if y else ''}" for what, x, y in (("unknown", unknown, missing), ("missing", missing, unknown)) if x]
+        says = [
+            f"{len(x)} {what}, such as {x[0]!r}{did_you_mean(x[0], y) if y else ''}"
+            for what, x, y in (("unknown", unknown, missing), ("missing", missing, unknown))
+            if x
+        ]
         raise ValueError("names do not fit the family and its configuration: " + "; ".join(says))
     return [r for r in rules if not r.optional or set(getattr(r, side)) <= set(names)]
 
 def _shrink(family, name, scale):
     "By what an original's tensor was divided"
-    return math.prod(scale ** power for pattern, power in (family.shrunk or {}).items() if re.search(pattern, name)) if scale != 1 else 1
+    return (
+        math.prod(scale**power for pattern, power in (family.shrunk or {}).items() if re.search(pattern, name))
+        if scale != 1
+        else 1
+    )
 
 def _cast(name, t, dtype=None, by=1, over=1):
     "A tensor · by / over in a dtype, computed in float32 at least; what does not fit is an error"
     if by == over == 1 and dtype in (None, t.dtype): return t
     out = (t if by == over else t.to(torch.promote_types(t.dtype, torch.float32)) * by / over).to(dtype or t.dtype)
-    if out.is_floating_point() and not torch.equal(out.isfinite(), t.isfinite()): raise ValueError(f"{name!r} holds numbers that {out.dtype} has no room for; try dtype=torch.float32")
+    if out.is_floating_point() and not torch.equal(out.isfinite(), t.isfinite()):
+        raise ValueError(f"{name!r} holds numbers that {out.dtype} has no room for; try dtype=torch.float32")
     return out
 
 def _turned_out(rules, side, source, shapes, family, dtype=None, scale=1):
@@ -423,14 +561,17 @@ def _turned_out(rules, side, source, shapes, family, dtype=None, scale=1):
         took, makes = shapes[r][::-1] if back else shapes[r]
         given = [source.get(n) for n in getattr(r, side)]
         for n, t, want in zip(getattr(r, side), given, took):
-            if t.shape != want: raise ValueError(f"{n!r} has the shape {tuple(t.shape)}, and by the configuration {tuple(want)}")
+            if t.shape != want:
+                raise ValueError(f"{n!r} has the shape {tuple(t.shape)}, and by the configuration {tuple(want)}")
         if back and scale != 1:
             given = [_cast(n, t, dtype, by=_shrink(family, n, scale)) for n, t in zip(r.old, given)]
-            if r.how == "twice" and torch.allclose(given[0].float(), given[-1].float(), rtol=1e-2, atol=1e-5): given = given[-1:] * len(given)    # the copy that was never divided
+            if r.how == "twice" and torch.allclose(given[0].float(), given[-1].float(), rtol=1e-2, atol=1e-5):
+                given = given[-1:] * len(given)  # the copy that was never divided
         try: made = _ways(r, shapes[r][0][0][0])[back](given)
         except ValueError as e: raise ValueError(f"{', '.join(getattr(r, side))}: {e}") from None
         for n, t, want in zip(getattr(r, other), made, makes, strict=True):
-            if t.shape != want: raise ValueError(f"{n!r} would have the shape {tuple(t.shape)} instead of {tuple(want)}")
+            if t.shape != want:
+                raise ValueError(f"{n!r} would have the shape {tuple(t.shape)} instead of {tuple(want)}")
             yield n, _cast(n, t, dtype, over=1 if back else _shrink(family, n, scale))
 
 # %% ../../nbs/04_models/09_convert.ipynb #9c248be2
@@ -438,7 +579,8 @@ def _turned_out(rules, side, source, shapes, family, dtype=None, scale=1):
 def _appearing(target):
     "A path beside `target` that takes its name when all went well"
     target = Path(target)
-    if target.exists() and (target.is_file() or any(target.iterdir())): raise FileExistsError(f"{target} exists already; give another name, or remove it")
+    if target.exists() and (target.is_file() or any(target.iterdir())):
+        raise FileExistsError(f"{target} exists already; give another name, or remove it")
     target.parent.mkdir(parents=True, exist_ok=True)
     new = target.parent / f".{target.name}~{uuid.uuid4().hex[:8]}"
     try:
@@ -454,8 +596,11 @@ def _files(rules, shapes, kind_of, limit):
     files, room = [[]], limit
     for r in rules:
         need = sum(math.prod(s) for s in shapes[r][0]) * kind_of(r).itemsize
-        if need > room and files[-1]: files.append([]); room = limit
-        files[-1].append((r, kind_of(r))); room -= need
+        if need > room and files[-1]:
+            files.append([])
+            room = limit
+        files[-1].append((r, kind_of(r)))
+        room -= need
     return files
 
 def _tell(folder, **report):
@@ -481,15 +626,24 @@ def to_safetensors(
     shapes, original = plan(family, config), Original(source, f)
     hashes, rules = _hashes(original.files, sha256), _used(list(shapes), original.names, "old")
     files = _files(rules, shapes, lambda r: dtype or original.dtype(r.old[0]), max_file_bytes)
-    names = ["model.safetensors"] if len(files) == 1 else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    names = (
+        ["model.safetensors"]
+        if len(files) == 1
+        else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    )
     with _appearing(folder) as new:
         new.mkdir()
         for name, part in zip(names, files):
             sizes = {n: (kind, s) for r, kind in part for n, s in zip(r.new, shapes[r][0])}
-            write_safetensors(new / name, sizes, _turned_out([r for r, _ in part], "old", original, shapes, f, dtype, scale))
+            write_safetensors(
+                new / name, sizes, _turned_out([r for r, _ in part], "old", original, shapes, f, dtype, scale)
+            )
         where = {n: name for name, part in zip(names, files) for r, _ in part for n in r.new}
         total = sum(math.prod(s) * kind.itemsize for part in files for r, kind in part for s in shapes[r][0])
-        if len(files) > 1: (new / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1))
+        if len(files) > 1:
+            (new / "model.safetensors.index.json").write_text(
+                json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1)
+            )
         config = copy.deepcopy(config)
         config.architectures = [_class(f).__name__]
         if card: config.bmlab_card = asdict(write_card(card, new, f"converted from the layout of {family}"))
@@ -509,8 +663,10 @@ def _computable(
     if "length_scale" in (family.computes or {}) and (kept := config.scale_widths) is not None:
         own = [config.hidden_size, config.num_attention_heads * config.dim_head, config.dim_ff]
         if list(kept) != own:
-            raise ValueError(f"scale_widths={kept} of a model that was cut to {own}: the original's code divides by the roots of "
-                             "its own widths and would compute another function")
+            raise ValueError(
+                f"scale_widths={kept} of a model that was cut to {own}: the original's code divides by the roots of "
+                "its own widths and would compute another function"
+            )
 
 # %% ../../nbs/04_models/09_convert.ipynb #8fac2c89
 def to_original(
@@ -531,6 +687,12 @@ def to_original(
     with _appearing(file) as new:
         write_pt(new, sizes, _turned_out(rules, "new", source, shapes, f, dtype, scale))
         card = read_card(folder)
-        report = {"family": family, "source": hashes, "tensors": len(sizes), "sha256": _sha256(new), "card": card and asdict(card.changed(f"converted to the layout of {family}"))}
+        report = {
+            "family": family,
+            "source": hashes,
+            "tensors": len(sizes),
+            "sha256": _sha256(new),
+            "card": card and asdict(card.changed(f"converted to the layout of {family}")),
+        }
         Path(f"{file}.json").write_text(json.dumps(report, indent=1))
     return Path(file)

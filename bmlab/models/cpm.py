@@ -32,7 +32,9 @@ def position_buckets(
     "The bucket of a distance between two positions, both directions."
     half = buckets // 2
     exact, away = half // 2, distance.abs()
-    far = exact + (torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (half - exact)).long()
+    far = (
+        exact + (torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (half - exact)).long()
+    )
     return (distance > 0).long() * half + torch.where(away < exact, away.long(), far.clamp(max=half - 1))
 
 # %% ../../nbs/04_models/05_cpm.ipynb #fdeef6d7
@@ -50,7 +52,8 @@ def visible(
     seen = context[:, None, :] | (~context[:, ask, None] & (place[None, :] <= place[ask, None]))
     if attention_mask is not None: seen = seen & attention_mask.bool()[:, None, :]
     if spans is not None: seen = seen & (spans[:, ask, None] == spans[:, None, :])
-    if samples is not None: seen = seen & ((samples[:, ask, None] == 0) | (samples[:, ask, None] == samples[:, None, :]))
+    if samples is not None:
+        seen = seen & ((samples[:, ask, None] == 0) | (samples[:, ask, None] == samples[:, None, :]))
     return seen
 
 def biased(
@@ -59,7 +62,8 @@ def biased(
 )->Tensor:       # (B, H, Q, K): the dtype's lowest number where nothing is seen
     "The bias with what is not seen struck out."
     bias = bias.masked_fill(~seen[:, None], torch.finfo(bias.dtype).min)
-    return F.pad(bias, (0, odd))[..., :seen.shape[2]] if bias.is_cuda and (odd := -seen.shape[2] % 16) else bias     # rows that begin where the fused kernel wants them; it would copy them in every layer
+    # rows that begin where the fused kernel wants them; it would copy them in every layer
+    return F.pad(bias, (0, odd))[..., :seen.shape[2]] if bias.is_cuda and (odd := -seen.shape[2] % 16) else bias
 
 # %% ../../nbs/04_models/05_cpm.ipynb #8caaa8f3
 class CpmRMSNorm(nn.Module):
@@ -74,26 +78,36 @@ class CpmRMSNorm(nn.Module):
 
 class CpmAttention(nn.Module):
     "Attention whose scores are biased."
-    places_stay = True                                                       # keys in front, a prefix's, move no distance between words
+    # keys in front, a prefix's, move no distance between words
+    places_stay = True
     def __init__(self, config, layer_idx):
         super().__init__()
         inner = config.num_attention_heads * config.dim_head
         self.config, self.layer_idx, self.head_dim = config, layer_idx, config.dim_head
-        self.project_q, self.project_k, self.project_v = (nn.Linear(config.hidden_size, inner, bias=False) for _ in range(3))
+        self.project_q, self.project_k, self.project_v = (
+            nn.Linear(config.hidden_size, inner, bias=False) for _ in range(3)
+        )
         self.attention_out = nn.Linear(inner, config.hidden_size, bias=False)
         self.attention_out.adds = True                                       # to what goes from block to block
 
-    def forward(self, x, attention_mask, past_key_values=None): # (B, Q, D), (B, H, Q, K) to be added to the scores → (B, Q, D), weights if eager
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.project_q, self.project_k, self.project_v))   # (B, H, Q, dₕ)
+    # (B, Q, D), (B, H, Q, K) to be added to the scores → (B, Q, D), weights if eager
+    def forward(self, x, attention_mask, past_key_values=None):
+        q, k, v = (
+            p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for p in (self.project_q, self.project_k, self.project_v)
+        )  # (B, H, Q, dₕ)
         if past_key_values is not None: k, v = past_key_values.update(k, v, self.layer_idx)
         bias, weights, drop = attention_mask, None, self.config.dropout_p if self.training else 0.0
-        if bias.dtype != q.dtype: bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)       # under autocast float32's lowest would become -inf
-        if (rest := k.shape[2] - bias.shape[3]) > 0: bias = F.pad(bias, (0, rest), value=torch.finfo(bias.dtype).min)   # a static cache is longer than what it holds
+        # under autocast float32's lowest would become -inf
+        if bias.dtype != q.dtype: bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)
+        # a static cache is longer than what it holds
+        if (rest := k.shape[2] - bias.shape[3]) > 0: bias = F.pad(bias, (0, rest), value=torch.finfo(bias.dtype).min)
         if self.config._attn_implementation == "eager":
             weights = torch.softmax(q @ k.mT / math.sqrt(self.head_dim) + bias, -1, dtype=torch.float32).to(q.dtype)
             out = (F.dropout(weights, drop) @ v).transpose(1, 2)
         else: out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, bias, dropout=drop)
-        return self.attention_out(out.flatten(2)), weights                                             # out: (B, Q, H, dₕ)
+        # out: (B, Q, H, dₕ)
+        return self.attention_out(out.flatten(2)), weights
 
 # %% ../../nbs/04_models/05_cpm.ipynb #5dece4b8
 class CpmGate(nn.Module):
@@ -119,11 +133,16 @@ def settled(
     config, # of a CPM-Ant or CPM-Bee
 ):          # the same object
     "Its configuration with factors and divisor settled; what the factors are the roots of stays when widths are cut."
-    if not hasattr(config, "length_scale"): config.length_scale = "CpmAntForCausalLM" not in (config.architectures or ())   # transformers' checkpoints have the factors in them
-    if getattr(config, "scale_widths", None) is None: config.scale_widths = [config.hidden_size, config.num_attention_heads * config.dim_head, config.dim_ff]
+    # transformers' checkpoints have the factors in them
+    if not hasattr(config, "length_scale"):
+        config.length_scale = "CpmAntForCausalLM" not in (config.architectures or ())
+    if getattr(config, "scale_widths", None) is None:
+        config.scale_widths = [config.hidden_size, config.num_attention_heads * config.dim_head, config.dim_ff]
     if not hasattr(config, "residual_divisor"): config.residual_divisor = 1.0   # CPM-Ant's code adds, and no more
     if not isinstance(config.residual_divisor, (int, float)) or config.residual_divisor <= 0:
-        raise ValueError(f"residual_divisor={config.residual_divisor!r}: a number above 0; 1.05 for a CPM-Bee, 1 to divide nothing")
+        raise ValueError(
+            f"residual_divisor={config.residual_divisor!r}: a number above 0; 1.05 for a CPM-Bee, 1 to divide nothing"
+        )
     return config
 
 def factors(config): # → 1/√ of what matrices read: channels, heads, neurons
@@ -172,7 +191,8 @@ def mask_modules(
     letters:str, # b, a, n or . a layer
 )->list:         # [attention absent, network absent] a layer
     "What `mask_modules` is for a row of letters: both, attention alone, network alone, nothing."
-    if bad := set(letters) - set("ban."): raise ValueError(f"letters={letters!r} has {''.join(sorted(bad))}; a layer is b, a, n or .")
+    if bad := set(letters) - set("ban."):
+        raise ValueError(f"letters={letters!r} has {''.join(sorted(bad))}; a layer is b, a, n or .")
     return [[x in "n.", x in "a."] for x in letters]
 
 class CpmBlock(GradientCheckpointingLayer):
@@ -194,7 +214,11 @@ class CpmEncoder(nn.Module):
         super().__init__()
         masks = getattr(config, "mask_modules", None) or [(False, False)] * config.num_hidden_layers
         if isinstance(masks, str): masks = mask_modules(masks)
-        if len(masks) < config.num_hidden_layers: raise ValueError(f"mask_modules has {len(masks)} pairs for num_hidden_layers={config.num_hidden_layers}; give (attention absent, network absent) of each layer")
+        if len(masks) < config.num_hidden_layers:
+            raise ValueError(
+                f"mask_modules has {len(masks)} pairs for num_hidden_layers={config.num_hidden_layers}; give "
+                "(attention absent, network absent) of each layer"
+            )
         masks = masks[:config.num_hidden_layers]                             # fewer layers than pairs: the first ones
         place = [sum(not a for a, _ in masks[:i]) for i in range(len(masks))]   # the cache counts attentions
         self.layers = nn.ModuleList(CpmBlock(config, place[i], not a, not f) for i, (a, f) in enumerate(masks))
@@ -218,7 +242,8 @@ class CpmPositionBias(nn.Module):
     def forward(self, buckets): # (1 or B, Q, K) int64 → (1 or B, H, Q, K)
         table = self.relative_attention_bias
         if not (torch.is_grad_enabled() and table.requires_grad): return F.embedding(buckets, table).permute(0, 3, 1, 2)
-        wide = table.to(torch.promote_types(table.dtype, torch.float32))                     # a bucket's gradient is a sum over many pairs
+        # a bucket's gradient is a sum over many pairs
+        wide = table.to(torch.promote_types(table.dtype, torch.float32))
         return F.embedding(buckets, wide).to(table.dtype).permute(0, 3, 1, 2)
 
 # %% ../../nbs/04_models/05_cpm.ipynb #8c7c50a4
@@ -239,20 +264,24 @@ class CpmPreTrained(PreTrainedModel):
         less = sums ** -.5 if getattr(module, "adds", False) else 1
         if isinstance(module, nn.Linear):
             init.normal_(module.weight, std=c.init_std * less * (1 if plain else module.in_features ** -.5))
-        elif isinstance(module, nn.Embedding): init.normal_(module.weight, std=3 * c.init_std * (1 if plain else c.hidden_size ** -.5))
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=3 * c.init_std * (1 if plain else c.hidden_size ** -.5))
         elif isinstance(module, CpmPositionBias): init.normal_(module.relative_attention_bias, std=c.init_std)
         else: super()._init_weights(module)
 
 # %% ../../nbs/04_models/05_cpm.ipynb #728fa5b1
 class CpmGenerationMixin(GenerationMixin):
     "What is asked is context; what is generated sees what stands before it."
-    reads_both_ways, tokens_in_front = True, 0       # for `Decoder`: a prompt is read whole; so many vectors of the model's own stand before it
+    # for `Decoder`: a prompt is read whole; so many vectors of the model's own stand before it
+    reads_both_ways, tokens_in_front = True, 0
     @staticmethod
-    def create_masks_for_generate(*args, attention_mask=None, **kwargs): return attention_mask      # the model makes its own
+    # the model makes its own
+    def create_masks_for_generate(*args, attention_mask=None, **kwargs): return attention_mask
 
     def _prepare_model_inputs(self, *args, **kwargs):
         inputs, name, given = super()._prepare_model_inputs(*args, **kwargs)
-        if given.get("context") is None: given["context"] = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+        if given.get("context") is None:
+            given["context"] = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
         return inputs, name, given
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=1):
@@ -260,7 +289,9 @@ class CpmGenerationMixin(GenerationMixin):
         model_kwargs["context"] = torch.cat([context, context.new_zeros(len(context), num_new_tokens)], 1)
         for name in ("sub_ids", "segments", "spans", "samples"):
             if (t := model_kwargs.get(name)) is not None:
-                more = t.new_zeros(len(t), num_new_tokens) if name == "sub_ids" else t[:, -1:].expand(-1, num_new_tokens)
+                more = (
+                    t.new_zeros(len(t), num_new_tokens) if name == "sub_ids" else t[:, -1:].expand(-1, num_new_tokens)
+                )
                 model_kwargs[name] = torch.cat([t, more], 1)
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder, num_new_tokens)
 
@@ -275,7 +306,11 @@ def context_of(
     "What is context where nobody said it: what has no label; without labels all that comes first, and nothing that follows it."
     if context is not None: return context.bool()
     if labels is not None: return labels == -100
-    return (torch.arange(size[1], device=device) < size[1] - queries if size[1] > queries else torch.ones(size[1], dtype=torch.bool, device=device)).expand(size)
+    return (
+        torch.arange(size[1], device=device) < size[1] - queries
+        if size[1] > queries
+        else torch.ones(size[1], dtype=torch.bool, device=device)
+    ).expand(size)
 
 # %% ../../nbs/04_models/05_cpm.ipynb #48825f65
 class CpmAntBackbone(CpmPreTrained):
@@ -287,8 +322,12 @@ class CpmAntBackbone(CpmPreTrained):
         super().__init__(settled(config))
         self.encoder = CpmEncoder(config)
         self.segment_embedding = nn.Embedding(config.segment_types, config.hidden_size)
-        self.input_embedding = nn.Embedding(config.vocab_size + config.prompt_types * config.prompt_length, config.hidden_size)
-        self.position_bias = CpmPositionBias(config.position_bias_num_buckets + config.segment_types ** 2, config.num_attention_heads)
+        self.input_embedding = nn.Embedding(
+            config.vocab_size + config.prompt_types * config.prompt_length, config.hidden_size
+        )
+        self.position_bias = CpmPositionBias(
+            config.position_bias_num_buckets + config.segment_types**2, config.num_attention_heads
+        )
         self.vocab_size, self.prompt_length, self.factor = config.vocab_size, config.prompt_length, factors(config)[0]
         self.post_init()
 
@@ -309,7 +348,11 @@ class CpmAntBackbone(CpmPreTrained):
     def _whole(self, mask, places, L):
         "(places of the queries (B, Q), what they see (B, Q, K)) by a mask that says everything"
         P, front = self.prompt_length, mask.shape[2] - L
-        if places is None or front not in (0, P): raise ValueError(f"attention_mask of shape {tuple(mask.shape)} for {L} tokens: a whole mask has {L} rows, or {L + P} with the prompt's, and comes with places, (B, {L})")
+        if places is None or front not in (0, P):
+            raise ValueError(
+                f"attention_mask of shape {tuple(mask.shape)} for {L} tokens: a whole mask has {L} rows, or {L + P} "
+                f"with the prompt's, and comes with places, (B, {L})"
+            )
         place = torch.cat([torch.arange(front, device=mask.device).expand(len(places), -1), places + P], 1)
         return place, mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
 
@@ -318,15 +361,30 @@ class CpmAntBackbone(CpmPreTrained):
         given = input_ids if inputs_embeds is None else inputs_embeds
         B, L, c, P = *given.shape[:2], self.config, self.prompt_length
         whole = attention_mask is not None and attention_mask.ndim == 4
-        if (c.use_cache if use_cache is None else use_cache) and past_key_values is None: past_key_values = DynamicCache(config=c)
+        if (c.use_cache if use_cache is None else use_cache) and past_key_values is None:
+            past_key_values = DynamicCache(config=c)
         past = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
-        prompt = self.vocab_size + min(prompt_type, c.prompt_types - 1) * P + torch.arange((attention_mask.shape[2] - L if whole else 0 if past else P), device=given.device).expand(B, -1)   # else the cache holds them
-        x = self.input_embedding(torch.cat([prompt, input_ids], 1)) if inputs_embeds is None else torch.cat([self.input_embedding(prompt).to(given.dtype), given], 1)
+        prompt = (
+            self.vocab_size
+            + min(prompt_type, c.prompt_types - 1) * P
+            + torch.arange((attention_mask.shape[2] - L if whole else 0 if past else P), device=given.device).expand(
+                B, -1
+            )
+        )  # else the cache holds them
+        x = (
+            self.input_embedding(torch.cat([prompt, input_ids], 1))
+            if inputs_embeds is None
+            else torch.cat([self.input_embedding(prompt).to(given.dtype), given], 1)
+        )
         Q = x.shape[1]
         if whole: K, (place, seen) = attention_mask.shape[3], self._whole(attention_mask, places, L)
         else:
             K, before = past + Q, torch.ones(B, P, dtype=torch.bool, device=x.device)
-            if attention_mask is not None and attention_mask.shape[1] != K - P: raise ValueError(f"attention_mask has {attention_mask.shape[1]} columns for {K - P} tokens, those in the cache included")
+            if attention_mask is not None and attention_mask.shape[1] != K - P:
+                raise ValueError(
+                    f"attention_mask has {attention_mask.shape[1]} columns for {K - P} tokens, those in the cache "
+                    "included"
+                )
             context = torch.cat([before, context_of(context, None, (B, K - P), L, x.device)], 1)
             mask = None if attention_mask is None else torch.cat([before, attention_mask.bool()], 1)
             place, seen = torch.arange(past, K, device=x.device)[None], visible(context, Q, mask)
@@ -336,7 +394,9 @@ class CpmAntBackbone(CpmPreTrained):
         bias = biased(self.position_bias(self._buckets(place, key)), seen)
         x = self.encoder(x, bias, past_key_values, states, weights)
         cut = lambda t: t[:, Q - L:]
-        return BaseModelOutputWithPast(cut(x), past_key_values, states and tuple(map(cut, states)), weights and tuple(weights))
+        return BaseModelOutputWithPast(
+            cut(x), past_key_values, states and tuple(map(cut, states)), weights and tuple(weights)
+        )
 
 # %% ../../nbs/04_models/05_cpm.ipynb #5cd8ef30
 class _TokenRows(nn.Module):
@@ -373,15 +433,20 @@ class CpmAntTied(CpmPreTrained, CpmGenerationMixin):
     def tokens_in_front(self): return self.config.prompt_length
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + self.config.prompt_length)
+        return super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + self.config.prompt_length
+        )
 
     def resize_token_embeddings(self, *args, **kwargs):
-        raise NotImplementedError("the last rows of CpmAntTied's table are prompts: build it with another vocab_size instead")
+        raise NotImplementedError(
+            "the last rows of CpmAntTied's table are prompts: build it with another vocab_size instead"
+        )
 
     @can_return_tuple
     def forward(self,
         input_ids:Tensor=None,      # (B, L) the new tokens
-        attention_mask:Tensor=None, # (B, K) of all tokens, those in the cache too; or (B, 1, L, K) bool, what each sees, with the prompt's keys and, where the prompt is read, its rows
+        attention_mask:Tensor=None, # (B, K) of all tokens, those in the cache too; or (B, 1, L, K) bool, what each
+                                    # sees, with the prompt's keys and, where the prompt is read, its rows
         context:Tensor=None,        # (B, K) bool: read from both sides; None: see `context_of`
         labels:Tensor=None,         # (B, L), −100 where nothing is to be predicted
         places:Tensor=None,         # (B, L) int64, where the tokens stand in their texts; goes with the larger mask
@@ -390,19 +455,37 @@ class CpmAntTied(CpmPreTrained, CpmGenerationMixin):
         inputs_embeds:Tensor=None,  # (B, L, D) in place of input_ids
         use_cache:bool=None,
         logits_to_keep:int=0,       # only the last ones; 0: all
-        **kwargs,                   # prompt_type: which of the learned prompts stands before the text; output_hidden_states, output_attentions
+        **kwargs,                   # prompt_type: which of the learned prompts stands before the text;
+                                    # output_hidden_states, output_attentions
     )->CausalLMOutputWithPast:
         "Logits of the next token, and with labels the loss."
         if context is None and labels is not None: context = labels == -100
         out = self.cpmant(input_ids, attention_mask, context, past_key_values, inputs_embeds, use_cache,
                           places=places, key_places=key_places, **kwargs)
-        h = out.last_hidden_state[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else out.last_hidden_state[:, logits_to_keep]
+        h = (
+            out.last_hidden_state[:, -logits_to_keep:]
+            if isinstance(logits_to_keep, int)
+            else out.last_hidden_state[:, logits_to_keep]
+        )
         logits = self.lm_head(h * self.cpmant.factor)
-        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        loss = (
+            None
+            if labels is None
+            else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        )
         return CausalLMOutputWithPast(loss, logits, out.past_key_values, out.hidden_states, out.attentions)
 
 # %% ../../nbs/04_models/05_cpm.ipynb #ca3dd6b2
 _SEVEN, _ONE = "bbaaababbbbbb.anbbbnbabbb.abnbabna..bbnbbab.bnab", "baa.ababab.ba...bnb.b.nab..bnaab.a..bn.bb.a.nn.n"
 
-ANT_SIZES = {name: dict(num_attention_heads=heads, dim_ff=ff) | ({"mask_modules": letters} if letters else {}) for name, heads, ff, letters in (
-    ("cpm-ant-10b", 32, 10240, ""), ("cpm-ant-7b", 32, 10240, _SEVEN), ("cpm-ant-3b", 20, 3735, _SEVEN), ("cpm-ant-2b", 20, 3735, _ONE), ("cpm-ant-1b", 16, 700, _ONE), ("cpm-ant-0.3b", 4, 350, _ONE))}
+ANT_SIZES = {
+    name: dict(num_attention_heads=heads, dim_ff=ff) | ({"mask_modules": letters} if letters else {})
+    for name, heads, ff, letters in (
+        ("cpm-ant-10b", 32, 10240, ""),
+        ("cpm-ant-7b", 32, 10240, _SEVEN),
+        ("cpm-ant-3b", 20, 3735, _SEVEN),
+        ("cpm-ant-2b", 20, 3735, _ONE),
+        ("cpm-ant-1b", 16, 700, _ONE),
+        ("cpm-ant-0.3b", 4, 350, _ONE),
+    )
+}

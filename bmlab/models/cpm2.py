@@ -31,7 +31,10 @@ def _words(text, cut):
     "Words of a text, blanks and line breaks apart"
     if cut == "jieba":
         try: import jieba
-        except ImportError as e: raise ImportError("CPM's tokenizers cut Chinese with jieba: pip install jieba, or make the tokenizer with cut='none'") from e
+        except ImportError as e:
+            raise ImportError(
+                "CPM's tokenizers cut Chinese with jieba: pip install jieba, or make the tokenizer with cut='none'"
+            ) from e
         jieba.setLogLevel(30)                # it reports the loading of its dictionary
         text = jieba.cut(text, cut_all=False)
     else: text = [text]
@@ -42,13 +45,18 @@ class _Cutter(tf.PreTrainedTokenizer):
     model_input_names = ["input_ids", "attention_mask"]
     def __init__(self, vocab_file, cut="jieba", **special):
         if cut not in ("jieba", "none"): raise ValueError(f"cut={cut!r}: 'jieba' or 'none'")
-        if not os.path.isfile(vocab_file or ""): raise FileNotFoundError(f"vocab_file={vocab_file!r}: there is no such file; it comes with the released checkpoint")
+        if not os.path.isfile(vocab_file or ""):
+            raise FileNotFoundError(
+                f"vocab_file={vocab_file!r}: there is no such file; it comes with the released checkpoint"
+            )
         self.vocab_file, self.cut = str(vocab_file), cut
         self._read()
         super().__init__(vocab_file=self.vocab_file, cut=cut, **special)
 
     def save_vocabulary(self, save_directory, filename_prefix=None):
-        target = Path(save_directory) / ((f"{filename_prefix}-" if filename_prefix else "") + self.vocab_files_names["vocab_file"])
+        target = Path(save_directory) / (
+            (f"{filename_prefix}-" if filename_prefix else "") + self.vocab_files_names["vocab_file"]
+        )
         if target.absolute() != Path(self.vocab_file).absolute(): shutil.copyfile(self.vocab_file, target)
         return (str(target),)
 
@@ -62,17 +70,28 @@ class Cpm1Tokenizer(_Cutter):
         vocab_file:str=None,  # the sentencepiece model, 30,000 pieces in the release
         cut:str="jieba",      # "jieba" or "none"
         unk_token="<unk>", bos_token="<s>", eos_token="<eod>", pad_token="<pad>", **special):
-        super().__init__(vocab_file, cut, unk_token=unk_token, bos_token=bos_token, eos_token=eos_token, pad_token=pad_token, **special)
+        super().__init__(
+            vocab_file,
+            cut,
+            unk_token=unk_token,
+            bos_token=bos_token,
+            eos_token=eos_token,
+            pad_token=pad_token,
+            **special,
+        )
 
     def _read(self):
         try: import sentencepiece
-        except ImportError as e: raise ImportError("Cpm1Tokenizer reads a sentencepiece model: pip install sentencepiece") from e
+        except ImportError as e:
+            raise ImportError("Cpm1Tokenizer reads a sentencepiece model: pip install sentencepiece") from e
         self.pieces = sentencepiece.SentencePieceProcessor(model_file=self.vocab_file)
 
     @property
     def vocab_size(self): return self.pieces.vocab_size()
-    def get_vocab(self): return {self.pieces.id_to_piece(i): i for i in range(self.vocab_size)} | self.added_tokens_encoder
-    def _tokenize(self, text, **_): return self.pieces.encode(" ".join(_MARKS.get(w, w) for w in _words(text, self.cut)), out_type=str)
+    def get_vocab(self):
+        return {self.pieces.id_to_piece(i): i for i in range(self.vocab_size)} | self.added_tokens_encoder
+    def _tokenize(self, text, **_):
+        return self.pieces.encode(" ".join(_MARKS.get(w, w) for w in _words(text, self.cut)), out_type=str)
     def _convert_token_to_id(self, token): return self.pieces.piece_to_id(token)
     def _convert_id_to_token(self, index): return self.pieces.id_to_piece(index)
     def convert_tokens_to_string(self, tokens):
@@ -101,22 +120,33 @@ class Cpm2Tokenizer(_Cutter):
     def __init__(self,
         vocab_file:str=None,     # one word a line; 26,240 in the release
         cut:str="jieba",         # "jieba" or "none"
-        marks:list=("\u2582", "\u2583"), # how the vocabulary writes a blank and a line break; ModelCenter's CPM-1: ["</_>", "</n>"]
+        marks:list=("\u2582", "\u2583"), # how the vocabulary writes a blank and a line break; ModelCenter's CPM-1:
+                                         # ["</_>", "</n>"]
         half_width:bool=True,    # full-width letters and digits → half-width?
         unk_token="<unk>", bos_token="<s>", eos_token="<eod>", pad_token="<pad>", **special):
         self.marks, self.half_width = tuple(marks), half_width
-        special |= dict(unk_token=unk_token, bos_token=bos_token, eos_token=eos_token, pad_token=pad_token, marks=list(marks), half_width=half_width)
+        special |= dict(
+            unk_token=unk_token,
+            bos_token=bos_token,
+            eos_token=eos_token,
+            pad_token=pad_token,
+            marks=list(marks),
+            half_width=half_width,
+        )
         super().__init__(vocab_file, cut, **special)
 
     def _read(self):
         words = Path(self.vocab_file).read_text(encoding="utf-8").split("\n")
         if words and not words[-1]: words.pop()
-        self.encoder = {w.strip(): i for i, w in enumerate(words)}                # two lines alike: the later counts, as in the release
+        # two lines alike: the later counts, as in the release
+        self.encoder = {w.strip(): i for i, w in enumerate(words)}
         self.decoder = {i: w for w, i in self.encoder.items()}
-        self.lost = {f"<line {i}>": i for i in range(len(words)) if i not in self.decoder}       # the earlier keeps its id, so that new tokens come behind all
+        # the earlier keeps its id, so that new tokens come behind all
+        self.lost = {f"<line {i}>": i for i in range(len(words)) if i not in self.decoder}
         self.longest = max(map(len, self.encoder))
         if "<unk>" not in self.encoder: raise ValueError(f"vocab_file={self.vocab_file!r} has no word '<unk>'")
-        self.blanks = [self.encoder[w] for k in range(len(words)) if (w := f"<s_{k}>") in self.encoder]    # ids of <s_0>, <s_1> …
+        # ids of <s_0>, <s_1> …
+        self.blanks = [self.encoder[w] for k in range(len(words)) if (w := f"<s_{k}>") in self.encoder]
 
     @property
     def vocab_size(self): return len(self.encoder) + len(self.lost)
@@ -127,10 +157,12 @@ class Cpm2Tokenizer(_Cutter):
     def _clean(self, text): return text.translate(_HALF) if self.half_width else text
     def _tokenize(self, text, **_):
         swap, parts = dict(zip(" \n", self.marks)), []
-        for blank in re.split(r"(<s_\d+>)", text):                                 # blanks are words, wherever they stand
+        # blanks are words, wherever they stand
+        for blank in re.split(r"(<s_\d+>)", text):
             if blank in self.encoder and blank.startswith("<s_"): parts.append(blank)
             else:
-                for w in _words(self._clean(blank), self.cut): parts += [swap[w]] if w in swap else _longest(w, self.encoder, self.longest)
+                for w in _words(self._clean(blank), self.cut):
+                    parts += [swap[w]] if w in swap else _longest(w, self.encoder, self.longest)
         return parts
 
     def convert_tokens_to_string(self, tokens):
@@ -151,7 +183,9 @@ def filled(
     return [tok.decode(a) for a in answers]
 
 # %% ../../nbs/04_models/07_cpm2.ipynb #e71d55ce
-_ASCII = {0x2026: "..."} | {c: chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F) if not chr(c - 0xFEE0).isalnum() and chr(c) != "\uff0e"}
+_ASCII = {0x2026: "..."} | {
+    c: chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F) if not chr(c - 0xFEE0).isalnum() and chr(c) != "\uff0e"
+}
 _QUOTES = {ord(c): '"' for c in "〝〞“”‟"} | {ord(c): "'" for c in "‘’‛"}
 
 _TURNS = "{% for m in messages %}{{ m['content'] }}<sep>{% endfor %}{% if add_generation_prompt %}<s_0>{% endif %}"
@@ -163,7 +197,16 @@ class EvaTokenizer(Cpm2Tokenizer):
         cut:str="jieba",       # "jieba" or "none"
         unk_token="<unk>", bos_token="<s_0>", eos_token="<sep>", sep_token="<sep>", pad_token="<pad>", **special):
         special = {"chat_template": _TURNS} | {k: v for k, v in special.items() if k not in ("marks", "half_width")}
-        super().__init__(vocab_file, cut, unk_token=unk_token, bos_token=bos_token, eos_token=eos_token, pad_token=pad_token, sep_token=sep_token, **special)
+        super().__init__(
+            vocab_file,
+            cut,
+            unk_token=unk_token,
+            bos_token=bos_token,
+            eos_token=eos_token,
+            pad_token=pad_token,
+            sep_token=sep_token,
+            **special,
+        )
 
     def _clean(self, text): return text.translate(_ASCII | _QUOTES)
     def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None):
@@ -185,7 +228,16 @@ class EvaTokenizer(Cpm2Tokenizer):
         return torch.tensor([kept + [self.bos_token_id]])
 
 # %% ../../nbs/04_models/07_cpm2.ipynb #123694c2
-CPM1 = dict(vocab_size=30000, n_positions=1024, n_embd=2560, n_layer=32, n_head=32, bos_token_id=1, eos_token_id=7, pad_token_id=5)   # for GPT2Config
+CPM1 = dict(
+    vocab_size=30000,
+    n_positions=1024,
+    n_embd=2560,
+    n_layer=32,
+    n_head=32,
+    bos_token_id=1,
+    eos_token_id=7,
+    pad_token_id=5,
+)  # for GPT2Config
 
 # %% ../../nbs/04_models/07_cpm2.ipynb #e43af49f
 def distance_buckets(
@@ -199,12 +251,15 @@ def distance_buckets(
     ahead = (distance > 0) * half if both else 0
     away = distance.abs() if both else (-distance).clamp(min=0)
     exact = half // 2
-    far = exact + (torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (half - exact)).long()
+    far = (
+        exact + (torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (half - exact)).long()
+    )
     return ahead + torch.where(away < exact, away, far.clamp(max=half - 1))
 
 class DistanceBias(nn.Module):
     "A bias to each head's scores by distance, computed once for all layers; shaped as transformers' T5 shapes its own."
-    is_decoder, has_relative_attention_bias = True, True    # by these a decoder with rows of many lengths finds `compute_bias`
+    # by these a decoder with rows of many lengths finds `compute_bias`
+    is_decoder, has_relative_attention_bias = True, True
     def __init__(self, heads, buckets, max_distance):
         super().__init__()
         self.relative_attention_bias = nn.Parameter(torch.zeros(buckets, heads))
@@ -218,7 +273,10 @@ class DistanceBias(nn.Module):
     )->Tensor:                # (1, H, L, K)
         "The bias of each head to each pair of places."
         device = device or self.relative_attention_bias.device
-        distance = torch.arange(key_length, device=device) - (torch.arange(query_length, device=device) + past_seen_tokens)[:, None]
+        distance = (
+            torch.arange(key_length, device=device)
+            - (torch.arange(query_length, device=device) + past_seen_tokens)[:, None]
+        )
         rows = distance_buckets(distance, len(self.relative_attention_bias), self.max_distance)
         return self.relative_attention_bias[rows].permute(2, 0, 1)[None]
 
@@ -245,10 +303,15 @@ class Cpm1Config(tf.PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | None = 7
     pad_token_id: int | None = 5
-    scale_widths: list | None = None     # what length scaling takes the roots of: channels, heads, neurons, as they were before anything was cut
+    # what length scaling takes the roots of: channels, heads, neurons, as they were before anything was cut
+    scale_widths: list | None = None
 
     def __post_init__(self, **more):
-        self.scale_widths = self.scale_widths or [self.hidden_size, self.num_attention_heads * self.dim_head, self.dim_ff]
+        self.scale_widths = self.scale_widths or [
+            self.hidden_size,
+            self.num_attention_heads * self.dim_head,
+            self.dim_ff,
+        ]
         super().__post_init__(**more)
 
     def factors(self): # → 1/√ of each, or ones
@@ -291,10 +354,15 @@ class Cpm1Attention(nn.Module):
         self.into, self.out, _ = c.factors()
         self.scale = (c.dim_head ** -0.5 if c.attn_scale else 1.0) * self.into ** 2               # of q and of k
 
-    def forward(self, x, attention_mask, past_key_values=None):                                   # (B, L, D), (B, H, L, K) to be added to the scores
-        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.project_q, self.project_k, self.project_v))
+    # (B, L, D), (B, H, L, K) to be added to the scores
+    def forward(self, x, attention_mask, past_key_values=None):
+        q, k, v = (
+            f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for f in (self.project_q, self.project_k, self.project_v)
+        )
         if past_key_values is not None: k, v = past_key_values.update(k, v, self.layer_idx)
-        seen, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, attention_mask, scaling=self.scale)     # (B, L, H, dim)
+        # (B, L, H, dim)
+        seen, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, attention_mask, scaling=self.scale)
         return self.attention_out((seen * self.into).flatten(2)) * self.out
 
 class Cpm1Gate(nn.Module):
@@ -304,7 +372,8 @@ class Cpm1Gate(nn.Module):
         self.w_0, self.w_1 = (nn.Linear(c.hidden_size, c.dim_ff, bias=False) for _ in range(2))
         self.into = c.factors()[0]
 
-    def forward(self, x): return nn.functional.gelu(self.w_0(x) * self.into, approximate="tanh") * (self.w_1(x) * self.into)
+    def forward(self, x):
+        return nn.functional.gelu(self.w_0(x) * self.into, approximate="tanh") * (self.w_1(x) * self.into)
 
 class Cpm1FFN(nn.Module):
     "The gated feed-forward."
@@ -322,7 +391,8 @@ class _SelfBlock(nn.Module):
         self.layernorm_before_attention = nn.RMSNorm(c.hidden_size, eps=c.eps)
         self.self_attention, self.dropout = Cpm1Attention(c, layer_idx), nn.Dropout(c.dropout_p)
 
-    def forward(self, x, bias, past_key_values=None): return x + self.dropout(self.self_attention(self.layernorm_before_attention(x), bias, past_key_values))
+    def forward(self, x, bias, past_key_values=None):
+        return x + self.dropout(self.self_attention(self.layernorm_before_attention(x), bias, past_key_values))
 
 class _FFNBlock(nn.Module):
     def __init__(self, c):
@@ -367,7 +437,8 @@ class _Cpm1Base(tf.PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding)): init.normal_(module.weight, std=self.config.initializer_range)
-        elif isinstance(module, DistanceBias): init.normal_(module.relative_attention_bias, std=self.config.initializer_range)
+        elif isinstance(module, DistanceBias):
+            init.normal_(module.relative_attention_bias, std=self.config.initializer_range)
         elif isinstance(module, nn.RMSNorm): init.ones_(module.weight)
 
 # %% ../../nbs/04_models/07_cpm2.ipynb #f8470976
@@ -378,7 +449,9 @@ class Cpm1Model(_Cpm1Base):
     ):
         super().__init__(config)
         self.input_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position_bias = DistanceBias(config.num_attention_heads, config.position_bias_num_buckets, config.position_bias_max_distance)
+        self.position_bias = DistanceBias(
+            config.num_attention_heads, config.position_bias_num_buckets, config.position_bias_max_distance
+        )
         self.encoder = Cpm1Encoder(config)
         self.post_init()
 
@@ -387,8 +460,10 @@ class Cpm1Model(_Cpm1Base):
 
     def forward(self, input_ids=None, attention_mask=None, context=None, spans=None, past_key_values=None, inputs_embeds=None, use_cache=None, output_hidden_states=None,
                 output_attentions=None, **_):
-        if (input_ids is None) == (inputs_embeds is None): raise ValueError("give input_ids or inputs_embeds, and not both")
-        if output_attentions: raise NotImplementedError("output_attentions=True: the fused attention does not show its weights")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, and not both")
+        if output_attentions:
+            raise NotImplementedError("output_attentions=True: the fused attention does not show its weights")
         x = self.input_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         x = x * self.config.factors()[0]
         use_cache = self.config.use_cache if use_cache is None else use_cache
@@ -396,13 +471,18 @@ class Cpm1Model(_Cpm1Base):
         if use_cache and past_key_values is None: past_key_values = tf.DynamicCache(config=self.config)
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         total = past_key_values.get_mask_sizes(x.shape[1], 0)[0] if past_key_values is not None else x.shape[1]
-        if attention_mask is not None and attention_mask.ndim == 4: seen = attention_mask            # the whole mask, from a decoder
+        # the whole mask, from a decoder
+        if attention_mask is not None and attention_mask.ndim == 4: seen = attention_mask
         else: seen = context_mask(x.shape[1], total, past, attention_mask, context, spans, x.device)
         bias = self.position_bias.compute_bias(x.shape[1], total, x.device, past_seen_tokens=past).to(x.dtype)
         bias = bias.masked_fill(~seen, torch.finfo(x.dtype).min) if seen.dtype is torch.bool else bias + seen
         states = [] if output_hidden_states else None
         x = self.encoder(x, bias, past_key_values, states)
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values if use_cache else None, hidden_states=states and tuple(states))
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=states and tuple(states),
+        )
 
 # %% ../../nbs/04_models/07_cpm2.ipynb #4eb2ffa4
 class Cpm1ForCausalLM(_Cpm1Base, tf.GenerationMixin):
@@ -435,12 +515,38 @@ class Cpm1ForCausalLM(_Cpm1Base, tf.GenerationMixin):
         **more,                          # num_items_in_batch, from a trainer
     )->CausalLMOutputWithPast:
         "Logits of the next token, and with labels the loss."
-        out = self.cpm1(input_ids, attention_mask, context, spans, past_key_values, inputs_embeds, use_cache, output_hidden_states, output_attentions)
-        x = out.last_hidden_state if isinstance(logits_to_keep, int) and not logits_to_keep else \
-            out.last_hidden_state[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
+        out = self.cpm1(
+            input_ids,
+            attention_mask,
+            context,
+            spans,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            output_attentions,
+        )
+        x = (
+            out.last_hidden_state
+            if isinstance(logits_to_keep, int) and not logits_to_keep
+            else out.last_hidden_state[
+                :, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            ]
+        )
         logits = self.lm_head(x * self.config.factors()[0])
-        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **{k: v for k, v in more.items() if k == "num_items_in_batch"})
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states)
+        loss = (
+            None
+            if labels is None
+            else self.loss_function(
+                logits,
+                labels,
+                vocab_size=self.config.vocab_size,
+                **{k: v for k, v in more.items() if k == "num_items_in_batch"},
+            )
+        )
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
 
 # %% ../../nbs/04_models/07_cpm2.ipynb #48a4f9a5
 class Cpm2Config(tf.T5Config):
@@ -465,8 +571,10 @@ class Cpm2Config(tf.T5Config):
 
     def __post_init__(self, **more):
         self.scale_widths = self.scale_widths or [self.d_model, self.num_heads * self.d_kv, self.d_ff]
-        if self.num_experts and self.length_scale: raise ValueError(f"num_experts={self.num_experts} with length_scale=True: no model of the family has both")
-        more["tie_word_embeddings"] = bool(self.length_scale)      # in T5Config this says whether the head's input is divided by √d; nothing is tied
+        if self.num_experts and self.length_scale:
+            raise ValueError(f"num_experts={self.num_experts} with length_scale=True: no model of the family has both")
+        # in T5Config this says whether the head's input is divided by √d; nothing is tied
+        more["tie_word_embeddings"] = bool(self.length_scale)
         super().__post_init__(**more)
 
 class ScaledAttention(T5Attention):
@@ -501,7 +609,8 @@ class ExpertLayer(nn.Module):
     def forward(self, x):                                       # (B, L, D), the residual inside
         flat = x.reshape(-1, x.shape[-1])
         expert, out = self.route(flat), torch.zeros_like(flat)
-        E, meta = len(self.experts), flat.device.type == "meta"    # on meta no token has a number: each expert takes its share
+        # on meta no token has a number: each expert takes its share
+        E, meta = len(self.experts), flat.device.type == "meta"
         for e in range(E) if meta else expert.unique().tolist():
             rows = torch.arange(e, len(flat), E, device="meta") if meta else (expert == e).nonzero()[:, 0]
             out = out.index_add(0, rows, self.experts[e](flat[rows]))
@@ -515,7 +624,8 @@ class _Init:
         if isinstance(module, ExpertLayer): normal(module.expert_centroids, std=self.config.d_model ** -0.5)
         elif isinstance(module, nn.Linear): normal(module.weight, std=1.0 if scaled else module.in_features ** -0.5)
         elif scaled and isinstance(module, nn.Embedding): normal(module.weight, std=1.0)
-        elif not (scaled and isinstance(module, (T5Attention, T5DenseGatedActDense, T5Untied))): super()._init_weights(module)
+        elif not (scaled and isinstance(module, (T5Attention, T5DenseGatedActDense, T5Untied))):
+            super()._init_weights(module)
 
 class Cpm2Stack(_Init, T5Stack):
     "An encoder or a decoder."
@@ -530,12 +640,15 @@ class Cpm2ForConditionalGeneration(_Init, T5Untied):
         self.encoder.__class__ = self.decoder.__class__ = Cpm2Stack
         into, inner, neurons = (n ** -0.5 for n in config.scale_widths)
         for m in list(self.modules()):
-            if config.length_scale: m._is_hf_initialized = False                    # transformers has drawn them by T5's rule
+            # transformers has drawn them by T5's rule
+            if config.length_scale: m._is_hf_initialized = False
             if isinstance(m, T5Attention):
-                m.scaling = (config.d_kv ** -0.5 if config.attn_scale else 1.0) * (into ** 2 if config.length_scale else 1)
+                m.scaling = (config.d_kv**-0.5 if config.attn_scale else 1.0) * (into**2 if config.length_scale else 1)
                 if config.length_scale: m.__class__, m.out_scale = ScaledAttention, into * inner
-            elif config.length_scale and isinstance(m, T5DenseGatedActDense): m.__class__, m.in_scale, m.out_scale = ScaledGate, into, neurons
-        for block in [*self.encoder.block, *self.decoder.block] if config.num_experts else []: block.layer[-1] = ExpertLayer(config)
+            elif config.length_scale and isinstance(m, T5DenseGatedActDense):
+                m.__class__, m.in_scale, m.out_scale = ScaledGate, into, neurons
+        for block in [*self.encoder.block, *self.decoder.block] if config.num_experts else []:
+            block.layer[-1] = ExpertLayer(config)
         self.post_init()
 
 # %% ../../nbs/04_models/07_cpm2.ipynb #78b2f263

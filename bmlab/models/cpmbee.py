@@ -20,7 +20,18 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.tokenization_utils_base import BatchEncoding
 from transformers.utils import can_return_tuple
 
-from .cpm import CpmEncoder, CpmGenerationMixin, CpmPositionBias, CpmPreTrained, biased, context_of, factors, position_buckets, settled, visible
+from bmlab.models.cpm import (
+    CpmEncoder,
+    CpmGenerationMixin,
+    CpmPositionBias,
+    CpmPreTrained,
+    biased,
+    context_of,
+    factors,
+    position_buckets,
+    settled,
+    visible,
+)
 
 # %% ../../nbs/04_models/06_cpmbee.ipynb #8c812b78
 _UNSAID = ("config.json was written by a bmlab that had no residual_divisor and did not divide: it is read with 1.05, "
@@ -78,14 +89,17 @@ def _plain(ids, sub_ids, ext_ids, ext_subs, V):
     if ext_ids is None: return ids, sub_ids
     beyond, place = ids >= V, (ids - V).clamp(min=0)
     token, number = (t.expand(len(ids), -1).gather(1, place) for t in (ext_ids.clamp(min=0), ext_subs))
-    return torch.where(beyond, token, ids), torch.where(beyond, number, torch.zeros_like(ids) if sub_ids is None else sub_ids)
+    return torch.where(beyond, token, ids), torch.where(
+        beyond, number, torch.zeros_like(ids) if sub_ids is None else sub_ids
+    )
 
 def _buckets(c, segments, relations, place, key): # (1 or B, Q) and (1 or B, K): where queries and keys stand
     "(1 or B, Q, K) buckets: distance within a segment, else the relation"
     apart = key[:, None] - place[:, :, None]
     near = position_buckets(apart, c.position_bias_num_buckets, c.position_bias_max_distance)
     if relations is None: return near
-    pairs = segments.gather(1, place.expand(len(segments), -1))[:, :, None] * relations.shape[-1] + segments[:, None, :]                      # (B, Q, K)
+    # (B, Q, K)
+    pairs = segments.gather(1, place.expand(len(segments), -1))[:, :, None] * relations.shape[-1] + segments[:, None, :]
     apart = relations.flatten(1).expand(len(pairs), -1).gather(1, pairs.flatten(1)).view(pairs.shape)
     return torch.where(apart == 0, near, apart - 1 + c.position_bias_num_buckets)
 
@@ -99,7 +113,9 @@ class CpmBeeModel(CpmPreTrained):
         super().__init__(settled(config))
         self.encoder = CpmEncoder(config)
         self.input_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position_bias = CpmPositionBias(config.position_bias_num_buckets + config.position_bias_num_segment_buckets, config.num_attention_heads)
+        self.position_bias = CpmPositionBias(
+            config.position_bias_num_buckets + config.position_bias_num_segment_buckets, config.num_attention_heads
+        )
         self.factor = factors(config)[0]
         self.post_init()
 
@@ -116,18 +132,36 @@ class CpmBeeModel(CpmPreTrained):
                 output_attentions=None, return_dict=None, places=None, key_places=None, **_):
         c, given = self.config, input_ids if inputs_embeds is None else inputs_embeds
         B, L, device = *given.shape[:2], given.device
-        if (c.use_cache if use_cache is None else use_cache) and past_key_values is None: past_key_values = DynamicCache(config=c)
+        if (c.use_cache if use_cache is None else use_cache) and past_key_values is None:
+            past_key_values = DynamicCache(config=c)
         whole = attention_mask is not None and attention_mask.ndim == 4
         if whole and places is None: raise ValueError("a whole attention_mask, (B, 1, L, K), comes with places, (B, L)")
-        K = attention_mask.shape[3] if whole else L + (int(past_key_values.get_seq_length()) if past_key_values is not None else 0)
-        if (segments is None) != (relations is None): raise ValueError("segments and relations belong together: give both or neither")
+        K = (
+            attention_mask.shape[3]
+            if whole
+            else L + (int(past_key_values.get_seq_length()) if past_key_values is not None else 0)
+        )
+        if (segments is None) != (relations is None):
+            raise ValueError("segments and relations belong together: give both or neither")
         for name, t in dict(attention_mask=None if whole else attention_mask, context=context, segments=segments, spans=spans, samples=samples).items():
-            if t is not None and t.shape[1] != K: raise ValueError(f"{name} has {t.shape[1]} columns for {K} tokens, those in the cache included")
+            if t is not None and t.shape[1] != K:
+                raise ValueError(f"{name} has {t.shape[1]} columns for {K} tokens, those in the cache included")
         if inputs_embeds is not None: x = inputs_embeds * self.factor
-        else: x = self.embed(*_plain(input_ids, None if sub_ids is None else sub_ids[:, -L:], ext_ids, ext_subs, c.vocab_size))
+        else:
+            x = self.embed(
+                *_plain(input_ids, None if sub_ids is None else sub_ids[:, -L:], ext_ids, ext_subs, c.vocab_size)
+            )
         states, weights = [] if output_hidden_states else None, [] if output_attentions else None
-        if whole: place, seen = places, attention_mask[:, 0] if attention_mask.dtype == torch.bool else attention_mask[:, 0] >= 0
-        else: place, seen = torch.arange(K - L, K, device=device)[None], visible(context_of(context, None, (B, K), L, device), L, attention_mask, spans, samples)
+        if whole:
+            place, seen = (
+                places,
+                attention_mask[:, 0] if attention_mask.dtype == torch.bool else attention_mask[:, 0] >= 0,
+            )
+        else:
+            place, seen = (
+                torch.arange(K - L, K, device=device)[None],
+                visible(context_of(context, None, (B, K), L, device), L, attention_mask, spans, samples),
+            )
         key = torch.arange(K, device=device)[None] if key_places is None else key_places
         bias = biased(self.position_bias(_buckets(c, segments, relations, place, key)), seen)
         x = self.encoder(x, bias, past_key_values, states, weights)
@@ -153,7 +187,8 @@ class CpmBeeForCausalLM(CpmPreTrained, CpmGenerationMixin):
         h = h[where] if where is not None else h[:, -keep:] if isinstance(keep, int) else h[:, keep]
         logits = self.lm_head(h * self.cpmbee.factor)
         if ext_ids is None: return logits
-        extra, none = self.cpmbee.embed(ext_ids.clamp(min=0), ext_subs), ext_ids < 0                    # (1 or B, E, D), (1 or B, E)
+        # (1 or B, E, D), (1 or B, E)
+        extra, none = self.cpmbee.embed(ext_ids.clamp(min=0), ext_subs), ext_ids < 0
         if where is None: more, none = h @ extra.mT, none[:, None]
         else:
             row = where.nonzero()[:, 0] * (len(extra) > 1)
@@ -164,7 +199,8 @@ class CpmBeeForCausalLM(CpmPreTrained, CpmGenerationMixin):
     def forward(self,
         input_ids:Tensor=None,      # (B, L) the new tokens; V + k: entry k of the row's table
         attention_mask:Tensor=None, # (B, K) of all tokens, those in the cache too; or (B, 1, L, K) bool, what each sees
-        context:Tensor=None,        # (B, K) bool: read from both sides; None: what has no label, or all that comes first
+        context:Tensor=None,        # (B, K) bool: read from both sides; None: what has no label, or all that comes
+                                    # first
         labels:Tensor=None,         # (B, L) ids as the inputs; −100 where nothing is to be predicted
         targets:Tensor=None,        # (B, L) in place of labels: what each position is to predict
         sub_ids:Tensor=None,        # (B, L) numbers
@@ -185,13 +221,30 @@ class CpmBeeForCausalLM(CpmPreTrained, CpmGenerationMixin):
     )->CausalLMOutputWithPast:      # logits (B, L, V + E), or (N, V + E) at N targets
         "Logits of the next token, and with labels or targets the loss."
         if context is None and labels is not None: context = labels == -100
-        out = self.cpmbee(input_ids, attention_mask, context, sub_ids, segments, relations, spans, samples, ext_ids,
-                          ext_subs, past_key_values, inputs_embeds, use_cache, places=places, key_places=key_places, **kwargs)
+        out = self.cpmbee(
+            input_ids,
+            attention_mask,
+            context,
+            sub_ids,
+            segments,
+            relations,
+            spans,
+            samples,
+            ext_ids,
+            ext_subs,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            places=places,
+            key_places=key_places,
+            **kwargs,
+        )
         if at_targets and targets is None: raise ValueError("at_targets=True: give targets")
         where, targets = (targets != -100, targets[targets != -100]) if at_targets else (None, targets)
         logits, loss = self._logits(out.last_hidden_state, ext_ids, ext_subs, where, logits_to_keep), None
         if targets is not None: loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
-        elif labels is not None: loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+        elif labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
         return CausalLMOutputWithPast(loss, logits, out.past_key_values, out.hidden_states, out.attentions)
 
 # %% ../../nbs/04_models/06_cpmbee.ipynb #c0fe73c4
@@ -203,7 +256,8 @@ def register():
     tf.AutoTokenizer.register(CpmBeeConfig, CpmBeeTokenizer, exist_ok=True)
 
 # %% ../../nbs/04_models/06_cpmbee.ipynb #62058858
-BEE_SPECIALS = ("<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>", "<root>", "<ans>", "<option>")   # the first lines of OpenBMB's file, in its order
+# the first lines of OpenBMB's file, in its order
+BEE_SPECIALS = ("<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>", "<root>", "<ans>", "<option>")
 
 def vocabulary(
     texts,          # strings
@@ -218,7 +272,10 @@ def vocabulary(
         for n in range(2, longest + 1): several.update(text[i:i + n] for i in range(len(text) - n + 1))
     room = size - len(BEE_SPECIALS)
     chars = [c for c, k in single.most_common(room) if k > 1 and c not in "\n "]
-    words = sorted((w for w, k in several.items() if k >= at_least and not any(c in "\n <>" for c in w)), key=lambda w: (-several[w] * (len(w) - 1), w))
+    words = sorted(
+        (w for w, k in several.items() if k >= at_least and not any(c in "\n <>" for c in w)),
+        key=lambda w: (-several[w] * (len(w) - 1), w),
+    )
     return [*BEE_SPECIALS, *chars, *words[:max(0, room - len(chars))]]
 
 def longest_pieces(
@@ -247,16 +304,32 @@ class CpmBeeTokenizer(tf.PreTrainedTokenizer):
         padding_side="left",
         **kwargs,                # of the base class
     ):
-        if (vocab_file is None) == (vocab is None): raise ValueError("vocab_file or vocab: give one of the two; CpmBeeTokenizer.learn(texts) makes a vocabulary")
+        if (vocab_file is None) == (vocab is None):
+            raise ValueError(
+                "vocab_file or vocab: give one of the two; CpmBeeTokenizer.learn(texts) makes a vocabulary"
+            )
         lines = vocab if vocab is not None else Path(vocab_file).read_text(encoding="utf-8").split("\n")
         self.lines = [t for t in lines if t]
         self.encoder = {t: i for i, t in enumerate(self.lines)}                  # two lines alike: the later counts
-        self.lost = {f"<line {i}>": i for i, t in enumerate(self.lines) if self.encoder[t] != i}     # the earlier keeps its id, so that new tokens come behind all
-        if lacking := [s for s in BEE_SPECIALS if s not in self.encoder]: raise ValueError(f"the vocabulary has no {', '.join(lacking)}; its first lines should be {', '.join(BEE_SPECIALS)}")
+        # the earlier keeps its id, so that new tokens come behind all
+        self.lost = {f"<line {i}>": i for i, t in enumerate(self.lines) if self.encoder[t] != i}
+        if lacking := [s for s in BEE_SPECIALS if s not in self.encoder]:
+            raise ValueError(
+                f"the vocabulary has no {', '.join(lacking)}; its first lines should be {', '.join(BEE_SPECIALS)}"
+            )
         self.decoder = {i: t for t, i in self.encoder.items()} | {self.encoder["</n>"]: "\n", self.encoder["</_>"]: " "}
-        self._words = {t: i for t, i in self.encoder.items() if not (t.startswith("<") and t.endswith(">") and len(t) > 2)} | {"\n": self.encoder["</n>"], " ": self.encoder["</_>"]}
+        self._words = {
+            t: i for t, i in self.encoder.items() if not (t.startswith("<") and t.endswith(">") and len(t) > 2)
+        } | {"\n": self.encoder["</n>"], " ": self.encoder["</_>"]}
         self._longest = max(map(len, self._words))
-        own = dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>", mask_token="<mask>", sep_token="<sep>")
+        own = dict(
+            unk_token="<unk>",
+            bos_token="<s>",
+            eos_token="</s>",
+            pad_token="<pad>",
+            mask_token="<mask>",
+            sep_token="<sep>",
+        )
         super().__init__(padding_side=padding_side, **{**own, **kwargs})
 
     @classmethod
@@ -276,7 +349,8 @@ class CpmBeeTokenizer(tf.PreTrainedTokenizer):
 
     def pieces(self, text): return longest_pieces(text, self._words, self._longest)
 
-    def _tokenize(self, text, **kwargs): return [self.unk_token if i is None else text[a:b] for a, b, i in self.pieces(text)]
+    def _tokenize(self, text, **kwargs):
+        return [self.unk_token if i is None else text[a:b] for a, b, i in self.pieces(text)]
 
     def _convert_token_to_id(self, token): return self.encoder.get(token, self._words.get(token, self.encoder["<unk>"]))
 
@@ -284,13 +358,21 @@ class CpmBeeTokenizer(tf.PreTrainedTokenizer):
 
     def convert_tokens_to_string(self, tokens): return "".join(tokens)
 
-    def build_inputs_with_special_tokens(self, ids, pair=None): return [*([self.bos_token_id] if self.bos_token_id is not None else []), *ids, *(pair or [])]
+    def build_inputs_with_special_tokens(self, ids, pair=None):
+        return [*([self.bos_token_id] if self.bos_token_id is not None else []), *ids, *(pair or [])]
 
     def __call__(self, text=None, *args, return_offsets_mapping=False, **kwargs):
         if not return_offsets_mapping: return super().__call__(text, *args, **kwargs)
         if not isinstance(text, str): raise ValueError("return_offsets_mapping: give one text")
-        found = self.pieces(text)                                            # plain characters: nothing in them is special
-        return BatchEncoding({"input_ids": [self.unk_token_id if i is None else i for *_, i in found], "attention_mask": [1] * len(found), "offset_mapping": [(a, b) for a, b, _ in found]})
+        # plain characters: nothing in them is special
+        found = self.pieces(text)
+        return BatchEncoding(
+            {
+                "input_ids": [self.unk_token_id if i is None else i for *_, i in found],
+                "attention_mask": [1] * len(found),
+                "offset_mapping": [(a, b) for a, b, _ in found],
+            }
+        )
 
     def save_vocabulary(self, save_directory, filename_prefix=None):
         file = os.path.join(save_directory, f"{filename_prefix}-vocab.txt" if filename_prefix else "vocab.txt")
@@ -299,4 +381,9 @@ class CpmBeeTokenizer(tf.PreTrainedTokenizer):
 
 # %% ../../nbs/04_models/06_cpmbee.ipynb #b3f3dddb
 _LEFT = "bnbn.n..bb.nn.b.ban.ba..b.b..b.b.b.n...b.b..b.bb"
-BEE_SIZES = {"cpm-bee-10b": {}, "cpm-bee-5b": dict(mask_modules=_LEFT), "cpm-bee-2b": dict(dim_head=64, dim_ff=5120, mask_modules=_LEFT), "cpm-bee-1b": dict(dim_head=40, dim_ff=1024, mask_modules=_LEFT)}
+BEE_SIZES = {
+    "cpm-bee-10b": {},
+    "cpm-bee-5b": dict(mask_modules=_LEFT),
+    "cpm-bee-2b": dict(dim_head=64, dim_ff=5120, mask_modules=_LEFT),
+    "cpm-bee-1b": dict(dim_head=40, dim_ff=1024, mask_modules=_LEFT),
+}

@@ -37,8 +37,10 @@ def blank_positions(
     block = torch.where(piece > 0, index - (index * starts).cummax(1).values + 1, 0)
     blank = torch.stack([ids == m for m in masks]).any(0) & (piece == 0)
     blanks = blank.sum(1, keepdim=True)
-    if check and ids.device.type != "meta" and ((blanks == 0) & (piece[:, -1:] > 0)).any(): raise ValueError(f"ids begin a piece with {sop}, but there is no blank before it (one of {list(masks)})")
-    order = nn.functional.pad(torch.zeros_like(index), (0, 1)).scatter(1, torch.where(blank, blank.cumsum(1), 0), index)   # where the 1st, the 2nd, … blank is
+    if check and ids.device.type != "meta" and ((blanks == 0) & (piece[:, -1:] > 0)).any():
+        raise ValueError(f"ids begin a piece with {sop}, but there is no blank before it (one of {list(masks)})")
+    # where the 1st, the 2nd, … blank is
+    order = nn.functional.pad(torch.zeros_like(index), (0, 1)).scatter(1, torch.where(blank, blank.cumsum(1), 0), index)
     own = order.gather(1, piece.clamp(min=1).minimum(blanks))
     return torch.stack((torch.where(piece > 0, place.gather(1, own), place), block), 1)
 
@@ -54,7 +56,8 @@ def blank_mask(
     at, key = torch.arange(length, device=device) + past, torch.arange(total, device=device)
     seen = (key <= at[:, None])[None]
     if parts is not None: seen = seen | (key < parts[:, None])[:, None]
-    if attention is not None: seen = seen & nn.functional.pad(attention.bool(), (0, total - attention.shape[1]), value=True)[:, None]
+    if attention is not None:
+        seen = seen & nn.functional.pad(attention.bool(), (0, total - attention.shape[1]), value=True)[:, None]
     return seen[:, None]
 
 # %% ../../nbs/04_models/08_glm.ipynb #27345976
@@ -71,11 +74,17 @@ def blank_example(
         raise ValueError(f"spans={spans}: pieces (start, end) of {len(ids)} ids, at least one id apart")
     part, place, last = [], {}, 0
     for a, b in cuts:
-        part += ids[last:a]; place[a] = len(part); part.append(mask); last = b
+        part += ids[last:a]
+        place[a] = len(part)
+        part.append(mask)
+        last = b
     part += ids[last:]
     inputs, labels, where, block = list(part), [-100] * len(part), list(range(len(part))), [0] * len(part)
     for a, b in spans:
-        inputs += [sop, *ids[a:b]]; labels += [*ids[a:b], eop]; where += [place[a]] * (b - a + 1); block += range(1, b - a + 2)
+        inputs += [sop, *ids[a:b]]
+        labels += [*ids[a:b], eop]
+        where += [place[a]] * (b - a + 1)
+        block += range(1, b - a + 2)
     return dict(input_ids=torch.tensor(inputs), position_ids=torch.tensor([where, block]), labels=torch.tensor(labels))
 
 # %% ../../nbs/04_models/08_glm.ipynb #2fb8ce62
@@ -83,7 +92,8 @@ class BlankGlmConfig(tf.PreTrainedConfig):
     "GLM of 2021; the defaults are the Chinese 10B model."
     model_type = "blank-glm"
     keys_to_ignore_at_inference = ["past_key_values"]
-    attribute_map = {"num_layers": "num_hidden_layers", "max_position_embeddings": "max_sequence_length"}   # as the released configurations, and other models, call it
+    # as the released configurations, and other models, call it
+    attribute_map = {"num_layers": "num_hidden_layers", "max_position_embeddings": "max_sequence_length"}
     vocab_size: int = 50048
     hidden_size: int = 4096
     num_hidden_layers: int = 48
@@ -105,7 +115,10 @@ class BlankGlmConfig(tf.PreTrainedConfig):
 
     def __post_init__(self, **more):
         self.mask_token_ids = list(self.mask_token_ids)
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads: raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}")
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}"
+            )
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__(**more)
@@ -117,22 +130,33 @@ class BlankGlmAttention(nn.Module):
     places_stay = True                                   # keys in front, a prefix's, move no word
     def __init__(self, c, layer_idx):
         super().__init__()
-        self.num_heads, self.head_dim, self.layer_idx, self.dropout_p = c.num_attention_heads, c.head_dim, layer_idx, c.attention_dropout_prob
+        self.num_heads, self.head_dim, self.layer_idx, self.dropout_p = (
+            c.num_attention_heads,
+            c.head_dim,
+            layer_idx,
+            c.attention_dropout_prob,
+        )
         inner = c.num_attention_heads * c.head_dim
         self.query_key_value, self.dense = nn.Linear(c.hidden_size, 3 * inner), nn.Linear(inner, c.hidden_size)
         self.dense.adds = True                           # to what goes from block to block
 
-    def forward(self, x, attention_mask, past_key_values=None):                                   # (B, L, D), (B, 1, L, K)
+    # (B, L, D), (B, 1, L, K)
+    def forward(self, x, attention_mask, past_key_values=None):
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in self.query_key_value(x).chunk(3, -1))
         if past_key_values is not None: k, v = past_key_values.update(k, v, self.layer_idx)
-        seen, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, attention_mask, dropout=self.dropout_p if self.training else 0.0)
+        seen, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
+            self, q, k, v, attention_mask, dropout=self.dropout_p if self.training else 0.0
+        )
         return self.dense(seen.flatten(2))
 
 class BlankGlmMLP(nn.Module):
     "The feed-forward."
     def __init__(self, c):
         super().__init__()
-        self.dense_h_to_4h, self.dense_4h_to_h = nn.Linear(c.hidden_size, c.intermediate_size), nn.Linear(c.intermediate_size, c.hidden_size)
+        self.dense_h_to_4h, self.dense_4h_to_h = (
+            nn.Linear(c.hidden_size, c.intermediate_size),
+            nn.Linear(c.intermediate_size, c.hidden_size),
+        )
         self.dense_4h_to_h.adds = True
 
     def forward(self, x): return self.dense_4h_to_h(nn.functional.gelu(self.dense_h_to_4h(x), approximate="tanh"))
@@ -146,7 +170,12 @@ class BlankGlmBlock(GradientCheckpointingLayer):
     ):
         super().__init__()
         norm = lambda: nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
-        self.input_layernorm, self.attention, self.post_attention_layernorm, self.mlp = norm(), BlankGlmAttention(config, layer_idx), norm(), BlankGlmMLP(config)
+        self.input_layernorm, self.attention, self.post_attention_layernorm, self.mlp = (
+            norm(),
+            BlankGlmAttention(config, layer_idx),
+            norm(),
+            BlankGlmMLP(config),
+        )
         self.dropout = nn.Dropout(config.output_dropout_prob)
 
     def forward(self, x, mask, past_key_values=None):
@@ -157,13 +186,17 @@ class BlankGlmStack(nn.Module):
     "Both tables of positions, the layers and the last norm."
     def __init__(self, c):
         super().__init__()
-        self.position_embeddings, self.block_position_embeddings = (nn.Embedding(c.max_sequence_length + 1, c.hidden_size) for _ in range(2))
+        self.position_embeddings, self.block_position_embeddings = (
+            nn.Embedding(c.max_sequence_length + 1, c.hidden_size) for _ in range(2)
+        )
         self.dropout = nn.Dropout(c.embedding_dropout_prob)
         self.layers = nn.ModuleList(BlankGlmBlock(c, i) for i in range(c.num_hidden_layers))
         self.final_layernorm = nn.LayerNorm(c.hidden_size, eps=c.layernorm_epsilon)
 
     def forward(self, x, positions, mask, past_key_values=None, states=None):     # states: a list to fill, or None
-        x = self.dropout(x + self.position_embeddings(positions[:, 0]) + self.block_position_embeddings(positions[:, 1]))
+        x = self.dropout(
+            x + self.position_embeddings(positions[:, 0]) + self.block_position_embeddings(positions[:, 1])
+        )
         for layer in self.layers:
             if states is not None: states.append(x)
             x = layer(x, mask, past_key_values=past_key_values)
@@ -180,19 +213,30 @@ class _GlmBase(tf.PreTrainedModel):
     def _init_weights(self, module):
         normal, std = init.normal_, self.config.initializer_range
         if isinstance(module, nn.Linear):
-            normal(module.weight, std=std / math.sqrt(2 * self.config.num_hidden_layers) if getattr(module, "adds", False) else std)
+            normal(
+                module.weight,
+                std=std / math.sqrt(2 * self.config.num_hidden_layers) if getattr(module, "adds", False) else std,
+            )
             if module.bias is not None: init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding): normal(module.weight, std=std)
-        elif isinstance(module, nn.LayerNorm): init.ones_(module.weight); init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
 
 def _positions(config, ids, attention_mask, cache, past):
     "Positions of the running tokens, by their ids or by what the cache remembers: (position, block position of its last token, how many there were)"
     known = getattr(cache, "blank", None)
     if known is None or known[2] != int(past):
-        if int(past): raise ValueError("position_ids: the cache was filled by another way; give the positions of the new tokens, (B, 2, L)")
+        if int(past):
+            raise ValueError(
+                "position_ids: the cache was filled by another way; give the positions of the new tokens, (B, 2, L)"
+            )
         padding = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
         return blank_positions(ids, config.sop_token_id, config.mask_token_ids, padding)
-    (where, block, _), steps = (known[0][:, None], known[1][:, None], known[2]), torch.arange(1, ids.shape[1] + 1, device=ids.device)
+    (where, block, _), steps = (
+        (known[0][:, None], known[1][:, None], known[2]),
+        torch.arange(1, ids.shape[1] + 1, device=ids.device),
+    )
     return torch.stack((where + torch.where(block > 0, 0, steps), torch.where(block > 0, block + steps, 0)), 1)
 
 # %% ../../nbs/04_models/08_glm.ipynb #7ae60fdc
@@ -202,15 +246,20 @@ class BlankGlmModel(_GlmBase):
         config:BlankGlmConfig, # sizes
     ):
         super().__init__(config)
-        self.word_embeddings, self.transformer = nn.Embedding(config.vocab_size, config.hidden_size), BlankGlmStack(config)
+        self.word_embeddings, self.transformer = (
+            nn.Embedding(config.vocab_size, config.hidden_size),
+            BlankGlmStack(config),
+        )
         self.post_init()
 
     def get_input_embeddings(self): return self.word_embeddings
     def set_input_embeddings(self, table): self.word_embeddings = table
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, use_cache=None, output_hidden_states=None, output_attentions=None, **_):
-        if (input_ids is None) == (inputs_embeds is None): raise ValueError("give input_ids or inputs_embeds, and not both")
-        if output_attentions: raise NotImplementedError("output_attentions=True: the fused attention does not show its weights")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, and not both")
+        if output_attentions:
+            raise NotImplementedError("output_attentions=True: the fused attention does not show its weights")
         x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if self.training and self.transformer.layers[0].gradient_checkpointing: use_cache = False
@@ -220,15 +269,23 @@ class BlankGlmModel(_GlmBase):
         if position_ids is None:
             if input_ids is None: raise ValueError("inputs_embeds need position_ids, (B, 2, L)")
             position_ids = _positions(self.config, input_ids, attention_mask, past_key_values, past)
-        if position_ids.ndim != 3: raise ValueError(f"position_ids of shape {tuple(position_ids.shape)}: GLM has two positions, (B, 2, L)")
-        if attention_mask is not None and attention_mask.ndim == 4: mask = attention_mask.bool() if not attention_mask.is_floating_point() else attention_mask
+        if position_ids.ndim != 3:
+            raise ValueError(f"position_ids of shape {tuple(position_ids.shape)}: GLM has two positions, (B, 2, L)")
+        if attention_mask is not None and attention_mask.ndim == 4:
+            mask = attention_mask.bool() if not attention_mask.is_floating_point() else attention_mask
         else:
-            parts = (position_ids[:, 1] == 0).cumprod(1).sum(1) if isinstance(past, int) and not past else None    # the running tokens of part A
+            # the running tokens of part A
+            parts = (position_ids[:, 1] == 0).cumprod(1).sum(1) if isinstance(past, int) and not past else None
             mask = blank_mask(x.shape[1], total, past, parts, attention_mask, x.device)
-        if past_key_values is not None and use_cache: past_key_values.blank = (position_ids[:, 0, -1], position_ids[:, 1, -1], int(past) + x.shape[1])
+        if past_key_values is not None and use_cache:
+            past_key_values.blank = (position_ids[:, 0, -1], position_ids[:, 1, -1], int(past) + x.shape[1])
         states = [] if output_hidden_states else None
         x = self.transformer(x, position_ids, mask, past_key_values, states)
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values if use_cache else None, hidden_states=states and tuple(states))
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=states and tuple(states),
+        )
 
 # %% ../../nbs/04_models/08_glm.ipynb #d7050eaa
 class BlankGlmForConditionalGeneration(_GlmBase, tf.GenerationMixin):
@@ -244,17 +301,26 @@ class BlankGlmForConditionalGeneration(_GlmBase, tf.GenerationMixin):
     def get_output_embeddings(self): return self.lm_head
     def set_output_embeddings(self, head): self.lm_head = head
 
-    reads_both_ways = True                           # for `Decoder`: a prompt is read whole, and ends with a blank's piece begun
+    # for `Decoder`: a prompt is read whole, and ends with a blank's piece begun
+    reads_both_ways = True
     labels_in_place = True                           # a label stands where its token is predicted
     @property
     def opening(self): return [self.config.mask_token_ids[0], self.config.sop_token_id]
     def places_of(self, ids, attention=None, check=True): # (B, K) whole texts → (B, 2, K)
         whole = blank_positions(ids, self.config.sop_token_id, self.config.mask_token_ids, attention, check)
-        if check and (whole[:, 1, -1] == 0).any(): raise ValueError(f"input_ids must begin a piece, with the id {self.config.sop_token_id}, before more can be written")
+        if check and (whole[:, 1, -1] == 0).any():
+            raise ValueError(
+                f"input_ids must begin a piece, with the id {self.config.sop_token_id}, before more can be written"
+            )
         return whole
 
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **more):
-        given = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, attention_mask=attention_mask, **{k: v for k, v in more.items() if k != "position_ids"})
+        given = super().prepare_inputs_for_generation(
+            input_ids,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            **{k: v for k, v in more.items() if k != "position_ids"},
+        )
         padding = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
         whole = self.places_of(input_ids, padding)
         if given.get("input_ids") is not None: given["position_ids"] = whole[:, :, -given["input_ids"].shape[1]:]
@@ -264,7 +330,8 @@ class BlankGlmForConditionalGeneration(_GlmBase, tf.GenerationMixin):
     def forward(self,
         input_ids:Tensor=None,           # (B, L) int64: the new tokens
         attention_mask:Tensor=None,      # (B, K): 0 is padding; or the whole mask, (B, 1, L, K) bool
-        position_ids:Tensor=None,        # (B, 2, L): position and block position; None: by the ids, or by what the cache remembers
+        position_ids:Tensor=None,        # (B, 2, L): position and block position; None: by the ids, or by what the
+                                         # cache remembers
         past_key_values=None,            # a cache of transformers
         inputs_embeds:Tensor=None,       # (B, L, D) in place of input_ids
         labels:Tensor=None,              # (B, L) int64: what each token is to predict, −100 where nothing
@@ -272,19 +339,54 @@ class BlankGlmForConditionalGeneration(_GlmBase, tf.GenerationMixin):
         logits_to_keep:int=0,            # only the last ones; 0: all
         output_hidden_states:bool=None,  # of every layer too
         output_attentions:bool=None,     # is refused
-        num_items_in_batch=None,         # labels of all the batches that make one step, from a trainer; None: those here
+        num_items_in_batch=None,         # labels of all the batches that make one step, from a trainer; None: those
+                                         # here
         **_,
     )->CausalLMOutputWithPast:
         "Logits of what each token predicts, and with labels the loss."
-        out = self.glm(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states, output_attentions)
-        x = out.last_hidden_state if isinstance(logits_to_keep, int) and not logits_to_keep else \
-            out.last_hidden_state[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
+        out = self.glm(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            output_attentions,
+        )
+        x = (
+            out.last_hidden_state
+            if isinstance(logits_to_keep, int) and not logits_to_keep
+            else out.last_hidden_state[
+                :, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            ]
+        )
         logits = self.lm_head(x)
-        loss = None if labels is None else fixed_cross_entropy(logits.flatten(0, 1).float(), labels.flatten().to(logits.device), num_items_in_batch)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states)
+        loss = (
+            None
+            if labels is None
+            else fixed_cross_entropy(
+                logits.flatten(0, 1).float(), labels.flatten().to(logits.device), num_items_in_batch
+            )
+        )
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
 
 # %% ../../nbs/04_models/08_glm.ipynb #a3805e89
-_COMMANDS = ("<|endoftext|>", "[SEP]", "[CLS]", "[MASK]", "[UNK]", "[UNUSED1]", "<|startofpiece|>", "<|endofpiece|>", "[sMASK]", "[gMASK]", "[dBLOCK]")
+_COMMANDS = (
+    "<|endoftext|>",
+    "[SEP]",
+    "[CLS]",
+    "[MASK]",
+    "[UNK]",
+    "[UNUSED1]",
+    "<|startofpiece|>",
+    "<|endofpiece|>",
+    "[sMASK]",
+    "[gMASK]",
+    "[dBLOCK]",
+)
 
 class BlankGlmTokenizer(tf.PreTrainedTokenizer):
     "GLM's Chinese tokenizer: sentencepiece and eleven commands."
@@ -294,32 +396,53 @@ class BlankGlmTokenizer(tf.PreTrainedTokenizer):
         vocab_file:str=None, # the sentencepiece model, 50,000 pieces in the release
         eos_token="<|endoftext|>", pad_token="<|endoftext|>", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", unk_token="[UNK]", **special):
         try: import sentencepiece
-        except ImportError as e: raise ImportError("BlankGlmTokenizer reads a sentencepiece model: pip install sentencepiece") from e
-        if not os.path.isfile(vocab_file or ""): raise FileNotFoundError(f"vocab_file={vocab_file!r}: there is no such file; it comes with the released checkpoint")
+        except ImportError as e:
+            raise ImportError("BlankGlmTokenizer reads a sentencepiece model: pip install sentencepiece") from e
+        if not os.path.isfile(vocab_file or ""):
+            raise FileNotFoundError(
+                f"vocab_file={vocab_file!r}: there is no such file; it comes with the released checkpoint"
+            )
         self.vocab_file, self.pieces = str(vocab_file), sentencepiece.SentencePieceProcessor(model_file=str(vocab_file))
         n = self.pieces.vocab_size()
-        self._added_tokens_decoder = {n + i: tf.AddedToken(t, special=True, normalized=False) for i, t in enumerate(_COMMANDS)}    # in the released order
-        special.setdefault("padding_side", "left"); special.pop("added_tokens_decoder", None)
-        super().__init__(vocab_file=self.vocab_file, eos_token=eos_token, pad_token=pad_token, cls_token=cls_token, sep_token=sep_token,
-                         mask_token=mask_token, unk_token=unk_token, **special)
+        self._added_tokens_decoder = {
+            n + i: tf.AddedToken(t, special=True, normalized=False) for i, t in enumerate(_COMMANDS)
+        }  # in the released order
+        special.setdefault("padding_side", "left")
+        special.pop("added_tokens_decoder", None)
+        super().__init__(
+            vocab_file=self.vocab_file,
+            eos_token=eos_token,
+            pad_token=pad_token,
+            cls_token=cls_token,
+            sep_token=sep_token,
+            mask_token=mask_token,
+            unk_token=unk_token,
+            **special,
+        )
 
     @property
     def vocab_size(self): return self.pieces.vocab_size()
-    def get_vocab(self): return {self.pieces.id_to_piece(i): i for i in range(self.vocab_size)} | self.added_tokens_encoder
+    def get_vocab(self):
+        return {self.pieces.id_to_piece(i): i for i in range(self.vocab_size)} | self.added_tokens_encoder
     def _convert_token_to_id(self, token): return self.pieces.piece_to_id(token)
     def _convert_id_to_token(self, index): return self.pieces.id_to_piece(index)
     def _tokenize(self, text, **_): return self.pieces.encode(_spaces(text), out_type=str)
 
     def tokenize(self, text, **more):
         out = super().tokenize(text, **more)
-        for i in range(1, len(out)):                      # after a command a piece begins without a blank, if there is one such
-            if out[i - 1] in self._added_tokens_encoder and len(out[i]) > 1 and out[i][0] == "\u2581" and self.pieces.piece_to_id(out[i][1:]) != self.pieces.unk_id(): out[i] = out[i][1:]
+        # after a command a piece begins without a blank, if there is one such
+        for i in range(1, len(out)):
+            if out[i - 1] in self._added_tokens_encoder and len(out[i]) > 1 and out[i][0] == "\u2581" and self.pieces.piece_to_id(out[i][1:]) != self.pieces.unk_id():
+                out[i] = out[i][1:]
         return out
 
     def convert_tokens_to_string(self, tokens): return _spaces(self.pieces.decode(tokens), back=True)
-    def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None): return [self.cls_token_id, *token_ids_0, *(token_ids_1 or []), self.eos_token_id]
+    def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None):
+        return [self.cls_token_id, *token_ids_0, *(token_ids_1 or []), self.eos_token_id]
     def save_vocabulary(self, save_directory, filename_prefix=None):
-        target = Path(save_directory) / ((f"{filename_prefix}-" if filename_prefix else "") + self.vocab_files_names["vocab_file"])
+        target = Path(save_directory) / (
+            (f"{filename_prefix}-" if filename_prefix else "") + self.vocab_files_names["vocab_file"]
+        )
         if target.absolute() != Path(self.vocab_file).absolute(): shutil.copyfile(self.vocab_file, target)
         return (str(target),)
 
@@ -337,10 +460,14 @@ def blank_inputs(
     "Texts with blanks, each with the command that begins a piece."
     texts = [texts] if isinstance(texts, str) else list(texts)
     for t in texts:
-        if not any(m in t for m in ("[MASK]", "[sMASK]", "[gMASK]")): raise ValueError(f"texts: {t!r} has no blank: [MASK], [sMASK] or [gMASK]")
+        if not any(m in t for m in ("[MASK]", "[sMASK]", "[gMASK]")):
+            raise ValueError(f"texts: {t!r} has no blank: [MASK], [sMASK] or [gMASK]")
     enc = tok(texts, padding=True, return_tensors="pt")
     sop = torch.full((len(texts), 1), tok.convert_tokens_to_ids("<|startofpiece|>"))
-    return dict(input_ids=torch.cat([enc["input_ids"], sop], 1), attention_mask=torch.cat([enc["attention_mask"], torch.ones_like(sop)], 1))
+    return dict(
+        input_ids=torch.cat([enc["input_ids"], sop], 1),
+        attention_mask=torch.cat([enc["attention_mask"], torch.ones_like(sop)], 1),
+    )
 
 def register(
 )->None:

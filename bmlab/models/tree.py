@@ -27,8 +27,14 @@ class _Node:
     tied:str = ""            # the name that was counted instead
     step:str = ""            # what it adds to the path: its name, or a slice
     times:int = 1            # how many equal neighbours it stands for
-    own:int = 0; numel:int = 0; trainable:int = 0; delta:int = 0; nbytes:int = 0
-    tunable:bool = False; frozen:bool = False; added:bool = False   # is any of it tunable, frozen, a delta?
+    own:int = 0
+    numel:int = 0
+    trainable:int = 0
+    delta:int = 0
+    nbytes:int = 0
+    tunable:bool = False
+    frozen:bool = False
+    added:bool = False  # is any of it tunable, frozen, a delta?
     dtypes:dict = field(default_factory=dict)                       # dtype → bytes
     devices:dict = field(default_factory=dict)                      # device → bytes
     children:list = field(default_factory=list)
@@ -37,14 +43,21 @@ class _Node:
     def hold(self, w):
         "Add a weight that the node itself holds"
         n, size = (0, 0) if w.tied_to else (w.numel, w.nbytes)
-        self.own += n; self.numel += n; self.trainable += n * w.trainable; self.delta += n * w.delta; self.nbytes += size
-        self.tunable |= w.trainable; self.frozen |= not w.trainable; self.added |= w.delta
+        self.own += n
+        self.numel += n
+        self.trainable += n * w.trainable
+        self.delta += n * w.delta
+        self.nbytes += size
+        self.tunable |= w.trainable
+        self.frozen |= not w.trainable
+        self.added |= w.delta
         self.dtypes[w.dtype] = self.dtypes.get(w.dtype, 0) + size
         self.devices[w.device] = self.devices.get(w.device, 0) + size
 
     def add(self, other, times=1):
         "Add what a child carries"
-        for k in ("numel", "trainable", "delta", "nbytes"): setattr(self, k, getattr(self, k) + times * getattr(other, k))
+        for k in ("numel", "trainable", "delta", "nbytes"):
+            setattr(self, k, getattr(self, k) + times * getattr(other, k))
         for k in ("tunable", "frozen", "added"): setattr(self, k, getattr(self, k) or getattr(other, k))
         for mine, theirs in ((self.dtypes, other.dtypes), (self.devices, other.devices)):
             for k, size in theirs.items(): mine[k] = mine.get(k, 0) + times * size
@@ -70,7 +83,16 @@ def _way(name, target):
 
 def _describe(w, owner):
     "What two weights must share to be equal"
-    return (w.name[len(owner):], w.shape, w.dtype, w.device, w.nbytes, w.trainable, w.delta, w.tied_to and _way(w.name, w.tied_to))
+    return (
+        w.name[len(owner) :],
+        w.shape,
+        w.dtype,
+        w.device,
+        w.nbytes,
+        w.trainable,
+        w.delta,
+        w.tied_to and _way(w.name, w.tied_to),
+    )
 
 # %% ../../nbs/04_models/01_tree.ipynb #6c85c29b
 def _fold(kids):
@@ -79,7 +101,8 @@ def _fold(kids):
     runs = []
     for k in kids:
         last = runs[-1][-1] if runs else None
-        if last and k.name.isdecimal() and last.name.isdecimal() and int(k.name) == int(last.name) + 1 and k.identity == last.identity: runs[-1].append(k)
+        if last and k.name.isdecimal() and last.name.isdecimal() and int(k.name) == int(last.name) + 1 and k.identity == last.identity:
+            runs[-1].append(k)
         else: runs.append([k])
     def one(run):
         if len(run) == 1: return run[0]
@@ -123,11 +146,27 @@ def read_tree(
             kids.append(again)
         cls = type(module)
         shape, tied, rows = _parameters(mine, path, leaf=all(k.kind == "delta" and not delta for k in kids))
-        node = _Node(path.rpartition(".")[2], "delta" if delta else "module", cls.__name__, shape, tied, path.rpartition(".")[2], added=delta)
+        node = _Node(
+            path.rpartition(".")[2],
+            "delta" if delta else "module",
+            cls.__name__,
+            shape,
+            tied,
+            path.rpartition(".")[2],
+            added=delta,
+        )
         for w in mine: node.hold(w)
         for row, w in zip(rows, mine): row.identity = number(("parameter", _describe(w, w.name)))
         for k in kids: node.add(k)
-        node.identity = number((cls.__module__, cls.__qualname__, delta, tuple(_describe(w, path) for w in mine), tuple((k.name, k.identity) for k in kids)))
+        node.identity = number(
+            (
+                cls.__module__,
+                cls.__qualname__,
+                delta,
+                tuple(_describe(w, path) for w in mine),
+                tuple((k.name, k.identity) for k in kids),
+            )
+        )
         node.children = _elide(_fold(rows) + _fold(kids), siblings)
         return node
     return read("", modules[""], False)
@@ -149,15 +188,37 @@ def tree_rows(
     else: path = f"{path}.{node.step}" if path and node.step else path or node.step
     copies *= node.times
     by_size = lambda sizes: ", ".join(sorted(sizes, key=sizes.get, reverse=True))
-    yield {"depth": depth, "mark": _mark(node), "name": node.name, "path": "" if node.kind == "more" else path, "kind": node.kind,
-           "class": node.cls, "shape": node.shape, "times": node.times, "copies": copies, "own": copies * node.own, "each": node.numel,
-           "parameters": copies * node.numel, "trainable": copies * node.trainable, "delta": copies * node.delta,
-           "dtype": by_size(node.dtypes), "device": by_size(node.devices), "bytes": copies * node.nbytes, "tied": node.tied}
+    yield {
+        "depth": depth,
+        "mark": _mark(node),
+        "name": node.name,
+        "path": "" if node.kind == "more" else path,
+        "kind": node.kind,
+        "class": node.cls,
+        "shape": node.shape,
+        "times": node.times,
+        "copies": copies,
+        "own": copies * node.own,
+        "each": node.numel,
+        "parameters": copies * node.numel,
+        "trainable": copies * node.trainable,
+        "delta": copies * node.delta,
+        "dtype": by_size(node.dtypes),
+        "device": by_size(node.devices),
+        "bytes": copies * node.nbytes,
+        "tied": node.tied,
+    }
     for child in node.children: yield from tree_rows(child, path, depth + 1, copies)
 
 # %% ../../nbs/04_models/01_tree.ipynb #a25699e8
-_LEGEND = (("░", "frozen"), ("◐", "partly tunable"), ("●", "tunable"), ("▲", "delta here or below"), ("×n", "folded, each: one of them"),
-           ("↪", "tied, counted once"))
+_LEGEND = (
+    ("░", "frozen"),
+    ("◐", "partly tunable"),
+    ("●", "tunable"),
+    ("▲", "delta here or below"),
+    ("×n", "folded, each: one of them"),
+    ("↪", "tied, counted once"),
+)
 _RIGHT = ("each", "parameters", "trainable", "bytes")   # columns of numbers
 
 def _printable(text):
@@ -169,7 +230,11 @@ def _short(text, width):
     return text[:(width - 1) // 2] + "…" + text[len(text) - width // 2:]
 
 def _columns(rows):
-    return [c for c in ("each", "parameters", "trainable", "dtype", "device", "bytes") if c != "each" or any(r["copies"] > 1 for r in rows)]
+    return [
+        c
+        for c in ("each", "parameters", "trainable", "dtype", "device", "bytes")
+        if c != "each" or any(r["copies"] > 1 for r in rows)
+    ]
 
 def row_title(
     r:dict,         # a row
@@ -181,7 +246,9 @@ def row_title(
     return _short(f"{cls} {shape}".strip(), width)
 
 def _note(r):
-    return "" if not r["tied"] else f"↪ {'same module as' if r['kind'] == 'repeat' else 'tied to'} {_printable(r['tied'])}"
+    return (
+        "" if not r["tied"] else f"↪ {'same module as' if r['kind'] == 'repeat' else 'tied to'} {_printable(r['tied'])}"
+    )
 
 def cell_text(
     r:dict,     # a row
@@ -202,7 +269,10 @@ def _blocks(rows, width=1000, total=1000):
     first = max(map(len, cls + ["class"]))
     widths = [max(len(c), *(len(line[i]) for line in cells)) for i, c in enumerate(names)]
     put = lambda line: "  ".join(f"{x:>{w}}" if c in _RIGHT else f"{x:<{w}}" for x, c, w in zip(line, names, widths))
-    lines = [f"{c:<{first}}  " + (_short(_note(r), total - first - 2) if r["tied"] else put(line)) for c, r, line in zip(cls, rows, cells)]
+    lines = [
+        f"{c:<{first}}  " + (_short(_note(r), total - first - 2) if r["tied"] else put(line))
+        for c, r, line in zip(cls, rows, cells)
+    ]
     full = max(map(len, lines + [put(names)]))
     return f"{'class':<{first}}  {put(names)}".ljust(full), [line.ljust(full) for line in lines]
 
@@ -232,7 +302,8 @@ def tree_text(
 
 # %% ../../nbs/04_models/01_tree.ipynb #2a4abef5
 _COLORS = {"frozen": "#757575", "tunable": "#1a6fd4", "delta": "#b45f06"}   # of text, on light and on dark
-_TRIANGLE, _BADGE = "#d9730d", "#8c3b2a"                                    # the delta's mark; what is behind a fold's white ×n
+# the delta's mark; what is behind a fold's white ×n
+_TRIANGLE, _BADGE = "#d9730d", "#8c3b2a"
 
 def _state(r):
     "The colour that a row takes: a delta wins over tunable, tunable over frozen"
@@ -269,51 +340,87 @@ def open_rows(
     end = next((j for j in range(fold + 1, len(rows)) if rows[j]["depth"] <= rows[fold]["depth"]), len(rows))
     shown = 1 + sum(len(kids[i]) for i in out)
     for i in sorted(range(len(rows)), key=lambda i: (not fold <= i < end, rows[i]["depth"], i)):
-        if i not in out and parent[i] in out and kids[i] and shown + len(kids[i]) <= most: out.add(i); shown += len(kids[i])
+        if i not in out and parent[i] in out and kids[i] and shown + len(kids[i]) <= most:
+            out.add(i)
+            shown += len(kids[i])
     return out
 
 # %% ../../nbs/04_models/01_tree.ipynb #78b5c574
 def _html_line(left, right, title=""):
     "What stands at the left and the columns at the right edge"
-    return (f'<span style="display:flex;white-space:nowrap;padding:1px 0"><span title="{esc(title)}" style="white-space:pre">{left}</span>'
-            f'<span style="margin-left:auto;padding-left:1em;white-space:pre">{right}</span></span>')
+    return (
+        f'<span style="display:flex;white-space:nowrap;padding:1px 0"><span title="{esc(title)}" '
+        f'style="white-space:pre">{left}</span>'
+        f'<span style="margin-left:auto;padding-left:1em;white-space:pre">{right}</span></span>'
+    )
 
 def _html_row(r, block):
     "Mark, name and the badge of a fold; then the columns"
     name, fold, times = _name(r).partition(" ×") if r["times"] > 1 else (_name(r), "", "")
     delta = f'<span style="color:{_TRIANGLE}">▲</span>' if "▲" in r["mark"] else " "
     badge = " " + _badge(times) if fold else ""
-    return _html_line(f'{delta}{_colored((r["mark"].strip("▲") or " ") + " " + name, _state(r))}{badge}', esc(block), r["path"])
+    return _html_line(
+        f'{delta}{_colored((r["mark"].strip("▲") or " ") + " " + name, _state(r))}{badge}', esc(block), r["path"]
+    )
 
 def tree_html(
     rows:list, # of `tree_rows`
 )->str:
     "The tree as HTML: nested details with inline styles only."
     head, blocks = _blocks(rows)
-    opened, closing, out = open_rows(rows), [], [f'<div style="margin-left:1.2em;opacity:0.75">{_html_line("   module", head)}</div>']
+    opened, closing, out = (
+        open_rows(rows),
+        [],
+        [f'<div style="margin-left:1.2em;opacity:0.75">{_html_line("   module", head)}</div>'],
+    )
     for i, (r, block) in enumerate(zip(rows, blocks)):
-        while closing and closing[-1] >= r["depth"]: closing.pop(); out.append("</div></details>")
+        while closing and closing[-1] >= r["depth"]:
+            closing.pop()
+            out.append("</div></details>")
         line = _html_row(r, block)
-        if i + 1 == len(rows) or rows[i + 1]["depth"] <= r["depth"]: out.append(f'<div style="margin-left:1.2em">{line}</div>'); continue
-        out.append(f'<details{" open" if i in opened else ""}><summary style="list-style-position:outside;margin-left:1.2em;cursor:pointer">{line}</summary>'
-                   '<div style="margin-left:0.4em;padding-left:0.8em;border-left:1px solid #80808060">')
+        if i + 1 == len(rows) or rows[i + 1]["depth"] <= r["depth"]:
+            out.append(f'<div style="margin-left:1.2em">{line}</div>')
+            continue
+        out.append(
+            f'<details{" open" if i in opened else ""}><summary '
+            f'style="list-style-position:outside;margin-left:1.2em;cursor:pointer">{line}</summary>'
+            '<div style="margin-left:0.4em;padding-left:0.8em;border-left:1px solid #80808060">'
+        )
         closing.append(r["depth"])
     out += ["</div></details>"] * len(closing)
     state = {"░": "frozen", "◐": "tunable", "●": "tunable", "▲": "delta"}
     legend = "   ".join(f"{_badge('n') if a == '×n' else _colored(a, state.get(a, ''))} {b}" for a, b in _LEGEND)
-    chars = max(2 * r["depth"] + len(_name(r)) for r in rows) + max(map(len, [head, *blocks])) + 8   # wide enough for what is still closed
-    return (f'<div style="overflow-x:auto;font-family:monospace;font-size:12px;line-height:1.45"><div style="display:inline-block;min-width:{chars * 0.61:.0f}em">'
-            + "".join(out) + f'<div style="margin-left:1.2em;padding-top:8px;white-space:pre-wrap">{legend}</div></div></div>')
+    # wide enough for what is still closed
+    chars = max(2 * r["depth"] + len(_name(r)) for r in rows) + max(map(len, [head, *blocks])) + 8
+    return (
+        '<div style="overflow-x:auto;font-family:monospace;font-size:12px;line-height:1.45"><div '
+        f'style="display:inline-block;min-width:{chars * 0.61:.0f}em">'
+        + "".join(out)
+        + f'<div style="margin-left:1.2em;padding-top:8px;white-space:pre-wrap">{legend}</div></div></div>'
+    )
 
 # %% ../../nbs/04_models/01_tree.ipynb #74302976
 def _markdown(rows):
     "A table; the tree is drawn by indentation"
     names = _columns(rows)
-    safe = lambda text: html.escape(text, quote=False).replace("|", "&#124;").replace("`", "&#96;").replace("*", "&#42;").replace("_", "&#95;")
-    out = ["| | module | class | " + " | ".join(names) + " |", "|---|---|---|" + "".join("---:|" if c in _RIGHT else "---|" for c in names)]
+    safe = lambda text: (
+        html.escape(text, quote=False)
+        .replace("|", "&#124;")
+        .replace("`", "&#96;")
+        .replace("*", "&#42;")
+        .replace("_", "&#95;")
+    )
+    out = [
+        "| | module | class | " + " | ".join(names) + " |",
+        "|---|---|---|" + "".join("---:|" if c in _RIGHT else "---|" for c in names),
+    ]
     for r in rows:
         note = f" {safe(_note(r))}" if r["tied"] else ""
-        out.append(f"| {r['mark']} | {'&emsp;' * r['depth']}{safe(_name(r))} | {safe(row_title(r))}{note} | " + " | ".join(cell_text(r, c) for c in names) + " |")
+        out.append(
+            f"| {r['mark']} | {'&emsp;' * r['depth']}{safe(_name(r))} | {safe(row_title(r))}{note} | "
+            + " | ".join(cell_text(r, c) for c in names)
+            + " |"
+        )
     return "\n".join(out + ["", " · ".join(f"{a} {b}" for a, b in _LEGEND)])
 
 # %% ../../nbs/04_models/01_tree.ipynb #b17e8654
@@ -343,7 +450,10 @@ h1{{font:600 1.1rem sans-serif}}
 def _page(rows):
     "The HTML as a whole page; the style sheet only brightens the colours in the dark"
     root = rows[0]
-    title = f"{_name(root)}: {format_count(root['parameters'])} parameters, {format_count(root['trainable'])} trainable, {format_bytes(root['bytes'])}"
+    title = (
+        f"{_name(root)}: {format_count(root['parameters'])} parameters, {format_count(root['trainable'])} trainable, "
+        f"{format_bytes(root['bytes'])}"
+    )
     return _PAGE.format(title=esc(title), tree=tree_html(rows))
 
 # %% ../../nbs/04_models/01_tree.ipynb #cb919acf
@@ -359,7 +469,8 @@ class Tree:
     __repr__ = __str__
     def _repr_html_(self): return tree_html(self._rows)
     def _repr_markdown_(self): return _markdown(self._rows)
-    def _repr_mimebundle_(self, include=None, exclude=None): return {"text/html": self._repr_html_(), "text/plain": str(self)}
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        return {"text/html": self._repr_html_(), "text/plain": str(self)}
 
     def _ipython_display_(self):
         from IPython.display import display
@@ -380,8 +491,19 @@ def tree(
 )->Tree:               # the picture as of now; call again after a change
     "The module tree: sizes, frozen ░, tunable ●, delta ▲, equal neighbours folded."
     if not isinstance(model, nn.Module):
-        inside = [type(x).__name__ for x in model if isinstance(x, nn.Module)] if isinstance(model, (tuple, list)) else []
-        hint = "; make an instance of the class first" if isinstance(model, type) and issubclass(model, nn.Module) else f"; pass its {inside[0]} alone" if inside else ""
-        raise TypeError(f"model={reprlib.repr(model)} is of type {type(model).__name__}: expected a torch.nn.Module{hint}")
-    if not isinstance(siblings, int) or siblings < 4: raise ValueError(f"siblings={siblings!r}: expected an integer of at least 4")
+        inside = (
+            [type(x).__name__ for x in model if isinstance(x, nn.Module)] if isinstance(model, (tuple, list)) else []
+        )
+        hint = (
+            "; make an instance of the class first"
+            if isinstance(model, type) and issubclass(model, nn.Module)
+            else f"; pass its {inside[0]} alone"
+            if inside
+            else ""
+        )
+        raise TypeError(
+            f"model={reprlib.repr(model)} is of type {type(model).__name__}: expected a torch.nn.Module{hint}"
+        )
+    if not isinstance(siblings, int) or siblings < 4:
+        raise ValueError(f"siblings={siblings!r}: expected an integer of at least 4")
     return Tree(list(tree_rows(read_tree(model, siblings))))

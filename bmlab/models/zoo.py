@@ -22,7 +22,8 @@ def _untied(cls): return {k: v for k, v in cls._tied_weights_keys.items() if k !
 class T5Untied(tf.T5ForConditionalGeneration):
     "T5 v1.1: the head is a matrix of its own."
     _tied_weights_keys = _untied(tf.T5ForConditionalGeneration)
-    accepts_loss_kwargs = False                          # its loss is a mean over its own labels: a trainer that accumulates is to divide
+    # its loss is a mean over its own labels: a trainer that accumulates is to divide
+    accepts_loss_kwargs = False
 
 class MT5Untied(tf.MT5ForConditionalGeneration):
     "mT5: the head is a matrix of its own."
@@ -45,8 +46,11 @@ def _ours(table, name):
 class Size:
     "One size of a model family: `build` makes it, `zoo` lists it."
     family:str                                   # such as "LLaMA"
-    model:str|type                               # a model class of transformers or of ours, by name; or a class with a `config_class`
-    values:dict|str = field(default_factory=dict) # configuration values that differ from the class's defaults; or where the registry has them: "VALUES" or "TABLE/name"
+    # a model class of transformers or of ours, by name; or a class with a `config_class`
+    model:str|type
+    # configuration values that differ from the class's defaults; or where the registry has them: "VALUES" or
+    # "TABLE/name"
+    values:dict|str = field(default_factory=dict)
 
     def architecture(self)->type: # the model class
         "The class that makes the model."
@@ -66,12 +70,21 @@ class Size:
         kind = self.architecture().config_class
         alias, default, own = getattr(kind, "attribute_map", {}), kind(), self.shape()
         for k in overrides:
-            known = k in own or k == "attn_implementation" or not k.startswith("_") and hasattr(default, k) and not callable(getattr(default, k))
-            if not known: raise TypeError(f"{kind.__name__} has no {k!r}{did_you_mean(k, [*default.to_dict(), *alias])}")
+            known = (
+                k in own
+                or k == "attn_implementation"
+                or not k.startswith("_")
+                and hasattr(default, k)
+                and not callable(getattr(default, k))
+            )
+            if not known:
+                raise TypeError(f"{kind.__name__} has no {k!r}{did_you_mean(k, [*default.to_dict(), *alias])}")
         values = {**own, **{alias.get(k, k): v for k, v in overrides.items()}}
-        for k in ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"):   # a smaller vocabulary lacks the family's special tokens
+        # a smaller vocabulary lacks the family's special tokens
+        for k in ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"):
             i = values.get(k, getattr(default, k, None))
-            if "vocab_size" in overrides and k not in overrides and isinstance(i, int) and i >= overrides["vocab_size"]: values[k] = None
+            if "vocab_size" in overrides and k not in overrides and isinstance(i, int) and i >= overrides["vocab_size"]:
+                values[k] = None
         return kind(**values)
 
 def _sizes(family, model, names, rows, **same):
@@ -83,17 +96,55 @@ _STACK = "num_hidden_layers hidden_size num_attention_heads intermediate_size"
 
 def _encoders():
     base, large = (12, 768, 12, 3072), (24, 1024, 16, 4096)
-    long = dict(layer_norm_eps=1e-5, vocab_size=50265, type_vocab_size=1, pad_token_id=1, bos_token_id=0, eos_token_id=2)
-    vocabularies = {"bert-base-cased": 28996, "bert-base-chinese": 21128, "bert-base-multilingual-cased": 119547, "kv-plm": 31090}
+    long = dict(
+        layer_norm_eps=1e-5, vocab_size=50265, type_vocab_size=1, pad_token_id=1, bos_token_id=0, eos_token_id=2
+    )
+    vocabularies = {
+        "bert-base-cased": 28996,
+        "bert-base-chinese": 21128,
+        "bert-base-multilingual-cased": 119547,
+        "kv-plm": 31090,
+    }
     return {
         **_sizes("BERT", "BertForMaskedLM", _STACK, {"bert-base": base, "bert-large": large}),
         **_sizes("BERT", "BertForMaskedLM", _STACK + " vocab_size", {n: (*base, v) for n, v in vocabularies.items()}),
         **_sizes("BERT", "BertForMaskedLM", _STACK, {"bert-large-cased": large}, vocab_size=28996),
-        **_sizes("RoBERTa", "RobertaForMaskedLM", _STACK, {"roberta-base": base, "roberta-large": large}, max_position_embeddings=514, **long),
-        **_sizes("Longformer", "LongformerForMaskedLM", _STACK, {"longformer-base": base, "longformer-large": large}, max_position_embeddings=4098, attention_window=512, **long),
-        **_sizes("Longformer", "LongformerForMaskedLM", _STACK, {"lawformer": base}, vocab_size=21128, max_position_embeddings=4098, type_vocab_size=2, attention_window=512),
+        **_sizes(
+            "RoBERTa",
+            "RobertaForMaskedLM",
+            _STACK,
+            {"roberta-base": base, "roberta-large": large},
+            max_position_embeddings=514,
+            **long,
+        ),
+        **_sizes(
+            "Longformer",
+            "LongformerForMaskedLM",
+            _STACK,
+            {"longformer-base": base, "longformer-large": large},
+            max_position_embeddings=4098,
+            attention_window=512,
+            **long,
+        ),
+        **_sizes(
+            "Longformer",
+            "LongformerForMaskedLM",
+            _STACK,
+            {"lawformer": base},
+            vocab_size=21128,
+            max_position_embeddings=4098,
+            type_vocab_size=2,
+            attention_window=512,
+        ),
         **_sizes("ViT", "ViTForImageClassification", _STACK, {"vit-base": base, "vit-large": large}, num_labels=1000),
-        **_sizes("ViT", "ViTForImageClassification", _STACK, {"vit-huge": (32, 1280, 16, 5120)}, num_labels=1000, patch_size=14),
+        **_sizes(
+            "ViT",
+            "ViTForImageClassification",
+            _STACK,
+            {"vit-huge": (32, 1280, 16, 5120)},
+            num_labels=1000,
+            patch_size=14,
+        ),
         **_sizes("MiniLM", "BertModel", _STACK, {"minilm-l6": (6, 384, 12, 1536)}),
     }
 
@@ -104,21 +155,94 @@ def _decoders():
     opt = "num_hidden_layers hidden_size num_attention_heads ffn_dim word_embed_proj_dim"
     rope = lambda theta: {"rope_type": "default", "rope_theta": theta}
     return {
-        **_sizes("GPT-2", "GPT2LMHeadModel", "n_layer n_embd n_head", {"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20), "gpt2-xl": (48, 1600, 25)}),
-        **_sizes("GPT-2", "GPT2LMHeadModel", "n_layer n_embd n_head", {"wenzhong-gpt2-3.5b": (30, 3072, 32)}, vocab_size=50304),
+        **_sizes(
+            "GPT-2",
+            "GPT2LMHeadModel",
+            "n_layer n_embd n_head",
+            {
+                "gpt2": (12, 768, 12),
+                "gpt2-medium": (24, 1024, 16),
+                "gpt2-large": (36, 1280, 20),
+                "gpt2-xl": (48, 1600, 25),
+            },
+        ),
+        **_sizes(
+            "GPT-2",
+            "GPT2LMHeadModel",
+            "n_layer n_embd n_head",
+            {"wenzhong-gpt2-3.5b": (30, 3072, 32)},
+            vocab_size=50304,
+        ),
         **_sizes("GPT-J", "GPTJForCausalLM", "n_layer n_embd n_head rotary_dim", {"gpt-j-6b": (28, 4096, 16, 64)}),
-        **_sizes("OPT", "OPTForCausalLM", opt, {"opt-125m": (12, 768, 12, 3072, 768), "opt-1.3b": (24, 2048, 32, 8192, 2048), "opt-2.7b": (32, 2560, 32, 10240, 2560),
-                 "opt-6.7b": (32, 4096, 32, 16384, 4096), "opt-13b": (40, 5120, 40, 20480, 5120), "opt-30b": (48, 7168, 56, 28672, 7168), "opt-66b": (64, 9216, 72, 36864, 9216),
-                 "opt-175b": (96, 12288, 96, 49152, 12288)}),
+        **_sizes(
+            "OPT",
+            "OPTForCausalLM",
+            opt,
+            {
+                "opt-125m": (12, 768, 12, 3072, 768),
+                "opt-1.3b": (24, 2048, 32, 8192, 2048),
+                "opt-2.7b": (32, 2560, 32, 10240, 2560),
+                "opt-6.7b": (32, 4096, 32, 16384, 4096),
+                "opt-13b": (40, 5120, 40, 20480, 5120),
+                "opt-30b": (48, 7168, 56, 28672, 7168),
+                "opt-66b": (64, 9216, 72, 36864, 9216),
+                "opt-175b": (96, 12288, 96, 49152, 12288),
+            },
+        ),
         **_sizes("OPT", "OPTForCausalLM", opt, {"opt-350m": (24, 1024, 16, 4096, 512)}, do_layer_norm_before=False),
-        **_sizes("LLaMA", "LlamaForCausalLM", _LLAMA, {"llama-7b": (32, 4096, 32, 32, 11008), "llama-13b": (40, 5120, 40, 40, 13824),
-                 "llama-33b": (60, 6656, 52, 52, 17920), "llama-65b": (80, 8192, 64, 64, 22016)}, vocab_size=32000, max_position_embeddings=2048, rms_norm_eps=1e-6),
-        **_sizes("LLaMA 2", "LlamaForCausalLM", _LLAMA, {"llama2-7b": (32, 4096, 32, 32, 11008), "llama2-13b": (40, 5120, 40, 40, 13824), "llama2-70b": (80, 8192, 64, 8, 28672)},
-                 vocab_size=32000, max_position_embeddings=4096, rms_norm_eps=1e-5),
-        **_sizes("LLaMA 3", "LlamaForCausalLM", _LLAMA, {"llama3-8b": (32, 4096, 32, 8, 14336), "llama3-70b": (80, 8192, 64, 8, 28672)}, vocab_size=128256,
-                 max_position_embeddings=8192, rms_norm_eps=1e-5, bos_token_id=128000, eos_token_id=128001, rope_parameters=rope(5e5)),
-        **_sizes("SmolLM2", "LlamaForCausalLM", _LLAMA, {"smollm2-135m": (30, 576, 9, 3, 1536)}, vocab_size=49152, max_position_embeddings=8192, rms_norm_eps=1e-5,
-                 tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2, rope_parameters=rope(1e5)),
+        **_sizes(
+            "LLaMA",
+            "LlamaForCausalLM",
+            _LLAMA,
+            {
+                "llama-7b": (32, 4096, 32, 32, 11008),
+                "llama-13b": (40, 5120, 40, 40, 13824),
+                "llama-33b": (60, 6656, 52, 52, 17920),
+                "llama-65b": (80, 8192, 64, 64, 22016),
+            },
+            vocab_size=32000,
+            max_position_embeddings=2048,
+            rms_norm_eps=1e-6,
+        ),
+        **_sizes(
+            "LLaMA 2",
+            "LlamaForCausalLM",
+            _LLAMA,
+            {
+                "llama2-7b": (32, 4096, 32, 32, 11008),
+                "llama2-13b": (40, 5120, 40, 40, 13824),
+                "llama2-70b": (80, 8192, 64, 8, 28672),
+            },
+            vocab_size=32000,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+        ),
+        **_sizes(
+            "LLaMA 3",
+            "LlamaForCausalLM",
+            _LLAMA,
+            {"llama3-8b": (32, 4096, 32, 8, 14336), "llama3-70b": (80, 8192, 64, 8, 28672)},
+            vocab_size=128256,
+            max_position_embeddings=8192,
+            rms_norm_eps=1e-5,
+            bos_token_id=128000,
+            eos_token_id=128001,
+            rope_parameters=rope(5e5),
+        ),
+        **_sizes(
+            "SmolLM2",
+            "LlamaForCausalLM",
+            _LLAMA,
+            {"smollm2-135m": (30, 576, 9, 3, 1536)},
+            vocab_size=49152,
+            max_position_embeddings=8192,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=2,
+            rope_parameters=rope(1e5),
+        ),
     }
 
 # %% ../../nbs/04_models/02_zoo.ipynb #44cf9377
@@ -127,11 +251,30 @@ _T5 = "num_layers d_model num_heads d_kv d_ff"
 def _seq2seq():
     start = dict(decoder_start_token_id=0)               # the padding token, which the class's defaults leave out
     gated = dict(start, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
-    small, base, large, xl, xxl = (8, 512, 6, 64, 1024), (12, 768, 12, 64, 2048), (24, 1024, 16, 64, 2816), (24, 2048, 32, 64, 5120), (24, 4096, 64, 64, 10240)
-    named = lambda stem: dict(zip((f"{stem}-{s}" for s in ("small", "base", "large", "xl", "xxl")), (small, base, large, xl, xxl)))
+    small, base, large, xl, xxl = (
+        (8, 512, 6, 64, 1024),
+        (12, 768, 12, 64, 2048),
+        (24, 1024, 16, 64, 2816),
+        (24, 2048, 32, 64, 5120),
+        (24, 4096, 64, 64, 10240),
+    )
+    named = lambda stem: dict(
+        zip((f"{stem}-{s}" for s in ("small", "base", "large", "xl", "xxl")), (small, base, large, xl, xxl))
+    )
     return {
-        **_sizes("T5", "T5ForConditionalGeneration", _T5, {"t5-small": (6, 512, 8, 64, 2048), "t5-base": (12, 768, 12, 64, 3072), "t5-large": (24, 1024, 16, 64, 4096),
-                 "t5-3b": (24, 1024, 32, 128, 16384), "t5-11b": (24, 1024, 128, 128, 65536)}, **start),
+        **_sizes(
+            "T5",
+            "T5ForConditionalGeneration",
+            _T5,
+            {
+                "t5-small": (6, 512, 8, 64, 2048),
+                "t5-base": (12, 768, 12, 64, 3072),
+                "t5-large": (24, 1024, 16, 64, 4096),
+                "t5-3b": (24, 1024, 32, 128, 16384),
+                "t5-11b": (24, 1024, 128, 128, 65536),
+            },
+            **start,
+        ),
         **_sizes("T5 v1.1", T5Untied, _T5, {**named("t5-v1_1"), **named("flan-t5"), "mengzi-t5-base": base}, **gated),
         **_sizes("mT5", MT5Untied, _T5, named("mt5"), vocab_size=250112, **gated),
     }
@@ -142,14 +285,28 @@ def _own():
     cpm2, eva = "Cpm2ForConditionalGeneration", "EvaForConditionalGeneration"
     return {
         "cpm-1": Size("CPM-1", "GPT2LMHeadModel", "CPM1"),
-        **_sizes("CPM-1", "GPT2LMHeadModel", "n_layer n_embd n_head", {"cpm-1-small": (12, 768, 12), "cpm-1-medium": (24, 1024, 16)}, vocab_size=30000, bos_token_id=1, eos_token_id=7, pad_token_id=5),
+        **_sizes(
+            "CPM-1",
+            "GPT2LMHeadModel",
+            "n_layer n_embd n_head",
+            {"cpm-1-small": (12, 768, 12), "cpm-1-medium": (24, 1024, 16)},
+            vocab_size=30000,
+            bos_token_id=1,
+            eos_token_id=7,
+            pad_token_id=5,
+        ),
         "cpm-1-modelcenter": Size("CPM-1", "Cpm1ForCausalLM"),
-        "cpm-2": Size("CPM-2", cpm2), "cpm-2.1": Size("CPM-2", cpm2), "cpm-2-moe": Size("CPM-2", cpm2, dict(num_experts=32)),
+        "cpm-2": Size("CPM-2", cpm2),
+        "cpm-2.1": Size("CPM-2", cpm2),
+        "cpm-2-moe": Size("CPM-2", cpm2, dict(num_experts=32)),
         "cpm-2-modelcenter": Size("CPM-2", cpm2, dict(attn_scale=True, length_scale=True)),
-        "eva": Size("EVA", eva, dict(attn_scale=False)), "eva2": Size("EVA", eva),
+        "eva": Size("EVA", eva, dict(attn_scale=False)),
+        "eva2": Size("EVA", eva),
         **_sizes("EVA", eva, _T5, {"eva2-large": (24, 1024, 16, 64, 4096), "eva2-base": (12, 768, 12, 64, 3072)}),
         "glm-10b-zh": Size("GLM", "BlankGlmForConditionalGeneration"),
-        **at("CPM-Ant", "CpmAntTied", "ANT_SIZES", "cpm-ant-10b cpm-ant-7b cpm-ant-3b cpm-ant-2b cpm-ant-1b cpm-ant-0.3b"),
+        **at(
+            "CPM-Ant", "CpmAntTied", "ANT_SIZES", "cpm-ant-10b cpm-ant-7b cpm-ant-3b cpm-ant-2b cpm-ant-1b cpm-ant-0.3b"
+        ),
         **at("CPM-Bee", "CpmBeeForCausalLM", "BEE_SIZES", "cpm-bee-10b cpm-bee-5b cpm-bee-2b cpm-bee-1b"),
     }
 
@@ -157,16 +314,33 @@ def _table(): return {**_encoders(), **_decoders(), **_seq2seq(), **_own()}
 
 # %% ../../nbs/04_models/02_zoo.ipynb #b4f72181
 _SIZES = _table()
-_ALIASES = {"bert-base-uncased": "bert-base", "bert-large-uncased": "bert-large", "gpt2-base": "gpt2", "gptj-6b": "gpt-j-6b", "longformer-base-4096": "longformer-base",
-            "longformer-large-4096": "longformer-large", "vit-base-patch16-224": "vit-base", "vit-large-patch16-224": "vit-large", "llama-30b": "llama-33b",
-            "cpm1-large": "cpm-1-modelcenter", "cpm2-large": "cpm-2-modelcenter", "glm-10b-chinese": "glm-10b-zh", "eva2-xlarge": "eva2"}
+_ALIASES = {
+    "bert-base-uncased": "bert-base",
+    "bert-large-uncased": "bert-large",
+    "gpt2-base": "gpt2",
+    "gptj-6b": "gpt-j-6b",
+    "longformer-base-4096": "longformer-base",
+    "longformer-large-4096": "longformer-large",
+    "vit-base-patch16-224": "vit-base",
+    "vit-large-patch16-224": "vit-large",
+    "llama-30b": "llama-33b",
+    "cpm1-large": "cpm-1-modelcenter",
+    "cpm2-large": "cpm-2-modelcenter",
+    "glm-10b-chinese": "glm-10b-zh",
+    "eva2-xlarge": "eva2",
+}
 
 def sizes(
     family:str="", # part of a name or of a family's name, any case; "": all
 )->list[str]:      # names of sizes, in the zoo's order
     "The names that `build` knows."
     found = [n for n, s in _SIZES.items() if family.lower() in n or family.lower() in s.family.lower()]
-    if not found: raise LookupError(f"family={family!r} is in no name{did_you_mean(family, {s.family for s in _SIZES.values()} | set(_SIZES))}; families are {', '.join(dict.fromkeys(s.family for s in _SIZES.values()))}")
+    if not found:
+        raise LookupError(
+            f"family={family!r} is in no "
+            f"name{did_you_mean(family, {s.family for s in _SIZES.values()} | set(_SIZES))}; families are "
+            f"{', '.join(dict.fromkeys(s.family for s in _SIZES.values()))}"
+        )
     return found
 
 def size_of(
@@ -205,17 +379,56 @@ def build(
     return model
 
 # %% ../../nbs/04_models/02_zoo.ipynb #8967340a
-_LICENSE = {"BERT": "apache-2.0", "RoBERTa": "mit", "Longformer": "apache-2.0", "ViT": "apache-2.0", "MiniLM": "apache-2.0", "GPT-2": "mit", "GPT-J": "apache-2.0", "OPT": "opt-175b", "LLaMA": "llama",
-            "LLaMA 2": "llama2", "LLaMA 3": "llama3", "SmolLM2": "apache-2.0", "T5": "apache-2.0", "T5 v1.1": "apache-2.0", "mT5": "apache-2.0",
-            "CPM-Bee": "通用模型许可协议-来源说明-宣传限制-商业授权", "wenzhong-gpt2-3.5b": "apache-2.0", "kv-plm": "unknown", "lawformer": "unknown"}
-_HUB = {"bert-base": "google-bert/bert-base-uncased", "bert-large": "google-bert/bert-large-uncased", "roberta-base": "FacebookAI/roberta-base", "roberta-large": "FacebookAI/roberta-large",
-        **{f"bert-{n}": f"google-bert/bert-{n}" for n in ("base-cased", "base-chinese", "base-multilingual-cased", "large-cased")}, "lawformer": "thunlp/Lawformer",
-        **{f"longformer-{n}": f"allenai/longformer-{n}-4096" for n in ("base", "large")}, **{f"vit-{n}": f"google/vit-{n}-patch16-224" for n in ("base", "large")},
-        "gpt2": "openai-community/gpt2", **{f"gpt2-{n}": f"openai-community/gpt2-{n}" for n in ("medium", "large", "xl")}, "wenzhong-gpt2-3.5b": "IDEA-CCNL/Wenzhong-GPT2-3.5B",
-        "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct", "minilm-l6": "sentence-transformers/all-MiniLM-L6-v2", "gpt-j-6b": "EleutherAI/gpt-j-6b", **{f"opt-{n}": f"facebook/opt-{n}" for n in "125m 350m 1.3b 2.7b 6.7b 13b 30b 66b".split()},
-        **{f"t5-{n}": f"google-t5/t5-{n}" for n in "small base large 3b 11b".split()}, "mengzi-t5-base": "Langboat/mengzi-t5-base",
-        **{f"{stem}-{n}": f"google/{stem}-{n}" for stem in ("t5-v1_1", "flan-t5", "mt5") for n in ("small", "base", "large", "xl", "xxl")},
-        **{f"llama2-{n}": f"meta-llama/Llama-2-{n}-hf" for n in ("7b", "13b", "70b")}, **{f"llama3-{n}": f"meta-llama/Meta-Llama-3-{n.upper()}" for n in ("8b", "70b")}}
+_LICENSE = {
+    "BERT": "apache-2.0",
+    "RoBERTa": "mit",
+    "Longformer": "apache-2.0",
+    "ViT": "apache-2.0",
+    "MiniLM": "apache-2.0",
+    "GPT-2": "mit",
+    "GPT-J": "apache-2.0",
+    "OPT": "opt-175b",
+    "LLaMA": "llama",
+    "LLaMA 2": "llama2",
+    "LLaMA 3": "llama3",
+    "SmolLM2": "apache-2.0",
+    "T5": "apache-2.0",
+    "T5 v1.1": "apache-2.0",
+    "mT5": "apache-2.0",
+    "CPM-Bee": "通用模型许可协议-来源说明-宣传限制-商业授权",
+    "wenzhong-gpt2-3.5b": "apache-2.0",
+    "kv-plm": "unknown",
+    "lawformer": "unknown",
+}
+_HUB = {
+    "bert-base": "google-bert/bert-base-uncased",
+    "bert-large": "google-bert/bert-large-uncased",
+    "roberta-base": "FacebookAI/roberta-base",
+    "roberta-large": "FacebookAI/roberta-large",
+    **{
+        f"bert-{n}": f"google-bert/bert-{n}"
+        for n in ("base-cased", "base-chinese", "base-multilingual-cased", "large-cased")
+    },
+    "lawformer": "thunlp/Lawformer",
+    **{f"longformer-{n}": f"allenai/longformer-{n}-4096" for n in ("base", "large")},
+    **{f"vit-{n}": f"google/vit-{n}-patch16-224" for n in ("base", "large")},
+    "gpt2": "openai-community/gpt2",
+    **{f"gpt2-{n}": f"openai-community/gpt2-{n}" for n in ("medium", "large", "xl")},
+    "wenzhong-gpt2-3.5b": "IDEA-CCNL/Wenzhong-GPT2-3.5B",
+    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "minilm-l6": "sentence-transformers/all-MiniLM-L6-v2",
+    "gpt-j-6b": "EleutherAI/gpt-j-6b",
+    **{f"opt-{n}": f"facebook/opt-{n}" for n in "125m 350m 1.3b 2.7b 6.7b 13b 30b 66b".split()},
+    **{f"t5-{n}": f"google-t5/t5-{n}" for n in "small base large 3b 11b".split()},
+    "mengzi-t5-base": "Langboat/mengzi-t5-base",
+    **{
+        f"{stem}-{n}": f"google/{stem}-{n}"
+        for stem in ("t5-v1_1", "flan-t5", "mt5")
+        for n in ("small", "base", "large", "xl", "xxl")
+    },
+    **{f"llama2-{n}": f"meta-llama/Llama-2-{n}-hf" for n in ("7b", "13b", "70b")},
+    **{f"llama3-{n}": f"meta-llama/Meta-Llama-3-{n.upper()}" for n in ("8b", "70b")},
+}
 _PUBLISHED = {k: v for row in """
 bert-base 110M bert-large 340M bert-base-cased 109M bert-large-cased 335M bert-base-chinese 103M bert-base-multilingual-cased 179M roberta-base 125M roberta-large 355M
 longformer-base 149M longformer-large 435M vit-base 86M vit-large 307M vit-huge 632M minilm-l6 22.7M
@@ -241,22 +454,35 @@ def license_of(
 
 def zoo(
     family:str="", # part of a name or of a family's name, such as "CPM"; "": all
-)->pd.DataFrame: # index: name; columns: family, model (class), kind, layers (of each stack), width, heads, parameters (tied once), published (figure), ratio (of the two), license, weights (hub name)
+# index: name; columns: family, model (class), kind, layers (of each stack), width, heads, parameters (tied once),
+# published (figure), ratio (of the two), license, weights (hub name)
+)->pd.DataFrame:
     "The sizes, with their parameters counted on the meta device."
     rows = {}
     for name in sizes(family):
         model = build(name, device="meta", random=False)
         c, n, figure = model.config, count(model).total, _PUBLISHED.get(name, "")
         kind = "encoder-decoder" if c.is_encoder_decoder else "decoder" if model.can_generate() else "encoder"
-        rows[name] = dict(family=size_of(name).family, model=type(model).__name__, kind=kind, layers=c.num_hidden_layers, width=c.hidden_size,
-                          heads=c.num_attention_heads, parameters=n, published=figure, ratio=round(n / _number(figure), 3) if figure else None,
-                          license=license_of(name), weights=_HUB.get(name, ""))
+        rows[name] = dict(
+            family=size_of(name).family,
+            model=type(model).__name__,
+            kind=kind,
+            layers=c.num_hidden_layers,
+            width=c.hidden_size,
+            heads=c.num_attention_heads,
+            parameters=n,
+            published=figure,
+            ratio=round(n / _number(figure), 3) if figure else None,
+            license=license_of(name),
+            weights=_HUB.get(name, ""),
+        )
     return pd.DataFrame.from_dict(rows, orient="index")
 
 # %% ../../nbs/04_models/02_zoo.ipynb #a91db412
 def anatomy(
     model, # a name of the zoo, or any model
-)->pd.DataFrame: # index: role, or name for want of one; columns: how many, shape of each, parameters, share 0 … 1; largest first
+# index: role, or name for want of one; columns: how many, shape of each, parameters, share 0 … 1; largest first
+)->pd.DataFrame:
     "The parameters of a model, summed over what is equal in role and shape; tied ones once."
     if isinstance(model, str): model = build(model, device="meta", random=False)
     known, rows, seen = roles(model), {}, set()
@@ -269,7 +495,12 @@ def anatomy(
         n, total = rows.get(key, (0, 0))
         rows[key] = n + 1, total + p.numel()
     whole = sum(t for _, t in rows.values())
-    return pd.DataFrame([{"what": k, "count": n, "shape": s, "parameters": t, "share": t / whole} for (k, s), (n, t) in sorted(rows.items(), key=lambda r: -r[1][1])]).set_index("what")
+    return pd.DataFrame(
+        [
+            {"what": k, "count": n, "shape": s, "parameters": t, "share": t / whole}
+            for (k, s), (n, t) in sorted(rows.items(), key=lambda r: -r[1][1])
+        ]
+    ).set_index("what")
 
 # %% ../../nbs/04_models/02_zoo.ipynb #e1e6294e
 _AUTO = {"ForCausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM",

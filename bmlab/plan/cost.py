@@ -26,13 +26,26 @@ def cost_table(
         try: p = plans[label] = plan_training(model, **{**common, **way, "tokens": tokens})
         except ValueError as e:
             if not any(says in str(e) for says in ("smallest feasible", "keeps on the host")): raise
-            rows[label] = {"does not fit": str(e)}; continue
+            rows[label] = {"does not fit": str(e)}
+            continue
         c = p.cost
-        rows[label] = {"days": c.days, "GPU hours": c.gpu_hours, "MWh": c.kwh / 1000, "t CO₂": c.co2_kg / 1000, **({} if c.money is None else {"money": c.money}),
-                       "step, s": p.step_s, "TFLOP/s a GPU": 6 * _elements(model) * p.tokens_s / p.gpus / 1e12, "peak": format_bytes(p.peak_bytes), "recomputed": f"{p.recompute}/{p.blocks}", "on the host": f"{p.offload:.0%}", "bound by": p.bound}
+        rows[label] = {
+            "days": c.days,
+            "GPU hours": c.gpu_hours,
+            "MWh": c.kwh / 1000,
+            "t CO₂": c.co2_kg / 1000,
+            **({} if c.money is None else {"money": c.money}),
+            "step, s": p.step_s,
+            "TFLOP/s a GPU": 6 * _elements(model) * p.tokens_s / p.gpus / 1e12,
+            "peak": format_bytes(p.peak_bytes),
+            "recomputed": f"{p.recompute}/{p.blocks}",
+            "on the host": f"{p.offload:.0%}",
+            "bound by": p.bound,
+        }
     out = pd.DataFrame(rows).T
     for c in out.columns:
-        if c in ("days", "GPU hours", "MWh", "t CO₂", "money", "step, s", "TFLOP/s a GPU"): out[c] = [float(f"{v:.3g}") for v in out[c].astype(float)]
+        if c in ("days", "GPU hours", "MWh", "t CO₂", "money", "step, s", "TFLOP/s a GPU"):
+            out[c] = [float(f"{v:.3g}") for v in out[c].astype(float)]
     out.attrs["plans"] = plans
     return out
 

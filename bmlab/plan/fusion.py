@@ -24,29 +24,73 @@ def _graphs(block, sample):
     from torch._inductor.decomposition import select_decomp_table
     described = lambda x: isinstance(x, tuple) and len(x) == 4 and isinstance(x[0], torch.Size)
     leaves, spec = tree_flatten(sample, is_leaf=described)
-    made = [torch.empty_strided(x[0], x[1], dtype=x[2], device="meta").requires_grad_(x[3]) if described(x) else x for x in leaves]
-    where, names, out = [i for i, x in enumerate(made) if isinstance(x, Tensor)], [n for n, _ in (*block.named_parameters(), *block.named_buffers())], {}
+    made = [
+        torch.empty_strided(x[0], x[1], dtype=x[2], device="meta").requires_grad_(x[3]) if described(x) else x
+        for x in leaves
+    ]
+    where, names, out = (
+        [i for i, x in enumerate(made) if isinstance(x, Tensor)],
+        [n for n, _ in (*block.named_parameters(), *block.named_buffers())],
+        {},
+    )
     def call(tensors, weights):
         values = list(made)
         for i, t in zip(where, tensors): values[i] = t
         args, kwargs = tree_unflatten(values, spec)
-        return [t for t in tree_leaves(torch.func.functional_call(block, dict(zip(names, weights)), tuple(args), kwargs)) if isinstance(t, Tensor)]
+        return [
+            t
+            for t in tree_leaves(torch.func.functional_call(block, dict(zip(names, weights)), tuple(args), kwargs))
+            if isinstance(t, Tensor)
+        ]
     def keep(which):
-        def compiler(graph, _): out[which] = graph.graph; return make_boxed_func(graph.forward)
+        def compiler(graph, _):
+            out[which] = graph.graph
+            return make_boxed_func(graph.forward)
         return compiler
     before = [b._version for b in block.buffers()]
     with FusedAttention():
-        f = aot_function(call, fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=min_cut_rematerialization_partition, decompositions=select_decomp_table())
+        f = aot_function(
+            call,
+            fw_compiler=keep("forward"),
+            bw_compiler=keep("backward"),
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=select_decomp_table(),
+        )
         results = f([made[i] for i in where], [*block.parameters(), *block.buffers()])
         sum(t.float().sum() for t in results if t.requires_grad).backward()
     for p in block.parameters(): p.grad = None
-    if before != [b._version for b in block.buffers()]: raise ValueError(f"a {type(block).__name__} that writes to its buffers")
+    if before != [b._version for b in block.buffers()]:
+        raise ValueError(f"a {type(block).__name__} that writes to its buffers")
     return out["forward"], out["backward"], len(results), len(where)
 
 # %% ../../nbs/06_plan/02_fusion.ipynb #c45f05b0
-_VIEWS = {"view", "permute", "expand", "alias", "unbind", "slice", "transpose", "t", "unsqueeze", "squeeze", "select", "_unsafe_view", "as_strided", "split", "split_with_sizes", "detach", "reshape", "getitem"}
+_VIEWS = {
+    "view",
+    "permute",
+    "expand",
+    "alias",
+    "unbind",
+    "slice",
+    "transpose",
+    "t",
+    "unsqueeze",
+    "squeeze",
+    "select",
+    "_unsafe_view",
+    "as_strided",
+    "split",
+    "split_with_sizes",
+    "detach",
+    "reshape",
+    "getitem",
+}
 
-def _name(node): return node.target._schema.name.split("::")[-1] if hasattr(node.target, "_schema") else getattr(node.target, "__name__", str(node.target))
+def _name(node):
+    return (
+        node.target._schema.name.split("::")[-1]
+        if hasattr(node.target, "_schema")
+        else getattr(node.target, "__name__", str(node.target))
+    )
 
 def _bases(graph):
     "{node: the node whose memory it shows}"
@@ -60,7 +104,24 @@ def _bases(graph):
 
 def _is_kernel(n):
     "A node that the compiler does not fuse"
-    return n.op == "call_function" and (_name(n) in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm", "_grouped_mm", "embedding_dense_backward", "packed_product", "packed_way_back") or "attention" in _name(n) and "scaled_dot" in _name(n))
+    return n.op == "call_function" and (
+        _name(n)
+        in (
+            "mm",
+            "addmm",
+            "bmm",
+            "baddbmm",
+            "convolution",
+            "convolution_backward",
+            "_scaled_mm",
+            "_grouped_mm",
+            "embedding_dense_backward",
+            "packed_product",
+            "packed_way_back",
+        )
+        or "attention" in _name(n)
+        and "scaled_dot" in _name(n)
+    )
 
 def _depths(graph, base):
     "{node: how many kernels come before it}, as late as users allow"
@@ -87,7 +148,11 @@ def _kernels(graph):
     for n in work:
         if not _is_kernel(n):
             for a in n.all_input_nodes:
-                b = base[a] if _name(base[a]) != "getitem" or not base[a].all_input_nodes else base[base[a].all_input_nodes[0]]
+                b = (
+                    base[a]
+                    if _name(base[a]) != "getitem" or not base[a].all_input_nodes
+                    else base[base[a].all_input_nodes[0]]
+                )
                 if b in root and not _is_kernel(b) and depth[b] == depth[n]: root[find(n)] = find(b)
     groups = {}
     for n in work: groups.setdefault(find(n), []).append(n)
@@ -112,7 +177,10 @@ def _plan_graph(graph, kept):
     "(operations, {value node: (born, dies)}): `kept` are nodes that live on"
     kernels, base = _kernels(graph)
     of = {n: k for k, g in enumerate(kernels) for n in g}
-    reads = [{_owner(a, base) for n in g for a in n.all_input_nodes if of.get(_owner(a, base)) != k} for k, g in enumerate(kernels)]
+    reads = [
+        {_owner(a, base) for n in g for a in n.all_input_nodes if of.get(_owner(a, base)) != k}
+        for k, g in enumerate(kernels)
+    ]
     kept = {_owner(n, base) for n in kept}
     written = [[n for n in g if n in kept or any(n in r for r in reads)] for g in kernels]
     ops, lives = [], {}
@@ -124,12 +192,24 @@ def _plan_graph(graph, kept):
             if scratch: lives[n, "scratch"] = (k, k + 1, scratch)
         else:
             size = lambda x: sum(map(traffic, _values(x)))
-            op = (OTHER, 0, 0, 0, 0, 0.0, float(sum(map(size, reads[k])) + sum(map(size, written[k]))), 2, 1 if any(map(size, written[k])) else 0)
+            op = (
+                OTHER,
+                0,
+                0,
+                0,
+                0,
+                0.0,
+                float(sum(map(size, reads[k])) + sum(map(size, written[k]))),
+                2,
+                1 if any(map(size, written[k])) else 0,
+            )
         ops.append(op)
     for k, g in enumerate(written):
-        for n in g: lives[n] = (k, len(ops) if n in kept else 1 + max(j for j, r in enumerate(reads) if n in r), _bytes(n))
+        for n in g:
+            lives[n] = (k, len(ops) if n in kept else 1 + max(j for j, r in enumerate(reads) if n in r), _bytes(n))
     for n in graph.nodes:
-        if n.op == "placeholder": lives[n] = (0, 1 + max((j for j, r in enumerate(reads) if n in r), default=-1), _bytes(n))
+        if n.op == "placeholder":
+            lives[n] = (0, 1 + max((j for j, r in enumerate(reads) if n in r), default=-1), _bytes(n))
     return ops, lives, base
 
 # %% ../../nbs/06_plan/02_fusion.ipynb #d00351ff
@@ -146,12 +226,22 @@ def _compile_plan(block, sample):
     done, places = {}, [n for n in backward.nodes if n.op == "placeholder"]
     by_name = {n.name: n for n in places}
     for o in saved:
-        if o.name in by_name: n = _owner(o, base); done[n] = max(done.get(n, 0), blives[by_name[o.name]][1])
-    fwd = [(*life, done.get(n)) for n, life in lives.items() if not (isinstance(n, torch.fx.Node) and (n.op == "placeholder" or n in results and n not in done))]
+        if o.name in by_name:
+            n = _owner(o, base)
+            done[n] = max(done.get(n, 0), blives[by_name[o.name]][1])
+    fwd = [
+        (*life, done.get(n))
+        for n, life in lives.items()
+        if not (isinstance(n, torch.fx.Node) and (n.op == "placeholder" or n in results and n not in done))
+    ]
     given = [n for n in forward.nodes if n.op == "placeholder"][:n_in]
     kept = {_bytes(n): done[n] for n in given if n in done}
     final = {_owner(o, bbase) for o in back_out}
-    bwd = [(*life, None) for n, life in blives.items() if not isinstance(n, torch.fx.Node) or n.op != "placeholder" and n not in final]
+    bwd = [
+        (*life, None)
+        for n, life in blives.items()
+        if not isinstance(n, torch.fx.Node) or n.op != "placeholder" and n not in final
+    ]
     return ops, fwd, bops, bwd, kept
 
 # %% ../../nbs/06_plan/02_fusion.ipynb #c706c510
@@ -163,11 +253,20 @@ def fuse_blocks(
     backward = {s.call: i for i, s in reversed(list(enumerate(trace.segments))) if s.name and not s.forward}
     for f, name in trace.calls().items():
         block = modules[name]
-        key = (type(block), str(trace.samples[name]), tuple((p.shape, p.dtype, p.requires_grad) for p in (*block.parameters(), *block.buffers())))
+        key = (
+            type(block),
+            str(trace.samples[name]),
+            tuple((p.shape, p.dtype, p.requires_grad) for p in (*block.parameters(), *block.buffers())),
+        )
         if key not in plans:
             try: plans[key] = _compile_plan(block, trace.samples[name])
             except Exception as e:
-                logging.getLogger(__name__).warning("%s is planned as if it were not compiled: %s", name, str(e).splitlines()[0] if str(e) else type(e).__name__); plans[key] = None
+                logging.getLogger(__name__).warning(
+                    "%s is planned as if it were not compiled: %s",
+                    name,
+                    str(e).splitlines()[0] if str(e) else type(e).__name__,
+                )
+                plans[key] = None
         if plans[key] is None or f not in backward: continue
         done[f] = (backward[f], plans[key])
     return _rebuild(trace, done)
@@ -177,19 +276,42 @@ def _rebuild(trace, done):
     segments, replays, lives = list(trace.segments), dict(trace.replays), trace.lives
     length = {f: len(p[0]) for f, (_, p) in done.items()} | {b: len(p[2]) for b, p in done.values()}
     pair = {f: b for f, (b, _) in done.items()}
-    scale = lambda p: p if p is None or p[0] not in length else (p[0], round(p[1] * length[p[0]] / max(len(trace.segments[p[0]].ops), 1)))
+    scale = lambda p: (
+        p
+        if p is None or p[0] not in length
+        else (p[0], round(p[1] * length[p[0]] / max(len(trace.segments[p[0]].ops), 1)))
+    )
     new, index, kept = [], {}, {}
-    for i, f in trace.inputs:                                                  # a compiled block may keep what it was called with, where the plain one keeps a copy in float32
-        if f in done and (until := done[f][1][4].get(lives[i].bytes)) is not None: kept.setdefault(i, {})[f] = done[f][0], until
+    # a compiled block may keep what it was called with, where the plain one keeps a copy in float32
+    for i, f in trace.inputs:
+        if f in done and (until := done[f][1][4].get(lives[i].bytes)) is not None:
+            kept.setdefault(i, {})[f] = done[f][0], until
     for i, l in enumerate(lives):
         s = l.birth[0]
         if s in length and l.death is not None and l.death[0] == s and l.kind == "activation": continue
         index[i] = len(new)
-        new.append(dataclasses.replace(l, birth=scale(l.birth), death=scale(l.death), claims={c: scale(p) for c, p in l.claims.items() if not (c == s and s in pair)} | kept.get(i, {})))
+        new.append(
+            dataclasses.replace(
+                l,
+                birth=scale(l.birth),
+                death=scale(l.death),
+                claims={c: scale(p) for c, p in l.claims.items() if not (c == s and s in pair)} | kept.get(i, {}),
+            )
+        )
     for f, (b, (ops, fwd, bops, bwd, _)) in done.items():
         segments[f], segments[b] = segments[f]._replace(ops=ops), segments[b]._replace(ops=bops)
-        for born, dies, size, until in fwd: new.append(Life(size, (f, born), (f, dies), {} if until is None else {f: (b, until)}))
+        for born, dies, size, until in fwd:
+            new.append(Life(size, (f, born), (f, dies), {} if until is None else {f: (b, until)}))
         for born, dies, size, _ in bwd: new.append(Life(size, (b, born), (b, dies)))
         replays[f] = 1 + max((born for born, _, _, until in fwd if until is not None), default=-1)
-    return tally_blocks(dataclasses.replace(trace, segments=segments, lives=new, replays=replays, compiled=True, blocks={},
-                                      inputs=[(index[i], c) for i, c in trace.inputs if i in index]))
+    return tally_blocks(
+        dataclasses.replace(
+            trace,
+            segments=segments,
+            lives=new,
+            replays=replays,
+            compiled=True,
+            blocks={},
+            inputs=[(index[i], c) for i, c in trace.inputs if i in index],
+        )
+    )

@@ -38,7 +38,9 @@ class Machine:
     matmul:float=0.82              # share of `flops` that whole tiles reach in a long run
     attention:float=0.42           # share of `flops` of fused attention, forward
     attention_backward:float=0.33  # share of `flops` of fused attention, backward
-    masked:float=0.060             # share of `flops` of fused attention with a mask or a bias, for which there is another kernel, forward; seen on an H200 with dropout and heads of 64, for other presets a guess
+    # share of `flops` of fused attention with a mask or a bias, for which there is another kernel, forward; seen on an
+    # H200 with dropout and heads of 64, for other presets a guess
+    masked:float=0.060
     masked_backward:float=0.063    # the same, backward, gradients of the bias too
     elementwise:float=0.80         # share of `hbm` of elementwise and reducing kernels
     unaligned:float=0.31           # share of `flops` where rows are not multiples of 16 bytes, as of 30,522 words
@@ -51,60 +53,200 @@ class Machine:
     def __post_init__(self):
         for f in dataclasses.fields(self):
             v = getattr(self, f.name)
-            if f.name not in ("name", "source", "context") and not v > 0: raise ValueError(f"Machine({f.name}={v!r}): must be above 0")
+            if f.name not in ("name", "source", "context") and not v > 0:
+                raise ValueError(f"Machine({f.name}={v!r}): must be above 0")
 
     def __repr__(self):
-        return (f"{self.name}: {self.flops / 1e12:.4g} TFLOP/s, {self.hbm / 1e12:.3g} TB/s, {format_bytes(self.gpu_memory)}, link {self.h2d / 1e9:.3g} GB/s, "
-                f"host {format_bytes(self.host_memory)}, Adam {self.host_adam / 1e9:.2g} G parameters/s ({self.source})")
+        return (
+            f"{self.name}: {self.flops / 1e12:.4g} TFLOP/s, {self.hbm / 1e12:.3g} TB/s, "
+            f"{format_bytes(self.gpu_memory)}, link {self.h2d / 1e9:.3g} GB/s, "
+            f"host {format_bytes(self.host_memory)}, Adam {self.host_adam / 1e9:.2g} G parameters/s ({self.source})"
+        )
 
 # %% ../../nbs/06_plan/00_machine.ipynb #124a0720
 _DATASHEET = dict(source="datasheet")
 
-MACHINES = {m.name: m for m in (
-    Machine(name="h200", flops=790e12, hbm=4.29e12, gpu_memory=143_771 << 20, h2d=55e9, d2h=55e9, duplex=50e9, host_memory=128 << 30, host_adam=5.1e9,
-            network=380e9, network_hosts=40e9, watts=900, source="measured, network from datasheet"),
-    Machine(name="a100-80", flops=260e12, hbm=1.75e12, gpu_memory=81_920 << 20, h2d=24e9, d2h=24e9, duplex=20e9, host_memory=128 << 30, host_adam=2e9,
-            network=230e9, network_hosts=20e9, watts=520, flops32=18e12, units=108, masked=0.2, masked_backward=0.18, **_DATASHEET),
-    Machine(name="a100-40", flops=260e12, hbm=1.35e12, gpu_memory=40_960 << 20, h2d=24e9, d2h=24e9, duplex=20e9, host_memory=128 << 30, host_adam=2e9,
-            network=230e9, network_hosts=20e9, watts=520, flops32=18e12, units=108, masked=0.2, masked_backward=0.18, **_DATASHEET),
-    Machine(name="v100-32", flops=100e12, hbm=0.80e12, gpu_memory=32_768 << 20, h2d=12e9, d2h=12e9, duplex=10e9, host_memory=96 << 30, host_adam=1e9,
-            network=110e9, network_hosts=10e9, watts=330, flops32=14e12, units=80, attention=0.3, attention_backward=0.2, masked=0.2, masked_backward=0.15, **_DATASHEET),
-    Machine(name="2080ti", flops=48e12, hbm=0.54e12, gpu_memory=11_264 << 20, h2d=12e9, d2h=12e9, duplex=10e9, host_memory=64 << 30, host_adam=0.8e9,
-            network=8e9, network_hosts=1.2e9, gpus_per_host=1, watts=300, flops32=12e12, units=68, attention=0.3, attention_backward=0.2, masked=0.2, masked_backward=0.15, **_DATASHEET),
-    Machine(name="gtx1060", flops=3.9e12, hbm=0.16e12, gpu_memory=6_144 << 20, h2d=12e9, d2h=12e9, duplex=10e9, host_memory=32 << 30, host_adam=0.5e9,
-            network=8e9, network_hosts=1.2e9, gpus_per_host=1, watts=180, flops32=3.9e12, units=10, attention=0.4, attention_backward=0.3, masked=0.3, masked_backward=0.2, **_DATASHEET),
-)}
+MACHINES = {
+    m.name: m
+    for m in (
+        Machine(
+            name="h200",
+            flops=790e12,
+            hbm=4.29e12,
+            gpu_memory=143_771 << 20,
+            h2d=55e9,
+            d2h=55e9,
+            duplex=50e9,
+            host_memory=128 << 30,
+            host_adam=5.1e9,
+            network=380e9,
+            network_hosts=40e9,
+            watts=900,
+            source="measured, network from datasheet",
+        ),
+        Machine(
+            name="a100-80",
+            flops=260e12,
+            hbm=1.75e12,
+            gpu_memory=81_920 << 20,
+            h2d=24e9,
+            d2h=24e9,
+            duplex=20e9,
+            host_memory=128 << 30,
+            host_adam=2e9,
+            network=230e9,
+            network_hosts=20e9,
+            watts=520,
+            flops32=18e12,
+            units=108,
+            masked=0.2,
+            masked_backward=0.18,
+            **_DATASHEET,
+        ),
+        Machine(
+            name="a100-40",
+            flops=260e12,
+            hbm=1.35e12,
+            gpu_memory=40_960 << 20,
+            h2d=24e9,
+            d2h=24e9,
+            duplex=20e9,
+            host_memory=128 << 30,
+            host_adam=2e9,
+            network=230e9,
+            network_hosts=20e9,
+            watts=520,
+            flops32=18e12,
+            units=108,
+            masked=0.2,
+            masked_backward=0.18,
+            **_DATASHEET,
+        ),
+        Machine(
+            name="v100-32",
+            flops=100e12,
+            hbm=0.80e12,
+            gpu_memory=32_768 << 20,
+            h2d=12e9,
+            d2h=12e9,
+            duplex=10e9,
+            host_memory=96 << 30,
+            host_adam=1e9,
+            network=110e9,
+            network_hosts=10e9,
+            watts=330,
+            flops32=14e12,
+            units=80,
+            attention=0.3,
+            attention_backward=0.2,
+            masked=0.2,
+            masked_backward=0.15,
+            **_DATASHEET,
+        ),
+        Machine(
+            name="2080ti",
+            flops=48e12,
+            hbm=0.54e12,
+            gpu_memory=11_264 << 20,
+            h2d=12e9,
+            d2h=12e9,
+            duplex=10e9,
+            host_memory=64 << 30,
+            host_adam=0.8e9,
+            network=8e9,
+            network_hosts=1.2e9,
+            gpus_per_host=1,
+            watts=300,
+            flops32=12e12,
+            units=68,
+            attention=0.3,
+            attention_backward=0.2,
+            masked=0.2,
+            masked_backward=0.15,
+            **_DATASHEET,
+        ),
+        Machine(
+            name="gtx1060",
+            flops=3.9e12,
+            hbm=0.16e12,
+            gpu_memory=6_144 << 20,
+            h2d=12e9,
+            d2h=12e9,
+            duplex=10e9,
+            host_memory=32 << 30,
+            host_adam=0.5e9,
+            network=8e9,
+            network_hosts=1.2e9,
+            gpus_per_host=1,
+            watts=180,
+            flops32=3.9e12,
+            units=10,
+            attention=0.4,
+            attention_backward=0.3,
+            masked=0.3,
+            masked_backward=0.2,
+            **_DATASHEET,
+        ),
+    )
+}
 
 def machine(
-    which:str|Machine|None="h200", # a preset's name, a Machine, or None: the preset nearest to the GPU at hand, with its memory; without a GPU h200
+    which:str|Machine|None="h200", # a preset's name, a Machine, or None: the preset nearest to the GPU at hand, with
+                                   # its memory; without a GPU h200
 )->Machine:
     "A machine by name."
     if isinstance(which, Machine): return which
     if which is None:
         if not torch.cuda.is_available(): return MACHINES["h200"]
-        name, size = torch.cuda.get_device_name().lower().replace(" ", ""), torch.cuda.get_device_properties(0).total_memory
+        name, size = (
+            torch.cuda.get_device_name().lower().replace(" ", ""),
+            torch.cuda.get_device_properties(0).total_memory,
+        )
         near = [m for n, m in MACHINES.items() if n.split("-")[0] in name] or [MACHINES["h200"]]
         return dataclasses.replace(min(near, key=lambda m: abs(m.gpu_memory - size)), gpu_memory=size)
-    if which not in MACHINES: raise ValueError(f"machine={which!r} is unknown{did_you_mean(which, MACHINES)}; presets: {', '.join(MACHINES)}; measure() makes one of the machine at hand")
+    if which not in MACHINES:
+        raise ValueError(
+            f"machine={which!r} is unknown{did_you_mean(which, MACHINES)}; presets: {', '.join(MACHINES)}; measure() "
+            "makes one of the machine at hand"
+        )
     return MACHINES[which]
 
 # %% ../../nbs/06_plan/00_machine.ipynb #0009c79f
-OP = np.dtype([("kind", "i1"), ("b", "i8"), ("m", "i8"), ("n", "i8"), ("k", "i8"), ("flops", "f8"), ("bytes", "f8"), ("item", "i1"), ("kernels", "i4")])
-OTHER, MATMUL, ATTENTION, ATTENTION_BACKWARD, NO_KERNEL, MASKED, MASKED_BACKWARD, PACKED = range(8)   # kinds of operation; PACKED: bytes that widen a weight, then a product with it
-_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))   # rows, columns, share of the full rate
-_SPLITS = (1, 2, 4, 8)                                                                            # of k over several multiprocessors
+OP = np.dtype(
+    [
+        ("kind", "i1"),
+        ("b", "i8"),
+        ("m", "i8"),
+        ("n", "i8"),
+        ("k", "i8"),
+        ("flops", "f8"),
+        ("bytes", "f8"),
+        ("item", "i1"),
+        ("kernels", "i4"),
+    ]
+)
+# kinds of operation; PACKED: bytes that widen a weight, then a product with it
+OTHER, MATMUL, ATTENTION, ATTENTION_BACKWARD, NO_KERNEL, MASKED, MASKED_BACKWARD, PACKED = range(8)
+# rows, columns, share of the full rate
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
+# of k over several multiprocessors
+_SPLITS = (1, 2, 4, 8)
 
 def _matmul_s(ops, m):
     "Seconds of matrix products, by the best of the tile shapes"
-    rate = np.where(ops["item"] >= 4, m.flops32, m.flops) * m.matmul / m.units             # FLOP/s of one multiprocessor
+    # FLOP/s of one multiprocessor
+    rate = np.where(ops["item"] >= 4, m.flops32, m.flops) * m.matmul / m.units
     best = np.full(len(ops), np.inf)
     for rows, columns, share in _TILES:
         for split in _SPLITS:
             tiles = ops["b"] * -(-ops["m"] // rows) * -(-ops["n"] // columns) * split
             tile_s = 2.0 * rows * columns * -(-ops["k"] // split) / (rate * share) + m.tile_s
-            reduce_s = 0.0 if split == 1 else (split + 1) * 4.0 * ops["b"] * ops["m"] * ops["n"] / (m.hbm * m.elementwise)
+            reduce_s = (
+                0.0 if split == 1 else (split + 1) * 4.0 * ops["b"] * ops["m"] * ops["n"] / (m.hbm * m.elementwise)
+            )
             best = np.minimum(best, np.ceil(tiles / m.units) * tile_s + reduce_s)
-    odd = np.logical_or.reduce([ops[side] * ops["item"] % 16 > 0 for side in "mnk"])       # older kernels, that load element by element
+    # older kernels, that load element by element
+    odd = np.logical_or.reduce([ops[side] * ops["item"] % 16 > 0 for side in "mnk"])
     slow = 2.0 * ops["b"] * ops["m"] * ops["n"] * ops["k"] / (m.flops * m.unaligned)
     return np.where(odd & (ops["item"] <= 2), np.maximum(best, slow), best)
 
@@ -126,8 +268,12 @@ def op_seconds(
 def _seconds(call, device, at_least_s=0.05):
     "Seconds of one call, after a warm-up, over as many calls as fill `at_least_s`"
     sync = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    call(); sync()
-    t = time.perf_counter(); call(); sync(); once = time.perf_counter() - t
+    call()
+    sync()
+    t = time.perf_counter()
+    call()
+    sync()
+    once = time.perf_counter() - t
     n = max(1, min(2000, math.ceil(at_least_s / max(once, 1e-7))))
     t = time.perf_counter()
     for _ in range(n): call()
@@ -148,7 +294,10 @@ def _measure_math(device, size, dtype, long_s):
     for wants, work, how in (((q, k, v), 2 * heads * length**2 * 64, dict(is_causal=True)), ((q, k, v, bias), 4 * heads * length**2 * 64, dict(attn_mask=bias))):     # causal: half of 4·H·L²·D
         attend = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
         out = attend()
-        rates += [work / _seconds(attend, device), 2.5 * work / _seconds(lambda: torch.autograd.grad(out, wants, out.detach(), retain_graph=True), device)]
+        rates += [
+            work / _seconds(attend, device),
+            2.5 * work / _seconds(lambda: torch.autograd.grad(out, wants, out.detach(), retain_graph=True), device),
+        ]
     return flops, tiles, flops32, *rates
 
 # %% ../../nbs/06_plan/00_machine.ipynb #46547ed0
@@ -164,12 +313,16 @@ def _measure_link(device, size):
     def both():
         with torch.cuda.stream(streams[0]): x.copy_(host, non_blocking=True)
         with torch.cuda.stream(streams[1]): host2.copy_(x2, non_blocking=True)
-    return (size / _seconds(lambda: x.copy_(host, non_blocking=True), device), size / _seconds(lambda: host.copy_(x, non_blocking=True), device),
-            size / _seconds(both, device))
+    return (
+        size / _seconds(lambda: x.copy_(host, non_blocking=True), device),
+        size / _seconds(lambda: host.copy_(x, non_blocking=True), device),
+        size / _seconds(both, device),
+    )
 
 def _measure_host(parameters):
     "Parameters/s of torch's fused AdamW on the CPU, all of its threads"
-    p = torch.nn.Parameter(torch.rand(parameters)); p.grad = torch.rand(parameters)
+    p = torch.nn.Parameter(torch.rand(parameters))
+    p.grad = torch.rand(parameters)
     opt = torch.optim.AdamW([p], lr=1e-4, fused=True)
     return parameters / _seconds(opt.step, torch.device("cpu"), 0.3)
 
@@ -192,21 +345,56 @@ def measure(
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     gpu, near = device.type == "cuda", machine(None)
     gpus = torch.cuda.device_count() if gpu else 1
-    dtype = torch.float32 if not gpu else torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    dtype = (
+        torch.float32
+        if not gpu
+        else torch.bfloat16
+        if torch.cuda.get_device_capability(device) >= (8, 0)
+        else torch.float16
+    )
     long = 1 if quick else 5
     with torch.random.fork_rng([device.index or 0] if gpu else []):
-        flops, tiles, flops32, *attention = _measure_math(device, 8192 if gpu else 512 * long, dtype, (0.6 if gpu else 0.1) * long)
+        flops, tiles, flops32, *attention = _measure_math(
+            device, 8192 if gpu else 512 * long, dtype, (0.6 if gpu else 0.1) * long
+        )
         h2d, d2h, duplex = _measure_link(device, (256 if gpu else 16) << 20)
         adam = _measure_host((1 << 27 if gpu else 1 << 20) * long)
-        x, y = (torch.ones(1 << (30 if gpu else 27), dtype=torch.uint8, device=device) for _ in range(2))              # more than most processors' caches
+        # more than most processors' caches
+        x, y = (torch.ones(1 << (30 if gpu else 27), dtype=torch.uint8, device=device) for _ in range(2))
         z = x.view(dtype)
-        hbm, add = 2 * x.numel() / _seconds(lambda: y.copy_(x), device), 3 * x.numel() / _seconds(lambda: torch.add(z, z, out=y.view(dtype)), device)
+        hbm, add = (
+            2 * x.numel() / _seconds(lambda: y.copy_(x), device),
+            3 * x.numel() / _seconds(lambda: torch.add(z, z, out=y.view(dtype)), device),
+        )
         small = torch.ones(1, device=device)
         launch = _seconds(lambda: small.add_(1), device, 0.02)
     about = torch.cuda.get_device_properties(device) if gpu else None
-    return dataclasses.replace(near, name=about.name if gpu else f"cpu×{torch.get_num_threads()}", flops=flops, hbm=hbm, h2d=h2d, d2h=d2h, duplex=duplex, host_adam=adam / gpus,
-        gpu_memory=about.total_memory if gpu else _host_bytes(), host_memory=parse_bytes(host_memory) if host_memory is not None else _host_bytes() // gpus,
-        flops32=flops32, units=about.multi_processor_count if gpu else 1, matmul=min(1.0, tiles / flops * 1.03),
-        **{name: min(1.0, rate / flops) for name, rate in zip(("attention", "attention_backward", "masked", "masked_backward"), attention)}, elementwise=min(1.0, 0.83 * add / hbm), launch_s=launch, network=network or near.network, gpus_per_host=max(gpus, 1) if gpu else 1,
-        watts=near.watts if gpu else 10. * torch.get_num_threads(),
-        context=near.context if gpu else 0, unaligned=near.unaligned if gpu else 1.0, tile_s=near.tile_s if gpu else 1e-9, kernel_s=near.kernel_s if gpu else 1e-6, source="measured now")
+    return dataclasses.replace(
+        near,
+        name=about.name if gpu else f"cpu×{torch.get_num_threads()}",
+        flops=flops,
+        hbm=hbm,
+        h2d=h2d,
+        d2h=d2h,
+        duplex=duplex,
+        host_adam=adam / gpus,
+        gpu_memory=about.total_memory if gpu else _host_bytes(),
+        host_memory=parse_bytes(host_memory) if host_memory is not None else _host_bytes() // gpus,
+        flops32=flops32,
+        units=about.multi_processor_count if gpu else 1,
+        matmul=min(1.0, tiles / flops * 1.03),
+        **{
+            name: min(1.0, rate / flops)
+            for name, rate in zip(("attention", "attention_backward", "masked", "masked_backward"), attention)
+        },
+        elementwise=min(1.0, 0.83 * add / hbm),
+        launch_s=launch,
+        network=network or near.network,
+        gpus_per_host=max(gpus, 1) if gpu else 1,
+        watts=near.watts if gpu else 10.0 * torch.get_num_threads(),
+        context=near.context if gpu else 0,
+        unaligned=near.unaligned if gpu else 1.0,
+        tile_s=near.tile_s if gpu else 1e-9,
+        kernel_s=near.kernel_s if gpu else 1e-6,
+        source="measured now",
+    )

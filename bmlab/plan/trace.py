@@ -39,7 +39,10 @@ def skeleton(
         seen[key] = nn.Parameter(new, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else new
         return seen[key]
     for m in model.modules():
-        if type(m).__name__.startswith("FSDP"): raise ValueError(f"skeleton(model): {type(m).__name__} is sharded already; take the skeleton before shard()")
+        if type(m).__name__.startswith("FSDP"):
+            raise ValueError(
+                f"skeleton(model): {type(m).__name__} is sharded already; take the skeleton before shard()"
+            )
         for t in (*m._parameters.values(), *m._buffers.values()):
             if t is not None: memo[id(t)] = empty(t)
     return copy.deepcopy(model, memo).train()
@@ -65,7 +68,9 @@ class Life:
 class _Claim:
     "What autograd holds in place of a saved tensor: its shape, and the right to its storage"
     __slots__ = ("tape", "index", "call", "shape")
-    def __init__(self, tape, index, call, shape): self.tape, self.index, self.call, self.shape = tape, index, call, shape; tape.hold(index, call)
+    def __init__(self, tape, index, call, shape):
+        self.tape, self.index, self.call, self.shape = tape, index, call, shape
+        tape.hold(index, call)
     def __del__(self): self.tape.release(self.index, self.call)
 
 class _Tape(TorchDispatchMode):
@@ -73,7 +78,8 @@ class _Tape(TorchDispatchMode):
     def __init__(self, fixed):
         super().__init__()
         self.segments, self.lives, self.known, self.held, self.watchers = [Segment("", True, 0, [])], [], {}, {}, {}
-        self.quiet, self.inputs, self.needed = False, [], {}                  # inputs: (storage, call) of blocks; needed: operations that a replay runs
+        # inputs: (storage, call) of blocks; needed: operations that a replay runs
+        self.quiet, self.inputs, self.needed = False, [], {}
         for t in fixed: self.known[t.untyped_storage()._cdata] = None         # weights and buffers live for ever
     def now(self): return (len(self.segments) - 1, len(self.segments[-1].ops))
     def enter(self, name, forward, call=None):
@@ -88,14 +94,21 @@ class _Tape(TorchDispatchMode):
 # %% ../../nbs/06_plan/01_trace.ipynb #e2293e17
 def _watch(tape, t, kind="activation"):
     "Give the storage of `t` a birth, and note its death"
-    storage = t.untyped_storage(); key = storage._cdata
-    index, size = len(tape.lives), -(-storage.nbytes() // 512) * 512          # torch's allocator gives multiples of 512 bytes
+    storage = t.untyped_storage()
+    key = storage._cdata
+    # torch's allocator gives multiples of 512 bytes
+    index, size = len(tape.lives), -(-storage.nbytes() // 512) * 512
     tape.lives.append(Life(size, tape.now(), kind=kind))
-    def gone(_): tape.known.pop(key, None); tape.watchers.pop(key, None); tape.lives[index].death = tape.now()
-    tape.known[key] = index; tape.watchers[key] = weakref.ref(storage, gone)
+    def gone(_):
+        tape.known.pop(key, None)
+        tape.watchers.pop(key, None)
+        tape.lives[index].death = tape.now()
+    tape.known[key] = index
+    tape.watchers[key] = weakref.ref(storage, gone)
 
 def _pack(tape, call, t):
-    tape.needed[call] = len(tape.segments[call].ops)                          # checkpoint stops when the last saved tensor is there again
+    # checkpoint stops when the last saved tensor is there again
+    tape.needed[call] = len(tape.segments[call].ops)
     index = tape.index(t) if t.device.type == "meta" else None
     return t if index is None else _Claim(tape, index, call, (t.shape, t.stride(), t.dtype))
 
@@ -107,32 +120,59 @@ def _unpack(tape, saved):
     tape.quiet = True
     try: t = torch.empty_strided(saved.shape[0], saved.shape[1], dtype=saved.shape[2], device="meta")
     finally: tape.quiet = False
-    storage = t.untyped_storage(); key, index, call = storage._cdata, saved.index, saved.call
+    storage = t.untyped_storage()
+    key, index, call = storage._cdata, saved.index, saved.call
     tape.hold(index, call)
-    def gone(_): tape.known.pop(key, None); tape.watchers.pop(key, None); tape.release(index, call)
-    tape.known[key] = index; tape.watchers[key] = weakref.ref(storage, gone)
+    def gone(_):
+        tape.known.pop(key, None)
+        tape.watchers.pop(key, None)
+        tape.release(index, call)
+    tape.known[key] = index
+    tape.watchers[key] = weakref.ref(storage, gone)
     return t
 
 # %% ../../nbs/06_plan/01_trace.ipynb #15c2ef5a
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
-_UNREAD = {"embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss_backward", "copy_", "fill_", "zero_", "scatter", "take"}   # first tensor not read
-_TWICE = {"native_layer_norm_backward", "_log_softmax", "_softmax", "_fused_rms_norm_backward"}       # read their inputs in two passes
+_UNREAD = {
+    "embedding",
+    "gather",
+    "index",
+    "index_select",
+    "nll_loss_forward",
+    "nll_loss_backward",
+    "copy_",
+    "fill_",
+    "zero_",
+    "scatter",
+    "take",
+}  # first tensor not read
+# read their inputs in two passes
+_TWICE = {"native_layer_norm_backward", "_log_softmax", "_softmax", "_fused_rms_norm_backward"}
 
 def traffic(
     t:Tensor, # any, on meta too
 )->int:       # bytes
     "Bytes that reading or writing a tensor moves: an expanded one its own entries alone."
-    return min(t.untyped_storage().nbytes(), t.element_size() * int(np.prod([n for n, s in zip(t.shape, t.stride()) if s != 0], dtype=np.int64)))
+    return min(
+        t.untyped_storage().nbytes(),
+        t.element_size() * int(np.prod([n for n, s in zip(t.shape, t.stride()) if s != 0], dtype=np.int64)),
+    )
 
 def _product_shape(name, args, out):
     "(b, m, n, k) of a matrix product or a convolution, else None"
     shape = [tuple(a.shape) for a in args if isinstance(a, Tensor)]
     if name in ("mm", "_scaled_mm", "_int_mm"): return 1, shape[0][0], shape[1][1], shape[0][1]
     if name == "addmm": return 1, shape[1][0], shape[2][1], shape[1][1]
-    if name in ("bmm", "baddbmm"): a, b = shape[-2:]; return a[0], a[1], b[2], a[2]
-    if name == "_grouped_mm": a, b = shape[:2]; return 1, out.numel() // out.shape[-1], out.shape[-1], a[-1]
+    if name in ("bmm", "baddbmm"):
+        a, b = shape[-2:]
+        return a[0], a[1], b[2], a[2]
+    if name == "_grouped_mm":
+        a, b = shape[:2]
+        return 1, out.numel() // out.shape[-1], out.shape[-1], a[-1]
     if name == "convolution": return 1, out.numel() // shape[1][0], shape[1][0], int(np.prod(shape[1][1:]))
-    if name == "convolution_backward": w = shape[2]; return 2, shape[0][0] * int(np.prod(shape[0][2:])), w[0], int(np.prod(w[1:]))
+    if name == "convolution_backward":
+        w = shape[2]
+        return 2, shape[0][0] * int(np.prod(shape[0][2:])), w[0], int(np.prod(w[1:]))
     return None
 
 def operation_cost(
@@ -146,19 +186,33 @@ def operation_cost(
     if name in _FREE or (not fresh and not mutates): return None, 0
     tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
     read = sum(map(traffic, tensors[name in _UNREAD:])) * (2 if name in _TWICE else 1)
-    moved, item = read + sum(map(traffic, outs)), min((t.element_size() for t in tensors if t.is_floating_point()), default=4)
+    moved, item = (
+        read + sum(map(traffic, outs)),
+        min((t.element_size() for t in tensors if t.is_floating_point()), default=4),
+    )
     if (shape := _product_shape(name, args, outs[0])) is not None:
         return (MATMUL, *shape, 2.0 * np.prod([float(x) for x in shape]), moved, item, 1), 0
     if name in ("packed_product", "packed_way_back"):
         (M, read), out = tensors[0].shape, outs[0]
         N, K = (out.shape[1], read) if name == "packed_product" else (read, out.shape[1])
-        wide = N * K * out.element_size()                                     # written for the product, and gone after it
+        # written for the product, and gone after it
+        wide = N * K * out.element_size()
         return (PACKED, 1, M, out.shape[1], read, 2.0 * M * N * K, sum(map(traffic, tensors[1:])) + wide, item, 2), wide
     if "attention" in name and "scaled_dot_product" in name:
-        back = name.endswith("backward"); q, k = tensors[back], tensors[back + 1]
+        back = name.endswith("backward")
+        q, k = tensors[back], tensors[back + 1]
         causal = any(a is True for a in (args[11:12] if back else args[4:5] if "flash" in name else args[6:7]))
-        flops = (10.0 if back else 4.0) * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3] / (2 if causal else 1)
-        scratch = 4 * q.shape[0] * q.shape[1] * -(-q.shape[2] // 128) * 128 * -(-q.shape[3] // 32) * 32 if back else 0    # dQ is summed in float32
+        flops = (
+            (10.0 if back else 4.0)
+            * q.shape[0]
+            * q.shape[1]
+            * q.shape[2]
+            * k.shape[2]
+            * q.shape[3]
+            / (2 if causal else 1)
+        )
+        # dQ is summed in float32
+        scratch = 4 * q.shape[0] * q.shape[1] * -(-q.shape[2] // 128) * 128 * -(-q.shape[3] // 32) * 32 if back else 0
         masked = "efficient" in name and isinstance(args[3 + back], Tensor)
         kind = (MASKED_BACKWARD if back else MASKED) if masked else ATTENTION_BACKWARD if back else ATTENTION
         return (kind, 0, 0, 0, 0, flops, moved + 2 * scratch, item, 3 if back else 1), scratch
@@ -168,7 +222,8 @@ def operation_cost(
 def _tape_dispatch(self, func, types, args=(), kwargs=None):
     "One operation: run it on meta, note its outputs, its cost and its scratch memory"
     kwargs, name = kwargs or {}, func._schema.name.split("::")[-1]
-    if name == "_local_scalar_dense" and args[0].device.type == "meta":          # a number that the model asks for: take the usual branch
+    # a number that the model asks for: take the usual branch
+    if name == "_local_scalar_dense" and args[0].device.type == "meta":
         return args[0].dtype == torch.bool or 1
     out = func(*args, **kwargs)
     if self.quiet: return out
@@ -180,7 +235,9 @@ def _tape_dispatch(self, func, types, args=(), kwargs=None):
         op, scratch = operation_cost(name, args, outs, fresh, func._schema.is_mutable)
         if op is None and fresh: op = (NO_KERNEL, 0, 0, 0, 0, 0.0, 0.0, 1, 0)
         if op is not None:
-            if scratch: here = self.now(); self.lives.append(Life(scratch, here, (here[0], here[1] + 1)))
+            if scratch:
+                here = self.now()
+                self.lives.append(Life(scratch, here, (here[0], here[1] + 1)))
             self.segments[-1].ops.append(op)
     return out
 
@@ -195,13 +252,27 @@ class FusedAttention(TorchFunctionMode):
 def _fused_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     groups = query.shape[1] // key.shape[1] if query.ndim == 4 else 1
     if attn_mask is None and query.element_size() == 2 and query.ndim == 4 and query.shape[-1] == value.shape[-1] <= 256:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
     if enable_gqa and groups > 1: key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    if query.ndim == 3: return _fused_attention(query[None], key[None], value[None], None if attn_mask is None else attn_mask[None], dropout_p, is_causal, scale)[0]
+    if query.ndim == 3:
+        return _fused_attention(
+            query[None],
+            key[None],
+            value[None],
+            None if attn_mask is None else attn_mask[None],
+            dropout_p,
+            is_causal,
+            scale,
+        )[0]
     if attn_mask is not None:
-        if attn_mask.dtype == torch.bool: attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, 0)
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, 0)
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
 
 # %% ../../nbs/06_plan/01_trace.ipynb #55ad0d25
 def _tokens_of(inputs):
@@ -220,7 +291,10 @@ def step_loss(
     get = (lambda k: out.get(k)) if isinstance(out, Mapping) else (lambda k: getattr(out, k, None))
     if (loss := get("loss")) is not None: return loss
     out = out if isinstance(out, Tensor) else out[0] if isinstance(out, (tuple, list)) else get("logits")
-    if out is None: raise ValueError(f"{type(model).__name__} returned neither a loss nor logits; give loss=a function of (model, inputs)")
+    if out is None:
+        raise ValueError(
+            f"{type(model).__name__} returned neither a loss nor logits; give loss=a function of (model, inputs)"
+        )
     ids = inputs.get("labels") if isinstance(inputs, Mapping) else None
     ids = _tokens_of(inputs) if ids is None else ids
     if out.ndim == 3 and ids is not None and ids.shape == out.shape[:2]:
@@ -232,25 +306,34 @@ class _Chunks(torch.autograd.Function):
     "Cross-entropy whose gradient is made chunk by chunk in the forward pass"
     @staticmethod
     def forward(ctx, hidden, weight, labels, chunk, plain):
-        dh, dw, total = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None, 0.   # a frozen head has no gradient
+        dh, dw, total = (
+            torch.empty_like(hidden),
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None,
+            0.0,
+        )  # a frozen head has no gradient
         for i in range(0, len(hidden), chunk):
             h, y = hidden[i:i + chunk], labels[i:i + chunk, None]
             z = h @ weight.t()
             if plain:
                 total, d = total - z.gather(1, y).float().sum(), z
-                d.add_(z)                                   # on a GPU one kernel puts the gradient in the logits' place: it reads them twice and writes them once
+                # on a GPU one kernel puts the gradient in the logits' place: it reads them twice and writes them once
+                d.add_(z)
             else:                                           # capped or scaled: each step keeps its own
                 changed = (z * 2).tanh()
                 p = nn.functional.log_softmax(changed.float(), -1)
                 total = total - p.gather(1, y).sum()
-                d = p.exp_().scatter_add_(1, y, torch.full_like(y, -1, dtype=p.dtype)).to(z.dtype) * changed; del p, changed
+                d = p.exp_().scatter_add_(1, y, torch.full_like(y, -1, dtype=p.dtype)).to(z.dtype) * changed
+                del p, changed
             del z
             torch.mm(d, weight, out=dh[i:i + chunk])
             if dw is not None: dw += d.t() @ h
             del d
-        ctx.save_for_backward(dh, None if dw is None else dw.to(weight.dtype)); return total / len(hidden)
+        ctx.save_for_backward(dh, None if dw is None else dw.to(weight.dtype))
+        return total / len(hidden)
     @staticmethod
-    def backward(ctx, g): dh, dw = ctx.saved_tensors; return dh.mul_(g), None if dw is None else dw.mul_(g), None, None, None
+    def backward(ctx, g):
+        dh, dw = ctx.saved_tensors
+        return dh.mul_(g), None if dw is None else dw.mul_(g), None, None, None
 
 def chunked_loss(
     model:nn.Module,    # with a linear head; changed, so only for a skeleton
@@ -266,7 +349,9 @@ def chunked_loss(
     hidden = out if isinstance(out, Tensor) else getattr(out, "logits", None) if not isinstance(out, tuple) else out[0]
     weight = module.dequantize(hidden.dtype) if hasattr(module, "dequantize") else module.weight
     given = getattr(unwrap(model), "config", None)
-    plain = all(getattr(given, k, None) in (None, 1) for k in ("final_logit_softcapping", "logit_scale", "logits_scaling"))
+    plain = all(
+        getattr(given, k, None) in (None, 1) for k in ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    )
     return _Chunks.apply(hidden.reshape(-1, hidden.shape[-1]), weight, _tokens_of(inputs).reshape(-1), chunk, plain)
 
 # %% ../../nbs/06_plan/01_trace.ipynb #ffde3bb6
@@ -289,7 +374,8 @@ class Trace:
     tokens:int                             # of a batch
     samples:dict[str, tuple]               # block name → (args, kwargs) as descriptions, for compiling
     module:nn.Module                       # the skeleton
-    replays:dict[int, int]                 # forward segment → operations that recomputing it runs (it stops when all that was saved is back)
+    # forward segment → operations that recomputing it runs (it stops when all that was saved is back)
+    replays:dict[int, int]
     compiled:bool=False                    # are blocks as torch.compile makes them?
     blocks:dict[str, BlockTrace]=field(default_factory=dict)
 
@@ -303,7 +389,12 @@ class Trace:
         replay:bool=False, # of forward segments, only what a replay runs?
     )->np.ndarray:         # (segments, 3) seconds: bound by arithmetic, bound by memory, waiting for the host to issue
         "How long each segment takes, and why."
-        return np.array([_seconds(s.ops[:self.replays.get(i, 0)] if replay and s.forward else s.ops, machine) for i, s in enumerate(self.segments)])
+        return np.array(
+            [
+                _seconds(s.ops[: self.replays.get(i, 0)] if replay and s.forward else s.ops, machine)
+                for i, s in enumerate(self.segments)
+            ]
+        )
 
 def _seconds(ops, machine):
     ops = np.array(ops, dtype=OP)
@@ -326,16 +417,22 @@ def tally_blocks(
     return trace
 
 # %% ../../nbs/06_plan/01_trace.ipynb #1feaffbc
-def _describe(x): return tree_map(lambda t: (t.shape, t.stride(), t.dtype, t.requires_grad) if isinstance(t, Tensor) else t, x)
+def _describe(x):
+    return tree_map(lambda t: (t.shape, t.stride(), t.dtype, t.requires_grad) if isinstance(t, Tensor) else t, x)
 
 def _hook_blocks(tape, blocks, samples):
     "Hooks that tell the tape where it is; returns their handles"
     handles = []
     for name, block in blocks.items():
         def before(m, args, kwargs, name=name):
-            tape.enter(name, True); call = len(tape.segments) - 1
+            tape.enter(name, True)
+            call = len(tape.segments) - 1
             samples.setdefault(name, _describe((args, kwargs)))
-            tape.inputs += [(i, call) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and (i := tape.index(t)) is not None]
+            tape.inputs += [
+                (i, call)
+                for t in tree_leaves((args, kwargs))
+                if isinstance(t, Tensor) and (i := tape.index(t)) is not None
+            ]
         handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(block.register_forward_hook(lambda m, a, out: tape.enter("", True)))
     return handles
@@ -355,13 +452,24 @@ def trace_step(
     names = list(find_blocks(bones) if blocks is None else blocks)
     modules = dict(parts(bones))
     for n in names:
-        if n not in modules: raise ValueError(f"blocks: {type(model).__name__} has no module {n!r}{did_you_mean(n, modules)}")
-    cast = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=dtype if dtype and t.is_floating_point() else t.dtype, device="meta") if isinstance(t, Tensor) else t
-    batch = tree_map(cast, dict(inputs) if isinstance(inputs, Mapping) else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs))
+        if n not in modules:
+            raise ValueError(f"blocks: {type(model).__name__} has no module {n!r}{did_you_mean(n, modules)}")
+    cast = lambda t: (
+        torch.empty_strided(
+            t.shape, t.stride(), dtype=dtype if dtype and t.is_floating_point() else t.dtype, device="meta"
+        )
+        if isinstance(t, Tensor)
+        else t
+    )
+    batch = tree_map(
+        cast,
+        dict(inputs) if isinstance(inputs, Mapping) else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs),
+    )
     loss = {None: step_loss, "full": step_loss, "chunked": chunked_loss}.get(loss, loss) if not callable(loss) else loss
     if not callable(loss): raise ValueError(f"loss={loss!r}: 'full', 'chunked' or a function of (model, inputs)")
     weights = [p for p in bones.parameters()]
-    if not any(p.requires_grad for p in weights): raise ValueError(f"{type(model).__name__} has no trainable parameter, so there is no step to trace")
+    if not any(p.requires_grad for p in weights):
+        raise ValueError(f"{type(model).__name__} has no trainable parameter, so there is no step to trace")
     tape, samples = _Tape([*weights, *bones.buffers()]), {}
     for t in tree_leaves(batch):
         if isinstance(t, Tensor) and tape.index(t) is None: _watch(tape, t, "input")
@@ -369,7 +477,9 @@ def trace_step(
     call = lambda: len(tape.segments) - 1
     try:
         with tape, FusedAttention(), torch.autograd.graph.saved_tensors_hooks(lambda t: _pack(tape, call(), t), lambda s: _unpack(tape, s)):
-            value = loss(bones, batch); tape.enter("", False, -1); value.backward()
+            value = loss(bones, batch)
+            tape.enter("", False, -1)
+            value.backward()
     except (NotImplementedError, RuntimeError) as e:
         raise ValueError(f"{type(model).__name__} cannot be traced on meta: {str(e).splitlines()[0]}") from e
     finally:
@@ -384,14 +494,28 @@ def _finish_trace(tape, bones, names, modules, weights, batch, samples):
         for p in modules[n].parameters(): owner.setdefault(id(p), n)
     for p in weights:
         n = owner.get(id(p), "")
-        counts[n][0] += p.numel(); counts[n][1] += p.numel() * p.requires_grad
-        if p.grad is not None and (i := tape.index(p.grad)) is not None: tape.lives[i].kind, tape.lives[i].owner = "gradient", n
-    tape.watchers.clear()                                                      # nobody is told of what dies from here on
+        counts[n][0] += p.numel()
+        counts[n][1] += p.numel() * p.requires_grad
+        if p.grad is not None and (i := tape.index(p.grad)) is not None:
+            tape.lives[i].kind, tape.lives[i].owner = "gradient", n
+    # nobody is told of what dies from here on
+    tape.watchers.clear()
     for p in weights: p.grad = None
     ids = _tokens_of(batch)
     first = next((t for t in tree_leaves(batch) if isinstance(t, Tensor)), None)
     tokens = ids.numel() if ids is not None else len(first) if first is not None and first.ndim else 1
-    return tally_blocks(Trace(tape.segments, tape.lives, tape.inputs, {n: tuple(c) for n, c in counts.items()}, tokens, samples, bones, tape.needed))
+    return tally_blocks(
+        Trace(
+            tape.segments,
+            tape.lives,
+            tape.inputs,
+            {n: tuple(c) for n, c in counts.items()},
+            tokens,
+            samples,
+            bones,
+            tape.needed,
+        )
+    )
 
 # %% ../../nbs/06_plan/01_trace.ipynb #ccc2ea57
 class Lifetimes(NamedTuple):
@@ -411,27 +535,51 @@ def _spans(trace, chosen):
     spans, start, replay, at = [], {}, {}, 0
     def put(i, replayed, n):
         nonlocal at
-        spans.append((i, replayed, at, at + n + 1)); at += n + 1
+        spans.append((i, replayed, at, at + n + 1))
+        at += n + 1
     for i, s in enumerate(trace.segments):
         if not s.forward and s.call in chosen and s.call not in replay:
-            replay[s.call] = at; put(s.call, True, trace.replays.get(s.call, 0))
-        start[i] = at; put(i, False, len(s.ops))
+            replay[s.call] = at
+            put(s.call, True, trace.replays.get(s.call, 0))
+        start[i] = at
+        put(i, False, len(s.ops))
     return spans, start, replay, at
 
 # %% ../../nbs/06_plan/01_trace.ipynb #1daa4766
 class _Flat(NamedTuple):
     "Lives and claims as arrays; a segment of -1 stands for never"
-    bytes:np.ndarray; birth:np.ndarray; death:np.ndarray; own:np.ndarray; kind:np.ndarray; owner:np.ndarray   # (lives,), (lives, 2) …; own: when its own block's backward is done with it
-    life:np.ndarray; call:np.ndarray; until:np.ndarray                                                           # (claims,), (claims,), (claims, 2)
+    bytes:np.ndarray
+    birth:np.ndarray
+    death:np.ndarray
+    own:np.ndarray
+    kind:np.ndarray
+    owner:np.ndarray  # (lives,), (lives, 2) …; own: when its own block's backward is done with it
+    life:np.ndarray
+    call:np.ndarray
+    until:np.ndarray  # (claims,), (claims,), (claims, 2)
 
 def _flatten(trace):
     calls, owners, never = trace.calls(), {n: k for k, n in enumerate(trace.parameters)}, (-1, 0)
-    kind = lambda l: KINDS.index(l.kind) if l.kind != "activation" else 0 if l.birth[0] in calls or trace.segments[l.birth[0]].call in calls else 1
+    kind = lambda l: (
+        KINDS.index(l.kind)
+        if l.kind != "activation"
+        else 0
+        if l.birth[0] in calls or trace.segments[l.birth[0]].call in calls
+        else 1
+    )
     pairs = lambda rows: np.array(list(rows), dtype=np.int64).reshape(-1, 2)
     claims = [(i, c, p) for i, l in enumerate(trace.lives) for c, p in l.claims.items()]
-    return _Flat(np.array([l.bytes for l in trace.lives], float), pairs(l.birth for l in trace.lives), pairs(l.death or never for l in trace.lives),
-                 pairs(l.claims.get(l.birth[0], never) for l in trace.lives), np.array([kind(l) for l in trace.lives]), np.array([owners.get(l.owner, 0) for l in trace.lives]),
-                 np.array([c[0] for c in claims], int), np.array([c[1] for c in claims], int), pairs(c[2] for c in claims))
+    return _Flat(
+        np.array([l.bytes for l in trace.lives], float),
+        pairs(l.birth for l in trace.lives),
+        pairs(l.death or never for l in trace.lives),
+        pairs(l.claims.get(l.birth[0], never) for l in trace.lives),
+        np.array([kind(l) for l in trace.lives]),
+        np.array([owners.get(l.owner, 0) for l in trace.lives]),
+        np.array([c[0] for c in claims], int),
+        np.array([c[1] for c in claims], int),
+        pairs(c[2] for c in claims),
+    )
 
 # %% ../../nbs/06_plan/01_trace.ipynb #1d547eb9
 def lifetimes(
@@ -451,12 +599,24 @@ def lifetimes(
     np.maximum.at(end, flat.life[~mine], at(flat.until)[~mine])
     for i, c in trace.inputs:
         if again[c] >= 0: end[i] = max(end[i], again[c] + 1)
-    born, own = flat.death[:, 0] == s, flat.own[:, 0] >= 0                            # dead before the block's end; needed by its backward
+    # dead before the block's end; needed by its backward
+    born, own = flat.death[:, 0] == s, flat.own[:, 0] >= 0
     twice = np.flatnonzero((again[s] >= 0) & (o < runs[s]))
     r = again[s[twice]]
-    end2 = np.maximum(r + np.where(born[twice], np.minimum(flat.death[twice, 1], runs[s[twice]]), runs[s[twice]]), np.where(own[twice], at(flat.own[twice]), 0))
+    end2 = np.maximum(
+        r + np.where(born[twice], np.minimum(flat.death[twice, 1], runs[s[twice]]), runs[s[twice]]),
+        np.where(own[twice], at(flat.own[twice]), 0),
+    )
     join = lambda a, b: np.concatenate([a, b])
-    return Lifetimes(join(begin, r + o[twice]), join(end, end2), join(flat.bytes, flat.bytes[twice]), join(flat.kind, flat.kind[twice]), join(flat.owner, 0 * twice), spans, slots)
+    return Lifetimes(
+        join(begin, r + o[twice]),
+        join(end, end2),
+        join(flat.bytes, flat.bytes[twice]),
+        join(flat.kind, flat.kind[twice]),
+        join(flat.owner, 0 * twice),
+        spans,
+        slots,
+    )
 
 # %% ../../nbs/06_plan/01_trace.ipynb #50b98bff
 def occupancy(
@@ -466,5 +626,6 @@ def occupancy(
     "Bytes alive in each slot."
     keep = np.ones(len(line.start), bool) if keep is None else keep
     change = np.zeros(line.slots + 1)
-    np.add.at(change, line.start[keep], line.bytes[keep]); np.add.at(change, line.stop[keep], -line.bytes[keep])
+    np.add.at(change, line.start[keep], line.bytes[keep])
+    np.add.at(change, line.stop[keep], -line.bytes[keep])
     return change.cumsum()[:-1]

@@ -58,10 +58,12 @@ def weight_groups(
         n, item = p.numel(), p.element_size()
         if not p.requires_grad and dtype is not None and p.is_floating_point(): item = dtype.itemsize
         here, host, pinned = _state_bytes(item, master) if p.requires_grad else (0, 0, 0)
-        for i, v in enumerate((n, n * p.requires_grad, n * item, n * item * p.requires_grad, n * here, n * host, n * pinned)): out[owner.get(id(p), "")][i] += v
+        for i, v in enumerate((n, n * p.requires_grad, n * item, n * item * p.requires_grad, n * here, n * host, n * pinned)):
+            out[owner.get(id(p), "")][i] += v
     for b in model.buffers():
         if tensor_key(b) in seen: continue
-        seen.add(tensor_key(b)); out[owner.get(id(b), "")][7] += b.nbytes
+        seen.add(tensor_key(b))
+        out[owner.get(id(b), "")][7] += b.nbytes
     return {n: Group(*v) for n, v in out.items()}
 
 # %% ../../nbs/06_plan/03_training.ipynb #7b7297ed
@@ -84,7 +86,9 @@ def _last_spans(trace, line):
     for i, replayed, a, b in line.spans:
         s = trace.segments[i]
         if s.forward and not replayed: first.setdefault(s.name, a)
-        else: turn = min(turn, a); last[s.name] = b
+        else:
+            turn = min(turn, a)
+            last[s.name] = b
     return last, first, turn
 
 def gathered(
@@ -93,7 +97,9 @@ def gathered(
     "Weights in flight under `fully_shard`, in every slot."
     last, first, turn = _last_spans(trace, line)
     order, many, change = [n for n in first if n], setting.gpus > 1, np.zeros(line.slots + 1)
-    def add(a, b, size): change[a] += size; change[b] -= size
+    def add(a, b, size):
+        change[a] += size
+        change[b] -= size
     whole = {n: g.elements * setting.item for n, g in groups.items()}
     leaving = {n: g.trainable * setting.reduce_item for n, g in groups.items()}
     add(0, line.slots, whole[""])
@@ -105,9 +111,17 @@ def gathered(
             if s.name != n: continue
             if setting.levels.get(n, 3) != 2: add(a, b, whole[n])
             if s.forward and not replayed: add(a, b, many * (whole[n] + (whole[after] if after else 0)))
-            else: add(a, b, many * (whole[before] if before and setting.levels.get(before, 3) != 2 else 0) + (leaving[after] if after else 0))
-    if order and many: add(first[order[-1]], turn, whole[order[-1]])       # the last gather's buffer waits for the next one
-    change[line.slots - 1] += leaving[""]; change[line.slots] -= leaving[""]
+            else:
+                add(
+                    a,
+                    b,
+                    many * (whole[before] if before and setting.levels.get(before, 3) != 2 else 0)
+                    + (leaving[after] if after else 0),
+                )
+    # the last gather's buffer waits for the next one
+    if order and many: add(first[order[-1]], turn, whole[order[-1]])
+    change[line.slots - 1] += leaving[""]
+    change[line.slots] -= leaving[""]
     return change.cumsum()[:-1]
 
 # %% ../../nbs/06_plan/03_training.ipynb #2603abf5
@@ -126,12 +140,18 @@ def moments(
         for n in blocks:
             size, end = groups[n].gradients / W, last.get(n, line.slots) if n else line.slots - 1
             at_rest[min(end, line.slots - 1)] += size
-    if setting.accumulate > 1:                                             # whole gradients wait for the last micro-batch
-        at_rest[:] = 0; at_rest[0] = sum(g.trainable * setting.item if setting.sharded else g.gradients for g in groups.values())
+    # whole gradients wait for the last micro-batch
+    if setting.accumulate > 1:
+        at_rest[:] = 0
+        at_rest[0] = sum(g.trainable * setting.item if setting.sharded else g.gradients for g in groups.values())
         stop[grads] = line.start[grads] + 1
     line = line._replace(stop=stop)
-    out = {"activations": occupancy(line, line.kind == 0), "logits and embeddings": occupancy(line, line.kind == 1), "inputs": occupancy(line, line.kind == 3),
-           "gradients": occupancy(line, grads) + at_rest.cumsum()[:-1]}
+    out = {
+        "activations": occupancy(line, line.kind == 0),
+        "logits and embeddings": occupancy(line, line.kind == 1),
+        "inputs": occupancy(line, line.kind == 3),
+        "gradients": occupancy(line, grads) + at_rest.cumsum()[:-1],
+    }
     if setting.sharded: out["weights in flight"] = gathered(trace, line, groups, setting)
     return out
 
@@ -160,12 +180,17 @@ def work(
         (fwd if s.forward else bwd)[s.name] += took[i]
         if s.forward and s.name in recompute: bwd[s.name] += again[i]
     W, many = setting.gpus, setting.gpus > 1
-    wire = (W - 1) / W / _network_rate(machine, W)                                                  # seconds for each byte
+    # seconds for each byte
+    wire = (W - 1) / W / _network_rate(machine, W)
     drag = machine.network_drag * _network_rate(machine, W) / machine.network
-    shuffle = {n: 4.0 * g.elements * setting.item / (machine.hbm * machine.elementwise) * setting.sharded for n, g in groups.items()}   # into the gather's buffer and out
+    shuffle = {
+        n: 4.0 * g.elements * setting.item / (machine.hbm * machine.elementwise) * setting.sharded
+        for n, g in groups.items()
+    }  # into the gather's buffer and out
     gather = {n: wire * g.elements * setting.item for n, g in groups.items()}
     reduce = {n: wire * g.trainable * setting.reduce_item for n, g in groups.items()}
-    beside = lambda busy, wait: max(drag * wait, wait - busy)                                       # by how much `wait` seconds of network lengthen `busy` seconds of arithmetic
+    # by how much `wait` seconds of network lengthen `busy` seconds of arithmetic
+    beside = lambda busy, wait: max(drag * wait, wait - busy)
     order, last = [n for n in fwd if n], 0.0
     if not many: return Work(fwd, bwd, 0.0, sum(shuffle.values()), 0.0)
     three = {n: setting.levels.get(n, 3) == 3 for n in order}
@@ -175,19 +200,27 @@ def work(
         exposed += shuffle[n] * (1 + three[n]) + beside(fwd[n].sum(), ahead) + beside(bwd[n].sum(), back)
         last += shuffle[n] + beside(bwd[n].sum(), back + reduce[after or ""]) - beside(bwd[n].sum(), back)
     last += sum(reduce[n] for n in order[:1])
-    return Work(fwd, bwd, gather[""] + sum(gather[n] * (1 + three[n]) for n in order) + sum(reduce.values()), exposed, last)
+    return Work(
+        fwd, bwd, gather[""] + sum(gather[n] * (1 + three[n]) for n in order) + sum(reduce.values()), exposed, last
+    )
 
 # %% ../../nbs/06_plan/03_training.ipynb #307c56e4
-ADAM, LINK, BOTH = 0.62, 0.86, 0.85   # of host_adam and duplex beside a working model, and of each with both lanes at work: measured on an H200, where one memory feeds them all
+# of host_adam and duplex beside a working model, and of each with both lanes at work: measured on an H200, where one
+# memory feeds them all
+ADAM, LINK, BOTH = 0.62, 0.86, 0.85
 
 def _serve(jobs, start, forward_from):
     "Finish times of jobs [(block, available at, seconds)] on one server: last block first until `forward_from`, then first block first"
     done, now, left = {}, start, list(jobs)
     while left:
         open_ = [j for j in left if j[1] <= now]
-        if not open_: now = min(j[1] for j in left); continue
+        if not open_:
+            now = min(j[1] for j in left)
+            continue
         job = (min if now >= forward_from else max)(open_, key=lambda j: j[0])
-        left.remove(job); now += job[2]; done[job[0]] = now
+        left.remove(job)
+        now += job[2]
+        done[job[0]] = now
     return done
 
 class Schedule(NamedTuple):
@@ -203,23 +236,30 @@ def schedule(
 )->Schedule:
     "The length of a step, with the optimizer's host part running beside the model."
     order, W, k = [n for n in groups if n], setting.gpus, setting.accumulate
-    rest = [groups[""].trainable / 2 / W, groups[""].trainable / 2 / W]                          # before and after the blocks: embedding and head
+    # before and after the blocks: embedding and head
+    rest = [groups[""].trainable / 2 / W, groups[""].trainable / 2 / W]
     units = [(-1, rest[0]), *((i, groups[n].trainable / W) for i, n in enumerate(order)), (len(order), rest[1])]
     left, cores, link, both = share * sum(u for _, u in units), [], [], BOTH if 0 < setting.link < 1 else 1.
-    bwd = {-1: w.backward[""].sum() / 2, len(order): w.backward[""].sum() / 2} | {i: w.backward[n].sum() for i, n in enumerate(order)}
+    bwd = {-1: w.backward[""].sum() / 2, len(order): w.backward[""].sum() / 2} | {
+        i: w.backward[n].sum() for i, n in enumerate(order)
+    }
     t, ready = 0.0, {}
-    for i, n in reversed(units): t += bwd[i]; ready[i] = t
+    for i, n in reversed(units):
+        t += bwd[i]
+        ready[i] = t
     inner = sum(f.sum() for f in w.forward.values()) * (k - 1) + t * (k - 1) + w.exposed * (k - 1)
     backward = t + 0.7 * w.exposed + w.last
     for i, n in reversed(units):
-        take = min(left, n); left -= take
+        take = min(left, n)
+        left -= take
         if take <= 0: continue
         at = backward if setting.overlap == "forward" else ready[i] * backward / max(t, 1e-12)
         cores.append((i, at + 2 * take / machine.d2h, take * (1 - setting.link) / (ADAM * both * machine.host_adam)))
         link.append((i, at, take * (12 * setting.link + 2 * (1 - setting.link)) / (LINK * both * machine.duplex)))
     resident = sum(g.state for g in groups.values()) / W * (1 - share)
     trained = sum(g.trainable for g in groups.values()) / W * (1 - share)
-    optimizer = (2 * resident + trained * 12) / (machine.hbm * machine.elementwise)              # state in and out, gradient and weight, and their widening
+    # state in and out, gradient and weight, and their widening
+    optimizer = (2 * resident + trained * 12) / (machine.hbm * machine.elementwise)
     now = backward + optimizer
     back = [_serve(jobs, 0.0, backward) for jobs in (cores, link)]
     for i, n in units:
@@ -250,10 +290,25 @@ def training_cost(
     "Days, money, energy and CO₂ of a training (Patterson et al. 2021, §2)."
     hours = seconds / 3600 * gpus
     kwh = hours * watts / 1000 * pue
-    return Cost(steps=steps, days=seconds / 86400, gpu_hours=hours, kwh=kwh, co2_kg=kwh * carbon, money=None if price_per_gpu_hour is None else hours * price_per_gpu_hour)
+    return Cost(
+        steps=steps,
+        days=seconds / 86400,
+        gpu_hours=hours,
+        kwh=kwh,
+        co2_kg=kwh * carbon,
+        money=None if price_per_gpu_hour is None else hours * price_per_gpu_hour,
+    )
 
 # %% ../../nbs/06_plan/03_training.ipynb #ac5910e8
-_LANES = {"arithmetic": "arithmetic", "memory": "GPU memory", "issue": "issuing kernels", "optimizer": "optimizer on the GPU", "network": "network", "host_adam": "host Adam", "link": "host link"}
+_LANES = {
+    "arithmetic": "arithmetic",
+    "memory": "GPU memory",
+    "issue": "issuing kernels",
+    "optimizer": "optimizer on the GPU",
+    "network": "network",
+    "host_adam": "host Adam",
+    "link": "host link",
+}
 
 @dataclass(kw_only=True)
 class TrainingPlan:
@@ -285,17 +340,34 @@ class TrainingPlan:
     def table(self)->pd.DataFrame:
         "Category × bytes on a GPU in the worst moment, and on the host."
         rows = {**self.parts, "together": [self.peak_bytes, self.host_bytes]}
-        return pd.DataFrame({"GPU": [format_bytes(g) for g, _ in rows.values()], "host": [format_bytes(h) if h else "" for _, h in rows.values()],
-                             "GPU bytes": [int(g) for g, _ in rows.values()], "host bytes": [int(h) for _, h in rows.values()]}, index=list(rows))
+        return pd.DataFrame(
+            {
+                "GPU": [format_bytes(g) for g, _ in rows.values()],
+                "host": [format_bytes(h) if h else "" for _, h in rows.values()],
+                "GPU bytes": [int(g) for g, _ in rows.values()],
+                "host bytes": [int(h) for _, h in rows.values()],
+            },
+            index=list(rows),
+        )
     def check(self,
         peak_bytes:int|None=None, # measured: torch.cuda.max_memory_allocated()
         step_s:float|None=None,   # measured: the median of some steps
         host_bytes:int|None=None, # measured
     )->pd.DataFrame:
         "Measured beside predicted."
-        rows = [(n, p, q) for n, p, q in (("peak_bytes", self.peak_bytes, peak_bytes), ("step_s", self.step_s, step_s), ("host_bytes", self.host_bytes, host_bytes)) if q is not None]
+        rows = [
+            (n, p, q)
+            for n, p, q in (
+                ("peak_bytes", self.peak_bytes, peak_bytes),
+                ("step_s", self.step_s, step_s),
+                ("host_bytes", self.host_bytes, host_bytes),
+            )
+            if q is not None
+        ]
         if not rows: raise ValueError("check(): give peak_bytes=, step_s= or host_bytes= as measured")
-        return pd.DataFrame([{"": n, "predicted": p, "measured": q, "predicted / measured": p / q} for n, p, q in rows]).set_index("")
+        return pd.DataFrame(
+            [{"": n, "predicted": p, "measured": q, "predicted / measured": p / q} for n, p, q in rows]
+        ).set_index("")
     def save(self, path:str|Path): # a .json file
         "Write the plan, so that it can be held against the run."
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1, default=float), encoding="utf-8")
@@ -305,8 +377,12 @@ class TrainingPlan:
         d = json.loads(Path(path).read_text(encoding="utf-8"))
         return cls(**{**d, "cost": None if d["cost"] is None else Cost(**d["cost"])})
     def __str__(self):
-        return (f"{self.table[['GPU', 'host']]}\n{self.recompute} of {self.blocks} blocks recompute, {self.offload:.0%} of the optimizer on the host; limit {format_bytes(self.limit)}, "
-                f"smallest {format_bytes(self.min_bytes, up=True)}\nstep {self.step_s:.4g} s, {self.tokens_s:,.0f} tokens/s, bound by {self.bound}")
+        return (
+            f"{self.table[['GPU', 'host']]}\n{self.recompute} of {self.blocks} blocks recompute, {self.offload:.0%} of "
+            f"the optimizer on the host; limit {format_bytes(self.limit)}, "
+            f"smallest {format_bytes(self.min_bytes, up=True)}\nstep {self.step_s:.4g} s, {self.tokens_s:,.0f} "
+            f"tokens/s, bound by {self.bound}"
+        )
     __repr__ = __str__
     def _repr_html_(self): return _picture(self)
 
@@ -319,14 +395,55 @@ def _picture(plan):
     for k, name, limit in ((0, "GPU", plan.limit), (1, "host", plan.host_limit)):
         parts = [(n, v[k], format_bytes(v[k])) for n, v in plan.parts.items() if v[k] > 0]
         used = sum(x for _, x, _ in parts)
-        if parts: rows.append((f"{name}: {format_bytes(used)} of {format_bytes(limit)}", stacked_bar(parts, limit, max(limit, used) * 1.02) + '<div style="font-size:11px">' + " · ".join(f"{n} {t}" for n, _, t in parts) + "</div>"))
+        if parts:
+            rows.append(
+                (
+                    f"{name}: {format_bytes(used)} of {format_bytes(limit)}",
+                    stacked_bar(parts, limit, max(limit, used) * 1.02)
+                    + '<div style="font-size:11px">'
+                    + " · ".join(f"{n} {t}" for n, _, t in parts)
+                    + "</div>",
+                )
+            )
     longest = max([plan.step_s, *plan.times.values()]) * 1.02
-    rows.append((f"step: {plan.step_s:.3f} s", stacked_bar([(n, x, f"{x:.3f} s") for n, x in plan.phases.items()], 0, longest) + '<div style="font-size:11px">' + " · ".join(f"{n} {x:.3f} s" for n, x in plan.phases.items()) + "</div>"))
-    rows += [(f"{_LANES[n]}: {x:.3f} s{' (bound)' if _LANES[n] == plan.bound else ''}", stacked_bar([("", x, f"{x:.3f} s")], plan.step_s, longest)) for n, x in plan.times.items() if x > 5e-4 * plan.step_s]
-    body = "".join(f'<tr><td style="text-align:right;padding:2px 8px;font-size:12px;white-space:nowrap;vertical-align:top">{n}</td><td style="text-align:left;padding:3px 0">{b}</td></tr>' for n, b in rows)
-    head = f"{plan.recompute} of {plan.blocks} blocks recompute · {plan.offload:.0%} of the optimizer on the host · {plan.tokens_s:,.0f} tokens/s on {plan.gpus} GPU{'s' * (plan.gpus > 1)} · smallest limit {format_bytes(plan.min_bytes, up=True)}"
-    if (c := plan.cost): head += f"<br>{_few(c.days)} days · {_few(c.gpu_hours)} GPU hours · {_few(c.kwh)} kWh · {_few(c.co2_kg / 1000)} t CO₂" + (f" · costs {_few(c.money)}" if c.money is not None else "")
-    return f'<div style="font-family:sans-serif"><div style="font-size:12px;margin:4px 0">{head}</div><table style="border-collapse:collapse">{body}</table></div>'
+    rows.append(
+        (
+            f"step: {plan.step_s:.3f} s",
+            stacked_bar([(n, x, f"{x:.3f} s") for n, x in plan.phases.items()], 0, longest)
+            + '<div style="font-size:11px">'
+            + " · ".join(f"{n} {x:.3f} s" for n, x in plan.phases.items())
+            + "</div>",
+        )
+    )
+    rows += [
+        (
+            f"{_LANES[n]}: {x:.3f} s{' (bound)' if _LANES[n] == plan.bound else ''}",
+            stacked_bar([("", x, f"{x:.3f} s")], plan.step_s, longest),
+        )
+        for n, x in plan.times.items()
+        if x > 5e-4 * plan.step_s
+    ]
+    body = "".join(
+        '<tr><td style="text-align:right;padding:2px '
+        f'8px;font-size:12px;white-space:nowrap;vertical-align:top">{n}</td><td style="text-align:left;padding:3px '
+        f'0">{b}</td></tr>'
+        for n, b in rows
+    )
+    head = (
+        f"{plan.recompute} of {plan.blocks} blocks recompute · {plan.offload:.0%} of the optimizer on the host · "
+        f"{plan.tokens_s:,.0f} tokens/s on {plan.gpus} GPU{'s' * (plan.gpus > 1)} · smallest limit "
+        f"{format_bytes(plan.min_bytes, up=True)}"
+    )
+    if (c := plan.cost):
+        head += (
+            f"<br>{_few(c.days)} days · {_few(c.gpu_hours)} GPU hours · {_few(c.kwh)} kWh · {_few(c.co2_kg / 1000)} t "
+            "CO₂"
+            + (f" · costs {_few(c.money)}" if c.money is not None else "")
+        )
+    return (
+        f'<div style="font-family:sans-serif"><div style="font-size:12px;margin:4px 0">{head}</div><table '
+        f'style="border-collapse:collapse">{body}</table></div>'
+    )
 
 # %% ../../nbs/06_plan/03_training.ipynb #1f9cc3f4
 WORKSPACE = 80 << 20        # bytes that cuBLAS takes for itself in the two threads that call it
@@ -343,8 +460,13 @@ class _Search:
     def __post_init__(self):
         W, g = self.setting.gpus, self.groups.values()
         self.names, self.cache = list(self.trace.blocks), {}
-        self.seconds = (self.trace.seconds(self.machine), self.trace.seconds(self.machine, replay=True)) if self.machine else None
-        self.weights, self.state = sum(x.weights for x in g) / W + sum(x.buffers for x in g), sum(x.state for x in g) / W
+        self.seconds = (
+            (self.trace.seconds(self.machine), self.trace.seconds(self.machine, replay=True)) if self.machine else None
+        )
+        self.weights, self.state = (
+            sum(x.weights for x in g) / W + sum(x.buffers for x in g),
+            sum(x.state for x in g) / W,
+        )
         self.gradients = sum(x.gradients for x in g) / W
         self.host = sum(x.host_state + (1 - self.setting.link) * x.pinned for x in g) / W
         self.trained = sum(x.trainable for x in g) / W
@@ -352,7 +474,8 @@ class _Search:
         "(bytes in the worst moment, by category there) without what is held all the time"
         if n not in self.cache:
             each = moments(self.trace, self.groups, self.setting, self.names[:n])
-            total = sum(each.values()); at = int(total.argmax())
+            total = sum(each.values())
+            at = int(total.argmax())
             self.cache[n] = float(total[at]), {k: float(v[at]) for k, v in each.items()}
         return self.cache[n]
     def held(self, share):
@@ -384,16 +507,23 @@ def choose_recompute(
     groups:dict|None=None,             # of `weight_groups`; None: as the traced skeleton is stored
     setting:Setting=Setting(),
     share:float=0.0,                   # of the optimizer on the host
-    held_bytes:int|None=None,          # what is held all the time, where it is known better; None: weights and state by closed form
+    held_bytes:int|None=None,          # what is held all the time, where it is known better; None: weights and state by
+                                       # closed form
 )->int:                                # the fewest blocks, from the first on
     "How many blocks must recompute for a step to stay below a limit; raises ValueError where all of them do not suffice."
     s, limit = _Search(trace, groups or weight_groups(trace.module, trace.blocks), setting, None), parse_bytes(limit)
-    fits = lambda n: (sum(s.peak(n, share).values()) if held_bytes is None else held_bytes + WORKSPACE + s.come_and_go(n)[0]) <= limit
+    fits = lambda n: (
+        (sum(s.peak(n, share).values()) if held_bytes is None else held_bytes + WORKSPACE + s.come_and_go(n)[0])
+        <= limit
+    )
     L = len(trace.blocks)
     if fits(0): return 0
     if not fits(L):
         least = sum(s.peak(L, share).values()) if held_bytes is None else held_bytes + WORKSPACE + s.come_and_go(L)[0]
-        raise ValueError(f"memory_limit={format_bytes(limit)} is below the smallest feasible, {format_bytes(least, up=True)} with all {L} blocks recomputed; try a smaller batch, or more of the optimizer on the host")
+        raise ValueError(
+            f"memory_limit={format_bytes(limit)} is below the smallest feasible, {format_bytes(least, up=True)} with "
+            f"all {L} blocks recomputed; try a smaller batch, or more of the optimizer on the host"
+        )
     low, high = 0, L                                                        # low does not fit, high does
     while high - low > 1: low, high = (low, mid) if fits(mid := (low + high) // 2) else (mid, high)
     return high
@@ -414,31 +544,42 @@ def _candidates(s, checkpoint, offload, limit, host_limit):
 # %% ../../nbs/06_plan/03_training.ipynb #15cbaa47
 def _check_plan(gpus, zero, checkpoint, offload, master, accumulate, n):
     if not (isinstance(gpus, int) and gpus >= 1): raise ValueError(f"gpus={gpus!r}: a number of GPUs, at least 1")
-    if not (isinstance(accumulate, int) and accumulate >= 1): raise ValueError(f"accumulate={accumulate!r}: a number of micro-batches, at least 1")
-    if not (zero in (2, 3) or isinstance(zero, dict) and set(zero.values()) <= {2, 3}): raise ValueError(f"zero={zero!r}: 2, 3 or {{pattern: 2 or 3}}")
-    if not (checkpoint in ("auto", True, False) or isinstance(checkpoint, int) and 0 <= checkpoint <= n): raise ValueError(f"checkpoint={checkpoint!r}: 'auto', True, False or a number of blocks up to {n}")
-    if not (offload in ("auto", None) or isinstance(offload, (int, float)) and 0 <= offload <= 1): raise ValueError(f"offload={offload!r}: 'auto', None or a share from 0 to 1")
+    if not (isinstance(accumulate, int) and accumulate >= 1):
+        raise ValueError(f"accumulate={accumulate!r}: a number of micro-batches, at least 1")
+    if not (zero in (2, 3) or isinstance(zero, dict) and set(zero.values()) <= {2, 3}):
+        raise ValueError(f"zero={zero!r}: 2, 3 or {{pattern: 2 or 3}}")
+    if not (checkpoint in ("auto", True, False) or isinstance(checkpoint, int) and 0 <= checkpoint <= n):
+        raise ValueError(f"checkpoint={checkpoint!r}: 'auto', True, False or a number of blocks up to {n}")
+    if not (offload in ("auto", None) or isinstance(offload, (int, float)) and 0 <= offload <= 1):
+        raise ValueError(f"offload={offload!r}: 'auto', None or a share from 0 to 1")
     if master not in ("fp32", None): raise ValueError(f"master={master!r}: 'fp32' or None")
 
 def _check_numbers(batch, seq, overlap, link, tokens):
     if not (batch >= 1 and seq >= 1): raise ValueError(f"batch={batch}, seq={seq}: at least one sequence of one token")
     if overlap not in ("forward", "backward"): raise ValueError(f"overlap={overlap!r}: 'forward' or 'backward'")
     if not 0 <= link <= 1: raise ValueError(f"link={link}: a share from 0 to 1")
-    if tokens is not None and not tokens > 0: raise ValueError(f"tokens={tokens}: a number above 0, of the whole training")
+    if tokens is not None and not tokens > 0:
+        raise ValueError(f"tokens={tokens}: a number above 0, of the whole training")
 
 def _batch(model, batch, seq):
     "Token ids (B, L) and, for models that compute their own loss, labels"
     ids = torch.empty(batch, seq, dtype=torch.long, device="meta")
     config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "prepare_inputs_for_generation") and not hasattr(config, "vocab_size"): return (ids,)
+    if config is None or not hasattr(model, "prepare_inputs_for_generation") and not hasattr(config, "vocab_size"):
+        return (ids,)
     extra = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
-    if hasattr(config, "use_cache"): extra["use_cache"] = False               # keys and values of a training step are of no use later
+    # keys and values of a training step are of no use later
+    if hasattr(config, "use_cache"): extra["use_cache"] = False
     return {"input_ids": ids, "labels": ids, **extra}
 
 def _trace_ids(model, batch, seq, names, loss, dtype):
     "The trace of a step on such a batch"
     try: return trace_step(model, _batch(model, batch, seq), names, loss, dtype)
-    except (ValueError, TypeError) as e: raise ValueError(f"{e} (batch= and seq= make token ids with labels for each; of a model that takes others give inputs=, a real batch)") from e
+    except (ValueError, TypeError) as e:
+        raise ValueError(
+            f"{e} (batch= and seq= make token ids with labels for each; of a model that takes others give inputs=, a "
+            "real batch)"
+        ) from e
 
 def zero_levels(
     model:nn.Module, # whose modules patterns name
@@ -451,17 +592,26 @@ def zero_levels(
     for pattern, level in zero.items():
         named = resolve(model, pattern)
         hit = [b for b in blocks if b in named or any(b.startswith(n + ".") for n in named)]
-        if not hit: raise LookupError(f"zero={{{pattern!r}: {level}}} names no block; blocks: {', '.join(list(blocks)[:4])} …")
+        if not hit:
+            raise LookupError(f"zero={{{pattern!r}: {level}}} names no block; blocks: {', '.join(list(blocks)[:4])} …")
         out |= dict.fromkeys(hit, level)
     return out
 
 def _no_plan(s, host_limit, checkpoint, offload):
     "(the smallest limit that has a plan, what else would help)"
     whole = checkpoint == "auto" or checkpoint is True                    # (1 == True)
-    L = len(s.names); n = L if whole else int(checkpoint); most = 1.0 if s.host == 0 else min(1.0, host_limit / s.host)
-    least = min(sum(s.peak(n, share).values()) for share in ((0.0, most) if offload == "auto" else (offload,)))   # over the share it rises, by the buffers, and then falls
-    help = [*(["checkpoint='auto'"] if not whole else []), *(["offload='auto'"] if offload != "auto" and offload < 1 and s.state else []),
-            *([f"host_memory={format_bytes(s.host, up=True)!r}"] if offload == "auto" and s.host > host_limit else []), "a smaller batch", "more gpus"]
+    L = len(s.names)
+    n = L if whole else int(checkpoint)
+    most = 1.0 if s.host == 0 else min(1.0, host_limit / s.host)
+    # over the share it rises, by the buffers, and then falls
+    least = min(sum(s.peak(n, share).values()) for share in ((0.0, most) if offload == "auto" else (offload,)))
+    help = [
+        *(["checkpoint='auto'"] if not whole else []),
+        *(["offload='auto'"] if offload != "auto" and offload < 1 and s.state else []),
+        *([f"host_memory={format_bytes(s.host, up=True)!r}"] if offload == "auto" and s.host > host_limit else []),
+        "a smaller batch",
+        "more gpus",
+    ]
     return math.ceil(least), " or ".join(help)
 
 # %% ../../nbs/06_plan/03_training.ipynb #eb1e62e1
@@ -473,7 +623,8 @@ def plan_training(
     memory_limit:int|str|None=None,        # of one GPU, for what torch allocates; None: 94 % of the machine's
     host_memory:int|str|None=None,         # for each GPU; None: 90 % of the machine's
     zero:int|dict=3,                       # 2, 3 or {pattern: level}
-    machine:str|Machine|None=None,         # a preset's name or `measure()`; None: the preset of the GPU at hand, or h200
+    machine:str|Machine|None=None,         # a preset's name or `measure()`; None: the preset of the GPU at hand, or
+                                           # h200
     dtype:torch.dtype|None=torch.bfloat16, # of computation and communication; None: as stored
     checkpoint:str|bool|int="auto",        # blocks that recompute
     offload:str|float|None="auto",         # share of the optimizer on the host
@@ -486,7 +637,8 @@ def plan_training(
     reduce_dtype:torch.dtype|None=None,    # of gradient reduction; None: dtype
     overlap:str="forward",                 # as of offload.AdamW
     link:float=0.6,                        # share of the host's part that the GPU updates over the link
-    sharded:bool|None=None,                # wrapped by fully_shard? None: with several GPUs, or where weights are stored in another dtype
+    sharded:bool|None=None,                # wrapped by fully_shard? None: with several GPUs, or where weights are
+                                           # stored in another dtype
     tokens:int|float|None=None,            # of the whole training, for its cost
     price_per_gpu_hour:float|None=None,
     carbon:float=0.429,                    # kg CO₂ a kWh
@@ -500,24 +652,58 @@ def plan_training(
     m = _machine(machine)
     limit = int(0.94 * m.gpu_memory) if memory_limit is None else parse_bytes(memory_limit)
     host_limit = int(0.9 * m.host_memory) if host_memory is None else parse_bytes(host_memory)
-    if trace is None: trace = trace_step(model, inputs, names, loss, dtype) if inputs is not None else _trace_ids(model, batch, seq, names, loss, dtype)
+    if trace is None:
+        trace = (
+            trace_step(model, inputs, names, loss, dtype)
+            if inputs is not None
+            else _trace_ids(model, batch, seq, names, loss, dtype)
+        )
     if not trace.tokens: raise ValueError("inputs: the batch holds no token")
     if compile and not trace.compiled: trace = fuse_blocks(trace)
     groups = weight_groups(model, names, master, dtype)
     computes = dtype or next(p.dtype for p in model.parameters() if p.requires_grad)
     if sharded is None: sharded = gpus > 1 or any(p.requires_grad for p in to_cast(model, computes))
-    setting = Setting(gpus=gpus, levels=zero_levels(model, names, zero), sharded=sharded, item=computes.itemsize, reduce_item=(reduce_dtype or dtype or torch.float32).itemsize, accumulate=accumulate,
-                      master=master, overlap=overlap, link=link)
+    setting = Setting(
+        gpus=gpus,
+        levels=zero_levels(model, names, zero),
+        sharded=sharded,
+        item=computes.itemsize,
+        reduce_item=(reduce_dtype or dtype or torch.float32).itemsize,
+        accumulate=accumulate,
+        master=master,
+        overlap=overlap,
+        link=link,
+    )
     offload = 0.0 if offload is None else offload
     search = _Search(trace, groups, setting, m)
     found = _candidates(search, checkpoint, offload, limit, host_limit)
     least, help = _no_plan(search, host_limit, checkpoint, offload)
     if not found and offload != "auto" and offload * search.host > host_limit:
         need = format_bytes(offload * search.host, up=True)
-        raise ValueError(f"host_memory={format_bytes(host_limit)} is below the {need} that offload={offload} keeps on the host; try host_memory={need!r} or offload='auto'")
-    if not found: raise ValueError(f"memory_limit={format_bytes(limit)} is below the smallest feasible plan, {format_bytes(least, up=True)}; try {help}")
+        raise ValueError(
+            f"host_memory={format_bytes(host_limit)} is below the {need} that offload={offload} keeps on the host; try "
+            f"host_memory={need!r} or offload='auto'"
+        )
+    if not found:
+        raise ValueError(
+            f"memory_limit={format_bytes(limit)} is below the smallest feasible plan, {format_bytes(least, up=True)}; "
+            f"try {help}"
+        )
     n, share = min(found, key=lambda c: (round(search.time(*c)[1].step_s, 4), c[0], c[1]))
-    asked = dict(batch=batch, seq=seq, zero=zero, checkpoint=checkpoint, offload=offload, compile=compile, accumulate=accumulate, dtype=str(dtype), master=master, overlap=overlap, link=link, sharded=sharded)
+    asked = dict(
+        batch=batch,
+        seq=seq,
+        zero=zero,
+        checkpoint=checkpoint,
+        offload=offload,
+        compile=compile,
+        accumulate=accumulate,
+        dtype=str(dtype),
+        master=master,
+        overlap=overlap,
+        link=link,
+        sharded=sharded,
+    )
     plan = _fill_plan(search, n, share, limit, host_limit, least, asked)
     if tokens is not None:
         steps = math.ceil(tokens / plan.tokens)
@@ -530,16 +716,46 @@ def _fill_plan(s, n, share, limit, host_limit, least, asked):
     w, t = s.time(n, share)
     k, W = s.setting.accumulate, s.setting.gpus
     gpu = s.peak(n, share)
-    parts = {name: [int(b), 0] for name, b in gpu.items() if b > 0 or name in ("weights", "gradients", "optimizer state", "activations")}
+    parts = {
+        name: [int(b), 0]
+        for name, b in gpu.items()
+        if b > 0 or name in ("weights", "gradients", "optimizer state", "activations")
+    }
     if share > 0:
         parts["optimizer state"][1] = int(sum(g.host_state for g in s.groups.values()) / W * share)
         parts["staging"] = [0, int(sum(g.pinned for g in s.groups.values()) / W * share * (1 - s.setting.link))]
     plain, _ = s.time(0, share) if n else (w, None)
     busy = k * (sum(w.forward.values()) + sum(w.backward.values()))
-    phases = {"forward": k * sum(x.sum() for x in w.forward.values()), "recompute": k * sum((w.backward[b] - plain.backward[b]).sum() for b in w.backward),
-              "backward": k * sum(x.sum() for x in plain.backward.values()), "network, exposed": k * w.exposed + w.last, "optimizer": t.optimizer_s}
+    phases = {
+        "forward": k * sum(x.sum() for x in w.forward.values()),
+        "recompute": k * sum((w.backward[b] - plain.backward[b]).sum() for b in w.backward),
+        "backward": k * sum(x.sum() for x in plain.backward.values()),
+        "network, exposed": k * w.exposed + w.last,
+        "optimizer": t.optimizer_s,
+    }
     phases["waiting for the host"] = max(0.0, t.step_s - sum(phases.values()))
-    times = {"arithmetic": busy[0], "memory": busy[1], "issue": busy[2], "optimizer": t.optimizer_s, "network": k * w.network, "host_adam": t.host_adam_s, "link": t.link_s}
-    return TrainingPlan(parts=parts, limit=limit, host_limit=host_limit, min_bytes=least, blocks=len(s.names), recompute=n, offload=float(share), step_s=float(t.step_s),
-                        times={a: float(b) for a, b in times.items()}, phases={a: float(b) for a, b in phases.items() if b > 0}, tokens=s.trace.tokens * k * W, gpus=W,
-                        machine=dataclasses.asdict(s.machine), settings=asked)
+    times = {
+        "arithmetic": busy[0],
+        "memory": busy[1],
+        "issue": busy[2],
+        "optimizer": t.optimizer_s,
+        "network": k * w.network,
+        "host_adam": t.host_adam_s,
+        "link": t.link_s,
+    }
+    return TrainingPlan(
+        parts=parts,
+        limit=limit,
+        host_limit=host_limit,
+        min_bytes=least,
+        blocks=len(s.names),
+        recompute=n,
+        offload=float(share),
+        step_s=float(t.step_s),
+        times={a: float(b) for a, b in times.items()},
+        phases={a: float(b) for a, b in phases.items() if b > 0},
+        tokens=s.trace.tokens * k * W,
+        gpus=W,
+        machine=dataclasses.asdict(s.machine),
+        settings=asked,
+    )

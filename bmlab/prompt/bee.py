@@ -49,18 +49,28 @@ def pieces(
     "A text cut at its specials; BeeError for one that is unknown or never closed."
     out, i, plain = [], 0, ""
     at = f" in {where}" if where else ""
-    if half := re.search("[\ud800-\udfff]", text): raise BeeError(f"half of a character{at}, U+{ord(half[0]):X}: its other half is missing", text, half.span())
+    if half := re.search("[\ud800-\udfff]", text):
+        raise BeeError(f"half of a character{at}, U+{ord(half[0]):X}: its other half is missing", text, half.span())
     while i < len(text):
         if text[i] != "<": plain, i = plain + text[i], i + 1
         elif text[i + 1:i + 2] == "<": plain, i = plain + "<", i + 2
         else:
             m = _SPECIAL.match(text, i)
-            if m is None: raise BeeError(f"this < begins no special{at}; write << for the character itself", text, (i, i + 1))
+            if m is None:
+                raise BeeError(f"this < begins no special{at}; write << for the character itself", text, (i, i + 1))
             name, number = m[1], m[2]
-            if name not in SPECIALS: raise BeeError(f"unknown special <{name}>{at}{did_you_mean(name, SPECIALS)}; known: {', '.join(f'<{s}>' for s in SPECIALS)}; write << for the character <", text, m.span())
-            if number is not None and name not in NUMBERED: raise BeeError(f"<{name}> has no number{at}", text, m.span())
+            if name not in SPECIALS:
+                raise BeeError(
+                    f"unknown special <{name}>{at}{did_you_mean(name, SPECIALS)}; known: "
+                    f"{', '.join(f'<{s}>' for s in SPECIALS)}; write << for the character <",
+                    text,
+                    m.span(),
+                )
+            if number is not None and name not in NUMBERED:
+                raise BeeError(f"<{name}> has no number{at}", text, m.span())
             if plain: out.append((False, plain))
-            out.append((True, (name, None if number is None else int(number)))); plain, i = "", m.end()
+            out.append((True, (name, None if number is None else int(number))))
+            plain, i = "", m.end()
     return out + ([(False, plain)] if plain else [])
 
 # %% ../../nbs/35_prompt/11_bee.ipynb #3fe27552
@@ -80,9 +90,12 @@ def _load(data):
         if len(out := dict(pairs)) < len(pairs): twice.append(out)
         return out
     try: out = json.loads(data, object_pairs_hook=once)
-    except json.JSONDecodeError as e: raise BeeError(f"this is no JSON: {e.msg}", data or " ", (e.pos, e.pos + 1)) from None
+    except json.JSONDecodeError as e:
+        raise BeeError(f"this is no JSON: {e.msg}", data or " ", (e.pos, e.pos + 1)) from None
     except RecursionError: raise BeeError("this is nested too deeply", data) from None
-    if twice: at = _places(data)[1]; raise BeeError(f"the key {json.loads(data[slice(*at)])!r} stands twice; keep one", data, at)
+    if twice:
+        at = _places(data)[1]
+        raise BeeError(f"the key {json.loads(data[slice(*at)])!r} stands twice; keep one", data, at)
     return out
 
 def _said(path): return ".".join(path) or "the task"
@@ -97,15 +110,25 @@ def _segments(data, max_depth):
     out = [Segment("<root>", (), -1, 0, False)]
     def add(node, parent, path, depth, answer):
         if isinstance(node, str):
-            _text(node, path); out.append(Segment(node, path, parent, depth, answer)); return
-        if not isinstance(node, Mapping): raise _fault(f"{_said(path)} is {json.dumps(node, ensure_ascii=False, default=str)[:60]}, of type {type(node).__name__}: a task holds texts and dicts of texts alone; write it as a text", path)
+            _text(node, path)
+            out.append(Segment(node, path, parent, depth, answer))
+            return
+        if not isinstance(node, Mapping):
+            raise _fault(
+                f"{_said(path)} is {json.dumps(node, ensure_ascii=False, default=str)[:60]}, of type "
+                f"{type(node).__name__}: a task holds texts and dicts of texts alone; write it as a text",
+                path,
+            )
         if not node: raise _fault(f"{_said(path)} is an empty dict; leave it out", path)
-        if depth >= max_depth: raise _fault(f"{_said(path)} lies {depth} deep, and the relations reach {max_depth - 1}; flatten it", path)
+        if depth >= max_depth:
+            raise _fault(f"{_said(path)} lies {depth} deep, and the relations reach {max_depth - 1}; flatten it", path)
         for k, v in node.items():
             own = (*path, k)
-            if not isinstance(k, str) or not k: raise _fault(f"a key below {_said(path)} is {k!r}: expected a name", own, True)
+            if not isinstance(k, str) or not k:
+                raise _fault(f"a key below {_said(path)} is {k!r}: expected a name", own, True)
             _text(k, own, True)
-            if k == "<ans>" and path: raise _fault(f"<ans> stands below {_said(path)}; it belongs to the top", own, True)
+            if k == "<ans>" and path:
+                raise _fault(f"<ans> stands below {_said(path)}; it belongs to the top", own, True)
             out.append(Segment(k, own, parent, depth, False))
             add(v, len(out) - 1, own, depth + 1, answer or not path and k == "<ans>")
     add(data, 0, (), 1, False)
@@ -117,15 +140,20 @@ _CHARACTER = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F
 
 def _places(source):
     "Of valid JSON {path: (place of its key, place of its value)}, and the place of the first key that stands twice"
-    out, open_, key, twice = {}, [], None, None                    # open_: [path, number of the item in a list, None in a dict]
+    # open_: [path, number of the item in a list, None in a dict]
+    out, open_, key, twice = {}, [], None, None
     for m in _JSON.finditer(source):
         x = m[0]
-        if x in "}]" and open_: open_.pop(); continue
+        if x in "}]" and open_:
+            open_.pop()
+            continue
         if x in ":,":
             if x == "," and open_[-1][1] is not None: open_[-1][1] += 1
             continue
         inside = open_ and open_[-1][1] is None
-        if inside and key is None and x not in "{[": key = m; continue
+        if inside and key is None and x not in "{[":
+            key = m
+            continue
         path = () if not open_ else (*open_[-1][0], json.loads(key[0]) if inside else open_[-1][1])
         if path in out and twice is None: twice = key.span()
         out[path] = (key.span() if inside else m.span(), m.span())
@@ -137,7 +165,9 @@ def _placed(e, source):
     "The same error with its place in the JSON that the task came as"
     if not isinstance(source, str) or e.path is None or (found := _places(source)[0].get(e.path)) is None: return e
     a, b = found[0 if e.key else 1]
-    if source[a] == '"' and e.source: starts = [a + 1 + m.start() for m in _CHARACTER.finditer(source[a + 1:b - 1])] + [b - 1]; a, b = (starts[min(i, len(starts) - 1)] for i in e.span)
+    if source[a] == '"' and e.source:
+        starts = [a + 1 + m.start() for m in _CHARACTER.finditer(source[a + 1:b - 1])] + [b - 1]
+        a, b = (starts[min(i, len(starts) - 1)] for i in e.span)
     return _fault(e.message, e.path, e.key, source, (a, min(b, a + 60)))
 
 # %% ../../nbs/35_prompt/11_bee.ipynb #2ccce55f
@@ -149,15 +179,49 @@ class Bee:
         max_depth:int=8,      # of the tree: more is an error
     ):
         self.data, self.max_depth = _load(data), max_depth
-        if not isinstance(self.data, Mapping): raise BeeError(f"a task is a dict, this is a {type(self.data).__name__}", data if isinstance(data, str) else "")
+        if not isinstance(self.data, Mapping):
+            raise BeeError(
+                f"a task is a dict, this is a {type(self.data).__name__}", data if isinstance(data, str) else ""
+            )
         self.data = copy.deepcopy(dict(self.data))
         try: self.segments = _segments(self.data, max_depth)
         except BeeError as e: raise _placed(e, data) from None
-        if "<ans>" not in self.data: raise BeeError(f'the task has no "<ans>"; add "<ans>": "" for the model to fill{did_you_mean("<ans>", self.data)}')
-        if training and (empty := next((s for s in self.segments if s.answer and not s.text), None)): raise _placed(_fault(f"the answer {'.'.join(empty.path)} is empty; to learn from a task all its answers must be there", empty.path), data)
-        blanks = {m for s in self.segments if "<ans>" not in s.path for special, m in pieces(s.text) if special and m[0] == "mask"}
-        given = {m for s in self.segments if "<ans>" in s.path and len(s.path) > 1 for special, m in pieces(s.path[1]) if special and m[0] == "mask"}
-        if missing := sorted(given - blanks, key=str): raise _placed(_fault(f"<ans> answers {'<mask>' if missing[0][1] is None else f'<mask_{missing[0][1]}>'}, and no text has that blank", ("<ans>", "<mask>" if missing[0][1] is None else f"<mask_{missing[0][1]}>"), True), data)
+        if "<ans>" not in self.data:
+            raise BeeError(
+                f'the task has no "<ans>"; add "<ans>": "" for the model to fill{did_you_mean("<ans>", self.data)}'
+            )
+        if training and (empty := next((s for s in self.segments if s.answer and not s.text), None)):
+            raise _placed(
+                _fault(
+                    f"the answer {'.'.join(empty.path)} is empty; to learn from a task all its answers must be there",
+                    empty.path,
+                ),
+                data,
+            )
+        blanks = {
+            m
+            for s in self.segments
+            if "<ans>" not in s.path
+            for special, m in pieces(s.text)
+            if special and m[0] == "mask"
+        }
+        given = {
+            m
+            for s in self.segments
+            if "<ans>" in s.path and len(s.path) > 1
+            for special, m in pieces(s.path[1])
+            if special and m[0] == "mask"
+        }
+        if missing := sorted(given - blanks, key=str):
+            raise _placed(
+                _fault(
+                    f"<ans> answers {'<mask>' if missing[0][1] is None else f'<mask_{missing[0][1]}>'}, and no text "
+                    "has that blank",
+                    ("<ans>", "<mask>" if missing[0][1] is None else f"<mask_{missing[0][1]}>"),
+                    True,
+                ),
+                data,
+            )
 
     @property
     def answered(self)->bool:
@@ -175,7 +239,8 @@ class Bee:
         "The same task with the answers in another order, as they are trained."
         ans = self.data["<ans>"]
         if isinstance(ans, str): return self
-        keys = list(ans); random.Random(seed).shuffle(keys)
+        keys = list(ans)
+        random.Random(seed).shuffle(keys)
         return Bee(self.data | {"<ans>": {k: ans[k] for k in keys}}, max_depth=self.max_depth)
 
     def relations(self)->Tensor: # (S, S) int64
@@ -194,7 +259,8 @@ class Bee:
         return json.dumps(self.data, ensure_ascii=False)
 
     def __repr__(self): return f"Bee({self.json()})"
-    def __eq__(self, other): return isinstance(other, Bee) and self.json() == other.json()           # the order of keys counts
+    # the order of keys counts
+    def __eq__(self, other): return isinstance(other, Bee) and self.json() == other.json()
     def __hash__(self): return hash(self.json())
 
 # %% ../../nbs/35_prompt/11_bee.ipynb #658c288e
@@ -215,21 +281,37 @@ class BeeTokens:
         L = len(self.ids)
         return self.context[None, :] | (~self.context[:, None] & torch.ones(L, L, dtype=torch.bool).tril())
 
-    def __repr__(self): return f"BeeTokens({len(self.ids)} tokens in {len(self.relations)} segments, {int((~self.context).sum())} of the answer)"
+    def __repr__(self):
+        return (
+            f"BeeTokens({len(self.ids)} tokens in {len(self.relations)} segments, {int((~self.context).sum())} of the "
+            "answer)"
+        )
 
 # %% ../../nbs/35_prompt/11_bee.ipynb #d04b8e27
 def _special_ids(tok):
     "{special: id}; raises for a tokenizer without them"
     out = {s: tok.convert_tokens_to_ids(f"<{s}>") for s in SPECIALS}
-    lacking = [f"<{s}>" for s in ("root", "s", "/s", "mask", "option", "ans", "unk") if out[s] is None or s != "unk" and out[s] == tok.unk_token_id]
-    if lacking: raise ValueError(f"this tokenizer has no {', '.join(lacking)}; add them by tok.add_tokens({lacking}) and resize the model's embedding, or take render() for an ordinary model")
+    lacking = [
+        f"<{s}>"
+        for s in ("root", "s", "/s", "mask", "option", "ans", "unk")
+        if out[s] is None or s != "unk" and out[s] == tok.unk_token_id
+    ]
+    if lacking:
+        raise ValueError(
+            f"this tokenizer has no {', '.join(lacking)}; add them by tok.add_tokens({lacking}) and resize the model's "
+            "embedding, or take render() for an ordinary model"
+        )
     return out
 
 def _letters(tok, text, special):
     "[(id, its text)] of a text that is itself, even where it looks like a special"
     enc = tok(text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=True)
     own = [(i, text[a:b]) for i, (a, b) in zip(enc["input_ids"], enc["offset_mapping"])]
-    return [x for i, t in own for x in ([y for c in t for y in _letters(tok, c, special)] if i in special and len(t) > 1 else [(i, t)])]     # added words are not split
+    return [
+        x
+        for i, t in own
+        for x in ([y for c in t for y in _letters(tok, c, special)] if i in special and len(t) > 1 else [(i, t)])
+    ]  # added words are not split
 
 def encode_bee(
     task:Bee, # answered to learn from it; with empty answers to be asked
@@ -246,14 +328,22 @@ def encode_bee(
     def tokens(text):
         out = []
         for is_special, x in pieces(text):
-            if is_special: out.append(number(x[0], f"<{x[0]}_{x[1]}>") if x[1] is not None else (special[x[0]], 0)); continue
+            if is_special:
+                out.append(number(x[0], f"<{x[0]}_{x[1]}>") if x[1] is not None else (special[x[0]], 0))
+                continue
             for part in re.split(r"(\n)", x):
-                if part == "\n": out.append((special["/n"], 0)); continue
+                if part == "\n":
+                    out.append((special["/n"], 0))
+                    continue
                 out += [number("unk", t) if i == tok.unk_token_id else (i, 0) for i, t in _letters(tok, part, reserved)]
         return out
     rows = []                                                                # (id, sub-id, segment, context)
     for k, s in enumerate(task.segments):
-        body = [(special["s"], 0), *([(special["root"], 0)] if k == 0 else tokens(s.text)), *([] if s.answer else [(special["/s"], 0)])]
+        body = [
+            (special["s"], 0),
+            *([(special["root"], 0)] if k == 0 else tokens(s.text)),
+            *([] if s.answer else [(special["/s"], 0)]),
+        ]
         rows += [(i, n, k, not s.answer) for i, n in body]
     targets, subs = torch.full((len(rows),), -100), torch.zeros(len(rows), dtype=torch.long)
     for p, (i, n, k, context) in enumerate(rows):
@@ -264,7 +354,8 @@ def encode_bee(
     return BeeTokens(ids, sub, seg, ctx.bool(), task.relations(), targets, subs, table)
 
 # %% ../../nbs/35_prompt/11_bee.ipynb #8006cd0c
-def _plainly(text): return "".join(f"<{x[0]}{'' if x[1] is None else f'_{x[1]}'}>" if special else x for special, x in pieces(text))
+def _plainly(text):
+    return "".join(f"<{x[0]}{'' if x[1] is None else f'_{x[1]}'}>" if special else x for special, x in pieces(text))
 
 def _plain(v): return _plainly(v) if isinstance(v, str) else {_plainly(k): _plain(x) for k, x in v.items()}
 
@@ -279,7 +370,11 @@ def render(
     if how == "json": return json.dumps(given, ensure_ascii=False) + "\n<ans>: ", target
     lines = [f"{k}: {v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)}" for k, v in given.items()]
     if how == "plain": return "\n".join([*lines, "<ans>: "]), target
-    want = "Answer with nothing but the answer." if isinstance(answer, str) else f"Answer with JSON, one text for each of {', '.join(answer)}."
+    want = (
+        "Answer with nothing but the answer."
+        if isinstance(answer, str)
+        else f"Answer with JSON, one text for each of {', '.join(answer)}."
+    )
     return [{"role": "user", "content": "\n".join([*lines, want])}], target
 
 def read(
@@ -291,7 +386,8 @@ def read(
     if isinstance(want, str): return Bee(task.data | {"<ans>": _with_specials(said.strip())}, max_depth=task.max_depth)
     start, end = said.find("{"), said.rfind("}")
     got = _load(said[start:end + 1]) if 0 <= start < end else None
-    if not isinstance(got, Mapping): raise BeeError(f"the answer holds no JSON object, and {', '.join(want)} were asked for", said)
+    if not isinstance(got, Mapping):
+        raise BeeError(f"the answer holds no JSON object, and {', '.join(want)} were asked for", said)
     return Bee(task.data | {"<ans>": _taken(want, got, (), said)}, max_depth=task.max_depth)
 
 def _taken(want, got, path, said):
@@ -299,7 +395,11 @@ def _taken(want, got, path, said):
     out = {}
     for k, v in want.items():
         own, kind = got.get(_plainly(k), got.get(k)), "text" if isinstance(v, str) else "object"
-        if not isinstance(own, str if kind == "text" else Mapping): raise BeeError(f"the answer has no {kind} for {_said((*path, k))}; it has {', '.join(map(repr, got)) or 'nothing'}", said)
+        if not isinstance(own, str if kind == "text" else Mapping):
+            raise BeeError(
+                f"the answer has no {kind} for {_said((*path, k))}; it has {', '.join(map(repr, got)) or 'nothing'}",
+                said,
+            )
         out[k] = _with_specials(own) if kind == "text" else _taken(v, own, (*path, k), said)
     return out
 
@@ -314,9 +414,17 @@ def _answers(answer, masks, template):
     "What <ans> is to be for a template's masks"
     names = [p.name or f"mask_{i}" for i, p in enumerate(masks)]
     if len(masks) == 1 and isinstance(answer, str): return _with_specials(answer)
-    if len(masks) == 1: raise TypeError(f"answer is a {type(answer).__name__}: expected a text, the template has one mask")
-    if not isinstance(answer or {}, Mapping): raise TypeError(f"answer is {answer!r}: the template has {len(masks)} masks; expected a dict with a text for each of {', '.join(names)}, or nothing")
-    if odd := next((k for k in answer or {} if k not in names), None): raise ValueError(f"answer has {odd!r}, and no mask is called that{did_you_mean(odd, names)}; there are {', '.join(names)}")
+    if len(masks) == 1:
+        raise TypeError(f"answer is a {type(answer).__name__}: expected a text, the template has one mask")
+    if not isinstance(answer or {}, Mapping):
+        raise TypeError(
+            f"answer is {answer!r}: the template has {len(masks)} masks; expected a dict with a text for each of "
+            f"{', '.join(names)}, or nothing"
+        )
+    if odd := next((k for k in answer or {} if k not in names), None):
+        raise ValueError(
+            f"answer has {odd!r}, and no mask is called that{did_you_mean(odd, names)}; there are {', '.join(names)}"
+        )
     return {f"<mask_{i}>": _with_specials((answer or {}).get(n, "")) for i, n in enumerate(names)}
 
 def bee_of(
@@ -328,13 +436,26 @@ def bee_of(
     given, words, masks = {}, "", [p for p in template.parts if p.kind == "mask"]
     ans = _answers(answer, masks, template)
     for p in template.parts:
-        if p.kind not in _SAME: raise TemplateError(f"{p.kind} has no place in CPM-Bee's JSON, which holds {', '.join(_SAME)}", template.text, p.span)
+        if p.kind not in _SAME:
+            raise TemplateError(
+                f"{p.kind} has no place in CPM-Bee's JSON, which holds {', '.join(_SAME)}", template.text, p.span
+            )
         if p.kind == "text": words += p.space + escape(p.value)
         elif p.kind == "mask": words += p.space + (f"<mask_{masks.index(p)}>" if len(masks) > 1 else "")
         else:
             value = _value(p, example, template.text)
-            value = escape(value) if p.kind != "options" else {f"<option_{i}>": escape(str(o)) for i, o in enumerate(_found(p, example, template.text))}
-            if p.value == "prompt" or given.get(escape(p.value), value) != value: raise TemplateError(f"{p.value!r} stands for something else in the task already{', the words of the template' if p.value == 'prompt' else ''}; give it another name", template.text, p.span)
+            value = (
+                escape(value)
+                if p.kind != "options"
+                else {f"<option_{i}>": escape(str(o)) for i, o in enumerate(_found(p, example, template.text))}
+            )
+            if p.value == "prompt" or given.get(escape(p.value), value) != value:
+                raise TemplateError(
+                    f"{p.value!r} stands for something else in the task "
+                    f"already{', the words of the template' if p.value == 'prompt' else ''}; give it another name",
+                    template.text,
+                    p.span,
+                )
             given[escape(p.value)] = value
             if p.kind != "options": words += p.space + f"[{escape(p.value)}]"
     return Bee(given | {"prompt": words.strip() or "answer"} | {"<ans>": ans})
@@ -346,10 +467,19 @@ def template_of(
 )->Template:          # encodes the task's own dict, and others with the same keys
     "The template that writes a task's keys and values one below the other, and the answer as its mask."
     keys = [k for k in task.data if k != "<ans>"]
-    if nested := [k for k in keys if not isinstance(task.data[k], str)]: raise BeeError(f"{nested[0]} holds a dict; a template takes texts")
+    if nested := [k for k in keys if not isinstance(task.data[k], str)]:
+        raise BeeError(f"{nested[0]} holds a dict; a template takes texts")
     quoted = lambda text: json.dumps(text, ensure_ascii=False)
-    once = quoted("lambda x: x.replace('<<', '<')")                         # what is escaped in a task is itself in a text
-    return Template("".join(f'{{"text": {quoted(_plainly(k) + ": ")}}}{{"placeholder": {quoted(k)}, "post_processing": {once}}}\n' for k in keys) + 'answer:{"mask"}', tok)
+    # what is escaped in a task is itself in a text
+    once = quoted("lambda x: x.replace('<<', '<')")
+    return Template(
+        "".join(
+            f'{{"text": {quoted(_plainly(k) + ": ")}}}{{"placeholder": {quoted(k)}, "post_processing": {once}}}\n'
+            for k in keys
+        )
+        + 'answer:{"mask"}',
+        tok,
+    )
 
 Bee.render, Bee.read, Bee.of, Bee.template = render, read, staticmethod(bee_of), template_of
 
@@ -361,15 +491,43 @@ def bee_html(
     "The task as a picture: its tree, and the relations between its segments."
     rel, rows = task.relations(), []
     for i, s in enumerate(task.segments):
-        kind = "root" if i == 0 else "answer" if s.answer else "key" if s.path and any(t.parent == i for t in task.segments) else "text"
+        kind = (
+            "root"
+            if i == 0
+            else "answer"
+            if s.answer
+            else "key"
+            if s.path and any(t.parent == i for t in task.segments)
+            else "text"
+        )
         mark = {"root": "○", "key": "◇", "text": "▪", "answer": "▸"}[kind]
-        style = {"answer": "background:light-dark(#fde7c8,#5a4010)", "key": "font-weight:600", "root": "opacity:.6"}.get(kind, "")
+        style = {
+            "answer": "background:light-dark(#fde7c8,#5a4010)",
+            "key": "font-weight:600",
+            "root": "opacity:.6",
+        }.get(kind, "")
         text = s.text if len(s.text) <= 80 else s.text[:79] + "…"
-        rows.append(f'<div style="white-space:pre">{i:>3} {"   " * s.depth}{mark} <span style="{style}">{html.escape(text) or "(to be filled)"}</span></div>')
+        rows.append(
+            f'<div style="white-space:pre">{i:>3} {"   " * s.depth}{mark} <span '
+            f'style="{style}">{html.escape(text) or "(to be filled)"}</span></div>'
+        )
     n = min(len(rel), most)
     far = max(1, int((rel // task.max_depth + rel % task.max_depth).max()))
-    cells = "".join("<tr>" + "".join(f'<td title="{i} → {j}: bucket {int(v)}" style="width:1.6em;text-align:center;font-size:80%;background:rgba(70,130,180,{max(.05, 1 - (int(v) // task.max_depth + int(v) % task.max_depth) / far):.2f})">{int(v)}</td>' for j, v in enumerate(row[:n])) + "</tr>" for i, row in enumerate(rel[:n].tolist()))
+    cells = "".join(
+        "<tr>"
+        + "".join(
+            f'<td title="{i} → {j}: bucket {int(v)}" '
+            f'style="width:1.6em;text-align:center;font-size:80%;background:rgba(70,130,180,{max(0.05, 1 - (int(v) // task.max_depth + int(v) % task.max_depth) / far):.2f})">{int(v)}</td>'
+            for j, v in enumerate(row[:n])
+        )
+        + "</tr>"
+        for i, row in enumerate(rel[:n].tolist())
+    )
     note = f"<div>{len(rel) - n} more segments</div>" if n < len(rel) else ""
-    return f'<div style="font-family:monospace;color-scheme:light dark"><div>○ root ◇ key ▪ text ▸ answer</div>{"".join(rows)}<table style="border-collapse:collapse;margin-top:.5em">{cells}</table>{note}</div>'
+    return (
+        '<div style="font-family:monospace;color-scheme:light dark"><div>○ root ◇ key ▪ text ▸ '
+        f'answer</div>{"".join(rows)}<table '
+        f'style="border-collapse:collapse;margin-top:.5em">{cells}</table>{note}</div>'
+    )
 
 Bee._repr_html_ = bee_html

@@ -40,17 +40,24 @@ def examples_of(
     data, # a list of dicts or InputExamples, a DataFrame, a dataset, or a list of texts
 )->list:  # of dicts or InputExamples
     "Examples, one dict each; a bare text becomes {\"text_a\": text}."
-    if isinstance(data, pd.DataFrame): return [{k: None if isinstance(v, float) and v != v else v for k, v in row.items()} for row in data.to_dict("records")]
-    if isinstance(data, (str, Mapping)) or not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"): data = [data]
+    if isinstance(data, pd.DataFrame):
+        return [
+            {k: None if isinstance(v, float) and v != v else v for k, v in row.items()}
+            for row in data.to_dict("records")
+        ]
+    if isinstance(data, (str, Mapping)) or not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
+        data = [data]
     out = [{"text_a": e} if isinstance(e, str) else e for e in data]
     for e in out:
-        if not isinstance(e, (Mapping, InputExample)) and not hasattr(e, "__dict__"): raise TypeError(f"an example is a {type(e).__name__}: expected a dict, an InputExample or a text")
+        if not isinstance(e, (Mapping, InputExample)) and not hasattr(e, "__dict__"):
+            raise TypeError(f"an example is a {type(e).__name__}: expected a dict, an InputExample or a text")
     return out
 
 def _pure(x):
     "A label as Python has it: NumPy's and torch's scalars, and whole numbers of any kind"
     if hasattr(x, "item") and getattr(x, "ndim", 1) == 0: x = x.item()
-    if isinstance(x, float) and x.is_integer(): return int(x)                                # a column of numbers with a gap is one of floats
+    # a column of numbers with a gap is one of floats
+    if isinstance(x, float) and x.is_integer(): return int(x)
     with contextlib.suppress(TypeError): return x if isinstance(x, bool) else operator.index(x)
     return x
 
@@ -70,8 +77,13 @@ def class_number(
     if (own := [i for i, n in enumerate(names) if type(n) is type(label) and n == label]): return own[0]
     counted = int not in map(type, names)
     if counted and type(label) is int and 0 <= label < len(names): return label
-    several = "; several at once are for a verbalizer with multi_label=True" if _many(label) else did_you_mean(label, names)
-    raise ValueError(f"label {label!r} is none of the classes: {', '.join(map(repr, names))}{f', or their numbers 0 … {len(names) - 1}' if counted else ''}{several}")
+    several = (
+        "; several at once are for a verbalizer with multi_label=True" if _many(label) else did_you_mean(label, names)
+    )
+    raise ValueError(
+        f"label {label!r} is none of the classes: "
+        f"{', '.join(map(repr, names))}{f', or their numbers 0 … {len(names) - 1}' if counted else ''}{several}"
+    )
 
 class FewShotSampler:
     "A few examples of every class."
@@ -79,7 +91,8 @@ class FewShotSampler:
         per_label:int=16, # examples of each class
         seed:int=0,       # of the choice
     ):
-        if not isinstance(per_label, int) or per_label < 1: raise ValueError(f"per_label={per_label!r}: a whole number, at least 1")
+        if not isinstance(per_label, int) or per_label < 1:
+            raise ValueError(f"per_label={per_label!r}: a whole number, at least 1")
         self.per_label, self.seed = per_label, seed
     def __call__(self,
         data,           # examples with labels
@@ -88,15 +101,20 @@ class FewShotSampler:
         "Choose; the same for the same seed."
         by = {}
         for e in examples_of(data):
-            if _many(_label(e)): raise TypeError(f"label {_label(e)!r}: so many of every class can be drawn where an example has one label")
+            if _many(_label(e)):
+                raise TypeError(
+                    f"label {_label(e)!r}: so many of every class can be drawn where an example has one label"
+                )
             by.setdefault(_label(e), []).append(e)
         if None in by: raise ValueError(f"{len(by[None])} examples have no label")
         need, rng, out, dev = self.per_label * (1 + also_dev), random.Random(self.seed), [], []
         for label, own in sorted(by.items(), key=lambda kv: str(kv[0])):
             if len(own) < need: raise ValueError(f"label {label!r} has {len(own)} examples, {need} are wanted")
             picked = rng.sample(own, need)
-            out += picked[:self.per_label]; dev += picked[self.per_label:]
-        rng.shuffle(out); rng.shuffle(dev)
+            out += picked[:self.per_label]
+            dev += picked[self.per_label:]
+        rng.shuffle(out)
+        rng.shuffle(dev)
         return (out, dev) if also_dev else out
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #3cff9f70
@@ -119,19 +137,32 @@ class _Data:
         self.examples, self.template, self.names = examples_of(data), template, labels
         if not self.examples: raise ValueError("data holds no example")
         if batch < 1: raise ValueError(f"batch={batch}: at least one")
-        self.batch, self.max_length, self.truncate, self.shuffle, self.seed, self.rounds = batch, max_length, truncate, shuffle, seed, 0
+        self.batch, self.max_length, self.truncate, self.shuffle, self.seed, self.rounds = (
+            batch,
+            max_length,
+            truncate,
+            shuffle,
+            seed,
+            0,
+        )
         self.several, self.labelled, self.writes, self.pack = several, labelled, writes, pack
-        self.padding_side = "left" if template.at_end else None                       # the answer is at the end of every row
+        # the answer is at the end of every row
+        self.padding_side = "left" if template.at_end else None
         self.first = 0                                                                # of positions in a packed row
 
     def target(self, e):
         "What an example's label is to a loss: the number of its class, or a list of 0 and 1; None without a label"
         label = _label(e)
-        if self.names is None and isinstance(label, str): raise ValueError(f"label {label!r} is a name, and no classes are given: labels=, their names in order")
+        if self.names is None and isinstance(label, str):
+            raise ValueError(f"label {label!r} is a name, and no classes are given: labels=, their names in order")
         if label is None or self.names is None: return label
         if not self.several: return class_number(label, self.names)
         own = [class_number(x, self.names) for x in (label if _many(label) else [label])]
-        if len({*own}) < len(own): raise ValueError(f"label {label!r} names a class twice; give the names or numbers of the classes that hold, not a 0 or 1 for each")
+        if len({*own}) < len(own):
+            raise ValueError(
+                f"label {label!r} names a class twice; give the names or numbers of the classes that hold, not a 0 or "
+                "1 for each"
+            )
         return [float(i in own) for i in range(len(self.names))]
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #11409f38
@@ -140,14 +171,18 @@ class PromptData(_Data):
     def __len__(self): return -(-len(self.examples) // self.batch)
     def __iter__(self):
         order = list(range(len(self.examples)))
-        if self.shuffle: random.Random(f"{self.seed} {self.rounds}").shuffle(order); self.rounds += 1
+        if self.shuffle:
+            random.Random(f"{self.seed} {self.rounds}").shuffle(order)
+            self.rounds += 1
         for i in range(0, len(order), self.batch):
             own = [self.examples[j] for j in order[i:i + self.batch]]
             if self.writes is not None: out = self.writes.encode(self.template, own, self.max_length, self.truncate)
             else:
                 enc = self.template.encode(own, self.max_length, self.truncate, self.padding_side)
                 if self.pack: enc = enc.packed(first=self.first)
-                out = {k: v for k, v in enc.items() if isinstance(v, Tensor)} | {k: enc[k] for k in ("mask_positions", "mask_rows") if k == "mask_positions" or self.pack}
+                out = {k: v for k, v in enc.items() if isinstance(v, Tensor)} | {
+                    k: enc[k] for k in ("mask_positions", "mask_rows") if k == "mask_positions" or self.pack
+                }
             targets = [self.target(e) for e in own] if self.labelled else [None]
             if all(x is not None for x in targets): out["label"] = torch.tensor(targets)
             yield out
@@ -161,16 +196,33 @@ def answers(
     hidden:bool=False, # what goes into the model's head too?
 ):                     # -> logits (B, M, V), hidden (B, M, D) or None
     "What the model says at the masks."
-    at, where, inputs = batch["mask_positions"], batch.get("mask_rows"), {k: v for k, v in batch.items() if k not in _NO_INPUT}
+    at, where, inputs = (
+        batch["mask_positions"],
+        batch.get("mask_rows"),
+        {k: v for k, v in batch.items() if k not in _NO_INPUT},
+    )
     L = inputs.get("decoder_input_ids", inputs["input_ids"]).shape[1]
     takes = inspect.signature(unwrap(model).forward).parameters
-    few = "decoder_input_ids" not in inputs and "logits_to_keep" in takes                                  # can the head be asked for some positions only?
-    if where is not None and "use_cache" in takes: inputs["use_cache"] = False                             # else the restarting positions would not be read
-    last, line = few and where is None and bool((at == L - 1).all()), few and where is not None and len(inputs["input_ids"]) == 1
-    rows, seen, head = torch.arange(len(at), device=at.device)[:, None] if where is None else where, [], word_head(model) if hidden else None
-    if hidden and head is None: raise TypeError(f"{type(model).__name__} has no head over words, so there is no state in front of it to read")
+    # can the head be asked for some positions only?
+    few = "decoder_input_ids" not in inputs and "logits_to_keep" in takes
+    # else the restarting positions would not be read
+    if where is not None and "use_cache" in takes: inputs["use_cache"] = False
+    last, line = (
+        few and where is None and bool((at == L - 1).all()),
+        few and where is not None and len(inputs["input_ids"]) == 1,
+    )
+    rows, seen, head = (
+        torch.arange(len(at), device=at.device)[:, None] if where is None else where,
+        [],
+        word_head(model) if hidden else None,
+    )
+    if hidden and head is None:
+        raise TypeError(f"{type(model).__name__} has no head over words, so there is no state in front of it to read")
     hook = head.register_forward_pre_hook(lambda m, args: seen.append(args[0])) if hidden else None
-    try: logits = model(**inputs, **({"logits_to_keep": 1} if last else {"logits_to_keep": at.flatten()} if line else {})).logits
+    try:
+        logits = model(
+            **inputs, **({"logits_to_keep": 1} if last else {"logits_to_keep": at.flatten()} if line else {})
+        ).logits
     finally:
         if hook is not None: hook.remove()
     pick = lambda x: x if last else x.view(*at.shape, -1) if line else x[rows, at]
@@ -187,16 +239,22 @@ def _chained(model, batch, ids, there):
     text, mask = inputs["input_ids"].repeat_interleave(C * W, 0), inputs["attention_mask"].repeat_interleave(C * W, 0)
     mask = torch.cat([mask, seen[:, :-1]], 1)
     places = (mask.cumsum(1) - 1).clamp_min(0)
-    if (given := batch.get("position_ids", mask)).ndim == 3:                                 # GLM's two: the piece stays where its blank is, and is counted there
+    # GLM's two: the piece stays where its blank is, and is counted there
+    if (given := batch.get("position_ids", mask)).ndim == 3:
         more = given[:, :, -1:] + torch.stack((torch.zeros(T - 1), torch.arange(1, T))).to(given)
         places = torch.cat([given, more], 2).repeat_interleave(C * W, 0)
     out = model(**inputs, use_cache=True, logits_to_keep=1)
     cache = getattr(out, "past_key_values", None)
-    if cache is None or not hasattr(cache, "batch_repeat_interleave"):                       # recomputed blocks, state-space models: the whole text once a word
-        logits = model(input_ids=torch.cat([text, own[:, :-1]], 1), attention_mask=mask, position_ids=places).logits[:, -T:]
+    # recomputed blocks, state-space models: the whole text once a word
+    if cache is None or not hasattr(cache, "batch_repeat_interleave"):
+        logits = model(input_ids=torch.cat([text, own[:, :-1]], 1), attention_mask=mask, position_ids=places).logits[
+            :, -T:
+        ]
     else:
         cache.batch_repeat_interleave(C * W)
-        more = model(input_ids=own[:, :-1], attention_mask=mask, past_key_values=cache, position_ids=places[..., -(T - 1):]).logits
+        more = model(
+            input_ids=own[:, :-1], attention_mask=mask, past_key_values=cache, position_ids=places[..., -(T - 1) :]
+        ).logits
         logits = torch.cat([out.logits.repeat_interleave(C * W, 0), more], 1)                # (B · C · W, T, V)
     return (logits.float().log_softmax(-1).gather(-1, own[..., None])[..., 0] * seen).sum(-1).view(B, C, W)
 
@@ -207,48 +265,99 @@ def tokenizer_print(
     "A fingerprint of what a tokenizer makes of texts, whatever padding or truncation it is set to."
     if getattr(tok, "is_fast", False):
         state = json.loads(tok.backend_tokenizer.to_str())
-        state.pop("padding", None); state.pop("truncation", None)
-    else: state = [type(tok).__name__, tok.get_vocab(), tok.convert_ids_to_tokens(tok.all_special_ids)]       # one written in Python has no other state
+        state.pop("padding", None)
+        state.pop("truncation", None)
+    else: state = [type(tok).__name__, tok.get_vocab(), tok.convert_ids_to_tokens(tok.all_special_ids)]  # one written in Python has no other state
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
 
 def _positions(model):
     "How many tokens a model takes"
     config = getattr(model, "config", None)
-    return (getattr(config, "max_position_embeddings", None) or getattr(config, "max_sequence_length", None) or 512) - _first_position(model)
+    return (
+        getattr(config, "max_position_embeddings", None) or getattr(config, "max_sequence_length", None) or 512
+    ) - _first_position(model)
 
 def _first_position(model):
     "The number of its first position; RoBERTa begins to count behind the padding's number"
-    shift = next((m.position_embeddings.padding_idx for m in model.modules() if getattr(getattr(m, "position_embeddings", None), "padding_idx", None) is not None), None)
+    shift = next(
+        (
+            m.position_embeddings.padding_idx
+            for m in model.modules()
+            if getattr(getattr(m, "position_embeddings", None), "padding_idx", None) is not None
+        ),
+        None,
+    )
     return 0 if shift is None else shift + 1
 
 def _has_places(model):
     "Has it a vector for each position, and no more positions than these?"
-    return any(isinstance(m, nn.Embedding) and ("position" in (own := name.rpartition(".")[2]) or own == "wpe") for name, m in unwrap(model).named_modules())
+    return any(
+        isinstance(m, nn.Embedding) and ("position" in (own := name.rpartition(".")[2]) or own == "wpe")
+        for name, m in unwrap(model).named_modules()
+    )
 
 def _in_front(model, *more):
     "How many vectors deltas put in front of each text"
-    own = {id(d): d for d in (*unwrap(model).__dict__.get("_bmlab_handles", {}).values(), *more) if isinstance(d, (Prefix, SoftPrompt, PTuning)) and (d.attached or d in more)}
+    own = {
+        id(d): d
+        for d in (*unwrap(model).__dict__.get("_bmlab_handles", {}).values(), *more)
+        if isinstance(d, (Prefix, SoftPrompt, PTuning)) and (d.attached or d in more)
+    }
     return sum(d.length if isinstance(d, Prefix) else len(d.site.table) for d in own.values())
 
 def _check_fit(model, template, verbalizer, chain):
     "Raise for parts that do not go together"
-    if not isinstance(model, nn.Module): raise TypeError(f"model is a {type(model).__name__}: expected a transformers model")
-    if not isinstance(template, Template): raise TypeError(f"template is {'the text ' + repr(template[:60]) if isinstance(template, str) else 'a ' + type(template).__name__}: expected Template(text, tok)")
-    if not isinstance(verbalizer, nn.Module) or not hasattr(verbalizer, "labels"): raise TypeError(f"verbalizer is a {type(verbalizer).__name__}: expected one of bmlab.prompt.verbalize, such as Verbalizer(tok, {{label: words}}), or None")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: expected a transformers model")
+    if not isinstance(template, Template):
+        raise TypeError(
+            f"template is {'the text ' + repr(template[:60]) if isinstance(template, str) else 'a ' + type(template).__name__}: expected Template(text, tok)"
+        )
+    if not isinstance(verbalizer, nn.Module) or not hasattr(verbalizer, "labels"):
+        raise TypeError(
+            f"verbalizer is a {type(verbalizer).__name__}: expected one of bmlab.prompt.verbalize, such as "
+            f"Verbalizer(tok, {{label: words}}), or None"
+        )
     if template.tok is None: raise ValueError("the template has no tokenizer yet: template.bind(tok)")
     config = getattr(unwrap(model), "config", None)
     both = encoder_decoder(unwrap(model))
     if both != (template.family == "seq2seq"):
-        raise ValueError(f"the template is for a {template.family} model, and this {type(model).__name__} is {'an encoder–decoder' if both else 'none with a decoder beside an encoder'}; give Template(…, family=)")
+        raise ValueError(
+            f"the template is for a {template.family} model, and this {type(model).__name__} is "
+            f"{'an encoder–decoder' if both else 'none with a decoder beside an encoder'}; give Template(…, family=)"
+        )
     if (blank := hasattr(config, "sop_token_id")) != (template.family == "blank"):
-        raise ValueError(f"the template is for a {template.family} model, and this {type(model).__name__} {'fills blanks by writing; give Template(…) its own tokenizer, with a mask token and <|startofpiece|>' if blank else 'does not write into blanks; give Template(…, family=)'}")
-    if word_head(model) is None: raise TypeError(f"{type(model).__name__} says no words: it has no head over the vocabulary; load it with its language-modelling head")
+        raise ValueError(
+            f"the template is for a {template.family} model, and this {type(model).__name__} "
+            f"{'fills blanks by writing; give Template(…) its own tokenizer, with a mask token and <|startofpiece|>' if blank else 'does not write into blanks; give Template(…, family=)'}"
+        )
+    if word_head(model) is None:
+        raise TypeError(
+            f"{type(model).__name__} says no words: it has no head over the vocabulary; load it with its "
+            "language-modelling head"
+        )
     rows = getattr(unwrap(model).get_input_embeddings(), "num_embeddings", None) or float("inf")
-    used = max([k for i, own in template._fixed.items() if template.pieces[i].kind != "soft" for k in own] + (verbalizer.ids.flatten().tolist() if isinstance(getattr(verbalizer, "ids", None), Tensor) else []), default=0)
-    if used >= rows: raise ValueError(f"the template or the verbalizer has the id {used}, {template.tok.convert_ids_to_tokens(used)!r}, and the model's vocabulary ends at {rows - 1}: is this the model's tokenizer? After tok.add_tokens, model.resize_token_embeddings(len(tok))")
-    if getattr(verbalizer, "writes", False) and not template.kind.writes: raise ValueError("a masked model fills places and writes no text; give a verbalizer with words, or a causal model or an encoder–decoder")
+    used = max(
+        [k for i, own in template._fixed.items() if template.pieces[i].kind != "soft" for k in own]
+        + (verbalizer.ids.flatten().tolist() if isinstance(getattr(verbalizer, "ids", None), Tensor) else []),
+        default=0,
+    )
+    if used >= rows:
+        raise ValueError(
+            f"the template or the verbalizer has the id {used}, {template.tok.convert_ids_to_tokens(used)!r}, and the "
+            f"model's vocabulary ends at {rows - 1}: is this the model's tokenizer? After tok.add_tokens, "
+            "model.resize_token_embeddings(len(tok))"
+        )
+    if getattr(verbalizer, "writes", False) and not template.kind.writes:
+        raise ValueError(
+            "a masked model fills places and writes no text; give a verbalizer with words, or a causal model or an "
+            "encoder–decoder"
+        )
     if chain and (not template.at_end or not hasattr(verbalizer, "there") or isinstance(verbalizer, AutomaticVerbalizer)):
-        raise ValueError(f"chain=True reads given words behind a causal model's text, or in GLM's blank; here the template is for a {template.family} model, the verbalizer a {type(verbalizer).__name__}")
+        raise ValueError(
+            "chain=True reads given words behind a causal model's text, or in GLM's blank; here the template is for a "
+            f"{template.family} model, the verbalizer a {type(verbalizer).__name__}"
+        )
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #b7d20f3e
 @torch.no_grad()
@@ -258,13 +367,19 @@ def _check_packs(model, template, first):
     def said(*before):
         inputs, extra = template._pack([line(*before), line(1, 0)], None, first)
         b = inputs | {k: extra[k] for k in ("mask_positions", "mask_rows")}
-        return answers(model, {k: v.to(next(model.parameters()).device) if isinstance(v, Tensor) else v for k, v in b.items()})[0][1]
+        return answers(
+            model, {k: v.to(next(model.parameters()).device) if isinstance(v, Tensor) else v for k, v in b.items()}
+        )[0][1]
     why = None
     try:
         with eval_mode(model): a, b = said(0, 1, 0, 1), said(3, 2, 2, 3)
     except Exception as e: why = e
-    if why is not None or (a - b).abs().max() > max(1e-5, 8 * torch.finfo(a.dtype).eps) * a.abs().max():          # experts sum in another order
-        raise ValueError(f"pack=True is for models that tell a row's examples apart, and {type(unwrap(model)).__name__} {f'cannot be asked so ({why})' if why else 'lets one change the answer to another'}: leave it out") from why
+    # experts sum in another order
+    if why is not None or (a - b).abs().max() > max(1e-5, 8 * torch.finfo(a.dtype).eps) * a.abs().max():
+        raise ValueError(
+            f"pack=True is for models that tell a row's examples apart, and {type(unwrap(model)).__name__} "
+            f"{f'cannot be asked so ({why})' if why else 'lets one change the answer to another'}: leave it out"
+        ) from why
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #4a4294b6
 class _Answering(nn.Module):
@@ -282,25 +397,51 @@ class _Answering(nn.Module):
     ):
         super().__init__()
         verbalizer = Written() if verbalizer is None else verbalizer
-        if truncate not in CUTS: raise ValueError(f"truncate={truncate!r}: one of {', '.join(CUTS)}{did_you_mean(truncate, CUTS)}")
-        if max_length is not None and (not isinstance(max_length, int) or max_length < 1): raise ValueError(f"max_length={max_length!r}: a number of tokens from 1 on, or None")
+        if truncate not in CUTS:
+            raise ValueError(f"truncate={truncate!r}: one of {', '.join(CUTS)}{did_you_mean(truncate, CUTS)}")
+        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+            raise ValueError(f"max_length={max_length!r}: a number of tokens from 1 on, or None")
         _check_fit(model, template, verbalizer, chain)
-        self.model, self.template, self.verbalizer, self.truncate, self.chain = model, template, verbalizer.to(next(model.parameters()).device), truncate, chain
+        self.model, self.template, self.verbalizer, self.truncate, self.chain = (
+            model,
+            template,
+            verbalizer.to(next(model.parameters()).device),
+            truncate,
+            chain,
+        )
         handles = [d for d in unwrap(model).__dict__.get("_bmlab_handles", {}).values() if d.attached]
-        if prefix is None and template.prefix is not None: prefix = next((d for d in handles if isinstance(d, Prefix)), None)
+        if prefix is None and template.prefix is not None:
+            prefix = next((d for d in handles if isinstance(d, Prefix)), None)
         in_front = _in_front(model, *([prefix] if prefix else [])) + (0 if prefix else template.prefix or 0)
-        room = _positions(model) - (in_front if _has_places(model) else 0) - (verbalizer.ids.shape[-1] - 1 if chain else 0)
-        if (max_length or 0) > room and _has_places(model): raise ValueError(f"max_length={max_length}: the model's {_positions(model)} positions have room for {room}{' beside the vectors in front' if in_front else ''}")
+        room = (
+            _positions(model) - (in_front if _has_places(model) else 0) - (verbalizer.ids.shape[-1] - 1 if chain else 0)
+        )
+        if (max_length or 0) > room and _has_places(model):
+            raise ValueError(
+                f"max_length={max_length}: the model's {_positions(model)} positions have room for "
+                f"{room}{' beside the vectors in front' if in_front else ''}"
+            )
         self.max_length = max_length or min(512, room)
         self.pack, self.writes = pack, getattr(verbalizer, "writes", False)
         if pack and (chain or self.writes or template.kind.unpacked or in_front):
-            raise ValueError(f"pack=True is for a mask's words on causal and masked models; here stands {'a prompt in front of each row' if in_front else 'chain=True' if chain else 'a verbalizer that writes' if self.writes else template.kind.says}: leave it out")
-        if pack and template.family == "causal" and "position_ids" not in inspect.signature(unwrap(model).forward).parameters: raise ValueError(f"pack=True tells a row's examples apart by their positions, and {type(unwrap(model)).__name__} takes none: leave it out")
+            raise ValueError(
+                "pack=True is for a mask's words on causal and masked models; here stands "
+                f"{'a prompt in front of each row' if in_front else 'chain=True' if chain else 'a verbalizer that writes' if self.writes else template.kind.says}: leave it out"
+            )
+        if pack and template.family == "causal" and "position_ids" not in inspect.signature(unwrap(model).forward).parameters:
+            raise ValueError(
+                f"pack=True tells a row's examples apart by their positions, and {type(unwrap(model)).__name__} takes "
+                "none: leave it out"
+            )
         if pack: _check_packs(model, template, _first_position(model))
-        if soft is None and template.soft_count: soft = next((d for d in handles if isinstance(d, SoftTokens) and d.template is template), None) or SoftTokens(model, template)
+        if soft is None and template.soft_count:
+            soft = next(
+                (d for d in handles if isinstance(d, SoftTokens) and d.template is template), None
+            ) or SoftTokens(model, template)
         if soft is not None and soft.template is not template: soft.speaks(template)
         if prefix is None and template.prefix is not None: prefix = Prefix(model, length=template.prefix)
-        object.__setattr__(self, "soft", soft); object.__setattr__(self, "prefix", prefix)          # their parameters are the model's already
+        object.__setattr__(self, "soft", soft)
+        object.__setattr__(self, "prefix", prefix)  # their parameters are the model's already
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #d9f3fc86
 class _Asked(_Answering):
@@ -321,7 +462,20 @@ class _Asked(_Answering):
         labelled:bool=True,  # with their labels?
     )->PromptData:
         "Examples as this model's batches."
-        out = PromptData(data, self.template, self.verbalizer.labels or None, batch, self.max_length, self.truncate, shuffle, seed, self.several, labelled and bool(self.verbalizer.labels), self.verbalizer if self.writes else None, self.pack)
+        out = PromptData(
+            data,
+            self.template,
+            self.verbalizer.labels or None,
+            batch,
+            self.max_length,
+            self.truncate,
+            shuffle,
+            seed,
+            self.several,
+            labelled and bool(self.verbalizer.labels),
+            self.verbalizer if self.writes else None,
+            self.pack,
+        )
         out.first = _first_position(self.model)
         return out
 
@@ -345,7 +499,12 @@ class _Trained(_Asked):
     "What is trained, and how"
     def tuned(self)->list: # of parameters
         "What `fit` trains: soft tokens and all deltas that are tunable, and the verbalizer's own."
-        deltas = [p for d in unwrap(self.model).__dict__.get("_bmlab_handles", {}).values() if d.attached for p in d.parameters()]
+        deltas = [
+            p
+            for d in unwrap(self.model).__dict__.get("_bmlab_handles", {}).values()
+            if d.attached
+            for p in d.parameters()
+        ]
         return list({id(p): p for p in (*deltas, *self.verbalizer.parameters()) if p.requires_grad}.values())
 
     @contextlib.contextmanager
@@ -361,17 +520,27 @@ class _Trained(_Asked):
     def collect(self,
         data,             # examples
         batch:int=8,      # at a time
-        reduce:Callable=lambda logits, hidden, label: (logits, hidden, label), # what is kept of a batch's logits (B, M, V), hidden states (B, M, D) or None, labels (B,) or None
+        reduce:Callable=lambda logits, hidden, label: (logits, hidden, label), # what is kept of a batch's logits (B, M,
+                                                                               # V), hidden states (B, M, D) or None,
+                                                                               # labels (B,) or None
         what:str="answers", # for the progress bar
         labelled:bool=True, # with labels?
     )->list:              # what `reduce` returned, in order
         "The model's answers to examples, batch by batch."
-        with eval_mode(self): return [reduce(*self.answer(b), b.get("label")) for b in tqdm(self.batches(data, batch, labelled=labelled), desc=what, leave=False, mininterval=1, delay=1)]
+        with eval_mode(self):
+            return [
+                reduce(*self.answer(b), b.get("label"))
+                for b in tqdm(
+                    self.batches(data, batch, labelled=labelled), desc=what, leave=False, mininterval=1, delay=1
+                )
+            ]
 
     def _find(self, data, batch):
         "Let a verbalizer that finds its words or centres find them"
         v, vectors = self.verbalizer, isinstance(self.verbalizer, ProtoVerbalizer)
-        x, labels = zip(*self.collect(data, batch, lambda logits, hidden, label: (hidden if vectors else logits, label)))
+        x, labels = zip(
+            *self.collect(data, batch, lambda logits, hidden, label: (hidden if vectors else logits, label))
+        )
         v.fit(torch.cat(x), torch.cat(labels).to(x[0].device))
 
     def fit(self,
@@ -387,39 +556,94 @@ class _Trained(_Asked):
         "Learn from examples: what has to be found is found first, then what has gradients is trained."
         if tune not in ("deltas", "all"): raise ValueError(f"tune={tune!r}: 'deltas' or 'all'")
         data, v = examples_of(data), self.verbalizer
-        if v.labels and any(_label(e) is None for e in data): raise ValueError("an example of the training data has no label")
+        if v.labels and any(_label(e) is None for e in data):
+            raise ValueError("an example of the training data has no label")
         if isinstance(v, (AutomaticVerbalizer, ProtoVerbalizer)): self._find(data, batch)
         keep = [p for p in self.parameters() if p.is_floating_point()] if tune == "all" else self.tuned()
-        if isinstance(v, ProtoVerbalizer): keep = [p for p in keep if all(p is not q for q in v.parameters())]      # learned already
+        # learned already
+        if isinstance(v, ProtoVerbalizer): keep = [p for p in keep if all(p is not q for q in v.parameters())]
         if not keep:
             if isinstance(v, (AutomaticVerbalizer, ProtoVerbalizer)): return pd.DataFrame()
-            raise ValueError("nothing can be trained: the template has no soft tokens, no delta on the model is tunable, and the verbalizer has no vectors; add one, or tune='all'")
+            raise ValueError(
+                "nothing can be trained: the template has no soft tokens, no delta on the model is tunable, and the "
+                "verbalizer has no vectors; add one, or tune='all'"
+            )
         batches = self.batches(data, batch, True, seed)
         with self._frozen(keep):
-            return fit(self, batches, torch.optim.Adam(keep, lr=lr), steps=options.pop("steps", epochs * len(batches)), loss=lambda m, b: getattr(v, "loss", F.cross_entropy)(m(b).float(), b.get("label")),
-                       held_out=None if held_out is None else self.batches(held_out, batch), **options)
+            return fit(
+                self,
+                batches,
+                torch.optim.Adam(keep, lr=lr),
+                steps=options.pop("steps", epochs * len(batches)),
+                loss=lambda m, b: getattr(v, "loss", F.cross_entropy)(m(b).float(), b.get("label")),
+                held_out=None if held_out is None else self.batches(held_out, batch),
+                **options,
+            )
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #8913ff5f
-_VERBALIZERS = {c.__name__: c for c in (Verbalizer, KnowledgeableVerbalizer, AutomaticVerbalizer, PtrVerbalizer, SoftVerbalizer, ProtoVerbalizer, GenerationVerbalizer, Written)}
+_VERBALIZERS = {
+    c.__name__: c
+    for c in (
+        Verbalizer,
+        KnowledgeableVerbalizer,
+        AutomaticVerbalizer,
+        PtrVerbalizer,
+        SoftVerbalizer,
+        ProtoVerbalizer,
+        GenerationVerbalizer,
+        Written,
+    )
+}
 
 def _described(v):
     "A verbalizer as JSON"
     name = type(v).__name__
-    if _VERBALIZERS.get(name) is not type(v): raise TypeError(f"{name} is no verbalizer of this package; save its state_dict and the template beside each other yourself")
-    if bad := next((k for k in v.labels if not isinstance(k, (str, int))), None): raise TypeError(f"label {bad!r} is a {type(bad).__name__}; a file takes texts and whole numbers")
+    if _VERBALIZERS.get(name) is not type(v):
+        raise TypeError(
+            f"{name} is no verbalizer of this package; save its state_dict and the template beside each other yourself"
+        )
+    if bad := next((k for k in v.labels if not isinstance(k, (str, int))), None):
+        raise TypeError(f"label {bad!r} is a {type(bad).__name__}; a file takes texts and whole numbers")
     out = {"class": name, "labels": v.labels}
     if name == "Written": return out
     if name == "GenerationVerbalizer": return out | {"texts": list(v.words.values()), "rules": v.rules, "mean": v.mean}
-    if name == "ProtoVerbalizer": return out | {"width": v.into.in_features, "size": v.into.out_features, "temperature": v.temperature, "multi_label": v.multi_label, "words": None if v.by_words is None else _described(v.by_words)}
-    keep = {"Verbalizer": ("multi", "log_softmax"), "KnowledgeableVerbalizer": ("multi", "frac", "temperature"), "AutomaticVerbalizer": ("count", "candidates", "balance", "fitted")}
-    return out | {"multi_label": v.multi_label} | {"words": ["<!>" + w for own in v.words.values() for w in own], "counts": [len(own) for own in v.words.values()]} | {k: getattr(v, k) for k in keep.get(name, ())}
+    if name == "ProtoVerbalizer":
+        return out | {
+            "width": v.into.in_features,
+            "size": v.into.out_features,
+            "temperature": v.temperature,
+            "multi_label": v.multi_label,
+            "words": None if v.by_words is None else _described(v.by_words),
+        }
+    keep = {
+        "Verbalizer": ("multi", "log_softmax"),
+        "KnowledgeableVerbalizer": ("multi", "frac", "temperature"),
+        "AutomaticVerbalizer": ("count", "candidates", "balance", "fitted"),
+    }
+    return (
+        out
+        | {"multi_label": v.multi_label}
+        | {
+            "words": ["<!>" + w for own in v.words.values() for w in own],
+            "counts": [len(own) for own in v.words.values()],
+        }
+        | {k: getattr(v, k) for k in keep.get(name, ())}
+    )
 
 def _from_description(d, model, tok):
     d = dict(d)
     cls, labels = _VERBALIZERS[d.pop("class")], d.pop("labels")
     if cls is Written: return cls()
     if cls is GenerationVerbalizer: return cls(dict(zip(labels, d["texts"])), d["rules"], d["mean"])
-    if cls is ProtoVerbalizer: return cls(d["width"], labels, d["size"], None if d["words"] is None else _from_description(d["words"], model, tok), d["temperature"], d.get("multi_label", False))
+    if cls is ProtoVerbalizer:
+        return cls(
+            d["width"],
+            labels,
+            d["size"],
+            None if d["words"] is None else _from_description(d["words"], model, tok),
+            d["temperature"],
+            d.get("multi_label", False),
+        )
     words, counts = iter(d.pop("words")), d.pop("counts")
     words = {k: [next(words) for _ in range(n)] for k, n in zip(labels, counts)}
     if cls is AutomaticVerbalizer:
@@ -434,8 +658,11 @@ def _put_numbers(v, tensors):
     for k, t in tensors.items():
         owner, _, last = k.rpartition(".")
         m = v.get_submodule(owner)
-        if (p := m._parameters.get(last)) is None: m._buffers[last] = t; continue
-        if p.shape != t.shape: raise ValueError(f"the file's {k} is {tuple(t.shape)}, here it is {tuple(p.shape)}: another model?")
+        if (p := m._parameters.get(last)) is None:
+            m._buffers[last] = t
+            continue
+        if p.shape != t.shape:
+            raise ValueError(f"the file's {k} is {tuple(t.shape)}, here it is {tuple(p.shape)}: another model?")
         p.data = t.to(p.device)
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #3ea7463f
@@ -446,8 +673,22 @@ class _Filed(_Trained):
     )->Path:                 # the folder
         "Write template, verbalizer and soft tokens; the model, and other deltas on it, are saved by their own means."
         dir, t = Path(dir), self.template
-        about = {"format": 1, "template": t.text, "family": t.family, "joint": t.joint, "attrs": t.attrs, "functions": sorted(t.fns), "tokenizer": tokenizer_print(t.tok), "verbalizer": _described(self.verbalizer),
-                 "max_length": self.max_length, "truncate": self.truncate, "chain": self.chain, "pack": self.pack, "soft": self.soft is not None, "prefix": self.prefix is not None}
+        about = {
+            "format": 1,
+            "template": t.text,
+            "family": t.family,
+            "joint": t.joint,
+            "attrs": t.attrs,
+            "functions": sorted(t.fns),
+            "tokenizer": tokenizer_print(t.tok),
+            "verbalizer": _described(self.verbalizer),
+            "max_length": self.max_length,
+            "truncate": self.truncate,
+            "chain": self.chain,
+            "pack": self.pack,
+            "soft": self.soft is not None,
+            "prefix": self.prefix is not None,
+        }
         text = json.dumps(about, indent=1, ensure_ascii=False) + "\n"
         dir.mkdir(parents=True, exist_ok=True)
         (dir / "prompt.json").unlink(missing_ok=True)               # written last: a folder without it is unfinished
@@ -466,17 +707,41 @@ class _Filed(_Trained):
     ):                        # -> PromptModel
         "Read a classifier for a model."
         dir = Path(dir)
-        if not (dir / "prompt.json").is_file(): raise FileNotFoundError(f"{dir} holds no prompt.json; is it the folder of a saved PromptModel, and was that finished?")
+        if not (dir / "prompt.json").is_file():
+            raise FileNotFoundError(
+                f"{dir} holds no prompt.json; is it the folder of a saved PromptModel, and was that finished?"
+            )
         try: about = json.loads((dir / "prompt.json").read_text(encoding="utf-8"))
         except ValueError as e: raise OSError(f"{dir / 'prompt.json'} cannot be read ({e}); was it cut off?") from e
-        if about.get("format") != 1 or about.get("verbalizer", {}).get("class") not in _VERBALIZERS: raise OSError(f"{dir / 'prompt.json'} is of format {about.get('format')!r}, verbalizer {about.get('verbalizer', {}).get('class')!r}: written by another version?")
-        if (got := tokenizer_print(tok)) != about["tokenizer"]: raise ValueError(f"{dir} was made with another tokenizer ({about['tokenizer']}, this one is {got}): its ids would mean other words")
-        if missing := sorted({*about["functions"]} - {*(fns or {})}): raise ValueError(f"the template calls {missing[0]!r}; give it by fns={{{missing[0]!r}: function}}")
-        template = Template(about["template"], tok, family=about["family"], fns=fns, attrs=about["attrs"], joint=about["joint"])
+        if about.get("format") != 1 or about.get("verbalizer", {}).get("class") not in _VERBALIZERS:
+            raise OSError(
+                f"{dir / 'prompt.json'} is of format {about.get('format')!r}, verbalizer "
+                f"{about.get('verbalizer', {}).get('class')!r}: written by another version?"
+            )
+        if (got := tokenizer_print(tok)) != about["tokenizer"]:
+            raise ValueError(
+                f"{dir} was made with another tokenizer ({about['tokenizer']}, this one is {got}): its ids would mean "
+                "other words"
+            )
+        if missing := sorted({*about["functions"]} - {*(fns or {})}):
+            raise ValueError(f"the template calls {missing[0]!r}; give it by fns={{{missing[0]!r}: function}}")
+        template = Template(
+            about["template"], tok, family=about["family"], fns=fns, attrs=about["attrs"], joint=about["joint"]
+        )
         verbalizer = _from_description(about["verbalizer"], model, tok)
         _put_numbers(verbalizer, load_file(dir / "verbalizer.safetensors"))
         soft, prefix = (Delta.load(dir / k, model) if about[k] else None for k in ("soft", "prefix"))
-        return cls(model, template, verbalizer, soft, about["max_length"], about["truncate"], about["chain"], prefix, about.get("pack", False))
+        return cls(
+            model,
+            template,
+            verbalizer,
+            soft,
+            about["max_length"],
+            about["truncate"],
+            about["chain"],
+            prefix,
+            about.get("pack", False),
+        )
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #c1967389
 class _Shown(_Filed):
@@ -491,15 +756,30 @@ class _Shown(_Filed):
         "One example token by token, what the model would say at the mask, and what that means."
         one = examples_of(example)[:1]
         with eval_mode(self):
-            b = {k: v.to(self.device) for k, v in next(iter(PromptData(one, self.template, None, 1, self.max_length, self.truncate, False, labelled=False))).items()}
+            b = {
+                k: v.to(self.device)
+                for k, v in next(
+                    iter(PromptData(one, self.template, None, 1, self.max_length, self.truncate, False, labelled=False))
+                ).items()
+            }
             said = answers(self.model, b)[0][0, 0].float().softmax(-1)
             said = said.topk(min(top, len(said)))
             own = next(iter(self.batches(one, 1, labelled=False))) if self.writes and self.verbalizer.labels else b
-            p = self.verbalizer.probabilities(*self.answer(own))[0].tolist() if labels and self.verbalizer.labels else []
+            p = (
+                self.verbalizer.probabilities(*self.answer(own))[0].tolist()
+                if labels and self.verbalizer.labels
+                else []
+            )
         words = [(self.template.tok.decode([i]), x) for i, x in zip(said.indices.tolist(), said.values.tolist())]
-        drawn = encoded_html(self.template.encode(one, self.max_length, self.truncate), limit=self.max_length) if tokens else ""
+        drawn = (
+            encoded_html(self.template.encode(one, self.max_length, self.truncate), limit=self.max_length)
+            if tokens
+            else ""
+        )
         meaning = f"<div>that is{bars_html(zip(self.verbalizer.labels, p))}</div>" if p else ""
-        return Picture(f"{drawn}<div style='display:flex;gap:3em'><div>at the mask{bars_html(words)}</div>{meaning}</div>")
+        return Picture(
+            f"{drawn}<div style='display:flex;gap:3em'><div>at the mask{bars_html(words)}</div>{meaning}</div>"
+        )
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #ac4a55fd
 class _Writing(_Shown):
@@ -509,7 +789,8 @@ class _Writing(_Shown):
         data,                   # examples
         max_new_tokens:int=64,  # of an answer
         batch:int=8,            # at a time
-        **options,              # of transformers' `generate`: do_sample, num_beams, repetition_penalty, stop_strings …; greedy by default
+        **options,              # of transformers' `generate`: do_sample, num_beams, repetition_penalty, stop_strings …;
+                                # greedy by default
     )->list:                    # a text an example, or a list of texts where the template has several masks
         "What the model writes at the masks (causal models and encoder–decoders)."
         data, out = examples_of(data), []
@@ -517,32 +798,59 @@ class _Writing(_Shown):
         if t.family == "causal":
             room = min(room, places - max_new_tokens - (_in_front(self.model) if _has_places(self.model) else 0))
             own = sum(map(len, t.ends)) + sum(len(ids) for i, ids in t._fixed.items() if not t.pieces[i].shortenable)
-            if room < max(own, 1): raise ValueError(f"max_new_tokens={max_new_tokens}: of the model's {places} positions that leaves {max(room, 0)} to the prompt, and the template's own words take {own}; ask for fewer")
+            if room < max(own, 1):
+                raise ValueError(
+                    f"max_new_tokens={max_new_tokens}: of the model's {places} positions that leaves {max(room, 0)} to "
+                    f"the prompt, and the template's own words take {own}; ask for fewer"
+                )
         with eval_mode(self):
-            for i in tqdm(range(0, len(data), batch), desc="generate", leave=False, mininterval=1, delay=1): out += write(self.model, t, data[i:i + batch], max_new_tokens, room, self.truncate, **options)
+            for i in tqdm(range(0, len(data), batch), desc="generate", leave=False, mininterval=1, delay=1):
+                out += write(self.model, t, data[i:i + batch], max_new_tokens, room, self.truncate, **options)
         return [texts[0] if len(texts) == 1 else texts for texts in out]
 
     def _written(self, data, batch):
         "How well it writes: nats a token of the right texts, and the share that is written to the letter"
-        right, nats = Written().texts(self.template, data), self.collect(data, batch, lambda said, hidden, label: said[:, 0], "evaluate", labelled=False)
-        said, most = torch.cat(nats).sum(0), max(len(self.template.tok(t)["input_ids"]) for own in right for t in own) * len(right[0]) + 8
+        right, nats = (
+            Written().texts(self.template, data),
+            self.collect(data, batch, lambda said, hidden, label: said[:, 0], "evaluate", labelled=False),
+        )
+        said, most = (
+            torch.cat(nats).sum(0),
+            max(len(self.template.tok(t)["input_ids"]) for own in right for t in own) * len(right[0]) + 8,
+        )
         wrote = [[t] if isinstance(t, str) else t for t in self.generate(data, most, batch)]
         exact = sum([a.strip() for a in x] == [b.strip() for b in y] for x, y in zip(wrote, right)) / len(data)
-        return pd.Series({"exact": exact, "loss": (-said[0] / said[1]).item(), "perplexity": (-said[0] / said[1]).exp().item(), "examples": len(data)})
+        return pd.Series(
+            {
+                "exact": exact,
+                "loss": (-said[0] / said[1]).item(),
+                "perplexity": (-said[0] / said[1]).exp().item(),
+                "examples": len(data),
+            }
+        )
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #9bb3c212
 class _Calibrated(_Writing):
     "A model whose habit can be divided out"
     def calibrate(self,
-        data=None,   # examples without content, or of a support set; None: "N/A", "[MASK]" and "" in every hole (Zhao et al. 2021, §5)
+        data=None,   # examples without content, or of a support set; None: "N/A", "[MASK]" and "" in every hole (Zhao
+                     # et al. 2021, §5)
         batch:int=8, # at a time
     ):               # -> itself
         "Divide out what the model says anyway."
-        if not hasattr(self.verbalizer, "calibrate"): raise TypeError(f"a {type(self.verbalizer).__name__} reads no words, so it has no habit to divide out")
+        if not hasattr(self.verbalizer, "calibrate"):
+            raise TypeError(f"a {type(self.verbalizer).__name__} reads no words, so it has no habit to divide out")
         data = self._empty() if data is None else examples_of(data)
-        found = self.collect(data, batch, lambda logits, hidden, label: (logits.words if self.chain else logits).float().sum(0), "calibrate", labelled=False)
+        found = self.collect(
+            data,
+            batch,
+            lambda logits, hidden, label: (logits.words if self.chain else logits).float().sum(0),
+            "calibrate",
+            labelled=False,
+        )
         mean = sum(found)[None] / len(data)
-        if not mean.isfinite().all(): raise ValueError("the model's answers are not finite, so they say nothing of its habit")
+        if not mean.isfinite().all():
+            raise ValueError("the model's answers are not finite, so they say nothing of its habit")
         self.verbalizer.calibrate(Chained(mean) if self.chain else mean)
         return self
 
@@ -551,8 +859,11 @@ class _Calibrated(_Writing):
         holes, out = [p for p in self.template.parts if p.kind in ("placeholder", "meta", "options")], []
         for text in ("N/A", "[MASK]", ""):
             e = {p.value: [text or "N/A"] if p.kind == "options" else text for p in holes}
-            with contextlib.suppress(TemplateError): self.template.encode(e, self.max_length, self.truncate); out.append(e)
-        if not holes or not out: raise ValueError("no text without content goes through this template; give data=, a few examples")
+            with contextlib.suppress(TemplateError):
+                self.template.encode(e, self.max_length, self.truncate)
+                out.append(e)
+        if not holes or not out:
+            raise ValueError("no text without content goes through this template; give data=, a few examples")
         return out
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #1a9e765e
@@ -563,32 +874,66 @@ class PromptModel(_Calibrated):
         data,            # examples; their labels are not looked at
         batch:int=8,     # at a time
         words:bool=False,# a column for every word too?
-    )->pd.DataFrame:     # a row an example: label, the probability p(class) of each class, p(class: word) of each word; without classes text
+    # a row an example: label, the probability p(class) of each class, p(class: word) of each word; without classes text
+    )->pd.DataFrame:
         "What the model answers."
         rows, v = [], self.verbalizer
         if not v.labels: return pd.DataFrame({"text": self.generate(data, batch=batch)})
         def read(logits, hidden, label):
             p = v.probabilities(logits, hidden).float().cpu()
-            if not p.isfinite().all(): raise ValueError(f"the answer to example {len(rows) + int((~p.isfinite()).any(1).nonzero()[0])} is not finite; are the model's weights?")
+            if not p.isfinite().all():
+                raise ValueError(
+                    f"the answer to example {len(rows) + int((~p.isfinite()).any(1).nonzero()[0])} is not finite; are "
+                    "the model's weights?"
+                )
             w = v.word_probabilities(logits).float().cpu() if words and hasattr(v, "word_probabilities") else None
             for i, row in enumerate(p.tolist()):
-                said = [k for k, x in zip(v.labels, row) if x > .5] if self.several else v.labels[max(range(len(row)), key=row.__getitem__)]
-                rows.append({"label": said} | {f"p({k})": x for k, x in zip(v.labels, row)} | ({} if w is None else {f"p({k}: {word.strip()})": w[i, c, j].item() for c, (k, own) in enumerate(v.words.items()) for j, word in enumerate(own)}))
+                said = (
+                    [k for k, x in zip(v.labels, row) if x > 0.5]
+                    if self.several
+                    else v.labels[max(range(len(row)), key=row.__getitem__)]
+                )
+                rows.append(
+                    {"label": said}
+                    | {f"p({k})": x for k, x in zip(v.labels, row)}
+                    | (
+                        {}
+                        if w is None
+                        else {
+                            f"p({k}: {word.strip()})": w[i, c, j].item()
+                            for c, (k, own) in enumerate(v.words.items())
+                            for j, word in enumerate(own)
+                        }
+                    )
+                )
         self.collect(data, batch, read, "predict", labelled=False)
         return pd.DataFrame(rows)
 
     def evaluate(self,
         data,        # labelled examples
         batch:int=8, # at a time
-    )->pd.Series:    # accuracy (all labels right), macro_f1, loss in nats, examples; without classes exact, loss (nats a token), perplexity, examples
+    # accuracy (all labels right), macro_f1, loss in nats, examples; without classes exact, loss (nats a token),
+    # perplexity, examples
+    )->pd.Series:
         "How well it answers."
         data = examples_of(data)
         if not self.verbalizer.labels: return self._written(data, batch)
-        targets = [PromptData(data, self.template, self.verbalizer.labels, several=self.several).target(e) for e in data]
+        targets = [
+            PromptData(data, self.template, self.verbalizer.labels, several=self.several).target(e) for e in data
+        ]
         if None in targets: raise ValueError("an example has no label to compare with")
         p = torch.tensor(self.predict(data, batch)[[f"p({k})" for k in self.verbalizer.labels]].values)
         said = p > .5 if self.several else F.one_hot(p.argmax(1), p.shape[1]).bool()
         true = torch.tensor(targets).bool() if self.several else F.one_hot(torch.tensor(targets), p.shape[1]).bool()
         f1 = 2 * (said & true).sum(0) / (said.sum(0) + true.sum(0)).clamp_min(1)
-        loss = F.binary_cross_entropy(p.float(), true.float()) if self.several else -p[true].clamp_min(1e-12).log().mean()
-        return pd.Series({"accuracy": (said == true).all(1).float().mean().item(), "macro_f1": f1.mean().item(), "loss": loss.item(), "examples": len(data)})
+        loss = (
+            F.binary_cross_entropy(p.float(), true.float()) if self.several else -p[true].clamp_min(1e-12).log().mean()
+        )
+        return pd.Series(
+            {
+                "accuracy": (said == true).all(1).float().mean().item(),
+                "macro_f1": f1.mean().item(),
+                "loss": loss.item(),
+                "examples": len(data),
+            }
+        )

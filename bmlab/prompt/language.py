@@ -25,7 +25,8 @@ def _shown(v, most=100):
     except Exception: text = f"a {type(v).__name__} that cannot be written"
     return text if len(text) <= most else text[:most] + "…"
 
-def _columns(text): return sum(2 if unicodedata.east_asian_width(c) in "WF" else 0 if unicodedata.combining(c) else 1 for c in text)
+def _columns(text):
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 0 if unicodedata.combining(c) else 1 for c in text)
 
 class TemplateError(ValueError):
     "What is wrong in a template, and where."
@@ -38,7 +39,8 @@ class TemplateError(ValueError):
         start = min(max(0, span[0]), len(source))
         self.span = start, min(max(start, span[1]), len(source))
         before = source[:start]
-        self.line, self.column = before.count("\n") + 1, start - (before.rfind("\n") + 1) + 1     # from 1, in characters
+        # from 1, in characters
+        self.line, self.column = before.count("\n") + 1, start - (before.rfind("\n") + 1) + 1
         super().__init__(self._text())
 
     def _text(self):
@@ -50,42 +52,111 @@ class TemplateError(ValueError):
         if _columns(lead) > 60: line, lead = "…" + line[self.column - 31:], "…" + lead[-30:]
         if _columns(line) > 100: line = line[:len(lead) + 60] + "…"
         if not self.source: return self.message
-        return f"{self.message} (line {self.line}, column {self.column})\n  {line}\n  {' ' * _columns(lead)}{'^' * max(1, min(_columns(mark), 60))}"
+        return (
+            f"{self.message} (line {self.line}, column {self.column})\n  {line}\n  "
+            f"{' ' * _columns(lead)}{'^' * max(1, min(_columns(mark), 60))}"
+        )
 
 # %% ../../nbs/35_prompt/00_language.ipynb #e7e826ee
-_METHODS = ("strip lstrip rstrip lower upper capitalize title swapcase casefold replace split rsplit splitlines partition rpartition join startswith endswith "
-            "removeprefix removesuffix find rfind count isalpha isdigit isnumeric isspace isupper islower isalnum get keys values items").split()
-_BUILTINS = {"len": len, "str": str, "enumerate": enumerate, "zip": zip, "min": min, "max": max, "sorted": sorted, "reversed": reversed, "bool": bool, "list": list}
+_METHODS = (
+    "strip lstrip rstrip lower upper capitalize title swapcase casefold replace split rsplit splitlines partition "
+    "rpartition join startswith endswith "
+    "removeprefix removesuffix find rfind count isalpha isdigit isnumeric isspace isupper islower isalnum get keys "
+    "values items"
+).split()
+_BUILTINS = {
+    "len": len,
+    "str": str,
+    "enumerate": enumerate,
+    "zip": zip,
+    "min": min,
+    "max": max,
+    "sorted": sorted,
+    "reversed": reversed,
+    "bool": bool,
+    "list": list,
+}
 _STRINGS = ("punctuation", "digits", "whitespace", "ascii_letters", "ascii_lowercase", "ascii_uppercase")
-_NODES = (ast.Lambda, ast.arguments, ast.arg, ast.Name, ast.Load, ast.Store, ast.Constant, ast.Subscript, ast.Slice, ast.UnaryOp, ast.USub, ast.Not, ast.BinOp, ast.Add, ast.Sub,
-          ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn, ast.Is, ast.IsNot, ast.BoolOp, ast.And, ast.Or, ast.IfExp, ast.JoinedStr, ast.FormattedValue,
-          ast.ListComp, ast.GeneratorExp, ast.comprehension, ast.Call, ast.keyword, ast.Attribute, ast.List, ast.Tuple)
+_NODES = (
+    ast.Lambda,
+    ast.arguments,
+    ast.arg,
+    ast.Name,
+    ast.Load,
+    ast.Store,
+    ast.Constant,
+    ast.Subscript,
+    ast.Slice,
+    ast.UnaryOp,
+    ast.USub,
+    ast.Not,
+    ast.BinOp,
+    ast.Add,
+    ast.Sub,
+    ast.Compare,
+    ast.Eq,
+    ast.NotEq,
+    ast.Lt,
+    ast.LtE,
+    ast.Gt,
+    ast.GtE,
+    ast.In,
+    ast.NotIn,
+    ast.Is,
+    ast.IsNot,
+    ast.BoolOp,
+    ast.And,
+    ast.Or,
+    ast.IfExp,
+    ast.JoinedStr,
+    ast.FormattedValue,
+    ast.ListComp,
+    ast.GeneratorExp,
+    ast.comprehension,
+    ast.Call,
+    ast.keyword,
+    ast.Attribute,
+    ast.List,
+    ast.Tuple,
+)
 
 def _refused(tree):
     "(what, node) of the first part of a lambda that is not on the list; None if all are"
     nodes = list(ast.walk(tree))
-    if sum(isinstance(n, ast.expr) for n in nodes) > 200 or _depth(tree) > 50: return "more than 200 operations, or 50 within one another", tree
-    own = {a.arg for a in tree.args.args} | {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    if sum(isinstance(n, ast.expr) for n in nodes) > 200 or _depth(tree) > 50:
+        return "more than 200 operations, or 50 within one another", tree
+    own = {a.arg for a in tree.args.args} | {
+        n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
     called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
     owner = {id(n.value): n for n in nodes if isinstance(n, ast.Attribute)}
     a = tree.args
     if own & {*_BUILTINS, "string"} or any(n.startswith("_") for n in own): return "a variable of that name", tree
-    if a.vararg or a.kwarg or a.kwonlyargs or a.posonlyargs or a.defaults or len(a.args) != 1: return "a lambda of other than one argument", tree
+    if a.vararg or a.kwarg or a.kwonlyargs or a.posonlyargs or a.defaults or len(a.args) != 1:
+        return "a lambda of other than one argument", tree
     for n in nodes:
         if not isinstance(n, _NODES) or n is not tree and isinstance(n, ast.Lambda):
-            return f"{type(n).__name__}", n if hasattr(n, "lineno") else next(p for p in nodes if n in ast.iter_child_nodes(p))
+            return f"{type(n).__name__}", n if hasattr(n, "lineno") else next(
+                p for p in nodes if n in ast.iter_child_nodes(p)
+            )
         if isinstance(n, ast.FormattedValue) and n.format_spec is not None: return "a format of a value", n
-        if isinstance(n, ast.Constant) and not isinstance(n.value, (str, int, bool, type(None))): return f"the value {_shown(n.value)}", n
+        if isinstance(n, ast.Constant) and not isinstance(n.value, (str, int, bool, type(None))):
+            return f"the value {_shown(n.value)}", n
         if isinstance(n, ast.comprehension) and n.is_async: return "async", n.target
-        if isinstance(n, ast.comprehension) and not all(isinstance(t, ast.Name) for t in getattr(n.target, "elts", [n.target])): return "a loop over other than names", n.target
-        if isinstance(n, ast.Call) and len({k.arg for k in n.keywords} - {None}) < len(n.keywords): return "** or an argument twice", n
+        if isinstance(n, ast.comprehension) and not all(isinstance(t, ast.Name) for t in getattr(n.target, "elts", [n.target])):
+            return "a loop over other than names", n.target
+        if isinstance(n, ast.Call) and len({k.arg for k in n.keywords} - {None}) < len(n.keywords):
+            return "** or an argument twice", n
         if isinstance(n, ast.Name) and n.id not in own | {*_BUILTINS, "string"}: return f"the name {n.id!r}", n
-        if isinstance(n, ast.Name) and n.id in _BUILTINS and id(n) not in called: return f"the function {n.id!r} as a value", n
-        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id not in _BUILTINS: return f"the function {n.func.id!r}", n.func
+        if isinstance(n, ast.Name) and n.id in _BUILTINS and id(n) not in called:
+            return f"the function {n.id!r} as a value", n
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id not in _BUILTINS:
+            return f"the function {n.func.id!r}", n.func
         if isinstance(n, ast.Call) and not isinstance(n.func, (ast.Name, ast.Attribute)): return "this call", n
         if isinstance(n, ast.Attribute):
             of_string = isinstance(n.value, ast.Name) and n.value.id == "string"
-            if not (n.attr in _STRINGS and id(n) not in called if of_string else n.attr in _METHODS and id(n) in called): return f"the attribute {n.attr!r}", n
+            if not (n.attr in _STRINGS and id(n) not in called if of_string else n.attr in _METHODS and id(n) in called):
+                return f"the attribute {n.attr!r}", n
         if isinstance(n, ast.Name) and n.id == "string" and id(n) not in owner: return "the module 'string'", n
 
 def _depth(tree):
@@ -98,8 +169,10 @@ def _depth(tree):
     return deepest
 
 # %% ../../nbs/35_prompt/00_language.ipynb #ca8300e9
-_ROOM, _FUEL = 1_000_000, 10_000_000      # how large a value may be, a character 1 and an item 8; what a call may spend: 50 a step and the size of what it gives
-_SLOW = ("rfind", "rsplit", "rpartition", "strip", "lstrip", "rstrip")     # their time may be the product of both lengths
+# how large a value may be, a character 1 and an item 8; what a call may spend: 50 a step and the size of what it gives
+_ROOM, _FUEL = 1_000_000, 10_000_000
+# their time may be the product of both lengths
+_SLOW = ("rfind", "rsplit", "rpartition", "strip", "lstrip", "rstrip")
 
 def _size(v):
     "Of a plain value; TemplateError above _ROOM"
@@ -107,7 +180,9 @@ def _size(v):
     while todo and n <= _ROOM:
         x = todo.pop()
         n += len(x) if isinstance(x, str) else x.bit_length() // 8 + 8 if isinstance(x, int) else 8
-        if type(x) is dict: todo += x.keys(); todo += x.values()
+        if type(x) is dict:
+            todo += x.keys()
+            todo += x.values()
         elif type(x) in (list, tuple): todo += x
     if n > _ROOM: raise TemplateError(f"a value grows above {_ROOM:,} characters")
     return n
@@ -118,7 +193,10 @@ def _plain(v):
     if v is None or type(v) in (int, float, bool): return v
     if type(v) in (list, tuple): return type(v)([_plain(x) for x in v])
     if type(v) is dict: return {_plain(k): _plain(x) for k, x in v.items()}
-    raise TemplateError(f"a template's own lambda takes text, numbers and lists or dicts of these, and this is a {type(v).__name__}; pass a function by fns={{'name': function}}")
+    raise TemplateError(
+        f"a template's own lambda takes text, numbers and lists or dicts of these, and this is a {type(v).__name__}; "
+        f"pass a function by fns={{'name': function}}"
+    )
 
 # %% ../../nbs/35_prompt/00_language.ipynb #3bd1aa5b
 class _Walk:
@@ -134,12 +212,15 @@ class _Walk:
         return v
     def Constant(self, n, names): return n.value
     def Name(self, n, names): return names[n.id]
-    def Attribute(self, n, names): return getattr(string, n.attr)           # of the module alone: methods are called, see Call
+    # of the module alone: methods are called, see Call
+    def Attribute(self, n, names): return getattr(string, n.attr)
     def List(self, n, names): return [self.of(e, names) for e in n.elts]
     def Tuple(self, n, names): return tuple(self.List(n, names))
-    def Slice(self, n, names): return slice(*(None if x is None else self.of(x, names) for x in (n.lower, n.upper, n.step)))
+    def Slice(self, n, names):
+        return slice(*(None if x is None else self.of(x, names) for x in (n.lower, n.upper, n.step)))
     def Subscript(self, n, names): return self.of(n.value, names)[self.of(n.slice, names)]
-    def UnaryOp(self, n, names): return not self.of(n.operand, names) if isinstance(n.op, ast.Not) else -self.of(n.operand, names)
+    def UnaryOp(self, n, names):
+        return not self.of(n.operand, names) if isinstance(n.op, ast.Not) else -self.of(n.operand, names)
     def BinOp(self, n, names):
         a, b = self.of(n.left, names), self.of(n.right, names)
         return a + b if isinstance(n.op, ast.Add) else a - b
@@ -157,22 +238,36 @@ class _Walk:
             a = b
         return True
     def JoinedStr(self, n, names): return "".join([self.of(v, names) for v in n.values])
-    def FormattedValue(self, n, names): return {-1: str, 115: str, 114: repr, 97: ascii}[n.conversion](self.of(n.value, names))
+    def FormattedValue(self, n, names):
+        return {-1: str, 115: str, 114: repr, 97: ascii}[n.conversion](self.of(n.value, names))
     def ListComp(self, n, names): return [self.of(n.elt, own) for own in self.turns(n.generators, names)]
     GeneratorExp = ListComp
     def turns(self, loops, names):
         "The variables in every turn of nested loops"
-        if not loops: yield names; return
+        if not loops:
+            yield names
+            return
         to = loops[0].target
         for item in self.of(loops[0].iter, names):
             self.spend(50 + _size(item))
-            if not isinstance(to, ast.Name) and len(item) != len(to.elts): raise ValueError(f"{len(to.elts)} names for {len(item)} values")
+            if not isinstance(to, ast.Name) and len(item) != len(to.elts):
+                raise ValueError(f"{len(to.elts)} names for {len(item)} values")
             own = names | ({to.id: item} if isinstance(to, ast.Name) else {t.id: x for t, x in zip(to.elts, item)})
             if all(self.of(c, own) for c in loops[0].ifs): yield from self.turns(loops[1:], own)
 
 # %% ../../nbs/35_prompt/00_language.ipynb #a701a39e
-_COMPARE = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
-            ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b}
+_COMPARE = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
 
 class _Calls(_Walk):
     "Functions and methods, their growth known before they are called"
@@ -181,7 +276,8 @@ class _Calls(_Walk):
         args, kw = [self.of(a, names) for a in n.args], {k.arg: self.of(k.value, names) for k in n.keywords}
         if isinstance(n.func, ast.Attribute): out = self.method(of, n.func.attr, args, kw)
         else:
-            if n.func.id in ("enumerate", "zip", "reversed", "list", "sorted"): self.spend(50 * sum(len(a) for a in args if isinstance(a, (str, list, tuple, dict))))
+            if n.func.id in ("enumerate", "zip", "reversed", "list", "sorted"):
+                self.spend(50 * sum(len(a) for a in args if isinstance(a, (str, list, tuple, dict))))
             out = _BUILTINS[n.func.id](*args, **kw)
         return out if out is None or isinstance(out, (str, int, float, list, tuple, dict)) else list(out)
     def method(self, of, name, args, kw):
@@ -211,16 +307,26 @@ def safe_lambda(
 )->SafeLambda: # of one argument
     "The function that a lambda's text stands for, if all that it uses is harmless; else TemplateError."
     tree = _parse(text)
-    if isinstance(tree, SyntaxError): raise TemplateError(f"post_processing cannot be read: {tree.msg}", text, _at_error(tree, text))
+    if isinstance(tree, SyntaxError):
+        raise TemplateError(f"post_processing cannot be read: {tree.msg}", text, _at_error(tree, text))
     if not isinstance(tree, ast.Lambda):
-        raise TemplateError("post_processing is no lambda; write lambda x: …, or pass a function by fns={'name': function}", text, (0, len(text)))
+        raise TemplateError(
+            "post_processing is no lambda; write lambda x: …, or pass a function by fns={'name': function}",
+            text,
+            (0, len(text)),
+        )
     return _checked(tree, text)
 
 def _checked(tree, source):
     if (bad := _refused(tree)) is not None:
         what, node = bad
-        raise TemplateError(f"post_processing may not use {what}; string methods, indexing, conditions, comprehensions and {', '.join(_BUILTINS)} are allowed; "
-                            "for more, pass a function by fns={'name': function}", source, _place(node, source))
+        raise TemplateError(
+            f"post_processing may not use {what}; string methods, indexing, conditions, comprehensions and "
+            f"{', '.join(_BUILTINS)} are allowed; "
+            "for more, pass a function by fns={'name': function}",
+            source,
+            _place(node, source),
+        )
     return SafeLambda(tree, source[slice(*_place(tree, source))])
 
 def _parse(text):
@@ -230,12 +336,17 @@ def _parse(text):
             warnings.simplefilter("ignore")
             return ast.parse(text, mode="eval").body
     except SyntaxError as e: return e
-    except (ValueError, MemoryError, RecursionError, OverflowError) as e: return SyntaxError(str(e) or "nested too deeply")
+    except (ValueError, MemoryError, RecursionError, OverflowError) as e:
+        return SyntaxError(str(e) or "nested too deeply")
 
 def _offset(text, line, byte):
     "Index of a character from its line, from 1, and the UTF-8 byte in it"
     lines = re.split(r"(?<=\n)|(?<=\r)(?!\n)", text)[:line]
-    return sum(map(len, lines[:-1])) + len(lines[-1].encode("utf-8", "surrogatepass")[:byte].decode("utf-8", "ignore")) if lines else 0
+    return (
+        sum(map(len, lines[:-1])) + len(lines[-1].encode("utf-8", "surrogatepass")[:byte].decode("utf-8", "ignore"))
+        if lines
+        else 0
+    )
 
 def _place(node, text):
     "(first, behind the last) character of a node"
@@ -268,8 +379,10 @@ class Part:
     attributes:dict=dataclasses.field(default_factory=dict) # what `attrs` declared
 
 # %% ../../nbs/35_prompt/00_language.ipynb #a531aad3
-_BARE = re.compile(r"""\{\s*("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')(?=\s*,)""")                               # {"mask", "length": 3}
-_IN_TAG = re.compile(r"""(?s)("{3}|'{3})(?:\\.|(?!\1)[^\\])*(\1)?|(["'])(?:\\.|(?!\3)[^\\\n])*(\3)?|[\[\](){}]""")  # a string, perhaps without its end, or a bracket
+# {"mask", "length": 3}
+_BARE = re.compile(r"""\{\s*("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')(?=\s*,)""")
+# a string, perhaps without its end, or a bracket
+_IN_TAG = re.compile(r"""(?s)("{3}|'{3})(?:\\.|(?!\1)[^\\])*(\1)?|(["'])(?:\\.|(?!\3)[^\\\n])*(\3)?|[\[\](){}]""")
 
 def _tag_end(text, i):
     "Behind the brace that closes the tag which opens at i; None if none does"
@@ -292,7 +405,11 @@ def _tag(text, i, end):
         put = tag[:bare.end()] + ":None" + tag[bare.end():]
         if not isinstance(again := _parse(put), SyntaxError): return again, put
     start = i + min(_at_error(tree, tag)[0], len(tag) - 1)
-    raise TemplateError(f"this tag cannot be read: {tree.msg}; expected something like {{\"placeholder\": \"text_a\"}}", text, (start, start + 1))
+    raise TemplateError(
+        f"this tag cannot be read: {tree.msg}; expected something like {{\"placeholder\": \"text_a\"}}",
+        text,
+        (start, start + 1),
+    )
 
 # %% ../../nbs/35_prompt/00_language.ipynb #9a7e3670
 def _entries(tree, tag, text, i, fns):
@@ -302,21 +419,28 @@ def _entries(tree, tag, text, i, fns):
     shift = lambda k: i + (k if k <= back else max(back, k - 5))    # ":None" was put in
     span = lambda node: tuple(map(shift, _place(node, tag)))
     if isinstance(tree, (ast.Name, ast.Set)) and (names := [n for n in getattr(tree, "elts", [tree]) if isinstance(n, ast.Name)]):
-        raise TemplateError(f"{names[0].id} is a bare name; put it in quotes: {{\"{names[0].id}\"}}", text, span(names[0]))
+        raise TemplateError(
+            f"{names[0].id} is a bare name; put it in quotes: {{\"{names[0].id}\"}}", text, span(names[0])
+        )
     if isinstance(tree, ast.Set): pairs = [(k, None) for k in tree.elts]
     elif isinstance(tree, ast.Dict): pairs = list(zip(tree.keys, tree.values))
     else: raise TemplateError("this tag is neither a dict nor a set", text, span(tree))
     out, seen = [], set()
     for k, v in pairs:
-        if isinstance(k, ast.Name): raise TemplateError(f"{k.id} is a bare name; put it in quotes: \"{k.id}\"", text, span(k))
-        if not isinstance(k, ast.Constant) or not isinstance(k.value, str): raise TemplateError("a key of a tag is a word in quotes", text, span(k or v))
+        if isinstance(k, ast.Name):
+            raise TemplateError(f"{k.id} is a bare name; put it in quotes: \"{k.id}\"", text, span(k))
+        if not isinstance(k, ast.Constant) or not isinstance(k.value, str):
+            raise TemplateError("a key of a tag is a word in quotes", text, span(k or v))
         if k.value in seen: raise TemplateError(f"{k.value!r} stands twice in this tag", text, span(k))
         seen.add(k.value)
         where = span(k if v is None else v)
         if k.value == "post_processing": value = _function(v, tag, text, shift, fns, where)
         else:
             try: value = None if v is None else ast.literal_eval(v)
-            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): raise TemplateError(f"the value of {k.value!r} is no literal; write text in quotes", text, where) from None
+            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                raise TemplateError(
+                    f"the value of {k.value!r} is no literal; write text in quotes", text, where
+                ) from None
         out.append((k.value, span(k), value, where))
     return out
 
@@ -325,57 +449,113 @@ def _function(node, tag, text, shift, fns, where):
         try: return _checked(node, tag)
         except TemplateError as e: raise TemplateError(e.message, text, tuple(map(shift, e.span))) from None
     name = node.id if isinstance(node, ast.Name) else node.value if isinstance(node, ast.Constant) else None
-    if not isinstance(name, str): raise TemplateError("post_processing is a lambda, the text of one, or a function's name", text, where)
+    if not isinstance(name, str):
+        raise TemplateError("post_processing is a lambda, the text of one, or a function's name", text, where)
     if name in fns: return fns[name]
-    if not name.lstrip().startswith("lambda"): raise TemplateError(f"post_processing names no function {name!r}{did_you_mean(name, fns)}; pass it by fns={{{name!r}: function}}", text, where)
+    if not name.lstrip().startswith("lambda"):
+        raise TemplateError(
+            f"post_processing names no function {name!r}{did_you_mean(name, fns)}; pass it by fns={{{name!r}: "
+            f"function}}",
+            text,
+            where,
+        )
     try: return safe_lambda(name.strip())
     except TemplateError as e: raise TemplateError(e.message, text, where) from None
 
 # %% ../../nbs/35_prompt/00_language.ipynb #bd768a10
 _NAME = lambda v: isinstance(v, str) and bool(v)
 _COUNT = lambda v: isinstance(v, int) and not isinstance(v, bool) and 1 <= v <= 4096
-_CHECKS = {"soft_id": (lambda v: isinstance(v, int) and not isinstance(v, bool) and 1 <= v < 2 ** 31, "a whole number from 1 on"), "duplicate": (_COUNT, "a whole number from 1 to 4096"),
-           "length": (_COUNT, "a whole number from 1 to 4096"), "same": (lambda v: isinstance(v, bool), "True or False"), "shortenable": (lambda v: isinstance(v, bool), "True or False"),
-           "add_prefix_space": (lambda v: isinstance(v, bool) or isinstance(v, str) and not v.strip(" "), '"" or " "'), "name": (_NAME, "a word"),
-           "placeholder": (_NAME, "a name of the example, such as \"text_a\""), "meta": (_NAME, "a name of the example's meta"), "options": (_NAME, "a name of the example"),
-           "text": (lambda v: isinstance(v, str), "words"), "special": (_NAME, "a token, such as \"<sep>\""), "mask": (lambda v: v is None, "nothing"),
-           "chat": (_NAME, "a role, such as \"user\""), "/chat": (lambda v: v is None, "nothing"),
-           "soft": (lambda v: v is None or isinstance(v, str) and v.strip() or _COUNT(v), "nothing, words, or a number from 1 to 4096")}
+_CHECKS = {
+    "soft_id": (
+        lambda v: isinstance(v, int) and not isinstance(v, bool) and 1 <= v < 2**31,
+        "a whole number from 1 on",
+    ),
+    "duplicate": (_COUNT, "a whole number from 1 to 4096"),
+    "length": (_COUNT, "a whole number from 1 to 4096"),
+    "same": (lambda v: isinstance(v, bool), "True or False"),
+    "shortenable": (lambda v: isinstance(v, bool), "True or False"),
+    "add_prefix_space": (lambda v: isinstance(v, bool) or isinstance(v, str) and not v.strip(" "), '"" or " "'),
+    "name": (_NAME, "a word"),
+    "placeholder": (_NAME, "a name of the example, such as \"text_a\""),
+    "meta": (_NAME, "a name of the example's meta"),
+    "options": (_NAME, "a name of the example"),
+    "text": (lambda v: isinstance(v, str), "words"),
+    "special": (_NAME, "a token, such as \"<sep>\""),
+    "mask": (lambda v: v is None, "nothing"),
+    "chat": (_NAME, "a role, such as \"user\""),
+    "/chat": (lambda v: v is None, "nothing"),
+    "soft": (
+        lambda v: v is None or isinstance(v, str) and v.strip() or _COUNT(v),
+        "nothing, words, or a number from 1 to 4096",
+    ),
+}
 _NUMBER = lambda v: isinstance(v, float) or isinstance(v, int) and -2 ** 63 <= v < 2 ** 63
-_ONLY_WITH = {"soft_id": ("soft",), "duplicate": ("soft",), "same": ("soft",), "length": ("mask",), "name": ("mask",), "post_processing": ("placeholder", "meta")}
+_ONLY_WITH = {
+    "soft_id": ("soft",),
+    "duplicate": ("soft",),
+    "same": ("soft",),
+    "length": ("mask",),
+    "name": ("mask",),
+    "post_processing": ("placeholder", "meta"),
+}
 
 def _part(entries, text, span, space, attrs):
     "The part that a tag's entries describe"
     known, got, at = (*KINDS, *_ATTRIBUTES, *attrs), {k: v for k, _, v, _ in entries}, {k: s for k, s, _, _ in entries}
     for k, s, v, where in entries:
         if k not in known: raise TemplateError(f"unknown key {k!r}{did_you_mean(k, known)}", text, s)
-        if k in _CHECKS and not _CHECKS[k][0](v): raise TemplateError(f"{k}={_shown(v)}: expected {_CHECKS[k][1]}", text, where)
-        if k in attrs and not _NUMBER(v): raise TemplateError(f"{k}={_shown(v)}: expected a number, True or False", text, where)
+        if k in _CHECKS and not _CHECKS[k][0](v):
+            raise TemplateError(f"{k}={_shown(v)}: expected {_CHECKS[k][1]}", text, where)
+        if k in attrs and not _NUMBER(v):
+            raise TemplateError(f"{k}={_shown(v)}: expected a number, True or False", text, where)
     kinds = [k for k in got if k in KINDS] or (["soft"] if "soft_id" in got else [])
     if not kinds: raise TemplateError(f"this tag has no kind; give one of {', '.join(KINDS)}", text, span)
-    if len(kinds) > 1: raise TemplateError(f"this tag is both {kinds[0]} and {kinds[1]}; make two of it", text, at[kinds[1]])
+    if len(kinds) > 1:
+        raise TemplateError(f"this tag is both {kinds[0]} and {kinds[1]}; make two of it", text, at[kinds[1]])
     kind, value = kinds[0], got.get(kinds[0])
     for k in got:
-        if kind not in _ONLY_WITH.get(k, KINDS): raise TemplateError(f"{k!r} has no meaning for {kind}; it belongs to {' and '.join(_ONLY_WITH[k])}", text, at[k])
-    if kind == "mask" and got.get("shortenable"): raise TemplateError("a mask cannot be cut: without it nothing is predicted; drop shortenable", text, at["shortenable"])
-    if kind == "soft" and value is not None and "duplicate" in got: raise TemplateError("duplicate counts soft tokens without words; write the words as often as they are meant", text, at["duplicate"])
-    if got.get("same") and got.get("duplicate", value if isinstance(value, int) else 1) == 1: raise TemplateError("same=True makes several soft tokens one; give duplicate= too", text, at["same"])
+        if kind not in _ONLY_WITH.get(k, KINDS):
+            raise TemplateError(
+                f"{k!r} has no meaning for {kind}; it belongs to {' and '.join(_ONLY_WITH[k])}", text, at[k]
+            )
+    if kind == "mask" and got.get("shortenable"):
+        raise TemplateError(
+            "a mask cannot be cut: without it nothing is predicted; drop shortenable", text, at["shortenable"]
+        )
+    if kind == "soft" and value is not None and "duplicate" in got:
+        raise TemplateError(
+            "duplicate counts soft tokens without words; write the words as often as they are meant",
+            text,
+            at["duplicate"],
+        )
+    if got.get("same") and got.get("duplicate", value if isinstance(value, int) else 1) == 1:
+        raise TemplateError("same=True makes several soft tokens one; give duplicate= too", text, at["same"])
     if kind == "soft" and isinstance(value, int): got["duplicate"], value = value, None
     if isinstance(space_given := got.get("add_prefix_space", space), bool): space_given = " " if space_given else ""
-    return Part(kind=kind, value=value, space=" " if space_given else "", span=span, shortenable=got.get("shortenable", kind == "placeholder"),
-                **{k: got[k] for k in ("soft_id", "duplicate", "same", "post_processing", "length", "name") if k in got}, attributes={k: got[k] for k in attrs if k in got})
+    return Part(
+        kind=kind,
+        value=value,
+        space=" " if space_given else "",
+        span=span,
+        shortenable=got.get("shortenable", kind == "placeholder"),
+        **{k: got[k] for k in ("soft_id", "duplicate", "same", "post_processing", "length", "name") if k in got},
+        attributes={k: got[k] for k in attrs if k in got},
+    )
 
 # %% ../../nbs/35_prompt/00_language.ipynb #305f983d
 def parse_template(
     text:str,             # of the template
     fns:dict|None=None,   # functions that `post_processing` may name
     attrs:dict|None=None, # further keys that parts may carry, with their defaults: {"loss": False}
-    masks:bool=True,      # must there be a mask? False: there must be none, nor soft tokens, specials and turns: a text made of an example
+    masks:bool=True,      # must there be a mask? False: there must be none, nor soft tokens, specials and turns: a text
+                          # made of an example
 )->list[Part]:            # in order
     "The parts of a template; TemplateError with the place of what is wrong."
     if not isinstance(text, str): raise TypeError(f"text is a {type(text).__name__}: expected a str")
-    if (clash := {*(attrs or ())} & {*KINDS, *_ATTRIBUTES}): raise ValueError(f"attrs={sorted(clash)}: the language has these already; choose other names")
-    if bad := [k for k, v in (attrs or {}).items() if not isinstance(k, str) or not _NUMBER(v)]: raise ValueError(f"attrs[{bad[0]!r}]={_shown(attrs[bad[0]])}: expected a number, True or False")
+    if (clash := {*(attrs or ())} & {*KINDS, *_ATTRIBUTES}):
+        raise ValueError(f"attrs={sorted(clash)}: the language has these already; choose other names")
+    if bad := [k for k, v in (attrs or {}).items() if not isinstance(k, str) or not _NUMBER(v)]:
+        raise ValueError(f"attrs[{bad[0]!r}]={_shown(attrs[bad[0]])}: expected a number, True or False")
     out, i = [], 0
     while i < len(text):
         space = " " if i and text[i - 1] == " " else ""
@@ -387,7 +567,8 @@ def parse_template(
             words = text[i:end].rstrip(" ")
             out.append(Part(kind="text", value=words, space=space, span=(i, i + len(words))))
         else:
-            if (end := _tag_end(text, i)) is None: raise TemplateError("this { is never closed; a tag is written {\"mask\"}", text, (i, i + 1))
+            if (end := _tag_end(text, i)) is None:
+                raise TemplateError("this { is never closed; a tag is written {\"mask\"}", text, (i, i + 1))
             out.append(_part(_entries(*_tag(text, i, end), text, i, fns or {}), text, (i, end), space, attrs or {}))
         i = end
     _check(out, text) if masks else _check_text(out, text)
@@ -397,23 +578,40 @@ def parse_template(
 def _check_text(parts, text):
     "Raise for parts that are no text"
     for p in parts:
-        if p.kind not in ("text", "placeholder", "meta", "options"): raise TemplateError(f"{p.kind} is nothing that is written; an answer is made of text, placeholder, meta and options", text, p.span)
+        if p.kind not in ("text", "placeholder", "meta", "options"):
+            raise TemplateError(
+                f"{p.kind} is nothing that is written; an answer is made of text, placeholder, meta and options",
+                text,
+                p.span,
+            )
     if not parts: raise TemplateError("this is empty; give some text", text, (0, 0))
 
 def _check(parts, text):
     "Raise for parts that do not go together"
-    if not any(p.kind == "mask" for p in parts): raise TemplateError('the template has no {"mask"}: nothing would be predicted', text, (len(text), len(text)))
+    if not any(p.kind == "mask" for p in parts):
+        raise TemplateError('the template has no {"mask"}: nothing would be predicted', text, (len(text), len(text)))
     words, sizes, open_, names = {}, {}, None, set()
     for p in parts:
         if p.soft_id is not None and p.value is not None and words.setdefault(p.soft_id, p.value) != p.value:
-            raise TemplateError(f"soft_id={p.soft_id} stands for {'vectors without words' if words[p.soft_id] is None else repr(words[p.soft_id])} already", text, p.span)
+            raise TemplateError(
+                f"soft_id={p.soft_id} stands for "
+                f"{'vectors without words' if words[p.soft_id] is None else repr(words[p.soft_id])} already",
+                text,
+                p.span,
+            )
         if p.soft_id is not None and p.value is None: words.setdefault(p.soft_id, None)
         if p.soft_id is not None and sizes.setdefault(p.soft_id, (p.duplicate, p.same)) != (p.duplicate, p.same) and p.duplicate > 1:
-            raise TemplateError(f"soft_id={p.soft_id} is of another size already; write duplicate= where it stands first, and soft_id alone where it comes again", text, p.span)
+            raise TemplateError(
+                f"soft_id={p.soft_id} is of another size already; write duplicate= where it stands first, and soft_id "
+                "alone where it comes again",
+                text,
+                p.span,
+            )
         if p.kind == "mask" and p.name is not None:
             if p.name in names: raise TemplateError(f"two masks are called {p.name!r}", text, p.span)
             names.add(p.name)
-        if p.kind == "chat" and open_ is not None: raise TemplateError('a turn begins inside another one; close that by {"/chat"}', text, p.span)
+        if p.kind == "chat" and open_ is not None:
+            raise TemplateError('a turn begins inside another one; close that by {"/chat"}', text, p.span)
         if p.kind == "/chat" and open_ is None: raise TemplateError('no {"chat": …} is open here', text, p.span)
         open_ = p if p.kind == "chat" else None if p.kind == "/chat" else open_
     if open_ is not None: raise TemplateError('this turn is never closed; write {"/chat"} behind it', text, open_.span)

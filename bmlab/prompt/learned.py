@@ -20,7 +20,8 @@ class SoftVerbalizer(_Choice):
     def __init__(self,
         model:nn.Module, # with get_output_embeddings()
         tok,             # its tokenizer
-        words,           # {label: word or words}; a row begins as the mean of its words', a word's as that of its tokens'
+        words,           # {label: word or words}; a row begins as the mean of its words', a word's as that of its
+                         # tokens'
         prefix:str=" ",  # in front of a word, unless it begins with <!>
         multi_label:bool=False, # may several classes hold at once? What the rows begin as says little then: train it
     ):
@@ -28,8 +29,10 @@ class SoftVerbalizer(_Choice):
         self.words, self.multi_label = label_words(words, prefix), multi_label
         ids, there = _word_ids(tok, self.words)
         head = word_head(model)
-        if head is None or not hasattr(head, "weight"): raise TypeError(f"{type(model).__name__} has no head over words to begin from")
-        share = there / there.sum(-1, keepdim=True).clamp_min(1) / there[..., 0].sum(1).view(-1, 1, 1)                # (C, W, T), 1 a class
+        if head is None or not hasattr(head, "weight"):
+            raise TypeError(f"{type(model).__name__} has no head over words to begin from")
+        # (C, W, T), 1 a class
+        share = there / there.sum(-1, keepdim=True).clamp_min(1) / there[..., 0].sum(1).view(-1, 1, 1)
         mean = lambda x: torch.einsum("cwt,cwt...->c...", share.to(x.device), x[ids.to(x.device)].float())
         bias = getattr(head, "bias", None)
         with torch.no_grad(): rows = mean(head.weight)
@@ -60,19 +63,28 @@ class _Centres(_Choice):
         super().__init__()
         self.names = list(range(labels)) if isinstance(labels, int) else list(labels)
         if len(self.names) < 2: raise ValueError(f"labels={labels!r}: a choice needs two classes or more")
-        if words is not None and words.labels != self.names: raise ValueError(f"words= has the classes {words.labels}, here they are {self.names}")
-        if words is not None and (multi_label or words.multi_label): raise ValueError("words= with multi_label=True: the words of several classes share the mask, which draws each below one half; leave words out")
+        if words is not None and words.labels != self.names:
+            raise ValueError(f"words= has the classes {words.labels}, here they are {self.names}")
+        if words is not None and (multi_label or words.multi_label):
+            raise ValueError(
+                "words= with multi_label=True: the words of several classes share the mask, which draws each below one "
+                "half; leave words out"
+            )
         self.multi_label = multi_label
         self.into, self.centres = nn.Linear(width, size, bias=False), nn.Parameter(torch.randn(len(self.names), size))
         self.by_words, self.temperature = words, temperature
-        self.register_buffer("middle", torch.zeros(width)); self.register_buffer("fitted", torch.tensor(False))
+        self.register_buffer("middle", torch.zeros(width))
+        self.register_buffer("fitted", torch.tensor(False))
 
     @property
     def labels(self)->list: # C
         "The classes, in order."
         return self.names
 
-    def _place(self, hidden): return F.normalize(self.into((hidden[:, 0] if hidden.ndim == 3 else hidden).to(self.into.weight.dtype) - self.middle), dim=-1)
+    def _place(self, hidden):
+        return F.normalize(
+            self.into((hidden[:, 0] if hidden.ndim == 3 else hidden).to(self.into.weight.dtype) - self.middle), dim=-1
+        )
 
     def contrast(self,
         hidden:Tensor, # (N, D)
@@ -81,9 +93,14 @@ class _Centres(_Choice):
         "Both wishes: examples to centres, and examples to examples (Cui et al. 2022, eqs. 4–6)."
         x, c = self._place(hidden), F.normalize(self.centres, dim=-1)
         near, off = x @ c.T / self.temperature, torch.eye(len(x), dtype=torch.bool, device=x.device)
-        to_centres = F.binary_cross_entropy_with_logits(near, holds.to(near.dtype)) if self.multi_label else F.cross_entropy(near, holds.int().argmax(1))
+        to_centres = (
+            F.binary_cross_entropy_with_logits(near, holds.to(near.dtype))
+            if self.multi_label
+            else F.cross_entropy(near, holds.int().argmax(1))
+        )
         like = (x @ x.T / self.temperature).masked_fill(off, -1e9).log_softmax(-1)
-        same = (holds[:, None] & holds[None]).any(-1) & ~off                                         # (N, N): have a class in common
+        # (N, N): have a class in common
+        same = (holds[:, None] & holds[None]).any(-1) & ~off
         return to_centres - ((like * same).sum(1) / same.sum(1).clamp_min(1)).mean()
 
 # %% ../../nbs/35_prompt/06_learned.ipynb #94c6d8c5
@@ -94,7 +111,8 @@ class ProtoVerbalizer(_Centres):
         hidden:Tensor, # (B, D) or (B, M, D)
     )->Tensor:         # (B, C)
         "Scores of the classes; `fit` comes first."
-        if not self.fitted: raise RuntimeError("the centres are not learned yet: fit(hidden, labels) on a few labelled examples")
+        if not self.fitted:
+            raise RuntimeError("the centres are not learned yet: fit(hidden, labels) on a few labelled examples")
         near = self._place(hidden) @ F.normalize(self.centres, dim=-1).T / self.temperature
         return near if self.by_words is None else (near.log_softmax(-1) + self.by_words(logits).log_softmax(-1)) / 2
 
@@ -108,12 +126,15 @@ class ProtoVerbalizer(_Centres):
         hidden = (hidden[:, 0] if hidden.ndim == 3 else hidden).detach().to(self.into.weight.dtype)
         _finite(hidden, "hidden")
         holds = _holds(labels, self.names, self.multi_label, hidden.device)
-        self.to(hidden.device); self.middle.copy_(hidden.mean(0))
+        self.to(hidden.device)
+        self.middle.copy_(hidden.mean(0))
         with torch.enable_grad():
             with torch.no_grad():
                 for i in range(len(self.names)): self.centres[i] = self._place(hidden[holds[:, i]]).mean(0)
             opt = torch.optim.Adam([self.into.weight, self.centres], lr=lr)
             for _ in range(steps):
-                opt.zero_grad(); self.contrast(hidden, holds).backward(); opt.step()
+                opt.zero_grad()
+                self.contrast(hidden, holds).backward()
+                opt.step()
         self.fitted.fill_(True)
         return self

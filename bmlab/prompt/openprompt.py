@@ -16,8 +16,15 @@ from .language import TemplateError
 from .template import Template, _line_of
 
 # %% ../../nbs/35_prompt/03_openprompt.ipynb #7cac1321
-_IDLE = {"placeholder_mapping": "", "random_range": "noise is as spread as the model's embedding", "mapping_hook": "", "prefix_dropout": "Prefix(model, …) has such options", "mid_dim": "Prefix(model, …) has such options",
-         "using_encoder_past_key_values": "the prefix stands in every attention", "using_decoder_past_key_values": "the prefix stands in every attention"}
+_IDLE = {
+    "placeholder_mapping": "",
+    "random_range": "noise is as spread as the model's embedding",
+    "mapping_hook": "",
+    "prefix_dropout": "Prefix(model, …) has such options",
+    "mid_dim": "Prefix(model, …) has such options",
+    "using_encoder_past_key_values": "the prefix stands in every attention",
+    "using_decoder_past_key_values": "the prefix stands in every attention",
+}
 
 class _Textless:
     "One of OpenPrompt's templates before its text is read"
@@ -33,9 +40,14 @@ class _Textless:
 
 def _named(name, tok, text, options, soft=None, prefix=None, form="{}"):
     "A template of one of OpenPrompt's names; `form` is what stands around the text"
-    if odd := next((k for k in options if k not in _IDLE), None): raise TypeError(f"{name} has no option {odd!r}{did_you_mean(odd, [k for k in (*inspect.signature(globals()[name]).parameters, *_IDLE) if k != 'options'])}")
+    if odd := next((k for k in options if k not in _IDLE), None):
+        raise TypeError(
+            f"{name} has no option "
+            f"{odd!r}{did_you_mean(odd, [k for k in (*inspect.signature(globals()[name]).parameters, *_IDLE) if k != 'options'])}"
+        )
     for k, v in options.items():
-        if v is not None: warnings.warn(f"{name}: {k}= changes nothing here" + (f"; {_IDLE[k]}" if _IDLE[k] else ""), stacklevel=3)
+        if v is not None:
+            warnings.warn(f"{name}: {k}= changes nothing here" + (f"; {_IDLE[k]}" if _IDLE[k] else ""), stacklevel=3)
     def make(text):
         t = Template(form.replace("{}", text), tok)
         t.soft, t.prefix = soft or {}, prefix
@@ -44,7 +56,8 @@ def _named(name, tok, text, options, soft=None, prefix=None, form="{}"):
 
 def _no_soft(t):
     "The template, if it has no soft tokens"
-    if (soft := next((p for p in t.parts if p.kind == "soft"), None)) is not None: raise TemplateError("a manual template has no soft tokens; take MixedTemplate", t.text, soft.span)
+    if (soft := next((p for p in t.parts if p.kind == "soft"), None)) is not None:
+        raise TemplateError("a manual template has no soft tokens; take MixedTemplate", t.text, soft.span)
     return t
 
 # %% ../../nbs/35_prompt/03_openprompt.ipynb #1ca533e6
@@ -77,7 +90,14 @@ def SoftTemplate(
 )->Template:
     "Soft tokens in front of a text (OpenPrompt's `SoftTemplate`; Lester et al. 2021)."
     n = num_tokens if soft_embeds is None else len(soft_embeds)
-    return _named("SoftTemplate", tokenizer, text, options, {"init": soft_embeds if soft_embeds is not None else "vocab" if initialize_from_vocab else "random"}, form=f'{{"soft": {n}}} {{}}')
+    return _named(
+        "SoftTemplate",
+        tokenizer,
+        text,
+        options,
+        {"init": soft_embeds if soft_embeds is not None else "vocab" if initialize_from_vocab else "random"},
+        form=f'{{"soft": {n}}} {{}}',
+    )
 
 # %% ../../nbs/35_prompt/03_openprompt.ipynb #0b46a07b
 def PtuningTemplate(
@@ -88,7 +108,8 @@ def PtuningTemplate(
     **options,                        # of OpenPrompt's, without a meaning here
 )->Template:
     "Soft tokens out of a small network (OpenPrompt's `PtuningTemplate`; Liu et al. 2021)."
-    if prompt_encoder_type not in ("lstm", "mlp"): raise ValueError(f"prompt_encoder_type={prompt_encoder_type!r}: 'lstm' or 'mlp'")
+    if prompt_encoder_type not in ("lstm", "mlp"):
+        raise ValueError(f"prompt_encoder_type={prompt_encoder_type!r}: 'lstm' or 'mlp'")
     return _named("PtuningTemplate", tokenizer, text, options, {"encoder": prompt_encoder_type})
 
 def PTRTemplate(

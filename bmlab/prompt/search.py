@@ -27,9 +27,22 @@ def _form(form, tok, causal):
     "The form's parts, checked"
     parts = parse_template(form)
     label = [i for i, p in enumerate(parts) if p.kind == "meta" and p.value == "labelword"]
-    if len(label) != 1: raise TemplateError('the form needs one {"meta":"labelword"}, where the label will be read', form, parts[label[1]].span if label else (len(form), len(form)))
-    if soft := next((p for p in parts if p.kind in ("soft", "chat", "special")), None): raise TemplateError(f"{soft.kind} cannot stand in a form; it holds text, placeholders, metas and masks", form, soft.span)
-    if causal and ([i for i, p in enumerate(parts) if p.kind == "mask"] != [label[0] - 1]): raise TemplateError("a causal model writes what stands directly before the label: one mask, there", form, next(p for p in parts if p.kind == "mask").span)
+    if len(label) != 1:
+        raise TemplateError(
+            'the form needs one {"meta":"labelword"}, where the label will be read',
+            form,
+            parts[label[1]].span if label else (len(form), len(form)),
+        )
+    if soft := next((p for p in parts if p.kind in ("soft", "chat", "special")), None):
+        raise TemplateError(
+            f"{soft.kind} cannot stand in a form; it holds text, placeholders, metas and masks", form, soft.span
+        )
+    if causal and ([i for i, p in enumerate(parts) if p.kind == "mask"] != [label[0] - 1]):
+        raise TemplateError(
+            "a causal model writes what stands directly before the label: one mask, there",
+            form,
+            next(p for p in parts if p.kind == "mask").span,
+        )
     return parts
 
 def _filled(form, parts, texts):
@@ -41,12 +54,18 @@ def _filled(form, parts, texts):
         else: out += p.space + form[p.span[0]:p.span[1]]
     return out
 
-FORM, FORM_CAUSAL = '{"placeholder":"text_a"} {"mask"} {"meta":"labelword"} {"mask"}', '{"placeholder":"text_a"} {"mask"} {"meta":"labelword"}'
+FORM, FORM_CAUSAL = (
+    '{"placeholder":"text_a"} {"mask"} {"meta":"labelword"} {"mask"}',
+    '{"placeholder":"text_a"} {"mask"} {"meta":"labelword"}',
+)
 
 # %% ../../nbs/35_prompt/10_search.ipynb #c1f517fa
 def _barred(tok, V, allow=()):
     "(V,) −inf for ids that no template may hold, 0 for the others"
-    out, special = torch.zeros(V), set(tok.all_special_ids) | {i for i, t in tok.added_tokens_decoder.items() if t.special}
+    out, special = (
+        torch.zeros(V),
+        set(tok.all_special_ids) | {i for i, t in tok.added_tokens_decoder.items() if t.special},
+    )
     text = tok.batch_decode([[i] for i in range(min(V, len(tok)))])
     bad = [i for i in range(V) if i >= len(tok) or i in special or "{" in text[i] or "}" in text[i] or "�" in text[i]]
     out[[i for i in bad if i not in set(allow)]] = float("-inf")
@@ -69,26 +88,38 @@ def _search_spans(model, template, examples, beams, most):
     tok, device, N = template.tok, next(model.parameters()).device, len(examples)
     enc = template.encode(examples, padding_side="right").to(device)
     marks = [template._fixed[i][0] for i, p in enumerate(template.pieces) if p.kind == "mask"]
-    past = sentinel(tok, len(marks))                                                                      # T5 closes with one more sentinel, or ends
+    # T5 closes with one more sentinel, or ends
+    past = sentinel(tok, len(marks))
     ends = {tok.eos_token_id, past} - {None, tok.unk_token_id}
-    seen, state = enc["attention_mask"], model.get_encoder()(input_ids=enc["input_ids"], attention_mask=enc["attention_mask"]).last_hidden_state
+    seen, state = (
+        enc["attention_mask"],
+        model.get_encoder()(input_ids=enc["input_ids"], attention_mask=enc["attention_mask"]).last_hidden_state,
+    )
     rows, scores, done, bar = [enc["decoder_input_ids"][0, :2].tolist()], torch.zeros(1, device=device), [], None
     for _ in tqdm(range(most + len(marks)), desc="templates", leave=False, mininterval=1):
         K = len(rows)
-        logits = model(encoder_outputs=(state.repeat(K, 1, 1),), attention_mask=seen.repeat(K, 1), decoder_input_ids=torch.tensor(rows, device=device).repeat_interleave(N, 0)).logits[:, -1]
+        logits = model(
+            encoder_outputs=(state.repeat(K, 1, 1),),
+            attention_mask=seen.repeat(K, 1),
+            decoder_input_ids=torch.tensor(rows, device=device).repeat_interleave(N, 0),
+        ).logits[:, -1]
         logp = logits.float().log_softmax(-1).view(K, N, -1).mean(1)
         if bar is None: bar = _barred(tok, logp.shape[1], {*marks[1:], *ends}).to(device)
         logp = logp + bar
         for k, row in enumerate(rows):
             part = sum(m in row for m in marks)                                                            # masks begun
-            logp[k, [i for i in (*marks[part + 1:], *marks[1:part], *(ends if part < len(marks) else ()))]] = float("-inf")
+            logp[k, [i for i in (*marks[part + 1 :], *marks[1:part], *(ends if part < len(marks) else ()))]] = float(
+                "-inf"
+            )
         scores, parents, tokens = _widest(scores, logp, beams)
         grown = [rows[p] + [t] for p, t in zip(parents.tolist(), tokens.tolist())]
         done += [(s, r) for s, r in zip(scores.tolist(), grown) if r[-1] in ends]
         open_ = [i for i, r in enumerate(grown) if r[-1] not in ends]
         if not open_ or len(done) >= 4 * beams: break
         rows, scores = [grown[i] for i in open_], scores[open_]
-    cut = lambda row: [row[row.index(m) + 1:(row.index(n) if n in row else len(row) - 1)] for m, n in zip(marks, [*marks[1:], None])]
+    cut = lambda row: [
+        row[row.index(m) + 1 : (row.index(n) if n in row else len(row) - 1)] for m, n in zip(marks, [*marks[1:], None])
+    ]
     return [(s, cut(r)) for s, r in done]
 
 # %% ../../nbs/35_prompt/10_search.ipynb #eaeaa19a
@@ -99,7 +130,13 @@ def _search_before(model, tok, texts, wanted, beams, most):
     L = max(map(len, texts))
     ids = torch.tensor([[pad] * (L - len(t)) + t for t in texts], device=device)
     mask = torch.tensor([[0] * (L - len(t)) + [1] * len(t) for t in texts], device=device)
-    out = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0), use_cache=True, logits_to_keep=1)
+    out = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp_min(0),
+        use_cache=True,
+        logits_to_keep=1,
+    )
     rows, scores, found, want, bar = [[]], torch.zeros(1, device=device), [], torch.tensor(wanted, device=device), None
     for _ in tqdm(range(most), desc="templates", leave=False, mininterval=1):
         logp = out.logits[:, -1].float().log_softmax(-1).view(len(rows), N, -1).mean(1)
@@ -107,16 +144,31 @@ def _search_before(model, tok, texts, wanted, beams, most):
         scores, parents, tokens = _widest(scores, logp + bar, beams)
         rows = [rows[p] + [t] for p, t in zip(parents.tolist(), tokens.tolist())]
         cache = out.past_key_values
-        cache.reorder_cache((parents[:, None] * N + torch.arange(N, device=device)).flatten())             # rows of a beam stand together
+        # rows of a beam stand together
+        cache.reorder_cache((parents[:, None] * N + torch.arange(N, device=device)).flatten())
         seen = torch.cat([mask, mask.new_ones(N, len(rows[0]))], 1).repeat(len(rows), 1)
-        out = model(input_ids=tokens.repeat_interleave(N)[:, None], attention_mask=seen, position_ids=seen.sum(1, keepdim=True) - 1, past_key_values=cache, use_cache=True)
-        label = out.logits[:, -1].float().log_softmax(-1).view(len(rows), N, -1).gather(-1, want.expand(len(rows), N)[..., None])[..., 0].mean(1)
+        out = model(
+            input_ids=tokens.repeat_interleave(N)[:, None],
+            attention_mask=seen,
+            position_ids=seen.sum(1, keepdim=True) - 1,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        label = (
+            out.logits[:, -1]
+            .float()
+            .log_softmax(-1)
+            .view(len(rows), N, -1)
+            .gather(-1, want.expand(len(rows), N)[..., None])[..., 0]
+            .mean(1)
+        )
         found += [(s + w, [r]) for s, w, r in zip(scores.tolist(), label.tolist(), rows)]
     return found
 
 # %% ../../nbs/35_prompt/10_search.ipynb #89a0991f
 def find_templates(
-    model:nn.Module,            # an encoder–decoder of T5's kind, or a causal model; need not be the one that will be prompted
+    model:nn.Module,            # an encoder–decoder of T5's kind, or a causal model; need not be the one that will be
+                                # prompted
     tok,                        # its tokenizer
     data,                       # a few labelled examples
     words,                      # {label: word}
@@ -124,14 +176,22 @@ def find_templates(
     beams:int=20,               # sequences kept at each step
     most:int=8,                 # tokens of a template at most
     keep:int=10,                # templates returned
-)->pd.DataFrame:                # template, score: mean log-probability of its words (of a causal model with the label's) in nats; the best first
+# template, score: mean log-probability of its words (of a causal model with the label's) in nats; the best first
+)->pd.DataFrame:
     "Templates in which a language model would say the examples' own labels (Gao et al. 2021, §5.2)."
     both = encoder_decoder(unwrap(model))
-    if hasattr(unwrap(model).config, "sop_token_id"): raise TypeError(f"{type(unwrap(model)).__name__}, GLM, writes into blanks and not behind a text: take an encoder–decoder or a causal model to find templates, and ask any other through them")
+    if hasattr(unwrap(model).config, "sop_token_id"):
+        raise TypeError(
+            f"{type(unwrap(model)).__name__}, GLM, writes into blanks and not behind a text: take an encoder–decoder "
+            "or a causal model to find templates, and ask any other through them"
+        )
     form = form or (FORM if both else FORM_CAUSAL)
     parts, data, own = _form(form, tok, not both), examples_of(data), label_words(words, "")
     if not both and "past_key_values" not in inspect.signature(unwrap(model).forward).parameters:
-        raise TypeError(f"{type(unwrap(model)).__name__} does not write: take an encoder–decoder or a causal model to find templates, and ask any other through them")
+        raise TypeError(
+            f"{type(unwrap(model)).__name__} does not write: take an encoder–decoder or a causal model to find "
+            "templates, and ask any other through them"
+        )
     if min(beams, most, keep) < 1: raise ValueError(f"beams={beams}, most={most}, keep={keep}: each at least 1")
     if not data: raise ValueError("data holds no example")
     labels = [list(own)[class_number(_label(e), list(own))] for e in data]
@@ -139,10 +199,15 @@ def find_templates(
     with eval_mode(model):
         if both: found = _search_spans(unwrap(model), Template(form, tok, family="seq2seq"), examples, beams, most)
         else:
-            before = Template(form[:parts[-1].span[0]].rstrip() if parts[-1].value == "labelword" else form, tok, family="causal")
+            before = Template(
+                form[: parts[-1].span[0]].rstrip() if parts[-1].value == "labelword" else form, tok, family="causal"
+            )
             wanted = [_ids(tok, " " + e["labelword"])[0] for e in examples]
-            found = _search_before(unwrap(model), tok, [line.ids for line in before.encode(examples).lines], wanted, beams, most)
-    if not found: raise ValueError(f"no template came to its end within most={most} tokens; raise most, or beams={beams}")
+            found = _search_before(
+                unwrap(model), tok, [line.ids for line in before.encode(examples).lines], wanted, beams, most
+            )
+    if not found:
+        raise ValueError(f"no template came to its end within most={most} tokens; raise most, or beams={beams}")
     anchor, out = _ids(tok, next(iter(own.values()))[0]), {}
     for score, texts in sorted(found, key=lambda x: -x[0]):
         text = _filled(form, parts, [t.rstrip() for t in (_spaced(tok, ids, anchor) for ids in texts)])
@@ -162,5 +227,6 @@ def rank_templates(
     for text in tqdm(templates, desc="templates", leave=False, mininterval=1):
         model = make(text)
         rows.append({"template": text} | model.evaluate(data, batch)[["accuracy", "macro_f1", "loss"]].to_dict())
-        if model.soft is not None: model.soft.detach()                                                   # the next one has vectors of its own
+        # the next one has vectors of its own
+        if model.soft is not None: model.soft.detach()
     return pd.DataFrame(rows).sort_values(["accuracy", "loss"], ascending=[False, True], ignore_index=True)

@@ -39,21 +39,42 @@ class Family:
     closer: str = ""        # the token that ends the answer; "": the tokenizer's end of a text
     glued: bool = False     # is a part of the template tokenized as if it stood directly behind the part before?
     right: bool = False     # is padding only possible on the right?
-    places: str = ""        # position_ids: "from the first word" where padding stands in front, GLM's "two rows", "" for none
+    # position_ids: "from the first word" where padding stands in front, GLM's "two rows", "" for none
+    places: str = ""
     unpacked: str = ""      # why several examples cannot share a row
 
 FAMILIES = {
     "masked": Family("a masked model", mark="mask", answer="in place", writes=False, right=True),
-    "causal": Family("a causal model", mark="", answer="end", writes=True, closed=False, places="from the first word",
-                     one_mask="a causal model predicts at the end of the text alone; keep one mask"),
-    "seq2seq": Family("an encoder–decoder", mark="sentinel", answer="decoder", writes=True,
-                      unpacked="the decoder of an encoder–decoder has a row for each example and sees all of the encoder's; "
-                               "pad these examples, or sort them by length"),
-    "blank": Family("a blank-filling model", mark="mask", answer="end", writes=True, opener="<|startofpiece|>", closer="<|endofpiece|>",
-                    glued=True, places="two rows",
-                    one_mask="a blank-filling model writes the second blank only when the first is written; keep one mask",
-                    unpacked="a blank-filling model reads a row's text in both directions up to the piece it writes, one a row; "
-                             "pad these examples, or sort them by length"),
+    "causal": Family(
+        "a causal model",
+        mark="",
+        answer="end",
+        writes=True,
+        closed=False,
+        places="from the first word",
+        one_mask="a causal model predicts at the end of the text alone; keep one mask",
+    ),
+    "seq2seq": Family(
+        "an encoder–decoder",
+        mark="sentinel",
+        answer="decoder",
+        writes=True,
+        unpacked="the decoder of an encoder–decoder has a row for each example and sees all of the encoder's; "
+        "pad these examples, or sort them by length",
+    ),
+    "blank": Family(
+        "a blank-filling model",
+        mark="mask",
+        answer="end",
+        writes=True,
+        opener="<|startofpiece|>",
+        closer="<|endofpiece|>",
+        glued=True,
+        places="two rows",
+        one_mask="a blank-filling model writes the second blank only when the first is written; keep one mask",
+        unpacked="a blank-filling model reads a row's text in both directions up to the piece it writes, one a row; "
+        "pad these examples, or sort them by length",
+    ),
 }
 
 # %% ../../nbs/35_prompt/02_template.ipynb #fam00002
@@ -90,15 +111,27 @@ def _special_set(tok):
     "Ids that no example's text may become: special tokens, and added ones in brackets, such as <think>; the unknown word and added plain words are none of them"
     roles = [getattr(tok, f"{name}_token_id") for name in ("mask", "eos", "bos", "sep", "cls", "pad")]
     sign = lambda t: t.special or (x := t.content.strip())[:1] + x[-1:] in ("<>", "[]", "{}") and len(x) > 2
-    own = {} if tok.is_fast else {w: i for w, i in tok.get_vocab().items() if re.fullmatch("<[/A-Za-z_0-9]+>", w)}      # a tokenizer of Python may hold </s> and <s_0> as words,
-    plain = {tok.unk_token_id} if tok.is_fast else {tok.unk_token_id, *_ids(tok, "\n\U0010fffd")}                         # and <n> and <unk>, which any text may become
-    return {i for i, t in tok.added_tokens_decoder.items() if sign(t) and i != tok.unk_token_id} | {i for i in roles if i is not None} | {*own.values()} - plain
+    # a tokenizer of Python may hold </s> and <s_0> as words,
+    own = {} if tok.is_fast else {w: i for w, i in tok.get_vocab().items() if re.fullmatch("<[/A-Za-z_0-9]+>", w)}
+    # and <n> and <unk>, which any text may become
+    plain = {tok.unk_token_id} if tok.is_fast else {tok.unk_token_id, *_ids(tok, "\n\U0010fffd")}
+    return (
+        {i for i, t in tok.added_tokens_decoder.items() if sign(t) and i != tok.unk_token_id}
+        | {i for i in roles if i is not None}
+        | {*own.values()} - plain
+    )
 
 def _value_ids(tok, texts, specials):
     "Ids of texts that came from examples: a special token's name in them is text as any other"
-    split = lambda x: tok(x, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, split_special_tokens=True)["input_ids"]
-    apart = lambda i: [k for row in split([*tok.convert_ids_to_tokens(i)]) for k in row if k not in specials]     # a vocabulary of pieces may hold </s> as one
-    return [row if specials.isdisjoint(row) else [k for i in row for k in (apart(i) if i in specials else [i])] for row in split(texts)]
+    split = lambda x: tok(
+        x, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, split_special_tokens=True
+    )["input_ids"]
+    # a vocabulary of pieces may hold </s> as one
+    apart = lambda i: [k for row in split([*tok.convert_ids_to_tokens(i)]) for k in row if k not in specials]
+    return [
+        row if specials.isdisjoint(row) else [k for i in row for k in (apart(i) if i in specials else [i])]
+        for row in split(texts)
+    ]
 
 def _glued_ids(tok, text, ids):
     "Ids of a text that stands directly behind another, without the space that SentencePiece puts in front of whatever begins"
@@ -120,30 +153,53 @@ def _special_ids(part, tok, source):
     if part.value not in _SPECIALS: return _ids(tok, part.value)
     if (i := getattr(tok, _SPECIALS[part.value])) is None:
         there = [k for k, v in _SPECIALS.items() if getattr(tok, v) is not None]
-        raise TemplateError(f"this tokenizer has no {part.value}; it has {', '.join(there) or 'none of them'}", source, part.span)
+        raise TemplateError(
+            f"this tokenizer has no {part.value}; it has {', '.join(there) or 'none of them'}", source, part.span
+        )
     return [i]
 
 # %% ../../nbs/35_prompt/02_template.ipynb #a72dafe2
 def _with_turns(parts, tok, source):
     "The parts with every turn replaced by the text that the tokenizer's chat template writes around it"
     if not any(p.kind == "chat" for p in parts): return parts
-    if not getattr(tok, "chat_template", None): raise TemplateError("this tokenizer has no chat template; write the turns as text", source, next(p.span for p in parts if p.kind == "chat"))
+    if not getattr(tok, "chat_template", None):
+        raise TemplateError(
+            "this tokenizer has no chat template; write the turns as text",
+            source,
+            next(p.span for p in parts if p.kind == "chat"),
+        )
     turns, outside, turn = [], [], None
     for p in parts:
-        if p.kind == "chat": turn = (p, []); turns.append(turn)
+        if p.kind == "chat":
+            turn = (p, [])
+            turns.append(turn)
         elif p.kind == "/chat": turn = None
         else: (outside if turn is None else turn[1]).append(p)
     if outside and (outside[0].kind != "mask" or len(outside) > 1):
-        raise TemplateError('beside turns only a {"mask"} behind the last one may stand: what the model says next', source, outside[0].span)
+        raise TemplateError(
+            'beside turns only a {"mask"} behind the last one may stand: what the model says next',
+            source,
+            outside[0].span,
+        )
     marker = lambda i: f"\ue000{i}\ue001"
-    try: text = tok.apply_chat_template([{"role": t[0].value, "content": marker(i)} for i, t in enumerate(turns)], tokenize=False, add_generation_prompt=bool(outside))
-    except Exception as e: raise TemplateError(f"the tokenizer's chat template refuses these turns: {type(e).__name__}: {e}", source, turns[0][0].span) from e
+    try:
+        text = tok.apply_chat_template(
+            [{"role": t[0].value, "content": marker(i)} for i, t in enumerate(turns)],
+            tokenize=False,
+            add_generation_prompt=bool(outside),
+        )
+    except Exception as e:
+        raise TemplateError(
+            f"the tokenizer's chat template refuses these turns: {type(e).__name__}: {e}", source, turns[0][0].span
+        ) from e
     out = []
     for i, t in enumerate(turns):
         before, found, text = text.partition(marker(i))
-        if not found: raise TemplateError(f"the tokenizer's chat template drops the turn of {t[0].value!r}", source, t[0].span)
+        if not found:
+            raise TemplateError(f"the tokenizer's chat template drops the turn of {t[0].value!r}", source, t[0].span)
         if before: out.append(Part(kind="text", value=before, span=t[0].span))
-        out += [dataclasses.replace(p, space="" if j == 0 else p.space) for j, p in enumerate(t[1])]      # a turn begins with its first word
+        # a turn begins with its first word
+        out += [dataclasses.replace(p, space="" if j == 0 else p.space) for j, p in enumerate(t[1])]
     if text: out.append(Part(kind="text", value=text, span=turns[-1][0].span))
     return out + outside
 
@@ -153,7 +209,9 @@ def _numbered(parts, tok, source):
     numbers, start, groups = {}, [], {}
     for i, p in enumerate(parts):
         if p.kind != "soft": continue
-        if p.soft_id in groups: numbers[i] = groups[p.soft_id]; continue
+        if p.soft_id in groups:
+            numbers[i] = groups[p.soft_id]
+            continue
         first = len(start) + 1
         if p.value is not None: start += _ids(tok, p.space + p.value)
         else: start += [None] * (1 if p.same else p.duplicate)
@@ -178,7 +236,8 @@ def kept(
     out, left = [[(0, n)] for n in lengths], excess
     if excess <= 0: return out
     if how == "middle":
-        first, seen = (sum(room) - excess) // 2 + (sum(room) - excess) % 2, 0       # tokens first … first + excess − 1 of all shortenable ones go
+        # tokens first … first + excess − 1 of all shortenable ones go
+        first, seen = (sum(room) - excess) // 2 + (sum(room) - excess) % 2, 0
         for i, n in enumerate(room):
             a, b = max(first, seen) - seen, min(first + excess, seen + n) - seen
             if a < b: out[i] = [r for r in ((0, a), (b, n)) if r[0] < r[1]]
@@ -186,7 +245,8 @@ def kept(
         return out
     for i in reversed(range(len(room))) if how == "tail" else range(len(room)):
         gone = min(left, room[i] if how != "balanced" else min(room[i], math.ceil(excess * room[i] / sum(room))))
-        if gone: out[i] = [r for r in ([(gone, lengths[i])] if how == "head" else [(0, lengths[i] - gone)]) if r[0] < r[1]]
+        if gone:
+            out[i] = [r for r in ([(gone, lengths[i])] if how == "head" else [(0, lengths[i] - gone)]) if r[0] < r[1]]
         left -= gone
     return out
 
@@ -215,7 +275,10 @@ class _Arguments(Mapping):
     def __getitem__(self, k):
         for d in (self._inputs, self._extra):
             if k in d: return d[k]
-        raise KeyError(f"no {k!r} here{did_you_mean(k, [*self._inputs, *self._extra])}; there are {', '.join([*self._inputs, *self._extra])}")
+        raise KeyError(
+            f"no {k!r} here{did_you_mean(k, [*self._inputs, *self._extra])}; there are "
+            f"{', '.join([*self._inputs, *self._extra])}"
+        )
     def __getattr__(self, k):
         if k.startswith("_") or k not in self.__dict__.get("_extra", {}): raise AttributeError(k)
         return self._extra[k]
@@ -225,7 +288,9 @@ class _Arguments(Mapping):
         device, # "cuda", "cpu", …
     ):          # -> itself
         "Move its tensors."
-        self._inputs, self._extra = ({k: v.to(device) if isinstance(v, Tensor) else v for k, v in d.items()} for d in (self._inputs, self._extra))
+        self._inputs, self._extra = (
+            {k: v.to(device) if isinstance(v, Tensor) else v for k, v in d.items()} for d in (self._inputs, self._extra)
+        )
         return self
 
 # %% ../../nbs/35_prompt/02_template.ipynb #c3305abe
@@ -234,11 +299,15 @@ class Encoded(_Arguments):
     def packed(self,
         length:int|None=None, # tokens of a row; None: all in one
         first:int=0,          # number of the first position; RoBERTa's is 2
-    ):                        # -> Encoded (R, L): mask_rows (N, M) beside mask_positions (N, M), example_ids (R, L), −1 for padding
+    # -> Encoded (R, L): mask_rows (N, M) beside mask_positions (N, M), example_ids (R, L), −1 for padding
+    ):
         "The same examples, several a row; of an encoder–decoder that is not possible."
         t = self.template
         if t.kind.unpacked: raise ValueError(t.kind.unpacked)
-        if length is not None and (most := max(len(line.ids) for line in self.lines)) > length: raise ValueError(f"length={length}: an example has {most} tokens; encode with max_length={length}, or give longer rows")
+        if length is not None and (most := max(len(line.ids) for line in self.lines)) > length:
+            raise ValueError(
+                f"length={length}: an example has {most} tokens; encode with max_length={length}, or give longer rows"
+            )
         new = Encoded(t, self.lines, *t._pack(self.lines, length, first), False)
         if "label" in self._extra: new._extra["label"] = self["label"]
         return new
@@ -255,7 +324,11 @@ class Encoded(_Arguments):
     def _repr_html_(self): return encoded_html(self)._repr_html_()
     def __repr__(self):
         shape = "×".join(map(str, self._inputs["input_ids"].shape))
-        return f"Encoded({shape}, {' '.join(self.words())[:200]}{'' if self.single else ', …'}" + (f", {self.cut_share:.0%} of the examples cut" if any(line.cut for line in self.lines) else "") + ")"
+        return (
+            f"Encoded({shape}, {' '.join(self.words())[:200]}{'' if self.single else ', …'}"
+            + (f", {self.cut_share:.0%} of the examples cut" if any(line.cut for line in self.lines) else "")
+            + ")"
+        )
 
 # %% ../../nbs/35_prompt/02_template.ipynb #d6684637
 @dataclasses.dataclass
@@ -270,26 +343,43 @@ class InputExample:
 
 def _one(example):
     "The example, if it is one; else TypeError"
-    if isinstance(example, Mapping) or hasattr(example, "__dict__") and not hasattr(example, "__iter__") and not callable(example): return example
-    raise TypeError(f"an example is a {type(example).__name__}, {_shown(example)}: expected a dict, an InputExample or an object with attributes; "
-                    "a row of a table is a dict by .to_dict(), a named tuple by ._asdict()")
+    if isinstance(example, Mapping) or hasattr(example, "__dict__") and not hasattr(example, "__iter__") and not callable(example):
+        return example
+    raise TypeError(
+        f"an example is a {type(example).__name__}, {_shown(example)}: expected a dict, an InputExample or an object "
+        "with attributes; "
+        "a row of a table is a dict by .to_dict(), a named tuple by ._asdict()"
+    )
 
 def _found(part, example, source):
     "(found?, value) of a placeholder, meta or options"
-    if not isinstance(_one(example), Mapping): example = {k: v for k, v in vars(example).items() if k != "meta"} | {"meta": getattr(example, "meta", None) or {}}
+    if not isinstance(_one(example), Mapping):
+        example = {k: v for k, v in vars(example).items() if k != "meta"} | {
+            "meta": getattr(example, "meta", None) or {}
+        }
     meta = example.get("meta") if isinstance(example.get("meta"), Mapping) else {}
     for d in (meta, example) if part.kind == "meta" else (example, meta) if part.kind == "options" else (example,):
         if part.value in d: return d[part.value]
     names = [k for k in ({**example, **meta} if part.kind != "placeholder" else example) if k != "meta"]
-    raise TemplateError(f"the example has no {part.value!r}{did_you_mean(part.value, names)}; it has {', '.join(map(repr, names)) or 'nothing'}", source, part.span)
+    raise TemplateError(
+        f"the example has no {part.value!r}{did_you_mean(part.value, names)}; it has "
+        f"{', '.join(map(repr, names)) or 'nothing'}",
+        source,
+        part.span,
+    )
 
 def _written(v, what, part, source):
     "One value as text"
     if isinstance(v, str): return v
     if v is None: raise TemplateError(f"{what} is None; give text", source, part.span)
     if hasattr(v, "__iter__") and not getattr(v, "shape", None) == ():
-        raise TemplateError(f"{what} is a {type(v).__name__}, {_shown(v)}: expected text; post_processing may make it of that", source, part.span)
-    if (text := str(v)).lower() in ("nan", "nat", "<na>"): raise TemplateError(f"{what} is {text}, a missing value; give text", source, part.span)
+        raise TemplateError(
+            f"{what} is a {type(v).__name__}, {_shown(v)}: expected text; post_processing may make it of that",
+            source,
+            part.span,
+        )
+    if (text := str(v)).lower() in ("nan", "nat", "<na>"):
+        raise TemplateError(f"{what} is {text}, a missing value; give text", source, part.span)
     return text
 
 def _value(part, example, source):
@@ -297,20 +387,56 @@ def _value(part, example, source):
     v, what = _found(part, example, source), f"the example's {part.value!r}"
     if part.kind == "options":
         if isinstance(v, (str, Mapping)) or not hasattr(v, "__iter__"):
-            raise TemplateError(f"the options {part.value!r} are {type(v).__name__}: expected a list of texts", source, part.span)
-        return "\n".join(f"{chr(65 + i) if i < 26 else i + 1}. {_written(o, f'option {i + 1} of {what}', part, source)}" for i, o in enumerate(v))
+            raise TemplateError(
+                f"the options {part.value!r} are {type(v).__name__}: expected a list of texts", source, part.span
+            )
+        return "\n".join(
+            f"{chr(65 + i) if i < 26 else i + 1}. {_written(o, f'option {i + 1} of {what}', part, source)}"
+            for i, o in enumerate(v)
+        )
     if part.post_processing is None: return _written(v, what, part, source)
     if isinstance(part.post_processing, SafeLambda) and isinstance(v, float): _written(v, what, part, source)
     try: text = part.post_processing(v)
     except Exception as e:
         why = e.message if isinstance(e, TemplateError) else f"{type(e).__name__}: {e}"
         raise TemplateError(f"post_processing of {part.value!r} fails on {_shown(v)}: {why}", source, part.span) from e
-    if not isinstance(text, str): raise TemplateError(f"post_processing of {part.value!r} gives {type(text).__name__}: expected text", source, part.span)
+    if not isinstance(text, str):
+        raise TemplateError(
+            f"post_processing of {part.value!r} gives {type(text).__name__}: expected text", source, part.span
+        )
     return text
 
 # %% ../../nbs/35_prompt/02_template.ipynb #93cc9ad2
-_RESERVED = {"input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "decoder_input_ids", "decoder_attention_mask", "labels", "label", "past_key_values", "use_cache",
-             "loss_ids", "mask_positions", "mask_rows", "example_ids", "soft_ids", "part_ids", "template", "lines", "single", "words", "cut_share", "packed", "to", "keys", "values", "items", "get"}
+_RESERVED = {
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "inputs_embeds",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+    "labels",
+    "label",
+    "past_key_values",
+    "use_cache",
+    "loss_ids",
+    "mask_positions",
+    "mask_rows",
+    "example_ids",
+    "soft_ids",
+    "part_ids",
+    "template",
+    "lines",
+    "single",
+    "words",
+    "cut_share",
+    "packed",
+    "to",
+    "keys",
+    "values",
+    "items",
+    "get",
+}
 
 def _again(cls, text, tok, family, fns, attrs, joint, soft, prefix, base, words):
     "A template by its arguments, as a pickle holds them"
@@ -338,12 +464,24 @@ class _Text:
         tok=None,              # a tokenizer; None: give it later by `bind`
         family:str|None=None,  # one of FAMILIES; None: by the tokenizer
         fns:dict|None=None,    # functions that `post_processing` may name
-        attrs:dict|None=None,  # further keys that parts may carry, with their defaults, numbers; each becomes a tensor of the encoded example
-        joint:bool=False,      # are neighbouring parts tokenized together? False: each alone, as in OpenPrompt; see "parts tokenized together"
+        attrs:dict|None=None,  # further keys that parts may carry, with their defaults, numbers; each becomes a tensor
+                               # of the encoded example
+        joint:bool=False,      # are neighbouring parts tokenized together? False: each alone, as in OpenPrompt; see
+                               # "parts tokenized together"
     ):
-        if family is not None and family not in FAMILIES: raise ValueError(f"family={family!r}: one of {', '.join(FAMILIES)}{did_you_mean(family, FAMILIES)}")
-        if clash := sorted({*(attrs or ())} & _RESERVED): raise ValueError(f"attrs={clash}: an encoded example has these already; choose other names")
-        self.text, self.family, self.fns, self.attrs, self.joint, self.soft, self.prefix = text, family, fns or {}, attrs or {}, joint, {}, None
+        if family is not None and family not in FAMILIES:
+            raise ValueError(f"family={family!r}: one of {', '.join(FAMILIES)}{did_you_mean(family, FAMILIES)}")
+        if clash := sorted({*(attrs or ())} & _RESERVED):
+            raise ValueError(f"attrs={clash}: an encoded example has these already; choose other names")
+        self.text, self.family, self.fns, self.attrs, self.joint, self.soft, self.prefix = (
+            text,
+            family,
+            fns or {},
+            attrs or {},
+            joint,
+            {},
+            None,
+        )
         self.parts, self.tok, self._given = parse_template(text, self.fns, self.attrs), None, family
         if tok is not None: self._bind(tok)
 
@@ -367,16 +505,47 @@ class _Text:
 
     def __reduce__(self):
         bound = (None, None) if self.tok is None else (self.soft_base, self._words)
-        return _again, (type(self), self.text, self.tok, self._given, self.fns, self.attrs, self.joint, self.soft, self.prefix, *bound)
+        return _again, (
+            type(self),
+            self.text,
+            self.tok,
+            self._given,
+            self.fns,
+            self.attrs,
+            self.joint,
+            self.soft,
+            self.prefix,
+            *bound,
+        )
 
     def wrap(self,
         example,  # a dict, or what has the names as attributes
     )->list:      # [(Part, text)]; for masks, soft tokens and specials the text is a name in angle brackets
         "An example's text, part by part."
-        name = {"mask": lambda p: "<mask>", "soft": lambda p: f"<soft:{p.soft_id or ''}{p.value or ''}>", "special": lambda p: p.value, "text": lambda p: p.value, "chat": lambda p: f"<{p.value}>", "/chat": lambda p: "</>"}
-        return [(p, p.space + (name[p.kind](p) if p.kind in name else _value(p, example, self.text))) for p in self.parts]
+        name = {
+            "mask": lambda p: "<mask>",
+            "soft": lambda p: f"<soft:{p.soft_id or ''}{p.value or ''}>",
+            "special": lambda p: p.value,
+            "text": lambda p: p.value,
+            "chat": lambda p: f"<{p.value}>",
+            "/chat": lambda p: "</>",
+        }
+        return [
+            (p, p.space + (name[p.kind](p) if p.kind in name else _value(p, example, self.text))) for p in self.parts
+        ]
 
-    def __repr__(self): return f"Template({self.text!r}" + ("" if self.tok is None else f", {self.family}, {len(self.start)} soft tokens" if self.start else f", {self.family}") + ")"
+    def __repr__(self):
+        return (
+            f"Template({self.text!r}"
+            + (
+                ""
+                if self.tok is None
+                else f", {self.family}, {len(self.start)} soft tokens"
+                if self.start
+                else f", {self.family}"
+            )
+            + ")"
+        )
 
 # %% ../../nbs/35_prompt/02_template.ipynb #4e3dd815
 def _near(template):
@@ -387,9 +556,20 @@ def _drawn(template, line, near={}):
     "[(text, kind, title)] of one example's tokens, cut ones in their places"
     tok, out = template.tok, []
     def draw(i, kind, at):
-        if not (n := template.soft_number(i)): return tok.decode([i]) or tok.convert_ids_to_tokens(i), kind, f"{'cut' if at is None else f'position {at}'}, id {i}, {kind}"
+        if not (n := template.soft_number(i)):
+            return (
+                tok.decode([i]) or tok.convert_ids_to_tokens(i),
+                kind,
+                f"{'cut' if at is None else f'position {at}'}, id {i}, {kind}",
+            )
         start = template.start[n - 1]
-        return f"S{n}", "soft", f"position {at}, soft token {n}" + ("" if start is None else f", began as {tok.decode([start])!r}") + (f", near {_words(near[n])}" if n in near else "")
+        return (
+            f"S{n}",
+            "soft",
+            f"position {at}, soft token {n}"
+            + ("" if start is None else f", began as {tok.decode([start])!r}")
+            + (f", near {_words(near[n])}" if n in near else ""),
+        )
     own = {}
     for at, (i, k) in enumerate(zip(line.ids, line.part)): own.setdefault(k, []).append((i, at))
     outer = own.pop(-1, [])
@@ -399,8 +579,11 @@ def _drawn(template, line, near={}):
         kept_, cuts, n = own.get(k, []), sorted(c[1:] for c in line.cut if c[0] == k), 0
         if p.kind == "mask" and not template.kind.mark: out.append(("▢", "mask", "the answer comes here"))
         for a, b, ids in cuts:
-            while n < a and kept_: out.append(draw(kept_[0][0], p.kind, kept_.pop(0)[1])); n += 1
-            out += [(tok.decode([i]), "cut", "cut") for i in ids]; n = b
+            while n < a and kept_:
+                out.append(draw(kept_[0][0], p.kind, kept_.pop(0)[1]))
+                n += 1
+            out += [(tok.decode([i]), "cut", "cut") for i in ids]
+            n = b
         out += [draw(i, p.kind, at) for i, at in kept_]
     return out + [draw(i, "special", at) for i, at in outer if at >= first]
 
@@ -408,8 +591,16 @@ def _words(near): return ", ".join(f"{w!r} {x:.2f}" for w, x in near)
 
 def _soft_html(template, near):
     "What each soft token began as, and the words that it is nearest to now"
-    rows = "".join(f"<tr><td>S{n}</td><td>{'' if (i := template.start[n - 1]) is None else html.escape(repr(template.tok.decode([i])))}</td><td style='text-align:left'>{html.escape(_words(own))}</td></tr>" for n, own in list(near.items())[:40])
-    return f"<details><summary>{len(near)} soft tokens</summary><table style='font-size:85%'><tr><th></th><th>began as</th><th style='text-align:left'>nearest words, cosine</th></tr>{rows}</table></details>" if near else ""
+    rows = "".join(
+        f"<tr><td>S{n}</td><td>{'' if (i := template.start[n - 1]) is None else html.escape(repr(template.tok.decode([i])))}</td><td style='text-align:left'>{html.escape(_words(own))}</td></tr>"
+        for n, own in list(near.items())[:40]
+    )
+    return (
+        f"<details><summary>{len(near)} soft tokens</summary><table style='font-size:85%'><tr><th></th><th>began "
+        f"as</th><th style='text-align:left'>nearest words, cosine</th></tr>{rows}</table></details>"
+        if near
+        else ""
+    )
 
 def encoded_html(
     enc:Encoded,
@@ -423,7 +614,15 @@ def encoded_html(
         drawn = _drawn(t, line, near)
         kinds |= {k for _, k, _ in drawn}
         out.append(tokens_html(drawn))
-        rows = [(t.text[p.span[0]:p.span[1]] or p.kind, n := line.part.count(k), n + sum(len(c[3]) for c in line.cut if c[0] == k), p.shortenable) for k, p in enumerate(t.pieces)]
+        rows = [
+            (
+                t.text[p.span[0] : p.span[1]] or p.kind,
+                n := line.part.count(k),
+                n + sum(len(c[3]) for c in line.cut if c[0] == k),
+                p.shortenable,
+            )
+            for k, p in enumerate(t.pieces)
+        ]
         out.append(f"<details><summary>{len(line.ids)} tokens</summary>{lengths_html(rows, limit)}</details>")
     more = f"<div>and {len(enc.lines) - most} more examples</div>" if len(enc.lines) > most else ""
     return Picture("".join(out) + more + _soft_html(t, near) + legend_html(kinds))
@@ -432,26 +631,55 @@ def encoded_html(
 class _Bound(_Text):
     "A template with a tokenizer: its fixed parts as ids"
     def _bind(self, tok):
-        if not hasattr(tok, "convert_tokens_to_ids"): raise TypeError(f"tok is a {type(tok).__name__}: expected a tokenizer of transformers, as load(…) or AutoTokenizer gives")
-        if self.joint and not getattr(tok, "is_fast", False): raise TypeError(f"joint=True needs to know where in the text each token is of, and a {type(tok).__name__} is no fast tokenizer: leave it out")
+        if not hasattr(tok, "convert_tokens_to_ids"):
+            raise TypeError(
+                f"tok is a {type(tok).__name__}: expected a tokenizer of transformers, as load(…) or AutoTokenizer "
+                "gives"
+            )
+        if self.joint and not getattr(tok, "is_fast", False):
+            raise TypeError(
+                f"joint=True needs to know where in the text each token is of, and a {type(tok).__name__} is no fast "
+                "tokenizer: leave it out"
+            )
         self.tok, self.family, self._near = tok, self._given or family_of(tok), None
         self.soft_base = self._words = len(tok)                      # soft token n has the id soft_base + n − 1
         self.pieces = _with_turns(self.parts, tok, self.text)
         masks = [i for i, p in enumerate(self.pieces) if p.kind == "mask"]
-        if self.family == "masked" and tok.mask_token_id is None: raise TemplateError("this tokenizer has no mask token; say family='causal'", self.text, self.pieces[masks[0]].span)
-        if self.family == "blank" and family_of(tok) != "blank": raise TemplateError("this tokenizer lacks a mask token or <|startofpiece|>, so it is none of a blank-filling model's", self.text, self.pieces[masks[0]].span)
-        if self.kind.one_mask and len(masks) > 1: raise TemplateError(self.kind.one_mask, self.text, self.pieces[masks[1]].span)
+        if self.family == "masked" and tok.mask_token_id is None:
+            raise TemplateError(
+                "this tokenizer has no mask token; say family='causal'", self.text, self.pieces[masks[0]].span
+            )
+        if self.family == "blank" and family_of(tok) != "blank":
+            raise TemplateError(
+                "this tokenizer lacks a mask token or <|startofpiece|>, so it is none of a blank-filling model's",
+                self.text,
+                self.pieces[masks[0]].span,
+            )
+        if self.kind.one_mask and len(masks) > 1:
+            raise TemplateError(self.kind.one_mask, self.text, self.pieces[masks[1]].span)
         if self.kind.writes and (long := next((self.pieces[i] for i in masks if self.pieces[i].length > 1), None)) is not None:
-            raise TemplateError("length= is for masked models, which predict that many tokens at once; here a mask is one place", self.text, long.span)
+            raise TemplateError(
+                "length= is for masked models, which predict that many tokens at once; here a mask is one place",
+                self.text,
+                long.span,
+            )
         if not self.kind.mark:
             if (lost := [p for p in self.pieces[masks[0] + 1:] if p.kind != "/chat"]) and not any(p.kind == "chat" for p in self.parts):
-                warnings.warn(f"a causal model reads the answer behind the last word, so what stands behind the mask is left out: {self.text[lost[0].span[0]:lost[-1].span[1]]!r}", stacklevel=4)
+                warnings.warn(
+                    "a causal model reads the answer behind the last word, so what stands behind the mask is left "
+                    f"out: {self.text[lost[0].span[0] : lost[-1].span[1]]!r}",
+                    stacklevel=4,
+                )
             self.pieces = self.pieces[:masks[0] + 1]
         self.numbers, self.start = _numbered(self.pieces, tok, self.text)
         self._specials = _special_set(tok)
         self.ends = _ends(tok, self.family)
         if any(p.kind == "chat" for p in self.parts): self.ends = [], self.ends[1][-1:] if self.kind.opener else []
-        self._fixed = {i: ids for i, p in enumerate(self.pieces) if (ids := self._ids_of(i, p, [j for j, q in enumerate(self.pieces) if q.kind == "mask"])) is not None}
+        self._fixed = {
+            i: ids
+            for i, p in enumerate(self.pieces)
+            if (ids := self._ids_of(i, p, [j for j, q in enumerate(self.pieces) if q.kind == "mask"])) is not None
+        }
 
     def _ids_of(self, i, p, masks):
         "The ids of a part that no example changes"
@@ -464,19 +692,29 @@ class _Bound(_Text):
 
     def _placed(self, i, text, ids): return _glued_ids(self.tok, text, ids) if self.kind.glued and i else ids
     def _sentinel(self, n, part):
-        if (i := sentinel(self.tok, n)) is None: raise TemplateError(f"this tokenizer has no {' or '.join(f.format(n) for f in _SENTINELS)}, a mark for blank {n}", self.text, part.span)
+        if (i := sentinel(self.tok, n)) is None:
+            raise TemplateError(
+                f"this tokenizer has no {' or '.join(f.format(n) for f in _SENTINELS)}, a mark for blank {n}",
+                self.text,
+                part.span,
+            )
         return i
 
     @property
     def decoder_start(self)->int:
         "What an encoder–decoder's decoder begins with: T5's padding, CPM-2's `<s>`."
         t = self.tok
-        return t.bos_token_id if t.bos_token_id is not None and t.convert_ids_to_tokens(sentinel(t, 0)).startswith("<s_") else pad_id(t)
+        return (
+            t.bos_token_id
+            if t.bos_token_id is not None and t.convert_ids_to_tokens(sentinel(t, 0)).startswith("<s_")
+            else pad_id(t)
+        )
 
     @property
     def kind(self)->Family:
         "What its family of models does."
-        if self.family is None: raise RuntimeError("this template has no tokenizer: Template(text, tok) or template.bind(tok)")
+        if self.family is None:
+            raise RuntimeError("this template has no tokenizer: Template(text, tok) or template.bind(tok)")
         return FAMILIES[self.family]
     @property
     def at_end(self)->bool:
@@ -500,7 +738,9 @@ class _Tokens(_Bound):
         open_ = [i for i in range(len(self.pieces)) if i not in self._fixed]
         if self.joint: return [self._together(e) for e in examples]
         texts = [self.pieces[i].space + _value(self.pieces[i], e, self.text) for e in examples for i in open_]
-        ids = map(self._placed, open_ * len(examples), texts, _value_ids(self.tok, texts, self._specials) if texts else [])
+        ids = map(
+            self._placed, open_ * len(examples), texts, _value_ids(self.tok, texts, self._specials) if texts else []
+        )
         return [[self._fixed[i] if i in self._fixed else next(ids) for i in range(len(self.pieces))] for _ in examples]
 
 # %% ../../nbs/35_prompt/02_template.ipynb #7be4a631
@@ -514,8 +754,11 @@ class _Joint(_Tokens):
             for k, i in self._of_run(run): out[i].append(k)
             run.clear()
         for i, p in enumerate(self.pieces):
-            if p.kind in ("text", "placeholder", "meta", "options"): run.append((i, p.space + (p.value if p.kind == "text" else _value(p, example, self.text))))
-            else: flush(); out[i] = self._fixed[i]
+            if p.kind in ("text", "placeholder", "meta", "options"):
+                run.append((i, p.space + (p.value if p.kind == "text" else _value(p, example, self.text))))
+            else:
+                flush()
+                out[i] = self._fixed[i]
         flush()
         return out
 
@@ -529,16 +772,20 @@ class _Joint(_Tokens):
         own, name = self._offsets(text), self.tok.convert_ids_to_tokens
         if text[:1].isspace() or not own or not name(own[0][0]).startswith("▁"): return own
         if name(own[0][0]) == "▁": return own[1:]
-        for anchor in "x1.好":                                     # what it makes of the text behind another character, if that stays apart
+        # what it makes of the text behind another character, if that stays apart
+        for anchor in "x1.好":
             whole = self._offsets(anchor + text)
             at = next((i for i, (_, (a, _)) in enumerate(whole) if a >= 1), 0)
-            if at and whole[at - 1][1][1] <= 1 and not name(whole[at][0]).startswith("▁"): return [(k, (a - 1, b - 1)) for k, (a, b) in whole[at:]]
+            if at and whole[at - 1][1][1] <= 1 and not name(whole[at][0]).startswith("▁"):
+                return [(k, (a - 1, b - 1)) for k, (a, b) in whole[at:]]
         return own
 
     def _of_run(self, run):
         "[(id, its part)] of neighbouring texts [(part, text)]; where a value would become a special token, each text alone"
         text, starts, out = "", [], []
-        for i, s in run: starts.append(len(text)); text += s
+        for i, s in run:
+            starts.append(len(text))
+            text += s
         enc = self._glued(text) if run[0][0] else self._offsets(text)
         of = lambda at: run[bisect_right(starts, at) - 1][0]
         for k, (a, b) in enc:
@@ -547,7 +794,13 @@ class _Joint(_Tokens):
             if k in self._specials and any(self.pieces[i].kind != "text" for i in own): break
             out.append((k, own[0]))
         else: return out
-        return [(k, i) for i, s in run for k in (_ids(self.tok, s) if self.pieces[i].kind == "text" else _value_ids(self.tok, [s], self._specials)[0])]
+        return [
+            (k, i)
+            for i, s in run
+            for k in (
+                _ids(self.tok, s) if self.pieces[i].kind == "text" else _value_ids(self.tok, [s], self._specials)[0]
+            )
+        ]
 
 # %% ../../nbs/35_prompt/02_template.ipynb #09faf7a4
 class _Lines(_Joint):
@@ -561,19 +814,33 @@ class _Lines(_Joint):
         else:
             ranges = kept([len(x) for x in ids], [p.shortenable for p in self.pieces], total - max_length, truncate)
             if ranges is None:
-                rows = ", ".join(f"{self.text[p.span[0]:p.span[1]]} {len(x)}{' (may be cut)' if p.shortenable else ''}" for p, x in zip(self.pieces, ids))
-                raise TemplateError(f"max_length={max_length}: this example has {total} tokens, and too few of them may be cut: {rows}; raise max_length or mark more parts shortenable", self.text, self.pieces[masks[0]].span)
+                rows = ", ".join(
+                    f"{self.text[p.span[0] : p.span[1]]} {len(x)}{' (may be cut)' if p.shortenable else ''}"
+                    for p, x in zip(self.pieces, ids)
+                )
+                raise TemplateError(
+                    f"max_length={max_length}: this example has {total} tokens, and too few of them may be cut: "
+                    f"{rows}; raise max_length or mark more parts shortenable",
+                    self.text,
+                    self.pieces[masks[0]].span,
+                )
             stays = [sum((x[a:b] for a, b in r), []) for x, r in zip(ids, ranges)]
             cut = [(i, a, b, x[a:b]) for i, (x, r) in enumerate(zip(ids, ranges)) for a, b in _gaps(r, len(x))]
         flat, part = list(before), [-1] * len(before)
         at = {}
         for i, x in enumerate(stays):
             at[i] = range(len(flat), len(flat) + len(x))
-            flat += x; part += [i] * len(x)
+            flat += x
+            part += [i] * len(x)
         if self.kind.answer == "in place": positions = [j for i in masks for j in at[i]]
         elif self.kind.answer == "decoder": positions = list(range(1, len(masks) + 1))
         else: positions = [len(flat) + len(behind) - 1]
-        if not self.kind.mark and not flat: raise TemplateError("nothing stands before the mask of this example, and a causal model needs a word to go on from", self.text, self.pieces[masks[0]].span)
+        if not self.kind.mark and not flat:
+            raise TemplateError(
+                "nothing stands before the mask of this example, and a causal model needs a word to go on from",
+                self.text,
+                self.pieces[masks[0]].span,
+            )
         return Line(ids=flat + behind, part=part + [-1] * len(behind), masks=positions, cut=cut)
 
 # %% ../../nbs/35_prompt/02_template.ipynb #c441c7ea
@@ -586,15 +853,22 @@ class _Padded(_Lines):
         put = lambda rows, fill: torch.tensor([[fill] * s + r + [fill] * (L - len(r) - s) for r, s in zip(rows, shift)])
         ids, mask = put([line.ids for line in lines], pad), put([[1] * len(line.ids) for line in lines], 0)
         inputs, moved = {"input_ids": ids, "attention_mask": mask}, shift
-        if self.kind.places == "from the first word" and any(shift): inputs["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
+        if self.kind.places == "from the first word" and any(shift):
+            inputs["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
         if self.kind.places == "two rows": inputs["position_ids"] = self._two_places(ids, mask)
         if self.kind.answer == "decoder":
             masks = [i for i, p in enumerate(self.pieces) if p.kind == "mask"]
-            inputs["decoder_input_ids"] = torch.tensor([[self.decoder_start, *(self._fixed[i][0] for i in masks)]]).repeat(len(lines), 1)
+            inputs["decoder_input_ids"] = torch.tensor(
+                [[self.decoder_start, *(self._fixed[i][0] for i in masks)]]
+            ).repeat(len(lines), 1)
             moved = [0] * len(lines)
         width = inputs.get("decoder_input_ids", ids).shape[1]
         positions = torch.tensor([[j + s for j in line.masks] for line, s in zip(lines, moved)])
-        return inputs, {"loss_ids": torch.zeros(len(lines), width, dtype=torch.long).scatter_(1, positions, 1), "mask_positions": positions, "soft_ids": self._soft_ids(ids)} | self._along([line.part for line in lines], put)
+        return inputs, {
+            "loss_ids": torch.zeros(len(lines), width, dtype=torch.long).scatter_(1, positions, 1),
+            "mask_positions": positions,
+            "soft_ids": self._soft_ids(ids),
+        } | self._along([line.part for line in lines], put)
 
     def _two_places(self, ids, mask):
         "GLM's positions (B, 2, L): what is written stands where its blank is, and is counted there"
@@ -619,21 +893,34 @@ class _Packing(_Padded):
     def _pack(self, lines, length, first):
         "(the model's arguments, what stands beside) with several examples a row"
         sizes = [len(line.ids) for line in lines]
-        row_of = [0] * len(lines) if length is None else best_fit(sizes, length).tolist()                     # the longest first, each into the fullest row with room
+        # the longest first, each into the fullest row with room
+        row_of = [0] * len(lines) if length is None else best_fit(sizes, length).tolist()
         rows = [[i for i, r in enumerate(row_of) if r == n] for n in range(max(row_of) + 1)]
         L, join = max(sum(sizes[i] for i in r) for r in rows), lambda f: [[x for i in r for x in f(i)] for r in rows]
         put = lambda rows, fill: torch.tensor([r + [fill] * (L - len(r)) for r in rows])
         ids = put(join(lambda i: lines[i].ids), pad_id(self.tok))
-        own = put(join(lambda i: [i] * sizes[i]), -1)                                                        # (R, L): whose token
-        places = put(join(lambda i: list(range(sizes[i]))), 0)                                              # padding is an example of one token each
+        # (R, L): whose token
+        own = put(join(lambda i: [i] * sizes[i]), -1)
+        # padding is an example of one token each
+        places = put(join(lambda i: list(range(sizes[i]))), 0)
         inputs = {"input_ids": ids, "position_ids": places + first}
-        if self.family == "causal": inputs["use_cache"] = False                                             # a mask, or a cache, would end the reading of positions
-        else: inputs["attention_mask"] = torch.zeros(len(rows), 1, L, L).masked_fill(own[:, None, :, None] != own[:, None, None, :], torch.finfo(torch.float32).min)
+        # a mask, or a cache, would end the reading of positions
+        if self.family == "causal": inputs["use_cache"] = False
+        else:
+            inputs["attention_mask"] = torch.zeros(len(rows), 1, L, L).masked_fill(
+                own[:, None, :, None] != own[:, None, None, :], torch.finfo(torch.float32).min
+            )
         at = {i: (n, sum(sizes[j] for j in r[:k])) for n, r in enumerate(rows) for k, i in enumerate(r)}
         positions = torch.tensor([[at[i][1] + j for j in line.masks] for i, line in enumerate(lines)])
         where = torch.tensor([[at[i][0]] * len(line.masks) for i, line in enumerate(lines)])
         loss = torch.zeros_like(ids).index_put_((where, positions), torch.tensor(1))
-        return inputs, {"loss_ids": loss, "mask_positions": positions, "mask_rows": where, "example_ids": own, "soft_ids": self._soft_ids(ids)} | self._along(join(lambda i: lines[i].part), put)
+        return inputs, {
+            "loss_ids": loss,
+            "mask_positions": positions,
+            "mask_rows": where,
+            "example_ids": own,
+            "soft_ids": self._soft_ids(ids),
+        } | self._along(join(lambda i: lines[i].part), put)
 
 # %% ../../nbs/35_prompt/02_template.ipynb #45cbcecf
 class Template(_Packing):
@@ -645,16 +932,25 @@ class Template(_Packing):
         padding_side:str|None=None,  # "left" or "right"; None: the tokenizer's, of a masked model always the right
     )->Encoded:                      # tensors (L,) for one example, (B, L) for a list
         "Examples as a model's arguments; TemplateError where one cannot be."
-        if self.tok is None: raise RuntimeError("this template has no tokenizer: Template(text, tok) or template.bind(tok)")
-        if truncate not in CUTS: raise ValueError(f"truncate={truncate!r}: one of {', '.join(CUTS)}{did_you_mean(truncate, CUTS)}")
+        if self.tok is None:
+            raise RuntimeError("this template has no tokenizer: Template(text, tok) or template.bind(tok)")
+        if truncate not in CUTS:
+            raise ValueError(f"truncate={truncate!r}: one of {', '.join(CUTS)}{did_you_mean(truncate, CUTS)}")
         if max_length is not None and (not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1):
             raise ValueError(f"max_length={max_length!r}: a number of tokens from 1 on, or None")
-        if padding_side not in (None, "left", "right"): raise ValueError(f"padding_side={padding_side!r}: 'left', 'right' or None")
+        if padding_side not in (None, "left", "right"):
+            raise ValueError(f"padding_side={padding_side!r}: 'left', 'right' or None")
         if padding_side == "left" and self.kind.right:
-            raise ValueError("padding_side='left': masked models count positions from the first token on, each in its own way; pad on the right")
+            raise ValueError(
+                "padding_side='left': masked models count positions from the first token on, each in its own way; pad "
+                "on the right"
+            )
         if self.start and len(self.tok) != self._words:
-            raise ValueError(f"the tokenizer had {self._words} tokens when the template was bound and has {len(self.tok)} now, so that words and soft tokens may share ids; "
-                             "bind the template again: template.bind(tok)")
+            raise ValueError(
+                f"the tokenizer had {self._words} tokens when the template was bound and has {len(self.tok)} now, so "
+                "that words and soft tokens may share ids; "
+                "bind the template again: template.bind(tok)"
+            )
         single = isinstance(examples, (Mapping, str, type)) or not hasattr(examples, "__iter__")
         examples = [_one(e) for e in ([examples] if single else examples)]
         if not examples: raise ValueError("examples is empty")
@@ -667,13 +963,19 @@ class Template(_Packing):
 # %% ../../nbs/35_prompt/02_template.ipynb #27a066f0
 def one_batch(
     encodings:list,              # of `Encoded`, all of one family and with as many masks
-    padding_side:str|None=None,  # "left" or "right"; None: left for causal and blank-filling models, where all answers then stand at the end
+    padding_side:str|None=None,  # "left" or "right"; None: left for causal and blank-filling models, where all answers
+                                 # then stand at the end
 )->dict:                         # the model's arguments (B, L) and mask_positions (B, M), the rows in order
     "What was encoded by several templates, as one batch."
     if not encodings: raise ValueError("encodings is empty")
     t = encodings[0].template
     for e in encodings:
         if e.template.family != t.family or len(e.lines[0].masks) != len(encodings[0].lines[0].masks):
-            raise ValueError(f"{e.template.text!r} is for a {e.template.family} model and has {len(e.lines[0].masks)} masks, {t.text!r} is for a {t.family} one and has {len(encodings[0].lines[0].masks)}: these make no batch")
-    inputs, extra = t._padded([line for e in encodings for line in e.lines], padding_side or ("left" if t.at_end else "right"))
+            raise ValueError(
+                f"{e.template.text!r} is for a {e.template.family} model and has {len(e.lines[0].masks)} masks, "
+                f"{t.text!r} is for a {t.family} one and has {len(encodings[0].lines[0].masks)}: these make no batch"
+            )
+    inputs, extra = t._padded(
+        [line for e in encodings for line in e.lines], padding_side or ("left" if t.at_end else "right")
+    )
     return inputs | {"mask_positions": extra["mask_positions"]}

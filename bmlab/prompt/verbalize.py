@@ -19,10 +19,13 @@ from .language import _shown
 # %% ../../nbs/35_prompt/05_verbalize.ipynb #2e5b7971
 def _classes(words):
     "Words by class, whether given as a dict or as a list"
-    if hasattr(words, "convert_ids_to_tokens"): raise TypeError(f"words is a {type(words).__name__}: expected {{label: [word, …]}}; the tokenizer comes first")
-    if isinstance(words, str) or not isinstance(words, Iterable): raise TypeError(f"words is {_shown(words)}: expected {{label: [word, …]}} or a list of such lists")
+    if hasattr(words, "convert_ids_to_tokens"):
+        raise TypeError(f"words is a {type(words).__name__}: expected {{label: [word, …]}}; the tokenizer comes first")
+    if isinstance(words, str) or not isinstance(words, Iterable):
+        raise TypeError(f"words is {_shown(words)}: expected {{label: [word, …]}} or a list of such lists")
     words = dict(words) if isinstance(words, Mapping) else dict(enumerate(words))
-    if len(words) < 2: raise ValueError(f"words has {len(words)} class{'es' * (len(words) != 1)}; a choice needs two or more")
+    if len(words) < 2:
+        raise ValueError(f"words has {len(words)} class{'es' * (len(words) != 1)}; a choice needs two or more")
     return words
 
 def label_words(
@@ -33,7 +36,8 @@ def label_words(
     out = {}
     for label, own in _classes(words).items():
         own = [own] if isinstance(own, str) else list(own)
-        if not own or not all(isinstance(w, str) and w.strip() for w in own): raise ValueError(f"the words of {label!r} are {own!r}: expected one word or more")
+        if not own or not all(isinstance(w, str) and w.strip() for w in own):
+            raise ValueError(f"the words of {label!r} are {own!r}: expected one word or more")
         out[label] = list(dict.fromkeys(w[3:] if w.startswith("<!>") else prefix + w for w in own))
     return out
 
@@ -41,16 +45,22 @@ def _tokens(tok, text, label):
     "Ids of a word as it stands in a text"
     ids = tok(text, add_special_tokens=False)["input_ids"]
     if not ids: raise ValueError(f"the word {text!r} of {label!r} is no token; choose another")
-    if tok.unk_token_id in ids: raise ValueError(f"the word {text!r} of {label!r} has a part unknown to the tokenizer; choose another")
+    if tok.unk_token_id in ids:
+        raise ValueError(f"the word {text!r} of {label!r} has a part unknown to the tokenizer; choose another")
     names = tok.convert_ids_to_tokens(ids)
-    own_space = len(ids) > 1 and names[0] in ("▁", "Ġ") and names[1].startswith(names[0]) == text[0].isspace()      # the rest begins as the text does
+    # the rest begins as the text does
+    own_space = len(ids) > 1 and names[0] in ("▁", "Ġ") and names[1].startswith(names[0]) == text[0].isspace()
     return ids[1:] if own_space and tok.decode(ids[1:]).replace("▁", " ").strip() == text.strip() else ids
 
 def _all_different(words, ids):
     "Refuse two classes that nothing could tell apart"
     seen = {}
     for label, key in ids.items():
-        if key in seen: raise ValueError(f"the words of {seen[key]!r} and {label!r} are the same to the tokenizer, {words[label]!r}: nothing could tell these classes apart")
+        if key in seen:
+            raise ValueError(
+                f"the words of {seen[key]!r} and {label!r} are the same to the tokenizer, {words[label]!r}: nothing "
+                "could tell these classes apart"
+            )
         seen[key] = label
 
 def _word_ids(tok, words):
@@ -60,7 +70,9 @@ def _word_ids(tok, words):
     W, T = max(map(len, ids.values())), max(len(i) for own in ids.values() for i in own)
     out, there = torch.zeros(len(ids), W, T, dtype=torch.long), torch.zeros(len(ids), W, T, dtype=torch.bool)
     for c, own in enumerate(ids.values()):
-        for w, i in enumerate(own): out[c, w, :len(i)] = torch.tensor(i); there[c, w, :len(i)] = True
+        for w, i in enumerate(own):
+            out[c, w, :len(i)] = torch.tensor(i)
+            there[c, w, :len(i)] = True
     return out, there
 
 # %% ../../nbs/35_prompt/05_verbalize.ipynb #ee7bf1b6
@@ -86,23 +98,46 @@ class _Choice(nn.Module):
         labels:Tensor, # (B,) numbers of the classes; for multi_label (B, C), 1 where a class holds, 0 where not
     )->Tensor:         # ()
         "Cross-entropy; for multi_label the mean binary cross-entropy."
-        expected, what = (scores.shape, "0 or 1 for each class") if self.multi_label else (scores.shape[:1], "the number of a class; several at once are for multi_label=True")
-        if labels.shape != expected: raise ValueError(f"labels {tuple(labels.shape)}: expected {tuple(expected)}, {what}")
-        return F.binary_cross_entropy_with_logits(scores.float(), labels.float()) if self.multi_label else F.cross_entropy(scores.float(), labels)
+        expected, what = (
+            (scores.shape, "0 or 1 for each class")
+            if self.multi_label
+            else (scores.shape[:1], "the number of a class; several at once are for multi_label=True")
+        )
+        if labels.shape != expected:
+            raise ValueError(f"labels {tuple(labels.shape)}: expected {tuple(expected)}, {what}")
+        return (
+            F.binary_cross_entropy_with_logits(scores.float(), labels.float())
+            if self.multi_label
+            else F.cross_entropy(scores.float(), labels)
+        )
 
 def _holds(labels, names, multi_label, device):
     "(N, C) bool: which classes hold in examples that something is to be learned from; each must hold somewhere, and with multi_label also not hold"
     labels, C = torch.as_tensor(labels, device=device), len(names)
-    if labels.ndim != 1 + multi_label or multi_label and labels.shape[1] != C: raise ValueError(f"labels {tuple(labels.shape)}: expected " + (f"(N, {C}), 0 or 1 for each class" if multi_label else "(N,), the number of a class; several at once are for multi_label=True"))
+    if labels.ndim != 1 + multi_label or multi_label and labels.shape[1] != C:
+        raise ValueError(
+            f"labels {tuple(labels.shape)}: expected "
+            + (
+                f"(N, {C}), 0 or 1 for each class"
+                if multi_label
+                else "(N,), the number of a class; several at once are for multi_label=True"
+            )
+        )
     holds = labels.bool() if multi_label else labels[:, None] == torch.arange(C, device=device)
-    if missing := [k for k, on in zip(names, holds.any(0).tolist()) if not on]: raise ValueError(f"no example of {missing[0]!r} is among the labels")
-    if full := [k for k, on in zip(names, holds.all(0).tolist()) if on]: raise ValueError(f"every example is of {full[0]!r}; one that is not is needed to tell")
+    if missing := [k for k, on in zip(names, holds.any(0).tolist()) if not on]:
+        raise ValueError(f"no example of {missing[0]!r} is among the labels")
+    if full := [k for k, on in zip(names, holds.all(0).tolist()) if on]:
+        raise ValueError(f"every example is of {full[0]!r}; one that is not is needed to tell")
     return holds
 
 def _finite(x, name):
     "Refuse rows that are not numbers"
     bad = (~x.isfinite()).flatten(1).any(1).sum().item()
-    if bad: raise ValueError(f"{name}: {bad} of {len(x)} rows hold inf or nan; the model overflowed there, give it a wider dtype or leave them out")
+    if bad:
+        raise ValueError(
+            f"{name}: {bad} of {len(x)} rows hold inf or nan; the model overflowed there, give it a wider dtype or "
+            "leave them out"
+        )
 
 # %% ../../nbs/35_prompt/05_verbalize.ipynb #698999c8
 class Chained:
@@ -111,8 +146,12 @@ class Chained:
         words:Tensor, # (B, C, W)
     ): self.words = words
     def __len__(self): return len(self.words)
-    def float(self): "In float32."; return Chained(self.words.float())
-    def mean(self, dim, keepdim=False): "Over the batch."; return Chained(self.words.mean(dim, keepdim=keepdim))
+    def float(self):
+        "In float32."
+        return Chained(self.words.float())
+    def mean(self, dim, keepdim=False):
+        "Over the batch."
+        return Chained(self.words.mean(dim, keepdim=keepdim))
 
 # %% ../../nbs/35_prompt/05_verbalize.ipynb #e108f746
 def _same_first(tok, words, ids, there):
@@ -122,8 +161,13 @@ def _same_first(tok, words, ids, there):
         for w, text in enumerate(own):
             word = ids[c, w][there[c, w]].tolist()
             for other, text2, word2 in seen.setdefault(word[0], []):
-                if other != label and word2 != word: return (f"{text2!r} of {other!r} and {text!r} of {label!r} begin with the same token {tok.convert_ids_to_tokens(word[0])!r}, so one mask "
-                    'read by the first token cannot tell them apart; give prefix="" if that token is the space, multi="mean", a mask for every token, or PromptModel(…, chain=True)')
+                if other != label and word2 != word:
+                    return (
+                        f"{text2!r} of {other!r} and {text!r} of {label!r} begin with the same token "
+                        f"{tok.convert_ids_to_tokens(word[0])!r}, so one mask "
+                        'read by the first token cannot tell them apart; give prefix="" if that token is the space, '
+                        'multi="mean", a mask for every token, or PromptModel(…, chain=True)'
+                    )
             seen[word[0]].append((label, text, word))
 
 class _Words(_Choice):
@@ -132,20 +176,34 @@ class _Words(_Choice):
         tok,                     # a tokenizer
         words,                   # {label: word or words}, or a list with the words of each class
         prefix:str=" ",          # in front of a word, unless it begins with <!>
-        multi:str="first",       # a word of several tokens at one mask: "first", "max" or "mean" of their logits; with several masks each token has its own
-        log_softmax:bool=True,   # probabilities first, over all words or (multi_label) over the vocabulary; False: the logits as they are
-        multi_label:bool=False,  # may several classes hold at once? Before `calibrate` only log_softmax=False lets two pass ½: probabilities of words add up to 1
+        multi:str="first",       # a word of several tokens at one mask: "first", "max" or "mean" of their logits; with
+                                 # several masks each token has its own
+        log_softmax:bool=True,   # probabilities first, over all words or (multi_label) over the vocabulary; False: the
+                                 # logits as they are
+        multi_label:bool=False,  # may several classes hold at once? Before `calibrate` only log_softmax=False lets two
+                                 # pass ½: probabilities of words add up to 1
     ):
         super().__init__()
-        if multi not in ("first", "max", "mean"): raise ValueError(f"multi={multi!r}: 'first', 'max' or 'mean'{did_you_mean(multi, ('first', 'max', 'mean'))}")
-        self.multi, self.log_softmax, self.multi_label, words = multi, log_softmax, multi_label, label_words(words, prefix)
+        if multi not in ("first", "max", "mean"):
+            raise ValueError(
+                f"multi={multi!r}: 'first', 'max' or 'mean'{did_you_mean(multi, ('first', 'max', 'mean'))}"
+            )
+        self.multi, self.log_softmax, self.multi_label, words = (
+            multi,
+            log_softmax,
+            multi_label,
+            label_words(words, prefix),
+        )
         self._take(words, *_word_ids(tok, words))
-        self._unclear = _same_first(tok, words, self.ids, self.there)        # said when one mask is read: other ways may be meant
+        # said when one mask is read: other ways may be meant
+        self._unclear = _same_first(tok, words, self.ids, self.there)
 
     def _take(self, words, ids, there):
         self.words, self._unclear = words, None
-        self.register_buffer("ids", ids, persistent=False); self.register_buffer("there", there, persistent=False)
-        self.register_buffer("habit", None)      # (C, W) after `calibrate`: probabilities of the words, or for multi_label their log-odds
+        self.register_buffer("ids", ids, persistent=False)
+        self.register_buffer("there", there, persistent=False)
+        # (C, W) after `calibrate`: probabilities of the words, or for multi_label their log-odds
+        self.register_buffer("habit", None)
 
     def project(self,
         logits:Tensor, # (B, V), or (B, M, V) for M masks
@@ -162,7 +220,10 @@ class _Words(_Choice):
             elif self.multi == "max": out = at.masked_fill(~self.there, float("-inf")).amax(-1)
             else: out = (at * self.there).sum(-1) / self.there.sum(-1).clamp_min(1)
         else:
-            if T > M: raise ValueError(f"a word has {T} tokens and the template {M} masks; give {{\"mask\", \"length\": {T}}}")
+            if T > M:
+                raise ValueError(
+                    f"a word has {T} tokens and the template {M} masks; give {{\"mask\", \"length\": {T}}}"
+                )
             part = logits[:, :T].log_softmax(-1) if self.log_softmax else logits[:, :T]
             out = sum(part[:, j][:, self.ids[..., j]] * self.there[..., j] for j in range(T))
         return out.masked_fill(~self.there[..., 0], -10_000.)
@@ -196,24 +257,38 @@ class Verbalizer(_Words):
     )->Tensor:                    # (B, C) scores: a softmax of them, or their sigmoid if multi_label, is the answer
         "Scores of the classes."
         if self.multi_label: return self._gather(self._odds(logits) - (0 if self.habit is None else self.habit))
-        return self._gather((self.word_probabilities(logits) + 1e-15).log() if self.log_softmax or self.habit is not None else self.project(logits))
+        return self._gather(
+            (self.word_probabilities(logits) + 1e-15).log()
+            if self.log_softmax or self.habit is not None
+            else self.project(logits)
+        )
 
     def _gather(self, values):
         there = self.there[..., 0]
         return (values * there).sum(-1) / there.sum(-1)
 
     def calibrate(self,
-        logits:Tensor|None, # (N, V) or (N, M, V) at the masks of texts without content, or of a support set; None: forget it
+        logits:Tensor|None, # (N, V) or (N, M, V) at the masks of texts without content, or of a support set; None:
+                            # forget it
     ):                      # -> itself
         "Divide out what the model says anyway (Hu et al. 2022, §3.2.2)."
-        if logits is None: self.habit = None; return self
+        if logits is None:
+            self.habit = None
+            return self
         if len(logits) == 0: raise ValueError("logits is empty; give the answers to a few texts")
         _finite(logits.words if isinstance(logits, Chained) else logits, "logits")
         mean = logits.float().mean(0, keepdim=True)
-        self.habit = self._odds(mean)[0] if self.multi_label else self.project(mean)[0].flatten().softmax(0).view(self.there.shape[:2])
+        self.habit = (
+            self._odds(mean)[0]
+            if self.multi_label
+            else self.project(mean)[0].flatten().softmax(0).view(self.there.shape[:2])
+        )
         return self
 
-    def extra_repr(self): return ", ".join(f"{k}: {' '.join(w.strip() for w in v[:6])}{' …' if len(v) > 6 else ''}" for k, v in self.words.items()) + (", calibrated" if self.habit is not None else "")
+    def extra_repr(self):
+        return ", ".join(
+            f"{k}: {' '.join(w.strip() for w in v[:6])}{' …' if len(v) > 6 else ''}" for k, v in self.words.items()
+        ) + (", calibrated" if self.habit is not None else "")
 
 # %% ../../nbs/35_prompt/05_verbalize.ipynb #285e8c73
 class PtrVerbalizer(_Choice):
@@ -223,21 +298,27 @@ class PtrVerbalizer(_Choice):
         tok,                    # a tokenizer
         words,                  # {label: [word at mask 1, word at mask 2, …]}
         prefix:str=" ",         # in front of a word, unless it begins with <!>
-        multi_label:bool=False, # may several classes hold at once? Untrained their scores say little then: train the model, or soft tokens
+        multi_label:bool=False, # may several classes hold at once? Untrained their scores say little then: train the
+                                # model, or soft tokens
     ):
         super().__init__()
         words, self.multi_label = _classes(words), multi_label
         for k, own in words.items():
-            if isinstance(own, str): raise TypeError(f"the words of {k!r} are {own!r}: expected a list with one word for each mask, as [{own!r}]")
+            if isinstance(own, str):
+                raise TypeError(
+                    f"the words of {k!r} are {own!r}: expected a list with one word for each mask, as [{own!r}]"
+                )
         lengths = {len(w) for w in words.values()}
-        if len(lengths) != 1 or 0 in lengths: raise ValueError(f"words gives {sorted(lengths)} words to classes: every class needs one for each mask")
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError(f"words gives {sorted(lengths)} words to classes: every class needs one for each mask")
         self.words = {k: [w[3:] if w.startswith("<!>") else prefix + w for w in own] for k, own in words.items()}
         ids = {k: [_tokens(tok, w, k) for w in own] for k, own in self.words.items()}
         for k, own in ids.items():
             for w, i in zip(self.words[k], own):
                 if len(i) != 1: raise ValueError(f"the word {w!r} of {k!r} is {len(i)} tokens; a mask takes one")
         _all_different(self.words, {k: tuple(i for i, in own) for k, own in ids.items()})
-        self.register_buffer("ids", torch.tensor([[i for i, in own] for own in ids.values()]), persistent=False)      # (C, M)
+        # (C, M)
+        self.register_buffer("ids", torch.tensor([[i for i, in own] for own in ids.values()]), persistent=False)
 
     def forward(self,
         logits:Tensor,            # (B, M, V)
@@ -245,7 +326,10 @@ class PtrVerbalizer(_Choice):
     )->Tensor:                    # (B, C) log-probabilities, or sums of logits if multi_label
         "Scores of the classes."
         M = self.ids.shape[1]
-        if logits.ndim != 3 or logits.shape[1] != M: raise ValueError(f"logits {tuple(logits.shape)}: expected (B, {M}, V), the template has another number of masks")
+        if logits.ndim != 3 or logits.shape[1] != M:
+            raise ValueError(
+                f"logits {tuple(logits.shape)}: expected (B, {M}, V), the template has another number of masks"
+            )
         words = sum(logits[:, j].float()[:, self.ids[:, j]] for j in range(M))
         return words if self.multi_label else words.log_softmax(-1)
 
@@ -276,13 +360,21 @@ class KnowledgeableVerbalizer(Verbalizer):
         "Divide out habit, and drop words that the model hardly ever says; of each class at least the most usual one stays."
         super().calibrate(logits)
         there = self.there[..., 0]
-        if logits is None: self.use = there.clone(); return self
+        if logits is None:
+            self.use = there.clone()
+            return self
         mean = logits.float().mean(0, keepdim=True)
         usual = self.project(mean)[0]
         often = lambda x, among: x >= among.sort().values[int(self.frac * len(among))]
         if isinstance(mean, Chained): self.use = there & often(usual, usual[there])
         elif mean.ndim == 2 or mean.shape[1] == 1: self.use = there & often(usual, mean.flatten())
-        else: self.use = there & torch.stack([often(mean[0, j][self.ids[..., j]], mean[0, j]) | ~self.there[..., j] for j in range(self.ids.shape[2])]).all(0)
+        else:
+            self.use = there & torch.stack(
+                [
+                    often(mean[0, j][self.ids[..., j]], mean[0, j]) | ~self.there[..., j]
+                    for j in range(self.ids.shape[2])
+                ]
+            ).all(0)
         best = usual.argmax(1, keepdim=True)
         self.use |= torch.zeros_like(there).scatter_(1, best, True) & ~self.use.any(1, keepdim=True)
         return self
@@ -308,14 +400,29 @@ class AutomaticVerbalizer(Verbalizer):
         multi_label:bool=False, # may several classes hold at once?
     ):
         labels = list(range(labels)) if isinstance(labels, int) else list(labels)
-        if words < 1 or candidates < words: raise ValueError(f"words={words}, candidates={candidates}: expected 1 ≤ words ≤ candidates")
+        if words < 1 or candidates < words:
+            raise ValueError(f"words={words}, candidates={candidates}: expected 1 ≤ words ≤ candidates")
         if len(labels) < 2: raise ValueError(f"labels={labels!r}: a choice needs two classes or more")
         special = set(tok.all_special_ids)
-        self._usable = sorted(i for i in tok.get_vocab().values() if i not in special and tok.decode([i]).strip().isalpha())
-        if len(self._usable) < len(labels) * words: raise ValueError(f"words={words} for {len(labels)} classes: the tokenizer has only {len(self._usable)} words")
+        self._usable = sorted(
+            i for i in tok.get_vocab().values() if i not in special and tok.decode([i]).strip().isalpha()
+        )
+        if len(self._usable) < len(labels) * words:
+            raise ValueError(
+                f"words={words} for {len(labels)} classes: the tokenizer has only {len(self._usable)} words"
+            )
         nn.Module.__init__(self)
-        self.multi, self.log_softmax, self.multi_label, first = "first", True, multi_label, torch.tensor(self._usable[:len(labels)])[:, None, None]
-        self._take({k: [tok.decode([i])] for k, i in zip(labels, self._usable)}, first, torch.ones_like(first, dtype=torch.bool))      # until `fit` finds better
+        self.multi, self.log_softmax, self.multi_label, first = (
+            "first",
+            True,
+            multi_label,
+            torch.tensor(self._usable[: len(labels)])[:, None, None],
+        )
+        self._take(
+            {k: [tok.decode([i])] for k, i in zip(labels, self._usable)},
+            first,
+            torch.ones_like(first, dtype=torch.bool),
+        )  # until `fit` finds better
         self.tok, self.count, self.candidates, self.balance, self.fitted = tok, words, candidates, balance, False
 
     def fit(self,
@@ -327,7 +434,10 @@ class AutomaticVerbalizer(Verbalizer):
         p = (logits[:, 0] if logits.ndim == 3 else logits).float().softmax(-1)
         holds, C = _holds(labels, self.labels, self.multi_label, p.device), len(self.words)
         usable = torch.tensor([i for i in self._usable if i < p.shape[1]], device=p.device)
-        if len(usable) < C * self.count: raise ValueError(f"logits has {p.shape[1]} columns with {len(usable)} words among them; {C * self.count} are wanted")
+        if len(usable) < C * self.count:
+            raise ValueError(
+                f"logits has {p.shape[1]} columns with {len(usable)} words among them; {C * self.count} are wanted"
+            )
         p = p[:, usable].clamp(1e-12, 1 - 1e-6)
         yes, no, taken, ids = p.log(), (1 - p).log(), [], []
         for c in range(C):
@@ -337,7 +447,8 @@ class AutomaticVerbalizer(Verbalizer):
             often = yes[own].sum(0).index_fill(0, torch.tensor(taken, dtype=torch.long, device=p.device), float("-inf"))
             among = often.topk(min(self.candidates, len(usable) - len(taken))).indices
             best = among[score[among].argsort(descending=True)][:self.count]
-            taken += best.tolist(); ids.append(usable[best].tolist())
+            taken += best.tolist()
+            ids.append(usable[best].tolist())
         self.ids = torch.tensor(ids, device=p.device)[..., None]
         self.there = torch.ones_like(self.ids, dtype=torch.bool)
         self.words = {k: [self.tok.decode([i]) for i in own] for k, own in zip(self.words, ids)}
@@ -349,5 +460,6 @@ class AutomaticVerbalizer(Verbalizer):
 
     def project(self, logits):
         "Logits of the words, (B, C, W); `fit` comes first."
-        if not self.fitted: raise RuntimeError("the words are not chosen yet: fit(logits, labels) on a few labelled examples")
+        if not self.fitted:
+            raise RuntimeError("the words are not chosen yet: fit(logits, labels) on a few labelled examples")
         return super().project(logits)

@@ -10,9 +10,16 @@ import html
 from collections.abc import Iterable
 
 # %% ../../nbs/35_prompt/01_view.ipynb #ebd32228
-_KINDS = {"text": "", "placeholder": "background:light-dark(#dcebfa,#1f3f5c);border-bottom:2px solid #4682b4", "meta": "background:light-dark(#e2f3e0,#234a2a);border-bottom:2px dotted #3c8d40",
-          "options": "background:light-dark(#e2f3e0,#234a2a);border-bottom:2px dashed #3c8d40", "soft": "background:light-dark(#fbe3cf,#5a3514);border:1px solid #c46a1b;border-radius:3px",
-          "mask": "background:light-dark(#f6d9f0,#562250);border:2px solid #a6398f;font-weight:600", "special": "opacity:.55", "cut": "text-decoration:line-through;opacity:.5"}
+_KINDS = {
+    "text": "",
+    "placeholder": "background:light-dark(#dcebfa,#1f3f5c);border-bottom:2px solid #4682b4",
+    "meta": "background:light-dark(#e2f3e0,#234a2a);border-bottom:2px dotted #3c8d40",
+    "options": "background:light-dark(#e2f3e0,#234a2a);border-bottom:2px dashed #3c8d40",
+    "soft": "background:light-dark(#fbe3cf,#5a3514);border:1px solid #c46a1b;border-radius:3px",
+    "mask": "background:light-dark(#f6d9f0,#562250);border:2px solid #a6398f;font-weight:600",
+    "special": "opacity:.55",
+    "cut": "text-decoration:line-through;opacity:.5",
+}
 
 def _visible(text): return html.escape(text.replace(" ", "·").replace("\n", "↵").replace("\t", "⇥")) or "∅"
 
@@ -22,14 +29,18 @@ def tokens_html(
 )->str:
     "Tokens in a row, their kind by background and border, a run of cut ones with its number behind it."
     tokens = list(tokens)
-    if unknown := [k for _, k, _ in tokens if k not in _KINDS]: raise ValueError(f"kind {unknown[0]!r}: one of {', '.join(_KINDS)}")
+    if unknown := [k for _, k, _ in tokens if k not in _KINDS]:
+        raise ValueError(f"kind {unknown[0]!r}: one of {', '.join(_KINDS)}")
     left = None if len(tokens) <= most else (most // 2, len(tokens) - (most - most // 2))
     out, run = [], 0
     for i, (text, kind, title) in enumerate(tokens):
         if left and left[0] <= i < left[1]:
             if i == left[0]: out.append(f"<em> … {left[1] - left[0]} tokens … </em>")
             continue
-        out.append(f'<span title="{html.escape(str(title))}" style="{_KINDS[kind]};padding:0 1px;margin:0 1px;white-space:pre">{_visible(text)}</span>')
+        out.append(
+            f'<span title="{html.escape(str(title))}" style="{_KINDS[kind]};padding:0 1px;margin:0 '
+            f'1px;white-space:pre">{_visible(text)}</span>'
+        )
         run = run + 1 if kind == "cut" else 0
         if run and (i + 1 == len(tokens) or tokens[i + 1][1] != "cut"): out.append(f"<small>−{run}</small>")
     return f'<div style="font-family:monospace;line-height:1.9;overflow-wrap:anywhere">{"".join(out)}</div>'
@@ -38,7 +49,11 @@ def legend_html(
     kinds, # those that occur
 )->str:
     "What the backgrounds mean."
-    return '<div style="font-size:85%">' + " ".join(f'<span style="{_KINDS[k]};padding:0 3px">{k}</span>' for k in _KINDS if k in set(kinds)) + "</div>"
+    return (
+        '<div style="font-size:85%">'
+        + " ".join(f'<span style="{_KINDS[k]};padding:0 3px">{k}</span>' for k in _KINDS if k in set(kinds))
+        + "</div>"
+    )
 
 # %% ../../nbs/35_prompt/01_view.ipynb #7020907b
 def lengths_html(
@@ -47,8 +62,12 @@ def lengths_html(
 )->str:
     "How long each part is."
     total = sum(r[1] for r in rows)
-    body = "".join(f"<tr><td style='text-align:left'>{html.escape(what)}</td><td>{kept}{'' if kept == all_ else f' of {all_}'}</td><td>{'may be cut' if may else ''}</td>"
-                   f"<td style='text-align:left'><div style='background:#4682b4;height:.6em;width:{10 * kept / max(1, total):.1f}em'></div></td></tr>" for what, kept, all_, may in rows)
+    body = "".join(
+        f"<tr><td style='text-align:left'>{html.escape(what)}</td><td>{kept}{'' if kept == all_ else f' of {all_}'}</td><td>{'may be cut' if may else ''}</td>"
+        "<td style='text-align:left'><div "
+        f"style='background:#4682b4;height:.6em;width:{10 * kept / max(1, total):.1f}em'></div></td></tr>"
+        for what, kept, all_, may in rows
+    )
     return f"<table style='font-size:85%'><tr><th>part</th><th>tokens</th><th></th><th></th></tr>{body}<tr><td>together</td><td>{total}{'' if limit is None else f' of at most {limit}'}</td><td></td><td></td></tr></table>"
 
 def bars_html(
@@ -58,8 +77,17 @@ def bars_html(
     rows = list(rows)
     if bad := [p for _, p in rows if not 0 <= p <= 1.0001]: raise ValueError(f"probability {bad[0]}: expected 0 … 1")
     best = max((p for _, p in rows), default=0)
-    return "<table style='font-size:85%'>" + "".join(f"<tr><td style='text-align:right'>{'▸ ' if p == best else ''}{_visible(str(n))}</td><td style='text-align:left'><div style='background:{'#a6398f' if p == best else '#8a8a8a'};height:.7em;width:{12 * p:.2f}em'></div></td>"
-        f"<td>{p:.1%}</td></tr>" for n, p in rows) + "</table>"
+    return (
+        "<table style='font-size:85%'>"
+        + "".join(
+            f"<tr><td style='text-align:right'>{'▸ ' if p == best else ''}{_visible(str(n))}</td><td "
+            "style='text-align:left'><div "
+            f"style='background:{'#a6398f' if p == best else '#8a8a8a'};height:.7em;width:{12 * p:.2f}em'></div></td>"
+            f"<td>{p:.1%}</td></tr>"
+            for n, p in rows
+        )
+        + "</table>"
+    )
 
 class Picture(str):
     "HTML that a notebook shows."

@@ -28,7 +28,14 @@ from torch.utils.checkpoint import checkpoint as run_again
 from ..formats.safetensors import shortened
 from .checkpoint import _first_rank, full_tensor, load_weights, named_tensors
 from ..core import parts
-from .processes import init_distributed as _start, local_device, local_rank, rank, shutdown as _shutdown, world_size
+from bmlab.train.processes import (
+    init_distributed as _start,
+    local_device,
+    local_rank,
+    rank,
+    shutdown as _shutdown,
+    world_size,
+)
 from .parallel import split_parameter
 from .sharding import shard
 from ..formats.safetensors import parameter_like, local_slices
@@ -45,10 +52,24 @@ class Config(Mapping):
     def _entries(self):
         tp, group = self.tp, dist.group.WORLD if dist.is_initialized() else None
         size = tp.size() if tp is not None else 1
-        stream = torch.cuda.current_stream() if local_device().type == "cuda" else None       # work is ordered on torch's own streams
-        known = dict(rank=rank(), local_rank=local_rank(), world_size=world_size(), local_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size())),
-                     initialized=dist.is_initialized(), zero_level=self.zero_level, tp_size=size, tp_rank=rank() % size, zero_size=world_size() // size,
-                     zero_rank=rank() // size, pipe_size=1, pipe_rank=0, pipe_enabled=False, topology=types.SimpleNamespace(tp_id=rank() % size, stage_id=0, rank=rank()))
+        # work is ordered on torch's own streams
+        stream = torch.cuda.current_stream() if local_device().type == "cuda" else None
+        known = dict(
+            rank=rank(),
+            local_rank=local_rank(),
+            world_size=world_size(),
+            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size())),
+            initialized=dist.is_initialized(),
+            zero_level=self.zero_level,
+            tp_size=size,
+            tp_rank=rank() % size,
+            zero_size=world_size() // size,
+            zero_rank=rank() // size,
+            pipe_size=1,
+            pipe_rank=0,
+            pipe_enabled=False,
+            topology=types.SimpleNamespace(tp_id=rank() % size, stage_id=0, rank=rank()),
+        )
         known |= dict.fromkeys(("comm", "zero_comm"), group) | {"tp_comm": tp.get_group() if tp is not None else None}
         return known | dict.fromkeys(("calc_stream", "load_stream", "barrier_stream", "tp_comm_stream"), stream)
     def __getitem__(self, key): return self._entries()[key]
@@ -83,20 +104,30 @@ def init_distributed(
     timeout_s:float=1800.,             # seconds until a process that waits for the others gives up
 ):
     "Bring up the processes (under torchrun or alone) and seed them; may be called again."
-    if init_method != "env://": raise ValueError(f"init_method={init_method!r}: start with torchrun, which sets what 'env://' reads, or alone")
+    if init_method != "env://":
+        raise ValueError(f"init_method={init_method!r}: start with torchrun, which sets what 'env://' reads, or alone")
     if zero_level not in (2, 3): raise ValueError(f"zero_level={zero_level!r}: 2 or 3")
-    if tp_size < 1 or world_size() % tp_size: raise ValueError(f"tp_size={tp_size}: a divisor of the number of ranks, {world_size()}")
+    if tp_size < 1 or world_size() % tp_size:
+        raise ValueError(f"tp_size={tp_size}: a divisor of the number of ranks, {world_size()}")
     _start(seed, timeout_s)
     config.zero_level = zero_level
-    config.mesh = init_device_mesh(local_device().type, (world_size() // tp_size, tp_size), mesh_dim_names=("zero", "tp")) if tp_size > 1 else None
-    if pipe_size > 1 and rank() == 0: _log.info("pipe_size=%d: blocks are shared out by ZeRO over all ranks instead, with the same result", pipe_size)
+    config.mesh = (
+        init_device_mesh(local_device().type, (world_size() // tp_size, tp_size), mesh_dim_names=("zero", "tp"))
+        if tp_size > 1
+        else None
+    )
+    if pipe_size > 1 and rank() == 0:
+        _log.info("pipe_size=%d: blocks are shared out by ZeRO over all ranks instead, with the same result", pipe_size)
     if not torch.cuda.is_available() and config.stand_in is None:
-        config.stand_in = _CpuForGpu(); config.stand_in.__enter__()
+        config.stand_in = _CpuForGpu()
+        config.stand_in.__enter__()
         if rank() == 0: _log.warning("there is no GPU: .cuda() and device='cuda' mean the CPU from here on")
 
 def shutdown():
     "Leave the group of processes; `.cuda()` means a GPU again."
-    if config.stand_in is not None: config.stand_in.__exit__(None, None, None); config.stand_in = None
+    if config.stand_in is not None:
+        config.stand_in.__exit__(None, None, None)
+        config.stand_in = None
     _shutdown()
 
 def is_initialized()->bool: # are the processes up?
@@ -131,14 +162,19 @@ class DistributedParameter(torch.nn.Parameter, metaclass=_ParameterType):
         tp_mode:bool=False,                # one rank's part of a tensor-parallel weight: not with tp_size > 1
         tp_split_dim:int=-1,               # along this dimension
     ):
-        if tp_mode and config["tp_size"] > 1: raise NotImplementedError("tp_mode=True: a tensor-parallel layer of one's own; use the layers of bmt.nn, which know how their weights are split")
+        if tp_mode and config["tp_size"] > 1:
+            raise NotImplementedError(
+                "tp_mode=True: a tensor-parallel layer of one's own; use the layers of bmt.nn, which know how their "
+                "weights are split"
+            )
         data = data.detach() if init_method is not None or world_size() > 1 else data.detach().to(local_device())
         p = torch.Tensor._make_subclass(cls, data if init_method is None else data.to("meta"), requires_grad)
         p._bmt = _Facts(init_method, group, init_method is not None or world_size() > 1)
         return p
     def __deepcopy__(self, memo):
         p = memo[id(self)] = torch.Tensor._make_subclass(type(self), self.detach().clone(), self.requires_grad)
-        p._bmt = copy.copy(self._bmt); p._bmt.model = None
+        p._bmt = copy.copy(self._bmt)
+        p._bmt.model = None
         return p
     @property
     def group(self)->str|None: return self._bmt.group
@@ -150,7 +186,10 @@ def require_values(
 ):
     "Raise for parameters that still wait for their values."
     if any(p is not None and "_bmt" in p.__dict__ and p._bmt.waiting for p in params):
-        raise RuntimeError(f"{what}: its parameters have no values yet, or are not shared out over the ranks; call bmt.init_parameters(model) or bmt.load(model, file) first")
+        raise RuntimeError(
+            f"{what}: its parameters have no values yet, or are not shared out over the ranks; call "
+            "bmt.init_parameters(model) or bmt.load(model, file) first"
+        )
 
 class DistributedModule(torch.nn.Module):
     "A module that may hold `DistributedParameter`s."
@@ -162,8 +201,12 @@ class DistributedModule(torch.nn.Module):
 @functools.cache
 def _block_class(base):
     "The subclass of `base` that is a Block too"
-    names = {"__module__": __name__, "__reduce_ex__": lambda self, protocol: (_empty_block, (base,), self.__getstate__())}
-    if "_bmlab_base" in base.__dict__: names["_bmlab_base"] = _block_class(base.__dict__["_bmlab_base"])     # a delta on the block can leave
+    names = {
+        "__module__": __name__,
+        "__reduce_ex__": lambda self, protocol: (_empty_block, (base,), self.__getstate__()),
+    }
+    # a delta on the block can leave
+    if "_bmlab_base" in base.__dict__: names["_bmlab_base"] = _block_class(base.__dict__["_bmlab_base"])
     return type(f"Block{base.__name__}", (Block, base), names)
 
 def _empty_block(base):
@@ -174,13 +217,15 @@ class Block(torch.nn.Module):
     "A module that recomputes in backward and is sharded as one; made of a module, which it stays."
     def __new__(cls, inner_module=None, *args, **kwargs):
         if inner_module is None: return object.__new__(cls)                       # a copy, to be filled
-        if not isinstance(inner_module, torch.nn.Module): raise TypeError(f"inner_module is a {type(inner_module).__name__}; give a module")
+        if not isinstance(inner_module, torch.nn.Module):
+            raise TypeError(f"inner_module is a {type(inner_module).__name__}; give a module")
         if not isinstance(inner_module, Block): inner_module.__class__ = _block_class(type(inner_module))
         return inner_module
     def __init__(self,
         inner_module:torch.nn.Module,  # changes its class, and is the block
         use_checkpoint:bool=True,      # keep only the inputs, run again in backward
-        zero_level:int|None=None,      # 3: whole weights while it computes; 2: kept from forward to backward; None: init_distributed's
+        zero_level:int|None=None,      # 3: whole weights while it computes; 2: kept from forward to backward; None:
+                                       # init_distributed's
         initialized:bool=False,        # as BMTrain's lists pass it; means nothing here
         mode:str="BLOCK",              # "BLOCK" or "PIPE", the same here
     ):
@@ -189,7 +234,11 @@ class Block(torch.nn.Module):
         self.use_checkpoint, self.zero_level = use_checkpoint, zero_level or config.zero_level
     def forward(self, *args, **kwargs):
         run = super().forward
-        return run_again(run, *args, use_reentrant=False, **kwargs) if self.use_checkpoint and torch.is_grad_enabled() else run(*args, **kwargs)
+        return (
+            run_again(run, *args, use_reentrant=False, **kwargs)
+            if self.use_checkpoint and torch.is_grad_enabled()
+            else run(*args, **kwargs)
+        )
 
 CheckpointBlock = Block
 
@@ -206,7 +255,8 @@ class TransformerBlockList(torch.nn.ModuleList):
         *args,                              # for the first block; what follows the first num_hidden goes to every block
         return_hidden_states:bool=False,    # also the inputs of all blocks
         **kwargs,                           # for every block
-    ):                                      # the last block's output; with hidden states: (*outputs, *num_hidden tensors (blocks, …))
+    # the last block's output; with hidden states: (*outputs, *num_hidden tensors (blocks, …))
+    ):
         "One block after the other."
         n, hidden = self.num_hidden, []
         if return_hidden_states and not len(self): raise ValueError("return_hidden_states=True: the list has no blocks")
@@ -221,7 +271,8 @@ class TransformerBlockList(torch.nn.ModuleList):
 
 class PipelineTransformerBlockList(TransformerBlockList):
     "BMTrain's pipeline: the same numbers, with the blocks shared out by ZeRO over all ranks instead of by stages."
-    def forward(self, *args, batch_related:list=(), return_hidden_states:bool=False, **kwargs): return super().forward(*args, return_hidden_states=return_hidden_states, **kwargs)
+    def forward(self, *args, batch_related:list=(), return_hidden_states:bool=False, **kwargs):
+        return super().forward(*args, return_hidden_states=return_hidden_states, **kwargs)
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #b3531e1c
 def _facts(p): return p.__dict__.get("_bmt") or _Facts()
@@ -238,19 +289,26 @@ def _blocks(model): return {n: m for n, m in parts(model) if n and isinstance(m,
 def _real(p, device):
     "A parameter like `p` with memory of its own, on a device where it had none"
     if not p.is_meta: return p
-    if isinstance(p, DTensor): return parameter_like(p, torch.empty(p.to_local().shape, dtype=p.dtype, device=local_device()))
-    return torch.Tensor._make_subclass(DistributedParameter, torch.empty(p.shape, dtype=p.dtype, device=device), p.requires_grad)
+    if isinstance(p, DTensor):
+        return parameter_like(p, torch.empty(p.to_local().shape, dtype=p.dtype, device=local_device()))
+    return torch.Tensor._make_subclass(
+        DistributedParameter, torch.empty(p.shape, dtype=p.dtype, device=device), p.requires_grad
+    )
 
 def _note(model, facts):
-    for n, p in model.named_parameters(): p._bmt = _Facts(facts[n].init_method, facts[n].group, False, weakref.ref(model))
+    for n, p in model.named_parameters():
+        p._bmt = _Facts(facts[n].init_method, facts[n].group, False, weakref.ref(model))
 
 def _give_out(model):
     "Memory for what waits, then shards; a no-op the second time"
     facts = {n: _facts(p) for n, p in model.named_parameters()}
     if all(f.model is not None for f in facts.values()): return
-    if "sharding" in model.__dict__ and not any(f.waiting for f in facts.values()): _note(model, facts); return     # a copy of one that was given out
+    if "sharding" in model.__dict__ and not any(f.waiting for f in facts.values()):
+        _note(model, facts)
+        return  # a copy of one that was given out
     if not dist.is_initialized(): raise RuntimeError("the processes have not met; call bmt.init_distributed() first")
-    home, new = local_device() if world_size() == 1 else torch.device("cpu"), {}     # (memory nobody wrote to is none: each rank fills its shard only)
+    # (memory nobody wrote to is none: each rank fills its shard only)
+    home, new = local_device() if world_size() == 1 else torch.device("cpu"), {}
     for m in model.modules():
         for k, p in m._parameters.items():
             if p is not None: m._parameters[k] = new.setdefault(id(p), (p, _real(p, home)))[1]
@@ -261,7 +319,9 @@ def _give_out(model):
         if isinstance(b, FSDPModule) and b.zero_level == 2: b.set_reshard_after_forward(False, recurse=False)
         if n in getattr(getattr(model, "sharding", None), "zero", ()): model.sharding.zero[n] = b.zero_level
     _note(model, facts)
-    for m in (model, *blocks.values()): m.register_state_dict_post_hook(_gather_state); m.register_load_state_dict_pre_hook(_scatter_state)
+    for m in (model, *blocks.values()):
+        m.register_state_dict_post_hook(_gather_state)
+        m.register_load_state_dict_pre_hook(_scatter_state)
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #d1498878
 def _gather_state(module, state, prefix, metadata):
@@ -278,7 +338,9 @@ def shard_like(
     "This rank's part of a whole tensor."
     to = like if placed is None or not isinstance(placed, DTensor) else placed
     local = whole[local_slices(like)].to(to.to_local().device)
-    return DTensor.from_local(local, to.device_mesh, to.placements, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(
+        local, to.device_mesh, to.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 def _scatter_state(module, state, prefix, *_):
     "Each rank's parts of whole tensors"
@@ -296,7 +358,8 @@ def _initialize(model, only=None):
         if init is None or only is not None and n not in only: continue
         if isinstance(p, DTensor):
             whole = torch.empty(p.shape, dtype=p.dtype, device=p.to_local().device)
-            init(whole); p.to_local().copy_(whole[local_slices(p)])
+            init(whole)
+            p.to_local().copy_(whole[local_slices(p)])
         else: init(p.detach())
 
 def init_parameters(
@@ -313,7 +376,8 @@ def BMTrainModelWrapper(
     def visit(m):
         for k, child in m._modules.items():
             if child is None or isinstance(child, Block): continue
-            if isinstance(m, torch.nn.ModuleList) and next(child.parameters(), None) is not None and type(child).forward is not torch.nn.Module.forward: Block(child)
+            if isinstance(m, torch.nn.ModuleList) and next(child.parameters(), None) is not None and type(child).forward is not torch.nn.Module.forward:
+                Block(child)
             else: visit(child)
     visit(model)
     init_parameters(model)
@@ -360,7 +424,8 @@ def current_state(
     "What a model holds, after an optimizer that runs beside it has written all of it."
     first = next((p for p in model.parameters() if _facts(p).model is not None), None)
     root = _facts(first).model() if first is not None else None
-    if root is not None and root is not model: root.state_dict(keep_vars=True)            # its hooks wait for the optimizer
+    # its hooks wait for the optimizer
+    if root is not None and root is not model: root.state_dict(keep_vars=True)
     return model.state_dict(keep_vars=True)
 
 def save(
@@ -375,13 +440,18 @@ def save(
         if rank() == 0: state[k] = whole.to("cpu", copy=non_blocking)
     def write():
         part = file.with_name(f".{file.name}.part")
-        torch.save(state, part); os.replace(part, file)             # whole, or not there
+        torch.save(state, part)
+        os.replace(part, file)  # whole, or not there
     if not non_blocking: _first_rank(write)
     elif rank() == 0: threading.Thread(target=write, name=f"saving {file.name}").start()
 
 def _compare(model, here, there, file):
     "Names on one side only; raises for shapes that differ"
-    wrong = [f"{n} {tuple(there[n])} in the file, {tuple(here[n].shape)} in the model" for n in here if n in there and tuple(there[n]) != tuple(here[n].shape)]
+    wrong = [
+        f"{n} {tuple(there[n])} in the file, {tuple(here[n].shape)} in the model"
+        for n in here
+        if n in there and tuple(there[n]) != tuple(here[n].shape)
+    ]
     if wrong: raise RuntimeError(f"{file} is of another model than this {type(model).__name__}: {shortened(wrong)}")
     return [n for n in here if n not in there], [n for n in there if n not in here]
 
@@ -389,7 +459,8 @@ def _compare(model, here, there, file):
 @torch.no_grad()
 def load(
     model:torch.nn.Module,     # shared out or, with this, to be: every rank calls
-    file_name:str|Path,        # what save or torch.save wrote; or a folder or .safetensors file for checkpoint.load_weights
+    file_name:str|Path,        # what save or torch.save wrote; or a folder or .safetensors file for
+                               # checkpoint.load_weights
     strict:bool=True,          # False: names on one side only are left alone; shapes must agree always
 ):                             # missing_keys, unexpected_keys
     "Read a model's weights from one file, a tensor at a time."
@@ -400,14 +471,30 @@ def load(
         load_weights(model, file, strict=strict)
         return _IncompatibleKeys([], [])
     held = {}
-    there = _first_rank(lambda: held.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True)) or {k: tuple(v.shape) for k, v in held.items() if isinstance(v, Tensor)})
+    there = _first_rank(
+        lambda: (
+            held.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+            or {k: tuple(v.shape) for k, v in held.items() if isinstance(v, Tensor)}
+        )
+    )
     missing, unexpected = _compare(model, here, there, file)
     if strict and (missing or unexpected):
-        raise RuntimeError(f"{file} is of another model than this {type(model).__name__}: " + "; ".join(f"{len(x)} names only in the {where}: {shortened(x)}" for where, x in (("model", missing), ("file", unexpected)) if x))
+        raise RuntimeError(
+            f"{file} is of another model than this {type(model).__name__}: "
+            + "; ".join(
+                f"{len(x)} names only in the {where}: {shortened(x)}"
+                for where, x in (("model", missing), ("file", unexpected))
+                if x
+            )
+        )
     for n, t in here.items():
         if n not in there: continue
         local = t.to_local() if isinstance(t, DTensor) else t
-        whole = held[n].to(local.device, t.dtype) if rank() == 0 else torch.empty(t.shape, dtype=t.dtype, device=local.device)
+        whole = (
+            held[n].to(local.device, t.dtype)
+            if rank() == 0
+            else torch.empty(t.shape, dtype=t.dtype, device=local.device)
+        )
         if world_size() > 1: dist.broadcast(whole, 0)
         local.copy_(whole[local_slices(t)])
     _initialize(model, waited & set(missing))

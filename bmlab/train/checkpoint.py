@@ -33,11 +33,14 @@ from ..formats.safetensors import differences, tied_apart, shortened, match_name
 # %% ../../nbs/10_train/06_checkpoint.ipynb #143f25fb
 def named_tensors(
     model:nn.Module,  # any module: compiled, wrapped, sharded, with deltas
-)->tuple[dict, dict]: # {name: parameter or persistent buffer}, each memory once; {another name of a tied one: its first name}
+# {name: parameter or persistent buffer}, each memory once; {another name of a tied one: its first name}
+)->tuple[dict, dict]:
     "What a checkpoint of `model` holds, by clean name; sharded modules are resharded first."
-    model.state_dict(keep_vars=True)                   # for its hooks: an optimizer on the host brings the weights up to date
+    # for its hooks: an optimizer on the host brings the weights up to date
+    model.state_dict(keep_vars=True)
     for m in model.modules():
-        if isinstance(m, FSDPModule): m.reshard()      # after an evaluation the root still holds whole, temporary weights
+        # after an evaluation the root still holds whole, temporary weights
+        if isinstance(m, FSDPModule): m.reshard()
     tensors, tied, seen = {}, {}, {}
     def walk(owner, m):
         m = unwrap(m)
@@ -58,7 +61,10 @@ def _parameter_names(model, optimizer):
     tensors, _ = named_tensors(model)
     names = {id(t): n for n, t in tensors.items()}
     if any(id(p) not in names for g in optimizer.param_groups for p in g["params"]):
-        raise ValueError("the optimizer holds parameters that this model has not; make it after sharding, from this model's parameters")
+        raise ValueError(
+            "the optimizer holds parameters that this model has not; make it after sharding, from this model's "
+            "parameters"
+        )
     return [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
 
 def _optimizer_state(model, optimizer, i):
@@ -69,7 +75,11 @@ def _optimizer_state(model, optimizer, i):
             for k, v in optimizer.state.get(p, {}).items():
                 if isinstance(v, Tensor): tensors[f"optimizer.{i}.{n}|{k}"] = v
                 elif v is None or isinstance(v, (bool, int, float, str)): values[n, k] = v
-                else: raise TypeError(f"{type(optimizer).__name__} keeps {k!r} of {n} as a {type(v).__name__}; only tensors and numbers can be saved")
+                else:
+                    raise TypeError(
+                        f"{type(optimizer).__name__} keeps {k!r} of {n} as a {type(v).__name__}; only tensors and "
+                        "numbers can be saved"
+                    )
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     return tensors, {"kind": type(optimizer).__name__, "names": names, "options": options, "values": values}
 
@@ -79,7 +89,12 @@ def _new_state(p, size, dtype):
     if size == p.shape: return torch.empty_like(p.detach(), dtype=dtype)
     if not size: return torch.empty((), dtype=dtype)
     if not isinstance(p, DTensor): return torch.empty(size, dtype=dtype, device=p.device)
-    return DTensor.from_local(torch.empty(size, dtype=dtype, device=p.to_local().device), p.device_mesh, [Replicate()] * p.device_mesh.ndim, run_check=False)
+    return DTensor.from_local(
+        torch.empty(size, dtype=dtype, device=p.to_local().device),
+        p.device_mesh,
+        [Replicate()] * p.device_mesh.ndim,
+        run_check=False,
+    )
 
 def _optimizer_targets(model, optimizer, i, saved, stored):
     "({key: tensor to read into}, a function that hands them to the optimizer)"
@@ -103,8 +118,13 @@ def _same_groups(optimizer, names, saved):
         raise ValueError(f"the checkpoint holds the state of {saved['kind']}, not of {type(optimizer).__name__}")
     if [set(g) for g in names] == [set(g) for g in saved["names"]]: return
     here, there = ({n for g in x for n in g} for x in (names, saved["names"]))
-    raise ValueError("the optimizer's parameter groups are not the checkpoint's: " + (differences({n: () for n in here}, {n: () for n in there})
-                     or f"groups of {[len(g) for g in names]} parameters here, of {[len(g) for g in saved['names']]} there"))
+    raise ValueError(
+        "the optimizer's parameter groups are not the checkpoint's: "
+        + (
+            differences({n: () for n in here}, {n: () for n in there})
+            or f"groups of {[len(g) for g in names]} parameters here, of {[len(g) for g in saved['names']]} there"
+        )
+    )
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #5208d600
 _log = logging.getLogger(__name__)
@@ -134,7 +154,10 @@ def _sync_folder(folder):
 
 def _write_text(path, text):
     "A small file that is on the disk when this returns"
-    with open(path, "w") as f: f.write(text); f.flush(); os.fsync(f.fileno())
+    with open(path, "w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #e3b20ebb
 def _open_folder(root, name):
@@ -183,7 +206,8 @@ def _whole_ones(root):
 def _commit(folder, keep):
     "Give the written folder its name, point `latest` to the newest, drop all but the `keep` newest"
     root, held = folder.parent, os.open(folder.parent, os.O_RDONLY)
-    with contextlib.suppress(OSError): fcntl.flock(held, fcntl.LOCK_EX)       # of several saves in the background, one at a time
+    # of several saves in the background, one at a time
+    with contextlib.suppress(OSError): fcntl.flock(held, fcntl.LOCK_EX)
     try:
         _sync_folder(folder)
         os.rename(folder, root / folder.name.removeprefix(".saving-"))
@@ -191,14 +215,24 @@ def _commit(folder, keep):
         _write_text(root / f".{_LATEST}", newest.name)
         os.replace(root / f".{_LATEST}", root / _LATEST)
         _sync_folder(root)
-        for old in others[keep - 1:] if keep else []: shutil.rmtree(old.rename(root / f".saving-{old.name}"))      # hidden first: a half removed one is never seen
+        # hidden first: a half removed one is never seen
+        for old in others[keep - 1:] if keep else []: shutil.rmtree(old.rename(root / f".saving-{old.name}"))
     finally: os.close(held)
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #06616dbe
 class Saving:
     "A checkpoint on its way to the disk."
     def __init__(self, folder, lock, mark, keep, group):
-        self.folder, self.lock, self.mark, self.keep, self.group, self.error, self.thread, self._ended = folder, lock, mark, keep, group, None, None, threading.Event()
+        self.folder, self.lock, self.mark, self.keep, self.group, self.error, self.thread, self._ended = (
+            folder,
+            lock,
+            mark,
+            keep,
+            group,
+            None,
+            None,
+            threading.Event(),
+        )
     @property
     def path(self)->Path: # where the checkpoint is when it is done
         return self.folder.parent / self.folder.name.removeprefix(".saving-")
@@ -206,7 +240,8 @@ class Saving:
         return self._ended.is_set()
     def wait(self)->Path: # the finished checkpoint; raises what went wrong
         "Until the checkpoint is on the disk."
-        self._ended.wait()                                                        # (a join that is interrupted takes the thread for ended: Python 3.12 and before)
+        # (a join that is interrupted takes the thread for ended: Python 3.12 and before)
+        self._ended.wait()
         if self.thread is not None: self.thread.join()
         if self.error is not None: raise self.error
         return self.path
@@ -217,7 +252,9 @@ class Saving:
             _first_rank(lambda: _write_text(self.folder / _MARK, self.mark), self.group)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*(torch.distributed is disabled|existing checkpoint).*")
-                dcp.save(state, storage_writer=dcp.FileSystemWriter(self.folder, overwrite=False), process_group=self.group)
+                dcp.save(
+                    state, storage_writer=dcp.FileSystemWriter(self.folder, overwrite=False), process_group=self.group
+                )
             _first_rank(lambda: _commit(self.folder, self.keep), self.group)
         except BaseException as e:
             self.error = e
@@ -241,7 +278,8 @@ def _bad_keys(state):
         t = _raw(t.detach())
         if type(t) is not Tensor or t.layout != torch.strided or not (t.is_floating_point() or t.is_complex()): continue
         if t.itemsize > 1: keys[k] = t
-        elif t.dtype in _EIGHTS and not math.isfinite(size := t.float().abs().max().item() if t.numel() else 0.): found[k] = math.isnan(size)   # (no norm is written for float8)
+        elif t.dtype in _EIGHTS and not math.isfinite(size := t.float().abs().max().item() if t.numel() else 0.):
+            found[k] = math.isnan(size)  # (no norm is written for float8)
     names = {id(t): k for k, t in keys.items()}
     for group in _kinds(keys.values()):
         for t, size in zip(group, _magnitudes(group).tolist()):
@@ -265,13 +303,17 @@ def save(
     optimizer=None,                  # an optimizer or a list of them: their state too
     manager=None,                    # an OptimManager: its optimizers, schedules and loss scale
     step:int|None=None,              # names the checkpoint
-    extra:dict|None=None,            # this rank's own: tensors, numbers, strings; comes back to the rank of the same number
-    blocking:bool=True,              # False: return when this rank's part is copied to host memory, write in the background
-    hf:bool=False,                   # weights as Hugging Face files in the checkpoint's folder, which transformers then loads
+    extra:dict|None=None,            # this rank's own: tensors, numbers, strings; comes back to the rank of the same
+                                     # number
+    blocking:bool=True,              # False: return when this rank's part is copied to host memory, write in the
+                                     # background
+    hf:bool=False,                   # weights as Hugging Face files in the checkpoint's folder, which transformers then
+                                     # loads
     keep:int|None=None,              # checkpoints to keep in `dir`, this one included; None: all
 )->Saving:                           # .path, .done(), .wait()
     "Write a checkpoint, whole or not there (by `torch.distributed.checkpoint`); NotFinite where a weight is not."
-    if hf and not blocking: raise ValueError("hf=True gathers tensors from all ranks as it writes: it needs blocking=True")
+    if hf and not blocking:
+        raise ValueError("hf=True gathers tensors from all ranks as it writes: it needs blocking=True")
     if keep is not None and keep < 1: raise ValueError(f"keep={keep}: a number of checkpoints, 1 or more, or None")
     if hf: _check_hf(model, "; save() without hf=True writes it for load_weights")
     step = None if step is None else operator.index(step)
@@ -282,17 +324,36 @@ def save(
     if not blocking: state = {k: v.detach().to("cpu", copy=True) for k, v in state.items()}
     name = "weights" if step is None else f"step-{step:08d}"
     folder, lock = _first_rank(lambda: _open_folder(Path(dir).absolute(), name))
-    mark = {"format": _FORMAT, "step": step, "world_size": world_size(), "time": time.time(), "weights": "safetensors" if hf else "distcp", "model": type(unwrap(model)).__name__, "torch": torch.__version__}
-    job = Saving(folder, lock, json.dumps(mark, indent=1), keep, dist.new_group(backend="gloo") if world_size() > 1 and not blocking else None)
+    mark = {
+        "format": _FORMAT,
+        "step": step,
+        "world_size": world_size(),
+        "time": time.time(),
+        "weights": "safetensors" if hf else "distcp",
+        "model": type(unwrap(model)).__name__,
+        "torch": torch.__version__,
+    }
+    job = Saving(
+        folder,
+        lock,
+        json.dumps(mark, indent=1),
+        keep,
+        dist.new_group(backend="gloo") if world_size() > 1 and not blocking else None,
+    )
     if hf: state = {k: v for k, v in state.items() if not k.startswith("model.")}
-    if blocking: job._write(state, model if hf else None); job.wait()
-    else: job.thread = threading.Thread(target=job._write, args=(state,), name=f"saving {name}"); job.thread.start()
+    if blocking:
+        job._write(state, model if hf else None)
+        job.wait()
+    else:
+        job.thread = threading.Thread(target=job._write, args=(state,), name=f"saving {name}")
+        job.thread.start()
     return job
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #1eb35afd
 def _optimizers(optimizer, manager):
     "All optimizers, as a list"
-    if optimizer is not None and manager is not None: raise ValueError("give optimizer= or manager=, whose optimizers are saved with it")
+    if optimizer is not None and manager is not None:
+        raise ValueError("give optimizer= or manager=, whose optimizers are saved with it")
     if manager is not None: return list(manager.optimizers)
     return [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
@@ -304,7 +365,8 @@ def _tensors(model, optimizers):
     state, rests = {f"model.{n}": t.detach() for n, t in tensors.items()}, []
     for i, opt in enumerate(optimizers):
         entries, rest = _optimizer_state(model, opt, i)
-        state |= entries; rests.append(rest)
+        state |= entries
+        rests.append(rest)
     return state, tied, rests
 
 def _state(model, optimizers, manager, step, extra):
@@ -312,7 +374,10 @@ def _state(model, optimizers, manager, step, extra):
     state, tied, rests = _tensors(model, optimizers)
     common = {"step": step, "world_size": world_size(), "tied": tied, "optimizers": rests}
     if manager is not None: common["manager"] = manager.state_dict(optimizers=False)
-    return state | {"common": _packed(common, "an option of the optimizer or a state of the manager"), f"extra.{rank()}": _packed(extra or {}, "extra=")}
+    return state | {
+        "common": _packed(common, "an option of the optimizer or a state of the manager"),
+        f"extra.{rank()}": _packed(extra or {}, "extra="),
+    }
 
 def _plain(x):
     "NumPy's numbers as Python's"
@@ -325,7 +390,11 @@ def _packed(x, what):
     torch.save(_plain(x), buffer := io.BytesIO())
     out = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
     try: _unpacked(out)
-    except pickle.UnpicklingError as e: raise TypeError(f"{what} holds more than tensors, numbers, strings, and lists, tuples and dicts of them, and could not be read again") from e
+    except pickle.UnpicklingError as e:
+        raise TypeError(
+            f"{what} holds more than tensors, numbers, strings, and lists, tuples and dicts of them, and could not be "
+            "read again"
+        ) from e
     return out
 
 def _unpacked(t): return torch.load(io.BytesIO(t.numpy().tobytes()), weights_only=True)
@@ -360,7 +429,10 @@ def _find(dir):
     if path.suffix == ".safetensors" and path.is_file(): return None, [path]
     if (found := latest(path)) is not None:
         mark = _mark(found)
-        if mark["format"] > _FORMAT: raise ValueError(f"{found} is of format {mark['format']}, this bmlab reads up to {_FORMAT}: a newer one wrote it")
+        if mark["format"] > _FORMAT:
+            raise ValueError(
+                f"{found} is of format {mark['format']}, this bmlab reads up to {_FORMAT}: a newer one wrote it"
+            )
         return found, _hf_files(found) if mark["weights"] == "safetensors" else None
     if path.is_dir() and (files := _hf_files(path)): return None, files
     holds = f"it holds {shortened([p.name for p in path.iterdir()])}" if path.is_dir() else "there is no such folder"
@@ -374,7 +446,8 @@ def _hf_files(folder):
     else: names = {p.name for p in folder.glob("*.safetensors")}
     if outside := [n for n in names if Path(n).is_absolute() or ".." in Path(n).parts]:
         raise ValueError(f"{index} names files that are not in its folder: {shortened(outside)}")
-    if missing := [n for n in names if not (folder / n).is_file()]: raise FileNotFoundError(f"{index} names files that are missing: {shortened(missing)}")
+    if missing := [n for n in names if not (folder / n).is_file()]:
+        raise FileNotFoundError(f"{index} names files that are missing: {shortened(missing)}")
     return [folder / n for n in sorted(names)]
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #5e110c81
@@ -382,7 +455,8 @@ def _headers(files):
     "{name: (file, shape)} of all tensors in some safetensors files"
     out = {}
     for file in files:
-        with safetensors.safe_open(file, "pt") as f: out |= {n: (file, torch.Size(f.get_slice(n).get_shape())) for n in f.keys()}
+        with safetensors.safe_open(file, "pt") as f:
+            out |= {n: (file, torch.Size(f.get_slice(n).get_shape())) for n in f.keys()}
     return out
 
 @torch.no_grad()
@@ -392,7 +466,8 @@ def _read_files(where, targets):
         with safetensors.safe_open(file, "pt") as f:
             for n, t in targets:
                 local = t.to_local() if isinstance(t, DTensor) else t
-                if where[n][0] == file and local.numel(): local.copy_(f.get_slice(n)[local_slices(t)] if t.ndim else f.get_tensor(n))
+                if where[n][0] == file and local.numel():
+                    local.copy_(f.get_slice(n)[local_slices(t)] if t.ndim else f.get_tensor(n))
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #b230ce44
 _TENSORS = ".metadata"
@@ -403,16 +478,32 @@ class _Said:
     def __init__(self, *args): self.args = args
     def __setstate__(self, state): self.state = state
 
-_PATHS = dict.fromkeys(("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"), ("pathlib", "pathlib._local"))
-_CLASSES = {f"{m}.{n}" for n, modules in _PATHS.items() for m in modules} | {f"torch.distributed.checkpoint.{n}" for n in (
-    "filesystem._StorageInfo", "metadata.Metadata", "metadata.MetadataIndex", "metadata.StorageMeta", "metadata.TensorStorageMetadata",
-    "metadata.BytesStorageMetadata", "metadata.ChunkStorageMetadata", "metadata.TensorProperties", "metadata._MEM_FORMAT_ENCODING")}
-_CLASSES |= {"torch.serialization._get_layout", "builtins.getattr", "__builtin__.getattr"}     # (Python up to 3.11.3 writes a member of an enum as a call of getattr; nothing is called here)
+_PATHS = dict.fromkeys(
+    ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"), ("pathlib", "pathlib._local")
+)
+_CLASSES = {f"{m}.{n}" for n, modules in _PATHS.items() for m in modules} | {
+    f"torch.distributed.checkpoint.{n}"
+    for n in (
+        "filesystem._StorageInfo",
+        "metadata.Metadata",
+        "metadata.MetadataIndex",
+        "metadata.StorageMeta",
+        "metadata.TensorStorageMetadata",
+        "metadata.BytesStorageMetadata",
+        "metadata.ChunkStorageMetadata",
+        "metadata.TensorProperties",
+        "metadata._MEM_FORMAT_ENCODING",
+    )
+}
+# (Python up to 3.11.3 writes a member of an enum as a call of getattr; nothing is called here)
+_CLASSES |= {"torch.serialization._get_layout", "builtins.getattr", "__builtin__.getattr"}
 _VALUES = {"torch.Size": tuple} | {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
 class _AsData(pickle._Unpickler):
     "Reads metadata without a class of theirs: what is built are objects of `_Said`, whose classes are new each time"
-    def __init__(self, path): super().__init__(io.BytesIO(path.read_bytes())); self.path, self.made = path, {}      # (Python's own: the one in C makes as much room as a file asks for)
+    def __init__(self, path):
+        super().__init__(io.BytesIO(path.read_bytes()))
+        self.path, self.made = path, {}  # (Python's own: the one in C makes as much room as a file asks for)
     def find_class(self, module, name):
         asked = f"{module}.{name}"
         if asked in _VALUES: return _VALUES[asked]
@@ -439,11 +530,16 @@ def _check_pieces(key, m, places):
     "Raise unless the pieces of a tensor are all of it, and each lies in a file with room for it"
     if not isinstance(key, str): raise TypeError(f"a tensor by the name {key!r}")
     for c in m.chunks:
-        fits = len(c.offsets) == len(c.sizes) == len(m.size) and all(0 <= o and 0 <= n and o + n <= size for o, n, size in zip(c.offsets, c.sizes, m.size))
+        fits = len(c.offsets) == len(c.sizes) == len(m.size) and all(
+            0 <= o and 0 <= n and o + n <= size for o, n, size in zip(c.offsets, c.sizes, m.size)
+        )
         place = places.get(MetadataIndex(key, c.offsets))
         if not fits or c.sizes.numel() and (place is None or place.length < c.sizes.numel() * m.properties.dtype.itemsize):
-            raise ValueError(f"{key} of shape {tuple(m.size)} has a piece {tuple(c.sizes)} at {tuple(c.offsets)} that is nowhere")
-    if min(m.size, default=0) < 0 or sum(c.sizes.numel() for c in m.chunks) != m.size.numel(): raise ValueError(f"the pieces of {key} are not all of its shape {tuple(m.size)}")
+            raise ValueError(
+                f"{key} of shape {tuple(m.size)} has a piece {tuple(c.sizes)} at {tuple(c.offsets)} that is nowhere"
+            )
+    if min(m.size, default=0) < 0 or sum(c.sizes.numel() for c in m.chunks) != m.size.numel():
+        raise ValueError(f"the pieces of {key} are not all of its shape {tuple(m.size)}")
 
 def _place_of(index, x, path):
     "(which piece, where it lies)"
@@ -460,11 +556,16 @@ def _metadata(folder):
     path = Path(folder) / _TENSORS
     try:
         said = _state_of(_AsData(path).load(), "Metadata")
-        tensors = {k: _tensor_metadata(m) for k, m in said["state_dict_metadata"].items() if type(m).__name__ != "BytesStorageMetadata"}
+        tensors = {
+            k: _tensor_metadata(m)
+            for k, m in said["state_dict_metadata"].items()
+            if type(m).__name__ != "BytesStorageMetadata"
+        }
         places = dict(_place_of(i, x, path) for i, x in said["storage_data"].items())
         for k, m in tensors.items(): _check_pieces(k, m, places)
     except Foreign: raise
-    except Exception as e: raise Damaged(f"{path} is not what `save` writes ({type(e).__name__}: {e}); {_NOT_RUN}") from e
+    except Exception as e:
+        raise Damaged(f"{path} is not what `save` writes ({type(e).__name__}: {e}); {_NOT_RUN}") from e
     return Metadata(tensors, storage_data=places, storage_meta=StorageMeta(), version=said.get("version"))
 
 class _Reader(dcp.FileSystemReader):
@@ -476,12 +577,17 @@ def _foreign(folder, error):
     if isinstance(error, Foreign): return error
     if asked := re.search(r"GLOBAL (\S+)", str(error)):
         return Foreign(f"{folder}: a file of tensors asks for {asked[1]}, so `save` did not write it; {_NOT_RUN}")
-    return Damaged(f"{folder}: a file of tensors is missing or damaged ({type(error).__name__}: {str(error).partition(chr(10))[0][:200]}); {_NOT_RUN}")
+    return Damaged(
+        f"{folder}: a file of tensors is missing or damaged ({type(error).__name__}: "
+        f"{str(error).partition(chr(10))[0][:200]}); {_NOT_RUN}"
+    )
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #0e18c6b5
 def _read(folder, targets, alone=False):
     "Read [(name there, tensor)] in place; a name that is wanted twice takes a second round"
-    with warnings.catch_warnings(), torch.no_grad():       # (a DTensor is not detached: writes to its copy are not counted as its own, and an optimizer with masters would miss them)
+    # (a DTensor is not detached: writes to its copy are not counted as its own, and an optimizer with masters would
+    # miss them)
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
         while targets:
             now, later = {}, []
@@ -490,7 +596,9 @@ def _read(folder, targets, alone=False):
             except dcp.CheckpointException as e:                                     # of all ranks, each with its error
                 errors = [x for x, _ in e.failures.values()]
                 if not all(isinstance(x, Exception) for x in errors): raise             # (somebody interrupted it)
-                raise _foreign(folder, min(errors, key=lambda x: not isinstance(x, (pickle.UnpicklingError, Foreign)))) from None     # (torch's own words advise to run it)
+                raise _foreign(
+                    folder, min(errors, key=lambda x: not isinstance(x, (pickle.UnpicklingError, Foreign)))
+                ) from None  # (torch's own words advise to run it)
             targets = later
 
 def _stored(folder):
@@ -504,34 +612,53 @@ def _bytes_of(folder, stored, key):
     _read(folder, [(key, t := torch.empty(stored[key].size, dtype=torch.uint8))], alone=True)
     try: found = _unpacked(t)
     except Exception as e: raise _foreign(folder, e) from None
-    if not isinstance(found, dict) or key == "common" and not {"step", "world_size", "tied", "optimizers"} <= set(found): raise Damaged(f"{folder}: {key} does not say what `save` says there")
+    if not isinstance(found, dict) or key == "common" and not {"step", "world_size", "tied", "optimizers"} <= set(found):
+        raise Damaged(f"{folder}: {key} does not say what `save` says there")
     return found
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #8a552f55
 def load_weights(
     model:nn.Module,          # plain or sharded over any number of ranks, or on meta; every rank calls
-    dir:str|Path,             # what `save` wrote (the newest, or one of them), a Hugging Face folder, or a .safetensors file
+    dir:str|Path,             # what `save` wrote (the newest, or one of them), a Hugging Face folder, or a .safetensors
+                              # file
     optimizer=None,           # an optimizer or a list of them, as saved: their state too
     manager=None,             # an OptimManager: its optimizers, schedules and loss scale
     strict:bool=True,         # False: names on one side only are logged and left; shapes must agree always
-)->dict:                      # path, step, world_size that wrote it, extra (this rank's, or rank 0's if there was no such rank)
+# path, step, world_size that wrote it, extra (this rank's, or rank 0's if there was no such rank)
+)->dict:
     "Read a checkpoint into `model`, in place; each rank reads its part."
     folder, files = _first_rank(lambda: _find(dir))
     stored = _stored(folder) if folder else {}
-    common = _bytes_of(folder, stored, "common") if folder else {"step": None, "world_size": None, "tied": {}, "optimizers": []}
+    common = (
+        _bytes_of(folder, stored, "common")
+        if folder
+        else {"step": None, "world_size": None, "tied": {}, "optimizers": []}
+    )
     where = _headers(files or [])
-    there = {n: size for n, (_, size) in where.items()} if files else {k.removeprefix("model."): m.size for k, m in stored.items() if k.startswith("model.")}
-    filled = _matched(model, folder or dir, there, {} if files else common["tied"], strict, _same_of(folder, where, stored))
+    there = (
+        {n: size for n, (_, size) in where.items()}
+        if files
+        else {k.removeprefix("model."): m.size for k, m in stored.items() if k.startswith("model.")}
+    )
+    filled = _matched(
+        model, folder or dir, there, {} if files else common["tied"], strict, _same_of(folder, where, stored)
+    )
     state, then = _optimizer_reads(model, _optimizers(optimizer, manager), common["optimizers"], stored, folder or dir)
     if manager is not None and "manager" not in common: raise ValueError(f"{folder} was saved without manager=")
     if files: _read_files(where, filled)
     else: _read(folder, [(f"model.{n}", t) for n, t in filled])
-    unwrap(model).load_state_dict({}, strict=False)                    # for its hooks: an optimizer that keeps master weights takes the new ones,
+    # for its hooks: an optimizer that keeps master weights takes the new ones,
+    unwrap(model).load_state_dict({}, strict=False)
     if state: _read(folder, state)                                     # and then its own
     for call in then: call()
     if manager is not None: manager.load_state_dict(common["manager"])
     own = f"extra.{rank()}" if f"extra.{rank()}" in stored else "extra.0"
-    return {"path": folder or Path(dir), "step": common["step"], "world_size": common["world_size"], "extra": _bytes_of(folder, stored, own) if folder else {}}
+    return {
+        "path": folder or Path(dir),
+        "step": common["step"],
+        "world_size": common["world_size"],
+        "extra": _bytes_of(folder, stored, own) if folder else {},
+    }
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #fef411b7
 def _same_of(folder, where, stored):
@@ -542,7 +669,9 @@ def _same_of(folder, where, stored):
         m = stored[f"model.{n}"]
         _read(folder, [(f"model.{n}", t := torch.empty(m.size, dtype=m.properties.dtype))], alone=True)
         return t
-    def same(a, b): x, y = read(a), read(b); return x.shape == y.shape and torch.equal(x, y.to(x.dtype))
+    def same(a, b):
+        x, y = read(a), read(b)
+        return x.shape == y.shape and torch.equal(x, y.to(x.dtype))
     return same
 
 def _matched(model, where, there, aliases, strict, same):
@@ -550,29 +679,59 @@ def _matched(model, where, there, aliases, strict, same):
     tensors, tied = named_tensors(model)
     names = {n: [n, *(other for other, first in tied.items() if first == n)] for n in tensors}
     sources, left = match_names(unwrap(model), names, there, aliases)
-    here, sizes = {n: t.shape for n, t in tensors.items()}, {n: there[s[0]] for n, s in sources.items()} | {n: there[n] for n in left}
+    here, sizes = (
+        {n: t.shape for n, t in tensors.items()},
+        {n: there[s[0]] for n, s in sources.items()} | {n: there[n] for n in left},
+    )
     parted, hint = tied_apart(sources, same), "; strict=False reads what both have"
     if not strict:
-        if said := "; ".join(filter(None, [differences(dict.fromkeys(here, ()), dict.fromkeys(sizes, ())), parted])): _log.warning("%s is not all of the model: %s", where, said)
+        if said := "; ".join(filter(None, [differences(dict.fromkeys(here, ()), dict.fromkeys(sizes, ())), parted])):
+            _log.warning("%s is not all of the model: %s", where, said)
         here, sizes, parted, hint = *({n: d[n] for n in sources} for d in (here, sizes)), "", ""
-    if why := differences(here, sizes) or parted: raise ValueError(f"{where} is a checkpoint of another model: {why}{hint if 'of another shape' not in why else ''}")
-    if any(t.is_meta for t in tensors.values()): materialize(model); tensors, _ = named_tensors(model)
+    if why := differences(here, sizes) or parted:
+        raise ValueError(
+            f"{where} is a checkpoint of another model: {why}{hint if 'of another shape' not in why else ''}"
+        )
+    if any(t.is_meta for t in tensors.values()):
+        materialize(model)
+        tensors, _ = named_tensors(model)
     return [(s[0], tensors[n]) for n, s in sources.items()]
 
 def _optimizer_reads(model, optimizers, saved, stored, where):
     "([(key, tensor)] to read, calls that then hand them to the optimizers)"
     if not optimizers: return [], []
-    if len(optimizers) != len(saved): raise ValueError(f"{where} holds the state of {len(saved)} optimizers, {len(optimizers)} were given")
+    if len(optimizers) != len(saved):
+        raise ValueError(f"{where} holds the state of {len(saved)} optimizers, {len(optimizers)} were given")
     reads, calls = [], []
     for i, (opt, one) in enumerate(zip(optimizers, saved)):
-        if hasattr(opt, "flush"): opt.state_dict()                         # lays the state out where it is to lie, and waits
-        targets, call = _optimizer_targets(model, opt, i, one, [(k, m.size, m.properties.dtype) for k, m in stored.items() if k.startswith(f"optimizer.{i}.")])
-        reads += targets.items(); calls.append(call)
+        # lays the state out where it is to lie, and waits
+        if hasattr(opt, "flush"): opt.state_dict()
+        targets, call = _optimizer_targets(
+            model,
+            opt,
+            i,
+            one,
+            [(k, m.size, m.properties.dtype) for k, m in stored.items() if k.startswith(f"optimizer.{i}.")],
+        )
+        reads += targets.items()
+        calls.append(call)
     return reads, calls
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #7c5a2c80
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
-           "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 
 def _shards(tensors, dtype, max_bytes):
     "[[(name, tensor, dtype in the file)]]: which tensors go into which file, each at most `max_bytes` unless one tensor is larger"
@@ -580,9 +739,13 @@ def _shards(tensors, dtype, max_bytes):
     for n, t in tensors.items():
         kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
         size = t.numel() * kind.itemsize
-        if not out or size > room: out.append([]); room = max_bytes
-        out[-1].append((n, t, kind)); room -= size
-    return [sorted(shard, key=lambda e: -e[2].itemsize) for shard in out]            # (wide ones first: every tensor is aligned)
+        if not out or size > room:
+            out.append([])
+            room = max_bytes
+        out[-1].append((n, t, kind))
+        room -= size
+    # (wide ones first: every tensor is aligned)
+    return [sorted(shard, key=lambda e: -e[2].itemsize) for shard in out]
 
 def _header(shard):
     "The first bytes of a safetensors file"
@@ -615,16 +778,23 @@ def _write_tensors(tensors, folder, dtype, max_bytes):
                 full = full_tensor(t)
                 try:
                     if rank() == 0 and error is None:
-                        if f is None: f = stack.enter_context(open(folder / name, "wb")); f.write(_header(shard))
+                        if f is None:
+                            f = stack.enter_context(open(folder / name, "wb"))
+                            f.write(_header(shard))
                         f.write(full.to("cpu", kind).contiguous().view(-1).view(torch.uint8).numpy())
                 except OSError as e: error = e
-            if f is not None and error is None: f.flush(); os.fsync(f.fileno())
+            if f is not None and error is None:
+                f.flush()
+                os.fsync(f.fileno())
     _first_rank(lambda: _finish_index(folder, index, shards, error))
 
 def _finish_index(folder, index, shards, error):
     if error is not None: raise error
     total = sum(t.numel() * kind.itemsize for shard in shards for _, t, kind in shard)
-    if len(shards) > 1: (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2))
+    if len(shards) > 1:
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+        )
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #9c44a836
 def _check_hf(model, otherwise=""):
@@ -636,7 +806,8 @@ def _write_hf(model, folder, dtype=None, max_bytes=5_000_000_000, tokenizer=None
     "Weights, configuration and tokenizer in `folder`"
     inner, (tensors, tied) = unwrap(model), named_tensors(model)
     kept = getattr(inner, "all_tied_weights_keys", None) or {}
-    other = {first: n for n, first in tied.items() if kept.get(first) == n}          # transformers names it by its source
+    # transformers names it by its source
+    other = {first: n for n, first in tied.items() if kept.get(first) == n}
     _write_tensors({other.get(n, n): t for n, t in tensors.items()}, folder, dtype, max_bytes)
     _first_rank(lambda: _write_config(inner, folder, dtype, tokenizer))
 
@@ -648,8 +819,10 @@ def _write_config(model, folder, dtype, tokenizer):
     config.architectures = [plain_class(model).__name__]
     config.dtype = dtype or next((t.dtype for t in model.parameters() if t.is_floating_point()), None)
     config.save_pretrained(folder)
-    if getattr(model, "generation_config", None) is not None and model.can_generate(): model.generation_config.save_pretrained(folder)
-    write_card(model, folder)                                                        # with the hashes of what was written, if it carries a card
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    # with the hashes of what was written, if it carries a card
+    write_card(model, folder)
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #aa426ddc
 def export_hf(
@@ -661,10 +834,16 @@ def export_hf(
 )->Path:                             # the folder, which `transformers` and `load` open
     "Write Hugging Face safetensors files, if transformers could read them; one whole tensor at a time is in memory."
     if Path(dir).suffix == ".gguf":
-        raise ValueError(f"dir={str(dir)!r}: export_hf writes a folder of safetensors files, no GGUF; give a folder's name")
+        raise ValueError(
+            f"dir={str(dir)!r}: export_hf writes a folder of safetensors files, no GGUF; give a folder's name"
+        )
     _check_hf(model)
     if any(getattr(m, "_bmlab_delta", False) for m in model.modules()):
-        _log.warning("the model carries a delta, which transformers will leave out when it reads %s: merge it before, or save it by its own save()", dir)
+        _log.warning(
+            "the model carries a delta, which transformers will leave out when it reads %s: merge it before, or save "
+            "it by its own save()",
+            dir,
+        )
     folder = _first_rank(lambda: _hidden(Path(dir).absolute()))
     _write_hf(model, folder, dtype, parse_bytes(max_shard), tokenizer)
     _first_rank(lambda: _move_in(folder, Path(dir).absolute()))
@@ -674,12 +853,15 @@ def _hidden(dir):
     "A new folder beside `dir`"
     if dir.exists() and not dir.is_dir(): raise NotADirectoryError(f"dir={str(dir)!r} is a file; give a folder")
     folder = dir.parent / f".{dir.name}.writing"
-    shutil.rmtree(folder, ignore_errors=True); folder.mkdir(parents=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     return folder
 
 def _move_in(folder, dir):
     "The written files under their final name, at once if there was no such folder, else one by one"
-    if not dir.exists() or not any(dir.iterdir()): os.replace(folder, dir); return
+    if not dir.exists() or not any(dir.iterdir()):
+        os.replace(folder, dir)
+        return
     for kind in ("model*.safetensors", "model.safetensors.index.json", "cooked.*"):
         for old in [*dir.glob(kind)]: old.unlink()
     for new in sorted(folder.iterdir(), key=lambda p: p.suffix == ".json"): os.replace(new, dir / new.name)

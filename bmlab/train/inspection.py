@@ -26,7 +26,8 @@ def merge_moments(
     "The moments of a whole from those of its pieces."
     n, mean, m, low, high = pieces.unbind(-1)
     count = n.sum(0)
-    center = torch.where(n > 0, n * mean, 0).sum(0) / count                # an empty piece has no mean; an empty whole has NaN
+    # an empty piece has no mean; an empty whole has NaN
+    center = torch.where(n > 0, n * mean, 0).sum(0) / count
     spread = torch.where(n > 0, m + n * (mean - center) ** 2, 0).sum(0)
     return torch.stack([count, center, spread, low.amin(0), high.amax(0)], -1)
 
@@ -46,13 +47,15 @@ def _entry(x, like=None):
     "(moments of this process's part or None, the mesh and its dimensions to merge over or None)"
     x = like if (missing := x is None) else x
     if isinstance(x, DTensor):
-        if any(p.is_partial() for p in x.placements):                       # a sum that is not yet summed has no statistics of its own
+        # a sum that is not yet summed has no statistics of its own
+        if any(p.is_partial() for p in x.placements):
             x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
         where = (x.device_mesh, tuple(i for i, p in enumerate(x.placements) if not p.is_replicate()))
         x = x.to_local()
     else: where = None
     if x.is_meta: return None, None
-    if missing: return (_moments(x.new_zeros(0)), where) if where else (None, None)   # all ranks take part, with or without a gradient
+    # all ranks take part, with or without a gradient
+    if missing: return (_moments(x.new_zeros(0)), where) if where else (None, None)
     return _moments(x), where
 
 @torch.no_grad()
@@ -62,13 +65,16 @@ def _statistics(entries):
     for i, (moments, where) in enumerate(entries):
         if moments is not None: groups.setdefault((where, None if where else moments.device), []).append(i)
     for (where, _), members in groups.items():
-        local = torch.stack([entries[i][0].to(where[0].device_type if where else entries[i][0].device) for i in members])
+        local = torch.stack(
+            [entries[i][0].to(where[0].device_type if where else entries[i][0].device) for i in members]
+        )
         for dim in where[1] if where else ():
             parts_ = [torch.empty_like(local) for _ in range(where[0].size(dim))]
             dist.all_gather(parts_, local, group=where[0].get_group(dim))
             local = merge_moments(torch.stack(parts_))
         for i, (n, mean, m, low, high) in zip(members, local.tolist()):
-            if n: out[i] = {"mean": mean, "std": (m / (n - 1)) ** 0.5 if n > 1 else float("nan"), "min": low, "max": high}
+            if n:
+                out[i] = {"mean": mean, "std": (m / (n - 1)) ** 0.5 if n > 1 else float("nan"), "min": low, "max": high}
     return out
 
 # %% ../../nbs/10_train/08_inspection.ipynb #fb4ee445
@@ -77,7 +83,9 @@ def _named_parameters(model, pattern):
     modules, own, seen = {n: m for n, m in parts(model, deltas=True)}, {}, set()
     for name, m in modules.items():
         for key, p in m._parameters.items():
-            if p is not None and id(p) not in seen: seen.add(id(p)); own[f"{name}.{key}" if name else key] = p
+            if p is not None and id(p) not in seen:
+                seen.add(id(p))
+                own[f"{name}.{key}" if name else key] = p
     if not own: raise LookupError(f"{type(unwrap(model)).__name__} has no parameters")
     names = {n: m for n, m in (modules | own).items() if n}
     found = select_names(pattern, names, numbered_children(modules), "pattern")
@@ -99,7 +107,18 @@ def inspect_model(
 def _rows(heads, values, grads):
     "The table of both kinds of inspection"
     rows = [{**h, **v, "grad_mean": g["mean"], "grad_std": g["std"]} for h, v, g in zip(heads, values, grads)]
-    return pd.DataFrame(rows, columns=[*(heads[0] if heads else ("name", "call", "shape")), "mean", "std", "min", "max", "grad_mean", "grad_std"])
+    return pd.DataFrame(
+        rows,
+        columns=[
+            *(heads[0] if heads else ("name", "call", "shape")),
+            "mean",
+            "std",
+            "min",
+            "max",
+            "grad_mean",
+            "grad_std",
+        ],
+    )
 
 # %% ../../nbs/10_train/08_inspection.ipynb #67dcc2ab
 _recorders = contextvars.ContextVar("bmlab_recorders", default=())      # of this thread of execution, innermost last
@@ -108,8 +127,13 @@ _in_backward = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # not -1
 @dataclass(slots=True, eq=False)
 class _Record:
     "One recorded tensor"
-    name: str; call: int; shape: tuple; value: tuple
-    grad: tuple = (None, None); kept: Tensor|None = None; kept_grad: Tensor|None = None
+    name: str
+    call: int
+    shape: tuple
+    value: tuple
+    grad: tuple = (None, None)
+    kept: Tensor|None = None
+    kept_grad: Tensor|None = None
 
     def on_grad(self, grad, keep):
         with torch.no_grad(): self.grad = _entry(grad)
@@ -120,7 +144,8 @@ def record_tensor(
     name:str,   # what to call it; the same name may come again
 )->Tensor:      # x itself
     "Note the statistics of `x`, and of its gradient, in every `inspect_tensor()` that is open."
-    if torch.compiler.is_compiling() or _in_backward() != -1: return x    # a recomputed block was recorded the first time
+    # a recomputed block was recorded the first time
+    if torch.compiler.is_compiling() or _in_backward() != -1: return x
     for recorder in _recorders.get(): recorder.add(x, name)
     return x
 
@@ -145,7 +170,10 @@ class inspect_tensor:
         _recorders.reset(self._token)
         for hook in self._hooks: hook.remove()
         if self.modules and not self.records and error[0] is None:
-            logging.getLogger(__name__).warning("inspect_tensor recorded nothing: %d modules match, but none ran outside compiled code", len(self.modules))
+            logging.getLogger(__name__).warning(
+                "inspect_tensor recorded nothing: %d modules match, but none ran outside compiled code",
+                len(self.modules),
+            )
 
     def _hook(self, name):
         def hook(module, args, output):
@@ -156,14 +184,16 @@ class inspect_tensor:
     @torch.no_grad()
     def add(self, x, name):
         "Record a tensor, as `record_tensor` does in every recorder that is open."
-        if not isinstance(x, Tensor): raise TypeError(f"record_tensor(x, {name!r}): x is a {type(x).__name__}, not a tensor")
+        if not isinstance(x, Tensor):
+            raise TypeError(f"record_tensor(x, {name!r}): x is a {type(x).__name__}, not a tensor")
         record = _Record(name, sum(r.name == name for r in self.records), tuple(x.shape), _entry(x))
         if self.keep: record.kept = x.detach().clone()
         if x.requires_grad: x.register_hook(lambda grad: record.on_grad(grad, self.keep))
         self.records.append(record)
 
     @property
-    def table(self)->pd.DataFrame: # name, call, shape, mean, std, min, max, grad_mean, grad_std; in the order of recording
+    # name, call, shape, mean, std, min, max, grad_mean, grad_std; in the order of recording
+    def table(self)->pd.DataFrame:
         "The statistics so far; for DTensors to be asked for on every rank."
         values = _statistics([r.value for r in self.records])
         grads = _statistics([r.grad for r in self.records])
@@ -175,7 +205,11 @@ class inspect_tensor:
         "The recorded tensors themselves (with `keep=True`)."
         if not self.keep: raise ValueError("keep=False: only statistics were kept; use inspect_tensor(keep=True)")
         found = [(r.kept, r.kept_grad) for r in self.records if r.name == name]
-        if not found: raise LookupError(f"nothing was recorded as {name!r}; there are {', '.join(dict.fromkeys(r.name for r in self.records)) or 'no records'}")
+        if not found:
+            raise LookupError(
+                f"nothing was recorded as {name!r}; there are "
+                f"{', '.join(dict.fromkeys(r.name for r in self.records)) or 'no records'}"
+            )
         return found
 
 def _first_tensor(output):

@@ -21,7 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
-from .checkpoint import Damaged, NotFinite, _first_of_ranks, _first_rank, _newest_first, _spoilt, _tensors, latest, load_weights, save
+from bmlab.train.checkpoint import (
+    Damaged,
+    NotFinite,
+    _first_of_ranks,
+    _first_rank,
+    _newest_first,
+    _spoilt,
+    _tensors,
+    latest,
+    load_weights,
+    save,
+)
 from ..core import figure, parts, unwrap
 from .optim import OptimManager, _raw
 from ..plan.training import training_cost
@@ -35,7 +46,8 @@ def to_device(
     device,                    # where to
 ):                             # the same structure
     "A batch on a device."
-    if isinstance(batch, Tensor): return batch.to(device, non_blocking=torch.device(device).type != "cpu")     # towards the host nobody would wait for the copy
+    # towards the host nobody would wait for the copy
+    if isinstance(batch, Tensor): return batch.to(device, non_blocking=torch.device(device).type != "cpu")
     if isinstance(batch, Mapping): return {k: to_device(v, device) for k, v in batch.items()}
     if isinstance(batch, (list, tuple)):
         moved = [to_device(v, device) for v in batch]
@@ -48,10 +60,16 @@ def model_loss(
 )->Tensor:           # () the loss that the model computed
     "The loss that a transformers model returns for a batch with labels."
     if not isinstance(batch, Mapping):
-        raise TypeError(f"a batch is a {type(batch).__name__}; give dicts of the model's arguments, or loss=a function of (model, batch)")
+        raise TypeError(
+            f"a batch is a {type(batch).__name__}; give dicts of the model's arguments, or loss=a function of (model, "
+            "batch)"
+        )
     loss = getattr(model(**batch), "loss", None)
     if loss is None:
-        raise ValueError(f"{type(model).__name__} returned no loss for a batch with {sorted(batch)}; add 'labels', or give loss=a function of (model, batch)")
+        raise ValueError(
+            f"{type(model).__name__} returned no loss for a batch with {sorted(batch)}; add 'labels', or give loss=a "
+            "function of (model, batch)"
+        )
     return loss
 
 @contextlib.contextmanager
@@ -71,13 +89,23 @@ def _predicted(batch, model):
     if not isinstance(labels, Tensor): return _tokens(batch)
     if labels.is_floating_point(): return len(labels)
     if labels.ndim != 2: return int((labels != -100).sum())
-    in_place = getattr(getattr(inner, "config", None), "is_encoder_decoder", False) or getattr(inner, "labels_in_place", False) or type(inner).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining", "ForSequenceClassification"))
+    in_place = (
+        getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+        or getattr(inner, "labels_in_place", False)
+        or type(inner).__name__.endswith(
+            ("ForMaskedLM", "ForTokenClassification", "ForPreTraining", "ForSequenceClassification")
+        )
+    )
     return int((labels[:, 0 if in_place else 1:] != -100).sum())
 
 def _tokens(batch):
     "How many tokens (else rows) a batch holds, for the throughput; 1 where it holds no tensor"
     x = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if not isinstance(x, Tensor): x = next((t for t in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch) if isinstance(t, Tensor)), torch.zeros(1))
+    if not isinstance(x, Tensor):
+        x = next(
+            (t for t in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch) if isinstance(t, Tensor)),
+            torch.zeros(1),
+        )
     return len(x) if x.is_floating_point() and x.ndim else x.numel()
 
 # %% ../../nbs/10_train.ipynb #2e99e5a1
@@ -101,23 +129,35 @@ def evaluate(
     device, total, n, seen = _device(model), 0.0, 0, 0
     with eval_mode(model):
         for batch in batches:
-            k = _predicted(batch, model); n += k; seen += 1
-            value = loss(model, to_device(batch, device)) if k or _is_sharded(model) else None     # (a sharded model runs on all ranks or on none)
+            k = _predicted(batch, model)
+            n += k
+            seen += 1
+            # (a sharded model runs on all ranks or on none)
+            value = loss(model, to_device(batch, device)) if k or _is_sharded(model) else None
             total += value.item() * k if k else 0.0
     total, n, seen = _over_ranks([total, n, seen], device, _is_sharded(model) if together is None else together)
-    if n == 0: raise ValueError("batches: no batch has a label that counts" if seen else "batches is empty: nothing to evaluate on")
+    if n == 0:
+        raise ValueError(
+            "batches: no batch has a label that counts" if seen else "batches is empty: nothing to evaluate on"
+        )
     return total / n
 
 # %% ../../nbs/10_train.ipynb #5dd19cb8
 class Diverged(FloatingPointError):
     "The loss, a gradient or a weight was not finite. The step was not taken, or the message says so; `log` ends there."
-    def __init__(self, message, log): super().__init__(message); self.log = log
+    def __init__(self, message, log):
+        super().__init__(message)
+        self.log = log
 
 def _leaves(x):
     "Floating-point tensors in nested outputs"
     if isinstance(x, Tensor): return [x.to_local() if isinstance(x, DTensor) else x] if x.is_floating_point() else []
     if isinstance(x, Mapping): x = x.values()
-    return [t for v in x for t in _leaves(v)] if isinstance(x, (list, tuple)) or hasattr(x, "__iter__") and not isinstance(x, str) else []
+    return (
+        [t for v in x for t in _leaves(v)]
+        if isinstance(x, (list, tuple)) or hasattr(x, "__iter__") and not isinstance(x, str)
+        else []
+    )
 
 @torch.no_grad()
 def first_bad(
@@ -133,7 +173,8 @@ def first_bad(
     def look(name, out):
         for t in _leaves(out):
             if not t.isfinite().all(): found.setdefault("nan" if t.isnan().any() else "inf", name)
-    for name, m in parts(model, deltas=True): handles.append(m.register_forward_hook(lambda m, args, out, name=name: look(name or type(m).__name__, out)))
+    for name, m in parts(model, deltas=True):
+        handles.append(m.register_forward_hook(lambda m, args, out, name=name: look(name or type(m).__name__, out)))
     try: look("the loss", loss(model, batch))
     finally:
         for h in handles: h.remove()
@@ -147,9 +188,13 @@ def plot_log(
 ):
     "Loss and throughput over the steps."
     left.plot(log.step, log.loss, label="training", lw=1)
-    if "held_out" in log: held = log.dropna(subset="held_out"); left.plot(held.step, held.held_out, "o-", label="held out", ms=4)
-    left.set(xlabel="step", ylabel="loss (nats/token)"); left.legend(frameon=False)
-    right.plot(log.step, log.tokens_per_s, lw=1); right.set(xlabel="step", ylabel="tokens/s", ylim=(0, None))
+    if "held_out" in log:
+        held = log.dropna(subset="held_out")
+        left.plot(held.step, held.held_out, "o-", label="held out", ms=4)
+    left.set(xlabel="step", ylabel="loss (nats/token)")
+    left.legend(frameon=False)
+    right.plot(log.step, log.tokens_per_s, lw=1)
+    right.set(xlabel="step", ylabel="tokens/s", ylim=(0, None))
 
 def in_notebook()->bool: # do pictures appear where a cell is run?
     "Is this the kernel of a notebook's front end?"
@@ -167,7 +212,8 @@ class _LivePlot:
         buffer = io.BytesIO()
         with plt.ioff(), figure(6.4, 2.2, columns=2, show=False) as (left, right):
             plot_log(pd.DataFrame(rows), left, right)
-            left.figure.savefig(buffer, format="png"); plt.close(left.figure)
+            left.figure.savefig(buffer, format="png")
+            plt.close(left.figure)
         picture = Image(buffer.getvalue())
         if self.handle is None: self.handle = display(picture, display_id=True)
         else: self.handle.update(picture)
@@ -188,7 +234,12 @@ def _cost(seconds, plan, price):
     watts = rates.get("watts") if isinstance(rates, Mapping) else getattr(rates, "watts", None)
     cost = training_cost(seconds, world_size(), watts or 0., price)
     used = {"kwh": cost.kwh, "co2_kg": cost.co2_kg, "money": cost.money}
-    if total is not None: used |= {k: v * cost.gpu_hours / total.gpu_hours for k in used if (v := getattr(total, k)) is not None and (k != "money" or price is None)}
+    if total is not None:
+        used |= {
+            k: v * cost.gpu_hours / total.gpu_hours
+            for k in used
+            if (v := getattr(total, k)) is not None and (k != "money" or price is None)
+        }
     return {k: v for k, v in used.items() if v}
 
 def _replicas(model):
@@ -200,11 +251,16 @@ def _replicas(model):
 def _random_state(device):
     "All random numbers to come, as plain values and tensors"
     kind, keys, *rest = np.random.get_state()
-    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, torch.from_numpy(keys.astype("int64")), *rest)}
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype("int64")), *rest),
+    }
     return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 def _set_random_state(state, device):
-    torch.set_rng_state(state["torch"]); random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
     if device.type == "cuda" and "cuda" in state: torch.cuda.set_rng_state(state["cuda"], device)
@@ -212,39 +268,69 @@ def _set_random_state(state, device):
 class _Feed:
     "Goes around and around `batches` and knows where it is; an iterator that cannot start again ends"
     def __init__(self, batches, device):
-        self.batches, self.device, self.passes, self.position, self.start, self.source = batches, device, 0, 0, None, None
+        self.batches, self.device, self.passes, self.position, self.start, self.source = (
+            batches,
+            device,
+            0,
+            0,
+            None,
+            None,
+        )
         self.epochs = [(s, s.epoch) for s in self._samplers() if hasattr(s, "set_epoch") and hasattr(s, "epoch")]
     def take(self, n): return [b for _ in range(n) if (b := self._next()) is not None]
     def _begin(self):
-        for s, first in self.epochs: s.set_epoch(first + self.passes)               # a DistributedSampler shuffles anew when it is told
-        self.start = {"random": _random_state(self.device), "epoch": getattr(self.batches, "epoch", None), "generators": [g.get_state() for g in self._generators()]}
+        # a DistributedSampler shuffles anew when it is told
+        for s, first in self.epochs: s.set_epoch(first + self.passes)
+        self.start = {
+            "random": _random_state(self.device),
+            "epoch": getattr(self.batches, "epoch", None),
+            "generators": [g.get_state() for g in self._generators()],
+        }
         self.source, self.position = iter(self.batches), 0
     def _samplers(self):
         both = [getattr(self.batches, k, None) for k in ("sampler", "batch_sampler")]
         return [s for s in dict.fromkeys([*both, *(getattr(s, "sampler", None) for s in both)]) if s is not None]
     def _generators(self):
         "A DataLoader's own, which the random numbers of the process do not hold"
-        return dict.fromkeys(g for o in (self.batches, *self._samplers()) if isinstance(g := getattr(o, "generator", None), torch.Generator))
+        return dict.fromkeys(
+            g
+            for o in (self.batches, *self._samplers())
+            if isinstance(g := getattr(o, "generator", None), torch.Generator)
+        )
     def _next(self):
         for _ in range(2):
             if self.source is None: self._begin()
-            for batch in self.source: self.position += 1; return batch
+            for batch in self.source:
+                self.position += 1
+                return batch
             if self.position == 0: return None
             self.source, self.passes = None, self.passes + 1
     def _own(self): return hasattr(self.batches, "state_dict") and hasattr(self.batches, "load_state_dict")
     def state(self):
-        return {"passes": self.passes, "position": self.position, "start": self.start} | ({"batches": self.batches.state_dict()} if self._own() else {})
+        return {"passes": self.passes, "position": self.position, "start": self.start} | (
+            {"batches": self.batches.state_dict()} if self._own() else {}
+        )
     def go_to(self, state):
         "Back to a saved place"
-        if self._own(): self.batches.load_state_dict(state["batches"]); self.passes = state["passes"]; return
+        if self._own():
+            self.batches.load_state_dict(state["batches"])
+            self.passes = state["passes"]
+            return
         if (epoch := state["start"]["epoch"]) is not None:
-            if not hasattr(self.batches, "epoch"): raise ValueError(f"batches is a {type(self.batches).__name__}, but the run was begun with batches that count their epochs; give the same")
+            if not hasattr(self.batches, "epoch"):
+                raise ValueError(
+                    f"batches is a {type(self.batches).__name__}, but the run was begun with batches that count their "
+                    "epochs; give the same"
+                )
             self.batches.epoch = epoch
         elif not isinstance(self.batches, (list, tuple, torch.utils.data.DataLoader)):
-            for _ in range(state["passes"]): self.source = sum(1 for _ in self.batches) and None          # what it counts by itself goes along
+            # what it counts by itself goes along
+            for _ in range(state["passes"]): self.source = sum(1 for _ in self.batches) and None
         _set_random_state(state["start"]["random"], self.device)
         for g, saved in zip(self._generators(), state["start"].get("generators", ())): g.set_state(saved)
-        self.passes = state["passes"]; self._begin(); self.take(state["position"])
+        self.passes = state["passes"]
+        self._begin()
+        self.take(state["position"])
 
 # %% ../../nbs/10_train.ipynb #540bc560
 def _shares(batches, model):
@@ -255,7 +341,8 @@ def _shares(batches, model):
 def _gradients(model, batches, om, loss, device):
     "Forward and backward over the micro-batches of one step; () mean loss of this rank"
     total, pairs = 0., list(zip(batches, _shares(batches, model)))
-    if not _is_sharded(model): pairs = [(b, s) for b, s in pairs if s]        # the loss of a batch without labels is nan; (a sharded model runs on all ranks or on none)
+    # the loss of a batch without labels is nan; (a sharded model runs on all ranks or on none)
+    if not _is_sharded(model): pairs = [(b, s) for b, s in pairs if s]
     for i, (batch, share) in enumerate(pairs):
         final = i == len(pairs) - 1
         with contextlib.nullcontext() if final or not isinstance(model, DistributedDataParallel) else model.no_sync():
@@ -271,7 +358,9 @@ def _read(value, norm, finite, tokens, replicas):
     if dist.is_initialized() and world_size() > 1:
         dist.all_reduce(stats)
         stats = stats / torch.tensor([world_size(), replicas, 1], dtype=torch.float64, device=stats.device)
-    return torch.cat([stats, norm.detach().reshape(1).to(stats)] if norm is not None else [stats]).tolist() + ([] if norm is not None else [None])
+    return torch.cat([stats, norm.detach().reshape(1).to(stats)] if norm is not None else [stats]).tolist() + (
+        [] if norm is not None else [None]
+    )
 
 _IN_A_ROW = 100      # steps that a loss scale may skip one after the other: halved so often, no scale is left
 
@@ -287,7 +376,11 @@ def _one_step(keeper, batches, loss, clip, rows, step):
     if bad or norm is not None and not math.isfinite(norm) and not om.loss_scale_enabled:
         again = before if clip is not None else None
         raise Diverged(_why_gradient(keeper, batches, loss, step, mean, again), pd.DataFrame(rows))
-    row = {"loss": mean} | ({"grad_norm": norm} if clip is not None else {}) | {"lr": float(om.optimizers[0].param_groups[0]["lr"])}
+    row = (
+        {"loss": mean}
+        | ({"grad_norm": norm} if clip is not None else {})
+        | {"lr": float(om.optimizers[0].param_groups[0]["lr"])}
+    )
     if om.loss_scale_enabled: row["loss_scale"] = om.loss_scale
     if not om.step() and om.skipped >= _IN_A_ROW:
         why = f"the gradients are not finite at any loss scale, now {om.loss_scale:g}, though the loss is"
@@ -302,9 +395,12 @@ def _begun(om): return _first_of_ranks("begun" if any(getattr(o, "begun", False)
 def _why_loss(keeper, batches, loss, step, value, before):
     "The message for a loss that is not finite, with the first bad tensor of any rank; not if its gradients are in the weights by now"
     if _begun(keeper.om):
-        return (f"the loss of step {step} is {value}, and an optimizer with overlap='backward' has used those of its "
-                f"gradients that were finite: the step is half made. {keeper.advice()}. With overlap='forward' no such step "
-                "is taken, and this message names the tensor it begins with")
+        return (
+            f"the loss of step {step} is {value}, and an optimizer with overlap='backward' has used those of its "
+            f"gradients that were finite: the step is half made. {keeper.advice()}. With overlap='forward' no such "
+            "step "
+            "is taken, and this message names the tensor it begins with"
+        )
     def look():
         _set_random_state(before, keeper.device)
         for batch in batches:
@@ -320,25 +416,48 @@ def _why_gradient(keeper, batches, loss, step, value, before):
     "The message for a gradient that is not finite; spread by a clip it is computed again, from the state `before`"
     model, om, begun = keeper.model, keeper.om, _begun(keeper.om)
     if before is not None:
-        _set_random_state(before, keeper.device); om.zero_grad()
+        _set_random_state(before, keeper.device)
+        om.zero_grad()
         _gradients(model, batches, om, loss, keeper.device)
     used = [p for o in om.optimizers if getattr(o, "begun", False) and hasattr(o, "spoilt") for p in o.spoilt()]
     names = {p: n for n, p in model.named_parameters()}
-    bad = [names.get(p, "?") for p in used] + [n for p, n in reversed(names.items()) if p.grad is not None and not _raw(p.grad).isfinite().all()]
-    where = _first_of_ranks(f"nearest to the loss, that of {bad[0]}" if bad else None) or "not when the batch was run again"
-    then = f"an optimizer with overlap='backward' has used the others: the step is half made. {keeper.advice()}" if begun else "the step was not taken"
+    bad = [names.get(p, "?") for p in used] + [
+        n for p, n in reversed(names.items()) if p.grad is not None and not _raw(p.grad).isfinite().all()
+    ]
+    where = (
+        _first_of_ranks(f"nearest to the loss, that of {bad[0]}" if bad else None) or "not when the batch was run again"
+    )
+    then = (
+        f"an optimizer with overlap='backward' has used the others: the step is half made. {keeper.advice()}"
+        if begun
+        else "the step was not taken"
+    )
     return f"the gradient of step {step} is not finite ({where}), though its loss {value:.4g} is ({then})"
 
 # %% ../../nbs/10_train.ipynb #41d2df26
 class _Keeper:
     "Writes checkpoints of a run, and takes one up again"
     def __init__(self, model, om, feed, device, folder, every, keep, background):
-        self.model, self.om, self.feed, self.device, self.folder, self.every, self.keep, self.background, self.job = model, om, feed, device, folder, every, keep, background, None
+        self.model, self.om, self.feed, self.device, self.folder, self.every, self.keep, self.background, self.job = (
+            model,
+            om,
+            feed,
+            device,
+            folder,
+            every,
+            keep,
+            background,
+            None,
+        )
         self.good = None                                                       # the checkpoint to go on from
     def write(self, step, rows):
         "A checkpoint of this step; the one before must be written"
         self.wait()
-        extra = {"feed": self.feed.state(), "random": _random_state(self.device), "log": pd.DataFrame(rows).to_dict("list")}
+        extra = {
+            "feed": self.feed.state(),
+            "random": _random_state(self.device),
+            "log": pd.DataFrame(rows).to_dict("list"),
+        }
         options = dict(manager=self.om, step=step, extra=extra, blocking=not self.background, keep=self.keep)
         try: self.job = save(self.model, self.folder, **options)
         except NotFinite as e:
@@ -360,32 +479,52 @@ class _Keeper:
             bad = found = None
             try: found = load_weights(self.model, path, manager=self.om)
             except Damaged as e: bad = str(e)
-            if not (bad := _first_of_ranks(bad) or (found and _spoilt(self.model, _tensors(self.model, self.om.optimizers)[0]))): break
+            if not (bad := _first_of_ranks(bad) or (found and _spoilt(self.model, _tensors(self.model, self.om.optimizers)[0]))):
+                break
             lost.append(f"{path.name} ({bad} is not finite)" if found else f"{path.name} ({bad})")
-        else: raise ValueError(f"save_to={str(self.folder)!r}: no checkpoint there is fit to go on from: {', '.join(lost)}; begin anew in another folder, with a new model: this one holds what was read")
-        if lost and rank() == 0: _log.warning("the run goes on from %s: newer ones are spoilt, %s", path, ", ".join(lost))
+        else:
+            raise ValueError(
+                f"save_to={str(self.folder)!r}: no checkpoint there is fit to go on from: {', '.join(lost)}; begin "
+                "anew in another folder, with a new model: this one holds what was read"
+            )
+        if lost and rank() == 0:
+            _log.warning("the run goes on from %s: newer ones are spoilt, %s", path, ", ".join(lost))
         return found
     def take_up(self, steps):
         "(steps done, rows of the log)"
         found = self._newest_good()
         extra, self.good = found["extra"], found["path"]
-        if "feed" not in extra: raise ValueError(f"save_to={str(self.folder)!r}: {found['path'].name} was not written by fit; read it by load_weights(model, …), and give fit a folder of its own")
+        if "feed" not in extra:
+            raise ValueError(
+                f"save_to={str(self.folder)!r}: {found['path'].name} was not written by fit; read it by "
+                "load_weights(model, …), and give fit a folder of its own"
+            )
         self.feed.go_to(extra["feed"])
         if found["step"] >= steps and rank() == 0:
-            _log.warning("steps=%d, but the run in %s is complete with %d: no step is made; give more steps to go on", steps, self.folder, found["step"])
+            _log.warning(
+                "steps=%d, but the run in %s is complete with %d: no step is made; give more steps to go on",
+                steps,
+                self.folder,
+                found["step"],
+            )
         if found["world_size"] == world_size(): _set_random_state(extra["random"], self.device)
         return found["step"], pd.DataFrame(extra["log"]).to_dict("records")
 
 def _managed(opt, schedule, model):
     "The manager that makes the steps"
-    if not isinstance(opt, OptimManager): om = OptimManager(model=model); om.add_optimizer(opt, schedule); return om
-    if schedule is not None: raise ValueError("schedule=: the manager has its own; give it to add_optimizer(opt, schedule)")
+    if not isinstance(opt, OptimManager):
+        om = OptimManager(model=model)
+        om.add_optimizer(opt, schedule)
+        return om
+    if schedule is not None:
+        raise ValueError("schedule=: the manager has its own; give it to add_optimizer(opt, schedule)")
     if opt.model is None: opt.model = model
     return opt
 
 # %% ../../nbs/10_train.ipynb #a55e3dbd
 def fit(
-    model:nn.Module,                          # put into train mode while it runs; plain, sharded or under DistributedDataParallel
+    model:nn.Module,                          # put into train mode while it runs; plain, sharded or under
+                                              # DistributedDataParallel
     batches:Iterable,                         # of this rank's batches; gone through again until `steps`
     opt:torch.optim.Optimizer|OptimManager,   # any optimizer, or a manager
     steps:int=100,                            # optimizer steps, those before a resume included
@@ -403,27 +542,41 @@ def fit(
     save_in_background:bool=False,            # go on while they are written, from a copy in host memory
     plan=None,                                # a TrainingPlan: logs energy, CO2 and, if it has a price, money
     price_per_gpu_hour:float|None=None,       # in any currency: logs the money
-)->pd.DataFrame:                              # step, loss, grad_norm (with clip), lr, tokens_per_s, seconds, memory, held_out, kwh, co2_kg, money
+# step, loss, grad_norm (with clip), lr, tokens_per_s, seconds, memory, held_out, kwh, co2_kg, money
+)->pd.DataFrame:
     "Train for `steps` steps and return the log, one row a step."
     _check_fit(model, opt, steps, clip, every, accumulate, save_to, save_every, resume)
     om, device = _managed(opt, schedule, model), _device(model)
-    if held_out is not None and iter(held_out) is held_out: held_out = list(held_out)      # it is gone through more than once
+    # it is gone through more than once
+    if held_out is not None and iter(held_out) is held_out: held_out = list(held_out)
     feed, held = _Feed(batches, device), lambda: _held_out(model, held_out, loss, om)
     keeper, show = _Keeper(model, om, feed, device, save_to, save_every, keep, save_in_background), _Show(steps, plot)
-    om.zero_grad()                                                                         # whatever an interrupted step left
+    # whatever an interrupted step left
+    om.zero_grad()
     done, rows = keeper.take_up(steps) if resume and latest(save_to) else (0, [])
     if held_out is not None and not done: rows = [{"step": 0, "held_out": held()}]
     start = time.perf_counter() - (rows[-1]["seconds"] if done else 0.)
     with _training(model, om, show):
         for step in range(done + 1, steps + 1):
             t, micro = time.perf_counter(), feed.take(accumulate)
-            if len(micro) < accumulate: raise ValueError(f"batches ended after {step - 1} of {steps} steps; give a list or another iterable that can start again")
+            if len(micro) < accumulate:
+                raise ValueError(
+                    f"batches ended after {step - 1} of {steps} steps; give a list or another iterable that can start "
+                    "again"
+                )
             row = {"step": step} | _one_step(keeper, micro, loss, clip, rows, step)
             now = time.perf_counter()
-            row |= {"tokens_per_s": row.pop("tokens") / (now - t), "seconds": now - start, "memory": _memory(device)} | _cost(now - start, plan, price_per_gpu_hour)
-            if held_out is not None: row["held_out"] = held() if step == steps or every and step % every == 0 else math.nan
-            rows.append(row); show.row(rows)
-            if save_to is not None and (step == steps or save_every and step % save_every == 0): keeper.write(step, rows)
+            row |= {
+                "tokens_per_s": row.pop("tokens") / (now - t),
+                "seconds": now - start,
+                "memory": _memory(device),
+            } | _cost(now - start, plan, price_per_gpu_hour)
+            if held_out is not None:
+                row["held_out"] = held() if step == steps or every and step % every == 0 else math.nan
+            rows.append(row)
+            show.row(rows)
+            if save_to is not None and (step == steps or save_every and step % save_every == 0):
+                keeper.write(step, rows)
     keeper.wait()
     return pd.DataFrame(rows)
 
@@ -431,7 +584,11 @@ def fit(
 class _Show:
     "Progress bar and picture, on rank 0"
     def __init__(self, steps, plot):
-        self.steps, self.done, self.bar = steps, 0, tqdm(total=steps, desc="fit", leave=False, mininterval=0.5, disable=rank() != 0)
+        self.steps, self.done, self.bar = (
+            steps,
+            0,
+            tqdm(total=steps, desc="fit", leave=False, mininterval=0.5, disable=rank() != 0),
+        )
         self.picture = _LivePlot() if rank() == 0 and (plot if plot is not None else in_notebook()) else None
     def row(self, rows):
         row, before = rows[-1], self.done
@@ -445,11 +602,16 @@ def _training(model, om, show):
     "Train mode for a while; an interrupt ends it quietly, and whatever ends it leaves no gradient behind"
     modes, whole = {m: m.training for m in model.modules()}, False
     model.train()
-    try: yield; whole = True
+    try:
+        yield
+        whole = True
     except KeyboardInterrupt: tqdm.write(f"stopped by hand after {show.done} of {show.steps} steps")
     finally:
-        if not whole and hasattr(model, "reset_iter_state"): model.reset_iter_state()      # FSDP2, in the middle of a forward or backward (torch 2.13 on)
-        show.bar.close(); om.zero_grad(); om.flush()
+        # FSDP2, in the middle of a forward or backward (torch 2.13 on)
+        if not whole and hasattr(model, "reset_iter_state"): model.reset_iter_state()
+        show.bar.close()
+        om.zero_grad()
+        om.flush()
         for m, training in modes.items(): m.training = training
 
 def _held_out(model, batches, loss, om):
@@ -462,17 +624,32 @@ def _check_fit(model, opt, steps, clip, every, accumulate, save_to, save_every, 
     own, opts = {id(p) for p in model.parameters()}, opt.optimizers if isinstance(opt, OptimManager) else [opt]
     held = [p for o in opts for g in o.param_groups for p in g["params"]]
     if not any(id(p) in own for p in held):
-        raise ValueError("the optimizer holds no parameter of this model; make it anew from model.parameters() or delta.trainable(), after sharding")
+        raise ValueError(
+            "the optimizer holds no parameter of this model; make it anew from model.parameters() or "
+            "delta.trainable(), after sharding"
+        )
     if not any(p.requires_grad for p in held):
-        raise ValueError("no parameter of the optimizer is tunable (requires_grad); give it delta.trainable(), or unfreeze something")
+        raise ValueError(
+            "no parameter of the optimizer is tunable (requires_grad); give it delta.trainable(), or unfreeze something"
+        )
     if clip is not None and any(getattr(o, "overlap", None) == "backward" for o in opts):
-        raise ValueError(f"clip={clip} needs the norm of all gradients, which an optimizer with overlap='backward' uses as they arrive; make it with overlap='forward'")
+        raise ValueError(
+            f"clip={clip} needs the norm of all gradients, which an optimizer with overlap='backward' uses as they "
+            "arrive; make it with overlap='forward'"
+        )
     for name, n in (("steps", steps), ("accumulate", accumulate)):
         if n < 1: raise ValueError(f"{name}={n}: at least one is needed")
     for name, n in (("every", every), ("save_every", save_every)):
         if n is not None and n < 1: raise ValueError(f"{name}={n}: a number of steps, 1 or more, or None")
-    if save_to is None and (save_every or resume): raise ValueError("save_every= and resume= need save_to=, the folder of the checkpoints")
+    if save_to is None and (save_every or resume):
+        raise ValueError("save_every= and resume= need save_to=, the folder of the checkpoints")
     if save_to is not None and not resume and (found := latest(save_to)):
-        raise ValueError(f"save_to={str(save_to)!r} holds {found.name} of another run; resume=True goes on from it, or give another folder")
+        raise ValueError(
+            f"save_to={str(save_to)!r} holds {found.name} of another run; resume=True goes on from it, or give another "
+            "folder"
+        )
     if world_size() > 1 and not _is_sharded(model) and not isinstance(model, DistributedDataParallel):
-        _log.warning("%d ranks train this model each for itself: shard(model) or DistributedDataParallel(model) joins them", world_size())
+        _log.warning(
+            "%d ranks train this model each for itself: shard(model) or DistributedDataParallel(model) joins them",
+            world_size(),
+        )

@@ -31,8 +31,10 @@ def _log_probs(
     z = _upcast(z)
     if group is None: return F.log_softmax(z, -1)
     lse = z.logsumexp(-1)                                                      # (c,)
-    top = lse.clone(); dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-    total = (lse - top).exp_(); dist.all_reduce(total, group=group)
+    top = lse.clone()
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    total = (lse - top).exp_()
+    dist.all_reduce(total, group=group)
     return z - (top + total.log_())[:, None]
 
 def _pick(
@@ -89,7 +91,8 @@ def _kernel():
         r = tl.program_id(0).to(tl.int64)
         z += r * stride
         top, total = -float("inf"), 0.0
-        for i in range(0, V, BLOCK):                                           # log Σ exp, rescaled whenever a larger logit comes
+        # log Σ exp, rescaled whenever a larger logit comes
+        for i in range(0, V, BLOCK):
             c = i + tl.arange(0, BLOCK)
             x = tl.load(z + c, mask=c < V, other=-float("inf")).to(tl.float32)
             new = tl.maximum(top, tl.max(x, 0))
@@ -97,7 +100,8 @@ def _kernel():
             total = total * tl.exp(top - safe) + tl.sum(tl.exp(x - safe), 0)
             top = new
         lse, y = top + tl.log(total), tl.load(labels + r)
-        zy = tl.load(z + y, mask=(y >= 0) & (y < V), other=float("nan")).to(tl.float32)      # nan for a word that is none
+        # nan for a word that is none
+        zy = tl.load(z + y, mask=(y >= 0) & (y < V), other=float("nan")).to(tl.float32)
         tl.store(losses + r, tl.where(y < 0, 0.0, lse - zy))
         if WANT:
             f = tl.load(coef + r)
@@ -123,7 +127,9 @@ def _logits(h, weight, bias, post):
     "Logits of a chunk as the product gives them, and as `post` makes them"
     z = torch.mm(h, weight.t()) if bias is None else torch.addmm(bias, h, weight.t())
     if post is None: return z, z
-    with torch.enable_grad(): z.requires_grad_(); return z, post(z)
+    with torch.enable_grad():
+        z.requires_grad_()
+        return z, post(z)
 
 def _walk(h, weight, bias, labels, coef, want, chunk, post, group, first):
     "Losses (N,) of the rows and, where `want`ed, the gradients of h, weight and bias of Σ coef · loss"
@@ -154,13 +160,15 @@ class _Chunked(torch.autograd.Function):
     "Cross-entropy of h @ weight.T against labels, gradients made on the way"
     @staticmethod
     def forward(ctx, h, weight, bias, labels, chunk, reduction, post, group, first, early):
-        ctx.packed = None if isinstance(weight, Tensor) else weight            # codes are kept, and widened for as long as it takes
+        # codes are kept, and widened for as long as it takes
+        ctx.packed = None if isinstance(weight, Tensor) else weight
         kept, weight = None if ctx.packed else weight, _widened(weight, h.dtype)
         valid = labels >= 0
         n = valid.sum() if reduction == "mean" else torch.ones((), device=h.device)
         ctx.late = h.dtype == torch.float16                                    # divide by n in backward
         coef = valid.to(_upcast(h[:0]).dtype)
-        if not ctx.late: coef = coef / n.clamp(min=1)                          # no label at all: gradients of 0, as torch's
+        # no label at all: gradients of 0, as torch's
+        if not ctx.late: coef = coef / n.clamp(min=1)
         want = tuple(ctx.needs_input_grad[:3]) if early else (False,) * 3
         losses, *grads = _walk(h, weight, bias, labels, coef, want, chunk, post, group, first)
         keep = torch.float32 if ctx.late else weight.dtype
@@ -177,7 +185,9 @@ class _Chunked(torch.autograd.Function):
         grads, ctx.grads, n = ctx.grads, None, n.clamp(min=1)
         if grads is None:
             coef = torch.where(labels >= 0, g if ctx.reduction == "none" else g / n, 0)
-            _, *grads = _walk(h, _widened(ctx.packed or weight, h.dtype), bias, labels, coef, ctx.needs_input_grad[:3], *ctx.settings)
+            _, *grads = _walk(
+                h, _widened(ctx.packed or weight, h.dtype), bias, labels, coef, ctx.needs_input_grad[:3], *ctx.settings
+            )
         else:
             for d in grads: d is None or d.mul_(g / n if ctx.late else g)
         return *(d if d is None else d.to(t.dtype) for d, t in zip(grads, (h, weight, bias))), *(None,) * 7
@@ -187,7 +197,8 @@ CHUNK = 2048   # rows; with fewer the products lose speed, with more there is li
 
 def chunked_cross_entropy(
     hidden:Tensor,             # (..., D) what the head reads, any float dtype
-    weight:Tensor,             # (V, D), same dtype; as a DTensor split by rows over ranks: each rank's words; or an Int8Linear or Int4Linear, for its weight
+    weight:Tensor,             # (V, D), same dtype; as a DTensor split by rows over ranks: each rank's words; or an
+                               # Int8Linear or Int4Linear, for its weight
     labels:Tensor,             # (...) int64, shape of hidden without D
     bias:Tensor|None=None,     # (V,), split as the weight is
     chunk:int=CHUNK,           # rows at once, > 0: (chunk, V) logits are held
@@ -204,11 +215,15 @@ def chunked_cross_entropy(
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
     h, y = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if torch.is_autocast_enabled(h.device.type):
-        h, weight, bias = (t.to(torch.get_autocast_dtype(t.device.type)) if isinstance(t, Tensor) else t for t in (h, weight, bias))
+        h, weight, bias = (
+            t.to(torch.get_autocast_dtype(t.device.type)) if isinstance(t, Tensor) else t for t in (h, weight, bias)
+        )
     elif not isinstance(weight, Tensor): bias = None if bias is None else bias.to(h.dtype)
-    elif h.dtype != weight.dtype: raise TypeError(f"hidden is {h.dtype} and weight {weight.dtype}: make them one dtype, or use torch.autocast")
+    elif h.dtype != weight.dtype:
+        raise TypeError(f"hidden is {h.dtype} and weight {weight.dtype}: make them one dtype, or use torch.autocast")
     V = shape[0]
-    y = torch.where(y == ignore_index, -1, torch.where(y < 0, V, y))           # -1: no label; V and above: an error when picked
+    # -1: no label; V and above: an error when picked
+    y = torch.where(y == ignore_index, -1, torch.where(y < 0, V, y))
     early = reduction != "none" and torch.is_grad_enabled()
     with torch.autocast(h.device.type, enabled=False):
         out = _Chunked.apply(h, weight, bias, y, chunk, reduction, post, group, first, early)
@@ -217,22 +232,34 @@ def chunked_cross_entropy(
 # %% ../../nbs/10_train/02_losses.ipynb #653191be
 def _shape(weight):
     if isinstance(weight, Tensor): return weight.shape
-    if not hasattr(weight, "dequantize"): raise TypeError(f"weight is a {type(weight).__name__}; expected a tensor, such as its .weight, or an Int8Linear or Int4Linear")
+    if not hasattr(weight, "dequantize"):
+        raise TypeError(
+            f"weight is a {type(weight).__name__}; expected a tensor, such as its .weight, or an Int8Linear or "
+            "Int4Linear"
+        )
     return torch.Size((weight.out_features, weight.in_features))
 
 def _check_chunked(hidden, shape, labels, chunk, reduction):
-    if reduction not in ("mean", "sum", "none"): raise ValueError(f"reduction={reduction!r}: use 'mean', 'sum' or 'none'")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r}: use 'mean', 'sum' or 'none'")
     if not isinstance(chunk, int) or chunk < 1: raise ValueError(f"chunk={chunk!r}: a number of rows, at least 1")
     if hidden.shape[:-1] != labels.shape or len(shape) != 2 or shape[1] != hidden.shape[-1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(shape)}, labels {tuple(labels.shape)}: expected (..., D), (V, D) and (...)")
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(shape)}, labels {tuple(labels.shape)}: expected (..., D), "
+            "(V, D) and (...)"
+        )
 
 def _columns(weight):
     "The group over which a head's rows are split, and the first word of this rank"
     mesh, where = weight.device_mesh, tuple(weight.placements)
     if mesh.ndim != 1 or where != (Shard(0),):
-        raise ValueError(f"weight is split as {where} over a mesh of shape {tuple(mesh.shape)}: the words (rows) may be split over one mesh dimension; "
-                         "a weight that fully_shard split is whole only inside the model's forward: use lm_loss")
-    if weight.shape[0] % mesh.size(): raise ValueError(f"{weight.shape[0]} words do not divide by {mesh.size()} ranks: pad the vocabulary")
+        raise ValueError(
+            f"weight is split as {where} over a mesh of shape {tuple(mesh.shape)}: the words (rows) may be split over "
+            "one mesh dimension; "
+            "a weight that fully_shard split is whole only inside the model's forward: use lm_loss"
+        )
+    if weight.shape[0] % mesh.size():
+        raise ValueError(f"{weight.shape[0]} words do not divide by {mesh.size()} ranks: pad the vocabulary")
     return mesh.get_group(), mesh.get_local_rank() * (weight.shape[0] // mesh.size())
 
 # %% ../../nbs/10_train/02_losses.ipynb #55802e01
@@ -255,22 +282,32 @@ class _Split(torch.autograd.Function):
 def vocab_parallel_cross_entropy(
     logits:Tensor,            # (..., V/W) this rank's columns, or a DTensor (..., V) split over its last dimension
     labels:Tensor,            # (...) int64, in the whole vocabulary, the same on all ranks of the group
-    group=None,               # process group that splits the vocabulary evenly, in rank order; None: the DTensor's, else all ranks
+    group=None,               # process group that splits the vocabulary evenly, in rank order; None: the DTensor's,
+                              # else all ranks
     ignore_index:int=-100,    # rows with this label do not count
     reduction:str="mean",     # "mean", "sum" or "none"
 )->Tensor:                    # () or shape of labels; float32, the same on all ranks
     "Cross-entropy of logits whose vocabulary is split over ranks (Shoeybi et al. 2019, §3)."
-    if reduction not in ("mean", "sum", "none"): raise ValueError(f"reduction={reduction!r}: use 'mean', 'sum' or 'none'")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r}: use 'mean', 'sum' or 'none'")
     if isinstance(logits, DTensor):
         mesh, where = logits.device_mesh, tuple(logits.placements)
         if mesh.ndim != 1 or where != (Shard(logits.ndim - 1),) or logits.shape[-1] % mesh.size():
-            raise ValueError(f"logits {tuple(logits.shape)} are placed as {where}: expected an even Shard({logits.ndim - 1}) over a mesh of one dimension")
+            raise ValueError(
+                f"logits {tuple(logits.shape)} are placed as {where}: expected an even Shard({logits.ndim - 1}) over a "
+                "mesh of one dimension"
+            )
         group, logits = mesh.get_group(), logits.to_local()
-    if logits.shape[:-1] != labels.shape: raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}: expected (..., V/W) and (...)")
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}: expected (..., V/W) and (...)"
+        )
     V, W = logits.shape[-1], dist.get_world_size(group)
     y = labels.reshape(-1)
     y = torch.where(y == ignore_index, -1, torch.where(y < 0, V * W, y))
-    loss = _Split.apply(logits.reshape(-1, V), y, group if group is not None else dist.group.WORLD, dist.get_rank(group) * V)
+    loss = _Split.apply(
+        logits.reshape(-1, V), y, group if group is not None else dist.group.WORLD, dist.get_rank(group) * V
+    )
     if reduction == "none": return loss.reshape(labels.shape)
     return loss.sum() if reduction == "sum" else loss.sum() / (y >= 0).sum()
 
@@ -278,21 +315,40 @@ def vocab_parallel_cross_entropy(
 _ROWS = ("view", "reshape", "contiguous", "__getitem__")                       # move rows about
 _UPCAST = ("float", "to", "double")                                            # the chunks are computed in fp32 anyway
 _SIGNS = ("__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "__neg__")
-_EACH = (*_UPCAST, *_SIGNS, "mul", "div", "true_divide", "divide", "multiply", "add", "sub", "neg", "tanh", "clamp")   # work on each number by itself
+# work on each number by itself
+_EACH = (*_UPCAST, *_SIGNS, "mul", "div", "true_divide", "divide", "multiply", "add", "sub", "neg", "tanh", "clamp")
 
 class _Promise:
     "Stands for `hidden @ weight.T + bias`, changed by `steps`, until someone asks for its numbers"
     def __init__(self, hidden, weight, bias, chunk, steps=(), dtype=None):
-        self.hidden, self.weight, self.bias, self.chunk, self.steps, self.dtype = hidden, weight, bias, chunk, steps, dtype or hidden.dtype
-        self.shape, self.ndim, self.device, self.made = torch.Size((*hidden.shape[:-1], _shape(weight)[0])), hidden.ndim, hidden.device, None
+        self.hidden, self.weight, self.bias, self.chunk, self.steps, self.dtype = (
+            hidden,
+            weight,
+            bias,
+            chunk,
+            steps,
+            dtype or hidden.dtype,
+        )
+        self.shape, self.ndim, self.device, self.made = (
+            torch.Size((*hidden.shape[:-1], _shape(weight)[0])),
+            hidden.ndim,
+            hidden.device,
+            None,
+        )
 
     def real(self, why):
         "The logits after all, made once"
         if self.made is None:
-            warnings.warn(f"lm_loss: the whole {tuple(self.shape)} logits are made, because {why}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"lm_loss: the whole {tuple(self.shape)} logits are made, because {why}", RuntimeWarning, stacklevel=2
+            )
             h, split = self.hidden, isinstance(self.weight, DTensor)
             if split: h = DTensor.from_local(h, self.weight.device_mesh, [Replicate()], run_check=False)
-            self.made = F.linear(h, self.weight, self.bias) if isinstance(self.weight, Tensor) else type(self.weight).forward(self.weight, h)
+            self.made = (
+                F.linear(h, self.weight, self.bias)
+                if isinstance(self.weight, Tensor)
+                else type(self.weight).forward(self.weight, h)
+            )
             if split: self.made = self.made.full_tensor()
             for _, step in self.steps: self.made = step(self.made)
         return self.made
@@ -302,10 +358,15 @@ class _Promise:
     def __len__(self): return self.shape[0]
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None): return _answer(func, args, kwargs or {})
-    def __getattr__(self, name):                                               # any other of a tensor's methods and properties
+    # any other of a tensor's methods and properties
+    def __getattr__(self, name):
         if name.startswith("__"): raise AttributeError(name)
         method = getattr(Tensor, name)
-        return (lambda *a, **k: _answer(method, (self, *a), k)) if callable(method) else getattr(self.real(f"the model's code reads their {name}"), name)
+        return (
+            (lambda *a, **k: _answer(method, (self, *a), k))
+            if callable(method)
+            else getattr(self.real(f"the model's code reads their {name}"), name)
+        )
 
 def _method(name): return lambda self, *a, **k: _answer(getattr(Tensor, name), (self, *a), k)
 for _name in (*_SIGNS, "__getitem__", "__setitem__"): setattr(_Promise, _name, _method(_name))
@@ -320,9 +381,20 @@ def _answer(func, args, kwargs):
         if name in _ROWS and args[0] is promise and (hidden := _move_rows(name, promise, args[1:])) is not None:
             return _Promise(hidden, promise.weight, promise.bias, promise.chunk, promise.steps, promise.dtype)
         if name in _EACH and all(a is promise or not isinstance(a, (Tensor, _Promise)) or a.numel() == 1 and a.ndim < 2 and not a.requires_grad for a in leaves):
-            step = lambda z: func(*tree_map(lambda a: z if a is promise else a, args), **tree_map(lambda a: z if a is promise else a, kwargs))
+            step = lambda z: func(
+                *tree_map(lambda a: z if a is promise else a, args),
+                **tree_map(lambda a: z if a is promise else a, kwargs),
+            )
             probe = step(torch.empty(1, dtype=promise.dtype, device=promise.device))
-            if probe.device == promise.device: return _Promise(promise.hidden, promise.weight, promise.bias, promise.chunk, (*promise.steps, (name, step)), probe.dtype)
+            if probe.device == promise.device:
+                return _Promise(
+                    promise.hidden,
+                    promise.weight,
+                    promise.bias,
+                    promise.chunk,
+                    (*promise.steps, (name, step)),
+                    probe.dtype,
+                )
     real = lambda a: a.real(f"the model's code calls {name} on them") if isinstance(a, _Promise) else a
     return func(*tree_map(real, args), **tree_map(real, kwargs))
 
@@ -333,7 +405,11 @@ def _move_rows(name, promise, args):
     if name == "__getitem__":
         index = args[0] if isinstance(args[0], tuple) else (args[0],)
         if not all(i is Ellipsis or isinstance(i, (int, slice)) for i in index): return None
-        return hidden[index] if (Ellipsis not in index and len(index) < hidden.ndim) or index[-1] in (slice(None), Ellipsis) else None
+        return (
+            hidden[index]
+            if (Ellipsis not in index and len(index) < hidden.ndim) or index[-1] in (slice(None), Ellipsis)
+            else None
+        )
     shape = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
     if not all(isinstance(n, int) for n in shape) or len(shape) < 2 or shape[-1] not in (V, -1): return None
     if shape[-1] == -1 and math.prod(shape[:-1]) * V != promise.shape.numel(): return None
@@ -341,9 +417,13 @@ def _move_rows(name, promise, args):
 
 def _promised_loss(promise, args, kwargs):
     "The chunked loss for these arguments of F.cross_entropy; None if they ask for more than it can do"
-    a = inspect.signature(F.cross_entropy).bind(*args, **kwargs); a.apply_defaults(); a = a.arguments
-    if a["weight"] is not None or a["label_smoothing"] or a["size_average"] is not None or a["reduce"] is not None: return None
-    if a["input"] is not promise or promise.ndim != 2 or a["target"].ndim != 1 or a["target"].is_floating_point(): return None
+    a = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
+    a.apply_defaults()
+    a = a.arguments
+    if a["weight"] is not None or a["label_smoothing"] or a["size_average"] is not None or a["reduce"] is not None:
+        return None
+    if a["input"] is not promise or promise.ndim != 2 or a["target"].ndim != 1 or a["target"].is_floating_point():
+        return None
     return _settle(promise, a["target"], a["ignore_index"], a["reduction"])
 
 def _settle(promise, labels, ignore_index=-100, reduction="mean"):
@@ -353,7 +433,16 @@ def _settle(promise, labels, ignore_index=-100, reduction="mean"):
     def post(z):
         for _, step in steps: z = step(z)
         return z
-    return chunked_cross_entropy(promise.hidden, promise.weight, labels, promise.bias, promise.chunk, ignore_index, reduction, post if steps else None)
+    return chunked_cross_entropy(
+        promise.hidden,
+        promise.weight,
+        labels,
+        promise.bias,
+        promise.chunk,
+        ignore_index,
+        reduction,
+        post if steps else None,
+    )
 
 # %% ../../nbs/10_train/02_losses.ipynb #b9036919
 def _find_head(model, head):
@@ -361,22 +450,35 @@ def _find_head(model, head):
     inner = unwrap(model)
     if head is not None:
         found = resolve(model, head)
-        if len(found) != 1: raise ValueError(f"head={head!r} matches {len(found)} modules: {', '.join(found)}; name one")
+        if len(found) != 1:
+            raise ValueError(f"head={head!r} matches {len(found)} modules: {', '.join(found)}; name one")
         return next(iter(found.items()))
     module = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     names = {m: n for n, m in parts(inner)}
     if module is not None: return names.get(unwrap(module), ""), unwrap(module)
     heads = [n for n, r in roles(inner).items() if r == "head"]
-    return (heads[0], {n: m for m, n in names.items()}[heads[0]]) if len(heads) == 1 else (None, f"it has {len(heads)} heads; name one by head=")
+    return (
+        (heads[0], {n: m for m, n in names.items()}[heads[0]])
+        if len(heads) == 1
+        else (None, f"it has {len(heads)} heads; name one by head=")
+    )
 
 def _compiled(model):
     "Was the whole model given to torch.compile?"
     while model is not None:
         if "_orig_mod" in model._modules or getattr(model, "_compiled_call_impl", None) is not None: return True
-        model = next((model._modules[k] for k in ("module", "_checkpoint_wrapped_module") if k in model._modules and unwrap(model) is not model), None)
+        model = next(
+            (
+                model._modules[k]
+                for k in ("module", "_checkpoint_wrapped_module")
+                if k in model._modules and unwrap(model) is not model
+            ),
+            None,
+        )
     return False
 
-def _widens(head): return type(head) in (Int8Linear, Int4Linear) and getattr(head, "activations", None) is None   # codes that stand for a weight, and no more
+# codes that stand for a weight, and no more
+def _widens(head): return type(head) in (Int8Linear, Int4Linear) and getattr(head, "activations", None) is None
 
 def _refusal(model, name, head):
     "Why a head cannot promise its logits; '' if it can"
@@ -386,8 +488,21 @@ def _refusal(model, name, head):
     if type(head).forward is not nn.Linear.forward and not getattr(head, "_bmlab_vocab_parallel", False) and not _widens(head):
         return f"its head {name} is a {type(head).__name__}, which does more than multiply by a weight"
     inner, path = unwrap(model), name.split(".")
-    inside = [".".join(path[:i]) for i in range(1, len(path) + 1) if isinstance(inner.get_submodule(".".join(path[:i])), FSDPModule)] if name else []
-    return f"{inside[0]} was given to fully_shard by itself, which frees the head's weight before the loss; leave the head to the root" if inside else ""
+    inside = (
+        [
+            ".".join(path[:i])
+            for i in range(1, len(path) + 1)
+            if isinstance(inner.get_submodule(".".join(path[:i])), FSDPModule)
+        ]
+        if name
+        else []
+    )
+    return (
+        f"{inside[0]} was given to fully_shard by itself, which frees the head's weight before the loss; leave the "
+        "head to the root"
+        if inside
+        else ""
+    )
 
 @contextlib.contextmanager
 def _promising(head, chunk):
@@ -398,19 +513,27 @@ def _promising(head, chunk):
 
 # %% ../../nbs/10_train/02_losses.ipynb #6bb670a7
 def lm_loss(
-    model:nn.Module,           # a language model of transformers, or any module that returns logits (B, L, V); sharded, split over ranks or wrapped
-    batch:dict|tuple|Tensor,   # dict with "labels" (B, L), a pair (ids, labels), or ids that are their own labels; label t is predicted from the words before t
+    model:nn.Module,           # a language model of transformers, or any module that returns logits (B, L, V); sharded,
+                               # split over ranks or wrapped
+    batch:dict|tuple|Tensor,   # dict with "labels" (B, L), a pair (ids, labels), or ids that are their own labels;
+                               # label t is predicted from the words before t
     chunk:int=CHUNK,           # rows of logits at once
     head:str|None=None,        # pattern of the head; None: found by its role
 )->Tensor:                     # () the loss that the model computes itself, or the mean cross-entropy
     "A language model's loss without its logits; usable as `loss=` of `fit`. Where that cannot be, the plain loss and a warning that says why."
     name, module = _find_head(model, head)
     why, knows = _refusal(model, name, module), _knows_labels(model)
-    if why: warnings.warn(f"lm_loss: {type(unwrap(model)).__name__} makes its whole logits: {why}", RuntimeWarning, stacklevel=2)
+    if why:
+        warnings.warn(
+            f"lm_loss: {type(unwrap(model)).__name__} makes its whole logits: {why}", RuntimeWarning, stacklevel=2
+        )
     with contextlib.nullcontext() if why else _promising(module, chunk):
         if not knows: return _loss_at_the_end(model, *_split_batch(model, batch))
         if not isinstance(batch, Mapping) or "labels" not in batch:
-            raise ValueError(f"{type(unwrap(model)).__name__} computes its own loss: batch must be a dict with 'labels', not " + (f"one with {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"))
+            raise ValueError(
+                f"{type(unwrap(model)).__name__} computes its own loss: batch must be a dict with 'labels', not "
+                + (f"one with {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}")
+            )
         return model(**batch).loss
 
 def _knows_labels(model):
@@ -421,7 +544,8 @@ def _split_batch(model, batch):
     "(args, kwargs, labels) for a module that takes no labels"
     if isinstance(batch, Tensor): return (batch,), {}, batch
     if not isinstance(batch, Mapping):
-        if len(batch) != 2: raise ValueError(f"batch is a {type(batch).__name__} of {len(batch)}: expected a pair (ids, labels)")
+        if len(batch) != 2:
+            raise ValueError(f"batch is a {type(batch).__name__} of {len(batch)}: expected a pair (ids, labels)")
         return (batch[0],), {}, batch[1]
     rest = {k: v for k, v in batch.items() if k != "labels"}
     if "labels" not in batch: raise ValueError(f"batch has {sorted(batch)}; add 'labels'")
@@ -436,8 +560,13 @@ def _loss_at_the_end(model, args, kwargs, labels):
         found = [t for t in found if isinstance(t, _Promise)] or found[:1]
         if not found: raise ValueError(f"{type(module).__name__} returned no logits of shape {(*labels.shape, 'V')}")
         logits, target = found[0][:, :-1], labels[:, 1:]
-        return _settle(logits, target) if isinstance(logits, _Promise) else F.cross_entropy(_upcast(logits).flatten(0, 1), target.flatten())
+        return (
+            _settle(logits, target)
+            if isinstance(logits, _Promise)
+            else F.cross_entropy(_upcast(logits).flatten(0, 1), target.flatten())
+        )
     if _compiled(model): return loss_of(unwrap(model), args, model(*args, **kwargs))
-    handle = unwrap(model).register_forward_hook(loss_of, prepend=True)        # ahead of fully_shard's own, which frees the weights
+    # ahead of fully_shard's own, which frees the weights
+    handle = unwrap(model).register_forward_hook(loss_of, prepend=True)
     try: return model(*args, **kwargs)
     finally: handle.remove()

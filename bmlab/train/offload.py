@@ -34,8 +34,17 @@ class Hyper:
     def numbers(self, step, device):
         "What torch's kernel takes besides the tensors"
         scale = None if self.divisor == 1.0 else torch.full((), self.divisor, dtype=torch.float32, device=device)
-        return dict(step=torch.full((), float(step), device=device), lr=self.lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=self.weight_decay,
-                    eps=self.eps, amsgrad=False, maximize=False, grad_scale=scale)
+        return dict(
+            step=torch.full((), float(step), device=device),
+            lr=self.lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=scale,
+        )
 
 def adamw_(
     params:list[Tensor],      # changed in place; all lists: tensors of one device and dtype, of equal shapes
@@ -63,7 +72,9 @@ def place(
     total, seen, out, hosted, linked = sum(sizes), 0, [], 0, 0
     for n in sizes:
         seen += n
-        if seen <= (1 - share) * total: out.append("gpu"); continue
+        if seen <= (1 - share) * total:
+            out.append("gpu")
+            continue
         take = linked + n / 2 < link * (hosted + n)
         hosted, linked = hosted + n, linked + n * take
         out.append("link" if take else "cpu")
@@ -80,7 +91,12 @@ def _version(p):
 def _take(t, other):
     "Copy `other` into `t`; shards of one shape that lie on a host mesh and on a GPU mesh too"
     if t is other: return                                              # read in place
-    apart = isinstance(t, DTensor) and isinstance(other, DTensor) and t.device_mesh != other.device_mesh and t.placements == other.placements
+    apart = (
+        isinstance(t, DTensor)
+        and isinstance(other, DTensor)
+        and t.device_mesh != other.device_mesh
+        and t.placements == other.placements
+    )
     if apart: _local(t).copy_(_local(other))
     else: t.copy_(other)
 
@@ -91,22 +107,33 @@ class _Unit:
     "A run of one slab: pieces of parameters that are updated together"
     def __init__(self, index, group, place, block, dtype):
         self.index, self.group, self.place, self.block, self.dtype = index, group, place, block, dtype
-        self.pieces, self.n = [], 0                      # [(parameter, first element in its flat local part, elements, offset in the unit)]
-        self.state = self.grads = self.weights = self.chunks = None   # (p, m, v) flat (n,); pinned (n,) staging of lane "cpu", and its cuts
-        self.given, self.runs, self.hyper = [], [], None # this step's gradients [(piece, flat gradient)]; [(start, stop, step number)]; the numbers
-        self.ready = self.event = self.back = None       # CUDA events: gradients there; weights written; state back on the host
+        # [(parameter, first element in its flat local part, elements, offset in the unit)]
+        self.pieces, self.n = [], 0
+        # (p, m, v) flat (n,); pinned (n,) staging of lane "cpu", and its cuts
+        self.state = self.grads = self.weights = self.chunks = None
+        # this step's gradients [(piece, flat gradient)]; [(start, stop, step number)]; the numbers
+        self.given, self.runs, self.hyper = [], [], None
+        # CUDA events: gradients there; weights written; state back on the host
+        self.ready = self.event = self.back = None
         self.done, self.error, self.pending, self.missing = threading.Event(), None, False, 0
-        self.held, self.sizes = [], None                 # gradients used as they arrive: pieces; (k,) finite where one is
+        # gradients used as they arrive: pieces; (k,) finite where one is
+        self.held, self.sizes = [], None
         self.found = self.stop = None                    # () 1 where one is not, beside them and on the host
         self.looked = False                              # has nobody asked yet what came out?
-        self.writes, self.seen = None, {}                # {parameter: how often the optimizer wrote it}, shared; {parameter: how often others had}
+        # {parameter: how often the optimizer wrote it}, shared; {parameter: how often others had}
+        self.writes, self.seen = None, {}
 
     def take(self, steps):
         "This step's gradients and the runs of elements that share a step number"
         self.refresh()
         for p in {piece[0] for piece in self.pieces}:
-            if isinstance(p, DTensor) and p.grad is not None and p.grad.placements != p.placements: p.grad = p.grad.redistribute(placements=p.placements)
-        self.given = [(piece, _local(piece[0].grad)[piece[1]:piece[1] + piece[2]]) for piece in self.pieces if piece[0].grad is not None]
+            if isinstance(p, DTensor) and p.grad is not None and p.grad.placements != p.placements:
+                p.grad = p.grad.redistribute(placements=p.placements)
+        self.given = [
+            (piece, _local(piece[0].grad)[piece[1] : piece[1] + piece[2]])
+            for piece in self.pieces
+            if piece[0].grad is not None
+        ]
         self.runs = []
         for (p, _, n, at), _ in self.given:
             step = steps[p] + 1
@@ -136,13 +163,24 @@ class _Unit:
 
     def gather(self, flat):
         "Gradients → one flat tensor (n,)"
-        if self.given: torch._foreach_copy_([flat[at:at + n] for (_, _, n, at), _ in self.given], [grad for _, grad in self.given], non_blocking=True)
+        if self.given:
+            torch._foreach_copy_(
+                [flat[at : at + n] for (_, _, n, at), _ in self.given],
+                [grad for _, grad in self.given],
+                non_blocking=True,
+            )
 
     def scatter(self, flat):
         "One flat tensor (n,) → the weights, rounded to nearest even"
         pieces = [piece for piece, _ in self.given]
-        with _counting:                                  # a write and its count are one, for who asks how often others wrote
-            if pieces: torch._foreach_copy_([_local(p)[start:start + n] for p, start, n, _ in pieces], [flat[at:at + n] for _, _, n, at in pieces], non_blocking=True)
+        # a write and its count are one, for who asks how often others wrote
+        with _counting:
+            if pieces:
+                torch._foreach_copy_(
+                    [_local(p)[start : start + n] for p, start, n, _ in pieces],
+                    [flat[at : at + n] for _, _, n, at in pieces],
+                    non_blocking=True,
+                )
             for p, *_ in pieces: self.writes[p] += 1
 
 # %% ../../nbs/10_train/07_offload.ipynb #21b49a7d
@@ -154,9 +192,12 @@ def _units(rows, limit):
         while start < n:
             u = last.get(where)
             if u is None or (u.group, u.block, u.dtype) != (group, block, p.dtype) or u.n >= limit:
-                u = last[where] = _Unit(len(units), group, where, block, p.dtype); units.append(u)
+                u = last[where] = _Unit(len(units), group, where, block, p.dtype)
+                units.append(u)
             k = min(n - start, limit - u.n)
-            u.pieces.append((p, start, k, u.n)); u.n += k; start += k
+            u.pieces.append((p, start, k, u.n))
+            u.n += k
+            start += k
     return units
 
 # %% ../../nbs/10_train/07_offload.ipynb #3fadba26
@@ -167,7 +208,11 @@ def _slab(n, dtype, pinned):
     t = torch.zeros(n, dtype=dtype)
     if pinned and n and torch.cuda.is_available():
         code = torch.cuda.cudart().cudaHostRegister(t.data_ptr(), t.nbytes, 0)
-        if int(code): raise MemoryError(f"the driver refused to page-lock {format_bytes(t.nbytes)} of host memory (error {int(code)}); use a smaller offload share")
+        if int(code):
+            raise MemoryError(
+                f"the driver refused to page-lock {format_bytes(t.nbytes)} of host memory (error {int(code)}); use a "
+                "smaller offload share"
+            )
         weakref.finalize(t, _unregister, t.data_ptr())
     return t
 
@@ -176,7 +221,9 @@ class _Queue:
     "Units waiting for a lane"
     def __init__(self): self.units, self.ready, self.forward, self.closed = [], threading.Condition(), False, False
     def put(self, unit):
-        with self.ready: self.units.append(unit); self.ready.notify()
+        with self.ready:
+            self.units.append(unit)
+            self.ready.notify()
     def get(self):
         "The next unit, or None when the queue was closed"
         with self.ready:
@@ -186,13 +233,18 @@ class _Queue:
             self.units.remove(unit)
             return unit
     def close(self):
-        with self.ready: self.closed = True; self.ready.notify_all()
+        with self.ready:
+            self.closed = True
+            self.ready.notify_all()
 
 class _Streams:
     "The side streams of one GPU; on a CPU everything runs in place"
     def __init__(self, device):
         self.device, self.cuda = device, device.type == "cuda"
-        if self.cuda: self.streams = {name: torch.cuda.Stream(device, priority=-1) for name in ("d2h", "h2d", "link_in", "update", "link_out")}   # (small kernels go before the model's large ones)
+        if self.cuda:
+            self.streams = {
+                name: torch.cuda.Stream(device, priority=-1) for name in ("d2h", "h2d", "link_in", "update", "link_out")
+            }  # (small kernels go before the model's large ones)
     def on(self, name, *after):
         "Work on a side stream, after some events"
         if not self.cuda: return contextlib.nullcontext()
@@ -202,7 +254,8 @@ class _Streams:
     def mark(self, blocking=False):
         "An event on the current stream"
         if not self.cuda: return None
-        event = torch.cuda.Event(blocking=blocking); event.record()
+        event = torch.cuda.Event(blocking=blocking)
+        event.record()
         return event
 
 # %% ../../nbs/10_train/07_offload.ipynb #2d5e964c
@@ -265,37 +318,60 @@ def _serve(lanes, queue, update, ready, threads):
             with torch.no_grad(): update(unit)
         except BaseException as e: unit.error = e
         unit.given = []
-        if lanes.trace is not None: lanes.trace.append((start, time.perf_counter(), "host adam" if unit.place == "cpu" else "link"))
+        if lanes.trace is not None:
+            lanes.trace.append((start, time.perf_counter(), "host adam" if unit.place == "cpu" else "link"))
         unit.done.set()
 
 # %% ../../nbs/10_train/07_offload.ipynb #fe1d40b9
 class _Lanes:
     "The threads and buffers that update host units beside the model's work"
     def __init__(self, units, device, workers, threads, chunk, ring, state_dtype):
-        self.streams, self.trace, self.current = _Streams(device), None, threading.current_thread   # (`close` may run when this module's names are gone)
+        # (`close` may run when this module's names are gone)
+        self.streams, self.trace, self.current = _Streams(device), None, threading.current_thread
         self.queues, starters = {"cpu": _Queue(), "link": _Queue()}, []
         n_link = max((u.n for u in units if u.place == "link"), default=0)
         for _ in range(workers if any(u.place == "cpu" for u in units) else 0):
             scratch = torch.empty(chunk, dtype=state_dtype)
             starters.append(("cpu", lambda u, s=scratch: _cpu_unit(u, self.streams, s, chunk), threads))
         if n_link:
-            slots = [{"state": torch.empty(3, n_link, dtype=state_dtype, device=device), "grad": torch.empty(n_link, dtype=state_dtype, device=device), "free": None} for _ in range(ring)]
+            slots = [
+                {
+                    "state": torch.empty(3, n_link, dtype=state_dtype, device=device),
+                    "grad": torch.empty(n_link, dtype=state_dtype, device=device),
+                    "free": None,
+                }
+                for _ in range(ring)
+            ]
             turn = [0]
-            def link(u): slot = slots[turn[0] % ring]; turn[0] += 1; _link_unit(u, self.streams, slot)
+            def link(u):
+                slot = slots[turn[0] % ring]
+                turn[0] += 1
+                _link_unit(u, self.streams, slot)
             starters.append(("link", link, 0))
         ready, before = threading.Barrier(len(starters) + 1), torch.get_num_threads()
-        self.threads = [threading.Thread(target=_serve, args=(self, self.queues[place], update, ready, k), daemon=True, name=f"bmlab-adamw-{place}")
-                        for place, update, k in starters]
+        self.threads = [
+            threading.Thread(
+                target=_serve,
+                args=(self, self.queues[place], update, ready, k),
+                daemon=True,
+                name=f"bmlab-adamw-{place}",
+            )
+            for place, update, k in starters
+        ]
         for t in self.threads: t.start()
-        ready.wait(); torch.set_num_threads(before)                    # (set_num_threads is per thread, but its last value is what new threads get)
+        ready.wait()
+        torch.set_num_threads(before)  # (set_num_threads is per thread, but its last value is what new threads get)
 
     def submit(self, unit, steps, hyper, look=False):
         "Take a unit's gradients, look at them if they have not been looked at, and queue it; the call returns at once"
         self.wait(unit)
-        unit.take(steps); unit.hyper, unit.found, unit.stop = hyper, None, None
+        unit.take(steps)
+        unit.hyper, unit.found, unit.stop = hyper, None, None
         unit.sizes, unit.looked = None, False
         if not unit.given: return
-        if look: unit.look(); unit.stop = unit.found if not self.streams.cuda else torch.empty((), pin_memory=True)
+        if look:
+            unit.look()
+            unit.stop = unit.found if not self.streams.cuda else torch.empty((), pin_memory=True)
         ready = self.streams.mark()
         if unit.place == "cpu":
             with self.streams.on("d2h", ready):
@@ -303,7 +379,8 @@ class _Lanes:
                 if look: unit.stop.copy_(unit.found, non_blocking=True)
                 unit.ready = self.streams.mark(blocking=True)
         else: unit.ready = ready
-        if self.streams.cuda:                                          # the allocator keeps the gradients until the side streams have read them
+        # the allocator keeps the gradients until the side streams have read them
+        if self.streams.cuda:
             side = self.streams.streams["d2h" if unit.place == "cpu" else "update"]
             for _, grad in unit.given: grad.record_stream(side)
             if look: unit.found.record_stream(side)
@@ -316,7 +393,11 @@ class _Lanes:
         "Make the current stream (or the host too) wait for a unit's new weights"
         if not unit.pending: return
         unit.done.wait()
-        if unit.error is not None: raise RuntimeError(f"the optimizer's lane {unit.place!r} failed: {unit.error}; its state is half updated: load a checkpoint into a new optimizer") from unit.error
+        if unit.error is not None:
+            raise RuntimeError(
+                f"the optimizer's lane {unit.place!r} failed: {unit.error}; its state is half updated: load a "
+                "checkpoint into a new optimizer"
+            ) from unit.error
         unit.pending = False
         if unit.event is not None:
             torch.cuda.current_stream().wait_event(unit.event)
@@ -331,12 +412,15 @@ class _Lanes:
 # %% ../../nbs/10_train/07_offload.ipynb #ad6fef70
 def _check(lr, betas, eps, weight_decay, offload, master, overlap, link):
     if not lr >= 0: raise ValueError(f"lr={lr}: a learning rate of 0 or more is needed")
-    if len(betas) != 2 or not all(0 <= b < 1 for b in betas): raise ValueError(f"betas={betas}: two numbers in [0, 1) are needed")
+    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+        raise ValueError(f"betas={betas}: two numbers in [0, 1) are needed")
     if not eps >= 0: raise ValueError(f"eps={eps}: 0 or more is needed")
     if not weight_decay >= 0: raise ValueError(f"weight_decay={weight_decay}: 0 or more is needed")
     share = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x <= 1
-    if not (offload is None or offload == "auto" or share(offload)): raise ValueError(f"offload={offload!r}: None, a share from 0 to 1, or 'auto'")
-    if master not in ("fp32", None): raise ValueError(f"master={master!r}: 'fp32', or None to update the stored weights themselves")
+    if not (offload is None or offload == "auto" or share(offload)):
+        raise ValueError(f"offload={offload!r}: None, a share from 0 to 1, or 'auto'")
+    if master not in ("fp32", None):
+        raise ValueError(f"master={master!r}: 'fp32', or None to update the stored weights themselves")
     if overlap not in ("forward", "backward"): raise ValueError(f"overlap={overlap!r}: 'forward' or 'backward'")
     if not (link == "auto" or share(link)): raise ValueError(f"link={link!r}: 'auto' or a share from 0 to 1")
 
@@ -352,9 +436,14 @@ class _Named:
             inside = [p for p in self.model.parameters() if p in chosen]
             order = inside + [p for p in chosen if p not in set(inside)]
         else: order = list(chosen)
-        last = max((n for n, p in enumerate(order) if p in block_of), default=len(order)) if not any(isinstance(p, DTensor) for p in order) else len(order)
+        last = (
+            max((n for n, p in enumerate(order) if p in block_of), default=len(order))
+            if not any(isinstance(p, DTensor) for p in order)
+            else len(order)
+        )
         self.rows = [(chosen[p], p, block_of.get(p, -1 if n < last else len(self.blocks))) for n, p in enumerate(order)]
-        self.rows.sort(key=lambda r: r[2])                            # (stable: what stands between two stacks is needed at the root)
+        # (stable: what stands between two stacks is needed at the root)
+        self.rows.sort(key=lambda r: r[2])
 
 # %% ../../nbs/10_train/07_offload.ipynb #53719758
 class _Settings(torch.optim.Optimizer):
@@ -366,40 +455,95 @@ class _Settings(torch.optim.Optimizer):
         eps:float=1e-8,                 # ≥ 0
         weight_decay:float=1e-2,        # decoupled, ≥ 0
         *,
-        offload:float|str|None=None,    # share of the state on the host, 0…1; "auto": what a first step leaves no room for; None: 0
+        offload:float|str|None=None,    # share of the state on the host, 0…1; "auto": what a first step leaves no room
+                                        # for; None: 0
         master:str|None="fp32",         # "fp32": 16-bit weights have fp32 masters; None: the stored weights are updated
-        overlap:str="forward",          # "forward": updates run under the next forward; "backward": from the first gradient on, no clipping
+        overlap:str="forward",          # "forward": updates run under the next forward; "backward": from the first
+                                        # gradient on, no clipping
         link:float|str="auto",          # share of the host's part that the GPU updates over the link
         memory_limit:int|str|None=None, # of the GPU, for "auto"; None: all of it
-        workers:int|None=None,          # threads of lane "cpu", which share this rank's cores; None: 2, or 1 on few cores
+        workers:int|None=None,          # threads of lane "cpu", which share this rank's cores; None: 2, or 1 on few
+                                        # cores
         chunk:int=1 << 22,              # elements that such a thread updates at once: they stay in the cache
         unit:int=1 << 23,               # elements of a task
     ):
         _check(lr, betas, eps, weight_decay, offload, master, overlap, link)
         model = params if isinstance(params, nn.Module) else None
         chosen = [p for p in model.parameters() if p.requires_grad] if model is not None else params
-        if model is not None and not chosen: raise ValueError(f"{type(model).__name__} has no tunable parameter (requires_grad); unfreeze something first")
+        if model is not None and not chosen:
+            raise ValueError(
+                f"{type(model).__name__} has no tunable parameter (requires_grad); unfreeze something first"
+            )
         super().__init__(chosen, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         everything = [p for g in self.param_groups for p in g["params"]]
         for p in everything:
-            if not p.is_floating_point(): raise ValueError(f"a parameter of shape {tuple(p.shape)} is {p.dtype}; AdamW takes real numbers: use its view as such (torch.view_as_real)")
-            if not (p.to_local() if isinstance(p, DTensor) else p).is_contiguous(): raise ValueError(f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} is not contiguous, in channels_last perhaps; call .contiguous() on it first")
-        if overlap == "backward" and isinstance(params, DistributedDataParallel): raise ValueError("overlap='backward' uses gradients before DistributedDataParallel has reduced them; use shard(model), or overlap='forward'")
-        if master is None and len({p.dtype for p in everything}) > 1: raise ValueError(f"master=None with weights of several dtypes, {sorted({str(p.dtype) for p in everything})}; use master='fp32'")
-        self.model, self.offload, self.overlap, self.link, self.memory_limit = model, 0.0 if offload is None else offload, overlap, link, memory_limit
-        self.state_dtype = everything[0].dtype if master is None else torch.float64 if torch.float64 in {p.dtype for p in everything} else torch.float32
+            if not p.is_floating_point():
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} is {p.dtype}; AdamW takes real numbers: use its view as "
+                    "such (torch.view_as_real)"
+                )
+            if not (p.to_local() if isinstance(p, DTensor) else p).is_contiguous():
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} is not contiguous, in "
+                    "channels_last perhaps; call .contiguous() on it first"
+                )
+        if overlap == "backward" and isinstance(params, DistributedDataParallel):
+            raise ValueError(
+                "overlap='backward' uses gradients before DistributedDataParallel has reduced them; use shard(model), "
+                "or overlap='forward'"
+            )
+        if master is None and len({p.dtype for p in everything}) > 1:
+            raise ValueError(
+                f"master=None with weights of several dtypes, {sorted({str(p.dtype) for p in everything})}; use "
+                "master='fp32'"
+            )
+        self.model, self.offload, self.overlap, self.link, self.memory_limit = (
+            model,
+            0.0 if offload is None else offload,
+            overlap,
+            link,
+            memory_limit,
+        )
+        self.state_dtype = (
+            everything[0].dtype
+            if master is None
+            else torch.float64
+            if torch.float64 in {p.dtype for p in everything}
+            else torch.float32
+        )
         self.workers, self.chunk, self.unit = workers, chunk, unit
-        if model is not None and hasattr(unwrap(model), "sharding"): unwrap(model).sharding.offload = self.offload          # what recomputes is planned with it
-        self.units, self.lanes, self.share, self._host, self._steps, self._units_of, self._early, self._slabs, self._meshes = None, None, None, [], {}, {}, [], [], {}
+        # what recomputes is planned with it
+        if model is not None and hasattr(unwrap(model), "sharding"): unwrap(model).sharding.offload = self.offload
+        (
+            self.units,
+            self.lanes,
+            self.share,
+            self._host,
+            self._steps,
+            self._units_of,
+            self._early,
+            self._slabs,
+            self._meshes,
+        ) = None, None, None, [], {}, {}, [], [], {}
         self._divisor, self._armed, self._numbers = 1.0, overlap == "backward", None
-        if offload == "auto" and torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()                 # the peak of the first step is to be its own
+        # the peak of the first step is to be its own
+        if offload == "auto" and torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
 
 # %% ../../nbs/10_train/07_offload.ipynb #67200326
 class _Numbered(_Settings):
     "The numbers of a step"
     def _hypers(self):
         "The numbers of each group, as they are now"
-        return [Hyper(lr=float(g["lr"]), betas=tuple(map(float, g["betas"])), eps=float(g["eps"]), weight_decay=float(g["weight_decay"]), divisor=float(self._divisor)) for g in self.param_groups]
+        return [
+            Hyper(
+                lr=float(g["lr"]),
+                betas=tuple(map(float, g["betas"])),
+                eps=float(g["eps"]),
+                weight_decay=float(g["weight_decay"]),
+                divisor=float(self._divisor),
+            )
+            for g in self.param_groups
+        ]
 
     @property
     def grad_divisor(self):
@@ -409,7 +553,10 @@ class _Numbered(_Settings):
     @grad_divisor.setter
     def grad_divisor(self, value):
         if self.overlap == "backward" and float(value) != 1.0:
-            raise RuntimeError(f"gradients are to be divided by {float(value):.4g} (clipping or a loss scale), but overlap='backward' uses them as they arrive; make the optimizer with overlap='forward'")
+            raise RuntimeError(
+                f"gradients are to be divided by {float(value):.4g} (clipping or a loss scale), but overlap='backward' "
+                "uses them as they arrive; make the optimizer with overlap='forward'"
+            )
         self._divisor = value
 
 # %% ../../nbs/10_train/07_offload.ipynb #70953059
@@ -422,7 +569,9 @@ def _as_state(view, p, meshes):
     "A part of a slab as the state of a parameter: of its shape, and a DTensor where it is one"
     if not isinstance(p, DTensor): return view.view(p.shape)
     mesh = p.device_mesh if view.device.type == p.device_mesh.device_type else meshes[p.device_mesh]
-    return DTensor.from_local(view.view(p.to_local().shape), mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    return DTensor.from_local(
+        view.view(p.to_local().shape), mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
 
 def _room(device, limit):
     "Bytes of GPU memory that the forward and backward before left free: 5 % are for fragments, 1 GiB for buffers and workspaces"
@@ -432,14 +581,18 @@ def _room(device, limit):
 
 class _Slabs(_Numbered):
     "Memory for the state"
-    def _wide(self, p): return p.dtype == self.state_dtype            # such weights beside their state are their own masters
+    # such weights beside their state are their own masters
+    def _wide(self, p): return p.dtype == self.state_dtype
 
     def _auto_share(self, params):
         "The share of the state that does not fit on the GPU"
         if self.device.type != "cuda": return 0.0
-        need = sum(_local(p).numel() * (2 + (not self._wide(p))) for p in params) * torch.finfo(self.state_dtype).bits // 8
+        need = (
+            sum(_local(p).numel() * (2 + (not self._wide(p))) for p in params) * torch.finfo(self.state_dtype).bits // 8
+        )
         room = _room(self.device, self.memory_limit)
-        if all(p.grad is None for p in params):                        # asked before a first step, by a resume: gradients as large as the weights, activations a fifth of what is left
+        # asked before a first step, by a resume: gradients as large as the weights, activations a fifth of what is left
+        if all(p.grad is None for p in params):
             room = 0.8 * (room - sum(_local(p).nbytes for p in params))
         share = torch.tensor(min(1.0, max(0.0, 1 - room / need)), device=self.device)
         if any(isinstance(p, DTensor) for p in params): dist.all_reduce(share, dist.ReduceOp.MAX)
@@ -449,22 +602,43 @@ class _Slabs(_Numbered):
         "The slabs of one place, cut into its units' and its parameters' parts"
         units, host = [u for u in self.units if u.place == where], where != "gpu"
         params = [p for p, w in where_of.items() if w == where]
-        new = (lambda n, dtype=self.state_dtype, pinned=where == "link": _slab(n, dtype, pinned)) if host else (lambda n: torch.zeros(n, dtype=self.state_dtype, device=self.device))
-        slabs = {"exp_avg": new(sum(u.n for u in units)), "exp_avg_sq": new(sum(u.n for u in units)), "master": new(sum(u.n for u in units if host or u.dtype != self.state_dtype))}
+        new = (
+            (lambda n, dtype=self.state_dtype, pinned=where == "link": _slab(n, dtype, pinned))
+            if host
+            else (lambda n: torch.zeros(n, dtype=self.state_dtype, device=self.device))
+        )
+        slabs = {
+            "exp_avg": new(sum(u.n for u in units)),
+            "exp_avg_sq": new(sum(u.n for u in units)),
+            "master": new(sum(u.n for u in units if host or u.dtype != self.state_dtype)),
+        }
         at = dict.fromkeys(slabs, 0)
-        def cut(kind, n): at[kind] += n; return slabs[kind][at[kind] - n:at[kind]]
-        for u in units: u.state = (cut("master", u.n) if host or u.dtype != self.state_dtype else None, cut("exp_avg", u.n), cut("exp_avg_sq", u.n))
+        def cut(kind, n):
+            at[kind] += n
+            return slabs[kind][at[kind] - n:at[kind]]
+        for u in units:
+            u.state = (
+                cut("master", u.n) if host or u.dtype != self.state_dtype else None,
+                cut("exp_avg", u.n),
+                cut("exp_avg_sq", u.n),
+            )
         at = dict.fromkeys(slabs, 0)
         for p in params:
             n = _local(p).numel()
             parts = {kind: cut(kind, n) for kind in slabs if kind != "master" or host or not self._wide(p)}
-            self.state[p] = {"step": torch.zeros(())} | {kind: _as_state(t, p, self._meshes) for kind, t in parts.items() if kind != "master" or not self._wide(p)}
+            self.state[p] = {"step": torch.zeros(())} | {
+                kind: _as_state(t, p, self._meshes)
+                for kind, t in parts.items()
+                if kind != "master" or not self._wide(p)
+            }
         self._slabs += slabs.values()                                  # page-locked as long as they live
         for dtype in {u.dtype for u in units} if where == "cpu" else ():
             for name in ("grads", "weights"):
                 slab, n = new(sum(u.n for u in units if u.dtype == dtype), dtype, True), 0
                 for u in units:
-                    if u.dtype == dtype: setattr(u, name, slab[n:n + u.n]); n += u.n
+                    if u.dtype == dtype:
+                        setattr(u, name, slab[n:n + u.n])
+                        n += u.n
                 self._slabs.append(slab)
 
 # %% ../../nbs/10_train/07_offload.ipynb #6b6c5007
@@ -474,14 +648,21 @@ class _Placed(_Slabs):
         "Decide what lives where and make the state, once"
         if self.units is not None: return
         for m in self.model.modules() if self.model is not None else ():
-            if isinstance(m, FSDPModule): m.reshard()                  # its modules name the shards then, not the whole weights
+            # its modules name the shards then, not the whole weights
+            if isinstance(m, FSDPModule): m.reshard()
         named = _Named(self.model, self.param_groups)
         params = [p for _, p, _ in named.rows]
         self.device = _local(params[0]).device
         self.share = self._auto_share(params) if self.offload == "auto" else float(self.offload)
-        link = self.link if self.link != "auto" else 0.6 if self.device.type == "cuda" else 0.0     # (beside each other: cores 2.5, link 3 G parameters a second on an H200 with 16 cores)
+        # (beside each other: cores 2.5, link 3 G parameters a second on an H200 with 16 cores)
+        link = self.link if self.link != "auto" else 0.6 if self.device.type == "cuda" else 0.0
         places = place([p.numel() for p in params], self.share, link)  # (whole sizes: all ranks decide alike)
-        if self.share > 0: self._meshes = {m: DeviceMesh("cpu", m.mesh) for m in dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor)) if m.device_type != "cpu"}
+        if self.share > 0:
+            self._meshes = {
+                m: DeviceMesh("cpu", m.mesh)
+                for m in dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor))
+                if m.device_type != "cpu"
+            }
         self.units = _units([(g, p, where, block) for (g, p, block), where in zip(named.rows, places)], self.unit)
         where_of = dict(zip(params, places))
         for where in dict.fromkeys(places): self._allocate(where, where_of)
@@ -490,7 +671,10 @@ class _Placed(_Slabs):
         self.reset_masters()
         self._host = [u for u in self.units if u.place != "gpu"]
         workers = self.workers or min(2, max(1, _cores() // 4))
-        if self._host: self.lanes = _Lanes(self._host, self.device, workers, max(1, (_cores() - 2) // workers), self.chunk, 4, self.state_dtype)   # two cores for the model's own threads
+        if self._host:
+            self.lanes = _Lanes(
+                self._host, self.device, workers, max(1, (_cores() - 2) // workers), self.chunk, 4, self.state_dtype
+            )  # two cores for the model's own threads
         self._finalizer = weakref.finalize(self, _end, self.lanes, _watch(self, named))
 
     @torch.no_grad()
@@ -513,9 +697,11 @@ class _Gate(_Hook):
     "Waits for the weights that a module is about to use"
     @torch.compiler.disable
     def __call__(self, *_):
-        if self.call is None or torch._C._current_graph_task_id() != -1: return      # (in backward a block that recomputes has its weights)
+        # (in backward a block that recomputes has its weights)
+        if self.call is None or torch._C._current_graph_task_id() != -1: return
         for u in self.call.units:
-            if u.pending: self.call.lanes.wait(u, host=self.call.sharded)             # FSDP gathers on streams of its own: there the host waits
+            # FSDP gathers on streams of its own: there the host waits
+            if u.pending: self.call.lanes.wait(u, host=self.call.sharded)
 
 @dataclass(slots=True)
 class _Awaited:
@@ -555,15 +741,22 @@ def _watch(opt, named):
     for u in opt._host:
         params = dict.fromkeys(piece[0] for piece in u.pieces)
         at = dict.fromkeys(m for p in params for m in readers.get(p, (model,)))
-        if not sharded and blocks and u.block == len(blocks): at = dict.fromkeys([*_callable(blocks[-1]), *(m for m in at if m is not model)])
+        if not sharded and blocks and u.block == len(blocks):
+            at = dict.fromkeys([*_callable(blocks[-1]), *(m for m in at if m is not model)])
         for m in at if model is not None else (): by_block.setdefault(m, []).append(u)
-        for p in dict.fromkeys(piece[0] for piece in u.pieces): opt._units_of.setdefault(p, []).append(u); u.missing += 1
+        for p in dict.fromkeys(piece[0] for piece in u.pieces):
+            opt._units_of.setdefault(p, []).append(u)
+            u.missing += 1
     if model is not None:
-        for m, units in by_block.items(): handles.append(m.register_forward_pre_hook(_Gate(_Awaited(opt.lanes, units, sharded)), prepend=True))
+        for m, units in by_block.items():
+            handles.append(m.register_forward_pre_hook(_Gate(_Awaited(opt.lanes, units, sharded)), prepend=True))
         used = sys.modules.get("torch._dynamo")
-        if by_block and used and used.utils.counters["frames"] and not hasattr(model, "sharding"): used.reset()    # compiled code does not see hooks made after it; blocks that shard compiles have them outside
-        for m in model.modules() if opt._host else (): handles += [m.register_state_dict_pre_hook(finish), m.register_load_state_dict_pre_hook(finish)]
-    if opt.overlap == "backward": handles += [p.register_post_accumulate_grad_hook(lambda p: ref() and ref()._arrived(p)) for p in opt._units_of]
+        # compiled code does not see hooks made after it; blocks that shard compiles have them outside
+        if by_block and used and used.utils.counters["frames"] and not hasattr(model, "sharding"): used.reset()
+        for m in model.modules() if opt._host else ():
+            handles += [m.register_state_dict_pre_hook(finish), m.register_load_state_dict_pre_hook(finish)]
+    if opt.overlap == "backward":
+        handles += [p.register_post_accumulate_grad_hook(lambda p: ref() and ref()._arrived(p)) for p in opt._units_of]
     return handles
 
 def _end(lanes, handles):
@@ -575,17 +768,20 @@ def _end(lanes, handles):
 # %% ../../nbs/10_train/07_offload.ipynb #fc5ad451
 def _resident(units, steps, hypers):
     "Update units whose state lies beside their weights"
-    lists = {}                                                          # (group, step number) → parameters, gradients, moments: one launch for many
+    # (group, step number) → parameters, gradients, moments: one launch for many
+    lists = {}
     for unit in units:
         unit.take(steps)
         master, m, v = unit.state
         if master is None:
             for (p, start, n, at), grad in unit.given:
-                for column, t in zip(lists.setdefault((unit.group, steps[p] + 1), ([], [], [], [])), (_local(p)[start:start + n], grad, m[at:at + n], v[at:at + n])): column.append(t)
+                for column, t in zip(lists.setdefault((unit.group, steps[p] + 1), ([], [], [], [])), (_local(p)[start:start + n], grad, m[at:at + n], v[at:at + n])):
+                    column.append(t)
         else:
             flat = torch.empty_like(m)
             unit.gather(flat)
-            for a, b, step in unit.runs: adamw_([master[a:b]], [flat[a:b]], [m[a:b]], [v[a:b]], step, hypers[unit.group])
+            for a, b, step in unit.runs:
+                adamw_([master[a:b]], [flat[a:b]], [m[a:b]], [v[a:b]], step, hypers[unit.group])
             unit.scatter(master)
         unit.given = []
     for (group, step), columns in lists.items(): adamw_(*columns, step, hypers[group])
@@ -602,16 +798,22 @@ class _Running(_Placed):
         self._build()
         if self.device.type != "cuda": self._ask(self._early)        # (there the host would wait: it asks a step later)
         hypers, early = self._hypers(), set(self._early)
-        if early and self._numbers != hypers: raise RuntimeError("lr or another number changed between backward and step, but overlap='backward' has used the old one")
+        if early and self._numbers != hypers:
+            raise RuntimeError(
+                "lr or another number changed between backward and step, but overlap='backward' has used the old one"
+            )
         given = [p for p in self._steps if p.grad is not None or early.intersection(self._units_of.get(p, ()))]
         for q in self.lanes.queues.values() if self.lanes else (): q.forward = True
         for u in self._host:
             if u not in early: self.lanes.submit(u, self._steps, hypers[u.group])
             u.missing = len({id(piece[0]) for piece in u.pieces})
         _resident([u for u in self.units if u.place == "gpu"], self._steps, hypers)
-        for p in given: self._steps[p] += 1; self.state[p]["step"].fill_(self._steps[p])
+        for p in given:
+            self._steps[p] += 1
+            self.state[p]["step"].fill_(self._steps[p])
         self._early, self._numbers, self._divisor = [], None, 1.0
-        if self.model is None: self.flush()                           # no hooks: whoever reads the weights next must find them
+        # no hooks: whoever reads the weights next must find them
+        if self.model is None: self.flush()
         return loss
 
     @torch.no_grad()
@@ -623,10 +825,15 @@ class _Running(_Placed):
             for q in self.lanes.queues.values(): q.forward = False
         for u in self._units_of[p]:
             u.missing -= 1
-            if u.missing < 0: raise RuntimeError("a gradient arrived twice in a step, but overlap='backward' has used the first; call backward through OptimManager(final=False) on all but the last micro-batch, or use overlap='forward'")
+            if u.missing < 0:
+                raise RuntimeError(
+                    "a gradient arrived twice in a step, but overlap='backward' has used the first; call backward "
+                    "through OptimManager(final=False) on all but the last micro-batch, or use overlap='forward'"
+                )
             if u.missing: continue
             self._ask([u])
-            self.lanes.submit(u, self._steps, self._numbers[u.group], look=True); self._early.append(u)
+            self.lanes.submit(u, self._steps, self._numbers[u.group], look=True)
+            self._early.append(u)
             for q in dict.fromkeys(piece[0] for piece in u.pieces):
                 if all(v.missing == 0 for v in self._units_of[q]): q.grad = None
 
@@ -639,9 +846,11 @@ class _Running(_Placed):
             if not u.stop.item(): continue
             names = {p: n for n, p in self.model.named_parameters()} if self.model is not None else {}
             of = ", ".join(dict.fromkeys(names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in u.bad()))
-            raise FloatingPointError(f"overlap='backward': the gradient of {of} is not finite. Its block was left as it was, "
-                                     "but others of the step are updated: load a checkpoint. With overlap='forward' a step "
-                                     "can be left out")
+            raise FloatingPointError(
+                f"overlap='backward': the gradient of {of} is not finite. Its block was left as it was, "
+                "but others of the step are updated: load a checkpoint. With overlap='forward' a step "
+                "can be left out"
+            )
 
 # %% ../../nbs/10_train/07_offload.ipynb #d99dcab2
 class _Told(_Running):
@@ -676,33 +885,42 @@ class _Told(_Running):
 
     def _restart(self):
         "Await all gradients anew; those used already count as a step of their parameters"
-        if self._early: _log.warning("overlap='backward' has used some gradients of a step that was given up: its update is half made")
-        for p in {piece[0] for u in self._early for piece in u.pieces}: self._steps[p] += 1; self.state[p]["step"].fill_(self._steps[p])
+        if self._early:
+            _log.warning(
+                "overlap='backward' has used some gradients of a step that was given up: its update is half made"
+            )
+        for p in {piece[0] for u in self._early for piece in u.pieces}:
+            self._steps[p] += 1
+            self.state[p]["step"].fill_(self._steps[p])
         for u in self._host: u.missing = len({id(piece[0]) for piece in u.pieces})
         for u in self._early: u.looked = False                          # (who gives a step up knows)
         self._early, self._numbers = [], None
 
     def discard(self):
         "Forget the gradients of a step that is skipped."
-        self._divisor = 1.0; self.zero_grad()
+        self._divisor = 1.0
+        self.zero_grad()
 
     def zero_grad(self,
         set_to_none:bool=True, # ignored: a lane may still read them, so they are never zeroed in place
     ):
         "Drop all gradients."
-        super().zero_grad(set_to_none=True); self._restart()
+        super().zero_grad(set_to_none=True)
+        self._restart()
 
 # %% ../../nbs/10_train/07_offload.ipynb #9d9ebc5a
 class AdamW(_Told):
     "AdamW with fp32 master weights and a chosen share of its state on the host, updated while the model computes (Loshchilov & Hutter 2019; Ren et al. 2021)."
     def add_param_group(self, group):
         "As in torch, before the first step."
-        if getattr(self, "units", None) is not None: raise RuntimeError("parameter groups can be added before the first step only: the state has been laid out")
+        if getattr(self, "units", None) is not None:
+            raise RuntimeError("parameter groups can be added before the first step only: the state has been laid out")
         super().add_param_group(group)
 
     def state_dict(self):
         "torch's format; tensors are views of the state, on the host or the GPU."
-        self._build(); self.flush()
+        self._build()
+        self.flush()
         for u in self.units: u.refresh()
         return super().state_dict()
 
@@ -711,19 +929,25 @@ class AdamW(_Told):
         state_dict:dict, # of this class or of torch's AdamW, over the same parameters
     ):
         "Take over state and numbers; masters that the file lacks are the model's weights."
-        self._build(); self.flush()
+        self._build()
+        self.flush()
         have, want = [[len(g["params"]) for g in groups] for groups in (state_dict["param_groups"], self.param_groups)]
         if have != want: raise ValueError(f"the state is of groups with {have} parameters, this optimizer has {want}")
-        for g, saved in zip(self.param_groups, state_dict["param_groups"]): g.update({k: v for k, v in saved.items() if k in self.defaults or k == "initial_lr"})
-        ids, params = ([i for g in groups for i in g["params"]] for groups in (state_dict["param_groups"], self.param_groups))
+        for g, saved in zip(self.param_groups, state_dict["param_groups"]):
+            g.update({k: v for k, v in saved.items() if k in self.defaults or k == "initial_lr"})
+        ids, params = (
+            [i for g in groups for i in g["params"]] for groups in (state_dict["param_groups"], self.param_groups)
+        )
         for i, p in zip(ids, params):
             saved = state_dict["state"].get(i, {})
             for k in self.state[p].keys() - {"step"}:
                 if k in saved: _take(self.state[p][k], saved[k])
                 elif k == "master": _local(self.state[p][k]).copy_(_local(p))
                 else: self.state[p][k].zero_()                         # never updated where it was saved
-            self._steps[p] = int(saved.get("step", 0)); self.state[p]["step"].fill_(self._steps[p])
-        for u in self.units:                                           # masters on the host of weights that are as wide are in no file
+            self._steps[p] = int(saved.get("step", 0))
+            self.state[p]["step"].fill_(self._steps[p])
+        # masters on the host of weights that are as wide are in no file
+        for u in self.units:
             for p, start, n, at in u.pieces if u.state[0] is not None else ():
                 if self._wide(p): u.state[0][at:at + n].copy_(_local(p)[start:start + n])
 
@@ -742,5 +966,14 @@ class AdamW(_Told):
         self._build()
         rows = {where: [u for u in self.units if u.place == where] for where in PLACES}
         width = torch.finfo(self.state_dtype).bits // 8
-        return pd.DataFrame([{"place": where, "parameters": sum(u.n for u in units), "state": format_bytes(sum(sum(t is not None for t in u.state) * u.n * width for u in units)),
-                              "units": len(units)} for where, units in rows.items()])
+        return pd.DataFrame(
+            [
+                {
+                    "place": where,
+                    "parameters": sum(u.n for u in units),
+                    "state": format_bytes(sum(sum(t is not None for t in u.state) * u.n * width for u in units)),
+                    "units": len(units),
+                }
+                for where, units in rows.items()
+            ]
+        )

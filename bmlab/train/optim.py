@@ -30,7 +30,10 @@ class Schedule(LRScheduler):
     ):
         if warmup_iter < 0: raise ValueError(f"warmup_iter={warmup_iter}: a number of steps, 0 or more")
         if self.needs_end and (end_iter is None or end_iter <= warmup_iter):
-            raise ValueError(f"end_iter={end_iter}: {type(self).__name__} needs the number of the last step, above warmup_iter={warmup_iter}")
+            raise ValueError(
+                f"end_iter={end_iter}: {type(self).__name__} needs the number of the last step, above "
+                f"warmup_iter={warmup_iter}"
+            )
         self.start_lr, self.warmup_iter, self.end_iter = start_lr, warmup_iter, end_iter
         super().__init__(optimizer)
         self.step(num_iter)
@@ -51,7 +54,8 @@ class Schedule(LRScheduler):
         if n < 0: raise ValueError(f"num_iter={n}: a step, 0 or more")
         self._step_count, self.last_epoch = getattr(self, "_step_count", 0) + 1, n
         groups = self.optimizer.param_groups
-        self.base_lrs += [g.setdefault("initial_lr", g["lr"]) for g in groups[len(self.base_lrs):]]      # groups added since
+        # groups added since
+        self.base_lrs += [g.setdefault("initial_lr", g["lr"]) for g in groups[len(self.base_lrs):]]
         self._last_lr = self.get_lr()
         for group, lr in zip(groups, self._last_lr):
             if isinstance(group["lr"], Tensor): group["lr"].fill_(lr)
@@ -61,7 +65,10 @@ class Schedule(LRScheduler):
     def num_iter(self): return self.last_epoch
     @property
     def current_lr(self): return self._last_lr[0]
-    def state_dict(self): return {k: getattr(self, k) for k in ("start_lr", "warmup_iter", "end_iter", "num_iter")} | {"base_lrs": [float(b) for b in self.base_lrs]}
+    def state_dict(self):
+        return {k: getattr(self, k) for k in ("start_lr", "warmup_iter", "end_iter", "num_iter")} | {
+            "base_lrs": [float(b) for b in self.base_lrs]
+        }
     def load_state_dict(self, state_dict):
         "Continue where another left off; sets the rates"
         for k, v in state_dict.items():
@@ -80,7 +87,8 @@ class Linear(Schedule):
 class Cosine(Schedule):
     "Warm-up, then half a cosine to zero at `end_iter`; past it the rate rises again (Loshchilov & Hutter 2017)."
     needs_end = True
-    def decay(self, n): return 0.5 * (1 + math.cos(math.pi * (n - self.warmup_iter) / (self.end_iter - self.warmup_iter)))
+    def decay(self, n):
+        return 0.5 * (1 + math.cos(math.pi * (n - self.warmup_iter) / (self.end_iter - self.warmup_iter)))
 
 class Noam(Schedule):
     "Warm-up to s/√w, then s/√n."
@@ -118,20 +126,30 @@ def _raw(g):
 def _local(p):
     "This rank's numbers of the gradient of p"
     g = p.grad
-    if isinstance(g, DTensor) and g.placements != p.placements: g = g.redistribute(placements=p.placements)   # partial sums, of a replicated parameter under tensor parallelism
+    # partial sums, of a replicated parameter under tensor parallelism
+    if isinstance(g, DTensor) and g.placements != p.placements: g = g.redistribute(placements=p.placements)
     return _raw(g.coalesce() if g.is_sparse else g)
 
 def _sharded_over(p):
     "(mesh, its dimensions that a parameter is divided over)"
     if not isinstance(p, DTensor): return None, ()
-    return p.device_mesh, tuple(d for d, at in enumerate(p.placements) if not (at.is_replicate() or at.is_partial()) and p.device_mesh.size(d) > 1)
+    return p.device_mesh, tuple(
+        d
+        for d, at in enumerate(p.placements)
+        if not (at.is_replicate() or at.is_partial()) and p.device_mesh.size(d) > 1
+    )
 
 def _on(mesh, p):
     "The device on which the ranks of a mesh talk"
     if mesh is None: return p.device
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if mesh.device_type == "cuda"
+        else torch.device(mesh.device_type)
+    )
 
-def _wide(tensors): return torch.float64 if any(t.dtype in (torch.float64, torch.complex128) for t in tensors) else torch.float32
+def _wide(tensors):
+    return torch.float64 if any(t.dtype in (torch.float64, torch.complex128) for t in tensors) else torch.float32
 
 def _power_sum(grads, n, device, dtype):
     "Σ|g|^n over local tensors, or max |g| for n=inf; () of a dtype; what is not a number counts as infinite in a maximum"
@@ -139,8 +157,14 @@ def _power_sum(grads, n, device, dtype):
     for g in grads:
         if g.numel(): kinds.setdefault((g.device, g.dtype), []).append(g)
     for gs in kinds.values():
-        norms = torch.stack(torch._foreach_norm(gs, n, dtype=None if gs[0].is_complex() else _wide(gs))).to(device, dtype)
-        total = total.maximum(norms.nan_to_num(nan=math.inf, posinf=math.inf).max()) if n == math.inf else total + norms.pow(n).sum()
+        norms = torch.stack(torch._foreach_norm(gs, n, dtype=None if gs[0].is_complex() else _wide(gs))).to(
+            device, dtype
+        )
+        total = (
+            total.maximum(norms.nan_to_num(nan=math.inf, posinf=math.inf).max())
+            if n == math.inf
+            else total + norms.pow(n).sum()
+        )
     return total
 
 def _magnitudes(tensors):
@@ -165,15 +189,18 @@ def _order(norm_type):
 
 @torch.no_grad()
 def gradient_norm(
-    params:Iterable,                    # parameters or param groups, the same on every rank; those without a gradient count as 0
+    params:Iterable,                    # parameters or param groups, the same on every rank; those without a gradient
+                                        # count as 0
     norm_type:float|str=2,              # order n > 0; inf or "inf" is the largest entry
-    group:dist.ProcessGroup|None=None,  # further ranks the parameters are divided over, such as the stages of a pipeline
+    group:dist.ProcessGroup|None=None,  # further ranks the parameters are divided over, such as the stages of a
+                                        # pipeline
 )->Tensor:                              # () float32, float64 where a parameter is; equal on all ranks
     "Norm of all gradients as one vector, over all ranks that hold parts of it."
     n, params, parts = _order(norm_type), _listed(params), {}
     if not params: raise ValueError("params is empty: there is no gradient to take the norm of")
     for p in params: parts.setdefault(_sharded_over(p), []).append(p)
-    op, dtype, sums = dist.ReduceOp.MAX if n == math.inf else dist.ReduceOp.SUM, _wide(params), []     # (all ranks must agree on the dtype, whoever has gradients)
+    # (all ranks must agree on the dtype, whoever has gradients)
+    op, dtype, sums = dist.ReduceOp.MAX if n == math.inf else dist.ReduceOp.SUM, _wide(params), []
     for (mesh, dims), ps in parts.items():
         total = _power_sum([_local(p) for p in ps if p.grad is not None], n, _on(mesh, ps[0]), dtype)
         for d in dims: dist.all_reduce(total, op=op, group=mesh.get_group(d))
@@ -190,7 +217,8 @@ def _call(optimizers, method, *args):
     for opt in optimizers:
         if hasattr(opt, method): getattr(opt, method)(*args)
 
-def _sharded_modules(model): return [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")] if model is not None else []
+def _sharded_modules(model):
+    return [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")] if model is not None else []
 
 def _drop_unsharded(model):
     "Forget the whole gradients that FSDP2 keeps between micro-batches"
@@ -209,14 +237,25 @@ class _Backward:
         schedule=None,                   # anything with step(), called after each step that was taken
     ):
         "Take an optimizer and its schedule under management."
-        if isinstance(optimizer, torch.optim.LBFGS): raise TypeError("LBFGS evaluates the loss many times a step, which a manager of single gradients cannot do; call opt.step(closure) yourself")
-        if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")): raise TypeError(f"optimizer is a {type(optimizer).__name__}, not an optimizer")
-        if any(optimizer is o for o in self.optimizers): raise ValueError(f"this {type(optimizer).__name__} was added before")
-        if isinstance(schedule, ReduceLROnPlateau): raise TypeError("ReduceLROnPlateau waits for a metric; step it yourself after each evaluation")
-        if getattr(schedule, "optimizer", optimizer) is not optimizer: raise ValueError(f"schedule: this {type(schedule).__name__} belongs to another optimizer")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                "LBFGS evaluates the loss many times a step, which a manager of single gradients cannot do; call "
+                "opt.step(closure) yourself"
+            )
+        if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}, not an optimizer")
+        if any(optimizer is o for o in self.optimizers):
+            raise ValueError(f"this {type(optimizer).__name__} was added before")
+        if isinstance(schedule, ReduceLROnPlateau):
+            raise TypeError("ReduceLROnPlateau waits for a metric; step it yourself after each evaluation")
+        if getattr(schedule, "optimizer", optimizer) is not optimizer:
+            raise ValueError(f"schedule: this {type(schedule).__name__} belongs to another optimizer")
         if self.model is not None and not {id(p) for p in self.model.parameters()} & {id(p) for p in _listed(optimizer.param_groups)}:
-            raise ValueError("the optimizer holds no parameter of the manager's model; make it after the model is sharded")
-        self.optimizers.append(optimizer); self.schedules.append(schedule)
+            raise ValueError(
+                "the optimizer holds no parameter of the manager's model; make it after the model is sharded"
+            )
+        self.optimizers.append(optimizer)
+        self.schedules.append(schedule)
 
     def scale_loss(self, loss): return loss * self.loss_scale if self.loss_scale_enabled else loss
 
@@ -227,14 +266,19 @@ class _Backward:
         "Backward from the scaled loss; gradients accumulate."
         if not self.optimizers: raise RuntimeError("no optimizer was added; call add_optimizer first")
         if self.loss_scale != 1 and any(getattr(o, "overlap", None) == "backward" for o in self.optimizers):
-            raise RuntimeError(f"loss_scale={self.loss_scale:g}: an optimizer with overlap='backward' uses gradients as they arrive, scaled; make it with overlap='forward'")
+            raise RuntimeError(
+                f"loss_scale={self.loss_scale:g}: an optimizer with overlap='backward' uses gradients as they arrive, "
+                "scaled; make it with overlap='forward'"
+            )
         sharded = [] if final else self._sharded()
         self.unfinished = True
         try:
             for m in sharded: m.set_requires_gradient_sync(False, recurse=False)
             _call(self.optimizers, "before_backward", final)
             self.scale_loss(loss).backward()
-        except BaseException: _call(self.optimizers, "discard"); raise
+        except BaseException:
+            _call(self.optimizers, "discard")
+            raise
         finally:
             for m in sharded: m.set_requires_gradient_sync(True, recurse=False)
         _call(self.optimizers, "after_backward", final)
@@ -243,7 +287,10 @@ class _Backward:
     def _sharded(self):
         "The modules whose gradient communication can be put off"
         if self.model is None and any(isinstance(p, DTensor) for o in self.optimizers for p in _listed(o.param_groups)):
-            raise ValueError("final=False with sharded parameters: give the model to OptimManager(model=…), whose communication is to wait")
+            raise ValueError(
+                "final=False with sharded parameters: give the model to OptimManager(model=…), whose communication is "
+                "to wait"
+            )
         return _sharded_modules(self.model)
 
     def zero_grad(self,
@@ -254,7 +301,8 @@ class _Backward:
         for opt in self.optimizers: opt.zero_grad(set_to_none=set_to_none)
         self._begin()
 
-    def _begin(self): self.unfinished, self._owed, self._norms = False, {}, []      # _owed: id of a clipped parameter → what its gradient is still owed
+    # _owed: id of a clipped parameter → what its gradient is still owed
+    def _begin(self): self.unfinished, self._owed, self._norms = False, {}, []
 
 # %% ../../nbs/10_train/05_optim.ipynb #b90c3877
 def _multiply(params, factor):
@@ -262,32 +310,46 @@ def _multiply(params, factor):
     kinds = {}
     for p in params:
         if p.grad is not None: kinds.setdefault((p.grad.device, p.grad.dtype), []).append(_raw(p.grad))
-    for (device, _), grads in kinds.items(): torch._foreach_mul_(grads, factor.to(device) if isinstance(factor, Tensor) else factor)
+    for (device, _), grads in kinds.items():
+        torch._foreach_mul_(grads, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 def _by_factor(params, factor_of):
     "[(factor, parameters owed it)]"
     classes = {}
-    for p in params: f = factor_of(p); classes.setdefault(id(f) if isinstance(f, Tensor) else f, (f, []))[1].append(p)
+    for p in params:
+        f = factor_of(p)
+        classes.setdefault(id(f) if isinstance(f, Tensor) else f, (f, []))[1].append(p)
     return list(classes.values())
 
 class _Clip(_Backward):
     "The second: norms and coefficients"
     @torch.no_grad()
     def clip_grad_norm(self,
-        param_groups=None,                  # groups or parameters of one norm; None: all; a number: it is max_norm, and what follows norm_type
+        param_groups=None,                  # groups or parameters of one norm; None: all; a number: it is max_norm, and
+                                            # what follows norm_type
         max_norm:float|None=None,           # bound, > 0; inf: only the norm
         norm_type:float|str=2,              # order n > 0, or "inf"
         group:dist.ProcessGroup|None=None,  # as for gradient_norm
     )->Tensor:                              # () the norm before clipping, without the loss scale, over all ranks
         "Multiply the gradients by min(1, max_norm/(norm + 1e-6)) (Pascanu et al. 2013, §3.2)."
-        if isinstance(param_groups, numbers.Real): param_groups, max_norm, norm_type = None, param_groups, norm_type if max_norm is None else max_norm
+        if isinstance(param_groups, numbers.Real):
+            param_groups, max_norm, norm_type = None, param_groups, norm_type if max_norm is None else max_norm
         if max_norm is None or not max_norm > 0: raise ValueError(f"max_norm={max_norm}: a number above 0")
         self._need_final("clip_grad_norm")
-        if any(getattr(o, "overlap", None) == "backward" for o in self.optimizers): raise RuntimeError("clip_grad_norm: an optimizer with overlap='backward' has used the gradients already; make it with overlap='forward'")
-        params, n = _listed([g for o in self.optimizers for g in o.param_groups] if param_groups is None else param_groups), _order(norm_type)
+        if any(getattr(o, "overlap", None) == "backward" for o in self.optimizers):
+            raise RuntimeError(
+                "clip_grad_norm: an optimizer with overlap='backward' has used the gradients already; make it with "
+                "overlap='forward'"
+            )
+        params, n = (
+            _listed([g for o in self.optimizers for g in o.param_groups] if param_groups is None else param_groups),
+            _order(norm_type),
+        )
         classes = _by_factor(params, self._factor)
         norms = [gradient_norm(ps, n, group) * f for f, ps in classes]
-        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([x.to(norms[0]) for x in norms]), n)
+        norm = (
+            norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([x.to(norms[0]) for x in norms]), n)
+        )
         self._norms.append(norm)
         coefficient = None if math.isinf(max_norm) else (max_norm / (norm + 1e-6)).clamp(max=1.)
         later = {id(p) for o in self.optimizers if hasattr(o, "grad_divisor") for p in _listed(o.param_groups)}
@@ -299,7 +361,11 @@ class _Clip(_Backward):
 
     def _factor(self, p): return self._owed.get(id(p), 1 / self.loss_scale)
     def _need_final(self, what):
-        if self.unfinished: raise RuntimeError(f"{what}: the last backward was not final (final=False, or interrupted); run the last micro-batch with final=True, or zero_grad()")
+        if self.unfinished:
+            raise RuntimeError(
+                f"{what}: the last backward was not final (final=False, or interrupted); run the last micro-batch with "
+                "final=True, or zero_grad()"
+            )
 
 # %% ../../nbs/10_train/05_optim.ipynb #3c1ea06e
 _log = logging.getLogger(__name__)
@@ -311,12 +377,21 @@ class _Step(_Clip):
         divisors, waiting = [], []
         for opt in self.optimizers:
             classes = _by_factor(_listed(opt.param_groups), self._factor) if hasattr(opt, "grad_divisor") else []
-            if len(classes) > 1: raise ValueError(f"{type(opt).__name__} divides all its gradients by one number: clip all of its groups together, not some of them")
+            if len(classes) > 1:
+                raise ValueError(
+                    f"{type(opt).__name__} divides all its gradients by one number: clip all of its groups together, "
+                    "not some of them"
+                )
             divisors.append(classes[0][0] if classes else None)
-        waiting = [f for f in divisors if isinstance(f, Tensor)] + ([self._overflow()] if self.loss_scale_enabled else [])
+        waiting = [f for f in divisors if isinstance(f, Tensor)] + (
+            [self._overflow()] if self.loss_scale_enabled else []
+        )
         values = torch.stack([t.to(waiting[-1].device, torch.float64) for t in waiting]).tolist() if waiting else []
-        known, inverse = iter(values), lambda f: 1 / f if f else math.inf          # (an infinite norm has the coefficient 0)
-        return [f if f is None else inverse(next(known) if isinstance(f, Tensor) else f) for f in divisors], self.loss_scale_enabled and values[-1] > 0
+        # (an infinite norm has the coefficient 0)
+        known, inverse = iter(values), lambda f: 1 / f if f else math.inf
+        return [
+            f if f is None else inverse(next(known) if isinstance(f, Tensor) else f) for f in divisors
+        ], self.loss_scale_enabled and values[-1] > 0
 
     @torch.no_grad()
     def gradients_finite(self)->Tensor: # () bool on the device, of this rank alone
@@ -338,7 +413,13 @@ class _Step(_Clip):
         "Forget the gradients, lower the scale"
         _call(self.optimizers, "discard")
         scale = max(self.min_loss_scale, self.loss_scale / self.loss_scale_factor)
-        if rank() == 0: _log.log(logging.INFO if scale < self.loss_scale else logging.WARNING, "a gradient is not finite: step skipped, loss scale %g → %g", self.loss_scale, scale)
+        if rank() == 0:
+            _log.log(
+                logging.INFO if scale < self.loss_scale else logging.WARNING,
+                "a gradient is not finite: step skipped, loss scale %g → %g",
+                self.loss_scale,
+                scale,
+            )
         self.zero_grad()
         self._rescale(scale)
         self.skipped += 1
@@ -349,7 +430,10 @@ class _Step(_Clip):
             if f == 1: continue
             if not self.warned and any(p.grad is not None and p.grad.dtype == torch.float16 for p in params):
                 self.warned = True
-                _log.warning("gradients in float16 are divided by the loss scale in float16, where small ones vanish; keep the parameters in float32, or use an optimizer with master weights")
+                _log.warning(
+                    "gradients in float16 are divided by the loss scale in float16, where small ones vanish; keep the "
+                    "parameters in float32, or use an optimizer with master weights"
+                )
             _multiply(params, f)
 
     def _rescale(self, scale): self.loss_scale, self.steps_since_last_scale = scale, 0
@@ -373,19 +457,29 @@ class _State(_Step):
         "Continue where another manager left off."
         for what, mine in ("optimizers", self.optimizers), ("schedules", self.schedules):
             theirs = state_dict.get(what, mine)
-            if len(theirs) != len(mine): raise ValueError(f"the state is of {len(theirs)} {what}, this manager has {len(mine)}")
+            if len(theirs) != len(mine):
+                raise ValueError(f"the state is of {len(theirs)} {what}, this manager has {len(mine)}")
             if what in state_dict:
                 for x, s in zip(mine, theirs):
-                    if (x is None) != (s is None): raise ValueError(f"the state {'has a schedule' if x is None else 'lacks a schedule'} where this manager has {'none' if x is None else type(x).__name__}; make it with the same ones")
+                    if (x is None) != (s is None):
+                        raise ValueError(
+                            f"the state {'has a schedule' if x is None else 'lacks a schedule'} where this manager has "
+                            f"{'none' if x is None else type(x).__name__}; make it with the same ones"
+                        )
                     if x is not None: x.load_state_dict(s)
-        if self.loss_scale_enabled and state_dict["loss_scale_enabled"]: self.loss_scale, self.steps_since_last_scale = state_dict["loss_scale"], state_dict["steps_since_last_scale"]
+        if self.loss_scale_enabled and state_dict["loss_scale_enabled"]:
+            self.loss_scale, self.steps_since_last_scale = (
+                state_dict["loss_scale"],
+                state_dict["steps_since_last_scale"],
+            )
         self._begin()
 
 # %% ../../nbs/10_train/05_optim.ipynb #c2797aa2
 class OptimManager(_State):
     "Optimizers with a loss scale, a global norm, accumulation and schedules."
     def __init__(self,
-        loss_scale:float|str|None=None,   # None: no scaling; a number: dynamic, starting there; "dynamic": starting at 2**16
+        loss_scale:float|str|None=None,   # None: no scaling; a number: dynamic, starting there; "dynamic": starting at
+                                          # 2**16
         loss_scale_factor:float=2,        # > 1, the scale is multiplied and divided by it
         loss_scale_steps:int=1024,        # clean steps until it grows
         min_loss_scale:float=1,           # equal to max_loss_scale: a fixed scale
@@ -395,11 +489,17 @@ class OptimManager(_State):
         if isinstance(loss_scale, str) and loss_scale != "dynamic" or isinstance(loss_scale, numbers.Real) and not 0 < loss_scale < math.inf:
             raise ValueError(f"loss_scale={loss_scale!r}: None, 'dynamic' or a number above 0")
         if not loss_scale_factor > 1: raise ValueError(f"loss_scale_factor={loss_scale_factor}: a number above 1")
-        if not 0 < min_loss_scale <= max_loss_scale: raise ValueError(f"min_loss_scale={min_loss_scale}, max_loss_scale={max_loss_scale}: above 0, and in order")
+        if not 0 < min_loss_scale <= max_loss_scale:
+            raise ValueError(f"min_loss_scale={min_loss_scale}, max_loss_scale={max_loss_scale}: above 0, and in order")
         self.loss_scale_enabled, self.steps_since_last_scale = loss_scale is not None, 0
         start = 2.0 ** 16 if loss_scale == "dynamic" else float(loss_scale or 1)
         self.loss_scale = min(max(start, min_loss_scale), max_loss_scale) if loss_scale is not None else 1.0
-        self.loss_scale_factor, self.loss_scale_steps, self.min_loss_scale, self.max_loss_scale = loss_scale_factor, loss_scale_steps, min_loss_scale, max_loss_scale
+        self.loss_scale_factor, self.loss_scale_steps, self.min_loss_scale, self.max_loss_scale = (
+            loss_scale_factor,
+            loss_scale_steps,
+            min_loss_scale,
+            max_loss_scale,
+        )
         self.model, self.optimizers, self.schedules, self.warned = model, [], [], False
         self.skipped = 0                               # steps in a row, up to now, that were not taken
         self._begin()
@@ -409,7 +509,9 @@ class OptimManager(_State):
         "Every optimizer and schedule makes a step, unless a gradient of any rank is not finite under a loss scale."
         self._need_final("step")
         divisors, overflow = self._read()
-        if overflow: self._skip(); return False
+        if overflow:
+            self._skip()
+            return False
         for opt, schedule, divisor in zip(self.optimizers, self.schedules, divisors):
             if divisor is None: self._settle(opt)
             else: opt.grad_divisor = divisor
@@ -419,5 +521,6 @@ class OptimManager(_State):
         self.skipped = 0
         if self.loss_scale_enabled:
             self.steps_since_last_scale += 1
-            if self.steps_since_last_scale >= self.loss_scale_steps: self._rescale(min(self.max_loss_scale, self.loss_scale * self.loss_scale_factor))
+            if self.steps_since_last_scale >= self.loss_scale_steps:
+                self._rescale(min(self.max_loss_scale, self.loss_scale * self.loss_scale_factor))
         return True

@@ -74,9 +74,18 @@ def default_mesh(
 )->DeviceMesh:
     "The ranks that a layer is split over."
     if mesh is None:
-        if not dist.is_initialized(): raise RuntimeError("mesh=None means all ranks, and there is no process group: call init_distributed() first")
-        mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu")
-    if mesh.ndim != 1: raise ValueError(f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: give one of them, such as mesh['tp']")
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "mesh=None means all ranks, and there is no process group: call init_distributed() first"
+            )
+        mesh = DeviceMesh.from_group(
+            dist.group.WORLD,
+            "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu",
+        )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: give one of them, such as mesh['tp']"
+        )
     return mesh
 
 # %% ../../nbs/10_train/01_parallel.ipynb #381d26e6
@@ -92,10 +101,21 @@ def split_parameter(
     p, W = module._parameters.get(name), mesh.size()
     if p is None: return
     if id(p) not in done:
-        if dim is not None and p.shape[dim] % W: raise ValueError(f"{type(module).__name__}.{name} of shape {tuple(p.shape)} does not divide by {W} ranks along dimension {dim}")
-        local = p.detach() if dim is None else p.detach().chunk(W, dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+        if dim is not None and p.shape[dim] % W:
+            raise ValueError(
+                f"{type(module).__name__}.{name} of shape {tuple(p.shape)} does not divide by {W} ranks along "
+                f"dimension {dim}"
+            )
+        local = (
+            p.detach()
+            if dim is None
+            else p.detach().chunk(W, dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+        )
         placement = Replicate() if dim is None else Shard(dim)
-        new = nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False, shape=p.shape, stride=p.stride()), requires_grad=p.requires_grad)
+        new = nn.Parameter(
+            DTensor.from_local(local, mesh, [placement], run_check=False, shape=p.shape, stride=p.stride()),
+            requires_grad=p.requires_grad,
+        )
         done[id(p)] = p, new                                                   # p is kept, so that its id stays its own
     module._parameters[name] = done[id(p)][1]
 
@@ -122,7 +142,8 @@ def column_parallel_linear(
 
 class _Column:
     "What a linear layer does when its outputs are split over the ranks of `tp_mesh`"
-    _bmlab_vocab_parallel = property(lambda self: not self.gather_input)       # as a head, its words are split: see losses.lm_loss
+    # as a head, its words are split: see losses.lm_loss
+    _bmlab_vocab_parallel = property(lambda self: not self.gather_input)
     def _become(self, mesh, done=None, gather_input=False, gather_output=False):
         self.tp_mesh, self.gather_input, self.gather_output = mesh, gather_input, gather_output
         done = {} if done is None else done
@@ -201,7 +222,8 @@ class VocabParallelEmbedding(nn.Embedding):
         VocabParallelEmbedding._become(self, default_mesh(mesh))
 
     def _become(self, mesh, done=None):
-        if self.max_norm is not None or self.sparse or self.scale_grad_by_freq: raise ValueError("an embedding with max_norm, sparse or scale_grad_by_freq cannot be split by words")
+        if self.max_norm is not None or self.sparse or self.scale_grad_by_freq:
+            raise ValueError("an embedding with max_norm, sparse or scale_grad_by_freq cannot be split by words")
         self.tp_mesh = mesh
         split_parameter(self, "weight", mesh, 0, {} if done is None else done)
 
@@ -209,10 +231,16 @@ class VocabParallelEmbedding(nn.Embedding):
         w, V = self.weight.to_local(), self.num_embeddings                     # (V/W, D)
         first = self.tp_mesh.get_local_rank() * w.shape[0]
         known, here = (ids >= 0) & (ids < V), (ids >= first) & (ids < first + w.shape[0])
-        if ids.device.type == "cpu" and not known.all(): raise IndexError(f"ids from {ids.min()} to {ids.max()}: there are {V} words")
-        pad = self.padding_idx - first if self.padding_idx is not None and 0 <= self.padding_idx - first < w.shape[0] else None
+        if ids.device.type == "cpu" and not known.all():
+            raise IndexError(f"ids from {ids.min()} to {ids.max()}: there are {V} words")
+        pad = (
+            self.padding_idx - first
+            if self.padding_idx is not None and 0 <= self.padding_idx - first < w.shape[0]
+            else None
+        )
         x = F.embedding(torch.where(here, ids - first, 0), w, pad)
-        other = torch.where(known, 0.0, torch.nan).to(x.dtype)[..., None]      # a GPU cannot raise: what is no word is nan
+        # a GPU cannot raise: what is no word is nan
+        other = torch.where(known, 0.0, torch.nan).to(x.dtype)[..., None]
         return reduce_from_tp(torch.where(here[..., None], x, other), self.tp_mesh)
 
 # %% ../../nbs/10_train/01_parallel.ipynb #3252eb33
@@ -223,12 +251,16 @@ def _plan_of(model, owner):
         try: module = inner.get_submodule(".".join(path[:i]))
         except AttributeError: continue
         plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
-        if plan: return {k.rpartition(".")[2]: v for k, v in plan.items() if fnmatch.fnmatch(owner, "*" + k.rpartition(".")[0])}
+        if plan:
+            return {
+                k.rpartition(".")[2]: v for k, v in plan.items() if fnmatch.fnmatch(owner, "*" + k.rpartition(".")[0])
+            }
     return {}
 
 def _heads_apart(model, owner, module, found):
     "May each rank have its own heads? `found`: role → names of the attention's matrices"
-    if sorted(found) != ["k", "o", "q", "v"] or any(len(names) > 1 for names in found.values()) or module._parameters: return False
+    if sorted(found) != ["k", "o", "q", "v"] or any(len(names) > 1 for names in found.values()) or module._parameters:
+        return False
     if getattr(module, "_bmlab_heads_apart", False): return True
     plan = _plan_of(model, owner)
     styles = {plan.get(names[0].rpartition(".")[2]) for role, names in found.items() if role != "o"}
@@ -240,16 +272,26 @@ def _check_heads(owner, module, q, k, W):
     heads, kv = q.out_features // dim, k.out_features // dim
     if heads % W or kv % W:
         fits = [n for n in range(1, kv + 1) if heads % n == kv % n == 0]
-        raise ValueError(f"{owner} has {heads} query and {kv} key and value heads, which do not divide by the mesh's {W} ranks; use one of {fits}")
+        raise ValueError(
+            f"{owner} has {heads} query and {kv} key and value heads, which do not divide by the mesh's {W} ranks; use "
+            f"one of {fits}"
+        )
 
 def _sizes(m): return tuple(m.weight.shape) if isinstance(m, Conv1D) else tuple(m.weight.shape)[::-1]   # (in, out)
 
 def _features_apart(found, modules, block):
     "May each rank have its own features of a feed-forward? Not if it is fused, or a norm looks at all of them"
-    if "gate_up" in found or any(len(found[r]) != 1 for r in ("up", "down")) or len(found.get("gate", ())) > 1: return False
+    if "gate_up" in found or any(len(found[r]) != 1 for r in ("up", "down")) or len(found.get("gate", ())) > 1:
+        return False
     features, width = _sizes(modules[found["down"][0]])
-    if {_sizes(modules[n]) for r in ("up", "gate") for n in found.get(r, ())} != {(width, features)} or features == width: return False
-    return not any(p is not None and p.shape == (features,) for n, m in modules.items() if n.startswith(block + ".") and "norm" in type(m).__name__.lower() for p in m._parameters.values())
+    if {_sizes(modules[n]) for r in ("up", "gate") for n in found.get(r, ())} != {(width, features)} or features == width:
+        return False
+    return not any(
+        p is not None and p.shape == (features,)
+        for n, m in modules.items()
+        if n.startswith(block + ".") and "norm" in type(m).__name__.lower()
+        for p in m._parameters.values()
+    )
 
 # %% ../../nbs/10_train/01_parallel.ipynb #d3c31e43
 def _keep_whole(module, mesh, apart, done):
@@ -260,26 +302,38 @@ def _keep_whole(module, mesh, apart, done):
     def read(n):
         def get(self):
             p = self._parameters[n]
-            if not isinstance(p, DTensor) or p.device_mesh != mesh: return p   # fully_shard's own: it looks at what it sharded
+            # fully_shard's own: it looks at what it sharded
+            if not isinstance(p, DTensor) or p.device_mesh != mesh: return p
             return copy_to_tp(p.to_local(), mesh) if apart else p.to_local()
         return property(get)
-    module.__class__ = type(type(module).__name__, (type(module),), {**{n: read(n) for n in names}, "__module__": type(module).__module__})
+    module.__class__ = type(
+        type(module).__name__, (type(module),), {**{n: read(n) for n in names}, "__module__": type(module).__module__}
+    )
 
 def _linear(name, module):
     "Check that a matrix is one that can be split"
     if type(module).forward is not nn.Linear.forward and not isinstance(module, Conv1D) or "weight" not in module._parameters:
-        raise TypeError(f"{name} is a {type(module).__name__}, which does more than multiply by a weight: only nn.Linear and Conv1D can be split")
+        raise TypeError(
+            f"{name} is a {type(module).__name__}, which does more than multiply by a weight: only nn.Linear and "
+            "Conv1D can be split"
+        )
     return module
 
 def _swap(module, kind, mesh, done, **options):
     "Turn a matrix into a split one, in place"
     base, mixin = {"column": (ColumnParallelLinear, _Column), "row": (RowParallelLinear, _Row)}[kind]
-    module.__class__ = base if type(module) is nn.Linear else type(base.__name__, (mixin, type(module)), {"__module__": __name__})
+    module.__class__ = (
+        base if type(module) is nn.Linear else type(base.__name__, (mixin, type(module)), {"__module__": __name__})
+    )
     module._become(mesh, done, **options)
 
 def _swap_embedding(module, mesh, done):
     cls = type(module)                                                         # a subclass may scale what it looked up
-    module.__class__ = VocabParallelEmbedding if cls is nn.Embedding else type("VocabParallel" + cls.__name__, (cls, VocabParallelEmbedding), {"__module__": __name__})
+    module.__class__ = (
+        VocabParallelEmbedding
+        if cls is nn.Embedding
+        else type("VocabParallel" + cls.__name__, (cls, VocabParallelEmbedding), {"__module__": __name__})
+    )
     VocabParallelEmbedding._become(module, mesh, done)
 
 # %% ../../nbs/10_train/01_parallel.ipynb #1aee83a6
@@ -287,7 +341,8 @@ def _by_role(model, modules):
     "(attention → role → names, (block, width) → role → names of its feed-forward)"
     attention, forward = defaultdict(lambda: defaultdict(list)), defaultdict(lambda: defaultdict(list))
     for n, role in roles(model).items():
-        if n not in modules: continue                                          # experts stacked in one parameter stay whole
+        # experts stacked in one parameter stay whole
+        if n not in modules: continue
         if role in ("q", "k", "v", "qkv", "o"): attention[n.rpartition(".")[0]][role].append(n)
         elif role in ("gate", "up", "gate_up", "down"):
             path = n.split(".")
@@ -301,32 +356,58 @@ def _matrices(model, modules, W):
     for owner, found in attention.items():
         apart = _heads_apart(model, owner, modules[owner], found)
         if apart: _check_heads(owner, modules[owner], modules[found["q"][0]], modules[found["k"][0]], W)
-        for role, names in found.items(): jobs |= {n: ("row", dict(split_input=not apart)) if role == "o" else ("column", dict(gather_output=not apart)) for n in names}
+        for role, names in found.items():
+            jobs |= {
+                n: ("row", dict(split_input=not apart)) if role == "o" else ("column", dict(gather_output=not apart))
+                for n in names
+            }
         if apart: inside |= {n for n in modules if n.startswith(owner + ".") and n not in jobs}
     for block, found in forward.items():
         apart = _features_apart(found, modules, block)
-        for role, names in found.items(): jobs |= {n: ("row", dict(split_input=not apart)) if role == "down" else ("column", dict(gather_output=not apart)) for n in names}
+        for role, names in found.items():
+            jobs |= {
+                n: ("row", dict(split_input=not apart)) if role == "down" else ("column", dict(gather_output=not apart))
+                for n in names
+            }
     for n, (kind, _) in jobs.items():
         size = _sizes(_linear(n, modules[n]))[kind == "column"]
-        if size % W: raise ValueError(f"{n} has {size} {'outputs' if kind == 'column' else 'inputs'}, which do not divide by the mesh's {W} ranks")
+        if size % W:
+            raise ValueError(
+                f"{n} has {size} {'outputs' if kind == 'column' else 'inputs'}, which do not divide by the mesh's {W} "
+                "ranks"
+            )
     return jobs, inside
 
 def _words(model, modules, W):
     "(embeddings, heads) that are split by words; none if the words do not divide"
-    tables = [m for m in modules.values() if isinstance(m, nn.Embedding) and (type(m).forward is nn.Embedding.forward or "ScaledWordEmbedding" in type(m).__name__)]
+    tables = [
+        m
+        for m in modules.values()
+        if isinstance(m, nn.Embedding)
+        and (type(m).forward is nn.Embedding.forward or "ScaledWordEmbedding" in type(m).__name__)
+    ]
     V = max((m.num_embeddings for m in tables), default=0)
-    tables = [m for m in tables if m._parameters.get("weight") is not None]    # (a stage of a pipeline may have given it away)
+    # (a stage of a pipeline may have given it away)
+    tables = [m for m in tables if m._parameters.get("weight") is not None]
     weights = {id(m.weight) for m in tables if m.num_embeddings == V}
     heads = [modules[n] for n, role in roles(model).items() if role == "head" and n in modules]
-    heads = [m for m in heads if type(m).forward is nn.Linear.forward and m.out_features == V and m._parameters.get("weight") is not None]
-    if V and V % W: logging.getLogger(__name__).warning("%d words do not divide by %d ranks: embedding and head stay whole on each", V, W)
+    heads = [
+        m
+        for m in heads
+        if type(m).forward is nn.Linear.forward and m.out_features == V and m._parameters.get("weight") is not None
+    ]
+    if V and V % W:
+        logging.getLogger(__name__).warning(
+            "%d words do not divide by %d ranks: embedding and head stay whole on each", V, W
+        )
     others = {id(m._parameters.get("weight")) for m in modules.values() if m not in heads and m not in tables}
     if not V or V % W or weights & others: return [], []                       # tied to a module that needs it whole
     return [m for m in tables if id(m.weight) in weights], heads
 
 # %% ../../nbs/10_train/01_parallel.ipynb #27e9bb91
 def tensor_parallel(
-    model:nn.Module,           # a transformer, the same on all ranks, on any device or meta; changed in place; before fully_shard
+    model:nn.Module,           # a transformer, the same on all ranks, on any device or meta; changed in place; before
+                               # fully_shard
     mesh:DeviceMesh|None=None, # of one dimension; None: all ranks
 )->nn.Module:                  # the same model; all ranks of the mesh must be given the same batches
     "Split a model's matrices and words over the ranks of `mesh`, each rank keeping its part (Shoeybi et al. 2019)."
@@ -334,10 +415,18 @@ def tensor_parallel(
     modules = dict(parts(inner, deltas=True))
     for n, m in modules.items():
         cut = [p for p, w in m._parameters.items() if isinstance(w, DTensor)]
-        if cut: raise ValueError(f"{n}.{cut[0]} is split already, as {m._parameters[cut[0]].placements}: split tensors once, and before fully_shard")
-        if getattr(m, "_bmlab_delta", False): raise ValueError(f"{n} belongs to a delta: detach or merge deltas before splitting the model")
+        if cut:
+            raise ValueError(
+                f"{n}.{cut[0]} is split already, as {m._parameters[cut[0]].placements}: split tensors once, and before "
+                "fully_shard"
+            )
+        if getattr(m, "_bmlab_delta", False):
+            raise ValueError(f"{n} belongs to a delta: detach or merge deltas before splitting the model")
     jobs, inside = _matrices(inner, modules, mesh.size())
-    if not jobs: raise ValueError(f"{type(inner).__name__} has no matrices whose role in a repeated block is known: nothing to split")
+    if not jobs:
+        raise ValueError(
+            f"{type(inner).__name__} has no matrices whose role in a repeated block is known: nothing to split"
+        )
     tables, heads = _words(inner, modules, mesh.size())                        # everything is checked; now change it
     for n, (kind, options) in jobs.items(): _swap(modules[n], kind, mesh, done, **options)
     for m in tables: _swap_embedding(m, mesh, done)

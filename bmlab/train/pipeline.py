@@ -33,12 +33,19 @@ def find_stack(
         kids = list(m._modules.values())
         if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(kids) > 1 and len({type(unwrap(k)) for k in kids}) == 1:
             found[name] = sum(p.numel() for p in m.parameters())
-    if not any(found.values()): raise ValueError(f"{type(unwrap(model)).__name__} has no list of two or more equal blocks with parameters: nothing to cut into stages")
+    if not any(found.values()):
+        raise ValueError(
+            f"{type(unwrap(model)).__name__} has no list of two or more equal blocks with parameters: nothing to cut "
+            "into stages"
+        )
     return max(found, key=found.get)
 
 def _hollow(model):
     "A copy of a model on the CPU whose parameters are zeros that take no memory"
-    memo = {id(p): nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), requires_grad=p.is_floating_point()) for p in model.parameters()}
+    memo = {
+        id(p): nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), requires_grad=p.is_floating_point())
+        for p in model.parameters()
+    }
     memo |= {id(b): torch.zeros_like(b, device="cpu") if b.is_meta else b.cpu() for b in model.buffers()}
     return copy.deepcopy(model, memo)
 
@@ -52,7 +59,9 @@ class _Skip(nn.Module):
     def __init__(self, block, length):
         super().__init__()
         self.length = length
-        self.__dict__ |= {k: v for k, v in vars(unwrap(block)).items() if isinstance(v, (int, str)) and k not in self.__dict__}     # such as attention_type
+        self.__dict__ |= {
+            k: v for k, v in vars(unwrap(block)).items() if isinstance(v, (int, str)) and k not in self.__dict__
+        }  # such as attention_type
     def forward(self, *args, **kwargs):
         hidden = _first_input(args, kwargs)
         return hidden if not self.length else (hidden, *(None,) * (self.length - 1))
@@ -81,19 +90,38 @@ def _survey(model, stack, call):
     inside = {id(m) for b in blocks for m in b.modules()}
     def block(m, *args, **kwargs):
         hidden = _first_input(args, kwargs)
-        seen.extra |= any(isinstance(t, Tensor) and t.requires_grad and t is not hidden for t in tree_leaves((args, kwargs)))
+        seen.extra |= any(
+            isinstance(t, Tensor) and t.requires_grad and t is not hidden for t in tree_leaves((args, kwargs))
+        )
         if not blocks_at: seen.length = _returned(m, args, kwargs)
-        elif hidden is not last[0]: raise ValueError(f"something is computed between the blocks of {stack}, such as a residual sum; make it part of the block")
-        blocks_at.append(m); last[0] = hidden.clone()
+        elif hidden is not last[0]:
+            raise ValueError(
+                f"something is computed between the blocks of {stack}, such as a residual sum; make it part of the "
+                "block"
+            )
+        blocks_at.append(m)
+        last[0] = hidden.clone()
         return last[0] if not seen.length else (last[0], *(None,) * (seen.length - 1))
     for b in blocks: b.forward = functools.partial(block, b)
     for name, m in ghost.named_modules():
         if id(m) in inside: continue
-        hooks.append(m.register_forward_pre_hook(lambda m, args, name=name: (seen.after if blocks_at else seen.before).append(name)))
+        hooks.append(
+            m.register_forward_pre_hook(
+                lambda m, args, name=name: (seen.after if blocks_at else seen.before).append(name)
+            )
+        )
         if isinstance(m, nn.Linear): m.forward = lambda x, n=m.out_features: _blank(x, n)
     try: call(ghost)
-    except Exception as e: raise ValueError(f"the model did not run with the example batch ({type(e).__name__}: {e}); if it cannot take that one, give example=") from e
-    if blocks_at != blocks: raise ValueError(f"the model's forward calls {len(blocks_at)} blocks of {stack}, which has {len(blocks)}; name the right list by stack=")
+    except Exception as e:
+        raise ValueError(
+            f"the model did not run with the example batch ({type(e).__name__}: {e}); if it cannot take that one, give "
+            "example="
+        ) from e
+    if blocks_at != blocks:
+        raise ValueError(
+            f"the model's forward calls {len(blocks_at)} blocks of {stack}, which has {len(blocks)}; name the right "
+            "list by stack="
+        )
     for h in hooks: h.remove()
     for b in blocks: b.forward = _Skip(b, seen.length).forward                 # the copy can be run again
     return seen
@@ -109,7 +137,13 @@ def _stages(model, stack, counts, survey):
             if "." not in rest: needed[name] = {owner[list(model.get_submodule(stack)._modules).index(rest)]}
         elif any(p is not None for p in m._parameters.values()):
             first, final = name in survey.before, name in survey.after
-            needed[name] = {last} if final and not first else {0} if first and not final and not survey.extra else set(range(last + 1))
+            needed[name] = (
+                {last}
+                if final and not first
+                else {0}
+                if first and not final and not survey.extra
+                else set(range(last + 1))
+            )
     return needed
 
 def _even(blocks, stages):
@@ -145,7 +179,8 @@ class _Stage(nn.Module):
 
     def forward(self, hidden, number):
         batch, hooks, out = self.micro[int(number)], [], []
-        def replace(m, args, kwargs): return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): hidden})
+        def replace(m, args, kwargs):
+            return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): hidden})
         def catch(m, args, output): out.append(output[0] if isinstance(output, tuple) else output)
         if not self.first: hooks.append(self.ends[0].register_forward_pre_hook(replace, prepend=True, with_kwargs=True))
         if not self.last:
@@ -169,18 +204,24 @@ def _rows(batch, n):
     "n microbatches"
     leaves = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
     if not leaves or any(len(t) != len(leaves[0]) for t in leaves) or len(leaves[0]) % n:
-        raise ValueError(f"a batch with tensors of {[len(t) for t in leaves]} rows does not divide into {n} microbatches")
+        raise ValueError(
+            f"a batch with tensors of {[len(t) for t in leaves]} rows does not divide into {n} microbatches"
+        )
     return [tree_map(lambda t: t.chunk(n)[i] if isinstance(t, Tensor) else t, batch) for i in range(n)]
 
 def _counts_first(ghost, loss, example):
     "Does the label of a row's first word count? Not if the loss shifts labels: it is nan then if that is the only one"
     ids = next((t for t in tree_leaves(example) if isinstance(t, Tensor) and t.ndim == 2), None)
     if ids is None: return True
-    labels = torch.full(ids.shape, -100); labels[:, 0] = 0
+    labels = torch.full(ids.shape, -100)
+    labels[:, 0] = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try: return bool(loss(ghost, {**example, "labels": labels} if isinstance(example, Mapping) else (ids, labels)).isfinite())
-        except Exception: return False                                         # a loss of another kind of batch: it is asked again when it runs
+        try:
+            return bool(
+                loss(ghost, {**example, "labels": labels} if isinstance(example, Mapping) else (ids, labels)).isfinite()
+            )
+        except Exception: return False  # a loss of another kind of batch: it is asked again when it runs
 
 def _shares(micro, counts_first):
     "(n,) what part of the batch's labels each microbatch has"
@@ -214,9 +255,16 @@ def _sum_shared(model, shared, stage, group):
         if p.grad is None: p.grad = torch.zeros_like(p)
         g, (first, *others) = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad, sorted(where)
         if stage == first:
-            for s in others: part = torch.empty_like(g); dist.recv(part, rank(s), group); g.add_(part)
+            for s in others:
+                part = torch.empty_like(g)
+                dist.recv(part, rank(s), group)
+                g.add_(part)
             for s in others: dist.send(g, rank(s), group)
-        else: dist.send(g.contiguous(), rank(first), group); part = torch.empty_like(g); dist.recv(part, rank(first), group); g.copy_(part)
+        else:
+            dist.send(g.contiguous(), rank(first), group)
+            part = torch.empty_like(g)
+            dist.recv(part, rank(first), group)
+            g.copy_(part)
 
 # %% ../../nbs/10_train/03_pipeline.ipynb #99873b09
 class Pipeline:
@@ -234,14 +282,22 @@ class Pipeline:
         self.mesh, self.microbatches, self.model, inner = default_mesh(mesh), microbatches, model, unwrap(model)
         self.stage, self.stages, self._ready = self.mesh.get_local_rank(), self.mesh.size(), None
         if schedule not in ("1f1b", "gpipe"): raise ValueError(f"schedule={schedule!r}: use '1f1b' or 'gpipe'")
-        if microbatches < self.stages: raise ValueError(f"microbatches={microbatches} for {self.stages} stages: at least one for each")
-        if getattr(getattr(inner, "config", None), "is_encoder_decoder", False): raise ValueError(f"{type(inner).__name__} has an encoder and a decoder: only one stack can be cut")
-        if stack is not None and stack not in dict(inner.named_modules()): raise LookupError(f"stack={stack!r} is no module of {type(inner).__name__}{did_you_mean(stack, dict(inner.named_modules()))}")
+        if microbatches < self.stages:
+            raise ValueError(f"microbatches={microbatches} for {self.stages} stages: at least one for each")
+        if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+            raise ValueError(f"{type(inner).__name__} has an encoder and a decoder: only one stack can be cut")
+        if stack is not None and stack not in dict(inner.named_modules()):
+            raise LookupError(
+                f"stack={stack!r} is no module of "
+                f"{type(inner).__name__}{did_you_mean(stack, dict(inner.named_modules()))}"
+            )
         self.schedule, self.stack = schedule, stack or find_stack(inner)
         n = len(inner.get_submodule(self.stack))
         self.split = list(split) if split else _even(n, self.stages)
         if len(self.split) != self.stages or sum(self.split) != n or min(self.split) < 1:
-            raise ValueError(f"split={self.split}: the {n} blocks of {self.stack} go to {self.stages} stages, at least one to each")
+            raise ValueError(
+                f"split={self.split}: the {n} blocks of {self.stack} go to {self.stages} stages, at least one to each"
+            )
         example = _example(inner, example)
         survey = _survey(inner, self.stack, lambda m: _call(m, example))
         self._counts_first = _counts_first(survey.ghost, loss, example)
@@ -257,7 +313,8 @@ class Pipeline:
         return self.model.parameters()
 
     def step(self,
-        batch,      # dict, pair or ids as for `loss`, the same on all ranks; rows divide by microbatches; every microbatch has a label
+        batch,      # dict, pair or ids as for `loss`, the same on all ranks; rows divide by microbatches; every
+                    # microbatch has a label
     )->Tensor:      # () float32, mean loss over the batch's labels, on every rank; gradients are added to `.grad`
         "Forward and backward of one batch."
         return _run(self, batch)
@@ -267,15 +324,26 @@ def _prepare(pipe, device, group):
     "The schedule for batches of this shape"
     meta, first, last = [None], pipe.stage == 0, pipe.stage == pipe.stages - 1
     if first:
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []): out = pipe._module(None, 0)
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            out = pipe._module(None, 0)
         meta = [(tuple(out.shape), out.dtype)]
     dist.broadcast_object_list(meta, dist.get_global_rank(group, 0), group=group, device=device)
     shape, dtype = meta[0]
     hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     start, end = torch.empty(1, 1, device="meta"), torch.empty(1, dtype=torch.double, device="meta", requires_grad=True)
-    stage = PipelineStage(pipe._module, pipe.stage, pipe.stages, device, input_args=(start if first else hidden,), output_args=(end if last else hidden,), group=group)
+    stage = PipelineStage(
+        pipe._module,
+        pipe.stage,
+        pipe.stages,
+        device,
+        input_args=(start if first else hidden,),
+        output_args=(end if last else hidden,),
+        group=group,
+    )
     weigh = lambda out, i: out[0] * pipe._module.shares[int(i)].to(out)
-    return {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[pipe.schedule](stage, pipe.microbatches, loss_fn=weigh, scale_grads=False)
+    return {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[pipe.schedule](
+        stage, pipe.microbatches, loss_fn=weigh, scale_grads=False
+    )
 
 def _run(pipe, batch):
     module, last, group = pipe._module, pipe.stage == pipe.stages - 1, pipe.mesh.get_group()
@@ -285,7 +353,12 @@ def _run(pipe, batch):
     shapes = [tuple(t.shape) for t in tree_leaves(batch) if isinstance(t, Tensor)]
     if pipe._ready is None or pipe._ready[0] != shapes: pipe._ready = shapes, _prepare(pipe, device, group)
     losses, number = [], torch.arange(pipe.microbatches)
-    pipe._ready[1].step(*((torch.zeros(pipe.microbatches, 1, device=device),) if pipe.stage == 0 else ()), number=number, target=number, losses=losses)
+    pipe._ready[1].step(
+        *((torch.zeros(pipe.microbatches, 1, device=device),) if pipe.stage == 0 else ()),
+        number=number,
+        target=number,
+        losses=losses,
+    )
     _sum_shared(unwrap(pipe.model), pipe._shared, pipe.stage, group)
     module.micro = []                                                          # batches are not kept
     loss = torch.stack([l.detach() for l in losses]).sum().float() if last else torch.zeros((), device=device)

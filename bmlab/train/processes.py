@@ -53,7 +53,11 @@ def _launched():
     "(rank, world size) that the launcher announced; checked"
     W = int(os.environ.get("WORLD_SIZE", 1))
     missing = [k for k in ("RANK", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ] if W > 1 else []
-    if missing: raise ValueError(f"WORLD_SIZE={W}, but {', '.join(missing)} is not set; start with torchrun, or unset WORLD_SIZE to run alone")
+    if missing:
+        raise ValueError(
+            f"WORLD_SIZE={W}, but {', '.join(missing)} is not set; start with torchrun, or unset WORLD_SIZE to run "
+            "alone"
+        )
     r = int(os.environ["RANK"]) if W > 1 else 0
     if not 0 <= r < W: raise ValueError(f"RANK={r} is not one of the ranks 0 … {W - 1} of WORLD_SIZE={W}")
     return r, W
@@ -64,11 +68,16 @@ def _join(timeout, backend):
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if "nccl" in backend:
         n = torch.cuda.device_count()
-        if local_rank() >= n: raise ValueError(f"LOCAL_RANK={local_rank()}, but {n} GPUs are visible; give torchrun --nproc-per-node {n}, or backend='gloo'")
+        if local_rank() >= n:
+            raise ValueError(
+                f"LOCAL_RANK={local_rank()}, but {n} GPUs are visible; give torchrun --nproc-per-node {n}, or "
+                "backend='gloo'"
+            )
         torch.cuda.set_device(local_rank())
     where = {"store": dist.HashStore()} if W == 1 else {"init_method": "env://"}
     dist.init_process_group(backend, rank=r, world_size=W, timeout=timeout, **where)
-    atexit.unregister(_leave); atexit.register(_leave)
+    atexit.unregister(_leave)
+    atexit.register(_leave)
 
 def _leave():
     "At the end of a program that did not shut down: gloo's threads may abort an interpreter that they outlive"
@@ -78,7 +87,8 @@ def _forget():
     "Clear away a group that an interrupt left half made"
     c10d = dist.distributed_c10d
     c10d._update_default_pg(None)
-    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state"): getattr(c10d._world, name, {}).clear()
+    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state"):
+        getattr(c10d._world, name, {}).clear()
     c10d._unregister_all_process_groups()
     c10d._world.group_count = 0
 
@@ -99,7 +109,9 @@ def init_distributed(
     else:
         kinds = lambda s: {part.split(":")[-1] for part in s.split(",")}
         if backend and kinds(backend) != kinds(have := dist.get_backend_config()):
-            raise ValueError(f"backend={backend!r}, but a group with {have!r} is up; leave backend out, or call shutdown() first")
+            raise ValueError(
+                f"backend={backend!r}, but a group with {have!r} is up; leave backend out, or call shutdown() first"
+            )
         dist.distributed_c10d._set_pg_timeout(timeout)
     if seed is not None: set_seed(seed)
 
@@ -112,11 +124,14 @@ def shutdown():
 def synchronize():
     "Wait until every rank is here and the GPU has done all its work."
     device = local_device()
-    if world_size() > 1: _need_group(); dist.all_reduce(torch.zeros(1, device=device))
+    if world_size() > 1:
+        _need_group()
+        dist.all_reduce(torch.zeros(1, device=device))
     if device.type == "cuda": torch.cuda.synchronize(device)
 
 def _need_group():
-    if not dist.is_initialized(): raise RuntimeError(f"WORLD_SIZE={world_size()}, but the processes have not met; call init_distributed() first")
+    if not dist.is_initialized():
+        raise RuntimeError(f"WORLD_SIZE={world_size()}, but the processes have not met; call init_distributed() first")
 
 # %% ../../nbs/10_train/00_processes.ipynb #225e40ba
 _BOOT = "import sys, cloudpickle\nwith open(sys.argv[1], 'rb') as f: main = cloudpickle.load(f)\nmain(int(sys.argv[2]))"
@@ -138,8 +153,10 @@ def _rank_main(fn, args, world_size, backend, folder):
             if isinstance(e, SystemExit): raise
             traceback.print_exc()
         finally: dist.destroy_process_group() if dist.is_initialized() else None
-        sys.stdout.flush(); sys.stderr.flush()
-        os._exit(int(not (Path(folder) / f"{rank}.pt").is_file()))     # gloo's threads sometimes abort an interpreter that shuts down
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # gloo's threads sometimes abort an interpreter that shuts down
+        os._exit(int(not (Path(folder) / f"{rank}.pt").is_file()))
     return main
 
 # %% ../../nbs/10_train/00_processes.ipynb #44fd6169
@@ -155,17 +172,26 @@ def run_ranks(
     if world_size < 1: raise ValueError(f"world_size={world_size}: at least one process is needed")
     with tempfile.TemporaryDirectory() as d:
         Path(d, "main.pkl").write_bytes(cloudpickle.dumps(_rank_main(fn, args, world_size, backend, d)))
-        env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+        env = dict(
+            os.environ,
+            PYTHONPATH=os.pathsep.join(p for p in sys.path if p),
+            GLOO_SOCKET_IFNAME="lo",
+            OMP_NUM_THREADS="1",
+        )
         ranks = []
         try:
-            for r in range(world_size): ranks.append(start_process(_BOOT, [Path(d, "main.pkl"), r], log=Path(d, f"{r}.log"), env=env))
+            for r in range(world_size):
+                ranks.append(start_process(_BOOT, [Path(d, "main.pkl"), r], log=Path(d, f"{r}.log"), env=env))
             _wait_ranks(ranks, d, time.monotonic() + timeout_s, timeout_s)
         finally:
             for p in ranks: p.poll() is None and p.kill()
             for p in ranks: p.wait()
         for r in range(world_size):
             if not Path(d, f"{r}.pt").is_file():
-                raise RuntimeError(f"rank {r} of {world_size} left without a result, though with exit code 0; does {getattr(fn, '__name__', 'fn')} call sys.exit?")
+                raise RuntimeError(
+                    f"rank {r} of {world_size} left without a result, though with exit code 0; does "
+                    f"{getattr(fn, '__name__', 'fn')} call sys.exit?"
+                )
         return [torch.load(Path(d, f"{r}.pt"), weights_only=False) for r in range(world_size)]
 
 # %% ../../nbs/10_train/00_processes.ipynb #5e6b5354
@@ -179,23 +205,29 @@ def _wait_ranks(ranks, folder, deadline, timeout_s):
             for r in late: ranks[r].send_signal(6)   # SIGABRT: faulthandler writes the stack to the log
             for r in late:
                 with contextlib.suppress(subprocess.TimeoutExpired): ranks[r].wait(3)
-            raise TimeoutError(f"ranks {late} had not finished after {timeout_s:g} s\n" + "\n".join(f"--- rank {r}\n{tail(r)}" for r in late))
+            raise TimeoutError(
+                f"ranks {late} had not finished after {timeout_s:g} s\n"
+                + "\n".join(f"--- rank {r}\n{tail(r)}" for r in late)
+            )
         time.sleep(0.02)
     if not any(p.poll() for p in ranks): return
     time.sleep(0.2)                                   # let the others write theirs, to find the first
     failed = [r for r, p in enumerate(ranks) if p.poll()]
     errors = sorted(Path(folder).glob("*.err"), key=lambda f: f.stat().st_mtime_ns)
-    killed = [r for r in failed if not Path(folder, f"{r}.err").is_file()]            # by a signal, say: others then only saw it go
+    # by a signal, say: others then only saw it go
+    killed = [r for r in failed if not Path(folder, f"{r}.err").is_file()]
     told = [f"rank {r} of {len(ranks)} ended with exit code {ranks[r].poll()}\n{tail(r)}" for r in killed]
     raise RuntimeError("\n".join(told + [f"rank {f.stem} of {len(ranks)} failed\n{f.read_text()}" for f in errors[:1]]))
 
 # %% ../../nbs/10_train/00_processes.ipynb #a3c432be
-_OPS = {"sum": "SUM", "avg": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}   # (gloo's own average is younger than torch 2.11)
+# (gloo's own average is younger than torch 2.11)
+_OPS = {"sum": "SUM", "avg": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}
 
 def _group_size(group, x, op="sum"):
     "Processes of a group, 1 without one; checks the operation"
     if op not in _OPS: raise ValueError(f"op={op!r}: one of {', '.join(_OPS)}")
-    if op == "avg" and not (x.is_floating_point() or x.is_complex()): raise TypeError(f"op='avg' needs floating point, x is {x.dtype}; use op='sum'")
+    if op == "avg" and not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"op='avg' needs floating point, x is {x.dtype}; use op='sum'")
     if dist.is_initialized(): return dist.get_world_size(group)
     if world_size() > 1: _need_group()
     return 1
@@ -205,7 +237,10 @@ def _reduce_op(op): return getattr(dist.ReduceOp, _OPS[op])
 def _factor(x, y, op, group):
     "Derivative of the reduced value y by this rank's x, for max, min and prod"
     if op == "prod":
-        zeros, others = all_reduce((x == 0).to(x.dtype), group=group), all_reduce(torch.where(x == 0, 1, x), "prod", group)
+        zeros, others = (
+            all_reduce((x == 0).to(x.dtype), group=group),
+            all_reduce(torch.where(x == 0, 1, x), "prod", group),
+        )
         return torch.where(x == 0, others * (zeros == 1), others / torch.where(x == 0, 1, x) * (zeros == 0))
     hit = (x == y).to(x.dtype)
     return hit / all_reduce(hit, group=group)
@@ -283,7 +318,9 @@ class _ReduceScatter(torch.autograd.Function):
         whole = lambda t: all_gather(t, ctx.group).flatten(0, 1)
         G = whole(g)
         if ctx.op == "avg": G = G / dist.get_world_size(ctx.group)
-        if ctx.saved_tensors: x, y = ctx.saved_tensors; G = G * _factor(x, whole(y), ctx.op, ctx.group)
+        if ctx.saved_tensors:
+            x, y = ctx.saved_tensors
+            G = G * _factor(x, whole(y), ctx.op, ctx.group)
         return G, None, None
 
 # %% ../../nbs/10_train/00_processes.ipynb #810ce24c
@@ -301,7 +338,8 @@ def reduce_scatter(
 )->Tensor:                               # (n, …): rank r gets rows r·n … (r+1)·n of the combined tensor
     "The ranks' tensors combined, each rank keeping its rows; carries gradients."
     W = _group_size(group, x, op)
-    if x.ndim == 0 or x.shape[0] % W: raise ValueError(f"x has shape {tuple(x.shape)}: its first dimension must be a multiple of the {W} ranks")
+    if x.ndim == 0 or x.shape[0] % W:
+        raise ValueError(f"x has shape {tuple(x.shape)}: its first dimension must be a multiple of the {W} ranks")
     return _ReduceScatter.apply(x, op, group) if W > 1 else x.clone()
 
 def sum_loss(
@@ -317,4 +355,6 @@ def use_expandable_segments(
 ):
     "Let CUDA's memory segments grow, unless the allocator's settings are in the environment or there are other ranks."
     if device.type == "cuda" and world_size() == 1 and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
-        getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)(f"expandable_segments:{on}")
+        getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)(
+            f"expandable_segments:{on}"
+        )

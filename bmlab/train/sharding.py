@@ -41,8 +41,15 @@ def _block_class(base, backend):
     def forward(self, *args, **kwargs):
         return (again if self._recompute and torch.is_grad_enabled() else keep)(self, *args, **kwargs)
     def __reduce_ex__(self, protocol): return _rebuild, (base, backend), self.__getstate__()
-    names = {"forward": forward, "__reduce_ex__": __reduce_ex__, "_recompute": False, "_made_for": (backend,), "__module__": __name__}
-    if "_bmlab_base" in base.__dict__: names["_bmlab_base"] = _block_class(base.__dict__["_bmlab_base"], backend)   # a delta on the block can leave
+    names = {
+        "forward": forward,
+        "__reduce_ex__": __reduce_ex__,
+        "_recompute": False,
+        "_made_for": (backend,),
+        "__module__": __name__,
+    }
+    # a delta on the block can leave
+    if "_bmlab_base" in base.__dict__: names["_bmlab_base"] = _block_class(base.__dict__["_bmlab_base"], backend)
     return type(base.__name__, (base,), names)
 
 def _rebuild(base, backend):
@@ -94,7 +101,10 @@ def _unify(named, dtype):
         wide = functools.reduce(torch.promote_types, kinds)
         if dtype is None:
             examples = {p.dtype: n for n, p in trained}
-            raise ValueError(f"dtype=None computes in the stored dtypes, but trainable weights of one block differ: {examples}; give dtype=torch.bfloat16, or convert the model")
+            raise ValueError(
+                f"dtype=None computes in the stored dtypes, but trainable weights of one block differ: {examples}; "
+                "give dtype=torch.bfloat16, or convert the model"
+            )
         _set_dtype(trained, wide, "weights trained in one group share a dtype")
     if dtype is not None: _set_dtype([(n, p) for n, p in floats if not p.requires_grad], dtype, None)
 
@@ -126,16 +136,23 @@ def materialize(
     unit = {n: next((b for b in blocks if n == b or n.startswith(b + ".")), "") for n in places.modules}
     for b in [*blocks, ""]:
         for own in (True, False):
-            names = [n for n in places.modules if unit[n] == b and (n in places.added) == own and (weights is None or places.held(n) & meta)]
-            if any(places.held(n) & meta for n in names): untouched += places.fill(names, device, zlib.crc32(b.encode()) ^ seed & 0xFFFFFFFF, meta)
+            names = [
+                n
+                for n in places.modules
+                if unit[n] == b and (n in places.added) == own and (weights is None or places.held(n) & meta)
+            ]
+            if any(places.held(n) & meta for n in names):
+                untouched += places.fill(names, device, zlib.crc32(b.encode()) ^ seed & 0xFFFFFFFF, meta)
     if untouched: raise places.unfilled(untouched)
     return 0 if weights is None else read_into(model, files, keys)
 
 # %% ../../nbs/10_train/04_sharding.ipynb #0c92e8d1
 def _how_many(n, blocks):
     "A number of blocks from True, False or a number"
-    if n is True and not blocks: raise ValueError("checkpoint=True: the model has no blocks that could recompute; name some with blocks=")
-    if not isinstance(n, int) or not 0 <= n <= blocks + (n is True): raise ValueError(f"checkpoint={n!r}: 'auto', True, False or a number of blocks up to {blocks}")
+    if n is True and not blocks:
+        raise ValueError("checkpoint=True: the model has no blocks that could recompute; name some with blocks=")
+    if not isinstance(n, int) or not 0 <= n <= blocks + (n is True):
+        raise ValueError(f"checkpoint={n!r}: 'auto', True, False or a number of blocks up to {blocks}")
     return n * blocks if isinstance(n, bool) else n
 
 # %% ../../nbs/10_train/04_sharding.ipynb #33166aea
@@ -149,7 +166,8 @@ class Sharding:
     backend:str|None = None         # of the compiler; None: not compiled
     memory_limit:int|None = None    # bytes of one GPU that "auto" may plan with; None: what is free
     auto:bool = False               # does the first training forward decide what to recompute?
-    offload:float = 0.0             # share of the optimizer on the host that "auto" plans with; an optimizer that offloads sets it
+    # share of the optimizer on the host that "auto" plans with; an optimizer that offloads sets it
+    offload:float = 0.0
     plan:object = None              # the TrainingPlan that "auto" followed
     read_bytes:int = 0              # read from weight files by this rank
     takes_cache:bool = False        # does the model build key-value caches unless told not to?
@@ -172,9 +190,16 @@ class Sharding:
         for i, b in enumerate(self.blocks.values()): b._recompute = i < n
     def __repr__(self):
         levels = "/".join(str(z) for z in sorted(set(self.zero.values()))) or "3"
-        how = f"ZeRO-{levels} over {self.world_size} rank{'s' * (self.world_size > 1)}" if self.mesh is not None else "one rank, whole weights"
+        how = (
+            f"ZeRO-{levels} over {self.world_size} rank{'s' * (self.world_size > 1)}"
+            if self.mesh is not None
+            else "one rank, whole weights"
+        )
         count = "to be decided" if self.auto and self.bones is not None and self.plan is None else self.recompute
-        return f"Sharding({len(self.blocks)} blocks, {how}, {str(self.dtype or 'stored dtype').removeprefix('torch.')}, recomputed: {count}{', compiled' if self.backend else ''})"
+        return (
+            f"Sharding({len(self.blocks)} blocks, {how}, {str(self.dtype or 'stored dtype').removeprefix('torch.')}, "
+            f"recomputed: {count}{', compiled' if self.backend else ''})"
+        )
 
 # %% ../../nbs/10_train/04_sharding.ipynb #780a9c1f
 def _limit(sharding, device):
@@ -194,19 +219,39 @@ def _decide(model, sharding, args, kwargs):
     inputs = _named_inputs(bones, args, kwargs)
     try: trace = trace_step(bones, inputs, list(sharding.blocks), None, sharding.dtype)
     except ValueError as e:
-        _log.warning("checkpoint='auto' recomputes all blocks: %s", e); sharding.set_recompute(True)
+        _log.warning("checkpoint='auto' recomputes all blocks: %s", e)
+        sharding.set_recompute(True)
         return
-    sharding.plan = plan_training(bones, inputs=inputs, trace=trace, blocks=list(sharding.blocks), gpus=sharding.world_size, memory_limit=limit, zero=sharding.zero or 3,
-                                  dtype=sharding.dtype, checkpoint="auto", offload=sharding.offload, compile=bool(sharding.backend), sharded=sharding.mesh is not None)
+    sharding.plan = plan_training(
+        bones,
+        inputs=inputs,
+        trace=trace,
+        blocks=list(sharding.blocks),
+        gpus=sharding.world_size,
+        memory_limit=limit,
+        zero=sharding.zero or 3,
+        dtype=sharding.dtype,
+        checkpoint="auto",
+        offload=sharding.offload,
+        compile=bool(sharding.backend),
+        sharded=sharding.mesh is not None,
+    )
     sharding.set_recompute(max(sharding.plan.recompute, sharding.recompute))
-    _log.info("%d of %d blocks recompute: %s predicted under a limit of %s", sharding.recompute, len(sharding.blocks), format_bytes(sharding.plan.peak_bytes), format_bytes(limit))
+    _log.info(
+        "%d of %d blocks recompute: %s predicted under a limit of %s",
+        sharding.recompute,
+        len(sharding.blocks),
+        format_bytes(sharding.plan.peak_bytes),
+        format_bytes(limit),
+    )
 
 # %% ../../nbs/10_train/04_sharding.ipynb #07ee7896
 def _fsdp(sharding, model): return [m for m in (model, *sharding.blocks.values()) if isinstance(m, FSDPModule)]
 
 def _put_back(sharding, model):
     "Shards again, and no gradients in flight, after a forward or backward that did not come to its end"
-    if not hasattr(model, "reset_iter_state") or torch._C._current_graph_task_id() != -1: return    # torch 2.13 on; not when backward recomputes the whole model
+    # torch 2.13 on; not when backward recomputes the whole model
+    if not hasattr(model, "reset_iter_state") or torch._C._current_graph_task_id() != -1: return
     states = [m._get_fsdp_state() for m in _fsdp(sharding, model)]
     if states[0]._state_ctx.iter_forward_root is None and all(s._training_state.name == "IDLE" for s in states): return
     model.reset_iter_state()
@@ -219,12 +264,18 @@ def _before(model, args, kwargs):
     s = model.sharding
     _put_back(s, model)
     if s.mesh is None and s.dtype is not None:                              # as `fully_shard` does at the root
-        args, kwargs = tree_map(lambda t: t.to(s.dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda t: t.to(s.dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, (args, kwargs)
+        )
     if not torch.is_grad_enabled(): return args, kwargs
     if s.takes_cache:
-        if not kwargs.get("use_cache") and kwargs.get("past_key_values") is None: kwargs = {**kwargs, "use_cache": False}
+        if not kwargs.get("use_cache") and kwargs.get("past_key_values") is None:
+            kwargs = {**kwargs, "use_cache": False}
         elif s.recompute or s.auto:
-            raise ValueError("use_cache and past_key_values do not go with recomputed blocks, which would add to the cache twice; leave them out, or shard(checkpoint=False)")
+            raise ValueError(
+                "use_cache and past_key_values do not go with recomputed blocks, which would add to the cache twice; "
+                "leave them out, or shard(checkpoint=False)"
+            )
     size = sum(t.numel() for t in (*args, *kwargs.values()) if isinstance(t, Tensor)) if s.auto else 0
     if size > s.planned:
         _decide(model, s, args, kwargs)
@@ -240,22 +291,34 @@ def _after(model, args, output):
 def _check(model, zero, mesh, tp, unknown):
     "Raise for what cannot work"
     names = list(inspect.signature(shard).parameters)[:-1]
-    for k in unknown: raise TypeError(f"shard() has no argument {k!r}{did_you_mean(k, names)}; it takes {', '.join(names)}")
+    for k in unknown:
+        raise TypeError(f"shard() has no argument {k!r}{did_you_mean(k, names)}; it takes {', '.join(names)}")
     if isinstance(model.__dict__.get("sharding"), Sharding) or any(isinstance(m, FSDPModule) for m in model.modules()):
-        raise RuntimeError(f"this {type(model).__name__} is sharded already; model.sharding.set_recompute changes what recomputes, the rest needs a new model")
+        raise RuntimeError(
+            f"this {type(model).__name__} is sharded already; model.sharding.set_recompute changes what recomputes, "
+            "the rest needs a new model"
+        )
     levels = zero.values() if isinstance(zero, dict) else [zero]
     if not levels or any(z not in (2, 3) or isinstance(z, bool) for z in levels):
-        raise ValueError(f"zero={zero!r}: 2 (whole weights kept from forward to backward), 3 (freed between) or {{pattern: 2 or 3}}")
-    if type(model).__name__ in ("DataParallel", "DistributedDataParallel"): raise TypeError("shard the model itself, without DataParallel around it: ZeRO is data parallel")
-    if not isinstance(tp, int) or tp < 1 or dist.get_world_size() % tp: raise ValueError(f"tp={tp!r}: a divisor of the number of ranks, {dist.get_world_size()}")
-    if mesh is not None and tp > 1 and not {"tp"} < set(mesh.mesh_dim_names or ()): raise ValueError(f"tp={tp} with a mesh of dimensions {mesh.mesh_dim_names}: one must be named 'tp'")
+        raise ValueError(
+            f"zero={zero!r}: 2 (whole weights kept from forward to backward), 3 (freed between) or {{pattern: 2 or 3}}"
+        )
+    if type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
+        raise TypeError("shard the model itself, without DataParallel around it: ZeRO is data parallel")
+    if not isinstance(tp, int) or tp < 1 or dist.get_world_size() % tp:
+        raise ValueError(f"tp={tp!r}: a divisor of the number of ranks, {dist.get_world_size()}")
+    if mesh is not None and tp > 1 and not {"tp"} < set(mesh.mesh_dim_names or ()):
+        raise ValueError(f"tp={tp} with a mesh of dimensions {mesh.mesh_dim_names}: one must be named 'tp'")
 
 def _check_rows(blocks, ranks):
     "Raise for blocks that leave ranks with nothing, and for weights that have no rows"
     for n, b in blocks.items():
         rows = {k: p.shape[0] if p.ndim else 0 for k, p in b.named_parameters()}
         if max(rows.values(), default=ranks) < ranks:
-            raise ValueError(f"{ranks} ranks, but no weight of block {n} has more than {max(rows.values())} rows, so some rank would hold nothing of it; use fewer ranks, or larger blocks=")
+            raise ValueError(
+                f"{ranks} ranks, but no weight of block {n} has more than {max(rows.values())} rows, so some rank "
+                "would hold nothing of it; use fewer ranks, or larger blocks="
+            )
 
 # %% ../../nbs/10_train/04_sharding.ipynb #9d8acbc6
 def _layout(mesh, tp, device):
@@ -276,46 +339,67 @@ def _prepare(model, blocks, dtype, alone):
     groups, shared = _groups(model, blocks)
     inside = {id(p): i for i, names in enumerate(groups) for n in names for p in blocks[n].parameters()}
     named = {}
-    for n, p in model.named_parameters(): named.setdefault(-1 if id(p) in shared else inside.get(id(p), -1), []).append((n, p))
+    for n, p in model.named_parameters():
+        named.setdefault(-1 if id(p) in shared else inside.get(id(p), -1), []).append((n, p))
     if dtype is not None or not alone:
         for group in named.values(): _unify(group, dtype)
     if alone and _in_dtype(model, dtype): return
     for n, p in model.named_parameters():
-        if p.ndim == 0 and p.requires_grad: raise ValueError(f"{n} is a trainable scalar, which cannot be sharded; give it the shape (1,), or freeze it")
+        if p.ndim == 0 and p.requires_grad:
+            raise ValueError(
+                f"{n} is a trainable scalar, which cannot be sharded; give it the shape (1,), or freeze it"
+            )
         if not p.is_contiguous(): p.data = p.data.contiguous()
 
 def _wrap(model, s, reduce_dtype):
     "`fully_shard` on each group and on the root; each block starts gathering the next before it computes"
-    blocks, policy = s.blocks, functools.partial(MixedPrecisionPolicy, param_dtype=s.dtype, reduce_dtype=reduce_dtype or s.dtype)
+    blocks, policy = (
+        s.blocks,
+        functools.partial(MixedPrecisionPolicy, param_dtype=s.dtype, reduce_dtype=reduce_dtype or s.dtype),
+    )
     groups, shared = _groups(model, blocks)
     scalars = {p for p in model.parameters() if p.ndim == 0}                # frozen ones: they stay whole
     outside = scalars | {p for p in model.parameters() if id(p) in shared}
     for names in groups:
         members = [blocks[n] for n in names]
-        fully_shard(members if len(members) > 1 else members[0], mesh=s.mesh, mp_policy=policy(cast_forward_inputs=False), ignored_params=outside,
-                    reshard_after_forward=all(s.zero[n] == 3 for n in names))
+        fully_shard(
+            members if len(members) > 1 else members[0],
+            mesh=s.mesh,
+            mp_policy=policy(cast_forward_inputs=False),
+            ignored_params=outside,
+            reshard_after_forward=all(s.zero[n] == 3 for n in names),
+        )
     fully_shard(model, mesh=s.mesh, mp_policy=policy(cast_forward_inputs=True), ignored_params=scalars)
     single = [names[0] for names in groups if len(names) == 1]
     for a, b in zip(single, single[1:]):
-        if s.mesh.size() > 1 and a.rpartition(".")[0] == b.rpartition(".")[0]: blocks[a].set_modules_to_forward_prefetch([blocks[b]])
+        if s.mesh.size() > 1 and a.rpartition(".")[0] == b.rpartition(".")[0]:
+            blocks[a].set_modules_to_forward_prefetch([blocks[b]])
 
 # %% ../../nbs/10_train/04_sharding.ipynb #1c587abd
-def _takes_cache(model): return any("use_cache" in inspect.signature(c.forward).parameters for c in type(model).__mro__ if "forward" in c.__dict__)
+def _takes_cache(model):
+    return any(
+        "use_cache" in inspect.signature(c.forward).parameters for c in type(model).__mro__ if "forward" in c.__dict__
+    )
 
 def _take_over(model, s):
     "Give the blocks their switch, and leave recomputing to it alone"
     for b in s.blocks.values(): b.__class__ = _block_class(type(b), s.backend)
     theirs = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
-    if theirs: _log.warning("the model's own gradient checkpointing is off now: blocks recompute by checkpoint=, and would twice")
+    if theirs:
+        _log.warning(
+            "the model's own gradient checkpointing is off now: blocks recompute by checkpoint=, and would twice"
+        )
     for m in theirs: m.gradient_checkpointing = False
     model.sharding = s
 
 def _fill_weights(model, s, weights, device):
     "Memory and values for what is on meta; then compiled blocks are guarded like any module"
     tensors = [*model.parameters(), *model.buffers()]
-    if any(t.is_meta for t in tensors): s.read_bytes = materialize(model, weights, device, s.blocks, _common_seed(device))
+    if any(t.is_meta for t in tensors):
+        s.read_bytes = materialize(model, weights, device, s.blocks, _common_seed(device))
     elif weights is not None: s.read_bytes = read_weights(model, weights, added_by_deltas(model))
-    if s.backend:                                                   # (torch skips guards on modules with this mark: a delta switched off would go unseen)
+    # (torch skips guards on modules with this mark: a delta switched off would go unseen)
+    if s.backend:
         for b in s.blocks.values():
             for m in b.modules(): m.__dict__.pop("_is_fsdp_managed_module", None)
 
@@ -330,21 +414,26 @@ def _mesh_device(mesh):
     return torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
 
 def _backend(compile):
-    if not isinstance(compile, (bool, str)): raise ValueError(f"compile={compile!r}: True, False or the name of a backend of torch.compile")
+    if not isinstance(compile, (bool, str)):
+        raise ValueError(f"compile={compile!r}: True, False or the name of a backend of torch.compile")
     return "inductor" if compile is True else compile or None
 
 # %% ../../nbs/10_train/04_sharding.ipynb #11febef0
 def shard(
     model:nn.Module,                       # changed in place; deltas are attached before
-    zero:int|dict=3,                       # 3: whole weights only while a block computes; 2: kept from forward to backward; {pattern: level}, else 3
+    zero:int|dict=3,                       # 3: whole weights only while a block computes; 2: kept from forward to
+                                           # backward; {pattern: level}, else 3
     blocks:str|list|None=None,             # which modules are the blocks; None: `find_blocks`
-    checkpoint:str|bool|int="auto",        # how many blocks recompute: "auto" (as few as the limit allows), True, False or a number
+    checkpoint:str|bool|int="auto",        # how many blocks recompute: "auto" (as few as the limit allows), True, False
+                                           # or a number
     memory_limit:int|str|None=None,        # of one GPU, for "auto"; None: 94 % of what is free, no limit on a CPU
     dtype:torch.dtype|None=torch.bfloat16, # of computing and communicating; None: as stored
     compile:bool|str=False,                # compile each block; a name: by that backend
     tp:int=1,                              # ranks of tensor parallelism, a divisor of all; the others share the weights
-    mesh:DeviceMesh|None=None,             # instead of one over all ranks; two dimensions replicate over the first; one named "tp" is for tensor parallelism
-    weights:str|os.PathLike|None=None,     # safetensors file or folder: each rank reads its part; None: as they are, or by rule on meta
+    mesh:DeviceMesh|None=None,             # instead of one over all ranks; two dimensions replicate over the first; one
+                                           # named "tp" is for tensor parallelism
+    weights:str|os.PathLike|None=None,     # safetensors file or folder: each rank reads its part; None: as they are, or
+                                           # by rule on meta
     reduce_dtype:torch.dtype|None=None,    # of the sum of gradients; None: dtype
     **unknown,                             # an error
 )->nn.Module:                              # the same model; what was decided is at `model.sharding`
@@ -360,15 +449,25 @@ def shard(
     alone = dp.size() == 1 and tp_mesh is None
     use_expandable_segments(device)
     _prepare(root, found, dtype, alone)
-    s = Sharding(blocks=found, zero=levels, mesh=None if alone and _in_dtype(root, dtype) else dp, dtype=dtype, backend=backend, auto=checkpoint == "auto",
-                 takes_cache=_takes_cache(root), memory_limit=limit)
-    if s.auto and _limit(s, device) is not None and any(p.requires_grad for p in root.parameters()): s.bones = skeleton(root)
+    s = Sharding(
+        blocks=found,
+        zero=levels,
+        mesh=None if alone and _in_dtype(root, dtype) else dp,
+        dtype=dtype,
+        backend=backend,
+        auto=checkpoint == "auto",
+        takes_cache=_takes_cache(root),
+        memory_limit=limit,
+    )
+    if s.auto and _limit(s, device) is not None and any(p.requires_grad for p in root.parameters()):
+        s.bones = skeleton(root)
     _take_over(root, s)
     s.set_recompute(recompute)
     if tp_mesh is not None: tensor_parallel(root, tp_mesh)
     if s.mesh is not None: _wrap(root, s, reduce_dtype)
     else: root._apply(lambda t: t if t.is_meta else t.to(device))
     _fill_weights(root, s, weights, device)
-    root.register_forward_pre_hook(_before, prepend=True, with_kwargs=True); root.register_forward_hook(_after)
+    root.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
+    root.register_forward_hook(_after)
     changed(root)
     return model

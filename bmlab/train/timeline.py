@@ -61,7 +61,10 @@ def _network_bytes(args):
     sent, got, world = (int(args.get(k) or 0) for k in ("In msg nelems", "Out msg nelems", "Group size"))
     if world < 2: return 0
     rounds = 2 if "allreduce" in str(args.get("Collective name", "")).replace("_", "").lower() else 1
-    item = next((n for k, n in _ITEM.items() if str(args.get("dtype", "")).lower() == k), 1 if "8" in str(args.get("dtype", "")) else 0)
+    item = next(
+        (n for k, n in _ITEM.items() if str(args.get("dtype", "")).lower() == k),
+        1 if "8" in str(args.get("dtype", "")) else 0,
+    )
     return rounds * max(sent, got) * item * (world - 1) // world
 
 def _gpu_lane(event):
@@ -97,24 +100,41 @@ def read_trace(
 )->Steps:
     "Lanes, steps and clock of a trace that holds a `bmlab::window`."
     done = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
-    marks = {name: sorted((float(e["ts"]), float(e["dur"])) for e in done if e.get("name") == f"bmlab::{name}" and e.get("cat") == "user_annotation")
-             for name in ("window", "step", "clock")}
-    if not marks["window"]: raise ValueError("trace: no bmlab::window in it; record it inside record_function('bmlab::window')")
+    marks = {
+        name: sorted(
+            (float(e["ts"]), float(e["dur"]))
+            for e in done
+            if e.get("name") == f"bmlab::{name}" and e.get("cat") == "user_annotation"
+        )
+        for name in ("window", "step", "clock")
+    }
+    if not marks["window"]:
+        raise ValueError("trace: no bmlab::window in it; record it inside record_function('bmlab::window')")
     origin, length = marks["window"][0]
     gpu = [(*found, e) for e in done if (found := _gpu_lane(e))]
     rows = gpu or [(lane, 0, e) for e in _outermost(done) if (lane := _host_lane(e))]
     if gpu: rows += [(lane, 0, e) for e in done if (lane := _host_lane(e)) in ("host Adam", "gloo")]
-    events = _events([(lane, e["name"], float(e["ts"]) - origin, float(e["ts"]) + float(e["dur"]) - origin, n) for lane, n, e in rows], length)
+    events = _events(
+        [
+            (lane, e["name"], float(e["ts"]) - origin, float(e["ts"]) + float(e["dur"]) - origin, n)
+            for lane, n, e in rows
+        ],
+        length,
+    )
     starts = [t - origin for t, _ in marks["step"]] or [0.0]
     if gpu: starts = _first_launched(done, gpu, origin, starts)
-    if len(clocks) not in (0, len(marks["clock"])): raise ValueError(f"clocks: {len(clocks)} readings, but {len(marks['clock'])} bmlab::clock marks in the trace")
+    if len(clocks) not in (0, len(marks["clock"])):
+        raise ValueError(f"clocks: {len(clocks)} readings, but {len(marks['clock'])} bmlab::clock marks in the trace")
     offsets = [(dur, ts + dur / 2 - origin - clock * 1e6) for (ts, dur), clock in zip(marks["clock"], clocks)]
-    return Steps(events, starts, length, min(offsets)[1] if offsets else float("nan"))          # the shortest mark knows best
+    # the shortest mark knows best
+    return Steps(events, starts, length, min(offsets)[1] if offsets else float("nan"))
 
 def _events(rows, length):
     "The table of events, clipped to the window"
     rows = [(lane, name, max(a, 0.0), min(b, length), n) for lane, name, a, b, n in rows if b > 0 and a < length]
-    return pd.DataFrame(rows, columns=["lane", "name", "start_us", "end_us", "bytes"]).sort_values("start_us", kind="stable", ignore_index=True)
+    return pd.DataFrame(rows, columns=["lane", "name", "start_us", "end_us", "bytes"]).sort_values(
+        "start_us", kind="stable", ignore_index=True
+    )
 
 # %% ../../nbs/10_train/09_timeline.ipynb #6d6db106
 def _outermost(done):
@@ -124,18 +144,29 @@ def _outermost(done):
         lane, end, thread = _host_lane(e), float(e["ts"]) + float(e["dur"]), e.get("tid")
         if lane is None: continue
         if lane in ("gloo", "host Adam"): out.append(e)                            # they run beside what started them
-        elif float(e["ts"]) >= reach.get(thread, 0.0): out.append(e); reach[thread] = end
+        elif float(e["ts"]) >= reach.get(thread, 0.0):
+            out.append(e)
+            reach[thread] = end
     return out
 
 def _first_launched(done, gpu, origin, starts):
     "When the first GPU event of each step ran"
-    launched = {e["args"]["correlation"]: float(e["ts"]) - origin for e in done if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in (e.get("args") or {})}
-    ran = sorted((launched[c], float(e["ts"]) - origin) for _, _, e in gpu if (c := (e.get("args") or {}).get("correlation")) in launched)
+    launched = {
+        e["args"]["correlation"]: float(e["ts"]) - origin
+        for e in done
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in (e.get("args") or {})
+    }
+    ran = sorted(
+        (launched[c], float(e["ts"]) - origin)
+        for _, _, e in gpu
+        if (c := (e.get("args") or {}).get("correlation")) in launched
+    )
     bounds = [*starts[1:], float("inf")]
     return [min((t for call, t in ran if a <= call < b), default=a) for a, b in zip(starts, bounds)]
 
 # %% ../../nbs/10_train/09_timeline.ipynb #4755e448
-LANES = ("compute", "forward", "backward", "optimizer", "H2D", "host Adam", "D2H", "NCCL", "gloo")     # in the order in which they are drawn
+# in the order in which they are drawn
+LANES = ("compute", "forward", "backward", "optimizer", "H2D", "host Adam", "D2H", "NCCL", "gloo")
 _COMPUTE = ("compute", "forward", "backward")
 
 def _intervals(events, lanes=None):
@@ -158,7 +189,8 @@ def lane_table(
     length_us:float,            # the window
     steps:int=1,                # in it
     machine:Machine|None=None,  # whose ceilings the copies are measured against
-)->pd.DataFrame:                # by lane: busy_ms and exposed_ms of one step, share of the step exposed, GB of one step, GB/s while busy, ceiling
+# by lane: busy_ms and exposed_ms of one step, share of the step exposed, GB of one step, GB/s while busy, ceiling
+)->pd.DataFrame:
     "What each lane did in a step, and how much of it no compute covers."
     names = [lane for lane in LANES if (events.lane == lane).any()] + sorted(set(events.lane) - set(LANES))
     compute, rows, whole = _intervals(events, _COMPUTE), {}, length_us / 1e3 / steps
@@ -166,11 +198,23 @@ def lane_table(
         mine = _intervals(events, [lane])
         busy, moved = duration(mine), int(events.bytes[events.lane == lane].sum()) if lane not in _COMPUTE else 0
         exposed = busy if lane in _COMPUTE else duration(subtract(mine, compute))
-        rows[lane] = {"busy_ms": busy / 1e3 / steps, "exposed_ms": exposed / 1e3 / steps, "of_step": exposed / length_us,
-                      "GB": moved / 1e9 / steps if moved else float("nan"), "GB_per_s": moved / busy / 1e3 if moved else float("nan"),
-                      "ceiling": _ceiling(lane, events, machine) / 1e9 if moved else float("nan")}
+        rows[lane] = {
+            "busy_ms": busy / 1e3 / steps,
+            "exposed_ms": exposed / 1e3 / steps,
+            "of_step": exposed / length_us,
+            "GB": moved / 1e9 / steps if moved else float("nan"),
+            "GB_per_s": moved / busy / 1e3 if moved else float("nan"),
+            "ceiling": _ceiling(lane, events, machine) / 1e9 if moved else float("nan"),
+        }
     idle = (length_us - duration(_intervals(events))) / 1e3 / steps
-    rows["idle"] = {"busy_ms": float("nan"), "exposed_ms": idle, "of_step": idle / whole, "GB": float("nan"), "GB_per_s": float("nan"), "ceiling": float("nan")}
+    rows["idle"] = {
+        "busy_ms": float("nan"),
+        "exposed_ms": idle,
+        "of_step": idle / whole,
+        "GB": float("nan"),
+        "GB_per_s": float("nan"),
+        "ceiling": float("nan"),
+    }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("lane")
 
 # %% ../../nbs/10_train/09_timeline.ipynb #1bdfa2b7
@@ -199,21 +243,30 @@ class Timeline:
         arithmetic = t[t.index.isin(_COMPUTE)]
         return "compute" if arithmetic.sum() >= t.drop(arithmetic.index).max() else t.drop(arithmetic.index).idxmax()
     def __repr__(self):
-        lanes = ", ".join(f"{k} {v.exposed_ms:.3g} of {v.busy_ms:.3g}" for k, v in self.table.drop("idle").iterrows() if k not in _COMPUTE)
+        lanes = ", ".join(
+            f"{k} {v.exposed_ms:.3g} of {v.busy_ms:.3g}"
+            for k, v in self.table.drop("idle").iterrows()
+            if k not in _COMPUTE
+        )
         return f"{self.step_ms:.4g} ms/step, bound by {self.bound}; exposed ms: {lanes or 'none'}"
     def png(self)->bytes:
         "The picture."
         import matplotlib.pyplot as plt
         buffer = io.BytesIO()
         with figure(7.2, 0.7 + 0.28 * len(self.table), show=False) as ax:
-            _draw(self, ax); ax.figure.savefig(buffer, format="png", dpi=120); plt.close(ax.figure)
+            _draw(self, ax)
+            ax.figure.savefig(buffer, format="png", dpi=120)
+            plt.close(ax.figure)
         return buffer.getvalue()
     def plot(self):
         "Show the picture."
         with figure(7.2, 0.7 + 0.28 * len(self.table)) as ax: _draw(self, ax)
     def _repr_html_(self):
         shown = table(self.table, digits=3).to_html(na_rep="", border=0)
-        return f'<img style="max-width:720px" alt="{self!r}" src="data:image/png;base64,{base64.b64encode(self.png()).decode()}">{shown}'
+        return (
+            f'<img style="max-width:720px" alt="{self!r}" '
+            f'src="data:image/png;base64,{base64.b64encode(self.png()).decode()}">{shown}'
+        )
 
 # %% ../../nbs/10_train/09_timeline.ipynb #579709a6
 _PALE, _FULL, _QUIET = "#b9d2ee", "#1a6fd4", "#8a8a8a"
@@ -235,16 +288,36 @@ def _draw(t, ax):
         speed = f", {row.GB_per_s:.3g} GB/s" if row.GB_per_s == row.GB_per_s else ""
         text = f"{row.busy_ms:.3g} ms" if lane in _COMPUTE else f"{row.exposed_ms:.3g} of {row.busy_ms:.3g} ms{speed}"
         ax.text(1.01, y, text, transform=ax.get_yaxis_transform(), va="center")
-    ax.text(1.01, -.95, "exposed, of busy, a step", transform=ax.get_yaxis_transform(), va="center", color="#555555", fontsize=8)
+    ax.text(
+        1.01,
+        -0.95,
+        "exposed, of busy, a step",
+        transform=ax.get_yaxis_transform(),
+        va="center",
+        color="#555555",
+        fontsize=8,
+    )
     for start in t.starts_us: ax.axvline(start / 1e3, color="#555555", lw=.8, ls=":")
-    ax.set(yticks=range(len(rows)), yticklabels=rows.index, xlim=(0, end), ylim=(len(rows) - .5, -.6), xlabel=f"ms; a step takes {t.step_ms:.4g} ms")
-    ax.grid(False, axis="y"); ax.tick_params(axis="y", length=0)
+    ax.set(
+        yticks=range(len(rows)),
+        yticklabels=rows.index,
+        xlim=(0, end),
+        ylim=(len(rows) - 0.5, -0.6),
+        xlabel=f"ms; a step takes {t.step_ms:.4g} ms",
+    )
+    ax.grid(False, axis="y")
+    ax.tick_params(axis="y", length=0)
 
 # %% ../../nbs/10_train/09_timeline.ipynb #bd56ad61
 def _host_events(entries, steps):
     "Ranges of an optimizer's own threads, on the window's clock"
-    rows = [(re.sub(r"\s*\d+$", "", str(what)), str(what), a * 1e6 + steps.offset_us, b * 1e6 + steps.offset_us, 0) for a, b, what in entries]
-    rows = [("host Adam" if "adam" in lane.lower() else lane, *rest) for lane, *rest in rows if not lane.startswith("link")]
+    rows = [
+        (re.sub(r"\s*\d+$", "", str(what)), str(what), a * 1e6 + steps.offset_us, b * 1e6 + steps.offset_us, 0)
+        for a, b, what in entries
+    ]
+    rows = [
+        ("host Adam" if "adam" in lane.lower() else lane, *rest) for lane, *rest in rows if not lane.startswith("link")
+    ]
     return _events([*steps.events.itertuples(index=False, name=None), *rows], steps.end_us)
 
 def _record(step_fn, steps, warmup, path, watch):
@@ -256,14 +329,18 @@ def _record(step_fn, steps, warmup, path, watch):
         with record_function("bmlab::clock"): clocks.append(time.perf_counter())
     with profile(activities=kinds, schedule=schedule(wait=0, warmup=1, active=1, repeat=1), on_trace_ready=lambda p: p.export_chrome_trace(path)) as p:
         for _ in range(warmup): step_fn()
-        wait(); p.step(); watch()
-        mark(); mark()
+        wait()
+        p.step()
+        watch()
+        mark()
+        mark()
         with record_function("bmlab::window"):
             for _ in range(steps):
                 mark()
                 with record_function("bmlab::step"): step_fn()
             wait()
-        mark(); p.step()
+        mark()
+        p.step()
     return clocks
 
 # %% ../../nbs/10_train/09_timeline.ipynb #77b53918
@@ -272,12 +349,15 @@ def timeline(
     steps:int=2,                     # how many are recorded, without a stop between them
     warmup:int=1,                    # how many run before
     optimizer=None,                  # one, a list or an OptimManager, whose threads note what they do in `.trace`
-    machine:str|Machine|None=None,   # ceilings of the copies; None: those of the GPU at hand, if there is a preset for it
+    machine:str|Machine|None=None,   # ceilings of the copies; None: those of the GPU at hand, if there is a preset for
+                                     # it
     trace:str|os.PathLike|None=None, # where to keep the profiler's file, for chrome://tracing or Perfetto
 )->Timeline:                         # `.table`, `.events`, a picture
     "Where the time of a training step goes; to be called on every rank if the step communicates."
-    if steps < 1 or warmup < 0: raise ValueError(f"steps={steps}, warmup={warmup}: at least one step is recorded, and none or more run before")
-    if not callable(step_fn): raise TypeError(f"step_fn={step_fn!r}: a function that runs one step, such as lambda: train_step(batch)")
+    if steps < 1 or warmup < 0:
+        raise ValueError(f"steps={steps}, warmup={warmup}: at least one step is recorded, and none or more run before")
+    if not callable(step_fn):
+        raise TypeError(f"step_fn={step_fn!r}: a function that runs one step, such as lambda: train_step(batch)")
     several = getattr(optimizer, "optimizers", optimizer)
     noting = [o for o in (several if isinstance(several, (list, tuple)) else [several]) if hasattr(o, "trace")]
     before = [o.trace for o in noting]
@@ -285,7 +365,9 @@ def timeline(
         for o in noting: o.trace = []
     with tempfile.TemporaryDirectory() as folder:
         path = os.fspath(trace) if trace is not None else os.path.join(folder, "trace.json")
-        try: clocks = _record(step_fn, steps, warmup, path, watch); noted = [e for o in noting for e in o.trace or ()]
+        try:
+            clocks = _record(step_fn, steps, warmup, path, watch)
+            noted = [e for o in noting for e in o.trace or ()]
         finally:
             for o, t in zip(noting, before): o.trace = t
         with open(path, encoding="utf-8") as f: found = read_trace(json.load(f), clocks)

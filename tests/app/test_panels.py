@@ -13,7 +13,16 @@ from conftest import until
 
 class Script:
     "An engine that plays a list: texts, (part, text), an exception to raise, or an event to wait for"
-    def __init__(self, *items): self.items, self.stats, self.tok, self.lock, self.calls, self.stops, self.closed = list(items), {}, "none", threading.Lock(), [], 0, 0
+    def __init__(self, *items):
+        self.items, self.stats, self.tok, self.lock, self.calls, self.stops, self.closed = (
+            list(items),
+            {},
+            "none",
+            threading.Lock(),
+            [],
+            0,
+            0,
+        )
     def stop(self): self.stops += 1
     def _play(self, call):
         if not self.lock.acquire(blocking=False): raise RuntimeError("busy")
@@ -23,126 +32,219 @@ class Script:
                 if isinstance(item, BaseException): raise item
                 if isinstance(item, threading.Event): assert item.wait(20)
                 else: yield item
-        finally: self.closed += 1; self.lock.release()
+        finally:
+            self.closed += 1
+            self.lock.release()
     def chat(self, messages, **options): return self._play({"messages": messages, **options})
     def fill(self, text, blank="__", **options): return self._play({"text": text, "blank": blank, **options})
     def story(self, prompt, n=3, **options): return self._play({"prompt": prompt, "n": n, **options})
 
 
 def test_text_is_there_while_it_is_made():
-    gate = threading.Event(); e = Script("one", " two", gate, " three"); p = chat(e)
+    gate = threading.Event()
+    e = Script("one", " two", gate, " three")
+    p = chat(e)
     def seen():
-        with p._guard: return p.live == "one two" and p.meter["words"][:1] == ["2 tokens"]              # one message, as a browser gets them
-    p.ask("count"); until(seen)
+        # one message, as a browser gets them
+        with p._guard: return p.live == "one two" and p.meter["words"][:1] == ["2 tokens"]
+    p.ask("count")
+    until(seen)
     assert p.state == "running" and p.turns == [{"role": "user", "content": "count"}]
-    gate.set(); assert p.wait(60) == "one two three"
-    assert p.state == "idle" and p.live == "" and p.turns[1] == {"role": "assistant", "content": "one two three"} and e.closed == 1
+    gate.set()
+    assert p.wait(60) == "one two three"
+    assert (
+        p.state == "idle"
+        and p.live == ""
+        and p.turns[1] == {"role": "assistant", "content": "one two three"}
+        and e.closed == 1
+    )
 
 
 def test_an_answer_leaves_room_for_its_question():
-    e = Script("x"); lengths = lambda **options: (chat(e, **options).max_new_tokens, story(e, **options).max_new_tokens)
+    e = Script("x")
+    lengths = lambda **options: (chat(e, **options).max_new_tokens, story(e, **options).max_new_tokens)
     assert lengths() == (256, 24)
-    e.max_ctx = 256; assert lengths() == (128, 24) and lengths(max_new_tokens=200) == (200, 200)
-    e.max_ctx = 32; assert lengths() == (16, 16)
+    e.max_ctx = 256
+    assert lengths() == (128, 24) and lengths(max_new_tokens=200) == (200, 200)
+    e.max_ctx = 32
+    assert lengths() == (16, 16)
 
 
 def test_a_silent_engine_shows_a_clock():
-    gate = threading.Event(); p = chat(Script(gate, "x"))
-    p.ask("?"); until(lambda: p.meter["words"] and p.meter["words"][0].startswith("reading the prompt")); first = p.meter["words"][0]
-    until(lambda: p.meter["words"][0] != first); gate.set(); p.wait(60)
+    gate = threading.Event()
+    p = chat(Script(gate, "x"))
+    p.ask("?")
+    until(lambda: p.meter["words"] and p.meter["words"][0].startswith("reading the prompt"))
+    first = p.meter["words"][0]
+    until(lambda: p.meter["words"][0] != first)
+    gate.set()
+    p.wait(60)
     assert p.meter["words"][0] == "1 token"
 
 
 def test_stopping_is_passed_to_the_engine_and_keeps_the_text():
-    gate = threading.Event(); e = Script("a", gate, "b", "c"); p = chat(e)
-    p.ask("?"); until(lambda: p.live == "a"); p.stop(); assert p.state == "stopping" and e.stops == 1
-    p.stop(); assert e.stops == 1                                                    # once is enough
-    gate.set(); assert p.wait(60) == "ab" and p.turns[-1]["note"] == "stopped" and e.closed == 1 and e.lock.acquire(blocking=False)
+    gate = threading.Event()
+    e = Script("a", gate, "b", "c")
+    p = chat(e)
+    p.ask("?")
+    until(lambda: p.live == "a")
+    p.stop()
+    assert p.state == "stopping" and e.stops == 1
+    p.stop()
+    assert e.stops == 1  # once is enough
+    gate.set()
+    assert p.wait(60) == "ab" and p.turns[-1]["note"] == "stopped" and e.closed == 1 and e.lock.acquire(blocking=False)
 
 
 def test_stopped_before_the_first_piece():
-    gate = threading.Event(); p = chat(Script(gate)); p.ask("?"); p.stop(); gate.set(); p.wait(60)
-    assert p.turns[-1] == {"role": "assistant", "content": "", "note": "stopped"} and p.state == "idle" and p.meter["words"] == []
+    gate = threading.Event()
+    p = chat(Script(gate))
+    p.ask("?")
+    p.stop()
+    gate.set()
+    p.wait(60)
+    assert (
+        p.turns[-1] == {"role": "assistant", "content": "", "note": "stopped"}
+        and p.state == "idle"
+        and p.meter["words"] == []
+    )
 
 
 def test_an_engine_that_breaks_off():
-    p = chat(Script("half", ValueError("out of paper"))); p.ask("?")
+    p = chat(Script("half", ValueError("out of paper")))
+    p.ask("?")
     with pytest.raises(ValueError, match="out of paper"): p.wait(60)
-    assert p.turns[-1] == {"role": "assistant", "content": "half", "note": "broken off"} and (p.note, p.problem) == ("ValueError: out of paper", True)
-    p = chat(Script(MemoryError("no room"))); p.ask("a question")
+    assert p.turns[-1] == {"role": "assistant", "content": "half", "note": "broken off"} and (p.note, p.problem) == (
+        "ValueError: out of paper",
+        True,
+    )
+    p = chat(Script(MemoryError("no room")))
+    p.ask("a question")
     with pytest.raises(MemoryError): p.wait(60)
     assert p.turns == [] and p.text == "a question" and p.state == "idle" and "no room" in p.note
-    p._engine.items = ["fine"]; assert p.ask().wait(60) == "fine" and p.note == "" and p.text == ""
+    p._engine.items = ["fine"]
+    assert p.ask().wait(60) == "fine" and p.note == "" and p.text == ""
 
 
 def test_an_engine_that_refuses_when_it_is_called():
-    e = Script(); e.chat = lambda messages, **options: (_ for _ in ()).throw(ValueError("too long"))
-    p = chat(e); p.text = "a question"; p.ask()
+    e = Script()
+    e.chat = lambda messages, **options: (_ for _ in ()).throw(ValueError("too long"))
+    p = chat(e)
+    p.text = "a question"
+    p.ask()
     with pytest.raises(ValueError, match="too long"): p.wait(60)
     assert p.text == "a question" and p.turns == [] and "too long" in p.note
 
 
 def test_two_panels_on_one_engine():
     "The second says that it is busy and keeps its text, whatever the kinds"
-    gate = threading.Event(); e = Script("a", gate); first = chat(e); first.ask("?"); until(lambda: first.live == "a")
+    gate = threading.Event()
+    e = Script("a", gate)
+    first = chat(e)
+    first.ask("?")
+    until(lambda: first.live == "a")
     f, s, c = fill_blank(e, "x __"), story(e, text="once"), chat(e)
-    f.ask(); s.ask(); c.ask("me too")
+    f.ask()
+    s.ask()
+    c.ask("me too")
     for p in (f, s, c):
         with pytest.raises(RuntimeError, match="busy"): p.wait(60)
         assert p.problem and "busy" in p.note and p.state == "idle"
-    assert (f.text, f.asked, f.answers) == ("x __", "", []) and (s.text, s.choices) == ("once", []) and (c.text, c.turns) == ("me too", [])
-    gate.set(); assert first.wait(60) == "a"
-    e.items = [(0, "y")]; assert f.ask().wait(60) == "x y"
+    assert (
+        (f.text, f.asked, f.answers) == ("x __", "", [])
+        and (s.text, s.choices) == ("once", [])
+        and (c.text, c.turns) == ("me too", [])
+    )
+    gate.set()
+    assert first.wait(60) == "a"
+    e.items = [(0, "y")]
+    assert f.ask().wait(60) == "x y"
 
 
 def test_a_panel_that_writes_refuses_more():
-    gate = threading.Event(); p = story(Script((0, "a"), gate), text="once"); p.ask()
+    gate = threading.Event()
+    p = story(Script((0, "a"), gate), text="once")
+    p.ask()
     with pytest.raises(RuntimeError, match="still writing"): p.ask()
     with pytest.raises(TimeoutError, match="timeout_s=0.02"): p.wait(0.02)
-    gate.set(); p.wait(60)
+    gate.set()
+    p.wait(60)
 
 
 def test_blanks():
-    e = Script((0, " big"), (1, "two"), (0, "ger"), (2, ", too")); p = fill_blank(e)
+    e = Script((0, " big"), (1, "two"), (0, "ger"), (2, ", too"))
+    p = fill_blank(e)
     assert p.ask("A __ house\nfor ___ people__").wait(60) == "A bigger house\nfor two people, too"
-    assert p.answers == ["bigger", "two", ", too"] and e.calls[0]["text"] == "A __ house\nfor __ people__" and e.calls[0]["max_new_tokens"] == 32
-    text = p._static()["text/plain"]; assert "A [bigger] house\nfor [two] people[, too]" in text
-    html = p._static()["text/html"]; assert html.count("text-decoration:underline") == 3 and "<br>" in html
-    p.asked = ""; assert p.result == p.text and "underline" not in p._static()["text/html"]     # edited again
+    assert (
+        p.answers == ["bigger", "two", ", too"]
+        and e.calls[0]["text"] == "A __ house\nfor __ people__"
+        and e.calls[0]["max_new_tokens"] == 32
+    )
+    text = p._static()["text/plain"]
+    assert "A [bigger] house\nfor [two] people[, too]" in text
+    html = p._static()["text/html"]
+    assert html.count("text-decoration:underline") == 3 and "<br>" in html
+    p.asked = ""
+    assert p.result == p.text and "underline" not in p._static()["text/html"]  # edited again
 
 
 def test_stories():
-    e = Script((0, " a"), (1, " b"), (0, "A"), (2, " c")); p = story(e, n=3, text="Once ")
+    e = Script((0, " a"), (1, " b"), (0, "A"), (2, " c"))
+    p = story(e, n=3, text="Once ")
     assert p.ask().wait(60) == [" aA", " b", " c"] and e.calls[0]["prompt"] == "Once" and e.calls[0]["n"] == 3
     assert "<li>aA</li>" in p._static()["text/html"] and "  2. b" in p._static()["text/plain"]
-    p.take(1); assert p.text == "Once b" and p.choices == []
-    p.ask().wait(60); p.take(0); assert p.text == "Once b aA"
+    p.take(1)
+    assert p.text == "Once b" and p.choices == []
+    p.ask().wait(60)
+    p.take(0)
+    assert p.text == "Once b aA"
     with pytest.raises(IndexError): p.take(0)
 
 
 def test_taken_while_the_others_are_written():
-    gate = threading.Event(); e = Script((0, " x"), gate, (1, " y"), (1, " z")); p = story(e, n=2, text="Once")
-    p.ask(); until(lambda: p.choices == [" x", ""]); p.take(0); assert p.text == "Once x" and p.choices == []
-    gate.set(); p.wait(60); assert p.choices == [] and e.stops == 1 and e.closed == 1
-    e.items = [(0, "!")]; p.n = 1; assert p.ask().wait(60) == ["!"]                              # the next list is shown again
+    gate = threading.Event()
+    e = Script((0, " x"), gate, (1, " y"), (1, " z"))
+    p = story(e, n=2, text="Once")
+    p.ask()
+    until(lambda: p.choices == [" x", ""])
+    p.take(0)
+    assert p.text == "Once x" and p.choices == []
+    gate.set()
+    p.wait(60)
+    assert p.choices == [] and e.stops == 1 and e.closed == 1
+    e.items = [(0, "!")]
+    p.n = 1
+    assert p.ask().wait(60) == ["!"]  # the next list is shown again
 
 
 def test_options_reach_the_engine():
-    e = Script("x"); p = chat(e, temperature=0.3, top_p=0.5, top_k=7, max_new_tokens=11, seed=5, stop=("\n",), repetition_penalty=1.2); p.ask("?").wait(60)
-    assert {k: v for k, v in e.calls[0].items() if k != "messages"} == dict(temperature=0.3, top_p=0.5, top_k=7, max_new_tokens=11, seed=5, stop=("\n",), repetition_penalty=1.2)
-    assert [x for x in p._settings_said()] == ["temperature 0.3", "top-p 0.5", "top-k 7", "seed 5"] and chat(e, temperature=0)._settings_said() == ["greedy"]
+    e = Script("x")
+    p = chat(e, temperature=0.3, top_p=0.5, top_k=7, max_new_tokens=11, seed=5, stop=("\n",), repetition_penalty=1.2)
+    p.ask("?").wait(60)
+    assert {k: v for k, v in e.calls[0].items() if k != "messages"} == dict(
+        temperature=0.3, top_p=0.5, top_k=7, max_new_tokens=11, seed=5, stop=("\n",), repetition_penalty=1.2
+    )
+    assert [x for x in p._settings_said()] == ["temperature 0.3", "top-p 0.5", "top-k 7", "seed 5"] and chat(
+        e, temperature=0
+    )._settings_said() == ["greedy"]
 
 
 def test_a_browser_types_while_the_engine_writes():
     "Traits that arrive on one thread and pieces on another, for a while: nothing is lost, nothing breaks"
-    n = 3000; e = Script(*[f"{i} " for i in range(n)]); p = chat(e, max_new_tokens=5); errors = []
+    n = 3000
+    e = Script(*[f"{i} " for i in range(n)])
+    p = chat(e, max_new_tokens=5)
+    errors = []
     def browser(k):
         try:
             for i in range(300):
-                p.set_state({"text": f"draft {i}"} if k else {"top_k": i, "temperature": i / 300}); p._hear(p, {"record": True}, [])
+                p.set_state({"text": f"draft {i}"} if k else {"top_k": i, "temperature": i / 300})
+                p._hear(p, {"record": True}, [])
         except BaseException as error: errors.append(error)
     for _ in range(3):
-        p.clear(); p.ask("?"); threads = [threading.Thread(target=browser, args=(k,)) for k in (0, 1)]
+        p.clear()
+        p.ask("?")
+        threads = [threading.Thread(target=browser, args=(k,)) for k in (0, 1)]
         for t in threads: t.start()
         for t in threads: t.join()
         assert p.wait(30) == "".join(f"{i} " for i in range(n))
@@ -153,26 +255,42 @@ def test_commands_are_a_closed_list():
     p = chat(Script("x"))
     for do in ("close", "_begin", "set_state", "__init__", "take", None): p._hear(p, {"do": do}, [])
     assert p.comm is not None and p.turns == [] and p.state == "idle"
-    p._hear(p, {"do": "ask", "args": ["hello"], "settings": {"_engine": None, "top_k": 3}}, []); p.wait(60)
+    p._hear(p, {"do": "ask", "args": ["hello"], "settings": {"_engine": None, "top_k": 3}}, [])
+    p.wait(60)
     assert p.top_k == 3 and p._engine is not None and len(p.turns) == 2
 
 
 def test_the_record_is_written_when_a_browser_has_seen_it(monkeypatch):
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda data, **kw: shown.append((data, kw)))
-    p = chat(Script("an answer")); p._ipython_display_(); p.ask("?").wait(60); p._record()
-    assert len(shown) == 1 and shown[0][1] == {"raw": True, "display_id": p.token} and "Nothing said" in shown[0][0]["text/html"]   # no browser: the picture of the moment
-    p._hear(p, {"here": True}, []); p._hear(p, {"record": True}, []); p._hear(p, {"record": True}, [])
-    assert len(shown) == 2 and shown[1][1]["update"] and "an answer" in shown[1][0]["text/html"]                                     # and once, not twice
+    p = chat(Script("an answer"))
+    p._ipython_display_()
+    p.ask("?").wait(60)
+    p._record()
+    assert (
+        len(shown) == 1
+        and shown[0][1] == {"raw": True, "display_id": p.token}
+        and "Nothing said" in shown[0][0]["text/html"]
+    )  # no browser: the picture of the moment
+    p._hear(p, {"here": True}, [])
+    p._hear(p, {"record": True}, [])
+    p._hear(p, {"record": True}, [])
+    # and once, not twice
+    assert len(shown) == 2 and shown[1][1]["update"] and "an answer" in shown[1][0]["text/html"]
     assert all(set(d) == {"text/html", "text/plain"} for d, _ in shown)
 
 
 @pytest.mark.parametrize("make", [chat, lambda e: fill_blank(e), lambda e: story(e)], ids=["chat", "fill", "story"])
 def test_nothing_of_a_text_is_markup(make):
     nasty = "<script>alert(1)</script> & \"quotes\" __ <img src=x onerror=y>"
-    p = make(Script(nasty, (0, nasty))); p.ask(nasty).wait(60)
+    p = make(Script(nasty, (0, nasty)))
+    p.ask(nasty).wait(60)
     page = p._static()
-    assert not re.search(r"<(script|style|svg|input|button|img)|var\(", page["text/html"]) and "&lt;script&gt;" in page["text/html"] and nasty[:8] in page["text/plain"]
+    assert (
+        not re.search(r"<(script|style|svg|input|button|img)|var\(", page["text/html"])
+        and "&lt;script&gt;" in page["text/html"]
+        and nasty[:8] in page["text/plain"]
+    )
     json.dumps({k: v for k, v in p.get_state().items() if k in p.keys and k != "layout" and not k.startswith("_")})
 
 
@@ -180,15 +298,27 @@ def test_script_is_one_module():
     "Plain JavaScript: balanced, no import, no address; HTML is taken from the plan alone"
     script, css = _Common._esm, _Common._css
     script, css = (x if isinstance(x, str) else str(x) for x in (script, css))
-    assert "import " not in script and "http" not in script + css and script.count("innerHTML") == 1 and "innerHTML = model.get(\"plan\")" in script
+    assert (
+        "import " not in script
+        and "http" not in script + css
+        and script.count("innerHTML") == 1
+        and "innerHTML = model.get(\"plan\")" in script
+    )
     for text in (script, css):
         for a, b in ("{}", "()"): assert text.count(a) == text.count(b)
-    colors = {name: re.findall(rf"--bp-{name}: (#\w{{6}});", css)[:2] for name in ("soft", "accent", "answer", "problem", "on")}
+    colors = {
+        name: re.findall(rf"--bp-{name}: (#\w{{6}});", css)[:2]
+        for name in ("soft", "accent", "answer", "problem", "on")
+    }
     def luminance(c):
         c = [int(c[i:i + 2], 16) / 255 for i in (1, 3, 5)]
-        return sum(k * (x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4) for k, x in zip((0.2126, 0.7152, 0.0722), c))
+        return sum(
+            k * (x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4)
+            for k, x in zip((0.2126, 0.7152, 0.0722), c)
+        )
     def contrast(a, b):
-        low, high = sorted((luminance(a), luminance(b))); return (high + 0.05) / (low + 0.05)
+        low, high = sorted((luminance(a), luminance(b)))
+        return (high + 0.05) / (low + 0.05)
     for name in ("soft", "answer", "problem"):
         for papers, color in zip((("#ffffff", "#eeeeee"), ("#111111", "#212121", "#424242" if name == "soft" else "#212121")), colors[name]):
             assert min(contrast(color, p) for p in papers) >= 4.2, (name, color)
@@ -196,17 +326,26 @@ def test_script_is_one_module():
 
 
 def test_closed_panels_let_go():
-    gate = threading.Event(); e = Script("a", gate); p = chat(e); p.ask("?"); until(lambda: p.live == "a")
-    p.close(); gate.set(); p.wait(60)
+    gate = threading.Event()
+    e = Script("a", gate)
+    p = chat(e)
+    p.ask("?")
+    until(lambda: p.live == "a")
+    p.close()
+    gate.set()
+    p.wait(60)
     with pytest.raises(RuntimeError, match="closed"): p.ask("?")
-    gone = weakref.ref(e); del e, p; gc.collect()
+    gone = weakref.ref(e)
+    del e, p
+    gc.collect()
     until(lambda: gone() is None and not any(t.name.startswith("panel") for t in threading.enumerate()))
 
 
 def test_what_is_refused():
     for make, name in ((chat, "chat"), (fill_blank, "fill"), (story, "story")):
         with pytest.raises(TypeError, match=f"without a method '{name}'"): make(torch.nn.Linear(2, 2))
-        bare = Script(); bare.tok = None
+        bare = Script()
+        bare.tok = None
         with pytest.raises(ValueError, match="no tokenizer"): make(bare)
         for bad in ({"temperature": 3}, {"top_p": 0}, {"top_k": -1}, {"max_new_tokens": 0}, {"seed": -1}, {"seed": "x"}):
             with pytest.raises(Exception, match=next(iter(bad))): make(Script(), **bad)
@@ -215,13 +354,28 @@ def test_what_is_refused():
 
 def test_old_turns_are_left_out(monkeypatch):
     class Tok: chat_template = "yes"
-    monkeypatch.setattr(panels, "prompt_ids", lambda tok, messages: {"input_ids": torch.zeros(1, sum(len(m["content"]) for m in messages), dtype=torch.long)})
-    e = Script("x"); e.tok, e.max_ctx = Tok(), 60; p = chat(e, system="S" * 10, max_new_tokens=20)
-    p.turns = [{"role": r, "content": c * 10} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))]
+    monkeypatch.setattr(
+        panels,
+        "prompt_ids",
+        lambda tok, messages: {"input_ids": torch.zeros(1, sum(len(m["content"]) for m in messages), dtype=torch.long)},
+    )
+    e = Script("x")
+    e.tok, e.max_ctx = Tok(), 60
+    p = chat(e, system="S" * 10, max_new_tokens=20)
+    p.turns = [
+        {"role": r, "content": c * 10}
+        for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    ]
     p.ask("e" * 10).wait(60)
-    assert [m["content"][0] for m in e.calls[0]["messages"]] == list("Se") or [m["content"][0] for m in e.calls[0]["messages"]] == list("Scde")
-    assert sum(len(m["content"]) for m in e.calls[0]["messages"]) + 20 <= 60 and "oldest" in p.note and len(p.turns) == 6
-    p.clear(); p.ask("f" * 10).wait(60); assert p.note == ""
+    assert [m["content"][0] for m in e.calls[0]["messages"]] == list("Se") or [
+        m["content"][0] for m in e.calls[0]["messages"]
+    ] == list("Scde")
+    assert (
+        sum(len(m["content"]) for m in e.calls[0]["messages"]) + 20 <= 60 and "oldest" in p.note and len(p.turns) == 6
+    )
+    p.clear()
+    p.ask("f" * 10).wait(60)
+    assert p.note == ""
 
 
 @pytest.mark.long

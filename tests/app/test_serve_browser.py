@@ -7,35 +7,60 @@ from browsing import CHROMIUM, FLAGS, expect, playwright, shot
 from test_serve import serve
 import torch
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium"),
+]
 
 
-LONG = ["word "] * 5000                     # ends when its client leaves, whatever length was asked for: no test has to be quick
+# ends when its client leaves, whatever length was asked for: no test has to be quick
+LONG = ["word "] * 5000
 
 class Typist:
     "Types what the last message asks for, a word at a time; `pause` is its speed; after `only` words of a text it waits"
     model, max_ctx, each, only = None, 600, 5, math.inf
-    def __init__(self, pause=0.01, chat=True): self.tok, self.pause, self.made, self.asked, self.chat_template = self, pause, [], "", "yes" if chat else None
-    def __call__(self, text, return_tensors): self.asked = text; return {"input_ids": torch.ones(1, self.each * len(self.talk), dtype=torch.long)}
+    def __init__(self, pause=0.01, chat=True):
+        self.tok, self.pause, self.made, self.asked, self.chat_template = self, pause, [], "", "yes" if chat else None
+    def __call__(self, text, return_tensors):
+        self.asked = text
+        return {"input_ids": torch.ones(1, self.each * len(self.talk), dtype=torch.long)}
     talk = [None]
-    def apply_chat_template(self, messages, **_): self.talk = messages; return self(messages[-1]["content"], "pt")
+    def apply_chat_template(self, messages, **_):
+        self.talk = messages
+        return self(messages[-1]["content"], "pt")
     @contextlib.contextmanager
     def batcher(self): yield self
     def words(self, n):
         if "words filled in" in self.asked: return ["the ", "blue ", f"one {len(self.made)}"]
         if "title" in self.asked.lower(): return ['"A ', "Title, ", f'number {n}"']
         if "long" in self.asked: return LONG
-        if "code" in self.asked: return ["Here:\n", "```python\n", "len([1, 2])\n", "```\n", "and <b>no</b> ", "markup. 你好"]
+        if "code" in self.asked:
+            return ["Here:\n", "```python\n", "len([1, 2])\n", "```\n", "and <b>no</b> ", "markup. 你好"]
         if "break" in self.asked: return ["half ", None]
-        return [" and ", "then ", "it ", f"rained {n}"] if "house" in self.asked else [f"You said: {self.asked} ", f"({len(self.talk)} messages)"]
+        return (
+            [" and ", "then ", "it ", f"rained {n}"]
+            if "house" in self.asked
+            else [f"You said: {self.asked} ", f"({len(self.talk)} messages)"]
+        )
     def submit(self, ids, max_new_tokens, **options):
         same = [h for h in self.made if h.asked is self.asked]
-        h = Handle(self, self.words(len(same) + 1), max_new_tokens, options); self.made.append(h)
+        h = Handle(self, self.words(len(same) + 1), max_new_tokens, options)
+        self.made.append(h)
         return h
 
 class Handle:
     def __init__(self, typist, words, most, options):
-        self.typist, self.words, self.most, self.options, self.asked, self.left, self.over, self.finish, self.stats = typist, words, most, options, typist.asked, threading.Event(), threading.Event(), None, {"prompt_tokens": 5, "new_tokens": 0}
+        self.typist, self.words, self.most, self.options, self.asked, self.left, self.over, self.finish, self.stats = (
+            typist,
+            words,
+            most,
+            options,
+            typist.asked,
+            threading.Event(),
+            threading.Event(),
+            None,
+            {"prompt_tokens": 5, "new_tokens": 0},
+        )
     def cancel(self): self.left.set()
     def __iter__(self):
         try: yield from self.typed()
@@ -43,12 +68,15 @@ class Handle:
     def typed(self):
         for n, w in enumerate(self.words if self.words is LONG else self.words[:self.most]):
             while not (left := self.left.wait(self.typist.pause)) and n >= self.typist.only: pass
-            if left: self.finish = "cancelled"; return
+            if left:
+                self.finish = "cancelled"
+                return
             if w is None: raise RuntimeError("the device is gone")
             self.stats["new_tokens"] += 1
             yield w
         self.finish = "stop"
-    def cut(self): return self.over.wait(10) and self.finish == "cancelled" and self.stats["new_tokens"] < len(self.words)
+    def cut(self):
+        return self.over.wait(10) and self.finish == "cancelled" and self.stats["new_tokens"] < len(self.words)
 
 
 class Site:
@@ -59,7 +87,9 @@ class Site:
         page.on("request", lambda r: self.asked.append(r.url))
         page.set_default_timeout(15_000)
         page.goto(server.page)
-    def tab(self, name): self.page.get_by_role("tab", name=name).click(); return self.page.get_by_role("tabpanel")
+    def tab(self, name):
+        self.page.get_by_role("tab", name=name).click()
+        return self.page.get_by_role("tabpanel")
     @property
     def panel(self): return self.page.get_by_role("tabpanel")
     @property
@@ -93,105 +123,249 @@ def site(browser):
 
 
 def test_chat_streams_and_stops(site):
-    site.tab("Chat"); expect(site.page.locator("#about")).to_have_text("typist · context of 600 tokens")
-    site.box.click(); site.page.keyboard.type("Tell me a long story"); site.page.keyboard.press("Enter")
-    said = site.panel.locator(".turn .said"); expect(said).to_have_count(2); expect(said.last).to_contain_text("word word")
-    expect(site.panel).to_have_attribute("aria-busy", "true"); expect(site.box).to_have_value(""); expect(site.box).to_be_focused()
+    site.tab("Chat")
+    expect(site.page.locator("#about")).to_have_text("typist · context of 600 tokens")
+    site.box.click()
+    site.page.keyboard.type("Tell me a long story")
+    site.page.keyboard.press("Enter")
+    said = site.panel.locator(".turn .said")
+    expect(said).to_have_count(2)
+    expect(said.last).to_contain_text("word word")
+    expect(site.panel).to_have_attribute("aria-busy", "true")
+    expect(site.box).to_have_value("")
+    expect(site.box).to_be_focused()
     expect(site.meter).to_have_text(re.compile(r"\d+ pieces · [\d.]+ per s · first after [\d.]+ s"))
-    site.page.keyboard.type("half a th"); site.button("Stop").click(); site.idle()
+    site.page.keyboard.type("half a th")
+    site.button("Stop").click()
+    site.idle()
     assert site.engine.made[-1].cut() and site.engine.made[-1].most == 128
-    expect(site.panel.locator(".mark")).to_have_text("stopped"); site.page.keyboard.type("ought"); expect(site.box).to_have_value("half a thought")
-    site.box.fill("A long one again"); site.box.press("Enter"); expect(said).to_have_count(4); expect(said.last).to_contain_text("word word"); site.box.press("Escape"); site.idle(); assert site.engine.made[-1].cut()
-    expect(site.meter).to_contain_text("stopped"); shot(site, "serve-chat")
+    expect(site.panel.locator(".mark")).to_have_text("stopped")
+    site.page.keyboard.type("ought")
+    expect(site.box).to_have_value("half a thought")
+    site.box.fill("A long one again")
+    site.box.press("Enter")
+    expect(said).to_have_count(4)
+    expect(said.last).to_contain_text("word word")
+    site.box.press("Escape")
+    site.idle()
+    assert site.engine.made[-1].cut()
+    expect(site.meter).to_contain_text("stopped")
+    shot(site, "serve-chat")
 
 
 def test_chat_history_code_again_and_clear(site):
-    site.fresh(); said = site.panel.locator(".turn .said")
-    for text in ("one", "two"): site.box.fill(text); site.box.press("Enter"); site.idle(); expect(said.last).to_contain_text(f"You said: {text}")
-    expect(said.last).to_have_text("You said: two (3 messages)"); expect(site.meter).to_contain_text("2 tokens")
-    site.button("another answer").click(); expect(said).to_have_count(4); site.idle(); expect(said.last).to_have_text("You said: two (3 messages)"); assert len(site.engine.made[-1].asked) == 3
-    site.box.fill("some code"); site.box.press("Shift+Enter"); expect(site.box).to_have_value("some code\n"); site.box.press("Enter"); site.idle()
-    expect(said.last.locator(".code")).to_have_text("len([1, 2])"); expect(said.last).to_contain_text("and <b>no</b> markup. 你好"); assert said.last.locator("b").count() == 0
-    site.page.locator("#temperature").fill("0"); site.page.locator("#seed").fill("7"); site.box.fill("three"); site.box.press("Enter"); site.idle()
-    o = site.engine.made[-1].options; assert (o["temperature"], o["seed"], o["top_p"]) == (0, 7, 0.95) and site.engine.made[-1].most == 128
-    site.page.locator("#temperature").fill("0.7"); site.page.locator("#seed").fill("")
+    site.fresh()
+    said = site.panel.locator(".turn .said")
+    for text in ("one", "two"):
+        site.box.fill(text)
+        site.box.press("Enter")
+        site.idle()
+        expect(said.last).to_contain_text(f"You said: {text}")
+    expect(said.last).to_have_text("You said: two (3 messages)")
+    expect(site.meter).to_contain_text("2 tokens")
+    site.button("another answer").click()
+    expect(said).to_have_count(4)
+    site.idle()
+    expect(said.last).to_have_text("You said: two (3 messages)")
+    assert len(site.engine.made[-1].asked) == 3
+    site.box.fill("some code")
+    site.box.press("Shift+Enter")
+    expect(site.box).to_have_value("some code\n")
+    site.box.press("Enter")
+    site.idle()
+    expect(said.last.locator(".code")).to_have_text("len([1, 2])")
+    expect(said.last).to_contain_text("and <b>no</b> markup. 你好")
+    assert said.last.locator("b").count() == 0
+    site.page.locator("#temperature").fill("0")
+    site.page.locator("#seed").fill("7")
+    site.box.fill("three")
+    site.box.press("Enter")
+    site.idle()
+    o = site.engine.made[-1].options
+    assert (o["temperature"], o["seed"], o["top_p"]) == (0, 7, 0.95) and site.engine.made[-1].most == 128
+    site.page.locator("#temperature").fill("0.7")
+    site.page.locator("#seed").fill("")
 
 
 def test_a_long_talk_loses_its_oldest_messages(site):
-    site.fresh(); said = site.panel.locator(".turn .said"); site.engine.each = 140
-    for text in ("one", "two", "three"): site.box.fill(text); site.box.press("Enter"); site.idle(); expect(said.last).to_contain_text(f"You said: {text}")
-    expect(said).to_have_count(6); expect(said.last).to_have_text("You said: three (3 messages)"); expect(site.meter).to_contain_text("the oldest 2 messages no longer fit and were left out")
-    site.engine.each = 5; site.errors.clear()
+    site.fresh()
+    said = site.panel.locator(".turn .said")
+    site.engine.each = 140
+    for text in ("one", "two", "three"):
+        site.box.fill(text)
+        site.box.press("Enter")
+        site.idle()
+        expect(said.last).to_contain_text(f"You said: {text}")
+    expect(said).to_have_count(6)
+    expect(said.last).to_have_text("You said: three (3 messages)")
+    expect(site.meter).to_contain_text("the oldest 2 messages no longer fit and were left out")
+    site.engine.each = 5
+    site.errors.clear()
 
 
 def test_an_error_is_said_and_the_message_is_not_lost(site):
     site.fresh()
-    site.box.fill("x" * 1_100_000); site.box.press("Enter"); site.idle()
-    expect(site.meter).to_have_class(re.compile("problem")); expect(site.meter).to_contain_text("longer than max_body=1MiB"); assert len(site.box.input_value()) == 1_100_000
-    site.box.fill("break"); site.box.press("Enter"); site.idle()
-    expect(site.meter).to_contain_text("the device is gone"); expect(site.panel.locator(".said").last).to_have_text("half "); expect(site.panel.locator(".mark")).to_have_text("broken off")
-    site.button("clear").click(); site.errors.clear()
+    site.box.fill("x" * 1_100_000)
+    site.box.press("Enter")
+    site.idle()
+    expect(site.meter).to_have_class(re.compile("problem"))
+    expect(site.meter).to_contain_text("longer than max_body=1MiB")
+    assert len(site.box.input_value()) == 1_100_000
+    site.box.fill("break")
+    site.box.press("Enter")
+    site.idle()
+    expect(site.meter).to_contain_text("the device is gone")
+    expect(site.panel.locator(".said").last).to_have_text("half ")
+    expect(site.panel.locator(".mark")).to_have_text("broken off")
+    site.button("clear").click()
+    site.errors.clear()
 
 
 def test_blanks(site):
-    site.tab("Fill in the blank"); answers = site.panel.locator(".answer")
-    site.box.fill("No blank"); site.box.press("Control+Enter"); expect(site.meter).to_contain_text("There is no blank")
-    site.engine.only = 1; site.box.fill("We took the __ bus, and then the ____ train."); site.box.press("Control+Enter")
-    expect(answers).to_have_count(2); expect(answers.first).to_have_text("the"); expect(answers.nth(1)).to_have_class("answer empty"); shot(site, "serve-fill")
-    site.engine.only = math.inf; site.idle(); expect(answers).to_have_text([re.compile(r"the blue one \d+")] * 2)
+    site.tab("Fill in the blank")
+    answers = site.panel.locator(".answer")
+    site.box.fill("No blank")
+    site.box.press("Control+Enter")
+    expect(site.meter).to_contain_text("There is no blank")
+    site.engine.only = 1
+    site.box.fill("We took the __ bus, and then the ____ train.")
+    site.box.press("Control+Enter")
+    expect(answers).to_have_count(2)
+    expect(answers.first).to_have_text("the")
+    expect(answers.nth(1)).to_have_class("answer empty")
+    shot(site, "serve-fill")
+    site.engine.only = math.inf
+    site.idle()
+    expect(answers).to_have_text([re.compile(r"the blue one \d+")] * 2)
     assert answers.first.evaluate("e => getComputedStyle(e).textDecorationLine") == "underline"
-    expect(site.meter).to_contain_text("6 tokens"); site.button("edit").click(); expect(site.box).to_have_value("We took the __ bus, and then the ____ train.")
-    site.button("Fill in").click(); site.idle(); text = site.panel.locator(".paper").inner_text(); site.button("keep").click()
-    expect(site.box).to_have_value(text); assert "the blue one" in text and "__" not in text; site.box.press("Control+z"); expect(site.box).to_have_value(re.compile("__"))
+    expect(site.meter).to_contain_text("6 tokens")
+    site.button("edit").click()
+    expect(site.box).to_have_value("We took the __ bus, and then the ____ train.")
+    site.button("Fill in").click()
+    site.idle()
+    text = site.panel.locator(".paper").inner_text()
+    site.button("keep").click()
+    expect(site.box).to_have_value(text)
+    assert "the blue one" in text and "__" not in text
+    site.box.press("Control+z")
+    expect(site.box).to_have_value(re.compile("__"))
 
 
 def test_story(site):
-    site.tab("Story"); list_ = site.panel.get_by_role("option"); keys = site.page.keyboard
-    site.box.fill("We left the house,"); site.box.press("Tab"); expect(list_).to_have_count(3); expect(site.box).to_be_focused(); site.idle()
-    expect(list_).to_have_text([re.compile(rf"^{i}and then it rained \d+$") for i in (1, 2, 3)]); keys.press("ArrowDown"); expect(list_.nth(1)).to_have_attribute("aria-selected", "true")
-    assert site.box.get_attribute("aria-activedescendant") == list_.nth(1).get_attribute("id"); shot(site, "serve-story")
-    keys.press("Enter"); expect(list_).to_have_count(0); expect(site.box).to_have_value(re.compile(r"^We left the house, and then it rained \d+$"))
-    site.page.evaluate("document.execCommand('undo')"); expect(site.box).to_have_value("We left the house,")
-    site.engine.only = 1; keys.press("Tab"); expect(list_.nth(2)).to_contain_text("and"); list_.nth(2).click(); site.idle(); expect(list_).to_have_count(0)            # a click, while they are written
-    assert site.engine.made[-1].cut(); site.engine.only = math.inf; expect(site.box).to_have_value(re.compile(r"^We left the house, and"))
-    keys.press("Tab"); expect(list_).to_have_count(3); keys.press("Escape"); keys.press("Escape"); expect(list_).to_have_count(0); keys.press("Escape"); keys.press("Tab"); expect(site.box).not_to_be_focused()
+    site.tab("Story")
+    list_ = site.panel.get_by_role("option")
+    keys = site.page.keyboard
+    site.box.fill("We left the house,")
+    site.box.press("Tab")
+    expect(list_).to_have_count(3)
+    expect(site.box).to_be_focused()
+    site.idle()
+    expect(list_).to_have_text([re.compile(rf"^{i}and then it rained \d+$") for i in (1, 2, 3)])
+    keys.press("ArrowDown")
+    expect(list_.nth(1)).to_have_attribute("aria-selected", "true")
+    assert site.box.get_attribute("aria-activedescendant") == list_.nth(1).get_attribute("id")
+    shot(site, "serve-story")
+    keys.press("Enter")
+    expect(list_).to_have_count(0)
+    expect(site.box).to_have_value(re.compile(r"^We left the house, and then it rained \d+$"))
+    site.page.evaluate("document.execCommand('undo')")
+    expect(site.box).to_have_value("We left the house,")
+    site.engine.only = 1
+    keys.press("Tab")
+    expect(list_.nth(2)).to_contain_text("and")
+    list_.nth(2).click()
+    site.idle()
+    expect(list_).to_have_count(0)  # a click, while they are written
+    assert site.engine.made[-1].cut()
+    site.engine.only = math.inf
+    expect(site.box).to_have_value(re.compile(r"^We left the house, and"))
+    keys.press("Tab")
+    expect(list_).to_have_count(3)
+    keys.press("Escape")
+    keys.press("Escape")
+    expect(list_).to_have_count(0)
+    keys.press("Escape")
+    keys.press("Tab")
+    expect(site.box).not_to_be_focused()
 
 
 def test_title(site):
-    site.tab("Title"); items = site.panel.get_by_role("listitem")
-    site.box.fill("A long report about rain."); site.box.press("Control+Enter"); expect(items).to_have_count(3); site.idle()
-    expect(items.locator(".said")).to_have_text([re.compile(r"^A Title, number \d+$")] * 3); shot(site, "serve-title")
+    site.tab("Title")
+    items = site.panel.get_by_role("listitem")
+    site.box.fill("A long report about rain.")
+    site.box.press("Control+Enter")
+    expect(items).to_have_count(3)
+    site.idle()
+    expect(items.locator(".said")).to_have_text([re.compile(r"^A Title, number \d+$")] * 3)
+    shot(site, "serve-title")
     assert site.engine.talk[0]["content"].startswith("A long report about rain.\n\nWrite a title")
 
 
 def test_two_tabs_at_once(site):
-    site.tab("Chat"); site.box.fill("something long"); site.box.press("Enter"); expect(site.panel.locator(".said").last).to_contain_text("word word")
-    site.tab("Title"); expect(site.page.locator("#tab-chat")).to_have_attribute("data-busy", ""); site.box.fill("Snow."); site.button("Find titles").click(); site.idle(); expect(site.panel.locator(".said")).to_have_count(3)
-    site.tab("Chat"); expect(site.panel).to_have_attribute("aria-busy", "true"); site.button("Stop").click(); site.idle(); assert next(h for h in site.engine.made if h.asked == "something long").cut()
+    site.tab("Chat")
+    site.box.fill("something long")
+    site.box.press("Enter")
+    expect(site.panel.locator(".said").last).to_contain_text("word word")
+    site.tab("Title")
+    expect(site.page.locator("#tab-chat")).to_have_attribute("data-busy", "")
+    site.box.fill("Snow.")
+    site.button("Find titles").click()
+    site.idle()
+    expect(site.panel.locator(".said")).to_have_count(3)
+    site.tab("Chat")
+    expect(site.panel).to_have_attribute("aria-busy", "true")
+    site.button("Stop").click()
+    site.idle()
+    assert next(h for h in site.engine.made if h.asked == "something long").cut()
 
 
 def test_tabs_by_keys_and_names_of_all_controls(site):
-    site.page.get_by_role("tab", name="Chat").focus(); keys = site.page.keyboard
+    site.page.get_by_role("tab", name="Chat").focus()
+    keys = site.page.keyboard
     for key, name in (("ArrowRight", "Story"), ("ArrowRight", "Title"), ("ArrowRight", "Fill in the blank"), ("ArrowLeft", "Title"), ("Home", "Fill in the blank"), ("End", "Title")):
-        keys.press(key); tab = site.page.get_by_role("tab", name=name); expect(tab).to_be_focused(); expect(tab).to_have_attribute("aria-selected", "true"); expect(site.panel).to_have_count(1)
-    nameless = site.page.evaluate("[...document.querySelectorAll('input, textarea, button')].filter(e => !(e.ariaLabel || e.textContent || e.labels?.length || e.placeholder)).map(e => e.outerHTML)")
+        keys.press(key)
+        tab = site.page.get_by_role("tab", name=name)
+        expect(tab).to_be_focused()
+        expect(tab).to_have_attribute("aria-selected", "true")
+        expect(site.panel).to_have_count(1)
+    nameless = site.page.evaluate(
+        "[...document.querySelectorAll('input, textarea, button')].filter(e => !(e.ariaLabel || e.textContent || "
+        "e.labels?.length || e.placeholder)).map(e => e.outerHTML)"
+    )
     assert nameless == []
 
 
 def test_light_and_dark(site):
-    ink = lambda: [sum(map(int, re.findall(r"\d+", c)[:3])) for c in site.page.evaluate("(s => [s.color, s.backgroundColor])(getComputedStyle(document.body))")]
+    ink = lambda: [
+        sum(map(int, re.findall(r"\d+", c)[:3]))
+        for c in site.page.evaluate("(s => [s.color, s.backgroundColor])(getComputedStyle(document.body))")
+    ]
     assert ink()[0] < 200 < 600 < ink()[1]
-    site.page.emulate_media(color_scheme="dark"); expect(site.page.locator("html")).to_have_attribute("data-theme", "dark"); assert ink()[0] > 600 and ink()[1] < 200; site.tab("Story"); shot(site, "serve-dark")
-    theme = site.page.locator("#theme"); theme.click(); expect(theme).to_have_text("colours: light"); assert ink()[1] > 600
-    site.page.reload(); expect(theme).to_have_text("colours: light"); assert ink()[1] > 600 and site.page.get_by_role("tab", name="Story").get_attribute("aria-selected") == "true"
-    theme.click(); theme.click(); expect(theme).to_have_text("colours: auto"); site.page.emulate_media(color_scheme="light")
+    site.page.emulate_media(color_scheme="dark")
+    expect(site.page.locator("html")).to_have_attribute("data-theme", "dark")
+    assert ink()[0] > 600 and ink()[1] < 200
+    site.tab("Story")
+    shot(site, "serve-dark")
+    theme = site.page.locator("#theme")
+    theme.click()
+    expect(theme).to_have_text("colours: light")
+    assert ink()[1] > 600
+    site.page.reload()
+    expect(theme).to_have_text("colours: light")
+    assert ink()[1] > 600 and site.page.get_by_role("tab", name="Story").get_attribute("aria-selected") == "true"
+    theme.click()
+    theme.click()
+    expect(theme).to_have_text("colours: auto")
+    site.page.emulate_media(color_scheme="light")
 
 
 def test_narrow(site):
     site.page.set_viewport_size({"width": 380, "height": 800})
     for name in ("Fill in the blank", "Chat", "Story", "Title"):
-        site.tab(name); assert site.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
-    shot(site, "serve-narrow"); site.page.set_viewport_size({"width": 1000, "height": 900})
+        site.tab(name)
+        assert site.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+    shot(site, "serve-narrow")
+    site.page.set_viewport_size({"width": 1000, "height": 900})
 
 
 def test_nothing_from_elsewhere_and_nothing_went_wrong(site):
@@ -201,22 +375,55 @@ def test_nothing_from_elsewhere_and_nothing_went_wrong(site):
 
 def test_a_token_is_asked_for(browser):
     with serve(Typist(chat=False), port=0, token="sesame-open", background=True, name="locked") as server:
-        context = browser.new_context(); page = context.new_page(); page.goto(server.url)
-        key = page.locator("#key"); expect(key).to_be_visible(); expect(page.locator("#about")).to_contain_text("asks for its token"); page.get_by_label("token").fill("wrong-one"); page.keyboard.press("Enter"); expect(key).to_be_visible()
-        page.get_by_label("token").fill("sesame-open"); page.keyboard.press("Enter"); expect(key).to_be_hidden(); expect(page.locator("#about")).to_contain_text("locked")
-        page.reload(); expect(page.locator("#about")).to_contain_text("locked"); expect(key).to_be_hidden()
-        page.get_by_role("tab", name="Chat").click(); expect(page.get_by_role("button", name="Send")).to_be_disabled(); expect(page.get_by_role("tabpanel")).to_contain_text("no chat template")
-        page.get_by_role("tab", name="Title").click(); page.get_by_label("text", exact=True).fill("Rain."); page.get_by_role("button", name="Find titles").click(); expect(page.get_by_role("listitem")).to_have_count(3)
-        context.close(); context = browser.new_context(); page = context.new_page(); page.goto(server.page); expect(page.locator("#about")).to_contain_text("locked"); assert page.url == f"{server.url}/"
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(server.url)
+        key = page.locator("#key")
+        expect(key).to_be_visible()
+        expect(page.locator("#about")).to_contain_text("asks for its token")
+        page.get_by_label("token").fill("wrong-one")
+        page.keyboard.press("Enter")
+        expect(key).to_be_visible()
+        page.get_by_label("token").fill("sesame-open")
+        page.keyboard.press("Enter")
+        expect(key).to_be_hidden()
+        expect(page.locator("#about")).to_contain_text("locked")
+        page.reload()
+        expect(page.locator("#about")).to_contain_text("locked")
+        expect(key).to_be_hidden()
+        page.get_by_role("tab", name="Chat").click()
+        expect(page.get_by_role("button", name="Send")).to_be_disabled()
+        expect(page.get_by_role("tabpanel")).to_contain_text("no chat template")
+        page.get_by_role("tab", name="Title").click()
+        page.get_by_label("text", exact=True).fill("Rain.")
+        page.get_by_role("button", name="Find titles").click()
+        expect(page.get_by_role("listitem")).to_have_count(3)
+        context.close()
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(server.page)
+        expect(page.locator("#about")).to_contain_text("locked")
+        assert page.url == f"{server.url}/"
         context.close()
 
 
 def test_a_server_that_is_gone_is_said(browser):
-    engine = Typist(); server = serve(engine, port=0, background=True, name="brief")
-    context = browser.new_context(); page = context.new_page(); page.goto(server.url); page.get_by_role("tab", name="Chat").click()
-    page.locator("#chat textarea").fill("long"); page.keyboard.press("Enter"); expect(page.locator("#chat .said").last).to_contain_text("word")
-    server.close(); expect(page.locator("#chat .meter")).to_contain_text("the server is closing"); assert engine.made[-1].cut()
-    page.locator("#chat textarea").fill("hello?"); page.keyboard.press("Enter"); expect(page.locator("#chat .meter")).to_contain_text("does not answer"); expect(page.locator("#chat textarea")).to_have_value("hello?")
+    engine = Typist()
+    server = serve(engine, port=0, background=True, name="brief")
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(server.url)
+    page.get_by_role("tab", name="Chat").click()
+    page.locator("#chat textarea").fill("long")
+    page.keyboard.press("Enter")
+    expect(page.locator("#chat .said").last).to_contain_text("word")
+    server.close()
+    expect(page.locator("#chat .meter")).to_contain_text("the server is closing")
+    assert engine.made[-1].cut()
+    page.locator("#chat textarea").fill("hello?")
+    page.keyboard.press("Enter")
+    expect(page.locator("#chat .meter")).to_contain_text("does not answer")
+    expect(page.locator("#chat textarea")).to_have_value("hello?")
     context.close()
 
 
@@ -224,13 +431,37 @@ def test_a_real_model(browser):
     "SmolLM2 under a limit smaller than itself, in all four tabs"
     from bmlab.infer.engine import wrap
     with serve(wrap("smollm2-135m", bits=8, max_batch=3, max_ctx=256, memory_limit="200MiB"), port=0, background=True, name="smollm2") as server:
-        context = browser.new_context(viewport={"width": 1000, "height": 900}); site = Site(context.new_page(), server, None); site.page.set_default_timeout(60_000)
+        context = browser.new_context(viewport={"width": 1000, "height": 900})
+        site = Site(context.new_page(), server, None)
+        site.page.set_default_timeout(60_000)
         done = lambda: expect(site.panel).to_have_attribute("aria-busy", "false", timeout=60_000)
-        site.page.locator("#length").fill("24"); site.page.locator("#temperature").fill("0.6"); site.page.locator("#seed").fill("1")
-        site.tab("Chat"); site.box.fill("What is the capital of France? Answer in one sentence."); site.box.press("Enter"); done(); expect(site.panel.locator(".said").last).to_contain_text("Paris")
-        site.tab("Fill in the blank"); site.box.fill("The capital of France is __."); site.button("Fill in").click(); done(); expect(site.panel.locator(".answer")).not_to_have_class("answer empty")
-        site.tab("Story"); site.box.fill("Once upon a time there was"); site.box.press("Tab"); done(); options = site.panel.get_by_role("option").all_inner_texts(); assert len(options) == len(set(options)) == 3
+        site.page.locator("#length").fill("24")
+        site.page.locator("#temperature").fill("0.6")
+        site.page.locator("#seed").fill("1")
+        site.tab("Chat")
+        site.box.fill("What is the capital of France? Answer in one sentence.")
+        site.box.press("Enter")
+        done()
+        expect(site.panel.locator(".said").last).to_contain_text("Paris")
+        site.tab("Fill in the blank")
+        site.box.fill("The capital of France is __.")
+        site.button("Fill in").click()
+        done()
+        expect(site.panel.locator(".answer")).not_to_have_class("answer empty")
+        site.tab("Story")
+        site.box.fill("Once upon a time there was")
+        site.box.press("Tab")
+        done()
+        options = site.panel.get_by_role("option").all_inner_texts()
+        assert len(options) == len(set(options)) == 3
         shot(site, "serve-real-story")
-        site.tab("Title"); site.box.fill("Heavy rain flooded several streets in the old town on Monday. The fire brigade pumped out forty cellars."); site.button("Find titles").click(); done()
-        assert all(len(x) > 5 for x in site.panel.get_by_role("listitem").locator(".said").all_inner_texts()); shot(site, "serve-real-title"); assert site.errors == []
+        site.tab("Title")
+        site.box.fill(
+            "Heavy rain flooded several streets in the old town on Monday. The fire brigade pumped out forty cellars."
+        )
+        site.button("Find titles").click()
+        done()
+        assert all(len(x) > 5 for x in site.panel.get_by_role("listitem").locator(".said").all_inner_texts())
+        shot(site, "serve-real-title")
+        assert site.errors == []
         context.close()

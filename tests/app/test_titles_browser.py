@@ -6,7 +6,10 @@ import pytest
 from browsing import CHROMIUM, Lab, expect, opened, shot
 
 pytest.importorskip("jupyterlab", reason="jupyterlab is not installed")
-pytestmark = [pytest.mark.long, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium"),
+]
 
 ENGINE = """import time
 from bmlab.app.panels import title
@@ -38,30 +41,53 @@ def lab():
 
 
 def test_paste_and_click(lab):
-    panel = lab.panel(1); box, items = panel.get_by_role("textbox", name="text"), panel.locator(".bp-titles li")
-    panel.get_by_role("button", name="Find titles", exact=True).click(); expect(panel.locator(".bp-note")).to_contain_text("the text is empty")
-    box.click(); lab.page.keyboard.insert_text("Rings are made of iron.\nThey may be worn."); panel.get_by_role("button", name="Find titles", exact=True).click()
-    expect(items).to_have_count(3); expect(items.nth(0)).to_contain_text("Rings and"); lab.idle(1)
+    panel = lab.panel(1)
+    box, items = panel.get_by_role("textbox", name="text"), panel.locator(".bp-titles li")
+    panel.get_by_role("button", name="Find titles", exact=True).click()
+    expect(panel.locator(".bp-note")).to_contain_text("the text is empty")
+    box.click()
+    lab.page.keyboard.insert_text("Rings are made of iron.\nThey may be worn.")
+    panel.get_by_role("button", name="Find titles", exact=True).click()
+    expect(items).to_have_count(3)
+    expect(items.nth(0)).to_contain_text("Rings and")
+    lab.idle(1)
     expect(items.locator(".bp-said")).to_have_text([f'Rings and others {i} for ever' for i in (1, 2, 3)])
-    expect(panel.locator(".bp-meter")).to_contain_text("tokens"); shot(lab, "panel-title")
+    expect(panel.locator(".bp-meter")).to_contain_text("tokens")
+    shot(lab, "panel-title")
     assert lab.ask("names.result[0]") == "Rings and others 1 for ever"
 
 
 def test_copy(lab):
-    panel = lab.panel(1); copy = panel.get_by_role("button", name="copy title 2")
-    copy.evaluate("e => { window.told = []; new MutationObserver(() => told.push(e.textContent)).observe(e, {childList: true}) }")
-    copy.click(); lab.page.wait_for_function("told.length > 1"); expect(copy).to_have_text("copy")
-    assert lab.page.evaluate("told") == ["copied" if lab.page.evaluate("navigator.clipboard !== undefined && window.isSecureContext") else "selected", "copy"]
+    panel = lab.panel(1)
+    copy = panel.get_by_role("button", name="copy title 2")
+    copy.evaluate(
+        "e => { window.told = []; new MutationObserver(() => told.push(e.textContent)).observe(e, {childList: true}) }"
+    )
+    copy.click()
+    lab.page.wait_for_function("told.length > 1")
+    expect(copy).to_have_text("copy")
+    assert lab.page.evaluate("told") == [
+        "copied" if lab.page.evaluate("navigator.clipboard !== undefined && window.isSecureContext") else "selected",
+        "copy",
+    ]
 
 
 def test_keys_and_stop(lab):
-    panel = lab.panel(1); box, items = panel.get_by_role("textbox", name="text"), panel.locator(".bp-titles li")
-    box.fill("A long text"); box.press("Control+Enter"); expect(items.nth(0)).to_contain_text("for ever for ever"); box.press("Escape"); lab.idle(1)
-    expect(panel.locator(".bp-note")).to_have_text("stopped"); expect(items).to_have_count(3)
+    panel = lab.panel(1)
+    box, items = panel.get_by_role("textbox", name="text"), panel.locator(".bp-titles li")
+    box.fill("A long text")
+    box.press("Control+Enter")
+    expect(items.nth(0)).to_contain_text("for ever for ever")
+    box.press("Escape")
+    lab.idle(1)
+    expect(panel.locator(".bp-note")).to_have_text("stopped")
+    expect(items).to_have_count(3)
 
 
 def test_dark_and_saved(lab):
-    lab.page.evaluate("document.body.dataset.jpThemeLight = 'false'"); shot(lab, "panel-title-dark")
-    lab.recorded(1, "stopped"); lab.page.keyboard.press("Control+s")
+    lab.page.evaluate("document.body.dataset.jpThemeLight = 'false'")
+    shot(lab, "panel-title-dark")
+    lab.recorded(1, "stopped")
+    lab.page.keyboard.press("Control+s")
     saved = json.dumps(json.loads(lab.saved("stopped"))["cells"][1]["outputs"])
     assert "Titles" in saved and "for ever for ever" in saved and "<script" not in saved

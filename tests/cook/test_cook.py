@@ -26,7 +26,14 @@ from bmlab.cook.structure import slice_model
 from fresh import fresh_python
 
 BROAD = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=256)
-TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=96)
+TINY = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=96,
+)
 
 
 def llama(seed=0, **options):
@@ -37,10 +44,31 @@ def llama(seed=0, **options):
 def family(name):
     set_seed(0)
     if name == "llama": return llama(tie_word_embeddings=True)
-    if name == "gpt2": return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)).eval()
-    if name == "t5": return tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_ff=64, d_kv=8, num_heads=4, num_layers=2, vocab_size=96, dropout_rate=0, decoder_start_token_id=0)).eval()
+    if name == "gpt2":
+        return tf.GPT2LMHeadModel(
+            tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+        ).eval()
+    if name == "t5":
+        return tf.T5ForConditionalGeneration(
+            tf.T5Config(
+                d_model=32,
+                d_ff=64,
+                d_kv=8,
+                num_heads=4,
+                num_layers=2,
+                vocab_size=96,
+                dropout_rate=0,
+                decoder_start_token_id=0,
+            )
+        ).eval()
     if name == "qwen3": return tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY, head_dim=8)).eval()
-    return tf.BertForMaskedLM(tf.BertConfig(**{k: v for k, v in TINY.items() if k != "num_key_value_heads"}, hidden_dropout_prob=0, attention_probs_dropout_prob=0)).eval()
+    return tf.BertForMaskedLM(
+        tf.BertConfig(
+            **{k: v for k, v in TINY.items() if k != "num_key_value_heads"},
+            hidden_dropout_prob=0,
+            attention_probs_dropout_prob=0,
+        )
+    ).eval()
 
 
 FAMILIES = ("llama", "gpt2", "t5", "qwen3", "bert")
@@ -53,7 +81,9 @@ def batch(rows=4, seed=1, length=12):
 
 class Gate(nn.Module):
     "Columns times a trainable gate"
-    def __init__(self, w): super().__init__(); self.gate = nn.Parameter(torch.linspace(0.9, 1.1, w.shape[1], device=w.device))
+    def __init__(self, w):
+        super().__init__()
+        self.gate = nn.Parameter(torch.linspace(0.9, 1.1, w.shape[1], device=w.device))
     def forward(self, w): return w * self.gate
 
 
@@ -82,7 +112,9 @@ class Shapes(Method):
         self.model, self.on = model, {}
         for n in self.names:
             m = model.get_submodule(n)
-            self.on[n] = parametrize_weight(m, "weight", self.kind(m.weight) if self.kind is Gate else self.kind(), self.priority)
+            self.on[n] = parametrize_weight(
+                m, "weight", self.kind(m.weight) if self.kind is Gate else self.kind(), self.priority
+            )
     def parameters(self): return [p for q in self.on.values() for p in q.parameters()]
     def loss(self):
         terms = [p.term for p in self.on.values() if getattr(p, "term", None) is not None]
@@ -91,7 +123,9 @@ class Shapes(Method):
     def detach(self):
         for n, p in self.on.items(): unparametrize(self.model.get_submodule(n), "weight", p)
     def export(self, small):
-        for n in self.names: m = small.get_submodule(n); bake(m, "weight", chain(m, kind=self.kind)[0])
+        for n in self.names:
+            m = small.get_submodule(n)
+            bake(m, "weight", chain(m, kind=self.kind)[0])
 
 
 class Gates(Shapes): pass
@@ -111,15 +145,24 @@ def recipe(modules="[r].*(down_proj|up_proj)"):
     return [Rounds(40, Round, 30, modules), Seen(), Gates(10, Gate, 10, modules), Keeps(30, Keep, 20, modules)]
 
 
-LINEARS = {"llama": "[r]layers.*(down_proj|o_proj)|lm_head",
-           "gpt2": "[r]h.*(c_fc|c_proj)|wte", "t5": "[r].*(wi|wo|q|lm_head)", "qwen3": "[r]layers.*(down_proj|o_proj)", "bert": "[r].*output.dense|word_embeddings"}
+LINEARS = {
+    "llama": "[r]layers.*(down_proj|o_proj)|lm_head",
+    "gpt2": "[r]h.*(c_fc|c_proj)|wte",
+    "t5": "[r].*(wi|wo|q|lm_head)",
+    "qwen3": "[r]layers.*(down_proj|o_proj)",
+    "bert": "[r].*output.dense|word_embeddings",
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_off_detach_export_on_every_family(name, tmp_path):
     model, b = family(name), batch()
     with torch.no_grad(): before = model(**b).logits
-    keys, order, grads = list(model.state_dict()), [id(p) for p in model.parameters()], [p.requires_grad for p in model.parameters()]
+    keys, order, grads = (
+        list(model.state_dict()),
+        [id(p) for p in model.parameters()],
+        [p.requires_grad for p in model.parameters()],
+    )
     cook = Cook(model, recipe(LINEARS[name]), [b])
     with torch.no_grad():
         cooked = model(**b).logits
@@ -133,7 +176,11 @@ def test_off_detach_export_on_every_family(name, tmp_path):
         assert torch.equal(again(**b).logits, small(**b).logits)
         cook.detach()
         assert torch.equal(model(**b).logits, before)
-    assert keys == list(model.state_dict()) and order == [id(p) for p in model.parameters()] and grads == [p.requires_grad for p in model.parameters()]
+    assert (
+        keys == list(model.state_dict())
+        and order == [id(p) for p in model.parameters()]
+        and grads == [p.requires_grad for p in model.parameters()]
+    )
     assert {type(m) for m in small.modules()} == {type(m) for m in model.modules()}
 
 
@@ -176,7 +223,9 @@ def train(model, cook, shards=None, steps=3):
         b = batch(rows=4, seed=i)
         if shards: b = {k: v.chunk(shards[1])[shards[0]] for k, v in b.items()}
         (model(**b, use_cache=False).loss + cook.loss()).backward()
-        opt.step(); cook.step(); opt.zero_grad()
+        opt.step()
+        cook.step()
+        opt.zero_grad()
     return model.eval()
 
 
@@ -197,15 +246,24 @@ def sharded(by, whole=False):
     with torch.no_grad(): here = model(**b).logits
     small = cook.export()
     with torch.no_grad():
-        there, again = small(**b).logits, model(**b).logits                                       # the sharded one goes on
+        # the sharded one goes on
+        there, again = small(**b).logits, model(**b).logits
         with cook.off(): off = model(**b).logits
     said = []
     for wrong in (lambda: Cook(model, recipe()), cook.detach, lambda: cook.report(small, [b])) if by else ():
         try: wrong()
         except Exception as e: said.append(str(e))
     kinds = {type(m).__name__ for m in small.modules()}
-    return {"state": small.state_dict(), "here": here, "there": there, "again": again, "off": off, "said": said, "kinds": kinds,
-            "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in small.modules())}
+    return {
+        "state": small.state_dict(),
+        "here": here,
+        "there": there,
+        "again": again,
+        "off": off,
+        "said": said,
+        "kinds": kinds,
+        "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in small.modules()),
+    }
 
 
 def all_sharded():
@@ -225,22 +283,38 @@ def test_two_ranks_are_one():
         assert torch.allclose(r["there"], r["here"], atol=1e-6)
         assert torch.equal(r["here"], r["again"]) and not torch.equal(r["off"], r["here"])
         assert list(r["state"]) == list(one["state"])
-        assert all(torch.allclose(a, b, atol=3e-6) for a, b in zip(r["state"].values(), one["state"].values())), by    # sums over two halves of a batch
-        assert "before shard" in r["said"][0] and "export() it" in r["said"][1] and "keep a copy" in r["said"][2], r["said"]
-    for by in ("fully_shard", "shard"): assert all(torch.equal(a, b) for a, b in zip(two[0][by]["state"].values(), two[1][by]["state"].values()))
+        # sums over two halves of a batch
+        assert all(torch.allclose(a, b, atol=3e-6) for a, b in zip(r["state"].values(), one["state"].values())), by
+        assert "before shard" in r["said"][0] and "export() it" in r["said"][1] and "keep a copy" in r["said"][2], r[
+            "said"
+        ]
+    for by in ("fully_shard", "shard"):
+        assert all(torch.equal(a, b) for a, b in zip(two[0][by]["state"].values(), two[1][by]["state"].values()))
     assert all("attach Cook before shard" in r["late"] for r in two)
-    for kind, edges, atol in (("float", 1e-3, 1e-5), ("rounded", 0.03, 1e-2)):                      # slices, masks, a teacher; and rounding, where a weight on an edge falls on
-        whole = sharded(None, whole=kind)                                                            # the other side, and training goes on from there: measured 4e-3 at logits that
-        for r in (r["whole"][kind] for r in two):                                                    # the recipe moves by 0.3, with one code in a hundred off by one
-            assert torch.allclose(r["here"], r["there"], rtol=0, atol=atol), kind                          # the gates are shut
-            assert torch.allclose(r["here"], whole["here"], rtol=0, atol=atol) and torch.allclose(r["there"], whole["there"], rtol=0, atol=atol), kind
+    # slices, masks, a teacher; and rounding, where a weight on an edge falls on
+    for kind, edges, atol in (("float", 1e-3, 1e-5), ("rounded", 0.03, 1e-2)):
+        # the other side, and training goes on from there: measured 4e-3 at logits that
+        whole = sharded(None, whole=kind)
+        # the recipe moves by 0.3, with one code in a hundred off by one
+        for r in (r["whole"][kind] for r in two):
+            # the gates are shut
+            assert torch.allclose(r["here"], r["there"], rtol=0, atol=atol), kind
+            assert torch.allclose(r["here"], whole["here"], rtol=0, atol=atol) and torch.allclose(
+                r["there"], whole["there"], rtol=0, atol=atol
+            ), kind
             for (n, a), b in zip(r["state"].items(), whole["state"].values(), strict=True):
-                assert a.shape == b.shape and ((a.float() - b.float()).abs() > (1e-5 if kind == "float" else 1e-3)).float().mean() < edges, n
+                assert (
+                    a.shape == b.shape
+                    and ((a.float() - b.float()).abs() > (1e-5 if kind == "float" else 1e-3)).float().mean() < edges
+                ), n
 
 
 def test_state_dict_is_taken_up():
-    one = llama(); cook = Cook(one, recipe()); train(one, cook)
-    two = llama(seed=7); again = Cook(two, recipe())
+    one = llama()
+    cook = Cook(one, recipe())
+    train(one, cook)
+    two = llama(seed=7)
+    again = Cook(two, recipe())
     two.load_state_dict(one.state_dict())
     for m, c in ((one, cook), (two, again)): train(m, c, steps=2)
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
@@ -249,12 +323,15 @@ def test_state_dict_is_taken_up():
 
 @pytest.mark.long
 def test_compiled_equals_eager():
-    model = llama(num_hidden_layers=1); cook = Cook(model, recipe("[r].*down_proj")); b = batch()
+    model = llama(num_hidden_layers=1)
+    cook = Cook(model, recipe("[r].*down_proj"))
+    b = batch()
     fast = torch.compile(model, backend="aot_eager")
     with torch.no_grad(): assert torch.allclose(fast(**b).logits, model(**b).logits, atol=1e-5)
     fast(**b).loss.backward()
     g = [p.grad.clone() for p in cook.parameters()]
-    model.zero_grad(); model(**b).loss.backward()
+    model.zero_grad()
+    model(**b).loss.backward()
     assert len(g) == 1 and all(torch.allclose(a, p.grad, atol=1e-6) for a, p in zip(g, cook.parameters()))
     with torch.no_grad():
         cooked = model(**b).logits
@@ -288,13 +365,19 @@ def test_fresh_process(tmp_path):
     models["uneven"].model.norm.variance_epsilon = 1e-4
     pack_linears(models["uneven"], 4, modules=["layers[0].mlp.*_proj"], group_size=32)
     for n, m in models.items(): save_cooked(m, tmp_path / n)
-    load_cooked(tmp_path / "uniform").save_pretrained(tmp_path / "plain")                              # (a cooked folder is load_cooked's alone)
+    # (a cooked folder is load_cooked's alone)
+    load_cooked(tmp_path / "uniform").save_pretrained(tmp_path / "plain")
     torch.save(b, tmp_path / "b.pt")
     fresh_python(RELOAD, tmp_path, check=True)
     y = torch.load(tmp_path / "y.pt")
-    with torch.no_grad(): assert all(torch.equal(y[n], m(**b).logits) for n, m in models.items()) and torch.equal(y["transformers"], y["uniform"])
+    with torch.no_grad():
+        assert all(torch.equal(y[n], m(**b).logits) for n, m in models.items()) and torch.equal(
+            y["transformers"], y["uniform"]
+        )
     info = json.loads((tmp_path / "uneven" / "cooked.json").read_text())
-    assert info["shapes"]["model.layers.1.mlp.down_proj"] == {"weight": [32, 40]} and info["attributes"]["model.norm"] == {"variance_epsilon": 1e-4}
+    assert info["shapes"]["model.layers.1.mlp.down_proj"] == {"weight": [32, 40]} and info["attributes"][
+        "model.norm"
+    ] == {"variance_epsilon": 1e-4}
 
 
 def test_a_layer_less_and_a_hand_made_skeleton(tmp_path):
@@ -304,10 +387,12 @@ def test_a_layer_less_and_a_hand_made_skeleton(tmp_path):
         again = load_cooked(save_cooked(t5, tmp_path / "t5"))
         b = batch()
         assert len(again.decoder.block) == 1 and torch.equal(again(**b).logits, t5(**b).logits)
-    gpt = family("gpt2"); pack_linears(gpt)                                                       # Conv1D: packed and not
+    gpt = family("gpt2")
+    pack_linears(gpt)  # Conv1D: packed and not
     assert torch.equal(load_cooked(save_cooked(gpt, tmp_path / "gpt"))(**b).logits, gpt(**b).logits)
     made = lambda n: nn.Sequential(nn.Linear(8, n), nn.ReLU(), nn.Linear(n, 4))
-    set_seed(0); small, x = made(12), torch.randn(3, 8)
+    set_seed(0)
+    small, x = made(12), torch.randn(3, 8)
     again = load_cooked(save_cooked(small, tmp_path / "own"), skeleton=made(16))
     assert torch.equal(again(x), small(x)) and again[0].out_features == 12
 
@@ -324,7 +409,9 @@ def test_odd_sizes_come_back_where_kernels_read_them(tmp_path):
 
 class Halved(nn.Module):
     "A layer of a user's"
-    def __init__(self, inner): super().__init__(); self.inner = inner
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
     def forward(self, x): return self.inner(x) / 2
     def cooked_state(self): return {}
     @classmethod
@@ -368,10 +455,12 @@ def test_classes_of_a_user(tmp_path):
     save_cooked(model, tmp_path)
     for given in ([], [Halved], [Named]):
         with pytest.raises(LookupError, match=r"give the class by layers="): load_cooked(tmp_path, layers=given)
-    with torch.no_grad(): assert torch.equal(load_cooked(tmp_path, layers=[Halved, Named])(**x).logits, model(**x).logits)
+    with torch.no_grad():
+        assert torch.equal(load_cooked(tmp_path, layers=[Halved, Named])(**x).logits, model(**x).logits)
     renamed(tmp_path, f"{__name__}:{{}}")                                                     # as format 3 wrote it
     with pytest.raises(LookupError, match=r"give the class by layers="): load_cooked(tmp_path, layers=[Halved])
-    with torch.no_grad(): assert torch.equal(load_cooked(tmp_path, layers=[Halved, Named])(**x).logits, model(**x).logits)
+    with torch.no_grad():
+        assert torch.equal(load_cooked(tmp_path, layers=[Halved, Named])(**x).logits, model(**x).logits)
     model.model.layers[2].mlp = type("Halved", (Halved,), {})(model.model.layers[2].mlp)
     with pytest.raises(TypeError, match="two classes called Halved"): save_cooked(model, tmp_path)
 
@@ -396,7 +485,13 @@ def whole_recipe(teacher, ffn=.5, experts=True, steps=100):
     from bmlab.cook.moefy import MoEfy
     from bmlab.cook.prune import StructPrune
     from bmlab.cook.sparse24 import Sparse24
-    methods = [StructPrune(kv_groups=.5, ffn=ffn, steps=steps), Sparse24("*.mlp.*"), FakeQuant("w8a8", skip="lm_head"), MoEfy(experts=16, active=.25), Distill(teacher)]
+    methods = [
+        StructPrune(kv_groups=0.5, ffn=ffn, steps=steps),
+        Sparse24("*.mlp.*"),
+        FakeQuant("w8a8", skip="lm_head"),
+        MoEfy(experts=16, active=0.25),
+        Distill(teacher),
+    ]
     return methods if experts else [m for m in methods if not isinstance(m, MoEfy)]
 
 
@@ -410,7 +505,9 @@ def test_every_order_of_four_methods():
         order = [*order[:i % 5], 4, *order[i % 5:]]
         small = Cook(model, [methods[k] for k in order], calib).export().state_dict()
         first = first or small
-        assert list(first) == list(small) and all(torch.equal(a, b) for a, b in zip(first.values(), small.values())), order
+        assert list(first) == list(small) and all(torch.equal(a, b) for a, b in zip(first.values(), small.values())), (
+            order
+        )
 
 
 @pytest.mark.long
@@ -434,16 +531,32 @@ def test_orders_of_trained_recipes_and_what_they_export_computes(scheme, atol):
             train(model, cook, steps=5)
             small = cook.export()
             with torch.no_grad(): here, there = model(**b).logits, small(**b).logits
-            assert torch.allclose(here, there, rtol=0, atol=atol) and count(small).total < 0.6 * count(llama(**BROAD)).total
+            assert (
+                torch.allclose(here, there, rtol=0, atol=atol)
+                and count(small).total < 0.6 * count(llama(**BROAD)).total
+            )
             state = small.state_dict()
             first = first or state
-            assert list(first) == list(state) and all(torch.equal(x, y) for x, y in zip(first.values(), state.values())), order
+            assert list(first) == list(state) and all(
+                torch.equal(x, y) for x, y in zip(first.values(), state.values())
+            ), order
 
 
-CUTS = {"neurons": dict(ffn=.6), "heads": dict(heads=.5, ffn=.7), "groups": dict(kv_groups=.5, ffn=.6), "channels": dict(hidden=.75, ffn=.6)}
-SHAPED = {"2:4": lambda: [("Sparse24", {})], "2:4 both ways": lambda: [("Sparse24", dict(transposable=True))], "re-picked": lambda: [("Sparse24", dict(when="repick"))],
-          "SparseGPT ramped": lambda: [("Sparse24", dict(score="sparsegpt", when="ramp", steps=2))], "w8a8": lambda: [("FakeQuant", dict(scheme="w8a8", smooth=False))],
-          "int4 GPTQ": lambda: [("FakeQuant", dict(scheme="w4a16-g32", rounding="gptq"))], "2:4 int4 AWQ": lambda: [("Sparse24", {}), ("FakeQuant", dict(scheme="w4a16-g32", rounding="awq"))]}
+CUTS = {
+    "neurons": dict(ffn=0.6),
+    "heads": dict(heads=0.5, ffn=0.7),
+    "groups": dict(kv_groups=0.5, ffn=0.6),
+    "channels": dict(hidden=0.75, ffn=0.6),
+}
+SHAPED = {
+    "2:4": lambda: [("Sparse24", {})],
+    "2:4 both ways": lambda: [("Sparse24", dict(transposable=True))],
+    "re-picked": lambda: [("Sparse24", dict(when="repick"))],
+    "SparseGPT ramped": lambda: [("Sparse24", dict(score="sparsegpt", when="ramp", steps=2))],
+    "w8a8": lambda: [("FakeQuant", dict(scheme="w8a8", smooth=False))],
+    "int4 GPTQ": lambda: [("FakeQuant", dict(scheme="w4a16-g32", rounding="gptq"))],
+    "2:4 int4 AWQ": lambda: [("Sparse24", {}), ("FakeQuant", dict(scheme="w4a16-g32", rounding="awq"))],
+}
 
 
 @pytest.mark.parametrize("shaped", SHAPED)
@@ -454,16 +567,23 @@ def test_what_shapes_the_weights_foresees_the_cut(cut, shaped, learned):
     from bmlab.cook import prune
     from bmlab.cook import structure as slicing
     from bmlab.cook import sparse24
-    model, calib = llama(**BROAD | {"hidden_size": 32, "intermediate_size": 128}).double(), [batch(seed=2)]          # in double, so that hardly a code lies on an edge
+    # in double, so that hardly a code lies on an edge
+    model, calib = llama(**BROAD | {"hidden_size": 32, "intermediate_size": 128}).double(), [batch(seed=2)]
     gates = prune.StructPrune(**CUTS[cut], **(dict(steps=2) if learned else dict(score="magnitude")))
-    cook = Cook(model, [gates, *(getattr({"Sparse24": sparse24, "FakeQuant": fakequant}[n], n)(**o) for n, o in SHAPED[shaped]())], calib)
+    cook = Cook(
+        model,
+        [gates, *(getattr({"Sparse24": sparse24, "FakeQuant": fakequant}[n], n)(**o) for n, o in SHAPED[shaped]())],
+        calib,
+    )
     train(model, cook, steps=3)
     small, left, cooked = cook.export(), slicing.cuts(model, gates.keep()), dict(model.eval().named_modules())
     for n, m in small.named_modules():
         if not hasattr(m, "in_features") and not hasattr(m, "num_embeddings"): continue
         w = cooked[n].weight.detach()
         for d, index in left.get(n, {}).items(): w = w.index_select(d, index)
-        assert "AWQ" in shaped or torch.equal((m.dequantize() if hasattr(m, "dequantize") else m.weight).to(w.dtype), w), n      # (AWQ's factors are in the weights now)
+        assert "AWQ" in shaped or torch.equal(
+            (m.dequantize() if hasattr(m, "dequantize") else m.weight).to(w.dtype), w
+        ), n  # (AWQ's factors are in the weights now)
     with torch.no_grad(): assert torch.allclose(small(**calib[0]).logits, model(**calib[0]).logits, rtol=0, atol=1e-6)
 
 
@@ -474,7 +594,11 @@ def test_a_recipe_resumes_after_the_gates_are_shut():
     from bmlab.cook.sparse24 import Sparse24
     def start():
         model = llama()
-        return model, Cook(model, [StructPrune(ffn=.6, steps=2), Sparse24(when="repick"), FakeQuant("w4a16-g32", rounding="gptq")], [batch()])
+        return model, Cook(
+            model,
+            [StructPrune(ffn=0.6, steps=2), Sparse24(when="repick"), FakeQuant("w4a16-g32", rounding="gptq")],
+            [batch()],
+        )
     (one, cook), (two, again) = start(), start()
     train(one, cook, steps=3)
     two.load_state_dict(one.state_dict())
@@ -486,15 +610,30 @@ def test_a_recipe_resumes_after_the_gates_are_shut():
 
 @pytest.mark.long
 def test_the_lines_of_the_design(tmp_path):
-    model, teacher, batches = llama(**BROAD), llama(seed=3, **BROAD), [batch(rows=8, seed=i, length=24) for i in range(2)]
+    model, teacher, batches = (
+        llama(**BROAD),
+        llama(seed=3, **BROAD),
+        [batch(rows=8, seed=i, length=24) for i in range(2)],
+    )
     with torch.no_grad(): before = model(**batches[0]).logits
-    cook = Cook(model, whole_recipe(teacher, ffn=.6), calib=[{"input_ids": b["input_ids"]} for b in batches])       # no labels
+    # no labels
+    cook = Cook(model, whole_recipe(teacher, ffn=.6), calib=[{"input_ids": b["input_ids"]} for b in batches])
     opt = torch.optim.AdamW(model.parameters(), lr=0.)
     for b in batches:
-        loss = model(**b).loss + cook.loss(); loss.backward(); opt.step(); cook.step(); opt.zero_grad()
+        loss = model(**b).loss + cook.loss()
+        loss.backward()
+        opt.step()
+        cook.step()
+        opt.zero_grad()
         assert loss.isfinite() and "logits" in cook.losses
-    small = cook.export(); r = cook.report(small, batches, speed=False); save_cooked(small, tmp_path)
-    assert r.ratio.parameters < 0.8 and r.ratio.file_bytes < 0.3 and not [m for m in small.modules() if m._forward_hooks or m._forward_pre_hooks]
+    small = cook.export()
+    r = cook.report(small, batches, speed=False)
+    save_cooked(small, tmp_path)
+    assert (
+        r.ratio.parameters < 0.8
+        and r.ratio.file_bytes < 0.3
+        and not [m for m in small.modules() if m._forward_hooks or m._forward_pre_hooks]
+    )
     with torch.no_grad():
         assert torch.equal(load_cooked(tmp_path)(**batches[0]).logits, small(**batches[0]).logits)
         cook.detach()
@@ -504,10 +643,18 @@ def test_the_lines_of_the_design(tmp_path):
 @pytest.mark.long
 def test_lattice_with_training():
     seen = []
-    def fn(model, cook): seen.append(cook); train(model, cook, steps=1)
-    model = llama(); before = copy.deepcopy(model.state_dict())
+    def fn(model, cook):
+        seen.append(cook)
+        train(model, cook, steps=1)
+    model = llama()
+    before = copy.deepcopy(model.state_dict())
     frame = lattice(model, recipe()[:1] + recipe()[2:], None, [batch()], train=fn, speed=True)
-    assert len(frame) == 8 and len(seen) == 7 and list(frame.columns[:3]) == ["Rounds", "Gates", "Keeps"] and (frame.decode_tok_s > 0).all()
+    assert (
+        len(frame) == 8
+        and len(seen) == 7
+        and list(frame.columns[:3]) == ["Rounds", "Gates", "Keeps"]
+        and (frame.decode_tok_s > 0).all()
+    )
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
 
 
@@ -515,7 +662,9 @@ def test_lattice_with_training():
 def test_compiled_report():
     model = llama()
     r = report(model, pack_linears(copy.deepcopy(model)), [batch()], compiled=True)
-    assert {"prefill_tok_s_compiled", "decode_tok_s_compiled"} <= set(r.index) and (r.ratio[["prefill_tok_s_compiled"]] > 0).all()
+    assert {"prefill_tok_s_compiled", "decode_tok_s_compiled"} <= set(r.index) and (
+        r.ratio[["prefill_tok_s_compiled"]] > 0
+    ).all()
 
 
 @pytest.mark.cuda
@@ -533,12 +682,15 @@ def test_on_a_gpu(tmp_path):
         assert torch.equal(model(**b).logits, before)
     wide = dict(num_hidden_layers=2, hidden_size=128, intermediate_size=512, vocab_size=96)
     model, teacher = llama(**wide).cuda(), llama(seed=3, **wide).cuda()
-    for p in (*model.parameters(), *teacher.parameters()): p.data = p.data.bfloat16()          # (not the rotary frequencies, as transformers loads a model)
+    # (not the rotary frequencies, as transformers loads a model)
+    for p in (*model.parameters(), *teacher.parameters()): p.data = p.data.bfloat16()
     calib = [{k: v.cuda() for k, v in batch(rows=8, seed=i, length=24).items()} for i in range(2)]
     cook = Cook(model, whole_recipe(teacher), calib)
-    (model(**b).loss + cook.loss()).backward(); cook.step()
+    (model(**b).loss + cook.loss()).backward()
+    cook.step()
     small = cook.export()
-    with torch.no_grad(): assert torch.equal(load_cooked(save_cooked(small, tmp_path), device="cuda")(**b).logits, small(**b).logits)
+    with torch.no_grad():
+        assert torch.equal(load_cooked(save_cooked(small, tmp_path), device="cuda")(**b).logits, small(**b).logits)
     assert report(model_of(cook), small, calib, speed=False).ratio.peak_bytes < 1
 
 
@@ -548,9 +700,12 @@ def model_of(cook): return cook.detach()
 def test_roles_stay_when_a_weight_is_parametrized():
     "A Conv1D has no in_features: its shape is read where the weight now lies"
     from bmlab.core import roles
-    model = tf.GPT2LMHeadModel(tf.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=1, eos_token_id=2))
+    model = tf.GPT2LMHeadModel(
+        tf.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=1, eos_token_id=2)
+    )
     before = roles(model)
-    for m in (model.transformer.h[0].attn.c_attn, model.transformer.h[0].mlp.c_fc): parametrize_weight(m, "weight", nn.Identity(), 10)
+    for m in (model.transformer.h[0].attn.c_attn, model.transformer.h[0].mlp.c_fc):
+        parametrize_weight(m, "weight", nn.Identity(), 10)
     assert roles(model) == before and "qkv" in before.values()
 
 
@@ -558,7 +713,9 @@ def test_a_failing_attach_leaves_moved_numbers_in_place():
     "A method that puts other numbers into the parameters is taken off again when a later one fails"
     class Moves(Method):
         slot = 20
-        def attach(self, model): self.w, self.was = model.weight, model.weight.detach().clone(); self.w.data.neg_()
+        def attach(self, model):
+            self.w, self.was = model.weight, model.weight.detach().clone()
+            self.w.data.neg_()
         def detach(self): self.w.data.copy_(self.was)
     class Fails(Method):
         slot = 30
@@ -583,7 +740,9 @@ def test_detach_is_all_or_nothing_and_export_needs_the_methods_on():
     with pytest.raises(RuntimeError, match="not now"): cook.detach()
     assert counts.off == 0
     with cook.off(), pytest.raises(RuntimeError, match="call it outside"): cook.export()
-    stays.free = True; cook.detach(); assert counts.off == 1
+    stays.free = True
+    cook.detach()
+    assert counts.off == 1
 
 
 def padded(texts, width, left=False, labels=True):
@@ -602,7 +761,9 @@ def texts(): return [torch.randint(1, 96, (n,), generator=torch.Generator().manu
 def inputs_of(model, calib, name):
     "Gram and number of a layer's inputs that are tokens"
     run, rows = Calibration(model, calib), []
-    hook = model.get_submodule(name).register_forward_pre_hook(lambda m, args: rows.append(run.tokens(args[0], name).double()))
+    hook = model.get_submodule(name).register_forward_pre_hook(
+        lambda m, args: rows.append(run.tokens(args[0], name).double())
+    )
     try: seen = sum(1 for _ in run)
     finally: hook.remove()
     assert seen == len(run.batches)
@@ -619,12 +780,17 @@ def test_calibration_counts_tokens_and_no_padding(name, layer, texts):
     wanted, n = inputs_of(model, one, layer)
     assert n == 19
     batches = [padded(texts, 11, labels=name == "t5")]
-    if name in ("llama", "qwen3"): batches += [padded(texts, 11, left=True), padded(texts, 11, left=True) | {"labels": torch.zeros(3, 11, dtype=torch.long)}]    # positions are relative there
+    if name in ("llama", "qwen3"):
+        batches += [
+            padded(texts, 11, left=True),
+            padded(texts, 11, left=True) | {"labels": torch.zeros(3, 11, dtype=torch.long)},
+        ]  # positions are relative there
     for b in batches:
         gram, m = inputs_of(model, [b], layer)
         assert m == n and torch.allclose(gram, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max())
     if name != "t5":
-        gram, m = inputs_of(model, [t[None] for t in texts], layer)                                # tensors: the first argument
+        # tensors: the first argument
+        gram, m = inputs_of(model, [t[None] for t in texts], layer)
         assert m == n and torch.equal(gram, wanted)
 
 
@@ -632,13 +798,20 @@ def test_calibration_walks_and_leaves_everything_as_it_was(texts):
     model = llama().train()
     model.lm_head.eval()
     seen = []
-    model.register_forward_hook(lambda m, args, kwargs, out: seen.append((m.training, torch.is_grad_enabled(), "labels" in kwargs, out.past_key_values)), with_kwargs=True)
+    model.register_forward_hook(
+        lambda m, args, kwargs, out: seen.append(
+            (m.training, torch.is_grad_enabled(), "labels" in kwargs, out.past_key_values)
+        ),
+        with_kwargs=True,
+    )
     for out in Calibration(model, [batch(), batch(seed=2)]):
-        assert model.training and torch.is_grad_enabled() and not out.logits.requires_grad          # who asks is not in no_grad
+        # who asks is not in no_grad
+        assert model.training and torch.is_grad_enabled() and not out.logits.requires_grad
     assert seen == [(False, False, False, None)] * 2 and not model.lm_head.training
     run = Calibration(model, [padded(texts, 11)])
     x = torch.randn(33, 5)
-    assert len(run.tokens(x)) == 33                                                                 # no batch is under way
+    # no batch is under way
+    assert len(run.tokens(x)) == 33
     with run.at(run.batches[0]):
         assert len(run.tokens(x)) == len(run.tokens(x.view(3, 11, 5))) == 19 and len(run.tokens(x[:30])) == 30
         with run.at(batch(rows=3, length=11)): assert len(run.tokens(x)) == 33
@@ -656,7 +829,8 @@ def test_calibration_of_a_model_with_a_delta(texts):
     model = llama()
     delta = SoftPrompt(model, length=3)
     assert len(list(Calibration(model, [t[None] for t in texts]))) == 3
-    assert inputs_of(model, [padded(texts, 11, labels=False)], "model.layers.1.mlp.up_proj")[1] in (19, 3 * 14)    # longer than its mask: all rows
+    # longer than its mask: all rows
+    assert inputs_of(model, [padded(texts, 11, labels=False)], "model.layers.1.mlp.up_proj")[1] in (19, 3 * 14)
     delta.detach()
 
 
@@ -673,14 +847,24 @@ def test_perplexity_and_peak_of_padded_batches(texts):
     model = llama()
     one = [padded([t], len(t)) for t in texts]
     wanted = perplexity(model, one)
-    left = padded(texts, 11, left=True); left["labels"][torch.arange(3), left["attention_mask"].argmax(1)] = -100            # the first word is nobody's to predict
-    assert perplexity(model, [padded(texts, 11)]) == pytest.approx(wanted, rel=1e-5) and perplexity(model, [left]) == pytest.approx(wanted, rel=1e-4)
+    left = padded(texts, 11, left=True)
+    left["labels"][torch.arange(3), left["attention_mask"].argmax(1)] = -100  # the first word is nobody's to predict
+    assert perplexity(model, [padded(texts, 11)]) == pytest.approx(wanted, rel=1e-5) and perplexity(
+        model, [left]
+    ) == pytest.approx(wanted, rel=1e-4)
     other = llama(seed=5)
     assert divergence(model, other, [left])[0] == pytest.approx(divergence(model, other, one)[0], rel=1e-4)
     assert peak_bytes(model, texts[0][None]) == peak_bytes(model, {"input_ids": texts[0][None]}) > count(model).bytes
 
 
-BERT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=96, initializer_range=0.3)
+BERT = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    vocab_size=96,
+    initializer_range=0.3,
+)
 
 
 def bert(head, **more):
@@ -708,28 +892,41 @@ def test_report_of_models_that_write_no_text(head, labels, rows, texts):
     far = r.after["kl" if "kl" in rows else "output_error"]
     assert 0 < far < 0.05 and r.before["kl" if "kl" in rows else "output_error"] == 0
     wide = {k: F.pad(v, (0, 5), value=-100 if k == "labels" else 0) if v.shape == (3, 11) else v for k, v in b.items()}
-    if head == "ForTokenClassification": assert report(model, small, [wide], speed=False).after.accuracy == r.after.accuracy
-    assert report(model, small, [wide], speed=False).after["kl" if "kl" in rows else "output_error"] == pytest.approx(far, rel=2e-2)   # near 1e-5, of float32 sums
+    if head == "ForTokenClassification":
+        assert report(model, small, [wide], speed=False).after.accuracy == r.after.accuracy
+    assert report(model, small, [wide], speed=False).after["kl" if "kl" in rows else "output_error"] == pytest.approx(
+        far, rel=2e-2
+    )  # near 1e-5, of float32 sums
 
 
 def test_accuracy_and_divergence_by_hand(texts):
     model, other = bert("ForQuestionAnswering"), bert("ForQuestionAnswering", initializer_range=0.2)
     b = {k: v for k, v in padded(texts, 11).items() if k != "labels"}
     with torch.no_grad(): outs = [m(**b) for m in (model, other)]
-    kl = [F.kl_div(z[i, :len(t)].log_softmax(-1), y[i, :len(t)].log_softmax(-1), log_target=True, reduction="sum").item()
-          for y, z in ((outs[0].start_logits, outs[1].start_logits), (outs[0].end_logits, outs[1].end_logits)) for i, t in enumerate(texts)]
+    kl = [
+        F.kl_div(
+            z[i, : len(t)].log_softmax(-1), y[i, : len(t)].log_softmax(-1), log_target=True, reduction="sum"
+        ).item()
+        for y, z in ((outs[0].start_logits, outs[1].start_logits), (outs[0].end_logits, outs[1].end_logits))
+        for i, t in enumerate(texts)
+    ]
     assert divergence(model, other, [b])[0] == pytest.approx(sum(kl) / 6, rel=1e-4)
     classes, c = bert("ForSequenceClassification"), padded(texts, 11) | {"labels": torch.tensor([0, 1, 1])}
     with torch.no_grad(): right = (classes(**c).logits.argmax(-1) == c["labels"]).float().mean().item()
     assert report(classes, classes, [c], speed=False).after.accuracy == pytest.approx(right, abs=1e-4)
-    words = bert("ForMaskedLM"); m = padded(texts, 11)
+    words = bert("ForMaskedLM")
+    m = padded(texts, 11)
     with torch.no_grad(): z = words(input_ids=m["input_ids"], attention_mask=m["attention_mask"]).logits
     keep = m["labels"] != -100
-    assert report(words, words, [m], speed=False).after.accuracy == pytest.approx((z.argmax(-1)[keep] == m["labels"][keep]).float().mean().item(), abs=1e-4)
+    assert report(words, words, [m], speed=False).after.accuracy == pytest.approx(
+        (z.argmax(-1)[keep] == m["labels"][keep]).float().mean().item(), abs=1e-4
+    )
 
 
 class Eye(nn.Module):
-    def __init__(self, classes=10): super().__init__(); self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, classes)
+    def __init__(self, classes=10):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, classes)
     def forward(self, x): return self.head(self.conv(x).relu().mean((2, 3)))
 
 
@@ -738,14 +935,21 @@ def test_lattice_and_report_of_a_picture_model():
     model, x = Eye().eval(), torch.randn(6, 3, 8, 8)
     with torch.no_grad(): b = {"x": x, "labels": model(x).argmax(-1)}
     frame = lattice(model, [Keeps(30, Keep, 20, "head"), Rounds(40, Round, 30, "head")], None, [b], score=count_zeros)
-    assert list(frame.columns) == ["Keeps", "Rounds", "parameters", "file_bytes", "accuracy", "score", "kl", "same_top1"] and frame.accuracy["–"] == 1 and frame.kl["–"] == 0 < frame.kl["Rounds"]
-    r = Cook(model, [Rounds(40, Round, 30, "head")]).report(copy.deepcopy(Eye().eval()), [x])       # tensors; no labels: no classes to be had from it
+    assert (
+        list(frame.columns) == ["Keeps", "Rounds", "parameters", "file_bytes", "accuracy", "score", "kl", "same_top1"]
+        and frame.accuracy["–"] == 1
+        and frame.kl["–"] == 0 < frame.kl["Rounds"]
+    )
+    # tensors; no labels: no classes to be had from it
+    r = Cook(model, [Rounds(40, Round, 30, "head")]).report(copy.deepcopy(Eye().eval()), [x])
     assert list(r.index[4:]) == ["rows_s", "output_error"] and r.after.output_error > 0
     with pytest.raises(ValueError, match="give score="): report(Eye(10), Eye(7), [x])
     with pytest.raises(ValueError, match="give score="): lattice(Eye(10), [Narrow()], None, [x])
     assert report(Eye(10), Eye(7), [x], score=count_zeros, speed=False).after.score == 0
     with pytest.raises(ValueError, match="batches is empty"): report(model, model, [])
-    with pytest.raises(ValueError, match="needs labels"): report(llama(), llama(), [{"input_ids": batch()["input_ids"]}])     # a language model's are not left out in silence
+    # a language model's are not left out in silence
+    with pytest.raises(ValueError, match="needs labels"):
+        report(llama(), llama(), [{"input_ids": batch()["input_ids"]}])
 
 
 class Narrow(Method):
@@ -758,21 +962,34 @@ def test_follow_refuses_an_optimizer_that_leaves_tensors_out_and_ends_with_detac
     model = llama()
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     cook = Cook(model, recipe())                                                                    # gates of its own
-    with pytest.raises(ValueError, match="6 tensors of the methods, such as model.layers.0.mlp.up_proj.parametrizations.weight.0.gate: make the optimizer after Cook"): cook.follow(early)
+    with pytest.raises(ValueError, match="6 tensors of the methods, such as "
+                                         "model.layers.0.mlp.up_proj.parametrizations.weight.0.gate: make the "
+                                         "optimizer after Cook"):
+        cook.follow(early)
     early.add_param_group({"params": cook.parameters()})
     class Counting(Method):
         steps = 0
         def step(self): self.steps += 1
-    cook.detach(); counting = Counting()
+    cook.detach()
+    counting = Counting()
     cook = Cook(model, [counting])
-    cook.follow(early); early.step(); assert counting.steps == 1
-    handle = cook.follow(early); handle.remove(); early.step(); assert counting.steps == 2
-    cook.detach(); early.step(); assert counting.steps == 2                                         # and no error
+    cook.follow(early)
+    early.step()
+    assert counting.steps == 1
+    handle = cook.follow(early)
+    handle.remove()
+    early.step()
+    assert counting.steps == 2
+    cook.detach()
+    early.step()
+    assert counting.steps == 2  # and no error
     with pytest.raises(RuntimeError, match="is detached"): cook.follow(early)
     from bmlab.train.optim import OptimManager
     cook, manager = Cook(model, recipe()), OptimManager()
-    manager.add_optimizer(torch.optim.SGD(cook.parameters(), lr=0.1)); manager.add_optimizer(torch.optim.SGD(llama().parameters(), lr=0.1))
-    cook.follow(manager)                                                                            # the tensors are in one of them
+    manager.add_optimizer(torch.optim.SGD(cook.parameters(), lr=0.1))
+    manager.add_optimizer(torch.optim.SGD(llama().parameters(), lr=0.1))
+    # the tensors are in one of them
+    cook.follow(manager)
 
 
 def test_a_module_in_two_places_is_saved_once(tmp_path):
@@ -808,7 +1025,15 @@ def test_bake_writes_in_place():
 def test_a_mixture_whose_matrices_have_groups_of_their_own(tmp_path):
     from bmlab.cook.report import load_cooked, save_cooked
     from bmlab.kernels.layers import pack_linears
-    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
     model, ids = pack_linears(tf.MixtralForCausalLM(tf.MixtralConfig(**sizes)).eval(), bits=4), torch.arange(8)[None]
     back = load_cooked(save_cooked(model, tmp_path))
     with torch.no_grad(): assert torch.equal(back(ids).logits, model(ids).logits)

@@ -20,7 +20,15 @@ from bmlab.delta.lora import Lora
 from bmlab.train.loop import evaluate, fit, model_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-LLAMA = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=64, tie_word_embeddings=False)
+LLAMA = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=64,
+    tie_word_embeddings=False,
+)
 
 
 def llama(seed=0, **k):
@@ -30,24 +38,49 @@ def llama(seed=0, **k):
 
 def gpt2(seed=0, layers=2, width=32):
     set_seed(seed)
-    return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=width, n_layer=layers, n_head=4, vocab_size=64, n_positions=32, resid_pdrop=0., embd_pdrop=0., attn_pdrop=0.))
+    return tf.GPT2LMHeadModel(
+        tf.GPT2Config(
+            n_embd=width,
+            n_layer=layers,
+            n_head=4,
+            vocab_size=64,
+            n_positions=32,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
 
 
 def bert(kind="ForMaskedLM", seed=0, layers=2, width=32):
     set_seed(seed)
-    shape = dict(hidden_size=width, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4, vocab_size=64)
+    shape = dict(
+        hidden_size=width, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4, vocab_size=64
+    )
     return getattr(tf, "Bert" + kind)(tf.BertConfig(**shape, hidden_dropout_prob=0., attention_probs_dropout_prob=0.))
 
 
 def t5(seed=0, layers=2, width=32):
     set_seed(seed)
-    return tf.T5ForConditionalGeneration(tf.T5Config(d_model=width, d_ff=48, num_layers=layers, num_heads=4, d_kv=8, vocab_size=64, dropout_rate=0., decoder_start_token_id=0))
+    return tf.T5ForConditionalGeneration(
+        tf.T5Config(
+            d_model=width,
+            d_ff=48,
+            num_layers=layers,
+            num_heads=4,
+            d_kv=8,
+            vocab_size=64,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )
 
 
 def batch(shape=(3, 8), seed=0, length=5):
     ids = torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))
     mask, labels = torch.ones_like(ids), ids.clone()
-    mask[1:, length:] = 0; labels[1:, length:] = -100
+    mask[1:, length:] = 0
+    labels[1:, length:] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
@@ -55,7 +88,12 @@ def kl(z, t, T=2.): return F.kl_div((z / T).log_softmax(-1), (t / T).softmax(-1)
 
 
 FAMILIES = {
-    "llama": (lambda s, n, w: llama(s, num_hidden_layers=n, hidden_size=w), "layers.*", lambda b: b["labels"][:, 1:] != -100, lambda z: z[:, :-1]),
+    "llama": (
+        lambda s, n, w: llama(s, num_hidden_layers=n, hidden_size=w),
+        "layers.*",
+        lambda b: b["labels"][:, 1:] != -100,
+        lambda z: z[:, :-1],
+    ),
     "gpt2": (gpt2, "h.*", lambda b: b["labels"][:, 1:] != -100, lambda z: z[:, :-1]),
     "bert": (lambda s, n, w: bert(seed=s, layers=n, width=w), "layer.*", lambda b: b["labels"] != -100, lambda z: z),
     "t5": (t5, ["encoder.block.*", "decoder.block.*"], lambda b: b["labels"] != -100, lambda z: z),
@@ -72,8 +110,12 @@ def test_families(family):
     (model_loss(student, b) + cook.loss()).backward()                       # two forwards: the terms of both
     with torch.no_grad(): t = teacher(**b).logits
     keep = kept(b)
-    torch.testing.assert_close(cook.losses["logits"], 2 * kl(shift(z)[keep], shift(t)[keep]).detach(), rtol=1e-4, atol=1e-6)
-    assert len(d.pairs) == len(d.parameters()) == (4 if family == "t5" else 2) and all(p.grad.abs().sum() > 0 for p in d.parameters())
+    torch.testing.assert_close(
+        cook.losses["logits"], 2 * kl(shift(z)[keep], shift(t)[keep]).detach(), rtol=1e-4, atol=1e-6
+    )
+    assert len(d.pairs) == len(d.parameters()) == (4 if family == "t5" else 2) and all(
+        p.grad.abs().sum() > 0 for p in d.parameters()
+    )
     assert all(p.grad is None for p in teacher.parameters())
     state = student.state_dict()
     cook.detach()
@@ -85,28 +127,47 @@ def test_a_twin_learns_nothing(family):
     teacher = FAMILIES[family][0](0, 2, 32)
     student = copy.deepcopy(teacher)
     cook = Cook(student, [Distill(teacher, hidden=FAMILIES[family][1])])
-    student(**batch()); total = cook.loss(); total.backward()
-    assert abs(total.item()) < 1e-6 and all(p.grad is None or p.grad.abs().max() < 1e-7 for p in student.parameters())   # attention kernels with and without gradients may differ in the last bit
+    student(**batch())
+    total = cook.loss()
+    total.backward()
+    # attention kernels with and without gradients may differ in the last bit
+    assert abs(total.item()) < 1e-6 and all(p.grad is None or p.grad.abs().max() < 1e-7 for p in student.parameters())
 
 
 def test_maps_of_t5():
     teacher, student, b = t5(1), t5(0), batch()
     for m in (teacher, student): m.set_attn_implementation("eager")
     cook = Cook(student, [Distill(teacher, logits=0, attention="SelfAttention")])
-    out = student(**b, output_attentions=True); cook.loss()
+    out = student(**b, output_attentions=True)
+    cook.loss()
     with torch.no_grad(): told = teacher(**b, output_attentions=True)
     kept = {"encoder_attentions": b["attention_mask"].bool(), "decoder_attentions": b["labels"] != -100}
-    each = [(x - y).square().mean((1, 3))[keep].mean() for kind, keep in kept.items() for x, y in zip(out[kind], told[kind])]
+    each = [
+        (x - y).square().mean((1, 3))[keep].mean() for kind, keep in kept.items() for x, y in zip(out[kind], told[kind])
+    ]
     torch.testing.assert_close(cook.losses["attention"], sum(each).detach() / 4, rtol=1e-3, atol=1e-9)
 
 
 def test_maps_of_bert_with_other_heads():
     set_seed(0)
-    models = [tf.BertModel(tf.BertConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=h, vocab_size=64, attention_probs_dropout_prob=0.)) for h in (2, 4)]
+    models = [
+        tf.BertModel(
+            tf.BertConfig(
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=h,
+                vocab_size=64,
+                attention_probs_dropout_prob=0.0,
+            )
+        )
+        for h in (2, 4)
+    ]
     for m in models: m.set_attn_implementation("eager")
     cook, b = Cook(models[0], [Distill(models[1], logits=0, attention="attention.self")]), batch()
     del b["labels"]
-    out = models[0](**b, output_attentions=True).attentions; cook.loss()
+    out = models[0](**b, output_attentions=True).attentions
+    cook.loss()
     models[1].eval()
     with torch.no_grad(): told = models[1](**b, output_attentions=True).attentions
     keep = b["attention_mask"].bool()
@@ -118,7 +179,8 @@ def test_classifier():
     teacher, student, b = bert("ForSequenceClassification", 1), bert("ForSequenceClassification", 0), batch()
     b["labels"] = torch.tensor([0, 1, 1])
     cook = Cook(student, [Distill(teacher, T=1.)])
-    z = student(**b).logits; cook.loss()
+    z = student(**b).logits
+    cook.loss()
     teacher.eval()
     torch.testing.assert_close(cook.losses["logits"], kl(z, teacher(**b).logits, 1.).detach())
 
@@ -126,28 +188,37 @@ def test_classifier():
 class Plain(nn.Module):
     "No class of transformers: a tuple comes out, tensors go in by place"
     def __init__(self, width, seed):
-        super().__init__(); set_seed(seed)
+        super().__init__()
+        set_seed(seed)
         self.embed, self.mlp, self.head = nn.Embedding(64, width), nn.Linear(width, width), nn.Linear(width, 64)
-    def forward(self, ids, labels=None): h = self.mlp(self.embed(ids)); z = self.head(h); return (z.sum(), z, h) if labels is not None else (z, h)
+    def forward(self, ids, labels=None):
+        h = self.mlp(self.embed(ids))
+        z = self.head(h)
+        return (z.sum(), z, h) if labels is not None else (z, h)
 
 
 def test_plain_modules_and_tuples():
     teacher, student, ids = Plain(24, 1), Plain(16, 0), batch()["input_ids"]
     with pytest.raises(ValueError, match="calib= is needed"): Cook(student, [Distill(teacher, hidden="mlp")])
     cook = Cook(student, [Distill(teacher, hidden="mlp")], calib=[{"ids": ids}])
-    z = student(ids, labels=ids[:, :1].expand(-1, 8))[1]; cook.loss()
+    z = student(ids, labels=ids[:, :1].expand(-1, 8))[1]
+    cook.loss()
     torch.testing.assert_close(cook.losses["logits"], chunked_kl(z[:, :-1], teacher(ids)[0][:, :-1], 2.).detach())
     assert tuple(cook.parameters()[0].shape) == (24, 16)
 
 
 def test_teacher_runs_once_and_stays_as_it_was():
     teacher, student, calls = llama(1).train(), llama(0), []
-    teacher.register_forward_hook(lambda m, a, o: calls.append((m.training, torch.is_grad_enabled(), o.past_key_values)))
+    teacher.register_forward_hook(
+        lambda m, a, o: calls.append((m.training, torch.is_grad_enabled(), o.past_key_values))
+    )
     cook, b = Cook(student, [Distill(teacher)]), batch()
     for _ in range(3): student(**b)
     assert calls == []
     cook.loss()
-    assert calls == [(False, False, None)] * 3 and teacher.training and all(p.requires_grad for p in teacher.parameters())
+    assert (
+        calls == [(False, False, None)] * 3 and teacher.training and all(p.requires_grad for p in teacher.parameters())
+    )
     evaluate(student, [b], loss=lambda m, b: model_loss(m, b) + cook.loss())
     student.generate(b["input_ids"][:1], max_new_tokens=2, do_sample=False)
     assert cook.loss().item() == 0 and len(calls) == 3
@@ -167,13 +238,17 @@ def test_no_second_float32_logits():
     z, t = torch.randn(64, 999, dtype=torch.bfloat16, requires_grad=True), torch.randn(64, 999, dtype=torch.bfloat16)
     with Sizes() as sizes: chunked_kl(z, t, 2., chunk=8).backward()
     assert sizes.largest == 8 * 999 and z.grad.dtype == torch.bfloat16
-    exact = z.detach().float().requires_grad_(); kl(exact, t.float()).backward()
+    exact = z.detach().float().requires_grad_()
+    kl(exact, t.float()).backward()
     torch.testing.assert_close(z.grad.float(), exact.grad, rtol=1e-2, atol=1e-6)
 
 
 def test_backward_twice_and_autocast():
     z, t = torch.randn(6, 9, requires_grad=True), torch.randn(6, 9)
-    loss = chunked_kl(z, t); loss.backward(retain_graph=True); first = z.grad.clone(); loss.backward()
+    loss = chunked_kl(z, t)
+    loss.backward(retain_graph=True)
+    first = z.grad.clone()
+    loss.backward()
     torch.testing.assert_close(z.grad, 2 * first)
     teacher, student, b = llama(1), llama(0, hidden_size=16), batch()
     cook = Cook(student, [Distill(teacher, hidden="layers.*")])
@@ -193,7 +268,8 @@ def test_recomputation_sees_each_forward_once():
         grads.append([p.grad for p in student.parameters()])
     for x, y in zip(*grads): torch.testing.assert_close(x, y)
     student = llama(0, hidden_size=16).train()
-    student.gradient_checkpointing_enable({"use_reentrant": True}); student.enable_input_require_grads()
+    student.gradient_checkpointing_enable({"use_reentrant": True})
+    student.enable_input_require_grads()
     cook = Cook(student, [Distill(teacher, hidden="mlp")])
     student(**b)
     with pytest.raises(ValueError, match="use_reentrant=False"): cook.loss()
@@ -215,15 +291,27 @@ def test_compiled_student():
 
 def test_copies_and_two_teachers():
     student, b = llama(0, hidden_size=16), batch()
-    cook = Cook(student, [Distill(llama(1), hidden="layers.*"), Distill(llama(2, num_hidden_layers=4), hidden="layers.*", logits=.5, seed=3)])
+    cook = Cook(
+        student,
+        [
+            Distill(llama(1), hidden="layers.*"),
+            Distill(llama(2, num_hidden_layers=4), hidden="layers.*", logits=0.5, seed=3),
+        ],
+    )
     assert count(student).delta == 4 * 16 * 32
-    twin = copy.deepcopy(student); twin(**b)
+    twin = copy.deepcopy(student)
+    twin(**b)
     assert cook.loss().item() == 0                                           # the copy's hooks write nowhere
     (model_loss(student, b) + cook.loss()).backward()
-    assert len(cook.losses) == 4 and len(cook.parameters()) == 4 and all(p.grad.abs().sum() > 0 for p in cook.parameters())
+    assert (
+        len(cook.losses) == 4 and len(cook.parameters()) == 4 and all(p.grad.abs().sum() > 0 for p in cook.parameters())
+    )
     small = cook.export()
-    assert small.state_dict().keys() == llama(0, hidden_size=16).state_dict().keys() and not any(m._forward_pre_hooks for m in small.modules())
-    again = Cook(small, [Distill(llama(1))]); small(**b)                     # what was exported learns on
+    assert small.state_dict().keys() == llama(0, hidden_size=16).state_dict().keys() and not any(
+        m._forward_pre_hooks for m in small.modules()
+    )
+    again = Cook(small, [Distill(llama(1))])
+    small(**b)  # what was exported learns on
     assert again.loss().item() > 0
     cook.detach()
     assert student.state_dict().keys() == small.state_dict().keys()
@@ -232,25 +320,40 @@ def test_copies_and_two_teachers():
 def test_resumes_from_a_state_dict():
     teacher, b = llama(1), batch()
     def steps(student, cook, opt, n):
-        for _ in range(n): (model_loss(student, b) + cook.loss()).backward(); opt.step(); opt.zero_grad(); cook.step()
+        for _ in range(n):
+            (model_loss(student, b) + cook.loss()).backward()
+            opt.step()
+            opt.zero_grad()
+            cook.step()
     def made():
-        student = llama(0, hidden_size=16); cook = Cook(student, [Distill(teacher, hidden="layers.*")])
+        student = llama(0, hidden_size=16)
+        cook = Cook(student, [Distill(teacher, hidden="layers.*")])
         return student, cook, torch.optim.AdamW(student.parameters(), lr=1e-2)
     one, two = made(), made()
     steps(*one, 2)
     kept = copy.deepcopy((one[0].state_dict(), one[2].state_dict()))
     steps(*one, 2)
-    two[0].load_state_dict(kept[0]); two[2].load_state_dict(kept[1])
+    two[0].load_state_dict(kept[0])
+    two[2].load_state_dict(kept[1])
     steps(*two, 2)
     assert all(torch.equal(x, y) for x, y in zip(one[0].state_dict().values(), two[0].state_dict().values()))
 
 
 def test_with_a_delta():
     teacher, student, b = llama(1), llama(0), batch()
-    lora = Lora(student, r=2); lora.freeze()
+    lora = Lora(student, r=2)
+    lora.freeze()
     cook = Cook(student, [Distill(teacher, hidden="layers[1:]")])
-    fit(student, [b], torch.optim.AdamW(lora.trainable(), lr=1e-2), steps=3, loss=lambda m, b: model_loss(m, b) + cook.loss(), plot=False)
-    cook.detach(); lora.detach()
+    fit(
+        student,
+        [b],
+        torch.optim.AdamW(lora.trainable(), lr=1e-2),
+        steps=3,
+        loss=lambda m, b: model_loss(m, b) + cook.loss(),
+        plot=False,
+    )
+    cook.detach()
+    lora.detach()
     assert all(torch.equal(x, y) for x, y in zip(student.state_dict().values(), llama(0).state_dict().values()))
 
 
@@ -266,8 +369,12 @@ def _sharded(rank, world_size, teacher_too):
     terms = []
     for _ in range(3):
         (student(input_ids=mine["input_ids"]).logits.logsumexp(-1).mean() + cook.loss()).backward()
-        opt.step(); opt.zero_grad(); terms.append({k: v.item() for k, v in cook.losses.items()})
-    return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach() for k, v in student.named_parameters()}, terms
+        opt.step()
+        opt.zero_grad()
+        terms.append({k: v.item() for k, v in cook.losses.items()})
+    return {
+        k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach() for k, v in student.named_parameters()
+    }, terms
 
 
 def _both(): return [_sharded(dist.get_rank(), 2, teacher_too) for teacher_too in (False, True)]
@@ -278,7 +385,9 @@ def test_two_ranks_are_one():
     alone, _ = _sharded(0, 1, False)
     for of_rank in run_ranks(_both):
         for weights, _ in of_rank:
-            weights = {k.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): v for k, v in weights.items()}
+            weights = {
+                k.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): v for k, v in weights.items()
+            }
             assert weights.keys() == alone.keys()
             for k, v in alone.items(): torch.testing.assert_close(weights[k], v, rtol=1e-4, atol=1e-6, msg=k)
 
@@ -286,28 +395,50 @@ def test_two_ranks_are_one():
 def test_padding_of_a_model_that_calls_its_only_stack_decoder():
     "OPT: attention_mask says which tokens count, however many pads stand behind"
     torch.manual_seed(0)
-    make = lambda: tf.OPTForCausalLM(tf.OPTConfig(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=60, word_embed_proj_dim=32, max_position_embeddings=64, dropout=0.)).train()
+    make = lambda: tf.OPTForCausalLM(
+        tf.OPTConfig(
+            hidden_size=32,
+            ffn_dim=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            vocab_size=60,
+            word_embed_proj_dim=32,
+            max_position_embeddings=64,
+            dropout=0.0,
+        )
+    ).train()
     student, teacher, ids, terms = make(), make(), torch.randint(4, 60, (2, 8)), []
     for pads in (0, 20):
         cook = Cook(student, [Distill(teacher, logits=0., hidden="decoder.layers.*")])
         student(input_ids=F.pad(ids, (0, pads), value=1), attention_mask=F.pad(torch.ones_like(ids), (0, pads)))
-        terms.append(cook.loss().item()); cook.detach()
+        terms.append(cook.loss().item())
+        cook.detach()
     assert terms[0] > 0 and abs(terms[0] - terms[1]) < 1e-5 * terms[0], terms
 
 
 def test_answers_within_a_text_teach_where_they_start_and_end():
     "Two logits over the tokens, without padding: the mean of both terms"
     teacher, student, b = bert("ForQuestionAnswering", 1, width=48), bert("ForQuestionAnswering", 0), batch()
-    b = {k: b[k] for k in ("input_ids", "attention_mask")} | {"start_positions": torch.tensor([0, 1, 2]), "end_positions": torch.tensor([1, 3, 4])}
+    b = {k: b[k] for k in ("input_ids", "attention_mask")} | {
+        "start_positions": torch.tensor([0, 1, 2]),
+        "end_positions": torch.tensor([1, 3, 4]),
+    }
     cook = Cook(student, [Distill(teacher, hidden="layer.*")])
-    z = student(**b); total = cook.loss()
+    z = student(**b)
+    total = cook.loss()
     teacher.eval()
     with torch.no_grad(): t = teacher(**b)
     n = b["attention_mask"].sum(1).tolist()
-    each = [kl(x[i:i + 1, :n[i]], y[i:i + 1, :n[i]]) for x, y in ((z.start_logits, t.start_logits), (z.end_logits, t.end_logits)) for i in range(3)]
+    each = [
+        kl(x[i : i + 1, : n[i]], y[i : i + 1, : n[i]])
+        for x, y in ((z.start_logits, t.start_logits), (z.end_logits, t.end_logits))
+        for i in range(3)
+    ]
     torch.testing.assert_close(cook.losses["logits"], sum(each).detach() / 6, rtol=1e-4, atol=1e-7)
     total.backward()
-    assert all(g.abs().sum() > 0 for g in student.qa_outputs.weight.grad) and all(p.grad.isfinite().all() for p in student.parameters() if p.grad is not None)
+    assert all(g.abs().sum() > 0 for g in student.qa_outputs.weight.grad) and all(
+        p.grad.isfinite().all() for p in student.parameters() if p.grad is not None
+    )
     for wrong in (bert("ForTokenClassification", 1), bert("Model", 1)):
         cook = Cook(other := bert("ForQuestionAnswering", 0), [Distill(wrong)])
         other(input_ids=b["input_ids"])
@@ -317,7 +448,8 @@ def test_answers_within_a_text_teach_where_they_start_and_end():
 class Watched(nn.Module):
     "A student that tells whether the graph of each of its forwards is still there"
     def __init__(self):
-        super().__init__(); set_seed(0)
+        super().__init__()
+        set_seed(0)
         self.body, self.graphs = nn.Linear(16, 64), []
     def forward(self, x):
         h = self.body(x) * 1
@@ -336,7 +468,8 @@ def test_graphs_go_when_nobody_asks_for_the_loss():
     teacher, x = nn.Linear(16, 64), torch.randn(4, 16)
     gc.disable()
     try:
-        student = Watched(); cook = Cook(student, [Distill(teacher)])
+        student = Watched()
+        cook = Cook(student, [Distill(teacher)])
         for _ in range(5): student(x).square().mean().backward()
         assert student.alive() == 0
         with pytest.warns(UserWarning, match="call cook.loss\\(\\) before it"): assert cook.loss().item() == 0
@@ -355,8 +488,11 @@ def test_graphs_go_when_nobody_asks_for_the_loss():
             warnings.simplefilter("error")
             for _ in range(3): (student(x).mean() + cook.loss()).backward()
         assert student.alive() == 0
-        student(x); assert student.alive() == 1
-        cook.detach(); del cook; assert student.alive() == 0
+        student(x)
+        assert student.alive() == 1
+        cook.detach()
+        del cook
+        assert student.alive() == 0
     finally: gc.enable()
 
 
@@ -364,12 +500,15 @@ def test_accumulated_forwards_count_all():
     "One loss() for two forwards is the sum of two loss()es"
     teacher, totals = llama(1), []
     for together in (False, True):
-        student = llama(0); cook = Cook(student, [Distill(teacher)]); total = 0
+        student = llama(0)
+        cook = Cook(student, [Distill(teacher)])
+        total = 0
         for seed in (0, 1):
             student(**batch(seed=seed))
             if not together: total = total + cook.loss()
         if together: total = cook.loss()
-        total.backward(); totals.append((total.detach(), student.lm_head.weight.grad))
+        total.backward()
+        totals.append((total.detach(), student.lm_head.weight.grad))
     for a, b in zip(*totals): torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 

@@ -11,7 +11,9 @@ from bmlab.cook.quantize import quantize
 from bmlab.models.load import load
 
 
-def calibration(tok): return list(Batches(pack_tokens(split(sample_texts("movies").text, held_out=0.2)[0][:200], tok, 128), batch=4))[:4]      # 2,048 training tokens
+# 2,048 training tokens
+def calibration(tok):
+    return list(Batches(pack_tokens(split(sample_texts("movies").text, held_out=0.2)[0][:200], tok, 128), batch=4))[:4]
 
 
 def held_out(tok, tokens, length=256):
@@ -27,7 +29,10 @@ def test_int8_perplexity_within_half_a_percent():
     before = perplexity(model, batches)
     nearest = perplexity(pack_linears(copy.deepcopy(model)), batches)
     after = perplexity(quantize(model, calibration(tok)), batches)
-    print(f"\nperplexity over 20,480 tokens: fp32 {before:.4f}, int8 {after:.4f} ({after / before - 1:+.3%}); rounded to nearest {nearest:.4f} ({nearest / before - 1:+.3%})")
+    print(
+        f"\nperplexity over 20,480 tokens: fp32 {before:.4f}, int8 {after:.4f} ({after / before - 1:+.3%}); rounded to "
+        f"nearest {nearest:.4f} ({nearest / before - 1:+.3%})"
+    )
     assert after < 1.005 * before and after < nearest < 1.01 * before
 
 
@@ -38,7 +43,9 @@ def test_int8_file_is_what_the_format_promises():
     before = bytes_on_disk(model)
     small = pack_linears(copy.deepcopy(model))
     matrices = [p for p in model.parameters() if p.ndim == 2]
-    promised = sum(p.numel() + 4 * p.shape[0] for p in matrices) + 4 * sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    promised = sum(p.numel() + 4 * p.shape[0] for p in matrices) + 4 * sum(
+        p.numel() for p in model.parameters() if p.ndim == 1
+    )
     assert count(small).bytes == promised == sum(w.nbytes for w in weights(small) if w.tied_to is None)
     assert promised < bytes_on_disk(small) < promised + 120 * len(small.state_dict()) + 4096
     assert 0.25 < bytes_on_disk(small) / before < 0.255

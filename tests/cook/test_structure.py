@@ -15,16 +15,58 @@ from fresh import fresh_python
 
 TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, vocab_size=99)
 FAMILIES = {
-    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=4, n_head=4, n_inner=48, vocab_size=99, bos_token_id=1, eos_token_id=2)),
-    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, num_key_value_heads=2, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)),
+    "gpt2": lambda: tf.GPT2LMHeadModel(
+        tf.GPT2Config(n_embd=32, n_layer=4, n_head=4, n_inner=48, vocab_size=99, bos_token_id=1, eos_token_id=2)
+    ),
+    "llama": lambda: tf.LlamaForCausalLM(
+        tf.LlamaConfig(**TINY, num_key_value_heads=2, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
+    ),
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY, num_key_value_heads=2, head_dim=16)),
-    "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=3, num_decoder_layers=2, num_heads=4, vocab_size=99, decoder_start_token_id=0)),
-    "flan-t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4, vocab_size=99, feed_forward_proj="gated-gelu", decoder_start_token_id=0)),
+    "t5": lambda: tf.T5ForConditionalGeneration(
+        tf.T5Config(
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=3,
+            num_decoder_layers=2,
+            num_heads=4,
+            vocab_size=99,
+            decoder_start_token_id=0,
+        )
+    ),
+    "flan-t5": lambda: tf.T5ForConditionalGeneration(
+        tf.T5Config(
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=3,
+            num_heads=4,
+            vocab_size=99,
+            feed_forward_proj="gated-gelu",
+            decoder_start_token_id=0,
+        )
+    ),
     "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**TINY)),
-    "cpmant": lambda: tf.CpmAntForCausalLM(tf.CpmAntConfig(vocab_size=99, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=4, prompt_types=4, prompt_length=2,
-                                                           segment_types=4, init_std=0.1)),
-    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**TINY, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)),      # gate and up in one matrix; q, k and v too
-    "glm4": lambda: tf.Glm4ForCausalLM(tf.Glm4Config(**TINY, num_key_value_heads=2, head_dim=8, pad_token_id=0, eos_token_id=2)),
+    "cpmant": lambda: tf.CpmAntForCausalLM(
+        tf.CpmAntConfig(
+            vocab_size=99,
+            hidden_size=32,
+            num_attention_heads=4,
+            dim_head=8,
+            dim_ff=48,
+            num_hidden_layers=4,
+            prompt_types=4,
+            prompt_length=2,
+            segment_types=4,
+            init_std=0.1,
+        )
+    ),
+    "phi3": lambda: tf.Phi3ForCausalLM(
+        tf.Phi3Config(**TINY, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    ),  # gate and up in one matrix; q, k and v too
+    "glm4": lambda: tf.Glm4ForCausalLM(
+        tf.Glm4Config(**TINY, num_key_value_heads=2, head_dim=8, pad_token_id=0, eos_token_id=2)
+    ),
 }
 
 
@@ -43,9 +85,11 @@ def inputs(family):
 def anything(model, seed, uniform=False):
     "A random cut of everything that this family allows"
     found, g, keep = structure(model), torch.Generator().manual_seed(seed), {}
-    def some(n, least=1): return torch.randperm(n, generator=g)[:int(torch.randint(least, n + 1, (), generator=g))].sort().values.tolist()
+    def some(n, least=1):
+        return torch.randperm(n, generator=g)[:int(torch.randint(least, n + 1, (), generator=g))].sort().values.tolist()
     shared = {}
-    one, width, counted = some(2), some(48), "Phi3" in type(model).__name__           # whose heads are as many in every layer
+    # whose heads are as many in every layer
+    one, width, counted = some(2), some(48), "Phi3" in type(model).__name__
     for a in found.attention().values():
         per, groups = a.heads // a.groups, one if uniform and a.groups == 2 else some(a.groups)
         inside = some(per) if not uniform and not counted else range(per)
@@ -77,12 +121,15 @@ def test_any_cut_says_what_its_mask_says(family, tmp_path):
         with torch.no_grad(): a, b, whole = (m(**inputs(family)).logits for m in (small, big, model))
         assert (a - b).abs().max() < 1e-5 * max(1, b.abs().max()) and (a - whole).abs().max() > 1e-3
         again = load_cooked(save_cooked(small, tmp_path / f"{seed}"))
-        with torch.no_grad(): assert (again(**inputs(family)).logits - a).abs().max() < 1e-6 * max(1, a.abs().max())      # weights lie elsewhere in memory: sums in another order
+        # weights lie elsewhere in memory: sums in another order
+        with torch.no_grad(): assert (again(**inputs(family)).logits - a).abs().max() < 1e-6 * max(1, a.abs().max())
         checked += 1
         if family == "bert" or seed > 1: continue
         ids = inputs(family)["input_ids"]
         how = dict(max_new_tokens=5, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids))
-        assert small.generate(ids, **how).equal(big.generate(ids, **how)) and again.generate(ids, **how).equal(small.generate(ids, **how))
+        assert small.generate(ids, **how).equal(big.generate(ids, **how)) and again.generate(ids, **how).equal(
+            small.generate(ids, **how)
+        )
     assert checked >= 3
 
 
@@ -94,7 +141,9 @@ def test_uniform_cuts_reload_in_transformers(family, tmp_path):
     assert reloads(model)
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
-    with torch.no_grad(): torch.testing.assert_close(again(**inputs(family)).logits, model(**inputs(family)).logits, rtol=0, atol=1e-4)      # Qwen3: one epsilon for norms of heads and channels
+    # Qwen3: one epsilon for norms of heads and channels
+    with torch.no_grad():
+        torch.testing.assert_close(again(**inputs(family)).logits, model(**inputs(family)).logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.long
@@ -102,7 +151,8 @@ def test_both_ways_back_in_a_fresh_process(tmp_path):
     llama, gpt2 = made("llama"), made("gpt2")
     slice_model(llama, anything(llama, 3, uniform=True))
     slice_model(gpt2, anything(gpt2, 1))
-    llama.save_pretrained(tmp_path / "llama"); save_cooked(gpt2, tmp_path / "gpt2")
+    llama.save_pretrained(tmp_path / "llama")
+    save_cooked(gpt2, tmp_path / "gpt2")
     with torch.no_grad(): torch.save([m(**inputs("llama")).logits for m in (llama, gpt2)], tmp_path / "logits")
     code = """import sys, torch, transformers as tf
 from bmlab.cook.report import load_cooked
@@ -123,7 +173,14 @@ def test_embeddings_stay_tied_and_the_original_is_untouched():
 
 def test_cpm_ant_sizes_by_shape():
     cpm = build("cpm-ant-10b", device="meta")
-    published = {(48, 48, 32, 10240): 9.261e9, (37, 32, 32, 10240): 6.510e9, (37, 32, 20, 3735): 3.021e9, (25, 21, 20, 3735): 2.012e9, (25, 21, 16, 700): 1.019e9, (25, 21, 4, 350): 0.300e9}
+    published = {
+        (48, 48, 32, 10240): 9.261e9,
+        (37, 32, 32, 10240): 6.510e9,
+        (37, 32, 20, 3735): 3.021e9,
+        (25, 21, 20, 3735): 2.012e9,
+        (25, 21, 16, 700): 1.019e9,
+        (25, 21, 4, 350): 0.300e9,
+    }
     for (attentions, networks, heads, width), size in published.items():
         model, found = copy.deepcopy(cpm), structure(cpm)
         keep = {n: range(heads) if i < attentions else [] for i, n in enumerate(found.attention())}
@@ -137,7 +194,13 @@ def test_cpm_ant_goes_down_its_stairs_on_a_gpu(tmp_path):
     "The real shape with random weights: cut to the five published sizes, saved, read back, run"
     from bmlab.cook.prune import StructPrune, staircase
     model = build("cpm-ant-10b", device="cuda", dtype=torch.bfloat16)
-    cuts = [dict(attention=37, ffn_layers=32), dict(heads=20, ffn=3735), dict(attention=25, ffn_layers=21), dict(heads=16, ffn=700), dict(heads=4, ffn=350)]
+    cuts = [
+        dict(attention=37, ffn_layers=32),
+        dict(heads=20, ffn=3735),
+        dict(attention=25, ffn_layers=21),
+        dict(heads=16, ffn=700),
+        dict(heads=4, ffn=350),
+    ]
     ids, sizes = torch.randint(10, 30000, (2, 16), device="cuda"), []
     for cut in cuts:
         model, = staircase([StructPrune(**cut, score="magnitude")], model)
@@ -145,8 +208,10 @@ def test_cpm_ant_goes_down_its_stairs_on_a_gpu(tmp_path):
         with torch.no_grad():
             said = model(ids).logits
             again = load_cooked(save_cooked(model, tmp_path / "cpm"), device="cuda")
-            torch.testing.assert_close(again(ids).logits, said, rtol=1e-2, atol=1e-2 * said.abs().max().item()); assert said.isfinite().all()
-        del again; torch.cuda.empty_cache()
+            torch.testing.assert_close(again(ids).logits, said, rtol=1e-2, atol=1e-2 * said.abs().max().item())
+            assert said.isfinite().all()
+        del again
+        torch.cuda.empty_cache()
     for size, want in zip(sizes, (6.510e9, 3.021e9, 2.012e9, 1.019e9, 0.300e9)): assert abs(size / want - 1) < 0.01
     print(f"\nCPM-Ant on the GPU: bodies of {', '.join(f'{s / 1e9:.3f}B' for s in sizes)}")
 
@@ -158,7 +223,9 @@ def test_what_stays_is_numbers_or_a_mask_of_them():
         small = copy.deepcopy(model)
         slice_model(small, {name: keep})
         assert small.get_submodule(name).weight.equal(model.get_submodule(name).weight[:, ::2])
-    for wrong, error, text in ((mask[:-1], ValueError, r"a mask of shape \(47,\); there are 48 neurons"), ([-1, 0], ValueError, "neurons -1; there are 48, numbered from 0"),
+    for wrong, error, text in ((mask[:-1], ValueError, r"a mask of shape \(47,\); there are 48 "
+                                                       r"neurons"), ([-1, 0], ValueError, "neurons -1; there are 48, "
+                                                                                          "numbered from 0"),
                                ([0.0, 1.0], TypeError, "whole numbers"), (torch.ones(48), TypeError, "whole numbers"), (7, TypeError, "whole numbers"),
                                ([[0], [1]], TypeError, "whole numbers"), (mask[None], ValueError, "a mask of shape")):
         with pytest.raises(error, match=text): slice_model(model, {name: wrong})
@@ -167,8 +234,19 @@ def test_what_stays_is_numbers_or_a_mask_of_them():
 
 
 def everything_of(model):
-    return ({n: (type(m), {k: v for k, v in vars(m).items() if isinstance(v, (int, float, str, tuple))}, {k: id(p) for k, p in m._parameters.items()}, {k: id(b) for k, b in m._buffers.items()})
-             for n, m in model.named_modules()}, {k: v.clone() for k, v in model.state_dict().items()}, model.config.to_dict())
+    return (
+        {
+            n: (
+                type(m),
+                {k: v for k, v in vars(m).items() if isinstance(v, (int, float, str, tuple))},
+                {k: id(p) for k, p in m._parameters.items()},
+                {k: id(b) for k, b in m._buffers.items()},
+            )
+            for n, m in model.named_modules()
+        },
+        {k: v.clone() for k, v in model.state_dict().items()},
+        model.config.to_dict(),
+    )
 
 
 def test_a_layout_that_mixes_the_heads_is_left_alone():
@@ -205,7 +283,10 @@ def test_a_refused_slice_leaves_the_model_bit_for_bit(what):
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bert", "cpmant"])
 def test_what_hangs_in_a_network_is_told_which_neurons_stay(family):
     class Site(nn.Module):
-        def __init__(self, n): super().__init__(); self.register_buffer("neurons", torch.arange(n)); self.calls = 0
+        def __init__(self, n):
+            super().__init__()
+            self.register_buffer("neurons", torch.arange(n))
+            self.calls = 0
         def cut_neurons(self, index): self.neurons, self.calls = self.neurons[index], self.calls + 1
     model = made(family)
     ffn = structure(model).ffn()
@@ -221,7 +302,9 @@ def test_channels_that_cannot_be_told_from_heads_are_not_cut():
     "OLMo-2 has norms across its heads, Cohere's norm subtracts a mean under another name"
     for family, why in (("olmo2", "q_proj is not known"), ("cohere", "subtracts the mean")):
         with pytest.raises(ValueError, match=why): slice_model(toys.build(family), {"hidden": range(16)})
-    xglm = tf.XGLMForCausalLM(tf.XGLMConfig(vocab_size=99, d_model=32, ffn_dim=48, num_layers=1, attention_heads=4)).eval()
+    xglm = tf.XGLMForCausalLM(
+        tf.XGLMConfig(vocab_size=99, d_model=32, ffn_dim=48, num_layers=1, attention_heads=4)
+    ).eval()
     keep = {"model.layers.0.self_attn.out_proj": [1, 2]}
     small, ids = copy.deepcopy(xglm), inputs("xglm")["input_ids"]
     slice_model(small, keep)                                          # whose attention counts its own width

@@ -52,6 +52,11 @@ if pid == 0:
 
 @pytest.mark.parametrize("what, layers", [("editor", 80), ("chatting", 8), ("writing", 8), ("serving", 8), ("batching", 8), ("streaming", 8)])
 def test_a_process_that_ends_meanwhile(what, layers):
-    run = subprocess.run([sys.executable, "-c", SCRIPT, what, str(layers), "2"], capture_output=True, text=True, timeout=300)
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, what, str(layers), "2"], capture_output=True, text=True, timeout=300
+    )
     assert "terminate called" not in run.stderr, run.stderr[-2000:]
-    assert run.returncode == 0 and [line for line in run.stdout.splitlines() if line.startswith("ended")] == ["ended 0"] * 2, run.stdout + run.stderr[-2000:]
+    assert (
+        run.returncode == 0
+        and [line for line in run.stdout.splitlines() if line.startswith("ended")] == ["ended 0"] * 2
+    ), run.stdout + run.stderr[-2000:]

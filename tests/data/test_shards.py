@@ -24,11 +24,20 @@ def texts():
 def tok(texts):
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    inner.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=500, special_tokens=["<s>", "<eod>", "<pad>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    inner.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=500,
+            special_tokens=["<s>", "<eod>", "<pad>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     return tf.PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="<eod>", pad_token="<pad>")
 
 
-def files(folder): return {p.name: p.read_bytes() for p in sorted(Path(folder).iterdir()) if p.name.endswith((".ds", ".index"))}
+def files(folder):
+    return {p.name: p.read_bytes() for p in sorted(Path(folder).iterdir()) if p.name.endswith((".ds", ".index"))}
 
 
 # ---- tokenizing ----
@@ -58,12 +67,19 @@ def test_real_reviews_come_back(name, tmp_path):
 
 def test_saved_truncation_changes_nothing(tok, texts, tmp_path):
     inner = Tokenizer.from_str(tok.backend_tokenizer.to_str())
-    inner.enable_truncation(7); inner.enable_padding(length=9)
+    inner.enable_truncation(7)
+    inner.enable_padding(length=9)
     inner.save(str(tmp_path / "tokenizer.json"))
-    trap = tf.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<eod>", bos_token="<s>", pad_token="<pad>")
+    trap = tf.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<eod>", bos_token="<s>", pad_token="<pad>"
+    )
     a, b = tokenize(texts, tok, tmp_path / "a"), tokenize(texts, trap, tmp_path / "b")
-    assert files(tmp_path / "a") == files(tmp_path / "b") and a.manifest["tokenizer"]["hash"] == b.manifest["tokenizer"]["hash"]
-    assert trap.backend_tokenizer.truncation["max_length"] == 7                     # and the tokenizer itself is left as it was
+    assert (
+        files(tmp_path / "a") == files(tmp_path / "b")
+        and a.manifest["tokenizer"]["hash"] == b.manifest["tokenizer"]["hash"]
+    )
+    # and the tokenizer itself is left as it was
+    assert trap.backend_tokenizer.truncation["max_length"] == 7
     Shards(tmp_path / "a", tok=trap)
     assert pack_tokens(texts, trap, 16).tolist() == pack_tokens(texts, tok, 16).tolist()
 
@@ -71,13 +87,22 @@ def test_saved_truncation_changes_nothing(tok, texts, tmp_path):
 def test_tokenizer_hash_sees_what_matters(tok):
     state = json.loads(tok.backend_tokenizer.to_str())
     def other(change):
-        new = json.loads(json.dumps(state)); change(new)
+        new = json.loads(json.dumps(state))
+        change(new)
         return tokenizer_hash(Tokenizer.from_str(json.dumps(new)))
     same = tokenizer_hash(tok)
     assert other(lambda s: None) == same and tokenizer_hash(tok.backend_tokenizer) == same
-    def swap(s): v = s["model"]["vocab"]; v["a"], v["b"] = v["b"], v["a"]
+    def swap(s):
+        v = s["model"]["vocab"]
+        v["a"], v["b"] = v["b"], v["a"]
     def merges(s): s["model"]["merges"] = s["model"]["merges"][::-1]
-    changes = [swap, merges, lambda s: s.update(normalizer={"type": "NFKC"}), lambda s: s.update(normalizer={"type": "Lowercase"}), lambda s: s["pre_tokenizer"].update(add_prefix_space=True)]
+    changes = [
+        swap,
+        merges,
+        lambda s: s.update(normalizer={"type": "NFKC"}),
+        lambda s: s.update(normalizer={"type": "Lowercase"}),
+        lambda s: s["pre_tokenizer"].update(add_prefix_space=True),
+    ]
     assert len({same, *map(other, changes)}) == 6
 
 
@@ -91,11 +116,16 @@ def test_tokenizers_of_python_alone(tok, texts, tmp_path):
             assert isinstance(text, str) and how["truncation"] is False and how["padding"] is False
             return {"input_ids": [self.vocabulary.get(c, 1) for c in text]}
     shards = tokenize(texts, Characters(), tmp_path)
-    assert [len(d) - 1 for d in shards] == list(map(len, texts)) and shards.manifest["tokenizer"]["class"] == "Characters"
+    assert [len(d) - 1 for d in shards] == list(map(len, texts)) and shards.manifest["tokenizer"][
+        "class"
+    ] == "Characters"
     Shards(tmp_path, tok=Characters())
     with pytest.raises(ShardError, match="made by another tokenizer"): Shards(tmp_path, tok=tok)
     vocabulary = tmp_path / "vocab.txt"
-    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(set("".join(texts)) - {" ", "\n"})]), encoding="utf-8")
+    vocabulary.write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(set("".join(texts)) - {" ", "\n"})]),
+        encoding="utf-8",
+    )
     bert = tf.BertTokenizer(str(vocabulary))                                             # a real one of transformers
     assert tokenize(["天气 好"], bert, tmp_path / "bert")[0][-1] == bert.sep_token_id
 
@@ -105,7 +135,8 @@ def test_types_by_vocabulary(tok, tmp_path):
     big = write_shards([[70_000, 5]], tmp_path, dtype=100_000)
     assert big.dtype == np.uint32 and big[0].tolist() == [70_000, 5]
     for dtype in (None, "uint16"):
-        with pytest.raises(ValueError, match="document 1: id 50000, and the tokenizer's go to"): write_shards([[0, 1], [5, 50_000]], tmp_path / "other", tok, dtype=dtype)
+        with pytest.raises(ValueError, match="document 1: id 50000, and the tokenizer's go to"):
+            write_shards([[0, 1], [5, 50_000]], tmp_path / "other", tok, dtype=dtype)
 
 
 # ---- killed, resumed ----
@@ -127,13 +158,19 @@ tokenize((f"document {n} " * 5 for n in range(400)), Slow(), sys.argv[1], shard_
 def test_killed_and_resumed(tmp_path):
     "SIGKILL in the middle: whole shards stay, the rest is tokenized once, and the files are those of a run in one piece"
     def run(folder, calls, most):
-        return subprocess.Popen([sys.executable, "-c", KILLED, str(folder), str(calls), str(most)], env=dict(os.environ, PYTHONPATH=str(Path(__file__).resolve().parents[2]), OMP_NUM_THREADS="1"), stderr=subprocess.DEVNULL)
+        return subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(folder), str(calls), str(most)],
+            env=dict(os.environ, PYTHONPATH=str(Path(__file__).resolve().parents[2]), OMP_NUM_THREADS="1"),
+            stderr=subprocess.DEVNULL,
+        )
     done = run(tmp_path / "whole", tmp_path / "calls0", 10**9)
     p = run(tmp_path / "killed", tmp_path / "calls1", 150)
     probes = 6
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and (not (tmp_path / "calls1").exists() or (tmp_path / "calls1").stat().st_size <= 150): time.sleep(0.05)
-    p.send_signal(signal.SIGKILL); p.wait()
+    while time.monotonic() < deadline and (not (tmp_path / "calls1").exists() or (tmp_path / "calls1").stat().st_size <= 150):
+        time.sleep(0.05)
+    p.send_signal(signal.SIGKILL)
+    p.wait()
     whole = list((tmp_path / "killed").glob("*.ds.json"))
     kept = {f.name: f.read_bytes() for f in whole}
     assert whole and not (tmp_path / "killed/manifest.json").exists() and list((tmp_path / "killed").glob(".*.tmp"))
@@ -142,7 +179,9 @@ def test_killed_and_resumed(tmp_path):
     assert run(tmp_path / "killed", tmp_path / "calls2", 10**9).wait(60) == 0 and done.wait(60) == 0
     finished = sum(json.loads(raw)["documents"] for raw in kept.values())
     assert (tmp_path / "calls2").stat().st_size - probes == 400 - finished           # nothing was done twice
-    assert files(tmp_path / "killed") == files(tmp_path / "whole") and all((tmp_path / "killed" / n).read_bytes() == raw for n, raw in kept.items() if not json.loads(raw)["last"])
+    assert files(tmp_path / "killed") == files(tmp_path / "whole") and all(
+        (tmp_path / "killed" / n).read_bytes() == raw for n, raw in kept.items() if not json.loads(raw)["last"]
+    )
     assert not list((tmp_path / "killed").glob(".*.tmp"))
     assert (tmp_path / "killed/manifest.json").read_bytes() == (tmp_path / "whole/manifest.json").read_bytes()
 
@@ -173,7 +212,8 @@ def test_interrupted_at_every_place(tok, texts, tmp_path, monkeypatch):
 def test_finished_shards_outlive_every_mistake(tok, texts, tmp_path):
     made = tokenize(texts, tok, tmp_path, shard_tokens=3000)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    lower = json.loads(tok.backend_tokenizer.to_str()); lower["normalizer"] = {"type": "Lowercase"}
+    lower = json.loads(tok.backend_tokenizer.to_str())
+    lower["normalizer"] = {"type": "Lowercase"}
     lower = tf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(lower)), eos_token="<eod>")
     def broken():
         yield from texts[:300]
@@ -185,17 +225,20 @@ def test_finished_shards_outlive_every_mistake(tok, texts, tmp_path):
         assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     assert tokenize(iter(texts), tok, tmp_path, shard_tokens=3000).tokens == made.tokens
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before              # called again: nothing to do
-    grown = tokenize([*texts, "one more"], tok, tmp_path, shard_tokens=3000)            # texts that go on make more shards
+    # texts that go on make more shards
+    grown = tokenize([*texts, "one more"], tok, tmp_path, shard_tokens=3000)
     assert len(grown) == len(texts) + 1 and all(before[n] == raw for n, raw in files(tmp_path).items() if n in before)
 
 
 def test_many_writers(tok, texts, tmp_path):
     "Each process its own name, one manifest; two of one name are kept apart"
-    for r in range(3): assert tokenize(texts[r::3], tok, tmp_path, name=f"rank{r}", seal=False, shard_tokens=3000) is None
+    for r in range(3):
+        assert tokenize(texts[r::3], tok, tmp_path, name=f"rank{r}", seal=False, shard_tokens=3000) is None
     shards = seal_shards(tmp_path)
     assert sorted(tok.decode(d[:-1]) for d in shards) == sorted(texts) and shards.table().name.is_monotonic_increasing
     with ShardWriter(tmp_path, 500, name="held"):
-        with pytest.raises(ShardError, match="another process is writing shards named 'held'"): ShardWriter(tmp_path, 500, name="held").__enter__()
+        with pytest.raises(ShardError, match="another process is writing shards named 'held'"):
+            ShardWriter(tmp_path, 500, name="held").__enter__()
     with ShardWriter(tmp_path, 500, name="other") as w: w.write([1])
     with pytest.raises(ShardError, match="has changed"): seal_shards(tmp_path)           # no tokenizer beside one
 
@@ -203,7 +246,10 @@ def test_many_writers(tok, texts, tmp_path):
 # ---- damaged ----
 
 DAMAGE = {
-    "corrupt": lambda f: f.write_bytes(bytes([f.read_bytes()[0] ^ 1]) + f.read_bytes()[1:]), "cut off": lambda f: f.write_bytes(f.read_bytes()[:-2]), "changed": lambda f: f.write_bytes(f.read_bytes() + b"\0\0"), "missing": lambda f: f.unlink(),
+    "corrupt": lambda f: f.write_bytes(bytes([f.read_bytes()[0] ^ 1]) + f.read_bytes()[1:]),
+    "cut off": lambda f: f.write_bytes(f.read_bytes()[:-2]),
+    "changed": lambda f: f.write_bytes(f.read_bytes() + b"\0\0"),
+    "missing": lambda f: f.unlink(),
 }
 
 
@@ -215,7 +261,8 @@ def test_a_damaged_shard_is_named(tok, texts, tmp_path, kind, file):
     DAMAGE[kind](tmp_path / file)
     with pytest.raises(ShardError, match=rf"{file.replace('.', '[.]')}.*{kind}"): Shards(tmp_path, verify=True)
     assert {n: raw for n, raw in files(tmp_path).items() if n != file} == others
-    if kind != "corrupt":                                                               # sizes are looked at in any case
+    # sizes are looked at in any case
+    if kind != "corrupt":
         with pytest.raises(ShardError): Shards(tmp_path)
 
 
@@ -226,7 +273,8 @@ def test_damaged_manifest(tok, texts, tmp_path):
         (tmp_path / "manifest.json").write_text(content)
         with pytest.raises(ShardError, match=words): Shards(tmp_path)
     (tmp_path / "manifest.json").unlink()
-    assert len(seal_shards(tmp_path)) == 50                                             # it is made of what the shards say
+    # it is made of what the shards say
+    assert len(seal_shards(tmp_path)) == 50
     (tmp_path / "shard_00000.ds.json").write_text("")
     with pytest.raises(ShardError, match="unreadable"): seal_shards(tmp_path)
 
@@ -241,7 +289,8 @@ def test_stream_and_documents_against_brute_force(tmp_path):
         with ShardWriter(tmp_path / str(n), 1000, shard_tokens=int(rng.integers(1, 30))) as w:
             for d in docs: w.write(d)
         shards = pickle.loads(pickle.dumps(seal_shards(tmp_path / str(n))))            # as a worker process gets it
-        shards.most_open = 1 + n % 3                                                    # files are closed and opened again
+        # files are closed and opened again
+        shards.most_open = 1 + n % 3
         stream, ends = [i for d in docs for i in d], np.cumsum([len(d) for d in docs])
         assert [d.tolist() for d in shards] == docs and shards.tokens == len(stream)
         assert [shards[-i].tolist() for i in range(1, len(docs) + 1)] == docs[::-1]
@@ -258,13 +307,27 @@ def test_datatrove_reads_ours_and_we_its(tok, texts, tmp_path):
     datatrove = pytest.importorskip("datatrove.pipeline.tokens.tokenizer")
     from datatrove.utils.dataset import DatatroveFolderDataset
     shards = tokenize(texts, tok, tmp_path / "ours")
-    theirs = datatrove.TokenizedFile(str(tmp_path / "theirs"), "x.ds", save_index=True, save_final_metadata=True, tokenizer_name_or_path="t", token_size=2)
+    theirs = datatrove.TokenizedFile(
+        str(tmp_path / "theirs"),
+        "x.ds",
+        save_index=True,
+        save_final_metadata=True,
+        tokenizer_name_or_path="t",
+        token_size=2,
+    )
     for d in shards: theirs.write(d.tolist(), None)
     theirs.close()
-    assert (tmp_path / "theirs/x.ds").read_bytes() == (tmp_path / "ours/shard_00000.ds").read_bytes() and (tmp_path / "theirs/x.ds.index").read_bytes() == (tmp_path / "ours/shard_00000.ds.index").read_bytes()
-    assert [d.tolist() for d in open_ds(tmp_path / "theirs")] == [d.tolist() for d in shards]               # the type stands in .ds.metadata
-    windows = DatatroveFolderDataset(str(tmp_path / "ours"), seq_len=31, filename_pattern="*.ds", recursive=False, token_size=2)
-    assert [w["input_ids"].tolist() for w in (windows[i] for i in range(20))] == [shards.read(32 * i, 32 * i + 32).tolist() for i in range(20)]
+    assert (tmp_path / "theirs/x.ds").read_bytes() == (tmp_path / "ours/shard_00000.ds").read_bytes() and (
+        tmp_path / "theirs/x.ds.index"
+    ).read_bytes() == (tmp_path / "ours/shard_00000.ds.index").read_bytes()
+    # the type stands in .ds.metadata
+    assert [d.tolist() for d in open_ds(tmp_path / "theirs")] == [d.tolist() for d in shards]
+    windows = DatatroveFolderDataset(
+        str(tmp_path / "ours"), seq_len=31, filename_pattern="*.ds", recursive=False, token_size=2
+    )
+    assert [w["input_ids"].tolist() for w in (windows[i] for i in range(20))] == [
+        shards.read(32 * i, 32 * i + 32).tolist() for i in range(20)
+    ]
 
 
 def test_mmididx_is_datatroves_byte_for_byte(tok, texts, tmp_path):
@@ -275,7 +338,8 @@ def test_mmididx_is_datatroves_byte_for_byte(tok, texts, tmp_path):
         for d in shards: theirs.write(d.tolist())
         theirs.close()
         write_mmididx(shards, tmp_path / f"ours{size}", dtype=dtype)
-        for end in ("idx", "bin"): assert (tmp_path / f"theirs{size}.{end}").read_bytes() == (tmp_path / f"ours{size}.{end}").read_bytes()
+        for end in ("idx", "bin"):
+            assert (tmp_path / f"theirs{size}.{end}").read_bytes() == (tmp_path / f"ours{size}.{end}").read_bytes()
         assert [d.tolist() for d in open_mmididx(tmp_path / f"theirs{size}")] == [d.tolist() for d in shards]
 
 
@@ -285,11 +349,16 @@ def builder(prefix, sequences, code, dtype, closed=None, documents=True):
     docs = [0, *(closed if closed is not None else range(1, len(sizes) + 1))]
     Path(f"{prefix}.bin").write_bytes(b"".join(np.array(s, dtype).tobytes() for s in sequences))
     out = io.BytesIO()
-    out.write(b"MMIDIDX\x00\x00"); out.write(struct.pack("<Q", 1)); out.write(struct.pack("<B", code)); out.write(struct.pack("<Q", len(sizes)))
+    out.write(b"MMIDIDX\x00\x00")
+    out.write(struct.pack("<Q", 1))
+    out.write(struct.pack("<B", code))
+    out.write(struct.pack("<Q", len(sizes)))
     if documents: out.write(struct.pack("<Q", len(docs)))
     for s in sizes: out.write(struct.pack("<i", s))
     at = 0
-    for s in sizes: out.write(struct.pack("<q", at)); at += s * np.dtype(dtype).itemsize
+    for s in sizes:
+        out.write(struct.pack("<q", at))
+        at += s * np.dtype(dtype).itemsize
     if documents:
         for d in docs: out.write(struct.pack("<q", d))
     Path(f"{prefix}.idx").write_bytes(out.getvalue())
@@ -300,7 +369,14 @@ def builder(prefix, sequences, code, dtype, closed=None, documents=True):
 def test_mmididx_of_every_kind(tmp_path, code, dtype, kind):
     rng = np.random.default_rng(code)
     sequences = [rng.integers(0, 100, n).tolist() for n in (5, 0, 3, 9, 1, 7)]
-    builder(tmp_path / "x_0", sequences, code, dtype, closed={"grouped": [2, 3, 6], "never closed": []}.get(kind), documents=kind != "fairseq")
+    builder(
+        tmp_path / "x_0",
+        sequences,
+        code,
+        dtype,
+        closed={"grouped": [2, 3, 6], "never closed": []}.get(kind),
+        documents=kind != "fairseq",
+    )
     builder(tmp_path / "x_1", sequences[::-1], code, dtype)
     want = [sequences[0] + sequences[1], sequences[2], sum(sequences[3:], [])] if kind == "grouped" else sequences
     there = open_mmididx([tmp_path / "x_0", tmp_path / "x_1"])
@@ -315,7 +391,8 @@ def test_mmididx_damaged(tmp_path):
     for n in range(len(raw)):
         (tmp_path / "x.idx").write_bytes(raw[:n])
         with pytest.raises(ShardError): open_mmididx(tmp_path / "x")
-    (tmp_path / "x.idx").write_bytes(raw); (tmp_path / "x.bin").write_bytes(b"\0" * 4)
+    (tmp_path / "x.idx").write_bytes(raw)
+    (tmp_path / "x.bin").write_bytes(b"\0" * 4)
     with pytest.raises(ShardError, match="x.bin has 4 bytes, not 6: it was cut off"): open_mmididx(tmp_path / "x")
     (tmp_path / "x.bin").unlink()
     with pytest.raises(ShardError, match="x.bin is missing"): open_mmididx(tmp_path / "x")
@@ -327,12 +404,27 @@ def live(folder, name, records, block_size=16 << 20, pack=pickle.dumps, meta=Tru
     room, blocks, nbytes = block_size, 1, 0
     with open(folder / name, "wb") as f:
         for r in map(pack, records):
-            if len(r) + 6 > room: f.write(b"\0" * room); room, blocks = block_size, blocks + 1
-            f.write(b"\x1f" + struct.pack("I", len(r)) + r); room -= 5 + len(r); nbytes += 4 + len(r)
+            if len(r) + 6 > room:
+                f.write(b"\0" * room)
+                room, blocks = block_size, blocks + 1
+            f.write(b"\x1f" + struct.pack("I", len(r)) + r)
+            room -= 5 + len(r)
+            nbytes += 4 + len(r)
         f.write(b"\0" * room)
-    old = [json.loads(x) for x in (folder / "meta.bin").read_text().splitlines()] if (folder / "meta.bin").exists() else []
+    old = (
+        [json.loads(x) for x in (folder / "meta.bin").read_text().splitlines()]
+        if (folder / "meta.bin").exists()
+        else []
+    )
     at = old[-1]["block_end"] if old else 0
-    row = {"file_name": name, "block_begin": at, "block_end": at + blocks, "nbytes": nbytes, "nlines": len(records), "mask": False}
+    row = {
+        "file_name": name,
+        "block_begin": at,
+        "block_end": at + blocks,
+        "nbytes": nbytes,
+        "nlines": len(records),
+        "mask": False,
+    }
     if meta: (folder / "meta.bin").write_text("".join(json.dumps(x) + "\n" for x in [*old, row]))
     return row
 
@@ -347,9 +439,21 @@ def same(a, b):
 def test_block_files_of_the_reference_layout(tmp_path):
     "16 MiB blocks, several of them, pickles as CPM-Live writes them: dicts of CPM-Bee, ids of CPM-Ant as lists and arrays"
     rng = np.random.default_rng(0)
-    bee = [{"input": "海内存知己" * int(rng.integers(1, 30)), "options": {"<option_0>": "甲", "<option_1>": "乙"}, "<ans>": "<option_0>", "n": n} for n in range(200)]
-    ant = [rng.integers(0, 30000, int(rng.integers(1, 400))).astype(np.int32) for _ in range(100)] + [rng.integers(0, 30000, 50).tolist() for _ in range(50)]
-    live(tmp_path / "d", "bee", bee); live(tmp_path / "d", "ant", ant); live(tmp_path / "d", "long", ["x" * (6 << 20)] * 5)
+    bee = [
+        {
+            "input": "海内存知己" * int(rng.integers(1, 30)),
+            "options": {"<option_0>": "甲", "<option_1>": "乙"},
+            "<ans>": "<option_0>",
+            "n": n,
+        }
+        for n in range(200)
+    ]
+    ant = [rng.integers(0, 30000, int(rng.integers(1, 400))).astype(np.int32) for _ in range(100)] + [
+        rng.integers(0, 30000, 50).tolist() for _ in range(50)
+    ]
+    live(tmp_path / "d", "bee", bee)
+    live(tmp_path / "d", "ant", ant)
+    live(tmp_path / "d", "long", ["x" * (6 << 20)] * 5)
     assert [(r["block_begin"], r["block_end"]) for r in block_files(tmp_path / "d")] == [(0, 1), (1, 2), (2, 5)]
     assert all(map(same, read_blocks(tmp_path / "d"), [*bee, *ant, *["x" * (6 << 20)] * 5]))
     assert list(read_blocks(tmp_path / "d" / "bee")) == bee                                # a single file
@@ -364,17 +468,36 @@ def test_plain_equals_pickle(protocol):
     rng = random.Random(protocol)
     def thing(depth):
         kind = rng.randrange(11 if depth else 7)
-        if kind < 7: return [None, True, rng.randint(-2**80, 2**80), rng.random(), "中文é\n" * rng.randrange(3), b"\x80" * rng.randrange(300) if protocol > 2 else "b", rng.randrange(300)][kind]
+        if kind < 7:
+            return [
+                None,
+                True,
+                rng.randint(-(2**80), 2**80),
+                rng.random(),
+                "中文é\n" * rng.randrange(3),
+                b"\x80" * rng.randrange(300) if protocol > 2 else "b",
+                rng.randrange(300),
+            ][kind]
         few = [thing(depth - 1) for _ in range(rng.randrange(5))]
-        if kind == 10 and protocol > 2: return np.array([rng.randrange(100) for _ in range(rng.randrange(5))], rng.choice(["i8", "<u2", ">f4", "?"]))
-        return few if kind == 7 else tuple(few) if kind == 8 else {rng.choice("abcdefgh") + str(i): x for i, x in enumerate(few)}
+        if kind == 10 and protocol > 2:
+            return np.array(
+                [rng.randrange(100) for _ in range(rng.randrange(5))], rng.choice(["i8", "<u2", ">f4", "?"])
+            )
+        return (
+            few
+            if kind == 7
+            else tuple(few)
+            if kind == 8
+            else {rng.choice("abcdefgh") + str(i): x for i, x in enumerate(few)}
+        )
     for _ in range(300):
         x = thing(4)
         assert same(plain(pickle.dumps(x, protocol)), x)
 
 
 def test_a_recursive_list_is_data():
-    x = [1]; x.append(x)
+    x = [1]
+    x.append(x)
     y = plain(pickle.dumps(x))
     assert y[0] == 1 and y[1] is y
 
@@ -387,14 +510,33 @@ class Marker:
 def test_no_pickle_is_run(tmp_path):
     mark = tmp_path / "ran"
     evil = [Marker(str(mark)), {"a": [Marker(str(mark))]}, np.array([Marker(str(mark))], dtype=object)]
-    hand = [b"cos\nmkdir\n(S'" + str(mark).encode() + b"'\ntR.", b"\x80\x02cbuiltins\neval\n(U\x011tR.", b"(i__main__\nX\n.", b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93.", b"\x80\x02]Q.", b"P1\n.", b"\x82\x01.", b"\x80\x05\x97.",
-            b"\x80\x04\x8c\x05numpy\x8c\x05dtype\x93.", b"\x80\x04\x8c\x05numpy\x8c\x05dtype\x93\x8c\x02O8\x89\x88\x87R.", b"\x80\x04}(K\x01u.", b"\x80\x04a.", b"\x80\x04h\x07.", b"\x80\x04K\x01K\x02\x86K\x03b.", b"", b".", b"\x80\x04", b"\x80\x04N"]
+    hand = [
+        b"cos\nmkdir\n(S'" + str(mark).encode() + b"'\ntR.",
+        b"\x80\x02cbuiltins\neval\n(U\x011tR.",
+        b"(i__main__\nX\n.",
+        b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93.",
+        b"\x80\x02]Q.",
+        b"P1\n.",
+        b"\x82\x01.",
+        b"\x80\x05\x97.",
+        b"\x80\x04\x8c\x05numpy\x8c\x05dtype\x93.",
+        b"\x80\x04\x8c\x05numpy\x8c\x05dtype\x93\x8c\x02O8\x89\x88\x87R.",
+        b"\x80\x04}(K\x01u.",
+        b"\x80\x04a.",
+        b"\x80\x04h\x07.",
+        b"\x80\x04K\x01K\x02\x86K\x03b.",
+        b"",
+        b".",
+        b"\x80\x04",
+        b"\x80\x04N",
+    ]
     for raw in [pickle.dumps(e) for e in evil] + hand:
         with pytest.raises(ShardError): plain(raw)
     live(tmp_path / "d", "x", [{"ok": 1}, Marker(str(mark))])
     rows = read_blocks(tmp_path / "d")
     assert next(rows) == {"ok": 1}
-    with pytest.raises(ShardError, match="block 0, byte [0-9]+: this pickle is not read: .*mkdir, which would be run"): next(rows)
+    with pytest.raises(ShardError, match="block 0, byte [0-9]+: this pickle is not read: .*mkdir, which would be run"):
+        next(rows)
     assert not mark.exists()
 
 
@@ -415,7 +557,8 @@ def test_blocks_damaged(tmp_path):
     row = live(tmp_path / "d", "x", things, block_size=1024)
     raw, size = (tmp_path / "d/x").read_bytes(), 1024
     def read(content=raw, **meta):
-        (tmp_path / "d/x").write_bytes(content); (tmp_path / "d/meta.bin").write_text(json.dumps(row | meta))
+        (tmp_path / "d/x").write_bytes(content)
+        (tmp_path / "d/meta.bin").write_text(json.dumps(row | meta))
         return list(read_blocks(tmp_path / "d", block_size=size))
     assert read() == things and read(block_size=1024) == things
     for words, call in {"cut off": lambda: read(raw[:-100]), "blocks of 1024": lambda: read(raw[:-1024]), "meta.bin says 60": lambda: read(bytes(1024) + raw[1024:]), "do not follow": lambda: read(block_begin=1),
@@ -431,15 +574,20 @@ def test_from_blocks_to_shards(tok, tmp_path):
     "CPM-Bee's records, through a text of them, into shards"
     records = [{"input": f"第{n}句", "<ans>": "好"} for n in range(30)]
     live(tmp_path / "d", "x", records)
-    shards = tokenize(({"text": r["input"] + r["<ans>"], "source": "x"} for r in read_blocks(tmp_path / "d")), tok, tmp_path / "s")
-    assert [tok.decode(d[:-1]) for d in shards] == [r["input"] + r["<ans>"] for r in records] and shards.sources().documents.to_dict() == {"x": 30}
+    shards = tokenize(
+        ({"text": r["input"] + r["<ans>"], "source": "x"} for r in read_blocks(tmp_path / "d")), tok, tmp_path / "s"
+    )
+    assert [tok.decode(d[:-1]) for d in shards] == [
+        r["input"] + r["<ans>"] for r in records
+    ] and shards.sources().documents.to_dict() == {"x": 30}
 
 
 def test_many_shards(tmp_path):
     "Numbers grow beyond five digits, and a gap is told"
     with ShardWriter(tmp_path, 9, shard_tokens=1) as w:
         for _ in range(12): w.write([1])
-    for p in list(tmp_path.glob("shard_*")):                                              # as if there were a hundred thousand before them
+    # as if there were a hundred thousand before them
+    for p in list(tmp_path.glob("shard_*")):
         n = int(p.name[6:11])
         if n >= 6: p.unlink()
     assert ShardWriter(tmp_path, 9, shard_tokens=1).__enter__().documents == 6

@@ -11,14 +11,33 @@ from bmlab.delta.adapter import Adapter, Compacter, LowRankAdapter, ParallelAdap
 from bmlab.core import count
 from bmlab.delta.delta import Delta, deltas
 from bmlab.kernels.layers import pack_linears
-from toys import FAMILIES as ALL, GQA, IDS, SMALL, as_it_is, build, compiled, gradients, inputs, logits, moved, near_under_autocast, shared_files, unused
+from toys import (
+    FAMILIES as ALL,
+    GQA,
+    IDS,
+    SMALL,
+    as_it_is,
+    build,
+    compiled,
+    gradients,
+    inputs,
+    logits,
+    moved,
+    near_under_autocast,
+    shared_files,
+    unused,
+)
 
 KINDS = {
-    "adapter": lambda m, **kw: Adapter(m, 8, **kw), "pfeiffer": lambda m, **kw: Adapter(m, 8, place="pfeiffer", activation="silu", scale="learned", **kw),
-    "parallel": lambda m, **kw: ParallelAdapter(m, 8, scale=4.0, **kw), "low_rank": lambda m, **kw: LowRankAdapter(m, 2, 4, **kw),
-    "compacter": lambda m, **kw: Compacter(m, reduction_factor=4, **kw), "compacter_rule": lambda m, **kw: Compacter(m, reduction_factor=4, shared_rule=True, **kw),
+    "adapter": lambda m, **kw: Adapter(m, 8, **kw),
+    "pfeiffer": lambda m, **kw: Adapter(m, 8, place="pfeiffer", activation="silu", scale="learned", **kw),
+    "parallel": lambda m, **kw: ParallelAdapter(m, 8, scale=4.0, **kw),
+    "low_rank": lambda m, **kw: LowRankAdapter(m, 2, 4, **kw),
+    "compacter": lambda m, **kw: Compacter(m, reduction_factor=4, **kw),
+    "compacter_rule": lambda m, **kw: Compacter(m, reduction_factor=4, shared_rule=True, **kw),
 }
-FAMILIES = [f for f in ALL if f not in ("gemma", "qwen3", "cohere", "olmo2", "nemotron", "falcon")]      # which are built as others are
+# which are built as others are
+FAMILIES = [f for f in ALL if f not in ("gemma", "qwen3", "cohere", "olmo2", "nemotron", "falcon")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -41,9 +60,14 @@ def test_every_family(kind, family):
 def test_counts():
     "OpenDelta's own numbers on a BERT of three layers of 64"
     bert = tf.BertForMaskedLM(tf.BertConfig(**dict(SMALL, hidden_size=64, intermediate_size=128, num_hidden_layers=3)))
-    def parameters(make): d = make(bert).detach(); return d.count().delta
+    def parameters(make):
+        d = make(bert).detach()
+        return d.count().delta
     assert parameters(Adapter) == parameters(ParallelAdapter) == 18960
-    assert parameters(lambda m: LowRankAdapter(m, reduction_factor=4)) == 1440 and parameters(lambda m: Compacter(m, reduction_factor=4)) == 2208
+    assert (
+        parameters(lambda m: LowRankAdapter(m, reduction_factor=4)) == 1440
+        and parameters(lambda m: Compacter(m, reduction_factor=4)) == 2208
+    )
     assert parameters(lambda m: Compacter(m, reduction_factor=4, shared_rule=True)) == 2208 - 6 * 2 * 64 + 64
     assert parameters(lambda m: Adapter(m, scale="learned")) == 18960 + 6
     for r in (1, 2, 3, 4): assert parameters(lambda m: LowRankAdapter(m, r, 4)) == 6 * (2 * r * (64 + 16) + 16 + 64)
@@ -94,7 +118,10 @@ def hooked(model, d, pairs):
         s = d.sites[out]
         w = [getattr(s, k).detach() for k in ("down_weight", "down_bias", "up_weight", "up_bias")]
         bend = lambda x, w=w: F.linear(F.gelu(F.linear(x, w[0], w[1]), approximate="tanh"), w[2], w[3])
-        if source is None: model.get_submodule(out).register_forward_hook(lambda m, a, y, f=bend: y + f(y) if torch.is_tensor(y) else (y[0] + f(y[0]), *y[1:]))
+        if source is None:
+            model.get_submodule(out).register_forward_hook(
+                lambda m, a, y, f=bend: y + f(y) if torch.is_tensor(y) else (y[0] + f(y[0]), *y[1:])
+            )
         else:
             def note(m, a, kw, source=source): seen[source] = a[0] if a else kw["hidden_states"]
             model.get_submodule(source).register_forward_pre_hook(note, with_kwargs=True)
@@ -122,7 +149,10 @@ def test_equals_hooks(family):
 def test_kronecker(n, d, b, r):
     "The sum, and its gradients, against products written out"
     g = torch.Generator().manual_seed(0)
-    t = [torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_() for shape in ((n, n, n), (n, d // n, r), (n, r, b // n))]
+    t = [
+        torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_()
+        for shape in ((n, n, n), (n, d // n, r), (n, r, b // n))
+    ]
     x = torch.randn(5, d, generator=g, dtype=torch.float64)
     explicit = sum(torch.kron(t[0][i], t[1][i] @ t[2][i]) for i in range(n))
     got = kronecker_sum(*t)
@@ -134,7 +164,9 @@ def test_kronecker(n, d, b, r):
 def test_rule_is_one_object():
     model = build("llama")
     d = Compacter(model, reduction_factor=4, shared_rule=True)
-    rules = {id(p) for s in d.sites.values() for k, p in s.named_parameters(remove_duplicate=False) if k.endswith("rule")}
+    rules = {
+        id(p) for s in d.sites.values() for k, p in s.named_parameters(remove_duplicate=False) if k.endswith("rule")
+    }
     assert len(rules) == 1 and sum(id(p) in rules for p in d.parameters()) == 1
     twin = deltas(copy.deepcopy(model))["compacter"]
     assert len({id(s.up_rule) for s in twin.sites.values()} | {id(s.down_rule) for s in twin.sites.values()}) == 1
@@ -145,7 +177,16 @@ def test_generate(kind):
     "With the cache as without it, and unlike the bare model; of the last step one position alone is read"
     model = build("llama")
     d = moved(KINDS[kind](model), 0.3)
-    run = lambda **kw: model.generate(IDS[:1], attention_mask=torch.ones_like(IDS[:1]), max_new_tokens=6, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True, **kw)
+    run = lambda **kw: model.generate(
+        IDS[:1],
+        attention_mask=torch.ones_like(IDS[:1]),
+        max_new_tokens=6,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **kw,
+    )
     cached, plain = run(use_cache=True), run(use_cache=False)
     assert torch.equal(cached.sequences, plain.sequences)
     torch.testing.assert_close(torch.stack(cached.logits), torch.stack(plain.logits), atol=1e-5, rtol=1e-5)
@@ -164,10 +205,12 @@ def test_recompute(family):
             model.train()
             for m in model.modules():
                 if isinstance(m, nn.Dropout): m.p = 0.0
-            torch.manual_seed(0); logits(model).square().mean().backward()
+            torch.manual_seed(0)
+            logits(model).square().mean().backward()
             grads.append([p.grad.clone() for p in d.parameters()])
             for p in d.parameters(): p.grad = None
-        model.gradient_checkpointing_disable(); d.detach().unfreeze()
+        model.gradient_checkpointing_disable()
+        d.detach().unfreeze()
         for a, b in zip(*grads): torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
@@ -176,7 +219,10 @@ def test_whole_graph():
     "torch.compile takes all kinds at once, a note between two modules too, without a break in the graph"
     model = build("bert")
     for k in ("adapter", "parallel", "low_rank", "compacter_rule"): moved(KINDS[k](model))
-    with torch.no_grad(): torch.testing.assert_close(compiled(logits, model, backend="eager", fullgraph=True), logits(model), atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            compiled(logits, model, backend="eager", fullgraph=True), logits(model), atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.long
@@ -185,7 +231,8 @@ def test_inductor():
     model.bert.encoder.layer = model.bert.encoder.layer[:1]
     ds = [moved(KINDS[k](model)).freeze() for k in ("adapter", "compacter_rule")]
     params = [p for d in ds for p in d.parameters()]
-    for a, b in zip(compiled(gradients(params), model), gradients(params)(model)): torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    for a, b in zip(compiled(gradients(params), model), gradients(params)(model)):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -255,7 +302,11 @@ def test_meta(kind):
     ours = deltas(model)[d.name]
     named = {k: p for s in ours.sites.values() for k, p in s.named_parameters(remove_duplicate=False)}
     assert not any(p.is_meta for p in ours.parameters())
-    assert all(p.abs().max() > 0 for k, p in named.items() if k in ("down_weight", "down_left", "down_right", "down_rule", "up_left", "up_rule"))
+    assert all(
+        p.abs().max() > 0
+        for k, p in named.items()
+        if k in ("down_weight", "down_left", "down_right", "down_rule", "up_left", "up_rule")
+    )
     with torch.no_grad():
         got = logits(model)
         with ours.off(): assert torch.equal(logits(model), got)
@@ -279,7 +330,9 @@ def test_modules_and_exclude():
     assert list(Adapter(model, modules="layers[1]", exclude=None).detach().sites) == ["model.layers.1"]
     assert len(Adapter(model, exclude="layers[0]").detach().sites) == 2
     bert = build("bert")
-    assert set(ParallelAdapter(bert, exclude="layer[0]").detach().sites) == {f"bert.encoder.layer.1.{k}" for k in ("attention", "intermediate.dense", "output.dense")}
+    assert set(ParallelAdapter(bert, exclude="layer[0]").detach().sites) == {
+        f"bert.encoder.layer.1.{k}" for k in ("attention", "intermediate.dense", "output.dense")
+    }
     with pytest.raises(TypeError, match="cannot be merged"): Adapter(model).merge()
     with pytest.raises(LookupError, match="drops everything"): Adapter(model, modules="o_proj", exclude="self_attn")
     with pytest.raises(LookupError, match="'o_proj'"): ParallelAdapter(model, modules="o_prj")

@@ -20,11 +20,39 @@ IDS = torch.randint(0, 99, (6, 7), generator=torch.Generator().manual_seed(1))
 ROWS = ["a", "b", None, "c", "a", "b"]
 
 
-def llama(): torch.manual_seed(0); return tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, num_key_value_heads=2)).eval().requires_grad_(False)
-def gpt2(): torch.manual_seed(0); return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99)).eval().requires_grad_(False)
-def bert(): torch.manual_seed(0); return tf.BertForMaskedLM(tf.BertConfig(**TINY)).eval().requires_grad_(False)
-def t5(): torch.manual_seed(0); return tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=99, dropout_rate=0.0, decoder_start_token_id=0)).eval().requires_grad_(False)
-MODELS = {"llama": (llama, ["q_proj", "v_proj"]), "gpt2": (gpt2, ["c_attn"]), "bert": (bert, ["query", "value"]), "t5": (t5, ["q", "v"])}
+def llama():
+    torch.manual_seed(0)
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, num_key_value_heads=2)).eval().requires_grad_(False)
+def gpt2():
+    torch.manual_seed(0)
+    return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99)).eval().requires_grad_(False)
+def bert():
+    torch.manual_seed(0)
+    return tf.BertForMaskedLM(tf.BertConfig(**TINY)).eval().requires_grad_(False)
+def t5():
+    torch.manual_seed(0)
+    return (
+        tf.T5ForConditionalGeneration(
+            tf.T5Config(
+                d_model=32,
+                d_kv=8,
+                d_ff=64,
+                num_layers=2,
+                num_heads=4,
+                vocab_size=99,
+                dropout_rate=0.0,
+                decoder_start_token_id=0,
+            )
+        )
+        .eval()
+        .requires_grad_(False)
+    )
+MODELS = {
+    "llama": (llama, ["q_proj", "v_proj"]),
+    "gpt2": (gpt2, ["c_attn"]),
+    "bert": (bert, ["query", "value"]),
+    "t5": (t5, ["q", "v"]),
+}
 
 
 def logits(model, ids=IDS):
@@ -45,7 +73,11 @@ def alone(model, d, ids):
     finally: d.detach()
 
 
-def users(model, modules=None): return {u: drawn(Lora(model, r=r, alpha=alpha, modules=modules), i) for i, (u, r, alpha) in enumerate((("a", 4, 8), ("b", 9, 3), ("c", 1, 5)))}
+def users(model, modules=None):
+    return {
+        u: drawn(Lora(model, r=r, alpha=alpha, modules=modules), i)
+        for i, (u, r, alpha) in enumerate((("a", 4, 8), ("b", 9, 3), ("c", 1, 5)))
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -64,7 +96,9 @@ def test_equals_peft_adapter_names(name, path, tmp_path):
     with torch.no_grad(): want = theirs(input_ids=IDS, adapter_names=[u or "__base__" for u in ROWS], **extra).logits
     bank = DeltaBank(model, lone, path=path)
     with bank.route(ROWS): got = logits(model)
-    assert (got - want).abs().max() <= 1e-6 * max(1, want.abs().max()) and (want - logits(bank.detach().model)).abs().max() > 1e-3
+    assert (got - want).abs().max() <= 1e-6 * max(1, want.abs().max()) and (
+        want - logits(bank.detach().model)
+    ).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("path", ["bmm", "sorted", pytest.param("triton", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels run on CPU tensors in Triton's interpreter only"))])
@@ -78,25 +112,38 @@ def test_gradients_in_batch_are_those_alone(path):
     bank.detach()
     for u, d in lone.items():
         for p in d.parameters(): p.grad = None
-        d.attach(); mine = ids[[i for i, v in enumerate(rows) if v == u]]; model(mine, labels=mine).loss.backward(); d.detach()
+        d.attach()
+        mine = ids[[i for i, v in enumerate(rows) if v == u]]
+        model(mine, labels=mine).loss.backward()
+        d.detach()
         for a, p in zip(together[u], d.parameters()): assert (a - p.grad).norm() <= 2e-6 * p.grad.norm() + 1e-9
 
 
 def test_twenty_steps_together_are_twenty_steps_alone():
     model, curves = llama(), {}
-    twins = {u: (m := copy.deepcopy(model), drawn(Lora(m, r=r), i).attach().freeze()) for i, (u, r) in enumerate((("a", 4), ("b", 2)))}
+    twins = {
+        u: (m := copy.deepcopy(model), drawn(Lora(m, r=r), i).attach().freeze())
+        for i, (u, r) in enumerate((("a", 4), ("b", 2)))
+    }
     for u, (m, d) in twins.items():
         opt, rows = torch.optim.AdamW(d.trainable(), lr=1e-2), IDS[:2] if u == "a" else IDS[2:5]
         curves[u] = []
         for _ in range(20):
-            loss = m(rows, labels=rows).loss; loss.backward(); nn.utils.clip_grad_norm_(d.trainable(), 0.5); opt.step(); opt.zero_grad(); curves[u].append(loss.item())
+            loss = m(rows, labels=rows).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(d.trainable(), 0.5)
+            opt.step()
+            opt.zero_grad()
+            curves[u].append(loss.item())
     bank = DeltaBank(model, {u: drawn(Lora(model, r=r), i) for i, (u, r) in enumerate((("a", 4), ("b", 2)))}).freeze()
     opt, got = torch.optim.AdamW(bank.param_groups(1e-2)), {"a": [], "b": []}
     for _ in range(20):
         with bank.route(["a", "a", "b", "b", "b"]):
             losses = bank.losses(model(IDS[:5]).logits, IDS[:5])
             sum(losses.values()).backward()
-        bank.clip_grad_norm(0.5); opt.step(); opt.zero_grad()
+        bank.clip_grad_norm(0.5)
+        opt.step()
+        opt.zero_grad()
         for u in got: got[u].append(losses[u].item())
     assert max(abs(x - y) for u in got for x, y in zip(got[u], curves[u])) <= 1e-5
 
@@ -108,7 +155,8 @@ def test_absent_users_do_not_move():
     for rows in (["a", "b", "c"], ["a", "b", "b"]):
         before = [p.detach().clone() for p in bank["c"].parameters()]
         with bank.route(rows): sum(bank.losses(model(IDS[:3]).logits, IDS[:3]).values()).backward()
-        opt.step(); opt.zero_grad()
+        opt.step()
+        opt.zero_grad()
         same = all(torch.equal(a, b) for a, b in zip(before, bank["c"].parameters()))
         assert same == ("c" not in rows)
 
@@ -118,7 +166,9 @@ def test_a_frozen_user_is_served_beside_one_that_trains():
     bank = DeltaBank(model, users(model)).freeze()
     for p in bank["b"].parameters(): p.requires_grad_(False)
     with bank.route(["a", "b"]): sum(bank.losses(model(IDS[:2]).logits, IDS[:2]).values()).backward()
-    assert all(p.grad is None for p in bank["b"].parameters()) and all(p.grad is not None for p in bank["a"].parameters())
+    assert all(p.grad is None for p in bank["b"].parameters()) and all(
+        p.grad is not None for p in bank["a"].parameters()
+    )
 
 
 def test_step_between_forward_and_backward_is_refused():
@@ -142,25 +192,34 @@ def test_what_a_route_keeps_is_never_old(rows, reopened):
             twin = llama()
             if u is not None:
                 for n, s in bank[u].sites.items():
-                    m = twin.get_submodule(n); m.weight.data = m.weight + s.scale * s.B.detach() @ s.A.detach()
+                    m = twin.get_submodule(n)
+                    m.weight.data = m.weight + s.scale * s.B.detach() @ s.A.detach()
             out.append(logits(twin, IDS[i:i + 1]))
         return torch.cat(out)
     def got(fresh=reopened):
         if not fresh: return logits(model, IDS[:3])
         with bank.route(rows): return logits(model, IDS[:3])
     p = lambda: bank["a"].parameters()[1]
-    def step(): bank.freeze(); opt = torch.optim.AdamW(bank.param_groups(1e-1)); model(IDS[:3]).logits.square().mean().backward(); opt.step(); opt.zero_grad()
+    def step():
+        bank.freeze()
+        opt = torch.optim.AdamW(bank.param_groups(1e-1))
+        model(IDS[:3]).logits.square().mean().backward()
+        opt.step()
+        opt.zero_grad()
     def write(): p().data.mul_(3)
     def scale(): next(iter(bank["a"].sites.values())).scale = 7.0
     with bank.route(rows):
         assert torch.allclose(got(), want(), atol=1e-5)
-        for change in (step, write, scale): change(); assert torch.allclose(got(), want(), atol=1e-5), change
+        for change in (step, write, scale):
+            change()
+            assert torch.allclose(got(), want(), atol=1e-5), change
         with torch.inference_mode(): assert torch.allclose(model(IDS[:3]).logits, want(), atol=1e-5)
         step()
         assert torch.allclose(got(), want(), atol=1e-5)
     p().data = p().data * 2
     assert torch.allclose(got(True), want(), atol=1e-5)
-    bank.add("d", drawn(Lora(model, r=14), 8)); bank.remove("b")
+    bank.add("d", drawn(Lora(model, r=14), 8))
+    bank.remove("b")
     rows = ["d" if u == "b" else u for u in rows]
     assert torch.allclose(got(True), want(), atol=1e-5)
     with bank.route(rows): step()
@@ -173,7 +232,9 @@ def test_serving_first_does_not_spoil_training():
     bank = DeltaBank(model, users(model) | {"e": drawn(Adapter(model, bottleneck=4), 5)}).freeze()
     with torch.inference_mode(), bank.route(["e", "a", None]): model(IDS[:3])
     with bank.route(["e", "a", None]): sum(bank.losses(model(IDS[:3]).logits, IDS[:3]).values()).backward()
-    assert all(p.grad.isfinite().all() for u in "ea" for p in bank[u].parameters()) and all(p.grad is None for p in bank["b"].parameters())
+    assert all(p.grad.isfinite().all() for u in "ea" for p in bank[u].parameters()) and all(
+        p.grad is None for p in bank["b"].parameters()
+    )
     before = bank["a"].parameters()[1].grad.clone()
     bank["a"].parameters()[1].grad.mul_(2)
     assert torch.equal(bank["a"].parameters()[1].grad, 2 * before)
@@ -229,7 +290,8 @@ def test_bfloat16_and_autocast():
     assert got.dtype == torch.bfloat16 and (got.float() - want.float()).abs().max() < 2e-2
     wide = llama()
     bank = DeltaBank(wide, users(wide)).freeze()
-    with bank.route(["a", "b"]), torch.autocast("cpu", torch.bfloat16): loss = wide(IDS[:2]).logits.float().square().mean()
+    with bank.route(["a", "b"]), torch.autocast("cpu", torch.bfloat16):
+        loss = wide(IDS[:2]).logits.float().square().mean()
     loss.backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for u in "ab" for p in bank[u].parameters())
 
@@ -260,7 +322,8 @@ def test_what_autograd_keeps_elsewhere_stays_elsewhere():
 
 
 def test_copy_to_another_model():
-    model = llama(); twin = copy.deepcopy(model)
+    model = llama()
+    twin = copy.deepcopy(model)
     bank = DeltaBank(model, users(model))
     there = bank.copy_to(twin)
     with bank.route(ROWS): want = logits(model)
@@ -281,7 +344,8 @@ def test_hundred_users_come_and_go():
     assert len(bank) == 81 and bank.key.slots["late"] == 1 and "bank" in deltas(model)
 
 
-def mixed(model): return {"a": drawn(Lora(model, r=4), 0), "b": drawn(Adapter(model, 4), 1), "c": drawn(ParallelAdapter(model, 3), 2)}
+def mixed(model):
+    return {"a": drawn(Lora(model, r=4), 0), "b": drawn(Adapter(model, 4), 1), "c": drawn(ParallelAdapter(model, 3), 2)}
 
 
 def _sharded_rank(zero, kinds):
@@ -297,7 +361,10 @@ def _sharded_rank(zero, kinds):
     with bank.route(rows):
         out = model(ids).logits
         out.square().sum().backward()
-    grads = {u: [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in d.parameters()] for u, d in ((u, bank[u]) for u in bank)}
+    grads = {
+        u: [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in d.parameters()]
+        for u, d in ((u, bank[u]) for u in bank)
+    }
     return out.detach(), {u: [g * world for g in gs] for u, gs in grads.items()}
 
 
@@ -328,9 +395,25 @@ def test_mixed_kinds_in_sixteen_rows():
 def test_prompts_on_glm():
     "Prompts of several lengths in one batch move the place in the text, and not the place within a written piece"
     torch.manual_seed(0)
-    model = BlankGlmForConditionalGeneration(BlankGlmConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_sequence_length=40, initializer_range=0.3,
-                                                            sop_token_id=56, mask_token_ids=[57], eos_token_id=58, pad_token_id=59)).eval()
-    users = {"four": drawn(SoftPrompt(model, 4), 0), "two": drawn(SoftPrompt(model, 2), 1), "low": drawn(Lora(model, r=2), 2)}
+    model = BlankGlmForConditionalGeneration(
+        BlankGlmConfig(
+            vocab_size=60,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_sequence_length=40,
+            initializer_range=0.3,
+            sop_token_id=56,
+            mask_token_ids=[57],
+            eos_token_id=58,
+            pad_token_id=59,
+        )
+    ).eval()
+    users = {
+        "four": drawn(SoftPrompt(model, 4), 0),
+        "two": drawn(SoftPrompt(model, 2), 1),
+        "low": drawn(Lora(model, r=2), 2),
+    }
     rows, ids = ["four", "low", None, "two"], torch.randint(4, 50, (4, 9))
     ids[:, 3], ids[:, -1] = 57, 56
     asked = dict(position_ids=blank_positions(ids, 56, [57]))
@@ -340,7 +423,8 @@ def test_prompts_on_glm():
         with torch.no_grad(): alone.append(model(ids[i:i + 1], position_ids=asked["position_ids"][i:i + 1]).logits)
         if u: users[u].detach()
     bank = DeltaBank(model, users)
-    with bank.route(rows), torch.no_grad(): torch.testing.assert_close(model(ids, **asked).logits, torch.cat(alone), atol=1e-5, rtol=1e-5)
+    with bank.route(rows), torch.no_grad():
+        torch.testing.assert_close(model(ids, **asked).logits, torch.cat(alone), atol=1e-5, rtol=1e-5)
 
 
 def test_a_user_without_labels_has_no_loss():

@@ -12,14 +12,21 @@ from bmlab.delta.delta import deltas
 def valley(d, turned):
     "Steeper along one axis than along another, a thousand times"
     steep = 10 ** torch.linspace(0, 3, d, dtype=torch.float64)
-    turn = torch.linalg.qr(torch.randn(d, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64))[0] if turned else torch.eye(d, dtype=torch.float64)
+    turn = (
+        torch.linalg.qr(torch.randn(d, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64))[0]
+        if turned
+        else torch.eye(d, dtype=torch.float64)
+    )
     return lambda x: ((x - 1) @ turn.T).square() @ steep
 
 
 def lowest(f, es, evaluations):
     best = math.inf
     for _ in range(evaluations // es.popsize):
-        x = es.ask(); y = f(x); es.tell(x, y); best = min(best, y.min().item())
+        x = es.ask()
+        y = f(x)
+        es.tell(x, y)
+        best = min(best, y.min().item())
     return best
 
 
@@ -30,7 +37,10 @@ def test_as_good_as_cma(d, evaluations, diagonal, turned):
     from bmlab.delta.bbt import _Cma
     assert cma
     f = valley(d, turned)
-    ours, theirs = (sorted(lowest(f, make(d, 1.0, None, diagonal, seed), evaluations) for seed in range(5))[2] for make in (CmaEs, _Cma))
+    ours, theirs = (
+        sorted(lowest(f, make(d, 1.0, None, diagonal, seed), evaluations) for seed in range(5))[2]
+        for make in (CmaEs, _Cma)
+    )
     start = f(torch.zeros(1, d, dtype=torch.float64)).item()
     assert math.log(start / ours) > 0.7 * math.log(start / theirs), (ours, theirs)
 
@@ -55,7 +65,10 @@ def test_any_generation_stays_sound(popsize, diagonal):
         if i % 5 == 0: y[0] = math.inf
         es.tell(x, y)
         assert es.lengths.isfinite().all() and (es.lengths > 0).all() and math.isfinite(es.sigma)
-    if not diagonal: torch.testing.assert_close(es.axes @ torch.diag(es.lengths**2) @ es.axes.T, (es.C + es.C.T) / 2, atol=1e-6, rtol=0.5)
+    if not diagonal:
+        torch.testing.assert_close(
+            es.axes @ torch.diag(es.lengths**2) @ es.axes.T, (es.C + es.C.T) / 2, atol=1e-6, rtol=0.5
+        )
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "gpt2"])
@@ -64,14 +77,26 @@ def test_other_architectures(kind, tmp_path):
     import transformers as tf
     torch.manual_seed(0)
     ids = torch.arange(12).view(2, 6)
-    model = {"bert": lambda: tf.BertForMaskedLM(tf.BertConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99)),
-             "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99)),
-             "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8, vocab_size=99, decoder_start_token_id=0))}[kind]().eval()
+    model = {
+        "bert": lambda: tf.BertForMaskedLM(
+            tf.BertConfig(
+                hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99
+            )
+        ),
+        "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99)),
+        "t5": lambda: tf.T5ForConditionalGeneration(
+            tf.T5Config(d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8, vocab_size=99, decoder_start_token_id=0)
+        ),
+    }[kind]().eval()
     score = PromptScore(model, dict(input_ids=ids, labels=ids))
     state = {k: v.clone() for k, v in model.state_dict().items()}
     tuner = Bbt(score, score.start(3), dim=20, spread=1.0)
     log = tuner.run(200)
-    assert tuner.best < log.loss[:20].mean() and list(model.state_dict()) == list(state) and all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+    assert (
+        tuner.best < log.loss[:20].mean()
+        and list(model.state_dict()) == list(state)
+        and all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+    )
     with torch.no_grad():
         d = tuner.delta(model)
         torch.testing.assert_close(model(input_ids=ids, labels=ids).loss.item(), tuner.best, atol=1e-5, rtol=0)
@@ -85,10 +110,27 @@ def test_a_real_model():
     from bmlab.models.load import load
     model, tok = load("smollm2-135m")
     model = model.float().eval()
-    good = ["a warm and funny film", "the acting is superb", "I loved every minute", "a moving, clever story", "one of the best this year", "sharp, fresh and full of heart"]
-    bad = ["a dull and lifeless mess", "the plot makes no sense", "I walked out bored", "a tedious waste of time", "one of the worst this year", "clumsy, cold and empty"]
+    good = [
+        "a warm and funny film",
+        "the acting is superb",
+        "I loved every minute",
+        "a moving, clever story",
+        "one of the best this year",
+        "sharp, fresh and full of heart",
+    ]
+    bad = [
+        "a dull and lifeless mess",
+        "the plot makes no sense",
+        "I walked out bored",
+        "a tedious waste of time",
+        "one of the worst this year",
+        "clumsy, cold and empty",
+    ]
     tok.padding_side, tok.pad_token = "left", tok.pad_token or tok.eos_token
-    enc, y = tok([f"{x}. All in all, it was" for x in good + bad], return_tensors="pt", padding=True), torch.tensor([0] * 6 + [1] * 6)
+    enc, y = (
+        tok([f"{x}. All in all, it was" for x in good + bad], return_tensors="pt", padding=True),
+        torch.tensor([0] * 6 + [1] * 6),
+    )
     words, seen = [tok(" great").input_ids[0], tok(" terrible").input_ids[0]], torch.tensor([0, 1, 6, 7])
     modes = []
     def loss(out, batch):
@@ -98,6 +140,7 @@ def test_a_real_model():
     score = PromptScore(model, batch, loss)
     with torch.inference_mode(): untuned = loss(model(**batch), batch).item()
     tuner, guesses = (Bbt(score, score.start(5), dim=20, popsize=10) for _ in range(2))
-    tuner.run(120); guesses.search_randomly(120)
+    tuner.run(120)
+    guesses.search_randomly(120)
     assert tuner.best < untuned and tuner.best < guesses.best, (tuner.best, untuned, guesses.best)
     assert all(modes)

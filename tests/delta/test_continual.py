@@ -30,7 +30,8 @@ def make(model, name):
 def test_old_tasks_stay_bit_identical(stack, tmp_path):
     model = llama()
     state, plain = copy.deepcopy(model.state_dict()), logits(model)
-    other = Lora(model, r=2, modules="q_proj", name="elsewhere")                     # a delta that is no task, on when it was
+    # a delta that is no task, on when it was
+    other = Lora(model, r=2, modules="q_proj", name="elsewhere")
     c, had = Continual(model, make, stack), {}
     for i, t in enumerate("abcd"):
         with c.learn(t) as d:
@@ -61,7 +62,9 @@ def test_gradients_reach_the_new_delta_only():
     with c.learn("b") as d:
         (model(input_ids=IDS, labels=IDS).loss + c.penalty()).backward()
         assert all(p.grad is None and not p.requires_grad for p in deltas(model)["a"].parameters())
-        assert {n for n, p in model.named_parameters() if p.grad is not None} == {n for n, _ in model.named_parameters() if "_deltas.b." in n}
+        assert {n for n, p in model.named_parameters() if p.grad is not None} == {
+            n for n, _ in model.named_parameters() if "_deltas.b." in n
+        }
         train(model, d, 5, c.penalty)
     assert all(torch.equal(x, y) for x, y in zip(old, deltas(model)["a"].parameters()))
 
@@ -74,7 +77,11 @@ def test_a_failure_inside_leaves_no_trace():
     grads = [p.requires_grad for p in model.parameters()]
     with pytest.raises(KeyboardInterrupt):
         with c.learn("b"): raise KeyboardInterrupt
-    assert list(c.tasks) == ["a"] and list(deltas(model)) == ["a"] and [p.requires_grad for p in model.parameters()] == grads
+    assert (
+        list(c.tasks) == ["a"]
+        and list(deltas(model)) == ["a"]
+        and [p.requires_grad for p in model.parameters()] == grads
+    )
     with c.use("a"): assert torch.equal(logits(model), first)
     with c.learn("b") as d: train(model, d, 3)
     assert list(c.tasks) == ["a", "b"]

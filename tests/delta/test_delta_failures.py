@@ -4,12 +4,33 @@ import json
 import pytest, torch
 import transformers as tf
 
-from bmlab.all import Adapter, Bbt, Continual, Delta, DeltaBank, IA3, Lora, PeftDelta, Prefix, PromptScore, SoftPrompt, deltas, pick
+from bmlab.all import (
+    Adapter,
+    Bbt,
+    Continual,
+    Delta,
+    DeltaBank,
+    IA3,
+    Lora,
+    PeftDelta,
+    Prefix,
+    PromptScore,
+    SoftPrompt,
+    deltas,
+    pick,
+)
 from bmlab.delta.hub import Hub, publish
 
 def tiny(**more):
     torch.manual_seed(0)
-    sizes = dict(vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     return tf.LlamaForCausalLM(tf.LlamaConfig(**sizes | more)).eval()
 
 def bare(model): return not deltas(model) and not any(hasattr(m, "_deltas") for m in model.modules())
@@ -77,7 +98,9 @@ def test_card_names_no_folder_of_this_machine(tmp_path):
     model = tiny()
     model.config._name_or_path = str(tmp_path / "small-llama")
     assert publish(Lora(model, r=2), tmp_path / "hub", "a", "nothing yet", "mit").backbone == "small-llama"
-    assert json.loads((tmp_path / "hub" / "a" / "card.json").read_text())["backbone"] == "small-llama" and list(Hub(tmp_path / "hub")) == ["a"]
+    assert json.loads((tmp_path / "hub" / "a" / "card.json").read_text())["backbone"] == "small-llama" and list(
+        Hub(tmp_path / "hub")
+    ) == ["a"]
 
 def test_pick_takes_a_pattern_by_place():
     pytest.importorskip("anywidget")
@@ -86,7 +109,8 @@ def test_pick_takes_a_pattern_by_place():
 
 def test_a_delta_that_works_on_anothers_output_is_not_merged():
     m = tiny()
-    IA3(m, modules=["k_proj"], feedforward=[]); a = Lora(m, r=2, modules="k_proj")
+    IA3(m, modules=["k_proj"], feedforward=[])
+    a = Lora(m, r=2, modules="k_proj")
     with pytest.raises(ValueError, match="works on the output of 'ia3'"): a.merge()
     assert a.attached
     two = [Lora(m, r=2, modules="v_proj", name=n) for n in ("one", "two")]
@@ -94,7 +118,8 @@ def test_a_delta_that_works_on_anothers_output_is_not_merged():
         for p in d.parameters(): torch.nn.init.normal_(p, std=0.1)
     with torch.no_grad():
         want = m(torch.arange(1, 9).view(2, 4)).logits
-        with two[1].merge(): torch.testing.assert_close(m(torch.arange(1, 9).view(2, 4)).logits, want, atol=1e-5, rtol=1e-5)
+        with two[1].merge():
+            torch.testing.assert_close(m(torch.arange(1, 9).view(2, 4)).logits, want, atol=1e-5, rtol=1e-5)
 
 
 def test_a_delta_below_one_that_reads_the_weight_is_not_merged():
@@ -125,7 +150,8 @@ def test_a_bank_that_cannot_be_made_leaves_the_deltas_where_they_were(tmp_path):
 def test_unfreeze_in_any_order():
     m = tiny().requires_grad_(True)
     a, b = Lora(m).freeze(), Adapter(m, 4).freeze()
-    a.unfreeze(); b.unfreeze()
+    a.unfreeze()
+    b.unfreeze()
     assert all(p.requires_grad for p in m.parameters())
 
 

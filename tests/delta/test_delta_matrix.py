@@ -10,7 +10,8 @@ from bmlab.delta.delta import Delta, deltas
 from bmlab.kernels.layers import pack_linears
 from bmlab.train.sharding import shard
 
-METHODS = {  # name: ("module:Class", arguments, {axis: words of the refusal}); axes are the names of the tests below; "identity": False where a fresh one changes the output
+METHODS = {  # name: ("module:Class", arguments, {axis: words of the refusal}); axes are the names of the tests below;
+             # "identity": False where a fresh one changes the output
     "lora": ("lora:Lora", dict(r=4), {}),
     "lora_rs_all": ("lora:Lora", dict(r=2, rslora=True, modules=["*_proj", "lm_head"]), {}),
     "lora_shared": ("lora:Lora", dict(r=4, share="layers"), {}),
@@ -19,14 +20,34 @@ METHODS = {  # name: ("module:Class", arguments, {axis: words of the refusal}); 
     "lora_dora": ("lora:Lora", dict(r=4, dora=True), {}),
     "lora_pissa": ("lora:Lora", dict(r=4, init="pissa"), {"identity": False}),
     "lora_embed": ("lora:Lora", dict(r={"embed_tokens": 2, "v_proj": 4}), {}),
-    "peft_loha": ("peft_plugin:PeftDelta", dict(config={"peft_type": "LOHA", "r": 4, "target_modules": ["q_proj", "v_proj"]}), {"int8": "not supported"}),
-    "peft_oft": ("peft_plugin:PeftDelta", dict(config={"peft_type": "OFT", "r": 0, "oft_block_size": 8, "target_modules": ["q_proj", "v_proj"]}), {"int8": "."}),
-    "peft_vera": ("peft_plugin:PeftDelta", dict(config={"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "v_proj"]}), {"int8": "."}),
+    "peft_loha": (
+        "peft_plugin:PeftDelta",
+        dict(config={"peft_type": "LOHA", "r": 4, "target_modules": ["q_proj", "v_proj"]}),
+        {"int8": "not supported"},
+    ),
+    "peft_oft": (
+        "peft_plugin:PeftDelta",
+        dict(config={"peft_type": "OFT", "r": 0, "oft_block_size": 8, "target_modules": ["q_proj", "v_proj"]}),
+        {"int8": "."},
+    ),
+    "peft_vera": (
+        "peft_plugin:PeftDelta",
+        dict(config={"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "v_proj"]}),
+        {"int8": "."},
+    ),
     "adapter": ("adapter:Adapter", dict(bottleneck=8), {}),
-    "adapter_pfeiffer": ("adapter:Adapter", dict(place="pfeiffer", reduction_factor=4, activation="relu", scale="learned"), {}),
+    "adapter_pfeiffer": (
+        "adapter:Adapter",
+        dict(place="pfeiffer", reduction_factor=4, activation="relu", scale="learned"),
+        {},
+    ),
     "adapter_shared": ("adapter:Adapter", dict(bottleneck=8, share="layers"), {}),
     "parallel_adapter": ("adapter:ParallelAdapter", dict(bottleneck=8, scale=4.0), {}),
-    "parallel_pairs": ("adapter:ParallelAdapter", dict(bottleneck=8, modules="self_attn", pairs={"down_proj": "gate_proj"}), {}),
+    "parallel_pairs": (
+        "adapter:ParallelAdapter",
+        dict(bottleneck=8, modules="self_attn", pairs={"down_proj": "gate_proj"}),
+        {},
+    ),
     "low_rank_adapter": ("adapter:LowRankAdapter", dict(r=2, reduction_factor=4), {}),
     "compacter": ("adapter:Compacter", dict(reduction_factor=4), {}),
     "compacter_rule": ("adapter:Compacter", dict(reduction_factor=4, shared_rule=True), {}),
@@ -45,7 +66,19 @@ METHODS = {  # name: ("module:Class", arguments, {axis: words of the refusal}); 
 def llama(**kw):
     import transformers as tf
     set_seed(0)
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=96) | kw)).eval()
+    return tf.LlamaForCausalLM(
+        tf.LlamaConfig(
+            **dict(
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                vocab_size=96,
+            )
+            | kw
+        )
+    ).eval()
 
 
 IDS = torch.arange(32).view(4, 8) * 7 % 96
@@ -82,7 +115,10 @@ def train(model, params, ids=IDS, steps=3, **kw):
     opt, losses = torch.optim.AdamW(params, lr=1e-2), []
     for _ in range(steps):
         loss = model(input_ids=ids, labels=ids, **kw).loss
-        loss.backward(); opt.step(); opt.zero_grad(); losses.append(loss.item())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
     return losses
 
 
@@ -112,7 +148,8 @@ def refused(axis, every=METHODS):
         def run(name, **kw):
             words = METHODS[name][2].get(axis)
             if not isinstance(words, str): return test(name, **kw)
-            with pytest.raises((ValueError, TypeError, RuntimeError, LookupError, NotImplementedError), match=words): test(name, **kw)
+            with pytest.raises((ValueError, TypeError, RuntimeError, LookupError, NotImplementedError), match=words):
+                test(name, **kw)
         return run
     return wrap
 
@@ -126,7 +163,11 @@ def test_exact(name):
     d = make(name, model)
     if METHODS[name][2].get("identity", True): torch.testing.assert_close(logits(model), plain, atol=0, rtol=0)
     d.freeze()
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == d.count().delta == sum(p.numel() for p in d.trainable())
+    assert (
+        sum(p.numel() for p in model.parameters() if p.requires_grad)
+        == d.count().delta
+        == sum(p.numel() for p in d.trainable())
+    )
     losses = train(model, d.param_groups(1e-2), steps=12)
     assert losses[-1] < losses[0]
     tuned = logits(model)
@@ -139,7 +180,9 @@ def test_exact(name):
     assert torch.equal(logits(model), tuned)
     d.detach().unfreeze()
     assert [type(m) for m in model.modules()] == classes and [p.requires_grad for p in model.parameters()] == grads
-    assert list(model.state_dict()) == list(state) and all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+    assert list(model.state_dict()) == list(state) and all(
+        torch.equal(state[k], v) for k, v in model.state_dict().items()
+    )
     assert not any("_deltas" in m.__dict__.get("_modules", {}) for m in model.modules())
 
 
@@ -153,11 +196,14 @@ def test_stacked(name):
         three = [moved(Lora(model, r=2, modules="*_proj")), moved(make(name, model)), moved(make(name, model))]
         both = logits(model)
         for i in order: three[i].detach()
-        assert torch.equal(logits(model), plain) and all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+        assert torch.equal(logits(model), plain) and all(
+            torch.equal(state[k], v) for k, v in model.state_dict().items()
+        )
         for d in three: d.attach()
         assert torch.equal(logits(model), both)
         with deltas(model).use(three[1].name): alone = logits(model)
-        three[0].detach(); three[2].detach()
+        three[0].detach()
+        three[2].detach()
         assert torch.equal(logits(model), alone)
         three[1].detach()
 
@@ -254,7 +300,8 @@ def test_compile(name):
     compiled = torch.compile(model, backend="eager")
     close([logits(compiled)], [plain])
     d = moved(make(name, compiled)).freeze()
-    close([logits(compiled)], [want]); close(gradients(compiled, d), grads)
+    close([logits(compiled)], [want])
+    close(gradients(compiled, d), grads)
     with d.off(): close([logits(compiled)], [plain])
     d.detach()
     close([logits(compiled)], [plain])
@@ -280,13 +327,15 @@ def test_recompute(name):
 @refused("inductor")
 def test_inductor(name):
     "One run by the real compiler, forward and backward"
-    if name not in INDUCTOR: pytest.skip("the eager backend shows the same graph; the compiler itself runs for a few methods")
+    if name not in INDUCTOR:
+        pytest.skip("the eager backend shows the same graph; the compiler itself runs for a few methods")
     model = llama()
     d = moved(make(name, model)).freeze()
     want, grads = logits(model), gradients(model, d)
     torch._dynamo.reset()
     compiled = torch.compile(model)
-    close([logits(compiled)], [want]); close(gradients(compiled, d), grads, 1e-4)
+    close([logits(compiled)], [want])
+    close(gradients(compiled, d), grads, 1e-4)
     torch._dynamo.reset()
 
 
@@ -308,14 +357,21 @@ def sharded_run(name, zero, folder):
     part = IDS[r * len(IDS) // W:(r + 1) * len(IDS) // W]
     for _ in range(3):
         loss = model(input_ids=part, labels=part).loss
-        loss.backward(); opt.step(); opt.zero_grad()
-        loss = loss.detach().clone(); dist.all_reduce(loss); losses.append(loss.item() / W)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        loss = loss.detach().clone()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / W)
     full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in d.parameters()]
     d.save(f"{folder}/{name}{zero}")
     other = llama()
     Delta.load(f"{folder}/{name}{zero}", other)
-    return dict(loss=max(abs(x - y) for x, y in zip(losses, want)), parameters=max((x - y).abs().max().item() for x, y in zip(full, a.parameters())),
-                file=(logits(other) - logits(alone)).abs().max().item())
+    return dict(
+        loss=max(abs(x - y) for x, y in zip(losses, want)),
+        parameters=max((x - y).abs().max().item() for x, y in zip(full, a.parameters())),
+        file=(logits(other) - logits(alone)).abs().max().item(),
+    )
 
 
 def sharded_runs(names, zero, folder):
@@ -330,11 +386,17 @@ def sharded_runs(names, zero, folder):
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory, request):
     "Results of the two ranks, made once for each level"
-    asked = {i.callspec.params["name"] for i in request.session.items if i.originalname == "test_sharded" and i.fspath == request.fspath}
+    asked = {
+        i.callspec.params["name"]
+        for i in request.session.items
+        if i.originalname == "test_sharded" and i.fspath == request.fspath
+    }
     @functools.cache
     def results(zero):
         folder = tmp_path_factory.mktemp("sharded")
-        return run_ranks(sharded_runs, [n for n in METHODS if n in asked], zero, str(folder), timeout_s=60 + 20 * len(asked))
+        return run_ranks(
+            sharded_runs, [n for n in METHODS if n in asked], zero, str(folder), timeout_s=60 + 20 * len(asked)
+        )
     return results
 
 

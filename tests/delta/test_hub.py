@@ -17,7 +17,20 @@ IDS = torch.arange(32).view(4, 8) * 7 % 96
 def llama(cls="LlamaForCausalLM", **kw):
     import transformers as tf
     set_seed(0)
-    return getattr(tf, cls)(tf.LlamaConfig(**dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=96, pad_token_id=0) | kw)).eval()
+    return getattr(tf, cls)(
+        tf.LlamaConfig(
+            **dict(
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                vocab_size=96,
+                pad_token_id=0,
+            )
+            | kw
+        )
+    ).eval()
 
 
 def logits(model):
@@ -36,7 +49,9 @@ def test_the_hash_is_what_it_says():
     model = llama()
     whole = hashlib.sha256()
     for n, t in sorted(model.state_dict().items()):
-        whole.update(f"{n} {hashlib.sha256(f'{tuple(t.shape)} float32 '.encode() + t.numpy().tobytes()).hexdigest()}\n".encode())
+        whole.update(
+            f"{n} {hashlib.sha256(f'{tuple(t.shape)} float32 '.encode() + t.numpy().tobytes()).hexdigest()}\n".encode()
+        )
     assert backbone_hash(model) == whole.hexdigest()
 
 
@@ -47,7 +62,8 @@ def test_the_second_hash_reads_nothing(monkeypatch):
     monkeypatch.setattr(hub, "_digest", lambda t: read.append(t) or digest(t))
     h = backbone_hash(model)
     assert len(read) == len(model.state_dict())
-    Lora(model); read.clear()
+    Lora(model)
+    read.clear()
     assert backbone_hash(model) == h and read == []
     with torch.no_grad(): model.model.layers[1].mlp.up_proj.weight.mul_(2)
     assert backbone_hash(model) != h and len(read) == 1
@@ -73,13 +89,17 @@ def test_a_delta_for_a_packed_backbone(tmp_path):
 def test_peft_reads_sums(tmp_path):
     import peft
     model = llama()
-    a, b = stirred(Lora(model, r=4, name="a")), stirred(Lora(model, r=2, modules=["q_proj", "mlp.*_proj"], alpha=3, name="b"))
+    a, b = (
+        stirred(Lora(model, r=4, name="a")),
+        stirred(Lora(model, r=2, modules=["q_proj", "mlp.*_proj"], alpha=3, name="b")),
+    )
     both = logits(model)
     for make, tol in ((lambda: cat(a, b), 1e-6), (lambda: svd(a, b, r=6), 1e-5)):
         d = make()
         theirs = peft.PeftModel.from_pretrained(llama(), d.save(tmp_path / "sum")).eval()
         torch.testing.assert_close(logits(theirs), both, atol=tol, rtol=0)
-        other = llama(); Delta.load(tmp_path / "sum", other)
+        other = llama()
+        Delta.load(tmp_path / "sum", other)
         torch.testing.assert_close(logits(other), both, atol=tol, rtol=0)
 
 
@@ -104,7 +124,10 @@ def sharded(folder):
     labels = torch.tensor([0, 1, 1, 0])
     def steps(model, d, part):
         opt = torch.optim.AdamW(d.param_groups(1e-2))
-        for _ in range(2): model(input_ids=IDS[part], labels=labels[part]).loss.backward(); opt.step(); opt.zero_grad()
+        for _ in range(2):
+            model(input_ids=IDS[part], labels=labels[part]).loss.backward()
+            opt.step()
+            opt.zero_grad()
     alone = llama("LlamaForSequenceClassification")
     steps(alone, stirred(Lora(alone, name="zh")).freeze(), slice(None))
     model = llama("LlamaForSequenceClassification")
@@ -121,7 +144,15 @@ def sharded(folder):
     moved = (head - start).abs().max().item()
     d.unfreeze()
     assert all(p.requires_grad for p in model.parameters())
-    return d.kept, card.heads, card.parameters, (logits(other) - logits(alone)).abs().max().item(), list(back.heads), back.count().delta, moved
+    return (
+        d.kept,
+        card.heads,
+        card.parameters,
+        (logits(other) - logits(alone)).abs().max().item(),
+        list(back.heads),
+        back.count().delta,
+        moved,
+    )
 
 
 @pytest.mark.long

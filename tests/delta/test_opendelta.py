@@ -33,7 +33,16 @@ def method(path):
     return getattr(importlib.import_module(f"bmlab.delta.{module}"), cls)
 
 
-INSERTED = ["lora:Lora", "adapter:Adapter", "adapter:ParallelAdapter", "adapter:LowRankAdapter", "adapter:Compacter", "vectors:BitFit", "vectors:IA3", "vectors:LayerNormTuning"]
+INSERTED = [
+    "lora:Lora",
+    "adapter:Adapter",
+    "adapter:ParallelAdapter",
+    "adapter:LowRankAdapter",
+    "adapter:Compacter",
+    "vectors:BitFit",
+    "vectors:IA3",
+    "vectors:LayerNormTuning",
+]
 EIGHT = [*INSERTED[:6], "prefix:Prefix", "soft:SoftPrompt"]     # OpenDelta's eight methods
 
 
@@ -60,7 +69,10 @@ def test_three_lines_from_full_tuning_to_delta_tuning():
     losses = []
     for _ in range(5):
         loss = model(IDS, labels=IDS).loss
-        loss.backward(); opt.step(); opt.zero_grad(); losses.append(loss.item())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
     assert losses[-1] < losses[0]
     delta.detach()
     assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
@@ -70,7 +82,12 @@ def test_sites_in_any_layer_of_bert_large():
     "`LoraModel(backbone_model, rank=8, modified_modules=[…])`, on meta"
     import transformers as tf
     from bmlab.delta.lora import Lora
-    with torch.device("meta"): model = tf.BertModel(tf.BertConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, vocab_size=28996))
+    with torch.device("meta"):
+        model = tf.BertModel(
+            tf.BertConfig(
+                hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, vocab_size=28996
+            )
+        )
     d = Lora(model, r=8, modules=["20.attention.output.dense", "23.attention.self.value"])
     assert list(d.sites) == ["encoder.layer.20.attention.output.dense", "encoder.layer.23.attention.self.value"]
     assert d.count().delta == 2 * 8 * (1024 + 1024)
@@ -80,11 +97,15 @@ def test_addresses_as_in_opendelta():
     "A name's end at a dot; [r] is an expression that starts at a dot and ends at the end"
     from bmlab.delta.lora import Lora
     model = bert()
-    assert len(resolve(model, "self.value")) == 3 and len(resolve(model, "[r]layer\\.[0-1]\\.attention\\.self\\.(query|value)")) == 4
+    assert (
+        len(resolve(model, "self.value")) == 3
+        and len(resolve(model, "[r]layer\\.[0-1]\\.attention\\.self\\.(query|value)")) == 4
+    )
     with pytest.raises(LookupError): resolve(model, "elf.value")
     import transformers as tf
     with torch.device("meta"): deep = tf.BertModel(tf.BertConfig(**TINY | dict(num_hidden_layers=12)))
-    assert list(resolve(deep, "[r][0-5]\\.attention")) == [f"encoder.layer.{i}.attention" for i in range(6)]      # not layer 10
+    # not layer 10
+    assert list(resolve(deep, "[r][0-5]\\.attention")) == [f"encoder.layer.{i}.attention" for i in range(6)]
     assert len(Lora(model, modules="[r]layer\\.[0-1]\\.attention\\.self\\.query").sites) == 2
 
 
@@ -92,9 +113,22 @@ def test_addresses_as_in_opendelta():
 
 def test_imports_without_what_opendelta_needs():
     "No web server, hub client or viewer, and neither peft nor deepspeed"
-    names = ["peft", "deepspeed", "bigmodelvis", "web", "DeltaCenter", "sqlitedict", "anywidget", "ipywidgets", "matplotlib"]
+    names = [
+        "peft",
+        "deepspeed",
+        "bigmodelvis",
+        "web",
+        "DeltaCenter",
+        "sqlitedict",
+        "anywidget",
+        "ipywidgets",
+        "matplotlib",
+    ]
     modules = ["delta", "lora", "hub", "adapter", "vectors", "soft", "prefix"]
-    code = f"import sys\nfor n in {names!r}: sys.modules[n] = None\nimport {', '.join('bmlab.delta.' + m for m in modules)}"
+    code = (
+        f"import sys\nfor n in {names!r}: sys.modules[n] = None\nimport "
+        f"{', '.join('bmlab.delta.' + m for m in modules)}"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
@@ -110,7 +144,11 @@ def test_attach_after_detach(path):
     tuned = logits(model)
     for _ in range(2):
         d.detach()
-        assert torch.equal(logits(model), plain) and list(model.state_dict()) == list(state) and all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+        assert (
+            torch.equal(logits(model), plain)
+            and list(model.state_dict()) == list(state)
+            and all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+        )
         d.attach()
         assert torch.equal(logits(model), tuned)
 
@@ -122,7 +160,9 @@ def test_detached_in_any_order(path):
     plain = logits(model)
     a, b, c = (stirred(made(p, model)) for p in (path, "lora:Lora", path))
     both = logits(model)
-    a.detach(); c.detach(); b.detach()
+    a.detach()
+    c.detach()
+    b.detach()
     assert torch.equal(logits(model), plain)
     for d in (a, b, c): d.attach()
     assert torch.equal(logits(model), both)
@@ -147,7 +187,11 @@ def test_exclude_is_heeded(path):
     "OpenDelta's LoraModel(exclude_modules=…) does nothing"
     model = bert()
     every, less = made(path, model), made(path, model, exclude="encoder.layer.1")
-    assert any("layer.1." in n for n in every.sites) and not any("layer.1." in n for n in less.sites) and len(less.sites) < len(every.sites)
+    assert (
+        any("layer.1." in n for n in every.sites)
+        and not any("layer.1." in n for n in less.sites)
+        and len(less.sites) < len(every.sites)
+    )
 
 
 @pytest.mark.parametrize("path", EIGHT)
@@ -185,9 +229,15 @@ def test_freeze_keeps_what_it_is_told():
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, num_key_value_heads=2))
     d = Lora(model).freeze(keep=["lm_head", "norm"])
     tunable = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert {"lm_head.weight", "model.norm.weight"} <= tunable and all("_deltas" in n or n in ("lm_head.weight", "model.norm.weight") for n in tunable)
-    d.freeze(); d.freeze(keep=None)                                       # again and again, without a warning
-    assert all("_deltas" in n for n, p in model.named_parameters() if p.requires_grad) and count(model).trainable == d.count().delta > 0
+    assert {"lm_head.weight", "model.norm.weight"} <= tunable and all(
+        "_deltas" in n or n in ("lm_head.weight", "model.norm.weight") for n in tunable
+    )
+    d.freeze()
+    d.freeze(keep=None)  # again and again, without a warning
+    assert (
+        all("_deltas" in n for n, p in model.named_parameters() if p.requires_grad)
+        and count(model).trainable == d.count().delta > 0
+    )
     d.unfreeze()
     assert all(p.requires_grad for n, p in model.named_parameters())
 
@@ -204,7 +254,10 @@ def test_a_new_head_stays_tunable(cls, head):
 def test_every_task_head_of_other_families():
     import transformers as tf
     from bmlab.delta.lora import Lora
-    gpt, l = dict(n_embd=32, n_layer=1, n_head=4, vocab_size=99), dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    gpt, l = (
+        dict(n_embd=32, n_layer=1, n_head=4, vocab_size=99),
+        dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4),
+    )
     t5 = tf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=99)
     for model, kept in ((tf.RobertaForSequenceClassification(tf.RobertaConfig(**l, vocab_size=99)), ("classifier",)),
                         (tf.DistilBertForSequenceClassification(tf.DistilBertConfig(dim=32, hidden_dim=64, n_layers=1, n_heads=4, vocab_size=99)), ("pre_classifier", "classifier")),
@@ -223,21 +276,32 @@ def test_a_head_trained_along_is_saved_with_the_delta(tmp_path):
     plain = logits(base)
     d = Lora(model, r=4).freeze()
     opt = torch.optim.AdamW(d.trainable(), lr=1e-2)
-    for _ in range(3): model(IDS, labels=torch.tensor([0, 1])).loss.backward(); opt.step(); opt.zero_grad()
+    for _ in range(3):
+        model(IDS, labels=torch.tensor([0, 1])).loss.backward()
+        opt.step()
+        opt.zero_grad()
     d.unfreeze().save(tmp_path / "ours")
     assert not torch.equal(model.classifier.weight, base.classifier.weight)
     other, theirs = copy.deepcopy(base), peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "ours").eval()
     back = Delta.load(tmp_path / "ours", other, name="zh")
     for got in (logits(other), logits(theirs)): torch.testing.assert_close(got, logits(model), atol=1e-6, rtol=0)
     with back.off(): assert torch.equal(logits(other), plain)
-    for twin in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))): assert torch.equal(logits(twin), logits(other))
+    for twin in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+        assert torch.equal(logits(twin), logits(other))
     with back.merge(): torch.testing.assert_close(logits(other), logits(model), atol=1e-5, rtol=0)
-    assert back.freeze().kept == () and {id(p) for p in back.trainable()} >= {id(p) for p in back.heads["classifier"].parameters()}
-    back.save(tmp_path / "again"); again = copy.deepcopy(base); Delta.load(tmp_path / "again", again)
+    assert back.freeze().kept == () and {id(p) for p in back.trainable()} >= {
+        id(p) for p in back.heads["classifier"].parameters()
+    }
+    back.save(tmp_path / "again")
+    again = copy.deepcopy(base)
+    Delta.load(tmp_path / "again", again)
     assert torch.equal(logits(again), logits(other))
     back.detach()
     assert torch.equal(logits(other), plain) and list(other.state_dict()) == list(base.state_dict())
-    theirs = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(task_type="SEQ_CLS", init_lora_weights=False, target_modules=["query", "value"])).eval()
+    theirs = peft.get_peft_model(
+        copy.deepcopy(base),
+        peft.LoraConfig(task_type="SEQ_CLS", init_lora_weights=False, target_modules=["query", "value"]),
+    ).eval()
     for p in theirs.parameters():
         if p.requires_grad: nn.init.normal_(p, std=0.1)
     theirs.save_pretrained(tmp_path / "peft")
@@ -254,7 +318,8 @@ def test_a_tied_head_that_is_kept_takes_its_embedding_along(tmp_path):
     other = gpt2()
     back = Delta.load(tmp_path, other)
     assert torch.equal(logits(other), logits(model)) and sorted(back.heads) == ["lm_head", "transformer.wte"]
-    plain = gpt2(); back.detach()
+    plain = gpt2()
+    back.detach()
     assert torch.equal(logits(other), logits(plain))
 
 
@@ -265,7 +330,8 @@ def test_freezing_holds_no_old_weights():
     model = bert("BertForSequenceClassification")
     d = Lora(model).freeze()
     old = weakref.ref(model.classifier.weight), weakref.ref(model.bert.embeddings.word_embeddings.weight)
-    for m in (model.classifier, model.bert.embeddings.word_embeddings): m.weight = nn.Parameter(m.weight.detach().clone(), m.weight.requires_grad)
+    for m in (model.classifier, model.bert.embeddings.word_embeddings):
+        m.weight = nn.Parameter(m.weight.detach().clone(), m.weight.requires_grad)
     gc.collect()
     assert [r() for r in old] == [None, None] and any(p is model.classifier.weight for p in d.trainable())
 
@@ -304,7 +370,9 @@ def test_prompts_generate(path):
     model = gpt2()
     stirred(made(path, model), by=1.)
     with torch.no_grad():
-        cached, plain = (model.generate(IDS, max_new_tokens=5, do_sample=False, use_cache=c, pad_token_id=0) for c in (True, False))
+        cached, plain = (
+            model.generate(IDS, max_new_tokens=5, do_sample=False, use_cache=c, pad_token_id=0) for c in (True, False)
+        )
     assert torch.equal(cached, plain) and cached.shape[1] == IDS.shape[1] + 5
 
 
@@ -352,9 +420,12 @@ def test_shared_delta(path):
 def test_shared_delta_is_saved_once(path, tmp_path):
     model = bert()
     d = stirred(made(path, model, share="places"))
-    d.save(tmp_path / "once"); own = made(path, bert()); own.save(tmp_path / "own")
+    d.save(tmp_path / "once")
+    own = made(path, bert())
+    own.save(tmp_path / "own")
     sizes = [(tmp_path / k / "adapter_model.safetensors").stat().st_size for k in ("once", "own")]
-    absolute = path.endswith("LayerNormTuning")                  # PEFT's file of this method holds whole norms, which are each layer's own
+    # PEFT's file of this method holds whole norms, which are each layer's own
+    absolute = path.endswith("LayerNormTuning")
     assert absolute or sizes[0] < 0.6 * sizes[1]
     other = bert()
     back = Delta.load(tmp_path / "once", other)
@@ -367,6 +438,7 @@ def test_shared_lora_reaches_peft_when_spread(tmp_path):
     from bmlab.delta.lora import Lora
     model = bert()
     d = stirred(Lora(model, r=4, share="layers"))
-    with pytest.raises(Exception): peft.PeftModel.from_pretrained(bert(), d.save(tmp_path / "once"))      # refuses instead of filling one site of six
+    # refuses instead of filling one site of six
+    with pytest.raises(Exception): peft.PeftModel.from_pretrained(bert(), d.save(tmp_path / "once"))
     theirs = peft.PeftModel.from_pretrained(bert(), d.save(tmp_path / "spread", spread=True)).eval()
     torch.testing.assert_close(logits(theirs), logits(model), atol=1e-6, rtol=0)

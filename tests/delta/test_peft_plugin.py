@@ -14,12 +14,48 @@ from toys import llama, moved, tune
 peft = pytest.importorskip("peft")
 QV = {"target_modules": ["q_proj", "v_proj"]}
 METHODS = {  # peft_type: further fields
-    "LORA": dict(r=4, use_dora=True), "BEFT": {}, "BOFT": {}, "C3A": dict(block_size=8), "DEFT": {}, "DELORA": {}, "FOURIERFT": {}, "FROD": {}, "GLORA": {}, "GRALORA": {}, "HIRA": {},
-    "HRA": {}, "IA3": dict(feedforward_modules=[]), "LILY": {}, "LN_TUNING": dict(target_modules=["input_layernorm"]), "LOHA": {}, "LOKR": {}, "MISS": dict(r=4), "OFT": {}, "PEANUT": {},
-    "PSOFT": {}, "PVERA": {}, "RANDLORA": dict(r=4), "ROAD": dict(group_size=8), "SHIRA": dict(r=4), "SUPERTUNING": {}, "TINYLORA": {},
-    "TRAINABLE_TOKENS": dict(target_modules=["embed_tokens"], token_indices=[1, 2]), "UNILORA": {}, "VBLORA": dict(vector_length=4, num_vectors=64, topk=2), "VERA": {}, "WAVEFT": dict(n_frequency=16),
+    "LORA": dict(r=4, use_dora=True),
+    "BEFT": {},
+    "BOFT": {},
+    "C3A": dict(block_size=8),
+    "DEFT": {},
+    "DELORA": {},
+    "FOURIERFT": {},
+    "FROD": {},
+    "GLORA": {},
+    "GRALORA": {},
+    "HIRA": {},
+    "HRA": {},
+    "IA3": dict(feedforward_modules=[]),
+    "LILY": {},
+    "LN_TUNING": dict(target_modules=["input_layernorm"]),
+    "LOHA": {},
+    "LOKR": {},
+    "MISS": dict(r=4),
+    "OFT": {},
+    "PEANUT": {},
+    "PSOFT": {},
+    "PVERA": {},
+    "RANDLORA": dict(r=4),
+    "ROAD": dict(group_size=8),
+    "SHIRA": dict(r=4),
+    "SUPERTUNING": {},
+    "TINYLORA": {},
+    "TRAINABLE_TOKENS": dict(target_modules=["embed_tokens"], token_indices=[1, 2]),
+    "UNILORA": {},
+    "VBLORA": dict(vector_length=4, num_vectors=64, topk=2),
+    "VERA": {},
+    "WAVEFT": dict(n_frequency=16),
 }
-REFUSED = {"ADALORA": "a schedule of ranks", "POLY": "lost", "OSF": "hangs hooks", "PROMPT_TUNING": "SoftPrompt", "PREFIX_TUNING": "Prefix", "P_TUNING": "PTuning", "ADAPTION_PROMPT": "no layers"}
+REFUSED = {
+    "ADALORA": "a schedule of ranks",
+    "POLY": "lost",
+    "OSF": "hangs hooks",
+    "PROMPT_TUNING": "SoftPrompt",
+    "PREFIX_TUNING": "Prefix",
+    "P_TUNING": "PTuning",
+    "ADAPTION_PROMPT": "no layers",
+}
 IDS = torch.arange(12).view(2, 6)
 
 
@@ -68,7 +104,11 @@ def whole(model, d, folder):
     torch.optim.AdamW(d.param_groups(1e-2)).step()
     assert not torch.equal(logits(model), tuned)
     d.unfreeze().detach()
-    assert torch.equal(logits(model), plain) and [type(m) for m in model.modules()] == classes and list(model.state_dict()) == list(state)
+    assert (
+        torch.equal(logits(model), plain)
+        and [type(m) for m in model.modules()] == classes
+        and list(model.state_dict()) == list(state)
+    )
     assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
 
 
@@ -103,11 +143,20 @@ def test_merge(kind):
 def test_refusals(kind):
     model = llama()
     plain, classes = logits(model), [type(m) for m in model.modules()]
-    more = {"ADALORA": dict(total_step=10), "PROMPT_TUNING": dict(num_virtual_tokens=2), "PREFIX_TUNING": dict(num_virtual_tokens=2), "P_TUNING": dict(num_virtual_tokens=2),
-            "ADAPTION_PROMPT": dict(adapter_len=2, adapter_layers=1)}.get(kind, {})
-    fields = {"peft_type": kind, "task_type": "CAUSAL_LM", **more} | ({} if "TUNING" in kind or kind == "ADAPTION_PROMPT" else QV)
+    more = {
+        "ADALORA": dict(total_step=10),
+        "PROMPT_TUNING": dict(num_virtual_tokens=2),
+        "PREFIX_TUNING": dict(num_virtual_tokens=2),
+        "P_TUNING": dict(num_virtual_tokens=2),
+        "ADAPTION_PROMPT": dict(adapter_len=2, adapter_layers=1),
+    }.get(kind, {})
+    fields = {"peft_type": kind, "task_type": "CAUSAL_LM", **more} | (
+        {} if "TUNING" in kind or kind == "ADAPTION_PROMPT" else QV
+    )
     with pytest.raises(ValueError, match=REFUSED[kind]): PeftDelta(model, fields)
-    assert torch.equal(logits(model), plain) and [type(m) for m in model.modules()] == classes and not list(deltas(model))
+    assert (
+        torch.equal(logits(model), plain) and [type(m) for m in model.modules()] == classes and not list(deltas(model))
+    )
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
@@ -115,7 +164,8 @@ def test_backbone_is_never_moved(init):
     "Initialisations that write into the weight do it to a clone, and are refused"
     model = llama()
     state = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="changes the weight"): make(model, "LORA", use_dora=False, init_lora_weights=init)
+    with pytest.raises(ValueError, match="changes the weight"):
+        make(model, "LORA", use_dora=False, init_lora_weights=init)
     assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
 
 
@@ -136,8 +186,14 @@ def test_other_models(tmp_path):
     "Conv1D of GPT-2, embeddings of BERT, T5"
     import transformers as tf
     gpt2 = tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99)).eval()
-    whole(gpt2, lambda m: PeftDelta(m, peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True)), tmp_path / "gpt2")
-    bert = tf.BertForMaskedLM(tf.BertConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99)).eval()
+    whole(
+        gpt2,
+        lambda m: PeftDelta(m, peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True)),
+        tmp_path / "gpt2",
+    )
+    bert = tf.BertForMaskedLM(
+        tf.BertConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99)
+    ).eval()
     whole(bert, lambda m: PeftDelta(m, peft.LoHaConfig(r=2, target_modules=["query", "value"])), tmp_path / "bert")
 
 

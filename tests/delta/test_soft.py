@@ -15,31 +15,115 @@ from bmlab.delta.prefix import Prefix
 from bmlab.delta.soft import PTuning, SoftPrompt
 from fresh import fresh_python
 
-TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+TINY = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    vocab_size=99,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 KV = dict(num_key_value_heads=2)
 IDS = torch.arange(3, 15).view(2, 6)
 LABELS = torch.arange(20, 32).view(2, 6)
 
 
 def llama(**kw): return tf.LlamaForCausalLM(tf.LlamaConfig(**TINY | KV | kw))
-def gpt2(**kw): return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, pad_token_id=0, bos_token_id=1, eos_token_id=2, resid_pdrop=0., embd_pdrop=0., attn_pdrop=0., **kw))
+def gpt2(**kw):
+    return tf.GPT2LMHeadModel(
+        tf.GPT2Config(
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            vocab_size=99,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            **kw,
+        )
+    )
 def bert(): return tf.BertModel(tf.BertConfig(**TINY, hidden_dropout_prob=0., attention_probs_dropout_prob=0.))
-def t5(layers=2, **kw): return tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=layers, num_heads=4, vocab_size=99, decoder_start_token_id=0, dropout_rate=0., **kw))
+def t5(layers=2, **kw):
+    return tf.T5ForConditionalGeneration(
+        tf.T5Config(
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=layers,
+            num_heads=4,
+            vocab_size=99,
+            decoder_start_token_id=0,
+            dropout_rate=0.0,
+            **kw,
+        )
+    )
 def t5_odd(): return t5(3)
-def bart(): return tf.BartForConditionalGeneration(tf.BartConfig(d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=99, dropout=0.))
-def qwen3moe(): return tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**TINY | KV, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2))
-def roberta(): return tf.RobertaModel(tf.RobertaConfig(**TINY | dict(max_position_embeddings=64), hidden_dropout_prob=0., attention_probs_dropout_prob=0.))
-def bert_classifier(): return tf.BertForSequenceClassification(tf.BertConfig(**TINY, num_labels=3, hidden_dropout_prob=0., attention_probs_dropout_prob=0.))
+def bart():
+    return tf.BartForConditionalGeneration(
+        tf.BartConfig(
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            vocab_size=99,
+            dropout=0.0,
+        )
+    )
+def qwen3moe():
+    return tf.Qwen3MoeForCausalLM(
+        tf.Qwen3MoeConfig(**TINY | KV, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+    )
+def roberta():
+    return tf.RobertaModel(
+        tf.RobertaConfig(
+            **TINY | dict(max_position_embeddings=64), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        )
+    )
+def bert_classifier():
+    return tf.BertForSequenceClassification(
+        tf.BertConfig(**TINY, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    )
 def llama_classifier(): return tf.LlamaForSequenceClassification(tf.LlamaConfig(**TINY | KV, num_labels=3))
 
 
-TASKS = {llama: "CAUSAL_LM", gpt2: "CAUSAL_LM", qwen3moe: "CAUSAL_LM", bert: "FEATURE_EXTRACTION", roberta: "FEATURE_EXTRACTION", t5: "SEQ_2_SEQ_LM", t5_odd: "SEQ_2_SEQ_LM",
-         bart: "SEQ_2_SEQ_LM", bert_classifier: "SEQ_CLS", llama_classifier: "SEQ_CLS"}
-PEFT = {"prompt": lambda **kw: peft.PromptTuningConfig(num_virtual_tokens=5, **kw), "p_mlp": lambda **kw: peft.PromptEncoderConfig(num_virtual_tokens=5, encoder_hidden_size=16, **kw),
-        "p_lstm": lambda **kw: peft.PromptEncoderConfig(num_virtual_tokens=5, encoder_hidden_size=16, encoder_reparameterization_type="LSTM", **kw),
-        "prefix": lambda **kw: peft.PrefixTuningConfig(num_virtual_tokens=5, **kw), "prefix_mlp": lambda **kw: peft.PrefixTuningConfig(num_virtual_tokens=5, prefix_projection=True, encoder_hidden_size=24, **kw)}
-OURS = {"prompt": lambda m: SoftPrompt(m, 5, cut=False), "p_mlp": lambda m: PTuning(m, 5, hidden=16, cut=False), "p_lstm": lambda m: PTuning(m, 5, "lstm", hidden=16, cut=False),
-        "prefix": lambda m: Prefix(m, 5, std=1.), "prefix_mlp": lambda m: Prefix(m, 5, hidden=24, std=1.)}
+TASKS = {
+    llama: "CAUSAL_LM",
+    gpt2: "CAUSAL_LM",
+    qwen3moe: "CAUSAL_LM",
+    bert: "FEATURE_EXTRACTION",
+    roberta: "FEATURE_EXTRACTION",
+    t5: "SEQ_2_SEQ_LM",
+    t5_odd: "SEQ_2_SEQ_LM",
+    bart: "SEQ_2_SEQ_LM",
+    bert_classifier: "SEQ_CLS",
+    llama_classifier: "SEQ_CLS",
+}
+PEFT = {
+    "prompt": lambda **kw: peft.PromptTuningConfig(num_virtual_tokens=5, **kw),
+    "p_mlp": lambda **kw: peft.PromptEncoderConfig(num_virtual_tokens=5, encoder_hidden_size=16, **kw),
+    "p_lstm": lambda **kw: peft.PromptEncoderConfig(
+        num_virtual_tokens=5, encoder_hidden_size=16, encoder_reparameterization_type="LSTM", **kw
+    ),
+    "prefix": lambda **kw: peft.PrefixTuningConfig(num_virtual_tokens=5, **kw),
+    "prefix_mlp": lambda **kw: peft.PrefixTuningConfig(
+        num_virtual_tokens=5, prefix_projection=True, encoder_hidden_size=24, **kw
+    ),
+}
+OURS = {
+    "prompt": lambda m: SoftPrompt(m, 5, cut=False),
+    "p_mlp": lambda m: PTuning(m, 5, hidden=16, cut=False),
+    "p_lstm": lambda m: PTuning(m, 5, "lstm", hidden=16, cut=False),
+    "prefix": lambda m: Prefix(m, 5, std=1.0),
+    "prefix_mlp": lambda m: Prefix(m, 5, hidden=24, std=1.0),
+}
 
 
 def made(build):
@@ -55,18 +139,30 @@ def out(model, **kw):
 
 def words(model, ids=IDS, **kw):
     "What it generates"
-    got = model.generate(input_ids=ids, **dict(attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0) | kw)
+    got = model.generate(
+        input_ids=ids,
+        **dict(attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0) | kw,
+    )
     return got if getattr(model.config, "is_encoder_decoder", False) else got[:, ids.shape[1]:]
 
 
-HEADS = pytest.mark.skipif(not hasattr(Delta, "head_prefix"), reason="delta knows one place for heads in files only; PEFT's prompt methods have another")
-CASES = [pytest.param(b, m, marks=[HEADS] * b.__name__.endswith("classifier")) for b in TASKS for m in PEFT if not (m == "prefix_mlp" and b is not llama)]
+HEADS = pytest.mark.skipif(
+    not hasattr(Delta, "head_prefix"),
+    reason="delta knows one place for heads in files only; PEFT's prompt methods have another",
+)
+CASES = [
+    pytest.param(b, m, marks=[HEADS] * b.__name__.endswith("classifier"))
+    for b in TASKS
+    for m in PEFT
+    if not (m == "prefix_mlp" and b is not llama)
+]
 
 
 @pytest.mark.parametrize("build,method", CASES, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_peft_both_ways(build, method, tmp_path):
     "A file of ours in PEFT and one of PEFT's here: outputs within 1e-6, with padding, and the same words generated"
-    if build is llama_classifier and method.startswith("prefix"): pytest.skip("PEFT pools the last word that it finds in input_ids; compared in test_classifier_prefix")
+    if build is llama_classifier and method.startswith("prefix"):
+        pytest.skip("PEFT pools the last word that it finds in input_ids; compared in test_classifier_prefix")
     plain, mask = out(made(build)), torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
     def compare(ours, theirs):
         for kw in ({}, {"attention_mask": mask}):
@@ -75,9 +171,11 @@ def test_peft_both_ways(build, method, tmp_path):
         assert mine.shape != plain.shape or (out(ours) - plain).abs().max() > 1e-4
         if ours.can_generate():
             assert torch.equal(words(ours), words(theirs))
-            if not method.startswith("prefix") or build is not bart: assert torch.equal(words(ours, num_beams=2), words(theirs, num_beams=2))
+            if not method.startswith("prefix") or build is not bart:
+                assert torch.equal(words(ours, num_beams=2), words(theirs, num_beams=2))
     ours = made(build)
-    d = OURS[method](ours).freeze()                                          # which keeps the head of a classifier: PEFT wants it in the file
+    # which keeps the head of a classifier: PEFT wants it in the file
+    d = OURS[method](ours).freeze()
     compare(ours, peft.PeftModel.from_pretrained(made(build), d.save(tmp_path / "ours")).eval())
     backbone = made(build)
     theirs = peft.get_peft_model(copy.deepcopy(backbone), PEFT[method](task_type=TASKS[build])).eval()
@@ -91,7 +189,10 @@ def steps(model, params, call, n=20):
     opt, losses = torch.optim.AdamW(params, lr=1e-2), []
     for _ in range(n):
         loss = call(model).loss
-        loss.backward(); opt.step(); opt.zero_grad(); losses.append(loss.item())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
     return losses
 
 
@@ -103,10 +204,14 @@ def as_peft(d, encoder):
             at = slice(2 * row * 16, 2 * (row + 1) * 16)
             if s.trunk is None:
                 k, v = encoder.embedding.weight[:, at].chunk(2, 1)
-                put(s.key, k); put(s.value, v)
+                put(s.key, k)
+                put(s.value, v)
             else:
-                put(s.trunk.table, encoder.embedding.weight); put(s.trunk.inner.weight, encoder.transform[0].weight); put(s.trunk.inner.bias, encoder.transform[0].bias)
-                put(s.out.weight, encoder.transform[2].weight[at]); put(s.out.bias, encoder.transform[2].bias[at])
+                put(s.trunk.table, encoder.embedding.weight)
+                put(s.trunk.inner.weight, encoder.transform[0].weight)
+                put(s.trunk.inner.bias, encoder.transform[0].bias)
+                put(s.out.weight, encoder.transform[2].weight[at])
+                put(s.out.bias, encoder.transform[2].bias[at])
         return
     put(d.site.table, encoder.embedding.weight[:len(d.site.table)])
     if isinstance(d, PTuning):
@@ -121,7 +226,11 @@ def test_twenty_steps(method):
     theirs = peft.get_peft_model(copy.deepcopy(backbone), PEFT[method](task_type="CAUSAL_LM"))
     d = OURS[method](backbone).freeze()
     as_peft(d, theirs.prompt_encoder["default"])
-    assert d.count().delta == sum(p.numel() for p in theirs.parameters() if p.requires_grad) == sum(p.numel() for p in d.trainable())
+    assert (
+        d.count().delta
+        == sum(p.numel() for p in theirs.parameters() if p.requires_grad)
+        == sum(p.numel() for p in d.trainable())
+    )
     call = lambda m: m(input_ids=IDS, labels=LABELS)
     want = steps(theirs, [p for p in theirs.parameters() if p.requires_grad], call)
     got = steps(backbone, d.trainable(), call)
@@ -144,21 +253,50 @@ def test_counts():
     "P·D; an encoder beside it; layers · 2 · P · n_kv · d_head; BERT-large and an 8B shape on meta"
     assert SoftPrompt(made(llama), 10).count().delta == 10 * 32
     assert Prefix(made(llama), 10).count().delta == 2 * 2 * 10 * 2 * 8
-    assert Prefix(llama(hidden_size=64), 10).count().delta == 1280                     # research's tiny LLaMA with grouped heads
+    # research's tiny LLaMA with grouped heads
+    assert Prefix(llama(hidden_size=64), 10).count().delta == 1280
     with torch.device("meta"):
-        large = tf.BertForMaskedLM(tf.BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096))
-        eight = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256))
-    assert SoftPrompt(large, 20, init="uniform").count().delta == 20 * 1024 and Prefix(large, 20).count().delta == 24 * 2 * 20 * 1024
+        large = tf.BertForMaskedLM(
+            tf.BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+        )
+        eight = tf.LlamaForCausalLM(
+            tf.LlamaConfig(
+                hidden_size=4096,
+                num_hidden_layers=32,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                intermediate_size=14336,
+                vocab_size=128256,
+            )
+        )
+    assert (
+        SoftPrompt(large, 20, init="uniform").count().delta == 20 * 1024
+        and Prefix(large, 20).count().delta == 24 * 2 * 20 * 1024
+    )
     assert Prefix(eight, 20).count().delta == 32 * 2 * 20 * 8 * 128 and SoftPrompt(eight, 20).count().delta == 20 * 4096
     assert {p.device.type for p in deltas(eight)["prefix_tuning"].parameters()} == {"meta"}
 
 
 ARCHITECTURES = {
-    "llama": llama, "gpt2": gpt2, "qwen3moe": qwen3moe,
-    "opt": lambda: tf.OPTForCausalLM(tf.OPTConfig(hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99, word_embed_proj_dim=32, pad_token_id=0)),
+    "llama": llama,
+    "gpt2": gpt2,
+    "qwen3moe": qwen3moe,
+    "opt": lambda: tf.OPTForCausalLM(
+        tf.OPTConfig(
+            hidden_size=32,
+            ffn_dim=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            vocab_size=99,
+            word_embed_proj_dim=32,
+            pad_token_id=0,
+        )
+    ),
     "neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**TINY)),
     "gptj": lambda: tf.GPTJForCausalLM(tf.GPTJConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=99, rotary_dim=4)),
-    "gptneo": lambda: tf.GPTNeoForCausalLM(tf.GPTNeoConfig(hidden_size=32, num_layers=2, num_heads=4, vocab_size=99, attention_types=[[["global"], 2]])),
+    "gptneo": lambda: tf.GPTNeoForCausalLM(
+        tf.GPTNeoConfig(hidden_size=32, num_layers=2, num_heads=4, vocab_size=99, attention_types=[[["global"], 2]])
+    ),
     "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**TINY | KV)),
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY | KV, head_dim=16)),
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**TINY | KV, num_local_experts=4)),
@@ -167,9 +305,25 @@ ARCHITECTURES = {
     "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**TINY | KV)),
     "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**TINY | KV)),
     "bigcode": lambda: tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=99)),
-    "gptoss": lambda: tf.GptOssForCausalLM(tf.GptOssConfig(**TINY | KV, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=64)),
-    "deepseek": lambda: tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**TINY | dict(num_key_value_heads=4), moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
-                                                                     first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)),
+    "gptoss": lambda: tf.GptOssForCausalLM(
+        tf.GptOssConfig(**TINY | KV, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=64)
+    ),
+    "deepseek": lambda: tf.DeepseekV3ForCausalLM(
+        tf.DeepseekV3Config(
+            **TINY | dict(num_key_value_heads=4),
+            moe_intermediate_size=16,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            kv_lora_rank=16,
+            q_lora_rank=16,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+        )
+    ),
     "bert_decoder": lambda: tf.BertLMHeadModel(tf.BertConfig(**TINY, is_decoder=True)),
     "roberta_decoder": lambda: tf.RobertaForCausalLM(tf.RobertaConfig(**TINY, is_decoder=True)),
     "bloom": lambda: tf.BloomForCausalLM(tf.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=99)),
@@ -194,7 +348,8 @@ def test_words_in_front(name, method):
     d = method(model, init="text", text=text)
     assert (out(model) - want).abs().max() < 1e-6 < (want - plain).abs().max()
     assert torch.equal(words(model), generated)
-    eager = copy.deepcopy(model); eager.set_attn_implementation("eager")
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
     assert (out(eager) - want).abs().max() < 1e-6
     d.detach()
     assert torch.equal(out(model), plain)
@@ -206,7 +361,10 @@ def test_padding_left():
     for d in (SoftPrompt(model, 5), Prefix(model, 5, std=1.)):
         with torch.no_grad():
             for p in d.parameters(): p.normal_()
-        padded, mask = torch.cat([torch.zeros(2, 3, dtype=torch.long), IDS], 1), (torch.arange(9) > 2).long().expand(2, 9)
+        padded, mask = (
+            torch.cat([torch.zeros(2, 3, dtype=torch.long), IDS], 1),
+            (torch.arange(9) > 2).long().expand(2, 9),
+        )
         assert torch.equal(words(model, padded, attention_mask=mask), words(model))
         d.detach()
 
@@ -241,7 +399,20 @@ def test_step_by_step():
 def test_glm_has_two_positions(rows):
     "Words as a prompt are words in front: the place in the text moves, the place within a written piece does not"
     set_seed(0)
-    model = BlankGlmForConditionalGeneration(BlankGlmConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_sequence_length=40, initializer_range=0.3, sop_token_id=56, mask_token_ids=[57], eos_token_id=58, pad_token_id=59)).eval()
+    model = BlankGlmForConditionalGeneration(
+        BlankGlmConfig(
+            vocab_size=60,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_sequence_length=40,
+            initializer_range=0.3,
+            sop_token_id=56,
+            mask_token_ids=[57],
+            eos_token_id=58,
+            pad_token_id=59,
+        )
+    ).eval()
     front, ids = torch.tensor([[4, 5, 6]]).expand(rows, 3), torch.arange(10, 10 + 9 * rows).view(rows, 9)
     ids[:, 3], ids[:, -1] = 57, 56
     d = SoftPrompt(model, init="text", text=front[0].tolist())
@@ -251,8 +422,12 @@ def test_glm_has_two_positions(rows):
     torch.testing.assert_close(got, want[:, 3:], atol=1e-5, rtol=1e-5)
     new = words(model, ids)
     for how in (dict(), dict(use_cache=False)): assert torch.equal(words(model, ids, **how), new)
-    with d.off(): assert torch.equal(words(model, torch.cat([front, ids], 1)), new) and not torch.equal(words(model, ids), new)
-    padded, mask = torch.cat([torch.full((rows, 2), 59), ids], 1), torch.cat([torch.zeros(rows, 2), torch.ones(rows, 9)], 1).long()
+    with d.off():
+        assert torch.equal(words(model, torch.cat([front, ids], 1)), new) and not torch.equal(words(model, ids), new)
+    padded, mask = (
+        torch.cat([torch.full((rows, 2), 59), ids], 1),
+        torch.cat([torch.zeros(rows, 2), torch.ones(rows, 9)], 1).long(),
+    )
     assert torch.equal(words(model, padded, attention_mask=mask), new)
 
 
@@ -261,9 +436,13 @@ def test_positions_in_three_rows_move_together():
     for rows in (1, 2, 3):
         seen = {}
         class Asks(nn.Module):
-            def __init__(self): super().__init__(); self.words = nn.Embedding(9, 4)
+            def __init__(self):
+                super().__init__()
+                self.words = nn.Embedding(9, 4)
             def get_input_embeddings(self): return self.words
-            def forward(self, input_ids=None, position_ids=None, inputs_embeds=None): seen["at"] = position_ids; return inputs_embeds
+            def forward(self, input_ids=None, position_ids=None, inputs_embeds=None):
+                seen["at"] = position_ids
+                return inputs_embeds
         SoftPrompt(model := Asks(), 2)
         model(torch.zeros(rows, 5, dtype=torch.long), position_ids=torch.arange(5).expand(3, rows, 5))
         assert torch.equal(seen["at"], torch.arange(7).expand(3, rows, 7))
@@ -290,7 +469,8 @@ def test_t5_encoder_prefix():
     plain = out(model)
     d = Prefix(model, 3, modules="[r]encoder\\.block\\.\\d\\.layer\\.0\\.SelfAttention", std=1.)
     assert (out(model) - plain).abs().max() > 1e-4 and torch.isfinite(out(model)).all()
-    d.freeze(); steps(model, d.trainable(), lambda m: m(input_ids=IDS, labels=LABELS), 3)
+    d.freeze()
+    steps(model, d.trainable(), lambda m: m(input_ids=IDS, labels=LABELS), 3)
     d.detach()
     assert torch.equal(out(model), plain)
 
@@ -320,12 +500,20 @@ def test_heads_of_tasks():
         assert torch.allclose(got.loss, want.loss, atol=1e-6)
         return got, want
     tags = torch.tensor([[0, 1, 2, 0, 1, -100]] * 2)
-    got, want = both(lambda: tf.BertForTokenClassification(config), dict(labels=tags), dict(labels=torch.cat([torch.full((2, 3), -100), tags], 1)))
+    got, want = both(
+        lambda: tf.BertForTokenClassification(config),
+        dict(labels=tags),
+        dict(labels=torch.cat([torch.full((2, 3), -100), tags], 1)),
+    )
     assert torch.allclose(got.logits, want.logits[:, 3:], atol=1e-6)
     got, want = both(lambda: tf.BertForSequenceClassification(config), *[dict(labels=torch.tensor([0, 2]))] * 2)
     assert torch.allclose(got.logits, want.logits, atol=1e-6)
     at = torch.tensor([1, 2])
-    got, want = both(lambda: tf.BertForQuestionAnswering(tf.BertConfig(**TINY)), dict(start_positions=at, end_positions=at + 1), dict(start_positions=at + 3, end_positions=at + 4))
+    got, want = both(
+        lambda: tf.BertForQuestionAnswering(tf.BertConfig(**TINY)),
+        dict(start_positions=at, end_positions=at + 1),
+        dict(start_positions=at + 3, end_positions=at + 4),
+    )
     assert got.start_logits.shape == IDS.shape and torch.allclose(got.end_logits, want.end_logits[:, 3:], atol=1e-6)
     model = made(llama)
     SoftPrompt(model, init="text", text=[7, 8, 9])
@@ -343,7 +531,8 @@ def test_half_precision():
         for dtype in (None, torch.float32):
             d = make(dtype)
             assert {p.dtype for p in d.parameters()} == {dtype or torch.bfloat16} and out(model).dtype == torch.bfloat16
-            d.freeze(); steps(model, d.trainable(), lambda m: m(input_ids=IDS, labels=LABELS), 2)
+            d.freeze()
+            steps(model, d.trainable(), lambda m: m(input_ids=IDS, labels=LABELS), 2)
             d.detach()
 
 
@@ -368,7 +557,9 @@ def test_part_of_the_layers(tmp_path):
     d.save(tmp_path)
     again = made(llama)
     Delta.load(tmp_path, again)
-    assert torch.equal(out(again), out(model)) and list(deltas(again)["prefix_tuning"].prefixes) == ["model.layers.1.self_attn"]
+    assert torch.equal(out(again), out(model)) and list(deltas(again)["prefix_tuning"].prefixes) == [
+        "model.layers.1.self_attn"
+    ]
     with pytest.raises(Exception): peft.PeftModel.from_pretrained(made(llama), tmp_path)
 
 
@@ -395,7 +586,9 @@ def test_copy_to():
         there = d.copy_to(other)
         if hasattr(there, "site"): assert there.site.home[0] is other
         alone = out(other)
-        d.detach(); there.detach(); there.attach()
+        d.detach()
+        there.detach()
+        there.attach()
         assert torch.equal(out(other), alone)
         there.detach()
 
@@ -403,10 +596,15 @@ def test_copy_to():
 def test_another_process(tmp_path):
     "A pickled model generates the same in an interpreter of its own"
     model = made(llama)
-    SoftPrompt(model, 3); Prefix(model, 2, std=1.)
+    SoftPrompt(model, 3)
+    Prefix(model, 2, std=1.)
     torch.save(model, tmp_path / "model.pt")
-    code = f"import torch; m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); ids = torch.arange(3, 15).view(2, 6)\n" \
-           "print(m.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0)[:, 6:].tolist())"
+    code = (
+        f"import torch; m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); ids = torch.arange(3, "
+        "15).view(2, 6)\n"
+        "print(m.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, "
+        "pad_token_id=0)[:, 6:].tolist())"
+    )
     done = fresh_python(code)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == words(model).tolist()
@@ -446,7 +644,8 @@ def test_checkpointed_models():
                 model = made(build).train()
                 set_seed(1)
                 d = make(model).freeze()
-                if recompute: model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                if recompute:
+                    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
                 kw = {} if build is bert else dict(labels=LABELS)
                 o = model(input_ids=IDS, **kw)
                 (o.last_hidden_state.square().mean() if build is bert else o.loss).backward()

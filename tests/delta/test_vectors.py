@@ -11,7 +11,20 @@ from bmlab.core import count, roles
 from bmlab.delta.delta import Delta, deltas
 from bmlab.kernels.layers import pack_linears
 from bmlab.models.load import build as sized
-from toys import FAMILIES as ALL, IDS, as_it_is, build as plain_build, compiled, gradients, inputs, logits, moved, near_under_autocast, shared_files, unused
+from toys import (
+    FAMILIES as ALL,
+    IDS,
+    as_it_is,
+    build as plain_build,
+    compiled,
+    gradients,
+    inputs,
+    logits,
+    moved,
+    near_under_autocast,
+    shared_files,
+    unused,
+)
 
 FAMILIES = [f for f in ALL if f not in ("roberta", "distilbert", "bart")]
 METHODS = {"bitfit": BitFit, "ia3": IA3, "ln_tuning": LayerNormTuning}
@@ -37,9 +50,11 @@ def test_every_family(method, family):
     moved(d).freeze()
     tuned = logits(model)
     tuned.square().sum().backward()
-    assert not [n for n in unused(d) if method != "bitfit" or roles(model)[n] != "k"], unused(d)        # (a key's bias may have none, see below)
+    # (a key's bias may have none, see below)
+    assert not [n for n in unused(d) if method != "bitfit" or roles(model)[n] != "k"], unused(d)
     if method != "bitfit":
-        with d.merge(), torch.no_grad(): assert (logits(model) - tuned).abs().max() <= 1e-5 * max(1, tuned.abs().max())   # (CPM-Ant's are in the tens)
+        # (CPM-Ant's are in the tens)
+        with d.merge(), torch.no_grad(): assert (logits(model) - tuned).abs().max() <= 1e-5 * max(1, tuned.abs().max())
     d.detach()
     check()
 
@@ -54,7 +69,16 @@ def test_counts():
     assert IA3(large).detach().count().delta == 24 * (2 * 1024 + 4096)
     assert LayerNormTuning(large).detach().count().delta == 2 * 1024 * (2 * 24 + 2)
     with torch.device("meta"):
-        llama = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256))
+        llama = tf.LlamaForCausalLM(
+            tf.LlamaConfig(
+                hidden_size=4096,
+                num_hidden_layers=32,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                intermediate_size=14336,
+                vocab_size=128256,
+            )
+        )
     assert IA3(llama).detach().count().delta == 524_288 and LayerNormTuning(llama).detach().count().delta == 65 * 4096
 
 
@@ -67,12 +91,18 @@ def test_bitfit_is_tuning_the_biases():
             if ours: params = BitFit(model).freeze().trainable()
             else:
                 model.requires_grad_(False)
-                params = [p.requires_grad_() for n, p in model.named_parameters() if n.endswith("bias") and "key" not in n]   # a key's bias has no effect, but rounding; see below
-            if ours: params = [p for n, s in deltas(model)["bitfit"].sites.items() for p in s.parameters() if "key" not in n]
+                params = [
+                    p.requires_grad_() for n, p in model.named_parameters() if n.endswith("bias") and "key" not in n
+                ]  # a key's bias has no effect, but rounding; see below
+            if ours:
+                params = [p for n, s in deltas(model)["bitfit"].sites.items() for p in s.parameters() if "key" not in n]
             opt, losses = optimizer(params), []
             for _ in range(10):
                 loss = model(input_ids=IDS, labels=IDS).loss
-                loss.backward(); opt.step(); opt.zero_grad(); losses.append(loss.item())
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+                losses.append(loss.item())
             runs.append((losses, logits(model).detach()))
         assert runs[0][0][-1] < runs[0][0][0] and max(abs(a - b) for a, b in zip(runs[0][0], runs[1][0])) < 1e-9
         torch.testing.assert_close(runs[0][1], runs[1][1], atol=1e-8, rtol=0)
@@ -90,11 +120,20 @@ def test_a_bias_of_the_keys_changes_nothing():
 
 def test_convolutions():
     "The patches of a vision model are made by a convolution with a bias"
-    vit = tf.ViTForImageClassification(tf.ViTConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=8, patch_size=4)).eval()
+    vit = tf.ViTForImageClassification(
+        tf.ViTConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=8, patch_size=4
+        )
+    ).eval()
     pixels = torch.randn(2, 3, 8, 8)
     d = moved(BitFit(vit))
-    assert d.count().delta == sum(p.numel() for n, p in vit.named_parameters() if n.endswith("bias") and "_deltas" not in n and not n.startswith("classifier"))
-    assert d.freeze().kept == ("classifier",)                          # the new head is tuned whole, so it gets no bias of the delta's
+    assert d.count().delta == sum(
+        p.numel()
+        for n, p in vit.named_parameters()
+        if n.endswith("bias") and "_deltas" not in n and not n.startswith("classifier")
+    )
+    # the new head is tuned whole, so it gets no bias of the delta's
+    assert d.freeze().kept == ("classifier",)
     tuned = vit(pixels).logits
     with d.merge(): torch.testing.assert_close(vit(pixels).logits, tuned, atol=1e-5, rtol=1e-5)
 
@@ -120,7 +159,12 @@ def test_peft(method, family, tmp_path):
         ours = build(family)
         d = moved(METHODS[method](ours), 0.3)
         theirs = peft.PeftModel.from_pretrained(build(family), d.save(tmp_path / "ours")).eval()
-        assert (logits(ours) - logits(theirs)).abs().max() <= 1e-6 < 1e-3 < (logits(ours) - logits(build(family))).abs().max()
+        assert (
+            (logits(ours) - logits(theirs)).abs().max()
+            <= 1e-6
+            < 1e-3
+            < (logits(ours) - logits(build(family))).abs().max()
+        )
         theirs = peft.get_peft_model(build(family), peft_config(method, family)).eval()
         for n, p in theirs.named_parameters():
             if "ia3_l" in n or "ln_tuning_layers" in n: p += 0.3 * torch.randn_like(p)
@@ -130,12 +174,19 @@ def test_peft(method, family, tmp_path):
         assert (logits(ours) - logits(theirs)).abs().max() <= 1e-6
     curves = []
     for mine in (True, False):
-        model = Delta.load(tmp_path / "theirs", build(family)).freeze().model if mine else peft.PeftModel.from_pretrained(build(family), tmp_path / "theirs", is_trainable=True)
+        model = (
+            Delta.load(tmp_path / "theirs", build(family)).freeze().model
+            if mine
+            else peft.PeftModel.from_pretrained(build(family), tmp_path / "theirs", is_trainable=True)
+        )
         params, losses = [p for p in model.parameters() if p.requires_grad], []
         opt = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.0)
         for _ in range(20):
             loss = model(input_ids=IDS, labels=IDS).loss
-            loss.backward(); opt.step(); opt.zero_grad(); losses.append(loss.item())
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
         curves.append(losses)
     assert curves[0][-1] < curves[0][0] and max(abs(a - b) for a, b in zip(*curves)) <= 1e-5, curves
 
@@ -163,7 +214,9 @@ def test_shared_files(method, tmp_path):
     spread = shared_files(d, lambda: build("llama"), Delta.load, tmp_path, 1e-6)
     if method != "bitfit":
         peft = pytest.importorskip("peft")
-        assert (logits(peft.PeftModel.from_pretrained(build("llama"), spread).eval()) - logits(model)).abs().max() < 1e-6
+        assert (
+            logits(peft.PeftModel.from_pretrained(build("llama"), spread).eval()) - logits(model)
+        ).abs().max() < 1e-6
 
 
 def test_two_norm_tunings_add_up():
@@ -203,7 +256,9 @@ def test_norm_rule_knows_every_norm(family):
 
 def test_norm_rule_refuses_what_it_would_get_wrong():
     class Odd(nn.Module):
-        def __init__(self, f): super().__init__(); self.weight, self.eps, self.f = nn.Parameter(torch.ones(8)), 1e-5, f
+        def __init__(self, f):
+            super().__init__()
+            self.weight, self.eps, self.f = nn.Parameter(torch.ones(8)), 1e-5, f
         def forward(self, x): return self.f(self, x)
     rms = lambda m, x, eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     assert norm_rule(Odd(lambda m, x: rms(m, x, 1e-5) * m.weight)) == (8, False, 1e-5)
@@ -216,7 +271,10 @@ def test_whole_graph():
     "torch.compile takes all three at once without a break in the graph"
     model = build("llama")
     for method in METHODS.values(): moved(method(model))
-    with torch.no_grad(): torch.testing.assert_close(compiled(logits, model, backend="eager", fullgraph=True), logits(model), atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            compiled(logits, model, backend="eager", fullgraph=True), logits(model), atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.long
@@ -224,4 +282,5 @@ def test_inductor():
     model = build("llama")
     model.model.layers = model.model.layers[:1]
     params = [p for method in METHODS.values() for p in moved(method(model)).freeze().parameters()]
-    for a, b in zip(compiled(gradients(params), model), gradients(params)(model)): torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    for a, b in zip(compiled(gradients(params), model), gradients(params)(model)):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)

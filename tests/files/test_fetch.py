@@ -12,7 +12,9 @@ import pytest
 from bmlab.files import cached, fetch
 from bmlab.train.processes import run_ranks
 
-CLOSED = dict(PIP_INDEX_URL="http://127.0.0.1:9/", PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL="")
+CLOSED = dict(
+    PIP_INDEX_URL="http://127.0.0.1:9/", PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL=""
+)
 
 
 @pytest.fixture
@@ -29,9 +31,13 @@ def toy_index(tmp_path, monkeypatch):
     with zipfile.ZipFile(shelf / "bmlab_toy-1.0-py3-none-any.whl", "w") as z:
         z.writestr("bmlab_toy/words.txt", "alpha beta")
         z.writestr("bmlab_toy-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: bmlab-toy\nVersion: 1.0\n")
-        z.writestr("bmlab_toy-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        z.writestr(
+            "bmlab_toy-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         z.writestr("bmlab_toy-1.0.dist-info/RECORD", "")
-    for k, v in dict(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(shelf), PIP_CONFIG_FILE=os.devnull).items(): monkeypatch.setenv(k, v)
+    for k, v in dict(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(shelf), PIP_CONFIG_FILE=os.devnull).items():
+        monkeypatch.setenv(k, v)
     return shelf
 
 
@@ -41,7 +47,10 @@ def test_three_processes_fetch_at_once(cache, toy_index):
         import time
         from bmlab import files
         made = []
-        def slow(folder): made.append(1); time.sleep(0.5); (folder / "x").write_text("x" * 1000)
+        def slow(folder):
+            made.append(1)
+            time.sleep(0.5)
+            (folder / "x").write_text("x" * 1000)
         folder = files.fetch("bmlab-toy", "1.0", ["bmlab_toy/words.txt"])
         files.cached("slow", slow)
         return files.damage(folder, full=True), (folder / "bmlab_toy/words.txt").read_text(), len(made)
@@ -61,7 +70,8 @@ def test_a_killed_process_leaves_nothing_that_loads(cache):
         cached("toy", make)"""
     p = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert p.stdout.readline() == "half\n"
-    p.send_signal(signal.SIGKILL); p.wait()
+    p.send_signal(signal.SIGKILL)
+    p.wait()
     assert not (cache / "toy").exists() and len(list(cache.glob(".toy~*"))) == 1
     assert (cached("toy", lambda folder: (folder / "x").write_text("whole")) / "x").read_text() == "whole"
     assert list(cache.glob(".toy~*")) == []
@@ -70,11 +80,16 @@ def test_a_killed_process_leaves_nothing_that_loads(cache):
 def test_a_file_cut_in_half_is_made_again_or_reported(cache, toy_index, monkeypatch, caplog):
     words = fetch("bmlab-toy", "1.0", ["bmlab_toy/words.txt"]) / "bmlab_toy/words.txt"
     words.write_text("alpha")
-    assert fetch("bmlab-toy", "1.0", ["bmlab_toy/words.txt"]) / "bmlab_toy/words.txt" == words and words.read_text() == "alpha beta"
+    assert (
+        fetch("bmlab-toy", "1.0", ["bmlab_toy/words.txt"]) / "bmlab_toy/words.txt" == words
+        and words.read_text() == "alpha beta"
+    )
     assert "words.txt has 5 bytes of 10" in caplog.text
     words.write_text("alpha")
     shutil.rmtree(toy_index)
-    with pytest.raises(RuntimeError, match=r"(?s)is damaged \(bmlab_toy/words.txt has 5 bytes of 10\) and could not be made again: could not fetch.*By hand"): fetch("bmlab-toy", "1.0", ["bmlab_toy/words.txt"])
+    with pytest.raises(RuntimeError, match=r"(?s)is damaged \(bmlab_toy/words.txt has 5 bytes of 10\) and could not be "
+                                           r"made again: could not fetch.*By hand"):
+        fetch("bmlab-toy", "1.0", ["bmlab_toy/words.txt"])
 
 
 def test_a_read_only_cache_serves(cache, toy_index):
@@ -87,8 +102,12 @@ def test_a_read_only_cache_serves(cache, toy_index):
 
 @pytest.mark.slow
 def test_an_sdist_gives_its_members(cache):
-    folder = fetch("vaderSentiment", "3.3.2", ["additional_resources/hutto_ICWSM_2014.tar.gz", "LICENSE.txt"], sdist=True)
-    assert (folder / "additional_resources/hutto_ICWSM_2014.tar.gz").stat().st_size > 10**6 and "MIT" in (folder / "LICENSE.txt").read_text()
+    folder = fetch(
+        "vaderSentiment", "3.3.2", ["additional_resources/hutto_ICWSM_2014.tar.gz", "LICENSE.txt"], sdist=True
+    )
+    assert (folder / "additional_resources/hutto_ICWSM_2014.tar.gz").stat().st_size > 10**6 and "MIT" in (
+        folder / "LICENSE.txt"
+    ).read_text()
 
 
 def test_an_sdist_brought_by_hand(cache, tmp_path, monkeypatch):
@@ -101,4 +120,5 @@ def test_an_sdist_brought_by_hand(cache, tmp_path, monkeypatch):
     with tarfile.open(cache / "archives" / "toy_pack-2.0.tar.gz", "w:gz") as t: t.add(top, arcname="toy_pack-2.0")
     sha = hashlib.sha256((cache / "archives" / "toy_pack-2.0.tar.gz").read_bytes()).hexdigest()
     assert (fetch("Toy.Pack", "2.0", ["data/*"], sha256=sha, sdist=True) / "data/x.txt").read_text() == "x"
-    with pytest.raises(RuntimeError, match="holds no 'data/y.txt'"): fetch("Toy.Pack", "2.0", ["data/y.txt"], sdist=True)
+    with pytest.raises(RuntimeError, match="holds no 'data/y.txt'"):
+        fetch("Toy.Pack", "2.0", ["data/y.txt"], sdist=True)

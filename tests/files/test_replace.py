@@ -59,7 +59,11 @@ def write(folder, content):
 
 
 def content(folder):
-    return {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json"}
+    return {
+        p.relative_to(folder).as_posix(): p.read_text()
+        for p in folder.rglob("*")
+        if p.is_file() and p.name != "manifest.json"
+    }
 
 
 def beside(folder): return sorted(p.name for p in folder.parent.iterdir() if "~" in p.name)
@@ -121,7 +125,8 @@ def test_no_space_when_it_is_brought_to_the_disk(tmp_path, monkeypatch, step):
         plain(fd)
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"), replace_folder(folder) as new: write(new, NEW)
-    assert content(folder) == (OLD if step < 6 else NEW) and beside(folder) == []      # the sixth is of the folder around, when the move is made
+    # the sixth is of the folder around, when the move is made
+    assert content(folder) == (OLD if step < 6 else NEW) and beside(folder) == []
     assert len(calls) == step
 
 
@@ -135,9 +140,17 @@ def test_the_manifest_says_what_is_there(tmp_path):
 def test_two_writers_come_one_after_the_other(tmp_path):
     "The second waits for the first, whose content it then replaces; who does not want to wait is told"
     folder = tmp_path / "out"
-    code = ("import sys\nfrom bmlab.files import replace_folder\nwith replace_folder(sys.argv[1]) as new:\n    print('in', flush=True)\n    sys.stdin.readline()\n"
-            "    (new / sys.argv[2]).touch()\n")
-    both = [subprocess.Popen([sys.executable, "-c", code, str(folder), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for name in ("one", "two")]
+    code = (
+        "import sys\nfrom bmlab.files import replace_folder\nwith replace_folder(sys.argv[1]) as new:\n    print('in', "
+        "flush=True)\n    sys.stdin.readline()\n"
+        "    (new / sys.argv[2]).touch()\n"
+    )
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(folder), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for name in ("one", "two")
+    ]
     try:
         ready = select.select([p.stdout for p in both], [], [], 120)[0]
         first, second = sorted(both, key=lambda p: p.stdout not in ready)
@@ -173,7 +186,8 @@ def test_folders_with_names_alike_are_left_alone(tmp_path):
 def test_somebody_elses_folder_is_not_touched(tmp_path):
     folder = tmp_path / "thesis"
     write(folder, {"chapter.tex": "one"})
-    with pytest.raises(FileExistsError, match="holds other things \\(chapter.tex\\)"), replace_folder(folder, marks=("config.json",)): pass
+    with pytest.raises(FileExistsError, match="holds other things \\(chapter.tex\\)"), replace_folder(folder, marks=("config.json",)):
+        pass
     assert content(folder) == {"chapter.tex": "one"}
     (tmp_path / "empty").mkdir()
     with replace_folder(tmp_path / "empty", marks=("config.json",)) as new: write(new, {"config.json": "{}"})
@@ -183,5 +197,8 @@ def test_somebody_elses_folder_is_not_touched(tmp_path):
 
 def test_settle_needs_no_lock_where_there_is_nothing_to_do(tmp_path):
     write(tmp_path / "out", OLD)
-    assert settle(tmp_path / "out") == tmp_path / "out" and settle(tmp_path / "nowhere" / "out") == tmp_path / "nowhere" / "out"
+    assert (
+        settle(tmp_path / "out") == tmp_path / "out"
+        and settle(tmp_path / "nowhere" / "out") == tmp_path / "nowhere" / "out"
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]

@@ -33,7 +33,9 @@ def bucket(distance, buckets, max_distance, both):
     else: distance = max(-distance, 0)
     exact = buckets // 2
     if distance < exact: return base + distance
-    return base + min(exact + int(math.log(distance / exact) / math.log(max_distance / exact) * (buckets - exact)), buckets - 1)
+    return base + min(
+        exact + int(math.log(distance / exact) / math.log(max_distance / exact) * (buckets - exact)), buckets - 1
+    )
 
 
 def distance_bias(table, queries, keys, max_distance, both):
@@ -54,10 +56,15 @@ def cpm1(w, ids, heads):
         p = f"transformer.layers.{i}."
         y = norm(x, w[p + "input_layernorm.weight"], w[p + "input_layernorm.bias"], 1e-5)
         q, k, v = lin(y, p + "attention.query_key_value").chunk(3, -1)
-        x = x + lin(attend(q, k, v, heads, causal(len(ids)), scale=1 / math.sqrt(q.shape[1] / heads)), p + "attention.dense")
+        x = x + lin(
+            attend(q, k, v, heads, causal(len(ids)), scale=1 / math.sqrt(q.shape[1] / heads)), p + "attention.dense"
+        )
         y = norm(x, w[p + "post_attention_layernorm.weight"], w[p + "post_attention_layernorm.bias"], 1e-5)
         x = x + lin(gelu(lin(y, p + "mlp.dense_h_to_4h")), p + "mlp.dense_4h_to_h")
-    return norm(x, w["transformer.final_layernorm.weight"], w["transformer.final_layernorm.bias"], 1e-5) @ w["word_embeddings.weight"].T
+    return (
+        norm(x, w["transformer.final_layernorm.weight"], w["transformer.final_layernorm.bias"], 1e-5)
+        @ w["word_embeddings.weight"].T
+    )
 
 
 def center_block(w, p, x, heads, seen, bias, scaled, attn_scale, eps, memory=None, memory_seen=None, activation=gelu):
@@ -69,7 +76,10 @@ def center_block(w, p, x, heads, seen, bias, scaled, attn_scale, eps, memory=Non
         source = y if source is None else source
         p += "self_attention."
         q, k, v = lin(y, p + "project_q"), lin(source, p + "project_k"), lin(source, p + "project_v")
-        return x + lin(attend(q, k, v, heads, seen, bias, 1 / math.sqrt(q.shape[1] / heads) if attn_scale else 1.0), p + "attention_out")
+        return x + lin(
+            attend(q, k, v, heads, seen, bias, 1 / math.sqrt(q.shape[1] / heads) if attn_scale else 1.0),
+            p + "attention_out",
+        )
     x = attention(p + "self_att.", x, None, seen, bias)
     if memory is not None: x = attention(p + "cross_att.", x, memory, memory_seen, None)
     y = rms(x, w[p + "ffn.layernorm_before_ffn.weight"], eps)
@@ -83,10 +93,13 @@ def cpm1_center(w, ids, heads, max_distance, context=None, span=None, eps=1e-6):
     "CPM-1 of ModelCenter. ids (L,), context (L,) bool, span (L,) → (L, V)"
     n, d = len(ids), w["input_embedding.weight"].shape[1]
     context, span = [False] * n if context is None else context, [0] * n if span is None else span
-    seen = torch.tensor([[span[q] == span[k] and bool(context[k] or (not context[q] and k <= q)) for k in range(n)] for q in range(n)])
+    seen = torch.tensor(
+        [[span[q] == span[k] and bool(context[k] or (not context[q] and k <= q)) for k in range(n)] for q in range(n)]
+    )
     bias = distance_bias(w["position_bias.relative_attention_bias"], n, n, max_distance, True)
     x = w["input_embedding.weight"][ids] / math.sqrt(d)
-    for i in range(count_layers(w, "encoder.layers.")): x = center_block(w, f"encoder.layers.{i}.", x, heads, seen, bias, True, True, eps)
+    for i in range(count_layers(w, "encoder.layers.")):
+        x = center_block(w, f"encoder.layers.{i}.", x, heads, seen, bias, True, True, eps)
     return rms(x, w["encoder.output_layernorm.weight"], eps) / math.sqrt(d) @ w["input_embedding.weight"].T
 
 
@@ -95,12 +108,32 @@ def cpm2_center(w, source, target, heads, scaled=True, attn_scale=True, eps=1e-6
     S, L, d = len(source), len(target), w["input_embedding.weight"].shape[1]
     everything, memory = torch.ones(S, S, dtype=torch.bool), w["input_embedding.weight"][source]
     bias = distance_bias(w["position_bias_enc.relative_attention_bias"], S, S, 128, True)
-    for i in range(count_layers(w, "encoder.layers.")): memory = center_block(w, f"encoder.layers.{i}.", memory, heads, everything, bias, scaled, attn_scale, eps)
+    for i in range(count_layers(w, "encoder.layers.")):
+        memory = center_block(w, f"encoder.layers.{i}.", memory, heads, everything, bias, scaled, attn_scale, eps)
     memory = rms(memory, w["encoder.output_layernorm.weight"], eps)
-    x, bias = w["input_embedding.weight"][target], distance_bias(w["position_bias_dec.relative_attention_bias"], L, L, 128, False)
+    x, bias = (
+        w["input_embedding.weight"][target],
+        distance_bias(w["position_bias_dec.relative_attention_bias"], L, L, 128, False),
+    )
     for i in range(count_layers(w, "decoder.layers.")):
-        x = center_block(w, f"decoder.layers.{i}.", x, heads, causal(L), bias, scaled, attn_scale, eps, memory, torch.ones(L, S, dtype=torch.bool))
-    return rms(x, w["decoder.output_layernorm.weight"], eps) / (math.sqrt(d) if scaled else 1) @ w["output_projection.weight"].T
+        x = center_block(
+            w,
+            f"decoder.layers.{i}.",
+            x,
+            heads,
+            causal(L),
+            bias,
+            scaled,
+            attn_scale,
+            eps,
+            memory,
+            torch.ones(L, S, dtype=torch.bool),
+        )
+    return (
+        rms(x, w["decoder.output_layernorm.weight"], eps)
+        / (math.sqrt(d) if scaled else 1)
+        @ w["output_projection.weight"].T
+    )
 
 
 def cpm2(w, source, target, heads, attn_scale=False, eps=1e-6):
@@ -119,15 +152,26 @@ def cpm2(w, source, target, heads, attn_scale=False, eps=1e-6):
         return torch.stack(rows)
     def stack(name, ids, seen, both, memory=None):
         x = w["word_embeds.weight"][ids]
-        bias = distance_bias(w[f"{name}.blocks.0.self_attn.self_attn.relative_attention_bias.weight"], len(ids), len(ids), 128, both)
+        bias = distance_bias(
+            w[f"{name}.blocks.0.self_attn.self_attn.relative_attention_bias.weight"], len(ids), len(ids), 128, both
+        )
         for i in range(count_layers(w, f"{name}.blocks.")):
             p = f"{name}.blocks.{i}."
-            q, k, v = (rms(x, w[p + "self_attn.layer_norm.weight"], eps) @ w[p + "self_attn.self_attn.project.weight"].T).chunk(3, -1)
+            q, k, v = (
+                rms(x, w[p + "self_attn.layer_norm.weight"], eps) @ w[p + "self_attn.self_attn.project.weight"].T
+            ).chunk(3, -1)
             x = x + attend(q, k, v, heads, seen, bias, scale(q)) @ w[p + "self_attn.self_attn.dense.weight"].T
             if memory is not None:
-                q = rms(x, w[p + "cross_attn.layer_norm.weight"], eps) @ w[p + "cross_attn.cross_attn.project_q.weight"].T
+                q = (
+                    rms(x, w[p + "cross_attn.layer_norm.weight"], eps)
+                    @ w[p + "cross_attn.cross_attn.project_q.weight"].T
+                )
                 k, v = (memory @ w[p + "cross_attn.cross_attn.project_kv.weight"].T).chunk(2, -1)
-                x = x + attend(q, k, v, heads, torch.ones(len(ids), len(memory), dtype=torch.bool), None, scale(q)) @ w[p + "cross_attn.cross_attn.dense.weight"].T
+                x = (
+                    x
+                    + attend(q, k, v, heads, torch.ones(len(ids), len(memory), dtype=torch.bool), None, scale(q))
+                    @ w[p + "cross_attn.cross_attn.dense.weight"].T
+                )
             x = feed(p + "ff.", x)
         return rms(x, w[f"{name}.final_layernorm.weight"], eps)
     memory = stack("encoder", source, torch.ones(len(source), len(source), dtype=torch.bool), True)
@@ -138,15 +182,25 @@ def glm(w, ids, positions, parts, heads):
     "GLM of 2021. ids (L,), positions (2, L), the first `parts` tokens are read in both directions → (L, V)"
     n = len(ids)
     seen = torch.tensor([[k < parts or k <= q for k in range(n)] for q in range(n)])
-    x = w["word_embeddings.weight"][ids] + w["transformer.position_embeddings.weight"][positions[0]] + w["transformer.block_position_embeddings.weight"][positions[1]]
+    x = (
+        w["word_embeddings.weight"][ids]
+        + w["transformer.position_embeddings.weight"][positions[0]]
+        + w["transformer.block_position_embeddings.weight"][positions[1]]
+    )
     lin = lambda x, n: x @ w[n + ".weight"].T + w[n + ".bias"]
     for i in range(count_layers(w, "transformer.layers.")):
         p = f"transformer.layers.{i}."
-        q, k, v = lin(norm(x, w[p + "input_layernorm.weight"], w[p + "input_layernorm.bias"], 1e-5), p + "attention.query_key_value").chunk(3, -1)
+        q, k, v = lin(
+            norm(x, w[p + "input_layernorm.weight"], w[p + "input_layernorm.bias"], 1e-5),
+            p + "attention.query_key_value",
+        ).chunk(3, -1)
         x = x + lin(attend(q, k, v, heads, seen, scale=1 / math.sqrt(q.shape[1] / heads)), p + "attention.dense")
         y = norm(x, w[p + "post_attention_layernorm.weight"], w[p + "post_attention_layernorm.bias"], 1e-5)
         x = x + lin(gelu(lin(y, p + "mlp.dense_h_to_4h")), p + "mlp.dense_4h_to_h")
-    return norm(x, w["transformer.final_layernorm.weight"], w["transformer.final_layernorm.bias"], 1e-5) @ w["word_embeddings.weight"].T
+    return (
+        norm(x, w["transformer.final_layernorm.weight"], w["transformer.final_layernorm.bias"], 1e-5)
+        @ w["word_embeddings.weight"].T
+    )
 
 
 # names and shapes of the original checkpoints, by the modules that the published code defines
@@ -156,11 +210,26 @@ def megatron_names(layers, d, vocab, positions, blocks=False):
     linear = lambda n, i, o: {n + ".weight": (o, i), n + ".bias": (o,)}
     both = lambda n: {n + ".weight": (d,), n + ".bias": (d,)}
     names = {"word_embeddings.weight": (vocab, d)}
-    names |= {"transformer.position_embeddings.weight": (positions, d), "transformer.block_position_embeddings.weight": (positions, d)} if blocks else {"position_embeddings.weight": (positions, d)}
+    names |= (
+        {
+            "transformer.position_embeddings.weight": (positions, d),
+            "transformer.block_position_embeddings.weight": (positions, d),
+        }
+        if blocks
+        else {"position_embeddings.weight": (positions, d)}
+    )
     for i in range(layers):
         p = f"transformer.layers.{i}."
-        names |= both(p + "input_layernorm") | linear(p + "attention.query_key_value", d, 3 * d) | linear(p + "attention.dense", d, d)
-        names |= both(p + "post_attention_layernorm") | linear(p + "mlp.dense_h_to_4h", d, 4 * d) | linear(p + "mlp.dense_4h_to_h", 4 * d, d)
+        names |= (
+            both(p + "input_layernorm")
+            | linear(p + "attention.query_key_value", d, 3 * d)
+            | linear(p + "attention.dense", d, d)
+        )
+        names |= (
+            both(p + "post_attention_layernorm")
+            | linear(p + "mlp.dense_h_to_4h", d, 4 * d)
+            | linear(p + "mlp.dense_4h_to_h", 4 * d, d)
+        )
     return names | both("transformer.final_layernorm")
 
 
@@ -168,13 +237,31 @@ def encdec_names(layers, d, inner, ff, heads, vocab, buckets=32):
     "CPM-2 and EVA: `word_embeds` is held by the model and by both stacks"
     names = {"word_embeds.weight": (vocab, d), "lm_head.weight": (vocab, d)}
     for stack in ("encoder", "decoder"):
-        names |= {f"{stack}.word_embeds.weight": (vocab, d), f"{stack}.final_layernorm.weight": (d,), f"{stack}.blocks.0.self_attn.self_attn.relative_attention_bias.weight": (buckets, heads)}
+        names |= {
+            f"{stack}.word_embeds.weight": (vocab, d),
+            f"{stack}.final_layernorm.weight": (d,),
+            f"{stack}.blocks.0.self_attn.self_attn.relative_attention_bias.weight": (buckets, heads),
+        }
         for i in range(layers):
             p = f"{stack}.blocks.{i}."
-            names |= {p + "self_attn.self_attn.project.weight": (3 * inner, d), p + "self_attn.self_attn.dense.weight": (d, inner), p + "self_attn.layer_norm.weight": (d,)}
-            if stack == "decoder": names |= {p + "cross_attn.cross_attn.project_q.weight": (inner, d), p + "cross_attn.cross_attn.project_kv.weight": (2 * inner, d),
-                                             p + "cross_attn.cross_attn.dense.weight": (d, inner), p + "cross_attn.layer_norm.weight": (d,)}
-            names |= {p + "ff.dense_relu_dense.wi_0.weight": (ff, d), p + "ff.dense_relu_dense.wi_1.weight": (ff, d), p + "ff.dense_relu_dense.wo.weight": (d, ff), p + "ff.layer_norm.weight": (d,)}
+            names |= {
+                p + "self_attn.self_attn.project.weight": (3 * inner, d),
+                p + "self_attn.self_attn.dense.weight": (d, inner),
+                p + "self_attn.layer_norm.weight": (d,),
+            }
+            if stack == "decoder":
+                names |= {
+                    p + "cross_attn.cross_attn.project_q.weight": (inner, d),
+                    p + "cross_attn.cross_attn.project_kv.weight": (2 * inner, d),
+                    p + "cross_attn.cross_attn.dense.weight": (d, inner),
+                    p + "cross_attn.layer_norm.weight": (d,),
+                }
+            names |= {
+                p + "ff.dense_relu_dense.wi_0.weight": (ff, d),
+                p + "ff.dense_relu_dense.wi_1.weight": (ff, d),
+                p + "ff.dense_relu_dense.wo.weight": (d, ff),
+                p + "ff.layer_norm.weight": (d,),
+            }
     return names
 
 
@@ -185,7 +272,9 @@ def center_names(layers, d, inner, ff, bias=False, gated=True, norm_bias=False, 
     for i in range(layers):
         p = f"{prefix}.layers.{i}."
         for a in ["self_att"] + ["cross_att"] * cross:
-            names |= normed(f"{p}{a}.layernorm_before_attention") | linear(f"{p}{a}.self_attention.attention_out", inner, d)
+            names |= normed(f"{p}{a}.layernorm_before_attention") | linear(
+                f"{p}{a}.self_attention.attention_out", inner, d
+            )
             for m in ("project_q", "project_k", "project_v"): names |= linear(f"{p}{a}.self_attention.{m}", d, inner)
         names |= normed(p + "ffn.layernorm_before_ffn") | linear(p + "ffn.ffn.w_out", ff, d)
         for m in (("w_in.w_0", "w_in.w_1") if gated else ("w_in.w",)): names |= linear(f"{p}ffn.ffn.{m}", d, ff)
@@ -205,7 +294,9 @@ def cpm2_pieces(text, vocabulary):
     out = []
     for word in jieba.cut("".join(half_width(c) for c in text), cut_all=False):
         word = word.replace(" ", "\u2582").replace("\n", "\u2583")
-        if len(word) > 200: out.append("<unk>"); continue
+        if len(word) > 200:
+            out.append("<unk>")
+            continue
         start = 0
         while start < len(word):
             end = len(word)
@@ -217,4 +308,6 @@ def cpm2_pieces(text, vocabulary):
 
 def cpm1_pieces(text, processor):
     import jieba
-    return processor.encode(" ".join(w.replace(" ", "\u2582").replace("\n", "\u2583") for w in jieba.cut(text, cut_all=False)), out_type=str)
+    return processor.encode(
+        " ".join(w.replace(" ", "\u2582").replace("\n", "\u2583") for w in jieba.cut(text, cut_all=False)), out_type=str
+    )

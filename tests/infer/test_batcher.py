@@ -15,34 +15,64 @@ from bmlab.infer.text import stream_text
 from bmlab.infer.sampling import Sampler
 from bmlab.infer.speculate import DraftModel, PromptLookup
 
-DEVICE = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])]
+DEVICE = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+    ),
+]
 
 
 @pytest.fixture(scope="module")
 def tok():
     t = Tokenizer(models.BPE())
     t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    t.train_from_iterator(["plain english"], trainers.BpeTrainer(vocab_size=270, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    t.train_from_iterator(
+        ["plain english"],
+        trainers.BpeTrainer(vocab_size=270, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
+    )
     return tf.PreTrainedTokenizerFast(tokenizer_object=t)
 
 
 @pytest.fixture(scope="module")
 def model(tok):
     torch.manual_seed(0)
-    m = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=len(tok))).eval()
+    m = tf.LlamaForCausalLM(
+        tf.LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=len(tok),
+        )
+    ).eval()
     m.generation_config.eos_token_id = None
     return m
 
 
 def alone(d, tok, prompt, max_new_tokens, stop=(), stop_ids=None, seed=None, **options):
-    return "".join(p for _, p in stream_text(d, tok, [prompt], Sampler(**options, seed=[seed]), max_new_tokens, stop, stop_ids))
+    return "".join(
+        p for _, p in stream_text(d, tok, [prompt], Sampler(**options, seed=[seed]), max_new_tokens, stop, stop_ids)
+    )
 
 
 def asks(n, seed=0):
     rng = random.Random(seed)
     for i in range(n):
-        yield dict(prompt="".join(rng.choice("plain english ") for _ in range(rng.randint(1, 30))), max_new_tokens=rng.randint(1, 14), stop_ids=rng.choice([[], [7, 8, 9]]),
-                   **rng.choice([{}, dict(temperature=0.9, seed=i), dict(temperature=0.7, top_p=0.9, top_k=40, seed=i), dict(repetition_penalty=1.3)]))
+        yield dict(
+            prompt="".join(rng.choice("plain english ") for _ in range(rng.randint(1, 30))),
+            max_new_tokens=rng.randint(1, 14),
+            stop_ids=rng.choice([[], [7, 8, 9]]),
+            **rng.choice(
+                [
+                    {},
+                    dict(temperature=0.9, seed=i),
+                    dict(temperature=0.7, top_p=0.9, top_k=40, seed=i),
+                    dict(repetition_penalty=1.3),
+                ]
+            ),
+        )
 
 
 @pytest.mark.parametrize("device", DEVICE)
@@ -57,10 +87,12 @@ def test_60_requests_from_20_threads(how, model, tok, device, sayings={}):
         def user(k):
             for i in range(k, 60, 20): got[i] = "".join(b.submit(**todo[i]))
         threads = [threading.Thread(target=user, args=(k,)) for k in range(20)]
-        [t.start() for t in threads]; [t.join(120) for t in threads]
+        [t.start() for t in threads]
+        [t.join(120) for t in threads]
         assert got == want
         assert b.stats["requests"] == 60 and not b.active and not b.waiting
-        assert b.stats["steps"] < sum(a["max_new_tokens"] for a in todo) / 2                    # rows do share the steps
+        # rows do share the steps
+        assert b.stats["steps"] < sum(a["max_new_tokens"] for a in todo) / 2
     assert not any(d.held) and not any(t.name == "bmlab-batcher" for t in threading.enumerate())
     model.to("cpu")
 
@@ -72,7 +104,9 @@ def test_cancelling_at_random_disturbs_nobody(model, tok, ahead):
     with Batcher(d, tok) as b:
         b.runs_ahead = ahead
         handles, gone = [b.submit(**a) for a in todo], set(rng.sample(range(20), 8))
-        for i in sorted(gone): handles[i].cancel(); time.sleep(0.002)
+        for i in sorted(gone):
+            handles[i].cancel()
+            time.sleep(0.002)
         for i, h in enumerate(handles):
             text = "".join(h)
             assert text == want[i] if i not in gone else want[i].startswith(text.rstrip("\ufffd")), i
@@ -89,11 +123,14 @@ def test_who_gives_up_while_waiting_leaves_the_queue(model, tok):
         for h in running: next(h)
         waits = b.submit("english", 5)
         with pytest.raises(RuntimeError, match="busy: 2 requests run and 1 wait"): b.submit("english", 5)
-        waits.cancel(); waits.cancel()
+        waits.cancel()
+        waits.cancel()
         assert waits.finish == "cancelled" and list(waits) == [] and not b.waiting and waits.stats["new_tokens"] == 0
         other = b.submit("english", 5)
         go.set()
-        assert "".join(other) == alone(Decoder(model, 1, 64), tok, "english", 5) and [len(list(h)) > 0 for h in running] == [True, True]
+        assert "".join(other) == alone(Decoder(model, 1, 64), tok, "english", 5) and [
+            len(list(h)) > 0 for h in running
+        ] == [True, True]
     del d.step_sampled
 
 
@@ -103,9 +140,14 @@ def test_logprobs_and_penalties_of_one_request(model, tok, draft):
     d, ids = Decoder(model, max_batch=3, max_ctx=64), tok("plain")["input_ids"]
     want = alone(d, tok, "english", 12)
     with Batcher(d, tok, PromptLookup() if draft else None) as b:
-        told, other, pushed = b.submit("plain", 12, logprobs=2), b.submit("english", 12), b.submit("plain", 40, frequency_penalty=2.0)
+        told, other, pushed = (
+            b.submit("plain", 12, logprobs=2),
+            b.submit("english", 12),
+            b.submit("plain", 40, frequency_penalty=2.0),
+        )
         assert "".join(other) == want and not any(hasattr(t, "logprob") for t in other.ids)
-        list(told); list(pushed)
+        list(told)
+        list(pushed)
     with torch.no_grad(): raw = model(torch.tensor([ids + told.ids])).logits[0, len(ids) - 1:-1].log_softmax(-1)
     assert torch.allclose(torch.tensor([t.logprob for t in told.ids]), raw[torch.arange(12), told.ids], atol=1e-4)
     assert [t.likeliest[1][0] for t in told.ids] == raw.topk(2).indices[:, 1].tolist()
@@ -123,9 +165,12 @@ def test_stop_strings(model, tok, ahead):
     stops = [w[8:11] for w in whole]
     with Batcher(d, tok) as b:
         b.runs_ahead = ahead
-        for _ in range(3):                                                                      # both rows end by text while a step may be under way
+        # both rows end by text while a step may be under way
+        for _ in range(3):
             handles = [b.submit(p, 40, stop=s) for p, s in zip(("plain", "english"), stops)]
-            assert ["".join(h) for h in handles] == [w[:w.find(s)] for w, s in zip(whole, stops)] and all(h.finish == "stop" for h in handles)
+            assert ["".join(h) for h in handles] == [w[: w.find(s)] for w, s in zip(whole, stops)] and all(
+                h.finish == "stop" for h in handles
+            )
 
 
 def test_one_bad_request_is_its_own_affair(model, tok):
@@ -135,9 +180,13 @@ def test_one_bad_request_is_its_own_affair(model, tok):
         h = b.submit("plain", 30)
         for kw, says in ((dict(max_new_tokens=64), "exceed max_ctx=64"), (dict(top_p=2), "top_p=2"), (dict(nonsense=1), "unknown sampling option 'nonsense'"), (dict(max_new_tokens=2.5), "max_new_tokens=2.5"),
                          (dict(prompt=""), "empty"), (dict(prompt=[5, -1]), "holds -1"), (dict(prompt=3), "prompt=3"), (dict(seed="x"), "seed='x'")):
-            with pytest.raises((ValueError, TypeError), match=says): b.submit(**dict(dict(prompt="x", max_new_tokens=4), **kw))
+            with pytest.raises((ValueError, TypeError), match=says):
+                b.submit(**dict(dict(prompt="x", max_new_tokens=4), **kw))
         assert "".join(h) == want
-        d.prefill, real = (lambda *a, **k: (_ for _ in ()).throw(torch.OutOfMemoryError("no room for this one"))), d.prefill
+        d.prefill, real = (
+            (lambda *a, **k: (_ for _ in ()).throw(torch.OutOfMemoryError("no room for this one"))),
+            d.prefill,
+        )
         bad = b.submit("english", 4)
         with pytest.raises(torch.OutOfMemoryError): list(bad)
         with pytest.raises(torch.OutOfMemoryError): list(bad)                                   # still the same error
@@ -151,17 +200,20 @@ def test_one_bad_request_is_its_own_affair(model, tok):
 def test_closing(model, tok):
     d = Decoder(model, max_batch=1, max_ctx=64)
     b, step = Batcher(d, tok), d.step_sampled
-    def held(sampler):                                                                          # no step before it closes
+    # no step before it closes
+    def held(sampler):
         while not b.closed: time.sleep(0.001)
         return step(sampler)
     d.step_sampled = held
     handles = [b.submit("plain", 50) for _ in range(3)]
-    next(iter(handles[0])); b.close()
+    next(iter(handles[0]))
+    b.close()
     del d.step_sampled
     for h in handles: list(h)
     assert {h.finish for h in handles} == {"closed"} and not any(d.held)
     with pytest.raises(RuntimeError, match="closed"): b.submit("plain", 3)
-    with Batcher(d, tok) as b:                                                                  # and again with the same decoder
+    # and again with the same decoder
+    with Batcher(d, tok) as b:
         with pytest.raises(RuntimeError, match="busy"): Batcher(d, tok)
         assert "".join(b.submit("plain", 5)) == "".join(b.submit("plain", 5))
 
@@ -181,9 +233,12 @@ def test_logits_that_are_no_numbers_end_their_request_alone(how, model, tok):
             first, lives = b.submit("plz", 9, **options), b.submit(**plain)
             with pytest.raises(FloatingPointError, match="logits are nan"): "".join(first)
             assert first.finish == "error" and "".join(lives) == want, options
-        later = b.submit(**plain | dict(max_new_tokens=60))                                     # spoilt in the middle of a text
-        next(later); lost.lm_head.weight.data[bad] = torch.nan
+        # spoilt in the middle of a text
+        later = b.submit(**plain | dict(max_new_tokens=60))
+        next(later)
+        lost.lm_head.weight.data[bad] = torch.nan
         with pytest.raises(FloatingPointError, match="logits are nan"): "".join(later)
-        lost.lm_head.weight.data[bad] = 0.; lost.model.embed_tokens.weight.data[bad] = 0.
+        lost.lm_head.weight.data[bad] = 0.
+        lost.model.embed_tokens.weight.data[bad] = 0.
         assert "".join(b.submit(**plain))
     assert not any(d.held)

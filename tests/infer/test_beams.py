@@ -12,10 +12,24 @@ PROMPTS = [[5, 9, 3, 3, 5, 9], [7], [1, 2, 3, 4, 5, 6, 1, 2, 3]]
 
 def theirs(model, p, beams, penalty, n, stops, early):
     ids = torch.tensor([p])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=beams, num_return_sequences=beams, length_penalty=penalty, max_new_tokens=n, pad_token_id=0,
-                         eos_token_id=stops or None, early_stopping=early, return_dict_in_generate=True, output_scores=True)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        num_beams=beams,
+        num_return_sequences=beams,
+        length_penalty=penalty,
+        max_new_tokens=n,
+        pad_token_id=0,
+        eos_token_id=stops or None,
+        early_stopping=early,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
     rows = [r[1 if model.config.is_encoder_decoder else len(p):] for r in out.sequences.tolist()]
-    return [r[:next((i + 1 for i, t in enumerate(r) if t in stops), len(r))] for r in rows], out.sequences_scores.tolist()
+    return [
+        r[: next((i + 1 for i, t in enumerate(r) if t in stops), len(r))] for r in rows
+    ], out.sequences_scores.tolist()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3", "t5"])
@@ -39,8 +53,13 @@ def test_more_beams_find_a_likelier_text():
     with torch.no_grad(): [p.mul_(3) for n, p in model.named_parameters() if p.ndim > 1]
     d = Decoder(model, max_batch=8, max_ctx=48)
     one, eight = (beam_search(d, PROMPTS[:1], n, 0.0, 8)[0] for n in (1, 8))
-    assert eight[0].score >= one[0].score and eight == sorted(eight, reverse=True) and len({tuple(b.ids) for b in eight}) == 8
-    with torch.no_grad():                                                                       # a score is what the model gives the text
+    assert (
+        eight[0].score >= one[0].score
+        and eight == sorted(eight, reverse=True)
+        and len({tuple(b.ids) for b in eight}) == 8
+    )
+    # a score is what the model gives the text
+    with torch.no_grad():
         ids = PROMPTS[0] + eight[0].ids
         logp = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     at = len(PROMPTS[0])
@@ -49,9 +68,12 @@ def test_more_beams_find_a_likelier_text():
 
 def test_more_beams_than_tokens():
     torch.manual_seed(0)
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=3)).eval()
+    model = tf.LlamaForCausalLM(
+        tf.LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=3)
+    ).eval()
     found = beam_search(Decoder(model, max_batch=8, max_ctx=16), [[1]], 8, 0.0, 2)[0]
-    assert len(found) == 8 and len({tuple(b.ids) for b in found}) == 8                          # 8 of the 9 texts there are
+    # 8 of the 9 texts there are
+    assert len(found) == 8 and len({tuple(b.ids) for b in found}) == 8
     assert abs(sum(torch.tensor([b.score for b in found]).exp()).item() - 1) < 0.5
 
 

@@ -7,10 +7,18 @@ import transformers as tf
 
 from bmlab.infer.cache import KVCache, attention_mask, capacity, dequantize_tokens, kv_shapes, quantize_tokens
 
-CONFIG = tf.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99)
+CONFIG = tf.LlamaConfig(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=99,
+)
 
 
-def new(n, B, seed=0): return torch.randn(2, 2, B, 2, n, 8, generator=torch.Generator().manual_seed(seed))      # (k or v, layer, B, heads, n, width)
+# (k or v, layer, B, heads, n, width)
+def new(n, B, seed=0): return torch.randn(2, 2, B, 2, n, 8, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -19,12 +27,15 @@ def test_rows_are_what_was_written(bits, slices):
     "A random life of four rows, beside lists that grow"
     rng, cache = random.Random(1), KVCache(CONFIG, rows=4, max_ctx=20, bits=bits)
     cache.span.slices = slices
-    want = [[torch.zeros(2, 2, 0, 8) for _ in range(4)] for _ in range(2)]                      # [layer][row] → (k or v, heads, n, width)
+    # [layer][row] → (k or v, heads, n, width)
+    want = [[torch.zeros(2, 2, 0, 8) for _ in range(4)] for _ in range(2)]
     limit = 1e-6 if bits == 16 else 0.03
     for turn in range(120):
         rows = rng.choice([rng.randint(1, 4), sorted(rng.sample(range(4), rng.randint(1, 4))), rng.sample(range(4), 2)])
         numbers, M = list(range(rows)) if isinstance(rows, int) else rows, rng.randint(1, 4)
-        if any(cache.held[r] + M > 20 for r in numbers): cache.free(numbers); [[w.__setitem__(r, w[r][:, :, :0]) for r in numbers] for w in want]
+        if any(cache.held[r] + M > 20 for r in numbers):
+            cache.free(numbers)
+            [[w.__setitem__(r, w[r][:, :, :0]) for r in numbers] for w in want]
         pad = [rng.randint(0, M - 1) for _ in numbers] if rng.random() < .5 else None
         fresh = new(M, len(numbers), turn)
         cache.select(rows, M, pad)
@@ -39,19 +50,25 @@ def test_rows_are_what_was_written(bits, slices):
         cache.commit([M - (pad[b] if pad else 0) for b in range(len(numbers))])
         assert cache.held == [w.shape[2] for w in want[0]] == cache.lengths.tolist()
         if (what := rng.random()) < .2:
-            cut = [rng.randint(0, h) for h in cache.held]; cache.crop(cut)
+            cut = [rng.randint(0, h) for h in cache.held]
+            cache.crop(cut)
             want = [[w[:, :, :n] for w, n in zip(layer, cut)] for layer in want]
         elif what < .4:
-            order = [rng.randrange(4) for _ in range(rng.randint(1, 4))]; cache.move(order)
+            order = [rng.randrange(4) for _ in range(rng.randint(1, 4))]
+            cache.move(order)
             want = [[layer[r] for r in order] + layer[len(order):] for layer in want]
 
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_pick_compacts(bits):
     cache, fresh = KVCache(CONFIG, rows=3, max_ctx=20, bits=bits), new(6, 3)
-    cache.select(3, 2); [cache.update(fresh[0, i, :, :, :2], fresh[1, i, :, :, :2], i) for i in range(2)]; cache.commit([2, 2, 2])
+    cache.select(3, 2)
+    [cache.update(fresh[0, i, :, :, :2], fresh[1, i, :, :, :2], i) for i in range(2)]
+    cache.commit([2, 2, 2])
     cache.crop([2, 0, 1])
-    cache.select(3, 6); [cache.update(fresh[0, i], fresh[1, i], i) for i in range(2)]; cache.commit()
+    cache.select(3, 6)
+    [cache.update(fresh[0, i], fresh[1, i], i) for i in range(2)]
+    cache.commit()
     assert cache.held == [2, 0, 1]
     cache.pick([[0, 2, 5], [], [1]])
     assert cache.held == [5, 0, 2]
@@ -65,8 +82,10 @@ def test_mask_against_a_slow_one():
     rng = random.Random(0)
     for trial in range(30):
         cache, B, M = KVCache(CONFIG, rows=3, max_ctx=30), rng.randint(1, 3), rng.randint(1, 5)
-        held = [rng.randint(0, 12) for _ in range(3)]; cache.set_lengths(held)
-        before = [[-1] + [rng.randrange(i) for i in range(1, M)] for _ in range(B)] if trial % 2 else None        # the parent of each node
+        held = [rng.randint(0, 12) for _ in range(3)]
+        cache.set_lengths(held)
+        # the parent of each node
+        before = [[-1] + [rng.randrange(i) for i in range(1, M)] for _ in range(B)] if trial % 2 else None
         tree = depth = pad = None
         if before:
             tree = torch.zeros(B, M, M, dtype=torch.bool)
@@ -81,34 +100,51 @@ def test_mask_against_a_slow_one():
         got = attention_mask(cache.span, window, chunk, tree)[:, 0]
         for b in range(B):
             for i in range(M):
-                if pad and i < pad[b]: assert got[b, i].any(); continue            # padding sees something: a softmax over nothing is nan
+                if pad and i < pad[b]:
+                    assert got[b, i].any()
+                    continue  # padding sees something: a softmax over nothing is nan
                 at = held[b] + (depth[b, i].item() if before else i - pad[b])
                 for t in range(cache.span.view):
                     nth = t - held[b]
                     where = t if nth < 0 or not before else held[b] + depth[b, nth].item() if nth < M else None
                     sees = (nth < 0 or nth < M and bool(tree[b, i, nth])) if before else t <= at
-                    sees = sees and where is not None and (window is None or at - where < window) and (chunk is None or at // chunk == where // chunk)
+                    sees = (
+                        sees
+                        and where is not None
+                        and (window is None or at - where < window)
+                        and (chunk is None or at // chunk == where // chunk)
+                    )
                     assert bool(got[b, i, t]) == sees, (trial, b, i, t)
 
 
 def test_trash_slot():
     "What has no room is written where nobody looks"
-    cache = KVCache(CONFIG, rows=2, max_ctx=7); cache.set_lengths([5, 0])
+    cache = KVCache(CONFIG, rows=2, max_ctx=7)
+    cache.set_lengths([5, 0])
     cache.select(2, 4)
     assert cache.span.slots.tolist() == [[5, 6, 7, 7], [0, 1, 2, 3]] and cache.span.positions.max() == 6
-    k = torch.ones(2, 2, 4, 8); cache.update(k, k, 0); cache.commit()
+    k = torch.ones(2, 2, 4, 8)
+    cache.update(k, k, 0)
+    cache.commit()
     assert cache.layers[0].k[0, :, :5].eq(0).all() and cache.held == [5, 0]
 
 
 def test_a_row_that_overflowed_leaves_nothing():
     "0 · nan is nan: a freed row is cleared, the trash slot too"
     cache = KVCache(CONFIG, rows=2, max_ctx=16)
-    cache.select(2, 3, pad=[1, 0]); bad = torch.full((2, 2, 3, 8), torch.nan)
-    [cache.update(bad, bad, i) for i in range(2)]; cache.commit([0, 1])                 # only tried, and kept in part
+    cache.select(2, 3, pad=[1, 0])
+    bad = torch.full((2, 2, 3, 8), torch.nan)
+    [cache.update(bad, bad, i) for i in range(2)]
+    cache.commit([0, 1])  # only tried, and kept in part
     cache.free([0, 1])
     assert not any(t.isnan().any() for t in cache._stores())
-    cache = KVCache(CONFIG, rows=2, max_ctx=10); cache.set_lengths([10, 3]); cache.select(2, 4); bad = torch.full((2, 2, 4, 8), torch.nan)      # behind a full row, where slots are left over
-    [cache.update(bad, bad, i) for i in range(2)]; cache.commit(); cache.free([0, 1])
+    cache = KVCache(CONFIG, rows=2, max_ctx=10)
+    cache.set_lengths([10, 3])
+    cache.select(2, 4)
+    bad = torch.full((2, 2, 4, 8), torch.nan)  # behind a full row, where slots are left over
+    [cache.update(bad, bad, i) for i in range(2)]
+    cache.commit()
+    cache.free([0, 1])
     assert not any(t.isnan().any() for t in cache._stores())
 
 
@@ -125,10 +161,14 @@ def test_quantized(dtype):
 
 def test_size_is_what_is_allocated():
     for config in (CONFIG, tf.GPT2Config(n_embd=48, n_layer=3, n_head=4), tf.Gemma3TextConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=16)):
-        for bits in (16, 8): assert KVCache(config, 3, 50, torch.float16, bits=bits).bytes == KVCache.size(config, 3, 50, 2, bits)
-    assert KVCache.size(CONFIG, 1, 2048, 2, 8) / KVCache.size(CONFIG, 1, 2048, 2) < 0.63     # heads of 8: the scales weigh a quarter
+        for bits in (16, 8):
+            assert KVCache(config, 3, 50, torch.float16, bits=bits).bytes == KVCache.size(config, 3, 50, 2, bits)
+    # heads of 8: the scales weigh a quarter
+    assert KVCache.size(CONFIG, 1, 2048, 2, 8) / KVCache.size(CONFIG, 1, 2048, 2) < 0.63
     assert capacity(2048) - 2048 == 8
-    latent = tf.DeepseekV3Config(num_hidden_layers=2, num_attention_heads=4, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+    latent = tf.DeepseekV3Config(
+        num_hidden_layers=2, num_attention_heads=4, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6
+    )
     assert kv_shapes(latent) == [(4, 12, 6)] * 2
 
 
@@ -143,7 +183,15 @@ def test_in_the_place_of_transformers_own(make):
     "Beams and greedy search of generate, through reorder_cache"
     torch.manual_seed(0)
     model, ids = make().eval(), torch.randint(3, 99, (2, 9))
-    run = lambda **kw: model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, do_sample=False, pad_token_id=0, eos_token_id=None, **kw)
+    run = lambda **kw: model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=7,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        **kw,
+    )
     assert torch.equal(run(), run(past_key_values=KVCache(model.config, 2, 30)))
     assert torch.equal(run(num_beams=3), run(num_beams=3, past_key_values=KVCache(model.config, 6, 30)))
 
@@ -158,7 +206,9 @@ def test_a_forward_that_failed():
     with pytest.raises(ZeroDivisionError): model(ids[:, 4:6], past_key_values=cache)
     hook.remove()
     assert cache.held == [4, 4]
-    torch.testing.assert_close(model(ids[:, 4:], past_key_values=cache).logits, model(ids).logits[:, 4:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model(ids[:, 4:], past_key_values=cache).logits, model(ids).logits[:, 4:], rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.cuda
@@ -174,7 +224,8 @@ def test_cuda_equals_cpu(bits):
             for i in range(2): cache.update(fresh[0, i, :B, :, :M].to(device), fresh[1, i, :B, :, :M].to(device), i)
             mask = attention_mask(cache.span).cpu()
             cache.commit([M - (pad[b] if pad else 0) for b in range(B)])
-        cache.move([1, 1, 2]); cache.crop([2, 1, 4])
+        cache.move([1, 1, 2])
+        cache.crop([2, 1, 4])
     a, b = caches
     assert a.held == b.held == b.lengths.tolist()
     assert all(torch.equal(x[:, :, :12], y[:, :, :12].cpu()) for x, y in zip(a._stores(), b._stores()))

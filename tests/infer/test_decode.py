@@ -11,36 +11,112 @@ from bmlab.infer.decode import Decoder
 from bmlab.models.glm import BlankGlmConfig, BlankGlmForConditionalGeneration
 from bmlab.kernels.layers import pack_linears
 
-TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99, pad_token_id=0)
+TINY = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99, pad_token_id=0
+)
 GPT = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=99, bos_token_id=1, eos_token_id=2)
 WINDOWS = dict(TINY, num_key_value_heads=2, head_dim=8, sliding_window=5)
-CPM = dict(vocab_size=99, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=64, num_hidden_layers=2, eos_token_id=None)
-GLM = dict(vocab_size=99, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, max_sequence_length=48, sop_token_id=98, mask_token_ids=[1, 2], eos_token_id=97)
-T5 = dict(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=99, decoder_start_token_id=0, tie_word_embeddings=False)
-BART = dict(d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=99, max_position_embeddings=48,
-            pad_token_id=1, decoder_start_token_id=2, eos_token_id=2, forced_eos_token_id=None)
+CPM = dict(
+    vocab_size=99, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=64, num_hidden_layers=2, eos_token_id=None
+)
+GLM = dict(
+    vocab_size=99,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_hidden_layers=2,
+    max_sequence_length=48,
+    sop_token_id=98,
+    mask_token_ids=[1, 2],
+    eos_token_id=97,
+)
+T5 = dict(
+    d_model=32,
+    d_kv=8,
+    d_ff=64,
+    num_layers=2,
+    num_heads=4,
+    vocab_size=99,
+    decoder_start_token_id=0,
+    tie_word_embeddings=False,
+)
+BART = dict(
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=64,
+    decoder_ffn_dim=64,
+    vocab_size=99,
+    max_position_embeddings=48,
+    pad_token_id=1,
+    decoder_start_token_id=2,
+    eos_token_id=2,
+    forced_eos_token_id=None,
+)
 MAKE = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, num_key_value_heads=2)),
-    "llama eager": lambda: tf.LlamaForCausalLM._from_config(tf.LlamaConfig(**TINY, num_key_value_heads=2), attn_implementation="eager"),
+    "llama eager": lambda: tf.LlamaForCausalLM._from_config(
+        tf.LlamaConfig(**TINY, num_key_value_heads=2), attn_implementation="eager"
+    ),
     "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT)),
     "gptj": lambda: tf.GPTJForCausalLM(tf.GPTJConfig(**GPT, rotary_dim=4)),
-    "opt": lambda: tf.OPTForCausalLM(tf.OPTConfig(hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99, word_embed_proj_dim=32)),
+    "opt": lambda: tf.OPTForCausalLM(
+        tf.OPTConfig(
+            hidden_size=32,
+            ffn_dim=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            vocab_size=99,
+            word_embed_proj_dim=32,
+        )
+    ),
     "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**TINY, num_key_value_heads=2, sliding_window=5)),
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=4)),
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY, num_key_value_heads=2, head_dim=8)),
     "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**WINDOWS)),
-    "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**WINDOWS, layer_types=["sliding_attention", "full_attention"])),
-    "deepseek": lambda: tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**TINY, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=16,
-                q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6, first_k_dense_replace=1, n_shared_experts=1)),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(
+        tf.Gemma3TextConfig(**WINDOWS, layer_types=["sliding_attention", "full_attention"])
+    ),
+    "deepseek": lambda: tf.DeepseekV3ForCausalLM(
+        tf.DeepseekV3Config(
+            **TINY,
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            moe_intermediate_size=16,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=8,
+            v_head_dim=6,
+            first_k_dense_replace=1,
+            n_shared_experts=1,
+        )
+    ),
     "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(**T5, feed_forward_proj="gated-gelu")),
-    "switch": lambda: tf.SwitchTransformersForConditionalGeneration(tf.SwitchTransformersConfig(**T5, num_decoder_layers=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_experts=3, expert_capacity=64)),
+    "switch": lambda: tf.SwitchTransformersForConditionalGeneration(
+        tf.SwitchTransformersConfig(
+            **T5,
+            num_decoder_layers=2,
+            num_sparse_encoder_layers=1,
+            num_sparse_decoder_layers=1,
+            num_experts=3,
+            expert_capacity=64,
+        )
+    ),
     "bart": lambda: tf.BartForConditionalGeneration(tf.BartConfig(**BART)),
     "marian": lambda: tf.MarianMTModel(tf.MarianConfig(**BART)),
     "m2m": lambda: tf.M2M100ForConditionalGeneration(tf.M2M100Config(**BART)),
     "bloom": lambda: tf.BloomForCausalLM(tf.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=99)),
     "mpt": lambda: tf.MptForCausalLM(tf.MptConfig(d_model=32, n_layers=2, n_heads=4, vocab_size=99, max_seq_len=32)),
     "ant": lambda: CpmAntTied(tf.CpmAntConfig(**CPM, prompt_length=5, prompt_types=4)),
-    "ant eager": lambda: CpmAntTied._from_config(tf.CpmAntConfig(**{**CPM, "num_hidden_layers": 4}, mask_modules="ba.b", prompt_length=5, prompt_types=4), attn_implementation="eager"),
+    "ant eager": lambda: CpmAntTied._from_config(
+        tf.CpmAntConfig(**{**CPM, "num_hidden_layers": 4}, mask_modules="ba.b", prompt_length=5, prompt_types=4),
+        attn_implementation="eager",
+    ),
     "bee": lambda: CpmBeeForCausalLM(CpmBeeConfig(**CPM)),
     "glm": lambda: BlankGlmForConditionalGeneration(BlankGlmConfig(**GLM)),
 }
@@ -72,7 +148,11 @@ def prompt(model, rng, n):
 
 def plain(model, text, n=1, read=None):
     "Logits after each of the last n tokens, without any cache; the first `read` are read from both sides"
-    more = dict(context=torch.arange(len(text), device=model.device)[None] < read) if read and hasattr(model, "tokens_in_front") else {}      # (GLM knows by the ids)
+    more = (
+        dict(context=torch.arange(len(text), device=model.device)[None] < read)
+        if read and hasattr(model, "tokens_in_front")
+        else {}
+    )  # (GLM knows by the ids)
     return model(torch.tensor([text], device=model.device), use_cache=False, **more).logits[0, -n:].float()
 
 
@@ -87,7 +167,8 @@ def near(got, want, limit=2e-5):
 def test_a_random_life(name):
     "Rows come, go, grow, try, shrink and are copied, in any order: the logits are always those of a plain forward over the row's text"
     model, rng = make(name), random.Random(3)
-    d, texts, most, read = Decoder(model, max_batch=3, max_ctx=24), {}, 24, {}     # read: tokens of each row's first prompt
+    # read: tokens of each row's first prompt
+    d, texts, most, read = Decoder(model, max_batch=3, max_ctx=24), {}, 24, {}
     assert d.mode == "static", d.why_generate
     for _ in range(30):
         what = rng.choice(["enter", "step", "step", "try", "tree", "more", "leave", "crop", "move"])
@@ -95,26 +176,43 @@ def test_a_random_life(name):
         if what == "enter" and free:
             rows = rng.sample(free, rng.randint(1, len(free)))
             new = [prompt(model, rng, rng.randint(1, 14)) for _ in rows]
-            for got, r, t in zip(d.prefill(new, rows=rows, chunk=rng.randint(1, 20)), rows, new): texts[r] = t; read[r] = len(t); near(got, plain(model, t)[0])
+            for got, r, t in zip(d.prefill(new, rows=rows, chunk=rng.randint(1, 20)), rows, new):
+                texts[r] = t
+                read[r] = len(t)
+                near(got, plain(model, t)[0])
         elif what == "more" and (rows := [r for r in texts if len(texts[r]) < most - 6]):
-            rng.shuffle(rows); new = [draw(rng, rng.randint(1, 5)) for _ in rows]
-            for got, r, t in zip(d.prefill(new, rows=rows, chunk=rng.randint(2, 12)), rows, new): texts[r] = texts[r] + t; near(got, plain(model, texts[r], 1, read[r])[0])
-        elif what == "leave" and texts: r = rng.choice(list(texts)); d.free(r); del texts[r]
+            rng.shuffle(rows)
+            new = [draw(rng, rng.randint(1, 5)) for _ in rows]
+            for got, r, t in zip(d.prefill(new, rows=rows, chunk=rng.randint(2, 12)), rows, new):
+                texts[r] = texts[r] + t
+                near(got, plain(model, texts[r], 1, read[r])[0])
+        elif what == "leave" and texts:
+            r = rng.choice(list(texts))
+            d.free(r)
+            del texts[r]
         elif what == "crop" and texts:
             for r in texts: texts[r] = texts[r][:rng.randint(read[r] if d.net.facts.both else 1, len(texts[r]))]
             d.crop([len(texts.get(r, [])) for r in range(3)])
-        elif what == "move" and len(texts) == 3: order = [rng.randrange(3) for _ in range(3)]; d.move(order); texts, read = ({i: x[r] for i, r in enumerate(order)} for x in (texts, read))
+        elif what == "move" and len(texts) == 3:
+            order = [rng.randrange(3) for _ in range(3)]
+            d.move(order)
+            texts, read = ({i: x[r] for i, r in enumerate(order)} for x in (texts, read))
         elif what in ("step", "try", "tree"):
             B, M = rng.randint(1, 3), rng.randint(1, 4)
             if what == "tree" and name == "mpt": B = 1
             news = [draw(rng, M) for _ in range(B)]
             if what == "step":
-                for r in [r for r in texts if r < B and len(texts[r]) + M > most]: d.free(r); del texts[r]
+                for r in [r for r in texts if r < B and len(texts[r]) + M > most]:
+                    d.free(r)
+                    del texts[r]
                 logits = d.step(news)
                 for r in range(B):
-                    if r in texts: texts[r] = texts[r] + news[r]; near(logits[r], plain(model, texts[r], M, read[r]))
+                    if r in texts:
+                        texts[r] = texts[r] + news[r]
+                        near(logits[r], plain(model, texts[r], M, read[r]))
                 continue
-            above = [[[0]] for _ in range(B)]                                      # of each node the nodes from the first one to itself
+            # of each node the nodes from the first one to itself
+            above = [[[0]] for _ in range(B)]
             for a in above:
                 for i in range(1, M): a.append((a[-1] if what == "try" else rng.choice(a)) + [i])
             tree = {}
@@ -127,7 +225,9 @@ def test_a_random_life(name):
             for r in range(B):
                 paths = [p for p in above[r] if r in texts and len(texts[r]) + len(p) <= most]
                 for p in paths: near(logits[r, p[-1]], plain(model, texts[r] + [news[r][i] for i in p], 1, read[r])[0])
-                if paths: kept[r] = rng.choice([[], *paths]); texts[r] = texts[r] + [news[r][i] for i in kept[r]]
+                if paths:
+                    kept[r] = rng.choice([[], *paths])
+                    texts[r] = texts[r] + [news[r][i] for i in kept[r]]
             d.keep(kept if what == "tree" else [len(k) for k in kept])
         assert d.held == [len(texts.get(r, [])) for r in range(3)] == d.lengths.tolist(), what
         assert d.active == [r in texts for r in range(3)]
@@ -153,14 +253,20 @@ def test_slopes_go_on_behind_max_seq_len():
     model, text = make("mpt"), draw(random.Random(0), 45)
     d, longer = Decoder(model, 1, 60), copy.deepcopy(model)
     longer.config.max_seq_len = longer.transformer.config.max_seq_len = 64
-    near(torch.cat([d.prefill([text[:38]], chunk=9), *(d.step([[i]])[0] for i in text[38:])]), longer(torch.tensor([text])).logits[0, 37:], 1e-4)
+    near(
+        torch.cat([d.prefill([text[:38]], chunk=9), *(d.step([[i]])[0] for i in text[38:])]),
+        longer(torch.tensor([text])).logits[0, 37:],
+        1e-4,
+    )
     assert longer.transformer.config.max_seq_len == 64 and model.config.max_seq_len == 32 < d.held[0]
 
 
 def test_trees_of_several_texts_that_cannot_be():
-    d = Decoder(make("mpt"), 2, 24); d.prefill([[5, 6], [7]])
+    d = Decoder(make("mpt"), 2, 24)
+    d.prefill([[5, 6], [7]])
     two = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool().expand(2, 3, 3)
-    with pytest.raises(ValueError, match="trees of one text at a time"): d.step([[5, 6, 7]] * 2, keep=False, mask=two, positions=two.sum(-1) - 1)
+    with pytest.raises(ValueError, match="trees of one text at a time"):
+        d.step([[5, 6, 7]] * 2, keep=False, mask=two, positions=two.sum(-1) - 1)
     assert d.held == [2, 1] and d.step([[5], [6]]).shape == (2, 1, 99)
 
 
@@ -172,7 +278,13 @@ def test_encoder_decoder_rows(name):
     assert d.mode == "static", d.why_generate
     def check(r, got):
         source, text = texts[r]
-        near(got, model(torch.tensor([source]), decoder_input_ids=torch.tensor([text]), use_cache=False).logits[0, -len(got):], 1e-4)
+        near(
+            got,
+            model(torch.tensor([source]), decoder_input_ids=torch.tensor([text]), use_cache=False).logits[
+                0, -len(got) :
+            ],
+            1e-4,
+        )
     for turn in range(14):
         rows = rng.sample(range(3), rng.randint(1, 3)) if turn else [0, 1, 2]
         d.free([r for r in rows if r in texts])
@@ -180,24 +292,43 @@ def test_encoder_decoder_rows(name):
         begin = [[0] + draw(rng, rng.randint(0, 3)) for _ in rows]
         d.encode(sources, rows=rows)
         logits = d.prefill(begin, rows=rows, chunk=rng.randint(1, 9))
-        for i, r in enumerate(rows): texts[r] = (sources[i], begin[i]); check(r, logits[i:i + 1])
+        for i, r in enumerate(rows):
+            texts[r] = (sources[i], begin[i])
+            check(r, logits[i:i + 1])
         for _ in range(2):
             news = [draw(rng, 2) for _ in range(3)]
-            for r in [r for r in range(3) if d.held[r] + 2 > 20]: d.crop([0 if q == r else h for q, h in enumerate(d.held)]); texts[r] = (texts[r][0], [])
+            for r in [r for r in range(3) if d.held[r] + 2 > 20]:
+                d.crop([0 if q == r else h for q, h in enumerate(d.held)])
+                texts[r] = (texts[r][0], [])
             logits = d.step(news)
-            for r in range(3): texts[r] = (texts[r][0], texts[r][1] + news[r]); check(r, logits[r])
-        if turn % 4 == 3: d.move([2, 0, 1]); texts = {i: texts[r] for i, r in enumerate([2, 0, 1])}
+            for r in range(3):
+                texts[r] = (texts[r][0], texts[r][1] + news[r])
+                check(r, logits[r])
+        if turn % 4 == 3:
+            d.move([2, 0, 1])
+            texts = {i: texts[r] for i, r in enumerate([2, 0, 1])}
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gptj", "gemma3", "mixtral", "bloom", *SOURCES, *BOTH, "ant eager"])
 def test_tokens_of_generate(name):
     model, rng = make(name), random.Random(5)
     prompts = [prompt(model, rng, n) for n in (9, 2, 17)]
-    want = [model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)).long(), max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=None)[0, -10:].tolist() for p in prompts]
+    want = [
+        model.generate(
+            torch.tensor([p]),
+            attention_mask=torch.ones(1, len(p)).long(),
+            max_new_tokens=10,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )[0, -10:].tolist()
+        for p in prompts
+    ]
     d = Decoder(model, max_batch=3, max_ctx=40)
     if name in SOURCES: d.encode(prompts)
     now, out = d.prefill(None if name in SOURCES else prompts).argmax(-1), []
-    d.start(now); out.append(now.tolist())
+    d.start(now)
+    out.append(now.tolist())
     for _ in range(9): out.append(d.step_sampled(lambda logits: logits.argmax(-1)).ids())
     assert [list(t) for t in zip(*out)] == want
 
@@ -207,17 +338,25 @@ def test_a_padded_batch_of_generate(name):
     "Prompts that are read from both sides, padded at the left, in the batches of one chunk or several"
     model, rng = make(name), random.Random(6)
     prompts = [prompt(model, rng, n) for n in (9, 3, 17)]
-    ids, mask = (torch.tensor([[pad] * (17 - len(p)) + (p if pad == 3 else [1] * len(p)) for p in prompts]) for pad in (3, 0))
-    want = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=None)[:, 17:].tolist()
+    ids, mask = (
+        torch.tensor([[pad] * (17 - len(p)) + (p if pad == 3 else [1] * len(p)) for p in prompts]) for pad in (3, 0)
+    )
+    want = model.generate(
+        ids, attention_mask=mask, max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=None
+    )[:, 17:].tolist()
     for chunk in (512, 20):
         d = Decoder(model, max_batch=3, max_ctx=40)
-        now = d.prefill(ids, mask, chunk=chunk).argmax(-1); out = [now.tolist()]
-        for _ in range(9): now = d.step(now)[:, 0].argmax(-1); out.append(now.tolist())
+        now = d.prefill(ids, mask, chunk=chunk).argmax(-1)
+        out = [now.tolist()]
+        for _ in range(9):
+            now = d.step(now)[:, 0].argmax(-1)
+            out.append(now.tolist())
         assert [list(t) for t in zip(*out)] == want
 
 
 def test_a_prompt_that_begins_no_piece():
-    model = make("glm"); d = Decoder(model, max_batch=2, max_ctx=40)
+    model = make("glm")
+    d = Decoder(model, max_batch=2, max_ctx=40)
     with pytest.raises(ValueError, match="must begin a piece, with the id 98"): d.prefill([[5, 1, 98], [5, 1, 6]])
     with pytest.raises(ValueError, match="no blank before it"): d.prefill([[5, 6, 98]])
     assert d.held == [0, 0] and d.active == [False, False]
@@ -235,8 +374,22 @@ def test_half_precision(name, dtype):
     assert d.cache.layers[0].k.dtype == dtype
     texts = [prompt(model, rng, 9), prompt(model, rng, 4)]
     if name not in SOURCES: return near(d.prefill(texts), torch.stack([plain(model, t)[0] for t in texts]), .08)
-    d.encode(texts); got = torch.cat([d.prefill()[:, None], d.step([[7, 8, 9]] * 2)], 1)
-    near(got, torch.cat([model(torch.tensor([t]), decoder_input_ids=torch.tensor([[model.config.decoder_start_token_id, 7, 8, 9]]), use_cache=False).logits for t in texts]), .08)
+    d.encode(texts)
+    got = torch.cat([d.prefill()[:, None], d.step([[7, 8, 9]] * 2)], 1)
+    near(
+        got,
+        torch.cat(
+            [
+                model(
+                    torch.tensor([t]),
+                    decoder_input_ids=torch.tensor([[model.config.decoder_start_token_id, 7, 8, 9]]),
+                    use_cache=False,
+                ).logits
+                for t in texts
+            ]
+        ),
+        0.08,
+    )
 
 
 def test_slopes_of_many_tokens_in_half_precision():
@@ -244,15 +397,21 @@ def test_slopes_of_many_tokens_in_half_precision():
     model, text = make("bloom", torch.bfloat16), draw(random.Random(0), 400)
     d, seen, line = Decoder(model, max_ctx=416), {}, type(model.transformer).build_alibi_tensor
     attention = model.transformer.h[0].self_attention
-    hook = attention.register_forward_pre_hook(lambda m, args, kw: seen.update(own=next(kw[k] if k in kw else args[2] for k in ["alibi"])), with_kwargs=True)
-    d.prefill([text]); hook.remove()
+    hook = attention.register_forward_pre_hook(
+        lambda m, args, kw: seen.update(own=next(kw[k] if k in kw else args[2] for k in ["alibi"])), with_kwargs=True
+    )
+    d.prefill([text])
+    hook.remove()
     own = seen["own"][:, 0, :400]
-    assert torch.equal(own, line(model.transformer, torch.ones(1, 400, dtype=torch.int64), 4, torch.bfloat16)[:, 0, :400])
+    assert torch.equal(
+        own, line(model.transformer, torch.ones(1, 400, dtype=torch.int64), 4, torch.bfloat16)[:, 0, :400]
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gptj", "bloom", *SOURCES, *BOTH])
 def test_packed(name):
-    model = make(name); pack_linears(model)
+    model = make(name)
+    pack_linears(model)
     d = Decoder(model, max_batch=2, max_ctx=24)
     assert d.mode == "static" and d.cache.layers[0].k.dtype == torch.float32, d.why_generate
 
@@ -260,11 +419,16 @@ def test_packed(name):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gptj", "bloom", "t5", "bart", *BOTH])
 def test_eight_bit_cache(name):
     model, rng, out = make(name), random.Random(2), []
-    prompts, news = [prompt(model, rng, 12), prompt(model, rng, 5)], [[draw(rng, 1) for _ in range(2)] for _ in range(6)]
+    prompts, news = (
+        [prompt(model, rng, 12), prompt(model, rng, 5)],
+        [[draw(rng, 1) for _ in range(2)] for _ in range(6)],
+    )
     for bits in (16, 8):
         d = Decoder(model, max_batch=2, max_ctx=32, kv_bits=bits)
         assert d.cache.layers[0].k.dtype == (torch.float32 if bits == 16 else torch.int8)
-        if name in SOURCES: d.encode(prompts); assert d.net.cross.bits == bits
+        if name in SOURCES:
+            d.encode(prompts)
+            assert d.net.cross.bits == bits
         out.append(torch.stack([d.prefill(None if name in SOURCES else prompts)] + [d.step(n)[:, 0] for n in news]))
     near(out[1], out[0], .1)
     assert not torch.equal(*out)
@@ -294,28 +458,43 @@ def test_a_row_that_overflowed_does_not_reach_the_next():
     model.model.embed_tokens.weight[50] = torch.inf
     assert d.prefill([[50] * 12, text])[0].isnan().any()
     d.step([[50, 50]] * 2, keep=False)
-    d.free(0); model.model.embed_tokens.weight[50] = row
+    d.free(0)
+    model.model.embed_tokens.weight[50] = row
     near(d.prefill([text], rows=[0])[0], plain(model, text)[0])
 
 
 def test_nothing_is_held():
     "The model does not hold its decoders: caches go when they go"
     model = make("llama")
-    d = Decoder(model, max_batch=1, max_ctx=16); d.prefill([[5, 6]]); d.step([7])
-    cache = weakref.ref(d.cache); d_ref = weakref.ref(d)
-    d.start([8]); d.step_sampled(lambda logits: logits.argmax(-1))
+    d = Decoder(model, max_batch=1, max_ctx=16)
+    d.prefill([[5, 6]])
+    d.step([7])
+    cache = weakref.ref(d.cache)
+    d_ref = weakref.ref(d)
+    d.start([8])
+    d.step_sampled(lambda logits: logits.argmax(-1))
     gc.disable()
-    try: del d; assert d_ref() is None and cache() is None and not model._bmlab_listeners        # at once: nothing goes round in circles
+    # at once: nothing goes round in circles
+    try:
+        del d
+        assert d_ref() is None and cache() is None and not model._bmlab_listeners
     finally: gc.enable()
 
 
 @pytest.mark.parametrize("name", [*SOURCES, "bloom", "mpt"])
 def test_a_models_code_is_put_back(name):
-    model = make(name); d = Decoder(model, max_ctx=16)
-    own = lambda: [n for n, m in model.named_modules() if {"compute_bias", "build_alibi_tensor", "build_mpt_alibi_tensor", "forward"} & m.__dict__.keys()]
+    model = make(name)
+    d = Decoder(model, max_ctx=16)
+    own = lambda: [
+        n
+        for n, m in model.named_modules()
+        if {"compute_bias", "build_alibi_tensor", "build_mpt_alibi_tensor", "forward"} & m.__dict__.keys()
+    ]
     assert own() == []
     if name in SOURCES: d.encode([[5, 6]])
-    def fails(*_): assert own(); raise ZeroDivisionError
+    def fails(*_):
+        assert own()
+        raise ZeroDivisionError
     hook = model.get_output_embeddings().register_forward_hook(fails)
     with pytest.raises(ZeroDivisionError): d.prefill(None if name in SOURCES else [[5, 6]])
     hook.remove()
@@ -325,28 +504,56 @@ def test_a_models_code_is_put_back(name):
 @pytest.mark.parametrize("name", ["bart", "m2m"])
 def test_a_hook_in_its_place_stays(name):
     "accelerate puts a `forward` of its own into a module's dict"
-    model = make(name); at = model.model.decoder.embed_positions; old, calls = at.forward, []
+    model = make(name)
+    at = model.model.decoder.embed_positions
+    old, calls = at.forward, []
     at.forward = hook = functools.update_wrapper(lambda *a, **k: calls.append(1) or old(*a, **k), old)
-    d = Decoder(model, max_ctx=16); d.encode([[5, 6]]); d.prefill()
+    d = Decoder(model, max_ctx=16)
+    d.encode([[5, 6]])
+    d.prefill()
     assert d.mode == "static" and at.__dict__["forward"] is hook
-    calls.clear(); model(torch.tensor([[5, 6]]), decoder_input_ids=torch.tensor([[2]])); assert calls
+    calls.clear()
+    model(torch.tensor([[5, 6]]), decoder_input_ids=torch.tensor([[2]]))
+    assert calls
 
 
 def test_positions_that_are_told_are_not_counted():
     "OPT's code takes positions: nothing is put in its modules' place"
-    model = tf.OPTForCausalLM(tf.OPTConfig(hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99, max_position_embeddings=48, word_embed_proj_dim=32, do_layer_norm_before=True)).eval()
-    d = Decoder(model, 2, 24); assert d.mode == "static" and d.net.counting == {}
-    near(torch.cat([d.prefill([[5, 6, 7], [8]])[:1], d.step([[9], [9]])[0]]), model(torch.tensor([[5, 6, 7, 9]])).logits[0, -2:], 1e-4)
+    model = tf.OPTForCausalLM(
+        tf.OPTConfig(
+            hidden_size=32,
+            ffn_dim=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            vocab_size=99,
+            max_position_embeddings=48,
+            word_embed_proj_dim=32,
+            do_layer_norm_before=True,
+        )
+    ).eval()
+    d = Decoder(model, 2, 24)
+    assert d.mode == "static" and d.net.counting == {}
+    near(
+        torch.cat([d.prefill([[5, 6, 7], [8]])[:1], d.step([[9], [9]])[0]]),
+        model(torch.tensor([[5, 6, 7, 9]])).logits[0, -2:],
+        1e-4,
+    )
 
 
 def test_a_table_of_positions_is_not_made_anew():
     "M2M-100: one row's text is long while another's begins; graphs know the table by its address"
-    model = make("m2m"); table = model.model.decoder.embed_positions; before = table.weights
-    d = Decoder(model, 2, 40); d.encode([[5, 6]], rows=[0])
-    d.prefill([[2] + draw(random.Random(0), 35)], rows=[0]); d.encode([[7, 8]], rows=[1])
+    model = make("m2m")
+    table = model.model.decoder.embed_positions
+    before = table.weights
+    d = Decoder(model, 2, 40)
+    d.encode([[5, 6]], rows=[0])
+    d.prefill([[2] + draw(random.Random(0), 35)], rows=[0])
+    d.encode([[7, 8]], rows=[1])
     got = d.prefill([text := [2] + draw(random.Random(1), 19)], rows=[1])
     assert table.weights is before and d.held == [36, 20]
-    near(got, model(torch.tensor([[7, 8]]), decoder_input_ids=torch.tensor([text]), use_cache=False).logits[0, -1:], 1e-4)
+    near(
+        got, model(torch.tensor([[7, 8]]), decoder_input_ids=torch.tensor([text]), use_cache=False).logits[0, -1:], 1e-4
+    )
 
 
 def test_no_number_is_no_small_error():
@@ -363,14 +570,18 @@ def test_two_decoders_of_one_model(name):
     "In two threads each says what it says alone; the model can be copied and pickled after that"
     model, said = make(name), [[], []]
     def say(i, d):
-        d.encode([[5 + i, 6, 7]]); d.prefill()
+        d.encode([[5 + i, 6, 7]])
+        d.prefill()
         for _ in range(40): said[i].append(d.step([8])[0, -1])
     decoders = [Decoder(model, max_ctx=48) for _ in said]
     threads = [threading.Thread(target=say, args=a) for a in enumerate(decoders)]
-    [t.start() for t in threads]; [t.join() for t in threads]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
     both, said = said, [[], []]
     for i, d in enumerate(decoders): say(i, d)
-    assert [len(x) for x in both] == [40, 40] and all(torch.equal(torch.stack(a), torch.stack(b)) for a, b in zip(both, said))
+    assert [len(x) for x in both] == [40, 40] and all(
+        torch.equal(torch.stack(a), torch.stack(b)) for a, b in zip(both, said)
+    )
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))): Decoder(again, max_ctx=48).encode([[5, 6]])
 
 
@@ -379,7 +590,9 @@ def test_a_model_beside_its_decoder(name):
     "While one thread decodes, others read, make decoders, copy and pickle: all have the model as it is"
     model, stop, failed = make(name), threading.Event(), []
     d, source = Decoder(model, max_ctx=32), name in SOURCES
-    ids = dict(input_ids=torch.tensor([[5, 6, 7, 8, 9]])) | (dict(decoder_input_ids=torch.tensor([[2, 7, 8]])) if source else {})
+    ids = dict(input_ids=torch.tensor([[5, 6, 7, 8, 9]])) | (
+        dict(decoder_input_ids=torch.tensor([[2, 7, 8]])) if source else {}
+    )
     say = lambda model: model(**ids, use_cache=False).logits
     def run():
         try:
@@ -388,13 +601,20 @@ def test_a_model_beside_its_decoder(name):
                 if source: d.encode([[5, 6]])
                 d.prefill(None if source else [[5, 6]])
                 for _ in range(20): d.step([8])
-        except BaseException as e: failed.append(e); raise
-    want, thread = say(model), threading.Thread(target=run); thread.start()
+        except BaseException as e:
+            failed.append(e)
+            raise
+    want, thread = say(model), threading.Thread(target=run)
+    thread.start()
     try:
         for _ in range(12):
-            for m in (model, model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))): assert torch.equal(say(m), want)
-            again = Decoder(model, max_ctx=8); assert again.mode == "static", again.why_generate
-    finally: stop.set(); thread.join()
+            for m in (model, model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                assert torch.equal(say(m), want)
+            again = Decoder(model, max_ctx=8)
+            assert again.mode == "static", again.why_generate
+    finally:
+        stop.set()
+        thread.join()
     assert not failed
     for m in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))): assert torch.equal(say(m), want)
 
@@ -434,10 +654,22 @@ class Stream:
 
 @pytest.fixture
 def graphs(monkeypatch):
-    Graph.log, Graph.broken, Graph.state, Graph.decoder, Graph.bodies, original = [], False, [], None, {}, Decoder._capture
-    monkeypatch.setattr(Decoder, "_capture", lambda d, body, key, *rest: Graph.bodies.__setitem__(key, body) or original(d, body, key, *rest))
+    Graph.log, Graph.broken, Graph.state, Graph.decoder, Graph.bodies, original = (
+        [],
+        False,
+        [],
+        None,
+        {},
+        Decoder._capture,
+    )
+    monkeypatch.setattr(
+        Decoder,
+        "_capture",
+        lambda d, body, key, *rest: Graph.bodies.__setitem__(key, body) or original(d, body, key, *rest),
+    )
     for name, stand_in in dict(Stream=Stream, CUDAGraph=Graph, graph=capture, current_stream=Stream, stream=lambda s: contextlib.nullcontext(),
-                               graph_pool_handle=lambda: (0, 0), synchronize=lambda *_: None).items(): monkeypatch.setattr(torch.cuda, name, stand_in)
+                               graph_pool_handle=lambda: (0, 0), synchronize=lambda *_: None).items():
+                                   monkeypatch.setattr(torch.cuda, name, stand_in)
     def on(d):
         "Let a decoder on the CPU do what it does on a GPU"
         d.graph, d.why_eager = True, None
@@ -454,14 +686,23 @@ def scenario(d, prompts, news, greedy):
     out = []
     if d.net.cross is not None: d.encode(prompts)
     now = d.prefill([[3, 4], [5], [6, 7, 8]] if d.net.cross is not None else prompts).argmax(-1)
-    for i in range(6): out.append(d.step(now)[:, 0]); now = out[-1].argmax(-1)
-    out.append(d.step(news[:, :3], keep=False)[:, 1]); d.keep([1, 3, 0])
+    for i in range(6):
+        out.append(d.step(now)[:, 0])
+        now = out[-1].argmax(-1)
+    out.append(d.step(news[:, :3], keep=False)[:, 1])
+    d.keep([1, 3, 0])
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool().expand(3, 3, 3)
-    if isinstance(d.model, tf.MptForCausalLM): out.append(d.step(news[:, 1:4], keep=False)[:, 2]); d.keep([2, 1, 2])        # (no trees of several texts)
-    else: out.append(d.step(news[:, 1:4], keep=False, mask=tree, positions=tree.sum(-1) - 1)[:, 2]); d.keep([[0, 2], [0], [0, 1]])
+    if isinstance(d.model, tf.MptForCausalLM):
+        out.append(d.step(news[:, 1:4], keep=False)[:, 2])
+        d.keep([2, 1, 2])  # (no trees of several texts)
+    else:
+        out.append(d.step(news[:, 1:4], keep=False, mask=tree, positions=tree.sum(-1) - 1)[:, 2])
+        d.keep([[0, 2], [0], [0, 1]])
     d.free(2)
-    out.append(d.step(news[:, :2])[:, 1]); out.append(d.step(news[:2, 1])[:, 0])
-    d.start(out[-1].argmax(-1)); out += [torch.tensor(d.step_sampled(greedy).ids()) for _ in range(4)]
+    out.append(d.step(news[:, :2])[:, 1])
+    out.append(d.step(news[:2, 1])[:, 0])
+    d.start(out[-1].argmax(-1))
+    out += [torch.tensor(d.step_sampled(greedy).ids()) for _ in range(4)]
     return out, list(d.held), d.lengths.tolist()
 
 
@@ -473,9 +714,11 @@ def test_captured_equals_eager(graphs, name, bits):
     prompts, news = [prompt(model, rng, n) for n in (6, 2, 9)], torch.tensor([draw(rng, 4) for _ in range(3)])
     greedy = lambda logits: logits.argmax(-1)
     want = scenario(Decoder(model, 3, 40, bits), prompts, news, greedy)
-    d = graphs(Decoder(model, 3, 40, bits)); got = scenario(d, prompts, news, greedy)
+    d = graphs(Decoder(model, 3, 40, bits))
+    got = scenario(d, prompts, news, greedy)
     assert d.why_eager is None and got[1:] == want[1:]
-    for a, b in zip(got[0], want[0]): (near(a, b) if a.is_floating_point() else torch.testing.assert_close(a, b, rtol=0, atol=0))
+    for a, b in zip(got[0], want[0]):
+        (near(a, b) if a.is_floating_point() else torch.testing.assert_close(a, b, rtol=0, atol=0))
     assert Graph.log.count("replay") == 6 + 4 + 4 and Graph.log.count("capture") == len(d._graphs) < 12
     d.prefill([[1, 98]], rows=[2]) if name not in SOURCES else None
     again = Graph.log.count("capture")
@@ -485,22 +728,30 @@ def test_captured_equals_eager(graphs, name, bits):
 
 class Counter:
     "A sampler with state, as Decoder expects one"
-    def __init__(self): self.state = {"count": torch.zeros(3, dtype=torch.int64)}; self.key = 0
+    def __init__(self):
+        self.state = {"count": torch.zeros(3, dtype=torch.int64)}
+        self.key = 0
     def __call__(self, logits):
         self.state["count"] += 1
         return (logits.argmax(-1) + self.state["count"]) % 99
 
 
 def test_a_samplers_state_survives_the_capture(graphs):
-    model = make("llama"); out = []
+    model = make("llama")
+    out = []
     for on in (lambda d: d, graphs):
-        sampler = Counter(); Graph.state = list(sampler.state.values())
-        d = on(Decoder(model, 3, 40)); d.start(d.prefill([[5, 6], [7], [8, 9, 4]]).argmax(-1))
+        sampler = Counter()
+        Graph.state = list(sampler.state.values())
+        d = on(Decoder(model, 3, 40))
+        d.start(d.prefill([[5, 6], [7], [8, 9, 4]]).argmax(-1))
         out.append([d.step_sampled(sampler).ids() for _ in range(5)])
         assert sampler.state["count"].tolist() == [5] * 3
     assert out[0] == out[1] and Graph.log == ["capture"] + ["replay"] * 5
-    sampler.key = 1; Graph.log.clear(); d.step_sampled(sampler)
-    assert Graph.log == ["capture", "replay"]                                                              # its work has another shape now
+    sampler.key = 1
+    Graph.log.clear()
+    d.step_sampled(sampler)
+    # its work has another shape now
+    assert Graph.log == ["capture", "replay"]
 
 
 class Around:
@@ -510,35 +761,55 @@ class Around:
         marks = []
         self.log.append("fork")
         yield marks
-        self.log.append("join"); marks.append(("before", "after"))
+        self.log.append("join")
+        marks.append(("before", "after"))
     def before_replay(self, marks): self.log.append(marks[0])
     def after_replay(self, marks): self.log.append(marks[1])
 
 
 def test_around_and_recapture(graphs):
-    model = make("llama"); d = graphs(Decoder(model, 1, 40)); d.around.append(a := Around())
-    d.prefill([[5, 6]]); d.step([7]); d.step([8])
+    model = make("llama")
+    d = graphs(Decoder(model, 1, 40))
+    d.around.append(a := Around())
+    d.prefill([[5, 6]])
+    d.step([7])
+    d.step([8])
     assert a.log == ["fork", "join"] + ["before", "after"] * 2
     from bmlab.delta.lora import Lora
     delta = Lora(model, r=2)
     [p.normal_() for p in delta.parameters()]
     want = plain(model, [5, 6, 7, 8, 9])
     assert not d._graphs
-    d.crop([2]); d.prefill([[7, 8]], rows=[0])
-    d.free(); d.prefill([[5, 6, 7, 8]]); near(d.step([9])[0], want)
-    d.recapture(); assert not d._graphs
+    d.crop([2])
+    d.prefill([[7, 8]], rows=[0])
+    d.free()
+    d.prefill([[5, 6, 7, 8]])
+    near(d.step([9])[0], want)
+    d.recapture()
+    assert not d._graphs
 
 
 def test_capture_that_fails(graphs, caplog):
-    model = make("llama"); d = graphs(Decoder(model, 2, 40)); want = Decoder(model, 2, 40)
-    d.prefill([[5, 6], [7]]); want.prefill([[5, 6], [7]]); Graph.broken = True
-    near(d.step([3, 4]), want.step([3, 4])); near(d.step([3, 4]), want.step([3, 4]))
-    assert d.why_eager == "capturing failed: operation not permitted when stream is capturing" and not d.graph and d.held == [4, 3] == d.lengths.tolist()
+    model = make("llama")
+    d = graphs(Decoder(model, 2, 40))
+    want = Decoder(model, 2, 40)
+    d.prefill([[5, 6], [7]])
+    want.prefill([[5, 6], [7]])
+    Graph.broken = True
+    near(d.step([3, 4]), want.step([3, 4]))
+    near(d.step([3, 4]), want.step([3, 4]))
+    assert (
+        d.why_eager == "capturing failed: operation not permitted when stream is capturing"
+        and not d.graph
+        and d.held == [4, 3] == d.lengths.tolist()
+    )
     assert Graph.log == ["capture"] and "without CUDA graphs" in caplog.text
 
 
 def test_graphs_are_bounded(graphs):
-    model = make("llama"); d = graphs(Decoder(model, 1, 40)); d._most = 2
+    model = make("llama")
+    d = graphs(Decoder(model, 1, 40))
+    d._most = 2
     d.prefill([[5]])
     for M in (1, 2, 3, 1): d.step([[4] * M])
     assert len(d._graphs) == 2 and Graph.log.count("capture") == 4
@@ -547,27 +818,34 @@ def test_graphs_are_bounded(graphs):
 def test_a_decoder_captures_on_one_stream(graphs, monkeypatch):
     "Each stream costs a workspace: a decoder has one for all its graphs, and leaves it to the next"
     made = []
-    monkeypatch.setattr("bmlab.infer.decode._IDLE", {}); monkeypatch.setattr(torch.cuda, "Stream", lambda *_: made.append(Stream()) or made[-1])
+    monkeypatch.setattr("bmlab.infer.decode._IDLE", {})
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: made.append(Stream()) or made[-1])
     def stepped():
-        d = graphs(Decoder(make("llama"), 1, 40)); d.prefill([[5]])
+        d = graphs(Decoder(make("llama"), 1, 40))
+        d.prefill([[5]])
         for M in (1, 2, 3): d.step([[4] * M])
         return d
     a, b = stepped(), stepped()
     assert Graph.log.count("capture") == 6 and len(made) == 2 and a._stream is made[0] and b._stream is made[1]
-    del a; Graph.bodies.clear(); gc.collect()
+    del a
+    Graph.bodies.clear()
+    gc.collect()
     c = stepped()
     assert c._stream is made[0] and len(made) == 2
 
 
 def test_a_capture_without_memory_drops_the_graphs(graphs, monkeypatch):
-    d = graphs(Decoder(make("llama"), 1, 40)); d.prefill([[5]]); d.step([[4]])
+    d = graphs(Decoder(make("llama"), 1, 40))
+    d.prefill([[5]])
+    d.step([[4]])
     assert d._graphs and d._pool
     def full(*_, **__): raise torch.OutOfMemoryError("no memory")
     with monkeypatch.context() as m:
         m.setattr(torch.cuda, "graph", full)
         with pytest.raises(torch.OutOfMemoryError): d.step([[4, 4]])
     assert not d._graphs and d._pool is None and d.graph
-    d.step([[4]]); assert len(d._graphs) == 1
+    d.step([[4]])
+    assert len(d._graphs) == 1
 
 
 # ---------------------------------------------------------------- GPU
@@ -595,7 +873,9 @@ def test_cuda_graph_equals_eager(name, bits):
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=cuda)])
 def test_graphs_share_a_workspace(name):
     "A workspace is 8 MiB or more; torch's allocator counts it"
-    d = Decoder(make(name, torch.bfloat16).cuda(), 1, 64); d.prefill([[5]]); d.step([[4]])
+    d = Decoder(make(name, torch.bfloat16).cuda(), 1, 64)
+    d.prefill([[5]])
+    d.step([[4]])
     before = torch.cuda.memory_allocated()
     for M in range(2, 8): d.step([[4] * M])
     assert d.why_eager is None and len(d._graphs) == 7 and torch.cuda.memory_allocated() - before < 4 << 20
@@ -612,12 +892,22 @@ def test_cuda_life(name, monkeypatch):
 
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=cuda)])
 def test_cuda_memory_goes_with_the_decoder(name):
-    model = make(name, torch.bfloat16).cuda(); torch.cuda.synchronize(); gc.collect(); torch.cuda.empty_cache()
+    model = make(name, torch.bfloat16).cuda()
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
     def use():
-        d = Decoder(model, 4, 2048); d.prefill([[5] * 9] * 4); d.start([5] * 4)
+        d = Decoder(model, 4, 2048)
+        d.prefill([[5] * 9] * 4)
+        d.start([5] * 4)
         [d.step_sampled(lambda logits: logits.argmax(-1)) for _ in range(4)][-1].ids()
-    use(); gc.collect(); torch.cuda.empty_cache(); before = torch.cuda.memory_allocated()
-    use(); gc.collect(); torch.cuda.empty_cache()
+    use()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    use()
+    gc.collect()
+    torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() <= before
 
 
@@ -626,11 +916,32 @@ def test_logits_of_a_sampler():
     from bmlab.infer.sampling import Sampler
     seen = []
     class Mine(Sampler):
-        def __call__(self, logits): seen.append(logits.dtype); return super().__call__(logits.masked_fill(torch.arange(logits.shape[1]) == 3, -1e9))
+        def __call__(self, logits):
+            seen.append(logits.dtype)
+            return super().__call__(logits.masked_fill(torch.arange(logits.shape[1]) == 3, -1e9))
     class Float(Sampler): pass
     torch.manual_seed(0)
-    model, out = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=64)).eval().half(), []
+    model, out = (
+        tf.LlamaForCausalLM(
+            tf.LlamaConfig(
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                vocab_size=64,
+            )
+        )
+        .eval()
+        .half(),
+        [],
+    )
     for sampler in (Sampler(), Float(), Mine(), Sampler(logprobs=2), Float(logprobs=2)):
-        d = Decoder(model, max_ctx=40); d.prefill([[5, 9, 33]]); sampler.start([[5, 9, 33]], 64); d.start([7])
+        d = Decoder(model, max_ctx=40)
+        d.prefill([[5, 9, 33]])
+        sampler.start([[5, 9, 33]], 64)
+        d.start([7])
         out.append([d.step_sampled(sampler).ids() for _ in range(6)])
-    assert out[0] == out[1] and out[3] == out[4] and set(seen) == {torch.float32} and all(3 not in ids for ids in out[2])
+    assert (
+        out[0] == out[1] and out[3] == out[4] and set(seen) == {torch.float32} and all(3 not in ids for ids in out[2])
+    )

@@ -15,7 +15,14 @@ from test_engine import MODELS, OPTIONS, decoded, limit_for, made
 
 from toys import make_tok
 
-TALKS = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
+TALKS = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.3,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +37,16 @@ def talker(tok, **config):
 
 
 def made_bert():
-    tok = tf.BertTokenizer(vocab={w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "mat", "sat", "on", "."])})
+    tok = tf.BertTokenizer(
+        vocab={
+            w: i
+            for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "mat", "sat", "on", "."])
+        }
+    )
     torch.manual_seed(0)
-    return tf.BertForMaskedLM(tf.BertConfig(vocab_size=11, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64)).eval(), tok
+    return tf.BertForMaskedLM(
+        tf.BertConfig(vocab_size=11, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64)
+    ).eval(), tok
 
 
 def test_stats_of_several_rounds_add_up(tok):
@@ -40,13 +54,27 @@ def test_stats_of_several_rounds_add_up(tok):
         n, mine = len(tok("Once")["input_ids"]), {}
         for _ in e.story("Once", n=5, max_new_tokens=6, seed=1, stats=mine): pass
         s = e.stats
-        assert (s["texts"], s["prompt_tokens"], s["new_tokens"], s["passes"], s["batch"]) == (5, 5 * n, 30, 18, 5 / 3) and mine == s
-        assert s["decode_s"] > 0 and abs(s["decode_tok_s"] * s["decode_s"] - 25) < 1e-6 and s["first_token_s"] > 0      # (a first token of each text does not count)
+        assert (s["texts"], s["prompt_tokens"], s["new_tokens"], s["passes"], s["batch"]) == (
+            5,
+            5 * n,
+            30,
+            18,
+            5 / 3,
+        ) and mine == s
+        # (a first token of each text does not count)
+        assert s["decode_s"] > 0 and abs(s["decode_tok_s"] * s["decode_s"] - 25) < 1e-6 and s["first_token_s"] > 0
         got = e.report()
-        assert abs(got.at["decode_tok_s", "predicted"] - e.plan.tokens_per_s(5 / 3, ctx=n + 3)) < 1e-6 and got.at["decode_tok_s", "measured"] == s["decode_tok_s"]
+        assert (
+            abs(got.at["decode_tok_s", "predicted"] - e.plan.tokens_per_s(5 / 3, ctx=n + 3)) < 1e-6
+            and got.at["decode_tok_s", "measured"] == s["decode_tok_s"]
+        )
         e.generate(["a", "bb", "ccc"], max_new_tokens=4)
         assert (e.stats["texts"], e.stats["new_tokens"], e.stats["passes"]) == (3, 12, 8)
-        assert len(list(e.fill("a __ and b __", max_new_tokens=3))) and e.stats["texts"] == 2 and e.stats["new_tokens"] >= 2
+        assert (
+            len(list(e.fill("a __ and b __", max_new_tokens=3)))
+            and e.stats["texts"] == 2
+            and e.stats["new_tokens"] >= 2
+        )
         e.json({"input": "a", "<ans>": {"x": "", "y": "", "z": ""}}, max_new_tokens=3)
         assert e.stats["texts"] == 3 and e.stats["prompt_tokens"] > 3
         list(e.stream("a", max_new_tokens=3))
@@ -74,28 +102,60 @@ def test_too_long_is_said_before_any_work(tok):
         model.forward = forward
         for wrong in (asked | {"options": {"<option_0>": "yes", "<option_1>": "no" * 90}}, asked | {"input": "a" * 170}):
             with pytest.raises(ValueError, match="exceed max_ctx=340"): e.json_pieces(wrong)
-        with pytest.raises(ValueError, match="an option has no tokens"): e.json_pieces(asked | {"options": {"<option_0>": ""}})
-        with pytest.raises(ValueError, match="max_new_tokens=320 exceed max_ctx=340"): e.json_pieces({"input": "a", "<ans>": ""}, max_new_tokens=320)
+        with pytest.raises(ValueError, match="an option has no tokens"):
+            e.json_pieces(asked | {"options": {"<option_0>": ""}})
+        with pytest.raises(ValueError, match="max_new_tokens=320 exceed max_ctx=340"):
+            e.json_pieces({"input": "a", "<ans>": ""}, max_new_tokens=320)
 
 
 def test_drafts_that_cannot_work_are_refused_by_wrap(tok):
     model, small = talker(tok), talker(tok, num_hidden_layers=2)
     torch.manual_seed(0)
-    ant = tf.CpmAntForCausalLM(tf.CpmAntConfig(vocab_size=len(tok), hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=64, num_hidden_layers=2, prompt_length=4)).eval()
-    neo = tf.GPTNeoForCausalLM(tf.GPTNeoConfig(hidden_size=32, num_layers=2, num_heads=4, vocab_size=len(tok), attention_types=[[["global", "local"], 1]], window_size=5)).eval()
+    ant = tf.CpmAntForCausalLM(
+        tf.CpmAntConfig(
+            vocab_size=len(tok),
+            hidden_size=32,
+            num_attention_heads=4,
+            dim_head=8,
+            dim_ff=64,
+            num_hidden_layers=2,
+            prompt_length=4,
+        )
+    ).eval()
+    neo = tf.GPTNeoForCausalLM(
+        tf.GPTNeoConfig(
+            hidden_size=32,
+            num_layers=2,
+            num_heads=4,
+            vocab_size=len(tok),
+            attention_types=[[["global", "local"], 1]],
+            window_size=5,
+        )
+    ).eval()
     for draft, says in ((talker(tok, vocab_size=900), "both need the same tokenizer"), (neo, "has no path with a cache"), (Tree(PromptLookup(), DraftModel(neo)), "has no path with a cache"),
-                        (talker(tok, max_position_embeddings=32), "has positions for 32 tokens"), (torch.nn.Linear(2, 2), "cannot generate"), (MODELS["t5"](), "with an encoder"),
+                        (talker(tok, max_position_embeddings=32), "has positions for 32 "
+                                                                  "tokens"), (torch.nn.Linear(2, 2), "cannot generate"), (MODELS["t5"](), "with an encoder"),
                         (Tree(DraftModel(small), DraftModel(talker(tok))), "a Tree of 2 models")):
         with pytest.raises(ValueError, match=says): wrap(model, tok, bits=8, draft=draft, max_ctx=64, device="cpu")
         assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear                      # nothing was packed
-    with pytest.raises(ValueError, match="CpmAntForCausalLM cannot check several tokens"): wrap(ant, tok, draft="lookup", max_ctx=64, device="cpu")
-    with pytest.raises(TypeError, match="BertForMaskedLM does not generate"): wrap(*made_bert(), draft="lookup", device="cpu")
+    with pytest.raises(ValueError, match="CpmAntForCausalLM cannot check several tokens"):
+        wrap(ant, tok, draft="lookup", max_ctx=64, device="cpu")
+    with pytest.raises(TypeError, match="BertForMaskedLM does not generate"):
+        wrap(*made_bert(), draft="lookup", device="cpu")
     with wrap(model, tok, max_ctx=64, device="cpu") as e: want = "".join(e.stream("plain", max_new_tokens=12))
     both = Tree(PromptLookup(), DraftModel(small, length=3, branches=2))
     with wrap(model, tok, draft=both, max_ctx=64, device="cpu") as e:
         assert e.plan.draft_bytes and "".join(e.stream("plain", max_new_tokens=12)) == want
         s = e.stats
-        assert abs(s["predicted_tok_s"] - e.plan.tokens_per_s(1, s["accepted_per_pass"], s["prompt_tokens"] + 6, 1 + s["drafted"] / s["passes"], levels=3)) < 1e-6
+        assert (
+            abs(
+                s["predicted_tok_s"]
+                - e.plan.tokens_per_s(
+                    1, s["accepted_per_pass"], s["prompt_tokens"] + 6, 1 + s["drafted"] / s["passes"], levels=3
+                )
+            )
+            < 1e-6
+        )
 
 
 def test_an_engine_is_not_copied_or_pickled(tok):
@@ -109,8 +169,10 @@ def test_where_the_file_of_a_store_is(tok, tmp_path):
     limit = limit_for(model, 3, **OPTIONS)
     with wrap(model, memory_limit=limit, store="mmap", folder=tmp_path, device="cpu", **OPTIONS) as e:
         assert os.readlink(f"/proc/self/fd/{e.streamer.file.fileno()}").startswith(str(tmp_path))
-    with pytest.raises(ValueError, match="no such folder"): wrap(model, memory_limit=limit, store="mmap", folder=tmp_path / "none", device="cpu", **OPTIONS)
-    with pytest.raises(ValueError, match="is for the file of store='mmap', and store='ram'"): wrap(model, memory_limit=limit, folder=tmp_path, device="cpu", **OPTIONS)
+    with pytest.raises(ValueError, match="no such folder"):
+        wrap(model, memory_limit=limit, store="mmap", folder=tmp_path / "none", device="cpu", **OPTIONS)
+    with pytest.raises(ValueError, match="is for the file of store='mmap', and store='ram'"):
+        wrap(model, memory_limit=limit, folder=tmp_path, device="cpu", **OPTIONS)
 
 
 def test_beams(tok):
@@ -118,22 +180,41 @@ def test_beams(tok):
     model, prompts = talker(tok), ["plain", "english", "plain english", "ish"]
     def theirs(p, beams, penalty):
         ids = tok(p, return_tensors="pt")["input_ids"]
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, pad_token_id=0, eos_token_id=None, num_beams=beams, length_penalty=penalty)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=9,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+            num_beams=beams,
+            length_penalty=penalty,
+        )
         return tok.decode(out[0, ids.shape[1]:], skip_special_tokens=True)
     want = {(beams, penalty): [theirs(p, beams, penalty) for p in prompts] for beams, penalty in ((4, 1.0), (2, 0.5))}
     for rows in (4, 9):
         with wrap(model, tok, max_batch=rows, max_ctx=64, fuse=False, device="cpu") as e:
-            for (beams, penalty), texts in want.items(): assert e.generate(prompts, 9, beams=beams, length_penalty=penalty) == texts
-            assert (e.stats["texts"], e.stats["new_tokens"], e.stats["prompt_tokens"]) == (4, 36, sum(len(tok(p)["input_ids"]) for p in prompts)) and not any(e.decoder.held)
+            for (beams, penalty), texts in want.items():
+                assert e.generate(prompts, 9, beams=beams, length_penalty=penalty) == texts
+            assert (e.stats["texts"], e.stats["new_tokens"], e.stats["prompt_tokens"]) == (
+                4,
+                36,
+                sum(len(tok(p)["input_ids"]) for p in prompts),
+            ) and not any(e.decoder.held)
             end = want[4, 1.0][0][2:4]
-            assert e.generate(prompts[:1], 9, beams=4, stop=end) == [want[4, 1.0][0].partition(end)[0]] and e.generate([], beams=2) == []
+            assert (
+                e.generate(prompts[:1], 9, beams=4, stop=end) == [want[4, 1.0][0].partition(end)[0]]
+                and e.generate([], beams=2) == []
+            )
             assert e.report().at["peak_bytes", "predicted"] == e.plan.peak_bytes
     with wrap(model, tok, max_batch=3, max_ctx=64, device="cpu") as e:
-        for bad, says in ((dict(beams=4), r"beams=4 take 4 rows, and max_batch=3; wrap\(…, max_batch=4\)"), (dict(beams=0), "beams=0"), (dict(beams=2, temperature=0.5), "with temperature: beam search draws nothing"),
+        for bad, says in ((dict(beams=4), r"beams=4 take 4 rows, and max_batch=3; wrap\(…, "
+                                          r"max_batch=4\)"), (dict(beams=0), "beams=0"), (dict(beams=2, temperature=0.5), "with temperature: beam search draws nothing"),
                           (dict(beams=2, seed=1), "with seed"), (dict(length_penalty=2.0), "is of beam search")):
             with pytest.raises(ValueError, match=says): e.generate(prompts, 9, **bad)
         for call in (e.stream, e.chat, e.story): 
-            with pytest.raises(ValueError, match=r"cannot come in pieces; use e.generate\(prompts, beams=…\)"): list(call("plain", max_new_tokens=4, beams=4))
+            with pytest.raises(ValueError, match=r"cannot come in pieces; use e.generate\(prompts, beams=…\)"):
+                list(call("plain", max_new_tokens=4, beams=4))
         with pytest.raises(ValueError, match="use e.generate"): e.fill("a __", beams=4)
         best = beam_search(Decoder(model, 3, 64), [tok("plain")["input_ids"]], 3, max_new_tokens=9)[0][0]
         assert e.generate(["plain"], 9, beams=3) == [tok.decode(best.ids)]
@@ -149,7 +230,10 @@ def test_penalties_and_logprobs_through_an_engine(tok):
         assert [len(t) for t in e.stats["tokens"]] == [8, 8, 8]
         for p, row in zip(prompts, e.stats["tokens"]):
             with torch.no_grad(): raw = model(torch.tensor([p + row])).logits[0, len(p) - 1:-1].log_softmax(-1)
-            assert torch.allclose(torch.tensor([t.logprob for t in row]), raw[torch.arange(8), row], atol=1e-4) and [t.likeliest[1][0] for t in row] == raw.topk(2).indices[:, 1].tolist()
+            assert (
+                torch.allclose(torch.tensor([t.logprob for t in row]), raw[torch.arange(8), row], atol=1e-4)
+                and [t.likeliest[1][0] for t in row] == raw.topk(2).indices[:, 1].tolist()
+            )
 
 
 def test_a_resident_model_is_held_still(tmp_path):
@@ -159,7 +243,8 @@ def test_a_resident_model_is_held_still(tmp_path):
         assert not e.plan.streamed
         want = decoded(e.decoder, 4)
         for move in (lambda m: m.to("meta"), lambda m: m.cuda(), lambda m: m.half(), lambda m: m.model.layers[0].double()):
-            with pytest.raises(RuntimeError, match=r"cannot be moved or cast; e.close\(\) first, then .to\(\)"): move(model)
+            with pytest.raises(RuntimeError, match=r"cannot be moved or cast; e.close\(\) first, then .to\(\)"):
+                move(model)
         assert torch.equal(decoded(e.decoder, 4), want)
         twin = copy.deepcopy(model).double()                                     # a copy is free
         assert twin.dtype is torch.float64 and torch.allclose(twin(ids).logits.float(), model(ids).logits, atol=1e-4)

@@ -13,7 +13,18 @@ from bmlab.kernels.layers import Int4Linear, Int8Linear, pack_linears
 from bmlab.cook.neurons import NeuronSparse
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+TINY = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,39 +52,54 @@ def apart(a, b): return ((a - b).norm() / (b - b.mean(-1, keepdim=True)).norm())
 
 
 def test_a_tree_and_kept_tokens():
-    model = llama(); fast = copy.deepcopy(model); fuse_decode(fast)
+    model = llama()
+    fast = copy.deepcopy(model)
+    fuse_decode(fast)
     mask = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]] * 2).bool()
     depth = torch.tensor([[0, 1, 1, 2]] * 2)
     outs = []
     for m in (model, fast):
-        d = Decoder(m, max_batch=2, max_ctx=60); d.prefill([[5, 9, 33], [7, 11]])
-        a = d.step([[1, 6, 2, 9], [2, 2, 9, 4]], keep=False, mask=mask, positions=depth); d.keep([[0, 1, 3], [0]])
+        d = Decoder(m, max_batch=2, max_ctx=60)
+        d.prefill([[5, 9, 33], [7, 11]])
+        a = d.step([[1, 6, 2, 9], [2, 2, 9, 4]], keep=False, mask=mask, positions=depth)
+        d.keep([[0, 1, 3], [0]])
         outs.append(torch.cat([a, d.step([[3], [4]])], 1))
     assert apart(outs[1], outs[0]) < 1e-5
 
 
 def test_rows_that_come_and_go():
-    model = llama(); fast = copy.deepcopy(model); fuse_decode(fast)
+    model = llama()
+    fast = copy.deepcopy(model)
+    fuse_decode(fast)
     outs = []
     for m in (model, fast):
         d = Decoder(m, max_batch=4, max_ctx=60)
-        d.prefill([[5, 9, 33], [7, 11]], rows=[2, 0]); a = d.step([[1], [2], [3], [4]])
-        d.free(2); d.prefill([[8] * 20], rows=[2]); d.prefill([[3, 4]], rows=[1]); b = d.step([[1], [2], [3], [4]]); d.move([2, 2]); c = d.step([[9], [10]])
+        d.prefill([[5, 9, 33], [7, 11]], rows=[2, 0])
+        a = d.step([[1], [2], [3], [4]])
+        d.free(2)
+        d.prefill([[8] * 20], rows=[2])
+        d.prefill([[3, 4]], rows=[1])
+        b = d.step([[1], [2], [3], [4]])
+        d.move([2, 2])
+        c = d.step([[9], [10]])
         outs.append(torch.cat([a[[0, 2]].flatten(), b[:3].flatten(), c.flatten()]))
     assert apart(outs[1][None], outs[0][None]) < 1e-5
 
 
 def test_two_threads_with_one_model():
     "Each has a decoder of its own; what the layers of a forward share is a thread's own too"
-    model = llama(num_hidden_layers=6); fuse_decode(model)
-    tokens = [[[5], [9], [33], [7]] * 15, [[8, 9, 10], [50, 51, 52]] * 30]                    # one at a time, three at a time
+    model = llama(num_hidden_layers=6)
+    fuse_decode(model)
+    # one at a time, three at a time
+    tokens = [[[5], [9], [33], [7]] * 15, [[8, 9, 10], [50, 51, 52]] * 30]
 
     def decode(steps):
         d = Decoder(model, max_batch=1, max_ctx=300)
         with torch.no_grad(): return torch.cat([d.prefill([[5, 9, 33]])[:, None], *(d.step([ids]) for ids in steps)], 1)
 
     alone, interval = [decode(t) for t in tokens], sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)                                                               # let them take turns often
+    # let them take turns often
+    sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(2) as pool: together = list(pool.map(decode, tokens * 2))
     finally: sys.setswitchinterval(interval)
@@ -82,10 +108,12 @@ def test_two_threads_with_one_model():
 
 def test_alone_in_a_batch_of_others():
     "A row's bits in bfloat16 do not depend on its neighbours"
-    fast = pack_linears(llama().bfloat16()); fuse_decode(fast)
+    fast = pack_linears(llama().bfloat16())
+    fuse_decode(fast)
     alone, both = Decoder(fast, max_batch=1, max_ctx=60), Decoder(fast, max_batch=3, max_ctx=60)
     prompts = [[5, 9, 33, 7], [8, 8, 8, 8], [3, 1, 4, 1]]
-    first = alone.prefill(prompts[:1]); many = both.prefill(prompts)
+    first = alone.prefill(prompts[:1])
+    many = both.prefill(prompts)
     assert torch.equal(first[0], many[0])
     for i in range(5): assert torch.equal(alone.step([[i + 3]])[0], both.step([[i + 3], [i + 9], [i + 20]])[0])
 
@@ -113,7 +141,10 @@ def test_loaded_weights_are_seen():
     for assign in (False, True):
         one, two = (pack_linears(llama(initializer_range=r).bfloat16()) for r in (0.02, 0.3))
         assert apart(walk(one), walk(two)) > 0.1
-        fuse_decode(one); fast_two = copy.deepcopy(two); fuse_decode(fast_two); walk(one)
+        fuse_decode(one)
+        fast_two = copy.deepcopy(two)
+        fuse_decode(fast_two)
+        walk(one)
         one.load_state_dict(two.state_dict(), assign=assign)
         assert torch.equal(walk(one), walk(fast_two))
 
@@ -121,7 +152,9 @@ def test_loaded_weights_are_seen():
 def with_peft(model):
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
-    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False), model)
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False), model
+    )
 
 
 @pytest.mark.parametrize("edit", [
@@ -138,7 +171,9 @@ def with_peft(model):
 ], ids=["mlp", "activation", "down", "q", "norm", "block", "parametrized", "parametrized norm", "packed", "peft"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_what_is_put_in_later_is_used(edit, rows):
-    model = llama(intermediate_size=64); fast = copy.deepcopy(model); fuse_decode(fast)
+    model = llama(intermediate_size=64)
+    fast = copy.deepcopy(model)
+    fuse_decode(fast)
     for m in (model, fast):
         walk(m)
         edit(m)
@@ -155,10 +190,13 @@ def test_what_is_put_in_later_is_used(edit, rows):
 def test_a_bias_that_comes_or_goes(bits, had):
     model = llama(intermediate_size=64, mlp_bias=had, attention_bias=had)
     if bits: pack_linears(model, bits)
-    fast = copy.deepcopy(model); fuse_decode(fast); before = walk(fast)
+    fast = copy.deepcopy(model)
+    fuse_decode(fast)
+    before = walk(fast)
     for m in (model, fast):
         layer = m.model.layers[1]
-        for linear in (layer.mlp.down_proj, layer.mlp.up_proj, layer.self_attn.q_proj): linear.bias = None if had else torch.nn.Parameter(torch.linspace(-1, 1, 64))
+        for linear in (layer.mlp.down_proj, layer.mlp.up_proj, layer.self_attn.q_proj):
+            linear.bias = None if had else torch.nn.Parameter(torch.linspace(-1, 1, 64))
     assert apart(walk(fast), walk(model)) < 1e-5 < 1e-4 < apart(before, walk(model))
 
 
@@ -173,12 +211,17 @@ def blocks(model): # that run fused when `model` decodes
 
 def test_what_nobody_reads_may_go():
     "A method of compression puts a module beside the layers of an MLP, and takes it away"
-    model = llama(); cook = Cook(model, [NeuronSparse(keep=0.5)]); fuse_decode(model); cook.detach()
+    model = llama()
+    cook = Cook(model, [NeuronSparse(keep=0.5)])
+    fuse_decode(model)
+    cook.detach()
     assert blocks(model) == 3
 
 
 def test_parametrized_and_taken_back():
-    model = llama(); fused = fuse_decode(model); want = walk(model)
+    model = llama()
+    fused = fuse_decode(model)
+    want = walk(model)
     norm, q = model.model.layers[1].input_layernorm, model.model.layers[0].self_attn.q_proj
     for m in (norm, q): torch.nn.utils.parametrize.register_parametrization(m, "weight", torch.nn.Identity())
     assert fused.join() == 5 and apart(walk(model), want) < 1e-5
@@ -190,10 +233,12 @@ def test_parametrized_and_taken_back():
 
 
 def test_a_replica_has_its_own_weights():
-    model = llama(); fuse_decode(model)
+    model = llama()
+    fuse_decode(model)
     x = torch.randn(1, 3, 64)
     mlp = model.model.layers[0].mlp
-    twin = mlp._replicate_for_data_parallel()                                                 # as torch.nn.DataParallel does: with the attributes of the original
+    # as torch.nn.DataParallel does: with the attributes of the original
+    twin = mlp._replicate_for_data_parallel()
     for name, m in mlp._modules.items(): twin._modules[name] = copy.deepcopy(m)
     twin.down_proj.weight.mul_(2)
     assert torch.allclose(twin(x), 2 * mlp(x), atol=1e-5)
@@ -202,7 +247,8 @@ def test_a_replica_has_its_own_weights():
 @pytest.mark.parametrize("bits", [8, 4])
 def test_joined_once(bits):
     "One storage for q, k, v and one for gate, up; nothing twice"
-    model = pack_linears(llama(), bits=bits, group_size=32); fuse_decode(model)
+    model = pack_linears(llama(), bits=bits, group_size=32)
+    fuse_decode(model)
     for layer in model.model.layers:
         a, m = layer.self_attn, layer.mlp
         assert {type(x) for x in (a.q_proj, m.up_proj)} == {Int8Linear if bits == 8 else Int4Linear}
@@ -218,9 +264,11 @@ def test_a_bank_of_deltas():
     base, outs = llama(), []
     users = {}
     for i, user in enumerate(("ann", "bob")):
-        d = Lora(base, r=2, modules=["q_proj", "v_proj"]); torch.manual_seed(i + 1)
+        d = Lora(base, r=2, modules=["q_proj", "v_proj"])
+        torch.manual_seed(i + 1)
         for p in d.trainable(): p.data.normal_(std=0.3)
-        users[user] = d; d.detach()
+        users[user] = d
+        d.detach()
     for fuse in (False, True):
         model = copy.deepcopy(base)
         if fuse: fuse_decode(model)
@@ -231,17 +279,25 @@ def test_a_bank_of_deltas():
 
 
 def test_under_autocast_and_in_training_it_steps_aside():
-    model = llama(); plain = copy.deepcopy(model); fuse_decode(model)
+    model = llama()
+    plain = copy.deepcopy(model)
+    fuse_decode(model)
     with torch.autocast("cpu", torch.bfloat16): assert torch.equal(walk(model), walk(plain))
     ids = torch.randint(3, 120, (2, 6))
     with torch.enable_grad():
         a, b = model.train()(ids, labels=ids).loss, plain.train()(ids, labels=ids).loss
-        a.backward(); b.backward()
-    assert torch.equal(a.detach(), b.detach()) and torch.equal(model.model.layers[0].self_attn.q_proj.weight.grad, plain.model.layers[0].self_attn.q_proj.weight.grad)
+        a.backward()
+        b.backward()
+    assert torch.equal(a.detach(), b.detach()) and torch.equal(
+        model.model.layers[0].self_attn.q_proj.weight.grad, plain.model.layers[0].self_attn.q_proj.weight.grad
+    )
 
 
 def test_attentions_and_hidden_states_are_given():
-    model = llama(); model.set_attn_implementation("eager"); plain = copy.deepcopy(model); fuse_decode(model)
+    model = llama()
+    model.set_attn_implementation("eager")
+    plain = copy.deepcopy(model)
+    fuse_decode(model)
     ids = torch.randint(3, 120, (2, 6))
     a, b = (m(ids, output_attentions=True, output_hidden_states=True) for m in (model, plain))
     assert len(a.attentions) == len(b.attentions) == 3 and torch.allclose(a.attentions[1], b.attentions[1], atol=1e-6)
@@ -258,15 +314,25 @@ def test_smollm2_says_the_same():
     for dtype, form in ((torch.float32, dict(bits=8)), (torch.float32, None), (torch.bfloat16, dict(bits=8))):
         plain = copy.deepcopy(model).to(dtype).eval()
         if form: pack_linears(plain, **form)
-        fast = copy.deepcopy(plain); handle = fuse_decode(fast)
+        fast = copy.deepcopy(plain)
+        handle = fuse_decode(fast)
         assert handle.table.fused.all()
         texts = []
         for m in (plain, fast):
-            d = Decoder(m, max_ctx=128); at = d.prefill(ids).argmax(-1, keepdim=True); text = [at.item()]
-            for _ in range(20): at = d.step(at)[:, -1].argmax(-1, keepdim=True); text.append(at.item())
+            d = Decoder(m, max_ctx=128)
+            at = d.prefill(ids).argmax(-1, keepdim=True)
+            text = [at.item()]
+            for _ in range(20):
+                at = d.step(at)[:, -1].argmax(-1, keepdim=True)
+                text.append(at.item())
             texts.append(text)
         same = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), 21)
-        assert same == 21 or dtype == torch.bfloat16 and same >= 4, (dtype, form, tok.decode(texts[0]), tok.decode(texts[1]))
+        assert same == 21 or dtype == torch.bfloat16 and same >= 4, (
+            dtype,
+            form,
+            tok.decode(texts[0]),
+            tok.decode(texts[1]),
+        )
 
 
 @pytest.mark.long
@@ -274,30 +340,51 @@ def test_smollm2_says_the_same():
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
 def test_in_the_interpreter(name):
     "The Triton form of a block equals the module, int8 cache and windows too"
-    small = TINY | dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=64)
-    make = {"llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**small)), "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**small, sliding_window=6)),
-            "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**small, sliding_window=6))}[name]
-    torch.manual_seed(0); plain = make().eval(); fast = copy.deepcopy(plain)
+    small = TINY | dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=64,
+    )
+    make = {
+        "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**small)),
+        "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**small, sliding_window=6)),
+        "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**small, sliding_window=6)),
+    }[name]
+    torch.manual_seed(0)
+    plain = make().eval()
+    fast = copy.deepcopy(plain)
     handle = fuse_decode(fast, kernels="triton")
-    assert handle.table.fused[handle.table.form != "angles"].all(), handle                    # (Gemma's rotary embedding has two kinds of angles)
-    for kv_bits in (16, 8): assert apart(walk(fast, kv_bits, 1), walk(plain, kv_bits, 1)) < (1e-5 if kv_bits == 16 else 0.03)
+    # (Gemma's rotary embedding has two kinds of angles)
+    assert handle.table.fused[handle.table.form != "angles"].all(), handle
+    for kv_bits in (16, 8):
+        assert apart(walk(fast, kv_bits, 1), walk(plain, kv_bits, 1)) < (1e-5 if kv_bits == 16 else 0.03)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 def test_angles():
     "As the module gives them; whatever is not few whole positions on one device is the module's own"
-    plain = llama(); fast, x, at = copy.deepcopy(plain), torch.zeros(1, 5, 64), torch.tensor([[0, 3, 99, 5000, 7]])
-    handle = fuse_decode(fast, kernels="triton"); table = handle.table.set_index("form")
+    plain = llama()
+    fast, x, at = copy.deepcopy(plain), torch.zeros(1, 5, 64), torch.tensor([[0, 3, 99, 5000, 7]])
+    handle = fuse_decode(fast, kernels="triton")
+    table = handle.table.set_index("form")
     assert table.fused["angles"]
     own, part = plain.model.rotary_emb, fast.model.rotary_emb
     for args, kwargs in (((x, at), {}), ((x,), dict(position_ids=at)), ((), dict(x=x, position_ids=at)), ((x, at + 0.5), {}), ((x, torch.arange(200)[None]), {}), ((x.bfloat16(), at), {})):
-        for a, b in zip(part(*args, **kwargs), own(*args, **kwargs), strict=True): assert a.dtype == b.dtype and torch.allclose(a, b, atol=1e-5 if a.dtype == torch.float32 else 0.01)
-    part._fused.step.kernels = None                                                            # as after .to("cpu") of a model that was fused on a GPU
+        for a, b in zip(part(*args, **kwargs), own(*args, **kwargs), strict=True):
+            assert a.dtype == b.dtype and torch.allclose(a, b, atol=1e-5 if a.dtype == torch.float32 else 0.01)
+    # as after .to("cpu") of a model that was fused on a GPU
+    part._fused.step.kernels = None
     assert part._fused((x, at), {}) is None
     assert torch.equal(copy.deepcopy(fast).model.rotary_emb(x, at)[0], own(x, at)[0])
-    handle.undo(); assert type(part) is type(own) and torch.equal(part(x, at)[0], own(x, at)[0])
+    handle.undo()
+    assert type(part) is type(own) and torch.equal(part(x, at)[0], own(x, at)[0])
     for kind, factor in (("dynamic", True), ("linear", False)):
-        fused = fuse_decode(llama(rope_parameters=dict(rope_type=kind, rope_theta=1e4, factor=2.0)), kernels="triton").table.set_index("form")
+        fused = fuse_decode(
+            llama(rope_parameters=dict(rope_type=kind, rope_theta=1e4, factor=2.0)), kernels="triton"
+        ).table.set_index("form")
         assert fused.fused["angles"] != factor and ("length of the text" in fused.why["angles"]) == factor
 
 
@@ -305,7 +392,9 @@ def test_one_row_is_tried_too(monkeypatch):
     import bmlab.kernels.triton_attention as tk
     def broken(*args, **kwargs): raise RuntimeError("no such kernel")
     monkeypatch.setattr(tk, "rope_and_attend", broken)
-    table = fuse_decode(llama(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1), kernels="triton").table.set_index("form")
+    table = fuse_decode(
+        llama(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1), kernels="triton"
+    ).table.set_index("form")
     assert not table.fused["attention"] and "no such kernel" in table.why["attention"]
 
 
@@ -316,34 +405,48 @@ def test_norms_between_products(bits, monkeypatch):
     import bmlab.kernels.triton_attention as small
     import bmlab.kernels.triton_products as tk
     from bmlab.infer.streaming import Streamer
-    monkeypatch.setattr(tk, "_blocks", lambda N, K, dtype: dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, WARPS=2, num_warps=2, num_stages=2))      # on a GPU only 16-bit rows take these
+    monkeypatch.setattr(
+        tk, "_blocks", lambda N, K, dtype: dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, WARPS=2, num_warps=2, num_stages=2)
+    )  # on a GPU only 16-bit rows take these
     calls, norm = [], small.rms_norm
     monkeypatch.setattr(small, "rms_norm", lambda *a, **k: calls.append(a) or norm(*a, **k))
-    plain = pack_linears(llama(hidden_size=32, intermediate_size=32), bits=bits, **(dict(group_size=32) if bits == 4 else {}))
+    plain = pack_linears(
+        llama(hidden_size=32, intermediate_size=32), bits=bits, **(dict(group_size=32) if bits == 4 else {})
+    )
     fast = copy.deepcopy(plain)
     assert fuse_decode(fast, kernels="triton").table.fused.all()
     prompt, tokens = [[5, 9]], [3]
     def steps(model, width=1):
-        d = Decoder(model, max_ctx=16); d.prefill(prompt); calls.clear()
+        d = Decoder(model, max_ctx=16)
+        d.prefill(prompt)
+        calls.clear()
         return torch.cat([d.step([[t] * width]) for t in tokens], 1)
     want = steps(plain)
     got = steps(fast)
     assert len(calls) == len(tokens) and apart(got, want) < 1e-5                            # the model's last norm
     assert apart(steps(fast, 3), steps(plain, 3)) < 1e-5
     layers = fast.model.layers
-    hook = layers[1].register_forward_hook(lambda m, a, out: out * 1.0)                     # what the next block gets is another tensor
-    assert torch.equal(steps(fast), got); hook.remove()
+    # what the next block gets is another tensor
+    hook = layers[1].register_forward_hook(lambda m, a, out: out * 1.0)
+    assert torch.equal(steps(fast), got)
+    hook.remove()
     with torch.inference_mode(): assert torch.equal(steps(fast), got)
-    weight = layers[2].input_layernorm.weight; kept = weight.clone()
-    def louder(m, args): m.input_layernorm.weight.copy_(2 * kept)                           # behind what the block before has said of it
-    hook = layers[2].register_forward_pre_hook(louder); loud = steps(fast); hook.remove()
+    weight = layers[2].input_layernorm.weight
+    kept = weight.clone()
+    # behind what the block before has said of it
+    def louder(m, args): m.input_layernorm.weight.copy_(2 * kept)
+    hook = layers[2].register_forward_pre_hook(louder)
+    loud = steps(fast)
+    hook.remove()
     assert torch.equal(steps(fast), loud) and not torch.equal(loud, got)
     weight.copy_(kept)
     assert torch.equal(steps(fast), got)
     for outer in (False, True):
-        streamed = copy.deepcopy(plain); inner = streamed.model
+        streamed = copy.deepcopy(plain)
+        inner = streamed.model
         fuse_decode(streamed, kernels="triton")
-        streamer = Streamer(streamed if outer else inner, device="cpu")                     # its next norm's weight is not there yet
+        # its next norm's weight is not there yet
+        streamer = Streamer(streamed if outer else inner, device="cpu")
         assert torch.equal(steps(streamed), got), outer
         streamer.close()
 
@@ -353,10 +456,18 @@ def test_norms_between_products(bits, monkeypatch):
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_on_a_gpu(bits):
     "All steps from graphs, equal to eager ones, close to the plain model, rows independent of how many come at once"
-    shape = dict(hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=4, head_dim=64, vocab_size=2048)
+    shape = dict(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=2048,
+    )
     given = llama(**shape).to("cuda", torch.bfloat16)
     if bits: pack_linears(given, bits=bits)
-    fast = copy.deepcopy(given); handle = fuse_decode(fast)
+    fast = copy.deepcopy(given)
+    handle = fuse_decode(fast)
     assert handle.table.fused.all(), handle
     for kv_bits in (16, 8):
         assert apart(walk(fast, kv_bits), walk(given, kv_bits)) < 0.05
@@ -370,7 +481,9 @@ def test_on_a_gpu(bits):
 @pytest.mark.cuda
 @needs_gpu
 def test_moved_to_a_gpu_after_fusing():
-    model = pack_linears(llama().bfloat16()); handle = fuse_decode(model); model.cuda()
+    model = pack_linears(llama().bfloat16())
+    handle = fuse_decode(model)
+    model.cuda()
     plain = copy.deepcopy(model)
     assert not model.model.layers[0].self_attn._fused.qkv.lies() and apart(walk(model), walk(plain)) < 0.05
     assert handle.join() == 6 and apart(walk(model), walk(plain)) < 0.05

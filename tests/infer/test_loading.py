@@ -101,10 +101,17 @@ def test_order_of_placing(folder):
     def put(name, module):
         seen.append(name)
         assert not any(t.is_meta for t in (*module.parameters(), *module.buffers()))
-        if name in blocks: assert {type(m).__name__ for m in module.modules() if "proj" in type(m).__name__ or "Linear" in type(m).__name__} == {"Int8Linear"}
+        if name in blocks:
+            assert {
+                type(m).__name__ for m in module.modules() if "proj" in type(m).__name__ or "Linear" in type(m).__name__
+            } == {"Int8Linear"}
     blocks = list(find_blocks(model_on_meta(folder)))
     load_placed(folder, bits=8, device="cpu", put=put)
-    assert seen[:len(blocks)] == blocks and len(seen) == len(set(seen)) and set(seen[len(blocks):]) == {"model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"}
+    assert (
+        seen[: len(blocks)] == blocks
+        and len(seen) == len(set(seen))
+        and set(seen[len(blocks) :]) == {"model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"}
+    )
 
 
 @pytest.mark.parametrize("bits", [None, 8])
@@ -128,7 +135,12 @@ def test_no_second_copy(folder):
         return t
     alive = []
     with patch("bmlab.formats.safetensors.TensorFiles.read", watch):
-        load_placed(folder, bits=8, device="cpu", put=lambda name, module: alive.append(sum(r() is not None for k, r in floats.items() if "proj" in k)))
+        load_placed(
+            folder,
+            bits=8,
+            device="cpu",
+            put=lambda name, module: alive.append(sum(r() is not None for k, r in floats.items() if "proj" in k)),
+        )
     assert len(floats) == 6 * 7 + 2 and max(alive) == 0
 
 
@@ -144,14 +156,29 @@ def test_damaged_files(folder, tmp_path):
     def other_shape(files, d):
         with safe_open(files[0], "pt") as f: tensors = {k: f.get_tensor(k) for k in f.keys()}
         save_file({k: t[:-1].contiguous() for k, t in tensors.items()}, files[0], {"format": "pt"})
-    def no_weights(files, d): [f.unlink() for f in files]; (d / "model.safetensors.index.json").unlink()
-    damages = (cut, OSError, "bytes of"), (header, OSError, "ends inside its header"), (gone, OSError, "is missing"), (other_shape, ValueError, "of another shape"), (no_weights, OSError, None)
+    def no_weights(files, d):
+        [f.unlink() for f in files]
+        (d / "model.safetensors.index.json").unlink()
+    damages = (
+        (cut, OSError, "bytes of"),
+        (header, OSError, "ends inside its header"),
+        (gone, OSError, "is missing"),
+        (other_shape, ValueError, "of another shape"),
+        (no_weights, OSError, None),
+    )
     for change, error, words in damages:
         d, made = broken(change), []
         with pytest.raises(error, match=words): load_placed(d, bits=8, device="cpu", put=lambda n, m: made.append(n))
         assert not made
     gc.collect()
-    assert not [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter) and not o.is_meta and o.shape == (160, 64) and o.dtype == torch.float32]
+    assert not [
+        o
+        for o in gc.get_objects()
+        if type(o) in (torch.Tensor, torch.nn.Parameter)
+        and not o.is_meta
+        and o.shape == (160, 64)
+        and o.dtype == torch.float32
+    ]
 
 
 def test_a_lacking_weight(folder, tmp_path):
@@ -161,18 +188,25 @@ def test_a_lacking_weight(folder, tmp_path):
     name = "model.layers.3.mlp.up_proj.weight"
     file = d / index["weight_map"].pop(name)
     with safe_open(file, "pt") as f: tensors = {k: f.get_tensor(k) for k in f.keys() if k != name}
-    save_file(tensors, file, {"format": "pt"}); (d / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="lacks 1 weights of LlamaForCausalLM, such as " + name): load_placed(d, bits=8, device="cpu")
+    save_file(tensors, file, {"format": "pt"})
+    (d / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="lacks 1 weights of LlamaForCausalLM, such as " + name):
+        load_placed(d, bits=8, device="cpu")
 
 
 def test_hub_names():
     "A name on the hub becomes a snapshot of the files that are needed; without the hub, the error of load"
     with patch("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9"):
-        with pytest.raises((OSError, LookupError), match="neither a sample nor a folder"): load_placed("no-such/model", device="cpu")
+        with pytest.raises((OSError, LookupError), match="neither a sample nor a folder"):
+            load_placed("no-such/model", device="cpu")
     with patch("bmlab.infer.loading.find_on_hub", lambda name: (name, {"local_files_only": True})), patch("huggingface_hub.snapshot_download") as fetched:
         fetched.return_value = "/nowhere"
         with pytest.raises(FileNotFoundError): model_folder("some/model")
-    assert fetched.call_args.args == ("some/model",) and "*.safetensors" in fetched.call_args.kwargs["allow_patterns"] and fetched.call_args.kwargs["local_files_only"]
+    assert (
+        fetched.call_args.args == ("some/model",)
+        and "*.safetensors" in fetched.call_args.kwargs["allow_patterns"]
+        and fetched.call_args.kwargs["local_files_only"]
+    )
 
 
 @pytest.mark.long
@@ -181,10 +215,14 @@ def test_gguf(tmp_path):
     found = sorted(cache_dir().rglob("*.gguf"))
     if not found: pytest.skip("the cache holds no GGUF file; load('smollm2-135m') fetches one")
     with patch.dict(os.environ, BMLAB_CACHE=str(tmp_path)):
-        first = model_folder(found[0]); assert first.parent == tmp_path and model_folder(found[0]) == first
+        first = model_folder(found[0])
+        assert first.parent == tmp_path and model_folder(found[0]) == first
         model, tok = load_placed(found[0], bits=8, device="cpu")
     want = pack_linears(load("smollm2-135m", device="cpu")[0])
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), want.state_dict().values())) and tok is not None
+    assert (
+        all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), want.state_dict().values()))
+        and tok is not None
+    )
 
 
 @pytest.mark.cuda
@@ -192,13 +230,21 @@ def test_onto_a_gpu(folder):
     "What stays is on the GPU, what streams on the host, packed to the same codes as on a CPU; the peak is the plan's weights and a block"
     plan = plan_inference(model_on_meta(folder), bits=8, max_ctx=64, machine="h200")
     plan = plan.at((plan.min_bytes + plan.peak_bytes) // 2)
-    torch.cuda.reset_peak_memory_stats(); before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     model, _ = load_placed(folder, plan, device="cuda")
     peak = torch.cuda.max_memory_allocated() - before
     on_cpu, _ = load_placed(folder, bits=8, device="cpu")
     for name, block in find_blocks(model).items():
-        assert {t.device.type for t in (*block.parameters(), *block.buffers())} == {"cpu" if name in plan.streamed else "cuda"}
-        assert all(torch.equal(a.cpu(), b) for a, b in zip(block.state_dict().values(), on_cpu.get_submodule(name).state_dict().values()))
-    assert model.model.embed_tokens.weight.device.type == ("cpu" if plan.host else "cuda") and model.lm_head.codes.is_cuda
+        assert {t.device.type for t in (*block.parameters(), *block.buffers())} == {
+            "cpu" if name in plan.streamed else "cuda"
+        }
+        assert all(
+            torch.equal(a.cpu(), b)
+            for a, b in zip(block.state_dict().values(), on_cpu.get_submodule(name).state_dict().values())
+        )
+    assert (
+        model.model.embed_tokens.weight.device.type == ("cpu" if plan.host else "cuda") and model.lm_head.codes.is_cuda
+    )
     block = sum(4 * p.numel() for p in find_blocks(model_on_meta(folder))["model.layers.0"].parameters())
     assert peak <= plan.resident_bytes + plan.rest_bytes + 3 * block + (1 << 20)

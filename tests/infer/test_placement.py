@@ -31,18 +31,81 @@ def models():
     yield "qwen3", lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY, num_key_value_heads=2, head_dim=32))
     yield "gpt2", lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT))
     yield "gptj", lambda: tf.GPTJForCausalLM(tf.GPTJConfig(**GPT, rotary_dim=8))
-    yield "opt", lambda: tf.OPTForCausalLM(tf.OPTConfig(hidden_size=64, ffn_dim=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=160, max_position_embeddings=64, word_embed_proj_dim=64))
+    yield (
+        "opt",
+        lambda: tf.OPTForCausalLM(
+            tf.OPTConfig(
+                hidden_size=64,
+                ffn_dim=96,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                vocab_size=160,
+                max_position_embeddings=64,
+                word_embed_proj_dim=64,
+            )
+        ),
+    )
     yield "bert", lambda: tf.BertForMaskedLM(tf.BertConfig(**TINY))
     yield "bert classifier", lambda: tf.BertForSequenceClassification(tf.BertConfig(**TINY))
     yield "t5", lambda: tf.T5ForConditionalGeneration(tf.T5Config(**T5))
-    yield "t5 v1.1", lambda: build("t5-v1_1-small", device="meta", d_model=64, d_kv=16, d_ff=96, num_layers=4, num_heads=4, vocab_size=160)
-    yield "bart", lambda: tf.BartForConditionalGeneration(tf.BartConfig(
-        d_model=64, encoder_ffn_dim=96, decoder_ffn_dim=96, encoder_layers=3, decoder_layers=4, encoder_attention_heads=4, decoder_attention_heads=4, vocab_size=160, max_position_embeddings=64))
+    yield (
+        "t5 v1.1",
+        lambda: build(
+            "t5-v1_1-small", device="meta", d_model=64, d_kv=16, d_ff=96, num_layers=4, num_heads=4, vocab_size=160
+        ),
+    )
+    yield (
+        "bart",
+        lambda: tf.BartForConditionalGeneration(
+            tf.BartConfig(
+                d_model=64,
+                encoder_ffn_dim=96,
+                decoder_ffn_dim=96,
+                encoder_layers=3,
+                decoder_layers=4,
+                encoder_attention_heads=4,
+                decoder_attention_heads=4,
+                vocab_size=160,
+                max_position_embeddings=64,
+            )
+        ),
+    )
     yield "gemma3", lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**TINY, num_key_value_heads=2, head_dim=16))
     yield "mixtral", lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=4))
-    yield "qwen3 moe", lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**TINY, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32))
-    yield "gpt-oss", lambda: tf.GptOssForCausalLM(tf.GptOssConfig(**TINY, num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8))
-    yield "cpm-ant", lambda: build("cpm-ant-10b", device="meta", num_hidden_layers=4, hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=96, vocab_size=160)
+    yield (
+        "qwen3 moe",
+        lambda: tf.Qwen3MoeForCausalLM(
+            tf.Qwen3MoeConfig(
+                **TINY,
+                num_key_value_heads=2,
+                head_dim=16,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=32,
+            )
+        ),
+    )
+    yield (
+        "gpt-oss",
+        lambda: tf.GptOssForCausalLM(
+            tf.GptOssConfig(
+                **TINY, num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
+            )
+        ),
+    )
+    yield (
+        "cpm-ant",
+        lambda: build(
+            "cpm-ant-10b",
+            device="meta",
+            num_hidden_layers=4,
+            hidden_size=64,
+            num_attention_heads=4,
+            dim_head=16,
+            dim_ff=96,
+            vocab_size=160,
+        ),
+    )
 
 
 MODELS = dict(models())
@@ -54,7 +117,16 @@ def made(name):
 
 def decoder(layers, width, heads, kv, inner, vocab, dtype=torch.bfloat16):
     with torch.device("meta"):
-        return tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv, intermediate_size=inner, vocab_size=vocab)).to(dtype)
+        return tf.LlamaForCausalLM(
+            tf.LlamaConfig(
+                hidden_size=width,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=kv,
+                intermediate_size=inner,
+                vocab_size=vocab,
+            )
+        ).to(dtype)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -64,7 +136,8 @@ def test_what_was_found_holds_after_packing(name, tmp_path):
     plan = plan_inference(model, bits=8, max_ctx=32, machine="h200")
     assert plan.packable == list(packable(model)) and plan_inference(model, max_ctx=32, machine="h200").packable is None
     pack_linears(model, bits=8)
-    forms = fusable(model)                                 # (packed stacks of experts have names of a gated MLP's layers)
+    # (packed stacks of experts have names of a gated MLP's layers)
+    forms = fusable(model)
     assert plan.fusable == {n: f for n, f in forms.items() if not n.endswith("experts")}
     assert plan.blocks_in(model) == find_blocks(model)
     plan.save(tmp_path / "plan.json")
@@ -92,7 +165,10 @@ def test_weights_to_the_byte(name):
         if bits: pack_linears(model, bits)
         assert plan.weights == count(model).bytes
         assert plan_inference(model, bits=bits, max_ctx=64, machine="h200").weights == plan.weights
-        assert plan.token_bytes <= plan.weights and plan.rest_bytes + plan.embedding_bytes + plan.resident_bytes >= plan.weights
+        assert (
+            plan.token_bytes <= plan.weights
+            and plan.rest_bytes + plan.embedding_bytes + plan.resident_bytes >= plan.weights
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -102,7 +178,11 @@ def test_every_limit_holds(name):
     assert plan.min_bytes <= whole and not plan.streamed
     for limit in [plan.min_bytes + (whole - plan.min_bytes) * i // 12 for i in range(13)]:
         p = plan.at(limit)
-        assert p.peak_bytes <= limit and len(p.streamed) not in (1, 2) and sorted(p.resident + p.streamed) == sorted(find_blocks(made(name)))
+        assert (
+            p.peak_bytes <= limit
+            and len(p.streamed) not in (1, 2)
+            and sorted(p.resident + p.streamed) == sorted(find_blocks(made(name)))
+        )
         assert p.tokens_per_s() >= last * (1 - 1e-9) and p.first_token_s > 0 and p.sentence() and p._repr_html_()
         last = p.tokens_per_s()
     with pytest.raises(ValueError, match="below the smallest feasible plan"): plan.at(plan.min_bytes - 1)
@@ -112,8 +192,14 @@ def test_models_without_blocks():
     "Nothing repeats: everything stays, and a limit below that has no plan"
     for model in (torch.nn.Linear(64, 8), torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Tanh()), torch.nn.ReLU()):
         plan = plan_inference(model, machine="h200")
-        assert plan.min_bytes == plan.peak_bytes and plan.table().loc["peak", "device bytes"] == plan.peak_bytes and plan.sentence() and plan._repr_html_()
-        with pytest.raises(ValueError, match="smallest feasible plan"): plan_inference(model, plan.peak_bytes - 1, machine="h200")
+        assert (
+            plan.min_bytes == plan.peak_bytes
+            and plan.table().loc["peak", "device bytes"] == plan.peak_bytes
+            and plan.sentence()
+            and plan._repr_html_()
+        )
+        with pytest.raises(ValueError, match="smallest feasible plan"):
+            plan_inference(model, plan.peak_bytes - 1, machine="h200")
     with pytest.raises(TypeError, match="expected a model"): plan_inference("llama")
 
 
@@ -130,7 +216,11 @@ def brute(blocks, limit, fixed, slots):
     names, best = list(blocks.index), None
     for gone in itertools.chain.from_iterable(itertools.combinations(names, k) for k in range(len(names) + 1)):
         if 0 < len(gone) <= slots or any(blocks.shared[n] for n in gone): continue
-        held = fixed + sum(blocks.bytes[n] for n in names if n not in gone) + (slots * max(blocks.bytes[n] for n in gone) if gone else 0)
+        held = (
+            fixed
+            + sum(blocks.bytes[n] for n in names if n not in gone)
+            + (slots * max(blocks.bytes[n] for n in gone) if gone else 0)
+        )
         cost = sum(blocks.bytes[n] for n in gone)
         if held <= limit and (best is None or cost < best): best = cost
     return best
@@ -142,14 +232,24 @@ def test_placement_against_brute_force():
     for turn in range(60):
         n, slots = chance.randint(1, 8), chance.choice((2, 2, 3))
         sizes = [100] * n if turn % 2 else [chance.choice((60, 100, 100, 250)) for _ in range(n)]
-        blocks = pd.DataFrame({"bytes": sizes, "shared": [chance.random() < .1 for _ in range(n)], "each_token": True}, index=[f"b{i}" for i in range(n)])
+        blocks = pd.DataFrame(
+            {"bytes": sizes, "shared": [chance.random() < 0.1 for _ in range(n)], "each_token": True},
+            index=[f"b{i}" for i in range(n)],
+        )
         limit = chance.randint(150, 50 + sum(sizes) + 50)
         want, got = brute(blocks, limit, 50, slots), place_blocks(blocks, limit, 50, slots=slots)
-        assert (want is None) == (got is None) and (want is None) == (limit < smallest(blocks, 50, slots)), (sizes, limit)
+        assert (want is None) == (got is None) and (want is None) == (limit < smallest(blocks, 50, slots)), (
+            sizes,
+            limit,
+        )
         if got:
             cost = sum(blocks.bytes[n] for n in got.streamed)
             held = 50 + sum(sizes) - cost + slots * got.slot_bytes
-            assert held <= limit and not any(blocks.shared[n] for n in got.streamed) and len(got.streamed) not in range(1, slots + 1)
+            assert (
+                held <= limit
+                and not any(blocks.shared[n] for n in got.streamed)
+                and len(got.streamed) not in range(1, slots + 1)
+            )
             assert cost == want if turn % 2 else cost - want < max(sizes), (sizes, limit, slots, got, want)
 
 
@@ -159,10 +259,22 @@ def test_decoder_before_encoder():
     half = dataclasses.replace(machine("h200"), context=0, h2d=12.3e9)
     plan = plan_inference(cpm2, 5_300_000_000, bits=8, max_ctx=128, machine=half)
     gone = [n for n in plan.streamed if n.startswith("decoder")]
-    assert len(plan.streamed) - len(gone) >= 22 and len(gone) == 8 and abs(plan.tokens_per_s() / 5.9 - 1) < 0.05 and plan.bound == "link"
+    assert (
+        len(plan.streamed) - len(gone) >= 22
+        and len(gone) == 8
+        and abs(plan.tokens_per_s() / 5.9 - 1) < 0.05
+        and plan.bound == "link"
+    )
     roomy = plan.at("8GiB")
-    assert not [n for n in roomy.streamed if n.startswith("decoder")] and roomy.link_bytes == 0 and roomy.bound == "memory" and roomy.first_token_s < plan.first_token_s
-    throttled = plan_inference(cpm2, "6GiB", bits=8, max_ctx=256, host_limit="16GiB", machine=dataclasses.replace(machine("h200"), h2d=12e9))
+    assert (
+        not [n for n in roomy.streamed if n.startswith("decoder")]
+        and roomy.link_bytes == 0
+        and roomy.bound == "memory"
+        and roomy.first_token_s < plan.first_token_s
+    )
+    throttled = plan_inference(
+        cpm2, "6GiB", bits=8, max_ctx=256, host_limit="16GiB", machine=dataclasses.replace(machine("h200"), h2d=12e9)
+    )
     assert throttled.tokens_per_s() >= 4 and throttled.host_bytes < 16 << 30
 
 
@@ -182,11 +294,27 @@ def test_worked_lines():
 
 
 def test_blocks_that_are_not_fused_launch_more_kernels():
-    ant = build("cpm-ant-10b", device="meta", vocab_size=500, hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=96, num_hidden_layers=3, prompt_types=4, prompt_length=4)
-    plans = [plan_inference(m, None, bits=8, max_ctx=64, machine=machine("h200")) for m in (ant, decoder(2, 64, 4, 2, 96, 500))]
+    ant = build(
+        "cpm-ant-10b",
+        device="meta",
+        vocab_size=500,
+        hidden_size=64,
+        num_attention_heads=4,
+        dim_head=16,
+        dim_ff=96,
+        num_hidden_layers=3,
+        prompt_types=4,
+        prompt_length=4,
+    )
+    plans = [
+        plan_inference(m, None, bits=8, max_ctx=64, machine=machine("h200"))
+        for m in (ant, decoder(2, 64, 4, 2, 96, 500))
+    ]
     assert [p.phases["step"]["loose"] for p in plans] == [3, 0]
     d, launch = DECODING["gpu"], [p.step(1)[0]["launch"] for p in plans]
-    assert launch[0] == pytest.approx(3 * d.loose * d.kernel_s + d.token_s) and launch[1] == pytest.approx(plans[1].phases["step"]["blocks"] * (d.kernels - d.joined) * d.kernel_s + d.token_s)
+    assert launch[0] == pytest.approx(3 * d.loose * d.kernel_s + d.token_s) and launch[1] == pytest.approx(
+        plans[1].phases["step"]["blocks"] * (d.kernels - d.joined) * d.kernel_s + d.token_s
+    )
 
 
 def test_nine_billion():
@@ -196,29 +324,48 @@ def test_nine_billion():
     assert at(8).tokens_per_s() >= 11 and at(None).tokens_per_s() >= 3.4 and not at(4).streamed
     assert at(None, None).tokens_per_s(ctx=160) >= 150 and at(8).bound == "link" and at(4).bound == "memory"
     eight = at(8)
-    assert eight.step(batch=8)[0]["memory"] < eight.step()[0]["link"] and 7.9 < eight.tokens_per_s(8) / eight.tokens_per_s() < 8.01       # batch is free while the link is the bound
+    assert (
+        eight.step(batch=8)[0]["memory"] < eight.step()[0]["link"]
+        and 7.9 < eight.tokens_per_s(8) / eight.tokens_per_s() < 8.01
+    )  # batch is free while the link is the bound
     assert eight.first_token(2048) > 3 * eight.first_token_s
 
 
 def test_json_and_check(tmp_path):
     asked = dict(bits=8, max_ctx=64, draft=made("llama"), machine="h200")
-    plan = plan_inference(made("t5"), plan_inference(made("t5"), **asked).min_bytes + (64 << 10), **asked); assert plan.streamed and plan.resident
+    plan = plan_inference(made("t5"), plan_inference(made("t5"), **asked).min_bytes + (64 << 10), **asked)
+    assert plan.streamed and plan.resident
     plan.save(tmp_path / "plan.json")
     again = InferencePlan.load(tmp_path / "plan.json")
-    for k in ("peak_bytes", "host_bytes", "streamed", "resident", "host", "link_bytes", "bound", "first_token_s", "settings"): assert getattr(again, k) == getattr(plan, k)
-    assert again.tokens_per_s(4, 2.5) == plan.tokens_per_s(4, 2.5) and again.table().equals(plan.table()) and str(again) == str(plan)
+    for k in ("peak_bytes", "host_bytes", "streamed", "resident", "host", "link_bytes", "bound", "first_token_s", "settings"):
+        assert getattr(again, k) == getattr(plan, k)
+    assert (
+        again.tokens_per_s(4, 2.5) == plan.tokens_per_s(4, 2.5)
+        and again.table().equals(plan.table())
+        and str(again) == str(plan)
+    )
     row = again.check(dict(peak_bytes=2 * plan.peak_bytes, batch=2, decode_tok_s=plan.tokens_per_s(2))).loc
-    assert row["peak_bytes", "predicted / measured"] == 0.5 and abs(row["decode_tok_s", "predicted / measured"] - 1) < 1e-9
+    assert (
+        row["peak_bytes", "predicted / measured"] == 0.5 and abs(row["decode_tok_s", "predicted / measured"] - 1) < 1e-9
+    )
 
 
 def test_a_tree_of_guesses_costs_its_depth():
     "A draft model makes a tree level by level, as wide as you like"
-    plan = plan_inference(decoder(8, 1024, 8, 8, 2048, 4000), max_ctx=256, draft=decoder(2, 256, 4, 4, 512, 4000), machine="h200")
+    plan = plan_inference(
+        decoder(8, 1024, 8, 8, 2048, 4000), max_ctx=256, draft=decoder(2, 256, 4, 4, 512, 4000), machine="h200"
+    )
     seconds = lambda **kw: 1 / plan.tokens_per_s(accepted=2, checked=13, **kw)
     level = seconds(levels=1) - seconds(levels=0)
-    assert level > 0 and abs(seconds(levels=4) - seconds(levels=0) - 4 * level) < 1e-9 and abs(seconds() - seconds(levels=12)) < 1e-12
+    assert (
+        level > 0
+        and abs(seconds(levels=4) - seconds(levels=0) - 4 * level) < 1e-9
+        and abs(seconds() - seconds(levels=12)) < 1e-12
+    )
     got = plan.check(dict(decode_tok_s=1.0, accepted=2, checked=13, levels=4))
-    assert abs(got.at["decode_tok_s", "predicted"] - plan.tokens_per_s(accepted=2, checked=13, levels=4, ctx=None)) < 1e-9
+    assert (
+        abs(got.at["decode_tok_s", "predicted"] - plan.tokens_per_s(accepted=2, checked=13, levels=4, ctx=None)) < 1e-9
+    )
     with pytest.raises(ValueError, match="give at least one, as measured"): plan.check({})
 
 
@@ -228,11 +375,17 @@ def test_all_that_a_draft_takes_is_counted():
     large, small, V = decoder(8, 1024, 8, 8, 2048, 4000), decoder(2, 256, 4, 4, 512, 4000), 4000
     for batch in (1, 8):
         for bits in (16, 8):
-            alone, beside = (plan_inference(large, max_batch=batch, max_ctx=256, kv_bits=bits, draft=d, machine="h200") for d in (None, small))
+            alone, beside = (
+                plan_inference(large, max_batch=batch, max_ctx=256, kv_bits=bits, draft=d, machine="h200")
+                for d in (None, small)
+            )
             own = beside.draft_bytes - count(small).bytes - KVCache.size(small.config, batch, 256)
             assert 0 < own - (LIBRARIES + SEGMENT + batch * CHECKED * V * 14) < 16 << 20
             assert beside.workspace - alone.workspace == (batch * CHECKED - max(batch, CHECKED)) * V * 14
-            assert beside.peak_bytes == alone.peak_bytes + beside.draft_bytes + DRAFTED + beside.workspace - alone.workspace
+            assert (
+                beside.peak_bytes
+                == alone.peak_bytes + beside.draft_bytes + DRAFTED + beside.workspace - alone.workspace
+            )
 
 
 def test_settings_left_as_they_are():
@@ -240,8 +393,13 @@ def test_settings_left_as_they_are():
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**TINY))
     before = {n: (p.data_ptr(), p.clone()) for n, p in model.named_parameters()}
     plan_inference(model, "256MiB", bits=4, machine=dataclasses.replace(machine("h200"), context=0))
-    assert all(p.data_ptr() == at and torch.equal(p, old) for n, p in model.named_parameters() for at, old in [before[n]]) and model.training
-    assert {f.name for f in dataclasses.fields(DECODING["gpu"])} == {f.name for f in dataclasses.fields(DECODING["cpu"])}
+    assert (
+        all(p.data_ptr() == at and torch.equal(p, old) for n, p in model.named_parameters() for at, old in [before[n]])
+        and model.training
+    )
+    assert {f.name for f in dataclasses.fields(DECODING["gpu"])} == {
+        f.name for f in dataclasses.fields(DECODING["cpu"])
+    }
 
 
 def test_the_streamer_does_what_was_planned():
@@ -254,7 +412,10 @@ def test_the_streamer_does_what_was_planned():
         streamer = streaming.Streamer(model, streamed=plan.streamed, slots=plan.slots, device="cpu")
         try:
             slack = 4096 * len(plan.streamed)
-            assert abs(streamer.device_bytes - plan.ring_bytes) <= slack and abs(streamer.host_bytes - plan.streamed_bytes) <= slack
+            assert (
+                abs(streamer.device_bytes - plan.ring_bytes) <= slack
+                and abs(streamer.host_bytes - plan.streamed_bytes) <= slack
+            )
             with torch.no_grad():
                 for _ in range(2): model(torch.arange(4)[None])
                 before = streamer.stats["bytes"]
@@ -271,12 +432,22 @@ def test_peak_on_a_gpu():
     model = decoder(12, 2048, 16, 16, 5632, 32000).to_empty(device="cuda")
     for t in (*model.parameters(), *model.buffers()): torch.nn.init.normal_(t, std=0.02)
     plan = plan_inference(model, max_ctx=2048, machine="h200")
-    torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats()
-    cache, ids = KVCache(model.config, 1, 2048, torch.bfloat16, device="cuda"), torch.randint(32000, (1, 2048), device="cuda")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    cache, ids = (
+        KVCache(model.config, 1, 2048, torch.bfloat16, device="cuda"),
+        torch.randint(32000, (1, 2048), device="cuda"),
+    )
     with torch.no_grad():
         for i in range(0, 2048, 512):
             cache.select(1, 512)
-            model(input_ids=ids[:, i:i + 512], past_key_values=cache, attention_mask=attention_mask(cache.span), position_ids=cache.span.positions, logits_to_keep=1)
+            model(
+                input_ids=ids[:, i : i + 512],
+                past_key_values=cache,
+                attention_mask=attention_mask(cache.span),
+                position_ids=cache.span.positions,
+                logits_to_keep=1,
+            )
             cache.commit([512])
     used = torch.cuda.max_memory_allocated() - before
     assert 0.85 * (plan.peak_bytes - plan.context_bytes) <= used <= plan.peak_bytes - plan.context_bytes
@@ -284,13 +455,31 @@ def test_peak_on_a_gpu():
 
 def test_the_host_takes_part_in_prompts_and_in_guesses(tmp_path):
     "An encoder's blocks read a prompt, not the decoder's; a model that only reads has no such lane; a plan from before knows of no host"
-    with torch.device("meta"): t5, llama, bert = (m(c) for m, c in ((tf.T5ForConditionalGeneration, tf.T5Config(**T5 | dict(num_decoder_layers=7))), (tf.LlamaForCausalLM, tf.LlamaConfig(**TINY)), (tf.BertForMaskedLM, tf.BertConfig(**TINY))))
+    with torch.device("meta"):
+        t5, llama, bert = (
+            m(c)
+            for m, c in (
+                (tf.T5ForConditionalGeneration, tf.T5Config(**T5 | dict(num_decoder_layers=7))),
+                (tf.LlamaForCausalLM, tf.LlamaConfig(**TINY)),
+                (tf.BertForMaskedLM, tf.BertConfig(**TINY)),
+            )
+        )
     d, host = DECODING["gpu"], lambda plan: plan._lanes("prompt", 32, not plan.encoder)[0]["host"]
-    plans = [plan_inference(m, bits=bits, max_ctx=64, machine="h200") for m, bits in ((t5, None), (llama, None), (llama, 8), (bert, None))]
+    plans = [
+        plan_inference(m, bits=bits, max_ctx=64, machine="h200")
+        for m, bits in ((t5, None), (llama, None), (llama, 8), (bert, None))
+    ]
     assert [host(p) for p in plans] == pytest.approx([4 * d.block_s, 4 * d.block_s, 4 * (d.block_s + d.packed_s), 0])
     assert plans[1].first_token(32) >= 4 * d.block_s and plans[1].step()[0]["host"] == 0
     alone, guessed = (1 / plans[1].tokens_per_s(checked=n, levels=0) for n in (1, 2))
     assert guessed - alone == pytest.approx(d.guess_s, rel=0.05)
-    old = dataclasses.replace(plans[1], decoding={k: v for k, v in plans[1].decoding.items() if k not in ("guess_s", "draft_s", "block_s", "packed_s", "stretch_s")})
+    old = dataclasses.replace(
+        plans[1],
+        decoding={
+            k: v
+            for k, v in plans[1].decoding.items()
+            if k not in ("guess_s", "draft_s", "block_s", "packed_s", "stretch_s")
+        },
+    )
     old.save(tmp_path / "old.json")
     assert InferencePlan.load(tmp_path / "old.json").first_token(32) < 4 * d.block_s

@@ -23,7 +23,8 @@ from bmlab.cook.structure import slice_model
 from bmlab.cook.sparse24 import Sparse24, Sparse24Linear, pack24
 from toys import FAMILIES, GQA, IDS, build, llama, logits
 
-OLD = Path(__file__).parents[1] / "fixtures/cooked_2"  # what save_cooked wrote in format 2: weights in model.safetensors
+# what save_cooked wrote in format 2: weights in model.safetensors
+OLD = Path(__file__).parents[1] / "fixtures/cooked_2"
 
 
 def mixtral():
@@ -101,7 +102,8 @@ def test_nothing_is_written_that_transformers_could_not_read(kind, tmp_path):
     again = load_cooked(save_cooked(model, tmp_path / "cooked"))
     assert torch.equal(logits(again), logits(model)) and refusal(again) == refusal(model)
     refused(lambda: again.save_pretrained(tmp_path / "here"), name, tmp_path / "here")
-    save(model, tmp_path / "own"); load_weights(again, tmp_path / "own")  # its own checkpoints are as they were
+    save(model, tmp_path / "own")
+    load_weights(again, tmp_path / "own")  # its own checkpoints are as they were
 
 
 def test_the_noise_that_it_was(tmp_path):
@@ -149,7 +151,8 @@ def test_other_reasons_why_a_class_could_not_read_it(tmp_path):
         for call in (lambda: export_hf(model, tmp_path / "a"), lambda: save(model, tmp_path / "a", hf=True)):
             with pytest.raises(ValueError, match="1 parameters that it does not hold") as e: call()
             assert lost in str(e.value) and not (tmp_path / "a").exists()
-    grown = llama(); grown.resize_token_embeddings(100)  # which the configuration knows
+    grown = llama()
+    grown.resize_token_embeddings(100)  # which the configuration knows
     assert torch.equal(logits(theirs(export_hf(grown, tmp_path / "grown"))), logits(grown))
     with pytest.raises(ValueError, match="no GGUF"): export_hf(llama(), tmp_path / "x.gguf")
 
@@ -178,7 +181,8 @@ def round_trip(make, pack, folder, error=1e-5):
     trainable = lambda m: {n: p.requires_grad for n, p in m.named_parameters()}  # tied ones are there once
     assert trainable(model) == trainable(before)
     assert (logits(model) - want).abs().max() <= error * want.abs().max()
-    model.save_pretrained(folder / "theirs"); export_hf(model, folder / "ours")
+    model.save_pretrained(folder / "theirs")
+    export_hf(model, folder / "ours")
     for where in ("theirs", "ours"):
         again, info = type(model).from_pretrained(folder / where, output_loading_info=True)
         assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -219,7 +223,8 @@ def test_two_of_four_come_back(bits, tmp_path):
     want = logits(gpt)
     assert (logits(dequantize(gpt)) - want).abs().max() < 1e-5
     assert type(gpt.transformer.h[0].mlp.c_fc) is tf.pytorch_utils.Conv1D
-    dense = sparse(); dense.apply(lambda m: m.arrange("dense") if isinstance(m, Sparse24Linear) else None)
+    dense = sparse()
+    dense.apply(lambda m: m.arrange("dense") if isinstance(m, Sparse24Linear) else None)
     held = dense.model.layers[0].mlp.up_proj.matrix
     assert dequantize(dense).model.layers[0].mlp.up_proj.weight.data_ptr() != held.data_ptr()
 
@@ -234,7 +239,8 @@ def test_dtype_and_what_goes_along(dtype, tmp_path):
     pack_linears(model)
     biases, table = {n: p for n, p in model.named_parameters() if n.endswith("bias")}, model.transformer.wte
     codes = model.transformer.h[0].mlp.c_fc.dequantize(dtype or torch.bfloat16)
-    model.train(); model.transformer.h[0].eval()
+    model.train()
+    model.transformer.h[0].eval()
     training = {n: m.training for n, m in model.named_modules()}
     dequantize(model, dtype)
     assert torch.equal(model.transformer.h[0].mlp.c_fc.weight, codes.t())
@@ -336,14 +342,18 @@ def test_adapters_on_a_packed_base_are_saved(tmp_path):
     assert torch.equal(logits(again), logits(around.eval()))
     merged = around.merge_and_unload()
     refused(lambda: merged.save_pretrained(tmp_path / "here"), "Int8Linear", tmp_path / "here")
-    inside = base(); inside.add_adapter(peft.LoraConfig(**how))
+    inside = base()
+    inside.add_adapter(peft.LoraConfig(**how))
     inside.save_pretrained(tmp_path / "inside")
     assert [p.name for p in (tmp_path / "inside").glob("*.safetensors")] == ["adapter_model.safetensors"]
-    other = base(); other.load_adapter(str(tmp_path / "inside"))
+    other = base()
+    other.load_adapter(str(tmp_path / "inside"))
     assert torch.equal(logits(other), logits(inside))
-    ours = pack_linears(llama()); d = Lora(ours, modules="q_proj")
+    ours = pack_linears(llama())
+    d = Lora(ours, modules="q_proj")
     d.save(tmp_path / "ours")
-    fresh = pack_linears(llama()); Lora.load(tmp_path / "ours", fresh)
+    fresh = pack_linears(llama())
+    Lora.load(tmp_path / "ours", fresh)
     assert torch.equal(logits(fresh), logits(ours))
     refused(lambda: ours.save_pretrained(tmp_path / "here"), "by their own save()", tmp_path / "here")
 
@@ -360,7 +370,8 @@ def test_a_trainer_saves_adapters_and_refuses_the_rest(tmp_path):
     trainer = tf.Trainer(whole, alone, train_dataset=rows)
     trainer.train()
     with pytest.raises(ValueError, match="save_cooked"): trainer.save_model(str(tmp_path / "c"))
-    dequantize(whole); trainer.save_model(str(tmp_path / "c"))
+    dequantize(whole)
+    trainer.save_model(str(tmp_path / "c"))
     assert torch.equal(logits(theirs(tmp_path / "c")), logits(whole.eval()))
 
 

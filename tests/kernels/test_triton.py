@@ -12,18 +12,29 @@ COMPILE = ROOT / "tests" / "helpers" / "compile_kernels.py"
 def test_every_kernel_compiles_for_hopper(tmp_path):
     if sys.platform != "linux": pytest.skip("Triton's compiler is there on Linux only")
     pytest.importorskip("triton")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
+    }
     run = subprocess.run([sys.executable, COMPILE], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     made = json.loads(run.stdout.splitlines()[-1])
     for start in {name.rsplit(" ", 4)[0] for name in made if name.startswith("attention")} | {name.split(",")[0] for name in made if " group " in name}:      # keys, or columns, go into the products in one order, whatever M and mask: rows do not change
         kinds = {tuple(sorted(set(m["widths"]))) for name, m in made.items() if name.startswith(start)}
-        assert len(kinds) == 1 and kinds != {()}, (start, {name: m["widths"] for name, m in made.items() if name.startswith(start)})
+        assert len(kinds) == 1 and kinds != {()}, (
+            start,
+            {name: m["widths"] for name, m in made.items() if name.startswith(start)},
+        )
     for name, m in made.items():
-        assert m["machine"] > 0 and m["shared"] <= 227 << 10, (name, m)                                        # what a Hopper multiprocessor lets one program have
-        if name.startswith(("int8", "int4", "attention")): assert m["waits"], name                                # begins while the kernel before it ends,
-        if name.startswith(("int8", "int4")): assert m["announces"] == name.endswith("soon"), name        # which products let it do only where they are told to
+        # what a Hopper multiprocessor lets one program have
+        assert m["machine"] > 0 and m["shared"] <= 227 << 10, (name, m)
+        # begins while the kernel before it ends,
+        if name.startswith(("int8", "int4", "attention")): assert m["waits"], name
+        # which products let it do only where they are told to
+        if name.startswith(("int8", "int4")): assert m["announces"] == name.endswith("soon"), name
         if name.startswith("attention"): assert m["announces"], name
-        if name.startswith(("int8", "int4", "attention")): assert m["mma"] and not m["wgmma"] and m["copies"], (name, m)   # one instruction shape, whatever M: rows do not change
+        # one instruction shape, whatever M: rows do not change
+        if name.startswith(("int8", "int4", "attention")): assert m["mma"] and not m["wgmma"] and m["copies"], (name, m)
         if name.startswith("gemm"): assert m["wgmma"] and m["copies"], (name, m)
-        if name.startswith(("int8", "int4")): assert 2 * m["shared"] <= 227 << 10, (name, m)                   # two programs side by side
+        # two programs side by side
+        if name.startswith(("int8", "int4")): assert 2 * m["shared"] <= 227 << 10, (name, m)

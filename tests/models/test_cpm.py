@@ -21,7 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import original_bee  # noqa: E402
 
 SMALL = dict(hidden_size=16, num_attention_heads=2, dim_head=6, dim_ff=20, num_hidden_layers=4, mask_modules="banb")
-ANT = dict(SMALL, vocab_size=40, prompt_length=3, prompt_types=4, segment_types=5, position_bias_num_buckets=16, position_bias_max_distance=20)
+ANT = dict(
+    SMALL,
+    vocab_size=40,
+    prompt_length=3,
+    prompt_types=4,
+    segment_types=5,
+    position_bias_num_buckets=16,
+    position_bias_max_distance=20,
+)
 
 
 def ant(**kw):
@@ -34,7 +42,17 @@ def tokenizer(): return CpmBeeTokenizer(vocab=[*BEE_SPECIALS, *"今天气好冷�
 
 def bee(tok=None, **kw):
     torch.manual_seed(0)
-    model = CpmBeeForCausalLM(CpmBeeConfig(**{**SMALL, "vocab_size": len(tok or tokenizer()), "position_bias_num_buckets": 16, "position_bias_max_distance": 20, **kw}))
+    model = CpmBeeForCausalLM(
+        CpmBeeConfig(
+            **{
+                **SMALL,
+                "vocab_size": len(tok or tokenizer()),
+                "position_bias_num_buckets": 16,
+                "position_bias_max_distance": 20,
+                **kw,
+            }
+        )
+    )
     with torch.no_grad(): model.cpmbee.encoder.layers[0].self_att.layernorm_before_attention.weight.uniform_(.5, 2)
     return model.eval()
 
@@ -51,7 +69,8 @@ def weights(model):
 def buckets(model): return model.config.position_bias_num_buckets, model.config.position_bias_max_distance
 
 
-# ---- the equations ------------------------------------------------------------------------------------------------------------------
+# ---- the equations
+# ------------------------------------------------------------------------------------------------------------------
 
 def ant_row(model, ids, context, length, kind=2):
     "Logits of the text by the reference: the prompt's rows, segment 0, then the text's tokens, segment 2"
@@ -81,9 +100,19 @@ def test_ant_far_buckets_and_causal_answers():
     torch.testing.assert_close(mine.loss, want, rtol=0, atol=1e-5)
 
 
-TASKS = [{"问": "今天天气冷冷ab", "选项": {"<option_0>": "好", "<option_1>": "冷", "<option_2>": "ab"}, "<ans>": "<option_2>"},
-         {"问": "ZZ今<mask_0>是<mask_1>", "项": {"一": {"二": "YY三", "三": "四"}}, "<ans>": {"<mask_0>": "YY天", "<mask_1>": "ZZ"}},
-         {"问": "b<mask_4>", "<ans>": {"<mask_4>": "好"}}]
+TASKS = [
+    {
+        "问": "今天天气冷冷ab",
+        "选项": {"<option_0>": "好", "<option_1>": "冷", "<option_2>": "ab"},
+        "<ans>": "<option_2>",
+    },
+    {
+        "问": "ZZ今<mask_0>是<mask_1>",
+        "项": {"一": {"二": "YY三", "三": "四"}},
+        "<ans>": {"<mask_0>": "YY天", "<mask_1>": "ZZ"},
+    },
+    {"问": "b<mask_4>", "<ans>": {"<mask_4>": "好"}},
+]
 
 
 def flat(parts):
@@ -309,11 +338,21 @@ def test_targets_are_what_cpm_live_trains():
     at = (b["targets"][0] >= 0).nonzero()[:, 0]
     assert (b["context"][0, at] == 0).all() and (b["context"][0] == 0).sum() == len(at)
     assert [t.item() for t in b["targets"][0, at]].count(tok.eos_token_id) == 2
-    said = [(b["ext_ids"][0, t - len(tok)].item(), b["ext_subs"][0, t - len(tok)].item()) if t >= len(tok) else t.item() for t in b["targets"][0, at]]
-    assert said == [(tok.unk_token_id, 1), *tok("天", return_offsets_mapping=True)["input_ids"], tok.eos_token_id, tok.unk_token_id, tok.eos_token_id]    # YY is unknown word 1, ZZ word 0
+    said = [
+        (b["ext_ids"][0, t - len(tok)].item(), b["ext_subs"][0, t - len(tok)].item()) if t >= len(tok) else t.item()
+        for t in b["targets"][0, at]
+    ]
+    assert said == [
+        (tok.unk_token_id, 1),
+        *tok("天", return_offsets_mapping=True)["input_ids"],
+        tok.eos_token_id,
+        tok.unk_token_id,
+        tok.eos_token_id,
+    ]  # YY is unknown word 1, ZZ word 0
 
 
-# ---- the tokenizer ------------------------------------------------------------------------------------------------------------------
+# ---- the tokenizer
+# ------------------------------------------------------------------------------------------------------------------
 
 def test_tokenizer_by_brute_force():
     "Longest piece first: the same cut as by trying every prefix"
@@ -337,15 +376,24 @@ def test_tokenizer_by_brute_force():
 def test_tokenizer_with_a_line_twice_and_a_special_in_a_text(tmp_path):
     tok = CpmBeeTokenizer(vocab=[*BEE_SPECIALS, *"abca", "天"])
     tok.save_pretrained(tmp_path)
-    assert CpmBeeTokenizer.from_pretrained(tmp_path)("abc天").input_ids == tok("abc天").input_ids and tok("天").input_ids[-1] == len(tok) - 1
+    assert (
+        CpmBeeTokenizer.from_pretrained(tmp_path)("abc天").input_ids == tok("abc天").input_ids
+        and tok("天").input_ids[-1] == len(tok) - 1
+    )
     ids = [tok(text, add_special_tokens=False, split_special_tokens=True).input_ids for text in ("a</s>b", "a</_>b")]
     assert ids == [[tok.encoder["a"], tok.unk_token_id, tok.encoder["b"]]] * 2
-    assert tok("a</s>b", return_offsets_mapping=True).input_ids == ids[0] and tok.eos_token_id in tok("a</s>b").input_ids
+    assert (
+        tok("a</s>b", return_offsets_mapping=True).input_ids == ids[0] and tok.eos_token_id in tok("a</s>b").input_ids
+    )
 
 
-# ---- other tools --------------------------------------------------------------------------------------------------------------------
+# ---- other tools
+# --------------------------------------------------------------------------------------------------------------------
 
-MODELS = {"ant": lambda **kw: ant(mask_modules=None, **kw), "bee": lambda **kw: bee(mask_modules=None, vocab_size=40, **kw)}
+MODELS = {
+    "ant": lambda **kw: ant(mask_modules=None, **kw),
+    "bee": lambda **kw: bee(mask_modules=None, vocab_size=40, **kw),
+}
 IDS = torch.arange(24).view(3, 8) % 30 + 8
 
 
@@ -363,8 +411,10 @@ def test_lora_attaches_trains_merges_and_leaves(name):
     model(IDS, labels=IDS).loss.backward()
     assert all(p.grad is not None for p in d.trainable())
     d.detach()
-    torch.testing.assert_close(model(IDS).logits, plain, rtol=0, atol=1e-5)                                 # (a frozen bias takes another kernel)
-    d.attach(); d.merge()
+    # (a frozen bias takes another kernel)
+    torch.testing.assert_close(model(IDS).logits, plain, rtol=0, atol=1e-5)
+    d.attach()
+    d.merge()
     torch.testing.assert_close(model(IDS).logits, tuned, rtol=0, atol=1e-4)
 
 
@@ -376,16 +426,25 @@ def test_cook_cuts_and_what_is_left_computes_what_a_mask_says(name, tmp_path):
     from bmlab.cook.structure import mask_model, reloads, slice_model, structure
     model = MODELS[name]()
     found = structure(model)
-    keep = {n: [1] for n in found.attention()} | {n: [0, 3, 7] for n in found.ffn()} | {"hidden": [0, 2, 3, 5, 8, 9, 11, 15]}
+    keep = (
+        {n: [1] for n in found.attention()}
+        | {n: [0, 3, 7] for n in found.ffn()}
+        | {"hidden": [0, 2, 3, 5, 8, 9, 11, 15]}
+    )
     small, big = copy.deepcopy(model), mask_model(copy.deepcopy(model), keep)
     slice_model(small, keep)
     with torch.no_grad(): torch.testing.assert_close(small(IDS).logits, big(IDS).logits, rtol=0, atol=1e-4)
-    assert reloads(small) and small.config.scale_widths == model.config.scale_widths                         # the factors are those of the whole model
+    # the factors are those of the whole model
+    assert reloads(small) and small.config.scale_widths == model.config.scale_widths
     small.save_pretrained(tmp_path / "hf")
     assert torch.equal(type(model).from_pretrained(tmp_path / "hf").eval()(IDS).logits, small(IDS).logits)
-    cook = Cook(model, [StructPrune(kv_groups=.5, ffn=.5, score="magnitude")], calib=[{"input_ids": IDS, "labels": IDS}])
+    cook = Cook(
+        model, [StructPrune(kv_groups=0.5, ffn=0.5, score="magnitude")], calib=[{"input_ids": IDS, "labels": IDS}]
+    )
     cut = cook.export().eval()
-    assert torch.equal(load_cooked(save_cooked(cut, tmp_path / "cooked")).eval()(IDS, labels=IDS).logits, cut(IDS, labels=IDS).logits)
+    assert torch.equal(
+        load_cooked(save_cooked(cut, tmp_path / "cooked")).eval()(IDS, labels=IDS).logits, cut(IDS, labels=IDS).logits
+    )
     assert sum(p.numel() for p in cut.parameters()) < sum(p.numel() for p in MODELS[name]().parameters())
 
 
@@ -403,7 +462,10 @@ def test_shard_at_world_one(name):
     torch.testing.assert_close(loss, plain(IDS, labels=IDS).loss, rtol=0, atol=1e-5)
     want = {n: p.grad for n, p in plain.named_parameters()}
     got = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
-    for n, g in want.items(): torch.testing.assert_close(got[n].full_tensor() if hasattr(got[n], "full_tensor") else got[n], g, rtol=0, atol=1e-5)
+    for n, g in want.items():
+        torch.testing.assert_close(
+            got[n].full_tensor() if hasattr(got[n], "full_tensor") else got[n], g, rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -422,8 +484,12 @@ def test_peft_and_a_folder(name, tmp_path):
     model.save_pretrained(tmp_path)
     back = type(model).from_pretrained(tmp_path).eval()
     assert torch.equal(back(IDS).logits, model(IDS).logits)
-    if name == "bee": register(); assert type(tf.AutoModelForCausalLM.from_pretrained(tmp_path)) is CpmBeeForCausalLM
-    tuned = peft.get_peft_model(back, peft.LoraConfig(r=2, target_modules=["project_q", "project_v"], task_type="CAUSAL_LM"))
+    if name == "bee":
+        register()
+        assert type(tf.AutoModelForCausalLM.from_pretrained(tmp_path)) is CpmBeeForCausalLM
+    tuned = peft.get_peft_model(
+        back, peft.LoraConfig(r=2, target_modules=["project_q", "project_v"], task_type="CAUSAL_LM")
+    )
     tuned(input_ids=IDS, labels=IDS).loss.backward()
     assert tuned.generate(input_ids=IDS[:1], max_new_tokens=3).shape[1] <= 11
 
@@ -431,10 +497,14 @@ def test_peft_and_a_folder(name, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_half_precision_and_fully_padded_rows_stay_finite(name):
     model = MODELS[name]().to(torch.bfloat16)
-    mask = torch.ones_like(IDS); mask[0] = 0; mask[1, :3] = 0
+    mask = torch.ones_like(IDS)
+    mask[0] = 0
+    mask[1, :3] = 0
     out = model(IDS, attention_mask=mask, labels=IDS)
     out.loss.backward()
-    assert torch.isfinite(out.logits).all() and all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    assert torch.isfinite(out.logits).all() and all(
+        torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None
+    )
     model = MODELS[name]()
     model.set_attn_implementation("eager")
     with torch.autocast("cpu", torch.bfloat16): assert torch.isfinite(model(IDS, attention_mask=mask).logits).all()
@@ -470,9 +540,21 @@ def test_letters_are_the_published_pairs():
 @pytest.mark.parametrize("length", [48, 512])
 def test_whatever_kernel_of_attention_a_gpu_takes(length, dtype):
     "Against float64 written out, at a width and a length of use: what is said, and the gradients of the biases; a bias has other strides and another alignment at each length"
-    shape = dict(vocab_size=500, hidden_size=256, num_attention_heads=4, dim_head=64, dim_ff=320, num_hidden_layers=2, mask_modules="bb", prompt_length=4, position_bias_num_buckets=64, position_bias_max_distance=256)
+    shape = dict(
+        vocab_size=500,
+        hidden_size=256,
+        num_attention_heads=4,
+        dim_head=64,
+        dim_ff=320,
+        num_hidden_layers=2,
+        mask_modules="bb",
+        prompt_length=4,
+        position_bias_num_buckets=64,
+        position_bias_max_distance=256,
+    )
     model = ant(**shape).cuda()
-    exact = copy.deepcopy(model).double(); exact.config._attn_implementation = "eager"
+    exact = copy.deepcopy(model).double()
+    exact.config._attn_implementation = "eager"
     model = model.to(dtype)
     ids = torch.randint(1, 500, (2, length), device="cuda")
     most = 1e-4 if dtype == torch.float32 else 3e-2
@@ -490,5 +572,6 @@ def test_a_cut_model_is_not_written_for_the_original(tmp_path):
     model = bee(mask_modules=None, vocab_size=40)
     slice_model(model, {n: [0, 3, 7] for n in structure(model).ffn()})
     model.save_pretrained(tmp_path / "cut")
-    with pytest.raises(ValueError, match="of a model that was cut"): to_original(tmp_path / "cut", tmp_path / "out.pt", "cpm-bee")
+    with pytest.raises(ValueError, match="of a model that was cut"):
+        to_original(tmp_path / "cut", tmp_path / "out.pt", "cpm-bee")
     with pytest.raises(ValueError, match="residual_divisor=0: a number above 0"): bee(residual_divisor=0)

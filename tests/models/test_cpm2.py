@@ -10,12 +10,39 @@ from bmlab.models import cpm2
 from bmlab.models import glm
 from bmlab.models.convert import to_original
 from bmlab.core import count, set_seed
-from bmlab.models.cpm2 import Cpm1Config, Cpm1ForCausalLM, Cpm2Config, Cpm2ForConditionalGeneration, EvaConfig, EvaForConditionalGeneration
+from bmlab.models.cpm2 import (
+    Cpm1Config,
+    Cpm1ForCausalLM,
+    Cpm2Config,
+    Cpm2ForConditionalGeneration,
+    EvaConfig,
+    EvaForConditionalGeneration,
+)
 from bmlab.models.glm import BlankGlmConfig, BlankGlmForConditionalGeneration, blank_example, blank_positions
 
 T5 = dict(vocab_size=60, d_model=32, d_kv=8, d_ff=40, num_heads=4, num_layers=2, decoder_start_token_id=1)
-GLM = dict(vocab_size=60, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, max_sequence_length=40, sop_token_id=50, mask_token_ids=[51], eos_token_id=52, pad_token_id=0, initializer_range=.3)
-CPM1 = dict(vocab_size=60, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, dim_head=8, dim_ff=40, position_bias_num_buckets=16, position_bias_max_distance=20)
+GLM = dict(
+    vocab_size=60,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_sequence_length=40,
+    sop_token_id=50,
+    mask_token_ids=[51],
+    eos_token_id=52,
+    pad_token_id=0,
+    initializer_range=0.3,
+)
+CPM1 = dict(
+    vocab_size=60,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    dim_head=8,
+    dim_ff=40,
+    position_bias_num_buckets=16,
+    position_bias_max_distance=20,
+)
 
 
 def made(kind, config, seed=0):
@@ -32,7 +59,8 @@ def original(model, tmp_path, family):
     return torch.load(to_original(tmp_path / "m", tmp_path / "m.pt", family), weights_only=True)
 
 
-def close(got, want, eps=1e-5): assert (got - want).abs().max() <= eps * max(1.0, want.abs().max()), (got - want).abs().max()
+def close(got, want, eps=1e-5):
+    assert (got - want).abs().max() <= eps * max(1.0, want.abs().max()), (got - want).abs().max()
 
 
 ids = torch.tensor([8, 30, 9, 44, 17, 25, 8, 49, 31])
@@ -53,20 +81,28 @@ def test_cpm1_of_modelcenter(tmp_path):
     context = [True] * 4 + [False] * 3 + [True] * 2
     close(model(ids[None], context=torch.tensor([context])).logits[0], ref.cpm1_center(w, ids, 4, 20, context))
     span = [0, 0, 0, 1, 1, 1, 1, 2, 2]
-    close(model(ids[None], context=torch.tensor([context]), spans=torch.tensor([span])).logits[0], ref.cpm1_center(w, ids, 4, 20, context, span))
+    close(
+        model(ids[None], context=torch.tensor([context]), spans=torch.tensor([span])).logits[0],
+        ref.cpm1_center(w, ids, 4, 20, context, span),
+    )
     long = torch.randint(8, 60, (60,))                               # beyond the last bucket
     close(model(long[None]).logits[0], ref.cpm1_center(w, long, 4, 20))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind, config, family, scale", [(Cpm2ForConditionalGeneration, Cpm2Config(**T5), "cpm-2", False), (EvaForConditionalGeneration, EvaConfig(**T5, attn_scale=False), "eva", False),
+@pytest.mark.parametrize("kind, config, family, "
+                         "scale", [(Cpm2ForConditionalGeneration, Cpm2Config(**T5), "cpm-2", False), (EvaForConditionalGeneration, EvaConfig(**T5, attn_scale=False), "eva", False),
                                                          (EvaForConditionalGeneration, EvaConfig(**T5), "eva", True)], ids=["cpm-2", "eva", "eva2"])
 def test_cpm2_and_eva(tmp_path, kind, config, family, scale):
     model = made(kind, config)
     w = original(model, tmp_path, family)
     close(model(ids[None], decoder_input_ids=other[None]).logits[0], ref.cpm2(w, ids, other, 4, attn_scale=scale))
     long = torch.randint(8, 60, (150,))
-    close(model(long[None], decoder_input_ids=long[None, :140]).logits[0], ref.cpm2(w, long, long[:140], 4, attn_scale=scale), 2e-5)
+    close(
+        model(long[None], decoder_input_ids=long[None, :140]).logits[0],
+        ref.cpm2(w, long, long[:140], 4, attn_scale=scale),
+        2e-5,
+    )
 
 
 @torch.no_grad()
@@ -90,7 +126,8 @@ def test_cpm2_of_experts(tmp_path):
             w[p + "expert_centroids"] = layer.expert_centroids
             for e, expert in enumerate(layer.experts):
                 w[f"{p}experts.{e}.layer_norm.weight"] = expert.layer_norm.weight
-                for m in ("wi_0", "wi_1", "wo"): w[f"{p}experts.{e}.dense_relu_dense.{m}.weight"] = getattr(expert.DenseReluDense, m).weight
+                for m in ("wi_0", "wi_1", "wo"):
+                    w[f"{p}experts.{e}.dense_relu_dense.{m}.weight"] = getattr(expert.DenseReluDense, m).weight
     close(model(ids[None], decoder_input_ids=other[None]).logits[0], ref.cpm2(w, ids, other, 4))
 
 
@@ -100,14 +137,21 @@ def test_glm(tmp_path, family):
     model = made(BlankGlmForConditionalGeneration, BlankGlmConfig(**GLM))
     w = original(model, tmp_path, family)
     if family != "glm":                                              # their names → Megatron's, by hand
-        back = {"word_embeddings.weight": w["input_embedding.weight"], "transformer.position_embeddings.weight": w["position_embedding.weight"], "transformer.block_position_embeddings.weight": w["block_position_embedding.weight"]}
+        back = {
+            "word_embeddings.weight": w["input_embedding.weight"],
+            "transformer.position_embeddings.weight": w["position_embedding.weight"],
+            "transformer.block_position_embeddings.weight": w["block_position_embedding.weight"],
+        }
         for leaf in ("weight", "bias"):
             back[f"transformer.final_layernorm.{leaf}"] = w[f"encoder.output_layernorm.{leaf}"]
             for i in range(3):
                 p, q = f"encoder.layers.{i}.", f"transformer.layers.{i}."
-                back[f"{q}attention.query_key_value.{leaf}"] = torch.cat([w[f"{p}self_att.self_attention.project_{x}.{leaf}"] for x in "qkv"])
+                back[f"{q}attention.query_key_value.{leaf}"] = torch.cat(
+                    [w[f"{p}self_att.self_attention.project_{x}.{leaf}"] for x in "qkv"]
+                )
                 for a, b in (("input_layernorm", "self_att.layernorm_before_attention"), ("attention.dense", "self_att.self_attention.attention_out"), ("post_attention_layernorm", "ffn.layernorm_before_ffn"),
-                             ("mlp.dense_h_to_4h", "ffn.ffn.w_in.w"), ("mlp.dense_4h_to_h", "ffn.ffn.w_out")): back[f"{q}{a}.{leaf}"] = w[f"{p}{b}.{leaf}"]
+                             ("mlp.dense_h_to_4h", "ffn.ffn.w_in.w"), ("mlp.dense_4h_to_h", "ffn.ffn.w_out")):
+                                 back[f"{q}{a}.{leaf}"] = w[f"{p}{b}.{leaf}"]
         w = back
     for spans in ([(2, 4), (6, 7)], [(6, 7), (2, 4)]):
         e = blank_example(ids.tolist(), spans, 51, 50, 52)
@@ -119,11 +163,25 @@ def test_glm(tmp_path, family):
     close(model(ids[None]).logits[0], ref.glm(w, ids, reading, 9, 4))
 
 
-PUBLISHED = {"CPM-1": (tf.GPT2LMHeadModel, lambda: tf.GPT2Config(**cpm2.CPM1), 2_597_073_920), "CPM-2": (Cpm2ForConditionalGeneration, Cpm2Config, 11_087_097_856),
-             "CPM-2 198B": (Cpm2ForConditionalGeneration, lambda: Cpm2Config(num_experts=32), 198_333_214_720), "CPM-1 of ModelCenter": (Cpm1ForCausalLM, Cpm1Config, 2_491_171_328),
-             "EVA": (EvaForConditionalGeneration, EvaConfig, 2_841_040_896), "EVA 2.0 large": (EvaForConditionalGeneration, lambda: EvaConfig(d_model=1024, d_ff=4096, num_heads=16), 967_535_616),
-             "EVA 2.0 base": (EvaForConditionalGeneration, lambda: EvaConfig(d_model=768, d_ff=3072, num_heads=12, num_layers=12), 300_932_352),
-             "GLM-10B": (BlankGlmForConditionalGeneration, lambda: BlankGlmConfig(vocab_size=50304), 9_880_682_496), "GLM-10B-zh": (BlankGlmForConditionalGeneration, BlankGlmConfig, 9_879_633_920)}
+PUBLISHED = {
+    "CPM-1": (tf.GPT2LMHeadModel, lambda: tf.GPT2Config(**cpm2.CPM1), 2_597_073_920),
+    "CPM-2": (Cpm2ForConditionalGeneration, Cpm2Config, 11_087_097_856),
+    "CPM-2 198B": (Cpm2ForConditionalGeneration, lambda: Cpm2Config(num_experts=32), 198_333_214_720),
+    "CPM-1 of ModelCenter": (Cpm1ForCausalLM, Cpm1Config, 2_491_171_328),
+    "EVA": (EvaForConditionalGeneration, EvaConfig, 2_841_040_896),
+    "EVA 2.0 large": (
+        EvaForConditionalGeneration,
+        lambda: EvaConfig(d_model=1024, d_ff=4096, num_heads=16),
+        967_535_616,
+    ),
+    "EVA 2.0 base": (
+        EvaForConditionalGeneration,
+        lambda: EvaConfig(d_model=768, d_ff=3072, num_heads=12, num_layers=12),
+        300_932_352,
+    ),
+    "GLM-10B": (BlankGlmForConditionalGeneration, lambda: BlankGlmConfig(vocab_size=50304), 9_880_682_496),
+    "GLM-10B-zh": (BlankGlmForConditionalGeneration, BlankGlmConfig, 9_879_633_920),
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -134,9 +192,14 @@ def test_sizes(name):
 
 def everything():
     yield Cpm1ForCausalLM, Cpm1Config(**CPM1), torch.randint(8, 60, (2, 9))
-    for more in ({}, dict(attn_scale=True, length_scale=True), dict(num_experts=3)): yield Cpm2ForConditionalGeneration, Cpm2Config(**T5, **more), torch.randint(8, 60, (2, 9))
+    for more in ({}, dict(attn_scale=True, length_scale=True), dict(num_experts=3)):
+        yield Cpm2ForConditionalGeneration, Cpm2Config(**T5, **more), torch.randint(8, 60, (2, 9))
     yield EvaForConditionalGeneration, EvaConfig(**T5), torch.randint(8, 60, (2, 9))
-    yield BlankGlmForConditionalGeneration, BlankGlmConfig(**GLM), torch.tensor([[8, 51, 9, 10, 50], [8, 9, 11, 51, 50]])
+    yield (
+        BlankGlmForConditionalGeneration,
+        BlankGlmConfig(**GLM),
+        torch.tensor([[8, 51, 9, 10, 50], [8, 9, 11, 51, 50]]),
+    )
 
 
 @pytest.mark.parametrize("which", range(6))
@@ -148,7 +211,9 @@ def test_decoding(which):
         assert torch.equal(model.generate(prompt, max_new_tokens=7, **way), uncached)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        static = model.generate(prompt, max_new_tokens=7, do_sample=False, cache_implementation="static", disable_compile=True)
+        static = model.generate(
+            prompt, max_new_tokens=7, do_sample=False, cache_implementation="static", disable_compile=True
+        )
     assert torch.equal(static, model.generate(prompt, max_new_tokens=7, do_sample=False))
 
 
@@ -167,23 +232,43 @@ def test_peft(which, tmp_path):
     kind, config, prompt = list(everything())[which]
     model = made(kind, config)
     before = model.generate(prompt, max_new_tokens=4, do_sample=False)
-    names = {Cpm1ForCausalLM: ["project_q", "project_v"], BlankGlmForConditionalGeneration: ["query_key_value"]}.get(kind, ["q", "v"])
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM", r=2, target_modules=names))
+    names = {Cpm1ForCausalLM: ["project_q", "project_v"], BlankGlmForConditionalGeneration: ["query_key_value"]}.get(
+        kind, ["q", "v"]
+    )
+    wrapped = peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            task_type="SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM", r=2, target_modules=names
+        ),
+    )
     wrapped(input_ids=prompt, labels=prompt).loss.backward()
     wrapped.save_pretrained(tmp_path)
-    assert torch.equal(wrapped.generate(input_ids=prompt, max_new_tokens=4, do_sample=False), before)        # B starts at zero
+    # B starts at zero
+    assert torch.equal(wrapped.generate(input_ids=prompt, max_new_tokens=4, do_sample=False), before)
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
 def test_trainer_and_auto_classes(tmp_path):
-    cpm2.register(); glm.register()
+    cpm2.register()
+    glm.register()
     model = made(BlankGlmForConditionalGeneration, BlankGlmConfig(**GLM))
     rows = [blank_example(torch.randint(8, 40, (9,)).tolist(), [(2, 4)], 51, 50, 52) for _ in range(8)]
-    args = tf.TrainingArguments(tmp_path / "run", max_steps=3, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no")
+    args = tf.TrainingArguments(
+        tmp_path / "run",
+        max_steps=3,
+        per_device_train_batch_size=4,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+    )
     assert tf.Trainer(model, args, train_dataset=rows).train().training_loss > 0
     model.save_pretrained(tmp_path / "glm")
     again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "glm")
-    assert type(again) is BlankGlmForConditionalGeneration and torch.equal(again.glm.word_embeddings.weight, model.glm.word_embeddings.weight)
+    assert type(again) is BlankGlmForConditionalGeneration and torch.equal(
+        again.glm.word_embeddings.weight, model.glm.word_embeddings.weight
+    )
     assert isinstance(tf.AutoConfig.from_pretrained(tmp_path / "glm"), BlankGlmConfig)
 
 
@@ -214,7 +299,8 @@ def test_slicing_keeps_the_factors(which, tmp_path):
     slice_model(model, keep)
     call = dict(input_ids=prompt) | (dict(decoder_input_ids=prompt) if config.is_encoder_decoder else {})
     close(model(**call).logits, silent(**call).logits)
-    if getattr(config, "num_experts", 0): return                      # experts of one layer share a configuration value with the others
+    # experts of one layer share a configuration value with the others
+    if getattr(config, "num_experts", 0): return
     model.save_pretrained(tmp_path)
     close(kind.from_pretrained(tmp_path).eval()(**call).logits, silent(**call).logits)
 
@@ -225,16 +311,40 @@ def test_load_by_folder(tmp_path):
         model = made(kind, config)
         model.save_pretrained(tmp_path / str(i))
         again, _ = load(tmp_path / str(i), device="cpu")
-        assert type(again) is kind and torch.equal(again.generate(prompt, max_new_tokens=3, do_sample=False), model.generate(prompt, max_new_tokens=3, do_sample=False))
+        assert type(again) is kind and torch.equal(
+            again.generate(prompt, max_new_tokens=3, do_sample=False),
+            model.generate(prompt, max_new_tokens=3, do_sample=False),
+        )
 
 
-TEXTS = ["今天天气很好，我们去公园。", "ＡＢＣ　ａｂｃ　１２３！？", "第一行\n第二行  两个空格", "GLM is a model（模型）; CPM-2 也是。", "", " ", "\n\n", "…“引号”‘单’—", "龘靐齉" * 3, "好" * 201 + "了"]
+TEXTS = [
+    "今天天气很好，我们去公园。",
+    "ＡＢＣ　ａｂｃ　１２３！？",
+    "第一行\n第二行  两个空格",
+    "GLM is a model（模型）; CPM-2 也是。",
+    "",
+    " ",
+    "\n\n",
+    "…“引号”‘单’—",
+    "龘靐齉" * 3,
+    "好" * 201 + "了",
+]
 
 
 def vocabulary(tmp_path):
     words = ["<unk>", "<s>", "</s>", "\u2583", "<sep>", "<pad>", "<mask>", "<go>", "<eod>", "\u2582"]
-    words += sorted({w for t in TEXTS[:8] for n in (1, 2, 3) for i in range(len(t)) if (w := "".join(map(ref.half_width, t[i:i + n]))).strip() and not set(w) & set(" \n")})
-    (tmp_path / "vocab.txt").write_text("\n".join(words[:60] + words[60::2] + ["<s_0>", "<s_1>"]) + "\n", encoding="utf-8")
+    words += sorted(
+        {
+            w
+            for t in TEXTS[:8]
+            for n in (1, 2, 3)
+            for i in range(len(t))
+            if (w := "".join(map(ref.half_width, t[i : i + n]))).strip() and not set(w) & set(" \n")
+        }
+    )
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(words[:60] + words[60::2] + ["<s_0>", "<s_1>"]) + "\n", encoding="utf-8"
+    )
     return str(tmp_path / "vocab.txt")
 
 
@@ -242,24 +352,54 @@ def test_cpm2_cuts_as_published(tmp_path):
     pytest.importorskip("jieba")
     tok = cpm2.Cpm2Tokenizer(vocabulary(tmp_path))
     for text in TEXTS: assert tok.tokenize(text) == ref.cpm2_pieces(text, tok.encoder), text
-    for text in TEXTS[:4]: assert tok.decode([i for i in tok(text).input_ids]).count("<unk>") == tok.tokenize(text).count("<unk>")
+    for text in TEXTS[:4]:
+        assert tok.decode([i for i in tok(text).input_ids]).count("<unk>") == tok.tokenize(text).count("<unk>")
     (tmp_path / "twice.txt").write_text("<unk>\n<s>\n<eod>\n<pad>\n天\n天\n气\n", encoding="utf-8")
     twice = cpm2.Cpm2Tokenizer(tmp_path / "twice.txt", "none")
-    assert twice.add_tokens(["<new>"]) == 1 and [twice.convert_tokens_to_ids(w) for w in ("天", "气", "<new>")] == [5, 6, 7]
-    assert tok.tokenize("天气<s_0>很<s_1>") == [*ref.cpm2_pieces("天气", tok.encoder), "<s_0>", *ref.cpm2_pieces("很", tok.encoder), "<s_1>"]
+    assert twice.add_tokens(["<new>"]) == 1 and [twice.convert_tokens_to_ids(w) for w in ("天", "气", "<new>")] == [
+        5,
+        6,
+        7,
+    ]
+    assert tok.tokenize("天气<s_0>很<s_1>") == [
+        *ref.cpm2_pieces("天气", tok.encoder),
+        "<s_0>",
+        *ref.cpm2_pieces("很", tok.encoder),
+        "<s_1>",
+    ]
 
 
 def test_cpm2_fills_its_blanks_in_an_engine(tmp_path):
     from bmlab.infer.engine import wrap
     from bmlab.infer.asks import fill_kind
-    words = ["<unk>", "<s>", "</s>", "\u2583", "<sep>", "<pad>", "<mask>", "<go>", "<eod>", "\u2582", *"床前明月光，疑是地上霜。", "明月", *(f"<s_{i}>" for i in range(5))]
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "\u2583",
+        "<sep>",
+        "<pad>",
+        "<mask>",
+        "<go>",
+        "<eod>",
+        "\u2582",
+        *"床前明月光，疑是地上霜。",
+        "明月",
+        *(f"<s_{i}>" for i in range(5)),
+    ]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
     tok = cpm2.Cpm2Tokenizer(str(tmp_path / "vocab.txt"), cut="none")
     torch.manual_seed(0)
     model = Cpm2ForConditionalGeneration(Cpm2Config(**T5 | dict(vocab_size=len(words))))
-    batch = dict(input_ids=tok("床前<s_0>光，疑是<s_1>霜。", return_tensors="pt").input_ids, labels=tok("<s_0>明月<s_1>地上<eod>", return_tensors="pt").input_ids)
+    batch = dict(
+        input_ids=tok("床前<s_0>光，疑是<s_1>霜。", return_tensors="pt").input_ids,
+        labels=tok("<s_0>明月<s_1>地上<eod>", return_tensors="pt").input_ids,
+    )
     opt = torch.optim.Adam(model.parameters(), lr=5e-3)
-    for _ in range(60): opt.zero_grad(); model(**batch).loss.backward(); opt.step()
+    for _ in range(60):
+        opt.zero_grad()
+        model(**batch).loss.backward()
+        opt.step()
     assert fill_kind(model, tok) == "sentinel"
     with wrap(model, tok, max_ctx=32, device="cpu") as e:
         answers = {}
@@ -271,9 +411,18 @@ def test_cpm2_fills_its_blanks_in_an_engine(tmp_path):
 def test_cpm1_cuts_as_published(tmp_path):
     pytest.importorskip("jieba")
     sentencepiece = pytest.importorskip("sentencepiece")
-    (tmp_path / "t.txt").write_text("\n".join(t.replace("\n", " ") for t in TEXTS[:8] if t.strip()) + "\n\u2582 \u2583\n", encoding="utf-8")
-    sentencepiece.SentencePieceTrainer.train(input=str(tmp_path / "t.txt"), model_prefix=str(tmp_path / "v"), vocab_size=90, character_coverage=1.0, hard_vocab_limit=False,
-                                             user_defined_symbols=["<cls>", "<sep>", "<pad>", "<mask>", "<eod>"], minloglevel=2)
+    (tmp_path / "t.txt").write_text(
+        "\n".join(t.replace("\n", " ") for t in TEXTS[:8] if t.strip()) + "\n\u2582 \u2583\n", encoding="utf-8"
+    )
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "t.txt"),
+        model_prefix=str(tmp_path / "v"),
+        vocab_size=90,
+        character_coverage=1.0,
+        hard_vocab_limit=False,
+        user_defined_symbols=["<cls>", "<sep>", "<pad>", "<mask>", "<eod>"],
+        minloglevel=2,
+    )
     tok = cpm2.Cpm1Tokenizer(str(tmp_path / "v.model"))
     for text in TEXTS: assert tok.tokenize(text) == ref.cpm1_pieces(text, tok.pieces), text
 
@@ -301,7 +450,9 @@ def test_gpu_computes_what_the_cpu_does(which):
     want = model(**call).logits
     model.cuda()
     close(model(**{k: v.cuda() for k, v in call.items()}).logits.cpu(), want, 1e-4)
-    cached, uncached = (model.generate(prompt.cuda(), max_new_tokens=6, do_sample=False, use_cache=c) for c in (True, False))
+    cached, uncached = (
+        model.generate(prompt.cuda(), max_new_tokens=6, do_sample=False, use_cache=c) for c in (True, False)
+    )
     assert torch.equal(cached, uncached)
 
 

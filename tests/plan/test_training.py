@@ -28,12 +28,48 @@ def models():
     yield "bert", tf.BertForMaskedLM(tf.BertConfig(**SMALL))
     yield "roberta", tf.RobertaForMaskedLM(tf.RobertaConfig(**SMALL, max_position_embeddings=64))
     yield "gpt2", tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=211, n_positions=64))
-    yield "gptj", tf.GPTJForCausalLM(tf.GPTJConfig(n_embd=64, n_layer=3, n_head=4, vocab_size=211, n_positions=64, rotary_dim=8))
+    yield (
+        "gptj",
+        tf.GPTJForCausalLM(tf.GPTJConfig(n_embd=64, n_layer=3, n_head=4, vocab_size=211, n_positions=64, rotary_dim=8)),
+    )
     yield "llama", tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, num_key_value_heads=2))
     yield "qwen3", tf.Qwen3ForCausalLM(tf.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16))
-    yield "opt", tf.OPTForCausalLM(tf.OPTConfig(hidden_size=64, ffn_dim=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=211, max_position_embeddings=64, word_embed_proj_dim=64))
-    yield "t5", tf.T5ForConditionalGeneration(tf.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, vocab_size=211))
-    yield "cpm-ant", tf.CpmAntForCausalLM(tf.CpmAntConfig(hidden_size=64, dim_ff=128, num_hidden_layers=3, num_attention_heads=4, dim_head=16, vocab_size=211, prompt_types=2, prompt_length=4, segment_types=4))
+    yield (
+        "opt",
+        tf.OPTForCausalLM(
+            tf.OPTConfig(
+                hidden_size=64,
+                ffn_dim=128,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                vocab_size=211,
+                max_position_embeddings=64,
+                word_embed_proj_dim=64,
+            )
+        ),
+    )
+    yield (
+        "t5",
+        tf.T5ForConditionalGeneration(
+            tf.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, vocab_size=211)
+        ),
+    )
+    yield (
+        "cpm-ant",
+        tf.CpmAntForCausalLM(
+            tf.CpmAntConfig(
+                hidden_size=64,
+                dim_ff=128,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                dim_head=16,
+                vocab_size=211,
+                prompt_types=2,
+                prompt_length=4,
+                segment_types=4,
+            )
+        ),
+    )
     yield "mixtral", tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4))
 
 
@@ -48,7 +84,9 @@ def test_every_family_has_a_plan(name):
     assert plan.blocks == len(find_blocks(model)) >= 3 and plan.peak_bytes > 0 and plan.step_s > 0
     tight = plan_training(model, 64, 32, dtype=torch.bfloat16, checkpoint=True)
     assert tight.peak_bytes <= plan.peak_bytes and tight.step_s > plan.step_s
-    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters()) and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters()) and all(
+        p.grad is None for p in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "mixtral"])
@@ -58,20 +96,27 @@ def test_gradients_are_counted_whole(name):
     trace = trace_step(model, inputs)
     size = sum(l.bytes for l in trace.lives if l.kind == "gradient")
     whole = sum(4 * p.numel() for p in model.parameters())
-    assert whole * 0.9 <= size <= whole + 512 * len(list(model.parameters()))        # (a model may have weights that a batch does not reach)
+    # (a model may have weights that a batch does not reach)
+    assert whole * 0.9 <= size <= whole + 512 * len(list(model.parameters()))
 
 
 class Live(TorchDispatchMode):
     "Peak of the bytes that Python can see, weights left out"
     def __init__(self, fixed):
-        super().__init__(); self.seen, self.refs, self.now, self.peak = {t.untyped_storage()._cdata for t in fixed}, {}, 0, 0
+        super().__init__()
+        self.seen, self.refs, self.now, self.peak = {t.untyped_storage()._cdata for t in fixed}, {}, 0, 0
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default: return args[0].dtype == torch.bool or 1
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and (key := t.untyped_storage()._cdata) not in self.seen:
-                size = -(-t.untyped_storage().nbytes() // 512) * 512; self.seen.add(key); self.now += size
-                def gone(_, key=key, size=size): self.seen.discard(key); self.refs.pop(key); self.now -= size
+                size = -(-t.untyped_storage().nbytes() // 512) * 512
+                self.seen.add(key)
+                self.now += size
+                def gone(_, key=key, size=size):
+                    self.seen.discard(key)
+                    self.refs.pop(key)
+                    self.now -= size
                 self.refs[key] = weakref.ref(t.untyped_storage(), gone)
         self.peak = max(self.peak, self.now)
         return out
@@ -90,7 +135,8 @@ def test_one_trace_tells_the_peak_under_recomputation(name, recomputed):
     inputs["labels"] = inputs["input_ids"]
     if name == "bert": inputs.pop("use_cache")
     with Live([*model.parameters(), *model.buffers(), inputs["input_ids"]]) as live: step_loss(model, inputs).backward()
-    plain = copy.deepcopy(MODELS[name]); plain.set_attn_implementation("eager")
+    plain = copy.deepcopy(MODELS[name])
+    plain.set_attn_implementation("eager")
     for m in plain.modules():
         if isinstance(m, nn.Dropout): m.p = 0.0
     trace = trace_step(plain, inputs)
@@ -103,27 +149,43 @@ def test_choice_is_the_smallest():
     groups = weight_groups(MODELS["llama"], trace.blocks)
     least = choose_recompute(trace, 1 << 40, groups)
     assert least == 0
-    peaks = [plan_training(MODELS["llama"], trace=trace, checkpoint=n, offload=None, dtype=None).peak_bytes for n in range(4)]
+    peaks = [
+        plan_training(MODELS["llama"], trace=trace, checkpoint=n, offload=None, dtype=None).peak_bytes for n in range(4)
+    ]
     for n, peak in enumerate(peaks):
         assert choose_recompute(trace, peak, groups) == peaks.index(next(p for p in peaks if p <= peak))
     with pytest.raises(ValueError, match="smallest feasible"): choose_recompute(trace, peaks[-1] // 2)
-    for k in range(20):                                                # the limit that an error names is one that it takes
+    # the limit that an error names is one that it takes
+    for k in range(20):
         with pytest.raises(ValueError) as e: choose_recompute(trace, "1MiB", groups, held_bytes=10_000_000 + 12_345 * k)
-        assert choose_recompute(trace, str(e.value).split("feasible, ")[1].split(" with")[0], groups, held_bytes=10_000_000 + 12_345 * k) <= 3
+        assert (
+            choose_recompute(
+                trace, str(e.value).split("feasible, ")[1].split(" with")[0], groups, held_bytes=10_000_000 + 12_345 * k
+            )
+            <= 3
+        )
 
 
 def test_what_cannot_be_planned_says_so():
-    with pytest.raises(ValueError, match="give inputs=, a real batch"): plan_training(tf.BertForSequenceClassification(tf.BertConfig(**SMALL)), batch=2, seq=16)
-    with pytest.raises(ValueError, match="inputs: the batch holds no token"): plan_training(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), inputs=(torch.zeros(0, 4),), tokens=1e6)
+    with pytest.raises(ValueError, match="give inputs=, a real batch"):
+        plan_training(tf.BertForSequenceClassification(tf.BertConfig(**SMALL)), batch=2, seq=16)
+    with pytest.raises(ValueError, match="inputs: the batch holds no token"):
+        plan_training(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), inputs=(torch.zeros(0, 4),), tokens=1e6)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_compiled_blocks_keep_what_the_compiler_keeps(name):
-    trace = trace_step(MODELS[name], {"input_ids": IDS, "labels": IDS, **({} if name == "bert" else {"use_cache": False})})
+    trace = trace_step(
+        MODELS[name], {"input_ids": IDS, "labels": IDS, **({} if name == "bert" else {"use_cache": False})}
+    )
     fused = fuse_blocks(trace)
     assert [b.forward_flops for b in fused.blocks.values()] == [b.forward_flops for b in trace.blocks.values()]
     assert fused.seconds(machine()).sum() < trace.seconds(machine()).sum()
-    assert 0.3 < sum(b.saved_bytes for b in fused.blocks.values()) / sum(b.saved_bytes for b in trace.blocks.values()) < 1.1
+    assert (
+        0.3
+        < sum(b.saved_bytes for b in fused.blocks.values()) / sum(b.saved_bytes for b in trace.blocks.values())
+        < 1.1
+    )
 
 
 def test_a_compiled_block_keeps_its_input():
@@ -138,18 +200,41 @@ def test_a_compiled_block_keeps_its_input():
 
 def test_capped_logits_take_more_than_plain_ones():
     "One kernel does the loss in the logits' place; what caps or scales them keeps copies in float32"
-    size = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=8192, use_cache=False)
-    plans = [plan_training(tf.Gemma2ForCausalLM(tf.Gemma2Config(**size, final_logit_softcapping=cap)), 4, 256, offload=None, loss="chunked") for cap in (None, 30.0)]
+    size = dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=8192,
+        use_cache=False,
+    )
+    plans = [
+        plan_training(
+            tf.Gemma2ForCausalLM(tf.Gemma2Config(**size, final_logit_softcapping=cap)),
+            4,
+            256,
+            offload=None,
+            loss="chunked",
+        )
+        for cap in (None, 30.0)
+    ]
     plain, capped = (p.parts["logits and embeddings"][0] for p in plans)
-    assert capped - plain > 2 * 4 * 4 * 256 * 8192 * 0.9                                                   # two float32 tensors of the logits' size
+    # two float32 tensors of the logits' size
+    assert capped - plain > 2 * 4 * 4 * 256 * 8192 * 0.9
 
 
 def test_a_block_that_writes_to_its_buffers_is_planned_as_it_is(caplog):
     class Block(nn.Module):
-        def __init__(self): super().__init__(); self.lin, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+        def __init__(self):
+            super().__init__()
+            self.lin, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
         def forward(self, x): return x + self.norm(self.lin(x))
     model = nn.Sequential(*(Block() for _ in range(3)))
-    plans = [plan_training(model, inputs=(torch.zeros(8, 64),), dtype=None, offload=None, compile=c) for c in (True, False)]
+    plans = [
+        plan_training(model, inputs=(torch.zeros(8, 64),), dtype=None, offload=None, compile=c) for c in (True, False)
+    ]
     assert plans[0].peak_bytes == plans[1].peak_bytes and "writes to its buffers" in caplog.text
 
 
@@ -168,8 +253,14 @@ def test_rates_change_what_they_should():
 
 class Layer(nn.Module):
     def __init__(self, d, heads):
-        super().__init__(); self.heads, self.ln1, self.ln2 = heads, nn.LayerNorm(d), nn.LayerNorm(d)
-        self.qkv, self.out, self.up, self.down = nn.Linear(d, 3 * d), nn.Linear(d, d), nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+        super().__init__()
+        self.heads, self.ln1, self.ln2 = heads, nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.out, self.up, self.down = (
+            nn.Linear(d, 3 * d),
+            nn.Linear(d, d),
+            nn.Linear(d, 4 * d),
+            nn.Linear(4 * d, d),
+        )
     def forward(self, x):
         B, L, D = x.shape
         q, k, v = self.qkv(self.ln1(x)).view(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
@@ -179,8 +270,13 @@ class Layer(nn.Module):
 
 class GPT(nn.Module):
     def __init__(self, layers, d, heads, vocab=50304, length=512, recompute=0):
-        super().__init__(); self.recompute, self.emb, self.pos = recompute, nn.Embedding(vocab, d), nn.Embedding(length, d)
-        self.ln, self.head, self.blocks = nn.LayerNorm(d), nn.Linear(d, vocab, bias=False), nn.ModuleList(Layer(d, heads) for _ in range(layers))
+        super().__init__()
+        self.recompute, self.emb, self.pos = recompute, nn.Embedding(vocab, d), nn.Embedding(length, d)
+        self.ln, self.head, self.blocks = (
+            nn.LayerNorm(d),
+            nn.Linear(d, vocab, bias=False),
+            nn.ModuleList(Layer(d, heads) for _ in range(layers)),
+        )
     def forward(self, ids):
         x = self.emb(ids) + self.pos(torch.arange(ids.shape[1], device=ids.device))
         for i, b in enumerate(self.blocks): x = checkpoint(b, x, use_reentrant=False) if i < self.recompute else b(x)
@@ -192,8 +288,18 @@ class GPT(nn.Module):
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("layers,d,batch,recompute,vocab", [(12, 1024, 16, 0, 50304), (12, 1024, 16, 8, 50304), (24, 2048, 32, 24, 50304), (16, 2048, 16, 4, 1024)])
 def test_peak_is_within_five_percent_on_a_gpu(layers, d, batch, recompute, vocab, compile):
-    plan = plan_training(GPT(layers, d, d // 64, vocab).bfloat16(), batch, 512, checkpoint=recompute, offload=None, master=None, compile=compile)
-    torch.compiler.reset(); gc.collect(); before = torch.cuda.memory_allocated()     # (compiled blocks are freed as cycles)
+    plan = plan_training(
+        GPT(layers, d, d // 64, vocab).bfloat16(),
+        batch,
+        512,
+        checkpoint=recompute,
+        offload=None,
+        master=None,
+        compile=compile,
+    )
+    torch.compiler.reset()
+    gc.collect()
+    before = torch.cuda.memory_allocated()  # (compiled blocks are freed as cycles)
     with torch.device("cuda"): model = GPT(layers, d, d // 64, vocab, recompute=recompute).bfloat16()
     if compile:
         for b in model.blocks: b.compile()
@@ -201,14 +307,26 @@ def test_peak_is_within_five_percent_on_a_gpu(layers, d, batch, recompute, vocab
     ids = torch.randint(0, vocab, (batch, 512), device="cuda")
     for i in range(4):
         if i == 1: torch.cuda.reset_peak_memory_stats()
-        step_loss(model, (ids,)).backward(); opt.step(); opt.zero_grad()
+        step_loss(model, (ids,)).backward()
+        opt.step()
+        opt.zero_grad()
     peak = torch.cuda.max_memory_allocated() - before
     print(plan.check(peak_bytes=peak))
     assert plan.peak_bytes == pytest.approx(peak, rel=0.05)
 
 
 def small_llama(**size):
-    size = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=160, vocab_size=512) | size
+    size = (
+        dict(
+            hidden_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=160,
+            vocab_size=512,
+        )
+        | size
+    )
     return tf.LlamaForCausalLM(tf.LlamaConfig(**size, use_cache=False, tie_word_embeddings=False)).bfloat16()
 
 
@@ -217,20 +335,35 @@ def packed_under_lora(bits, device="meta", **size):
     with torch.device(device): model = small_llama(**size)
     if device == "cuda": model.model.rotary_emb = type(model.model.rotary_emb)(model.config).cuda()
     if bits: pack_linears(model, bits=bits)
-    return model, Lora(model, r=8, modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]).freeze()
+    return model, Lora(
+        model, r=8, modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    ).freeze()
 
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_plan_counts_packed_weights_as_they_lie(compile):
     "Codes where they are, a widened weight only while it is multiplied, and time for widening it"
-    size, plans = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8, vocab_size=4096), {}
+    size, plans = (
+        dict(
+            hidden_size=1024,
+            intermediate_size=2816,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            vocab_size=4096,
+        ),
+        {},
+    )
     for bits in (None, 8, 4):
         model, _ = packed_under_lora(bits, **size)
         stored = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        plans[bits] = p = plan_training(model, 4, 256, offload=None, master=None, compile=compile, checkpoint=0, loss="chunked", machine="h200")
+        plans[bits] = p = plan_training(
+            model, 4, 256, offload=None, master=None, compile=compile, checkpoint=0, loss="chunked", machine="h200"
+        )
         assert p.parts["weights"][0] == pytest.approx(stored, rel=1e-3)
     mine, wide = plans[4], plans[None]
-    whole = 2 * 2 * max(2816 * 1024, 4096 * 1024)                                                            # of the widest layer, or the head, and its like on the way
+    # of the widest layer, or the head, and its like on the way
+    whole = 2 * 2 * max(2816 * 1024, 4096 * 1024)
     assert mine.parts["activations"][0] <= wide.parts["activations"][0] + whole
     assert plans[8].peak_bytes < wide.peak_bytes and plans[4].peak_bytes < plans[8].peak_bytes
     assert wide.step_s < mine.step_s < 1.6 * wide.step_s
@@ -243,16 +376,36 @@ def test_a_plan_counts_packed_weights_as_they_lie(compile):
 def test_peak_over_packed_weights_is_within_five_percent_on_a_gpu(bits, recompute, compile):
     from bmlab.train.losses import lm_loss
     from bmlab.train.sharding import shard
-    size = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4, vocab_size=32768)
-    torch.compiler.reset(); gc.collect(); torch.cuda.empty_cache(); before = torch.cuda.memory_allocated()
+    size = dict(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=32768,
+    )
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
     model, delta = packed_under_lora(bits, "cuda", **size)
     ids = torch.randint(0, 32768, (4, 1024), device="cuda")
-    plan = plan_training(model, inputs={"input_ids": ids, "labels": ids}, checkpoint=recompute, offload=None, master=None, compile=compile, loss="chunked")
+    plan = plan_training(
+        model,
+        inputs={"input_ids": ids, "labels": ids},
+        checkpoint=recompute,
+        offload=None,
+        master=None,
+        compile=compile,
+        loss="chunked",
+    )
     shard(model, checkpoint=recompute, compile=compile)
     opt = torch.optim.AdamW(delta.trainable(), lr=1e-4, fused=True)
     for i in range(4):
         if i == 1: torch.cuda.reset_peak_memory_stats()
-        lm_loss(model, {"input_ids": ids, "labels": ids}).backward(); opt.step(); opt.zero_grad()
+        lm_loss(model, {"input_ids": ids, "labels": ids}).backward()
+        opt.step()
+        opt.zero_grad()
     peak = torch.cuda.max_memory_allocated() - before
     print(plan, plan.check(peak_bytes=peak))
     assert plan.peak_bytes == pytest.approx(peak, rel=0.05)

@@ -13,13 +13,19 @@ def test_readme_lines_run(tmp_path, monkeypatch, capsys):
     code = next(b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "fit(" in b)
     assert "steps=100" in code
     monkeypatch.chdir(tmp_path)
-    smaller = {"steps=100": "steps=2", "pack_tokens(held, tok, 64)": "pack_tokens(held[:20], tok, 64)", "range(8))])": 'range(1))], modules="layers[28:].mlp.*_proj")'}
+    smaller = {
+        "steps=100": "steps=2",
+        "pack_tokens(held, tok, 64)": "pack_tokens(held[:20], tok, 64)",
+        "range(8))])": 'range(1))], modules="layers[28:].mlp.*_proj")',
+    }
     for long, short in smaller.items():                               # minutes → seconds
         assert long in code
         code = code.replace(long, short)
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
     assert "Paris" in capsys.readouterr().out
-    assert (tmp_path / "tuned/adapter_model.safetensors").is_file() and (tmp_path / "small/cooked.safetensors").is_file()
+    assert (tmp_path / "tuned/adapter_model.safetensors").is_file() and (
+        tmp_path / "small/cooked.safetensors"
+    ).is_file()
 
 
 def lines_with(word):
@@ -41,9 +47,21 @@ def test_readme_training_lines_run(tmp_path, monkeypatch):
     assert "steps=100" in code and "save_every=50" in code
     monkeypatch.chdir(tmp_path)
     names = everything()
-    try: exec(compile(code.replace("steps=100", "steps=2").replace("save_every=50", "save_every=1").replace("tok, 64", "tok, 16"), "README.md", "exec"), names)
+    try:
+        exec(
+            compile(
+                code.replace("steps=100", "steps=2")
+                .replace("save_every=50", "save_every=1")
+                .replace("tok, 64", "tok, 16"),
+                "README.md",
+                "exec",
+            ),
+            names,
+        )
     finally: names["shutdown"]()
-    assert len(names["log"]) == 2 and (tmp_path / "out/model.safetensors").is_file() and names["latest"]("run") is not None
+    assert (
+        len(names["log"]) == 2 and (tmp_path / "out/model.safetensors").is_file() and names["latest"]("run") is not None
+    )
 
 
 @pytest.mark.long
@@ -61,8 +79,20 @@ def test_readme_cooking_lines_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = everything()
     exec("import copy, torch", names)
-    exec(compile(code.replace("range(100)", "range(2)").replace("steps=50", "steps=1").replace("pack_tokens(held, tok", "pack_tokens(held[:20], tok"), "README.md", "exec"), names)
-    assert names["small"].model.layers[0].mlp.up_proj.out_features == 1152 and names["count"](names["small"]).bytes < 0.5 * names["count"](names["teacher"]).bytes
+    exec(
+        compile(
+            code.replace("range(100)", "range(2)")
+            .replace("steps=50", "steps=1")
+            .replace("pack_tokens(held, tok", "pack_tokens(held[:20], tok"),
+            "README.md",
+            "exec",
+        ),
+        names,
+    )
+    assert (
+        names["small"].model.layers[0].mlp.up_proj.out_features == 1152
+        and names["count"](names["small"]).bytes < 0.5 * names["count"](names["teacher"]).bytes
+    )
 
 
 @pytest.mark.long
@@ -74,7 +104,10 @@ def test_readme_lines_about_texts_and_prompts_run(tmp_path, monkeypatch):
     exec(compile(texts.replace("[::20]", "[::200]"), "README.md", "exec"), names)
     assert names["clean"].finished and names["batches"][0]["input_ids"].shape == (2, 64)
     exec(compile(prompts, "README.md", "exec"), names)
-    assert names["reader"].predict(["A dull film, far too long.", "A film of rare beauty."]).label.tolist() == ["bad", "good"]
+    assert names["reader"].predict(["A dull film, far too long.", "A film of rare beauty."]).label.tolist() == [
+        "bad",
+        "good",
+    ]
 
 
 @pytest.mark.long
@@ -89,10 +122,14 @@ def test_readme_picture_is_what_the_lines_print():
 def test_runner_without_nbdev(tmp_path):
     "It runs a notebook whole, and says which cell failed"
     import json, subprocess, sys
-    run = lambda nb: subprocess.run([sys.executable, ROOT / "tools/run_cells.py", "--all", nb], capture_output=True, text=True)
+    run = lambda nb: subprocess.run(
+        [sys.executable, ROOT / "tools/run_cells.py", "--all", nb], capture_output=True, text=True
+    )
     good = run(ROOT / "nbs/30_delta/01_lora.ipynb")
     assert good.returncode == 0 and "ok 01_lora.ipynb" in good.stdout, good.stdout
-    cells = [{"cell_type": "code", "source": s} for s in ("x = 1", "#| slow\n1/0", "#| cuda\nassert cuda", "assert x == 2")]
+    cells = [
+        {"cell_type": "code", "source": s} for s in ("x = 1", "#| slow\n1/0", "#| cuda\nassert cuda", "assert x == 2")
+    ]
     (tmp_path / "bad.ipynb").write_text(json.dumps({"cells": cells}))
     bad = run(tmp_path / "bad.ipynb")
     assert bad.returncode == 1 and "FAILED bad.ipynb[3]" in bad.stdout and "0 passed, 1 failed" in bad.stdout
@@ -108,4 +145,5 @@ def test_readme_names_every_tutorial_and_module():
 
 def test_readme_links_exist():
     for name in ("README.md", "CONTRIBUTING.md"):
-        for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / name).read_text(encoding="utf-8")): assert (ROOT / link).exists(), link
+        for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / name).read_text(encoding="utf-8")):
+            assert (ROOT / link).exists(), link

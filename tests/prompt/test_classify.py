@@ -24,25 +24,74 @@ from bmlab.prompt.verbalize import AutomaticVerbalizer, KnowledgeableVerbalizer,
 WORDS = "a dull fun film it was . bad good fine poor so not love hate person city".split()
 Q = '{"placeholder":"text_a"} it was {"mask"}'
 S = '{"soft":2} ' + Q
-DATA = [{"text_a": text, "label": label} for text, label in [("a fun film", "yes"), ("dull", "no"), ("love it", "yes"), ("hate it", "no"), ("so so", "no"), ("fine film", "yes")]]
+DATA = [
+    {"text_a": text, "label": label}
+    for text, label in [
+        ("a fun film", "yes"),
+        ("dull", "no"),
+        ("love it", "yes"),
+        ("hate it", "no"),
+        ("so so", "no"),
+        ("fine film", "yes"),
+    ]
+]
 
 
 def tokenizer(kind="causal"):
-    special = {"causal": ["[PAD]", "[UNK]"], "masked": ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], "seq2seq": ["<pad>", "<unk>", "</s>", "<extra_id_0>", "<extra_id_1>"]}[kind]
+    special = {
+        "causal": ["[PAD]", "[UNK]"],
+        "masked": ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"],
+        "seq2seq": ["<pad>", "<unk>", "</s>", "<extra_id_0>", "<extra_id_1>"],
+    }[kind]
     t = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*special, *WORDS])}, unk_token=special[1]))
     t.normalizer, t.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
-    if kind == "masked": t.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    if kind == "seq2seq": t.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
-    names = dict(zip(("pad_token", "unk_token", *(("cls_token", "sep_token", "mask_token") if kind == "masked" else ("eos_token",) if kind == "seq2seq" else ())), special))
-    return tf.PreTrainedTokenizerFast(tokenizer_object=t, **names, **({"additional_special_tokens": special[3:]} if kind == "seq2seq" else {}))
+    if kind == "masked":
+        t.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+    if kind == "seq2seq":
+        t.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    names = dict(
+        zip(
+            (
+                "pad_token",
+                "unk_token",
+                *(
+                    ("cls_token", "sep_token", "mask_token")
+                    if kind == "masked"
+                    else ("eos_token",)
+                    if kind == "seq2seq"
+                    else ()
+                ),
+            ),
+            special,
+        )
+    )
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=t, **names, **({"additional_special_tokens": special[3:]} if kind == "seq2seq" else {})
+    )
 
 
 def network(kind="causal", **kw):
     torch.manual_seed(0)
     V = len(tokenizer(kind))
-    if kind == "masked": return tf.BertForMaskedLM(tf.BertConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, **kw)).eval()
-    if kind == "seq2seq": return tf.T5ForConditionalGeneration(tf.T5Config(vocab_size=V, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0, **kw)).eval()
-    return tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, **kw)).eval()
+    if kind == "masked":
+        return tf.BertForMaskedLM(
+            tf.BertConfig(
+                vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, **kw
+            )
+        ).eval()
+    if kind == "seq2seq":
+        return tf.T5ForConditionalGeneration(
+            tf.T5Config(
+                vocab_size=V, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0, **kw
+            )
+        ).eval()
+    return tf.LlamaForCausalLM(
+        tf.LlamaConfig(
+            vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, **kw
+        )
+    ).eval()
 
 
 def words(tok, **kw): return Verbalizer(tok, {"no": "bad", "yes": "good"}, **kw)
@@ -59,8 +108,15 @@ def test_a_batch_is_its_examples(kind, text):
 
 def test_labels_of_any_kind():
     assert [class_number(x, ["no", "yes"]) for x in ("yes", 1, np.int64(0), torch.tensor(1))] == [1, 1, 0, 1]
-    assert [class_number(x, [3, 7]) for x in (3, np.int64(7))] == [0, 1] and class_number(True, [False, True]) == class_number(np.True_, [np.False_, np.True_]) == 1
-    assert class_number(1, [np.int64(1), np.int64(0)]) == class_number(1.0, [1.0, 0.0]) == class_number("yes", [np.str_("yes"), "no"]) == 0
+    assert [class_number(x, [3, 7]) for x in (3, np.int64(7))] == [0, 1] and class_number(
+        True, [False, True]
+    ) == class_number(np.True_, [np.False_, np.True_]) == 1
+    assert (
+        class_number(1, [np.int64(1), np.int64(0)])
+        == class_number(1.0, [1.0, 0.0])
+        == class_number("yes", [np.str_("yes"), "no"])
+        == 0
+    )
     with pytest.raises(ValueError, match="none of the classes: 3, 7$"): class_number(1, [3, 7])
     assert len(FewShotSampler(1)([{"text_a": "a", "label": torch.tensor(i % 2)} for i in range(6)])) == 2
     for bad in (True, 2, -1, 0.5, "maybe", None):
@@ -73,7 +129,9 @@ def test_labels_of_any_kind():
     with pytest.raises(ValueError, match="no label"): m.evaluate(frame.iloc[[0, 2]])
     with pytest.raises(ValueError, match="is None"): m.predict(frame)
     with pytest.raises(ValueError, match="labels=, their names"): list(PromptData(DATA, m.template))
-    assert m.predict(SimpleNamespace(text_a="a fun film")).equals(m.predict("a fun film")) and "that is" in m.show(SimpleNamespace(text_a="a fun film"))
+    assert m.predict(SimpleNamespace(text_a="a fun film")).equals(m.predict("a fun film")) and "that is" in m.show(
+        SimpleNamespace(text_a="a fun film")
+    )
     with pytest.raises(ValueError, match="have no label"): FewShotSampler(1)(frame)
 
 
@@ -90,7 +148,8 @@ def test_two_on_one_model_do_not_meet():
     first.fit(DATA, epochs=1, lr=.05, plot=False)
     assert torch.equal(second.soft.site.table, before) and not torch.equal(first.soft.site.table, table)
     assert PromptModel(net, first.template, words(tok)).soft is first.soft
-    with pytest.raises(ValueError, match="has 3 soft tokens, the table 2"): PromptModel(net, Template('{"soft":3} ' + Q, tok), words(tok), soft=first.soft)
+    with pytest.raises(ValueError, match="has 3 soft tokens, the table 2"):
+        PromptModel(net, Template('{"soft":3} ' + Q, tok), words(tok), soft=first.soft)
 
 
 def test_what_is_trained_and_what_stays(tmp_path):
@@ -102,13 +161,18 @@ def test_what_is_trained_and_what_stays(tmp_path):
     moved = {n: p.detach().clone() for n, p in net.named_parameters() if "_deltas" in n}
     m.fit(DATA, epochs=3, lr=.01, plot=False)
     now = dict(net.named_parameters())
-    assert all(torch.equal(p, now[n]) for n, p in backbone.items()) and all(p.requires_grad == grads[n] for n, p in now.items())
-    assert any(not torch.equal(p, now[n]) for n, p in moved.items() if "lora" in n) and not torch.equal(moved["_deltas.soft_tokens.table"], now["_deltas.soft_tokens.table"])
+    assert all(torch.equal(p, now[n]) for n, p in backbone.items()) and all(
+        p.requires_grad == grads[n] for n, p in now.items()
+    )
+    assert any(not torch.equal(p, now[n]) for n, p in moved.items() if "lora" in n) and not torch.equal(
+        moved["_deltas.soft_tokens.table"], now["_deltas.soft_tokens.table"]
+    )
     m.soft.freeze()
     m.fit(DATA, epochs=1, lr=.01, tune="all", plot=False)
     assert any(not torch.equal(p, now[n]) for n, p in backbone.items())
     with pytest.raises(ValueError): m.fit([*DATA[:1], {"text_a": "x", "label": "maybe"}], plot=False)
-    assert not any(p.requires_grad for n, p in net.named_parameters() if "_deltas" not in n)          # as freeze() left it
+    # as freeze() left it
+    assert not any(p.requires_grad for n, p in net.named_parameters() if "_deltas" not in n)
     lora.detach()
 
 
@@ -122,7 +186,8 @@ def test_files_of_every_verbalizer(make, tmp_path):
     m.fit(DATA, epochs=2, plot=False)
     if hasattr(m.verbalizer, "calibrate"): m.calibrate(DATA)
     said = m.predict(DATA)
-    m.save(tmp_path); m.soft.detach()
+    m.save(tmp_path)
+    m.soft.detach()
     again = PromptModel.load(tmp_path, net, tok)
     assert again.predict(DATA).equals(said)
     about = json.loads((tmp_path / "prompt.json").read_text())
@@ -137,9 +202,17 @@ def test_a_prefix_is_part_of_it(tmp_path):
     m = PromptModel(net, PrefixTuningTemplate(None, tok, Q, num_token=3), words(tok))
     m.fit(DATA, epochs=2, lr=.05, plot=False)
     said = m.predict(DATA)
-    m.save(tmp_path); m.prefix.detach()
+    m.save(tmp_path)
+    m.prefix.detach()
     again = PromptModel.load(tmp_path, net, tok)
-    assert again.prefix is not m.prefix and np.abs(again.predict(DATA)[["p(no)", "p(yes)"]].values.astype(float) - said[["p(no)", "p(yes)"]].values.astype(float)).max() < 1e-6
+    assert (
+        again.prefix is not m.prefix
+        and np.abs(
+            again.predict(DATA)[["p(no)", "p(yes)"]].values.astype(float)
+            - said[["p(no)", "p(yes)"]].values.astype(float)
+        ).max()
+        < 1e-6
+    )
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpointing", "soft"])
@@ -147,10 +220,13 @@ def test_chained_words(how):
     net, tok = network(), tokenizer()
     v = Verbalizer(tok, {"no": ["bad film"], "yes": ["good", "so good it"]})
     m = PromptModel(net, Template(S if how == "soft" else Q, tok), v, chain=True)
-    if how == "checkpointing": net.gradient_checkpointing_enable({"use_reentrant": False}); net.train()
+    if how == "checkpointing":
+        net.gradient_checkpointing_enable({"use_reentrant": False})
+        net.train()
     b = next(iter(m.batches(DATA, 6)))
     got = m.answer(b)[0].words
-    net.eval(); net.gradient_checkpointing_disable()
+    net.eval()
+    net.gradient_checkpointing_disable()
     for i, e in enumerate(DATA):
         ids = m.template.encode(e)["input_ids"].tolist()
         for c, own in enumerate((["bad film"], ["good", "so good it"])):
@@ -158,7 +234,8 @@ def test_chained_words(how):
                 more = tok(word, add_special_tokens=False)["input_ids"]
                 with torch.no_grad(): p = net(input_ids=torch.tensor([ids + more])).logits[0].log_softmax(-1)
                 assert abs(got[i, c, w].item() - sum(p[len(ids) - 1 + k, t].item() for k, t in enumerate(more))) < 1e-4
-    with pytest.raises(ValueError, match="chain=True"): PromptModel(net, m.template, AutomaticVerbalizer(tok, 2), chain=True)
+    with pytest.raises(ValueError, match="chain=True"):
+        PromptModel(net, m.template, AutomaticVerbalizer(tok, 2), chain=True)
 
 
 def test_answers_that_are_no_numbers():
@@ -174,14 +251,23 @@ def test_parts_that_do_not_go_together():
     with pytest.raises(ValueError, match="family="): PromptModel(network(), Template(Q, t5), words(t5))
     with pytest.raises(ValueError, match="family="): PromptModel(network("seq2seq"), Template(Q, tok), words(tok))
     with pytest.raises(TypeError, match="head"): PromptModel(network().model, Template(Q, tok), words(tok))
-    with pytest.raises(ValueError, match="give data="): PromptModel(network(), Template("it was" + '{"mask"}', tok), words(tok)).calibrate()
+    with pytest.raises(ValueError, match="give data="):
+        PromptModel(network(), Template("it was" + '{"mask"}', tok), words(tok)).calibrate()
 
 
 def test_several_labels_at_once():
     net, tok = network(), tokenizer()
     set_seed(0)
-    m = PromptModel(net, Template(S, tok), Verbalizer(tok, {"dull": "bad", "short": "so", "dear": "love"}, multi_label=True, log_softmax=False))
-    data = [{"text_a": "dull", "label": ["dull", "short"]}, {"text_a": "love it", "label": ["dear"]}, {"text_a": "so so", "label": []}]
+    m = PromptModel(
+        net,
+        Template(S, tok),
+        Verbalizer(tok, {"dull": "bad", "short": "so", "dear": "love"}, multi_label=True, log_softmax=False),
+    )
+    data = [
+        {"text_a": "dull", "label": ["dull", "short"]},
+        {"text_a": "love it", "label": ["dear"]},
+        {"text_a": "so so", "label": []},
+    ]
     log = m.fit(data, epochs=120, lr=.01, batch=3, tune="all", plot=False)
     assert log.loss.iloc[-1] < .5 * log.loss.iloc[0]
     assert m.evaluate(data).accuracy == 1 and m.predict(data).label.tolist() == [["dull", "short"], ["dear"], []]
@@ -189,13 +275,29 @@ def test_several_labels_at_once():
     with pytest.raises(ValueError, match="names a class twice"): m.evaluate([{"text_a": "so", "label": [0, 0, 1]}])
 
 
-FILMS = [{"text_a": text, "label": label} for text, label in [("dull", ["no", "long"]), ("love it", ["yes"]), ("so so", []), ("a dull fun film", ["yes", "long"]), ("fine film", ["yes"]), ("hate it so", ["no"])]]
-SEVERAL = {"words": lambda net, tok: Verbalizer(tok, {"no": "bad", "yes": "good", "long": "poor"}, multi_label=True),
-           "knowledgeable": lambda net, tok: KnowledgeableVerbalizer(tok, {"no": ["bad", "hate"], "yes": ["good", "fine"], "long": ["poor", "not"]}, multi_label=True),
-           "ptr": lambda net, tok: PtrVerbalizer(tok, {"no": ["bad", "film"], "yes": ["good", "film"], "long": ["poor", "city"]}, multi_label=True),
-           "automatic": lambda net, tok: AutomaticVerbalizer(tok, ["no", "yes", "long"], words=2, multi_label=True),
-           "soft": lambda net, tok: SoftVerbalizer(net, tok, {"no": "bad", "yes": "good", "long": "poor"}, multi_label=True),
-           "proto": lambda net, tok: ProtoVerbalizer(32, ["no", "yes", "long"], 8, multi_label=True)}
+FILMS = [
+    {"text_a": text, "label": label}
+    for text, label in [
+        ("dull", ["no", "long"]),
+        ("love it", ["yes"]),
+        ("so so", []),
+        ("a dull fun film", ["yes", "long"]),
+        ("fine film", ["yes"]),
+        ("hate it so", ["no"]),
+    ]
+]
+SEVERAL = {
+    "words": lambda net, tok: Verbalizer(tok, {"no": "bad", "yes": "good", "long": "poor"}, multi_label=True),
+    "knowledgeable": lambda net, tok: KnowledgeableVerbalizer(
+        tok, {"no": ["bad", "hate"], "yes": ["good", "fine"], "long": ["poor", "not"]}, multi_label=True
+    ),
+    "ptr": lambda net, tok: PtrVerbalizer(
+        tok, {"no": ["bad", "film"], "yes": ["good", "film"], "long": ["poor", "city"]}, multi_label=True
+    ),
+    "automatic": lambda net, tok: AutomaticVerbalizer(tok, ["no", "yes", "long"], words=2, multi_label=True),
+    "soft": lambda net, tok: SoftVerbalizer(net, tok, {"no": "bad", "yes": "good", "long": "poor"}, multi_label=True),
+    "proto": lambda net, tok: ProtoVerbalizer(32, ["no", "yes", "long"], 8, multi_label=True),
+}
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
@@ -203,12 +305,18 @@ def test_several_labels_by_every_verbalizer(kind, tmp_path):
     tok = tokenizer("masked")
     net = network("masked")
     set_seed(0)
-    m = PromptModel(net, Template('{"placeholder":"text_a"} {"mask"} so {"mask"}' if kind == "ptr" else Q, tok), SEVERAL[kind](net, tok))
+    m = PromptModel(
+        net,
+        Template('{"placeholder":"text_a"} {"mask"} so {"mask"}' if kind == "ptr" else Q, tok),
+        SEVERAL[kind](net, tok),
+    )
     found = kind in ("automatic", "proto")
     if found: m.fit(FILMS)
     before = m.evaluate(FILMS)
-    if hasattr(m.verbalizer, "calibrate") and not found: assert m.calibrate(FILMS).evaluate(FILMS).loss < before.loss      # one half: as much as ever
-    if found: assert before.accuracy >= .5 and before.macro_f1 > .6                                              # what was found is used at once
+    # one half: as much as ever
+    if hasattr(m.verbalizer, "calibrate") and not found: assert m.calibrate(FILMS).evaluate(FILMS).loss < before.loss
+    # what was found is used at once
+    if found: assert before.accuracy >= .5 and before.macro_f1 > .6
     m.fit(FILMS, epochs=60, lr=1e-2, batch=6, tune="all", plot=False)
     after, said = m.evaluate(FILMS), m.predict(FILMS)
     assert after.loss < .5 * before.loss and after.accuracy >= .8 and after.macro_f1 > .8
@@ -220,56 +328,101 @@ def test_several_labels_by_every_verbalizer(kind, tmp_path):
 
 def test_several_labels_are_asked_for():
     net, tok = network(), tokenizer()
-    with pytest.raises(ValueError, match="several at once are for"): PromptModel(net, Template(Q, tok), words(tok)).evaluate(FILMS)
+    with pytest.raises(ValueError, match="several at once are for"):
+        PromptModel(net, Template(Q, tok), words(tok)).evaluate(FILMS)
     with pytest.raises(TypeError, match="has one label"): FewShotSampler(1)(FILMS)
-    with pytest.raises(ValueError, match="one is written"): GenerationVerbalizer({"no": "bad", "yes": "good"}, multi_label=True)
-    with pytest.raises(ValueError, match="every example is of 'yes'"): PromptModel(net, Template(Q, tok), AutomaticVerbalizer(tok, ["no", "yes"], multi_label=True)).fit([{"text_a": "fun", "label": ["yes"]}, {"text_a": "so", "label": ["yes", "no"]}])
+    with pytest.raises(ValueError, match="one is written"):
+        GenerationVerbalizer({"no": "bad", "yes": "good"}, multi_label=True)
+    with pytest.raises(ValueError, match="every example is of 'yes'"):
+        PromptModel(net, Template(Q, tok), AutomaticVerbalizer(tok, ["no", "yes"], multi_label=True)).fit(
+            [{"text_a": "fun", "label": ["yes"]}, {"text_a": "so", "label": ["yes", "no"]}]
+        )
 
 
 def test_relations_over_two_masks():
     tok = tokenizer("masked")
-    m = PromptModel(network("masked"), Template('{"placeholder":"text_a"} {"mask"} so {"mask"}', tok), PtrVerbalizer(tok, {"lives": ["person", "city"], "is": ["person", "person"]}))
+    m = PromptModel(
+        network("masked"),
+        Template('{"placeholder":"text_a"} {"mask"} so {"mask"}', tok),
+        PtrVerbalizer(tok, {"lives": ["person", "city"], "is": ["person", "person"]}),
+    )
     p = m.predict([{"text_a": "fun"}, {"text_a": "a dull film"}])
     assert np.allclose(p["p(lives)"] + p["p(is)"], 1) and set(p.label) <= {"lives", "is"}
 
 
 def test_soft_tokens_of_a_file_on_a_model_in_use(tmp_path):
     net, tok = network(), tokenizer()
-    d = SoftTokens(net, Template(S, tok)); d.save(tmp_path)
+    d = SoftTokens(net, Template(S, tok))
+    d.save(tmp_path)
     with pytest.raises(ValueError, match="detach those first"): Delta.load(tmp_path, net)
     assert list(deltas(net)) == ["soft_tokens"] and isinstance(Prefix, type)
 
 
-CPM1, T5 = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2), dict(d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
-ANT = dict(hidden_size=32, num_attention_heads=2, dim_head=16, dim_ff=64, num_hidden_layers=2, prompt_length=4, position_bias_num_buckets=16, position_bias_max_distance=64)
+CPM1, T5 = (
+    dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2),
+    dict(d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2),
+)
+ANT = dict(
+    hidden_size=32,
+    num_attention_heads=2,
+    dim_head=16,
+    dim_ff=64,
+    num_hidden_layers=2,
+    prompt_length=4,
+    position_bias_num_buckets=16,
+    position_bias_max_distance=64,
+)
 
 
 @pytest.mark.parametrize("name", ["cpm-1", "cpm-2", "cpm-ant"])
 def test_openbmbs_models_with_their_tokenizers_of_python(name, tmp_path):
     from bmlab.models.cpm import CpmAntTied
     from bmlab.models.cpm2 import Cpm1Config, Cpm1ForCausalLM, Cpm2Config, Cpm2ForConditionalGeneration, Cpm2Tokenizer
-    own = ["<unk>", "<s>", "</s>", "<sep>", "<pad>", "<mask>", "<go>", "<eod>", *"这电影让我感觉浪费生命它真的很棒糟好看，,", *(["<s_0>", "<s_1>"] if name == "cpm-2" else [])]
+    own = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "<sep>",
+        "<pad>",
+        "<mask>",
+        "<go>",
+        "<eod>",
+        *"这电影让我感觉浪费生命它真的很棒糟好看，,",
+        *(["<s_0>", "<s_1>"] if name == "cpm-2" else []),
+    ]
     (tmp_path / "vocab.txt").write_text("\n".join(own) + "\n", encoding="utf-8")
     tok = Cpm2Tokenizer(str(tmp_path / "vocab.txt"), cut="none")
     torch.manual_seed(0)
-    net = {"cpm-1": lambda: Cpm1ForCausalLM(Cpm1Config(vocab_size=len(tok), **CPM1)), "cpm-2": lambda: Cpm2ForConditionalGeneration(Cpm2Config(vocab_size=len(tok), **T5)),
-           "cpm-ant": lambda: CpmAntTied(tf.CpmAntConfig(vocab_size=len(tok), **ANT))}[name]().eval()
+    net = {
+        "cpm-1": lambda: Cpm1ForCausalLM(Cpm1Config(vocab_size=len(tok), **CPM1)),
+        "cpm-2": lambda: Cpm2ForConditionalGeneration(Cpm2Config(vocab_size=len(tok), **T5)),
+        "cpm-ant": lambda: CpmAntTied(tf.CpmAntConfig(vocab_size=len(tok), **ANT)),
+    }[name]().eval()
     data = [{"text_a": "这电影让我感觉浪费生命", "label": "差评"}, {"text_a": "好看</s><s_0>", "label": "好评"}]
     t = Template('{"soft":2}{"placeholder":"text_a"}，{"soft":"它"}真的很{"mask"}', tok)
     m = PromptModel(net, t, Verbalizer(tok, {"差评": "糟", "好评": "棒"}, prefix=""), max_length=40)
     enc = t.encode(data)
-    assert t.family == ("seq2seq" if name == "cpm-2" else "causal") and [w for w in enc.words(0) if w.startswith("<S")] == ["<S1>", "<S2>", "<S3>"]
+    assert t.family == ("seq2seq" if name == "cpm-2" else "causal") and [
+        w for w in enc.words(0) if w.startswith("<S")
+    ] == ["<S1>", "<S2>", "<S3>"]
     signs = [tok.convert_tokens_to_ids(w) for w in ("</s>", "<s_0>") if w in own]
-    assert [sum(row.count(i) for i in signs) for row in enc["input_ids"].tolist()] == [name == "cpm-2"] * 2           # an example's own text is no sign
+    # an example's own text is no sign
+    assert [sum(row.count(i) for i in signs) for row in enc["input_ids"].tolist()] == [name == "cpm-2"] * 2
     if name == "cpm-2": assert tok.convert_ids_to_tokens(enc["decoder_input_ids"][0].tolist()) == ["<s>", "<s_0>"]
     before, weights = m.evaluate(data).loss, [p.clone() for n, p in net.named_parameters() if "_deltas" not in n]
     m.fit(data, epochs=6, lr=2e-2, plot=False)
     said = m.predict(data, batch=2)
-    assert m.evaluate(data).loss < before and all(map(torch.equal, weights, [p for n, p in net.named_parameters() if "_deltas" not in n]))
-    torch.testing.assert_close(said["p(好评)"].values, pd.concat([m.predict(e) for e in data])["p(好评)"].values, atol=1e-5, rtol=0)
-    m.save(tmp_path / "saved"); m.soft.detach()
+    assert m.evaluate(data).loss < before and all(
+        map(torch.equal, weights, [p for n, p in net.named_parameters() if "_deltas" not in n])
+    )
+    torch.testing.assert_close(
+        said["p(好评)"].values, pd.concat([m.predict(e) for e in data])["p(好评)"].values, atol=1e-5, rtol=0
+    )
+    m.save(tmp_path / "saved")
+    m.soft.detach()
     again = PromptModel.load(tmp_path / "saved", net, tok)
     assert again.predict(data, batch=2).equals(said) and "nearest words" in again.show(data[0])
     with pytest.raises(TypeError, match="joint=True"): Template(t.text, tok, joint=True)
     if name != "cpm-2":
-        with pytest.raises(ValueError, match="takes none"): PromptModel(net, Template('{"placeholder":"text_a"}{"mask"}', tok), m.verbalizer, pack=True)
+        with pytest.raises(ValueError, match="takes none"):
+            PromptModel(net, Template('{"placeholder":"text_a"}{"mask"}', tok), m.verbalizer, pack=True)

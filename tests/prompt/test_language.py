@@ -18,19 +18,54 @@ from bmlab.prompt.template import InputExample, Template
 
 Q, S = '{"placeholder":"text_a"} it was {"mask"}', '{"soft":2} {"placeholder":"text_a"} it was {"mask"}'
 WORDS = "a fun movie ! i love it . is the answer was great bad terrible good one two three four five dull so".split()
-CHAT = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}<eos>{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}me:{% endif %}"
+CHAT = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}<eos>{{ m.role "
+    "}}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}me:{% endif %}"
+)
 
 
 def bert_tok(side="right"):
-    v = {w: i for i, w in enumerate(dict.fromkeys(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *"abcdefghijklmnopqrstuvwxyz[]", *[f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"]]))}
+    v = {
+        w: i
+        for i, w in enumerate(
+            dict.fromkeys(
+                [
+                    "[PAD]",
+                    "[UNK]",
+                    "[CLS]",
+                    "[SEP]",
+                    "[MASK]",
+                    *WORDS,
+                    *"abcdefghijklmnopqrstuvwxyz[]",
+                    *[f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"],
+                ]
+            )
+        )
+    }
     t = Tokenizer(models.WordPiece(v, unk_token="[UNK]"))
-    t.normalizer, t.pre_tokenizer, t.decoder = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
-    t.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    return tf.PreTrainedTokenizerFast(tokenizer_object=t, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", padding_side=side)
+    t.normalizer, t.pre_tokenizer, t.decoder = (
+        normalizers.BertNormalizer(lowercase=True),
+        pre_tokenizers.BertPreTokenizer(),
+        decoders.WordPiece(),
+    )
+    t.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=t,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        padding_side=side,
+    )
 
 
 def byte_tok(chat=False):
-    t = Tokenizer(models.BPE({c: i for i, c in enumerate(["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}, []))
+    t = Tokenizer(
+        models.BPE({c: i for i, c in enumerate(["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}, [])
+    )
     t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tok = tf.PreTrainedTokenizerFast(tokenizer_object=t, pad_token="<pad>", eos_token="<eos>")
     if chat: tok.chat_template = CHAT
@@ -38,7 +73,14 @@ def byte_tok(chat=False):
 
 
 def t5_tok():
-    v = [("<pad>", 0.), ("</s>", 0.), ("<unk>", 0.), ("▁", -3.), *[("▁" + w, -2.) for w in WORDS], *[(c, -4.) for c in "abcdefghijklmnopqrstuvwxyz.,!<>_0123456789/"]]
+    v = [
+        ("<pad>", 0.0),
+        ("</s>", 0.0),
+        ("<unk>", 0.0),
+        ("▁", -3.0),
+        *[("▁" + w, -2.0) for w in WORDS],
+        *[(c, -4.0) for c in "abcdefghijklmnopqrstuvwxyz.,!<>_0123456789/"],
+    ]
     t = Tokenizer(models.Unigram(v, unk_id=2))
     t.pre_tokenizer, t.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     t.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
@@ -49,8 +91,20 @@ def t5_tok():
 
 def masked_model(kind):
     torch.manual_seed(0)
-    config, cls = {"bert": (tf.BertConfig, tf.BertForMaskedLM), "roberta": (tf.RobertaConfig, tf.RobertaForMaskedLM)}[kind]
-    return cls(config(vocab_size=120, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, max_position_embeddings=64, pad_token_id=0)).eval()
+    config, cls = {"bert": (tf.BertConfig, tf.BertForMaskedLM), "roberta": (tf.RobertaConfig, tf.RobertaForMaskedLM)}[
+        kind
+    ]
+    return cls(
+        config(
+            vocab_size=120,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=64,
+            pad_token_id=0,
+        )
+    ).eval()
 
 
 # ---- lambdas: what they reach
@@ -58,7 +112,9 @@ def masked_model(kind):
 def test_a_lambda_reaches_no_method_of_another_object(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     a.write_text("kept")
-    t = Template('{"meta":"f","post_processing":"lambda p: str(p.replace(' + repr(str(b)).replace("'", "\\'") + '))"}{"mask"}')
+    t = Template(
+        '{"meta":"f","post_processing":"lambda p: str(p.replace(' + repr(str(b)).replace("'", "\\'") + '))"}{"mask"}'
+    )
     with pytest.raises(TemplateError, match="this is a PosixPath"): t.wrap({"meta": {"f": pathlib.Path(a)}})
     assert a.exists() and not b.exists()
 
@@ -73,7 +129,10 @@ class SlyList(list):
 
 
 def test_a_subclass_of_text_is_taken_as_its_text_and_other_subclasses_are_refused():
-    assert safe_lambda("lambda x: x.lower()")(Sly("AB")) == "ab" and safe_lambda("lambda x: str(x[0])")([Sly("AB")]) == "AB"
+    assert (
+        safe_lambda("lambda x: x.lower()")(Sly("AB")) == "ab"
+        and safe_lambda("lambda x: str(x[0])")([Sly("AB")]) == "AB"
+    )
     for value in (SlyList("a"), {1}, b"a", 1j, object(), [pathlib.Path("a")], {"a": object()}, len, range(3)):
         with pytest.raises(TemplateError, match="takes text, numbers"): safe_lambda("lambda x: 'a'")(value)
     assert safe_lambda("lambda x: x")({"a": [1, 2.5, None, ("b", True)]}) == {"a": [1, 2.5, None, ("b", True)]}
@@ -84,9 +143,23 @@ def test_functions_that_the_user_passes_take_anything():
     assert t.wrap({"meta": {"f": pathlib.Path("/tmp/a")}})[0][1] == "a"
 
 
-SAME = ["lambda x: x[::-1]", "lambda x: x.upper() if len(x) > 3 else x.title()", "lambda x: ' '.join(w[:1].upper() + w[1:] for w in x.split() if w.isalpha() and not w in string.digits)", "lambda x: f'{x!r}, {len(x)}!'",
-        "lambda x: ''.join([a + b for a in x for b in a if b != 'o'])", "lambda x: [i for i, c in enumerate(x) if c in 'aeiou']", "lambda x: 1 < len(x) <= 20 < 30", "lambda x: x and x[0] or 'none'", "lambda x: [a for a, b in zip(x, reversed(x)) if a == b]",
-        "lambda x: sorted(x, reverse=True)[0:3]", "lambda x: (x.find('l'), x.rfind('l'), -1, not x)", "lambda x: max(x, default=None) is None", "lambda x: x.replace('l', '').partition(' ')", "lambda x: [x for x in x.split()]", "lambda x: x.removeprefix('he').rsplit(' ', 1)"]
+SAME = [
+    "lambda x: x[::-1]",
+    "lambda x: x.upper() if len(x) > 3 else x.title()",
+    "lambda x: ' '.join(w[:1].upper() + w[1:] for w in x.split() if w.isalpha() and not w in string.digits)",
+    "lambda x: f'{x!r}, {len(x)}!'",
+    "lambda x: ''.join([a + b for a in x for b in a if b != 'o'])",
+    "lambda x: [i for i, c in enumerate(x) if c in 'aeiou']",
+    "lambda x: 1 < len(x) <= 20 < 30",
+    "lambda x: x and x[0] or 'none'",
+    "lambda x: [a for a, b in zip(x, reversed(x)) if a == b]",
+    "lambda x: sorted(x, reverse=True)[0:3]",
+    "lambda x: (x.find('l'), x.rfind('l'), -1, not x)",
+    "lambda x: max(x, default=None) is None",
+    "lambda x: x.replace('l', '').partition(' ')",
+    "lambda x: [x for x in x.split()]",
+    "lambda x: x.removeprefix('he').rsplit(' ', 1)",
+]
 
 @pytest.mark.parametrize("text", SAME)
 def test_a_lambda_gives_what_python_gives(text):
@@ -101,11 +174,28 @@ def test_a_lambda_gives_what_python_gives(text):
 
 # ---- lambdas: what they cost
 
-GREEDY = ["lambda x: x" + ".replace('', 'aaaaaaaaaa')" * 9, "lambda x: [1 for a in x for b in x for c in x for d in x for e in x for f in x for g in x for h in x for i in x for j in x]", "lambda x: x.join([x.join([x.join(list(x)) for a in x]) for a in x])",
-          "lambda x: [y + y + y + y for y in [x + x + x + x] for z in [y + y + y] for u in [z + z + z + z] for v in [u + u + u + u] for w in [v + v + v + v] for q in [w + w + w + w]]", "lambda x: [[[[x for a in x] for a in x] for a in x] for a in x]",
-          "lambda x: str([x for a in x for b in x for c in x])", "lambda x: f'{x}{x}{x}{x}' + ''.join([f'{x}{x}' for a in x for b in x for c in x for d in x])", "lambda x: (x + 'b' + x).rfind('b' + x + x)", "lambda x: [x.rfind('b' + x) for a in x for b in x]",
-          "lambda x: x.strip(x)", "lambda x: sorted([x for a in x for b in x])", "lambda x: list(zip(x, x, x, x, x, x, x, x))", "lambda x: list(enumerate(x))", "lambda x: [x == x for a in x for b in x for c in x]", "lambda x: [n for n in [" + "0x" + "f" * 4000 + "] for a in x for b in x]",
-          "lambda x: x.split('a')", "lambda x: [a.title() for a in x.split('') or x]", "lambda x: [(x, a) in [(x, a) for b in x] for a in x]"]
+GREEDY = [
+    "lambda x: x" + ".replace('', 'aaaaaaaaaa')" * 9,
+    "lambda x: [1 for a in x for b in x for c in x for d in x for e in x for f in x for g in x for h in x for i in x "
+    "for j in x]",
+    "lambda x: x.join([x.join([x.join(list(x)) for a in x]) for a in x])",
+    "lambda x: [y + y + y + y for y in [x + x + x + x] for z in [y + y + y] for u in [z + z + z + z] for v in [u + u + "
+    "u + u] for w in [v + v + v + v] for q in [w + w + w + w]]",
+    "lambda x: [[[[x for a in x] for a in x] for a in x] for a in x]",
+    "lambda x: str([x for a in x for b in x for c in x])",
+    "lambda x: f'{x}{x}{x}{x}' + ''.join([f'{x}{x}' for a in x for b in x for c in x for d in x])",
+    "lambda x: (x + 'b' + x).rfind('b' + x + x)",
+    "lambda x: [x.rfind('b' + x) for a in x for b in x]",
+    "lambda x: x.strip(x)",
+    "lambda x: sorted([x for a in x for b in x])",
+    "lambda x: list(zip(x, x, x, x, x, x, x, x))",
+    "lambda x: list(enumerate(x))",
+    "lambda x: [x == x for a in x for b in x for c in x]",
+    "lambda x: [n for n in [" + "0x" + "f" * 4000 + "] for a in x for b in x]",
+    "lambda x: x.split('a')",
+    "lambda x: [a.title() for a in x.split('') or x]",
+    "lambda x: [(x, a) in [(x, a) for b in x] for a in x]",
+]
 
 @pytest.mark.parametrize("text", GREEDY)
 @pytest.mark.parametrize("value", ["a fun movie", "a" * 1000, "a" * 300_000, "é电\U0001f600" * 90_000])
@@ -125,10 +215,73 @@ def test_data_that_never_ends_or_is_too_large():
         with pytest.raises(TemplateError): safe_lambda("lambda x: len(x)")(value)
 
 
-ATOMS = ["x", "x", "a", "b", "''", "'aaaaaaaaaa'", "'l'", "0", "1", "-1", "99999999", "True", "None", "[]", "string.digits", "string.punctuation", "()"]
-MADE = ["{}.replace({}, {})", "{}.join({})", "{} + {}", "{} + {}", "{}.split({})", "{}.rsplit({})", "{}.strip({})", "{}.rfind({})", "[{} for a in {}]", "[{} for a in {} for b in {}]", "({} for a, b in {} if {})", "f'{{{}}}{{{}}}'", "[{}, {}, {}]", "({}, {})",
-        "{}[{}]", "{}[{}:{}]", "{} if {} else {}", "{} and {}", "not {}", "-({})", "{} in {}", "{} < {} <= {}", "list({})", "str({})", "len({})", "sorted({})", "zip({}, {})", "enumerate({})", "reversed({})", "min({}, {})", "max({})", "{}.title()", "{}.count({})",
-        "{}.partition({})", "{}.get({})", "{}.items()", "{} - {}", "{}.splitlines()", "{}.startswith({})", "{}.format({})", "{}.__class__", "{} * {}", "(lambda a: {})({})", "{}({})", "{}.join({} for b in {})", "{}.get(a={}, a={})"]
+ATOMS = [
+    "x",
+    "x",
+    "a",
+    "b",
+    "''",
+    "'aaaaaaaaaa'",
+    "'l'",
+    "0",
+    "1",
+    "-1",
+    "99999999",
+    "True",
+    "None",
+    "[]",
+    "string.digits",
+    "string.punctuation",
+    "()",
+]
+MADE = [
+    "{}.replace({}, {})",
+    "{}.join({})",
+    "{} + {}",
+    "{} + {}",
+    "{}.split({})",
+    "{}.rsplit({})",
+    "{}.strip({})",
+    "{}.rfind({})",
+    "[{} for a in {}]",
+    "[{} for a in {} for b in {}]",
+    "({} for a, b in {} if {})",
+    "f'{{{}}}{{{}}}'",
+    "[{}, {}, {}]",
+    "({}, {})",
+    "{}[{}]",
+    "{}[{}:{}]",
+    "{} if {} else {}",
+    "{} and {}",
+    "not {}",
+    "-({})",
+    "{} in {}",
+    "{} < {} <= {}",
+    "list({})",
+    "str({})",
+    "len({})",
+    "sorted({})",
+    "zip({}, {})",
+    "enumerate({})",
+    "reversed({})",
+    "min({}, {})",
+    "max({})",
+    "{}.title()",
+    "{}.count({})",
+    "{}.partition({})",
+    "{}.get({})",
+    "{}.items()",
+    "{} - {}",
+    "{}.splitlines()",
+    "{}.startswith({})",
+    "{}.format({})",
+    "{}.__class__",
+    "{} * {}",
+    "(lambda a: {})({})",
+    "{}({})",
+    "{}.join({} for b in {})",
+    "{}.get(a={}, a={})",
+]
 
 def nested(rng, depth):
     if depth == 0 or rng.random() < .1: return rng.choice(ATOMS)
@@ -139,7 +292,12 @@ def nested(rng, depth):
 def judge(rng, values):
     "One random lambda on some values: 'refused', 'failed' or 'ran'"
     text = "lambda x: " + nested(rng, rng.randrange(1, 7))
-    if rng.random() < .5: text = text.replace("a", "x").replace("b", "x") if rng.random() < .5 else f"lambda x: [{text[10:]} for a in x for b in [a]]"
+    if rng.random() < .5:
+        text = (
+            text.replace("a", "x").replace("b", "x")
+            if rng.random() < 0.5
+            else f"lambda x: [{text[10:]} for a in x for b in [a]]"
+        )
     start = time.process_time()
     try: f = safe_lambda(text)
     except TemplateError: return "refused"
@@ -153,7 +311,16 @@ def judge(rng, values):
     return fate
 
 
-VALUES = ["hello world", "", "a" * 20_000, ["one", "two", ["three"]], {"a": "b", "l": {"x": 1}}, 7, None, [["a", "b"]] * 500]
+VALUES = [
+    "hello world",
+    "",
+    "a" * 20_000,
+    ["one", "two", ["three"]],
+    {"a": "b", "l": {"x": 1}},
+    7,
+    None,
+    [["a", "b"]] * 500,
+]
 
 def test_random_lambdas_raise_template_errors_alone():
     rng = random.Random(0)
@@ -170,8 +337,23 @@ def test_many_random_lambdas_raise_template_errors_alone():
 
 # ---- parsing
 
-UNREADABLE = ["lambda x: x.get(a=1,a=1)", "lambda x: [a async for a in x]", "lambda x: x" + ".strip()" * 500, "lambda x: " + "-" * 1000 + "1", "lambda x: " + "x+" * 3000 + "x", "lambda x: " + "not " * 5000 + "x",
-              "lambda x: " + "[" * 300 + "]" * 300, "lambda x: " + "f'{" * 50, "lambda x: [0 for x[0] in x]", "lambda x: [0 for (a, *b) in x]", "lambda x: [0 for x.y in x]", "lambda x: " + "9" * 5000, "lambda x: {**x}", "lambda x: x.get(**x)", "lambda x, /: x"]
+UNREADABLE = [
+    "lambda x: x.get(a=1,a=1)",
+    "lambda x: [a async for a in x]",
+    "lambda x: x" + ".strip()" * 500,
+    "lambda x: " + "-" * 1000 + "1",
+    "lambda x: " + "x+" * 3000 + "x",
+    "lambda x: " + "not " * 5000 + "x",
+    "lambda x: " + "[" * 300 + "]" * 300,
+    "lambda x: " + "f'{" * 50,
+    "lambda x: [0 for x[0] in x]",
+    "lambda x: [0 for (a, *b) in x]",
+    "lambda x: [0 for x.y in x]",
+    "lambda x: " + "9" * 5000,
+    "lambda x: {**x}",
+    "lambda x: x.get(**x)",
+    "lambda x, /: x",
+]
 
 @pytest.mark.parametrize("text", UNREADABLE)
 def test_a_lambda_that_cannot_be_is_a_template_error(text):
@@ -187,7 +369,8 @@ def test_a_keyword_of_python_as_an_argument_is_harmless():
 @pytest.mark.parametrize("key", ["mask", "soft_id", "duplicate", "shortenable", "soft", "text", "name", "weight"])
 def test_a_number_of_many_digits_is_a_template_error(key):
     for number in ("0x" + "f" * 5000, "9" * 5000, "-0x" + "f" * 5000, "1e999" if key != "weight" else "'a'"):
-        with pytest.raises(TemplateError): parse_template('{"mask"}{"soft","' + key + '":' + number + "}", attrs={"weight": 0})
+        with pytest.raises(TemplateError):
+            parse_template('{"mask"}{"soft","' + key + '":' + number + "}", attrs={"weight": 0})
 
 
 @pytest.mark.parametrize("text", ['{"x":[' + "{}," * 6600, '{"text":"' + "}" * 19_000 + '"}', '{"text":"' + "}" * 40_000, "{[" * 5000 + "]}" * 3000, '{"mask"}' + '{"mask", ' * 3000, "{" * 40_000, '{"a' * 20_000, '{"mask",' + '"a":1,' * 3000 + "}",
@@ -202,7 +385,9 @@ def test_parsing_takes_time_in_proportion(text):
 def test_braces_and_quotes_inside_of_a_tag():
     for tag, value in (('{"text":"a } b"}', "a } b"), ("""{"text":'it"s } {'}""", 'it"s } {'), ('{"text":"\\"}{"}', '"}{'), ('{"text":\'\'\'a"}\'b\'\'\'}', 'a"}\'b'), ('{"text":""}', "")):
         assert [(p.kind, p.value) for p in parse_template(tag + '{"mask"}')] == [("text", value), ("mask", None)]
-    f = parse_template('{"placeholder":"a","post_processing":lambda x: "".join([f"{{{c}}}" for c in x])}{"mask"}')[0].post_processing
+    f = parse_template('{"placeholder":"a","post_processing":lambda x: "".join([f"{{{c}}}" for c in x])}{"mask"}')[
+        0
+    ].post_processing
     assert f("ab") == "{a}{b}" and repr(f).startswith("lambda x:")
 
 
@@ -210,7 +395,14 @@ def test_what_does_not_go_together():
     for text, says in (('{"mask","shortenable":True}', "cannot be cut"), ('{"soft":None,"duplicate":3,"soft_id":1}{"soft":None,"duplicate":5,"soft_id":1}{"mask"}', "another size"), ('{"soft_id":1}{"soft_id":1,"duplicate":2}{"mask"}', "another size"),
                        ('{"soft":"it was","soft_id":1}{"soft_id":1,"duplicate":2}{"mask"}', "another size"), ('{"soft_id":1}{"soft":"it","soft_id":1}{"mask"}', "vectors without words")):
         with pytest.raises(TemplateError, match=says): parse_template(text)
-    assert len(parse_template('{"soft":None,"duplicate":3,"soft_id":1}{"soft_id":1}{"soft":None,"duplicate":3,"soft_id":1}{"mask","shortenable":False}')) == 4
+    assert (
+        len(
+            parse_template(
+                '{"soft":None,"duplicate":3,"soft_id":1}{"soft_id":1}{"soft":None,"duplicate":3,"soft_id":1}{"mask","shortenable":False}'
+            )
+        )
+        == 4
+    )
 
 
 @pytest.mark.parametrize("name", ["mask_positions", "loss_ids", "soft_ids", "part_ids", "label", "labels", "input_ids", "attention_mask", "position_ids", "decoder_input_ids", "words", "to", "placeholder", "length"])
@@ -221,22 +413,29 @@ def test_names_that_are_taken(name):
 def test_keys_of_ones_own_are_numbers():
     for bad in ("a", None, [1], 2 ** 70, torch.zeros(1)):
         with pytest.raises(ValueError, match="expected a number"): Template('{"mask"}', attrs={"weight": bad})
-    assert Template('{"text":"a","weight":True} {"mask"}', byte_tok(), attrs={"weight": False}).encode({})["weight"].tolist() == [True]
+    assert Template('{"text":"a","weight":True} {"mask"}', byte_tok(), attrs={"weight": False}).encode({})[
+        "weight"
+    ].tolist() == [True]
 
 
 # ---- binding
 
 def test_a_mask_of_several_tokens_is_for_masked_models():
-    assert Template('{"placeholder":"text_a"} {"mask","length":3}', bert_tok()).encode({"text_a": "a"})["mask_positions"].shape == (3,)
+    assert Template('{"placeholder":"text_a"} {"mask","length":3}', bert_tok()).encode({"text_a": "a"})[
+        "mask_positions"
+    ].shape == (3,)
     for tok in (byte_tok(), t5_tok()):
-        with pytest.raises(TemplateError, match="masked models"): Template('{"placeholder":"text_a"} {"mask","length":3}', tok)
+        with pytest.raises(TemplateError, match="masked models"):
+            Template('{"placeholder":"text_a"} {"mask","length":3}', tok)
 
 
 def test_tokens_that_are_added_later_do_not_shift_soft_tokens():
     tok = byte_tok()
     t, plain = Template(S, tok), Template(Q, tok)
     e, base = t.encode({"text_a": "a"}), t.soft_base
-    assert base == len(tok) and e["input_ids"][:2].tolist() == [base, base + 1] and e["soft_ids"][:3].tolist() == [1, 2, 0]
+    assert (
+        base == len(tok) and e["input_ids"][:2].tolist() == [base, base + 1] and e["soft_ids"][:3].tolist() == [1, 2, 0]
+    )
     tok.add_tokens(["<new>"])
     assert e.words()[:2] == ["<S1>", "<S2>"] and "S2" in e._repr_html_()
     with pytest.raises(ValueError, match="bind the template again"): t.encode({"text_a": "a"})
@@ -246,7 +445,8 @@ def test_tokens_that_are_added_later_do_not_shift_soft_tokens():
 
 
 def test_a_chat_template_that_refuses_is_a_template_error():
-    with pytest.raises(TemplateError, match="no tools here"): Template('{"chat":"tool"}a{"/chat"}{"mask"}', byte_tok(True))
+    with pytest.raises(TemplateError, match="no tools here"):
+        Template('{"chat":"tool"}a{"/chat"}{"mask"}', byte_tok(True))
     tok = byte_tok()
     tok.chat_template = "{{ messages[7].content }}"
     with pytest.raises(TemplateError, match="refuses"): Template('{"chat":"user"}a{"/chat"}{"mask"}', tok)
@@ -261,12 +461,27 @@ def test_a_turn_begins_and_ends_with_a_word():
 
 def test_a_template_is_pickled_by_its_arguments():
     tok = bert_tok()
-    t = Template('{"soft":2} {"placeholder":"text_a","post_processing":lambda x: x.lower(),"weight":2} {"mask"}', tok, attrs={"weight": 1})
+    t = Template(
+        '{"soft":2} {"placeholder":"text_a","post_processing":lambda x: x.lower(),"weight":2} {"mask"}',
+        tok,
+        attrs={"weight": 1},
+    )
     t.soft, t.prefix = {"encoder": "mlp"}, 4
     for again in (pickle.loads(pickle.dumps(t)), copy.copy(t), copy.deepcopy(t)):
-        assert (again.text, again.family, again.attrs, again.joint, again.soft, again.prefix, again.soft_base) == (t.text, t.family, t.attrs, t.joint, t.soft, t.prefix, t.soft_base)
+        assert (again.text, again.family, again.attrs, again.joint, again.soft, again.prefix, again.soft_base) == (
+            t.text,
+            t.family,
+            t.attrs,
+            t.joint,
+            t.soft,
+            t.prefix,
+            t.soft_base,
+        )
         assert torch.equal(again.encode({"text_a": "GREAT"})["input_ids"], t.encode({"text_a": "GREAT"})["input_ids"])
-    assert pickle.loads(pickle.dumps(Template(Q))).tok is None and pickle.loads(pickle.dumps(Template(Q, tok, family="causal"))).family == "causal"
+    assert (
+        pickle.loads(pickle.dumps(Template(Q))).tok is None
+        and pickle.loads(pickle.dumps(Template(Q, tok, family="causal"))).family == "causal"
+    )
 
 
 # ---- examples
@@ -274,34 +489,55 @@ def test_a_template_is_pickled_by_its_arguments():
 @pytest.mark.parametrize("joint", [False, True])
 def test_what_an_example_says_is_no_special_token(joint):
     B, G, T, C = bert_tok(), byte_tok(), t5_tok(), byte_tok(True)
-    for tok, text, said in ((B, Q, "a [SEP] [MASK] [CLS] [PAD]"), (G, Q, "a <eos> b<pad>"), (T, Q, "good <extra_id_0> bad </s> <extra_id_1>"), (C, '{"chat":"user"}{"placeholder":"text_a"}{"/chat"}{"mask"}', "a<eos>me:b"),
-                            (B, 'a [SEP] {"placeholder":"text_a"}{"mask"}', "[MASK]"), (G, '<e{"placeholder":"text_a"} <eos> {"mask"}', "os>"), (B, '{"options":"o"} {"meta":"m"} {"mask"}', "[SEP]")):
+    for tok, text, said in ((B, Q, "a [SEP] [MASK] [CLS] "
+                                   "[PAD]"), (G, Q, "a <eos> b<pad>"), (T, Q, "good <extra_id_0> bad </s> "
+                                                                              "<extra_id_1>"), (C, '{"chat":"user"}{"placeholder":"text_a"}{"/chat"}{"mask"}', "a<eos>me:b"),
+                            (B, 'a [SEP] {"placeholder":"text_a"}{"mask"}', "[MASK]"), (G, '<e{"placeholder":"text_a"} '
+                                                                                           '<eos> {"mask"}', "os>"), (B, '{"options":"o"} {"meta":"m"} {"mask"}', "[SEP]")):
         t = Template(text, tok, joint=joint)
         values = lambda v: {"text_a": v, "o": ["a", v], "meta": {"m": v}}
-        counts = [[e.count(i) for i in tok.all_special_ids if i != tok.unk_token_id] for e in (t.encode(values(v))["input_ids"].tolist() for v in (said, "good"))]
+        counts = [
+            [e.count(i) for i in tok.all_special_ids if i != tok.unk_token_id]
+            for e in (t.encode(values(v))["input_ids"].tolist() for v in (said, "good"))
+        ]
         assert counts[0] == counts[1], (text, said)
-    assert tok("a [SEP]", add_special_tokens=False)["input_ids"].count(tok.sep_token_id) == 1          # the tokenizer is as before
-    assert Template('a [SEP] {"special":"<sep>"} {"mask"}', B, joint=joint).encode({})["input_ids"].tolist().count(3) == 3
+    # the tokenizer is as before
+    assert tok("a [SEP]", add_special_tokens=False)["input_ids"].count(tok.sep_token_id) == 1
+    assert (
+        Template('a [SEP] {"special":"<sep>"} {"mask"}', B, joint=joint).encode({})["input_ids"].tolist().count(3) == 3
+    )
 
 
 def test_parts_tokenized_together_are_what_the_tokenizer_makes_of_the_whole():
     tok = t5_tok()
     for x in ("good movie", "q x", ""):
-        got = Template('a {"placeholder":"text_a"}, it was {"mask"}', tok, joint=True).encode({"text_a": x})["input_ids"].tolist()
-        assert got == tok(f"a {x}, it was", add_special_tokens=False)["input_ids"] + [tok.convert_tokens_to_ids("<extra_id_0>"), tok.eos_token_id]
+        got = (
+            Template('a {"placeholder":"text_a"}, it was {"mask"}', tok, joint=True)
+            .encode({"text_a": x})["input_ids"]
+            .tolist()
+        )
+        assert got == tok(f"a {x}, it was", add_special_tokens=False)["input_ids"] + [
+            tok.convert_tokens_to_ids("<extra_id_0>"),
+            tok.eos_token_id,
+        ]
 
 
 @pytest.mark.parametrize("joint", [False, True])
 def test_a_sign_that_was_added_is_the_templates_own_and_an_added_word_is_anybodys(joint):
     tok = bert_tok()
     tok.add_tokens(["<think>", "[unused1]", "{end}", "blockbuster"])
-    signs, word = [tok.convert_tokens_to_ids(x) for x in ("<think>", "[unused1]", "{end}")], tok.convert_tokens_to_ids("blockbuster")
+    signs, word = (
+        [tok.convert_tokens_to_ids(x) for x in ("<think>", "[unused1]", "{end}")],
+        tok.convert_tokens_to_ids("blockbuster"),
+    )
     t = Template('{"placeholder":"text_a"} <think> {"mask"}', tok, joint=joint)
     ids = t.encode({"text_a": "a blockbuster <think> [unused1] {end}"})["input_ids"].tolist()
     assert [ids.count(i) for i in (*signs, word)] == [1, 0, 0, 1]
 
 
-@pytest.mark.parametrize("text, want", [('a {"placeholder":"text_a"}, it {"mask"}.', ["<extra_id_0>", "."]), ('it {"mask"}, {"mask"} !', ["<extra_id_0>", ",", "<extra_id_1>"]), ('{"soft"}, {"mask"}', ["<S1>", ","])])
+@pytest.mark.parametrize("text, want", [('a {"placeholder":"text_a"}, it '
+                                         '{"mask"}.', ["<extra_id_0>", "."]), ('it {"mask"}, {"mask"} '
+                                                                               '!', ["<extra_id_0>", ",", "<extra_id_1>"]), ('{"soft"}, {"mask"}', ["<S1>", ","])])
 def test_what_is_glued_to_a_mask_or_a_soft_token_has_no_space_of_its_own(text, want):
     words = Template(text, t5_tok(), joint=True).encode({"text_a": "good"}).words()
     at = words.index(want[0])
@@ -313,7 +549,8 @@ def test_what_is_glued_to_a_mask_or_a_soft_token_has_no_space_of_its_own(text, w
 def test_a_batch_of_a_masked_model_gives_what_its_examples_give(kind, text):
     from bmlab.prompt.soft import SoftTokens
     examples = [{"text_a": "a fun movie"}, {"text_a": "dull"}, {"text_a": "one two three four five"}]
-    model, t = masked_model(kind), Template(text, bert_tok("left"))                 # the tokenizer pads on the left: a template does not
+    # the tokenizer pads on the left: a template does not
+    model, t = masked_model(kind), Template(text, bert_tok("left"))
     if t.soft_count: SoftTokens(model, t)
     at = lambda e, n: model(**e).logits[torch.arange(n)[:, None], e["mask_positions"]]
     with torch.no_grad():
@@ -329,7 +566,16 @@ def test_what_an_example_may_be():
     import pandas as pd
     t, Row = Template(Q, byte_tok()), namedtuple("Row", "text_a")
     table = pd.DataFrame({"text_a": ["good", "bad"]})
-    same = [t.encode(e)["input_ids"].tolist() for e in ({"text_a": "good"}, InputExample(text_a="good"), Own("good"), table.iloc[0].to_dict(), Row("good")._asdict())]
+    same = [
+        t.encode(e)["input_ids"].tolist()
+        for e in (
+            {"text_a": "good"},
+            InputExample(text_a="good"),
+            Own("good"),
+            table.iloc[0].to_dict(),
+            Row("good")._asdict(),
+        )
+    ]
     assert all(s == same[0] for s in same) and t.encode(iter([Own("good")]))["input_ids"].tolist() == [same[0]]
     for bad in ("abc", "", ["abc"], 5, None, [None], Row("good"), [Row("good")], table, table.iloc[0], [table.iloc[0]], [["a"]], len, dict):
         with pytest.raises(TypeError, match="expected a dict, an InputExample or an object"): t.encode(bad)
@@ -363,4 +609,8 @@ def test_what_encode_is_told_is_checked_first():
 def test_a_safe_lambda_is_never_compiled():
     import bmlab.prompt.language as language
     source = ast.parse(pathlib.Path(language.__file__).read_text(encoding="utf-8"))
-    assert not {n.func.id for n in ast.walk(source) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)} & {"eval", "exec", "compile"}
+    assert not {n.func.id for n in ast.walk(source) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)} & {
+        "eval",
+        "exec",
+        "compile",
+    }

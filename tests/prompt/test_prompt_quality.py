@@ -13,7 +13,11 @@ from bmlab.prompt.wordnet import expand_words
 
 pytestmark = [pytest.mark.slow]
 WORDS = {"negative": "terrible", "positive": "great"}
-MANY = {"negative": "terrible bad awful boring poor dull worst horrible disappointing stupid weak lame".split(), "positive": "great good wonderful excellent brilliant amazing best beautiful fun perfect fantastic delightful".split()}
+MANY = {
+    "negative": "terrible bad awful boring poor dull worst horrible disappointing stupid weak lame".split(),
+    "positive": "great good wonderful excellent brilliant amazing best beautiful fun perfect fantastic "
+                "delightful".split(),
+}
 PLAIN = '{"placeholder":"text_a"} It was {"mask"}'
 
 
@@ -44,16 +48,25 @@ def test_calibrated_and_soft_and_learned(task):
         m = PromptModel(model, plain, v)
         if name in ("knowledgeable", "thesaurus"): m.calibrate(few)
         else: m.fit(few, epochs=4, lr=1e-3, plot=False)
-        if name == "automatic": m.calibrate(few); print(v.words)
+        if name == "automatic":
+            m.calibrate(few)
+            print(v.words)
         scores[name] = accuracy(m, test)
         print(name, scores[name], flush=True)
     before = [p.clone() for p in model.parameters()]
     set_seed(0)
-    soft = PromptModel(model, Template('{"soft":"Is this movie review positive or negative? Review:"} ' + PLAIN, tok), Verbalizer(tok, WORDS))
+    soft = PromptModel(
+        model,
+        Template('{"soft":"Is this movie review positive or negative? Review:"} ' + PLAIN, tok),
+        Verbalizer(tok, WORDS),
+    )
     soft.fit(few, epochs=6, lr=5e-3, plot=False)
     scores["ten soft tokens"] = accuracy(soft, test)
     soft.soft.detach()
     print(scores)
     assert all(map(torch.equal, before, model.parameters())) and soft.template.soft_count == 10
     assert scores["calibrated"] >= 0.65 and scores["ten soft tokens"] >= 0.80
-    assert all(scores[n] >= scores["calibrated"] - 0.02 for n in ("knowledgeable", "thesaurus", "automatic", "prototypes", "soft verbalizer"))
+    assert all(
+        scores[n] >= scores["calibrated"] - 0.02
+        for n in ("knowledgeable", "thesaurus", "automatic", "prototypes", "soft verbalizer")
+    )

@@ -16,8 +16,55 @@ from bmlab.prompt.template import CUTS, Template, kept
 from bmlab.prompt.soft import SoftTokens
 from fresh import fresh_python
 
-PIECES = ['{"mask"}', '{"soft":', '{"placeholder":"text_a"}', '"', "'", "{", "}", "lambda x:", "x", "(", ")", "[", "]", ":", ",", " ", "\n", "\r", "\\", "\\N{", "soft_id", "0", "9" * 5000, "电影", "\x00", "f'{x",
-          "**", "#", '"mask"', "{'placeholder':'a'}", "\ud800", "None", "post_processing", "\f", "\u2028", "((((" * 60, "0x", "é", "👩‍🔬", '"duplicate":', "-1", "1e999", "b''", "...", "await ", "*", ":="]
+PIECES = [
+    '{"mask"}',
+    '{"soft":',
+    '{"placeholder":"text_a"}',
+    '"',
+    "'",
+    "{",
+    "}",
+    "lambda x:",
+    "x",
+    "(",
+    ")",
+    "[",
+    "]",
+    ":",
+    ",",
+    " ",
+    "\n",
+    "\r",
+    "\\",
+    "\\N{",
+    "soft_id",
+    "0",
+    "9" * 5000,
+    "电影",
+    "\x00",
+    "f'{x",
+    "**",
+    "#",
+    '"mask"',
+    "{'placeholder':'a'}",
+    "\ud800",
+    "None",
+    "post_processing",
+    "\f",
+    "\u2028",
+    "((((" * 60,
+    "0x",
+    "é",
+    "👩‍🔬",
+    '"duplicate":',
+    "-1",
+    "1e999",
+    "b''",
+    "...",
+    "await ",
+    "*",
+    ":=",
+]
 
 
 
@@ -27,7 +74,9 @@ def test_whatever_is_typed_gives_parts_or_a_template_error():
     rng, parsed = random.Random(1), 0
     for _ in range(10_000):
         text = "".join(rng.choice(PIECES) for _ in range(rng.randrange(16)))
-        try: parse_template(text); parsed += 1
+        try:
+            parse_template(text)
+            parsed += 1
         except TemplateError as e:
             assert 0 <= e.span[0] <= e.span[1] <= len(text) and str(e).startswith(e.message)
             assert e.line == text[:e.span[0]].count("\n") + 1
@@ -42,14 +91,20 @@ def test_truncation_keeps_what_it_must(how):
         may, n = [rng.random() < 0.6 for _ in lengths], rng.randrange(12)
         out = kept(lengths, may, n, how)
         room = sum(x for x, m in zip(lengths, may) if m)
-        if n > room: assert out is None; continue
+        if n > room:
+            assert out is None
+            continue
         assert sum(b - a for r in out for a, b in r) == sum(lengths) - n
-        assert all(r in ([(0, x)], []) or m for r, x, m in zip(out, lengths, may)) and all(sum(b - a for a, b in r) == x for r, x, m in zip(out, lengths, may) if not m)
+        assert all(r in ([(0, x)], []) or m for r, x, m in zip(out, lengths, may)) and all(
+            sum(b - a for a, b in r) == x for r, x, m in zip(out, lengths, may) if not m
+        )
 
 
 def tiny():
     torch.manual_seed(0)
-    return tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=600, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)).eval()
+    return tf.LlamaForCausalLM(
+        tf.LlamaConfig(vocab_size=600, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    ).eval()
 
 
 def byte_tok():
@@ -96,7 +151,8 @@ def test_two_ranks_give_the_gradient_of_one(lora):
 def test_a_fresh_process_computes_the_same_bits(tmp_path):
     model, t = tiny(), Template(TEXT, byte_tok())
     d = SoftTokens(model, t, init="random", encoder="mlp")
-    d.save(tmp_path / "soft"); d.detach()
+    d.save(tmp_path / "soft")
+    d.detach()
     model.save_pretrained(tmp_path / "model")
     e = t.encode([{"text_a": "a fun movie"}, {"text_a": "dull"}])
     code = f"""
@@ -127,9 +183,11 @@ def test_soft_tokens_under_checkpointing_and_compile():
         model(**e).logits[0, -1, 5].backward()
         return d.site.table.grad.clone()
     plain = gradient()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}); model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
     assert torch.allclose(gradient(), plain, atol=1e-6)
-    model.gradient_checkpointing_disable(); model.eval()
+    model.gradient_checkpointing_disable()
+    model.eval()
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad(): assert torch.allclose(compiled(**e).logits, model(**e).logits, atol=1e-5)
 
@@ -139,7 +197,9 @@ def test_speed_of_encoding_is_that_of_the_tokenizer():
     tok, calls = byte_tok(), []
     t = Template(TEXT, tok)
     class Counting:
-        def __call__(self, *a, **k): calls.append(1); return tok(*a, **k)
+        def __call__(self, *a, **k):
+            calls.append(1)
+            return tok(*a, **k)
         def __getattr__(self, k): return getattr(tok, k)
         def __len__(self): return len(tok)
     t.tok = Counting()
@@ -151,7 +211,10 @@ def test_five_thousand_short_examples_a_second():
     """In seconds of one core's time, which other work on the machine stretches far less than the clock's; the best of twelve at most counts, it ends at the first that will do.
     Film reviews of 19 words on average: 9,700 to 13,700 a second, measured on a virtual core of an EPYC while five processes shared it and another."""
     tok = tf.AutoTokenizer.from_pretrained(sample_dir("smollm2-135m"))
-    t, data = Template('{"placeholder":"text_a"} It was {"mask"}', tok), [{"text_a": x} for x in sample_texts("movies").text[:1000]]
+    t, data = (
+        Template('{"placeholder":"text_a"} It was {"mask"}', tok),
+        [{"text_a": x} for x in sample_texts("movies").text[:1000]],
+    )
     rates = []
     while len(rates) < 12 and max(rates, default=0) < 5000:
         start = time.process_time()

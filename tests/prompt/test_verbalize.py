@@ -18,7 +18,17 @@ def fast(t, **names): return tf.PreTrainedTokenizerFast(tokenizer_object=t, **na
 @pytest.fixture(scope="module")
 def plain():
     "A word is a token, or pieces of one letter"
-    t = Tokenizer(models.WordPiece({w: i for i, w in enumerate(["[UNK]", *WORDS, *"abcdefghijklmnopqrstuvwxyz", *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz")])}, unk_token="[UNK]"))
+    t = Tokenizer(
+        models.WordPiece(
+            {
+                w: i
+                for i, w in enumerate(
+                    ["[UNK]", *WORDS, *"abcdefghijklmnopqrstuvwxyz", *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz")]
+                )
+            },
+            unk_token="[UNK]",
+        )
+    )
     t.pre_tokenizer, t.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
     return fast(t, unk_token="[UNK]")
 
@@ -34,7 +44,13 @@ def byte():
 
 
 def sentencepiece(llama):
-    pieces = [("<unk>", 0.), ("▁", -3.), *(("▁" + w, -2.) for w in WORDS[:5]), *((c, -4.) for c in "abcdefghijklmnopqrstuvwxyz糟棒"), ("great", -3.)]
+    pieces = [
+        ("<unk>", 0.0),
+        ("▁", -3.0),
+        *(("▁" + w, -2.0) for w in WORDS[:5]),
+        *((c, -4.0) for c in "abcdefghijklmnopqrstuvwxyz糟棒"),
+        ("great", -3.0),
+    ]
     t = Tokenizer(models.Unigram(pieces, unk_id=0))
     if llama:
         t.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -43,7 +59,11 @@ def sentencepiece(llama):
     return fast(t, unk_token="<unk>")
 
 
-def tokens(v, tok): return [[tok.convert_ids_to_tokens(i[on].tolist()) for i, on in zip(own, there) if on.any()] for own, there in zip(v.ids, v.there)]
+def tokens(v, tok):
+    return [
+        [tok.convert_ids_to_tokens(i[on].tolist()) for i, on in zip(own, there) if on.any()]
+        for own, there in zip(v.ids, v.there)
+    ]
 
 
 def said(tok, n=4, seed=0): return torch.randn(n, len(tok), generator=torch.Generator().manual_seed(seed))
@@ -52,11 +72,15 @@ def said(tok, n=4, seed=0): return torch.randn(n, len(tok), generator=torch.Gene
 def test_a_space_of_the_tokenizer_is_no_part_of_a_word():
     llama, t5 = sentencepiece(True), sentencepiece(False)
     v = Verbalizer(llama, {"n": "bad", "p": "good"})
-    assert llama(" bad", add_special_tokens=False).tokens() == ["▁", "▁bad"] and tokens(v, llama) == [[["▁bad"]], [["▁good"]]]
+    assert llama(" bad", add_special_tokens=False).tokens() == ["▁", "▁bad"] and tokens(v, llama) == [
+        [["▁bad"]],
+        [["▁good"]],
+    ]
     assert (v(said(llama)).diff() != 0).all()
     assert tokens(Verbalizer(t5, ["bad", "good"]), t5) == [[["▁bad"]], [["▁good"]]]
     for tok in (llama, t5): assert tokens(Verbalizer(tok, ["糟", "棒"], prefix=""), tok) == [[["糟"]], [["棒"]]]
-    assert tokens(Verbalizer(t5, ["great", "good"]), t5) == [[["▁", "great"]], [["▁good"]]]         # here the space stands in the text
+    # here the space stands in the text
+    assert tokens(Verbalizer(t5, ["great", "good"]), t5) == [[["▁", "great"]], [["▁good"]]]
     assert PtrVerbalizer(llama, [["bad", "fun"], ["good", "fun"]]).ids.shape == (2, 2)
 
 
@@ -69,14 +93,21 @@ def test_words_that_begin_alike_are_refused_where_only_the_first_token_is_read(b
     several = torch.stack([x] * v.ids.shape[2], 1) + torch.arange(v.ids.shape[2])[:, None] * said(byte, seed=1)[:1]
     chained = v(Chained(torch.tensor([[[-1.], [-3.]]])))
     assert chained[0, 0] - chained[0, 1] == pytest.approx(2., abs=1e-5)
-    for scores in (v(several), Verbalizer(byte, words, multi="mean")(x), Verbalizer(byte, words, prefix="")(x)): assert (scores.diff().abs() > 1e-4).all()
-    with pytest.raises(ValueError, match="begin with"): Verbalizer(byte, [["bad", "bat"], ["bad", "bac"], ["b"]], prefix="")(x)      # whichever of them is the one
-    with pytest.raises(ValueError, match="begin with"): Verbalizer(sentencepiece(False), ["great", "x"])(said(sentencepiece(False)))
+    for scores in (v(several), Verbalizer(byte, words, multi="mean")(x), Verbalizer(byte, words, prefix="")(x)):
+        assert (scores.diff().abs() > 1e-4).all()
+    with pytest.raises(ValueError, match="begin with"):
+        Verbalizer(byte, [["bad", "bat"], ["bad", "bac"], ["b"]], prefix="")(x)  # whichever of them is the one
+    with pytest.raises(ValueError, match="begin with"):
+        Verbalizer(sentencepiece(False), ["great", "x"])(said(sentencepiece(False)))
 
 
 def test_soft_rows_differ_where_words_begin_alike(byte):
     torch.manual_seed(0)
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=len(byte), hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
+    model = tf.LlamaForCausalLM(
+        tf.LlamaConfig(
+            vocab_size=len(byte), hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+        )
+    )
     s = SoftVerbalizer(model, byte, {"差": "糟", "好": ["棒", "<!>b"]})
     rows = lambda w: model.lm_head.weight[byte(w)["input_ids"]].mean(0)
     torch.testing.assert_close(s.layer.weight, torch.stack([rows(" 糟"), (rows(" 棒") + rows("b")) / 2]))
@@ -89,11 +120,16 @@ def test_unknown_parts_are_refused(plain):
 
 
 def test_classes_with_the_same_words_are_refused(plain):
-    with pytest.raises(ValueError, match="nothing could tell"): Verbalizer(plain, {"a": ["good", "fun"], "b": ["bad"], "c": ["fun", "good"]})
-    with pytest.raises(ValueError, match="nothing could tell"): PtrVerbalizer(plain, {"a": ["good", "fun"], "b": ["good", "fun"]})
+    with pytest.raises(ValueError, match="nothing could tell"):
+        Verbalizer(plain, {"a": ["good", "fun"], "b": ["bad"], "c": ["fun", "good"]})
+    with pytest.raises(ValueError, match="nothing could tell"):
+        PtrVerbalizer(plain, {"a": ["good", "fun"], "b": ["good", "fun"]})
     x = said(plain)
-    v = Verbalizer(plain, {"a": ["good", "fun"], "b": ["good", "bad"]})                              # one word in two classes is no harm
-    assert (v(x).diff() != 0).all() and PtrVerbalizer(plain, {"a": ["good", "fun"], "b": ["fun", "good"]})(torch.stack([x, x + x[:1]], 1)).isfinite().all()
+    # one word in two classes is no harm
+    v = Verbalizer(plain, {"a": ["good", "fun"], "b": ["good", "bad"]})
+    assert (v(x).diff() != 0).all() and PtrVerbalizer(plain, {"a": ["good", "fun"], "b": ["fun", "good"]})(
+        torch.stack([x, x + x[:1]], 1)
+    ).isfinite().all()
 
 
 def test_prototypes_with_two_classes_keep_how_sure_they_are(plain):
@@ -127,11 +163,26 @@ def test_several_classes_at_once_by_hand(plain, log_softmax):
         off = {i: 0. if habit is None else logit(habit, i) for i in (bad, good, fun)}
         scores = [[logit(r, bad) - off[bad], sum(logit(r, i) - off[i] for i in (good, fun)) / 2] for r in x.tolist()]
         torch.testing.assert_close(v(x), torch.tensor(scores), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(v.probabilities(x), torch.tensor([[sigmoid(a) for a in r] for r in scores]), atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(v.word_probabilities(x)[:, 1], torch.tensor([[sigmoid(logit(r, i) - off[i]) for i in (good, fun)] for r in x.tolist()]), atol=1e-5, rtol=1e-4)
-        assert (v.word_probabilities(x)[:, 0, 1] == 0).all()                                        # there is no such word
+        torch.testing.assert_close(
+            v.probabilities(x), torch.tensor([[sigmoid(a) for a in r] for r in scores]), atol=1e-5, rtol=1e-4
+        )
+        torch.testing.assert_close(
+            v.word_probabilities(x)[:, 1],
+            torch.tensor([[sigmoid(logit(r, i) - off[i]) for i in (good, fun)] for r in x.tolist()]),
+            atol=1e-5,
+            rtol=1e-4,
+        )
+        # there is no such word
+        assert (v.word_probabilities(x)[:, 0, 1] == 0).all()
         targets = torch.tensor([[1., 0.], [1., 1.], [0., 0.], [0., 1.]])
-        loss = -sum(math.log(sigmoid(a) if t else 1 - sigmoid(a)) for r, ts in zip(scores, targets.tolist()) for a, t in zip(r, ts)) / 8
+        loss = (
+            -sum(
+                math.log(sigmoid(a) if t else 1 - sigmoid(a))
+                for r, ts in zip(scores, targets.tolist())
+                for a, t in zip(r, ts)
+            )
+            / 8
+        )
         assert v.loss(v(x), targets).item() == pytest.approx(loss, abs=1e-4)
     torch.testing.assert_close(v.probabilities(h.mean(0, keepdim=True)), torch.full((1, 2), .5), atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="expected \\(4, 2\\)"): v.loss(v(x), torch.zeros(4, dtype=torch.long))
@@ -142,14 +193,22 @@ def test_several_classes_at_once_learn_and_mean_the_same_in_every_reading(plain)
     x = said(plain, 4).requires_grad_()
     targets = torch.tensor([[1., 0.], [1., 1.], [0., 0.], [0., 1.]])
     opt = torch.optim.Adam([x], lr=.5)
-    for _ in range(200): opt.zero_grad(); v.loss(v(x), targets).backward(); opt.step()
+    for _ in range(200):
+        opt.zero_grad()
+        v.loss(v(x), targets).backward()
+        opt.step()
     p = v.probabilities(x)
-    assert ((p > .5) == targets.bool())[[0, 2, 3]].all() and p[1].sum().item() == pytest.approx(1, abs=.02)        # two words share one mask: half each is the most
+    # two words share one mask: half each is the most
+    assert ((p > .5) == targets.bool())[[0, 2, 3]].all() and p[1].sum().item() == pytest.approx(1, abs=.02)
     v.calibrate(said(plain, 2))
-    assert ((v.probabilities(x) > .5) == targets.bool()).all()                                                      # and more than usual for both
+    # and more than usual for both
+    assert ((v.probabilities(x) > .5) == targets.bool()).all()
     y = said(plain, 4)
-    chained = Chained(torch.stack([y.log_softmax(-1)[:, plain.convert_tokens_to_ids(w)] for w in ("bad", "good")], 1)[..., None])
-    for z in (y - 50, torch.stack([y, y.flip(1)], 1), chained): torch.testing.assert_close(v.probabilities(z), v.probabilities(y), atol=1e-5, rtol=1e-4)
+    chained = Chained(
+        torch.stack([y.log_softmax(-1)[:, plain.convert_tokens_to_ids(w)] for w in ("bad", "good")], 1)[..., None]
+    )
+    for z in (y - 50, torch.stack([y, y.flip(1)], 1), chained):
+        torch.testing.assert_close(v.probabilities(z), v.probabilities(y), atol=1e-5, rtol=1e-4)
 
 
 def test_one_class_has_a_cross_entropy(plain):
@@ -158,7 +217,8 @@ def test_one_class_has_a_cross_entropy(plain):
     found = AutomaticVerbalizer(plain, 2).fit(x, y)
     for v, z in ((Verbalizer(plain, ["bad", "good"]), x), (KnowledgeableVerbalizer(plain, [["bad", "dull"], ["good"]]), x), (ptr, torch.stack([x, x], 1)), (found, x)):
         assert v.loss(v(z), y).item() == pytest.approx(-v.probabilities(z)[range(4), y].log().mean().item(), abs=1e-5)
-        with pytest.raises(ValueError, match="multi_label=True"): v.loss(v(z), torch.nn.functional.one_hot(y, 2).float())
+        with pytest.raises(ValueError, match="multi_label=True"):
+            v.loss(v(z), torch.nn.functional.one_hot(y, 2).float())
 
 
 @pytest.mark.parametrize("masks", (None, 1, 2))
@@ -170,32 +230,46 @@ def test_a_constant_in_the_logits_does_not_change_which_words_are_left(plain, ma
     for off in (-100, 100):
         assert v.calibrate(x + off).used == used
         torch.testing.assert_close(v.habit, habit, atol=1e-5, rtol=1e-3)
-    if masks == 2:                       # " ab" is "a" at the first mask and "##b" at the second: it goes if either is rare there
+    # " ab" is "a" at the first mask and "##b" at the second: it goes if either is rare there
+    if masks == 2:
         mean = x.mean(0)
         rare = lambda j, t: bool(mean[j][plain.convert_tokens_to_ids(t)] < mean[j].sort().values[int(.5 * len(plain))])
         assert (" ab" in used["n"]) == (not rare(0, "a") and not rare(1, "##b"))
-        assert [w for w in (" bad", " terrible", " dull") if not rare(0, w.strip())] == [w for w in used["n"] if w != " ab"]
+        assert [w for w in (" bad", " terrible", " dull") if not rare(0, w.strip())] == [
+            w for w in used["n"] if w != " ab"
+        ]
 
 
 def test_a_word_without_a_space_stays_one(byte):
-    assert KnowledgeableVerbalizer(byte, {"a": ["<!>good"], "b": ["<!>bad"]}, multi="mean").words == {"a": ["good"], "b": ["bad"]}
-    v = KnowledgeableVerbalizer(byte, {"a": ["<!>good", "bad"], "b": ["good", "<!> bad", "<!>bad"]}, multi="mean")   # with the space and without are two words
+    assert KnowledgeableVerbalizer(byte, {"a": ["<!>good"], "b": ["<!>bad"]}, multi="mean").words == {
+        "a": ["good"],
+        "b": ["bad"],
+    }
+    # with the space and without are two words
+    v = KnowledgeableVerbalizer(byte, {"a": ["<!>good", "bad"], "b": ["good", "<!> bad", "<!>bad"]}, multi="mean")
     assert v.words == {"a": ["good"], "b": [" good", "bad"]}
 
 
 def test_words_that_are_found_go_on_past_taken_ones(plain):
     for words in (1, 3):
-        v = AutomaticVerbalizer(plain, 2, words=words, candidates=words).fit(torch.arange(len(plain)).float().repeat(4, 1), torch.tensor([0, 1, 0, 1]))
+        v = AutomaticVerbalizer(plain, 2, words=words, candidates=words).fit(
+            torch.arange(len(plain)).float().repeat(4, 1), torch.tensor([0, 1, 0, 1])
+        )
         assert v.ids.shape == (2, words, 1) and len(set(v.ids.flatten().tolist())) == 2 * words
         assert v(said(plain)).isfinite().all() and v.probabilities(said(plain)).isfinite().all()
     usable = len(v._usable)
-    assert AutomaticVerbalizer(plain, 2, words=usable // 2).fit(said(plain), torch.tensor([0, 1, 0, 1])).ids.shape == (2, usable // 2, 1)
+    assert AutomaticVerbalizer(plain, 2, words=usable // 2).fit(said(plain), torch.tensor([0, 1, 0, 1])).ids.shape == (
+        2,
+        usable // 2,
+        1,
+    )
     with pytest.raises(ValueError, match="has only"): AutomaticVerbalizer(plain, 2, words=usable)
     with pytest.raises(RuntimeError, match="fit"): AutomaticVerbalizer(plain, 2).word_probabilities(said(plain))
 
 
 def test_words_found_need_no_text_of_their_own():
-    tok = sentencepiece(True)                                        # "▁bad" and "b", "a", "d": texts do not lead back to tokens
+    # "▁bad" and "b", "a", "d": texts do not lead back to tokens
+    tok = sentencepiece(True)
     v = AutomaticVerbalizer(tok, 2, words=2).fit(said(tok), torch.tensor([0, 1, 0, 1]))
     assert v(said(tok)).isfinite().all()
 
@@ -211,8 +285,13 @@ def test_what_is_no_number_is_refused(plain, value):
     x = said(plain)
     x[1:3, 5] = value
     for multi_label in (False, True):
-        with pytest.raises(ValueError, match="logits: 2 of 4 rows"): Verbalizer(plain, ["bad", "good"], multi_label=multi_label).calibrate(x)
-    with pytest.raises(ValueError, match="1 of 2 rows"): KnowledgeableVerbalizer(plain, [["bad", "dull"], ["good"]]).calibrate(torch.stack([x[:2], x[:2]], 1))
-    with pytest.raises(ValueError, match="1 of 2 rows"): Verbalizer(plain, ["bad", "good"]).calibrate(Chained(torch.tensor([[[value], [0.]], [[0.], [0.]]])))
-    with pytest.raises(ValueError, match="2 of 4 rows"): AutomaticVerbalizer(plain, 2).fit(x, torch.tensor([0, 1, 0, 1]))
-    with pytest.raises(ValueError, match="hidden: 2 of 4 rows"): ProtoVerbalizer(len(plain), 2).fit(x, torch.tensor([0, 1, 0, 1]))
+        with pytest.raises(ValueError, match="logits: 2 of 4 rows"):
+            Verbalizer(plain, ["bad", "good"], multi_label=multi_label).calibrate(x)
+    with pytest.raises(ValueError, match="1 of 2 rows"):
+        KnowledgeableVerbalizer(plain, [["bad", "dull"], ["good"]]).calibrate(torch.stack([x[:2], x[:2]], 1))
+    with pytest.raises(ValueError, match="1 of 2 rows"):
+        Verbalizer(plain, ["bad", "good"]).calibrate(Chained(torch.tensor([[[value], [0.]], [[0.], [0.]]])))
+    with pytest.raises(ValueError, match="2 of 4 rows"):
+        AutomaticVerbalizer(plain, 2).fit(x, torch.tensor([0, 1, 0, 1]))
+    with pytest.raises(ValueError, match="hidden: 2 of 4 rows"):
+        ProtoVerbalizer(len(plain), 2).fit(x, torch.tensor([0, 1, 0, 1]))

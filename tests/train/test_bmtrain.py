@@ -9,13 +9,29 @@ from bmlab.train.processes import run_ranks
 
 DATA = Path(__file__).resolve().parents[1] / "fixtures"
 pytestmark = pytest.mark.long
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+TORCHRUN = [
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node",
+    "2",
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    "127.0.0.1:0",
+]
 
 
 def launch(text, folder, how):
     "Output lines of a script that is run in a folder of its own"
-    folder.mkdir(); (folder / "script.py").write_text(text)
-    out = subprocess.run([sys.executable, *how, "script.py"], capture_output=True, text=True, cwd=folder, env=dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"))
+    folder.mkdir()
+    (folder / "script.py").write_text(text)
+    out = subprocess.run(
+        [sys.executable, *how, "script.py"],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
+    )
     assert out.returncode == 0, out.stderr[-3000:]
     return out.stdout.splitlines()
 
@@ -29,11 +45,17 @@ def test_the_readme_runs_after_its_import_line_is_changed(tmp_path):
     own = launch((DATA / "own_gpt2.py").read_text(), tmp_path / "b", TORCHRUN)
     losses = [line for line in lines if line.startswith("| Iter")]
     assert len(losses) == 6 and losses == own
-    assert [line.split()[0] for line in lines[6:]] == ["name", "transformers.7.w_in.weight", "transformers.7.w_out.weight"]
+    assert [line.split()[0] for line in lines[6:]] == [
+        "name",
+        "transformers.7.w_in.weight",
+        "transformers.7.w_out.weight",
+    ]
     alone = launch(changed, tmp_path / "c", [])
     assert len(alone) == 9 and float(alone[4].split()[5]) < float(alone[0].split()[5])
     saved = [torch.load(tmp_path / d / "checkpoint.pt") for d in "ac"]
-    assert saved[0].keys() == saved[1].keys() and all(saved[0][k].shape == v.shape and v.dtype == torch.half for k, v in saved[1].items())
+    assert saved[0].keys() == saved[1].keys() and all(
+        saved[0][k].shape == v.shape and v.dtype == torch.half for k, v in saved[1].items()
+    )
 
 
 def small(bmt, d=8, layers=3, dtype=torch.float64, tied=False):
@@ -41,7 +63,11 @@ def small(bmt, d=8, layers=3, dtype=torch.float64, tied=False):
     class Feed(bmt.DistributedModule):
         def __init__(self):
             super().__init__()
-            self.norm, self.up, self.down = torch.nn.LayerNorm(d, dtype=dtype), bmt.nn.Linear(d, 2 * d, dtype=dtype), bmt.nn.Linear(2 * d, d, dtype=dtype)
+            self.norm, self.up, self.down = (
+                torch.nn.LayerNorm(d, dtype=dtype),
+                bmt.nn.Linear(d, 2 * d, dtype=dtype),
+                bmt.nn.Linear(2 * d, d, dtype=dtype),
+            )
 
         def forward(self, x, gain):
             bmt.inspect.record_tensor(x, "in", group="feed")
@@ -50,8 +76,12 @@ def small(bmt, d=8, layers=3, dtype=torch.float64, tied=False):
     class Net(bmt.DistributedModule):
         def __init__(self):
             super().__init__()
-            self.table = bmt.DistributedParameter(torch.empty(12, d, dtype=dtype), init_method=torch.nn.init.normal_, group="words")
-            self.layers = bmt.TransformerBlockList([bmt.Block(Feed(), use_checkpoint=i != 1, zero_level=2 if i == 0 else 3) for i in range(layers)])
+            self.table = bmt.DistributedParameter(
+                torch.empty(12, d, dtype=dtype), init_method=torch.nn.init.normal_, group="words"
+            )
+            self.layers = bmt.TransformerBlockList(
+                [bmt.Block(Feed(), use_checkpoint=i != 1, zero_level=2 if i == 0 else 3) for i in range(layers)]
+            )
             self.head = bmt.nn.Linear(d, 12, bias=False, dtype=dtype)
             if tied: self.head.weight = self.table
 
@@ -67,14 +97,18 @@ def batch(rank=0, world=1):
 def trained(net, bmt, make, steps=3, clip=0.5, micro=1, **options):
     "[(loss, norm)] of some steps, and the manager"
     ids, opt = batch(bmt.rank(), bmt.world_size()), make([p for p in net.parameters() if p.requires_grad])
-    om = bmt.optim.OptimManager(**options); om.add_optimizer(opt)
+    om = bmt.optim.OptimManager(**options)
+    om.add_optimizer(opt)
     out = []
     for _ in range(steps):
-        om.zero_grad(); total = 0
+        om.zero_grad()
+        total = 0
         for part in ids.chunk(micro):
             loss = bmt.loss.FusedCrossEntropy()(net(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten())
-            om.backward(loss / micro); total += bmt.sum_loss(loss).item() / micro
-        norm = om.clip_grad_norm(opt.param_groups, max_norm=clip); om.step()
+            om.backward(loss / micro)
+            total += bmt.sum_loss(loss).item() / micro
+        norm = om.clip_grad_norm(opt.param_groups, max_norm=clip)
+        om.step()
         out.append((total, norm.item()))
     return out, om
 
@@ -85,31 +119,52 @@ def everything(folder):
     bmt.init_distributed(seed=0)
     sgd, out = lambda ps: torch.optim.SGD(ps, lr=0.1), {}
     def fresh(**options):
-        torch.manual_seed(1); net = small(bmt, **options); bmt.init_parameters(net)
+        torch.manual_seed(1)
+        net = small(bmt, **options)
+        bmt.init_parameters(net)
         return net
     net = fresh()
     out["start"] = net.state_dict()
-    out["sharded"] = isinstance(net, FSDPModule), [isinstance(b, FSDPModule) and b._get_fsdp_state()._fsdp_param_group.post_forward_mesh_info is not None for b in net.layers]
+    out["sharded"] = (
+        isinstance(net, FSDPModule),
+        [
+            isinstance(b, FSDPModule) and b._get_fsdp_state()._fsdp_param_group.post_forward_mesh_info is not None
+            for b in net.layers
+        ],
+    )
     out["groups"] = {k: len(v) for k, v in bmt.grouped_parameters(net)}
     with bmt.inspect.inspect_tensor() as t: out["steps"], _ = trained(net, bmt, sgd)
-    out["weights"], out["model"], out["tensors"] = net.state_dict(), bmt.inspect.inspect_model(net, "*.weight"), t.get_summary()[:3]
-    net = fresh(); out["micro"], _ = trained(net, bmt, sgd, micro=2)
-    net = fresh(tied=True); out["tied"], _ = trained(net, bmt, sgd); out["tied weights"] = net.state_dict()
+    out["weights"], out["model"], out["tensors"] = (
+        net.state_dict(),
+        bmt.inspect.inspect_model(net, "*.weight"),
+        t.get_summary()[:3],
+    )
+    net = fresh()
+    out["micro"], _ = trained(net, bmt, sgd, micro=2)
+    net = fresh(tied=True)
+    out["tied"], _ = trained(net, bmt, sgd)
+    out["tied weights"] = net.state_dict()
     net = fresh()
     for p in net.layers[1].parameters(): p.requires_grad_(False)
-    out["frozen"], _ = trained(net, bmt, sgd); out["frozen weights"] = net.state_dict()
+    out["frozen"], _ = trained(net, bmt, sgd)
+    out["frozen weights"] = net.state_dict()
     for name in ("AdamOffloadOptimizer", "AdamOptimizer"):
-        net = fresh(dtype=torch.float32); out[name], om = trained(net, bmt, lambda ps: getattr(bmt.optim, name)(ps, lr=1e-2, weight_decay=1e-2))
+        net = fresh(dtype=torch.float32)
+        out[name], om = trained(net, bmt, lambda ps: getattr(bmt.optim, name)(ps, lr=1e-2, weight_decay=1e-2))
     if folder is not None and bmt.world_size() == 2:
         state = om.state_dict(gather_opt=True)
         bmt.save(net, f"{folder}/net.pt")
         if bmt.rank() == 0: torch.save(state, f"{folder}/opt.pt")
         local, own = om.optimizers[0].state_dict(), torch.load(f"{folder}/opt.pt") if bmt.rank() == 0 else state
-        om.optimizers[0].load_state_dict(local); om.load_state_dict(own)
+        om.optimizers[0].load_state_dict(local)
+        om.load_state_dict(own)
         out["further"], _ = trained_on(net, bmt, om)
     if folder is not None and bmt.world_size() == 1:                       # what two ranks saved goes on here
-        net = small(bmt, dtype=torch.float32); bmt.load(net, f"{folder}/net.pt")
-        opt = bmt.optim.AdamOptimizer(net.parameters(), lr=5.); om = bmt.optim.OptimManager(); om.add_optimizer(opt)
+        net = small(bmt, dtype=torch.float32)
+        bmt.load(net, f"{folder}/net.pt")
+        opt = bmt.optim.AdamOptimizer(net.parameters(), lr=5.)
+        om = bmt.optim.OptimManager()
+        om.add_optimizer(opt)
         om.load_state_dict(torch.load(f"{folder}/opt.pt"))
         out["further"], _ = trained_on(net, bmt, om)
     net = fresh(dtype=torch.half)
@@ -123,12 +178,17 @@ def trained_on(net, bmt, om):
     ids, out = batch(bmt.rank(), bmt.world_size()), []
     for _ in range(2):
         loss = bmt.loss.FusedCrossEntropy()(net(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-        om.zero_grad(); om.backward(loss); om.step(); out.append(bmt.sum_loss(loss).item())
+        om.zero_grad()
+        om.backward(loss)
+        om.step()
+        out.append(bmt.sum_loss(loss).item())
     return out, om
 
 
 def close(a, b, tol):
-    torch.testing.assert_close(torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64), rtol=tol, atol=tol)
+    torch.testing.assert_close(
+        torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64), rtol=tol, atol=tol
+    )
 
 
 def test_two_ranks_train_as_one(tmp_path):
@@ -138,7 +198,8 @@ def test_two_ranks_train_as_one(tmp_path):
     assert two[0]["sharded"] == (True, [False, True, True]) and one["sharded"][0] is False
     assert one["groups"] == two[0]["groups"] == {"words": 1, None: 19}
     for r in two:
-        for k in one["start"]: assert torch.equal(r["start"][k], one["start"][k])            # whatever the number of ranks
+        # whatever the number of ranks
+        for k in one["start"]: assert torch.equal(r["start"][k], one["start"][k])
         for kind in ("weights", "tied weights", "frozen weights"):
             for k, v in one[kind].items(): torch.testing.assert_close(r[kind][k], v, rtol=1e-9, atol=1e-9)
         for kind in ("steps", "micro", "tied", "frozen"): close(r[kind], one[kind], 1e-9)
@@ -148,7 +209,11 @@ def test_two_ranks_train_as_one(tmp_path):
         for kind in ("model", "tensors"):
             for a, b in zip(r[kind], one[kind], strict=True):
                 assert (a["name"], a["shape"]) == (b["name"], b["shape"])
-                close([a[k] for k in ("mean", "std", "min", "max", "grad_mean")], [b[k] for k in ("mean", "std", "min", "max", "grad_mean")], 1e-9 if kind == "model" else 1)
+                close(
+                    [a[k] for k in ("mean", "std", "min", "max", "grad_mean")],
+                    [b[k] for k in ("mean", "std", "min", "max", "grad_mean")],
+                    1e-9 if kind == "model" else 1,
+                )
         assert r["skipped"] == one["skipped"] == (True, 2.0 ** 23)
     assert torch.equal(one["tied weights"]["table"], one["tied weights"]["head.weight"])
     assert all(torch.equal(one["frozen weights"][k], v) for k, v in one["start"].items() if k.startswith("layers.1"))
@@ -160,17 +225,25 @@ def tensor_parallel(tp):
     class Feed(bmt.DistributedModule):
         def __init__(self):
             super().__init__()
-            self.norm, self.up, self.down = torch.nn.LayerNorm(8), bmt.nn.ColumnParallelLinear(8, 16), bmt.nn.RowParallelLinear(16, 8)
+            self.norm, self.up, self.down = (
+                torch.nn.LayerNorm(8),
+                bmt.nn.ColumnParallelLinear(8, 16),
+                bmt.nn.RowParallelLinear(16, 8),
+            )
 
         def forward(self, x): return x + self.down(self.up(self.norm(x)).relu())
 
     class Net(bmt.DistributedModule):
         def __init__(self):
             super().__init__()
-            self.embed, self.layers = bmt.nn.VPEmbedding(12, 8, dtype=torch.float32), bmt.TransformerBlockList([bmt.Block(Feed(), zero_level=i + 2) for i in range(2)])
+            self.embed, self.layers = (
+                bmt.nn.VPEmbedding(12, 8, dtype=torch.float32),
+                bmt.TransformerBlockList([bmt.Block(Feed(), zero_level=i + 2) for i in range(2)]),
+            )
 
         def forward(self, ids): return self.embed(self.layers(self.embed(ids)), projection=True)
-    net = Net(); bmt.init_parameters(net)
+    net = Net()
+    bmt.init_parameters(net)
     ids = torch.randint(0, 12, (4, 1, 5), generator=torch.Generator().manual_seed(3))
     mine = ids[bmt.rank()] if bmt.world_size() > 1 else ids.flatten(0, 1)
     labels = bmt.distributed.all_gather(mine, comm=bmt.config["tp_comm"]).view(len(mine), -1)
@@ -179,7 +252,10 @@ def tensor_parallel(tp):
     om.add_optimizer(opt)
     for _ in range(3):
         loss = bmt.loss.FusedCrossEntropy(parallel=True)(net(mine).flatten(0, 1), labels.flatten())
-        om.zero_grad(); om.backward(loss); norm = om.clip_grad_norm(opt.param_groups, max_norm=0.5); om.step()
+        om.zero_grad()
+        om.backward(loss)
+        norm = om.clip_grad_norm(opt.param_groups, max_norm=0.5)
+        om.step()
         out.append((bmt.sum_loss(loss).item(), norm.item()))
     return out, net.state_dict()
 
@@ -197,18 +273,28 @@ def wrapped():
     import transformers as tf
     import bmlab.bmtrain as bmt
     bmt.init_distributed(seed=0)
-    config = tf.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=12, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    torch.manual_seed(0); plain = tf.GPT2LMHeadModel(config)
-    torch.manual_seed(0); model = bmt.BMTrainModelWrapper(tf.GPT2LMHeadModel(config))
+    config = tf.GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, vocab_size=12, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    torch.manual_seed(0)
+    plain = tf.GPT2LMHeadModel(config)
+    torch.manual_seed(0)
+    model = bmt.BMTrainModelWrapper(tf.GPT2LMHeadModel(config))
     ids = batch(bmt.rank(), bmt.world_size())
     with torch.no_grad(): same = model(ids).logits.sub(plain(ids).logits).abs().max().item()
     bmt.optim.OptimManager().add_optimizer(opt := bmt.optim.AdamOffloadOptimizer(model.parameters(), lr=1e-2))
     losses = []
     for _ in range(3):
         loss = model(ids, labels=ids).loss
-        opt.zero_grad(); loss.backward(); opt.step(); losses.append(bmt.sum_loss(loss).item())
-    late = torch.nn.Sequential(); late.w = bmt.DistributedParameter(torch.ones(4, 4))
-    try: bmt.optim.AdamOptimizer(late.parameters()); error = ""
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(bmt.sum_loss(loss).item())
+    late = torch.nn.Sequential()
+    late.w = bmt.DistributedParameter(torch.ones(4, 4))
+    try:
+        bmt.optim.AdamOptimizer(late.parameters())
+        error = ""
     except RuntimeError as e: error = str(e)
     state = model.state_dict()
     model.load_state_dict({k: v * 0 for k, v in state.items()})

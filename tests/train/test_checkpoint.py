@@ -15,7 +15,15 @@ pytestmark = pytest.mark.long
 def tiny(seed=0, **options):
     import transformers as tf
     torch.manual_seed(seed)
-    base = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99, tie_word_embeddings=True)
+    base = dict(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=99,
+        tie_word_embeddings=True,
+    )
     return tf.LlamaForCausalLM(tf.LlamaConfig(**base | options))
 
 
@@ -35,10 +43,15 @@ def whole(t): return (t.full_tensor() if hasattr(t, "full_tensor") else t).detac
 def state(model, opt):
     "Every weight and every optimizer state, whole"
     names = {p: n for n, p in model.named_parameters()}
-    return {n: whole(t) for n, t in model.state_dict().items()} | {f"{names[p]}|{k}": whole(v) for p, s in opt.state.items() for k, v in s.items() if isinstance(v, torch.Tensor)}
+    return {n: whole(t) for n, t in model.state_dict().items()} | {
+        f"{names[p]}|{k}": whole(v) for p, s in opt.state.items() for k, v in s.items() if isinstance(v, torch.Tensor)
+    }
 
 
-KINDS = {"adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2), "momentum": lambda ps: torch.optim.SGD(ps, lr=1e-1, momentum=0.9)}
+KINDS = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=1e-1, momentum=0.9),
+}
 
 
 def leg(start, to, steps):
@@ -53,7 +66,10 @@ def leg(start, to, steps):
             loaded = state(model, opt)
         for _ in range(steps):
             loss = model(input_ids=ids, labels=ids).loss
-            loss.backward(); opt.step(); opt.zero_grad(); losses.append(loss.item())
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
         save(model, to / kind, optimizer=opt)
         out[kind] = losses, loaded, state(model, opt)
     return out
@@ -67,10 +83,15 @@ def test_resume_at_another_world_size(tmp_path, worlds):
     "State that is loaded is bit for bit the state that was saved; losses go on as on one rank"
     alone, start, before, losses = leg(None, tmp_path / "alone", 2 * len(worlds)), None, {}, {k: [] for k in KINDS}
     for i, world in enumerate(worlds):
-        ranks = [leg(start, tmp_path / str(i), 2)] if world == 1 else run_ranks(leg, start, tmp_path / str(i), 2, world_size=world)
+        ranks = (
+            [leg(start, tmp_path / str(i), 2)]
+            if world == 1
+            else run_ranks(leg, start, tmp_path / str(i), 2, world_size=world)
+        )
         for kind in KINDS:
             if start is not None: assert all(same(r[kind][1], before[kind]) for r in ranks)
-            losses[kind] += ranks[0][kind][0]; before[kind] = ranks[0][kind][2]
+            losses[kind] += ranks[0][kind][0]
+            before[kind] = ranks[0][kind][2]
         start = tmp_path / str(i)
     for kind in KINDS: torch.testing.assert_close(losses[kind], alone[kind][0], rtol=2e-5, atol=2e-5)
 
@@ -80,9 +101,12 @@ class Odd(nn.Module):
     def __init__(self):
         super().__init__()
         self.one, self.norm, self.wide = nn.Linear(5, 1), nn.BatchNorm1d(5), nn.Linear(5, 7, bias=False)
-        self.register_buffer("count", torch.tensor(0)); self.register_buffer("gone", torch.ones(2), persistent=False)
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("gone", torch.ones(2), persistent=False)
         self.register_buffer("mask", torch.tensor([True, False, True]))
-    def forward(self, x): self.count += 1; return self.one(self.norm(x)) + self.wide(x).sum()
+    def forward(self, x):
+        self.count += 1
+        return self.one(self.norm(x)) + self.wide(x).sum()
 
 
 def odd(folder):
@@ -91,10 +115,12 @@ def odd(folder):
     torch.manual_seed(0)
     model = shard(Odd())
     model(torch.randn(4, 5, generator=torch.Generator().manual_seed(1))).sum().backward()
-    save(model, folder / "dcp", blocking=False).wait(); export_hf(model, folder / "hf")
+    save(model, folder / "dcp", blocking=False).wait()
+    export_hf(model, folder / "hf")
     torch.manual_seed(1)
     again = [shard(Odd()), shard(Odd())]
-    load_weights(again[0], folder / "dcp"); load_weights(again[1], folder / "hf")
+    load_weights(again[0], folder / "dcp")
+    load_weights(again[1], folder / "hf")
     if dist.get_rank() == 0: assert not (folder / "hf/config.json").exists()
     return [{n: whole(t) for n, t in m.state_dict().items()} for m in (model, *again)]
 
@@ -119,7 +145,8 @@ def with_delta(folder):
     model, d = made(0)
     opt = torch.optim.AdamW(d.trainable(), lr=1e-2)
     ids = torch.arange(24).view(2, 12)
-    model(input_ids=ids, labels=ids).loss.backward(); opt.step()
+    model(input_ids=ids, labels=ids).loss.backward()
+    opt.step()
     with torch.no_grad(): model(input_ids=ids)                       # leaves the root unsharded
     save(model, folder, optimizer=opt, step=1)
     again, d2 = made(1)
@@ -144,23 +171,41 @@ def offloaded(folder, dtype):
         out = []
         for _ in range(n):
             loss = model(input_ids=ids, labels=ids).loss
-            loss.backward(); opt.step(); opt.zero_grad(); out.append(loss.item())
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            out.append(loss.item())
         return out
     model, opt = made(0)
     steps(model, opt, 3)
-    save(model, folder / "with", optimizer=opt); save(model, folder / "without")      # updates may be under way still
+    save(model, folder / "with", optimizer=opt)
+    save(model, folder / "without")  # updates may be under way still
     rest = steps(model, opt, 3)
     again, opt2 = made(1)
     load_weights(again, folder / "with", optimizer=opt2)
     fresh, opt3 = made(2)
     load_weights(fresh, folder / "without")                                           # its masters follow the weights
-    load_weights(model, folder / "with", optimizer=opt)                               # back to where it was, masters and all
+    # back to where it was, masters and all
+    load_weights(model, folder / "with", optimizer=opt)
     back = steps(model, opt, 3)
-    load_weights(model, folder / "without")                                           # into an optimizer in use: its masters follow too
+    # into an optimizer in use: its masters follow too
+    load_weights(model, folder / "without")
     opt.state_dict()
     local = lambda t: (t.to_local() if hasattr(t, "to_local") else t).detach().flatten()
-    follow = all(torch.equal(u.state[0][at:at + n].to(dtype), local(p)[start:start + n]) for u in opt.units if u.state[0] is not None for p, start, n, at in u.pieces)
-    return rest, steps(again, opt2, 3), rest[0], steps(fresh, opt3, 3), back, follow and sum(u.state[0] is not None for u in opt.units) > 1
+    follow = all(
+        torch.equal(u.state[0][at : at + n].to(dtype), local(p)[start : start + n])
+        for u in opt.units
+        if u.state[0] is not None
+        for p, start, n, at in u.pieces
+    )
+    return (
+        rest,
+        steps(again, opt2, 3),
+        rest[0],
+        steps(fresh, opt3, 3),
+        back,
+        follow and sum(u.state[0] is not None for u in opt.units) > 1,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -193,31 +238,50 @@ def another(folder):
 
 def test_another_models_checkpoint_is_named_on_every_rank(tmp_path):
     from bmlab.train.checkpoint import export_hf, save
-    save(tiny(), tmp_path / "a"); export_hf(tiny(), tmp_path / "b")
+    save(tiny(), tmp_path / "a")
+    export_hf(tiny(), tmp_path / "b")
     for folder in ("a", "b"):
         for said in run_ranks(another, tmp_path / folder):
             assert "another model: 9 only in the checkpoint: model.layers.1.input_layernorm.weight" in said[0]
-            assert "6 of another shape" in said[1] and "down_proj.weight (32, 48) in the model, (32, 64) in the checkpoint" in said[1]
+            assert (
+                "6 of another shape" in said[1]
+                and "down_proj.weight (32, 48) in the model, (32, 64) in the checkpoint" in said[1]
+            )
 
 
 def own_head(folder):
     "A checkpoint whose head is not its embedding, into a model that ties them: {format: (what was said, untouched, said when not strict, embedding read)}"
     import logging
     from bmlab.train.checkpoint import export_hf, load_weights, save
-    save(model := shard(tiny(tie_word_embeddings=False)), folder / "dcp"); export_hf(model, folder / "hf")
+    save(model := shard(tiny(tie_word_embeddings=False)), folder / "dcp")
+    export_hf(model, folder / "hf")
     want, out, said = whole(model.model.embed_tokens.weight), {}, []
-    handler = logging.Handler(); handler.emit = lambda record: said.append(record.getMessage())
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("bmlab.train.checkpoint").addHandler(handler)
     for kind in ("dcp", "hf"):
-        tied = shard(tiny(1)); before = {n: whole(t) for n, t in tied.state_dict().items()}
-        try: load_weights(tied, folder / kind); error = "none"
+        tied = shard(tiny(1))
+        before = {n: whole(t) for n, t in tied.state_dict().items()}
+        try:
+            load_weights(tied, folder / kind)
+            error = "none"
         except ValueError as e: error = str(e)
-        untouched = same(before, {n: whole(t) for n, t in tied.state_dict().items()}); said.clear()
+        untouched = same(before, {n: whole(t) for n, t in tied.state_dict().items()})
+        said.clear()
         load_weights(tied, folder / kind, strict=False)
-        out[kind] = error, untouched, " ".join(said), torch.equal(whole(tied.model.embed_tokens.weight), want) and tied.lm_head.weight is tied.model.embed_tokens.weight
+        out[kind] = (
+            error,
+            untouched,
+            " ".join(said),
+            torch.equal(whole(tied.model.embed_tokens.weight), want)
+            and tied.lm_head.weight is tied.model.embed_tokens.weight,
+        )
         with torch.device("meta"): born = tiny()
-        try: load_weights(born, folder / kind); out[kind] += ("none",)
-        except ValueError as e: out[kind] += (str(e) if all(t.is_meta for t in born.state_dict().values()) else "changed",)
+        try:
+            load_weights(born, folder / kind)
+            out[kind] += ("none",)
+        except ValueError as e:
+            out[kind] += (str(e) if all(t.is_meta for t in born.state_dict().values()) else "changed",)
     return out
 
 
@@ -239,8 +303,13 @@ def dies(folder, who, moment):
     def die(*args, **kwargs):
         if dist.get_rank() == who: os.kill(os.getpid(), signal.SIGKILL)
         return real(*args, **kwargs)
-    where, name = {"while writing": (dcp.FileSystemWriter, "write_data"), "before its name": (os, "rename"), "before the pointer": (os, "replace")}[moment]
-    real = getattr(where, name); setattr(where, name, die)
+    where, name = {
+        "while writing": (dcp.FileSystemWriter, "write_data"),
+        "before its name": (os, "rename"),
+        "before the pointer": (os, "replace"),
+    }[moment]
+    real = getattr(where, name)
+    setattr(where, name, die)
     checkpoint.save(model, folder, step=2)
 
 
@@ -300,7 +369,8 @@ def background(folder):
 
 
 def test_saves_in_the_background_keep_the_moment(tmp_path):
-    for paths, equal, newest in run_ranks(background, tmp_path): assert equal and newest == paths[2] and sorted(p.name for p in tmp_path.iterdir()) == ["latest", *paths[1:]]
+    for paths, equal, newest in run_ranks(background, tmp_path):
+        assert equal and newest == paths[2] and sorted(p.name for p in tmp_path.iterdir()) == ["latest", *paths[1:]]
 
 
 def test_a_background_save_that_fails_says_so(tmp_path, monkeypatch):
@@ -311,21 +381,35 @@ def test_a_background_save_that_fails_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
     job = save(nn.Linear(2, 2), tmp_path, step=2, blocking=False)
     with pytest.raises(BaseException, match="No space left"): job.wait()
-    assert job.done() and latest(tmp_path).name == "step-00000001" and sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+    assert (
+        job.done()
+        and latest(tmp_path).name == "step-00000001"
+        and sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+    )
 
 
 def test_an_interrupted_wait_is_no_end(tmp_path, monkeypatch):
     "Ctrl C while one waits for a save in the background: it is not done, and can be waited for again"
     import torch.distributed.checkpoint as dcp
     from bmlab.train.checkpoint import latest, save
-    write, go, before = dcp.FileSystemWriter.write_data, threading.Event(), signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", lambda *args, **kwargs: (go.wait(60), write(*args, **kwargs))[1])
+    write, go, before = (
+        dcp.FileSystemWriter.write_data,
+        threading.Event(),
+        signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    monkeypatch.setattr(
+        dcp.FileSystemWriter, "write_data", lambda *args, **kwargs: (go.wait(60), write(*args, **kwargs))[1]
+    )
     job = save(nn.Linear(2, 2), tmp_path, step=1, blocking=False)
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
-        with pytest.raises(KeyboardInterrupt): job.wait(); time.sleep(60)
+        with pytest.raises(KeyboardInterrupt):
+            job.wait()
+            time.sleep(60)
         assert not job.done() and latest(tmp_path) is None
-    finally: signal.signal(signal.SIGINT, before); go.set()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        go.set()
     assert job.wait() == latest(tmp_path) == tmp_path / "step-00000001" and job.done()
 
 
@@ -342,13 +426,38 @@ def payloads(mark):
     shell, code = f"touch {mark}", f"open({str(mark)!r}, 'w')"
     nested = Metadata({"model.weight": Calls(os.system, shell)}, storage_data={})
     mine = Metadata({}, planner_data=[{"deep": (Calls(eval, code),)}])
-    many = {"system": Calls(os.system, shell), "eval": Calls(eval, code), "exec": Calls(exec, code), "popen": Calls(subprocess.Popen, ["touch", str(mark)]), "import": Calls(__import__, "os"),
-            "getattr": Calls(getattr, "", "join"), "nested": nested, "deep": mine, "load": Calls(torch.load, str(mark)), "compile": Calls(compile, code, "x", "exec"),
-            "rebuilt": Calls(torch._utils._rebuild_tensor_v2), "set": Calls(setattr, TensorProperties, "x", 1)}
-    out = {f"{name}{protocol}": pickle.dumps(x, protocol) for name, x in many.items() for protocol in ((0, 2, 4, 5) if name in ("system", "nested") else (4,))}
-    hand = {"global": b"cposix\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR.", "dotted": b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.", "inst": b"(S'touch'\niposix\nsystem\n.",
-            "a class set": b"ctorch.distributed.checkpoint.metadata\nMetadata\n(dS'__setstate__'\nctorch\nSize\nsb.", "extension": b"\x82\x01.", "persistent": b"Pid\n.",
-            "a dtype called": b"ctorch\nfloat32\n(tR.", "nothing": b"", "noise": b"\x80\x04not a pickle", "a list": pickle.dumps([1]), "not what it says": pickle.dumps(Metadata({"a": 1}, storage_data={}))}
+    many = {
+        "system": Calls(os.system, shell),
+        "eval": Calls(eval, code),
+        "exec": Calls(exec, code),
+        "popen": Calls(subprocess.Popen, ["touch", str(mark)]),
+        "import": Calls(__import__, "os"),
+        "getattr": Calls(getattr, "", "join"),
+        "nested": nested,
+        "deep": mine,
+        "load": Calls(torch.load, str(mark)),
+        "compile": Calls(compile, code, "x", "exec"),
+        "rebuilt": Calls(torch._utils._rebuild_tensor_v2),
+        "set": Calls(setattr, TensorProperties, "x", 1),
+    }
+    out = {
+        f"{name}{protocol}": pickle.dumps(x, protocol)
+        for name, x in many.items()
+        for protocol in ((0, 2, 4, 5) if name in ("system", "nested") else (4,))
+    }
+    hand = {
+        "global": b"cposix\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR.",
+        "dotted": b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.",
+        "inst": b"(S'touch'\niposix\nsystem\n.",
+        "a class set": b"ctorch.distributed.checkpoint.metadata\nMetadata\n(dS'__setstate__'\nctorch\nSize\nsb.",
+        "extension": b"\x82\x01.",
+        "persistent": b"Pid\n.",
+        "a dtype called": b"ctorch\nfloat32\n(tR.",
+        "nothing": b"",
+        "noise": b"\x80\x04not a pickle",
+        "a list": pickle.dumps([1]),
+        "not what it says": pickle.dumps(Metadata({"a": 1}, storage_data={})),
+    }
     return out | hand
 
 
@@ -360,10 +469,27 @@ def test_a_hostile_checkpoint_runs_nothing(tmp_path, reader):
     model = nn.Linear(3, 3)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [(torch.ones(1, 3), torch.ones(1, 3))]
-    train = lambda steps, **options: fit(model, data, opt, steps=steps, loss=lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), save_to=tmp_path / "run", plot=False, **options)
+    train = lambda steps, **options: fit(
+        model,
+        data,
+        opt,
+        steps=steps,
+        loss=lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]),
+        save_to=tmp_path / "run",
+        plot=False,
+        **options,
+    )
     train(1)
-    path, mark, before = tmp_path / "run/step-00000001", tmp_path / "ran", [p.detach().clone() for p in model.parameters()]
-    call = {"load_weights": lambda: load_weights(model, tmp_path / "run"), "one of them": lambda: load_weights(model, path, optimizer=opt), "fit": lambda: train(2, resume=True)}[reader]
+    path, mark, before = (
+        tmp_path / "run/step-00000001",
+        tmp_path / "ran",
+        [p.detach().clone() for p in model.parameters()],
+    )
+    call = {
+        "load_weights": lambda: load_weights(model, tmp_path / "run"),
+        "one of them": lambda: load_weights(model, path, optimizer=opt),
+        "fit": lambda: train(2, resume=True),
+    }[reader]
     whole = (path / ".metadata").read_bytes()
     for name, raw in payloads(mark).items():
         (path / ".metadata").write_bytes(raw)
@@ -389,7 +515,10 @@ def test_hostile_tensors_run_nothing(tmp_path):
         torch.save(t, out := io.BytesIO())
         names, new = zipfile.ZipFile(io.BytesIO(out.getvalue())), io.BytesIO()
         with zipfile.ZipFile(new, "w") as z:
-            for n in names.namelist(): z.writestr(n, pickle.dumps(Calls(os.system, f"touch {mark}"), 2) if n.endswith("data.pkl") else names.read(n))
+            for n in names.namelist():
+                z.writestr(
+                    n, pickle.dumps(Calls(os.system, f"touch {mark}"), 2) if n.endswith("data.pkl") else names.read(n)
+                )
         return new.getvalue()
     model = nn.Linear(3, 3)
     for key in ("model.weight", "common", "extra.0"):
@@ -400,9 +529,11 @@ def test_hostile_tensors_run_nothing(tmp_path):
         (path / "evil.distcp").write_bytes(new)
         said.storage_data[index] = type(place)("evil.distcp", 0, len(new))
         (path / ".metadata").write_bytes(pickle.dumps(said))
-        with pytest.raises(ValueError, match=r"posix.system, so `save` did not write it; nothing of it was run") as e: load_weights(model, path)
+        with pytest.raises(ValueError, match=r"posix.system, so `save` did not write it; nothing of it was run") as e:
+            load_weights(model, path)
         assert str(path) in str(e.value) and not mark.exists()
-    part = torch.frombuffer(bytearray(pickle.dumps(Calls(os.system, f"touch {mark}"))), dtype=torch.uint8)         # bytes within a tensor
+    # bytes within a tensor
+    part = torch.frombuffer(bytearray(pickle.dumps(Calls(os.system, f"touch {mark}"))), dtype=torch.uint8)
     real, checkpoint._packed = checkpoint._packed, lambda x, what: part
     try: path = save(nn.Linear(3, 3), tmp_path / "part").path
     finally: checkpoint._packed = real
@@ -431,7 +562,8 @@ def test_a_checkpoint_names_no_file_outside_its_folder(tmp_path):
     save(nn.Linear(3, 3), tmp_path / "other", step=2)
     for name in ("../other/step-00000002", str(tmp_path / "other/step-00000002"), "..", "../../x"):
         (tmp_path / "run/latest").write_text(name)
-        with pytest.raises(ValueError, match="no folder beside it") as e: load_weights(nn.Linear(3, 3), tmp_path / "run")
+        with pytest.raises(ValueError, match="no folder beside it") as e:
+            load_weights(nn.Linear(3, 3), tmp_path / "run")
         assert name in str(e.value)
     (tmp_path / "run/latest").write_text("step-00000001\n")                                 # by hand
     assert latest(tmp_path / "run") == path
@@ -474,11 +606,16 @@ def test_metadata_are_those_that_were_written(tmp_path):
     model = tiny()
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = torch.arange(24).view(2, 12)
-    model(input_ids=ids, labels=ids).loss.backward(); opt.step()
+    model(input_ids=ids, labels=ids).loss.backward()
+    opt.step()
     for kind in (torch.float32, torch.bfloat16, torch.float64):
         path = checkpoint.save(model.to(kind), tmp_path, optimizer=opt).path
         want, got = pickle.loads((path / ".metadata").read_bytes()), checkpoint._metadata(path)
-        assert got.state_dict_metadata == want.state_dict_metadata and got.storage_data == want.storage_data and got.version == want.version
+        assert (
+            got.state_dict_metadata == want.state_dict_metadata
+            and got.storage_data == want.storage_data
+            and got.version == want.version
+        )
 
 
 def not_finite(folder):
@@ -489,7 +626,8 @@ def not_finite(folder):
     model = shard(tiny())
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = torch.arange(24).view(2, 12)
-    model(input_ids=ids, labels=ids).loss.backward(); opt.step()
+    model(input_ids=ids, labels=ids).loss.backward()
+    opt.step()
     save(model, folder, optimizer=opt, step=1)
     local = lambda t: t.to_local() if hasattr(t, "to_local") else t
     weight, kept, out = model.model.layers[1].mlp.up_proj.weight, opt.state[model.model.norm.weight]["exp_avg_sq"], {}
@@ -497,7 +635,9 @@ def not_finite(folder):
         before = local(t).detach().clone()
         if r == w - 1:
             with torch.no_grad(): local(t).view(-1)[-1:].fill_(bad)
-        try: save(model, folder, optimizer=opt, step=2, **options).wait(); out[what] = ""
+        try:
+            save(model, folder, optimizer=opt, step=2, **options).wait()
+            out[what] = ""
         except ValueError as e: out[what] = str(e)
         with torch.no_grad(): local(t).copy_(before)
     found = latest(folder).name, sorted(p.name for p in folder.iterdir()) if r == 0 else None
@@ -508,8 +648,13 @@ def not_finite(folder):
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path, world):
     for said, newest, there, then in [not_finite(tmp_path)] if world == 1 else run_ranks(not_finite, tmp_path):
-        words = dict.fromkeys(("weight", "background", "hf"), "the weight model.layers.1.mlp.up_proj.weight") | {"state": "the optimizer's exp_avg_sq of model.norm.weight"}
-        for what, text in said.items(): assert text.startswith(words[what] + (" on rank 1" if world == 2 else "") + " is not finite: no checkpoint was written"), (what, text)
+        words = dict.fromkeys(("weight", "background", "hf"), "the weight model.layers.1.mlp.up_proj.weight") | {
+            "state": "the optimizer's exp_avg_sq of model.norm.weight"
+        }
+        for what, text in said.items():
+            assert text.startswith(
+                words[what] + (" on rank 1" if world == 2 else "") + " is not finite: no checkpoint was written"
+            ), (what, text)
         assert newest == "step-00000001" and there in (None, ["latest", "step-00000001"]) and then == "step-00000002"
 
 
@@ -518,15 +663,22 @@ def test_infinities_that_belong_there_are_saved(tmp_path):
     from bmlab.train.checkpoint import NotFinite, load_weights, save
     def made():
         m = nn.Linear(3, 3)
-        m.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1)); m.register_parameter("frozen", nn.Parameter(torch.full((3,), -torch.inf), requires_grad=False))
-        m.register_buffer("small", torch.ones(4).to(torch.float8_e4m3fn)); m.register_buffer("turns", torch.ones(2, dtype=torch.complex64)); m.register_buffer("empty", torch.zeros(0, 3))
+        m.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        m.register_parameter("frozen", nn.Parameter(torch.full((3,), -torch.inf), requires_grad=False))
+        m.register_buffer("small", torch.ones(4).to(torch.float8_e4m3fn))
+        m.register_buffer("turns", torch.ones(2, dtype=torch.complex64))
+        m.register_buffer("empty", torch.zeros(0, 3))
         return m
-    save(model := made(), tmp_path, step=1); load_weights(again := made(), tmp_path)
+    save(model := made(), tmp_path, step=1)
+    load_weights(again := made(), tmp_path)
     assert torch.equal(again.mask, model.mask) and torch.equal(again.frozen, model.frozen)
     for name in ("mask", "frozen", "turns", "weight"):
-        bad = made(); getattr(bad, name).data.view(-1)[0] = torch.nan
+        bad = made()
+        getattr(bad, name).data.view(-1)[0] = torch.nan
         with pytest.raises(NotFinite, match=f"the weight {name} is not finite"): save(bad, tmp_path, step=2)
-    big = made(); big.weight.data.fill_(3e38); save(big, tmp_path, step=2)                     # (whose squares are not finite)
+    big = made()
+    big.weight.data.fill_(3e38)
+    save(big, tmp_path, step=2)  # (whose squares are not finite)
 
 
 @pytest.mark.parametrize("name", ["t5", "bert", "gpt2", "mixtral", "clip"])
@@ -536,10 +688,17 @@ def test_hugging_face_models_of_all_kinds(tmp_path, name):
     from bmlab.train.checkpoint import export_hf, load_weights
     small = dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
     vision = {k: v for k, v in small.items() if k != "vocab_size"} | dict(image_size=16, patch_size=8)
-    make = {"t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=99)),
-            "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**small)), "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99)),
-            "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**small, num_key_value_heads=2, num_local_experts=4)),
-            "clip": lambda: tf.CLIPModel(tf.CLIPConfig(text_config=small | dict(projection_dim=16), vision_config=vision, projection_dim=16))}[name]
+    make = {
+        "t5": lambda: tf.T5ForConditionalGeneration(
+            tf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=99)
+        ),
+        "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**small)),
+        "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99)),
+        "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**small, num_key_value_heads=2, num_local_experts=4)),
+        "clip": lambda: tf.CLIPModel(
+            tf.CLIPConfig(text_config=small | dict(projection_dim=16), vision_config=vision, projection_dim=16)
+        ),
+    }[name]
     torch.manual_seed(0)
     model = make()
     export_hf(model, tmp_path / "ours", max_shard="50KB")
@@ -547,7 +706,8 @@ def test_hugging_face_models_of_all_kinds(tmp_path, name):
     torch.manual_seed(1)
     load_weights(again := make(), tmp_path / "ours")
     assert same(again.state_dict(), model.state_dict())
-    if name == "mixtral": return                                               # transformers stores its experts one by one
+    # transformers stores its experts one by one
+    if name == "mixtral": return
     model.save_pretrained(tmp_path / "theirs")
     torch.manual_seed(2)
     load_weights(again := make(), tmp_path / "theirs")
@@ -560,17 +720,21 @@ def test_on_a_gpu(tmp_path):
     model = tiny().cuda()
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     ids = torch.arange(24, device="cuda").view(2, 12)
-    model(input_ids=ids, labels=ids).loss.backward(); opt.step()
+    model(input_ids=ids, labels=ids).loss.backward()
+    opt.step()
     for blocking in (True, False): save(model, tmp_path / "a", optimizer=opt, step=1, blocking=blocking).wait()
     again = tiny(1).cuda()
     opt2 = torch.optim.AdamW(again.parameters(), lr=1e-2, fused=True)
     load_weights(again, tmp_path / "a", optimizer=opt2)
     assert same(state(model, opt), state(again, opt2))
-    export_hf(model, tmp_path / "b"); load_weights(again := tiny(2).cuda(), tmp_path / "b")
+    export_hf(model, tmp_path / "b")
+    load_weights(again := tiny(2).cuda(), tmp_path / "b")
     assert same(model.state_dict(), again.state_dict())
 
 
-# ---- files that are torn ------------------------------------------------------------------------------------------------------------------------
+# ---- files that are torn
+# ----------------------------------------------------------------------------------------------------------------------
+# --
 
 def _drop_chunks(folder):
     import pickle
@@ -583,16 +747,34 @@ def _cut(folder, name, size):
     for path in folder.glob(name): path.write_bytes(path.read_bytes()[:size])
 
 
-TORN = {"pieces left out": _drop_chunks, "tensors cut off": lambda f: _cut(f, "*.distcp", 100), "tensors missing": lambda f: [x.unlink() for x in f.glob("*.distcp")],
-        "metadata empty": lambda f: _cut(f, ".metadata", 0), "metadata cut off": lambda f: _cut(f, ".metadata", 200), "metadata missing": lambda f: (f / ".metadata").unlink(),
-        "mark of another kind": lambda f: (f / "bmlab.json").write_text("[]"), "mark cut off": lambda f: _cut(f, "bmlab.json", 9)}
+TORN = {
+    "pieces left out": _drop_chunks,
+    "tensors cut off": lambda f: _cut(f, "*.distcp", 100),
+    "tensors missing": lambda f: [x.unlink() for x in f.glob("*.distcp")],
+    "metadata empty": lambda f: _cut(f, ".metadata", 0),
+    "metadata cut off": lambda f: _cut(f, ".metadata", 200),
+    "metadata missing": lambda f: (f / ".metadata").unlink(),
+    "mark of another kind": lambda f: (f / "bmlab.json").write_text("[]"),
+    "mark cut off": lambda f: _cut(f, "bmlab.json", 9),
+}
 
 
 def _run(folder, steps, resume=False):
     from bmlab.train.loop import fit
     torch.manual_seed(0)
     model, data = nn.Linear(3, 2), [torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(6)]
-    fit(model, data, torch.optim.SGD(model.parameters(), .1), steps=steps, loss=lambda m, x: m(x).square().mean(), plot=False, save_to=folder, save_every=1, keep=None, resume=resume)
+    fit(
+        model,
+        data,
+        torch.optim.SGD(model.parameters(), 0.1),
+        steps=steps,
+        loss=lambda m, x: m(x).square().mean(),
+        plot=False,
+        save_to=folder,
+        save_every=1,
+        keep=None,
+        resume=resume,
+    )
     return model.weight.detach()
 
 
@@ -656,5 +838,12 @@ def test_a_sparse_gradient_that_is_not_finite_is_named():
     model.weight.register_hook(lambda g: g * float("inf"))
     before = model.weight.detach().clone()
     with pytest.raises(Diverged, match="that of weight"):
-        fit(model, [torch.tensor([1, 2])], torch.optim.SGD(model.parameters(), .1), steps=1, loss=lambda m, x: m(x).mean(), plot=False)
+        fit(
+            model,
+            [torch.tensor([1, 2])],
+            torch.optim.SGD(model.parameters(), 0.1),
+            steps=1,
+            loss=lambda m, x: m(x).mean(),
+            plot=False,
+        )
     assert torch.equal(model.weight, before)

@@ -13,11 +13,14 @@ def net(seed=0):
     "Odd shapes: five rows on two ranks, one row on two ranks, a scale, a frozen layer and a shared one, far from zero mean"
     from torch import nn
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1), nn.Linear(1, 7), nn.LayerNorm(7), nn.Linear(7, 6))
+    model = nn.Sequential(
+        nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1), nn.Linear(1, 7), nn.LayerNorm(7), nn.Linear(7, 6)
+    )
     model.append(model[0])
     with torch.no_grad(): model[3].weight += 1000
     model[5].requires_grad_(False)
-    return model.double()                                  # (the mean of 1000 makes float32 gradients depend on the order of sums)
+    # (the mean of 1000 makes float32 gradients depend on the order of sums)
+    return model.double()
 
 
 def loss(model, rows): return model(rows).square().mean()
@@ -36,15 +39,22 @@ def sharded(rows, kind):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
     model, rank, world = net(), dist.get_rank(), dist.get_world_size()
-    if kind == "tensor":                                   # hand-made: columns of one matrix, rows of another; the rest is plain
+    # hand-made: columns of one matrix, rows of another; the rest is plain
+    if kind == "tensor":
         mesh = init_device_mesh("cpu", (world,))
         loss(model, rows).backward()
         for i, dim in ((0, 1), (5, 0)):
             grad = model[i].weight.grad
-            model[i].weight = torch.nn.Parameter(distribute_tensor(model[i].weight.detach(), mesh, [Shard(dim)]), requires_grad=i == 0)
+            model[i].weight = torch.nn.Parameter(
+                distribute_tensor(model[i].weight.detach(), mesh, [Shard(dim)]), requires_grad=i == 0
+            )
             if grad is not None: model[i].weight.grad = distribute_tensor(grad, mesh, [Shard(dim)])
         return inspect_model(model)
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")) if kind == "hybrid" else init_device_mesh("cpu", (world,))
+    mesh = (
+        init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        if kind == "hybrid"
+        else init_device_mesh("cpu", (world,))
+    )
     for i in (2, 3, 5): fully_shard(model[i], mesh=mesh, reshard_after_forward=kind != "zero2")
     fully_shard(model, mesh=mesh)
     loss(model, rows[rank::world]).backward()
@@ -54,7 +64,13 @@ def sharded(rows, kind):
 
 def close(table, want, columns=NUMBERS):
     assert table[["name", "shape"]].equals(want[["name", "shape"]])
-    torch.testing.assert_close(torch.tensor(table[columns].to_numpy(float)), torch.tensor(want[columns].to_numpy(float)), rtol=1e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(
+        torch.tensor(table[columns].to_numpy(float)),
+        torch.tensor(want[columns].to_numpy(float)),
+        rtol=1e-6,
+        atol=1e-6,
+        equal_nan=True,
+    )
 
 
 def variants(rows, kinds): return {kind: sharded(rows, kind) for kind in kinds}
@@ -72,7 +88,8 @@ def test_four_ranks():
     rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     want = whole(rows)
     for tables in run_ranks(variants, rows, ["zero3", "hybrid", "one without"], world_size=4):
-        close(tables["zero3"], want); close(tables["hybrid"], want)
+        close(tables["zero3"], want)
+        close(tables["hybrid"], want)
         close(tables["one without"], want, NUMBERS[:4])    # all ranks take part, so that nobody waits for ever
 
 
@@ -86,7 +103,9 @@ def recomputed_blocks(rows):
     from bmlab.train.inspection import inspect_tensor, record_tensor
 
     class Block(nn.Module):
-        def __init__(self): super().__init__(); self.up = nn.Linear(6, 6)
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(6, 6)
         def inner(self, x): return torch.tanh(record_tensor(self.up(x), "up"))
         def forward(self, x): return checkpoint(self.inner, x, use_reentrant=False) if self.recompute else self.inner(x)
 
@@ -94,7 +113,9 @@ def recomputed_blocks(rows):
     for recompute in (False, True):
         torch.manual_seed(0)
         model, mesh = nn.Sequential(Block(), Block()), init_device_mesh("cpu", (2,))
-        for block in model: block.recompute = recompute; fully_shard(block, mesh=mesh)
+        for block in model:
+            block.recompute = recompute
+            fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         with inspect_tensor(model, "[r]\\d") as t: model(rows[dist.get_rank()::2]).square().mean().backward()
         out[recompute] = t.table
@@ -118,6 +139,8 @@ def test_a_sharded_activation_counts_as_the_whole():
             record_tensor(d, "sharded").square().sum().backward()
             record_tensor(DTensor.from_local(x / 2, mesh, [Partial()]), "partial")
         y = x.clone().requires_grad_()
-        with inspect_tensor() as plain: record_tensor(y, "sharded").square().sum().backward(); record_tensor(x, "partial")
+        with inspect_tensor() as plain:
+            record_tensor(y, "sharded").square().sum().backward()
+            record_tensor(x, "partial")
         return t.table, plain.table
     for table, plain in run_ranks(recorded): close(table, plain)

@@ -16,7 +16,19 @@ ROWS = (torch.arange(24)[:, None] * 3 + torch.arange(12)) % 90
 def gpt(dropout=0.1, **options):
     import transformers as tf
     set_seed(0)
-    return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, n_positions=16, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **options))
+    return tf.GPT2LMHeadModel(
+        tf.GPT2Config(
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            vocab_size=99,
+            n_positions=16,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            **options,
+        )
+    )
 
 
 def mine(rank, world, batch=2):
@@ -42,7 +54,21 @@ def run(folder, kill_at=None, kind="adamw", **options):
         if model.training: seen.append(1)
         if len(seen) == kill_at and r == w - 1: os.kill(os.getpid(), signal.SIGKILL)
         return model_loss(model, batch)
-    return fit(model, mine(r, w), om, steps=8, loss=dies, clip=0.5, accumulate=2, save_to=folder, save_every=2, plot=False, held_out=list(mine(r, w)), every=3, **options)
+    return fit(
+        model,
+        mine(r, w),
+        om,
+        steps=8,
+        loss=dies,
+        clip=0.5,
+        accumulate=2,
+        save_to=folder,
+        save_every=2,
+        plot=False,
+        held_out=list(mine(r, w)),
+        every=3,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("world, kind", [(1, "offload"), (2, "adamw"), (2, "offload")])
@@ -55,10 +81,15 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, world, kind):
         with pytest.raises(RuntimeError): run_ranks(run, tmp_path / "cut", 11, kind, world_size=1)
     else:
         with pytest.raises(RuntimeError): run_ranks(run, tmp_path / "cut", 11, kind, world_size=world)
-    assert sorted(p.name for p in (tmp_path / "cut").iterdir() if not p.name.startswith(".")) == ["latest", "step-00000002", "step-00000004"]
+    assert sorted(p.name for p in (tmp_path / "cut").iterdir() if not p.name.startswith(".")) == [
+        "latest",
+        "step-00000002",
+        "step-00000004",
+    ]
     went_on = [resume(tmp_path / "cut")] if world == 1 else run_ranks(resume, tmp_path / "cut", world_size=world)
     for a, b in zip(whole, went_on):
-        for column in ("step", "loss", "grad_norm", "lr", "loss_scale", "held_out"): assert a[column].dropna().tolist() == b[column].dropna().tolist(), column
+        for column in ("step", "loss", "grad_norm", "lr", "loss_scale", "held_out"):
+            assert a[column].dropna().tolist() == b[column].dropna().tolist(), column
         assert len(a) == 9 and (a.grad_norm.dropna() > 0.5).any()
 
 
@@ -70,11 +101,27 @@ def accumulated(wrap, accumulate, folder=None):
     from bmlab.train.loop import fit
     r, w = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model = gpt(dropout=0.).double()
-    runner = DistributedDataParallel(model) if wrap == "ddp" else shard(model, dtype=None, zero=int(wrap), checkpoint=False) if wrap else model
+    runner = (
+        DistributedDataParallel(model)
+        if wrap == "ddp"
+        else shard(model, dtype=None, zero=int(wrap), checkpoint=False)
+        if wrap
+        else model
+    )
     size = 8 // w // accumulate
     batches = [{"input_ids": b, "labels": b} for i in range(0, 24, 8) for b in ROWS[i:i + 8][r::w].split(size)]
-    log = fit(runner, batches, torch.optim.SGD(model.parameters(), lr=0.5), steps=4, clip=1., accumulate=accumulate, plot=False)
-    return log, {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in model.named_parameters()}
+    log = fit(
+        runner,
+        batches,
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        steps=4,
+        clip=1.0,
+        accumulate=accumulate,
+        plot=False,
+    )
+    return log, {
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in model.named_parameters()
+    }
 
 
 def all_ways(): return {(wrap, n): accumulated(wrap, n) for wrap in ("ddp", "2", "3") for n in (1, 2, 4)}
@@ -85,7 +132,9 @@ def test_accumulation_is_one_large_batch():
     for ranks in run_ranks(all_ways):
         for way, (log, got) in ranks.items():
             torch.testing.assert_close(log.loss.tolist(), whole.loss.tolist(), rtol=1e-6, atol=0, msg=str(way))
-            torch.testing.assert_close(log.grad_norm.tolist(), whole.grad_norm.tolist(), rtol=1e-6, atol=0, msg=str(way))      # a loss is float32 in transformers
+            torch.testing.assert_close(
+                log.grad_norm.tolist(), whole.grad_norm.tolist(), rtol=1e-6, atol=0, msg=str(way)
+            )  # a loss is float32 in transformers
             for n, p in weights.items(): torch.testing.assert_close(got[n], p, rtol=1e-6, atol=1e-6, msg=str((way, n)))
 
 
@@ -96,7 +145,15 @@ def other_world(folder, resume=False):
     r, w = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model = shard(gpt(dropout=0.), dtype=None)
     batches = [{"input_ids": b, "labels": b} for i in range(0, 24, 4) for b in [ROWS[i:i + 4][r::w]]]
-    return fit(model, batches, torch.optim.AdamW(model.parameters(), lr=1e-2), steps=3 + 3 * resume, save_to=folder, resume=resume, plot=False)
+    return fit(
+        model,
+        batches,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        steps=3 + 3 * resume,
+        save_to=folder,
+        resume=resume,
+        plot=False,
+    )
 
 
 def test_a_run_goes_on_at_another_world_size(tmp_path):
@@ -106,19 +163,35 @@ def test_a_run_goes_on_at_another_world_size(tmp_path):
     torch.testing.assert_close(went_on.loss.tolist(), whole.loss.tolist(), rtol=2e-5, atol=2e-5)
     two = run_ranks(other_world, tmp_path / "two")
     assert len(two[0]) == 3
-    torch.testing.assert_close(other_world(tmp_path / "two", resume=True).loss.tolist(), whole.loss.tolist(), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(
+        other_world(tmp_path / "two", resume=True).loss.tolist(), whole.loss.tolist(), rtol=2e-5, atol=2e-5
+    )
 
 
 def test_a_sampler_of_ranks_hears_of_each_pass(tmp_path):
     "Another order in each pass, the same order after a resume"
     from bmlab.train.loop import fit
     seen = []
-    def loss(model, x): seen.append(x.flatten().int().tolist()); return model(x).mean()
+    def loss(model, x):
+        seen.append(x.flatten().int().tolist())
+        return model(x).mean()
     def go(folder, steps, **options):
         model = torch.nn.Linear(1, 1)
         rows = torch.arange(12.)[:, None]
-        loader = torch.utils.data.DataLoader(rows, batch_size=2, sampler=torch.utils.data.DistributedSampler(rows, num_replicas=2, rank=1))
-        seen.clear(); fit(model, loader, torch.optim.SGD(model.parameters(), lr=.1), steps=steps, loss=loss, plot=False, save_to=folder, **options)
+        loader = torch.utils.data.DataLoader(
+            rows, batch_size=2, sampler=torch.utils.data.DistributedSampler(rows, num_replicas=2, rank=1)
+        )
+        seen.clear()
+        fit(
+            model,
+            loader,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            steps=steps,
+            loss=loss,
+            plot=False,
+            save_to=folder,
+            **options,
+        )
         return list(seen)
     whole = go(tmp_path / "a", 8)
     assert whole[:3] != whole[3:6]
@@ -131,13 +204,33 @@ def test_a_complete_run_says_so(tmp_path, caplog):
     def go(steps):
         caplog.clear()
         model = gpt(dropout=0.)
-        log = fit(model, mine(0, 1), torch.optim.SGD(model.parameters(), lr=.1), steps=steps, save_to=tmp_path, resume=True, plot=False)
-        return log.loss.tolist(), [p.detach().clone() for p in model.parameters()], [r.message for r in caplog.records if r.name == "bmlab.train.loop"]
+        log = fit(
+            model,
+            mine(0, 1),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            steps=steps,
+            save_to=tmp_path,
+            resume=True,
+            plot=False,
+        )
+        return (
+            log.loss.tolist(),
+            [p.detach().clone() for p in model.parameters()],
+            [r.message for r in caplog.records if r.name == "bmlab.train.loop"],
+        )
     losses, weights, said = go(3)
     assert len(losses) == 3 and said == []
     for steps in (3, 2):
         again, same, said = go(steps)
-        assert again == losses and all(map(torch.equal, weights, same)) and said == [f"steps={steps}, but the run in {tmp_path} is complete with 3: no step is made; give more steps to go on"]
+        assert (
+            again == losses
+            and all(map(torch.equal, weights, same))
+            and said
+            == [
+                f"steps={steps}, but the run in {tmp_path} is complete with 3: no step is made; give more steps to go "
+                "on"
+            ]
+        )
     again, other, said = go(4)
     assert again[:3] == losses and len(again) == 4 and said == [] and not all(map(torch.equal, weights, other))
 
@@ -152,9 +245,15 @@ def spoilt(folder, overlap):
     r, w = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model = shard(gpt(dropout=0.), dtype=None)
     opt, seen = AdamW(model, lr=1e-2, offload=0.5, overlap=overlap), []
-    def loss(model, batch): seen.append(1); return model_loss(model, batch) * (math.nan if len(seen) == 5 and r == w - 1 else 1)
-    go = lambda **options: fit(model, mine(r, w), opt, steps=4, accumulate=2, save_to=folder, save_every=2, plot=False, **options)
-    try: go(loss=loss); said = ""
+    def loss(model, batch):
+        seen.append(1)
+        return model_loss(model, batch) * (math.nan if len(seen) == 5 and r == w - 1 else 1)
+    go = lambda **options: fit(
+        model, mine(r, w), opt, steps=4, accumulate=2, save_to=folder, save_every=2, plot=False, **options
+    )
+    try:
+        go(loss=loss)
+        said = ""
     except Diverged as e: said = str(e)
     finite = all((p.to_local() if hasattr(p, "to_local") else p).isfinite().all().item() for p in model.parameters())
     return said, finite, go(resume=True).loss.tolist()
@@ -167,7 +266,9 @@ def test_a_diverged_loss_says_whether_the_weights_are_whole(tmp_path, world):
     for overlap in ("forward", "backward"):
         for said, finite, losses in [spoilt(tmp_path / overlap, overlap)] if world == 1 else run_ranks(spoilt, tmp_path / overlap, overlap):
             assert "the loss of step 3 is nan" in said and finite
-            assert ("the step was not taken" in said) == (overlap == "forward") and ("the step is half made" in said) == (overlap == "backward")
+            assert ("the step was not taken" in said) == (overlap == "forward") and (
+                "the step is half made" in said
+            ) == (overlap == "backward")
             assert overlap == "forward" or f"resume=True goes on from {tmp_path / overlap / 'step-00000002'}" in said
             ends.setdefault(overlap, losses)
             assert len(losses) == 4 and torch.tensor(losses).isfinite().all()
@@ -191,19 +292,51 @@ def poisoned(folder, kind, options, steps=5, at=3, **more):
     from bmlab.train.loop import Diverged, fit, model_loss
     r, w = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model = shard(gpt(dropout=0.), dtype=None, checkpoint=False)
-    made = {"sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-2), "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2)}
-    opt = made[kind]() if kind in made else AdamW(model, lr=1e-2, offload=0.5 if kind == "part" else 1., overlap="forward" if kind == "forward" else "backward", unit=2000)
-    local, seen = lambda: [(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in model.parameters()], []
+    made = {
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-2),
+        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    }
+    opt = (
+        made[kind]()
+        if kind in made
+        else AdamW(
+            model,
+            lr=1e-2,
+            offload=0.5 if kind == "part" else 1.0,
+            overlap="forward" if kind == "forward" else "backward",
+            unit=2000,
+        )
+    )
+    local, seen = (
+        lambda: [(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in model.parameters()],
+        [],
+    )
     accumulate = options.get("accumulate", 1)
     def loss(model, batch):
         seen.append(local())
-        bad = len(seen) >= at * accumulate and r == w - 1                     # (again where the step is looked at once more)
-        hook = model.transformer.h[1].mlp.register_forward_hook(lambda m, args, out: Poisoned.apply(out)) if bad else None
+        # (again where the step is looked at once more)
+        bad = len(seen) >= at * accumulate and r == w - 1
+        hook = (
+            model.transformer.h[1].mlp.register_forward_hook(lambda m, args, out: Poisoned.apply(out)) if bad else None
+        )
         try: return model_loss(model, batch)
         finally:
             if bad: hook.remove()
-    go = lambda **o: fit(model, mine(r, w), opt, steps=steps, save_to=folder, save_every=2 if folder else None, plot=False, **options, **more, **o)
-    try: go(loss=loss); said = ""
+    go = lambda **o: fit(
+        model,
+        mine(r, w),
+        opt,
+        steps=steps,
+        save_to=folder,
+        save_every=2 if folder else None,
+        plot=False,
+        **options,
+        **more,
+        **o,
+    )
+    try:
+        go(loss=loss)
+        said = ""
     except Diverged as e: said = str(e)
     now = local()
     same, finite = all(map(torch.equal, seen[-1], now)), all(t.isfinite().all().item() for t in now)
@@ -211,7 +344,12 @@ def poisoned(folder, kind, options, steps=5, at=3, **more):
     return said, same, finite, newest, go(resume=True).loss.tolist() if newest else None
 
 
-WAYS = {"sgd": ("sgd", {}), "micro-batches": ("adamw", dict(accumulate=2)), "forward": ("forward", {}), "clip": ("adamw", dict(clip=1.))}
+WAYS = {
+    "sgd": ("sgd", {}),
+    "micro-batches": ("adamw", dict(accumulate=2)),
+    "forward": ("forward", {}),
+    "clip": ("adamw", dict(clip=1.0)),
+}
 
 
 def poisoned_ways(folder, ways): return {name: poisoned(folder / name, *way) for name, way in ways.items()}
@@ -222,7 +360,10 @@ def test_a_step_on_a_gradient_that_is_not_finite_is_not_taken(tmp_path, world):
     "With a clip and without: the weights are those before it, and a run goes on from the checkpoint before"
     for ways in [poisoned_ways(tmp_path, WAYS)] if world == 1 else run_ranks(poisoned_ways, tmp_path, WAYS):
         for name, (said, same, finite, newest, losses) in ways.items():
-            assert "the gradient of step 3 is not finite (nearest to the loss, that of transformer.h.1.mlp." in said and said.endswith("(the step was not taken)"), name
+            assert (
+                "the gradient of step 3 is not finite (nearest to the loss, that of transformer.h.1.mlp." in said
+                and said.endswith("(the step was not taken)")
+            ), name
             assert ("on rank" in said) == (world == 2) and same and finite and newest == "step-00000002", name
             assert len(losses) == 5 and torch.tensor(losses).isfinite().all(), name
 
@@ -233,9 +374,11 @@ def test_a_block_whose_gradient_is_not_finite_is_not_updated(tmp_path, world):
     kinds = {"part": ("part", {}), "whole": ("whole", {})}                    # of the state on the host
     for ways in [poisoned_ways(tmp_path, kinds)] if world == 1 else run_ranks(poisoned_ways, tmp_path, kinds):
         for name, (said, same, finite, newest, losses) in ways.items():
-            assert "the gradient of step 3 is not finite (nearest to the loss, that of transformer.h.1." in said, name      # (a shard's whole block arrives at once)
+            # (a shard's whole block arrives at once)
+            assert "the gradient of step 3 is not finite (nearest to the loss, that of transformer.h.1." in said, name
             assert "half made" in said and f"resume=True goes on from {tmp_path / name / 'step-00000002'}" in said, name
-            assert finite and newest == "step-00000002" and (world == 2 or not same), name      # (the final norm is updated; sharded, it lies in a block with the embedding)
+            # (the final norm is updated; sharded, it lies in a block with the embedding)
+            assert finite and newest == "step-00000002" and (world == 2 or not same), name
             assert len(losses) == 5 and torch.tensor(losses).isfinite().all(), name
 
 
@@ -248,9 +391,12 @@ def test_a_bad_step_without_a_checkpoint_says_so(tmp_path):
 
 class Overflows(torch.optim.SGD):
     "Whose step number `at` leaves what is not finite, in a weight or in its own state"
-    def __init__(self, params, at, where): super().__init__(params, lr=1e-2, momentum=0.9); self.at, self.where, self.made = at, where, 0
+    def __init__(self, params, at, where):
+        super().__init__(params, lr=1e-2, momentum=0.9)
+        self.at, self.where, self.made = at, where, 0
     def step(self, closure=None):
-        super().step(); self.made += 1
+        super().step()
+        self.made += 1
         if self.made != self.at: return
         p = self.param_groups[0]["params"][-1]
         t = p if self.where == "weight" else self.state[p]["momentum_buffer"]
@@ -267,8 +413,20 @@ def overflow(folder, where, background):
     from bmlab.train.loop import Diverged, fit
     r, w = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model = shard(gpt(dropout=0.), dtype=None)
-    go = lambda at, **options: fit(model, mine(r, w), Overflows(model.parameters(), at, where), steps=6, save_to=folder, save_every=2, save_in_background=background, plot=False, **options)
-    try: go(4); said = ""
+    go = lambda at, **options: fit(
+        model,
+        mine(r, w),
+        Overflows(model.parameters(), at, where),
+        steps=6,
+        save_to=folder,
+        save_every=2,
+        save_in_background=background,
+        plot=False,
+        **options,
+    )
+    try:
+        go(4)
+        said = ""
     except Diverged as e: said = str(e)
     return said, latest(folder).name, go(99, resume=True).loss.tolist()
 
@@ -276,7 +434,10 @@ def overflow(folder, where, background):
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_not_finite_is_never_the_newest_checkpoint(tmp_path, world):
     ways = [("weight", False), ("weight", True), ("state", False)]            # what, saved in the background?
-    words = {"weight": "the weight transformer.ln_f.bias", "state": "the optimizer's momentum_buffer of transformer.ln_f.bias"}
+    words = {
+        "weight": "the weight transformer.ln_f.bias",
+        "state": "the optimizer's momentum_buffer of transformer.ln_f.bias",
+    }
     for rank in [overflows(tmp_path, ways)] if world == 1 else run_ranks(overflows, tmp_path, ways):
         for (where, background), (said, newest, losses) in zip(ways, rank):
             assert said.startswith("after step 4 ") and words[where] in said and "no checkpoint was written" in said
@@ -302,16 +463,31 @@ def spoilt_on_disk(folder, steps, **options):
         if step % 4: next(iter(opt.state.values()))["exp_avg"].fill_(float("nan"))
         else: model.transformer.ln_f.weight.data.fill_(float("inf"))
         from bmlab.train.optim import OptimManager
-        om = OptimManager(model=model); om.add_optimizer(opt)
+        om = OptimManager(model=model)
+        om.add_optimizer(opt)
         path = checkpoint.save(model, folder / "new", manager=om, step=step, extra=found["extra"]).path
-        if r == 0: import shutil; shutil.rmtree(name); path.rename(name)
+        if r == 0:
+            import shutil
+            shutil.rmtree(name)
+            path.rename(name)
         if dist.is_initialized(): dist.barrier()
     checkpoint._spoilt = look
     said, again = [], shard(gpt(dropout=0.), dtype=None)
     import logging
-    handler = logging.Handler(); handler.emit = lambda record: said.append(record.getMessage())
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("bmlab.train.loop").addHandler(handler)
-    try: log = fit(again, mine(r, w), torch.optim.AdamW(again.parameters(), lr=1e-2), steps=8, save_to=folder, resume=True, keep=None, plot=False).loss.tolist()
+    try:
+        log = fit(
+            again,
+            mine(r, w),
+            torch.optim.AdamW(again.parameters(), lr=1e-2),
+            steps=8,
+            save_to=folder,
+            resume=True,
+            keep=None,
+            plot=False,
+        ).loss.tolist()
     except ValueError as e: return str(e), said
     return log, said
 
@@ -322,17 +498,29 @@ def test_a_run_goes_on_from_the_newest_good_checkpoint(tmp_path, world):
     (whole, _), *_ = ranks(tmp_path / "a", [])
     for i, (log, said) in enumerate(ranks(tmp_path / "b", [4, 6])):
         assert log == whole and len(said) == (i == 0)
-        if said: assert "step-00000002" in said[0] and "step-00000006 (the optimizer's exp_avg" in said[0] and "step-00000004 (the weight transformer.ln_f.weight" in said[0]
-    for error, _ in ranks(tmp_path / "c", [2, 4, 6]): assert "no checkpoint there is fit to go on from: step-00000006" in error and "begin anew in another folder" in error
+        if said:
+            assert (
+                "step-00000002" in said[0]
+                and "step-00000006 (the optimizer's exp_avg" in said[0]
+                and "step-00000004 (the weight transformer.ln_f.weight" in said[0]
+            )
+    for error, _ in ranks(tmp_path / "c", [2, 4, 6]):
+        assert (
+            "no checkpoint there is fit to go on from: step-00000006" in error
+            and "begin anew in another folder" in error
+        )
 
 
 def test_a_loss_scale_that_skips_for_ever_ends_the_run():
     from bmlab.train.optim import OptimManager
     from bmlab.train.loop import Diverged, fit
     model = gpt(dropout=0.)
-    om = OptimManager(loss_scale=4., model=model); om.add_optimizer(torch.optim.SGD(model.parameters(), lr=.1))
+    om = OptimManager(loss_scale=4., model=model)
+    om.add_optimizer(torch.optim.SGD(model.parameters(), lr=.1))
     model.transformer.h[1].mlp.c_fc.weight.register_hook(lambda g: g * float("inf"))
-    with pytest.raises(Diverged, match="no step was taken since step 0: the gradients are not finite at any loss scale, now 1") as e: fit(model, mine(0, 1), om, steps=300, plot=False)
+    with pytest.raises(Diverged, match="no step was taken since step 0: the gradients are not finite at any loss "
+                                       "scale, now 1") as e:
+        fit(model, mine(0, 1), om, steps=300, plot=False)
     assert len(e.value.log) == 99
 
 
@@ -340,7 +528,8 @@ def apart(capture):
     import logging
     from bmlab.train.loop import fit
     said = []
-    handler = logging.Handler(); handler.emit = lambda record: said.append(record.getMessage())
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("bmlab.train.loop").addHandler(handler)
     model = gpt()
     fit(model, mine(0, 1), torch.optim.SGD(model.parameters(), lr=.1), steps=1, plot=False)
@@ -359,11 +548,22 @@ def test_on_a_gpu(tmp_path):
     torch.use_deterministic_algorithms(False)
     def go(folder, steps, **options):
         model = shard(gpt(dropout=0.).cuda(), dtype=torch.bfloat16)
-        return fit(model, mine(0, 1), AdamW(model, lr=1e-2, offload=0.5), steps=steps, clip=0.5, accumulate=2, save_to=folder, plot=False, **options), model
+        return fit(
+            model,
+            mine(0, 1),
+            AdamW(model, lr=1e-2, offload=0.5),
+            steps=steps,
+            clip=0.5,
+            accumulate=2,
+            save_to=folder,
+            plot=False,
+            **options,
+        ), model
     whole, _ = go(tmp_path / "a", 6)
     go(tmp_path / "b", 3, save_in_background=True)
     went_on, model = go(tmp_path / "b", 6, resume=True)
     torch.testing.assert_close(went_on.loss.tolist(), whole.loss.tolist(), rtol=1e-2, atol=1e-2)
     assert (went_on.memory > 0).all() and went_on.memory.iloc[-1] == torch.cuda.max_memory_allocated()
     model.transformer.h[1].mlp.c_fc.register_forward_hook(lambda m, args, out: out * float("nan"))
-    with pytest.raises(Diverged, match="transformer.h.1.mlp.c_fc"): fit(model, mine(0, 1), torch.optim.SGD(model.parameters(), lr=.1), steps=1, plot=False)
+    with pytest.raises(Diverged, match="transformer.h.1.mlp.c_fc"):
+        fit(model, mine(0, 1), torch.optim.SGD(model.parameters(), lr=.1), steps=1, plot=False)

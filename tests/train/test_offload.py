@@ -18,21 +18,30 @@ class Block(nn.Module):
 class Tiny(nn.Module):
     def __init__(self, D=32, L=3, V=64, recompute=False):
         super().__init__()
-        self.embed, self.blocks, self.head, self.recompute = nn.Embedding(V, D), nn.ModuleList([Block(D) for _ in range(L)]), nn.Linear(D, V, bias=False), recompute
+        self.embed, self.blocks, self.head, self.recompute = (
+            nn.Embedding(V, D),
+            nn.ModuleList([Block(D) for _ in range(L)]),
+            nn.Linear(D, V, bias=False),
+            recompute,
+        )
         self.head.weight = self.embed.weight
     def forward(self, ids):
         x = self.embed(ids)
-        for b in self.blocks: x = torch.utils.checkpoint.checkpoint(b, x, use_reentrant=False) if self.recompute else b(x)
+        for b in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(b, x, use_reentrant=False) if self.recompute else b(x)
         return self.head(x)
 
 
-def loss_of(model, ids): return nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+def loss_of(model, ids):
+    return nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def batches(n=6): return [torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(i)) for i in range(n)]
 
 
-def model(**kw): torch.manual_seed(0); return Tiny(**kw)
+def model(**kw):
+    torch.manual_seed(0)
+    return Tiny(**kw)
 
 
 def run(opt_of, net, data, clip=None, accumulate=1):
@@ -48,7 +57,8 @@ def run(opt_of, net, data, clip=None, accumulate=1):
             coef = min(1.0, clip / (float(norm.full_tensor() if isinstance(norm, DTensor) else norm) + 1e-6))
             if hasattr(opt, "grad_divisor"): opt.grad_divisor = 1 / coef
             else: [p.grad.div_(1 / coef) for p in net.parameters()]
-        opt.step(); opt.zero_grad()
+        opt.step()
+        opt.zero_grad()
     state = net.state_dict()
     return {k: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for k, t in state.items()}, opt
 
@@ -99,7 +109,10 @@ def test_evaluation_between_steps_sees_the_new_weights():
     net, plain = model(), model()
     opt, theirs = AdamW(net, lr=1e-2, offload=1.0, unit=2000), torch_adamw(plain)
     for ids in batches():
-        for m, o in ((net, opt), (plain, theirs)): loss_of(m, ids).backward(); o.step(); o.zero_grad()
+        for m, o in ((net, opt), (plain, theirs)):
+            loss_of(m, ids).backward()
+            o.step()
+            o.zero_grad()
         with torch.no_grad(): assert torch.equal(net(ids), plain(ids))
 
 
@@ -109,7 +122,11 @@ def test_torch_schedule_and_zero_lr():
     opts = AdamW(net, lr=1e-2, offload=1.0), torch_adamw(plain)
     schedules = [torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, 4) for o in opts]
     for ids in batches():
-        for m, o, s in zip((net, plain), opts, schedules): loss_of(m, ids).backward(); o.step(); o.zero_grad(); s.step()
+        for m, o, s in zip((net, plain), opts, schedules):
+            loss_of(m, ids).backward()
+            o.step()
+            o.zero_grad()
+            s.step()
     a, b = net.state_dict(), plain.state_dict()
     assert all(torch.equal(a[k], b[k]) for k in a)
 
@@ -119,9 +136,12 @@ def test_threads_end_with_the_optimizer():
     before = threading.active_count()
     net = model()
     opt = AdamW(net, offload=1.0, link=0.5)
-    loss_of(net, batches(1)[0]).backward(); opt.step(); opt.flush()
+    loss_of(net, batches(1)[0]).backward()
+    opt.step()
+    opt.flush()
     assert threading.active_count() > before
-    del opt; gc.collect()
+    del opt
+    gc.collect()
     assert threading.active_count() == before
     loss_of(net, batches(1)[0]).backward()                               # the model goes on without it
     copy.deepcopy(net)
@@ -148,15 +168,17 @@ def test_gpu_lanes():
                 got, opt = run(lambda m: AdamW(m, lr=1e-3, offload=1.0, unit=1 << 15, **kw), net(), data, clip)
                 for k in want:
                     if kw["link"] == 1.0: assert torch.equal(got[k], want[k]), (kw, k)
-                    elif dtype == torch.float32: torch.testing.assert_close(got[k], want[k], rtol=1e-4, atol=5e-5)   # (m̂/√v̂ of tiny gradients turns rounding into parts of a step)
-                    elif len(data) == 1: torch.testing.assert_close(got[k], want[k], rtol=2 ** -7, atol=1e-6)         # the next bf16 number at most; later steps drift apart
+                    elif dtype == torch.float32: torch.testing.assert_close(got[k], want[k], rtol=1e-4, atol=5e-5)  # (m̂/√v̂ of tiny gradients turns rounding into parts of a step)
+                    elif len(data) == 1: torch.testing.assert_close(got[k], want[k], rtol=2 ** -7, atol=1e-6)  # the next bf16 number at most; later steps drift apart
 
 
 # what reads weights before the optimizer has finished: each must wait, seen by lanes that are made slow
 
 class Late(nn.Module):
     "The embedding is registered after the layers"
-    def __init__(self): super().__init__(); self.layers, self.embed = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Embedding(10, 8)
+    def __init__(self):
+        super().__init__()
+        self.layers, self.embed = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Embedding(10, 8)
     def forward(self, ids):
         x = self.embed(ids)
         for layer in self.layers: x = x + layer(x).tanh()
@@ -165,7 +187,12 @@ class Late(nn.Module):
 
 class Nested(nn.Module):
     "The blocks are only containers"
-    def __init__(self): super().__init__(); self.embed, self.layers = nn.Embedding(10, 8), nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(3))
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers = (
+            nn.Embedding(10, 8),
+            nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(3)),
+        )
     def forward(self, ids):
         x = self.embed(ids)
         for a, b in self.layers: x = x + b(a(x).tanh())
@@ -174,7 +201,9 @@ class Nested(nn.Module):
 
 class Headed(nn.Module):
     "Called by its parts"
-    def __init__(self): super().__init__(); self.body, self.head = Late(), nn.Linear(8, 10)
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = Late(), nn.Linear(8, 10)
     def forward(self, ids): return self.head(self.body(ids))
 
 
@@ -182,7 +211,11 @@ class Shared(nn.Module):
     "A weight of the last layer is the root's too"
     def __init__(self):
         super().__init__()
-        self.embed, self.first, self.layers = nn.Embedding(10, 8), nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.embed, self.first, self.layers = (
+            nn.Embedding(10, 8),
+            nn.Linear(8, 8),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(3)),
+        )
         self.layers[2].weight = self.first.weight
     def forward(self, ids):
         x = self.first(self.embed(ids))
@@ -192,7 +225,14 @@ class Shared(nn.Module):
 
 class Dropping(nn.Module):
     "Every other forward leaves the last layer out"
-    def __init__(self): super().__init__(); self.embed, self.layers, self.norm, self.calls = nn.Embedding(10, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.LayerNorm(8), 0
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers, self.norm, self.calls = (
+            nn.Embedding(10, 8),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(3)),
+            nn.LayerNorm(8),
+            0,
+        )
     def forward(self, ids):
         self.calls, x = self.calls + 1, self.embed(ids)
         for layer in list(self.layers)[:3 if self.calls % 2 else 2]: x = x + layer(x).tanh()
@@ -200,9 +240,19 @@ class Dropping(nn.Module):
 
 
 IDS = torch.randint(0, 10, (4, 5), generator=torch.Generator().manual_seed(0))
-READERS = {"late": (Late, lambda m: m(IDS)), "nested": (Nested, lambda m: m(IDS)), "parts": (Headed, lambda m: m.body(IDS) @ m.head.weight.T), "shared": (Shared, lambda m: m(IDS)),
-           "dropping": (Dropping, lambda m: m(IDS)), "compiled": (Late, None), "state_dict": (Late, lambda m: torch.func.functional_call(m, dict(m.state_dict(keep_vars=True)), (IDS,))),
-           "part's state_dict": (Late, lambda m: nn.functional.linear(m.embed(IDS), m.layers[2].state_dict(keep_vars=True)["weight"]))}
+READERS = {
+    "late": (Late, lambda m: m(IDS)),
+    "nested": (Nested, lambda m: m(IDS)),
+    "parts": (Headed, lambda m: m.body(IDS) @ m.head.weight.T),
+    "shared": (Shared, lambda m: m(IDS)),
+    "dropping": (Dropping, lambda m: m(IDS)),
+    "compiled": (Late, None),
+    "state_dict": (Late, lambda m: torch.func.functional_call(m, dict(m.state_dict(keep_vars=True)), (IDS,))),
+    "part's state_dict": (
+        Late,
+        lambda m: nn.functional.linear(m.embed(IDS), m.layers[2].state_dict(keep_vars=True)["weight"]),
+    ),
+}
 
 
 def losses(make, run, slow, monkeypatch, steps=3):
@@ -212,11 +262,15 @@ def losses(make, run, slow, monkeypatch, steps=3):
     with monkeypatch.context() as patch:
         patch.setattr(offload, "_cpu_unit", lambda *a: (time.sleep(0.05 if slow else 0), update(*a)))
         torch.manual_seed(0)
-        net = make(); opt, out = offload.AdamW(net, lr=0.1, offload=1.0), []
+        net = make()
+        opt, out = offload.AdamW(net, lr=0.1, offload=1.0), []
         call = run or torch.compile(net, backend="eager")
         for _ in range(steps):
             loss = call(net).pow(2).mean() if run else call(IDS).pow(2).mean()
-            loss.backward(); opt.step(); opt.zero_grad(); out.append(loss.item())
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            out.append(loss.item())
             if not slow: opt.flush()
         opt.flush()
         return out
@@ -238,11 +292,20 @@ def sharded_readers():
         for slow in (True, False):
             offload._cpu_unit = lambda *a: (time.sleep(0.05 if slow else 0), update(*a))
             torch.manual_seed(0)
-            net = nn.Sequential(nn.Embedding(10, 8), nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])) if case != "coarse" else Halves()
+            net = (
+                nn.Sequential(
+                    nn.Embedding(10, 8), nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+                )
+                if case != "coarse"
+                else Halves()
+            )
             shard(net, dtype=None, **kw)
             opt = offload.AdamW(net, lr=0.1, offload=1.0)
             for _ in range(3):
-                loss = net(IDS).pow(2).mean(); loss.backward(); opt.step(); opt.zero_grad()
+                loss = net(IDS).pow(2).mean()
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
                 if not slow: opt.flush()
                 out.setdefault(case, {}).setdefault(slow, []).append(loss.item())
             opt.flush()
@@ -251,7 +314,12 @@ def sharded_readers():
 
 
 class Halves(nn.Module):
-    def __init__(self): super().__init__(); self.embed, self.halves = nn.Embedding(10, 8), nn.ModuleList(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]) for _ in range(2))
+    def __init__(self):
+        super().__init__()
+        self.embed, self.halves = (
+            nn.Embedding(10, 8),
+            nn.ModuleList(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]) for _ in range(2)),
+        )
     def forward(self, ids):
         x = self.embed(ids)
         for half in self.halves: x = x + half(x).tanh()
@@ -268,10 +336,15 @@ def test_masters_follow_weights_that_others_write():
     from bmlab.train.offload import AdamW
     def train(offload, half=False):
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Embedding(10, 8, max_norm=0.5), nn.Linear(8, 8)).to(torch.bfloat16 if half else torch.float32)
+        net = nn.Sequential(nn.Embedding(10, 8, max_norm=0.5), nn.Linear(8, 8)).to(
+            torch.bfloat16 if half else torch.float32
+        )
         opt = AdamW(net.parameters() if half else net, lr=0.1, offload=offload, unit=20)
         for i in range(4):
-            (net(IDS) - 1).pow(2).mean().backward(); opt.step(); opt.zero_grad(); opt.flush()
+            (net(IDS) - 1).pow(2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+            opt.flush()
             with torch.no_grad(): net[1].weight.clamp_(-0.05, 0.05)
             if i == 2: net[1].load_state_dict({"weight": torch.zeros(8, 8), "bias": torch.ones(8)})
         return net.state_dict()
@@ -287,12 +360,17 @@ def test_weights_written_through_data_are_kept(offload):
     from bmlab.train.offload import AdamW
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
     opt, x = AdamW(net, lr=1e-3, offload=offload), torch.ones(2, 4).bfloat16()
-    def step(): net(x).sum().backward(); opt.step(); opt.zero_grad(); opt.flush()
+    def step():
+        net(x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        opt.flush()
     step()
     net[1].weight.data = torch.full((4, 4), 3.).bfloat16()
     step()
     assert (net[1].weight - 3).abs().max() < 0.1
-    net[0].weight.data.fill_(5.); opt.reset_masters()
+    net[0].weight.data.fill_(5.)
+    opt.reset_masters()
     step()
     assert (net[0].weight - 5).abs().max() < 0.1
 
@@ -302,27 +380,36 @@ def sharded_writes():
     from torch.distributed.fsdp import fully_shard
     from bmlab.train import offload
     looked, where = [0], torch.where
-    def counted(*a): looked[0] += 1; return where(*a)
+    def counted(*a):
+        looked[0] += 1
+        return where(*a)
     offload.torch.where = counted
     net = model().bfloat16()
     for m in (*net.blocks, net): fully_shard(m, mesh=init_device_mesh("cpu", (2,)))
     opt, p, out = offload.AdamW(net, lr=0.1, offload=0.5, unit=3000), net.blocks[0].up.weight, []
     def step():
-        loss_of(net, batches(1)[0]).backward(); opt.step(); opt.zero_grad(); opt.flush()
-        out.append(looked[0]); looked[0] = 0
+        loss_of(net, batches(1)[0]).backward()
+        opt.step()
+        opt.zero_grad()
+        opt.flush()
+        out.append(looked[0])
+        looked[0] = 0
     for _ in range(3): step()                                          # the first look, then none
     for write in (lambda: p.clamp_(-0.05, 0.05), lambda: p.to_local().zero_()):
         with torch.no_grad(): write()
-        want = p.full_tensor().clone(); step()
+        want = p.full_tensor().clone()
+        step()
         state = next(s["master"] for q, s in opt.state_dict()["state"].items() if list(net.parameters())[q] is p)
-        out.append(((state.full_tensor() - want.float()).abs().max() < 0.2).item())       # a step from where others left it
+        # a step from where others left it
+        out.append(((state.full_tensor() - want.float()).abs().max() < 0.2).item())
     offload.torch.where = where
     return out
 
 
 @pytest.mark.long
 def test_masters_of_shards_follow_weights_that_others_write():
-    for first, second, third, clamped, a, zeroed, b in run_ranks(sharded_writes): assert first > 0 and second == third == 0 and 0 < clamped < first and 0 < zeroed < first and a and b
+    for first, second, third, clamped, a, zeroed, b in run_ranks(sharded_writes):
+        assert first > 0 and second == third == 0 and 0 < clamped < first and 0 < zeroed < first and a and b
 
 
 def test_a_copy_of_the_model_is_free():
@@ -331,9 +418,13 @@ def test_a_copy_of_the_model_is_free():
     from bmlab.train.offload import AdamW
     net = model().bfloat16()
     opt = AdamW(net, lr=1e-3, offload=1.0)
-    loss_of(net, batches(1)[0]).backward(); opt.step(); opt.zero_grad(); opt.flush()
+    loss_of(net, batches(1)[0]).backward()
+    opt.step()
+    opt.zero_grad()
+    opt.flush()
     masters, other = [s["master"].clone() for s in opt.state.values()], copy.deepcopy(net)
-    other.load_state_dict(net.state_dict()); pickle.loads(pickle.dumps(net))
+    other.load_state_dict(net.state_dict())
+    pickle.loads(pickle.dumps(net))
     assert all(torch.equal(a, s["master"]) for a, s in zip(masters, opt.state_dict()["state"].values()))
 
 
@@ -342,25 +433,37 @@ def test_what_overlap_backward_cannot_do_is_refused():
     from bmlab.train.optim import OptimManager
     net = model()
     opt = AdamW(net, offload=1.0, overlap="backward")
-    om = OptimManager(); om.add_optimizer(opt)
-    for _ in range(2): om.backward(loss_of(net, batches(1)[0])); om.step(); om.zero_grad()
+    om = OptimManager()
+    om.add_optimizer(opt)
+    for _ in range(2):
+        om.backward(loss_of(net, batches(1)[0]))
+        om.step()
+        om.zero_grad()
     om.backward(loss_of(net, batches(1)[0]))
     with pytest.raises(RuntimeError, match="used the gradients already"): om.clip_grad_norm(1.0)
     with pytest.raises(RuntimeError, match="arrived twice"): loss_of(net, batches(1)[0]).backward()
     om.zero_grad()
-    scaled = OptimManager(loss_scale=1024); scaled.add_optimizer(opt)
+    scaled = OptimManager(loss_scale=1024)
+    scaled.add_optimizer(opt)
     with pytest.raises(RuntimeError, match="loss_scale=1024"): scaled.backward(loss_of(net, batches(1)[0]))
 
 
 def test_parameters_without_elements_and_odd_kinds():
     from bmlab.train.offload import AdamW
-    net = nn.Linear(4, 4); net.empty = nn.Parameter(torch.empty(0))
+    net = nn.Linear(4, 4)
+    net.empty = nn.Parameter(torch.empty(0))
     for offload in (None, 1.0):
         before = net.weight.detach().clone()
-        opt = AdamW(net, lr=0.1, weight_decay=0., offload=offload); (net(torch.ones(1, 4)).sum() + net.empty.sum()).backward(); opt.step(); opt.zero_grad(); opt.flush()
-        torch.testing.assert_close(before - net.weight, torch.full((4, 4), 0.1))         # a first step goes by the learning rate
+        opt = AdamW(net, lr=0.1, weight_decay=0., offload=offload)
+        (net(torch.ones(1, 4)).sum() + net.empty.sum()).backward()
+        opt.step()
+        opt.zero_grad()
+        opt.flush()
+        # a first step goes by the learning rate
+        torch.testing.assert_close(before - net.weight, torch.full((4, 4), 0.1))
         assert [int(s["step"]) for s in opt.state.values()] == [1, 1, 1]
-    with pytest.raises(ValueError, match="not contiguous"): AdamW(nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last))
+    with pytest.raises(ValueError, match="not contiguous"):
+        AdamW(nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last))
     with pytest.raises(ValueError, match="complex64"): AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
 
 
@@ -373,15 +476,22 @@ def test_a_block_whose_gradient_is_not_finite_stays_as_it_was(device, dtype, off
     from bmlab.train.optim import OptimManager
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]).to(device, dtype)
-    opt, x = AdamW(net, lr=1e-2, offload=offload, link=link, overlap="backward", unit=5000), torch.randn(8, 64, device=device, dtype=dtype)
-    om = OptimManager(model=net); om.add_optimizer(opt)
+    opt, x = (
+        AdamW(net, lr=1e-2, offload=offload, link=link, overlap="backward", unit=5000),
+        torch.randn(8, 64, device=device, dtype=dtype),
+    )
+    om = OptimManager(model=net)
+    om.add_optimizer(opt)
     weight, three = net[4][0].weight, torch.tensor(3, device=device)
     def backward(bad=None):
         om.zero_grad()
         hook = weight.register_hook(lambda g: g.clone().index_fill_(0, three, bad)) if bad is not None else None
         om.backward(net(x).float().square().mean())
         if hook is not None: hook.remove()
-    for _ in range(4): backward(); assert om.gradients_finite().item(); om.step()
+    for _ in range(4):
+        backward()
+        assert om.gradients_finite().item()
+        om.step()
     opt.flush()
     for bad in (float("inf"), float("nan")):
         before = [p.detach().clone() for p in net.parameters()]
@@ -389,11 +499,23 @@ def test_a_block_whose_gradient_is_not_finite_stays_as_it_was(device, dtype, off
         assert not om.gradients_finite().item() and [p is weight for p in opt.spoilt()] == [True]
         om.zero_grad()                                                   # as `fit` does, which then ends
         opt.flush()
-        assert all(p.isfinite().all() for p in net.parameters()) and torch.equal(weight, before[8]) and not torch.equal(net[5][0].weight, before[10])
-        backward(); om.step(); opt.flush()
+        assert (
+            all(p.isfinite().all() for p in net.parameters())
+            and torch.equal(weight, before[8])
+            and not torch.equal(net[5][0].weight, before[10])
+        )
+        backward()
+        om.step()
+        opt.flush()
     backward(float("nan"))
     with pytest.raises(FloatingPointError, match="the gradient of 4.0.weight is not finite"):
-        om.step()                                                        # at once, or on a GPU where the host first knows
-        for _ in range(3): backward(); om.step()
-    om.zero_grad(); backward(); om.step(); opt.flush()
+        # at once, or on a GPU where the host first knows
+        om.step()
+        for _ in range(3):
+            backward()
+            om.step()
+    om.zero_grad()
+    backward()
+    om.step()
+    opt.flush()
     assert all(p.isfinite().all() for p in net.parameters())

@@ -9,12 +9,27 @@ from bmlab.train.processes import run_ranks
 from conftest import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-ENV = {**{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")},
-       "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+ENV = {
+    **{
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    },
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_VISIBLE_DEVICES": "",
+}
 
 
 def start(script, *args, launcher=(), **env):
-    return subprocess.Popen([sys.executable, *launcher, script, *map(str, args)], env={**ENV, **{k: str(v) for k, v in env.items()}}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        [sys.executable, *launcher, script, *map(str, args)],
+        env={**ENV, **{k: str(v) for k, v in env.items()}},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def finish(processes, timeout_s=100):
@@ -58,7 +73,20 @@ def test_two_agents_of_torchrun(tmp_path):
 def test_one_agent_two_processes(tmp_path):
     script = tmp_path / "agent.py"
     script.write_text(AGENT)
-    (out, code), = finish([start(script, launcher=("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"))])
+    ((out, code),) = finish(
+        [
+            start(
+                script,
+                launcher=(
+                    "-m",
+                    "torch.distributed.run",
+                    "--nproc-per-node=2",
+                    "--rdzv-backend=c10d",
+                    "--rdzv-endpoint=127.0.0.1:0",
+                ),
+            )
+        ]
+    )
     assert code == 0 and "world 2 sum 3" in out and "here 1/2 local 1" in out, out
 
 
@@ -80,13 +108,18 @@ except RuntimeError as e: print("error after", time.monotonic() - start, "s:", e
 def test_a_peer_that_dies_or_hangs_is_an_error_within_the_timeout(tmp_path, how):
     script, port = tmp_path / "dead.py", free_port()
     script.write_text(DEAD)
-    ranks = [start(script, how, 3, RANK=r, WORLD_SIZE=2, LOCAL_RANK=r, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for r in range(2)]
+    ranks = [
+        start(script, how, 3, RANK=r, WORLD_SIZE=2, LOCAL_RANK=r, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for r in range(2)
+    ]
     try:
         out = ranks[0].communicate(timeout=150)[0]
         assert ranks[0].returncode == 3, out
         assert float(out.split("error after")[1].split()[0]) < 3 + 30, out
     finally:
-        for p in ranks: p.kill(); p.wait()
+        for p in ranks:
+            p.kill()
+            p.wait()
 
 
 @pytest.mark.long
@@ -94,7 +127,9 @@ def test_a_peer_that_never_comes_is_an_error_within_the_timeout(tmp_path):
     script = tmp_path / "late.py"
     script.write_text("from bmlab.train.processes import *\ninit_distributed(timeout_s=2)")
     begin = time.monotonic()
-    (out, code), = finish([start(script, RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())])
+    ((out, code),) = finish(
+        [start(script, RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())]
+    )
     assert code != 0 and "1/2 clients joined" in out, out
     assert time.monotonic() - begin < 60                       # the time to import torch is in it
 
@@ -155,7 +190,11 @@ def low_precision():
     x = torch.randn(4, 3, requires_grad=True)
     strided = all_gather(x.t())                                # not contiguous
     strided.sum().backward()
-    second, = torch.autograd.grad(all_reduce(all_reduce(y := torch.ones(2, dtype=torch.float64, requires_grad=True)).pow(2)).sum(), y, create_graph=True)
+    (second,) = torch.autograd.grad(
+        all_reduce(all_reduce(y := torch.ones(2, dtype=torch.float64, requires_grad=True)).pow(2)).sum(),
+        y,
+        create_graph=True,
+    )
     again, = torch.autograd.grad(second.sum(), y)
     return out, strided.shape, x.grad, again
 
@@ -165,10 +204,16 @@ def test_collectives_in_every_dtype_strided_and_twice_differentiated():
     for r, (out, shape, grad, again) in enumerate(run_ranks(low_precision)):
         for dtype, (total, most, gathered, scattered, cast) in out.items():
             both = torch.arange(8).view(2, 4).to(dtype)
-            assert torch.equal(total, both.sum(0).to(dtype)) and torch.equal(most, both[1]) and torch.equal(gathered, both) and torch.equal(cast, both[1])
+            assert (
+                torch.equal(total, both.sum(0).to(dtype))
+                and torch.equal(most, both[1])
+                and torch.equal(gathered, both)
+                and torch.equal(cast, both[1])
+            )
             assert torch.equal(scattered, both.sum(0).to(dtype)[2 * r:2 * r + 2])
         assert shape == (2, 3, 4) and torch.equal(grad, torch.full((4, 3), 2.))
-        # each rank's loss is 2s², s = y0 + y1: their sum 4s² has gradient 8s; the sum over two ranks of that, 16s, has gradient 16
+        # each rank's loss is 2s², s = y0 + y1: their sum 4s² has gradient 8s; the sum over two ranks of that, 16s, has
+        # gradient 16
         assert again.tolist() == [16., 16.]
 
 
@@ -180,7 +225,13 @@ def subgroup():
     x = torch.tensor([float(rank()), 10. + rank()], requires_grad=True)
     y = all_reduce(x, group=mine)
     (y * (rank() + 1)).sum().backward()
-    return y.tolist(), x.grad.tolist(), all_gather(x.detach(), mine)[:, 0].tolist(), broadcast(x.detach(), 1, mine)[0].item(), reduce_scatter(x.detach(), group=mine).tolist()
+    return (
+        y.tolist(),
+        x.grad.tolist(),
+        all_gather(x.detach(), mine)[:, 0].tolist(),
+        broadcast(x.detach(), 1, mine)[0].item(),
+        reduce_scatter(x.detach(), group=mine).tolist(),
+    )
 
 
 @pytest.mark.long

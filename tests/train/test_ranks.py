@@ -14,7 +14,16 @@ pytestmark = pytest.mark.long
 def tiny():
     import transformers as tf
     torch.manual_seed(0)
-    return tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99))
+    return tf.LlamaForCausalLM(
+        tf.LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=99,
+        )
+    )
 
 
 def trained(rows, rank=0, world=1):
@@ -41,7 +50,8 @@ def test_fit_under_data_parallel_equals_one_process():
     alone, (a, b) = trained(rows), run_ranks(ddp, rows)
     for n in alone:
         assert torch.equal(a[n], b[n])
-        torch.testing.assert_close(a[n], alone[n], rtol=1e-5, atol=1e-6)     # the mean of two half batches, summed in another order
+        # the mean of two half batches, summed in another order
+        torch.testing.assert_close(a[n], alone[n], rtol=1e-5, atol=1e-6)
 
 
 def sharded():
@@ -62,17 +72,35 @@ def sharded():
     for s in d.sites.values(): torch.nn.init.ones_(s.B)
     with torch.no_grad(): on = model(ids).logits
     d.detach()
-    try: Lora(model, r=2, modules="o_proj"); late = "accepted"
+    try:
+        Lora(model, r=2, modules="o_proj")
+        late = "accepted"
     except RuntimeError as e: late = str(e)
     with torch.no_grad(): off = model(ids).logits
-    return dict(same_count=count(model) == with_delta, same_roles=roles(model) == names, found=len(resolve(model, "q_proj")), root=int(tree(model).rows.parameters.iloc[0]), total=with_delta.total,
-                changed=not torch.equal(on, before), back=torch.equal(off, before), local=local, late=late)
+    return dict(
+        same_count=count(model) == with_delta,
+        same_roles=roles(model) == names,
+        found=len(resolve(model, "q_proj")),
+        root=int(tree(model).rows.parameters.iloc[0]),
+        total=with_delta.total,
+        changed=not torch.equal(on, before),
+        back=torch.equal(off, before),
+        local=local,
+        late=late,
+    )
 
 
 def test_a_sharded_model_is_counted_drawn_and_tuned():
     "FSDP2: global sizes though each process holds half; detaching switches the delta off"
     for r in run_ranks(sharded):
-        assert r["same_count"] and r["same_roles"] and r["found"] == 2 and r["root"] == r["total"] and r["changed"] and r["back"]
+        assert (
+            r["same_count"]
+            and r["same_roles"]
+            and r["found"] == 2
+            and r["root"] == r["total"]
+            and r["changed"]
+            and r["back"]
+        )
         assert "before sharding" in r["late"] and r["local"] < 0.6 * r["total"]
 
 
@@ -80,7 +108,25 @@ def test_a_sharded_model_is_counted_drawn_and_tuned():
 def test_train_script(tmp_path, launch):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"A short line about film number {i}, neither good nor bad." for i in range(200)))
-    out = subprocess.run([sys.executable, *launch, str(ROOT / "scripts/train.py"), "--text", text, "--steps", "2", "--batch", "1", "--length", "32", "--out", tmp_path / "tuned"],
-                         capture_output=True, text=True, cwd=tmp_path)
+    out = subprocess.run(
+        [
+            sys.executable,
+            *launch,
+            str(ROOT / "scripts/train.py"),
+            "--text",
+            text,
+            "--steps",
+            "2",
+            "--batch",
+            "1",
+            "--length",
+            "32",
+            "--out",
+            tmp_path / "tuned",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert out.returncode == 0, out.stderr[-3000:]
     assert (f"{2 if launch else 1} process" in out.stdout) and (tmp_path / "tuned/adapter_model.safetensors").is_file()

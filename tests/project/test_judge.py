@@ -1,0 +1,83 @@
+"tools/judge.py: what passes, what fails, what is compared and what is stored"
+import base64, json, struct, subprocess, sys
+from pathlib import Path
+
+import pytest
+
+judge = pytest.importorskip("judge", reason="pip install nbval")
+TOOLS = Path(judge.__file__).parent
+SLEEPER = "import threading, time\nsleeper = threading.Thread(target=time.sleep, args=(600,))\nsleeper.start()"
+
+
+@pytest.mark.parametrize("stored, come, same", [
+    ("loss 0.1234", "loss 0.1236", True), ("loss 0.1234", "loss 0.1334", False), ("loss 0.1", "loss 0.2", True),
+    ("12 layers", "13 layers", False), ("1,024", "1,025", False),
+    ("1e-05", "1.001e-05", True), ("1e-05", "2e-05", False),
+    ("a  1.000\nb 20.00", "a 1.001\nb  19.99", True), ("yes 1.0", "no 1.0", False),
+    ("-1.50", "1.50", False), ("−3.00", "-3.00", True), ("1.0 2.0", "1.0", False), ("nan", "0.5", False),
+])
+def test_numbers_to_three_digits(stored, come, same): assert judge.same_text(stored, come) == same
+
+
+def png(width, height):
+    head = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", width, height)
+    return base64.b64encode(head).decode()
+
+
+def test_pictures_by_size():
+    assert judge.size_of(png(640, 480)) == (640, 480)
+    assert judge.same_size(png(640, 480), png(620, 470)) and not judge.same_size(png(640, 480), png(640, 300))
+
+
+def notebook(path, *cells):
+    "cells: (source, outputs)"
+    plain = dict(cell_type="code", metadata={}, execution_count=None)
+    code = [dict(id=f"c{i}", source=source, outputs=outputs, **plain) for i, (source, outputs) in enumerate(cells)]
+    spec = dict(name="python3", display_name="python3", language="python")
+    path.write_text(json.dumps(dict(nbformat=4, nbformat_minor=5, metadata=dict(kernelspec=spec), cells=code)))
+
+
+def printed(text): return [dict(output_type="stream", name="stdout", text=text)]
+
+
+def shown(text):
+    return [dict(output_type="execute_result", metadata={}, execution_count=None, data={"text/plain": text})]
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {TOOLS}\n")
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["judge"]\n')
+
+    def run(*args):
+        command = [sys.executable, "-m", "pytest", "-q", "-rA", "--color=no", *args]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300).stdout
+    return run
+
+
+@pytest.mark.long
+def test_a_notebook_is_run_and_compared(run, tmp_path):
+    record, timed = ("#| cuda\n1 / 0", printed("what a GPU said")), ("print(1 / 3, '12 s')", printed("0.33311 14 s\n"))
+    notebook(tmp_path / "good.ipynb", (SLEEPER, []), record, timed)
+    loose = "#| tolerance: 0.5\n1.2", shown("1.0")
+    notebook(tmp_path / "bad.ipynb", ("1 + 1", shown("3")), ("2", []), ("{}['key']", []), loose)
+    said = run("--nbval", "good.ipynb", "bad.ipynb")
+    failed = [f"FAILED bad.ipynb::Cell {i}" for i in range(3)]
+    passed = ["PASSED good.ipynb::Cell 0", "PASSED good.ipynb::Cell 2", "PASSED bad.ipynb::Cell 3"]
+    for words in (*passed, *failed, "KeyError", "1 skipped"): assert words in said, said
+    assert "ZeroDivisionError" not in said
+
+
+@pytest.mark.long
+def test_what_comes_is_stored(run, tmp_path):
+    path = tmp_path / "new.ipynb"
+    record = "#| cuda\n1 / 0", printed("what a GPU said")
+    notebook(path, ("print('a')\nprint('b')", []), ("1 + 1", shown("3")), record, ("None", printed("old")))
+    assert "3 passed, 1 skipped" in run("--store", "new.ipynb")
+    *outputs, last = [c["outputs"] for c in json.loads(path.read_text())["cells"]]
+    said = [o.get("text") or o["data"]["text/plain"] for (o,) in outputs]
+    assert said == [["a\n", "b\n"], ["2"], ["what a GPU said"]] and last == []
+    before = path.read_text()
+    run("--store", "new.ipynb")
+    assert path.read_text() == before
+    assert "3 passed, 1 skipped" in run("--nbval", "new.ipynb")

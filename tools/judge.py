@@ -1,0 +1,154 @@
+"""How notebooks and tutorials are judged: nbval runs each once and compares what comes with what is stored.
+
+pytest --nbval nbs tutorials             a stored output that is not what comes is a failure
+pytest --store nbs/30_delta              stores what comes instead (`make outputs NB=nbs/30_delta`)
+
+Text is compared exactly, numbers that are no integers to three digits or to the cell's own `#| tolerance: 0.1`
+(relative), pictures by presence and size; times, rates, addresses and paths are not (tests/nbval-sanitize.cfg), nor is
+a cell that says `# NBVAL_IGNORE_OUTPUT`. Cells for a GPU (`#| cuda`) do not run, and keep the record that they show.
+A kernel is forked by a server that has imported torch already, in half a second.
+"""
+import base64, json, os, re, struct, time
+from pathlib import Path
+
+import nbval.plugin
+from jupyter_client.provisioning import local_provisioner
+
+import tidy
+
+ROOT = Path(__file__).resolve().parents[1]
+LEFT_OUT = "notest", "cuda", "slow"                              # (tst_flags of settings.ini)
+NUMBER = re.compile(r"[-+−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+LARGE = 100 << 10                                                # bytes of an output that a reader waits for
+MINUTES = 15                                                     # that a cell may take
+SECONDS = 300                                                    # that a cell may wait for what it printed
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+KERNEL = """
+import os
+os.setsid()
+from ipykernel.kernelapp import launch_new_instance
+launch_new_instance()
+"""
+
+
+def launch_kernel(command, cwd=None, env=None, **_):
+    "A kernel in a forked process, in place of a new interpreter"
+    from bmlab.train.forkserver import start_process             # (imports torch: not for every run of pytest)
+    process = start_process(KERNEL, command[command.index("-f"):], cwd=cwd, env=env)
+    process.stdin = process.stdout = process.stderr = None
+    while process.poll() is None and os.getpgid(process.pid) != process.pid: time.sleep(.001)
+    return process
+
+
+# ---- comparison -----------------------------------------------------------------------------------------------------
+def parts(text):
+    "What a text says between its numbers, and the numbers"
+    return NUMBER.split(text), NUMBER.findall(text)
+
+
+def value(number): return float(number.replace(",", "").replace("−", "-"))
+
+
+def near(a, b, tolerance):
+    "Two numbers as they are written: integers are the same, others nearly so"
+    if a == b: return True
+    if not set(".e") & set(a + b): return False
+    digits = max(len(n.partition(".")[2].partition("e")[0]) for n in (a, b))
+    last = 10. ** -digits if "e" not in a + b else 0.
+    return abs(value(a) - value(b)) <= 1.01 * max(tolerance * max(abs(value(a)), abs(value(b))), last)
+
+
+def same_text(stored, come, tolerance=.005):
+    "Do two outputs say the same? White space that lays out columns does not count"
+    if stored == come: return True
+    (words, numbers), (others, theirs) = parts(stored), parts(come)
+    words, others = ([re.sub(r"[\s─-]+", " ", w) for w in side] for side in (words, others))
+    return words == others and all(near(a, b, tolerance) for a, b in zip(numbers, theirs))
+
+
+def size_of(png):
+    "(width, height) of a picture"
+    return struct.unpack(">II", base64.b64decode(png)[16:24])
+
+
+def same_size(stored, come): return all(abs(a - b) <= .1 * max(a, b) for a, b in zip(size_of(stored), size_of(come)))
+
+
+def told(cell, outputs):
+    "{kind: what the outputs say}, streams and kinds of data apart"
+    found = {}
+    for o in outputs:
+        data = {o["name"]: o["text"]} if o["output_type"] == "stream" else o.get("data", {})
+        for kind, said in data.items():
+            if kind not in cell.parent.skip_compare: found.setdefault(kind, []).append(cell.sanitize(said))
+    return found
+
+
+def compare_outputs(cell, come, stored, skip_compare=None):
+    "In the place of nbval's own: the first difference goes to comparison_traceback"
+    cell.comparison_traceback = []
+    stated = re.search(r"^#\|\s*tolerance:\s*(\S+)", cell.cell.source, re.M)
+    tolerance = float(stated[1]) if stated else .005
+    come, stored = ([o for o in map(tidy.clean, side) if o] for side in (come, stored))
+    pictures = [[o["data"]["image/png"] for o in side if "image/png" in o.get("data", {})] for side in (stored, come)]
+    if len(pictures[0]) != len(pictures[1]) or not all(map(same_size, *pictures)):
+        sizes = [[size_of(p) for p in side] for side in pictures]
+        cell.comparison_traceback.append(f"pictures stored {sizes[0]}, come {sizes[1]}")
+        return False
+    stored, come = told(cell, stored), told(cell, come)
+    if stored.keys() != come.keys():
+        cell.comparison_traceback.append(f"stored {sorted(stored)}, come {sorted(come)}: {come}")
+        return False
+    for kind in stored:
+        a, b = "\n".join(stored[kind]), "\n".join(come[kind])
+        if not same_text(a, b, tolerance):
+            cell.format_output_compare(kind, a, b)
+            return False
+    return True
+
+
+# ---- storing --------------------------------------------------------------------------------------------------------
+def store(notebook):
+    "Write what the cells of an nbval file gave into it; cells that did not run keep what they have"
+    path = notebook.path
+    nb = json.loads(path.read_text(encoding="utf-8"))
+    code = [c for c in nb["cells"] if c["cell_type"] == "code"]
+    for cell, item in zip(code, notebook.ran):
+        if item.test_outputs is not None: cell["outputs"] = json.loads(json.dumps(item.test_outputs))
+        size = len(json.dumps(cell["outputs"]))
+        if size > LARGE: print(f"{path.name}: cell {item.cell_num} shows {size >> 10} kB")
+    path.write_text(tidy.dump(tidy.tidy(nb, tidy.counted(path))), encoding="utf-8")
+
+
+# ---- pytest ---------------------------------------------------------------------------------------------------------
+def pytest_addoption(parser):
+    parser.addoption("--store", action="store_true", help="store what notebooks give, instead of comparing it")
+
+
+def pytest_configure(config):
+    option = config.option
+    option.nbval |= option.store
+    option.nbval_current_env, option.nbval_cell_timeout = True, MINUTES * 60
+    option.nbval_sanitize_with = option.nbval_sanitize_with or str(ROOT / "tests/nbval-sanitize.cfg")
+    local_provisioner.launch_kernel = launch_kernel
+    nbval.plugin.IPyNbCell.compare_outputs = compare_outputs
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in (i for i in items if isinstance(i, nbval.plugin.IPyNbCell)):
+        flags = set(re.findall(r"^#\|\s*(\w+)", item.cell.source, re.M))
+        if flags & set(LEFT_OUT): item.options["skip"] = True
+        if config.option.store: item.options["check"] = False
+        item.output_timeout = SECONDS
+        if item.cell.execution_count is None: item.cell.execution_count = 0      # (compare it all the same)
+        if not hasattr(item.parent, "ran"): item.parent.ran = []
+        item.parent.ran.append(item)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    "After the last cell of a notebook that ran: store"
+    if not isinstance(item, nbval.plugin.IPyNbCell): return
+    last = nextitem is None or nextitem.parent is not item.parent
+    if last and item.config.option.store: store(item.parent)
