@@ -101,6 +101,13 @@ def split_directives(source):
     return dict(found), code
 
 
+def imports_only(code):
+    "Does a cell import and do nothing else?"
+    try: body = ast.parse(code).body
+    except SyntaxError: return False                               # (a line of IPython's)
+    return all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in body)
+
+
 def tidy(nb, change=lambda text: text):
     "A notebook for the reader: no directives, set-up folded away, exported and GPU cells marked; prose through `change`"
     cells = []
@@ -116,7 +123,7 @@ def tidy(nb, change=lambda text: text):
             for mark, tag in (("export", "exported"), ("exporti", "exported"), ("cuda", "cuda"), ("slow", "slow"))
             if mark in marks
         ]
-        if "hide" in marks: tags.append("hide-cell")
+        if "hide" in marks or imports_only(code): tags.append("hide-cell")
         if marks.get("echo", "").strip() == "false": tags.append("remove-input")
         if "exported" in tags:
             cells.append(
@@ -486,14 +493,16 @@ def stage(out, only="*"):
                 )
             )
         texts[f"{page}.ipynb"] = json.dumps(made_tidy, ensure_ascii=False, indent=1)
-    for f in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    guides = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/RESULTS.md", *(ROOT / "docs").glob("*.md")]
+    for f in sorted(guides):
         if wanted(page := page_of(r := f.relative_to(ROOT))):
-            texts[f"{page}.md"] = prose(r, page, unique if page != "overview" else {})(f.read_text(encoding="utf-8"))
+            text = f.read_text(encoding="utf-8")
+            if page == "index": text = text.replace("<!-- picture -->", _picture()).replace("<!-- doors -->", _doors())
+            texts[f"{page}.md"] = prose(r, page, unique if page != "overview" else {})(text)
     if "overview.md" in texts:
         texts["overview.md"] = (
             texts["overview.md"]
-            .replace("# bmlab\n", "# The lines you type\n", 1)
-            .replace("## The lines you type", "## All of it, line by line")
+            .replace("# bmlab\n", "# Overview\n", 1)
         )
     for page, text in pages.items(): texts[f"{page}.md"] = text
     for key, text in _contents(books, rel, pages, wanted).items():
@@ -518,6 +527,23 @@ def _only_there(text, pages):
         text,
         flags=re.M | re.S,
     )
+
+
+def _picture():
+    "The tree that README opens with, as it is stored in the index"
+    nb = json.loads((ROOT / "nbs/index.ipynb").read_text(encoding="utf-8"))
+    cell = next(c for c in nb["cells"] if c.get("outputs"))
+    code, shown = "".join(cell["source"]), "".join(cell["outputs"][0]["text"]).rstrip()
+    return f"```python\n{code}\n```\n\n```\n{shown}\n```"
+
+
+def _doors():
+    "A table of the chapters"
+    lines = ["| chapter | what is behind its door |", "|---|---|"]
+    for door, rooms in chapters():
+        title, subtitle = title_of(json.loads(door.read_text(encoding="utf-8")))
+        lines.append(f"| [{title}](../{door.relative_to(ROOT).as_posix()}) | {escape(subtitle)} |")
+    return "\n".join(lines)
 
 
 def _rooms_of(door, rooms, pages):

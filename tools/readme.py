@@ -1,4 +1,4 @@
-"""README.md from nbs/index.ipynb: prose as it is, code as code, outputs below it; and a table of all notebooks by their subtitles.
+"""README.md from nbs/index.ipynb: prose as it is, code as code, outputs below it; and a table of the chapters' doors by their subtitles.
 
 usage: readme.py [--check]
 """
@@ -7,9 +7,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
-from stage import chapters, exports, title_of
+from stage import chapters, title_of
 
-MARK = re.compile(r"<!-- rooms.*?-->")
+MARK = re.compile(r"<!-- doors.*?-->")
+TUTORIALS = {
+    "04_models": ["02_zoo"], "05_data": ["03_data"], "10_train": ["10_train", "11_offload"],
+    "20_cook": ["20_cook", "21_staircase"], "30_delta": ["30_delta", "31_many_users"],
+    "35_prompt": ["35_prompt", "35a_chinese", "36_bee"], "40_infer": ["40_infer"], "50_app": ["41_panels"],
+}
 
 
 def output_text(output):
@@ -17,40 +22,15 @@ def output_text(output):
     return "".join(output.get("data", {}).get("text/plain", ""))
 
 
-def tables():
-    "For each chapter a heading and a table of its rooms: the module, and what it is for"
-    row = lambda path, nb: (
-        f"| [`{exports(nb) or path.stem.partition('_')[2]}`]({path.relative_to(ROOT).as_posix()}) | {title_of(nb)[1]} |"
-    )
-    read = lambda path: json.loads(path.read_text(encoding="utf-8"))
-    head, alone, lines = ["| module | what it is for |", "|---|---|"], [], []
+def table():
+    "A row for each chapter: its door, how many rooms it has, what it is for, and its tutorials"
+    lines = ["| door | what is behind it | tutorials |", "|---|---|---|"]
     for door, rooms in chapters():
-        nb = read(door)
-        if not rooms:
-            alone.append(row(door, nb))
-            continue
-        name = door.stem.partition("_")[2]
-        lines += [
-            "",
-            f"### {name}",
-            "",
-            f"{title_of(nb)[1].rstrip('.')}. Its door: [{door.stem}]({door.relative_to(ROOT).as_posix()}).",
-            "",
-            *head,
-        ]
-        if exports(nb): lines.append(row(door, nb))
-        lines += [row(room, read(room)) for room in rooms]
-    return "\n".join(
-        [
-            "### Beside the chapters",
-            "",
-            "What every chapter stands on, BMTrain's own names, and all public names in one module.",
-            "",
-            *head,
-            *alone,
-            *lines,
-        ]
-    )
+        nb = json.loads(door.read_text(encoding="utf-8"))
+        count = f", {len(rooms)} rooms" if rooms else ""
+        jobs = ", ".join(f"[{name}](tutorials/{name}.ipynb)" for name in TUTORIALS.get(door.stem, ()))
+        lines.append(f"| [{door.stem}]({door.relative_to(ROOT).as_posix()}){count} | {title_of(nb)[1]} | {jobs} |")
+    return "\n".join(lines)
 
 
 def render(nb):
@@ -61,11 +41,8 @@ def render(nb):
         elif not re.search(r"^#\|\s*(hide|default_exp)\b", source, re.M):
             if not re.search(r"^#\|\s*echo:\s*false", source, re.M): blocks.append(f"```python\n{source}\n```")
             if text := "".join(output_text(o) for o in cell["outputs"]).rstrip(): blocks.append(f"```\n{text}\n```")
-    return (
-        "<!-- made from nbs/index.ipynb by make readme -->\n\n"
-        + MARK.sub(lambda _: tables(), "\n\n".join(blocks))
-        + "\n"
-    )
+    body = MARK.sub(lambda _: table(), "\n\n".join(blocks))
+    return f"<!-- made from nbs/index.ipynb by make readme -->\n\n{body}\n"
 
 
 def main(args):
