@@ -177,8 +177,10 @@ __all__ = """
     sizes anatomy license_of ModelCard license_check read_card write_card to_safetensors to_original
     Cpm1Tokenizer Cpm2Tokenizer EvaTokenizer BlankGlmTokenizer CpmBeeTokenizer
     sample_texts fetch_deb split pack_tokens Batches
-    Shards ShardError tokenize seal_shards open_ds open_mmididx write_mmididx read_blocks write_shards Packed document_mask cu_seqlens
-    collect ChineseQuality LanguageRule PerplexityRule find_pii mask_pii exact_duplicates near_duplicates label_conflicts ParagraphStore Decontaminate DataCard
+    Shards ShardError tokenize seal_shards open_ds open_mmididx write_mmididx read_blocks write_shards Packed
+    document_mask cu_seqlens
+    collect ChineseQuality LanguageRule PerplexityRule find_pii mask_pii exact_duplicates near_duplicates
+    label_conflicts ParagraphStore Decontaminate DataCard
     init_distributed shutdown rank world_size local_device print_rank synchronize run_ranks set_seed
     all_reduce all_gather reduce_scatter broadcast sum_loss
     shard find_blocks AdamW OptimManager Noam Linear Cosine Exponential NoDecay
@@ -186,15 +188,21 @@ __all__ = """
     tensor_parallel ColumnParallelLinear RowParallelLinear VocabParallelEmbedding Pipeline
     plan_training TrainingPlan Machine measure cost_table
     inspect_model inspect_tensor record_tensor timeline
-    Delta deltas Lora Adapter ParallelAdapter LowRankAdapter Compacter BitFit IA3 LayerNormTuning SoftPrompt PTuning Prefix
+    Delta deltas Lora Adapter ParallelAdapter LowRankAdapter Compacter BitFit IA3 LayerNormTuning SoftPrompt PTuning
+    Prefix
     PeftDelta DeltaBank Bbt PromptScore Continual transfer Card Hub publish
-    Template TemplateError InputExample ManualTemplate MixedTemplate SoftTemplate PtuningTemplate PTRTemplate PrefixTuningTemplate SoftTokens
-    Verbalizer PtrVerbalizer KnowledgeableVerbalizer AutomaticVerbalizer SoftVerbalizer ProtoVerbalizer PromptModel PromptData FewShotSampler edit Bee BeeError encode_bee BeeCollator answer CpmAntTied CpmBeeConfig CpmBeeForCausalLM
+    Template TemplateError InputExample ManualTemplate MixedTemplate SoftTemplate PtuningTemplate PTRTemplate
+    PrefixTuningTemplate SoftTokens
+    Verbalizer PtrVerbalizer KnowledgeableVerbalizer AutomaticVerbalizer SoftVerbalizer ProtoVerbalizer PromptModel
+    PromptData FewShotSampler edit Bee BeeError encode_bee BeeCollator answer CpmAntTied CpmBeeConfig
+    CpmBeeForCausalLM
     one_batch GenerationVerbalizer Written write find_templates rank_templates WordNet wordnet word_list expand_words
-    Cook Method StructPrune staircase slice_model Sparse24 FakeQuant Distill MoEfy MoEMLP NeuronSparse relufy lattice pareto plot_weights plot_mask plot_gates plot_experts
+    Cook Method StructPrune staircase slice_model Sparse24 FakeQuant Distill MoEfy MoEMLP NeuronSparse relufy
+    lattice pareto plot_weights plot_mask plot_gates plot_experts
     quantize pack_linears dequantize Int8Linear Int4Linear Int8Embedding arrange_int4
     report perplexity divergence bytes_on_disk save_cooked load_cooked
     stream decode_speed wrap plan_inference InferencePlan Engine chat fill_blank story title serve
-    Decoder Sampler decode_tokens stream_text beam_search PromptLookup DraftModel Tree Batcher Streamer SimulatedLink GpuLink
+    Decoder Sampler decode_tokens stream_text beam_search PromptLookup DraftModel Tree Batcher Streamer
+    SimulatedLink GpuLink
     table figure format_bytes format_count parse_bytes
 """.split()

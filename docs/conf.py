@@ -32,7 +32,8 @@ html_show_sphinx = html_copy_source = False
 # The same on every page but for the way to it and the marks of where one is; made anew for each page it takes most of
 # the time.
 def _tree_of_pages(builder):
-    "HTML of the tree as the root sees it, with a slot @i@ in the class of item i; {address: items above it and its own}"
+    """HTML of the tree as the root sees it, with a slot @i@ in the class of item i; {address: items above it and its
+    own}"""
     from bs4 import BeautifulSoup
     soup = BeautifulSoup(
         builder._get_local_toctree("index", collapse=False, titles_only=True, maxdepth=-1, includehidden=True),

@@ -23,7 +23,13 @@ def page_of(path):
     "The page (without suffix) that shows the file or folder `path` of the repository"
     name = path.as_posix()
     if name in SPECIAL: return SPECIAL[name]
-    if path.suffix in (".md", ".ipynb") and path.parts[0] in ("nbs", "tutorials", "docs", "benchmarks", "CONTRIBUTING.md"):
+    if path.suffix in (".md", ".ipynb") and path.parts[0] in (
+        "nbs",
+        "tutorials",
+        "docs",
+        "benchmarks",
+        "CONTRIBUTING.md",
+    ):
         return name.rsplit(".", 1)[0]
     if path.parts[0] == "bmlab" and path.suffix == ".py" and not path.stem.startswith("_"):
         return f"api/{module_of(path)}"
@@ -62,7 +68,9 @@ def relink(text, source, page, known):
             return f"{image}[{label}]({os.path.relpath(there, Path(page).parent)})"
         goal = page_of(there)
         if known(there, goal) is False: return label
-        return f"[{label}]({os.path.relpath(goal, Path(page).parent)}.{'ipynb' if there.suffix == '.ipynb' and there.as_posix() not in SPECIAL else 'md'}{'#' + fragment if fragment else ''})"
+        kind = "ipynb" if there.suffix == ".ipynb" and there.as_posix() not in SPECIAL else "md"
+        place = f"#{fragment}" if fragment else ""
+        return f"[{label}]({os.path.relpath(goal, Path(page).parent)}.{kind}{place})"
     fenced = re.sub(r"^ {0,3}(`{3,}|~{3,}).*?^ {0,3}\1[`~]*[ \t]*$", keep, text, flags=re.M | re.S)
     fenced = LINK.sub(one, fenced)                                 # a label may hold code spans
     if dead: raise ValueError("\n".join(dead))
@@ -109,7 +117,8 @@ def imports_only(code):
 
 
 def tidy(nb, change=lambda text: text):
-    "A notebook for the reader: no directives, set-up folded away, exported and GPU cells marked; prose through `change`"
+    """A notebook for the reader: no directives, set-up folded away, exported and GPU cells marked; prose through
+    `change`"""
     cells = []
     for i, cell in enumerate(nb["cells"]):
         source = "".join(cell["source"])
@@ -260,7 +269,8 @@ def _function(node, comments, kind, prefix=""):
     marks = {ast.unparse(d).split(".")[-1] for d in node.decorator_list}
     if "property" in marks or "cached_property" in marks: head, rows = f"{{py:property}} {prefix}{node.name}", []
     else:
-        head = f"{{py:{'classmethod' if 'classmethod' in marks else 'staticmethod' if 'staticmethod' in marks else kind}}} {prefix}{node.name}{signature(node)}"
+        kind = next((k for k in ("classmethod", "staticmethod") if k in marks), kind)
+        head = f"{{py:{kind}}} {prefix}{node.name}{signature(node)}"
     doc = ast.get_docstring(node) or ""
     returns = (
         [f"Returns {_code(back[0]) if back[0] else ''}{': ' + escape(back[1]) if back[1] else ''}", ""]
@@ -442,7 +452,8 @@ def chapters():
 
 
 def stage(out, only="*"):
-    "Fill the folder `out` with what Sphinx reads; `only`, a glob of pages, for a small part. Returns the pages; ValueError names the dead links."
+    """Fill the folder `out` with what Sphinx reads; `only`, a glob of pages, for a small part. Returns the pages;
+    ValueError names the dead links."""
     out, texts = Path(out), {}
     wanted = lambda page: any(fnmatch(page, o) for o in ([only] if isinstance(only, str) else only))
     books = {
@@ -483,7 +494,11 @@ def stage(out, only="*"):
         if not wanted(page := page_of(rel[p])): continue
         own = {n: f"bmlab.{m}.{n}" for n in public.get(m, [])} if (m := exports(nb)) else {}
         made_tidy = tidy(nb, prose(rel[p], page, {**unique, **own}))
-        if rooms := [r for r in sorted(p.with_suffix("").glob("[0-9]*.ipynb")) if rel[p].parts[0] == "nbs" and wanted(page_of(rel[r]))]:
+        if rooms := [
+            r
+            for r in sorted(p.with_suffix("").glob("[0-9]*.ipynb"))
+            if rel[p].parts[0] == "nbs" and wanted(page_of(rel[r]))
+        ]:
             made_tidy["cells"].append(
                 dict(
                     cell_type="markdown",
@@ -493,8 +508,8 @@ def stage(out, only="*"):
                 )
             )
         texts[f"{page}.ipynb"] = json.dumps(made_tidy, ensure_ascii=False, indent=1)
-    guides = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/RESULTS.md", *(ROOT / "docs").glob("*.md")]
-    for f in sorted(guides):
+    guides = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md")]
+    for f in [*guides, *sorted((ROOT / "docs").glob("*.md"))]:
         if wanted(page := page_of(r := f.relative_to(ROOT))):
             text = f.read_text(encoding="utf-8")
             if page == "index": text = text.replace("<!-- picture -->", _picture()).replace("<!-- doors -->", _doors())

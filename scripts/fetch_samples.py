@@ -2,7 +2,8 @@
 
 usage: fetch_samples.py [NAME ...]     all of them, or those named: smollm2-135m, movies, poems …
 
-The texts of Debian's packages need apt (Debian, Ubuntu). On another machine each is passed over with the command that fetches it elsewhere;
+The texts of Debian's packages need apt (Debian, Ubuntu). On another machine each is passed over with the command that
+fetches it elsewhere;
 only some tutorials need them.
 """
 import logging

@@ -1,66 +1,146 @@
-"""The quickstart as a program: load, see, tune, shrink and stream a real model; prints what happens and leaves a page of it.
+"""The quickstart as a program: load, see, tune, shrink and stream a real model; prints what happens and leaves a page.
 
 usage: quickstart.py [--steps 16] [--html demo.html]
 """
 import argparse
+import ast
 import base64
-import copy
 import html
 import io
+import platform
 import sys
-import tempfile
+from datetime import date
+from types import GeneratorType
 
+import pandas as pd
 import torch
 
 from bmlab.all import *
 
-QUESTION = "What is the capital of France? Answer in one sentence."
+ASKED = (
+    "Load a small language model, tune it on film reviews, take the tuning off again, "
+    "and make the model a quarter of its size."
+)
+LINES = [
+    ("A real model", """
+model, tok = load("smollm2-135m")
+tree(model)
+"""), ("It answers", """
+question = "What is the capital of France? Answer in one sentence."
+wrap(model, tok).chat(question, max_new_tokens=24)
+"""), ("A LoRA on it: what will train is marked ●", """
+delta = Lora(model, r=8, modules=["q_proj", "v_proj"]).freeze()
+tree(model)
+"""), ("Tuned on film reviews", """
+train, held = split(sample_texts("movies").text)
+batches = Batches(pack_tokens(train, tok, 64), batch=4)
+held_out = list(Batches(pack_tokens(held[:60], tok, 64), shuffle=False))
+optimizer = torch.optim.AdamW(delta.trainable(), lr=3e-3)
+log = fit(model, batches, optimizer, steps=steps, held_out=held_out)
+log
+"""), ("With the delta it sounds like a review", """
+stream(model, tok, "This is a", max_new_tokens=24)
+"""), ("Taken off, the model is the old one", """
+delta.detach()
+wrap(model, tok).chat(question, max_new_tokens=24)
+"""), ("A quarter of the size: int8", """
+small = quantize(copy.deepcopy(model), calib=[b for b, _ in zip(batches, range(8))])
+report(model, small, held_out)
+"""), ("The small one answers", """
+engine = wrap(small, tok)
+engine.chat(question, max_new_tokens=24)
+"""),
+]
+STYLE = """
+:root { color-scheme: light dark }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+h2 { margin: 2.5rem 0 .5rem; font-size: 1.15rem }
+pre { background: #8881; border-radius: 6px; padding: .7rem; font-size: .85rem }
+pre { white-space: pre-wrap; overflow-wrap: anywhere }
+pre.typed { border-left: 4px solid #3b7dd8 }
+blockquote { margin: .5rem 0; padding: .5rem 1rem; border-left: 4px solid #2a9d5c; background: #8881 }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+td, th { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #8883 }
+th:first-child { text-align: left }
+img { max-width: 100%; background: #fff; border-radius: 6px }
+.machine { opacity: .75; font-size: .9rem }
+@media (max-width: 44rem) {     /* a phone: the tree's names without its columns */
+  .tree > div { font-size: 9px !important }
+  .tree [style*="min-width"] { min-width: 0 !important; display: block !important }
+  .tree [style*="margin-left:auto"] { display: none !important }
+}
+"""
+
+
+def readable(table):
+    "The report with units that people read"
+    def cell(name, value, column):
+        if pd.isna(value): return ""
+        if column == "ratio": return f"× {value:.3g}"
+        if name.endswith("_bytes"): return format_bytes(int(value))
+        if name == "parameters": return format_count(int(value))
+        if name.endswith("tok_s"): return f"{value:.3g} tokens/s"
+        return f"{value:.1%}" if name == "same_top1" else f"{value:.4g}"
+    rows = [[cell(name, table.at[name, c], c) for c in table.columns] for name in table.index]
+    names = [n.removesuffix("_bytes").removesuffix("_tok_s").replace("_", " ") for n in table.index]
+    return pd.DataFrame(rows, index=names, columns=table.columns)
 
 
 class Page:
-    "Prints sections and collects them as HTML"
-    def __init__(self): self.parts = []
-    def title(self, text):
-        print(f"\n━━ {text}", flush=True)
-        self.parts.append(f"<h2>{html.escape(text)}</h2>")
-    def text(self, text):
-        print(text, flush=True)
-        self.parts.append(f"<pre>{html.escape(str(text))}</pre>")
-    def tree(self, t):
-        print(t, flush=True)
-        self.parts.append(t._repr_html_())
-    def table(self, df):
-        print(df.to_string(), flush=True)
-        self.parts.append(df.to_html(border=0))
-    def stream(self, pieces):
-        whole = ""
+    "Runs lines as a notebook does; prints what comes and collects it as HTML"
+    def __init__(self): self.parts, self.said = [], ""
+
+    def add(self, tag, text, kind=""): self.parts.append(f'<{tag} class="{kind}">{html.escape(str(text))}</{tag}>')
+
+    def run(self, title, lines, names):
+        print(f"\n━━ {title}", flush=True)
+        self.add("h2", title)
+        self.add("pre", lines.strip(), "typed")
+        *body, last = ast.parse(lines).body
+        exec(compile(ast.Module(body, []), title, "exec"), names)
+        self.show(eval(compile(ast.Expression(last.value), title, "eval"), names))
+
+    def show(self, value):
+        if isinstance(value, GeneratorType): return self.pieces(value)
+        if not isinstance(value, pd.DataFrame):
+            print(value, flush=True)
+            self.parts.append(f'<div class="tree">{value._repr_html_()}</div>')
+        elif "held_out" in value: self.losses(value)
+        else:
+            value = readable(value)
+            print(value.to_string(), flush=True)
+            self.parts.append(value.to_html(border=0))
+
+    def pieces(self, pieces):
+        self.said = ""
         for piece in pieces:
-            whole += piece
+            self.said += piece
             print(piece, end="", flush=True)
         print()
-        self.parts.append(f"<blockquote>{html.escape(whole)}</blockquote>")
-        return whole
-    def picture(self, log):
-        buffer = io.BytesIO()
+        self.add("blockquote", self.said)
+
+    def losses(self, log):
+        first, last = log.held_out.dropna().iloc[[0, -1]]
+        line = f"loss on held-out reviews {first:.3f} → {last:.3f} ({last / first - 1:+.1%}) in {len(log)} steps"
+        line += f", {log.tokens_per_s.mean():,.0f} tokens/s"
+        print(line, flush=True)
+        self.add("p", line)
+        picture = io.BytesIO()
         with figure(6.4, 2.4, columns=2, show=False) as (left, right):
             plot_log(log, left, right)
-            left.figure.savefig(buffer, format="png")
-        self.parts.append(
-            '<img alt="loss and throughput" '
-            f'src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
-        )
+            left.figure.savefig(picture, format="png", dpi=160)
+        data = base64.b64encode(picture.getvalue()).decode()
+        self.parts.append(f'<img alt="loss and throughput" src="data:image/png;base64,{data}">')
+
     def write(self, path):
-        style = (
-            "body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 "
-            "1em}pre,blockquote{background:#8881;padding:.8em;overflow-x:auto}td,th{padding:.2em "
-            ".7em;text-align:right}:root{color-scheme:light dark}"
-        )
+        device = f"CPU, {torch.get_num_threads()} threads"
+        if torch.cuda.is_available(): device = torch.cuda.get_device_name()
+        machine = f"{date.today():%d %B %Y} · {platform.machine()} · {device} · torch {torch.__version__}"
+        head = '<!doctype html><html lang="en"><meta charset="utf-8">'
+        head += '<meta name="viewport" content="width=device-width">'
+        top = f"<h1>bmlab quickstart</h1><p>{ASKED}</p><p class='machine'>{html.escape(machine)}</p>"
         with open(path, "w", encoding="utf-8") as f:
-            f.write(
-                f'<!doctype html><meta charset="utf-8"><title>bmlab quickstart</title><style>{style}</style><h1>bmlab '
-                'quickstart</h1>'
-                + "\n".join(self.parts)
-            )
+            f.write("\n".join([f"{head}<title>bmlab quickstart</title><style>{STYLE}</style>", top, *self.parts]))
 
 
 def main():
@@ -69,50 +149,12 @@ def main():
     args.add_argument("--html", default="demo.html", help="where the page goes (default: demo.html)")
     args, page = args.parse_args(), Page()
     set_seed(0)
-
-    page.title("A real model: SmolLM2-135M")
-    model, tok = load("smollm2-135m")
-    page.tree(tree(model))
-    page.text(count(model))
-    page.stream(wrap(model, tok).chat(QUESTION, max_new_tokens=24))
-
-    page.title("Tune 0.3 % of it on film reviews")
-    train, held = split(sample_texts("movies").text)
-    batches, held_out = (
-        Batches(pack_tokens(train, tok, 64), batch=4),
-        list(Batches(pack_tokens(held[:60], tok, 64), shuffle=False)),
-    )
-    delta = Lora(model, r=8, modules=["q_proj", "v_proj"]).freeze()
-    page.text(delta)
-    log = fit(model, batches, torch.optim.AdamW(delta.trainable(), lr=3e-3), steps=args.steps, held_out=held_out)
-    first, last = log.held_out.dropna().iloc[[0, -1]]
-    page.picture(log)
-    page.text(
-        f"held-out loss {first:.3f} → {last:.3f} ({last / first - 1:+.1%}) in {args.steps} steps, "
-        f"{log.tokens_per_s.mean():.0f} tokens/s"
-    )
-    page.tree(tree(model))
-    page.text("with the delta:")
-    page.stream(stream(model, tok, "This is a", max_new_tokens=24))
-    with tempfile.TemporaryDirectory() as folder:
-        page.text(
-            f"saved in PEFT's format: {format_bytes((delta.save(folder) / 'adapter_model.safetensors').stat().st_size)}"
-        )
-    delta.detach()
-    page.text("detached, the model is the old one:")
-    page.stream(wrap(model, tok).chat(QUESTION, max_new_tokens=24))
-
-    page.title("Shrink it to int8")
-    small = quantize(copy.deepcopy(model), calib=[b for b, _ in zip(batches, range(8))])
-    page.table(report(model, small, held_out))
-
-    page.title("Stream from the small one")
-    engine = wrap(small, tok)
-    answer = page.stream(engine.chat(QUESTION, max_new_tokens=24))
-    page.text(f"{engine.stats['decode_tok_s']:.1f} tokens/s")
+    names = {"steps": args.steps}
+    exec("import copy, torch\nfrom bmlab.all import *", names)
+    for title, lines in LINES: page.run(title, lines, names)
     page.write(args.html)
     print(f"\nThe same as a page: {args.html}")
-    return 0 if "Paris" in answer else "the small model no longer knows the answer"
+    return 0 if "Paris" in page.said else "the small model no longer knows the answer"
 
 
 if __name__ == "__main__": sys.exit(main())

@@ -1,4 +1,5 @@
-"""How long a step takes on 1 to 1024 GPUs, by the planner, for models of 13B and 175B: one table and one picture; nothing is run.
+"""How long a step takes on 1 to 1024 GPUs, by the planner, for models of 13B and 175B: one table and one picture;
+nothing is run.
 
 usage: scaling.py [--models 13b 175b] [--gpus 1 2 4 …] [--machine h200] [--step-latency-us 5] [--write docs]
 """

@@ -1,9 +1,13 @@
-"""From raw text to titles: corpus, shards, plan, pre-training, a delta, cooking, int8, and a table; every size an argument.
+"""From raw text to titles: corpus, shards, plan, pre-training, a delta, cooking, int8, and a table; every size an
+argument.
 
 here:              story.py --out story
-on an H200:        story.py --out story --more @benchmarks/story/packages.txt --width 768 --layers 12 --heads 12 --ff 2560 --vocab 16000 --every 1 --pages 1 --seq 512 --batch 64 --steps 2600 --dropout 0.1
-                   --lr 1.5e-3 --room 96 --tune 800 --tune-rows 96 --tune-lr 1e-3 3e-3 --cook 300 --price 3      (12 minutes; with --prepare first, where there is no network on the machine with the GPU)
-on 4 GPUs:         torchrun --nproc-per-node 4 scripts/story.py --out story …      (weights and optimizer spread over them; the last steps run on the first)
+on an H200:        story.py --out story --more @benchmarks/story/packages.txt --width 768 --layers 12 --heads 12 --ff
+2560 --vocab 16000 --every 1 --pages 1 --seq 512 --batch 64 --steps 2600 --dropout 0.1
+                   --lr 1.5e-3 --room 96 --tune 800 --tune-rows 96 --tune-lr 1e-3 3e-3 --cook 300 --price 3      (12
+                   minutes; with --prepare first, where there is no network on the machine with the GPU)
+on 4 GPUs:         torchrun --nproc-per-node 4 scripts/story.py --out story …      (weights and optimizer spread over
+them; the last steps run on the first)
 """
 import argparse
 import copy
@@ -33,13 +37,30 @@ def arguments():
         required=True,
         help="folder for everything; a second run keeps the corpus, the tokenizer and the shards, and trains anew",
     )
-    for name, default, what in (("width", 128, "of the model"), ("layers", 3, ""), ("heads", 4, ""), ("ff", 320, "width of the network"), ("vocab", 2000, "pieces of the tokenizer"), ("seq", 64, "tokens of a row"),
-                                ("batch", 16, "rows of a step, all processes "
-                                              "together"), ("steps", 600, "of pre-training"), ("tune", 300, "steps of the delta"), ("rank", 8, "of the delta"), ("tune-rows", 24, "texts of such a step"), ("room", 32, "tokens of a text that its title is made of"), ("cook", 100, "steps of each stair"),
-                                ("every", 3, "take each so many-th "
-                                             "manual"), ("pages", 20, "take each so many-th page of "
-                                                                      "help"), ("tasks", 2, "parts of the corpus' "
-                                                                                            "work"), ("common", 3, "headings that stand over fewer texts are no titles to learn: a model this small finds a title, and makes up none"), ("bits", 8, "of the last model: 8 or 4")):
+    for name, default, what in (
+        ("width", 128, "of the model"),
+        ("layers", 3, ""),
+        ("heads", 4, ""),
+        ("ff", 320, "width of the network"),
+        ("vocab", 2000, "pieces of the tokenizer"),
+        ("seq", 64, "tokens of a row"),
+        ("batch", 16, "rows of a step, all processes together"),
+        ("steps", 600, "of pre-training"),
+        ("tune", 300, "steps of the delta"),
+        ("rank", 8, "of the delta"),
+        ("tune-rows", 24, "texts of such a step"),
+        ("room", 32, "tokens of a text that its title is made of"),
+        ("cook", 100, "steps of each stair"),
+        ("every", 3, "take each so many-th manual"),
+        ("pages", 20, "take each so many-th page of help"),
+        ("tasks", 2, "parts of the corpus' work"),
+        (
+            "common",
+            3,
+            "headings over fewer texts are no titles to learn: a model this small finds a title, it makes up none",
+        ),
+        ("bits", 8, "of the last model: 8 or 4"),
+    ):
         p.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})".strip())
     p.add_argument(
         "--more",
@@ -142,7 +163,8 @@ def tokens(args, out, train):
 
 
 def sections(texts):
-    "(heading, paragraph) pairs, each once: a short line behind the end of something, and a paragraph that is a sentence"
+    """(heading, paragraph) pairs, each once: a short line behind the end of something, and a paragraph that is a
+    sentence"""
     found = {}
     for text in texts:
         lines = [line.strip() for line in text.split("\n")]
@@ -155,7 +177,8 @@ def sections(texts):
 
 
 class Prefixed:
-    "Batches in which a share of the rows begins with context, of any length: CPM-Ant is to read from both sides what it is given"
+    """Batches in which a share of the rows begins with context, of any length: CPM-Ant is to read from both sides
+    what it is given"""
     def __init__(self, packed, share, seed=0):
         self.packed, self.share, self.rng = packed, share, torch.Generator().manual_seed(seed)
 
@@ -216,7 +239,8 @@ class Task:
         return sum(rouge_l(t, a) for t, (a, _) in zip(said, pairs or self.asked, strict=True)) / len(said)
 
     def nearest(self):
-        "For each text that is asked the heading of the most alike text that is known: cosine of rare words' counts, no model at all"
+        """For each text that is asked the heading of the most alike text that is known: cosine of rare words' counts,
+        no model at all"""
         bags = [Counter(self.prompt(b)[:-1]) for _, b in self.known]
         rare, seen = {t: math.log(len(bags) / n) for t, n in Counter(t for bag in bags for t in bag).items()}, {}
         weigh = lambda bag: {t: n * rare[t] for t, n in bag.items() if t in rare}
@@ -263,7 +287,11 @@ def learn(model, batches, params, steps, lr, offload=None, cook=None, **options)
 def main():
     args = arguments()
     out, made = Path(args.out), {k: getattr(args, k) for k in MADE}
-    if (out / "texts.json").exists() and (out / "made.json").exists() and (was := json.loads((out / "made.json").read_text(encoding="utf-8"))) != made:
+    if (
+        (out / "texts.json").exists()
+        and (out / "made.json").exists()
+        and (was := json.loads((out / "made.json").read_text(encoding="utf-8"))) != made
+    ):
         raise SystemExit(
             f"--out {out} holds corpus, tokenizer and shards of other arguments, {was}, not {made}; give these again, "
             "or another folder"

@@ -1,8 +1,10 @@
-"""LoRA or full training of a model on a text, on one process or on as many as torchrun starts, weights and optimizer spread over them.
+"""LoRA or full training of a model on a text, on one process or on as many as torchrun starts, weights and optimizer
+spread over them.
 
 alone:             train.py --model smollm2-135m --steps 50 --out tuned
 on 4 GPUs:         torchrun --nproc-per-node 4 scripts/train.py --model … --full --zero 3 --out tuned
-on several hosts:  HOSTS=2 HEAD=node0 scripts/launch/torchrun.sh scripts/train.py …   (on each of them; Slurm and Kubernetes: docs/scaling_out.md)
+on several hosts:  HOSTS=2 HEAD=node0 scripts/launch/torchrun.sh scripts/train.py …   (on each of them; Slurm and
+Kubernetes: docs/scaling_out.md)
 """
 import argparse
 from pathlib import Path

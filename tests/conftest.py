@@ -19,7 +19,8 @@ def until(condition, seconds=60):
 
 
 def free_port():
-    "A port nobody listens on, below those that the system hands out by itself, so that it is still free when somebody binds it seconds later"
+    """A port nobody listens on, below those that the system hands out by itself, so that it is still free when
+    somebody binds it seconds later"""
     while True:
         with socket.socket() as s:
             try:
@@ -36,7 +37,8 @@ def a_fresh_compiler():
 
 
 def pytest_collection_finish():
-    "What is imported stays: no collection of garbage, of which `wrap` asks for two, looks through it again (half a second each)"
+    """What is imported stays: no collection of garbage, of which `wrap` asks for two, looks through it again (half a
+    second each)"""
     gc.collect()
     gc.freeze()
 

@@ -1,9 +1,11 @@
-"""The house rules that neither ruff nor import-linter can see: where a notebook's module lies, what a module may import when it is imported,
+"""The house rules that neither ruff nor import-linter can see: where a notebook's module lies, what a module may
+import when it is imported,
 what crosses a chapter's wall, what a cell may hold.
 
 usage: house.py [PROJECT]   prints one line a broken rule, exits 1 if there is any
 
-ruff's PLC2701 does not hold the rule on private names: it passes over relative imports, which nbdev writes, and in a notebook it takes the room's own
+ruff's PLC2701 does not hold the rule on private names: it passes over relative imports, which nbdev writes, and in a
+notebook it takes the room's own
 chapter for a stranger.
 """
 import ast, json, re, sys

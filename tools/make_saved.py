@@ -1,9 +1,11 @@
-"""A small one of everything that bmlab saves, as the code of this checkout writes it: what tests/project/test_saved.py opens.
+"""A small one of everything that bmlab saves, as the code of this checkout writes it: what
+tests/project/test_saved.py opens.
 
 usage: make_saved.py FOLDER [KIND …]
 
 FOLDER receives a folder for each kind, with an `expected.json` beside what was saved: figures of the object that was
-saved, not of one that was read again. Without KIND all are made. The archive tests/fixtures/saved_before_chapters.zip was made
+saved, not of one that was read again. Without KIND all are made. The archive tests/fixtures/saved_before_chapters.zip
+was made
 when all modules lay beside each other in the package; it is not to be made anew, for then it would show nothing.
 """
 import io, json, shutil, sys, tempfile, threading

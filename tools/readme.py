@@ -1,4 +1,5 @@
-"""README.md from nbs/index.ipynb: prose as it is, code as code, outputs below it; and a table of the chapters' doors by their subtitles.
+"""README.md from nbs/index.ipynb: prose as it is, code as code, outputs below it; and a table of the chapters' doors
+by their subtitles.
 
 usage: readme.py [--check]
 """

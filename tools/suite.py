@@ -1,8 +1,10 @@
-"""Runs what `make check` and `make test` run, part after part, and says at the end what each took, what was left out and what failed.
+"""Runs what `make check` and `make test` run, part after part, and says at the end what each took, what was left out
+and what failed.
 
 usage: suite.py [--slowest N] PART…      PART: lines, quick, tests (quick and long ones), notebooks, tutorials
 
-Both cores work in every part. All parts run even if one fails; the last line of a failed run names what failed. A part's budget
+Both cores work in every part. All parts run even if one fails; the last line of a failed run names what failed. A
+part's budget
 (minutes on two cores) is printed, not enforced: whoever adds to a part that is over it makes room.
 """
 import argparse, json, os, subprocess, sys, time
@@ -62,7 +64,10 @@ def write(part, found):
 def run_lines():
     "ruff, import-linter: the lines, and which way imports point"
     failed, tools = [], Path(sys.executable).parent
-    for name, command in {"ruff": ["ruff", "check", "--quiet", "--output-format", "concise", "."], "lint-imports": ["lint-imports", "--no-cache"]}.items():
+    for name, command in {
+        "ruff": ["ruff", "check", "--quiet", "--output-format", "concise", "."],
+        "lint-imports": ["lint-imports", "--no-cache"],
+    }.items():
         done = subprocess.run([tools / command[0], *command[1:]], cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             failed.append(name)

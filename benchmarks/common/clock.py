@@ -5,7 +5,8 @@ import torch
 
 
 def seconds(calls, device="cuda", replays=7):
-    "Seconds per call; on a GPU all calls in one CUDA graph, so launches cost nothing: median of replays. On a CPU the best of three turns"
+    """Seconds per call; on a GPU all calls in one CUDA graph, so launches cost nothing: median of replays. On a CPU
+    the best of three turns"""
     times = []
     if device == "cpu":
         for _ in range(3):

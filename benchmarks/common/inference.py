@@ -1,7 +1,10 @@
-"""What the inference benchmarks share: shapes, models of random numbers that are packed from the start, a fair clock, the machine's own rates, children watched by the driver, one table.
+"""What the inference benchmarks share: shapes, models of random numbers that are packed from the start, a fair clock,
+the machine's own rates, children watched by the driver, one table.
 
-A benchmark is a list of runs, bmlab's and the peers', that follow one another in fresh processes. While one runs, its parent, which holds nothing but a context of its own, asks the driver how much
-memory is free: what is missing against before is the run's, its CUDA context included. A plan is written to a file before its model has weights.
+A benchmark is a list of runs, bmlab's and the peers', that follow one another in fresh processes. While one runs, its
+parent, which holds nothing but a context of its own, asks the driver how much
+memory is free: what is missing against before is the run's, its CUDA context included. A plan is written to a file
+before its model has weights.
 """
 import json, os, resource, subprocess, sys, tempfile, time
 from pathlib import Path
@@ -88,7 +91,8 @@ def skeleton(shape, dtype=torch.bfloat16):
 
 
 def pack(model, bits):
-    "Pack a model that is on meta: shapes alone (rounding to nearest would be computed on meta too, and takes a minute for 9.51B in int4)"
+    """Pack a model that is on meta: shapes alone (rounding to nearest would be computed on meta too, and takes a
+    minute for 9.51B in int4)"""
     from bmlab.kernels.codes import group_for
     from bmlab.kernels.layers import pack_linears
     def rounding(name, w):
@@ -113,7 +117,8 @@ def tile(dtype, device):
 
 
 def spread(name, columns):
-    "Standard deviation of a weight. Blocks add little to what comes in, or 48 of them would make noise of rounding; T5 does not divide its scores by √d, so its queries are small"
+    """Standard deviation of a weight. Blocks add little to what comes in, or 48 of them would make noise of rounding;
+    T5 does not divide its scores by √d, so its queries are small"""
     last = name.rpartition(".")[2]
     if last in ("embed_tokens", "shared"): return 1.0
     return {"q": 0.16, "o_proj": 0.25, "down_proj": 0.25, "o": 0.25, "wo": 0.25}.get(last, 1.28) / columns ** 0.5
@@ -121,7 +126,8 @@ def spread(name, columns):
 
 @torch.no_grad()
 def fill(model, device="cpu"):
-    "Memory and random numbers for a model on meta, in the form in which it is: floats, or int8 and int4 codes; nothing is quantized. The siblings of a module share a storage, as fusing wants them"
+    """Memory and random numbers for a model on meta, in the form in which it is: floats, or int8 and int4 codes;
+    nothing is quantized. The siblings of a module share a storage, as fusing wants them"""
     device, tiles, made, turn = torch.device(device), {}, {}, 0
     def random(n, dtype):
         nonlocal turn
@@ -238,7 +244,8 @@ def seconds_each(call, repeats=20):
 
 
 def read_rates():
-    "Bytes/s of device memory: of a bf16 matrix–vector product of 2 GiB, which only reads, and of a copy, both ways counted"
+    """Bytes/s of device memory: of a bf16 matrix–vector product of 2 GiB, which only reads, and of a copy, both ways
+    counted"""
     gpu = torch.cuda.is_available()
     N, K = (1 << 17, 1 << 13) if gpu else (1 << 11, 1 << 10)
     w, x = (
@@ -277,7 +284,8 @@ def prompt_of(vocab, batch, length, seed=0):
 
 
 def decode(engine, batch, prompt, new, rounds=3, enough_s=15.0):
-    "What greedy decoding takes: the median of rounds, behind one that warms up (captures the graphs); prompt lengths as asked. Rates are of all rows together"
+    """What greedy decoding takes: the median of rounds, behind one that warms up (captures the graphs); prompt
+    lengths as asked. Rates are of all rows together"""
     from bmlab.infer.text import decode_tokens
     d, streamer = engine.decoder, engine.streamer
     if d.mode != "static": raise RuntimeError(f"no static cache: {d.why_generate}")
@@ -327,7 +335,8 @@ def _free(): return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() el
 
 
 def child(script, *args, timeout_s=300, budget_s=None):
-    "One run in a process of its own; its result row with the most memory that the driver says it had, or what it said last. budget_s: seconds since this program began, after which nothing starts"
+    """One run in a process of its own; its result row with the most memory that the driver says it had, or what it
+    said last. budget_s: seconds since this program began, after which nothing starts"""
     if budget_s is not None:
         timeout_s = min(timeout_s, round(budget_s - (time.time() - BEGAN)))
         if timeout_s < 20: return {"error": f"left out: {budget_s} s are spent", "run_s": 0}
@@ -377,7 +386,8 @@ def _settled():
 
 
 def start(args, ours, theirs, mine, every):
-    "The one run that this process is a child for (`mine`: names that `ours` knows, `theirs` the others), or all of them"
+    """The one run that this process is a child for (`mine`: names that `ours` knows, `theirs` the others), or all of
+    them"""
     if args.child:
         (ours if args.child in mine else theirs)(args.child)
         leave()

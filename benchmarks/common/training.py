@@ -1,7 +1,9 @@
 """What the training benchmarks share: a GPT of any size, a fair clock, children in processes of their own, one table.
 
-Each benchmark is a list of runs, bmlab's and the peer's, that follow one another in fresh processes (`torchrun` for several GPUs). A run prints one JSON line.
-Data are random tokens; weights start from N(0, 0.02). Times are of whole steps: work of the optimizer that a step leaves for later is inside, because the clock
+Each benchmark is a list of runs, bmlab's and the peer's, that follow one another in fresh processes (`torchrun` for
+several GPUs). A run prints one JSON line.
+Data are random tokens; weights start from N(0, 0.02). Times are of whole steps: work of the optimizer that a step
+leaves for later is inside, because the clock
 starts and stops with everything finished.
 """
 import json, os, subprocess, sys, tempfile, time

@@ -11,21 +11,24 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 expect = playwright.expect
 expect.set_options(timeout=30_000)          # a bound for what never comes, not for how fast a busy machine is
 
-FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync
+FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+--disable-component-update --disable-sync
            --disable-default-apps --disable-extensions --metrics-recording-only --disable-dev-shm-usage""".split()
 
 
 # what a record does to the panel around an element
 REDRAWN = """async e => {
   const place = e.closest(".bmlab-panel, .bmlab-picker").parentElement, fresh = place.cloneNode(false);
-  fresh.append(...[...place.children].filter(c => !c.contains(e)).map(c => c.cloneNode(true))); place.replaceWith(fresh);
+  fresh.append(...[...place.children].filter(c => !c.contains(e)).map(c => c.cloneNode(true)));
+  place.replaceWith(fresh);
   await new Promise(done => queueMicrotask(() => queueMicrotask(done)));
 }"""
 
 
 @contextlib.contextmanager
 def jupyterlab(folder):
-    "A server of its own, with configuration, data and workspaces in throw-away folders; yields its address and its token"
+    """A server of its own, with configuration, data and workspaces in throw-away folders; yields its address and its
+    token"""
     home = Path(tempfile.mkdtemp())
     settings = home / "settings/@jupyterlab/apputils-extension"
     settings.mkdir(parents=True)
@@ -141,7 +144,11 @@ class Lab:
     def saved(self, text):
         "The saved notebook, once it holds a text: the server writes it while the page goes on"
         end = time.monotonic() + 20
-        while text not in (found := self.notebook.read_text(encoding="utf-8")) or not found.endswith("}\n") and not found.endswith("}"):
+        while (
+            text not in (found := self.notebook.read_text(encoding="utf-8"))
+            or not found.endswith("}\n")
+            and not found.endswith("}")
+        ):
             assert time.monotonic() < end, f"{text!r} was not saved"
             self.page.wait_for_timeout(50)
         return found

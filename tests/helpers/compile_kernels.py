@@ -1,4 +1,5 @@
-"""Compiles every Triton kernel for an H200, without a GPU, and prints what became of each as one line of JSON; for test_triton.py, in a process of its own"""
+"""Compiles every Triton kernel for an H200, without a GPU, and prints what became of each as one line of JSON; for
+test_triton.py, in a process of its own"""
 import itertools, json, re
 
 import torch, triton
@@ -115,7 +116,10 @@ out["int4 half"] = build(
     8,
 )
 blocks8, blocks4 = products._blocks(12288, 4096, torch.bfloat16), products._blocks4(12288, 4096, 128, torch.bfloat16)
-for name, kernel, types, blocks in (("int8", products._int8_split_kernel, linear, blocks8), ("int4", products._int4_linear_kernel, four, blocks4)):
+for name, kernel, types, blocks in (
+    ("int8", products._int8_split_kernel, linear, blocks8),
+    ("int4", products._int4_linear_kernel, four, blocks4),
+):
     out[f"{name} soon"] = build(
         kernel,
         types,
@@ -168,7 +172,9 @@ for bits8 in (False, True):
         dict(ROPE=True, INTERLEAVED=False, NORM=True, ROWS=True, BITS8=bits8, BLOCK=128),
         1,
     )
-    for G, sums, (causal, tree) in itertools.product((1, 4), (True, False), ((True, False), (True, True), (False, False))):
+    for G, sums, (causal, tree) in itertools.product(
+        (1, 4), (True, False), ((True, False), (True, True), (False, False))
+    ):
         out[f"attention {bits8} {G} {sums} {causal} {tree}"] = build(
             attention._attention_kernel,
             dict(

@@ -1,4 +1,5 @@
-"""CPM-1, CPM-2, EVA and GLM written down a second time: the published equations with plain loops over heads and layers, on checkpoints under their
+"""CPM-1, CPM-2, EVA and GLM written down a second time: the published equations with plain loops over heads and
+layers, on checkpoints under their
 original names. Nothing here is shared with the library; it is what the tests compare it with."""
 import math
 
@@ -68,7 +69,8 @@ def cpm1(w, ids, heads):
 
 
 def center_block(w, p, x, heads, seen, bias, scaled, attn_scale, eps, memory=None, memory_seen=None, activation=gelu):
-    "One of ModelCenter's layers without biases; `scaled`: every product is divided by the square root of what it sums over"
+    """One of ModelCenter's layers without biases; `scaled`: every product is divided by the square root of what it
+    sums over"""
     over = lambda n: math.sqrt(n) if scaled else 1.0
     def lin(x, n): return x @ w[n + ".weight"].T / over(x.shape[1])
     def attention(p, x, source, seen, bias):
@@ -137,7 +139,8 @@ def cpm2_center(w, source, target, heads, scaled=True, attn_scale=True, eps=1e-6
 
 
 def cpm2(w, source, target, heads, attn_scale=False, eps=1e-6):
-    "CPM-2 as released, EVA, EVA 2.0 (attn_scale), and with `expert_centroids` the 198B model. source (S,), target (L,) → (L, V)"
+    """CPM-2 as released, EVA, EVA 2.0 (attn_scale), and with `expert_centroids` the 198B model. source (S,), target
+    (L,) → (L, V)"""
     scale = lambda q: 1 / math.sqrt(q.shape[1] / heads) if attn_scale else 1.0
     def network(p, x):
         y = rms(x, w[p + "layer_norm.weight"], eps)

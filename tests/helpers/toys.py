@@ -1,4 +1,5 @@
-"What tests of several modules share: small models of every family, deltas moved away from where they start, what must be as it was"
+"""What tests of several modules share: small models of every family, deltas moved away from where they start, what
+must be as it was"""
 import copy
 
 import torch
@@ -152,7 +153,8 @@ def gradients(params):
 
 
 def shared_files(d, build, load, folder, atol=0.):
-    "Parameters that sites share: written once they are shared again, spread out for PEFT they are not, and the file is larger. The second folder"
+    """Parameters that sites share: written once they are shared again, spread out for PEFT they are not, and the file
+    is larger. The second folder"""
     want, once, spread = logits(d.model), d.save(folder / "once"), d.save(folder / "spread", spread=True)
     for written in (once, spread):
         other = build()

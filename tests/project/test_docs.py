@@ -1,4 +1,5 @@
-"The documentation: what Sphinx reads is made rightly, every link leads somewhere, nothing comes from elsewhere, search finds."
+"""The documentation: what Sphinx reads is made rightly, every link leads somewhere, nothing comes from elsewhere,
+search finds."""
 import ast, importlib.util, json, re, subprocess, sys
 from pathlib import Path
 
@@ -69,8 +70,13 @@ def test_links_are_carried_to_the_pages():
 
 def test_pictures_travel_and_dead_links_are_named_together(tmp_path, monkeypatch):
     for folder in ("docs", "bmlab", "benchmarks"): (tmp_path / folder).mkdir()
-    for name, text in (("README.md", "# bmlab\n[x](gone.py) "
-                                     "[y](gone2.py)"), ("CONTRIBUTING.md", "# c"), ("benchmarks/RESULTS.md", "# r"), ("docs/a.md", "# a\n![plot](a.png) [code](../x.py)"), ("x.py", "x = 1\n")):
+    for name, text in (
+        ("README.md", "# bmlab\n[x](gone.py) [y](gone2.py)"),
+        ("CONTRIBUTING.md", "# c"),
+        ("benchmarks/RESULTS.md", "# r"),
+        ("docs/a.md", "# a\n![plot](a.png) [code](../x.py)"),
+        ("x.py", "x = 1\n"),
+    ):
         (tmp_path / name).write_text(text)
     (tmp_path / "docs/a.png").write_bytes(b"\x89PNG")
     monkeypatch.setattr(stage, "ROOT", tmp_path)
@@ -158,10 +164,19 @@ class D:
 def test_a_module_becomes_a_page():
     text, names = stage.api(MODULE, "x", "nbs/00_x")
     assert names == ["K", "f", "C", "D"] and text.startswith("# bmlab.x\n\n> What it is for")
-    for line in ("::::{py:function} f(x, *rest, "
-                 "y='a')", r"| `` x `` | `` int `` |  | (B, L) any \| all going on "
-                           r"|", r"| `` y `` | `` str `` | `` 'a' `` | a \*word\* |", r"Returns `` float ``: \> 0",
-                 "::::{py:class} C(a)", ":::{py:method} go(n)", ":::{py:property} size", "::::{py:class} D(limit_s=2.0)", "| `` limit_s `` | `` float `` | `` 2.0 `` | seconds |", "::::{py:data} K"):
+    for line in (
+        "::::{py:function} f(x, *rest, y='a')",
+        r"| `` x `` | `` int `` |  | (B, L) any \| all going on "
+        r"|",
+        r"| `` y `` | `` str `` | `` 'a' `` | a \*word\* |",
+        r"Returns `` float ``: \> 0",
+        "::::{py:class} C(a)",
+        ":::{py:method} go(n)",
+        ":::{py:property} size",
+        "::::{py:class} D(limit_s=2.0)",
+        "| `` limit_s `` | `` float `` | `` 2.0 `` | seconds |",
+        "::::{py:data} K",
+    ):
                      assert line in text.split("\n"), line
     assert "_own" not in text and '<a class="made-in" href="../nbs/00_x.html#cell-ab12">' in text
 
@@ -233,7 +248,8 @@ def test_a_small_part_is_built(tmp_path):
 @SPHINX
 @pytest.mark.slow
 def test_all_pages_in_a_browser(tmp_path):
-    "Every page is built without a warning; opened from the folder, search finds, light and dark, and nothing is asked of a network"
+    """Every page is built without a warning; opened from the folder, search finds, light and dark, and nothing is
+    asked of a network"""
     browsing = pytest.importorskip("browsing")
     if browsing.CHROMIUM is None: pytest.skip("no Chromium")
     build(tmp_path)

@@ -33,11 +33,16 @@ def test_house_rules_see_what_breaks_them(tmp_path):
     )
     (tmp_path / "bmlab/stale.py").write_text("")
     found = "\n".join(house.problems(tmp_path))
-    for words in ("00_low.ipynb cell 1: "
-                  "mixes", "cell 2: a hidden test", "low.py:1: imports matplotlib", "stale.py: no notebook", "20_none.ipynb: no default_exp",
-                  "01_lost.ipynb: exports low.lost, and lies where high.lost "
-                  "does", "high/room.py:1: takes the private _x of "
-                          "bmlab.low", "high/room.py:3: imports bmlab.app when"):
+    for words in (
+        "00_low.ipynb cell 1: mixes",
+        "cell 2: a hidden test",
+        "low.py:1: imports matplotlib",
+        "stale.py: no notebook",
+        "20_none.ipynb: no default_exp",
+        "01_lost.ipynb: exports low.lost, and lies where high.lost does",
+        "high/room.py:1: takes the private _x of bmlab.low",
+        "high/room.py:3: imports bmlab.app when",
+    ):
         assert words in found, words
     assert "ipywidgets" not in found and "_own" not in found and "00_room" not in found and "10_high.ipynb" not in found
 
@@ -153,5 +158,9 @@ def test_nothing_speaks_of_a_machine():
     "No absolute path of somebody's machine in what is shipped"
     for path in subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split() or []:
         file = ROOT / path
-        if file.suffix in (".py", ".ipynb", ".md", ".toml", ".txt", ".ini", "") and file.is_file() and path != "tests/project/test_house.py":
+        if (
+            file.suffix in (".py", ".ipynb", ".md", ".toml", ".txt", ".ini", "")
+            and file.is_file()
+            and path != "tests/project/test_house.py"
+        ):
             assert not re.search(r"/(root|work|home/\w+|Users/\w+)/(?!\[)\w", file.read_text(encoding="utf-8")), path

@@ -1,4 +1,5 @@
-"The page that maps OpenBMB's packages to this library: its code is run as it stands there, row by row, and no public name of theirs is left out."
+"""The page that maps OpenBMB's packages to this library: its code is run as it stands there, row by row, and no
+public name of theirs is left out."""
 import re
 from pathlib import Path
 
@@ -54,26 +55,51 @@ def names(title):
 
 # What each package exports or documents, by the source of its last version
 PUBLIC = {
-    "BMTrain": """init_distributed is_initialized rank world_size config DistributedParameter ParameterInitializer DistributedModule init_parameters grouped_parameters BMTrainModelWrapper
-        Block CheckpointBlock TransformerBlockList PipelineTransformerBlockList AdamOptimizer AdamOffloadOptimizer OptimManager add_optimizer scale_loss zero_grad backward clip_grad_norm step state_dict
-        load_state_dict Noam Linear Cosine Exponential NoDecay WarmupLRScheduler FusedCrossEntropy OpParallelLinear ColumnParallelLinear RowParallelLinear VPEmbedding all_reduce all_gather
-        reduce_scatter broadcast sum_loss gather_result synchronize wait_loader allgather_objects broadcast_object save load inspect_model inspect_tensor record_tensor get_summary format_summary
-        debug print_rank print_block print_dict see_memory AverageRecorder benchmark checkpoint optim_step has_inf_nan""",
-    "ModelCenter": """Bert BertConfig Roberta GPT2 GPTj T5 CPM1 CPM2 CPM3 GLM Longformer ViT OPT Llama from_pretrained from_json_file to_json_file BertTokenizer RobertaTokenizer T5Tokenizer
-        GPT2Tokenizer GPTjTokenizer OPTTokenizer LlamaTokenizer CPM1Tokenizer CPM2Tokenizer GLMTokenizer Attention LayerNorm FeedForward RelativePositionEmbedding RotaryEmbedding Embedding Encoder Decoder TransformerBlock SelfAttentionBlock
-        CrossAttentionBlock FFNBlock DistributedDataset SimpleDataset DatasetWriter build_dataset shuffle_dataset compact_dataset mask_dataset MMapIndexedDataset DistributedMMapIndexedDataset DistributedDataLoader
-        make_builder preprocess_cpm1_lm print_inspect LlamaBeamSearch LlamaRandomSampling T5BeamSearch T5RandomSampling transfer""",
-    "BMCook": """CookTrainer set_compression set_forward forward CPMAntTrainer ConfigParser BMQuant quantize BMPrune compute_mask set_optim_for_pruning m4n2_1d m4n2_2d sprune set_forward_sprune training_mask target_sparsity BMDistill ce_scale ce_temp
-        mse_hidn_scale mse_hidn_module mse_hidn_proj mse_att_scale mse_att_module BMMoE get_hidden moefy ParamSplit GraphSplit MLPRouter save save_masks load_masks save_spruned""",
-    "OpenDelta": """LoraModel BitFitModel CompacterModel AdapterModel PrefixModel SoftPromptModel LowRankAdapterModel ParallelAdapterModel AutoDeltaModel AutoDeltaConfig from_config from_finetuned from_dict
-        modified_modules exclude_modules unfrozen_modules common_structure interactive_modify freeze_module save_finetuned log Visualization structure_graph attach detach DeltaBase BaseDeltaConfig CommonStructureMap
+    "BMTrain": """init_distributed is_initialized rank world_size config DistributedParameter ParameterInitializer
+    DistributedModule init_parameters grouped_parameters BMTrainModelWrapper
+        Block CheckpointBlock TransformerBlockList PipelineTransformerBlockList AdamOptimizer AdamOffloadOptimizer
+        OptimManager add_optimizer scale_loss zero_grad backward clip_grad_norm step state_dict
+        load_state_dict Noam Linear Cosine Exponential NoDecay WarmupLRScheduler FusedCrossEntropy OpParallelLinear
+        ColumnParallelLinear RowParallelLinear VPEmbedding all_reduce all_gather
+        reduce_scatter broadcast sum_loss gather_result synchronize wait_loader allgather_objects broadcast_object
+        save load inspect_model inspect_tensor record_tensor get_summary format_summary
+        debug print_rank print_block print_dict see_memory AverageRecorder benchmark checkpoint optim_step
+        has_inf_nan""",
+    "ModelCenter": """Bert BertConfig Roberta GPT2 GPTj T5 CPM1 CPM2 CPM3 GLM Longformer ViT OPT Llama from_pretrained
+    from_json_file to_json_file BertTokenizer RobertaTokenizer T5Tokenizer
+        GPT2Tokenizer GPTjTokenizer OPTTokenizer LlamaTokenizer CPM1Tokenizer CPM2Tokenizer GLMTokenizer Attention
+        LayerNorm FeedForward RelativePositionEmbedding RotaryEmbedding Embedding Encoder Decoder TransformerBlock
+        SelfAttentionBlock
+        CrossAttentionBlock FFNBlock DistributedDataset SimpleDataset DatasetWriter build_dataset shuffle_dataset
+        compact_dataset mask_dataset MMapIndexedDataset DistributedMMapIndexedDataset DistributedDataLoader
+        make_builder preprocess_cpm1_lm print_inspect LlamaBeamSearch LlamaRandomSampling T5BeamSearch
+        T5RandomSampling transfer""",
+    "BMCook": """CookTrainer set_compression set_forward forward CPMAntTrainer ConfigParser BMQuant quantize BMPrune
+    compute_mask set_optim_for_pruning m4n2_1d m4n2_2d sprune set_forward_sprune training_mask target_sparsity
+    BMDistill ce_scale ce_temp
+        mse_hidn_scale mse_hidn_module mse_hidn_proj mse_att_scale mse_att_module BMMoE get_hidden moefy ParamSplit
+        GraphSplit MLPRouter save save_masks load_masks save_spruned""",
+    "OpenDelta": """LoraModel BitFitModel CompacterModel AdapterModel PrefixModel SoftPromptModel LowRankAdapterModel
+    ParallelAdapterModel AutoDeltaModel AutoDeltaConfig from_config from_finetuned from_dict
+        modified_modules exclude_modules unfrozen_modules common_structure interactive_modify freeze_module
+        save_finetuned log Visualization structure_graph attach detach DeltaBase BaseDeltaConfig CommonStructureMap
         inspect_optimizer_statistics create_hub_repo push_to_dc set_axis_order SaveLoadMixin logging""",
-    "OpenPrompt": """InputExample InputFeatures load_plm load_plm_from_config add_special_tokens ManualTemplate MixedTemplate SoftTemplate SoftManualTemplate PtuningTemplate PTRTemplate PrefixTuningTemplate LMBFFTemplateGenerationTemplate wrap_one_example
-        from_file incorporate_text_example TokenizerWrapper MLMTokenizerWrapper LMTokenizerWrapper T5TokenizerWrapper T5LMTokenizerWrapper CPM2TokenizerWrapper truncate_method PromptDataLoader tokenizer_wrapper_class ManualVerbalizer One2oneVerbalizer KnowledgeableVerbalizer AutomaticVerbalizer
-        SoftVerbalizer ProtoVerbalizer PTRVerbalizer GenerationVerbalizer calibrate register_calibrate_logits PromptModel PromptForClassification PromptForGeneration generate FewShotSampler T5TemplateGenerator TemplateGenerator
-        VerbalizerGenerator RobertaVerbalizerGenerator ClassificationRunner GenerationRunner LMBFFClassificationRunner ProtoVerbClassificationRunner PROCESSORS DataProcessor load_dataset load_template load_verbalizer signature set_seed
-        classification_metrics generation_metric freeze_plm load_template_generator load_verbalizer_generator Template Verbalizer""",
-    "BMInf": """wrapper quantization memory_limit QuantizedLinear TransformerBlockList CPM1 CPM2 EVA fill_blank generate dialogue top_n top_p temperature frequency_penalty presence_penalty spans_position
+    "OpenPrompt": """InputExample InputFeatures load_plm load_plm_from_config add_special_tokens ManualTemplate
+    MixedTemplate SoftTemplate SoftManualTemplate PtuningTemplate PTRTemplate PrefixTuningTemplate
+    LMBFFTemplateGenerationTemplate wrap_one_example
+        from_file incorporate_text_example TokenizerWrapper MLMTokenizerWrapper LMTokenizerWrapper T5TokenizerWrapper
+        T5LMTokenizerWrapper CPM2TokenizerWrapper truncate_method PromptDataLoader tokenizer_wrapper_class
+        ManualVerbalizer One2oneVerbalizer KnowledgeableVerbalizer AutomaticVerbalizer
+        SoftVerbalizer ProtoVerbalizer PTRVerbalizer GenerationVerbalizer calibrate register_calibrate_logits
+        PromptModel PromptForClassification PromptForGeneration generate FewShotSampler T5TemplateGenerator
+        TemplateGenerator
+        VerbalizerGenerator RobertaVerbalizerGenerator ClassificationRunner GenerationRunner LMBFFClassificationRunner
+        ProtoVerbClassificationRunner PROCESSORS DataProcessor load_dataset load_template load_verbalizer signature
+        set_seed
+        classification_metrics generation_metric freeze_plm load_template_generator load_verbalizer_generator Template
+        Verbalizer""",
+    "BMInf": """wrapper quantization memory_limit QuantizedLinear TransformerBlockList CPM1 CPM2 EVA fill_blank
+    generate dialogue top_n top_p temperature frequency_penalty presence_penalty spans_position
         stop_tokens device_idx dynamic_memory generate_cpm2""",
 }
 

@@ -172,7 +172,7 @@ def said(code):
     os.close(write); status = os.waitpid(pid, 0)[1]
     with open(read) as f: return f.read() + (f"ended with status {{status}}" if status else "")
 out = {{code: said(code) for code in {codes!r}[:1]}}
-import pandas, safetensors.torch, sympy, torch, tqdm, transformers     # what takes seconds is imported once; bmlab never is in this process
+import pandas, safetensors.torch, sympy, torch, tqdm, transformers   # what takes seconds is imported once, bmlab never
 for name in {ahead!r}: __import__(name)
 out |= {{code: said(code) for code in {codes!r}[1:]}}
 assert not any(name.split('.')[0] == "bmlab" for name in sys.modules)
@@ -191,7 +191,8 @@ IMPORTS = [
 
 @pytest.fixture(scope="module")
 def imported():
-    "{code: what went wrong}, as in an environment that has only the six packages (and what they require): everything else is not importable"
+    """{code: what went wrong}, as in an environment that has only the six packages (and what they require):
+    everything else is not importable"""
     absent = sorted(closure(LIGHT)[1] - {"bmlab"})
     assert {"matplotlib", "ipywidgets", "IPython", "triton", "peft", "cloudpickle", "anywidget"} <= set(absent)
     run = subprocess.run(

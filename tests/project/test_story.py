@@ -6,7 +6,8 @@ import pytest
 
 from bmlab.data.samples import sample_texts
 
-SIZES = "--width 32 --layers 2 --ff 64 --vocab 500 --steps 8 --tune 4 --cook 4 --every 12 --pages 120 --tasks 1 --batch 4 --common 1 --tune-lr 1e-3 5e-3".split()
+SIZES = """--width 32 --layers 2 --ff 64 --vocab 500 --steps 8 --tune 4 --cook 4 --every 12 --pages 120 --tasks 1
+           --batch 4 --common 1 --tune-lr 1e-3 5e-3""".split()
 
 
 @pytest.mark.long
