@@ -125,6 +125,10 @@ def test_runner_without_nbdev(tmp_path):
     (tmp_path / "bad.ipynb").write_text(json.dumps({"cells": cells}))
     bad = run(tmp_path / "bad.ipynb")
     assert bad.returncode == 1 and "FAILED bad.ipynb[3]" in bad.stdout and "0 passed, 1 failed" in bad.stdout
+    absent = ("raise OSError('could not fetch the sample'); text = 1", "len(text)", "y = 2", "assert y == 2")
+    (tmp_path / "alone.ipynb").write_text(json.dumps({"cells": [{"cell_type": "code", "source": s} for s in absent]}))
+    alone = run(tmp_path / "alone.ipynb")
+    assert alone.returncode == 0 and "cells 0, 1" in alone.stdout, alone.stdout
 
 
 def test_readme_names_every_tutorial_and_every_door():
