@@ -162,31 +162,43 @@ class Without:
         return None if name.split('.')[0] in absent else self.finder.find_spec(name, path, target)
     def __getattr__(self, name): return getattr(self.finder, name)
 sys.meta_path[:] = [Without(f) for f in sys.meta_path]
-def said(code):
-    "What goes wrong in a process of its own, forked from this one; nothing if it is right"
+def said(codes):
+    "{{code: what goes wrong}} in a process of their own, forked from this one; nothing where it is right"
     read, write = os.pipe()
     if not (pid := os.fork()):
-        try: exec(code, {{}}); wrong = ""
-        except BaseException: wrong = traceback.format_exc()
-        os.write(write, wrong.encode()[-4000:]); os._exit(0)
-    os.close(write); status = os.waitpid(pid, 0)[1]
-    with open(read) as f: return f.read() + (f"ended with status {{status}}" if status else "")
-out = {{code: said(code) for code in {codes!r}[:1]}}
+        wrong = {{}}
+        for code in codes:
+            try: exec(code, {{}})
+            except BaseException: wrong[code] = traceback.format_exc()[-4000:]
+        os.write(write, json.dumps(wrong).encode()[:60000])
+        os._exit(0)
+    os.close(write)
+    status = os.waitpid(pid, 0)[1]
+    with open(read) as f: text = f.read()
+    if not text: return dict.fromkeys(codes, f"ended with status {{status}}")
+    return dict.fromkeys(codes, "") | json.loads(text)
+first, *groups = {groups!r}
+out = said(first)
 import pandas, safetensors.torch, sympy, torch, tqdm, transformers   # what takes seconds is imported once, bmlab never
 for name in {ahead!r}: __import__(name)
-out |= {{code: said(code) for code in {codes!r}[1:]}}
+for codes in groups: out |= said(codes)
 assert not any(name.split('.')[0] == "bmlab" for name in sys.modules)
 print(json.dumps(out))
 """
-IMPORTS = [
-    "import bmlab, sys; assert 'torch' not in sys.modules",
-    "from bmlab.all import *; load, tree, wrap, Lora, fit",
-    *[
-        f"import bmlab.{name}"
-        for p in sorted((ROOT / "bmlab").rglob("[!_]*.py"))
-        if (name := ".".join(p.relative_to(ROOT / "bmlab").with_suffix("").parts)) not in house.LEAVES
-    ],
+MODULES = [
+    name
+    for p in sorted((ROOT / "bmlab").rglob("[!_]*.py"))
+    if (name := ".".join(p.relative_to(ROOT / "bmlab").with_suffix("").parts)) not in house.LEAVES
 ]
+# a process a chapter: whichever of its rooms comes first, its __init__ imports them in an order of its own
+CHAPTERS = {name.partition(".")[0]: [] for name in MODULES}
+for name in MODULES: CHAPTERS[name.partition(".")[0]].append(f"import bmlab.{name}")
+GROUPS = [
+    ["import bmlab, sys; assert 'torch' not in sys.modules"],
+    ["from bmlab.all import *; load, tree, wrap, Lora, fit"],
+    *CHAPTERS.values(),
+]
+IMPORTS = [code for codes in GROUPS for code in codes]
 
 
 @pytest.fixture(scope="module")
@@ -195,18 +207,9 @@ def imported():
     everything else is not importable"""
     absent = sorted(closure(LIGHT)[1] - {"bmlab"})
     assert {"matplotlib", "ipywidgets", "IPython", "triton", "peft", "cloudpickle", "anywidget"} <= set(absent)
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            LIGHT_IMPORT.format(
-                absent=absent, codes=IMPORTS, ahead=[name for name in AHEAD if name.partition(".")[0] in LIGHT]
-            ),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    ahead = [name for name in AHEAD if name.partition(".")[0] in LIGHT]
+    program = LIGHT_IMPORT.format(absent=absent, groups=GROUPS, ahead=ahead)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
