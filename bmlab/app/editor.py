@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 
+from fastcore.basics import patch
 from torch import nn
 
 from ..prompt.template import CUTS, Template, encoded_html
@@ -21,114 +22,11 @@ from ..prompt.classify import PromptModel
 # %% ../../nbs/50_app/03_editor.ipynb #99133ac3
 _HOLES = ("placeholder", "meta", "options")
 
-class _Typed:
-    "The fields, and what stands in them"
-    def __init__(self, template, example, max_length):
-        import ipywidgets as widgets
-        self.widgets = widgets
-        self.tok, self.options = (
-            template.tok,
-            dict(family=template.family, fns=template.fns, attrs=template.attrs, joint=template.joint),
-        )
-        wide = widgets.Layout(width="100%")
-        self.source = widgets.Textarea(
-            template.text, rows=3, description="template", layout=wide, continuous_update=True
-        )
-        self.truncate = widgets.Dropdown(options=list(CUTS), value="tail", description="truncate")
-        self.longest = widgets.IntSlider(
-            max_length, 1, max(256, max_length), description="at most", continuous_update=True
-        )
-        self.holes, self.fields = widgets.VBox([], layout=wide), {}
-        self.picture, self.answer, self.code = (widgets.HTML(layout=wide) for _ in range(3))
-        for w in (self.source, self.truncate, self.longest): w.observe(self._changed, "value")
-        self._given = dict(example)
-        self.view = widgets.VBox(
-            [
-                self.source,
-                self.holes,
-                widgets.HBox([self.truncate, self.longest]),
-                self.picture,
-                self.answer,
-                self.code,
-            ],
-            layout=wide,
-        )
+class _NoLabels(nn.Module):
+    "Where no verbalizer is given: nothing is read off the words"
+    labels, habit = (), None
 
-    def _field(self, name):
-        if name not in self.fields:
-            given = self._given.get(name, "")
-            self.fields[name] = self.widgets.Text(
-                " | ".join(map(str, given)) if isinstance(given, (list, tuple)) else str(given),
-                description=name,
-                layout=self.widgets.Layout(width="100%"),
-            )
-            self.fields[name].observe(self._changed, "value")
-        return self.fields[name]
-
-    def example(self, parts):
-        "What stands in the fields of a template's holes; options are written with | between them"
-        out = {
-            p.value: (self._field(p.value).value.split(" | ") if p.kind == "options" else self._field(p.value).value)
-            for p in parts
-            if p.kind in _HOLES
-        }
-        names = list(out)
-        if [f.description for f in self.holes.children] != names: self.holes.children = [self.fields[n] for n in names]
-        return out
-
-    def _changed(self, change=None): raise NotImplementedError
-
-# %% ../../nbs/50_app/03_editor.ipynb #f095b224
-class _Looking(_Typed):
-    "What becomes of what is typed"
-    def _changed(self, change=None):
-        self._newest += 1
-        if self._timer is not None: self._timer.cancel()
-        try:
-            text = self.source.value
-            template = self._first if text == self._first.text else Template(text, self.tok, **self.options)
-            enc = template.encode(self.example(template.parts), self.longest.value, self.truncate.value)
-            self.template, self.error = template, None
-            self.picture.value = str(encoded_html(enc, limit=self.longest.value))
-            self.code.value = (
-                f"<details><summary>as code</summary><pre>t = Template({html.escape(repr(text))}, tok)</pre></details>"
-            )
-        except TemplateError as e:
-            self.error, self.answer.value = e, ""
-            self.picture.value = (
-                '<pre role="alert" style="border-left:3px solid '
-                f'#c0392b;padding-left:.6em;overflow-x:auto">{html.escape(str(e))}</pre>'
-            )
-            return
-        if self.model is None: return
-        self.answer.value = "<em>asking …</em>"
-        self._timer = threading.Timer(self.wait_s, self._ask, (self._newest, template, enc))
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _ask(self, number, template, enc):
-        "The model's answer, shown if nothing was typed meanwhile"
-        with self._lock:                                             # one question at a time
-            if number != self._newest: return
-            try: said = self._answered(template)
-            except Exception as e: said = f'<pre role="alert">{html.escape(f"{type(e).__name__}: {e}")}</pre>'
-            if number == self._newest: self.answer.value = said
-
-    def _answered(self, template):
-        if template.soft_count and template is not self._first:
-            return "<em>this template's soft tokens are not trained; nothing is asked</em>"
-        m = PromptModel(
-            self.model,
-            template,
-            self.verbalizer or _NoLabels(),
-            max_length=self.longest.value,
-            truncate=self.truncate.value,
-            chain=self.chain,
-        )
-        return m.show(self.example(template.parts), labels=self.verbalizer is not None, tokens=False)
-
-# %% ../../nbs/50_app/03_editor.ipynb #8fe54477
-class Editor(_Looking):
+class Editor:
     "A template to type into, with tokens, errors and answers beside it."
     def __init__(self,
         template:Template,           # where to begin; bound to a tokenizer
@@ -147,38 +45,118 @@ class Editor(_Looking):
         if example is not None and not isinstance(example, Mapping):
             raise TypeError(f"example is a {type(example).__name__}: expected a dict, or a text for text_a")
         self.template, self.error, self.wait_s = template, None, wait_s
-        self.model, self.verbalizer = (
-            (model.model, verbalizer or model.verbalizer) if isinstance(model, PromptModel) else (model, verbalizer)
-        )
-        self.chain = isinstance(model, PromptModel) and model.chain
-        self._first, self._newest, self._timer, self._lock = template, 0, None, threading.Lock()
+        self.model, self.verbalizer, self.chain = model, verbalizer, False
+        if isinstance(model, PromptModel):
+            self.model, self.verbalizer, self.chain = model.model, verbalizer or model.verbalizer, model.chain
+        self.tok = template.tok
+        self.options = dict(family=template.family, fns=template.fns, attrs=template.attrs, joint=template.joint)
+        self._first, self._newest, self._timer = template, 0, None
+        self._lock = threading.Lock()
         # a process that ends waits for the running question and lets no other begin
         weakref.finalize(self, self._lock.acquire)
-        super().__init__(template, example or {}, max_length)
+        self._fields(dict(example or {}), max_length)
         self._changed()
 
-    def wait(self,
-        timeout_s:float=60., # how long at most
-    ):                       # -> itself
-        "Until the answer to what stands there has come."
-        if self._timer is not None: self._timer.join(timeout_s)
-        return self
+# %% ../../nbs/50_app/03_editor.ipynb #f9af1870
+@patch
+def _fields(self:Editor, given, max_length):
+    "Make the widgets"
+    import ipywidgets as widgets
+    self.widgets, wide = widgets, widgets.Layout(width="100%")
+    live = dict(continuous_update=True)
+    self.source = widgets.Textarea(self._first.text, rows=3, description="template", layout=wide, **live)
+    self.truncate = widgets.Dropdown(options=list(CUTS), value="tail", description="truncate")
+    self.longest = widgets.IntSlider(max_length, 1, max(256, max_length), description="at most", **live)
+    self.holes, self.fields = widgets.VBox([], layout=wide), {}
+    self.picture, self.answer, self.code = (widgets.HTML(layout=wide) for _ in range(3))
+    for w in (self.source, self.truncate, self.longest): w.observe(self._changed, "value")
+    self._given = given
+    limits = widgets.HBox([self.truncate, self.longest])
+    rows = [self.source, self.holes, limits, self.picture, self.answer, self.code]
+    self.view = widgets.VBox(rows, layout=wide)
 
-    def _repr_mimebundle_(self, **kwargs):
-        bundle = self.view._repr_mimebundle_(**kwargs)
-        data = bundle[0] if isinstance(bundle, tuple) else bundle
-        if data is not None: data["text/html"] = self.static()               # for a reader without a kernel
-        return bundle
+@patch
+def _field(self:Editor, name):
+    if name not in self.fields:
+        given = self._given.get(name, "")
+        text = " | ".join(map(str, given)) if isinstance(given, (list, tuple)) else str(given)
+        field = self.widgets.Text(text, description=name, layout=self.widgets.Layout(width="100%"))
+        field.observe(self._changed, "value")
+        self.fields[name] = field
+    return self.fields[name]
 
-    def static(self)->str:
-        "What is seen now, as HTML."
-        return Picture(
-            f"<pre>{html.escape(self.source.value)}</pre>{self.picture.value}{self.answer.value}"
-        )._repr_html_()
+@patch
+def example(self:Editor, parts):
+    "What stands in the fields of a template's holes; options are written with | between them"
+    text = lambda p: self._field(p.value).value
+    holes = [p for p in parts if p.kind in _HOLES]
+    out = {p.value: text(p).split(" | ") if p.kind == "options" else text(p) for p in holes}
+    names = list(out)
+    if [f.description for f in self.holes.children] != names: self.holes.children = [self.fields[n] for n in names]
+    return out
 
-class _NoLabels(nn.Module):
-    "Where no verbalizer is given: nothing is read off the words"
-    labels, habit = (), None
+# %% ../../nbs/50_app/03_editor.ipynb #f095b224
+@patch
+def _changed(self:Editor, change=None):
+    self._newest += 1
+    if self._timer is not None: self._timer.cancel()
+    text = self.source.value
+    try:
+        template = self._first if text == self._first.text else Template(text, self.tok, **self.options)
+        enc = template.encode(self.example(template.parts), self.longest.value, self.truncate.value)
+    except TemplateError as e:
+        self.error, self.answer.value = e, ""
+        style = "border-left:3px solid #c0392b;padding-left:.6em;overflow-x:auto"
+        self.picture.value = f'<pre role="alert" style="{style}">{html.escape(str(e))}</pre>'
+        return
+    self.template, self.error = template, None
+    self.picture.value = str(encoded_html(enc, limit=self.longest.value))
+    code = f"<pre>t = Template({html.escape(repr(text))}, tok)</pre>"
+    self.code.value = f"<details><summary>as code</summary>{code}</details>"
+    if self.model is None: return
+    self.answer.value = "<em>asking …</em>"
+    self._timer = threading.Timer(self.wait_s, self._ask, (self._newest, template, enc))
+    self._timer.daemon = True
+    self._timer.start()
+
+@patch
+def _ask(self:Editor, number, template, enc):
+    "The model's answer, shown if nothing was typed meanwhile"
+    with self._lock:                                             # one question at a time
+        if number != self._newest: return
+        try: said = self._answered(template)
+        except Exception as e: said = f'<pre role="alert">{html.escape(f"{type(e).__name__}: {e}")}</pre>'
+        if number == self._newest: self.answer.value = said
+
+@patch
+def _answered(self:Editor, template):
+    if template.soft_count and template is not self._first:
+        return "<em>this template's soft tokens are not trained; nothing is asked</em>"
+    limits = dict(max_length=self.longest.value, truncate=self.truncate.value, chain=self.chain)
+    m = PromptModel(self.model, template, self.verbalizer or _NoLabels(), **limits)
+    return m.show(self.example(template.parts), labels=self.verbalizer is not None, tokens=False)
+
+# %% ../../nbs/50_app/03_editor.ipynb #8fe54477
+@patch
+def wait(self:Editor,
+    timeout_s:float=60., # how long at most
+):                       # -> itself
+    "Until the answer to what stands there has come."
+    if self._timer is not None: self._timer.join(timeout_s)
+    return self
+
+@patch
+def _repr_mimebundle_(self:Editor, **kwargs):
+    bundle = self.view._repr_mimebundle_(**kwargs)
+    data = bundle[0] if isinstance(bundle, tuple) else bundle
+    if data is not None: data["text/html"] = self.static()               # for a reader without a kernel
+    return bundle
+
+@patch
+def static(self:Editor)->str:
+    "What is seen now, as HTML."
+    page = f"<pre>{html.escape(self.source.value)}</pre>{self.picture.value}{self.answer.value}"
+    return Picture(page)._repr_html_()
 
 def edit(
     template:Template,         # where to begin

@@ -11,15 +11,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import anywidget, torch, traitlets
+from fastcore.basics import patch
 
 from ..core import format_bytes
 from ..models.stream import prompt_ids
 from .widget import Recorded, static
 
+# %% ../../nbs/50_app/02_panels.ipynb #e5d8f9a9
+_BODIES = ("panels_chat.js", "panels_fill.js", "panels_story.js", "panels_titles.js")
+_SCRIPTS = ("elements.js", "talk.js", *_BODIES, "panels.js", "notebook.js")
+
 # %% ../../nbs/50_app/02_panels.ipynb #174c15a1
-class _Traits(Recorded, anywidget.AnyWidget):
-    "What kernel and browser share"
-    token, kind, title, about = (traitlets.Unicode().tag(sync=True) for _ in range(4))
+_SETTINGS = ("temperature", "top_p", "top_k", "max_new_tokens", "seed")
+
+class _Panel(Recorded, anywidget.AnyWidget):
+    "What the four kinds of panels share: traits, a thread that reads the engine, a record"
+    _esm, _css = static(*_SCRIPTS), static("panels.css")
+    _commands, _EXAMPLES = (), ()
+    _method = None    # of the engine; None: it is called as the kind is
+    token = traitlets.Unicode().tag(sync=True)
+    kind = traitlets.Unicode().tag(sync=True)
+    title = traitlets.Unicode().tag(sync=True)
+    about = traitlets.Unicode().tag(sync=True)
     plan, plan_said = traitlets.Unicode().tag(sync=True), traitlets.Unicode().tag(sync=True)
     text = traitlets.Unicode().tag(sync=True)
     examples = traitlets.List(traitlets.Unicode()).tag(sync=True)
@@ -34,250 +47,6 @@ class _Traits(Recorded, anywidget.AnyWidget):
     problem = traitlets.Bool(False).tag(sync=True)
     meter = traitlets.Dict({"words": [], "share": None}).tag(sync=True)
 
-_SETTINGS = ("temperature", "top_p", "top_k", "max_new_tokens", "seed")
-
-# %% ../../nbs/50_app/02_panels.ipynb #adf5c970
-def _memory(engine):
-    "(bytes in use, bytes allowed or None, whose)"
-    device = getattr(getattr(engine, "model", None), "device", None)
-    if device is not None and device.type == "cuda":
-        return (
-            torch.cuda.memory_reserved(device),
-            getattr(engine.plan, "limit", None) or torch.cuda.get_device_properties(device).total_memory,
-            "GPU",
-        )
-    statm = Path("/proc/self/statm")
-    if statm.exists(): return int(statm.read_text().split()[1]) * resource.getpagesize(), None, "process"
-    return (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
-        None,
-        "process, at most",
-    )
-
-def _metered(engine, asked, first, last, pieces):
-    "The meter's words: before the first piece, that the prompt is being read and since when; then what `stats` says"
-    used, limit, whose = _memory(engine)
-    memory = {
-        "words": [f"{format_bytes(used)}{f' of {format_bytes(limit)}' if limit else ''} ({whose})"],
-        "share": used / limit if limit else None,
-    }
-    if first is None: return {**memory, "words": [f"reading the prompt, {last - asked:.1f} s", *memory["words"]]}
-    stats = engine.stats
-    rate = stats.get("decode_tok_s") or ((pieces - 1) / (last - first) if last > first else 0)
-    count = stats.get("new_tokens") or pieces
-    words = [
-        f"{count} token{'s' * (count > 1)}",
-        *([f"{rate:.3g} tokens/s"] if rate else []),
-        f"first after {first - asked:.2g} s",
-        *memory["words"],
-    ]
-    return {**memory, "words": words}
-
-def _predicted(plan):
-    "What the plan says of the speed, where it does"
-    said = getattr(plan, "tokens_per_s", None)
-    rate = said() if callable(said) else None
-    return f" · {rate:.3g} tokens/s predicted" if rate else ""
-
-# %% ../../nbs/50_app/02_panels.ipynb #120e9239
-class _Worker(_Traits):
-    "Reads an engine on a thread; a kind of panel says what to do with the pieces"
-    def __init__(self, engine, **traits):
-        self._engine, self._guard, self._leave, self._over, self._ended = (
-            engine,
-            threading.RLock(),
-            threading.Event(),
-            threading.Event(),
-            threading.Event(),
-        )
-        self._parts, self._asked, self._first, self._last, self._pieces, self._error = [], 0.0, None, 0.0, 0, None
-        self._ended.set()
-        super().__init__(**traits)
-
-    def set_state(self, sync_data):
-        # two threads must not hold a widget's notifications at once
-        with self._guard: super().set_state(sync_data)
-
-    def _begin(self, pieces, parts):
-        "Start to read `pieces()`, an iterator of texts or of (part, text), into `parts` texts"
-        with self._guard:
-            if self._engine is None: raise RuntimeError("this panel is closed; make another")
-            if self.state != "idle": raise RuntimeError("this panel is still writing; press Stop, or wait for it")
-            self._parts, self._asked, self._first, self._pieces, self._error = (
-                [""] * parts,
-                time.perf_counter(),
-                None,
-                0,
-                None,
-            )
-            for event in (self._leave, self._over, self._ended): event.clear()
-            with self.hold_sync(): self.state, self.note, self.problem = "running", "", False
-            self._thread = threading.Thread(target=self._work, args=(self._engine, pieces), name="panel", daemon=True)
-            atexit.register(self._at_exit)
-        self._thread.start()
-
-    def _work(self, engine, pieces):
-        pump = threading.Thread(target=self._pump, args=(engine,), name="panel-pump", daemon=True)
-        try:
-            pump.start()
-            stream = pieces()
-            try:
-                for item in stream:
-                    part, piece = item if isinstance(item, tuple) else (0, item)
-                    self._last = time.perf_counter()
-                    if self._first is None: self._first = self._last
-                    self._parts[part] += piece
-                    self._pieces += 1
-                    if self._leave.is_set(): break
-            finally: getattr(stream, "close", lambda: None)()
-        except BaseException as error: self._error = error
-        self._over.set()
-        pump.join()
-        with self._guard, self.hold_sync():
-            self._flush(engine)
-            if self._first is None: self.meter = {"words": [], "share": None}
-            self._finish()
-            self.state = "idle"
-            atexit.unregister(self._at_exit)
-        self._ended.set()
-
-    def _at_exit(self):
-        "A thread in the midst of a model would abort the process that ends: let it come to its end"
-        self._leave.set()
-        getattr(self._engine, "stop", lambda: None)()
-        self._thread.join()
-
-    def _pump(self, engine):
-        while not self._over.wait(0.08): self._flush(engine)
-
-    def _flush(self, engine):
-        "Send what has come"
-        with self._guard, self.hold_sync():
-            self._show(list(self._parts))
-            self.meter = _metered(
-                engine, self._asked, self._first, self._last if self._first else time.perf_counter(), self._pieces
-            )
-
-# %% ../../nbs/50_app/02_panels.ipynb #6103bc02
-class _Panel(_Worker):
-    def _say(self, note, problem=False): self.note, self.problem = note, problem
-
-    def _finish(self):
-        "After the last piece: keep the text, say how it ended"
-        if self._error is None: self._say("stopped" if self._leave.is_set() else "")
-        elif "busy" in str(self._error):
-            self._say(
-                "The engine is busy with another panel or cell. Nothing was lost: ask again when it is done.", True
-            )
-        else: self._say(f"{type(self._error).__name__}: {self._error}", True)
-        self._keep(list(self._parts))
-
-    def _options(self): return {**{k: getattr(self, k) for k in _SETTINGS}, **self._more}
-
-    def stop(self):
-        "End what is being written; what has come stays."
-        with self._guard:
-            if self.state != "running": return self
-            self.state = "stopping"
-            self._leave.set()
-            engine = self._engine
-        getattr(engine, "stop", lambda: None)()
-        return self
-
-    def wait(self,
-        timeout_s:float|None=None, # None: as long as it takes
-    ):                             # `result`
-        "Wait for the end of what is being written, for use from code; an error of the engine is raised here."
-        if not self._ended.wait(timeout_s):
-            raise TimeoutError(f"the panel was still writing after timeout_s={timeout_s:g}")
-        if self._error is not None: raise self._error
-        return self.result
-
-    def close(self):
-        "Stop, let go of the engine and take the panel off the screen; the record stays."
-        if "_guard" in vars(self):
-            self.stop()
-            self._engine = None  # not there: refused while it was made
-        super().close()
-
-    def __repr__(self): return f"{type(self).__name__} panel, {self.about}. {self._said()}"
-
-# %% ../../nbs/50_app/02_panels.ipynb #9980c547
-class _Heard(_Panel):
-    def _command(self, content):
-        "What a click or a key in the browser asks for"
-        do, args = content.get("do"), content.get("args", [])
-        for name, value in content.get("settings", {}).items():
-            if name in _SETTINGS: setattr(self, name, value)
-        if do in self._commands: getattr(self, do)(*args)
-
-    def _hear(self, _, content, buffers):
-        self._seen = True
-        try: self._command(content)
-        except (RuntimeError, ValueError, IndexError, traitlets.TraitError) as error: self._say(str(error), True)
-        if content.get("record"): self._record()
-
-# %% ../../nbs/50_app/02_panels.ipynb #05a79d29
-_BOX = (
-    "border:1px solid #80808060;border-radius:6px;padding:8px "
-    "12px;max-width:900px;font-family:system-ui,sans-serif;font-size:13px;line-height:1.5"
-)
-_SMALL = "font-size:11px;opacity:0.75"
-
-def _lines(text): return html.escape(text).replace("\n", "<br>")
-
-class _Shown(_Heard):
-    def _static(self):
-        "What is saved in a notebook: HTML that a sanitizer passes, and text"
-        body, foot = (
-            self._picture(),
-            " · ".join([self.about, *self._settings_said(), *self.meter["words"], *([self.note] if self.note else [])]),
-        )
-        plan = (
-            f'<details style="{_SMALL}"><summary>{html.escape(self.plan_said)}</summary>{self.plan}</details>'
-            if self.plan
-            else ""
-        )
-        page = (
-            f'<div class="bmlab-pick-{self.token}"><div class="bmlab-at-{self._version}" style="{_BOX}"><div '
-            f'style="font-weight:600">{html.escape(self.title)}</div>{body}'
-            f'<div style="{_SMALL};margin-top:6px">{html.escape(foot)}</div>{plan}</div></div>'
-        )
-        return {"text/html": page, "text/plain": f"{self.title} · {self.about}\n{self._said()}"}
-
-    def _settings_said(self):
-        seed = "" if self.seed is None else f"seed {self.seed}"
-        limits = [f"top-p {self.top_p:g}"] * (self.top_p < 1) + [f"top-k {self.top_k}"] * (self.top_k > 0)
-        return [
-            x for x in ([f"temperature {self.temperature:g}", *limits, seed] if self.temperature else ["greedy"]) if x
-        ]
-
-    def _record(self):
-        "Write the record of now, and tell the browser its number, which it looks for"
-        if super()._record(): self.send({"recorded": self._version})
-
-# %% ../../nbs/50_app/02_panels.ipynb #e5d8f9a9
-_BODIES = ("panels_chat.js", "panels_fill.js", "panels_story.js", "panels_titles.js")
-_SCRIPTS = ("elements.js", "talk.js", *_BODIES, "panels.js", "notebook.js")
-
-# %% ../../nbs/50_app/02_panels.ipynb #ec461d1b
-def _fit(engine, system, turns, room):
-    "The messages that leave `room` tokens of context, and how many of the oldest turns were left out"
-    head = [{"role": "system", "content": system}] if system else []
-    turns = [{"role": t["role"], "content": t["content"]} for t in turns]
-    context = getattr(engine, "max_ctx", None)
-    if context is None or not getattr(engine.tok, "chat_template", None): return head + turns, 0
-    tokens = lambda skip: prompt_ids(engine.tok, head + turns[skip:])["input_ids"].shape[1]
-    skip = 0
-    while skip + 2 < len(turns) and tokens(skip) + room > context: skip += 2
-    return head + turns[skip:], skip
-
-# %% ../../nbs/50_app/02_panels.ipynb #583e760f
-class _Common(_Shown):
-    "What the kinds have in common: the engine's face, the options, the script"
-    _esm, _css = static(*_SCRIPTS), static("panels.css")
-    _commands, _EXAMPLES = (), ()
-    _method = None    # of the engine; None: it is called as the kind is
     def __init__(self, engine, kind, title, examples, options, **traits):
         method = self._method or kind
         if not callable(getattr(engine, method, None)):
@@ -292,98 +61,228 @@ class _Common(_Shown):
         longest = max(min(1024, getattr(engine, "max_ctx", None) or 1024), mine.get("max_new_tokens", 1))
         # room for the prompt
         mine.setdefault("max_new_tokens", min(traits.get("max_new_tokens", 256), max(longest // 2, 1)))
-        super().__init__(
-            engine,
-            token=uuid.uuid4().hex[:12],
-            kind=kind,
-            title=title,
-            examples=examples,
-            longest=longest,
-            **{**traits, **mine},
-            **_face(engine),
-        )
+        self._engine, self._guard = engine, threading.RLock()
+        self._leave, self._over, self._ended = threading.Event(), threading.Event(), threading.Event()
+        self._parts, self._pieces, self._error = [], 0, None
+        self._asked, self._first, self._last = 0.0, None, 0.0
+        self._ended.set()
+        told = dict(token=uuid.uuid4().hex[:12], kind=kind, title=title, examples=examples, longest=longest)
+        super().__init__(**told, **{**traits, **mine}, **_face(engine))
         self.on_msg(self._hear)
+
+    def set_state(self, sync_data):
+        # two threads must not hold a widget's notifications at once
+        with self._guard: super().set_state(sync_data)
+
+    def close(self):
+        "Stop, let go of the engine and take the panel off the screen; the record stays."
+        if "_guard" in vars(self):
+            self.stop()
+            self._engine = None  # not there: refused while it was made
+        super().close()
+
+    def _record(self):
+        "Write the record of now, and tell the browser its number, which it looks for"
+        if super()._record(): self.send({"recorded": self._version})
+
+    def __repr__(self): return f"{type(self).__name__} panel, {self.about}. {self._said()}"
+
+# %% ../../nbs/50_app/02_panels.ipynb #adf5c970
+def _memory(engine):
+    "(bytes in use, bytes allowed or None, whose)"
+    device = getattr(getattr(engine, "model", None), "device", None)
+    if device is not None and device.type == "cuda":
+        limit = getattr(engine.plan, "limit", None) or torch.cuda.get_device_properties(device).total_memory
+        return torch.cuda.memory_reserved(device), limit, "GPU"
+    statm = Path("/proc/self/statm")
+    if statm.exists(): return int(statm.read_text().split()[1]) * resource.getpagesize(), None, "process"
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return most, None, "process, at most"
+
+def _metered(engine, asked, first, last, pieces):
+    "The meter's words: before the first piece, that the prompt is being read and since when; then what `stats` says"
+    used, limit, whose = _memory(engine)
+    memory = [f"{format_bytes(used)}{f' of {format_bytes(limit)}' if limit else ''} ({whose})"]
+    share = used / limit if limit else None
+    if first is None: return {"share": share, "words": [f"reading the prompt, {last - asked:.1f} s", *memory]}
+    stats = engine.stats
+    rate = stats.get("decode_tok_s") or ((pieces - 1) / (last - first) if last > first else 0)
+    count = stats.get("new_tokens") or pieces
+    speed = [f"{rate:.3g} tokens/s"] if rate else []
+    words = [f"{count} token{'s' * (count > 1)}", *speed, f"first after {first - asked:.2g} s", *memory]
+    return {"share": share, "words": words}
+
+def _predicted(plan):
+    "What the plan says of the speed, where it does"
+    said = getattr(plan, "tokens_per_s", None)
+    rate = said() if callable(said) else None
+    return f" · {rate:.3g} tokens/s predicted" if rate else ""
 
 def _face(engine):
     "What a panel says of its engine: the model in a line, the plan as the engine draws it, the plan in a line"
     model, plan = getattr(engine, "model", None), getattr(engine, "plan", None)
     weights = getattr(plan, "weights", None)
-    about = [
-        type(engine if model is None else model).__name__,
-        *([str(model.device)] if hasattr(model, "device") else []),
-        *([f"{format_bytes(weights)} of weights"] if weights else []),
-    ]
+    about = [type(engine if model is None else model).__name__]
+    if hasattr(model, "device"): about.append(str(model.device))
+    if weights: about.append(f"{format_bytes(weights)} of weights")
     if plan is None: return {"about": " · ".join(about)}
     said = plan.sentence() if hasattr(plan, "sentence") else f"peak {format_bytes(plan.peak_bytes)}{_predicted(plan)}"
     return {"about": " · ".join(about), "plan": plan._repr_html_(), "plan_said": f"Plan: {said}"}
 
-# %% ../../nbs/50_app/02_panels.ipynb #f3535868
-class _Conversation(_Common):
-    # [{"role": "user" | "assistant", "content": …}]; "note" where an answer was cut
-    turns = traitlets.List(traitlets.Dict()).tag(sync=True)
-    live = traitlets.Unicode().tag(sync=True)                     # the answer that is being written
-    def _speak(self, turns):
-        engine, left = self._engine, {}
-        def pieces():
-            messages, left["out"] = _fit(engine, self._system, turns, self.max_new_tokens)
-            return engine.chat(messages, **self._options())
-        with self._guard:
-            self._begin(pieces, 1)
-            self._before, self._left = self.turns, left
-            with self.hold_sync(): self.turns, self.live = turns, ""
-        return self
+# %% ../../nbs/50_app/02_panels.ipynb #120e9239
+@patch
+def _begin(self:_Panel, pieces, parts):
+    "Start to read `pieces()`, an iterator of texts or of (part, text), into `parts` texts"
+    with self._guard:
+        if self._engine is None: raise RuntimeError("this panel is closed; make another")
+        if self.state != "idle": raise RuntimeError("this panel is still writing; press Stop, or wait for it")
+        self._parts, self._pieces, self._error = [""] * parts, 0, None
+        self._asked, self._first = time.perf_counter(), None
+        for event in (self._leave, self._over, self._ended): event.clear()
+        with self.hold_sync(): self.state, self.note, self.problem = "running", "", False
+        self._thread = threading.Thread(target=self._work, args=(self._engine, pieces), name="panel", daemon=True)
+        atexit.register(self._at_exit)
+    self._thread.start()
 
-    def _show(self, parts): self.live = parts[0]
+@patch
+def _work(self:_Panel, engine, pieces):
+    pump = threading.Thread(target=self._pump, args=(engine,), name="panel-pump", daemon=True)
+    try:
+        pump.start()
+        stream = pieces()
+        try:
+            for item in stream:
+                part, piece = item if isinstance(item, tuple) else (0, item)
+                self._last = time.perf_counter()
+                if self._first is None: self._first = self._last
+                self._parts[part] += piece
+                self._pieces += 1
+                if self._leave.is_set(): break
+        finally: getattr(stream, "close", lambda: None)()
+    except BaseException as error: self._error = error
+    self._over.set()
+    pump.join()
+    with self._guard, self.hold_sync():
+        self._flush(engine)
+        if self._first is None: self.meter = {"words": [], "share": None}
+        self._finish()
+        self.state = "idle"
+        atexit.unregister(self._at_exit)
+    self._ended.set()
 
-    def _keep(self, parts):
-        failed = self._error is not None
-        if failed and not parts[0]:                               # nothing came: the message goes back into the box
-            question = self.turns[-1]["content"]
-            self.turns, self.text = self._before, self.text or question
-            self.send({"draft": question})
-        else:
-            note = "broken off" if failed else "stopped" if self._leave.is_set() else ""
-            self.turns = [*self.turns, {"role": "assistant", "content": parts[0], **({"note": note} if note else {})}]
-            out = self._left.get("out")
-            if not failed:
-                self._say(
-                    f"The oldest {out} messages no longer fit the context of {self._engine.max_ctx} tokens and were "
-                    "left out."
-                    if out
-                    else ""
-                )
-        self.live = ""
+@patch
+def _at_exit(self:_Panel):
+    "A thread in the midst of a model would abort the process that ends: let it come to its end"
+    self._leave.set()
+    getattr(self._engine, "stop", lambda: None)()
+    self._thread.join()
 
-    def _all(self):
-        return [
-            *self.turns,
-            *([{"role": "assistant", "content": self.live, "note": "unfinished"}] if self.live else []),
-        ]
+@patch
+def _pump(self:_Panel, engine):
+    while not self._over.wait(0.08): self._flush(engine)
 
-    def _said(self):
-        return (
-            "\n".join(
-                f"{'You' if t['role'] == 'user' else 'Model'}: "
-                f"{t['content']}{' [' + t['note'] + ']' if 'note' in t else ''}"
-                for t in self._all()
-            )
-            or "Nothing said yet."
-        )
+@patch
+def _flush(self:_Panel, engine):
+    "Send what has come"
+    with self._guard, self.hold_sync():
+        self._show(list(self._parts))
+        last = self._last if self._first else time.perf_counter()
+        self.meter = _metered(engine, self._asked, self._first, last, self._pieces)
 
-    def _picture(self):
-        row = '<div style="margin-top:6px;padding-left:10px;border-left:3px solid {}"><div style="{}">{}</div>{}</div>'
-        who = lambda t: (
-            ("#1a6fd4", _SMALL, "You")
-            if t["role"] == "user"
-            else ("#80808060", _SMALL, f"Model{', ' + t['note'] if 'note' in t else ''}")
-        )
-        return (
-            "".join(row.format(*who(t), _lines(t["content"])) for t in self._all())
-            or f'<div style="{_SMALL}">Nothing said yet.</div>'
-        )
+# %% ../../nbs/50_app/02_panels.ipynb #6103bc02
+@patch
+def _say(self:_Panel, note, problem=False): self.note, self.problem = note, problem
+
+@patch
+def _finish(self:_Panel):
+    "After the last piece: keep the text, say how it ended"
+    busy = "The engine is busy with another panel or cell. Nothing was lost: ask again when it is done."
+    if self._error is None: self._say("stopped" if self._leave.is_set() else "")
+    elif "busy" in str(self._error): self._say(busy, True)
+    else: self._say(f"{type(self._error).__name__}: {self._error}", True)
+    self._keep(list(self._parts))
+
+@patch
+def _options(self:_Panel): return {**{k: getattr(self, k) for k in _SETTINGS}, **self._more}
+
+@patch
+def stop(self:_Panel):
+    "End what is being written; what has come stays."
+    with self._guard:
+        if self.state != "running": return self
+        self.state = "stopping"
+        self._leave.set()
+        engine = self._engine
+    getattr(engine, "stop", lambda: None)()
+    return self
+
+@patch
+def wait(self:_Panel,
+    timeout_s:float|None=None, # None: as long as it takes
+):                             # `result`
+    "Wait for the end of what is being written, for use from code; an error of the engine is raised here."
+    if not self._ended.wait(timeout_s):
+        raise TimeoutError(f"the panel was still writing after timeout_s={timeout_s:g}")
+    if self._error is not None: raise self._error
+    return self.result
+
+# %% ../../nbs/50_app/02_panels.ipynb #9980c547
+@patch
+def _command(self:_Panel, content):
+    "What a click or a key in the browser asks for"
+    do, args = content.get("do"), content.get("args", [])
+    for name, value in content.get("settings", {}).items():
+        if name in _SETTINGS: setattr(self, name, value)
+    if do in self._commands: getattr(self, do)(*args)
+
+@patch
+def _hear(self:_Panel, _, content, buffers):
+    self._seen = True
+    try: self._command(content)
+    except (RuntimeError, ValueError, IndexError, traitlets.TraitError) as error: self._say(str(error), True)
+    if content.get("record"): self._record()
+
+# %% ../../nbs/50_app/02_panels.ipynb #05a79d29
+_BOX = (
+    "border:1px solid #80808060;border-radius:6px;padding:8px 12px;max-width:900px;font-family:system-ui,sans-serif;"
+    "font-size:13px;line-height:1.5"
+)
+_SMALL = "font-size:11px;opacity:0.75"
+
+def _lines(text): return html.escape(text).replace("\n", "<br>")
+
+@patch
+def _settings_said(self:_Panel):
+    if not self.temperature: return ["greedy"]
+    limits = [f"top-p {self.top_p:g}"] * (self.top_p < 1) + [f"top-k {self.top_k}"] * (self.top_k > 0)
+    return [f"temperature {self.temperature:g}", *limits, *([] if self.seed is None else [f"seed {self.seed}"])]
+
+@patch
+def _static(self:_Panel):
+    "What is saved in a notebook: HTML that a sanitizer passes, and text"
+    foot = " · ".join([self.about, *self._settings_said(), *self.meter["words"], *([self.note] if self.note else [])])
+    plan = f'<details style="{_SMALL}"><summary>{html.escape(self.plan_said)}</summary>{self.plan}</details>'
+    page = (
+        f'<div class="bmlab-pick-{self.token}"><div class="bmlab-at-{self._version}" style="{_BOX}">'
+        f'<div style="font-weight:600">{html.escape(self.title)}</div>{self._picture()}'
+        f'<div style="{_SMALL};margin-top:6px">{html.escape(foot)}</div>{plan if self.plan else ""}</div></div>'
+    )
+    return {"text/html": page, "text/plain": f"{self.title} · {self.about}\n{self._said()}"}
+
+# %% ../../nbs/50_app/02_panels.ipynb #ec461d1b
+def _fit(engine, system, turns, room):
+    "The messages that leave `room` tokens of context, and how many of the oldest turns were left out"
+    head = [{"role": "system", "content": system}] if system else []
+    turns = [{"role": t["role"], "content": t["content"]} for t in turns]
+    context = getattr(engine, "max_ctx", None)
+    if context is None or not getattr(engine.tok, "chat_template", None): return head + turns, 0
+    tokens = lambda skip: prompt_ids(engine.tok, head + turns[skip:])["input_ids"].shape[1]
+    skip = 0
+    while skip + 2 < len(turns) and tokens(skip) + room > context: skip += 2
+    return head + turns[skip:], skip
 
 # %% ../../nbs/50_app/02_panels.ipynb #d505ce6f
-class Chat(_Conversation):
+class Chat(_Panel):
     "A conversation with an engine; made by `chat`."
     _commands = ("ask", "again", "clear", "stop")
     _EXAMPLES = (
@@ -395,6 +294,9 @@ class Chat(_Conversation):
         "Plan a rainy afternoon in a city that I do not know.",
         "Translate into German: The early bird catches the worm.",
     )
+    # [{"role": "user" | "assistant", "content": …}]; "note" where an answer was cut
+    turns = traitlets.List(traitlets.Dict()).tag(sync=True)
+    live = traitlets.Unicode().tag(sync=True)                     # the answer that is being written
     def __init__(self,
         engine,        # made by `wrap`
         system,        # a message before the first one, or None
@@ -433,6 +335,58 @@ class Chat(_Conversation):
             self._say("")
         return self
 
+# %% ../../nbs/50_app/02_panels.ipynb #4cdc97a6
+@patch
+def _speak(self:Chat, turns):
+    engine, left = self._engine, {}
+    def pieces():
+        messages, left["out"] = _fit(engine, self._system, turns, self.max_new_tokens)
+        return engine.chat(messages, **self._options())
+    with self._guard:
+        self._begin(pieces, 1)
+        self._before, self._left = self.turns, left
+        with self.hold_sync(): self.turns, self.live = turns, ""
+    return self
+
+@patch
+def _show(self:Chat, parts): self.live = parts[0]
+
+@patch
+def _keep(self:Chat, parts):
+    failed = self._error is not None
+    self.live = ""
+    if failed and not parts[0]:                                   # nothing came: the message goes back into the box
+        question = self.turns[-1]["content"]
+        self.turns, self.text = self._before, self.text or question
+        self.send({"draft": question})
+        return
+    note = "stopped" if self._leave.is_set() else ""
+    if failed: note = "broken off"
+    self.turns = [*self.turns, {"role": "assistant", "content": parts[0], **({"note": note} if note else {})}]
+    if failed: return
+    out, context = self._left.get("out"), getattr(self._engine, "max_ctx", None)
+    lost = f"The oldest {out} messages no longer fit the context of {context} tokens and were left out."
+    self._say(lost if out else "")
+
+@patch
+def _all(self:Chat):
+    live = [{"role": "assistant", "content": self.live, "note": "unfinished"}] if self.live else []
+    return [*self.turns, *live]
+
+@patch
+def _said(self:Chat):
+    who = lambda t: "You" if t["role"] == "user" else "Model"
+    note = lambda t: f" [{t['note']}]" if "note" in t else ""
+    return "\n".join(f"{who(t)}: {t['content']}{note(t)}" for t in self._all()) or "Nothing said yet."
+
+@patch
+def _picture(self:Chat):
+    row = '<div style="margin-top:6px;padding-left:10px;border-left:3px solid {}"><div style="{}">{}</div>{}</div>'
+    def turn(t):
+        color, name = ("#1a6fd4", "You") if t["role"] == "user" else ("#80808060", "Model")
+        return row.format(color, _SMALL, f"{name}{', ' + t['note'] if 'note' in t else ''}", _lines(t["content"]))
+    return "".join(map(turn, self._all())) or f'<div style="{_SMALL}">Nothing said yet.</div>'
+
 def chat(
     e,                       # an engine made by `wrap`, with a tokenizer that has a chat template
     system:str|None=None,    # a message before the first one: how to answer
@@ -446,7 +400,7 @@ def chat(
 # %% ../../nbs/50_app/02_panels.ipynb #bf115305
 _BLANK = "__"
 
-class FillBlank(_Common):
+class FillBlank(_Panel):
     "A text whose blanks an engine fills; made by `fill_blank`."
     _commands = ("ask", "stop")
     _EXAMPLES = (
@@ -469,9 +423,8 @@ class FillBlank(_Common):
     @property
     def result(self)->str:
         "The text with the answers in it."
-        return (
-            "".join(s + a for s, a in zip(self.asked.split(_BLANK), [*self.answers, ""])) if self.asked else self.text
-        )
+        if not self.asked: return self.text
+        return "".join(s + a for s, a in zip(self.asked.split(_BLANK), [*self.answers, ""]))
 
     def ask(self,
         text:str|None=None, # a text with blanks; None: what stands in the box
@@ -480,9 +433,8 @@ class FillBlank(_Common):
         text = self.text if text is None else text
         asked = re.sub(r"_{2,}", _BLANK, text)
         if not (n := asked.count(_BLANK)):
-            raise ValueError(
-                f"text={text[:40]!r} has no blank; write two underscores, {_BLANK}, where words are missing"
-            )
+            how = f"write two underscores, {_BLANK}, where words are missing"
+            raise ValueError(f"text={text[:40]!r} has no blank; {how}")
         engine = self._engine
         with self._guard:
             self._begin(lambda: engine.fill(asked, blank=_BLANK, **self._options()), n)
@@ -498,13 +450,9 @@ class FillBlank(_Common):
         if self._error is not None and not any(parts): self.asked, self.answers = "", []
 
     def _said(self):
-        return (
-            "".join(
-                s + (f"[{a}]" if a else _BLANK) for s, a in zip(self.asked.split(_BLANK), [*self.answers, None])
-            ).removesuffix(_BLANK)
-            if self.asked
-            else self.text
-        )
+        if not self.asked: return self.text
+        parts = zip(self.asked.split(_BLANK), [*self.answers, None])
+        return "".join(s + (f"[{a}]" if a else _BLANK) for s, a in parts).removesuffix(_BLANK)
 
     def _picture(self):
         answer = '<span style="background:#1a6fd42a;font-weight:600;text-decoration:underline">{}</span>'
@@ -523,7 +471,8 @@ def fill_blank(
     return FillBlank(e, text, examples, options)
 
 # %% ../../nbs/50_app/02_panels.ipynb #8ca6b658
-class _Offers(_Common):
+class _Offers(_Panel):
+    "A list of texts to choose from, which stories and titles share"
     choices = traitlets.List(traitlets.Unicode()).tag(sync=True)  # the continuations on offer
     n = traitlets.Int(3, min=1, max=9).tag(sync=True)             # how many are asked for at once
     def _show(self, parts):
@@ -539,9 +488,8 @@ class _Offers(_Common):
 
     def _picture(self):
         offers = "".join(f"<li>{_lines(c.strip())}</li>" for c in self.choices)
-        return f'<div style="margin-top:6px">{_lines(self.text)}</div>' + (
-            f'<ol style="margin:6px 0 0">{offers}</ol>' if offers else ""
-        )
+        offers = f'<ol style="margin:6px 0 0">{offers}</ol>' if offers else ""
+        return f'<div style="margin-top:6px">{_lines(self.text)}</div>{offers}'
 
 # %% ../../nbs/50_app/02_panels.ipynb #84e1643e
 class Story(_Offers):
@@ -562,9 +510,8 @@ class Story(_Offers):
         options:dict,  # of the engine's calls
     ):
         self._dropped = False
-        super().__init__(
-            engine, "story", "Story", examples, options, text=text, n=n, temperature=0.9, max_new_tokens=24
-        )
+        first = dict(text=text, n=n, temperature=0.9, max_new_tokens=24)
+        super().__init__(engine, "story", "Story", examples, options, **first)
 
     @property
     def result(self)->list:
@@ -647,7 +594,8 @@ class Titles(_Offers):
     _EXAMPLES = (
         "Long before there were clocks, people told the time by water. A vessel with a small hole in its floor was "
         "filled at sunrise, and whoever wanted to know the hour looked how much of it had run out.",
-        "茶树喜欢温暖潮湿的山坡。采下的嫩叶先摊开晾一夜，再放进锅里炒，最后用手揉成细条。做得好的茶叶放上一年也不会走味。",
+        "茶树喜欢温暖潮湿的山坡。采下的嫩叶先摊开晾一夜，再放进锅里炒，最后用手揉成细条。"
+        "做得好的茶叶放上一年也不会走味。",
     )
     def __init__(self,
         engine,        # made by `wrap`

@@ -9,22 +9,12 @@ __all__ = ['pattern_of', 'Picker', 'pick']
 import asyncio, functools, html, itertools, re, time, uuid, weakref
 
 import anywidget, traitlets
+from fastcore.basics import patch
 from torch import nn
 
 from bmlab.core import (
-    SLICE,
-    expert_shape,
-    match_pattern,
-    matrix_shape,
-    nearest_names,
-    no_match,
-    take_slice,
-    numbered_children,
-    count,
-    on_change,
-    parts,
-    resolve,
-    unwrap,
+    SLICE, count, expert_shape, match_pattern, matrix_shape, nearest_names, no_match, numbered_children, on_change,
+    parts, resolve, take_slice, unwrap,
 )
 from ..models.tree import cell_text, tree_html, open_rows, read_tree, tree_rows, tree_text, row_title, tree
 from .widget import Recorded, static
@@ -50,7 +40,7 @@ def _free(path):
 
 # %% ../../nbs/50_app/01_picker.ipynb #7fa9e308
 def _brackets(fit):
-    "{positions: text such as [3:6], [::2], [7]} for slices of the positions with 1 in `fit`; 0 may be passed over, -1 may not"
+    "{positions: text such as [3:6]} for slices of the positions with 1 in `fit`; 0 may be passed over, -1 may not"
     n, found = len(fit), {}
     for step in range(1, min(9, n)) if n > 1 else [1]:
         for first in range(step):
@@ -115,14 +105,13 @@ class _Names:
                 if i == len(out): out.append(0)
                 if not rest: out[i] |= self.bits[child]
                 elif cut:
-                    out[i] |= _union(
-                        take_slice(rest, cut[1], self.along(rest[: cut.start()], rest[cut.end() :], child + "."))
-                    )
+                    inner = self.along(rest[:cut.start()], rest[cut.end():], child + ".")
+                    out[i] |= _union(take_slice(rest, cut[1], inner))
                 else: out[i] |= _union(self.below(child)[s] for s in self._among(rest, tuple(self.below(child))))
         return out
 
     def _among(self, pattern, shapes):
-        "Those of some shapes that a pattern without numbers matches; layers of a stack are alike, so this is asked often and found out once"
+        "Those of some shapes that a pattern without numbers matches; asked for each layer alike, found out once"
         if (pattern, shapes) not in self._cache: self._cache[pattern, shapes] = match_pattern(pattern, shapes, {})
         return self._cache[pattern, shapes]
 
@@ -176,24 +165,15 @@ def _regexes(known, wanted, shape):
     if "#" not in path: return []
     numbers = lambda names: [tuple(c for c in n.split(".") if c.isdecimal()) for n in names]
     every, some = numbers(known.listed(known.shapes[shape])), numbers(known.listed(known.shapes[shape] & wanted))
-    groups = (
-        [some]
-        if set(some) == set(itertools.product(*zip(*some)))
-        else [[t for t in some if t[0] == first] for first in dict.fromkeys(t[0] for t in some)]
-    )
+    groups = [[t for t in some if t[0] == first] for first in dict.fromkeys(t[0] for t in some)]
+    if set(some) == set(itertools.product(*zip(*some))): groups = [some]
+    def text(values, all_values):
+        values = dict.fromkeys(values)
+        if len(values) == len({*all_values}) > 1: return "\\d+"
+        return next(iter(values)) if len(values) == 1 else f"({'|'.join(values)})"
     out = []
     for group in groups:
-        texts = []
-        for values, all_values in zip(zip(*group), zip(*every)):
-            values, all_values = dict.fromkeys(values), dict.fromkeys(all_values)
-            texts.append(
-                "\\d+"
-                if len(values) == len(all_values) > 1
-                else next(iter(values))
-                if len(values) == 1
-                else f"({'|'.join(values)})"
-            )
-        fill = iter(texts)
+        fill = map(text, zip(*group), zip(*every))
         whole = [next(fill) if c == "#" else re.escape(c) for c in path]
         first = path.index("#")
         out += ["[r]" + "\\.".join(whole[i:]) for i in range(max(0, first - 1), -1, -1)] + ["[r]^" + "\\.".join(whole)]
@@ -221,11 +201,9 @@ def _cover(wanted, candidates):
     return _cheapest(wanted, best) or _greedy(wanted, best)
 
 def _cheapest(wanted, best, most=500):
-    "The cheapest cover of all, from patterns in the order of their cost; None if there are too many remainders to look at"
-    cases = sorted(
-        ((c, [(m, p) for m, p in best if m & c]) for c in _cases(wanted, [m for m, _ in best])),
-        key=lambda case: len(case[1]),
-    )
+    "The cheapest cover of all, from patterns in the order of their cost; None if there are too many remainders"
+    cases = [(c, [(m, p) for m, p in best if m & c]) for c in _cases(wanted, [m for m, _ in best])]
+    cases.sort(key=lambda case: len(case[1]))
     known = {0: (0, ())}
     def search(left):
         if left in known: return known[left]
@@ -244,35 +222,31 @@ def _greedy(wanted, candidates):
     "Most modules for a character first; then what turned out superfluous goes"
     out, left = [], wanted
     while left:
-        m, p = min(
-            ((m, p) for m, p in candidates if m & left), key=lambda mp: _cost(mp[1]) / (mp[0] & left).bit_count()
-        )
+        of_use = [(m, p) for m, p in candidates if m & left]
+        m, p = min(of_use, key=lambda mp: _cost(mp[1]) / (mp[0] & left).bit_count())
         out.append((m, p))
         left &= ~m
     for mp in sorted(out, key=lambda mp: -_cost(mp[1])):
-        if not wanted & ~functools.reduce(int.__or__, (m for m, p in out if (m, p) != mp), 0): out.remove(mp)
+        if not wanted & ~_union(m for m, p in out if (m, p) != mp): out.remove(mp)
     return [p for _, p in out]
 
 # %% ../../nbs/50_app/01_picker.ipynb #feaa9b95
 def _literal(known, name, wanted):
-    "One module: the shortest ending of its name that is at home in the selection, else the whole name, tied to the root if another name ends so"
+    "One module: the shortest ending of its name that is at home in the selection, else the whole name"
     path = name.split(".")
     for i in range(len(path) - 1, -1, -1):
         text = ".".join(path[i:])
         if (not path[i].isdecimal() or i == 0) and not set(text) & set("[]*?") and not known.match(text) & ~wanted:
             return text
-    return "[r]^" + re.escape(name)
+    return "[r]^" + re.escape(name)                            # tied to the root, as another name ends so
 
 def _shortest(known, names):
     "The shortest list of patterns for some names"
     wanted = known.mask(names)
     if not wanted: return []
     usable = _usable(known, wanted)
-    left = wanted & ~functools.reduce(int.__or__, usable.values(), 0)
-    few = left | functools.reduce(
-        int.__or__, (m & wanted for m in known.shapes.values() if (m & wanted).bit_count() <= 4), 0
-    )
-    for name in known.listed(few):
+    rare = _union(m & wanted for m in known.shapes.values() if (m & wanted).bit_count() <= 4)
+    for name in known.listed(wanted & ~_union(usable.values()) | rare):
         if (text := _literal(known, name, wanted)) not in usable: usable[text] = known.match(text)
     order = lambda p: (usable[p] & -usable[p]).bit_length()
     return sorted(_cover(wanted, usable), key=order)
@@ -280,11 +254,8 @@ def _shortest(known, names):
 def _exact(known, names):
     "The shortest patterns, checked by the grammar; the names one by one if the search should ever fail"
     found = _shortest(known, names)
-    return (
-        found
-        if known.listed(functools.reduce(int.__or__, map(known.match, found), 0)) == list(names)
-        else ["[r]^" + re.escape(n) for n in names]
-    )
+    if known.listed(_union(map(known.match, found))) == list(names): return found
+    return ["[r]^" + re.escape(n) for n in names]
 
 def pattern_of(
     model:nn.Module,  # any module
@@ -309,23 +280,14 @@ def _keys(node, root):
 def _picture(node, rows, linear, prefix="", root=True):
     "A node and all below it as plain data; `rows` are the rows of the same tree, in the same order"
     r, keys = next(rows), _keys(node, root)
-    name = f"{prefix}.{keys[0]}" if prefix and keys else keys[0] if keys else prefix
-    label = node.cls if root else node.name.partition(" ×")[0] if node.times > 1 else node.name
-    shape = row_title(r).removeprefix(node.cls).strip()
+    name = ".".join(filter(None, [prefix, *keys[:1]]))
+    label = node.name.partition(" ×")[0] if node.times > 1 else node.name
+    if root: label = node.cls
     return {
-        "keys": keys,
-        "label": label,
-        "class": "" if root else node.cls,
-        "shape": shape,
-        "kind": node.kind,
-        "mark": r["mark"],
-        "tied": node.tied,
-        "linear": name in linear,
-        "each": node.numel,
-        "trainable": node.trainable,
-        "bytes": node.nbytes,
-        "dtype": cell_text(r, "dtype"),
-        "device": cell_text(r, "device"),
+        "keys": keys, "label": label, "class": "" if root else node.cls, "kind": node.kind, "mark": r["mark"],
+        "shape": row_title(r).removeprefix(node.cls).strip(), "tied": node.tied, "linear": name in linear,
+        "each": node.numel, "trainable": node.trainable, "bytes": node.nbytes,
+        "dtype": cell_text(r, "dtype"), "device": cell_text(r, "device"),
         "children": [_picture(c, rows, linear, name, False) for c in node.children],
     }
 
@@ -334,9 +296,8 @@ def _adapted(module):
     "Sum of in + out over the matrices that a Lora would sit on; 0 where it cannot"
     if hasattr(module, "num_embeddings"): return module.num_embeddings + module.embedding_dim
     if shape := matrix_shape(module): return sum(shape)
-    return sum(
-        w.shape[0] * sum(expert_shape(w, module)) for w in module._parameters.values() if w is not None and w.ndim == 3
-    )
+    experts = [w for w in module._parameters.values() if w is not None and w.ndim == 3]
+    return sum(w.shape[0] * sum(expert_shape(w, module)) for w in experts)
 
 def _preview(chosen, rank, total):
     "One sentence; `chosen` is [(class, sum of in + out)]"
@@ -349,22 +310,6 @@ def _preview(chosen, rank, total):
 
 # %% ../../nbs/50_app/01_picker.ipynb #b2cce770
 _SCRIPTS = ("elements.js", "picker_tree.js", "picker_rows.js", "picker.js", "notebook.js")
-
-# %% ../../nbs/50_app/01_picker.ipynb #982c05dd
-class _Traits(Recorded, anywidget.AnyWidget):
-    "What kernel and browser share"
-    _esm, _css = static(*_SCRIPTS), static("picker.css")
-    token = traitlets.Unicode().tag(sync=True)
-    tree = traitlets.Dict().tag(sync=True)
-    selected = traitlets.List(traitlets.Unicode()).tag(sync=True)
-    filter = traitlets.Unicode().tag(sync=True)
-    found = traitlets.Dict({"filter": "", "names": [], "note": ""}).tag(sync=True)
-    linear = traitlets.Bool(False).tag(sync=True)
-    rank = traitlets.Int(8, min=1).tag(sync=True)
-    pattern = traitlets.List(traitlets.Unicode()).tag(sync=True)
-    preview = traitlets.Unicode().tag(sync=True)
-    expanded = traitlets.List(traitlets.Unicode()).tag(sync=True)
-    unfolded = traitlets.List(traitlets.Unicode()).tag(sync=True)
 
 # %% ../../nbs/50_app/01_picker.ipynb #58ac2382
 def _walk(node, before=("",)):
@@ -386,18 +331,14 @@ def _said(picker):
     n, pattern = len(picker.selected), picker.pattern
     if not n: return "Picked: nothing"
     listed = ", ".join(f'"{p}"' for p in pattern)
-    return f"Picked: {n} module{'s' * (n > 1)}, modules={listed if len(pattern) == 1 else f'[{listed}]'}" + (
-        f"   {picker.preview}" if picker.preview else ""
-    )
+    if len(pattern) > 1: listed = f"[{listed}]"
+    return f"Picked: {n} module{'s' * (n > 1)}, modules={listed}" + f"   {picker.preview}" * bool(picker.preview)
 
 def _static(picker):
     "What is saved in a notebook: HTML that a sanitizer passes, and text"
     rows = _ticked(picker._rows, picker.tree, set(picker.selected))
-    page = (
-        f'<div class="bmlab-pick-{picker.token}"><div>{tree_html(rows)}<div '
-        'style="font-family:monospace;font-size:12px;padding:6px 0 0 1.2em">'
-        f"{html.escape(_said(picker))}</div></div></div>"
-    )
+    line = f'<div style="font-family:monospace;font-size:12px;padding:6px 0 0 1.2em">{html.escape(_said(picker))}</div>'
+    page = f'<div class="bmlab-pick-{picker.token}"><div>{tree_html(rows)}{line}</div></div>'
     return {"text/html": page, "text/plain": f"{tree_text(rows)}\n\n{_said(picker)}"}
 
 # %% ../../nbs/50_app/01_picker.ipynb #70e4159f
@@ -405,14 +346,8 @@ def _search(known, text):
     "(names, note) that a filter finds"
     text = text.strip()
     if not text: return [], ""
-    try:
-        names = known.listed(
-            functools.reduce(
-                int.__or__,
-                (known.match(p) for p in ([text] if text.startswith("[r]") else re.split(r"\s*,\s*", text)) if p),
-                0,
-            )
-        )
+    patterns = [text] if text.startswith("[r]") else re.split(r"\s*,\s*", text)
+    try: names = known.listed(_union(known.match(p) for p in patterns if p))
     except ValueError as e: return [], str(e)
     if names: return names, f"{len(names)} module{'s' * (len(names) > 1)}"
     names = [n for n in known.names if text.lower() in n.lower()]
@@ -421,7 +356,21 @@ def _search(known, text):
     return [], f"no match; nearest: {near}"
 
 # %% ../../nbs/50_app/01_picker.ipynb #787a51ec
-class _Chosen(_Traits):
+class Picker(Recorded, anywidget.AnyWidget):
+    "The tree of a model with boxes; `.selected` and `.pattern` say what is picked. Made by `pick`."
+    _esm, _css = static(*_SCRIPTS), static("picker.css")
+    token = traitlets.Unicode().tag(sync=True)
+    tree = traitlets.Dict().tag(sync=True)
+    selected = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    filter = traitlets.Unicode().tag(sync=True)
+    found = traitlets.Dict({"filter": "", "names": [], "note": ""}).tag(sync=True)
+    linear = traitlets.Bool(False).tag(sync=True)
+    rank = traitlets.Int(8, min=1).tag(sync=True)
+    pattern = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    preview = traitlets.Unicode().tag(sync=True)
+    expanded = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    unfolded = traitlets.List(traitlets.Unicode()).tag(sync=True)
+
     def __init__(self,
         model:nn.Module,    # held weakly: a picker on the screen keeps no model in memory
         linear:bool=False,  # show only modules with a weight matrix at first
@@ -430,27 +379,11 @@ class _Chosen(_Traits):
         self._model, self._inside, self._later, self._at = weakref.ref(unwrap(model)), False, None, 0.0
         self._read()
         super().__init__(token=uuid.uuid4().hex[:12], tree=self._sent, linear=linear, rank=rank)
-        self.expanded = list(
-            dict.fromkeys(
-                n for i, (_, names) in enumerate(_walk(self.tree)) if i in open_rows(self._rows) for n in names
-            )
-        )
+        shown = [names for i, (_, names) in enumerate(_walk(self.tree)) if i in open_rows(self._rows)]
+        self.expanded = list(dict.fromkeys(itertools.chain(*shown)))
         me = weakref.ref(self)
         self._stop = on_change(model, lambda: (picker := me()) and picker._soon())
         self.on_msg(lambda _, content, buffers: me()._heard(content))
-
-    def _read(self):
-        "Everything that is known of the model, so that it need not be there later"
-        model = self._model()
-        modules, root, size = {n: m for n, m in parts(model) if n}, read_tree(model, 512), count(model)
-        self._known, self._rows, self._total, self._at = (
-            _Names(model),
-            list(tree_rows(root)),
-            size.total - size.delta,
-            time.monotonic(),
-        )
-        self._sizes = {n: (type(m).__name__, _adapted(m)) for n, m in modules.items()}
-        self._sent = _picture(root, iter(self._rows), {n for n, m in modules.items() if matrix_shape(m)})
 
     @traitlets.validate("selected")
     def _in_order(self, proposal):
@@ -472,43 +405,6 @@ class _Chosen(_Traits):
         names, note = _search(self._known, self.filter)
         self.found = {"filter": self.filter, "names": names, "note": note}
 
-# %% ../../nbs/50_app/01_picker.ipynb #0022d0e0
-class _Alive(_Chosen):
-    def refresh(self):
-        "Read the model again; what is picked, filtered, open and unfolded stays."
-        self._later = None
-        if self._model() is None: return self
-        self._read()
-        with self.hold_sync():
-            self.tree = self._sent
-            self.selected = [n for n in self.selected if n in self._sizes]
-            self._on_selected(None)
-            self._on_filter()
-        self._record()
-        return self
-
-    def _soon(self):
-        "Refresh now, or a moment later if it was done just now"
-        if self._later: return
-        try: loop = asyncio.get_running_loop()
-        except RuntimeError: loop = None
-        if loop is None or time.monotonic() - self._at > 0.2: self.refresh()
-        else: self._later = loop.call_later(0.2, self.refresh)
-
-    def select(self,
-        pattern:str|list, # as in `resolve`
-    ):
-        "Pick what a pattern matches, and nothing else."
-        self.selected = list(resolve(self.model, pattern))
-        return self
-
-    @property
-    def model(self)->nn.Module:
-        "The model that is shown."
-        if (model := self._model()) is None:
-            raise ReferenceError("the model of this picker is gone; keep a name for it and call pick(model) again")
-        return model
-
     def close(self):
         "Take the tree off the screen; the static picture stays."
         self._stop()
@@ -516,21 +412,65 @@ class _Alive(_Chosen):
 
     def __repr__(self): return f"Picker of {self.tree['label']}. {_said(self)}"
 
-# %% ../../nbs/50_app/01_picker.ipynb #65d26f07
-class Picker(_Alive):
-    "The tree of a model with boxes; `.selected` and `.pattern` say what is picked. Made by `pick`."
+    # its record is written again when the focus leaves the tree, so what is saved is what was picked last
     def _static(self): return _static(self)
-
     def _ipython_display_(self):
         self._inside = False
         super()._ipython_display_()
-
     def _record(self): return not self._inside and super()._record()
-
     def _heard(self, content):
         "A browser shows the tree, or the focus came in or went out"
         self._seen, self._inside = True, content.get("inside", False)
         if content.get("inside") is False: self._record()
+
+# %% ../../nbs/50_app/01_picker.ipynb #0022d0e0
+@patch
+def _read(self:Picker):
+    "Everything that is known of the model, so that it need not be there later"
+    model = self._model()
+    modules, root, size = {n: m for n, m in parts(model) if n}, read_tree(model, 512), count(model)
+    self._known, self._rows = _Names(model), list(tree_rows(root))
+    self._total, self._at = size.total - size.delta, time.monotonic()
+    self._sizes = {n: (type(m).__name__, _adapted(m)) for n, m in modules.items()}
+    self._sent = _picture(root, iter(self._rows), {n for n, m in modules.items() if matrix_shape(m)})
+
+@patch
+def refresh(self:Picker):
+    "Read the model again; what is picked, filtered, open and unfolded stays."
+    self._later = None
+    if self._model() is None: return self
+    self._read()
+    with self.hold_sync():
+        self.tree = self._sent
+        self.selected = [n for n in self.selected if n in self._sizes]
+        self._on_selected(None)
+        self._on_filter()
+    self._record()
+    return self
+
+@patch
+def _soon(self:Picker):
+    "Refresh now, or a moment later if it was done just now"
+    if self._later: return
+    try: loop = asyncio.get_running_loop()
+    except RuntimeError: loop = None
+    if loop is None or time.monotonic() - self._at > 0.2: self.refresh()
+    else: self._later = loop.call_later(0.2, self.refresh)
+
+# %% ../../nbs/50_app/01_picker.ipynb #65d26f07
+@patch
+def select(self:Picker,
+    pattern:str|list, # as in `resolve`
+):
+    "Pick what a pattern matches, and nothing else."
+    self.selected = list(resolve(self.model, pattern))
+    return self
+
+@patch(as_prop=True)
+def model(self:Picker)->nn.Module:
+    "The model that is shown."
+    if (model := self._model()) is not None: return model
+    raise ReferenceError("the model of this picker is gone; keep a name for it and call pick(model) again")
 
 def pick(
     model:nn.Module,             # any module: on meta, compiled, sharded, packed, with deltas

@@ -23,14 +23,7 @@ from ..core import format_bytes, parse_bytes
 from ..models.stream import TextPieces, prompt_ids
 from ..infer.sampling import TOLD
 from bmlab.infer.asks import (
-    ask_blank,
-    blank_parts,
-    fill_kind,
-    fill_masks,
-    filled,
-    mask_input,
-    sentinel_pieces,
-    sentinel_text,
+    ask_blank, blank_parts, fill_kind, fill_masks, filled, mask_input, sentinel_pieces, sentinel_text,
 )
 
 # %% ../../nbs/50_app/04_serve.ipynb #ece42cab
@@ -43,9 +36,9 @@ class _Refused(Exception):
     def __init__(self, status, message, param=None, code=None, **headers):
         super().__init__(message)
         self.status, self.headers = status, {k.replace("_", "-"): str(v) for k, v in headers.items()}
-        kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(
-            status, "invalid_request_error" if status < 500 else "server_error"
-        )
+        usual = "invalid_request_error" if status < 500 else "server_error"
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        kind = kinds.get(status, usual)
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     def response(self): return Response(_json(self.body), self.status, self.headers, "application/json")
 
@@ -54,25 +47,14 @@ def _failed(error):
     if isinstance(error, _Refused): return error
     if not isinstance(error, RequestValidationError): return _Refused(500, f"{type(error).__name__}: {error}")
     first = error.errors()[0]
-    where = ".".join(str(x) for x in first["loc"][1:]) if first["type"] != "json_invalid" else ""
-    said = (
-        f"the body is no JSON: {first['ctx']['error']}"
-        if first["type"] == "json_invalid"
-        else first["msg"].removeprefix("Value error, ")
-    )
+    where, said = ".".join(str(x) for x in first["loc"][1:]), first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid": where, said = "", f"the body is no JSON: {first['ctx']['error']}"
     return _Refused(400, f"{where}: {said}" if where else said, where or None)
 
 # %% ../../nbs/50_app/04_serve.ipynb #cd037651
 _NO_EFFECT = dict(
-    logit_bias=({},),
-    best_of=(1,),
-    echo=(False,),
-    suffix=("",),
-    tools=([],),
-    functions=([],),
-    tool_choice=("none", "auto"),
-    parallel_tool_calls=(True, False),
-    response_format=({"type": "text"},),
+    logit_bias=({},), best_of=(1,), echo=(False,), suffix=("",), tools=([],), functions=([],),
+    tool_choice=("none", "auto"), parallel_tool_calls=(True, False), response_format=({"type": "text"},),
     modalities=(["text"],),
 )
 # bookkeeping: no effect on the text
@@ -108,16 +90,8 @@ class _Asked(_Given):
     @classmethod
     def _listed(cls, stop): return [stop] if isinstance(stop, str) else stop
     def options(self)->dict:
-        names = {
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "frequency_penalty",
-            "presence_penalty",
-            "seed",
-        }
+        penalties = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
+        names = {"temperature", "top_p", "top_k", "min_p", "seed"} | penalties
         return self.model_dump(include=names) | {"stop": tuple(s for s in self.stop if s), "logprobs": self.told()}
     # of a token's likeliest rivals; -1: nothing at all
     def told(self)->int: return -1
@@ -139,10 +113,8 @@ class _Message(_Given):
     @classmethod
     def _parts(cls, content): return [{"type": "text", "text": content}] if isinstance(content, str) else content
     def plain(self)->dict:
-        return {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": "".join(p.text for p in self.content),
-        }
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "".join(p.text for p in self.content)}
 
 class _Choices(_Asked):
     n: int = Field(1, ge=1, le=16)
@@ -167,11 +139,8 @@ class _Text(_Choices):
     logprobs: int | None = Field(None, ge=0, le=TOLD, strict=True)
     def told(self)->int: return -1 if self.logprobs is None else self.logprobs
     def prompts(self)->list:
-        return (
-            self.prompt
-            if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
-            else [self.prompt]
-        )
+        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        return self.prompt if several else [self.prompt]
     def most(self)->int|None: return self.max_tokens or 16                # OpenAI's default here
 
 class _Fill(_Asked):
@@ -211,9 +180,8 @@ class _Run:
         "(which, piece); a piece None ends that text; which None is a sign of life"
         loop, mail, left = asyncio.get_running_loop(), asyncio.Queue(), len(self.handles)
         for i, h in enumerate(self.handles):
-            threading.Thread(
-                target=_post, args=(self.through(h), i, loop, mail), name="serve-reader", daemon=True
-            ).start()
+            args = (self.through(h), i, loop, mail)
+            threading.Thread(target=_post, args=args, name="serve-reader", daemon=True).start()
         while left:
             try:
                 async with asyncio.timeout(self.desk.alive_s): i, piece = await mail.get()
@@ -235,29 +203,18 @@ class _Run:
 class _Desk:
     "What the routes ask of an engine"
     def __init__(self, engine, batcher, name, max_waiting, alive_s=10.0):
-        self.engine, self.batcher, self.name, self.max_waiting, self.alive_s = (
-            engine,
-            batcher,
-            name,
-            max_waiting,
-            alive_s,
-        )
-        self.open, self.served, self.born, self.encoding, self.masks = (
-            set(),
-            0,
-            int(time.time()),
-            asyncio.Lock(),
-            asyncio.Lock(),
-        )
+        self.engine, self.batcher, self.name = engine, batcher, name
+        self.max_waiting, self.alive_s = max_waiting, alive_s
+        self.open, self.served, self.born = set(), 0, int(time.time())
+        self.encoding, self.masks = asyncio.Lock(), asyncio.Lock()
         try: self.fill_kind = fill_kind(engine.model, engine.tok)
         except (TypeError, AttributeError): self.fill_kind = "ask" if batcher else None
         self.chats = bool(getattr(engine.tok, "chat_template", None)) and batcher is not None
 
     def known(self, model):
-        if model is not None and model != self.name:
-            raise _Refused(
-                404, f"there is no model {model!r} here; this server has {self.name!r}", "model", "model_not_found"
-            )
+        if model is None or model == self.name: return
+        why = f"there is no model {model!r} here; this server has {self.name!r}"
+        raise _Refused(404, why, "model", "model_not_found")
 
     async def ids(self, prompt):
         "A prompt as token ids"
@@ -272,39 +229,27 @@ class _Desk:
         except RuntimeError as e: raise _Refused(503, str(e), code="overloaded", Retry_After=1) from e
 
     def begin(self, asks, most, through=None):
-        "Submit texts, (ids, options) each; `most` new tokens, None: as many as the context holds; `through` turns a handle into pieces"
+        "Submit (ids, options) of texts; `most` new tokens, None: what the context holds; `through`: handle → pieces"
         if self.batcher is None:
-            raise _Refused(
-                400, f"{type(self.engine.model).__name__} cannot generate text; it can fill blanks at /v1/fill"
-            )
+            name = type(self.engine.model).__name__
+            raise _Refused(400, f"{name} cannot generate text; it can fill blanks at /v1/fill")
         waiting = sum(len(r.handles) for r in self.open)
         if waiting + len(asks) > self.max_waiting:
-            raise _Refused(
-                503,
-                f"{waiting} texts are being made or wait, of max_waiting={self.max_waiting}; try again later",
-                code="overloaded",
-                Retry_After=1,
-            )
-        encoder = getattr(getattr(self.engine.model, "config", None), "is_encoder_decoder", False)
-        def whole(ids, options):
-            if encoder and len(ids) > self.engine.max_ctx:
-                raise _Refused(
-                    400,
-                    f"a source of {len(ids)} tokens exceeds this model's context of {self.engine.max_ctx} tokens",
-                    "messages",
-                    "context_length_exceeded",
-                )
-            n = 1 if encoder else len(ids)
-            room = self.engine.max_ctx - n
-            said = (
-                f"a prompt of {n} tokens and max_tokens={most or 1} exceed this model's context of "
-                f"{self.engine.max_ctx} tokens"
-            )
-            if room < (most or 1): raise _Refused(400, said, "messages", "context_length_exceeded")
-            return ids, options | {"max_new_tokens": most or room}
-        run = _Run(self, [whole(*a) for a in asks], through or iter)
+            why = f"{waiting} texts are being made or wait, of max_waiting={self.max_waiting}; try again later"
+            raise _Refused(503, why, code="overloaded", Retry_After=1)
+        run = _Run(self, [(ids, options | self._room(ids, most)) for ids, options in asks], through or iter)
         self.served += len(asks)
         return run
+
+    def _room(self, ids, most):
+        "{max_new_tokens} that fit behind a prompt"
+        encoder = getattr(getattr(self.engine.model, "config", None), "is_encoder_decoder", False)
+        n, context = 1 if encoder else len(ids), f"this model's context of {self.engine.max_ctx} tokens"
+        room = self.engine.max_ctx - n
+        if encoder and len(ids) > self.engine.max_ctx: said = f"a source of {len(ids)} tokens exceeds {context}"
+        elif room < (most or 1): said = f"a prompt of {n} tokens and max_tokens={most or 1} exceed {context}"
+        else: return {"max_new_tokens": most or room}
+        raise _Refused(400, said, "messages", "context_length_exceeded")
 
 # %% ../../nbs/50_app/04_serve.ipynb #9174923f
 async def _while_there(receive, work):
@@ -322,9 +267,8 @@ async def _while_there(receive, work):
 class _Events(StreamingResponse):
     "Server-sent events of a run, until it or the client ends"
     def __init__(self, events, run):
-        super().__init__(
-            events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, media_type="text/event-stream"
-        )
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
         self.run = run
     async def __call__(self, scope, receive, send):
         try: await _while_there(receive, self.stream_response(send))
@@ -354,9 +298,8 @@ async def _whole(run, request, work):
 # %% ../../nbs/50_app/04_serve.ipynb #eebaa53e
 # bytes that byte-level tokenizers write as the characters of the same number (Radford et al. 2019)
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_BYTE_OF = {chr(b): b for b in _VISIBLE} | {
-    chr(256 + n): b for n, b in enumerate(sorted(set(range(256)) - set(_VISIBLE)))
-}
+_HIDDEN = sorted(set(range(256)) - set(_VISIBLE))
+_BYTE_OF = {chr(b): b for b in _VISIBLE} | {chr(256 + n): b for n, b in enumerate(_HIDDEN)}
 
 def _spelled(tok, id):
     "(text, bytes or None) of one token"
@@ -369,7 +312,8 @@ def _spelled(tok, id):
 class _Likely:
     "Log-probabilities of one text's tokens, in OpenAI's two forms"
     def __init__(self, handle, tok, chat):
-        self.handle, self.tok, self.chat, self.done, self.bytes, self.chars, self.sent = handle, tok, chat, 0, 0, 0, 0
+        self.handle, self.tok, self.chat = handle, tok, chat
+        self.done = self.bytes = self.chars = self.sent = 0
     def new(self, piece, last=False)->dict | None: # None: no token begins here
         "Of the tokens that begin in the next piece of text."
         self.sent, found, h = self.sent + len((piece or "").encode("utf-8", "replace")), [], self.handle
@@ -385,13 +329,9 @@ class _Likely:
 
     def _chat(self, found):
         one = lambda text, raw, p: {"token": text, "logprob": p, "bytes": raw}
-        return {
-            "content": [
-                one(text, raw, t.logprob) | {"top_logprobs": [one(*_spelled(self.tok, i), p) for i, p in t.likeliest]}
-                for text, raw, t, _ in found
-            ],
-            "refusal": None,
-        }
+        rivals = lambda t: {"top_logprobs": [one(*_spelled(self.tok, i), p) for i, p in t.likeliest]}
+        content = [one(text, raw, t.logprob) | rivals(t) for text, raw, t, _ in found]
+        return {"content": content, "refusal": None}
     def _text(self, found):
         best = [{_spelled(self.tok, i)[0]: p for i, p in t.likeliest} | {text: t.logprob} for text, _, t, _ in found]
         return {
@@ -407,21 +347,14 @@ class _Complete:
     def __init__(self, desk, chat):
         self.desk, self.chat = desk, chat
     def _head(self, chunk):
-        return {
-            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex[:24]}",
-            "object": ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion",
-            "created": int(time.time()),
-            "model": self.desk.name,
-        }
+        kind, id = "text_completion", f"cmpl-{uuid.uuid4().hex[:24]}"
+        if self.chat: kind, id = "chat.completion.chunk" if chunk else "chat.completion", "chat" + id
+        return {"id": id, "object": kind, "created": int(time.time()), "model": self.desk.name}
     def _choice(self, i, finish, text=None, key="message", first=False, likely=None):
-        said = (
-            {"text": text or ""}
-            if not self.chat
-            else {
-                key: ({"role": "assistant"} if key == "message" or first else {})
-                | ({} if text is None else {"content": text})
-            }
-        )
+        said = {"text": text or ""}
+        if self.chat:
+            own = {"role": "assistant"} if key == "message" or first else {}
+            said = {key: own if text is None else own | {"content": text}}
         return {"index": i, **said, "logprobs": likely, "finish_reason": finish}
 
     async def __call__(self, asked, request):
@@ -442,30 +375,21 @@ class _Complete:
         async for i, piece in run.pieces():
             if piece: texts[i] += piece
         told = [None] * len(texts) if likely is None else [x.new(t, True) for x, t in zip(likely, texts)]
-        return self._head(False) | {
-            "choices": [
-                self._choice(i, h.finish, t, likely=told[i]) for i, (t, h) in enumerate(zip(texts, run.handles))
-            ],
-            "usage": run.usage(),
-        }
+        ends = zip(texts, run.handles, told)
+        choices = [self._choice(i, h.finish, t, likely=likely) for i, (t, h, likely) in enumerate(ends)]
+        return self._head(False) | {"choices": choices, "usage": run.usage()}
 
     async def _chunks(self, run, usage, likely):
         head, more = self._head(True), {"usage": None} if usage else {}
         if self.chat:
             yield head | {"choices": [self._choice(i, None, "", "delta", True) for i in range(len(run.handles))]} | more
         async for i, piece in run.pieces():
-            told = None if i is None or likely is None else likely[i].new(piece, piece is None)
-            yield (
-                None
-                if i is None
-                else head
-                | {
-                    "choices": [
-                        self._choice(i, run.handles[i].finish if piece is None else None, piece, "delta", likely=told)
-                    ]
-                }
-                | more
-            )
+            if i is None:
+                yield None
+                continue
+            told = None if likely is None else likely[i].new(piece, piece is None)
+            finish = run.handles[i].finish if piece is None else None
+            yield head | {"choices": [self._choice(i, finish, piece, "delta", likely=told)]} | more
         if usage: yield head | {"choices": [], "usage": run.usage()}
 
 # %% ../../nbs/50_app/04_serve.ipynb #1c46cddc
@@ -500,18 +424,13 @@ class _Filler:
                     await asyncio.to_thread(mask_input, desk.engine.tok, self.parts, desk.engine.max_ctx)
             except ValueError as e: raise _Refused(400, str(e), "text", "context_length_exceeded") from e
             return
-        prompt, ends = (
-            (sentinel_text(self.parts, desk.engine.tok), ())
-            if kind == "sentinel"
-            else ask_blank(self.parts, self.answers, i)
-        )
+        through = None
+        if kind == "sentinel":
+            prompt, ends, through = sentinel_text(self.parts, desk.engine.tok), (), _sentinels(desk.engine.tok)
+        else: prompt, ends = ask_blank(self.parts, self.answers, i)
         options = self.asked.options()
         options["stop"] = options["stop"] or ends
-        self.run = desk.begin(
-            [(await desk.ids(prompt), options)],
-            self.asked.max_tokens or 64,
-            _sentinels(desk.engine.tok) if kind == "sentinel" else None,
-        )
+        self.run = desk.begin([(await desk.ids(prompt), options)], self.asked.max_tokens or 64, through)
 
     async def pieces(self)->AsyncIterator[tuple[int, str]]:
         "(blank, piece), after `begin`"
@@ -544,12 +463,9 @@ class _Filler:
         if not told:
             async for _ in self.pieces(): pass
         answers = [self.answers.get(i, "") for i in range(len(self.parts) - 1)]
+        text = filled(self.parts, self.answers, self.asked.blank)
         return {
-            "object": "fill",
-            "model": self.desk.name,
-            "text": filled(self.parts, self.answers, self.asked.blank),
-            "answers": answers,
-            "usage": self.tokens,
+            "object": "fill", "model": self.desk.name, "text": text, "answers": answers, "usage": self.tokens
         }
 
 # %% ../../nbs/50_app/04_serve.ipynb #aac5369f
@@ -561,13 +477,8 @@ def _loopback(host):
     except ValueError: return False
 
 def _host(netloc):
-    return (
-        netloc
-        if netloc.count(":") > 1 and "]" not in netloc
-        else netloc.rsplit(":", 1)[0]
-        if not netloc.endswith("]")
-        else netloc
-    )
+    bare = netloc.endswith("]") or netloc.count(":") > 1 and "]" not in netloc      # an IPv6 address without a port
+    return netloc if bare else netloc.rsplit(":", 1)[0]
 
 class _Door:
     "Checks who asks and how much, then lets the request in"
@@ -581,9 +492,8 @@ class _Door:
             self._check(scope["path"], headers)
             async with asyncio.timeout(self.body_s): body = await self._body(headers, receive)
         except TimeoutError:
-            return await _Refused(
-                408, f"the body did not come within {self.body_s:g} s", Connection="close"
-            ).response()(scope, receive, send)
+            late = _Refused(408, f"the body did not come within {self.body_s:g} s", Connection="close")
+            return await late.response()(scope, receive, send)
         except _Refused as e: return await e.response()(scope, receive, send)
         if body is None: return
         first = [{"type": "http.request", "body": body, "more_body": False}]
@@ -595,12 +505,8 @@ class _Door:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             right = secrets.compare_digest(given.encode("latin-1"), self.token.encode()) and scheme.lower() == "bearer"
             if right or path in ("/", "/health"): return
-            raise _Refused(
-                401,
-                "this server asks for its token: Authorization: Bearer …",
-                code="invalid_api_key",
-                WWW_Authenticate="Bearer",
-            )
+            why = "this server asks for its token: Authorization: Bearer …"
+            raise _Refused(401, why, code="invalid_api_key", WWW_Authenticate="Bearer")
         host, origin = headers.get("host", ""), headers.get("origin")
         if not _loopback(_host(host)):
             raise _Refused(403, f"Host: {host} is not this machine; serve with a token to be reached by another name")
@@ -610,9 +516,8 @@ class _Door:
     async def _body(self, headers, receive):
         "The whole body; what is a little too long is read to its end, so that the client can read the refusal"
         most, said, body, size = self.max_body, headers.get("content-length", "0"), [], 0
-        refusal = _Refused(
-            413, f"the body is longer than max_body={format_bytes(most)}", code="request_too_large", Connection="close"
-        )
+        why = f"the body is longer than max_body={format_bytes(most)}"
+        refusal = _Refused(413, why, code="request_too_large", Connection="close")
         if said.isdigit() and int(said) > 16 * most: raise refusal
         while True:
             message = await receive()
@@ -642,13 +547,8 @@ def _routes(app, desk):
     "OpenAI's interface, the blanks, and the page"
     plain = lambda obj: Response(_json(obj), media_type="application/json")
     model = {
-        "id": desk.name,
-        "object": "model",
-        "created": desk.born,
-        "owned_by": "bmlab",
-        "max_model_len": desk.engine.max_ctx,
-        "chat": desk.chats,
-        "fill": desk.fill_kind,
+        "id": desk.name, "object": "model", "created": desk.born, "owned_by": "bmlab",
+        "max_model_len": desk.engine.max_ctx, "chat": desk.chats, "fill": desk.fill_kind,
         "generates": desk.batcher is not None,
     }
     chat, text = _Complete(desk, True), _Complete(desk, False)
@@ -668,9 +568,8 @@ def _routes(app, desk):
         desk.known(asked.model)
         filler = _Filler(desk, asked)
         await filler.begin()
-        return (
-            _Events(_told(filler.events()), filler) if asked.stream else await _whole(filler, request, filler.answer())
-        )
+        if asked.stream: return _Events(_told(filler.events()), filler)
+        return await _whole(filler, request, filler.answer())
     @app.get("/health")
     async def health(): return plain({"status": "ok", "open": len(desk.open), "served": desk.served})
     @app.get("/", include_in_schema=False)
@@ -690,18 +589,16 @@ def _app(desk, token, max_body, ready):
     async def life(app):
         ready()
         yield
-    app = FastAPI(
-        title="bmlab", description="OpenAI's interface to one engine", docs_url=None, redoc_url=None, lifespan=life
-    )  # the docs pages would load scripts from elsewhere
+    # the docs pages would load scripts from elsewhere
+    about = dict(title="bmlab", description="OpenAI's interface to one engine", docs_url=None, redoc_url=None)
+    app = FastAPI(**about, lifespan=life)
     async def refuse(request, error): return _failed(error).response()
     async def not_found(request, error):
-        return _Refused(
-            error.status_code,
-            f"{request.method} {request.url.path}: {error.detail}",
-            **{k.replace("-", "_"): v for k, v in (error.headers or {}).items()},
-        ).response()
-    for kind, call in ((_Refused, refuse), (RequestValidationError, refuse), (Exception, refuse), (HTTPException, not_found)):
-        app.add_exception_handler(kind, call)
+        headers = {k.replace("-", "_"): v for k, v in (error.headers or {}).items()}
+        said = f"{request.method} {request.url.path}: {error.detail}"
+        return _Refused(error.status_code, said, **headers).response()
+    for kind in (_Refused, RequestValidationError, Exception): app.add_exception_handler(kind, refuse)
+    app.add_exception_handler(HTTPException, not_found)
     _routes(app, desk)
     app.add_middleware(_Door, token=token, max_body=max_body)
     return app
@@ -713,16 +610,12 @@ def _bound(host, port, token):
         raise ValueError(f"host={host!r}: a name or an address, such as '127.0.0.1'")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
         raise ValueError(f"port={port!r}: 0 (any that is free) to 65535")
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
+    try: found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as e: raise ValueError(f"host={host!r}: {e}") from e
+    family, kind, *_, address = found[0]
     if token is None and not _loopback(address[0]):
-        raise ValueError(
-            f"host={host!r} can be reached from other machines; give a token (token=True makes one), or "
-            "host='127.0.0.1'"
-        )
+        how = "give a token (token=True makes one), or host='127.0.0.1'"
+        raise ValueError(f"host={host!r} can be reached from other machines; {how}")
     sock = socket.socket(family, kind)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -744,14 +637,8 @@ class Server:
         max_waiting:int,   # texts at once, those that wait included
         max_body:int,      # bytes
     ):
-        self.name, self.token, self._closed, self._started, self._ended, self._up = (
-            name,
-            token,
-            threading.Lock(),
-            threading.Event(),
-            threading.Event(),
-            False,
-        )
+        self.name, self.token, self._up = name, token, False
+        self._closed, self._started, self._ended = threading.Lock(), threading.Event(), threading.Event()
         with contextlib.ExitStack() as stack:
             try: batcher = stack.enter_context(engine.batcher())
             except TypeError: batcher = None                              # it cannot generate; it may still fill blanks
@@ -765,18 +652,8 @@ class Server:
         "The event loop, on its thread"
         host, port = self._sock.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        options = dict(
-            lifespan="on",
-            ws="none",
-            http="h11",
-            loop="asyncio",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=3,
-        )
+        options = dict(lifespan="on", ws="none", http="h11", loop="asyncio", log_config=None, access_log=False)
+        options |= dict(proxy_headers=False, server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=3)
         self._loop = uvicorn.Server(uvicorn.Config(_app(self._desk, token, max_body, self._ready), **options))
         self._thread = threading.Thread(target=self._run, name="bmlab-serve", daemon=True)
         self._thread.start()
@@ -817,11 +694,8 @@ class Server:
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
     def __repr__(self):
-        return (
-            f"{self.name} at {self.url}"
-            + (", with a token" if self.token else "")
-            + (", closed" if self._closed.locked() else "")
-        )
+        closed = ", closed" if self._closed.locked() else ""
+        return f"{self.name} at {self.url}{', with a token' if self.token else ''}{closed}"
     def _repr_html_(self): return f'<a href="{self.url}/" target="_blank">{self}</a>'
 
 # %% ../../nbs/50_app/04_serve.ipynb #44284cc0
@@ -837,7 +711,8 @@ def serve(
 )->Server:                      # `.url`, `.page`, `.token`, `.close()`
     "OpenAI's HTTP interface and a page for an engine, until it is interrupted or closed."
     if token is True: token = secrets.token_urlsafe(24)
-    if token is not None and (not isinstance(token, str) or len(token) < 8 or not token.isascii() or not token.isprintable() or " " in token):
+    fits = lambda t: isinstance(t, str) and len(t) >= 8 and t.isascii() and t.isprintable() and " " not in t
+    if token is not None and not fits(token):
         raise ValueError("token: at least 8 printable ASCII characters without spaces; True makes one")
     if not callable(getattr(e, "batcher", None)):
         raise TypeError(f"e is a {type(e).__name__} without a batcher; make an engine with wrap(model, tok)")

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from ..core import did_you_mean
@@ -60,12 +61,9 @@ def pieces(
                 raise BeeError(f"this < begins no special{at}; write << for the character itself", text, (i, i + 1))
             name, number = m[1], m[2]
             if name not in SPECIALS:
-                raise BeeError(
-                    f"unknown special <{name}>{at}{did_you_mean(name, SPECIALS)}; known: "
-                    f"{', '.join(f'<{s}>' for s in SPECIALS)}; write << for the character <",
-                    text,
-                    m.span(),
-                )
+                known = ", ".join(f"<{s}>" for s in SPECIALS)
+                why = f"unknown special <{name}>{at}{did_you_mean(name, SPECIALS)}; known: {known}"
+                raise BeeError(f"{why}; write << for the character <", text, m.span())
             if number is not None and name not in NUMBERED:
                 raise BeeError(f"<{name}> has no number{at}", text, m.span())
             if plain: out.append((False, plain))
@@ -114,11 +112,9 @@ def _segments(data, max_depth):
             out.append(Segment(node, path, parent, depth, answer))
             return
         if not isinstance(node, Mapping):
-            raise _fault(
-                f"{_said(path)} is {json.dumps(node, ensure_ascii=False, default=str)[:60]}, of type "
-                f"{type(node).__name__}: a task holds texts and dicts of texts alone; write it as a text",
-                path,
-            )
+            what = f"{json.dumps(node, ensure_ascii=False, default=str)[:60]}, of type {type(node).__name__}"
+            why = "a task holds texts and dicts of texts alone; write it as a text"
+            raise _fault(f"{_said(path)} is {what}: {why}", path)
         if not node: raise _fault(f"{_said(path)} is an empty dict; leave it out", path)
         if depth >= max_depth:
             raise _fault(f"{_said(path)} lies {depth} deep, and the relations reach {max_depth - 1}; flatten it", path)
@@ -180,79 +176,16 @@ class Bee:
     ):
         self.data, self.max_depth = _load(data), max_depth
         if not isinstance(self.data, Mapping):
-            raise BeeError(
-                f"a task is a dict, this is a {type(self.data).__name__}", data if isinstance(data, str) else ""
-            )
+            source = data if isinstance(data, str) else ""
+            raise BeeError(f"a task is a dict, this is a {type(self.data).__name__}", source)
         self.data = copy.deepcopy(dict(self.data))
-        try: self.segments = _segments(self.data, max_depth)
+        try:
+            self.segments = _segments(self.data, max_depth)
+            if "<ans>" in self.data: _check_answers(self.segments, training)
         except BeeError as e: raise _placed(e, data) from None
         if "<ans>" not in self.data:
-            raise BeeError(
-                f'the task has no "<ans>"; add "<ans>": "" for the model to fill{did_you_mean("<ans>", self.data)}'
-            )
-        if training and (empty := next((s for s in self.segments if s.answer and not s.text), None)):
-            raise _placed(
-                _fault(
-                    f"the answer {'.'.join(empty.path)} is empty; to learn from a task all its answers must be there",
-                    empty.path,
-                ),
-                data,
-            )
-        blanks = {
-            m
-            for s in self.segments
-            if "<ans>" not in s.path
-            for special, m in pieces(s.text)
-            if special and m[0] == "mask"
-        }
-        given = {
-            m
-            for s in self.segments
-            if "<ans>" in s.path and len(s.path) > 1
-            for special, m in pieces(s.path[1])
-            if special and m[0] == "mask"
-        }
-        if missing := sorted(given - blanks, key=str):
-            raise _placed(
-                _fault(
-                    f"<ans> answers {'<mask>' if missing[0][1] is None else f'<mask_{missing[0][1]}>'}, and no text "
-                    "has that blank",
-                    ("<ans>", "<mask>" if missing[0][1] is None else f"<mask_{missing[0][1]}>"),
-                    True,
-                ),
-                data,
-            )
-
-    @property
-    def answered(self)->bool:
-        "Are all answers there?"
-        return all(s.text for s in self.segments if s.answer)
-
-    def asked(self): # -> Bee
-        "The same task without its answers."
-        blank = lambda v: "" if isinstance(v, str) else {k: blank(x) for k, x in v.items()}
-        return Bee(self.data | {"<ans>": blank(self.data["<ans>"])}, max_depth=self.max_depth)
-
-    def shuffled(self,
-        seed:int=0, # of the order
-    ):              # -> Bee
-        "The same task with the answers in another order, as they are trained."
-        ans = self.data["<ans>"]
-        if isinstance(ans, str): return self
-        keys = list(ans)
-        random.Random(seed).shuffle(keys)
-        return Bee(self.data | {"<ans>": {k: ans[k] for k in keys}}, max_depth=self.max_depth)
-
-    def relations(self)->Tensor: # (S, S) int64
-        "The bucket of the way from each segment to each other: 0 the same, else up · max_depth + down + 1."
-        chains = []
-        for s in self.segments: chains.append((*(chains[s.parent] if s.parent >= 0 else ()), len(chains)))
-        out = torch.zeros(len(chains), len(chains), dtype=torch.long)
-        for i, a in enumerate(chains):
-            for j, b in enumerate(chains):
-                shared = next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-                if i != j: out[i, j] = (len(a) - shared) * self.max_depth + len(b) - shared + 1
-        return out
+            hint = did_you_mean("<ans>", self.data)
+            raise BeeError(f'the task has no "<ans>"; add "<ans>": "" for the model to fill{hint}')
 
     def json(self)->str:
         "The task as JSON."
@@ -262,6 +195,53 @@ class Bee:
     # the order of keys counts
     def __eq__(self, other): return isinstance(other, Bee) and self.json() == other.json()
     def __hash__(self): return hash(self.json())
+
+def _check_answers(segments, training):
+    "Raise for an answer that is missing, or that no text has a blank for"
+    if training and (empty := next((s for s in segments if s.answer and not s.text), None)):
+        why = "to learn from a task all its answers must be there"
+        raise _fault(f"the answer {'.'.join(empty.path)} is empty; {why}", empty.path)
+    masks = lambda text: {m for special, m in pieces(text) if special and m[0] == "mask"}
+    blanks = {m for s in segments if "<ans>" not in s.path for m in masks(s.text)}
+    given = {m for s in segments if "<ans>" in s.path and len(s.path) > 1 for m in masks(s.path[1])}
+    for _, number in sorted(given - blanks, key=str):
+        name = "<mask>" if number is None else f"<mask_{number}>"
+        raise _fault(f"<ans> answers {name}, and no text has that blank", ("<ans>", name), True)
+
+# %% ../../nbs/35_prompt/11_bee.ipynb #2efe9cb9
+@patch(as_prop=True)
+def answered(self:Bee)->bool:
+    "Are all answers there?"
+    return all(s.text for s in self.segments if s.answer)
+
+@patch
+def asked(self:Bee): # -> Bee
+    "The same task without its answers."
+    blank = lambda v: "" if isinstance(v, str) else {k: blank(x) for k, x in v.items()}
+    return Bee(self.data | {"<ans>": blank(self.data["<ans>"])}, max_depth=self.max_depth)
+
+@patch
+def shuffled(self:Bee,
+    seed:int=0, # of the order
+):              # -> Bee
+    "The same task with the answers in another order, as they are trained."
+    ans = self.data["<ans>"]
+    if isinstance(ans, str): return self
+    keys = list(ans)
+    random.Random(seed).shuffle(keys)
+    return Bee(self.data | {"<ans>": {k: ans[k] for k in keys}}, max_depth=self.max_depth)
+
+@patch
+def relations(self:Bee)->Tensor: # (S, S) int64
+    "The bucket of the way from each segment to each other: 0 the same, else up · max_depth + down + 1."
+    chains = []
+    for s in self.segments: chains.append((*(chains[s.parent] if s.parent >= 0 else ()), len(chains)))
+    out = torch.zeros(len(chains), len(chains), dtype=torch.long)
+    for i, a in enumerate(chains):
+        for j, b in enumerate(chains):
+            shared = next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+            if i != j: out[i, j] = (len(a) - shared) * self.max_depth + len(b) - shared + 1
+    return out
 
 # %% ../../nbs/35_prompt/11_bee.ipynb #658c288e
 @dataclasses.dataclass
@@ -282,36 +262,29 @@ class BeeTokens:
         return self.context[None, :] | (~self.context[:, None] & torch.ones(L, L, dtype=torch.bool).tril())
 
     def __repr__(self):
-        return (
-            f"BeeTokens({len(self.ids)} tokens in {len(self.relations)} segments, {int((~self.context).sum())} of the "
-            "answer)"
-        )
+        own = int((~self.context).sum())
+        return f"BeeTokens({len(self.ids)} tokens in {len(self.relations)} segments, {own} of the answer)"
 
 # %% ../../nbs/35_prompt/11_bee.ipynb #d04b8e27
 def _special_ids(tok):
     "{special: id}; raises for a tokenizer without them"
     out = {s: tok.convert_tokens_to_ids(f"<{s}>") for s in SPECIALS}
-    lacking = [
-        f"<{s}>"
-        for s in ("root", "s", "/s", "mask", "option", "ans", "unk")
-        if out[s] is None or s != "unk" and out[s] == tok.unk_token_id
-    ]
-    if lacking:
-        raise ValueError(
-            f"this tokenizer has no {', '.join(lacking)}; add them by tok.add_tokens({lacking}) and resize the model's "
-            "embedding, or take render() for an ordinary model"
-        )
-    return out
+    needed = ("root", "s", "/s", "mask", "option", "ans", "unk")
+    lacking = [f"<{s}>" for s in needed if out[s] is None or s != "unk" and out[s] == tok.unk_token_id]
+    if not lacking: return out
+    raise ValueError(
+        f"this tokenizer has no {', '.join(lacking)}; add them by tok.add_tokens({lacking}) and resize the model's "
+        "embedding, or take render() for an ordinary model"
+    )
 
 def _letters(tok, text, special):
     "[(id, its text)] of a text that is itself, even where it looks like a special"
     enc = tok(text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=True)
-    own = [(i, text[a:b]) for i, (a, b) in zip(enc["input_ids"], enc["offset_mapping"])]
-    return [
-        x
-        for i, t in own
-        for x in ([y for c in t for y in _letters(tok, c, special)] if i in special and len(t) > 1 else [(i, t)])
-    ]  # added words are not split
+    out = []
+    for i, (a, b) in zip(enc["input_ids"], enc["offset_mapping"]):
+        if i in special and b - a > 1: out += [y for c in text[a:b] for y in _letters(tok, c, special)]
+        else: out.append((i, text[a:b]))                                     # added words are not split
+    return out
 
 def encode_bee(
     task:Bee, # answered to learn from it; with empty answers to be asked
@@ -339,11 +312,8 @@ def encode_bee(
         return out
     rows = []                                                                # (id, sub-id, segment, context)
     for k, s in enumerate(task.segments):
-        body = [
-            (special["s"], 0),
-            *([(special["root"], 0)] if k == 0 else tokens(s.text)),
-            *([] if s.answer else [(special["/s"], 0)]),
-        ]
+        body = [(special["root"], 0)] if k == 0 else tokens(s.text)
+        body = [(special["s"], 0), *body] + ([] if s.answer else [(special["/s"], 0)])
         rows += [(i, n, k, not s.answer) for i, n in body]
     targets, subs = torch.full((len(rows),), -100), torch.zeros(len(rows), dtype=torch.long)
     for p, (i, n, k, context) in enumerate(rows):
@@ -370,11 +340,8 @@ def render(
     if how == "json": return json.dumps(given, ensure_ascii=False) + "\n<ans>: ", target
     lines = [f"{k}: {v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)}" for k, v in given.items()]
     if how == "plain": return "\n".join([*lines, "<ans>: "]), target
-    want = (
-        "Answer with nothing but the answer."
-        if isinstance(answer, str)
-        else f"Answer with JSON, one text for each of {', '.join(answer)}."
-    )
+    want = "Answer with nothing but the answer."
+    if not isinstance(answer, str): want = f"Answer with JSON, one text for each of {', '.join(answer)}."
     return [{"role": "user", "content": "\n".join([*lines, want])}], target
 
 def read(
@@ -490,44 +457,31 @@ def bee_html(
 )->str:
     "The task as a picture: its tree, and the relations between its segments."
     rel, rows = task.relations(), []
+    above = {t.parent for t in task.segments}
+    looks = {
+        "root": ("○", "opacity:.6"), "key": ("◇", "font-weight:600"), "text": ("▪", ""),
+        "answer": ("▸", "background:light-dark(#fde7c8,#5a4010)"),
+    }
     for i, s in enumerate(task.segments):
-        kind = (
-            "root"
-            if i == 0
-            else "answer"
-            if s.answer
-            else "key"
-            if s.path and any(t.parent == i for t in task.segments)
-            else "text"
-        )
-        mark = {"root": "○", "key": "◇", "text": "▪", "answer": "▸"}[kind]
-        style = {
-            "answer": "background:light-dark(#fde7c8,#5a4010)",
-            "key": "font-weight:600",
-            "root": "opacity:.6",
-        }.get(kind, "")
-        text = s.text if len(s.text) <= 80 else s.text[:79] + "…"
-        rows.append(
-            f'<div style="white-space:pre">{i:>3} {"   " * s.depth}{mark} <span '
-            f'style="{style}">{html.escape(text) or "(to be filled)"}</span></div>'
-        )
+        kind = "key" if s.path and i in above else "text"
+        if i == 0: kind = "root"
+        elif s.answer: kind = "answer"
+        mark, style = looks[kind]
+        text = html.escape(s.text if len(s.text) <= 80 else s.text[:79] + "…") or "(to be filled)"
+        lead = f'{i:>3} {"   " * s.depth}{mark}'
+        rows.append(f'<div style="white-space:pre">{lead} <span style="{style}">{text}</span></div>')
     n = min(len(rel), most)
-    far = max(1, int((rel // task.max_depth + rel % task.max_depth).max()))
-    cells = "".join(
-        "<tr>"
-        + "".join(
-            f'<td title="{i} → {j}: bucket {int(v)}" '
-            f'style="width:1.6em;text-align:center;font-size:80%;background:rgba(70,130,180,{max(0.05, 1 - (int(v) // task.max_depth + int(v) % task.max_depth) / far):.2f})">{int(v)}</td>'
-            for j, v in enumerate(row[:n])
-        )
-        + "</tr>"
-        for i, row in enumerate(rel[:n].tolist())
-    )
+    steps = rel // task.max_depth + rel % task.max_depth
+    shade = (1 - steps / max(1, int(steps.max()))).clamp_min(.05)
+    def cell(i, j):
+        look = f"width:1.6em;text-align:center;font-size:80%;background:rgba(70,130,180,{shade[i, j]:.2f})"
+        return f'<td title="{i} → {j}: bucket {int(rel[i, j])}" style="{look}">{int(rel[i, j])}</td>'
+    cells = "".join(f"<tr>{''.join(cell(i, j) for j in range(n))}</tr>" for i in range(n))
     note = f"<div>{len(rel) - n} more segments</div>" if n < len(rel) else ""
+    matrix = f'<table style="border-collapse:collapse;margin-top:.5em">{cells}</table>'
     return (
-        '<div style="font-family:monospace;color-scheme:light dark"><div>○ root ◇ key ▪ text ▸ '
-        f'answer</div>{"".join(rows)}<table '
-        f'style="border-collapse:collapse;margin-top:.5em">{cells}</table>{note}</div>'
+        '<div style="font-family:monospace;color-scheme:light dark"><div>○ root ◇ key ▪ text ▸ answer</div>'
+        f"{''.join(rows)}{matrix}{note}</div>"
     )
 
 Bee._repr_html_ = bee_html

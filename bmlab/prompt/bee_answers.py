@@ -29,40 +29,32 @@ def renumbered(
             number[token, what] = sum(t == token for t, _ in table)
             table[token, number[token, what]] = what
         subs[(example.ids == token) & (example.sub_ids == n)] = number[token, what]
-    return replace(
-        example, sub_ids=subs, context=torch.ones_like(example.context), targets=torch.full_like(example.targets, -100)
-    )
+    seen, nothing = torch.ones_like(example.context), torch.full_like(example.targets, -100)
+    return replace(example, sub_ids=subs, context=seen, targets=nothing)
 
 # %% ../../nbs/35_prompt/12_bee_answers.ipynb #775286ac
 def _row(tasks, V):
     "One row of [(task, [examples])] as {name: tensor}"
     parts = [(span, sample, t) for span, (task, beside) in enumerate(tasks) for sample, t in enumerate([task, *beside])]
     S = sum(len(t.relations) for *_, t in parts)
-    out, relations, at = (
-        {n: [] for n in ("input_ids", "sub_ids", "segments", "context", "spans", "samples", "targets")},
-        torch.ones(S, S, dtype=torch.long),
-        0,
-    )
-    ext = {}
+    out = {n: [] for n in ("input_ids", "sub_ids", "segments", "context", "spans", "samples", "targets")}
+    relations, at, ext = torch.ones(S, S, dtype=torch.long), 0, {}
     for span, sample, t in parts:
         n = len(t.relations)
         relations[at:at + n, at:at + n] = t.relations
         for i, k in [*zip(t.ids.tolist(), t.sub_ids.tolist()), *zip(t.targets.tolist(), t.target_subs.tolist())]:
             if k > 0 and i >= 0: ext.setdefault((i, k), len(ext))
         targets = [V + ext[i, k] if k > 0 and i >= 0 else i for i, k in zip(t.targets.tolist(), t.target_subs.tolist())]
-        for name, values in dict(input_ids=t.ids, sub_ids=t.sub_ids, segments=t.segments + at, context=t.context, spans=torch.full_like(t.ids, span),
-                                 samples=torch.full_like(t.ids, sample), targets=torch.tensor(targets)).items():
-                                     out[name].append(values)
+        own = dict(input_ids=t.ids, sub_ids=t.sub_ids, segments=t.segments + at, context=t.context)
+        own |= dict(spans=torch.full_like(t.ids, span), samples=torch.full_like(t.ids, sample))
+        for name, values in (own | {"targets": torch.tensor(targets)}).items(): out[name].append(values)
         at += n
     return {n: torch.cat(v) for n, v in out.items()} | {"relations": relations, "ext": list(ext)}
 
 def _stack(rows, side, pad):
     "Rows of different lengths → one batch"
-    L, S, E = (
-        max(len(r["input_ids"]) for r in rows),
-        max(len(r["relations"]) for r in rows),
-        max(1, max(len(r["ext"]) for r in rows)),
-    )
+    L, S, E = (max(len(r[name]) for r in rows) for name in ("input_ids", "relations", "ext"))
+    E = max(1, E)
     fill = dict(input_ids=pad, sub_ids=0, segments=0, context=False, spans=-1, samples=0, targets=-100)
     out = {n: torch.full((len(rows), L), v, dtype=rows[0][n].dtype) for n, v in fill.items()}
     out |= {
@@ -89,13 +81,8 @@ class BeeCollator:
         vocab_size:int|None=None,   # the model's; None: the tokenizer's
         shuffle:int|None=None,      # seed of the order of several answers; None: as they stand
     ):
-        self.tok, self.max_length, self.pack, self.vocab_size, self.shuffle = (
-            tok,
-            max_length,
-            pack,
-            vocab_size or len(tok),
-            shuffle,
-        )
+        self.tok, self.vocab_size = tok, vocab_size or len(tok)
+        self.max_length, self.pack, self.shuffle = max_length, pack, shuffle
 
     def encode(self,
         task,      # a Bee, its data, or (task, [examples beside it])
@@ -115,15 +102,13 @@ class BeeCollator:
         tasks, # tasks, or what `encode` made of them
     )->dict:   # tensors by the names of the model's arguments, `targets` among them
         "A batch."
-        done = [
-            t if isinstance(t, tuple) and isinstance(t[0], BeeTokens) else self.encode(t, i)
-            for i, t in enumerate(tasks)
-        ]
+        encoded = lambda t: isinstance(t, tuple) and isinstance(t[0], BeeTokens)
+        done = [t if encoded(t) else self.encode(t, i) for i, t in enumerate(tasks)]
         lengths = [sum(len(t.ids) for t in (task, *beside)) for task, beside in done]
-        if max(lengths) > self.max_length:
+        if (longest := max(lengths)) > self.max_length:
             raise ValueError(
-                f"max_length={self.max_length}: task {lengths.index(max(lengths))} has {max(lengths)} tokens; shorten "
-                f"it, drop it, or give max_length={max(lengths)}"
+                f"max_length={self.max_length}: task {lengths.index(longest)} has {longest} tokens; shorten it, drop "
+                f"it, or give max_length={longest}"
             )
         of = best_fit(lengths, self.max_length).tolist() if self.pack else range(len(done))
         rows = [[] for _ in range(max(of) + 1)]
@@ -139,10 +124,8 @@ def _sayable(tokens, ext, special, V, only):
     entries = [(i, n) for i, n in tokens.table if n > 0]
     if only == "options":
         if not any(i == special["option"] for i, _ in tokens.table):
-            raise ValueError(
-                "only='options': the task has no <option_0>; "
-                f"{', '.join(map(repr, tokens.table.values())) or 'nothing'} is numbered in it"
-            )
+            there = ", ".join(map(repr, tokens.table.values())) or "nothing"
+            raise ValueError(f"only='options': the task has no <option_0>; {there} is numbered in it")
         ok[special["option"]] = first("option")
         for k, (i, _) in enumerate(entries): ok[V + k] = i == special["option"]
         return ok
@@ -159,10 +142,8 @@ def _said(ids, tokens, tok, V):
     for (what, white), run in groupby(named, lambda x: (x[0], {special["/n"]: "\n", special["/_"]: " "}.get(x[1]))):
         run = [i for _, i in run]
         if what is not None: out += [what if what[0] == "<" and what[-1] == ">" else escape(what)] * len(run)
-        else:
-            out.append(
-                white * len(run) if white else escape(tok.convert_tokens_to_string(tok.convert_ids_to_tokens(run)))
-            )  # a character may be of several tokens
+        elif white: out.append(white * len(run))
+        else: out.append(escape(tok.convert_tokens_to_string(tok.convert_ids_to_tokens(run))))   # of several tokens
     return "".join(out)
 
 # %% ../../nbs/35_prompt/12_bee_answers.ipynb #727a71a9
@@ -182,12 +163,8 @@ def _ask(model, tok, tasks, beside, max_new_tokens, min_new_tokens, only):
         table = dict(t.table)
         examples = [renumbered(encode_bee(e, tok), table) for e in beside]
         t.table.update(table)
-        given = replace(
-            t,
-            **{
-                n: getattr(t, n)[t.context] for n in ("ids", "sub_ids", "segments", "context", "targets", "target_subs")
-            },
-        )
+        along = ("ids", "sub_ids", "segments", "context", "targets", "target_subs")
+        given = replace(t, **{n: getattr(t, n)[t.context] for n in along})
         row = _row([(given, examples)], V)
         row["ext"] = [x for x in t.table if x[1] > 0]
         rows.append(row)
@@ -203,29 +180,19 @@ def _ask(model, tok, tasks, beside, max_new_tokens, min_new_tokens, only):
     for _ in range(max(len(s) for s in segment) * (max_new_tokens + 1)):
         live = [n < len(s) for n, s in zip(state, segment)]
         if not any(live): break
-        grow = lambda name, values: torch.cat(
-            [b[name], torch.tensor(values, device=device)[:, None].to(b[name].dtype)], 1
-        )
-        b |= {
-            "segments": grow("segments", [s[min(n, len(s) - 1)] for n, s in zip(state, segment)]),
-            "context": grow("context", [False] * len(tasks)),
-            "attention_mask": grow("attention_mask", [1] * len(tasks)),
-            "samples": grow("samples", [0] * len(tasks)),
-        }
-        new = torch.tensor(token, device=device)[:, None]
-        ids = new if cache is not None else torch.cat([fresh, new], 1)
+        column = {"context": [False] * len(tasks), "attention_mask": [1] * len(tasks), "samples": [0] * len(tasks)}
+        column["segments"] = [s[min(n, len(s) - 1)] for n, s in zip(state, segment)]
+        for name, values in column.items():
+            values = torch.tensor(values, device=device)[:, None].to(b[name].dtype)
+            b[name] = torch.cat([b[name], values], 1)
+        new, number = torch.tensor(token, device=device)[:, None], None
+        if cache is None: new, number = torch.cat([fresh, new], 1), torch.cat([subs, torch.zeros_like(new)], 1)
         result = model(
-            input_ids=ids,
-            sub_ids=None if cache is not None else torch.cat([subs, torch.zeros_like(new)], 1),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **b,
+            input_ids=new, sub_ids=number, past_key_values=cache, use_cache=True, logits_to_keep=1, **b
         )
         cache, may = result.past_key_values, ok.clone()
-        may[:, special["/s"]] = torch.tensor(
-            [n >= len(out[r]) or len(out[r][n]) >= min_new_tokens for r, n in enumerate(state)], device=device
-        )
+        enough = [n >= len(out[r]) or len(out[r][n]) >= min_new_tokens for r, n in enumerate(state)]
+        may[:, special["/s"]] = torch.tensor(enough, device=device)
         if only == "options":
             for r, n in enumerate(state):
                 said = n < len(out[r]) and out[r][n]
@@ -266,9 +233,7 @@ def answer(
     try:
         for i in range(0, len(bees), batch):
             part = bees[i:i + batch]
-            out += [
-                Bee(_filled(t.data, said), max_depth=t.max_depth)
-                for t, said in zip(part, _ask(model, tok, part, beside, max_new_tokens, min_new_tokens, only))
-            ]
+            said = _ask(model, tok, part, beside, max_new_tokens, min_new_tokens, only)
+            out += [Bee(_filled(t.data, own), max_depth=t.max_depth) for t, own in zip(part, said)]
     finally: model.train(training)
     return out[0] if one else out

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from fastcore.basics import patch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,7 +33,7 @@ from .view import Picture, bars_html
 from ..delta.soft import PTuning, SoftPrompt, encoder_decoder
 from .soft import SoftTokens
 from .targets import GenerationVerbalizer, Written, write
-from ..train.loop import eval_mode, fit
+from ..train.loop import eval_mode, fit as fit_loop
 from .verbalize import AutomaticVerbalizer, Chained, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #306047c2
@@ -41,10 +42,8 @@ def examples_of(
 )->list:  # of dicts or InputExamples
     "Examples, one dict each; a bare text becomes {\"text_a\": text}."
     if isinstance(data, pd.DataFrame):
-        return [
-            {k: None if isinstance(v, float) and v != v else v for k, v in row.items()}
-            for row in data.to_dict("records")
-        ]
+        whole = lambda v: None if isinstance(v, float) and v != v else v
+        return [{k: whole(v) for k, v in row.items()} for row in data.to_dict("records")]
     if isinstance(data, (str, Mapping)) or not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
         data = [data]
     out = [{"text_a": e} if isinstance(e, str) else e for e in data]
@@ -53,6 +52,7 @@ def examples_of(
             raise TypeError(f"an example is a {type(e).__name__}: expected a dict, an InputExample or a text")
     return out
 
+# %% ../../nbs/35_prompt/08_classify.ipynb #6eb28605
 def _pure(x):
     "A label as Python has it: NumPy's and torch's scalars, and whole numbers of any kind"
     if hasattr(x, "item") and getattr(x, "ndim", 1) == 0: x = x.item()
@@ -67,7 +67,6 @@ def _label(e):
 
 def _many(label): return hasattr(label, "__iter__") and not isinstance(label, str)
 
-# %% ../../nbs/35_prompt/08_classify.ipynb #720c3901
 def class_number(
     label,        # a name, or, where no name is a number, a number 0 … C − 1
     names:list,   # the classes
@@ -77,14 +76,12 @@ def class_number(
     if (own := [i for i, n in enumerate(names) if type(n) is type(label) and n == label]): return own[0]
     counted = int not in map(type, names)
     if counted and type(label) is int and 0 <= label < len(names): return label
-    several = (
-        "; several at once are for a verbalizer with multi_label=True" if _many(label) else did_you_mean(label, names)
-    )
-    raise ValueError(
-        f"label {label!r} is none of the classes: "
-        f"{', '.join(map(repr, names))}{f', or their numbers 0 … {len(names) - 1}' if counted else ''}{several}"
-    )
+    several = "; several at once are for a verbalizer with multi_label=True"
+    there = ", ".join(map(repr, names)) + (f", or their numbers 0 … {len(names) - 1}" if counted else "")
+    hint = several if _many(label) else did_you_mean(label, names)
+    raise ValueError(f"label {label!r} is none of the classes: {there}{hint}")
 
+# %% ../../nbs/35_prompt/08_classify.ipynb #720c3901
 class FewShotSampler:
     "A few examples of every class."
     def __init__(self,
@@ -101,13 +98,12 @@ class FewShotSampler:
         "Choose; the same for the same seed."
         by = {}
         for e in examples_of(data):
-            if _many(_label(e)):
-                raise TypeError(
-                    f"label {_label(e)!r}: so many of every class can be drawn where an example has one label"
-                )
-            by.setdefault(_label(e), []).append(e)
+            if _many(label := _label(e)):
+                raise TypeError(f"label {label!r}: so many of every class can be drawn where an example has one label")
+            by.setdefault(label, []).append(e)
         if None in by: raise ValueError(f"{len(by[None])} examples have no label")
-        need, rng, out, dev = self.per_label * (1 + also_dev), random.Random(self.seed), [], []
+        rng, out, dev = random.Random(self.seed), [], []
+        need = self.per_label * (1 + also_dev)
         for label, own in sorted(by.items(), key=lambda kv: str(kv[0])):
             if len(own) < need: raise ValueError(f"label {label!r} has {len(own)} examples, {need} are wanted")
             picked = rng.sample(own, need)
@@ -118,8 +114,8 @@ class FewShotSampler:
         return (out, dev) if also_dev else out
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #3cff9f70
-class _Data:
-    "Examples, and how they become batches"
+class PromptData:
+    "Batches of encoded examples."
     def __init__(self,
         data,                   # examples, see `examples_of`
         template:Template,      # with a tokenizer
@@ -137,37 +133,13 @@ class _Data:
         self.examples, self.template, self.names = examples_of(data), template, labels
         if not self.examples: raise ValueError("data holds no example")
         if batch < 1: raise ValueError(f"batch={batch}: at least one")
-        self.batch, self.max_length, self.truncate, self.shuffle, self.seed, self.rounds = (
-            batch,
-            max_length,
-            truncate,
-            shuffle,
-            seed,
-            0,
-        )
-        self.several, self.labelled, self.writes, self.pack = several, labelled, writes, pack
-        # the answer is at the end of every row
-        self.padding_side = "left" if template.at_end else None
-        self.first = 0                                                                # of positions in a packed row
+        self.batch, self.max_length, self.truncate = batch, max_length, truncate
+        self.shuffle, self.seed, self.rounds = shuffle, seed, 0
+        self.several, self.labelled = several, labelled
+        self.writes, self.pack = writes, pack
+        self.padding_side = "left" if template.at_end else None       # the answer is at the end of every row
+        self.first = 0                                                # of positions in a packed row
 
-    def target(self, e):
-        "What an example's label is to a loss: the number of its class, or a list of 0 and 1; None without a label"
-        label = _label(e)
-        if self.names is None and isinstance(label, str):
-            raise ValueError(f"label {label!r} is a name, and no classes are given: labels=, their names in order")
-        if label is None or self.names is None: return label
-        if not self.several: return class_number(label, self.names)
-        own = [class_number(x, self.names) for x in (label if _many(label) else [label])]
-        if len({*own}) < len(own):
-            raise ValueError(
-                f"label {label!r} names a class twice; give the names or numbers of the classes that hold, not a 0 or "
-                "1 for each"
-            )
-        return [float(i in own) for i in range(len(self.names))]
-
-# %% ../../nbs/35_prompt/08_classify.ipynb #11409f38
-class PromptData(_Data):
-    "Batches of encoded examples."
     def __len__(self): return -(-len(self.examples) // self.batch)
     def __iter__(self):
         order = list(range(len(self.examples)))
@@ -175,17 +147,34 @@ class PromptData(_Data):
             random.Random(f"{self.seed} {self.rounds}").shuffle(order)
             self.rounds += 1
         for i in range(0, len(order), self.batch):
-            own = [self.examples[j] for j in order[i:i + self.batch]]
-            if self.writes is not None: out = self.writes.encode(self.template, own, self.max_length, self.truncate)
-            else:
-                enc = self.template.encode(own, self.max_length, self.truncate, self.padding_side)
-                if self.pack: enc = enc.packed(first=self.first)
-                out = {k: v for k, v in enc.items() if isinstance(v, Tensor)} | {
-                    k: enc[k] for k in ("mask_positions", "mask_rows") if k == "mask_positions" or self.pack
-                }
-            targets = [self.target(e) for e in own] if self.labelled else [None]
-            if all(x is not None for x in targets): out["label"] = torch.tensor(targets)
-            yield out
+            yield self._batch([self.examples[j] for j in order[i:i + self.batch]])
+
+# %% ../../nbs/35_prompt/08_classify.ipynb #11409f38
+@patch
+def _batch(self:PromptData, own):
+    "These examples, encoded, as one batch"
+    if self.writes is not None: out = self.writes.encode(self.template, own, self.max_length, self.truncate)
+    else:
+        enc = self.template.encode(own, self.max_length, self.truncate, self.padding_side)
+        if self.pack: enc = enc.packed(first=self.first)
+        out = {k: v for k, v in enc.items() if isinstance(v, Tensor)}
+        out |= {k: enc[k] for k in ("mask_positions", "mask_rows")[:1 + self.pack]}
+    targets = [self.target(e) for e in own] if self.labelled else [None]
+    if all(x is not None for x in targets): out["label"] = torch.tensor(targets)
+    return out
+
+@patch
+def target(self:PromptData, e):
+    "What an example's label is to a loss: the number of its class, or a list of 0 and 1; None without a label"
+    label = _label(e)
+    if self.names is None and isinstance(label, str):
+        raise ValueError(f"label {label!r} is a name, and no classes are given: labels=, their names in order")
+    if label is None or self.names is None: return label
+    if not self.several: return class_number(label, self.names)
+    own = [class_number(x, self.names) for x in (label if _many(label) else [label])]
+    if len({*own}) == len(own): return [float(i in own) for i in range(len(self.names))]
+    why = "give the names or numbers of the classes that hold, not a 0 or 1 for each"
+    raise ValueError(f"label {label!r} names a class twice; {why}")
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #69604a6b
 _NO_INPUT = ("label", "mask_positions", "mask_rows")
@@ -196,36 +185,29 @@ def answers(
     hidden:bool=False, # what goes into the model's head too?
 ):                     # -> logits (B, M, V), hidden (B, M, D) or None
     "What the model says at the masks."
-    at, where, inputs = (
-        batch["mask_positions"],
-        batch.get("mask_rows"),
-        {k: v for k, v in batch.items() if k not in _NO_INPUT},
-    )
+    at, where = batch["mask_positions"], batch.get("mask_rows")
+    inputs = {k: v for k, v in batch.items() if k not in _NO_INPUT}
     L = inputs.get("decoder_input_ids", inputs["input_ids"]).shape[1]
     takes = inspect.signature(unwrap(model).forward).parameters
     # can the head be asked for some positions only?
     few = "decoder_input_ids" not in inputs and "logits_to_keep" in takes
     # else the restarting positions would not be read
     if where is not None and "use_cache" in takes: inputs["use_cache"] = False
-    last, line = (
-        few and where is None and bool((at == L - 1).all()),
-        few and where is not None and len(inputs["input_ids"]) == 1,
-    )
-    rows, seen, head = (
-        torch.arange(len(at), device=at.device)[:, None] if where is None else where,
-        [],
-        word_head(model) if hidden else None,
-    )
+    last = few and where is None and bool((at == L - 1).all())
+    line = few and where is not None and len(inputs["input_ids"]) == 1
+    if last: inputs["logits_to_keep"] = 1
+    elif line: inputs["logits_to_keep"] = at.flatten()
+    rows = torch.arange(len(at), device=at.device)[:, None] if where is None else where
+    seen, head = [], word_head(model) if hidden else None
     if hidden and head is None:
         raise TypeError(f"{type(model).__name__} has no head over words, so there is no state in front of it to read")
     hook = head.register_forward_pre_hook(lambda m, args: seen.append(args[0])) if hidden else None
-    try:
-        logits = model(
-            **inputs, **({"logits_to_keep": 1} if last else {"logits_to_keep": at.flatten()} if line else {})
-        ).logits
+    try: logits = model(**inputs).logits
     finally:
         if hook is not None: hook.remove()
-    pick = lambda x: x if last else x.view(*at.shape, -1) if line else x[rows, at]
+    def pick(x):
+        if last: return x
+        return x.view(*at.shape, -1) if line else x[rows, at]
     return pick(logits), pick(seen[-1]) if hidden else None
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #e16f0676
@@ -233,11 +215,12 @@ def _chained(model, batch, ids, there):
     "Log-probabilities (B, C, W) of words of several tokens behind the mask of a causal model, or in GLM's blank"
     inputs = {k: v for k, v in batch.items() if k not in _NO_INPUT}
     C, W, T = ids.shape
-    B, flat, on = len(inputs["input_ids"]), ids.view(C * W, T), there.view(C * W, T)
     if T == 1: return model(**inputs, logits_to_keep=1).logits[:, -1].float().log_softmax(-1)[:, ids[..., 0]]
-    own, seen = flat.repeat(B, 1), on.repeat(B, 1).long()
-    text, mask = inputs["input_ids"].repeat_interleave(C * W, 0), inputs["attention_mask"].repeat_interleave(C * W, 0)
-    mask = torch.cat([mask, seen[:, :-1]], 1)
+    B = len(inputs["input_ids"])
+    own = ids.view(C * W, T).repeat(B, 1)                                                    # (B · C · W, T)
+    seen = there.view(C * W, T).repeat(B, 1).long()
+    text = inputs["input_ids"].repeat_interleave(C * W, 0)                                   # (B · C · W, L)
+    mask = torch.cat([inputs["attention_mask"].repeat_interleave(C * W, 0), seen[:, :-1]], 1)
     places = (mask.cumsum(1) - 1).clamp_min(0)
     # GLM's two: the piece stays where its blank is, and is counted there
     if (given := batch.get("position_ids", mask)).ndim == 3:
@@ -247,113 +230,111 @@ def _chained(model, batch, ids, there):
     cache = getattr(out, "past_key_values", None)
     # recomputed blocks, state-space models: the whole text once a word
     if cache is None or not hasattr(cache, "batch_repeat_interleave"):
-        logits = model(input_ids=torch.cat([text, own[:, :-1]], 1), attention_mask=mask, position_ids=places).logits[
-            :, -T:
-        ]
+        whole = torch.cat([text, own[:, :-1]], 1)
+        logits = model(input_ids=whole, attention_mask=mask, position_ids=places).logits[:, -T:]
     else:
         cache.batch_repeat_interleave(C * W)
-        more = model(
-            input_ids=own[:, :-1], attention_mask=mask, past_key_values=cache, position_ids=places[..., -(T - 1) :]
-        ).logits
+        last = places[..., -(T - 1):]
+        more = model(input_ids=own[:, :-1], attention_mask=mask, past_key_values=cache, position_ids=last).logits
         logits = torch.cat([out.logits.repeat_interleave(C * W, 0), more], 1)                # (B · C · W, T, V)
-    return (logits.float().log_softmax(-1).gather(-1, own[..., None])[..., 0] * seen).sum(-1).view(B, C, W)
+    nats = logits.float().log_softmax(-1).gather(-1, own[..., None])[..., 0]                 # (B · C · W, T)
+    return (nats * seen).sum(-1).view(B, C, W)
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #f351404a
 def tokenizer_print(
     tok, # a tokenizer
 )->str:  # 16 hexadecimal digits
     "A fingerprint of what a tokenizer makes of texts, whatever padding or truncation it is set to."
+    # one that is written in Python has no other state
+    state = [type(tok).__name__, tok.get_vocab(), tok.convert_ids_to_tokens(tok.all_special_ids)]
     if getattr(tok, "is_fast", False):
         state = json.loads(tok.backend_tokenizer.to_str())
         state.pop("padding", None)
         state.pop("truncation", None)
-    else: state = [type(tok).__name__, tok.get_vocab(), tok.convert_ids_to_tokens(tok.all_special_ids)]  # one written in Python has no other state
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
 
 def _positions(model):
     "How many tokens a model takes"
     config = getattr(model, "config", None)
-    return (
-        getattr(config, "max_position_embeddings", None) or getattr(config, "max_sequence_length", None) or 512
-    ) - _first_position(model)
+    own = getattr(config, "max_position_embeddings", None) or getattr(config, "max_sequence_length", None)
+    return (own or 512) - _first_position(model)
 
 def _first_position(model):
     "The number of its first position; RoBERTa begins to count behind the padding's number"
-    shift = next(
-        (
-            m.position_embeddings.padding_idx
-            for m in model.modules()
-            if getattr(getattr(m, "position_embeddings", None), "padding_idx", None) is not None
-        ),
-        None,
-    )
+    found = (getattr(getattr(m, "position_embeddings", None), "padding_idx", None) for m in model.modules())
+    shift = next((i for i in found if i is not None), None)
     return 0 if shift is None else shift + 1
 
 def _has_places(model):
     "Has it a vector for each position, and no more positions than these?"
-    return any(
-        isinstance(m, nn.Embedding) and ("position" in (own := name.rpartition(".")[2]) or own == "wpe")
-        for name, m in unwrap(model).named_modules()
-    )
+    named = {name.rpartition(".")[2]: m for name, m in unwrap(model).named_modules() if isinstance(m, nn.Embedding)}
+    return any("position" in name or name == "wpe" for name in named)
 
 def _in_front(model, *more):
     "How many vectors deltas put in front of each text"
-    own = {
-        id(d): d
-        for d in (*unwrap(model).__dict__.get("_bmlab_handles", {}).values(), *more)
-        if isinstance(d, (Prefix, SoftPrompt, PTuning)) and (d.attached or d in more)
-    }
+    deltas = (*unwrap(model).__dict__.get("_bmlab_handles", {}).values(), *more)
+    own = {id(d): d for d in deltas if isinstance(d, (Prefix, SoftPrompt, PTuning)) and (d.attached or d in more)}
     return sum(d.length if isinstance(d, Prefix) else len(d.site.table) for d in own.values())
 
-def _check_fit(model, template, verbalizer, chain):
-    "Raise for parts that do not go together"
+# %% ../../nbs/35_prompt/08_classify.ipynb #a2f72ed6
+def _check_types(model, template, verbalizer):
+    "Raise TypeError for what is no model, template or verbalizer"
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: expected a transformers model")
     if not isinstance(template, Template):
-        raise TypeError(
-            f"template is {'the text ' + repr(template[:60]) if isinstance(template, str) else 'a ' + type(template).__name__}: expected Template(text, tok)"
-        )
+        what = f"the text {template[:60]!r}" if isinstance(template, str) else f"a {type(template).__name__}"
+        raise TypeError(f"template is {what}: expected Template(text, tok)")
     if not isinstance(verbalizer, nn.Module) or not hasattr(verbalizer, "labels"):
         raise TypeError(
             f"verbalizer is a {type(verbalizer).__name__}: expected one of bmlab.prompt.verbalize, such as "
             f"Verbalizer(tok, {{label: words}}), or None"
         )
-    if template.tok is None: raise ValueError("the template has no tokenizer yet: template.bind(tok)")
-    config = getattr(unwrap(model), "config", None)
-    both = encoder_decoder(unwrap(model))
+
+def _check_family(model, template):
+    "Raise ValueError for a template that is written for models of another kind"
+    name, both = type(model).__name__, encoder_decoder(unwrap(model))
     if both != (template.family == "seq2seq"):
-        raise ValueError(
-            f"the template is for a {template.family} model, and this {type(model).__name__} is "
-            f"{'an encoder–decoder' if both else 'none with a decoder beside an encoder'}; give Template(…, family=)"
-        )
-    if (blank := hasattr(config, "sop_token_id")) != (template.family == "blank"):
-        raise ValueError(
-            f"the template is for a {template.family} model, and this {type(model).__name__} "
-            f"{'fills blanks by writing; give Template(…) its own tokenizer, with a mask token and <|startofpiece|>' if blank else 'does not write into blanks; give Template(…, family=)'}"
-        )
+        what = "an encoder–decoder" if both else "none with a decoder beside an encoder"
+        why = f"the template is for a {template.family} model, and this {name} is {what}"
+        raise ValueError(f"{why}; give Template(…, family=)")
+    blank = hasattr(getattr(unwrap(model), "config", None), "sop_token_id")
+    if blank == (template.family == "blank"): return
+    what = "does not write into blanks; give Template(…, family=)"
+    own = "its own tokenizer, with a mask token and <|startofpiece|>"
+    if blank: what = f"fills blanks by writing; give Template(…) {own}"
+    raise ValueError(f"the template is for a {template.family} model, and this {name} {what}")
+
+def _check_words(model, template, verbalizer):
+    "Raise for a model without words, or with fewer than the template and the verbalizer name"
     if word_head(model) is None:
         raise TypeError(
             f"{type(model).__name__} says no words: it has no head over the vocabulary; load it with its "
             "language-modelling head"
         )
     rows = getattr(unwrap(model).get_input_embeddings(), "num_embeddings", None) or float("inf")
-    used = max(
-        [k for i, own in template._fixed.items() if template.pieces[i].kind != "soft" for k in own]
-        + (verbalizer.ids.flatten().tolist() if isinstance(getattr(verbalizer, "ids", None), Tensor) else []),
-        default=0,
-    )
+    fixed = [k for i, own in template._fixed.items() if template.pieces[i].kind != "soft" for k in own]
+    ids = getattr(verbalizer, "ids", None)
+    used = max(fixed + (ids.flatten().tolist() if isinstance(ids, Tensor) else []), default=0)
     if used >= rows:
         raise ValueError(
             f"the template or the verbalizer has the id {used}, {template.tok.convert_ids_to_tokens(used)!r}, and the "
             f"model's vocabulary ends at {rows - 1}: is this the model's tokenizer? After tok.add_tokens, "
             "model.resize_token_embeddings(len(tok))"
         )
+
+def _check_fit(model, template, verbalizer, chain):
+    "Raise for parts that do not go together"
+    _check_types(model, template, verbalizer)
+    if template.tok is None: raise ValueError("the template has no tokenizer yet: template.bind(tok)")
+    _check_family(model, template)
+    _check_words(model, template, verbalizer)
     if getattr(verbalizer, "writes", False) and not template.kind.writes:
         raise ValueError(
             "a masked model fills places and writes no text; give a verbalizer with words, or a causal model or an "
             "encoder–decoder"
         )
-    if chain and (not template.at_end or not hasattr(verbalizer, "there") or isinstance(verbalizer, AutomaticVerbalizer)):
+    given = hasattr(verbalizer, "there") and not isinstance(verbalizer, AutomaticVerbalizer)
+    if chain and not (template.at_end and given):
         raise ValueError(
             "chain=True reads given words behind a causal model's text, or in GLM's blank; here the template is for a "
             f"{template.family} model, the verbalizer a {type(verbalizer).__name__}"
@@ -362,28 +343,43 @@ def _check_fit(model, template, verbalizer, chain):
 # %% ../../nbs/35_prompt/08_classify.ipynb #b7d20f3e
 @torch.no_grad()
 def _check_packs(model, template, first):
-    "Raise for a model in which an example's answer hangs on those that stand before it in a row"
+    "Raise for a model in which an example's answer depends on those that stand before it in a row"
+    device = next(model.parameters()).device
     line = lambda *ids: Line(ids=[*ids], part=[-1] * len(ids), masks=[len(ids) - 1], cut=[])
     def said(*before):
         inputs, extra = template._pack([line(*before), line(1, 0)], None, first)
         b = inputs | {k: extra[k] for k in ("mask_positions", "mask_rows")}
-        return answers(
-            model, {k: v.to(next(model.parameters()).device) if isinstance(v, Tensor) else v for k, v in b.items()}
-        )[0][1]
+        return answers(model, {k: v.to(device) if isinstance(v, Tensor) else v for k, v in b.items()})[0][1]
     why = None
     try:
         with eval_mode(model): a, b = said(0, 1, 0, 1), said(3, 2, 2, 3)
     except Exception as e: why = e
     # experts sum in another order
-    if why is not None or (a - b).abs().max() > max(1e-5, 8 * torch.finfo(a.dtype).eps) * a.abs().max():
+    if why is None and (a - b).abs().max() <= max(1e-5, 8 * torch.finfo(a.dtype).eps) * a.abs().max(): return
+    what = "lets one change the answer to another" if why is None else f"cannot be asked so ({why})"
+    what = f"{type(unwrap(model)).__name__} {what}"
+    raise ValueError(f"pack=True is for models that tell a row's examples apart, and {what}: leave it out") from why
+
+def _check_pack(model, template, chain, writes, in_front):
+    "Raise where examples cannot share a row"
+    what = "a verbalizer that writes" if writes else template.kind.says
+    if in_front: what = "a prompt in front of each row"
+    elif chain: what = "chain=True"
+    if chain or writes or template.kind.unpacked or in_front:
         raise ValueError(
-            f"pack=True is for models that tell a row's examples apart, and {type(unwrap(model)).__name__} "
-            f"{f'cannot be asked so ({why})' if why else 'lets one change the answer to another'}: leave it out"
-        ) from why
+            f"pack=True is for a mask's words on causal and masked models; here stands {what}: leave it out"
+        )
+    takes = inspect.signature(unwrap(model).forward).parameters
+    if template.family == "causal" and "position_ids" not in takes:
+        raise ValueError(
+            f"pack=True tells a row's examples apart by their positions, and {type(unwrap(model)).__name__} takes "
+            "none: leave it out"
+        )
+    _check_packs(model, template, _first_position(model))
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #4a4294b6
-class _Answering(nn.Module):
-    "A model, a template and a verbalizer, and their answers"
+class PromptModel(nn.Module):
+    "A language model as a classifier through a template and a verbalizer; without one, a writer of free text."
     def __init__(self,
         model:nn.Module,             # a transformers model with logits
         template:Template,           # with the model's tokenizer
@@ -402,91 +398,23 @@ class _Answering(nn.Module):
         if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
             raise ValueError(f"max_length={max_length!r}: a number of tokens from 1 on, or None")
         _check_fit(model, template, verbalizer, chain)
-        self.model, self.template, self.verbalizer, self.truncate, self.chain = (
-            model,
-            template,
-            verbalizer.to(next(model.parameters()).device),
-            truncate,
-            chain,
-        )
+        self.model, self.template = model, template
+        self.verbalizer = verbalizer.to(next(model.parameters()).device)
+        self.truncate, self.chain = truncate, chain
+        self.pack, self.writes = pack, getattr(verbalizer, "writes", False)
         handles = [d for d in unwrap(model).__dict__.get("_bmlab_handles", {}).values() if d.attached]
         if prefix is None and template.prefix is not None:
             prefix = next((d for d in handles if isinstance(d, Prefix)), None)
         in_front = _in_front(model, *([prefix] if prefix else [])) + (0 if prefix else template.prefix or 0)
-        room = (
-            _positions(model) - (in_front if _has_places(model) else 0) - (verbalizer.ids.shape[-1] - 1 if chain else 0)
-        )
-        if (max_length or 0) > room and _has_places(model):
-            raise ValueError(
-                f"max_length={max_length}: the model's {_positions(model)} positions have room for "
-                f"{room}{' beside the vectors in front' if in_front else ''}"
-            )
-        self.max_length = max_length or min(512, room)
-        self.pack, self.writes = pack, getattr(verbalizer, "writes", False)
-        if pack and (chain or self.writes or template.kind.unpacked or in_front):
-            raise ValueError(
-                "pack=True is for a mask's words on causal and masked models; here stands "
-                f"{'a prompt in front of each row' if in_front else 'chain=True' if chain else 'a verbalizer that writes' if self.writes else template.kind.says}: leave it out"
-            )
-        if pack and template.family == "causal" and "position_ids" not in inspect.signature(unwrap(model).forward).parameters:
-            raise ValueError(
-                f"pack=True tells a row's examples apart by their positions, and {type(unwrap(model)).__name__} takes "
-                "none: leave it out"
-            )
-        if pack: _check_packs(model, template, _first_position(model))
+        self.max_length = self._room(max_length, in_front)
+        if pack: _check_pack(model, template, chain, self.writes, in_front)
         if soft is None and template.soft_count:
-            soft = next(
-                (d for d in handles if isinstance(d, SoftTokens) and d.template is template), None
-            ) or SoftTokens(model, template)
+            own = (d for d in handles if isinstance(d, SoftTokens) and d.template is template)
+            soft = next(own, None) or SoftTokens(model, template)
         if soft is not None and soft.template is not template: soft.speaks(template)
         if prefix is None and template.prefix is not None: prefix = Prefix(model, length=template.prefix)
         object.__setattr__(self, "soft", soft)
         object.__setattr__(self, "prefix", prefix)  # their parameters are the model's already
-
-# %% ../../nbs/35_prompt/08_classify.ipynb #d9f3fc86
-class _Asked(_Answering):
-    "Examples as batches, and the scores of their answers"
-    @property
-    def several(self)->bool:
-        "May an example have several labels?"
-        return bool(getattr(self.verbalizer, "multi_label", False))
-
-    @property
-    def device(self): return next(self.model.parameters()).device
-
-    def batches(self,
-        data,                # examples
-        batch:int=8,         # at a time
-        shuffle:bool=False,  # a new order every time?
-        seed:int=0,          # of the order
-        labelled:bool=True,  # with their labels?
-    )->PromptData:
-        "Examples as this model's batches."
-        out = PromptData(
-            data,
-            self.template,
-            self.verbalizer.labels or None,
-            batch,
-            self.max_length,
-            self.truncate,
-            shuffle,
-            seed,
-            self.several,
-            labelled and bool(self.verbalizer.labels),
-            self.verbalizer if self.writes else None,
-            self.pack,
-        )
-        out.first = _first_position(self.model)
-        return out
-
-    def answer(self,
-        batch:Mapping, # of `batches`
-    ):                 # -> (logits (B, M, V), hidden (B, M, D) or None)
-        "What the model says at the masks, as the verbalizer wants it."
-        batch = {k: v.to(self.device) for k, v in batch.items()}
-        if self.writes: return self.verbalizer.read(self.model, batch), None
-        if self.chain: return Chained(_chained(self.model, batch, self.verbalizer.ids, self.verbalizer.there)), None
-        return answers(self.model, batch, getattr(self.verbalizer, "wants_hidden", False))
 
     def forward(self,
         batch:Mapping, # of `batches`
@@ -494,105 +422,139 @@ class _Asked(_Answering):
         "Scores of the classes."
         return self.verbalizer(*self.answer(batch))
 
+# %% ../../nbs/35_prompt/08_classify.ipynb #d9f3fc86
+@patch
+def _room(self:PromptModel, max_length, in_front):
+    "How many tokens an encoded example may have"
+    places, few = _positions(self.model), _has_places(self.model)
+    room = places - (in_front if few else 0) - (self.verbalizer.ids.shape[-1] - 1 if self.chain else 0)
+    if few and (max_length or 0) > room:
+        beside = " beside the vectors in front" if in_front else ""
+        raise ValueError(f"max_length={max_length}: the model's {places} positions have room for {room}{beside}")
+    return max_length or min(512, room)
+
+@patch(as_prop=True)
+def several(self:PromptModel)->bool:
+    "May an example have several labels?"
+    return bool(getattr(self.verbalizer, "multi_label", False))
+
+@patch(as_prop=True)
+def device(self:PromptModel): return next(self.model.parameters()).device
+
+@patch
+def batches(self:PromptModel,
+    data,                # examples
+    batch:int=8,         # at a time
+    shuffle:bool=False,  # a new order every time?
+    seed:int=0,          # of the order
+    labelled:bool=True,  # with their labels?
+)->PromptData:
+    "Examples as this model's batches."
+    labels = self.verbalizer.labels or None
+    out = PromptData(
+        data, self.template, labels, batch, self.max_length, self.truncate, shuffle, seed,
+        several=self.several, labelled=labelled and labels is not None,
+        writes=self.verbalizer if self.writes else None, pack=self.pack,
+    )
+    out.first = _first_position(self.model)
+    return out
+
+@patch
+def answer(self:PromptModel,
+    batch:Mapping, # of `batches`
+):                 # -> (logits (B, M, V), hidden (B, M, D) or None)
+    "What the model says at the masks, as the verbalizer wants it."
+    batch = {k: v.to(self.device) for k, v in batch.items()}
+    if self.writes: return self.verbalizer.read(self.model, batch), None
+    if self.chain: return Chained(_chained(self.model, batch, self.verbalizer.ids, self.verbalizer.there)), None
+    return answers(self.model, batch, getattr(self.verbalizer, "wants_hidden", False))
+
 # %% ../../nbs/35_prompt/08_classify.ipynb #40ce31b4
-class _Trained(_Asked):
-    "What is trained, and how"
-    def tuned(self)->list: # of parameters
-        "What `fit` trains: soft tokens and all deltas that are tunable, and the verbalizer's own."
-        deltas = [
-            p
-            for d in unwrap(self.model).__dict__.get("_bmlab_handles", {}).values()
-            if d.attached
-            for p in d.parameters()
-        ]
-        return list({id(p): p for p in (*deltas, *self.verbalizer.parameters()) if p.requires_grad}.values())
+_AS_THEY_ARE = lambda logits, hidden, label: (logits, hidden, label)
 
-    @contextlib.contextmanager
-    def _frozen(self, keep):
-        "Inside, nothing but `keep` has a gradient"
-        before, keep = {p: p.requires_grad for p in self.parameters()}, {id(p) for p in keep}
-        for p in before: p.requires_grad_(id(p) in keep)
-        try: yield
-        finally:
-            for p, on in before.items(): p.requires_grad_(on)
+@patch
+@torch.no_grad()
+def collect(self:PromptModel,
+    data,                         # examples
+    batch:int=8,                  # at a time
+    reduce:Callable=_AS_THEY_ARE, # what is kept of a batch's logits (B, M, V), hidden (B, M, D) or None, label or None
+    what:str="answers",           # for the progress bar
+    labelled:bool=True,           # with labels?
+)->list:                          # what `reduce` returned, in order
+    "The model's answers to examples, batch by batch."
+    batches = self.batches(data, batch, labelled=labelled)
+    with eval_mode(self):
+        bar = tqdm(batches, desc=what, leave=False, mininterval=1, delay=1)
+        return [reduce(*self.answer(b), b.get("label")) for b in bar]
 
-    @torch.no_grad()
-    def collect(self,
-        data,             # examples
-        batch:int=8,      # at a time
-        reduce:Callable=lambda logits, hidden, label: (logits, hidden, label), # what is kept of a batch's logits (B, M,
-                                                                               # V), hidden states (B, M, D) or None,
-                                                                               # labels (B,) or None
-        what:str="answers", # for the progress bar
-        labelled:bool=True, # with labels?
-    )->list:              # what `reduce` returned, in order
-        "The model's answers to examples, batch by batch."
-        with eval_mode(self):
-            return [
-                reduce(*self.answer(b), b.get("label"))
-                for b in tqdm(
-                    self.batches(data, batch, labelled=labelled), desc=what, leave=False, mininterval=1, delay=1
-                )
-            ]
+@patch
+def tuned(self:PromptModel)->list: # of parameters
+    "What `fit` trains: soft tokens and all deltas that are tunable, and the verbalizer's own."
+    handles = unwrap(self.model).__dict__.get("_bmlab_handles", {}).values()
+    deltas = [p for d in handles if d.attached for p in d.parameters()]
+    return list({id(p): p for p in (*deltas, *self.verbalizer.parameters()) if p.requires_grad}.values())
 
-    def _find(self, data, batch):
-        "Let a verbalizer that finds its words or centres find them"
-        v, vectors = self.verbalizer, isinstance(self.verbalizer, ProtoVerbalizer)
-        x, labels = zip(
-            *self.collect(data, batch, lambda logits, hidden, label: (hidden if vectors else logits, label))
+@patch
+@contextlib.contextmanager
+def _frozen(self:PromptModel, keep):
+    "Inside, nothing but `keep` has a gradient"
+    before, keep = {p: p.requires_grad for p in self.parameters()}, {id(p) for p in keep}
+    for p in before: p.requires_grad_(id(p) in keep)
+    try: yield
+    finally:
+        for p, on in before.items(): p.requires_grad_(on)
+
+@patch
+def _find(self:PromptModel, data, batch):
+    "Let a verbalizer that finds its words or centres find them"
+    v, vectors = self.verbalizer, isinstance(self.verbalizer, ProtoVerbalizer)
+    keep = lambda logits, hidden, label: (hidden if vectors else logits, label)
+    x, labels = zip(*self.collect(data, batch, keep))
+    v.fit(torch.cat(x), torch.cat(labels).to(x[0].device))
+
+# %% ../../nbs/35_prompt/08_classify.ipynb #969977b7
+@patch
+def fit(self:PromptModel,
+    data,                        # labelled examples
+    epochs:int=5,                # times around them
+    lr:float=5e-3,               # of Adam without weight decay
+    batch:int=8,                 # examples in a step
+    held_out=None,               # examples to measure the loss on
+    tune:str="deltas",           # "deltas": soft tokens, deltas and the verbalizer's own; "all": the model too
+    seed:int=0,                  # of the order
+    **options,                   # of `bmlab.train.loop.fit`: clip, every, save_to, plot, …
+)->pd.DataFrame:                 # the log of training; empty where nothing is trained by gradient
+    "Learn from examples: what has to be found is found first, then what has gradients is trained."
+    if tune not in ("deltas", "all"): raise ValueError(f"tune={tune!r}: 'deltas' or 'all'")
+    data, v = examples_of(data), self.verbalizer
+    if v.labels and any(_label(e) is None for e in data):
+        raise ValueError("an example of the training data has no label")
+    found = isinstance(v, (AutomaticVerbalizer, ProtoVerbalizer))
+    if found: self._find(data, batch)
+    keep = [p for p in self.parameters() if p.is_floating_point()] if tune == "all" else self.tuned()
+    # learned already
+    if isinstance(v, ProtoVerbalizer): keep = [p for p in keep if all(p is not q for q in v.parameters())]
+    if not keep and found: return pd.DataFrame()
+    if not keep:
+        raise ValueError(
+            "nothing can be trained: the template has no soft tokens, no delta on the model is tunable, and the "
+            "verbalizer has no vectors; add one, or tune='all'"
         )
-        v.fit(torch.cat(x), torch.cat(labels).to(x[0].device))
-
-    def fit(self,
-        data,                        # labelled examples
-        epochs:int=5,                # times around them
-        lr:float=5e-3,               # of Adam without weight decay
-        batch:int=8,                 # examples in a step
-        held_out=None,               # examples to measure the loss on
-        tune:str="deltas",           # "deltas": soft tokens, deltas and the verbalizer's own; "all": the model too
-        seed:int=0,                  # of the order
-        **options,                   # of `bmlab.train.loop.fit`: clip, every, save_to, plot, …
-    )->pd.DataFrame:                 # the log of training; empty where nothing is trained by gradient
-        "Learn from examples: what has to be found is found first, then what has gradients is trained."
-        if tune not in ("deltas", "all"): raise ValueError(f"tune={tune!r}: 'deltas' or 'all'")
-        data, v = examples_of(data), self.verbalizer
-        if v.labels and any(_label(e) is None for e in data):
-            raise ValueError("an example of the training data has no label")
-        if isinstance(v, (AutomaticVerbalizer, ProtoVerbalizer)): self._find(data, batch)
-        keep = [p for p in self.parameters() if p.is_floating_point()] if tune == "all" else self.tuned()
-        # learned already
-        if isinstance(v, ProtoVerbalizer): keep = [p for p in keep if all(p is not q for q in v.parameters())]
-        if not keep:
-            if isinstance(v, (AutomaticVerbalizer, ProtoVerbalizer)): return pd.DataFrame()
-            raise ValueError(
-                "nothing can be trained: the template has no soft tokens, no delta on the model is tunable, and the "
-                "verbalizer has no vectors; add one, or tune='all'"
-            )
-        batches = self.batches(data, batch, True, seed)
-        with self._frozen(keep):
-            return fit(
-                self,
-                batches,
-                torch.optim.Adam(keep, lr=lr),
-                steps=options.pop("steps", epochs * len(batches)),
-                loss=lambda m, b: getattr(v, "loss", F.cross_entropy)(m(b).float(), b.get("label")),
-                held_out=None if held_out is None else self.batches(held_out, batch),
-                **options,
-            )
+    batches = self.batches(data, batch, True, seed)
+    options.setdefault("steps", epochs * len(batches))
+    options["held_out"] = None if held_out is None else self.batches(held_out, batch)
+    loss = lambda m, b: getattr(v, "loss", F.cross_entropy)(m(b).float(), b.get("label"))
+    with self._frozen(keep): return fit_loop(self, batches, torch.optim.Adam(keep, lr=lr), loss=loss, **options)
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #8913ff5f
-_VERBALIZERS = {
-    c.__name__: c
-    for c in (
-        Verbalizer,
-        KnowledgeableVerbalizer,
-        AutomaticVerbalizer,
-        PtrVerbalizer,
-        SoftVerbalizer,
-        ProtoVerbalizer,
-        GenerationVerbalizer,
-        Written,
-    )
+_VERBALIZERS = {c.__name__: c for c in (
+    Verbalizer, KnowledgeableVerbalizer, AutomaticVerbalizer, PtrVerbalizer, SoftVerbalizer, ProtoVerbalizer,
+    GenerationVerbalizer, Written,
+)}
+_KEPT = {
+    "Verbalizer": ("multi", "log_softmax"),
+    "KnowledgeableVerbalizer": ("multi", "frac", "temperature"),
+    "AutomaticVerbalizer": ("count", "candidates", "balance", "fitted"),
 }
 
 def _described(v):
@@ -608,27 +570,12 @@ def _described(v):
     if name == "Written": return out
     if name == "GenerationVerbalizer": return out | {"texts": list(v.words.values()), "rules": v.rules, "mean": v.mean}
     if name == "ProtoVerbalizer":
-        return out | {
-            "width": v.into.in_features,
-            "size": v.into.out_features,
-            "temperature": v.temperature,
-            "multi_label": v.multi_label,
-            "words": None if v.by_words is None else _described(v.by_words),
-        }
-    keep = {
-        "Verbalizer": ("multi", "log_softmax"),
-        "KnowledgeableVerbalizer": ("multi", "frac", "temperature"),
-        "AutomaticVerbalizer": ("count", "candidates", "balance", "fitted"),
-    }
-    return (
-        out
-        | {"multi_label": v.multi_label}
-        | {
-            "words": ["<!>" + w for own in v.words.values() for w in own],
-            "counts": [len(own) for own in v.words.values()],
-        }
-        | {k: getattr(v, k) for k in keep.get(name, ())}
-    )
+        out |= {"width": v.into.in_features, "size": v.into.out_features, "temperature": v.temperature}
+        return out | {"multi_label": v.multi_label, "words": None if v.by_words is None else _described(v.by_words)}
+    out["multi_label"] = v.multi_label
+    out["words"] = ["<!>" + w for own in v.words.values() for w in own]
+    out["counts"] = [len(own) for own in v.words.values()]
+    return out | {k: getattr(v, k) for k in _KEPT.get(name, ())}
 
 def _from_description(d, model, tok):
     d = dict(d)
@@ -636,14 +583,8 @@ def _from_description(d, model, tok):
     if cls is Written: return cls()
     if cls is GenerationVerbalizer: return cls(dict(zip(labels, d["texts"])), d["rules"], d["mean"])
     if cls is ProtoVerbalizer:
-        return cls(
-            d["width"],
-            labels,
-            d["size"],
-            None if d["words"] is None else _from_description(d["words"], model, tok),
-            d["temperature"],
-            d.get("multi_label", False),
-        )
+        by_words = None if d["words"] is None else _from_description(d["words"], model, tok)
+        return cls(d["width"], labels, d["size"], by_words, d["temperature"], d.get("multi_label", False))
     words, counts = iter(d.pop("words")), d.pop("counts")
     words = {k: [next(words) for _ in range(n)] for k, n in zip(labels, counts)}
     if cls is AutomaticVerbalizer:
@@ -652,6 +593,7 @@ def _from_description(d, model, tok):
         return v
     return cls(*((model,) if cls is SoftVerbalizer else ()), tok, words, **d)
 
+# %% ../../nbs/35_prompt/08_classify.ipynb #3ea7463f
 def _numbers(v): return {k: t.detach().contiguous().cpu() for k, t in (*v.named_parameters(), *v.named_buffers())}
 
 def _put_numbers(v, tensors):
@@ -665,275 +607,205 @@ def _put_numbers(v, tensors):
             raise ValueError(f"the file's {k} is {tuple(t.shape)}, here it is {tuple(p.shape)}: another model?")
         p.data = t.to(p.device)
 
-# %% ../../nbs/35_prompt/08_classify.ipynb #3ea7463f
-class _Filed(_Trained):
-    "A classifier's files"
-    def save(self,
-        dir:str|os.PathLike, # folder, made if missing
-    )->Path:                 # the folder
-        "Write template, verbalizer and soft tokens; the model, and other deltas on it, are saved by their own means."
-        dir, t = Path(dir), self.template
-        about = {
-            "format": 1,
-            "template": t.text,
-            "family": t.family,
-            "joint": t.joint,
-            "attrs": t.attrs,
-            "functions": sorted(t.fns),
-            "tokenizer": tokenizer_print(t.tok),
-            "verbalizer": _described(self.verbalizer),
-            "max_length": self.max_length,
-            "truncate": self.truncate,
-            "chain": self.chain,
-            "pack": self.pack,
-            "soft": self.soft is not None,
-            "prefix": self.prefix is not None,
-        }
-        text = json.dumps(about, indent=1, ensure_ascii=False) + "\n"
-        dir.mkdir(parents=True, exist_ok=True)
-        (dir / "prompt.json").unlink(missing_ok=True)               # written last: a folder without it is unfinished
-        save_file(_numbers(self.verbalizer), dir / "verbalizer.safetensors")
-        if self.soft is not None: self.soft.save(dir / "soft")
-        if self.prefix is not None: self.prefix.save(dir / "prefix")
-        (dir / "prompt.json").write_text(text, encoding="utf-8")
-        return dir
+@patch
+def save(self:PromptModel,
+    dir:str|os.PathLike, # folder, made if missing
+)->Path:                 # the folder
+    "Write template, verbalizer and soft tokens; the model, and other deltas on it, are saved by their own means."
+    dir, t = Path(dir), self.template
+    about = {"format": 1, "template": t.text, "family": t.family, "joint": t.joint, "attrs": t.attrs}
+    about |= {"functions": sorted(t.fns), "tokenizer": tokenizer_print(t.tok)}
+    about["verbalizer"] = _described(self.verbalizer)
+    about |= {k: getattr(self, k) for k in ("max_length", "truncate", "chain", "pack")}
+    about |= {"soft": self.soft is not None, "prefix": self.prefix is not None}
+    text = json.dumps(about, indent=1, ensure_ascii=False) + "\n"
+    dir.mkdir(parents=True, exist_ok=True)
+    (dir / "prompt.json").unlink(missing_ok=True)               # written last: a folder without it is unfinished
+    save_file(_numbers(self.verbalizer), dir / "verbalizer.safetensors")
+    if self.soft is not None: self.soft.save(dir / "soft")
+    if self.prefix is not None: self.prefix.save(dir / "prefix")
+    (dir / "prompt.json").write_text(text, encoding="utf-8")
+    return dir
 
-    @classmethod
-    def load(cls,
-        dir:str|os.PathLike,  # what `save` wrote
-        model:nn.Module,      # the language model
-        tok,                  # its tokenizer
-        fns:dict|None=None,   # functions that the template's `post_processing` names
-    ):                        # -> PromptModel
-        "Read a classifier for a model."
-        dir = Path(dir)
-        if not (dir / "prompt.json").is_file():
-            raise FileNotFoundError(
-                f"{dir} holds no prompt.json; is it the folder of a saved PromptModel, and was that finished?"
-            )
-        try: about = json.loads((dir / "prompt.json").read_text(encoding="utf-8"))
-        except ValueError as e: raise OSError(f"{dir / 'prompt.json'} cannot be read ({e}); was it cut off?") from e
-        if about.get("format") != 1 or about.get("verbalizer", {}).get("class") not in _VERBALIZERS:
-            raise OSError(
-                f"{dir / 'prompt.json'} is of format {about.get('format')!r}, verbalizer "
-                f"{about.get('verbalizer', {}).get('class')!r}: written by another version?"
-            )
-        if (got := tokenizer_print(tok)) != about["tokenizer"]:
-            raise ValueError(
-                f"{dir} was made with another tokenizer ({about['tokenizer']}, this one is {got}): its ids would mean "
-                "other words"
-            )
-        if missing := sorted({*about["functions"]} - {*(fns or {})}):
-            raise ValueError(f"the template calls {missing[0]!r}; give it by fns={{{missing[0]!r}: function}}")
-        template = Template(
-            about["template"], tok, family=about["family"], fns=fns, attrs=about["attrs"], joint=about["joint"]
+# %% ../../nbs/35_prompt/08_classify.ipynb #88f0cb02
+def _read_about(dir):
+    "What prompt.json says, if it can be read"
+    path = dir / "prompt.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{dir} holds no prompt.json; is it the folder of a saved PromptModel, and was that finished?"
         )
-        verbalizer = _from_description(about["verbalizer"], model, tok)
-        _put_numbers(verbalizer, load_file(dir / "verbalizer.safetensors"))
-        soft, prefix = (Delta.load(dir / k, model) if about[k] else None for k in ("soft", "prefix"))
-        return cls(
-            model,
-            template,
-            verbalizer,
-            soft,
-            about["max_length"],
-            about["truncate"],
-            about["chain"],
-            prefix,
-            about.get("pack", False),
-        )
+    try: about = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e: raise OSError(f"{path} cannot be read ({e}); was it cut off?") from e
+    name = about.get("verbalizer", {}).get("class")
+    if about.get("format") == 1 and name in _VERBALIZERS: return about
+    raise OSError(f"{path} is of format {about.get('format')!r}, verbalizer {name!r}: written by another version?")
+
+@patch(cls_method=True)
+def load(cls:PromptModel,
+    dir:str|os.PathLike,  # what `save` wrote
+    model:nn.Module,      # the language model
+    tok,                  # its tokenizer
+    fns:dict|None=None,   # functions that the template's `post_processing` names
+):                        # -> PromptModel
+    "Read a classifier for a model."
+    dir = Path(dir)
+    about = _read_about(dir)
+    if (got := tokenizer_print(tok)) != about["tokenizer"]:
+        made_with = f"({about['tokenizer']}, this one is {got})"
+        raise ValueError(f"{dir} was made with another tokenizer {made_with}: its ids would mean other words")
+    if missing := sorted({*about["functions"]} - {*(fns or {})}):
+        raise ValueError(f"the template calls {missing[0]!r}; give it by fns={{{missing[0]!r}: function}}")
+    template = Template(about["template"], tok, about["family"], fns, about["attrs"], about["joint"])
+    verbalizer = _from_description(about["verbalizer"], model, tok)
+    _put_numbers(verbalizer, load_file(dir / "verbalizer.safetensors"))
+    soft, prefix = (Delta.load(dir / k, model) if about[k] else None for k in ("soft", "prefix"))
+    return cls(
+        model, template, verbalizer, soft, about["max_length"], about["truncate"], about["chain"], prefix,
+        about.get("pack", False),
+    )
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #c1967389
-class _Shown(_Filed):
-    "A classifier's answer as a picture"
-    @torch.no_grad()
-    def show(self,
-        example,          # one, or a text
-        top:int=5,        # words at the mask
-        labels:bool=True, # what the verbalizer makes of it too?
-        tokens:bool=True, # the tokens too?
-    )->Picture:           # shown by a notebook
-        "One example token by token, what the model would say at the mask, and what that means."
-        one = examples_of(example)[:1]
-        with eval_mode(self):
-            b = {
-                k: v.to(self.device)
-                for k, v in next(
-                    iter(PromptData(one, self.template, None, 1, self.max_length, self.truncate, False, labelled=False))
-                ).items()
-            }
-            said = answers(self.model, b)[0][0, 0].float().softmax(-1)
-            said = said.topk(min(top, len(said)))
-            own = next(iter(self.batches(one, 1, labelled=False))) if self.writes and self.verbalizer.labels else b
-            p = (
-                self.verbalizer.probabilities(*self.answer(own))[0].tolist()
-                if labels and self.verbalizer.labels
-                else []
-            )
-        words = [(self.template.tok.decode([i]), x) for i, x in zip(said.indices.tolist(), said.values.tolist())]
-        drawn = (
-            encoded_html(self.template.encode(one, self.max_length, self.truncate), limit=self.max_length)
-            if tokens
-            else ""
-        )
-        meaning = f"<div>that is{bars_html(zip(self.verbalizer.labels, p))}</div>" if p else ""
-        return Picture(
-            f"{drawn}<div style='display:flex;gap:3em'><div>at the mask{bars_html(words)}</div>{meaning}</div>"
-        )
+@patch
+@torch.no_grad()
+def show(self:PromptModel,
+    example,          # one, or a text
+    top:int=5,        # words at the mask
+    labels:bool=True, # what the verbalizer makes of it too?
+    tokens:bool=True, # the tokens too?
+)->Picture:           # shown by a notebook
+    "One example token by token, what the model would say at the mask, and what that means."
+    one, v = examples_of(example)[:1], self.verbalizer
+    batches = PromptData(one, self.template, None, 1, self.max_length, self.truncate, False, labelled=False)
+    p, drawn = [], ""
+    with eval_mode(self):
+        b = {k: x.to(self.device) for k, x in next(iter(batches)).items()}
+        said = answers(self.model, b)[0][0, 0].float().softmax(-1)
+        said = said.topk(min(top, len(said)))
+        if labels and v.labels:
+            own = next(iter(self.batches(one, 1, labelled=False))) if self.writes else b
+            p = v.probabilities(*self.answer(own))[0].tolist()
+    words = [(self.template.tok.decode([i]), x) for i, x in zip(said.indices.tolist(), said.values.tolist())]
+    if tokens:
+        drawn = encoded_html(self.template.encode(one, self.max_length, self.truncate), limit=self.max_length)
+    meaning = f"<div>that is{bars_html(zip(v.labels, p))}</div>" if p else ""
+    return Picture(f"{drawn}<div style='display:flex;gap:3em'><div>at the mask{bars_html(words)}</div>{meaning}</div>")
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #ac4a55fd
-class _Writing(_Shown):
-    "A model whose answers are written"
-    @torch.no_grad()
-    def generate(self,
-        data,                   # examples
-        max_new_tokens:int=64,  # of an answer
-        batch:int=8,            # at a time
-        **options,              # of transformers' `generate`: do_sample, num_beams, repetition_penalty, stop_strings …;
-                                # greedy by default
-    )->list:                    # a text an example, or a list of texts where the template has several masks
-        "What the model writes at the masks (causal models and encoder–decoders)."
-        data, out = examples_of(data), []
-        t, places, room = self.template, _positions(self.model), self.max_length
-        if t.family == "causal":
-            room = min(room, places - max_new_tokens - (_in_front(self.model) if _has_places(self.model) else 0))
-            own = sum(map(len, t.ends)) + sum(len(ids) for i, ids in t._fixed.items() if not t.pieces[i].shortenable)
-            if room < max(own, 1):
-                raise ValueError(
-                    f"max_new_tokens={max_new_tokens}: of the model's {places} positions that leaves {max(room, 0)} to "
-                    f"the prompt, and the template's own words take {own}; ask for fewer"
-                )
-        with eval_mode(self):
-            for i in tqdm(range(0, len(data), batch), desc="generate", leave=False, mininterval=1, delay=1):
-                out += write(self.model, t, data[i:i + batch], max_new_tokens, room, self.truncate, **options)
-        return [texts[0] if len(texts) == 1 else texts for texts in out]
+@patch
+@torch.no_grad()
+def generate(self:PromptModel,
+    data,                   # examples
+    max_new_tokens:int=64,  # of an answer
+    batch:int=8,            # at a time
+    **options,              # of transformers' `generate`: do_sample, num_beams, repetition_penalty, stop_strings …;
+                            # greedy by default
+)->list:                    # a text an example, or a list of texts where the template has several masks
+    "What the model writes at the masks (causal models and encoder–decoders)."
+    data, out = examples_of(data), []
+    t, places, room = self.template, _positions(self.model), self.max_length
+    if t.family == "causal":
+        room = min(room, places - max_new_tokens - (_in_front(self.model) if _has_places(self.model) else 0))
+        own = sum(map(len, t.ends)) + sum(len(ids) for i, ids in t._fixed.items() if not t.pieces[i].shortenable)
+        if room < max(own, 1):
+            raise ValueError(
+                f"max_new_tokens={max_new_tokens}: of the model's {places} positions that leaves {max(room, 0)} to "
+                f"the prompt, and the template's own words take {own}; ask for fewer"
+            )
+    with eval_mode(self):
+        for i in tqdm(range(0, len(data), batch), desc="generate", leave=False, mininterval=1, delay=1):
+            out += write(self.model, t, data[i:i + batch], max_new_tokens, room, self.truncate, **options)
+    return [texts[0] if len(texts) == 1 else texts for texts in out]
 
-    def _written(self, data, batch):
-        "How well it writes: nats a token of the right texts, and the share that is written to the letter"
-        right, nats = (
-            Written().texts(self.template, data),
-            self.collect(data, batch, lambda said, hidden, label: said[:, 0], "evaluate", labelled=False),
-        )
-        said, most = (
-            torch.cat(nats).sum(0),
-            max(len(self.template.tok(t)["input_ids"]) for own in right for t in own) * len(right[0]) + 8,
-        )
-        wrote = [[t] if isinstance(t, str) else t for t in self.generate(data, most, batch)]
-        exact = sum([a.strip() for a in x] == [b.strip() for b in y] for x, y in zip(wrote, right)) / len(data)
-        return pd.Series(
-            {
-                "exact": exact,
-                "loss": (-said[0] / said[1]).item(),
-                "perplexity": (-said[0] / said[1]).exp().item(),
-                "examples": len(data),
-            }
-        )
+@patch
+def _written(self:PromptModel, data, batch):
+    "How well it writes: nats a token of the right texts, and the share that is written to the letter"
+    right = Written().texts(self.template, data)
+    nats = self.collect(data, batch, lambda said, hidden, label: said[:, 0], "evaluate", labelled=False)
+    said = torch.cat(nats).sum(0)                                        # (2,): nats, tokens
+    loss = -said[0] / said[1]
+    most = max(len(self.template.tok(t)["input_ids"]) for own in right for t in own) * len(right[0]) + 8
+    wrote = [[t] if isinstance(t, str) else t for t in self.generate(data, most, batch)]
+    exact = sum([a.strip() for a in x] == [b.strip() for b in y] for x, y in zip(wrote, right)) / len(data)
+    return pd.Series({"exact": exact, "loss": loss.item(), "perplexity": loss.exp().item(), "examples": len(data)})
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #9bb3c212
-class _Calibrated(_Writing):
-    "A model whose habit can be divided out"
-    def calibrate(self,
-        data=None,   # examples without content, or of a support set; None: "N/A", "[MASK]" and "" in every hole (Zhao
-                     # et al. 2021, §5)
-        batch:int=8, # at a time
-    ):               # -> itself
-        "Divide out what the model says anyway."
-        if not hasattr(self.verbalizer, "calibrate"):
-            raise TypeError(f"a {type(self.verbalizer).__name__} reads no words, so it has no habit to divide out")
-        data = self._empty() if data is None else examples_of(data)
-        found = self.collect(
-            data,
-            batch,
-            lambda logits, hidden, label: (logits.words if self.chain else logits).float().sum(0),
-            "calibrate",
-            labelled=False,
-        )
-        mean = sum(found)[None] / len(data)
-        if not mean.isfinite().all():
-            raise ValueError("the model's answers are not finite, so they say nothing of its habit")
-        self.verbalizer.calibrate(Chained(mean) if self.chain else mean)
-        return self
+@patch
+def calibrate(self:PromptModel,
+    data=None,   # examples without content, or of a support set; None: "N/A", "[MASK]" and "" in every hole (Zhao
+                 # et al. 2021, §5)
+    batch:int=8, # at a time
+):               # -> itself
+    "Divide out what the model says anyway."
+    if not hasattr(self.verbalizer, "calibrate"):
+        raise TypeError(f"a {type(self.verbalizer).__name__} reads no words, so it has no habit to divide out")
+    data = self._empty() if data is None else examples_of(data)
+    reduce = lambda logits, hidden, label: (logits.words if self.chain else logits).float().sum(0)
+    mean = sum(self.collect(data, batch, reduce, "calibrate", labelled=False))[None] / len(data)
+    if not mean.isfinite().all():
+        raise ValueError("the model's answers are not finite, so they say nothing of its habit")
+    self.verbalizer.calibrate(Chained(mean) if self.chain else mean)
+    return self
 
-    def _empty(self):
-        "Examples without content that the template can encode"
-        holes, out = [p for p in self.template.parts if p.kind in ("placeholder", "meta", "options")], []
-        for text in ("N/A", "[MASK]", ""):
-            e = {p.value: [text or "N/A"] if p.kind == "options" else text for p in holes}
-            with contextlib.suppress(TemplateError):
-                self.template.encode(e, self.max_length, self.truncate)
-                out.append(e)
-        if not holes or not out:
-            raise ValueError("no text without content goes through this template; give data=, a few examples")
-        return out
+@patch
+def _empty(self:PromptModel):
+    "Examples without content that the template can encode"
+    holes, out = [p for p in self.template.parts if p.kind in ("placeholder", "meta", "options")], []
+    for text in ("N/A", "[MASK]", ""):
+        e = {p.value: [text or "N/A"] if p.kind == "options" else text for p in holes}
+        with contextlib.suppress(TemplateError):
+            self.template.encode(e, self.max_length, self.truncate)
+            out.append(e)
+    if holes and out: return out
+    raise ValueError("no text without content goes through this template; give data=, a few examples")
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #1a9e765e
-class PromptModel(_Calibrated):
-    "A language model as a classifier through a template and a verbalizer; without one, a writer of free text."
-    @torch.no_grad()
-    def predict(self,
-        data,            # examples; their labels are not looked at
-        batch:int=8,     # at a time
-        words:bool=False,# a column for every word too?
-    # a row an example: label, the probability p(class) of each class, p(class: word) of each word; without classes text
-    )->pd.DataFrame:
-        "What the model answers."
-        rows, v = [], self.verbalizer
-        if not v.labels: return pd.DataFrame({"text": self.generate(data, batch=batch)})
-        def read(logits, hidden, label):
-            p = v.probabilities(logits, hidden).float().cpu()
-            if not p.isfinite().all():
-                raise ValueError(
-                    f"the answer to example {len(rows) + int((~p.isfinite()).any(1).nonzero()[0])} is not finite; are "
-                    "the model's weights?"
-                )
-            w = v.word_probabilities(logits).float().cpu() if words and hasattr(v, "word_probabilities") else None
-            for i, row in enumerate(p.tolist()):
-                said = (
-                    [k for k, x in zip(v.labels, row) if x > 0.5]
-                    if self.several
-                    else v.labels[max(range(len(row)), key=row.__getitem__)]
-                )
-                rows.append(
-                    {"label": said}
-                    | {f"p({k})": x for k, x in zip(v.labels, row)}
-                    | (
-                        {}
-                        if w is None
-                        else {
-                            f"p({k}: {word.strip()})": w[i, c, j].item()
-                            for c, (k, own) in enumerate(v.words.items())
-                            for j, word in enumerate(own)
-                        }
-                    )
-                )
-        self.collect(data, batch, read, "predict", labelled=False)
-        return pd.DataFrame(rows)
+@patch
+@torch.no_grad()
+def predict(self:PromptModel,
+    data,            # examples; their labels are not looked at
+    batch:int=8,     # at a time
+    words:bool=False,# a column for every word too?
+)->pd.DataFrame:     # a row an example: label, the probability p(class) of each class, p(class: word); or text
+    "What the model answers."
+    rows, v = [], self.verbalizer
+    if not v.labels: return pd.DataFrame({"text": self.generate(data, batch=batch)})
+    def read(logits, hidden, label):
+        p = v.probabilities(logits, hidden).float().cpu()
+        if not p.isfinite().all():
+            at = len(rows) + int((~p.isfinite()).any(1).nonzero()[0])
+            raise ValueError(f"the answer to example {at} is not finite; are the model's weights?")
+        w = v.word_probabilities(logits).float().cpu() if words and hasattr(v, "word_probabilities") else None
+        for i, row in enumerate(p.tolist()):
+            if self.several: said = [k for k, x in zip(v.labels, row) if x > 0.5]
+            else: said = v.labels[max(range(len(row)), key=row.__getitem__)]
+            rows.append({"label": said} | {f"p({k})": x for k, x in zip(v.labels, row)})
+            if w is None: continue
+            for c, (k, own) in enumerate(v.words.items()):
+                rows[-1] |= {f"p({k}: {word.strip()})": w[i, c, j].item() for j, word in enumerate(own)}
+    self.collect(data, batch, read, "predict", labelled=False)
+    return pd.DataFrame(rows)
 
-    def evaluate(self,
-        data,        # labelled examples
-        batch:int=8, # at a time
-    # accuracy (all labels right), macro_f1, loss in nats, examples; without classes exact, loss (nats a token),
-    # perplexity, examples
-    )->pd.Series:
-        "How well it answers."
-        data = examples_of(data)
-        if not self.verbalizer.labels: return self._written(data, batch)
-        targets = [
-            PromptData(data, self.template, self.verbalizer.labels, several=self.several).target(e) for e in data
-        ]
-        if None in targets: raise ValueError("an example has no label to compare with")
-        p = torch.tensor(self.predict(data, batch)[[f"p({k})" for k in self.verbalizer.labels]].values)
-        said = p > .5 if self.several else F.one_hot(p.argmax(1), p.shape[1]).bool()
-        true = torch.tensor(targets).bool() if self.several else F.one_hot(torch.tensor(targets), p.shape[1]).bool()
-        f1 = 2 * (said & true).sum(0) / (said.sum(0) + true.sum(0)).clamp_min(1)
-        loss = (
-            F.binary_cross_entropy(p.float(), true.float()) if self.several else -p[true].clamp_min(1e-12).log().mean()
-        )
-        return pd.Series(
-            {
-                "accuracy": (said == true).all(1).float().mean().item(),
-                "macro_f1": f1.mean().item(),
-                "loss": loss.item(),
-                "examples": len(data),
-            }
-        )
+@patch
+def evaluate(self:PromptModel,
+    data,        # labelled examples
+    batch:int=8, # at a time
+)->pd.Series:    # accuracy (all labels right), macro_f1, loss in nats, examples; without classes exact, loss (nats a
+                 # token), perplexity, examples
+    "How well it answers."
+    data, names = examples_of(data), self.verbalizer.labels
+    if not names: return self._written(data, batch)
+    targets = [PromptData(data, self.template, names, several=self.several).target(e) for e in data]
+    if None in targets: raise ValueError("an example has no label to compare with")
+    p = torch.tensor(self.predict(data, batch)[[f"p({k})" for k in names]].values)
+    if self.several:
+        said, true = p > .5, torch.tensor(targets).bool()
+        loss = F.binary_cross_entropy(p.float(), true.float())
+    else:
+        said, true = (F.one_hot(x, p.shape[1]).bool() for x in (p.argmax(1), torch.tensor(targets)))
+        loss = -p[true].clamp_min(1e-12).log().mean()
+    f1 = 2 * (said & true).sum(0) / (said.sum(0) + true.sum(0)).clamp_min(1)
+    right = (said == true).all(1).float().mean()
+    return pd.Series({
+        "accuracy": right.item(), "macro_f1": f1.mean().item(), "loss": loss.item(), "examples": len(data)
+    })

@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from fastcore.basics import patch
+
 from ..core import did_you_mean
 
 # %% ../../nbs/35_prompt/00_language.ipynb #0adad053
@@ -26,7 +28,8 @@ def _shown(v, most=100):
     return text if len(text) <= most else text[:most] + "…"
 
 def _columns(text):
-    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 0 if unicodedata.combining(c) else 1 for c in text)
+    width = lambda c: 2 if unicodedata.east_asian_width(c) in "WF" else int(not unicodedata.combining(c))
+    return sum(map(width, text))
 
 class TemplateError(ValueError):
     "What is wrong in a template, and where."
@@ -52,10 +55,8 @@ class TemplateError(ValueError):
         if _columns(lead) > 60: line, lead = "…" + line[self.column - 31:], "…" + lead[-30:]
         if _columns(line) > 100: line = line[:len(lead) + 60] + "…"
         if not self.source: return self.message
-        return (
-            f"{self.message} (line {self.line}, column {self.column})\n  {line}\n  "
-            f"{' ' * _columns(lead)}{'^' * max(1, min(_columns(mark), 60))}"
-        )
+        caret = " " * _columns(lead) + "^" * max(1, min(_columns(mark), 60))
+        return f"{self.message} (line {self.line}, column {self.column})\n  {line}\n  {caret}"
 
 # %% ../../nbs/35_prompt/00_language.ipynb #e7e826ee
 _METHODS = (
@@ -65,59 +66,16 @@ _METHODS = (
     "values items"
 ).split()
 _BUILTINS = {
-    "len": len,
-    "str": str,
-    "enumerate": enumerate,
-    "zip": zip,
-    "min": min,
-    "max": max,
-    "sorted": sorted,
-    "reversed": reversed,
-    "bool": bool,
-    "list": list,
+    "len": len, "str": str, "enumerate": enumerate, "zip": zip, "min": min, "max": max, "sorted": sorted,
+    "reversed": reversed, "bool": bool, "list": list,
 }
 _STRINGS = ("punctuation", "digits", "whitespace", "ascii_letters", "ascii_lowercase", "ascii_uppercase")
 _NODES = (
-    ast.Lambda,
-    ast.arguments,
-    ast.arg,
-    ast.Name,
-    ast.Load,
-    ast.Store,
-    ast.Constant,
-    ast.Subscript,
-    ast.Slice,
-    ast.UnaryOp,
-    ast.USub,
-    ast.Not,
-    ast.BinOp,
-    ast.Add,
-    ast.Sub,
-    ast.Compare,
-    ast.Eq,
-    ast.NotEq,
-    ast.Lt,
-    ast.LtE,
-    ast.Gt,
-    ast.GtE,
-    ast.In,
-    ast.NotIn,
-    ast.Is,
-    ast.IsNot,
-    ast.BoolOp,
-    ast.And,
-    ast.Or,
-    ast.IfExp,
-    ast.JoinedStr,
-    ast.FormattedValue,
-    ast.ListComp,
-    ast.GeneratorExp,
-    ast.comprehension,
-    ast.Call,
-    ast.keyword,
-    ast.Attribute,
-    ast.List,
-    ast.Tuple,
+    ast.Lambda, ast.arguments, ast.arg, ast.Name, ast.Load, ast.Store, ast.Constant, ast.Subscript, ast.Slice,
+    ast.UnaryOp, ast.USub, ast.Not, ast.BinOp, ast.Add, ast.Sub, ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE,
+    ast.Gt, ast.GtE, ast.In, ast.NotIn, ast.Is, ast.IsNot, ast.BoolOp, ast.And, ast.Or, ast.IfExp, ast.JoinedStr,
+    ast.FormattedValue, ast.ListComp, ast.GeneratorExp, ast.comprehension, ast.Call, ast.keyword, ast.Attribute,
+    ast.List, ast.Tuple,
 )
 
 def _refused(tree):
@@ -125,9 +83,8 @@ def _refused(tree):
     nodes = list(ast.walk(tree))
     if sum(isinstance(n, ast.expr) for n in nodes) > 200 or _depth(tree) > 50:
         return "more than 200 operations, or 50 within one another", tree
-    own = {a.arg for a in tree.args.args} | {
-        n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-    }
+    own = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    own |= {a.arg for a in tree.args.args}
     called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
     owner = {id(n.value): n for n in nodes if isinstance(n, ast.Attribute)}
     a = tree.args
@@ -136,15 +93,14 @@ def _refused(tree):
         return "a lambda of other than one argument", tree
     for n in nodes:
         if not isinstance(n, _NODES) or n is not tree and isinstance(n, ast.Lambda):
-            return f"{type(n).__name__}", n if hasattr(n, "lineno") else next(
-                p for p in nodes if n in ast.iter_child_nodes(p)
-            )
+            placed = n if hasattr(n, "lineno") else next(p for p in nodes if n in ast.iter_child_nodes(p))
+            return f"{type(n).__name__}", placed
         if isinstance(n, ast.FormattedValue) and n.format_spec is not None: return "a format of a value", n
         if isinstance(n, ast.Constant) and not isinstance(n.value, (str, int, bool, type(None))):
             return f"the value {_shown(n.value)}", n
         if isinstance(n, ast.comprehension) and n.is_async: return "async", n.target
-        if isinstance(n, ast.comprehension) and not all(isinstance(t, ast.Name) for t in getattr(n.target, "elts", [n.target])):
-            return "a loop over other than names", n.target
+        to = getattr(n.target, "elts", [n.target]) if isinstance(n, ast.comprehension) else []
+        if not all(isinstance(t, ast.Name) for t in to): return "a loop over other than names", n.target
         if isinstance(n, ast.Call) and len({k.arg for k in n.keywords} - {None}) < len(n.keywords):
             return "** or an argument twice", n
         if isinstance(n, ast.Name) and n.id not in own | {*_BUILTINS, "string"}: return f"the name {n.id!r}", n
@@ -155,8 +111,8 @@ def _refused(tree):
         if isinstance(n, ast.Call) and not isinstance(n.func, (ast.Name, ast.Attribute)): return "this call", n
         if isinstance(n, ast.Attribute):
             of_string = isinstance(n.value, ast.Name) and n.value.id == "string"
-            if not (n.attr in _STRINGS and id(n) not in called if of_string else n.attr in _METHODS and id(n) in called):
-                return f"the attribute {n.attr!r}", n
+            known = n.attr in (_STRINGS if of_string else _METHODS)
+            if not known or of_string == (id(n) in called): return f"the attribute {n.attr!r}", n
         if isinstance(n, ast.Name) and n.id == "string" and id(n) not in owner: return "the module 'string'", n
 
 def _depth(tree):
@@ -179,7 +135,8 @@ def _size(v):
     n, todo = 0, [v]
     while todo and n <= _ROOM:
         x = todo.pop()
-        n += len(x) if isinstance(x, str) else x.bit_length() // 8 + 8 if isinstance(x, int) else 8
+        if isinstance(x, str): n += len(x)
+        else: n += x.bit_length() // 8 + 8 if isinstance(x, int) else 8
         if type(x) is dict:
             todo += x.keys()
             todo += x.values()
@@ -193,12 +150,23 @@ def _plain(v):
     if v is None or type(v) in (int, float, bool): return v
     if type(v) in (list, tuple): return type(v)([_plain(x) for x in v])
     if type(v) is dict: return {_plain(k): _plain(x) for k, x in v.items()}
-    raise TemplateError(
-        f"a template's own lambda takes text, numbers and lists or dicts of these, and this is a {type(v).__name__}; "
-        f"pass a function by fns={{'name': function}}"
-    )
+    takes = f"text, numbers and lists or dicts of these, and this is a {type(v).__name__}"
+    raise TemplateError(f"a template's own lambda takes {takes}; pass a function by fns={{'name': function}}")
 
 # %% ../../nbs/35_prompt/00_language.ipynb #3bd1aa5b
+_COMPARE = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
+
 class _Walk:
     "One call of a lambda: a method for each kind of node, and what is left to spend"
     def __init__(self): self.left = _FUEL
@@ -256,39 +224,30 @@ class _Walk:
             if all(self.of(c, own) for c in loops[0].ifs): yield from self.turns(loops[1:], own)
 
 # %% ../../nbs/35_prompt/00_language.ipynb #a701a39e
-_COMPARE = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.In: lambda a, b: a in b,
-    ast.NotIn: lambda a, b: a not in b,
-}
+@patch
+def Call(self:_Walk, n, names):
+    of = self.of(n.func.value, names) if isinstance(n.func, ast.Attribute) else None
+    args, kw = [self.of(a, names) for a in n.args], {k.arg: self.of(k.value, names) for k in n.keywords}
+    if isinstance(n.func, ast.Attribute): out = self.method(of, n.func.attr, args, kw)
+    else:
+        if n.func.id in ("enumerate", "zip", "reversed", "list", "sorted"):
+            self.spend(50 * sum(len(a) for a in args if isinstance(a, (str, list, tuple, dict))))
+        out = _BUILTINS[n.func.id](*args, **kw)
+    return out if out is None or isinstance(out, (str, int, float, list, tuple, dict)) else list(out)
 
-class _Calls(_Walk):
-    "Functions and methods, their growth known before they are called"
-    def Call(self, n, names):
-        of = self.of(n.func.value, names) if isinstance(n.func, ast.Attribute) else None
-        args, kw = [self.of(a, names) for a in n.args], {k.arg: self.of(k.value, names) for k in n.keywords}
-        if isinstance(n.func, ast.Attribute): out = self.method(of, n.func.attr, args, kw)
-        else:
-            if n.func.id in ("enumerate", "zip", "reversed", "list", "sorted"):
-                self.spend(50 * sum(len(a) for a in args if isinstance(a, (str, list, tuple, dict))))
-            out = _BUILTINS[n.func.id](*args, **kw)
-        return out if out is None or isinstance(out, (str, int, float, list, tuple, dict)) else list(out)
-    def method(self, of, name, args, kw):
-        texts = [a for a in [*args, *kw.values()] if isinstance(a, str)]
-        if name == "join" and args and len(of) * len(args[0]) > _ROOM or name == "replace" and len(texts) > 1 and of.count(texts[0]) * len(texts[1]) > _ROOM:
-            raise TemplateError(f"a value grows above {_ROOM:,} characters")
-        if name in _SLOW: self.spend(len(of) * sum(map(len, texts)) // 8)
-        return getattr(of, name)(*args, **kw)
+@patch
+def method(self:_Walk, of, name, args, kw):
+    texts = [a for a in [*args, *kw.values()] if isinstance(a, str)]
+    grown = 0
+    if name == "join" and args: grown = len(of) * len(args[0])
+    if name == "replace" and len(texts) > 1: grown = of.count(texts[0]) * len(texts[1])
+    if grown > _ROOM: raise TemplateError(f"a value grows above {_ROOM:,} characters")
+    if name in _SLOW: self.spend(len(of) * sum(map(len, texts)) // 8)
+    return getattr(of, name)(*args, **kw)
 
+# %% ../../nbs/35_prompt/00_language.ipynb #aa20b003
 class SafeLambda:
-    "A lambda as a syntax tree: of all of Python it reaches what `_Walk` and `_Calls` do."
+    "A lambda as a syntax tree: of all of Python it reaches what `_Walk` does."
     def __init__(self, tree, text): self.tree, self.text = tree, text
     def __repr__(self): return self.text
     def __call__(self,
@@ -297,7 +256,7 @@ class SafeLambda:
         "What the lambda makes of a value; TemplateError if that is other data, grows, takes long or fails."
         try:
             _size(value)
-            return _Calls().of(self.tree.body, {self.tree.args.args[0].arg: _plain(value)})
+            return _Walk().of(self.tree.body, {self.tree.args.args[0].arg: _plain(value)})
         except TemplateError: raise
         except Exception as e: raise TemplateError(_shown(e, 200)) from e
 
@@ -310,23 +269,16 @@ def safe_lambda(
     if isinstance(tree, SyntaxError):
         raise TemplateError(f"post_processing cannot be read: {tree.msg}", text, _at_error(tree, text))
     if not isinstance(tree, ast.Lambda):
-        raise TemplateError(
-            "post_processing is no lambda; write lambda x: …, or pass a function by fns={'name': function}",
-            text,
-            (0, len(text)),
-        )
+        why = "post_processing is no lambda; write lambda x: …, or pass a function by fns={'name': function}"
+        raise TemplateError(why, text, (0, len(text)))
     return _checked(tree, text)
 
 def _checked(tree, source):
     if (bad := _refused(tree)) is not None:
         what, node = bad
-        raise TemplateError(
-            f"post_processing may not use {what}; string methods, indexing, conditions, comprehensions and "
-            f"{', '.join(_BUILTINS)} are allowed; "
-            "for more, pass a function by fns={'name': function}",
-            source,
-            _place(node, source),
-        )
+        allowed = f"string methods, indexing, conditions, comprehensions and {', '.join(_BUILTINS)} are allowed"
+        more = "for more, pass a function by fns={'name': function}"
+        raise TemplateError(f"post_processing may not use {what}; {allowed}; {more}", source, _place(node, source))
     return SafeLambda(tree, source[slice(*_place(tree, source))])
 
 def _parse(text):
@@ -342,11 +294,9 @@ def _parse(text):
 def _offset(text, line, byte):
     "Index of a character from its line, from 1, and the UTF-8 byte in it"
     lines = re.split(r"(?<=\n)|(?<=\r)(?!\n)", text)[:line]
-    return (
-        sum(map(len, lines[:-1])) + len(lines[-1].encode("utf-8", "surrogatepass")[:byte].decode("utf-8", "ignore"))
-        if lines
-        else 0
-    )
+    if not lines: return 0
+    own = lines[-1].encode("utf-8", "surrogatepass")[:byte].decode("utf-8", "ignore")
+    return sum(map(len, lines[:-1])) + len(own)
 
 def _place(node, text):
     "(first, behind the last) character of a node"
@@ -418,7 +368,8 @@ def _entries(tree, tag, text, i, fns):
     back = bare.end() if bare and text[i:i + len(tag)] != tag else len(tag)
     shift = lambda k: i + (k if k <= back else max(back, k - 5))    # ":None" was put in
     span = lambda node: tuple(map(shift, _place(node, tag)))
-    if isinstance(tree, (ast.Name, ast.Set)) and (names := [n for n in getattr(tree, "elts", [tree]) if isinstance(n, ast.Name)]):
+    bare = getattr(tree, "elts", [tree]) if isinstance(tree, (ast.Name, ast.Set)) else []
+    if names := [n for n in bare if isinstance(n, ast.Name)]:
         raise TemplateError(
             f"{names[0].id} is a bare name; put it in quotes: {{\"{names[0].id}\"}}", text, span(names[0])
         )
@@ -453,12 +404,8 @@ def _function(node, tag, text, shift, fns, where):
         raise TemplateError("post_processing is a lambda, the text of one, or a function's name", text, where)
     if name in fns: return fns[name]
     if not name.lstrip().startswith("lambda"):
-        raise TemplateError(
-            f"post_processing names no function {name!r}{did_you_mean(name, fns)}; pass it by fns={{{name!r}: "
-            f"function}}",
-            text,
-            where,
-        )
+        hint = f"pass it by fns={{{name!r}: function}}"
+        raise TemplateError(f"post_processing names no function {name!r}{did_you_mean(name, fns)}; {hint}", text, where)
     try: return safe_lambda(name.strip())
     except TemplateError as e: raise TemplateError(e.message, text, where) from None
 
@@ -501,7 +448,8 @@ _ONLY_WITH = {
 
 def _part(entries, text, span, space, attrs):
     "The part that a tag's entries describe"
-    known, got, at = (*KINDS, *_ATTRIBUTES, *attrs), {k: v for k, _, v, _ in entries}, {k: s for k, s, _, _ in entries}
+    known = (*KINDS, *_ATTRIBUTES, *attrs)
+    got, at = {k: v for k, _, v, _ in entries}, {k: s for k, s, _, _ in entries}
     for k, s, v, where in entries:
         if k not in known: raise TemplateError(f"unknown key {k!r}{did_you_mean(k, known)}", text, s)
         if k in _CHECKS and not _CHECKS[k][0](v):
@@ -515,19 +463,14 @@ def _part(entries, text, span, space, attrs):
     kind, value = kinds[0], got.get(kinds[0])
     for k in got:
         if kind not in _ONLY_WITH.get(k, KINDS):
-            raise TemplateError(
-                f"{k!r} has no meaning for {kind}; it belongs to {' and '.join(_ONLY_WITH[k])}", text, at[k]
-            )
+            belongs = " and ".join(_ONLY_WITH[k])
+            raise TemplateError(f"{k!r} has no meaning for {kind}; it belongs to {belongs}", text, at[k])
     if kind == "mask" and got.get("shortenable"):
-        raise TemplateError(
-            "a mask cannot be cut: without it nothing is predicted; drop shortenable", text, at["shortenable"]
-        )
+        why = "a mask cannot be cut: without it nothing is predicted; drop shortenable"
+        raise TemplateError(why, text, at["shortenable"])
     if kind == "soft" and value is not None and "duplicate" in got:
-        raise TemplateError(
-            "duplicate counts soft tokens without words; write the words as often as they are meant",
-            text,
-            at["duplicate"],
-        )
+        why = "duplicate counts soft tokens without words; write the words as often as they are meant"
+        raise TemplateError(why, text, at["duplicate"])
     if got.get("same") and got.get("duplicate", value if isinstance(value, int) else 1) == 1:
         raise TemplateError("same=True makes several soft tokens one; give duplicate= too", text, at["same"])
     if kind == "soft" and isinstance(value, int): got["duplicate"], value = value, None
@@ -578,40 +521,36 @@ def parse_template(
 def _check_text(parts, text):
     "Raise for parts that are no text"
     for p in parts:
-        if p.kind not in ("text", "placeholder", "meta", "options"):
-            raise TemplateError(
-                f"{p.kind} is nothing that is written; an answer is made of text, placeholder, meta and options",
-                text,
-                p.span,
-            )
+        if p.kind in ("text", "placeholder", "meta", "options"): continue
+        why = f"{p.kind} is nothing that is written; an answer is made of text, placeholder, meta and options"
+        raise TemplateError(why, text, p.span)
     if not parts: raise TemplateError("this is empty; give some text", text, (0, 0))
+
+def _check_soft(parts, text):
+    "Raise where one soft_id stands for different things"
+    words, sizes = {}, {}
+    for p in (p for p in parts if p.soft_id is not None):
+        if p.value is not None and words.setdefault(p.soft_id, p.value) != p.value:
+            other = "vectors without words" if words[p.soft_id] is None else repr(words[p.soft_id])
+            raise TemplateError(f"soft_id={p.soft_id} stands for {other} already", text, p.span)
+        if p.value is None: words.setdefault(p.soft_id, None)
+        size = (p.duplicate, p.same)
+        if sizes.setdefault(p.soft_id, size) != size and p.duplicate > 1:
+            how = "write duplicate= where it stands first, and soft_id alone where it comes again"
+            raise TemplateError(f"soft_id={p.soft_id} is of another size already; {how}", text, p.span)
 
 def _check(parts, text):
     "Raise for parts that do not go together"
     if not any(p.kind == "mask" for p in parts):
         raise TemplateError('the template has no {"mask"}: nothing would be predicted', text, (len(text), len(text)))
-    words, sizes, open_, names = {}, {}, None, set()
+    _check_soft(parts, text)
+    open_, names = None, set()
     for p in parts:
-        if p.soft_id is not None and p.value is not None and words.setdefault(p.soft_id, p.value) != p.value:
-            raise TemplateError(
-                f"soft_id={p.soft_id} stands for "
-                f"{'vectors without words' if words[p.soft_id] is None else repr(words[p.soft_id])} already",
-                text,
-                p.span,
-            )
-        if p.soft_id is not None and p.value is None: words.setdefault(p.soft_id, None)
-        if p.soft_id is not None and sizes.setdefault(p.soft_id, (p.duplicate, p.same)) != (p.duplicate, p.same) and p.duplicate > 1:
-            raise TemplateError(
-                f"soft_id={p.soft_id} is of another size already; write duplicate= where it stands first, and soft_id "
-                "alone where it comes again",
-                text,
-                p.span,
-            )
         if p.kind == "mask" and p.name is not None:
             if p.name in names: raise TemplateError(f"two masks are called {p.name!r}", text, p.span)
             names.add(p.name)
         if p.kind == "chat" and open_ is not None:
             raise TemplateError('a turn begins inside another one; close that by {"/chat"}', text, p.span)
         if p.kind == "/chat" and open_ is None: raise TemplateError('no {"chat": …} is open here', text, p.span)
-        open_ = p if p.kind == "chat" else None if p.kind == "/chat" else open_
+        if p.kind in ("chat", "/chat"): open_ = p if p.kind == "chat" else None
     if open_ is not None: raise TemplateError('this turn is never closed; write {"/chat"} behind it', text, open_.span)

@@ -7,6 +7,7 @@ __all__ = ['SoftVerbalizer', 'ProtoVerbalizer']
 
 # %% ../../nbs/35_prompt/06_learned.ipynb #01a3455c
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,7 +16,7 @@ from .verbalize import Verbalizer, _Choice, _finite, _holds, _word_ids, label_wo
 
 # %% ../../nbs/35_prompt/06_learned.ipynb #aae0a779
 class SoftVerbalizer(_Choice):
-    "A layer that reads the hidden state at the mask, beginning as the head's rows of the words (Hambardzumyan et al. 2021)."
+    "A layer on the hidden state at the mask, beginning as the head's rows of the words (Hambardzumyan et al. 2021)."
     wants_hidden, habit = True, None
     def __init__(self,
         model:nn.Module, # with get_output_embeddings()
@@ -49,8 +50,8 @@ class SoftVerbalizer(_Choice):
         return self.layer((hidden[:, 0] if hidden.ndim == 3 else hidden).to(self.layer.weight.dtype))
 
 # %% ../../nbs/35_prompt/06_learned.ipynb #ca2a4885
-class _Centres(_Choice):
-    "Centres of classes in a small space"
+class ProtoVerbalizer(_Choice):
+    "Classes as centres of a few examples (ProtoVerb, Cui et al. 2022); `fit` learns them from hidden states."
     wants_hidden, habit = True, None
     def __init__(self,
         width:int,                # D of the hidden states
@@ -66,10 +67,8 @@ class _Centres(_Choice):
         if words is not None and words.labels != self.names:
             raise ValueError(f"words= has the classes {words.labels}, here they are {self.names}")
         if words is not None and (multi_label or words.multi_label):
-            raise ValueError(
-                "words= with multi_label=True: the words of several classes share the mask, which draws each below one "
-                "half; leave words out"
-            )
+            why = "the words of several classes share the mask, which draws each below one half; leave words out"
+            raise ValueError(f"words= with multi_label=True: {why}")
         self.multi_label = multi_label
         self.into, self.centres = nn.Linear(width, size, bias=False), nn.Parameter(torch.randn(len(self.names), size))
         self.by_words, self.temperature = words, temperature
@@ -82,30 +81,9 @@ class _Centres(_Choice):
         return self.names
 
     def _place(self, hidden):
-        return F.normalize(
-            self.into((hidden[:, 0] if hidden.ndim == 3 else hidden).to(self.into.weight.dtype) - self.middle), dim=-1
-        )
+        first = hidden[:, 0] if hidden.ndim == 3 else hidden
+        return F.normalize(self.into(first.to(self.into.weight.dtype) - self.middle), dim=-1)
 
-    def contrast(self,
-        hidden:Tensor, # (N, D)
-        holds:Tensor,  # (N, C) bool: which classes are whose
-    )->Tensor:         # ()
-        "Both wishes: examples to centres, and examples to examples (Cui et al. 2022, eqs. 4–6)."
-        x, c = self._place(hidden), F.normalize(self.centres, dim=-1)
-        near, off = x @ c.T / self.temperature, torch.eye(len(x), dtype=torch.bool, device=x.device)
-        to_centres = (
-            F.binary_cross_entropy_with_logits(near, holds.to(near.dtype))
-            if self.multi_label
-            else F.cross_entropy(near, holds.int().argmax(1))
-        )
-        like = (x @ x.T / self.temperature).masked_fill(off, -1e9).log_softmax(-1)
-        # (N, N): have a class in common
-        same = (holds[:, None] & holds[None]).any(-1) & ~off
-        return to_centres - ((like * same).sum(1) / same.sum(1).clamp_min(1)).mean()
-
-# %% ../../nbs/35_prompt/06_learned.ipynb #94c6d8c5
-class ProtoVerbalizer(_Centres):
-    "Classes as centres of a few examples (ProtoVerb, Cui et al. 2022); `fit` learns them from hidden states."
     def forward(self,
         logits:Tensor, # (B, V) or (B, M, V): for the words
         hidden:Tensor, # (B, D) or (B, M, D)
@@ -116,25 +94,41 @@ class ProtoVerbalizer(_Centres):
         near = self._place(hidden) @ F.normalize(self.centres, dim=-1).T / self.temperature
         return near if self.by_words is None else (near.log_softmax(-1) + self.by_words(logits).log_softmax(-1)) / 2
 
-    def fit(self,
-        hidden:Tensor,   # (N, D) or (N, M, D) at the masks of labelled examples
-        labels:Tensor,   # (N,) numbers of their classes; for multi_label (N, C), 1 where a class holds, 0 where not
-        steps:int=200,   # of Adam
-        lr:float=3e-3,   # its rate
-    ):                   # -> itself
-        "Learn the space and the centres."
-        hidden = (hidden[:, 0] if hidden.ndim == 3 else hidden).detach().to(self.into.weight.dtype)
-        _finite(hidden, "hidden")
-        holds = _holds(labels, self.names, self.multi_label, hidden.device)
-        self.to(hidden.device)
-        self.middle.copy_(hidden.mean(0))
-        with torch.enable_grad():
-            with torch.no_grad():
-                for i in range(len(self.names)): self.centres[i] = self._place(hidden[holds[:, i]]).mean(0)
-            opt = torch.optim.Adam([self.into.weight, self.centres], lr=lr)
-            for _ in range(steps):
-                opt.zero_grad()
-                self.contrast(hidden, holds).backward()
-                opt.step()
-        self.fitted.fill_(True)
-        return self
+# %% ../../nbs/35_prompt/06_learned.ipynb #94c6d8c5
+@patch
+def contrast(self:ProtoVerbalizer,
+    hidden:Tensor, # (N, D)
+    holds:Tensor,  # (N, C) bool: which classes are whose
+)->Tensor:         # ()
+    "Both wishes: examples to centres, and examples to examples (Cui et al. 2022, eqs. 4–6)."
+    x, c = self._place(hidden), F.normalize(self.centres, dim=-1)
+    near, off = x @ c.T / self.temperature, torch.eye(len(x), dtype=torch.bool, device=x.device)
+    if self.multi_label: to_centres = F.binary_cross_entropy_with_logits(near, holds.to(near.dtype))
+    else: to_centres = F.cross_entropy(near, holds.int().argmax(1))
+    like = (x @ x.T / self.temperature).masked_fill(off, -1e9).log_softmax(-1)
+    same = (holds[:, None] & holds[None]).any(-1) & ~off                            # (N, N): have a class in common
+    return to_centres - ((like * same).sum(1) / same.sum(1).clamp_min(1)).mean()
+
+@patch
+def fit(self:ProtoVerbalizer,
+    hidden:Tensor,   # (N, D) or (N, M, D) at the masks of labelled examples
+    labels:Tensor,   # (N,) numbers of their classes; for multi_label (N, C), 1 where a class holds, 0 where not
+    steps:int=200,   # of Adam
+    lr:float=3e-3,   # its rate
+):                   # -> itself
+    "Learn the space and the centres."
+    hidden = (hidden[:, 0] if hidden.ndim == 3 else hidden).detach().to(self.into.weight.dtype)
+    _finite(hidden, "hidden")
+    holds = _holds(labels, self.names, self.multi_label, hidden.device)
+    self.to(hidden.device)
+    self.middle.copy_(hidden.mean(0))
+    with torch.enable_grad():
+        with torch.no_grad():
+            for i in range(len(self.names)): self.centres[i] = self._place(hidden[holds[:, i]]).mean(0)
+        opt = torch.optim.Adam([self.into.weight, self.centres], lr=lr)
+        for _ in range(steps):
+            opt.zero_grad()
+            self.contrast(hidden, holds).backward()
+            opt.step()
+    self.fitted.fill_(True)
+    return self

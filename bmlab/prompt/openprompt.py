@@ -38,16 +38,14 @@ class _Textless:
         "The template of a file's line."
         return self.make(_line_of(path, choice))
 
+# %% ../../nbs/35_prompt/03_openprompt.ipynb #e92c5d2c
 def _named(name, tok, text, options, soft=None, prefix=None, form="{}"):
     "A template of one of OpenPrompt's names; `form` is what stands around the text"
     if odd := next((k for k in options if k not in _IDLE), None):
-        raise TypeError(
-            f"{name} has no option "
-            f"{odd!r}{did_you_mean(odd, [k for k in (*inspect.signature(globals()[name]).parameters, *_IDLE) if k != 'options'])}"
-        )
-    for k, v in options.items():
-        if v is not None:
-            warnings.warn(f"{name}: {k}= changes nothing here" + (f"; {_IDLE[k]}" if _IDLE[k] else ""), stacklevel=3)
+        known = [k for k in (*inspect.signature(globals()[name]).parameters, *_IDLE) if k != "options"]
+        raise TypeError(f"{name} has no option {odd!r}{did_you_mean(odd, known)}")
+    for k in (k for k, v in options.items() if v is not None):
+        warnings.warn(f"{name}: {k}= changes nothing here" + (f"; {_IDLE[k]}" if _IDLE[k] else ""), stacklevel=3)
     def make(text):
         t = Template(form.replace("{}", text), tok)
         t.soft, t.prefix = soft or {}, prefix
@@ -89,15 +87,9 @@ def SoftTemplate(
     **options,                          # of OpenPrompt's, without a meaning here
 )->Template:
     "Soft tokens in front of a text (OpenPrompt's `SoftTemplate`; Lester et al. 2021)."
-    n = num_tokens if soft_embeds is None else len(soft_embeds)
-    return _named(
-        "SoftTemplate",
-        tokenizer,
-        text,
-        options,
-        {"init": soft_embeds if soft_embeds is not None else "vocab" if initialize_from_vocab else "random"},
-        form=f'{{"soft": {n}}} {{}}',
-    )
+    n, init = num_tokens, "vocab" if initialize_from_vocab else "random"
+    if soft_embeds is not None: n, init = len(soft_embeds), soft_embeds
+    return _named("SoftTemplate", tokenizer, text, options, {"init": init}, form=f'{{"soft": {n}}} {{}}')
 
 # %% ../../nbs/35_prompt/03_openprompt.ipynb #0b46a07b
 def PtuningTemplate(

@@ -9,6 +9,7 @@ __all__ = ['input_vectors', 'SoftSite', 'EncodedSoftSite', 'SoftTokens']
 import weakref
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,9 +37,8 @@ def _vectors(home, sites, ids):
     embeds = home.get_input_embeddings()(ids.clamp(max=min(s.base for s in sites) - 1))
     for s in sites:
         table, at = s(), ids - s.base
-        embeds = torch.where(
-            ((at >= 0) & (at < len(table)))[..., None], table.to(embeds.dtype)[at.clamp(0, len(table) - 1)], embeds
-        )
+        own = ((at >= 0) & (at < len(table)))[..., None]                # (B, L, 1)
+        embeds = torch.where(own, table.to(embeds.dtype)[at.clamp(0, len(table) - 1)], embeds)
     return embeds
 
 def input_vectors(
@@ -51,18 +51,19 @@ def input_vectors(
 
 # %% ../../nbs/35_prompt/04_soft.ipynb #3399050b
 class _AnywhereSite:
-    "What both sites have in common: ids become vectors. The first of several that is reached does it for all, each has ids of its own"
+    "Ids become vectors; of several sites, each with ids of its own, the first that is reached does it for all"
     anywhere = True                                                 # how a bank knows it
     def around(self, call, *args, **kwargs):
         a = Arguments(self.names, args, kwargs)
         if (ids := a.get("input_ids")) is None: return a(call)
         sites, home = _sites(self.home[0]), self.home[0]
-        if any(getattr(u, "anywhere", False) for s in home._deltas.values() if s.enabled and hasattr(s, "between") for u in s.users.values()):
+        banks = [s for s in home._deltas.values() if s.enabled and hasattr(s, "between")]
+        if any(getattr(u, "anywhere", False) for s in banks for u in s.users.values()):
             raise RuntimeError(
                 "a bank on this model holds soft tokens, and others stand beside it: add them to it, bank.add(user, "
                 "soft_tokens), or switch one of the two off"
             )
-        first, embeds = min(s.base for s in sites), _vectors(self.home[0], sites, ids)
+        first, embeds = min(s.base for s in sites), _vectors(home, sites, ids)
         if (labels := a.get("labels")) is not None and labels.shape == ids.shape and not labels.is_floating_point():
             a.put("labels", labels.masked_fill(labels >= first, -100))
         a.put("input_ids", None)
@@ -101,125 +102,33 @@ def _first_vectors(home, template, init):
     embedding, n = home.get_input_embeddings(), template.soft_count
     (D, _, device), N = vector_kind(embedding), embedding.num_embeddings
     if isinstance(init, Tensor):
-        if init.shape != (n, D):
-            raise ValueError(
-                f"init is {tuple(init.shape)}: the template has {n} soft tokens, the model is {D} wide: expected "
-                f"{(n, D)}"
-            )
-        return init.detach()
+        if init.shape == (n, D): return init.detach()
+        what = f"the template has {n} soft tokens, the model is {D} wide"
+        raise ValueError(f"init is {tuple(init.shape)}: {what}: expected {(n, D)}")
     if init not in ("vocab", "random"): raise ValueError(f"init={init!r}: 'vocab', 'random' or a tensor ({n}, {D})")
     ids = torch.tensor([i if i is not None else -1 for i in template.start], device=device)
-    chance = torch.randint(min(len(template.tok), N), (n,)).to(device)
+    rows = lambda count: torch.randint(min(len(template.tok), N), (count,)).to(device)
+    chance = rows(n)
     with torch.no_grad():
         table = embedding(torch.where(ids < 0, chance, ids)).detach().clone()
         if init == "random":
-            some = embedding(torch.randint(min(len(template.tok), N), (min(4096, N),)).to(device)).float()
-            table[ids < 0] = (torch.randn(int((ids < 0).sum()), D).to(device) * some.std() + some.mean()).to(
-                table.dtype
-            )
+            some = embedding(rows(min(4096, N))).float()
+            drawn = torch.randn(int((ids < 0).sum()), D).to(device) * some.std() + some.mean()
+            table[ids < 0] = drawn.to(table.dtype)
     return table
 
 def _free_ids(model, first, count):
     "The first of `count` ids that no soft tokens on the model stand for"
-    taken = sorted(
-        (s.base, s.base + len(s.table))
-        for m in model.modules()
-        for s in getattr(m, "_deltas", {}).values()
-        if isinstance(s, _AnywhereSite)
-    )
-    for start, stop in taken:
+    sites = [s for m in model.modules() for s in getattr(m, "_deltas", {}).values() if isinstance(s, _AnywhereSite)]
+    for start, stop in sorted((s.base, s.base + len(s.table)) for s in sites):
         if first + count <= start: break
         first = max(first, stop)
     return first
 
-def _leading(template):
-    "Do the soft tokens stand in front of everything else, the tokenizer's own included, each once and in order?"
-    numbers = [k for i in sorted(template.numbers) for k in template.numbers[i]]
-    return (
-        not template.ends[0]
-        and sorted(template.numbers) == list(range(len(template.numbers)))
-        and numbers == list(range(1, template.soft_count + 1))
-    )
-
 # %% ../../nbs/35_prompt/04_soft.ipynb #2a3d6b43
-class _SoftTokens(PromptDelta):
-    "Where soft tokens sit, and their files"
-    kind = "soft_tokens"
-    def _make(self, model, table, base, encoder=None, hidden=None, dtype=None, name=None):
-        "The site, on the model or its encoder"
-        self.model, self.encoder, self.template = unwrap(model), encoder, None
-        self.name = self._free_name(name)
-        home = prompt_home(self.model)
-        (_, own, device), table = vector_kind(home.get_input_embeddings()), table(home)
-        kw = dict(dtype=dtype or own, device=device)
-        site = (
-            SoftSite(home, *table.shape, base, **kw)
-            if encoder is None
-            else EncodedSoftSite(home, *table.shape, base, encoder, hidden=hidden or table.shape[1], **kw)
-        )
-        # a network is made for entries around 1
-        site.table.data.copy_(table if encoder is None else table / table.float().std().clamp_min(1e-6).to(table.dtype))
-        self.sites = {next(n for n, m in parts(self.model) if m is home): site}
-        self.attach()
-
-    def _check_attach(self, modules, away):
-        n = len(self.site.table)
-        if away and _free_ids(self.model, self.site.base, n) != self.site.base:
-            raise ValueError(
-                f"the ids {self.site.base} to {self.site.base + n - 1} of these soft tokens stand for others that are "
-                "attached; detach those first"
-            )
-        super()._check_attach(modules, away)
-
-    def fold(self):
-        "Let the table be what the network makes of it, and drop the network."
-        if self.encoder is None: return self
-        (where, old), table, attached = next(iter(self.sites.items())), self.prompt().detach(), self.attached
-        new = SoftSite(old.home[0], *table.shape, old.base, dtype=table.dtype, device=table.device)
-        new.table.data.copy_(table)
-        new.table.requires_grad_(old.table.requires_grad)
-        if attached: self.detach()
-        self.sites, self.encoder = {where: new}, None
-        if attached: self.attach()
-        new.enabled = old.enabled
-        return self
-
-    def file_tensors(self)->dict[str, Tensor]: # one table (n, D)
-        "What `save` writes: the vectors, a network folded in."
-        return {"soft_tokens": folded(self.site)}
-    def config(self)->dict:
-        "What stands in the configuration of a file."
-        n, D = self.site.table.shape
-        return prompt_config(self.model) | {
-            "peft_type": "SOFT_TOKENS",
-            "num_virtual_tokens": n,
-            "token_dim": D,
-            "first_id": self.site.base,
-        }
-    @classmethod
-    def read(cls, tensors, model, config, dir):
-        "The table of a file that `save` wrote."
-        if tensors.keys() != {"soft_tokens"}:
-            raise KeyError(f"{dir}: expected a tensor 'soft_tokens', the file holds {sorted(tensors)}")
-        width = prompt_home(model).get_input_embeddings().weight.shape[-1]
-        if (shape := tuple(tensors["soft_tokens"].shape)) != (config.get("num_virtual_tokens"), width):
-            raise ValueError(f"{dir}: soft_tokens is {shape}, and this model's width is {width}; another backbone?")
-        return tensors["soft_tokens"]
-    @classmethod
-    def from_config(cls, model, config, tensors):
-        "Soft tokens of a file; which template they belong to stands beside it, see `PromptModel.load`."
-        d = cls.__new__(cls)
-        d._make(
-            model,
-            lambda home: tensors.to(home.get_input_embeddings().weight.device),
-            config["first_id"],
-            dtype=tensors.dtype,
-        )
-        return d
-
-# %% ../../nbs/35_prompt/04_soft.ipynb #ec7b6ddf
-class SoftTokens(_SoftTokens):
+class SoftTokens(PromptDelta):
     "Trained vectors for a template's soft tokens, wherever they stand (Liu et al. 2021; Ding et al. 2022)."
+    kind = "soft_tokens"
     def __init__(self,
         model:nn.Module,             # a transformers model that takes inputs_embeds
         template:Template,           # bound to the model's tokenizer, with soft tokens in it
@@ -243,48 +152,118 @@ class SoftTokens(_SoftTokens):
         self._make(model, lambda home: _first_vectors(home, template, init), base, encoder, hidden, dtype, name)
         self.speaks(template)
 
-    def speaks(self,
-        template:Template, # with as many soft tokens
-    ):                     # -> itself
-        "Let a template's soft tokens be these: its ids begin where this table's do."
-        if template.soft_count != len(self.site.table):
+    def _check_attach(self, modules, away):
+        n = len(self.site.table)
+        if away and _free_ids(self.model, self.site.base, n) != self.site.base:
             raise ValueError(
-                f"{template.text!r} has {template.soft_count} soft tokens, the table {len(self.site.table)}"
+                f"the ids {self.site.base} to {self.site.base + n - 1} of these soft tokens stand for others that are "
+                "attached; detach those first"
             )
-        self.template = template
-        template.soft_base = self.site.base
-        template._fixed |= {i: [self.site.base + k - 1 for k in own] for i, own in template.numbers.items()}
-        template._near = weakref.WeakMethod(self.nearest)           # for pictures of encoded examples
-        return self
+        super()._check_attach(modules, away)
 
-    @torch.no_grad()
-    def nearest(self,
-        most:int=3, # words of each
-    # {number of a soft token: [(word, cosine −1 … 1)]}, nearest first; empty while the embedding is sharded
-    )->dict:
-        "The words whose embeddings point most nearly where the vectors do."
-        if self.template is None:
-            raise RuntimeError(
-                "these soft tokens belong to no template yet, so no tokenizer is known: speaks(template)"
-            )
-        weight, tok = next(prompt_home(self.model).get_input_embeddings().parameters()), self.template.tok
-        if hasattr(weight, "full_tensor") or weight.is_meta: return {}
-        words, vectors = weight[:len(tok)], F.normalize(self.prompt().detach().float(), dim=-1)
-        near = torch.cat([vectors @ F.normalize(part.float(), dim=-1).T for part in words.split(8192)], 1).topk(
-            min(most, len(words))
+    def _make(self, model, table, base, encoder=None, hidden=None, dtype=None, name=None):
+        "The site, on the model or its encoder"
+        self.model, self.encoder, self.template = unwrap(model), encoder, None
+        self.name = self._free_name(name)
+        home = prompt_home(self.model)
+        (_, own, device), table = vector_kind(home.get_input_embeddings()), table(home)
+        kw = dict(dtype=dtype or own, device=device)
+        if encoder is None: site = SoftSite(home, *table.shape, base, **kw)
+        else: site = EncodedSoftSite(home, *table.shape, base, encoder, hidden=hidden or table.shape[1], **kw)
+        # a network is made for entries around 1
+        site.table.data.copy_(table if encoder is None else table / table.float().std().clamp_min(1e-6).to(table.dtype))
+        self.sites = {next(n for n, m in parts(self.model) if m is home): site}
+        self.attach()
+
+# %% ../../nbs/35_prompt/04_soft.ipynb #ec7b6ddf
+@patch
+def speaks(self:SoftTokens,
+    template:Template, # with as many soft tokens
+):                     # -> itself
+    "Let a template's soft tokens be these: its ids begin where this table's do."
+    if template.soft_count != len(self.site.table):
+        raise ValueError(f"{template.text!r} has {template.soft_count} soft tokens, the table {len(self.site.table)}")
+    self.template = template
+    template.soft_base = self.site.base
+    template._fixed |= {i: [self.site.base + k - 1 for k in own] for i, own in template.numbers.items()}
+    template._near = weakref.WeakMethod(self.nearest)           # for pictures of encoded examples
+    return self
+
+@patch
+@torch.no_grad()
+def nearest(self:SoftTokens,
+    most:int=3, # words of each
+)->dict:        # {number of a soft token: [(word, cosine −1 … 1)]}, nearest first; {} while the embedding is sharded
+    "The words whose embeddings point most nearly where the vectors do."
+    if self.template is None:
+        raise RuntimeError("these soft tokens belong to no template yet, so no tokenizer is known: speaks(template)")
+    weight, tok = next(prompt_home(self.model).get_input_embeddings().parameters()), self.template.tok
+    if hasattr(weight, "full_tensor") or weight.is_meta: return {}
+    words, vectors = weight[:len(tok)], F.normalize(self.prompt().detach().float(), dim=-1)
+    cosines = torch.cat([vectors @ F.normalize(part.float(), dim=-1).T for part in words.split(8192)], 1)   # (n, V)
+    near = cosines.topk(min(most, len(words)))
+    rows = zip(near.indices.tolist(), near.values.tolist())
+    return {n: [(tok.decode([i]), x) for i, x in zip(ids, cos)] for n, (ids, cos) in enumerate(rows, 1)}
+
+# %% ../../nbs/35_prompt/04_soft.ipynb #746199f8
+@patch
+def file_tensors(self:SoftTokens)->dict[str, Tensor]: # one table (n, D)
+    "What `save` writes: the vectors, a network folded in."
+    return {"soft_tokens": folded(self.site)}
+
+@patch
+def config(self:SoftTokens)->dict:
+    "What stands in the configuration of a file."
+    n, D = self.site.table.shape
+    own = {"peft_type": "SOFT_TOKENS", "num_virtual_tokens": n, "token_dim": D, "first_id": self.site.base}
+    return prompt_config(self.model) | own
+
+@patch(cls_method=True)
+def read(cls:SoftTokens, tensors, model, config, dir):
+    "The table of a file that `save` wrote."
+    if tensors.keys() != {"soft_tokens"}:
+        raise KeyError(f"{dir}: expected a tensor 'soft_tokens', the file holds {sorted(tensors)}")
+    width = prompt_home(model).get_input_embeddings().weight.shape[-1]
+    if (shape := tuple(tensors["soft_tokens"].shape)) != (config.get("num_virtual_tokens"), width):
+        raise ValueError(f"{dir}: soft_tokens is {shape}, and this model's width is {width}; another backbone?")
+    return tensors["soft_tokens"]
+
+@patch(cls_method=True)
+def from_config(cls:SoftTokens, model, config, tensors):
+    "Soft tokens of a file; which template they belong to stands beside it, see `PromptModel.load`."
+    d = cls.__new__(cls)
+    table = lambda home: tensors.to(home.get_input_embeddings().weight.device)
+    d._make(model, table, config["first_id"], dtype=tensors.dtype)
+    return d
+
+# %% ../../nbs/35_prompt/04_soft.ipynb #c7663507
+@patch
+def fold(self:SoftTokens):
+    "Let the table be what the network makes of it, and drop the network."
+    if self.encoder is None: return self
+    (where, old), table, attached = next(iter(self.sites.items())), self.prompt().detach(), self.attached
+    new = SoftSite(old.home[0], *table.shape, old.base, dtype=table.dtype, device=table.device)
+    new.table.data.copy_(table)
+    new.table.requires_grad_(old.table.requires_grad)
+    if attached: self.detach()
+    self.sites, self.encoder = {where: new}, None
+    if attached: self.attach()
+    new.enabled = old.enabled
+    return self
+
+# %% ../../nbs/35_prompt/04_soft.ipynb #9003bd08
+def _leading(template):
+    "Do the soft tokens stand in front of everything else, the tokenizer's own included, each once and in order?"
+    numbers = [k for i in sorted(template.numbers) for k in template.numbers[i]]
+    first = sorted(template.numbers) == list(range(len(template.numbers)))
+    return not template.ends[0] and first and numbers == list(range(1, template.soft_count + 1))
+
+@patch
+def as_prompt(self:SoftTokens, name=None):
+    "The same vectors as a `SoftPrompt`, whose file PEFT reads; only where they stand in front of everything else."
+    if self.template is None or not _leading(self.template):
+        raise ValueError(
+            "the soft tokens do not all stand in front, each once: as prompt tuning they would compute something else"
         )
-        return {
-            n: [(tok.decode([i]), x) for i, x in zip(ids, cos)]
-            for n, (ids, cos) in enumerate(zip(near.indices.tolist(), near.values.tolist()), 1)
-        }
-
-    def as_prompt(self, name=None):
-        "The same vectors as a `SoftPrompt`, whose file PEFT reads; only where they stand in front of everything else."
-        if self.template is None or not _leading(self.template):
-            raise ValueError(
-                "the soft tokens do not all stand in front, each once: as prompt tuning they would compute something "
-                "else"
-            )
-        attached = self.attached
-        if attached: self.detach()
-        return SoftPrompt(self.model, init=self.prompt().detach(), dtype=self.site.table.dtype, name=name)
+    if self.attached: self.detach()
+    return SoftPrompt(self.model, init=self.prompt().detach(), dtype=self.site.table.dtype, name=name)

@@ -9,6 +9,7 @@ __all__ = ['target_texts', 'written', 'said', 'write', 'Written', 'GenerationVer
 from collections.abc import Mapping
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,17 +28,13 @@ def target_texts(
 )->list[str]:          # one text a mask
     "What an example wants written."
     want, masks = (example if isinstance(example, Mapping) else vars(example)).get("tgt_text"), _masks(template)
-    if want is None:
-        raise TemplateError(
-            "the example has no 'tgt_text', the text that should stand at the mask", template.text, masks[0].span
-        )
+    def refuse(why, part): raise TemplateError(why, template.text, part.span)
+    if want is None: refuse("the example has no 'tgt_text', the text that should stand at the mask", masks[0])
     want = [want] if isinstance(want, str) else want
     if not isinstance(want, (list, tuple)) or not all(isinstance(w, str) for w in want):
-        raise TemplateError(f"tgt_text is {want!r}: expected a text, or a list of them", template.text, masks[0].span)
+        refuse(f"tgt_text is {want!r}: expected a text, or a list of them", masks[0])
     if len(want) != len(masks):
-        raise TemplateError(
-            f"tgt_text holds {len(want)} texts, and the template has {len(masks)} masks", template.text, masks[-1].span
-        )
+        refuse(f"tgt_text holds {len(want)} texts, and the template has {len(masks)} masks", masks[-1])
     return list(want)
 
 def _check_writes(template):
@@ -52,9 +49,8 @@ def _end(template):
 
 def _target_ids(template, texts):
     "[[ids of the text of each mask]] of lists of texts"
-    flat = [
-        (" " if p.space and not t[:1].isspace() else "") + t for own in texts for p, t in zip(_masks(template), own)
-    ]
+    spaced = lambda p, t: (" " if p.space and not t[:1].isspace() else "") + t
+    flat = [spaced(p, t) for own in texts for p, t in zip(_masks(template), own)]
     ids = map(template._placed, [1] * len(flat), flat, _value_ids(template.tok, flat, template._specials))
     return [[next(ids) if t.strip() else next(ids)[:0] for t in own] for own in texts]
 
@@ -67,37 +63,32 @@ def written(
     truncate:str="tail",       # what of the prompt goes first
 )->dict:                       # the model's arguments, padded on the right, and targets (N, L)
     "Examples with the text that is to be written."
-    tok = template.tok
     _check_writes(template)
-    end, pad = [] if (i := _end(template)) is None else [i], pad_id(tok)
-    put = lambda rows, fill: torch.tensor([r + [fill] * (max(map(len, rows)) - len(r)) for r in rows])
+    end, pad = [] if (i := _end(template)) is None else [i], pad_id(template.tok)
     own = _target_ids(template, texts)
-    if template.at_end:
-        own = [t[0] + end for t in own]
-        if max_length is not None and max(map(len, own)) >= max_length:
-            raise ValueError(f"max_length={max_length}: a text to be written has {max(map(len, own))} tokens by itself")
-        lines = [
-            template._line(ids, None if max_length is None else max_length - len(t), truncate).ids
-            for ids, t in zip(template._tokens(examples), own)
-        ]
-        ids, mask = (
-            put([a + t for a, t in zip(lines, own)], pad),
-            put([[1] * (len(a) + len(t)) for a, t in zip(lines, own)], 0),
-        )
-        return {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "targets": put([[-100] * (len(a) - 1) + t + [-100] for a, t in zip(lines, own)], -100),
-        } | ({"position_ids": template._two_places(ids, mask)} if template.kind.places == "two rows" else {})
-    enc, marks = (
-        template.encode(examples, max_length, truncate, "right"),
-        [template._fixed[i][0] for i, p in enumerate(template.pieces) if p.kind == "mask"],
-    )
+    if template.at_end: return _behind(template, examples, [t[0] + end for t in own], max_length, truncate)
+    enc = template.encode(examples, max_length, truncate, "right")
+    marks = [template._fixed[i][0] for i, p in enumerate(template.pieces) if p.kind == "mask"]
     rows = [[k for mark, t in zip(marks, own_) for k in (mark, *t)] for own_ in own]                     # <0> … <1> …
     return dict(enc) | {
-        "decoder_input_ids": put([[template.decoder_start, *r] for r in rows], pad),
-        "targets": put([[-100, *r[1:], *end, *[-100] * (not end)] for r in rows], -100),
+        "decoder_input_ids": _put([[template.decoder_start, *r] for r in rows], pad),
+        "targets": _put([[-100, *r[1:], *end, *[-100] * (not end)] for r in rows], -100),
     }
+
+def _put(rows, fill): return torch.tensor([r + [fill] * (max(map(len, rows)) - len(r)) for r in rows])
+
+def _behind(template, examples, own, max_length, truncate):
+    "Prompts with the ids of their answers behind them"
+    longest = max(map(len, own))
+    if max_length is not None and longest >= max_length:
+        raise ValueError(f"max_length={max_length}: a text to be written has {longest} tokens by itself")
+    room = [None if max_length is None else max_length - len(t) for t in own]
+    lines = [template._line(ids, n, truncate).ids for ids, n in zip(template._tokens(examples), room)]
+    ids = _put([a + t for a, t in zip(lines, own)], pad_id(template.tok))
+    mask = _put([[1] * (len(a) + len(t)) for a, t in zip(lines, own)], 0)
+    targets = _put([[-100] * (len(a) - 1) + t + [-100] for a, t in zip(lines, own)], -100)
+    out = {"input_ids": ids, "attention_mask": mask, "targets": targets}
+    return out | ({"position_ids": template._two_places(ids, mask)} if template.kind.places == "two rows" else {})
 
 # %% ../../nbs/35_prompt/07_targets.ipynb #8382c5c3
 def said(
@@ -122,45 +113,42 @@ def write(
     **options,                 # of `generate`: do_sample, num_beams, stop_strings …; greedy by default
 )->list[list[str]]:            # of each example a text for every mask
     "What the model writes at the masks."
-    tok, device, net, end = template.tok, next(model.parameters()).device, unwrap(model), _end(template)
+    tok, device, net = template.tok, next(model.parameters()).device, unwrap(model)
     _check_writes(template)
     if not hasattr(net, "generate"):
         raise TypeError(f"{type(net).__name__} has no generate; load it with its language-modelling head")
-    options = (
-        {
-            "do_sample": False,
-            "pad_token_id": tok.pad_token_id if tok.pad_token_id is not None else tok.eos_token_id,
-            "max_new_tokens": max_new_tokens,
-        }
-        | ({"eos_token_id": end} if template.kind.closer else {})
-        | ({"tokenizer": tok} if "stop_strings" in options else {})
-        | options
-    )
+    pad = tok.pad_token_id if tok.pad_token_id is not None else tok.eos_token_id
+    usual = {"do_sample": False, "pad_token_id": pad, "max_new_tokens": max_new_tokens}
+    if template.kind.closer: usual["eos_token_id"] = _end(template)
+    if "stop_strings" in options: usual["tokenizer"] = tok
     enc = template.encode(examples, max_length, truncate, "left" if template.at_end else "right").to(device)
-    if template.at_end:
-        vectors, L = input_vectors(model, enc["input_ids"]), enc["input_ids"].shape[1]
-        if template.family == "blank" and vectors is not None and options.get("repetition_penalty", 1) != 1:
-            raise ValueError(
-                f"repetition_penalty={options['repetition_penalty']} looks every id up in the vocabulary, and here "
-                "soft tokens are among them; leave it out"
-            )
-        # GLM finds its positions in the ids
-        by_ids = vectors is None or template.family == "blank"
-        given = {"input_ids": enc["input_ids"]} if by_ids else {"inputs_embeds": vectors}
-        if vectors is not None:
-            head = word_head(net)
-            rows = head.weight.shape[0] if hasattr(head, "weight") else net.config.vocab_size
-            # rows without words: their ids are soft tokens'
-            spare = list(range(len(tok), rows))
-            if spare: options.setdefault("suppress_tokens", spare)
-        out = net.generate(**given, attention_mask=enc["attention_mask"], **options)
-        return [[_ended(tok, row, end)] for row in (out[:, L:] if by_ids else out).tolist()]
+    return (_go_on if template.at_end else _fill)(model, template, enc, usual | options)
+
+def _go_on(model, template, enc, options):
+    "What a causal or blank-filling model writes behind its prompt"
+    tok, net = template.tok, unwrap(model)
+    vectors, L = input_vectors(model, enc["input_ids"]), enc["input_ids"].shape[1]
+    penalty = options.get("repetition_penalty", 1)
+    if template.family == "blank" and vectors is not None and penalty != 1:
+        why = "looks every id up in the vocabulary, and here soft tokens are among them; leave it out"
+        raise ValueError(f"repetition_penalty={penalty} {why}")
+    by_ids = vectors is None or template.family == "blank"               # GLM finds its positions in the ids
+    given = {"input_ids": enc["input_ids"]} if by_ids else {"inputs_embeds": vectors}
+    if vectors is not None:
+        head = word_head(net)
+        rows = head.weight.shape[0] if hasattr(head, "weight") else net.config.vocab_size
+        spare = list(range(len(tok), rows))                              # rows without words: soft tokens' ids
+        if spare: options.setdefault("suppress_tokens", spare)
+    out = net.generate(**given, attention_mask=enc["attention_mask"], **options)
+    return [[_ended(tok, row, _end(template))] for row in (out[:, L:] if by_ids else out).tolist()]
+
+def _fill(model, template, enc, options):
+    "What an encoder–decoder writes at its sentinels"
     marks = [template._fixed[i][0] for i, p in enumerate(template.pieces) if p.kind == "mask"]
+    given = {k: enc[k] for k in ("input_ids", "attention_mask")}
     start = enc["decoder_input_ids"][:, :2]                                                               # <pad> <0>
-    out = net.generate(
-        input_ids=enc["input_ids"], attention_mask=enc["attention_mask"], decoder_input_ids=start, **options
-    )
-    return [_between(tok, row, marks, end) for row in out[:, 2:].tolist()]
+    out = unwrap(model).generate(**given, decoder_input_ids=start, **options)
+    return [_between(template.tok, row, marks, _end(template)) for row in out[:, 2:].tolist()]
 
 def _ended(tok, ids, end):
     "The text up to the end"
@@ -215,8 +203,8 @@ class Written(_Choice):
         return -scores.mean()
 
 # %% ../../nbs/35_prompt/07_targets.ipynb #54d7de15
-class _Texts(Written):
-    "A text for each class, filled from the example"
+class GenerationVerbalizer(Written):
+    "A text for each class, which may be made of the example; the most probable one wins."
     def __init__(self,
         words,             # {label: text, or a list with one for each mask}, in the template language, or a list of
                            # these
@@ -231,52 +219,15 @@ class _Texts(Written):
                 "example be one text, tgt_text, of a PromptModel without a verbalizer, or take a Verbalizer"
             )
         self.words = {k: [own] if isinstance(own, str) else list(own) for k, own in _classes(words).items()}
+        seen = {}
         for k, own in self.words.items():
             if not own or not all(isinstance(w, str) and w.strip() for w in own):
                 raise ValueError(f"the texts of {k!r} are {own!r}: expected a text, or one for each mask")
-        if same := [(a, b) for i, (a, x) in enumerate(self.words.items()) for b, y in list(self.words.items())[:i] if x == y]:
-            raise ValueError(
-                f"the texts of {same[0][1]!r} and {same[0][0]!r} are the same, {self.words[same[0][0]]!r}: nothing "
-                "could tell these classes apart"
-            )
-        self.rules, self.mean = rules, mean
-        self._parts = (
-            {k: [parse_template(w, masks=False) for w in own] for k, own in self.words.items()} if rules else None
-        )
-
-    def target(self,
-        label,   # of a class
-        example, # a dict or an InputExample
-    )->list[str]:# a text for each mask
-        "A class's text for an example."
-        if label not in self.words:
-            raise LookupError(
-                f"no class {label!r}{did_you_mean(label, self.words)}; there are {', '.join(map(repr, self.words))}"
-            )
-        if not self.rules: return self.words[label]
-        fill = lambda parts, source: "".join(
-            p.space + (p.value if p.kind == "text" else _value(p, example, source)) for p in parts
-        ).strip()
-        return [fill(parts, source) for parts, source in zip(self._parts[label], self.words[label])]
-
-# %% ../../nbs/35_prompt/07_targets.ipynb #79e4a378
-class GenerationVerbalizer(_Texts):
-    "A text for each class, which may be made of the example; the most probable one wins."
-    def texts(self, template, examples): # -> [[text of each mask]] an example and class
-        "The texts of all classes for all examples."
-        n = len(_masks(template))
-        if bad := next((k for k, own in self.words.items() if len(own) != n), None):
-            raise ValueError(f"class {bad!r} has {len(self.words[bad])} texts, and the template {n} masks")
-        return [self.target(k, e) for e in examples for k in self.words]
-
-    def encode(self, template, examples, max_length=None, truncate="tail"):
-        "Every example once with each class's text."
-        return written(
-            template, [e for e in examples for _ in self.words], self.texts(template, examples), max_length, truncate
-        )
-    def read(self, model, batch):
-        "How probable the texts are, (B, C, 2)."
-        return said(model, batch).view(-1, len(self.words), 2)
+            if (first := seen.setdefault(tuple(own), k)) is not k:
+                same = f"the texts of {first!r} and {k!r} are the same, {own!r}"
+                raise ValueError(f"{same}: nothing could tell these classes apart")
+        self.rules, self.mean, self._parts = rules, mean, None
+        if rules: self._parts = {k: [parse_template(w, masks=False) for w in own] for k, own in self.words.items()}
 
     def forward(self, logits, hidden=None):
         "Scores of the classes (B, C)."
@@ -289,11 +240,46 @@ class GenerationVerbalizer(_Texts):
         "The right text's own loss, and that it wins."
         return F.cross_entropy(scores.float(), labels) - scores.gather(1, labels[:, None]).mean()
 
-    def label_of(self,
-        texts,   # what was written: a text, or one for each mask
-        example, # that it was written for
-    ):           # a label, or None
-        "The class that a written answer names, case and outer punctuation aside."
-        plain = lambda own: [t.strip().strip(".!,;:").casefold() for t in own]
-        said_ = plain([texts] if isinstance(texts, str) else texts)
-        return next((k for k in self.words if plain(self.target(k, example)) == said_), None)
+# %% ../../nbs/35_prompt/07_targets.ipynb #79e4a378
+@patch
+def target(self:GenerationVerbalizer,
+    label,   # of a class
+    example, # a dict or an InputExample
+)->list[str]:# a text for each mask
+    "A class's text for an example."
+    if label not in self.words:
+        there = ", ".join(map(repr, self.words))
+        raise LookupError(f"no class {label!r}{did_you_mean(label, self.words)}; there are {there}")
+    if not self.rules: return self.words[label]
+    text = lambda p, source: p.space + (p.value if p.kind == "text" else _value(p, example, source))
+    fill = lambda parts, source: "".join(text(p, source) for p in parts).strip()
+    return [fill(parts, source) for parts, source in zip(self._parts[label], self.words[label])]
+
+@patch
+def texts(self:GenerationVerbalizer, template, examples): # -> [[text of each mask]] an example and class
+    "The texts of all classes for all examples."
+    n = len(_masks(template))
+    if bad := next((k for k, own in self.words.items() if len(own) != n), None):
+        raise ValueError(f"class {bad!r} has {len(self.words[bad])} texts, and the template {n} masks")
+    return [self.target(k, e) for e in examples for k in self.words]
+
+@patch
+def encode(self:GenerationVerbalizer, template, examples, max_length=None, truncate="tail"):
+    "Every example once with each class's text."
+    rows = [e for e in examples for _ in self.words]
+    return written(template, rows, self.texts(template, examples), max_length, truncate)
+
+@patch
+def read(self:GenerationVerbalizer, model, batch):
+    "How probable the texts are, (B, C, 2)."
+    return said(model, batch).view(-1, len(self.words), 2)
+
+@patch
+def label_of(self:GenerationVerbalizer,
+    texts,   # what was written: a text, or one for each mask
+    example, # that it was written for
+):           # a label, or None
+    "The class that a written answer names, case and outer punctuation aside."
+    plain = lambda own: [t.strip().strip(".!,;:").casefold() for t in own]
+    said_ = plain([texts] if isinstance(texts, str) else texts)
+    return next((k for k in self.words if plain(self.target(k, example)) == said_), None)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,6 +42,7 @@ def label_words(
         out[label] = list(dict.fromkeys(w[3:] if w.startswith("<!>") else prefix + w for w in own))
     return out
 
+# %% ../../nbs/35_prompt/05_verbalize.ipynb #aa10b001
 def _tokens(tok, text, label):
     "Ids of a word as it stands in a text"
     ids = tok(text, add_special_tokens=False)["input_ids"]
@@ -56,19 +58,17 @@ def _all_different(words, ids):
     "Refuse two classes that nothing could tell apart"
     seen = {}
     for label, key in ids.items():
-        if key in seen:
-            raise ValueError(
-                f"the words of {seen[key]!r} and {label!r} are the same to the tokenizer, {words[label]!r}: nothing "
-                "could tell these classes apart"
-            )
-        seen[key] = label
+        if (other := seen.setdefault(key, label)) == label: continue
+        same = f"the words of {other!r} and {label!r} are the same to the tokenizer, {words[label]!r}"
+        raise ValueError(f"{same}: nothing could tell these classes apart")
 
 def _word_ids(tok, words):
     "(ids (C, W, T), which of them are there (C, W, T)) of words, padded"
     ids = {label: [_tokens(tok, w, label) for w in own] for label, own in words.items()}
     _all_different(words, {label: frozenset(map(tuple, own)) for label, own in ids.items()})
     W, T = max(map(len, ids.values())), max(len(i) for own in ids.values() for i in own)
-    out, there = torch.zeros(len(ids), W, T, dtype=torch.long), torch.zeros(len(ids), W, T, dtype=torch.bool)
+    out = torch.zeros(len(ids), W, T, dtype=torch.long)
+    there = torch.zeros(len(ids), W, T, dtype=torch.bool)
     for c, own in enumerate(ids.values()):
         for w, i in enumerate(own):
             out[c, w, :len(i)] = torch.tensor(i)
@@ -77,7 +77,7 @@ def _word_ids(tok, words):
 
 # %% ../../nbs/35_prompt/05_verbalize.ipynb #ee7bf1b6
 class _Choice(nn.Module):
-    "Classes and their scores"
+    "Classes and their scores: the part that all verbalizers share, those with vectors and those that write too"
     multi_label = False          # may several classes hold at once?
 
     @property
@@ -98,31 +98,21 @@ class _Choice(nn.Module):
         labels:Tensor, # (B,) numbers of the classes; for multi_label (B, C), 1 where a class holds, 0 where not
     )->Tensor:         # ()
         "Cross-entropy; for multi_label the mean binary cross-entropy."
-        expected, what = (
-            (scores.shape, "0 or 1 for each class")
-            if self.multi_label
-            else (scores.shape[:1], "the number of a class; several at once are for multi_label=True")
-        )
+        expected, what = scores.shape[:1], "the number of a class; several at once are for multi_label=True"
+        if self.multi_label: expected, what = scores.shape, "0 or 1 for each class"
         if labels.shape != expected:
             raise ValueError(f"labels {tuple(labels.shape)}: expected {tuple(expected)}, {what}")
-        return (
-            F.binary_cross_entropy_with_logits(scores.float(), labels.float())
-            if self.multi_label
-            else F.cross_entropy(scores.float(), labels)
-        )
+        if self.multi_label: return F.binary_cross_entropy_with_logits(scores.float(), labels.float())
+        return F.cross_entropy(scores.float(), labels)
 
+# %% ../../nbs/35_prompt/05_verbalize.ipynb #a6a14400
 def _holds(labels, names, multi_label, device):
-    "(N, C) bool: which classes hold in examples that something is to be learned from; each must hold somewhere, and with multi_label also not hold"
+    "(N, C) bool: which classes hold in examples to learn from; each class must hold somewhere, and somewhere not"
     labels, C = torch.as_tensor(labels, device=device), len(names)
     if labels.ndim != 1 + multi_label or multi_label and labels.shape[1] != C:
-        raise ValueError(
-            f"labels {tuple(labels.shape)}: expected "
-            + (
-                f"(N, {C}), 0 or 1 for each class"
-                if multi_label
-                else "(N,), the number of a class; several at once are for multi_label=True"
-            )
-        )
+        expected = "(N,), the number of a class; several at once are for multi_label=True"
+        if multi_label: expected = f"(N, {C}), 0 or 1 for each class"
+        raise ValueError(f"labels {tuple(labels.shape)}: expected {expected}")
     holds = labels.bool() if multi_label else labels[:, None] == torch.arange(C, device=device)
     if missing := [k for k, on in zip(names, holds.any(0).tolist()) if not on]:
         raise ValueError(f"no example of {missing[0]!r} is among the labels")
@@ -133,11 +123,9 @@ def _holds(labels, names, multi_label, device):
 def _finite(x, name):
     "Refuse rows that are not numbers"
     bad = (~x.isfinite()).flatten(1).any(1).sum().item()
-    if bad:
-        raise ValueError(
-            f"{name}: {bad} of {len(x)} rows hold inf or nan; the model overflowed there, give it a wider dtype or "
-            "leave them out"
-        )
+    if not bad: return
+    why = "the model overflowed there, give it a wider dtype or leave them out"
+    raise ValueError(f"{name}: {bad} of {len(x)} rows hold inf or nan; {why}")
 
 # %% ../../nbs/35_prompt/05_verbalize.ipynb #698999c8
 class Chained:
@@ -161,17 +149,17 @@ def _same_first(tok, words, ids, there):
         for w, text in enumerate(own):
             word = ids[c, w][there[c, w]].tolist()
             for other, text2, word2 in seen.setdefault(word[0], []):
-                if other != label and word2 != word:
-                    return (
-                        f"{text2!r} of {other!r} and {text!r} of {label!r} begin with the same token "
-                        f"{tok.convert_ids_to_tokens(word[0])!r}, so one mask "
-                        'read by the first token cannot tell them apart; give prefix="" if that token is the space, '
-                        'multi="mean", a mask for every token, or PromptModel(…, chain=True)'
-                    )
+                if other == label or word2 == word: continue
+                return (
+                    f"{text2!r} of {other!r} and {text!r} of {label!r} begin with the same token "
+                    f"{tok.convert_ids_to_tokens(word[0])!r}, so one mask read by the first token cannot tell them "
+                    'apart; give prefix="" if that token is the space, multi="mean", a mask for every token, or '
+                    "PromptModel(…, chain=True)"
+                )
             seen[word[0]].append((label, text, word))
 
-class _Words(_Choice):
-    "The words of classes, and their logits"
+class Verbalizer(_Choice):
+    "Words for classes (Schick and Schütze 2021)."
     def __init__(self,
         tok,                     # a tokenizer
         words,                   # {label: word or words}, or a list with the words of each class
@@ -184,16 +172,10 @@ class _Words(_Choice):
                                  # pass ½: probabilities of words add up to 1
     ):
         super().__init__()
-        if multi not in ("first", "max", "mean"):
-            raise ValueError(
-                f"multi={multi!r}: 'first', 'max' or 'mean'{did_you_mean(multi, ('first', 'max', 'mean'))}"
-            )
-        self.multi, self.log_softmax, self.multi_label, words = (
-            multi,
-            log_softmax,
-            multi_label,
-            label_words(words, prefix),
-        )
+        ways = "first", "max", "mean"
+        if multi not in ways: raise ValueError(f"multi={multi!r}: 'first', 'max' or 'mean'{did_you_mean(multi, ways)}")
+        self.multi, self.log_softmax, self.multi_label = multi, log_softmax, multi_label
+        words = label_words(words, prefix)
         self._take(words, *_word_ids(tok, words))
         # said when one mask is read: other ways may be meant
         self._unclear = _same_first(tok, words, self.ids, self.there)
@@ -205,90 +187,86 @@ class _Words(_Choice):
         # (C, W) after `calibrate`: probabilities of the words, or for multi_label their log-odds
         self.register_buffer("habit", None)
 
-    def project(self,
-        logits:Tensor, # (B, V), or (B, M, V) for M masks
-    )->Tensor:         # (B, C, W) float32; −10,000 where a class has fewer words
-        "Logits of the words."
-        if isinstance(logits, Chained): return logits.words.masked_fill(~self.there[..., 0], -10_000.)
-        logits = logits.float() if logits.ndim == 3 else logits.float()[:, None]
-        M, T = logits.shape[1], self.ids.shape[2]
-        if M == 1:
-            at = logits[:, 0, self.ids]                                                                  # (B, C, W, T)
-            if self.multi == "first":
-                if self._unclear: raise ValueError(self._unclear)
-                out = at[..., 0]
-            elif self.multi == "max": out = at.masked_fill(~self.there, float("-inf")).amax(-1)
-            else: out = (at * self.there).sum(-1) / self.there.sum(-1).clamp_min(1)
-        else:
-            if T > M:
-                raise ValueError(
-                    f"a word has {T} tokens and the template {M} masks; give {{\"mask\", \"length\": {T}}}"
-                )
-            part = logits[:, :T].log_softmax(-1) if self.log_softmax else logits[:, :T]
-            out = sum(part[:, j][:, self.ids[..., j]] * self.there[..., j] for j in range(T))
-        return out.masked_fill(~self.there[..., 0], -10_000.)
-
-# %% ../../nbs/35_prompt/05_verbalize.ipynb #6c3c5f78
-class Verbalizer(_Words):
-    "Words for classes (Schick and Schütze 2021); scores are log-probabilities over words, or log-odds of each if multi_label, averaged in a class."
-    def _odds(self, logits):
-        "Log-odds (B, C, W) of each word; without log_softmax its logit as it is"
-        chained = isinstance(logits, Chained)
-        words = self.project(logits if chained or not self.log_softmax else logits.float().log_softmax(-1))
-        if not (chained or self.log_softmax): return words
-        words = words.clamp_max(-1e-6)
-        return words - (-words.expm1()).log()
-
-    def word_probabilities(self,
-        logits:Tensor, # (B, V) or (B, M, V)
-    )->Tensor:         # (B, C, W): over all words of all classes 1, or each by itself if multi_label
-        "How probable each word is, its habit divided out after `calibrate`."
-        there = self.there[..., 0]
-        if self.multi_label: return (self._odds(logits) - (0 if self.habit is None else self.habit)).sigmoid() * there
-        words = self.project(logits)
-        p = words.flatten(1).softmax(-1).view_as(words)
-        if self.habit is None: return p
-        p = p / (self.habit + 1e-15) * there
-        return p / p.sum((1, 2), keepdim=True)
-
     def forward(self,
         logits:Tensor,            # (B, V) or (B, M, V) at the masks
         hidden:Tensor|None=None,  # (B, D) or (B, M, D) there; only verbalizers with vectors of their own look at it
     )->Tensor:                    # (B, C) scores: a softmax of them, or their sigmoid if multi_label, is the answer
-        "Scores of the classes."
+        "Scores of the classes: the mean over a class's words of their log-probabilities, or of their log-odds."
         if self.multi_label: return self._gather(self._odds(logits) - (0 if self.habit is None else self.habit))
-        return self._gather(
-            (self.word_probabilities(logits) + 1e-15).log()
-            if self.log_softmax or self.habit is not None
-            else self.project(logits)
-        )
-
-    def _gather(self, values):
-        there = self.there[..., 0]
-        return (values * there).sum(-1) / there.sum(-1)
-
-    def calibrate(self,
-        logits:Tensor|None, # (N, V) or (N, M, V) at the masks of texts without content, or of a support set; None:
-                            # forget it
-    ):                      # -> itself
-        "Divide out what the model says anyway (Hu et al. 2022, §3.2.2)."
-        if logits is None:
-            self.habit = None
-            return self
-        if len(logits) == 0: raise ValueError("logits is empty; give the answers to a few texts")
-        _finite(logits.words if isinstance(logits, Chained) else logits, "logits")
-        mean = logits.float().mean(0, keepdim=True)
-        self.habit = (
-            self._odds(mean)[0]
-            if self.multi_label
-            else self.project(mean)[0].flatten().softmax(0).view(self.there.shape[:2])
-        )
-        return self
+        as_logits = not self.log_softmax and self.habit is None
+        return self._gather(self.project(logits) if as_logits else (self.word_probabilities(logits) + 1e-15).log())
 
     def extra_repr(self):
-        return ", ".join(
-            f"{k}: {' '.join(w.strip() for w in v[:6])}{' …' if len(v) > 6 else ''}" for k, v in self.words.items()
-        ) + (", calibrated" if self.habit is not None else "")
+        short = lambda own: " ".join(w.strip() for w in own[:6]) + (" …" if len(own) > 6 else "")
+        said = ", ".join(f"{k}: {short(own)}" for k, own in self.words.items())
+        return said + (", calibrated" if self.habit is not None else "")
+
+# %% ../../nbs/35_prompt/05_verbalize.ipynb #c43db3c9
+@patch
+def project(self:Verbalizer,
+    logits:Tensor, # (B, V), or (B, M, V) for M masks
+)->Tensor:         # (B, C, W) float32; −10,000 where a class has fewer words
+    "Logits of the words."
+    if isinstance(logits, Chained): return logits.words.masked_fill(~self.there[..., 0], -10_000.)
+    logits = logits.float() if logits.ndim == 3 else logits.float()[:, None]
+    M, T = logits.shape[1], self.ids.shape[2]
+    if M == 1:
+        at = logits[:, 0, self.ids]                                                                  # (B, C, W, T)
+        if self.multi == "first":
+            if self._unclear: raise ValueError(self._unclear)
+            out = at[..., 0]
+        elif self.multi == "max": out = at.masked_fill(~self.there, float("-inf")).amax(-1)
+        else: out = (at * self.there).sum(-1) / self.there.sum(-1).clamp_min(1)
+    else:
+        if T > M:
+            raise ValueError(f"a word has {T} tokens and the template {M} masks; give {{\"mask\", \"length\": {T}}}")
+        part = logits[:, :T].log_softmax(-1) if self.log_softmax else logits[:, :T]
+        out = sum(part[:, j][:, self.ids[..., j]] * self.there[..., j] for j in range(T))
+    return out.masked_fill(~self.there[..., 0], -10_000.)
+
+# %% ../../nbs/35_prompt/05_verbalize.ipynb #6c3c5f78
+@patch
+def _odds(self:Verbalizer, logits):
+    "Log-odds (B, C, W) of each word; without log_softmax its logit as it is"
+    chained = isinstance(logits, Chained)
+    words = self.project(logits if chained or not self.log_softmax else logits.float().log_softmax(-1))
+    if not (chained or self.log_softmax): return words
+    words = words.clamp_max(-1e-6)
+    return words - (-words.expm1()).log()
+
+@patch
+def word_probabilities(self:Verbalizer,
+    logits:Tensor, # (B, V) or (B, M, V)
+)->Tensor:         # (B, C, W): over all words of all classes 1, or each by itself if multi_label
+    "How probable each word is, its habit divided out after `calibrate`."
+    there = self.there[..., 0]
+    if self.multi_label: return (self._odds(logits) - (0 if self.habit is None else self.habit)).sigmoid() * there
+    words = self.project(logits)
+    p = words.flatten(1).softmax(-1).view_as(words)
+    if self.habit is None: return p
+    p = p / (self.habit + 1e-15) * there
+    return p / p.sum((1, 2), keepdim=True)
+
+@patch
+def _gather(self:Verbalizer, values):
+    there = self.there[..., 0]
+    return (values * there).sum(-1) / there.sum(-1)
+
+@patch
+def calibrate(self:Verbalizer,
+    logits:Tensor|None, # (N, V) or (N, M, V) at the masks of texts without content, or of a support set; None:
+                        # forget it
+):                      # -> itself
+    "Divide out what the model says anyway (Hu et al. 2022, §3.2.2)."
+    if logits is None:
+        self.habit = None
+        return self
+    if len(logits) == 0: raise ValueError("logits is empty; give the answers to a few texts")
+    _finite(logits.words if isinstance(logits, Chained) else logits, "logits")
+    mean = logits.float().mean(0, keepdim=True)
+    if self.multi_label: self.habit = self._odds(mean)[0]
+    else: self.habit = self.project(mean)[0].flatten().softmax(0).view(self.there.shape[:2])
+    return self
 
 # %% ../../nbs/35_prompt/05_verbalize.ipynb #285e8c73
 class PtrVerbalizer(_Choice):
@@ -304,10 +282,9 @@ class PtrVerbalizer(_Choice):
         super().__init__()
         words, self.multi_label = _classes(words), multi_label
         for k, own in words.items():
-            if isinstance(own, str):
-                raise TypeError(
-                    f"the words of {k!r} are {own!r}: expected a list with one word for each mask, as [{own!r}]"
-                )
+            if not isinstance(own, str): continue
+            what = f"a list with one word for each mask, as [{own!r}]"
+            raise TypeError(f"the words of {k!r} are {own!r}: expected {what}")
         lengths = {len(w) for w in words.values()}
         if len(lengths) != 1 or 0 in lengths:
             raise ValueError(f"words gives {sorted(lengths)} words to classes: every class needs one for each mask")
@@ -327,9 +304,8 @@ class PtrVerbalizer(_Choice):
         "Scores of the classes."
         M = self.ids.shape[1]
         if logits.ndim != 3 or logits.shape[1] != M:
-            raise ValueError(
-                f"logits {tuple(logits.shape)}: expected (B, {M}, V), the template has another number of masks"
-            )
+            why = f"expected (B, {M}, V), the template has another number of masks"
+            raise ValueError(f"logits {tuple(logits.shape)}: {why}")
         words = sum(logits[:, j].float()[:, self.ids[:, j]] for j in range(M))
         return words if self.multi_label else words.log_softmax(-1)
 
@@ -357,7 +333,7 @@ class KnowledgeableVerbalizer(Verbalizer):
         self.register_buffer("use", self.there[..., 0].clone())
 
     def calibrate(self, logits):
-        "Divide out habit, and drop words that the model hardly ever says; of each class at least the most usual one stays."
+        "Divide out habit, and drop words that the model hardly ever says; each class keeps its most usual one."
         super().calibrate(logits)
         there = self.there[..., 0]
         if logits is None:
@@ -369,12 +345,8 @@ class KnowledgeableVerbalizer(Verbalizer):
         if isinstance(mean, Chained): self.use = there & often(usual, usual[there])
         elif mean.ndim == 2 or mean.shape[1] == 1: self.use = there & often(usual, mean.flatten())
         else:
-            self.use = there & torch.stack(
-                [
-                    often(mean[0, j][self.ids[..., j]], mean[0, j]) | ~self.there[..., j]
-                    for j in range(self.ids.shape[2])
-                ]
-            ).all(0)
+            at = lambda j: often(mean[0, j][self.ids[..., j]], mean[0, j]) | ~self.there[..., j]
+            self.use = there & torch.stack([at(j) for j in range(self.ids.shape[2])]).all(0)
         best = usual.argmax(1, keepdim=True)
         self.use |= torch.zeros_like(there).scatter_(1, best, True) & ~self.use.any(1, keepdim=True)
         return self
@@ -404,62 +376,53 @@ class AutomaticVerbalizer(Verbalizer):
             raise ValueError(f"words={words}, candidates={candidates}: expected 1 ≤ words ≤ candidates")
         if len(labels) < 2: raise ValueError(f"labels={labels!r}: a choice needs two classes or more")
         special = set(tok.all_special_ids)
-        self._usable = sorted(
-            i for i in tok.get_vocab().values() if i not in special and tok.decode([i]).strip().isalpha()
-        )
-        if len(self._usable) < len(labels) * words:
-            raise ValueError(
-                f"words={words} for {len(labels)} classes: the tokenizer has only {len(self._usable)} words"
-            )
+        plain = lambda i: i not in special and tok.decode([i]).strip().isalpha()
+        self._usable = sorted(i for i in tok.get_vocab().values() if plain(i))
+        if (there := len(self._usable)) < len(labels) * words:
+            raise ValueError(f"words={words} for {len(labels)} classes: the tokenizer has only {there} words")
         nn.Module.__init__(self)
-        self.multi, self.log_softmax, self.multi_label, first = (
-            "first",
-            True,
-            multi_label,
-            torch.tensor(self._usable[: len(labels)])[:, None, None],
-        )
-        self._take(
-            {k: [tok.decode([i])] for k, i in zip(labels, self._usable)},
-            first,
-            torch.ones_like(first, dtype=torch.bool),
-        )  # until `fit` finds better
-        self.tok, self.count, self.candidates, self.balance, self.fitted = tok, words, candidates, balance, False
-
-    def fit(self,
-        logits:Tensor,  # (N, V) at the masks of labelled examples
-        labels:Tensor,  # (N,) numbers of their classes; for multi_label (N, C), 1 where a class holds, 0 where not
-    ):                  # -> itself
-        "Choose the words."
-        _finite(logits, "logits")
-        p = (logits[:, 0] if logits.ndim == 3 else logits).float().softmax(-1)
-        holds, C = _holds(labels, self.labels, self.multi_label, p.device), len(self.words)
-        usable = torch.tensor([i for i in self._usable if i < p.shape[1]], device=p.device)
-        if len(usable) < C * self.count:
-            raise ValueError(
-                f"logits has {p.shape[1]} columns with {len(usable)} words among them; {C * self.count} are wanted"
-            )
-        p = p[:, usable].clamp(1e-12, 1 - 1e-6)
-        yes, no, taken, ids = p.log(), (1 - p).log(), [], []
-        for c in range(C):
-            own, other = holds[:, c], ~holds[:, c]
-            s = (own.sum() / other.sum()) if self.balance else 1.0
-            score = (yes[own] - no[own]).sum(0) + s * (no[other] - yes[other]).sum(0)
-            often = yes[own].sum(0).index_fill(0, torch.tensor(taken, dtype=torch.long, device=p.device), float("-inf"))
-            among = often.topk(min(self.candidates, len(usable) - len(taken))).indices
-            best = among[score[among].argsort(descending=True)][:self.count]
-            taken += best.tolist()
-            ids.append(usable[best].tolist())
-        self.ids = torch.tensor(ids, device=p.device)[..., None]
-        self.there = torch.ones_like(self.ids, dtype=torch.bool)
-        self.words = {k: [self.tok.decode([i]) for i in own] for k, own in zip(self.words, ids)}
-        self.habit, self.fitted = None, True
-        if self.multi_label:
-            odds, on = self._odds(logits), holds[:, :, None]                                         # (N, C, W)
-            self.habit = ((odds * on).sum(0) / on.sum(0) + (odds * ~on).sum(0) / (~on).sum(0)) / 2
-        return self
+        self.multi, self.log_softmax, self.multi_label = "first", True, multi_label
+        self.tok, self.count, self.candidates = tok, words, candidates
+        self.balance, self.fitted = balance, False
+        first = torch.tensor(self._usable[:len(labels)])[:, None, None]                              # (C, 1, 1)
+        given = {k: [tok.decode([i])] for k, i in zip(labels, self._usable)}
+        self._take(given, first, torch.ones_like(first, dtype=torch.bool))     # until `fit` finds better
 
     def project(self, logits):
         "Logits of the words, (B, C, W); `fit` comes first."
-        if not self.fitted:
-            raise RuntimeError("the words are not chosen yet: fit(logits, labels) on a few labelled examples")
-        return super().project(logits)
+        if self.fitted: return super().project(logits)
+        raise RuntimeError("the words are not chosen yet: fit(logits, labels) on a few labelled examples")
+
+@patch
+def fit(self:AutomaticVerbalizer,
+    logits:Tensor,  # (N, V) at the masks of labelled examples
+    labels:Tensor,  # (N,) numbers of their classes; for multi_label (N, C), 1 where a class holds, 0 where not
+):                  # -> itself
+    "Choose the words."
+    _finite(logits, "logits")
+    p = (logits[:, 0] if logits.ndim == 3 else logits).float().softmax(-1)                           # (N, V)
+    holds, C = _holds(labels, self.labels, self.multi_label, p.device), len(self.words)
+    usable = torch.tensor([i for i in self._usable if i < p.shape[1]], device=p.device)
+    if len(usable) < C * self.count:
+        there = f"{p.shape[1]} columns with {len(usable)} words among them"
+        raise ValueError(f"logits has {there}; {C * self.count} are wanted")
+    p = p[:, usable].clamp(1e-12, 1 - 1e-6)
+    yes, no, ids = p.log(), (1 - p).log(), []
+    taken = torch.tensor([], dtype=torch.long, device=p.device)
+    for c in range(C):
+        own, other = holds[:, c], ~holds[:, c]
+        s = (own.sum() / other.sum()) if self.balance else 1.0
+        score = (yes[own] - no[own]).sum(0) + s * (no[other] - yes[other]).sum(0)
+        often = yes[own].sum(0).index_fill(0, taken, float("-inf"))
+        among = often.topk(min(self.candidates, len(usable) - len(taken))).indices
+        best = among[score[among].argsort(descending=True)][:self.count]
+        taken = torch.cat([taken, best])
+        ids.append(usable[best].tolist())
+    self.ids = torch.tensor(ids, device=p.device)[..., None]
+    self.there = torch.ones_like(self.ids, dtype=torch.bool)
+    self.words = {k: [self.tok.decode([i]) for i in own] for k, own in zip(self.words, ids)}
+    self.habit, self.fitted = None, True
+    if self.multi_label:
+        odds, on = self._odds(logits), holds[:, :, None]                                         # (N, C, W)
+        self.habit = ((odds * on).sum(0) / on.sum(0) + (odds * ~on).sum(0) / (~on).sum(0)) / 2
+    return self

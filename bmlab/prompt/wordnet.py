@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from fastcore.basics import patch
+
 from ..core import did_you_mean
 from ..data.samples import fetch_deb
 from .verbalize import _classes
@@ -18,13 +20,7 @@ from .verbalize import _classes
 # %% ../../nbs/35_prompt/09_wordnet.ipynb #bf0674b6
 _POS = {"n": "noun", "v": "verb", "a": "adj", "r": "adv"}
 RELATIONS = {
-    "synonym": None,
-    "similar": "&",
-    "narrower": "~",
-    "broader": "@",
-    "opposite": "!",
-    "also": "^",
-    "derived": "+",
+    "synonym": None, "similar": "&", "narrower": "~", "broader": "@", "opposite": "!", "also": "^", "derived": "+",
     "pertains": "\\",
 }
 
@@ -43,89 +39,77 @@ def _synset(line):
     # "(p)", "(a)" say where an adjective may stand
     words = tuple(w.split("(")[0].replace("_", " ") for w in x[4:4 + 2 * n:2])
     at, links = 5 + 2 * n, int(x[4 + 2 * n])
-    return Synset(
-        words,
-        "a" if x[2] == "s" else x[2],
-        gloss.strip(),
-        tuple((x[i], int(x[i + 1]), x[i + 2]) for i in range(at, at + 4 * links, 4)),
-    )
+    linked = tuple((x[i], int(x[i + 1]), x[i + 2]) for i in range(at, at + 4 * links, 4))
+    return Synset(words, "a" if x[2] == "s" else x[2], gloss.strip(), linked)
 
 # %% ../../nbs/35_prompt/09_wordnet.ipynb #48fbb980
-class _Files:
-    "The files of a dictionary"
+class WordNet:
+    "A dictionary of meanings, read from its files."
     def __init__(self,
         folder:str|os.PathLike, # with index.noun, data.noun, … of WordNet 3
     ):
         self.folder, self._index, self._data = Path(folder), {}, {}
         for pos, name in _POS.items():
-            if not (self.folder / f"index.{name}").is_file() or not (self.folder / f"data.{name}").is_file():
-                raise FileNotFoundError(
-                    f"{self.folder} holds no index.{name} and data.{name}; give the folder of WordNet's files, or "
-                    "wordnet() for Debian's"
-                )
-            self._data[pos], own = (self.folder / f"data.{name}").read_bytes(), {}
-            for line in (self.folder / f"index.{name}").read_text(encoding="utf-8").splitlines():
+            index, data = (self.folder / f"{kind}.{name}" for kind in ("index", "data"))
+            if not index.is_file() or not data.is_file():
+                how = "give the folder of WordNet's files, or wordnet() for Debian's"
+                raise FileNotFoundError(f"{self.folder} holds no {index.name} and {data.name}; {how}")
+            self._data[pos], own = data.read_bytes(), {}
+            for line in index.read_text(encoding="utf-8").splitlines():
                 if line.startswith(" ") or not line.strip(): continue                                  # the licence
                 x = line.split()
                 own[x[0].replace("_", " ")] = tuple(map(int, x[-int(x[2]):]))
             self._index[pos] = own
 
-    def _at(self, pos, place):
-        data = self._data["a" if pos == "s" else pos]
-        return _synset(data[place:data.index(b"\n", place)].decode("utf-8"))
-
     def __contains__(self, word): return any(word.lower() in own for own in self._index.values())
     def __len__(self):
-        return sum(
-            b" | " in line and not line.startswith(b" ") for data in self._data.values() for line in data.splitlines()
-        )
+        lines = (line for data in self._data.values() for line in data.splitlines())
+        return sum(b" | " in line and not line.startswith(b" ") for line in lines)
     def __repr__(self): return f"WordNet({sum(map(len, self._index.values())):,} words in {self.folder})"
-
-# %% ../../nbs/35_prompt/09_wordnet.ipynb #338a60f0
-class WordNet(_Files):
-    "A dictionary of meanings, read from its files."
-    def senses(self,
-        word:str,          # English, several words with a space between
-        pos:str|None=None, # n, v, a or r; None: all
-    )->list[Synset]:       # the most usual meaning of each part of speech first; empty for an unknown word
-        "A word's meanings."
-        if pos not in (None, *_POS): raise ValueError(f"pos={pos!r}: one of n, v, a, r, or None")
-        return [self._at(p, place) for p in _POS if pos in (None, p) for place in self._index[p].get(word.lower(), ())]
-
-    def related(self,
-        word:str,                              # English
-        relations:Iterable=("synonym", "similar"), # of RELATIONS
-        pos:str|None=None,                     # n, v, a or r; None: all
-        senses:int=3,                          # of each part of speech, the most usual first
-        depth:int=1,                           # links walked one behind the other
-    )->list[str]:                              # nearest first, without the word itself
-        "Words that WordNet links to a word."
-        relations = [relations] if isinstance(relations, str) else list(relations)
-        if bad := [r for r in relations if r not in RELATIONS]:
-            raise ValueError(f"relations={bad[0]!r}: of {', '.join(RELATIONS)}{did_you_mean(bad[0], RELATIONS)}")
-        if pos not in (None, *_POS): raise ValueError(f"pos={pos!r}: one of n, v, a, r, or None")
-        signs, out = [RELATIONS[r] for r in relations if RELATIONS[r]], {}
-        near = [(p, place) for p in _POS if pos in (None, p) for place in self._index[p].get(word.lower(), ())[:senses]]
-        seen = set(near)
-        for step in range(depth + 1):
-            sets = [self._at(*at) for at in near]
-            if step or "synonym" in relations: out |= dict.fromkeys(w for s in sets for w in s.words)
-            near = [
-                at
-                for s in sets
-                for sign, place, p in s.links
-                if any(sign.startswith(x) for x in signs)
-                for at in [("a" if p == "s" else p, place)]
-                if at not in seen and not seen.add(at)
-            ]
-        return [w for w in out if w.lower() != word.lower()]
 
 def wordnet(
 )->WordNet: # WordNet 3.0, © Princeton University; its licence stands at the head of each file
     "WordNet as Debian has it, fetched on first use."
-    return WordNet(
-        fetch_deb("wordnet-base", ["usr/share/wordnet/index.*", "usr/share/wordnet/data.*"]) / "usr/share/wordnet"
-    )
+    files = ["usr/share/wordnet/index.*", "usr/share/wordnet/data.*"]
+    return WordNet(fetch_deb("wordnet-base", files) / "usr/share/wordnet")
+
+# %% ../../nbs/35_prompt/09_wordnet.ipynb #338a60f0
+@patch
+def _at(self:WordNet, pos, place):
+    data = self._data["a" if pos == "s" else pos]
+    return _synset(data[place:data.index(b"\n", place)].decode("utf-8"))
+
+@patch
+def senses(self:WordNet,
+    word:str,          # English, several words with a space between
+    pos:str|None=None, # n, v, a or r; None: all
+)->list[Synset]:       # the most usual meaning of each part of speech first; empty for an unknown word
+    "A word's meanings."
+    if pos not in (None, *_POS): raise ValueError(f"pos={pos!r}: one of n, v, a, r, or None")
+    return [self._at(p, place) for p in _POS if pos in (None, p) for place in self._index[p].get(word.lower(), ())]
+
+@patch
+def related(self:WordNet,
+    word:str,                              # English
+    relations:Iterable=("synonym", "similar"), # of RELATIONS
+    pos:str|None=None,                     # n, v, a or r; None: all
+    senses:int=3,                          # of each part of speech, the most usual first
+    depth:int=1,                           # links walked one behind the other
+)->list[str]:                              # nearest first, without the word itself
+    "Words that WordNet links to a word."
+    relations = [relations] if isinstance(relations, str) else list(relations)
+    if bad := [r for r in relations if r not in RELATIONS]:
+        raise ValueError(f"relations={bad[0]!r}: of {', '.join(RELATIONS)}{did_you_mean(bad[0], RELATIONS)}")
+    if pos not in (None, *_POS): raise ValueError(f"pos={pos!r}: one of n, v, a, r, or None")
+    signs, out = tuple(RELATIONS[r] for r in relations if RELATIONS[r]), {}
+    near = [(p, place) for p in _POS if pos in (None, p) for place in self._index[p].get(word.lower(), ())[:senses]]
+    seen = set(near)
+    for step in range(depth + 1):
+        sets = [self._at(*at) for at in near]
+        if step or "synonym" in relations: out |= dict.fromkeys(w for s in sets for w in s.words)
+        links = (("a" if p == "s" else p, place) for s in sets for sign, place, p in s.links if sign.startswith(signs))
+        near = [at for at in links if at not in seen and not seen.add(at)]
+    return [w for w in out if w.lower() != word.lower()]
 
 # %% ../../nbs/35_prompt/09_wordnet.ipynb #53e2904e
 def word_list(
@@ -137,9 +121,8 @@ def word_list(
         if not line.strip() or line.lstrip().startswith("#"): continue
         word, colon, rest = line.replace("：", ":").partition(":")
         if not colon or not word.strip(): raise ValueError(f"{path}, line {i}: {line!r}; expected word: one, another")
-        out.setdefault(word.strip(), []).extend(
-            w.strip() for w in rest.replace("，", ",").replace("、", ",").split(",") if w.strip()
-        )
+        own = rest.replace("，", ",").replace("、", ",").split(",")
+        out.setdefault(word.strip(), []).extend(w.strip() for w in own if w.strip())
     return out
 
 def expand_words(
@@ -152,27 +135,18 @@ def expand_words(
 )->dict[str, list[str]]:       # {label: words}, the given ones first, then the nearest
     "More words of like meaning for each class (Hu et al. 2022, §3.1)."
     if most < 1: raise ValueError(f"most={most}: at least one word a class")
-    source = wordnet() if source is None else word_list(source) if isinstance(source, (str, os.PathLike)) else source
-    find = (
-        (lambda w: list(source.get(w, ()))) if isinstance(source, Mapping) else lambda w: source.related(w, **options)
-    )
-    fits = lambda w: (
-        " " not in w
-        and (
-            tok is None
-            or len(tok(w if w.startswith("<!>") else prefix + w, add_special_tokens=False)["input_ids"]) == 1
-        )
-    )
+    if source is None: source = wordnet()
+    elif isinstance(source, (str, os.PathLike)): source = word_list(source)
+    def find(w): return list(source.get(w, ())) if isinstance(source, Mapping) else source.related(w, **options)
+    def fits(w):
+        if " " in w or tok is None: return " " not in w
+        return len(tok(w if w.startswith("<!>") else prefix + w, add_special_tokens=False)["input_ids"]) == 1
     # what stands without a space finds such words
     marked = lambda g: ["<!>" * g.startswith("<!>") + w for w in find(g.removeprefix("<!>"))]
     given = {k: [own] if isinstance(own, str) else list(own) for k, own in _classes(words).items()}
     taken = {w.lower() for own in given.values() for w in own}
-    found = {
-        k: [w for w in dict.fromkeys(w for g in own for w in marked(g)) if w.lower() not in taken and fits(w)]
-        for k, own in given.items()
-    }
+    near = {k: dict.fromkeys(w for g in own for w in marked(g)) for k, own in given.items()}
+    found = {k: [w for w in own if w.lower() not in taken and fits(w)] for k, own in near.items()}
     often = [w.lower() for own in found.values() for w in own]
-    return {
-        k: (own + [w for w in found[k] if often.count(w.lower()) == 1])[: max(most, len(own))]
-        for k, own in given.items()
-    }
+    alone = {k: [w for w in own if often.count(w.lower()) == 1] for k, own in found.items()}
+    return {k: (own + alone[k])[:max(most, len(own))] for k, own in given.items()}

@@ -1,4 +1,5 @@
-"The template editor in JupyterLab, driven in headless Chromium: a typo shows its caret, a mended template the bars of a real model's answer."
+"""The template editor in JupyterLab, driven in headless Chromium: a typo shows its caret, a mended template the
+bars of a real model's answer."""
 import pytest
 
 from browsing import CHROMIUM, expect, opened, shot
@@ -12,7 +13,8 @@ pytestmark = [
 CELLS = ["""from bmlab.all import *
 model, tok = load("smollm2-135m", device="cpu")
 t = Template('{"placeholder":"text_a"} It was {"mask"}', tok)
-e = edit(t, model, verbalizer=Verbalizer(tok, {"negative": "terrible", "positive": "great"}), example={"text_a": "A film of rare beauty."})""", "e", "1", "print('scratch')"]
+words = Verbalizer(tok, {"negative": "terrible", "positive": "great"})
+e = edit(t, model, verbalizer=words, example={"text_a": "A film of rare beauty."})""", "e", "1", "print('scratch')"]
 
 
 def test_a_typo_and_its_mending():

@@ -1,4 +1,5 @@
-"The panels' life without a browser: one generation at a time, what is kept when it is cut, many threads at once, the record, and what a closed panel leaves."
+"""The panels' life without a browser: one generation at a time, what is kept when it is cut, many threads at
+once, the record, and what a closed panel leaves."""
 import gc, json, re, threading, weakref
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 
 pytest.importorskip("anywidget")
 import bmlab.app.panels as panels
-from bmlab.app.panels import _Common, _memory, chat, fill_blank, story
+from bmlab.app.panels import _Panel, _memory, chat, fill_blank, story
 from fresh import fresh_python
 from conftest import until
 
@@ -296,7 +297,7 @@ def test_nothing_of_a_text_is_markup(make):
 
 def test_script_is_one_module():
     "Plain JavaScript: balanced, no import, no address; HTML is taken from the plan alone"
-    script, css = _Common._esm, _Common._css
+    script, css = _Panel._esm, _Panel._css
     script, css = (x if isinstance(x, str) else str(x) for x in (script, css))
     assert (
         "import " not in script
@@ -320,7 +321,10 @@ def test_script_is_one_module():
         low, high = sorted((luminance(a), luminance(b)))
         return (high + 0.05) / (low + 0.05)
     for name in ("soft", "answer", "problem"):
-        for papers, color in zip((("#ffffff", "#eeeeee"), ("#111111", "#212121", "#424242" if name == "soft" else "#212121")), colors[name]):
+        for papers, color in zip(
+            (("#ffffff", "#eeeeee"), ("#111111", "#212121", "#424242" if name == "soft" else "#212121")),
+            colors[name],
+        ):
             assert min(contrast(color, p) for p in papers) >= 4.2, (name, color)
     for on, accent in zip(colors["on"], colors["accent"]): assert contrast(on, accent) >= 4.5
 
@@ -336,7 +340,7 @@ def test_closed_panels_let_go():
     p.wait(60)
     with pytest.raises(RuntimeError, match="closed"): p.ask("?")
     gone = weakref.ref(e)
-    del e, p
+    e = p = None
     gc.collect()
     until(lambda: gone() is None and not any(t.name.startswith("panel") for t in threading.enumerate()))
 
@@ -347,7 +351,9 @@ def test_what_is_refused():
         bare = Script()
         bare.tok = None
         with pytest.raises(ValueError, match="no tokenizer"): make(bare)
-        for bad in ({"temperature": 3}, {"top_p": 0}, {"top_k": -1}, {"max_new_tokens": 0}, {"seed": -1}, {"seed": "x"}):
+        for bad in (
+            {"temperature": 3}, {"top_p": 0}, {"top_k": -1}, {"max_new_tokens": 0}, {"seed": -1}, {"seed": "x"},
+        ):
             with pytest.raises(Exception, match=next(iter(bad))): make(Script(), **bad)
         with pytest.raises(ValueError, match="examples"): make(Script(), examples=[3])
 

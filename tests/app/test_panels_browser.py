@@ -1,4 +1,5 @@
-"The panels in JupyterLab, driven in headless Chromium: type, stream, stop, fill, continue, two panels on one engine, themes, and what a saved notebook keeps."
+"""The panels in JupyterLab, driven in headless Chromium: type, stream, stop, fill, continue, two panels on one
+engine, themes, and what a saved notebook keeps."""
 import json, re
 
 import pytest
@@ -15,8 +16,10 @@ pytestmark = [
 ENGINE = """import threading, time
 from bmlab.app.panels import chat, fill_blank, story
 class Typist:
-    "Types fixed texts, a word at a time, for one reader; after `only` pieces it waits; a long one ends when it is stopped"
-    def __init__(self, pause=0.05): self.pause, self.only, self.stats, self.lock, self.left = pause, 9999, {}, threading.Lock(), threading.Event()
+    "Types fixed texts, a word at a time, for one reader; waits after `only` pieces; a long text ends when stopped"
+    def __init__(self, pause=0.05):
+        self.pause, self.only, self.stats = pause, 9999, {}
+        self.lock, self.left = threading.Lock(), threading.Event()
     def stop(self): self.left.set()
     def _type(self, items):
         if not self.lock.acquire(blocking=False): raise RuntimeError("this engine is busy with another call")
@@ -31,10 +34,15 @@ class Typist:
     def chat(self, messages, max_new_tokens=256, **options):
         last = messages[-1]["content"]
         code = "Here is `len` in **bold**:\\n```python\\nlen([1, 2])\\n```\\nand <b>no</b> markup."
-        words = code if "code" in last else "word " * 5000 if "long" in last else f"You said: {last} ({len(messages)} messages, temperature {options['temperature']:g})"
+        words = f"You said: {last} ({len(messages)} messages, temperature {options['temperature']:g})"
+        if "code" in last: words = code
+        elif "long" in last: words = "word " * 5000
         return self._type(w + " " for w in words.split(" ")[:None if "long" in last else max_new_tokens])
-    def fill(self, text, blank="__", **options): return self._type((i, w) for i in range(text.count(blank)) for w in ("the", " blue", f" one {i + 1}"))
-    def story(self, prompt, n=3, **options): return self._type((i, w) for word in (" and", " then", " it", " rained ") for i in range(n) for w in [word + str(i + 1) if word[-1] == " " else word])
+    def fill(self, text, blank="__", **options):
+        return self._type((i, w) for i in range(text.count(blank)) for w in ("the", " blue", f" one {i + 1}"))
+    def story(self, prompt, n=3, **options):
+        word = lambda w, i: w + str(i + 1) if w[-1] == " " else w
+        return self._type((i, word(w, i)) for w in (" and", " then", " it", " rained ") for i in range(n))
 e = Typist()
 talk = chat(e, max_new_tokens=512, temperature=0.5)
 blanks = fill_blank(e, "We took the __ bus, and then the ____ train.")
@@ -212,7 +220,8 @@ def test_focus_that_went_on_is_not_fetched_back(lab):
     lab.box(1).click()
     assert lab.page.evaluate("""async ([from, to]) => {
       const place = from.closest(".bmlab-panel").parentElement;
-      const fresh = place.cloneNode(false); fresh.append(...[...place.children].filter(e => !e.contains(from)).map(e => e.cloneNode(true)));
+      const fresh = place.cloneNode(false);
+      fresh.append(...[...place.children].filter(e => !e.contains(from)).map(e => e.cloneNode(true)));
       to.focus(); place.replaceWith(fresh);
       await new Promise(done => queueMicrotask(() => queueMicrotask(done)));
       return [from.isConnected, document.activeElement === to];

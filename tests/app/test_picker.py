@@ -1,4 +1,5 @@
-"Patterns that mean exactly what was picked, by brute force against `resolve` on twelve architectures; the picker's life without a browser."
+"""Patterns that mean exactly what was picked, by brute force against `resolve` on twelve architectures; the
+picker's life without a browser."""
 import asyncio, copy, gc, itertools, json, random, re, weakref
 
 import pytest
@@ -136,7 +137,8 @@ def language(model):
         for j, c in enumerate(p):
             if c != "0" or j == 0 or p[j - 1].isdecimal(): continue
             n = len([m for m in names if m.startswith(".".join(p[:j]) + ".") and m.count(".") == j])
-            for rest in {""} | {".".join(p[i:]) for i in range(j + 1, len(p)) if not any(x.isdecimal() for x in p[i:])} | {"*"}:
+            ends = {".".join(p[i:]) for i in range(j + 1, len(p)) if not any(x.isdecimal() for x in p[i:])}
+            for rest in {"", "*"} | ends:
                 texts |= {f"{p[j - 1]}{s}{'.' * bool(rest)}{rest}" for s in slices(n)}
     out = {}
     for t in texts:

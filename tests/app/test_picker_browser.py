@@ -1,4 +1,5 @@
-"The picker in JupyterLab, driven in headless Chromium: boxes, keys, filter, a Lora that appears, themes, and what is left in a saved notebook."
+"""The picker in JupyterLab, driven in headless Chromium: boxes, keys, filter, a Lora that appears, themes, and
+what is left in a saved notebook."""
 import json, re
 
 import pytest
@@ -16,7 +17,8 @@ from bmlab.core import resolve
 from bmlab.delta.lora import Lora
 from bmlab.app.picker import pick
 torch.manual_seed(0)
-model = tf.BertModel(tf.BertConfig(hidden_size=64, num_hidden_layers=24, num_attention_heads=4, intermediate_size=128, vocab_size=99))
+sizes = dict(hidden_size=64, num_hidden_layers=24, num_attention_heads=4, intermediate_size=128)
+model = tf.BertModel(tf.BertConfig(**sizes, vocab_size=99))
 picker = pick(model)""", "picker", "d = Lora(model, modules=picker, r=8).freeze()", "print('scratch')"]
 
 
@@ -59,7 +61,8 @@ def test_numbers_are_those_of_the_tree(lab):
     source = """import json
 from bmlab.app.picker import _walk
 from bmlab.models.tree import cell_text
-print(json.dumps({names[0]: [cell_text(r, c) for c in ("each", "parameters", "trainable", "bytes")] for r, (node, names) in zip(picker._rows, _walk(picker.tree))}))"""
+columns, rows = ("each", "parameters", "trainable", "bytes"), zip(picker._rows, _walk(picker.tree))
+print(json.dumps({names[0]: [cell_text(r, c) for c in columns] for r, (node, names) in rows}))"""
     want = json.loads("".join(lab.run(3, source)))
     rows = lab.picker.locator("[role=treeitem]")
     shown = {
@@ -123,7 +126,8 @@ def test_keys(lab):
 
 
 def test_what_is_pressed_stays(lab):
-    "Between the press and the release of a box the rows are drawn anew, or the picture around the tree: one click; and the keys stay in the tree"
+    """Between the press and the release of a box the rows are drawn anew, or the picture around the tree: one
+    click; and the keys stay in the tree"""
     box = lab.row(f"{LAYER}.attention.self.key").locator(".bm-box")
     lab.run(3, "import asyncio; asyncio.get_running_loop().call_later(1, setattr, picker, 'rank', 9)")
     box.hover()
@@ -172,7 +176,8 @@ def test_ticks_while_the_kernel_works(lab):
 
 
 def test_filter_with_a_live_count(lab):
-    "Matches are counted while one types, rows that do not match go, Enter picks them; a box under the filter stands for the matches"
+    """Matches are counted while one types, rows that do not match go, Enter picks them; a box under the filter
+    stands for the matches"""
     box, status = lab.picker.locator(".bm-filter"), lab.picker.locator(".bm-status")
     box.fill("layer[3:6].value")
     expect(status).to_have_text("3 modules")

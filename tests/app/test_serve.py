@@ -1,4 +1,5 @@
-"The HTTP server: OpenAI's own client, a hundred at once, clients that hang up, bodies that are too long, and who may ask"
+"""The HTTP server: OpenAI's own client, a hundred at once, clients that hang up, bodies that are too long, and
+who may ask"""
 import concurrent.futures as cf
 import contextlib
 import gc
@@ -160,7 +161,10 @@ def test_completions_texts_ids_and_several(client, engine):
     # 16 each, as there
     assert client.completions.create(model="tiny", prompt=[ids, ids], temperature=0).usage.completion_tokens == 32
     texts = ["", "", ""]
-    for c in client.completions.create(model="tiny", prompt="plain", n=3, seed=3, max_tokens=9, stream=True, extra_body={"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1}):
+    for c in client.completions.create(
+        model="tiny", prompt="plain", n=3, seed=3, max_tokens=9, stream=True,
+        extra_body={"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1},
+    ):
         texts[c.choices[0].index] += c.choices[0].text
     assert (
         texts
@@ -182,7 +186,8 @@ def given(engine, prompt, text, n):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs(client, engine, stream):
-    "Each token's, and the likeliest ones', in both forms, whole and in chunks; a stop string cuts them too; without the fields there are none"
+    """Each token's, and the likeliest ones', in both forms, whole and in chunks; a stop string cuts them too;
+    without the fields there are none"""
     close = lambda got, want: len(got) == len(want) and max(abs(a - b) for a, b in zip(got, want)) < 1e-3
     want, best = given(engine, USER, None, 12)
     ask = dict(model="tiny", messages=USER, max_tokens=12, temperature=0, logprobs=True, top_logprobs=3)
@@ -247,7 +252,8 @@ def test_bytes_of_tokens():
     tok = make_tok()
     ids = tok("a 春🙂")["input_ids"]
     spelled = [_spelled(tok, i) for i in ids]
-    assert bytes(b for _, raw in spelled for b in raw).decode() == "a 春🙂" and all(raw is not None for _, raw in spelled)
+    assert bytes(b for _, raw in spelled for b in raw).decode() == "a 春🙂"
+    assert all(raw is not None for _, raw in spelled)
     class Pieces:
         all_special_ids = []
         def convert_ids_to_tokens(self, i): return ["<0xE6>", "▁the", "x"][i]
@@ -330,7 +336,10 @@ def test_models_health_and_unknown_paths(client, server):
     ({}, 400, "Field required", "messages"),
     ({"messages": [{"role": "tool", "content": "1"}]}, 400, "'system', 'developer', 'user' or "
                                                             "'assistant'", "messages.0.role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "'text'", "messages.0.content.0.type"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        400, "'text'", "messages.0.content.0.type",
+    ),
     ({"messages": [USER[0], USER[0]]}, 400, "users speak first", "prompt"),
     ({"messages": USER, "temperature": 3}, 400, "less than or equal to 2", "temperature"),
     ({"messages": USER, "temperature": float("nan")}, 400, "finite", "temperature"),
@@ -357,7 +366,9 @@ def test_bad_requests_are_refused_in_openais_shape(server, body, status, said, p
 
 
 def test_other_bad_bodies(server):
-    for body, said in ((b"{", "no JSON"), (b"[]", "valid dictionary"), (b"", "required"), (b"[" * 60000, ""), (b'"\xff"', "")):
+    for body, said in (
+        (b"{", "no JSON"), (b"[]", "valid dictionary"), (b"", "required"), (b"[" * 60000, ""), (b'"\xff"', ""),
+    ):
         status, answer = raw(server, "POST", "/v1/completions", body)
         assert status == 400 and said in answer["error"]["message"], (body[:10], answer)
     for prompt in ([], "", [[]], [10**9], [-1], [1.5]):
@@ -568,8 +579,12 @@ def test_who_may_ask(slow):
     "Without a token: this machine, and no page of another origin"
     _, server = slow
     port = server.url.rsplit(":", 1)[1]
-    for headers, status in (({}, 200), ({"Host": f"localhost:{port}"}, 200), ({"Host": f"[::1]:{port}"}, 200), ({"Host": "evil.example"}, 403), ({"Host": f"127.0.0.1.evil.example:{port}"}, 403), ({"Host": ""}, 403),
-                            ({"Origin": server.url}, 200), ({"Origin": "https://evil.example"}, 403), ({"Origin": "null"}, 403), ({"Origin": "http://localhost:1"}, 403)):
+    for headers, status in (
+        ({}, 200), ({"Host": f"localhost:{port}"}, 200), ({"Host": f"[::1]:{port}"}, 200),
+        ({"Host": "evil.example"}, 403), ({"Host": f"127.0.0.1.evil.example:{port}"}, 403), ({"Host": ""}, 403),
+        ({"Origin": server.url}, 200), ({"Origin": "https://evil.example"}, 403), ({"Origin": "null"}, 403),
+        ({"Origin": "http://localhost:1"}, 403),
+    ):
         assert raw(server, "GET", "/v1/models", headers=headers)[0] == status, headers
     assert (
         raw(server, "POST", "/v1/completions", "{}", {"Origin": "https://evil.example"})[1]["error"]["type"]
@@ -586,7 +601,9 @@ def test_token():
             and "sesame" not in raw(server, "GET", "/")[1]
         )
         for path in ("/v1/models", "/openapi.json", "/none"): assert raw(server, "GET", path)[0] == 401
-        for given in ("sesame-open", "Bearer sesame", "Bearer ", "Bearer sesame-open2", "Basic sesame-open", "Bearer \xe9"):
+        for given in (
+            "sesame-open", "Bearer sesame", "Bearer ", "Bearer sesame-open2", "Basic sesame-open", "Bearer \xe9",
+        ):
             status, answer = post(server, "/v1/completions", {"Authorization": given}, prompt="x")
             assert status == 401 and answer["error"]["code"] == "invalid_api_key", given
         assert (
@@ -610,9 +627,15 @@ def test_a_token_is_made():
 
 
 def test_what_serve_refuses():
-    for host in ("0.0.0.0", "::", socket.gethostname() if not socket.gethostbyname(socket.gethostname()).startswith("127.") else "0.0.0.0"):
+    for host in (
+        "0.0.0.0", "::",
+        socket.gethostname() if not socket.gethostbyname(socket.gethostname()).startswith("127.") else "0.0.0.0",
+    ):
         with pytest.raises(ValueError, match="can be reached from other machines"): serve(Slow(), host=host, port=0)
-    for bad in (dict(host=""), dict(host=None), dict(port=-1), dict(port=True), dict(port="8000"), dict(token=""), dict(token="short"), dict(token="has a space in it"), dict(max_waiting=0), dict(max_body="many")):
+    for bad in (
+        dict(host=""), dict(host=None), dict(port=-1), dict(port=True), dict(port="8000"), dict(token=""),
+        dict(token="short"), dict(token="has a space in it"), dict(max_waiting=0), dict(max_body="many"),
+    ):
         with pytest.raises(ValueError): serve(Slow(), **{"port": 0, **bad})
     with serve(Slow(), port=0, background=True) as s, pytest.raises(OSError, match="port=0 takes a free one"):
         serve(Slow(), port=int(s.url.rsplit(":", 1)[1]))

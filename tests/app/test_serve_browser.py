@@ -1,4 +1,5 @@
-"The server's page in headless Chromium: four tabs, streams and stops, keys, light and dark, a token, and nothing fetched from elsewhere."
+"""The server's page in headless Chromium: four tabs, streams and stops, keys, light and dark, a token, and
+nothing fetched from elsewhere."""
 import contextlib, math, re, threading
 
 import pytest
@@ -17,7 +18,8 @@ pytestmark = [
 LONG = ["word "] * 5000
 
 class Typist:
-    "Types what the last message asks for, a word at a time; `pause` is its speed; after `only` words of a text it waits"
+    """Types what the last message asks for, a word at a time; `pause` is its speed; after `only` words of a text
+    it waits"""
     model, max_ctx, each, only = None, 600, 5, math.inf
     def __init__(self, pause=0.01, chat=True):
         self.tok, self.pause, self.made, self.asked, self.chat_template = self, pause, [], "", "yes" if chat else None
@@ -322,7 +324,10 @@ def test_two_tabs_at_once(site):
 def test_tabs_by_keys_and_names_of_all_controls(site):
     site.page.get_by_role("tab", name="Chat").focus()
     keys = site.page.keyboard
-    for key, name in (("ArrowRight", "Story"), ("ArrowRight", "Title"), ("ArrowRight", "Fill in the blank"), ("ArrowLeft", "Title"), ("Home", "Fill in the blank"), ("End", "Title")):
+    for key, name in (
+        ("ArrowRight", "Story"), ("ArrowRight", "Title"), ("ArrowRight", "Fill in the blank"), ("ArrowLeft", "Title"),
+        ("Home", "Fill in the blank"), ("End", "Title"),
+    ):
         keys.press(key)
         tab = site.page.get_by_role("tab", name=name)
         expect(tab).to_be_focused()
@@ -430,7 +435,10 @@ def test_a_server_that_is_gone_is_said(browser):
 def test_a_real_model(browser):
     "SmolLM2 under a limit smaller than itself, in all four tabs"
     from bmlab.infer.engine import wrap
-    with serve(wrap("smollm2-135m", bits=8, max_batch=3, max_ctx=256, memory_limit="200MiB"), port=0, background=True, name="smollm2") as server:
+    with serve(
+        wrap("smollm2-135m", bits=8, max_batch=3, max_ctx=256, memory_limit="200MiB"), port=0, background=True,
+        name="smollm2",
+    ) as server:
         context = browser.new_context(viewport={"width": 1000, "height": 900})
         site = Site(context.new_page(), server, None)
         site.page.set_default_timeout(60_000)

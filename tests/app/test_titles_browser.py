@@ -1,4 +1,5 @@
-"The title panel in JupyterLab, driven in headless Chromium: paste, click, read the titles as they come, copy one, stop, and what the saved notebook keeps."
+"""The title panel in JupyterLab, driven in headless Chromium: paste, click, read the titles as they come, copy
+one, stop, and what the saved notebook keeps."""
 import json
 
 import pytest

@@ -114,14 +114,12 @@ def test_noise_is_a_task_or_an_error_with_its_place():
     assert made
 
 
-@pytest.mark.parametrize("text, under", [('{"a": {"b": 3}, "<ans>": '
-                                          '""}', "3"), ('{"a": "\\u4eca\\ud83d\\ude00 1 < 2", "<ans>": '
-                                                        '""}', "<"), ('{"a": "x",\n "b": {"<anz>": "y"}, "<ans>": '
-                                                                      '""}', "<anz>"), ('{"a": "x", "a": "y", "<ans>": '
-                                                                                        '""}', '"a"'),
-                                         ('{"a": {"x": "1"}, "b": {"x": "2", "x": "3"}, "<ans>": '
-                                          '""}', '"x"'), ('{"a": [{"x": "<"}], "<ans>": '
-                                                          '""}', "["), ('{"a": "x" "b": ""}', '"'), ('{"a": null, "<ans>": ""}', "null")])
+@pytest.mark.parametrize("text, under", [
+    ('{"a": {"b": 3}, "<ans>": ""}', "3"), ('{"a": "\\u4eca\\ud83d\\ude00 1 < 2", "<ans>": ""}', "<"),
+    ('{"a": "x",\n "b": {"<anz>": "y"}, "<ans>": ""}', "<anz>"), ('{"a": "x", "a": "y", "<ans>": ""}', '"a"'),
+    ('{"a": {"x": "1"}, "b": {"x": "2", "x": "3"}, "<ans>": ""}', '"x"'),
+    ('{"a": [{"x": "<"}], "<ans>": ""}', "["), ('{"a": "x" "b": ""}', '"'), ('{"a": null, "<ans>": ""}', "null"),
+])
 def test_a_mistake_is_shown_in_the_json_that_was_given(text, under):
     with pytest.raises(BeeError) as e: Bee(text)
     assert e.value.source == text and text[slice(*e.value.span)] == under and "^" in str(e.value)
@@ -146,6 +144,11 @@ def test_templates_and_tasks():
         {"text_a": escape("1 < 2 <mask_0>")}
     )
     assert back[1][1] == "1 < 2 <mask_0>" == pieces(escape("1 < 2 <mask_0>"))[0][1]
-    for text, example, says in (('{"special":"<eos>"}{"mask"}', {}, "special has no place"), ('{"chat":"user"}a{"/chat"}{"mask"}', {}, "chat has no place"), ('{"options":"c"}{"mask"}', {"c": "xyz"}, "expected a list"), ('{"placeholder":"a"}{"meta":"a"}{"mask"}', {"a": "x", "meta": {"a": "y"}}, "another name")):
+    for text, example, says in (
+        ('{"special":"<eos>"}{"mask"}', {}, "special has no place"),
+        ('{"chat":"user"}a{"/chat"}{"mask"}', {}, "chat has no place"),
+        ('{"options":"c"}{"mask"}', {"c": "xyz"}, "expected a list"),
+        ('{"placeholder":"a"}{"meta":"a"}{"mask"}', {"a": "x", "meta": {"a": "y"}}, "another name"),
+    ):
         with pytest.raises(TemplateError, match=says): bee_of(Template(text), example)
     with pytest.raises(TypeError, match="one mask"): bee_of(t, {"text_a": "x", "choice": ["y"]}, {"mask_0": "z"})

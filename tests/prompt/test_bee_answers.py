@@ -22,7 +22,8 @@ TASKS = [
 ]
 
 
-def tokenizer(): return CpmBeeTokenizer(vocab=[*BEE_SPECIALS, *"今天气好冷一二三四问答选项是否", "天气", "ab", "a", "b"])
+def tokenizer():
+    return CpmBeeTokenizer(vocab=[*BEE_SPECIALS, *"今天气好冷一二三四问答选项是否", "天气", "ab", "a", "b"])
 
 
 def bee(tok):

@@ -1,4 +1,5 @@
-"The prompt model on tiny models: labels of any kind, tables with gaps, what is trained and what stays, several on one model, files."
+"""The prompt model on tiny models: labels of any kind, tables with gaps, what is trained and what stays, several
+on one model, files."""
 import json
 from types import SimpleNamespace
 
@@ -176,9 +177,13 @@ def test_what_is_trained_and_what_stays(tmp_path):
     lora.detach()
 
 
-@pytest.mark.parametrize("make", [lambda tok, net: words(tok), lambda tok, net: words(tok, log_softmax=False), lambda tok, net: KnowledgeableVerbalizer(tok, {"no": ["bad", "poor"], "yes": ["good", "fine"]}),
-                                  lambda tok, net: AutomaticVerbalizer(tok, ["no", "yes"], 2), lambda tok, net: SoftVerbalizer(net, tok, {"no": "bad", "yes": "good"}),
-                                  lambda tok, net: ProtoVerbalizer(32, ["no", "yes"], words=words(tok))], ids="words raw many found rows centres".split())
+@pytest.mark.parametrize("make", [
+    lambda tok, net: words(tok), lambda tok, net: words(tok, log_softmax=False),
+    lambda tok, net: KnowledgeableVerbalizer(tok, {"no": ["bad", "poor"], "yes": ["good", "fine"]}),
+    lambda tok, net: AutomaticVerbalizer(tok, ["no", "yes"], 2),
+    lambda tok, net: SoftVerbalizer(net, tok, {"no": "bad", "yes": "good"}),
+    lambda tok, net: ProtoVerbalizer(32, ["no", "yes"], words=words(tok)),
+], ids="words raw many found rows centres".split())
 def test_files_of_every_verbalizer(make, tmp_path):
     net, tok = network(), tokenizer()
     set_seed(0)

@@ -1,4 +1,5 @@
-"The template language against whatever is typed and whatever an example holds: no code, no endless run, no error but its own."
+"""The template language against whatever is typed and whatever an example holds: no code, no endless run, no
+error but its own."""
 import ast
 import copy
 import dataclasses
@@ -357,7 +358,10 @@ UNREADABLE = [
 
 @pytest.mark.parametrize("text", UNREADABLE)
 def test_a_lambda_that_cannot_be_is_a_template_error(text):
-    for whole in ('{"placeholder":"a","post_processing":' + text + '}{"mask"}', '{"placeholder":"a","post_processing":' + repr(text) + '}{"mask"}'):
+    for whole in (
+        '{"placeholder":"a","post_processing":' + text + '}{"mask"}',
+        '{"placeholder":"a","post_processing":' + repr(text) + '}{"mask"}',
+    ):
         with pytest.raises(TemplateError): parse_template(whole)
     with pytest.raises(TemplateError): safe_lambda(text)
 
@@ -373,8 +377,12 @@ def test_a_number_of_many_digits_is_a_template_error(key):
             parse_template('{"mask"}{"soft","' + key + '":' + number + "}", attrs={"weight": 0})
 
 
-@pytest.mark.parametrize("text", ['{"x":[' + "{}," * 6600, '{"text":"' + "}" * 19_000 + '"}', '{"text":"' + "}" * 40_000, "{[" * 5000 + "]}" * 3000, '{"mask"}' + '{"mask", ' * 3000, "{" * 40_000, '{"a' * 20_000, '{"mask",' + '"a":1,' * 3000 + "}",
-                                  '{"text":"a}"}' * 1500, '{"text":' + "'a' " * 3000 + "}", "{'''" + "a" * 40_000, "{" + "(" * 15_000 + "}"])
+@pytest.mark.parametrize("text", [
+    '{"x":[' + "{}," * 6600, '{"text":"' + "}" * 19_000 + '"}', '{"text":"' + "}" * 40_000,
+    "{[" * 5000 + "]}" * 3000, '{"mask"}' + '{"mask", ' * 3000, "{" * 40_000, '{"a' * 20_000,
+    '{"mask",' + '"a":1,' * 3000 + "}", '{"text":"a}"}' * 1500, '{"text":' + "'a' " * 3000 + "}",
+    "{'''" + "a" * 40_000, "{" + "(" * 15_000 + "}",
+])
 def test_parsing_takes_time_in_proportion(text):
     start = time.process_time()
     try: parse_template(text)
@@ -383,7 +391,11 @@ def test_parsing_takes_time_in_proportion(text):
 
 
 def test_braces_and_quotes_inside_of_a_tag():
-    for tag, value in (('{"text":"a } b"}', "a } b"), ("""{"text":'it"s } {'}""", 'it"s } {'), ('{"text":"\\"}{"}', '"}{'), ('{"text":\'\'\'a"}\'b\'\'\'}', 'a"}\'b'), ('{"text":""}', "")):
+    tags = {
+        '{"text":"a } b"}': "a } b", """{"text":'it"s } {'}""": 'it"s } {', '{"text":"\\"}{"}': '"}{',
+        '{"text":\'\'\'a"}\'b\'\'\'}': 'a"}\'b', '{"text":""}': "",
+    }
+    for tag, value in tags.items():
         assert [(p.kind, p.value) for p in parse_template(tag + '{"mask"}')] == [("text", value), ("mask", None)]
     f = parse_template('{"placeholder":"a","post_processing":lambda x: "".join([f"{{{c}}}" for c in x])}{"mask"}')[
         0
@@ -392,8 +404,13 @@ def test_braces_and_quotes_inside_of_a_tag():
 
 
 def test_what_does_not_go_together():
-    for text, says in (('{"mask","shortenable":True}', "cannot be cut"), ('{"soft":None,"duplicate":3,"soft_id":1}{"soft":None,"duplicate":5,"soft_id":1}{"mask"}', "another size"), ('{"soft_id":1}{"soft_id":1,"duplicate":2}{"mask"}', "another size"),
-                       ('{"soft":"it was","soft_id":1}{"soft_id":1,"duplicate":2}{"mask"}', "another size"), ('{"soft_id":1}{"soft":"it","soft_id":1}{"mask"}', "vectors without words")):
+    for text, says in (
+        ('{"mask","shortenable":True}', "cannot be cut"),
+        ('{"soft":None,"duplicate":3,"soft_id":1}{"soft":None,"duplicate":5,"soft_id":1}{"mask"}', "another size"),
+        ('{"soft_id":1}{"soft_id":1,"duplicate":2}{"mask"}', "another size"),
+        ('{"soft":"it was","soft_id":1}{"soft_id":1,"duplicate":2}{"mask"}', "another size"),
+        ('{"soft_id":1}{"soft":"it","soft_id":1}{"mask"}', "vectors without words"),
+    ):
         with pytest.raises(TemplateError, match=says): parse_template(text)
     assert (
         len(
@@ -405,7 +422,10 @@ def test_what_does_not_go_together():
     )
 
 
-@pytest.mark.parametrize("name", ["mask_positions", "loss_ids", "soft_ids", "part_ids", "label", "labels", "input_ids", "attention_mask", "position_ids", "decoder_input_ids", "words", "to", "placeholder", "length"])
+@pytest.mark.parametrize("name", [
+    "mask_positions", "loss_ids", "soft_ids", "part_ids", "label", "labels", "input_ids", "attention_mask",
+    "position_ids", "decoder_input_ids", "words", "to", "placeholder", "length",
+])
 def test_names_that_are_taken(name):
     with pytest.raises(ValueError, match="already"): Template('{"mask"}', attrs={name: 0})
 
@@ -489,11 +509,14 @@ def test_a_template_is_pickled_by_its_arguments():
 @pytest.mark.parametrize("joint", [False, True])
 def test_what_an_example_says_is_no_special_token(joint):
     B, G, T, C = bert_tok(), byte_tok(), t5_tok(), byte_tok(True)
-    for tok, text, said in ((B, Q, "a [SEP] [MASK] [CLS] "
-                                   "[PAD]"), (G, Q, "a <eos> b<pad>"), (T, Q, "good <extra_id_0> bad </s> "
-                                                                              "<extra_id_1>"), (C, '{"chat":"user"}{"placeholder":"text_a"}{"/chat"}{"mask"}', "a<eos>me:b"),
-                            (B, 'a [SEP] {"placeholder":"text_a"}{"mask"}', "[MASK]"), (G, '<e{"placeholder":"text_a"} '
-                                                                                           '<eos> {"mask"}', "os>"), (B, '{"options":"o"} {"meta":"m"} {"mask"}', "[SEP]")):
+    for tok, text, said in (
+        (B, Q, "a [SEP] [MASK] [CLS] " "[PAD]"), (G, Q, "a <eos> b<pad>"),
+        (T, Q, "good <extra_id_0> bad </s> " "<extra_id_1>"),
+        (C, '{"chat":"user"}{"placeholder":"text_a"}{"/chat"}{"mask"}', "a<eos>me:b"),
+        (B, 'a [SEP] {"placeholder":"text_a"}{"mask"}', "[MASK]"),
+        (G, '<e{"placeholder":"text_a"} ' '<eos> {"mask"}', "os>"),
+        (B, '{"options":"o"} {"meta":"m"} {"mask"}', "[SEP]"),
+    ):
         t = Template(text, tok, joint=joint)
         values = lambda v: {"text_a": v, "o": ["a", v], "meta": {"m": v}}
         counts = [
@@ -535,9 +558,10 @@ def test_a_sign_that_was_added_is_the_templates_own_and_an_added_word_is_anybody
     assert [ids.count(i) for i in (*signs, word)] == [1, 0, 0, 1]
 
 
-@pytest.mark.parametrize("text, want", [('a {"placeholder":"text_a"}, it '
-                                         '{"mask"}.', ["<extra_id_0>", "."]), ('it {"mask"}, {"mask"} '
-                                                                               '!', ["<extra_id_0>", ",", "<extra_id_1>"]), ('{"soft"}, {"mask"}', ["<S1>", ","])])
+@pytest.mark.parametrize("text, want", [
+    ('a {"placeholder":"text_a"}, it {"mask"}.', ["<extra_id_0>", "."]),
+    ('it {"mask"}, {"mask"} !', ["<extra_id_0>", ",", "<extra_id_1>"]), ('{"soft"}, {"mask"}', ["<S1>", ","]),
+])
 def test_what_is_glued_to_a_mask_or_a_soft_token_has_no_space_of_its_own(text, want):
     words = Template(text, t5_tok(), joint=True).encode({"text_a": "good"}).words()
     at = words.index(want[0])
@@ -577,7 +601,10 @@ def test_what_an_example_may_be():
         )
     ]
     assert all(s == same[0] for s in same) and t.encode(iter([Own("good")]))["input_ids"].tolist() == [same[0]]
-    for bad in ("abc", "", ["abc"], 5, None, [None], Row("good"), [Row("good")], table, table.iloc[0], [table.iloc[0]], [["a"]], len, dict):
+    for bad in (
+        "abc", "", ["abc"], 5, None, [None], Row("good"), [Row("good")], table, table.iloc[0], [table.iloc[0]],
+        [["a"]], len, dict,
+    ):
         with pytest.raises(TypeError, match="expected a dict, an InputExample or an object"): t.encode(bad)
     for bad in ("abc", 5, None, Row("good"), table.iloc[0], [{"text_a": "good"}]):
         with pytest.raises(TypeError, match="expected a dict"): t.wrap(bad)
@@ -588,7 +615,10 @@ def test_what_a_value_may_be():
     t = Template('{"placeholder":"text_a"} {"meta":"m"} {"options":"o"} {"mask"}', byte_tok())
     good = {"text_a": "a", "meta": {"m": 1}, "o": ["x", 2]}
     t.encode(good | {"text_a": np.int64(3), "meta": {"m": 2.5}, "o": (True, np.str_("b"))})
-    for bad in (["a", "b"], {"a": 1}, ("a",), {"a"}, b"a", np.zeros(2), torch.zeros(2), pd.Series(["a"]), float("nan"), np.float32("nan"), pd.NA, pd.NaT, None):
+    for bad in (
+        ["a", "b"], {"a": 1}, ("a",), {"a"}, b"a", np.zeros(2), torch.zeros(2), pd.Series(["a"]), float("nan"),
+        np.float32("nan"), pd.NA, pd.NaT, None,
+    ):
         for e in (good | {"text_a": bad}, good | {"meta": {"m": bad}}, good | {"o": ["x", bad]}):
             with pytest.raises(TemplateError, match="expected text|missing value|is None"): t.encode(e)
     lower = Template('{"placeholder":"text_a","post_processing":lambda x: str(x)}{"mask"}', byte_tok())

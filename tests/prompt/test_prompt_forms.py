@@ -1,6 +1,8 @@
-"""OpenPrompt's template forms: parts, ids, soft numbers and losses as a plain reading of its documentation gives them, and the right behaviour where its own is broken.
+"""OpenPrompt's template forms: parts, ids, soft numbers and losses as a plain reading of its documentation gives them,
+and the right behaviour where its own is broken.
 
-The reading here is written on its own, by counting braces and evaluating these strings (they are ours, so that is safe); the library parses by syntax trees and evaluates nothing.
+The reading here is written on its own, by counting braces and evaluating these strings (they are ours, so that is
+safe); the library parses by syntax trees and evaluates nothing.
 """
 import string
 
@@ -18,7 +20,9 @@ from bmlab.prompt.soft import SoftTokens
 from bmlab.prompt.targets import GenerationVerbalizer, target_texts
 from bmlab.prompt.verbalize import KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer
 
-WORDS = "a fun movie film it was is the of in this that good bad great terrible yes no question answer type category entity sentence one two three four five six love i red green blue true false word refer to does , . ! ? : ' \" ( ) | 0 1 2 because the".split()
+WORDS = """a fun movie film it was is the of in this that good bad great terrible yes no question answer type category
+entity sentence one two three four five six love i red green blue true false word refer to does , . ! ? : ' " ( ) | 0
+1 2 because the""".split()
 FORMS = [
     '{"placeholder":"text_a"} It was {"mask"}.',
     'It was {"mask"} . {"placeholder":"text_a"}',
@@ -97,7 +101,8 @@ def tokenizer(kind="masked"):
 
 
 def read(text):
-    "A template's parts [(kind, value, space, everything else)] by the documentation: spaces, then a tag up to the brace that closes it, or text up to the next tag"
+    """A template's parts [(kind, value, space, everything else)] by the documentation: spaces, then a tag up to
+    the brace that closes it, or text up to the next tag"""
     out, i = [], 0
     while i < len(text):
         space = ""
@@ -165,7 +170,8 @@ def test_the_parts_are_those_of_the_documentation(text):
 def test_ids_soft_numbers_and_loss_positions_are_those_of_the_documentation(text, kind):
     tok, parts = tokenizer(kind), read(text)
     masks = [i for i, p in enumerate(parts) if p[0] == "mask"]
-    if kind == "causal" and (len(masks) > 1 or masks[0] == 0 or "special" in text) or kind == "seq2seq" and "special" in text:
+    special = "special" in text
+    if kind == "causal" and (len(masks) > 1 or masks[0] == 0 or special) or kind == "seq2seq" and special:
         pytest.skip("not of this kind of model")
     # its answer is read behind the last word
     if kind == "causal": parts = parts[:masks[0]]
@@ -249,9 +255,12 @@ def test_cutting():
     assert t.encode(e, max_length=5, truncate="balanced").words() == ["[CLS]", "one", "two", "[MASK]", "[SEP]"]
 
 
-@pytest.mark.parametrize("text, says", [('{"placeholder":"text_a" '
-                                         '{"mask"}', "never closed"), ('{"placeholder":"text_a","post_processing":lambda x: __import__("os").system("true")}{"mask"}', "__import__"),
-                                        ('{"meta":"a","post_processing":"mlp"}{"mask"}', "fns="), ('{"placeholder":"a","shortenabel":True}{"mask"}', "did you mean 'shortenable'")])
+@pytest.mark.parametrize("text, says", [
+    ('{"placeholder":"text_a" {"mask"}', "never closed"),
+    ('{"placeholder":"text_a","post_processing":lambda x: __import__("os").system("true")}{"mask"}', "__import__"),
+    ('{"meta":"a","post_processing":"mlp"}{"mask"}', "fns="),
+    ('{"placeholder":"a","shortenabel":True}{"mask"}', "did you mean 'shortenable'"),
+])
 def test_a_bad_template_is_an_error_with_its_place_when_it_is_made(text, says):
     with pytest.raises(TemplateError, match=says) as e: Template(text)
     assert "^" in str(e.value)
@@ -324,7 +333,10 @@ def test_an_answer_has_a_text_for_every_mask():
     assert v.texts(t, [e]) == [["no", "the film is bad"], ["yes", "the film is bad"]] and target_texts(
         t, e | {"tgt_text": ["no", "x"]}
     ) == ["no", "x"]
-    for form, want in ((' {"text":"No"}', "No"), (' {"text": "Another word"} ', "Another word"), (' {"meta":"explanation"} {"placeholder":"text_a"} .', "the film is bad does it ."), ("good", "good")):
+    for form, want in (
+        (' {"text":"No"}', "No"), (' {"text": "Another word"} ', "Another word"),
+        (' {"meta":"explanation"} {"placeholder":"text_a"} .', "the film is bad does it ."), ("good", "good"),
+    ):
         assert GenerationVerbalizer({"a": form, "b": "x"}).target("a", e) == [want]
 
 

@@ -168,7 +168,10 @@ def test_what_is_trained_and_its_files(tmp_path):
         m.fit(yes, epochs=6, lr=2e-2, plot=False)
         assert m.evaluate(yes).loss < before
         delta.detach()
-    for v in (AutomaticVerbalizer(tok, ["no", "yes"]), ProtoVerbalizer(32, ["no", "yes"], 8), SoftVerbalizer(net, tok, {"no": "bad", "yes": "good"})):
+    for v in (
+        AutomaticVerbalizer(tok, ["no", "yes"]), ProtoVerbalizer(32, ["no", "yes"], 8),
+        SoftVerbalizer(net, tok, {"no": "bad", "yes": "good"}),
+    ):
         m = PromptModel(net, Template(Q, tok), v)
         m.fit(DATA, epochs=40, lr=2e-2, plot=False)
         assert m.evaluate(DATA).accuracy >= (.8 if isinstance(v, ProtoVerbalizer) else .5), v
@@ -251,7 +254,9 @@ def test_with_its_own_tokenizer(tmp_path):
     m.fit(data, epochs=20, lr=3e-3, tune="all", plot=False)
     assert m.evaluate(data).loss < before and m.evaluate(data).accuracy == 1
     writes = PromptModel(net, t)
-    writes.fit([e | {"tgt_text": x} for e, x in zip(data, ("浪费", "好看"))], epochs=60, lr=3e-3, tune="all", plot=False)
+    writes.fit(
+        [e | {"tgt_text": x} for e, x in zip(data, ("浪费", "好看"))], epochs=60, lr=3e-3, tune="all", plot=False,
+    )
     assert writes.generate(data, max_new_tokens=6) == ["浪费", "好看"]
 
 

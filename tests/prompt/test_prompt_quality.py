@@ -42,8 +42,12 @@ def test_calibrated_and_soft_and_learned(task):
     scores["calibrated on nothing"] = accuracy(zero.calibrate(), test)
     scores["calibrated"] = accuracy(zero.calibrate(few), test)
     print(scores, flush=True)
-    for name, v in {"knowledgeable": KnowledgeableVerbalizer(tok, MANY), "thesaurus": KnowledgeableVerbalizer(tok, expand_words(WORDS, tok=tok, pos="a")), "automatic": AutomaticVerbalizer(tok, list(WORDS), words=3), "prototypes": ProtoVerbalizer(576, list(WORDS)),
-                    "soft verbalizer": SoftVerbalizer(model, tok, WORDS)}.items():
+    for name, v in {
+        "knowledgeable": KnowledgeableVerbalizer(tok, MANY),
+        "thesaurus": KnowledgeableVerbalizer(tok, expand_words(WORDS, tok=tok, pos="a")),
+        "automatic": AutomaticVerbalizer(tok, list(WORDS), words=3), "prototypes": ProtoVerbalizer(576, list(WORDS)),
+        "soft verbalizer": SoftVerbalizer(model, tok, WORDS),
+    }.items():
         set_seed(0)
         m = PromptModel(model, plain, v)
         if name in ("knowledgeable", "thesaurus"): m.calibrate(few)

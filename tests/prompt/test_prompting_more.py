@@ -1,4 +1,4 @@
-"What round seven added: written answers, packing, soft tokens of many users anywhere, found templates, words of a thesaurus."
+"Written answers, packing, soft tokens of many users anywhere, found templates, words of a thesaurus."
 import itertools
 
 import pytest
@@ -326,7 +326,10 @@ def test_prompts_in_front_and_soft_tokens_anywhere_and_loras_in_one_batch():
     t, plain = Template(S, tok), Template(Q, tok)
     torch.manual_seed(1)
     want, deltas = [], {}
-    for u, make in {"soft": lambda: SoftTokens(model, t, init="random"), "front": lambda: SoftPrompt(model, 3), "lora": lambda: Lora(model, r=2)}.items():
+    for u, make in {
+        "soft": lambda: SoftTokens(model, t, init="random"), "front": lambda: SoftPrompt(model, 3),
+        "lora": lambda: Lora(model, r=2),
+    }.items():
         d = make()
         for p in d.parameters(): p.data.add_(torch.randn_like(p) * .1)
         with torch.no_grad():
@@ -436,7 +439,7 @@ def test_where_no_template_ends_in_time_that_is_said():
 # a thesaurus
 
 def test_a_small_thesaurus_of_its_own(tmp_path):
-    lines, at = {}, {}
+    at = {}
     def data(name, sets):
         out, places = "  1 a licence\n", []
         for s in sets:

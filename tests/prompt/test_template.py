@@ -1,4 +1,5 @@
-"Templates: what may be typed, OpenPrompt's golden cases on a real tokenizer, soft tokens on two ranks and in a fresh process."
+"""Templates: what may be typed, OpenPrompt's golden cases on a real tokenizer, soft tokens on two ranks and in a
+fresh process."""
 import json
 import random
 import time
@@ -160,7 +161,8 @@ import torch, transformers as tf
 from bmlab.delta.delta import Delta
 model = tf.LlamaForCausalLM.from_pretrained({str(tmp_path / 'model')!r}).eval()
 Delta.load({str(tmp_path / 'soft')!r}, model)
-with torch.no_grad(): torch.save(model(input_ids=torch.tensor({e['input_ids'].tolist()}), attention_mask=torch.tensor({e['attention_mask'].tolist()})).logits, {str(tmp_path / 'out.pt')!r})
+ids, mask = torch.tensor({e['input_ids'].tolist()}), torch.tensor({e['attention_mask'].tolist()})
+with torch.no_grad(): torch.save(model(input_ids=ids, attention_mask=mask).logits, {str(tmp_path / 'out.pt')!r})
 """
     fresh_python(code, check=True)
     again = Delta.load(tmp_path / "soft", model)
@@ -208,8 +210,9 @@ def test_speed_of_encoding_is_that_of_the_tokenizer():
 
 
 def test_five_thousand_short_examples_a_second():
-    """In seconds of one core's time, which other work on the machine stretches far less than the clock's; the best of twelve at most counts, it ends at the first that will do.
-    Film reviews of 19 words on average: 9,700 to 13,700 a second, measured on a virtual core of an EPYC while five processes shared it and another."""
+    """In seconds of one core's time, which other work on the machine stretches far less than the clock's; the best of
+    twelve at most counts, it ends at the first that will do. Film reviews of 19 words on average: 9,700 to 13,700 a
+    second, measured on a virtual core of an EPYC while five processes shared it and another."""
     tok = tf.AutoTokenizer.from_pretrained(sample_dir("smollm2-135m"))
     t, data = (
         Template('{"placeholder":"text_a"} It was {"mask"}', tok),

@@ -1,4 +1,5 @@
-"Verbalizers: tokenizers with spaces of their own, words that nothing can tell apart, several classes at once, and what a constant in the logits must not change."
+"""Verbalizers: tokenizers with spaces of their own, words that nothing can tell apart, several classes at once,
+and what a constant in the logits must not change."""
 import math
 
 import pytest
@@ -115,7 +116,10 @@ def test_soft_rows_differ_where_words_begin_alike(byte):
 
 def test_unknown_parts_are_refused(plain):
     for tok, word in ((plain, "good ☃"), (sentencepiece(False), "雪"), (sentencepiece(True), "good雪")):
-        for make in (lambda: Verbalizer(tok, [word, "bad"]), lambda: PtrVerbalizer(tok, [[word], ["bad"]]), lambda: KnowledgeableVerbalizer(tok, [[word], ["bad"]])):
+        for make in (
+            lambda: Verbalizer(tok, [word, "bad"]), lambda: PtrVerbalizer(tok, [[word], ["bad"]]),
+            lambda: KnowledgeableVerbalizer(tok, [[word], ["bad"]]),
+        ):
             with pytest.raises(ValueError, match="unknown to the tokenizer"): make()
 
 
@@ -215,7 +219,10 @@ def test_one_class_has_a_cross_entropy(plain):
     x, y = said(plain), torch.tensor([0, 1, 1, 0])
     ptr = PtrVerbalizer(plain, [["bad", "dull"], ["good", "fun"]])
     found = AutomaticVerbalizer(plain, 2).fit(x, y)
-    for v, z in ((Verbalizer(plain, ["bad", "good"]), x), (KnowledgeableVerbalizer(plain, [["bad", "dull"], ["good"]]), x), (ptr, torch.stack([x, x], 1)), (found, x)):
+    for v, z in (
+        (Verbalizer(plain, ["bad", "good"]), x), (KnowledgeableVerbalizer(plain, [["bad", "dull"], ["good"]]), x),
+        (ptr, torch.stack([x, x], 1)), (found, x),
+    ):
         assert v.loss(v(z), y).item() == pytest.approx(-v.probabilities(z)[range(4), y].log().mean().item(), abs=1e-5)
         with pytest.raises(ValueError, match="multi_label=True"):
             v.loss(v(z), torch.nn.functional.one_hot(y, 2).float())
