@@ -358,6 +358,13 @@ def _license_on(card):
     differ = f"the card says {got.name}, its text is {read.name}"
     return License(name=f"{got.name}?", because=dict.fromkeys(USES, differ))
 
+def _license_of(what):
+    "What a name, a text, a card, or the card of a model says"
+    if isinstance(what, str): return read_license(what)
+    card = what if isinstance(getattr(what, "license", None), str) else ModelCard.of(what)
+    if card: return _license_on(card)
+    return License(name="unknown", because=dict.fromkeys(USES, f"{type(what).__name__} carries no card"))
+
 def license_check(
     what,                         # a `ModelCard`, a model that carries one, a card of the hub, or the name or text of a
                                   # licence
@@ -366,8 +373,5 @@ def license_check(
     "Does the licence that comes with a model allow a planned use?"
     uses = [uses] if isinstance(uses, str) else list(uses)
     if not uses: raise ValueError(f"uses={uses!r}: name at least one of {', '.join(USES)}")
-    card = what if isinstance(getattr(what, "license", None), str) else ModelCard.of(what)
-    if isinstance(what, str): got = read_license(what)
-    elif card: got = _license_on(card)
-    else: got = License(name="unknown", because=dict.fromkeys(USES, f"{type(what).__name__} carries no card"))
+    got = _license_of(what)
     return Check(got.name, tuple((u, got.answer(u), got.because.get(u, "")) for u in uses), got.duties)
