@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from ..core import did_you_mean
 
 # %% ../../nbs/03_formats/01_gguf.ipynb #a89ad7f2
-_SCALAR = {
+_SCALAR = {  # value type → numpy
     0: "<u1",
     1: "<i1",
     2: "<u2",
@@ -30,7 +30,7 @@ _SCALAR = {
     10: "<u8",
     11: "<i8",
     12: "<f8",
-}  # value type → numpy
+}
 _STRING, _ARRAY = 8, 9
 # tensor type → name, weights and bytes of a block
 _STORED = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 3: ("Q4_1", 32, 20), 8: ("Q8_0", 32, 34)}
@@ -49,8 +49,9 @@ _UNREAD = {
     30: "BF16",
 }
 
+# %% ../../nbs/03_formats/01_gguf.ipynb #b7c5ec37
 def _dequantize(raw, kind):
-    "Weights of a run of blocks: bytes (n,) uint8 → (weights,) float32; one rounding after the product, one after the sum"
+    "Weights of a run of blocks: bytes (n,) uint8 → (weights,) float32; rounds after the product and after the sum"
     half = lambda b: np.ascontiguousarray(b).view("<f2").astype(np.float32)
     if kind == "F32": return raw.view("<f4")
     if kind == "F16": return half(raw)
@@ -73,7 +74,7 @@ def _string(data, pos):
     return data[pos + 8:end].tobytes().decode(), end
 
 def _after(data, kind, pos):
-    "Position after a value: strings are hopped over length by length, the rest is arithmetic"
+    "Position after a value: strings are stepped over length by length, the rest is arithmetic"
     length = struct.Struct("<Q").unpack_from
     if kind == _STRING: pos += 8 + length(data, pos)[0]
     elif kind in _SCALAR: pos += np.dtype(_SCALAR[kind]).itemsize
@@ -105,7 +106,7 @@ def _value(data, kind, pos):
 
 # %% ../../nbs/03_formats/01_gguf.ipynb #6e60d7d8
 def _index(data, n_tensors, n_pairs):
-    "({key: (type, position)}, {tensor: (shape, type, offset)}, where tensors begin): where things lie; no value is decoded but the alignment"
+    "({key: (type, position)}, {tensor: (shape, type, offset)}, where tensors begin); decodes only the alignment"
     at, tensors, pos = {}, {}, 24
     for _ in range(n_pairs):
         key, pos = _string(data, pos)
@@ -116,18 +117,15 @@ def _index(data, n_tensors, n_pairs):
         name, pos = _string(data, pos)
         dims, = struct.unpack_from("<I", data, pos)
         *shape, kind, offset = struct.unpack_from(f"<{dims}QIQ", data, pos + 4)
-        tensors[name] = (
-            tuple(reversed(shape)),
-            _STORED[kind][0] if kind in _STORED else _UNREAD.get(kind, f"number {kind}"),
-            offset,
-        )
+        stored = _STORED[kind][0] if kind in _STORED else _UNREAD.get(kind, f"number {kind}")
+        tensors[name] = tuple(reversed(shape)), stored, offset
         pos += 16 + 8 * dims
     step = _value(data, *at["general.alignment"])[0] if "general.alignment" in at else 32
     return at, tensors, -(-pos // step) * step
 
 # %% ../../nbs/03_formats/01_gguf.ipynb #46b08411
 class GGUF:
-    "A GGUF file: metadata by key, tensors by name; `.keys` and `.tensors` {name: (shape, type, offset)} say what there is."
+    "A GGUF file: metadata by key, tensors by name; `.keys` and `.tensors` {name: (shape, type, offset)} list them."
     def __init__(self,
         path:str|Path, # the file, of version 2 or 3, little-endian
     ):
@@ -137,10 +135,8 @@ class GGUF:
         self._data = np.memmap(self.path, np.uint8, "r")
         magic, version, n_tensors, n_pairs = struct.unpack_from("<4sIQQ", self._data)
         if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(
-                f"{path} is not a GGUF file of version 2 or 3 (little-endian): it starts with {magic!r}, version "
-                f"{version}"
-            )
+            starts = f"it starts with {magic!r}, version {version}"
+            raise ValueError(f"{path} is not a GGUF file of version 2 or 3 (little-endian): {starts}")
         try: self._at, self.tensors, self._start = _index(self._data, n_tensors, n_pairs)
         except (struct.error, IndexError, UnicodeDecodeError) as e: raise ValueError(f"{path} is damaged: {e}") from e
         self.keys = list(self._at)
@@ -163,23 +159,19 @@ class GGUF:
         if name not in self.tensors:
             raise KeyError(f"{self.path.name} has no tensor {name!r}{did_you_mean(name, self.tensors)}")
         shape, kind, offset = self.tensors[name]
-        known = {k: (weights, size) for k, weights, size in _STORED.values()}
-        if kind not in known:
-            raise ValueError(f"tensor {name!r} of {self.path.name} is stored as {kind}; {', '.join(known)} can be read")
+        known, this = {k: rest for k, *rest in _STORED.values()}, f"tensor {name!r} of {self.path.name}"
+        if kind not in known: raise ValueError(f"{this} is stored as {kind}; {', '.join(known)} can be read")
         weights, size = known[kind]
         if shape and shape[-1] % weights:
-            raise ValueError(
-                f"tensor {name!r} of {self.path.name} has rows of {shape[-1]}, not a multiple of {weights}"
-            )
+            raise ValueError(f"{this} has rows of {shape[-1]}, not a multiple of {weights}")
         begin = self._start + offset
         end = begin + math.prod(shape) // weights * size
         if end > len(self._data):
-            raise ValueError(
-                f"{self.path.name} is cut: tensor {name!r} ends at byte {end}, the file at {len(self._data)}"
-            )
+            ends = f"tensor {name!r} ends at byte {end}, the file at {len(self._data)}"
+            raise ValueError(f"{self.path.name} is cut: {ends}")
         return _dequantize(self._data[begin:end], kind).reshape(shape)
 
-# %% ../../nbs/03_formats/01_gguf.ipynb #1f674142
+# %% ../../nbs/03_formats/01_gguf.ipynb #476d280d
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INNER = {
     "attn_norm": "input_layernorm",
@@ -204,14 +196,13 @@ def _uninterleave(w, heads):
     "Rows of q or k (heads · dim, …): pairs (0, 1), (2, 3) … of each head → first halves, then second halves"
     return w.reshape(heads, w.shape[0] // heads // 2, 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 
+# %% ../../nbs/03_formats/01_gguf.ipynb #1f674142
 def gguf_weights(
     gguf:GGUF,           # of the llama architecture
 )->dict[str, Tensor]:    # transformers' names, float32
     "The weights of a `LlamaForCausalLM`."
-    heads = {
-        "attn_q": gguf["llama.attention.head_count"],
-        "attn_k": gguf.get("llama.attention.head_count_kv", gguf["llama.attention.head_count"]),
-    }
+    queries = gguf["llama.attention.head_count"]
+    heads = {"attn_q": queries, "attn_k": gguf.get("llama.attention.head_count_kv", queries)}
     names, out = {n: _hf_name(n) for n in gguf.tensors}, {}
     if lost := [n for n, hf in names.items() if hf is None]:
         raise ValueError(f"tensor {lost[0]!r} of {gguf.path.name} has no place in LlamaForCausalLM")
@@ -222,10 +213,7 @@ def gguf_weights(
     return out
 
 # %% ../../nbs/03_formats/01_gguf.ipynb #69450cc0
-# tokenizer.ggml.pre. smollm's own rule also sets each digit apart, which tells only where
-_GPT2_RULE = ("smollm", "gpt-2", "default")
-                                              # two blanks precede one; transformers' conversion leaves that out, and so
-                                              # does this
+_GPT2_RULE = ("smollm", "gpt-2", "default")               # of `tokenizer.ggml.pre`
 
 def gguf_config(
     gguf:GGUF,       # of the llama architecture
@@ -236,10 +224,8 @@ def gguf_config(
     if scaling != "none":
         raise ValueError(f"{gguf.path.name} scales its rotary positions ({scaling!r}), which is not converted")
     meta = lambda key, default=None: gguf.get(f"llama.{key}", default)
-    special = {
-        k: gguf.get(f"tokenizer.ggml.{n}_token_id")
-        for k, n in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding"))
-    }
+    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    special = {k: gguf.get(f"tokenizer.ggml.{n}_token_id") for k, n in names.items()}
     width, heads = meta("embedding_length"), meta("attention.head_count")
     head_dim = meta("attention.key_length", width // heads)
     for key, plain in (("rope.dimension_count", head_dim), ("rope.scale_linear", 1)):
@@ -272,14 +258,11 @@ def gguf_tokenizer(
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     kind, rule = gguf["tokenizer.ggml.model"], gguf.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or rule not in _GPT2_RULE:
-        raise ValueError(
-            f"{gguf.path.name} has a tokenizer of the kind {kind!r}, {rule!r}; 'gpt2' with one of "
-            f"{', '.join(_GPT2_RULE)} can be converted"
-        )
+        known = f"'gpt2' with one of {', '.join(_GPT2_RULE)} can be converted"
+        raise ValueError(f"{gguf.path.name} has a tokenizer of the kind {kind!r}, {rule!r}; {known}")
     words = gguf["tokenizer.ggml.tokens"]
-    bpe = Tokenizer(
-        models.BPE({w: i for i, w in enumerate(words)}, [tuple(m.split(" ")) for m in gguf["tokenizer.ggml.merges"]])
-    )
+    merges = [tuple(m.split(" ")) for m in gguf["tokenizer.ggml.merges"]]
+    bpe = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, merges))
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     kinds = gguf.get("tokenizer.ggml.token_type", [])
     for number, add in ((3, bpe.add_special_tokens), (4, bpe.add_tokens)):                 # 3: control, 4: user-defined
@@ -294,6 +277,7 @@ def gguf_tokenizer(
         **special,
     )
 
+# %% ../../nbs/03_formats/01_gguf.ipynb #108ed343
 def convert_gguf(
     path:str|Path,    # a GGUF file of the llama architecture
     folder:str|Path,  # receives config.json, model.safetensors, tokenizer.json …; created
@@ -304,11 +288,10 @@ def convert_gguf(
     config, weights = gguf_config(gguf), gguf_weights(gguf)
     with torch.device("meta"): wanted = tf.LlamaForCausalLM(config).state_dict()
     if config.tie_word_embeddings: del wanted["lm_head.weight"]
-    if odd := [n for n in {**wanted, **weights} if n not in wanted or n not in weights or wanted[n].shape != weights[n].shape]:
-        raise ValueError(
-            f"{gguf.path.name} does not hold what a LlamaForCausalLM of its sizes has: {odd[0]!r} is missing, too much "
-            "or of another shape"
-        )
+    fits = lambda n: n in wanted and n in weights and wanted[n].shape == weights[n].shape
+    if odd := [n for n in {**wanted, **weights} if not fits(n)]:
+        has = f"{odd[0]!r} is missing, too much or of another shape"
+        raise ValueError(f"{gguf.path.name} does not hold what a LlamaForCausalLM of its sizes has: {has}")
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     tf.GenerationConfig.from_model_config(config).save_pretrained(folder)

@@ -39,7 +39,7 @@ def _ways(rule, rows):
             raise ValueError(f"row {rows} of the original should be padding, and is not zero")
         return [ts[0][:rows].contiguous()]
     if rule.how == "split turned": return lambda ts: _split(len(rule.old))(_turn(ts)), lambda ts: _turn(_join(ts))
-    return {
+    ways = {
         "": (list, list),
         "turned": (_turn, _turn),
         "fused": (_join, _split(len(rule.new))),
@@ -47,7 +47,8 @@ def _ways(rule, rows):
         "twice": (lambda ts: list(ts) * len(rule.old), _once),
         "cut": (lambda ts: [t.contiguous() for t in ts[0].split([rows - int(n), int(n)])], _join),
         "even": (_even, unpad),
-    }[how]
+    }
+    return ways[how]
 
 # %% ../../nbs/04_models/09_convert.ipynb #cc74bd74
 @dataclass(frozen=True)
@@ -58,27 +59,35 @@ class Rule:
     how:str=""          # see above
     optional:bool=False # may both sides lack it?
 
+def _span(line, n):
+    "The layers that a line runs over: '{i<}' leaves out the last, '{i>}' is only the last"
+    if "{i<}" in line: return range(n - 1)
+    if "{i>}" in line: return [n - 1]
+    return range(n) if "{i}" in line else [0]
+
+def _named(names, i, leaf):
+    "Names for layer `i` and one of weight and bias"
+    at = lambda name: re.sub(r"\{i[<>]?\}", str(i), name).replace("{i+1}", str(i + 1)).replace("*", leaf)
+    return tuple(map(at, names))
+
 def _rules(table, layers, decoder_layers=None):
-    "The rules of a table; lines about a decoder run over `decoder_layers`; '{i<}' leaves out the last layer, '{i>}' is only the last; a '?' at the end: optional"
+    "The rules of a table; lines about a decoder run over `decoder_layers`; a '?' at the end of a line: optional"
     rules = []
     for line in filter(None, map(str.strip, table.splitlines())):
         optional, line = line.endswith("?"), line.rstrip("? ")
         body, _, how = line.partition(" : ")
         new, old = ([x.strip() for x in side.split(" + ")] for side in body.split(" = "))
+        leaves = ("weight", "bias") if "*" in body else [""]
         n = decoder_layers if decoder_layers and line.startswith("decoder.") else layers
-        span = range(n - 1) if "{i<}" in line else [n - 1] if "{i>}" in line else range(n) if "{i}" in line else [0]
-        for i in span:
-            def at(names, leaf):
-                return tuple(
-                    re.sub(r"\{i[<>]?\}", str(i), x).replace("{i+1}", str(i + 1)).replace("*", leaf) for x in names
-                )
-            rules += [
-                Rule(at(new, leaf), at(old, leaf), how.strip(), optional)
-                for leaf in (("weight", "bias") if "*" in body else [""])
-            ]
+        each = [(i, leaf) for i in _span(line, n) for leaf in leaves]
+        rules += [Rule(_named(new, *at), _named(old, *at), how.strip(), optional) for at in each]
     return rules
 
 # %% ../../nbs/04_models/09_convert.ipynb #a0d46981
+def _both(lines):
+    "The lines for encoder and decoder: {s} is the stack, {ff} the place of its feed-forward"
+    return "".join(lines.replace("{s}", s).replace("{ff}", ff) for s, ff in (("encoder", "1"), ("decoder", "2")))
+
 _CPM1 = """
 transformer.wte.weight = word_embeddings.weight
 transformer.wpe.weight = position_embeddings.weight
@@ -93,46 +102,57 @@ transformer.ln_f.* = transformer.final_layernorm.*
 _CPM2 = """
 shared.weight = word_embeds.weight + encoder.word_embeds.weight + decoder.word_embeds.weight : twice
 lm_head.weight = lm_head.weight
-""" + "".join(f"""
-{s}.block.0.layer.0.SelfAttention.relative_attention_bias.weight = {s}.blocks.0.self_attn.self_attn.relative_attention_bias.weight
-{s}.block.{{i}}.layer.0.SelfAttention.q.weight + {s}.block.{{i}}.layer.0.SelfAttention.k.weight + {s}.block.{{i}}.layer.0.SelfAttention.v.weight = {s}.blocks.{{i}}.self_attn.self_attn.project.weight : fused
-{s}.block.{{i}}.layer.0.SelfAttention.o.weight = {s}.blocks.{{i}}.self_attn.self_attn.dense.weight
-{s}.block.{{i}}.layer.0.layer_norm.weight = {s}.blocks.{{i}}.self_attn.layer_norm.weight
-{s}.block.{{i}}.layer.{ff}.DenseReluDense.wi_0.weight = {s}.blocks.{{i}}.ff.dense_relu_dense.wi_0.weight
-{s}.block.{{i}}.layer.{ff}.DenseReluDense.wi_1.weight = {s}.blocks.{{i}}.ff.dense_relu_dense.wi_1.weight
-{s}.block.{{i}}.layer.{ff}.DenseReluDense.wo.weight = {s}.blocks.{{i}}.ff.dense_relu_dense.wo.weight
-{s}.block.{{i}}.layer.{ff}.layer_norm.weight = {s}.blocks.{{i}}.ff.layer_norm.weight
+""" + _both("""
+{s}.block.0.layer.0.SelfAttention.relative_attention_bias.weight = \
+{s}.blocks.0.self_attn.self_attn.relative_attention_bias.weight
+{s}.block.{i}.layer.0.SelfAttention.q.weight + {s}.block.{i}.layer.0.SelfAttention.k.weight + \
+{s}.block.{i}.layer.0.SelfAttention.v.weight = {s}.blocks.{i}.self_attn.self_attn.project.weight : fused
+{s}.block.{i}.layer.0.SelfAttention.o.weight = {s}.blocks.{i}.self_attn.self_attn.dense.weight
+{s}.block.{i}.layer.0.layer_norm.weight = {s}.blocks.{i}.self_attn.layer_norm.weight
+{s}.block.{i}.layer.{ff}.DenseReluDense.wi_0.weight = {s}.blocks.{i}.ff.dense_relu_dense.wi_0.weight
+{s}.block.{i}.layer.{ff}.DenseReluDense.wi_1.weight = {s}.blocks.{i}.ff.dense_relu_dense.wi_1.weight
+{s}.block.{i}.layer.{ff}.DenseReluDense.wo.weight = {s}.blocks.{i}.ff.dense_relu_dense.wo.weight
+{s}.block.{i}.layer.{ff}.layer_norm.weight = {s}.blocks.{i}.ff.layer_norm.weight
 {s}.final_layer_norm.weight = {s}.final_layernorm.weight
-""" for s, ff in (("encoder", 1), ("decoder", 2))) + """
+""") + """
 decoder.block.{i}.layer.1.EncDecAttention.q.weight = decoder.blocks.{i}.cross_attn.cross_attn.project_q.weight
-decoder.block.{i}.layer.1.EncDecAttention.k.weight + decoder.block.{i}.layer.1.EncDecAttention.v.weight = decoder.blocks.{i}.cross_attn.cross_attn.project_kv.weight : fused
+decoder.block.{i}.layer.1.EncDecAttention.k.weight + decoder.block.{i}.layer.1.EncDecAttention.v.weight = \
+decoder.blocks.{i}.cross_attn.cross_attn.project_kv.weight : fused
 decoder.block.{i}.layer.1.EncDecAttention.o.weight = decoder.blocks.{i}.cross_attn.cross_attn.dense.weight
 decoder.block.{i}.layer.1.layer_norm.weight = decoder.blocks.{i}.cross_attn.layer_norm.weight
 """
 _GLM = "glm.word_embeddings.weight = word_embeddings.weight\n" + "\n".join(
-    f"glm.transformer.{n} = transformer.{n}"
-    for n in (
+    f"glm.transformer.{name} = transformer.{name}"
+    for name in (
         "position_embeddings.weight",
         "block_position_embeddings.weight",
         "final_layernorm.*",
-        *(
-            f"layers.{{i}}.{m}.*"
-            for m in (
-                "input_layernorm",
-                "attention.query_key_value",
-                "attention.dense",
-                "post_attention_layernorm",
-                "mlp.dense_h_to_4h",
-                "mlp.dense_4h_to_h",
-            )
-        ),
+        "layers.{i}.input_layernorm.*",
+        "layers.{i}.attention.query_key_value.*",
+        "layers.{i}.attention.dense.*",
+        "layers.{i}.post_attention_layernorm.*",
+        "layers.{i}.mlp.dense_h_to_4h.*",
+        "layers.{i}.mlp.dense_4h_to_h.*",
     )
 )
 
 # %% ../../nbs/04_models/09_convert.ipynb #3834c902
-_LIVE = "\n".join(f"@encoder.layers.{{i}}.{n}.weight = encoder.layers.{{i}}.{n}.weight" for n in (
-    "self_att.layernorm_before_attention", *(f"self_att.self_attention.{m}" for m in ("project_q", "project_k", "project_v", "attention_out")),
-    "ffn.layernorm_before_ffn", "ffn.ffn.w_in.w_0", "ffn.ffn.w_in.w_1", "ffn.ffn.w_out")) + """
+_MC = {  # short name of a module of ModelCenter's → its name
+    "ln1": "self_att.layernorm_before_attention",
+    "q": "self_att.self_attention.project_q",
+    "k": "self_att.self_attention.project_k",
+    "v": "self_att.self_attention.project_v",
+    "o": "self_att.self_attention.attention_out",
+    "ln2": "ffn.layernorm_before_ffn",
+    "up0": "ffn.ffn.w_in.w_0",
+    "up1": "ffn.ffn.w_in.w_1",
+    "up": "ffn.ffn.w_in.w",
+    "down": "ffn.ffn.w_out",
+}
+_LIVE = "".join(
+    f"@encoder.layers.{{i}}.{_MC[m]}.weight = encoder.layers.{{i}}.{_MC[m]}.weight\n"
+    for m in ("ln1", "q", "k", "v", "o", "ln2", "up0", "up1", "down")
+) + """
 @encoder.output_layernorm.weight = encoder.output_layernorm.weight
 @position_bias.relative_attention_bias = position_bias.relative_attention_bias
 """
@@ -141,42 +161,38 @@ _ANT = """
 @segment_embedding.weight = segment_embedding.weight
 @input_embedding.weight = input_embedding.weight + prompt_embedding.weight : cut {prompts}
 """
+
+# %% ../../nbs/04_models/09_convert.ipynb #b04d7019
+def _t5_attention(stack, place, name, theirs):
+    "The four matrices of one kind of attention"
+    new, old = f"{stack}.block.{{i}}.layer.{place}.{name}", f"{stack}.layers.{{i}}.{theirs}.self_attention"
+    matrices = {"q": "project_q", "k": "project_k", "v": "project_v", "o": "attention_out"}
+    return "".join(f"{new}.{short}.weight = {old}.{long}.weight\n" for short, long in matrices.items())
+
 _T5 = """
 encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight = position_bias_enc.relative_attention_bias
 decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight = position_bias_dec.relative_attention_bias
-""" + "".join(f"""
-{s}.block.{{i}}.layer.{j}.{a}.{h}.weight = {s}.layers.{{i}}.{b}.self_attention.{o}.weight
-""" for s, j, a, b in (("encoder", 0, "SelfAttention", "self_att"), ("decoder", 0, "SelfAttention", "self_att"), ("decoder", 1, "EncDecAttention", "cross_att"))
-    for h, o in zip("qkvo", ("project_q", "project_k", "project_v", "attention_out"))) + "".join(f"""
-{s}.block.{{i}}.layer.0.layer_norm.weight = {s}.layers.{{i}}.self_att.layernorm_before_attention.weight
-{s}.block.{{i}}.layer.{ff}.layer_norm.weight = {s}.layers.{{i}}.ffn.layernorm_before_ffn.weight
-{s}.block.{{i}}.layer.{ff}.DenseReluDense.wo.weight = {s}.layers.{{i}}.ffn.ffn.w_out.weight
+""" + (
+    _t5_attention("encoder", 0, "SelfAttention", "self_att")
+    + _t5_attention("decoder", 0, "SelfAttention", "self_att")
+    + _t5_attention("decoder", 1, "EncDecAttention", "cross_att")
+) + _both("""
+{s}.block.{i}.layer.0.layer_norm.weight = {s}.layers.{i}.self_att.layernorm_before_attention.weight
+{s}.block.{i}.layer.{ff}.layer_norm.weight = {s}.layers.{i}.ffn.layernorm_before_ffn.weight
+{s}.block.{i}.layer.{ff}.DenseReluDense.wo.weight = {s}.layers.{i}.ffn.ffn.w_out.weight
 {s}.final_layer_norm.weight = {s}.output_layernorm.weight
-""" for s, ff in (("encoder", 1), ("decoder", 2))) + "decoder.block.{i}.layer.1.layer_norm.weight = decoder.layers.{i}.cross_att.layernorm_before_attention.weight\n"
-_GATED = "".join(
-    f"{s}.block.{{i}}.layer.{ff}.DenseReluDense.wi_{k}.weight = {s}.layers.{{i}}.ffn.ffn.w_in.w_{k}.weight\n"
-    for s, ff in (("encoder", 1), ("decoder", 2))
-    for k in (0, 1)
-)
-_PLAIN = "".join(
-    f"{s}.block.{{i}}.layer.{ff}.DenseReluDense.wi.weight = {s}.layers.{{i}}.ffn.ffn.w_in.w.weight\n"
-    for s, ff in (("encoder", 1), ("decoder", 2))
-)
+""") + """
+decoder.block.{i}.layer.1.layer_norm.weight = decoder.layers.{i}.cross_att.layernorm_before_attention.weight
+"""
+_GATED = _both("""
+{s}.block.{i}.layer.{ff}.DenseReluDense.wi_0.weight = {s}.layers.{i}.ffn.ffn.w_in.w_0.weight
+{s}.block.{i}.layer.{ff}.DenseReluDense.wi_1.weight = {s}.layers.{i}.ffn.ffn.w_in.w_1.weight
+""")
+_PLAIN = _both("{s}.block.{i}.layer.{ff}.DenseReluDense.wi.weight = {s}.layers.{i}.ffn.ffn.w_in.w.weight\n")
 _APART = "shared.weight = input_embedding.weight\nlm_head.weight = output_projection.weight\n"
 _TIED = "shared.weight = input_embedding.weight + output_projection.weight : twice\n"
 
 # %% ../../nbs/04_models/09_convert.ipynb #074af4c4
-_MC = {
-    "ln1": "self_att.layernorm_before_attention",
-    "q": "self_att.self_attention.project_q",
-    "k": "self_att.self_attention.project_k",
-    "v": "self_att.self_attention.project_v",
-    "o": "self_att.self_attention.attention_out",
-    "ln2": "ffn.layernorm_before_ffn",
-    "up": "ffn.ffn.w_in.w",
-    "down": "ffn.ffn.w_out",
-}
-
 def _center(new, old, leaf, lines):
     "Lines of one layer: {short names of ModelCenter's modules: transformers' module : how}"
     out = ""
@@ -184,6 +200,16 @@ def _center(new, old, leaf, lines):
         theirs, colon, how = theirs.partition(" : ")
         out += f"{new}.{theirs}.{leaf} = {' + '.join(f'{old}.{_MC[m]}.{leaf}' for m in short.split())}{colon}{how}\n"
     return out
+
+_BERT = {
+    "q": "attention.self.query",
+    "k": "attention.self.key",
+    "v": "attention.self.value",
+    "o": "attention.output.dense",
+    "ln2": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+}
 
 def _bert(top, head):
     return f"""
@@ -194,43 +220,73 @@ def _bert(top, head):
 {top}.encoder.layer.{{i<}}.output.LayerNorm.* = encoder.layers.{{i+1}}.self_att.layernorm_before_attention.*
 {top}.encoder.layer.{{i>}}.output.LayerNorm.* = encoder.output_layernorm.*
 {top}.pooler.dense.* = pooler.dense.* ?
-""" + _center(f"{top}.encoder.layer.{{i}}", "encoder.layers.{i}", "*", {"q": "attention.self.query", "k": "attention.self.key", "v": "attention.self.value", "o": "attention.output.dense",
-        "ln2": "attention.output.LayerNorm", "up": "intermediate.dense", "down": "output.dense"}) + head
+""" + _center(f"{top}.encoder.layer.{{i}}", "encoder.layers.{i}", "*", _BERT) + head
 
 # %% ../../nbs/04_models/09_convert.ipynb #5874e0ad
 _GPT2 = """
 transformer.wte.weight = input_embedding.weight : even
 transformer.wpe.weight = position_embedding.weight
 transformer.ln_f.* = encoder.output_layernorm.*
-""" + _center("transformer.h.{i}", "encoder.layers.{i}", "*", {"ln1": "ln_1", "q k v": "attn.c_attn : split "
-                                                                                       "turned", "o": "attn.c_proj : turned", "ln2": "ln_2", "up": "mlp.c_fc : turned", "down": "mlp.c_proj : turned"})
+""" + _center("transformer.h.{i}", "encoder.layers.{i}", "*", {
+    "ln1": "ln_1",
+    "q k v": "attn.c_attn : split turned",
+    "o": "attn.c_proj : turned",
+    "ln2": "ln_2",
+    "up": "mlp.c_fc : turned",
+    "down": "mlp.c_proj : turned",
+})
+_QKVO = {"q": "attn.q_proj", "k": "attn.k_proj", "v": "attn.v_proj", "o": "attn.out_proj"}
 _GPTJ = """
 transformer.wte.weight = input_embedding.weight
 lm_head.* = output_projection.*
 transformer.ln_f.* = encoder.output_layernorm.*
-""" + _center("transformer.h.{i}", "encoder.layers.{i}", "*", {"ln1 ln2": "ln_1 : twice", "up": "mlp.fc_in", "down": "mlp.fc_out"}) + _center(
-    "transformer.h.{i}", "encoder.layers.{i}", "weight", {"q": "attn.q_proj", "k": "attn.k_proj", "v": "attn.v_proj", "o": "attn.out_proj"})
+""" + _center("transformer.h.{i}", "encoder.layers.{i}", "*", {
+    "ln1 ln2": "ln_1 : twice",
+    "up": "mlp.fc_in",
+    "down": "mlp.fc_out",
+}) + _center("transformer.h.{i}", "encoder.layers.{i}", "weight", _QKVO)
 _OPT = """
 model.decoder.embed_tokens.weight = input_embedding.weight
 model.decoder.embed_positions.weight = position_embedding.weight
 model.decoder.final_layer_norm.* = decoder.output_layernorm.*
-""" + _center("model.decoder.layers.{i}", "decoder.layers.{i}", "*", {"ln1": "self_attn_layer_norm", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.out_proj",
-                                                                     "ln2": "final_layer_norm", "up": "fc1", "down": "fc2"})
+""" + _center("model.decoder.layers.{i}", "decoder.layers.{i}", "*", {
+    "ln1": "self_attn_layer_norm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.out_proj",
+    "ln2": "final_layer_norm",
+    "up": "fc1",
+    "down": "fc2",
+})
 _LLAMA = """
 model.embed_tokens.weight = input_embedding.weight
 model.norm.weight = encoder.output_layernorm.weight
 lm_head.weight = output_projection.weight
 model.layers.{i}.mlp.gate_proj.weight = encoder.layers.{i}.ffn.ffn.w_in.w_0.weight
 model.layers.{i}.mlp.up_proj.weight = encoder.layers.{i}.ffn.ffn.w_in.w_1.weight
-""" + _center("model.layers.{i}", "encoder.layers.{i}", "weight", {"ln1": "input_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
-                                                                  "ln2": "post_attention_layernorm", "down": "mlp.down_proj"})
+""" + _center("model.layers.{i}", "encoder.layers.{i}", "weight", {
+    "ln1": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "ln2": "post_attention_layernorm",
+    "down": "mlp.down_proj",
+})
 _GLM_MC = """
 glm.word_embeddings.weight = input_embedding.weight
 glm.transformer.position_embeddings.weight = position_embedding.weight
 glm.transformer.block_position_embeddings.weight = block_position_embedding.weight
 glm.transformer.final_layernorm.* = encoder.output_layernorm.*
-""" + _center("glm.transformer.layers.{i}", "encoder.layers.{i}", "*", {"ln1": "input_layernorm", "q k v": "attention.query_key_value : split", "o": "attention.dense", "ln2": "post_attention_layernorm",
-                                                                       "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"})
+""" + _center("glm.transformer.layers.{i}", "encoder.layers.{i}", "*", {
+    "ln1": "input_layernorm",
+    "q k v": "attention.query_key_value : split",
+    "o": "attention.dense",
+    "ln2": "post_attention_layernorm",
+    "up": "mlp.dense_h_to_4h",
+    "down": "mlp.dense_4h_to_h",
+})
 
 # %% ../../nbs/04_models/09_convert.ipynb #71fbf63d
 @dataclass(frozen=True)
@@ -239,12 +295,9 @@ class Family:
     model:str                # class of the result, by name: of transformers, or of ours
     table:str                # see above; '@' stands for `prefix`
     prefix:str=""            # of the model's body in safetensors
-    # prefixes and words that some originals have in their names, as (regular expression, what stands for it)
-    drop:tuple=()
-    # {regular expression of an original name: (dimension, stripes)}: how it is cut for several GPUs
-    ranks:dict=None
-    # {regular expression of an original name: power of `scale` by which the original is smaller}
-    shrunk:dict=None
+    drop:tuple=()            # what some originals have in their names: (regular expression, what stands for it)
+    ranks:dict=None          # {regular expression of an original name: (dimension, stripes)}: how GPUs cut it
+    shrunk:dict=None         # {… : power of `scale` by which the original is smaller}
     computes:dict=None       # {field of the configuration: the one value that the original's code knows}
 
 _GPT_RANKS = {
@@ -262,33 +315,39 @@ _T5_RANKS = {
 }
 _T5_SHRUNK = {r"input_embedding|attention_out": 1, r"w_in\.(w|w_1)\.|w_out": 0.5}
 _OLD_NAMES = ((r"^output_projection\.w\.", "output_projection."),)
-_HEAD = lambda names: "".join(f"{a} = lm_head.{b}\n" for b, a in names.items())
+_OLD_CPM1 = (
+    (r"ffn\.ffn\.w_0$", "ffn.ffn.w_in.w_0.weight"),
+    (r"ffn\.ffn\.w_1$", "ffn.ffn.w_in.w_1.weight"),
+    (r"ffn\.ffn\.w_out$", "ffn.ffn.w_out.weight"),
+    (r"(project_[qkv]|attention_out)$", r"\1.weight"),
+    (r"^cpm1\.", ""),
+)
+_BERT_HEAD = """
+cls.predictions.transform.dense.* = lm_head.dense.*
+cls.predictions.transform.LayerNorm.* = lm_head.layer_norm.*
+cls.predictions.bias = lm_head.decoder.bias
+"""
+_ROBERTA_HEAD = """
+lm_head.dense.* = lm_head.dense.*
+lm_head.layer_norm.* = lm_head.layer_norm.*
+lm_head.bias = lm_head.decoder.bias
+"""
+_GLOBAL = """
+longformer.encoder.layer.{i}.attention.self.query_global.* = \
+encoder.layers.{i}.self_att.self_attention.project_q_global.*
+longformer.encoder.layer.{i}.attention.self.key_global.* = \
+encoder.layers.{i}.self_att.self_attention.project_k_global.*
+longformer.encoder.layer.{i}.attention.self.value_global.* = \
+encoder.layers.{i}.self_att.self_attention.project_v_global.*
+"""
 
 def families(
 )->dict[str, Family]: # by name
     "The families of checkpoints that can be converted."
-    bert = _bert(
-        "bert",
-        _HEAD(
-            {
-                "dense.*": "cls.predictions.transform.dense.*",
-                "layer_norm.*": "cls.predictions.transform.LayerNorm.*",
-                "decoder.bias": "cls.predictions.bias",
-            }
-        ),
-    )
-    head = _HEAD({"dense.*": "lm_head.dense.*", "layer_norm.*": "lm_head.layer_norm.*", "decoder.bias": "lm_head.bias"})
-    globals = "".join(
-        f"longformer.encoder.layer.{{i}}.attention.self.{a}_global.* = encoder.layers.{{i}}.{_MC[b]}_global.*\n"
-        for a, b in (("query", "q"), ("key", "k"), ("value", "v"))
-    )
-    old_cpm1 = tuple(
-        (rf"ffn\.ffn\.{a}$", rf"ffn.ffn.{b}.weight")
-        for a, b in (("w_0", "w_in.w_0"), ("w_1", "w_in.w_1"), ("w_out", "w_out"))
-    )
-    old_cpm1 += ((r"(project_[qkv]|attention_out)$", r"\1.weight"), (r"^cpm1\.", ""))
+    bert, roberta = _bert("bert", _BERT_HEAD), _bert("roberta", _ROBERTA_HEAD)
+    longformer = _bert("longformer", _ROBERTA_HEAD) + _GLOBAL
     first = ((r"^decoder\.(layers|output)", r"encoder.\1"),)
-    t5 = "T5ForConditionalGeneration"
+    t5, old_cpm2 = "T5ForConditionalGeneration", _OLD_NAMES + ((r"^cpm2\.", ""),)
     undivided = dict(length_scale=True, residual_divisor=1.0)
     divided = dict(length_scale=True, residual_divisor=1.05, distance_scale=16)
     return {
@@ -298,14 +357,12 @@ def families(
         "glm": Family("BlankGlmForConditionalGeneration", _GLM, ranks=_GPT_RANKS),
         "cpm-ant": Family("CpmAntTied", _LIVE + _ANT, "cpmant.", computes=undivided),
         "cpm-bee": Family("CpmBeeForCausalLM", _LIVE + _WHOLE, "cpmbee.", computes=divided),
-        "cpm-1-modelcenter": Family("Cpm1ForCausalLM", _LIVE + _WHOLE, "cpm1.", old_cpm1),
-        "cpm-2-modelcenter": Family(
-            "Cpm2ForConditionalGeneration", _T5 + _GATED + _APART, drop=_OLD_NAMES + ((r"^cpm2\.", ""),)
-        ),
+        "cpm-1-modelcenter": Family("Cpm1ForCausalLM", _LIVE + _WHOLE, "cpm1.", _OLD_CPM1),
+        "cpm-2-modelcenter": Family("Cpm2ForConditionalGeneration", _T5 + _GATED + _APART, drop=old_cpm2),
         "glm-modelcenter": Family("BlankGlmForConditionalGeneration", _GLM_MC),
         "bert-modelcenter": Family("BertForMaskedLM", bert, drop=((r"^bert\.", ""),)),
-        "longformer-modelcenter": Family("LongformerForMaskedLM", _bert("longformer", head) + globals),
-        "roberta-modelcenter": Family("RobertaForMaskedLM", _bert("roberta", head), drop=((r"^roberta\.", ""),)),
+        "longformer-modelcenter": Family("LongformerForMaskedLM", longformer),
+        "roberta-modelcenter": Family("RobertaForMaskedLM", roberta, drop=((r"^roberta\.", ""),)),
         "gpt2-modelcenter": Family("GPT2LMHeadModel", _GPT2, drop=first),
         "gpt-j-modelcenter": Family("GPTJForCausalLM", _GPTJ, drop=first + _OLD_NAMES),
         "opt-modelcenter": Family("OPTForCausalLM", _OPT),
@@ -324,6 +381,15 @@ def _family(name):
     if name in all: return all[name]
     raise LookupError(f"family={name!r} is unknown{did_you_mean(name, all)}; there are {', '.join(all)}")
 
+def _rules_of(family, config, shapes):
+    "The rules of a family for a configuration; `shapes` of the model's tensors gets those of optional ones"
+    prompts, d = getattr(config, "prompt_types", 0) * getattr(config, "prompt_length", 0), config.hidden_size
+    table = family.table.replace("@", family.prefix).replace("{prompts}", str(prompts))
+    rules = _rules(table, config.num_hidden_layers, getattr(config, "num_decoder_layers", None))
+    shapes |= {n: torch.Size([d, d] if n.endswith("weight") else [d]) for r in rules if r.optional for n in r.new}
+    # layers without attention or network
+    return [r for r in rules if r.new[0] in shapes] if getattr(config, "mask_modules", None) else rules
+
 def plan(
     family:str, # a name of `families()`
     config,     # transformers' configuration of the model
@@ -331,28 +397,15 @@ def plan(
     "What becomes of each tensor, and its shape on both sides."
     f = _family(family)
     if getattr(config, "num_experts", 0):
-        raise NotImplementedError(
-            f"num_experts={config.num_experts}: the original has one file for each expert's GPU; only models without "
-            "experts are converted"
-        )
+        own = "the original has one file for each expert's GPU; only models without experts are converted"
+        raise NotImplementedError(f"num_experts={config.num_experts}: {own}")
     with torch.device("meta"): model = _class(f)(config)
     shapes, tied = {n: t.shape for n, t in model.state_dict().items()}, set(model.all_tied_weights_keys)
-    prompts = getattr(config, "prompt_types", 0) * getattr(config, "prompt_length", 0)
-    rules = _rules(
-        f.table.replace("@", f.prefix).replace("{prompts}", str(prompts)),
-        config.num_hidden_layers,
-        getattr(config, "num_decoder_layers", None),
-    )
-    d = config.hidden_size
-    shapes |= {n: torch.Size([d, d] if n.endswith("weight") else [d]) for r in rules if r.optional for n in r.new}
-    # layers without attention or network
-    if getattr(config, "mask_modules", None): rules = [r for r in rules if r.new[0] in shapes]
+    rules = _rules_of(f, config, shapes)
     named = {n for r in rules for n in r.new}
     if odd := sorted((named - set(shapes)) | (set(shapes) - named - tied)):
-        raise ValueError(
-            f"config: {odd[0]!r} of this {type(model).__name__} has no place in the table of {family!r} ({len(odd)} "
-            "such names); the family's originals have no such option"
-        )
+        nowhere = f"{odd[0]!r} of this {type(model).__name__} has no place in the table of {family!r}"
+        raise ValueError(f"config: {nowhere} ({len(odd)} such names); the family's originals have no such option")
     out = {}
     for r in rules:
         metas = [torch.empty(shapes[n], device="meta") for n in r.new]
@@ -364,13 +417,18 @@ def manifest(
     config,     # transformers' configuration of the model
 )->dict[str, tuple]: # original name → shape, optional ones left out
     "The names and shapes of an original checkpoint."
-    return {
-        n: tuple(s) for r, (_, shapes) in plan(family, config).items() if not r.optional for n, s in zip(r.old, shapes)
-    }
+    always = [(r, shapes) for r, (_, shapes) in plan(family, config).items() if not r.optional]
+    return {n: tuple(s) for r, shapes in always for n, s in zip(r.old, shapes)}
 
 # %% ../../nbs/04_models/09_convert.ipynb #b9c67695
 # computed, not learnt
 _SKIPPED = re.compile(r"(^|\.)(rotary_emb\.|position_bias\.)_?inv_freq$|\.attn\.(masked_)?bias$")
+
+def _unwrapped(found):
+    "The innermost of the dicts that a training wraps around its tensors"
+    if not isinstance(found, dict): return found
+    inner = next((k for k in ("module", "model", "state_dict") if isinstance(found.get(k), dict)), None)
+    return found if inner is None else _unwrapped(found[inner])
 
 class Original:
     "The tensors of an original checkpoint by name; `left` are names that are not weights."
@@ -378,7 +436,8 @@ class Original:
         files:str|Path|list,      # a .pt, .bin or .ckpt file, or those of all GPUs, in order
         family:Family,            # how it is cut for several GPUs, and what is dropped from names
     ):
-        self.files, self.family = [Path(f) for f in (files if isinstance(files, (list, tuple)) else [files])], family
+        files = files if isinstance(files, (list, tuple)) else [files]
+        self.files, self.family = [Path(f) for f in files], family
         if len(self.files) > 1 and not family.ranks:
             raise ValueError(f"{len(self.files)} files: originals of this family are one file")
         self.parts = [self._read(f) for f in self.files]
@@ -394,19 +453,13 @@ class Original:
             with torch.serialization.safe_globals([argparse.Namespace]):
                 found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         except Exception as e:
-            raise ValueError(
-                f"{file} cannot be read without running code from it ({str(e).splitlines()[0][:200]}); keep only its "
-                "tensors and save them again"
-            ) from e
-        while isinstance(found, dict) and (inner := next((k for k in ("module", "model", "state_dict") if isinstance(found.get(k), dict)), None)):
-            found = found[inner]
+            why = f"({str(e).splitlines()[0][:200]}); keep only its tensors and save them again"
+            raise ValueError(f"{file} cannot be read without running code from it {why}") from e
+        found = _unwrapped(found)
         tensors = {k: t for k, t in found.items() if isinstance(t, Tensor)} if isinstance(found, dict) else {}
         if not tensors: raise ValueError(f"{file} holds no tensors by name")
-        return (
-            {re.sub(r"^(module\.)+", "", k): t for k, t in tensors.items()}
-            if all(k.startswith("module.") for k in tensors)
-            else tensors
-        )
+        if not all(k.startswith("module.") for k in tensors): return tensors
+        return {re.sub(r"^(module\.)+", "", k): t for k, t in tensors.items()}
 
     def _clean(self, name):
         for pattern, new in self.family.drop: name = re.sub(pattern, new, name)
@@ -475,9 +528,8 @@ def write_safetensors(
         f.write(struct.pack("<Q", len(text)) + text)
         for want, (name, t) in zip(sizes, tensors, strict=True):
             if (name, (t.dtype, tuple(t.shape))) != (want, (sizes[want][0], tuple(sizes[want][1]))):
-                raise ValueError(
-                    f"tensor {name!r}, {t.dtype}, {tuple(t.shape)} came in the place of {want!r}, {sizes[want]}"
-                )
+                came = f"tensor {name!r}, {t.dtype}, {tuple(t.shape)} came"
+                raise ValueError(f"{came} in the place of {want!r}, {sizes[want]}")
             f.write(_bytes_of(t))
 
 def write_pt(
@@ -530,21 +582,17 @@ def _used(rules, names, side):
     wanted = {n for r in rules if not r.optional for n in getattr(r, side)}
     unknown, missing = sorted(set(names) - known), sorted(wanted - set(names))
     if unknown or missing:
-        says = [
-            f"{len(x)} {what}, such as {x[0]!r}{did_you_mean(x[0], y) if y else ''}"
-            for what, x, y in (("unknown", unknown, missing), ("missing", missing, unknown))
-            if x
-        ]
+        near = lambda name, others: did_you_mean(name, others) if others else ""
+        says = []
+        if unknown: says.append(f"{len(unknown)} unknown, such as {unknown[0]!r}{near(unknown[0], missing)}")
+        if missing: says.append(f"{len(missing)} missing, such as {missing[0]!r}{near(missing[0], unknown)}")
         raise ValueError("names do not fit the family and its configuration: " + "; ".join(says))
     return [r for r in rules if not r.optional or set(getattr(r, side)) <= set(names)]
 
 def _shrink(family, name, scale):
     "By what an original's tensor was divided"
-    return (
-        math.prod(scale**power for pattern, power in (family.shrunk or {}).items() if re.search(pattern, name))
-        if scale != 1
-        else 1
-    )
+    if scale == 1: return 1
+    return math.prod(scale**power for pattern, power in (family.shrunk or {}).items() if re.search(pattern, name))
 
 def _cast(name, t, dtype=None, by=1, over=1):
     "A tensor · by / over in a dtype, computed in float32 at least; what does not fit is an error"
@@ -626,24 +674,19 @@ def to_safetensors(
     shapes, original = plan(family, config), Original(source, f)
     hashes, rules = _hashes(original.files, sha256), _used(list(shapes), original.names, "old")
     files = _files(rules, shapes, lambda r: dtype or original.dtype(r.old[0]), max_file_bytes)
-    names = (
-        ["model.safetensors"]
-        if len(files) == 1
-        else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    )
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    if len(files) == 1: names = ["model.safetensors"]
     with _appearing(folder) as new:
         new.mkdir()
         for name, part in zip(names, files):
             sizes = {n: (kind, s) for r, kind in part for n, s in zip(r.new, shapes[r][0])}
-            write_safetensors(
-                new / name, sizes, _turned_out([r for r, _ in part], "old", original, shapes, f, dtype, scale)
-            )
+            tensors = _turned_out([r for r, _ in part], "old", original, shapes, f, dtype, scale)
+            write_safetensors(new / name, sizes, tensors)
         where = {n: name for name, part in zip(names, files) for r, _ in part for n in r.new}
         total = sum(math.prod(s) * kind.itemsize for part in files for r, kind in part for s in shapes[r][0])
         if len(files) > 1:
-            (new / "model.safetensors.index.json").write_text(
-                json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1)
-            )
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            (new / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         config = copy.deepcopy(config)
         config.architectures = [_class(f).__name__]
         if card: config.bmlab_card = asdict(write_card(card, new, f"converted from the layout of {family}"))
@@ -656,17 +699,15 @@ def _computable(
     family:Family, # the original's
     config,        # of a model, settled
 )->None:
-    "Refuse a model that the original's code would make another one of, given the same weights"
+    "Refuse a model with whose weights the original's code would compute another function"
     for name, theirs in (family.computes or {}).items():
         if (ours := getattr(config, name)) == theirs: continue
         raise ValueError(f"{name}={ours}: the original's code has {theirs} there and would compute another function")
     if "length_scale" in (family.computes or {}) and (kept := config.scale_widths) is not None:
         own = [config.hidden_size, config.num_attention_heads * config.dim_head, config.dim_ff]
         if list(kept) != own:
-            raise ValueError(
-                f"scale_widths={kept} of a model that was cut to {own}: the original's code divides by the roots of "
-                "its own widths and would compute another function"
-            )
+            code = "the original's code divides by the roots of its own widths and would compute another function"
+            raise ValueError(f"scale_widths={kept} of a model that was cut to {own}: {code}")
 
 # %% ../../nbs/04_models/09_convert.ipynb #8fac2c89
 def to_original(

@@ -32,9 +32,8 @@ def position_buckets(
     "The bucket of a distance between two positions, both directions."
     half = buckets // 2
     exact, away = half // 2, distance.abs()
-    far = (
-        exact + (torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (half - exact)).long()
-    )
+    grown = torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact)      # 0 … 1
+    far = exact + (grown * (half - exact)).long()
     return (distance > 0).long() * half + torch.where(away < exact, away.long(), far.clamp(max=half - 1))
 
 # %% ../../nbs/04_models/05_cpm.ipynb #fdeef6d7
@@ -84,18 +83,15 @@ class CpmAttention(nn.Module):
         super().__init__()
         inner = config.num_attention_heads * config.dim_head
         self.config, self.layer_idx, self.head_dim = config, layer_idx, config.dim_head
-        self.project_q, self.project_k, self.project_v = (
-            nn.Linear(config.hidden_size, inner, bias=False) for _ in range(3)
-        )
+        matrix = lambda: nn.Linear(config.hidden_size, inner, bias=False)
+        self.project_q, self.project_k, self.project_v = matrix(), matrix(), matrix()
         self.attention_out = nn.Linear(inner, config.hidden_size, bias=False)
         self.attention_out.adds = True                                       # to what goes from block to block
 
     # (B, Q, D), (B, H, Q, K) to be added to the scores → (B, Q, D), weights if eager
     def forward(self, x, attention_mask, past_key_values=None):
-        q, k, v = (
-            p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for p in (self.project_q, self.project_k, self.project_v)
-        )  # (B, H, Q, dₕ)
+        heads = lambda t: t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)                  # (B, H, Q, dₕ)
+        q, k, v = heads(self.project_q(x)), heads(self.project_k(x)), heads(self.project_v(x))
         if past_key_values is not None: k, v = past_key_values.update(k, v, self.layer_idx)
         bias, weights, drop = attention_mask, None, self.config.dropout_p if self.training else 0.0
         # under autocast float32's lowest would become -inf
@@ -132,7 +128,7 @@ class CpmFeedForward(nn.Module):
 def settled(
     config, # of a CPM-Ant or CPM-Bee
 ):          # the same object
-    "Its configuration with factors and divisor settled; what the factors are the roots of stays when widths are cut."
+    "The configuration with factors and divisor settled; cutting widths later does not change the factors."
     # transformers' checkpoints have the factors in them
     if not hasattr(config, "length_scale"):
         config.length_scale = "CpmAntForCausalLM" not in (config.architectures or ())
@@ -140,9 +136,8 @@ def settled(
         config.scale_widths = [config.hidden_size, config.num_attention_heads * config.dim_head, config.dim_ff]
     if not hasattr(config, "residual_divisor"): config.residual_divisor = 1.0   # CPM-Ant's code adds, and no more
     if not isinstance(config.residual_divisor, (int, float)) or config.residual_divisor <= 0:
-        raise ValueError(
-            f"residual_divisor={config.residual_divisor!r}: a number above 0; 1.05 for a CPM-Bee, 1 to divide nothing"
-        )
+        wanted = "a number above 0; 1.05 for a CPM-Bee, 1 to divide nothing"
+        raise ValueError(f"residual_divisor={config.residual_divisor!r}: {wanted}")
     return config
 
 def factors(config): # → 1/√ of what matrices read: channels, heads, neurons
@@ -288,11 +283,9 @@ class CpmGenerationMixin(GenerationMixin):
         context = model_kwargs["context"].bool()
         model_kwargs["context"] = torch.cat([context, context.new_zeros(len(context), num_new_tokens)], 1)
         for name in ("sub_ids", "segments", "spans", "samples"):
-            if (t := model_kwargs.get(name)) is not None:
-                more = (
-                    t.new_zeros(len(t), num_new_tokens) if name == "sub_ids" else t[:, -1:].expand(-1, num_new_tokens)
-                )
-                model_kwargs[name] = torch.cat([t, more], 1)
+            if (t := model_kwargs.get(name)) is None: continue
+            last = torch.zeros_like(t[:, -1:]) if name == "sub_ids" else t[:, -1:]
+            model_kwargs[name] = torch.cat([t, last.expand(-1, num_new_tokens)], 1)
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder, num_new_tokens)
 
 # %% ../../nbs/04_models/05_cpm.ipynb #d8e80c2d
@@ -303,14 +296,12 @@ def context_of(
     queries:int,         # the last Q of K are new
     device=None,
 )->Tensor:               # (B, K) bool
-    "What is context where nobody said it: what has no label; without labels all that comes first, and nothing that follows it."
+    "The context where it is not given: what has no label; without labels what comes first, not what follows."
     if context is not None: return context.bool()
     if labels is not None: return labels == -100
-    return (
-        torch.arange(size[1], device=device) < size[1] - queries
-        if size[1] > queries
-        else torch.ones(size[1], dtype=torch.bool, device=device)
-    ).expand(size)
+    old = size[1] - queries
+    first = torch.arange(size[1], device=device) < (old if old > 0 else size[1])
+    return first.expand(size)
 
 # %% ../../nbs/04_models/05_cpm.ipynb #48825f65
 class CpmAntBackbone(CpmPreTrained):
@@ -322,12 +313,10 @@ class CpmAntBackbone(CpmPreTrained):
         super().__init__(settled(config))
         self.encoder = CpmEncoder(config)
         self.segment_embedding = nn.Embedding(config.segment_types, config.hidden_size)
-        self.input_embedding = nn.Embedding(
-            config.vocab_size + config.prompt_types * config.prompt_length, config.hidden_size
-        )
-        self.position_bias = CpmPositionBias(
-            config.position_bias_num_buckets + config.segment_types**2, config.num_attention_heads
-        )
+        rows = config.vocab_size + config.prompt_types * config.prompt_length
+        self.input_embedding = nn.Embedding(rows, config.hidden_size)
+        buckets = config.position_bias_num_buckets + config.segment_types**2
+        self.position_bias = CpmPositionBias(buckets, config.num_attention_heads)
         self.vocab_size, self.prompt_length, self.factor = config.vocab_size, config.prompt_length, factors(config)[0]
         self.post_init()
 
@@ -349,54 +338,52 @@ class CpmAntBackbone(CpmPreTrained):
         "(places of the queries (B, Q), what they see (B, Q, K)) by a mask that says everything"
         P, front = self.prompt_length, mask.shape[2] - L
         if places is None or front not in (0, P):
-            raise ValueError(
-                f"attention_mask of shape {tuple(mask.shape)} for {L} tokens: a whole mask has {L} rows, or {L + P} "
-                f"with the prompt's, and comes with places, (B, {L})"
-            )
+            whole = f"a whole mask has {L} rows, or {L + P} with the prompt's, and comes with places, (B, {L})"
+            raise ValueError(f"attention_mask of shape {tuple(mask.shape)} for {L} tokens: {whole}")
         place = torch.cat([torch.arange(front, device=mask.device).expand(len(places), -1), places + P], 1)
         return place, mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
 
-    def forward(self, input_ids=None, attention_mask=None, context=None, past_key_values=None, inputs_embeds=None, use_cache=None, prompt_type=2,
-                output_hidden_states=None, output_attentions=None, return_dict=None, places=None, key_places=None, **_):
+    def _read(self, given, embedded, rows, prompt_type):
+        "(B, rows + L, D): the last `rows` of the prompt's vectors, then the tokens or what is given in their place"
+        first = self.vocab_size + min(prompt_type, self.config.prompt_types - 1) * self.prompt_length
+        prompt = (first + torch.arange(rows, device=given.device)).expand(len(given), -1)
+        if not embedded: return self.input_embedding(torch.cat([prompt, given], 1))
+        return torch.cat([self.input_embedding(prompt).to(given.dtype), given], 1)
+
+    def _seen(self, mask, context, past, L, x):
+        "(places of the queries, what they see): the prompt's vectors are context"
+        P, device = self.prompt_length, x.device
+        K, before = past + x.shape[1], torch.ones(len(x), P, dtype=torch.bool, device=device)
+        if mask is not None and mask.shape[1] != K - P:
+            tokens = f"{K - P} tokens, those in the cache included"
+            raise ValueError(f"attention_mask has {mask.shape[1]} columns for {tokens}")
+        context = torch.cat([before, context_of(context, None, (len(x), K - P), L, device)], 1)
+        mask = None if mask is None else torch.cat([before, mask.bool()], 1)
+        return torch.arange(past, K, device=device)[None], visible(context, x.shape[1], mask)
+
+    def forward(self, input_ids=None, attention_mask=None, context=None, past_key_values=None, inputs_embeds=None,
+                use_cache=None, prompt_type=2, output_hidden_states=None, output_attentions=None, return_dict=None,
+                places=None, key_places=None, **_):
         given = input_ids if inputs_embeds is None else inputs_embeds
-        B, L, c, P = *given.shape[:2], self.config, self.prompt_length
+        L, c, P = given.shape[1], self.config, self.prompt_length
         whole = attention_mask is not None and attention_mask.ndim == 4
         if (c.use_cache if use_cache is None else use_cache) and past_key_values is None:
             past_key_values = DynamicCache(config=c)
         past = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
-        prompt = (
-            self.vocab_size
-            + min(prompt_type, c.prompt_types - 1) * P
-            + torch.arange((attention_mask.shape[2] - L if whole else 0 if past else P), device=given.device).expand(
-                B, -1
-            )
-        )  # else the cache holds them
-        x = (
-            self.input_embedding(torch.cat([prompt, input_ids], 1))
-            if inputs_embeds is None
-            else torch.cat([self.input_embedding(prompt).to(given.dtype), given], 1)
-        )
-        Q = x.shape[1]
-        if whole: K, (place, seen) = attention_mask.shape[3], self._whole(attention_mask, places, L)
-        else:
-            K, before = past + Q, torch.ones(B, P, dtype=torch.bool, device=x.device)
-            if attention_mask is not None and attention_mask.shape[1] != K - P:
-                raise ValueError(
-                    f"attention_mask has {attention_mask.shape[1]} columns for {K - P} tokens, those in the cache "
-                    "included"
-                )
-            context = torch.cat([before, context_of(context, None, (B, K - P), L, x.device)], 1)
-            mask = None if attention_mask is None else torch.cat([before, attention_mask.bool()], 1)
-            place, seen = torch.arange(past, K, device=x.device)[None], visible(context, Q, mask)
+        rows = 0 if past else P                              # the cache holds the prompt's vectors
+        if whole: rows = attention_mask.shape[2] - L
+        x = self._read(given, inputs_embeds is not None, rows, prompt_type)
+        if whole: place, seen = self._whole(attention_mask, places, L)
+        else: place, seen = self._seen(attention_mask, context, past, L, x)
+        Q, K = seen.shape[1:]
         x = (x + self.segment_embedding(self._segments(place))) * self.factor
         states, weights = [] if output_hidden_states else None, [] if output_attentions else None
         key = torch.arange(K, device=x.device)[None] if key_places is None else key_places
         bias = biased(self.position_bias(self._buckets(place, key)), seen)
         x = self.encoder(x, bias, past_key_values, states, weights)
         cut = lambda t: t[:, Q - L:]
-        return BaseModelOutputWithPast(
-            cut(x), past_key_values, states and tuple(map(cut, states)), weights and tuple(weights)
-        )
+        states = states and tuple(map(cut, states))
+        return BaseModelOutputWithPast(cut(x), past_key_values, states, weights and tuple(weights))
 
 # %% ../../nbs/04_models/05_cpm.ipynb #5cd8ef30
 class _TokenRows(nn.Module):
@@ -432,15 +419,15 @@ class CpmAntTied(CpmPreTrained, CpmGenerationMixin):
     @property
     def tokens_in_front(self): return self.config.prompt_length
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
-        return super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + self.config.prompt_length
-        )
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size,
+                                      max_cache_length):
+        length = max_cache_length + self.config.prompt_length
+        given = generation_config, model_kwargs, generation_mode, batch_size
+        return super()._prepare_cache_for_generation(*given, length)
 
     def resize_token_embeddings(self, *args, **kwargs):
-        raise NotImplementedError(
-            "the last rows of CpmAntTied's table are prompts: build it with another vocab_size instead"
-        )
+        last = "the last rows of CpmAntTied's table are prompts"
+        raise NotImplementedError(f"{last}: build it with another vocab_size instead")
 
     @can_return_tuple
     def forward(self,
@@ -462,17 +449,10 @@ class CpmAntTied(CpmPreTrained, CpmGenerationMixin):
         if context is None and labels is not None: context = labels == -100
         out = self.cpmant(input_ids, attention_mask, context, past_key_values, inputs_embeds, use_cache,
                           places=places, key_places=key_places, **kwargs)
-        h = (
-            out.last_hidden_state[:, -logits_to_keep:]
-            if isinstance(logits_to_keep, int)
-            else out.last_hidden_state[:, logits_to_keep]
-        )
-        logits = self.lm_head(h * self.cpmant.factor)
-        loss = (
-            None
-            if labels is None
-            else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits, loss = self.lm_head(out.last_hidden_state[:, kept] * self.cpmant.factor), None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss, logits, out.past_key_values, out.hidden_states, out.attentions)
 
 # %% ../../nbs/04_models/05_cpm.ipynb #ca3dd6b2

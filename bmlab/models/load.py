@@ -58,7 +58,7 @@ def sample_dir(
 
 # %% ../../nbs/04_models/03_load.ipynb #7de92bf5
 def _hub_silence(timeout_s=5.0):
-    "Why the hub cannot be asked, or None if it answers"
+    "Why the hub cannot be reached, or None if it answers"
     import huggingface_hub as hub
     if hub.constants.HF_HUB_OFFLINE: return "HF_HUB_OFFLINE is set"
     try: hub.get_session().head(hub.constants.ENDPOINT, timeout=timeout_s)
@@ -85,74 +85,83 @@ def find_on_hub(
     asked:str, # a size of the zoo, or a name on the hub
 )->tuple:      # (name, keyword arguments) for transformers' `from_pretrained`
     "How transformers finds a model on the hub, or in its cache of it; else one clear error."
-    # a size of the zoo has another name there
-    silent, name = _hub_silence(), _HUB.get(_ALIASES.get(asked, asked), asked)
+    silent, name = _hub_silence(), _HUB.get(_ALIASES.get(asked, asked), asked)   # the hub's name of a size of the zoo
     try: tf.PreTrainedConfig.get_config_dict(name, local_files_only=silent is not None)
     except Exception as e:
-        if silent:
-            raise OSError(
-                f"{name!r} is neither a sample nor a folder, and the model hub cannot be reached "
-                f"({silent}){_advice(asked)}"
-            ) from e
+        nowhere = f"{name!r} is neither a sample nor a folder, and"
+        if silent: raise OSError(f"{nowhere} the model hub cannot be reached ({silent}){_advice(asked)}") from e
         reason = next((l.strip() for l in str(e).splitlines() if l.strip()), type(e).__name__)
-        raise LookupError(
-            f"{name!r} is neither a sample nor a folder, and not on the model hub ({reason}){_advice(asked)}"
-        ) from e
+        raise LookupError(f"{nowhere} not on the model hub ({reason}){_advice(asked)}") from e
     return name, {"local_files_only": silent is not None}
 
+# %% ../../nbs/04_models/03_load.ipynb #ed99bb78
 def check_folder(
     folder:Path, # of a model
 )->tuple:        # (folder, {}) for transformers' `from_pretrained`
-    "A look at what is in a folder; an error says what else it is, or what is damaged."
+    "Is it the folder of a model? An error says what else it is, or what is damaged."
     if folder.suffix == ".gguf":
-        raise ValueError(
-            f"{folder} is one GGUF file: convert_gguf({str(folder)!r}, some_folder), then load that folder"
-        )
+        convert = f"convert_gguf({str(folder)!r}, some_folder), then load that folder"
+        raise ValueError(f"{folder} is one GGUF file: {convert}")
     if not folder.is_dir(): raise FileNotFoundError(f"there is no folder {folder}")
     if (folder / "cooked.json").is_file():
         raise ValueError(f"{folder} holds a packed model: load_cooked({str(folder)!r}) reads it")
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder} holds a delta, not a model: Delta.load({str(folder)!r}, model) attaches it to its backbone"
-        )
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{folder} has no config.json, so it is not the folder of a model; it holds "
-            f"{sorted(p.name for p in folder.iterdir())[:8]}"
-        )
+        if (folder / "adapter_config.json").is_file():
+            attach = f"Delta.load({str(folder)!r}, model) attaches it to its backbone"
+            raise ValueError(f"{folder} holds a delta, not a model: {attach}")
+        holds = sorted(p.name for p in folder.iterdir())[:8]
+        raise FileNotFoundError(f"{folder} has no config.json, so it is not the folder of a model; it holds {holds}")
     for file in folder.glob("*.safetensors"):
         if why := why_torn(file): raise OSError(f"{folder} is damaged: {why}")
     return str(folder), {}
 
 # %% ../../nbs/04_models/03_load.ipynb #092d59d7
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "*.model")
+def _sample_card(name, where):
+    "The card of a sample, with the hashes of its manifest"
+    package, version, *_ = SAMPLES[name]
+    # a fetched one lies deeper, under its names in the package
+    root = next((p for p in (Path(where), *Path(where).parents) if (p / MANIFEST).is_file()), None)
+    files = json.loads((root / MANIFEST).read_text())["files"] if root else {}
+    sha256 = {Path(f).name: v["sha256"] for f, v in files.items() if f.endswith(".safetensors")}
+    return ModelCard(name=name, license="apache-2.0", source=f"package {package} {version}", sha256=sha256)
 
 def _card_of(name, where, more, model):
-    "The card of what was loaded: its own, or one made of what is known of a sample or of a name on the hub"
+    "The card of what was loaded: its own, a sample's, the hub's; None for a folder without one"
     try:
         if found := (None if more else read_card(where)) or ModelCard.of(model): return found
     except ValueError as e:                              # a card that cannot be read is no reason to lose the model
         _log.warning("%s: %s", where, e)
         return None
-    if name in SAMPLES:
-        package, version, *_ = SAMPLES[name]
-        # a fetched one lies deeper, under its names in the package
-        root = next((p for p in (Path(where), *Path(where).parents) if (p / MANIFEST).is_file()), None)
-        files = json.loads((root / MANIFEST).read_text())["files"] if root else {}
-        return ModelCard(
-            name=name,
-            license="apache-2.0",
-            source=f"package {package} {version}",
-            sha256={Path(f).name: v["sha256"] for f, v in files.items() if f.endswith(".safetensors")},
-        )
+    if name in SAMPLES: return _sample_card(name, where)
     if not more: return None                             # a folder that says nothing of itself
     commit = getattr(model.config, "_commit_hash", None)
-    return ModelCard(
-        name=name,
-        license=license_of(name) if name in _SIZES else "unknown",
-        source=f"{where} on the model hub" + (f", commit {commit}" if commit else ""),
-    )
+    source = f"{where} on the model hub" + (f", commit {commit}" if commit else "")
+    return ModelCard(name=name, license=license_of(name) if name in _SIZES else "unknown", source=source)
 
+# %% ../../nbs/04_models/03_load.ipynb #262e9c26
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "*.model")
+
+def _find(name):
+    "(folder or name on the hub, keyword arguments) for `from_pretrained`"
+    text, path = str(name), Path(name).expanduser()
+    if text in SAMPLES: return check_folder(sample_dir(text))
+    is_path = path.exists() or isinstance(name, Path) or text.startswith(("/", ".", "~")) or text.endswith(".gguf")
+    if is_path: return check_folder(path)
+    size = _ALIASES.get(text, text)
+    if size not in _SIZES or size in _HUB: return find_on_hub(text)
+    other = "or give its full name on the model hub, or a folder that bmlab.models.convert wrote"
+    raise LookupError(f"{text!r} has no trained weights under that name{_advice(text)}; {other}")
+
+def _tokenizer(where, more, options):
+    "The tokenizer there; None if a folder holds none"
+    if not more and not any(any(Path(where).glob(f)) for f in TOKENIZER_FILES): return None
+    revision = {k: v for k, v in options.items() if k == "revision"}
+    config = tf.models.auto.tokenization_auto.get_tokenizer_config(where, **more, **revision)
+    _meet(config.get("tokenizer_class"))
+    trust = {k: v for k, v in options.items() if k == "trust_remote_code"}
+    return tf.AutoTokenizer.from_pretrained(where, **more, **revision, **trust)
+
+# %% ../../nbs/04_models/03_load.ipynb #0ee4d1a7
 def load(
     name:str|Path,                     # a sample ("smollm2-135m", "minilm-l6"), a folder, a size of the zoo with
                                        # weights on the hub, or a name on the Hugging Face hub
@@ -163,38 +172,15 @@ def load(
     "A trained model with its card, and its tokenizer; weights on `device`."
     if not isinstance(name, (str, Path)) or not str(name).strip():
         raise TypeError(f"name={name!r}: expected a sample, a folder or a name on the model hub")
-    dtype, device, text, path = float_dtype(dtype), _device(device), str(name), Path(name).expanduser()
-    is_path = path.exists() or isinstance(name, Path) or text.startswith(("/", ".", "~")) or text.endswith(".gguf")
-    if text in SAMPLES: where, more = check_folder(sample_dir(text))
-    elif is_path: where, more = check_folder(path)
-    elif (size := _ALIASES.get(text, text)) in _SIZES and size not in _HUB:
-        raise LookupError(
-            f"{text!r} has no trained weights under that name{_advice(text)}; or give its full name on the model hub, "
-            "or a folder that bmlab.models.convert wrote"
-        )
-    else: where, more = find_on_hub(text)
-    config, _ = tf.PreTrainedConfig.get_config_dict(
-        where, **more, **{k: v for k, v in options.items() if k == "revision"}
-    )
+    dtype, device = float_dtype(dtype), _device(device)
+    where, more = _find(name)
+    revision = {k: v for k, v in options.items() if k == "revision"}
+    config, _ = tf.PreTrainedConfig.get_config_dict(where, **more, **revision)
+    made = dict(dtype=dtype or "auto", output_loading_info=True, **more, **options)
     with contextlib.nullcontext() if more else _no_bars():   # from the hub, a bar shows the download
-        model, info = model_class(config.get("architectures")).from_pretrained(
-            where, dtype=dtype or "auto", output_loading_info=True, **more, **options
-        )
+        model, info = model_class(config.get("architectures")).from_pretrained(where, **made)
         # a new head, say: `Delta.freeze` keeps it tunable
         if info["missing_keys"]: model._bmlab_fresh = tuple(sorted(info["missing_keys"]))
-        files = more or any(any(Path(where).glob(f)) for f in TOKENIZER_FILES)
-        if files:
-            _meet(
-                tf.models.auto.tokenization_auto.get_tokenizer_config(
-                    where, **more, **{k: v for k, v in options.items() if k == "revision"}
-                ).get("tokenizer_class")
-            )
-        tok = (
-            tf.AutoTokenizer.from_pretrained(
-                where, **more, **{k: v for k, v in options.items() if k in ("revision", "trust_remote_code")}
-            )
-            if files
-            else None
-        )
-    if card := _card_of(_ALIASES.get(text, text), where, more, model): card.put(model)
+        tok = _tokenizer(where, more, options)
+    if card := _card_of(_ALIASES.get(str(name), str(name)), where, more, model): card.put(model)
     return model.to(device).eval(), tok

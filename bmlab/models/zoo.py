@@ -22,7 +22,7 @@ def _untied(cls): return {k: v for k, v in cls._tied_weights_keys.items() if k !
 class T5Untied(tf.T5ForConditionalGeneration):
     "T5 v1.1: the head is a matrix of its own."
     _tied_weights_keys = _untied(tf.T5ForConditionalGeneration)
-    # its loss is a mean over its own labels: a trainer that accumulates is to divide
+    # its loss is a mean over its own labels: a trainer that accumulates has to divide
     accepts_loss_kwargs = False
 
 class MT5Untied(tf.MT5ForConditionalGeneration):
@@ -32,24 +32,28 @@ class MT5Untied(tf.MT5ForConditionalGeneration):
 
 # %% ../../nbs/04_models/02_zoo.ipynb #d650fc1d
 def _reach(model):
-    "The class that a size names: itself, one of ours by the registry of `core`, which then registers itself with the Auto classes, or transformers' own"
+    "The class that a size names: itself, one of ours by the registry of `core`, or transformers' own"
     if not isinstance(model, str): return model
     return _ours("model", model) if model in known("model") else getattr(tf, model)
 
 def _ours(table, name):
-    "A class of ours; its room makes it known to transformers"
+    "A class of ours; its room registers it with the Auto classes"
     cls = lookup(table, name)
     if hasattr(room := sys.modules[cls.__module__], "register"): room.register()
     return cls
 
+def _knows(kind, default, own, k):
+    "Has a configuration class a value of this name?"
+    if k in own or k == "attn_implementation": return True
+    return not k.startswith("_") and hasattr(default, k) and not callable(getattr(default, k))
+
+# %% ../../nbs/04_models/02_zoo.ipynb #adc1abac
 @dataclass(frozen=True)
 class Size:
     "One size of a model family: `build` makes it, `zoo` lists it."
-    family:str                                   # such as "LLaMA"
-    # a model class of transformers or of ours, by name; or a class with a `config_class`
-    model:str|type
-    # configuration values that differ from the class's defaults; or where the registry has them: "VALUES" or
-    # "TABLE/name"
+    family:str            # such as "LLaMA"
+    model:str|type        # a model class of transformers or of ours, by name; or a class with a `config_class`
+    # values that differ from the class's defaults; or where the registry has them: "VALUES" or "TABLE/name"
     values:dict|str = field(default_factory=dict)
 
     def architecture(self)->type: # the model class
@@ -70,35 +74,26 @@ class Size:
         kind = self.architecture().config_class
         alias, default, own = getattr(kind, "attribute_map", {}), kind(), self.shape()
         for k in overrides:
-            known = (
-                k in own
-                or k == "attn_implementation"
-                or not k.startswith("_")
-                and hasattr(default, k)
-                and not callable(getattr(default, k))
-            )
-            if not known:
+            if not _knows(kind, default, own, k):
                 raise TypeError(f"{kind.__name__} has no {k!r}{did_you_mean(k, [*default.to_dict(), *alias])}")
         values = {**own, **{alias.get(k, k): v for k, v in overrides.items()}}
-        # a smaller vocabulary lacks the family's special tokens
+        if "vocab_size" not in overrides: return kind(**values)
         for k in ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"):
-            i = values.get(k, getattr(default, k, None))
-            if "vocab_size" in overrides and k not in overrides and isinstance(i, int) and i >= overrides["vocab_size"]:
-                values[k] = None
+            i = values.get(k, getattr(default, k, None))    # a smaller vocabulary lacks the family's special tokens
+            if k not in overrides and isinstance(i, int) and i >= overrides["vocab_size"]: values[k] = None
         return kind(**values)
 
+# %% ../../nbs/04_models/02_zoo.ipynb #d6066ad9
 def _sizes(family, model, names, rows, **same):
-    "{name: Size} of one family: `names` of the values that differ, a row of values for each size, values that are the `same`"
+    "{name: Size} of one family: `names` of the values that differ, a row for each size, values that are the `same`"
     return {n: Size(family, model, {**dict(zip(names.split(), row)), **same}) for n, row in rows.items()}
 
 # %% ../../nbs/04_models/02_zoo.ipynb #58fe4462
 _STACK = "num_hidden_layers hidden_size num_attention_heads intermediate_size"
 
-def _encoders():
+def _berts():
+    make = lambda names, rows, **same: _sizes("BERT", "BertForMaskedLM", names, rows, **same)
     base, large = (12, 768, 12, 3072), (24, 1024, 16, 4096)
-    long = dict(
-        layer_norm_eps=1e-5, vocab_size=50265, type_vocab_size=1, pad_token_id=1, bos_token_id=0, eos_token_id=2
-    )
     vocabularies = {
         "bert-base-cased": 28996,
         "bert-base-chinese": 21128,
@@ -106,144 +101,97 @@ def _encoders():
         "kv-plm": 31090,
     }
     return {
-        **_sizes("BERT", "BertForMaskedLM", _STACK, {"bert-base": base, "bert-large": large}),
-        **_sizes("BERT", "BertForMaskedLM", _STACK + " vocab_size", {n: (*base, v) for n, v in vocabularies.items()}),
-        **_sizes("BERT", "BertForMaskedLM", _STACK, {"bert-large-cased": large}, vocab_size=28996),
-        **_sizes(
-            "RoBERTa",
-            "RobertaForMaskedLM",
-            _STACK,
-            {"roberta-base": base, "roberta-large": large},
-            max_position_embeddings=514,
-            **long,
-        ),
-        **_sizes(
-            "Longformer",
-            "LongformerForMaskedLM",
-            _STACK,
-            {"longformer-base": base, "longformer-large": large},
-            max_position_embeddings=4098,
-            attention_window=512,
-            **long,
-        ),
-        **_sizes(
-            "Longformer",
-            "LongformerForMaskedLM",
-            _STACK,
-            {"lawformer": base},
-            vocab_size=21128,
-            max_position_embeddings=4098,
-            type_vocab_size=2,
-            attention_window=512,
-        ),
-        **_sizes("ViT", "ViTForImageClassification", _STACK, {"vit-base": base, "vit-large": large}, num_labels=1000),
-        **_sizes(
-            "ViT",
-            "ViTForImageClassification",
-            _STACK,
-            {"vit-huge": (32, 1280, 16, 5120)},
-            num_labels=1000,
-            patch_size=14,
-        ),
+        **make(_STACK, {"bert-base": base, "bert-large": large}),
+        **make(_STACK + " vocab_size", {n: (*base, v) for n, v in vocabularies.items()}),
+        **make(_STACK, {"bert-large-cased": large}, vocab_size=28996),
+    }
+
+def _robertas():
+    base, large = (12, 768, 12, 3072), (24, 1024, 16, 4096)
+    long = dict(max_position_embeddings=4098, attention_window=512)
+    tokens = dict(vocab_size=50265, type_vocab_size=1, pad_token_id=1, bos_token_id=0, eos_token_id=2)
+    roberta = dict(tokens, layer_norm_eps=1e-5)
+    longformer = lambda rows, **same: _sizes("Longformer", "LongformerForMaskedLM", _STACK, rows, **same)
+    two = {"roberta-base": base, "roberta-large": large}
+    return {
+        **_sizes("RoBERTa", "RobertaForMaskedLM", _STACK, two, max_position_embeddings=514, **roberta),
+        **longformer({"longformer-base": base, "longformer-large": large}, **long, **roberta),
+        **longformer({"lawformer": base}, vocab_size=21128, type_vocab_size=2, **long),
+    }
+
+def _encoders():
+    vit = lambda rows, **same: _sizes("ViT", "ViTForImageClassification", _STACK, rows, num_labels=1000, **same)
+    return {
+        **_berts(),
+        **_robertas(),
+        **vit({"vit-base": (12, 768, 12, 3072), "vit-large": (24, 1024, 16, 4096)}),
+        **vit({"vit-huge": (32, 1280, 16, 5120)}, patch_size=14),
         **_sizes("MiniLM", "BertModel", _STACK, {"minilm-l6": (6, 384, 12, 1536)}),
     }
 
 # %% ../../nbs/04_models/02_zoo.ipynb #207a4589
+def _gpts():
+    gpt2 = lambda rows, **same: _sizes("GPT-2", "GPT2LMHeadModel", "n_layer n_embd n_head", rows, **same)
+    rows = {
+        "gpt2": (12, 768, 12),
+        "gpt2-medium": (24, 1024, 16),
+        "gpt2-large": (36, 1280, 20),
+        "gpt2-xl": (48, 1600, 25),
+    }
+    return {
+        **gpt2(rows),
+        **gpt2({"wenzhong-gpt2-3.5b": (30, 3072, 32)}, vocab_size=50304),
+        **_sizes("GPT-J", "GPTJForCausalLM", "n_layer n_embd n_head rotary_dim", {"gpt-j-6b": (28, 4096, 16, 64)}),
+    }
+
+def _opts():
+    names = "num_hidden_layers hidden_size num_attention_heads ffn_dim word_embed_proj_dim"
+    rows = {
+        "opt-125m": (12, 768, 12, 3072, 768),
+        "opt-1.3b": (24, 2048, 32, 8192, 2048),
+        "opt-2.7b": (32, 2560, 32, 10240, 2560),
+        "opt-6.7b": (32, 4096, 32, 16384, 4096),
+        "opt-13b": (40, 5120, 40, 20480, 5120),
+        "opt-30b": (48, 7168, 56, 28672, 7168),
+        "opt-66b": (64, 9216, 72, 36864, 9216),
+        "opt-175b": (96, 12288, 96, 49152, 12288),
+    }
+    post_norm = {"opt-350m": (24, 1024, 16, 4096, 512)}
+    return {
+        **_sizes("OPT", "OPTForCausalLM", names, rows),
+        **_sizes("OPT", "OPTForCausalLM", names, post_norm, do_layer_norm_before=False),
+    }
+
+# %% ../../nbs/04_models/02_zoo.ipynb #315fd023
 _LLAMA = "num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size"
 
-def _decoders():
-    opt = "num_hidden_layers hidden_size num_attention_heads ffn_dim word_embed_proj_dim"
-    rope = lambda theta: {"rope_type": "default", "rope_theta": theta}
-    return {
-        **_sizes(
-            "GPT-2",
-            "GPT2LMHeadModel",
-            "n_layer n_embd n_head",
-            {
-                "gpt2": (12, 768, 12),
-                "gpt2-medium": (24, 1024, 16),
-                "gpt2-large": (36, 1280, 20),
-                "gpt2-xl": (48, 1600, 25),
-            },
-        ),
-        **_sizes(
-            "GPT-2",
-            "GPT2LMHeadModel",
-            "n_layer n_embd n_head",
-            {"wenzhong-gpt2-3.5b": (30, 3072, 32)},
-            vocab_size=50304,
-        ),
-        **_sizes("GPT-J", "GPTJForCausalLM", "n_layer n_embd n_head rotary_dim", {"gpt-j-6b": (28, 4096, 16, 64)}),
-        **_sizes(
-            "OPT",
-            "OPTForCausalLM",
-            opt,
-            {
-                "opt-125m": (12, 768, 12, 3072, 768),
-                "opt-1.3b": (24, 2048, 32, 8192, 2048),
-                "opt-2.7b": (32, 2560, 32, 10240, 2560),
-                "opt-6.7b": (32, 4096, 32, 16384, 4096),
-                "opt-13b": (40, 5120, 40, 20480, 5120),
-                "opt-30b": (48, 7168, 56, 28672, 7168),
-                "opt-66b": (64, 9216, 72, 36864, 9216),
-                "opt-175b": (96, 12288, 96, 49152, 12288),
-            },
-        ),
-        **_sizes("OPT", "OPTForCausalLM", opt, {"opt-350m": (24, 1024, 16, 4096, 512)}, do_layer_norm_before=False),
-        **_sizes(
-            "LLaMA",
-            "LlamaForCausalLM",
-            _LLAMA,
-            {
-                "llama-7b": (32, 4096, 32, 32, 11008),
-                "llama-13b": (40, 5120, 40, 40, 13824),
-                "llama-33b": (60, 6656, 52, 52, 17920),
-                "llama-65b": (80, 8192, 64, 64, 22016),
-            },
-            vocab_size=32000,
-            max_position_embeddings=2048,
-            rms_norm_eps=1e-6,
-        ),
-        **_sizes(
-            "LLaMA 2",
-            "LlamaForCausalLM",
-            _LLAMA,
-            {
-                "llama2-7b": (32, 4096, 32, 32, 11008),
-                "llama2-13b": (40, 5120, 40, 40, 13824),
-                "llama2-70b": (80, 8192, 64, 8, 28672),
-            },
-            vocab_size=32000,
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-5,
-        ),
-        **_sizes(
-            "LLaMA 3",
-            "LlamaForCausalLM",
-            _LLAMA,
-            {"llama3-8b": (32, 4096, 32, 8, 14336), "llama3-70b": (80, 8192, 64, 8, 28672)},
-            vocab_size=128256,
-            max_position_embeddings=8192,
-            rms_norm_eps=1e-5,
-            bos_token_id=128000,
-            eos_token_id=128001,
-            rope_parameters=rope(5e5),
-        ),
-        **_sizes(
-            "SmolLM2",
-            "LlamaForCausalLM",
-            _LLAMA,
-            {"smollm2-135m": (30, 576, 9, 3, 1536)},
-            vocab_size=49152,
-            max_position_embeddings=8192,
-            rms_norm_eps=1e-5,
-            tie_word_embeddings=True,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=2,
-            rope_parameters=rope(1e5),
-        ),
+def _llamas():
+    def make(family, rows, vocab_size, max_position_embeddings, rms_norm_eps, **same):
+        same |= dict(max_position_embeddings=max_position_embeddings, rms_norm_eps=rms_norm_eps)
+        return _sizes(family, "LlamaForCausalLM", _LLAMA, rows, vocab_size=vocab_size, **same)
+    rope = lambda theta: dict(rope_parameters={"rope_type": "default", "rope_theta": theta})
+    one = {
+        "llama-7b": (32, 4096, 32, 32, 11008),
+        "llama-13b": (40, 5120, 40, 40, 13824),
+        "llama-33b": (60, 6656, 52, 52, 17920),
+        "llama-65b": (80, 8192, 64, 64, 22016),
     }
+    two = {
+        "llama2-7b": (32, 4096, 32, 32, 11008),
+        "llama2-13b": (40, 5120, 40, 40, 13824),
+        "llama2-70b": (80, 8192, 64, 8, 28672),
+    }
+    three = {"llama3-8b": (32, 4096, 32, 8, 14336), "llama3-70b": (80, 8192, 64, 8, 28672)}
+    smol = {"smollm2-135m": (30, 576, 9, 3, 1536)}
+    ends = lambda bos, eos: dict(bos_token_id=bos, eos_token_id=eos)
+    return {
+        **make("LLaMA", one, 32000, 2048, 1e-6),
+        **make("LLaMA 2", two, 32000, 4096, 1e-5),
+        **make("LLaMA 3", three, 128256, 8192, 1e-5, **ends(128000, 128001), **rope(5e5)),
+        **make("SmolLM2", smol, 49152, 8192, 1e-5, tie_word_embeddings=True, pad_token_id=2, **ends(1, 2), **rope(1e5)),
+    }
+
+def _decoders(): return {**_gpts(), **_opts(), **_llamas()}
 
 # %% ../../nbs/04_models/02_zoo.ipynb #44cf9377
 _T5 = "num_layers d_model num_heads d_kv d_ff"
@@ -251,50 +199,40 @@ _T5 = "num_layers d_model num_heads d_kv d_ff"
 def _seq2seq():
     start = dict(decoder_start_token_id=0)               # the padding token, which the class's defaults leave out
     gated = dict(start, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
-    small, base, large, xl, xxl = (
-        (8, 512, 6, 64, 1024),
-        (12, 768, 12, 64, 2048),
-        (24, 1024, 16, 64, 2816),
-        (24, 2048, 32, 64, 5120),
-        (24, 4096, 64, 64, 10240),
-    )
-    named = lambda stem: dict(
-        zip((f"{stem}-{s}" for s in ("small", "base", "large", "xl", "xxl")), (small, base, large, xl, xxl))
-    )
+    first = {
+        "t5-small": (6, 512, 8, 64, 2048),
+        "t5-base": (12, 768, 12, 64, 3072),
+        "t5-large": (24, 1024, 16, 64, 4096),
+        "t5-3b": (24, 1024, 32, 128, 16384),
+        "t5-11b": (24, 1024, 128, 128, 65536),
+    }
+    later = {
+        "small": (8, 512, 6, 64, 1024),
+        "base": (12, 768, 12, 64, 2048),
+        "large": (24, 1024, 16, 64, 2816),
+        "xl": (24, 2048, 32, 64, 5120),
+        "xxl": (24, 4096, 64, 64, 10240),
+    }
+    named = lambda stem: {f"{stem}-{size}": row for size, row in later.items()}
+    v11 = {**named("t5-v1_1"), **named("flan-t5"), "mengzi-t5-base": later["base"]}
     return {
-        **_sizes(
-            "T5",
-            "T5ForConditionalGeneration",
-            _T5,
-            {
-                "t5-small": (6, 512, 8, 64, 2048),
-                "t5-base": (12, 768, 12, 64, 3072),
-                "t5-large": (24, 1024, 16, 64, 4096),
-                "t5-3b": (24, 1024, 32, 128, 16384),
-                "t5-11b": (24, 1024, 128, 128, 65536),
-            },
-            **start,
-        ),
-        **_sizes("T5 v1.1", T5Untied, _T5, {**named("t5-v1_1"), **named("flan-t5"), "mengzi-t5-base": base}, **gated),
+        **_sizes("T5", "T5ForConditionalGeneration", _T5, first, **start),
+        **_sizes("T5 v1.1", T5Untied, _T5, v11, **gated),
         **_sizes("mT5", MT5Untied, _T5, named("mt5"), vocab_size=250112, **gated),
     }
 
 # %% ../../nbs/04_models/02_zoo.ipynb #c8675384
+_ANTS = "cpm-ant-10b cpm-ant-7b cpm-ant-3b cpm-ant-2b cpm-ant-1b cpm-ant-0.3b"
+_BEES = "cpm-bee-10b cpm-bee-5b cpm-bee-2b cpm-bee-1b"
+
 def _own():
     at = lambda family, model, table, names: {n: Size(family, model, f"{table}/{n}") for n in names.split()}
-    cpm2, eva = "Cpm2ForConditionalGeneration", "EvaForConditionalGeneration"
+    gpt2, cpm2, eva = "GPT2LMHeadModel", "Cpm2ForConditionalGeneration", "EvaForConditionalGeneration"
+    small = {"cpm-1-small": (12, 768, 12), "cpm-1-medium": (24, 1024, 16)}
+    tokens = dict(vocab_size=30000, bos_token_id=1, eos_token_id=7, pad_token_id=5)
     return {
-        "cpm-1": Size("CPM-1", "GPT2LMHeadModel", "CPM1"),
-        **_sizes(
-            "CPM-1",
-            "GPT2LMHeadModel",
-            "n_layer n_embd n_head",
-            {"cpm-1-small": (12, 768, 12), "cpm-1-medium": (24, 1024, 16)},
-            vocab_size=30000,
-            bos_token_id=1,
-            eos_token_id=7,
-            pad_token_id=5,
-        ),
+        "cpm-1": Size("CPM-1", gpt2, "CPM1"),
+        **_sizes("CPM-1", gpt2, "n_layer n_embd n_head", small, **tokens),
         "cpm-1-modelcenter": Size("CPM-1", "Cpm1ForCausalLM"),
         "cpm-2": Size("CPM-2", cpm2),
         "cpm-2.1": Size("CPM-2", cpm2),
@@ -304,10 +242,8 @@ def _own():
         "eva2": Size("EVA", eva),
         **_sizes("EVA", eva, _T5, {"eva2-large": (24, 1024, 16, 64, 4096), "eva2-base": (12, 768, 12, 64, 3072)}),
         "glm-10b-zh": Size("GLM", "BlankGlmForConditionalGeneration"),
-        **at(
-            "CPM-Ant", "CpmAntTied", "ANT_SIZES", "cpm-ant-10b cpm-ant-7b cpm-ant-3b cpm-ant-2b cpm-ant-1b cpm-ant-0.3b"
-        ),
-        **at("CPM-Bee", "CpmBeeForCausalLM", "BEE_SIZES", "cpm-bee-10b cpm-bee-5b cpm-bee-2b cpm-bee-1b"),
+        **at("CPM-Ant", "CpmAntTied", "ANT_SIZES", _ANTS),
+        **at("CPM-Bee", "CpmBeeForCausalLM", "BEE_SIZES", _BEES),
     }
 
 def _table(): return {**_encoders(), **_decoders(), **_seq2seq(), **_own()}
@@ -335,13 +271,10 @@ def sizes(
 )->list[str]:      # names of sizes, in the zoo's order
     "The names that `build` knows."
     found = [n for n, s in _SIZES.items() if family.lower() in n or family.lower() in s.family.lower()]
-    if not found:
-        raise LookupError(
-            f"family={family!r} is in no "
-            f"name{did_you_mean(family, {s.family for s in _SIZES.values()} | set(_SIZES))}; families are "
-            f"{', '.join(dict.fromkeys(s.family for s in _SIZES.values()))}"
-        )
-    return found
+    if found: return found
+    families = list(dict.fromkeys(s.family for s in _SIZES.values()))
+    near = did_you_mean(family, {*families, *_SIZES})
+    raise LookupError(f"family={family!r} is in no name{near}; families are {', '.join(families)}")
 
 def size_of(
     name:str, # a size, or another name of it
@@ -405,10 +338,8 @@ _HUB = {
     "bert-large": "google-bert/bert-large-uncased",
     "roberta-base": "FacebookAI/roberta-base",
     "roberta-large": "FacebookAI/roberta-large",
-    **{
-        f"bert-{n}": f"google-bert/bert-{n}"
-        for n in ("base-cased", "base-chinese", "base-multilingual-cased", "large-cased")
-    },
+    **{f"bert-{n}": f"google-bert/bert-{n}" for n in "base-cased base-chinese large-cased".split()},
+    "bert-base-multilingual-cased": "google-bert/bert-base-multilingual-cased",
     "lawformer": "thunlp/Lawformer",
     **{f"longformer-{n}": f"allenai/longformer-{n}-4096" for n in ("base", "large")},
     **{f"vit-{n}": f"google/vit-{n}-patch16-224" for n in ("base", "large")},
@@ -421,24 +352,34 @@ _HUB = {
     **{f"opt-{n}": f"facebook/opt-{n}" for n in "125m 350m 1.3b 2.7b 6.7b 13b 30b 66b".split()},
     **{f"t5-{n}": f"google-t5/t5-{n}" for n in "small base large 3b 11b".split()},
     "mengzi-t5-base": "Langboat/mengzi-t5-base",
-    **{
-        f"{stem}-{n}": f"google/{stem}-{n}"
-        for stem in ("t5-v1_1", "flan-t5", "mt5")
-        for n in ("small", "base", "large", "xl", "xxl")
-    },
+    **{f"t5-v1_1-{n}": f"google/t5-v1_1-{n}" for n in "small base large xl xxl".split()},
+    **{f"flan-t5-{n}": f"google/flan-t5-{n}" for n in "small base large xl xxl".split()},
+    **{f"mt5-{n}": f"google/mt5-{n}" for n in "small base large xl xxl".split()},
     **{f"llama2-{n}": f"meta-llama/Llama-2-{n}-hf" for n in ("7b", "13b", "70b")},
     **{f"llama3-{n}": f"meta-llama/Meta-Llama-3-{n.upper()}" for n in ("8b", "70b")},
 }
-_PUBLISHED = {k: v for row in """
-bert-base 110M bert-large 340M bert-base-cased 109M bert-large-cased 335M bert-base-chinese 103M bert-base-multilingual-cased 179M roberta-base 125M roberta-large 355M
-longformer-base 149M longformer-large 435M vit-base 86M vit-large 307M vit-huge 632M minilm-l6 22.7M
-gpt2 124M gpt2-medium 355M gpt2-large 774M gpt2-xl 1.5B wenzhong-gpt2-3.5b 3.5B gpt-j-6b 6.05B smollm2-135m 135M
-opt-125m 125M opt-350m 350M opt-1.3b 1.3B opt-2.7b 2.7B opt-6.7b 6.7B opt-13b 13B opt-30b 30B opt-66b 66B opt-175b 175B
-llama-7b 6.7B llama-13b 13.0B llama-33b 32.5B llama-65b 65.2B llama2-7b 7B llama2-13b 13B llama2-70b 70B llama3-8b 8B llama3-70b 70B
-t5-small 60M t5-base 220M t5-large 770M t5-3b 2.8B t5-11b 11B t5-v1_1-small 77M t5-v1_1-base 250M t5-v1_1-large 800M t5-v1_1-xl 3B t5-v1_1-xxl 11B mengzi-t5-base 220M
-flan-t5-small 80M flan-t5-base 250M flan-t5-large 780M flan-t5-xl 3B flan-t5-xxl 11B mt5-small 300M mt5-base 580M mt5-large 1.2B mt5-xl 3.7B mt5-xxl 13B
-cpm-1 2.6B cpm-1-small 109M cpm-1-medium 334M cpm-2 11B cpm-2.1 11B cpm-2-moe 198B eva 2.8B eva2 2.8B eva2-large 970M eva2-base 300M glm-10b-zh 10B
-cpm-bee-10b 10B cpm-bee-5b 5B cpm-bee-2b 2B cpm-bee-1b 1B cpm-ant-10b 10B cpm-ant-7b 7B cpm-ant-3b 3B cpm-ant-2b 2B cpm-ant-1b 1B cpm-ant-0.3b 300M""".strip().splitlines() for k, v in zip(row.split()[::2], row.split()[1::2])}
+
+
+# %% ../../nbs/04_models/02_zoo.ipynb #9a40ac48
+_FIGURES = """
+bert-base 110M  bert-large 340M  bert-base-cased 109M  bert-large-cased 335M  bert-base-chinese 103M
+bert-base-multilingual-cased 179M  roberta-base 125M  roberta-large 355M  longformer-base 149M  longformer-large 435M
+vit-base 86M  vit-large 307M  vit-huge 632M  minilm-l6 22.7M
+gpt2 124M  gpt2-medium 355M  gpt2-large 774M  gpt2-xl 1.5B  wenzhong-gpt2-3.5b 3.5B  gpt-j-6b 6.05B  smollm2-135m 135M
+opt-125m 125M  opt-350m 350M  opt-1.3b 1.3B  opt-2.7b 2.7B  opt-6.7b 6.7B  opt-13b 13B  opt-30b 30B  opt-66b 66B
+opt-175b 175B
+llama-7b 6.7B  llama-13b 13.0B  llama-33b 32.5B  llama-65b 65.2B
+llama2-7b 7B  llama2-13b 13B  llama2-70b 70B  llama3-8b 8B  llama3-70b 70B
+t5-small 60M  t5-base 220M  t5-large 770M  t5-3b 2.8B  t5-11b 11B  mengzi-t5-base 220M
+t5-v1_1-small 77M  t5-v1_1-base 250M  t5-v1_1-large 800M  t5-v1_1-xl 3B  t5-v1_1-xxl 11B
+flan-t5-small 80M  flan-t5-base 250M  flan-t5-large 780M  flan-t5-xl 3B  flan-t5-xxl 11B
+mt5-small 300M  mt5-base 580M  mt5-large 1.2B  mt5-xl 3.7B  mt5-xxl 13B
+cpm-1 2.6B  cpm-1-small 109M  cpm-1-medium 334M  cpm-2 11B  cpm-2.1 11B  cpm-2-moe 198B
+eva 2.8B  eva2 2.8B  eva2-large 970M  eva2-base 300M  glm-10b-zh 10B
+cpm-bee-10b 10B  cpm-bee-5b 5B  cpm-bee-2b 2B  cpm-bee-1b 1B
+cpm-ant-10b 10B  cpm-ant-7b 7B  cpm-ant-3b 3B  cpm-ant-2b 2B  cpm-ant-1b 1B  cpm-ant-0.3b 300M
+""".split()
+_PUBLISHED = dict(zip(_FIGURES[::2], _FIGURES[1::2]))
 
 # %% ../../nbs/04_models/02_zoo.ipynb #c47a19c8
 def _number(text):
@@ -454,9 +395,8 @@ def license_of(
 
 def zoo(
     family:str="", # part of a name or of a family's name, such as "CPM"; "": all
-# index: name; columns: family, model (class), kind, layers (of each stack), width, heads, parameters (tied once),
-# published (figure), ratio (of the two), license, weights (hub name)
-)->pd.DataFrame:
+)->pd.DataFrame:   # index: name; columns: family, model (class), kind, layers (of each stack), width, heads,
+                   # parameters (tied once), published (figure), ratio (of the two), license, weights (hub name)
     "The sizes, with their parameters counted on the meta device."
     rows = {}
     for name in sizes(family):
@@ -480,9 +420,9 @@ def zoo(
 
 # %% ../../nbs/04_models/02_zoo.ipynb #a91db412
 def anatomy(
-    model, # a name of the zoo, or any model
-# index: role, or name for want of one; columns: how many, shape of each, parameters, share 0 … 1; largest first
-)->pd.DataFrame:
+    model,       # a name of the zoo, or any model
+)->pd.DataFrame: # index: role, or name where there is none; columns: how many, shape of each, parameters,
+                 # share 0 … 1; largest first
     "The parameters of a model, summed over what is equal in role and shape; tied ones once."
     if isinstance(model, str): model = build(model, device="meta", random=False)
     known, rows, seen = roles(model), {}, set()
@@ -494,13 +434,9 @@ def anatomy(
         key = (f"{role} bias" if leaf == "bias" and role in ROLES else role, tuple(p.shape))
         n, total = rows.get(key, (0, 0))
         rows[key] = n + 1, total + p.numel()
-    whole = sum(t for _, t in rows.values())
-    return pd.DataFrame(
-        [
-            {"what": k, "count": n, "shape": s, "parameters": t, "share": t / whole}
-            for (k, s), (n, t) in sorted(rows.items(), key=lambda r: -r[1][1])
-        ]
-    ).set_index("what")
+    whole, names = sum(t for _, t in rows.values()), ["what", "count", "shape", "parameters", "share"]
+    largest = sorted(rows.items(), key=lambda r: -r[1][1])
+    return pd.DataFrame([(k, n, s, t, t / whole) for (k, s), (n, t) in largest], columns=names).set_index("what")
 
 # %% ../../nbs/04_models/02_zoo.ipynb #e1e6294e
 _AUTO = {"ForCausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM",

@@ -1,4 +1,5 @@
-"""Conversions: the manifests against the published modules written down a second time, other dtypes and formats, what a killed or a wrong conversion leaves."""
+"""Conversions: the manifests against the published modules written down a second time, other dtypes and formats, what a
+killed or a wrong conversion leaves."""
 import json
 import subprocess
 import sys
@@ -150,9 +151,9 @@ def test_older_names(tmp_path):
     )
     w = saved(tmp_path, config, "cpm-1-modelcenter")
     old = {}
+    bare = [(f"{x}.weight", x) for x in ("project_q", "project_k", "project_v", "attention_out")]
     for n, t in w.items():
-        for a, b in (("ffn.ffn.w_in.w_", "ffn.ffn.w_"), ("project_q.weight", "project_q"), ("project_k.weight", "project_k"), ("project_v.weight", "project_v"), ("attention_out.weight", "attention_out")):
-            n = n.replace(a, b)
+        for a, b in (("ffn.ffn.w_in.w_", "ffn.ffn.w_"), *bare): n = n.replace(a, b)
         old[n.replace(".weight", "") if "ffn.ffn" in n else n] = t
     torch.save(old, tmp_path / "old.pt")
     back, a = (
@@ -217,7 +218,8 @@ import math, re, threading, time, torch
 from pathlib import Path
 from bmlab.models.convert import plan, to_original, to_safetensors, write_safetensors
 from bmlab.models.cpm2 import Cpm2Config
-config, folder = Cpm2Config(vocab_size=2000, d_model=768, d_kv=64, d_ff=2048, num_heads=12, num_layers=4), Path({str(tmp_path)!r})
+config = Cpm2Config(vocab_size=2000, d_model=768, d_kv=64, d_ff=2048, num_heads=12, num_layers=4)
+folder = Path({str(tmp_path)!r})
 sizes = {{n: (torch.float32, tuple(s)) for r, (new, _) in plan("cpm-2", config).items() for n, s in zip(r.new, new)}}
 (folder / "a").mkdir(); config.save_pretrained(folder / "a")
 write_safetensors(folder / "a/model.safetensors", sizes, ((n, torch.rand(s)) for n, (_, s) in sizes.items()))

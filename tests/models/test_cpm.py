@@ -37,7 +37,9 @@ def ant(**kw):
     return CpmAntTied(tf.CpmAntConfig(**{**ANT, **kw})).eval()
 
 
-def tokenizer(): return CpmBeeTokenizer(vocab=[*BEE_SPECIALS, *"今天气好冷一二三四问答选项是否", "天气", "ab", "a", "b"])
+def tokenizer():
+    words = [*"今天气好冷一二三四问答选项是否", "天气", "ab", "a", "b"]
+    return CpmBeeTokenizer(vocab=[*BEE_SPECIALS, *words])
 
 
 def bee(tok=None, **kw):
@@ -539,7 +541,8 @@ def test_letters_are_the_published_pairs():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [48, 512])
 def test_whatever_kernel_of_attention_a_gpu_takes(length, dtype):
-    "Against float64 written out, at a width and a length of use: what is said, and the gradients of the biases; a bias has other strides and another alignment at each length"
+    """Outputs and gradients of the biases against float64 written out, at a width and a length of use; a bias has other
+    strides and another alignment at each length"""
     shape = dict(
         vocab_size=500,
         hidden_size=256,

@@ -1,4 +1,5 @@
-"""CPM-1, CPM-2, EVA and GLM against a second transcription of their equations, their published sizes, and what takes models: Auto classes, PEFT, decoding."""
+"""CPM-1, CPM-2, EVA and GLM against a second transcription of their equations, their published sizes, and what takes
+models: Auto classes, PEFT, decoding."""
 import warnings
 
 import pytest
@@ -89,10 +90,15 @@ def test_cpm1_of_modelcenter(tmp_path):
     close(model(long[None]).logits[0], ref.cpm1_center(w, long, 4, 20))
 
 
+T5_KINDS = [
+    (Cpm2ForConditionalGeneration, Cpm2Config(**T5), "cpm-2", False),
+    (EvaForConditionalGeneration, EvaConfig(**T5, attn_scale=False), "eva", False),
+    (EvaForConditionalGeneration, EvaConfig(**T5), "eva", True),
+]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("kind, config, family, "
-                         "scale", [(Cpm2ForConditionalGeneration, Cpm2Config(**T5), "cpm-2", False), (EvaForConditionalGeneration, EvaConfig(**T5, attn_scale=False), "eva", False),
-                                                         (EvaForConditionalGeneration, EvaConfig(**T5), "eva", True)], ids=["cpm-2", "eva", "eva2"])
+@pytest.mark.parametrize("kind, config, family, scale", T5_KINDS, ids=["cpm-2", "eva", "eva2"])
 def test_cpm2_and_eva(tmp_path, kind, config, family, scale):
     model = made(kind, config)
     w = original(model, tmp_path, family)
@@ -149,9 +155,13 @@ def test_glm(tmp_path, family):
                 back[f"{q}attention.query_key_value.{leaf}"] = torch.cat(
                     [w[f"{p}self_att.self_attention.project_{x}.{leaf}"] for x in "qkv"]
                 )
-                for a, b in (("input_layernorm", "self_att.layernorm_before_attention"), ("attention.dense", "self_att.self_attention.attention_out"), ("post_attention_layernorm", "ffn.layernorm_before_ffn"),
-                             ("mlp.dense_h_to_4h", "ffn.ffn.w_in.w"), ("mlp.dense_4h_to_h", "ffn.ffn.w_out")):
-                                 back[f"{q}{a}.{leaf}"] = w[f"{p}{b}.{leaf}"]
+                for a, b in (
+                    ("input_layernorm", "self_att.layernorm_before_attention"),
+                    ("attention.dense", "self_att.self_attention.attention_out"),
+                    ("post_attention_layernorm", "ffn.layernorm_before_ffn"),
+                    ("mlp.dense_h_to_4h", "ffn.ffn.w_in.w"),
+                    ("mlp.dense_4h_to_h", "ffn.ffn.w_out"),
+                ): back[f"{q}{a}.{leaf}"] = w[f"{p}{b}.{leaf}"]
         w = back
     for spans in ([(2, 4), (6, 7)], [(6, 7), (2, 4)]):
         e = blank_example(ids.tolist(), spans, 51, 50, 52)

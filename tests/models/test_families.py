@@ -173,12 +173,18 @@ def test_what_generate_says(name):
 
 
 def test_beams_of_a_generation_config_stay_out():
-    "A checkpoint that asks for beams and penalties: a stream is one text, as the sampler draws it, however the model decodes"
+    "A checkpoint that asks for beams and penalties: a stream is still one text, as the sampler draws it"
     model = make("one activation for all blocks")
     want, mode, *_ = said(model)
     first = want[0]
-    for asked in (dict(num_beams=4, no_repeat_ngram_size=2, repetition_penalty=9.0, min_length=12, early_stopping=True), dict(suppress_tokens=[first], bad_words_ids=[[first]], forced_eos_token_id=7),
-                  dict(eos_token_id=want[2], max_time=1e-4), dict(guidance_scale=3.0, stop_strings=["a"]), dict(prompt_lookup_num_tokens=3), dict(sequence_bias=[[[first], -50.0]], encoder_repetition_penalty=5.0)):
+    for asked in (
+        dict(num_beams=4, no_repeat_ngram_size=2, repetition_penalty=9.0, min_length=12, early_stopping=True),
+        dict(suppress_tokens=[first], bad_words_ids=[[first]], forced_eos_token_id=7),
+        dict(eos_token_id=want[2], max_time=1e-4),
+        dict(guidance_scale=3.0, stop_strings=["a"]),
+        dict(prompt_lookup_num_tokens=3),
+        dict(sequence_bias=[[[first], -50.0]], encoder_repetition_penalty=5.0),
+    ):
         old, model.generation_config = model.generation_config, tf.GenerationConfig(**asked)
         assert (
             mode == "generate"
@@ -210,7 +216,8 @@ def test_a_part_may_be_cast_to_what_it_is():
                 and part.float() is part
                 and part.to("cpu") is part
             )
-            for move in (lambda: part.to(torch.float16), lambda: part.to("meta"), part.share_memory, lambda: model.to(torch.float32), part.cuda):
+            casts = lambda: part.to(torch.float16), lambda: part.to("meta"), lambda: model.to(torch.float32)
+            for move in (*casts, part.share_memory, part.cuda):
                 with pytest.raises(RuntimeError, match="cannot be moved or cast"): move()
 
 
@@ -276,6 +283,7 @@ def test_guesses_for_several_texts_of_mpt():
         assert (
             say(draft=Forked(branches=3)) == want and {(2, False), (1, True)} <= set(masks) and (2, True) not in masks
         )
-    with Batcher(Decoder(model, 2, 60), SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)), eos_token_id=None), draft=Forked(branches=3)) as b:
+    tok = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)), eos_token_id=None)
+    with Batcher(Decoder(model, 2, 60), tok, draft=Forked(branches=3)) as b:
         got = [b.submit(text, 20, stop_ids=()), b.submit(text[1:], 12, stop_ids=())]
         assert ["".join(g).split() for g in got] == [list(map(str, w)) for w in want]

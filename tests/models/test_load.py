@@ -76,14 +76,23 @@ ASK = "from bmlab.models.load import load\ntry: load({!r})\nexcept Exception as 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name,answer", [("smollm2-135", "did you mean 'smollm2-135m'?"), ("no-such/model", "not on the model hub"), ("gpt2", "build('gpt2') makes it with random weights"), ("bert-base-uncased", "build('bert-base-uncased')")])
+@pytest.mark.parametrize("name,answer", [
+    ("smollm2-135", "did you mean 'smollm2-135m'?"),
+    ("no-such/model", "not on the model hub"),
+    ("gpt2", "build('gpt2') makes it with random weights"),
+    ("bert-base-uncased", "build('bert-base-uncased')"),
+])
 def test_a_name_that_the_hub_does_not_have(hub, tmp_path, name, answer):
     out = child(ASK.format(name), HF_ENDPOINT=hub, HF_HOME=str(tmp_path)).stdout
     assert out.startswith("LookupError |") and answer in out and len(out.splitlines()) == 1, out
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name,answer", [("smollm2-135", "did you mean 'smollm2-135m'?"), ("some/model", "the model hub cannot be reached ([Errno"), ("gpt2", "build('gpt2')")])
+@pytest.mark.parametrize("name,answer", [
+    ("smollm2-135", "did you mean 'smollm2-135m'?"),
+    ("some/model", "the model hub cannot be reached ([Errno"),
+    ("gpt2", "build('gpt2')"),
+])
 def test_a_name_without_a_hub(tmp_path, name, answer):
     out = child(ASK.format(name), HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path)).stdout
     assert out.startswith("OSError |") and answer in out and len(out.splitlines()) == 1, out
