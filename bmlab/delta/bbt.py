@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core import unwrap
-from .delta import _names_stay, deltas
+from .delta import deltas
+from .store import _names_stay
 from .soft import SoftPrompt
 
 # %% ../../nbs/30_delta/06_bbt.ipynb #ca65b4ec
