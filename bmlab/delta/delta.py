@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Delta', 'Deltas', 'deltas']
 
-# %% ../../nbs/30_delta/11_delta.ipynb #0f06e11a
+# %% ../../nbs/30_delta/11_delta.ipynb #5abe9a80
 import contextlib, functools, os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +15,12 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core import Count, Transient, changed, count, did_you_mean, format_count, parts, resolve, roles, table, unwrap
+from bmlab.core import (
+    Count, Transient, changed, count, did_you_mean, format_count, parts, resolve, roles, table, unwrap,
+)
 from .site import Site, _Sites, attach_site, detach_site
 
-# %% ../../nbs/30_delta/11_delta.ipynb #2cb344f3
+# %% ../../nbs/30_delta/11_delta.ipynb #9e908cfa
 _PREFIX = "base_model.model."     # before every name in PEFT's files
 
 class Delta:
@@ -79,7 +81,7 @@ class Delta:
         size = f"{format_count(c.delta)} parameters, {c.delta / c.total:.4%} of the model"
         return f"{type(self).__name__} {self.name!r} {where}: {size}{more}"
 
-# %% ../../nbs/30_delta/11_delta.ipynb #efcedcff
+# %% ../../nbs/30_delta/11_delta.ipynb #4e37bc23
 @patch
 def _free_name(self:Delta, name):
     "`name` if it is free; for None the kind, with the first free number"
@@ -101,7 +103,7 @@ def _default(self:Delta):
         "name modules= yourself, or choose them by pick(model)"
     )
 
-# %% ../../nbs/30_delta/11_delta.ipynb #a6b4ddbf
+# %% ../../nbs/30_delta/11_delta.ipynb #5f54d262
 def _sharded(model):
     "Has FSDP2 taken over parameters of this model? (Between one forward and the next they need not look like shards.)"
     if not torch.distributed.is_available(): return False
@@ -133,7 +135,7 @@ def attached(self:Delta)->bool:
     "Is it on the model now?"
     return not self._away()
 
-# %% ../../nbs/30_delta/11_delta.ipynb #d81370b0
+# %% ../../nbs/30_delta/11_delta.ipynb #6701128a
 @patch
 def attach(self:Delta):
     "Put the delta on the model; if it is attached already, switch it on."
@@ -168,7 +170,7 @@ def _check_attach(self:Delta, modules, away):
                 f"another delta is attached as {self.name!r}; detach it, or make this one with another name="
             )
 
-# %% ../../nbs/30_delta/11_delta.ipynb #154aaefd
+# %% ../../nbs/30_delta/11_delta.ipynb #a21aa4eb
 @patch
 def detach(self:Delta):
     "Take the delta off, exactly and in any order with others; on a sharded model it is only switched off."
@@ -189,7 +191,7 @@ def off(self:Delta):
     finally:
         for s, on in before.items(): s.enabled = on
 
-# %% ../../nbs/30_delta/11_delta.ipynb #fa7d99e9
+# %% ../../nbs/30_delta/11_delta.ipynb #a99a0562
 def _at_rest(model):
     "Inside, blocks that are streamed lie on the host, where they can be read and written"
     streamer = model.__dict__.get("_bmlab_streamer")
@@ -202,7 +204,7 @@ def _resting(method):
         with _at_rest(self.model): return method(self, *args, **kwargs)
     return rested
 
-# %% ../../nbs/30_delta/11_delta.ipynb #7ad9d8d6
+# %% ../../nbs/30_delta/11_delta.ipynb #a43eb073
 class Deltas(Mapping):
     "The deltas of a model by name, in order of attaching; `deltas(model)` makes it, and it is always up to date."
     def __init__(self,
@@ -238,7 +240,7 @@ def _row(name, d):
     share = c.delta / c.total if c.total else 0.0
     return (name, d.kind, len(d.sites), c.delta, share, on, on and any(s.enabled for s in d.sites.values()))
 
-# %% ../../nbs/30_delta/11_delta.ipynb #2e92b423
+# %% ../../nbs/30_delta/11_delta.ipynb #7a571974
 @patch
 def forget(self:Deltas,
     name:str, # a delta's name

@@ -37,7 +37,8 @@ class PrefixView:
             mine = f"{self.key.shape[0]} heads of {self.key.shape[2]} and {self.value.shape[2]}"
             its = f"{key.shape[1]} of {key.shape[3]} and {value.shape[3]}"
             raise RuntimeError(
-                f"the prefix is for {mine}, this attention has {its}; name heads= and head_dim=, or choose other modules"
+                f"the prefix is for {mine}, this attention has {its}; name heads= and head_dim=, or choose other "
+                "modules"
             )
         if self.cache is not None: key, value = self.cache.update(key, value, *args, **kwargs)
         front = lambda p, x: torch.cat([p.to(x.dtype).expand(len(x), -1, -1, -1), x], 2)
@@ -212,7 +213,8 @@ def attentions(
 
 def _usual(module):
     "Does it hand keys, values and mask to an attention function of transformers? Others mean other things by a mask"
-    homes, known = {c.__module__ for c in type(module).__mro__}, ("GPTJAttention", "GPTNeoSelfAttention", "XGLMAttention")
+    homes = {c.__module__ for c in type(module).__mro__}
+    known = ("GPTJAttention", "GPTNeoSelfAttention", "XGLMAttention")
     if any(c.__name__ in known for c in type(module).__mro__): return True
     return any(hasattr(sys.modules.get(h), "ALL_ATTENTION_FUNCTIONS") for h in homes)
 
@@ -314,8 +316,8 @@ def _check(self:Prefix, name, module, heads, head_dim):
     names, kind = forward_names(module), type(module).__name__
     if not any(c in names for c in _CACHES) or not any(m in names for m in _MASKS):
         raise TypeError(
-            f"a prefix sits on attention modules that take a cache and a mask; {name} is a {kind}; choose other modules "
-            "or exclude it"
+            f"a prefix sits on attention modules that take a cache and a mask; {name} is a {kind}; choose other "
+            "modules or exclude it"
         )
     if not _usual(module):
         raise TypeError(
@@ -400,7 +402,7 @@ def _layout(self:Prefix):
     return twice, L | 1 if twice else L
 
 @patch
-def file_tensors(self:Prefix)->dict[str, Tensor]: # PEFT's table, or a tensor per attention where PEFT has no word for it
+def file_tensors(self:Prefix)->dict[str, Tensor]: # PEFT's table, or a tensor per attention, which PEFT cannot read
     "What `save` writes; a network is folded in."
     each = {n: folded(s) for n, s in self.prefixes.items()}
     if not self._whole(): return {f"base_model.model.{n}.prefix": t for n, t in each.items()}

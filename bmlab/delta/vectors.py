@@ -19,7 +19,7 @@ from .tune import _new_head, _whole
 
 # %% ../../nbs/30_delta/03_vectors.ipynb #e5e87c39
 def _bias_shape(module):
-    "(length, dimension of the output) of a bias that a module has or could have; None where none is added to the output"
+    "(length, dimension of the output) of a bias that a module has or could have; None: the output takes none"
     if hasattr(module, "nf") or hasattr(module, "in_features") and hasattr(module, "out_features"):
         return matrix_shape(module)[1], -1
     if isinstance(module, nn.modules.conv._ConvNd): return module.out_channels, 1
@@ -80,7 +80,7 @@ class BitFit(FieldDelta):
 def _has_bias(module): return getattr(module, "bias", None) is not None
 
 def _usual_biased(model):
-    "{name: module} of those that have a bias, or could have one by their role; not of a new head, which is trained whole"
+    "{name: module} of those that have a bias, or could by their role; not of a new head, which is trained whole"
     wanted = {n for n, r in roles(model).items() if r in _BIASED}
     head = _whole(unwrap(model), _new_head(unwrap(model)))
     inside = lambda n: any(n == h or n.startswith(h + ".") for h in head)
