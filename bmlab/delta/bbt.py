@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CmaEs', 'Bbt', 'PromptScore']
 
-# %% ../../nbs/30_delta/06_bbt.ipynb #e6b68f5f
+# %% ../../nbs/30_delta/06_bbt.ipynb #7280745e
 import math
 
 import pandas as pd
@@ -19,7 +19,7 @@ from .delta import deltas
 from .soft import SoftPrompt
 from .store import _names_stay
 
-# %% ../../nbs/30_delta/06_bbt.ipynb #f73bafc5
+# %% ../../nbs/30_delta/06_bbt.ipynb #33bd230f
 class CmaEs:
     "CMA-ES by asking and telling (Hansen 2016), full or diagonal (Ros and Hansen 2008); float64 on the CPU."
     def __init__(self,
@@ -60,7 +60,7 @@ class CmaEs:
         y = torch.randn(self.popsize, len(self.mean), generator=self.random, dtype=torch.float64) * self.lengths
         return self.mean + self.sigma * (y if self.axes is None else y @ self.axes.T)
 
-# %% ../../nbs/30_delta/06_bbt.ipynb #d3be2636
+# %% ../../nbs/30_delta/06_bbt.ipynb #a442a80f
 @patch
 def tell(self:CmaEs,
     points:Tensor, # (popsize, dim), as asked
@@ -89,7 +89,7 @@ def tell(self:CmaEs,
         values, self.axes = torch.linalg.eigh((self.C + self.C.T) / 2)
         self.lengths = values.clamp_min(1e-30).sqrt()
 
-# %% ../../nbs/30_delta/06_bbt.ipynb #ea8ba047
+# %% ../../nbs/30_delta/06_bbt.ipynb #a093fce2
 class _Cma:
     "The package cma, by asking and telling"
     def __init__(self, dim, sigma, popsize, diagonal, seed):
@@ -145,7 +145,7 @@ class Bbt:
         (P, D), scored = self.start.shape, f"after {len(self.rows):,} evaluations"
         return f"Bbt: {len(self.z)} of {P * D:,} dimensions of a prompt ({P}, {D}); best loss {self.best:.4g} {scored}"
 
-# %% ../../nbs/30_delta/06_bbt.ipynb #bf64a492
+# %% ../../nbs/30_delta/06_bbt.ipynb #48d69688
 @patch
 def prompt_of(self:Bbt,
     z:Tensor, # (…, d)
@@ -177,7 +177,7 @@ def search_randomly(self:Bbt,
         self._losses(torch.randn(*shape, generator=self.random, dtype=torch.float64) * self.sigma)
     return self.log
 
-# %% ../../nbs/30_delta/06_bbt.ipynb #9c23439e
+# %% ../../nbs/30_delta/06_bbt.ipynb #e7eb5c85
 def _number(value):
     "A loss as a () float64 tensor"
     value = torch.as_tensor(value)

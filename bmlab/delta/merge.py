@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Merged']
 
-# %% ../../nbs/30_delta/13_merge.ipynb #13c45e8a
+# %% ../../nbs/30_delta/13_merge.ipynb #fa2ace62
 import torch
 from fastcore.basics import patch
 from torch import nn
@@ -42,7 +42,7 @@ class Merged:
     def __enter__(self): return self.delta.model
     def __exit__(self, *error): self.restore()
 
-# %% ../../nbs/30_delta/13_merge.ipynb #74160173
+# %% ../../nbs/30_delta/13_merge.ipynb #a9708bce
 @patch
 def _changes(self:Delta, name, module):
     "What the site adds to parameters of its module, checked"
@@ -60,7 +60,7 @@ def _changes(self:Delta, name, module):
             )
     return own
 
-# %% ../../nbs/30_delta/13_merge.ipynb #fa4ff602
+# %% ../../nbs/30_delta/13_merge.ipynb #eee2a277
 @patch
 def _check_others(self:Delta, name, site, module):
     "Raise where the site works on another's output (which would then come after it), or another reads the weight"
@@ -79,7 +79,7 @@ def _check_others(self:Delta, name, site, module):
                 f"beneath; merge or detach {other!r} first"
             )
 
-# %% ../../nbs/30_delta/13_merge.ipynb #538b6a98
+# %% ../../nbs/30_delta/13_merge.ipynb #88d396cb
 def _tied(modules, changes):
     "{(module, parameter) that changes: the other modules that use the same tensor}"
     users = {}
