@@ -1,14 +1,18 @@
-"""Many users' LoRAs in one batch: bmlab's bank, PEFT's adapter_names (serving only; it cannot train so), one pass per user, and the base model's own step, in one run.
+"""Many users' LoRAs in one batch: bmlab's bank, PEFT's adapter_names (serving only; it cannot train so), one pass per
+user, and the base model's own step, in one run.
 
 usage: python benchmarks/delta/bank.py [--device cpu|cuda] [--tiny] [--users 8 16] [--modules qv all]
 
-cpu:  LLaMA of 6 layers × 512; cuda: LLaMA-3's 8B shape in bf16 (4096, 32 layers, 32/8 heads, 14336, vocabulary 128256), random weights. LoRA r = 8 on q and v, or on all
-      seven linear layers of a block; every B away from zero.
-read  one forward of `rows` × `length` tokens without gradients;   decode  one token per row after that many in the cache, through transformers' forward, eagerly
+cpu:  LLaMA of 6 layers × 512; cuda: LLaMA-3's 8B shape in bf16 (4096, 32 layers, 32/8 heads, 14336, vocabulary
+      128256), random weights. LoRA r = 8 on q and v, or on all seven linear layers of a block; every B away from zero.
+read  one forward of `rows` × `length` tokens without gradients;   decode  one token per row after that many in the
+      cache, through transformers' forward, eagerly
 decode, own loop  the same by bmlab's Decoder, which captures a step on a GPU (PEFT has no such loop)
-train forward, backward and (where there are users) AdamW on their parameters. The base model's step is forward and backward to its input, all weights frozen: the least that a delta's
-      step needs. "one LoRA" is a single bmlab Lora for all rows.
-The ways take turns, round by round ("per user" comes in the first only); a time is the median over the rounds, a ratio the median of the rounds' ratios. PEFT gets the very same matrices, and the logits are compared first.
+train forward, backward and (where there are users) AdamW on their parameters. The base model's step is forward and
+      backward to its input, all weights frozen: the least that a delta's step needs. "one LoRA" is a single bmlab Lora
+      for all rows.
+The ways take turns, round by round ("per user" comes in the first only); a time is the median over the rounds, a
+ratio the median of the rounds' ratios. PEFT gets the very same matrices, and the logits are compared first.
 """
 import argparse, copy, statistics, sys, time
 from pathlib import Path
@@ -155,15 +159,8 @@ def compare(model, users, modules):
         flush=True,
     )
     del a, b, plain
-    out.append(
-        (
-            "read",
-            in_turns(
-                {"base": base_read, "bank": bank_read, "PEFT adapter_names": peft_read, "per user": loop_read},
-                args.rounds,
-            ),
-        )
-    )
+    ways = {"base": base_read, "bank": bank_read, "PEFT adapter_names": peft_read, "per user": loop_read}
+    out.append(("read", in_turns(ways, args.rounds)))
 
     def filled(m, ids, **kw):
         cache = tf.DynamicCache(config=model.config)
@@ -185,21 +182,10 @@ def compare(model, users, modules):
     def loop_decode():
         for u, at in mine.items():
             with bank.route(u): decode(model, ids[at], caches[u])
-    out.append(
-        (
-            "decode",
-            in_turns(
-                {
-                    "base": base_decode,
-                    "bank": bank_decode,
-                    "PEFT adapter_names": lambda: decode(theirs, ids, peft_cache, adapter_names=rows),
-                    "per user": loop_decode,
-                },
-                args.rounds,
-            ),
-        )
-    )
-    del theirs, spare, base_cache, bank_cache, peft_cache, caches
+    def peft_decode(): decode(theirs, ids, peft_cache, adapter_names=rows)
+    ways = {"base": base_decode, "bank": bank_decode, "PEFT adapter_names": peft_decode, "per user": loop_decode}
+    out.append(("decode", in_turns(ways, args.rounds)))
+    theirs = spare = base_cache = bank_cache = peft_cache = caches = None      # their memory is free again
     if gpu: torch.cuda.empty_cache()
 
     opt, embed = torch.optim.AdamW(bank.param_groups(1e-4), fused=gpu), model.get_input_embeddings()

@@ -1,10 +1,13 @@
-"""An 8B LLaMA shape on one GPU, 8 × 1024 tokens: full fine-tuning, PEFT's LoRA and bmlab's deltas: step time and peak memory.
+"""An 8B LLaMA shape on one GPU, 8 × 1024 tokens: full fine-tuning, PEFT's LoRA, bmlab's deltas: step time, peak memory.
 
 usage: python benchmarks/delta/lora.py [--runs NAME …] [--tiny]
 
-bf16 weights everywhere, r = 8 on q and v. PEFT as its users write it: gradient checkpointing of every layer, the model's own loss, fused AdamW. bmlab: `shard` inside the memory that PEFT was measured
-with (28.9 GiB), so that the plan says how many layers recompute; layers compiled; `lm_loss`. Full fine-tuning: all layers recompute, torch's fused AdamW on bf16 weights and moments.
-Bound: a delta saves the products of weight gradients, a third of the arithmetic of a step, and the optimizer; forward and the way back through the layers stay.
+bf16 weights everywhere, r = 8 on q and v. PEFT as its users write it: gradient checkpointing of every layer, the
+model's own loss, fused AdamW. bmlab: `shard` inside the memory that PEFT was measured
+with (28.9 GiB), so that the plan says how many layers recompute; layers compiled; `lm_loss`. Full fine-tuning: all
+layers recompute, torch's fused AdamW on bf16 weights and moments.
+Bound: a delta saves the products of weight gradients, a third of the arithmetic of a step, and the optimizer; forward
+and the way back through the layers stay.
 """
 import argparse, sys
 from pathlib import Path

@@ -2,9 +2,12 @@
 
 usage: python benchmarks/delta/qlora.py [--runs NAME …] [--tiny]
 
-bmlab: layers compiled, `lm_loss`, as many layers recomputed as the plan says; the int4 base is made layer by layer, so that the peak of the whole process counts.
-PEFT as its users write it: gradient checkpointing of every layer, the model's own loss, fused AdamW; its 4-bit base is bitsandbytes' (NF4, scales quantized too), in bf16.
-Bound: the arithmetic of a LoRA step (forward, and the way back without gradients of weights), and for int4 the bytes that widening writes, twice or, recomputed, three times a step.
+bmlab: layers compiled, `lm_loss`, as many layers recomputed as the plan says; the int4 base is made layer by layer,
+so that the peak of the whole process counts.
+PEFT as its users write it: gradient checkpointing of every layer, the model's own loss, fused AdamW; its 4-bit base
+is bitsandbytes' (NF4, scales quantized too), in bf16.
+Bound: the arithmetic of a LoRA step (forward, and the way back without gradients of weights), and for int4 the bytes
+that widening writes, twice or, recomputed, three times a step.
 """
 import argparse, sys
 from pathlib import Path
@@ -185,7 +188,8 @@ if __name__ == "__main__":
     known = {r["run"]: r for r in rows if r.get("step_s")}
     for r in rows:
         small = "2 rows" in r["run"]
-        for whose, peer in (("PEFT's bf16", "PEFT, bf16"), ("PEFT's NF4", "PEFT, NF4, 2 rows" if small else "PEFT, NF4"), ("bmlab's bf16", "bmlab, bf16")):
+        nf4 = "PEFT, NF4, 2 rows" if small else "PEFT, NF4"
+        for whose, peer in (("PEFT's bf16", "PEFT, bf16"), ("PEFT's NF4", nf4), ("bmlab's bf16", "bmlab, bf16")):
             if peer in known and r.get("step_s") and (not small or "2 rows" in peer):
                 r[f"of {whose} time"] = round(r["step_s"] / known[peer]["step_s"], 3)
     show(rows, "qlora: 8B, LoRA r16 on all linear layers")

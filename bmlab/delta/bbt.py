@@ -5,21 +5,23 @@
 # %% auto #0
 __all__ = ['CmaEs', 'Bbt', 'PromptScore']
 
-# %% ../../nbs/30_delta/06_bbt.ipynb #dcb13d7b
+# %% ../../nbs/30_delta/06_bbt.ipynb #7280745e
 import math
 
 import pandas as pd
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core import unwrap
-from .delta import _names_stay, deltas
+from .delta import deltas
 from .soft import SoftPrompt
+from .store import _names_stay
 
-# %% ../../nbs/30_delta/06_bbt.ipynb #ca65b4ec
+# %% ../../nbs/30_delta/06_bbt.ipynb #33bd230f
 class CmaEs:
-    "CMA-ES by asking and telling (Hansen 2016), with a full covariance or its diagonal (Ros and Hansen 2008); float64 on the CPU."
+    "CMA-ES by asking and telling (Hansen 2016), full or diagonal (Ros and Hansen 2008); float64 on the CPU."
     def __init__(self,
         dim:int,                # d, of the vector searched
         sigma:float=1.0,        # standard deviation at the start, > 0
@@ -27,12 +29,18 @@ class CmaEs:
         diagonal:bool|None=None,# learn the diagonal of the covariance alone; None: from 64 dimensions on
         seed:int=0,             # of the samples
     ):
-        d, self.popsize = dim, popsize or 4 + int(3 * math.log(dim))
-        self.sigma, self.mean, self.diagonal = (
-            float(sigma),
-            torch.zeros(d, dtype=torch.float64),
-            d >= 64 if diagonal is None else diagonal,
-        )
+        self.popsize, self.sigma = popsize or 4 + int(3 * math.log(dim)), float(sigma)
+        self.mean, self.generation = torch.zeros(dim, dtype=torch.float64), 0
+        self.diagonal = dim >= 64 if diagonal is None else diagonal
+        self._set_rates(dim)
+        self.path, self.path_sigma = torch.zeros_like(self.mean), torch.zeros_like(self.mean)
+        self.C = torch.ones_like(self.mean) if self.diagonal else torch.eye(dim, dtype=torch.float64)
+        # C = axes · lengths² · axesᵀ
+        self.axes, self.lengths = None, torch.ones_like(self.mean)
+        self.random = torch.Generator().manual_seed(seed)
+
+    def _set_rates(self, d):
+        "Weights of the ranks and rates of learning (Hansen 2016, table 1)"
         w = math.log((self.popsize + 1) / 2) - torch.arange(1, self.popsize + 1, dtype=torch.float64).log()
         # how many points the weights amount to
         good, bad, amount = w.clamp_min(0), w.clamp_max(0), lambda w: (w.sum() ** 2 / (w * w).sum()).item()
@@ -42,56 +50,46 @@ class CmaEs:
         self.damping = 1 + 2 * max(0, math.sqrt((mu - 1) / (d + 1)) - 1) + self.c_sigma
         self.c_one = min(1, faster * 2 / ((d + 1.3) ** 2 + mu))
         self.c_mu = min(1 - self.c_one, faster * 2 * (mu - 2 + 1 / mu) / ((d + 2) ** 2 + mu))
-        less = min(
-            1 + self.c_one / self.c_mu, 1 + 2 * amount(bad) / (mu + 2), (1 - self.c_one - self.c_mu) / (d * self.c_mu)
-        )  # keeps C positive
+        positive = (1 - self.c_one - self.c_mu) / (d * self.c_mu)                                   # keeps C positive
+        less = min(1 + self.c_one / self.c_mu, 1 + 2 * amount(bad) / (mu + 2), positive)
         self.weights, self.weights_bad = good / good.sum(), bad / -bad.sum() * less
         self.norm = math.sqrt(d) * (1 - 1 / (4 * d) + 1 / (21 * d * d))                             # E|N(0, I)|
-        self.path, self.path_sigma, self.generation = torch.zeros_like(self.mean), torch.zeros_like(self.mean), 0
-        self.C = torch.ones_like(self.mean) if self.diagonal else torch.eye(d, dtype=torch.float64)
-        # C = axes · lengths² · axesᵀ
-        self.axes, self.lengths = None, torch.ones_like(self.mean)
-        self.random = torch.Generator().manual_seed(seed)
 
     def ask(self)->Tensor: # (popsize, dim) float64
         "The points of the next generation."
         y = torch.randn(self.popsize, len(self.mean), generator=self.random, dtype=torch.float64) * self.lengths
         return self.mean + self.sigma * (y if self.axes is None else y @ self.axes.T)
 
-    def tell(self,
-        points:Tensor, # (popsize, dim), as asked
-        losses:Tensor, # (popsize,), lower is better
-    ):
-        "Learn from the losses of the generation."
-        y = (points[losses.argsort(stable=True)] - self.mean) / self.sigma
-        # where C is the identity
-        whiten = lambda v: v / self.lengths if self.axes is None else v @ self.axes / self.lengths @ self.axes.T
-        step = self.weights @ y
-        self.mean, self.generation = self.mean + self.sigma * step, self.generation + 1
-        self.path_sigma = (1 - self.c_sigma) * self.path_sigma + math.sqrt(
-            self.c_sigma * (2 - self.c_sigma) * self.mu
-        ) * whiten(step)
-        length = self.path_sigma.norm().item() / self.norm
-        steady = length / math.sqrt(1 - (1 - self.c_sigma) ** (2 * self.generation)) < 1.4 + 2 / (len(self.mean) + 1)
-        self.path = (1 - self.c_path) * self.path + steady * math.sqrt(self.c_path * (2 - self.c_path) * self.mu) * step
-        w = self.weights + self.weights_bad * len(self.mean) / whiten(y).square().sum(1)
-        keep = (
-            1
-            - self.c_one
-            - self.c_mu * (1 + self.weights_bad.sum())
-            + (not steady) * self.c_one * self.c_path * (2 - self.c_path)
-        )
-        one, many = (
-            (self.path**2, w @ y**2) if self.diagonal else (torch.outer(self.path, self.path), y.T @ (w[:, None] * y))
-        )
-        self.C = keep * self.C + self.c_one * one + self.c_mu * many
-        self.sigma *= math.exp(min(1.0, self.c_sigma / self.damping * (length - 1)))
-        if self.diagonal: self.lengths = self.C.clamp_min(1e-30).sqrt()
-        elif self.generation % max(1, int(1 / ((self.c_one + self.c_mu) * len(self.mean) * 10))) == 0:  # the axes lag a little: they cost d³
-            values, self.axes = torch.linalg.eigh((self.C + self.C.T) / 2)
-            self.lengths = values.clamp_min(1e-30).sqrt()
+# %% ../../nbs/30_delta/06_bbt.ipynb #a442a80f
+@patch
+def tell(self:CmaEs,
+    points:Tensor, # (popsize, dim), as asked
+    losses:Tensor, # (popsize,), lower is better
+):
+    "Learn from the losses of the generation."
+    y = (points[losses.argsort(stable=True)] - self.mean) / self.sigma
+    c_sigma, c_path, c_one = self.c_sigma, self.c_path, self.c_one
+    # where C is the identity
+    whiten = lambda v: v / self.lengths if self.axes is None else v @ self.axes / self.lengths @ self.axes.T
+    step = self.weights @ y
+    self.mean, self.generation = self.mean + self.sigma * step, self.generation + 1
+    self.path_sigma = (1 - c_sigma) * self.path_sigma + math.sqrt(c_sigma * (2 - c_sigma) * self.mu) * whiten(step)
+    length = self.path_sigma.norm().item() / self.norm
+    steady = length / math.sqrt(1 - (1 - c_sigma) ** (2 * self.generation)) < 1.4 + 2 / (len(self.mean) + 1)
+    self.path = (1 - c_path) * self.path + steady * math.sqrt(c_path * (2 - c_path) * self.mu) * step
+    w = self.weights + self.weights_bad * len(self.mean) / whiten(y).square().sum(1)
+    keep = 1 - c_one - self.c_mu * (1 + self.weights_bad.sum()) + (not steady) * c_one * c_path * (2 - c_path)
+    if self.diagonal: one, many = self.path**2, w @ y**2
+    else: one, many = torch.outer(self.path, self.path), y.T @ (w[:, None] * y)
+    self.C = keep * self.C + c_one * one + self.c_mu * many
+    self.sigma *= math.exp(min(1.0, c_sigma / self.damping * (length - 1)))
+    lag = max(1, int(1 / ((c_one + self.c_mu) * len(self.mean) * 10)))      # the axes lag a little: they cost d³
+    if self.diagonal: self.lengths = self.C.clamp_min(1e-30).sqrt()
+    elif self.generation % lag == 0:
+        values, self.axes = torch.linalg.eigh((self.C + self.C.T) / 2)
+        self.lengths = values.clamp_min(1e-30).sqrt()
 
-# %% ../../nbs/30_delta/06_bbt.ipynb #496ee2ae
+# %% ../../nbs/30_delta/06_bbt.ipynb #a093fce2
 class _Cma:
     "The package cma, by asking and telling"
     def __init__(self, dim, sigma, popsize, diagonal, seed):
@@ -104,7 +102,8 @@ class _Cma:
     def ask(self): return torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in self.es.ask()])
     def tell(self, points, losses): self.es.tell(list(points.numpy()), losses.tolist())
 
-class _Search:
+class Bbt:
+    "Black-box tuning (Sun et al. 2022, §3): CMA-ES in a random subspace of the prompt, by scores alone."
     def __init__(self,
         score,                   # called with a prompt (P, D) under inference_mode → its loss, a number or a () tensor;
                                  # all it knows of the model
@@ -127,104 +126,95 @@ class _Search:
         if popsize is not None and popsize < 4:
             raise ValueError(f"popsize={popsize!r}: a generation has 4 prompts or more")
         if solver not in ("own", "cma"): raise ValueError(f"solver={solver!r}: 'own' or 'cma'")
-        self.score, self.start, self.batched, self.sigma = score, start.detach().clone(), batched, sigma
-        self.spread = spread or start.float().std().item() or 1.0
+        self.score, self.start, self.batched = score, start.detach().clone(), batched
+        self.sigma, self.spread = sigma, spread or start.float().std().item() or 1.0
         self.random = torch.Generator().manual_seed(seed)
         self.A = torch.randn(start.numel(), dim, generator=self.random) * (self.spread / (sigma * math.sqrt(dim)))
         self.solver = (CmaEs if solver == "own" else _Cma)(dim, sigma, popsize, diagonal, seed)
         self.z, self.best, self.rows = torch.zeros(dim, dtype=torch.float64), math.inf, []
 
-    def prompt_of(self,
-        z:Tensor, # (…, d)
-    )->Tensor:    # (…, P, D), in the dtype and on the device of `start`
-        "The prompt that a vector stands for."
-        moved = (z.to(self.A.dtype) @ self.A.T).unflatten(-1, self.start.shape)
-        return (self.start.float() + moved.to(self.start.device)).to(self.start.dtype)
     @property
     def prompt(self)->Tensor: # (P, D)
         "The best prompt so far."
         return self.prompt_of(self.z)
-
-# %% ../../nbs/30_delta/06_bbt.ipynb #554d4271
-class Bbt(_Search):
-    "Black-box tuning (Sun et al. 2022, §3): CMA-ES in a random subspace of the prompt, by scores alone."
-    def run(self,
-        evaluations:int=1000, # how many prompts are scored, at least one generation; call again to go on
-        progress:bool=False,  # show a bar
-    )->pd.DataFrame:          # a row for each prompt of all runs: evaluation, generation, loss, best
-        "Search on; the log of everything scored."
-        generations = evaluations // self.solver.popsize
-        if generations < 1: raise ValueError(f"evaluations={evaluations}: a generation alone is {self.solver.popsize}")
-        for _ in tqdm(range(generations), desc="bbt", disable=not progress):
-            points = self.solver.ask()
-            self.solver.tell(points, self._losses(points))
-        return self.log
-
-    def _losses(self, points):
-        "Losses (N,) float64 of vectors (N, d); what is no number counts as the worst"
-        prompts = self.prompt_of(points)
-        with torch.inference_mode():
-            losses = (
-                self.score(prompts) if self.batched else torch.stack([self._number(self.score(p)) for p in prompts])
-            )
-        losses = torch.as_tensor(losses).detach().clone().double().cpu()
-        if losses.shape != (len(points),):
-            raise ValueError(f"score returned {tuple(losses.shape)} for {len(points)} prompts; one loss each is needed")
-        losses = losses.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
-        if losses.isinf().all():
-            raise ValueError(
-                "score returned no finite loss in a whole generation; is the prompt's dtype or sigma= too large for "
-                "the model?"
-            )
-        if losses.min() < self.best: self.best, self.z = losses.min().item(), points[losses.argmin()].clone()
-        first, generation, best = (
-            len(self.rows),
-            self.rows[-1][1] + 1 if self.rows else 0,
-            self.rows[-1][3] if self.rows else math.inf,
-        )
-        for i, loss in enumerate(losses.tolist()):
-            self.rows.append((first + i, generation, loss, best := min(best, loss)))
-        return losses
-
-    @staticmethod
-    def _number(value):
-        value = torch.as_tensor(value)
-        if value.numel() != 1:
-            raise ValueError(
-                f"score returned a tensor of shape {tuple(value.shape)}; a loss is one number (batched=True if it "
-                "scores many prompts at once)"
-            )
-        return value.reshape(()).double().cpu()
-
-    def search_randomly(self,
-        evaluations:int=1000, # as for `run`
-    )->pd.DataFrame:          # as of `run`
-        "The yardstick: vectors drawn at the start's spread and never learned from."
-        for n in range(0, evaluations, 100):
-            self._losses(
-                torch.randn(min(100, evaluations - n), len(self.z), generator=self.random, dtype=torch.float64)
-                * self.sigma
-            )
-        return self.log
-
     @property
     def log(self)->pd.DataFrame: # evaluation, generation, loss, best
         "Everything scored so far."
         return pd.DataFrame(self.rows, columns=["evaluation", "generation", "loss", "best"])
-
-    def delta(self,
-        model:nn.Module,    # the backbone
-        name:str|None=None, # None: that of soft prompts
-    )->SoftPrompt:          # attached
-        "The best prompt as a delta."
-        return SoftPrompt(model, init=self.prompt, name=name)
-
     def __repr__(self):
-        P, D = self.start.shape
-        return (
-            f"Bbt: {len(self.z)} of {P * D:,} dimensions of a prompt ({P}, {D}); best loss {self.best:.4g} after "
-            f"{len(self.rows):,} evaluations"
+        (P, D), scored = self.start.shape, f"after {len(self.rows):,} evaluations"
+        return f"Bbt: {len(self.z)} of {P * D:,} dimensions of a prompt ({P}, {D}); best loss {self.best:.4g} {scored}"
+
+# %% ../../nbs/30_delta/06_bbt.ipynb #48d69688
+@patch
+def prompt_of(self:Bbt,
+    z:Tensor, # (…, d)
+)->Tensor:    # (…, P, D), in the dtype and on the device of `start`
+    "The prompt that a vector stands for."
+    moved = (z.to(self.A.dtype) @ self.A.T).unflatten(-1, self.start.shape)
+    return (self.start.float() + moved.to(self.start.device)).to(self.start.dtype)
+
+@patch
+def run(self:Bbt,
+    evaluations:int=1000, # how many prompts are scored, at least one generation; call again to go on
+    progress:bool=False,  # show a bar
+)->pd.DataFrame:          # a row for each prompt of all runs: evaluation, generation, loss, best
+    "Search on; the log of everything scored."
+    generations = evaluations // self.solver.popsize
+    if generations < 1: raise ValueError(f"evaluations={evaluations}: a generation alone is {self.solver.popsize}")
+    for _ in tqdm(range(generations), desc="bbt", disable=not progress):
+        points = self.solver.ask()
+        self.solver.tell(points, self._losses(points))
+    return self.log
+
+@patch
+def search_randomly(self:Bbt,
+    evaluations:int=1000, # as for `run`
+)->pd.DataFrame:          # as of `run`
+    "The yardstick: vectors drawn at the start's spread and never learned from."
+    for n in range(0, evaluations, 100):
+        shape = min(100, evaluations - n), len(self.z)
+        self._losses(torch.randn(*shape, generator=self.random, dtype=torch.float64) * self.sigma)
+    return self.log
+
+# %% ../../nbs/30_delta/06_bbt.ipynb #e7eb5c85
+def _number(value):
+    "A loss as a () float64 tensor"
+    value = torch.as_tensor(value)
+    if value.numel() == 1: return value.reshape(()).double().cpu()
+    raise ValueError(
+        f"score returned a tensor of shape {tuple(value.shape)}; a loss is one number (batched=True if it scores many "
+        "prompts at once)"
+    )
+
+@patch
+def _losses(self:Bbt, points):
+    "Losses (N,) float64 of vectors (N, d), noted in the log"
+    prompts = self.prompt_of(points)
+    with torch.inference_mode():
+        losses = self.score(prompts) if self.batched else torch.stack([_number(self.score(p)) for p in prompts])
+    losses = torch.as_tensor(losses).detach().clone().double().cpu()
+    if losses.shape != (len(points),):
+        raise ValueError(f"score returned {tuple(losses.shape)} for {len(points)} prompts; one loss each is needed")
+    losses = losses.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    if losses.isinf().all():
+        raise ValueError(
+            "score returned no finite loss in a whole generation; is the prompt's dtype or sigma= too large for "
+            "the model?"
         )
+    if losses.min() < self.best: self.best, self.z = losses.min().item(), points[losses.argmin()].clone()
+    first, (_, last, _, best) = len(self.rows), self.rows[-1] if self.rows else (None, -1, None, math.inf)
+    for i, loss in enumerate(losses.tolist()):
+        self.rows.append((first + i, last + 1, loss, best := min(best, loss)))
+    return losses
+
+@patch
+def delta(self:Bbt,
+    model:nn.Module,    # the backbone
+    name:str|None=None, # None: that of soft prompts
+)->SoftPrompt:          # attached
+    "The best prompt as a delta."
+    return SoftPrompt(model, init=self.prompt, name=name)
 
 # %% ../../nbs/30_delta/06_bbt.ipynb #d97ad055
 class PromptScore:
@@ -253,6 +243,5 @@ class PromptScore:
     )->Tensor:         # (P, D)
         "Embeddings of random words, where the paper starts too."
         table = self.model.get_input_embeddings().weight
-        return table.detach()[
-            torch.randint(len(table), (length,), generator=torch.Generator().manual_seed(seed)).to(table.device)
-        ].clone()
+        words = torch.randint(len(table), (length,), generator=torch.Generator().manual_seed(seed))
+        return table.detach()[words.to(table.device)].clone()

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['orthogonality', 'transfer', 'Continual']
 
-# %% ../../nbs/30_delta/10_continual.ipynb #7c8e4213
+# %% ../../nbs/30_delta/10_continual.ipynb #efa76c1c
 import contextlib, json, math, os
 from pathlib import Path
 
 import pandas as pd
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -40,9 +41,9 @@ def orthogonality(
         for n in [n for n in new.sites if n in d.sites]:               # in the same order on every rank
             theirs = _listens(d.sites[n])
             for k, A in _listens(new.sites[n]).items():
-                if k in theirs:
-                    term = (_gathered(theirs[k].detach()) @ _gathered(A).mT).square().sum()
-                    total = term if total is None else total + term
+                if k not in theirs: continue
+                term = (_gathered(theirs[k].detach()) @ _gathered(A).mT).square().sum()
+                total = term if total is None else total + term
     return torch.zeros((), device=next(iter(new.parameters())).device) if total is None else total
 
 # %% ../../nbs/30_delta/10_continual.ipynb #8a9a1429
@@ -59,30 +60,22 @@ def transfer(
     last, own = R.iloc[-1], pd.Series({t: R.loc[t, t] for t in order})
     earlier = order[:-1]
     best = pd.Series({t: R.iloc[:-1][t].max() for t in earlier}, dtype=float)
-    before = pd.Series(
-        {t: R.iloc[i][t] - (math.nan if untuned is None else untuned[t]) for i, t in enumerate(order[1:])}, dtype=float
-    )
-    return pd.Series(
-        {
-            "average": last.mean(),
-            "backward": (last - own)[earlier].mean(),
-            "forgetting": (best - last[earlier]).mean(),
-            "forward": before.mean(),
-        }
-    )
+    plain = {t: math.nan for t in order} if untuned is None else untuned
+    before = pd.Series({t: R.iloc[i][t] - plain[t] for i, t in enumerate(order[1:])}, dtype=float)
+    backward, forgetting = (last - own)[earlier].mean(), (best - last[earlier]).mean()
+    numbers = {"average": last.mean(), "backward": backward, "forgetting": forgetting, "forward": before.mean()}
+    return pd.Series(numbers)
 
-# %% ../../nbs/30_delta/10_continual.ipynb #e55f78ae
-class _Tasks:
+# %% ../../nbs/30_delta/10_continual.ipynb #8987e341
+class Continual:
+    "Tasks learnt one after the other on one model, each in a delta of its own."
     def __init__(self,
         model:nn.Module,       # the backbone
         make=None,             # (model, name) → a new delta; None: Lora(model, r=8, name=name)
         stack:bool=True,       # earlier deltas stay on below a new one; False: each task alone
     ):
-        self.model, self.make, self.stack = (
-            unwrap(model),
-            make or (lambda model, name: Lora(model, r=8, name=name)),
-            stack,
-        )
+        self.model, self.stack = unwrap(model), stack
+        self.make = make or (lambda model, name: Lora(model, r=8, name=name))
         self.tasks = {}        # task → names of the deltas that are on for it, its own last
         self.current, self.rows, self.untuned = None, {}, {}
 
@@ -111,7 +104,7 @@ class _Tasks:
                 for o in old: _rest(o)
                 before = self._versions(d)
                 yield d
-                self._check(before, self._versions(d), name)
+                _check_unmoved(before, self._versions(d), name)
             except BaseException:
                 deltas(self.model).forget(d.name)
                 raise
@@ -121,123 +114,114 @@ class _Tasks:
         self.tasks[name] = (*below, name)
         _rest(d)
 
-    def _versions(self, d):
-        own = {id(p) for p in d.parameters()} | {id(b) for s in d.sites.values() for b in s.buffers()}
-        held = [
-            (f"{n}.{k}", t)
-            for n, m in parts(self.model, deltas=True)
-            for k, t in (*m._parameters.items(), *m._buffers.items())
-            if t is not None
-        ]
-        return (
-            {}
-            if _sharded(self.model)
-            else {n: (id(t), t._version) for n, t in held if id(t) not in own and not t.is_inference()}
-        )
-
-    @staticmethod
-    def _check(before, after, name):
-        moved = [n for n, v in before.items() if after.get(n, v) != v]
-        if moved:
-            raise RuntimeError(
-                f"{moved[0]} ({len(moved)} such) was written while {name!r} was learnt, so older tasks are not what "
-                f"they were and {name!r} is dropped; "
-                "give the optimizer the delta's param_groups() only, and keep norms with running statistics in eval "
-                "mode"
-            )
-
-def _rest(d):
-    for p in d.parameters():
-        p.requires_grad_(False)
-        p.grad = None
-
-# %% ../../nbs/30_delta/10_continual.ipynb #88fd9729
-class _Scored(_Tasks):
-    def penalty(self)->Tensor: # () float32
-        "The orthogonality of the delta being learnt to all before it, to be added to the loss (O-LoRA takes 0.5 times it)."
-        if not self.current: raise RuntimeError("no task is being learnt; penalty() is for inside learn()")
-        return orthogonality(deltas(self.model)[self.current], [deltas(self.model)[t] for t in self.tasks])
-
-    def use(self,
-        name:str, # a task that was learnt
-    ):            # context manager
-        "Inside, the model is exactly what it was for this task when it had been learnt."
-        if name not in self.tasks:
-            raise LookupError(
-                f"no task {name!r}{did_you_mean(name, self.tasks)}; learnt: {', '.join(self.tasks) or 'none'}"
-            )
-        return deltas(self.model).use(*self.tasks[name])
-
     def all(self):
         "Inside, the deltas of all tasks are on, for inputs whose task is not known."
         return deltas(self.model).use(*self.tasks)
 
-    def evaluate(self,
-        scores:dict,          # task → a function without arguments → its score, higher is better
-        own:bool|None=None,   # each task under its own deltas; False: all are on; None: False when stacked
-    )->pd.DataFrame:          # the matrix so far: a row for each task learnt, a column for each task
-        "Score tasks now, learnt or not; called before the first task it gives what forward transfer is measured from."
-        own, row = not self.stack if own is None else own, {}
-        for task, score in scores.items():
-            with self.use(task) if own and task in self.tasks else self.all(), torch.no_grad():
-                row[task] = float(score())
-        if self.tasks: self.rows[list(self.tasks)[-1]] = row
-        else: self.untuned = row
-        return self.matrix
-
-    @property
-    def matrix(self)->pd.DataFrame: # rows: after which task, columns: task
-        "All scores measured."
-        return pd.DataFrame.from_dict(self.rows, orient="index")
     def transfer(self)->pd.Series: # average, backward, forgetting, forward
         "What the tasks did to one another, from the scores of `evaluate`."
         if missing := [t for t in self.tasks if t not in self.rows]:
             raise RuntimeError(f"evaluate() was not called after {missing}")
         return transfer(self.matrix, pd.Series(self.untuned) if all(t in self.untuned for t in self.tasks) else None)
 
-# %% ../../nbs/30_delta/10_continual.ipynb #0e0c768d
-class Continual(_Scored):
-    "Tasks learnt one after the other on one model, each in a delta of its own."
-    def save(self,
-        dir:str|os.PathLike, # folder, made if missing; a folder in it for each delta
-    )->Path:                 # the folder
-        "Write all deltas and which task uses which."
-        dir = Path(dir)
-        for t in self.tasks: deltas(self.model)[t].save(dir / t)
-        (dir / "tasks.json").write_text(
-            json.dumps(
-                {"stack": self.stack, "tasks": self.tasks, "scores": self.rows, "untuned": self.untuned}, indent=2
-            )
-            + "\n",
-            encoding="utf-8",
-        )
-        return dir
-    @classmethod
-    def load(cls,
-        dir:str|os.PathLike, # a folder that `save` wrote
-        model:nn.Module,     # the backbone
-        make=None,           # for further tasks, as at the start
-    )->"Continual":          # all deltas attached and frozen
-        "Read the tasks back, ready to be used or gone on with."
-        if not (Path(dir) / "tasks.json").is_file():
-            raise FileNotFoundError(f"{dir} holds no tasks.json; is it a folder that Continual.save wrote?")
-        kept = json.loads((Path(dir) / "tasks.json").read_text(encoding="utf-8"))
-        self = cls(model, make, kept["stack"])
-        self.tasks, self.rows, self.untuned = (
-            {t: tuple(on) for t, on in kept["tasks"].items()},
-            kept["scores"],
-            kept["untuned"],
-        )
-        there = []
-        try:
-            for t in self.tasks:
-                there.append(Delta.load(Path(dir) / t, model, name=t))
-                _rest(there[-1])
-        except Exception:
-            for d in there: deltas(model).forget(d.name)
-            raise
-        return self
     def __repr__(self):
-        return f"Continual on {type(self.model).__name__}, {'stacked' if self.stack else 'each alone'}: " + (
-            " → ".join(self.tasks) or "nothing learnt yet"
+        how, learnt = "stacked" if self.stack else "each alone", " → ".join(self.tasks) or "nothing learnt yet"
+        return f"Continual on {type(self.model).__name__}, {how}: {learnt}"
+
+# %% ../../nbs/30_delta/10_continual.ipynb #8d9e9698
+@patch
+def _versions(self:Continual, d):
+    "{name: (tensor, version)} of all that is not the delta; empty for a sharded model"
+    if _sharded(self.model): return {}
+    own = {id(p) for p in d.parameters()} | {id(b) for s in d.sites.values() for b in s.buffers()}
+    of = lambda m: (*m._parameters.items(), *m._buffers.items())
+    every = ((f"{n}.{k}", t) for n, m in parts(self.model, deltas=True) for k, t in of(m))
+    held = ((n, t) for n, t in every if t is not None and id(t) not in own)
+    return {n: (id(t), t._version) for n, t in held if not t.is_inference()}
+
+def _check_unmoved(before, after, name):
+    "Raise if anything was written that should rest"
+    moved = [n for n, v in before.items() if after.get(n, v) != v]
+    if moved:
+        raise RuntimeError(
+            f"{moved[0]} ({len(moved)} such) was written while {name!r} was learnt, so older tasks are not what "
+            f"they were and {name!r} is dropped; give the optimizer the delta's param_groups() only, and keep norms "
+            "with running statistics in eval mode"
         )
+
+def _rest(d):
+    "Freeze a delta and drop its gradients"
+    for p in d.parameters():
+        p.requires_grad_(False)
+        p.grad = None
+
+# %% ../../nbs/30_delta/10_continual.ipynb #78a90f1a
+@patch
+def penalty(self:Continual)->Tensor: # () float32
+    "The orthogonality of the delta being learnt to all before it, to be added to the loss (O-LoRA takes 0.5 times it)."
+    if not self.current: raise RuntimeError("no task is being learnt; penalty() is for inside learn()")
+    return orthogonality(deltas(self.model)[self.current], [deltas(self.model)[t] for t in self.tasks])
+
+@patch
+def use(self:Continual,
+    name:str, # a task that was learnt
+):            # context manager
+    "Inside, the model is exactly what it was for this task when it had been learnt."
+    if name in self.tasks: return deltas(self.model).use(*self.tasks[name])
+    there = ", ".join(self.tasks) or "none"
+    raise LookupError(f"no task {name!r}{did_you_mean(name, self.tasks)}; learnt: {there}")
+
+# %% ../../nbs/30_delta/10_continual.ipynb #1ff97339
+@patch
+def evaluate(self:Continual,
+    scores:dict,          # task → a function without arguments → its score, higher is better
+    own:bool|None=None,   # each task under its own deltas; False: all are on; None: False when stacked
+)->pd.DataFrame:          # the matrix so far: a row for each task learnt, a column for each task
+    "Score tasks now, learnt or not; called before the first task it gives what forward transfer is measured from."
+    own, row = not self.stack if own is None else own, {}
+    for task, score in scores.items():
+        with self.use(task) if own and task in self.tasks else self.all(), torch.no_grad():
+            row[task] = float(score())
+    if self.tasks: self.rows[list(self.tasks)[-1]] = row
+    else: self.untuned = row
+    return self.matrix
+
+@patch(as_prop=True)
+def matrix(self:Continual)->pd.DataFrame: # rows: after which task, columns: task
+    "All scores measured."
+    return pd.DataFrame.from_dict(self.rows, orient="index")
+
+# %% ../../nbs/30_delta/10_continual.ipynb #e66e8af2
+@patch
+def save(self:Continual,
+    dir:str|os.PathLike, # folder, made if missing; a folder in it for each delta
+)->Path:                 # the folder
+    "Write all deltas and which task uses which."
+    dir = Path(dir)
+    for t in self.tasks: deltas(self.model)[t].save(dir / t)
+    kept = {"stack": self.stack, "tasks": self.tasks, "scores": self.rows, "untuned": self.untuned}
+    (dir / "tasks.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    return dir
+
+@patch(cls_method=True)
+def load(cls:Continual,
+    dir:str|os.PathLike, # a folder that `save` wrote
+    model:nn.Module,     # the backbone
+    make=None,           # for further tasks, as at the start
+)->Continual:            # all deltas attached and frozen
+    "Read the tasks back, ready to be used or gone on with."
+    file, there = Path(dir) / "tasks.json", []
+    if not file.is_file():
+        raise FileNotFoundError(f"{dir} holds no tasks.json; is it a folder that Continual.save wrote?")
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    self = cls(model, make, kept["stack"])
+    self.tasks = {t: tuple(on) for t, on in kept["tasks"].items()}
+    self.rows, self.untuned = kept["scores"], kept["untuned"]
+    try:
+        for t in self.tasks:
+            there.append(Delta.load(Path(dir) / t, model, name=t))
+            _rest(there[-1])
+    except Exception:
+        for d in there: deltas(model).forget(d.name)
+        raise
+    return self

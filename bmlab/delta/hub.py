@@ -50,7 +50,7 @@ def backbone_hash(
     model:nn.Module,   # any model but one on meta; of a sharded one every rank calls
     exclude:tuple=(),  # names of modules to leave out: heads that come with the delta
 )->str:                # 64 hexadecimal digits
-    "SHA-256 of a model's weights without deltas, one tensor in memory at a time; what was hashed before is not read again."
+    "SHA-256 of a model's weights without deltas, one tensor in memory at a time; what is unchanged is not read again."
     root = unwrap(model)
     rows = [(n, t) for n, t in _stored(root) if not any(n.startswith(e + ".") for e in exclude)]
     if missing := [n for n, t in rows if t.is_meta]:
@@ -83,15 +83,11 @@ class DeltaCard:
     notes:str=""           # anything else, such as the score
     def __post_init__(self):
         if not re.fullmatch(r"\w[\w.-]*", str(self.name)):
-            raise ValueError(
-                f"name={self.name!r}: letters, digits, '_', '-' and '.' make a name, and it starts with one of the "
-                "first three"
-            )
+            allowed = "letters, digits, '_', '-' and '.' make a name, and it starts with one of the first three"
+            raise ValueError(f"name={self.name!r}: {allowed}")
         if not re.fullmatch(r"[0-9a-f]{64}", str(self.backbone_sha256)):
-            raise ValueError(
-                f"backbone_sha256={self.backbone_sha256!r}: 64 hexadecimal digits are needed, as backbone_hash gives "
-                "them"
-            )
+            got = f"backbone_sha256={self.backbone_sha256!r}"
+            raise ValueError(f"{got}: 64 hexadecimal digits are needed, as backbone_hash gives them")
         for k in ("task", "license"):
             if not isinstance(getattr(self, k), str) or not getattr(self, k).strip():
                 raise ValueError(f"{k}={getattr(self, k)!r}: say it in words; nobody else will know")
@@ -100,9 +96,8 @@ class DeltaCard:
         dir:str|os.PathLike, # folder of the delta
     ):
         "Write card.json."
-        (Path(dir) / "card.json").write_text(
-            json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+        (Path(dir) / "card.json").write_text(text, encoding="utf-8")
     @staticmethod
     def read(
         dir:str|os.PathLike, # folder of a delta
@@ -120,19 +115,19 @@ class DeltaCard:
 
 Card = DeltaCard       # its name in `from bmlab.all import *`
 
-# %% ../../nbs/30_delta/07_hub.ipynb #92e2af45
+# %% ../../nbs/30_delta/07_hub.ipynb #dcd44b18
 def _title(model):
     "The backbone's name, that of its folder alone where it came from one, or else its class"
     named = str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
     return (Path(named).name if Path(named).is_absolute() else named) or type(model).__name__
 
 def _card(d, name, task, license, notes, heads):
+    "The card of a delta, with the hash of its backbone"
     c, model, every = d.count(), d.model, count(d.model)
     own = sum(p.numel() for h in (set(heads) - set(d.heads)) for p in model.get_submodule(h).parameters())
-    named = _title(model)
     return DeltaCard(
         name=name,
-        backbone=named,
+        backbone=_title(model),
         backbone_sha256=backbone_hash(model, heads),
         method=d.kind,
         task=task,
@@ -156,7 +151,7 @@ def publish(
 )->DeltaCard:
     "Save a delta with its card into a hub; of a sharded model every rank calls."
     hub = Path(hub)
-    if d.name in {m.delta.name for m in getattr(d.model, "_bmlab_merges", ())} or getattr(d.model, "_bmlab_merges", ()):
+    if getattr(d.model, "_bmlab_merges", ()):
         raise RuntimeError(
             "a delta is merged into the backbone, whose hash is another one now; restore() it before publishing"
         )
@@ -183,20 +178,13 @@ class Hub(Mapping):
         folder:str|os.PathLike, # made by `publish`
     ): self.folder = Path(folder)
     def _cards(self):
-        found = (
-            DeltaCard.read(p.parent)
-            for p in sorted(self.folder.glob("*/card.json"))
-            if not p.parent.name.startswith(".")
-        )
-        return {c.name: c for c in found}
+        found = [p.parent for p in sorted(self.folder.glob("*/card.json")) if not p.parent.name.startswith(".")]
+        return {c.name: c for c in map(DeltaCard.read, found)}
     def __getitem__(self, name):
         cards = self._cards()
-        if name not in cards:
-            raise LookupError(
-                f"no delta {name!r} in {self.folder}{did_you_mean(name, cards)}; there are: "
-                f"{', '.join(cards) or 'none'}"
-            )
-        return cards[name]
+        if name in cards: return cards[name]
+        there = f"{did_you_mean(name, cards)}; there are: {', '.join(cards) or 'none'}"
+        raise LookupError(f"no delta {name!r} in {self.folder}{there}")
     def __iter__(self): return iter(self._cards())
     def __len__(self): return len(self._cards())
     def __contains__(self, name): return name in self._cards()
@@ -219,12 +207,9 @@ class Hub(Mapping):
         card, mine = self[name], unwrap(model)
         here = backbone_hash(mine, card.heads) if not force else ""
         if not force and here != card.backbone_sha256:
-            named = _title(mine)
-            raise ValueError(
-                f"{name!r} was trained on {card.backbone} (SHA-256 {card.backbone_sha256[:12]}…), this model is "
-                f"{named} ({here[:12]}…); "
-                "load that backbone, in the same dtype, or force=True"
-            )
+            trained = f"{name!r} was trained on {card.backbone} (SHA-256 {card.backbone_sha256[:12]}…)"
+            this = f"this model is {_title(mine)} ({here[:12]}…)"
+            raise ValueError(f"{trained}, {this}; load that backbone, in the same dtype, or force=True")
         return Delta.load(self.folder / card.name, model, attach_as or (name if name.isidentifier() else None))
 
     def write_index(self)->Path: # the page
@@ -234,50 +219,37 @@ class Hub(Mapping):
         os.replace(page.with_suffix(".part"), page)
         return page
 
-# %% ../../nbs/30_delta/07_hub.ipynb #44dad9ef
+# %% ../../nbs/30_delta/07_hub.ipynb #4f99bac5
 _CELL = "padding:.3em .8em;text-align:left;vertical-align:top;border-bottom:1px solid #8884"
+_COLUMNS = ("name", "task", "method", "backbone", "parameters", "file", "licence", "created", "notes")
+
+def _tr(tag, values):
+    return f"<tr>{''.join(f'<{tag} style={chr(34)}{_CELL}{chr(34)}>{v}</{tag}>' for v in values)}</tr>"
+
+def _cells(c):
+    "What stands in the columns of a card's row; every text is escaped"
+    e = {k: html.escape(str(v)) for k, v in asdict(c).items()}
+    link = lambda file, text: f'<a href="{e["name"]}/{file}">{text}</a>'
+    file = link("adapter_model.safetensors", format_bytes(c.bytes))
+    backbone = f'{e["backbone"]}<br><code title="{e["backbone_sha256"]}">{e["backbone_sha256"][:12]}…</code>'
+    size = f"{format_count(c.parameters)}<br>{c.ratio:.4%}"
+    about = (link("card.json", e["name"]), e["task"], e["method"], backbone, size, file)
+    return (*about, e["license"], e["created"][:10], e["notes"])
 
 def _page(cards):
-    "The index as HTML; every text is escaped, nothing runs"
-    def row(tag, values):
-        return f"<tr>{''.join(f'<{tag} style={chr(34)}{_CELL}{chr(34)}>{v}</{tag}>' for v in values)}</tr>"
-    body = []
-    for c in cards.values():
-        e = {k: html.escape(str(v)) for k, v in asdict(c).items()}
-        card, file = (
-            f'<a href="{e["name"]}/{f}">{text}</a>'
-            for f, text in (("card.json", e["name"]), ("adapter_model.safetensors", format_bytes(c.bytes)))
-        )
-        backbone = f'{e["backbone"]}<br><code title="{e["backbone_sha256"]}">{e["backbone_sha256"][:12]}…</code>'
-        body.append(
-            row(
-                "td",
-                (
-                    card,
-                    e["task"],
-                    e["method"],
-                    backbone,
-                    f"{format_count(c.parameters)}<br>{c.ratio:.4%}",
-                    file,
-                    e["license"],
-                    e["created"][:10],
-                    e["notes"],
-                ),
-            )
-        )
-    head = row("th", ("name", "task", "method", "backbone", "parameters", "file", "licence", "created", "notes"))
+    "The index as HTML; nothing in it runs"
+    body = "\n".join(_tr("td", _cells(c)) for c in cards.values())
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         'content="width=device-width"><title>Deltas</title></head>'
         '<body style="font:15px/1.5 system-ui,sans-serif;margin:2em;color-scheme:light dark">\n<h1 '
         'style="font-size:1.4em">Deltas</h1>\n'
         f'<p>{len(cards)} in this folder. Load one by <code>Hub(folder).load(name, model)</code>.</p>\n'
-        f'<table style="border-collapse:collapse"><thead>{head}</thead>\n<tbody>\n'
-        + "\n".join(body)
-        + "\n</tbody></table></body></html>\n"
+        f'<table style="border-collapse:collapse"><thead>{_tr("th", _COLUMNS)}</thead>\n<tbody>\n'
+        f"{body}\n</tbody></table></body></html>\n"
     )
 
-# %% ../../nbs/30_delta/07_hub.ipynb #01cc7a9c
+# %% ../../nbs/30_delta/07_hub.ipynb #cf0d709d
 def _given(loras, weights):
     "(list of Loras, list of weights), checked; weights may stand last without their name"
     loras = list(loras)
@@ -301,44 +273,50 @@ def _factors(loras, weights):
     out = {}
     for d, w in zip(loras, weights):
         if not isinstance(d, Lora):
-            raise TypeError(
-                f"{d.name!r} is a {type(d).__name__}; only Loras have products to add (average() takes any kind)"
-            )
+            kind = type(d).__name__
+            raise TypeError(f"{d.name!r} is a {kind}; only Loras have products to add (average() takes any kind)")
         for n, s in d.sites.items():
-            pairs = (
-                {p: (*s.of(p), w * s.scales[p]) for p in s.names}
-                if hasattr(s, "of")
-                else {"": (*s.pair(), w * s.scale)}
-            )
+            if hasattr(s, "of"): pairs = {p: (*s.of(p), w * s.scales[p]) for p in s.names}
+            else: pairs = {"": (*s.pair(), w * s.scale)}
             for part, (A, B, f) in pairs.items():
                 out.setdefault(n, {}).setdefault(part, []).append((A.detach(), B.detach(), f))
     return out
 
-def _built(model, sites, name):
-    "A detached Lora on `model` that holds {site: {part: (A, B, scale)}}"
-    rank = {f"{n}.{part}" if part else n: A.shape[-2] for n, own in sites.items() for part, (A, _, _) in own.items()}
-    alpha = {
-        f"{n}.{part}" if part else n: A.shape[-2] * s for n, own in sites.items() for part, (A, _, s) in own.items()
-    }
+def _built(loras, weights, name, summed):
+    "A detached Lora that holds `summed` of the pairs at each place, (A, B, scale)"
+    loras, weights = _given(loras, weights)
+    sites = {n: {p: summed(x) for p, x in own.items()} for n, own in _factors(loras, weights).items()}
+    flat = {f"{n}.{part}" if part else n: x for n, own in sites.items() for part, x in own.items()}
     one = lambda numbers: next(iter(numbers.values())) if len(set(numbers.values())) == 1 else numbers
+    ranks = {n: A.shape[-2] for n, (A, _, _) in flat.items()}
+    alphas = {n: ranks[n] * s for n, (_, _, s) in flat.items()}
     experts = sorted({part for own in sites.values() for part in own if part}) or None
-    dtype = next(A.dtype for own in sites.values() for A, _, _ in own.values())
-    d = Lora(model, one(rank), one(alpha), modules=dict.fromkeys(sites), dtype=dtype, name=name, experts=experts)
+    dtype = next(A.dtype for A, _, _ in flat.values())
+    kw = dict(modules=dict.fromkeys(sites), dtype=dtype, name=name, experts=experts)
+    d = Lora(loras[0].model, one(ranks), one(alphas), **kw)
     with torch.no_grad():
-        for n, own in sites.items():
-            for part, (A, B, _) in own.items():
-                for mine, t in zip(d.sites[n].of(part) if part else (d.sites[n].A, d.sites[n].B), (A, B)): mine.copy_(t)
+        for n, part, (A, B, _) in ((n, part, x) for n, own in sites.items() for part, x in own.items()):
+            for mine, t in zip(d.sites[n].of(part) if part else (d.sites[n].A, d.sites[n].B), (A, B)): mine.copy_(t)
     return d.detach()
 
-# %% ../../nbs/30_delta/07_hub.ipynb #7b57b533
+# %% ../../nbs/30_delta/07_hub.ipynb #4ef7e0b1
 def _side_by_side(pairs):
-    "(A, B, scale) of the sum of [(A, B, factor)]; factors that are equal stay outside of the matrices, which are then copied bit for bit"
+    "(A, B, scale) of the sum of [(A, B, factor)]; equal factors stay outside, so that matrices are copied exactly"
     factors = {f for _, _, f in pairs}
     scale = abs(factors.pop()) or 1. if len(factors) == 1 else 1.
     dtype = torch.promote_types(pairs[0][0].dtype, pairs[-1][0].dtype)
     whole = [B if f == scale else B * (f / scale) for _, B, f in pairs]
     return torch.cat([A.to(dtype) for A, _, _ in pairs], -2), torch.cat([B.to(dtype) for B in whole], -1), scale
 
+def cat(
+    *loras:Lora,         # of one model, on any modules each
+    weights:list|None=None, # one for each; None: 1; below zero takes away
+    name:str|None=None,  # of the result
+)->Lora:                 # detached; its ranks are the sums of theirs
+    "The exact sum of Loras, side by side."
+    return _built(loras, weights, name, _side_by_side)
+
+# %% ../../nbs/30_delta/07_hub.ipynb #c612b5e8
 def _same(ts): return all(t.shape == ts[0].shape and torch.equal(t, ts[0]) for t in ts)
 
 def _summed(pairs):
@@ -348,33 +326,15 @@ def _summed(pairs):
     if _same(Bs): return sum(A * f for A, _, f in pairs), Bs[0], 1.
     return _side_by_side(pairs)
 
-def cat(
-    *loras:Lora,         # of one model, on any modules each
-    weights:list|None=None, # one for each; None: 1; below zero takes away
-    name:str|None=None,  # of the result
-)->Lora:                 # detached; its ranks are the sums of theirs
-    "The exact sum of Loras, side by side."
-    loras, weights = _given(loras, weights)
-    return _built(
-        loras[0].model,
-        {n: {p: _side_by_side(x) for p, x in own.items()} for n, own in _factors(loras, weights).items()},
-        name,
-    )
-
 def add(
     *loras:Lora,         # of one model, on any modules each
     weights:list|None=None, # one for each; None: 1; below zero takes away
     name:str|None=None,  # of the result
 )->Lora:                 # detached
-    "The exact sum of Loras, at their own rank where they share A (or B), such as Loras grown from one start with A frozen; else side by side."
-    loras, weights = _given(loras, weights)
-    return _built(
-        loras[0].model,
-        {n: {p: _summed(x) for p, x in own.items()} for n, own in _factors(loras, weights).items()},
-        name,
-    )
+    "The exact sum of Loras, at their own rank where they share A (or B), else side by side."
+    return _built(loras, weights, name, _summed)
 
-# %% ../../nbs/30_delta/07_hub.ipynb #b252dfeb
+# %% ../../nbs/30_delta/07_hub.ipynb #a8ac2bea
 def _nearest(pairs, r):
     "(A, B, 1) of the nearest product of rank r"
     A, B, f = _side_by_side(pairs)
@@ -382,11 +342,8 @@ def _nearest(pairs, r):
     U, S, Vh = torch.linalg.svd(Rb @ Ra.mT)
     k = min(r, S.shape[-1])
     root = S[..., :k].sqrt()
-    return (
-        (root[..., :, None] * (Vh[..., :k, :] @ Qa.mT)).to(A.dtype),
-        (Qb @ U[..., :, :k] * root[..., None, :]).to(B.dtype),
-        1.0,
-    )
+    left, right = Qb @ U[..., :, :k] * root[..., None, :], root[..., :, None] * (Vh[..., :k, :] @ Qa.mT)
+    return right.to(A.dtype), left.to(B.dtype), 1.0
 
 def svd(
     *loras:Lora,         # of one model, on any modules each; one alone is only reduced
@@ -397,42 +354,30 @@ def svd(
     "The Lora of rank r nearest to a sum of Loras, module by module."
     if not isinstance(r, int) or isinstance(r, bool) or r < 1:
         raise ValueError(f"r={r!r}: the rank is a whole number, 1 or more")
-    loras, weights = _given(loras, weights)
-    return _built(
-        loras[0].model,
-        {n: {p: _nearest(x, r) for p, x in own.items()} for n, own in _factors(loras, weights).items()},
-        name,
-    )
+    return _built(loras, weights, name, lambda pairs: _nearest(pairs, r))
 
+# %% ../../nbs/30_delta/07_hub.ipynb #61536057
 def average(
     *members:Delta,      # of one model, one kind, on the same modules with the same shapes
     weights:list|None=None, # one for each; None: equal shares
     name:str|None=None,  # of the result
 )->Delta:                # detached
-    "Deltas of any kind averaged parameter by parameter, as good as its members where they come from one start (Wortsman et al. 2022); a Lora's product is not averaged: that is `add`."
-    members, weights = _given(
-        members,
-        weights
-        if weights is not None or not members or not isinstance(members[-1], Delta)
-        else [1 / len(members)] * len(members),
-    )
+    "Deltas of any kind averaged parameter by parameter (Wortsman et al. 2022)."
+    alone = weights is None and members and isinstance(members[-1], Delta)
+    members, weights = _given(members, [1 / len(members)] * len(members) if alone else weights)
     first = members[0]
-    shape = lambda d: (
-        type(d),
-        {
-            n: (getattr(s, "scale", None), {k: tuple(p.shape) for k, p in s.named_parameters(remove_duplicate=False)})
-            for n, s in d._every.items()
-        },
-    )
+    def site_build(s):
+        shapes = {k: tuple(p.shape) for k, p in s.named_parameters(remove_duplicate=False)}
+        return getattr(s, "scale", None), shapes
+    build = lambda d: (type(d), {n: site_build(s) for n, s in d._every.items()})
     for d in members[1:]:
-        if shape(d) != shape(first):
+        if build(d) != build(first):
             raise ValueError(
                 f"{d.name!r} and {first.name!r} differ in kind, modules, shapes or scale, so their parameters do not "
                 "correspond; cat() adds Loras of any shape"
             )
     out = first.copy_to(first.model, name or first._free_name(None)).detach()
     with torch.no_grad():
-        for n, s in out._every.items():
-            for k, p in s.named_parameters():
-                p.copy_(sum(w * d._every[n].get_parameter(k) for w, d in zip(weights, members)))
+        for n, k, p in ((n, k, p) for n, s in out._every.items() for k, p in s.named_parameters()):
+            p.copy_(sum(w * d._every[n].get_parameter(k) for w, d in zip(weights, members)))
     return out

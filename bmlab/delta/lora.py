@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['LoraSite', 'DoraSite', 'PissaSite', 'fused_rows', 'SlicedSite', 'EmbeddingSite', 'ExpertsSite', 'Lora']
 
-# %% ../../nbs/30_delta/01_lora.ipynb #046b08bd
+# %% ../../nbs/30_delta/01_lora.ipynb #8db86eff
 import functools, json, math, os, re
 from collections import Counter
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -22,7 +23,7 @@ from .site import Site
 from ..kernels.layers import Int4Linear, Int8Linear
 from ..train.processes import rank
 
-# %% ../../nbs/30_delta/01_lora.ipynb #a2f0e4c5
+# %% ../../nbs/30_delta/01_lora.ipynb #99179904
 def _module(call):
     "The module at the end of a chain of calls"
     while isinstance(call, functools.partial): call = call.args[0]
@@ -34,11 +35,8 @@ def _alone(call):
 
 def _kept():
     "Does selective checkpointing keep what operations return? Then nothing may write to it"
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack()
-        and any("Cach" in type(m).__name__ for m in _get_current_dispatch_mode_stack())
-    )
+    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack(): return False
+    return any("Cach" in type(m).__name__ for m in _get_current_dispatch_mode_stack())
 
 def _add(y, h, B, scale, into=False):
     "y + scale · h Bᵀ as one product; `into`: y (N, out) is ours to write to"
@@ -47,22 +45,11 @@ def _add(y, h, B, scale, into=False):
     if into: return y.addmm_(h, B.t(), alpha=scale)
     return torch.addmm(y.reshape(-1, y.shape[-1]), h, B.t(), alpha=scale).view_as(y)
 
-def _together(make, *tensors):
-    "`make` of the whole tensors; of shards, gathered and marked as being the same on every rank"
-    shards = [t for t in tensors if isinstance(t, DTensor)]
-    out = make(*(t.full_tensor() if isinstance(t, DTensor) else t for t in tensors))
-    return (
-        DTensor.from_local(out, shards[0].device_mesh, [Replicate()] * shards[0].device_mesh.ndim, run_check=False)
-        if shards
-        else out
-    )
-
-# %% ../../nbs/30_delta/01_lora.ipynb #3621b7ce
+# %% ../../nbs/30_delta/01_lora.ipynb #62ac0a1e
 class LoraSite(Site):
     "The pair A, B beside one linear map."
     combines = "add"
-    # A and B take the input's dtype as they compute
-    casts = True
+    casts = True                    # A and B take the input's dtype as they compute
     def __init__(self,
         in_features:int,            # width of the input
         out_features:int,           # width of the output
@@ -75,22 +62,14 @@ class LoraSite(Site):
         **kw,                       # dtype and device of the parameters
     ):
         super().__init__()
-        self.A, self.B = (
-            nn.Parameter(torch.empty(r, in_features, **kw)),
-            nn.Parameter(torch.empty(out_features, r, **kw)),
-        )
-        self.scale, self.dropout, self.transposed, self.plain, self.gaussian = (
-            scale,
-            dropout,
-            transposed,
-            plain,
-            gaussian,
-        )
+        self.A = nn.Parameter(torch.empty(r, in_features, **kw))
+        self.B = nn.Parameter(torch.empty(out_features, r, **kw))
+        self.scale, self.dropout, self.transposed = scale, dropout, transposed
+        self.plain, self.gaussian = plain, gaussian
         self.start()
     def start(self):
-        nn.init.normal_(self.A, std=1 / self.A.shape[0]) if self.gaussian else nn.init.kaiming_uniform_(
-            self.A, a=math.sqrt(5)
-        )
+        if self.gaussian: nn.init.normal_(self.A, std=1 / self.A.shape[0])
+        else: nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
         nn.init.zeros_(self.B)
     def reset_parameters(self): self.start()
     def pair(self)->tuple[Tensor, Tensor]:
@@ -99,10 +78,8 @@ class LoraSite(Site):
     def thin(self, x):
         "(N, in) → (N, r), in the type of x."
         A = self.pair()[0]
-        return F.linear(
-            F.dropout(x, self.dropout) if self.dropout and self.training else x,
-            A if A.dtype == x.dtype else A.to(x.dtype),
-        )
+        if self.dropout and self.training: x = F.dropout(x, self.dropout)
+        return F.linear(x, A if A.dtype == x.dtype else A.to(x.dtype))
     def around(self, call, x):
         rows = x.reshape(-1, x.shape[-1])                                  # (N, in)
         if not (self.plain and _alone(call)) or _kept():
@@ -123,7 +100,7 @@ class LoraSite(Site):
     def extra_repr(self):
         return f"in={self.A.shape[1]}, out={self.B.shape[0]}, r={self.A.shape[0]}, scale={self.scale:g}"
 
-# %% ../../nbs/30_delta/01_lora.ipynb #a4d2a16e
+# %% ../../nbs/30_delta/01_lora.ipynb #19e113c7
 def _weight(module, transposed=False):
     "The float weight (out, in) of a linear layer, packed or not"
     if hasattr(module, "dequantize"): return module.dequantize()
@@ -142,9 +119,10 @@ def _needs_weight(site):
         "then make the delta"
     )
 
+# %% ../../nbs/30_delta/01_lora.ipynb #0fa0a7c1
 class DoraSite(LoraSite):
-    casts = False                                                          # its norms are taken as they are stored
     "A pair A, B and a length for each row of the weight."
+    casts = False                                                          # its norms are taken as they are stored
     reads_weight = True
     def __init__(self, *args, weight:Tensor, **kw):
         super().__init__(*args, **kw)
@@ -156,20 +134,14 @@ class DoraSite(LoraSite):
         return self.m / norms
     def around(self, call, x):
         module, rows, dropped = _module(call), x.reshape(-1, x.shape[-1]), self.dropout and self.training
-        W = _weight(module, self.transposed)
-        y, factor = call(x), self.factor(W)
+        W, y = _weight(module, self.transposed), call(x)
+        factor, bias = self.factor(W), getattr(module, "bias", None)
         if dropped: rows = F.dropout(rows, self.dropout)
-        bias = getattr(module, "bias", None)
         # as PEFT: what is rescaled sees the dropped input
         if dropped or not _alone(call): own = F.linear(rows, W.to(rows.dtype)).view(y.shape)
         else: own = y if bias is None else y - bias.to(y.dtype)
-        A = self.A if self.A.dtype == rows.dtype else self.A.to(rows.dtype)
-        return _add(
-            torch.addcmul(y, own, (factor - 1).to(y.dtype)),
-            F.linear(rows, A),
-            self.B * (factor * self.scale)[:, None],
-            1,
-        )
+        h = F.linear(rows, self.A if self.A.dtype == rows.dtype else self.A.to(rows.dtype))
+        return _add(torch.addcmul(y, own, (factor - 1).to(y.dtype)), h, self.B * (factor * self.scale)[:, None], 1)
     def delta_weight(self, module):
         W = _weight(module, self.transposed).float()
         w = self.factor(W)[:, None].float() * (W + self.B.float() @ self.A.float() * self.scale) - W
@@ -183,7 +155,15 @@ class DoraSite(LoraSite):
         super().put(tensors)
         self.m.copy_(tensors["lora_magnitude_vector"])
 
-# %% ../../nbs/30_delta/01_lora.ipynb #4d3298c8
+# %% ../../nbs/30_delta/01_lora.ipynb #5034c69b
+def _together(make, *tensors):
+    "`make` of the whole tensors; of shards, gathered and marked as being the same on every rank"
+    shards = [t for t in tensors if isinstance(t, DTensor)]
+    out = make(*(t.full_tensor() if isinstance(t, DTensor) else t for t in tensors))
+    if not shards: return out
+    mesh = shards[0].device_mesh
+    return DTensor.from_local(out, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
 class PissaSite(LoraSite):
     "A pair A, B that starts as the largest singular directions of the weight, which are taken off."
     def __init__(self, *args, weight:Tensor, steps:int|None=None, **kw):
@@ -203,18 +183,15 @@ class PissaSite(LoraSite):
     def pair(self): return torch.cat([self.A, self.A0]), torch.cat([self.B, self.B0], 1)
     def thin(self, x):
         if not (self.dropout and self.training): return super().thin(x)
-        return torch.cat(
-            [F.linear(F.dropout(x, self.dropout), self.A.to(x.dtype)), F.linear(x, self.A0.to(x.dtype))], 1
-        )  # what was taken off is not dropped
+        dropped = F.linear(F.dropout(x, self.dropout), self.A.to(x.dtype))
+        return torch.cat([dropped, F.linear(x, self.A0.to(x.dtype))], 1)   # what was taken off is not dropped
     def tensors(self):
-        return {
-            "lora_A.weight": _together(lambda a: torch.cat([a, self.A0]), self.A),
-            "lora_B.weight": _together(lambda b: torch.cat([b, self.B0], 1), self.B),
-        }
+        A = _together(lambda a: torch.cat([a, self.A0]), self.A)
+        return {"lora_A.weight": A, "lora_B.weight": _together(lambda b: torch.cat([b, self.B0], 1), self.B)}
     # of a file that PEFT wrote unconverted
     def shapes(self): return {"lora_A.weight": tuple(self.A.shape), "lora_B.weight": tuple(self.B.shape)}
 
-# %% ../../nbs/30_delta/01_lora.ipynb #a4a7ad12
+# %% ../../nbs/30_delta/01_lora.ipynb #1e0ed286
 _LAYOUTS = {
     "GPT2": "blocks",
     "DecisionTransformerGPT2": "blocks",
@@ -232,21 +209,17 @@ _LAYOUTS = {
 def _layout(owner, config, out):
     "[(part, rows), …] in order, and how often this repeats, for a fused product of `out` rows"
     how = _LAYOUTS.get(max((k for k in _LAYOUTS if type(owner).__name__.startswith(k)), key=len, default=""))
-    H = config.num_attention_heads
+    H, multi_query = config.num_attention_heads, getattr(config, "multi_query", False)
     groups = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or H
-    if how == "falcon":
-        how = "groups" if config.new_decoder_architecture else "blocks" if config.multi_query else "heads"
-    if how == "bigcode": how = "blocks" if config.multi_query else "heads"
-    if getattr(config, "multi_query", False): groups = groups if how == "groups" else 1
+    if how == "falcon" and config.new_decoder_architecture: how = "groups"
+    if how in ("falcon", "bigcode"): how = "blocks" if config.multi_query else "heads"
+    if multi_query and how != "groups": groups = 1
+    if how is None: return None
     if how == "heads": return [(p, out // H // 3) for p in "qkv"], H
     if how == "codegen": return [(p, out // 12) for p in "qvk"], 4
-    if how is None: return None
     width = out // (H + 2 * groups)
-    return (
-        ([("q", H // groups * width), ("k", width), ("v", width)], groups)
-        if how == "groups"
-        else ([("q", H * width), ("k", groups * width), ("v", groups * width)], 1)
-    )
+    if how == "groups": return [("q", H // groups * width), ("k", width), ("v", width)], groups
+    return [("q", H * width), ("k", groups * width), ("v", groups * width)], 1
 
 def fused_rows(
     model:nn.Module,   # a transformer
@@ -301,8 +274,9 @@ class EmbeddingSite(LoraSite):
         self.A.copy_(tensors["lora_embedding_A"])
         self.B.copy_(tensors["lora_embedding_B"])
 
-# %% ../../nbs/30_delta/01_lora.ipynb #b96e5239
-class _ExpertPairs(Site):
+# %% ../../nbs/30_delta/01_lora.ipynb #b51ba3c3
+class ExpertsSite(Site):
+    "A pair A (E, r, in), B (E, out, r) for each stacked parameter of a module of experts."
     def __init__(self,
         shapes:dict,               # parameter name → (E, out, in)
         ranks:dict,                # parameter name → r
@@ -312,17 +286,17 @@ class _ExpertPairs(Site):
         **kw,                      # dtype and device
     ):
         super().__init__()
-        self.names, self.scales, self.transposed, self.gaussian = list(shapes), dict(scales), transposed, gaussian
+        self.names, self.scales, self.transposed = list(shapes), dict(scales), transposed
+        self.gaussian = gaussian
         for n, (E, o, i) in shapes.items():
             self.register_parameter(f"{n}_A", nn.Parameter(torch.empty(E, ranks[n], i, **kw)))
             self.register_parameter(f"{n}_B", nn.Parameter(torch.empty(E, o, ranks[n], **kw)))
         self.reset_parameters()
     def reset_parameters(self):
-        for n in self.names:
-            A, B = self.of(n)
-            # Kaiming's, of each expert alone
-            bound = 1 / math.sqrt(A.shape[2])
-            nn.init.normal_(A, std=1 / A.shape[1]) if self.gaussian else nn.init.uniform_(A, -bound, bound)
+        for A, B in map(self.of, self.names):
+            bound = 1 / math.sqrt(A.shape[2])                              # Kaiming's, of each expert alone
+            if self.gaussian: nn.init.normal_(A, std=1 / A.shape[1])
+            else: nn.init.uniform_(A, -bound, bound)
             nn.init.zeros_(B)
     def of(self, name): return self._parameters[f"{name}_A"], self._parameters[f"{name}_B"]
     def around(self, call, *args, **kwargs):
@@ -331,10 +305,8 @@ class _ExpertPairs(Site):
             w, (A, B) = getattr(module, n), (t.to(getattr(module, n).dtype) for t in self.of(n))
             left, right = (A.mT, B.mT) if self.transposed else (B, A)
             changed[n] = torch.baddbmm(w, left, right, alpha=self.scales[n])
-        # which comes before the parameters when the module looks them up
-        own = module.__dict__
-        # of another delta further out
-        before = {n: own[n] for n in self.names if n in own}
+        own = module.__dict__                              # comes before the parameters when the module looks them up
+        before = {n: own[n] for n in self.names if n in own}                # of another delta further out
         own.update(changed)
         try: return call(*args, **kwargs)
         finally:
@@ -345,370 +317,35 @@ class _ExpertPairs(Site):
         out = {n: torch.bmm(*(t.float() for t in reversed(self.of(n)))) * self.scales[n] for n in self.names}
         return {n: w.mT for n, w in out.items()} if self.transposed else out
     def extra_repr(self):
-        return ", ".join(
-            f"{n}: E={self.of(n)[0].shape[0]}, r={self.of(n)[0].shape[1]}, scale={self.scales[n]:g}" for n in self.names
-        )
+        ranks = {n: self.of(n)[0].shape[:2] for n in self.names}
+        return ", ".join(f"{n}: E={E}, r={r}, scale={self.scales[n]:g}" for n, (E, r) in ranks.items())
 
-# %% ../../nbs/30_delta/01_lora.ipynb #9219a2e7
-class ExpertsSite(_ExpertPairs):
-    "A pair A (E, r, in), B (E, out, r) for each stacked parameter of a module of experts."
-    def tensors(self):
-        out = {}
-        for depth, n in enumerate(reversed(self.names)):
-            A, B = self.of(n)
-            deep = "base_layer." * depth
-            out[deep + "lora_A.weight"] = _together(lambda a: a.flatten(0, 1), A)
-            out[deep + "lora_B.weight"] = _together(lambda b: b.permute(1, 2, 0).flatten(1), B)
-        return out
-    def shapes(self): return {k: tuple(t.shape) for k, t in self.tensors().items()}
-    def put(self, tensors):
-        "Take what a file holds."
-        for depth, n in enumerate(reversed(self.names)):
-            A, B = self.of(n)
-            deep, (E, r, _) = "base_layer." * depth, A.shape
-            A.copy_(tensors[deep + "lora_A.weight"].view(A.shape))
-            B.copy_(tensors[deep + "lora_B.weight"].view(-1, r, E).permute(2, 0, 1))
+# %% ../../nbs/30_delta/01_lora.ipynb #3f34ae51
+@patch
+def tensors(self:ExpertsSite):
+    out = {}
+    for depth, n in enumerate(reversed(self.names)):
+        A, B = self.of(n)
+        deep = "base_layer." * depth
+        out[deep + "lora_A.weight"] = _together(lambda a: a.flatten(0, 1), A)
+        out[deep + "lora_B.weight"] = _together(lambda b: b.permute(1, 2, 0).flatten(1), B)
+    return out
 
-# %% ../../nbs/30_delta/01_lora.ipynb #0f9589cc
-def _linear_shape(name, module):
-    "(in, out, stored transposed?) of a linear layer of torch, of transformers (`Conv1D`) or a packed one"
-    if hasattr(module, "in_features") and hasattr(module, "out_features"):
-        return module.in_features, module.out_features, False
-    if hasattr(module, "nf") and module.weight.ndim == 2: return *module.weight.shape, True
-    raise TypeError(
-        f"LoRA sits on linear layers, embeddings and stacked experts; {name} is a {type(module).__name__}; choose "
-        "other modules or exclude it"
-    )
+@patch
+def shapes(self:ExpertsSite): return {k: tuple(t.shape) for k, t in self.tensors().items()}
 
-def _stacked(name, module):
-    "{parameter name: shape} of the experts that a module stacks"
-    return {
-        n: w.shape
-        for n, w in module._parameters.items()
-        if w is not None and w.ndim == 3 and "expert" in f"{name} {type(module).__name__}".lower()
-    }
+@patch
+def put(self:ExpertsSite, tensors):
+    "Take what a file holds."
+    for depth, n in enumerate(reversed(self.names)):
+        A, B = self.of(n)
+        deep, (E, r, _) = "base_layer." * depth, A.shape
+        A.copy_(tensors[deep + "lora_A.weight"].view(A.shape))
+        B.copy_(tensors[deep + "lora_B.weight"].view(-1, r, E).permute(2, 0, 1))
 
-def _options(module, dtype):
-    "dtype and device that a site takes over from its module; float32 beside packed weights"
-    stored = next(
-        t
-        for t in (
-            module._parameters.get("weight"),
-            *module.buffers(recurse=False),
-            *module._parameters.values(),
-            getattr(module, "weight", None),
-        )
-        if t is not None
-    )
-    return dict(dtype=dtype or (stored.dtype if stored.is_floating_point() else torch.float32), device=stored.device)
-
-# %% ../../nbs/30_delta/01_lora.ipynb #e5b63a9c
-class _Numbers(Delta):
-    def _look_up(self, model):
-        "{'r' or 'alpha': {pattern: names it stands for}} for those of the two that are dictionaries"
-        names, stacked = {n for n, _ in parts(model)}, [f"{n}.{p}" for n, m in parts(model) for p in _stacked(n, m)]
-        self._meant = {}
-        for what in ("r", "alpha"):
-            given = getattr(self, what)
-            if not isinstance(given, dict): continue
-            if not given: raise ValueError(f"{what}={{}}: a number, or a dictionary of patterns is needed")
-            self._meant[what] = {
-                p: [p]
-                if p in names
-                else [k for k in stacked if k == p or k.endswith(f".{p}")] or list(resolve(model, p))
-                for p in given
-            }
-        return names
-
-    def _number(self, what, default, *keys):
-        "The number for the first of the keys that has one: its own, or that of the first pattern that fits"
-        given = getattr(self, what)
-        if not isinstance(given, dict): return default if given is None else given
-        for key in keys:
-            if key in given: return given[key]
-            if (found := next((v for p, v in given.items() if key in self._meant[what][p]), None)) is not None:
-                return found
-        return default
-
-    def _rank_and_scale(self, *keys):
-        "r and the factor for a module (or a stacked parameter, then its module)"
-        r = self._number("r", None, *keys)
-        if r is None:
-            raise ValueError(
-                f"r={self.r!r} names no rank for {keys[0]}; add a key for it, or '*' as the last one for all others"
-            )
-        if not isinstance(r, int) or isinstance(r, bool) or r < 1:
-            raise ValueError(f"r={r!r}: the rank is a whole number, 1 or more")
-        alpha = self._number("alpha", 2 * r, *keys)
-        if not isinstance(alpha, (int, float)) or not alpha > 0:
-            raise ValueError(f"alpha={self.alpha!r}: a number above 0 is needed")
-        return r, alpha / (math.sqrt(r) if self.rslora else r)
-
-    def _check_used(self):
-        "Raise for a pattern that fits modules, but none that carries a site"
-        if self.experts is not None and not any(isinstance(s, ExpertsSite) for s in self.sites.values()):
-            raise ValueError(
-                f"experts={self.experts!r}, but none of the modules chosen stacks experts, such as "
-                f"{next(iter(self.sites))}; choose them by modules="
-            )
-        there = set(self.sites) | {f"{n}.{p}" for n, s in self.sites.items() for p in getattr(s, "names", ())}
-        for what, meant in self._meant.items():
-            for p, names in meant.items():
-                if not there & set(names):
-                    raise ValueError(f"{what}: {p!r} fits none of the modules chosen, such as {next(iter(self.sites))}")
-
-# %% ../../nbs/30_delta/01_lora.ipynb #b5589e4e
-_STARTS = ("kaiming", "gaussian", "pissa")
-
-class _Making(_Numbers):
-    def make_site(self, name, module):
-        "A and B for one linear layer, embedding or stack of experts."
-        if stacked := _stacked(name, module): return self._experts_site(name, module, stacked)
-        (r, scale), kw = self._rank_and_scale(name), dict(gaussian=self.init == "gaussian")
-        special = (
-            "dora=True"
-            if self.dora
-            else f"init={self.init!r}"
-            if self.init.startswith("pissa")
-            else "slices="
-            if self.slices is not None
-            else ""
-        )
-        if isinstance(module, nn.Embedding) or hasattr(module, "num_embeddings"):
-            if special or getattr(module, "max_norm", None):
-                raise TypeError(
-                    f"{special or 'max_norm'} goes with linear layers only, and {name} is a {type(module).__name__}; "
-                    "exclude it"
-                )
-            i, o, cls = module.num_embeddings, module.embedding_dim, EmbeddingSite
-        else:
-            i, o, kw["transposed"] = _linear_shape(name, module)
-            forward = getattr(type(module), "_bmlab_base", type(module)).forward
-            kw |= dict(
-                dropout=self.dropout, plain=forward in (nn.Linear.forward, Int8Linear.forward, Int4Linear.forward)
-            )
-            cls = LoraSite
-        if r > min(i, o): raise ValueError(f"r={r} is more than {name} has: {i} → {o}")
-        if self.slices is not None: cls, kw["rows"] = SlicedSite, self._rows(name, o)
-        elif special: cls, kw["weight"] = DoraSite if self.dora else PissaSite, _weight(module, kw["transposed"])
-        if "_niter_" in self.init: kw["steps"] = int(self.init.rpartition("_")[2])
-        return cls(i, o, r, scale, **kw, **_options(module, self.dtype))
-
-    def _rows(self, name, out):
-        if isinstance(self.slices, Tensor): rows = self.slices
-        elif roles(self.model).get(name) == "qkv": rows = fused_rows(self.model, name, self.slices)
-        else: raise TypeError(f"slices={self.slices!r} choose from a fused q/k/v layer, and {name} is none")
-        if not len(rows) or rows.min() < 0 or rows.max() >= out:
-            raise ValueError(f"slices: rows {rows.tolist()[:4]} … do not fit the {out} outputs of {name}")
-        return rows
-
-    def _experts_site(self, name, module, stacked):
-        if self.dropout or self.dora or self.slices is not None or self.init not in ("kaiming", "gaussian"):
-            raise TypeError(
-                f"{name} stacks its experts in {', '.join(stacked)}, where dropout, dora, slices and pissa have no "
-                "place; exclude it"
-            )
-        chosen = [
-            p
-            for p in stacked
-            if self.experts is None or any(f"{name}.{p}" == t or f"{name}.{p}".endswith(f".{t}") for t in self.experts)
-        ]
-        if not chosen: raise ValueError(f"experts={self.experts!r}: {name} has {', '.join(stacked)}")
-        transposed = getattr(module, "is_transposed", False)
-        shapes = {p: (E, *((o, i)[::-1] if transposed else (o, i))) for p, (E, o, i) in stacked.items() if p in chosen}
-        numbers = {p: self._rank_and_scale(f"{name}.{p}", name) for p in chosen}
-        for p, (r, _) in numbers.items():
-            if r > min(shapes[p][1:]):
-                raise ValueError(f"r={r} is more than {name}.{p} has: {shapes[p][2]} → {shapes[p][1]}")
-        w = module._parameters[chosen[0]]
-        ranks, scales = ({p: n[i] for p, n in numbers.items()} for i in (0, 1))
-        return ExpertsSite(
-            shapes, ranks, scales, transposed, self.init == "gaussian", dtype=self.dtype or w.dtype, device=w.device
-        )
-
-# %% ../../nbs/30_delta/01_lora.ipynb #56d54392
-_UNDERSTOOD = set("""peft_type peft_version auto_mapping base_model_name_or_path revision task_type inference_mode r lora_alpha lora_dropout use_rslora
-    fan_in_fan_out target_modules exclude_modules layers_to_transform layers_pattern init_lora_weights bias megatron_core qalora_group_size
-    eva_config corda_config lora_ga_config loftq_config runtime_config ensure_weight_tying use_dora rank_pattern alpha_pattern
-    target_parameters slices""".split())  # fields of PEFT's configuration that are read, or change nothing here
-# initialisations that change the backbone when PEFT loads them, and not by a rule
-_MOVES_BASE = ("pissa_niter", "olora", "corda", "loftq", "lora_ga")
-
-def _unlike(config):
-    "Fields of PEFT's configuration under which it computes something else"
-    odd = {k: v for k, v in config.items() if k not in _UNDERSTOOD and v not in (None, False, "", [], {})}
-    if config.get("bias", "none") != "none": odd["bias"] = config["bias"]
-    if str(config.get("init_lora_weights")).startswith(_MOVES_BASE):
-        odd["init_lora_weights"] = config["init_lora_weights"]
-    return odd
-
-def _by_pattern(patterns, key, default):
-    "PEFT's rule for rank_pattern and alpha_pattern"
-    return next((v for p, v in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", key)), default)
-
-def _short(numbers, default):
-    "{name: number} without the default; last components where all of that name agree"
-    by_last = {}
-    for n, v in numbers.items(): by_last.setdefault(n.rpartition(".")[2], set()).add(v)
-    return {
-        last if len(by_last[last]) == 1 else n: v
-        for n, v in numbers.items()
-        if v != default
-        for last in [n.rpartition(".")[2]]
-    }
-
-def _fill(sites, tensors):
-    "Copy the tensors of a file into the sites; names and shapes must be exactly theirs"
-    for n, site in sites.items():
-        own = site.shapes()
-        if own.keys() != tensors[n].keys():
-            raise KeyError(f"{n}: expected tensors {sorted(own)}, the file holds {sorted(tensors[n])}")
-        for k, t in tensors[n].items():
-            if t.shape != own[k]:
-                raise ValueError(
-                    f"{n}.{k}: the file holds {tuple(t.shape)}, the model needs {own[k]}; another backbone or rank?"
-                )
-    with torch.no_grad():
-        for n, site in sites.items(): site.put(tensors[n])
-
-# %% ../../nbs/30_delta/01_lora.ipynb #3780afce
-class _InFiles(_Making):
-    def _file_numbers(self):
-        "{module or stacked parameter: (rank, alpha)} as a file states them"
-        found = {}
-        for n, s in self.sites.items():
-            if isinstance(s, ExpertsSite): found |= {f"{n}.{p}": (s.of(p)[0].shape[1], s.scales[p]) for p in s.names}
-            else: found[n] = (s.A.shape[0] * (2 if isinstance(s, PissaSite) else 1), s.scale)
-        alphas = {n: round(s * (math.sqrt(r) if self.rslora else r), 9) for n, (r, s) in found.items()}
-        return {n: r for n, (r, _) in found.items()}, {n: int(a) if a == int(a) else a for n, a in alphas.items()}
-
-    def config(self)->dict:
-        "What stands in PEFT's adapter_config.json."
-        ranks, alphas = self._file_numbers()
-        r, alpha = (Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas))
-        turned = any(s.transposed for s in self.sites.values() if isinstance(s, LoraSite))
-        out = {
-            "peft_type": "LORA",
-            "r": r,
-            "lora_alpha": alpha,
-            "lora_dropout": self.dropout,
-            "bias": "none",
-            "fan_in_fan_out": turned,
-        }
-        if self.rslora: out["use_rslora"] = True
-        if self.dora: out["use_dora"] = True
-        out |= {k: v for k, v in (("rank_pattern", _short(ranks, r)), ("alpha_pattern", _short(alphas, alpha))) if v}
-        if stacked := [f"{n}.{p}" for n, s in self.sites.items() if isinstance(s, ExpertsSite) for p in s.names]:
-            out |= {
-                "target_parameters": stacked,
-                "target_modules": [n for n, s in self.sites.items() if not isinstance(s, ExpertsSite)],
-            }
-        return out
-
-    def save(self,
-        dir:str|os.PathLike, # folder, made if missing
-        spread:bool=False,   # write a shared parameter set at each of its sites, as PEFT wants it; False: once
-    )->Path:                 # the folder
-        "Write A and B in PEFT's format, and beside them, where there are slices, which: PEFT sees rows of zeros, this library what was trained."
-        note = Path(dir) / "bmlab.json"
-        if rank() == 0 or not any(isinstance(p, DTensor) for p in self.parameters()):
-            note.unlink(missing_ok=True)
-            if self.slices is not None:
-                note.parent.mkdir(parents=True, exist_ok=True)
-                note.write_text(
-                    json.dumps(
-                        {"slices": self.slices.tolist() if isinstance(self.slices, Tensor) else list(self.slices)}
-                    ),
-                    encoding="utf-8",
-                )
-        return super().save(dir, spread)
-
-    @classmethod
-    def read(cls, tensors, model, config, dir):
-        "Tensors by module; those of nested stacked parameters keep their depth in the name."
-        if (dir / "bmlab.json").is_file():
-            config["slices"] = json.loads((dir / "bmlab.json").read_text(encoding="utf-8"))["slices"]
-        flat = {
-            re.sub(r"(?:base_layer\.)+(?=lora_[AB]\.weight$)", lambda m: m[0].replace(".", "/"), k): t
-            for k, t in tensors.items()
-        }
-        found = {
-            n: {k.replace("/", "."): t for k, t in own.items()}
-            for n, own in super().read(flat, model, config, dir).items()
-        }
-        for n, m in parts(model):
-            missing = [
-                p
-                for p in _stacked(n, m)
-                if n not in found
-                and any(f"{n}.{p}".endswith(f".{t}") or f"{n}.{p}" == t for t in config.get("target_parameters") or ())
-            ]
-            if missing:
-                raise KeyError(
-                    f"{dir} lists target_parameters={config['target_parameters']}, but holds no tensors for "
-                    f"{n}.{missing[0]}"
-                )
-        return found
-
-# %% ../../nbs/30_delta/01_lora.ipynb #86a2fb85
-class _Loading(_InFiles):
-    @classmethod
-    def from_config(cls, model, config, tensors):
-        "A Lora from PEFT's configuration and tensors by module; refuses what it would not compute."
-        if missing := [k for k in ("r", "lora_alpha") if config.get(k) is None]:
-            raise KeyError(f"adapter_config.json names no {' and no '.join(missing)}; is it that of a LoRA?")
-        if odd := _unlike(config):
-            raise ValueError(f"this adapter uses {odd}, which Lora does not compute; load it with PEFT")
-        modules = dict(parts(model))
-        keys = [k for n in tensors for k in ([f"{n}.{p}" for p in _stacked(n, modules[n])] or [n])]
-        r, alpha = (
-            {k: _by_pattern(config.get(patterns), k, config[default]) for k in keys}
-            for patterns, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
-        )
-        r, alpha = (next(iter(x.values())) if len(set(x.values())) == 1 else x for x in (r, alpha))
-        slices = config.get("slices")
-        if slices and not isinstance(slices[0], str): slices = torch.tensor(slices)
-        d = cls(
-            model,
-            r,
-            alpha,
-            config.get("lora_dropout", 0.0),
-            dict.fromkeys(tensors),
-            rslora=config.get("use_rslora", False),
-            dora=config.get("use_dora", False),
-            dtype=next(
-                t.dtype for own in tensors.values() for t in own.values()
-            ),  # as it was trained, whatever the backbone's
-            init="pissa" if config.get("init_lora_weights") == "pissa" else "kaiming",
-            slices=slices,
-            experts=config.get("target_parameters") if any(_stacked(n, modules[n]) for n in tensors) else None,
-        )
-        try: _fill(d.sites, tensors)
-        except Exception:
-            deltas(d.model).forget(d.name)
-            raise
-        return d
-
-    def param_groups(self,
-        lr:float,                 # learning rate of A, and of what `freeze` kept tunable
-        lora_plus:float|None=None,# LoRA+ (Hayou et al. 2024): B learns this many times faster, such as 16; None: at the
-                                  # same rate
-        **numbers,                # other options of the optimizer
-    )->list[dict]:
-        "Parameter groups for an optimizer, B and DoRA's lengths apart at their own rate."
-        if lora_plus is None: return super().param_groups(lr, **numbers)
-        fast = {
-            id(p) for s in self.sites.values() for n, p in s.named_parameters() if n in ("B", "m") or n.endswith("_B")
-        }
-        every = self.trainable()
-        return [
-            {"params": [p for p in every if id(p) not in fast], "lr": lr, **numbers},
-            {"params": [p for p in every if id(p) in fast], "lr": lr * lora_plus, **numbers},
-        ]
-
-# %% ../../nbs/30_delta/01_lora.ipynb #6a0ae1ee
-class Lora(_Loading):
-    "LoRA on linear layers (Hu et al. 2021, §4), embeddings and stacked experts, with rsLoRA, DoRA and PiSSA on request."
+# %% ../../nbs/30_delta/01_lora.ipynb #42e67cc8
+class Lora(Delta):
+    "LoRA on linear layers (Hu et al. 2021, §4), embeddings and stacked experts; rsLoRA, DoRA and PiSSA on request."
     kind, default_roles = "lora", ("q", "v", "qkv")
     def __init__(self,
         model:nn.Module,               # the backbone
@@ -730,49 +367,344 @@ class Lora(_Loading):
                                        # all
         share:str|None=None,           # "layers", "places": sites that are alike have one parameter set
     ):
-        if not isinstance(r, dict) and (not isinstance(r, int) or isinstance(r, bool) or r < 1):
-            raise ValueError(f"r={r!r}: the rank is a whole number, 1 or more")
-        if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-            raise ValueError(f"dropout={dropout!r}: a share in [0, 1) is needed")
-        if init not in _STARTS and not re.fullmatch(r"pissa_niter_\d+", str(init)):
-            raise ValueError(f"init={init!r}: one of {', '.join(_STARTS)} or 'pissa_niter_4'")
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype={dtype!r}: a dtype of torch, such as torch.bfloat16")
-        if isinstance(slices, str): slices = tuple(slices)
-        if isinstance(experts, str): experts = (experts,)
-        if slices is not None and not isinstance(slices, Tensor) and not (len(slices) and set(slices) <= set("qkv")):
-            raise ValueError(f"slices={slices!r}: of 'q', 'k', 'v', or a tensor of row numbers")
-        special = [
-            w
-            for w, on in (
-                ("dora=True", dora),
-                (f"init={init!r}", init.startswith("pissa")),
-                ("slices=", slices is not None),
-            )
-            if on
-        ]
-        if len(special) > 1: raise ValueError(f"{' and '.join(special)} do not go together")
-        if special[:1] not in ([], ["slices="]) and share:
-            raise ValueError(
-                f"share={share!r}: {special[0]} starts from each layer's own weight, so layers cannot share it"
-            )
-        self.r, self.alpha, self.dropout, self.rslora, self.dtype = (
-            r,
-            2 * r if alpha is None and not isinstance(r, dict) else alpha,
-            dropout,
-            rslora,
-            dtype,
-        )
-        self.dora, self.init, self.slices, self.experts = dora, init, slices, experts
+        _check_numbers(r, dropout, init, dtype)
+        self.r, self.alpha, self.dropout = r, alpha, dropout
+        if alpha is None and not isinstance(r, dict): self.alpha = 2 * r
+        self.rslora, self.dtype, self.dora = rslora, dtype, dora
+        self.init, self.slices, self.experts = init, slices, experts
+        if isinstance(slices, str): self.slices = tuple(slices)
+        if isinstance(experts, str): self.experts = (experts,)
+        self._check_together(share)
         names = self._look_up(unwrap(model))
-        if modules is None and isinstance(r, dict) and "*" not in r:
-            modules = dict.fromkeys(
-                k if k in names else k.rpartition(".")[0] for found in self._meant["r"].values() for k in found
-            )
-        if modules is None and slices is not None:
-            modules = {n: None for n, role in roles(model).items() if role == "qkv"} or None
+        if modules is None: modules = self._implied(model, names)
         super().__init__(model, modules, exclude, name, share)
         try: self._check_used()
         except ValueError:
             deltas(self.model).forget(self.name)
             raise
+
+    def save(self,
+        dir:str|os.PathLike, # folder, made if missing
+        spread:bool=False,   # write a shared parameter set at each of its sites, as PEFT wants it; False: once
+    )->Path:                 # the folder
+        "Write A and B in PEFT's format, and a note that names the `slices`, where PEFT sees rows of zeros."
+        self._write_note(Path(dir) / "bmlab.json")
+        return super().save(dir, spread)
+
+    @classmethod
+    def read(cls, tensors, model, config, dir):
+        "Tensors by module; those of nested stacked parameters keep their depth in the name."
+        note = dir / "bmlab.json"
+        if note.is_file(): config["slices"] = json.loads(note.read_text(encoding="utf-8"))["slices"]
+        deep = lambda key: re.sub(r"(?:base_layer\.)+(?=lora_[AB]\.weight$)", lambda m: m[0].replace(".", "/"), key)
+        found = super().read({deep(k): t for k, t in tensors.items()}, model, config, dir)
+        _check_experts(model, found, config.get("target_parameters") or (), dir)
+        return {n: {k.replace("/", "."): t for k, t in own.items()} for n, own in found.items()}
+
+    def param_groups(self,
+        lr:float,                 # learning rate of A, and of what `freeze` kept tunable
+        lora_plus:float|None=None,# LoRA+ (Hayou et al. 2024): B learns this many times faster, such as 16; None: at the
+                                  # same rate
+        **numbers,                # other options of the optimizer
+    )->list[dict]:
+        "Parameter groups for an optimizer, B and DoRA's lengths apart at their own rate."
+        if lora_plus is None: return super().param_groups(lr, **numbers)
+        named = [(n, p) for s in self.sites.values() for n, p in s.named_parameters()]
+        fast, every = {id(p) for n, p in named if n in ("B", "m") or n.endswith("_B")}, self.trainable()
+        return [
+            {"params": [p for p in every if id(p) not in fast], "lr": lr, **numbers},
+            {"params": [p for p in every if id(p) in fast], "lr": lr * lora_plus, **numbers},
+        ]
+
+# %% ../../nbs/30_delta/01_lora.ipynb #240badbe
+_STARTS = ("kaiming", "gaussian", "pissa")
+
+def _check_numbers(r, dropout, init, dtype):
+    "Raise for an argument of `Lora` that is wrong by itself"
+    if not isinstance(r, dict) and (not isinstance(r, int) or isinstance(r, bool) or r < 1):
+        raise ValueError(f"r={r!r}: the rank is a whole number, 1 or more")
+    if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout!r}: a share in [0, 1) is needed")
+    if init not in _STARTS and not re.fullmatch(r"pissa_niter_\d+", str(init)):
+        raise ValueError(f"init={init!r}: one of {', '.join(_STARTS)} or 'pissa_niter_4'")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype={dtype!r}: a dtype of torch, such as torch.bfloat16")
+
+@patch(as_prop=True)
+def _special(self:Lora):
+    "The arguments that ask for another site than A and B alone"
+    pissa = self.init.startswith("pissa")
+    asked = {"dora=True": self.dora, f"init={self.init!r}": pissa, "slices=": self.slices is not None}
+    return [argument for argument, on in asked.items() if on]
+
+@patch
+def _check_together(self:Lora, share):
+    "Raise for arguments that do not go together"
+    slices, special = self.slices, self._special
+    if slices is not None and not isinstance(slices, Tensor) and not (len(slices) and set(slices) <= set("qkv")):
+        raise ValueError(f"slices={slices!r}: of 'q', 'k', 'v', or a tensor of row numbers")
+    if len(special) > 1: raise ValueError(f"{' and '.join(special)} do not go together")
+    if share and special and special != ["slices="]:
+        raise ValueError(
+            f"share={share!r}: {special[0]} starts from each layer's own weight, so layers cannot share it"
+        )
+
+# %% ../../nbs/30_delta/01_lora.ipynb #db9e90ff
+@patch
+def _look_up(self:Lora, model):
+    "Names of the modules; `_meant` is {'r' or 'alpha': {pattern: names it stands for}} where those are dictionaries"
+    names, stacked = {n for n, _ in parts(model)}, [f"{n}.{p}" for n, m in parts(model) for p in _stacked(n, m)]
+    def meant(p):
+        if p in names: return [p]
+        return [k for k in stacked if k == p or k.endswith(f".{p}")] or list(resolve(model, p))
+    self._meant = {}
+    for what in ("r", "alpha"):
+        given = getattr(self, what)
+        if given == {}: raise ValueError(f"{what}={{}}: a number, or a dictionary of patterns is needed")
+        if isinstance(given, dict): self._meant[what] = {p: meant(p) for p in given}
+    return names
+
+@patch
+def _implied(self:Lora, model, names):
+    "The modules that `r` or `slices` name where `modules` does not; None: those of the usual roles"
+    if isinstance(self.r, dict) and "*" not in self.r:
+        found = [k for keys in self._meant["r"].values() for k in keys]
+        return dict.fromkeys(k if k in names else k.rpartition(".")[0] for k in found)
+    if self.slices is None: return None
+    return {n: None for n, role in roles(model).items() if role == "qkv"} or None
+
+@patch
+def _check_used(self:Lora):
+    "Raise for a pattern that fits modules, but none that carries a site"
+    first = next(iter(self.sites))
+    if self.experts is not None and not any(isinstance(s, ExpertsSite) for s in self.sites.values()):
+        raise ValueError(
+            f"experts={self.experts!r}, but none of the modules chosen stacks experts, such as {first}; choose them "
+            "by modules="
+        )
+    there = set(self.sites) | {f"{n}.{p}" for n, s in self.sites.items() for p in getattr(s, "names", ())}
+    for what, meant in self._meant.items():
+        for p, names in meant.items():
+            if there & set(names): continue
+            raise ValueError(f"{what}: {p!r} fits none of the modules chosen, such as {first}")
+
+# %% ../../nbs/30_delta/01_lora.ipynb #78d9c7b7
+@patch
+def _number(self:Lora, what, default, *keys):
+    "The number for the first of the keys that has one: its own, or that of the first pattern that fits"
+    given = getattr(self, what)
+    if not isinstance(given, dict): return default if given is None else given
+    for key in keys:
+        if key in given: return given[key]
+        found = next((v for p, v in given.items() if key in self._meant[what][p]), None)
+        if found is not None: return found
+    return default
+
+@patch
+def _rank_and_scale(self:Lora, *keys):
+    "r and the factor for a module (or a stacked parameter, then its module)"
+    r = self._number("r", None, *keys)
+    if r is None:
+        raise ValueError(
+            f"r={self.r!r} names no rank for {keys[0]}; add a key for it, or '*' as the last one for all others"
+        )
+    if not isinstance(r, int) or isinstance(r, bool) or r < 1:
+        raise ValueError(f"r={r!r}: the rank is a whole number, 1 or more")
+    alpha = self._number("alpha", 2 * r, *keys)
+    if not isinstance(alpha, (int, float)) or not alpha > 0:
+        raise ValueError(f"alpha={self.alpha!r}: a number above 0 is needed")
+    return r, alpha / (math.sqrt(r) if self.rslora else r)
+
+# %% ../../nbs/30_delta/01_lora.ipynb #5884cf67
+def _linear_shape(name, module):
+    "(in, out, stored transposed?) of a linear layer of torch, of transformers (`Conv1D`) or a packed one"
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return module.in_features, module.out_features, False
+    if hasattr(module, "nf") and module.weight.ndim == 2: return *module.weight.shape, True
+    raise TypeError(
+        f"LoRA sits on linear layers, embeddings and stacked experts; {name} is a {type(module).__name__}; choose "
+        "other modules or exclude it"
+    )
+
+def _stacked(name, module):
+    "{parameter name: shape} of the experts that a module stacks"
+    if "expert" not in f"{name} {type(module).__name__}".lower(): return {}
+    return {n: w.shape for n, w in module._parameters.items() if w is not None and w.ndim == 3}
+
+def _options(module, dtype):
+    "dtype and device that a site takes over from its module; float32 beside packed weights"
+    own = module._parameters
+    found = (own.get("weight"), *module.buffers(recurse=False), *own.values(), getattr(module, "weight", None))
+    stored = next(t for t in found if t is not None)
+    return dict(dtype=dtype or (stored.dtype if stored.is_floating_point() else torch.float32), device=stored.device)
+
+# %% ../../nbs/30_delta/01_lora.ipynb #e32af43f
+@patch
+def make_site(self:Lora, name, module):
+    "A and B for one linear layer, embedding or stack of experts."
+    if stacked := _stacked(name, module): return self._experts_site(name, module, stacked)
+    (r, scale), kw = self._rank_and_scale(name), dict(gaussian=self.init == "gaussian")
+    if isinstance(module, nn.Embedding) or hasattr(module, "num_embeddings"):
+        unfit = "".join(self._special) or ("max_norm" if getattr(module, "max_norm", None) else "")
+        if unfit:
+            kind = type(module).__name__
+            raise TypeError(f"{unfit} goes with linear layers only, and {name} is a {kind}; exclude it")
+        i, o, cls = module.num_embeddings, module.embedding_dim, EmbeddingSite
+    else:
+        i, o, kw["transposed"] = _linear_shape(name, module)
+        forward = getattr(type(module), "_bmlab_base", type(module)).forward
+        plain = forward in (nn.Linear.forward, Int8Linear.forward, Int4Linear.forward)
+        cls, kw = LoraSite, kw | dict(dropout=self.dropout, plain=plain)
+    if r > min(i, o): raise ValueError(f"r={r} is more than {name} has: {i} → {o}")
+    if self.slices is not None: cls, kw["rows"] = SlicedSite, self._rows(name, o)
+    elif self._special: cls, kw["weight"] = DoraSite if self.dora else PissaSite, _weight(module, kw["transposed"])
+    if "_niter_" in self.init: kw["steps"] = int(self.init.rpartition("_")[2])
+    return cls(i, o, r, scale, **kw, **_options(module, self.dtype))
+
+@patch
+def _rows(self:Lora, name, out):
+    "The rows of a fused layer of `out` outputs that `slices` names"
+    if isinstance(self.slices, Tensor): rows = self.slices
+    elif roles(self.model).get(name) == "qkv": rows = fused_rows(self.model, name, self.slices)
+    else: raise TypeError(f"slices={self.slices!r} choose from a fused q/k/v layer, and {name} is none")
+    if not len(rows) or rows.min() < 0 or rows.max() >= out:
+        raise ValueError(f"slices: rows {rows.tolist()[:4]} … do not fit the {out} outputs of {name}")
+    return rows
+
+# %% ../../nbs/30_delta/01_lora.ipynb #d3a0fbce
+@patch
+def _experts_site(self:Lora, name, module, stacked):
+    "Pairs for the stacked parameters of one module that `experts` names"
+    if self.dropout or self._special:
+        raise TypeError(
+            f"{name} stacks its experts in {', '.join(stacked)}, where dropout, dora, slices and pissa have no "
+            "place; exclude it"
+        )
+    wanted = lambda p: any(f"{name}.{p}" == t or f"{name}.{p}".endswith(f".{t}") for t in self.experts)
+    chosen = [p for p in stacked if self.experts is None or wanted(p)]
+    if not chosen: raise ValueError(f"experts={self.experts!r}: {name} has {', '.join(stacked)}")
+    transposed, shapes = getattr(module, "is_transposed", False), {}
+    for p in chosen:
+        E, o, i = stacked[p]
+        shapes[p] = (E, i, o) if transposed else (E, o, i)
+    numbers = {p: self._rank_and_scale(f"{name}.{p}", name) for p in chosen}
+    for p, (r, _) in numbers.items():
+        _, o, i = shapes[p]
+        if r > min(i, o): raise ValueError(f"r={r} is more than {name}.{p} has: {i} → {o}")
+    ranks, scales = ({p: n[i] for p, n in numbers.items()} for i in (0, 1))
+    w, gaussian = module._parameters[chosen[0]], self.init == "gaussian"
+    return ExpertsSite(shapes, ranks, scales, transposed, gaussian, dtype=self.dtype or w.dtype, device=w.device)
+
+# %% ../../nbs/30_delta/01_lora.ipynb #bae09a8c
+@patch
+def _file_numbers(self:Lora):
+    "{module or stacked parameter: rank}, {the same: alpha} as a file states them"
+    found = {}
+    for n, s in self.sites.items():
+        if isinstance(s, ExpertsSite): found |= {f"{n}.{p}": (s.of(p)[0].shape[1], s.scales[p]) for p in s.names}
+        else: found[n] = (s.A.shape[0] * (2 if isinstance(s, PissaSite) else 1), s.scale)
+    alphas = {n: round(s * (math.sqrt(r) if self.rslora else r), 9) for n, (r, s) in found.items()}
+    return {n: r for n, (r, _) in found.items()}, {n: int(a) if a == int(a) else a for n, a in alphas.items()}
+
+def _short(numbers, default):
+    "{name: number} without the default; last components where all of that name agree"
+    last, by_last = lambda n: n.rpartition(".")[2], {}
+    for n, v in numbers.items(): by_last.setdefault(last(n), set()).add(v)
+    return {last(n) if len(by_last[last(n)]) == 1 else n: v for n, v in numbers.items() if v != default}
+
+@patch
+def config(self:Lora)->dict:
+    "What stands in PEFT's adapter_config.json."
+    ranks, alphas = self._file_numbers()
+    r, alpha = (Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas))
+    turned = any(s.transposed for s in self.sites.values() if isinstance(s, LoraSite))
+    out = {"peft_type": "LORA", "r": r, "lora_alpha": alpha, "lora_dropout": self.dropout}
+    out |= {"bias": "none", "fan_in_fan_out": turned}
+    if self.rslora: out["use_rslora"] = True
+    if self.dora: out["use_dora"] = True
+    if ranks := _short(ranks, r): out["rank_pattern"] = ranks
+    if alphas := _short(alphas, alpha): out["alpha_pattern"] = alphas
+    if stacked := [f"{n}.{p}" for n, s in self.sites.items() if isinstance(s, ExpertsSite) for p in s.names]:
+        linear = [n for n, s in self.sites.items() if not isinstance(s, ExpertsSite)]
+        out |= {"target_parameters": stacked, "target_modules": linear}
+    return out
+
+@patch
+def _write_note(self:Lora, note):
+    "Write which slices there are, or take an older note away; of a sharded model the first rank does it"
+    if rank() > 0 and any(isinstance(p, DTensor) for p in self.parameters()): return
+    note.unlink(missing_ok=True)
+    if self.slices is None: return
+    note.parent.mkdir(parents=True, exist_ok=True)
+    slices = self.slices.tolist() if isinstance(self.slices, Tensor) else list(self.slices)
+    note.write_text(json.dumps({"slices": slices}), encoding="utf-8")
+
+# %% ../../nbs/30_delta/01_lora.ipynb #1a0a1216
+# fields of PEFT's configuration that are read, or change nothing here
+_UNDERSTOOD = set("""peft_type peft_version auto_mapping base_model_name_or_path revision task_type inference_mode
+    r lora_alpha lora_dropout use_rslora fan_in_fan_out target_modules exclude_modules layers_to_transform
+    layers_pattern init_lora_weights bias megatron_core qalora_group_size eva_config corda_config lora_ga_config
+    loftq_config runtime_config ensure_weight_tying use_dora rank_pattern alpha_pattern target_parameters
+    slices""".split())
+# initialisations that change the backbone when PEFT loads them, and not by a rule
+_MOVES_BASE = ("pissa_niter", "olora", "corda", "loftq", "lora_ga")
+
+def _unlike(config):
+    "Fields of PEFT's configuration under which it computes something else"
+    odd = {k: v for k, v in config.items() if k not in _UNDERSTOOD and v not in (None, False, "", [], {})}
+    if config.get("bias", "none") != "none": odd["bias"] = config["bias"]
+    if str(config.get("init_lora_weights")).startswith(_MOVES_BASE):
+        odd["init_lora_weights"] = config["init_lora_weights"]
+    return odd
+
+def _by_pattern(patterns, key, default):
+    "PEFT's rule for rank_pattern and alpha_pattern"
+    return next((v for p, v in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", key)), default)
+
+def _check_experts(model, found, targets, dir):
+    "Raise where the stacked parameters that a configuration names have no tensors in the file"
+    stacked = [(n, f"{n}.{p}") for n, m in parts(model) if n not in found for p in _stacked(n, m)]
+    missing = [path for _, path in stacked if any(path == t or path.endswith(f".{t}") for t in targets)]
+    if missing: raise KeyError(f"{dir} lists target_parameters={targets}, but holds no tensors for {missing[0]}")
+
+def _fill(sites, tensors):
+    "Copy the tensors of a file into the sites; names and shapes must be exactly theirs"
+    for n, site in sites.items():
+        own = site.shapes()
+        if own.keys() != tensors[n].keys():
+            raise KeyError(f"{n}: expected tensors {sorted(own)}, the file holds {sorted(tensors[n])}")
+        for k, t in tensors[n].items():
+            if t.shape != own[k]:
+                shapes = f"the file holds {tuple(t.shape)}, the model needs {own[k]}"
+                raise ValueError(f"{n}.{k}: {shapes}; another backbone or rank?")
+    with torch.no_grad():
+        for n, site in sites.items(): site.put(tensors[n])
+
+# %% ../../nbs/30_delta/01_lora.ipynb #6d321ec8
+@patch(cls_method=True)
+def from_config(cls:Lora, model, config, tensors):
+    "A Lora from PEFT's configuration and tensors by module; refuses what it would not compute."
+    if missing := [k for k in ("r", "lora_alpha") if config.get(k) is None]:
+        raise KeyError(f"adapter_config.json names no {' and no '.join(missing)}; is it that of a LoRA?")
+    if odd := _unlike(config):
+        raise ValueError(f"this adapter uses {odd}, which Lora does not compute; load it with PEFT")
+    stacked = {n: _stacked(n, m) for n, m in parts(model) if n in tensors}
+    keys = [k for n in tensors for k in ([f"{n}.{p}" for p in stacked[n]] or [n])]
+    r = {k: _by_pattern(config.get("rank_pattern"), k, config["r"]) for k in keys}
+    alpha = {k: _by_pattern(config.get("alpha_pattern"), k, config["lora_alpha"]) for k in keys}
+    r, alpha = (next(iter(x.values())) if len(set(x.values())) == 1 else x for x in (r, alpha))
+    slices = config.get("slices")
+    if slices and not isinstance(slices[0], str): slices = torch.tensor(slices)
+    d = cls(
+        model, r, alpha, config.get("lora_dropout", 0.0), dict.fromkeys(tensors), slices=slices,
+        rslora=config.get("use_rslora", False), dora=config.get("use_dora", False),
+        # as it was trained, whatever the backbone's
+        dtype=next(t.dtype for own in tensors.values() for t in own.values()),
+        init="pissa" if config.get("init_lora_weights") == "pissa" else "kaiming",
+        experts=config.get("target_parameters") if any(stacked.values()) else None,
+    )
+    try: _fill(d.sites, tensors)
+    except Exception:
+        deltas(d.model).forget(d.name)
+        raise
+    return d

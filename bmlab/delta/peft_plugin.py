@@ -5,16 +5,18 @@
 # %% auto #0
 __all__ = ['PeftSite', 'PeftDelta']
 
-# %% ../../nbs/30_delta/08_peft_plugin.ipynb #c9d2f102
+# %% ../../nbs/30_delta/08_peft_plugin.ipynb #01ac73bc
 import contextlib, copy, dataclasses, functools, os
 from pathlib import Path
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..core import did_you_mean, parts, resolve, tensor_key, unwrap
-from .delta import Delta, _files, _names_stay, _sharded, deltas
+from .delta import Delta, _sharded, deltas
 from .site import Site, base_class, detach_site
+from .store import _files, _names_stay
 
 # %% ../../nbs/30_delta/08_peft_plugin.ipynb #788ea4d6
 @functools.cache
@@ -28,11 +30,8 @@ def _below_class(base):
         if owner is None: raise AttributeError(key)
         return getattr(owner[0], key)
     def __reduce_ex__(self, protocol): return _rebuild_below, (base,), self.__getstate__()
-    return type(
-        f"Below{base.__name__}",
-        (base,),
-        {"forward": forward, "__getattr__": __getattr__, "__reduce_ex__": __reduce_ex__, "__module__": __name__},
-    )
+    body = {"forward": forward, "__getattr__": __getattr__, "__reduce_ex__": __reduce_ex__, "__module__": __name__}
+    return type(f"Below{base.__name__}", (base,), body)
 
 def _rebuild_below(base):
     "An empty stand-in; unpickling and copying fill it"
@@ -88,25 +87,19 @@ class PeftSite(Site):
         "What merging adds to the weight and the bias of `module`."
         if not hasattr(self.layer, "merge"): return {}
         plain = copy.copy(module)                                       # another module over clones of its parameters
-        plain.__dict__ = {
-            **module.__dict__,
-            "_modules": {},
-            "_parameters": {
-                k: None if p is None else nn.Parameter(p.detach().clone(), False) for k, p in module._parameters.items()
-            },
-        }
+        clone = lambda p: None if p is None else nn.Parameter(p.detach().clone(), False)
+        clones = {k: clone(p) for k, p in module._parameters.items()}
+        plain.__dict__ = {**module.__dict__, "_modules": {}, "_parameters": clones}
         plain.__class__ = base_class(module)
         held = [(n, k) for n, m in self.layer.named_modules() for k in self.places if m.__dict__.get(k) is self.below]
         twin = copy.deepcopy(self.layer, {id(self.below): plain})       # some methods exchange modules when they merge
         twin.merge(safe_merge=True)
         merged = getattr(twin.get_submodule(held[0][0]), held[0][1])
-        return {
-            k: p - module._parameters[k]
-            for k, p in merged._parameters.items()
-            if p is not None and not torch.equal(p, module._parameters[k])
-        }
+        own = module._parameters
+        moved = {k: p for k, p in merged._parameters.items() if p is not None and not torch.equal(p, own[k])}
+        return {k: p - own[k] for k, p in moved.items()}
 
-# %% ../../nbs/30_delta/08_peft_plugin.ipynb #4f56b2bc
+# %% ../../nbs/30_delta/08_peft_plugin.ipynb #fbef8605
 def _peft():
     try: import peft
     except ImportError as e:
@@ -128,9 +121,10 @@ def _skeleton(model, keep=()):
         for n in list(getattr(m, "_deltas", ())): detach_site(m, n)
     return bare.requires_grad_(False)
 
+# %% ../../nbs/30_delta/08_peft_plugin.ipynb #da4b398b
 @contextlib.contextmanager
 def _same_environment():
-    "Where BOFT's kernel cannot be built PEFT leaves CC and CXX at gcc, and torch.compile would then link without libstdc++"
+    "Undoes what BOFT leaves where its kernel cannot be built: CC and CXX at gcc, so that torch.compile lacks libstdc++"
     before = dict(os.environ)
     try: yield
     finally:
@@ -147,12 +141,9 @@ def _inject(config, skeleton, weightless):
     for n, m in before.items():
         if after.get(n) is not m and not any(n.startswith(w + ".") for w in wrapped): wrapped[n] = (after.get(n), m)
     inside = tuple(f"{w}." for w in wrapped)
+    holds = lambda layer, m: any(c is m for holder in layer.modules() for c in holder._modules.values())
     odd = [n for n in after if n not in before and not n.startswith(inside)]
-    odd += [
-        n
-        for n, (layer, m) in wrapped.items()
-        if layer is None or not any(c is m for holder in layer.modules() for c in holder._modules.values())
-    ]
+    odd += [n for n, (layer, m) in wrapped.items() if layer is None or not holds(layer, m)]
     if odd:
         raise ValueError(
             f"{_label(config)} changes the model's structure at {odd[0]}, other than by wrapping modules, and could "
@@ -160,7 +151,7 @@ def _inject(config, skeleton, weightless):
         )
     return wrapped
 
-# %% ../../nbs/30_delta/08_peft_plugin.ipynb #8e559e4a
+# %% ../../nbs/30_delta/08_peft_plugin.ipynb #2eae21d4
 def _label(config): return str(getattr(config.peft_type, "value", config.peft_type))
 
 _OUTSIDE = {
@@ -172,21 +163,21 @@ _OUTSIDE = {
     "megatron_config": "it replaces Megatron's layers",
 }
 
+def _from_dict(config):
+    "peft's configuration from a dict with peft_type and its fields"
+    peft, name = _peft(), config.get("peft_type")
+    made = peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(name)
+    if made is None:
+        near = did_you_mean(str(name).upper(), [t.value for t in peft.PEFT_TYPE_TO_CONFIG_MAPPING])
+        raise LookupError(f"peft_type={name!r} is unknown to peft {peft.__version__}{near}")
+    if odd := sorted(set(config) - {f.name for f in dataclasses.fields(made)}):
+        raise ValueError(f"{made.__name__} of peft {peft.__version__} does not know {odd}; was it made by a newer one?")
+    return made(**config)
+
 def _read_config(config):
-    "peft's configuration from itself or from a dict with its fields, refused where more than layers is needed, before anything runs"
+    "peft's configuration from itself or a dict; refused where more than layers is needed, before anything runs"
     peft = _peft()
-    if isinstance(config, dict):
-        made, name = peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(config.get("peft_type")), config.get("peft_type")
-        if made is None:
-            raise LookupError(
-                f"peft_type={name!r} is unknown to peft "
-                f"{peft.__version__}{did_you_mean(str(name).upper(), [t.value for t in peft.PEFT_TYPE_TO_CONFIG_MAPPING])}"
-            )
-        if odd := sorted(set(config) - {f.name for f in dataclasses.fields(made)}):
-            raise ValueError(
-                f"{made.__name__} of peft {peft.__version__} does not know {odd}; was it made by a newer one?"
-            )
-        config = made(**config)
+    if isinstance(config, dict): config = _from_dict(config)
     if not isinstance(config, peft.PeftConfig):
         raise TypeError(
             f"config={config!r}: a configuration of peft is needed, such as peft.LoHaConfig(r=4), or a dict with "
@@ -194,8 +185,9 @@ def _read_config(config):
         )
     config = copy.deepcopy(config)
     config.inference_mode = False                                       # PEFT would rest all that it makes
-    tuner = peft.PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
-    if config.is_prompt_learning or config.is_adaption_prompt or tuner is None or not issubclass(tuner, peft.tuners.tuners_utils.BaseTuner):
+    tuner, prompt = peft.PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type), config.is_prompt_learning
+    layered = tuner is not None and issubclass(tuner, peft.tuners.tuners_utils.BaseTuner)
+    if prompt or config.is_adaption_prompt or not layered:
         raise ValueError(
             f"{_label(config)} acts on the whole model and has no layers to attach; for prompts see SoftPrompt, "
             "PTuning and Prefix"
@@ -210,46 +202,62 @@ def _read_config(config):
             raise ValueError(f"{field}={getattr(config, field)!r} cannot be attached as a delta: {why}")
     return config
 
-def _layers(model, config):
-    "PEFT's layers for a model, made and checked → {name: (layer, what it wraps)}"
-    try: dry = _inject(copy.deepcopy(config), _skeleton(model), True)
-    except NotImplementedError: dry = [""]  # a method that must see weights to say where it sits: clone all
+# %% ../../nbs/30_delta/08_peft_plugin.ipynb #a5f7f90b
+def _wrapped_names(model, config):
+    "Names of the modules that PEFT would wrap, found without weights; [''] where it must see them to say so"
+    try: return _inject(copy.deepcopy(config), _skeleton(model), True)
+    except NotImplementedError: return [""]
     except (ValueError, TypeError) as e:
         if "not supported" in str(e):
             raise TypeError(f"{_label(config)} does not sit there: {' '.join(str(e).split())}") from e
         if type(e).__name__ != "NoMatchingPeftModuleError" and "not found in the base model" not in str(e): raise
         wanted, names = config.target_modules, {n.rsplit(".", 1)[-1] for n, _ in parts(model)}
         raise LookupError(f"{e}{did_you_mean(wanted if isinstance(wanted, str) else next(iter(wanted)), names)}") from e
+
+def _layers(model, config):
+    "PEFT's layers for a model, made and checked → {name: (layer, what it wraps)}"
+    dry = _wrapped_names(model, config)
     if not dry:
         raise LookupError(
             f"{_label(config)} wrapped no module; say target_modules= in its configuration or modules= here"
         )
     skeleton, modules = _skeleton(model, dry), dict(parts(model))
     with torch.no_grad(): made = _inject(config, skeleton, False)
-    for n, (layer, wrapped) in made.items():
-        if any(p._backward_hooks for p in layer.parameters()):
-            raise ValueError(
-                f"{_label(config)} hangs hooks on its parameters, which a copied, saved or sharded model would lose; "
-                "use it with PEFT alone"
-            )
-        own = dict(modules[n].named_parameters())
-        for k, p in wrapped.named_parameters():
-            if p.requires_grad:
-                raise ValueError(
-                    f"{_label(config)} would train the backbone's own {n}.{k}; leave bias= and the like out (BitFit "
-                    "trains biases and can be detached)"
-                )
-            if p.device.type != "meta" and k in own and not torch.equal(p, own[k]):
-                raise ValueError(
-                    f"{_label(config)} changes the weight {n}.{k} when it is made, so the backbone would not stay as "
-                    "it is; choose another initialisation (Lora knows PiSSA)"
-                )
+    for n, (layer, wrapped) in made.items(): _check_layer(_label(config), n, modules[n], layer, wrapped)
     return made
 
-# %% ../../nbs/30_delta/08_peft_plugin.ipynb #26defe22
-class _Injected(Delta):
+def _check_layer(label, name, module, layer, wrapped):
+    "Raise for a layer that would not leave the backbone as it is, or could not be copied"
+    if any(p._backward_hooks for p in layer.parameters()):
+        raise ValueError(
+            f"{label} hangs hooks on its parameters, which a copied, saved or sharded model would lose; use it with "
+            "PEFT alone"
+        )
+    own = dict(module.named_parameters())
+    for k, p in wrapped.named_parameters():
+        if p.requires_grad:
+            raise ValueError(
+                f"{label} would train the backbone's own {name}.{k}; leave bias= and the like out (BitFit trains "
+                "biases and can be detached)"
+            )
+        if p.device.type != "meta" and k in own and not torch.equal(p, own[k]):
+            raise ValueError(
+                f"{label} changes the weight {name}.{k} when it is made, so the backbone would not stay as it is; "
+                "choose another initialisation (Lora knows PiSSA)"
+            )
+
+# %% ../../nbs/30_delta/08_peft_plugin.ipynb #45655b8b
+class PeftDelta(Delta):
+    "A method of the peft package as a delta: attached, detached, counted and saved as all others, in PEFT's own files."
     kind = "peft"
-    def __init__(self, model, config, modules, exclude, name):
+    def __init__(self,
+        model:nn.Module,               # the backbone
+        config,                        # of peft, such as peft.LoHaConfig(r=4), or a dict such as {"peft_type": "LOHA",
+                                       # "r": 4}
+        modules:str|list|None=None,    # where: a pattern, a list, a picker; None: what `config` says
+        exclude:str|list|None=None,    # dropped from `modules`
+        name:str|None=None,            # None: the method in lower case, "loha", "loha_1", …
+    ):
         config, model = _read_config(config), unwrap(model)
         if _sharded(model):
             raise RuntimeError(
@@ -262,6 +270,10 @@ class _Injected(Delta):
         self._made = _layers(model, self.peft_config)
         try: super().__init__(model, dict.fromkeys(self._made), None, name)
         finally: del self._made
+        own = {tensor_key(t): at for *at, t in _held(self)}
+        keys = {k: own.get(tensor_key(t)) for k, t in self._peft_tensors().items()}
+        # sharded models cannot be copied: know now where each entry of a file is
+        self._keys = keys if all(keys.values()) else None
 
     def make_site(self, name, module):
         "PEFT's layer for one module."
@@ -280,17 +292,29 @@ class _Injected(Delta):
         resting = {id(p) for p in self._resting()}
         return [p for p in super().trainable() if id(p) not in resting]
 
-# %% ../../nbs/30_delta/08_peft_plugin.ipynb #8f4fe43e
+    @classmethod
+    def load(cls,
+        dir:str|os.PathLike, # a folder that `save` or PEFT wrote
+        model:nn.Module,     # the backbone
+        name:str|None=None,  # unique on the model; None: the method
+    )->"PeftDelta":          # attached
+        "Read a delta of any method of PEFT; `Delta.load` prefers bmlab's own methods where there is one."
+        dir = Path(dir)
+        config, tensors = _files(dir)
+        with _names_stay(unwrap(model)):
+            d = cls.from_config(model, config, cls.read(tensors, unwrap(model), config, dir))
+            try: return d if name is None else d.rename(name)
+            except Exception:
+                deltas(model).forget(d.name)
+                raise
+
+# %% ../../nbs/30_delta/08_peft_plugin.ipynb #84498156
 @_same_environment()
 def _with_layers(d):
     "A weightless PeftModel that holds the layers of the delta"
-    build = lambda keep: _peft().PeftModel(
-        _skeleton(d.model, keep),
-        copy.deepcopy(d.peft_config),
-        "default",
-        autocast_adapter_dtype=False,
-        low_cpu_mem_usage=not keep,
-    )
+    def build(keep):
+        kw = dict(autocast_adapter_dtype=False, low_cpu_mem_usage=not keep)
+        return _peft().PeftModel(_skeleton(d.model, keep), copy.deepcopy(d.peft_config), "default", **kw)
     try: built = build(())
     except NotImplementedError: built = build([""])
     tuner, inner = built.base_model, built.base_model.model
@@ -310,8 +334,35 @@ def _held(d):
         for k, t in (*s.layer.named_parameters(remove_duplicate=False), *s.layer.named_buffers(remove_duplicate=False)):
             yield n, k, t
 
+# %% ../../nbs/30_delta/08_peft_plugin.ipynb #cb68a2eb
+@patch
+def _peft_tensors(self:PeftDelta):
+    return _peft().get_peft_model_state_dict(_with_layers(self), save_embedding_layers=False)
+
+@patch
+def file_tensors(self:PeftDelta)->dict[str, Tensor]: # full key in the file → tensor
+    "What PEFT would write."
+    held, seen = {(n, k): t for n, k, t in _held(self)}, set()
+    if self._keys is None and _sharded(self.model):
+        raise RuntimeError(
+            f"PEFT builds the file of {self.kind} from a copy of the model, and a sharded one cannot be copied; "
+            "save on an unsharded model"
+        )
+    found = self._peft_tensors() if self._keys is None else {key: held[tuple(at)] for key, at in self._keys.items()}
+    fresh = lambda t: not (tensor_key(t) in seen or seen.add(tensor_key(t)))
+    # what layers share stands in the file once for each
+    return {k: t.detach() if fresh(t) else t.detach().clone() for k, t in found.items()}
+
+@patch
+def config(self:PeftDelta)->dict:
+    "What PEFT would write into adapter_config.json."
+    plain = lambda v: sorted(v) if isinstance(v, set) else getattr(v, "value", v)
+    ours = ("base_model_name_or_path", "task_type", "inference_mode")
+    return {k: plain(v) for k, v in self.peft_config.to_dict().items() if k not in ours}
+
+# %% ../../nbs/30_delta/08_peft_plugin.ipynb #82b3cbab
 def _is_backbone(key, tensor, model, dir):
-    "Is this a weight of the backbone itself, which PEFT adds to a file when an embedding is tuned? Another backbone's is an error"
+    "Is it a weight of the backbone, which PEFT adds when an embedding is tuned? Another backbone's is an error"
     owner = key.removeprefix("base_model.model.").removesuffix(".base_layer.weight")
     if not key.endswith(".base_layer.weight"): return False
     if not torch.equal(tensor, model.get_submodule(owner).weight.to(tensor.dtype).cpu()):
@@ -326,90 +377,29 @@ def _fill(d, tensors):
     own = d.file_tensors()
     odd = sorted(own.keys() ^ tensors.keys())
     if odd:
-        raise KeyError(
-            f"{odd[0]!r} is {'missing in' if odd[0] in own else 'surplus in'} the file ({len(odd)} such tensors); "
-            "another method, backbone or configuration?"
-        )
+        how = "missing in" if odd[0] in own else "surplus in"
+        said = f"{odd[0]!r} is {how} the file ({len(odd)} such tensors)"
+        raise KeyError(f"{said}; another method, backbone or configuration?")
     for k, t in tensors.items():
-        if t.shape != own[k].shape:
-            raise ValueError(
-                f"{k}: the file holds {tuple(t.shape)}, the model needs {tuple(own[k].shape)}; another backbone or "
-                "rank?"
-            )
+        shapes = f"the file holds {tuple(t.shape)}, the model needs {tuple(own[k].shape)}"
+        if t.shape != own[k].shape: raise ValueError(f"{k}: {shapes}; another backbone or rank?")
     # as it was trained, whatever the backbone's
     dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
     for p in d.parameters():
         if p.is_floating_point(): p.data = p.data.to(dtype)
     with torch.no_grad(): _peft().set_peft_model_state_dict(_with_layers(d), tensors)
 
-# %% ../../nbs/30_delta/08_peft_plugin.ipynb #4a418a7a
-class PeftDelta(_Injected):
-    "A method of the peft package as a delta: attached, detached, counted and saved as all others, in PEFT's own files."
-    def __init__(self,
-        model:nn.Module,               # the backbone
-        config,                        # of peft, such as peft.LoHaConfig(r=4), or a dict such as {"peft_type": "LOHA",
-                                       # "r": 4}
-        modules:str|list|None=None,    # where: a pattern, a list, a picker; None: what `config` says
-        exclude:str|list|None=None,    # dropped from `modules`
-        name:str|None=None,            # None: the method in lower case, "loha", "loha_1", …
-    ):
-        super().__init__(model, config, modules, exclude, name)
-        own = {tensor_key(t): at for *at, t in _held(self)}
-        keys = {k: own.get(tensor_key(t)) for k, t in self._peft_tensors().items()}
-        # sharded models cannot be copied: know now where each entry of a file is
-        self._keys = keys if all(keys.values()) else None
+@patch(cls_method=True)
+def read(cls:PeftDelta, tensors, model, config, dir):
+    "The tensors as the file holds them; `from_config` compares them with what the method needs."
+    return {k: t for k, t in tensors.items() if not _is_backbone(k, t, model, dir)}
 
-    def _peft_tensors(self): return _peft().get_peft_model_state_dict(_with_layers(self), save_embedding_layers=False)
-
-    def file_tensors(self)->dict[str, Tensor]: # full key in the file → tensor
-        "What PEFT would write."
-        held, seen = {(n, k): t for n, k, t in _held(self)}, set()
-        if self._keys is None and _sharded(self.model):
-            raise RuntimeError(
-                f"PEFT builds the file of {self.kind} from a copy of the model, and a sharded one cannot be copied; "
-                "save on an unsharded model"
-            )
-        found = self._peft_tensors() if self._keys is None else {key: held[tuple(at)] for key, at in self._keys.items()}
-        fresh = lambda t: not (tensor_key(t) in seen or seen.add(tensor_key(t)))
-        # what layers share stands in the file once for each
-        return {k: t.detach() if fresh(t) else t.detach().clone() for k, t in found.items()}
-
-    def config(self)->dict:
-        "What PEFT would write into adapter_config.json."
-        plain = lambda v: sorted(v) if isinstance(v, set) else getattr(v, "value", v)
-        return {
-            k: plain(v)
-            for k, v in self.peft_config.to_dict().items()
-            if k not in ("base_model_name_or_path", "task_type", "inference_mode")
-        }
-
-    @classmethod
-    def read(cls, tensors, model, config, dir):
-        "The tensors as the file holds them; `from_config` compares them with what the method needs."
-        return {k: t for k, t in tensors.items() if not _is_backbone(k, t, model, dir)}
-
-    @classmethod
-    def from_config(cls, model, config, tensors):
-        "The delta of a file, by PEFT's configuration and reading; every key must be there and none too many."
-        d = cls(model, config)
-        try: _fill(d, tensors)
-        except Exception:
-            deltas(model).forget(d.name)
-            raise
-        return d
-
-    @classmethod
-    def load(cls,
-        dir:str|os.PathLike, # a folder that `save` or PEFT wrote
-        model:nn.Module,     # the backbone
-        name:str|None=None,  # unique on the model; None: the method
-    )->"PeftDelta":          # attached
-        "Read a delta of any method of PEFT; `Delta.load` prefers bmlab's own methods where there is one."
-        dir = Path(dir)
-        config, tensors = _files(dir)
-        with _names_stay(unwrap(model)):
-            d = cls.from_config(model, config, cls.read(tensors, unwrap(model), config, dir))
-            try: return d if name is None else d.rename(name)
-            except Exception:
-                deltas(model).forget(d.name)
-                raise
+@patch(cls_method=True)
+def from_config(cls:PeftDelta, model, config, tensors):
+    "The delta of a file, by PEFT's configuration and reading; every key must be there and none too many."
+    d = cls(model, config)
+    try: _fill(d, tensors)
+    except Exception:
+        deltas(model).forget(d.name)
+        raise
+    return d

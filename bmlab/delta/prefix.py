@@ -5,27 +5,21 @@
 # %% auto #0
 __all__ = ['PrefixView', 'causal_mask', 'PrefixSite', 'Trunk', 'ShiftSite', 'StackSite', 'attentions', 'Prefix']
 
-# %% ../../nbs/30_delta/05_prefix.ipynb #b57cddbd
+# %% ../../nbs/30_delta/05_prefix.ipynb #04c67253
 import sys
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..core import forward_names, parts, resolve, roles, unwrap
 from .delta import Delta, deltas
 from .site import Site
 from bmlab.delta.soft import (
-    Arguments,
-    encoder_decoder,
-    folded,
-    prompt_config,
-    prompt_table,
-    tell_signature,
-    text_ids,
-    widen,
+    Arguments, encoder_decoder, folded, prompt_config, prompt_table, tell_signature, text_ids, widen,
 )
 
-# %% ../../nbs/30_delta/05_prefix.ipynb #f3e106d9
+# %% ../../nbs/30_delta/05_prefix.ipynb #cd3097de
 class PrefixView:
     "A cache as one attention sees it: the real one, if any, with P keys and values in front."
     def __init__(self,
@@ -40,10 +34,10 @@ class PrefixView:
     )->tuple:            # (B, n_kv, P + K, d) and (…, d_v)
         "All keys and values so far, the prefix first."
         if key.shape[1::2] != self.key.shape[::2] or value.shape[1::2] != self.value.shape[::2]:
+            mine = f"{self.key.shape[0]} heads of {self.key.shape[2]} and {self.value.shape[2]}"
+            its = f"{key.shape[1]} of {key.shape[3]} and {value.shape[3]}"
             raise RuntimeError(
-                f"the prefix is for {self.key.shape[0]} heads of {self.key.shape[2]} and {self.value.shape[2]}, this "
-                "attention has "
-                f"{key.shape[1]} of {key.shape[3]} and {value.shape[3]}; name heads= and head_dim=, or choose other "
+                f"the prefix is for {mine}, this attention has {its}; name heads= and head_dim=, or choose other "
                 "modules"
             )
         if self.cache is not None: key, value = self.cache.update(key, value, *args, **kwargs)
@@ -56,7 +50,7 @@ class PrefixView:
         if name.startswith("__") or name == "cache": raise AttributeError(name)
         return getattr(self.cache, name)
 
-# %% ../../nbs/30_delta/05_prefix.ipynb #09b9013e
+# %% ../../nbs/30_delta/05_prefix.ipynb #169adbed
 _CACHES = ("past_key_values", "layer_past", "past_key_value")
 _MASKS = ("attention_mask", "mask")
 _CROSS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
@@ -68,14 +62,10 @@ def causal_mask(
     additive:bool,  # float to be added (eager) or bool
 )->Tensor:          # (1, 1, L, P + K)
     "Row i sees the prefix and the keys 0 … i."
-    L = query.shape[1]
+    L, like = query.shape[1], dict(dtype=query.dtype, device=query.device)
     seen = torch.ones(L, keys, dtype=torch.bool, device=query.device).tril()
     seen = torch.cat([seen.new_ones(L, length), seen], 1)[None, None]
-    return (
-        torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill(~seen, torch.finfo(query.dtype).min)
-        if additive
-        else seen
-    )
+    return torch.zeros(seen.shape, **like).masked_fill(~seen, torch.finfo(query.dtype).min) if additive else seen
 
 # %% ../../nbs/30_delta/05_prefix.ipynb #80d7af14
 class PrefixSite(Site):
@@ -90,13 +80,8 @@ class PrefixSite(Site):
         **kw,             # dtype and device
     ):
         super().__init__()
-        self.names, self.heads, self.dims, self.length, self.std = (
-            forward_names(module),
-            heads,
-            tuple(dims),
-            length,
-            std,
-        )
+        self.names, self.heads, self.dims = forward_names(module), heads, tuple(dims)
+        self.length, self.std = length, std
         self.cache, self.mask = (next((n for n in names if n in self.names), None) for names in (_CACHES, _MASKS))
         self.causal, self.backbone = getattr(module, "is_causal", True), (getattr(module, "config", None),)
         self.layer = next((i for k in ("layer_idx", "layer_id") if (i := getattr(module, k, None)) is not None), 0)
@@ -114,10 +99,8 @@ class PrefixSite(Site):
         both = (self.key, self.value) if self.trunk is None else self().split([self.heads * d for d in self.dims], 1)
         return tuple(x.view(self.length, self.heads, d).transpose(0, 1) for x, d in zip(both, self.dims))
     def around(self, call, *args, **kwargs):
-        a, how = (
-            Arguments(self.names, args, kwargs),
-            getattr(self.backbone[0], "_attn_implementation", "sdpa") or "sdpa",
-        )
+        a = Arguments(self.names, args, kwargs)
+        how = getattr(self.backbone[0], "_attn_implementation", "sdpa") or "sdpa"
         if any(a.get(n) is not None for n in _CROSS):
             raise NotImplementedError("this is a cross-attention; a prefix sits on self-attention only: exclude it")
         if a.get("alibi") is not None:
@@ -125,7 +108,8 @@ class PrefixSite(Site):
                 "this attention counts positions by ALiBi, which leaves no place for a prefix; try SoftPrompt"
             )
         hidden, cache, mask = a.get(self.names[0]), a.get(self.cache), a.get(self.mask)
-        if mask is None and self.causal and a.get("is_causal") is not False and hidden.shape[1] > 1 and "flash" not in how:
+        causal = mask is None and self.causal and a.get("is_causal") is not False
+        if causal and hidden.shape[1] > 1 and "flash" not in how:
             own, L = getattr(cache, "self_attention_cache", cache), hidden.shape[1]
             keys = L if own is None else own.get_mask_sizes(L, self.layer)[0]
             a.put(self.mask, causal_mask(hidden, keys, self.length, how == "eager"))
@@ -144,11 +128,8 @@ class Trunk(nn.Module):
         **kw,       # dtype and device
     ):
         super().__init__()
-        self.hidden, self.table, self.inner = (
-            hidden,
-            nn.Parameter(torch.empty(length, width, **kw)),
-            nn.Linear(width, hidden, **kw),
-        )
+        self.hidden, self.table = hidden, nn.Parameter(torch.empty(length, width, **kw))
+        self.inner = nn.Linear(width, hidden, **kw)
         self.reset_parameters()
     def reset_parameters(self): nn.init.normal_(self.table)
     def forward(self)->Tensor: # (P, hidden)
@@ -198,73 +179,56 @@ def _position_sites(names, modules, length):
     # distances alone count, or the model says so
     if all(getattr(modules[n], "places_stay", False) for n in names): return sites
     for stack in dict.fromkeys(_stack(n, modules) for n in names):
-        below = [
-            n
-            for n in modules
-            if n != stack
-            and n.startswith(stack + "." if stack else "")
-            and "past_key_values_length" in forward_names(modules[n])
-        ]
+        inside = [n for n in modules if n != stack and n.startswith(stack + "." if stack else "")]
+        below = [n for n in inside if "past_key_values_length" in forward_names(modules[n])]
         tops = [n for n in below if not any(n.startswith(o + ".") for o in below)]
         if tops: sites |= {n: ShiftSite(modules[n], length) for n in tops}
         elif "position_ids" in forward_names(modules[stack]): sites[stack] = StackSite(modules[stack], length)
         elif not all("position_bias" in forward_names(modules[n]) for n in names):
+            kind = type(modules[stack]).__name__
             raise TypeError(
-                f"{type(modules[stack]).__name__} takes no position_ids, so words cannot be told to begin at position "
-                f"{length}; try SoftPrompt"
+                f"{kind} takes no position_ids, so words cannot be told to begin at position {length}; try SoftPrompt"
             )
     return sites
 
-# %% ../../nbs/30_delta/05_prefix.ipynb #38c3764c
+# %% ../../nbs/30_delta/05_prefix.ipynb #dc5ea34a
 def _is_cross(name, module):
-    last = name.rpartition(".")[2].lower()
-    return (
-        getattr(module, "is_cross_attention", False)
-        or "Cross" in type(module).__name__
-        or "crossattention" in name.lower()
-        or last in ("encdecattention", "encoder_attn", "cross_attn")
-    )
+    "Is it a cross-attention?"
+    last, kind = name.rpartition(".")[2].lower(), type(module).__name__
+    told = getattr(module, "is_cross_attention", False) or "Cross" in kind or "crossattention" in name.lower()
+    return told or last in ("encdecattention", "encoder_attn", "cross_attn")
 
 def attentions(
     model:nn.Module, # any transformers model
 )->dict[str, nn.Module]:
-    "Self-attention modules of a model — of the decoder, if there is one — by name."
+    "Self-attention modules of a model, of the decoder if there is one, by name."
     modules, takes = dict(parts(model)), lambda m, kinds: any(k in forward_names(m) for k in kinds)
     owners = {n.rpartition(".")[0] for n, role in roles(model).items() if role in ("q", "k", "qkv")}
-    out = {
-        n: m
-        for n, m in modules.items()
-        if n in owners and takes(m, _CACHES) and takes(m, _MASKS) and not _is_cross(n, m)
-    }
+    fits = lambda n, m: n in owners and takes(m, _CACHES) and takes(m, _MASKS) and not _is_cross(n, m)
+    out = {n: m for n, m in modules.items() if fits(n, m)}
     if encoder_decoder(model):
         decoder = next(n for n, m in modules.items() if m is model.get_decoder())
         out = {n: m for n, m in out.items() if n.startswith(decoder + ".")}
     return out
 
 def _usual(module):
-    "Does it hand its keys, values and mask to an attention function of transformers? Others mean other things by a mask"
+    "Does it hand keys, values and mask to an attention function of transformers? Others mean other things by a mask"
     homes = {c.__module__ for c in type(module).__mro__}
-    return any(hasattr(sys.modules.get(h), "ALL_ATTENTION_FUNCTIONS") for h in homes) or any(
-        c.__name__ in ("GPTJAttention", "GPTNeoSelfAttention", "XGLMAttention") for c in type(module).__mro__
-    )
+    known = ("GPTJAttention", "GPTNeoSelfAttention", "XGLMAttention")
+    if any(c.__name__ in known for c in type(module).__mro__): return True
+    return any(hasattr(sys.modules.get(h), "ALL_ATTENTION_FUNCTIONS") for h in homes)
 
 def _out(module): return getattr(module, "out_features", None) or getattr(module, "nf", None) or module.weight.shape[0]
 
 def _sizes(name, module, role, heads, head_dim):
     "(n_kv, (d of keys, d of values)) of one attention"
-    config, own = (
-        getattr(module, "config", None),
-        {role[f"{name}.{c}"]: m for c, m in module._modules.items() if f"{name}.{c}" in role},
-    )
-    look = lambda *names: next(
-        (v for o in (module, config) for n in names if isinstance(v := getattr(o, n, None), int)), None
-    )
-    queries = look("num_heads", "num_attention_heads", "n_heads", "n_head")
-    d = (
-        head_dim
-        or look("head_dim", "key_value_proj_dim", "attention_head_size", "d_kv")
-        or (queries and look("hidden_size", "embed_dim") and look("hidden_size", "embed_dim") // queries)
-    )
+    own = {role[f"{name}.{c}"]: m for c, m in module._modules.items() if f"{name}.{c}" in role}
+    def look(*names):
+        found = (getattr(o, n, None) for o in (module, getattr(module, "config", None)) for n in names)
+        return next((v for v in found if isinstance(v, int)), None)
+    queries, width = look("num_heads", "num_attention_heads", "n_heads", "n_head"), look("hidden_size", "embed_dim")
+    d = head_dim or look("head_dim", "key_value_proj_dim", "attention_head_size", "d_kv")
+    if not d and queries and width: d = width // queries
     if heads and d: return heads, (d, d)
     if not {"k", "qkv"} & own.keys() and look("kv_lora_rank") and look("qk_rope_head_dim"):
         return 1, (look("kv_lora_rank"), look("qk_rope_head_dim"))  # latents, as DeepSeek caches them
@@ -273,74 +237,12 @@ def _sizes(name, module, role, heads, head_dim):
         return n, (d, _out(own["v"]) // n if "v" in own else d)
     n = look("num_key_value_heads") or queries
     if d and "qkv" in own and _out(own["qkv"]) == (queries + 2 * n) * d: return n, (d, d)
-    raise TypeError(
-        f"how many heads of keys {name} ({type(module).__name__}) has is not clear; name heads= and head_dim="
-    )
+    kind = type(module).__name__
+    raise TypeError(f"how many heads of keys {name} ({kind}) has is not clear; name heads= and head_dim=")
 
-# %% ../../nbs/30_delta/05_prefix.ipynb #b75a19aa
-class _Chosen(Delta):
-    def _chosen(self, modules, exclude):
-        own = attentions(self.model)
-        if modules is None and not own:
-            raise LookupError(
-                f"{type(self.model).__name__} has no attention that takes a cache, and a prefix has no other way in; "
-                "name modules= yourself, or try SoftPrompt or Lora"
-            )
-        return resolve(self.model, dict.fromkeys(own) if modules is None else modules, exclude)
-
-    def _check_bias(self, chosen):
-        "T5's layers hand on one position bias, as wide as the keys of the first of them"
-        modules = dict(parts(self.model))
-        shares = lambda n: (
-            "position_bias" in forward_names(modules[n])
-            and any(c in forward_names(modules[n]) for c in _CACHES)
-            and not _is_cross(n, modules[n])
-        )
-        for stack in {_stack(n, modules) for n in chosen if shares(n)}:
-            owners = {
-                n.rpartition(".")[0]
-                for n, role in roles(self.model).items()
-                if role in ("k", "qkv") and n.startswith(stack + "." if stack else "")
-            }
-            missing = sorted(n for n in owners - set(chosen) if shares(n) and _stack(n, modules) == stack)
-            if missing:
-                raise ValueError(
-                    f"the layers of {stack or 'this model'} share their position bias, so all of them get a prefix or "
-                    f"none; missing: {missing[0]}"
-                )
-
-    def _check(self, name, module, heads, head_dim):
-        "Sizes of an attention that can have a prefix"
-        names = forward_names(module)
-        if not any(c in names for c in _CACHES) or not any(m in names for m in _MASKS):
-            raise TypeError(
-                f"a prefix sits on attention modules that take a cache and a mask; {name} is a "
-                f"{type(module).__name__}; choose other modules or exclude it"
-            )
-        if not _usual(module):
-            raise TypeError(
-                f"{name} ({type(module).__name__}) computes its attention in a way of its own, where a prefix may not "
-                "be seen; try SoftPrompt or Lora"
-            )
-        if _is_cross(name, module):
-            raise TypeError(f"{name} is a cross-attention; a prefix sits on self-attention only: exclude it")
-        return _sizes(name, module, roles(self.model), heads, head_dim)
-
-    def _make(self, chosen, sizes, dtype):
-        sites, trunk = {}, None
-        for n, module in chosen.items():
-            stored = next(module.parameters(), None)
-            if stored is None: stored = next(module.buffers())
-            kw = dict(
-                dtype=dtype or (stored.dtype if stored.is_floating_point() else torch.float32), device=stored.device
-            )
-            h, dims = sizes[n]
-            if self.hidden and trunk is None: trunk = Trunk(self.length, h * dims[0], self.hidden, **kw)
-            sites[n] = PrefixSite(module, self.length, h, dims, trunk, self.std, **kw)
-        return sites
-
-# %% ../../nbs/30_delta/05_prefix.ipynb #61205fc7
-class _Prefixed(_Chosen):
+# %% ../../nbs/30_delta/05_prefix.ipynb #58b0bd5c
+class Prefix(Delta):
+    "Trained keys and values in front of every attention (Li & Liang 2021)."
     kind, head_prefix = "prefix_tuning", "base_model."
     def __init__(self,
         model:nn.Module,             # a transformers model whose attentions take a cache
@@ -363,9 +265,8 @@ class _Prefixed(_Chosen):
             raise ValueError(f"length={length!r}: a whole number, 1 or more")
         if init not in ("normal", "text"): raise ValueError(f"init={init!r}: 'normal' or 'text'")
         if hidden and (share or init == "text"):
-            raise ValueError(
-                f"hidden={hidden} makes the prefix by a network, which excludes {'share' if share else 'init'}="
-            )
+            without = "share" if share else "init"
+            raise ValueError(f"hidden={hidden} makes the prefix by a network, which excludes {without}=")
         if text is not None and init != "text":
             raise ValueError(f"text={text!r} is where init='text' begins; say that too, or leave text= out")
         ids = text_ids(text, tokenizer, length) if init == "text" else None
@@ -380,122 +281,176 @@ class _Prefixed(_Chosen):
         if ids is not None: self._fill_from(ids)
         self.attach()
 
-# %% ../../nbs/30_delta/05_prefix.ipynb #bfa1b7f1
-class _FromText(_Prefixed):
-    def _fill_from(self, ids):
-        "Begin with the keys and values of words"
-        from transformers import DynamicCache
-        config = getattr(self.model, "config", None)
-        if encoder_decoder(self.model) or not all(s.causal for s in self.prefixes.values()):
-            raise ValueError(
-                "init='text' takes what a causal model computes for the words, and this one looks both ways; use "
-                "init='normal'"
-            )
-        device, was = next(iter(self.prefixes.values())).key.device, self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                self.model(
-                    input_ids=ids[None].to(device),
-                    past_key_values=(cache := DynamicCache(config=config)),
-                    use_cache=True,
-                )
-        finally: self.model.train(was)
-        if short := [n for n, s in self.prefixes.items() if cache.layers[s.layer].keys.shape[2] < self.length]:
-            raise ValueError(
-                f"the text has {self.length} tokens, more than the window of {short[0]} keeps; take a shorter text or "
-                "length="
-            )
-        for s in self.prefixes.values():
-            for p, x in ((s.key, cache.layers[s.layer].keys), (s.value, cache.layers[s.layer].values)):
-                p.data.copy_(x[0].transpose(0, 1).reshape(p.shape))                  # (n_kv, P, d) → (P, n_kv·d)
-    @property
-    def prefixes(self)->dict[str, PrefixSite]:
-        "The sites that hold the prefix, by attention."
-        return {n: s for n, s in self.sites.items() if isinstance(s, PrefixSite)}
     def attach(self):
-        "Put the prefix on; where it is attached already, switch it on."
+        "Put the prefix on; if it is attached already, switch it on."
         super().attach()
         for n in self.sites: tell_signature(self.model.get_submodule(n))
         return self
-
-# %% ../../nbs/30_delta/05_prefix.ipynb #d083eac1
-def _rows(layers, written, twice):
-    "Row of the key of each layer in PEFT's table of 2·`written` rows"
-    return [4 * i % (2 * written) if twice else 2 * i for i in range(layers)]
-
-class Prefix(_FromText):
-    "Trained keys and values in front of every attention (Li & Liang 2021)."
-    def _whole(self):
-        "Is this what PEFT can say: the same prefix size in all layers?"
-        return (
-            set(self.prefixes) == set(attentions(self.model))
-            and len({(s.heads, s.dims) for s in self.prefixes.values()}) == 1
-            and len({*next(iter(self.prefixes.values())).dims}) == 1
-        )
-
-    def _layout(self):
-        twice, L = encoder_decoder(self.model), len(self.prefixes)
-        return twice, L | 1 if twice else L
-
-    def file_tensors(self)->dict[str, Tensor]: # PEFT's table, or a tensor per attention where PEFT has no word for it
-        "What `save` writes; a network is folded in."
-        each = {n: folded(s) for n, s in self.prefixes.items()}
-        if not self._whole(): return {f"base_model.model.{n}.prefix": t for n, t in each.items()}
-        (twice, written), L = self._layout(), len(each)
-        table = [torch.zeros_like(next(iter(each.values())))] * written
-        for row, t in zip(_rows(L, written, twice), each.values()): table[row // 2] = t
-        return {"prompt_embeddings": torch.cat(table, 1)}
-
-    def config(self)->dict:
-        "What stands in PEFT's adapter_config.json."
-        s, (twice, written) = next(iter(self.prefixes.values())), self._layout()
-        own = {"target_modules": None} if self._whole() else {"target_modules": sorted(self.prefixes)}
-        return (
-            prompt_config(self.model)
-            | {
-                "peft_type": "PREFIX_TUNING",
-                "num_virtual_tokens": self.length,
-                "token_dim": s.heads * s.dims[0],
-                "num_attention_heads": s.heads,
-                "num_layers": written,
-                "num_transformer_submodules": 1 + twice,
-                "prefix_projection": False,
-                "encoder_hidden_size": self.hidden,
-            }
-            | own
-        )
 
     @classmethod
     def read(cls, tensors, model, config, dir):
         "{attention: {'prefix': keys and values side by side}} from PEFT's table or from a tensor per attention."
         if "prompt_embeddings" not in tensors: return super().read(tensors, model, config, dir)
-        table, names = prompt_table(tensors, model, dir), list(attentions(model))
-        P, N, D = (config.get(k) for k in ("num_virtual_tokens", "num_layers", "token_dim"))
-        if table.shape != (P, 2 * N * D):
-            raise ValueError(
-                f"{dir}: prompt_embeddings is {tuple(table.shape)}, its configuration says {(P, 2 * N * D)}"
-            )
-        if N < len(names): raise ValueError(f"{dir} has {N} layers, the model {len(names)}; another backbone?")
-        twice = config.get("num_transformer_submodules") == 2
-        if not twice and N != len(names):
-            raise ValueError(f"{dir} has {N} layers, the model {len(names)}; another backbone?")
-        return {n: {"prefix": table[:, row * D:(row + 2) * D]} for n, row in zip(names, _rows(len(names), N, twice))}
+        return _from_table(prompt_table(tensors, model, dir), model, config, dir)
 
-    @classmethod
-    def from_config(cls, model, config, tensors):
-        "A prefix from PEFT's configuration and tensors by attention."
-        tables = {n: own["prefix"] for n, own in tensors.items() if "prefix" in own}
-        d = cls(model, config["num_virtual_tokens"], dict.fromkeys(tables), dtype=next(iter(tables.values())).dtype)
-        try:
-            for n, s in d.prefixes.items():
-                if tables[n].shape != (s.length, s.heads * sum(s.dims)):
-                    raise ValueError(
-                        f"{n}: the file holds {tuple(tables[n].shape)}, the model needs "
-                        f"{(s.length, s.heads * sum(s.dims))}; another backbone?"
-                    )
-                for p, t in zip((s.key, s.value), tables[n].split([s.heads * x for x in s.dims], 1)): p.data.copy_(t)
-        except Exception:
-            deltas(model).forget(d.name)
-            raise
-        return d
+    @property
+    def prefixes(self)->dict[str, PrefixSite]:
+        "The sites that hold the prefix, by attention."
+        return {n: s for n, s in self.sites.items() if isinstance(s, PrefixSite)}
+
+# %% ../../nbs/30_delta/05_prefix.ipynb #65d72839
+@patch
+def _chosen(self:Prefix, modules, exclude):
+    "The attentions that get a prefix"
+    own = attentions(self.model)
+    if modules is None and not own:
+        raise LookupError(
+            f"{type(self.model).__name__} has no attention that takes a cache, and a prefix has no other way in; "
+            "name modules= yourself, or try SoftPrompt or Lora"
+        )
+    return resolve(self.model, dict.fromkeys(own) if modules is None else modules, exclude)
+
+@patch
+def _check(self:Prefix, name, module, heads, head_dim):
+    "Sizes of an attention that can have a prefix"
+    names, kind = forward_names(module), type(module).__name__
+    if not any(c in names for c in _CACHES) or not any(m in names for m in _MASKS):
+        raise TypeError(
+            f"a prefix sits on attention modules that take a cache and a mask; {name} is a {kind}; choose other "
+            "modules or exclude it"
+        )
+    if not _usual(module):
+        raise TypeError(
+            f"{name} ({kind}) computes its attention in a way of its own, where a prefix may not be seen; try "
+            "SoftPrompt or Lora"
+        )
+    if _is_cross(name, module):
+        raise TypeError(f"{name} is a cross-attention; a prefix sits on self-attention only: exclude it")
+    return _sizes(name, module, roles(self.model), heads, head_dim)
+
+@patch
+def _check_bias(self:Prefix, chosen):
+    "T5's layers hand on one position bias, as wide as the keys of the first of them: all get a prefix or none"
+    modules, role = dict(parts(self.model)), roles(self.model)
+    def shares(n):
+        names = forward_names(modules[n])
+        return "position_bias" in names and any(c in names for c in _CACHES) and not _is_cross(n, modules[n])
+    for stack in {_stack(n, modules) for n in chosen if shares(n)}:
+        keys = [n for n, r in role.items() if r in ("k", "qkv") and n.startswith(stack + "." if stack else "")]
+        others = {n.rpartition(".")[0] for n in keys} - set(chosen)
+        missing = sorted(n for n in others if shares(n) and _stack(n, modules) == stack)
+        if missing:
+            raise ValueError(
+                f"the layers of {stack or 'this model'} share their position bias, so all of them get a prefix or "
+                f"none; missing: {missing[0]}"
+            )
+
+@patch
+def _make(self:Prefix, chosen, sizes, dtype):
+    "A site for each attention, with one trunk where a network makes them"
+    sites, trunk = {}, None
+    for n, module in chosen.items():
+        stored = next(module.parameters(), None)
+        if stored is None: stored = next(module.buffers())
+        own = stored.dtype if stored.is_floating_point() else torch.float32
+        (h, dims), kw = sizes[n], dict(dtype=dtype or own, device=stored.device)
+        if self.hidden and trunk is None: trunk = Trunk(self.length, h * dims[0], self.hidden, **kw)
+        sites[n] = PrefixSite(module, self.length, h, dims, trunk, self.std, **kw)
+    return sites
+
+# %% ../../nbs/30_delta/05_prefix.ipynb #10ac130e
+@patch
+def _fill_from(self:Prefix, ids):
+    "Begin with the keys and values of words"
+    from transformers import DynamicCache
+    if encoder_decoder(self.model) or not all(s.causal for s in self.prefixes.values()):
+        raise ValueError(
+            "init='text' takes what a causal model computes for the words, and this one looks both ways; use "
+            "init='normal'"
+        )
+    device, was = next(iter(self.prefixes.values())).key.device, self.model.training
+    cache = DynamicCache(config=getattr(self.model, "config", None))
+    self.model.eval()
+    try:
+        with torch.no_grad(): self.model(input_ids=ids[None].to(device), past_key_values=cache, use_cache=True)
+    finally: self.model.train(was)
+    if short := [n for n, s in self.prefixes.items() if cache.layers[s.layer].keys.shape[2] < self.length]:
+        raise ValueError(
+            f"the text has {self.length} tokens, more than the window of {short[0]} keeps; take a shorter text or "
+            "length="
+        )
+    for s in self.prefixes.values():
+        for p, x in ((s.key, cache.layers[s.layer].keys), (s.value, cache.layers[s.layer].values)):
+            p.data.copy_(x[0].transpose(0, 1).reshape(p.shape))                  # (n_kv, P, d) → (P, n_kv·d)
+
+# %% ../../nbs/30_delta/05_prefix.ipynb #df6a0c3c
+def _rows(layers, written, twice):
+    "Row of the key of each layer in PEFT's table of 2·`written` rows"
+    return [4 * i % (2 * written) if twice else 2 * i for i in range(layers)]
+
+@patch
+def _whole(self:Prefix):
+    "Is this what PEFT can say: the same prefix size in all layers?"
+    sites = list(self.prefixes.values())
+    alike = len({(s.heads, s.dims) for s in sites}) == 1 and len({*sites[0].dims}) == 1
+    return alike and set(self.prefixes) == set(attentions(self.model))
+
+@patch
+def _layout(self:Prefix):
+    "(does PEFT repeat the table?, layers in it)"
+    twice, L = encoder_decoder(self.model), len(self.prefixes)
+    return twice, L | 1 if twice else L
+
+@patch
+def file_tensors(self:Prefix)->dict[str, Tensor]: # PEFT's table, or a tensor per attention, which PEFT cannot read
+    "What `save` writes; a network is folded in."
+    each = {n: folded(s) for n, s in self.prefixes.items()}
+    if not self._whole(): return {f"base_model.model.{n}.prefix": t for n, t in each.items()}
+    (twice, written), L = self._layout(), len(each)
+    table = [torch.zeros_like(next(iter(each.values())))] * written
+    for row, t in zip(_rows(L, written, twice), each.values()): table[row // 2] = t
+    return {"prompt_embeddings": torch.cat(table, 1)}
+
+@patch
+def config(self:Prefix)->dict:
+    "What stands in PEFT's adapter_config.json."
+    s, (twice, written) = next(iter(self.prefixes.values())), self._layout()
+    return prompt_config(self.model) | {
+        "peft_type": "PREFIX_TUNING",
+        "num_virtual_tokens": self.length,
+        "token_dim": s.heads * s.dims[0],
+        "num_attention_heads": s.heads,
+        "num_layers": written,
+        "num_transformer_submodules": 1 + twice,
+        "prefix_projection": False,
+        "encoder_hidden_size": self.hidden,
+        "target_modules": None if self._whole() else sorted(self.prefixes),
+    }
+
+# %% ../../nbs/30_delta/05_prefix.ipynb #610ecbfa
+def _from_table(table, model, config, dir):
+    "{attention: {'prefix': keys and values side by side}} from PEFT's table"
+    names = list(attentions(model))
+    P, N, D = (config.get(k) for k in ("num_virtual_tokens", "num_layers", "token_dim"))
+    if table.shape != (P, 2 * N * D):
+        said = f"prompt_embeddings is {tuple(table.shape)}, its configuration says {(P, 2 * N * D)}"
+        raise ValueError(f"{dir}: {said}")
+    twice = config.get("num_transformer_submodules") == 2
+    if N < len(names) or not twice and N != len(names):
+        raise ValueError(f"{dir} has {N} layers, the model {len(names)}; another backbone?")
+    return {n: {"prefix": table[:, row * D:(row + 2) * D]} for n, row in zip(names, _rows(len(names), N, twice))}
+
+@patch(cls_method=True)
+def from_config(cls:Prefix, model, config, tensors):
+    "A prefix from PEFT's configuration and tensors by attention."
+    tables = {n: own["prefix"] for n, own in tensors.items() if "prefix" in own}
+    d = cls(model, config["num_virtual_tokens"], dict.fromkeys(tables), dtype=next(iter(tables.values())).dtype)
+    try:
+        for n, s in d.prefixes.items():
+            mine, its = (s.length, s.heads * sum(s.dims)), tuple(tables[n].shape)
+            if its != mine: raise ValueError(f"{n}: the file holds {its}, the model needs {mine}; another backbone?")
+            for p, t in zip((s.key, s.value), tables[n].split([s.heads * x for x in s.dims], 1)): p.data.copy_(t)
+    except Exception:
+        deltas(model).forget(d.name)
+        raise
+    return d

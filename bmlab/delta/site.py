@@ -5,24 +5,22 @@
 # %% auto #0
 __all__ = ['Site', 'base_class', 'set_base_class', 'attach_site', 'detach_site']
 
-# %% ../../nbs/30_delta/00_site.ipynb #d045794e
+# %% ../../nbs/30_delta/00_site.ipynb #231b3e60
 import functools
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..core import forget_compiled
+from ..core import forget_compiled, parts
 
-
-# %% ../../nbs/30_delta/00_site.ipynb #f0dbe991
+# %% ../../nbs/30_delta/00_site.ipynb #a87a05a7
 class Site(nn.Module):
     "What a delta adds to one module; subclasses hold parameters and define `around`."
     enabled = True
     routes = False       # does each row of a batch get something else?
     reads_weight = False # does it compute with the weight beneath itself? Then nothing below it can be merged
-    # "add": changes what is below by something that does not depend on it; "scale": by a factor; None: otherwise. Two
-    # alike may change places
-    combines = None
+    combines = None      # "add": it adds what does not depend on the output below; "scale": it multiplies by a factor;
+                         # None: neither. Two sites that combine alike may change places
     def around(self,
         call,            # the module's own forward, or that of the delta below
         *args, **kwargs, # what the module was called with
@@ -30,7 +28,7 @@ class Site(nn.Module):
         "The module's output with this delta."
         raise NotImplementedError(f"{type(self).__name__}.around")
 
-# %% ../../nbs/30_delta/00_site.ipynb #79f70d36
+# %% ../../nbs/30_delta/00_site.ipynb #416e58f9
 class _Sites(nn.ModuleDict):
     "The deltas on one module, by name; the markers are what `count` and `tree` see"
     _bmlab_delta = _bmlab_container = True
@@ -44,11 +42,8 @@ def _delta_class(base):
             if site.enabled: call = functools.partial(site.around, call)
         return call(*args, **kwargs)
     def __reduce_ex__(self, protocol): return _rebuild, (base,), self.__getstate__()
-    return type(
-        f"Delta{base.__name__}",
-        (base,),
-        {"forward": forward, "__reduce_ex__": __reduce_ex__, "_bmlab_base": base, "__module__": __name__},
-    )
+    body = {"forward": forward, "__reduce_ex__": __reduce_ex__, "_bmlab_base": base, "__module__": __name__}
+    return type(f"Delta{base.__name__}", (base,), body)
 
 def _rebuild(base):
     "An empty module of the delta class of `base`; unpickling and copying fill it"
@@ -103,4 +98,17 @@ def detach_site(
     if len(module._deltas) == 0:
         del module._modules["_deltas"]
         _wear(module, base_class(module))
+    forget_compiled()
+
+# %% ../../nbs/30_delta/00_site.ipynb #06137ebb
+def _order(model):
+    "{module: names of its deltas, innermost first}"
+    return {n: list(m._deltas) for n, m in parts(model) if hasattr(m, "_deltas")}
+
+def _reorder(model, order):
+    "Let deltas stand on their modules as `_order` found them; what has come since stands above"
+    for n, m in parts(model):
+        if n not in order or not hasattr(m, "_deltas"): continue
+        place, sites = {d: i for i, d in enumerate(order[n])}, m._deltas._modules
+        for d in sorted(sites, key=lambda d: place.get(d, len(place))): sites[d] = sites.pop(d)
     forget_compiled()

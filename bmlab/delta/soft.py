@@ -103,23 +103,21 @@ class PromptSite(Site):
     def tensors(self): return {"prompt_embeddings": self.table}
     def extra_repr(self): return f"P={self.table.shape[0]}, D={self.table.shape[1]}"
 
-# %% ../../nbs/30_delta/04_soft.ipynb #e771a63c
+# %% ../../nbs/30_delta/04_soft.ipynb #5d49c7aa
 def _widen_input(mask, P):
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        what = f"{mask.ndim} dimensions" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(
-            f"attention_mask ({what}) was prepared for the input without the prompt; pass a mask (B, L), and generate "
-            "with a dynamic cache"
-        )
-    return widen(mask, P)
+    "A mask (B, L) with P seen columns in front; others were made for the input without the prompt"
+    if isinstance(mask, Tensor) and mask.ndim == 2: return widen(mask, P)
+    what = f"{mask.ndim} dimensions" if isinstance(mask, Tensor) else type(mask).__name__
+    raise ValueError(
+        f"attention_mask ({what}) was prepared for the input without the prompt; pass a mask (B, L), and generate "
+        "with a dynamic cache"
+    )
 
 def _step(positions, rows):
-    "What a token more in front adds to position_ids: one to all of them, but not to GLM's second row (B, 2, L), the place within a written piece"
-    return (
-        positions.new_tensor([[1], [0]])
-        if positions.ndim == 3 and positions.shape[1] == 2 and len(positions) in (1, rows)
-        else 1
-    )  # (of (3, B, L), for text and pictures, all move)
+    "What a token more in front adds to position_ids: one; not to GLM's second row (B, 2, L), the place in a piece"
+    # (of (3, B, L), for text and pictures, all move)
+    glm = positions.ndim == 3 and positions.shape[1] == 2 and len(positions) in (1, rows)
+    return positions.new_tensor([[1], [0]]) if glm else 1
 
 def _lengthen(a, shape, P):
     "What runs along the input, lengthened: types of segment, labels of tokens, places of an answer"
@@ -143,6 +141,7 @@ def _cut(out, L, P):
     if out.get("hidden_states") is not None: out["hidden_states"] = tuple(short(x, 3) for x in out["hidden_states"])
     return out
 
+# %% ../../nbs/30_delta/04_soft.ipynb #652ec2f1
 class SeenSite(Site):
     "On the decoder of an encoder–decoder: it sees the P positions that the encoder puts in front."
     def __init__(self,
@@ -178,7 +177,7 @@ class PromptDelta(Delta):
             self.sites[names[id(decoder)]] = SeenSite(decoder, site.table.shape[0])
         self.attach()
     def attach(self):
-        "Put the prompt in front of the input; where it is attached already, switch it on."
+        "Put the prompt in front of the input; if it is attached already, switch it on."
         super().attach()
         for n in self.sites: tell_signature(self.model.get_submodule(n))
         return self
@@ -200,10 +199,8 @@ class PromptDelta(Delta):
         copies = config.get("num_transformer_submodules") or 1
         width = prompt_home(model).get_input_embeddings().weight.shape[-1]
         if table.shape not in ((P, width), (P * copies, width)):
-            raise ValueError(
-                f"{dir}: prompt_embeddings is {tuple(table.shape)}, and {P} vectors of this model's width are "
-                f"{(P, width)}; another backbone?"
-            )
+            mine = f"{P} vectors of this model's width are {(P, width)}"
+            raise ValueError(f"{dir}: prompt_embeddings is {tuple(table.shape)}, and {mine}; another backbone?")
         return table[:P]
 
 # %% ../../nbs/30_delta/04_soft.ipynb #ccd8afe7
@@ -289,10 +286,8 @@ def _start(embedding, init, length, text, tokenizer):
         raise ValueError(f"length={length!r}: a whole number, 1 or more")
     if isinstance(init, Tensor):
         if init.ndim != 2 or length not in (None, len(init)):
-            raise ValueError(
-                f"init is {tuple(init.shape)}; a prompt is (length, width)"
-                + (f" with length={length}" if length else "")
-            )
+            asked = f" with length={length}" if length else ""
+            raise ValueError(f"init is {tuple(init.shape)}; a prompt is (length, width){asked}")
         return init.detach()
     if init == "uniform": return None
     if init == "vocab": ids = torch.randint(embedding.num_embeddings, (length or 20,))
@@ -332,14 +327,8 @@ class SoftPrompt(PromptDelta):
             (D, own, device), start = vector_kind(embedding), _start(embedding, init, length, text, tokenizer)
             if start is not None and start.shape[1] != D:
                 raise ValueError(f"init is {tuple(start.shape)}, the model's embedding is {D} wide")
-            site = PromptSite(
-                home,
-                (length or 20) if start is None else len(start),
-                D,
-                cut and not encoder,
-                dtype=dtype or own,
-                device=device,
-            )
+            P = (length or 20) if start is None else len(start)
+            site = PromptSite(home, P, D, cut and not encoder, dtype=dtype or own, device=device)
             if start is not None: site.table.data.copy_(start)
             return site
         super().__init__(model, name, make)
@@ -375,11 +364,8 @@ class EncodedSite(PromptSite):
         **kw,               # dtype and device
     ):
         super().__init__(home, length, width, cut, **kw)
-        self.lstm = (
-            nn.LSTM(width, hidden, layers, dropout=dropout, bidirectional=True, batch_first=True, **kw)
-            if encoder == "lstm"
-            else None
-        )
+        self.lstm, both = None, dict(bidirectional=True, batch_first=True)
+        if encoder == "lstm": self.lstm = nn.LSTM(width, hidden, layers, dropout=dropout, **both, **kw)
         sizes = [2 * hidden, 2 * hidden, width] if encoder == "lstm" else [width, hidden, hidden, width]
         steps = [m for i, o in zip(sizes, sizes[1:]) for m in (nn.ReLU(), nn.Linear(i, o, **kw))]
         self.head = nn.Sequential(*steps[1:])
@@ -406,12 +392,8 @@ class PTuning(PromptDelta):
         if not isinstance(encoder, Tensor) and encoder not in ("mlp", "lstm"):
             raise ValueError(f"encoder={encoder!r}: 'mlp', 'lstm' or a table (length, width)")
         if not isinstance(length, int) or length < 1: raise ValueError(f"length={length!r}: a whole number, 1 or more")
-        self.encoder, self.hidden, self.layers, self.dropout = (
-            "mlp" if isinstance(encoder, Tensor) else encoder,
-            hidden,
-            layers,
-            dropout,
-        )
+        self.encoder = "mlp" if isinstance(encoder, Tensor) else encoder
+        self.hidden, self.layers, self.dropout = hidden, layers, dropout
         def make(home, is_encoder):
             D, own, device = vector_kind(home.get_input_embeddings())
             kw = dict(dtype=dtype or own, device=device)

@@ -5,19 +5,21 @@
 # %% auto #0
 __all__ = ['BiasSite', 'BitFit', 'ScaleSite', 'IA3', 'norm_rule', 'NormSite', 'LayerNormTuning']
 
-# %% ../../nbs/30_delta/03_vectors.ipynb #081a452c
+# %% ../../nbs/30_delta/03_vectors.ipynb #4ccdcf0d
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from torch import Tensor, nn
 
-from .adapter import _COMMON, FieldDelta, _kind_of, fill
 from ..core import is_norm, matrix_shape, parts, resolve, roles, unwrap
-from .delta import _PREFIX, _new_head, _whole, Delta, deltas
+from .adapter import _COMMON, FieldDelta, _kind_of, fill
+from .delta import _PREFIX, Delta, deltas
 from .site import Site, base_class
+from .tune import _new_head, _whole
 
-# %% ../../nbs/30_delta/03_vectors.ipynb #ef45999b
+# %% ../../nbs/30_delta/03_vectors.ipynb #e5e87c39
 def _bias_shape(module):
-    "(length, dimension of the output it lies along) of the bias that a module has or could have; None where it is not added to the output"
+    "(length, dimension of the output) of a bias that a module has or could have; None: the output takes none"
     if hasattr(module, "nf") or hasattr(module, "in_features") and hasattr(module, "out_features"):
         return matrix_shape(module)[1], -1
     if isinstance(module, nn.modules.conv._ConvNd): return module.out_channels, 1
@@ -48,7 +50,7 @@ class BiasSite(Site):
     def tensors(self): return {"bitfit_bias": self.bias}
     def extra_repr(self): return f"{len(self.bias)}"
 
-# %% ../../nbs/30_delta/03_vectors.ipynb #e73b9306
+# %% ../../nbs/30_delta/03_vectors.ipynb #c7fe40cb
 _BIASED = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down", "norm")
 
 class BitFit(FieldDelta):
@@ -65,41 +67,39 @@ class BitFit(FieldDelta):
         share:str|None=None,            # "layers": one parameter set for sites that are alike
     ):
         self.missing, self.dtype = missing, dtype
-        every, has = dict(parts(model)), lambda m: getattr(m, "bias", None) is not None
-        if modules is None:
-            wanted = {n for n, r in roles(model).items() if r in _BIASED}
-            head = _whole(unwrap(model), _new_head(unwrap(model)))              # trained whole, see `freeze`
-            found = {
-                n: m
-                for n, m in every.items()
-                if n
-                and _bias_shape(m)
-                and (has(m) or n in wanted)
-                and not any(n == h or n.startswith(h + ".") for h in head)
-            }
-        else:
-            found = {}
-            for n, m in resolve(model, modules).items():
-                below = {k: x for k, x in every.items() if k == n or k.startswith(n + ".")}
-                inner = {k: x for k, x in below.items() if _bias_shape(x)}
-                if not inner:
-                    raise TypeError(
-                        f"{n} is a {type(m).__name__} with nothing that a bias could be added to; choose other modules "
-                        "or exclude it"
-                    )
-                found |= inner
-        if not missing: found = {n: m for n, m in found.items() if has(m)}
+        found = _usual_biased(model) if modules is None else _biased_below(model, modules)
+        if not missing: found = {n: m for n, m in found.items() if _has_bias(m)}
         if not found:
-            raise LookupError(
-                f"modules={modules!r}, missing={missing}: {type(model).__name__} has no bias there; missing=True makes "
-                "them"
-            )
+            asked = f"modules={modules!r}, missing={missing}"
+            raise LookupError(f"{asked}: {type(model).__name__} has no bias there; missing=True makes them")
         super().__init__(model, dict.fromkeys(found), exclude, name, share=share)
     def make_site(self, name, module):
         "A bias as long as the module's output is wide."
         return BiasSite(*_bias_shape(module), name, **_kind_of(module) | ({"dtype": self.dtype} if self.dtype else {}))
 
-# %% ../../nbs/30_delta/03_vectors.ipynb #41e48e3e
+def _has_bias(module): return getattr(module, "bias", None) is not None
+
+def _usual_biased(model):
+    "{name: module} of those that have a bias, or could by their role; not of a new head, which is trained whole"
+    wanted = {n for n, r in roles(model).items() if r in _BIASED}
+    head = _whole(unwrap(model), _new_head(unwrap(model)))
+    inside = lambda n: any(n == h or n.startswith(h + ".") for h in head)
+    fits = lambda n, m: _bias_shape(m) and (_has_bias(m) or n in wanted) and not inside(n)
+    return {n: m for n, m in parts(model) if n and fits(n, m)}
+
+def _biased_below(model, modules):
+    "{name: module} of those that could have a bias, among the chosen ones and what they hold"
+    every, found = dict(parts(model)), {}
+    for n, m in resolve(model, modules).items():
+        below = {k: x for k, x in every.items() if k == n or k.startswith(n + ".")}
+        inner = {k: x for k, x in below.items() if _bias_shape(x)}
+        if not inner:
+            what = f"{n} is a {type(m).__name__} with nothing that a bias could be added to"
+            raise TypeError(f"{what}; choose other modules or exclude it")
+        found |= inner
+    return found
+
+# %% ../../nbs/30_delta/03_vectors.ipynb #41934059
 class ScaleSite(Site):
     "A vector by which a linear layer's output, or its input, is multiplied."
     combines = "scale"
@@ -121,37 +121,19 @@ class ScaleSite(Site):
         "W(l − 1), and the bias's where the output is scaled."
         l, w = self.ia3_l - 1, module._parameters.get("weight")
         own = {"weight": None if w is None else w * (l.T if self.transposed else l)}
-        return own | (
-            {"bias": module.bias * l.flatten()} if not self.before and getattr(module, "bias", None) is not None else {}
-        )
+        if not self.before and _has_bias(module): own["bias"] = module.bias * l.flatten()
+        return own
     def tensors(self): return {"ia3_l": self.ia3_l}
     def extra_repr(self): return f"{self.ia3_l.numel()}, {'input' if self.before else 'output'}"
 
-_PEFT_FIELDS = _COMMON | {
-    "peft_version",
-    "auto_mapping",
-    "revision",
-    "exclude_modules",
-    "layers_to_transform",
-    "fan_in_fan_out",
-    "init_ia3_weights",
-    "feedforward_modules",
-    "runtime_config",
-}
-
-def _check_fields(config, method):
-    "Raise for fields of PEFT's configuration under which it computes something else"
-    if odd := {k: v for k, v in config.items() if k not in _PEFT_FIELDS and v not in (None, False, "", [], {})}:
-        raise ValueError(f"this adapter uses {odd}, which {method} does not compute; load it with PEFT")
-
-# %% ../../nbs/30_delta/03_vectors.ipynb #492b0229
+# %% ../../nbs/30_delta/03_vectors.ipynb #c31d396b
 class IA3(Delta):
-    "Keys, values and inner feed-forward states scaled (Liu et al. 2022, §3.3); of a fused qkv all three, as in PEFT; experts stacked in one tensor have no place for it."
+    "Keys, values and inner feed-forward states scaled (Liu et al. 2022, §3.3); of a fused qkv all three, as in PEFT."
     kind, default_roles = "ia3", ("k", "v", "qkv", "down")
     def __init__(self,
         model:nn.Module,                  # the backbone
-        modules:str|list|None=None,       # linear layers; None: keys, values (or the fused qkv) and the feed-forward's
-                                          # last
+        modules:str|list|None=None,       # linear layers, not experts stacked in one tensor; None: keys, values (or the
+                                          # fused qkv) and the feed-forward's last
         exclude:str|list|None=None,       # dropped from `modules`
         feedforward:str|list|None=None,   # of them, those whose input is scaled; None: by role, the feed-forward's last
         dtype:torch.dtype|None=None,      # of the vectors; None: the weight's, float32 on packed layers
@@ -159,23 +141,13 @@ class IA3(Delta):
         share:str|None=None,              # "layers": one parameter set for sites that are alike
     ):
         role, self.dtype = roles(model), dtype
-        self._before_names = (
-            {n for n, r in role.items() if r == "down"}
-            if feedforward is None
-            else set(resolve(model, feedforward))
-            if feedforward != []
-            else set()
-        )
-        sits = (
-            {n for n, r in role.items() if r in self.default_roles}
-            if modules is None
-            else set(resolve(model, modules, exclude))
-        )
+        if feedforward is None: self._before_names = {n for n, r in role.items() if r == "down"}
+        else: self._before_names = set() if feedforward == [] else set(resolve(model, feedforward))
+        if modules is None: sits = {n for n, r in role.items() if r in self.default_roles}
+        else: sits = set(resolve(model, modules, exclude))
         if feedforward and (stray := self._before_names - sits):
-            raise ValueError(
-                f"feedforward={feedforward!r} names {sorted(stray)[0]}, which modules= does not; it is to be a part of "
-                "them"
-            )
+            asked = f"feedforward={feedforward!r} names {sorted(stray)[0]}"
+            raise ValueError(f"{asked}, which modules= does not; it is to be a part of them")
         super().__init__(model, modules, exclude, name, share=share)
     def _default(self):
         there = dict(parts(self.model))
@@ -183,51 +155,60 @@ class IA3(Delta):
     def make_site(self, name, module):
         "A vector for one linear layer."
         if _bias_shape(module) is None or (shape := matrix_shape(module)) is None:
-            raise TypeError(
-                f"IA3 sits on linear layers; {name} is a {type(module).__name__}; choose other modules or exclude it"
-            )
-        before = name in self._before_names
-        return ScaleSite(
-            shape[0 if before else 1],
-            before,
-            hasattr(module, "nf"),
-            **_kind_of(module) | ({"dtype": self.dtype} if self.dtype else {}),
-        )
-    def config(self)->dict:
-        "What stands in PEFT's adapter_config.json."
-        last = lambda n: n.rsplit(".", 1)[-1]
-        before = [n for n, s in self.sites.items() if s.before]
-        short, targets = sorted({last(n) for n in before}), self._targets()
-        # PEFT compares the ends of names
-        meant = {n for n in self.sites if any(n.endswith(k) for k in short)}
-        if not set(short) <= set(targets) or meant != set(before): short, targets = before, sorted(self.sites)
-        return {
-            "peft_type": "IA3",
-            "target_modules": targets,
-            "feedforward_modules": short,
-            "fan_in_fan_out": any(s.transposed for s in self.sites.values()),
-        }
-    @classmethod
-    def from_config(cls, model, config, tensors):
-        "An IA3 from PEFT's configuration and tensors by module; refuses what it would not compute."
-        _check_fields(config, "IA3")
-        if odd := {n: sorted(own) for n, own in tensors.items() if own.keys() != {"ia3_l"}}:
-            raise KeyError(f"expected one ia3_l for each module, the file holds {odd}")
-        before = [n for n, own in tensors.items() if own["ia3_l"].shape[0] == 1]
-        dtype = next(own["ia3_l"].dtype for own in tensors.values())
-        d = cls(model, dict.fromkeys(tensors), feedforward=dict.fromkeys(before) or [], dtype=dtype)
-        try: fill(d.sites, tensors)
-        except Exception:
-            deltas(model).forget(d.name)
-            raise
-        return d
+            kind = type(module).__name__
+            raise TypeError(f"IA3 sits on linear layers; {name} is a {kind}; choose other modules or exclude it")
+        before, kw = name in self._before_names, _kind_of(module) | ({"dtype": self.dtype} if self.dtype else {})
+        return ScaleSite(shape[0 if before else 1], before, hasattr(module, "nf"), **kw)
 
-# %% ../../nbs/30_delta/03_vectors.ipynb #79d871e6
+# %% ../../nbs/30_delta/03_vectors.ipynb #0cde6a44
+_PEFT_FIELDS = _COMMON | set("""peft_version auto_mapping revision exclude_modules layers_to_transform fan_in_fan_out
+    init_ia3_weights feedforward_modules runtime_config""".split())
+
+def _check_fields(config, method):
+    "Raise for fields of PEFT's configuration under which it computes something else"
+    if odd := {k: v for k, v in config.items() if k not in _PEFT_FIELDS and v not in (None, False, "", [], {})}:
+        raise ValueError(f"this adapter uses {odd}, which {method} does not compute; load it with PEFT")
+
+@patch
+def config(self:IA3)->dict:
+    "What stands in PEFT's adapter_config.json."
+    last = lambda n: n.rsplit(".", 1)[-1]
+    before = [n for n, s in self.sites.items() if s.before]
+    short, targets = sorted({last(n) for n in before}), self._targets()
+    # PEFT compares the ends of names
+    meant = {n for n in self.sites if any(n.endswith(k) for k in short)}
+    if not set(short) <= set(targets) or meant != set(before): short, targets = before, sorted(self.sites)
+    turned = any(s.transposed for s in self.sites.values())
+    return {"peft_type": "IA3", "target_modules": targets, "feedforward_modules": short, "fan_in_fan_out": turned}
+
+@patch(cls_method=True)
+def from_config(cls:IA3, model, config, tensors):
+    "An IA3 from PEFT's configuration and tensors by module; refuses what it would not compute."
+    _check_fields(config, "IA3")
+    if odd := {n: sorted(own) for n, own in tensors.items() if own.keys() != {"ia3_l"}}:
+        raise KeyError(f"expected one ia3_l for each module, the file holds {odd}")
+    before = [n for n, own in tensors.items() if own["ia3_l"].shape[0] == 1]
+    dtype = next(own["ia3_l"].dtype for own in tensors.values())
+    d = cls(model, dict.fromkeys(tensors), feedforward=dict.fromkeys(before) or [], dtype=dtype)
+    try: fill(d.sites, tensors)
+    except Exception:
+        deltas(model).forget(d.name)
+        raise
+    return d
+
+# %% ../../nbs/30_delta/03_vectors.ipynb #8ba2908d
 def _normalised(x, width, centred, eps, weight=None, bias=None):
     "n(x)·weight + bias, with the mean subtracted or not"
     if centred: return F.layer_norm(x, (width,), weight, bias, eps)
     y = F.rms_norm(x, (width,), weight, eps)
     return y if bias is None else y + bias
+
+def _eps_of(module, own):
+    "The number under a norm's root; None for a module that is no norm with its weight in itself"
+    named = (getattr(module, k, None) for k in ("eps", "variance_epsilon", "epsilon", "norm_eps"))
+    eps = next((e for e in named if isinstance(e, float)), None)
+    plain = "weight" in own and own.keys() <= {"weight", "bias"} and all(p.ndim == 1 for p in own.values())
+    return eps if plain and all(b is None for b in module._buffers.values()) else None
 
 def norm_rule(
     module:nn.Module,      # a norm
@@ -235,24 +216,16 @@ def norm_rule(
 )->tuple:                  # (width, subtracts the mean?, eps)
     "How a norm computes, found by running it; TypeError for a module that is none, or has its weight elsewhere."
     own = {k: p for k, p in module._parameters.items() if p is not None}
-    eps = next(
-        (
-            e
-            for k in ("eps", "variance_epsilon", "epsilon", "norm_eps")
-            if isinstance(e := getattr(module, k, None), float)
-        ),
-        None,
-    )
+    eps, kind = _eps_of(module, own), type(module).__name__
     refused = TypeError(
-        f"{name} is a {type(module).__name__}; norm tuning sits on layer norms and RMS norms with a weight; choose "
-        "other modules or exclude it"
+        f"{name} is a {kind}; norm tuning sits on layer norms and RMS norms with a weight; choose other modules or "
+        "exclude it"
     )
-    if eps is None or "weight" not in own or own.keys() - {"weight", "bias"} or any(p.ndim != 1 for p in own.values()) or any(b is not None for b in module._buffers.values()):
-        raise refused
+    if eps is None: raise refused
     base, width, draw = base_class(module), len(own["weight"]), torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(*shape, generator=draw)
-    # (so small that eps shows)
-    x, first, second = random(3, width) * 0.01 + 0.003, {k: random(width) for k in own}, {k: random(width) for k in own}
+    x = random(3, width) * 0.01 + 0.003                                     # so small that eps shows
+    first, second = {k: random(width) for k in own}, {k: random(width) for k in own}
     twin, results = base.__new__(base), []
     for values in (first, second):
         twin.__dict__ = {**module.__dict__, "_parameters": dict.fromkeys(module._parameters) | values, "_modules": {}}
@@ -260,15 +233,9 @@ def norm_rule(
             with torch.no_grad(): results.append(base.forward(twin, x))
         except Exception as e: raise refused from e
         if not isinstance(results[-1], Tensor) or results[-1].shape != x.shape: raise refused
+    moved = {k: second[k] - first[k] for k in own}
     for centred in (True, False):
-        expected = _normalised(
-            x,
-            width,
-            centred,
-            eps,
-            second["weight"] - first["weight"],
-            second["bias"] - first["bias"] if "bias" in own else None,
-        )
+        expected = _normalised(x, width, centred, eps, moved["weight"], moved.get("bias"))
         if torch.allclose(results[1] - results[0], expected, atol=1e-4): return width, centred, eps
     raise refused
 
@@ -292,9 +259,8 @@ class NormSite(Site):
         if self.bias is not None: nn.init.zeros_(self.bias)
     def around(self, call, x):
         y = call(x)
-        return y + _normalised(x.to(self.weight.dtype), self.width, self.centred, self.eps, self.weight, self.bias).to(
-            y.dtype
-        )
+        change = _normalised(x.to(self.weight.dtype), self.width, self.centred, self.eps, self.weight, self.bias)
+        return y + change.to(y.dtype)
     def changes(self, module): return self.tensors()
     def tensors(self): return dict(self.named_parameters())
     def extra_repr(self): return f"{self.width}, {'layer norm' if self.centred else 'RMS norm'}, eps={self.eps:g}"
@@ -315,17 +281,15 @@ class LayerNormTuning(Delta):
         super().__init__(model, modules, exclude, name, share=share)
     def make_site(self, name, module):
         "A change of weight and bias of one norm."
-        return NormSite(
-            *norm_rule(module, name),
-            module._parameters.get("bias") is not None,
-            **_kind_of(module) | ({"dtype": self.dtype} if self.dtype else {}),
-        )
+        bias, kw = module._parameters.get("bias"), _kind_of(module) | ({"dtype": self.dtype} if self.dtype else {})
+        return NormSite(*norm_rule(module, name), bias is not None, **kw)
     def config(self)->dict: return {"peft_type": "LN_TUNING"}
     def file_tensors(self)->dict[str, Tensor]:
-        "What `save` writes: the norms' weights and biases with their change, in float32 or wider, as a change may be finer than a half-precision weight."
+        "What `save` writes: the norms' weights and biases with their change, in float32 or wider."
         out, there, users = {}, dict(parts(self.model)), {n for others in self.shared.values() for n in others}
         for n, s in self.sites.items():
             for k, t in s.tensors().items() if n not in users else ():
+                # a change may be finer than a half-precision weight
                 w, wide = there[n]._parameters[k].detach(), torch.promote_types(t.dtype, torch.float32)
                 out[f"{_PREFIX}{n}.ln_tuning_layers.{k}"] = w.to(wide) + t.detach().to(wide)
         return out
@@ -346,15 +310,10 @@ class LayerNormTuning(Delta):
         there = dict(parts(d.model))
         def change(n, k, t):
             w = there[n]._parameters.get(k)
-            return (
-                t
-                if w is None or w.shape != t.shape
-                else t.to(w.device, torch.promote_types(t.dtype, torch.float32)) - w.detach()
-            )
-        own = {
-            n: {(k := key.removeprefix("ln_tuning_layers.")): change(n, k, t) for key, t in given.items()}
-            for n, given in tensors.items()
-        }
+            if w is None or w.shape != t.shape: return t
+            return t.to(w.device, torch.promote_types(t.dtype, torch.float32)) - w.detach()
+        short = {n: {k.removeprefix("ln_tuning_layers."): t for k, t in own.items()} for n, own in tensors.items()}
+        own = {n: {k: change(n, k, t) for k, t in given.items()} for n, given in short.items()}
         try: fill(d.sites, own)
         except Exception:
             deltas(model).forget(d.name)

@@ -102,7 +102,7 @@ def test_shared_files(kind, share, tmp_path):
 def test_a_forward_that_broke_leaves_nothing():
     "Copied after an error between the two modules of a pair, and run again"
     bert = build("bert")
-    d = moved(ParallelAdapter(bert, 8))
+    moved(ParallelAdapter(bert, 8))
     want = logits(bert)
     def broken(*_): raise ZeroDivisionError
     stop = bert.bert.encoder.layer[1].output.dense.register_forward_pre_hook(broken)

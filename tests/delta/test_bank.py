@@ -101,7 +101,12 @@ def test_equals_peft_adapter_names(name, path, tmp_path):
     ).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("path", ["bmm", "sorted", pytest.param("triton", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels run on CPU tensors in Triton's interpreter only"))])
+INTERPRETED = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels run on CPU tensors in Triton's interpreter only"
+)
+
+
+@pytest.mark.parametrize("path", ["bmm", "sorted", pytest.param("triton", marks=INTERPRETED)])
 def test_gradients_in_batch_are_those_alone(path):
     model = llama()
     lone = users(model)
@@ -315,7 +320,8 @@ def test_what_autograd_keeps_elsewhere_stays_elsewhere():
     "A hook on saved tensors that was there before goes on working"
     model, seen = llama(), []
     bank = DeltaBank(model, users(model)).freeze()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append("in"), t)[1], lambda t: (seen.append("out"), t)[1]):
+    def noted(word): return lambda t: (seen.append(word), t)[1]
+    with torch.autograd.graph.saved_tensors_hooks(noted("in"), noted("out")):
         with bank.route(["a"]): loss = model(IDS[:1]).logits.square().mean()
     loss.backward()
     assert seen.count("in") >= seen.count("out") > 0

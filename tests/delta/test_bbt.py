@@ -30,7 +30,10 @@ def lowest(f, es, evaluations):
     return best
 
 
-@pytest.mark.parametrize("d,evaluations,diagonal,turned", [(8, 2000, False, True), (8, 2000, True, False), (20, 4000, True, False), (100, 6000, True, False)])
+VALLEYS = [(8, 2000, False, True), (8, 2000, True, False), (20, 4000, True, False), (100, 6000, True, False)]
+
+
+@pytest.mark.parametrize("d,evaluations,diagonal,turned", VALLEYS)
 def test_as_good_as_cma(d, evaluations, diagonal, turned):
     "Median of five seeds within a factor of the reference, on a logarithmic scale of many decades"
     cma = pytest.importorskip("cma", reason="pip install cma")
@@ -106,7 +109,7 @@ def test_other_architectures(kind, tmp_path):
 
 @pytest.mark.slow
 def test_a_real_model():
-    "SmolLM2 on a handful of reviews: better than without a prompt and than random search at equal evaluations, and right about reviews it was not tuned on"
+    "SmolLM2 on a few reviews: better than no prompt and than as many random ones, and right about reviews not tuned on"
     from bmlab.models.load import load
     model, tok = load("smollm2-135m")
     model = model.float().eval()

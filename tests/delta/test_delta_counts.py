@@ -1,4 +1,4 @@
-"Parameter counts and file sizes of every method: what the formulas of the papers, OpenDelta's own counts and the published shares say."
+"Counts and file sizes of every method: what the papers' formulas, OpenDelta's own counts and the published shares say."
 import importlib
 
 import pytest
@@ -177,7 +177,7 @@ def test_sites_as_the_overview_writes_them():
 
 
 def test_file_is_its_parameters(tmp_path):
-    "Tiny LLaMA, r 8 on q and v: 7168 parameters in 30,704 bytes, as PEFT writes; never above 1.02 × their bytes + 4 KiB + 80 a key"
+    "Tiny LLaMA, r 8 on q and v: 7168 numbers in 30,704 bytes, as PEFT; at most 1.02 × their bytes + 4 KiB + 80 a key"
     model = llama()
     d = Lora(model, r=8)
     assert added(model, d) == 2 * 8 * ((64 + 64) + (64 + 32)) == 3584

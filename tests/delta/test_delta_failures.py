@@ -52,7 +52,9 @@ def test_scoring_prompts_keeps_a_detached_prompt():
     Bbt(score, score.start(3), dim=4, popsize=4).run(4)
     assert deltas(model)["prompt_tuning"] is mine
 
-@pytest.mark.parametrize("make", [lambda m: Prefix(m, 3), lambda m: PeftDelta(m, {"peft_type": "LOHA", "r": 2, "target_modules": ["q_proj"]})])
+LOHA = {"peft_type": "LOHA", "r": 2, "target_modules": ["q_proj"]}
+
+@pytest.mark.parametrize("make", [lambda m: Prefix(m, 3), lambda m: PeftDelta(m, LOHA)])
 def test_failed_load_leaves_nothing(tmp_path, make):
     make(tiny()).save(tmp_path)
     other = tiny(hidden_size=64)
@@ -86,9 +88,16 @@ def test_empty_name_changes_nothing():
     with pytest.raises(ValueError, match="name=''"): Adapter(model, 4, name="")
 
 @pytest.mark.parametrize("wrong, says", [
-    (lambda m: Lora(m, experts=("down_proj",)), "stacks experts"), (lambda m: Lora(m, alpha="8"), "alpha='8'"), (lambda m: Lora(m, dropout="x"), "dropout='x'"),
-    (lambda m: Lora(m, init=None), "init=None"), (lambda m: Adapter(m, 4, modules="layers"), "never called"), (lambda m: SoftPrompt(m, text=[1, 2]), "init='text'"),
-    (lambda m: Prefix(m, text=[1, 2]), "init='text'"), (lambda m: deltas(m)[["lora"]], "one by one"), (lambda m: PeftDelta(m, {"peft_type": "loha"}), "'LOHA'")])
+    (lambda m: Lora(m, experts=("down_proj",)), "stacks experts"),
+    (lambda m: Lora(m, alpha="8"), "alpha='8'"),
+    (lambda m: Lora(m, dropout="x"), "dropout='x'"),
+    (lambda m: Lora(m, init=None), "init=None"),
+    (lambda m: Adapter(m, 4, modules="layers"), "never called"),
+    (lambda m: SoftPrompt(m, text=[1, 2]), "init='text'"),
+    (lambda m: Prefix(m, text=[1, 2]), "init='text'"),
+    (lambda m: deltas(m)[["lora"]], "one by one"),
+    (lambda m: PeftDelta(m, {"peft_type": "loha"}), "'LOHA'"),
+])
 def test_wrong_arguments_are_named(wrong, says):
     model = tiny()
     with pytest.raises((ValueError, TypeError, LookupError), match=says): wrong(model)

@@ -1,4 +1,4 @@
-"Every delta method on every kind of model: exact detach, copies, files, int8 backbone, compiled, recomputed, sharded — or a clear refusal."
+"Every delta method on every kind of model: exact detach, copies, files, int8, compiled, recomputed, sharded; or no."
 import copy, functools, importlib, pickle, traceback
 
 import pytest
@@ -140,7 +140,7 @@ EACH_KIND = "lora lora_embed adapter parallel_adapter bitfit ia3 soft_prompt p_t
 
 
 def refused(axis, every=METHODS):
-    "Run the test, unless the table says that the method refuses: then expect that, in these words; methods not in `every` are slow"
+    "Run the test, or expect a refusal in the words of the table; methods not in `every` are slow"
     names = [name if name in every else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
     def wrap(test):
         @pytest.mark.parametrize("name", names)

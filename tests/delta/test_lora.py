@@ -205,15 +205,26 @@ def test_patterns_of_rank_and_alpha(tmp_path):
     where = Lora(copy.deepcopy(base), r={"q_proj": 4, "v_proj": 8})
     assert len(where.sites) == 4 and where.count().delta == 2 * (4 * 64 + 8 * 48)
     assert len(Lora(copy.deepcopy(base), r={"layers[0].*": 2, "*": 4}).sites) == 4
-    for kw, words in ((dict(r={"q_porj": 4}), "q_proj"), (dict(r={"q_proj": 4, "mlp.up_proj": 2}, modules="q_proj"), "fits none of the modules chosen"),
-                      (dict(r={"q_proj": 4}, modules=["q_proj", "v_proj"]), "names no rank for model.layers.0.self_attn.v_proj"), (dict(alpha=-1), "alpha=-1"), (dict(r={}), "r={}"), 
-                      (dict(r={"q_proj": 0}), "whole number"), (dict(r={"v_proj": 17}), "r=17 is more than"), (dict(alpha={"k_proj": 3}), "fits none")):
+    refused = [
+        (dict(r={"q_porj": 4}), "q_proj"),
+        (dict(r={"q_proj": 4, "mlp.up_proj": 2}, modules="q_proj"), "fits none of the modules chosen"),
+        (dict(r={"q_proj": 4}, modules=["q_proj", "v_proj"]), "names no rank for model.layers.0.self_attn.v_proj"),
+        (dict(alpha=-1), "alpha=-1"),
+        (dict(r={}), "r={}"),
+        (dict(r={"q_proj": 0}), "whole number"),
+        (dict(r={"v_proj": 17}), "r=17 is more than"),
+        (dict(alpha={"k_proj": 3}), "fits none"),
+    ]
+    for kw, words in refused:
         with pytest.raises((ValueError, LookupError), match=None) as e: Lora(base, **kw)
         assert words in str(e.value), e.value
     assert len(deltas(base)) == 0 and type(resolve(base, "layers[0].self_attn.q_proj").popitem()[1]) is nn.Linear
 
 
-@pytest.mark.parametrize("name,embedding", [("llama", "embed_tokens"), ("bert", "word_embeddings"), ("gpt2", "wte"), ("t5", "embed_tokens")])
+EMBEDDINGS = [("llama", "embed_tokens"), ("bert", "word_embeddings"), ("gpt2", "wte"), ("t5", "embed_tokens")]
+
+
+@pytest.mark.parametrize("name,embedding", EMBEDDINGS)
 def test_embedding_is_pefts(name, embedding, tmp_path):
     pytest.importorskip("peft")
     base = build(name)
@@ -405,15 +416,20 @@ def test_slices_in_files(tmp_path):
     assert Delta.load(tmp_path / "s", copy.deepcopy(base)).count().delta == 2 * 4 * (32 + 5)
     Lora(copy.deepcopy(base), r=4).save(tmp_path / "s")                  # over the same folder: its slices are gone
     assert not (tmp_path / "s/bmlab.json").exists()
-    for kw, words, error in ((dict(slices="qx"), "slices=('q', 'x')", ValueError), (dict(slices="q", modules="c_proj"), "is none", TypeError),
-                             (dict(slices=torch.tensor([96])), "do not fit the 96", ValueError), (dict(slices="q", dora=True), "do not go together", ValueError)):
+    refused = [
+        (dict(slices="qx"), "slices=('q', 'x')", ValueError),
+        (dict(slices="q", modules="c_proj"), "is none", TypeError),
+        (dict(slices=torch.tensor([96])), "do not fit the 96", ValueError),
+        (dict(slices="q", dora=True), "do not go together", ValueError),
+    ]
+    for kw, words, error in refused:
         with pytest.raises(error) as e: Lora(base, **kw)
         assert words in str(e.value)
     with pytest.raises(TypeError, match="is none"): Lora(build("llama"), slices="q")
 
 
 def test_lora_plus_groups_are_pefts():
-    peft = pytest.importorskip("peft")
+    pytest.importorskip("peft")
     from peft.optimizers import create_loraplus_optimizer
     base = build("llama")
     theirs = peft_of(base, r=4, target_modules=["q_proj", "v_proj"], use_dora=True)
@@ -432,8 +448,9 @@ def test_lora_plus_groups_are_pefts():
     assert [len(g["params"]) for g in moe] == [4, 4]
 
 
-QUIET = {f"aten::{n}" for n in """linear matmul view reshape _unsafe_view as_strided t transpose expand empty empty_like empty_strided resize_ _reshape_alias flatten
-    detach result_type view_as alias resolve_conj resolve_neg numpy_T permute""".split()}
+QUIET = {f"aten::{n}" for n in """linear matmul view reshape _unsafe_view as_strided t transpose expand empty
+    empty_like empty_strided resize_ _reshape_alias flatten detach result_type view_as alias resolve_conj
+    resolve_neg numpy_T permute""".split()}
 
 
 def operations(f):
@@ -472,7 +489,8 @@ def test_gradients_are_the_formulas():
     "Every path (in place, out of place, cast, one row, no gradient of x) against W x + s B A x written out"
     import transformers as tf
     conv = tf.pytorch_utils.Conv1D(48, 32)
-    for base, transposed, shape, grad_x in itertools.product((nn.Linear(32, 48), conv), (None,), ((7, 32), (2, 3, 32), (32,), (0, 32)), (True, False)):
+    shapes = (7, 32), (2, 3, 32), (32,), (0, 32)
+    for base, transposed, shape, grad_x in itertools.product((nn.Linear(32, 48), conv), (None,), shapes, (True, False)):
         model = nn.Sequential(copy.deepcopy(base))
         d = Lora(model, r=4, modules="0").freeze(keep=None)
         shake(d.parameters())
@@ -515,7 +533,8 @@ def test_selective_checkpointing_keeps_what_it_caches():
         run(x).square().sum().backward()
         return [p.grad.clone() for p in d.parameters()]
     contexts = lambda: create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
-    for a, b in zip(gradients(model), gradients(lambda x: checkpoint(model, x, use_reentrant=False, context_fn=contexts))):
+    def again(x): return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+    for a, b in zip(gradients(model), gradients(again)):
         torch.testing.assert_close(a, b)
 
 
@@ -550,7 +569,10 @@ def test_pefts_parameter_targets_and_spread_files(tmp_path):
         assert difference(d.model, back.model) == 0 and back.count().delta == d.count().delta
 
 
-@pytest.mark.parametrize("kw", [dict(), dict(dora=True), dict(init="pissa"), dict(init="pissa_niter_4"), dict(init="gaussian")], ids=str)
+STARTS = [dict(), dict(dora=True), dict(init="pissa"), dict(init="pissa_niter_4"), dict(init="gaussian")]
+
+
+@pytest.mark.parametrize("kw", STARTS, ids=str)
 def test_kept_wider_than_computed(kw):
     "float32 A and B beside bfloat16 compute in bfloat16; under autocast too; float32 gradients arrive"
     for autocast in (False, True):
@@ -595,7 +617,10 @@ def test_dropout_in_training(kw):
     assert abs(a - b) <= 1e-5 and d.dropout == 0.4
 
 
-@pytest.mark.parametrize("kw", [dict(), dict(dora=True), dict(init="pissa"), dict(r={"q_proj": 2, "v_proj": 4})], ids=str)
+KINDS = [dict(), dict(dora=True), dict(init="pissa"), dict(r={"q_proj": 2, "v_proj": 4})]
+
+
+@pytest.mark.parametrize("kw", KINDS, ids=str)
 def test_on_int8(kw):
     "On a packed backbone, the delta is that on the dequantized one"
     model = build("llama")
@@ -699,8 +724,15 @@ def test_sharded_trains_and_saves_the_same(zero, tmp_path):
 
 def test_refusals():
     base = build("llama")
-    for kw, words in ((dict(init="svd"), "init='svd'"), (dict(dora=True, init="pissa"), "do not go together"), (dict(dora=True, share="layers"), "cannot share"),
-                      (dict(r=True), "r=True"), (dict(dropout=1), "dropout=1"), (dict(slices=()), "slices=()")):
+    refused = [
+        (dict(init="svd"), "init='svd'"),
+        (dict(dora=True, init="pissa"), "do not go together"),
+        (dict(dora=True, share="layers"), "cannot share"),
+        (dict(r=True), "r=True"),
+        (dict(dropout=1), "dropout=1"),
+        (dict(slices=()), "slices=()"),
+    ]
+    for kw, words in refused:
         with pytest.raises(ValueError) as e: Lora(base, **kw)
         assert words in str(e.value)
     for kw in (dict(dora=True), dict(init="pissa")):

@@ -1,4 +1,4 @@
-"What users of OpenDelta 0.3.2 write, and what goes wrong there: each of its known defects, as a test of what happens here."
+"What users of OpenDelta 0.3.2 write and what goes wrong there: each known defect, as a test of what happens here."
 import copy, importlib, pickle, subprocess, sys
 
 import pytest
@@ -242,8 +242,14 @@ def test_freeze_keeps_what_it_is_told():
     assert all(p.requires_grad for n, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("cls, head", [("BertForSequenceClassification", ("classifier",)), ("BertForTokenClassification", ("classifier",)), ("BertForQuestionAnswering", ("qa_outputs",)),
-                                       ("BertForMultipleChoice", ("classifier",)), ("BertForMaskedLM", ()), ("BertModel", ())])
+@pytest.mark.parametrize("cls, head", [
+    ("BertForSequenceClassification", ("classifier",)),
+    ("BertForTokenClassification", ("classifier",)),
+    ("BertForQuestionAnswering", ("qa_outputs",)),
+    ("BertForMultipleChoice", ("classifier",)),
+    ("BertForMaskedLM", ()),
+    ("BertModel", ()),
+])
 def test_a_new_head_stays_tunable(cls, head):
     "OpenDelta freezes a classifier that nothing has trained yet"
     from bmlab.delta.lora import Lora
@@ -259,11 +265,18 @@ def test_every_task_head_of_other_families():
         dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4),
     )
     t5 = tf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=99)
-    for model, kept in ((tf.RobertaForSequenceClassification(tf.RobertaConfig(**l, vocab_size=99)), ("classifier",)),
-                        (tf.DistilBertForSequenceClassification(tf.DistilBertConfig(dim=32, hidden_dim=64, n_layers=1, n_heads=4, vocab_size=99)), ("pre_classifier", "classifier")),
-                        (tf.GPT2ForSequenceClassification(tf.GPT2Config(**gpt)), ("score",)), (tf.LlamaForSequenceClassification(tf.LlamaConfig(**l, vocab_size=99)), ("score",)),
-                        (tf.T5ForSequenceClassification(t5), ("classification_head",)), (tf.T5ForConditionalGeneration(t5), ()), (tf.GPT2LMHeadModel(tf.GPT2Config(**gpt)), ()),
-                        (tf.ViTForImageClassification(tf.ViTConfig(**l, image_size=32, patch_size=8)), ("classifier",))):
+    distil = tf.DistilBertConfig(dim=32, hidden_dim=64, n_layers=1, n_heads=4, vocab_size=99)
+    heads = [
+        (tf.RobertaForSequenceClassification(tf.RobertaConfig(**l, vocab_size=99)), ("classifier",)),
+        (tf.DistilBertForSequenceClassification(distil), ("pre_classifier", "classifier")),
+        (tf.GPT2ForSequenceClassification(tf.GPT2Config(**gpt)), ("score",)),
+        (tf.LlamaForSequenceClassification(tf.LlamaConfig(**l, vocab_size=99)), ("score",)),
+        (tf.T5ForSequenceClassification(t5), ("classification_head",)),
+        (tf.T5ForConditionalGeneration(t5), ()),
+        (tf.GPT2LMHeadModel(tf.GPT2Config(**gpt)), ()),
+        (tf.ViTForImageClassification(tf.ViTConfig(**l, image_size=32, patch_size=8)), ("classifier",)),
+    ]
+    for model, kept in heads:
         assert Lora(model).freeze().kept == kept, type(model).__name__
 
 

@@ -61,7 +61,7 @@ IDS = torch.arange(12).view(2, 6)
 
 @pytest.fixture(autouse=True)
 def same_environment():
-    "Where BOFT's kernel cannot be built, PEFT leaves CXX=gcc behind, and what inductor compiles later in this process or below it would lack libstdc++"
+    "Where BOFT's kernel cannot be built, PEFT leaves CXX=gcc, and what inductor compiles later would lack libstdc++"
     with patch.dict(os.environ): yield
 
 

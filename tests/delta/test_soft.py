@@ -1,4 +1,4 @@
-"Soft prompts, P-tuning and prefixes: PEFT as oracle both ways, the same training, the same words generated, exact counts, many architectures."
+"Soft prompts, P-tuning, prefixes: PEFT as oracle both ways, same training, same words, exact counts, many models."
 import copy, json
 
 import peft, pytest, torch
@@ -335,7 +335,7 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("method", [SoftPrompt, Prefix])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_words_in_front(name, method):
-    "Made from words, it does what those words do: outputs, whatever attention computes them, and generation; then it leaves without a trace"
+    "Made from words, it does what those do, whatever attention computes it, in generation too; it leaves no trace"
     model = made(ARCHITECTURES[name])
     refused = {"bloom": "of its own", "mpt": "of its own", "mamba": "no attention that takes a cache"}
     if method is Prefix and name in refused:
@@ -374,7 +374,8 @@ def test_step_by_step():
     model = made(llama)
     d = Prefix(model, 5, std=1.)
     whole = out(model)
-    for cache in (tf.DynamicCache(), tf.DynamicCache(config=model.config), tf.StaticCache(config=model.config, max_cache_len=9)):
+    static = tf.StaticCache(config=model.config, max_cache_len=9)
+    for cache in (tf.DynamicCache(), tf.DynamicCache(config=model.config), static):
         parts = []
         for t in IDS.T:
             with torch.no_grad(): parts.append(model(t[:, None], past_key_values=cache, use_cache=True).logits)
@@ -449,7 +450,7 @@ def test_positions_in_three_rows_move_together():
 
 
 def test_t5_rows(tmp_path):
-    "Of an even number of layers PEFT lets two read one row; our files keep all of them apart, and its files load as it reads them"
+    "Of an even number of layers PEFT lets two read one row; our files keep all apart, its own load as it reads them"
     for layers in (2, 3, 4):
         build = lambda: t5(layers)
         model = made(build)
@@ -484,7 +485,7 @@ def test_classifier_prefix():
 
 
 def test_heads_of_tasks():
-    "Labels of tokens are lengthened, those of sentences are not; places of answers move; the loss is that of the longer input"
+    "Labels of tokens are lengthened, of sentences not; places of answers move; the loss is that of the longer input"
     config = tf.BertConfig(**TINY, num_labels=3, hidden_dropout_prob=0., attention_probs_dropout_prob=0.)
     text = torch.tensor([[7, 8, 9]] * 2)
     longer, ones = torch.cat([text, IDS], 1), dict(token_type_ids=torch.ones_like(IDS))
@@ -564,7 +565,7 @@ def test_part_of_the_layers(tmp_path):
 
 
 def test_beside_others():
-    "A prompt, a prefix and a Lora on one model, in and out in every order; the loss goes down; only what is trained moves"
+    "A prompt, a prefix and a Lora on one model, in and out in any order; the loss falls; only what is trained moves"
     model = made(llama)
     plain, state = out(model), copy.deepcopy(model.state_dict())
     for order in ((0, 1, 2), (1, 2, 0), (2, 1, 0)):

@@ -194,7 +194,8 @@ def test_peft(method, family, tmp_path):
 def test_peft_other_ways_to_name(tmp_path):
     "Regular expressions, and a feed-forward that takes the attention's last matrix in, as PEFT's default for BERT does"
     peft = pytest.importorskip("peft")
-    for config in (peft.IA3Config(target_modules=r".*layer\.1.*(key|value|intermediate\.dense)", feedforward_modules=r".*dense", init_ia3_weights=False), peft.IA3Config(init_ia3_weights=False)):
+    where = dict(target_modules=r".*layer\.1.*(key|value|intermediate\.dense)", feedforward_modules=r".*dense")
+    for config in (peft.IA3Config(**where, init_ia3_weights=False), peft.IA3Config(init_ia3_weights=False)):
         theirs = peft.get_peft_model(build("bert"), config).eval()
         theirs.save_pretrained(tmp_path)
         ours = build("bert")
@@ -230,7 +231,7 @@ def test_two_norm_tunings_add_up():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_dtypes(method, tmp_path):
-    "Half precision stays half; a change finer than the weight's grid is kept in the file; packed weights are not merged into"
+    "Half precision stays half; a change finer than the weight's grid is kept in the file; packed weights do not merge"
     half = build("llama").bfloat16()
     for dtype in (None, torch.float32):
         d = moved(METHODS[method](half, dtype=dtype), 1e-3)
@@ -262,7 +263,8 @@ def test_norm_rule_refuses_what_it_would_get_wrong():
         def forward(self, x): return self.f(self, x)
     rms = lambda m, x, eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     assert norm_rule(Odd(lambda m, x: rms(m, x, 1e-5) * m.weight)) == (8, False, 1e-5)
-    for f in (lambda m, x: rms(m, x, 1e-6) * m.weight, lambda m, x: rms(m, x, 1e-5) * m.weight.exp(), lambda m, x: x * m.weight, lambda m, x: (x, m.weight)):
+    odd = [lambda m, x: rms(m, x, 1e-6) * m.weight, lambda m, x: rms(m, x, 1e-5) * m.weight.exp()]
+    for f in (*odd, lambda m, x: x * m.weight, lambda m, x: (x, m.weight)):
         with pytest.raises(TypeError, match="choose other modules"): norm_rule(Odd(f))
 
 
