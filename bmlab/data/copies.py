@@ -145,7 +145,7 @@ class Drop(Step):
         super().__init__(step.name, step.language, step.source)
         self.step, self.drops = step, str(drops)
     def run(self, data, rank:int=0, world_size:int=1): # documents
-        "Documents that stay, each removed one sampled beside its twin."
+        "Documents that stay; removed ones are sampled with the text that stays in their place."
         gone, ledger = load_json(self.drops, f"{rank:05d}.json"), Ledger()
         # the time of signing and matching is counted once
         if rank == 0: ledger.seconds = load_json(self.drops, "seconds.json")
@@ -187,7 +187,7 @@ class ExactCopies(Together):
         raw = (compared(d.text).encode("utf-8", "surrogatepass") for d in docs)
         return [np.frombuffer(digest(r), "<u8") for r in raw]
     def match(self, signatures, texts, rows):
-        "All but the first of each kind."
+        "Every document but the first of its kind."
         groups = {}
         for n, s in enumerate(signatures): groups.setdefault(s.tobytes(), []).append(n)
         for first, *others in groups.values():
@@ -195,7 +195,7 @@ class ExactCopies(Together):
             if differ: yield first, "labels differ", others[0]
             yield from ((n, "labels differ" if differ else "exact copy", first) for n in others)
     def config(self):
-        "With its settings."
+        "The step's settings, for recipe.json."
         return super().config() | {"key": describe_rule(self.key), "label": self.label}
 
 # %% ../../nbs/05_data/10_copies.ipynb #96c6e406
@@ -215,7 +215,7 @@ class NearCopies(Together):
         signatures = minhash([shingles(d.text, self.n, self.unit) for d in docs])
         return list(np.ascontiguousarray(signatures).view(np.uint64))
     def match(self, signatures, texts, rows):
-        "All but the first of each cluster of verified pairs."
+        "Every document but the first of its cluster of verified pairs."
         if not signatures: return
         pairs = candidates(np.stack(signatures).view(np.uint32), *self.bands)
         wanted = sorted({int(i) for i in pairs.ravel()})
@@ -226,7 +226,7 @@ class NearCopies(Together):
         for n, first in enumerate(clusters(np.array(same).reshape(-1, 2), len(signatures)).tolist()):
             if n != first: yield n, "near copy", twin.get(n, first)
     def config(self):
-        "With its settings."
+        "The step's settings, for recipe.json."
         return super().config() | {"threshold": self.threshold, "n": self.n, "unit": self.unit}
 
 # %% ../../nbs/05_data/10_copies.ipynb #806595d2
@@ -253,7 +253,7 @@ class RepeatedParagraphs(Together):
                 if (reason := store(text, id=f"{rows[n]['id']} {digest}")) is not None: yield n, reason, None
         store.close()
     def config(self):
-        "With its settings."
+        "The step's settings, for recipe.json."
         return super().config() | {"share": self.share, "min_chars": self.min_chars, "store": self.store}
 
 # %% ../../nbs/05_data/10_copies.ipynb #6139b095
@@ -285,9 +285,9 @@ class RepeatedSpans(Together):
             known = {i + k for i, h in enumerate(s.tolist()) if h in seen or seen.add(h) for k in range(self.sentences)}
             if known: yield n, sorted(known), None
     def cut(self, text, what):
-        "The other sentences."
+        "The text without these sentences."
         gone = set(what)
         return "".join(p for i, p in enumerate(_SENTENCE.findall(text)) if i not in gone).strip()
     def config(self):
-        "With its settings."
+        "The step's settings, for recipe.json."
         return super().config() | {"sentences": self.sentences}

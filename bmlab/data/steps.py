@@ -184,7 +184,7 @@ class Rule(Step):
         if (reason := self.fn(doc.text)) is None or isinstance(reason, str): return reason
         raise TypeError(f"rule {self.name!r} gave {reason!r}: expected None or a short reason")
     def config(self):
-        "The function too."
+        "The step's settings and its function, for recipe.json."
         return super().config() | {"fn": describe_rule(self.fn)}
 
 # %% ../../nbs/05_data/09_steps.ipynb #c12be130
@@ -216,7 +216,7 @@ class Wrapped(Step):
         if not out: return "dropped"
         doc.text, doc.metadata = out[0].text, out[0].metadata
     def config(self):
-        "The step's own settings too."
+        "The settings of this step and of the wrapped one, for recipe.json."
         return super().config() | {"settings": describe_rule(self.step)}
 
 # %% ../../nbs/05_data/09_steps.ipynb #243c2410
@@ -256,7 +256,7 @@ class Extract(Step):
         doc.metadata |= {"format": "text"} | ({"title": page.title} if page.title else {})
         return None if page.text.strip() else "no main text"
     def config(self):
-        "With its settings."
+        "The step's settings, for recipe.json."
         return super().config() | {"strict": self.strict, "tables": self.tables}
 
 # %% ../../nbs/05_data/09_steps.ipynb #c7f331db
@@ -279,7 +279,7 @@ class FindLanguage(Step):
         if found.probability < self.min_probability: return "language unclear"
         return f"language {found.code}" if self.keep is not None and found.code not in self.keep else None
     def config(self):
-        "With its settings."
+        "The step's settings, for recipe.json."
         return super().config() | {"keep": self.keep, "min_probability": self.min_probability}
 
 # %% ../../nbs/05_data/09_steps.ipynb #31f11bf0
@@ -333,7 +333,7 @@ class UrlFilter(Step):
         if words & hard or any(w in flat for w in inside): return "word in its address"
         return "words in its address" if len(words & soft) >= self.soft else None
     def config(self):
-        "With its settings."
+        "The step's settings, for recipe.json."
         return super().config() | {"domains": sorted(self.domains), "lists": self.lists, "soft": self.soft}
 
 # %% ../../nbs/05_data/09_steps.ipynb #9fd91dd4
