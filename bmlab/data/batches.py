@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pandas as pd
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from ..core import did_you_mean
@@ -36,7 +37,7 @@ def permute(
     n:int,      # how many things are put in order, ≥ 1
     *key,       # integers or texts: another key is another order
 )->np.ndarray:  # int64, of the same shape: what stands at those places
-    "What stands at some places of a random order of 0 … n − 1; no list of it is ever made."
+    "What stands at some places of a random order of 0 … n − 1, computed without a list."
     x = np.asarray(places, np.int64)
     if n < 1: raise ValueError(f"n={n}: at least one thing is needed")
     if x.size and not 0 <= x.min() <= x.max() < n:
@@ -58,7 +59,7 @@ def permute(
 
 # %% ../../nbs/05_data/03_batches.ipynb #1eac217e
 class _Cut:
-    "Rows cut from the stream; what does not fill a last row is left out"
+    "Rows cut from the stream; a remainder that does not fill a row is left out"
     def __init__(self, shards, seq, pad): self.shards, self.seq, self.rows = shards, seq, shards.tokens // seq
     def fill(self, i, ids, segments):
         "Write the ids of row i, and for each the number of its document within the row"
@@ -82,12 +83,12 @@ def best_fit(
     lengths,    # (N,) integers in 1 … seq
     seq:int,    # room in a row
 )->np.ndarray:  # (N,) int64, the row that each piece goes to
-    "Longest first, each into the fullest row with room; O(N) steps with one integer of `seq` bits as the index of what room there is."
+    "Put each piece, longest first, into the fullest row with room; one integer of `seq` bits indexes the room."
     lengths = np.asarray(lengths, np.int64)
     if lengths.size and not 1 <= lengths.min() <= lengths.max() <= seq:
         raise ValueError(f"lengths from {lengths.min()} to {lengths.max()}: they must lie in 1 … seq={seq}")
-    # there: bit r is set where some row has room r
-    room, there, out, rows = [[] for _ in range(seq + 1)], 0, np.empty(len(lengths), np.int64), 0
+    room, there = [[] for _ in range(seq + 1)], 0             # bit r of `there` is set where some row has room r
+    out, rows = np.empty(len(lengths), np.int64), 0
     for i in np.argsort(-lengths, kind="stable").tolist():
         n = int(lengths[i])
         fits = there >> n
@@ -104,7 +105,7 @@ def best_fit(
 
 # %% ../../nbs/05_data/03_batches.ipynb #c5ad9fba
 class _Fit:
-    "Rows of whole documents and rests of long ones, padded"
+    "Rows of whole documents and of the remainders of long ones, padded"
     def __init__(self, shards, seq, pad):
         self.shards, self.seq, self.pad = shards, seq, pad
         ends = shards.ends(0, shards.tokens)
@@ -145,20 +146,13 @@ def _slots(weights):
 class _Span:
     "From place `start` on, sources are drawn by `weights`, after `before` rows of each"
     def __init__(self, start, weights, before, seed):
-        self.start, self.weights, self.before, self.seed, self.slots, self.last = (
-            start,
-            weights,
-            np.asarray(before, np.int64),
-            seed,
-            _slots(weights),
-            None,
-        )
+        self.start, self.weights, self.seed = start, weights, seed
+        self.before, self.slots, self.last = np.asarray(before, np.int64), _slots(weights), None
     def block(self, j):
         "(source of each place of block j, how many of that source stand before it in the block)"
         if self.last is None or self.last[0] != j:
-            owner = np.repeat(np.arange(len(self.slots)), self.slots)[
-                permute(np.arange(_BLOCK), _BLOCK, self.seed, "mixture", self.start, j)
-            ]
+            places = permute(np.arange(_BLOCK), _BLOCK, self.seed, "mixture", self.start, j)
+            owner = np.repeat(np.arange(len(self.slots)), self.slots)[places]
             order, count = np.argsort(owner, kind="stable"), np.empty(_BLOCK, np.int64)
             count[order] = np.arange(_BLOCK) - np.repeat(np.cumsum(self.slots) - self.slots, self.slots)
             self.last = j, owner, count
@@ -177,84 +171,52 @@ class _Span:
 # %% ../../nbs/05_data/03_batches.ipynb #c7c61874
 def _sources(shards):
     "{name: Shards}"
-    named = (
-        dict(shards)
-        if isinstance(shards, Mapping)
-        else {str(i): s for i, s in enumerate(shards)}
-        if isinstance(shards, (list, tuple))
-        else {"": shards}
-    )
+    if isinstance(shards, Mapping): named = dict(shards)
+    elif isinstance(shards, (list, tuple)): named = {str(i): s for i, s in enumerate(shards)}
+    else: named = {"": shards}
     if not named: raise ValueError("shards is empty: at least one source is needed")
     for name, s in named.items():
         if not (hasattr(s, "read") and hasattr(s, "ends")):
-            raise TypeError(
-                f"shards{f'[{name!r}]' if name else ''}: expected Shards, got {type(s).__name__}; Shards(folder) opens "
-                "them"
-            )
+            which = f"shards[{name!r}]" if name else "shards"
+            raise TypeError(f"{which}: expected Shards, got {type(s).__name__}; Shards(folder) opens them")
     made_by = {s.manifest["tokenizer"].get("hash") for s in named.values() if s.manifest.get("tokenizer")}
     if len(made_by) > 1:
-        raise ValueError(
-            f"the sources {', '.join(map(repr, named))} were made by different tokenizers; tokenize them with one"
-        )
+        names = ", ".join(map(repr, named))
+        raise ValueError(f"the sources {names} were made by different tokenizers; tokenize them with one")
     return named
 
 def _weights(weights, named, sets):
     "Weights of the sources, checked and summing to 1"
     names = list(named)
-    given = (
-        dict(weights)
-        if isinstance(weights, Mapping)
-        else dict(zip(names, weights))
-        if len(weights) == len(names)
-        else None
-    )
-    if given is None:
-        raise ValueError(f"weights={weights!r}: {len(names)} are needed, for {', '.join(map(repr, names))}")
+    known = ", ".join(map(repr, names))
+    if isinstance(weights, Mapping): given = dict(weights)
+    elif len(weights) == len(names): given = dict(zip(names, weights))
+    else: raise ValueError(f"weights={weights!r}: {len(names)} are needed, for {known}")
     for k in given:
-        if k not in names:
-            raise LookupError(
-                f"weights: unknown source {k!r}{did_you_mean(k, names)}; there are {', '.join(map(repr, names))}"
-            )
+        if k in names: continue
+        raise LookupError(f"weights: unknown source {k!r}{did_you_mean(k, names)}; there are {known}")
     values = [float(given.get(k, 0)) for k in names]
     if not all(0 <= v < float("inf") for v in values) or sum(values) <= 0:
         raise ValueError(f"weights={weights!r}: numbers of at least 0 are needed, one of them above 0")
     for v, r, name in zip(values, sets, names):
         if v and not r.rows:
-            raise ValueError(
-                f"source {name!r} has {named[name].tokens} tokens, less than one row of seq={r.seq}; give it no weight"
-            )
+            short = f"source {name!r} has {named[name].tokens} tokens, less than one row of seq={r.seq}"
+            raise ValueError(f"{short}; give it no weight")
     return [v / sum(values) for v in values]
 
 def _place(rank, world_size, batch):
     "(rank, world_size), from the process group if they are not given"
     group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    world = world_size if world_size is not None else torch.distributed.get_world_size() if group else 1
-    rank = rank if rank is not None else torch.distributed.get_rank() if group else 0
+    found = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if group else (0, 1)
+    rank, world = (given if given is not None else of_group for given, of_group in zip((rank, world_size), found))
     if not 0 <= rank < world: raise ValueError(f"rank={rank}, world_size={world}: ranks run from 0 to world_size − 1")
     if batch < 1 or batch % world:
         raise ValueError(f"batch={batch}: rows of a step over all ranks, a multiple of world_size={world}")
     return rank, world
 
 # %% ../../nbs/05_data/03_batches.ipynb #0f9b45a3
-class _Endless:
-    "Batches counted from the beginning, gone through one epoch at a time; `rows`, `batch` and `at` are the subclass's"
-    def _first(self, epoch): return -(-epoch * self.rows // self.batch)      # the first batch that begins in an epoch
-    def __len__(self): return self._first(self.epoch + 1) - self._first(self.epoch)
-    @property
-    def epoch(self)->int: return self.at * self.batch // self.rows
-    @property
-    def step(self)->int: return self.at - self._first(self.epoch)
-    def __iter__(self)->Iterator[dict[str, Tensor]]:
-        end = self._first(self.epoch + 1)
-        while self.at < end:
-            # before it is handed out: a checkpoint taken then goes on behind it
-            self.at += 1
-            yield self[self.at - 1]
-    def __getitem__(self, g): return _batch(self, g)
-
-# %% ../../nbs/05_data/03_batches.ipynb #d2374ee0
-class Packed(_Endless):
-    "Batches of packed rows out of shards, in an order fixed by a seed: an iterable of one epoch at a time, and `packed[g]` is the g-th batch of all."
+class Packed:
+    "Batches of packed rows out of shards, in an order fixed by a seed; iterable by epochs, and `packed[g]` is batch g."
     def __init__(self,
         shards,                     # Shards, or several as a list or {name: Shards}
         seq:int,                    # L, tokens in a row, ≥ 2
@@ -272,64 +234,39 @@ class Packed(_Endless):
         if seq < 2: raise ValueError(f"seq={seq}: a row needs at least two tokens")
         if mode not in ("cut", "fit"): raise ValueError(f"mode={mode!r}: 'cut' or 'fit'")
         self.named, (self.rank, self.world_size) = _sources(shards), _place(rank, world_size, batch)
-        self.seq, self.batch, self.seed, self.mode, self.documents, self.shuffle = (
-            seq,
-            batch,
-            seed,
-            mode,
-            documents,
-            shuffle,
-        )
-        self.sets = [
-            {"cut": _Cut, "fit": _Fit}[mode](s, seq, pad if pad is not None else s.manifest.get("eos") or 0)
-            for s in self.named.values()
-        ]
+        self.seq, self.batch, self.seed = seq, batch, seed
+        self.mode, self.documents, self.shuffle = mode, documents, shuffle
+        kind = {"cut": _Cut, "fit": _Fit}[mode]
+        pads = [pad if pad is not None else s.manifest.get("eos") or 0 for s in self.named.values()]
+        self.sets = [kind(s, seq, p) for s, p in zip(self.named.values(), pads)]
         self.starts = np.cumsum([0] + [r.rows for r in self.sets])
-        # N, of an epoch; batches handed out since the beginning
-        self.rows, self.at = int(self.starts[-1]), 0
+        self.rows = int(self.starts[-1])                                       # N, of an epoch
+        self.at = 0                                                            # batches handed out since the beginning
         if self.rows < batch:
             raise ValueError(f"the shards make {self.rows} rows of seq={seq}, less than one batch={batch}")
-        self.spans = (
-            None
-            if weights is None
-            else [_Span(0, _weights(weights, self.named, self.sets), [0] * len(self.sets), seed)]
-        )
-    def state_dict(self)->dict: # seed, epoch and step; beside them what they count, and weights changed on the way
-        "Where the sampler stands, the same on every rank; JSON."
-        return {
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "step": self.step,
-            "batch": self.batch,
-            "order": _order(self),
-            "mixture": None
-            if self.spans is None
-            else [{"start": s.start, "weights": s.weights, "before": s.before.tolist()} for s in self.spans],
-        }
-    def load_state_dict(self, state:dict):
-        "Go on from what `state_dict` gave, on any number of ranks."
-        _go_to(self, state)
-    def set_weights(self, weights):
-        "Draw the sources by other weights from the next batch on; the state remembers the change."
-        _reweigh(self, weights)
-    def loader(self, workers:int=1, prefetch:int=4, timeout_s:float=300)->"Loader":
-        "The same batches, read ahead by worker processes."
-        return Loader(self, workers, prefetch, timeout_s)
-    # one row a source: documents, tokens, rows, weight, passes so far, padding, tokens left out, documents cut
-    def table(self)->pd.DataFrame:
-        "The sources, and what packing does to them."
-        return _table(self)
+        self.spans = None                                                      # who is drawn how often, from where on
+        if weights is not None:
+            self.spans = [_Span(0, _weights(weights, self.named, self.sets), [0] * len(self.sets), seed)]
+    def _first(self, epoch): return -(-epoch * self.rows // self.batch)        # the first batch that begins in an epoch
+    def __len__(self): return self._first(self.epoch + 1) - self._first(self.epoch)
+    @property
+    def epoch(self)->int: return self.at * self.batch // self.rows
+    @property
+    def step(self)->int: return self.at - self._first(self.epoch)
+    def __iter__(self)->Iterator[dict[str, Tensor]]:
+        end = self._first(self.epoch + 1)
+        while self.at < end:
+            self.at += 1                           # first: a checkpoint taken while this batch is used goes on after it
+            yield self[self.at - 1]
 
-# %% ../../nbs/05_data/03_batches.ipynb #a4dd23f0
+# %% ../../nbs/05_data/03_batches.ipynb #e9d2c26c
 def _rows_at(packed, places):
     "(source, row) of places in the order"
     if packed.spans is None:
         streams = [(0, places, np.arange(len(places)))]
     else:
-        spans = packed.spans
-        drawn = np.array(
-            [spans[max(i for i, s in enumerate(spans) if s.start <= n)].at(n) for n in places.tolist()]
-        ).reshape(-1, 2)
+        last = lambda n: next(s for s in reversed(packed.spans) if s.start <= n)  # the weights in force at place n
+        drawn = np.array([last(n).at(n) for n in places.tolist()]).reshape(-1, 2)
         streams = [(k, drawn[drawn[:, 0] == k, 1], np.flatnonzero(drawn[:, 0] == k)) for k in np.unique(drawn[:, 0])]
     out = np.empty((len(places), 2), np.int64)
     for k, numbers, where in streams:
@@ -338,28 +275,29 @@ def _rows_at(packed, places):
             here = numbers // many == epoch
             rows = numbers[here] % many
             if packed.shuffle: rows = permute(rows, many, packed.seed, "rows", int(k), int(epoch))
-            source = (
-                np.searchsorted(packed.starts, rows, side="right") - 1
-                if packed.spans is None
-                else np.full(len(rows), k)
-            )
-            out[where[here]] = np.stack([source, rows - (packed.starts[source] if packed.spans is None else 0)], 1)
+            source = np.full(len(rows), k)
+            if packed.spans is None:                                   # one list: the sources lie one after another
+                source = np.searchsorted(packed.starts, rows, side="right") - 1
+                rows = rows - packed.starts[source]
+            out[where[here]] = np.stack([source, rows], 1)
     return out
 
-def _batch(packed, g):
-    "This rank's part of batch g, counted from the beginning"
+# %% ../../nbs/05_data/03_batches.ipynb #34779751
+@patch
+def __getitem__(self:Packed, g):
+    "This rank's part of batch g, counted from the beginning."
     if g < 0: raise IndexError(f"batch {g}: batches are counted from 0")
-    mine = packed.batch // packed.world_size
-    rows = _rows_at(packed, g * packed.batch + packed.rank * mine + np.arange(mine))
-    ids = np.empty((mine, packed.seq), np.int64)
-    segments = np.empty_like(ids) if packed.documents or packed.mode == "fit" else None
-    for b, (k, i) in enumerate(rows.tolist()): packed.sets[k].fill(i, ids[b], None if segments is None else segments[b])
+    mine = self.batch // self.world_size
+    rows = _rows_at(self, g * self.batch + self.rank * mine + np.arange(mine))
+    ids = np.empty((mine, self.seq), np.int64)                                                   # (B / W, L)
+    segments = np.empty_like(ids) if self.documents or self.mode == "fit" else None
+    for b, (k, i) in enumerate(rows.tolist()): self.sets[k].fill(i, ids[b], None if segments is None else segments[b])
     ids = torch.from_numpy(ids)
     out = {"input_ids": ids, "labels": ids.clone()}
     if segments is not None: out["labels"][torch.from_numpy(segments == -1)] = -100
-    if packed.documents:
+    if self.documents:
         begins = np.diff(segments, axis=1, prepend=-2) != 0
-        place = np.broadcast_to(np.arange(packed.seq), ids.shape)
+        place = np.broadcast_to(np.arange(self.seq), ids.shape)
         out["position_ids"] = torch.from_numpy(place - np.maximum.accumulate(np.where(begins, place, 0), axis=1))
         out["labels"][torch.from_numpy(begins)] = -100
         # with a cache, transformers' models do not look for documents in the positions
@@ -368,59 +306,69 @@ def _batch(packed, g):
 
 # %% ../../nbs/05_data/03_batches.ipynb #ea25713d
 def _order(packed):
-    "Fingerprint of everything that the order of rows depends on beside the seed"
+    "Fingerprint of everything that the order of rows depends on besides the seed"
     files = {name: [[f.documents, f.tokens, f.sha256] for f in s.files] for name, s in packed.named.items()}
-    return hashlib.sha256(
-        json.dumps([files, packed.seq, packed.mode, packed.shuffle, packed.spans is None]).encode()
-    ).hexdigest()[:16]
+    said = [files, packed.seq, packed.mode, packed.shuffle, packed.spans is None]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
-def _go_to(packed, state):
-    "Back to a saved place"
-    if state["order"] != _order(packed):
-        raise ValueError(
-            "the state is of other shards, another seq, mode or shuffle, or of weights where there are none: their "
-            "rows have another order; begin anew, or open the same shards in the same way"
-        )
-    before = -(-state["epoch"] * packed.rows // state["batch"]) + state["step"]
+@patch
+def state_dict(self:Packed)->dict: # seed, epoch and step; beside them what they count, and weights changed on the way
+    "Where the sampler stands, the same on every rank; JSON."
+    span = lambda s: {"start": s.start, "weights": s.weights, "before": s.before.tolist()}
+    return {
+        "seed": self.seed,
+        "epoch": self.epoch,
+        "step": self.step,
+        "batch": self.batch,
+        "order": _order(self),
+        "mixture": None if self.spans is None else [span(s) for s in self.spans],
+    }
+
+@patch
+def load_state_dict(self:Packed,
+    state:dict, # from `state_dict`
+):
+    "Continue from a saved state, on any number of ranks."
+    if state["order"] != _order(self):
+        differs = "the state is of other shards, another seq, mode or shuffle, or of weights where there are none"
+        what_to_do = "begin anew, or open the same shards in the same way"
+        raise ValueError(f"{differs}: their rows have another order; {what_to_do}")
+    before = -(-state["epoch"] * self.rows // state["batch"]) + state["step"]
     read = before * state["batch"]
-    if read % packed.batch:
-        raise ValueError(
-            f"batch={packed.batch}: {read} rows have been read in batches of {state['batch']}, and go on only in "
-            "batches that divide them"
-        )
-    packed.seed, packed.at = state["seed"], read // packed.batch
-    if packed.spans is not None:
-        packed.spans = [_Span(s["start"], s["weights"], s["before"], packed.seed) for s in state["mixture"]]
+    if read % self.batch:
+        done = f"{read} rows have been read in batches of {state['batch']}"
+        raise ValueError(f"batch={self.batch}: {done}, and go on only in batches that divide them")
+    self.seed, self.at = state["seed"], read // self.batch
+    if self.spans is not None:
+        self.spans = [_Span(s["start"], s["weights"], s["before"], self.seed) for s in state["mixture"]]
 
-def _reweigh(packed, weights):
-    "Other weights from the next batch on"
-    if packed.spans is None:
-        raise ValueError(
-            "weights were not given when the sampler was made: every row stands once an epoch; make it with weights"
-        )
-    start = packed.at * packed.batch
-    values = _weights(weights, packed.named, packed.sets)
-    kept = [s for s in packed.spans if s.start < start]
-    before = kept[-1].until(start) if kept else packed.spans[0].before
-    packed.spans = [*kept, _Span(start, values, before, packed.seed)]
+# %% ../../nbs/05_data/03_batches.ipynb #8af399e6
+@patch
+def set_weights(self:Packed,
+    weights, # of the sources, a list or {name: weight}
+):
+    "Draw the sources by other weights from the next batch on; the state remembers the change."
+    if self.spans is None:
+        without = "weights were not given when the sampler was made: every row stands once an epoch"
+        raise ValueError(f"{without}; make it with weights")
+    start = self.at * self.batch
+    values = _weights(weights, self.named, self.sets)
+    kept = [s for s in self.spans if s.start < start]
+    before = kept[-1].until(start) if kept else self.spans[0].before
+    self.spans = [*kept, _Span(start, values, before, self.seed)]
 
-def _table(packed):
-    "Rows, weight, passes and waste of each source, as things stand"
-    places = packed.at * packed.batch
-    read = packed.spans[-1].until(places) if packed.spans else [r.rows / packed.rows * places for r in packed.sets]
-    weights = packed.spans[-1].weights if packed.spans else [r.rows / packed.rows for r in packed.sets]
-    rows = [
-        {
-            "source": name or "all",
-            "documents": len(s),
-            "tokens": s.tokens,
-            "rows": r.rows,
-            "weight": w,
-            "passes": n / max(r.rows, 1),
-            **r.waste(),
-        }
-        for (name, s), r, w, n in zip(packed.named.items(), packed.sets, weights, read)
-    ]
+@patch
+def table(self:Packed)->pd.DataFrame: # a row a source: documents, tokens, rows, weight, passes, padding, left out, cut
+    "The sources, how often each has been read, and what packing does to them."
+    places = self.at * self.batch
+    if self.spans: weights, read = self.spans[-1].weights, self.spans[-1].until(places)
+    else:
+        weights = [r.rows / self.rows for r in self.sets]
+        read = [w * places for w in weights]
+    rows = []
+    for (name, s), r, w, n in zip(self.named.items(), self.sets, weights, read):
+        size = {"source": name or "all", "documents": len(s), "tokens": s.tokens, "rows": r.rows}
+        rows.append(size | {"weight": w, "passes": n / max(r.rows, 1)} | r.waste())
     return pd.DataFrame(rows).set_index("source")
 
 # %% ../../nbs/05_data/03_batches.ipynb #99f89a4b
@@ -430,14 +378,13 @@ def document_mask(
     "Causal attention within each document, for `scaled_dot_product_attention`."
     document = (position_ids == 0).cumsum(-1)
     L = position_ids.shape[-1]
-    return (document[:, None, :, None] == document[:, None, None, :]) & torch.ones(
-        L, L, dtype=torch.bool, device=position_ids.device
-    ).tril()
+    same = document[:, None, :, None] == document[:, None, None, :]                              # (B, 1, L, L)
+    return same & torch.ones(L, L, dtype=torch.bool, device=position_ids.device).tril()
 
 def cu_seqlens(
     position_ids:Tensor, # (B, L), starting anew with every document
 )->tuple[Tensor, int]:   # (documents + 1,) int32 places in the flattened rows, and the longest document
-    "Where documents begin and end in rows laid one behind another, as flash attention's variable-length kernels take it."
+    "Where documents begin and end in flattened rows, as flash attention's variable-length kernels take it."
     starts = (position_ids.flatten() == 0).nonzero().flatten()
     bounds = torch.cat([starts, starts.new_tensor([position_ids.numel()])]).int()
     return bounds, int(bounds.diff().max())
@@ -464,28 +411,33 @@ class Loader:
         end = packed._first(packed.epoch + 1)
         while packed.at < end:
             ahead = torch.utils.data.DataLoader(
-                _Sent(packed),
-                batch_size=None,
-                sampler=range(packed.at, end),
-                num_workers=self.workers,
-                prefetch_factor=self.prefetch,
-                timeout=min(5, self.timeout_s),
+                _Sent(packed), batch_size=None, sampler=range(packed.at, end), num_workers=self.workers,
+                prefetch_factor=self.prefetch, timeout=min(5, self.timeout_s)
             )
             for batch in _watched(ahead, self.timeout_s):
                 packed.at += 1
                 was = packed.at, packed.seed, packed.spans
                 yield batch
-                # other weights, another place: what lies ready is not what comes next
+                # after other weights or a jump, the batches that lie ready are not those that come next
                 if was != (packed.at, packed.seed, packed.spans): break
     def state_dict(self)->dict: return self.packed.state_dict()
     def load_state_dict(self, state): self.packed.load_state_dict(state)
+
+@patch
+def loader(self:Packed,
+    workers:int=1,       # processes; 0: none
+    prefetch:int=4,      # batches that each has ready
+    timeout_s:float=300, # a batch that takes longer is an error
+)->Loader:
+    "The same batches, read ahead by worker processes."
+    return Loader(self, workers, prefetch, timeout_s)
 
 # %% ../../nbs/05_data/03_batches.ipynb #b4f0023d
 class _Sent:
     "A sampler as a worker gets it"
     def __init__(self, packed): self.packed, self.raw = packed, None
     def __getstate__(self):
-        # kept here, or it is closed before it arrives
+        # keep it, or the memory is closed before it arrives
         if self.raw is None: self.raw = torch.frombuffer(bytearray(pickle.dumps(self.packed)), dtype=torch.uint8)
         return self.raw
     def __setstate__(self, raw): self.packed, self.raw = None, raw
@@ -493,11 +445,9 @@ class _Sent:
         if self.packed is None:
             try: self.packed = pickle.loads(self.raw.numpy())
             except (AttributeError, ImportError) as e:
-                raise TypeError(
-                    f"{e}: a worker of start method {multiprocessing.get_start_method()!r} imports the sampler's "
-                    "classes, and finds none that were written in a notebook; put them into a module, or read with "
-                    "workers=0"
-                ) from None
+                method = f"a worker of start method {multiprocessing.get_start_method()!r}"
+                why = f"{method} imports the sampler's classes, and finds none that were written in a notebook"
+                raise TypeError(f"{e}: {why}; put them into a module, or read with workers=0") from None
         return self.packed[g]
 
 def _watched(loader, timeout_s):
@@ -506,9 +456,10 @@ def _watched(loader, timeout_s):
     while waited < timeout_s and not died and not failed:
         try: batch = next(batches)
         except StopIteration: return
-        except Exception as e:                                # DataLoader's own, or "Caught … in DataLoader worker", with the worker's traceback in its words
-            if isinstance(e, RuntimeError) and str(e).startswith("DataLoader timed out"): waited += loader.timeout
-            elif isinstance(e, RuntimeError) and str(e).startswith("DataLoader worker"): died = str(e).strip(" .")
+        except Exception as e:      # DataLoader's own, or "Caught … in DataLoader worker" with the worker's traceback
+            own = str(e) if isinstance(e, RuntimeError) else ""
+            if own.startswith("DataLoader timed out"): waited += loader.timeout
+            elif own.startswith("DataLoader worker"): died = own.strip(" .")
             else: failed = e.with_traceback(None)
             continue
         waited = 0
@@ -516,11 +467,8 @@ def _watched(loader, timeout_s):
     del batches                                               # ends the other workers, however long the error is kept
     if failed: raise failed
     if died:
-        raise RuntimeError(
-            f"{died}. If the system killed it, memory may have run out: take fewer workers or a smaller prefetch. If "
-            "it could not start, the error output says why. workers=0 reads without processes"
-        )
-    raise TimeoutError(
-        f"no batch in timeout_s={timeout_s} seconds: a worker is stuck (perhaps in a lock that another thread held "
-        "when it was started), or reading is that slow; workers=0 reads without processes"
-    )
+        killed = "If the system killed it, memory may have run out: take fewer workers or a smaller prefetch"
+        unborn = "If it could not start, the error output says why"
+        raise RuntimeError(f"{died}. {killed}. {unborn}. workers=0 reads without processes")
+    stuck = "a worker is stuck (perhaps in a lock that another thread held when it began), or reading is that slow"
+    raise TimeoutError(f"no batch in timeout_s={timeout_s} seconds: {stuck}; workers=0 reads without processes")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from fastcore.basics import patch
 
 from ..core import did_you_mean, figure, table
 from .rules import mask_pii
@@ -21,15 +22,16 @@ from .rules import mask_pii
 def mark(
     doc_id:str, # of a document
 )->int:         # 48 bits, the same on every machine
-    "A number to draw documents by: the smallest ones are a sample that does not hang on how the work was cut up."
+    "A number to draw documents by: the smallest ones are a sample that does not depend on how the work was divided."
     return int.from_bytes(hashlib.blake2b(doc_id.encode("utf-8", "replace"), digest_size=6).digest())
 
 class Ledger:
     "Documents and characters by (source, outcome), and a few samples of each outcome."
-    # keep: samples of an outcome
-    def __init__(self, keep:int=4): self.counts, self.samples, self.keep, self.seconds = {}, {}, keep, 0.0
+    def __init__(self, keep:int=4): # keep: samples of an outcome
+        self.counts, self.samples = {}, {}
+        self.keep, self.seconds = keep, 0.0
     def count(self, source:str, outcome:str, chars:int, docs:int=1): # outcome: "in", "changed" or a reason
-        "Add to one number."
+        "Add to the counts of a source and outcome."
         row = self.counts.setdefault((source, outcome), [0, 0])
         row[0] += docs
         row[1] += chars
@@ -40,14 +42,14 @@ class Ledger:
         if len(here) > 8 * self.keep: self.samples[outcome] = self._smallest(here)
     def _smallest(self, rows): return heapq.nsmallest(self.keep, rows, key=lambda r: (r[0], r[1]["id"]))
     def add(self, other:"Ledger")->"Ledger":
-        "This and another task's ledger, in place."
+        "Add another task's ledger to this one."
         self.seconds += other.seconds
         for (source, outcome), (docs, chars) in other.counts.items(): self.count(source, outcome, chars, docs)
         for outcome, rows in other.samples.items():
             self.samples[outcome] = self._smallest(self.samples.get(outcome, []) + rows)
         return self
     def to_json(self)->dict:
-        "Plain lists and numbers."
+        "The ledger as plain lists and numbers."
         return {
             "seconds": round(self.seconds, 3),
             "counts": [[*k, *v] for k, v in sorted(self.counts.items())],
@@ -55,7 +57,7 @@ class Ledger:
         }
     @classmethod
     def from_json(cls, data:dict)->"Ledger":
-        "What `to_json` wrote."
+        "The ledger that `to_json` wrote."
         out = cls()
         out.seconds, out.counts = data["seconds"], {(s, o): [d, c] for s, o, d, c in data["counts"]}
         out.samples = {k: [list(r) for r in v] for k, v in data["samples"].items()}
@@ -77,17 +79,15 @@ def first_difference(
 )->int:    # number of characters that are the same
     "Where two texts begin to differ."
     low, high = 0, min(len(a), len(b))
-    # the longest common beginning, halving: slices compare at the speed of memory
+    # the longest common beginning, by halving: slices compare at the speed of memory
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
     return low
 
 # %% ../../nbs/05_data/07_card.ipynb #bf5c0439
-_HAN, _STOP = (
-    re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]+"),
-    re.compile(r"(?<![.!?。！？…])[.!?。！？…]+[\"'”’」』）)]*(?=\s|$|[\u3400-\u9fff])|\n+"),
-)
+_HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]+")
+_STOP = re.compile(r"(?<![.!?。！？…])[.!?。！？…]+[\"'”’」』）)]*(?=\s|$|[\u3400-\u9fff])|\n+")
 
 def add_measure(
     rows:dict,        # by source; added to in place
@@ -96,9 +96,8 @@ def add_measure(
     language:str="",  # if it was found
 ):
     "Count a document: characters, Han characters, sentences, its length as a power of two."
-    row = rows.setdefault(
-        source, {"documents": 0, "characters": 0, "han": 0, "sentences": 0, "lengths": {}, "languages": {}}
-    )
+    nothing = {"documents": 0, "characters": 0, "han": 0, "sentences": 0, "lengths": {}, "languages": {}}
+    row = rows.setdefault(source, nothing)
     row["documents"] += 1
     row["characters"] += len(text)
     row["han"] += sum(map(len, _HAN.findall(text)))
@@ -109,7 +108,7 @@ def add_measure(
 def sum_measures(
     rows:list, # of dicts, one a task
 )->dict:       # one, by source
-    "Sums of what tasks counted."
+    "Add up what tasks counted."
     out = {}
     for source, row in (item for r in rows for item in r.items()):
         mine = out.setdefault(source, {})
@@ -121,6 +120,8 @@ def sum_measures(
     return out
 
 # %% ../../nbs/05_data/07_card.ipynb #d1d3e782
+_METAS = {"viewport": "width=device-width", "color-scheme": "light dark"}
+
 class DataCard:
     "Sources, waterfall, reasons and samples of a cleaned corpus: as tables, as a picture, as HTML and as markdown."
     def __init__(self, data:dict): self.data = data # data: as `of` makes it
@@ -133,20 +134,15 @@ class DataCard:
         made_with:dict=None, # package → version
         **more:dict,      # tokens, perplexity: by source
     )->"DataCard":
-        "Put ledgers together, personal data in their samples masked."
+        "Make a card of ledgers; personal data in their samples is masked."
         rows = []
+        masked = lambda row: {k: mask_pii(v) if k in ("text", "after", "twin") else v for k, v in row.items()}
         for name, where, ledger in steps:
             told = ledger.to_json()
-            told["samples"] = {
-                o: [
-                    {k: mask_pii(v) if k in ("text", "after", "twin") else v for k, v in row.items()} for _, row in some
-                ]
-                for o, some in told["samples"].items()
-            }
+            told["samples"] = {o: [masked(row) for _, row in some] for o, some in told["samples"].items()}
             rows.append({"name": name, "for": where, **told})
-        return cls(
-            {"sources": sources, "steps": rows, "read": read, "kept": kept, "made_with": made_with or {}, **more}
-        )
+        data = {"sources": sources, "steps": rows, "read": read, "kept": kept, "made_with": made_with or {}}
+        return cls(data | more)
     @classmethod
     def load(cls, folder:str|Path)->"DataCard": # folder: with a card.json
         "A card that was saved."
@@ -156,31 +152,28 @@ class DataCard:
         return cls(json.loads(file.read_text(encoding="utf-8")))
     def files(self)->dict[str, str]: # name → text
         "The card as card.json, card.html and card.md."
-        page = (
-            "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' "
-            "content='width=device-width'><meta name='color-scheme' content='light dark'><title>Data "
-            f"card</title><body style='font-family:sans-serif;margin:1em'>{self.to_html()}</body></html>"
-        )
-        return {
-            "card.json": json.dumps(self.data, ensure_ascii=False, indent=1),
-            "card.html": page,
-            "card.md": self.to_markdown(),
-        }
+        metas = "".join(f"<meta name='{name}' content='{content}'>" for name, content in _METAS.items())
+        head = f"<!doctype html><html lang='en'><meta charset='utf-8'>{metas}<title>Data card</title>"
+        page = f"{head}<body style='font-family:sans-serif;margin:1em'>{self.to_html()}</body></html>"
+        data = json.dumps(self.data, ensure_ascii=False, indent=1)
+        return {"card.json": data, "card.html": page, "card.md": self.to_markdown()}
     def save(self, folder:str|Path): # folder: made if missing
         "Write the card's three files."
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, text in self.files().items(): (Path(folder) / name).write_text(text, encoding="utf-8")
 
 # %% ../../nbs/05_data/07_card.ipynb #5c095714
-def _sources(self)->pd.DataFrame: # index: source, then "all"
+@patch(as_prop=True)
+def sources(self:DataCard)->pd.DataFrame: # index: source, then "all"
     "What each source gave: documents read and kept, its share of the characters, lengths in characters, licence."
     rows, total = [], sum(r["characters"] for r in self.data["kept"].values())
     zero = {"documents": 0, "characters": 0, "han": 0, "sentences": 0, "languages": {}}
     merged = lambda m: sum_measures([{"all": r} for r in m.values()]).get("all", zero)
     for source in [*self.data["sources"], {"name": "all"}]:
-        name = source["name"]
-        read, kept = (merged(self.data[k]) if name == "all" else self.data[k].get(name, zero) for k in ("read", "kept"))
+        name, both = source["name"], (self.data["read"], self.data["kept"])
+        read, kept = (merged(m) if name == "all" else m.get(name, zero) for m in both)
         docs, chars = max(kept["documents"], 1), kept["characters"]
+        languages = sorted(kept["languages"].items(), key=lambda x: -x[1])[:3]
         row = {
             "source": name,
             "read": read["documents"],
@@ -191,101 +184,74 @@ def _sources(self)->pd.DataFrame: # index: source, then "all"
             "mean document": chars / docs,
             "mean sentence": chars / max(kept["sentences"], 1),
             "Han %": 100 * kept["han"] / max(chars, 1),
-            "languages": " ".join(k or "?" for k, _ in sorted(kept["languages"].items(), key=lambda x: -x[1])[:3]),
+            "languages": " ".join(k or "?" for k, _ in languages),
         }
-        for extra in ("tokens", "perplexity"):
-            if extra in self.data: row[extra] = self.data[extra].get(name)
+        row |= {extra: self.data[extra].get(name) for extra in ("tokens", "perplexity") if extra in self.data}
         rows.append({**row, "license": source.get("license", ""), "origin": source.get("origin", "")})
     return table(pd.DataFrame(rows).set_index("source"), 3)
 
-def _waterfall(self)->pd.DataFrame: # one row a step
-    "Documents each step looked at, changed and removed, and how many were left behind it."
+# %% ../../nbs/05_data/07_card.ipynb #f29b5567
+@patch(as_prop=True)
+def waterfall(self:DataCard)->pd.DataFrame: # one row a step
+    "Documents each step looked at, changed and removed, and how many were left after it."
     left, rows = sum(r["documents"] for r in self.data["read"].values()), []
     for step in self.data["steps"]:
-        count = lambda *outcomes: sum(docs for _, o, docs, _ in step["counts"] if o in outcomes)
-        gone = sum(docs for _, o, docs, _ in step["counts"] if o not in ("in", "changed"))
-        left -= gone
-        rows.append(
-            {
-                "step": step["name"],
-                "for": step["for"],
-                "looked at": count("in"),
-                "changed": count("changed"),
-                "removed": gone,
-                "left": left,
-                "seconds": step["seconds"],
-            }
-        )
-    return table(pd.DataFrame(rows, columns=["step", "for", "looked at", "changed", "removed", "left", "seconds"]), 3)
+        docs = {"in": 0, "changed": 0, "removed": 0}
+        for _, outcome, n, _ in step["counts"]: docs[outcome if outcome in docs else "removed"] += n
+        left -= docs["removed"]
+        rows.append([step["name"], step["for"], *docs.values(), left, step["seconds"]])
+    columns = ["step", "for", "looked at", "changed", "removed", "left", "seconds"]
+    return table(pd.DataFrame(rows, columns=columns), 3)
 
 # %% ../../nbs/05_data/07_card.ipynb #5fab20bc
-def _reasons(self)->pd.DataFrame: # columns: step, reason, documents, characters, and documents of each source
+@patch(as_prop=True)
+def reasons(self:DataCard)->pd.DataFrame: # columns: step, reason, documents, characters, and documents of each source
     "Why documents were removed: step by step, the commonest reason first."
     names, rows = [s["name"] for s in self.data["sources"]], []
     for step in self.data["steps"]:
         mine = {}
         for source, outcome, docs, chars in step["counts"]:
             if outcome in ("in", "changed"): continue
-            row = mine.setdefault(
-                outcome,
-                {"step": step["name"], "reason": outcome, "documents": 0, "characters": 0, **dict.fromkeys(names, 0)},
-            )
+            nothing = {"step": step["name"], "reason": outcome, "documents": 0, "characters": 0}
+            row = mine.setdefault(outcome, nothing | dict.fromkeys(names, 0))
             row["documents"] += docs
             row["characters"] += chars
             row[source] = row.get(source, 0) + docs
         rows += sorted(mine.values(), key=lambda r: (-r["documents"], r["reason"]))
     return pd.DataFrame(rows, columns=None if rows else ["step", "reason", "documents", "characters", *names])
 
-def _samples(self,
+# %% ../../nbs/05_data/07_card.ipynb #fcb3ca1a
+@patch
+def samples(self:DataCard,
     step:str|None=None,     # only of this step
     outcome:str|None=None,  # only of this reason, or "changed" for what was rewritten
-# columns: step, outcome, source, id, text, after (if rewritten), twin (of a repetition: what stays)
-)->pd.DataFrame:
+)->pd.DataFrame: # columns: step, outcome, source, id, text, after (if rewritten), twin (of a repetition: what stays)
     "A few documents of each reason, and texts before and after each rewriting."
-    rows = [
-        {"step": s["name"], "outcome": o, **row}
-        for s in self.data["steps"]
-        for o, some in s["samples"].items()
-        for row in some
-    ]
+    steps = [(s["name"], outcome, some) for s in self.data["steps"] for outcome, some in s["samples"].items()]
+    rows = [{"step": name, "outcome": o, **row} for name, o, some in steps for row in some]
     for argument, value in (("step", step), ("outcome", outcome)):
         if value is None: continue
         if value not in (known := list(dict.fromkeys(r[argument] for r in rows))):
-            raise LookupError(
-                f"{argument}={value!r}: the card has no samples of it{did_you_mean(value, known)}; it has "
-                f"{', '.join(known)}"
-            )
+            none = f"{argument}={value!r}: the card has no samples of it{did_you_mean(value, known)}"
+            raise LookupError(f"{none}; it has {', '.join(known)}")
         rows = [r for r in rows if r[argument] == value]
-    return pd.DataFrame(
-        rows,
-        columns=[
-            "step",
-            "outcome",
-            "source",
-            "id",
-            "text",
-            *(k for k in ("after", "twin") if any(k in r for r in rows)),
-        ],
-    ).fillna("")
+    more = [k for k in ("after", "twin") if any(k in r for r in rows)]
+    return pd.DataFrame(rows, columns=["step", "outcome", "source", "id", "text", *more]).fillna("")
 
-DataCard.sources, DataCard.waterfall, DataCard.reasons, DataCard.samples = (
-    property(_sources),
-    property(_waterfall),
-    property(_reasons),
-    _samples,
-)
-DataCard.__repr__ = lambda self: f"{self.sources.to_string()}\n\n{self.waterfall.to_string()}"
+@patch
+def __repr__(self:DataCard): return f"{self.sources.to_string()}\n\n{self.waterfall.to_string()}"
 
 # %% ../../nbs/05_data/07_card.ipynb #b088a6cf
-def _plot(self,
+@patch
+def plot(self:DataCard,
     show:bool=True, # display it
 ):                  # the figure of matplotlib
-    "Documents left behind each step, and the lengths of what was read and kept."
+    "Documents left after each step, and the lengths of what was read and kept."
     import matplotlib.pyplot as plt
     fall = self.waterfall
     names = ["read", *(f"{s} [{w}]" if w and len(w) < 12 else s for s, w in zip(fall.step, fall["for"]))]
     counts = [sum(r["documents"] for r in self.data["read"].values()), *fall.left]
-    with figure(10, max(2.4, .24 * len(names) + .8), columns=2, show=False) as (left, right):
+    with figure(10, max(2.4, .24 * len(names) + .8), columns=2, show=show) as (left, right):
         y, lost = range(len(names))[::-1], [0, *(a - b for a, b in zip(counts, counts[1:]))]
         left.barh(y, counts)
         left.barh(y, lost, left=counts, color="none", edgecolor="#d9730d", hatch="////", linewidth=.6)
@@ -296,56 +262,41 @@ def _plot(self,
         for what, style in (("read", "--"), ("kept", "-")):
             lengths = sum_measures([{"all": r} for r in self.data[what].values()]).get("all", {}).get("lengths", {})
             bins = range(min(map(int, lengths)), max(map(int, lengths)) + 1) if lengths else []
-            right.plot(
-                [2 ** (b + 0.5) for b in bins], [lengths.get(str(b), 0) for b in bins], style, marker=".", label=what
-            )
+            middles, documents = [2 ** (b + 0.5) for b in bins], [lengths.get(str(b), 0) for b in bins]
+            right.plot(middles, documents, style, marker=".", label=what)
         right.set(xscale="log", xlabel="length of a document (characters)", ylabel="documents in a bin (powers of 2)")
         right.legend()
-    plt.show() if show else plt.close(left.figure)
+    if not show: plt.close(left.figure)
     return left.figure
-
-DataCard.plot = _plot
 
 # %% ../../nbs/05_data/07_card.ipynb #4365adb3
 def _markdown(df, index=True):
     "A DataFrame as a table of markdown"
     df = df.reset_index() if index else df
-    cell = lambda v: (
-        ""
-        if v is None or v != v
-        else f"{v:,}"
-        if isinstance(v, (int, float, np.number))
-        else str(v).replace("|", "\\|").replace("\n", " ⏎ ")
-    )
-    return "\n".join(
-        ["| " + " | ".join(map(str, df.columns)) + " |", "|" + "---|" * len(df.columns)]
-        + ["| " + " | ".join(map(cell, row)) + " |" for row in df.itertuples(index=False)]
-    )
+    def cell(v):
+        if v is None or v != v: return ""
+        if isinstance(v, (int, float, np.number)): return f"{v:,}"
+        return str(v).replace("|", "\\|").replace("\n", " ⏎ ")
+    row = lambda cells: "| " + " | ".join(cells) + " |"
+    head = [row(map(str, df.columns)), "|" + "---|" * len(df.columns)]
+    return "\n".join(head + [row(map(cell, r)) for r in df.itertuples(index=False)])
 
-def _to_markdown(self)->str:
-    "The card as text."
-    parts = [
-        "# Data card",
-        "## Sources",
-        _markdown(self.sources),
-        "## What each step did",
-        _markdown(self.waterfall, False),
-    ]
-    if len(self.reasons): parts += ["## Reasons", _markdown(self.reasons, False)]
+def _markdown_samples(step):
+    "The samples of a step, a list for each reason"
     quoted = lambda text: "`" + " ".join(text.replace("`", "'").split()) + "`"
-    for s in self.data["steps"]:
-        for outcome, rows in s["samples"].items():
-            parts.append(
-                f"**{s['name']}: {outcome}**\n\n"
-                + "\n".join(
-                    "- "
-                    + " → ".join(
-                        ("stays: " if k == "twin" else "") + quoted(r[k]) for k in ("text", "after", "twin") if k in r
-                    )
-                    for r in rows
-                )
-            )
-    return "\n\n".join([*parts, "Made with " + ", ".join(f"{k} {v}" for k, v in self.data["made_with"].items())]) + "\n"
+    told = lambda r, k: ("stays: " if k == "twin" else "") + quoted(r[k])
+    line = lambda r: "- " + " → ".join(told(r, k) for k in ("text", "after", "twin") if k in r)
+    return [f"**{step['name']}: {o}**\n\n" + "\n".join(map(line, rows)) for o, rows in step["samples"].items()]
+
+@patch
+def to_markdown(self:DataCard)->str:
+    "The card as text."
+    parts = ["# Data card", "## Sources", _markdown(self.sources)]
+    parts += ["## What each step did", _markdown(self.waterfall, False)]
+    if len(self.reasons): parts += ["## Reasons", _markdown(self.reasons, False)]
+    for step in self.data["steps"]: parts += _markdown_samples(step)
+    made = ", ".join(f"{k} {v}" for k, v in self.data["made_with"].items())
+    return "\n\n".join([*parts, f"Made with {made}"]) + "\n"
 
 # %% ../../nbs/05_data/07_card.ipynb #eec4b678
 def _changes(before, after, esc):
@@ -353,74 +304,57 @@ def _changes(before, after, esc):
     match = SequenceMatcher(None, before, after, autojunk=False)
     if match.ratio() < 0.5: return ""
     marked = lambda tag, text: f"<{tag}>{esc(text)}</{tag}>" if text else ""
-    return "".join(
-        esc(before[i:j]) if kind == "equal" else marked("del", before[i:j]) + marked("ins", after[k:l])
-        for kind, i, j, k, l in match.get_opcodes()
-    )
+    out = ""
+    for kind, i, j, k, l in match.get_opcodes():
+        out += esc(before[i:j]) if kind == "equal" else marked("del", before[i:j]) + marked("ins", after[k:l])
+    return out
 
 def _html_table(df, index=True):
     "A DataFrame as a table of HTML, numbers to the right wherever it is shown"
     number = lambda v: f"{v:,.0f}" if abs(v) >= 1000 else f"{v:.4g}"
-    told = df.rename_axis(columns=df.index.name, index=None).to_html(
-        index=index,
-        border=0,
-        na_rep="",
-        float_format=number,
-        formatters={c: "{:,}".format for c in df.select_dtypes("int")},
-    )
+    whole = {c: "{:,}".format for c in df.select_dtypes("int")}
+    df = df.rename_axis(columns=df.index.name, index=None)
+    told = df.to_html(index=index, border=0, na_rep="", float_format=number, formatters=whole)
     told = re.sub(r"<(td|th)>(-?[\d,.]+)</", r"<\1 style='text-align:right'>\2</", told)
     return told.replace('class="dataframe"', 'class="dataframe" style="border-spacing:.8em .1em"')
 
 def _sample_rows(step):
-    "The samples of a step, folded; where little was rewritten, what went is struck through and what came is underlined"
+    "The samples of a step, folded; a small rewriting is marked inside the text"
     esc, body = lambda text: html.escape(str(text)).replace("\n", " ⏎ "), ""
+    def shown(r):
+        if "after" in r and (marked := _changes(r["text"], r["after"], esc)): return marked
+        told = (("<i>stays:</i> " if k == "twin" else "") + esc(r[k]) for k in ("text", "after", "twin") if k in r)
+        return " <b>→</b> ".join(told)
     for outcome, rows in step["samples"].items():
         docs = sum(d for _, o, d, _ in step["counts"] if o == outcome)
-        shown = lambda r: (
-            "after" in r
-            and _changes(r["text"], r["after"], esc)
-            or " <b>→</b> ".join(
-                ("<i>stays:</i> " if k == "twin" else "") + esc(r[k]) for k in ("text", "after", "twin") if k in r
-            )
-        )
-        body += (
-            f"<p style='margin:.4em 0 0'><b>{esc(outcome)}</b> {docs:,}</p><ul style='margin:0'>"
-            + "".join(f"<li>{shown(r)} <small style='opacity:.65'>{esc(r['id'])}</small></li>" for r in rows)
-            + "</ul>"
-        )
-    return (
-        f"<details><summary>{esc(step['name'])}{esc(' [' + step['for'] + ']') if step['for'] else ''}</summary>{body}</details>"
-        if body
-        else ""
-    )
+        items = (f"<li>{shown(r)} <small style='opacity:.65'>{esc(r['id'])}</small></li>" for r in rows)
+        body += f"<p style='margin:.4em 0 0'><b>{esc(outcome)}</b> {docs:,}</p>"
+        body += f"<ul style='margin:0'>{''.join(items)}</ul>"
+    if not body: return ""
+    name = esc(step["name"]) + (esc(f" [{step['for']}]") if step["for"] else "")
+    return f"<details><summary>{name}</summary>{body}</details>"
 
-def _to_html(self,
+@patch
+def to_html(self:DataCard,
     picture:bool=True, # with the figure
-)->str:                # a part of a page, styled on the spot
+)->str:                # a part of a page, styled inline
     "The card as HTML."
     parts = ["<h3>Data card</h3>", _html_table(self.sources)]
     if picture:
         raw = io.BytesIO()
         self.plot(show=False).savefig(raw, format="png", dpi=80)
-        parts.append(
-            "<img style='max-width:100%;background:#fff' alt='documents left behind each step; lengths of documents "
-            f"read and kept' src='data:image/png;base64,{base64.b64encode(raw.getvalue()).decode()}'>"
-        )
-    reasons = (
-        f"<details><summary>Reasons, by source</summary>{_html_table(self.reasons, False)}</details>"
-        if len(self.reasons)
-        else ""
-    )
-    parts += [
-        _html_table(self.waterfall, False),
-        reasons,
-        "<p><b>Samples</b> of what each step removed or rewrote</p>",
-        *map(_sample_rows, self.data["steps"]),
-    ]
+        alt = "documents left after each step; lengths of documents read and kept"
+        image = base64.b64encode(raw.getvalue()).decode()
+        parts.append(f"<img style='max-width:100%;background:#fff' alt='{alt}' src='data:image/png;base64,{image}'>")
+    parts.append(_html_table(self.waterfall, False))
+    if len(self.reasons):
+        reasons = _html_table(self.reasons, False)
+        parts.append(f"<details><summary>Reasons, by source</summary>{reasons}</details>")
+    parts.append("<p><b>Samples</b> of what each step removed or rewrote</p>")
+    parts += map(_sample_rows, self.data["steps"])
     made = html.escape(", ".join(f"{k} {v}" for k, v in self.data["made_with"].items()))
-    return (
-        f"<div style='font-size:90%;max-width:75em;overflow-x:auto'>{''.join(parts)}<p><small>Made with "
-        f"{made}</small></p></div>"
-    )
+    parts.append(f"<p><small>Made with {made}</small></p>")
+    return f"<div style='font-size:90%;max-width:75em;overflow-x:auto'>{''.join(parts)}</div>"
 
-DataCard.to_markdown, DataCard.to_html, DataCard._repr_html_ = _to_markdown, _to_html, _to_html
+@patch
+def _repr_html_(self:DataCard): return self.to_html()

@@ -19,7 +19,7 @@ def recipe(
     name:str,                    # one of `RECIPES`
     languages:tuple|None=None,   # ISO codes to keep; None: those the recipe is for
     quality:object=None,         # a rule in place of `ChineseQuality()`
-    perplexity:object=None,      # a `PerplexityRule`, applied behind the other rules
+    perplexity:object=None,      # a `PerplexityRule`, applied after the other rules
     bad_words:list=(),           # words that condemn a document; none are shipped
     evaluation:object=None,      # texts, or {name: texts}, that must not be in the corpus
 )->list[Step]:                   # for `Corpus.then`
@@ -27,52 +27,32 @@ def recipe(
     if name not in RECIPES:
         raise LookupError(f"unknown recipe {name!r}{did_you_mean(name, RECIPES)}; there are {', '.join(RECIPES)}")
     if isinstance(languages, str): raise ValueError(f"languages={languages!r}: a tuple of codes is needed")
-    languages = (
-        ("zh", "en") if languages is None and name == "cpm" else ("en",) if languages is None else tuple(languages)
-    )
-    begin = [
-        *([UrlFilter()] if name == "fineweb" else []),
-        Extract(),
-        Repair(repair, "unicode"),
-        *([ExactCopies()] if name == "cpm" else []),
-        FindLanguage(languages, 0.65 if name in ("fineweb", "c4") else 0.5),
-    ]
-    chinese = (
-        [
-            Repair(chinese_lines, "lines of menus", language="zh"),
-            Rule(quality or ChineseQuality(), "chinese quality", language="zh"),
-        ]
-        if "zh" in languages
-        else []
-    )
-    english = [Wrapped(s, language="en") for s in _english(name)] if "en" in languages else []
-    further = [
-        *([Rule(BadWords(bad_words), "bad words")] if bad_words else []),
-        *([Rule(perplexity, "perplexity")] if perplexity is not None else []),
-    ]
+    if languages is None: languages = ("zh", "en") if name == "cpm" else ("en",)
+    languages = tuple(languages)
+    steps = [Extract(), Repair(repair, "unicode")]
+    if name == "fineweb": steps.insert(0, UrlFilter())
+    if name == "cpm": steps.append(ExactCopies())
+    steps.append(FindLanguage(languages, 0.65 if name in ("fineweb", "c4") else 0.5))
+    if "zh" in languages:
+        steps.append(Repair(chinese_lines, "lines of menus", language="zh"))
+        steps.append(Rule(quality or ChineseQuality(), "chinese quality", language="zh"))
+    if "en" in languages: steps += [Wrapped(step, language="en") for step in _english(name)]
+    if bad_words: steps.append(Rule(BadWords(bad_words), "bad words"))
+    if perplexity is not None: steps.append(Rule(perplexity, "perplexity"))
     copies = {
         "cpm": [RepeatedParagraphs()],
         "fineweb": [NearCopies(0.72)],
         "gopher": [ExactCopies(), NearCopies(0.8, 13)],
         "c4": [RepeatedSpans()],
     }[name]
-    end = [
-        *([Rule(Decontaminate(evaluation), "evaluation texts")] if evaluation is not None else []),
-        Repair(mask_pii, "personal data"),
-    ]
-    return [*begin, *chinese, *english, *further, *copies, *end]
+    end = [] if evaluation is None else [Rule(Decontaminate(evaluation), "evaluation texts")]
+    return [*steps, *copies, *end, Repair(mask_pii, "personal data")]
 
 def _english(name):
     "datatrove's filters of a recipe"
     from datatrove.pipeline import filters as f
-    return {
-        "cpm": lambda: [f.GopherRepetitionFilter(), f.GopherQualityFilter()],
-        "gopher": lambda: [f.GopherQualityFilter(), f.GopherRepetitionFilter()],
-        "c4": lambda: [f.C4QualityFilter()],
-        "fineweb": lambda: [
-            f.GopherRepetitionFilter(),
-            f.GopherQualityFilter(),
-            f.C4QualityFilter(filter_no_terminal_punct=False),
-            f.FineWebQualityFilter(),
-        ],
-    }[name]()
+    if name == "cpm": return [f.GopherRepetitionFilter(), f.GopherQualityFilter()]
+    if name == "gopher": return [f.GopherQualityFilter(), f.GopherRepetitionFilter()]
+    if name == "c4": return [f.C4QualityFilter()]
+    c4 = f.C4QualityFilter(filter_no_terminal_punct=False)
+    return [f.GopherRepetitionFilter(), f.GopherQualityFilter(), c4, f.FineWebQualityFilter()]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from fastcore.basics import patch
 from tqdm.auto import tqdm
 
 # %% ../../nbs/05_data/01_shards.ipynb #0416c8b1
@@ -55,20 +56,14 @@ def encoder(
     tok,                  # a tokenizer of transformers, or of tokenizers
     specials:bool=False,  # read special tokens spelled out in a text as such?
 ):                        # a function: list of texts → list of lists of ids
-    "What turns texts into ids: whole, unpadded, without added tokens."
+    "The function that turns texts into ids: whole, unpadded, without added tokens."
     if (inner := _backend(tok)) is not None:
         inner.encode_special_tokens = not specials
         return lambda texts: [e.ids for e in inner.encode_batch_fast(texts, add_special_tokens=False)]
     if not callable(tok): raise TypeError(f"tok={tok!r}: expected a tokenizer of transformers or of tokenizers")
-    # one text at a time: a batch may be refused by a tokenizer of Python alone, and gains nothing
-    return lambda texts: [
-        list(
-            tok(t, add_special_tokens=False, truncation=False, padding=False, split_special_tokens=not specials)[
-                "input_ids"
-            ]
-        )
-        for t in texts
-    ]
+    how = dict(add_special_tokens=False, truncation=False, padding=False, split_special_tokens=not specials)
+    # one text at a time: a tokenizer written in Python may refuse a batch, and gains nothing by it
+    return lambda texts: [list(tok(t, **how)["input_ids"]) for t in texts]
 
 # %% ../../nbs/05_data/01_shards.ipynb #116503eb
 _VERSION = 1
@@ -81,7 +76,7 @@ def token_dtype(
     return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
 
 def _write_json(path, content):
-    "All of it or nothing"
+    "Write a JSON file completely or not at all"
     passing = path.with_name(f".{path.name}.tmp")
     with open(passing, "w", encoding="utf-8") as f:
         json.dump(content, f, ensure_ascii=False, indent=1, sort_keys=True)
@@ -97,15 +92,15 @@ def _sha256(path):
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
 
 def _settle(folder):
-    "What was renamed in a folder is on the disk before anything says so"
-    with contextlib.suppress(OSError):                       # Windows opens no folders
+    "Flush a folder to disk, so that its renames are safe before anything relies on them"
+    with contextlib.suppress(OSError):                       # Windows cannot open folders
         handle = os.open(folder, os.O_RDONLY)
         try: os.fsync(handle)
         finally: os.close(handle)
 
 # %% ../../nbs/05_data/01_shards.ipynb #3bbcdb1a
 def _mark(text, source):
-    "What of a document goes into the hash of the texts"
+    "The bytes of a document that go into the hash of the texts"
     raw, name = text.encode("utf-8"), source.encode("utf-8")
     return b"%d %d " % (len(raw), len(name)) + raw + name
 
@@ -127,7 +122,7 @@ class _Growing:
         row["tokens"] += int(array.size)
         row["characters"] += len(text)
     def finish(self, about):
-        "Onto the disk, under its name, described: (path of the description, its content)"
+        "Flush, rename and describe the shard: (path of the description, its content)"
         index = np.array(self.ends, "<u8").tobytes()
         passing = self.path.with_name(f".{self.path.name}.index.tmp")
         passing.write_bytes(index)
@@ -185,24 +180,21 @@ def check_same(
     for key in sorted({*wanted, *found}):
         if wanted.get(key) != found.get(key):
             what = "the tokenizer" if key == "tokenizer" else key
-            raise ShardError(
-                f"{where}: {what} has changed: it was {found.get(key)!r}, is now {wanted.get(key)!r}; what is finished "
-                "stays as it is — write into another folder"
-            )
+            change = f"{what} has changed: it was {found.get(key)!r}, is now {wanted.get(key)!r}"
+            raise ShardError(f"{where}: {change}; what is finished stays as it is — write into another folder")
 
 @contextlib.contextmanager
 def _alone(folder, name):
-    "Keep a second writer of the same name out"
+    "Keep out a second writer of the same name"
     try: import fcntl
-    except ImportError:
+    except ImportError:                                      # Windows
         yield
-        return  # Windows
+        return
     with open(folder / f".{name}.lock", "w") as f:
         try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ShardError(
-                f"{folder}: another process is writing shards named {name!r}; give each its own name"
-            ) from None
+            busy = f"{folder}: another process is writing shards named {name!r}; give each its own name"
+            raise ShardError(busy) from None
         yield
 
 # %% ../../nbs/05_data/01_shards.ipynb #edbb3636
@@ -220,24 +212,21 @@ def _document(ids, dtype, n):
     "Document number n as an array, checked"
     array = np.asarray(ids) if len(ids) else np.empty(0, dtype)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TypeError(
-            f"document {n}: ids of shape {array.shape}, type {array.dtype}; one row of integers is a document"
-        )
+        found = f"ids of shape {array.shape}, type {array.dtype}"
+        raise TypeError(f"document {n}: {found}; one row of integers is a document")
     if array.size and not 0 <= int(array.min()) <= int(array.max()) <= np.iinfo(dtype).max:
-        raise ValueError(
-            f"document {n}: ids from {array.min()} to {array.max()} do not fit dtype={dtype.name}; give the number of "
-            "ids as dtype"
-        )
+        found = f"ids from {array.min()} to {array.max()}"
+        raise ValueError(f"document {n}: {found} do not fit dtype={dtype.name}; give the number of ids as dtype")
     return array
 
 # %% ../../nbs/05_data/01_shards.ipynb #065d60ce
 class ShardWriter:
-    "Writes documents of ids into shards `name_00000.ds` … of a folder, behind its finished ones; a context manager."
+    "Context manager that writes documents of ids into shards `name_00000.ds` … of a folder, after the finished ones."
     def __init__(self,
         folder:str|Path,              # made if missing
         dtype:int|str,                # number of ids there are, or "uint16", "uint32"
         name:str="shard",             # of these shards; each of several processes writes under its own
-        shard_tokens:int=100_000_000, # a shard is closed behind the document that reaches this many
+        shard_tokens:int=100_000_000, # a shard is closed after the document that reaches this many
         about:dict|None=None,         # what all shards of the folder share: tokenizer, eos, recipe … (JSON)
     ):
         if not re.fullmatch(r"\w[\w-]*", name): raise ValueError(f"name={name!r}: letters, digits, _ and - make a name")
@@ -245,13 +234,8 @@ class ShardWriter:
         self.dtype = token_dtype(dtype) if isinstance(dtype, int) else np.dtype(dtype).newbyteorder("<")
         if self.dtype.name not in ("uint16", "uint32"):
             raise ValueError(f"dtype={dtype!r}: ids are kept as uint16 or uint32")
-        self.folder, self.name, self.shard_tokens, self.finished, self.growing = (
-            Path(folder),
-            name,
-            shard_tokens,
-            [],
-            None,
-        )
+        self.folder, self.name, self.shard_tokens = Path(folder), name, shard_tokens
+        self.finished, self.growing = [], None
         self.about = json.loads(json.dumps({**(about or {}), "dtype": self.dtype.name}))
     def __enter__(self):
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -283,7 +267,7 @@ class ShardWriter:
             if self.growing: self._close()
             if self.finished and not (info := self.finished[-1][1])["last"]:
                 info["last"] = True
-                _write_json(self.finished[-1][0], info)  # nothing follows: the source was read to its end
+                _write_json(self.finished[-1][0], info)         # nothing follows: the source was read to its end
 
 # %% ../../nbs/05_data/01_shards.ipynb #ca478bf3
 class TokenFile:
@@ -303,22 +287,20 @@ class TokenFile:
     def index(self): return self.path.with_name(self.path.name + ".index")
     def sizes(self):
         "Raise unless the files are as long as they must be"
-        for path, size in [(self.path, self.tokens * self.dtype.itemsize)] + ([(self.index, self.documents * 8)] if self.given is None else []):
+        expected = [(self.path, self.tokens * self.dtype.itemsize)]
+        if self.given is None: expected.append((self.index, self.documents * 8))
+        for path, size in expected:
             if not path.is_file(): raise ShardError(f"{path} is missing; copy it anew or make it again")
             if (got := path.stat().st_size) != size:
-                raise ShardError(
-                    f"{path} has {got} bytes, not {size}: it was {'cut off' if got < size else 'changed'}; copy it "
-                    "anew or make it again"
-                )
+                what = "cut off" if got < size else "changed"
+                raise ShardError(f"{path} has {got} bytes, not {size}: it was {what}; copy it anew or make it again")
     def open(self):
+        "(ids, ends), mapped"
         if self.maps is None:
-            mapped = lambda path, dtype, n: (
-                np.asarray(np.memmap(path, dtype, "r", shape=(n,))) if n else np.empty(0, dtype)
-            )  # nothing cannot be mapped
-            self.maps = (
-                mapped(self.path, self.dtype, self.tokens),
-                self.given if self.given is not None else mapped(self.index, "<i8", self.documents),
-            )
+            def mapped(path, dtype, n):              # an empty file cannot be mapped
+                return np.asarray(np.memmap(path, dtype, "r", shape=(n,))) if n else np.empty(0, dtype)
+            ends = self.given if self.given is not None else mapped(self.index, "<i8", self.documents)
+            self.maps = mapped(self.path, self.dtype, self.tokens), ends
         return self.maps
     @property
     def ids(self): return self.open()[0]
@@ -330,34 +312,32 @@ class TokenFile:
         self.sizes()
         for path, want in ((self.path, self.sha256), (self.index, self.index_sha256)):
             if want and (got := _sha256(path)) != want:
-                raise ShardError(
-                    f"{path} is corrupt: its sha256 is {got[:12]}…, the manifest says {want[:12]}…; copy it anew or "
-                    "make it again"
-                )
+                found = f"its sha256 is {got[:12]}…, the manifest says {want[:12]}…"
+                raise ShardError(f"{path} is corrupt: {found}; copy it anew or make it again")
         if len(self.ends) and (self.ends[-1] != self.tokens or self.ends[0] < 0 or (np.diff(self.ends) < 0).any()):
             raise ShardError(f"{self.path}: the ends of its documents do not rise to its {self.tokens} tokens")
 
-# %% ../../nbs/05_data/01_shards.ipynb #62f03fc5
-class _Files:
-    "Documents over several files"
+# %% ../../nbs/05_data/01_shards.ipynb #d1ae1ccf
+class TokenStream:
+    "Documents over several files, and the stream of tokens that they make."
     # files mapped at once: each takes two of the process's file handles
     most_open = 200
-    def __init__(self, files, manifest):
+    def __init__(self,
+        files:list,     # of `TokenFile`, in order
+        manifest:dict,  # what is known of them
+    ):
         self.files, self.manifest, self.opened = files, manifest, []
         for f in files: f.sizes()
-        self._documents, self._tokens = (
-            [0, *itertools.accumulate(getattr(f, k) for f in files)] for k in ("documents", "tokens")
-        )
+        self._documents = [0, *itertools.accumulate(f.documents for f in files)]
+        self._tokens = [0, *itertools.accumulate(f.tokens for f in files)]
     @property
     def tokens(self)->int: return self._tokens[-1]
     @property
     def dtype(self)->np.dtype: return self.files[0].dtype
     def __len__(self): return self._documents[-1]
     def __repr__(self):
-        return (
-            f"Shards: {len(self):,} documents, {self.tokens:,} tokens of {self.dtype.name} in {len(self.files)} "
-            f"file{'s' * (len(self.files) > 1)}"
-        )
+        files = f"{len(self.files)} file{'s' * (len(self.files) > 1)}"
+        return f"Shards: {len(self):,} documents, {self.tokens:,} tokens of {self.dtype.name} in {files}"
     def __getitem__(self, i):
         if isinstance(i, slice): return [self[j] for j in range(*i.indices(len(self)))]
         if not -len(self) <= i < len(self): raise IndexError(f"document {i}: there are {len(self)}")
@@ -366,45 +346,47 @@ class _Files:
         f, i = self._file(n), i - self._documents[n]
         return f.ids[int(f.ends[i - 1]) if i else 0:int(f.ends[i])]
     def _file(self, n):
-        "File n; the one that was opened longest ago is closed for it"
+        "File n; to open it, the one that was opened longest ago is closed"
         if n not in self.opened:
             if len(self.opened) >= self.most_open: self.files[self.opened.pop(0)].maps = None
             self.opened.append(n)
         return self.files[n]
-    def _parts(self, start, stop):
-        "(file, its first token's place in the stream, from, to) of every file that a stretch of the stream touches"
-        if not 0 <= start <= stop <= self.tokens:
-            raise IndexError(f"tokens {start} to {stop}: the stream has {self.tokens}")
-        n = bisect.bisect_right(self._tokens, start) - 1
-        while start < stop:
-            base, end = self._tokens[n], min(stop, self._tokens[n + 1])
-            if start < end: yield self._file(n), base, start - base, end - base
-            start, n = end, n + 1
 
-# %% ../../nbs/05_data/01_shards.ipynb #af3de9bf
-class TokenStream(_Files):
-    "Documents over several files, and the stream of tokens that they make."
-    def read(self,
-        start:int,  # first token of the stream
-        stop:int,   # behind the last one
-    )->np.ndarray:  # (stop − start,) ids; a view if they stand in one file
-        "Ids of the stream of all documents."
-        pieces = [f.ids[a:b] for f, _, a, b in self._parts(start, stop)]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
-    def ends(self,
-        start:int,  # first token of the stream
-        stop:int,   # behind the last one
-    )->np.ndarray:  # int64 places in the stream, start < end ≤ stop
-        "Where documents end within a stretch of the stream."
-        pieces = [
-            f.ends[slice(*np.searchsorted(f.ends, (a, b), side="right"))] + base
-            for f, base, a, b in self._parts(start, stop)
-        ]
-        return np.concatenate(pieces) if pieces else np.empty(0, "<i8")
+# %% ../../nbs/05_data/01_shards.ipynb #d21e529e
+@patch
+def _parts(self:TokenStream, start, stop):
+    "(file, its first token's place in the stream, from, to) of every file that a stretch of the stream touches"
+    if not 0 <= start <= stop <= self.tokens:
+        raise IndexError(f"tokens {start} to {stop}: the stream has {self.tokens}")
+    n = bisect.bisect_right(self._tokens, start) - 1
+    while start < stop:
+        base, end = self._tokens[n], min(stop, self._tokens[n + 1])
+        if start < end: yield self._file(n), base, start - base, end - base
+        start, n = end, n + 1
+
+@patch
+def read(self:TokenStream,
+    start:int,  # first token of the stream
+    stop:int,   # one past the last token
+)->np.ndarray:  # (stop − start,) ids; a view if they stand in one file
+    "Ids of the stream of all documents."
+    pieces = [f.ids[a:b] for f, _, a, b in self._parts(start, stop)]
+    if not pieces: return np.empty(0, self.dtype)
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+@patch
+def ends(self:TokenStream,
+    start:int,  # first token of the stream
+    stop:int,   # one past the last token
+)->np.ndarray:  # int64 places in the stream, start < end ≤ stop
+    "Where documents end within a stretch of the stream."
+    inside = lambda f, a, b: f.ends[slice(*np.searchsorted(f.ends, (a, b), side="right"))]
+    pieces = [inside(f, a, b) + base for f, base, a, b in self._parts(start, stop)]
+    return np.concatenate(pieces) if pieces else np.empty(0, "<i8")
 
 # %% ../../nbs/05_data/01_shards.ipynb #b697f796
 class Shards(TokenStream):
-    "The shards of a folder: `shards[i]` are the ids of document i, `shards.read(a, b)` those of a stretch of the stream."
+    "The shards of a folder: `shards[i]` is document i, `shards.read(a, b)` a stretch of the stream."
     def __init__(self,
         folder:str|Path,    # with a manifest.json
         tok=None,           # refused if it is not the tokenizer that made the shards
@@ -412,35 +394,19 @@ class Shards(TokenStream):
     ):
         self.folder = Path(folder)
         if not (self.folder / "manifest.json").is_file():
-            raise ShardError(
-                f"{self.folder}: no manifest.json; "
-                + (
-                    "its shards are not finished: call tokenize with the same texts again, or seal_shards"
-                    if _inventory(self.folder)
-                    else "tokenize makes one, open_ds reads datatrove's files"
-                )
-            )
+            unfinished = "its shards are not finished: call tokenize with the same texts again, or seal_shards"
+            none = "tokenize makes one, open_ds reads datatrove's files"
+            raise ShardError(f"{self.folder}: no manifest.json; {unfinished if _inventory(self.folder) else none}")
         m = _read_json(self.folder / "manifest.json")
         if m.get("format") != "bmlab-shards" or m.get("version") != _VERSION:
-            raise ShardError(
-                f"{self.folder}/manifest.json: format {m.get('format')!r} version {m.get('version')}; this library "
-                f"reads 'bmlab-shards' version {_VERSION}"
-            )
+            found = f"format {m.get('format')!r} version {m.get('version')}"
+            wanted = f"this library reads 'bmlab-shards' version {_VERSION}"
+            raise ShardError(f"{self.folder}/manifest.json: {found}; {wanted}")
         dtype = np.dtype(m["dtype"]).newbyteorder("<")
-        super().__init__(
-            [
-                TokenFile(
-                    self.folder / r["name"],
-                    dtype,
-                    r["documents"],
-                    r["tokens"],
-                    sha256=r["sha256"],
-                    index_sha256=r["index_sha256"],
-                )
-                for r in m["shards"]
-            ],
-            m,
-        )
+        def file(row):
+            known = {k: row[k] for k in ("documents", "tokens", "sha256", "index_sha256")}
+            return TokenFile(self.folder / row["name"], dtype, **known)
+        super().__init__([file(row) for row in m["shards"]], m)
         if tok is not None: self.check_tokenizer(tok)
         if verify: self.verify()
     def check_tokenizer(self,
@@ -449,11 +415,9 @@ class Shards(TokenStream):
         "Raise unless this tokenizer made the shards."
         made = self.manifest.get("tokenizer") or {}
         if made.get("hash") and made["hash"] != (got := tokenizer_hash(tok)):
-            raise ShardError(
-                f"{self.folder}: made by another tokenizer ({made.get('class')}, {made.get('vocabulary')} ids, "
-                f"{made['hash'][:12]}…) than this {type(tok).__name__} ({len(tok.get_vocab())} ids, {got[:12]}…); "
-                "tokenize the texts anew"
-            )
+            other = f"{made.get('class')}, {made.get('vocabulary')} ids, {made['hash'][:12]}…"
+            this = f"this {type(tok).__name__} ({len(tok.get_vocab())} ids, {got[:12]}…)"
+            raise ShardError(f"{self.folder}: made by another tokenizer ({other}) than {this}; tokenize the texts anew")
     def verify(self):
         "Read every file; raise `ShardError` for the first that is not what was written."
         for f in tqdm(self.files, desc="verify", leave=False):
@@ -461,23 +425,13 @@ class Shards(TokenStream):
             f.maps = None
     def table(self)->pd.DataFrame: # name, documents, tokens, bytes; one row a file
         "The files of these shards."
-        return pd.DataFrame(
-            [
-                {
-                    "name": f.path.name,
-                    "documents": f.documents,
-                    "tokens": f.tokens,
-                    "bytes": f.tokens * f.dtype.itemsize,
-                }
-                for f in self.files
-            ]
-        )
-    # documents, tokens, characters, share of the tokens, mean tokens of a document; one row a source
-    def sources(self)->pd.DataFrame:
+        rows = [(f.path.name, f.documents, f.tokens, f.tokens * f.dtype.itemsize) for f in self.files]
+        return pd.DataFrame(rows, columns=["name", "documents", "tokens", "bytes"])
+    def sources(self)->pd.DataFrame: # documents, tokens, characters, share of the tokens, mean tokens; one row a source
         "What the documents were made from, the largest source first."
-        df = pd.DataFrame.from_dict(
-            self.manifest.get("sources", {}), orient="index", columns=["documents", "tokens", "characters"]
-        ).sort_values("tokens", ascending=False)
+        counts = self.manifest.get("sources", {})
+        df = pd.DataFrame.from_dict(counts, orient="index", columns=["documents", "tokens", "characters"])
+        df = df.sort_values("tokens", ascending=False)
         return df.assign(share=df.tokens / max(self.tokens, 1), mean_tokens=df.tokens / df.documents.clip(lower=1))
 
 # %% ../../nbs/05_data/01_shards.ipynb #4004182b
@@ -490,82 +444,69 @@ def seal_shards(
     for name, found in _inventory(folder).items():
         found = _described(folder, found)
         if not found or not found[-1][1]["last"]:
-            raise ShardError(
-                f"{folder}: the shards named {name!r} are not finished, {len(found)} of them are whole; call tokenize "
-                "with the same texts again, it goes on where it stopped"
-            )
+            state = f"the shards named {name!r} are not finished, {len(found)} of them are whole"
+            raise ShardError(f"{folder}: {state}; call tokenize with the same texts again, it goes on where it stopped")
         for path, info in found:
             shared = shared or info["about"]
             check_same(info["about"], shared, path)
-            rows.append(
-                {
-                    "name": path.name.removesuffix(".json"),
-                    **{k: info[k] for k in ("documents", "tokens", "sha256", "index_sha256")},
-                }
-            )
+            known = {k: info[k] for k in ("documents", "tokens", "sha256", "index_sha256")}
+            rows.append({"name": path.name.removesuffix(".json"), **known})
             for source, row in info["sources"].items():
                 have = sources.setdefault(source, dict.fromkeys(row, 0))
                 for k, v in row.items(): have[k] += v
     if not rows: raise ShardError(f"{folder}: no finished shard")
     total = {k: sum(r[k] for r in rows) for k in ("documents", "tokens")}
-    _write_json(
-        folder / "manifest.json",
-        {"format": "bmlab-shards", "version": _VERSION, **shared, **total, "shards": rows, "sources": sources},
-    )
+    manifest = {"format": "bmlab-shards", "version": _VERSION, **shared, **total, "shards": rows, "sources": sources}
+    _write_json(folder / "manifest.json", manifest)
     return Shards(folder)
 
 # %% ../../nbs/05_data/01_shards.ipynb #1ade77d7
 def _texts(texts):
     "(text, source) of each item"
     if isinstance(texts, (str, Mapping)) or hasattr(texts, "columns"):
-        raise TypeError(
-            f"texts is one {type(texts).__name__}; give a list, or any iterable, of texts"
-            + " — a column of it, or its to_dict('records')" * hasattr(texts, "columns")
-        )
+        instead = " — a column of it, or its to_dict('records')" * hasattr(texts, "columns")
+        raise TypeError(f"texts is one {type(texts).__name__}; give a list, or any iterable, of texts{instead}")
     for n, item in enumerate(texts):
         text, source = (item.get("text"), item.get("source", "")) if isinstance(item, Mapping) else (item, "")
         if not isinstance(text, str) or not isinstance(source, str):
             raise TypeError(f"texts, item {n}: expected a text or {{'text': …, 'source': …}}, got {str(item)[:60]!r}")
         try: text.encode("utf-8")
         except UnicodeEncodeError as e:
-            raise ValueError(
-                f"texts, item {n}: {e}; repair it, for instance by text.encode('utf-8', 'replace').decode()"
-            ) from None
+            repair = "repair it, for instance by text.encode('utf-8', 'replace').decode()"
+            raise ValueError(f"texts, item {n}: {e}; {repair}") from None
         yield text, source
 
 def _again(items, finished):
     "Pass over the documents of finished shards; raise unless they are the same as then"
-    first = 0
+    first, instead = 0, "give the same texts, or another folder or name"
     for path, info in finished:
         digest, seen = hashlib.sha256(), 0
         for text, source in itertools.islice(items, info["documents"]):
             digest.update(_mark(text, source))
             seen += 1
         if seen < info["documents"]:
-            raise ShardError(
-                f"{path}: made of documents {first} to {first + info['documents'] - 1}, and texts ends after "
-                f"{first + seen}; give the same texts, or another folder or name"
-            )
+            made = f"made of documents {first} to {first + info['documents'] - 1}"
+            raise ShardError(f"{path}: {made}, and texts ends after {first + seen}; {instead}")
         if digest.hexdigest() != info["texts_sha256"]:
-            raise ShardError(
-                f"{path}: documents {first} to {first + seen - 1} are not the texts it was made of; give the same "
-                "texts, or another folder or name"
-            )
+            these = f"documents {first} to {first + seen - 1}"
+            raise ShardError(f"{path}: {these} are not the texts it was made of; {instead}")
         first += seen
 
 def tokenizer_header(
     tok,          # a tokenizer of transformers or tokenizers
-    eos:bool|int, # end every document by the tokenizer's own end-of-text id, by this one, or by none
-    bos:bool|int, # begin it so
+    eos:bool|int, # True: end each document with the tokenizer's own end-of-text id; a number: with this id; False: no
+    bos:bool|int, # the same for its beginning
     recipe,       # how the texts were made; plain values
-)->tuple[dict, list, list]: # (plain values for the manifest, ids before a document, ids behind it)
+)->tuple[dict, list, list]: # (plain values for the manifest, ids before a document, ids after it)
     "What shards say about their tokenizer."
     name = getattr(tok, "name_or_path", "") or ""
-    end = eos if isinstance(eos, int) and not isinstance(eos, bool) else None
-    if eos is True and (end := next((i for k in ("eos_token_id", "sep_token_id") if (i := getattr(tok, k, None)) is not None), None)) is None:
-        raise ValueError("eos=True, and the tokenizer has no end-of-text token; give its id, or eos=False")
-    start = getattr(tok, "bos_token_id", None) if bos is True else bos if not isinstance(bos, bool) else None
-    if bos is True and start is None:
+    is_id = lambda x: isinstance(x, int) and not isinstance(x, bool)
+    end, start = eos if is_id(eos) else None, None if isinstance(bos, bool) else bos
+    if eos is True:
+        ids = (getattr(tok, k, None) for k in ("eos_token_id", "sep_token_id"))
+        if (end := next((i for i in ids if i is not None), None)) is None:
+            raise ValueError("eos=True, and the tokenizer has no end-of-text token; give its id, or eos=False")
+    if bos is True and (start := getattr(tok, "bos_token_id", None)) is None:
         raise ValueError("bos=True, and the tokenizer has no beginning-of-text token; give its id, or bos=False")
     made_by = {
         "hash": tokenizer_hash(tok),
@@ -573,11 +514,8 @@ def tokenizer_header(
         "vocabulary": len(tok.get_vocab()),
         "name": Path(name).name,
     }
-    return (
-        {"tokenizer": made_by, "eos": end, "bos": start, "recipe": recipe},
-        [start] * (start is not None),
-        [end] * (end is not None),
-    )
+    about = {"tokenizer": made_by, "eos": end, "bos": start, "recipe": recipe}
+    return about, [start] * (start is not None), [end] * (end is not None)
 
 # %% ../../nbs/05_data/01_shards.ipynb #8f5ae88d
 def tokenize(
@@ -585,20 +523,22 @@ def tokenize(
     tok,                          # a tokenizer of transformers, or of tokenizers
     folder:str|Path,              # of the shards
     name:str="shard",             # of these shards; each of several processes uses its own, with seal=False
-    eos:bool|int=True,            # id behind each document; True: the tokenizer's end (or separator) token
+    eos:bool|int=True,            # id after each document; True: the tokenizer's end (or separator) token
     bos:bool|int=False,           # id before each document; True: the tokenizer's beginning token
     recipe=None,                  # how the texts came about (JSON), kept in the manifest
-    shard_tokens:int=100_000_000, # a shard is closed behind the document that reaches this many
+    shard_tokens:int=100_000_000, # a shard is closed after the document that reaches this many
     batch:int=1000,               # texts that go through the tokenizer at once
     specials:bool=False,          # read special tokens spelled out in a text as such?
     seal:bool=True,               # write the manifest at the end; False: by seal_shards, when all names are finished
 )->Shards|None:                   # opened, if sealed
-    "Texts into shards, streamed; killed and called again, it goes on behind the finished shards."
+    "Tokenize texts into shards, streaming; called again after a kill, it goes on after the finished shards."
     if batch < 1: raise ValueError(f"batch={batch}: at least one text is needed")
     about, before, behind = tokenizer_header(tok, eos, bos, recipe)
     encode, items = encoder(tok, specials), _texts(texts)
     highest = max([*tok.get_vocab().values(), *before, *behind]) + 1
-    with ShardWriter(folder, highest, name, shard_tokens, about | {"specials": specials}) as w, tqdm(desc="tokenize", total=len(texts) if hasattr(texts, "__len__") else None, unit=" documents", unit_scale=True, leave=False) as bar:
+    total = len(texts) if hasattr(texts, "__len__") else None
+    progress = tqdm(desc="tokenize", total=total, unit=" documents", unit_scale=True, leave=False)
+    with ShardWriter(folder, highest, name, shard_tokens, about | {"specials": specials}) as w, progress as bar:
         _again(items, w.finished)
         bar.update(w.documents)
         while some := list(itertools.islice(items, batch)):

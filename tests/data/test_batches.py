@@ -50,8 +50,11 @@ def test_permute_looks_random():
     "Every thing in every place, pairs of neighbours, over many keys: chi-square within five standard deviations"
     n, keys = 24, 6000
     orders = np.stack([permute(np.arange(n), n, k) for k in range(keys)])
-    for table, expected in ((np.stack([np.bincount(orders[:, i], minlength=n) for i in range(n)]), keys / n),
-                            (np.histogram2d(orders[:, :-1].ravel(), orders[:, 1:].ravel(), bins=n, range=[[0, n]] * 2)[0], keys / n)):
+    cases = (
+        (np.stack([np.bincount(orders[:, i], minlength=n) for i in range(n)]), keys / n),
+        (np.histogram2d(orders[:, :-1].ravel(), orders[:, 1:].ravel(), bins=n, range=[[0, n]] * 2)[0], keys / n),
+    )
+    for table, expected in cases:
         off = ~np.eye(n, dtype=bool) if expected == keys / n and table[0, 0] == 0 else np.ones((n, n), bool)
         values = table[off]
         chi, free = ((values - values.mean())**2 / values.mean()).sum(), values.size - 1
@@ -144,7 +147,7 @@ def test_waste_is_told(shards, tmp_path):
 
 @pytest.mark.parametrize("mode", ["cut", "fit"])
 def test_one_two_four_ranks(shards, mode):
-    "Stopped at random steps and taken up on another number of ranks: the stream is bit for bit that of a run in one piece"
+    "Stopped at random steps and continued on another number of ranks: the stream is that of one run, bit for bit"
     rng = random.Random(0)
     straight = Packed(shards, 16, 8, mode=mode)
     want = take(straight, 150)
@@ -198,8 +201,12 @@ if os.path.exists(out + ".state"): p.load_state_dict(json.load(open(out + ".stat
 with open(out, "ab") as f:
     for _ in range(steps):
         for batch in p: break
-        f.truncate(p.at * 8 * 16 * 8 - 8 * 16 * 8); f.seek(0, 2); f.write(batch["input_ids"].numpy().tobytes()); f.flush()
-        json.dump(p.state_dict(), open(out + ".tmp", "w")); os.replace(out + ".tmp", out + ".state")
+        f.truncate(p.at * 8 * 16 * 8 - 8 * 16 * 8)
+        f.seek(0, 2)
+        f.write(batch["input_ids"].numpy().tobytes())
+        f.flush()
+        json.dump(p.state_dict(), open(out + ".tmp", "w"))
+        os.replace(out + ".tmp", out + ".state")
         if p.at == int(sys.argv[4]): os.kill(os.getpid(), 9)
 """
 
@@ -231,7 +238,11 @@ def test_another_batch_size(shards):
 def test_a_state_of_something_else_is_refused(shards, tmp_path):
     state = Packed(shards, 16, 8).state_dict()
     other = make(tmp_path, [30] * 100)
-    for p in (Packed(shards, 17, 8), Packed(other, 16, 8), Packed(shards, 16, 8, mode="fit"), Packed(shards, 16, 8, shuffle=False), Packed([shards, other], 16, 8), Packed(shards, 16, 8, weights=[1])):
+    cases = (
+        Packed(shards, 17, 8), Packed(other, 16, 8), Packed(shards, 16, 8, mode="fit"),
+        Packed(shards, 16, 8, shuffle=False), Packed([shards, other], 16, 8), Packed(shards, 16, 8, weights=[1]),
+    )
+    for p in cases:
         with pytest.raises(ValueError, match="the state is of other shards"): p.load_state_dict(state)
     # the same files elsewhere are the same
     moved = tmp_path / "moved"
@@ -333,10 +344,17 @@ def test_mistakes(shards, sources, tmp_path):
         make(tmp_path / "y", [40] * 20, tokenizer={"hash": "2"}),
     )
     tiny = make(tmp_path / "tiny", [3])
-    for words, call in {"different tokenizers": lambda: Packed([a, b], 16), "less than one row": lambda: Packed([shards, tiny], 16, weights=[1, 1]), "unknown source 'd'; did you mean|unknown source 'd'": lambda: Packed(sources, 16, weights={"d": 1}),
-                        "numbers of at least "
-                        "0": lambda: Packed(sources, 16, weights=[1, -1, 1]), "3 are needed": lambda: Packed(sources, 16, weights=[1]), "less than one batch": lambda: Packed(tiny, 2, 8), "multiple of world_size=3": lambda: Packed(shards, 16, 8, rank=0, world_size=3),
-                        "expected Shards": lambda: Packed([[1, 2, 3]], 16)}.items():
+    cases = {
+        "different tokenizers": lambda: Packed([a, b], 16),
+        "less than one row": lambda: Packed([shards, tiny], 16, weights=[1, 1]),
+        "unknown source 'd'; did you mean|unknown source 'd'": lambda: Packed(sources, 16, weights={"d": 1}),
+        "numbers of at least 0": lambda: Packed(sources, 16, weights=[1, -1, 1]),
+        "3 are needed": lambda: Packed(sources, 16, weights=[1]),
+        "less than one batch": lambda: Packed(tiny, 2, 8),
+        "multiple of world_size=3": lambda: Packed(shards, 16, 8, rank=0, world_size=3),
+        "expected Shards": lambda: Packed([[1, 2, 3]], 16),
+    }
+    for words, call in cases.items():
         with pytest.raises((ValueError, LookupError, TypeError), match=words): call()
     assert Packed([shards, tiny], 16, weights=[1, 0]).rows == shards.tokens // 16
 
@@ -414,9 +432,11 @@ def test_loader_is_the_sampler(shards, workers):
 
 # ---- speed; workers that fail ----
 
-@pytest.mark.parametrize("how", [dict(), dict(mode="fit"), dict(documents=True, weights=[0.3, 0.7])], ids=["cut", "fit", "mixture"])
+@pytest.mark.parametrize("how", [
+    dict(), dict(mode="fit"), dict(documents=True, weights=[0.3, 0.7]),
+], ids=["cut", "fit", "mixture"])
 def test_a_worker_reads_a_million_tokens_a_second(tmp_path, how):
-    "Twelve times that and more where nothing else runs; the best of ten stretches counts, so that a loaded machine does not"
+    "Twelve times that and more on an idle machine; the best of ten stretches counts, so other load does not matter"
     with ShardWriter(tmp_path, 50_000, shard_tokens=300_000) as w:
         for n in np.random.default_rng(0).integers(1, 2000, 1000).tolist(): w.write(np.arange(n))
     shards = seal_shards(tmp_path)
@@ -492,7 +512,7 @@ if "--multiprocessing-fork" in sys.orig_argv:
                                                                                "says why")], ids=["notebook", "script"])
 @pytest.mark.parametrize("method, mode", [("forkserver", "cut"), pytest.param("spawn", "fit", marks=pytest.mark.slow)])
 def test_workers_that_cannot_start(tmp_path, method, mode, where, says):
-    "Of a class in a notebook, or of a script that begins anew in every worker; what is sent to a process is more than its pipe holds"
+    "A class in a notebook, or a script that begins anew in every worker; what is sent is more than a pipe holds"
     make(tmp_path / "shards", [3] * 20_000, shard_tokens=10**6)
     (tmp_path / "script.py").write_text(STARTED)
     # every process that begins anew but the first is still starting when the first one's error arrives

@@ -1,5 +1,6 @@
-"Collecting against servers on this machine: kills, interrupts, paces, hostile answers, readers of what is written; packages of Debian without Debian."
-import contextlib, email.utils, encodings.aliases, gzip, importlib, io, itertools, json, os, random, re, signal, subprocess, sys, textwrap, threading, time
+"Collecting from servers on this machine: kills, paces, hostile answers, readers of the result; Debian packages."
+import contextlib, email.utils, encodings.aliases, gzip, importlib, io, itertools, json, os, random, re, signal
+import subprocess, sys, textwrap, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -42,7 +43,8 @@ class Site(ThreadingHTTPServer):
         status, headers, body = page if isinstance(page, tuple) else (200, {}, page)
         with contextlib.suppress(ConnectionError):
             to.send_response(status)
-            for name, value in ({"Content-Type": "text/html; charset=utf-8", "Content-Length": str(len(body))} | headers).items():
+            usual = {"Content-Type": "text/html; charset=utf-8", "Content-Length": str(len(body))}
+            for name, value in (usual | headers).items():
                 to.send_header(name, value)
             to.end_headers()
             to.wfile.write(body)
@@ -113,8 +115,11 @@ User-Agent: quxbot
 
 
 @pytest.mark.parametrize("agent, path, allowed", [
-    ("foobot", "/example/page.html", True), ("foobot", "/example/allowed.gif", True), ("foobot", "/x", False), ("barbot", "/example/page.html", False), ("bazbot", "/example/page.html", False),
-    ("bazbot", "/a.gif", True), ("quxbot", "/anything", True), ("other", "/a.gif", False), ("other", "/a.gif?x", True), ("other", "/example/x", False), ("other", "/publications/x.gif", True), ("other", "/", True)])
+    ("foobot", "/example/page.html", True), ("foobot", "/example/allowed.gif", True), ("foobot", "/x", False),
+    ("barbot", "/example/page.html", False), ("bazbot", "/example/page.html", False), ("bazbot", "/a.gif", True),
+    ("quxbot", "/anything", True), ("other", "/a.gif", False), ("other", "/a.gif?x", True),
+    ("other", "/example/x", False), ("other", "/publications/x.gif", True), ("other", "/", True),
+])
 def test_the_examples_of_rfc_9309(agent, path, allowed):
     assert Robots(RFC, agent).allows("https://example.com" + path) == allowed
 
@@ -339,7 +344,7 @@ def test_a_dead_host_is_left_alone(site, tmp_path):
 
 
 def test_nothing_from_outside_leads_inside(site, tmp_path, monkeypatch):
-    "A page or sitemap of the net (played by the host 127.0.0.1) may not send the guest into this network (played by another port)"
+    "A page or sitemap of the net (host 127.0.0.1 plays it) may not lead into this network (another port plays it)"
     inner = site({"/": b"secret"})
     outer = site({"/to": (302, {"Location": inner.url + "/"}, b"")})
     outer.pages["/sitemap.xml"] = (
@@ -370,8 +375,10 @@ def test_one_odd_answer_does_not_end_it(site, tmp_path, monkeypatch):
 
 def test_sitemaps_that_name_themselves_and_files(site, tmp_path, caplog):
     home = site(numbered(2))
+    named = [f"{home.url}/sitemap.xml", "/etc/passwd", f"{home.url}/s.xml.gz"]
+    maps = "".join(f"<sitemap><loc>{place}</loc></sitemap>" for place in named)
     home.pages |= {
-        "/sitemap.xml": f"<sitemapindex><sitemap><loc>{home.url}/sitemap.xml</loc></sitemap><sitemap><loc>/etc/passwd</loc></sitemap><sitemap><loc>{home.url}/s.xml.gz</loc></sitemap></sitemapindex>".encode(),
+        "/sitemap.xml": f"<sitemapindex>{maps}</sitemapindex>".encode(),
         "/s.xml.gz": (
             200,
             {"Content-Type": "application/gzip"},
@@ -601,7 +608,10 @@ def test_datatrove_reads_both(site, tmp_path):
 def test_an_index_in_any_form(tmp_path):
     record = {"url": "http://x/", "filename": "a.warc.gz", "offset": "10", "length": "20", "mime": "text/html"}
     line = json.dumps(record)
-    for name, data in (("i.jsonl", line + "\n"), ("i.cdxj", "!OpenWayback-CDXJ 1.0\norg,x)/ 2026 " + line), ("i.cdxj.gz", None)):
+    cases = (
+        ("i.jsonl", line + "\n"), ("i.cdxj", "!OpenWayback-CDXJ 1.0\norg,x)/ 2026 " + line), ("i.cdxj.gz", None),
+    )
+    for name, data in cases:
         # an index packed in pieces
         packed = gzip.compress(line.encode() + b"\n") + gzip.compress(line.encode()) if data is None else data.encode()
         (tmp_path / name).write_bytes(packed)
@@ -614,7 +624,11 @@ def test_an_index_in_any_form(tmp_path):
 
 @pytest.mark.parametrize("text", ["中文网页,标点。", "日本語のページ", "한국어 페이지", "Ünïcödé"])
 def test_encodings(text):
-    for codec, name in (("utf-8", "utf-8"), ("utf-16", None), ("utf-8-sig", None), ("gb18030", "gb2312"), ("cp932", "shift_jis"), ("cp949", "euc-kr"), ("cp1252", "iso-8859-1")):
+    cases = (
+        ("utf-8", "utf-8"), ("utf-16", None), ("utf-8-sig", None), ("gb18030", "gb2312"), ("cp932", "shift_jis"),
+        ("cp949", "euc-kr"), ("cp1252", "iso-8859-1"),
+    )
+    for codec, name in cases:
         try: body = text.encode(codec)
         except UnicodeEncodeError: continue
         assert page_text(body, f"text/html; charset={name}" if name else "text/html")[0] == text
@@ -623,7 +637,8 @@ def test_encodings(text):
 
 def test_any_declared_encoding_gives_text():
     draw = random.Random(0)
-    for name in sorted({*encodings.aliases.aliases, *encodings.aliases.aliases.values(), "", "x-user-defined", "é", "..", "a" * 10_000}):
+    aliases = encodings.aliases.aliases
+    for name in sorted({*aliases, *aliases.values(), "", "x-user-defined", "é", "..", "a" * 10_000}):
         body = draw.randbytes(300)
         for page in (body, b"<meta charset='" + name.encode("ascii", "ignore") + b"'>" + body):
             assert isinstance(page_text(page, f"text/html; charset={name}")[0], str), name
@@ -670,8 +685,8 @@ def apt(tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/apt-get").write_text(APT)
     (tmp_path / "bin/apt-get").chmod(0o755)
-    for k, v in dict(PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", DEB=deb(tmp_path), CALLS=tmp_path / "calls", BMLAB_CACHE=tmp_path / "cache").items():
-        monkeypatch.setenv(k, str(v))
+    places = {"DEB": deb(tmp_path), "CALLS": tmp_path / "calls", "BMLAB_CACHE": tmp_path / "cache"}
+    for k, v in {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **places}.items(): monkeypatch.setenv(k, str(v))
     return tmp_path
 
 

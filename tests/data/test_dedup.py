@@ -95,7 +95,7 @@ def test_near_pairs_of_reviews_are_those_of_brute_force(different):
 
 @pytest.mark.long
 def test_near_pairs_without_punctuation(different):
-    "88 pairs, all found; a search by the usual 14 bands of 9 verifies about 80 of them (77 were once counted on these texts, which cannot be derived again)"
+    "88 pairs, all found; the usual 14 bands of 9 verify about 80 (77 were once counted, which cannot be derived again)"
     letters = near_duplicates(different, unit="letter", every=True)
     plain = [normal(t) for t in different]
     true = {p for p in brute(plain, 0.7) if plain[p[0]]}

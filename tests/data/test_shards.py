@@ -156,7 +156,7 @@ tokenize((f"document {n} " * 5 for n in range(400)), Slow(), sys.argv[1], shard_
 
 
 def test_killed_and_resumed(tmp_path):
-    "SIGKILL in the middle: whole shards stay, the rest is tokenized once, and the files are those of a run in one piece"
+    "SIGKILL in the middle: whole shards stay, the rest is tokenized once, and the files are those of one run"
     def run(folder, calls, most):
         return subprocess.Popen(
             [sys.executable, "-c", KILLED, str(folder), str(calls), str(most)],
@@ -167,8 +167,8 @@ def test_killed_and_resumed(tmp_path):
     p = run(tmp_path / "killed", tmp_path / "calls1", 150)
     probes = 6
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and (not (tmp_path / "calls1").exists() or (tmp_path / "calls1").stat().st_size <= 150):
-        time.sleep(0.05)
+    calls = tmp_path / "calls1"
+    while time.monotonic() < deadline and (not calls.exists() or calls.stat().st_size <= 150): time.sleep(0.05)
     p.send_signal(signal.SIGKILL)
     p.wait()
     whole = list((tmp_path / "killed").glob("*.ds.json"))
@@ -218,9 +218,18 @@ def test_finished_shards_outlive_every_mistake(tok, texts, tmp_path):
     def broken():
         yield from texts[:300]
         raise OSError("the disk under the texts is gone")
-    for words, call in {"tokenizer has changed": lambda: tokenize(texts, lower, tmp_path, shard_tokens=3000), "eos has changed": lambda: tokenize(texts, tok, tmp_path, eos=2), "bos has changed": lambda: tokenize(texts, tok, tmp_path, bos=True),
-                        "recipe has changed": lambda: tokenize(texts, tok, tmp_path, recipe="new"), "texts ends after 0": lambda: tokenize([], tok, tmp_path), "texts ends after": lambda: tokenize(texts[:50], tok, tmp_path),
-                        "not the texts": lambda: tokenize(["new", *texts[1:]], tok, tmp_path), "is gone": lambda: tokenize(broken(), tok, tmp_path), "specials has changed": lambda: tokenize(texts, tok, tmp_path, specials=True)}.items():
+    cases = {
+        "tokenizer has changed": lambda: tokenize(texts, lower, tmp_path, shard_tokens=3000),
+        "eos has changed": lambda: tokenize(texts, tok, tmp_path, eos=2),
+        "bos has changed": lambda: tokenize(texts, tok, tmp_path, bos=True),
+        "recipe has changed": lambda: tokenize(texts, tok, tmp_path, recipe="new"),
+        "texts ends after 0": lambda: tokenize([], tok, tmp_path),
+        "texts ends after": lambda: tokenize(texts[:50], tok, tmp_path),
+        "not the texts": lambda: tokenize(["new", *texts[1:]], tok, tmp_path),
+        "is gone": lambda: tokenize(broken(), tok, tmp_path),
+        "specials has changed": lambda: tokenize(texts, tok, tmp_path, specials=True),
+    }
+    for words, call in cases.items():
         with pytest.raises((ShardError, OSError), match=words): call()
         assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     assert tokenize(iter(texts), tok, tmp_path, shard_tokens=3000).tokens == made.tokens
@@ -269,7 +278,12 @@ def test_a_damaged_shard_is_named(tok, texts, tmp_path, kind, file):
 def test_damaged_manifest(tok, texts, tmp_path):
     tokenize(texts[:50], tok, tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    for words, content in {"unreadable": "{", "format": json.dumps({"format": "x"}), "version 2": json.dumps(manifest | {"version": 2})}.items():
+    cases = {
+        "unreadable": "{",
+        "format": json.dumps({"format": "x"}),
+        "version 2": json.dumps(manifest | {"version": 2}),
+    }
+    for words, content in cases.items():
         (tmp_path / "manifest.json").write_text(content)
         with pytest.raises(ShardError, match=words): Shards(tmp_path)
     (tmp_path / "manifest.json").unlink()
@@ -364,7 +378,9 @@ def builder(prefix, sequences, code, dtype, closed=None, documents=True):
     Path(f"{prefix}.idx").write_bytes(out.getvalue())
 
 
-@pytest.mark.parametrize("code, dtype", [(1, np.uint8), (2, np.int8), (3, np.int16), (4, np.int32), (5, np.int64), (8, np.uint16)])
+@pytest.mark.parametrize("code, dtype", [
+    (1, np.uint8), (2, np.int8), (3, np.int16), (4, np.int32), (5, np.int64), (8, np.uint16),
+])
 @pytest.mark.parametrize("kind", ["documents", "grouped", "never closed", "fairseq"])
 def test_mmididx_of_every_kind(tmp_path, code, dtype, kind):
     rng = np.random.default_rng(code)
@@ -437,7 +453,7 @@ def same(a, b):
 
 
 def test_block_files_of_the_reference_layout(tmp_path):
-    "16 MiB blocks, several of them, pickles as CPM-Live writes them: dicts of CPM-Bee, ids of CPM-Ant as lists and arrays"
+    "Several blocks of 16 MiB, pickles as CPM-Live writes them: dicts of CPM-Bee, ids of CPM-Ant as lists and arrays"
     rng = np.random.default_rng(0)
     bee = [
         {
@@ -561,8 +577,16 @@ def test_blocks_damaged(tmp_path):
         (tmp_path / "d/meta.bin").write_text(json.dumps(row | meta))
         return list(read_blocks(tmp_path / "d", block_size=size))
     assert read() == things and read(block_size=1024) == things
-    for words, call in {"cut off": lambda: read(raw[:-100]), "blocks of 1024": lambda: read(raw[:-1024]), "meta.bin says 60": lambda: read(bytes(1024) + raw[1024:]), "do not follow": lambda: read(block_begin=1),
-                        "leads out": lambda: read(file_name="../d/x"), "0x03 stands": lambda: read(b"\x03" + raw[1:]), "does not fit the block": lambda: read(raw[:2] + b"\x40" + raw[3:])}.items():
+    cases = {
+        "cut off": lambda: read(raw[:-100]),
+        "blocks of 1024": lambda: read(raw[:-1024]),
+        "meta.bin says 60": lambda: read(bytes(1024) + raw[1024:]),
+        "do not follow": lambda: read(block_begin=1),
+        "leads out": lambda: read(file_name="../d/x"),
+        "0x03 stands": lambda: read(b"\x03" + raw[1:]),
+        "does not fit the block": lambda: read(raw[:2] + b"\x40" + raw[3:]),
+    }
+    for words, call in cases.items():
         with pytest.raises(ShardError, match=words): call()
     (tmp_path / "d/x").unlink()
     with pytest.raises(ShardError, match="x is missing"): list(read_blocks(tmp_path / "d", block_size=size))
