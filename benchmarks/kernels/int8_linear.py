@@ -1,6 +1,9 @@
-"""The int8 linear layer for few rows, beside torch's bf16 `F.linear`, in one run: time, bytes a second, share of what a copy reaches.
+"""The int8 linear layer for few rows, beside torch's bf16 `F.linear`, in one run
 
-usage: python benchmarks/kernels/int8_linear.py [--sweep]      needs a GPU; --sweep tries other tile sizes on the first shapes
+Prints time, bytes a second and the share of what a copy reaches.
+
+usage: python benchmarks/kernels/int8_linear.py [--sweep]      needs a GPU
+       --sweep tries other tile sizes on the first shapes
 """
 import argparse
 import itertools
@@ -47,15 +50,9 @@ def main():
             moved = N * K + 4 * N + 2 * M * (N + K)
             rows.append(
                 {
-                    "N×K": f"{N}×{K}",
-                    "M": M,
-                    "int8 µs": t * 1e6,
-                    "GB/s": moved / t / 1e9,
-                    "% of it": 100 * moved / t / rate,
-                    "bf16 µs": u * 1e6,
-                    "bf16 GB/s": (2 * N * K) / u / 1e9,
-                    "times faster": u / t,
-                }
+                    "N×K": f"{N}×{K}", "M": M, "int8 µs": t * 1e6, "GB/s": moved / t / 1e9,
+                    "% of it": 100 * moved / t / rate, "bf16 µs": u * 1e6, "bf16 GB/s": (2 * N * K) / u / 1e9,
+                    "times faster": u / t}
             )
         del ours, theirs
     print(pd.DataFrame(rows).round(2).to_string(index=False))

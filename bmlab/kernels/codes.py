@@ -24,7 +24,7 @@ def divide_(
     x:Tensor, # float32, of any shape
     n:float,  # not 0
 )->Tensor:    # the same tensor
-    "x / n in place, with one rounding on every device: by a plain number a GPU multiplies with the reciprocal."
+    "x / n in place, rounded once on every device (by a plain number a GPU multiplies with the reciprocal)."
     return x.div_(torch.full_like(x, n))
 
 def quantize_rows(
@@ -33,10 +33,8 @@ def quantize_rows(
     "Symmetric int8 per row: `codes * scale` is within half a scale of `w`."
     if w.ndim != 2 or not w.is_floating_point():
         raise TypeError(f"w is {w.dtype} of shape {tuple(w.shape)}; expected a 2-D float tensor")
-    codes, scale = (
-        torch.empty(w.shape, dtype=torch.int8, device=w.device),
-        torch.empty(len(w), dtype=torch.float32, device=w.device),
-    )
+    codes = torch.empty(w.shape, dtype=torch.int8, device=w.device)
+    scale = torch.empty(len(w), dtype=torch.float32, device=w.device)
     step = max(1, _SLICE_BYTES // (4 * w.shape[1] or 1))
     for i in range(0, len(w), step):
         part = w[i:i + step].detach().float()
@@ -46,8 +44,9 @@ def quantize_rows(
         raise ValueError(f"w has infinite or undefined values, first in row {(~scale.isfinite()).nonzero()[0].item()}")
     return codes, scale
 
+# %% ../../nbs/02_kernels/05_codes.ipynb #2801245a
 def _by_kernel(codes, dtype):
-    "Do Triton's kernels widen these codes?"
+    "True where Triton's kernels widen these codes"
     return codes.is_cuda and codes.is_contiguous() and dtype != torch.float64 and not torch.compiler.is_compiling()
 
 def dequantize_rows(
@@ -72,10 +71,11 @@ def group_for(
     K:int,          # columns of a weight
     group_size:int, # the group wanted: 128, 64 or 32
 )->int|None:        # the largest that divides K and is not above it, or None
-    "The group size with which a weight of K columns can be packed to int4."
+    "The group size that packs a weight of K columns to int4."
     if group_size not in GROUPS: raise ValueError(f"group_size={group_size!r}: one of {', '.join(map(str, GROUPS))}")
     return next((g for g in GROUPS if g <= group_size and K and K % g == 0), None)
 
+# %% ../../nbs/02_kernels/05_codes.ipynb #149f1768
 def _nibbles(codes, groups):
     "(N, K/2) bytes → (N, groups, g) codes 0…15"
     pairs = codes.view(len(codes), groups, -1)
@@ -83,14 +83,8 @@ def _nibbles(codes, groups):
 
 def _widen_groups(codes, scale, zero):
     "The float32 weight of a few rows: `(code − 8)·scale + zero`"
-    return (
-        _nibbles(codes, scale.shape[1])
-        .float()
-        .sub_(8)
-        .mul_(scale[..., None])
-        .add_(zero[..., None])
-        .view(len(codes), -1)
-    )
+    q = _nibbles(codes, scale.shape[1]).float()                     # (N, K/g, g)
+    return q.sub_(8).mul_(scale[..., None]).add_(zero[..., None]).view(len(codes), -1)
 
 def dequantize_groups(
     codes:Tensor,                    # (N, K/2) uint8
@@ -115,13 +109,14 @@ _CLIPS = (1.0, 0.92, 0.84, 0.76)  # shares of a group's range that are tried
 
 def _group_grid(part, share):
     "Scale and zero point (float16) of groups (…, g) for a share of their range, the codes, and the squared error"
-    low, high = (part.amin(-1) * share, part.amax(-1) * share)
+    low, high = part.amin(-1) * share, part.amax(-1) * share
     # the least float16: groups of one value
     scale = divide_(high - low, 15).half().clamp_min_(2**-24)
     zero = (low + 8 * scale.float()).half()
     s, z = scale.float()[..., None], zero.float()[..., None]
     q = part.sub(z).div_(s).add_(8).round_().clamp_(0, 15)
-    return scale, zero, q.to(torch.uint8), (q.sub_(8).mul_(s).add_(z).sub_(part)).square_().sum(-1)
+    codes = q.to(torch.uint8)
+    return scale, zero, codes, q.sub_(8).mul_(s).add_(z).sub_(part).square_().sum(-1)
 
 def quantize_groups(
     w:Tensor,           # (N, K) any float dtype and device, meta too
@@ -131,10 +126,8 @@ def quantize_groups(
     if w.ndim != 2 or not w.is_floating_point():
         raise TypeError(f"w is {w.dtype} of shape {tuple(w.shape)}; expected a 2-D float tensor")
     if group_for(w.shape[1], group_size) != group_size:
-        raise ValueError(
-            f"group_size={group_size} does not divide the {w.shape[1]} columns of w; try "
-            f"{group_for(w.shape[1], group_size) or 'int8'}"
-        )
+        other = group_for(w.shape[1], group_size) or "int8"
+        raise ValueError(f"group_size={group_size} does not divide the {w.shape[1]} columns of w; try {other}")
     N, G = len(w), w.shape[1] // group_size
     codes = torch.empty(N, w.shape[1] // 2, dtype=torch.uint8, device=w.device)
     scale, zero = (torch.empty(N, G, dtype=torch.float16, device=w.device) for _ in range(2))
@@ -146,16 +139,13 @@ def quantize_groups(
         for share in _CLIPS[1:]:
             other = _group_grid(part, share)
             better = other[3] < best
-            s, z, q, best = (
-                torch.where(better[..., None] if a.ndim == 3 else better, b, a) for a, b in zip((s, z, q, best), other)
-            )
+            pick = lambda a, b: torch.where(better[..., None] if a.ndim == 3 else better, b, a)
+            s, z, q, best = map(pick, (s, z, q, best), other)
         scale[i:i + step], zero[i:i + step] = s, z
         codes[i:i + step] = (q[..., :group_size // 2] | q[..., group_size // 2:] << 4).view(len(part), -1)
     if not w.is_meta and not (scale.isfinite().all() and zero.isfinite().all()):
-        raise ValueError(
-            "w has values that are infinite, undefined or beyond float16, first in row "
-            f"{(~(scale.isfinite() & zero.isfinite()).all(1)).nonzero()[0].item()}"
-        )
+        row = (~(scale.isfinite() & zero.isfinite()).all(1)).nonzero()[0].item()
+        raise ValueError(f"w has values that are infinite, undefined or beyond float16, first in row {row}")
     return codes, scale, zero
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #0cba8c02
@@ -168,18 +158,14 @@ def _blocks(codes, dtype, scale=None, zero=None):
     buffer = torch.empty(min(step, N), K, dtype=dtype, device=codes.device)        # one buffer, that stays in the cache
     for i in range(0, N, step):
         rows = slice(i, min(i + step, N))
-        yield (
-            rows,
-            buffer[: rows.stop - i].copy_(
-                codes[rows] if zero is None else _widen_groups(codes[rows], scale[rows], zero[rows])
-            ),
-        )
+        w = codes[rows] if zero is None else _widen_groups(codes[rows], scale[rows], zero[rows])
+        yield rows, buffer[:rows.stop - i].copy_(w)
 
 def _by_blocks(x, codes, scale, dtype, zero=None):
     "x (M, K) times the matrix, multiplied as `dtype`, a block of outputs at a time"
     x = x.to(dtype)
-    # one block: fewer calls
-    if zero is None and codes.numel() * dtype.itemsize <= _BLOCK_BYTES: return F.linear(x, codes.to(dtype)).mul_(scale)
+    if zero is None and codes.numel() * dtype.itemsize <= _BLOCK_BYTES:              # one block: fewer calls
+        return F.linear(x, codes.to(dtype)).mul_(scale)
     y = torch.empty(len(x), len(codes), dtype=dtype, device=x.device)
     for rows, w in _blocks(codes, dtype, scale, zero): torch.mm(x, w.t(), out=y[:, rows])
     return y.mul_(scale) if zero is None else y
@@ -192,18 +178,18 @@ _PRODUCT_BYTES = 8 << 20              # of int32 products of many rows at a time
 
 @functools.cache
 def _integers():
-    "Does this CPU multiply int8 exactly and fast? (Without VNNI its int8 products saturate.)"
+    "True where this CPU multiplies int8 exactly and fast (without VNNI its int8 products saturate)"
     return torch.backends.mkldnn.is_available() and getattr(torch.cpu, "_is_vnni_supported", bool)()
 
 def _digits(x):
-    "x (M, K) → its digits (3, M, K) int8, lowest first, the units (M, 1) float32, and what is to be taken off in the end"
+    "x (M, K) → its digits (3, M, K) int8, lowest first, the units (M, 1) float32, and the factor that undoes the lift"
     x = x.float()
     top = x.abs().amax(1, keepdim=True)
-    # a row of numbers whose unit would have few bits is lifted first
+    # a row whose unit would have few bits is lifted first
     lift = torch.where(top < 1e-30, 2.**64, 1.)
     # (a row of zeros has unit 0, and any digits)
     x, unit = x * lift, top.mul_(lift).mul_(1 / _TOP)
-    # and one with an infinite number is undefined
+    # (a row with an infinite number becomes undefined)
     unit.add_(unit * 0)
     # digit + 128, exclusive or 128, is the digit as a signed byte
     bytes_ = (x / unit).add_(_MIDDLE).to(torch.int32).bitwise_xor_(_MIDDLE)
@@ -237,17 +223,17 @@ def _cpu_linear(x, codes, scale, zero=None):
     "x (M, K) times the packed matrix on a CPU, in x's dtype"
     if len(x) <= cpu_kernels.MAX_ROWS:
         wide = x.float() if x.dtype == torch.float16 else x
-        y = (
-            cpu_kernels.int8_rows(wide, codes, scale)
-            if zero is None
-            else cpu_kernels.int4_rows(wide, codes, scale, zero)
-        )
+        if zero is None: y = cpu_kernels.int8_rows(wide, codes, scale)
+        else: y = cpu_kernels.int4_rows(wide, codes, scale, zero)
         if y is not None: return y.to(x.dtype)
-    if zero is None and x.dtype == torch.bfloat16 and 0 < len(x) <= 16 and codes.shape[1] % 16 == 0 and codes.is_contiguous():
+    K = codes.shape[1]
+    fits_torch = x.dtype == torch.bfloat16 and 0 < len(x) <= 16 and K % 16 == 0 and codes.is_contiguous()
+    if zero is None and fits_torch:
         x = x.contiguous()
         if x.data_ptr() % 16 == codes.data_ptr() % 16 == 0:
             return torch.ops.aten._weight_int8pack_mm(x, codes, scale.to(x.dtype))
-    if zero is None and x.dtype in (torch.float32, torch.float16) and len(x) and codes.numel() >= _DIGITS_FROM and 1 < codes.shape[1] < 1 << 17 and _integers():
+    large = len(x) and codes.numel() >= _DIGITS_FROM and 1 < K < 1 << 17
+    if zero is None and x.dtype in (torch.float32, torch.float16) and large and _integers():
         return _by_digits(x, codes, scale).to(x.dtype)
     native = x.dtype == torch.bfloat16 and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
     dtype = x.dtype if x.dtype == torch.float64 or native else torch.float32
@@ -258,26 +244,22 @@ def arrange_groups(
     codes:Tensor, # (N, K/2) uint8, on a CPU
     scale:Tensor, # (N, K/g) float16
     zero:Tensor,  # (N, K/g) float16
-# bytes in the kernel's order, scale and zero point (K/g, N, 2) bfloat16; None where the kernel does not take the shape
-)->tuple[Tensor, Tensor]|None:
+)->tuple[Tensor, Tensor]|None: # bytes in the kernel's order, scale and zero point (K/g, N, 2) bfloat16; None where
+                               # the kernel does not take the shape
     "The int4 matrix as torch's CPU kernel reads it: a copy, for `arranged_linear4`."
     if len(codes) % 16 or not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"): return None
     q = _nibbles(codes, scale.shape[1]).view(len(codes), -1)
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1), torch.stack((scale, zero), -1).transpose(
-        0, 1
-    ).to(torch.bfloat16).contiguous()
+    both = torch.stack((scale, zero), -1).transpose(0, 1).to(torch.bfloat16).contiguous()      # (K/g, N, 2)
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1), both
 
 def arranged_takes(
     x:Tensor, # (…, K)
-)->bool:      # is `arranged_linear4` the way for it? Up to 64 rows, without gradients, on a CPU
-    "Few rows of float32, float16 or bfloat16, with nothing to differentiate."
-    return (
-        x.device.type == "cpu"
-        and x.numel() <= 64 * x.shape[-1]
-        and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        and not (torch.is_grad_enabled() and x.requires_grad)
-        and not torch.compiler.is_compiling()
-    )
+)->bool:
+    "True where `arranged_linear4` is the way: up to 64 rows of 32 or 16 bits on a CPU, nothing to differentiate."
+    few = x.device.type == "cpu" and x.numel() <= 64 * x.shape[-1]
+    learns = torch.is_grad_enabled() and x.requires_grad
+    floats = x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return few and floats and not learns and not torch.compiler.is_compiling()
 
 def arranged_linear4(
     x:Tensor,              # (…, K) float; rounded to bfloat16
@@ -288,8 +270,7 @@ def arranged_linear4(
     "`packed_linear4` by torch's CPU kernel, in bfloat16."
     rows, (G, N) = x.reshape(-1, x.shape[-1]), scale_zero.shape[:2]
     y = torch.ops.aten._weight_int4pack_mm_for_cpu(
-        rows.to(torch.bfloat16).contiguous(), codes, rows.shape[1] // G, scale_zero
-    ).to(x.dtype)
+        rows.to(torch.bfloat16).contiguous(), codes, rows.shape[1] // G, scale_zero).to(x.dtype)
     return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], N)
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #00c4086b
@@ -304,16 +285,12 @@ def quantize_tokens(
 def _by_int8(x, codes, scale):
     "x (M, K), rounded to int8 per row, times the int8 matrix: integers, scaled once"
     q, unit = quantize_tokens(x)
-    exact = x.is_cuda or _integers()
-    y = (
-        torch._int_mm(q, codes.t())
-        if exact
-        else _by_blocks(q, codes, torch.ones((), dtype=torch.float64), torch.float64)
-    )
+    if x.is_cuda or _integers(): y = torch._int_mm(q, codes.t())
+    else: y = _by_blocks(q, codes, torch.ones((), dtype=torch.float64), torch.float64)
     return y.float().mul_(unit).mul_(scale).to(x.dtype)
 
 def _takes_int8(x, codes):
-    "Can `_by_int8` multiply these? (cuBLAS wants more than 16 rows, and multiples of 8)"
+    "True where `_by_int8` can multiply these (cuBLAS wants more than 16 rows, and multiples of 8)"
     return len(x) > 16 and (not x.is_cuda or codes.shape[0] % 8 == codes.shape[1] % 8 == 0)
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #043431dc
@@ -347,15 +324,13 @@ def _multiply(x, codes, scale, zero=None, bias=None, activations=None):
     return y if bias is None else y.add_(bias)
 
 def _triton(x, codes, scale, zero, bias):
+    "x (M, K) times the packed matrix by a Triton kernel, M at most `_TILED_ROWS`"
     from bmlab.kernels import triton_products as T
-    few, many, packed = (
-        (T.int8_linear, T.int8_gemm, (codes, scale))
-        if zero is None
-        else (T.int4_linear, T.int4_gemm, (codes, scale, zero))
-    )
+    if zero is None: few, many, packed = T.int8_linear, T.int8_gemm, (codes, scale)
+    else: few, many, packed = T.int4_linear, T.int4_gemm, (codes, scale, zero)
     if len(x) <= T.MAX_ROWS: return few(x, *packed, bias)
     if len(codes) >= _MANY: return many(x, *packed, bias)
-    # too few tiles to fill a GPU: sixteen rows at a time read the codes oftener, and are done sooner
+    # too few tiles to fill a GPU: sixteen rows at a time read the codes more often, and are done sooner
     return torch.cat([few(part, *packed, bias) for part in x.split(T.MAX_ROWS)])
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #777c09f1
@@ -414,14 +389,11 @@ packed_product = _operator(                    # `_wide_product`, differentiable
 def _packed_linear(x, K, codes, scale, zero, bias, activations):
     "Check the inputs, flatten them, and multiply with or without autograd"
     if not x.is_floating_point():
-        raise TypeError(
-            f"x is {x.dtype}; a packed layer takes float inputs. If the model's code casts them to `weight.dtype`, "
-            "keep that layer in float with exclude="
-        )
+        hint = "If the model's code casts them to `weight.dtype`, keep that layer in float with exclude="
+        raise TypeError(f"x is {x.dtype}; a packed layer takes float inputs. {hint}")
     if x.shape[-1] != K:
-        raise ValueError(
-            f"x of shape {tuple(x.shape)} does not fit a weight of shape {(len(codes), K)}: its last size should be {K}"
-        )
+        shapes = f"x of shape {tuple(x.shape)} does not fit a weight of shape {(len(codes), K)}"
+        raise ValueError(f"{shapes}: its last size should be {K}")
     if not x.is_meta and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     rows = x.reshape(x.shape[:-1].numel(), K)                                      # (M, K)
@@ -435,6 +407,7 @@ def _packed_linear(x, K, codes, scale, zero, bias, activations):
     else: y = _multiply(rows, codes, scale, zero, bias, activations)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], len(codes))   # (no view: a LoRA may add to it in place)
 
+# %% ../../nbs/02_kernels/05_codes.ipynb #e5703fff
 def packed_linear(
     x:Tensor,                  # (…, K) float
     codes:Tensor,              # (N, K) int8
@@ -442,7 +415,7 @@ def packed_linear(
     bias:Tensor|None=None,     # (N,) any float dtype
     activations:int|None=None, # 8: more than 16 rows are rounded to int8 too; None: never
 )->Tensor:                     # (…, N) in x's dtype (under autocast in its dtype)
-    "`x @ (codes * scale).T + bias`, differentiable in x and bias, by the fastest way for this device, dtype and number of rows."
+    "`x @ (codes * scale).T + bias` by the fastest way for device, dtype and rows; differentiable in x and bias."
     return _packed_linear(x, codes.shape[1], codes, scale, None, bias, activations)
 
 def packed_linear4(

@@ -21,11 +21,9 @@ _FLAGS = ("-march=native", "-fopenmp"), ("-march=native",)  # the second where t
 def _made(compiler, flags, folder):
     "The library, compiled unless it is there"
     source = files("bmlab.kernels") / "cpu.c"
-    run = lambda *args: (
-        subprocess.run(
-            [*compiler, "-O3", *flags, *args, "-x", "c", str(source)], capture_output=True, check=True, timeout=60
-        ).stdout
-    )
+    def run(*args):
+        command = [*compiler, "-O3", *flags, *args, "-x", "c", str(source)]
+        return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
     # what the compiler is and compiles for, and what
     about = run("-dM", "-E") + source.read_bytes() + " ".join(flags).encode()
     key, folder = hashlib.sha256(about).hexdigest()[:16], Path(folder)
@@ -40,15 +38,14 @@ def _made(compiler, flags, folder):
             os.replace(f"{near}/made.so", file)
     made = ctypes.CDLL(str(file))
     for name, tensors, sizes in (("int8_rows", 4, 3), ("int4_rows", 5, 4)):
-        getattr(made, name).argtypes, getattr(made, name).restype = (
-            [ctypes.c_void_p] * tensors + [ctypes.c_int64] * sizes + [ctypes.c_int] * 2,
-            ctypes.c_int,
-        )
+        call = getattr(made, name)
+        call.argtypes = [ctypes.c_void_p] * tensors + [ctypes.c_int64] * sizes + [ctypes.c_int] * 2
+        call.restype = ctypes.c_int
     return made
 
 @functools.cache
 def _kernel():
-    "The compiled library; None: there is no compiler, or it is not wanted"
+    "The compiled library; None where there is no compiler, or it is not wanted"
     if os.environ.get("BMLAB_CPU_KERNELS", "").lower() in ("off", "0"): return None
     try: compiler = shlex.split(os.environ.get("CC", "")) or [c for c in ("cc", "gcc", "clang") if shutil.which(c)][:1]
     except ValueError: compiler = None                                                        # quotes that do not end
@@ -56,7 +53,8 @@ def _kernel():
     from bmlab.files import cache_dir
     for flags in _FLAGS:
         try: made = _made(compiler, flags, cache_dir() / "kernels")
-        except (OSError, RuntimeError, AttributeError):                                       # a folder that cannot be written, none at all, a strange file in it: for this process alone
+        except (OSError, RuntimeError, AttributeError):
+            # a folder that cannot be written, none at all, a strange file in it: for this process alone
             try:
                 with tempfile.TemporaryDirectory() as folder: made = _made(compiler, flags, folder)
             except (OSError, subprocess.SubprocessError): continue
@@ -65,61 +63,54 @@ def _kernel():
     _log.info("%s compiles no kernel that works here: torch's are used", compiler[0])
 
 # %% ../../nbs/02_kernels/04_cpu.ipynb #f1cbeef8
-def _run(call, x, matrix, *sizes): # matrix: its tensors; sizes: besides M, N and K
+def _run(call, x, matrix, *sizes):
+    "x times a matrix, given as its tensors, by a function of the library; sizes besides M, N and K"
     (M, K), N = x.shape, len(matrix[0])
     y = x.new_empty(M, N)
-    if call(x.data_ptr(), *[t.data_ptr() for t in matrix], y.data_ptr(), M, N, K, *sizes, x.dtype is torch.bfloat16, torch.get_num_threads()):
+    at = [t.data_ptr() for t in (x, *matrix, y)]
+    if call(*at, M, N, K, *sizes, x.dtype is torch.bfloat16, torch.get_num_threads()):
         raise MemoryError(f"no memory for the digits of {M} rows of {K}")
     return y
 
 def _agrees(made):
-    "Do they multiply?"
-    x, numbers = (
-        ((torch.arange(7 * 256) * 37 % 61 - 30).view(7, 256) / 8),
-        (torch.arange(5 * 256) * 53 % 255 - 127).view(5, 256).to(torch.int8),
-    )  # seven rows: four, two and one at a time
+    "True where a library multiplies correctly"
+    x = (torch.arange(7 * 256) * 37 % 61 - 30).view(7, 256) / 8      # seven rows: four, two and one at a time
+    numbers = (torch.arange(5 * 256) * 53 % 255 - 127).view(5, 256).to(torch.int8)
     scale, all_halves = torch.arange(1, 6) / 64, (torch.arange(1, 41).view(5, 8) / 64).half()
-    cases = [
-        (made.int8_rows, x[:, :100], (numbers[:, :100].contiguous(), scale), numbers[:, :100] * scale[:, None], ())
-    ]
+    narrow = numbers[:, :100].contiguous()
+    cases = [(made.int8_rows, x[:, :100], (narrow, scale), narrow * scale[:, None], ())]
     for g in (32, 64, 128):
         codes, halves = numbers[:, :128].to(torch.uint8), all_halves[:, :256 // g].contiguous()
         both = codes.view(5, 256 // g, g // 2)
         wide = (torch.cat([both & 15, both >> 4], -1).double() - 8) * halves[..., None] + halves.flip(0)[..., None]
         cases.append((made.int4_rows, x, (codes, halves, halves.flip(0)), wide.view(5, 256), (g,)))
     for call, rows, matrix, wide, sizes in cases:
+        want = rows.double() @ wide.double().T
         for dtype, e in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8)):
-            if not torch.allclose(_run(call, rows.to(dtype).contiguous(), matrix, *sizes).double(), rows.double() @ wide.double().T, rtol=e, atol=1e-3):
-                return False
+            got = _run(call, rows.to(dtype).contiguous(), matrix, *sizes)
+            if not torch.allclose(got.double(), want, rtol=e, atol=1e-3): return False
     return True
 
 # %% ../../nbs/02_kernels/04_cpu.ipynb #7f0d273a
 MAX_ROWS, MAX_COLUMNS = 16, (1 << 16) - 1  # rows of x that the C text has room for; columns whose sums fit into 32 bits
 
-def available(
-)->bool: # compiles it on first use
-    "Is there a compiled kernel on this machine?"
+def available()->bool: # compiles it on first use
+    "True where this machine has a compiled kernel."
     return _kernel() is not None
 
 def _takes(x, *matrix):
-    "A few plain rows, a plain matrix, and nobody who looks on"
+    "True for a few plain rows and a plain matrix that nothing watches"
     for t in (x, *matrix):
         if type(t) is not Tensor or t.device.type != "cpu" or t.is_neg() or t._is_zerotensor(): return False
     for t in matrix:
         if not t.is_contiguous(): return False
-    return (
-        x.dtype in (torch.float32, torch.bfloat16)
-        and x.ndim == matrix[0].ndim == 2
-        and 0 < len(x) <= MAX_ROWS
-        and 0 < x.shape[1] <= MAX_COLUMNS
-        and not (x.requires_grad and torch.is_grad_enabled())
-        and forward_ad._current_level < 0
-        and not _watched()
-        and _kernel() is not None
-    )
+    if x.dtype not in (torch.float32, torch.bfloat16) or not x.ndim == matrix[0].ndim == 2: return False
+    if not (0 < len(x) <= MAX_ROWS and 0 < x.shape[1] <= MAX_COLUMNS): return False
+    learns = x.requires_grad and torch.is_grad_enabled() or forward_ad._current_level >= 0
+    return not learns and not _watched() and _kernel() is not None
 
 def _watched():
-    "Is somebody there who has to see what torch does: a mode, a transform, a tracer, a compiler?"
+    "True where something must see what torch does: a mode, a transform, a tracer, a compiler"
     return (
         torch._C._len_torch_dispatch_stack()
         or torch._ops._len_torch_dispatch_stack_pre_dispatch()
@@ -133,9 +124,10 @@ def int8_rows(
     codes:Tensor, # (N, K) int8, without gaps
     scale:Tensor, # (N,) float32, without gaps
 )->Tensor|None:   # (M, N) in x's dtype; None where this is not the way
-    "`x @ (codes * scale).T` on a CPU, summed exactly. A row of it is the same whatever rows come with it."
-    if not (_takes(x, codes, scale) and codes.dtype is torch.int8 and scale.dtype is torch.float32 and x.shape[1] == codes.shape[1] and scale.shape == codes.shape[:1]):
-        return None
+    "`x @ (codes * scale).T` on a CPU, summed exactly; a row is the same beside any others."
+    fits = codes.dtype is torch.int8 and scale.dtype is torch.float32
+    if not (_takes(x, codes, scale) and fits): return None
+    if x.shape[1] != codes.shape[1] or scale.shape != codes.shape[:1]: return None
     return _run(_kernel().int8_rows, x.contiguous(), (codes, scale))
 
 def int4_rows(
@@ -144,8 +136,11 @@ def int4_rows(
     scale:Tensor, # (N, K/g) float16; g 32, 64 or 128
     zero:Tensor,  # (N, K/g) float16
 )->Tensor|None:   # (M, N) in x's dtype; None where this is not the way
-    "`x @ ((code - 8) * scale + zero).T` on a CPU, each group summed exactly, groups in float32. A row of it is the same whatever rows come with it."
-    if not (_takes(x, codes, scale, zero) and codes.dtype is torch.uint8 and scale.dtype is zero.dtype is torch.float16 and x.shape[1] == 2 * codes.shape[1] and scale.shape == zero.shape
-            and scale.ndim == 2 and len(scale) == len(codes) and scale.shape[1] and x.shape[1] % scale.shape[1] == 0 and (group := x.shape[1] // scale.shape[1]) in (32, 64, 128)):
-                return None
+    "`x @ ((code - 8) * scale + zero).T` on a CPU; a group is summed exactly, a row is the same beside any others."
+    fits = codes.dtype is torch.uint8 and scale.dtype is zero.dtype is torch.float16
+    if not (_takes(x, codes, scale, zero) and fits): return None
+    if x.shape[1] != 2 * codes.shape[1] or not scale.shape == zero.shape or scale.ndim != 2: return None
+    if len(scale) != len(codes) or not scale.shape[1] or x.shape[1] % scale.shape[1]: return None
+    group = x.shape[1] // scale.shape[1]
+    if group not in (32, 64, 128): return None
     return _run(_kernel().int4_rows, x.contiguous(), (codes, scale, zero), group)

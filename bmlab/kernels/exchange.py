@@ -18,13 +18,13 @@ from ..core import changed, original_class, parts, tensor_key, unwrap
 
 # %% ../../nbs/02_kernels/06_exchange.ipynb #ce330594
 def _pretrained():
-    "transformers' base of models; an empty tuple where nothing has imported it, so that there is none of them"
+    "transformers' base of models; an empty tuple where nothing has imported it, so no model is one"
     return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
 
 def plain_class(
     model:nn.Module, # any module
 )->type:             # the class that can be imported, below those made by sharding and deltas
-    "By which class a model's files are opened."
+    "The class that opens a model's files."
     from torch.distributed.fsdp import FSDPModule
     def is_known(cls): return getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
     return next(c for c in type(unwrap(model)).__mro__ if not issubclass(c, FSDPModule) and is_known(c))
@@ -183,7 +183,7 @@ class Place:
 def lets_grads_in(
     hook, # of a module's forward
 )->bool:  # that of transformers' gradient checkpointing, which stays when that ends
-    "Is this the one hook that goes along when a layer is replaced?"
+    "True for the one hook that goes along when a layer is replaced."
     return getattr(hook, "__name__", "") == "make_inputs_require_grads"
 
 def _refused(module):

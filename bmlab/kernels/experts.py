@@ -15,20 +15,12 @@ from torch.nn.utils import parametrize
 
 from .exchange import Substitute
 from bmlab.kernels.codes import (
-    GROUPS,
-    Packed,
-    dequantize_groups,
-    dequantize_rows,
-    group_for,
-    packed_linear,
-    packed_linear4,
-    quantize_groups,
-    quantize_rows,
-)
+    GROUPS, Packed, dequantize_groups, dequantize_rows, group_for, packed_linear, packed_linear4, quantize_groups,
+    quantize_rows)
 
 # %% ../../nbs/02_kernels/07_experts.ipynb #d6450be0
 class PackedStack(Substitute, Packed):
-    "The matrices of E experts as codes: int8 with a float32 scale per row, or int4 with float16 scales and zero points per group."
+    "The matrices of E experts as int8 codes with a scale per row, or int4 with a scale and zero point per group."
     def __init__(
         self,
         experts:int,              # E
@@ -50,10 +42,8 @@ class PackedStack(Substitute, Packed):
 
     def __setattr__(self, name, value):
         if name == "__class__":
-            raise TypeError(
-                "packed experts take no delta, since their stacks are multiplied by part; put it on other modules, or "
-                "on the experts before they are packed"
-            )
+            why = "packed experts take no delta, since their stacks are multiplied by part"
+            raise TypeError(f"{why}; put it on other modules, or on the experts before they are packed")
         super().__setattr__(name, value)
 
     @property
@@ -70,19 +60,12 @@ class PackedStack(Substitute, Packed):
 
     def dequantize(self, dtype=torch.float32):
         "The float weights (E, N, K), computed anew at each call"
-        return torch.stack(
-            [(dequantize_rows if self.group_size is None else dequantize_groups)(*m, dtype) for m in zip(*self.tensors)]
-        )
+        widen = dequantize_rows if self.group_size is None else dequantize_groups
+        return torch.stack([widen(*m, dtype) for m in zip(*self.tensors)])
 
     def _bmlab_packed(self):
-        return [
-            (
-                "weight",
-                self.tensors,
-                (len(self.codes), self.out_features, self.in_features),
-                "int8" if self.group_size is None else "int4",
-            )
-        ]
+        shape = len(self.codes), self.out_features, self.in_features
+        return [("weight", self.tensors, shape, "int8" if self.group_size is None else "int4")]
 
     def extra_repr(self):
         kind = "int8" if self.group_size is None else f"int4 in groups of {self.group_size}"
@@ -96,9 +79,8 @@ def pack_stack(
 )->PackedStack:
     "Pack E matrices, one at a time."
     new = PackedStack(len(weight), weight.shape[2], weight.shape[1], group_size, weight.device)
-    rounding = rounding or (
-        quantize_rows if group_size is None else functools.partial(quantize_groups, group_size=group_size)
-    )
+    nearest = quantize_rows if group_size is None else functools.partial(quantize_groups, group_size=group_size)
+    rounding = rounding or nearest
     for e, w in enumerate(weight):
         for stored, t in zip(new.tensors, rounding(w)): stored[e] = t
     return new
@@ -107,7 +89,7 @@ def pack_stack(
 def holds_experts(
     module:nn.Module, # any module
 )->bool:              # in parameters of its own, of three dimensions
-    "Are a module's weights stacks of matrices, one for each expert?"
+    "True where a module's weights are stacks of matrices, one for each expert."
     return any(p is not None and p.ndim == 3 for p in module._parameters.values())
 
 def stack_names(
@@ -127,7 +109,8 @@ def experts_refusal(
     if stacked != set(stack_names(module)):
         return f"holds {', '.join(sorted(stacked))}; expected {' and '.join(stack_names(module))}"
     if module.has_gate and not hasattr(module, "_apply_gate"): return "has a gate but no _apply_gate"
-    if extra := [n for n, p in module._parameters.items() if p is not None and n not in stacked and n not in {s + "_bias" for s in stacked}]:
+    known = stacked | {s + "_bias" for s in stacked}
+    if extra := [n for n, p in module._parameters.items() if p is not None and n not in known]:
         return f"has other parameters: {', '.join(extra)}"
     if getattr(module, "_is_expert_parallel", False): return "is spread over processes; pack it before"
     if hasattr(module, "_deltas"): return "carries a delta; merge or detach it first"
@@ -154,14 +137,13 @@ class _Chosen:
     def _parts(self):
         "(tensors of) the two stacks, and the two biases or None"
         names = stack_names(self)
-        return [self._modules[n].tensors for n in names], [
-            self._parameters[n + "_bias"] if self.has_bias else None for n in names
-        ]
+        biases = [self._parameters[n + "_bias"] if self.has_bias else None for n in names]
+        return [self._modules[n].tensors for n in names], biases
 
-    def forward(self, hidden_states, top_k_index=None, top_k_weights=None, *, router_indices=None, routing_weights=None):
-        index, weight = (
-            b if a is None else a for a, b in ((top_k_index, router_indices), (top_k_weights, routing_weights))
-        )
+    def forward(
+            self, hidden_states, top_k_index=None, top_k_weights=None, *, router_indices=None, routing_weights=None):
+        index = router_indices if top_k_index is None else top_k_index
+        weight = routing_weights if top_k_weights is None else top_k_weights
         # (T, D), (T·k,)
         x, ids, k = hidden_states.reshape(-1, hidden_states.shape[-1]), index.reshape(-1), index.shape[-1]
         (up, down), bias = self._parts()
@@ -169,26 +151,16 @@ class _Chosen:
         biases = lambda e: [None if b is None else b[e] for b in bias]
         if x.is_cuda and len(ids) <= _GATHERED and not torch.is_grad_enabled():
             up, down, b = pick(up, ids), pick(down, ids), biases(ids)
-            y = torch.cat(
-                [
-                    self._expert(
-                        x[p // k : p // k + 1], pick(up, p), pick(down, p), *(None if v is None else v[p] for v in b)
-                    )
-                    for p in range(len(ids))
-                ]
-            )
+            bias_of = lambda p: [None if v is None else v[p] for v in b]
+            one = lambda p: self._expert(x[p // k:p // k + 1], pick(up, p), pick(down, p), *bias_of(p))
+            y = torch.cat([one(p) for p in range(len(ids))])
         else:
             order = ids.argsort(stable=True)
-            sizes = (
-                [len(ids)] + [0] * (self.num_experts - 1)
-                if x.is_meta
-                else torch.bincount(ids, minlength=self.num_experts).tolist()
-            )
+            if x.is_meta: sizes = [len(ids)] + [0] * (self.num_experts - 1)
+            else: sizes = torch.bincount(ids, minlength=self.num_experts).tolist()
             rows = x[order // k].split(sizes)
-            y = torch.cat(
-                [self._expert(r, pick(up, e), pick(down, e), *biases(e)) for e, r in enumerate(rows) if len(r)]
-                or [x[:0]]
-            )[order.argsort()]
+            done = [self._expert(r, pick(up, e), pick(down, e), *biases(e)) for e, r in enumerate(rows) if len(r)]
+            y = torch.cat(done or [x[:0]])[order.argsort()]
         y = (y * weight.reshape(-1, 1)).view(len(x), k, x.shape[1]).sum(1)                                     # (T, D)
         return y.to(hidden_states.dtype).view(hidden_states.shape)
 
@@ -225,11 +197,9 @@ def pack_experts(
         # (E, N, K)
         if module.is_transposed: w = w.transpose(1, 2)
         stack = pack_stack(
-            w,
-            group_for(w.shape[2], group_size) if bits == 4 else None,
-            functools.partial(rounding, name) if rounding else None,
-        )
-        # let go of it before the next
+            w, group_for(w.shape[2], group_size) if bits == 4 else None,
+            functools.partial(rounding, name) if rounding else None)
+        # let go of it before the next is packed
         del module._parameters[name], w
         module.add_module(name, stack)
     module.__class__ = _packed_class(type(module))

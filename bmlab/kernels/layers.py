@@ -16,28 +16,17 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..core import changed, parts, resolve, roles, tensor_key
-from bmlab.kernels.codes import (
-    GROUPS,
-    Packed,
-    arrange_groups,
-    arranged_linear4,
-    arranged_takes,
-    dequantize_groups,
-    dequantize_rows,
-    group_for,
-    packed_linear,
-    packed_linear4,
-    quantize_groups,
-    quantize_rows,
-)
+from .codes import (
+    GROUPS, Packed, arrange_groups, arranged_linear4, arranged_takes, dequantize_groups, dequantize_rows, group_for,
+    packed_linear, packed_linear4, quantize_groups, quantize_rows)
 from .exchange import Substitute, float_layer, lets_grads_in, mark_foreign
 from .experts import experts_refusal, holds_experts, pack_experts
 
 # %% ../../nbs/02_kernels/08_layers.ipynb #ff728e22
 def is_conv1d(
-    module:nn.Module, # any module, parametrized ones too, whose own class is below
+    module:nn.Module, # any module; a parametrized one hides its own class below another
 )->bool:              # its weight is stored as (inputs, outputs)
-    "Is it transformers' Conv1D, the linear layer of GPT-2?"
+    "True for transformers' Conv1D, the linear layer of GPT-2."
     return hasattr(module, "nf") and any(c.__name__ == "Conv1D" for c in type(module).__mro__)
 
 def weight_rows(
@@ -65,7 +54,7 @@ class _PackedRows(Substitute, Packed):
         module:nn.Module, # the float one, whose bias and hooks it takes
         **options,        # for the packed class, such as group_size
     ):                    # -> a packed layer on meta
-        "A packed layer to come in a module's place, without its codes."
+        "A packed layer for a module's place, without its codes."
         N, K = weight_rows(module).shape
         if isinstance(module, nn.Embedding):
             new = cls(N, K, module.padding_idx, module.weight.dtype, _multiplier(module), device="meta")
@@ -77,7 +66,7 @@ class _PackedRows(Substitute, Packed):
         return new.instead_of(module).train(module.training)
 
     @property
-    def weight(self): return self.codes  # by its dtype, shape and device transformers' models know it for packed
+    def weight(self): return self.codes  # its dtype, shape and device tell transformers' models that it is packed
 
     @property
     def tensors(self): return [getattr(self, n) for n in self._stored]
@@ -94,7 +83,7 @@ class _PackedRows(Substitute, Packed):
         self,
         other, # a packed layer of the same matrix
     ):
-        "Hold the tensors of another layer from now on, as tied weights are held."
+        "Hold the tensors of another layer from now on, as tied weights do."
         self._twins = other._twins
         self._twins.append(self)
         self._put(*other.tensors)
@@ -125,8 +114,7 @@ class Int8Linear(_PackedRows):
         super().__init__(out_features, in_features, device)
         self.in_features, self.out_features, self.activations = in_features, out_features, activations
         self.register_parameter(
-            "bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
-        )
+            "bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None)
 
     @classmethod
     def from_float(
@@ -157,15 +145,12 @@ class GroupedLinear(_PackedRows):
         dtype:torch.dtype|None=None,  # of the bias
     ):
         if group_for(in_features, group_size) != group_size:
-            raise ValueError(
-                f"group_size={group_size} does not divide in_features={in_features}; try "
-                f"{group_for(in_features, group_size) or 'Int8Linear'}"
-            )
+            other = group_for(in_features, group_size) or "Int8Linear"
+            raise ValueError(f"group_size={group_size} does not divide in_features={in_features}; try {other}")
         self.in_features, self.out_features, self.group_size = in_features, out_features, group_size
         super().__init__(out_features, in_features, device)
         self.register_parameter(
-            "bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
-        )
+            "bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None)
 
     @classmethod
     def from_float(
@@ -180,21 +165,18 @@ class GroupedLinear(_PackedRows):
         return new
 
     def extra_repr(self):
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"group_size={self.group_size}"
-        )
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, group_size={self.group_size}"
 
 # %% ../../nbs/02_kernels/08_layers.ipynb #9dd17b2e
 class Int4Linear(GroupedLinear):
-    "A linear layer with its weight as int4 codes and float16 scales and zero points per group of columns; the weight is frozen."
+    "A linear layer with its weight as int4 codes, a float16 scale and zero point per group; the weight is frozen."
     _stored, _arranged, _to_nearest = ("codes", "scale", "zero"), None, staticmethod(quantize_groups)
     def _buffers_for(self, rows, columns, device):
         self.register_buffer("codes", torch.zeros(rows, columns // 2, dtype=torch.uint8, device=device))
         for name in ("scale", "zero"):
             self.register_buffer(
-                name, torch.zeros(rows, columns // self.group_size, dtype=torch.float16, device=device)
-            )
+                name, torch.zeros(rows, columns // self.group_size, dtype=torch.float16, device=device))
 
     @property
     def weight(self): return self.codes.view(torch.int8)
@@ -204,7 +186,7 @@ class Int4Linear(GroupedLinear):
         return dequantize_groups(*self.tensors, dtype)
 
     def _put(self, *tensors):
-        for twin in self._twins: twin._arranged = None                             # a copy of what was there before
+        for twin in self._twins: twin._arranged = None                             # a copy of the old codes
         super()._put(*tensors)
 
     def forward(self, x):
@@ -237,7 +219,7 @@ class Int8Embedding(_PackedRows):
         self,
         num_embeddings:int,                   # N
         embedding_dim:int,                    # K
-        padding_idx:int|None=None,            # kept for those who ask; a row like any other
+        padding_idx:int|None=None,            # only kept; its row is a row like any other
         out_dtype:torch.dtype=torch.float32,  # of the outputs; follows .to(dtype)
         multiplier:float=1.0,                 # of the outputs
         device=None,                          # "meta" for a skeleton to load into
@@ -267,9 +249,8 @@ class Int8Embedding(_PackedRows):
         return self
 
     def extra_repr(self):
-        return f"{self.num_embeddings}, {self.embedding_dim}" + (
-            f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
-        )
+        padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
 
 # %% ../../nbs/02_kernels/08_layers.ipynb #b2e6d8ac
 def _multiplier(embedding):
@@ -285,7 +266,7 @@ _PACKABLE = ("Conv1D", "FalconLinear")  # classes beside nn.Linear that multiply
 def packed_class(
     module:nn.Module, # any module
 )->type|None:         # `Int8Linear` (or `Int4Linear`), `Int8Embedding`, or None
-    "By which class a float module is packed; None where there is none."
+    "The class that packs a float module; None where there is none."
     name = type(module).__name__
     if type(module) is nn.Linear or name in _PACKABLE: return Int8Linear
     if type(module) is nn.Embedding or isinstance(module, nn.Embedding) and name.endswith("ScaledWordEmbedding"):
@@ -306,10 +287,8 @@ def packing_refusal(
     if holds_experts(module): return experts_refusal(module)
     if mark := _mark(module): return mark
     if type(module.weight) is not nn.Parameter or not module.weight.is_floating_point():
-        return (
-            f"has a {type(module.weight).__name__} of {module.weight.dtype} as its weight; pack a float model, before "
-            "it is sharded"
-        )
+        weight = f"{type(module.weight).__name__} of {module.weight.dtype}"
+        return f"has a {weight} as its weight; pack a float model, before it is sharded"
     if getattr(module, "max_norm", None) is not None:
         return "renormalizes its rows (max_norm); leave it out with exclude="
     if "forward" in module.__dict__:
@@ -326,32 +305,25 @@ def _is_matrix(module):
 def _warn(names, why):
     if names:
         logging.getLogger(__name__).warning(
-            "%d weights stay in %s: %s", len(names), why, ", ".join(names[:4]) + (", …" if names[4:] else "")
-        )
+            "%d weights stay in %s: %s", len(names), why, ", ".join(names[:4]) + (", …" if names[4:] else ""))
 
 def _chosen(model, modules, exclude):
-    "{name: module} to pack; a warning for weights that were meant and stay in float"
+    "{name: module} to pack; warns of weights that were meant and stay in float"
     everything, unknown = dict(parts(model)), []
-    # of experts in 3-D parameters, that go by the parameters' names
+    # (experts in 3-D parameters go by the parameters' names)
     owner = lambda name: name if name in everything else name.rpartition(".")[0]
     if modules is None:
         wanted = [n for n, r in roles(model).items() if r not in ("router", "norm", "embed")]
         unknown = [n for n in wanted if n not in everything and experts_refusal(everything[owner(n)])]
         modules = dict.fromkeys(owner(n) for n in wanted if n not in unknown)
         if not modules:
-            raise LookupError(
-                f"no linear layer of this {type(model).__name__} has a role; name the layers with modules="
-            )
+            what = f"no linear layer of this {type(model).__name__} has a role"
+            raise LookupError(f"{what}; name the layers with modules=")
     elif isinstance(modules, (Mapping, list, tuple, set)):
-        stacks = {
-            n
-            for n in modules
-            if isinstance(n, str) and n not in everything and holds_experts(everything.get(owner(n), model))
-        }
-        if stacks:
-            modules = (dict.fromkeys if isinstance(modules, Mapping) else list)(
-                owner(n) if n in stacks else n for n in modules
-            )
+        absent = [n for n in modules if isinstance(n, str) and n not in everything]
+        stacks = {n for n in absent if holds_experts(everything.get(owner(n), model))}
+        named = [owner(n) if n in stacks else n for n in modules]
+        if stacks: modules = dict.fromkeys(named) if isinstance(modules, Mapping) else named
     found = {n: m for n, m in resolve(model, modules, exclude).items() if _is_matrix(m) or holds_experts(m)}
     left = [n for n, m in found.items() if not (packed_class(m) or _mark(m) or holds_experts(m))]
     _warn(unknown + left, "float, being of a kind that is not packed")
@@ -363,15 +335,9 @@ def _tied_tables(model, chosen, exclude):
     "{name: embedding} whose table is the weight of a module in `chosen`"
     keys = {tensor_key(m.weight) for m in chosen.values() if not holds_experts(m) and not _mark(m)}
     gone = tuple(resolve(model, exclude)) if exclude is not None else ()
-    tied = {
-        n: m
-        for n, m in parts(model)
-        if n not in chosen
-        and not _mark(m)
-        and _is_matrix(m)
-        and tensor_key(m.weight) in keys
-        and not any(n == g or n.startswith(g + ".") for g in gone)
-    }
+    excluded = lambda name: any(name == g or name.startswith(g + ".") for g in gone)
+    shares = lambda m: not _mark(m) and _is_matrix(m) and tensor_key(m.weight) in keys
+    tied = {n: m for n, m in parts(model) if n not in chosen and shares(m) and not excluded(n)}
     _warn([n for n, m in tied.items() if packed_class(m) is not Int8Embedding], "float, though tied to a packed layer")
     return {n: m for n, m in tied.items() if packed_class(m) is Int8Embedding}
 
@@ -385,6 +351,7 @@ def packable(
     chosen = _chosen(model, modules, exclude)
     return {n: m for n, m in (chosen | _tied_tables(model, chosen, exclude)).items() if not isinstance(m, _PackedRows)}
 
+# %% ../../nbs/02_kernels/08_layers.ipynb #d3aacb26
 def _packed_kinds(shared, bits, group_size):
     "(packed class, its keywords) for each of the modules that share one weight; a table among them makes all int8"
     kinds, K = [packed_class(m) for _, m in shared], weight_rows(shared[0][1]).shape[1]
@@ -417,7 +384,7 @@ def pack_linears(
     for name, m in chosen.items():
         if reason := packing_refusal(m): raise ValueError(f"{name} {reason}")
     experts = {n: m for n, m in chosen.items() if holds_experts(m)}
-    # where each module hangs; modules that share one weight; those without a group
+    # where each module hangs; modules that share one weight; names of those that no group divides
     places, groups, coarse = {}, {}, []
     for parent in model.modules():
         for child, m in parent._modules.items(): places.setdefault(id(m), []).append((parent, child))
@@ -449,10 +416,9 @@ def _named(rounding, module, stack, w): return rounding(f"{module}.{stack}", w)
 def _one_below_the_other(tensors):
     "Tensors joined along their rows: a view where they follow each other in one storage already, else a new tensor"
     first, at = tensors[0], tensors[0].data_ptr()
-    together = (
-        all(t.is_contiguous() and t.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for t in tensors)
-        and not first.is_meta
-    )
+    storage = first.untyped_storage().data_ptr()
+    together = not first.is_meta
+    for t in tensors: together &= t.is_contiguous() and t.untyped_storage().data_ptr() == storage
     for t in tensors: together, at = together and t.data_ptr() == at, at + t.nbytes
     if not together: return torch.cat(tensors)
     return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
@@ -460,41 +426,34 @@ def _one_below_the_other(tensors):
 @torch.no_grad()
 def join_packed(
     modules:list,  # Int8Linear, Int4Linear or nn.Linear layers of one class with the same inputs, in order
-# (codes, scale, bias), (codes, scale, zero, bias) or, of float layers, (weight, bias): joined along the outputs; bias
-# None if none has one
-)->tuple:
+)->tuple:       # joined along the outputs: (codes, scale, bias), (codes, scale, zero, bias) or, of float layers,
+               # (weight, bias); the bias is None if none has one
     "Put sibling layers into one storage each; what they hold become views of it."
     if not modules: raise ValueError("modules is empty; give the sibling layers, such as [q, k, v]")
     kinds = {type(m) for m in modules}
     names = getattr(modules[0], "_stored", ("weight",))
     if len(kinds) > 1 or not isinstance(modules[0], (Int8Linear, Int4Linear, nn.Linear)):
-        raise TypeError(
-            f"modules are {', '.join(sorted(k.__name__ for k in kinds))}; expected layers of one class: Int8Linear, "
-            "Int4Linear or nn.Linear"
-        )
+        given = ", ".join(sorted(k.__name__ for k in kinds))
+        raise TypeError(f"modules are {given}; expected layers of one class: Int8Linear, Int4Linear or nn.Linear")
     rows = [[getattr(m, n).detach() for m in modules] for n in names]
-    if any(len({(t.shape[1:], t.dtype, t.device) for t in same}) > 1 for same in rows) or len({id(m) for m in modules}) < len(modules):
+    unlike = any(len({(t.shape[1:], t.dtype, t.device) for t in same}) > 1 for same in rows)
+    if unlike or len({id(m) for m in modules}) < len(modules):
         sizes = ", ".join(f"{m.in_features}→{m.out_features}" for m in modules)
-        raise ValueError(
-            f"modules with {sizes} do not fit together; they need the same inputs, dtype, device and group size, and "
-            "each to be there once"
-        )
+        needs = "they need the same inputs, dtype, device and group size, and each to be there once"
+        raise ValueError(f"modules with {sizes} do not fit together; {needs}")
     if any(len(getattr(m, "_twins", [m])) > 1 for m in modules):
-        raise ValueError(
-            "modules hold a weight that is tied to another layer's, which cannot move into another storage"
-        )
+        why = "which cannot move into another storage"
+        raise ValueError(f"modules hold a weight that is tied to another layer's, {why}")
     joined = [_one_below_the_other(same) for same in rows]
     given = [m.bias for m in modules if m.bias is not None]
     if given:
-        joined.append(
-            _one_below_the_other(
-                [m.bias.detach() if m.bias is not None else given[0].new_zeros(m.out_features) for m in modules]
-            )
-        )
+        bias_of = lambda m: m.bias.detach() if m.bias is not None else given[0].new_zeros(m.out_features)
+        joined.append(_one_below_the_other([bias_of(m) for m in modules]))
     sizes = [m.out_features for m in modules]
     for name, whole in zip((*names, "bias"), joined):
         for m, part in zip(modules, whole.split(sizes)):
             own = getattr(m, name)
             if isinstance(own, nn.Parameter): own.data = part
-            elif own is not None: setattr(m, name, torch.empty(0, dtype=part.dtype, device=part.device).set_(part))  # no view of `whole`, which would be kept when this moves
+            elif own is not None:                # no view of `whole`, which would be kept when this moves
+                setattr(m, name, torch.empty(0, dtype=part.dtype, device=part.device).set_(part))
     return (*joined, *([] if given else [None]))

@@ -16,7 +16,9 @@ from .triton_common import MAX_ROWS, check_input, early_launch, on_device
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #452315a1
 @triton.jit
-def _rms_norm_kernel(x, residual, weight, total, y, D, eps, offset, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _rms_norm_kernel(
+        x, residual, weight, total, y, D, eps, offset, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+        BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     at, d = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BLOCK)
     v = tl.load(x + at + d, mask=d < D, other=0.0).to(tl.float32)
@@ -41,35 +43,24 @@ def rms_norm(
     "Root-mean-square norm of the last dimension, of x or of x + residual, computed in float32; without autograd."
     check_input(x)
     D = x.shape[-1] if x.ndim else 0
-    if weight is not None and weight.shape != (D,) or residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(
-            f"x {tuple(x.shape)} {x.dtype}, weight {None if weight is None else tuple(weight.shape)}"
-            + (f", residual {tuple(residual.shape)} {residual.dtype}" if residual is not None else "")
-            + " do not fit; expected (…, D), (D,), (…, D)"
-        )
+    fits = residual is None or residual.shape == x.shape and residual.dtype == x.dtype
+    if not fits or weight is not None and weight.shape != (D,):
+        given = f"x {tuple(x.shape)} {x.dtype}, weight {None if weight is None else tuple(weight.shape)}"
+        if residual is not None: given += f", residual {tuple(residual.shape)} {residual.dtype}"
+        raise ValueError(f"{given} do not fit; expected (…, D), (D,), (…, D)")
     # the interpreter truncates where a GPU rounds
     kind = x.dtype if x.is_cuda else torch.float32
-    y, total = (
-        torch.empty(x.shape, dtype=kind, device=x.device),
-        torch.empty(x.shape, dtype=kind, device=x.device) if residual is not None else None,
-    )
+    y = torch.empty(x.shape, dtype=kind, device=x.device)
+    total = torch.empty_like(y) if residual is not None else None
+    warps = 4 if D <= 2048 else 16
+    if 2048 < D <= 8192: warps = 8
     if y.numel():
         with on_device(x):
             _rms_norm_kernel[(y.numel() // D,)](
-                x.contiguous(),
-                x if residual is None else residual.contiguous(),
-                x if weight is None else weight.contiguous(),
-                y if total is None else total,
-                y,
-                D,
-                eps,
-                offset,
-                HAS_RESIDUAL=residual is not None,
-                HAS_WEIGHT=weight is not None,
-                BLOCK=triton.next_power_of_2(D),
-                num_warps=4 if D <= 2048 else 8 if D <= 8192 else 16,
-                **early_launch(x),
-            )
+                x.contiguous(), x if residual is None else residual.contiguous(),
+                x if weight is None else weight.contiguous(), y if total is None else total, y, D, eps, offset,
+                HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, BLOCK=triton.next_power_of_2(D),
+                num_warps=warps, **early_launch(x))
     return y.to(x.dtype) if residual is None else (y.to(x.dtype), total.to(x.dtype))
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #3c0e0449
@@ -87,20 +78,23 @@ def _coded(v, kind: tl.constexpr, BITS8: tl.constexpr):
 
 @triton.jit
 def _store_head(out, at, scales, scale_at, v, s, d, D, there, BITS8: tl.constexpr):
+    "Write a head, and its scale where it has one"
     if BITS8: tl.store(scales + scale_at, s, mask=there)
     tl.store(out + at + d, v, mask=(d < D) & there)
 
 @triton.jit
 def _partner(d, R, INTERLEAVED: tl.constexpr):
-    "With which entry of a head each is turned, and that one's sign"
+    "The entry of a head with which each is turned, and its sign"
     if INTERLEAVED: partner, sign = d + 1 - 2 * (d % 2), tl.where(d % 2 == 0, -1.0, 1.0)
     else: partner, sign = tl.where(d < R // 2, d + R // 2, d - R // 2), tl.where(d < R // 2, -1.0, 1.0)
     return partner, sign
 
 @triton.jit(do_not_specialize=["M"])
-def _rope_store_kernel(qkv, cos, sin, q_weight, k_weight, q, k_cache, v_cache, k_scale, v_scale, positions, rows, M, H, HK, D, R, T,
-                       row_stride, head_stride, slot_stride, scale_row, scale_head, rope_row, rope_token, position_row, position_token, eps, offset,
-                       ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, BITS8: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _rope_store_kernel(
+        qkv, cos, sin, q_weight, k_weight, q, k_cache, v_cache, k_scale, v_scale, positions, rows, M, H, HK, D, R, T,
+        row_stride, head_stride, slot_stride, scale_row, scale_head, rope_row, rope_token, position_row, position_token,
+        eps, offset, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,
+        BITS8: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     token, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     b, m = token // M, token % M
@@ -122,11 +116,9 @@ def _rope_store_kernel(qkv, cos, sin, q_weight, k_weight, q, k_cache, v_cache, k
         p *= scale * (tl.load(weight + partner, mask=turned, other=0.0).to(tl.float32) + offset)
     if ROPE:
         angle = b.to(tl.int64) * rope_row + m * rope_token + d
-        c, s = (
-            tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32),
-            tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32),
-        )
-        # said, not left to the compiler: whoever turns, turns alike
+        c = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)
+        s = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
+        # written out, not left to the compiler: every kernel that turns must turn alike
         v = tl.fma(v, c, sign * p * s)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     there = (slot >= 0) & (slot < T)
@@ -134,10 +126,8 @@ def _rope_store_kernel(qkv, cos, sin, q_weight, k_weight, q, k_cache, v_cache, k
     else:
         code, unit = _coded(v, k_cache.dtype.element_ty, BITS8)
         kv = (head - H - HK * is_value.to(tl.int32)).to(tl.int64)
-        out, scale_out = (
-            row * row_stride + kv * head_stride + slot * slot_stride,
-            row * scale_row + kv * scale_head + slot,
-        )
+        out = row * row_stride + kv * head_stride + slot * slot_stride
+        scale_out = row * scale_row + kv * scale_head + slot
         if is_value: _store_head(v_cache, out, v_scale, scale_out, code, unit, d, D, there, BITS8)
         else: _store_head(k_cache, out, k_scale, scale_out, code, unit, d, D, there, BITS8)
 
@@ -145,48 +135,38 @@ def _rope_store_kernel(qkv, cos, sin, q_weight, k_weight, q, k_cache, v_cache, k
 def _check_cache(k, v, k_scale, v_scale, rows, batch):
     "Raise for a cache that the attention kernels cannot use"
     if k.ndim != 4 or v.shape != k.shape or v.dtype != k.dtype or v.stride() != k.stride() or k.stride(3) != 1:
-        raise ValueError(
-            f"k cache {tuple(k.shape)} {k.dtype} and v cache {tuple(v.shape)} {v.dtype} do not fit; expected two "
-            "(rows, Hk, T, D) of one dtype and layout, D contiguous"
-        )
+        given = f"k cache {tuple(k.shape)} {k.dtype} and v cache {tuple(v.shape)} {v.dtype}"
+        raise ValueError(f"{given} do not fit; expected two (rows, Hk, T, D) of one dtype and layout, D contiguous")
     if (k.dtype == torch.int8) != (k_scale is not None) or (k_scale is None) != (v_scale is None):
-        given = {True: "missing", False: "given"}
-        raise ValueError(
-            f"k cache is {k.dtype}, k_scale is {given[k_scale is None]} and v_scale is {given[v_scale is None]}; an "
-            "int8 cache has both, any other none"
-        )
-    if k_scale is not None and any(t.shape != k.shape[:3] or t.dtype != torch.float16 or t.stride() != k_scale.stride() or t.stride(2) != 1 for t in (k_scale, v_scale)):
-        raise ValueError(
-            f"k_scale {tuple(k_scale.shape)} {k_scale.dtype}, v_scale {tuple(v_scale.shape)} {v_scale.dtype} do not "
-            f"fit; expected {tuple(k.shape[:3])} float16, T contiguous"
-        )
+        is_given = {True: "missing", False: "given"}
+        given = f"k_scale is {is_given[k_scale is None]} and v_scale is {is_given[v_scale is None]}"
+        raise ValueError(f"k cache is {k.dtype}, {given}; an int8 cache has both, any other none")
+    unlike = lambda t: t.shape != k.shape[:3] or t.dtype != torch.float16 or t.stride() != k_scale.stride()
+    if k_scale is not None and any(unlike(t) or t.stride(2) != 1 for t in (k_scale, v_scale)):
+        given = f"k_scale {tuple(k_scale.shape)} {k_scale.dtype}, v_scale {tuple(v_scale.shape)} {v_scale.dtype}"
+        raise ValueError(f"{given} do not fit; expected {tuple(k.shape[:3])} float16, T contiguous")
     if rows is None and batch > k.shape[0] or rows is not None and rows.shape != (batch,):
-        raise ValueError(
-            f"the cache has {k.shape[0]} rows and rows is {None if rows is None else tuple(rows.shape)} for a batch of "
-            f"{batch}; expected at least {batch} rows, or rows ({batch},)"
-        )
+        given = f"the cache has {k.shape[0]} rows and rows is {None if rows is None else tuple(rows.shape)}"
+        raise ValueError(f"{given} for a batch of {batch}; expected at least {batch} rows, or rows ({batch},)")
 
 def _check_rope(qkv, cos, sin, k_cache, v_cache, positions, k_scale, v_scale, rows):
     "Raise for what cannot be turned and stored; heads of queries, entries that turn, and cos and sin, contiguous"
     check_input(qkv)
-    (HK, T, D), (B, M) = k_cache.shape[1:], qkv.shape[:2] if qkv.ndim == 3 else (0, 0)
+    (HK, _, D), (B, M) = k_cache.shape[1:], qkv.shape[:2] if qkv.ndim == 3 else (0, 0)
     _check_cache(k_cache, v_cache, k_scale, v_scale, rows, B)
     H = qkv.shape[-1] // D - 2 * HK
     if qkv.ndim != 3 or qkv.shape[2] % D or H < 1 or H % HK:
-        raise ValueError(
-            f"qkv {tuple(qkv.shape)} does not fit a cache {tuple(k_cache.shape)}; expected (B, M, (H + 2·{HK})·{D}) "
-            f"with H a multiple of {HK}"
-        )
+        given = f"qkv {tuple(qkv.shape)} does not fit a cache {tuple(k_cache.shape)}"
+        raise ValueError(f"{given}; expected (B, M, (H + 2·{HK})·{D}) with H a multiple of {HK}")
     R = 0 if cos is None else cos.shape[-1]
-    if cos is not None and (sin is None or sin.shape != cos.shape or cos.ndim != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != M or R > D or R % 2):
-        raise ValueError(
-            f"cos {tuple(cos.shape)}, sin {None if sin is None else tuple(sin.shape)} do not fit; expected (1 or {B}, "
-            f"{M}, R) with an even R ≤ {D}"
-        )
+    if cos is not None:
+        fits = sin is not None and sin.shape == cos.shape and cos.ndim == 3 and R <= D and R % 2 == 0
+        if not fits or cos.shape[0] not in (1, B) or cos.shape[1] != M:
+            given = f"cos {tuple(cos.shape)}, sin {None if sin is None else tuple(sin.shape)}"
+            raise ValueError(f"{given} do not fit; expected (1 or {B}, {M}, R) with an even R ≤ {D}")
     if positions.shape not in ((B,), (B, M)) or positions.is_floating_point():
-        raise ValueError(
-            f"positions {tuple(positions.shape)} {positions.dtype}; expected ({B},) or ({B}, {M}) integers"
-        )
+        given = f"positions {tuple(positions.shape)} {positions.dtype}"
+        raise ValueError(f"{given}; expected ({B},) or ({B}, {M}) integers")
     return H, R, *(None if t is None else t.contiguous() for t in (cos, sin))
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #77ac1aa2
@@ -209,11 +189,13 @@ def rope_and_store(
     offset:float=0.,             # added to their weights
     interleaved:bool=False,      # pairs (0, 1), (2, 3), …; False: (0, R/2), (1, R/2 + 1), …
 )->Tensor:                       # (B, H, M, D) in qkv's dtype: the turned queries
-    "Turn queries and keys by their positions, and write keys and values into a static cache; float32 inside, without autograd."
+    "Turn queries and keys by position, and write keys and values into a static cache; float32 inside, no autograd."
     H, R, cos, sin = _check_rope(qkv, cos, sin, k_cache, v_cache, positions, k_scale, v_scale, rows)
-    if (q_norm is None) != (k_norm is None) or q_norm is not None and not q_norm.shape == k_norm.shape == k_cache.shape[3:]:
+    both = q_norm is not None and k_norm is not None
+    if both and not q_norm.shape == k_norm.shape == k_cache.shape[3:] or (q_norm is None) != (k_norm is None):
         raise ValueError(f"q_norm and k_norm: expected both of shape ({k_cache.shape[3]},), or none")
-    (HK, T, D), (B, M), qkv, positions = k_cache.shape[1:], qkv.shape[:2], qkv.contiguous(), positions.contiguous()
+    (HK, T, D), (B, M) = k_cache.shape[1:], qkv.shape[:2]
+    qkv, positions = qkv.contiguous(), positions.contiguous()
     q = qkv.new_empty(B, H, M, D, dtype=qkv.dtype if qkv.is_cuda else torch.float32)
     if not q.numel(): return q.to(qkv.dtype)
     bits8, unused = k_scale is not None, k_cache
@@ -222,64 +204,35 @@ def rope_and_store(
     k_out, v_out = (k_cache.float(), v_cache.float()) if interpreted else (k_cache, v_cache)
     with on_device(qkv):
         _rope_store_kernel[(B * M, H + 2 * HK)](
-            qkv,
-            qkv if cos is None else cos,
-            qkv if sin is None else sin,
-            qkv if q_norm is None else q_norm.contiguous(),
-            qkv if k_norm is None else k_norm.contiguous(),
-            q,
-            k_out,
-            v_out,
-            k_scale if bits8 else unused,
-            v_scale if bits8 else unused,
-            positions,
-            positions if rows is None else rows.contiguous(),
-            M,
-            H,
-            HK,
-            D,
-            R,
-            T,
-            *k_out.stride()[:3],
-            *(k_scale.stride()[:2] if bits8 else (0, 0)),
-            0 if cos is None or cos.shape[0] == 1 else M * R,
-            R,
-            M if positions.ndim == 2 else 1,
-            int(positions.ndim == 2),
-            eps,
-            offset,
-            ROPE=cos is not None,
-            INTERLEAVED=interleaved,
-            NORM=q_norm is not None,
-            ROWS=rows is not None,
-            BITS8=bits8,
-            BLOCK=triton.next_power_of_2(D),
-            num_warps=1 if D <= 256 else 4,
-            **early_launch(qkv),
-        )
+            qkv, qkv if cos is None else cos, qkv if sin is None else sin,
+            qkv if q_norm is None else q_norm.contiguous(), qkv if k_norm is None else k_norm.contiguous(), q, k_out,
+            v_out, k_scale if bits8 else unused, v_scale if bits8 else unused, positions,
+            positions if rows is None else rows.contiguous(), M, H, HK, D, R, T, *k_out.stride()[:3],
+            *(k_scale.stride()[:2] if bits8 else (0, 0)), 0 if cos is None or cos.shape[0] == 1 else M * R, R,
+            M if positions.ndim == 2 else 1, int(positions.ndim == 2), eps, offset, ROPE=cos is not None,
+            INTERLEAVED=interleaved, NORM=q_norm is not None, ROWS=rows is not None, BITS8=bits8,
+            BLOCK=triton.next_power_of_2(D), num_warps=1 if D <= 256 else 4, **early_launch(qkv))
     if interpreted: k_cache.copy_(k_out), v_cache.copy_(v_out)
     return q.to(qkv.dtype)
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #5d0e71a4
-# programs that share a row's keys; with the keys of a step it is fixed for a kind of cache, since sums are taken in
-# their order
+# programs that share a row's keys; this and the keys of a step are fixed for a kind of cache, since they set the order
+# of sums
 SPLITS = 16
-# steps that follow each other in one of them: a further program has to hand over what it found, which takes longer than
-# a step
+# steps that follow each other in one program; one more program would have to hand over its result, which takes longer
+# than a step
 _RUN = 2
 
 @functools.cache
 def _steps(dtype, block, device=None):
-    "(keys of a step, warps, stages) of attention on heads of so many entries; before Ampere a multiprocessor has no memory for more"
+    "(keys of a step, warps, stages) for heads of `block` entries; before Ampere a multiprocessor has little memory"
     small = device is not None and torch.cuda.get_device_capability(device)[0] < 8
-    return (
-        (128, 8, 2)
-        if block * dtype.itemsize <= 256 and not small
-        else (64, 4, max(1, 3 - (block > 128) - (dtype == torch.float32)))
-    )
+    if block * dtype.itemsize <= 256 and not small: return 128, 8, 2
+    return 64, 4, max(1, 3 - (block > 128) - (dtype == torch.float32))
 
 @triton.jit
-def _sum_of_parts(part, stats, at, stop, D, SPAN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr):
+def _sum_of_parts(
+        part, stats, at, stop, D, SPAN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr):
     split, d = tl.arange(0, PARTS), tl.arange(0, BLOCK_D)
     # the other parts hold nothing of use
     used, from_ = tl.cdiv(stop, SPAN), at.to(tl.int64) * SPLITS
@@ -287,24 +240,23 @@ def _sum_of_parts(part, stats, at, stop, D, SPAN: tl.constexpr, SPLITS: tl.const
     most = tl.max(tl.where(split < used, tl.load(stats + 2 * (from_ + split)), float("-inf")), 0)
     base = tl.where(most == float("-inf"), 0.0, most)
     total, out = 0.0, tl.zeros((BLOCK_D,), dtype=tl.float32)
-    for j in tl.static_range(PARTS):                                                    # one by one, whoever sums
+    for j in tl.static_range(PARTS):                                                    # one by one, in every kernel
         weight = tl.where(j < used, tl.exp2(tl.load(stats + 2 * (from_ + j)) - base), 0.0)
         total += tl.where(j < used, weight * tl.load(stats + 2 * (from_ + j) + 1), 0.0)
         out += tl.where(j < used, weight * tl.load(part + (from_ + j) * D + d, mask=d < D, other=0.0), 0.0)
     return out / tl.where(total > 0, total, 1.0)
 
 @triton.jit
-def _hand_over(acc, top, total, part, stats, arrived, y, b, kv, tile, split, m, head, real, d, stop, M, HK, D,
-               G: tl.constexpr, SUMS: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
+def _hand_over(
+        acc, top, total, part, stats, arrived, y, b, kv, tile, split, m, head, real, d, stop, M, HK, D, G: tl.constexpr,
+        SUMS: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_Q: tl.constexpr,
+        BLOCK_D: tl.constexpr):
     H = HK * G
     # no other program has keys of this row
     if SUMS & (stop <= SPAN):
         y_at = y + ((b * M + m[:, None]) * H + head[:, None]).to(tl.int64) * D + d[None, :]
-        tl.store(
-            y_at,
-            (acc / tl.where(total > 0, total, 1.0)[:, None]).to(y.dtype.element_ty),
-            mask=real[:, None] & (d < D)[None, :],
-        )
+        mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(y_at, mean.to(y.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
     else:
         out = ((b * H + head) * M + m).to(tl.int64) * SPLITS + split
         tl.store(part + out[:, None] * D + d[None, :], acc, mask=real[:, None] & (d < D)[None, :])
@@ -319,14 +271,16 @@ def _hand_over(acc, top, total, part, stats, arrived, y, b, kv, tile, split, m, 
                 tl.store(count, 0)
                 for query in range(tile * BLOCK_Q, tl.minimum(M * G, (tile + 1) * BLOCK_Q)):
                     one, token = kv * G + query % G, query // G
-                    whole = _sum_of_parts(part, stats, (b * H + one) * M + token, stop, D, SPAN, SPLITS, PARTS, BLOCK_D)
-                    tl.store(
-                        y + ((b * M + token) * H + one).to(tl.int64) * D + d, whole.to(y.dtype.element_ty), mask=d < D
-                    )
+                    at = (b * H + one) * M + token
+                    whole = _sum_of_parts(part, stats, at, stop, D, SPAN, SPLITS, PARTS, BLOCK_D)
+                    y_at = y + ((b * M + token) * H + one).to(tl.int64) * D + d
+                    tl.store(y_at, whole.to(y.dtype.element_ty), mask=d < D)
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #e32480f8
 @triton.jit
-def _see(x, keys, values, k_unit, v_unit, start, t, stop, last, length, real, m, mask, M, scale, window, acc, top, total, TREE: tl.constexpr, WINDOW: tl.constexpr, BITS8: tl.constexpr):
+def _see(
+        x, keys, values, k_unit, v_unit, start, t, stop, last, length, real, m, mask, M, scale, window, acc, top, total,
+        TREE: tl.constexpr, WINDOW: tl.constexpr, BITS8: tl.constexpr):
     "A chunk of keys more: sums weighted by the greatest score so far (Milakov & Gimelshein 2018)"
     s = tl.dot(x, keys.to(x.dtype), input_precision="tf32x3") * (scale * 1.4426950408889634)
     if BITS8: s *= k_unit[None, :]
@@ -343,8 +297,9 @@ def _see(x, keys, values, k_unit, v_unit, start, t, stop, last, length, real, m,
     total = total * keep + tl.sum(p, 1)
     if BITS8:
         p *= v_unit[None, :]
+        # bfloat16, whose range takes p · scale; codes are exact
         if x.dtype == tl.float32: acc = tl.dot(p, values.to(tl.float32), acc * keep[:, None], input_precision="tf32x3")
-        else: acc = tl.dot(p.to(tl.bfloat16), values.to(tl.bfloat16), acc * keep[:, None])  # whose range takes p · scale; codes are exact
+        else: acc = tl.dot(p.to(tl.bfloat16), values.to(tl.bfloat16), acc * keep[:, None])
     else: acc = tl.dot(p.to(x.dtype), values.to(x.dtype), acc * keep[:, None], input_precision="tf32x3")
     return acc, new, total
 
@@ -356,18 +311,19 @@ def _chunk(k_at, v_at, k_units, v_units, start, slot_stride, t, d, D, stop, BITS
     values = tl.load(v_at + start.to(tl.int64) * slot_stride, mask=there[:, None] & (d < D)[None, :], other=0.0)
     k_unit, v_unit = 0.0, 0.0
     if BITS8:
-        k_unit, v_unit = (
-            tl.load(k_units + start, mask=there, other=0.0).to(tl.float32),
-            tl.load(v_units + start, mask=there, other=0.0).to(tl.float32),
-        )
+        k_unit = tl.load(k_units + start, mask=there, other=0.0).to(tl.float32)
+        v_unit = tl.load(v_units + start, mask=there, other=0.0).to(tl.float32)
     return keys, values, k_unit, v_unit
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #e32480f9
 @triton.jit(do_not_specialize=["M"])
-def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, cos, sin, part, stats, arrived, y, M, HK, D, R, T, end, scale, window,
-                      q_row, q_head, q_token, row_stride, head_stride, slot_stride, scale_row, scale_head, rope_row,
-                      G: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, BITS8: tl.constexpr, INTERPRETED: tl.constexpr,
-                      TURN: tl.constexpr, PREREAD: tl.constexpr, INTERLEAVED: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
+def _attention_kernel(
+        q, k, v, k_scale, v_scale, lengths, rows, mask, cos, sin, part, stats, arrived, y, M, HK, D, R, T, end, scale,
+        window, q_row, q_head, q_token, row_stride, head_stride, slot_stride, scale_row, scale_head, rope_row,
+        G: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
+        ROWS: tl.constexpr, BITS8: tl.constexpr, INTERPRETED: tl.constexpr, TURN: tl.constexpr, PREREAD: tl.constexpr,
+        INTERLEAVED: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+        BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
     # keys that follow each other in one program
     SPAN: tl.constexpr = RUN * CHUNK
     split, tile, b, kv = tl.program_id(0), tl.program_id(1), tl.program_id(2) // HK, tl.program_id(2) % HK
@@ -384,172 +340,80 @@ def _attention_kernel(q, k, v, k_scale, v_scale, lengths, rows, mask, cos, sin, 
     row = b.to(tl.int64)
     if ROWS: row = tl.load(rows + b).to(tl.int64)
     at, units = row * row_stride + kv.to(tl.int64) * head_stride, row * scale_row + kv.to(tl.int64) * scale_head + t
-    k_at, v_at = (
-        k + at + t[None, :].to(tl.int64) * slot_stride + d[:, None],
-        v + at + t[:, None].to(tl.int64) * slot_stride + d[None, :],
-    )
-    x_at, mask_at = (
-        q + b.to(tl.int64) * q_row + head[:, None] * q_head + m[:, None] * q_token,
-        mask + b.to(tl.int64) * M * M,
-    )
+    k_at = k + at + t[None, :].to(tl.int64) * slot_stride + d[:, None]
+    v_at = v + at + t[:, None].to(tl.int64) * slot_stride + d[None, :]
+    x_at = q + b.to(tl.int64) * q_row + head[:, None] * q_head + m[:, None] * q_token
+    mask_at = mask + b.to(tl.int64) * M * M
     # spans of this program but its last
     whole = tl.cdiv(tl.cdiv(stop, SPAN) - split, SPLITS) - 1
     newest = (split + whole * SPLITS) * SPAN
     # its chunks, taken from the newest to the oldest
     many = whole * RUN + tl.minimum(RUN, tl.cdiv(stop - newest, CHUNK))
     start = newest + (many - 1 - whole * RUN) * CHUNK
-    # so are rows, angles and the keys before the newest: they are read while it ends
+    # (so are rows, angles and the keys before the newest: they are read while it ends)
     if TURN:
         keys, values, k_unit, v_unit = _chunk(
-            k_at, v_at, k_scale + units, v_scale + units, start, slot_stride, t, d, D, tl.minimum(length, T), BITS8
-        )
+            k_at, v_at, k_scale + units, v_scale + units, start, slot_stride, t, d, D, tl.minimum(length, T), BITS8)
         partner, sign = _partner(d, R, INTERLEAVED)
-        c, s = (
-            tl.load(cos + b.to(tl.int64) * rope_row + d, mask=d < R, other=1.0).to(tl.float32),
-            tl.load(sin + b.to(tl.int64) * rope_row + d, mask=d < R, other=0.0).to(tl.float32),
-        )
+        c = tl.load(cos + b.to(tl.int64) * rope_row + d, mask=d < R, other=1.0).to(tl.float32)
+        s = tl.load(sin + b.to(tl.int64) * rope_row + d, mask=d < R, other=0.0).to(tl.float32)
         if EARLY and PREREAD: tl.extra.cuda.gdc_wait()
         x = tl.load(x_at + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-        x = tl.fma(
-            x,
-            c[None, :],
-            (sign * s)[None, :]
-            * tl.load(x_at + partner[None, :], mask=real[:, None] & (d < R)[None, :], other=0.0).to(tl.float32),
-        ).to(q.dtype.element_ty)
-        # behind the queries, and values behind those
+        other = tl.load(x_at + partner[None, :], mask=real[:, None] & (d < R)[None, :], other=0.0).to(tl.float32)
+        x = tl.fma(x, c[None, :], (sign * s)[None, :] * other).to(q.dtype.element_ty)
+        # keys lie after the queries, and values after those
         key_at = q + b.to(tl.int64) * q_row + (HK * G + kv) * q_head
         key = tl.load(key_at + d, mask=d < D, other=0.0).to(tl.float32)
         key = tl.fma(key, c, sign * s * tl.load(key_at + partner, mask=d < R, other=0.0).to(tl.float32))
         key, key_unit = _coded(key, k.dtype.element_ty, BITS8)
-        value, value_unit = _coded(
-            tl.load(key_at + HK * q_head + d, mask=d < D, other=0.0).to(tl.float32), v.dtype.element_ty, BITS8
-        )
+        value = tl.load(key_at + HK * q_head + d, mask=d < D, other=0.0).to(tl.float32)
+        value, value_unit = _coded(value, v.dtype.element_ty, BITS8)
         # one of the programs writes them
         if (tile == 0) & (start + CHUNK > length):
-            out, out_unit = (
-                at + length.to(tl.int64) * slot_stride,
-                row * scale_row + kv.to(tl.int64) * scale_head + length,
-            )
+            out = at + length.to(tl.int64) * slot_stride
+            out_unit = row * scale_row + kv.to(tl.int64) * scale_head + length
             _store_head(k, out, k_scale, out_unit, key, key_unit, d, D, length < T, BITS8)
             _store_head(v, out, v_scale, out_unit, value, value_unit, d, D, length < T, BITS8)
         here = start + t == length
         keys, values = tl.where(here[None, :], key[:, None], keys), tl.where(here[:, None], value[None, :], values)
         if BITS8:
-            k_unit, v_unit = (
-                tl.where(here, key_unit.to(tl.float32), k_unit),
-                tl.where(here, value_unit.to(tl.float32), v_unit),
-            )
+            k_unit = tl.where(here, key_unit.to(tl.float32), k_unit)
+            v_unit = tl.where(here, value_unit.to(tl.float32), v_unit)
     else: x = tl.load(x_at + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
     if INTERPRETED: x = x.to(tl.float32)
     # the last slot that a query may see
     last = length + m if CAUSAL else tl.zeros_like(m) + (length - 1)
-    # there: as deep as the newest that it sees. (Words, not bytes: beside a byte the compiler puts keys in another
+    # in a tree: as deep as the newest that it sees. (Words, not bytes: beside a byte the compiler puts keys in another
     # order into its products)
     if TREE:
         j = tl.arange(0, BLOCK_Q)
-        last = (
-            length
-            - 1
-            + tl.sum(
-                tl.load(mask_at + m[:, None] * M + j[None, :], mask=real[:, None] & (j < M)[None, :], other=0).to(
-                    tl.int32
-                ),
-                1,
-            )
-        )
-    acc, top, total = (
-        tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32),
-        tl.full((BLOCK_Q,), float("-inf"), tl.float32),
-        tl.zeros((BLOCK_Q,), dtype=tl.float32),
-    )
+        there = real[:, None] & (j < M)[None, :]
+        sees = tl.load(mask_at + m[:, None] * M + j[None, :], mask=there, other=0).to(tl.int32)
+        last = length - 1 + tl.sum(sees, 1)
+    acc = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
+    top, total = tl.full((BLOCK_Q,), float("-inf"), tl.float32), tl.zeros((BLOCK_Q,), dtype=tl.float32)
     if TURN:
         acc, top, total = _see(
-            x,
-            keys,
-            values,
-            k_unit,
-            v_unit,
-            start,
-            t,
-            stop,
-            last,
-            length,
-            real,
-            m,
-            mask_at,
-            M,
-            scale,
-            window,
-            acc,
-            top,
-            total,
-            TREE,
-            WINDOW,
-            BITS8,
-        )
+            x, keys, values, k_unit, v_unit, start, t, stop, last, length, real, m, mask_at, M, scale, window, acc, top,
+            total, TREE, WINDOW, BITS8)
     for nth in range(int(TURN), many):
         one = many - 1 - nth
         begin = (split + one // RUN * SPLITS) * SPAN + one % RUN * CHUNK
         keys, values, k_unit, v_unit = _chunk(
-            k_at, v_at, k_scale + units, v_scale + units, begin, slot_stride, t, d, D, stop, BITS8
-        )
+            k_at, v_at, k_scale + units, v_scale + units, begin, slot_stride, t, d, D, stop, BITS8)
         acc, top, total = _see(
-            x,
-            keys,
-            values,
-            k_unit,
-            v_unit,
-            begin,
-            t,
-            stop,
-            last,
-            length,
-            real,
-            m,
-            mask_at,
-            M,
-            scale,
-            window,
-            acc,
-            top,
-            total,
-            TREE,
-            WINDOW,
-            BITS8,
-        )
+            x, keys, values, k_unit, v_unit, begin, t, stop, last, length, real, m, mask_at, M, scale, window, acc, top,
+            total, TREE, WINDOW, BITS8)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     _hand_over(
-        acc,
-        top,
-        total,
-        part,
-        stats,
-        arrived,
-        y,
-        b,
-        kv,
-        tile,
-        split,
-        m,
-        head,
-        real,
-        d,
-        stop,
-        M,
-        HK,
-        D,
-        G,
-        SUMS,
-        SPAN,
-        SPLITS,
-        PARTS,
-        BLOCK_Q,
-        BLOCK_D,
-    )
+        acc, top, total, part, stats, arrived, y, b, kv, tile, split, m, head, real, d, stop, M, HK, D, G, SUMS, SPAN,
+        SPLITS, PARTS, BLOCK_Q, BLOCK_D)
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #4e03cb30
 @triton.jit(do_not_specialize=["M"])
-def _combine_kernel(part, stats, lengths, y, M, H, D, end, CAUSAL: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
+def _combine_kernel(
+        part, stats, lengths, y, M, H, D, end, CAUSAL: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,
+        PARTS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     at, d = tl.program_id(0), tl.arange(0, BLOCK_D)                                     # at: (b, head, token)
     b, head, m = at // (H * M), at // M % H, at % M
@@ -563,16 +427,13 @@ def _combine_kernel(part, stats, lengths, y, M, H, D, end, CAUSAL: tl.constexpr,
 def _check_attention(q, k, lengths, mask, window, causal):
     "Raise for queries that the attention kernels cannot use"
     if q.ndim != 4 or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1] or q.stride(3) != 1:
-        raise ValueError(
-            f"q {tuple(q.shape)} does not fit a cache {tuple(k.shape)}; expected (B, H, M, {k.shape[3]}) with H a "
-            f"multiple of {k.shape[1]}, D contiguous"
-        )
+        given = f"q {tuple(q.shape)} does not fit a cache {tuple(k.shape)}"
+        wanted = f"(B, H, M, {k.shape[3]}) with H a multiple of {k.shape[1]}, D contiguous"
+        raise ValueError(f"{given}; expected {wanted}")
     B, _, M, _ = q.shape
     if M > MAX_ROWS:
-        raise ValueError(
-            f"q has M={M} tokens a row, the kernel takes at most {MAX_ROWS}; for a prompt use "
-            "torch.nn.functional.scaled_dot_product_attention"
-        )
+        given = f"q has M={M} tokens a row, the kernel takes at most {MAX_ROWS}"
+        raise ValueError(f"{given}; for a prompt use torch.nn.functional.scaled_dot_product_attention")
     if lengths.shape != (B,) or lengths.is_floating_point():
         raise ValueError(f"lengths {tuple(lengths.shape)} {lengths.dtype}; expected ({B},) integers")
     if mask is not None and (mask.shape != (B, M, M) or mask.dtype not in (torch.bool, torch.int32)):
@@ -582,97 +443,43 @@ def _check_attention(q, k, lengths, mask, window, causal):
     if window is not None and window < (1 if mask is None else MAX_ROWS):
         raise ValueError(f"window={window}; expected at least {1 if mask is None else MAX_ROWS}")
     if q.device != k.device or lengths.device != q.device:
-        raise ValueError(
-            f"q is on {q.device}, the cache on {k.device}, lengths on {lengths.device}; move them to one device"
-        )
+        devices = f"q is on {q.device}, the cache on {k.device}, lengths on {lengths.device}"
+        raise ValueError(f"{devices}; move them to one device")
     check_input(q)
 
-def _attend(q, q_at, size, k, v, k_scale, v_scale, lengths, rows, arrived, scale, window, most, mask=None, cos=None, sin=None, R=0, rope_row=0, **kind):
-    "Launch it; size: (B, H, M), q_at: q's strides"
+def _attend(
+        q, q_at, size, k, v, k_scale, v_scale, lengths, rows, arrived, scale, window, most, mask=None, cos=None,
+        sin=None, R=0, rope_row=0, **kind):
+    "Launch the attention kernel; size: (B, H, M), q_at: q's strides"
     (B, H, M), HK, T, D = size, *k.shape[1:]
     y = q.new_empty(B, M, H, D, dtype=q.dtype if q.is_cuda else torch.float32)
     if not y.numel(): return y.transpose(1, 2).to(q.dtype)
-    part, stats = (
-        q.new_empty(B * H * M * SPLITS * D, dtype=torch.float32),
-        q.new_empty(B * H * M * SPLITS * 2, dtype=torch.float32),
-    )
-    G, block, lengths, given = (
-        H // HK,
-        max(16, triton.next_power_of_2(D)),
-        lengths.contiguous(),
-        lambda t: q if t is None else t,
-    )
+    part = q.new_empty(B * H * M * SPLITS * D, dtype=torch.float32)
+    stats = q.new_empty(B * H * M * SPLITS * 2, dtype=torch.float32)
+    G, block, lengths = H // HK, max(16, triton.next_power_of_2(D)), lengths.contiguous()
+    given = lambda t: q if t is None else t
     chunk, warps, stages = _steps(q.dtype, block, q.device if q.is_cuda else None)
     if most is not None and most < 1: raise ValueError(f"most={most}: keys of the longest row, 1 or more; None: all")
     # the others would have no keys
     used = min(SPLITS, triton.cdiv(T + 1 if most is None else most, _RUN * chunk))
     # no program looks behind the end
-    end, parts = min(T + kind["TURN"], used * _RUN * chunk if used < SPLITS else T + 1), triton.next_power_of_2(used)
+    end = min(T + kind["TURN"], used * _RUN * chunk if used < SPLITS else T + 1)
+    parts = triton.next_power_of_2(used)
     # more of them are summed faster side by side
     sums = used == 1 or arrived is not None and M * G <= 4 and B * HK <= len(arrived)
     with on_device(q):
         _attention_kernel[(used, triton.cdiv(M * G, MAX_ROWS), B * HK)](
-            q,
-            k,
-            v,
-            given(k_scale),
-            given(v_scale),
-            lengths,
-            lengths if rows is None else rows.contiguous(),
-            given(mask),
-            given(cos),
-            given(sin),
-            part,
-            stats,
-            arrived if sums and arrived is not None else lengths,
-            y,
-            M,
-            HK,
-            D,
-            R,
-            T,
-            end,
-            D**-0.5 if scale is None else scale,
-            window or 0,
-            *q_at,
-            *k.stride()[:3],
-            *(k_scale.stride()[:2] if k_scale is not None else (0, 0)),
-            rope_row,
-            G=G,
-            SUMS=sums,
-            WINDOW=window is not None,
-            ROWS=rows is not None,
-            BITS8=k_scale is not None,
-            INTERPRETED=not q.is_cuda,
-            CHUNK=chunk,
-            RUN=_RUN,
-            SPLITS=SPLITS,
-            PARTS=parts,
-            BLOCK_Q=MAX_ROWS,
-            BLOCK_D=block,
-            num_warps=warps,
-            num_stages=stages,
-            **kind,
-            **early_launch(q),
-        )
+            q, k, v, given(k_scale), given(v_scale), lengths, lengths if rows is None else rows.contiguous(),
+            given(mask), given(cos), given(sin), part, stats, arrived if sums and arrived is not None else lengths, y,
+            M, HK, D, R, T, end, D**-0.5 if scale is None else scale, window or 0, *q_at, *k.stride()[:3],
+            *(k_scale.stride()[:2] if k_scale is not None else (0, 0)), rope_row, G=G, SUMS=sums,
+            WINDOW=window is not None, ROWS=rows is not None, BITS8=k_scale is not None, INTERPRETED=not q.is_cuda,
+            CHUNK=chunk, RUN=_RUN, SPLITS=SPLITS, PARTS=parts, BLOCK_Q=MAX_ROWS, BLOCK_D=block, num_warps=warps,
+            num_stages=stages, **kind, **early_launch(q))
         if not sums:
             _combine_kernel[(B * H * M,)](
-                part,
-                stats,
-                lengths,
-                y,
-                M,
-                H,
-                D,
-                end,
-                CAUSAL=kind["CAUSAL"],
-                SPAN=_RUN * chunk,
-                SPLITS=SPLITS,
-                PARTS=parts,
-                BLOCK_D=block,
-                num_warps=4,
-                **early_launch(q),
-            )
+                part, stats, lengths, y, M, H, D, end, CAUSAL=kind["CAUSAL"], SPAN=_RUN * chunk, SPLITS=SPLITS,
+                PARTS=parts, BLOCK_D=block, num_warps=4, **early_launch(q))
     return y.transpose(1, 2).to(q.dtype)
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #fe0eb25b
@@ -693,34 +500,17 @@ def decode_attention(
                                  # attention)
     arrived:Tensor|None=None,    # (n,) int32, zeros before and after, of this call alone while it runs: with it few
                                  # queries take one launch, not two; the same bits
-    most:int|None=None,          # no row has more keys, its newest counted; None: T. Fewer programs are launched, and
-                                 # the same bits come out; keys behind it may be left out
+    most:int|None=None,          # no row has more keys, its newest counted; None: T. Launches fewer programs, for the
+                                 # same bits; keys after it may be left out
 )->Tensor:                       # (B, H, M, D) in q's dtype, laid out as (B, M, H, D); zeros where a row has no keys
-    "Softmax attention of the newest M tokens on a static cache, float32 sums; a row's result depends neither on M, nor on B, nor on T."
+    "Softmax attention of the newest M tokens on a static cache, float32 sums; rows independent of M, B and T."
     _check_attention(q, k, lengths, mask, window, causal)
-    (B, H, M, D), HK = q.shape, k.shape[1]
+    B, H, M, _ = q.shape
     _check_cache(k, v, k_scale, v_scale, rows, B)
     return _attend(
-        q,
-        q.stride()[:3],
-        (B, H, M),
-        k,
-        v,
-        k_scale,
-        v_scale,
-        lengths,
-        rows,
-        arrived,
-        scale,
-        window,
-        most,
-        CAUSAL=causal,
-        TREE=mask is not None,
-        TURN=False,
-        PREREAD=False,
-        INTERLEAVED=False,
-        mask=None if mask is None else mask.contiguous().to(torch.int32),
-    )
+        q, q.stride()[:3], (B, H, M), k, v, k_scale, v_scale, lengths, rows, arrived, scale, window, most,
+        CAUSAL=causal, TREE=mask is not None, TURN=False, PREREAD=False, INTERLEAVED=False,
+        mask=None if mask is None else mask.contiguous().to(torch.int32))
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #c3f0d1a7
 def rope_and_attend(
@@ -741,47 +531,26 @@ def rope_and_attend(
     arrived:Tensor|None=None,    # as for `decode_attention`
     most:int|None=None,          # as for `decode_attention`
 )->Tensor:                       # (B, H, 1, D) in qkv's dtype, laid out as (B, 1, H, D)
-    "`rope_and_store` and `decode_attention` of one token as one kernel, which reads the older keys while the kernel before it ends; the same bits."
+    "`rope_and_store` and `decode_attention` of one token in one kernel, which reads older keys early; the same bits."
     if qkv.ndim != 3 or qkv.shape[1] != 1:
-        raise ValueError(
-            f"qkv {tuple(qkv.shape)}; expected (B, 1, …): one token of each row. For more, rope_and_store and "
-            "decode_attention"
-        )
-    (B, M), (HK, T, D) = qkv.shape[:2], k_cache.shape[1:]
-    if not qkv.is_cuda and torch.bfloat16 in (qkv.dtype, k_cache.dtype) or triton.next_power_of_2(D) * qkv.element_size() > 256 or not B:      # the interpreter truncates where a GPU rounds; a large head leaves no registers for keys that wait
+        given = f"qkv {tuple(qkv.shape)}; expected (B, 1, …): one token of each row"
+        raise ValueError(f"{given}. For more, rope_and_store and decode_attention")
+    (B, M), (HK, _, D) = qkv.shape[:2], k_cache.shape[1:]
+    # the interpreter truncates where a GPU rounds; a large head leaves no registers for keys that wait
+    truncates = not qkv.is_cuda and torch.bfloat16 in (qkv.dtype, k_cache.dtype)
+    if truncates or triton.next_power_of_2(D) * qkv.element_size() > 256 or not B:
         q = rope_and_store(qkv, cos, sin, k_cache, v_cache, lengths, k_scale, v_scale, rows, interleaved=interleaved)
         return decode_attention(
-            q, k_cache, v_cache, lengths, scale, k_scale, v_scale, None, window, rows, arrived=arrived, most=most
-        )
-    # else they are copied just before, and waited for
+            q, k_cache, v_cache, lengths, scale, k_scale, v_scale, None, window, rows, arrived=arrived, most=most)
+    # (what is not contiguous is copied just before, and must be waited for)
     early = all(t is None or t.is_contiguous() for t in (cos, sin, lengths, rows))
     H, R, cos, sin = _check_rope(qkv, cos, sin, k_cache, v_cache, lengths, k_scale, v_scale, rows)
     qkv = qkv.contiguous()
     _check_attention(qkv.view(B, H + 2 * HK, M, D)[:, :H], k_cache, lengths, None, window, True)
     return _attend(
-        qkv,
-        (qkv.stride(0), D, 0),
-        (B, H, M),
-        k_cache,
-        v_cache,
-        k_scale,
-        v_scale,
-        lengths,
-        rows,
-        arrived,
-        scale,
-        window,
-        most,
-        cos=cos,
-        sin=sin,
-        R=R,
-        rope_row=0 if cos is None or len(cos) == 1 else R,
-        CAUSAL=True,
-        TREE=False,
-        TURN=True,
-        PREREAD=early,
-        INTERLEAVED=interleaved,
-    )
+        qkv, (qkv.stride(0), D, 0), (B, H, M), k_cache, v_cache, k_scale, v_scale, lengths, rows, arrived, scale,
+        window, most, cos=cos, sin=sin, R=R, rope_row=0 if cos is None or len(cos) == 1 else R, CAUSAL=True, TREE=False,
+        TURN=True, PREREAD=early, INTERLEAVED=interleaved)
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #a26e7a01
 @triton.jit
@@ -799,9 +568,8 @@ def _greatest_kernel(x, best, index, V, row_stride, PIECES: tl.constexpr, BLOCK:
 def _greatest_of_kernel(best, index, out, pieces, PIECES: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     row, piece = tl.program_id(0), tl.arange(0, PIECES)
-    at = tl.minimum(
-        tl.argmax(tl.load(best + row * PIECES + piece, mask=piece < pieces, other=float("-inf")), 0), pieces - 1
-    )
+    tops = tl.load(best + row * PIECES + piece, mask=piece < pieces, other=float("-inf"))
+    at = tl.minimum(tl.argmax(tops, 0), pieces - 1)
     least = tl.min(tl.load(index + row * PIECES + piece, mask=piece < pieces, other=0), 0)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     tl.store(out + row, tl.where(least < 0, -1, tl.load(index + row * PIECES + at)).to(tl.int64))
@@ -822,8 +590,7 @@ def argmax(
     best, index = x.new_empty(len(rows) * of, dtype=torch.float32), x.new_empty(len(rows) * of, dtype=torch.int32)
     with on_device(x):
         _greatest_kernel[(len(rows), pieces)](
-            rows, best, index, V, rows.stride(0), PIECES=of, BLOCK=block, num_warps=4, **early_launch(x)
-        )
+            rows, best, index, V, rows.stride(0), PIECES=of, BLOCK=block, num_warps=4, **early_launch(x))
         _greatest_of_kernel[(len(rows),)](best, index, out, pieces, PIECES=of, num_warps=1, **early_launch(x))
     return out.view(x.shape[:-1])
 
@@ -832,9 +599,8 @@ def argmax(
 def _angles_kernel(positions, inv_freq, cos, sin, R, scaling, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     at, d = tl.program_id(0), tl.arange(0, BLOCK)
-    angle = tl.load(positions + at).to(tl.float32) * tl.load(inv_freq + d % (R // 2), mask=d < R, other=0.0).to(
-        tl.float32
-    )
+    turn = tl.load(inv_freq + d % (R // 2), mask=d < R, other=0.0).to(tl.float32)
+    angle = tl.load(positions + at).to(tl.float32) * turn
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     tl.store(cos + at * R + d, (tl.cos(angle) * scaling).to(cos.dtype.element_ty), mask=d < R)
     tl.store(sin + at * R + d, (tl.sin(angle) * scaling).to(sin.dtype.element_ty), mask=d < R)
@@ -848,28 +614,17 @@ def rope_angles(
 )->tuple:                # cos, sin (…, R): of position · inv_freq, twice side by side
     "Cosines and sines of rotary positions (Su et al. 2021) as one kernel, float32 inside."
     if positions.is_floating_point() or inv_freq.ndim != 1 or inv_freq.device != positions.device:
-        raise ValueError(
-            f"positions {tuple(positions.shape)} {positions.dtype} on {positions.device}, inv_freq "
-            f"{tuple(inv_freq.shape)} on {inv_freq.device}; expected integers, and (R/2,) beside them"
-        )
+        given = f"positions {tuple(positions.shape)} {positions.dtype} on {positions.device}"
+        given += f", inv_freq {tuple(inv_freq.shape)} on {inv_freq.device}"
+        raise ValueError(f"{given}; expected integers, and (R/2,) beside them")
     R, positions = 2 * len(inv_freq), positions.contiguous()
     # the interpreter truncates to bfloat16 where a GPU rounds
     interpreted = positions.device.type == "cpu"
-    cos, sin = (
-        torch.empty(*positions.shape, R, dtype=torch.float32 if interpreted else dtype, device=positions.device)
-        for _ in "cs"
-    )
+    kind = torch.float32 if interpreted else dtype
+    cos, sin = (torch.empty(*positions.shape, R, dtype=kind, device=positions.device) for _ in "cs")
     with on_device(cos):
         if cos.numel():
             _angles_kernel[(positions.numel(),)](
-                positions,
-                inv_freq.contiguous(),
-                cos,
-                sin,
-                R,
-                scaling,
-                BLOCK=triton.next_power_of_2(R),
-                num_warps=1,
-                **early_launch(cos),
-            )
+                positions, inv_freq.contiguous(), cos, sin, R, scaling, BLOCK=triton.next_power_of_2(R), num_warps=1,
+                **early_launch(cos))
     return cos.to(dtype), sin.to(dtype)

@@ -32,7 +32,7 @@ def inverse_rms(
     K,    # how many there are
     eps,  # added to the mean square
 ):
-    "1 / its root mean square. Squares of 16-bit numbers are exact, and the order of their sum is that of the row's threads."
+    "1 / the root mean square of a row; squares of 16-bit numbers are exact, and are summed in the threads' order."
     v = v.to(tl.float32)
     return tl.rsqrt(tl.sum(v * v, 0) / K + eps)
 
@@ -41,8 +41,8 @@ MAX_ROWS = 16  # rows of x that the GEMV-like kernels take
 
 def on_device(
     x:Tensor, # what a kernel is about to read
-):            # -> a context in which x's GPU is the current one
-    "Launch on the GPU of x: Triton goes to the current one."
+):            # -> a context
+    "A context that makes x's GPU the current one, to which Triton launches."
     if not x.is_cuda or torch.compiler.is_compiling() or x.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)
@@ -54,11 +54,8 @@ def early_launch(
     x:Tensor, # what a kernel is about to read
 )->dict:      # keywords of its launch; EARLY tells the kernel to wait before it reads
     "Begin while the kernel before ends, where x's GPU can do that."
-    return (
-        dict(EARLY=True, launch_pdl=True)
-        if x.is_cuda and not torch.compiler.is_compiling() and _hopper(x.device)
-        else dict(EARLY=False)
-    )
+    early = x.is_cuda and not torch.compiler.is_compiling() and _hopper(x.device)
+    return dict(EARLY=True, launch_pdl=True) if early else dict(EARLY=False)
 
 # %% ../../nbs/02_kernels/00_triton_common.ipynb #72247fd6
 def check_input(
@@ -69,11 +66,8 @@ def check_input(
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"x is {x.dtype}; the kernel takes float32, float16 or bfloat16")
     if rows is not None and x.shape[0] > rows:
-        raise ValueError(
-            f"x has M={x.shape[0]} rows, the kernel takes at most {rows}; for more, int8_gemm or int4_gemm, or "
-            "dequantize and use torch.nn.functional.linear"
-        )
+        instead = "for more, int8_gemm or int4_gemm, or dequantize and use torch.nn.functional.linear"
+        raise ValueError(f"x has M={x.shape[0]} rows, the kernel takes at most {rows}; {instead}")
     if not x.is_cuda and isinstance(activate, triton.runtime.JITFunction):
-        raise RuntimeError(
-            f"x is on {x.device}; Triton needs a GPU, or TRITON_INTERPRET=1 in the environment before it is imported"
-        )
+        needs = "Triton needs a GPU, or TRITON_INTERPRET=1 in the environment before it is imported"
+        raise RuntimeError(f"x is on {x.device}; {needs}")

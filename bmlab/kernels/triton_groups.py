@@ -21,24 +21,24 @@ class GroupTiles:
         device:torch.device, # of the tables
     ):
         order = sorted((g for g, s in enumerate(slots) if s), key=slots.__getitem__)
-        self.m, self.n, self.users, tiles, bounds = m, len(slots), sorted(set(slots) - {0}), [], [0]
+        self.m, self.n, self.users = m, len(slots), sorted(set(slots) - {0})
+        tiles, bounds = [], [0]
         for s in self.users:
             start, stop = bounds[-1], bounds[-1] + m * slots.count(s)
             tiles += [(s, at, stop) for at in range(start, stop, MAX_ROWS)]
             bounds.append(stop)
-        self.everyone = len(order) == len(slots)                                    # has every row a user?
+        self.everyone = len(order) == len(slots)                                    # every row has a user
         # one copy to the device
         table = torch.tensor([*order, *bounds, *(i for t in tiles for i in t)], dtype=torch.int32).to(device)
-        self.order, self.bounds, self.tiles = (
-            table[: len(order)],
-            table[len(order) : len(order) + len(bounds)],
-            table[len(order) + len(bounds) :].view(-1, 3),
-        )
+        cuts = (len(order), len(order) + len(bounds))
+        self.order, self.bounds, rest = table[:cuts[0]], table[cuts[0]:cuts[1]], table[cuts[1]:]
+        self.tiles = rest.view(-1, 3)
 
 # %% ../../nbs/02_kernels/03_triton_groups.ipynb #d4641160
 @triton.jit(do_not_specialize=["m"])
-def _grouped_linear_kernel(x, w, y, order, tiles, m, N, K, slot_stride, n_stride, k_stride, ADD: tl.constexpr, INTERPRETED: tl.constexpr,
-                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def _grouped_linear_kernel(
+        x, w, y, order, tiles, m, N, K, slot_stride, n_stride, k_stride, ADD: tl.constexpr, INTERPRETED: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     tile = tiles + 3 * tl.program_id(0)
     slot, p, stop = tl.load(tile), tl.load(tile + 1) + tl.arange(0, BLOCK_M), tl.load(tile + 2)
     mine = p < stop
@@ -59,7 +59,9 @@ def _grouped_linear_kernel(x, w, y, order, tiles, m, N, K, slot_stride, n_stride
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=there)
 
 @triton.jit(do_not_specialize=["m"])
-def _grouped_outer_kernel(a, b, out, order, bounds, m, P, Q, INTERPRETED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr):
+def _grouped_outer_kernel(
+        a, b, out, order, bounds, m, P, Q, INTERPRETED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+        BLOCK_M: tl.constexpr):
     user = tl.program_id(0)
     first, stop = tl.load(bounds + user), tl.load(bounds + user + 1)
     i, j = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P), tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -79,20 +81,18 @@ def _grouped_outer_kernel(a, b, out, order, bounds, m, P, Q, INTERPRETED: tl.con
 # %% ../../nbs/02_kernels/03_triton_groups.ipynb #08fe7ff8
 def _check_grouped(x, w, tiles, y=None):
     "Raise for what the grouped kernels cannot multiply"
-    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2] or x.shape[0] != tiles.n * tiles.m or y is not None and y.shape != (x.shape[0], w.shape[1]):
-        raise ValueError(
-            f"x {tuple(x.shape)}, w {tuple(w.shape)}"
-            + (f", y {tuple(y.shape)}" if y is not None else "")
-            + f" and {tiles.n} groups of {tiles.m} rows do not fit; expected (rows, K), (slots, N, K), (rows, N)"
-        )
+    shapes = f"x {tuple(x.shape)}, w {tuple(w.shape)}" + (f", y {tuple(y.shape)}" if y is not None else "")
+    fits = x.ndim == 2 and w.ndim == 3 and x.shape[1] == w.shape[2] and x.shape[0] == tiles.n * tiles.m
+    if not fits or y is not None and y.shape != (x.shape[0], w.shape[1]):
+        groups = f"{tiles.n} groups of {tiles.m} rows"
+        raise ValueError(f"{shapes} and {groups} do not fit; expected (rows, K), (slots, N, K), (rows, N)")
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not w.is_floating_point():
         raise TypeError(f"x is {x.dtype}, w is {w.dtype}; the kernel takes float32, float16 or bfloat16")
     if tiles.users and tiles.users[-1] >= w.shape[0]:
         raise ValueError(f"slot {tiles.users[-1]} is none of the {w.shape[0]} of w")
     if not x.is_cuda and isinstance(_grouped_linear_kernel, triton.runtime.JITFunction):
-        raise RuntimeError(
-            f"x is on {x.device}; Triton needs a GPU, or TRITON_INTERPRET=1 in the environment before it is imported"
-        )
+        needs = "Triton needs a GPU, or TRITON_INTERPRET=1 in the environment before it is imported"
+        raise RuntimeError(f"x is on {x.device}; {needs}")
 
 def grouped_linear(
     x:Tensor,            # (rows, K) float32, float16 or bfloat16
@@ -105,75 +105,39 @@ def grouped_linear(
     (rows, K), N = x.shape, w.shape[1]
     # the interpreter truncates where a GPU rounds
     kind = x.dtype if x.is_cuda else torch.float32
-    out = (
-        y.to(kind, copy=True, memory_format=torch.contiguous_format)
-        if y is not None
-        else x.new_empty(rows, N, dtype=kind)
-        if tiles.everyone
-        else x.new_zeros(rows, N, dtype=kind)
-    )
+    if y is not None: out = y.to(kind, copy=True, memory_format=torch.contiguous_format)
+    else: out = (x.new_empty if tiles.everyone else x.new_zeros)(rows, N, dtype=kind)
     if not tiles.users or not out.numel(): return out.to(x.dtype)
     thin = N <= 64
     block_n = max(16, triton.next_power_of_2(N)) if thin else 128
-    block_k = min(
-        (256 if block_n == 16 else 128 if thin else 64) // (2 if x.dtype == torch.float32 else 1),
-        max(16, triton.next_power_of_2(K)),
-    )
+    wide = (256 if block_n == 16 else 128) if thin else 64
+    block_k = min(wide // (2 if x.dtype == torch.float32 else 1), max(16, triton.next_power_of_2(K)))
     with on_device(x):
         _grouped_linear_kernel[(len(tiles.tiles), triton.cdiv(N, block_n))](
-            x.contiguous(),
-            w,
-            out,
-            tiles.order,
-            tiles.tiles,
-            tiles.m,
-            N,
-            K,
-            *w.stride(),
-            ADD=y is not None,
-            INTERPRETED=not x.is_cuda,
-            BLOCK_M=MAX_ROWS,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            num_warps=4,
-            num_stages=3,
-        )
+            x.contiguous(), w, out, tiles.order, tiles.tiles, tiles.m, N, K, *w.stride(), ADD=y is not None,
+            INTERPRETED=not x.is_cuda, BLOCK_M=MAX_ROWS, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=3)
     return out.to(x.dtype)
 
+# %% ../../nbs/02_kernels/03_triton_groups.ipynb #5a47dd42
 def grouped_outer(
     a:Tensor,          # (rows, P)
     b:Tensor,          # (rows, Q), a's dtype
     tiles:GroupTiles,  # whose row is whose
 )->Tensor:             # (users of the tiles, P, Q) float32
-    "The sum of outer products a ⊗ b over each user's rows, in one fixed order: a gradient that does not depend on other users."
+    "Sum of outer products a ⊗ b over each user's rows, in a fixed order: a gradient independent of other users."
     if a.ndim != 2 or b.ndim != 2 or len(a) != len(b) or len(a) != tiles.n * tiles.m or a.dtype != b.dtype:
-        raise ValueError(
-            f"a {tuple(a.shape)} {a.dtype}, b {tuple(b.shape)} {b.dtype} and {tiles.n} groups of {tiles.m} rows do not "
-            "fit; expected (rows, P), (rows, Q) of one dtype"
-        )
+        given = f"a {tuple(a.shape)} {a.dtype}, b {tuple(b.shape)} {b.dtype} and {tiles.n} groups of {tiles.m} rows"
+        raise ValueError(f"{given} do not fit; expected (rows, P), (rows, Q) of one dtype")
     (P, Q), users = (a.shape[1], b.shape[1]), len(tiles.users)
     out = a.new_empty(users, P, Q, dtype=torch.float32)
     if not out.numel(): return out
     block = dict(
-        BLOCK_P=min(64, max(16, triton.next_power_of_2(P))),
-        BLOCK_Q=min(128, max(16, triton.next_power_of_2(Q))),
-        BLOCK_M=32,
-    )
+        BLOCK_P=min(64, max(16, triton.next_power_of_2(P))), BLOCK_Q=min(128, max(16, triton.next_power_of_2(Q))),
+        BLOCK_M=32)
     with on_device(a):
         _grouped_outer_kernel[(users, triton.cdiv(P, block["BLOCK_P"]), triton.cdiv(Q, block["BLOCK_Q"]))](
-            a.contiguous(),
-            b.contiguous(),
-            out,
-            tiles.order,
-            tiles.bounds,
-            tiles.m,
-            P,
-            Q,
-            INTERPRETED=not a.is_cuda,
-            **block,
-            num_warps=4,
-            num_stages=2,
-        )
+            a.contiguous(), b.contiguous(), out, tiles.order, tiles.bounds, tiles.m, P, Q, INTERPRETED=not a.is_cuda,
+            **block, num_warps=4, num_stages=2)
     return out
 
 # %% ../../nbs/02_kernels/03_triton_groups.ipynb #cbf77afc
@@ -189,8 +153,9 @@ def _gated(g, ACT: tl.constexpr):
     return g
 
 @triton.jit
-def _neuron_hidden_kernel(x, ids, gate, up, gate_bias, up_bias, given, h, n, D, GATE: tl.constexpr, GIVEN: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def _neuron_hidden_kernel(
+        x, ids, gate, up, gate_bias, up_bias, given, h, n, D, GATE: tl.constexpr, GIVEN: tl.constexpr,
+        BIAS: tl.constexpr, ACT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     j, d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     who = tl.load(ids + j, mask=j < n, other=0).to(tl.int64)
     u, g = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32), tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
@@ -220,16 +185,13 @@ def _check_ids(x, ids, *matrices):
         raise ValueError(f"ids {tuple(ids.shape)} {ids.dtype}; expected (n,) integers")
     for m in matrices:
         if m is not None and (m.ndim != 2 or m.shape[1] != x.shape[-1] or not m.is_contiguous()):
-            raise ValueError(
-                f"a matrix {tuple(m.shape)} with strides {m.stride()} does not fit x {tuple(x.shape)}; expected (F, "
-                f"{x.shape[-1]}), contiguous"
-            )
+            given = f"a matrix {tuple(m.shape)} with strides {m.stride()} does not fit x {tuple(x.shape)}"
+            raise ValueError(f"{given}; expected (F, {x.shape[-1]}), contiguous")
         if m is not None and m.device != x.device:
             raise ValueError(f"x is on {x.device} and a matrix on {m.device}; move them to one device")
     if not x.is_cuda and isinstance(_neuron_hidden_kernel, triton.runtime.JITFunction):
-        raise RuntimeError(
-            f"x is on {x.device}; Triton needs a GPU, or TRITON_INTERPRET=1 in the environment before it is imported"
-        )
+        needs = "Triton needs a GPU, or TRITON_INTERPRET=1 in the environment before it is imported"
+        raise RuntimeError(f"x is on {x.device}; {needs}")
 
 def neuron_hidden(
     x:Tensor,                    # (D,) float32, float16 or bfloat16
@@ -260,40 +222,27 @@ def neuron_hidden(
     block = min(512 if x.element_size() == 2 else 256, triton.next_power_of_2(D))
     with on_device(x):
         _neuron_hidden_kernel[(triton.cdiv(n, 4),)](
-            x.contiguous(),
-            ids,
-            up if gate is None else gate,
-            up,
-            *(up if t is None else t for t in (gate_bias, up_bias, given)),
-            h,
-            n,
-            D,
-            GATE=gate is not None and given is None,
-            GIVEN=given is not None,
-            BIAS=up_bias is not None,
-            ACT=act,
-            BLOCK_N=4,
-            BLOCK_D=block,
-            num_warps=4,
-        )
+            x.contiguous(), ids, up if gate is None else gate, up,
+            *(up if t is None else t for t in (gate_bias, up_bias, given)), h, n, D,
+            GATE=gate is not None and given is None, GIVEN=given is not None, BIAS=up_bias is not None, ACT=act,
+            BLOCK_N=4, BLOCK_D=block, num_warps=4)
     return h
 
 # %% ../../nbs/02_kernels/03_triton_groups.ipynb #0b93583a
 NEURON_SPLITS = 8  # programs that share the neurons of a stretch of outputs: fixed, since sums are taken in their order
 
 @triton.jit
-def _neuron_sum_kernel(h, ids, down, parts, n, D, neuron_stride, out_stride, NEURON_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def _neuron_sum_kernel(
+        h, ids, down, parts, n, D, neuron_stride, out_stride, NEURON_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+        BLOCK_D: tl.constexpr):
     d, split = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.program_id(1)
     acc = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
     for start in range(split * BLOCK_N, n, NEURON_SPLITS * BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         who = tl.load(ids + j, mask=j < n, other=0).to(tl.int64)
         a = tl.load(h + j, mask=j < n, other=0.0)
-        w = tl.load(
-            down + who[:, None] * neuron_stride + d[None, :].to(tl.int64) * out_stride,
-            mask=(j < n)[:, None] & (d < D)[None, :],
-            other=0.0,
-        )
+        w_at = down + who[:, None] * neuron_stride + d[None, :].to(tl.int64) * out_stride
+        w = tl.load(w_at, mask=(j < n)[:, None] & (d < D)[None, :], other=0.0)
         acc += a[:, None] * w.to(tl.float32)
     tl.store(parts + split * D + d, tl.sum(acc, 0), mask=d < D)
 
@@ -304,27 +253,14 @@ def neuron_sum(
 )->Tensor:        # (D,) float32
     "`down[:, ids] @ h` without autograd; other columns are not read."
     if h.shape != ids.shape or down.ndim != 2 or down.device != h.device:
-        raise ValueError(
-            f"h {tuple(h.shape)}, ids {tuple(ids.shape)}, down {tuple(down.shape)} on {down.device} do not fit; "
-            f"expected (n,), (n,), (D, F) on {h.device}"
-        )
+        given = f"h {tuple(h.shape)}, ids {tuple(ids.shape)}, down {tuple(down.shape)} on {down.device}"
+        raise ValueError(f"{given} do not fit; expected (n,), (n,), (D, F) on {h.device}")
     _check_ids(h, ids)
     D = len(down)
     parts = torch.empty(NEURON_SPLITS, D, dtype=torch.float32, device=h.device)
     rows = down.stride(0) == 1                                                          # a neuron is a row
     with on_device(h):
         _neuron_sum_kernel[(triton.cdiv(D, 64), NEURON_SPLITS)](
-            h.contiguous(),
-            ids.contiguous(),
-            down,
-            parts,
-            len(h),
-            D,
-            down.stride(1),
-            down.stride(0),
-            NEURON_SPLITS=NEURON_SPLITS,
-            BLOCK_N=32 if rows else 64,
-            BLOCK_D=64,
-            num_warps=4,
-        )
+            h.contiguous(), ids.contiguous(), down, parts, len(h), D, down.stride(1), down.stride(0),
+            NEURON_SPLITS=NEURON_SPLITS, BLOCK_N=32 if rows else 64, BLOCK_D=64, num_warps=4)
     return parts.sum(0)

@@ -12,15 +12,8 @@ import torch, triton
 import triton.language as tl
 from torch import Tensor
 
-from bmlab.kernels.triton_common import (
-    ACTIVATIONS,
-    MAX_ROWS,
-    activate,
-    check_input,
-    early_launch,
-    inverse_rms,
-    on_device,
-)
+from .triton_common import (
+    ACTIVATIONS, MAX_ROWS, activate, check_input, early_launch, inverse_rms, on_device)
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #f0eb5e25
 @triton.jit(do_not_specialize=["M"])
@@ -53,25 +46,29 @@ def _rows(N, BLOCK_N: tl.constexpr, GATE: tl.constexpr):
     return n, there
 
 @triton.jit
-def _added(bias, residual, weight, of, n, there, M, N, K, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, BLOCK_M: tl.constexpr):
-    "What a product ends with: bias, residual, the weight of the norm behind it, and the row whose norm stands before it, or its inverse. Asked for before the sums"
+def _added(
+        bias, residual, weight, of, n, there, M, N, K, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+        AHEAD: tl.constexpr, NORM: tl.constexpr, BLOCK_M: tl.constexpr):
+    """What a product ends with, loaded before the sums: bias, residual, the weight of the norm after it, and the row
+    whose norm stands before it, or the inverse"""
     b, r, w, v, m = 0.0, 0.0, 0.0, 0.0, tl.arange(0, BLOCK_M)
     if HAS_BIAS: b = tl.load(bias + n, mask=there, other=0.0).to(tl.float32)[:, None]
     if HAS_RESIDUAL:
-        r = tl.load(residual + m[None, :] * N + n[:, None], mask=there[:, None] & (m < M)[None, :], other=0.0).to(
-            tl.float32
-        )
+        r_at, r_there = residual + m[None, :] * N + n[:, None], there[:, None] & (m < M)[None, :]
+        r = tl.load(r_at, mask=r_there, other=0.0).to(tl.float32)
     if AHEAD: w = tl.load(weight + n, mask=there, other=0.0).to(tl.float32)[:, None]
     if NORM > 1: v = tl.load(of + tl.arange(0, NORM), mask=tl.arange(0, NORM) < K, other=0.0)
     elif NORM == 1: v = tl.load(of + m, mask=m < M, other=0.0)[None, :]
     return b, r, w, v
 
 @triton.jit
-def _finish(out, b, r, w, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _finish(
+        out, b, r, w, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr,
+        AHEAD: tl.constexpr, NORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     m = tl.arange(0, BLOCK_M)
     if NORM > 1: out *= inverse_rms(v, K, eps)
     elif NORM == 1: out *= v
-    # what follows sees the rounded product, as it would from memory
+    # (what follows sees the rounded product, as it would from memory)
     out = (out + b).to(y.dtype.element_ty)
     if HAS_RESIDUAL: out = (out.to(tl.float32) + r).to(y.dtype.element_ty)
     if GATE >= 0:
@@ -87,57 +84,40 @@ def _finish(out, b, r, w, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESID
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #dfa839d3
 @triton.jit(do_not_specialize=["M"])
-def _int8_split_kernel(x, codes, scale, bias, residual, weight, of, y, ahead, M, N, K, eps, offset, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
-                       INTERPRETED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr, SOON: tl.constexpr):
+def _int8_split_kernel(
+        x, codes, scale, bias, residual, weight, of, y, ahead, M, N, K, eps, offset, HAS_BIAS: tl.constexpr,
+        HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
+        INTERPRETED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+        BLOCK_K: tl.constexpr, WARPS: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr, SOON: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     if EARLY and SOON: tl.extra.cuda.gdc_launch_dependents()
-    # of a single row, all columns are given the same numbers, and the first is kept
+    # a single row fills all columns with the same numbers, and the first is kept
     m = tl.arange(0, 1 if ONE else BLOCK_M)
     n, there = _rows(N, BLOCK_N, GATE)
-    # (WARPS, BLOCK_K): who takes what of a step
+    # (WARPS, BLOCK_K): which warp takes what of a step
     k = tl.arange(0, WARPS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     x_at = x + m[None, None, :] * K + k[:, :, None]                                    # (WARPS, BLOCK_K, BLOCK_M)
     w_at = codes + n[None, :, None].to(tl.int64) * K + k[:, None, :]                   # (WARPS, BLOCK_N, BLOCK_K)
-    # asked for before the sums, not waited for behind them
+    # loaded before the sums, so that nothing waits after them
     unit = tl.load(scale + n, mask=there, other=0.0)[:, None]
     b, r, g, v = _added(bias, residual, weight, of, n, there, M, N, K, HAS_BIAS, HAS_RESIDUAL, AHEAD, NORM, BLOCK_M)
     acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
     for start in range(0, K, WARPS * BLOCK_K):
         inside = EVEN | (start + k < K)
         w = tl.load(
-            w_at + start, mask=there[None, :, None] & inside[:, None, :], other=0, eviction_policy="evict_first"
-        )
+            w_at + start, mask=there[None, :, None] & inside[:, None, :], other=0, eviction_policy="evict_first")
         a = tl.load(x_at + start, mask=inside[:, :, None] & (m < M)[None, None, :], other=0.0)
         if ONE: a = tl.broadcast_to(a, (WARPS, BLOCK_K, BLOCK_M))
         # the interpreter has no bfloat16 product
         if INTERPRETED: a = a.to(tl.float32)
         acc = tl.dot(w.to(a.dtype), a, acc, input_precision="ieee")
     _finish(
-        tl.sum(acc, 0) * unit,
-        b,
-        r,
-        g,
-        v,
-        y,
-        ahead,
-        n,
-        there,
-        M,
-        N,
-        K,
-        eps,
-        offset,
-        HAS_RESIDUAL,
-        GATE,
-        AHEAD,
-        NORM,
-        BLOCK_M,
-        BLOCK_N,
-    )
+        tl.sum(acc, 0) * unit, b, r, g, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESIDUAL, GATE, AHEAD, NORM,
+        BLOCK_M, BLOCK_N)
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #a1f0ba72
-# below 8192 rows of codes and from there on: rows of a program, columns of a warp's step, warps, stages; by the sweep
-# at the end
+# rows of a program, columns of a warp's step, warps, stages: "narrow" below 8192 rows of codes; from the sweep at the
+# end
 _TILES = {"narrow": (16, 128, 4, 5), "wide": (16, 128, 2, 3)}
 
 def _blocks(
@@ -152,18 +132,14 @@ def _blocks(
         columns = min(columns, reach)
         warps = min(warps, reach // columns)
         return dict(BLOCK_M=MAX_ROWS, BLOCK_N=rows, BLOCK_K=columns, WARPS=warps, num_warps=warps, num_stages=stages)
-    # by measurement: enough programs to fill the GPU, and no more reading of x than needed
-    rows = 16 if N < 2048 else 32 if N < 12288 else 64
-    return dict(
-        BLOCK_M=MAX_ROWS,
-        BLOCK_N=rows,
-        BLOCK_K=min(64 if dtype == torch.float32 else 256, reach),
-        num_warps=4,
-        num_stages=5 if rows < 64 else 3,
-    )
+    # measured: enough programs to fill the GPU, and no more reading of x than needed
+    rows = 16 if N < 2048 else 64
+    if 2048 <= N < 12288: rows = 32
+    columns = min(64 if dtype == torch.float32 else 256, reach)
+    return dict(BLOCK_M=MAX_ROWS, BLOCK_N=rows, BLOCK_K=columns, num_warps=4, num_stages=5 if rows < 64 else 3)
 
 def _few(x, blocks):
-    "For up to 8 rows, tiles of 8: tensor cores take x's rows 8 at a time here, so that changes no row. NumPy's product is not so tidy"
+    "Tiles of 8 for up to 8 rows: a tensor core takes 8 at a time, so no row changes (NumPy's product is not so tidy)"
     return blocks | dict(BLOCK_M=8) if x.is_cuda and len(x) <= 8 and "WARPS" in blocks else blocks
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #ca8b01e8
@@ -171,18 +147,16 @@ def _check(x, codes, scale, bias, rows=MAX_ROWS):
     "Raise for what the int8 kernels cannot multiply"
     if codes.dtype != torch.int8 or scale.dtype != torch.float32:
         raise TypeError(f"codes are {codes.dtype} and scale {scale.dtype}; expected int8 and float32")
-    if x.ndim != 2 or codes.ndim != 2 or x.shape[1] != codes.shape[1] or scale.shape != codes.shape[:1] or bias is not None and bias.shape != scale.shape:
-        raise ValueError(
-            f"x {tuple(x.shape)}, codes {tuple(codes.shape)}, scale {tuple(scale.shape)}"
-            + (f", bias {tuple(bias.shape)}" if bias is not None else "")
-            + " do not fit; expected (M, K), (N, K), (N,), (N,)"
-        )
+    fits = x.ndim == codes.ndim == 2 and x.shape[1] == codes.shape[1] and scale.shape == codes.shape[:1]
+    if not fits or bias is not None and bias.shape != scale.shape:
+        given = f"x {tuple(x.shape)}, codes {tuple(codes.shape)}, scale {tuple(scale.shape)}"
+        if bias is not None: given += f", bias {tuple(bias.shape)}"
+        raise ValueError(f"{given} do not fit; expected (M, K), (N, K), (N,), (N,)")
     if not codes.is_contiguous():
         raise ValueError(f"codes have strides {codes.stride()}; call .contiguous() first")
     if codes.device != x.device or scale.device != x.device or bias is not None and bias.device != x.device:
-        raise ValueError(
-            f"x is on {x.device}, codes on {codes.device}, scale on {scale.device}; move them to one device"
-        )
+        devices = f"x is on {x.device}, codes on {codes.device}, scale on {scale.device}"
+        raise ValueError(f"{devices}; move them to one device")
     check_input(x, rows)
 
 def _outputs(x, N, gate, residual, norm=None, ahead=None):
@@ -192,40 +166,31 @@ def _outputs(x, N, gate, residual, norm=None, ahead=None):
     if gate is not None and N % 2:
         raise ValueError(f"gate={gate!r} wants an even number of rows of codes, there are {N}")
     F = N if gate is None else N // 2
-    if residual is not None and (residual.shape != (len(x), F) or residual.dtype != x.dtype or residual.device != x.device):
-        raise ValueError(
-            f"residual {tuple(residual.shape)} {residual.dtype} on {residual.device}; expected {(len(x), F)} {x.dtype} "
-            f"on {x.device}"
-        )
-    if norm is not None and (norm[0].shape != x.shape or norm[0].dtype != x.dtype or norm[0].device != x.device):
-        raise ValueError(
-            f"norm of {tuple(norm[0].shape)} {norm[0].dtype} on {norm[0].device}; expected {tuple(x.shape)} {x.dtype} "
-            f"on {x.device}"
-        )
+    def like_x(name, t, shape):
+        if t.shape != shape or t.dtype != x.dtype or t.device != x.device:
+            given, wanted = f"{tuple(t.shape)} {t.dtype} on {t.device}", f"{tuple(shape)} {x.dtype} on {x.device}"
+            raise ValueError(f"{name} {given}; expected {wanted}")
+    if residual is not None: like_x("residual", residual, (len(x), F))
+    if norm is not None: like_x("norm of", norm[0], x.shape)
     if ahead is not None and (ahead[0].shape != (F,) or ahead[0].device != x.device):
-        raise ValueError(
-            f"ahead is a weight of {tuple(ahead[0].shape)} on {ahead[0].device}; expected {(F,)} on {x.device}"
-        )
+        given = f"{tuple(ahead[0].shape)} on {ahead[0].device}"
+        raise ValueError(f"ahead is a weight of {given}; expected {(F,)} on {x.device}")
     return F
 
 def _whole(x, blocks, gate, residual, norm, ahead):
-    "Can the kernel do the ends too? Not the one for very many rows; and interpreted only where nothing is rounded"
+    "True where the kernel does the ends too: not the one for very many rows; interpreted only where nothing is rounded"
     if gate is None and residual is None and norm is None and ahead is None: return True
-    return (
-        (gate is None or residual is None and ahead is None)
-        and "WARPS" in blocks
-        and (x.is_cuda or x.dtype == torch.float32)
-    )
+    alone = gate is None or residual is None and ahead is None
+    return alone and "WARPS" in blocks and (x.is_cuda or x.dtype == torch.float32)
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #ca8b01e9
 def does_ends(
     x:Tensor,    # (M, K)
     codes:Tensor, # (N, K) int8 or (N, K/2) uint8
 )->bool:
-    "Will `int8_linear` or `int4_linear` do gate, residual and norms in its own kernel?"
-    return (x.is_cuda or x.dtype == torch.float32) and (
-        codes.dtype == torch.uint8 or "WARPS" in _blocks(*codes.shape, x.dtype)
-    )
+    "True where `int8_linear` or `int4_linear` does gate, residual and norms in its own kernel."
+    has_ends = codes.dtype == torch.uint8 or "WARPS" in _blocks(*codes.shape, x.dtype)
+    return (x.is_cuda or x.dtype == torch.float32) and has_ends
 
 def _afterwards(product, bias, gate, residual, norm, ahead):
     "A product and the ends that its kernel does not do, one after another"
@@ -246,37 +211,23 @@ def _inverse_rms_kernel(x, y, K, eps, NORM: tl.constexpr, EARLY: tl.constexpr):
     tl.store(y + tl.program_id(0), inverse_rms(v, K, eps))
 
 def _ends(x, y, blocks, bias, gate, residual, norm, ahead, soon=False):
-    "Tensors and keywords of a product's ends. One row is normed by every program; several rows by a kernel before, with as many threads: the same sums"
+    """Tensors and keywords of a product's ends
+
+    Every program norms a single row; a kernel before norms several, with as many threads: the same sums."""
     (M, K), given = x.shape, lambda t: y if t is None else t.contiguous()
     of, wide = None if norm is None else norm[0], max(2, triton.next_power_of_2(K))
-    # else its threads would hold other columns than those of several rows
+    # (otherwise its threads would hold other columns than for several rows)
     alone = M == 1 and K % 16 == 0
     if norm is not None and not alone:
         of = x.new_empty(M, dtype=torch.float32)
         _inverse_rms_kernel[(M,)](
-            norm[0].contiguous(), of, K, norm[1], NORM=wide, num_warps=blocks["num_warps"], **early_launch(x)
-        )
+            norm[0].contiguous(), of, K, norm[1], NORM=wide, num_warps=blocks["num_warps"], **early_launch(x))
     kinds = dict(
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        GATE=ACTIVATIONS.get(gate, -1),
-        AHEAD=ahead is not None,
-        NORM=0 if norm is None else wide if alone else 1,
-        eps=norm[1] if norm else 0.0,
-        offset=ahead[1] if ahead else 0.0,
-        ONE=M == 1,
-        SOON=soon,
-        INTERPRETED=not x.is_cuda,
-        **early_launch(x),
-    )
-    return (
-        given(bias),
-        given(residual),
-        given(ahead and ahead[0]),
-        given(of),
-        y,
-        torch.empty_like(y) if ahead else y,
-    ), kinds
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATE=ACTIVATIONS.get(gate, -1),
+        AHEAD=ahead is not None, NORM=0 if norm is None else wide if alone else 1, eps=norm[1] if norm else 0.0,
+        offset=ahead[1] if ahead else 0.0, ONE=M == 1, SOON=soon, INTERPRETED=not x.is_cuda, **early_launch(x))
+    nexts = torch.empty_like(y) if ahead else y
+    return (given(bias), given(residual), given(ahead and ahead[0]), given(of), y, nexts), kinds
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #b0a3891c
 def int8_linear(
@@ -288,14 +239,14 @@ def int8_linear(
                                # `silu_mul`
     residual:Tensor|None=None, # (M, outputs) in x's dtype, added at the end
     norm:tuple|None=None,      # (rows (M, K) in x's dtype, ε): before the bias the product is divided by the root of
-                               # their mean square + ε: with x their product with a weight, it is of their RMS norm
-    ahead:tuple|None=None,     # (weight (outputs,), offset) of an RMS norm that follows: the result times weight +
-                               # offset is given too
-    soon:bool=False,           # may the kernel behind it begin at its start? Good where that is small and has other
-                               # things to read first; one with many programs would crowd the multiprocessors that are
-                               # free first, and end last there
+                               # their mean square + ε; where x is rows · weight, that is the product of their RMS norm
+    ahead:tuple|None=None,     # (weight (outputs,), offset) of an RMS norm that follows: also returns the result times
+                               # weight + offset
+    soon:bool=False,           # let the next kernel begin at this one's start? Good where the next is small and has
+                               # other things to read first; one with many programs would crowd the multiprocessors
+                               # that are free first, and end last there
 )->Tensor|tuple[Tensor, Tensor]: # (M, N) in x's dtype, with a gate (M, N/2); with ahead two of them
-    "`(x @ codes.T) * scale + bias` with float32 sums, without autograd; a row's result does not depend on M, and gate, residual and what lies ahead see the rounded product."
+    "`(x @ codes.T) * scale + bias` in float32 sums, rows independent of M; what follows sees it rounded; no autograd."
     _check(x, codes, scale, bias)
     (M, K), N = x.shape, codes.shape[0]
     F = _outputs(x, N, gate, residual, norm, ahead)
@@ -304,40 +255,28 @@ def int8_linear(
         return _afterwards(functools.partial(int8_linear, x, codes, scale), bias, gate, residual, norm, ahead)
     y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
     if y.numel() == 0: return y.to(x.dtype) if ahead is None else (y.to(x.dtype), y.to(x.dtype))
-    grid, given = (
-        (triton.cdiv(N, blocks["BLOCK_N"]),) if gate is None else (triton.cdiv(F, blocks["BLOCK_N"] // 2),),
-        (x.contiguous(), codes, scale.contiguous()),
-    )
+    grid = (triton.cdiv(N, blocks["BLOCK_N"]) if gate is None else triton.cdiv(F, blocks["BLOCK_N"] // 2),)
+    given = (x.contiguous(), codes, scale.contiguous())
     with on_device(x):
         if "WARPS" not in blocks:
             _int8_linear_kernel[grid](
-                *given,
-                scale if bias is None else bias.contiguous(),
-                y,
-                M,
-                N,
-                K,
-                HAS_BIAS=bias is not None,
-                INTERPRETED=not x.is_cuda,
-                **early_launch(x),
-                **blocks,
-            )
+                *given, scale if bias is None else bias.contiguous(), y, M, N, K, HAS_BIAS=bias is not None,
+                INTERPRETED=not x.is_cuda, **early_launch(x), **blocks)
             return y.to(x.dtype)
         ends, kinds = _ends(x, y, blocks, bias, gate, residual, norm, ahead, soon)
         _int8_split_kernel[grid](
-            *given, *ends, M, N, K, EVEN=K % (blocks["BLOCK_K"] * blocks["WARPS"]) == 0, **kinds, **blocks
-        )
+            *given, *ends, M, N, K, EVEN=K % (blocks["BLOCK_K"] * blocks["WARPS"]) == 0, **kinds, **blocks)
     return y.to(x.dtype) if ahead is None else (y.to(x.dtype), ends[-1].to(x.dtype))
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #3a725b85
 def _unpack(exponent, low, high, mask, one):
-    "PTX: 4 bytes in $6 → their low nibbles ($0, $1) and high ones ($2, $3) as mantissas behind an exponent, and ones ($4, $5); two halves a register"
+    """PTX: 4 bytes in $6 → their low nibbles ($0, $1) and high ones ($2, $3) as mantissas after an exponent, and ones
+    ($4, $5); two halves a register"""
     alone = lambda shift: f"{shift} a, $6, 4; and.b32 a, a, {mask};" if shift else f"and.b32 a, $6, {mask};"
     # bytes 0, 1 and bytes 2, 3, each below the exponent's
     put = lambda to: f"prmt.b32 ${to}, a, {exponent}, 0x4140; prmt.b32 ${to + 1}, a, {exponent}, 0x4342;"
-    return " ".join(
-        ["{ .reg .b32 a;", alone(low), put(0), alone(high), put(2), f"mov.b32 $4, {one};", f"mov.b32 $5, {one}; }}"]
-    )
+    steps = [alone(low), put(0), alone(high), put(2), f"mov.b32 $4, {one};", f"mov.b32 $5, {one};"]
+    return " ".join(["{ .reg .b32 a;", *steps, "}"])
 
 # 128 + q: seven bits of mantissa end in q's
 _BF16_NIBBLES = tl.constexpr(_unpack("0x43434343", None, "shr.u32", "0x0F0F0F0F", "0x3F803F80"))
@@ -349,23 +288,21 @@ def _nibbles(w, kind: tl.constexpr, PLAIN: tl.constexpr):
     if PLAIN: low, high, one = (w & 15).to(kind), (w >> 4).to(kind), (w & 0).to(kind) + 1.0
     elif kind == tl.bfloat16:
         low, high, one = tl.inline_asm_elementwise(
-            _BF16_NIBBLES,
-            "=r,=r,=r,=r,=r,=r,r",
-            [w],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
+            _BF16_NIBBLES, "=r,=r,=r,=r,=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
+            pack=4)
     else:
         low, high, one = tl.inline_asm_elementwise(
-            _FP16_NIBBLES, "=r,=r,=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16, tl.float16), is_pure=True, pack=4
-        )
+            _FP16_NIBBLES, "=r,=r,=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16, tl.float16), is_pure=True, pack=4)
     return low, high, one
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #6d2f27b5
 @triton.jit(do_not_specialize=["M"])
-def _int4_linear_kernel(x, codes, scale, zero, bias, residual, weight, of, y, ahead, M, N, K, row_bytes, groups, eps, offset, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
-                        INTERPRETED: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr, SOON: tl.constexpr):
+def _int4_linear_kernel(
+        x, codes, scale, zero, bias, residual, weight, of, y, ahead, M, N, K, row_bytes, groups, eps, offset,
+        HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATE: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
+        INTERPRETED: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr,
+        EARLY: tl.constexpr, SOON: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     if EARLY and SOON: tl.extra.cuda.gdc_launch_dependents()
     HALF: tl.constexpr = GROUP // 2
@@ -387,35 +324,27 @@ def _int4_linear_kernel(x, codes, scale, zero, bias, residual, weight, of, y, ah
     else: scales, zeros = scale, zero
     b, r, g, v = _added(bias, residual, weight, of, n, there, M, N, K, HAS_BIAS, HAS_RESIDUAL, AHEAD, NORM, BLOCK_M)
     acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
-    # said here too, so that scales are read ahead as weights are
+    # stages are set here too, so that scales are read ahead as weights are
     for first in tl.range(0, units, WARPS * STEPS, num_stages=STAGES):
         for step in tl.static_range(STEPS):
             at = first + step * WARPS
             inside = (at + warp < units)[:, None, None]
-            x_there, w_there, s_there = (
-                (ONE | (m < M)[None, None, :]) & (EVEN | inside),
-                there[None, :, None] & (EVEN | inside),
-                there[None, :] & (EVEN | (at + warp < units)[:, None]),
-            )
-            ss, zs = (
-                tl.load(scales + s_at + at, mask=s_there, other=0),
-                tl.load(zeros + s_at + at, mask=s_there, other=0),
-            )
+            x_there = (ONE | (m < M)[None, None, :]) & (EVEN | inside)
+            w_there = there[None, :, None] & (EVEN | inside)
+            s_there = there[None, :] & (EVEN | (at + warp < units)[:, None])
+            ss = tl.load(scales + s_at + at, mask=s_there, other=0)
+            zs = tl.load(zeros + s_at + at, mask=s_there, other=0)
             for half in tl.static_range(UNIT):
                 w = tl.load(w_at + (at * UNIT + half) * HALF, mask=w_there, other=0, eviction_policy="evict_first")
                 front = tl.load(x_at + (at * UNIT + half) * GROUP, mask=x_there, other=0.0)
                 back = tl.load(x_at + (at * UNIT + half) * GROUP + HALF, mask=x_there, other=0.0)
                 if PAIRS:
-                    s, z = (
-                        (ss >> (16 * half)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),
-                        (zs >> (16 * half)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),
-                    )
+                    s = (ss >> (16 * half)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+                    z = (zs >> (16 * half)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
                 else: s, z = ss.to(tl.float32), zs.to(tl.float32)
                 if ONE:
-                    front, back = (
-                        tl.broadcast_to(front, (WARPS, HALF, BLOCK_M)),
-                        tl.broadcast_to(back, (WARPS, HALF, BLOCK_M)),
-                    )
+                    front = tl.broadcast_to(front, (WARPS, HALF, BLOCK_M))
+                    back = tl.broadcast_to(back, (WARPS, HALF, BLOCK_M))
                 if INTERPRETED: front, back = front.to(tl.float32), back.to(tl.float32)
                 low, high, one = _nibbles(w, front.dtype, PLAIN)
                 products = tl.dot(high, back, tl.dot(low, front, input_precision="tf32x3"), input_precision="tf32x3")
@@ -423,89 +352,55 @@ def _int4_linear_kernel(x, codes, scale, zero, bias, residual, weight, of, y, ah
                 acc += products * s[:, :, None]
                 acc += sums * (z - FROM * s)[:, :, None]
     _finish(
-        tl.sum(acc, 0),
-        b,
-        r,
-        g,
-        v,
-        y,
-        ahead,
-        n,
-        there,
-        M,
-        N,
-        K,
-        eps,
-        offset,
-        HAS_RESIDUAL,
-        GATE,
-        AHEAD,
-        NORM,
-        BLOCK_M,
-        BLOCK_N,
-    )
+        tl.sum(acc, 0), b, r, g, v, y, ahead, n, there, M, N, K, eps, offset, HAS_RESIDUAL, GATE, AHEAD, NORM, BLOCK_M,
+        BLOCK_N)
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #10e80c79
 # rows of a program, warps, stages; other: small groups, float32
 _TILES4 = {"narrow": (32, 4, 4), "wide": (32, 2, 3), "other": (16, 8, 3)}
 
 def _blocks4(N, K, group, dtype, aligned=True, M=1):
-    "Tile sizes of the int4 kernel, from the shape alone; not aligned: a word of scales does not begin where a word does. M decides how far ahead is read, and nothing that a sum depends on"
-    rows, warps, stages = _TILES4["other" if group < 64 or dtype == torch.float32 else "narrow" if N < 8192 else "wide"]
+    """Tile sizes of the int4 kernel, from the shape alone
+
+    Not aligned: a word of scales does not begin where a word does. M decides how far ahead is read, and nothing that a
+    sum depends on."""
+    kind = "narrow" if N < 8192 else "wide"
+    rows, warps, stages = _TILES4["other" if group < 64 or dtype == torch.float32 else kind]
     pairs = K // group % 2 == 0 and aligned
     units, columns = K // group // (1 + pairs), group * (1 + pairs)
     warps = min(warps, triton.next_power_of_2(units))
     # small groups: several a warp and step
     steps = min(max(128 // columns, 1), triton.cdiv(units, warps))
     # tiles of x are as large as those of codes then: shared memory of small GPUs holds no more
-    stages = stages if M == 1 else min(stages, 3 if M <= 8 else 2)
+    if M > 1: stages = min(stages, 3 if M <= 8 else 2)
     return dict(
-        GROUP=group,
-        BLOCK_M=MAX_ROWS,
-        BLOCK_N=rows,
-        WARPS=warps,
-        STEPS=steps,
-        STAGES=stages,
-        EVEN=units % (warps * steps) == 0,
-        PAIRS=pairs,
-        num_warps=warps,
-        num_stages=stages,
-    )
+        GROUP=group, BLOCK_M=MAX_ROWS, BLOCK_N=rows, WARPS=warps, STEPS=steps, STAGES=stages,
+        EVEN=units % (warps * steps) == 0, PAIRS=pairs, num_warps=warps, num_stages=stages)
 
 def _check4(x, codes, scale, zero, bias, rows=MAX_ROWS):
     "Raise for what the int4 kernels cannot multiply; the group size"
     if codes.dtype != torch.uint8 or scale.dtype != torch.float16 or zero.dtype != torch.float16:
-        raise TypeError(
-            f"codes are {codes.dtype}, scale {scale.dtype} and zero {zero.dtype}; expected uint8, float16 and float16"
-        )
-    fits = (
-        x.ndim == codes.ndim == scale.ndim == 2
-        and x.shape[1] == 2 * codes.shape[1]
-        and scale.shape == zero.shape
-        and len(scale) == len(codes)
-    )
+        dtypes = f"codes are {codes.dtype}, scale {scale.dtype} and zero {zero.dtype}"
+        raise TypeError(f"{dtypes}; expected uint8, float16 and float16")
+    fits = x.ndim == codes.ndim == scale.ndim == 2 and x.shape[1] == 2 * codes.shape[1]
+    fits = fits and scale.shape == zero.shape and len(scale) == len(codes)
     group = x.shape[1] // scale.shape[1] if fits and scale.shape[1] else 0
     if not fits or group * scale.shape[1] != x.shape[1] or bias is not None and bias.shape != codes.shape[:1]:
-        raise ValueError(
-            f"x {tuple(x.shape)}, codes {tuple(codes.shape)}, scale {tuple(scale.shape)}, zero {tuple(zero.shape)}"
-            + (f", bias {tuple(bias.shape)}" if bias is not None else "")
-            + " do not fit; expected (M, K), (N, K/2), (N, K/group), (N, K/group), (N,)"
-        )
+        given = f"x {tuple(x.shape)}, codes {tuple(codes.shape)}, scale {tuple(scale.shape)}, zero {tuple(zero.shape)}"
+        if bias is not None: given += f", bias {tuple(bias.shape)}"
+        raise ValueError(f"{given} do not fit; expected (M, K), (N, K/2), (N, K/group), (N, K/group), (N,)")
     if group not in (32, 64, 128):
-        raise ValueError(
-            f"scale has {scale.shape[1]} groups for K={x.shape[1]}: groups of {group} columns; the kernel takes 32, 64 "
-            "or 128"
-        )
+        groups = f"scale has {scale.shape[1]} groups for K={x.shape[1]}: groups of {group} columns"
+        raise ValueError(f"{groups}; the kernel takes 32, 64 or 128")
     if not (codes.is_contiguous() and scale.is_contiguous() and zero.is_contiguous()):
         raise ValueError("codes, scale and zero should be contiguous; call .contiguous() first")
     if any(t is not None and t.device != x.device for t in (codes, scale, zero, bias)):
-        raise ValueError(
-            f"x is on {x.device}, codes on {codes.device}, scale on {scale.device}, zero on {zero.device}; move them "
-            "to one device"
-        )
+        devices = f"x is on {x.device}, codes on {codes.device}, scale on {scale.device}, zero on {zero.device}"
+        raise ValueError(f"{devices}; move them to one device")
     check_input(x, rows)
     return group
 
+# %% ../../nbs/02_kernels/01_triton_products.ipynb #169105ad
 def int4_linear(
     x:Tensor,                  # (M, K) float32, float16 or bfloat16, M ≤ 16
     codes:Tensor,              # (N, K/2) uint8: column b of a group in the low nibble of its byte b, column b + group/2
@@ -519,7 +414,7 @@ def int4_linear(
     ahead:tuple|None=None,     # as for `int8_linear`
     soon:bool=False,           # as for `int8_linear`
 )->Tensor|tuple[Tensor, Tensor]: # (M, N) in x's dtype, with a gate (M, N/2); with ahead two of them
-    "`x @ ((q − 8) * scale + zero).T + bias` with float32 sums and no rounded weights, without autograd; a row's result does not depend on M."
+    "`x @ ((q − 8) * scale + zero).T + bias` in float32 sums, weights not rounded, rows independent of M; no autograd."
     group = _check4(x, codes, scale, zero, bias)
     (M, K), N = x.shape, codes.shape[0]
     F = _outputs(x, N, gate, residual, norm, ahead)
@@ -532,9 +427,9 @@ def int4_linear(
     if y.numel() == 0: return y.to(x.dtype) if ahead is None else (y.to(x.dtype), y.to(x.dtype))
     with on_device(x):
         ends, kinds = _ends(x, y, blocks, bias, gate, residual, norm, ahead, soon)
-        _int4_linear_kernel[
-            (triton.cdiv(N, blocks["BLOCK_N"]),) if gate is None else (triton.cdiv(F, blocks["BLOCK_N"] // 2),)
-        ](x.contiguous(), codes, scale, zero, *ends, M, N, K, K // 2, K // group, **kinds, **blocks)
+        grid = (triton.cdiv(N, blocks["BLOCK_N"]) if gate is None else triton.cdiv(F, blocks["BLOCK_N"] // 2),)
+        _int4_linear_kernel[grid](
+            x.contiguous(), codes, scale, zero, *ends, M, N, K, K // 2, K // group, **kinds, **blocks)
     return y.to(x.dtype) if ahead is None else (y.to(x.dtype), ends[-1].to(x.dtype))
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #56718c20
@@ -555,14 +450,13 @@ def _int8_gemm_kernel(x, codes, scale, bias, y, M, N, K, HAS_BIAS: tl.constexpr,
     acc = acc * tl.load(scale + n, mask=n < N, other=0.0)[:, None]
     if HAS_BIAS: acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     tl.store(
-        y + m[None, :].to(tl.int64) * N + n[:, None],
-        acc.to(y.dtype.element_ty),
-        mask=(n < N)[:, None] & (m < M)[None, :],
-    )
+        y + m[None, :].to(tl.int64) * N + n[:, None], acc.to(y.dtype.element_ty),
+        mask=(n < N)[:, None] & (m < M)[None, :])
 
 @triton.jit
-def _int4_gemm_kernel(x, codes, scale, zero, bias, y, M, N, K, row_bytes, groups, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
-                      GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _int4_gemm_kernel(
+        x, codes, scale, zero, bias, y, M, N, K, row_bytes, groups, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
+        GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     HALF: tl.constexpr = GROUP // 2
     m, b = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, HALF)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -581,17 +475,15 @@ def _int4_gemm_kernel(x, codes, scale, zero, bias, y, M, N, K, row_bytes, groups
         acc = tl.dot(((w >> 4).to(tl.float32) * s + z).to(front.dtype), back, acc, input_precision="tf32x3")
     if HAS_BIAS: acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     tl.store(
-        y + m[None, :].to(tl.int64) * N + n[:, None],
-        acc.to(y.dtype.element_ty),
-        mask=(n < N)[:, None] & (m < M)[None, :],
-    )
+        y + m[None, :].to(tl.int64) * N + n[:, None], acc.to(y.dtype.element_ty),
+        mask=(n < N)[:, None] & (m < M)[None, :])
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #220e73b8
 def _blocks_gemm(x):
     "Tile sizes of the GEMM kernels"
     # its operands take the registers
     if x.dtype == torch.float32: return dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2)
-    rows = 32 if len(x) <= 32 else 64 if len(x) <= 64 else 128
+    rows = next(r for r in (32, 64, 128) if len(x) <= r or r == 128)
     return dict(BLOCK_M=rows, BLOCK_N=128, num_warps=8 if rows == 128 else 4, num_stages=3)
 
 def int8_gemm(
@@ -606,21 +498,12 @@ def int8_gemm(
     y = x.new_empty(M, N, dtype=x.dtype if x.is_cuda else torch.float32)
     if y.numel() == 0: return y.to(x.dtype)
     blocks = _blocks_gemm(x)
-    blocks["BLOCK_K"] = 32 if x.dtype == torch.float32 else 64 if blocks["BLOCK_M"] == 128 else 128
+    wide = 64 if blocks["BLOCK_M"] == 128 else 128
+    blocks["BLOCK_K"] = 32 if x.dtype == torch.float32 else wide
     with on_device(x):
         _int8_gemm_kernel[(triton.cdiv(N, blocks["BLOCK_N"]), triton.cdiv(M, blocks["BLOCK_M"]))](
-            x.contiguous(),
-            codes,
-            scale.contiguous(),
-            scale if bias is None else bias.contiguous(),
-            y,
-            M,
-            N,
-            K,
-            HAS_BIAS=bias is not None,
-            INTERPRETED=not x.is_cuda,
-            **blocks,
-        )
+            x.contiguous(), codes, scale.contiguous(), scale if bias is None else bias.contiguous(), y, M, N, K,
+            HAS_BIAS=bias is not None, INTERPRETED=not x.is_cuda, **blocks)
     return y.to(x.dtype)
 
 def int4_gemm(
@@ -630,7 +513,7 @@ def int4_gemm(
     zero:Tensor,           # (N, K/group) float16
     bias:Tensor|None=None, # (N,) any float dtype
 )->Tensor:                 # (M, N) in x's dtype
-    "`x @ W.T + bias` for many rows, where W is `(q − 8) * scale + zero` rounded once to x's dtype; no widened copy, no autograd."
+    "`x @ W.T + bias` for many rows, W `(q − 8) * scale + zero` rounded once to x's dtype; no copy, no autograd."
     group = _check4(x, codes, scale, zero, bias, None)
     (M, K), N = x.shape, codes.shape[0]
     y = x.new_empty(M, N, dtype=x.dtype if x.is_cuda else torch.float32)
@@ -638,22 +521,8 @@ def int4_gemm(
     blocks = _blocks_gemm(x)
     with on_device(x):
         _int4_gemm_kernel[(triton.cdiv(N, blocks["BLOCK_N"]), triton.cdiv(M, blocks["BLOCK_M"]))](
-            x.contiguous(),
-            codes,
-            scale,
-            zero,
-            scale if bias is None else bias.contiguous(),
-            y,
-            M,
-            N,
-            K,
-            K // 2,
-            K // group,
-            HAS_BIAS=bias is not None,
-            INTERPRETED=not x.is_cuda,
-            GROUP=group,
-            **blocks,
-        )
+            x.contiguous(), codes, scale, zero, scale if bias is None else bias.contiguous(), y, M, N, K, K // 2,
+            K // group, HAS_BIAS=bias is not None, INTERPRETED=not x.is_cuda, GROUP=group, **blocks)
     return y.to(x.dtype)
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #624dcee9
@@ -682,8 +551,7 @@ def int4_widen(
     if w.numel():
         with on_device(codes):
             _widen4_kernel[(triton.cdiv(N, 32), groups)](
-                codes, scale, zero, w, N, codes.shape[1], groups, GROUP=group, BLOCK_N=32, num_warps=4
-            )
+                codes, scale, zero, w, N, codes.shape[1], groups, GROUP=group, BLOCK_N=32, num_warps=4)
     return w.to(dtype)
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #6bcad1c8
@@ -706,8 +574,7 @@ def int8_widen(
     if w.numel():
         with on_device(codes):
             _widen8_kernel[(triton.cdiv(N, 16), triton.cdiv(K, 512))](
-                codes, scale.contiguous(), w, N, K, BLOCK_N=16, BLOCK_K=512, num_warps=4
-            )
+                codes, scale.contiguous(), w, N, K, BLOCK_N=16, BLOCK_K=512, num_warps=4)
     return w.to(dtype)
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #36f57610
@@ -731,17 +598,10 @@ def silu_mul(
     if gate_up.shape[-1] % 2: raise ValueError(f"gate_up {tuple(gate_up.shape)} has an odd last size; expected (…, 2F)")
     F = gate_up.shape[-1] // 2
     y = torch.empty(
-        *gate_up.shape[:-1], F, dtype=gate_up.dtype if gate_up.is_cuda else torch.float32, device=gate_up.device
-    )
+        *gate_up.shape[:-1], F, dtype=gate_up.dtype if gate_up.is_cuda else torch.float32, device=gate_up.device)
     if y.numel():
         with on_device(gate_up):
             _gate_kernel[(y.numel() // F, triton.cdiv(F, 512))](
-                gate_up.contiguous(),
-                y,
-                F,
-                ACTIVATION=ACTIVATIONS[activation],
-                BLOCK=512,
-                num_warps=4,
-                **early_launch(gate_up),
-            )
+                gate_up.contiguous(), y, F, ACTIVATION=ACTIVATIONS[activation], BLOCK=512, num_warps=4,
+                **early_launch(gate_up))
     return y.to(gate_up.dtype)

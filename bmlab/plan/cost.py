@@ -29,12 +29,13 @@ def cost_table(
             rows[label] = {"does not fit": str(e)}
             continue
         c = p.cost
+        money = {} if c.money is None else {"money": c.money}
         rows[label] = {
             "days": c.days,
             "GPU hours": c.gpu_hours,
             "MWh": c.kwh / 1000,
             "t CO₂": c.co2_kg / 1000,
-            **({} if c.money is None else {"money": c.money}),
+            **money,
             "step, s": p.step_s,
             "TFLOP/s a GPU": 6 * _elements(model) * p.tokens_s / p.gpus / 1e12,
             "peak": format_bytes(p.peak_bytes),

@@ -18,30 +18,23 @@ from .trace import FusedAttention, Life, Trace, operation_cost, tally_blocks, tr
 
 # %% ../../nbs/06_plan/02_fusion.ipynb #da7cc9f0
 def _graphs(block, sample):
-    "(forward graph, backward graph, number of the block's own outputs, of its arguments) of a block called with described arguments"
+    "(forward graph, backward graph, number of outputs, of arguments) of a block called with described arguments"
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.decomposition import select_decomp_table
     described = lambda x: isinstance(x, tuple) and len(x) == 4 and isinstance(x[0], torch.Size)
     leaves, spec = tree_flatten(sample, is_leaf=described)
-    made = [
-        torch.empty_strided(x[0], x[1], dtype=x[2], device="meta").requires_grad_(x[3]) if described(x) else x
-        for x in leaves
-    ]
-    where, names, out = (
-        [i for i, x in enumerate(made) if isinstance(x, Tensor)],
-        [n for n, _ in (*block.named_parameters(), *block.named_buffers())],
-        {},
-    )
+    make = lambda shape, stride, dtype, learns: torch.empty_strided(
+        shape, stride, dtype=dtype, device="meta").requires_grad_(learns)
+    made = [make(*x) if described(x) else x for x in leaves]
+    where, out = [i for i, x in enumerate(made) if isinstance(x, Tensor)], {}
+    names = [n for n, _ in (*block.named_parameters(), *block.named_buffers())]
     def call(tensors, weights):
         values = list(made)
         for i, t in zip(where, tensors): values[i] = t
         args, kwargs = tree_unflatten(values, spec)
-        return [
-            t
-            for t in tree_leaves(torch.func.functional_call(block, dict(zip(names, weights)), tuple(args), kwargs))
-            if isinstance(t, Tensor)
-        ]
+        given = torch.func.functional_call(block, dict(zip(names, weights)), tuple(args), kwargs)
+        return [t for t in tree_leaves(given) if isinstance(t, Tensor)]
     def keep(which):
         def compiler(graph, _):
             out[which] = graph.graph
@@ -50,12 +43,8 @@ def _graphs(block, sample):
     before = [b._version for b in block.buffers()]
     with FusedAttention():
         f = aot_function(
-            call,
-            fw_compiler=keep("forward"),
-            bw_compiler=keep("backward"),
-            partition_fn=min_cut_rematerialization_partition,
-            decompositions=select_decomp_table(),
-        )
+            call, fw_compiler=keep("forward"), bw_compiler=keep("backward"),
+            partition_fn=min_cut_rematerialization_partition, decompositions=select_decomp_table())
         results = f([made[i] for i in where], [*block.parameters(), *block.buffers()])
         sum(t.float().sum() for t in results if t.requires_grad).backward()
     for p in block.parameters(): p.grad = None
@@ -65,32 +54,17 @@ def _graphs(block, sample):
 
 # %% ../../nbs/06_plan/02_fusion.ipynb #c45f05b0
 _VIEWS = {
-    "view",
-    "permute",
-    "expand",
-    "alias",
-    "unbind",
-    "slice",
-    "transpose",
-    "t",
-    "unsqueeze",
-    "squeeze",
-    "select",
-    "_unsafe_view",
-    "as_strided",
-    "split",
-    "split_with_sizes",
-    "detach",
-    "reshape",
-    "getitem",
-}
+    "view", "permute", "expand", "alias", "unbind", "slice", "transpose", "t", "unsqueeze", "squeeze", "select",
+    "_unsafe_view", "as_strided", "split", "split_with_sizes", "detach", "reshape", "getitem"}
+
+_ALONE = {
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm", "_grouped_mm",
+    "embedding_dense_backward", "packed_product", "packed_way_back"}
 
 def _name(node):
-    return (
-        node.target._schema.name.split("::")[-1]
-        if hasattr(node.target, "_schema")
-        else getattr(node.target, "__name__", str(node.target))
-    )
+    "The name of the operation of a node, such as \"mm\""
+    if hasattr(node.target, "_schema"): return node.target._schema.name.split("::")[-1]
+    return getattr(node.target, "__name__", str(node.target))
 
 def _bases(graph):
     "{node: the node whose memory it shows}"
@@ -103,25 +77,9 @@ def _bases(graph):
     return base
 
 def _is_kernel(n):
-    "A node that the compiler does not fuse"
-    return n.op == "call_function" and (
-        _name(n)
-        in (
-            "mm",
-            "addmm",
-            "bmm",
-            "baddbmm",
-            "convolution",
-            "convolution_backward",
-            "_scaled_mm",
-            "_grouped_mm",
-            "embedding_dense_backward",
-            "packed_product",
-            "packed_way_back",
-        )
-        or "attention" in _name(n)
-        and "scaled_dot" in _name(n)
-    )
+    "True for a node that the compiler does not fuse"
+    if n.op != "call_function": return False
+    return _name(n) in _ALONE or "attention" in _name(n) and "scaled_dot" in _name(n)
 
 def _depths(graph, base):
     "{node: how many kernels come before it}, as late as users allow"
@@ -137,7 +95,7 @@ def _depths(graph, base):
 
 # %% ../../nbs/06_plan/02_fusion.ipynb #341fab25
 def _kernels(graph):
-    "[(nodes of one kernel)] in order, base map, and the values that reach memory"
+    "[nodes of one kernel] in order, and the base map"
     base, nodes = _bases(graph), list(graph.nodes)
     depth = _depths(graph, base)
     work = [n for n in nodes if n.op == "call_function" and base[n] is n and _name(n) != "getitem"]
@@ -148,11 +106,8 @@ def _kernels(graph):
     for n in work:
         if not _is_kernel(n):
             for a in n.all_input_nodes:
-                b = (
-                    base[a]
-                    if _name(base[a]) != "getitem" or not base[a].all_input_nodes
-                    else base[base[a].all_input_nodes[0]]
-                )
+                b = base[a]
+                if _name(b) == "getitem" and b.all_input_nodes: b = base[b.all_input_nodes[0]]
                 if b in root and not _is_kernel(b) and depth[b] == depth[n]: root[find(n)] = find(b)
     groups = {}
     for n in work: groups.setdefault(find(n), []).append(n)
@@ -168,19 +123,17 @@ def _bytes(n): return sum(-(-v.numel() * v.element_size() // 512) * 512 for v in
 
 # %% ../../nbs/06_plan/02_fusion.ipynb #baf356bb
 def _owner(n, base):
-    "The node that made the memory which `n` shows: through views, and through the tuple that a kernel returned"
+    "The node that made the memory that `n` shows, through views and the tuples that kernels return"
     n = base[n]
     while n.op == "call_function" and _name(n) == "getitem": n = base[n.all_input_nodes[0]]
     return n
 
 def _plan_graph(graph, kept):
-    "(operations, {value node: (born, dies)}): `kept` are nodes that live on"
+    "(operations, {value node: (born, dies, bytes)}, base map); nodes in `kept` live on"
     kernels, base = _kernels(graph)
     of = {n: k for k, g in enumerate(kernels) for n in g}
-    reads = [
-        {_owner(a, base) for n in g for a in n.all_input_nodes if of.get(_owner(a, base)) != k}
-        for k, g in enumerate(kernels)
-    ]
+    owners = lambda g: {_owner(a, base) for n in g for a in n.all_input_nodes}
+    reads = [{a for a in owners(g) if of.get(a) != k} for k, g in enumerate(kernels)]
     kept = {_owner(n, base) for n in kept}
     written = [[n for n in g if n in kept or any(n in r for r in reads)] for g in kernels]
     ops, lives = [], {}
@@ -192,17 +145,8 @@ def _plan_graph(graph, kept):
             if scratch: lives[n, "scratch"] = (k, k + 1, scratch)
         else:
             size = lambda x: sum(map(traffic, _values(x)))
-            op = (
-                OTHER,
-                0,
-                0,
-                0,
-                0,
-                0.0,
-                float(sum(map(size, reads[k])) + sum(map(size, written[k]))),
-                2,
-                1 if any(map(size, written[k])) else 0,
-            )
+            moved = float(sum(map(size, reads[k])) + sum(map(size, written[k])))
+            op = (OTHER, 0, 0, 0, 0, 0.0, moved, 2, 1 if any(map(size, written[k])) else 0)
         ops.append(op)
     for k, g in enumerate(written):
         for n in g:
@@ -214,8 +158,10 @@ def _plan_graph(graph, kept):
 
 # %% ../../nbs/06_plan/02_fusion.ipynb #d00351ff
 def _compile_plan(block, sample):
-    """(forward operations, forward lives, backward operations, backward lives, kept arguments): lives are (born, dies, bytes, when the backward is done with it or None);
-    of the arguments that are kept {bytes: when the backward is done with it}"""
+    """(forward operations, forward lives, backward operations, backward lives, kept arguments)
+
+    A life is (born, dies, bytes, when the backward is done with it or None); kept arguments are {bytes: when the
+    backward is done with it}."""
     forward, backward, n_out, n_in = _graphs(block, sample)
     outputs = list(next(n for n in forward.nodes if n.op == "output").args[0])
     ops, lives, base = _plan_graph(forward, [o for o in outputs if isinstance(o, torch.fx.Node)])
@@ -229,19 +175,12 @@ def _compile_plan(block, sample):
         if o.name in by_name:
             n = _owner(o, base)
             done[n] = max(done.get(n, 0), blives[by_name[o.name]][1])
-    fwd = [
-        (*life, done.get(n))
-        for n, life in lives.items()
-        if not (isinstance(n, torch.fx.Node) and (n.op == "placeholder" or n in results and n not in done))
-    ]
+    own = lambda n: not isinstance(n, torch.fx.Node) or n.op != "placeholder"        # (or scratch memory)
+    fwd = [(*life, done.get(n)) for n, life in lives.items() if own(n) and (n not in results or n in done)]
     given = [n for n in forward.nodes if n.op == "placeholder"][:n_in]
     kept = {_bytes(n): done[n] for n in given if n in done}
     final = {_owner(o, bbase) for o in back_out}
-    bwd = [
-        (*life, None)
-        for n, life in blives.items()
-        if not isinstance(n, torch.fx.Node) or n.op != "placeholder" and n not in final
-    ]
+    bwd = [(*life, None) for n, life in blives.items() if own(n) and n not in final]
     return ops, fwd, bops, bwd, kept
 
 # %% ../../nbs/06_plan/02_fusion.ipynb #c706c510
@@ -254,18 +193,13 @@ def fuse_blocks(
     for f, name in trace.calls().items():
         block = modules[name]
         key = (
-            type(block),
-            str(trace.samples[name]),
-            tuple((p.shape, p.dtype, p.requires_grad) for p in (*block.parameters(), *block.buffers())),
-        )
+            type(block), str(trace.samples[name]),
+            tuple((p.shape, p.dtype, p.requires_grad) for p in (*block.parameters(), *block.buffers())))
         if key not in plans:
             try: plans[key] = _compile_plan(block, trace.samples[name])
             except Exception as e:
-                logging.getLogger(__name__).warning(
-                    "%s is planned as if it were not compiled: %s",
-                    name,
-                    str(e).splitlines()[0] if str(e) else type(e).__name__,
-                )
+                why = str(e).splitlines()[0] if str(e) else type(e).__name__
+                logging.getLogger(__name__).warning("%s is planned as if it were not compiled: %s", name, why)
                 plans[key] = None
         if plans[key] is None or f not in backward: continue
         done[f] = (backward[f], plans[key])
@@ -276,11 +210,9 @@ def _rebuild(trace, done):
     segments, replays, lives = list(trace.segments), dict(trace.replays), trace.lives
     length = {f: len(p[0]) for f, (_, p) in done.items()} | {b: len(p[2]) for b, p in done.values()}
     pair = {f: b for f, (b, _) in done.items()}
-    scale = lambda p: (
-        p
-        if p is None or p[0] not in length
-        else (p[0], round(p[1] * length[p[0]] / max(len(trace.segments[p[0]].ops), 1)))
-    )
+    def scale(p):
+        if p is None or p[0] not in length: return p
+        return p[0], round(p[1] * length[p[0]] / max(len(trace.segments[p[0]].ops), 1))
     new, index, kept = [], {}, {}
     # a compiled block may keep what it was called with, where the plain one keeps a copy in float32
     for i, f in trace.inputs:
@@ -290,28 +222,14 @@ def _rebuild(trace, done):
         s = l.birth[0]
         if s in length and l.death is not None and l.death[0] == s and l.kind == "activation": continue
         index[i] = len(new)
-        new.append(
-            dataclasses.replace(
-                l,
-                birth=scale(l.birth),
-                death=scale(l.death),
-                claims={c: scale(p) for c, p in l.claims.items() if not (c == s and s in pair)} | kept.get(i, {}),
-            )
-        )
+        claims = {c: scale(p) for c, p in l.claims.items() if not (c == s and s in pair)} | kept.get(i, {})
+        new.append(dataclasses.replace(l, birth=scale(l.birth), death=scale(l.death), claims=claims))
     for f, (b, (ops, fwd, bops, bwd, _)) in done.items():
         segments[f], segments[b] = segments[f]._replace(ops=ops), segments[b]._replace(ops=bops)
         for born, dies, size, until in fwd:
             new.append(Life(size, (f, born), (f, dies), {} if until is None else {f: (b, until)}))
         for born, dies, size, _ in bwd: new.append(Life(size, (b, born), (b, dies)))
         replays[f] = 1 + max((born for born, _, _, until in fwd if until is not None), default=-1)
-    return tally_blocks(
-        dataclasses.replace(
-            trace,
-            segments=segments,
-            lives=new,
-            replays=replays,
-            compiled=True,
-            blocks={},
-            inputs=[(index[i], c) for i, c in trace.inputs if i in index],
-        )
-    )
+    inputs = [(index[i], c) for i, c in trace.inputs if i in index]
+    return tally_blocks(dataclasses.replace(
+        trace, segments=segments, lives=new, replays=replays, compiled=True, blocks={}, inputs=inputs))

@@ -38,8 +38,8 @@ class Machine:
     matmul:float=0.82              # share of `flops` that whole tiles reach in a long run
     attention:float=0.42           # share of `flops` of fused attention, forward
     attention_backward:float=0.33  # share of `flops` of fused attention, backward
-    # share of `flops` of fused attention with a mask or a bias, for which there is another kernel, forward; seen on an
-    # H200 with dropout and heads of 64, for other presets a guess
+    # share of `flops` of fused attention with a mask or a bias, which has another kernel, forward; seen on an H200 with
+    # dropout and heads of 64, a guess for other presets
     masked:float=0.060
     masked_backward:float=0.063    # the same, backward, gradients of the bias too
     elementwise:float=0.80         # share of `hbm` of elementwise and reducing kernels
@@ -57,139 +57,40 @@ class Machine:
                 raise ValueError(f"Machine({f.name}={v!r}): must be above 0")
 
     def __repr__(self):
-        return (
-            f"{self.name}: {self.flops / 1e12:.4g} TFLOP/s, {self.hbm / 1e12:.3g} TB/s, "
-            f"{format_bytes(self.gpu_memory)}, link {self.h2d / 1e9:.3g} GB/s, "
-            f"host {format_bytes(self.host_memory)}, Adam {self.host_adam / 1e9:.2g} G parameters/s ({self.source})"
-        )
+        gpu = f"{self.flops / 1e12:.4g} TFLOP/s, {self.hbm / 1e12:.3g} TB/s, {format_bytes(self.gpu_memory)}"
+        host = f"host {format_bytes(self.host_memory)}, Adam {self.host_adam / 1e9:.2g} G parameters/s"
+        return f"{self.name}: {gpu}, link {self.h2d / 1e9:.3g} GB/s, {host} ({self.source})"
 
 # %% ../../nbs/06_plan/00_machine.ipynb #124a0720
-_DATASHEET = dict(source="datasheet")
+_A100 = dict(
+    flops=260e12, h2d=24e9, d2h=24e9, duplex=20e9, host_memory=128 << 30, host_adam=2e9, network=230e9,
+    network_hosts=20e9, watts=520, flops32=18e12, units=108, masked=0.2, masked_backward=0.18, source="datasheet")
 
-MACHINES = {
-    m.name: m
-    for m in (
-        Machine(
-            name="h200",
-            flops=790e12,
-            hbm=4.29e12,
-            gpu_memory=143_771 << 20,
-            h2d=55e9,
-            d2h=55e9,
-            duplex=50e9,
-            host_memory=128 << 30,
-            host_adam=5.1e9,
-            network=380e9,
-            network_hosts=40e9,
-            watts=900,
-            source="measured, network from datasheet",
-        ),
-        Machine(
-            name="a100-80",
-            flops=260e12,
-            hbm=1.75e12,
-            gpu_memory=81_920 << 20,
-            h2d=24e9,
-            d2h=24e9,
-            duplex=20e9,
-            host_memory=128 << 30,
-            host_adam=2e9,
-            network=230e9,
-            network_hosts=20e9,
-            watts=520,
-            flops32=18e12,
-            units=108,
-            masked=0.2,
-            masked_backward=0.18,
-            **_DATASHEET,
-        ),
-        Machine(
-            name="a100-40",
-            flops=260e12,
-            hbm=1.35e12,
-            gpu_memory=40_960 << 20,
-            h2d=24e9,
-            d2h=24e9,
-            duplex=20e9,
-            host_memory=128 << 30,
-            host_adam=2e9,
-            network=230e9,
-            network_hosts=20e9,
-            watts=520,
-            flops32=18e12,
-            units=108,
-            masked=0.2,
-            masked_backward=0.18,
-            **_DATASHEET,
-        ),
-        Machine(
-            name="v100-32",
-            flops=100e12,
-            hbm=0.80e12,
-            gpu_memory=32_768 << 20,
-            h2d=12e9,
-            d2h=12e9,
-            duplex=10e9,
-            host_memory=96 << 30,
-            host_adam=1e9,
-            network=110e9,
-            network_hosts=10e9,
-            watts=330,
-            flops32=14e12,
-            units=80,
-            attention=0.3,
-            attention_backward=0.2,
-            masked=0.2,
-            masked_backward=0.15,
-            **_DATASHEET,
-        ),
-        Machine(
-            name="2080ti",
-            flops=48e12,
-            hbm=0.54e12,
-            gpu_memory=11_264 << 20,
-            h2d=12e9,
-            d2h=12e9,
-            duplex=10e9,
-            host_memory=64 << 30,
-            host_adam=0.8e9,
-            network=8e9,
-            network_hosts=1.2e9,
-            gpus_per_host=1,
-            watts=300,
-            flops32=12e12,
-            units=68,
-            attention=0.3,
-            attention_backward=0.2,
-            masked=0.2,
-            masked_backward=0.15,
-            **_DATASHEET,
-        ),
-        Machine(
-            name="gtx1060",
-            flops=3.9e12,
-            hbm=0.16e12,
-            gpu_memory=6_144 << 20,
-            h2d=12e9,
-            d2h=12e9,
-            duplex=10e9,
-            host_memory=32 << 30,
-            host_adam=0.5e9,
-            network=8e9,
-            network_hosts=1.2e9,
-            gpus_per_host=1,
-            watts=180,
-            flops32=3.9e12,
-            units=10,
-            attention=0.4,
-            attention_backward=0.3,
-            masked=0.3,
-            masked_backward=0.2,
-            **_DATASHEET,
-        ),
-    )
-}
+_PCIE3 = dict(h2d=12e9, d2h=12e9, duplex=10e9, source="datasheet")
 
+_ALONE = dict(network=8e9, network_hosts=1.2e9, gpus_per_host=1, **_PCIE3)      # one GPU in a host
+
+MACHINES = {m.name: m for m in (
+    Machine(
+        name="h200", flops=790e12, hbm=4.29e12, gpu_memory=143_771 << 20, h2d=55e9, d2h=55e9, duplex=50e9,
+        host_memory=128 << 30, host_adam=5.1e9, network=380e9, network_hosts=40e9, watts=900,
+        source="measured, network from datasheet"),
+    Machine(name="a100-80", hbm=1.75e12, gpu_memory=81_920 << 20, **_A100),
+    Machine(name="a100-40", hbm=1.35e12, gpu_memory=40_960 << 20, **_A100),
+    Machine(
+        name="v100-32", flops=100e12, hbm=0.80e12, gpu_memory=32_768 << 20, host_memory=96 << 30, host_adam=1e9,
+        network=110e9, network_hosts=10e9, watts=330, flops32=14e12, units=80, attention=0.3, attention_backward=0.2,
+        masked=0.2, masked_backward=0.15, **_PCIE3),
+    Machine(
+        name="2080ti", flops=48e12, hbm=0.54e12, gpu_memory=11_264 << 20, host_memory=64 << 30, host_adam=0.8e9,
+        watts=300, flops32=12e12, units=68, attention=0.3, attention_backward=0.2, masked=0.2, masked_backward=0.15,
+        **_ALONE),
+    Machine(
+        name="gtx1060", flops=3.9e12, hbm=0.16e12, gpu_memory=6_144 << 20, host_memory=32 << 30, host_adam=0.5e9,
+        watts=180, flops32=3.9e12, units=10, attention=0.4, attention_backward=0.3, masked=0.3, masked_backward=0.2,
+        **_ALONE))}
+
+# %% ../../nbs/06_plan/00_machine.ipynb #e12af330
 def machine(
     which:str|Machine|None="h200", # a preset's name, a Machine, or None: the preset nearest to the GPU at hand, with
                                    # its memory; without a GPU h200
@@ -198,33 +99,19 @@ def machine(
     if isinstance(which, Machine): return which
     if which is None:
         if not torch.cuda.is_available(): return MACHINES["h200"]
-        name, size = (
-            torch.cuda.get_device_name().lower().replace(" ", ""),
-            torch.cuda.get_device_properties(0).total_memory,
-        )
+        name = torch.cuda.get_device_name().lower().replace(" ", "")
+        size = torch.cuda.get_device_properties(0).total_memory
         near = [m for n, m in MACHINES.items() if n.split("-")[0] in name] or [MACHINES["h200"]]
         return dataclasses.replace(min(near, key=lambda m: abs(m.gpu_memory - size)), gpu_memory=size)
     if which not in MACHINES:
-        raise ValueError(
-            f"machine={which!r} is unknown{did_you_mean(which, MACHINES)}; presets: {', '.join(MACHINES)}; measure() "
-            "makes one of the machine at hand"
-        )
+        unknown = f"machine={which!r} is unknown{did_you_mean(which, MACHINES)}"
+        raise ValueError(f"{unknown}; presets: {', '.join(MACHINES)}; measure() makes one of the machine at hand")
     return MACHINES[which]
 
 # %% ../../nbs/06_plan/00_machine.ipynb #0009c79f
-OP = np.dtype(
-    [
-        ("kind", "i1"),
-        ("b", "i8"),
-        ("m", "i8"),
-        ("n", "i8"),
-        ("k", "i8"),
-        ("flops", "f8"),
-        ("bytes", "f8"),
-        ("item", "i1"),
-        ("kernels", "i4"),
-    ]
-)
+OP = np.dtype([
+    ("kind", "i1"), ("b", "i8"), ("m", "i8"), ("n", "i8"), ("k", "i8"), ("flops", "f8"), ("bytes", "f8"),
+    ("item", "i1"), ("kernels", "i4")])
 # kinds of operation; PACKED: bytes that widen a weight, then a product with it
 OTHER, MATMUL, ATTENTION, ATTENTION_BACKWARD, NO_KERNEL, MASKED, MASKED_BACKWARD, PACKED = range(8)
 # rows, columns, share of the full rate
@@ -241,9 +128,8 @@ def _matmul_s(ops, m):
         for split in _SPLITS:
             tiles = ops["b"] * -(-ops["m"] // rows) * -(-ops["n"] // columns) * split
             tile_s = 2.0 * rows * columns * -(-ops["k"] // split) / (rate * share) + m.tile_s
-            reduce_s = (
-                0.0 if split == 1 else (split + 1) * 4.0 * ops["b"] * ops["m"] * ops["n"] / (m.hbm * m.elementwise)
-            )
+            sums = (split + 1) * 4.0 * ops["b"] * ops["m"] * ops["n"] if split > 1 else 0.0
+            reduce_s = sums / (m.hbm * m.elementwise)
             best = np.minimum(best, np.ceil(tiles / m.units) * tile_s + reduce_s)
     # older kernels, that load element by element
     odd = np.logical_or.reduce([ops[side] * ops["item"] % 16 > 0 for side in "mnk"])
@@ -254,10 +140,12 @@ def op_seconds(
     ops:np.ndarray,    # (n,) of dtype OP
     machine:Machine,   # whose rates hold
 )->np.ndarray:         # (n,) float64 seconds on the GPU
-    "How long each operation keeps the GPU: the larger of its arithmetic and its memory traffic (Williams et al. 2009), and a gap."
+    "Seconds of each operation: the larger of arithmetic and memory traffic (Williams et al. 2009), and a gap."
     memory_s = ops["bytes"] / (machine.hbm * machine.elementwise)
     math_s = np.zeros(len(ops))
-    for kind, share in ((ATTENTION, machine.attention), (ATTENTION_BACKWARD, machine.attention_backward), (MASKED, machine.masked), (MASKED_BACKWARD, machine.masked_backward)):
+    shares = {ATTENTION: machine.attention, ATTENTION_BACKWARD: machine.attention_backward}
+    shares |= {MASKED: machine.masked, MASKED_BACKWARD: machine.masked_backward}
+    for kind, share in shares.items():
         math_s[ops["kind"] == kind] = ops["flops"][ops["kind"] == kind] / (machine.flops * share)
     packed = ops["kind"] == PACKED
     if (chosen := packed | (ops["kind"] == MATMUL)).any(): math_s[chosen] = _matmul_s(ops[chosen], machine)
@@ -280,8 +168,10 @@ def _seconds(call, device, at_least_s=0.05):
     sync()
     return (time.perf_counter() - t) / n
 
+# %% ../../nbs/06_plan/00_machine.ipynb #780b9882
 def _measure_math(device, size, dtype, long_s):
-    "(FLOP/s of a large product for a moment, of a wide layer for long, of float32) and the attention rates forward and backward, causal and with a bias"
+    """FLOP/s of a large product for a moment, of a wide layer for long, of float32, and of attention: forward and
+    backward, causal and with a bias"""
     make = lambda *shape, dtype=dtype: torch.randn(*shape, device=device, dtype=dtype)
     a, b, x, w = make(size, size), make(size, size), make(size, size * 5 // 8), make(size * 5 // 8, size * 5 // 8)
     flops = 2 * size**3 / _seconds(lambda: a @ b, device)
@@ -291,13 +181,13 @@ def _measure_math(device, size, dtype, long_s):
     length, heads = max(64, size // 8), max(1, size // 64)
     q, k, v = (make(1, heads, length, 64).requires_grad_() for _ in range(3))
     bias, rates = make(1, heads, length, length).requires_grad_(), []
-    for wants, work, how in (((q, k, v), 2 * heads * length**2 * 64, dict(is_causal=True)), ((q, k, v, bias), 4 * heads * length**2 * 64, dict(attn_mask=bias))):     # causal: half of 4·H·L²·D
+    causal = (q, k, v), 2 * heads * length**2 * 64, dict(is_causal=True)          # half of 4·H·L²·D
+    biased = (q, k, v, bias), 4 * heads * length**2 * 64, dict(attn_mask=bias)
+    for wants, work, how in (causal, biased):
         attend = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
         out = attend()
-        rates += [
-            work / _seconds(attend, device),
-            2.5 * work / _seconds(lambda: torch.autograd.grad(out, wants, out.detach(), retain_graph=True), device),
-        ]
+        back = lambda: torch.autograd.grad(out, wants, out.detach(), retain_graph=True)
+        rates += [work / _seconds(attend, device), 2.5 * work / _seconds(back, device)]
     return flops, tiles, flops32, *rates
 
 # %% ../../nbs/06_plan/00_machine.ipynb #46547ed0
@@ -315,9 +205,7 @@ def _measure_link(device, size):
         with torch.cuda.stream(streams[1]): host2.copy_(x2, non_blocking=True)
     return (
         size / _seconds(lambda: x.copy_(host, non_blocking=True), device),
-        size / _seconds(lambda: host.copy_(x, non_blocking=True), device),
-        size / _seconds(both, device),
-    )
+        size / _seconds(lambda: host.copy_(x, non_blocking=True), device), size / _seconds(both, device))
 
 def _measure_host(parameters):
     "Parameters/s of torch's fused AdamW on the CPU, all of its threads"
@@ -341,60 +229,36 @@ def measure(
     host_memory:int|str|None=None,     # bytes for each GPU; None: what the operating system shows, divided by the GPUs
     network:float|None=None,     # bytes/s between GPUs of a host; None: the preset's
 )->Machine:
-    "The machine at hand, measured; what cannot be measured alone (network, watts) is the nearest preset's; a CPU takes 10 watts a thread."
+    "The machine at hand, measured; network and watts are the nearest preset's; a CPU takes 10 watts a thread."
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     gpu, near = device.type == "cuda", machine(None)
     gpus = torch.cuda.device_count() if gpu else 1
-    dtype = (
-        torch.float32
-        if not gpu
-        else torch.bfloat16
-        if torch.cuda.get_device_capability(device) >= (8, 0)
-        else torch.float16
-    )
+    dtype = torch.float32
+    if gpu: dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     long = 1 if quick else 5
     with torch.random.fork_rng([device.index or 0] if gpu else []):
         flops, tiles, flops32, *attention = _measure_math(
-            device, 8192 if gpu else 512 * long, dtype, (0.6 if gpu else 0.1) * long
-        )
+            device, 8192 if gpu else 512 * long, dtype, (0.6 if gpu else 0.1) * long)
         h2d, d2h, duplex = _measure_link(device, (256 if gpu else 16) << 20)
         adam = _measure_host((1 << 27 if gpu else 1 << 20) * long)
         # more than most processors' caches
         x, y = (torch.ones(1 << (30 if gpu else 27), dtype=torch.uint8, device=device) for _ in range(2))
         z = x.view(dtype)
-        hbm, add = (
-            2 * x.numel() / _seconds(lambda: y.copy_(x), device),
-            3 * x.numel() / _seconds(lambda: torch.add(z, z, out=y.view(dtype)), device),
-        )
+        hbm = 2 * x.numel() / _seconds(lambda: y.copy_(x), device)
+        add = 3 * x.numel() / _seconds(lambda: torch.add(z, z, out=y.view(dtype)), device)
         small = torch.ones(1, device=device)
         launch = _seconds(lambda: small.add_(1), device, 0.02)
     about = torch.cuda.get_device_properties(device) if gpu else None
+    names = ("attention", "attention_backward", "masked", "masked_backward")
+    shares = {name: min(1.0, rate / flops) for name, rate in zip(names, attention)}
+    if gpu: own = dict(name=about.name, gpu_memory=about.total_memory, units=about.multi_processor_count)
+    else:
+        threads = torch.get_num_threads()
+        own = dict(name=f"cpu×{threads}", gpu_memory=_host_bytes(), units=1, watts=10.0 * threads)
+        own |= dict(context=0, unaligned=1.0, tile_s=1e-9, kernel_s=1e-6)
+    memory = parse_bytes(host_memory) if host_memory is not None else _host_bytes() // gpus
     return dataclasses.replace(
-        near,
-        name=about.name if gpu else f"cpu×{torch.get_num_threads()}",
-        flops=flops,
-        hbm=hbm,
-        h2d=h2d,
-        d2h=d2h,
-        duplex=duplex,
-        host_adam=adam / gpus,
-        gpu_memory=about.total_memory if gpu else _host_bytes(),
-        host_memory=parse_bytes(host_memory) if host_memory is not None else _host_bytes() // gpus,
-        flops32=flops32,
-        units=about.multi_processor_count if gpu else 1,
-        matmul=min(1.0, tiles / flops * 1.03),
-        **{
-            name: min(1.0, rate / flops)
-            for name, rate in zip(("attention", "attention_backward", "masked", "masked_backward"), attention)
-        },
-        elementwise=min(1.0, 0.83 * add / hbm),
-        launch_s=launch,
-        network=network or near.network,
-        gpus_per_host=max(gpus, 1) if gpu else 1,
-        watts=near.watts if gpu else 10.0 * torch.get_num_threads(),
-        context=near.context if gpu else 0,
-        unaligned=near.unaligned if gpu else 1.0,
-        tile_s=near.tile_s if gpu else 1e-9,
-        kernel_s=near.kernel_s if gpu else 1e-6,
-        source="measured now",
-    )
+        near, **own, **shares, flops=flops, hbm=hbm, h2d=h2d, d2h=d2h, duplex=duplex, host_adam=adam / gpus,
+        host_memory=memory, flops32=flops32, matmul=min(1.0, tiles / flops * 1.03),
+        elementwise=min(1.0, 0.83 * add / hbm), launch_s=launch, network=network or near.network,
+        gpus_per_host=max(gpus, 1) if gpu else 1, source="measured now")

@@ -20,10 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core import did_you_mean, find_blocks, parts, roles, tensor_key, unwrap
-from bmlab.plan.machine import (
-    ATTENTION, ATTENTION_BACKWARD, MASKED, MASKED_BACKWARD, MATMUL, NO_KERNEL, OP, OTHER, PACKED, Machine,
-    op_seconds,
-)
+from .machine import (
+    ATTENTION, ATTENTION_BACKWARD, MASKED, MASKED_BACKWARD, MATMUL, NO_KERNEL, OP, OTHER, PACKED, Machine, op_seconds)
 
 # %% ../../nbs/06_plan/01_trace.ipynb #955799ed
 def skeleton(
@@ -40,9 +38,8 @@ def skeleton(
         return seen[key]
     for m in model.modules():
         if type(m).__name__.startswith("FSDP"):
-            raise ValueError(
-                f"skeleton(model): {type(m).__name__} is sharded already; take the skeleton before shard()"
-            )
+            sharded = f"skeleton(model): {type(m).__name__} is sharded already"
+            raise ValueError(f"{sharded}; take the skeleton before shard()")
         for t in (*m._parameters.values(), *m._buffers.values()):
             if t is not None: memo[id(t)] = empty(t)
     return copy.deepcopy(model, memo).train()
@@ -83,7 +80,9 @@ class _Tape(TorchDispatchMode):
         for t in fixed: self.known[t.untyped_storage()._cdata] = None         # weights and buffers live for ever
     def now(self): return (len(self.segments) - 1, len(self.segments[-1].ops))
     def enter(self, name, forward, call=None):
-        if (last := self.segments[-1]).name != name or last.forward != forward or (call is not None and last.call != call) or name:
+        last = self.segments[-1]
+        other = last.name != name or last.forward != forward or call is not None and last.call != call
+        if other or name:
             self.segments.append(Segment(name, forward, len(self.segments) if call is None else call, []))
     def hold(self, index, call): self.held[index, call] = self.held.get((index, call), 0) + 1
     def release(self, index, call):
@@ -107,13 +106,14 @@ def _watch(tape, t, kind="activation"):
     tape.watchers[key] = weakref.ref(storage, gone)
 
 def _pack(tape, call, t):
+    "A claim for a tensor that autograd saves in forward segment `call`"
     # checkpoint stops when the last saved tensor is there again
     tape.needed[call] = len(tape.segments[call].ops)
     index = tape.index(t) if t.device.type == "meta" else None
     return t if index is None else _Claim(tape, index, call, (t.shape, t.stride(), t.dtype))
 
 def _unpack(tape, saved):
-    "A stand-in for the saved tensor; whose turn it is tells which block's backward runs"
+    "A stand-in for the saved tensor; the claim called in tells which block's backward runs"
     if not isinstance(saved, _Claim): return saved
     name = tape.segments[saved.call].name
     if tape.segments[-1][:3] != (name, False, saved.call): tape.enter(name, False, saved.call)
@@ -134,29 +134,17 @@ def _unpack(tape, saved):
 # %% ../../nbs/06_plan/01_trace.ipynb #15c2ef5a
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 _UNREAD = {
-    "embedding",
-    "gather",
-    "index",
-    "index_select",
-    "nll_loss_forward",
-    "nll_loss_backward",
-    "copy_",
-    "fill_",
-    "zero_",
-    "scatter",
-    "take",
-}  # first tensor not read
+    "embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss_backward", "copy_", "fill_", "zero_",
+    "scatter", "take"}  # first tensor not read
 # read their inputs in two passes
 _TWICE = {"native_layer_norm_backward", "_log_softmax", "_softmax", "_fused_rms_norm_backward"}
 
 def traffic(
     t:Tensor, # any, on meta too
 )->int:       # bytes
-    "Bytes that reading or writing a tensor moves: an expanded one its own entries alone."
-    return min(
-        t.untyped_storage().nbytes(),
-        t.element_size() * int(np.prod([n for n, s in zip(t.shape, t.stride()) if s != 0], dtype=np.int64)),
-    )
+    "Bytes that reading or writing a tensor moves; of an expanded one only its own entries."
+    entries = int(np.prod([n for n, s in zip(t.shape, t.stride()) if s != 0], dtype=np.int64))
+    return min(t.untyped_storage().nbytes(), t.element_size() * entries)
 
 def _product_shape(name, args, out):
     "(b, m, n, k) of a matrix product or a convolution, else None"
@@ -175,6 +163,22 @@ def _product_shape(name, args, out):
         return 2, shape[0][0] * int(np.prod(shape[0][2:])), w[0], int(np.prod(w[1:]))
     return None
 
+def _attention_cost(name, args, tensors, moved, item):
+    "`operation_cost` of fused attention: 4·B·H·L²·D operations forward, 10 backward, half of them if causal"
+    back = name.endswith("backward")
+    q, k = tensors[back], tensors[back + 1]
+    if back: flag = args[11:12]
+    else: flag = args[4:5] if "flash" in name else args[6:7]
+    causal = any(a is True for a in flag)
+    B, H, L, D = q.shape
+    flops = (10.0 if back else 4.0) * B * H * L * k.shape[2] * D / (2 if causal else 1)
+    # dQ is summed in float32
+    scratch = 4 * B * H * -(-L // 128) * 128 * -(-D // 32) * 32 if back else 0
+    masked = "efficient" in name and isinstance(args[3 + back], Tensor)
+    plain = ATTENTION_BACKWARD if back else ATTENTION
+    kind = (MASKED_BACKWARD if back else MASKED) if masked else plain
+    return (kind, 0, 0, 0, 0, flops, moved + 2 * scratch, item, 3 if back else 1), scratch
+
 def operation_cost(
     name:str,     # of the ATen operation, such as "mm"
     args:tuple,   # its arguments, tensors on meta
@@ -182,14 +186,12 @@ def operation_cost(
     fresh:bool,   # is one of them in new memory?
     mutates:bool, # does it write into an argument?
 )->tuple:         # (row of `OP`, or None if it costs nothing; bytes of scratch memory while it runs)
-    "What one operation costs, read off its name and its shapes."
+    "What one operation costs, by its name and its shapes."
     if name in _FREE or (not fresh and not mutates): return None, 0
     tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
     read = sum(map(traffic, tensors[name in _UNREAD:])) * (2 if name in _TWICE else 1)
-    moved, item = (
-        read + sum(map(traffic, outs)),
-        min((t.element_size() for t in tensors if t.is_floating_point()), default=4),
-    )
+    moved = read + sum(map(traffic, outs))
+    item = min((t.element_size() for t in tensors if t.is_floating_point()), default=4)
     if (shape := _product_shape(name, args, outs[0])) is not None:
         return (MATMUL, *shape, 2.0 * np.prod([float(x) for x in shape]), moved, item, 1), 0
     if name in ("packed_product", "packed_way_back"):
@@ -198,24 +200,7 @@ def operation_cost(
         # written for the product, and gone after it
         wide = N * K * out.element_size()
         return (PACKED, 1, M, out.shape[1], read, 2.0 * M * N * K, sum(map(traffic, tensors[1:])) + wide, item, 2), wide
-    if "attention" in name and "scaled_dot_product" in name:
-        back = name.endswith("backward")
-        q, k = tensors[back], tensors[back + 1]
-        causal = any(a is True for a in (args[11:12] if back else args[4:5] if "flash" in name else args[6:7]))
-        flops = (
-            (10.0 if back else 4.0)
-            * q.shape[0]
-            * q.shape[1]
-            * q.shape[2]
-            * k.shape[2]
-            * q.shape[3]
-            / (2 if causal else 1)
-        )
-        # dQ is summed in float32
-        scratch = 4 * q.shape[0] * q.shape[1] * -(-q.shape[2] // 128) * 128 * -(-q.shape[3] // 32) * 32 if back else 0
-        masked = "efficient" in name and isinstance(args[3 + back], Tensor)
-        kind = (MASKED_BACKWARD if back else MASKED) if masked else ATTENTION_BACKWARD if back else ATTENTION
-        return (kind, 0, 0, 0, 0, flops, moved + 2 * scratch, item, 3 if back else 1), scratch
+    if "attention" in name and "scaled_dot_product" in name: return _attention_cost(name, args, tensors, moved, item)
     return (OTHER, 0, 0, 0, 0, 0.0, moved, item, 1), 0
 
 # %% ../../nbs/06_plan/01_trace.ipynb #838d8ce6
@@ -250,29 +235,22 @@ class FusedAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 def _fused_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    "Attention by the fused kernel that fits the arguments"
     groups = query.shape[1] // key.shape[1] if query.ndim == 4 else 1
-    if attn_mask is None and query.element_size() == 2 and query.ndim == 4 and query.shape[-1] == value.shape[-1] <= 256:
+    flash = query.element_size() == 2 and query.ndim == 4 and query.shape[-1] == value.shape[-1] <= 256
+    if attn_mask is None and flash:
         return torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
+            query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     if enable_gqa and groups > 1: key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     if query.ndim == 3:
-        return _fused_attention(
-            query[None],
-            key[None],
-            value[None],
-            None if attn_mask is None else attn_mask[None],
-            dropout_p,
-            is_causal,
-            scale,
-        )[0]
+        mask = None if attn_mask is None else attn_mask[None]
+        return _fused_attention(query[None], key[None], value[None], mask, dropout_p, is_causal, scale)[0]
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, 0)
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     return torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-    )[0]
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 # %% ../../nbs/06_plan/01_trace.ipynb #55ad0d25
 def _tokens_of(inputs):
@@ -292,9 +270,8 @@ def step_loss(
     if (loss := get("loss")) is not None: return loss
     out = out if isinstance(out, Tensor) else out[0] if isinstance(out, (tuple, list)) else get("logits")
     if out is None:
-        raise ValueError(
-            f"{type(model).__name__} returned neither a loss nor logits; give loss=a function of (model, inputs)"
-        )
+        returned = f"{type(model).__name__} returned neither a loss nor logits"
+        raise ValueError(f"{returned}; give loss=a function of (model, inputs)")
     ids = inputs.get("labels") if isinstance(inputs, Mapping) else None
     ids = _tokens_of(inputs) if ids is None else ids
     if out.ndim == 3 and ids is not None and ids.shape == out.shape[:2]:
@@ -306,11 +283,8 @@ class _Chunks(torch.autograd.Function):
     "Cross-entropy whose gradient is made chunk by chunk in the forward pass"
     @staticmethod
     def forward(ctx, hidden, weight, labels, chunk, plain):
-        dh, dw, total = (
-            torch.empty_like(hidden),
-            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None,
-            0.0,
-        )  # a frozen head has no gradient
+        dh, dw, total = torch.empty_like(hidden), None, 0.0
+        if ctx.needs_input_grad[1]: dw = torch.zeros_like(weight, dtype=torch.float32)      # (not of a frozen head)
         for i in range(0, len(hidden), chunk):
             h, y = hidden[i:i + chunk], labels[i:i + chunk, None]
             z = h @ weight.t()
@@ -346,12 +320,12 @@ def chunked_loss(
     module, owner = model.get_submodule(head), model.get_submodule(head.rpartition(".")[0])
     setattr(owner, head.rpartition(".")[2], nn.Identity())
     out = _call(model, {k: v for k, v in inputs.items() if k != "labels"} if isinstance(inputs, Mapping) else inputs)
-    hidden = out if isinstance(out, Tensor) else getattr(out, "logits", None) if not isinstance(out, tuple) else out[0]
+    if isinstance(out, Tensor): hidden = out
+    else: hidden = out[0] if isinstance(out, tuple) else getattr(out, "logits", None)
     weight = module.dequantize(hidden.dtype) if hasattr(module, "dequantize") else module.weight
     given = getattr(unwrap(model), "config", None)
-    plain = all(
-        getattr(given, k, None) in (None, 1) for k in ("final_logit_softcapping", "logit_scale", "logits_scaling")
-    )
+    changes = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    plain = all(getattr(given, k, None) in (None, 1) for k in changes)
     return _Chunks.apply(hidden.reshape(-1, hidden.shape[-1]), weight, _tokens_of(inputs).reshape(-1), chunk, plain)
 
 # %% ../../nbs/06_plan/01_trace.ipynb #ffde3bb6
@@ -389,14 +363,11 @@ class Trace:
         replay:bool=False, # of forward segments, only what a replay runs?
     )->np.ndarray:         # (segments, 3) seconds: bound by arithmetic, bound by memory, waiting for the host to issue
         "How long each segment takes, and why."
-        return np.array(
-            [
-                _seconds(s.ops[: self.replays.get(i, 0)] if replay and s.forward else s.ops, machine)
-                for i, s in enumerate(self.segments)
-            ]
-        )
+        ops = [s.ops[:self.replays.get(i, 0)] if replay and s.forward else s.ops for i, s in enumerate(self.segments)]
+        return np.array([_seconds(o, machine) for o in ops])
 
 def _seconds(ops, machine):
+    "Seconds of some operations: bound by arithmetic, bound by memory, waiting for the host"
     ops = np.array(ops, dtype=OP)
     took, math = op_seconds(ops, machine), ~np.isin(ops["kind"], (OTHER, NO_KERNEL))
     return took[math].sum(), took[~math].sum(), max(0.0, machine.launch_s * ops["kernels"].sum() - took.sum())
@@ -418,6 +389,7 @@ def tally_blocks(
 
 # %% ../../nbs/06_plan/01_trace.ipynb #1feaffbc
 def _describe(x):
+    "Arguments with (shape, stride, dtype, requires_grad) in the place of tensors"
     return tree_map(lambda t: (t.shape, t.stride(), t.dtype, t.requires_grad) if isinstance(t, Tensor) else t, x)
 
 def _hook_blocks(tape, blocks, samples):
@@ -428,11 +400,8 @@ def _hook_blocks(tape, blocks, samples):
             tape.enter(name, True)
             call = len(tape.segments) - 1
             samples.setdefault(name, _describe((args, kwargs)))
-            tape.inputs += [
-                (i, call)
-                for t in tree_leaves((args, kwargs))
-                if isinstance(t, Tensor) and (i := tape.index(t)) is not None
-            ]
+            given = [tape.index(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            tape.inputs += [(i, call) for i in given if i is not None]
         handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(block.register_forward_hook(lambda m, a, out: tape.enter("", True)))
     return handles
@@ -454,18 +423,13 @@ def trace_step(
     for n in names:
         if n not in modules:
             raise ValueError(f"blocks: {type(model).__name__} has no module {n!r}{did_you_mean(n, modules)}")
-    cast = lambda t: (
-        torch.empty_strided(
-            t.shape, t.stride(), dtype=dtype if dtype and t.is_floating_point() else t.dtype, device="meta"
-        )
-        if isinstance(t, Tensor)
-        else t
-    )
-    batch = tree_map(
-        cast,
-        dict(inputs) if isinstance(inputs, Mapping) else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs),
-    )
-    loss = {None: step_loss, "full": step_loss, "chunked": chunked_loss}.get(loss, loss) if not callable(loss) else loss
+    def cast(t):
+        if not isinstance(t, Tensor): return t
+        kind = dtype if dtype and t.is_floating_point() else t.dtype
+        return torch.empty_strided(t.shape, t.stride(), dtype=kind, device="meta")
+    if isinstance(inputs, Tensor): inputs = (inputs,)
+    batch = tree_map(cast, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs))
+    if not callable(loss): loss = {None: step_loss, "full": step_loss, "chunked": chunked_loss}.get(loss, loss)
     if not callable(loss): raise ValueError(f"loss={loss!r}: 'full', 'chunked' or a function of (model, inputs)")
     weights = [p for p in bones.parameters()]
     if not any(p.requires_grad for p in weights):
@@ -476,7 +440,9 @@ def trace_step(
     handles = _hook_blocks(tape, {n: modules[n] for n in names}, samples)
     call = lambda: len(tape.segments) - 1
     try:
-        with tape, FusedAttention(), torch.autograd.graph.saved_tensors_hooks(lambda t: _pack(tape, call(), t), lambda s: _unpack(tape, s)):
+        claims = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: _pack(tape, call(), t), lambda s: _unpack(tape, s))
+        with tape, FusedAttention(), claims:
             value = loss(bones, batch)
             tape.enter("", False, -1)
             value.backward()
@@ -498,24 +464,15 @@ def _finish_trace(tape, bones, names, modules, weights, batch, samples):
         counts[n][1] += p.numel() * p.requires_grad
         if p.grad is not None and (i := tape.index(p.grad)) is not None:
             tape.lives[i].kind, tape.lives[i].owner = "gradient", n
-    # nobody is told of what dies from here on
+    # what dies from here on is not recorded
     tape.watchers.clear()
     for p in weights: p.grad = None
     ids = _tokens_of(batch)
     first = next((t for t in tree_leaves(batch) if isinstance(t, Tensor)), None)
     tokens = ids.numel() if ids is not None else len(first) if first is not None and first.ndim else 1
-    return tally_blocks(
-        Trace(
-            tape.segments,
-            tape.lives,
-            tape.inputs,
-            {n: tuple(c) for n, c in counts.items()},
-            tokens,
-            samples,
-            bones,
-            tape.needed,
-        )
-    )
+    parameters = {n: tuple(c) for n, c in counts.items()}
+    return tally_blocks(Trace(
+        tape.segments, tape.lives, tape.inputs, parameters, tokens, samples, bones, tape.needed))
 
 # %% ../../nbs/06_plan/01_trace.ipynb #ccc2ea57
 class Lifetimes(NamedTuple):
@@ -531,7 +488,7 @@ class Lifetimes(NamedTuple):
 KINDS = ("activation", "between", "gradient", "input")   # made by a block, made between blocks, …
 
 def _spans(trace, chosen):
-    "Segments in order, with the replays of the chosen calls before their backward: spans, start of each segment, start of each replay"
+    "Segments in order, chosen calls replayed before their backward: spans, starts of segments and replays, slots"
     spans, start, replay, at = [], {}, {}, 0
     def put(i, replayed, n):
         nonlocal at
@@ -559,27 +516,18 @@ class _Flat(NamedTuple):
     until:np.ndarray  # (claims,), (claims,), (claims, 2)
 
 def _flatten(trace):
+    "The lives and claims of a trace as `_Flat`"
     calls, owners, never = trace.calls(), {n: k for k, n in enumerate(trace.parameters)}, (-1, 0)
-    kind = lambda l: (
-        KINDS.index(l.kind)
-        if l.kind != "activation"
-        else 0
-        if l.birth[0] in calls or trace.segments[l.birth[0]].call in calls
-        else 1
-    )
+    def kind(l):
+        if l.kind != "activation": return KINDS.index(l.kind)
+        return 0 if l.birth[0] in calls or trace.segments[l.birth[0]].call in calls else 1
     pairs = lambda rows: np.array(list(rows), dtype=np.int64).reshape(-1, 2)
     claims = [(i, c, p) for i, l in enumerate(trace.lives) for c, p in l.claims.items()]
     return _Flat(
-        np.array([l.bytes for l in trace.lives], float),
-        pairs(l.birth for l in trace.lives),
-        pairs(l.death or never for l in trace.lives),
-        pairs(l.claims.get(l.birth[0], never) for l in trace.lives),
-        np.array([kind(l) for l in trace.lives]),
-        np.array([owners.get(l.owner, 0) for l in trace.lives]),
-        np.array([c[0] for c in claims], int),
-        np.array([c[1] for c in claims], int),
-        pairs(c[2] for c in claims),
-    )
+        np.array([l.bytes for l in trace.lives], float), pairs(l.birth for l in trace.lives),
+        pairs(l.death or never for l in trace.lives), pairs(l.claims.get(l.birth[0], never) for l in trace.lives),
+        np.array([kind(l) for l in trace.lives]), np.array([owners.get(l.owner, 0) for l in trace.lives]),
+        np.array([c[0] for c in claims], int), np.array([c[1] for c in claims], int), pairs(c[2] for c in claims))
 
 # %% ../../nbs/06_plan/01_trace.ipynb #1d547eb9
 def lifetimes(
@@ -591,7 +539,8 @@ def lifetimes(
     spans, start, replay, slots = _spans(trace, {c for c, n in trace.calls().items() if n in recompute})
     n = len(trace.segments)
     at_segment = np.array([start[i] for i in range(n)] + [slots])                     # [-1]: never
-    again, runs = np.array([replay.get(i, -1) for i in range(n)]), np.array([trace.replays.get(i, 0) for i in range(n)])
+    again = np.array([replay.get(i, -1) for i in range(n)])
+    runs = np.array([trace.replays.get(i, 0) for i in range(n)])
     at = lambda p: at_segment[p[:, 0]] + p[:, 1]
     s, o = flat.birth.T
     begin, end = at(flat.birth), at(flat.death)
@@ -603,20 +552,12 @@ def lifetimes(
     born, own = flat.death[:, 0] == s, flat.own[:, 0] >= 0
     twice = np.flatnonzero((again[s] >= 0) & (o < runs[s]))
     r = again[s[twice]]
-    end2 = np.maximum(
-        r + np.where(born[twice], np.minimum(flat.death[twice, 1], runs[s[twice]]), runs[s[twice]]),
-        np.where(own[twice], at(flat.own[twice]), 0),
-    )
+    early = np.where(born[twice], np.minimum(flat.death[twice, 1], runs[s[twice]]), runs[s[twice]])
+    end2 = np.maximum(r + early, np.where(own[twice], at(flat.own[twice]), 0))
     join = lambda a, b: np.concatenate([a, b])
     return Lifetimes(
-        join(begin, r + o[twice]),
-        join(end, end2),
-        join(flat.bytes, flat.bytes[twice]),
-        join(flat.kind, flat.kind[twice]),
-        join(flat.owner, 0 * twice),
-        spans,
-        slots,
-    )
+        join(begin, r + o[twice]), join(end, end2), join(flat.bytes, flat.bytes[twice]),
+        join(flat.kind, flat.kind[twice]), join(flat.owner, 0 * twice), spans, slots)
 
 # %% ../../nbs/06_plan/01_trace.ipynb #50b98bff
 def occupancy(

@@ -26,7 +26,7 @@ from .trace import Lifetimes, Trace, lifetimes, occupancy, trace_step
 
 # %% ../../nbs/06_plan/03_training.ipynb #9d8b36c0
 class Group(NamedTuple):
-    "What the weights of a block (or of what lies outside blocks) weigh; bytes of the whole model, before sharding."
+    "Elements and bytes of a block's weights (or of what lies outside blocks), of the whole model, before sharding."
     elements:int       # tied weights where they come first
     trainable:int      # of them
     weights:int        # bytes at rest
@@ -58,7 +58,8 @@ def weight_groups(
         n, item = p.numel(), p.element_size()
         if not p.requires_grad and dtype is not None and p.is_floating_point(): item = dtype.itemsize
         here, host, pinned = _state_bytes(item, master) if p.requires_grad else (0, 0, 0)
-        for i, v in enumerate((n, n * p.requires_grad, n * item, n * item * p.requires_grad, n * here, n * host, n * pinned)):
+        trained = n * p.requires_grad
+        for i, v in enumerate((n, trained, n * item, trained * item, n * here, n * host, n * pinned)):
             out[owner.get(id(p), "")][i] += v
     for b in model.buffers():
         if tensor_key(b) in seen: continue
@@ -69,7 +70,7 @@ def weight_groups(
 # %% ../../nbs/06_plan/03_training.ipynb #7b7297ed
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    "How a step is run: everything that memory and time depend on besides the model, the batch and the machine."
+    "How a step is run: what memory and time depend on besides the model, the batch and the machine."
     gpus:int=1
     levels:dict=field(default_factory=dict)   # block → 2 or 3
     sharded:bool=False                        # wrapped by fully_shard?
@@ -91,9 +92,7 @@ def _last_spans(trace, line):
             last[s.name] = b
     return last, first, turn
 
-def gathered(
-    trace:Trace, line:Lifetimes, groups:dict, setting:Setting,
-)->np.ndarray: # (slots,) bytes
+def gathered(trace:Trace, line:Lifetimes, groups:dict, setting:Setting)->np.ndarray: # (slots,) bytes
     "Weights in flight under `fully_shard`, in every slot."
     last, first, turn = _last_spans(trace, line)
     order, many, change = [n for n in first if n], setting.gpus > 1, np.zeros(line.slots + 1)
@@ -112,12 +111,8 @@ def gathered(
             if setting.levels.get(n, 3) != 2: add(a, b, whole[n])
             if s.forward and not replayed: add(a, b, many * (whole[n] + (whole[after] if after else 0)))
             else:
-                add(
-                    a,
-                    b,
-                    many * (whole[before] if before and setting.levels.get(before, 3) != 2 else 0)
-                    + (leaving[after] if after else 0),
-                )
+                ahead = whole[before] if before and setting.levels.get(before, 3) != 2 else 0
+                add(a, b, many * ahead + (leaving[after] if after else 0))
     # the last gather's buffer waits for the next one
     if order and many: add(first[order[-1]], turn, whole[order[-1]])
     change[line.slots - 1] += leaving[""]
@@ -147,17 +142,14 @@ def moments(
         stop[grads] = line.start[grads] + 1
     line = line._replace(stop=stop)
     out = {
-        "activations": occupancy(line, line.kind == 0),
-        "logits and embeddings": occupancy(line, line.kind == 1),
-        "inputs": occupancy(line, line.kind == 3),
-        "gradients": occupancy(line, grads) + at_rest.cumsum()[:-1],
-    }
+        "activations": occupancy(line, line.kind == 0), "logits and embeddings": occupancy(line, line.kind == 1),
+        "inputs": occupancy(line, line.kind == 3), "gradients": occupancy(line, grads) + at_rest.cumsum()[:-1]}
     if setting.sharded: out["weights in flight"] = gathered(trace, line, groups, setting)
     return out
 
 # %% ../../nbs/06_plan/03_training.ipynb #d6b889b1
 class Work(NamedTuple):
-    "Seconds of one micro-batch on the GPU, by block (\"\" for the rest), each (arithmetic, memory, waiting for the host)."
+    'Seconds of a micro-batch on the GPU, by block ("" for the rest): (arithmetic, memory, waiting for the host).'
     forward:dict
     backward:dict
     network:float       # seconds of collectives
@@ -183,10 +175,9 @@ def work(
     # seconds for each byte
     wire = (W - 1) / W / _network_rate(machine, W)
     drag = machine.network_drag * _network_rate(machine, W) / machine.network
-    shuffle = {
-        n: 4.0 * g.elements * setting.item / (machine.hbm * machine.elementwise) * setting.sharded
-        for n, g in groups.items()
-    }  # into the gather's buffer and out
+    # into the gather's buffer and out
+    copied = machine.hbm * machine.elementwise
+    shuffle = {n: 4.0 * g.elements * setting.item / copied * setting.sharded for n, g in groups.items()}
     gather = {n: wire * g.elements * setting.item for n, g in groups.items()}
     reduce = {n: wire * g.trainable * setting.reduce_item for n, g in groups.items()}
     # by how much `wait` seconds of network lengthen `busy` seconds of arithmetic
@@ -201,16 +192,15 @@ def work(
         last += shuffle[n] + beside(bwd[n].sum(), back + reduce[after or ""]) - beside(bwd[n].sum(), back)
     last += sum(reduce[n] for n in order[:1])
     return Work(
-        fwd, bwd, gather[""] + sum(gather[n] * (1 + three[n]) for n in order) + sum(reduce.values()), exposed, last
-    )
+        fwd, bwd, gather[""] + sum(gather[n] * (1 + three[n]) for n in order) + sum(reduce.values()), exposed, last)
 
 # %% ../../nbs/06_plan/03_training.ipynb #307c56e4
-# of host_adam and duplex beside a working model, and of each with both lanes at work: measured on an H200, where one
-# memory feeds them all
+# shares of host_adam and duplex that remain beside a working model, and of each with both lanes at work; measured on
+# an H200, where one memory feeds them all
 ADAM, LINK, BOTH = 0.62, 0.86, 0.85
 
 def _serve(jobs, start, forward_from):
-    "Finish times of jobs [(block, available at, seconds)] on one server: last block first until `forward_from`, then first block first"
+    "Finish times of jobs [(block, available at, seconds)]: last block first, from `forward_from` on the first"
     done, now, left = {}, start, list(jobs)
     while left:
         open_ = [j for j in left if j[1] <= now]
@@ -241,8 +231,7 @@ def schedule(
     units = [(-1, rest[0]), *((i, groups[n].trainable / W) for i, n in enumerate(order)), (len(order), rest[1])]
     left, cores, link, both = share * sum(u for _, u in units), [], [], BOTH if 0 < setting.link < 1 else 1.
     bwd = {-1: w.backward[""].sum() / 2, len(order): w.backward[""].sum() / 2} | {
-        i: w.backward[n].sum() for i, n in enumerate(order)
-    }
+        i: w.backward[n].sum() for i, n in enumerate(order)}
     t, ready = 0.0, {}
     for i, n in reversed(units):
         t += bwd[i]
@@ -291,24 +280,13 @@ def training_cost(
     hours = seconds / 3600 * gpus
     kwh = hours * watts / 1000 * pue
     return Cost(
-        steps=steps,
-        days=seconds / 86400,
-        gpu_hours=hours,
-        kwh=kwh,
-        co2_kg=kwh * carbon,
-        money=None if price_per_gpu_hour is None else hours * price_per_gpu_hour,
-    )
+        steps=steps, days=seconds / 86400, gpu_hours=hours, kwh=kwh, co2_kg=kwh * carbon,
+        money=None if price_per_gpu_hour is None else hours * price_per_gpu_hour)
 
 # %% ../../nbs/06_plan/03_training.ipynb #ac5910e8
 _LANES = {
-    "arithmetic": "arithmetic",
-    "memory": "GPU memory",
-    "issue": "issuing kernels",
-    "optimizer": "optimizer on the GPU",
-    "network": "network",
-    "host_adam": "host Adam",
-    "link": "host link",
-}
+    "arithmetic": "arithmetic", "memory": "GPU memory", "issue": "issuing kernels", "optimizer": "optimizer on the GPU",
+    "network": "network", "host_adam": "host Adam", "link": "host link"}
 
 @dataclass(kw_only=True)
 class TrainingPlan:
@@ -340,34 +318,23 @@ class TrainingPlan:
     def table(self)->pd.DataFrame:
         "Category × bytes on a GPU in the worst moment, and on the host."
         rows = {**self.parts, "together": [self.peak_bytes, self.host_bytes]}
-        return pd.DataFrame(
-            {
-                "GPU": [format_bytes(g) for g, _ in rows.values()],
-                "host": [format_bytes(h) if h else "" for _, h in rows.values()],
-                "GPU bytes": [int(g) for g, _ in rows.values()],
-                "host bytes": [int(h) for _, h in rows.values()],
-            },
-            index=list(rows),
-        )
+        columns = {
+            "GPU": [format_bytes(g) for g, _ in rows.values()],
+            "host": [format_bytes(h) if h else "" for _, h in rows.values()],
+            "GPU bytes": [int(g) for g, _ in rows.values()],
+            "host bytes": [int(h) for _, h in rows.values()]}
+        return pd.DataFrame(columns, index=list(rows))
     def check(self,
         peak_bytes:int|None=None, # measured: torch.cuda.max_memory_allocated()
         step_s:float|None=None,   # measured: the median of some steps
         host_bytes:int|None=None, # measured
     )->pd.DataFrame:
         "Measured beside predicted."
-        rows = [
-            (n, p, q)
-            for n, p, q in (
-                ("peak_bytes", self.peak_bytes, peak_bytes),
-                ("step_s", self.step_s, step_s),
-                ("host_bytes", self.host_bytes, host_bytes),
-            )
-            if q is not None
-        ]
+        measured = {"peak_bytes": peak_bytes, "step_s": step_s, "host_bytes": host_bytes}
+        rows = {n: (getattr(self, n), q) for n, q in measured.items() if q is not None}
         if not rows: raise ValueError("check(): give peak_bytes=, step_s= or host_bytes= as measured")
-        return pd.DataFrame(
-            [{"": n, "predicted": p, "measured": q, "predicted / measured": p / q} for n, p, q in rows]
-        ).set_index("")
+        rows = [{"": n, "predicted": p, "measured": q, "predicted / measured": p / q} for n, (p, q) in rows.items()]
+        return pd.DataFrame(rows).set_index("")
     def save(self, path:str|Path): # a .json file
         "Write the plan, so that it can be held against the run."
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1, default=float), encoding="utf-8")
@@ -377,73 +344,57 @@ class TrainingPlan:
         d = json.loads(Path(path).read_text(encoding="utf-8"))
         return cls(**{**d, "cost": None if d["cost"] is None else Cost(**d["cost"])})
     def __str__(self):
-        return (
-            f"{self.table[['GPU', 'host']]}\n{self.recompute} of {self.blocks} blocks recompute, {self.offload:.0%} of "
-            f"the optimizer on the host; limit {format_bytes(self.limit)}, "
-            f"smallest {format_bytes(self.min_bytes, up=True)}\nstep {self.step_s:.4g} s, {self.tokens_s:,.0f} "
-            f"tokens/s, bound by {self.bound}"
-        )
+        chosen = f"{self.recompute} of {self.blocks} blocks recompute, {self.offload:.0%} of the optimizer on the host"
+        limits = f"limit {format_bytes(self.limit)}, smallest {format_bytes(self.min_bytes, up=True)}"
+        speed = f"step {self.step_s:.4g} s, {self.tokens_s:,.0f} tokens/s, bound by {self.bound}"
+        return f"{self.table[['GPU', 'host']]}\n{chosen}; {limits}\n{speed}"
     __repr__ = __str__
     def _repr_html_(self): return _picture(self)
 
 # %% ../../nbs/06_plan/03_training.ipynb #8e2d1c26
 def _few(x): return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
+def _memory_row(name, parts, limit):
+    "(label, bar) of the memory of one place: parts [(name, bytes, text)] against a limit"
+    used = sum(x for _, x, _ in parts)
+    names = " · ".join(f"{n} {t}" for n, _, t in parts)
+    bar = stacked_bar(parts, limit, max(limit, used) * 1.02)
+    label = f"{name}: {format_bytes(used)} of {format_bytes(limit)}"
+    return label, f'{bar}<div style="font-size:11px">{names}</div>'
+
+def _time_rows(plan):
+    "[(label, bar)] of a step's phases, and of each lane that is busy"
+    longest = max([plan.step_s, *plan.times.values()]) * 1.02
+    phases = stacked_bar([(n, x, f"{x:.3f} s") for n, x in plan.phases.items()], 0, longest)
+    names = " · ".join(f"{n} {x:.3f} s" for n, x in plan.phases.items())
+    rows = [(f"step: {plan.step_s:.3f} s", f'{phases}<div style="font-size:11px">{names}</div>')]
+    for n, x in plan.times.items():
+        if x <= 5e-4 * plan.step_s: continue
+        bound = " (bound)" if _LANES[n] == plan.bound else ""
+        rows.append((f"{_LANES[n]}: {x:.3f} s{bound}", stacked_bar([("", x, f"{x:.3f} s")], plan.step_s, longest)))
+    return rows
+
+def _headline(plan):
+    "What the plan chose, its speed and its cost, as one line or two of HTML"
+    gpus = f"{plan.gpus} GPU{'s' * (plan.gpus > 1)}"
+    head = (f"{plan.recompute} of {plan.blocks} blocks recompute · {plan.offload:.0%} of the optimizer on the host · "
+            f"{plan.tokens_s:,.0f} tokens/s on {gpus} · smallest limit {format_bytes(plan.min_bytes, up=True)}")
+    if (c := plan.cost) is None: return head
+    took = f"{_few(c.days)} days · {_few(c.gpu_hours)} GPU hours · {_few(c.kwh)} kWh · {_few(c.co2_kg / 1000)} t CO₂"
+    return f"{head}<br>{took}" + (f" · costs {_few(c.money)}" if c.money is not None else "")
+
 def _picture(plan):
     "The plan as HTML with inline styles"
     rows = []
     for k, name, limit in ((0, "GPU", plan.limit), (1, "host", plan.host_limit)):
         parts = [(n, v[k], format_bytes(v[k])) for n, v in plan.parts.items() if v[k] > 0]
-        used = sum(x for _, x, _ in parts)
-        if parts:
-            rows.append(
-                (
-                    f"{name}: {format_bytes(used)} of {format_bytes(limit)}",
-                    stacked_bar(parts, limit, max(limit, used) * 1.02)
-                    + '<div style="font-size:11px">'
-                    + " · ".join(f"{n} {t}" for n, _, t in parts)
-                    + "</div>",
-                )
-            )
-    longest = max([plan.step_s, *plan.times.values()]) * 1.02
-    rows.append(
-        (
-            f"step: {plan.step_s:.3f} s",
-            stacked_bar([(n, x, f"{x:.3f} s") for n, x in plan.phases.items()], 0, longest)
-            + '<div style="font-size:11px">'
-            + " · ".join(f"{n} {x:.3f} s" for n, x in plan.phases.items())
-            + "</div>",
-        )
-    )
-    rows += [
-        (
-            f"{_LANES[n]}: {x:.3f} s{' (bound)' if _LANES[n] == plan.bound else ''}",
-            stacked_bar([("", x, f"{x:.3f} s")], plan.step_s, longest),
-        )
-        for n, x in plan.times.items()
-        if x > 5e-4 * plan.step_s
-    ]
-    body = "".join(
-        '<tr><td style="text-align:right;padding:2px '
-        f'8px;font-size:12px;white-space:nowrap;vertical-align:top">{n}</td><td style="text-align:left;padding:3px '
-        f'0">{b}</td></tr>'
-        for n, b in rows
-    )
-    head = (
-        f"{plan.recompute} of {plan.blocks} blocks recompute · {plan.offload:.0%} of the optimizer on the host · "
-        f"{plan.tokens_s:,.0f} tokens/s on {plan.gpus} GPU{'s' * (plan.gpus > 1)} · smallest limit "
-        f"{format_bytes(plan.min_bytes, up=True)}"
-    )
-    if (c := plan.cost):
-        head += (
-            f"<br>{_few(c.days)} days · {_few(c.gpu_hours)} GPU hours · {_few(c.kwh)} kWh · {_few(c.co2_kg / 1000)} t "
-            "CO₂"
-            + (f" · costs {_few(c.money)}" if c.money is not None else "")
-        )
-    return (
-        f'<div style="font-family:sans-serif"><div style="font-size:12px;margin:4px 0">{head}</div><table '
-        f'style="border-collapse:collapse">{body}</table></div>'
-    )
+        if parts: rows.append(_memory_row(name, parts, limit))
+    left = "text-align:right;padding:2px 8px;font-size:12px;white-space:nowrap;vertical-align:top"
+    right = "text-align:left;padding:3px 0"
+    row = lambda label, bar: f'<tr><td style="{left}">{label}</td><td style="{right}">{bar}</td></tr>'
+    body = "".join(row(*r) for r in rows + _time_rows(plan))
+    head = f'<div style="font-size:12px;margin:4px 0">{_headline(plan)}</div>'
+    return f'<div style="font-family:sans-serif">{head}<table style="border-collapse:collapse">{body}</table></div>'
 
 # %% ../../nbs/06_plan/03_training.ipynb #1f9cc3f4
 WORKSPACE = 80 << 20        # bytes that cuBLAS takes for itself in the two threads that call it
@@ -460,13 +411,10 @@ class _Search:
     def __post_init__(self):
         W, g = self.setting.gpus, self.groups.values()
         self.names, self.cache = list(self.trace.blocks), {}
-        self.seconds = (
-            (self.trace.seconds(self.machine), self.trace.seconds(self.machine, replay=True)) if self.machine else None
-        )
-        self.weights, self.state = (
-            sum(x.weights for x in g) / W + sum(x.buffers for x in g),
-            sum(x.state for x in g) / W,
-        )
+        self.seconds = None
+        if self.machine: self.seconds = tuple(self.trace.seconds(self.machine, replay=again) for again in (False, True))
+        self.weights = sum(x.weights for x in g) / W + sum(x.buffers for x in g)
+        self.state = sum(x.state for x in g) / W
         self.gradients = sum(x.gradients for x in g) / W
         self.host = sum(x.host_state + (1 - self.setting.link) * x.pinned for x in g) / W
         self.trained = sum(x.trainable for x in g) / W
@@ -497,6 +445,7 @@ class _Search:
         for _ in range(24): low, high = (low, mid) if fits(mid := (low + high) / 2) else (mid, high)
         return min(most, math.ceil(high * 500) / 500)
     def time(self, n, share):
+        "(Work, Schedule) with n recomputed blocks and a share on the host"
         w = work(self.trace, self.groups, self.setting, self.machine, set(self.names[:n]), self.seconds)
         return w, schedule(w, self.groups, self.setting, self.machine, share)
 
@@ -510,20 +459,17 @@ def choose_recompute(
     held_bytes:int|None=None,          # what is held all the time, where it is known better; None: weights and state by
                                        # closed form
 )->int:                                # the fewest blocks, from the first on
-    "How many blocks must recompute for a step to stay below a limit; raises ValueError where all of them do not suffice."
+    "How many blocks must recompute for a step to stay below a limit; ValueError where all of them are not enough."
     s, limit = _Search(trace, groups or weight_groups(trace.module, trace.blocks), setting, None), parse_bytes(limit)
-    fits = lambda n: (
-        (sum(s.peak(n, share).values()) if held_bytes is None else held_bytes + WORKSPACE + s.come_and_go(n)[0])
-        <= limit
-    )
-    L = len(trace.blocks)
+    def needs(n):
+        if held_bytes is None: return sum(s.peak(n, share).values())
+        return held_bytes + WORKSPACE + s.come_and_go(n)[0]
+    fits, L = lambda n: needs(n) <= limit, len(trace.blocks)
     if fits(0): return 0
     if not fits(L):
-        least = sum(s.peak(L, share).values()) if held_bytes is None else held_bytes + WORKSPACE + s.come_and_go(L)[0]
-        raise ValueError(
-            f"memory_limit={format_bytes(limit)} is below the smallest feasible, {format_bytes(least, up=True)} with "
-            f"all {L} blocks recomputed; try a smaller batch, or more of the optimizer on the host"
-        )
+        least = f"the smallest feasible, {format_bytes(needs(L), up=True)} with all {L} blocks recomputed"
+        what = "try a smaller batch, or more of the optimizer on the host"
+        raise ValueError(f"memory_limit={format_bytes(limit)} is below {least}; {what}")
     low, high = 0, L                                                        # low does not fit, high does
     while high - low > 1: low, high = (low, mid) if fits(mid := (low + high) // 2) else (mid, high)
     return high
@@ -543,6 +489,7 @@ def _candidates(s, checkpoint, offload, limit, host_limit):
 
 # %% ../../nbs/06_plan/03_training.ipynb #15cbaa47
 def _check_plan(gpus, zero, checkpoint, offload, master, accumulate, n):
+    "Raise for choices that `plan_training` does not know"
     if not (isinstance(gpus, int) and gpus >= 1): raise ValueError(f"gpus={gpus!r}: a number of GPUs, at least 1")
     if not (isinstance(accumulate, int) and accumulate >= 1):
         raise ValueError(f"accumulate={accumulate!r}: a number of micro-batches, at least 1")
@@ -555,6 +502,7 @@ def _check_plan(gpus, zero, checkpoint, offload, master, accumulate, n):
     if master not in ("fp32", None): raise ValueError(f"master={master!r}: 'fp32' or None")
 
 def _check_numbers(batch, seq, overlap, link, tokens):
+    "Raise for numbers that no step can have"
     if not (batch >= 1 and seq >= 1): raise ValueError(f"batch={batch}, seq={seq}: at least one sequence of one token")
     if overlap not in ("forward", "backward"): raise ValueError(f"overlap={overlap!r}: 'forward' or 'backward'")
     if not 0 <= link <= 1: raise ValueError(f"link={link}: a share from 0 to 1")
@@ -568,7 +516,7 @@ def _batch(model, batch, seq):
     if config is None or not hasattr(model, "prepare_inputs_for_generation") and not hasattr(config, "vocab_size"):
         return (ids,)
     extra = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
-    # keys and values of a training step are of no use later
+    # (a training step has no use for keys and values later)
     if hasattr(config, "use_cache"): extra["use_cache"] = False
     return {"input_ids": ids, "labels": ids, **extra}
 
@@ -576,26 +524,8 @@ def _trace_ids(model, batch, seq, names, loss, dtype):
     "The trace of a step on such a batch"
     try: return trace_step(model, _batch(model, batch, seq), names, loss, dtype)
     except (ValueError, TypeError) as e:
-        raise ValueError(
-            f"{e} (batch= and seq= make token ids with labels for each; of a model that takes others give inputs=, a "
-            "real batch)"
-        ) from e
-
-def zero_levels(
-    model:nn.Module, # whose modules patterns name
-    blocks,          # names of its blocks
-    zero:int|dict,   # 2 or 3 for all, or {pattern: 2 or 3}, 3 where none fits
-)->dict[str, int]:   # block → 2 or 3
-    "The ZeRO stage of each block: a pattern counts for the blocks it names and for those below what it names; the last one wins."
-    if not isinstance(zero, dict): return dict.fromkeys(blocks, zero)
-    out = dict.fromkeys(blocks, 3)
-    for pattern, level in zero.items():
-        named = resolve(model, pattern)
-        hit = [b for b in blocks if b in named or any(b.startswith(n + ".") for n in named)]
-        if not hit:
-            raise LookupError(f"zero={{{pattern!r}: {level}}} names no block; blocks: {', '.join(list(blocks)[:4])} …")
-        out |= dict.fromkeys(hit, level)
-    return out
+        hint = "batch= and seq= make token ids with labels; for a model that takes others give inputs=, a real batch"
+        raise ValueError(f"{e} ({hint})") from e
 
 def _no_plan(s, host_limit, checkpoint, offload):
     "(the smallest limit that has a plan, what else would help)"
@@ -605,14 +535,31 @@ def _no_plan(s, host_limit, checkpoint, offload):
     most = 1.0 if s.host == 0 else min(1.0, host_limit / s.host)
     # over the share it rises, by the buffers, and then falls
     least = min(sum(s.peak(n, share).values()) for share in ((0.0, most) if offload == "auto" else (offload,)))
-    help = [
+    ways = [
         *(["checkpoint='auto'"] if not whole else []),
         *(["offload='auto'"] if offload != "auto" and offload < 1 and s.state else []),
         *([f"host_memory={format_bytes(s.host, up=True)!r}"] if offload == "auto" and s.host > host_limit else []),
         "a smaller batch",
         "more gpus",
     ]
-    return math.ceil(least), " or ".join(help)
+    return math.ceil(least), " or ".join(ways)
+
+# %% ../../nbs/06_plan/03_training.ipynb #93571e6d
+def zero_levels(
+    model:nn.Module, # whose modules patterns name
+    blocks,          # names of its blocks
+    zero:int|dict,   # 2 or 3 for all, or {pattern: 2 or 3}, 3 where none fits
+)->dict[str, int]:   # block → 2 or 3
+    "The ZeRO stage of each block; a pattern counts for what it names and all below, and the last one wins."
+    if not isinstance(zero, dict): return dict.fromkeys(blocks, zero)
+    out = dict.fromkeys(blocks, 3)
+    for pattern, level in zero.items():
+        named = resolve(model, pattern)
+        hit = [b for b in blocks if b in named or any(b.startswith(n + ".") for n in named)]
+        if not hit:
+            raise LookupError(f"zero={{{pattern!r}: {level}}} names no block; blocks: {', '.join(list(blocks)[:4])} …")
+        out |= dict.fromkeys(hit, level)
+    return out
 
 # %% ../../nbs/06_plan/03_training.ipynb #eb1e62e1
 def plan_training(
@@ -653,57 +600,32 @@ def plan_training(
     limit = int(0.94 * m.gpu_memory) if memory_limit is None else parse_bytes(memory_limit)
     host_limit = int(0.9 * m.host_memory) if host_memory is None else parse_bytes(host_memory)
     if trace is None:
-        trace = (
-            trace_step(model, inputs, names, loss, dtype)
-            if inputs is not None
-            else _trace_ids(model, batch, seq, names, loss, dtype)
-        )
+        if inputs is not None: trace = trace_step(model, inputs, names, loss, dtype)
+        else: trace = _trace_ids(model, batch, seq, names, loss, dtype)
     if not trace.tokens: raise ValueError("inputs: the batch holds no token")
     if compile and not trace.compiled: trace = fuse_blocks(trace)
     groups = weight_groups(model, names, master, dtype)
     computes = dtype or next(p.dtype for p in model.parameters() if p.requires_grad)
     if sharded is None: sharded = gpus > 1 or any(p.requires_grad for p in to_cast(model, computes))
     setting = Setting(
-        gpus=gpus,
-        levels=zero_levels(model, names, zero),
-        sharded=sharded,
-        item=computes.itemsize,
-        reduce_item=(reduce_dtype or dtype or torch.float32).itemsize,
-        accumulate=accumulate,
-        master=master,
-        overlap=overlap,
-        link=link,
-    )
+        gpus=gpus, levels=zero_levels(model, names, zero), sharded=sharded, item=computes.itemsize,
+        reduce_item=(reduce_dtype or dtype or torch.float32).itemsize, accumulate=accumulate, master=master,
+        overlap=overlap, link=link)
     offload = 0.0 if offload is None else offload
     search = _Search(trace, groups, setting, m)
     found = _candidates(search, checkpoint, offload, limit, host_limit)
     least, help = _no_plan(search, host_limit, checkpoint, offload)
     if not found and offload != "auto" and offload * search.host > host_limit:
         need = format_bytes(offload * search.host, up=True)
-        raise ValueError(
-            f"host_memory={format_bytes(host_limit)} is below the {need} that offload={offload} keeps on the host; try "
-            f"host_memory={need!r} or offload='auto'"
-        )
+        short = f"host_memory={format_bytes(host_limit)} is below the {need} that offload={offload} keeps on the host"
+        raise ValueError(f"{short}; try host_memory={need!r} or offload='auto'")
     if not found:
-        raise ValueError(
-            f"memory_limit={format_bytes(limit)} is below the smallest feasible plan, {format_bytes(least, up=True)}; "
-            f"try {help}"
-        )
+        short = f"memory_limit={format_bytes(limit)} is below the smallest feasible plan"
+        raise ValueError(f"{short}, {format_bytes(least, up=True)}; try {help}")
     n, share = min(found, key=lambda c: (round(search.time(*c)[1].step_s, 4), c[0], c[1]))
     asked = dict(
-        batch=batch,
-        seq=seq,
-        zero=zero,
-        checkpoint=checkpoint,
-        offload=offload,
-        compile=compile,
-        accumulate=accumulate,
-        dtype=str(dtype),
-        master=master,
-        overlap=overlap,
-        link=link,
-        sharded=sharded,
-    )
+        batch=batch, seq=seq, zero=zero, checkpoint=checkpoint, offload=offload, compile=compile, accumulate=accumulate,
+        dtype=str(dtype), master=master, overlap=overlap, link=link, sharded=sharded)
     plan = _fill_plan(search, n, share, limit, host_limit, least, asked)
     if tokens is not None:
         steps = math.ceil(tokens / plan.tokens)
@@ -716,11 +638,8 @@ def _fill_plan(s, n, share, limit, host_limit, least, asked):
     w, t = s.time(n, share)
     k, W = s.setting.accumulate, s.setting.gpus
     gpu = s.peak(n, share)
-    parts = {
-        name: [int(b), 0]
-        for name, b in gpu.items()
-        if b > 0 or name in ("weights", "gradients", "optimizer state", "activations")
-    }
+    always = ("weights", "gradients", "optimizer state", "activations")
+    parts = {name: [int(b), 0] for name, b in gpu.items() if b > 0 or name in always}
     if share > 0:
         parts["optimizer state"][1] = int(sum(g.host_state for g in s.groups.values()) / W * share)
         parts["staging"] = [0, int(sum(g.pinned for g in s.groups.values()) / W * share * (1 - s.setting.link))]
@@ -735,27 +654,10 @@ def _fill_plan(s, n, share, limit, host_limit, least, asked):
     }
     phases["waiting for the host"] = max(0.0, t.step_s - sum(phases.values()))
     times = {
-        "arithmetic": busy[0],
-        "memory": busy[1],
-        "issue": busy[2],
-        "optimizer": t.optimizer_s,
-        "network": k * w.network,
-        "host_adam": t.host_adam_s,
-        "link": t.link_s,
-    }
+        "arithmetic": busy[0], "memory": busy[1], "issue": busy[2], "optimizer": t.optimizer_s,
+        "network": k * w.network, "host_adam": t.host_adam_s, "link": t.link_s}
     return TrainingPlan(
-        parts=parts,
-        limit=limit,
-        host_limit=host_limit,
-        min_bytes=least,
-        blocks=len(s.names),
-        recompute=n,
-        offload=float(share),
-        step_s=float(t.step_s),
-        times={a: float(b) for a, b in times.items()},
-        phases={a: float(b) for a, b in phases.items() if b > 0},
-        tokens=s.trace.tokens * k * W,
-        gpus=W,
-        machine=dataclasses.asdict(s.machine),
-        settings=asked,
-    )
+        parts=parts, limit=limit, host_limit=host_limit, min_bytes=least, blocks=len(s.names), recompute=n,
+        offload=float(share), step_s=float(t.step_s), times={a: float(b) for a, b in times.items()},
+        phases={a: float(b) for a, b in phases.items() if b > 0}, tokens=s.trace.tokens * k * W, gpus=W,
+        machine=dataclasses.asdict(s.machine), settings=asked)

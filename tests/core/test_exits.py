@@ -1,4 +1,6 @@
-"A process may end while an editor asks, a panel writes, a server answers, a batcher serves or a stream runs: a thread in the midst of a model must not abort it."
+"""A process may end while an editor asks, a panel writes, a server answers, a batcher serves or a stream runs
+
+A thread in the midst of a model must not abort it."""
 import json
 import subprocess
 import sys
@@ -20,30 +22,39 @@ from bmlab.infer.engine import wrap
 from bmlab.app.panels import chat, story
 from bmlab.prompt.template import Template
 from bmlab.app.serve import serve
-k = Tokenizer(models.WordLevel({w: i for i, w in enumerate("[PAD] [UNK] a dull fun film it was . bad good".split())}, unk_token="[UNK]")); k.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+words = {w: i for i, w in enumerate("[PAD] [UNK] a dull fun film it was . bad good".split())}
+k = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+k.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
 tok = tf.PreTrainedTokenizerFast(tokenizer_object=k, pad_token="[PAD]", unk_token="[UNK]")
 tok.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-def model(layers): return tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=11, hidden_size=64, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=64)).eval()
+sizes = dict(vocab_size=11, hidden_size=64, num_attention_heads=2, intermediate_size=64)
+def model(layers): return tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_hidden_layers=layers)).eval()
 
-def editor(): edit(Template('{"placeholder":"text_a"} it was {"mask"}', tok), net, example={"text_a": "a fun film"}, wait_s=0)
+def editor():
+    template = Template('{"placeholder":"text_a"} it was {"mask"}', tok)
+    edit(template, net, example={"text_a": "a fun film"}, wait_s=0)
 def chatting(): chat(wrap(net, tok)).ask("a fun film")
 def writing():
     global p
-    p = story(wrap(net, tok), max_new_tokens=400); p.ask("a fun film")
+    p = story(wrap(net, tok), max_new_tokens=400)
+    p.ask("a fun film")
 def serving():
     s = serve(wrap(net, tok), port=0, background=True)
     body = json.dumps({"prompt": "a fun film", "max_tokens": 400, "stream": True}).encode()
-    threading.Thread(target=lambda: list(urllib.request.urlopen(urllib.request.Request(s.url + "/v1/completions", body, {"Content-Type": "application/json"}))), daemon=True).start()
+    asked = urllib.request.Request(s.url + "/v1/completions", body, {"Content-Type": "application/json"})
+    threading.Thread(target=lambda: list(urllib.request.urlopen(asked)), daemon=True).start()
     time.sleep(.2)
 def batching():
     global b
-    b = Batcher(Decoder(net, max_batch=2, max_ctx=512), tok); b.submit("a fun film", max_new_tokens=400)
+    b = Batcher(Decoder(net, max_batch=2, max_ctx=512), tok)
+    b.submit("a fun film", max_new_tokens=400)
 def streaming():
-    torch.kept = stream(net, tok, "a fun film", max_new_tokens=400); next(torch.kept)
+    torch.kept = stream(net, tok, "a fun film", max_new_tokens=400)
+    next(torch.kept)
 
 for what, layers in json.loads(sys.argv[1]).items():
     net = model(layers)
-    for i in range(2):                                 # forked, not started anew: to import takes longer than all of this
+    for i in range(2):                                 # forked: imports take longer than all of this
         if (pid := os.fork()) == 0: break
         print("ended", what, os.waitpid(pid, 0)[1], flush=True)
     if pid == 0: break

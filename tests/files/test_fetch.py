@@ -13,8 +13,7 @@ from bmlab.files import cached, fetch
 from bmlab.train.processes import run_ranks
 
 CLOSED = dict(
-    PIP_INDEX_URL="http://127.0.0.1:9/", PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL=""
-)
+    PIP_INDEX_URL="http://127.0.0.1:9/", PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL="")
 
 
 @pytest.fixture
@@ -33,8 +32,7 @@ def toy_index(tmp_path, monkeypatch):
         z.writestr("bmlab_toy-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: bmlab-toy\nVersion: 1.0\n")
         z.writestr(
             "bmlab_toy-1.0.dist-info/WHEEL",
-            "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
+            "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         z.writestr("bmlab_toy-1.0.dist-info/RECORD", "")
     for k, v in dict(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(shelf), PIP_CONFIG_FILE=os.devnull).items():
         monkeypatch.setenv(k, v)
@@ -80,10 +78,8 @@ def test_a_killed_process_leaves_nothing_that_loads(cache):
 def test_a_file_cut_in_half_is_made_again_or_reported(cache, toy_index, monkeypatch, caplog):
     words = fetch("bmlab-toy", "1.0", ["bmlab_toy/words.txt"]) / "bmlab_toy/words.txt"
     words.write_text("alpha")
-    assert (
-        fetch("bmlab-toy", "1.0", ["bmlab_toy/words.txt"]) / "bmlab_toy/words.txt" == words
-        and words.read_text() == "alpha beta"
-    )
+    assert fetch("bmlab-toy", "1.0", ["bmlab_toy/words.txt"]) / "bmlab_toy/words.txt" == words
+    assert words.read_text() == "alpha beta"
     assert "words.txt has 5 bytes of 10" in caplog.text
     words.write_text("alpha")
     shutil.rmtree(toy_index)
@@ -103,11 +99,9 @@ def test_a_read_only_cache_serves(cache, toy_index):
 @pytest.mark.slow
 def test_an_sdist_gives_its_members(cache):
     folder = fetch(
-        "vaderSentiment", "3.3.2", ["additional_resources/hutto_ICWSM_2014.tar.gz", "LICENSE.txt"], sdist=True
-    )
-    assert (folder / "additional_resources/hutto_ICWSM_2014.tar.gz").stat().st_size > 10**6 and "MIT" in (
-        folder / "LICENSE.txt"
-    ).read_text()
+        "vaderSentiment", "3.3.2", ["additional_resources/hutto_ICWSM_2014.tar.gz", "LICENSE.txt"], sdist=True)
+    assert (folder / "additional_resources/hutto_ICWSM_2014.tar.gz").stat().st_size > 10**6
+    assert "MIT" in (folder / "LICENSE.txt").read_text()
 
 
 def test_an_sdist_brought_by_hand(cache, tmp_path, monkeypatch):

@@ -1,4 +1,6 @@
-"A folder is replaced whole or not at all: writers that are killed at each of their steps, a full disk, two writers, systems without the exchange"
+"""A folder is replaced whole or not at all
+
+Writers that are killed at each of their steps, a full disk, two writers, systems without the exchange."""
 import os
 import select
 import subprocess
@@ -28,7 +30,8 @@ def counted(call, last, steps):
 def write(folder, last):
     steps = []
     files._exchange = counted(files._exchange, last, steps) if how == "exchange" else lambda a, b: False
-    for name in ("mkdir", "rename", "fsync", "unlink", "rmdir", "chmod"): setattr(os, name, counted(getattr(os, name), last, steps))
+    for name in ("mkdir", "rename", "fsync", "unlink", "rmdir", "chmod"):
+        setattr(os, name, counted(getattr(os, name), last, steps))
     shutil.rmtree = counted(shutil.rmtree, last, steps)
     with files.replace_folder(folder, manifest=True) as new:
         for name in ("a", "deep/c", "d"):
@@ -147,8 +150,7 @@ def test_two_writers_come_one_after_the_other(tmp_path):
     )
     both = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(folder), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-c", code, str(folder), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for name in ("one", "two")
     ]
     try:
@@ -186,7 +188,9 @@ def test_folders_with_names_alike_are_left_alone(tmp_path):
 def test_somebody_elses_folder_is_not_touched(tmp_path):
     folder = tmp_path / "thesis"
     write(folder, {"chapter.tex": "one"})
-    with pytest.raises(FileExistsError, match="holds other things \\(chapter.tex\\)"), replace_folder(folder, marks=("config.json",)):
+    with pytest.raises(
+            FileExistsError,
+            match="holds other things \\(chapter.tex\\)"), replace_folder(folder, marks=("config.json",)):
         pass
     assert content(folder) == {"chapter.tex": "one"}
     (tmp_path / "empty").mkdir()
@@ -197,8 +201,6 @@ def test_somebody_elses_folder_is_not_touched(tmp_path):
 
 def test_settle_needs_no_lock_where_there_is_nothing_to_do(tmp_path):
     write(tmp_path / "out", OLD)
-    assert (
-        settle(tmp_path / "out") == tmp_path / "out"
-        and settle(tmp_path / "nowhere" / "out") == tmp_path / "nowhere" / "out"
-    )
+    assert settle(tmp_path / "out") == tmp_path / "out"
+    assert settle(tmp_path / "nowhere" / "out") == tmp_path / "nowhere" / "out"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]

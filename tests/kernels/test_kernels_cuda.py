@@ -1,4 +1,4 @@
-"The packed layers and their Triton kernel on a GPU, against float64; speed is measured in the notebook and in benchmarks/"
+"The packed layers and their Triton kernel on a GPU, against float64; the notebook and benchmarks/ measure the speed"
 import copy
 
 import pytest
@@ -23,11 +23,8 @@ def make(N, K, M=16, dtype=torch.bfloat16, seed=0):
     torch.manual_seed(seed)
     codes = torch.randint(-127, 128, (N, K), dtype=torch.int8, device="cuda")
     return (
-        torch.randn(M, K, device="cuda").to(dtype),
-        codes,
-        torch.rand(N, device="cuda") / 1000 + 1e-5,
-        torch.randn(N, device="cuda").to(dtype),
-    )
+        torch.randn(M, K, device="cuda").to(dtype), codes, torch.rand(N, device="cuda") / 1000 + 1e-5,
+        torch.randn(N, device="cuda").to(dtype))
 
 
 def reference(x, codes, scale, bias=None):
@@ -78,24 +75,23 @@ def test_gate_and_residual_see_the_rounded_product(N, K, dtype, bits):
             for gate in ("silu", "gelu_tanh", "gelu"):
                 want, half = silu_mul(y, gate), r[:, :N // 2].contiguous()
                 assert torch.equal(linear(x[:M], *packed, b, gate=gate), want) and torch.equal(
-                    linear(x[:M], *packed, b, gate=gate, residual=half), want + half
-                ), (M, b is None, gate)
+                    linear(x[:M], *packed, b, gate=gate, residual=half), want + half), (M, b is None, gate)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("N,K", [(4096, 4096), (1536, 1024), (5632, 1024), (20480, 4096), (1024, 2816), (96, 640)])
 def test_norm_between_two_products(N, K, dtype, bits):
-    "Close to the definition; of one row alone the bits that it has among sixteen, though another kernel takes its root mean square there"
+    """Close to the definition; a row alone has the bits that it has among sixteen
+
+    (There another kernel takes its root mean square.)"""
     from bmlab.kernels.codes import quantize_groups
     from bmlab.kernels.triton_products import int4_linear, int8_linear
     x, codes, scale, bias = make(N, K, dtype=dtype)
     packed = (codes, scale) if bits == 8 else quantize_groups(torch.randn(N, K, device="cuda"), 128)
     linear, rows, weight = (
-        int8_linear if bits == 8 else int4_linear,
-        torch.randn(16, K, device="cuda").to(dtype),
-        torch.rand(N, device="cuda").to(dtype),
-    )
+        int8_linear if bits == 8 else int4_linear, torch.randn(16, K, device="cuda").to(dtype),
+        torch.rand(N, device="cuda").to(dtype))
     r = torch.randn(16, N, device="cuda").to(dtype)
     for b in (None, bias):
         want = linear(x.float(), *packed).double() * torch.rsqrt(
@@ -104,9 +100,8 @@ def test_norm_between_two_products(N, K, dtype, bits):
         whole = linear(x, *packed, b, norm=(rows, 1e-5))
         assert error(whole, want) < CLOSE[dtype]
         total, ahead = linear(x, *packed, b, residual=r, ahead=(weight, 1.))
-        assert torch.equal(total, linear(x, *packed, b, residual=r)) and torch.equal(
-            ahead, (total.float() * (weight.float() + 1)).to(dtype)
-        )
+        assert torch.equal(total, linear(x, *packed, b, residual=r))
+        assert torch.equal(ahead, (total.float() * (weight.float() + 1)).to(dtype))
         for M in (1, 2, 8, 12):
             for at in range(0, 16 - M + 1, M):
                 part = slice(at, at + M)
@@ -118,12 +113,8 @@ def test_norm_between_two_products(N, K, dtype, bits):
         if N % 2 == 0:
             gated = linear(x, *packed, b, norm=(rows, 1e-5), gate="silu")
             assert error(gated, F.silu(whole[:, :N // 2].double()) * whole[:, N // 2:].double()) < CLOSE[dtype]
-            assert torch.equal(
-                torch.cat(
-                    [linear(x[i : i + 1], *packed, b, norm=(rows[i : i + 1], 1e-5), gate="silu") for i in range(16)]
-                ),
-                gated,
-            )
+            one = lambda i: linear(x[i:i + 1], *packed, b, norm=(rows[i:i + 1], 1e-5), gate="silu")
+            assert torch.equal(torch.cat([one(i) for i in range(16)]), gated)
 
 
 def test_views_into_a_slab():
@@ -192,14 +183,8 @@ def small_llama(tied=True):
     torch.manual_seed(0)
     return tf.LlamaForCausalLM(
         tf.LlamaConfig(
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=1000,
-            tie_word_embeddings=tied,
-        )
+            hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=1000, tie_word_embeddings=tied)
     ).eval()
 
 
@@ -245,10 +230,8 @@ def test_quantized_on_the_gpu():
     codes, scale = quantize_rows(w)
     assert ((w - dequantize_rows(codes, scale)).abs() <= scale[:, None] * (0.5 + 1e-4)).all()
     on_cpu = quantize_rows(w.cpu())
-    assert (
-        torch.allclose(on_cpu[1], scale.cpu(), rtol=1e-6, atol=0)
-        and ((on_cpu[0].int() - codes.cpu().int()).abs() <= 1).all()
-    )
+    assert torch.allclose(on_cpu[1], scale.cpu(), rtol=1e-6, atol=0)
+    assert ((on_cpu[0].int() - codes.cpu().int()).abs() <= 1).all()
 
 
 def test_odd_inputs():
@@ -257,25 +240,15 @@ def test_odd_inputs():
     assert packed_linear(x.double(), codes, scale).dtype == torch.float64
     assert torch.equal(
         packed_linear(torch.cat([x, x], 1)[:, ::2], codes, scale),
-        packed_linear(torch.cat([x, x], 1)[:, ::2].contiguous(), codes, scale),
-    )
+        packed_linear(torch.cat([x, x], 1)[:, ::2].contiguous(), codes, scale))
     with torch.autocast("cuda", torch.bfloat16): assert packed_linear(x.float(), codes, scale).dtype == torch.bfloat16
 
 
 # ---- int4, GEMM, the kernels of a decode step
 
 SHAPES4 = [
-    (4096, 4096, 128),
-    (12288, 4096, 128),
-    (20480, 4096, 128),
-    (4096, 10240, 128),
-    (4096, 14336, 64),
-    (28672, 4096, 64),
-    (577, 1536, 32),
-    (1, 64, 32),
-    (33, 4224, 128),
-    (9000, 96, 32),
-]  # (N, K, group)
+    (4096, 4096, 128), (12288, 4096, 128), (20480, 4096, 128), (4096, 10240, 128), (4096, 14336, 64), (28672, 4096, 64),
+    (577, 1536, 32), (1, 64, 32), (33, 4224, 128), (9000, 96, 32)]  # (N, K, group)
 # attention: the probabilities are rounded too
 CLOSE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
@@ -285,8 +258,7 @@ def make4(N, K, group, M=16, dtype=torch.bfloat16, seed=0):
     codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device="cuda")
     scale, zero = (
         torch.rand(N, K // group, device="cuda").div(500).add(1e-4).half(),
-        torch.randn(N, K // group, device="cuda").div(500).half(),
-    )
+        torch.randn(N, K // group, device="cuda").div(500).half())
     return torch.randn(M, K, device="cuda").to(dtype), codes, scale, zero, torch.randn(N, device="cuda").to(dtype)
 
 
@@ -294,10 +266,8 @@ def reference4(x, codes, scale, zero, bias=None):
     byte = codes.view(*scale.shape, -1)
     q = torch.cat([byte & 15, byte >> 4], 2).double()
     return F.linear(
-        x.double(),
-        ((q - 8) * scale[..., None].double() + zero[..., None].double()).flatten(1),
-        None if bias is None else bias.double(),
-    )
+        x.double(), ((q - 8) * scale[..., None].double() + zero[..., None].double()).flatten(1),
+        None if bias is None else bias.double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -312,7 +282,8 @@ def test_int4_equals_float64(N, K, group, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("N,K,group", [(4096, 4096, 128), (20480, 4096, 128), (577, 1536, 32), (4096, 14336, 64), (1536, 1024, 128), (1024, 2816, 128), (5632, 1024, 128)])
+@pytest.mark.parametrize("N,K,group", [(4096, 4096, 128), (
+    20480, 4096, 128), (577, 1536, 32), (4096, 14336, 64), (1536, 1024, 128), (1024, 2816, 128), (5632, 1024, 128)])
 def test_int4_row_does_not_depend_on_its_company(N, K, group, dtype):
     "Up to eight rows take narrower tiles: the same bits"
     from bmlab.kernels.triton_products import int4_linear
@@ -367,9 +338,7 @@ def test_gemm_equals_float64(M, dtype):
     for N, K in ((4096, 4096), (577, 1531), (129, 70), (1, 7)):
         x, codes, scale, bias = make(N, K, M, dtype)
         assert error(int8_gemm(x, codes, scale, bias), reference(x, codes, scale, bias)) < max(LIMIT[dtype], 3e-5), (
-            N,
-            K,
-        )  # float32: three TF32 products, summed by the tensor core
+            N, K)  # float32: three TF32 products, summed by the tensor core
     # int4 weights are rounded to the dtype
     rounded = {torch.float32: 3e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
     for N, K, group in ((4096, 4096, 128), (577, 1536, 64), (1, 96, 32)):
@@ -405,10 +374,8 @@ def test_norm_and_gate(dtype):
     most = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
     for shape in ((1, 4096), (3, 5, 577), (16, 16384), (2, 1)):
         x, r, w = (
-            torch.randn(shape, device="cuda").to(dtype),
-            torch.randn(shape, device="cuda").to(dtype),
-            torch.randn(shape[-1], device="cuda").to(dtype),
-        )
+            torch.randn(shape, device="cuda").to(dtype), torch.randn(shape, device="cuda").to(dtype),
+            torch.randn(shape[-1], device="cuda").to(dtype))
         y, total = rms_norm(x, w, 1e-5, r, offset=1.)
         assert torch.equal(total, x + r) and torch.equal(y, rms_norm(x + r, w, 1e-5, offset=1.))
         assert error(y, F.rms_norm(total.double(), shape[-1:], w.double() + 1, 1e-5)) < most
@@ -436,10 +403,8 @@ def test_rope_and_store(dtype, bits8):
     scales = [torch.full((B, HK, T), 7, device="cuda", dtype=torch.float16) for _ in "kv"] if bits8 else [None, None]
     q = rope_and_store(qkv, cos, sin, *store, start, *scales)
     heads = qkv.double().view(B, M, -1, D).transpose(1, 2)
-    turned = (
-        heads * cos.double()[:, None]
-        + torch.cat([-heads[..., D // 2 :], heads[..., : D // 2]], -1) * sin.double()[:, None]
-    )
+    partner = torch.cat([-heads[..., D // 2:], heads[..., :D // 2]], -1)
+    turned = heads * cos.double()[:, None] + partner * sin.double()[:, None]
     most = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
     assert q.dtype == dtype and error(q, turned[:, :H]) < most
     slots = start[:, None] + torch.arange(M, device="cuda")
@@ -452,8 +417,7 @@ def test_rope_and_store(dtype, bits8):
                     torch.equal(a, w)
                     for a, w in zip(
                         (got, scales[at][b, :, slots[b]]),
-                        quantize_heads(qkv.view(B, M, -1, D).transpose(1, 2)[b, H + HK :]),
-                    )
+                        quantize_heads(qkv.view(B, M, -1, D).transpose(1, 2)[b, H + HK :]))
                 )  # values: bit for bit
             else: assert error(got.double() * scales[at][b, :, slots[b]].double()[..., None], want) < 0.01
             rest = torch.ones(T, dtype=torch.bool, device="cuda")
@@ -467,13 +431,10 @@ def test_rope_and_store(dtype, bits8):
 def attention(q, k, v, lengths, k_scale=None, v_scale=None, mask=None, window=None, causal=True):
     (B, H, M, D), T = q.shape, k.shape[2]
     k, v = (t.double() * (1 if s is None else s[..., None].double()) for t, s in ((k, k_scale), (v, v_scale)))
-    slot, last = (
-        torch.arange(T, device=q.device),
-        lengths[:, None] + torch.arange(M, device=q.device) if causal else (lengths - 1)[:, None].expand(B, M),
-    )
-    k, v = (
-        t.masked_fill((slot > last[:, -1:]).view(B, 1, T, 1), 0).repeat_interleave(H // k.shape[1], 1) for t in (k, v)
-    )
+    slot, newest = torch.arange(T, device=q.device), torch.arange(M, device=q.device)
+    last = lengths[:, None] + newest if causal else (lengths - 1)[:, None].expand(B, M)
+    unread = (slot > last[:, -1:]).view(B, 1, T, 1)
+    k, v = (t.masked_fill(unread, 0).repeat_interleave(H // k.shape[1], 1) for t in (k, v))
     if mask is not None: last = lengths[:, None] - 1 + mask.sum(-1)
     seen = slot <= last[..., None]
     if mask is not None:
@@ -488,13 +449,10 @@ def attention(q, k, v, lengths, k_scale=None, v_scale=None, mask=None, window=No
 
 def attention_case(B, M, H, HK, D, T, dtype, bits8, lengths=None):
     torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(B, H, M, D, device="cuda").to(dtype),
-        *(torch.randn(B, HK, T, D, device="cuda").to(dtype) for _ in "kv"),
-    )
-    lengths = (
-        torch.randint(0, T - M + 1, (B,), device="cuda") if lengths is None else torch.tensor(lengths, device="cuda")
-    )
+    q = torch.randn(B, H, M, D, device="cuda").to(dtype)
+    k, v = (torch.randn(B, HK, T, D, device="cuda").to(dtype) for _ in "kv")
+    if lengths is None: lengths = torch.randint(0, T - M + 1, (B,), device="cuda")
+    else: lengths = torch.tensor(lengths, device="cuda")
     (k, ks), (v, vs) = (quantize_heads(k), quantize_heads(v)) if bits8 else ((k, None), (v, None))
     for b in range(B):
         for t in (k, v): t[b, :, lengths[b] + M:] = 99 if bits8 else float("nan")
@@ -505,7 +463,8 @@ def attention_case(B, M, H, HK, D, T, dtype, bits8, lengths=None):
 
 @pytest.mark.parametrize("bits8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("B,M,H,HK,D,T", [(1, 1, 32, 32, 128, 544), (4, 16, 32, 8, 128, 5000), (2, 5, 9, 3, 64, 100), (2, 3, 8, 1, 256, 700), (1, 2, 4, 4, 80, 65), (1, 1, 2, 2, 20, 1)])
+@pytest.mark.parametrize("B,M,H,HK,D,T", [(1, 1, 32, 32, 128, 544), (
+    4, 16, 32, 8, 128, 5000), (2, 5, 9, 3, 64, 100), (2, 3, 8, 1, 256, 700), (1, 2, 4, 4, 80, 65), (1, 1, 2, 2, 20, 1)])
 def test_attention_equals_float64(B, M, H, HK, D, T, dtype, bits8):
     from bmlab.kernels.triton_attention import decode_attention
     case = attention_case(B, M, H, HK, D, T, dtype, bits8)
@@ -542,20 +501,20 @@ def test_attention_row_does_not_depend_on_its_company(H, HK, dtype, bits8):
             assert torch.equal(decode_attention(**single)[:, :, 0], whole[b:b + 1, :, m]), (b, m)
         assert torch.equal(
             decode_attention(**case | dict(q=one["q"], lengths=one["lengths"]), rows=torch.tensor([b], device="cuda")),
-            whole[b : b + 1],
-        )
+            whole[b : b + 1])
 
 
 @pytest.mark.parametrize("bits8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("B,M,H,HK,D,T,lengths", [(1, 1, 32, 32, 128, 1600, [900]), (3, 1, 8, 2, 64, 900, [0, 63, 899]), (2, 4, 9, 9, 80, 300, [60, 254]), (5, 2, 4, 2, 128, 4400, [1, 64, 65, 1023, 4200]), (1, 5, 8, 2, 64, 600, [400])])
+@pytest.mark.parametrize("B,M,H,HK,D,T,lengths", [
+    (1, 1, 32, 32, 128, 1600, [900]), (3, 1, 8, 2, 64, 900, [0, 63, 899]), (2, 4, 9, 9, 80, 300, [60, 254]),
+    (5, 2, 4, 2, 128, 4400, [1, 64, 65, 1023, 4200]), (1, 5, 8, 2, 64, 600, [400])])
 def test_attention_summed_by_the_last_program_is_the_same_bits(B, M, H, HK, D, T, lengths, dtype, bits8):
     "Many times over, since who comes last is chance; and the counts are zeros again"
     from bmlab.kernels.triton_attention import decode_attention
     case, arrived = (
         attention_case(B, M, H, HK, D, T, dtype, bits8, lengths=lengths),
-        torch.zeros(64, dtype=torch.int32, device="cuda"),
-    )
+        torch.zeros(64, dtype=torch.int32, device="cuda"))
     for more in ({}, dict(mask=torch.ones(B, M, M, dtype=torch.bool, device="cuda").tril())):
         want = decode_attention(**case, **more)
         for _ in range(100): assert torch.equal(decode_attention(**case, **more, arrived=arrived), want)
@@ -566,16 +525,16 @@ def test_attention_summed_by_the_last_program_is_the_same_bits(B, M, H, HK, D, T
 
 @pytest.mark.parametrize("bits8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("H,HK,D,R,T,lengths,window", [(32, 32, 128, 128, 700, [70], None), (32, 32, 128, 128, 5000, [4999], None), (8, 2, 64, 64, 900, [0, 63, 64, 899], None), (9, 9, 80, 20, 300, [60, 299], 40), (32, 1, 128, 64, 3000, [1023, 1024, 2999], None)])
+@pytest.mark.parametrize("H,HK,D,R,T,lengths,window", [
+    (32, 32, 128, 128, 700, [70], None), (32, 32, 128, 128, 5000, [4999], None),
+    (8, 2, 64, 64, 900, [0, 63, 64, 899], None), (9, 9, 80, 20, 300, [60, 299], 40),
+    (32, 1, 128, 64, 3000, [1023, 1024, 2999], None)])
 def test_one_token_turned_stored_and_attended_by_one_kernel(H, HK, D, R, T, lengths, window, dtype, bits8):
     "The bits of two kernels, in what is given and what is written"
     from bmlab.kernels.triton_attention import decode_attention, rope_and_attend, rope_and_store
     torch.manual_seed(0)
     B, lengths, arrived = (
-        len(lengths),
-        torch.tensor(lengths, device="cuda"),
-        torch.zeros(256, dtype=torch.int32, device="cuda"),
-    )
+        len(lengths), torch.tensor(lengths, device="cuda"), torch.zeros(256, dtype=torch.int32, device="cuda"))
     k, v = (torch.randn(B, HK, T, D, device="cuda").to(dtype) for _ in "kv")
     stores = [t for pair in zip(quantize_heads(k), quantize_heads(v)) for t in pair] if bits8 else [k, v, None, None]
     for interleaved in (False, True):
@@ -583,28 +542,15 @@ def test_one_token_turned_stored_and_attended_by_one_kernel(H, HK, D, R, T, leng
             for _ in range(5):
                 qkv, angles = (
                     torch.randn(B, 1, (H + 2 * HK) * D, device="cuda").to(dtype),
-                    torch.rand(B, 1, R, device="cuda") * 6,
-                )
+                    torch.rand(B, 1, R, device="cuda") * 6)
                 cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
                 two, one = ([t if t is None else t.clone() for t in stores] for _ in range(2))
                 q = rope_and_store(qkv, cos, sin, two[0], two[1], lengths, *two[2:], interleaved=interleaved)
                 want = decode_attention(q, two[0], two[1], lengths, None, *two[2:], None, window, arrived=counts)
                 assert torch.equal(
                     rope_and_attend(
-                        qkv,
-                        cos,
-                        sin,
-                        one[0],
-                        one[1],
-                        lengths,
-                        None,
-                        *one[2:],
-                        window,
-                        None,
-                        interleaved,
-                        counts,
-                        int(lengths.max()) + 1,
-                    ),
+                        qkv, cos, sin, one[0], one[1], lengths, None, *one[2:], window, None, interleaved, counts,
+                        int(lengths.max()) + 1),
                     want,
                 )
                 assert all(a is None or torch.equal(a, b) for a, b in zip(one, two)) and not arrived.any()
@@ -622,17 +568,14 @@ def test_the_greatest_and_the_angles(dtype):
     for rows, V in ((1, 30720), (8, 128256), (3, 4097), (1, 400000)):
         x = torch.randn(rows, V, device="cuda").to(dtype)
         x[:, V - 2:] = x[:, V // 2:V // 2 + 1] = 9.                                     # of equal ones the first
-        assert torch.equal(argmax(x), torch.full((rows,), V // 2, device="cuda")) and torch.equal(
-            argmax(-x), (-x.float()).argmax(-1)
-        )
+        assert torch.equal(argmax(x), torch.full((rows,), V // 2, device="cuda"))
+        assert torch.equal(argmax(-x), (-x.float()).argmax(-1))
         for at in (0, V // 2, V - 1):
             bad = x.clone()
             bad[-1, at] = torch.nan
             assert argmax(bad).tolist() == [V // 2] * (rows - 1) + [-1]
     inv_freq, places = (
-        5e5 ** (-torch.arange(0, 128, 2, device="cuda") / 128),
-        torch.randint(131072, (2, 3), device="cuda"),
-    )
+        5e5 ** (-torch.arange(0, 128, 2, device="cuda") / 128), torch.randint(131072, (2, 3), device="cuda"))
     emb = torch.cat([places[..., None].float() * inv_freq] * 2, -1)
     for got, want in zip(rope_angles(places, inv_freq, dtype, 1.25), (emb.cos(), emb.sin())):
         assert torch.equal(got, (want * 1.25).to(dtype))
@@ -644,9 +587,7 @@ def test_attention_in_a_graph_follows_its_lengths():
     B, H, HK, D, T = 2, 8, 2, 64, 400
     k, v = (torch.zeros(B, HK, T, D, device="cuda", dtype=torch.bfloat16) for _ in "kv")
     qkv, lengths = (
-        torch.randn(B, 1, (H + 2 * HK) * D, device="cuda", dtype=torch.bfloat16),
-        torch.tensor([0, 180], device="cuda"),
-    )
+        torch.randn(B, 1, (H + 2 * HK) * D, device="cuda", dtype=torch.bfloat16), torch.tensor([0, 180], device="cuda"))
     def step(k, v):
         q = rope_and_store(qkv, None, None, k, v, lengths)
         return decode_attention(q, k, v, lengths)
@@ -681,8 +622,8 @@ def test_attention_in_a_graph_follows_its_lengths():
         raw.copy_(torch.randn_like(raw))
         graph.replay()
         assert torch.equal(
-            out, decode_attention(rope_and_store(rms_norm(raw, None), None, None, k2, v2, lengths), k2, v2, lengths)
-        ), token
+            out,
+            decode_attention(rope_and_store(rms_norm(raw, None), None, None, k2, v2, lengths), k2, v2, lengths)), token
         lengths += 1
     assert torch.equal(k3, k2) and torch.equal(v3, v2)
 
@@ -696,10 +637,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.RMSNorm(D)
         self.gate, self.up, self.down = (
-            nn.Linear(D, F_, bias=False),
-            nn.Linear(D, F_, bias=False),
-            nn.Linear(F_, D, bias=False),
-        )
+            nn.Linear(D, F_, bias=False), nn.Linear(D, F_, bias=False), nn.Linear(F_, D, bias=False))
     def forward(self, x):
         h = self.norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -739,22 +677,20 @@ def test_the_way_back_is_that_of_widened_weights(bits, compiled):
     for n in want: assert error(got[n], want[n].double()) < 2**-6, n
     # one layer, given what comes back to it: bit for bit
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        layer = (pack_linears(nn.Sequential(nn.Linear(1024, 2816, bias=False, device="cuda")), bits=bits, modules="0"))[
-            0
-        ]
+        linear = nn.Linear(1024, 2816, bias=False, device="cuda")
+        layer = pack_linears(nn.Sequential(linear), bits=bits, modules="0")[0]
         plain = nn.Linear(1024, 2816, bias=False, device="cuda", dtype=dtype)
         with torch.no_grad(): plain.weight.copy_(layer.dequantize(dtype))
         x, up = (
             torch.randn(700, 1024, device="cuda", dtype=dtype, requires_grad=True),
-            torch.randn(700, 2816, device="cuda", dtype=dtype),
-        )
+            torch.randn(700, 2816, device="cuda", dtype=dtype))
         f = torch.compile(layer, fullgraph=True) if compiled else layer
         assert torch.equal(torch.autograd.grad(f(x), x, up)[0], torch.autograd.grad(plain(x), x, up)[0]), dtype
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_compiled_step_over_packed_weights_keeps_nothing_wide(bits):
-    "What a step holds between forward and backward is the activations: the same as over plain weights, which are there anyway"
+    "A step holds the activations between forward and backward, no more than over plain weights, which are there anyway"
     held = []
     for model in packed_pair(bits, layers=8):
         torch.compiler.reset()

@@ -1,4 +1,6 @@
-"Packed layers where a notebook would be too slow or too long: grids of shapes, threads, fresh processes, families of experts, the real model; and the GPU"
+"""Packed layers where a notebook would be too slow or too long
+
+Grids of shapes, threads, fresh processes, families of experts, the real model; and the GPU."""
 import copy
 import gc
 import pickle
@@ -16,13 +18,7 @@ from bmlab.kernels import codes as packing
 from bmlab.core import count, roles, weights
 from bmlab.kernels.experts import PackedStack, experts_refusal, pack_experts
 from bmlab.kernels.codes import (
-    dequantize_groups,
-    dequantize_rows,
-    packed_linear,
-    packed_linear4,
-    quantize_groups,
-    quantize_rows,
-)
+    dequantize_groups, dequantize_rows, packed_linear, packed_linear4, quantize_groups, quantize_rows)
 from bmlab.kernels.layers import Int4Linear, Int8Linear, arrange_int4, join_packed, pack_linears, packable
 from fresh import fresh_python
 
@@ -95,7 +91,9 @@ def test_outliers_and_odd_rows_through_the_digits():
     torch.manual_seed(0)
     codes, scale = quantize_rows(torch.randn(400, 1000))
     w = dequantize_rows(codes, scale, torch.float64)
-    for change in (lambda x: x * (1 + 1e4 * (torch.rand_like(x) < 1e-3)), lambda x: x * 1e-30, lambda x: x * 1e30, lambda x: x.abs(), lambda x: -x.abs(), lambda x: x * 0):
+    for change in (
+            lambda x: x * (1 + 1e4 * (torch.rand_like(x) < 1e-3)), lambda x: x * 1e-30, lambda x: x * 1e30,
+            lambda x: x.abs(), lambda x: -x.abs(), lambda x: x * 0):
         x = change(torch.randn(6, 1000))
         want = F.linear(x.double(), w)
         for rows in (x, x[:1]):
@@ -117,9 +115,8 @@ def test_without_vnni_the_same_numbers(monkeypatch):
     x = torch.randn(20, 600)
     fast, fast8 = packed_linear(x, codes, scale), packed_linear(x, codes, scale, activations=8)
     monkeypatch.setattr(packing, "_integers", lambda: False)
-    assert error(packed_linear(x, codes, scale), fast) < 1e-6 and torch.equal(
-        packed_linear(x, codes, scale, activations=8), fast8
-    )
+    assert error(packed_linear(x, codes, scale), fast) < 1e-6
+    assert torch.equal(packed_linear(x, codes, scale, activations=8), fast8)
 
 
 def test_groups_beat_every_single_clip():
@@ -132,8 +129,8 @@ def test_groups_beat_every_single_clip():
     big = torch.randn(64, 20000 // 32 * 32)
     for i in (0, 63):
         assert all(
-            torch.equal(a[i : i + 1], b) for a, b in zip(quantize_groups(big, 32), quantize_groups(big[i : i + 1], 32))
-        )  # slices of rows are no matter
+            torch.equal(a[i : i + 1], b) for a,
+            b in zip(quantize_groups(big, 32), quantize_groups(big[i : i + 1], 32)))  # slices of rows are no matter
 
 
 def test_quantizing_in_slices(monkeypatch):
@@ -189,8 +186,7 @@ def test_the_gpu_s_choice_in_the_interpreter(bits):
         assert (
             error(
                 packing._triton(x, codes, scale, zero, b),
-                F.linear(x.double(), packing._widened(codes, scale, zero, torch.float64), b.double()),
-            )
+                F.linear(x.double(), packing._widened(codes, scale, zero, torch.float64), b.double()))
             < 1e-5
         ), M
 
@@ -215,8 +211,7 @@ def test_a_lora_learns_on_a_packed_model(bits):
     lora.freeze()
     opt, ids = (
         torch.optim.AdamW(lora.trainable(), lr=0.02),
-        torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(0)),
-    )
+        torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(0)))
     losses = []
     for _ in range(8):
         loss = model(input_ids=ids, labels=ids).loss
@@ -266,10 +261,7 @@ def test_decoding_with_a_cache_equals_the_whole_pass(bits):
 def test_arranged_copies():
     model = pack_linears(llama(), 4, group_size=32, embeddings=False)
     before, size, ids = (
-        model(torch.ones(1, 1, dtype=torch.long)).logits.detach(),
-        count(model).bytes,
-        torch.randint(0, 128, (2, 5)),
-    )
+        model(torch.ones(1, 1, dtype=torch.long)).logits.detach(), count(model).bytes, torch.randint(0, 128, (2, 5)))
     state = {n: t.clone() for n, t in model.state_dict().items()}
     assert arrange_int4(model) is model and count(model).bytes > size and list(model.state_dict()) == list(state)
     with torch.no_grad(): assert 0 < error(model(torch.ones(1, 1, dtype=torch.long)).logits, before) < 0.02
@@ -291,15 +283,13 @@ def test_joined_layers_move_and_stream():
     layers = [attn.q_proj, attn.k_proj, attn.v_proj]
     want = [m(x) for m in layers]
     codes, scale, bias = join_packed(layers)
-    assert (
-        bias is None and codes.shape == (128, 64) and error(packed_linear(x, codes, scale), torch.cat(want, 1)) < 1e-6
-    )
+    assert bias is None and codes.shape == (128, 64)
+    assert error(packed_linear(x, codes, scale), torch.cat(want, 1)) < 1e-6
     slab = torch.empty(codes.numel(), dtype=torch.int8)                          # as a streamed block would hold it
     moved = slab.view(codes.shape).copy_(codes)
     for m, part in zip(layers, moved.split([m.out_features for m in layers])): m.codes = part
-    assert join_packed(layers)[0].data_ptr() == slab.data_ptr() and all(
-        torch.equal(m(x), y) for m, y in zip(layers, want)
-    )
+    assert join_packed(layers)[0].data_ptr() == slab.data_ptr()
+    assert all(torch.equal(m(x), y) for m, y in zip(layers, want))
     model.to(torch.bfloat16).to(torch.float32)
     assert all(torch.equal(m(x), y) for m, y in zip(layers, want))
     assert torch.equal(join_packed(layers)[0], codes)
@@ -315,20 +305,9 @@ EXPERTS = {
     "GptOss": dict(num_key_value_heads=2, head_dim=16, num_local_experts=4),
     "Olmoe": dict(num_key_value_heads=2, num_experts=4, num_experts_per_tok=2),
     "DeepseekV3": dict(
-        num_key_value_heads=4,
-        moe_intermediate_size=96,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        n_shared_experts=1,
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-    ),
+        num_key_value_heads=4, moe_intermediate_size=96, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=1, n_shared_experts=1, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=16,
+        qk_nope_head_dim=16, v_head_dim=16),
     "GraniteMoe": dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
     "PhiMoE": dict(num_key_value_heads=2, num_local_experts=4),
 }
@@ -350,12 +329,13 @@ def test_experts_of_each_family(family):
     model, ids = moe(family), torch.randint(5, 120, (2, 7))
     known = [m for m in model.modules() if not experts_refusal(m)]
     if not known:
-        return pytest.skip(
-            f"{family}: {[experts_refusal(m) for m in model.modules() if any(p.ndim == 3 for p in m.parameters(recurse=False))][:1]}"
-        )
+        stacked = [m for m in model.modules() if any(p.ndim == 3 for p in m.parameters(recurse=False))]
+        return pytest.skip(f"{family}: {[experts_refusal(m) for m in stacked][:1]}")
     for bits in (8, 4):
         small, wide = copy.deepcopy(model), copy.deepcopy(model)
-        for a, b in zip([m for m in small.modules() if not experts_refusal(m)], [m for m in wide.modules() if not experts_refusal(m)]):
+        for a, b in zip(
+                [m for m in small.modules() if not experts_refusal(m)],
+                [m for m in wide.modules() if not experts_refusal(m)]):
             pack_experts(a, bits)
             with torch.no_grad():
                 for n, s in a.named_children():
@@ -381,8 +361,7 @@ def test_a_packed_mixture_in_a_fresh_process(tmp_path):
     fresh_python(code, check=True)
     assert torch.equal(
         model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0),
-        pickle.loads(pickle.dumps(model)).generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0),
-    )
+        pickle.loads(pickle.dumps(model)).generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0))
     fresh = pack_linears(moe("Mixtral"), 4, group_size=32)
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(ids).logits, model(ids).logits)
@@ -402,41 +381,37 @@ def test_a_mixture_is_counted_and_named():
     assert {"model.layers.0.mlp.experts", "model.layers.0.self_attn.q_proj"} <= set(packable(model))
     pack_linears(model, exclude="layers[1].mlp.experts")
     assert count(model).total == total and {n for n, r in roles(model).items() if "experts" in n} == names
-    assert {w.dtype for w in weights(model) if "experts" in w.name} == {"int8", "float32"} and list(
-        packable(model)
-    ) == ["model.layers.1.mlp.experts"]
+    assert {w.dtype for w in weights(model) if "experts" in w.name} == {"int8", "float32"}
+    assert list(packable(model)) == ["model.layers.1.mlp.experts"]
 
 
 # ---- the real model
 
 @pytest.mark.long
 def test_four_bits_and_w8a8_on_the_real_model():
-    "What each width costs in bytes and in agreement with float; its file was int4 in groups of 32, which that width gives back nearly exactly"
+    """What each width costs in bytes and in agreement with float
+
+    Its file was int4 in groups of 32, which that width gives back nearly exactly."""
     from bmlab.models.load import load
     model, tok = load("smollm2-135m", device="cpu")
     ids = tok(
         "The capital of France is Paris. The capital of Germany is Berlin. Water boils at one hundred degrees. " * 3,
-        return_tensors="pt",
-    ).input_ids
+        return_tensors="pt").input_ids
     rows = {}
     with torch.no_grad():
         want = model(ids).logits[0].log_softmax(-1)
-        for name, options in {"int8": {}, "w8a8": {"activations": 8}, "int4 g128": {"bits": 4}, "int4 g32": {"bits": 4, "group_size": 32}}.items():
+        ways = {"int8": {}, "w8a8": {"activations": 8}, "int4 g128": {"bits": 4}}
+        for name, options in (ways | {"int4 g32": {"bits": 4, "group_size": 32}}).items():
             small = pack_linears(copy.deepcopy(model), **options)
             got = small(ids).logits[0].log_softmax(-1)
             rows[name] = (
-                count(small).bytes / count(model).bytes,
-                (want.exp() * (want - got)).sum(-1).mean().item(),
-                (got.argmax(-1) == want.argmax(-1)).float().mean().item(),
-            )
+                count(small).bytes / count(model).bytes, (want.exp() * (want - got)).sum(-1).mean().item(),
+                (got.argmax(-1) == want.argmax(-1)).float().mean().item())
     for name, (size, kl, same) in rows.items():
         print(f"{name:10} {size:.3f} of the bytes, KL {kl:.2e}, same next token {same:.1%}")
-    assert (
-        rows["int8"][1] < 0.01
-        and rows["w8a8"][1] < 0.1
-        and rows["int4 g32"][1] < rows["int4 g128"][1] < 0.5
-        and rows["int4 g128"][0] < rows["int4 g32"][0] < rows["int8"][0]
-    )
+    assert rows["int8"][1] < 0.01 and rows["w8a8"][1] < 0.1
+    assert rows["int4 g32"][1] < rows["int4 g128"][1] < 0.5
+    assert rows["int4 g128"][0] < rows["int4 g32"][0] < rows["int8"][0]
 
 
 # ---- a GPU
@@ -450,7 +425,9 @@ class TestCuda:
     def test_int4_and_int8(self, N, K, dtype):
         torch.manual_seed(0)
         w = torch.randn(N, K, device="cuda") * 0.02
-        for multiply, packed, widen in ((packed_linear, quantize_rows(w), dequantize_rows), (packed_linear4, quantize_groups(w, 64), dequantize_groups)):
+        for multiply, packed, widen in (
+                (packed_linear, quantize_rows(w), dequantize_rows),
+                (packed_linear4, quantize_groups(w, 64), dequantize_groups)):
             for M in (1, 2, 16, 17, 64, 65, 257):
                 x, b = torch.randn(M, K, device="cuda").to(dtype), torch.randn(N, device="cuda").to(dtype)
                 want = F.linear(x.double(), widen(*packed, torch.float64), b.double())
@@ -464,8 +441,7 @@ class TestCuda:
         x = torch.randn(40, K, device="cuda").to(dtype)
         assert torch.equal(
             packed_linear(x, codes, scale, activations=8).cpu(),
-            packed_linear(x.cpu(), codes.cpu(), scale.cpu(), activations=8),
-        )
+            packed_linear(x.cpu(), codes.cpu(), scale.cpu(), activations=8))
 
 
 @pytest.mark.cuda
@@ -485,9 +461,8 @@ def test_a_graph_holds_a_packed_mixture_and_joined_layers():
         index.copy_(index.flip(1))
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(a, e(x, index, weight)) and torch.equal(
-            b, torch.cat([m(x) for m in (attn.q_proj, attn.k_proj, attn.v_proj)], -1)
-        )
+        assert torch.equal(a, e(x, index, weight))
+        assert torch.equal(b, torch.cat([m(x) for m in (attn.q_proj, attn.k_proj, attn.v_proj)], -1))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -503,8 +478,7 @@ def test_widened_a_stretch_at_a_time(bits, N, monkeypatch):
     y = packing._by_stretches(x, packed[0], packed[1], packed[2] if bits == 4 else None)
     assert sum(seen) == N and max(seen) <= 300
     torch.testing.assert_close(
-        y, x @ (dequantize_rows if bits == 8 else dequantize_groups)(*packed).T, atol=1e-4, rtol=1e-5
-    )
+        y, x @ (dequantize_rows if bits == 8 else dequantize_groups)(*packed).T, atol=1e-4, rtol=1e-5)
 
 
 def test_joined_buffers_let_go():
@@ -539,14 +513,8 @@ def under_lora(bits, dtype):
     torch.manual_seed(0)
     packed = tf.LlamaForCausalLM(
         tf.LlamaConfig(
-            hidden_size=64,
-            intermediate_size=160,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=300,
-            use_cache=False,
-        )
+            hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=300, use_cache=False)
     ).to(dtype)
     widened = copy.deepcopy(packed)
     pack_linears(packed, bits=bits)
@@ -557,11 +525,8 @@ def under_lora(bits, dtype):
         m.enable_input_require_grads()
         torch.manual_seed(1)
         d = Lora(
-            m,
-            r=4,
-            modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-            dtype=torch.float32,
-        ).freeze()
+            m, r=4, modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            dtype=torch.float32).freeze()
         with torch.no_grad(): [p.normal_(0, .05) for p in d.parameters()]
     return packed.train(), widened.train()
 

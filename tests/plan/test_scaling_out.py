@@ -1,4 +1,6 @@
-"Scaling out: the page's table is what the planner says, its sentences are what the table says, and every launcher starts the same program."
+"""Scaling out
+
+The page's table is what the planner says, its sentences are what the table says, every launcher starts one program."""
 import os, re, subprocess, sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,8 +12,11 @@ from conftest import free_port
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH, PAGE = ROOT / "scripts" / "launch", ROOT / "docs" / "scaling_out.md"
 PROGRAM = """import os, torch, torch.distributed as dist
-dist.init_process_group("gloo"); x = torch.ones(1) * (dist.get_rank() + 1); dist.all_reduce(x)
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}, sum {x.item():.0f}", flush=True); dist.destroy_process_group()
+dist.init_process_group("gloo")
+x = torch.ones(1) * (dist.get_rank() + 1)
+dist.all_reduce(x)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}, sum {x.item():.0f}", flush=True)
+dist.destroy_process_group()
 """
 
 
@@ -38,18 +43,15 @@ def tables():
 def test_the_table_is_what_the_planner_says():
     scaling = script()
     m = scaling.machine("h200")
-    assert set(tables()) == {(n.upper(), b) for n in scaling.SHAPES for b in ("fixed", "kept")} and all(
-        list(t) == scaling.GPUS for t in tables().values()
-    )
+    assert set(tables()) == {(n.upper(), b) for n in scaling.SHAPES for b in ("fixed", "kept")}
+    assert all(list(t) == scaling.GPUS for t in tables().values())
     for gpus, fixed in ((1, False), (64, False), (16, True), (1024, True)):
         now, page = scaling.row("13b", gpus, m, 5e-6, fixed), tables()["13B", "fixed" if fixed else "kept"][gpus]
         if scaling.UNIT not in now:
             assert page["sequences a GPU"] == "does not fit"
             continue
-        assert (
-            abs(float(page["step, s"]) / now["step, s"] - 1) < 0.01
-            and abs(float(page[scaling.UNIT].replace(",", "")) / now[scaling.UNIT] - 1) < 0.01
-        )
+        assert abs(float(page["step, s"]) / now["step, s"] - 1) < 0.01
+        assert abs(float(page[scaling.UNIT].replace(",", "")) / now[scaling.UNIT] - 1) < 0.01
         assert page["sequences a GPU"] == str(now["sequences a GPU"])
 
 
@@ -87,30 +89,24 @@ def test_what_the_launchers_say():
         assert os.access(LAUNCH / f, os.X_OK) and "scripts/train.py" in (LAUNCH / f).read_text()
     job = yaml.safe_load((LAUNCH / "pytorchjob.yaml").read_text())
     hosts = job["spec"]["pytorchReplicaSpecs"]
-    assert (job["apiVersion"], job["kind"], hosts["Master"]["replicas"]) == (
-        "kubeflow.org/v1",
-        "PyTorchJob",
-        1,
-    ) and hosts["Master"]["template"] == hosts["Worker"]["template"]
+    assert (job["apiVersion"], job["kind"], hosts["Master"]["replicas"]) == ("kubeflow.org/v1", "PyTorchJob", 1)
+    assert hosts["Master"]["template"] == hosts["Worker"]["template"]
     container, = hosts["Worker"]["template"]["spec"]["containers"]
-    assert (
-        container["name"] == "pytorch"
-        and container["command"] == ["torchrun"]
-        and container["args"][0] == "scripts/train.py"
-    )
+    assert container["name"] == "pytorch" and container["command"] == ["torchrun"]
+    assert container["args"][0] == "scripts/train.py"
     assert job["spec"]["nprocPerNode"] == str(container["resources"]["limits"]["nvidia.com/gpu"])
-    assert {v["name"] for v in container["volumeMounts"]} == {
-        v["name"] for v in hosts["Worker"]["template"]["spec"]["volumes"]
-    }
+    volumes = hosts["Worker"]["template"]["spec"]["volumes"]
+    assert {v["name"] for v in container["volumeMounts"]} == {v["name"] for v in volumes}
     known = set(re.findall(r'"(--[a-z]+)"', (ROOT / "scripts" / "train.py").read_text()))
-    for line in [" ".join(map(str, container["args"])), *re.findall(r"scripts/train\.py [^\n`]*", PAGE.read_text() + "".join((LAUNCH / f).read_text() for f in ("torchrun.sh", "slurm.sh")))]:
+    for line in [" ".join(map(str, container["args"])), *re.findall(
+            r"scripts/train\.py [^\n`]*",
+            PAGE.read_text() + "".join((LAUNCH / f).read_text() for f in ("torchrun.sh", "slurm.sh")))]:
         assert set(re.findall(r"--[a-z]+", line)) <= known, line
 
 
 def test_what_a_launcher_lacks():
     out = subprocess.run(
-        [LAUNCH / "torchrun.sh", "x.py"], capture_output=True, text=True, env={"PATH": os.environ["PATH"]}
-    )
+        [LAUNCH / "torchrun.sh", "x.py"], capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
     assert out.returncode != 0 and "how many hosts? HOSTS=2" in out.stderr
 
 
@@ -130,40 +126,18 @@ def test_two_hosts_train_one_model(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
     t = Tokenizer(models.WordLevel({w: i for i, w in enumerate("<unk> <eos> a b c d e f".split())}, unk_token="<unk>"))
     t.pre_tokenizer = pre_tokenizers.Whitespace()
-    tf.PreTrainedTokenizerFast(tokenizer_object=t, unk_token="<unk>", eos_token="<eos>").save_pretrained(
-        tmp_path / "model"
-    )
+    tok = tf.PreTrainedTokenizerFast(tokenizer_object=t, unk_token="<unk>", eos_token="<eos>")
+    tok.save_pretrained(tmp_path / "model")
     torch.manual_seed(0)
     tf.LlamaForCausalLM(
         tf.LlamaConfig(
-            vocab_size=8,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=64,
-        )
+            vocab_size=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            max_position_embeddings=64)
     ).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("a b c d e f a b c d\n" * 200)
     line = [
-        LAUNCH / "torchrun.sh",
-        ROOT / "scripts" / "train.py",
-        "--model",
-        "model",
-        "--text",
-        "text.txt",
-        "--full",
-        "--lr",
-        "1e-2",
-        "--length",
-        "16",
-        "--steps",
-        "6",
-        "--offload",
-        "0",
-        "--out",
-        "tuned",
-    ]
+        LAUNCH / "torchrun.sh", ROOT / "scripts" / "train.py", "--model", "model", "--text", "text.txt", "--full",
+        "--lr", "1e-2", "--length", "16", "--steps", "6", "--offload", "0", "--out", "tuned"]
     here = dict(HOSTS="2", HEAD="127.0.0.1", PORT=str(free_port()), GPUS="1")
     out = started([(line, here)] * 2, tmp_path)
     found = re.findall(r"(\d) processes, held-out loss ([\d.]+) → ([\d.]+)", out)
@@ -172,23 +146,18 @@ def test_two_hosts_train_one_model(tmp_path):
 
 
 def test_slurm_starts_it_on_every_host(tmp_path):
-    "With a scontrol that knows three hosts and an srun that starts its command once for each; what would be run is printed"
+    "With a scontrol that knows three hosts and an srun that starts its command once for each; prints what would run"
     (tmp_path / "bin").mkdir()
-    for name, text in {"scontrol": 'printf "node0\\nnode1\\nnode2\\n"', "srun": 'shift; for i in 0 1 2; do "$@"; '
-                                                                                'done'}.items():
+    programs = {"scontrol": 'printf "node0\\nnode1\\nnode2\\n"'}
+    programs["srun"] = 'shift; for i in 0 1 2; do "$@"; done'
+    for name, text in programs.items():
         (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\nset -e\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     env = dict(
-        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        SLURM_JOB_NODELIST="node[0-2]",
-        SLURM_JOB_ID="123456",
-        SLURM_GPUS_ON_NODE="8",
-        SLURM_SUBMIT_DIR=str(ROOT),
-        PYTHON="echo",
-    )
+        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", SLURM_JOB_NODELIST="node[0-2]", SLURM_JOB_ID="123456",
+        SLURM_GPUS_ON_NODE="8", SLURM_SUBMIT_DIR=str(ROOT), PYTHON="echo")
     lines = started(
-        [([LAUNCH / "slurm.sh", "scripts/train.py", "--text", "two words.txt"], env)], tmp_path
-    ).splitlines()
+        [([LAUNCH / "slurm.sh", "scripts/train.py", "--text", "two words.txt"], env)], tmp_path).splitlines()
     assert (
         lines
         == [
@@ -209,12 +178,8 @@ def test_the_operators_variables_are_enough(tmp_path):
         (
             line,
             dict(
-                PET_NNODES="2",
-                PET_NODE_RANK=str(i),
-                PET_NPROC_PER_NODE="1",
-                PET_MASTER_ADDR="127.0.0.1",
-                PET_MASTER_PORT=port,
-            ),
+                PET_NNODES="2", PET_NODE_RANK=str(i), PET_NPROC_PER_NODE="1", PET_MASTER_ADDR="127.0.0.1",
+                PET_MASTER_PORT=port),
         )
         for i in range(2)
     ]

@@ -30,46 +30,16 @@ def models():
     yield "gpt2", tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=211, n_positions=64))
     yield (
         "gptj",
-        tf.GPTJForCausalLM(tf.GPTJConfig(n_embd=64, n_layer=3, n_head=4, vocab_size=211, n_positions=64, rotary_dim=8)),
-    )
+        tf.GPTJForCausalLM(tf.GPTJConfig(n_embd=64, n_layer=3, n_head=4, vocab_size=211, n_positions=64, rotary_dim=8)))
     yield "llama", tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, num_key_value_heads=2))
     yield "qwen3", tf.Qwen3ForCausalLM(tf.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16))
-    yield (
-        "opt",
-        tf.OPTForCausalLM(
-            tf.OPTConfig(
-                hidden_size=64,
-                ffn_dim=128,
-                num_hidden_layers=3,
-                num_attention_heads=4,
-                vocab_size=211,
-                max_position_embeddings=64,
-                word_embed_proj_dim=64,
-            )
-        ),
-    )
-    yield (
-        "t5",
-        tf.T5ForConditionalGeneration(
-            tf.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, vocab_size=211)
-        ),
-    )
-    yield (
-        "cpm-ant",
-        tf.CpmAntForCausalLM(
-            tf.CpmAntConfig(
-                hidden_size=64,
-                dim_ff=128,
-                num_hidden_layers=3,
-                num_attention_heads=4,
-                dim_head=16,
-                vocab_size=211,
-                prompt_types=2,
-                prompt_length=4,
-                segment_types=4,
-            )
-        ),
-    )
+    same = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=211)
+    opt = tf.OPTConfig(**same, ffn_dim=128, max_position_embeddings=64, word_embed_proj_dim=64)
+    yield "opt", tf.OPTForCausalLM(opt)
+    t5 = tf.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, vocab_size=211)
+    yield "t5", tf.T5ForConditionalGeneration(t5)
+    ant = tf.CpmAntConfig(**same, dim_ff=128, dim_head=16, prompt_types=2, prompt_length=4, segment_types=4)
+    yield "cpm-ant", tf.CpmAntForCausalLM(ant)
     yield "mixtral", tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4))
 
 
@@ -84,9 +54,8 @@ def test_every_family_has_a_plan(name):
     assert plan.blocks == len(find_blocks(model)) >= 3 and plan.peak_bytes > 0 and plan.step_s > 0
     tight = plan_training(model, 64, 32, dtype=torch.bfloat16, checkpoint=True)
     assert tight.peak_bytes <= plan.peak_bytes and tight.step_s > plan.step_s
-    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters()) and all(
-        p.grad is None for p in model.parameters()
-    )
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "mixtral"])
@@ -149,21 +118,16 @@ def test_choice_is_the_smallest():
     groups = weight_groups(MODELS["llama"], trace.blocks)
     least = choose_recompute(trace, 1 << 40, groups)
     assert least == 0
-    peaks = [
-        plan_training(MODELS["llama"], trace=trace, checkpoint=n, offload=None, dtype=None).peak_bytes for n in range(4)
-    ]
+    recomputing = lambda n: plan_training(MODELS["llama"], trace=trace, checkpoint=n, offload=None, dtype=None)
+    peaks = [recomputing(n).peak_bytes for n in range(4)]
     for n, peak in enumerate(peaks):
         assert choose_recompute(trace, peak, groups) == peaks.index(next(p for p in peaks if p <= peak))
     with pytest.raises(ValueError, match="smallest feasible"): choose_recompute(trace, peaks[-1] // 2)
     # the limit that an error names is one that it takes
     for k in range(20):
         with pytest.raises(ValueError) as e: choose_recompute(trace, "1MiB", groups, held_bytes=10_000_000 + 12_345 * k)
-        assert (
-            choose_recompute(
-                trace, str(e.value).split("feasible, ")[1].split(" with")[0], groups, held_bytes=10_000_000 + 12_345 * k
-            )
-            <= 3
-        )
+        smallest = str(e.value).split("feasible, ")[1].split(" with")[0]
+        assert choose_recompute(trace, smallest, groups, held_bytes=10_000_000 + 12_345 * k) <= 3
 
 
 def test_what_cannot_be_planned_says_so():
@@ -176,16 +140,12 @@ def test_what_cannot_be_planned_says_so():
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_compiled_blocks_keep_what_the_compiler_keeps(name):
     trace = trace_step(
-        MODELS[name], {"input_ids": IDS, "labels": IDS, **({} if name == "bert" else {"use_cache": False})}
-    )
+        MODELS[name], {"input_ids": IDS, "labels": IDS, **({} if name == "bert" else {"use_cache": False})})
     fused = fuse_blocks(trace)
     assert [b.forward_flops for b in fused.blocks.values()] == [b.forward_flops for b in trace.blocks.values()]
     assert fused.seconds(machine()).sum() < trace.seconds(machine()).sum()
-    assert (
-        0.3
-        < sum(b.saved_bytes for b in fused.blocks.values()) / sum(b.saved_bytes for b in trace.blocks.values())
-        < 1.1
-    )
+    saved = lambda trace: sum(b.saved_bytes for b in trace.blocks.values())
+    assert 0.3 < saved(fused) / saved(trace) < 1.1
 
 
 def test_a_compiled_block_keeps_its_input():
@@ -201,25 +161,10 @@ def test_a_compiled_block_keeps_its_input():
 def test_capped_logits_take_more_than_plain_ones():
     "One kernel does the loss in the logits' place; what caps or scales them keeps copies in float32"
     size = dict(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=8192,
-        use_cache=False,
-    )
-    plans = [
-        plan_training(
-            tf.Gemma2ForCausalLM(tf.Gemma2Config(**size, final_logit_softcapping=cap)),
-            4,
-            256,
-            offload=None,
-            loss="chunked",
-        )
-        for cap in (None, 30.0)
-    ]
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=8192, use_cache=False)
+    capped = lambda cap: tf.Gemma2ForCausalLM(tf.Gemma2Config(**size, final_logit_softcapping=cap))
+    plans = [plan_training(capped(cap), 4, 256, offload=None, loss="chunked") for cap in (None, 30.0)]
     plain, capped = (p.parts["logits and embeddings"][0] for p in plans)
     # two float32 tensors of the logits' size
     assert capped - plain > 2 * 4 * 4 * 256 * 8192 * 0.9
@@ -232,9 +177,8 @@ def test_a_block_that_writes_to_its_buffers_is_planned_as_it_is(caplog):
             self.lin, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
         def forward(self, x): return x + self.norm(self.lin(x))
     model = nn.Sequential(*(Block() for _ in range(3)))
-    plans = [
-        plan_training(model, inputs=(torch.zeros(8, 64),), dtype=None, offload=None, compile=c) for c in (True, False)
-    ]
+    inputs = (torch.zeros(8, 64),)
+    plans = [plan_training(model, inputs=inputs, dtype=None, offload=None, compile=c) for c in (True, False)]
     assert plans[0].peak_bytes == plans[1].peak_bytes and "writes to its buffers" in caplog.text
 
 
@@ -256,11 +200,7 @@ class Layer(nn.Module):
         super().__init__()
         self.heads, self.ln1, self.ln2 = heads, nn.LayerNorm(d), nn.LayerNorm(d)
         self.qkv, self.out, self.up, self.down = (
-            nn.Linear(d, 3 * d),
-            nn.Linear(d, d),
-            nn.Linear(d, 4 * d),
-            nn.Linear(4 * d, d),
-        )
+            nn.Linear(d, 3 * d), nn.Linear(d, d), nn.Linear(d, 4 * d), nn.Linear(4 * d, d))
     def forward(self, x):
         B, L, D = x.shape
         q, k, v = self.qkv(self.ln1(x)).view(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
@@ -273,10 +213,7 @@ class GPT(nn.Module):
         super().__init__()
         self.recompute, self.emb, self.pos = recompute, nn.Embedding(vocab, d), nn.Embedding(length, d)
         self.ln, self.head, self.blocks = (
-            nn.LayerNorm(d),
-            nn.Linear(d, vocab, bias=False),
-            nn.ModuleList(Layer(d, heads) for _ in range(layers)),
-        )
+            nn.LayerNorm(d), nn.Linear(d, vocab, bias=False), nn.ModuleList(Layer(d, heads) for _ in range(layers)))
     def forward(self, ids):
         x = self.emb(ids) + self.pos(torch.arange(ids.shape[1], device=ids.device))
         for i, b in enumerate(self.blocks): x = checkpoint(b, x, use_reentrant=False) if i < self.recompute else b(x)
@@ -286,17 +223,13 @@ class GPT(nn.Module):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("layers,d,batch,recompute,vocab", [(12, 1024, 16, 0, 50304), (12, 1024, 16, 8, 50304), (24, 2048, 32, 24, 50304), (16, 2048, 16, 4, 1024)])
+@pytest.mark.parametrize(
+    "layers,d,batch,recompute,vocab",
+    [(12, 1024, 16, 0, 50304), (12, 1024, 16, 8, 50304), (24, 2048, 32, 24, 50304), (16, 2048, 16, 4, 1024)])
 def test_peak_is_within_five_percent_on_a_gpu(layers, d, batch, recompute, vocab, compile):
     plan = plan_training(
-        GPT(layers, d, d // 64, vocab).bfloat16(),
-        batch,
-        512,
-        checkpoint=recompute,
-        offload=None,
-        master=None,
-        compile=compile,
-    )
+        GPT(layers, d, d // 64, vocab).bfloat16(), batch, 512, checkpoint=recompute, offload=None, master=None,
+        compile=compile)
     torch.compiler.reset()
     gc.collect()
     before = torch.cuda.memory_allocated()  # (compiled blocks are freed as cycles)
@@ -316,17 +249,8 @@ def test_peak_is_within_five_percent_on_a_gpu(layers, d, batch, recompute, vocab
 
 
 def small_llama(**size):
-    size = (
-        dict(
-            hidden_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=160,
-            vocab_size=512,
-        )
-        | size
-    )
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    size = dict(hidden_size=64, num_hidden_layers=3, intermediate_size=160, vocab_size=512) | heads | size
     return tf.LlamaForCausalLM(tf.LlamaConfig(**size, use_cache=False, tie_word_embeddings=False)).bfloat16()
 
 
@@ -336,30 +260,19 @@ def packed_under_lora(bits, device="meta", **size):
     if device == "cuda": model.model.rotary_emb = type(model.model.rotary_emb)(model.config).cuda()
     if bits: pack_linears(model, bits=bits)
     return model, Lora(
-        model, r=8, modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    ).freeze()
+        model, r=8, modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]).freeze()
 
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_plan_counts_packed_weights_as_they_lie(compile):
     "Codes where they are, a widened weight only while it is multiplied, and time for widening it"
-    size, plans = (
-        dict(
-            hidden_size=1024,
-            intermediate_size=2816,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=8,
-            vocab_size=4096,
-        ),
-        {},
-    )
+    heads, plans = dict(num_attention_heads=8, num_key_value_heads=8), {}
+    size = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, vocab_size=4096) | heads
     for bits in (None, 8, 4):
         model, _ = packed_under_lora(bits, **size)
         stored = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         plans[bits] = p = plan_training(
-            model, 4, 256, offload=None, master=None, compile=compile, checkpoint=0, loss="chunked", machine="h200"
-        )
+            model, 4, 256, offload=None, master=None, compile=compile, checkpoint=0, loss="chunked", machine="h200")
         assert p.parts["weights"][0] == pytest.approx(stored, rel=1e-3)
     mine, wide = plans[4], plans[None]
     # of the widest layer, or the head, and its like on the way
@@ -377,13 +290,8 @@ def test_peak_over_packed_weights_is_within_five_percent_on_a_gpu(bits, recomput
     from bmlab.train.losses import lm_loss
     from bmlab.train.sharding import shard
     size = dict(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        vocab_size=32768,
-    )
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
+        vocab_size=32768)
     torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
@@ -391,14 +299,8 @@ def test_peak_over_packed_weights_is_within_five_percent_on_a_gpu(bits, recomput
     model, delta = packed_under_lora(bits, "cuda", **size)
     ids = torch.randint(0, 32768, (4, 1024), device="cuda")
     plan = plan_training(
-        model,
-        inputs={"input_ids": ids, "labels": ids},
-        checkpoint=recompute,
-        offload=None,
-        master=None,
-        compile=compile,
-        loss="chunked",
-    )
+        model, inputs={"input_ids": ids, "labels": ids}, checkpoint=recompute, offload=None, master=None,
+        compile=compile, loss="chunked")
     shard(model, checkpoint=recompute, compile=compile)
     opt = torch.optim.AdamW(delta.trainable(), lr=1e-4, fused=True)
     for i in range(4):
