@@ -66,9 +66,8 @@ class Token(int):
 def likelihoods(
     logits:Tensor,  # (…, V) of the model
     ids:Tensor,     # (…,) int64, drawn
-# log-probabilities (…, 1 + n) float32 of the drawn token and of the n likeliest, their ids (…, n); n: TOLD, or V
-)->tuple:
-    "What the model gives the drawn tokens and the likeliest ones."
+)->tuple:           # log-probabilities (…, 1 + n) float32 of the drawn token and the n likeliest, their ids (…, n)
+    "How likely the model finds the drawn tokens and the n likeliest ones; n is `TOLD`, or V."
     x = logits.float().log_softmax(-1)
     best = x.topk(min(TOLD, x.shape[-1]))
     drawn = x.gather(-1, ids[..., None].clamp(min=0))                   # (nobody reads that of -1)
@@ -266,15 +265,15 @@ def set(self:Sampler,
 
 # %% ../../nbs/40_infer/01_sampling.ipynb #f1982d5b
 @patch(as_prop=True)
-# (any row draws, any filters, any penalises what was seen, any what it said, any wants log-probabilities)
-def key(self:Sampler)->tuple:
+def key(self:Sampler)->tuple: # of five bools
     "Which steps any row needs; a captured graph serves as long as this stays the same."
     draw = [o for o in self.host if o["temperature"] > 0]
     return (
-        bool(draw), any(o["top_k"] or o["top_p"] < 1 or o["min_p"] > 0 for o in draw),
-        any(o["repetition_penalty"] != 1 for o in self.host),
-        any(o["frequency_penalty"] or o["presence_penalty"] for o in self.host),
-        any(o["logprobs"] >= 0 for o in self.host)
+        bool(draw),                                                              # does any row draw,
+        any(o["top_k"] or o["top_p"] < 1 or o["min_p"] > 0 for o in draw),       # filter,
+        any(o["repetition_penalty"] != 1 for o in self.host),                    # penalise what was seen,
+        any(o["frequency_penalty"] or o["presence_penalty"] for o in self.host), # or what it said,
+        any(o["logprobs"] >= 0 for o in self.host),                              # want log-probabilities?
     )
 
 # %% ../../nbs/40_infer/01_sampling.ipynb #77023506
@@ -358,10 +357,8 @@ def take(self:Sampler,
 # %% ../../nbs/40_infer/01_sampling.ipynb #c03c6575
 @patch
 def told(self:Sampler,
-    rows:int, # B
-# (for each of the first B rows how many likeliest it wants, log-probabilities, ids), as of the last call; None:
-# nobody wants to know
-)->tuple|None:
+    rows:int,  # B
+)->tuple|None: # (how many likeliest each of the first B rows wants, log-probabilities, ids); None: nobody wants any
     "What the last draw wrote down, still on the device."
     if not self.host or not self.key[4]: return None
     return [o["logprobs"] for o in self.host[:rows]], self.state["logprob"][:rows], self.state["likeliest"][:rows]

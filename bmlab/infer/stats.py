@@ -51,9 +51,7 @@ def _measured(self:Engine, rows, stats=None, runs=None):
 
 # %% ../../nbs/40_infer/16_stats.ipynb #a13aa221
 @patch(as_prop=True)
-# prompt_tokens, new_tokens, passes, drafted, accepted, texts: sums; batch: texts at once; first_token_s, decode_s,
-# decode_tok_s, decode_gb_s, predicted_tok_s, accepted_per_pass, copied_bytes, peak_bytes; tokens: ids with logprobs
-def stats(self:Engine)->dict:
+def stats(self:Engine)->dict: # of numbers, and `tokens`
     "What the last call took, all its rounds together; empty before the first."
     s = _summed(self._runs) if self._runs else {}
     if "batch" not in s: return s                                                     # it still runs

@@ -572,9 +572,8 @@ def fork(self:Streamer):
     self.link.fork()
     self._forked = list(self.holds), dict(self.stats)
 
-# what the slots hold before and after a replay, of which generation of addresses it is, and what it copies
 @patch
-def join(self:Streamer)->tuple:
+def join(self:Streamer)->tuple: # (slots' blocks before a replay, after it, generation of the addresses, what it copies)
     "Call last inside a capture: its copies end before it does."
     after, done = self.holds, self.stats
     (self.holds, self.stats), self._forked = self._forked, None                     # what was captured has not run
