@@ -1,10 +1,13 @@
-"""SmolLM2-135M on a CPU: int8 decode with fused blocks beside transformers' generate in fp32 and bf16, with dynamic and static cache, in turns in one process.
+"""SmolLM2-135M on a CPU: int8 decode with fused blocks beside transformers' generate in fp32 and bf16, with dynamic and
+static cache, in turns in one process.
 
 usage: python benchmarks/infer/cpu.py [--threads 2] [--rounds 5] [--prompt 32] [--tokens 32] [--all]
 
-Prints milliseconds from one token to the next (the median within a round; of the rounds their median and best; and process CPU time), the ratio to
-the faster peer, and the bound: the bytes of weights that a token reads over the rate at which this machine reads memory. Rounds alternate, so that
-what else runs on the machine disturbs all alike; the ratio is taken within each round, and its median printed. --all adds bmlab's other forms (not fused, fp32 activations, bf16 and int4 weights).
+Prints milliseconds from one token to the next (the median within a round; of the rounds their median and best; and
+process CPU time), the ratio to the faster peer, and the bound: the bytes of weights that a token reads over the rate
+at which this machine reads memory. Rounds alternate, so that what else runs on the machine disturbs all alike; the
+ratio is taken within each round, and its median printed. --all adds bmlab's other forms (not fused, fp32 activations,
+bf16 and int4 weights).
 """
 import argparse
 import copy
@@ -63,17 +66,8 @@ class Peer:
     def run(self, ids, n):
         times = Times()
         out = self.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            pad_token_id=0,
-            min_new_tokens=n + 1,
-            max_new_tokens=n + 1,
-            streamer=times,
-            **self.options,
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, temperature=None, top_p=None,
+            top_k=None, pad_token_id=0, min_new_tokens=n + 1, max_new_tokens=n + 1, streamer=times, **self.options
         )
         return *between(times.at), out[0, ids.shape[1]:].tolist()
 
@@ -115,8 +109,7 @@ def main():
             "int4, fused": Ours(packed(half, bits=4), True, context),
         }
     peers = {
-        f"transformers {d}, {c or 'dynamic'}": Peer(m, c)
-        for d, m in (("fp32", model), ("bf16", half))
+        f"transformers {d}, {c or 'dynamic'}": Peer(m, c) for d, m in (("fp32", model), ("bf16", half))
         for c in (None, "static")
     }
     ids = torch.randint(5, 40000, (1, args.prompt), generator=torch.Generator().manual_seed(0))
@@ -133,16 +126,14 @@ def main():
     ms = pd.DataFrame([{n: 1e3 * r[0] for n, r in one.items()} for one in rounds])
     cpu = pd.DataFrame([{n: 1e3 * r[1] for n, r in one.items()} for one in rounds])
     best_peer, best_cpu = ms[list(peers)].min(axis=1), cpu[list(peers)].min(axis=1)
-    table = pd.DataFrame(
-        {
-            "ms, median": ms.median(),
-            "ms, best": ms.min(),
-            "CPU ms, median": cpu.median(),
-            "tok/s": 1e3 / ms.median(),
-            "× faster peer": ms.rdiv(best_peer, axis=0).median(),
-            "× of its CPU time": cpu.rdiv(best_cpu, axis=0).median(),
-        }
-    )
+    table = pd.DataFrame({
+        "ms, median": ms.median(),
+        "ms, best": ms.min(),
+        "CPU ms, median": cpu.median(),
+        "tok/s": 1e3 / ms.median(),
+        "× faster peer": ms.rdiv(best_peer, axis=0).median(),
+        "× of its CPU time": cpu.rdiv(best_cpu, axis=0).median()
+    })
     print(
         f"torch {torch.__version__}, {args.threads} threads, {args.rounds} rounds of {args.tokens} tokens behind "
         f"{args.prompt}"

@@ -2,13 +2,18 @@
 
 usage: python benchmarks/infer/limits.py [--runs NAME …] [--tiny]
 
-A 9.51B decoder (48 × 4096, untied) in 6 GiB, context 544 (a prompt of 512, 32 new tokens), batch 1, as int8, bf16 and int4; a LLaMA of 70B's shape as int4 in 24 GiB; CPM-2's shape (11B encoder–decoder) as int8 in 6 GiB
-with the link held at 12 GB/s and at most 16 GiB of host memory. Peers: accelerate's device_map with 5 GiB for weights, in bf16; with int8 weights, once as torchao's tensors, once as plain int8 linear layers
-(dequantize and multiply, which is what torchao computes) in buffers that accelerate offloads; bitsandbytes keeps what it offloads in float32, so it has no int8 row here.
+A 9.51B decoder (48 × 4096, untied) in 6 GiB, context 544 (a prompt of 512, 32 new tokens), batch 1, as int8, bf16 and
+int4; a LLaMA of 70B's shape as int4 in 24 GiB; CPM-2's shape (11B encoder–decoder) as int8 in 6 GiB with the link
+held at 12 GB/s and at most 16 GiB of host memory. Peers: accelerate's device_map with 5 GiB for weights, in bf16;
+with int8 weights, once as torchao's tensors, once as plain int8 linear layers (dequantize and multiply, which is what
+torchao computes) in buffers that accelerate offloads; bitsandbytes keeps what it offloads in float32, so it has no
+int8 row here.
 
-Weights are random. The plan is written to benchmarks/plans before the model has any. Columns: predicted over measured tokens/s; GB/s over the link while decoding, and the share of what the same process measured for one
-copy of page-locked memory (the best of before and after; of 12 GB/s where the link is held there); the driver's own count of the process's memory, CUDA context included, the most at any time, beside
-limit and plan; the process's peak of host memory. Bound: streamed bytes over the link's rate.
+Weights are random. The plan is written to benchmarks/plans before the model has any. Columns: predicted over measured
+tokens/s; GB/s over the link while decoding, and the share of what the same process measured for one copy of
+page-locked memory (the best of before and after; of 12 GB/s where the link is held there); the driver's own count of
+the process's memory, CUDA context included, the most at any time, beside limit and plan; the process's peak of host
+memory. Bound: streamed bytes over the link's rate.
 """
 import sys, time
 from pathlib import Path
@@ -19,22 +24,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 import inference as I
 
 #         name                        shape      bits  limit    max_ctx  prompt new  link GB/s  host limit
-OURS = {"bmlab int8, 6 GiB":         ("decoder", 8,    "6GiB",  544,     512,   32,  None,      None),
-        "bmlab bf16, 6 GiB":         ("decoder", None, "6GiB",  544,     512,   32,  None,      None),
-        "bmlab int4, 6 GiB":         ("decoder", 4,    "6GiB",  544,     512,   32,  None,      None),
-        "bmlab CPM-2 int8, 6 GiB":   ("cpm2",    8,    "6GiB",  544,     512,   32,  12e9,      "16GiB"),
-        "bmlab 70B int4, 24 GiB":    ("llama70", 4,    "24GiB", 2048,    512,   12,  None,      None)}
+OURS = {
+    "bmlab int8, 6 GiB": ("decoder", 8, "6GiB", 544, 512, 32, None, None),
+    "bmlab bf16, 6 GiB": ("decoder", None, "6GiB", 544, 512, 32, None, None),
+    "bmlab int4, 6 GiB": ("decoder", 4, "6GiB", 544, 512, 32, None, None),
+    "bmlab CPM-2 int8, 6 GiB": ("cpm2", 8, "6GiB", 544, 512, 32, 12e9, "16GiB"),
+    "bmlab 70B int4, 24 GiB": ("llama70", 4, "24GiB", 2048, 512, 12, None, None)
+}
 # new tokens behind a prompt of 512
 PEERS = {"accelerate bf16, 5 GiB": 8, "accelerate int8 linears, 5 GiB": 12, "accelerate torchao int8, 5 GiB": 8}
 RUNS = [
-    "bmlab int8, 6 GiB",
-    "accelerate int8 linears, 5 GiB",
-    "accelerate torchao int8, 5 GiB",
-    "bmlab bf16, 6 GiB",
-    "accelerate bf16, 5 GiB",
-    "bmlab int4, 6 GiB",
-    "bmlab CPM-2 int8, 6 GiB",
-    "bmlab 70B int4, 24 GiB",
+    "bmlab int8, 6 GiB", "accelerate int8 linears, 5 GiB", "accelerate torchao int8, 5 GiB", "bmlab bf16, 6 GiB",
+    "accelerate bf16, 5 GiB", "bmlab int4, 6 GiB", "bmlab CPM-2 int8, 6 GiB", "bmlab 70B int4, 24 GiB"
 ]
 args = I.arguments(__doc__, RUNS).parse_args()
 
@@ -51,10 +52,8 @@ def ours(name):
     source = I.Link()
     before = source.rate()
     lap("start")
-    model, asked = (
-        I.skeleton(shape),
-        dict(bits=bits, max_batch=1, max_ctx=ctx, host_limit=host, machine=I.machine(slow)),
-    )
+    model = I.skeleton(shape)
+    asked = dict(bits=bits, max_batch=1, max_ctx=ctx, host_limit=host, machine=I.machine(slow))
     if args.tiny:
         limit = (lambda p: (p.min_bytes + p.peak_bytes) // 2)(
             plan_inference(model, None, **asked | dict(host_limit=None))
@@ -74,25 +73,13 @@ def ours(name):
     after = source.rate(e.streamer.slots[0]) if e.streamer else 0
     most = slow or max(before, after)
     I.result(
-        run=name,
-        **row,
-        **I.compared(plan, 1, prompt if not plan.encoder else 1, new, row["tok_s"]),
-        plan=plan.sentence(),
-        clock=clock,
-        predicted_first_s=plan.first_token(prompt),
-        streamed_gb=moved / I.GB,
-        streamed_blocks=len(plan.streamed),
-        blocks=len(plan.blocks),
-        link_gb_s=moved * row["tok_s"] / I.GB,
-        link_share=moved * row["tok_s"] / most if moved else None,
-        link_before=before / I.GB,
-        link_after=after / I.GB,
-        bound_tok_s=most / moved if moved else None,
-        limit_gib=parse_bytes(limit) / I.GiB,
-        predicted_gib=plan.peak_bytes / I.GiB,
-        reserved_gib=torch.cuda.max_memory_reserved() / I.GiB if gpu else None,
-        host_gib=I.host_peak_gib(),
-        predicted_host_gib=plan.host_bytes / I.GiB,
+        run=name, **row, **I.compared(plan, 1, prompt if not plan.encoder else 1, new, row["tok_s"]),
+        plan=plan.sentence(), clock=clock, predicted_first_s=plan.first_token(prompt), streamed_gb=moved / I.GB,
+        streamed_blocks=len(plan.streamed), blocks=len(plan.blocks), link_gb_s=moved * row["tok_s"] / I.GB,
+        link_share=moved * row["tok_s"] / most if moved else None, link_before=before / I.GB, link_after=after / I.GB,
+        bound_tok_s=most / moved if moved else None, limit_gib=parse_bytes(limit) / I.GiB,
+        predicted_gib=plan.peak_bytes / I.GiB, reserved_gib=torch.cuda.max_memory_reserved() / I.GiB if gpu else None,
+        host_gib=I.host_peak_gib(), predicted_host_gib=plan.host_bytes / I.GiB
     )
 
 
@@ -135,13 +122,9 @@ def theirs(name):
     else: model, places = cpu_offload(model, torch.device("cpu"), offload_buffers=True), {}
     row = generate(model, 48 if args.tiny else 512, 6 if args.tiny else PEERS[name])
     I.result(
-        run=name,
-        **row,
-        blocks=len(model.model.layers),
-        streamed_blocks=sum(v != 0 for n, v in places.items() if ".layers." in n),
-        limit_gib=None,
-        host_gib=I.host_peak_gib(),
-        reserved_gib=torch.cuda.max_memory_reserved() / I.GiB if gpu else None,
+        run=name, **row, blocks=len(model.model.layers),
+        streamed_blocks=sum(v != 0 for n, v in places.items() if ".layers." in n), limit_gib=None,
+        host_gib=I.host_peak_gib(), reserved_gib=torch.cuda.max_memory_reserved() / I.GiB if gpu else None
     )
 
 
@@ -158,13 +141,8 @@ def generate(model, prompt, new):
     for n in (2, new):
         times, begin = Times(), time.perf_counter()
         model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=n,
-            max_new_tokens=n,
-            pad_token_id=0,
-            streamer=times,
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=n, max_new_tokens=n,
+            pad_token_id=0, streamer=times
         )
     return {
         "tok_s": (len(times.at) - 1) / (times.at[-1] - times.at[0]),
@@ -190,8 +168,7 @@ def main():
         peers = [speed[p] for p in versus.get(r["run"], ()) if p in speed]
         if peers and "tok_s" in r: r["times peer"] = r["tok_s"] / max(peers)
     I.report(
-        f"infer limits: {'tiny shapes' if args.tiny else 'models larger than their memory'}",
-        rows,
+        f"infer limits: {'tiny shapes' if args.tiny else 'models larger than their memory'}", rows,
         {
             "": "run",
             "streams": lambda r: f"{r['streamed_blocks']} of {r['blocks']}",
@@ -209,9 +186,9 @@ def main():
             "limit": "limit_gib",
             "inside": lambda r: "yes" if r["driver_gib"] <= r["limit_gib"] else "**no**",
             "host GiB": "host_gib",
-            "notes": lambda r: "" if r.get("graph", "graph") == "graph" else r["graph"],
+            "notes": lambda r: "" if r.get("graph", "graph") == "graph" else r["graph"]
         },
-        "plans: " + " · ".join(f"{r['run']}: {r['plan']}" for r in rows if "plan" in r),
+        "plans: " + " · ".join(f"{r['run']}: {r['plan']}" for r in rows if "plan" in r)
     )
 
 

@@ -1,12 +1,16 @@
-"""A 9.51B decoder that is wholly on the GPU: tokens a second at batch 1 and 8, and the share of the memory's rate that this is.
+"""A 9.51B decoder that is wholly on the GPU: tokens a second at batch 1 and 8, and the share of the memory's rate that
+this is.
 
 usage: python benchmarks/infer/resident.py [--runs NAME …] [--batches 1 8] [--tiny]
 
-bmlab: `wrap(model, bits=…)` without a limit, CUDA graphs, fused blocks, greedy. Peers, batch 1: transformers eager; transformers with a static cache, which compiles itself; the same with torchao's int8 and int4
-weight-only weights; bitsandbytes int8, eager, where it is installed. A prompt of 32 random tokens, then 256 (peers: the difference of a long and a short generate, both warm). Weights are random.
+bmlab: `wrap(model, bits=…)` without a limit, CUDA graphs, fused blocks, greedy. Peers, batch 1: transformers eager;
+transformers with a static cache, which compiles itself; the same with torchao's int8 and int4 weight-only weights;
+bitsandbytes int8, eager, where it is installed. A prompt of 32 random tokens, then 256 (peers: the difference of a
+long and a short generate, both warm). Weights are random.
 
-GB/s: bytes of weights that a token reads × tokens/s (of one row). Its share is of the rate at which this process's bf16 matrix–vector product of 2 GiB read memory just before; a copy's rate, both ways counted, stands
-beside it. Bound: that rate over a token's bytes. Predictions are written to benchmarks/plans before the model has weights.
+GB/s: bytes of weights that a token reads × tokens/s (of one row). Its share is of the rate at which this process's
+bf16 matrix–vector product of 2 GiB read memory just before; a copy's rate, both ways counted, stands beside it.
+Bound: that rate over a token's bytes. Predictions are written to benchmarks/plans before the model has weights.
 """
 import sys, time
 from pathlib import Path
@@ -18,21 +22,12 @@ import inference as I
 
 OURS = {"bmlab bf16": None, "bmlab int8": 8, "bmlab int4": 4}
 PEERS = {
-    "transformers bf16, eager": None,
-    "transformers bf16, static + compile": None,
-    "torchao int8wo, static + compile": 8,
-    "torchao int4wo, static + compile": 4,
-    "bitsandbytes int8, eager": 8,
+    "transformers bf16, eager": None, "transformers bf16, static + compile": None,
+    "torchao int8wo, static + compile": 8, "torchao int4wo, static + compile": 4, "bitsandbytes int8, eager": 8
 }
 RUNS = [
-    "bmlab bf16",
-    "transformers bf16, static + compile",
-    "bmlab int8",
-    "torchao int8wo, static + compile",
-    "bmlab int4",
-    "torchao int4wo, static + compile",
-    "transformers bf16, eager",
-    "bitsandbytes int8, eager",
+    "bmlab bf16", "transformers bf16, static + compile", "bmlab int8", "torchao int8wo, static + compile", "bmlab int4",
+    "torchao int4wo, static + compile", "transformers bf16, eager", "bitsandbytes int8, eager"
 ]
 p = I.arguments(__doc__, RUNS)
 p.add_argument("--batches", type=int, nargs="+", default=[1, 8])
@@ -51,13 +46,12 @@ def rated(row, bits, rates):
     n = token_bytes(bits)
     gb_s = n * row["tok_s"] / row["batch"] / I.GB
     return (
-        row
-        | rates
+        row | rates
         | {
             "token_gb": n / I.GB,
             "gb_s": gb_s,
             "share": gb_s / rates["read_gb_s"],
-            "bound_tok_s": rates["read_gb_s"] * I.GB / n * row["batch"],
+            "bound_tok_s": rates["read_gb_s"] * I.GB / n * row["batch"]
         }
     )
 
@@ -76,8 +70,7 @@ def ours(name):
     for batch in args.batches:
         row = I.decode(e, batch, PROMPT, NEW)
         rows.append(
-            rated(row, bits, rates)
-            | I.compared(plan, batch, PROMPT, NEW, row["tok_s"])
+            rated(row, bits, rates) | I.compared(plan, batch, PROMPT, NEW, row["tok_s"])
             | {"predicted_gib": plan.peak_bytes / I.GiB, "ready_s": round(ready, 1)}
         )
     I.result(run=name, rows=rows)
@@ -124,13 +117,8 @@ def theirs(name):
         I.sync()
         begin = time.perf_counter()
         model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=n,
-            max_new_tokens=n,
-            pad_token_id=0,
-            **({"cache_implementation": "static"} if static else {}),
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=n, max_new_tokens=n,
+            pad_token_id=0, **({"cache_implementation": "static"} if static else {})
         )
         I.sync()
         return time.perf_counter() - begin
@@ -143,21 +131,13 @@ def theirs(name):
     long, short = sorted(go(new) for _ in range(3))[1], sorted(go(few) for _ in range(3))[1]
     I.result(
         run=name,
-        rows=[
-            rated(
-                {
-                    "tok_s": (new - few) / (long - short),
-                    "batch": 1,
-                    "prompt": PROMPT,
-                    "new": new,
-                    "first_token_s": None,
-                    "ready_s": round(warm, 1),
-                    "note": note,
-                },
-                bits,
-                rates,
-            )
-        ],
+        rows=[rated(
+            {
+                "tok_s": (new - few) / (long - short), "batch": 1, "prompt": PROMPT, "new": new, "first_token_s": None,
+                "ready_s": round(warm, 1), "note": note
+            },
+            bits, rates
+        )]
     )
 
 
@@ -171,8 +151,7 @@ def main():
     for r in rows:
         if peers and r.get("batch") == 1: r["times bf16 peer"] = r["tok_s"] / max(peers)
     I.report(
-        f"infer resident: {'tiny' if args.tiny else '9.51B'} decoder, wholly on the device",
-        rows,
+        f"infer resident: {'tiny' if args.tiny else '9.51B'} decoder, wholly on the device", rows,
         {
             "": "run",
             "batch": "batch",
@@ -187,8 +166,8 @@ def main():
             "first token, s": "first_token_s",
             "peak GiB, driver": "driver_gib",
             "predicted GiB": "predicted_gib",
-            "notes": lambda r: "" if r.get("graph", "graph") == "graph" else r["graph"],
-        },
+            "notes": lambda r: "" if r.get("graph", "graph") == "graph" else r["graph"]
+        }
     )
 
 

@@ -1,15 +1,23 @@
-"""Speculative decoding of a 9.51B decoder: what guesses are worth on real prompts, and what that makes of the speed where weights stream, and where they stay.
+"""Speculative decoding of a 9.51B decoder: what guesses are worth on real prompts, and what that makes of the speed
+where weights stream, and where they stay.
 
-usage: python benchmarks/infer/speculate.py --measure [--tiny]             on a CPU: SmolLM2-135M answers the prompts below greedily; writes benchmarks/infer/acceptance.json
-       python benchmarks/infer/speculate.py [--runs NAME …] [--tiny]       on a GPU: random weights, the recorded passes replayed
+usage: python benchmarks/infer/speculate.py --measure [--tiny]
+           on a CPU: SmolLM2-135M answers the prompts below greedily; writes benchmarks/infer/acceptance.json
+       python benchmarks/infer/speculate.py [--runs NAME …] [--tiny]
+           on a GPU: random weights, the recorded passes replayed
 
-Acceptance: SmolLM2-135M-Instruct in int8 (the kernels that a streamed model decodes with) makes up to 128 tokens for each prompt; each guesser then follows that text (`bmlab.infer.speculate.replay`). The guessers:
-prompt look-up (no weights), with one chain and as a tree; a draft model: the same model without 4 of its 30 layers, not trained again (a draft that is often wrong), and the same model in int4 (one that is mostly
-right); look-up and draft in one tree of 16 nodes. No smaller model with this tokenizer can be had without a hub: these two stand for drafts, and are none that a user would take.
+Acceptance: SmolLM2-135M-Instruct in int8 (the kernels that a streamed model decodes with) makes up to 128 tokens for
+each prompt; each guesser then follows that text (`bmlab.infer.speculate.replay`). The guessers: prompt look-up (no
+weights), with one chain and as a tree; a draft model: the same model without 4 of its 30 layers, not trained again (a
+draft that is often wrong), and the same model in int4 (one that is mostly right); look-up and draft in one tree of 16
+nodes. No smaller model with this tokenizer can be had without a hub: these two stand for drafts, and are none that a
+user would take.
 
-Timing: of the recorded passes the first --passes of each prompt run, whole: the guesser proposes (a draft: SmolLM2's shape, random weights, on the GPU, inside the limit), the guess is laid out,
-`step(ids (1, M), keep=False)`, the sampler looks at all M rows, `keep(n)` with the recorded n. M is always the guesser's full width, and a tree always a full tree. tok/s = recorded tokens a pass, all passes, over seconds a pass. Plain decoding
-runs in the same process; the ratio is to that.
+Timing: of the recorded passes the first --passes of each prompt run, whole: the guesser proposes (a draft: SmolLM2's
+shape, random weights, on the GPU, inside the limit), the guess is laid out, `step(ids (1, M), keep=False)`, the
+sampler looks at all M rows, `keep(n)` with the recorded n. M is always the guesser's full width, and a tree always a
+full tree. tok/s = recorded tokens a pass, all passes, over seconds a pass. Plain decoding runs in the same process;
+the ratio is to that.
 """
 import hashlib, json, re, sys, tempfile, time
 from pathlib import Path
@@ -27,8 +35,7 @@ p.add_argument("--new", type=int, default=128, help="tokens that --measure makes
 p.add_argument("--passes", type=int, default=12, help="of each prompt that are timed")
 args = p.parse_args()
 FILE = (
-    (Path(tempfile.gettempdir()) / "bmlab-tiny-acceptance.json")
-    if args.tiny
+    (Path(tempfile.gettempdir()) / "bmlab-tiny-acceptance.json") if args.tiny
     else Path(__file__).parent / "acceptance.json"
 )
 CTX = 160 if args.tiny else 544
@@ -44,8 +51,10 @@ def section(name, first, last):
     return "\n".join(l.strip() for l in lines[a:b]).strip()
 
 
-ZEN = """Beautiful is better than ugly. Explicit is better than implicit. Simple is better than complex. Complex is better than complicated. Flat is better than nested. Sparse is better than dense.
-Readability counts. Special cases aren't special enough to break the rules. Although practicality beats purity. Errors should never pass silently. Unless explicitly silenced."""
+ZEN = """Beautiful is better than ugly. Explicit is better than implicit. Simple is better than complex. Complex is \
+better than complicated. Flat is better than nested. Sparse is better than dense.
+Readability counts. Special cases aren't special enough to break the rules. Although practicality beats purity. \
+Errors should never pass silently. Unless explicitly silenced."""
 CODE = '''def bisect_right(a, x, lo=0, hi=None):
     if lo < 0:
         raise ValueError('lo must be non-negative')
@@ -58,8 +67,10 @@ CODE = '''def bisect_right(a, x, lo=0, hi=None):
         else:
             lo = mid + 1
     return lo'''
-LETTER = """Dear Ms. Alvarez, thank you for your order of 24 March. We are sorry to tell you that the blue lamp is out of stock until the end of April. You can wait for it, choose the green lamp at the same price, or have
-your money back. Please let us know by Friday which of the three you would like. Yours sincerely, Peter Holm, Holm & Sons"""
+LETTER = """Dear Ms. Alvarez, thank you for your order of 24 March. We are sorry to tell you that the blue lamp is out \
+of stock until the end of April. You can wait for it, choose the green lamp at the same price, or have
+your money back. Please let us know by Friday which of the three you would like. Yours sincerely, Peter Holm, \
+Holm & Sons"""
 TABLE = """City, country, population, height above the sea
 Oslo, Norway, 709037, 23
 Bern, Switzerland, 134591, 540
@@ -106,7 +117,7 @@ def guessers(drafts=None):
     from bmlab.infer.speculate import PromptLookup, Tree
     out = {
         "look-up": PromptLookup(length=8, adapt=False),
-        "look-up, tree": PromptLookup(length=5, branches=3, adapt=False),
+        "look-up, tree": PromptLookup(length=5, branches=3, adapt=False)
     }
     for name, make in (drafts or {}).items():
         out[name] = make(4, 1)
@@ -173,9 +184,10 @@ def measure():
             "passes": {g: replay(guesser, ids, made)[1:] for g, guesser in everyone.items()},
         }  # (the prompt's own pass is nobody's guess)
         print(
-            f"{name}: {len(ids)} + {len(made)} tokens, {time.time() - begin:.0f} s; "
-            + ", ".join(f"{g} {(len(made) - 1) / max(len(q), 1):.2f}" for g, q in out[name]["passes"].items()),
-            flush=True,
+            f"{name}: {len(ids)} + {len(made)} tokens, {time.time() - begin:.0f} s; " + ", ".join(
+                f"{g} {(len(made) - 1) / max(len(q), 1):.2f}" for g, q in out[name]["passes"].items()
+            ),
+            flush=True
         )
     text = json.dumps(
         {
@@ -193,8 +205,10 @@ def measure():
 def acceptance(recorded):
     "Tokens a pass, for each prompt and guesser, as a markdown table"
     rows = [
-        {"prompt": n, "tokens": f"{r['prompt_tokens']} + {r['new_tokens']}"}
-        | {g: sum(q) / len(q) for g, q in r["passes"].items() if q}
+        {
+            "prompt": n,
+            "tokens": f"{r['prompt_tokens']} + {r['new_tokens']}"
+        } | {g: sum(q) / len(q) for g, q in r["passes"].items() if q}
         for n, r in recorded["prompts"].items()
     ]
     every = {g: [k for r in recorded["prompts"].values() for k in r["passes"][g]] for g in recorded["nodes"]}
@@ -237,9 +251,8 @@ def replayed(decoder, sampler, guesser, g, nodes, ids, passes):
         # takes its time; what it says of random numbers is not used
         guesser.propose([0])
         guess = join(
-            last,
-            [[(last + 10 * i + j + 1) % 500 for j in range(length)] for i, length in enumerate(CHAINS[kind(g)])],
-            nodes,
+            last, [[(last + 10 * i + j + 1) % 500 for j in range(length)] for i, length in enumerate(CHAINS[kind(g)])],
+            nodes
         )
         batch, mask, depth = lay_out([guess], nodes, decoder.lengths.device)
         tree = {} if mask is None else dict(mask=mask, positions=depth)
@@ -288,7 +301,8 @@ def ours(name):
     e = wrap(model, None, limit, **common | dict(draft=small))
     lap("wrapped")
     who = guessers({"draft": lambda length, branches: DraftModel(small, length, branches)})
-    d, sampler, reader, most = e.decoder, Sampler(), None, args.passes
+    d, sampler, reader = e.decoder, Sampler(), None
+    most = args.passes
     cases = [
         (I.prompt_of(d.vocab, 1, r["prompt_tokens"], i)[0], r["passes"])
         for i, r in enumerate(recorded["prompts"].values())
@@ -298,7 +312,7 @@ def ours(name):
     for ids in warm: plain(d, ids, 2)
     row |= {
         "graph": "graph" if d.graph else d.why_eager,
-        "copied_gb_per_pass": (e.streamer.pass_bytes if e.streamer else 0) / I.GB,
+        "copied_gb_per_pass": (e.streamer.pass_bytes if e.streamer else 0) / I.GB
     }
     lap("warm")
     row["plain_tok_s"] = sum(most for _ in cases) / sum(plain(d, ids, most) for ids, _ in cases)
@@ -314,22 +328,15 @@ def ours(name):
         for (ids, _), q in zip(cases, passes): replayed(d, sampler, guesser, g, nodes, ids, q[:most])
         reader = drafts[0].decoder if drafts else reader
         lap(f"{g}, warm")
-        took = sum(replayed(d, sampler, guesser, g, nodes, ids, q[:most]) for (ids, _), q in zip(cases, passes)) / sum(
-            len(q[:most]) for q in passes
-        )
+        took = sum(
+            replayed(d, sampler, guesser, g, nodes, ids, q[:most]) for (ids, _), q in zip(cases, passes)
+        ) / sum(len(q[:most]) for q in passes)
         each = sum(map(sum, passes)) / sum(map(len, passes))
         said = (plan if drafts else without_draft(plan)).tokens_per_s(1, each, 256, nodes, levels=4)
-        out.append(
-            {
-                "run": name,
-                "guesser": g,
-                "tok_s": each / took,
-                "tokens/pass": each,
-                "ms/pass": 1e3 * took,
-                "times plain": each / took / row["plain_tok_s"],
-                "predicted_tok_s": said,
-            }
-        )
+        out.append({
+            "run": name, "guesser": g, "tok_s": each / took, "tokens/pass": each, "ms/pass": 1e3 * took,
+            "times plain": each / took / row["plain_tok_s"], "predicted_tok_s": said
+        })
         lap(g)
 
 
@@ -347,14 +354,8 @@ def main():
     rows = []
     for name in args.runs:
         row = I.child(
-            __file__,
-            "--child",
-            name,
-            "--passes",
-            args.passes,
-            *(["--tiny"] if args.tiny else []),
-            timeout_s=args.timeout,
-            budget_s=args.budget,
+            __file__, "--child", name, "--passes", args.passes, *(["--tiny"] if args.tiny else []),
+            timeout_s=args.timeout, budget_s=args.budget
         )
         head = {
             "run": name,
@@ -373,8 +374,7 @@ def main():
         rows += [head, *row.get("rows", [])]
         print({k: v for k, v in row.items() if k != "rows"}, flush=True)
     I.report(
-        f"infer speculate: {'tiny' if args.tiny else '9.51B'} decoder, recorded passes replayed",
-        rows,
+        f"infer speculate: {'tiny' if args.tiny else '9.51B'} decoder, recorded passes replayed", rows,
         {
             "": "run",
             "guesser": "guesser",
@@ -384,9 +384,9 @@ def main():
             "predicted": "predicted_tok_s",
             "times plain": "times plain",
             "peak GiB, driver": "driver_gib",
-            "notes": lambda r: r.get("error") or (r["graph"] if r.get("graph") not in (None, "graph") else ""),
+            "notes": lambda r: r.get("error") or (r["graph"] if r.get("graph") not in (None, "graph") else "")
         },
-        acceptance(json.loads(FILE.read_text(encoding="utf-8"))),
+        acceptance(json.loads(FILE.read_text(encoding="utf-8")))
     )
 
 

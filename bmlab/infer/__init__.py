@@ -3,6 +3,7 @@ from .batcher import Batcher
 from .beams import beam_search
 from .decode import Decoder
 from .engine import Engine, wrap
+from . import answers, fields, stats                                 # the engine's methods
 from .links import GpuLink, SimulatedLink
 from .placement import InferencePlan, plan_inference
 from .sampling import Sampler

@@ -58,8 +58,9 @@ def fill_kind(
     if model.can_generate(): return "ask"
     raise TypeError(f"{type(model).__name__} fills no blanks: it neither generates nor predicts masked words")
 
+# %% ../../nbs/40_infer/13_asks.ipynb #b5f42d6f
 def _no_mark(parts, marks):
-    "Raise where a text holds what stands for a blank"
+    "Raise if a text holds a mark that stands for a blank"
     if found := next((m for m in marks for p in parts if m in p), None):
         raise ValueError(
             f"the text holds {found!r}, which stands for a blank; mark each by '__', or by blank={found!r}"
@@ -75,10 +76,11 @@ def sentinel_text(
     _no_mark(parts, marks)
     return parts[0] + "".join(m + p for m, p in zip(marks, parts[1:]))
 
+# %% ../../nbs/40_infer/13_asks.ipynb #46156cba
 def sentinel_pieces(
     pieces:Iterable[str], # of the model's output, special tokens included
 )->Iterator[tuple[int, str]]: # (blank number, piece)
-    "Tell from a stream which blank each piece belongs to; a sentinel may be cut anywhere."
+    "Tell which blank each piece of a stream belongs to; a sentinel may be cut anywhere."
     held, at, begun = "", None, False
     for piece in pieces:
         held += piece
@@ -105,11 +107,8 @@ def ask_blank(
     left = "".join(p + answers.get(i, "") for i, p in enumerate(parts[:number])) + parts[number]
     after, cjk, ends = parts[number + 1].rstrip(), "\u3040-\u30ff\u3400-\u9fff", ()
     if word := re.match(rf"\s*[^\W{cjk}]+", after):
-        ends = (
-            tuple(word[0] + c for c in dict.fromkeys(after[word.end()] + " ,.\n"))
-            if word.end() < len(after)
-            else (word[0],)
-        )  # " of" is in "office"
+        follows = dict.fromkeys(after[word.end()] + " ,.\n") if word.end() < len(after) else [""]
+        ends = tuple(word[0] + c for c in follows)                      # " of" is in "office"
     elif after: ends = (re.match(r"\s*(\w{2,3}|\w\W?|\W)", after)[0],)
     if not word and len(words := re.findall(r"\w+", after)) > 1 and not re.search(f"[{cjk}]", after):
         ends += (f" {words[0]} {words[1]}",)  # where the model leaves the comma out
@@ -124,8 +123,7 @@ def mask_input(
     "A text with a mask for each blank, or ValueError where it is too long."
     _no_mark(parts, [tok.mask_token])
     enc = {
-        k: v
-        for k, v in tok(tok.mask_token.join(parts), return_tensors="pt").items()
+        k: v for k, v in tok(tok.mask_token.join(parts), return_tensors="pt").items()
         if k in ("input_ids", "attention_mask", "token_type_ids")
     }
     if max_ctx is not None and (n := enc["input_ids"].shape[1]) > max_ctx:
@@ -151,7 +149,7 @@ def fill_masks(
 def open_fields(
     obj:dict,                # with "<ans>"
 )->list[tuple[str, ...]]:    # the path of each empty text, from "<ans>" on, in order
-    "What an object leaves open."
+    "Paths of the empty fields of an object."
     if not isinstance(obj, Mapping): raise TypeError(f"{obj!r} is no object; give a dictionary with an '<ans>' field")
     if "<ans>" not in obj:
         raise ValueError(f"no '<ans>' among {', '.join(map(repr, obj))}; it says where the answer goes")
@@ -173,9 +171,9 @@ def options_of(
     "The options among which an answer has to be chosen, wherever they stand outside '<ans>'."
     def walk(value):
         if not isinstance(value, Mapping): return {}
-        return {k: v for k, v in value.items() if re.fullmatch(r"<option_\d+>", str(k)) and isinstance(v, str)} | {
-            k: x for v in value.values() for k, x in walk(v).items()
-        }
+        return {
+            k: v for k, v in value.items() if re.fullmatch(r"<option_\d+>", str(k)) and isinstance(v, str)
+        } | {k: x for v in value.values() for k, x in walk(v).items()}
     return walk({k: v for k, v in obj.items() if k != "<ans>"})
 
 def with_answer(
@@ -202,9 +200,8 @@ def ask_field(
     field = " → ".join(map(str, path[1:]))
     ask = f"{obj.get('prompt', 'Answer')}".rstrip(".:：。") + (f", for the field {field!r}" if field else "")
     text = json.dumps(rest | ({"answers so far": done} if done else {}), ensure_ascii=False)
-    return (
-        [{"role": "user", "content": f"{text}\n\n{ask}. Reply with the answer only."}] if chat else f"{text}\n{ask}: "
-    )
+    if not chat: return f"{text}\n{ask}: "
+    return [{"role": "user", "content": f"{text}\n\n{ask}. Reply with the answer only."}]
 
 def options_fit(
     model:nn.Module,         # as for `option_scores`
@@ -212,13 +209,10 @@ def options_fit(
     options:list[list[int]], # ids of each option
     max_ctx:int|None=None,   # tokens that the model may be given; None: any number
 ):
-    "ValueError where a question with its options cannot be scored."
+    "Raise ValueError if a question with its options cannot be scored."
     if not all(options): raise ValueError("an option has no tokens; give each a text")
-    longest = (
-        max([len(prompt), *map(len, options)])
-        if model.config.is_encoder_decoder
-        else len(prompt) + max(map(len, options), default=0)
-    )
+    longest = max(map(len, options), default=0)
+    longest = max(len(prompt), longest) if model.config.is_encoder_decoder else len(prompt) + longest
     if max_ctx is not None and longest > max_ctx:
         raise ValueError(f"a question and an option of {longest} tokens exceed max_ctx={max_ctx}; shorten them")
 
@@ -231,23 +225,11 @@ def option_scores(
 )->list[float]:            # mean log-probability of each option's tokens after the prompt
     "How likely a model finds each of several answers (Brown et al. 2020, §2.4)."
     options_fit(model, prompt, options, max_ctx)
-    scores = []
+    row, scores = lambda ids: torch.tensor([ids], device=model.device), []
     for option in options:
         if model.config.is_encoder_decoder:
-            logits = (
-                model(
-                    input_ids=torch.tensor([prompt], device=model.device),
-                    labels=torch.tensor([option], device=model.device),
-                )
-                .logits[0]
-                .float()
-            )
-        else:
-            logits = (
-                model(input_ids=torch.tensor([prompt + option], device=model.device))
-                .logits[0, len(prompt) - 1 : -1]
-                .float()
-            )
+            logits = model(input_ids=row(prompt), labels=row(option)).logits[0].float()
+        else: logits = model(input_ids=row(prompt + option)).logits[0, len(prompt) - 1:-1].float()
         scores.append(
             logits.log_softmax(-1).gather(1, torch.tensor(option, device=logits.device)[:, None]).mean().item()
         )

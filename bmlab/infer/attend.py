@@ -9,6 +9,7 @@ __all__ = []
 import functools, threading
 
 import torch
+from fastcore.basics import patch
 import torch.nn.functional as F
 from torch import nn
 
@@ -21,7 +22,10 @@ def _adjacent(tensors):
     "One view of tensors that lie behind each other in one storage, else None"
     first, end = tensors[0], tensors[0].storage_offset()
     for t in tensors:
-        if t.dtype != first.dtype or not t.is_contiguous() or t.shape[1:] != first.shape[1:] or t.storage_offset() != end:
+        if (
+            t.dtype != first.dtype or not t.is_contiguous() or t.shape[1:] != first.shape[1:]
+            or t.storage_offset() != end
+        ):
             return None
         if t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr(): return None
         end += t.numel()
@@ -34,16 +38,10 @@ def _untouched(watch):
     return True
 
 class _Ahead:
-    "Rows whose norm is still to be divided by their root mean square, which the product that reads them does: rows, and rows · weight"
+    "Rows, and rows · weight, of a norm; the product that reads them divides by the root mean square"
     def __init__(self, rows, weighed, eps):
-        self.rows, self.weighed, self.eps, self.dtype, self.device, self.is_cuda = (
-            rows,
-            weighed,
-            eps,
-            rows.dtype,
-            rows.device,
-            rows.is_cuda,
-        )
+        self.rows, self.weighed, self.eps = rows, weighed, eps
+        self.dtype, self.device, self.is_cuda = rows.dtype, rows.device, rows.is_cuda
     def __len__(self): return len(self.rows)
 
 # a delta's class knows what it stands on
@@ -53,10 +51,11 @@ _LINEARS = nn.Linear, Int8Linear, Int4Linear
 
 # %% ../../nbs/40_infer/10_attend.ipynb #4233ae59
 class _Product:
-    "Linear layers with one input as one matrix product; one by one where a delta or a hook is on one, or they lie apart"
+    "Linear layers with one input as one product; one by one where a delta or a hook is on one, or they lie apart"
     def __init__(self, *modules):
         self.modules, self.watch = modules, [(m, _own_class(m)) for m in modules]
-        self.kind, self.joined, self.half, self.fn = _own_class(modules[0]), None, None, None
+        self.kind, self.joined, self.half = _own_class(modules[0]), None, None
+        self.fn = None
         self.names = ["weight", "bias"] if self.kind is nn.Linear else ["codes", "scale", "zero", "bias"]
         self.places = {
             n: [place for m in modules for place in (m._buffers, m._parameters) if n in place] for n in self.names
@@ -64,17 +63,13 @@ class _Product:
         self.bind()
 
     def bind(self):
-        "Look where the tensors are now"
+        "Find where the tensors are now"
         tensors = {
             n: ts for n, places in self.places.items() if (ts := [t for place in places if (t := place[n]) is not None])
         }
         views = {n: _adjacent(t) if len(t) == len(self.modules) else None for n, t in tensors.items()}
-        self.joined, self.half, self.fn, first = (
-            None if any(v is None for v in views.values()) else views,
-            None,
-            None,
-            self.names[0],
-        )
+        self.joined = None if any(v is None for v in views.values()) else views
+        self.half, self.fn, first = None, None, self.names[0]
         # all of a layer's tensors move, or
         self.at = [(place, first, place[first].data_ptr()) for place in self.places[first]]
         # one is replaced
@@ -82,7 +77,8 @@ class _Product:
 
     def forget(self):
         "Let go of memory that the tensors have left"
-        self.joined, self.half, self.fn, self.at = None, None, None, [(place, n, -1) for place, n, _ in self.at]
+        self.joined, self.half, self.fn = None, None, None
+        self.at = [(place, n, -1) for place, n, _ in self.at]
 
     def lies(self):
         "Are the tensors where they were?"
@@ -124,7 +120,7 @@ class _Product:
         return (lambda x: product(x, codes, half)) if bias is None else lambda x: product(x, codes, half).add_(bias)
 
     def _half(self, scale):
-        "The scale in bfloat16, made once for what it holds"
+        "The scale in bfloat16, cached until it changes"
         if scale.is_inference(): return scale.bfloat16()
         if self.half is None or self.half[0] != scale._version: self.half = scale._version, scale.bfloat16()
         return self.half[1]
@@ -140,9 +136,9 @@ class _Torch:
         if R > 64: y = F.rms_norm(total.float(), (D,), n.doubled(x.dtype)[0][:D], n.eps).to(x.dtype)
         else:
             weight, sign = n.doubled(x.dtype)
-            y = torch.layer_norm((total.unsqueeze(1) * sign).view(R, 2 * D), (2 * D,), weight, None, n.eps).narrow(
-                1, 0, D
-            )
+            y = torch.layer_norm(
+                (total.unsqueeze(1) * sign).view(R, 2 * D), (2 * D,), weight, None, n.eps
+            ).narrow(1, 0, D)
             if R > 1: y = y.contiguous()
         return y if residual is None else (y, total)
     def gate(gate_up, act, module): # (R, 2F) → (R, F)
@@ -151,6 +147,7 @@ class _Torch:
     def ending(product, x, **end): return None
     def leads(x, *products): return False
 
+# %% ../../nbs/40_infer/10_attend.ipynb #c11f85d9
 class _Triton:
     "The same in Triton"
     def norm(x, n, residual=None):
@@ -161,25 +158,21 @@ class _Triton:
         return silu_mul(gate_up, act) if act else _Torch.gate(gate_up, act, module)
     def takes(product, x): # can its kernel do more than the product?
         return (
-            product.kind is not nn.Linear
-            and x.dtype != torch.float64
-            and not torch.is_autocast_enabled(x.device.type)
+            product.kind is not nn.Linear and x.dtype != torch.float64 and not torch.is_autocast_enabled(x.device.type)
             and product.whole(x)
         )
     # can the norm between products be done by them? (In float16 a row times its weight may be too large)
     def leads(x, *products):
         from bmlab.kernels.triton_products import does_ends
         return (
-            x.dtype in (torch.bfloat16, torch.float32)
-            and len(x) <= 16
+            x.dtype in (torch.bfloat16, torch.float32) and len(x) <= 16
             and all(_Triton.takes(p, x) and does_ends(x, p.joined["codes"]) for p in products)
         )
     def weighed(x, norm): # `_Ahead` of rows that no product gave
         w = norm.module._parameters["weight"]
         return _Ahead(
-            x,
-            x * w if not norm.offset and w.dtype == x.dtype else (x.float() * (w.float() + norm.offset)).to(x.dtype),
-            norm.eps,
+            x, x * w if not norm.offset and w.dtype == x.dtype else (x.float() * (w.float() + norm.offset)).to(x.dtype),
+            norm.eps
         )
     # x (R, K) or `_Ahead` → the product with gate=, residual= or ahead= behind it as one kernel; None: not of this kind
     def ending(product, x, **end):
@@ -198,26 +191,26 @@ class _Triton:
 class _Norm:
     "An RMS norm: `(weight + offset) * x / rms(x)`"
     def __init__(self, module, offset):
-        self.module, self.offset, self.made, self.key = module, offset, None, None
+        self.module, self.offset, self.made = module, offset, None
+        self.key = None
         self.eps = next(e for n in ("variance_epsilon", "eps") if isinstance(e := getattr(module, n, None), float))
     def doubled(self, dtype): # → (2·D,) float32 weights, and (2, 1) the signs of x and −x
         weight = self.module._parameters["weight"]
         key = weight.data_ptr(), 0 if weight.is_inference() else weight._version, dtype
         if self.made is None or self.key != key or weight.is_inference():
-            self.made, self.key = (
-                (
-                    (weight.detach().float() + self.offset).repeat(2),
-                    torch.tensor([[1], [-1]], dtype=dtype, device=weight.device),
-                ),
-                key,
+            self.made = (
+                (weight.detach().float() + self.offset).repeat(2),
+                torch.tensor([[1], [-1]], dtype=dtype, device=weight.device)
             )
+            self.key = key
         return self.made
 
 # %% ../../nbs/40_infer/10_attend.ipynb #48a1c11d
 class _Step(threading.local):
-    "What the layers of one forward share; a thread that runs the model has its own"
+    "What the layers of one forward share; each thread that runs the model has its own"
     def __init__(self, kernels, counts): # a thread that comes is given the same
-        self.kernels, self.angles, self.table, self.masks, self.slots, self.plain = kernels, None, None, {}, None, False
+        self.kernels, self.angles, self.table = kernels, None, None
+        self.masks, self.slots, self.plain = {}, None, False
         # slots on a CPU; a call that was found fit; what the last block gave, with its negative
         self.at = self.taken = self.stream = None
         self.whole = None                                           # tables that turn queries and keys and leave values
@@ -230,34 +223,6 @@ class _Step(threading.local):
         # weight and that one's version
         self.ahead = None
 
-    # on x's GPU; None while a graph is captured that nothing ran before on its stream: they would be the graph's
-    def arrived(self, x):
-        # of other streams run beside them
-        stream = x.device, torch.cuda.current_stream(x.device).cuda_stream
-        found = self.counts.get(stream)
-        if found is None and not torch.cuda.is_current_stream_capturing():
-            found = self.counts.setdefault(stream, torch.zeros(4096, dtype=torch.int32, device=x.device))
-        return found
-
-    def go_ahead(self, out, ahead, block):
-        "Keep what the last product of a block says of `out` for the next block"
-        w = block.norms[0].module._parameters["weight"]
-        # (what changes them is seen, but for what goes past their versions by `.data`)
-        self.ahead = out, out._version, ahead, block, w, 0 if w.is_inference() else w._version
-        return out
-
-    def ahead_of(self, x, block): # → `_Ahead`, or None
-        kept, self.ahead = self.ahead, None
-        if kept is None or kept[0] is not x or kept[1] != x._version or kept[3] is not block: return None
-        w = block.norms[0].module._parameters["weight"]
-        return (
-            kept[2]
-            if kept[4] is w
-            and kept[5] == (0 if w.is_inference() else w._version)
-            and _Triton.leads(kept[2].rows, block.attention.qkv)
-            else None
-        )
-
     # (B or 1, M, D) → what pairs (B, M, n, 2, D/2) and their halves exchanged are multiplied by
     def tables(self, cos, sin):
         if self.angles is not cos:
@@ -266,33 +231,60 @@ class _Step(threading.local):
             self.table, self.angles = (pair(cos), pair(torch.cat([-sin[..., :half], sin[..., half:]], -1))), cos
         return self.table
 
-    # the same for one token, (1, turned + left, 2, D/2): the last heads are left as they are
-    def with_values(self, cos, sin, turned, left):
-        whole = self.whole
-        if whole is None or whole[0] is not cos or whole[1:3] != (turned, left):
-            tables = [
-                torch.cat([t[0].expand(1, turned, -1, -1), torch.full_like(t[0], still).expand(1, left, -1, -1)], 1)
-                for t, still in zip(self.tables(cos, sin), (1, 0))
-            ]
-            self.whole = whole = cos, turned, left, *tables
-        return whole[3:]
-
     def turn(self, x, cos, sin): # x (B, M, n, D), cos and sin (B or 1, M, D) → x turned by its positions
         c, s = self.tables(cos, sin)
         pairs = x.view(x.shape[:3] + (2, -1))
         return torch.addcmul(pairs * c, pairs.flip(-2), s).view(x.shape)
 
-    # (B, 1, M, keys), bool or to be added → (B, 1, M, T) to be added; no key behind the model's is seen
-    def seen(self, mask, dtype, T):
-        found = self.masks.get(id(mask))
-        if found is None or found[0] is not mask:
-            if len(self.masks) > 3: self.masks.clear()
-            add = torch.full((*mask.shape[:3], T), float("-inf"), dtype=dtype, device=mask.device)
-            add[..., : mask.shape[3]] = (
-                mask if mask.dtype != torch.bool else torch.zeros((), dtype=dtype).masked_fill(~mask, float("-inf"))
-            )
-            found = self.masks[id(mask)] = mask, add
-        return found[1]
+# %% ../../nbs/40_infer/10_attend.ipynb #7ecfcba8
+@patch
+def with_values(self:_Step, cos, sin, turned, left):
+    whole = self.whole
+    if whole is None or whole[0] is not cos or whole[1:3] != (turned, left):
+        tables = [
+            torch.cat([t[0].expand(1, turned, -1, -1), torch.full_like(t[0], still).expand(1, left, -1, -1)], 1)
+            for t, still in zip(self.tables(cos, sin), (1, 0))
+        ]
+        self.whole = whole = cos, turned, left, *tables
+    return whole[3:]
+
+# (B, 1, M, keys), bool or to be added → (B, 1, M, T) to be added; no key behind the model's is seen
+@patch
+def seen(self:_Step, mask, dtype, T):
+    found = self.masks.get(id(mask))
+    if found is None or found[0] is not mask:
+        if len(self.masks) > 3: self.masks.clear()
+        add = torch.full((*mask.shape[:3], T), float("-inf"), dtype=dtype, device=mask.device)
+        if mask.dtype != torch.bool: add[..., :mask.shape[3]] = mask
+        else: add[..., :mask.shape[3]] = torch.zeros((), dtype=dtype).masked_fill(~mask, float("-inf"))
+        found = self.masks[id(mask)] = mask, add
+    return found[1]
+
+# %% ../../nbs/40_infer/10_attend.ipynb #374172ff
+@patch
+def arrived(self:_Step, x):
+    # of other streams run beside them
+    stream = x.device, torch.cuda.current_stream(x.device).cuda_stream
+    found = self.counts.get(stream)
+    if found is None and not torch.cuda.is_current_stream_capturing():
+        found = self.counts.setdefault(stream, torch.zeros(4096, dtype=torch.int32, device=x.device))
+    return found
+
+@patch
+def go_ahead(self:_Step, out, ahead, block):
+    "Keep the rows that the last product of a block has begun to norm, for the next block"
+    w = block.norms[0].module._parameters["weight"]
+    # (what changes them is seen, but for what goes past their versions by `.data`)
+    self.ahead = out, out._version, ahead, block, w, 0 if w.is_inference() else w._version
+    return out
+
+@patch
+def ahead_of(self:_Step, x, block): # → `_Ahead`, or None
+    kept, self.ahead = self.ahead, None
+    if kept is None or kept[0] is not x or kept[1] != x._version or kept[3] is not block: return None
+    w = block.norms[0].module._parameters["weight"]
+    if kept[4] is not w or kept[5] != (0 if w.is_inference() else w._version): return None
+    return kept[2] if _Triton.leads(kept[2].rows, block.attention.qkv) else None
 
 # %% ../../nbs/40_infer/10_attend.ipynb #c5b81e07
 # → T, how many keys attention is shown, and the slots of the new ones (None: not one after the other)
@@ -319,7 +311,8 @@ def _store(step, cache, layer, k, v): # (B, Hk, M, D) each → keys and values, 
 
 # %% ../../nbs/40_infer/10_attend.ipynb #f5b49e27
 def _attend_torch(f, step, qkv, cos, sin, mask, cache): # qkv (B·M, (H + 2·Hk)·D) → (B·M, H·D)
-    (B, _, M, _), D, H, Hk = mask.shape, f.D, f.H, f.Hk
+    (B, _, M, _), D, H = mask.shape, f.D, f.H
+    Hk = f.Hk
     # one mask may serve all rows
     B = qkv.shape[0] // M
     qk, v = qkv.view(B, M, -1, D).split_with_sizes((H + Hk, Hk), 2)
@@ -335,9 +328,9 @@ def _attend_torch(f, step, qkv, cos, sin, mask, cache): # qkv (B·M, (H + 2·Hk)
     keys, values = _store(step, cache, f.layer, k.transpose(1, 2), v.transpose(1, 2))
     mask = step.seen(mask, q.dtype, keys.shape[2])
     if M == 1:
-        return F.scaled_dot_product_attention(q.view(B, Hk, H // Hk, D), keys, values, mask, scale=f.scale).reshape(
-            B, H * D
-        )
+        return F.scaled_dot_product_attention(
+            q.view(B, Hk, H // Hk, D), keys, values, mask, scale=f.scale
+        ).reshape(B, H * D)
     out = []
     # tokens of a row: rows that share its keys
     for b in range(B):
@@ -351,12 +344,8 @@ def _attend_torch(f, step, qkv, cos, sin, mask, cache): # qkv (B·M, (H + 2·Hk)
 # %% ../../nbs/40_infer/10_attend.ipynb #b94f20ce
 # one token of one row, (1, (H + 2·Hk)·D) → (1, H·D); the bits of `_attend_torch`
 def _attend_one(line, qkv, step, kwargs):
-    f, (cos, sin), mask, cache = (
-        line.attention,
-        kwargs["position_embeddings"],
-        kwargs["attention_mask"],
-        kwargs["past_key_values"],
-    )
+    f, (cos, sin), mask = line.attention, kwargs["position_embeddings"], kwargs["attention_mask"]
+    cache = kwargs["past_key_values"]
     kept, (T, slots) = cache.layers[f.layer], _room(step, cache.span)
     if slots is None or f.norms or kept.bits != 16 or not kept.is_initialized or len(kept.k) > 1:
         return _attend_torch(f, step, qkv, cos, sin, mask, cache)
@@ -381,36 +370,27 @@ def _newest(step, mask, span):
         B, at = len(span.starts), span.starts[:, None] + torch.arange(M, device=mask.device)                    # (B, M)
         seen = (mask if mask.dtype == torch.bool else mask == 0).expand(B, -1, -1, -1)
         if len(step.masks) > 3: step.masks.clear()
-        found = step.masks[id(mask)] = (
-            mask,
-            seen.gather(3, at.clamp(max=mask.shape[3] - 1)[:, None, None].expand(B, 1, M, M))[:, 0].int(),
-        )
+        at = at.clamp(max=mask.shape[3] - 1)[:, None, None].expand(B, 1, M, M)
+        found = step.masks[id(mask)] = mask, seen.gather(3, at)[:, 0].int()
     return found[1]
 
 def _attend_triton(f, step, qkv, cos, sin, mask, cache):
     from bmlab.kernels.triton_attention import decode_attention, rope_and_attend, rope_and_store
     span, kept = cache.span, cache.layers[f.layer]
     rows = None if type(span.rows) is slice and span.rows.start == 0 else span.index
-    scales, end, new = (
-        (kept.k_scale, kept.v_scale),
-        dict(arrived=step.arrived(qkv) if qkv.is_cuda else None, most=span.view),
-        qkv.view(*span.slots.shape, -1),
-    )
+    scales = (kept.k_scale, kept.v_scale)
+    end = dict(arrived=step.arrived(qkv) if qkv.is_cuda else None, most=span.view)
+    new = qkv.view(*span.slots.shape, -1)
     # of many rows, two kernels take the multiprocessors better
     if new.shape[:2] == (1, 1) and not f.norms:
         # a full row's token is not written
         room = [t if t is None else t[:, :, :span.max_ctx] for t in (kept.k, kept.v, *scales)]
         y = rope_and_attend(new, cos, sin, *room[:2], span.starts, f.scale, *room[2:], f.window, rows, **end)
     else:
-        norms = (
-            dict(
-                zip(("q_norm", "k_norm"), (n.module._parameters["weight"] for n in f.norms)),
-                eps=f.norms[0].eps,
-                offset=f.norms[0].offset,
-            )
-            if f.norms
-            else {}
-        )
+        norms = {}
+        if f.norms:
+            norms = {name: n.module._parameters["weight"] for name, n in zip(("q_norm", "k_norm"), f.norms)}
+            norms |= dict(eps=f.norms[0].eps, offset=f.norms[0].offset)
         q = rope_and_store(new, cos, sin, kept.k, kept.v, span.slots, *scales, rows, **norms)
         y = decode_attention(
             q, kept.k, kept.v, span.starts, f.scale, *scales, _newest(step, mask, span), f.window, rows, **end
@@ -418,7 +398,7 @@ def _attend_triton(f, step, qkv, cos, sin, mask, cache):
     return y.transpose(1, 2).reshape(len(qkv), -1)
 
 def _plain_rows(step, span):
-    "Do the new tokens lie behind each row's end, none of them padding? (Looked up once a forward; what is captured never pads)"
+    "Do the new tokens lie behind each row's end, none of them padding? (Asked once a forward; captures never pad)"
     if step.slots is not span.slots:
         capturing = span.slots.is_cuda and torch.cuda.is_current_stream_capturing()
         step.slots, step.plain = span.slots, capturing or bool((span.slots[:, 0] == span.starts).all())

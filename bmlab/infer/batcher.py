@@ -10,6 +10,7 @@ import atexit, contextlib, queue, threading, time
 from collections import deque
 
 import torch
+from fastcore.basics import patch
 
 from .decode import Decoder
 from ..models.stream import bad_logits, prompt_ids
@@ -22,14 +23,12 @@ class Handle:
     "A request under way: iterate over it for pieces of text."
     def __init__(self, ids, options, left, stops, text):
         # what is asked; the worker's
-        self.prompt, self.options, self.left, self.stops, self.text = ids, options, left, stops, text
-        self.ids, self.finish, self.cancelled, self._out = [], None, False, queue.Queue()
-        self.stats, self._asked, self._first, self._drop = (
-            dict(prompt_tokens=len(ids), new_tokens=0),
-            time.perf_counter(),
-            None,
-            None,
-        )
+        self.prompt, self.options, self.left = ids, options, left
+        self.stops, self.text = stops, text
+        self.ids, self.finish, self.cancelled = [], None, False
+        self._out = queue.Queue()
+        self.stats = dict(prompt_tokens=len(ids), new_tokens=0)
+        self._asked, self._first, self._drop = time.perf_counter(), None, None
     def __iter__(self): return self
     def __next__(self):
         item = self._out.get()
@@ -38,7 +37,7 @@ class Handle:
         if item is None: raise StopIteration
         raise item
     def cancel(self):
-        "Ask for no more; the row is free at the next step, a place in the queue at once. From any thread."
+        "Stop the request, from any thread: its row is free at the next step, its place in the queue at once."
         self.cancelled = True
         if (drop := self._drop) is not None: drop(self)
     close = cancel
@@ -47,216 +46,39 @@ class Handle:
         "Has it ended? `finish` says how: stop, length, cancelled, error, closed."
         return self.finish is not None
 
-    def _take(self, ids):
-        "New tokens; True when the text is at an end"
-        now = time.perf_counter()
-        if self._first is None:
-            self._first = now, len(ids)
-            self.stats["first_token_s"] = now - self._asked
-        for t in ids:
-            self.ids.append(t)
-            self.left -= 1
-            piece = "" if t in self.stops else self.text.push(t)
-            if piece: self._out.put(piece)
-            if t in self.stops or self.text.ended:
-                self._end("stop")
-                break
-            if not self.left:
-                self._end("length")
-                break
-        self.stats["new_tokens"] = len(self.ids)
-        if len(self.ids) > self._first[1]:
-            self.stats["decode_tok_s"] = (len(self.ids) - self._first[1]) / (now - self._first[0])
-        return self.done
-    def _end(self, how, error=None):
-        if self.done: return
-        self._drop, self.finish, rest = None, how, self.text.end() if how in ("stop", "length") else ""
-        if rest: self._out.put(rest)
-        self._out.put(error)
+# %% ../../nbs/40_infer/06_batcher.ipynb #624312a5
+@patch
+def _take(self:Handle, ids):
+    "Add new tokens; True when the text is at its end"
+    now = time.perf_counter()
+    if self._first is None:
+        self._first = now, len(ids)
+        self.stats["first_token_s"] = now - self._asked
+    for t in ids:
+        self.ids.append(t)
+        self.left -= 1
+        piece = "" if t in self.stops else self.text.push(t)
+        if piece: self._out.put(piece)
+        if t in self.stops or self.text.ended:
+            self._end("stop")
+            break
+        if not self.left:
+            self._end("length")
+            break
+    self.stats["new_tokens"] = len(self.ids)
+    if len(self.ids) > self._first[1]:
+        self.stats["decode_tok_s"] = (len(self.ids) - self._first[1]) / (now - self._first[0])
+    return self.done
+
+@patch
+def _end(self:Handle, how, error=None):
+    if self.done: return
+    self._drop, self.finish, rest = None, how, self.text.end() if how in ("stop", "length") else ""
+    if rest: self._out.put(rest)
+    self._out.put(error)
 
 # %% ../../nbs/40_infer/06_batcher.ipynb #1a11e25a
-class _Places:
-    "The decoder's rows: who has them, how one is taken and given up"
-    def __init__(self, decoder, draft):
-        self.decoder, self.draft, self.sampler, self.waiting, self.active = (
-            decoder,
-            draft,
-            resident(decoder, Sampler(), decoder.max_batch),
-            deque(),
-            {},
-        )
-        self.last, self.fed, self.ahead, self.wake, self.closed = (
-            [0] * decoder.max_batch,
-            None,
-            None,
-            threading.Condition(),
-            False,
-        )
-        self.stats, self.cuda = (
-            dict(requests=0, steps=0, new_tokens=0, drafted=0, accepted=0),
-            decoder.model.device.type == "cuda",
-        )
-        self.runs_ahead = self.cuda
-
-    def _read(self, r, h):
-        "A prompt into row r; its first token"
-        d, source = self.decoder, getattr(self.decoder.model.config, "is_encoder_decoder", False)
-        if source: d.encode([h.prompt], rows=[r])
-        logits = d.prefill(None if source else [h.prompt], rows=[r])
-        if not self.sampler.host:
-            self.sampler.start([[]] * d.max_batch, logits.shape[1], logits.device)
-            if self.draft: self.draft.begin(d, self.sampler)
-        self.sampler.set(r, [] if source else h.prompt, **h.options)
-        if self.draft: self.draft.set(r, h.prompt)
-        return _drawn(self.sampler.row(r), logits)[0]
-
-    def _alone(self, h):
-        "A model that decodes by `generate` only: one request after another"
-        tokens = decode_tokens(self.decoder, [h.prompt], Sampler(**h.options), h.left, h.stops)
-        try:
-            for (t,) in tokens:
-                if h._take([t]): break
-                if h.cancelled or self.closed:
-                    h._end("cancelled" if h.cancelled else "closed")
-                    break
-        finally: tokens.close()
-        self.stats["requests"] += 1
-        self.stats["steps"] += len(h.ids)
-        self.stats["new_tokens"] += len(h.ids)
-
-    def _give(self, news):
-        for r, ids in news.items():
-            h = self.active[r]
-            if min(ids) < 0:
-                h._end("error", bad_logits())
-                self._leave(r)
-                continue  # this one alone
-            self.last[r] = ids[-1]
-            before = len(h.ids)
-            over = h._take(ids)
-            self.stats["new_tokens"] += len(h.ids) - before
-            if over: self._leave(r)
-            elif self.draft: self.draft.add(r, ids)
-
-    def _leave(self, r):
-        self.stats["requests"] += 1
-        del self.active[r]
-        # (the others need not draw because this one did)
-        self.sampler.set(r, [])
-        if self.draft: self.draft.drop(r)
-        self.decoder.free([r])
-    def _free(self, r):
-        with contextlib.suppress(Exception): self.decoder.free([r])
-        with contextlib.suppress(Exception): self.sampler.set(r, [])
-        if self.draft:
-            with contextlib.suppress(Exception): self.draft.drop(r)
-    def _fail(self, e):
-        "A step has failed: all that took part in it end, the next may try"
-        self.ahead = self.fed = None
-        for r, h in list(self.active.items()):
-            h._end("error", e)
-            del self.active[r]
-            self._free(r)
-
-# %% ../../nbs/40_infer/06_batcher.ipynb #a0e6313d
-class _Queue(_Places):
-    "Who waits, and who may come in"
-    def _wait(self):
-        "Sleep until there is something to do; False at the end"
-        with self.wake:
-            while not (self.closed or self.waiting or self.active): self.wake.wait()
-            return not self.closed
-
-    def _dropped(self, h):
-        "A request was cancelled: if it still waits, it is gone"
-        with self.wake:
-            if h in self.waiting:
-                self.waiting.remove(h)
-                h._end("cancelled")
-
-    def _admit(self):
-        "Read waiting requests into free rows"
-        while self.waiting and (free := [r for r in range(self.decoder.max_batch) if r not in self.active]):
-            r = free[0]
-            with self.wake:
-                if not self.waiting: break                                # (cancelled just now)
-                h = self.active[r] = self.waiting.popleft()
-                h._drop = None
-            h.stats["waited_s"] = time.perf_counter() - h._asked
-            try:
-                if h.cancelled: h._end("cancelled")
-                elif self.decoder.mode != "static": self._alone(h)
-                else:
-                    self.fed = None
-                    self._give({r: [self._read(r, h)]})
-                    continue
-            except Exception as e:
-                self._free(r)
-                h._end("error", e)
-            del self.active[r]
-
-# %% ../../nbs/40_infer/06_batcher.ipynb #d00ed469
-class _Worker(_Queue):
-    "The thread: rounds of reading prompts, one step for all rows, handing out"
-    def _work(self):
-        try:
-            with torch.no_grad(), torch.cuda.device(self.decoder.model.device) if self.cuda else contextlib.nullcontext():
-                while self._wait():
-                    if not self.active: self.ahead = None
-                    if self.ahead is None: self._admit()
-                    if not self.active: continue
-                    try: self._round()
-                    except Exception as e: self._fail(e)
-        finally:
-            with self.wake:
-                for h in [*self.active.values(), *self.waiting]: h._end("closed")
-                self.active.clear()
-                self.waiting.clear()
-                self.ahead = None
-            self._hold.__exit__(None, None, None)
-
-    def _round(self):
-        for r, h in list(self.active.items()):
-            if h.cancelled:
-                h._end("cancelled")
-                self._leave(r)
-        if not self.active: return
-        if self.draft: news = self._guess()
-        else:
-            step = self.ahead or self._launch()
-            drawn, self.ahead = step.ids(), None
-            news = {r: [drawn[r]] for r in self.active}
-            goes = lambda r, h: h.left > 1 and drawn[r] >= 0 and drawn[r] not in h.stops
-            going = all(goes(r, h) for r, h in self.active.items()) and self.fed == max(self.active) + 1
-            if self.runs_ahead and going and not self.waiting: self.ahead = self._launch()
-        self.stats["steps"] += 1
-        self._give(news)
-
-    def _launch(self):
-        "One token a row; the rows feed themselves on the device until somebody comes or goes"
-        B = max(self.active) + 1
-        if self.fed != B:
-            self.decoder.start(self.last[:B])
-            self.fed = B
-        return self.decoder.step_sampled(self.sampler)
-
-    def _guess(self):
-        "Several tokens a row"
-        d, B = self.decoder, max(self.active) + 1
-        cap = d.max_ctx - max(d.held[r] for r in self.active)
-        length = min(cap, max(h.left for h in self.active.values())) - 1
-        chains = self.draft.propose(sorted(self.active), length) if length > 0 else {}
-        guesses = _join_rows(d, self.last[:B], chains, min(self.draft.nodes, cap))
-        wide = min(self.draft.nodes, cap) if self.cuda and any(chains.values()) else None
-        news = advance(
-            d, self.sampler, guesses, [self.active[r].left if r in self.active else 0 for r in range(B)], width=wide
-        )
-        self.stats["drafted"] += sum(len(g.tokens) - 1 for g in guesses)
-        self.stats["accepted"] += sum(max(len(n) - 1, 0) for n in news)
-        return {r: news[r] for r in self.active}
-
-# %% ../../nbs/40_infer/06_batcher.ipynb #fd7e5d02
-class Batcher(_Worker):
+class Batcher:
     "Serves many requests with one decoder, by continuous batching; close it at the end, or use it in a `with`."
     def __init__(self,
         decoder:Decoder,            # its rows are the places; the batcher's own until it is closed
@@ -270,59 +92,17 @@ class Batcher(_Worker):
             )
         self._hold = in_use(decoder) if decoder.mode == "static" else contextlib.nullcontext()
         self._hold.__enter__()
-        super().__init__(decoder, draft)
-        self.tok, self.max_waiting = tok, max_waiting
+        self.decoder, self.tok, self.draft = decoder, tok, draft
+        self.max_waiting, self.waiting, self.active = max_waiting, deque(), {}     # requests; row → request
+        self.sampler = resident(decoder, Sampler(), decoder.max_batch)
+        self.last, self.fed, self.ahead = [0] * decoder.max_batch, None, None
+        self.wake, self.closed = threading.Condition(), False
+        self.stats = dict(requests=0, steps=0, new_tokens=0, drafted=0, accepted=0)
+        self.cuda = self.runs_ahead = decoder.model.device.type == "cuda"
         self._thread = threading.Thread(target=self._work, name="bmlab-batcher", daemon=True)
         self._thread.start()
         # a thread within torch at the interpreter's end would abort it
         atexit.register(self.close)
-
-    def submit(self,
-        prompt:str|list,             # a text, chat messages or ids
-        max_new_tokens:int=256,      # the most to make
-        stop:str|tuple=(),           # texts that end the output; not part of it
-        stop_ids:tuple|None=None,    # token ids that end it; None: those that end a text
-        **options,                   # as of `row_options`, and seed; with logprobs the handle's `ids` are `Token`s
-    )->Handle:
-        "Ask for text; errors in what is asked are raised here, and touch nobody else."
-        ids = (
-            list(prompt)
-            if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], int)
-            else prompt_ids(self.tok, prompt)["input_ids"][0].tolist()
-        )
-        seed, d = options.pop("seed", None), self.decoder
-        options = row_options(**options) | dict(seed=seed)
-        Sampler(seed=seed)                                               # (is it one?)
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens!r}: a number, 1 or more")
-        if (bad := next((i for i in ids if not isinstance(i, int) or not 0 <= i < d.vocab), None)) is not None:
-            raise ValueError(f"prompt holds {bad!r}; a token is a number from 0 to {d.vocab - 1}")
-        source = getattr(d.model.config, "is_encoder_decoder", False)
-        if source and len(ids) > d.max_source:
-            raise ValueError(f"a source of {len(ids)} tokens exceeds max_source={d.max_source}")
-        # (does it begin a piece?)
-        if (places_of := getattr(d.model, "places_of", None)) is not None: places_of(torch.tensor([ids]))
-        n = 1 if source else len(ids)
-        if d.mode == "static" and n + max_new_tokens > d.max_ctx:
-            raise ValueError(f"a prompt of {n} tokens and max_new_tokens={max_new_tokens} exceed max_ctx={d.max_ctx}")
-        h = Handle(
-            ids,
-            options,
-            max_new_tokens,
-            frozenset(end_ids(d.model, self.tok) if stop_ids is None else stop_ids),
-            RowText(self.tok, stop),
-        )
-        with self.wake:
-            if self.closed: raise RuntimeError("this batcher is closed")
-            if self.max_waiting is not None and len(self.waiting) + len(self.active) >= self.max_waiting + d.max_batch:
-                raise RuntimeError(
-                    f"busy: {len(self.active)} requests run and {len(self.waiting)} wait "
-                    f"(max_waiting={self.max_waiting})"
-                )
-            h._drop = self._dropped
-            self.waiting.append(h)
-            self.wake.notify()
-        return h
 
     def close(self):
         "End all requests and the thread; the decoder is free for others."
@@ -333,3 +113,219 @@ class Batcher(_Worker):
         atexit.unregister(self.close)
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
+
+# %% ../../nbs/40_infer/06_batcher.ipynb #2d1bbfeb
+@patch
+def submit(self:Batcher,
+    prompt:str|list,             # a text, chat messages or ids
+    max_new_tokens:int=256,      # the most to make
+    stop:str|tuple=(),           # texts that end the output; not part of it
+    stop_ids:tuple|None=None,    # token ids that end it; None: those that end a text
+    **options,                   # as of `row_options`, and seed; with logprobs the handle's `ids` are `Token`s
+)->Handle:
+    "Queue a request; errors in what is asked are raised here and affect no other request."
+    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], int): ids = list(prompt)
+    else: ids = prompt_ids(self.tok, prompt)["input_ids"][0].tolist()
+    seed, d = options.pop("seed", None), self.decoder
+    options = row_options(**options) | dict(seed=seed)
+    Sampler(seed=seed)                                               # (is it one?)
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r}: a number, 1 or more")
+    if (bad := next((i for i in ids if not isinstance(i, int) or not 0 <= i < d.vocab), None)) is not None:
+        raise ValueError(f"prompt holds {bad!r}; a token is a number from 0 to {d.vocab - 1}")
+    source = getattr(d.model.config, "is_encoder_decoder", False)
+    if source and len(ids) > d.max_source:
+        raise ValueError(f"a source of {len(ids)} tokens exceeds max_source={d.max_source}")
+    # (does it begin a piece?)
+    if (places_of := getattr(d.model, "places_of", None)) is not None: places_of(torch.tensor([ids]))
+    n = 1 if source else len(ids)
+    if d.mode == "static" and n + max_new_tokens > d.max_ctx:
+        raise ValueError(f"a prompt of {n} tokens and max_new_tokens={max_new_tokens} exceed max_ctx={d.max_ctx}")
+    h = Handle(
+        ids, options, max_new_tokens, frozenset(end_ids(d.model, self.tok) if stop_ids is None else stop_ids),
+        RowText(self.tok, stop)
+    )
+    with self.wake:
+        if self.closed: raise RuntimeError("this batcher is closed")
+        if self.max_waiting is not None and len(self.waiting) + len(self.active) >= self.max_waiting + d.max_batch:
+            raise RuntimeError(
+                f"busy: {len(self.active)} requests run and {len(self.waiting)} wait "
+                f"(max_waiting={self.max_waiting})"
+            )
+        h._drop = self._dropped
+        self.waiting.append(h)
+        self.wake.notify()
+    return h
+
+# %% ../../nbs/40_infer/06_batcher.ipynb #8ba79d6b
+@patch
+def _read(self:Batcher, r, h):
+    "A prompt into row r; its first token"
+    d, source = self.decoder, getattr(self.decoder.model.config, "is_encoder_decoder", False)
+    if source: d.encode([h.prompt], rows=[r])
+    logits = d.prefill(None if source else [h.prompt], rows=[r])
+    if not self.sampler.host:
+        self.sampler.start([[]] * d.max_batch, logits.shape[1], logits.device)
+        if self.draft: self.draft.begin(d, self.sampler)
+    self.sampler.set(r, [] if source else h.prompt, **h.options)
+    if self.draft: self.draft.set(r, h.prompt)
+    return _drawn(self.sampler.row(r), logits)[0]
+
+@patch
+def _alone(self:Batcher, h):
+    "A model that decodes by `generate` only: one request after another"
+    tokens = decode_tokens(self.decoder, [h.prompt], Sampler(**h.options), h.left, h.stops)
+    try:
+        for (t,) in tokens:
+            if h._take([t]): break
+            if h.cancelled or self.closed:
+                h._end("cancelled" if h.cancelled else "closed")
+                break
+    finally: tokens.close()
+    self.stats["requests"] += 1
+    self.stats["steps"] += len(h.ids)
+    self.stats["new_tokens"] += len(h.ids)
+
+# %% ../../nbs/40_infer/06_batcher.ipynb #c012935a
+@patch
+def _give(self:Batcher, news):
+    for r, ids in news.items():
+        h = self.active[r]
+        if min(ids) < 0:
+            h._end("error", bad_logits())
+            self._leave(r)
+            continue  # this one alone
+        self.last[r] = ids[-1]
+        before = len(h.ids)
+        over = h._take(ids)
+        self.stats["new_tokens"] += len(h.ids) - before
+        if over: self._leave(r)
+        elif self.draft: self.draft.add(r, ids)
+
+@patch
+def _leave(self:Batcher, r):
+    self.stats["requests"] += 1
+    del self.active[r]
+    # (the others need not draw because this one did)
+    self.sampler.set(r, [])
+    if self.draft: self.draft.drop(r)
+    self.decoder.free([r])
+
+# %% ../../nbs/40_infer/06_batcher.ipynb #9791c307
+@patch
+def _free(self:Batcher, r):
+    with contextlib.suppress(Exception): self.decoder.free([r])
+    with contextlib.suppress(Exception): self.sampler.set(r, [])
+    if self.draft:
+        with contextlib.suppress(Exception): self.draft.drop(r)
+
+@patch
+def _fail(self:Batcher, e):
+    "End all requests that took part in a failed step; later ones may try"
+    self.ahead = self.fed = None
+    for r, h in list(self.active.items()):
+        h._end("error", e)
+        del self.active[r]
+        self._free(r)
+
+# %% ../../nbs/40_infer/06_batcher.ipynb #f3e062dd
+@patch
+def _wait(self:Batcher):
+    "Sleep until there is something to do; False at the end"
+    with self.wake:
+        while not (self.closed or self.waiting or self.active): self.wake.wait()
+        return not self.closed
+
+@patch
+def _dropped(self:Batcher, h):
+    "Drop a cancelled request from the queue, if it still waits"
+    with self.wake:
+        if h in self.waiting:
+            self.waiting.remove(h)
+            h._end("cancelled")
+
+@patch
+def _admit(self:Batcher):
+    "Read waiting requests into free rows"
+    while self.waiting and (free := [r for r in range(self.decoder.max_batch) if r not in self.active]):
+        r = free[0]
+        with self.wake:
+            if not self.waiting: break                                # (cancelled just now)
+            h = self.active[r] = self.waiting.popleft()
+            h._drop = None
+        h.stats["waited_s"] = time.perf_counter() - h._asked
+        try:
+            if h.cancelled: h._end("cancelled")
+            elif self.decoder.mode != "static": self._alone(h)
+            else:
+                self.fed = None
+                self._give({r: [self._read(r, h)]})
+                continue
+        except Exception as e:
+            self._free(r)
+            h._end("error", e)
+        del self.active[r]
+
+# %% ../../nbs/40_infer/06_batcher.ipynb #f8e53e07
+@patch
+def _work(self:Batcher):
+    try:
+        with torch.no_grad(), torch.cuda.device(self.decoder.model.device) if self.cuda else contextlib.nullcontext():
+            while self._wait():
+                if not self.active: self.ahead = None
+                if self.ahead is None: self._admit()
+                if not self.active: continue
+                try: self._round()
+                except Exception as e: self._fail(e)
+    finally:
+        with self.wake:
+            for h in [*self.active.values(), *self.waiting]: h._end("closed")
+            self.active.clear()
+            self.waiting.clear()
+            self.ahead = None
+        self._hold.__exit__(None, None, None)
+
+# %% ../../nbs/40_infer/06_batcher.ipynb #d094542d
+@patch
+def _round(self:Batcher):
+    for r, h in list(self.active.items()):
+        if h.cancelled:
+            h._end("cancelled")
+            self._leave(r)
+    if not self.active: return
+    if self.draft: news = self._guess()
+    else:
+        step = self.ahead or self._launch()
+        drawn, self.ahead = step.ids(), None
+        news = {r: [drawn[r]] for r in self.active}
+        goes = lambda r, h: h.left > 1 and drawn[r] >= 0 and drawn[r] not in h.stops
+        going = all(goes(r, h) for r, h in self.active.items()) and self.fed == max(self.active) + 1
+        if self.runs_ahead and going and not self.waiting: self.ahead = self._launch()
+    self.stats["steps"] += 1
+    self._give(news)
+
+@patch
+def _launch(self:Batcher):
+    "One token a row; the rows feed themselves on the device until somebody comes or goes"
+    B = max(self.active) + 1
+    if self.fed != B:
+        self.decoder.start(self.last[:B])
+        self.fed = B
+    return self.decoder.step_sampled(self.sampler)
+
+# %% ../../nbs/40_infer/06_batcher.ipynb #23f4de09
+@patch
+def _guess(self:Batcher):
+    "Several tokens a row"
+    d, B = self.decoder, max(self.active) + 1
+    cap = d.max_ctx - max(d.held[r] for r in self.active)
+    length = min(cap, max(h.left for h in self.active.values())) - 1
+    chains = self.draft.propose(sorted(self.active), length) if length > 0 else {}
+    guesses = _join_rows(d, self.last[:B], chains, min(self.draft.nodes, cap))
+    wide = min(self.draft.nodes, cap) if self.cuda and any(chains.values()) else None
+    news = advance(
+        d, self.sampler, guesses, [self.active[r].left if r in self.active else 0 for r in range(B)], width=wide
+    )
+    self.stats["drafted"] += sum(len(g.tokens) - 1 for g in guesses)
+    self.stats["accepted"] += sum(max(len(n) - 1, 0) for n in news)
+    return {r: news[r] for r in self.active}

@@ -36,7 +36,7 @@ class _Search:
     open:bool=True
 
     def step(self, candidates):
-        "Take the best candidates (log-probability, beam, token), best first; the beams that each of the running ones continues"
+        "Take the best candidates (log-probability, beam, token), best first; → which beam each new one continues"
         length, going = len(self.running[0].ids) + 1, []
         for i, (score, beam, token) in enumerate(candidates):
             new = Beam(score, self.running[beam].ids + [token])
@@ -128,18 +128,10 @@ def _by_generate(model, prompt, s):
     "By transformers' own loop"
     old, ids = model.generation_config, torch.tensor([prompt], device=model.device)
     config = GenerationConfig(
-        num_beams=s.beams,
-        num_return_sequences=s.beams,
-        length_penalty=s.length_penalty,
-        max_new_tokens=s.most,
-        early_stopping=s.early,
-        do_sample=False,
-        eos_token_id=sorted(s.stops) or None,
-        pad_token_id=old.pad_token_id or 0,
-        bos_token_id=old.bos_token_id,
-        decoder_start_token_id=old.decoder_start_token_id,
-        return_dict_in_generate=True,
-        output_scores=True,
+        num_beams=s.beams, num_return_sequences=s.beams, length_penalty=s.length_penalty, max_new_tokens=s.most,
+        early_stopping=s.early, do_sample=False, eos_token_id=sorted(s.stops) or None,
+        pad_token_id=old.pad_token_id or 0, bos_token_id=old.bos_token_id,
+        decoder_start_token_id=old.decoder_start_token_id, return_dict_in_generate=True, output_scores=True
     )
     out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     skip = 1 if getattr(model.config, "is_encoder_decoder", False) else len(prompt)
@@ -147,10 +139,9 @@ def _by_generate(model, prompt, s):
     cut = lambda row: row[:next((i + 1 for i, t in enumerate(row) if t in s.stops), len(row))]
     if s.beams == 1:
         scores = [
-            model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)[0, : len(cut(whole[0]))]
-            .sum()
-            .item()
-            / len(cut(whole[0])) ** s.length_penalty
+            model.compute_transition_scores(
+                out.sequences, out.scores, normalize_logits=True
+            )[0, : len(cut(whole[0]))].sum().item() / len(cut(whole[0])) ** s.length_penalty
         ]
     else: scores = out.sequences_scores.tolist()
     if any(v != v for v in scores): raise bad_logits()

@@ -10,6 +10,7 @@ __all__ = ['kv_shapes', 'capacity', 'quantize_tokens', 'dequantize_tokens', 'Spa
 from dataclasses import dataclass
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -23,11 +24,8 @@ def _unnamed(config):
     )
 
 def _kv_shape(c): # of one layer
-    heads, width, rope, rest, value = (
-        _first(c, "decoder_attention_heads", "num_attention_heads"),
-        _first(c, "hidden_size", "d_model"),
-        *(getattr(c, n, None) for n in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")),
-    )
+    heads, width = _first(c, "decoder_attention_heads", "num_attention_heads"), _first(c, "hidden_size", "d_model")
+    rope, rest, value = (getattr(c, n, None) for n in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     # multi-head latent attention, expanded
     if heads and rope and rest and value: return heads, rest + rope, value
     if not heads: raise _unnamed(c)
@@ -53,39 +51,6 @@ def capacity(
 )->int:          # slots of a row
     "Slots that are allocated for `max_ctx` tokens: a multiple of 8, and one more than needed."
     return (max_ctx // 8 + 1) * 8
-
-# %% ../../nbs/40_infer/00_cache.ipynb #ee87b993
-class _Sized:
-    @staticmethod
-    def size(
-        config,                   # of a transformers model
-        rows:int,                 # texts at once
-        max_ctx:int,              # tokens of each
-        item:int=2,               # bytes of a number in the model's dtype
-        bits:int=16,              # 16 or 8
-        max_source:int|None=None, # encoder–decoder: tokens of a source; None: as max_ctx
-    )->int:                       # bytes
-        "Bytes that a cache will take (with the cross-attention's of an encoder–decoder), from shapes alone."
-        shapes, text = (
-            kv_shapes(config),
-            config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config,
-        )
-        # the last layers of Gemma 4 look at the keys of others
-        own = len(shapes) - (getattr(text, "num_kv_shared_layers", 0) or 0)
-        # numbers and scales of a token
-        numbers = [(h * (k + v), 2 * h) for h, k, v in shapes[:own]]
-        token = sum(n * item if bits == 16 else n + 2 * s for n, s in numbers)
-        slots = capacity(max_ctx) + (
-            capacity(max_source or max_ctx) if getattr(config, "is_encoder_decoder", False) else 0
-        )
-        return rows * slots * token
-
-    def _stores(self):
-        return [t for layer in self.layers for t in layer.stores()] + ([] if self.ids is None else [self.ids])
-    @property
-    def bytes(self)->int:
-        "Bytes of all keys, values and scales."
-        return sum(t.nbytes for t in self._stores())
 
 # %% ../../nbs/40_infer/00_cache.ipynb #a11ec811
 def quantize_tokens(
@@ -129,18 +94,13 @@ class Span:
 
     def select(self, rows, width, pad=None, view=None, depth=None, both=False):
         "See `KVCache.select`"
-        self.numbers, self.width, self.plain, self.both = (
-            list(range(rows)) if isinstance(rows, int) else list(rows),
-            width,
-            False,
-            both,
-        )
+        self.numbers = list(range(rows)) if isinstance(rows, int) else list(rows)
+        self.width, self.plain, self.both = width, False, both
         first, last = self.numbers[0], len(self.steps) - 1
         # do they lie side by side?
         aside = self.numbers == list(range(first, first + len(self.numbers)))
-        self.rows = (
-            slice(first, first + len(self.numbers)) if aside else torch.tensor(self.numbers, device=self.steps.device)
-        )
+        if aside: self.rows = slice(first, first + len(self.numbers))
+        else: self.rows = torch.tensor(self.numbers, device=self.steps.device)
         self.index = self.order[self.rows] if aside else self.rows
         pads, steps = pad if pad is not None and any(pad) else None, self.steps[:width]
         self.starts = self.lengths[self.rows].clone()
@@ -150,10 +110,9 @@ class Span:
             slots = torch.where(steps < left, last, slots - left)
             self.positions = self.starts[:, None] + (steps - left)
         else: self.positions = slots if depth is None else self.starts[:, None] + depth
-        self.slots, self.positions = (
-            (slots + self.lead if self.lead else slots).clamp(max=last),
-            self.positions.clamp(0, self.max_ctx - 1),
-        )  # what has no room goes behind it, at the most where padding goes
+        # what has no room goes behind it, at the most where padding goes
+        self.slots = (slots + self.lead if self.lead else slots).clamp(max=last)
+        self.positions = self.positions.clamp(0, self.max_ctx - 1)
         if both and self.lead: self.slots = torch.cat([self.steps[:self.lead].expand(len(slots), -1), self.slots], 1)
         self.view, self.start = view, None
         # the host's lengths, where they are wanted
@@ -174,9 +133,8 @@ class Span:
         if device and any(counts):
             same = len(set(counts)) == 1
             self.lengths.index_add_(
-                0,
-                self.index,
-                torch.full_like(self.index, counts[0]) if same else torch.tensor(counts, device=self.lengths.device),
+                0, self.index,
+                torch.full_like(self.index, counts[0]) if same else torch.tensor(counts, device=self.lengths.device)
             )
 
 # %% ../../nbs/40_infer/00_cache.ipynb #8b68bb4f
@@ -219,16 +177,13 @@ class KVLayer(CacheLayerMixin):
         dtype,        # of keys and values as numbers
         bits:int,     # 16: kept in dtype; 8: int8 with scales
     ):
-        self.span, self.shape, self.dtype, self.bits, self.is_initialized = span, None, dtype, bits, False
+        self.span, self.shape, self.dtype = span, None, dtype
+        self.bits, self.is_initialized = bits, False
         self.k = self.v = self.k_scale = self.v_scale = None
         if shape: self._allocate(*shape)
     def _allocate(self, heads, key, value):
-        self.shape, self.is_initialized, rows, slots = (
-            (heads, key, value),
-            True,
-            len(self.span.held),
-            len(self.span.steps),
-        )
+        self.shape, self.is_initialized, rows = (heads, key, value), True, len(self.span.held)
+        slots = len(self.span.steps)
         make = lambda *shape, dtype: torch.zeros(rows, heads, slots, *shape, dtype=dtype, device=self.span.steps.device)
         self.k, self.v = (make(w, dtype=self.dtype if self.bits == 16 else torch.int8) for w in (key, value))
         if self.bits == 8: self.k_scale, self.v_scale = make(dtype=torch.float16), make(dtype=torch.float16)
@@ -264,11 +219,8 @@ class KVLayer(CacheLayerMixin):
     def _see(self, store, scale):
         "(B, heads, view, …): a view where rows lie side by side and are no codes, else a copy"
         seen = store[:, :, :self.span.view][self.span.rows]
-        return (
-            seen
-            if scale is None
-            else dequantize_tokens(seen, scale[:, :, : self.span.view][self.span.rows], self.dtype)
-        )
+        if scale is None: return seen
+        return dequantize_tokens(seen, scale[:, :, :self.span.view][self.span.rows], self.dtype)
     @property
     def keys(self)->Tensor: # (B, heads, view, key width)
         "Keys that attention is shown."
@@ -282,26 +234,20 @@ class KVLayer(CacheLayerMixin):
         return [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
     def get_seq_length(self): return max(self.span.held)
     def get_mask_sizes(self, query_length):
-        return (
-            self.get_seq_length() + query_length if self.span.rows is None or self.span.plain else self.span.view
-        ), 0
+        own = self.span.rows is None or self.span.plain                 # nobody has selected rows
+        return self.get_seq_length() + query_length if own else self.span.view, 0
     def get_max_length(self): return len(self.span.steps) - 1
     get_max_cache_shape = get_max_length      # its name in older releases of transformers
 
 # %% ../../nbs/40_infer/00_cache.ipynb #8b627d59
 def _whole(rows, n):
-    return (
-        list(range(n))
-        if rows is None
-        else [rows]
-        if isinstance(rows, int)
-        else rows.tolist()
-        if isinstance(rows, Tensor)
-        else list(rows)
-    )
+    "Row numbers as a list; None: all n of them"
+    if rows is None: return list(range(n))
+    if isinstance(rows, int): return [rows]
+    return rows.tolist() if isinstance(rows, Tensor) else list(rows)
 
 class RowCalls:
-    "Calls for whole rows, of a cache and of whoever has some: the work is in `_crop`, `_move` and `_free`, the lengths are in `span`"
+    "Calls for whole rows, for a cache or a decoder: `_crop`, `_move` and `_free` do the work, `span` has the lengths."
     def crop(self,
         lengths:int|list, # for each row the tokens that stay; or a number ≤ 0: so many fewer in every row
     )->None:
@@ -326,62 +272,8 @@ class RowCalls:
         "Tokens that each row holds, on the host."
         return self.span.held
 
-# %% ../../nbs/40_infer/00_cache.ipynb #36d46c3e
-class _Rows(RowCalls):
-    "Whole rows of a KVCache at once; a mix-in"
-    def set_lengths(self, held):
-        "Take new lengths, on the host and on the device"
-        self.span.rows = None
-        self.span.held[:] = held
-        self.span.lengths.copy_(torch.tensor(held), non_blocking=True)
-    def _crop(self, lengths):
-        wanted = (
-            [max(h + lengths, 0) for h in self.held]
-            if isinstance(lengths, int) and lengths <= 0
-            else _whole(lengths, 0)
-        )
-        if len(wanted) != len(self.held) or any(not 0 <= n <= h for n, h in zip(wanted, self.held)):
-            raise ValueError(
-                f"lengths={lengths!r}: rows hold {self.held} tokens; give each row's new length, at most what it "
-                "holds, or one number ≤ 0"
-            )
-        self.set_lengths(wanted)
-    def _move(self, rows):
-        if any(not 0 <= r < len(self.held) for r in rows) or len(rows) > len(self.held):
-            raise ValueError(f"rows={rows!r}: this cache has rows 0 to {len(self.held) - 1}")
-        if (todo := [(i, r) for i, r in enumerate(rows) if i != r]):
-            to, of, n = [i for i, _ in todo], [r for _, r in todo], self.span.lead + max(self.held[r] for _, r in todo)
-            for t in self._stores(): t[to, :, :n] = t[of, :, :n]
-            for i in to: self.span.high[i] = max(self.span.high[i], n)
-            self.set_lengths([self.held[r] for r in rows] + self.held[len(rows):])
-    def pick(self,
-        paths:list, # for each of the first rows a list of numbers: which of the tokens written behind its end become
-                    # its own, in order
-    )->None:
-        "Keep some of the tokens behind the rows' ends, as after a trial; the others are forgotten."
-        flat = [
-            (r, self.span.lead + self.held[r] + i, self.span.lead + self.held[r] + n)
-            for r, path in enumerate(paths)
-            for n, i in enumerate(path)
-            if i != n
-        ]
-        if flat:
-            row, of, to = torch.tensor(flat, device=self.lengths.device).unbind(1)
-            for t in self._stores(): t[row, :, to] = t[row, :, of]
-        self.set_lengths([h + len(p) for h, p in zip(self.held, paths)] + self.held[len(paths):])
-    def _free(self, gone):
-        "They are cleared: a number that overflowed would reach the next text, since 0 · nan is nan"
-        for r in gone:
-            for t in self._stores() if self.span.high[r] else ():
-                t[r, :, :self.span.high[r]] = 0
-                t[r, :, -1] = 0
-            self.span.high[r] = 0
-        self.set_lengths([0 if r in set(gone) else h for r, h in enumerate(self.held)])
-    def reset(self): self.free()
-    def reorder_cache(self, beam_idx): self.move(beam_idx)
-
 # %% ../../nbs/40_infer/00_cache.ipynb #e774e832
-class KVCache(_Sized, _Rows, Cache):
+class KVCache(RowCalls, Cache):
     "Keys and values of a fixed number of rows, each with its own length, in memory that never moves."
     def __init__(self,
         config,                # of a transformers model
@@ -399,52 +291,16 @@ class KVCache(_Sized, _Rows, Cache):
         if bits not in (16, 8): raise ValueError(f"bits={bits!r}: 16 keeps the model's dtype, 8 is int8")
         if rows < 1 or max_ctx < 1: raise ValueError(f"rows={rows}, max_ctx={max_ctx}: both are at least 1")
         count = lambda n: torch.arange(n, device=device)
-        self.span, self.max_ctx, self.bits = (
-            Span(
-                max_ctx,
-                torch.zeros_like(count(rows)),
-                [0] * rows,
-                [0] * rows,
-                count(rows),
-                count(capacity(max_ctx + lead)),
-                lead=lead,
-            ),
-            max_ctx,
-            bits,
+        self.span = Span(
+            max_ctx, torch.zeros_like(count(rows)), [0] * rows, [0] * rows, count(rows),
+            count(capacity(max_ctx + lead)), lead=lead
         )
+        self.max_ctx, self.bits = max_ctx, bits
         self.ids = torch.zeros(rows, 1, capacity(max_ctx + lead), dtype=torch.int64, device=device) if ids else None
         self.span.slices = self.span.steps.device.type == "cpu"
-        super().__init__(
-            layers=[KVLayer(self.span, s, dtype, bits) for s in (kv_shapes(config) if shapes is None else shapes)]
-        )
-
-    def select(self,
-        rows:int|list,             # the first so many rows, or a list of row numbers
-        width:int,                 # M: tokens of each in the next forward
-        pad:list|None=None,        # for each row how many of them are padding, at the left; None: none
-        view:int|None=None,        # slots that attention is shown; None: as few as hold all tokens
-        depth:Tensor|None=None,    # (B, M) int64: positions after the row's end, for trees; None: 0, 1, 2, …
-        both:bool=False,           # do all tokens of a row see each other? For rows that hold nothing; its lead is
-                                   # computed with them
-    )->None:
-        "Say what the next forward feeds; fills `span`."
-        full = next(
-            (r for r in _whole(range(rows) if isinstance(rows, int) else rows, 0) if both and self.held[r]), None
-        )
-        if full is not None:
-            raise ValueError(
-                f"both=True: row {full} holds {self.held[full]} tokens, which would have to be read anew; free it "
-                "first, or go on with both=False"
-            )
-        self.span.select(rows, width, pad, view, depth, both)
-
-    def commit(self,
-        counts:list|None=None,     # for each selected row how many of its new tokens stay, from the first; None: none
-        device:bool=True,          # also on the device? False where the forward has counted there itself
-    )->None:
-        "The forward is over: keep tokens."
-        self.span.commit(counts if counts is not None else [0] * len(self.span.numbers), device)
-        self.span.rows = None
+        super().__init__(layers=[
+            KVLayer(self.span, s, dtype, bits) for s in (kv_shapes(config) if shapes is None else shapes)
+        ])
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         "Write one layer's new keys and values; returns what its attention is shown."
@@ -458,3 +314,124 @@ class KVCache(_Sized, _Rows, Cache):
         seen = self.layers[layer_idx].update(key_states, value_states)
         if s.plain and layer_idx == len(self.layers) - 1: self.commit([M] * B)
         return seen
+
+    def reset(self): self.free()
+    def reorder_cache(self, beam_idx): self.move(beam_idx)
+
+    @staticmethod
+    def size(
+        config,                   # of a transformers model
+        rows:int,                 # texts at once
+        max_ctx:int,              # tokens of each
+        item:int=2,               # bytes of a number in the model's dtype
+        bits:int=16,              # 16 or 8
+        max_source:int|None=None, # encoder–decoder: tokens of a source; None: as max_ctx
+    )->int:                       # bytes
+        "Bytes that a cache will take (with the cross-attention's of an encoder–decoder), from shapes alone."
+        shapes = kv_shapes(config)
+        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        # the last layers of Gemma 4 look at the keys of others
+        own = len(shapes) - (getattr(text, "num_kv_shared_layers", 0) or 0)
+        # numbers and scales of a token
+        numbers = [(h * (k + v), 2 * h) for h, k, v in shapes[:own]]
+        token = sum(n * item if bits == 16 else n + 2 * s for n, s in numbers)
+        slots = capacity(max_ctx) + (
+            capacity(max_source or max_ctx) if getattr(config, "is_encoder_decoder", False) else 0
+        )
+        return rows * slots * token
+
+# %% ../../nbs/40_infer/00_cache.ipynb #2b9d3117
+@patch
+def select(self:KVCache,
+    rows:int|list,             # the first so many rows, or a list of row numbers
+    width:int,                 # M: tokens of each in the next forward
+    pad:list|None=None,        # for each row how many of them are padding, at the left; None: none
+    view:int|None=None,        # slots that attention is shown; None: as few as hold all tokens
+    depth:Tensor|None=None,    # (B, M) int64: positions after the row's end, for trees; None: 0, 1, 2, …
+    both:bool=False,           # do all tokens of a row see each other? For rows that hold nothing; its lead is
+                               # computed with them
+)->None:
+    "Say what the next forward feeds; fills `span`."
+    full = next(
+        (r for r in _whole(range(rows) if isinstance(rows, int) else rows, 0) if both and self.held[r]), None
+    )
+    if full is not None:
+        raise ValueError(
+            f"both=True: row {full} holds {self.held[full]} tokens, which would have to be read anew; free it "
+            "first, or go on with both=False"
+        )
+    self.span.select(rows, width, pad, view, depth, both)
+
+@patch
+def commit(self:KVCache,
+    counts:list|None=None,     # for each selected row how many of its new tokens stay, from the first; None: none
+    device:bool=True,          # also on the device? False where the forward has counted there itself
+)->None:
+    "The forward is over: keep tokens."
+    self.span.commit(counts if counts is not None else [0] * len(self.span.numbers), device)
+    self.span.rows = None
+
+# %% ../../nbs/40_infer/00_cache.ipynb #8435e0b0
+@patch
+def _stores(self:KVCache):
+    return [t for layer in self.layers for t in layer.stores()] + ([] if self.ids is None else [self.ids])
+
+@patch(as_prop=True)
+def bytes(self:KVCache)->int:
+    "Bytes of all keys, values and scales."
+    return sum(t.nbytes for t in self._stores())
+
+# %% ../../nbs/40_infer/00_cache.ipynb #5ae39f73
+@patch
+def set_lengths(self:KVCache, held):
+    "Take new lengths, on the host and on the device"
+    self.span.rows = None
+    self.span.held[:] = held
+    self.span.lengths.copy_(torch.tensor(held), non_blocking=True)
+
+@patch
+def _crop(self:KVCache, lengths):
+    fewer = isinstance(lengths, int) and lengths <= 0
+    wanted = [max(h + lengths, 0) for h in self.held] if fewer else _whole(lengths, 0)
+    if len(wanted) != len(self.held) or any(not 0 <= n <= h for n, h in zip(wanted, self.held)):
+        raise ValueError(
+            f"lengths={lengths!r}: rows hold {self.held} tokens; give each row's new length, at most what it "
+            "holds, or one number ≤ 0"
+        )
+    self.set_lengths(wanted)
+
+@patch
+def _move(self:KVCache, rows):
+    if any(not 0 <= r < len(self.held) for r in rows) or len(rows) > len(self.held):
+        raise ValueError(f"rows={rows!r}: this cache has rows 0 to {len(self.held) - 1}")
+    if (todo := [(i, r) for i, r in enumerate(rows) if i != r]):
+        to, of, n = [i for i, _ in todo], [r for _, r in todo], self.span.lead + max(self.held[r] for _, r in todo)
+        for t in self._stores(): t[to, :, :n] = t[of, :, :n]
+        for i in to: self.span.high[i] = max(self.span.high[i], n)
+        self.set_lengths([self.held[r] for r in rows] + self.held[len(rows):])
+
+# %% ../../nbs/40_infer/00_cache.ipynb #b291626c
+@patch
+def pick(self:KVCache,
+    paths:list, # for each of the first rows a list of numbers: which of the tokens written behind its end become
+                # its own, in order
+)->None:
+    "Keep some of the tokens behind the rows' ends, as after a trial; the others are forgotten."
+    flat = [
+        (r, self.span.lead + self.held[r] + i, self.span.lead + self.held[r] + n) for r, path in enumerate(paths)
+        for n, i in enumerate(path) if i != n
+    ]
+    if flat:
+        row, of, to = torch.tensor(flat, device=self.lengths.device).unbind(1)
+        for t in self._stores(): t[row, :, to] = t[row, :, of]
+    self.set_lengths([h + len(p) for h, p in zip(self.held, paths)] + self.held[len(paths):])
+
+@patch
+def _free(self:KVCache, gone):
+    "Clear whole rows: a number that overflowed would reach the next text, since 0 · nan is nan"
+    for r in gone:
+        for t in self._stores() if self.span.high[r] else ():
+            t[r, :, :self.span.high[r]] = 0
+            t[r, :, -1] = 0
+        self.span.high[r] = 0
+    self.set_lengths([0 if r in set(gone) else h for r, h in enumerate(self.held)])

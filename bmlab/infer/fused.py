@@ -29,7 +29,7 @@ class _Part:
     # does it, of the children?
     def reads(self, child): return True
     def placed(self, module):
-        "Is it this module's part (a replica has it, too), and are those inside the ones that were there when it was fused?"
+        "Is it this module's part (a replica has it too), and are the modules inside those that were fused?"
         if self.of != id(module): return False
         for children, name, m in self.places:
             if children.get(name) is not m: return False
@@ -41,23 +41,25 @@ class _Part:
 def _ops(step, x): return _Triton if step.kernels == "triton" or x.is_cuda and step.kernels is None else _Torch
 def _fit(x):
     return (
-        x.ndim == 3
-        and 0 < x.shape[1] <= 16
-        and x.shape[0] * x.shape[1] <= 64
+        x.ndim == 3 and 0 < x.shape[1] <= 16 and x.shape[0] * x.shape[1] <= 64
         and not torch.is_autocast_enabled(x.device.type)
     )
 
 class _NormPart(_Part):
     def __init__(self, norm, step): self.norm, self.step = norm, step
     def __call__(self, args, kwargs):
-        if kwargs or len(args) != 1 or torch.is_autocast_enabled(args[0].device.type) or self.norm.module._parameters.get("weight") is None:
+        if (
+            kwargs or len(args) != 1 or torch.is_autocast_enabled(args[0].device.type)
+            or self.norm.module._parameters.get("weight") is None
+        ):
             return None
         return _ops(self.step, args[0]).norm(args[0].reshape(-1, args[0].shape[-1]), self.norm).view(args[0].shape)
 
 class _GatedPart(_Part):
     "down(act(gate(x)) * up(x))"
     def __init__(self, inner, down, act, step):
-        self.up, self.down, self.module, self.step = _Product(*inner), _Product(down), act, step
+        self.up, self.down, self.module = _Product(*inner), _Product(down), act
+        self.step = step
         probe = torch.linspace(-4, 4, 33)
         self.act = next((n for n, f in _GATES.items() if torch.allclose(act(probe), f(probe), atol=1e-6)), None)
         self.watch = [(act, type(act))] if isinstance(act, nn.Module) else []
@@ -77,40 +79,33 @@ class _GatedPart(_Part):
 
 # %% ../../nbs/40_infer/11_fused.ipynb #a2e5965c
 _KNOWN = {
-    "hidden_states",
-    "position_embeddings",
-    "attention_mask",
-    "past_key_values",
-    "position_ids",
-    "cache_position",
-    "use_cache",
-    "output_attentions",
+    "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "position_ids", "cache_position",
+    "use_cache", "output_attentions"
 }
 
 class _AttentionPart(_Part):
     "o(attention of q, k and v over the cache)"
     def __init__(self, module, norms, window, step):
-        self.qkv, self.o, self.norms, self.window, self.step = (
-            _Product(*(module._modules[n] for n in ("q_proj", "k_proj", "v_proj"))),
-            _Product(module.o_proj),
-            norms,
-            window,
-            step,
-        )
+        self.qkv = _Product(*(module._modules[n] for n in ("q_proj", "k_proj", "v_proj")))
+        self.o, self.norms, self.window = _Product(module.o_proj), norms, window
+        self.step = step
         self.D, self.layer, self.scale = module.head_dim, module.layer_idx, module.scaling
         self.H, self.Hk = module.q_proj.out_features // self.D, module.k_proj.out_features // self.D
         self.watch = [(n.module, type(n.module)) for n in norms or ()]
 
     def takes(self, x, kwargs):
-        "Is this a call that can be taken? The layers of one forward get the same arguments, so the first of them looks at those"
-        cache, angles, mask = (
-            kwargs.get("past_key_values"),
-            kwargs.get("position_embeddings"),
-            kwargs.get("attention_mask"),
-        )
+        "Can this call be taken? The layers of one forward get the same arguments, so the first of them looks at those"
+        cache, angles = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
+        mask = kwargs.get("attention_mask")
         seen = self.step.taken
-        if seen is None or seen[0] is not angles or seen[1]() is not cache or seen[2] is not mask or seen[3] != x.shape or seen[4] != len(kwargs):
-            if not isinstance(cache, KVCache) or angles is None or not isinstance(mask, Tensor) or mask.ndim != 4 or not kwargs.keys() <= _KNOWN or kwargs.get("output_attentions"):
+        if (
+            seen is None or seen[0] is not angles or seen[1]() is not cache or seen[2] is not mask or seen[3] != x.shape
+            or seen[4] != len(kwargs)
+        ):
+            if (
+                not isinstance(cache, KVCache) or angles is None or not isinstance(mask, Tensor) or mask.ndim != 4
+                or not kwargs.keys() <= _KNOWN or kwargs.get("output_attentions")
+            ):
                 return False
             if not _fit(x) or angles[0].ndim != 3: return False
             self.step.taken = angles, weakref.ref(cache), mask, x.shape, len(kwargs)      # (a cache is not kept alive)
@@ -119,12 +114,8 @@ class _AttentionPart(_Part):
         if _ops(self.step, x) is _Torch: return True
         kept, span = cache.layers[self.layer], cache.span
         return (
-            kept.is_initialized
-            and kept.dtype == x.dtype
-            and span.rows is not None
-            and not span.plain
-            and (self.window is None or x.shape[1] == 1)
-            and _plain_rows(self.step, span)
+            kept.is_initialized and kept.dtype == x.dtype and span.rows is not None and not span.plain
+            and (self.window is None or x.shape[1] == 1) and _plain_rows(self.step, span)
         )
 
     def run(self, x, shape, kwargs, residual=None, norm=None): # as of a gated MLP
@@ -138,27 +129,23 @@ class _AttentionPart(_Part):
         return self.o(y, shape) if norm is None else ops.through(self.o, y, residual, norm)
     def __call__(self, args, kwargs):
         x = args[0] if args else kwargs.get("hidden_states")
-        return (
-            (self.run(x.flatten(0, 1), x.shape[:2], kwargs).view(*x.shape[:2], -1), None)
-            if len(args) <= 1 and self.takes(x, kwargs)
-            else None
-        )
+        if len(args) > 1 or not self.takes(x, kwargs): return None
+        return self.run(x.flatten(0, 1), x.shape[:2], kwargs).view(*x.shape[:2], -1), None
 
 # %% ../../nbs/40_infer/11_fused.ipynb #5a0f7c21
 class _AnglesPart(_Part):
     "Cosines and sines of few positions"
     def __init__(self, module, step): self.module, self.scaling, self.step = module, module.attention_scaling, step
     def __call__(self, args, kwargs):
-        x, positions = (
-            (args[0], kwargs["position_ids"])
-            if len(args) == 1 and kwargs.keys() == {"position_ids"}
-            else args
-            if len(args) == 2 and not kwargs
-            else (None, None)
-        )
+        if len(args) == 1 and kwargs.keys() == {"position_ids"}: args = *args, kwargs["position_ids"]
+        elif len(args) != 2 or kwargs: return None
+        x, positions = args
         if positions is None or positions.ndim != 2 or positions.is_floating_point() or not 0 < positions.numel() <= 64:
             return None
-        if _ops(self.step, x) is _Torch or torch.is_autocast_enabled(x.device.type) or not x.device == positions.device == self.module.inv_freq.device:
+        if (
+            _ops(self.step, x) is _Torch or torch.is_autocast_enabled(x.device.type)
+            or not x.device == positions.device == self.module.inv_freq.device
+        ):
             return None
         from bmlab.kernels.triton_attention import rope_angles
         return rope_angles(positions, self.module.inv_freq, x.dtype, self.scaling)
@@ -168,7 +155,8 @@ class _Line:
     "A block's way for one token of one row on a CPU, with all that it reads; as long as it `lies` and is `untouched`"
     def __init__(self, block, dtype):
         a, mlp, norms = block.attention, block.mlp, block.norms
-        self.attention, self.dtype, self.products, self.act = a, dtype, block.products, _GATES.get(mlp.act, mlp.module)
+        self.attention, self.dtype, self.products = a, dtype, block.products
+        self.act = _GATES.get(mlp.act, mlp.module)
         for p in self.products:
             if not p.lies(): p.bind()
         weights = [(n.module._parameters, "weight", n.module._parameters["weight"]) for n in norms]
@@ -177,11 +165,8 @@ class _Line:
         self.pointers = [place[n].data_ptr() for place, n in self.at]
         self.same = [same for p in self.products for same in p.same] + weights
         watch = block.watch + [w for p in self.products for w in p.watch]
-        self.modules, self.classes, self.dicts = (
-            [m for m, _ in watch],
-            [c for _, c in watch],
-            [m.__dict__ for m, _ in watch],
-        )
+        self.modules, self.classes = [m for m, _ in watch], [c for _, c in watch]
+        self.dicts = [m.__dict__ for m, _ in watch]
         read = [t for _, _, t in weights] + [
             t for p in self.products for n, t in (p.joined or {}).items() if n == "scale"
         ]
@@ -194,15 +179,15 @@ class _Line:
         # (2, D); (2, 1)
         self.shape, self.sign = self.norms[0][0].shape, norms[0].doubled(dtype)[1]
         self.heads = (a.H, a.Hk, a.Hk)
-        self.pairs, self.rows, self.groups = (
-            (1, sum(self.heads), 2, a.D // 2),
-            (1, sum(self.heads), 1, a.D),
-            (1, a.Hk, a.H // a.Hk, a.D),
-        )
+        self.pairs, self.rows = (1, sum(self.heads), 2, a.D // 2), (1, sum(self.heads), 1, a.D)
+        self.groups = (1, a.Hk, a.H // a.Hk, a.D)
 
     def lies(self):
         "Is all that is read where it was, and what it was?"
-        if [place[n].data_ptr() for place, n in self.at] != self.pointers or [t._version for t in self.read] != self.versions:
+        if (
+            [place[n].data_ptr() for place, n in self.at] != self.pointers
+            or [t._version for t in self.read] != self.versions
+        ):
             return False
         for place, n, t in self.same:
             if place[n] is not t: return False
@@ -210,7 +195,7 @@ class _Line:
         return not self.fit or all([p.fn for p in self.products])
 
     def untouched(self):
-        "As `_untouched`; what is looked at has left the processor's cache since the last token, so it is as little as can be"
+        "As `_untouched`, looking at as little as can be: it has left the processor's cache since the last token"
         if list(map(type, self.modules)) != self.classes: return False
         for d in self.dicts:
             if d["_forward_hooks"] or d["_forward_pre_hooks"] or "forward" in d: return False
@@ -221,7 +206,8 @@ class _Line:
         return torch.layer_norm(pair, self.shape, weight, None, eps).select(1, 0)
 
     def __call__(self, x, step, kwargs): # (1, 1, D) → the same
-        (qkv, o, up, down), sign, sandwich, known = self.products, self.sign, len(self.norms) == 4, step.stream
+        (qkv, o, up, down), sign, sandwich = self.products, self.sign, len(self.norms) == 4
+        known = step.stream
         # (1, 2, D)
         pair = known[1] if known is not None and known[0] is x and known[2] == x._version else x * sign
         y = qkv.fn(self.norm(pair, 0))
@@ -242,12 +228,7 @@ class _BlockPart(_Part):
     "x + attention(norm(x)), then x + mlp(norm(x)); `sandwich`: with a norm behind attention and mlp too"
     def __init__(self, block, step):
         self.attention, self.mlp, self.step = block.self_attn._fused, block.mlp._fused, step
-        names = (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        )
+        names = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
         self.norms = [block._modules[n]._fused.norm for n in names if n in block._modules]
         inside = [m for n, m in block._modules.items()] + (
             [self.mlp.module] if isinstance(self.mlp.module, nn.Module) else []
@@ -260,8 +241,7 @@ class _BlockPart(_Part):
     def alone(self):
         "Is its first norm where it will be? (A weight that streams comes later)"
         return (
-            len(self.norms) == 2
-            and _untouched(self.watch)
+            len(self.norms) == 2 and _untouched(self.watch)
             and not hasattr(self.norms[0].module._parameters["weight"], "_bmlab_home")
         )
 
@@ -278,7 +258,8 @@ class _BlockPart(_Part):
         if len(args) > 1 or not self.attention.takes(x, kwargs): return None
         if self.step.one and (y := self.one(x, kwargs)) is not None: return y
         if not _untouched(self.watch): return None
-        ops, whole, shape, norms, mlp = _ops(self.step, x), x.shape, x.shape[:2], self.norms, self.mlp
+        ops, whole, shape = _ops(self.step, x), x.shape, x.shape[:2]
+        norms, mlp = self.norms, self.mlp
         ahead = self.step.ahead_of(x, self)
         x = x.flatten(0, 1)                                                                   # (B·M, D)
         y = ahead or (
@@ -293,7 +274,10 @@ class _BlockPart(_Part):
         else: y, x = ops.norm(self.attention.run(y, shape, kwargs), norms[1], x)
         behind = self.then and self.then()
         then = None if behind is None else behind.__dict__.get("_fused")
-        if not isinstance(then, _BlockPart) or x.is_inference() or not ops.leads(x, mlp.down, then.attention.qkv) or not then.alone():
+        if (
+            not isinstance(then, _BlockPart) or x.is_inference() or not ops.leads(x, mlp.down, then.attention.qkv)
+            or not then.alone()
+        ):
             return mlp.run(y, shape, x).view(whole)
         y = mlp.run(y, shape, x, then.norms[0])
         return self.step.go_ahead(y.rows.view(whole), y, then)
@@ -317,15 +301,11 @@ def _fused_class(base):
     def __reduce_ex__(self, protocol): return _empty, (base,), {k: v for k, v in self.__dict__.items() if k != "_fused"}
     def moved(self): None if (part := self.__dict__.get("_fused")) is None else part.forget()
     return type(
-        f"Fused{base.__name__}",
-        (base,),
+        f"Fused{base.__name__}", (base,),
         {
-            "forward": forward,
-            "__reduce_ex__": __reduce_ex__,
-            "_bmlab_moved": moved,
-            "_bmlab_fused": base,
-            "__module__": __name__,
-        },
+            "forward": forward, "__reduce_ex__": __reduce_ex__, "_bmlab_moved": moved, "_bmlab_fused": base,
+            "__module__": __name__
+        }
     )
 
 def _is_fused(model): return any("_bmlab_fused" in type(m).__dict__ for m in model.modules())
@@ -391,6 +371,7 @@ def _make_norm(module, step, width, rule):
     errors = [_difference(_ops(step, x).norm(x, _Norm(module, offset)), want) for offset in (0., 1.)]
     return _NormPart(_Norm(module, float(errors[1] < errors[0])), step)
 
+# %% ../../nbs/40_infer/11_fused.ipynb #0ec1f2ba
 def _make_gated(module, step, width, rule):
     inner, down = next((i, d) for i, d in GATED if module._modules.keys() >= {*i, d})
     act = next(
@@ -399,6 +380,7 @@ def _make_gated(module, step, width, rule):
     if act is None: raise _Unfit("it names no activation")
     return _GatedPart(_linears(module, inner), *_linears(module, (down,)), act, step)
 
+# %% ../../nbs/40_infer/11_fused.ipynb #d7ea2448
 def _make_attention(module, step, width, rule):
     _linears(module, ("q_proj", "k_proj", "v_proj")), _linears(module, ("o_proj",))
     if own := [n for n, p in module._parameters.items() if p is not None]: raise _Unfit(f"it has {own[0]} of its own")
@@ -413,10 +395,17 @@ def _make_attention(module, step, width, rule):
     if rule.get("chunk") and step.kernels != "torch" and (step.kernels or module.q_proj.weight.is_cuda):
         raise _Unfit("its mask is in chunks")
     norms = [_fused_part(module, n).norm for n in ("q_norm", "k_norm")] if "q_norm" in module._modules else None
-    if norms and (any(len(n.module.weight) != D for n in norms) or (norms[0].eps, norms[0].offset) != (norms[1].eps, norms[1].offset)):
+    if (
+        norms
+        and (
+            any(len(n.module.weight) != D for n in norms)
+            or (norms[0].eps, norms[0].offset) != (norms[1].eps, norms[1].offset)
+        )
+    ):
         raise _Unfit("its norms are not of one head each")
     return _AttentionPart(module, norms, rule.get("window"), step)
 
+# %% ../../nbs/40_infer/11_fused.ipynb #3b03b2da
 def _make_block(module, step, width, rule):
     norms = {"input_layernorm", "post_attention_layernorm"}
     if "pre_feedforward_layernorm" in module._modules:
@@ -461,6 +450,7 @@ def _try_angles(module, part, kind, facts, rule, like):
         raise _Unfit(f"it gives {tuple(want[0].shape)} {want[0].dtype}")
     return max(map(_difference, got, want))
 
+# %% ../../nbs/40_infer/11_fused.ipynb #d6cd824a
 def _try_cached(module, part, kind, facts, rule, like):
     "Largest difference of a module that attends, in its results and in what it writes"
     attention, worst, ran = part if kind == "attention" else part.attention, 0., 0
@@ -470,12 +460,8 @@ def _try_cached(module, part, kind, facts, rule, like):
         caches, rows = [], len(held)
         for _ in range(2):
             cache = KVCache(
-                None,
-                rows,
-                max(held) + 4,
-                x_like.dtype,
-                x_like.device,
-                shapes=[None] * layer + [(attention.Hk, attention.D, attention.D)],
+                None, rows, max(held) + 4, x_like.dtype, x_like.device,
+                shapes=[None] * layer + [(attention.Hk, attention.D, attention.D)]
             )
             draw = torch.Generator().manual_seed(1)
             for t in cache.layers[layer].stores(): t.copy_(torch.randn(t.shape, generator=draw))
@@ -486,15 +472,11 @@ def _try_cached(module, part, kind, facts, rule, like):
         span, x = caches[0].span, x_like[:rows, :M]
         mask = facts.shown(attention_mask(span, **rule), x.dtype)
         kwargs = dict(
-            attention_mask=mask,
-            position_embeddings=(turn.cos(), turn.sin()),
-            position_ids=span.positions,
-            use_cache=True,
+            attention_mask=mask, position_embeddings=(turn.cos(), turn.sin()), position_ids=span.positions,
+            use_cache=True
         )
-        got, want = (
-            part((x,), kwargs | dict(past_key_values=caches[0])),
-            _own_forward(module, x, **kwargs, past_key_values=caches[1]),
-        )
+        got = part((x,), kwargs | dict(past_key_values=caches[0]))
+        want = _own_forward(module, x, **kwargs, past_key_values=caches[1])
         if got is None: continue
         stores, ran = zip(*(c.layers[layer].stores() for c in caches)), ran + 1
         worst = max(
@@ -506,8 +488,7 @@ def _try_cached(module, part, kind, facts, rule, like):
 def _signature(module, rule):
     "What two modules share if one's proof holds for the other"
     plain = lambda m: tuple(
-        (k, v)
-        for k, v in sorted(m.__dict__.items())
+        (k, v) for k, v in sorted(m.__dict__.items())
         if isinstance(v, (int, float, str, bool, type(None))) and k not in ("layer_idx", "training")
     )
     shapes = lambda m: tuple(
@@ -525,11 +506,8 @@ def _rule(module, facts):
 
 def _join(module, form):
     "Bring the siblings' weights into one storage"
-    names = (
-        ("q_proj", "k_proj", "v_proj")
-        if form == "attention"
-        else next(i for i, d in GATED if module._modules.keys() >= {*i, d})
-    )
+    names = "q_proj", "k_proj", "v_proj"
+    if form != "attention": names = next(i for i, d in GATED if module._modules.keys() >= {*i, d})
     siblings = [module._modules[n] for n in names]
     if len(siblings) > 1 and _Product(*siblings).joined is None:
         # those of unequal kinds stay apart
@@ -547,9 +525,9 @@ def _fuse_one(module, form, step, facts, width, like, proofs, join):
     part, key = _MAKE[form](module, step, width, rule), (form, _signature(module, rule))
     if key not in proofs:
         try:
-            proofs[key] = {"angles": _try_angles, "attention": _try_cached, "block": _try_cached}.get(form, _try_rows)(
-                module, part, form, facts, rule, like
-            )
+            proofs[key] = {
+                "angles": _try_angles, "attention": _try_cached, "block": _try_cached
+            }.get(form, _try_rows)(module, part, form, facts, rule, like)
         except torch.OutOfMemoryError: raise
         except Exception as e:
             proofs[key] = e if isinstance(e, _Unfit) else _Unfit(f"the trial failed: {type(e).__name__}: {e}")
@@ -558,6 +536,7 @@ def _fuse_one(module, form, step, facts, width, like, proofs, join):
         raise _Unfit(f"its results differ by {proofs[key]:.2g}, more than {most:g}")
     _swap(module, part)
 
+# %% ../../nbs/40_infer/11_fused.ipynb #a589396f
 class Fused:
     "What `fuse_decode` did to a model; `undo()` takes it back."
     def __init__(self,
@@ -608,7 +587,7 @@ def fuse_decode(
     kernels:str|None=None,   # "triton", "torch"; None: Triton on a GPU
     forms:dict|None=None,    # name → form of the modules to look at, as a plan has them; None: `fusable(model)`
 )->Fused:                    # .table, .undo(), .join()
-    "Swap angles (on a GPU), norms, gated MLPs, attentions and blocks for parts that need few operations for few tokens; each proven first."
+    "Swap angles (on a GPU), norms, gated MLPs, attentions and blocks for parts made for few tokens; each proven first."
     if kernels not in (None, "triton", "torch"): raise ValueError(f"kernels={kernels!r}: 'triton', 'torch' or None")
     model = unwrap(model)
     tensors = [t for t in (*model.parameters(), *model.buffers())]
@@ -618,10 +597,13 @@ def fuse_decode(
     if _is_fused(model): raise ValueError("model is fused already; undo() that first")
     if "_bmlab_streamer" in model.__dict__: raise ValueError("the model's weights stream; fuse it before")
     try: facts = _Facts(model)
-    except (AttributeError, NotImplementedError, ValueError): facts = None  # no language model of transformers: norms and MLPs alone
+    # no language model of transformers: norms and MLPs alone
+    except (AttributeError, NotImplementedError, ValueError): facts = None
     like = next(t for t in tensors if t.is_floating_point()).new_empty(0, dtype=getattr(model, "dtype", None))
     turned = next((2 * len(b) for n, b in model.named_buffers() if n.endswith("inv_freq")), None)
-    modes, step, proofs, rows, swapped = [(m, m.training) for m in model.modules()], _Step(kernels, {}), {}, [], []
+    modes = [(m, m.training) for m in model.modules()]
+    step, proofs, rows = _Step(kernels, {}), {}, []
+    swapped = []
     forms, modules = fusable(model) if forms is None else forms, dict(parts(model))
     model.eval()
     for form in _MAKE:

@@ -11,6 +11,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from fastcore.basics import patch
 
 from ..core import format_bytes
 
@@ -110,7 +111,7 @@ def _claim_link(link):
     link.used = True
 
 class SimulatedLink:
-    "A link between host and device that exists on paper: copies poison, arrive as late as they may, and are timed by a virtual clock."
+    "A link on paper: copies poison their slot, arrive as late as they may, and are timed by a virtual clock."
     simulated = True
     def __init__(self,
         bytes_per_s:float=12e9,         # host to device
@@ -125,16 +126,13 @@ class SimulatedLink:
                 f"bytes_per_s={bytes_per_s!r}, memory_bytes_per_s={memory_bytes_per_s!r}: both are above 0"
             )
         if order not in ("late", "early", "random"): raise ValueError(f"order={order!r}: 'late', 'early' or 'random'")
-        self.bytes_per_s, self.memory_bytes_per_s, self.latency_s, self.order = (
-            bytes_per_s,
-            memory_bytes_per_s,
-            latency_s,
-            order,
-        )
+        self.bytes_per_s, self.memory_bytes_per_s = bytes_per_s, memory_bytes_per_s
+        self.latency_s, self.order = latency_s, order
         self.chance, self.rows = random.Random(seed), deque(maxlen=100_000)
     def open(self, slots, reader):
         _claim_link(self)
-        self.reader, self.now, self.busy_until, self.pending, self.failed = reader, 0.0, 0.0, [], {}
+        self.reader, self.now, self.busy_until = reader, 0.0, 0.0
+        self.pending, self.failed = [], {}
         self.ready, self.free = [0.0] * len(slots), [0.0] * len(slots)
     def start(self, slot, target, slab, name):
         target.fill_(0xFF)
@@ -172,43 +170,6 @@ class SimulatedLink:
     def settled(self): pass
     def close(self): self.pending, self.reader, self.used = [], None, False
 
-# %% ../../nbs/40_infer/08_links.ipynb #e5a49445
-class _Copies:
-    simulated = False
-    def __init__(self,
-        device:str|torch.device="cuda", # the GPU
-        bytes_per_s:float|None=None,    # None: as fast as it goes; a lower rate imitates a slower link
-    ): self.device, self.bytes_per_s, self.repeats, self.stream = torch.device(device), bytes_per_s, 1.0, None
-    def open(self, slots, reader):
-        _claim_link(self)
-        self.reader, self.free, self.ready, self._before = reader, [None] * len(slots), [None] * len(slots), None
-        if self.stream is None: self.stream = torch.cuda.Stream(self.device, priority=-1)
-        self.stream.wait_stream(self._current())                 # the slots' memory may have been somebody's until now
-        if self.bytes_per_s: self.repeats = max(1.0, _copy_rate(slots[0]) / self.bytes_per_s)
-    def _current(self): return torch.cuda.current_stream(self.device)
-    def _mark(self, stream):
-        "A new event each time: one that took part in a capture cannot be used outside"
-        event = torch.cuda.Event()
-        event.record(stream)
-        return event
-    def start(self, slot, target, slab, name):
-        if self.reader is not None:
-            self.ready[slot] = self.reader.submit(slab, target, self.stream, self.free[slot])
-            return
-        if self.free[slot] is not None: self.stream.wait_event(self.free[slot])
-        with torch.cuda.stream(self.stream):
-            again = int(len(target) * self.repeats)
-            while again > 0:
-                n = min(again, len(target))
-                target[:n].copy_(slab.bytes[:n], non_blocking=True)
-                again -= n
-        self.ready[slot] = self._mark(self.stream)
-    def wait(self, slot, name):
-        if isinstance(self.ready[slot], Future): self.ready[slot] = self.ready[slot].result()
-        if self.ready[slot] is not None: self._current().wait_event(self.ready[slot])
-    def release(self, slot, name, nbytes): self.free[slot] = self._mark(self._current())
-    def capturing(self): return torch.cuda.is_current_stream_capturing()
-
 # %% ../../nbs/40_infer/08_links.ipynb #9e139932
 def _copy_rate(target):
     "Bytes per second of a page-locked copy to a GPU, measured"
@@ -222,28 +183,87 @@ def _copy_rate(target):
     slab.unlock()
     return len(target) / min(a.elapsed_time(b) for a, b in zip(marks[1:], marks[2:])) * 1e3
 
-# %% ../../nbs/40_infer/08_links.ipynb #466f4c7d
-class GpuLink(_Copies):
+# %% ../../nbs/40_infer/08_links.ipynb #e5a49445
+class GpuLink:
     "Copies to a GPU on a stream of their own, ordered by events; legal inside the capture of a CUDA graph."
-    def fork(self):
-        if self.reader is not None:
-            raise RuntimeError(
-                "store='mmap' copies from a thread, which a CUDA graph cannot hold; decode without a graph, or use "
-                "store='ram'"
-            )
-        self._before, mark = (self.free, self.ready), self._mark(self._current())
-        self.stream.wait_event(mark)
-        self.free, self.ready = [mark] * len(self.free), [None] * len(self.ready)
-    def join(self):
-        self._current().wait_event(self._mark(self.stream))
-        self.restore()
-    def restore(self):
-        if self._before is not None: (self.free, self.ready), self._before = self._before, None
-    def settled(self):
-        mark = self._mark(self._current())
-        self.free, self.ready = [mark] * len(self.free), [mark] * len(self.ready)
-    def close(self):
-        for r in self.ready:
-            if isinstance(r, Future): r.exception()
-        torch.cuda.synchronize(self.device)
-        self.ready, self.free, self.reader, self.used = [], [], None, False
+    simulated = False
+    def __init__(self,
+        device:str|torch.device="cuda", # the GPU
+        bytes_per_s:float|None=None,    # None: as fast as it goes; a lower rate imitates a slower link
+    ):
+        self.device, self.bytes_per_s = torch.device(device), bytes_per_s
+        self.repeats, self.stream = 1.0, None
+    def open(self, slots, reader):
+        _claim_link(self)
+        self.reader, self.free, self.ready = reader, [None] * len(slots), [None] * len(slots)
+        self._before = None
+        if self.stream is None: self.stream = torch.cuda.Stream(self.device, priority=-1)
+        self.stream.wait_stream(self._current())                 # the slots' memory may have been somebody's until now
+        if self.bytes_per_s: self.repeats = max(1.0, _copy_rate(slots[0]) / self.bytes_per_s)
+    def _current(self): return torch.cuda.current_stream(self.device)
+    def _mark(self, stream):
+        "A new event each time: one that took part in a capture cannot be used outside"
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+# %% ../../nbs/40_infer/08_links.ipynb #bc57d785
+@patch
+def start(self:GpuLink, slot, target, slab, name):
+    if self.reader is not None:
+        self.ready[slot] = self.reader.submit(slab, target, self.stream, self.free[slot])
+        return
+    if self.free[slot] is not None: self.stream.wait_event(self.free[slot])
+    with torch.cuda.stream(self.stream):
+        again = int(len(target) * self.repeats)
+        while again > 0:
+            n = min(again, len(target))
+            target[:n].copy_(slab.bytes[:n], non_blocking=True)
+            again -= n
+    self.ready[slot] = self._mark(self.stream)
+
+# %% ../../nbs/40_infer/08_links.ipynb #7673fb08
+@patch
+def wait(self:GpuLink, slot, name):
+    if isinstance(self.ready[slot], Future): self.ready[slot] = self.ready[slot].result()
+    if self.ready[slot] is not None: self._current().wait_event(self.ready[slot])
+
+@patch
+def release(self:GpuLink, slot, name, nbytes): self.free[slot] = self._mark(self._current())
+
+@patch
+def close(self:GpuLink):
+    for r in self.ready:
+        if isinstance(r, Future): r.exception()
+    torch.cuda.synchronize(self.device)
+    self.ready, self.free, self.reader = [], [], None
+    self.used = False
+
+# %% ../../nbs/40_infer/08_links.ipynb #e296b9be
+@patch
+def capturing(self:GpuLink): return torch.cuda.is_current_stream_capturing()
+
+@patch
+def fork(self:GpuLink):
+    if self.reader is not None:
+        raise RuntimeError(
+            "store='mmap' copies from a thread, which a CUDA graph cannot hold; decode without a graph, or use "
+            "store='ram'"
+        )
+    self._before, mark = (self.free, self.ready), self._mark(self._current())
+    self.stream.wait_event(mark)
+    self.free, self.ready = [mark] * len(self.free), [None] * len(self.ready)
+
+@patch
+def join(self:GpuLink):
+    self._current().wait_event(self._mark(self.stream))
+    self.restore()
+
+@patch
+def restore(self:GpuLink):
+    if self._before is not None: (self.free, self.ready), self._before = self._before, None
+
+@patch
+def settled(self:GpuLink):
+    mark = self._mark(self._current())
+    self.free, self.ready = [mark] * len(self.free), [mark] * len(self.ready)

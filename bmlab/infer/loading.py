@@ -57,6 +57,7 @@ def model_folder(
             )
     return folder
 
+# %% ../../nbs/40_infer/12_loading.ipynb #5f8ea609
 def model_on_meta(
     name:str|Path,                   # as for `load_placed`
     dtype:torch.dtype|str|None=None, # of the weights; None: as the configuration or the files say
@@ -67,12 +68,12 @@ def model_on_meta(
     dtype = dtype or getattr(config, "dtype", None) or _stored_dtype(folder)
     cls = model_class(config.architectures)
     with torch.device("meta"):
-        model = getattr(cls, "_from_config", cls.from_config if hasattr(cls, "from_config") else None)(
-            config, dtype=dtype
-        )
+        model = getattr(
+            cls, "_from_config", cls.from_config if hasattr(cls, "from_config") else None
+        )(config, dtype=dtype)
     keep = [
         *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
-        *((getattr(model, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else ()),
+        *((getattr(model, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else ())
     ]
     for n, p in model.named_parameters():                             # what the family computes in float32 in any case
         if p.is_floating_point() and any(k in n.split(".") for k in keep): p.data = p.data.float()
@@ -97,17 +98,12 @@ class _Source:
         self.tensors = [self.places.tensor(i) for i in self.places.sites]      # kept, so that an id stays one tensor's
     @torch.no_grad()
     def fill(self, names, device, packed=()):
-        "Give the modules `names` their weights on a device; those of `packed`, which is going to be packed there, may stay where they are mapped"
+        "Give modules their weights on a device; those of `packed`, to be packed there, may stay where they are mapped"
         modules = self.places.modules
-        borrow = (
-            {id(modules[n]._parameters.get("weight")) for n in packed if n in modules}
-            if torch.device(device).type == "cpu"
-            else ()
-        )
+        borrow = {id(modules[n]._parameters.get("weight")) for n in packed if n in modules}
+        if torch.device(device).type != "cpu": borrow = ()
         here = {
-            id(t): t
-            for n in names
-            for t in (*modules[n]._parameters.values(), *modules[n]._buffers.values())
+            id(t): t for n in names for t in (*modules[n]._parameters.values(), *modules[n]._buffers.values())
             if t is not None and t.is_meta
         }
         rest = {i for i in here if not self.key.get(i)}
@@ -154,9 +150,8 @@ def _open(folder, dtype, plan, model):
                 f"{folder} lacks {len(fresh)} weights of {type(whole).__name__}, such as {fresh[0]}"
             ) from e
         _log.warning(
-            "%s is loaded as a whole before it is packed, since its files cannot be read block by block: %s",
-            folder,
-            why[:200],
+            "%s is loaded as a whole before it is packed, since its files cannot be read block by block: %s", folder,
+            why[:200]
         )
         return whole, _Loaded()
 
@@ -164,8 +159,7 @@ def _check_plan(plan, model):
     if plan is not None and (mine := list(find_blocks(model))) != list(plan.blocks.index):
         raise ValueError(
             f"plan={plan.sentence().split(';')[0]!r} is of another model: it has {len(plan.blocks)} blocks, this "
-            f"{type(model).__name__} has {len(mine)}; "
-            "plan_inference(model_on_meta(name), …) makes one"
+            f"{type(model).__name__} has {len(mine)}; " "plan_inference(model_on_meta(name), …) makes one"
         )
 
 def _mover(plan, device):
@@ -189,10 +183,8 @@ def load_placed(
     model:nn.Module|None=None,         # of `model_on_meta`, as the plan was made for: it is filled; None: one is made
 )->tuple:                              # (model in eval mode, tokenizer or None)
     "A trained model, filled, packed and placed a block at a time; the host never holds a second copy."
-    device, folder = (
-        torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"),
-        model_folder(name),
-    )
+    device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    folder = model_folder(name)
     if bits not in (None, 4, 8): raise ValueError(f"bits={bits!r}: 8, 4, or None")
     if model is not None and dtype is not None:
         raise ValueError(f"dtype={dtype!r} with a model, which has one; give the dtype to model_on_meta")

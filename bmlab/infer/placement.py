@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pandas as pd
 import torch
+from fastcore.basics import patch
 from torch import nn
 
 from .cache import KVCache, kv_shapes
@@ -32,7 +33,7 @@ def packed_bytes(
     bits:int,            # 8 or 4
     group_size:int=128,  # of int4
 )->tuple:                # bytes of each stored tensor: codes, scale (and zero)
-    "What a packed matrix takes."
+    "Bytes of a packed matrix."
     g = group_for(columns, group_size) if bits == 4 else None
     return (rows * columns // 2, 2 * rows * columns // g, 2 * rows * columns // g) if g else (rows * columns, 4 * rows)
 
@@ -57,13 +58,8 @@ def _block_of(name, blocks):
 def _pieces(w, module, packed, as_int8, bits, group_size):
     "(bits, bytes of each stored tensor) of a weight"
     if packed:
-        k, n = (
-            expert_shape(torch.empty(w.shape, device="meta"), module)
-            if len(w.shape) == 3
-            else w.shape
-            if hasattr(module, "nf")
-            else w.shape[::-1]
-        )
+        if len(w.shape) == 3: k, n = expert_shape(torch.empty(w.shape, device="meta"), module)
+        else: k, n = w.shape if hasattr(module, "nf") else w.shape[::-1]
         bits = 8 if as_int8 or bits == 4 and not group_for(k, group_size) else bits
         return bits, packed_bytes(math.prod(w.shape) // k, k, bits, group_size)
     for name, stored, _, label in module._bmlab_packed() if hasattr(module, "_bmlab_packed") else ():
@@ -79,12 +75,10 @@ def stored_weights(
     packed:list|None=None, # names of the modules that are going to be packed; None: `packable(model)`
 )->list:                   # of Stored, in module order, buffers at the end
     "Every tensor of a model, as it will be stored."
-    blocks, modules, role = (
-        find_blocks(model) if blocks is None else blocks,
-        dict(parts(model, deltas=True)),
-        roles(model),
-    )
-    todo, rows = set(() if not bits else packable(model) if packed is None else packed), list(weights(model))
+    blocks = find_blocks(model) if blocks is None else blocks
+    modules, role = dict(parts(model, deltas=True)), roles(model)
+    if packed is None: packed = packable(model) if bits else ()
+    todo, rows = set(packed if bits else ()), list(weights(model))
     # (their biases have two dimensions, and stay)
     experts = {w.owner for w in rows if len(w.shape) == 3}
     packs = lambda w: w.owner in todo and len(w.shape) >= (3 if w.owner in experts else 2)
@@ -95,19 +89,10 @@ def stored_weights(
     for w in rows:
         b, pieces = _pieces(w, modules[w.owner], packs(w), key(w) in with_table, bits, group_size)
         name = first.setdefault(key(w), w.name)
-        out.append(
-            Stored(
-                w.name,
-                w.owner,
-                _block_of(w.owner, blocks),
-                b,
-                pieces if name == w.name else (),
-                math.prod(w.shape),
-                role.get(w.owner, role.get(w.name, "")),
-                name,
-                tuple(dict.fromkeys(owners[w.tied_to or w.name])),
-            )
-        )
+        out.append(Stored(
+            w.name, w.owner, _block_of(w.owner, blocks), b, pieces if name == w.name else (), math.prod(w.shape),
+            role.get(w.owner, role.get(w.name, "")), name, tuple(dict.fromkeys(owners[w.tied_to or w.name]))
+        ))
     for n, m in modules.items():
         held = {id(t) for _, stored, *_ in m._bmlab_packed() for t in stored} if hasattr(m, "_bmlab_packed") else ()
         for k, t in m._buffers.items():
@@ -143,29 +128,19 @@ def _item(model):
 def _generates(model): return bool(getattr(model, "can_generate", bool)())
 
 def _sizes(model):
-    "(width, feed-forward width, vocabulary, query heads × width of one) from the configuration, or from the shapes of the matrices"
+    "(text config, width, feed-forward width, vocabulary, heads, width of a head), by the config or by the shapes"
     config = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     shapes = [tuple(p.shape) for n, p in model.named_parameters() if p.ndim == 2] or [(1, 1)]
     width = _get(text, "hidden_size", "d_model", "n_embd", "dim", default=min(min(s) for s in shapes))
     inner = _get(
-        text,
-        "intermediate_size",
-        "d_ff",
-        "dim_ff",
-        "ffn_dim",
-        "n_inner",
-        "decoder_ffn_dim",
-        default=4 * width if text is not None else max(max(s) for s in shapes),
+        text, "intermediate_size", "d_ff", "dim_ff", "ffn_dim", "n_inner", "decoder_ffn_dim",
+        default=4 * width if text is not None else max(max(s) for s in shapes)
     )
     heads = _get(text, "num_attention_heads", "num_heads", "n_head", "decoder_attention_heads", default=1)
     return (
-        text,
-        width,
-        inner,
-        _get(text, "vocab_size"),
-        heads,
-        _get(text, "head_dim", "d_kv", "dim_head", default=width // max(heads, 1)),
+        text, width, inner, _get(text, "vocab_size"), heads,
+        _get(text, "head_dim", "d_kv", "dim_head", default=width // max(heads, 1))
     )
 
 # %% ../../nbs/40_infer/07_placement.ipynb #608795c6
@@ -180,7 +155,8 @@ def workspace_bytes(
     checked:int=1,       # tokens of each sequence that a step checks
 )->int:
     "Bytes of activations and temporary copies in the worst moment of a prefill or a step, estimated from shapes."
-    text, width, inner, vocab, heads, head = _sizes(model)
+    text, width, inner, *more = _sizes(model)
+    vocab, heads, head = more
     item, kv = _item(model), _get(text, "num_key_value_heads", default=heads)
     # an encoder sees the whole text at once
     whole = getattr(text, "is_encoder_decoder", False) or not _generates(model)
@@ -194,11 +170,8 @@ def workspace_bytes(
     )  # written out in Python
     feed = tokens * ((4 if slow else 3) * inner + 5 * width) * item
     packed = [s for s in stored if s.bits <= 8 and s.block and s.pieces and s.role]
-    widened = (
-        max([SEGMENT, *(min(WIDE_BYTES, s.numel * item) for s in packed)])
-        if gpu
-        else ((2 << 20) + 24 * tokens * inner) * bool(packed)
-    )  # on a CPU: a stretch of rows, and integer products
+    if gpu: widened = max([SEGMENT, *(min(WIDE_BYTES, s.numel * item) for s in packed)])
+    else: widened = ((2 << 20) + 24 * tokens * inner) * bool(packed)    # a stretch of rows, and integer products
     # keys and values, for every query head
     repeated = 2 * item * heads * (kv < heads)
     # (in 8 bits: one layer's, widened)
@@ -206,21 +179,15 @@ def workspace_bytes(
     # T5's scores are kept, with their bias and in float32, whatever is asked for
     biased = hasattr(text, "relative_attention_num_buckets")
     eager = biased or getattr(text, "_attn_implementation", "sdpa") == "eager"
-    attend = (
-        tokens * 7 * max(width, heads * head) * item
-        + max_batch * max_ctx * head * seen
-        + tokens * max_ctx * (heads * ((2 * item + 8 if item < 4 else 8) + 2 * item * biased) if eager else item)
-    )
+    attend = tokens * 7 * max(width, heads * head) * item + max_batch * max_ctx * head * seen
+    score = 8 + 2 * item * (item < 4) + 2 * item * biased                # bytes of one head's score, where it is kept
+    attend += tokens * max_ctx * (heads * score if eager else item)
     # logits as computed, in float32, and sorted
     mask, logits = tokens * max_ctx, max(max_batch * checked, CHECKED) * vocab * (item + 12)
     # CPM's: a number for each head and pair of places, twice while it is made
     bias = mask * item * heads * hasattr(text, "position_bias_num_buckets")
-    return (
-        mask
-        + max(feed + widened + bias, attend + bias, bias + max(bias + 4 * mask, 48 * mask) if bias else 0)
-        + logits
-        + (LIBRARIES if gpu else 0)
-    )
+    making = bias + max(bias + 4 * mask, 48 * mask) if bias else 0
+    return mask + max(feed + widened + bias, attend + bias, making) + logits + (LIBRARIES if gpu else 0)
 
 # %% ../../nbs/40_infer/07_placement.ipynb #37e1ab28
 class Placed(NamedTuple):
@@ -247,7 +214,7 @@ def _stay(names, size, budget):
     return gone, left
 
 def _ways(blocks, slots):
-    "[(size of a slot, names that stay because they are larger or shared, bytes of these)] for every size that a slot could have"
+    "For each size that a slot could have: (it, names that are larger or shared and so stay, bytes of these)"
     can = blocks[~blocks.shared]
     for slot in sorted(can.bytes.unique(), reverse=True):
         stay = blocks.index[blocks.shared | (blocks.bytes > slot)]
@@ -313,7 +280,7 @@ def fusable(
 # %% ../../nbs/40_infer/07_placement.ipynb #41ffd0d6
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    "What decoding reaches of a machine's rates, and what a step costs besides; measured with a 9.51B decoder on an H200."
+    "What decoding reaches of a machine's rates, and a step's other costs; measured with a 9.51B decoder on an H200."
     floats:float=0.82             # share of `hbm` at which 16- and 32-bit weights are read for one row
     int8:float=0.87               # … int8 weights
     int4:float=0.57               # … int4 weights
@@ -348,63 +315,37 @@ _HOST = ("guess_s", "draft_s", "block_s", "packed_s", "stretch_s")              
 DECODING = {
     "gpu": Decoding(loose=36),
     "cpu": Decoding(
-        floats=0.8,
-        int8=0.7,
-        int4=0.4,
-        cache=0.3,
-        kernels=40,
-        joined=0,
-        kernel_s=6e-6,
-        token_s=1e-3,
-        prefill=0.7,
-        link=1.0,
-        copy_s=0.0,
-        disk=1e9,
-        **dict.fromkeys(_HOST, 0.0),
-    ),
+        floats=0.8, int8=0.7, int4=0.4, cache=0.3, kernels=40, joined=0, kernel_s=6e-6, token_s=1e-3, prefill=0.7,
+        link=1.0, copy_s=0.0, disk=1e9, **dict.fromkeys(_HOST, 0.0)
+    )
 }
 CPU = Machine(
-    name="cpu",
-    flops=6e10,
-    hbm=1.6e10,
-    gpu_memory=16 << 30,
-    h2d=12.3e9,
-    d2h=12.3e9,
-    duplex=10e9,
-    host_memory=16 << 30,
-    host_adam=5e7,
-    network=1e9,
-    network_hosts=1e9,
-    flops32=6e10,
-    units=1,
-    unaligned=1.0,
-    tile_s=1e-9,
-    context=0,
-    source="a guess; measure() knows",
+    name="cpu", flops=6e10, hbm=1.6e10, gpu_memory=16 << 30, h2d=12.3e9, d2h=12.3e9, duplex=10e9, host_memory=16 << 30,
+    host_adam=5e7, network=1e9, network_hosts=1e9, flops32=6e10, units=1, unaligned=1.0, tile_s=1e-9, context=0,
+    source="a guess; measure() knows"
 )
 
 # %% ../../nbs/40_infer/07_placement.ipynb #75fc6000
 _CROSS, _ONCE = re.compile(r"(?i)enc.?dec|cross|encoder_attn"), re.compile(r"(?i)\b(vision|visual|audio)")
 
 def _is_loose(block):
-    "Will a block keep its many small kernels? One of LLaMA's make has few, with an MLP that has no gate, too"
+    "Will a block keep its many small kernels? LLaMA-like blocks have few, also with an MLP that has no gate"
     has = lambda m, *names: m._modules.keys() >= set(names)
     return not (
-        has(block, "self_attn", "mlp")
-        and has(block.self_attn, "q_proj", "k_proj", "v_proj", "o_proj")
+        has(block, "self_attn", "mlp") and has(block.self_attn, "q_proj", "k_proj", "v_proj", "o_proj")
         and any(has(block.mlp, n) for n in ("down_proj", "wo", "w2"))
     )
 
 def _phase(rows, share, model):
-    "What a pass reads and multiplies, in a form that goes into a file: bytes by bits; of experts; numbers per row; numbers that are widened for many rows; number of blocks, and of those that are not fused"
+    "What a pass reads and multiplies, in a form that goes into a file"
     out = {
-        "read": {},
-        "experts": {},
-        "share": share,
-        "active": 0.0,
-        "widened": 0,
+        "read": {},            # bits → bytes
+        "experts": {},         # the same of experts
+        "share": share,        # of the experts that one row reads
+        "active": 0.0,         # numbers that one row is multiplied by
+        "widened": 0,          # numbers that are written as floats first, for many rows
         "blocks": len(blocks := {s.block for s in rows if s.block}),
-        "loose": sum(_is_loose(model.get_submodule(b)) for b in blocks),
+        "loose": sum(_is_loose(model.get_submodule(b)) for b in blocks)
     }
     for s in rows:
         if not s.numel: continue                                             # a buffer
@@ -420,21 +361,16 @@ def _phases(model, stored, once, tables, headless):
     "{'step', 'prompt'}: what a token reads, and what a prompt reads"
     config = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    chosen, experts = (
-        _get(text, "num_experts_per_tok", "num_selected_experts"),
-        _get(text, "num_local_experts", "num_experts", "n_routed_experts"),
-    )
+    chosen = _get(text, "num_experts_per_tok", "num_selected_experts")
+    experts = _get(text, "num_local_experts", "num_experts", "n_routed_experts")
     share = chosen / experts if 0 < chosen < experts else 1.0
     heads = {s.first for s in stored if s.role == "head"}
     table = lambda s: s.role == "embed" and s.first not in heads and not (headless and s.owner in tables)
     cross = lambda s: s.role in ("k", "v") and _CROSS.search(s.owner.rpartition(".")[0]) and s.block not in once
     of = lambda keep: [s for s in stored if keep(s)]
     step = of(lambda s: not table(s) and not cross(s) and not s.block in once)
-    prompt = (
-        of(lambda s: cross(s) or s.block in once)
-        if once
-        else of(lambda s: not table(s) and (s.block or not _generates(model)))
-    )
+    if once: prompt = of(lambda s: cross(s) or s.block in once)
+    else: prompt = of(lambda s: not table(s) and (s.block or not _generates(model)))
     return {
         "step": _phase(step, share, model),
         "prompt": _phase(prompt, share, model) | ({"read_by": len(once)} if once else {}),
@@ -443,7 +379,7 @@ def _phases(model, stored, once, tables, headless):
 # %% ../../nbs/40_infer/07_placement.ipynb #564e7d59
 def _read_s(phase, rows, m, d, item):
     "Seconds that reading the weights takes for so many rows"
-    rate = lambda bits: m.hbm * (d.int4 if bits == "4" else d.int8 if bits == "8" else d.floats)
+    rate = lambda bits: m.hbm * {"4": d.int4, "8": d.int8}.get(bits, d.floats)
     chosen = 1 - (1 - phase["share"]) ** rows
     seconds = sum(b / rate(k) for k, b in phase["read"].items()) + sum(
         chosen * b / rate(k) for k, b in phase["experts"].items()
@@ -478,17 +414,19 @@ def lanes(
         "link": streamed / rate + copies * d.copy_s,
         "memory": _read_s(phase, rows, m, d, item) + cache / (m.hbm * d.cache),
         "arithmetic": 2 * phase["active"] * rows / flops + attention / (m.flops * m.attention),
-        "launch": ((phase["blocks"] - loose) * kernels + loose * (d.kernels if d.loose is None else d.loose))
-        * (m.kernel_s if d.kernel_s is None else d.kernel_s)
-        + d.token_s,
-        "host": host * one_by_one,
+        "launch": (
+            (phase["blocks"] - loose) * kernels + loose * (d.kernels if d.loose is None else d.loose)
+        ) * (m.kernel_s if d.kernel_s is None else d.kernel_s) + d.token_s,
+        "host": host * one_by_one
     }
 
+# %% ../../nbs/40_infer/07_placement.ipynb #c58c1e04
 def pass_seconds(
     lanes:dict,   # of `lanes`
     rows:int,     # tokens that pass together
 )->float:
-    "Seconds of one pass: copies and the host run beside everything; reading and multiplying overlap for few rows, and follow each other for many, where weights are widened first."
+    "Seconds of one pass: the slowest of link, device and host."
+    # reading and multiplying overlap for few rows, and follow each other for many, whose weights are widened first
     work = max(lanes["memory"], lanes["arithmetic"]) if rows <= 64 else lanes["memory"] + lanes["arithmetic"]
     return max(lanes["link"], work + lanes["launch"], lanes["host"])
 
@@ -496,8 +434,8 @@ def pass_seconds(
 BOUNCE = 24 << 20                                 # bytes of the pinned buffers through which store="mmap" reads
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class _Bytes:
-    "What is held where"
+class InferencePlan:
+    "What decoding will need, what stays, what streams, and how fast it will be; made by `plan_inference`."
     weights:int            # bytes of all weights in the form that they will have, wherever they are
     kv_cache:int           # bytes of keys and values at max_batch × max_ctx
     workspace:int          # bytes of activations and temporary copies, estimated
@@ -515,72 +453,6 @@ class _Bytes:
     host:list=field(default_factory=list) # names of modules kept and gathered on the host
     store:str="ram"        # where streamed blocks wait: "ram" or "mmap"
     host_limit:int|None=None
-
-    resident = property(
-        lambda self: list(self.blocks.index[self.blocks["where"] == "stays"]), doc="Names of the blocks that stay."
-    )
-    streamed = property(
-        lambda self: list(self.blocks.index[self.blocks["where"] == "streams"]),
-        doc="Names of the blocks that are copied in, in order.",
-    )
-    resident_bytes = property(
-        lambda self: int(self.blocks.bytes[self.blocks["where"] == "stays"].sum()), doc="Bytes of the blocks that stay."
-    )
-    streamed_bytes = property(
-        lambda self: int(self.blocks.bytes[self.blocks["where"] == "streams"].sum()),
-        doc="Bytes of the blocks that stream.",
-    )
-    @property
-    def moving(self)->pd.DataFrame: # rows of `blocks`
-        "The blocks that are copied for each decoded token: not those that have a slot to themselves while decoding."
-        rows = self.blocks[(self.blocks["where"] == "streams") & self.blocks.each_token]
-        slot = rows.groupby("stack").cumcount() % self.slots                  # place in its stack
-        return rows[slot.map(slot.value_counts()) > 1]
-    link_bytes = property(
-        lambda self: int(self.moving.bytes.sum()), doc="Bytes that each decoded token brings over the link."
-    )
-    ring_bytes = property(lambda self: self.slots * self.slot_bytes, doc="Bytes of the slots.")
-    @property
-    def parts(self)->dict: # category → [device bytes, host bytes]
-        "Who holds what, on the device and on the host."
-        on_host, streamed = self.embedding_bytes if self.host else 0, self.streamed_bytes
-        device = {
-            "CUDA context": self.context_bytes,
-            "outside the blocks": self.rest_bytes + self.embedding_bytes - on_host,
-            "blocks that stay": self.resident_bytes,
-            f"{self.slots} slots": self.ring_bytes,
-            "KV cache": self.kv_cache,
-            "workspace": self.workspace,
-            "draft model": self.draft_bytes,
-        }
-        waits = {"blocks that stream": streamed} if self.store == "ram" else {"pinned buffers": BOUNCE * bool(streamed)}
-        return {n: [b, 0] for n, b in device.items() if b} | {
-            n: [0, b] for n, b in (waits | {"input embedding": on_host}).items() if b
-        }
-    peak_bytes = property(
-        lambda self: sum(d for d, _ in self.parts.values()),
-        doc="Bytes of the device, everything at once, the CUDA context included.",
-    )
-    host_bytes = property(lambda self: sum(h for _, h in self.parts.values()), doc="Pinned bytes of the host.")
-    def table(self)->pd.DataFrame: # one row for each part of the peak
-        "The parts of the peak, in readable units."
-        rows = {**self.parts, "peak": [self.peak_bytes, self.host_bytes]}
-        size = lambda b: format_bytes(b) if b else ""
-        return pd.DataFrame(
-            {
-                "device": [size(d) for d, _ in rows.values()],
-                "share": [f"{d / max(self.peak_bytes, 1):.0%}" if d else "" for d, _ in rows.values()],
-                "host": [size(h) for _, h in rows.values()],
-                "device bytes": [d for d, _ in rows.values()],
-                "host bytes": [h for _, h in rows.values()],
-            },
-            index=list(rows),
-        )
-
-# %% ../../nbs/40_infer/07_placement.ipynb #fafb475d
-@dataclass(kw_only=True, eq=False, repr=False)
-class _Speed(_Bytes):
-    "How fast it is"
     phases:dict            # what a step and a prompt read and multiply
     cache_token_bytes:int  # bytes of keys and values of one token of one row
     heads_width:list       # [decoder layers, query heads × width of one], for the arithmetic of attention
@@ -594,187 +466,268 @@ class _Speed(_Bytes):
     machine:dict           # rates that were used
     decoding:dict          # shares that were used
     settings:dict          # what was asked for
-
-    def _lanes(self, phase, rows, each_token, cache=0, attention=0):
-        moving = (
-            self.moving
-            if phase == "step"
-            else self.blocks[(self.blocks["where"] == "streams") & (self.blocks.each_token == each_token)]
-        )
-        m, d = Machine(**self.machine), Decoding(**self.decoding)
-        return lanes(
-            self.phases[phase],
-            rows,
-            m,
-            d,
-            int(moving.bytes.sum()),
-            len(moving),
-            cache,
-            attention,
-            self.item,
-            self.store == "mmap",
-            phase == "prompt" and self.generates,
-        ), rows
-    def step(self,
-        batch:int=1,           # sequences at once
-        checked:int=1,         # tokens of each that a step checks (speculation)
-        ctx:float|None=None,   # tokens that are held, on average; None: halfway from prompt to max_ctx
-    )->tuple:                  # (lanes in seconds, rows)
-        "What one step of decoding keeps busy, and for how long."
-        ctx = (self.prompt + self.max_ctx) / 2 if ctx is None else ctx
-        return self._lanes("step", batch * checked, True, cache=batch * ctx * self.cache_token_bytes)
-    def tokens_per_s(self,
-        batch:int=1,           # sequences at once
-        accepted:float=1.0,    # tokens of each that a step yields on average (speculation: above 1)
-        ctx:float|None=None,   # tokens that are held, on average; None: halfway from prompt to max_ctx
-        checked:int|None=None, # tokens of each that a step checks; None: as few as `accepted` needs
-        levels:int|None=None,  # passes of the draft model before it: a tree is as deep as its longest branch, however
-                               # many tokens it has; None: checked - 1, a chain
-    )->float:                  # of all sequences together
-        "Tokens a second: decoded, or for a model that does not generate, read."
-        if not self.generates: return batch * self.prompt / self.first_token(batch=batch)
-        checked = math.ceil(accepted) if checked is None else checked
-        m, d = Machine(**self.machine), Decoding(**self.decoding)
-        seconds = pass_seconds(*self.step(batch, checked, ctx)) + (d.guess_s if checked > 1 else 0.0)
-        if self.draft_step and (levels := checked - 1 if levels is None else levels) > 0:
-            seconds += levels * (pass_seconds(lanes(self.draft_step, batch, m, d, item=self.item), batch) + d.draft_s)
-        return batch * accepted / seconds
-    def first_token(self,
-        prompt:int|None=None,  # tokens of the prompt; None: as planned
-        batch:int=1,
-    )->float:                  # seconds
-        "Time from a prompt to its first token (to the end, for a model that does not generate)."
-        prompt, seconds = self.prompt if prompt is None else prompt, 0.0
-        layers, width = self.heads_width
-        for start in range(0, prompt, prompt if self.encoder or not self.generates else CHUNK):
-            n = min(CHUNK, prompt - start) if self.generates and not self.encoder else prompt
-            seconds += pass_seconds(
-                *self._lanes(
-                    "prompt", batch * n, not self.encoder, attention=4 * layers * width * batch * n * (start + n / 2)
-                )
-            )
-        return seconds + (pass_seconds(*self.step(batch, ctx=prompt)) if self.encoder else 0.0)
-    first_token_s = property(
-        lambda self: self.first_token(), doc="Seconds to the first token of a prompt of the planned length."
-    )
-    bound = property(
-        lambda self: max(
-            lane := self.step()[0] if self.generates else self._lanes("prompt", self.prompt, True)[0], key=lane.get
-        ),
-        doc="What holds a step up: link, memory, arithmetic, launch or host.",
-    )
-
-# %% ../../nbs/40_infer/07_placement.ipynb #1294d399
-@dataclass(kw_only=True, eq=False, repr=False)
-class InferencePlan(_Speed):
-    "What decoding will need, what stays, what streams, and how fast it will be; made by `plan_inference`."
     packable:list|None=None # names of the layers that packing replaces; None: not asked for, or the plan is an old one
     fusable:dict|None=None  # name → form, as of `fusable`; None: the plan is an old one
 
-    def blocks_in(self,
-        model:nn.Module, # of this plan; packed, fused or loaded meanwhile
-    )->dict:             # name → module
-        "The plan's blocks in a model."
-        modules = dict(parts(model))
-        return {n: modules[n] for n in self.blocks.index}
-    def at(self,
-        memory_limit:int|str|None, # bytes, "6GiB", or None
-    )->"InferencePlan":
-        "The same model under another limit."
-        limit = None if memory_limit is None else parse_bytes(memory_limit)
-        fixed = self.context_bytes + self.rest_bytes + self.kv_cache + self.workspace + self.draft_bytes
-        found = place_blocks(self.blocks, limit, fixed, self.embedding_bytes, self.slots)
-        if found is None:
-            raise ValueError(
-                f"memory_limit={memory_limit!r} is below the smallest feasible plan, "
-                f"{format_bytes(self.min_bytes, up=True)} ({format_bytes(self.weights)} of weights)"
-            )
-        where = ["streams" if n in set(found.streamed) else "stays" for n in self.blocks.index]
-        return dataclasses.replace(
-            self,
-            limit=limit,
-            blocks=self.blocks.assign(where=where),
-            slot_bytes=found.slot_bytes,
-            host=list(self.embeddings) if found.host else [],
-        )
-    def sentence(self)->str:
-        "The plan in a few words."
-        n, s = len(self.blocks), len(self.streamed)
-        fits = (
-            "everything stays"
-            if not s and not self.host
-            else f"all {n} blocks stay, the input embedding is gathered on the host"
-            if not s
-            else f"{n - s} of {n} blocks stay, {s} stream ({format_bytes(self.streamed_bytes)} in {self.slots} slots "
-                 f"of {format_bytes(self.slot_bytes)})"
-        )
-        most = min(8, self.max_batch)
-        rate = f"{self.tokens_per_s():.3g} tokens/s" + (
-            " read" if not self.generates else f", {self.tokens_per_s(most):.3g} at batch {most}" if most > 1 else ""
-        )
-        first = f"; first token of {self.prompt} after {self.first_token_s:.2g} s" if self.generates else ""
-        held = (
-            f"peak {format_bytes(self.peak_bytes)} of "
-            f"{format_bytes(self.limit) if self.limit is not None else 'no limit'}, smallest limit "
-            f"{format_bytes(self.min_bytes, up=True)}"
-        )
-        return f"{fits}; {rate}{first}; bound by {_LANES[self.bound]}; {held}"
-    def check(self,
-        stats:dict, # measured: peak_bytes, host_bytes, decode_tok_s, first_token_s, link_gb_s; with prompt_tokens,
-                    # new_tokens, batch, accepted, checked and levels the prediction is for these
-    )->pd.DataFrame:
-        "Measured beside predicted."
-        mine = self.predicted(stats)
-        rows = [
-            {"": n, "predicted": p, "measured": stats[n], "predicted / measured": p / stats[n]}
-            for n, p in mine.items()
-            if stats.get(n)
-        ]
-        if not rows: raise ValueError(f"stats has none of {', '.join(mine)}: give at least one, as measured")
-        return pd.DataFrame(rows).set_index("")
-    def predicted(self,
-        stats:dict, # prompt_tokens and new_tokens of a text, batch (texts at once, on average), accepted, checked and
-                    # levels of a step; what is left out is as planned
-    )->dict:        # peak_bytes, host_bytes, decode_tok_s, first_token_s, link_gb_s
-        "What a run of this size should take."
-        batch, prompt = stats.get("batch", 1), stats.get("prompt_tokens", self.prompt)
-        ctx = prompt + stats["new_tokens"] / 2 if "new_tokens" in stats else None
-        rate = self.tokens_per_s(batch, stats.get("accepted", 1.0), ctx, stats.get("checked"), stats.get("levels"))
-        lane, rows = self.step(batch, ctx=ctx)
-        return {
-            "peak_bytes": self.peak_bytes,
-            "host_bytes": self.host_bytes,
-            "decode_tok_s": rate,
-            "first_token_s": self.first_token(prompt, batch),
-            "link_gb_s": self.link_bytes / pass_seconds(lane, rows) / 1e9,
-        }
-    def save(self, path:str|Path): # a .json file
-        "Write the plan, so that it can be held against the run."
-        out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        Path(path).write_text(
-            json.dumps(out | {"blocks": self.blocks.reset_index(names="name").to_dict("list")}, indent=1),
-            encoding="utf-8",
-        )
-    @classmethod
-    def load(cls, path:str|Path)->"InferencePlan":
-        "A plan that `save` wrote."
-        d = json.loads(Path(path).read_text(encoding="utf-8"))
-        for n in ("joined", *_HOST): d["decoding"].setdefault(n, 0)       # of a plan from before they were told apart
-        return cls(**d | {"blocks": pd.DataFrame(d["blocks"]).set_index("name")})
-    def plot(self, limits:list|None=None): # bytes; None: from the smallest to all
-        "Tokens a second against the limit."
-        return _plot(self, limits)
     def __str__(self): return f"{self.table()[['device', 'share', 'host']]}\n{self.sentence()}"
     __repr__ = __str__
-    def _repr_html_(self): return _picture(self)
+
+# %% ../../nbs/40_infer/07_placement.ipynb #c7e04b4c
+@patch(as_prop=True)
+def resident(self:InferencePlan):
+    "Names of the blocks that stay."
+    return list(self.blocks.index[self.blocks["where"] == "stays"])
+
+@patch(as_prop=True)
+def streamed(self:InferencePlan):
+    "Names of the blocks that are copied in, in order."
+    return list(self.blocks.index[self.blocks["where"] == "streams"])
+
+@patch(as_prop=True)
+def resident_bytes(self:InferencePlan):
+    "Bytes of the blocks that stay."
+    return int(self.blocks.bytes[self.blocks["where"] == "stays"].sum())
+
+@patch(as_prop=True)
+def streamed_bytes(self:InferencePlan):
+    "Bytes of the blocks that stream."
+    return int(self.blocks.bytes[self.blocks["where"] == "streams"].sum())
+
+# %% ../../nbs/40_infer/07_placement.ipynb #c8ceb39a
+@patch(as_prop=True)
+def moving(self:InferencePlan)->pd.DataFrame: # rows of `blocks`
+    "The blocks that are copied for each decoded token: not those that have a slot to themselves while decoding."
+    rows = self.blocks[(self.blocks["where"] == "streams") & self.blocks.each_token]
+    slot = rows.groupby("stack").cumcount() % self.slots                  # place in its stack
+    return rows[slot.map(slot.value_counts()) > 1]
+
+@patch(as_prop=True)
+def link_bytes(self:InferencePlan):
+    "Bytes that each decoded token brings over the link."
+    return int(self.moving.bytes.sum())
+
+@patch(as_prop=True)
+def ring_bytes(self:InferencePlan):
+    "Bytes of the slots."
+    return self.slots * self.slot_bytes
+
+# %% ../../nbs/40_infer/07_placement.ipynb #3fe00d12
+@patch(as_prop=True)
+def parts(self:InferencePlan)->dict: # category → [device bytes, host bytes]
+    "Who holds what, on the device and on the host."
+    on_host, streamed = self.embedding_bytes if self.host else 0, self.streamed_bytes
+    device = {
+        "CUDA context": self.context_bytes, "outside the blocks": self.rest_bytes + self.embedding_bytes - on_host,
+        "blocks that stay": self.resident_bytes, f"{self.slots} slots": self.ring_bytes, "KV cache": self.kv_cache,
+        "workspace": self.workspace, "draft model": self.draft_bytes
+    }
+    waits = {"blocks that stream": streamed} if self.store == "ram" else {"pinned buffers": BOUNCE * bool(streamed)}
+    return {n: [b, 0] for n, b in device.items() if b} | {
+        n: [0, b] for n, b in (waits | {"input embedding": on_host}).items() if b
+    }
+
+@patch(as_prop=True)
+def peak_bytes(self:InferencePlan):
+    "Bytes of the device, everything at once, the CUDA context included."
+    return sum(d for d, _ in self.parts.values())
+
+@patch(as_prop=True)
+def host_bytes(self:InferencePlan):
+    "Pinned bytes of the host."
+    return sum(h for _, h in self.parts.values())
+
+# %% ../../nbs/40_infer/07_placement.ipynb #36a58622
+@patch
+def table(self:InferencePlan)->pd.DataFrame: # one row for each part of the peak
+    "The parts of the peak, in readable units."
+    rows = {**self.parts, "peak": [self.peak_bytes, self.host_bytes]}
+    size = lambda b: format_bytes(b) if b else ""
+    return pd.DataFrame(
+        {
+            "device": [size(d) for d, _ in rows.values()],
+            "share": [f"{d / max(self.peak_bytes, 1):.0%}" if d else "" for d, _ in rows.values()],
+            "host": [size(h) for _, h in rows.values()],
+            "device bytes": [d for d, _ in rows.values()],
+            "host bytes": [h for _, h in rows.values()],
+        },
+        index=list(rows),
+    )
+
+# %% ../../nbs/40_infer/07_placement.ipynb #dde9d909
+@patch
+def _lanes(self:InferencePlan, phase, rows, each_token, cache=0, attention=0):
+    blocks = self.blocks
+    moving = blocks[(blocks["where"] == "streams") & (blocks.each_token == each_token)]
+    if phase == "step": moving = self.moving
+    m, d = Machine(**self.machine), Decoding(**self.decoding)
+    return lanes(
+        self.phases[phase], rows, m, d, int(moving.bytes.sum()), len(moving), cache, attention, self.item,
+        self.store == "mmap", phase == "prompt" and self.generates
+    ), rows
+
+@patch
+def step(self:InferencePlan,
+    batch:int=1,           # sequences at once
+    checked:int=1,         # tokens of each that a step checks (speculation)
+    ctx:float|None=None,   # tokens that are held, on average; None: halfway from prompt to max_ctx
+)->tuple:                  # (lanes in seconds, rows)
+    "What one step of decoding keeps busy, and for how long."
+    ctx = (self.prompt + self.max_ctx) / 2 if ctx is None else ctx
+    return self._lanes("step", batch * checked, True, cache=batch * ctx * self.cache_token_bytes)
+
+# %% ../../nbs/40_infer/07_placement.ipynb #80c0c72b
+@patch
+def tokens_per_s(self:InferencePlan,
+    batch:int=1,           # sequences at once
+    accepted:float=1.0,    # tokens of each that a step yields on average (speculation: above 1)
+    ctx:float|None=None,   # tokens that are held, on average; None: halfway from prompt to max_ctx
+    checked:int|None=None, # tokens of each that a step checks; None: as few as `accepted` needs
+    levels:int|None=None,  # passes of the draft model before it: a tree is as deep as its longest branch, however
+                           # many tokens it has; None: checked - 1, a chain
+)->float:                  # of all sequences together
+    "Tokens a second: decoded, or, for a model that does not generate, read."
+    if not self.generates: return batch * self.prompt / self.first_token(batch=batch)
+    checked = math.ceil(accepted) if checked is None else checked
+    m, d = Machine(**self.machine), Decoding(**self.decoding)
+    seconds = pass_seconds(*self.step(batch, checked, ctx)) + (d.guess_s if checked > 1 else 0.0)
+    if self.draft_step and (levels := checked - 1 if levels is None else levels) > 0:
+        seconds += levels * (pass_seconds(lanes(self.draft_step, batch, m, d, item=self.item), batch) + d.draft_s)
+    return batch * accepted / seconds
+
+# %% ../../nbs/40_infer/07_placement.ipynb #69f48284
+@patch
+def first_token(self:InferencePlan,
+    prompt:int|None=None,  # tokens of the prompt; None: as planned
+    batch:int=1,
+)->float:                  # seconds
+    "Time from a prompt to its first token (to the end, for a model that does not generate)."
+    prompt, seconds = self.prompt if prompt is None else prompt, 0.0
+    layers, width = self.heads_width
+    for start in range(0, prompt, prompt if self.encoder or not self.generates else CHUNK):
+        n = min(CHUNK, prompt - start) if self.generates and not self.encoder else prompt
+        seconds += pass_seconds(*self._lanes(
+            "prompt", batch * n, not self.encoder, attention=4 * layers * width * batch * n * (start + n / 2)
+        ))
+    return seconds + (pass_seconds(*self.step(batch, ctx=prompt)) if self.encoder else 0.0)
+
+@patch(as_prop=True)
+def first_token_s(self:InferencePlan):
+    "Seconds to the first token of a prompt of the planned length."
+    return self.first_token()
+
+@patch(as_prop=True)
+def bound(self:InferencePlan):
+    "What bounds a step: link, memory, arithmetic, launch or host."
+    return max(lane := self.step()[0] if self.generates else self._lanes("prompt", self.prompt, True)[0], key=lane.get)
+
+# %% ../../nbs/40_infer/07_placement.ipynb #03e4a8f8
+@patch
+def blocks_in(self:InferencePlan,
+    model:nn.Module, # of this plan; packed, fused or loaded meanwhile
+)->dict:             # name → module
+    "The plan's blocks in a model."
+    modules = dict(parts(model))
+    return {n: modules[n] for n in self.blocks.index}
+
+@patch
+def at(self:InferencePlan,
+    memory_limit:int|str|None, # bytes, "6GiB", or None
+)->"InferencePlan":
+    "The same model under another limit."
+    limit = None if memory_limit is None else parse_bytes(memory_limit)
+    fixed = self.context_bytes + self.rest_bytes + self.kv_cache + self.workspace + self.draft_bytes
+    found = place_blocks(self.blocks, limit, fixed, self.embedding_bytes, self.slots)
+    if found is None:
+        raise ValueError(
+            f"memory_limit={memory_limit!r} is below the smallest feasible plan, "
+            f"{format_bytes(self.min_bytes, up=True)} ({format_bytes(self.weights)} of weights)"
+        )
+    where = ["streams" if n in set(found.streamed) else "stays" for n in self.blocks.index]
+    return dataclasses.replace(
+        self, limit=limit, blocks=self.blocks.assign(where=where), slot_bytes=found.slot_bytes,
+        host=list(self.embeddings) if found.host else []
+    )
+
+# %% ../../nbs/40_infer/07_placement.ipynb #7fe1ce6a
+@patch
+def sentence(self:InferencePlan)->str:
+    "The plan in a few words."
+    n, s = len(self.blocks), len(self.streamed)
+    fits = "everything stays"
+    if s:
+        ring = f"{format_bytes(self.streamed_bytes)} in {self.slots} slots of {format_bytes(self.slot_bytes)}"
+        fits = f"{n - s} of {n} blocks stay, {s} stream ({ring})"
+    elif self.host: fits = f"all {n} blocks stay, the input embedding is gathered on the host"
+    rate, most = f"{self.tokens_per_s():.3g} tokens/s", min(8, self.max_batch)
+    if not self.generates: rate += " read"
+    elif most > 1: rate += f", {self.tokens_per_s(most):.3g} at batch {most}"
+    first = f"; first token of {self.prompt} after {self.first_token_s:.2g} s" if self.generates else ""
+    limit = format_bytes(self.limit) if self.limit is not None else "no limit"
+    held = f"peak {format_bytes(self.peak_bytes)} of {limit}, smallest limit {format_bytes(self.min_bytes, up=True)}"
+    return f"{fits}; {rate}{first}; bound by {_LANES[self.bound]}; {held}"
+
+# %% ../../nbs/40_infer/07_placement.ipynb #a59fd3cc
+@patch
+def predicted(self:InferencePlan,
+    stats:dict, # prompt_tokens and new_tokens of a text, batch (texts at once, on average), accepted, checked and
+                # levels of a step; what is left out is as planned
+)->dict:        # peak_bytes, host_bytes, decode_tok_s, first_token_s, link_gb_s
+    "What a run of this size should take."
+    batch, prompt = stats.get("batch", 1), stats.get("prompt_tokens", self.prompt)
+    ctx = prompt + stats["new_tokens"] / 2 if "new_tokens" in stats else None
+    rate = self.tokens_per_s(batch, stats.get("accepted", 1.0), ctx, stats.get("checked"), stats.get("levels"))
+    lane, rows = self.step(batch, ctx=ctx)
+    return {
+        "peak_bytes": self.peak_bytes,
+        "host_bytes": self.host_bytes,
+        "decode_tok_s": rate,
+        "first_token_s": self.first_token(prompt, batch),
+        "link_gb_s": self.link_bytes / pass_seconds(lane, rows) / 1e9
+    }
+
+@patch
+def check(self:InferencePlan,
+    stats:dict, # measured: peak_bytes, host_bytes, decode_tok_s, first_token_s, link_gb_s; with prompt_tokens,
+                # new_tokens, batch, accepted, checked and levels the prediction is for these
+)->pd.DataFrame:
+    "Measured beside predicted."
+    mine = self.predicted(stats)
+    rows = [
+        {"": n, "predicted": p, "measured": stats[n], "predicted / measured": p / stats[n]} for n, p in mine.items()
+        if stats.get(n)
+    ]
+    if not rows: raise ValueError(f"stats has none of {', '.join(mine)}: give at least one, as measured")
+    return pd.DataFrame(rows).set_index("")
+
+# %% ../../nbs/40_infer/07_placement.ipynb #30e8de54
+@patch
+def save(self:InferencePlan, path:str|Path): # a .json file
+    "Write the plan to a file, to be compared with the run."
+    out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    Path(path).write_text(
+        json.dumps(out | {"blocks": self.blocks.reset_index(names="name").to_dict("list")}, indent=1), encoding="utf-8"
+    )
+
+@patch(cls_method=True)
+def load(cls:InferencePlan, path:str|Path)->"InferencePlan":
+    "A plan that `save` wrote."
+    d = json.loads(Path(path).read_text(encoding="utf-8"))
+    for n in ("joined", *_HOST): d["decoding"].setdefault(n, 0)       # of a plan from before they were told apart
+    return cls(**d | {"blocks": pd.DataFrame(d["blocks"]).set_index("name")})
+
+# %% ../../nbs/40_infer/07_placement.ipynb #3863a626
+@patch
+def plot(self:InferencePlan, limits:list|None=None): # bytes; None: from the smallest to all
+    "Tokens a second against the limit."
+    return _plot(self, limits)
+
+@patch
+def _repr_html_(self:InferencePlan): return _picture(self)
 
 # %% ../../nbs/40_infer/07_placement.ipynb #dfc979e0
 _LANES = {
-    "link": "the link",
-    "memory": "memory",
-    "arithmetic": "arithmetic",
-    "launch": "launching kernels",
-    "host": "the host",
+    "link": "the link", "memory": "memory", "arithmetic": "arithmetic", "launch": "launching kernels",
+    "host": "the host"
 }
 
 def _row(name, cells):
@@ -796,53 +749,42 @@ def _picture(plan):
         parts = [(n, v[k], format_bytes(v[k])) for n, v in plan.parts.items() if v[k] > 0]
         used = sum(x for _, x, _ in parts)
         if parts:
-            rows.append(
-                _row(
-                    f"{name}: {format_bytes(used)}" + (f" of {format_bytes(limit)}" if limit else ""),
-                    stacked_bar(parts, limit or 0, max(limit or 0, used) * 1.02)
-                    + '<div style="font-size:11px">'
-                    + " · ".join(f"{n} {t}" for n, _, t in parts)
-                    + "</div>",
-                )
-            )
+            rows.append(_row(
+                f"{name}: {format_bytes(used)}" + (f" of {format_bytes(limit)}" if limit else ""),
+                stacked_bar(
+                    parts, limit or 0, max(limit or 0, used) * 1.02
+                ) + '<div style="font-size:11px">' + " · ".join(f"{n} {t}" for n, _, t in parts) + "</div>"
+            ))
     for stack, blocks in plan.blocks.groupby("stack", sort=False):
         bits = "/".join(str(b) for b in sorted(set(blocks.bits)))
-        rows.append(
-            _row(
-                f"{stack}, {bits} bits",
-                _blocks_row(blocks)
-                + ('<div style="font-size:11px">▓ stays · ░ streams</div>' if plan.streamed else ""),
-            )
-        )
+        rows.append(_row(
+            f"{stack}, {bits} bits",
+            _blocks_row(blocks) + ('<div style="font-size:11px">▓ stays · ░ streams</div>' if plan.streamed else "")
+        ))
     lane = plan.step()[0] if plan.generates else plan._lanes("prompt", plan.prompt, True)[0]
     longest = max(lane.values()) * 1.02
     rows += [
         _row(
             f"{_LANES[n]}: {1e3 * x:.3g} ms{' (bound)' if n == plan.bound else ''}",
-            stacked_bar([("", x, f"{1e3 * x:.3g} ms")], 0, longest),
+            stacked_bar([("", x, f"{1e3 * x:.3g} ms")], 0, longest)
         )
-        for n, x in lane.items()
-        if x > 5e-3 * longest
+        for n, x in lane.items() if x > 5e-3 * longest
     ]
     return (
         f'<div style="font-family:sans-serif"><div style="font-size:12px;margin:4px 0">{plan.sentence()}</div><table '
         f'style="border-collapse:collapse">{"".join(rows)}</table></div>'
     )
 
+# %% ../../nbs/40_infer/07_placement.ipynb #1d5839b4
 def _plot(plan, limits):
     "Tokens a second against the limit, in GiB"
     whole = plan.peak_bytes - plan.ring_bytes + plan.streamed_bytes + (plan.embedding_bytes if plan.host else 0)
-    limits = (
-        [plan.min_bytes + (whole - plan.min_bytes) * i // 60 for i in range(61)]
-        if limits is None
-        else [parse_bytes(l) for l in limits]
-    )
+    if limits is None: limits = [plan.min_bytes + (whole - plan.min_bytes) * i // 60 for i in range(61)]
+    limits = [parse_bytes(l) for l in limits]
     with figure() as ax:
         ax.plot(
-            [l / 2**30 for l in limits],
-            [plan.at(l).tokens_per_s() for l in limits],
-            drawstyle="steps-post",
-            label="batch 1",
+            [l / 2**30 for l in limits], [plan.at(l).tokens_per_s() for l in limits], drawstyle="steps-post",
+            label="batch 1"
         )
         if plan.limit is not None:
             ax.axvline(plan.limit / 2**30, ls="--", color="#888888")
@@ -884,7 +826,6 @@ def _block_table(stored, names, model):
 
 def _host_tables(model, stored):
     "(names of the embeddings that may be gathered on the host, has the model no head of its own?)"
-    role = {s.owner: s.role for s in stored}
     heads = {s.first for s in stored if s.role == "head"}
     try: main = {id(model.get_input_embeddings())}
     except (AttributeError, NotImplementedError): main = set()  # no model of transformers, or of pictures
@@ -897,15 +838,16 @@ def _host_tables(model, stored):
     return ([] if headless else list(dict.fromkeys(names))), headless
 
 # %% ../../nbs/40_infer/07_placement.ipynb #cccd6e82
-def _prepare(model, blocks, bits, max_batch, max_ctx, kv_bits, host_limit, store, draft, machine, slots, group_size, prompt, checked=1):
+def _prepare(
+    model, blocks, bits, max_batch, max_ctx, kv_bits, host_limit, store, draft, machine, slots, group_size, prompt,
+    checked=1
+):
     "A plan without a limit"
     (m, d), item = _rates(machine), _item(model)
     todo = list(packable(model)) if bits else None
-    stored, checked, draft = (
-        stored_weights(model, bits, group_size, dict.fromkeys(blocks), todo),
-        checked if draft is None else CHECKED,
-        None if draft == "lookup" else draft,
-    )
+    stored = stored_weights(model, bits, group_size, dict.fromkeys(blocks), todo)
+    checked = checked if draft is None else CHECKED
+    draft = None if draft == "lookup" else draft
     table, (tables, headless) = _block_table(stored, blocks, model), _host_tables(model, stored)
     once, size = {n for n in blocks if not table.each_token[n]}, lambda rows: sum(sum(s.pieces) for s in rows)
     phases = _phases(
@@ -914,45 +856,24 @@ def _prepare(model, blocks, bits, max_batch, max_ctx, kv_bits, host_limit, store
     generates, heads = _generates(model), _sizes(model)[4]
     try: shapes = kv_shapes(model.config) if generates else []
     except ValueError: shapes = []  # a state instead of keys and values, which is small
-    kv = (
-        KVCache.size(model.config, max_batch, max_ctx + getattr(model, "tokens_in_front", 0), item, kv_bits)
-        if shapes
-        else 0
-    )
+    held = max_ctx + getattr(model, "tokens_in_front", 0)
+    kv = KVCache.size(model.config, max_batch, held, item, kv_bits) if shapes else 0
     embedding = size(s for s in stored if s.owner in tables)
     plan = InferencePlan(
-        weights=size(s for s in stored if s.numel),
-        kv_cache=kv,
+        weights=size(s for s in stored if s.numel), kv_cache=kv,
         workspace=int(workspace_bytes(model, stored, max_batch, max_ctx, kv_bits, not _is_cpu(m), checked=checked)),
         limit=None,
         token_bytes=int(
             sum(phases["step"]["read"].values()) + phases["step"]["share"] * sum(phases["step"]["experts"].values())
         ),
-        min_bytes=0,
-        context_bytes=m.context and m.context + MODULES + (0 if draft is None else DRAFTED),
-        draft_bytes=0,
-        rest_bytes=size(s for s in stored if not s.block) - embedding,
-        embedding_bytes=embedding,
-        embeddings=tables,
-        blocks=table,
-        slots=slots,
-        store=store,
-        host_limit=host_limit,
-        phases=phases,
+        min_bytes=0, context_bytes=m.context and m.context + MODULES + (0 if draft is None else DRAFTED), draft_bytes=0,
+        rest_bytes=size(s for s in stored if not s.block) - embedding, embedding_bytes=embedding, embeddings=tables,
+        blocks=table, slots=slots, store=store, host_limit=host_limit, phases=phases,
         cache_token_bytes=kv // max(max_batch * max_ctx, 1),
-        heads_width=[len(shapes), heads * shapes[0][1]] if shapes else [0, 0],
-        item=item,
-        draft_step=None,
-        prompt=min(prompt, max_ctx),
-        max_batch=max_batch,
-        max_ctx=max_ctx,
-        generates=generates,
-        encoder=bool(once) and generates,
-        machine=dataclasses.asdict(m),
-        decoding=dataclasses.asdict(d),
-        settings={},
-        packable=todo,
-        fusable=fusable(model),
+        heads_width=[len(shapes), heads * shapes[0][1]] if shapes else [0, 0], item=item, draft_step=None,
+        prompt=min(prompt, max_ctx), max_batch=max_batch, max_ctx=max_ctx, generates=generates,
+        encoder=bool(once) and generates, machine=dataclasses.asdict(m), decoding=dataclasses.asdict(d), settings={},
+        packable=todo, fusable=fusable(model)
     )
     if draft is not None:
         other = _prepare(
@@ -971,10 +892,9 @@ def _prepare(model, blocks, bits, max_batch, max_ctx, kv_bits, host_limit, store
             prompt,
             checked,
         )  # (`DraftModel` keeps its dtype in the cache)
-        plan.draft_bytes, plan.draft_step = (
-            other.rest_bytes + other.embedding_bytes + other.resident_bytes + other.kv_cache + other.workspace,
-            other.phases["step"],
-        )
+        weights = other.rest_bytes + other.embedding_bytes + other.resident_bytes
+        plan.draft_bytes = weights + other.kv_cache + other.workspace
+        plan.draft_step = other.phases["step"]
     plan.min_bytes = smallest(table, plan.peak_bytes - plan.resident_bytes - embedding, slots)
     return plan
 
@@ -1003,19 +923,14 @@ def _wishes(asked):
     return out
 
 def _help(asked, fits):
-    "What would do, tried: `fits(plan)` → the smallest it needs if it fits, else None"
+    "Which smaller settings would fit, each tried: `fits(plan)` → the least limit it needs, or None"
     def needs(change):
         try: return fits(_prepare(**asked | change))
         except LookupError: return None                                                        # nothing to pack
     alone = [(text, need) for text, change in _wishes(asked) if (need := needs(change)) is not None]
     if alone:
-        return (
-            " or ".join(t for t, _ in alone)
-            + ", which need"
-            + "s" * (len(alone) == 1)
-            + " "
-            + " and ".join(format_bytes(n, up=True) for _, n in alone)
-        )
+        names, sizes = " or ".join(t for t, _ in alone), " and ".join(format_bytes(n, up=True) for _, n in alone)
+        return f"{names}, which need{'s' * (len(alone) == 1)} {sizes}"
     together = {k: v for _, change in _wishes(asked) for k, v in change.items()}
     if together and (need := needs(together)) is not None:
         return " with ".join(f"{k}={v}" for k, v in together.items()) + f", which needs {format_bytes(need, up=True)}"
@@ -1039,30 +954,19 @@ def plan_inference(
     group_size:int=128,             # of int4
     prompt:int=512,                 # tokens of a prompt, for the time to the first token
 )->InferencePlan:
-    "What stays, what streams, what it takes and how fast it will be, from shapes alone; raises ValueError where the limit does not hold it."
+    "What stays, what streams, what it takes and how fast it will be, from shapes alone; ValueError if nothing fits."
     _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt)
     if not (draft is None or draft == "lookup" or isinstance(draft, nn.Module)):
         raise TypeError(f"draft={draft!r}: None, 'lookup' or a model")
     limit, host = (None if x is None else parse_bytes(x) for x in (memory_limit, host_limit))
     asked = dict(
-        model=model,
-        blocks=list(find_blocks(model)),
-        bits=bits,
-        max_batch=max_batch,
-        max_ctx=max_ctx,
-        kv_bits=kv_bits,
-        host_limit=host,
-        store=store,
-        draft=draft,
-        machine=machine,
-        slots=slots,
-        group_size=group_size,
-        prompt=prompt,
+        model=model, blocks=list(find_blocks(model)), bits=bits, max_batch=max_batch, max_ctx=max_ctx, kv_bits=kv_bits,
+        host_limit=host, store=store, draft=draft, machine=machine, slots=slots, group_size=group_size, prompt=prompt
     )
     plan = _prepare(**asked)
-    plan.settings = {k: v for k, v in asked.items() if k not in ("model", "blocks", "draft", "machine")} | {
-        "memory_limit": limit
-    }
+    plan.settings = {
+        k: v for k, v in asked.items() if k not in ("model", "blocks", "draft", "machine")
+    } | {"memory_limit": limit}
     if limit is not None and limit < plan.min_bytes:
         help = _help(asked, lambda p: p.min_bytes if p.min_bytes <= limit else None)
         raise ValueError(
@@ -1079,8 +983,7 @@ def plan_inference(
             [f"memory_limit={format_bytes(high, up=True)!r}"]
             + (["store='mmap'"] if store == "ram" and fits(_prepare(**asked | dict(store="mmap"))) is not None else [])
             + [
-                f"bits={b}"
-                for b in (8, 4)
+                f"bits={b}" for b in (8, 4)
                 if (bits is None or b < bits) and fits(_prepare(**asked | dict(bits=b))) is not None
             ]
         )

@@ -8,6 +8,7 @@ __all__ = ['TOLD', 'keep_likely', 'penalise', 'penalise_counts', 'Token', 'likel
 
 # %% ../../nbs/40_infer/01_sampling.ipynb #ab872d48
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from ..core import has_triton, did_you_mean
@@ -25,11 +26,8 @@ def keep_likely(
     for n in (512, V) if logits.device.type == "cpu" and V > 2048 else (V,):
         order = logits.topk(n).values if n < V else logits.sort(-1, descending=True).values
         kth = torch.where(top_k > 0, order.gather(-1, top_k.clamp(1, n) - 1), -torch.inf)   # (by value: equals stay)
-        p = (
-            (order - logits.masked_fill(logits < kth, -torch.inf).logsumexp(-1, keepdim=True))
-            .exp()
-            .masked_fill(order < kth, 0)
-        )
+        total = logits.masked_fill(logits < kth, -torch.inf).logsumexp(-1, keepdim=True)
+        p = (order - total).exp().masked_fill(order < kth, 0)
         # probability of all likelier ones
         before = p.cumsum(-1) - p
         if n == V or ((top_k > 0) & (top_k <= n) | (top_k == 0) & ((top_p == 1) | (before[..., -1:] >= top_p))).all():
@@ -55,7 +53,7 @@ def penalise_counts(
     frequency:Tensor, # (…, 1) float32, off a token's logit for each time; below 0: added
     presence:Tensor,  # (…, 1) float32, off it once
 )->Tensor:            # (…, V)
-    "Logits with drawn tokens pushed down by how often and by whether (OpenAI's API reference, frequency and presence penalties)."
+    "Logits with drawn tokens pushed down, by how often and by whether (OpenAI API reference, penalties)."
     return logits - said * frequency - (said > 0) * presence
 
 # %% ../../nbs/40_infer/01_sampling.ipynb #b95bde17
@@ -68,9 +66,8 @@ class Token(int):
 def likelihoods(
     logits:Tensor,  # (…, V) of the model
     ids:Tensor,     # (…,) int64, drawn
-# log-probabilities (…, 1 + n) float32 of the drawn token and of the n likeliest, their ids (…, n); n: TOLD, or V
-)->tuple:
-    "What the model gives the drawn tokens and the likeliest ones."
+)->tuple:           # log-probabilities (…, 1 + n) float32 of the drawn token and the n likeliest, their ids (…, n)
+    "How likely the model finds the drawn tokens and the n likeliest ones; n is `TOLD`, or V."
     x = logits.float().log_softmax(-1)
     best = x.topk(min(TOLD, x.shape[-1]))
     drawn = x.gather(-1, ids[..., None].clamp(min=0))                   # (nobody reads that of -1)
@@ -115,12 +112,11 @@ def exponentials(
 _OPTIONS = dict(
     temperature=(0.0, "0 (greedy) or 1e-9…1e9", lambda v: v == 0 or 1e-9 <= v <= 1e9),
     top_k=(0, "0 (all) or a count", lambda v: 0 <= v < 2**31 and v == int(v)),
-    top_p=(1.0, "above 0, at most 1", lambda v: 0 < v <= 1),
-    min_p=(0.0, "in 0…1", lambda v: 0 <= v <= 1),
+    top_p=(1.0, "above 0, at most 1", lambda v: 0 < v <= 1), min_p=(0.0, "in 0…1", lambda v: 0 <= v <= 1),
     repetition_penalty=(1.0, "1e-9…1e9; 1 changes nothing", lambda v: 1e-9 <= v <= 1e9),
     frequency_penalty=(0.0, "-2…2; 0 changes nothing", lambda v: -2 <= v <= 2),
     presence_penalty=(0.0, "-2…2; 0 changes nothing", lambda v: -2 <= v <= 2),
-    logprobs=(-1, f"-1 (none) to {TOLD}", lambda v: -1 <= v <= TOLD and v == int(v)),
+    logprobs=(-1, f"-1 (none) to {TOLD}", lambda v: -1 <= v <= TOLD and v == int(v))
 )
 
 def _checked(name, value):
@@ -151,84 +147,134 @@ def _seed_of(seed, row=0):
     return (int(seed) + row * 0x1E3779B97F4A7C15) % 2**63
 
 # %% ../../nbs/40_infer/01_sampling.ipynb #cce1eaf3
-class _Rows:
-    "Options, seeds and counts of each row, in tensors that keep their place"
-    def __init__(self, seed=None, **given):
-        many = lambda v: (
-            v.tolist() if isinstance(v, Tensor) and v.ndim else list(v) if isinstance(v, (list, tuple)) else v
+def _many(value):
+    "A list of one value a row as a list; a number as it is"
+    if isinstance(value, Tensor) and value.ndim: return value.tolist()
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+class Sampler:
+    "Next ids from logits, with options and random numbers of each row's own."
+    # logits need not be in float32; of a subclass they are, until it says so too
+    any_dtype = True
+    def __init__(self,
+        temperature:float|list=0.0,        # 0: greedy; else logits are divided by it. A list has a number for each row,
+                                           # here and below
+        top_k:int|list=0,                  # the k likeliest only; 0: all
+        top_p:float|list=1.0,              # the smallest set of tokens with this probability
+        min_p:float|list=0.0,              # tokens at least this share as likely as the likeliest
+        repetition_penalty:float|list=1.0, # above 1: what was said, prompt included, becomes less likely
+        seed:int|list|None=None,           # a number: row b draws from a stream of its own; a list: row b as row 0 does
+                                           # with seed[b] alone; None: from torch's generator
+        frequency_penalty:float|list=0.0,  # off a token's logit for each time that the row has drawn it; -2…2
+        presence_penalty:float|list=0.0,   # off it once the row has drawn it; -2…2
+        logprobs:int|list=-1,              # drawn ids tell how likely they were and the n likeliest ones (see
+                                           # `tokens`); 0: themselves alone; -1: nothing
+    ):
+        given = dict(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, logprobs=logprobs
         )
-        self.options = {
-            k: [_checked(k, x) for x in many(v)] if isinstance(many(v), list) else _checked(k, v)
-            for k, v in given.items()
-        }
-        self.seed, self.state, self.host = many(seed), None, []
+        checked = lambda k, v: [_checked(k, x) for x in v] if isinstance(v, list) else _checked(k, v)
+        self.options = {k: checked(k, _many(v)) for k, v in given.items()}
+        self.seed, self.state, self.host = _many(seed), None, []
         for s in self.seed if isinstance(self.seed, list) else [self.seed]: _seed_of(0 if s is None else s)
 
-    def start(self,
-        prompts:list,              # a list of ids for each row, [] for a row that waits
-        vocab:int,                 # V of the logits
-        device="cpu",              # of the logits
-    )->"Sampler":                  # itself
-        "Begin anew: options to the device, counts to 0, the prompts' tokens seen."
-        rows, device = len(prompts), torch.empty(0, device=device).device
-        self.fits(rows)
-        if self.state is None or self.state["seen"].shape != (rows, vocab) or self.state["seen"].device != device:
-            zeros = lambda dtype, *more: torch.zeros(rows, *more, dtype=dtype, device=device)
-            self.state = {k: zeros(torch.int64 if k == "top_k" else torch.float32) for k in _OPTIONS if k != "logprobs"}
-            self.state |= dict(seed=zeros(torch.int64), count=zeros(torch.int64), seen=zeros(torch.bool, vocab))
-        self.host = [{} for _ in prompts]
-        pick = lambda v, b: v[b] if isinstance(v, list) else v
-        for b, ids in enumerate(prompts):
-            self._set(
-                b,
-                ids,
-                {k: pick(v, b) for k, v in self.options.items()},
-                (self.seed[b], 0) if isinstance(self.seed, list) else (self.seed, b),
-            )
-        return self
+    def __call__(self,
+        logits:Tensor, # (B, V) of the first B rows, any float dtype
+    )->Tensor:         # (B,) int64; -1 where a logit is nan: who reads the ids on the host raises `bad_logits`
+        "Draw the next token of each row."
+        ids = self.look(logits[:, None])
+        place = ids.clamp(min=0) if self.key[2] or self.key[3] else ids
+        if self.key[2]: self.state["seen"][:len(ids)].scatter_(1, place, True)
+        if self.key[3]: self.state["said"][:len(ids)].scatter_add_(1, place, torch.ones_like(ids, dtype=torch.int32))
+        if self.key[4]:
+            for name, value in zip(("logprob", "likeliest"), likelihoods(logits, ids[:, 0])):
+                self.state[name][:len(ids)] = value
+        self.state["count"][:len(ids)] += 1
+        return ids[:, 0]
 
-    def fits(self,
-        rows:int, # B
-    ):
-        "Raise ValueError where a list of options is for another number of rows."
-        for k, v in [*self.options.items(), ("seed", self.seed)]:
-            if isinstance(v, list) and len(v) != rows: raise ValueError(f"{k} has {len(v)} values for {rows} rows")
-
-    def _set(self, row, ids, options, seed):
-        seen = self.state["seen"]
-        for k, v in options.items():
-            if k in self.state: self.state[k][row] = int(v) if k == "top_k" else v
-        self._room(options)
-        if "said" in self.state: self.state["said"][row] = 0
-        self.state["seed"][row] = _seed_of(*seed) if options["temperature"] > 0 else 0
-        self.state["count"][row] = 0
-        seen[row] = False
-        if options["repetition_penalty"] != 1 and len(ids): seen[row, torch.as_tensor(ids, device=seen.device)] = True
-        self.host[row] = options                                        # last: a row that could not be set is as it was
-
-    def _room(self, options):
-        "Tensors that few rows need are made for the first that does"
-        (rows, V), device = self.state["seen"].shape, self.state["seen"].device
-        if (options["frequency_penalty"] or options["presence_penalty"]) and "said" not in self.state:
-            self.state["said"] = torch.zeros(rows, V, dtype=torch.int32, device=device)
-        if options["logprobs"] >= 0 and "logprob" not in self.state:
-            self.state |= dict(
-                logprob=torch.zeros(rows, 1 + min(TOLD, V), device=device),
-                likeliest=torch.zeros(rows, min(TOLD, V), dtype=torch.int64, device=device),
-            )
-
-    @property
-    # (any row draws, any filters, any penalises what was seen, any what it said, any wants log-probabilities)
-    def key(self)->tuple:
-        "Which steps any row needs: a captured graph serves as long as this stays."
-        draw = [o for o in self.host if o["temperature"] > 0]
-        return (
-            bool(draw),
-            any(o["top_k"] or o["top_p"] < 1 or o["min_p"] > 0 for o in draw),
-            any(o["repetition_penalty"] != 1 for o in self.host),
-            any(o["frequency_penalty"] or o["presence_penalty"] for o in self.host),
-            any(o["logprobs"] >= 0 for o in self.host),
+# %% ../../nbs/40_infer/01_sampling.ipynb #80b29acf
+@patch
+def start(self:Sampler,
+    prompts:list,              # a list of ids for each row, [] for a row that waits
+    vocab:int,                 # V of the logits
+    device="cpu",              # of the logits
+)->"Sampler":                  # itself
+    "Begin anew: options to the device, counts to 0, the prompts' tokens seen."
+    rows, device = len(prompts), torch.empty(0, device=device).device
+    self.fits(rows)
+    if self.state is None or self.state["seen"].shape != (rows, vocab) or self.state["seen"].device != device:
+        zeros = lambda dtype, *more: torch.zeros(rows, *more, dtype=dtype, device=device)
+        self.state = {k: zeros(torch.int64 if k == "top_k" else torch.float32) for k in _OPTIONS if k != "logprobs"}
+        self.state |= dict(seed=zeros(torch.int64), count=zeros(torch.int64), seen=zeros(torch.bool, vocab))
+    self.host = [{} for _ in prompts]
+    pick = lambda v, b: v[b] if isinstance(v, list) else v
+    for b, ids in enumerate(prompts):
+        self._set(
+            b, ids, {k: pick(v, b) for k, v in self.options.items()},
+            (self.seed[b], 0) if isinstance(self.seed, list) else (self.seed, b)
         )
+    return self
+
+@patch
+def fits(self:Sampler,
+    rows:int, # B
+):
+    "Raise ValueError where a list of options is for another number of rows."
+    for k, v in [*self.options.items(), ("seed", self.seed)]:
+        if isinstance(v, list) and len(v) != rows: raise ValueError(f"{k} has {len(v)} values for {rows} rows")
+
+# %% ../../nbs/40_infer/01_sampling.ipynb #2d9493d1
+@patch
+def _set(self:Sampler, row, ids, options, seed):
+    seen = self.state["seen"]
+    for k, v in options.items():
+        if k in self.state: self.state[k][row] = int(v) if k == "top_k" else v
+    self._room(options)
+    if "said" in self.state: self.state["said"][row] = 0
+    self.state["seed"][row] = _seed_of(*seed) if options["temperature"] > 0 else 0
+    self.state["count"][row] = 0
+    seen[row] = False
+    if options["repetition_penalty"] != 1 and len(ids): seen[row, torch.as_tensor(ids, device=seen.device)] = True
+    self.host[row] = options                                        # last: a row that could not be set is as it was
+
+@patch
+def _room(self:Sampler, options):
+    "Make tensors that few rows need, for the first that does"
+    (rows, V), device = self.state["seen"].shape, self.state["seen"].device
+    if (options["frequency_penalty"] or options["presence_penalty"]) and "said" not in self.state:
+        self.state["said"] = torch.zeros(rows, V, dtype=torch.int32, device=device)
+    if options["logprobs"] >= 0 and "logprob" not in self.state:
+        self.state |= dict(
+            logprob=torch.zeros(rows, 1 + min(TOLD, V), device=device),
+            likeliest=torch.zeros(rows, min(TOLD, V), dtype=torch.int64, device=device)
+        )
+
+@patch
+def set(self:Sampler,
+    row:int,            # 0 … B-1
+    ids:list,           # the new prompt
+    seed:int|None=None, # the row draws as row 0 does with this seed; None: from torch's generator
+    **options,          # as of `row_options`; what is left out is at its default
+):
+    "Give a row to another user; the others go on undisturbed."
+    if not 0 <= row < len(self.host):
+        raise ValueError(f"row={row}: this sampler was started with {len(self.host)} rows")
+    _seed_of(0 if seed is None else seed)
+    self._set(row, ids, row_options(**options), (seed, 0))
+
+# %% ../../nbs/40_infer/01_sampling.ipynb #f1982d5b
+@patch(as_prop=True)
+def key(self:Sampler)->tuple: # of five bools
+    "Which steps any row needs; a captured graph serves as long as this stays the same."
+    draw = [o for o in self.host if o["temperature"] > 0]
+    return (
+        bool(draw),                                                              # does any row draw,
+        any(o["top_k"] or o["top_p"] < 1 or o["min_p"] > 0 for o in draw),       # filter,
+        any(o["repetition_penalty"] != 1 for o in self.host),                    # penalise what was seen,
+        any(o["frequency_penalty"] or o["presence_penalty"] for o in self.host), # or what it said,
+        any(o["logprobs"] >= 0 for o in self.host),                              # want log-probabilities?
+    )
 
 # %% ../../nbs/40_infer/01_sampling.ipynb #77023506
 def _greatest(x):
@@ -255,160 +301,95 @@ def _view(rows, logits, ids=None, mask=None):
     if counts:
         said = s["said"][:, None]
         if ids is not None:
-            said = (
-                said.expand(-1, mask.shape[1], -1)
-                .clone()
-                .scatter_add_(2, ids[:, None, 1:].expand(-1, mask.shape[1], -1), mask[:, :, 1:].int())
-            )
+            said = said.expand(-1, mask.shape[1], -1).clone()
+            said.scatter_add_(2, ids[:, None, 1:].expand(-1, mask.shape[1], -1), mask[:, :, 1:].int())
         x = penalise_counts(x, said, s["frequency_penalty"][:, None, None], s["presence_penalty"][:, None, None])
     if draws: x = x / torch.where(t > 0, t, 1)
     if filters: x = keep_likely(x, s["top_k"][:, None, None], s["top_p"][:, None, None], s["min_p"][:, None, None])
     return x, s["count"][:, None] + (0 if mask is None else mask.sum(-1) - 1)
 
-# %% ../../nbs/40_infer/01_sampling.ipynb #d3cb1e1c
-class _Draws(_Rows):
-    "What would be drawn, and what was"
-    def likely(self,
-        logits:Tensor,          # (B, M, V), any float dtype, of the first B rows: M positions that follow one another,
-                                # or the nodes of a tree
-        ids:Tensor|None=None,   # (B, N) int64, the drafted tokens; ids[:, 0] is the last one drawn; None: M is 1
-        mask:Tensor|None=None,  # (B, M, N) bool, token j lies at or before position i; None: M = N, one after the other
-        n:int=1,                # how many
-    )->Tensor:                  # (B, M, n) int64, the one that would be drawn first; with n=1: -1 where a logit is nan
-        "The tokens that come out best with the row's random numbers at each position; nothing changes."
-        if self.state is None:
-            raise RuntimeError("this sampler has no rows yet; call start(prompts, vocab, device) first")
-        if ids is not None and mask is None:
-            mask = (
-                torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device)
-                .tril()
-                .expand(len(ids), -1, -1)
-            )
-        x, counts = _view(self, logits, ids, mask)
-        if self.key[0]:
-            noise = exponentials(self.state["seed"][:len(x), None].expand_as(counts), counts, x.shape[-1]).log_()
-            x = torch.where(self.state["temperature"][:len(x), None, None] > 0, x - noise, x)
-        return _greatest(x) if n == 1 else x.float().topk(n).indices
+# %% ../../nbs/40_infer/01_sampling.ipynb #019e3c1a
+@patch
+def likely(self:Sampler,
+    logits:Tensor,          # (B, M, V), any float dtype, of the first B rows: M positions that follow one another,
+                            # or the nodes of a tree
+    ids:Tensor|None=None,   # (B, N) int64, the drafted tokens; ids[:, 0] is the last one drawn; None: M is 1
+    mask:Tensor|None=None,  # (B, M, N) bool, token j lies at or before position i; None: M = N, one after the other
+    n:int=1,                # how many
+)->Tensor:                  # (B, M, n) int64, the one that would be drawn first; with n=1: -1 where a logit is nan
+    "The tokens that come out best with the row's random numbers at each position; nothing changes."
+    if self.state is None:
+        raise RuntimeError("this sampler has no rows yet; call start(prompts, vocab, device) first")
+    if ids is not None and mask is None:
+        B, M = ids.shape
+        mask = torch.ones(M, M, dtype=torch.bool, device=ids.device).tril().expand(B, -1, -1)
+    x, counts = _view(self, logits, ids, mask)
+    if self.key[0]:
+        noise = exponentials(self.state["seed"][:len(x), None].expand_as(counts), counts, x.shape[-1]).log_()
+        x = torch.where(self.state["temperature"][:len(x), None, None] > 0, x - noise, x)
+    return _greatest(x) if n == 1 else x.float().topk(n).indices
 
-    def look(self,
-        logits:Tensor,          # as for `likely`
-        ids:Tensor|None=None,   # as for `likely`
-        mask:Tensor|None=None,  # as for `likely`
-    )->Tensor:                  # (B, M) int64; -1 where a logit is nan
-        "What would be drawn at each position; nothing changes."
-        return self.likely(logits, ids, mask)[..., 0]
+@patch
+def look(self:Sampler,
+    logits:Tensor,          # as for `likely`
+    ids:Tensor|None=None,   # as for `likely`
+    mask:Tensor|None=None,  # as for `likely`
+)->Tensor:                  # (B, M) int64; -1 where a logit is nan
+    "What would be drawn at each position; nothing changes."
+    return self.likely(logits, ids, mask)[..., 0]
 
-    def take(self,
-        ids:Tensor,    # (B, M) int64, drawn tokens of the first B rows, in order
-        n:Tensor,      # (B,) int64, how many of them count; 0 leaves a row as it is
-    ):
-        "Make drawn tokens history: they count, and are seen."
-        valid, ids = torch.arange(ids.shape[1], device=ids.device) < n[:, None], ids.clamp(min=0)
-        if self.key[3]: self.state["said"][:len(ids)].scatter_add_(1, ids, valid.int())
-        if self.key[2]:
-            seen = self.state["seen"][:len(ids)]
-            for i in range(ids.shape[1]):                               # one after another: a token may stand twice
-                now = ids[:, i:i + 1]
-                seen.scatter_(1, now, seen.gather(1, now) | valid[:, i:i + 1])
-        self.state["count"][:len(ids)] += n
+# %% ../../nbs/40_infer/01_sampling.ipynb #9c6480ff
+@patch
+def take(self:Sampler,
+    ids:Tensor,    # (B, M) int64, drawn tokens of the first B rows, in order
+    n:Tensor,      # (B,) int64, how many of them count; 0 leaves a row as it is
+):
+    "Make drawn tokens history: they count, and are seen."
+    valid, ids = torch.arange(ids.shape[1], device=ids.device) < n[:, None], ids.clamp(min=0)
+    if self.key[3]: self.state["said"][:len(ids)].scatter_add_(1, ids, valid.int())
+    if self.key[2]:
+        seen = self.state["seen"][:len(ids)]
+        for i in range(ids.shape[1]):                               # one after another: a token may stand twice
+            now = ids[:, i:i + 1]
+            seen.scatter_(1, now, seen.gather(1, now) | valid[:, i:i + 1])
+    self.state["count"][:len(ids)] += n
 
-# %% ../../nbs/40_infer/01_sampling.ipynb #2dac7eaf
-class _Told(_Draws):
-    "What the last draw wrote down"
-    def told(self,
-        rows:int, # B
-    # (for each of the first B rows how many likeliest it wants, log-probabilities, ids), as of the last call; None:
-    # nobody wants to know
-    )->tuple|None:
-        "What the last draw wrote down, still on the device."
-        return (
-            ([o["logprobs"] for o in self.host[:rows]], self.state["logprob"][:rows], self.state["likeliest"][:rows])
-            if self.host and self.key[4]
-            else None
-        )
-    def tokens(self,
-        ids:Tensor, # (B,) int64, what the last call returned
-    )->list:        # of ids, a Token where a row wants log-probabilities
-        "The last draw on the host."
-        return (
-            ids.tolist()
-            if (told := self.told(len(ids))) is None
-            else as_tokens(ids.tolist(), told[0], told[1].tolist(), told[2].tolist())
-        )
+# %% ../../nbs/40_infer/01_sampling.ipynb #c03c6575
+@patch
+def told(self:Sampler,
+    rows:int,  # B
+)->tuple|None: # (how many likeliest each of the first B rows wants, log-probabilities, ids); None: nobody wants any
+    "What the last draw wrote down, still on the device."
+    if not self.host or not self.key[4]: return None
+    return [o["logprobs"] for o in self.host[:rows]], self.state["logprob"][:rows], self.state["likeliest"][:rows]
 
-# %% ../../nbs/40_infer/01_sampling.ipynb #6bd904bb
-class Sampler(_Told):
-    "Next ids from logits, with options and random numbers of each row's own."
-    # logits need not be in float32; of a subclass they are, until it says so too
-    any_dtype = True
-    def __init__(self,
-        temperature:float|list=0.0,        # 0: greedy; else logits are divided by it. A list has a number for each row,
-                                           # here and below
-        top_k:int|list=0,                  # the k likeliest only; 0: all
-        top_p:float|list=1.0,              # the smallest set of tokens with this probability
-        min_p:float|list=0.0,              # tokens at least this share as likely as the likeliest
-        repetition_penalty:float|list=1.0, # above 1: what was said, prompt included, becomes less likely
-        seed:int|list|None=None,           # a number: row b draws from a stream of its own; a list: row b as row 0 does
-                                           # with seed[b] alone; None: from torch's generator
-        frequency_penalty:float|list=0.0,  # off a token's logit for each time that the row has drawn it; -2…2
-        presence_penalty:float|list=0.0,   # off it once the row has drawn it; -2…2
-        logprobs:int|list=-1,              # drawn ids tell how likely they were and the n likeliest ones (see
-                                           # `tokens`); 0: themselves alone; -1: nothing
-    ):
-        super().__init__(
-            seed,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            logprobs=logprobs,
-        )
+@patch
+def tokens(self:Sampler,
+    ids:Tensor, # (B,) int64, what the last call returned
+)->list:        # of ids, a Token where a row wants log-probabilities
+    "The last draw on the host."
+    told = self.told(len(ids))
+    if told is None: return ids.tolist()
+    return as_tokens(ids.tolist(), told[0], told[1].tolist(), told[2].tolist())
 
-    def set(self,
-        row:int,            # 0 … B-1
-        ids:list,           # the new prompt
-        seed:int|None=None, # the row draws as row 0 does with this seed; None: from torch's generator
-        **options,          # as of `row_options`; what is left out is at its default
-    ):
-        "Give a row to another user; the others go on undisturbed."
-        if not 0 <= row < len(self.host):
-            raise ValueError(f"row={row}: this sampler was started with {len(self.host)} rows")
-        _seed_of(0 if seed is None else seed)
-        self._set(row, ids, row_options(**options), (seed, 0))
+# %% ../../nbs/40_infer/01_sampling.ipynb #8da9bc86
+@patch
+def row(self:Sampler,
+    row:int, # 0 … B-1
+)->"Sampler": # of one row; what it draws counts here too
+    "One row as a sampler of its own."
+    one = Sampler()
+    one.state, one.host = {k: v[row:row + 1] for k, v in self.state.items()}, self.host[row:row + 1]
+    return one
 
-    def row(self,
-        row:int, # 0 … B-1
-    )->"Sampler": # of one row; what it draws counts here too
-        "One row as a sampler of its own."
-        one = Sampler()
-        one.state, one.host = {k: v[row:row + 1] for k, v in self.state.items()}, self.host[row:row + 1]
-        return one
-
-    def __call__(self,
-        logits:Tensor, # (B, V) of the first B rows, any float dtype
-    )->Tensor:         # (B,) int64; -1 where a logit is nan: who reads the ids on the host raises `bad_logits`
-        "Draw the next token of each row."
-        ids = self.look(logits[:, None])
-        place = ids.clamp(min=0) if self.key[2] or self.key[3] else ids
-        if self.key[2]: self.state["seen"][:len(ids)].scatter_(1, place, True)
-        if self.key[3]: self.state["said"][:len(ids)].scatter_add_(1, place, torch.ones_like(ids, dtype=torch.int32))
-        if self.key[4]:
-            for name, value in zip(("logprob", "likeliest"), likelihoods(logits, ids[:, 0])):
-                self.state[name][:len(ids)] = value
-        self.state["count"][:len(ids)] += 1
-        return ids[:, 0]
-
-    def probabilities(self,
-        logits:Tensor,  # (B, V)
-    )->Tensor:          # (B, V) float32; one 1 in each greedy row
-        "The distribution that the next draw follows."
-        x = _view(self, logits[:, None])[0][:, 0]
-        x = x.float()
-        return torch.where(
-            self.state["temperature"][: len(x), None] > 0,
-            x.softmax(-1),
-            torch.zeros_like(x).scatter_(1, x.argmax(-1, keepdim=True), 1.0),
-        )
+@patch
+def probabilities(self:Sampler,
+    logits:Tensor,  # (B, V)
+)->Tensor:          # (B, V) float32; one 1 in each greedy row
+    "The distribution that the next draw follows."
+    x = _view(self, logits[:, None])[0][:, 0]
+    x = x.float()
+    return torch.where(
+        self.state["temperature"][: len(x), None] > 0, x.softmax(-1),
+        torch.zeros_like(x).scatter_(1, x.argmax(-1, keepdim=True), 1.0)
+    )

@@ -9,6 +9,7 @@ __all__ = ['Guess', 'join', 'lay_out', 'walk', 'advance', 'PromptLookup', 'Draft
 from dataclasses import dataclass
 
 import torch
+from fastcore.basics import patch
 from torch import nn
 
 from .decode import Decoder, _device
@@ -30,7 +31,7 @@ def join(
     chains:list,   # lists of ids that may follow it, the most trusted first
     nodes:int=16,  # the most nodes, the last token included
 )->Guess:
-    "One tree out of several chains; what they begin with together stands once."
+    "One tree out of several chains; common beginnings are stored once."
     tokens, before, known = [last], [0], {}
     for chain in chains:
         at = 0
@@ -118,7 +119,7 @@ def advance(
 
 # %% ../../nbs/40_infer/03_speculate.ipynb #76c2f940
 class PromptLookup:
-    "Guesses what followed the last tokens where they stood before."
+    "Guesses what followed the last tokens where they occurred before."
     def __init__(self,
         ngram:int=3,    # the longest run of last tokens that is looked for; shorter ones follow
         length:int=8,   # tokens of a guess
@@ -131,28 +132,26 @@ class PromptLookup:
                 f"ngram={ngram}, length={length}, least={least}, branches={branches}: all at least 1, least at most "
                 "ngram"
             )
-        self.ngram, self.length, self.least, self.branches, self.nodes = (
-            ngram,
-            length,
-            least,
-            branches,
-            1 + length * branches,
-        )
-        self.texts, self.places, self.adapt, self.adapts, self.sizes, self.asked = {}, {}, adapt, bool(adapt), {}, {}
+        self.ngram, self.length, self.least = ngram, length, least
+        self.branches, self.nodes = branches, 1 + length * branches
+        self.texts, self.places, self.adapt = {}, {}, adapt
+        self.adapts, self.sizes, self.asked = bool(adapt), {}, {}
 
     def begin(self,
         decoder:Decoder,  # of the model that checks
         sampler:Sampler,  # that draws
     ):
         "Forget all rows."
-        self.texts, self.places, self.sizes, self.asked = {}, {}, {}, {}
+        self.texts, self.places, self.sizes = {}, {}, {}
+        self.asked = {}
         self.adapts = decoder is not None and decoder.model.device.type == "cpu" if self.adapt is None else self.adapt
     def set(self,
         row:int,   # which
         ids:list,  # its text so far
     ):
         "A row begins, with a prompt."
-        self.texts[row], self.places[row], self.sizes[row], self.asked[row] = [], {}, self.length, 0
+        self.texts[row], self.places[row], self.sizes[row] = [], {}, self.length
+        self.asked[row] = 0
         self.add(row, ids)
     def drop(self,
         row:int,   # which
@@ -164,13 +163,12 @@ class PromptLookup:
         ids:list,  # its new tokens
     ):
         "A row has grown."
-        text, places, asked, right = self.texts[row], self.places[row], self.asked[row], len(ids) - 1
+        text, places, asked = self.texts[row], self.places[row], self.asked[row]
+        right = len(ids) - 1
         if asked:
-            self.sizes[row] = (
-                min(2 * self.sizes[row], self.length)
-                if right >= asked
-                else max(1, min(right + 1, self.sizes[row] // 2 if not right else self.length))
-            )
+            most = self.length if right else self.sizes[row] // 2
+            if right >= asked: self.sizes[row] = min(2 * self.sizes[row], self.length)
+            else: self.sizes[row] = max(1, min(right + 1, most))
         self.asked[row] = 0
         for t in ids:
             for n in range(self.least, min(self.ngram, len(text)) + 1):
@@ -200,107 +198,7 @@ class PromptLookup:
         return found
 
 # %% ../../nbs/40_infer/03_speculate.ipynb #bb85f5b5
-class _Fitting:
-    "Does a small model go with the large one?"
-    def _fits(self, vocab):
-        "A model that generates, with this vocabulary?"
-        name, get = f"draft {type(self.model).__name__}", getattr(self.model, "get_input_embeddings", None)
-        if get is None or not getattr(self.model, "can_generate", bool)():
-            raise ValueError(f"{name} cannot generate; give a small causal language model of transformers")
-        if getattr(self.model.config, "is_encoder_decoder", False):
-            raise ValueError(f"{name} reads its text with an encoder; give a causal language model")
-        if abs((mine := get().num_embeddings) - vocab) > vocab // 100:
-            raise ValueError(f"{name} has {mine} tokens, the model {vocab}; both need the same tokenizer")
-    def fits(self,
-        vocab:int,    # of the model that checks
-        max_ctx:int,  # tokens of a text
-        device,       # where it checks
-    ):
-        "Raise ValueError where it could not guess for such a model; to be asked before anything is made."
-        self._fits(vocab)
-        name, most = (
-            f"draft {type(self.model).__name__}",
-            getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None),
-        )
-        if most and most < max_ctx:
-            raise ValueError(
-                f"{name} has positions for {most} tokens, fewer than max_ctx={max_ctx}; give max_ctx={most}, or "
-                "another draft"
-            )
-        if (at := _device(self.model)) != torch.empty(0, device=device).device:
-            raise ValueError(f"{name} is on {at}, the model will be on {device}; move the draft there first")
-        if (trial := Decoder(self.model, 1, min(max_ctx, 16), graph=False)).mode != "static":
-            raise ValueError(f"{name} has no path with a cache: {trial.why_generate}")
-
-# %% ../../nbs/40_infer/03_speculate.ipynb #59448a0d
-class _SmallModel(_Fitting):
-    "A small model that reads along"
-    def begin(self,
-        decoder:Decoder,  # of the model that checks
-        sampler:Sampler,  # that draws
-    ):
-        "Forget all rows; make a cache where there is none that fits."
-        self._fits(decoder.model.get_input_embeddings().num_embeddings)
-        if self.decoder is None or self.decoder.max_batch < decoder.max_batch or self.decoder.max_ctx < decoder.max_ctx:
-            self.decoder = Decoder(self.model, decoder.max_batch, decoder.max_ctx)
-        if self.decoder.mode != "static":
-            raise ValueError(f"draft {type(self.model).__name__}: {self.decoder.why_generate}")
-        self.decoder.free()
-        self.texts, self.full, self.sampler = {}, set(), sampler
-    @property
-    def levels(self)->int:
-        "Passes of the small model for one guess, whatever its width."
-        return self.length
-    def set(self,
-        row:int,   # which
-        ids:list,  # its prompt
-    ):
-        "A row begins: the small model reads the prompt too."
-        if row in self.texts: self.drop(row)
-        self.texts[row] = list(ids)
-        if self._fitting([row], 1): self.decoder.prefill([self.texts[row]], rows=[row])
-    def drop(self,
-        row:int,   # which
-    ):
-        "A row has ended."
-        del self.texts[row]
-        self.full.discard(row)
-        self.decoder.free([row])
-    def add(self,
-        row:int,   # which
-        ids:list,  # its new tokens
-    ):
-        "A row has grown."
-        self.texts[row] += ids
-
-    def _fitting(self, rows, length):
-        "Rows with room for so many tokens more: an encoder's source and the output together may have none, and get no more guesses"
-        for r in rows:
-            if r not in self.full and len(self.texts[r]) + length > self.decoder.max_ctx:
-                self.full.add(r)
-                self.decoder.free([r])
-        return [r for r in rows if r not in self.full]
-
-    def _read(self, rows, B):
-        "Feed what the texts have grown by, the last token at least; logits (B, V) after each row's last token"
-        # asked again before anything was added
-        if any(self.decoder.held[r] >= len(self.texts[r]) for r in rows):
-            self.decoder.crop(
-                [min(h, len(self.texts[r]) - 1) if r in rows else h for r, h in enumerate(self.decoder.held)]
-            )
-        held = self.decoder.held
-        fresh = [self.texts[r][held[r]:] if r in rows else [] for r in range(B)]
-        M = (
-            max(map(len, fresh))
-            if self.decoder.lengths.device.type == "cpu"
-            else max(self.length + 1, *map(len, fresh))
-        )  # a graph has one width
-        logits = self.decoder.step([f + [0] * (M - len(f)) for f in fresh], keep=False)
-        self.decoder.keep([len(f) for f in fresh])
-        return logits[torch.arange(B), [max(len(f) - 1, 0) for f in fresh]]
-
-# %% ../../nbs/40_infer/03_speculate.ipynb #232b78ce
-class DraftModel(_SmallModel):
+class DraftModel:
     "Guesses with a small model."
     def __init__(self,
         model:nn.Module,   # of transformers, with the large model's tokenizer, on its device
@@ -308,39 +206,141 @@ class DraftModel(_SmallModel):
         branches:int=1,    # 2 or more: at each place the next best tokens too, a tree
     ):
         if length < 1 or branches < 1: raise ValueError(f"length={length}, branches={branches}: both are at least 1")
-        self.model, self.length, self.branches, self.nodes, self.decoder = (
-            model,
-            length,
-            branches,
-            1 + length * branches,
-            None,
-        )
+        self.model, self.length, self.branches = model, length, branches
+        self.nodes, self.decoder = 1 + length * branches, None
 
-    @torch.no_grad()
-    def propose(self,
-        rows:list,            # rows that want guesses: all that have begun and not ended
-        length:int|None=None, # the most tokens; None: self.length
-    )->dict:                  # row → chains
-        "What the small model would draw."
-        asked, length, V = rows, min(length or self.length, self.length), self.sampler.state["seen"].shape[1]
-        if not (rows := self._fitting(rows, length)): return {r: [] for r in asked}
-        B = max(rows) + 1
-        logits, device = self._read(rows, B), self.decoder.lengths.device
-        before = list(self.decoder.held)
-        chain, best = torch.tensor([[self.texts[r][-1] if r in rows else 0] for r in range(B)], device=device), []
-        for i in range(length):
-            logits = torch.nn.functional.pad(logits[:, :V], (0, max(V - logits.shape[1], 0)), value=-torch.inf)
-            seen = torch.ones(B, 1, i + 1, dtype=torch.bool, device=device)
-            likely = self.sampler.likely(logits[:, None], chain, seen, self.branches)[:, 0]
-            best.append(likely.clamp(min=0))                                        # (-1, of nan: 0 is as good a guess)
-            chain = torch.cat([chain, best[-1][:, :1]], 1)
-            if i + 1 < length: logits = self.decoder.step(chain[:, -1:])[:, 0]
-        self.decoder.crop(before)
-        best = torch.stack(best, 1).tolist()                                                    # (B, length, branches)
-        return {r: self._chains(best[r]) if r in rows else [] for r in asked}
-    def _chains(self, best):
-        main = [b[0] for b in best]
-        return [main] + [main[:i] + [t] for i, b in enumerate(best) for t in b[1:]]
+    @property
+    def levels(self)->int:
+        "Passes of the small model for one guess, whatever its width."
+        return self.length
+
+# %% ../../nbs/40_infer/03_speculate.ipynb #75631de3
+@patch
+def _fits(self:DraftModel, vocab):
+    "Raise unless the small model generates, with this vocabulary"
+    name, get = f"draft {type(self.model).__name__}", getattr(self.model, "get_input_embeddings", None)
+    if get is None or not getattr(self.model, "can_generate", bool)():
+        raise ValueError(f"{name} cannot generate; give a small causal language model of transformers")
+    if getattr(self.model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} reads its text with an encoder; give a causal language model")
+    if abs((mine := get().num_embeddings) - vocab) > vocab // 100:
+        raise ValueError(f"{name} has {mine} tokens, the model {vocab}; both need the same tokenizer")
+
+@patch
+def fits(self:DraftModel,
+    vocab:int,    # of the model that checks
+    max_ctx:int,  # tokens of a text
+    device,       # where it checks
+):
+    "Raise ValueError if it could not guess for such a model; nothing is made yet."
+    self._fits(vocab)
+    name = f"draft {type(self.model).__name__}"
+    most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most and most < max_ctx:
+        raise ValueError(
+            f"{name} has positions for {most} tokens, fewer than max_ctx={max_ctx}; give max_ctx={most}, or "
+            "another draft"
+        )
+    if (at := _device(self.model)) != torch.empty(0, device=device).device:
+        raise ValueError(f"{name} is on {at}, the model will be on {device}; move the draft there first")
+    if (trial := Decoder(self.model, 1, min(max_ctx, 16), graph=False)).mode != "static":
+        raise ValueError(f"{name} has no path with a cache: {trial.why_generate}")
+
+# %% ../../nbs/40_infer/03_speculate.ipynb #59448a0d
+@patch
+def begin(self:DraftModel,
+    decoder:Decoder,  # of the model that checks
+    sampler:Sampler,  # that draws
+):
+    "Forget all rows; make a cache where there is none that fits."
+    self._fits(decoder.model.get_input_embeddings().num_embeddings)
+    if self.decoder is None or self.decoder.max_batch < decoder.max_batch or self.decoder.max_ctx < decoder.max_ctx:
+        self.decoder = Decoder(self.model, decoder.max_batch, decoder.max_ctx)
+    if self.decoder.mode != "static":
+        raise ValueError(f"draft {type(self.model).__name__}: {self.decoder.why_generate}")
+    self.decoder.free()
+    self.texts, self.full, self.sampler = {}, set(), sampler
+
+@patch
+def set(self:DraftModel,
+    row:int,   # which
+    ids:list,  # its prompt
+):
+    "A row begins: the small model reads the prompt too."
+    if row in self.texts: self.drop(row)
+    self.texts[row] = list(ids)
+    if self._fitting([row], 1): self.decoder.prefill([self.texts[row]], rows=[row])
+
+@patch
+def drop(self:DraftModel,
+    row:int,   # which
+):
+    "A row has ended."
+    del self.texts[row]
+    self.full.discard(row)
+    self.decoder.free([row])
+
+@patch
+def add(self:DraftModel,
+    row:int,   # which
+    ids:list,  # its new tokens
+):
+    "A row has grown."
+    self.texts[row] += ids
+
+# %% ../../nbs/40_infer/03_speculate.ipynb #89f5b6bb
+@patch
+def _fitting(self:DraftModel, rows, length):
+    "Rows with room for so many more tokens; the others get no more guesses"
+    for r in rows:
+        if r not in self.full and len(self.texts[r]) + length > self.decoder.max_ctx:
+            self.full.add(r)
+            self.decoder.free([r])
+    return [r for r in rows if r not in self.full]
+
+@patch
+def _read(self:DraftModel, rows, B):
+    "Feed what the texts have grown by, the last token at least; logits (B, V) after each row's last token"
+    # asked again before anything was added
+    if any(self.decoder.held[r] >= len(self.texts[r]) for r in rows):
+        self.decoder.crop([min(h, len(self.texts[r]) - 1) if r in rows else h for r, h in enumerate(self.decoder.held)])
+    held = self.decoder.held
+    fresh = [self.texts[r][held[r]:] if r in rows else [] for r in range(B)]
+    M = max(map(len, fresh))
+    if self.decoder.lengths.device.type != "cpu": M = max(M, self.length + 1)          # a graph has one width
+    logits = self.decoder.step([f + [0] * (M - len(f)) for f in fresh], keep=False)
+    self.decoder.keep([len(f) for f in fresh])
+    return logits[torch.arange(B), [max(len(f) - 1, 0) for f in fresh]]
+
+# %% ../../nbs/40_infer/03_speculate.ipynb #232b78ce
+@patch
+@torch.no_grad()
+def propose(self:DraftModel,
+    rows:list,            # rows that want guesses: all that have begun and not ended
+    length:int|None=None, # the most tokens; None: self.length
+)->dict:                  # row → chains
+    "What the small model would draw."
+    asked, length, V = rows, min(length or self.length, self.length), self.sampler.state["seen"].shape[1]
+    if not (rows := self._fitting(rows, length)): return {r: [] for r in asked}
+    B = max(rows) + 1
+    logits, device = self._read(rows, B), self.decoder.lengths.device
+    before = list(self.decoder.held)
+    chain, best = torch.tensor([[self.texts[r][-1] if r in rows else 0] for r in range(B)], device=device), []
+    for i in range(length):
+        logits = torch.nn.functional.pad(logits[:, :V], (0, max(V - logits.shape[1], 0)), value=-torch.inf)
+        seen = torch.ones(B, 1, i + 1, dtype=torch.bool, device=device)
+        likely = self.sampler.likely(logits[:, None], chain, seen, self.branches)[:, 0]
+        best.append(likely.clamp(min=0))                                        # (-1, of nan: 0 is as good a guess)
+        chain = torch.cat([chain, best[-1][:, :1]], 1)
+        if i + 1 < length: logits = self.decoder.step(chain[:, -1:])[:, 0]
+    self.decoder.crop(before)
+    best = torch.stack(best, 1).tolist()                                                    # (B, length, branches)
+    return {r: self._chains(best[r]) if r in rows else [] for r in asked}
+
+@patch
+def _chains(self:DraftModel, best):
+    main = [b[0] for b in best]
+    return [main] + [main[:i] + [t] for i, b in enumerate(best) for t in b[1:]]
 
 # %% ../../nbs/40_infer/03_speculate.ipynb #0945ce7b
 class Tree:
@@ -358,7 +358,7 @@ class Tree:
         return sum(getattr(d, "levels", 0) for d in self.drafts)
     @property
     def model(self)->nn.Module|None: # the small model among the guessers
-        "What a plan has to count."
+        "The draft model that a plan has to count."
         found = list({id(m): m for d in self.drafts if (m := getattr(d, "model", None)) is not None}.values())
         if len(found) > 1:
             raise ValueError(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..core import changed, did_you_mean, format_bytes, on_change, parse_bytes, unwrap
@@ -21,7 +22,8 @@ from .links import GpuLink, SimulatedLink, Slab, SlabReader, _file, _up
 class _Range:
     "Bytes begin…end of one storage, the tensors in it with their offsets, and who owns them"
     def __init__(self, storage, begin):
-        self.storage, self.begin, self.end, self.tensors, self.owners = storage, begin, begin, {}, set()
+        self.storage, self.begin, self.end = storage, begin, begin
+        self.tensors, self.owners = {}, set()
     def add(self, begin, end, owner, t):
         self.end = max(self.end, end)
         self.owners.add(owner)
@@ -44,6 +46,7 @@ def _attributes(module):
         for t in v if isinstance(v, (tuple, list)) else (v,):
             if isinstance(t, Tensor): yield t
 
+# %% ../../nbs/40_infer/09_streaming.ipynb #08e01ba3
 def _ranges(model, owners):
     "All ranges of a model; owners: id of a module → name of its block"
     rows, kept = {}, []
@@ -81,7 +84,8 @@ def _bind(t, storage, offset):
 class _Layout:
     "Where the ranges of one owner lie in one run of bytes"
     def __init__(self, ranges):
-        self.ranges, self.pieces, self.spots, self.own, at = [], [], {}, None, 0
+        self.ranges, self.pieces, self.spots = [], [], {}
+        self.own, at = None, 0
         for r in ranges:
             at = -(-at // _ALIGN) * _ALIGN
             if any(offset % t.element_size() for t, offset in r.tensors.values()): at += r.begin % 16
@@ -105,10 +109,8 @@ class _Layout:
     def view(self, t, target):
         "A tensor's numbers in other bytes of this layout"
         return torch.empty(0, dtype=t.dtype, device=target.device).set_(
-            target.untyped_storage(),
-            (target.storage_offset() + self.spots[id(t)][1]) // t.element_size(),
-            t.shape,
-            t.stride(),
+            target.untyped_storage(), (target.storage_offset() + self.spots[id(t)][1]) // t.element_size(), t.shape,
+            t.stride()
         )
 
 # %% ../../nbs/40_infer/09_streaming.ipynb #08999cc2
@@ -117,7 +119,7 @@ def _exact(device):
     return torch.empty(0, device=device).device
 
 def _tell(block):
-    "Modules that keep views of their weights (one matrix of several layers) are told that these moved"
+    "Tell modules that keep views of their weights (one matrix of several layers) that these moved"
     for m in block.modules():
         if (moved := getattr(type(m), "_bmlab_moved", None)) is not None: moved(m)
 
@@ -129,19 +131,14 @@ def move_weights(
                                    # tables kept on the host
 )->int:                            # bytes moved
     "Move a model's weights to a device, a block at a time; memory shared before is shared after."
-    blocks, modules = (
-        find_blocks(model) if blocks is None else blocks,
-        dict(model.named_modules(remove_duplicate=False)),
-    )
+    blocks = find_blocks(model) if blocks is None else blocks
+    modules = dict(model.named_modules(remove_duplicate=False))
     for n in leave:
         if n not in modules:
             raise ValueError(f"leave={list(leave)!r}: the model has no module {n!r}{did_you_mean(n, modules)}")
     owners = {id(m): n for n, b in blocks.items() for m in b.modules()}
     stay = {
-        id(t)
-        for n in leave
-        for m in modules[n].modules()
-        for t in [*m._parameters.values(), *m._buffers.values()]
+        id(t) for n in leave for m in modules[n].modules() for t in [*m._parameters.values(), *m._buffers.values()]
         if t is not None
     }
     groups, moved, device = {}, 0, _exact(device)
@@ -169,11 +166,12 @@ def _owned(model, owners, names):
 class _Seen:
     "Page-locked host bytes, shown to torch as memory of the GPU"
     def __init__(self, slab):
-        self.slab, self.__cuda_array_interface__ = (
-            slab,
-            dict(shape=(len(slab.bytes),), typestr="|u1", data=(slab.bytes.data_ptr(), False), version=2),
+        self.slab = slab
+        self.__cuda_array_interface__ = dict(
+            shape=(len(slab.bytes),), typestr="|u1", data=(slab.bytes.data_ptr(), False), version=2
         )
 
+# %% ../../nbs/40_infer/09_streaming.ipynb #63ea2484
 class HostTables:
     "Embedding tables in host memory that a GPU reads row by row; `close` gives them ordinary memory."
     def __init__(self,
@@ -189,7 +187,12 @@ class HostTables:
             mine = [m for n in names for m in modules[n].modules()]
             # (several names may share one)
             ranges = _owned(model, {id(m): "tables" for m in mine}, ["tables"])["tables"]
-            if not {id(t) for m in mine for t in (*m._parameters.values(), *m._buffers.values()) if t is not None} <= {i for r in ranges for i in r.tensors} or not ranges:
+            if (
+                not {
+                    id(t) for m in mine for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
+                } <= {i for r in ranges for i in r.tensors}
+                or not ranges
+            ):
                 raise ValueError(
                     f"names={list(names)!r}: one of them has no weights of its own; a table tied to the head is read "
                     "whole, so it belongs on the device"
@@ -222,9 +225,9 @@ def _order(streamed, slots, following=None):
     for n in streamed: stacks.setdefault(n.rpartition(".")[0], []).append(n)
     slot = {n: i % slots for names in stacks.values() for i, n in enumerate(names)}
     ends = list(stacks.values())
-    after = {a: b for names in ends for a, b in zip(names, names[1:])} | {
-        a[-1]: b[0] for a, b in zip(ends, [*ends[1:], ends[-1]])
-    }
+    after = {
+        a: b for names in ends for a, b in zip(names, names[1:])
+    } | {a[-1]: b[0] for a, b in zip(ends, [*ends[1:], ends[-1]])}
     for a, b in (following or {}).items():
         for n in (a, b):
             if n not in slot:
@@ -238,495 +241,7 @@ def _order(streamed, slots, following=None):
     return slot, after, {n: later(n) for n in streamed}
 
 # %% ../../nbs/40_infer/09_streaming.ipynb #40ba631d
-class _Stored:
-    def _lay(self):
-        "Slabs for blocks whose tensors changed; every block is bound to host memory meanwhile"
-        owners = {id(m): n for n, b in self.blocks.items() for m in b.modules()}
-        layouts = {n: _Layout(rows) for n, rows in _owned(self.model, owners, self.streamed).items()}
-        for n, layout in layouts.items():
-            if layout.nbytes == 0: raise ValueError(f"streamed={n!r}: this block has no weights of its own to stream")
-        changed = [n for n in self.streamed if not self._same(n, layouts[n])]
-        self._check_host(
-            sum(
-                layouts[n].nbytes if n in changed or n not in self.slabs else len(self.slabs[n].bytes)
-                for n in self.streamed
-            )
-        )
-        for n in changed: self._store(n, layouts.pop(n))
-        if changed: self._renew()
-
-    def _same(self, name, layout):
-        old = self.layouts.get(name)
-        return (
-            old is not None
-            and self._own(name, old) == self._own(name, layout)
-            and layout.spots.keys() <= old.spots.keys()
-            and (old.meta or name in self.slabs)
-            and old.meta == layout.meta
-            and all(
-                old.meta or t.untyped_storage().data_ptr() == self.slabs[name].bytes.untyped_storage().data_ptr()
-                for t, _ in layout.spots.values()
-            )
-        )
-
-    def _own(self, name, layout):
-        "Ids of the parameters and buffers in a layout; views kept beside them may come and go"
-        return (
-            layout.own
-            if layout.own is not None
-            else {
-                i
-                for m in self.blocks[name].modules()
-                for t in [*m._parameters.values(), *m._buffers.values()]
-                if (i := id(t)) in layout.spots
-            }
-        )
-
-    def _check_host(self, nbytes):
-        if self.host_limit is not None and self.store == "ram" and nbytes > self.host_limit:
-            raise MemoryError(
-                f"the streamed blocks need {format_bytes(nbytes)} of host memory, more than "
-                f"host_limit={format_bytes(self.host_limit)}; "
-                "stream fewer blocks, pack them to fewer bits, or use store='mmap'"
-            )
-
-    def _store(self, name, layout):
-        "One block into a slab of its own; tensors that left it get ordinary memory"
-        old, layout.own = self.layouts.get(name), self._own(name, layout)
-        if layout.meta:
-            self.layouts[name] = layout
-            return
-        slab = Slab(layout.nbytes, self.file, self._end)
-        if self.file is not None: self._end += _up(layout.nbytes, mmap.ALLOCATIONGRANULARITY)
-        layout.fill(slab.bytes)
-        layout.bind(slab.bytes)
-        _tell(self.blocks[name])
-        for i, (t, _) in old.spots.items() if old is not None else ():
-            t.__dict__.pop("_bmlab_home", None)
-            if i not in layout.spots and not t.is_meta:
-                t.data = t.data.to(self.device, copy=True)
-                if self._grads.pop(i, None) is not None: t.requires_grad_(True)
-        replaced, self.slabs[name], self.layouts[name] = self.slabs.get(name), slab, layout
-        if replaced is not None: replaced.unlock()
-        slab.settle()
-        if self.device.type == "cuda": slab.lock()
-        # tells tensors of one slot apart, whose addresses are equal
-        for t, offset in layout.spots.values(): t._bmlab_home = id(self), name, offset
-        self._deltas[name] = deltas = {
-            id(t)
-            for m in self.blocks[name].modules()
-            if getattr(m, "_bmlab_delta", False)
-            for t in [*m.parameters(), *m.buffers()]
-        }
-        for i, (t, _) in layout.spots.items():
-            # frozen while it streams; a delta says itself what it is
-            if t.requires_grad and i not in deltas: self._grads[i] = t.requires_grad_(False)
-
-# %% ../../nbs/40_infer/09_streaming.ipynb #99655790
-class _Bound(_Stored):
-    def _to_slots(self):
-        "Bind the streamed blocks to their slots, made larger where a block grew"
-        need = [
-            max([len(slab.bytes) for n, slab in self.slabs.items() if self.slot[n] == s], default=0)
-            for s in range(len(self.slots))
-        ]
-        if any(len(have) < n for have, n in zip(self.slots, need)):
-            self._renew()
-            self.slots = []  # freed before the larger ones are made
-            self.slots = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in need]
-        for n in self.streamed:
-            if n in self.slabs:
-                self.layouts[n].bind(self.slots[self.slot[n]])
-                _tell(self.blocks[n])
-                self._seen[n] = self._versions(n)
-        self.holds = [None] * len(self.slots)
-        self.link.open(self.slots, self.reader)
-
-    def _renew(self):
-        "Addresses change: what was captured with the old ones must not run again"
-        self.generation += 1
-        for d in list(self._decoders): d.recapture()
-
-    def _to_host(self):
-        "Bind them to their slabs, once nothing moves any more"
-        self.link.close()
-        for n, slab in self.slabs.items(): self.layouts[n].bind(slab.bytes)
-
-    def _versions(self, name):
-        return sum(t._version for t, _ in self.layouts[name].spots.values() if not t.is_inference())
-
-    def _unwritten(self, *names):
-        "Raise where somebody wrote into a slot: the next copy has overwritten that, or will"
-        wrote = [n for n in names or self.slabs if self._seen.get(n) != self._versions(n)]
-        for n in wrote: self._seen[n] = self._versions(n)
-        if wrote:
-            raise RuntimeError(
-                f"weights of {', '.join(wrote)} were changed in place while they stream, and the change is lost; do "
-                "that inside `with streamer.on_host():`"
-            )
-
-    def refresh(self,
-        name:str|None=None, # a streamed block, to be sure that it is one; what did not change costs nothing
-    ):
-        "Take tensors that came to a block (a delta attached, weights loaded) into its slab, and give those that left it ordinary memory."
-        if name is not None and name not in self.streamed:
-            raise ValueError(f"{name!r} is not streamed{did_you_mean(name, self.streamed)}")
-        with self.on_host(): pass
-
-    @contextlib.contextmanager
-    def on_host(self):
-        "Inside, the streamed blocks are ordinary tensors on the host: read them, write them, merge a delta; the model cannot run."
-        if self._resting or self._closed:
-            yield self.model
-            return
-        self._idle("on_host()")
-        self._unwritten()
-        with torch.inference_mode(False):
-            self._to_host()
-            self._resting = True
-            before = self.generation
-            try: yield self.model
-            finally:
-                try: self._lay()
-                finally:
-                    self._to_slots()
-                    self._resting = False
-                    self._guard()
-        if self.generation != before: changed(self.model)
-
-# %% ../../nbs/40_infer/09_streaming.ipynb #35114c8c
-class _Claim:
-    "A call that is running: its thread, the frame that calls the hooks, what is called, and whether its weights are there"
-    def __init__(self, frame, name):
-        self.thread, self.frame, self.name, self.ready = threading.get_ident(), frame, name, False
-    def running(self):
-        "Is the frame still on that thread's stack?"
-        f = sys._current_frames().get(self.thread)
-        while f is not None and f is not self.frame: f = f.f_back
-        return f is not None
-
-class _Claimed(_Bound):
-    def _claim(self, what, name, frame):
-        with self._lock:
-            held = self._held.get(what)
-            if held is not None and held.running():
-                where = "in another thread" if held.thread != threading.get_ident() else "in this very thread"
-                raise RuntimeError(
-                    f"{name or 'the model'} was called while {held.name or 'the model'} runs {where}; slots serve one "
-                    "forward at a time: wait for it, or queue the requests"
-                )
-            self._held[what] = _Claim(frame, name)
-            return held.name if held is not None else None                              # what broke off before its end
-
-    def _done(self, what):
-        "The claim of the call that this hook ends; None where the call was refused one"
-        held, f = self._held.get(what), sys._getframe(2)
-        return self._held.pop(what) if held is not None and (held.frame is f or held.frame.f_back is f) else None
-
-    def _idle(self, what):
-        "Raise unless nothing runs"
-        for held in ("model", "block"): self._claim(held, what, None)
-        self._held.clear()
-
-# %% ../../nbs/40_infer/09_streaming.ipynb #6d719768
-def _tensors(args, kwargs):
-    for v in (*args, *kwargs.values()):
-        for t in v if isinstance(v, (tuple, list)) else (v,):
-            if isinstance(t, Tensor): yield t
-
-class _Running(_Claimed):
-    def _fetch(self, name):
-        "Start the copy of a block into its slot"
-        slot, slab = self.slot[name], self.slabs[name]
-        self.holds[slot] = None
-        self.link.start(slot, self.slots[slot][:len(slab.bytes)], slab, name)
-        self.holds[slot] = name
-        self.stats["copies"] += 1
-        self.stats["bytes"] += len(slab.bytes)
-
-    def _await(self, slot):
-        "Wait for what a slot is to hold; if that failed, it holds nothing"
-        try: self.link.wait(slot, self.holds[slot])
-        except BaseException:
-            self.holds[slot] = None
-            raise
-
-    def _demand(self, name):
-        "A block that no one foresaw, and those that follow it in the other slots"
-        self.stats["unforeseen"] += 1
-        seen = set()
-        while self.slot[name] not in seen:
-            seen.add(self.slot[name])
-            if self.holds[self.slot[name]] != name: self._fetch(name)
-            name = self.after[name]
-
-    def _enter(self, name, module, args, kwargs):
-        if (broken := self._claim("block", name, sys._getframe(1))) in self.slot:
-            self.link.release(self.slot[broken], broken, 0)
-        if self._forked is not None and not self.link.capturing(): self._abandon()
-        if self._resting:
-            raise RuntimeError("the model cannot run inside streamer.on_host(): its blocks are on the host")
-        if name not in self.slabs:
-            raise RuntimeError(
-                f"{name} has no weights yet (it is on meta); load them, then call streamer.refresh({name!r})"
-            )
-        if torch.is_grad_enabled() and (any(t.requires_grad for t in _tensors(args, kwargs)) or any(p.requires_grad for p in module.parameters())):
-            raise RuntimeError(
-                f"{name} is streamed: its weights are overwritten before a backward pass could use them. Run under "
-                "torch.no_grad(), and train with the block resident"
-            )
-        if self.holds[self.slot[name]] != name: self._demand(name)
-        self._await(self.slot[name])
-        self._held["block"].ready = True
-
-    def _leave(self, name, module, args, output):
-        if (claim := self._done("block")) is None or not claim.ready: return            # it failed before it began
-        self.link.release(self.slot[name], name, len(self.slabs[name].bytes))
-        if (later := self.later[name]) is not None and self.holds[self.slot[later]] != later: self._fetch(later)
-
-# %% ../../nbs/40_infer/09_streaming.ipynb #7185d025
-class _Captured(_Running):
-    def fork(self):
-        "Call first inside a capture: the copy stream joins it."
-        if self._forked is not None: raise RuntimeError("fork() was called twice; join() ends the first")
-        self.link.fork()
-        self._forked = list(self.holds), dict(self.stats)
-
-    # what the slots hold before and after a replay, of which generation of addresses it is, and what it copies
-    def join(self)->tuple:
-        "Call last inside a capture: its copies end before it does."
-        after, done = self.holds, self.stats
-        (self.holds, self.stats), self._forked = self._forked, None                     # what was captured has not run
-        self.link.join()
-        return (
-            tuple(self.holds),
-            tuple(after),
-            self.generation,
-            {k: done[k] - self.stats[k] for k in ("copies", "bytes")},
-        )
-
-    def _abandon(self):
-        "A capture that broke off: nothing of it will run"
-        if self._forked is not None: (self.holds, self.stats), self._forked = self._forked, None
-        self.link.restore()
-
-    @contextlib.contextmanager
-    def captures(self):
-        "`fork` and `join` around what a capture records; yields a list that holds the marks afterwards. A capture that fails leaves the streamer as it was."
-        marks = []
-        self.fork()
-        try: yield marks
-        except BaseException:
-            self._abandon()
-            raise
-        marks.append(self.join())
-
-    def before_replay(self,
-        marks:tuple, # of `join`
-    ):
-        "Let the slots hold what the graph expects, and the current stream wait for it."
-        if marks[2] != self.generation:
-            raise RuntimeError(
-                "this graph was captured before blocks changed (refresh, on_host), and its addresses are stale; "
-                "capture it anew"
-            )
-        for name in marks[0]:
-            if name is not None and self.holds[self.slot[name]] != name: self._fetch(name)
-        for slot, name in enumerate(self.holds):
-            if name is not None: self._await(slot)
-
-    def after_replay(self,
-        marks:tuple, # of `join`
-    ):
-        "Note what the graph left in the slots."
-        self.holds = list(marks[1])
-        for k, n in marks[3].items(): self.stats[k] += n
-        self.link.settled()
-
-    def attach(self,
-        decoder, # of `bmlab.infer.decode`, over this model
-    ):
-        "Let a decoder's captured steps carry the copies."
-        decoder.recapture()
-        decoder.around.append(self)
-        self._decoders.add(decoder)
-
-# %% ../../nbs/40_infer/09_streaming.ipynb #f165d950
-class _Still:
-    "In place of a module's `_apply`: it is neither moved nor cast, but a part may be cast to what it is (as routers do). A copy of it may be moved."
-    def __init__(self, module, why, owner, part):
-        self.module, self.why, self.owner, self.part = weakref.ref(module), why, owner, part
-    def __call__(self, fn, *_, **__):
-        if self.part and self._is(self.module(), fn): return self.module()
-        raise RuntimeError(f"{self.why}: it cannot be moved or cast; {self.owner}.close() first, then .to()")
-    def _is(self, module, fn):
-        "Would all tensors stay as they are?"
-        try:
-            return all(
-                fn(t) is t and t.is_shared() == was.is_shared()
-                for was in (*module.parameters(), *module.buffers())
-                for t in [was.detach().new_empty((2,) * was.ndim)]
-            )
-        except Exception: return False
-    def __deepcopy__(self, memo): return functools.partial(nn.Module._apply, memo[id(self.module())])
-    def __reduce__(self): return functools.partial, (nn.Module._apply, self.module())
-
-class _Guarded(_Captured):
-    def _guard(self):
-        "Put the guards on the model, its stacks and all modules in streamed blocks; again where modules came"
-        self._unguard()
-        inside = [m for n in self.streamed for m in self.blocks[n].modules()]
-        above = [
-            m
-            for path, m in self.model.named_modules()
-            if not path or any(n.startswith(path + ".") for n in self.streamed)
-        ]
-        why = f"{type(self.model).__name__} streams {len(self.streamed)} blocks through slots on {self.device}"
-        def copied(*_, **__):
-            raise RuntimeError(
-                f"{why}: it cannot be copied or pickled; streamer.close() first, or save its state_dict()"
-            )
-        def loading(*_): 
-            if not self._resting: raise RuntimeError(f"{why}: load weights inside `with streamer.on_host():`")
-        for m in {id(m): m for m in above + inside}.values():
-            m.__dict__ |= {"_apply": _Still(m, why, "streamer", m is not self.model), "__reduce_ex__": copied}
-            self._guarded.append(m)
-            self._guards.append(m.register_load_state_dict_pre_hook(loading))
-        self._guards += [
-            m.register_state_dict_post_hook(functools.partial(self._state, n))
-            for n in self.streamed
-            for m in self.blocks[n].modules()
-        ]
-
-    def _unguard(self):
-        for m in self._guarded:
-            for key in ("_apply", "__reduce_ex__"): m.__dict__.pop(key, None)
-        for handle in self._guards: handle.remove()
-        self._guards, self._guarded = [], []
-
-    def _state(self, name, module, state, prefix, _):
-        "What a module holds directly, from the slab"
-        if name not in self.slabs: return
-        if not self._resting: self._unwritten(name)
-        for key, t in [*module._parameters.items(), *module._buffers.items()]:
-            if t is not None and id(t) in self.layouts[name].spots and prefix + key in state:
-                value = self.layouts[name].view(t, self.slabs[name].bytes)
-                state[prefix + key] = (
-                    nn.Parameter(value, t.requires_grad) if isinstance(state[prefix + key], nn.Parameter) else value
-                )
-
-    def _changed(self):
-        "Called when a delta came or went"
-        if self._resting or self._closed: return
-        self._unwritten()
-        for n in self.slabs:
-            gone = self.layouts[n].own - {
-                id(t) for m in self.blocks[n].modules() for t in [*m._parameters.values(), *m._buffers.values()]
-            }
-            if gone - self._deltas[n]:
-                raise RuntimeError(
-                    f"weights of {n} were replaced while it streams, by numbers that may be another block's; do that "
-                    "inside `with streamer.on_host():`"
-                )
-            if gone: return self.refresh(n)
-
-# %% ../../nbs/40_infer/09_streaming.ipynb #95869ce3
-class _Hooked(_Guarded):
-    def _check(self, slots):
-        "Refuse what cannot be streamed, before anything moves"
-        if not all(hasattr(self.link, k) for k in ("open", "start", "wait", "close")):
-            raise TypeError(f"link={self.link!r}: a SimulatedLink, a GpuLink, or None")
-        if getattr(self.link, "used", False): raise RuntimeError("this link is another streamer's; give each its own")
-        if not isinstance(slots, int) or slots < 1:
-            raise ValueError(f"slots={slots!r}: at least 1; 2 let a copy and a computation run at once")
-        if self.store not in ("ram", "mmap"): raise ValueError(f"store={self.store!r}: 'ram' or 'mmap'")
-        if "_bmlab_streamer" in self.model.__dict__:
-            raise RuntimeError("this model streams already; close() that streamer first")
-        if not self.streamed:
-            raise ValueError(
-                "streamed=[]: nothing to stream"
-                if self.blocks
-                else f"{type(self.model).__name__} repeats no block; name them with blocks="
-            )
-        for n in self.streamed:
-            if n not in self.blocks:
-                raise ValueError(
-                    f"streamed={self.streamed!r}: {n!r} is no block{did_you_mean(n, self.blocks)}; blocks: "
-                    f"{', '.join(self.blocks)}"
-                )
-        if len(set(self.streamed)) < len(self.streamed): raise ValueError(f"streamed={self.streamed!r}: a block twice")
-        here, owner = {id(m) for m in self.model.modules()}, {}
-        for n, b in self.blocks.items():
-            if id(b) not in here: raise ValueError(f"blocks: {n} is not part of the model")
-            for m in b.modules():
-                if any(t is not None for d in (m._parameters, m._buffers) for t in d.values()) and owner.setdefault(id(m), n) != n:
-                    raise ValueError(
-                        f"blocks: {n} and {owner[id(m)]} share a module; one inside another, or the same twice, cannot "
-                        "be streamed"
-                    )
-
-    def _hook(self):
-        "The outermost hooks; deltas and other wrappers change classes, below them"
-        add, root = self._hooks.append, self.model
-        add(root.register_forward_pre_hook(self._enter_model, prepend=True))
-        add(root.register_forward_hook(self._leave_model, always_call=True))
-        for n, b in self.blocks.items():
-            if n in self.slot:
-                add(b.register_forward_pre_hook(functools.partial(self._enter, n), prepend=True, with_kwargs=True))
-                add(b.register_forward_hook(functools.partial(self._leave, n), always_call=True))
-            elif self.link.simulated:
-                add(
-                    b.register_forward_hook(
-                        functools.partial(self._resident, n, sum(t.nbytes for t in [*b.parameters(), *b.buffers()]))
-                    )
-                )
-        self._stop = on_change(root, self._changed)
-
-    def _enter_model(self, module, args): self._claim("model", "", sys._getframe(1))
-    def _leave_model(self, module, args, output): self._done("model")
-    def _resident(self, name, nbytes, module, args, output): self.link.compute(name, nbytes)
-
-# %% ../../nbs/40_infer/09_streaming.ipynb #bebcb827
-class _Measured(_Hooked):
-    @property
-    def device_bytes(self)->int: # of all slots
-        "Bytes on the device that streaming takes."
-        return sum(map(len, self.slots))
-    @property
-    def host_bytes(self)->int: # of all slabs; with store="mmap" they are in the file
-        "Bytes of the streamed blocks."
-        return sum(len(s.bytes) for s in self.slabs.values())
-    @property
-    def pass_bytes(self)->int: # of the last stack: what a decoded token costs
-        "Bytes that one pass copies: blocks that have a slot to themselves stay in it."
-        n, seen = self.streamed[-1], set()
-        while n not in seen:
-            seen.add(n)
-            n = self.after[n]
-        return sum(len(self.slabs[n].bytes) for n in seen if self.later[n] is not None and n in self.slabs)
-    @property
-    def virtual_seconds(self)->float: # since the streamer was made or changed
-        "What the virtual clock of a simulated link shows."
-        if not self.link.simulated:
-            raise TypeError("a GpuLink has no virtual clock; measure the time of the model instead")
-        return self.link.now
-    def timeline(self)->pd.DataFrame: # kind (copy, compute, wait), block, slot, begin_s, end_s; of a simulated link
-        "What the virtual clock saw."
-        self.virtual_seconds
-        return pd.DataFrame(list(self.link.rows), columns=["kind", "block", "slot", "begin_s", "end_s"])
-
-    def __enter__(self): return self
-    def __exit__(self, *error): self.close()
-    def __repr__(self):
-        if self._closed: return "Streamer, closed"
-        return (
-            f"Streamer: {len(self.streamed)} of {len(self.blocks)} blocks, {format_bytes(self.host_bytes)} on the "
-            f"host{' in a file' * (self.store == 'mmap')}, "
-            f"through {len(self.slots)} slots of together {format_bytes(self.device_bytes)} on {self.device}"
-        )
-
-# %% ../../nbs/40_infer/09_streaming.ipynb #e182715c
-class Streamer(_Measured):
+class Streamer:
     "Runs a model some of whose blocks live on the host; `close` ends it."
     def __init__(self,
         model:nn.Module,                      # changed in place; its other parts are on the device already
@@ -748,38 +263,24 @@ class Streamer(_Measured):
         self.model, self._closed = unwrap(model), True
         self.blocks = dict(find_blocks(self.model) if blocks is None else blocks)
         self.streamed = list(self.blocks if streamed is None else streamed)
-        self.device = _exact(
-            device
-            if device is not None
-            else getattr(link, "device", "cpu")
-            if link is not None
-            else "cuda"
-            if torch.cuda.is_available()
-            else "cpu"
-        )
+        if device is None and link is not None: device = getattr(link, "device", "cpu")
+        if device is None: device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = _exact(device)
         self.store, self.host_limit = store, None if host_limit is None else parse_bytes(host_limit)
-        self.link = (
-            link if link is not None else GpuLink(self.device) if self.device.type == "cuda" else SimulatedLink()
-        )
+        self.link = link
+        if link is None: self.link = GpuLink(self.device) if self.device.type == "cuda" else SimulatedLink()
         self._check(slots)
         self.slot, self.after, self.later = _order(self.streamed, slots, following)
-        self.layouts, self.slabs, self._grads, self._seen, self._deltas, self._end = {}, {}, {}, {}, {}, 0
-        self.slots, self.holds, self.stats = (
-            [torch.empty(0, dtype=torch.uint8)] * (max(self.slot.values()) + 1),
-            [],
-            {"copies": 0, "bytes": 0, "unforeseen": 0},
-        )
-        self._lock, self._held, self._resting, self._forked, self._hooks, self._guards, self._guarded = (
-            threading.Lock(),
-            {},
-            False,
-            None,
-            [],
-            [],
-            [],
-        )
+        self.layouts, self.slabs, self._end = {}, {}, 0          # by block; `_end`: of the file's last slab
+        self._grads, self._seen, self._deltas = {}, {}, {}
+        self.slots = [torch.empty(0, dtype=torch.uint8)] * (max(self.slot.values()) + 1)
+        self.holds, self.stats = [], {"copies": 0, "bytes": 0, "unforeseen": 0}
+        self._lock, self._held = threading.Lock(), {}
+        self._resting, self._forked = False, None
+        self._hooks, self._guards, self._guarded = [], [], []
         self.generation, self._decoders = 0, weakref.WeakSet()
-        self._stop, self.reader, self.file, self._closed = None, None, _file(folder) if store == "mmap" else None, False
+        self.file = _file(folder) if store == "mmap" else None
+        self._stop, self.reader, self._closed = None, None, False
         self.model.__dict__["_bmlab_streamer"] = self
         try:
             if store == "mmap": self.reader = SlabReader(self.device)
@@ -794,39 +295,547 @@ class Streamer(_Measured):
         # whoever captured a graph of it has to know
         changed(self.model)
 
-    def close(self,
-        device:str|torch.device="cpu", # where the streamed blocks go
-    ):
-        "Give the streamed blocks ordinary memory and let go of everything else; the model is as it was."
-        if self._closed: return
-        self._idle("close()")
-        self._closed = True
-        for handle in self._hooks: handle.remove()
-        for d in list(self._decoders):
-            d.recapture()
-            d.around.remove(self)
-        if self._stop is not None: self._stop()
-        self._unguard()
-        with torch.inference_mode(False):
-            if self.holds: self.link.close()
-            for n in list(self.slabs):
-                self.slabs[n].unlock()
-                self.layouts[n].scatter(self.slabs.pop(n).bytes, torch.device(device))
-                _tell(self.blocks[n])
-        for t in self._grads.values(): t.requires_grad_(True)
-        for layout in self.layouts.values():
-            for t, _ in layout.spots.values(): t.__dict__.pop("_bmlab_home", None)
-        if self.reader is not None: self.reader.close()
-        if self.file is not None: self.file.close()
-        self._hooks, self.slots, self.holds, self.layouts, self._grads, self.reader, self.file = (
-            [],
-            [],
-            [],
-            {},
-            {},
-            None,
-            None,
+    def __enter__(self): return self
+    def __exit__(self, *error): self.close()
+    def __repr__(self):
+        if self._closed: return "Streamer, closed"
+        return (
+            f"Streamer: {len(self.streamed)} of {len(self.blocks)} blocks, {format_bytes(self.host_bytes)} on the "
+            f"host{' in a file' * (self.store == 'mmap')}, "
+            f"through {len(self.slots)} slots of together {format_bytes(self.device_bytes)} on {self.device}"
         )
-        self._decoders.clear()
-        self.model.__dict__.pop("_bmlab_streamer", None)
-        changed(self.model)
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #2b852fbe
+@patch
+def _lay(self:Streamer):
+    "Make slabs for blocks whose tensors changed; every block is bound to host memory meanwhile"
+    owners = {id(m): n for n, b in self.blocks.items() for m in b.modules()}
+    layouts = {n: _Layout(rows) for n, rows in _owned(self.model, owners, self.streamed).items()}
+    for n, layout in layouts.items():
+        if layout.nbytes == 0: raise ValueError(f"streamed={n!r}: this block has no weights of its own to stream")
+    changed = [n for n in self.streamed if not self._same(n, layouts[n])]
+    self._check_host(sum(
+        layouts[n].nbytes if n in changed or n not in self.slabs else len(self.slabs[n].bytes) for n in self.streamed
+    ))
+    for n in changed: self._store(n, layouts.pop(n))
+    if changed: self._renew()
+
+@patch
+def _same(self:Streamer, name, layout):
+    old = self.layouts.get(name)
+    return (
+        old is not None and self._own(name, old) == self._own(name, layout) and layout.spots.keys() <= old.spots.keys()
+        and (old.meta or name in self.slabs) and old.meta == layout.meta
+        and all(
+            old.meta or t.untyped_storage().data_ptr() == self.slabs[name].bytes.untyped_storage().data_ptr()
+            for t, _ in layout.spots.values()
+        )
+    )
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #14268e45
+@patch
+def _own(self:Streamer, name, layout):
+    "Ids of the parameters and buffers in a layout; views kept beside them may come and go"
+    if layout.own is not None: return layout.own
+    held = (t for m in self.blocks[name].modules() for t in [*m._parameters.values(), *m._buffers.values()])
+    return {id(t) for t in held} & layout.spots.keys()
+
+@patch
+def _check_host(self:Streamer, nbytes):
+    if self.host_limit is not None and self.store == "ram" and nbytes > self.host_limit:
+        raise MemoryError(
+            f"the streamed blocks need {format_bytes(nbytes)} of host memory, more than "
+            f"host_limit={format_bytes(self.host_limit)}; "
+            "stream fewer blocks, pack them to fewer bits, or use store='mmap'"
+        )
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #1b30a4bc
+@patch
+def _store(self:Streamer, name, layout):
+    "Copy one block into a slab of its own; tensors that left it get ordinary memory"
+    old, layout.own = self.layouts.get(name), self._own(name, layout)
+    if layout.meta:
+        self.layouts[name] = layout
+        return
+    slab = Slab(layout.nbytes, self.file, self._end)
+    if self.file is not None: self._end += _up(layout.nbytes, mmap.ALLOCATIONGRANULARITY)
+    layout.fill(slab.bytes)
+    layout.bind(slab.bytes)
+    _tell(self.blocks[name])
+    for i, (t, _) in old.spots.items() if old is not None else ():
+        t.__dict__.pop("_bmlab_home", None)
+        if i not in layout.spots and not t.is_meta:
+            t.data = t.data.to(self.device, copy=True)
+            if self._grads.pop(i, None) is not None: t.requires_grad_(True)
+    replaced, self.slabs[name], self.layouts[name] = self.slabs.get(name), slab, layout
+    if replaced is not None: replaced.unlock()
+    slab.settle()
+    if self.device.type == "cuda": slab.lock()
+    # tells tensors of one slot apart, whose addresses are equal
+    for t, offset in layout.spots.values(): t._bmlab_home = id(self), name, offset
+    self._deltas[name] = deltas = {
+        id(t) for m in self.blocks[name].modules() if getattr(m, "_bmlab_delta", False)
+        for t in [*m.parameters(), *m.buffers()]
+    }
+    for i, (t, _) in layout.spots.items():
+        # frozen while it streams; a delta says itself what it is
+        if t.requires_grad and i not in deltas: self._grads[i] = t.requires_grad_(False)
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #99655790
+@patch
+def _to_slots(self:Streamer):
+    "Bind the streamed blocks to their slots, made larger where a block grew"
+    need = [
+        max([len(slab.bytes) for n, slab in self.slabs.items() if self.slot[n] == s], default=0)
+        for s in range(len(self.slots))
+    ]
+    if any(len(have) < n for have, n in zip(self.slots, need)):
+        self._renew()
+        self.slots = []  # freed before the larger ones are made
+        self.slots = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in need]
+    for n in self.streamed:
+        if n in self.slabs:
+            self.layouts[n].bind(self.slots[self.slot[n]])
+            _tell(self.blocks[n])
+            self._seen[n] = self._versions(n)
+    self.holds = [None] * len(self.slots)
+    self.link.open(self.slots, self.reader)
+
+@patch
+def _renew(self:Streamer):
+    "Let decoders forget their graphs: addresses change"
+    self.generation += 1
+    for d in list(self._decoders): d.recapture()
+
+@patch
+def _to_host(self:Streamer):
+    "Bind them to their slabs, once nothing moves any more"
+    self.link.close()
+    for n, slab in self.slabs.items(): self.layouts[n].bind(slab.bytes)
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #c9664795
+@patch
+def _versions(self:Streamer, name):
+    return sum(t._version for t, _ in self.layouts[name].spots.values() if not t.is_inference())
+
+@patch
+def _unwritten(self:Streamer, *names):
+    "Raise if somebody wrote into a slot, where the next copy overwrites it"
+    wrote = [n for n in names or self.slabs if self._seen.get(n) != self._versions(n)]
+    for n in wrote: self._seen[n] = self._versions(n)
+    if wrote:
+        raise RuntimeError(
+            f"weights of {', '.join(wrote)} were changed in place while they stream, and the change is lost; do "
+            "that inside `with streamer.on_host():`"
+        )
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #3ebabb59
+@patch
+def refresh(self:Streamer,
+    name:str|None=None, # a streamed block, to be sure that it is one; what did not change costs nothing
+):
+    "Take tensors that came to a block (a delta, loaded weights) into its slab; those that left get ordinary memory."
+    if name is not None and name not in self.streamed:
+        raise ValueError(f"{name!r} is not streamed{did_you_mean(name, self.streamed)}")
+    with self.on_host(): pass
+
+@patch
+@contextlib.contextmanager
+def on_host(self:Streamer):
+    "Inside, the streamed blocks are ordinary tensors on the host to read, write or merge into; the model cannot run."
+    if self._resting or self._closed:
+        yield self.model
+        return
+    self._idle("on_host()")
+    self._unwritten()
+    with torch.inference_mode(False):
+        self._to_host()
+        self._resting = True
+        before = self.generation
+        try: yield self.model
+        finally:
+            try: self._lay()
+            finally:
+                self._to_slots()
+                self._resting = False
+                self._guard()
+    if self.generation != before: changed(self.model)
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #35114c8c
+class _Claim:
+    "A running call: its thread, the frame that calls the hooks, what is called, and whether its weights are there"
+    def __init__(self, frame, name):
+        self.thread, self.frame, self.name = threading.get_ident(), frame, name
+        self.ready = False
+    def running(self):
+        "Is the frame still on that thread's stack?"
+        f = sys._current_frames().get(self.thread)
+        while f is not None and f is not self.frame: f = f.f_back
+        return f is not None
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #8df8f6e1
+@patch
+def _claim(self:Streamer, what, name, frame):
+    with self._lock:
+        held = self._held.get(what)
+        if held is not None and held.running():
+            where = "in another thread" if held.thread != threading.get_ident() else "in this very thread"
+            raise RuntimeError(
+                f"{name or 'the model'} was called while {held.name or 'the model'} runs {where}; slots serve one "
+                "forward at a time: wait for it, or queue the requests"
+            )
+        self._held[what] = _Claim(frame, name)
+        return held.name if held is not None else None                              # what broke off before its end
+
+@patch
+def _done(self:Streamer, what):
+    "The claim of the call that this hook ends; None where the call was refused one"
+    held, f = self._held.get(what), sys._getframe(2)
+    return self._held.pop(what) if held is not None and (held.frame is f or held.frame.f_back is f) else None
+
+@patch
+def _idle(self:Streamer, what):
+    "Raise unless nothing runs"
+    for held in ("model", "block"): self._claim(held, what, None)
+    self._held.clear()
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #6d719768
+def _tensors(args, kwargs):
+    for v in (*args, *kwargs.values()):
+        for t in v if isinstance(v, (tuple, list)) else (v,):
+            if isinstance(t, Tensor): yield t
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #9d1a3391
+@patch
+def _fetch(self:Streamer, name):
+    "Start the copy of a block into its slot"
+    slot, slab = self.slot[name], self.slabs[name]
+    self.holds[slot] = None
+    self.link.start(slot, self.slots[slot][:len(slab.bytes)], slab, name)
+    self.holds[slot] = name
+    self.stats["copies"] += 1
+    self.stats["bytes"] += len(slab.bytes)
+
+@patch
+def _await(self:Streamer, slot):
+    "Wait for what a slot is to hold; if that failed, it holds nothing"
+    try: self.link.wait(slot, self.holds[slot])
+    except BaseException:
+        self.holds[slot] = None
+        raise
+
+@patch
+def _demand(self:Streamer, name):
+    "Fetch a block that was not foreseen, and those that follow it in the other slots"
+    self.stats["unforeseen"] += 1
+    seen = set()
+    while self.slot[name] not in seen:
+        seen.add(self.slot[name])
+        if self.holds[self.slot[name]] != name: self._fetch(name)
+        name = self.after[name]
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #4968bbae
+@patch
+def _enter(self:Streamer, name, module, args, kwargs):
+    if (broken := self._claim("block", name, sys._getframe(1))) in self.slot:
+        self.link.release(self.slot[broken], broken, 0)
+    if self._forked is not None and not self.link.capturing(): self._abandon()
+    if self._resting:
+        raise RuntimeError("the model cannot run inside streamer.on_host(): its blocks are on the host")
+    if name not in self.slabs:
+        raise RuntimeError(
+            f"{name} has no weights yet (it is on meta); load them, then call streamer.refresh({name!r})"
+        )
+    if (
+        torch.is_grad_enabled()
+        and (any(t.requires_grad for t in _tensors(args, kwargs)) or any(p.requires_grad for p in module.parameters()))
+    ):
+        raise RuntimeError(
+            f"{name} is streamed: its weights are overwritten before a backward pass could use them. Run under "
+            "torch.no_grad(), and train with the block resident"
+        )
+    if self.holds[self.slot[name]] != name: self._demand(name)
+    self._await(self.slot[name])
+    self._held["block"].ready = True
+
+@patch
+def _leave(self:Streamer, name, module, args, output):
+    if (claim := self._done("block")) is None or not claim.ready: return            # it failed before it began
+    self.link.release(self.slot[name], name, len(self.slabs[name].bytes))
+    if (later := self.later[name]) is not None and self.holds[self.slot[later]] != later: self._fetch(later)
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #7185d025
+@patch
+def fork(self:Streamer):
+    "Call first inside a capture: the copy stream joins it."
+    if self._forked is not None: raise RuntimeError("fork() was called twice; join() ends the first")
+    self.link.fork()
+    self._forked = list(self.holds), dict(self.stats)
+
+@patch
+def join(self:Streamer)->tuple: # (slots' blocks before a replay, after it, generation of the addresses, what it copies)
+    "Call last inside a capture: its copies end before it does."
+    after, done = self.holds, self.stats
+    (self.holds, self.stats), self._forked = self._forked, None                     # what was captured has not run
+    self.link.join()
+    return tuple(self.holds), tuple(after), self.generation, {k: done[k] - self.stats[k] for k in ("copies", "bytes")}
+
+@patch
+def _abandon(self:Streamer):
+    "Restore what was before a capture that broke off"
+    if self._forked is not None: (self.holds, self.stats), self._forked = self._forked, None
+    self.link.restore()
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #8a018f73
+@patch
+@contextlib.contextmanager
+def captures(self:Streamer):
+    "`fork` and `join` around what a capture records; yields a list that holds the marks afterwards."
+    marks = []
+    self.fork()
+    try: yield marks
+    except BaseException:  # a capture that fails leaves the streamer as it was
+        self._abandon()
+        raise
+    marks.append(self.join())
+
+@patch
+def before_replay(self:Streamer,
+    marks:tuple, # of `join`
+):
+    "Let the slots hold what the graph expects, and the current stream wait for it."
+    if marks[2] != self.generation:
+        raise RuntimeError(
+            "this graph was captured before blocks changed (refresh, on_host), and its addresses are stale; "
+            "capture it anew"
+        )
+    for name in marks[0]:
+        if name is not None and self.holds[self.slot[name]] != name: self._fetch(name)
+    for slot, name in enumerate(self.holds):
+        if name is not None: self._await(slot)
+
+@patch
+def after_replay(self:Streamer,
+    marks:tuple, # of `join`
+):
+    "Note what the graph left in the slots."
+    self.holds = list(marks[1])
+    for k, n in marks[3].items(): self.stats[k] += n
+    self.link.settled()
+
+@patch
+def attach(self:Streamer,
+    decoder, # of `bmlab.infer.decode`, over this model
+):
+    "Make the copies part of a decoder's captured steps."
+    decoder.recapture()
+    decoder.around.append(self)
+    self._decoders.add(decoder)
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #f165d950
+class _Still:
+    "In place of a module's `_apply`: refuses to move or cast it; a part may be cast to what it is, a copy moved."
+    def __init__(self, module, why, owner, part):
+        self.module, self.why, self.owner = weakref.ref(module), why, owner
+        self.part = part
+    def __call__(self, fn, *_, **__):
+        if self.part and self._is(self.module(), fn): return self.module()
+        raise RuntimeError(f"{self.why}: it cannot be moved or cast; {self.owner}.close() first, then .to()")
+    def _is(self, module, fn):
+        "Would all tensors stay as they are?"
+        try:
+            return all(
+                fn(t) is t and t.is_shared() == was.is_shared() for was in (*module.parameters(), *module.buffers())
+                for t in [was.detach().new_empty((2,) * was.ndim)]
+            )
+        except Exception: return False
+    def __deepcopy__(self, memo): return functools.partial(nn.Module._apply, memo[id(self.module())])
+    def __reduce__(self): return functools.partial, (nn.Module._apply, self.module())
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #0ed1f715
+@patch
+def _guard(self:Streamer):
+    "Put the guards on the model, its stacks and all modules in streamed blocks; again where modules came"
+    self._unguard()
+    inside = [m for n in self.streamed for m in self.blocks[n].modules()]
+    above = [
+        m for path, m in self.model.named_modules() if not path or any(n.startswith(path + ".") for n in self.streamed)
+    ]
+    why = f"{type(self.model).__name__} streams {len(self.streamed)} blocks through slots on {self.device}"
+    def copied(*_, **__):
+        raise RuntimeError(f"{why}: it cannot be copied or pickled; streamer.close() first, or save its state_dict()")
+    def loading(*_): 
+        if not self._resting: raise RuntimeError(f"{why}: load weights inside `with streamer.on_host():`")
+    for m in {id(m): m for m in above + inside}.values():
+        m.__dict__ |= {"_apply": _Still(m, why, "streamer", m is not self.model), "__reduce_ex__": copied}
+        self._guarded.append(m)
+        self._guards.append(m.register_load_state_dict_pre_hook(loading))
+    self._guards += [
+        m.register_state_dict_post_hook(functools.partial(self._state, n)) for n in self.streamed
+        for m in self.blocks[n].modules()
+    ]
+
+@patch
+def _unguard(self:Streamer):
+    for m in self._guarded:
+        for key in ("_apply", "__reduce_ex__"): m.__dict__.pop(key, None)
+    for handle in self._guards: handle.remove()
+    self._guards, self._guarded = [], []
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #4f9e2b17
+@patch
+def _state(self:Streamer, name, module, state, prefix, _):
+    "What a module holds directly, from the slab"
+    if name not in self.slabs: return
+    if not self._resting: self._unwritten(name)
+    for key, t in [*module._parameters.items(), *module._buffers.items()]:
+        if t is not None and id(t) in self.layouts[name].spots and prefix + key in state:
+            value = self.layouts[name].view(t, self.slabs[name].bytes)
+            if isinstance(state[prefix + key], nn.Parameter): value = nn.Parameter(value, t.requires_grad)
+            state[prefix + key] = value
+
+@patch
+def _changed(self:Streamer):
+    "Called when a delta came or went"
+    if self._resting or self._closed: return
+    self._unwritten()
+    for n in self.slabs:
+        gone = self.layouts[n].own - {
+            id(t) for m in self.blocks[n].modules() for t in [*m._parameters.values(), *m._buffers.values()]
+        }
+        if gone - self._deltas[n]:
+            raise RuntimeError(
+                f"weights of {n} were replaced while it streams, by numbers that may be another block's; do that "
+                "inside `with streamer.on_host():`"
+            )
+        if gone: return self.refresh(n)
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #95869ce3
+@patch
+def _check(self:Streamer, slots):
+    "Refuse what cannot be streamed, before anything moves"
+    if not all(hasattr(self.link, k) for k in ("open", "start", "wait", "close")):
+        raise TypeError(f"link={self.link!r}: a SimulatedLink, a GpuLink, or None")
+    if getattr(self.link, "used", False): raise RuntimeError("this link is another streamer's; give each its own")
+    if not isinstance(slots, int) or slots < 1:
+        raise ValueError(f"slots={slots!r}: at least 1; 2 let a copy and a computation run at once")
+    if self.store not in ("ram", "mmap"): raise ValueError(f"store={self.store!r}: 'ram' or 'mmap'")
+    if "_bmlab_streamer" in self.model.__dict__:
+        raise RuntimeError("this model streams already; close() that streamer first")
+    if not self.streamed:
+        raise ValueError(
+            "streamed=[]: nothing to stream" if self.blocks
+            else f"{type(self.model).__name__} repeats no block; name them with blocks="
+        )
+    for n in self.streamed:
+        if n not in self.blocks:
+            raise ValueError(
+                f"streamed={self.streamed!r}: {n!r} is no block{did_you_mean(n, self.blocks)}; blocks: "
+                f"{', '.join(self.blocks)}"
+            )
+    if len(set(self.streamed)) < len(self.streamed): raise ValueError(f"streamed={self.streamed!r}: a block twice")
+    here, owner = {id(m) for m in self.model.modules()}, {}
+    for n, b in self.blocks.items():
+        if id(b) not in here: raise ValueError(f"blocks: {n} is not part of the model")
+        for m in b.modules():
+            if (
+                any(t is not None for d in (m._parameters, m._buffers) for t in d.values())
+                and owner.setdefault(id(m), n) != n
+            ):
+                raise ValueError(
+                    f"blocks: {n} and {owner[id(m)]} share a module; one inside another, or the same twice, cannot "
+                    "be streamed"
+                )
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #56ad3991
+@patch
+def _hook(self:Streamer):
+    "The outermost hooks; deltas and other wrappers change classes, below them"
+    add, root = self._hooks.append, self.model
+    add(root.register_forward_pre_hook(self._enter_model, prepend=True))
+    add(root.register_forward_hook(self._leave_model, always_call=True))
+    for n, b in self.blocks.items():
+        if n in self.slot:
+            add(b.register_forward_pre_hook(functools.partial(self._enter, n), prepend=True, with_kwargs=True))
+            add(b.register_forward_hook(functools.partial(self._leave, n), always_call=True))
+        elif self.link.simulated:
+            add(b.register_forward_hook(functools.partial(
+                self._resident, n, sum(t.nbytes for t in [*b.parameters(), *b.buffers()])
+            )))
+    self._stop = on_change(root, self._changed)
+
+@patch
+def _enter_model(self:Streamer, module, args): self._claim("model", "", sys._getframe(1))
+
+@patch
+def _leave_model(self:Streamer, module, args, output): self._done("model")
+
+@patch
+def _resident(self:Streamer, name, nbytes, module, args, output): self.link.compute(name, nbytes)
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #bebcb827
+@patch(as_prop=True)
+def device_bytes(self:Streamer)->int: # of all slots
+    "Bytes on the device that streaming takes."
+    return sum(map(len, self.slots))
+
+@patch(as_prop=True)
+def host_bytes(self:Streamer)->int: # of all slabs; with store="mmap" they are in the file
+    "Bytes of the streamed blocks."
+    return sum(len(s.bytes) for s in self.slabs.values())
+
+@patch(as_prop=True)
+def pass_bytes(self:Streamer)->int: # of the last stack: what a decoded token costs
+    "Bytes that one pass copies: blocks that have a slot to themselves stay in it."
+    n, seen = self.streamed[-1], set()
+    while n not in seen:
+        seen.add(n)
+        n = self.after[n]
+    return sum(len(self.slabs[n].bytes) for n in seen if self.later[n] is not None and n in self.slabs)
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #50e4b370
+@patch(as_prop=True)
+def virtual_seconds(self:Streamer)->float: # since the streamer was made or changed
+    "What the virtual clock of a simulated link shows."
+    if not self.link.simulated:
+        raise TypeError("a GpuLink has no virtual clock; measure the time of the model instead")
+    return self.link.now
+
+@patch
+def timeline(self:Streamer)->pd.DataFrame: # kind (copy, compute, wait), block, slot, begin_s, end_s
+    "What the virtual clock of a simulated link saw."
+    self.virtual_seconds
+    return pd.DataFrame(list(self.link.rows), columns=["kind", "block", "slot", "begin_s", "end_s"])
+
+# %% ../../nbs/40_infer/09_streaming.ipynb #d606f0f3
+@patch
+def close(self:Streamer,
+    device:str|torch.device="cpu", # where the streamed blocks go
+):
+    "Give the streamed blocks ordinary memory and let go of everything else; the model is as it was."
+    if self._closed: return
+    self._idle("close()")
+    self._closed = True
+    for handle in self._hooks: handle.remove()
+    for d in list(self._decoders):
+        d.recapture()
+        d.around.remove(self)
+    if self._stop is not None: self._stop()
+    self._unguard()
+    with torch.inference_mode(False):
+        if self.holds: self.link.close()
+        for n in list(self.slabs):
+            self.slabs[n].unlock()
+            self.layouts[n].scatter(self.slabs.pop(n).bytes, torch.device(device))
+            _tell(self.blocks[n])
+    for t in self._grads.values(): t.requires_grad_(True)
+    for layout in self.layouts.values():
+        for t, _ in layout.spots.values(): t.__dict__.pop("_bmlab_home", None)
+    if self.reader is not None: self.reader.close()
+    if self.file is not None: self.file.close()
+    self._hooks, self.slots, self.holds = [], [], []
+    self.layouts, self._grads = {}, {}
+    self.reader = self.file = None
+    self._decoders.clear()
+    self.model.__dict__.pop("_bmlab_streamer", None)
+    changed(self.model)

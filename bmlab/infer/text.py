@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
+from fastcore.basics import patch
 from torch import nn
 from transformers import GenerationConfig, StoppingCriteria
 
@@ -27,12 +28,9 @@ class RowText:
         tok,                # a tokenizer of transformers
         stop:str|tuple=(),  # texts that end the output; not part of it
     ):
-        self.pieces, self.stop, self.held, self.ended = (
-            TextPieces(tok),
-            [s for s in ([stop] if isinstance(stop, str) else stop or ()) if s],
-            "",
-            False,
-        )
+        self.pieces = TextPieces(tok)
+        self.stop = [s for s in ([stop] if isinstance(stop, str) else stop or ()) if s]
+        self.held, self.ended = "", False
     def push(self,
         id:int, # the next token
     )->str:     # text that is certain now, perhaps ""
@@ -59,7 +57,7 @@ class RowText:
 def in_use(
     decoder:Decoder, # to be held while the block lasts
 ):
-    "Hold a decoder; RuntimeError where somebody else does."
+    "Hold a decoder; RuntimeError if somebody else does."
     if decoder.__dict__.get("_in_use"):
         raise RuntimeError("busy: this decoder is decoding for somebody else; close() that, or let it end")
     decoder._in_use = True
@@ -86,102 +84,17 @@ def _drawn(sampler, logits):
     return sampler.tokens(ids) if isinstance(sampler, Sampler) else ids.tolist()
 
 # %% ../../nbs/40_infer/04_text.ipynb #ca65a5c0
-class _Loop:
-    "What happens between two steps"
-    def _run(self):
-        own = self.decoder.mode == "static"
-        begin, first = time.perf_counter(), None
-        self.stats.clear()
-        self.stats.update(prompt_tokens=sum(map(len, self.prompts)), new_tokens=0, passes=0, drafted=0, accepted=0)
-        with in_use(self.decoder) if own else contextlib.nullcontext():
-            self.sampler = resident(self.decoder, self.sampler, len(self.prompts))
-            for news in self._together() if own else _alone(self):
-                for ids in self._single(news):
-                    now, self.stats["new_tokens"] = (
-                        time.perf_counter(),
-                        self.stats["new_tokens"] + sum(t is not None for t in ids),
-                    )
-                    if first is None:
-                        first, n = now, self.stats["new_tokens"]
-                        self.stats["first_token_s"] = first - begin
-                    else:
-                        self.stats |= {
-                            "decode_tok_s": (self.stats["new_tokens"] - n) / (now - first),
-                            "decode_s": now - first,
-                        }
-                    self._tell(ids)
-                    yield ids
-                if self._stopped or not any(self.left): return
-
-    def _tell(self, ids):
-        "Keep the ids that know how likely they were"
-        for r, t in enumerate(ids):
-            if isinstance(t, Token): self.stats.setdefault("tokens", [[] for _ in self.prompts])[r].append(t)
-
-    def _single(self, news):
-        "Several new tokens a row → one a row at a time"
-        for i in range(max(map(len, news))):
-            if self._stopped: return
-            ids = [n[i] if i < len(n) and self.left[r] else None for r, n in enumerate(news)]
-            for r, t in enumerate(ids):
-                if t is not None and t < 0: raise bad_logits(r)
-                if t is not None: self.last[r], self.left[r] = t, 0 if t in self.stops else self.left[r] - 1
-            if any(t is not None for t in ids): yield ids
-
-    def _together(self):
-        "All rows in step; yields each row's new tokens"
-        d, source = self.decoder, getattr(self.decoder.model.config, "is_encoder_decoder", False)
-        if source: d.encode(self.prompts)
-        logits = d.prefill(None if source else self.prompts)
-        self.sampler.start([[] if source else p for p in self.prompts], logits.shape[1], logits.device)
-        if self.on_prompt: self.on_prompt()
-        first, self.routed = [[t] for t in _drawn(self.sampler, logits)], bool(routing(d.model))
-        self.stats["passes"] += 1
-        if self.draft:
-            self.draft.begin(d, self.sampler)
-            [self.draft.set(r, p) for r, p in enumerate(self.prompts)]
-        self._learn(first)
-        yield first
-        yield from _guessing(self) if self.draft else _stepping(self)
-
-    def _learn(self, news):
-        "Tell the guesser"
-        if self.draft: [self.draft.add(r, n) for r, n in enumerate(news) if self.running[r] and n]
-    # running rows → rows of the next step: those up to the last of them, or all where a bank of deltas goes by their
-    # numbers
-    def most_rows(self, rows):
-        return len(self.left) if self.routed else rows[-1] + 1
-    def _leave(self):
-        "Free the rows that have ended; the numbers of the others"
-        for r, (on, n) in enumerate(zip(self.running, self.left)):
-            if on and not n:
-                self.running[r] = False
-                self.decoder.free([r])
-                if self.draft: self.draft.drop(r)
-        return [r for r, on in enumerate(self.running) if on]
-
-# %% ../../nbs/40_infer/04_text.ipynb #c9c4e9b9
-class Tokens(_Loop):
+class Tokens:
     "Iterator over steps: a list with an id for each row, None for a row that has none."
     def __init__(self, decoder, prompts, sampler, max_new_tokens, stop_ids, on_prompt, draft, stats):
-        self.decoder, self.prompts, self.sampler, self.draft, self.stats, self.on_prompt = (
-            decoder,
-            prompts,
-            sampler,
-            draft,
-            stats,
-            on_prompt,
-        )
-        self.left, self.stops, self.last, self._stopped, self._steps = (
-            list(max_new_tokens),
-            frozenset(stop_ids),
-            [0] * len(prompts),
-            False,
-            self._run(),
-        )
+        self.decoder, self.prompts, self.sampler = decoder, prompts, sampler
+        self.draft, self.stats, self.on_prompt = draft, stats, on_prompt
+        self.left, self.last = list(max_new_tokens), [0] * len(prompts)
+        self.stops, self._stopped = frozenset(stop_ids), False
         self.running = [True] * len(prompts)                            # rows that the decoder still holds
         # steps that are launched before their ids are read
         self.ahead = int(decoder.model.device.type == "cuda")
+        self._steps = self._run()
     def __iter__(self): return self
     def __next__(self): return next(self._steps)
     def end(self,
@@ -198,10 +111,94 @@ class Tokens(_Loop):
         try: self._steps.close()
         except ValueError: pass  # another thread is in the middle of a step: it ends there
 
+# %% ../../nbs/40_infer/04_text.ipynb #a9df7f8c
+@patch
+def _run(self:Tokens):
+    own = self.decoder.mode == "static"
+    begin, first = time.perf_counter(), None
+    self.stats.clear()
+    self.stats.update(prompt_tokens=sum(map(len, self.prompts)), new_tokens=0, passes=0, drafted=0, accepted=0)
+    with in_use(self.decoder) if own else contextlib.nullcontext():
+        self.sampler = resident(self.decoder, self.sampler, len(self.prompts))
+        for news in self._together() if own else _alone(self):
+            for ids in self._single(news):
+                now = time.perf_counter()
+                self.stats["new_tokens"] = self.stats["new_tokens"] + sum(t is not None for t in ids)
+                if first is None:
+                    first, n = now, self.stats["new_tokens"]
+                    self.stats["first_token_s"] = first - begin
+                else:
+                    self.stats |= {
+                        "decode_tok_s": (self.stats["new_tokens"] - n) / (now - first),
+                        "decode_s": now - first,
+                    }
+                self._tell(ids)
+                yield ids
+            if self._stopped or not any(self.left): return
+
+# %% ../../nbs/40_infer/04_text.ipynb #d0c13475
+@patch
+def _tell(self:Tokens, ids):
+    "Keep the ids that know how likely they were"
+    for r, t in enumerate(ids):
+        if isinstance(t, Token): self.stats.setdefault("tokens", [[] for _ in self.prompts])[r].append(t)
+
+@patch
+def _single(self:Tokens, news):
+    "Several new tokens a row → one a row at a time"
+    for i in range(max(map(len, news))):
+        if self._stopped: return
+        ids = [n[i] if i < len(n) and self.left[r] else None for r, n in enumerate(news)]
+        for r, t in enumerate(ids):
+            if t is not None and t < 0: raise bad_logits(r)
+            if t is not None: self.last[r], self.left[r] = t, 0 if t in self.stops else self.left[r] - 1
+        if any(t is not None for t in ids): yield ids
+
+# %% ../../nbs/40_infer/04_text.ipynb #3a7aac2c
+@patch
+def _together(self:Tokens):
+    "All rows in step; yields each row's new tokens"
+    d, source = self.decoder, getattr(self.decoder.model.config, "is_encoder_decoder", False)
+    if source: d.encode(self.prompts)
+    logits = d.prefill(None if source else self.prompts)
+    self.sampler.start([[] if source else p for p in self.prompts], logits.shape[1], logits.device)
+    if self.on_prompt: self.on_prompt()
+    first, self.routed = [[t] for t in _drawn(self.sampler, logits)], bool(routing(d.model))
+    self.stats["passes"] += 1
+    if self.draft:
+        self.draft.begin(d, self.sampler)
+        [self.draft.set(r, p) for r, p in enumerate(self.prompts)]
+    self._learn(first)
+    yield first
+    yield from _guessing(self) if self.draft else _stepping(self)
+
+@patch
+def _learn(self:Tokens, news):
+    "Tell the guesser what was drawn"
+    if self.draft: [self.draft.add(r, n) for r, n in enumerate(news) if self.running[r] and n]
+
+# %% ../../nbs/40_infer/04_text.ipynb #1fc5cdbe
+# running rows → rows of the next step: those up to the last of them, or all where a bank of deltas goes by their
+# numbers
+@patch
+def most_rows(self:Tokens, rows):
+    return len(self.left) if self.routed else rows[-1] + 1
+
+@patch
+def _leave(self:Tokens):
+    "Free the rows that have ended; returns the numbers of the others"
+    for r, (on, n) in enumerate(zip(self.running, self.left)):
+        if on and not n:
+            self.running[r] = False
+            self.decoder.free([r])
+            if self.draft: self.draft.drop(r)
+    return [r for r, on in enumerate(self.running) if on]
+
 # %% ../../nbs/40_infer/04_text.ipynb #a4363826
 def _stepping(run):
     "One token a row a step; on a GPU the next step is under way while this one's ids are read"
-    d, steps, B, most, launched = run.decoder, deque(), 0, max(run.left), 0
+    d, steps, B = run.decoder, deque(), 0
+    most, launched = max(run.left), 0
     while rows := run._leave():
         if not steps and (top := run.most_rows(rows)) != B:
             B = top
@@ -249,6 +246,7 @@ class _Ends(StoppingCriteria):
     def __call__(self, input_ids, scores, **kw):
         return torch.tensor([self.left.is_set() or input_ids[0, -1].item() in self.stops], device=input_ids.device)
 
+# %% ../../nbs/40_infer/04_text.ipynb #92556f7b
 def _alone(run):
     "Row after row by transformers' `generate`"
     model, B = run.decoder.model, len(run.prompts)
@@ -260,21 +258,16 @@ def _alone(run):
     # the same model, and nothing of what its checkpoint asks of a text: the sampler does that
     bare.__dict__ |= model.__dict__ | dict(generation_config=GenerationConfig())
     names = dict(
-        do_sample=False,
-        pad_token_id=old.pad_token_id or 0,
-        bos_token_id=old.bos_token_id,
-        decoder_start_token_id=old.decoder_start_token_id,
+        do_sample=False, pad_token_id=old.pad_token_id or 0, bos_token_id=old.bos_token_id,
+        decoder_start_token_id=old.decoder_start_token_id
     )
     def work(ids, out, chooses, ends, n):
         config = GenerationConfig(**names, max_new_tokens=n)
         try:
             with torch.no_grad():
                 bare.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    generation_config=config,
-                    logits_processor=[chooses],
-                    stopping_criteria=[ends],
+                    ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=[chooses],
+                    stopping_criteria=[ends]
                 )
             out.put(None)
         except BaseException as e: out.put(e)
@@ -282,8 +275,7 @@ def _alone(run):
         out, left, ids = queue.Queue(), threading.Event(), torch.tensor([prompt], device=model.device)
         thread = threading.Thread(
             target=contextvars.copy_context().run,
-            args=(work, ids, out, _Chooses(run.sampler.row(r), out), _Ends(run.stops, left), run.left[r]),
-            daemon=True,
+            args=(work, ids, out, _Chooses(run.sampler.row(r), out), _Ends(run.stops, left), run.left[r]), daemon=True
         )
         thread.start()
         try:

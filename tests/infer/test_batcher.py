@@ -29,7 +29,7 @@ def tok():
     t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     t.train_from_iterator(
         ["plain english"],
-        trainers.BpeTrainer(vocab_size=270, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
+        trainers.BpeTrainer(vocab_size=270, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     )
     return tf.PreTrainedTokenizerFast(tokenizer_object=t)
 
@@ -37,16 +37,10 @@ def tok():
 @pytest.fixture(scope="module")
 def model(tok):
     torch.manual_seed(0)
-    m = tf.LlamaForCausalLM(
-        tf.LlamaConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=len(tok),
-        )
-    ).eval()
+    m = tf.LlamaForCausalLM(tf.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=len(tok)
+    )).eval()
     m.generation_config.eos_token_id = None
     return m
 
@@ -62,16 +56,11 @@ def asks(n, seed=0):
     for i in range(n):
         yield dict(
             prompt="".join(rng.choice("plain english ") for _ in range(rng.randint(1, 30))),
-            max_new_tokens=rng.randint(1, 14),
-            stop_ids=rng.choice([[], [7, 8, 9]]),
-            **rng.choice(
-                [
-                    {},
-                    dict(temperature=0.9, seed=i),
-                    dict(temperature=0.7, top_p=0.9, top_k=40, seed=i),
-                    dict(repetition_penalty=1.3),
-                ]
-            ),
+            max_new_tokens=rng.randint(1, 14), stop_ids=rng.choice([[], [7, 8, 9]]),
+            **rng.choice([
+                {}, dict(temperature=0.9, seed=i), dict(temperature=0.7, top_p=0.9, top_k=40, seed=i),
+                dict(repetition_penalty=1.3)
+            ])
         )
 
 
@@ -128,9 +117,9 @@ def test_who_gives_up_while_waiting_leaves_the_queue(model, tok):
         assert waits.finish == "cancelled" and list(waits) == [] and not b.waiting and waits.stats["new_tokens"] == 0
         other = b.submit("english", 5)
         go.set()
-        assert "".join(other) == alone(Decoder(model, 1, 64), tok, "english", 5) and [
-            len(list(h)) > 0 for h in running
-        ] == [True, True]
+        assert "".join(other) == alone(
+            Decoder(model, 1, 64), tok, "english", 5
+        ) and [len(list(h)) > 0 for h in running] == [True, True]
     del d.step_sampled
 
 
@@ -140,11 +129,8 @@ def test_logprobs_and_penalties_of_one_request(model, tok, draft):
     d, ids = Decoder(model, max_batch=3, max_ctx=64), tok("plain")["input_ids"]
     want = alone(d, tok, "english", 12)
     with Batcher(d, tok, PromptLookup() if draft else None) as b:
-        told, other, pushed = (
-            b.submit("plain", 12, logprobs=2),
-            b.submit("english", 12),
-            b.submit("plain", 40, frequency_penalty=2.0),
-        )
+        told, other = b.submit("plain", 12, logprobs=2), b.submit("english", 12)
+        pushed = b.submit("plain", 40, frequency_penalty=2.0)
         assert "".join(other) == want and not any(hasattr(t, "logprob") for t in other.ids)
         list(told)
         list(pushed)
@@ -168,9 +154,9 @@ def test_stop_strings(model, tok, ahead):
         # both rows end by text while a step may be under way
         for _ in range(3):
             handles = [b.submit(p, 40, stop=s) for p, s in zip(("plain", "english"), stops)]
-            assert ["".join(h) for h in handles] == [w[: w.find(s)] for w, s in zip(whole, stops)] and all(
-                h.finish == "stop" for h in handles
-            )
+            assert ["".join(h) for h in handles] == [
+                w[: w.find(s)] for w, s in zip(whole, stops)
+            ] and all(h.finish == "stop" for h in handles)
 
 
 def test_one_bad_request_is_its_own_affair(model, tok):
@@ -178,14 +164,17 @@ def test_one_bad_request_is_its_own_affair(model, tok):
     want = alone(d, tok, "plain", 30)
     with Batcher(d, tok) as b:
         h = b.submit("plain", 30)
-        for kw, says in ((dict(max_new_tokens=64), "exceed max_ctx=64"), (dict(top_p=2), "top_p=2"), (dict(nonsense=1), "unknown sampling option 'nonsense'"), (dict(max_new_tokens=2.5), "max_new_tokens=2.5"),
-                         (dict(prompt=""), "empty"), (dict(prompt=[5, -1]), "holds -1"), (dict(prompt=3), "prompt=3"), (dict(seed="x"), "seed='x'")):
+        for kw, says in (
+            (dict(max_new_tokens=64), "exceed max_ctx=64"), (dict(top_p=2), "top_p=2"),
+            (dict(nonsense=1), "unknown sampling option 'nonsense'"), (dict(max_new_tokens=2.5), "max_new_tokens=2.5"),
+            (dict(prompt=""), "empty"), (dict(prompt=[5, -1]), "holds -1"), (dict(prompt=3), "prompt=3"),
+            (dict(seed="x"), "seed='x'")
+        ):
             with pytest.raises((ValueError, TypeError), match=says):
                 b.submit(**dict(dict(prompt="x", max_new_tokens=4), **kw))
         assert "".join(h) == want
         d.prefill, real = (
-            (lambda *a, **k: (_ for _ in ()).throw(torch.OutOfMemoryError("no room for this one"))),
-            d.prefill,
+            (lambda *a, **k: (_ for _ in ()).throw(torch.OutOfMemoryError("no room for this one"))), d.prefill
         )
         bad = b.submit("english", 4)
         with pytest.raises(torch.OutOfMemoryError): list(bad)
@@ -220,7 +209,7 @@ def test_closing(model, tok):
 
 @pytest.mark.parametrize("how", ["plain", "ahead", "lookup", "draft"])
 def test_logits_that_are_no_numbers_end_their_request_alone(how, model, tok):
-    "A token whose embedding is nan: who says it gets one error, at the first token or later, greedy or drawn; the others go on, and the row serves the next"
+    "A token whose embedding is nan ends its own request, at any token, greedy or drawn; the others and the row go on"
     lost = copy.deepcopy(model)
     draft = {"lookup": PromptLookup, "draft": lambda: DraftModel(model, 3)}.get(how, lambda: None)
     d, bad = Decoder(lost, max_batch=3, max_ctx=96), tok("z")["input_ids"][0]
@@ -229,7 +218,12 @@ def test_logits_that_are_no_numbers_end_their_request_alone(how, model, tok):
     lost.model.embed_tokens.weight.data[bad] = torch.nan
     with Batcher(d, tok, draft()) as b:
         b.runs_ahead = how == "ahead"
-        for options in ({}, dict(temperature=0.9, seed=3), dict(temperature=0.8, top_p=0.9, top_k=40, seed=1, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=2)):
+        for options in (
+            {}, dict(temperature=0.9, seed=3),
+            dict(
+                temperature=0.8, top_p=0.9, top_k=40, seed=1, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=2
+            )
+        ):
             first, lives = b.submit("plz", 9, **options), b.submit(**plain)
             with pytest.raises(FloatingPointError, match="logits are nan"): "".join(first)
             assert first.finish == "error" and "".join(lives) == want, options

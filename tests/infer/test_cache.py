@@ -8,12 +8,8 @@ import transformers as tf
 from bmlab.infer.cache import KVCache, attention_mask, capacity, dequantize_tokens, kv_shapes, quantize_tokens
 
 CONFIG = tf.LlamaConfig(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=99,
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=99
 )
 
 
@@ -109,9 +105,7 @@ def test_mask_against_a_slow_one():
                     where = t if nth < 0 or not before else held[b] + depth[b, nth].item() if nth < M else None
                     sees = (nth < 0 or nth < M and bool(tree[b, i, nth])) if before else t <= at
                     sees = (
-                        sees
-                        and where is not None
-                        and (window is None or at - where < window)
+                        sees and where is not None and (window is None or at - where < window)
                         and (chunk is None or at // chunk == where // chunk)
                     )
                     assert bool(got[b, i, t]) == sees, (trial, b, i, t)
@@ -160,7 +154,12 @@ def test_quantized(dtype):
 
 
 def test_size_is_what_is_allocated():
-    for config in (CONFIG, tf.GPT2Config(n_embd=48, n_layer=3, n_head=4), tf.Gemma3TextConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=16)):
+    for config in (
+        CONFIG, tf.GPT2Config(n_embd=48, n_layer=3, n_head=4),
+        tf.Gemma3TextConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=16
+        )
+    ):
         for bits in (16, 8):
             assert KVCache(config, 3, 50, torch.float16, bits=bits).bytes == KVCache.size(config, 3, 50, 2, bits)
     # heads of 8: the scales weigh a quarter
@@ -172,25 +171,32 @@ def test_size_is_what_is_allocated():
     assert kv_shapes(latent) == [(4, 12, 6)] * 2
 
 
-@pytest.mark.parametrize("make", [
-    lambda: tf.LlamaForCausalLM(CONFIG),
-    lambda: tf.MistralForCausalLM(tf.MistralConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99, sliding_window=5)),
-    lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99, head_dim=8,
-                                                     sliding_window=5, layer_types=["sliding_attention", "full_attention"])),
-    lambda: tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, bos_token_id=1, eos_token_id=2))], ids=["llama", "mistral", "gemma3", "gpt2"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tf.LlamaForCausalLM(CONFIG),
+        lambda: tf.MistralForCausalLM(tf.MistralConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=99, sliding_window=5
+        )),
+        lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=99, head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+        )),
+        lambda: tf.GPT2LMHeadModel(tf.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=99, bos_token_id=1, eos_token_id=2
+        ))
+    ],
+    ids=["llama", "mistral", "gemma3", "gpt2"]
+)
 @torch.no_grad()
 def test_in_the_place_of_transformers_own(make):
     "Beams and greedy search of generate, through reorder_cache"
     torch.manual_seed(0)
     model, ids = make().eval(), torch.randint(3, 99, (2, 9))
     run = lambda **kw: model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=7,
-        do_sample=False,
-        pad_token_id=0,
-        eos_token_id=None,
-        **kw,
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, do_sample=False, pad_token_id=0, eos_token_id=None,
+        **kw
     )
     assert torch.equal(run(), run(past_key_values=KVCache(model.config, 2, 30)))
     assert torch.equal(run(num_beams=3), run(num_beams=3, past_key_values=KVCache(model.config, 6, 30)))
@@ -222,7 +228,7 @@ def test_cuda_equals_cpu(bits):
             cache.select(rows, M, pad)
             B = cache.span.index.numel()
             for i in range(2): cache.update(fresh[0, i, :B, :, :M].to(device), fresh[1, i, :B, :, :M].to(device), i)
-            mask = attention_mask(cache.span).cpu()
+            attention_mask(cache.span).cpu()
             cache.commit([M - (pad[b] if pad else 0) for b in range(B)])
         cache.move([1, 1, 2])
         cache.crop([2, 1, 4])

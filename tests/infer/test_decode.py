@@ -20,39 +20,17 @@ CPM = dict(
     vocab_size=99, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=64, num_hidden_layers=2, eos_token_id=None
 )
 GLM = dict(
-    vocab_size=99,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_hidden_layers=2,
-    max_sequence_length=48,
-    sop_token_id=98,
-    mask_token_ids=[1, 2],
-    eos_token_id=97,
+    vocab_size=99, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, max_sequence_length=48, sop_token_id=98,
+    mask_token_ids=[1, 2], eos_token_id=97
 )
 T5 = dict(
-    d_model=32,
-    d_kv=8,
-    d_ff=64,
-    num_layers=2,
-    num_heads=4,
-    vocab_size=99,
-    decoder_start_token_id=0,
-    tie_word_embeddings=False,
+    d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=99, decoder_start_token_id=0,
+    tie_word_embeddings=False
 )
 BART = dict(
-    d_model=32,
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_attention_heads=4,
-    decoder_attention_heads=4,
-    encoder_ffn_dim=64,
-    decoder_ffn_dim=64,
-    vocab_size=99,
-    max_position_embeddings=48,
-    pad_token_id=1,
-    decoder_start_token_id=2,
-    eos_token_id=2,
-    forced_eos_token_id=None,
+    d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=99, max_position_embeddings=48, pad_token_id=1,
+    decoder_start_token_id=2, eos_token_id=2, forced_eos_token_id=None
 )
 MAKE = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, num_key_value_heads=2)),
@@ -61,52 +39,26 @@ MAKE = {
     ),
     "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT)),
     "gptj": lambda: tf.GPTJForCausalLM(tf.GPTJConfig(**GPT, rotary_dim=4)),
-    "opt": lambda: tf.OPTForCausalLM(
-        tf.OPTConfig(
-            hidden_size=32,
-            ffn_dim=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            vocab_size=99,
-            word_embed_proj_dim=32,
-        )
-    ),
+    "opt": lambda: tf.OPTForCausalLM(tf.OPTConfig(
+        hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99, word_embed_proj_dim=32
+    )),
     "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**TINY, num_key_value_heads=2, sliding_window=5)),
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=4)),
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY, num_key_value_heads=2, head_dim=8)),
     "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**WINDOWS)),
-    "gemma3": lambda: tf.Gemma3ForCausalLM(
-        tf.Gemma3TextConfig(**WINDOWS, layer_types=["sliding_attention", "full_attention"])
-    ),
-    "deepseek": lambda: tf.DeepseekV3ForCausalLM(
-        tf.DeepseekV3Config(
-            **TINY,
-            num_key_value_heads=4,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=2,
-            topk_group=1,
-            moe_intermediate_size=16,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=8,
-            v_head_dim=6,
-            first_k_dense_replace=1,
-            n_shared_experts=1,
-        )
-    ),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(
+        **WINDOWS, layer_types=["sliding_attention", "full_attention"]
+    )),
+    "deepseek": lambda: tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(
+        **TINY, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
+        moe_intermediate_size=16, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6,
+        first_k_dense_replace=1, n_shared_experts=1
+    )),
     "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(**T5, feed_forward_proj="gated-gelu")),
-    "switch": lambda: tf.SwitchTransformersForConditionalGeneration(
-        tf.SwitchTransformersConfig(
-            **T5,
-            num_decoder_layers=2,
-            num_sparse_encoder_layers=1,
-            num_sparse_decoder_layers=1,
-            num_experts=3,
-            expert_capacity=64,
-        )
-    ),
+    "switch": lambda: tf.SwitchTransformersForConditionalGeneration(tf.SwitchTransformersConfig(
+        **T5, num_decoder_layers=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_experts=3,
+        expert_capacity=64
+    )),
     "bart": lambda: tf.BartForConditionalGeneration(tf.BartConfig(**BART)),
     "marian": lambda: tf.MarianMTModel(tf.MarianConfig(**BART)),
     "m2m": lambda: tf.M2M100ForConditionalGeneration(tf.M2M100Config(**BART)),
@@ -115,10 +67,10 @@ MAKE = {
     "ant": lambda: CpmAntTied(tf.CpmAntConfig(**CPM, prompt_length=5, prompt_types=4)),
     "ant eager": lambda: CpmAntTied._from_config(
         tf.CpmAntConfig(**{**CPM, "num_hidden_layers": 4}, mask_modules="ba.b", prompt_length=5, prompt_types=4),
-        attn_implementation="eager",
+        attn_implementation="eager"
     ),
     "bee": lambda: CpmBeeForCausalLM(CpmBeeConfig(**CPM)),
-    "glm": lambda: BlankGlmForConditionalGeneration(BlankGlmConfig(**GLM)),
+    "glm": lambda: BlankGlmForConditionalGeneration(BlankGlmConfig(**GLM))
 }
 BOTH, SOURCES = ["ant", "bee", "glm"], ["t5", "switch", "bart", "marian", "m2m"]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -165,10 +117,11 @@ def near(got, want, limit=2e-5):
 
 @pytest.mark.parametrize("name", [n for n in MAKE if n not in SOURCES])
 def test_a_random_life(name):
-    "Rows come, go, grow, try, shrink and are copied, in any order: the logits are always those of a plain forward over the row's text"
+    "Rows come, go, grow, try, shrink and are copied, in any order: logits stay those of a plain forward over the text"
     model, rng = make(name), random.Random(3)
     # read: tokens of each row's first prompt
-    d, texts, most, read = Decoder(model, max_batch=3, max_ctx=24), {}, 24, {}
+    d = Decoder(model, max_batch=3, max_ctx=24)
+    texts, most, read = {}, 24, {}
     assert d.mode == "static", d.why_generate
     for _ in range(30):
         what = rng.choice(["enter", "step", "step", "try", "tree", "more", "leave", "crop", "move"])
@@ -255,8 +208,7 @@ def test_slopes_go_on_behind_max_seq_len():
     longer.config.max_seq_len = longer.transformer.config.max_seq_len = 64
     near(
         torch.cat([d.prefill([text[:38]], chunk=9), *(d.step([[i]])[0] for i in text[38:])]),
-        longer(torch.tensor([text])).logits[0, 37:],
-        1e-4,
+        longer(torch.tensor([text])).logits[0, 37:], 1e-4
     )
     assert longer.transformer.config.max_seq_len == 64 and model.config.max_seq_len == 32 < d.held[0]
 
@@ -280,10 +232,10 @@ def test_encoder_decoder_rows(name):
         source, text = texts[r]
         near(
             got,
-            model(torch.tensor([source]), decoder_input_ids=torch.tensor([text]), use_cache=False).logits[
-                0, -len(got) :
-            ],
-            1e-4,
+            model(
+                torch.tensor([source]), decoder_input_ids=torch.tensor([text]), use_cache=False
+            ).logits[0, -len(got) :],
+            1e-4
         )
     for turn in range(14):
         rows = rng.sample(range(3), rng.randint(1, 3)) if turn else [0, 1, 2]
@@ -309,18 +261,16 @@ def test_encoder_decoder_rows(name):
             texts = {i: texts[r] for i, r in enumerate([2, 0, 1])}
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gptj", "gemma3", "mixtral", "bloom", *SOURCES, *BOTH, "ant eager"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gptj", "gemma3", "mixtral", "bloom", *SOURCES, *BOTH, "ant eager"]
+)
 def test_tokens_of_generate(name):
     model, rng = make(name), random.Random(5)
     prompts = [prompt(model, rng, n) for n in (9, 2, 17)]
     want = [
         model.generate(
-            torch.tensor([p]),
-            attention_mask=torch.ones(1, len(p)).long(),
-            max_new_tokens=10,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
+            torch.tensor([p]), attention_mask=torch.ones(1, len(p)).long(), max_new_tokens=10, do_sample=False,
+            pad_token_id=0, eos_token_id=None
         )[0, -10:].tolist()
         for p in prompts
     ]
@@ -378,17 +328,14 @@ def test_half_precision(name, dtype):
     got = torch.cat([d.prefill()[:, None], d.step([[7, 8, 9]] * 2)], 1)
     near(
         got,
-        torch.cat(
-            [
-                model(
-                    torch.tensor([t]),
-                    decoder_input_ids=torch.tensor([[model.config.decoder_start_token_id, 7, 8, 9]]),
-                    use_cache=False,
-                ).logits
-                for t in texts
-            ]
-        ),
-        0.08,
+        torch.cat([
+            model(
+                torch.tensor([t]), decoder_input_ids=torch.tensor([[model.config.decoder_start_token_id, 7, 8, 9]]),
+                use_cache=False
+            ).logits
+            for t in texts
+        ]),
+        0.08
     )
 
 
@@ -419,10 +366,8 @@ def test_packed(name):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gptj", "bloom", "t5", "bart", *BOTH])
 def test_eight_bit_cache(name):
     model, rng, out = make(name), random.Random(2), []
-    prompts, news = (
-        [prompt(model, rng, 12), prompt(model, rng, 5)],
-        [[draw(rng, 1) for _ in range(2)] for _ in range(6)],
-    )
+    prompts = [prompt(model, rng, 12), prompt(model, rng, 5)]
+    news = [[draw(rng, 1) for _ in range(2)] for _ in range(6)]
     for bits in (16, 8):
         d = Decoder(model, max_batch=2, max_ctx=32, kv_bits=bits)
         assert d.cache.layers[0].k.dtype == (torch.float32 if bits == 16 else torch.int8)
@@ -486,8 +431,7 @@ def test_a_models_code_is_put_back(name):
     model = make(name)
     d = Decoder(model, max_ctx=16)
     own = lambda: [
-        n
-        for n, m in model.named_modules()
+        n for n, m in model.named_modules()
         if {"compute_bias", "build_alibi_tensor", "build_mpt_alibi_tensor", "forward"} & m.__dict__.keys()
     ]
     assert own() == []
@@ -519,24 +463,15 @@ def test_a_hook_in_its_place_stays(name):
 
 def test_positions_that_are_told_are_not_counted():
     "OPT's code takes positions: nothing is put in its modules' place"
-    model = tf.OPTForCausalLM(
-        tf.OPTConfig(
-            hidden_size=32,
-            ffn_dim=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            vocab_size=99,
-            max_position_embeddings=48,
-            word_embed_proj_dim=32,
-            do_layer_norm_before=True,
-        )
-    ).eval()
+    model = tf.OPTForCausalLM(tf.OPTConfig(
+        hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99,
+        max_position_embeddings=48, word_embed_proj_dim=32, do_layer_norm_before=True
+    )).eval()
     d = Decoder(model, 2, 24)
     assert d.mode == "static" and d.net.counting == {}
     near(
         torch.cat([d.prefill([[5, 6, 7], [8]])[:1], d.step([[9], [9]])[0]]),
-        model(torch.tensor([[5, 6, 7, 9]])).logits[0, -2:],
-        1e-4,
+        model(torch.tensor([[5, 6, 7, 9]])).logits[0, -2:], 1e-4
     )
 
 
@@ -654,21 +589,16 @@ class Stream:
 
 @pytest.fixture
 def graphs(monkeypatch):
-    Graph.log, Graph.broken, Graph.state, Graph.decoder, Graph.bodies, original = (
-        [],
-        False,
-        [],
-        None,
-        {},
-        Decoder._capture,
-    )
+    Graph.log, Graph.broken, Graph.state = [], False, []
+    Graph.decoder, Graph.bodies, original = None, {}, Decoder._capture
     monkeypatch.setattr(
-        Decoder,
-        "_capture",
-        lambda d, body, key, *rest: Graph.bodies.__setitem__(key, body) or original(d, body, key, *rest),
+        Decoder, "_capture", lambda d, body, key,
+        *rest: Graph.bodies.__setitem__(key, body) or original(d, body, key, *rest)
     )
-    for name, stand_in in dict(Stream=Stream, CUDAGraph=Graph, graph=capture, current_stream=Stream, stream=lambda s: contextlib.nullcontext(),
-                               graph_pool_handle=lambda: (0, 0), synchronize=lambda *_: None).items():
+    for name, stand_in in dict(
+        Stream=Stream, CUDAGraph=Graph, graph=capture, current_stream=Stream, stream=lambda s: contextlib.nullcontext(),
+        graph_pool_handle=lambda: (0, 0), synchronize=lambda *_: None
+    ).items():
                                    monkeypatch.setattr(torch.cuda, name, stand_in)
     def on(d):
         "Let a decoder on the CPU do what it does on a GPU"
@@ -799,8 +729,7 @@ def test_capture_that_fails(graphs, caplog):
     near(d.step([3, 4]), want.step([3, 4]))
     near(d.step([3, 4]), want.step([3, 4]))
     assert (
-        d.why_eager == "capturing failed: operation not permitted when stream is capturing"
-        and not d.graph
+        d.why_eager == "capturing failed: operation not permitted when stream is capturing" and not d.graph
         and d.held == [4, 3] == d.lengths.tolist()
     )
     assert Graph.log == ["capture"] and "without CUDA graphs" in caplog.text
@@ -856,7 +785,7 @@ cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reas
 @pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=cuda) for n in MAKE])
 def test_cuda_graph_equals_eager(name, bits):
-    "To the bit, over the borders of views; a family whose code waits for the host (experts) says so and decodes eagerly"
+    "To the bit, over the borders of views; a family whose code waits for the host (experts) says that it is eager"
     model, rng = make(name, torch.bfloat16).cuda(), random.Random(4)
     prompts, news = [prompt(model, rng, n) for n in (6, 2, 9)], torch.tensor([draw(rng, 4) for _ in range(3)])
     greedy, out = lambda logits: logits.argmax(-1), []
@@ -912,7 +841,7 @@ def test_cuda_memory_goes_with_the_decoder(name):
 
 
 def test_logits_of_a_sampler():
-    "The library's own takes them in the model's dtype, with the same ids; whoever makes another from it is given float32"
+    "The library's own takes logits in the model's dtype, with the same ids; a subclass is given float32"
     from bmlab.infer.sampling import Sampler
     seen = []
     class Mine(Sampler):
@@ -921,21 +850,11 @@ def test_logits_of_a_sampler():
             return super().__call__(logits.masked_fill(torch.arange(logits.shape[1]) == 3, -1e9))
     class Float(Sampler): pass
     torch.manual_seed(0)
-    model, out = (
-        tf.LlamaForCausalLM(
-            tf.LlamaConfig(
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                vocab_size=64,
-            )
-        )
-        .eval()
-        .half(),
-        [],
-    )
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=64
+    )).eval().half()
+    out = []
     for sampler in (Sampler(), Float(), Mine(), Sampler(logprobs=2), Float(logprobs=2)):
         d = Decoder(model, max_ctx=40)
         d.prefill([[5, 9, 33]])

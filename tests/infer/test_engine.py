@@ -33,37 +33,22 @@ CPM = dict(
 )
 MODELS = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, num_key_value_heads=2)),
-    "t5": lambda: tf.T5ForConditionalGeneration(
-        tf.T5Config(
-            d_model=64,
-            d_kv=16,
-            d_ff=128,
-            num_layers=4,
-            num_heads=4,
-            vocab_size=99,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-    ),
+    "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(
+        d_model=64, d_kv=16, d_ff=128, num_layers=4, num_heads=4, vocab_size=99, dropout_rate=0.0,
+        decoder_start_token_id=0
+    )),
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=4)),
     "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**SMALL)),
     "gptj": lambda: tf.GPTJForCausalLM(tf.GPTJConfig(**SMALL, rotary_dim=8)),
-    "gemma3": lambda: tf.Gemma3ForCausalLM(
-        tf.Gemma3TextConfig(**TINY, num_key_value_heads=2, head_dim=16, sliding_window=8)
-    ),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(
+        **TINY, num_key_value_heads=2, head_dim=16, sliding_window=8
+    )),
     "ant": lambda: CpmAntTied(tf.CpmAntConfig(**CPM)),
-    "glm": lambda: BlankGlmForConditionalGeneration(
-        BlankGlmConfig(
-            vocab_size=99,
-            hidden_size=64,
-            num_attention_heads=4,
-            num_hidden_layers=5,
-            max_sequence_length=128,
-            sop_token_id=98,
-            mask_token_ids=[1, 2],
-        )
-    ),
-    "theirs": lambda: tf.CpmAntForCausalLM(tf.CpmAntConfig(**CPM)),
+    "glm": lambda: BlankGlmForConditionalGeneration(BlankGlmConfig(
+        vocab_size=99, hidden_size=64, num_attention_heads=4, num_hidden_layers=5, max_sequence_length=128,
+        sop_token_id=98, mask_token_ids=[1, 2]
+    )),
+    "theirs": lambda: tf.CpmAntForCausalLM(tf.CpmAntConfig(**CPM))
 }
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6], [11, 12, 13]]
 
@@ -87,9 +72,9 @@ def limit_for(model, streamed, **options):
 def decoded(decoder, steps=12):
     "Logits of a prompt and of `steps` greedy steps"
     if decoder.net.facts.source: decoder.encode(PROMPTS)
-    out = [
-        decoder.prefill(None if decoder.net.facts.source else [p + (decoder.net.facts.opening or []) for p in PROMPTS])
-    ]
+    out = [decoder.prefill(
+        None if decoder.net.facts.source else [p + (decoder.net.facts.opening or []) for p in PROMPTS]
+    )]
     for _ in range(steps): out.append(decoder.step(out[-1].view(2, -1, out[-1].shape[-1])[:, -1].argmax(-1))[:, -1])
     decoder.free()
     return torch.stack(out)
@@ -108,7 +93,10 @@ def test_wrapped_equals_unwrapped(name, bits):
     for streamed, slots in ((0, 2), (3, 2), (5, 2), (5, 3)):
         model = made(name)
         limit = limit_for(model, streamed, bits=bits, group_size=32, slots=slots, **OPTIONS)
-        with wrap(model, bits=bits, memory_limit=limit, slots=slots, group_size=32, link=SimulatedLink(order="random"), device="cpu", **OPTIONS) as e:
+        with wrap(
+            model, bits=bits, memory_limit=limit, slots=slots, group_size=32, link=SimulatedLink(order="random"),
+            device="cpu", **OPTIONS
+        ) as e:
             assert bool(e.plan.streamed) == bool(streamed) and e.decoder.mode == "static"
             assert torch.equal(decoded(e.decoder), want), (streamed, slots)
 
@@ -120,9 +108,9 @@ def test_prompts_that_are_read_from_both_sides(name):
     prompts = [p + getattr(plain, "opening", []) for p in (PROMPTS[0], PROMPTS[1], list(range(20, 50)))]
     with torch.no_grad():
         want = [
-            plain.generate(torch.tensor([p]), max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)[
-                0, len(p) :
-            ].tolist()
+            plain.generate(
+                torch.tensor([p]), max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0
+            )[0, len(p) :].tolist()
             for p in prompts
         ]
     with wrap(model, memory_limit=limit_for(model, 3, **OPTIONS), device="cpu", **OPTIONS) as e:
@@ -165,16 +153,23 @@ def test_logits_that_are_no_numbers_are_one_error(name):
     draft = {"llama": lambda: DraftModel(made("llama"), 3), "t5": PromptLookup}.get(name, lambda: None)()
     with wrap(model, tok, draft=draft, device="cpu", **OPTIONS) as e:
         want = e.generate([[5, 6, 7]], max_new_tokens=5)
-        for options in ({}, dict(temperature=0.8, seed=1), dict(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.2, logprobs=3), dict(beams=2)):
+        for options in (
+            {}, dict(temperature=0.8, seed=1),
+            dict(
+                temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.2,
+                logprobs=3
+            ),
+            dict(beams=2)
+        ):
             before = weight.data[11].clone()
             weight.data[11] = torch.nan
             calls = [lambda: e.generate([[5, 11, 6]], max_new_tokens=5, **options)] + [
                 lambda: list(e.stream([5, 11, 6], max_new_tokens=5, **options))
             ] * ("beams" not in options)
             if e.decoder.mode == "static":
-                calls.append(
-                    lambda: e.generate([[5, 6, 7], [5, 11, 6]], max_new_tokens=5, **options)
-                ) if "beams" not in options else None
+                calls.append(lambda: e.generate(
+                    [[5, 6, 7], [5, 11, 6]], max_new_tokens=5, **options
+                )) if "beams" not in options else None
             for call in calls:
                 with pytest.raises(FloatingPointError, match="logits are nan"): call()
                 assert not e.busy
@@ -195,7 +190,10 @@ def test_a_draft_whose_logits_are_no_numbers_guesses_wrong():
 def test_cache_in_int8_and_slabs_in_a_file(kv_bits, store):
     with wrap(made("llama"), kv_bits=kv_bits, device="cpu", **OPTIONS) as e: want = decoded(e.decoder)
     model = made("llama")
-    with wrap(model, memory_limit=limit_for(model, 3, kv_bits=kv_bits, **OPTIONS), kv_bits=kv_bits, store=store, device="cpu", **OPTIONS) as e:
+    with wrap(
+        model, memory_limit=limit_for(model, 3, kv_bits=kv_bits, **OPTIONS), kv_bits=kv_bits, store=store, device="cpu",
+        **OPTIONS
+    ) as e:
         assert torch.equal(decoded(e.decoder), want)
 
 
@@ -239,11 +237,8 @@ def test_fused_steps_aside_for_a_delta():
 
 def test_close_leaves_the_model_as_it_was():
     model = made("gpt2")
-    keys, classes, before = (
-        list(model.state_dict()),
-        [type(m) for m in model.modules()],
-        {k: t.clone() for k, t in model.state_dict().items()},
-    )
+    keys, classes = list(model.state_dict()), [type(m) for m in model.modules()]
+    before = {k: t.clone() for k, t in model.state_dict().items()}
     e = wrap(model, memory_limit=limit_for(model, 3, **OPTIONS), device="cpu", **OPTIONS)
     assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
     with pytest.raises(RuntimeError, match="close"): e.model.half()
@@ -287,29 +282,15 @@ def test_many_users_and_a_stop_from_another_thread():
 def test_an_encoder_decoder_fills_by_sentinels(monkeypatch):
     from tokenizers import Tokenizer, models, pre_tokenizers
     words = [
-        "<pad>",
-        "</s>",
-        "<unk>",
-        "<extra_id_0>",
-        "<extra_id_1>",
-        "<extra_id_2>",
-        "the",
-        "cat",
-        "sat",
-        "on",
-        "mat",
-        ".",
+        "<pad>", "</s>", "<unk>", "<extra_id_0>", "<extra_id_1>", "<extra_id_2>", "the", "cat", "sat", "on", "mat", "."
     ] + [f"w{i}" for i in range(87)]
     raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tok = tf.PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        additional_special_tokens=[f"<extra_id_{i}>" for i in range(3)],
+        tokenizer_object=raw, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
+        additional_special_tokens=[f"<extra_id_{i}>" for i in range(3)]
     )
-    import bmlab.infer.engine as infer
+    import bmlab.infer.fields as infer
     # a random model has nothing to say: <0> cat sat <1> mat <2> </s>
     said = iter([3, 7, 8, 4, 10, 5, 1])
     class Scripted(Sampler):
@@ -327,31 +308,23 @@ def test_an_encoder_decoder_fills_by_sentinels(monkeypatch):
 
 
 def test_a_masked_model_fills_and_does_not_generate():
-    tok = tf.BertTokenizer(
-        vocab={
-            w: i
-            for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "mat", "sat", "on", "."])
-        }
-    )
+    tok = tf.BertTokenizer(vocab={
+        w: i
+        for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "mat", "sat", "on", "."])
+    })
     torch.manual_seed(0)
-    model = tf.BertForMaskedLM(
-        tf.BertConfig(vocab_size=11, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64)
-    ).eval()
+    model = tf.BertForMaskedLM(tf.BertConfig(
+        vocab_size=11, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64
+    )).eval()
     plan = plan_inference(model, max_ctx=16)
     with wrap(model, tok, max_ctx=16, device="cpu") as e: resident = dict(e.fill("the __ sat on the __ ."))
     with wrap(model, tok, memory_limit=plan.min_bytes, max_ctx=16, device="cpu") as e:
         assert e.plan.streamed and dict(e.fill("the __ sat on the __ .")) == resident and set(resident) == {0, 1}
         with pytest.raises(TypeError, match="cannot generate text"): e.stream("the")
-    model = tf.RobertaForMaskedLM(
-        tf.RobertaConfig(
-            vocab_size=11,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=64,
-            max_position_embeddings=34,
-        )
-    ).eval()
+    model = tf.RobertaForMaskedLM(tf.RobertaConfig(
+        vocab_size=11, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=34
+    )).eval()
     tok.model_max_length = 99
     # its positions begin behind the padding's number, 1
     with wrap(model, tok, device="cpu") as e:
@@ -360,24 +333,16 @@ def test_a_masked_model_fills_and_does_not_generate():
 
 
 CUDA = dict(
-    hidden_size=512,
-    intermediate_size=1024,
-    num_hidden_layers=8,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    vocab_size=4096,
+    hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
+    vocab_size=4096
 )
 
 
 def on_gpu(bits, **options):
     torch.manual_seed(0)
     return wrap(
-        tf.LlamaForCausalLM(tf.LlamaConfig(**CUDA)).to(torch.bfloat16).eval(),
-        bits=bits,
-        max_ctx=256,
-        max_batch=2,
-        device="cuda",
-        **options,
+        tf.LlamaForCausalLM(tf.LlamaConfig(**CUDA)).to(torch.bfloat16).eval(), bits=bits, max_ctx=256, max_batch=2,
+        device="cuda", **options
     )
 
 
@@ -402,11 +367,14 @@ def test_streamed_on_the_gpu_equals_resident(bits):
 
 def test_the_fence_counts_what_was_planned(monkeypatch):
     "Others' memory is let be; the draft, the model and the workspace that trying the draft has left are in the plan"
-    from bmlab.infer import engine as infer
-    said, total, others, MiB = [], 100 << 30, 300 << 20, 1 << 20
+    from bmlab.infer import fence as infer
+    said, total, others = [], 100 << 30, 300 << 20
+    MiB = 1 << 20
     held = {"draft": 90 * MiB, "model": 700 * MiB}
-    for name, stand_in in dict(empty_cache=lambda: None, get_device_properties=lambda _: SimpleNamespace(total_memory=total),
-                               set_per_process_memory_fraction=lambda share, _: said.append(round(share * total))).items():
+    for name, stand_in in dict(
+        empty_cache=lambda: None, get_device_properties=lambda _: SimpleNamespace(total_memory=total),
+        set_per_process_memory_fraction=lambda share, _: said.append(round(share * total))
+    ).items():
                                    monkeypatch.setattr(torch.cuda, name, stand_in)
     segment = lambda start, size, used, device=0: dict(
         address=start * MiB, total_size=size * MiB, allocated_size=used * MiB, device=device
@@ -417,9 +385,8 @@ def test_the_fence_counts_what_was_planned(monkeypatch):
     monkeypatch.setattr(infer, "use_expandable_segments", lambda *_: None)
     monkeypatch.setattr(infer, "_stores", lambda *_: {})
     monkeypatch.setattr(
-        infer,
-        "_besides",
-        lambda _, *planned, hosted: others + 32 * MiB + sum(v for k, v in held.items() if k not in planned),
+        infer, "_besides", lambda _, *planned,
+        hosted: others + 32 * MiB + sum(v for k, v in held.items() if k not in planned)
     )
     plan = SimpleNamespace(host=[], limit=6 << 30, peak_bytes=(6 << 30) - 2 * MiB, context_bytes=790 * MiB)
     fence = infer._Fence(plan, torch.device("cuda", 0), "draft", 32 * MiB)
@@ -457,8 +424,7 @@ def test_memory_that_others_hold_is_said():
         with pytest.raises(ValueError, match="are free: others hold the rest"):
             wrap(
                 tf.LlamaForCausalLM(tf.LlamaConfig(**{**CUDA, "num_hidden_layers": 40})).to(torch.bfloat16),
-                max_ctx=256,
-                device="cuda",
+                max_ctx=256, device="cuda"
             )
     finally:
         del taken
@@ -471,7 +437,9 @@ def test_without_fusing_streamed_equals_the_untouched_model(name):
     pack_linears(plain, bits=8)
     want = decoded(Decoder(plain, 2, 64))
     model = made(name)
-    with wrap(model, bits=8, memory_limit=limit_for(model, 3, bits=8, **OPTIONS), fuse=False, device="cpu", **OPTIONS) as e:
+    with wrap(
+        model, bits=8, memory_limit=limit_for(model, 3, bits=8, **OPTIONS), fuse=False, device="cpu", **OPTIONS
+    ) as e:
         assert e.plan.streamed and torch.equal(decoded(e.decoder), want)
 
 
@@ -494,9 +462,9 @@ def test_a_row_keeps_its_users_delta_when_others_end():
         assert e.decoder.mode == "static"
         with bank.route(["a", "b"]):                                             # rows 0 and 1 are a's, 2 and 3 b's
             rows = list(zip(*decode_tokens(e.decoder, [PROMPTS[0]] * 4, None, [8, 3, 8, 3])))
-        assert [t for t in rows[0] if t is not None] == alone["a"] and [t for t in rows[2] if t is not None] == alone[
-            "b"
-        ]
+        assert [
+            t for t in rows[0] if t is not None
+        ] == alone["a"] and [t for t in rows[2] if t is not None] == alone["b"]
         with bank.route(["a", "b"]):
             rows = list(zip(*decode_tokens(e.decoder, [PROMPTS[0]] * 4, None, [8, 8, 3, 3])))
         assert [t for t in rows[1] if t is not None] == alone["a"]
@@ -514,8 +482,12 @@ def test_a_dropped_engine_is_freed():
 def test_what_is_refused_changes_nothing():
     model = made("llama")
     e = wrap(model, device="cpu", **OPTIONS)
-    for wrong, error, says in ((dict(bits=16), ValueError, "bits=16"), (dict(memory_limit="1KiB"), ValueError, "smallest feasible"), (dict(graph="yes"), ValueError, "graph="), (dict(max_batch=1.5), TypeError, "max_batch=1.5"),
-                               (dict(max_ctx="128"), TypeError, "max_ctx='128'"), (dict(device="tpu"), ValueError, "device="), (dict(fuse="no"), ValueError, "fuse='no'")):
+    for wrong, error, says in (
+        (dict(bits=16), ValueError, "bits=16"), (dict(memory_limit="1KiB"), ValueError, "smallest feasible"),
+        (dict(graph="yes"), ValueError, "graph="), (dict(max_batch=1.5), TypeError, "max_batch=1.5"),
+        (dict(max_ctx="128"), TypeError, "max_ctx='128'"), (dict(device="tpu"), ValueError, "device="),
+        (dict(fuse="no"), ValueError, "fuse='no'")
+    ):
         with pytest.raises(error, match=says): wrap(model, **{"device": "cpu", **OPTIONS, **wrong})
     e._lock, free = SimpleNamespace(acquire=lambda timeout: False), e._lock      # a text that does not end
     for _ in range(2):
@@ -552,20 +524,13 @@ def test_an_engine_for_one_text_leaves_no_trace():
 
 
 def test_a_draft_is_fused_as_long_as_an_engine_has_it():
-    "Two engines share one; what is fused is not packed beneath the fused parts; a draft that streams, or that its owner fused, stays as it is"
+    "Two engines share one; nothing is packed beneath fused parts; one that streams or was fused before stays as it is"
     from bmlab.infer.fused import fuse_decode
     fused = lambda m: sum("_bmlab_fused" in type(x).__dict__ for x in m.modules())
-    make = lambda layers, seed: tf.LlamaForCausalLM(
-        tf.LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-        )
-    ).eval()
+    make = lambda layers, seed: tf.LlamaForCausalLM(tf.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64
+    )).eval()
     torch.manual_seed(0)
     small, one, two = make(1, 0), make(2, 1), make(2, 2)
     a, b = (wrap(m, None, max_ctx=32, draft=small) for m in (one, two))

@@ -1,4 +1,4 @@
-"An engine's calls: what they add up, what they refuse before any work, beams, drafts that cannot work, a model that is held still"
+"An engine's calls: sums, refusals before any work, beams, drafts that cannot work, a model that is held still"
 import copy
 import os
 import pickle
@@ -16,12 +16,8 @@ from test_engine import MODELS, OPTIONS, decoded, limit_for, made
 from toys import make_tok
 
 TALKS = dict(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    initializer_range=0.3,
+    hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    initializer_range=0.3
 )
 
 
@@ -37,16 +33,14 @@ def talker(tok, **config):
 
 
 def made_bert():
-    tok = tf.BertTokenizer(
-        vocab={
-            w: i
-            for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "mat", "sat", "on", "."])
-        }
-    )
+    tok = tf.BertTokenizer(vocab={
+        w: i
+        for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "mat", "sat", "on", "."])
+    })
     torch.manual_seed(0)
-    return tf.BertForMaskedLM(
-        tf.BertConfig(vocab_size=11, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64)
-    ).eval(), tok
+    return tf.BertForMaskedLM(tf.BertConfig(
+        vocab_size=11, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64
+    )).eval(), tok
 
 
 def test_stats_of_several_rounds_add_up(tok):
@@ -54,13 +48,9 @@ def test_stats_of_several_rounds_add_up(tok):
         n, mine = len(tok("Once")["input_ids"]), {}
         for _ in e.story("Once", n=5, max_new_tokens=6, seed=1, stats=mine): pass
         s = e.stats
-        assert (s["texts"], s["prompt_tokens"], s["new_tokens"], s["passes"], s["batch"]) == (
-            5,
-            5 * n,
-            30,
-            18,
-            5 / 3,
-        ) and mine == s
+        assert (
+            s["texts"], s["prompt_tokens"], s["new_tokens"], s["passes"], s["batch"]
+        ) == (5, 5 * n, 30, 18, 5 / 3) and mine == s
         # (a first token of each text does not count)
         assert s["decode_s"] > 0 and abs(s["decode_tok_s"] * s["decode_s"] - 25) < 1e-6 and s["first_token_s"] > 0
         got = e.report()
@@ -71,8 +61,7 @@ def test_stats_of_several_rounds_add_up(tok):
         e.generate(["a", "bb", "ccc"], max_new_tokens=4)
         assert (e.stats["texts"], e.stats["new_tokens"], e.stats["passes"]) == (3, 12, 8)
         assert (
-            len(list(e.fill("a __ and b __", max_new_tokens=3)))
-            and e.stats["texts"] == 2
+            len(list(e.fill("a __ and b __", max_new_tokens=3))) and e.stats["texts"] == 2
             and e.stats["new_tokens"] >= 2
         )
         e.json({"input": "a", "<ans>": {"x": "", "y": "", "z": ""}}, max_new_tokens=3)
@@ -100,7 +89,9 @@ def test_too_long_is_said_before_any_work(tok):
     with wrap(model, tok, max_ctx=340, device="cpu") as e:
         assert e.json(asked)["<ans>"]["y"] in asked["options"] and e.stats["texts"] == 2
         model.forward = forward
-        for wrong in (asked | {"options": {"<option_0>": "yes", "<option_1>": "no" * 90}}, asked | {"input": "a" * 170}):
+        for wrong in (
+            asked | {"options": {"<option_0>": "yes", "<option_1>": "no" * 90}}, asked | {"input": "a" * 170}
+        ):
             with pytest.raises(ValueError, match="exceed max_ctx=340"): e.json_pieces(wrong)
         with pytest.raises(ValueError, match="an option has no tokens"):
             e.json_pieces(asked | {"options": {"<option_0>": ""}})
@@ -111,31 +102,21 @@ def test_too_long_is_said_before_any_work(tok):
 def test_drafts_that_cannot_work_are_refused_by_wrap(tok):
     model, small = talker(tok), talker(tok, num_hidden_layers=2)
     torch.manual_seed(0)
-    ant = tf.CpmAntForCausalLM(
-        tf.CpmAntConfig(
-            vocab_size=len(tok),
-            hidden_size=32,
-            num_attention_heads=4,
-            dim_head=8,
-            dim_ff=64,
-            num_hidden_layers=2,
-            prompt_length=4,
-        )
-    ).eval()
-    neo = tf.GPTNeoForCausalLM(
-        tf.GPTNeoConfig(
-            hidden_size=32,
-            num_layers=2,
-            num_heads=4,
-            vocab_size=len(tok),
-            attention_types=[[["global", "local"], 1]],
-            window_size=5,
-        )
-    ).eval()
-    for draft, says in ((talker(tok, vocab_size=900), "both need the same tokenizer"), (neo, "has no path with a cache"), (Tree(PromptLookup(), DraftModel(neo)), "has no path with a cache"),
-                        (talker(tok, max_position_embeddings=32), "has positions for 32 "
-                                                                  "tokens"), (torch.nn.Linear(2, 2), "cannot generate"), (MODELS["t5"](), "with an encoder"),
-                        (Tree(DraftModel(small), DraftModel(talker(tok))), "a Tree of 2 models")):
+    ant = tf.CpmAntForCausalLM(tf.CpmAntConfig(
+        vocab_size=len(tok), hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=64, num_hidden_layers=2,
+        prompt_length=4
+    )).eval()
+    neo = tf.GPTNeoForCausalLM(tf.GPTNeoConfig(
+        hidden_size=32, num_layers=2, num_heads=4, vocab_size=len(tok), attention_types=[[["global", "local"], 1]],
+        window_size=5
+    )).eval()
+    for draft, says in (
+        (talker(tok, vocab_size=900), "both need the same tokenizer"), (neo, "has no path with a cache"),
+        (Tree(PromptLookup(), DraftModel(neo)), "has no path with a cache"),
+        (talker(tok, max_position_embeddings=32), "has positions for 32 " "tokens"),
+        (torch.nn.Linear(2, 2), "cannot generate"), (MODELS["t5"](), "with an encoder"),
+        (Tree(DraftModel(small), DraftModel(talker(tok))), "a Tree of 2 models")
+    ):
         with pytest.raises(ValueError, match=says): wrap(model, tok, bits=8, draft=draft, max_ctx=64, device="cpu")
         assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear                      # nothing was packed
     with pytest.raises(ValueError, match="CpmAntForCausalLM cannot check several tokens"):
@@ -149,12 +130,10 @@ def test_drafts_that_cannot_work_are_refused_by_wrap(tok):
         s = e.stats
         assert (
             abs(
-                s["predicted_tok_s"]
-                - e.plan.tokens_per_s(
+                s["predicted_tok_s"] - e.plan.tokens_per_s(
                     1, s["accepted_per_pass"], s["prompt_tokens"] + 6, 1 + s["drafted"] / s["passes"], levels=3
                 )
-            )
-            < 1e-6
+            ) < 1e-6
         )
 
 
@@ -181,14 +160,8 @@ def test_beams(tok):
     def theirs(p, beams, penalty):
         ids = tok(p, return_tensors="pt")["input_ids"]
         out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=9,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-            num_beams=beams,
-            length_penalty=penalty,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, pad_token_id=0,
+            eos_token_id=None, num_beams=beams, length_penalty=penalty
         )
         return tok.decode(out[0, ids.shape[1]:], skip_special_tokens=True)
     want = {(beams, penalty): [theirs(p, beams, penalty) for p in prompts] for beams, penalty in ((4, 1.0), (2, 0.5))}
@@ -196,11 +169,9 @@ def test_beams(tok):
         with wrap(model, tok, max_batch=rows, max_ctx=64, fuse=False, device="cpu") as e:
             for (beams, penalty), texts in want.items():
                 assert e.generate(prompts, 9, beams=beams, length_penalty=penalty) == texts
-            assert (e.stats["texts"], e.stats["new_tokens"], e.stats["prompt_tokens"]) == (
-                4,
-                36,
-                sum(len(tok(p)["input_ids"]) for p in prompts),
-            ) and not any(e.decoder.held)
+            assert (
+                e.stats["texts"], e.stats["new_tokens"], e.stats["prompt_tokens"]
+            ) == (4, 36, sum(len(tok(p)["input_ids"]) for p in prompts)) and not any(e.decoder.held)
             end = want[4, 1.0][0][2:4]
             assert (
                 e.generate(prompts[:1], 9, beams=4, stop=end) == [want[4, 1.0][0].partition(end)[0]]
@@ -208,9 +179,11 @@ def test_beams(tok):
             )
             assert e.report().at["peak_bytes", "predicted"] == e.plan.peak_bytes
     with wrap(model, tok, max_batch=3, max_ctx=64, device="cpu") as e:
-        for bad, says in ((dict(beams=4), r"beams=4 take 4 rows, and max_batch=3; wrap\(…, "
-                                          r"max_batch=4\)"), (dict(beams=0), "beams=0"), (dict(beams=2, temperature=0.5), "with temperature: beam search draws nothing"),
-                          (dict(beams=2, seed=1), "with seed"), (dict(length_penalty=2.0), "is of beam search")):
+        for bad, says in (
+            (dict(beams=4), r"beams=4 take 4 rows, and max_batch=3; wrap\(…, " r"max_batch=4\)"),
+            (dict(beams=0), "beams=0"), (dict(beams=2, temperature=0.5), "with temperature: beam search draws nothing"),
+            (dict(beams=2, seed=1), "with seed"), (dict(length_penalty=2.0), "is of beam search")
+        ):
             with pytest.raises(ValueError, match=says): e.generate(prompts, 9, **bad)
         for call in (e.stream, e.chat, e.story): 
             with pytest.raises(ValueError, match=r"cannot come in pieces; use e.generate\(prompts, beams=…\)"):
@@ -242,7 +215,9 @@ def test_a_resident_model_is_held_still(tmp_path):
     with wrap(model, device="cpu", **OPTIONS) as e:
         assert not e.plan.streamed
         want = decoded(e.decoder, 4)
-        for move in (lambda m: m.to("meta"), lambda m: m.cuda(), lambda m: m.half(), lambda m: m.model.layers[0].double()):
+        for move in (
+            lambda m: m.to("meta"), lambda m: m.cuda(), lambda m: m.half(), lambda m: m.model.layers[0].double()
+        ):
             with pytest.raises(RuntimeError, match=r"cannot be moved or cast; e.close\(\) first, then .to\(\)"):
                 move(model)
         assert torch.equal(decoded(e.decoder, 4), want)

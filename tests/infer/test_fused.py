@@ -1,4 +1,4 @@
-"Fused decoder blocks: the real SmolLM2, streamed, under a delta bank's and others' feet, in Triton's interpreter, and on a GPU"
+"Fused decoder blocks: SmolLM2, streamed, beneath delta banks and other wrappers, in Triton's interpreter, on a GPU"
 import copy, sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,16 +14,8 @@ from bmlab.cook.neurons import NeuronSparse
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TINY = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=128,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
+    hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, vocab_size=128, pad_token_id=0, bos_token_id=1, eos_token_id=2
 )
 
 
@@ -157,18 +149,28 @@ def with_peft(model):
     )
 
 
-@pytest.mark.parametrize("edit", [
-    lambda m: setattr(m.model.layers[1], "mlp", copy.deepcopy(m.model.layers[0].mlp)),
-    lambda m: setattr(m.model.layers[1].mlp, "act_fn", torch.nn.ReLU()),
-    lambda m: setattr(m.model.layers[1].mlp, "down_proj", torch.nn.Identity()),
-    lambda m: setattr(m.model.layers[1].self_attn, "q_proj", torch.nn.Sequential(m.model.layers[1].self_attn.q_proj, torch.nn.Tanh())),
-    lambda m: setattr(m.model.layers[1], "input_layernorm", torch.nn.Identity()),
-    lambda m: m.model.layers.__setitem__(1, llama(intermediate_size=64, vocab_size=77).model.layers[1]),
-    lambda m: torch.nn.utils.parametrize.register_parametrization(m.model.layers[1].self_attn.v_proj, "weight", torch.nn.Tanh()),
-    lambda m: torch.nn.utils.parametrize.register_parametrization(m.model.layers[1].post_attention_layernorm, "weight", torch.nn.Tanh()),
-    lambda m: pack_linears(m, 8),
-    with_peft,
-], ids=["mlp", "activation", "down", "q", "norm", "block", "parametrized", "parametrized norm", "packed", "peft"])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda m: setattr(m.model.layers[1], "mlp", copy.deepcopy(m.model.layers[0].mlp)),
+        lambda m: setattr(m.model.layers[1].mlp, "act_fn", torch.nn.ReLU()),
+        lambda m: setattr(m.model.layers[1].mlp, "down_proj", torch.nn.Identity()),
+        lambda m: setattr(
+            m.model.layers[1].self_attn, "q_proj",
+            torch.nn.Sequential(m.model.layers[1].self_attn.q_proj, torch.nn.Tanh())
+        ),
+        lambda m: setattr(m.model.layers[1], "input_layernorm", torch.nn.Identity()),
+        lambda m: m.model.layers.__setitem__(1, llama(intermediate_size=64, vocab_size=77).model.layers[1]),
+        lambda m: torch.nn.utils.parametrize.register_parametrization(
+            m.model.layers[1].self_attn.v_proj, "weight", torch.nn.Tanh()
+        ),
+        lambda m: torch.nn.utils.parametrize.register_parametrization(
+            m.model.layers[1].post_attention_layernorm, "weight", torch.nn.Tanh()
+        ),
+        lambda m: pack_linears(m, 8), with_peft
+    ],
+    ids=["mlp", "activation", "down", "q", "norm", "block", "parametrized", "parametrized norm", "packed", "peft"]
+)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_what_is_put_in_later_is_used(edit, rows):
     model = llama(intermediate_size=64)
@@ -328,10 +330,7 @@ def test_smollm2_says_the_same():
             texts.append(text)
         same = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), 21)
         assert same == 21 or dtype == torch.bfloat16 and same >= 4, (
-            dtype,
-            form,
-            tok.decode(texts[0]),
-            tok.decode(texts[1]),
+            dtype, form, tok.decode(texts[0]), tok.decode(texts[1])
         )
 
 
@@ -341,12 +340,8 @@ def test_smollm2_says_the_same():
 def test_in_the_interpreter(name):
     "The Triton form of a block equals the module, int8 cache and windows too"
     small = TINY | dict(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=64,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=64
     )
     make = {
         "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**small)),
@@ -372,7 +367,10 @@ def test_angles():
     table = handle.table.set_index("form")
     assert table.fused["angles"]
     own, part = plain.model.rotary_emb, fast.model.rotary_emb
-    for args, kwargs in (((x, at), {}), ((x,), dict(position_ids=at)), ((), dict(x=x, position_ids=at)), ((x, at + 0.5), {}), ((x, torch.arange(200)[None]), {}), ((x.bfloat16(), at), {})):
+    for args, kwargs in (
+        ((x, at), {}), ((x,), dict(position_ids=at)), ((), dict(x=x, position_ids=at)), ((x, at + 0.5), {}),
+        ((x, torch.arange(200)[None]), {}), ((x.bfloat16(), at), {})
+    ):
         for a, b in zip(part(*args, **kwargs), own(*args, **kwargs), strict=True):
             assert a.dtype == b.dtype and torch.allclose(a, b, atol=1e-5 if a.dtype == torch.float32 else 0.01)
     # as after .to("cpu") of a model that was fused on a GPU
@@ -401,7 +399,7 @@ def test_one_row_is_tried_too(monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
 def test_norms_between_products(bits, monkeypatch):
-    "Three packed blocks in the interpreter: one norm's kernel is left of seven, and the rows of a block are the same to the bit whoever ran before it"
+    "Three packed blocks: of seven norms' kernels one is left, and a block's rows have the same bits whoever ran before"
     import bmlab.kernels.triton_attention as small
     import bmlab.kernels.triton_products as tk
     from bmlab.infer.streaming import Streamer
@@ -457,12 +455,8 @@ def test_norms_between_products(bits, monkeypatch):
 def test_on_a_gpu(bits):
     "All steps from graphs, equal to eager ones, close to the plain model, rows independent of how many come at once"
     shape = dict(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=2048,
+        hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=4, head_dim=64,
+        vocab_size=2048
     )
     given = llama(**shape).to("cuda", torch.bfloat16)
     if bits: pack_linears(given, bits=bits)

@@ -1,4 +1,4 @@
-"Loading straight into place: with a streamer, from GGUF, from a hub that is not there, and without a trace after errors"
+"Loading straight into place: with a streamer, from GGUF, from a hub that is not there; no trace after errors"
 import contextlib
 import gc
 import importlib
@@ -43,7 +43,7 @@ def logits(model):
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_planned_loaded_streamed(folder, bits):
-    "Plan from the files' shapes, load by the plan, stream what the plan streams: the logits of the resident model, bit for bit, and its weights"
+    "Plan by the files' shapes, load and stream by the plan: the resident model's logits, bit for bit, and its weights"
     from bmlab.infer import streaming
     plan = plan_inference(model_on_meta(folder), bits=bits, max_ctx=64)
     plan = plan.at((plan.min_bytes + plan.peak_bytes) // 2)
@@ -108,8 +108,7 @@ def test_order_of_placing(folder):
     blocks = list(find_blocks(model_on_meta(folder)))
     load_placed(folder, bits=8, device="cpu", put=put)
     assert (
-        seen[: len(blocks)] == blocks
-        and len(seen) == len(set(seen))
+        seen[: len(blocks)] == blocks and len(seen) == len(set(seen))
         and set(seen[len(blocks) :]) == {"model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"}
     )
 
@@ -136,10 +135,8 @@ def test_no_second_copy(folder):
     alive = []
     with patch("bmlab.formats.safetensors.TensorFiles.read", watch):
         load_placed(
-            folder,
-            bits=8,
-            device="cpu",
-            put=lambda name, module: alive.append(sum(r() is not None for k, r in floats.items() if "proj" in k)),
+            folder, bits=8, device="cpu", put=lambda name,
+            module: alive.append(sum(r() is not None for k, r in floats.items() if "proj" in k))
         )
     assert len(floats) == 6 * 7 + 2 and max(alive) == 0
 
@@ -160,11 +157,8 @@ def test_damaged_files(folder, tmp_path):
         [f.unlink() for f in files]
         (d / "model.safetensors.index.json").unlink()
     damages = (
-        (cut, OSError, "bytes of"),
-        (header, OSError, "ends inside its header"),
-        (gone, OSError, "is missing"),
-        (other_shape, ValueError, "of another shape"),
-        (no_weights, OSError, None),
+        (cut, OSError, "bytes of"), (header, OSError, "ends inside its header"), (gone, OSError, "is missing"),
+        (other_shape, ValueError, "of another shape"), (no_weights, OSError, None)
     )
     for change, error, words in damages:
         d, made = broken(change), []
@@ -172,12 +166,10 @@ def test_damaged_files(folder, tmp_path):
         assert not made
     gc.collect()
     assert not [
-        o
-        for o in gc.get_objects()
-        if type(o) in (torch.Tensor, torch.nn.Parameter)
-        and not o.is_meta
-        and o.shape == (160, 64)
-        and o.dtype == torch.float32
+        o for o in gc.get_objects()
+        if type(o) in (
+            torch.Tensor, torch.nn.Parameter
+        ) and not o.is_meta and o.shape == (160, 64) and o.dtype == torch.float32
     ]
 
 
@@ -199,12 +191,14 @@ def test_hub_names():
     with patch("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9"):
         with pytest.raises((OSError, LookupError), match="neither a sample nor a folder"):
             load_placed("no-such/model", device="cpu")
-    with patch("bmlab.infer.loading.find_on_hub", lambda name: (name, {"local_files_only": True})), patch("huggingface_hub.snapshot_download") as fetched:
+    with (
+        patch("bmlab.infer.loading.find_on_hub", lambda name: (name, {"local_files_only": True})),
+        patch("huggingface_hub.snapshot_download") as fetched
+    ):
         fetched.return_value = "/nowhere"
         with pytest.raises(FileNotFoundError): model_folder("some/model")
     assert (
-        fetched.call_args.args == ("some/model",)
-        and "*.safetensors" in fetched.call_args.kwargs["allow_patterns"]
+        fetched.call_args.args == ("some/model",) and "*.safetensors" in fetched.call_args.kwargs["allow_patterns"]
         and fetched.call_args.kwargs["local_files_only"]
     )
 
@@ -227,7 +221,7 @@ def test_gguf(tmp_path):
 
 @pytest.mark.cuda
 def test_onto_a_gpu(folder):
-    "What stays is on the GPU, what streams on the host, packed to the same codes as on a CPU; the peak is the plan's weights and a block"
+    "What stays is on the GPU, what streams on the host, with a CPU's codes; the peak is the plan's weights and a block"
     plan = plan_inference(model_on_meta(folder), bits=8, max_ctx=64, machine="h200")
     plan = plan.at((plan.min_bytes + plan.peak_bytes) // 2)
     torch.cuda.reset_peak_memory_stats()
@@ -236,9 +230,9 @@ def test_onto_a_gpu(folder):
     peak = torch.cuda.max_memory_allocated() - before
     on_cpu, _ = load_placed(folder, bits=8, device="cpu")
     for name, block in find_blocks(model).items():
-        assert {t.device.type for t in (*block.parameters(), *block.buffers())} == {
-            "cpu" if name in plan.streamed else "cuda"
-        }
+        assert {
+            t.device.type for t in (*block.parameters(), *block.buffers())
+        } == {"cpu" if name in plan.streamed else "cuda"}
         assert all(
             torch.equal(a.cpu(), b)
             for a, b in zip(block.state_dict().values(), on_cpu.get_submodule(name).state_dict().values())

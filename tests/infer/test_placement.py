@@ -1,4 +1,4 @@
-"Plans for inference: bytes of many families, placements against brute force, the worked lines of a 405-billion model, and the streamer doing what was planned"
+"Plans: bytes of many families, placements against brute force, worked lines of a 405B model, streaming as planned"
 import dataclasses
 import itertools
 import json
@@ -33,17 +33,10 @@ def models():
     yield "gptj", lambda: tf.GPTJForCausalLM(tf.GPTJConfig(**GPT, rotary_dim=8))
     yield (
         "opt",
-        lambda: tf.OPTForCausalLM(
-            tf.OPTConfig(
-                hidden_size=64,
-                ffn_dim=96,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-                vocab_size=160,
-                max_position_embeddings=64,
-                word_embed_proj_dim=64,
-            )
-        ),
+        lambda: tf.OPTForCausalLM(tf.OPTConfig(
+            hidden_size=64, ffn_dim=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=160,
+            max_position_embeddings=64, word_embed_proj_dim=64
+        ))
     )
     yield "bert", lambda: tf.BertForMaskedLM(tf.BertConfig(**TINY))
     yield "bert classifier", lambda: tf.BertForSequenceClassification(tf.BertConfig(**TINY))
@@ -56,55 +49,31 @@ def models():
     )
     yield (
         "bart",
-        lambda: tf.BartForConditionalGeneration(
-            tf.BartConfig(
-                d_model=64,
-                encoder_ffn_dim=96,
-                decoder_ffn_dim=96,
-                encoder_layers=3,
-                decoder_layers=4,
-                encoder_attention_heads=4,
-                decoder_attention_heads=4,
-                vocab_size=160,
-                max_position_embeddings=64,
-            )
-        ),
+        lambda: tf.BartForConditionalGeneration(tf.BartConfig(
+            d_model=64, encoder_ffn_dim=96, decoder_ffn_dim=96, encoder_layers=3, decoder_layers=4,
+            encoder_attention_heads=4, decoder_attention_heads=4, vocab_size=160, max_position_embeddings=64
+        ))
     )
     yield "gemma3", lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**TINY, num_key_value_heads=2, head_dim=16))
     yield "mixtral", lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=4))
     yield (
         "qwen3 moe",
-        lambda: tf.Qwen3MoeForCausalLM(
-            tf.Qwen3MoeConfig(
-                **TINY,
-                num_key_value_heads=2,
-                head_dim=16,
-                num_experts=4,
-                num_experts_per_tok=2,
-                moe_intermediate_size=32,
-            )
-        ),
+        lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(
+            **TINY, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+        ))
     )
     yield (
         "gpt-oss",
-        lambda: tf.GptOssForCausalLM(
-            tf.GptOssConfig(
-                **TINY, num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
-            )
-        ),
+        lambda: tf.GptOssForCausalLM(tf.GptOssConfig(
+            **TINY, num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
+        ))
     )
     yield (
         "cpm-ant",
         lambda: build(
-            "cpm-ant-10b",
-            device="meta",
-            num_hidden_layers=4,
-            hidden_size=64,
-            num_attention_heads=4,
-            dim_head=16,
-            dim_ff=96,
-            vocab_size=160,
-        ),
+            "cpm-ant-10b", device="meta", num_hidden_layers=4, hidden_size=64, num_attention_heads=4, dim_head=16,
+            dim_ff=96, vocab_size=160
+        )
     )
 
 
@@ -117,16 +86,10 @@ def made(name):
 
 def decoder(layers, width, heads, kv, inner, vocab, dtype=torch.bfloat16):
     with torch.device("meta"):
-        return tf.LlamaForCausalLM(
-            tf.LlamaConfig(
-                hidden_size=width,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=kv,
-                intermediate_size=inner,
-                vocab_size=vocab,
-            )
-        ).to(dtype)
+        return tf.LlamaForCausalLM(tf.LlamaConfig(
+            hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv,
+            intermediate_size=inner, vocab_size=vocab
+        )).to(dtype)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -158,7 +121,7 @@ def test_plans_of_before_load(tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_to_the_byte(name):
-    "What a plan says of the weights is what packing makes of them, and a packed model is planned like the one it came from"
+    "A plan's weights are what packing makes of them, and a packed model is planned like the one it came from"
     for bits in (None, 8, 4):
         model = made(name)
         plan = plan_inference(model, bits=bits, max_ctx=64, machine="h200")
@@ -179,8 +142,7 @@ def test_every_limit_holds(name):
     for limit in [plan.min_bytes + (whole - plan.min_bytes) * i // 12 for i in range(13)]:
         p = plan.at(limit)
         assert (
-            p.peak_bytes <= limit
-            and len(p.streamed) not in (1, 2)
+            p.peak_bytes <= limit and len(p.streamed) not in (1, 2)
             and sorted(p.resident + p.streamed) == sorted(find_blocks(made(name)))
         )
         assert p.tokens_per_s() >= last * (1 - 1e-9) and p.first_token_s > 0 and p.sentence() and p._repr_html_()
@@ -190,13 +152,13 @@ def test_every_limit_holds(name):
 
 def test_models_without_blocks():
     "Nothing repeats: everything stays, and a limit below that has no plan"
-    for model in (torch.nn.Linear(64, 8), torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Tanh()), torch.nn.ReLU()):
+    for model in (
+        torch.nn.Linear(64, 8), torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Tanh()), torch.nn.ReLU()
+    ):
         plan = plan_inference(model, machine="h200")
         assert (
-            plan.min_bytes == plan.peak_bytes
-            and plan.table().loc["peak", "device bytes"] == plan.peak_bytes
-            and plan.sentence()
-            and plan._repr_html_()
+            plan.min_bytes == plan.peak_bytes and plan.table().loc["peak", "device bytes"] == plan.peak_bytes
+            and plan.sentence() and plan._repr_html_()
         )
         with pytest.raises(ValueError, match="smallest feasible plan"):
             plan_inference(model, plan.peak_bytes - 1, machine="h200")
@@ -217,8 +179,7 @@ def brute(blocks, limit, fixed, slots):
     for gone in itertools.chain.from_iterable(itertools.combinations(names, k) for k in range(len(names) + 1)):
         if 0 < len(gone) <= slots or any(blocks.shared[n] for n in gone): continue
         held = (
-            fixed
-            + sum(blocks.bytes[n] for n in names if n not in gone)
+            fixed + sum(blocks.bytes[n] for n in names if n not in gone)
             + (slots * max(blocks.bytes[n] for n in gone) if gone else 0)
         )
         cost = sum(blocks.bytes[n] for n in gone)
@@ -227,7 +188,7 @@ def brute(blocks, limit, fixed, slots):
 
 
 def test_placement_against_brute_force():
-    "Equal blocks: never more than needed. Blocks of several sizes: it fits whenever anything fits, and is never a large block worse"
+    "Equal blocks: never more than needed. Blocks of several sizes: it fits if anything does, never a large block worse"
     chance = random.Random(0)
     for turn in range(60):
         n, slots = chance.randint(1, 8), chance.choice((2, 2, 3))
@@ -238,38 +199,32 @@ def test_placement_against_brute_force():
         )
         limit = chance.randint(150, 50 + sum(sizes) + 50)
         want, got = brute(blocks, limit, 50, slots), place_blocks(blocks, limit, 50, slots=slots)
-        assert (want is None) == (got is None) and (want is None) == (limit < smallest(blocks, 50, slots)), (
-            sizes,
-            limit,
-        )
+        assert (want is None) == (got is None) and (want is None) == (
+            limit < smallest(blocks, 50, slots)
+        ), (sizes, limit)
         if got:
             cost = sum(blocks.bytes[n] for n in got.streamed)
             held = 50 + sum(sizes) - cost + slots * got.slot_bytes
             assert (
-                held <= limit
-                and not any(blocks.shared[n] for n in got.streamed)
+                held <= limit and not any(blocks.shared[n] for n in got.streamed)
                 and len(got.streamed) not in range(1, slots + 1)
             )
             assert cost == want if turn % 2 else cost - want < max(sizes), (sizes, limit, slots, got, want)
 
 
 def test_decoder_before_encoder():
-    "CPM-2's shape: a decoder's blocks stay longer than the encoder's, and few of them stream at 5.3 GB, as worked out by hand: 8, and 5.9 tokens a second over PCIe 3"
+    "CPM-2's shape: the decoder stays longest; at 5.3 GB, by hand, 8 of its blocks stream, 5.9 tokens/s over PCIe 3"
     cpm2 = build("t5-v1_1-xxl", device="meta", dtype="bfloat16", random=False, vocab_size=26240)
     half = dataclasses.replace(machine("h200"), context=0, h2d=12.3e9)
     plan = plan_inference(cpm2, 5_300_000_000, bits=8, max_ctx=128, machine=half)
     gone = [n for n in plan.streamed if n.startswith("decoder")]
     assert (
-        len(plan.streamed) - len(gone) >= 22
-        and len(gone) == 8
-        and abs(plan.tokens_per_s() / 5.9 - 1) < 0.05
+        len(plan.streamed) - len(gone) >= 22 and len(gone) == 8 and abs(plan.tokens_per_s() / 5.9 - 1) < 0.05
         and plan.bound == "link"
     )
     roomy = plan.at("8GiB")
     assert (
-        not [n for n in roomy.streamed if n.startswith("decoder")]
-        and roomy.link_bytes == 0
-        and roomy.bound == "memory"
+        not [n for n in roomy.streamed if n.startswith("decoder")] and roomy.link_bytes == 0 and roomy.bound == "memory"
         and roomy.first_token_s < plan.first_token_s
     )
     throttled = plan_inference(
@@ -295,16 +250,8 @@ def test_worked_lines():
 
 def test_blocks_that_are_not_fused_launch_more_kernels():
     ant = build(
-        "cpm-ant-10b",
-        device="meta",
-        vocab_size=500,
-        hidden_size=64,
-        num_attention_heads=4,
-        dim_head=16,
-        dim_ff=96,
-        num_hidden_layers=3,
-        prompt_types=4,
-        prompt_length=4,
+        "cpm-ant-10b", device="meta", vocab_size=500, hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=96,
+        num_hidden_layers=3, prompt_types=4, prompt_length=4
     )
     plans = [
         plan_inference(m, None, bits=8, max_ctx=64, machine=machine("h200"))
@@ -337,11 +284,12 @@ def test_json_and_check(tmp_path):
     assert plan.streamed and plan.resident
     plan.save(tmp_path / "plan.json")
     again = InferencePlan.load(tmp_path / "plan.json")
-    for k in ("peak_bytes", "host_bytes", "streamed", "resident", "host", "link_bytes", "bound", "first_token_s", "settings"):
+    for k in (
+        "peak_bytes", "host_bytes", "streamed", "resident", "host", "link_bytes", "bound", "first_token_s", "settings"
+    ):
         assert getattr(again, k) == getattr(plan, k)
     assert (
-        again.tokens_per_s(4, 2.5) == plan.tokens_per_s(4, 2.5)
-        and again.table().equals(plan.table())
+        again.tokens_per_s(4, 2.5) == plan.tokens_per_s(4, 2.5) and again.table().equals(plan.table())
         and str(again) == str(plan)
     )
     row = again.check(dict(peak_bytes=2 * plan.peak_bytes, batch=2, decode_tok_s=plan.tokens_per_s(2))).loc
@@ -358,8 +306,7 @@ def test_a_tree_of_guesses_costs_its_depth():
     seconds = lambda **kw: 1 / plan.tokens_per_s(accepted=2, checked=13, **kw)
     level = seconds(levels=1) - seconds(levels=0)
     assert (
-        level > 0
-        and abs(seconds(levels=4) - seconds(levels=0) - 4 * level) < 1e-9
+        level > 0 and abs(seconds(levels=4) - seconds(levels=0) - 4 * level) < 1e-9
         and abs(seconds() - seconds(levels=12)) < 1e-12
     )
     got = plan.check(dict(decode_tok_s=1.0, accepted=2, checked=13, levels=4))
@@ -370,7 +317,7 @@ def test_a_tree_of_guesses_costs_its_depth():
 
 
 def test_all_that_a_draft_takes_is_counted():
-    "Weights, a cache in its own dtype, what it computes and the kernels for it; and logits for each of the tokens that a step checks, in every text"
+    "Weights, a cache in its own dtype, activations, kernels, and logits for all tokens that a step checks"
     from bmlab.infer.placement import CHECKED, DRAFTED, LIBRARIES, SEGMENT
     large, small, V = decoder(8, 1024, 8, 8, 2048, 4000), decoder(2, 256, 4, 4, 512, 4000), 4000
     for batch in (1, 8):
@@ -383,8 +330,8 @@ def test_all_that_a_draft_takes_is_counted():
             assert 0 < own - (LIBRARIES + SEGMENT + batch * CHECKED * V * 14) < 16 << 20
             assert beside.workspace - alone.workspace == (batch * CHECKED - max(batch, CHECKED)) * V * 14
             assert (
-                beside.peak_bytes
-                == alone.peak_bytes + beside.draft_bytes + DRAFTED + beside.workspace - alone.workspace
+                beside.peak_bytes == alone.peak_bytes + beside.draft_bytes + DRAFTED
+                + beside.workspace - alone.workspace
             )
 
 
@@ -397,9 +344,9 @@ def test_settings_left_as_they_are():
         all(p.data_ptr() == at and torch.equal(p, old) for n, p in model.named_parameters() for at, old in [before[n]])
         and model.training
     )
-    assert {f.name for f in dataclasses.fields(DECODING["gpu"])} == {
-        f.name for f in dataclasses.fields(DECODING["cpu"])
-    }
+    assert {
+        f.name for f in dataclasses.fields(DECODING["gpu"])
+    } == {f.name for f in dataclasses.fields(DECODING["cpu"])}
 
 
 def test_the_streamer_does_what_was_planned():
@@ -434,19 +381,14 @@ def test_peak_on_a_gpu():
     plan = plan_inference(model, max_ctx=2048, machine="h200")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    cache, ids = (
-        KVCache(model.config, 1, 2048, torch.bfloat16, device="cuda"),
-        torch.randint(32000, (1, 2048), device="cuda"),
-    )
+    cache = KVCache(model.config, 1, 2048, torch.bfloat16, device="cuda")
+    ids = torch.randint(32000, (1, 2048), device="cuda")
     with torch.no_grad():
         for i in range(0, 2048, 512):
             cache.select(1, 512)
             model(
-                input_ids=ids[:, i : i + 512],
-                past_key_values=cache,
-                attention_mask=attention_mask(cache.span),
-                position_ids=cache.span.positions,
-                logits_to_keep=1,
+                input_ids=ids[:, i : i + 512], past_key_values=cache, attention_mask=attention_mask(cache.span),
+                position_ids=cache.span.positions, logits_to_keep=1
             )
             cache.commit([512])
     used = torch.cuda.max_memory_allocated() - before
@@ -454,14 +396,13 @@ def test_peak_on_a_gpu():
 
 
 def test_the_host_takes_part_in_prompts_and_in_guesses(tmp_path):
-    "An encoder's blocks read a prompt, not the decoder's; a model that only reads has no such lane; a plan from before knows of no host"
+    "The encoder's blocks read a prompt; a model that only reads has no such lane; an old plan knows of no host"
     with torch.device("meta"):
         t5, llama, bert = (
             m(c)
             for m, c in (
                 (tf.T5ForConditionalGeneration, tf.T5Config(**T5 | dict(num_decoder_layers=7))),
-                (tf.LlamaForCausalLM, tf.LlamaConfig(**TINY)),
-                (tf.BertForMaskedLM, tf.BertConfig(**TINY)),
+                (tf.LlamaForCausalLM, tf.LlamaConfig(**TINY)), (tf.BertForMaskedLM, tf.BertConfig(**TINY))
             )
         )
     d, host = DECODING["gpu"], lambda plan: plan._lanes("prompt", 32, not plan.encoder)[0]["host"]
@@ -476,10 +417,9 @@ def test_the_host_takes_part_in_prompts_and_in_guesses(tmp_path):
     old = dataclasses.replace(
         plans[1],
         decoding={
-            k: v
-            for k, v in plans[1].decoding.items()
+            k: v for k, v in plans[1].decoding.items()
             if k not in ("guess_s", "draft_s", "block_s", "packed_s", "stretch_s")
-        },
+        }
     )
     old.save(tmp_path / "old.json")
     assert InferencePlan.load(tmp_path / "old.json").first_token(32) < 4 * d.block_s

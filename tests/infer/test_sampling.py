@@ -48,7 +48,7 @@ def test_distribution_is_that_of_transformers(vocab):
 
 
 def test_penalties_on_what_was_drawn():
-    "OpenAI's formula, row by row: a count of the row's own draws, not of its prompt; the repetition penalty comes first, the temperature after them"
+    "OpenAI's formula on a row's own draws, not its prompt, after the repetition penalty and before the temperature"
     rng = random.Random(0)
     for turn in range(20):
         B = rng.randint(1, 3)
@@ -68,8 +68,7 @@ def test_penalties_on_what_was_drawn():
                     theirs.RepetitionPenaltyLogitsProcessor(options["repetition_penalty"][b])(
                         torch.tensor([prompts[b] + drawn[b]]), logits[b : b + 1].clone()
                     )[0]
-                    if options["repetition_penalty"][b] != 1
-                    else logits[b]
+                    if options["repetition_penalty"][b] != 1 else logits[b]
                 )
                 counts = [drawn[b].count(j) for j in range(9)]
                 mu = [
@@ -78,11 +77,9 @@ def test_penalties_on_what_was_drawn():
                     - (counts[j] > 0) * options["presence_penalty"][b]
                     for j in range(9)
                 ]
-                assert torch.allclose(got[b], (torch.tensor(mu) / options["temperature"][b]).softmax(-1), atol=1e-6), (
-                    turn,
-                    step,
-                    b,
-                )
+                assert torch.allclose(
+                    got[b], (torch.tensor(mu) / options["temperature"][b]).softmax(-1), atol=1e-6
+                ), (turn, step, b)
             for b, t in enumerate(s(logits).tolist()): drawn[b].append(t)
         # a new user begins at nothing
         s.set(0, [3], frequency_penalty=1.0)
@@ -100,9 +97,9 @@ def test_logprobs_are_the_models_own():
         ids = s(logits)
         tokens, raw = s.tokens(ids), logits.log_softmax(-1)
         assert tokens == ids.tolist() and [type(t) for t in tokens] == [Token, Token, int]
-        assert [abs(t.logprob - raw[b, t].item()) < 1e-6 for b, t in enumerate(tokens[:2])] == [True, True] and tokens[
-            1
-        ].likeliest == []
+        assert [
+            abs(t.logprob - raw[b, t].item()) < 1e-6 for b, t in enumerate(tokens[:2])
+        ] == [True, True] and tokens[1].likeliest == []
         assert tokens[0].likeliest == [
             (i, v) for i, v in zip(raw[0].topk(2).indices.tolist(), raw[0].topk(2).values.tolist())
         ]
@@ -116,9 +113,9 @@ def test_draws_follow_the_distribution():
     "Every row with options of its own; chi-square over 6000 draws, for several seeds"
     logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(0)) * 1.5
     for seed in range(2):
-        s = Sampler(temperature=[1.0, 0.6, 1.3], top_k=[0, 5, 0], top_p=[1.0, 1.0, 0.8], seed=seed).start(
-            [[], [], []], 12
-        )
+        s = Sampler(
+            temperature=[1.0, 0.6, 1.3], top_k=[0, 5, 0], top_p=[1.0, 1.0, 0.8], seed=seed
+        ).start([[], [], []], 12)
         p, n = s.probabilities(logits), 6000
         ids, mask = torch.zeros(3, 1000, dtype=torch.long), torch.ones(3, 1000, 1000, dtype=torch.bool).tril()
         counts = torch.cat(
@@ -134,7 +131,10 @@ def test_draws_follow_the_distribution():
 def test_numbers_are_well_mixed():
     "Neighbouring seeds, counts, tokens, and seeds that share their low 32 bits give independent numbers"
     n = 200
-    for seeds, counts in ((torch.full((n,), 7), torch.arange(n)), (torch.arange(n), torch.zeros(n, dtype=torch.long)), (torch.arange(n), torch.arange(n)), (torch.arange(n) << 32, torch.arange(n))):
+    for seeds, counts in (
+        (torch.full((n,), 7), torch.arange(n)), (torch.arange(n), torch.zeros(n, dtype=torch.long)),
+        (torch.arange(n), torch.arange(n)), (torch.arange(n) << 32, torch.arange(n))
+    ):
         e = exponentials(seeds, counts, 2000)
         assert (e > 0).all() and e.isfinite().all()
         assert abs(e.mean() - 1) < 0.01 and abs(e.var() - 1) < 0.03
@@ -153,10 +153,8 @@ def test_rows_do_not_depend_on_each_other():
         for r in range(B):
             if alone[r] is None or rng.random() < 0.1:
                 options = dict(
-                    temperature=rng.choice([0, 0.7, 1.0]),
-                    top_k=rng.choice([0, 10]),
-                    top_p=rng.choice([1.0, 0.9]),
-                    repetition_penalty=rng.choice([1.0, 1.3]),
+                    temperature=rng.choice([0, 0.7, 1.0]), top_k=rng.choice([0, 10]), top_p=rng.choice([1.0, 0.9]),
+                    repetition_penalty=rng.choice([1.0, 1.3])
                 )
                 prompt, seed = [rng.randrange(V) for _ in range(5)], rng.randrange(2**40)
                 s.set(r, prompt, seed=seed, **options)
@@ -171,13 +169,10 @@ def test_a_look_sees_what_drawing_finds():
     for turn in range(30):
         B, M = rng.randint(1, 3), rng.randint(1, 5)
         make = lambda: Sampler(
-            temperature=[rng2.choice([0, 1.0]) for _ in range(B)],
-            top_k=[rng2.choice([0, 7]) for _ in range(B)],
-            top_p=0.9,
-            repetition_penalty=[rng2.choice([1.0, 1.4]) for _ in range(B)],
+            temperature=[rng2.choice([0, 1.0]) for _ in range(B)], top_k=[rng2.choice([0, 7]) for _ in range(B)],
+            top_p=0.9, repetition_penalty=[rng2.choice([1.0, 1.4]) for _ in range(B)],
             frequency_penalty=[rng2.choice([0, 1.5]) for _ in range(B)],
-            presence_penalty=[rng2.choice([0, -1]) for _ in range(B)],
-            seed=turn,
+            presence_penalty=[rng2.choice([0, -1]) for _ in range(B)], seed=turn
         ).start([[1, 2]] * B, V)
         rng2 = random.Random(turn)
         a = make()
@@ -225,9 +220,16 @@ def test_seeds():
     assert torch.equal(before, torch.get_rng_state())  # greedy takes nothing from it
 
 
-@pytest.mark.parametrize("bad", [dict(temperature=-1), dict(temperature="hot"), dict(temperature=None), dict(top_k=-1), dict(top_k=1.5), dict(top_p=0), dict(top_p=1.1), dict(min_p=-0.1), dict(min_p=2),
-                                 dict(repetition_penalty=0), dict(frequency_penalty=2.5), dict(presence_penalty="no"), dict(logprobs=-2), dict(logprobs=21), dict(logprobs=0.5), dict(temperature=True), dict(top_p=float("nan")), dict(temperature=float("inf")),
-                                 dict(temperature=1e-38), dict(repetition_penalty=1e10)])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(temperature=-1), dict(temperature="hot"), dict(temperature=None), dict(top_k=-1), dict(top_k=1.5),
+        dict(top_p=0), dict(top_p=1.1), dict(min_p=-0.1), dict(min_p=2), dict(repetition_penalty=0),
+        dict(frequency_penalty=2.5), dict(presence_penalty="no"), dict(logprobs=-2), dict(logprobs=21),
+        dict(logprobs=0.5), dict(temperature=True), dict(top_p=float("nan")), dict(temperature=float("inf")),
+        dict(temperature=1e-38), dict(repetition_penalty=1e10)
+    ]
+)
 def test_bad_options_name_themselves(bad):
     (name, value), = bad.items()
     with pytest.raises(ValueError, match=f"{name}={value!r}".replace("(", r"\(")): Sampler(**bad)
@@ -245,14 +247,9 @@ def test_a_row_that_cannot_be_set_stays_as_it_was():
 def test_captured_sampler_draws_on():
     "A graph of the sampler: same draws as eager, also after a row has been given to another user"
     kw = dict(
-        temperature=[1.0, 0.0, 0.8, 0.9],
-        top_k=[0, 0, 50, 0],
-        top_p=[0.9, 1.0, 1.0, 1.0],
-        repetition_penalty=[1.0, 1.3, 1.1, 1.0],
-        frequency_penalty=[0.0, 0.5, 0.0, 1.0],
-        presence_penalty=[0.0, 0.0, 1.0, 0.0],
-        logprobs=[3, -1, 0, -1],
-        seed=[3, 0, 4, 5],
+        temperature=[1.0, 0.0, 0.8, 0.9], top_k=[0, 0, 50, 0], top_p=[0.9, 1.0, 1.0, 1.0],
+        repetition_penalty=[1.0, 1.3, 1.1, 1.0], frequency_penalty=[0.0, 0.5, 0.0, 1.0],
+        presence_penalty=[0.0, 0.0, 1.0, 0.0], logprobs=[3, -1, 0, -1], seed=[3, 0, 4, 5]
     )
     x = torch.randn(4, 30720, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) * 3
     prompts = [[1], [2, 3], [4], []]
@@ -270,14 +267,8 @@ def test_captured_sampler_draws_on():
         if turn == 4:
             for sampler in (s, eager):
                 sampler.set(
-                    1,
-                    [7],
-                    temperature=0.7,
-                    top_p=0.8,
-                    repetition_penalty=1.1,
-                    frequency_penalty=0.3,
-                    logprobs=1,
-                    seed=9,
+                    1, [7], temperature=0.7, top_p=0.8, repetition_penalty=1.1, frequency_penalty=0.3, logprobs=1,
+                    seed=9
                 )
             assert s.key == key
         graph.replay()

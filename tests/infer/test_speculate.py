@@ -24,22 +24,17 @@ def family(name):
     torch.manual_seed(0)
     model = {
         "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, num_key_value_heads=2)),
-        "gpt2": lambda: tf.GPT2LMHeadModel(
-            tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=V, n_positions=128)
-        ),
+        "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=V, n_positions=128
+        )),
         "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)),
-        "gemma3": lambda: tf.Gemma3ForCausalLM(
-            tf.Gemma3TextConfig(
-                **SMALL,
-                num_key_value_heads=2,
-                head_dim=8,
-                sliding_window=6,
-                layer_types=["sliding_attention", "full_attention"],
-            )
-        ),
-        "t5": lambda: tf.T5ForConditionalGeneration(
-            tf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=V, decoder_start_token_id=0)
-        ),
+        "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(
+            **SMALL, num_key_value_heads=2, head_dim=8, sliding_window=6,
+            layer_types=["sliding_attention", "full_attention"]
+        )),
+        "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(
+            d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=V, decoder_start_token_id=0
+        ))
     }[name]()
     model.generation_config.eos_token_id = None
     return model.eval()
@@ -55,12 +50,9 @@ PROMPTS = [[5, 9, 3, 3, 5, 9], [7], [1, 2, 3, 4, 5, 6, 1, 2, 3]]
 OPTIONS = [
     {},
     dict(
-        temperature=[0.8, 1.0, 0.0],
-        top_p=[0.9, 1.0, 1.0],
-        top_k=[0, 9, 0],
-        repetition_penalty=[1.0, 1.2, 1.3],
-        seed=[1, 2, 3],
-    ),
+        temperature=[0.8, 1.0, 0.0], top_p=[0.9, 1.0, 1.0], top_k=[0, 9, 0], repetition_penalty=[1.0, 1.2, 1.3],
+        seed=[1, 2, 3]
+    )
 ]
 
 
@@ -71,23 +63,18 @@ def test_same_tokens_in_fewer_passes(name, device):
     d, noisy = Decoder(model, max_batch=3, max_ctx=64), family("llama").to(device)
     assert d.mode == "static", d.why_generate
     drafts = [
-        PromptLookup(length=5),
-        PromptLookup(length=4, branches=3),
-        DraftModel(noisy, branches=2),
-        Tree(PromptLookup(), DraftModel(noisy, length=3), nodes=14),
+        PromptLookup(length=5), PromptLookup(length=4, branches=3), DraftModel(noisy, branches=2),
+        Tree(PromptLookup(), DraftModel(noisy, length=3), nodes=14)
     ]
     for options in OPTIONS:
-        want, plain = rows_of(decode_tokens(d, PROMPTS, Sampler(**options), [15, 6, 15], stats=(one := {})), 3), None
+        want = rows_of(decode_tokens(d, PROMPTS, Sampler(**options), [15, 6, 15], stats=(one := {})), 3)
         assert one["passes"] == 15 and one["drafted"] == 0
         if not options and device == "cpu":
             for p, w, n in zip(PROMPTS, want, (15, 6, 15)):
                 with torch.no_grad():
                     out = model.generate(
-                        torch.tensor([p]),
-                        attention_mask=torch.ones(1, len(p)),
-                        max_new_tokens=n,
-                        do_sample=False,
-                        pad_token_id=0,
+                        torch.tensor([p]), attention_mask=torch.ones(1, len(p)), max_new_tokens=n, do_sample=False,
+                        pad_token_id=0
                     )[0]
                 assert w == out[1 if name == "t5" else len(p):].tolist()
         for draft in drafts:
@@ -120,8 +107,7 @@ def test_a_draft_may_be_asked_twice(device):
     for r, p in enumerate(PROMPTS): draft.set(r, p)
     first = draft.propose([0, 1, 2])
     assert (
-        draft.propose([0, 1, 2]) == first
-        and draft.propose([0, 1]) == {r: first[r] for r in (0, 1)}
+        draft.propose([0, 1, 2]) == first and draft.propose([0, 1]) == {r: first[r] for r in (0, 1)}
         and draft.propose([0, 1, 2], length=2).keys() == first.keys()
     )
     for r in range(3): draft.add(r, [4, 9])
@@ -135,19 +121,17 @@ def test_a_draft_may_be_asked_twice(device):
 def test_penalties_on_what_was_said_and_a_draft():
     "Counts of a text that is being guessed are those of the same text drawn one by one"
     model = family("llama")
-    d, options = (
-        Decoder(model, max_batch=3, max_ctx=64),
-        dict(
-            temperature=[0.0, 1.0, 0.7],
-            frequency_penalty=[1.0, 0.5, 0.0],
-            presence_penalty=[0.0, 0.5, -1.0],
-            logprobs=[0, -1, 2],
-            seed=3,
-        ),
+    d = Decoder(model, max_batch=3, max_ctx=64)
+    options = dict(
+        temperature=[0.0, 1.0, 0.7], frequency_penalty=[1.0, 0.5, 0.0], presence_penalty=[0.0, 0.5, -1.0],
+        logprobs=[0, -1, 2], seed=3
     )
     want = rows_of(decode_tokens(d, PROMPTS, Sampler(**options), 15, stats=(one := {})), 3)
     assert want != rows_of(decode_tokens(d, PROMPTS, Sampler(temperature=options["temperature"], seed=3), 15), 3)
-    for draft in (PromptLookup(length=5), PromptLookup(length=4, branches=3), DraftModel(model, branches=2), Tree(PromptLookup(), DraftModel(model, length=3), nodes=14)):
+    for draft in (
+        PromptLookup(length=5), PromptLookup(length=4, branches=3), DraftModel(model, branches=2),
+        Tree(PromptLookup(), DraftModel(model, length=3), nodes=14)
+    ):
         assert rows_of(decode_tokens(d, PROMPTS, Sampler(**options), 15, draft=draft, stats=(two := {})), 3) == want
         for r in (0, 2):
             assert two["tokens"][r] == one["tokens"][r] and all(
@@ -175,12 +159,10 @@ def test_distribution_is_exact(kind):
     with torch.no_grad():
         p1 = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
         p2 = torch.stack([model(torch.tensor([prompt + [t]])).logits[0, -1].softmax(-1) for t in range(5)])
-        p3 = torch.stack(
-            [
-                torch.stack([model(torch.tensor([prompt + [t, u]])).logits[0, -1].softmax(-1) for u in range(5)])
-                for t in range(5)
-            ]
-        )
+        p3 = torch.stack([
+            torch.stack([model(torch.tensor([prompt + [t, u]])).logits[0, -1].softmax(-1) for u in range(5)])
+            for t in range(5)
+        ])
     counts = torch.zeros(5, 5, 5)
     class Fixed:
         nodes = 8
@@ -189,7 +171,9 @@ def test_distribution_is_exact(kind):
         def propose(self, rows, length=None):
             return {r: ([[0, 3]] if kind == "chain" else [[0, 3], [1], [0, 2], [4, 4]]) for r in rows}
     for batch in range(n // 128):
-        for a, b, c in rows_of(decode_tokens(d, [prompt] * 128, Sampler(temperature=1.0, seed=batch), 3, draft=Fixed()), 128):
+        for a, b, c in rows_of(
+            decode_tokens(d, [prompt] * 128, Sampler(temperature=1.0, seed=batch), 3, draft=Fixed()), 128
+        ):
             counts[a, b, c] += 1
     want = n * p1[:, None, None] * p2[:, :, None] * p3
     big = want > 3
@@ -223,11 +207,9 @@ def test_lookup_against_a_search():
     "The table of places finds what looking through the text finds"
     rng = random.Random(0)
     for _ in range(60):
-        text, look, length = (
-            [rng.randrange(4) for _ in range(rng.randint(1, 30))],
-            PromptLookup(ngram=3, length=4, least=rng.choice([1, 2])),
-            4,
-        )
+        text = [rng.randrange(4) for _ in range(rng.randint(1, 30))]
+        look = PromptLookup(ngram=3, length=4, least=rng.choice([1, 2]))
+        length = 4
         look.set(0, text[:len(text) // 2])
         look.add(0, text[len(text) // 2:])
         want = []
@@ -269,17 +251,9 @@ def test_a_stop_id_inside_a_guess_ends_the_row():
 
 def test_refusals():
     torch.manual_seed(0)
-    ant = tf.CpmAntForCausalLM(
-        tf.CpmAntConfig(
-            vocab_size=V,
-            hidden_size=32,
-            num_attention_heads=4,
-            dim_head=8,
-            dim_ff=64,
-            num_hidden_layers=2,
-            prompt_length=4,
-        )
-    ).eval()
+    ant = tf.CpmAntForCausalLM(tf.CpmAntConfig(
+        vocab_size=V, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=64, num_hidden_layers=2, prompt_length=4
+    )).eval()
     d = Decoder(ant, max_batch=1, max_ctx=32)
     with pytest.raises(ValueError, match="cannot check several tokens"):
         decode_tokens(d, [[1, 2]], draft=PromptLookup())
@@ -300,8 +274,7 @@ def test_smollm2_says_the_same():
         "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return",
     ]
     say = lambda **kw: [
-        "".join(p for r, p in out if r == i)
-        for out in [list(stream_text(d, tok, prompts, max_new_tokens=24, **kw))]
+        "".join(p for r, p in out if r == i) for out in [list(stream_text(d, tok, prompts, max_new_tokens=24, **kw))]
         for i in range(2)
     ]
     want = say()

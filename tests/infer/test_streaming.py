@@ -1,4 +1,4 @@
-"Streamed = resident, bit for bit: architectures, splits, slots, orders of arrival; failures; on a GPU also memory, graphs and what stays page-locked."
+"Streamed = resident, bit for bit: architectures, splits, slots, orders, failures; on a GPU memory, graphs, page locks."
 import gc, threading, weakref
 
 import pytest
@@ -16,54 +16,28 @@ from bmlab.core import find_blocks
 
 STEPS = 32
 TINY = dict(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=5,
-    num_attention_heads=4,
-    vocab_size=100,
-    eos_token_id=None,
-    pad_token_id=0,
+    hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4, vocab_size=100, eos_token_id=None,
+    pad_token_id=0
 )
 GPT = dict(n_embd=32, n_layer=5, n_head=4, vocab_size=100, eos_token_id=None, bos_token_id=None)
 MODELS = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, num_key_value_heads=2)),
-    "t5": lambda: tf.T5ForConditionalGeneration(
-        tf.T5Config(
-            d_model=32,
-            d_kv=8,
-            d_ff=48,
-            num_layers=5,
-            num_heads=4,
-            vocab_size=100,
-            decoder_start_token_id=0,
-            eos_token_id=None,
-        )
-    ),
+    "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(
+        d_model=32, d_kv=8, d_ff=48, num_layers=5, num_heads=4, vocab_size=100, decoder_start_token_id=0,
+        eos_token_id=None
+    )),
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=4)),
     "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT)),
     "gptj": lambda: tf.GPTJForCausalLM(tf.GPTJConfig(**GPT, rotary_dim=8)),
-    "gemma3": lambda: tf.Gemma3ForCausalLM(
-        tf.Gemma3TextConfig(
-            **TINY,
-            num_key_value_heads=2,
-            head_dim=8,
-            sliding_window=8,
-            layer_types=["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
-        )
-    ),
-    "cpmant": lambda: tf.CpmAntForCausalLM(
-        tf.CpmAntConfig(
-            vocab_size=100,
-            hidden_size=32,
-            num_attention_heads=4,
-            dim_head=8,
-            dim_ff=48,
-            num_hidden_layers=5,
-            prompt_length=4,
-            eos_token_id=None,
-        )
-    ),
-    "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**TINY)),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(
+        **TINY, num_key_value_heads=2, head_dim=8, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
+    )),
+    "cpmant": lambda: tf.CpmAntForCausalLM(tf.CpmAntConfig(
+        vocab_size=100, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=5,
+        prompt_length=4, eos_token_id=None
+    )),
+    "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**TINY))
 }
 
 
@@ -83,14 +57,8 @@ def logits(model, steps=STEPS):
     if not model.can_generate():
         with torch.no_grad(): return [model((ids + i) % 100)[0] for i in range(steps)]
     out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=steps,
-        min_new_tokens=steps,
-        do_sample=False,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps, min_new_tokens=steps, do_sample=False,
+        pad_token_id=0, return_dict_in_generate=True, output_logits=True
     )
     assert len(out.logits) == steps
     return [*out.logits, out.sequences]
@@ -118,7 +86,7 @@ def test_streamed_equals_resident(name):
     model = made(name)
     want, names = logits(model, 6), list(find_blocks(model))
     for streamed, slots, order in ((names, 2, "random"), (names[1:4], 3, "late"), (names[-3:], 2, "late")):
-        with Streamer(model, streamed=streamed, slots=slots, link=SimulatedLink(order=order)) as s:
+        with Streamer(model, streamed=streamed, slots=slots, link=SimulatedLink(order=order)):
             assert equal(logits(model, 6), want), (streamed, slots)
     assert equal(logits(model, 6), want)
 
@@ -129,8 +97,13 @@ def test_every_split_slots_and_order(name):
     model = made(name)
     want = logits(model)
     assert not equal(want[:1], want[1:2])
-    for streamed, slots in [(list(find_blocks(model)), 1), *[(split, slots) for split in splits(model) for slots in (2, 3)]]:
-        with Streamer(model, streamed=streamed, slots=slots, link=SimulatedLink(order=("early", "late", "random")[slots - 1], seed=len(streamed))) as s:
+    for streamed, slots in [
+        (list(find_blocks(model)), 1), *[(split, slots) for split in splits(model) for slots in (2, 3)]
+    ]:
+        with Streamer(
+            model, streamed=streamed, slots=slots,
+            link=SimulatedLink(order=("early", "late", "random")[slots - 1], seed=len(streamed))
+        ) as s:
             assert equal(logits(model), want), (streamed, slots)
             assert s.stats["unforeseen"] == 1, s.stats
     with Streamer(model, store="mmap"): assert equal(logits(model), want)
@@ -146,7 +119,7 @@ def test_real_models(name):
     names = list(find_blocks(model))
     want = logits(model)
     for streamed, slots, store in ((names, 2, "ram"), (names[::3], 3, "mmap")):
-        with Streamer(model, streamed=streamed, slots=slots, store=store) as s:
+        with Streamer(model, streamed=streamed, slots=slots, store=store):
             assert equal(logits(model), want), (len(streamed), slots, store)
     assert equal(logits(model), want)
 
@@ -177,28 +150,23 @@ def test_links_between_tensors_stay(bits):
         for m, part in zip(siblings, joined.detach().split([len(getattr(m, key)) for m in siblings])):
             getattr(m, key).data = part
     model.model.layers[2].input_layernorm.weight = model.model.layers[3].input_layernorm.weight
-    want, objects, keys = (
-        logits(model, 4),
-        [id(p) for p in [*model.parameters(), *model.buffers()]],
-        list(model.state_dict()),
-    )
+    want = logits(model, 4)
+    objects = [id(p) for p in [*model.parameters(), *model.buffers()]]
+    keys = list(model.state_dict())
     for _ in range(2):
         with Streamer(model) as s:
             key = "codes" if bits else "weight"
             whole = getattr(layer, f"joined_{key}")
-            assert [getattr(m, key).data_ptr() - whole.data_ptr() for m in siblings] == [
-                0,
-                32 * 32 * whole.itemsize,
-                48 * 32 * whole.itemsize,
-            ]
+            assert [
+                getattr(m, key).data_ptr() - whole.data_ptr() for m in siblings
+            ] == [0, 32 * 32 * whole.itemsize, 48 * 32 * whole.itemsize]
             assert 0 <= whole.data_ptr() - s.slots[1].data_ptr() < len(s.slots[1])
             assert all(
                 not 0 <= model.model.layers[3].input_layernorm.weight.data_ptr() - slot.data_ptr() < len(slot)
                 for slot in s.slots
             )  # shared: it stays where it is
             assert (
-                equal(logits(model, 4), want)
-                and [id(p) for p in [*model.parameters(), *model.buffers()]] == objects
+                equal(logits(model, 4), want) and [id(p) for p in [*model.parameters(), *model.buffers()]] == objects
                 and list(model.state_dict()) == keys
             )
         assert whole.data_ptr() == getattr(layer.q_proj, key).data_ptr()
@@ -323,7 +291,7 @@ def test_a_decoder_over_streamed_blocks(kv_bits):
         return out
     want = steps()
     for streamed, slots in ((None, 2), (["model.layers.0", "model.layers.2", "model.layers.4"], 2), (None, 3)):
-        with Streamer(model, streamed=streamed, slots=slots) as s: assert equal(steps(), want)
+        with Streamer(model, streamed=streamed, slots=slots): assert equal(steps(), want)
 
 
 def test_following_overrides_the_order():
@@ -345,7 +313,7 @@ def test_following_overrides_the_order():
 
 
 class Recorded:
-    "What a CUDA graph does to the slots, on a CPU: captured, a step's copies do not run; replayed, they run whatever the slots hold"
+    "A CUDA graph and slots, on a CPU: captured, a step's copies do not run; replayed, they run whatever is there"
     def __init__(self, streamer, step):
         self.s, self.step, self.log = streamer, step, []
         # a capture begins with a synchronization
@@ -364,7 +332,7 @@ class Recorded:
     def replay(self):
         s, log = self.s, list(self.log)
         s.before_replay(self.marks)
-        s.holds, fetch, demand = [None] * len(s.slots), s._fetch, s._demand                  # a graph asks nobody
+        s.holds = [None] * len(s.slots)                                 # a graph asks nobody
         def copy(name):
             s.link.start(log.pop(0)[0], s.slots[s.slot[name]][:len(s.slabs[name].bytes)], s.slabs[name], name)
         s._fetch, s._demand = lambda name: copy(name) if log and log[0][1] == name else None, lambda name: None
@@ -470,9 +438,9 @@ def test_host_memory_never_holds_two_copies():
     first, seen = [m.q_proj.weight.data_ptr() for m in [layer.self_attn for layer in model.model.layers]], []
     class Watched(Streamer):
         def _store(self, name, layout):
-            seen.append(
-                sum(layer.self_attn.q_proj.weight.data_ptr() == p for layer, p in zip(model.model.layers, first))
-            )
+            seen.append(sum(
+                layer.self_attn.q_proj.weight.data_ptr() == p for layer, p in zip(model.model.layers, first)
+            ))
             super()._store(name, layout)
     with Watched(model): assert seen == [5, 4, 3, 2, 1] and len(alive) > 0
 
@@ -561,13 +529,13 @@ def test_cuda_unregistered_when_dropped():
 
 @on_gpu
 def test_cuda_copies_overlap_computation():
-    "In the order of the streams: a forward over streamed blocks gives the resident result while copies and kernels run at once (bit for bit, many times)"
+    "Streamed blocks give the resident result while copies and kernels run at once (bit for bit, many times)"
     net, blocks = big()
     x = torch.randn(512, 2048, dtype=torch.bfloat16, device="cuda")
     move_weights(net, "cuda", blocks)
     want = net(x)
     for slots in (2, 3):
-        with Streamer(net, blocks, device="cuda", slots=slots) as s:
+        with Streamer(net, blocks, device="cuda", slots=slots):
             for _ in range(10): assert torch.equal(net(x), want)
         move_weights(net, "cuda", blocks)
 
