@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from bmlab.train.bmblocks import (
+from bmlab.train.bmblocks import (  # noqa: F401 (BMTrain's names, for scripts that import this module)
     BMTrainModelWrapper, Block, CheckpointBlock, DistributedModule, DistributedParameter, ParameterInitializer,
     PipelineTransformerBlockList, TransformerBlockList, config, current_state, divide_parameter, grouped_parameters,
     init_distributed, init_parameters, is_initialized, load, model_of, require_values, save, shard_like, shutdown,
@@ -33,28 +33,15 @@ from .train.inspection import merge_moments, record_tensor as _record_tensor
 from .train.losses import cross_entropy_rows, vocab_parallel_cross_entropy
 from .train.offload import AdamW
 from bmlab.train.optim import (
-    Cosine as _Cosine,
-    Exponential as _Exponential,
-    Linear as _LinearDecay,
-    NoDecay as _NoDecay,
-    Noam as _Noam,
-    OptimManager as _Manager,
-    Schedule,
+    Cosine as _Cosine, Exponential as _Exponential, Linear as _LinearDecay, NoDecay as _NoDecay, Noam as _Noam,
+    OptimManager as _Manager, Schedule,
 )
 from bmlab.train.parallel import (
     column_parallel_linear, gather_from_tp, gather_rows, reduce_from_tp, reduce_scatter_rows, row_parallel_linear,
 )
-from bmlab.train.processes import (
-    all_gather as _all_gather,
-    all_reduce as _all_reduce,
-    broadcast as _broadcast,
-    local_device,
-    print_rank,
-    rank,
-    reduce_scatter as _reduce_scatter,
-    sum_loss,
-    synchronize,
-    world_size,
+from bmlab.train.processes import (  # noqa: F401 (as above)
+    all_gather as _all_gather, all_reduce as _all_reduce, broadcast as _broadcast, local_device, print_rank, rank,
+    reduce_scatter as _reduce_scatter, sum_loss, synchronize, world_size,
 )
 
 # %% ../nbs/13_bmtrain.ipynb #53f5c654
@@ -76,9 +63,7 @@ class Linear(DistributedModule):
             "bias",
             DistributedParameter(
                 torch.empty(out_features, dtype=dtype, device="meta"), init_method=torch.nn.init.zeros_
-            )
-            if bias
-            else None,
+            ) if bias else None,
         )
     def forward(self, x): return F.linear(x, self.weight, self.bias)
     def extra_repr(self):
@@ -205,13 +190,11 @@ def _placed(value, p, state):
     if value.shape == p.shape: return shard_like(value, p, state)
     to = state if isinstance(state, DTensor) else p
     if value.shape != to.to_local().shape:
-        raise ValueError(
-            f"a saved state has shape {tuple(value.shape)}; the parameter is {tuple(p.shape)}, and "
-            f"{tuple(to.to_local().shape)} of it on this rank: save with gather=True to load on another number of ranks"
-        )
-    return DTensor.from_local(
-        value.to(to.to_local().device), to.device_mesh, to.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
+        here = f"the parameter is {tuple(p.shape)}, and {tuple(to.to_local().shape)} of it on this rank"
+        advice = "save with gather=True to load on another number of ranks"
+        raise ValueError(f"a saved state has shape {tuple(value.shape)}; {here}: {advice}")
+    local, layout = value.to(to.to_local().device), dict(run_check=False, shape=p.shape, stride=p.stride())
+    return DTensor.from_local(local, to.device_mesh, to.placements, **layout)
 
 def _export_state(state, gather):
     return {**state, "state": {i: {k: _portable(v, gather) for k, v in s.items()} for i, s in state["state"].items()}}
@@ -334,19 +317,16 @@ class OptimManager(_Manager):
     def load_state_dict(self, state_dict):
         "Continue where another manager left off"
         if len(state_dict["optimizers"]) != len(self.optimizers):
-            raise ValueError(
-                f"the state is of {len(state_dict['optimizers'])} optimizers, this manager has {len(self.optimizers)}"
-            )
+            saved = len(state_dict["optimizers"])
+            raise ValueError(f"the state is of {saved} optimizers, this manager has {len(self.optimizers)}")
         for o, s in zip(self.optimizers, state_dict["optimizers"]):
             o.load_state_dict(s if isinstance(o, AdamOptimizer) else _import_state(o, s))
-        super().load_state_dict(
-            {k: v for k, v in state_dict.items() if k not in ("optimizers", "lr_schedulers")}
-            | {"schedules": state_dict["lr_schedulers"]}
-        )
+        rest = {k: v for k, v in state_dict.items() if k not in ("optimizers", "lr_schedulers")}
+        super().load_state_dict(rest | {"schedules": state_dict["lr_schedulers"]})
 
 # %% ../nbs/13_bmtrain.ipynb #39f5869c
 class WarmupLRScheduler(Schedule):
-    "The base of BMTrain's schedules, for one's own: a subclass defines `get_lr_warmup(num_iter)` and `get_lr_decay(num_iter)`."
+    "The base of BMTrain's schedules: a subclass defines `get_lr_warmup(num_iter)` and `get_lr_decay(num_iter)`."
     def __init__(self, optimizer, start_lr, warmup_iter, end_iter, num_iter=0):
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
     def get_lr_warmup(self, num_iter):
@@ -375,14 +355,10 @@ class _HalfLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         kept, labels = ctx.saved_tensors
+        if not len(kept): return kept, None, None
         g = torch.where(labels >= 0, g, 0)[:, None]
-        return (
-            torch.cat([(rows.float() * c).to(kept.dtype) for rows, c in zip(kept.split(1024), g.split(1024))])
-            if len(kept)
-            else kept,
-            None,
-            None,
-        )
+        parts = [(rows.float() * c).to(kept.dtype) for rows, c in zip(kept.split(1024), g.split(1024))]
+        return torch.cat(parts), None, None
 
 # %% ../nbs/13_bmtrain.ipynb #0471fd64
 class FusedCrossEntropy(torch.nn.Module):
@@ -400,12 +376,8 @@ class FusedCrossEntropy(torch.nn.Module):
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction={reduction!r}: 'mean', 'sum' or 'none'")
         self.register_buffer("weight", weight, persistent=False)
-        self.ignore_index, self.reduction, self.label_smoothing, self.parallel = (
-            ignore_index,
-            reduction,
-            label_smoothing,
-            parallel,
-        )
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.label_smoothing, self.parallel = label_smoothing, parallel
     def forward(self,
         input:Tensor,   # (N, V) logits; with parallel this rank's words (N, V/tp)
         target:Tensor,  # (N,) words
@@ -424,16 +396,10 @@ class FusedCrossEntropy(torch.nn.Module):
                 reduction=self.reduction,
                 label_smoothing=self.label_smoothing,
             )
-        losses = _HalfLoss.apply(
-            input, torch.where(target == self.ignore_index, -1, torch.where(target < 0, input.shape[-1], target)), 1024
-        )
-        return (
-            losses
-            if self.reduction == "none"
-            else losses.sum()
-            if self.reduction == "sum"
-            else losses.sum() / (target != self.ignore_index).sum()
-        )
+        labels = torch.where(target < 0, input.shape[-1], target)                # (no word: an error when picked)
+        losses = _HalfLoss.apply(input, torch.where(target == self.ignore_index, -1, labels), 1024)
+        if self.reduction == "none": return losses
+        return losses.sum() if self.reduction == "sum" else losses.sum() / (target != self.ignore_index).sum()
 
 # %% ../nbs/13_bmtrain.ipynb #e07f9023
 def inspect_model(
@@ -578,10 +544,8 @@ def see_memory(
         return
     print_rank(message)
     print_rank(
-        torch.cuda.memory_summary()
-        if detail
-        else f"allocated {format_bytes(torch.cuda.memory_allocated())}, at most "
-             f"{format_bytes(torch.cuda.max_memory_allocated())}"
+        torch.cuda.memory_summary() if detail else f"allocated {format_bytes(torch.cuda.memory_allocated())}, at most "
+        f"{format_bytes(torch.cuda.max_memory_allocated())}"
     )
     torch.cuda.reset_peak_memory_stats()
 
@@ -619,12 +583,7 @@ def _pick(*names): return {n: globals()[n] for n in names}
 
 optim = _submodule("optim", **_pick("AdamOptimizer", "AdamOffloadOptimizer", "OptimManager"))
 lr_scheduler = _submodule(
-    "lr_scheduler",
-    **_pick("WarmupLRScheduler"),
-    NoDecay=_NoDecay,
-    Noam=_Noam,
-    Linear=_LinearDecay,
-    Cosine=_Cosine,
+    "lr_scheduler", **_pick("WarmupLRScheduler"), NoDecay=_NoDecay, Noam=_Noam, Linear=_LinearDecay, Cosine=_Cosine,
     Exponential=_Exponential,
 )
 loss = _submodule("loss", **_pick("FusedCrossEntropy"))
@@ -638,9 +597,7 @@ global_var = _submodule("global_var", **_pick("config", "rank", "world_size"))
 init = _submodule("init", **_pick("init_distributed", "is_initialized"))
 block_layer = _submodule("block_layer", **_pick("Block", "CheckpointBlock", "TransformerBlockList"))
 pipe_layer = _submodule("pipe_layer", **_pick("PipelineTransformerBlockList"))
-layer, parameter, wrapper = (
-    _submodule("layer", **_pick("DistributedModule")),
-    _submodule("parameter", **_pick("DistributedParameter", "ParameterInitializer")),
-    _submodule("wrapper", **_pick("BMTrainModelWrapper")),
-)
+layer = _submodule("layer", **_pick("DistributedModule"))
+parameter = _submodule("parameter", **_pick("DistributedParameter", "ParameterInitializer"))
+wrapper = _submodule("wrapper", **_pick("BMTrainModelWrapper"))
 param_init = _submodule("param_init", **_pick("init_parameters", "grouped_parameters"))

@@ -1,10 +1,13 @@
-"""BERT-Large (masked language model) at 512 tokens under a memory limit of 11 and 32 GiB: the largest batch and examples/s, bmlab beside transformers.
+"""BERT-Large (masked language model) at 512 tokens under a memory limit of 11 and 32 GiB: the largest batch and its
+examples/s, bmlab beside transformers.
 
 usage: python benchmarks/train/bert.py [--limits 11 32] [--runs NAME …] [--tiny]
 
-transformers: its BertForMaskedLM, fp32 weights, bf16 autocast, torch's fused AdamW; without and with its gradient_checkpointing_enable(); the largest batch is searched by trying.
-bmlab: the same class in bf16 with fp32 masters, the batch, the recomputed layers and the host's share chosen by plan_training, which is asked for the largest batch that fits, and
-for the batch with the most examples/s. The limit is enforced on both by torch.cuda.set_per_process_memory_fraction.
+transformers: its BertForMaskedLM, fp32 weights, bf16 autocast, torch's fused AdamW; without and with its
+gradient_checkpointing_enable(); the largest batch is found by trying.
+bmlab: the same class in bf16 with fp32 masters. plan_training chooses the batch, the recomputed layers and the host's
+share: once for the largest batch that fits, once for the batch with the most examples/s. The limit is enforced on both
+by torch.cuda.set_per_process_memory_fraction.
 """
 import argparse, sys
 from pathlib import Path
@@ -148,8 +151,7 @@ for limit in args.limits:
                 "limit GiB": limit,
                 "run": name,
                 "examples/s": round((row.get("batch") or row.get("largest_batch", 0)) / row["step_s"], 1)
-                if row.get("step_s")
-                else None,
+                if row.get("step_s") else None,
             }
             | row
         )

@@ -1,8 +1,11 @@
-"""GPT 2.78B, 16 × 512 tokens a step, one GPU, the whole optimizer state on the host: bmlab beside FSDP2's CPUOffloadPolicy.
+"""GPT 2.78B, 16 × 512 tokens a step, one GPU, the whole optimizer state on the host: bmlab beside FSDP2's
+CPUOffloadPolicy.
 
-usage: python benchmarks/train/offload.py [--runs NAME …] [--tiny]        fp32 masters and moments, bf16 compute; every layer recomputed on both sides, but for "as planned"
+usage: python benchmarks/train/offload.py [--runs NAME …] [--tiny]
 
-Bounds: the step cannot be shorter than computing alone, nor than moving the state: a host core lane alone and the link alone are measured too.
+fp32 masters and moments, bf16 compute; every layer is recomputed on both sides, except in "as planned".
+Bounds: the step cannot be shorter than computing alone, nor than moving the state. So a lane of host cores alone and
+the link alone are measured too.
 """
 import argparse, sys
 from pathlib import Path
@@ -19,22 +22,14 @@ p.add_argument("--steps", type=int, default=8)
 p.add_argument("--runs", nargs="+", help="only these")
 args = p.parse_args()
 SHAPE = (
-    dict(layers=3, D=64, H=4, vocab=500, length=32)
-    if args.tiny
+    dict(layers=3, D=64, H=4, vocab=500, length=32) if args.tiny
     else dict(layers=32, D=2560, H=32, vocab=50304, length=512)
 )
 BATCH = 4 if args.tiny else 16
 CLIP = 1e-3                                                            # triggers on every step
 RUNS = [
-    "compute alone",
-    "bmlab",
-    "bmlab, clip triggers",
-    "bmlab, as planned",
-    "bmlab, as planned, clip triggers",
-    "bmlab, cores alone",
-    "bmlab, link alone",
-    "torchao CPUOffloadOptimizer",
-    "FSDP2 CPUOffloadPolicy",
+    "compute alone", "bmlab", "bmlab, clip triggers", "bmlab, as planned", "bmlab, as planned, clip triggers",
+    "bmlab, cores alone", "bmlab, link alone", "torchao CPUOffloadOptimizer", "FSDP2 CPUOffloadPolicy",
 ]
 
 
@@ -50,8 +45,7 @@ def ours(name):
     model = GPT(**SHAPE, device=device(), dtype=torch.bfloat16)
     fill(model)
     clip, link = (
-        CLIP if "clip" in name else None,
-        {"bmlab, cores alone": 0.0, "bmlab, link alone": 1.0}.get(name, "auto"),
+        CLIP if "clip" in name else None, {"bmlab, cores alone": 0.0, "bmlab, link alone": 1.0}.get(name, "auto")
     )
     # the plan chooses what recomputes; layers are compiled
     planned = "as planned" in name
@@ -96,8 +90,7 @@ def ours(name):
         finish=finish,
     )
     said = (
-        {}
-        if name == "compute alone"
+        {} if name == "compute alone"
         else {"predicted_s": round(plan.step_s, 3), "predicted_GiB": round(plan.peak_bytes / 2**30, 2)}
     )
     result(run=name, recomputed=plan.recompute, **row, **said)

@@ -1,11 +1,15 @@
-"""What fits one GPU when the plan says how: a CPM-Ant-shaped decoder of 9.39B trained in full with the state partly on the host, and one rank's share of a 175B GPT.
+"""What fits one GPU when the plan says how: a CPM-Ant-shaped decoder of 9.39B, trained in full with the state partly on
+the host, and one rank's share of a 175B GPT.
 
-usage: python benchmarks/train/one_gpu.py [--only cpm-ant|gpt3] [--tiny]     the plan is written to a file before each run; measured stands beside predicted
+usage: python benchmarks/train/one_gpu.py [--only cpm-ant|gpt3] [--tiny]
 
-cpm-ant: 48 layers of width 4096, 32 heads, gated feed-forward 10240, vocabulary 30720, tied: the shape of OpenBMB's CPM-Ant in transformers' LLaMA class. 16 B a parameter are
-         140 GiB, more than the GPU has.
-gpt3:    GPT-3 175B on 64 GPUs with ZeRO-3 leaves each 1/64 of the weights and state and the activations of its own batch; 2 of the 96 layers (width 12288, 96 heads) on one GPU
-         are about such a share and do such a step's arithmetic for 2 layers.
+The plan is written to a file before each run; what was measured stands beside what was predicted.
+
+cpm-ant: 48 layers of width 4096, 32 heads, gated feed-forward 10240, vocabulary 30720, tied: the shape of OpenBMB's
+         CPM-Ant in transformers' LLaMA class. 16 B a parameter are 140 GiB, more than the GPU has.
+gpt3:    GPT-3 175B on 64 GPUs with ZeRO-3 leaves each GPU 1/64 of the weights and state, and the activations of its own
+         batch. 2 of the 96 layers (width 12288, 96 heads) on one GPU are about such a share, and do such a step's
+         arithmetic for 2 layers.
 """
 import argparse, sys
 from pathlib import Path
@@ -27,29 +31,20 @@ def make(name):
     "The model on meta, batch, length, vocabulary"
     if name == "gpt3":
         shape = (
-            dict(layers=2, D=64, H=4, vocab=500, length=32)
-            if args.tiny
+            dict(layers=2, D=64, H=4, vocab=500, length=32) if args.tiny
             else dict(layers=2, D=12288, H=96, vocab=50304, length=2048)
         )
         with torch.device("meta"): return GPT(**shape, dtype=torch.bfloat16), 4, shape["length"], shape["vocab"]
     import transformers as tf
     size = (
         dict(
-            hidden_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            intermediate_size=128,
+            hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, intermediate_size=128,
             vocab_size=500,
         )
         if args.tiny
         else dict(
-            hidden_size=4096,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=32,
-            intermediate_size=10240,
-            vocab_size=30720,
+            hidden_size=4096, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=32,
+            intermediate_size=10240, vocab_size=30720,
         )
     )
     config = tf.LlamaConfig(
@@ -74,19 +69,11 @@ def main(name):
                 "labels": torch.zeros(batch, length, dtype=torch.long),
             }
         )
-        if name == "cpm-ant"
-        else {}
+        if name == "cpm-ant" else {}
     )
     plan = plan_training(
-        model,
-        batch,
-        length,
-        checkpoint="auto",
-        offload="auto",
-        compile=gpu and bool(args.compile),
-        overlap="backward",
-        machine=None if gpu else "h200",
-        **how,
+        model, batch, length, checkpoint="auto", offload="auto", compile=gpu and bool(args.compile), overlap="backward",
+        machine=None if gpu else "h200", **how,
     )
     keep(plan, name, args.tiny)
     shard(model, checkpoint=plan.recompute, compile=gpu and bool(args.compile))

@@ -18,8 +18,7 @@ p.add_argument("--batch", type=int, default=16)
 p.add_argument("--zero", type=int, default=3)
 args = p.parse_args()
 SHAPE = (
-    dict(layers=3, D=64, H=4, vocab=500, length=32)
-    if args.tiny
+    dict(layers=3, D=64, H=4, vocab=500, length=32) if args.tiny
     else dict(layers=32, D=2560, H=32, vocab=50304, length=512)
 )
 
@@ -33,15 +32,8 @@ def main():
     with torch.device("meta"): model = GPT(**SHAPE, dtype=torch.bfloat16)
     gpu = torch.cuda.is_available()
     plan = plan_training(
-        model,
-        args.batch,
-        SHAPE["length"],
-        gpus=world_size(),
-        zero=args.zero,
-        checkpoint=False,
-        offload=None,
-        compile=gpu,
-        machine=None if gpu else "h200",
+        model, args.batch, SHAPE["length"], gpus=world_size(), zero=args.zero, checkpoint=False, offload=None,
+        compile=gpu, machine=None if gpu else "h200",
     )
     keep(plan, f"scaling_zero{args.zero}_batch{args.batch}_{world_size()}", args.tiny)
     shard(model, zero=args.zero, checkpoint=False, compile=gpu)

@@ -2,9 +2,10 @@
 
 usage: python benchmarks/train/zero.py [--batches 8 16 24 32] [--gpus 2] [--tiny]
 
-bmlab: shard(model, checkpoint="auto", compile=True) and AdamW on fp32 weights: as many layers recompute as the memory forces. FSDP2: compiled layers, fp32 weights and
-moments, bf16 compute and reduction, all layers recomputed; and, hand-tuned, as many as bmlab chose. No clipping on either side. Bound: 8·P·T FLOPs with full
-recompute, 6·P·T without, at 790 TFLOP/s. The plan is written to a file before the run.
+bmlab: shard(model, checkpoint="auto", compile=True) and AdamW on fp32 weights: as many layers recompute as the memory
+forces. FSDP2: compiled layers, fp32 weights and moments, bf16 compute and reduction, all layers recomputed; and, tuned
+by hand, as many as bmlab chose. No clipping on either side. Bound: 8·P·T FLOPs with full recompute, 6·P·T without, at
+790 TFLOP/s. The plan is written to a file before the run.
 """
 import argparse, os, sys
 from pathlib import Path
@@ -27,8 +28,7 @@ p.add_argument("--peers", type=int, nargs="*", default=[16, 32], help="batches t
 p.add_argument("--chunked", type=int, default=0, help="bmlab's loss without whole logits")
 args = p.parse_args()
 SHAPE = (
-    dict(layers=3, D=64, H=4, vocab=500, length=32)
-    if args.tiny
+    dict(layers=3, D=64, H=4, vocab=500, length=32) if args.tiny
     else dict(layers=40, D=5120, H=128, vocab=50304, length=512)
 )
 
@@ -127,19 +127,8 @@ if args.child:
 common, rows = ["--steps", args.steps, *(["--tiny"] if args.tiny else [])], []
 def add(name, batch, zero=3, recompute=-1):
     row = child(
-        __file__,
-        "--child",
-        name,
-        "--batch",
-        batch,
-        "--zero",
-        zero,
-        "--recompute",
-        recompute,
-        "--chunked",
-        args.chunked,
-        *common,
-        gpus=args.gpus,
+        __file__, "--child", name, "--batch", batch, "--zero", zero, "--recompute", recompute, "--chunked",
+        args.chunked, *common, gpus=args.gpus,
     )
     rows.append(
         {

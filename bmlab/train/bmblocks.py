@@ -29,12 +29,7 @@ from ..formats.safetensors import shortened
 from .checkpoint import _first_rank, full_tensor, load_weights, named_tensors
 from ..core import parts
 from bmlab.train.processes import (
-    init_distributed as _start,
-    local_device,
-    local_rank,
-    rank,
-    shutdown as _shutdown,
-    world_size,
+    init_distributed as _start, local_device, local_rank, rank, shutdown as _shutdown, world_size
 )
 from .parallel import split_parameter
 from .sharding import shard
@@ -111,11 +106,10 @@ def init_distributed(
         raise ValueError(f"tp_size={tp_size}: a divisor of the number of ranks, {world_size()}")
     _start(seed, timeout_s)
     config.zero_level = zero_level
-    config.mesh = (
-        init_device_mesh(local_device().type, (world_size() // tp_size, tp_size), mesh_dim_names=("zero", "tp"))
-        if tp_size > 1
-        else None
-    )
+    config.mesh = None
+    if tp_size > 1:
+        sizes = world_size() // tp_size, tp_size
+        config.mesh = init_device_mesh(local_device().type, sizes, mesh_dim_names=("zero", "tp"))
     if pipe_size > 1 and rank() == 0:
         _log.info("pipe_size=%d: blocks are shared out by ZeRO over all ranks instead, with the same result", pipe_size)
     if not torch.cuda.is_available() and config.stand_in is None:
@@ -163,10 +157,8 @@ class DistributedParameter(torch.nn.Parameter, metaclass=_ParameterType):
         tp_split_dim:int=-1,               # along this dimension
     ):
         if tp_mode and config["tp_size"] > 1:
-            raise NotImplementedError(
-                "tp_mode=True: a tensor-parallel layer of one's own; use the layers of bmt.nn, which know how their "
-                "weights are split"
-            )
+            use = "use the layers of bmt.nn, which know how their weights are split"
+            raise NotImplementedError(f"tp_mode=True: a tensor-parallel layer of one's own; {use}")
         data = data.detach() if init_method is not None or world_size() > 1 else data.detach().to(local_device())
         p = torch.Tensor._make_subclass(cls, data if init_method is None else data.to("meta"), requires_grad)
         p._bmt = _Facts(init_method, group, init_method is not None or world_size() > 1)
@@ -186,10 +178,8 @@ def require_values(
 ):
     "Raise for parameters that still wait for their values."
     if any(p is not None and "_bmt" in p.__dict__ and p._bmt.waiting for p in params):
-        raise RuntimeError(
-            f"{what}: its parameters have no values yet, or are not shared out over the ranks; call "
-            "bmt.init_parameters(model) or bmt.load(model, file) first"
-        )
+        why = "its parameters have no values yet, or are not shared out over the ranks"
+        raise RuntimeError(f"{what}: {why}; call bmt.init_parameters(model) or bmt.load(model, file) first")
 
 class DistributedModule(torch.nn.Module):
     "A module that may hold `DistributedParameter`s."
@@ -202,8 +192,7 @@ class DistributedModule(torch.nn.Module):
 def _block_class(base):
     "The subclass of `base` that is a Block too"
     names = {
-        "__module__": __name__,
-        "__reduce_ex__": lambda self, protocol: (_empty_block, (base,), self.__getstate__()),
+        "__module__": __name__, "__reduce_ex__": lambda self, protocol: (_empty_block, (base,), self.__getstate__())
     }
     # a delta on the block can leave
     if "_bmlab_base" in base.__dict__: names["_bmlab_base"] = _block_class(base.__dict__["_bmlab_base"])
@@ -233,12 +222,8 @@ class Block(torch.nn.Module):
         if mode not in ("BLOCK", "PIPE"): raise ValueError(f"mode={mode!r}: 'BLOCK' or 'PIPE'")
         self.use_checkpoint, self.zero_level = use_checkpoint, zero_level or config.zero_level
     def forward(self, *args, **kwargs):
-        run = super().forward
-        return (
-            run_again(run, *args, use_reentrant=False, **kwargs)
-            if self.use_checkpoint and torch.is_grad_enabled()
-            else run(*args, **kwargs)
-        )
+        run, again = super().forward, self.use_checkpoint and torch.is_grad_enabled()
+        return run_again(run, *args, use_reentrant=False, **kwargs) if again else run(*args, **kwargs)
 
 CheckpointBlock = Block
 
@@ -376,8 +361,8 @@ def BMTrainModelWrapper(
     def visit(m):
         for k, child in m._modules.items():
             if child is None or isinstance(child, Block): continue
-            if isinstance(m, torch.nn.ModuleList) and next(child.parameters(), None) is not None and type(child).forward is not torch.nn.Module.forward:
-                Block(child)
+            runs = next(child.parameters(), None) is not None and type(child).forward is not torch.nn.Module.forward
+            if isinstance(m, torch.nn.ModuleList) and runs: Block(child)
             else: visit(child)
     visit(model)
     init_parameters(model)
@@ -448,8 +433,7 @@ def save(
 def _compare(model, here, there, file):
     "Names on one side only; raises for shapes that differ"
     wrong = [
-        f"{n} {tuple(there[n])} in the file, {tuple(here[n].shape)} in the model"
-        for n in here
+        f"{n} {tuple(there[n])} in the file, {tuple(here[n].shape)} in the model" for n in here
         if n in there and tuple(there[n]) != tuple(here[n].shape)
     ]
     if wrong: raise RuntimeError(f"{file} is of another model than this {type(model).__name__}: {shortened(wrong)}")
@@ -471,30 +455,20 @@ def load(
         load_weights(model, file, strict=strict)
         return _IncompatibleKeys([], [])
     held = {}
-    there = _first_rank(
-        lambda: (
-            held.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
-            or {k: tuple(v.shape) for k, v in held.items() if isinstance(v, Tensor)}
-        )
-    )
+    def shapes():
+        held.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        return {k: tuple(v.shape) for k, v in held.items() if isinstance(v, Tensor)}
+    there = _first_rank(shapes)
     missing, unexpected = _compare(model, here, there, file)
     if strict and (missing or unexpected):
-        raise RuntimeError(
-            f"{file} is of another model than this {type(model).__name__}: "
-            + "; ".join(
-                f"{len(x)} names only in the {where}: {shortened(x)}"
-                for where, x in (("model", missing), ("file", unexpected))
-                if x
-            )
-        )
+        apart = [(where, x) for where, x in (("model", missing), ("file", unexpected)) if x]
+        why = "; ".join(f"{len(x)} names only in the {where}: {shortened(x)}" for where, x in apart)
+        raise RuntimeError(f"{file} is of another model than this {type(model).__name__}: {why}")
     for n, t in here.items():
         if n not in there: continue
         local = t.to_local() if isinstance(t, DTensor) else t
-        whole = (
-            held[n].to(local.device, t.dtype)
-            if rank() == 0
-            else torch.empty(t.shape, dtype=t.dtype, device=local.device)
-        )
+        if rank() == 0: whole = held[n].to(local.device, t.dtype)
+        else: whole = torch.empty(t.shape, dtype=t.dtype, device=local.device)
         if world_size() > 1: dist.broadcast(whole, 0)
         local.copy_(whole[local_slices(t)])
     _initialize(model, waited & set(missing))

@@ -61,10 +61,8 @@ def _parameter_names(model, optimizer):
     tensors, _ = named_tensors(model)
     names = {id(t): n for n, t in tensors.items()}
     if any(id(p) not in names for g in optimizer.param_groups for p in g["params"]):
-        raise ValueError(
-            "the optimizer holds parameters that this model has not; make it after sharding, from this model's "
-            "parameters"
-        )
+        advice = "make it after sharding, from this model's parameters"
+        raise ValueError(f"the optimizer holds parameters that this model has not; {advice}")
     return [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
 
 def _optimizer_state(model, optimizer, i):
@@ -76,16 +74,14 @@ def _optimizer_state(model, optimizer, i):
                 if isinstance(v, Tensor): tensors[f"optimizer.{i}.{n}|{k}"] = v
                 elif v is None or isinstance(v, (bool, int, float, str)): values[n, k] = v
                 else:
-                    raise TypeError(
-                        f"{type(optimizer).__name__} keeps {k!r} of {n} as a {type(v).__name__}; only tensors and "
-                        "numbers can be saved"
-                    )
+                    what = f"{type(optimizer).__name__} keeps {k!r} of {n} as a {type(v).__name__}"
+                    raise TypeError(f"{what}; only tensors and numbers can be saved")
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     return tensors, {"kind": type(optimizer).__name__, "names": names, "options": options, "values": values}
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #2e8123e8
 def _new_state(p, size, dtype):
-    "An empty tensor for a state of `p`: as `p` lies if it has its shape; whole on every rank if not (a step count, a row of variances)"
+    "An empty tensor for a state of `p`: laid out as `p` if it has its shape, else whole on every rank (a step count)"
     if size == p.shape: return torch.empty_like(p.detach(), dtype=dtype)
     if not size: return torch.empty((), dtype=dtype)
     if not isinstance(p, DTensor): return torch.empty(size, dtype=dtype, device=p.device)
@@ -117,14 +113,9 @@ def _same_groups(optimizer, names, saved):
     if type(optimizer).__name__ != saved["kind"]:
         raise ValueError(f"the checkpoint holds the state of {saved['kind']}, not of {type(optimizer).__name__}")
     if [set(g) for g in names] == [set(g) for g in saved["names"]]: return
-    here, there = ({n for g in x for n in g} for x in (names, saved["names"]))
-    raise ValueError(
-        "the optimizer's parameter groups are not the checkpoint's: "
-        + (
-            differences({n: () for n in here}, {n: () for n in there})
-            or f"groups of {[len(g) for g in names]} parameters here, of {[len(g) for g in saved['names']]} there"
-        )
-    )
+    here, there = (dict.fromkeys((n for g in x for n in g), ()) for x in (names, saved["names"]))
+    sizes = f"groups of {[len(g) for g in names]} parameters here, of {[len(g) for g in saved['names']]} there"
+    raise ValueError(f"the optimizer's parameter groups are not the checkpoint's: {differences(here, there) or sizes}")
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #5208d600
 _log = logging.getLogger(__name__)
@@ -146,6 +137,7 @@ def _first_of_ranks(found):
     dist.all_gather_object(every := [None] * world_size(), found)
     return next((f"{f} on rank {r}" for r, f in enumerate(every) if f), None)
 
+# %% ../../nbs/10_train/06_checkpoint.ipynb #4538c547
 def _sync_folder(folder):
     "Bring the names in a folder to the disk"
     fd = os.open(folder, os.O_RDONLY)
@@ -177,6 +169,7 @@ def _open_folder(root, name):
     with contextlib.suppress(OSError): fcntl.flock(lock, fcntl.LOCK_EX)       # (a file system may know no locks)
     return folder, lock
 
+# %% ../../nbs/10_train/06_checkpoint.ipynb #7c7d7618
 class Foreign(ValueError):
     "A file of a checkpoint that `save` did not write so; nothing of it was run."
 
@@ -223,16 +216,9 @@ def _commit(folder, keep):
 class Saving:
     "A checkpoint on its way to the disk."
     def __init__(self, folder, lock, mark, keep, group):
-        self.folder, self.lock, self.mark, self.keep, self.group, self.error, self.thread, self._ended = (
-            folder,
-            lock,
-            mark,
-            keep,
-            group,
-            None,
-            None,
-            threading.Event(),
-        )
+        self.folder, self.lock, self.mark = folder, lock, mark
+        self.keep, self.group, self.error = keep, group, None
+        self.thread, self._ended = None, threading.Event()
     @property
     def path(self)->Path: # where the checkpoint is when it is done
         return self.folder.parent / self.folder.name.removeprefix(".saving-")
@@ -267,7 +253,7 @@ class Saving:
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #ed713c64
 class NotFinite(ValueError):
-    "A weight or buffer holds nan, or a trainable weight or what an optimizer keeps is not finite: a run that goes on from them is lost."
+    "A weight or buffer holds nan, or what is trained or an optimizer keeps is not finite: a run cannot go on from it."
 
 _EIGHTS = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 
@@ -379,6 +365,7 @@ def _state(model, optimizers, manager, step, extra):
         f"extra.{rank()}": _packed(extra or {}, "extra="),
     }
 
+# %% ../../nbs/10_train/06_checkpoint.ipynb #40b1277e
 def _plain(x):
     "NumPy's numbers as Python's"
     if isinstance(x, np.generic): return x.item()
@@ -391,10 +378,8 @@ def _packed(x, what):
     out = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
     try: _unpacked(out)
     except pickle.UnpicklingError as e:
-        raise TypeError(
-            f"{what} holds more than tensors, numbers, strings, and lists, tuples and dicts of them, and could not be "
-            "read again"
-        ) from e
+        more = "more than tensors, numbers, strings, and lists, tuples and dicts of them"
+        raise TypeError(f"{what} holds {more}, and could not be read again") from e
     return out
 
 def _unpacked(t): return torch.load(io.BytesIO(t.numpy().tobytes()), weights_only=True)
@@ -423,6 +408,7 @@ def _newest_first(dir):
     first = latest(dir)
     return [] if first is None else [first, *(p for p in _whole_ones(Path(dir)) if p != first)]
 
+# %% ../../nbs/10_train/06_checkpoint.ipynb #dbdeeae6
 def _find(dir):
     "(checkpoint folder or None, safetensors files that hold the weights or None)"
     path = Path(dir)
@@ -430,9 +416,8 @@ def _find(dir):
     if (found := latest(path)) is not None:
         mark = _mark(found)
         if mark["format"] > _FORMAT:
-            raise ValueError(
-                f"{found} is of format {mark['format']}, this bmlab reads up to {_FORMAT}: a newer one wrote it"
-            )
+            version = f"is of format {mark['format']}, this bmlab reads up to {_FORMAT}"
+            raise ValueError(f"{found} {version}: a newer one wrote it")
         return found, _hf_files(found) if mark["weights"] == "safetensors" else None
     if path.is_dir() and (files := _hf_files(path)): return None, files
     holds = f"it holds {shortened([p.name for p in path.iterdir()])}" if path.is_dir() else "there is no such folder"
@@ -484,21 +469,16 @@ _PATHS = dict.fromkeys(
 _CLASSES = {f"{m}.{n}" for n, modules in _PATHS.items() for m in modules} | {
     f"torch.distributed.checkpoint.{n}"
     for n in (
-        "filesystem._StorageInfo",
-        "metadata.Metadata",
-        "metadata.MetadataIndex",
-        "metadata.StorageMeta",
-        "metadata.TensorStorageMetadata",
-        "metadata.BytesStorageMetadata",
-        "metadata.ChunkStorageMetadata",
-        "metadata.TensorProperties",
-        "metadata._MEM_FORMAT_ENCODING",
+        "filesystem._StorageInfo", "metadata.Metadata", "metadata.MetadataIndex", "metadata.StorageMeta",
+        "metadata.TensorStorageMetadata", "metadata.BytesStorageMetadata", "metadata.ChunkStorageMetadata",
+        "metadata.TensorProperties", "metadata._MEM_FORMAT_ENCODING",
     )
 }
 # (Python up to 3.11.3 writes a member of an enum as a call of getattr; nothing is called here)
 _CLASSES |= {"torch.serialization._get_layout", "builtins.getattr", "__builtin__.getattr"}
 _VALUES = {"torch.Size": tuple} | {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
+# %% ../../nbs/10_train/06_checkpoint.ipynb #81c004da
 class _AsData(pickle._Unpickler):
     "Reads metadata without a class of theirs: what is built are objects of `_Said`, whose classes are new each time"
     def __init__(self, path):
@@ -533,11 +513,10 @@ def _check_pieces(key, m, places):
         fits = len(c.offsets) == len(c.sizes) == len(m.size) and all(
             0 <= o and 0 <= n and o + n <= size for o, n, size in zip(c.offsets, c.sizes, m.size)
         )
-        place = places.get(MetadataIndex(key, c.offsets))
-        if not fits or c.sizes.numel() and (place is None or place.length < c.sizes.numel() * m.properties.dtype.itemsize):
-            raise ValueError(
-                f"{key} of shape {tuple(m.size)} has a piece {tuple(c.sizes)} at {tuple(c.offsets)} that is nowhere"
-            )
+        place, room = places.get(MetadataIndex(key, c.offsets)), c.sizes.numel() * m.properties.dtype.itemsize
+        if not fits or room and (place is None or place.length < room):
+            piece = f"a piece {tuple(c.sizes)} at {tuple(c.offsets)}"
+            raise ValueError(f"{key} of shape {tuple(m.size)} has {piece} that is nowhere")
     if min(m.size, default=0) < 0 or sum(c.sizes.numel() for c in m.chunks) != m.size.numel():
         raise ValueError(f"the pieces of {key} are not all of its shape {tuple(m.size)}")
 
@@ -551,6 +530,7 @@ def _place_of(index, x, path):
     place = _StorageInfo(name, operator.index(said["offset"]), operator.index(said["length"]))
     return MetadataIndex(at["fqn"], at["offset"], at.get("index")), place
 
+# %% ../../nbs/10_train/06_checkpoint.ipynb #a07ea4f8
 def _metadata(folder):
     "What a checkpoint's metadata say of its tensors, made anew"
     path = Path(folder) / _TENSORS
@@ -612,7 +592,8 @@ def _bytes_of(folder, stored, key):
     _read(folder, [(key, t := torch.empty(stored[key].size, dtype=torch.uint8))], alone=True)
     try: found = _unpacked(t)
     except Exception as e: raise _foreign(folder, e) from None
-    if not isinstance(found, dict) or key == "common" and not {"step", "world_size", "tied", "optimizers"} <= set(found):
+    needed = {"step", "world_size", "tied", "optimizers"} if key == "common" else set()
+    if not isinstance(found, dict) or not needed <= set(found):
         raise Damaged(f"{folder}: {key} does not say what `save` says there")
     return found
 
@@ -629,20 +610,12 @@ def load_weights(
     "Read a checkpoint into `model`, in place; each rank reads its part."
     folder, files = _first_rank(lambda: _find(dir))
     stored = _stored(folder) if folder else {}
-    common = (
-        _bytes_of(folder, stored, "common")
-        if folder
-        else {"step": None, "world_size": None, "tied": {}, "optimizers": []}
-    )
-    where = _headers(files or [])
-    there = (
-        {n: size for n, (_, size) in where.items()}
-        if files
-        else {k.removeprefix("model."): m.size for k, m in stored.items() if k.startswith("model.")}
-    )
-    filled = _matched(
-        model, folder or dir, there, {} if files else common["tied"], strict, _same_of(folder, where, stored)
-    )
+    common = {"step": None, "world_size": None, "tied": {}, "optimizers": []}
+    if folder: common = _bytes_of(folder, stored, "common")
+    where, aliases = _headers(files or []), {} if files else common["tied"]
+    there = {k.removeprefix("model."): m.size for k, m in stored.items() if k.startswith("model.")}
+    if files: there = {n: size for n, (_, size) in where.items()}
+    filled = _matched(model, folder or dir, there, aliases, strict, _same_of(folder, where, stored))
     state, then = _optimizer_reads(model, _optimizers(optimizer, manager), common["optimizers"], stored, folder or dir)
     if manager is not None and "manager" not in common: raise ValueError(f"{folder} was saved without manager=")
     if files: _read_files(where, filled)
@@ -679,24 +652,23 @@ def _matched(model, where, there, aliases, strict, same):
     tensors, tied = named_tensors(model)
     names = {n: [n, *(other for other, first in tied.items() if first == n)] for n in tensors}
     sources, left = match_names(unwrap(model), names, there, aliases)
-    here, sizes = (
-        {n: t.shape for n, t in tensors.items()},
-        {n: there[s[0]] for n, s in sources.items()} | {n: there[n] for n in left},
-    )
+    here = {n: t.shape for n, t in tensors.items()}
+    sizes = {n: there[s[0]] for n, s in sources.items()} | {n: there[n] for n in left}
     parted, hint = tied_apart(sources, same), "; strict=False reads what both have"
     if not strict:
         if said := "; ".join(filter(None, [differences(dict.fromkeys(here, ()), dict.fromkeys(sizes, ())), parted])):
             _log.warning("%s is not all of the model: %s", where, said)
-        here, sizes, parted, hint = *({n: d[n] for n in sources} for d in (here, sizes)), "", ""
+        here, sizes = ({n: d[n] for n in sources} for d in (here, sizes))
+        parted = hint = ""
     if why := differences(here, sizes) or parted:
-        raise ValueError(
-            f"{where} is a checkpoint of another model: {why}{hint if 'of another shape' not in why else ''}"
-        )
+        if "of another shape" in why: hint = ""
+        raise ValueError(f"{where} is a checkpoint of another model: {why}{hint}")
     if any(t.is_meta for t in tensors.values()):
         materialize(model)
         tensors, _ = named_tensors(model)
     return [(s[0], tensors[n]) for n, s in sources.items()]
 
+# %% ../../nbs/10_train/06_checkpoint.ipynb #bc132c1b
 def _optimizer_reads(model, optimizers, saved, stored, where):
     "([(key, tensor)] to read, calls that then hand them to the optimizers)"
     if not optimizers: return [], []
@@ -719,22 +691,13 @@ def _optimizer_reads(model, optimizers, saved, stored, where):
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #7c5a2c80
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }
 
 def _shards(tensors, dtype, max_bytes):
-    "[[(name, tensor, dtype in the file)]]: which tensors go into which file, each at most `max_bytes` unless one tensor is larger"
+    "[[(name, tensor, dtype in the file)]]: tensors by file, each file at most `max_bytes` unless one tensor is larger"
     out, room = [], 0
     for n, t in tensors.items():
         kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
@@ -766,6 +729,7 @@ def full_tensor(
     t, kind = t.detach(), t.device_mesh.device_type
     return (t if t.to_local().device.type == kind else t.to(kind)).full_tensor()
 
+# %% ../../nbs/10_train/06_checkpoint.ipynb #00e5e439
 def _write_tensors(tensors, folder, dtype, max_bytes):
     "Gather and write tensor by tensor; rank 0 writes, all gather, an error of the writer comes out on all"
     shards, error, index = _shards(tensors, dtype, max_bytes), None, {}
@@ -834,9 +798,8 @@ def export_hf(
 )->Path:                             # the folder, which `transformers` and `load` open
     "Write Hugging Face safetensors files, if transformers could read them; one whole tensor at a time is in memory."
     if Path(dir).suffix == ".gguf":
-        raise ValueError(
-            f"dir={str(dir)!r}: export_hf writes a folder of safetensors files, no GGUF; give a folder's name"
-        )
+        why = "export_hf writes a folder of safetensors files, no GGUF; give a folder's name"
+        raise ValueError(f"dir={str(dir)!r}: {why}")
     _check_hf(model)
     if any(getattr(m, "_bmlab_delta", False) for m in model.modules()):
         _log.warning(

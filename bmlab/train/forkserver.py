@@ -12,9 +12,9 @@ from types import ModuleType
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000008
 AHEAD = (
-    "cloudpickle", "numpy", "pandas", "safetensors.torch", "tqdm.auto",
-    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining",
-    "transformers", "transformers.masking_utils", "transformers.modeling_utils", "transformers.generation.utils",
+    "cloudpickle", "numpy", "pandas", "safetensors.torch", "tqdm.auto", "torch", "torch._dynamo",
+    "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining", "transformers",
+    "transformers.masking_utils", "transformers.modeling_utils", "transformers.generation.utils",
     "transformers.models.auto.modeling_auto",
 )
 
@@ -166,8 +166,10 @@ class Process:
 class _Server:
     "This process's end of a server"
     def __init__(self, env, path):
-        self.env, self.path, self.lock, self.errors = env, path, threading.RLock(), tempfile.TemporaryFile()
-        self.processes, self.answers, self.asked, self.pending, self.rest = {}, {}, 0, 0, b""
+        self.env, self.path = env, path
+        self.lock, self.errors = threading.RLock(), tempfile.TemporaryFile()
+        self.processes, self.answers, self.asked = {}, {}, 0
+        self.pending, self.rest = 0, b""
         self.channel, theirs = socket.socketpair()
         with theirs:
             file = importlib.util.find_spec("bmlab.train.forkserver").origin

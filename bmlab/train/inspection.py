@@ -98,7 +98,7 @@ def inspect_model(
     model:nn.Module,       # any module: sharded, wrapped, on meta, with deltas
     pattern:str|list="*",  # parameters by name, or modules, by `resolve`'s grammar
 )->pd.DataFrame:           # name, shape, mean, std, min, max, grad_mean, grad_std; one row a parameter, in module order
-    "Statistics of parameters and of their gradients over all shards; to be called on every rank (BMTrain's `inspect_model`)."
+    "Statistics of parameters and their gradients over all shards; call it on every rank (BMTrain's `inspect_model`)."
     chosen = _named_parameters(model, pattern)
     values = _statistics([_entry(p) for p in chosen.values()])
     grads = _statistics([_entry(p.grad, p) for p in chosen.values()])
@@ -110,13 +110,7 @@ def _rows(heads, values, grads):
     return pd.DataFrame(
         rows,
         columns=[
-            *(heads[0] if heads else ("name", "call", "shape")),
-            "mean",
-            "std",
-            "min",
-            "max",
-            "grad_mean",
-            "grad_std",
+            *(heads[0] if heads else ("name", "call", "shape")), "mean", "std", "min", "max", "grad_mean", "grad_std"
         ],
     )
 
@@ -206,14 +200,13 @@ class inspect_tensor:
         if not self.keep: raise ValueError("keep=False: only statistics were kept; use inspect_tensor(keep=True)")
         found = [(r.kept, r.kept_grad) for r in self.records if r.name == name]
         if not found:
-            raise LookupError(
-                f"nothing was recorded as {name!r}; there are "
-                f"{', '.join(dict.fromkeys(r.name for r in self.records)) or 'no records'}"
-            )
+            names = ", ".join(dict.fromkeys(r.name for r in self.records)) or "no records"
+            raise LookupError(f"nothing was recorded as {name!r}; there are {names}")
         return found
 
 def _first_tensor(output):
     "The first tensor in what a module returned"
     if isinstance(output, Tensor): return output
-    items = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
-    return next((t for o in items if (t := _first_tensor(o)) is not None), None)
+    if isinstance(output, dict): output = output.values()
+    elif not isinstance(output, (list, tuple)): return None
+    return next((t for o in output if (t := _first_tensor(o)) is not None), None)

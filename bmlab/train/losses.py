@@ -233,10 +233,8 @@ def chunked_cross_entropy(
 def _shape(weight):
     if isinstance(weight, Tensor): return weight.shape
     if not hasattr(weight, "dequantize"):
-        raise TypeError(
-            f"weight is a {type(weight).__name__}; expected a tensor, such as its .weight, or an Int8Linear or "
-            "Int4Linear"
-        )
+        expected = "a tensor, such as its .weight, or an Int8Linear or Int4Linear"
+        raise TypeError(f"weight is a {type(weight).__name__}; expected {expected}")
     return torch.Size((weight.out_features, weight.in_features))
 
 def _check_chunked(hidden, shape, labels, chunk, reduction):
@@ -244,20 +242,16 @@ def _check_chunked(hidden, shape, labels, chunk, reduction):
         raise ValueError(f"reduction={reduction!r}: use 'mean', 'sum' or 'none'")
     if not isinstance(chunk, int) or chunk < 1: raise ValueError(f"chunk={chunk!r}: a number of rows, at least 1")
     if hidden.shape[:-1] != labels.shape or len(shape) != 2 or shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)}, weight {tuple(shape)}, labels {tuple(labels.shape)}: expected (..., D), "
-            "(V, D) and (...)"
-        )
+        got = f"hidden {tuple(hidden.shape)}, weight {tuple(shape)}, labels {tuple(labels.shape)}"
+        raise ValueError(f"{got}: expected (..., D), (V, D) and (...)")
 
 def _columns(weight):
     "The group over which a head's rows are split, and the first word of this rank"
     mesh, where = weight.device_mesh, tuple(weight.placements)
     if mesh.ndim != 1 or where != (Shard(0),):
-        raise ValueError(
-            f"weight is split as {where} over a mesh of shape {tuple(mesh.shape)}: the words (rows) may be split over "
-            "one mesh dimension; "
-            "a weight that fully_shard split is whole only inside the model's forward: use lm_loss"
-        )
+        got = f"weight is split as {where} over a mesh of shape {tuple(mesh.shape)}"
+        fsdp = "a weight that fully_shard split is whole only inside the model's forward: use lm_loss"
+        raise ValueError(f"{got}: the words (rows) may be split over one mesh dimension; {fsdp}")
     if weight.shape[0] % mesh.size():
         raise ValueError(f"{weight.shape[0]} words do not divide by {mesh.size()} ranks: pad the vocabulary")
     return mesh.get_group(), mesh.get_local_rank() * (weight.shape[0] // mesh.size())
@@ -293,15 +287,12 @@ def vocab_parallel_cross_entropy(
     if isinstance(logits, DTensor):
         mesh, where = logits.device_mesh, tuple(logits.placements)
         if mesh.ndim != 1 or where != (Shard(logits.ndim - 1),) or logits.shape[-1] % mesh.size():
-            raise ValueError(
-                f"logits {tuple(logits.shape)} are placed as {where}: expected an even Shard({logits.ndim - 1}) over a "
-                "mesh of one dimension"
-            )
+            expected = f"an even Shard({logits.ndim - 1}) over a mesh of one dimension"
+            raise ValueError(f"logits {tuple(logits.shape)} are placed as {where}: expected {expected}")
         group, logits = mesh.get_group(), logits.to_local()
     if logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}: expected (..., V/W) and (...)"
-        )
+        got = f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}"
+        raise ValueError(f"{got}: expected (..., V/W) and (...)")
     V, W = logits.shape[-1], dist.get_world_size(group)
     y = labels.reshape(-1)
     y = torch.where(y == ignore_index, -1, torch.where(y < 0, V * W, y))
@@ -321,20 +312,10 @@ _EACH = (*_UPCAST, *_SIGNS, "mul", "div", "true_divide", "divide", "multiply", "
 class _Promise:
     "Stands for `hidden @ weight.T + bias`, changed by `steps`, until someone asks for its numbers"
     def __init__(self, hidden, weight, bias, chunk, steps=(), dtype=None):
-        self.hidden, self.weight, self.bias, self.chunk, self.steps, self.dtype = (
-            hidden,
-            weight,
-            bias,
-            chunk,
-            steps,
-            dtype or hidden.dtype,
-        )
-        self.shape, self.ndim, self.device, self.made = (
-            torch.Size((*hidden.shape[:-1], _shape(weight)[0])),
-            hidden.ndim,
-            hidden.device,
-            None,
-        )
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.chunk, self.steps, self.dtype = chunk, steps, dtype or hidden.dtype
+        self.shape, self.ndim = torch.Size((*hidden.shape[:-1], _shape(weight)[0])), hidden.ndim
+        self.device, self.made = hidden.device, None
 
     def real(self, why):
         "The logits after all, made once"
@@ -344,11 +325,8 @@ class _Promise:
             )
             h, split = self.hidden, isinstance(self.weight, DTensor)
             if split: h = DTensor.from_local(h, self.weight.device_mesh, [Replicate()], run_check=False)
-            self.made = (
-                F.linear(h, self.weight, self.bias)
-                if isinstance(self.weight, Tensor)
-                else type(self.weight).forward(self.weight, h)
-            )
+            if isinstance(self.weight, Tensor): self.made = F.linear(h, self.weight, self.bias)
+            else: self.made = type(self.weight).forward(self.weight, h)
             if split: self.made = self.made.full_tensor()
             for _, step in self.steps: self.made = step(self.made)
         return self.made
@@ -362,16 +340,25 @@ class _Promise:
     def __getattr__(self, name):
         if name.startswith("__"): raise AttributeError(name)
         method = getattr(Tensor, name)
-        return (
-            (lambda *a, **k: _answer(method, (self, *a), k))
-            if callable(method)
-            else getattr(self.real(f"the model's code reads their {name}"), name)
-        )
+        if callable(method): return lambda *a, **k: _answer(method, (self, *a), k)
+        return getattr(self.real(f"the model's code reads their {name}"), name)
 
 def _method(name): return lambda self, *a, **k: _answer(getattr(Tensor, name), (self, *a), k)
 for _name in (*_SIGNS, "__getitem__", "__setitem__"): setattr(_Promise, _name, _method(_name))
 
 # %% ../../nbs/10_train/02_losses.ipynb #ccdaf115
+def _is_number(x): return x.numel() == 1 and x.ndim < 2 and not x.requires_grad
+
+def _noted(promise, func, name, args, kwargs):
+    "The promise with one more step, a function of each number; None where the step leads to another device"
+    def step(z):
+        put = lambda a: z if a is promise else a
+        return func(*tree_map(put, args), **tree_map(put, kwargs))
+    probe = step(torch.empty(1, dtype=promise.dtype, device=promise.device))
+    if probe.device != promise.device: return None
+    steps = (*promise.steps, (name, step))
+    return _Promise(promise.hidden, promise.weight, promise.bias, promise.chunk, steps, probe.dtype)
+
 def _answer(func, args, kwargs):
     "What `func` gives for arguments among which there is a promise"
     name, leaves = func.__name__, tree_leaves((args, kwargs))
@@ -380,21 +367,9 @@ def _answer(func, args, kwargs):
         if name == "cross_entropy" and (loss := _promised_loss(promise, args, kwargs)) is not None: return loss
         if name in _ROWS and args[0] is promise and (hidden := _move_rows(name, promise, args[1:])) is not None:
             return _Promise(hidden, promise.weight, promise.bias, promise.chunk, promise.steps, promise.dtype)
-        if name in _EACH and all(a is promise or not isinstance(a, (Tensor, _Promise)) or a.numel() == 1 and a.ndim < 2 and not a.requires_grad for a in leaves):
-            step = lambda z: func(
-                *tree_map(lambda a: z if a is promise else a, args),
-                **tree_map(lambda a: z if a is promise else a, kwargs),
-            )
-            probe = step(torch.empty(1, dtype=promise.dtype, device=promise.device))
-            if probe.device == promise.device:
-                return _Promise(
-                    promise.hidden,
-                    promise.weight,
-                    promise.bias,
-                    promise.chunk,
-                    (*promise.steps, (name, step)),
-                    probe.dtype,
-                )
+        others = [a for a in leaves if a is not promise and isinstance(a, (Tensor, _Promise))]
+        if name in _EACH and all(map(_is_number, others)):
+            if (noted := _noted(promise, func, name, args, kwargs)) is not None: return noted
     real = lambda a: a.real(f"the model's code calls {name} on them") if isinstance(a, _Promise) else a
     return func(*tree_map(real, args), **tree_map(real, kwargs))
 
@@ -405,11 +380,8 @@ def _move_rows(name, promise, args):
     if name == "__getitem__":
         index = args[0] if isinstance(args[0], tuple) else (args[0],)
         if not all(i is Ellipsis or isinstance(i, (int, slice)) for i in index): return None
-        return (
-            hidden[index]
-            if (Ellipsis not in index and len(index) < hidden.ndim) or index[-1] in (slice(None), Ellipsis)
-            else None
-        )
+        short = Ellipsis not in index and len(index) < hidden.ndim
+        return hidden[index] if short or index[-1] in (slice(None), Ellipsis) else None
     shape = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
     if not all(isinstance(n, int) for n in shape) or len(shape) < 2 or shape[-1] not in (V, -1): return None
     if shape[-1] == -1 and math.prod(shape[:-1]) * V != promise.shape.numel(): return None
@@ -433,16 +405,8 @@ def _settle(promise, labels, ignore_index=-100, reduction="mean"):
     def post(z):
         for _, step in steps: z = step(z)
         return z
-    return chunked_cross_entropy(
-        promise.hidden,
-        promise.weight,
-        labels,
-        promise.bias,
-        promise.chunk,
-        ignore_index,
-        reduction,
-        post if steps else None,
-    )
+    p, post = promise, post if steps else None
+    return chunked_cross_entropy(p.hidden, p.weight, labels, p.bias, p.chunk, ignore_index, reduction, post)
 
 # %% ../../nbs/10_train/02_losses.ipynb #b9036919
 def _find_head(model, head):
@@ -457,24 +421,15 @@ def _find_head(model, head):
     names = {m: n for n, m in parts(inner)}
     if module is not None: return names.get(unwrap(module), ""), unwrap(module)
     heads = [n for n, r in roles(inner).items() if r == "head"]
-    return (
-        (heads[0], {n: m for m, n in names.items()}[heads[0]])
-        if len(heads) == 1
-        else (None, f"it has {len(heads)} heads; name one by head=")
-    )
+    if len(heads) != 1: return None, f"it has {len(heads)} heads; name one by head="
+    return heads[0], {n: m for m, n in names.items()}[heads[0]]
 
 def _compiled(model):
     "Was the whole model given to torch.compile?"
     while model is not None:
         if "_orig_mod" in model._modules or getattr(model, "_compiled_call_impl", None) is not None: return True
-        model = next(
-            (
-                model._modules[k]
-                for k in ("module", "_checkpoint_wrapped_module")
-                if k in model._modules and unwrap(model) is not model
-            ),
-            None,
-        )
+        inner = [model._modules[k] for k in ("module", "_checkpoint_wrapped_module") if k in model._modules]
+        model = inner[0] if inner and unwrap(model) is not model else None
     return False
 
 # codes that stand for a weight, and no more
@@ -485,24 +440,15 @@ def _refusal(model, name, head):
     if name is None: return head
     if _compiled(model): return "it is compiled as a whole, and so are they; compile its blocks instead"
     if "forward" in head.__dict__: return f"something else replaced the forward of its head {name}"
-    if type(head).forward is not nn.Linear.forward and not getattr(head, "_bmlab_vocab_parallel", False) and not _widens(head):
+    plain = type(head).forward is nn.Linear.forward or getattr(head, "_bmlab_vocab_parallel", False)
+    if not plain and not _widens(head):
         return f"its head {name} is a {type(head).__name__}, which does more than multiply by a weight"
     inner, path = unwrap(model), name.split(".")
-    inside = (
-        [
-            ".".join(path[:i])
-            for i in range(1, len(path) + 1)
-            if isinstance(inner.get_submodule(".".join(path[:i])), FSDPModule)
-        ]
-        if name
-        else []
-    )
-    return (
-        f"{inside[0]} was given to fully_shard by itself, which frees the head's weight before the loss; leave the "
-        "head to the root"
-        if inside
-        else ""
-    )
+    above = [".".join(path[:i]) for i in range(1, len(path) + 1)] if name else []
+    inside = [n for n in above if isinstance(inner.get_submodule(n), FSDPModule)]
+    if not inside: return ""
+    why = "was given to fully_shard by itself, which frees the head's weight before the loss"
+    return f"{inside[0]} {why}; leave the head to the root"
 
 @contextlib.contextmanager
 def _promising(head, chunk):
@@ -520,7 +466,7 @@ def lm_loss(
     chunk:int=CHUNK,           # rows of logits at once
     head:str|None=None,        # pattern of the head; None: found by its role
 )->Tensor:                     # () the loss that the model computes itself, or the mean cross-entropy
-    "A language model's loss without its logits; usable as `loss=` of `fit`. Where that cannot be, the plain loss and a warning that says why."
+    "A language model's loss without its logits, for `fit(loss=)`; else the plain loss and a warning that says why."
     name, module = _find_head(model, head)
     why, knows = _refusal(model, name, module), _knows_labels(model)
     if why:
@@ -530,10 +476,9 @@ def lm_loss(
     with contextlib.nullcontext() if why else _promising(module, chunk):
         if not knows: return _loss_at_the_end(model, *_split_batch(model, batch))
         if not isinstance(batch, Mapping) or "labels" not in batch:
-            raise ValueError(
-                f"{type(unwrap(model)).__name__} computes its own loss: batch must be a dict with 'labels', not "
-                + (f"one with {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}")
-            )
+            got = f"one with {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            own = f"{type(unwrap(model)).__name__} computes its own loss"
+            raise ValueError(f"{own}: batch must be a dict with 'labels', not {got}")
         return model(**batch).loss
 
 def _knows_labels(model):
@@ -561,8 +506,7 @@ def _loss_at_the_end(model, args, kwargs, labels):
         if not found: raise ValueError(f"{type(module).__name__} returned no logits of shape {(*labels.shape, 'V')}")
         logits, target = found[0][:, :-1], labels[:, 1:]
         return (
-            _settle(logits, target)
-            if isinstance(logits, _Promise)
+            _settle(logits, target) if isinstance(logits, _Promise)
             else F.cross_entropy(_upcast(logits).flatten(0, 1), target.flatten())
         )
     if _compiled(model): return loss_of(unwrap(model), args, model(*args, **kwargs))

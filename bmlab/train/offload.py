@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import pandas as pd
 import torch
 import torch.distributed as dist
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core import format_bytes, parse_bytes, unwrap
+from ..core import find_blocks, format_bytes, parse_bytes, unwrap
 from .optim import _magnitudes
-from ..core import find_blocks
 
 # %% ../../nbs/10_train/07_offload.ipynb #9349d32c
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +35,8 @@ class Hyper:
         "What torch's kernel takes besides the tensors"
         scale = None if self.divisor == 1.0 else torch.full((), self.divisor, dtype=torch.float32, device=device)
         return dict(
-            step=torch.full((), float(step), device=device),
-            lr=self.lr,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            weight_decay=self.weight_decay,
-            eps=self.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=scale,
+            step=torch.full((), float(step), device=device), lr=self.lr, beta1=self.betas[0], beta2=self.betas[1],
+            weight_decay=self.weight_decay, eps=self.eps, amsgrad=False, maximize=False, grad_scale=scale,
         )
 
 def adamw_(
@@ -69,7 +62,8 @@ def place(
     link:float=0.0,    # 0…1 of the host's part that the GPU updates over the link
 )->list[str]:          # a place for each parameter
     "Where the optimizer state of each parameter lives."
-    total, seen, out, hosted, linked = sum(sizes), 0, [], 0, 0
+    total, seen, out = sum(sizes), 0, []
+    hosted, linked = 0, 0
     for n in sizes:
         seen += n
         if seen <= (1 - share) * total:
@@ -80,23 +74,20 @@ def place(
         out.append("link" if take else "cpu")
     return out
 
+# %% ../../nbs/10_train/07_offload.ipynb #ad738d09
 def _local(t):
     "This rank's part of a parameter or gradient, flat; a view where it is contiguous"
     with torch.no_grad(): return (t.to_local() if isinstance(t, DTensor) else t).detach().view(-1)
 
 def _version(p):
-    "How often a parameter was written: through it, or through its local part (what goes through a DTensor is counted there alone)"
+    "How often a parameter was written, through it or through its local part (a DTensor counts its own writes apart)"
     return _local(p)._version + (p._version if isinstance(p, DTensor) else 0)
 
 def _take(t, other):
     "Copy `other` into `t`; shards of one shape that lie on a host mesh and on a GPU mesh too"
     if t is other: return                                              # read in place
-    apart = (
-        isinstance(t, DTensor)
-        and isinstance(other, DTensor)
-        and t.device_mesh != other.device_mesh
-        and t.placements == other.placements
-    )
+    both = isinstance(t, DTensor) and isinstance(other, DTensor)
+    apart = both and t.device_mesh != other.device_mesh and t.placements == other.placements
     if apart: _local(t).copy_(_local(other))
     else: t.copy_(other)
 
@@ -106,22 +97,20 @@ _counting = threading.Lock()
 class _Unit:
     "A run of one slab: pieces of parameters that are updated together"
     def __init__(self, index, group, place, block, dtype):
-        self.index, self.group, self.place, self.block, self.dtype = index, group, place, block, dtype
+        self.index, self.group, self.place = index, group, place
+        self.block, self.dtype = block, dtype
         # [(parameter, first element in its flat local part, elements, offset in the unit)]
         self.pieces, self.n = [], 0
-        # (p, m, v) flat (n,); pinned (n,) staging of lane "cpu", and its cuts
-        self.state = self.grads = self.weights = self.chunks = None
-        # this step's gradients [(piece, flat gradient)]; [(start, stop, step number)]; the numbers
-        self.given, self.runs, self.hyper = [], [], None
-        # CUDA events: gradients there; weights written; state back on the host
-        self.ready = self.event = self.back = None
-        self.done, self.error, self.pending, self.missing = threading.Event(), None, False, 0
-        # gradients used as they arrive: pieces; (k,) finite where one is
-        self.held, self.sizes = [], None
-        self.found = self.stop = None                    # () 1 where one is not, beside them and on the host
-        self.looked = False                              # has nobody asked yet what came out?
-        # {parameter: how often the optimizer wrote it}, shared; {parameter: how often others had}
-        self.writes, self.seen = None, {}
+        self.state = None                # (p, m, v) flat (n,)
+        self.grads = self.weights = self.chunks = None         # lane "cpu": pinned (n,) staging, and its cuts
+        self.given, self.runs, self.hyper = [], [], None       # [(piece, flat gradient)]; [(start, stop, step number)]
+        self.ready = self.event = self.back = None             # CUDA: gradients there, weights written, state back
+        self.done, self.error, self.pending = threading.Event(), None, False
+        self.missing = 0                                       # gradients still to come
+        self.held, self.sizes = [], None     # gradients used as they arrive: pieces; (k,) finite where one is
+        self.found = self.stop = None        # () 1 where one is not finite, beside them and on the host
+        self.looked = False                  # has nobody asked yet what came out?
+        self.writes, self.seen = None, {}    # {parameter: writes} of the optimizer, shared; of others
 
     def take(self, steps):
         "This step's gradients and the runs of elements that share a step number"
@@ -129,29 +118,16 @@ class _Unit:
         for p in {piece[0] for piece in self.pieces}:
             if isinstance(p, DTensor) and p.grad is not None and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
-        self.given = [
-            (piece, _local(piece[0].grad)[piece[1] : piece[1] + piece[2]])
-            for piece in self.pieces
-            if piece[0].grad is not None
-        ]
+        given = [piece for piece in self.pieces if piece[0].grad is not None]
+        self.given = [(piece, _local(piece[0].grad)[piece[1]:piece[1] + piece[2]]) for piece in given]
         self.runs = []
-        for (p, _, n, at), _ in self.given:
+        for p, _, n, at in given:
             step = steps[p] + 1
             if self.runs and self.runs[-1][1:] == (at, step): self.runs[-1] = (self.runs[-1][0], at + n, step)
             else: self.runs.append((at, at + n, step))
 
-    def look(self):
-        "Are this step's gradients finite? The answer stays on the device; if not, the update changes nothing"
-        self.sizes = _magnitudes([grad for _, grad in self.given])
-        self.held = [piece for piece, _ in self.given]
-        self.found, self.looked = (self.sizes - self.sizes).sum().ne(0).float(), True
-    def bad(self):
-        "Parameters whose gradients were not; the host waits"
-        sizes = [] if self.sizes is None else self.sizes.tolist()
-        return [piece[0] for piece, size in zip(self.held, sizes) if not math.isfinite(size)]
-
     def refresh(self):
-        "Masters of weights that others wrote (a loaded file, a clamp): the weight, where it is not the master's rounding"
+        "Masters of weights that others wrote (a loaded file, a clamp): the weight, where it is not their rounding"
         if self.state[0] is None: return
         with _counting: others = {p: (_local(p).data_ptr(), _version(p) - self.writes[p]) for p, *_ in self.pieces}
         for p, start, n, at in self.pieces:
@@ -160,28 +136,6 @@ class _Unit:
             new = _local(p)[start:start + n].to(master.device)
             master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
         self.seen = others
-
-    def gather(self, flat):
-        "Gradients → one flat tensor (n,)"
-        if self.given:
-            torch._foreach_copy_(
-                [flat[at : at + n] for (_, _, n, at), _ in self.given],
-                [grad for _, grad in self.given],
-                non_blocking=True,
-            )
-
-    def scatter(self, flat):
-        "One flat tensor (n,) → the weights, rounded to nearest even"
-        pieces = [piece for piece, _ in self.given]
-        # a write and its count are one, for who asks how often others wrote
-        with _counting:
-            if pieces:
-                torch._foreach_copy_(
-                    [_local(p)[start : start + n] for p, start, n, _ in pieces],
-                    [flat[at : at + n] for _, _, n, at in pieces],
-                    non_blocking=True,
-                )
-            for p, *_ in pieces: self.writes[p] += 1
 
 # %% ../../nbs/10_train/07_offload.ipynb #21b49a7d
 def _units(rows, limit):
@@ -200,6 +154,37 @@ def _units(rows, limit):
             start += k
     return units
 
+# %% ../../nbs/10_train/07_offload.ipynb #80582ca2
+@patch
+def look(self:_Unit):
+    "Are this step's gradients finite? The answer stays on the device; if not, the update changes nothing"
+    self.sizes = _magnitudes([grad for _, grad in self.given])
+    self.held = [piece for piece, _ in self.given]
+    self.found, self.looked = (self.sizes - self.sizes).sum().ne(0).float(), True
+
+@patch
+def bad(self:_Unit):
+    "Parameters whose gradients were not; the host waits"
+    sizes = [] if self.sizes is None else self.sizes.tolist()
+    return [piece[0] for piece, size in zip(self.held, sizes) if not math.isfinite(size)]
+
+@patch
+def gather(self:_Unit, flat):
+    "Gradients → one flat tensor (n,)"
+    if not self.given: return
+    places = [flat[at:at + n] for (_, _, n, at), _ in self.given]
+    torch._foreach_copy_(places, [grad for _, grad in self.given], non_blocking=True)
+
+@patch
+def scatter(self:_Unit, flat):
+    "One flat tensor (n,) → the weights, rounded to nearest even"
+    pieces = [piece for piece, _ in self.given]
+    with _counting:              # a write and its count are one, for who asks how often others wrote
+        if pieces:
+            weights = [_local(p)[start:start + n] for p, start, n, _ in pieces]
+            torch._foreach_copy_(weights, [flat[at:at + n] for _, _, n, at in pieces], non_blocking=True)
+        for p, *_ in pieces: self.writes[p] += 1
+
 # %% ../../nbs/10_train/07_offload.ipynb #3fadba26
 def _unregister(address): torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -207,19 +192,18 @@ def _slab(n, dtype, pinned):
     "A host tensor (n,) of zeros; page-locked where a GPU is to reach it"
     t = torch.zeros(n, dtype=dtype)
     if pinned and n and torch.cuda.is_available():
-        code = torch.cuda.cudart().cudaHostRegister(t.data_ptr(), t.nbytes, 0)
-        if int(code):
-            raise MemoryError(
-                f"the driver refused to page-lock {format_bytes(t.nbytes)} of host memory (error {int(code)}); use a "
-                "smaller offload share"
-            )
+        if code := int(torch.cuda.cudart().cudaHostRegister(t.data_ptr(), t.nbytes, 0)):
+            refused = f"the driver refused to page-lock {format_bytes(t.nbytes)} of host memory (error {code})"
+            raise MemoryError(f"{refused}; use a smaller offload share")
         weakref.finalize(t, _unregister, t.data_ptr())
     return t
 
 # %% ../../nbs/10_train/07_offload.ipynb #ee99a49d
 class _Queue:
     "Units waiting for a lane"
-    def __init__(self): self.units, self.ready, self.forward, self.closed = [], threading.Condition(), False, False
+    def __init__(self):
+        self.units, self.ready = [], threading.Condition()
+        self.forward, self.closed = False, False
     def put(self, unit):
         with self.ready:
             self.units.append(unit)
@@ -237,14 +221,15 @@ class _Queue:
             self.closed = True
             self.ready.notify_all()
 
+# %% ../../nbs/10_train/07_offload.ipynb #f664f6b8
+_STREAMS = "d2h", "h2d", "link_in", "update", "link_out"
+
 class _Streams:
     "The side streams of one GPU; on a CPU everything runs in place"
     def __init__(self, device):
         self.device, self.cuda = device, device.type == "cuda"
-        if self.cuda:
-            self.streams = {
-                name: torch.cuda.Stream(device, priority=-1) for name in ("d2h", "h2d", "link_in", "update", "link_out")
-            }  # (small kernels go before the model's large ones)
+        # (small kernels go before the model's large ones)
+        if self.cuda: self.streams = {name: torch.cuda.Stream(device, priority=-1) for name in _STREAMS}
     def on(self, name, *after):
         "Work on a side stream, after some events"
         if not self.cuda: return contextlib.nullcontext()
@@ -260,7 +245,7 @@ class _Streams:
 
 # %% ../../nbs/10_train/07_offload.ipynb #2d5e964c
 def _chunks(unit, scratch, chunk):
-    "The unit's tensors cut into pieces that fit the cache: (gradient, its fp32 place, [p], [g], [m], [v], weight) each; made once, since slicing holds the interpreter"
+    "The unit's tensors cut into pieces that fit the cache: (gradient, its fp32 place, [p], [g], [m], [v], weight) each"
     out, (p, m, v) = [], unit.state
     for start, stop, _ in unit.runs:
         for a in range(start, stop, chunk):
@@ -272,6 +257,7 @@ def _chunks(unit, scratch, chunk):
 def _cpu_unit(unit, streams, scratch, chunk):
     "Update one unit on the host's cores"
     key = ([run[:2] for run in unit.runs], scratch.data_ptr())
+    # (cut once: slicing holds the interpreter)
     if unit.chunks is None or unit.chunks[0] != key: unit.chunks = (key, _chunks(unit, scratch, chunk))
     steps, at = [step for start, stop, step in unit.runs for _ in range(start, stop, chunk)], None
     if unit.ready is not None: unit.ready.synchronize()
@@ -329,75 +315,37 @@ class _Lanes:
         # (`close` may run when this module's names are gone)
         self.streams, self.trace, self.current = _Streams(device), None, threading.current_thread
         self.queues, starters = {"cpu": _Queue(), "link": _Queue()}, []
-        n_link = max((u.n for u in units if u.place == "link"), default=0)
         for _ in range(workers if any(u.place == "cpu" for u in units) else 0):
             scratch = torch.empty(chunk, dtype=state_dtype)
             starters.append(("cpu", lambda u, s=scratch: _cpu_unit(u, self.streams, s, chunk), threads))
-        if n_link:
-            slots = [
-                {
-                    "state": torch.empty(3, n_link, dtype=state_dtype, device=device),
-                    "grad": torch.empty(n_link, dtype=state_dtype, device=device),
-                    "free": None,
-                }
-                for _ in range(ring)
-            ]
-            turn = [0]
-            def link(u):
-                slot = slots[turn[0] % ring]
-                turn[0] += 1
-                _link_unit(u, self.streams, slot)
-            starters.append(("link", link, 0))
+        largest = max((u.n for u in units if u.place == "link"), default=0)
+        if largest: starters.append(("link", self._link(largest, ring, state_dtype), 0))
         ready, before = threading.Barrier(len(starters) + 1), torch.get_num_threads()
-        self.threads = [
-            threading.Thread(
-                target=_serve,
-                args=(self, self.queues[place], update, ready, k),
-                daemon=True,
-                name=f"bmlab-adamw-{place}",
-            )
-            for place, update, k in starters
-        ]
+        self.threads = []
+        for place, update, k in starters:
+            args = self, self.queues[place], update, ready, k
+            self.threads.append(threading.Thread(target=_serve, args=args, daemon=True, name=f"bmlab-adamw-{place}"))
         for t in self.threads: t.start()
         ready.wait()
         torch.set_num_threads(before)  # (set_num_threads is per thread, but its last value is what new threads get)
 
-    def submit(self, unit, steps, hyper, look=False):
-        "Take a unit's gradients, look at them if they have not been looked at, and queue it; the call returns at once"
-        self.wait(unit)
-        unit.take(steps)
-        unit.hyper, unit.found, unit.stop = hyper, None, None
-        unit.sizes, unit.looked = None, False
-        if not unit.given: return
-        if look:
-            unit.look()
-            unit.stop = unit.found if not self.streams.cuda else torch.empty((), pin_memory=True)
-        ready = self.streams.mark()
-        if unit.place == "cpu":
-            with self.streams.on("d2h", ready):
-                unit.gather(unit.grads)
-                if look: unit.stop.copy_(unit.found, non_blocking=True)
-                unit.ready = self.streams.mark(blocking=True)
-        else: unit.ready = ready
-        # the allocator keeps the gradients until the side streams have read them
-        if self.streams.cuda:
-            side = self.streams.streams["d2h" if unit.place == "cpu" else "update"]
-            for _, grad in unit.given: grad.record_stream(side)
-            if look: unit.found.record_stream(side)
-        if unit.place == "cpu": unit.given = [(piece, None) for piece, _ in unit.given]
-        unit.error, unit.pending = None, True
-        unit.done.clear()
-        self.queues[unit.place].put(unit)
+    def _link(self, n, ring, dtype):
+        "The update of lane link, with a ring of buffers for units of up to n elements"
+        new = lambda *shape: torch.empty(*shape, dtype=dtype, device=self.streams.device)
+        slots, turn = [{"state": new(3, n), "grad": new(n), "free": None} for _ in range(ring)], [0]
+        def link(u):
+            slot = slots[turn[0] % ring]
+            turn[0] += 1
+            _link_unit(u, self.streams, slot)
+        return link
 
     def wait(self, unit, host=False):
         "Make the current stream (or the host too) wait for a unit's new weights"
         if not unit.pending: return
         unit.done.wait()
         if unit.error is not None:
-            raise RuntimeError(
-                f"the optimizer's lane {unit.place!r} failed: {unit.error}; its state is half updated: load a "
-                "checkpoint into a new optimizer"
-            ) from unit.error
+            failed = f"the optimizer's lane {unit.place!r} failed: {unit.error}; its state is half updated"
+            raise RuntimeError(f"{failed}: load a checkpoint into a new optimizer") from unit.error
         unit.pending = False
         if unit.event is not None:
             torch.cuda.current_stream().wait_event(unit.event)
@@ -409,8 +357,37 @@ class _Lanes:
         for t in self.threads:
             if t is not self.current(): t.join(30)
 
+# %% ../../nbs/10_train/07_offload.ipynb #1f25168f
+@patch
+def submit(self:_Lanes, unit, steps, hyper, look=False):
+    "Take a unit's gradients, look at them if they have not been looked at, and queue it; the call returns at once"
+    self.wait(unit)
+    unit.take(steps)
+    unit.hyper, unit.found, unit.stop = hyper, None, None
+    unit.sizes, unit.looked = None, False
+    if not unit.given: return
+    if look:
+        unit.look()
+        unit.stop = unit.found if not self.streams.cuda else torch.empty((), pin_memory=True)
+    ready = self.streams.mark()
+    if unit.place == "cpu":
+        with self.streams.on("d2h", ready):
+            unit.gather(unit.grads)
+            if look: unit.stop.copy_(unit.found, non_blocking=True)
+            unit.ready = self.streams.mark(blocking=True)
+    else: unit.ready = ready
+    if self.streams.cuda:           # the allocator keeps the gradients until the side streams have read them
+        side = self.streams.streams["d2h" if unit.place == "cpu" else "update"]
+        for _, grad in unit.given: grad.record_stream(side)
+        if look: unit.found.record_stream(side)
+    if unit.place == "cpu": unit.given = [(piece, None) for piece, _ in unit.given]
+    unit.error, unit.pending = None, True
+    unit.done.clear()
+    self.queues[unit.place].put(unit)
+
 # %% ../../nbs/10_train/07_offload.ipynb #ad6fef70
 def _check(lr, betas, eps, weight_decay, offload, master, overlap, link):
+    "Raise for numbers and choices that are none"
     if not lr >= 0: raise ValueError(f"lr={lr}: a learning rate of 0 or more is needed")
     if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
         raise ValueError(f"betas={betas}: two numbers in [0, 1) are needed")
@@ -424,30 +401,22 @@ def _check(lr, betas, eps, weight_decay, offload, master, overlap, link):
     if overlap not in ("forward", "backward"): raise ValueError(f"overlap={overlap!r}: 'forward' or 'backward'")
     if not (link == "auto" or share(link)): raise ValueError(f"link={link!r}: 'auto' or a share from 0 to 1")
 
-class _Named:
-    "Parameters in forward order, and the block that each belongs to"
-    def __init__(self, model, groups):
-        chosen = {p: i for i, g in enumerate(groups) for p in g["params"]}
-        self.model, self.blocks, block_of = unwrap(model) if model is not None else None, [], {}
-        if model is not None:
-            with contextlib.suppress(LookupError): self.blocks = list(find_blocks(self.model).values())
-            for i, b in enumerate(self.blocks):
-                for p in b.parameters(): block_of.setdefault(p, i)
-            inside = [p for p in self.model.parameters() if p in chosen]
-            order = inside + [p for p in chosen if p not in set(inside)]
-        else: order = list(chosen)
-        last = (
-            max((n for n, p in enumerate(order) if p in block_of), default=len(order))
-            if not any(isinstance(p, DTensor) for p in order)
-            else len(order)
-        )
-        self.rows = [(chosen[p], p, block_of.get(p, -1 if n < last else len(self.blocks))) for n, p in enumerate(order)]
-        # (stable: what stands between two stacks is needed at the root)
-        self.rows.sort(key=lambda r: r[2])
+def _check_parameters(params, master):
+    "Raise for parameters that torch's kernel does not update"
+    for p in params:
+        if not p.is_floating_point():
+            use = "AdamW takes real numbers: use its view as such (torch.view_as_real)"
+            raise ValueError(f"a parameter of shape {tuple(p.shape)} is {p.dtype}; {use}")
+        if not (p.to_local() if isinstance(p, DTensor) else p).is_contiguous():
+            why = "is not contiguous, in channels_last perhaps; call .contiguous() on it first"
+            raise ValueError(f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} {why}")
+    kinds = sorted({str(p.dtype) for p in params})
+    if master is None and len(kinds) > 1:
+        raise ValueError(f"master=None with weights of several dtypes, {kinds}; use master='fp32'")
 
 # %% ../../nbs/10_train/07_offload.ipynb #53719758
-class _Settings(torch.optim.Optimizer):
-    "What the user chose"
+class AdamW(torch.optim.Optimizer):
+    "AdamW with fp32 masters, a share of its state on the host (Loshchilov & Hutter 2019; Ren et al. 2021)."
     def __init__(self,
         params:nn.Module|Iterable,      # a model (its tunable parameters), parameters, or groups of them
         lr:float=1e-3,                  # learning rate, ≥ 0
@@ -462,8 +431,7 @@ class _Settings(torch.optim.Optimizer):
                                         # gradient on, no clipping
         link:float|str="auto",          # share of the host's part that the GPU updates over the link
         memory_limit:int|str|None=None, # of the GPU, for "auto"; None: all of it
-        workers:int|None=None,          # threads of lane "cpu", which share this rank's cores; None: 2, or 1 on few
-                                        # cores
+        workers:int|None=None,          # threads of lane "cpu", sharing this rank's cores; None: 2, or 1 on few cores
         chunk:int=1 << 22,              # elements that such a thread updates at once: they stay in the cache
         unit:int=1 << 23,               # elements of a task
     ):
@@ -471,79 +439,34 @@ class _Settings(torch.optim.Optimizer):
         model = params if isinstance(params, nn.Module) else None
         chosen = [p for p in model.parameters() if p.requires_grad] if model is not None else params
         if model is not None and not chosen:
-            raise ValueError(
-                f"{type(model).__name__} has no tunable parameter (requires_grad); unfreeze something first"
-            )
+            kind = type(model).__name__
+            raise ValueError(f"{kind} has no tunable parameter (requires_grad); unfreeze something first")
         super().__init__(chosen, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         everything = [p for g in self.param_groups for p in g["params"]]
-        for p in everything:
-            if not p.is_floating_point():
-                raise ValueError(
-                    f"a parameter of shape {tuple(p.shape)} is {p.dtype}; AdamW takes real numbers: use its view as "
-                    "such (torch.view_as_real)"
-                )
-            if not (p.to_local() if isinstance(p, DTensor) else p).is_contiguous():
-                raise ValueError(
-                    f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} is not contiguous, in "
-                    "channels_last perhaps; call .contiguous() on it first"
-                )
+        _check_parameters(everything, master)
         if overlap == "backward" and isinstance(params, DistributedDataParallel):
-            raise ValueError(
-                "overlap='backward' uses gradients before DistributedDataParallel has reduced them; use shard(model), "
-                "or overlap='forward'"
-            )
-        if master is None and len({p.dtype for p in everything}) > 1:
-            raise ValueError(
-                f"master=None with weights of several dtypes, {sorted({str(p.dtype) for p in everything})}; use "
-                "master='fp32'"
-            )
-        self.model, self.offload, self.overlap, self.link, self.memory_limit = (
-            model,
-            0.0 if offload is None else offload,
-            overlap,
-            link,
-            memory_limit,
-        )
-        self.state_dtype = (
-            everything[0].dtype
-            if master is None
-            else torch.float64
-            if torch.float64 in {p.dtype for p in everything}
-            else torch.float32
-        )
+            why = "uses gradients before DistributedDataParallel has reduced them"
+            raise ValueError(f"overlap='backward' {why}; use shard(model), or overlap='forward'")
+        kinds = {p.dtype for p in everything}
+        self.state_dtype = torch.float64 if torch.float64 in kinds else torch.float32
+        if master is None: self.state_dtype = everything[0].dtype
+        self.model, self.offload = model, 0.0 if offload is None else offload
+        self.overlap, self.link, self.memory_limit = overlap, link, memory_limit
         self.workers, self.chunk, self.unit = workers, chunk, unit
         # what recomputes is planned with it
         if model is not None and hasattr(unwrap(model), "sharding"): unwrap(model).sharding.offload = self.offload
-        (
-            self.units,
-            self.lanes,
-            self.share,
-            self._host,
-            self._steps,
-            self._units_of,
-            self._early,
-            self._slabs,
-            self._meshes,
-        ) = None, None, None, [], {}, {}, [], [], {}
+        self.units, self.lanes, self.share = None, None, None              # made at the first step
+        self._host, self._slabs, self._early = [], [], []
+        self._steps, self._units_of, self._meshes = {}, {}, {}
         self._divisor, self._armed, self._numbers = 1.0, overlap == "backward", None
         # the peak of the first step is to be its own
         if offload == "auto" and torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
 
-# %% ../../nbs/10_train/07_offload.ipynb #67200326
-class _Numbered(_Settings):
-    "The numbers of a step"
-    def _hypers(self):
-        "The numbers of each group, as they are now"
-        return [
-            Hyper(
-                lr=float(g["lr"]),
-                betas=tuple(map(float, g["betas"])),
-                eps=float(g["eps"]),
-                weight_decay=float(g["weight_decay"]),
-                divisor=float(self._divisor),
-            )
-            for g in self.param_groups
-        ]
+    def add_param_group(self, group):
+        "As in torch, before the first step."
+        if getattr(self, "units", None) is not None:
+            raise RuntimeError("parameter groups can be added before the first step only: the state has been laid out")
+        super().add_param_group(group)
 
     @property
     def grad_divisor(self):
@@ -559,131 +482,148 @@ class _Numbered(_Settings):
             )
         self._divisor = value
 
+    @property
+    def trace(self):
+        "None, or a list (set it to one) to which lanes append (start, stop, what), seconds of `time.perf_counter`."
+        return self.lanes.trace if self.lanes is not None else None
+
+    @trace.setter
+    def trace(self, rows):
+        self._build()
+        if self.lanes is not None: self.lanes.trace = rows
+
+# %% ../../nbs/10_train/07_offload.ipynb #6a18c4ea
+class _Named:
+    "Parameters in forward order, and the block that each belongs to"
+    def __init__(self, model, groups):
+        chosen = {p: i for i, g in enumerate(groups) for p in g["params"]}
+        self.model, self.blocks, block_of = unwrap(model) if model is not None else None, [], {}
+        order = list(chosen)
+        if model is not None:
+            with contextlib.suppress(LookupError): self.blocks = list(find_blocks(self.model).values())
+            for i, b in enumerate(self.blocks):
+                for p in b.parameters(): block_of.setdefault(p, i)
+            inside = [p for p in self.model.parameters() if p in chosen]
+            order = inside + [p for p in chosen if p not in set(inside)]
+        last = len(order)                        # from here on parameters belong behind the last block
+        if not any(isinstance(p, DTensor) for p in order):
+            last = max((n for n, p in enumerate(order) if p in block_of), default=last)
+        outside = lambda n: -1 if n < last else len(self.blocks)
+        self.rows = [(chosen[p], p, block_of.get(p, outside(n))) for n, p in enumerate(order)]
+        self.rows.sort(key=lambda r: r[2])       # (stable: what stands between two stacks is needed at the root)
+
 # %% ../../nbs/10_train/07_offload.ipynb #70953059
 def _cores():
     "Cores for this rank"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
-def _as_state(view, p, meshes):
-    "A part of a slab as the state of a parameter: of its shape, and a DTensor where it is one"
-    if not isinstance(p, DTensor): return view.view(p.shape)
-    mesh = p.device_mesh if view.device.type == p.device_mesh.device_type else meshes[p.device_mesh]
-    return DTensor.from_local(
-        view.view(p.to_local().shape), mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
-
 def _room(device, limit):
-    "Bytes of GPU memory that the forward and backward before left free: 5 % are for fragments, 1 GiB for buffers and workspaces"
+    "Bytes that the forward and backward before left free on a GPU; 5 % are for fragments, 1 GiB for buffers"
     free, total = torch.cuda.mem_get_info(device)
     limit = free + torch.cuda.memory_reserved(device) if limit is None else parse_bytes(limit)
     return 0.95 * limit - torch.cuda.max_memory_allocated(device) - (1 << 30)
 
-class _Slabs(_Numbered):
-    "Memory for the state"
-    # such weights beside their state are their own masters
-    def _wide(self, p): return p.dtype == self.state_dtype
+@patch
+def _wide(self:AdamW, p): return p.dtype == self.state_dtype   # such weights beside their state are their own masters
 
-    def _auto_share(self, params):
-        "The share of the state that does not fit on the GPU"
-        if self.device.type != "cuda": return 0.0
-        need = (
-            sum(_local(p).numel() * (2 + (not self._wide(p))) for p in params) * torch.finfo(self.state_dtype).bits // 8
-        )
-        room = _room(self.device, self.memory_limit)
-        # asked before a first step, by a resume: gradients as large as the weights, activations a fifth of what is left
-        if all(p.grad is None for p in params):
-            room = 0.8 * (room - sum(_local(p).nbytes for p in params))
-        share = torch.tensor(min(1.0, max(0.0, 1 - room / need)), device=self.device)
-        if any(isinstance(p, DTensor) for p in params): dist.all_reduce(share, dist.ReduceOp.MAX)
-        return float(share)
+@patch
+def _auto_share(self:AdamW, params):
+    "The share of the state that does not fit on the GPU"
+    if self.device.type != "cuda": return 0.0
+    numbers = sum(_local(p).numel() * (2 + (not self._wide(p))) for p in params)
+    need, room = numbers * torch.finfo(self.state_dtype).bits // 8, _room(self.device, self.memory_limit)
+    # asked before a first step, by a resume: gradients as large as the weights, activations a fifth of what is left
+    if all(p.grad is None for p in params): room = 0.8 * (room - sum(_local(p).nbytes for p in params))
+    share = torch.tensor(min(1.0, max(0.0, 1 - room / need)), device=self.device)
+    if any(isinstance(p, DTensor) for p in params): dist.all_reduce(share, dist.ReduceOp.MAX)
+    return float(share)
 
-    def _allocate(self, where, where_of):
-        "The slabs of one place, cut into its units' and its parameters' parts"
-        units, host = [u for u in self.units if u.place == where], where != "gpu"
-        params = [p for p, w in where_of.items() if w == where]
-        new = (
-            (lambda n, dtype=self.state_dtype, pinned=where == "link": _slab(n, dtype, pinned))
-            if host
-            else (lambda n: torch.zeros(n, dtype=self.state_dtype, device=self.device))
-        )
-        slabs = {
-            "exp_avg": new(sum(u.n for u in units)),
-            "exp_avg_sq": new(sum(u.n for u in units)),
-            "master": new(sum(u.n for u in units if host or u.dtype != self.state_dtype)),
-        }
-        at = dict.fromkeys(slabs, 0)
-        def cut(kind, n):
-            at[kind] += n
-            return slabs[kind][at[kind] - n:at[kind]]
-        for u in units:
-            u.state = (
-                cut("master", u.n) if host or u.dtype != self.state_dtype else None,
-                cut("exp_avg", u.n),
-                cut("exp_avg_sq", u.n),
-            )
-        at = dict.fromkeys(slabs, 0)
-        for p in params:
-            n = _local(p).numel()
-            parts = {kind: cut(kind, n) for kind in slabs if kind != "master" or host or not self._wide(p)}
-            self.state[p] = {"step": torch.zeros(())} | {
-                kind: _as_state(t, p, self._meshes)
-                for kind, t in parts.items()
-                if kind != "master" or not self._wide(p)
-            }
-        self._slabs += slabs.values()                                  # page-locked as long as they live
-        for dtype in {u.dtype for u in units} if where == "cpu" else ():
-            for name in ("grads", "weights"):
-                slab, n = new(sum(u.n for u in units if u.dtype == dtype), dtype, True), 0
-                for u in units:
-                    if u.dtype == dtype:
-                        setattr(u, name, slab[n:n + u.n])
-                        n += u.n
-                self._slabs.append(slab)
+# %% ../../nbs/10_train/07_offload.ipynb #f8119403
+def _as_state(view, p, meshes):
+    "A part of a slab as the state of a parameter: of its shape, and a DTensor where it is one"
+    if not isinstance(p, DTensor): return view.view(p.shape)
+    mesh = p.device_mesh if view.device.type == p.device_mesh.device_type else meshes[p.device_mesh]
+    local, layout = view.view(p.to_local().shape), dict(run_check=False, shape=p.shape, stride=p.stride())
+    return DTensor.from_local(local, mesh, p.placements, **layout)
+
+def _cutter(slabs):
+    "cut(kind, n): the next n elements of a slab"
+    at = dict.fromkeys(slabs, 0)
+    def cut(kind, n):
+        at[kind] += n
+        return slabs[kind][at[kind] - n:at[kind]]
+    return cut
+
+@patch
+def _allocate(self:AdamW, where, where_of):
+    "The slabs of one place, cut into its units' and its parameters' parts"
+    units, host = [u for u in self.units if u.place == where], where != "gpu"
+    params = [p for p, w in where_of.items() if w == where]
+    def new(n, dtype=self.state_dtype, pinned=where == "link"):
+        return _slab(n, dtype, pinned) if host else torch.zeros(n, dtype=dtype, device=self.device)
+    everything, mastered = sum(u.n for u in units), lambda u: host or u.dtype != self.state_dtype
+    slabs = {
+        "exp_avg": new(everything), "exp_avg_sq": new(everything), "master": new(sum(u.n for u in units if mastered(u)))
+    }
+    cut = _cutter(slabs)
+    for u in units: u.state = cut("master", u.n) if mastered(u) else None, cut("exp_avg", u.n), cut("exp_avg_sq", u.n)
+    cut = _cutter(slabs)
+    for p in params:
+        parts = {kind: cut(kind, _local(p).numel()) for kind in slabs if kind != "master" or host or not self._wide(p)}
+        if self._wide(p): parts.pop("master", None)                # (it has one, which is not shown)
+        self.state[p] = {"step": torch.zeros(())} | {k: _as_state(t, p, self._meshes) for k, t in parts.items()}
+    self._slabs += slabs.values()                                  # page-locked as long as they live
+    for dtype in {u.dtype for u in units} if where == "cpu" else ():
+        self._stage([u for u in units if u.dtype == dtype], new)
+
+@patch
+def _stage(self:AdamW, units, new):
+    "Memory through which gradients and weights of one dtype travel"
+    for name in ("grads", "weights"):
+        slab = new(sum(u.n for u in units), units[0].dtype, True)
+        cut = _cutter({name: slab})
+        for u in units: setattr(u, name, cut(name, u.n))
+        self._slabs.append(slab)
 
 # %% ../../nbs/10_train/07_offload.ipynb #6b6c5007
-class _Placed(_Slabs):
-    "What lives where, decided once"
-    def _build(self):
-        "Decide what lives where and make the state, once"
-        if self.units is not None: return
-        for m in self.model.modules() if self.model is not None else ():
-            # its modules name the shards then, not the whole weights
-            if isinstance(m, FSDPModule): m.reshard()
-        named = _Named(self.model, self.param_groups)
-        params = [p for _, p, _ in named.rows]
-        self.device = _local(params[0]).device
-        self.share = self._auto_share(params) if self.offload == "auto" else float(self.offload)
-        # (beside each other: cores 2.5, link 3 G parameters a second on an H200 with 16 cores)
-        link = self.link if self.link != "auto" else 0.6 if self.device.type == "cuda" else 0.0
-        places = place([p.numel() for p in params], self.share, link)  # (whole sizes: all ranks decide alike)
-        if self.share > 0:
-            self._meshes = {
-                m: DeviceMesh("cpu", m.mesh)
-                for m in dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor))
-                if m.device_type != "cpu"
-            }
-        self.units = _units([(g, p, where, block) for (g, p, block), where in zip(named.rows, places)], self.unit)
-        where_of = dict(zip(params, places))
-        for where in dict.fromkeys(places): self._allocate(where, where_of)
-        self._steps, writes = dict.fromkeys(params, 0), dict.fromkeys(params, 0)
-        for u in self.units: u.writes = writes
-        self.reset_masters()
-        self._host = [u for u in self.units if u.place != "gpu"]
+@patch
+def _build(self:AdamW):
+    "Decide what lives where and make the state, once"
+    if self.units is not None: return
+    for m in self.model.modules() if self.model is not None else ():
+        if isinstance(m, FSDPModule): m.reshard()                  # its modules name the shards then, not whole weights
+    named = _Named(self.model, self.param_groups)
+    params = [p for _, p, _ in named.rows]
+    self.device = _local(params[0]).device
+    self.share = self._auto_share(params) if self.offload == "auto" else float(self.offload)
+    # (beside each other: cores 2.5, link 3 G parameters a second on an H200 with 16 cores)
+    auto = 0.6 if self.device.type == "cuda" else 0.0
+    places = place([p.numel() for p in params], self.share, auto if self.link == "auto" else self.link)
+    if self.share > 0:                                             # (whole sizes above: all ranks decide alike)
+        meshes = dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor))
+        self._meshes = {m: DeviceMesh("cpu", m.mesh) for m in meshes if m.device_type != "cpu"}
+    self.units = _units([(g, p, where, block) for (g, p, block), where in zip(named.rows, places)], self.unit)
+    where_of = dict(zip(params, places))
+    for where in dict.fromkeys(places): self._allocate(where, where_of)
+    self._steps, writes = dict.fromkeys(params, 0), dict.fromkeys(params, 0)
+    for u in self.units: u.writes = writes
+    self.reset_masters()
+    self._host = [u for u in self.units if u.place != "gpu"]
+    if self._host:
         workers = self.workers or min(2, max(1, _cores() // 4))
-        if self._host:
-            self.lanes = _Lanes(
-                self._host, self.device, workers, max(1, (_cores() - 2) // workers), self.chunk, 4, self.state_dtype
-            )  # two cores for the model's own threads
-        self._finalizer = weakref.finalize(self, _end, self.lanes, _watch(self, named))
+        threads = max(1, (_cores() - 2) // workers)                # two cores for the model's own threads
+        self.lanes = _Lanes(self._host, self.device, workers, threads, self.chunk, 4, self.state_dtype)
+    self._finalizer = weakref.finalize(self, _end, self.lanes, _watch(self, named))
 
-    @torch.no_grad()
-    def reset_masters(self):
-        "Take the model's weights as they are now for masters: to be called after writes in place through `.data`, which torch does not count; `flush` first."
-        for u in self.units or []:
-            if u.state[0] is not None:
-                for p, start, n, at in u.pieces: u.state[0][at:at + n].copy_(_local(p)[start:start + n])
-                u.refresh()
+@patch
+@torch.no_grad()
+def reset_masters(self:AdamW):
+    "Take the weights as they are for masters: after writes through `.data`, which torch does not count; `flush` first."
+    for u in self.units or []:
+        if u.state[0] is not None:
+            for p, start, n, at in u.pieces: u.state[0][at:at + n].copy_(_local(p)[start:start + n])
+            u.refresh()
 
 # %% ../../nbs/10_train/07_offload.ipynb #4d41d504
 class _Hook:
@@ -693,42 +633,42 @@ class _Hook:
     def __deepcopy__(self, memo): return _Hook()
     def __reduce__(self): return _Hook, ()
 
-class _Gate(_Hook):
-    "Waits for the weights that a module is about to use"
+def _gate(lanes, units, sharded):
+    "A hook that waits for the weights that a module is about to use"
     @torch.compiler.disable
-    def __call__(self, *_):
-        # (in backward a block that recomputes has its weights)
-        if self.call is None or torch._C._current_graph_task_id() != -1: return
-        for u in self.call.units:
-            # FSDP gathers on streams of its own: there the host waits
-            if u.pending: self.call.lanes.wait(u, host=self.call.sharded)
-
-@dataclass(slots=True)
-class _Awaited:
-    lanes:object
-    units:list
-    sharded:bool
+    def wait(*_):
+        if torch._C._current_graph_task_id() != -1: return     # (in backward a block that recomputes has its weights)
+        for u in units:
+            if u.pending: lanes.wait(u, host=sharded)              # FSDP gathers on streams of its own: the host waits
+    return _Hook(wait)
 
 def _callable(module):
     "The module, or where it is only a container what it holds"
     if type(module).forward is not nn.Module.forward: return [module]
     return [m for c in module.children() for m in _callable(c)]
 
-def _readers(model, blocks):
-    "{parameter: modules before whose forward it must be up to date}; with FSDP2 those that gather it, ahead of time too"
-    out, inside = {}, {m for b in blocks for m in b.modules()}
+def _fsdp_readers(model):
+    "{parameter: the FSDP2 modules that gather it, ahead of time too}"
+    out = {}
     for m in model.modules():
         if not isinstance(m, FSDPModule): continue
         for s in ((own := m._get_fsdp_state()), *own._states_to_forward_prefetch):
-            for group in getattr(s, "_fsdp_param_groups", None) or [g for g in [getattr(s, "_fsdp_param_group", None)] if g is not None]:   # (torch 2.11 has at most one)
-                for p in group.fsdp_params: out.setdefault(p.sharded_param, []).append(m)
-    if out: return out
+            # (torch 2.11 has at most one)
+            groups = getattr(s, "_fsdp_param_groups", None) or [getattr(s, "_fsdp_param_group", None)]
+            for p in (p for group in groups if group is not None for p in group.fsdp_params):
+                out.setdefault(p.sharded_param, []).append(m)
+    return out
+
+def _readers(model, blocks):
+    "{parameter: modules before whose forward it must be up to date}"
+    if out := _fsdp_readers(model): return out
+    inside = {m for b in blocks for m in b.modules()}
     for b in blocks:
         for p in b.parameters(): out.setdefault(p, []).extend(_callable(b))
     for m in model.modules():
-        if m not in inside:
-            for p in m._parameters.values():
-                if p is not None: out.setdefault(p, []).extend([model, m])
+        if m in inside: continue
+        for p in m._parameters.values():
+            if p is not None: out.setdefault(p, []).extend([model, m])
     return out
 
 # %% ../../nbs/10_train/07_offload.ipynb #5915d178
@@ -744,12 +684,12 @@ def _watch(opt, named):
         if not sharded and blocks and u.block == len(blocks):
             at = dict.fromkeys([*_callable(blocks[-1]), *(m for m in at if m is not model)])
         for m in at if model is not None else (): by_block.setdefault(m, []).append(u)
-        for p in dict.fromkeys(piece[0] for piece in u.pieces):
+        for p in params:
             opt._units_of.setdefault(p, []).append(u)
             u.missing += 1
     if model is not None:
         for m, units in by_block.items():
-            handles.append(m.register_forward_pre_hook(_Gate(_Awaited(opt.lanes, units, sharded)), prepend=True))
+            handles.append(m.register_forward_pre_hook(_gate(opt.lanes, units, sharded), prepend=True))
         used = sys.modules.get("torch._dynamo")
         # compiled code does not see hooks made after it; blocks that shard compiles have them outside
         if by_block and used and used.utils.counters["frames"] and not hasattr(model, "sharding"): used.reset()
@@ -765,18 +705,32 @@ def _end(lanes, handles):
         for stream in getattr(lanes.streams, "streams", {}).values(): stream.synchronize()
     for h in handles: h.remove()
 
+# %% ../../nbs/10_train/07_offload.ipynb #7e39724a
+@patch(as_prop=True)
+def table(self:AdamW):
+    "Where the state lies: a row a place."
+    self._build()
+    rows, width = [], torch.finfo(self.state_dtype).bits // 8
+    for where in PLACES:
+        units = [u for u in self.units if u.place == where]
+        state = sum(sum(t is not None for t in u.state) * u.n * width for u in units)
+        rows.append({
+            "place": where, "parameters": sum(u.n for u in units), "state": format_bytes(state), "units": len(units)
+        })
+    return pd.DataFrame(rows)
+
 # %% ../../nbs/10_train/07_offload.ipynb #fc5ad451
 def _resident(units, steps, hypers):
     "Update units whose state lies beside their weights"
-    # (group, step number) → parameters, gradients, moments: one launch for many
-    lists = {}
+    lists = {}       # (group, step number) → parameters, gradients, moments: one launch for many
     for unit in units:
         unit.take(steps)
         master, m, v = unit.state
         if master is None:
             for (p, start, n, at), grad in unit.given:
-                for column, t in zip(lists.setdefault((unit.group, steps[p] + 1), ([], [], [], [])), (_local(p)[start:start + n], grad, m[at:at + n], v[at:at + n])):
-                    column.append(t)
+                columns = lists.setdefault((unit.group, steps[p] + 1), ([], [], [], []))
+                tensors = _local(p)[start:start + n], grad, m[at:at + n], v[at:at + n]
+                for column, t in zip(columns, tensors): column.append(t)
         else:
             flat = torch.empty_like(m)
             unit.gather(flat)
@@ -787,193 +741,169 @@ def _resident(units, steps, hypers):
     for (group, step), columns in lists.items(): adamw_(*columns, step, hypers[group])
 
 # %% ../../nbs/10_train/07_offload.ipynb #d5c3e2b1
-class _Running(_Placed):
-    "Steps"
-    @torch.no_grad()
-    def step(self,
-        closure:Callable|None=None, # computes the loss anew, as for any torch optimizer
-    )->Tensor|None:                 # what the closure returned
-        "Start one update; a forward, `flush`, or reading the model's state waits for what it needs."
-        with torch.enable_grad(): loss = closure() if closure is not None else None
-        self._build()
-        if self.device.type != "cuda": self._ask(self._early)        # (there the host would wait: it asks a step later)
-        hypers, early = self._hypers(), set(self._early)
-        if early and self._numbers != hypers:
-            raise RuntimeError(
-                "lr or another number changed between backward and step, but overlap='backward' has used the old one"
-            )
-        given = [p for p in self._steps if p.grad is not None or early.intersection(self._units_of.get(p, ()))]
-        for q in self.lanes.queues.values() if self.lanes else (): q.forward = True
-        for u in self._host:
-            if u not in early: self.lanes.submit(u, self._steps, hypers[u.group])
-            u.missing = len({id(piece[0]) for piece in u.pieces})
-        _resident([u for u in self.units if u.place == "gpu"], self._steps, hypers)
-        for p in given:
-            self._steps[p] += 1
-            self.state[p]["step"].fill_(self._steps[p])
-        self._early, self._numbers, self._divisor = [], None, 1.0
-        # no hooks: whoever reads the weights next must find them
-        if self.model is None: self.flush()
-        return loss
+@patch
+def _hypers(self:AdamW):
+    "The numbers of each group, as they are now"
+    number = lambda g: dict(lr=float(g["lr"]), eps=float(g["eps"]), weight_decay=float(g["weight_decay"]))
+    divisor = float(self._divisor)
+    return [Hyper(**number(g), betas=tuple(map(float, g["betas"])), divisor=divisor) for g in self.param_groups]
 
-    @torch.no_grad()
-    def _arrived(self, p):
-        "A gradient is complete: units that have all of theirs start, and let go of the gradients"
-        if not self._armed: return
-        if not self._early:
-            self._numbers = self._hypers()
-            for q in self.lanes.queues.values(): q.forward = False
-        for u in self._units_of[p]:
-            u.missing -= 1
-            if u.missing < 0:
-                raise RuntimeError(
-                    "a gradient arrived twice in a step, but overlap='backward' has used the first; call backward "
-                    "through OptimManager(final=False) on all but the last micro-batch, or use overlap='forward'"
-                )
-            if u.missing: continue
-            self._ask([u])
-            self.lanes.submit(u, self._steps, self._numbers[u.group], look=True)
-            self._early.append(u)
-            for q in dict.fromkeys(piece[0] for piece in u.pieces):
-                if all(v.missing == 0 for v in self._units_of[q]): q.grad = None
+@patch
+@torch.no_grad()
+def step(self:AdamW,
+    closure:Callable|None=None, # computes the loss anew, as for any torch optimizer
+)->Tensor|None:                 # what the closure returned
+    "Start one update; a forward, `flush`, or reading the model's state waits for what it needs."
+    with torch.enable_grad(): loss = closure() if closure is not None else None
+    self._build()
+    if self.device.type != "cuda": self._ask(self._early)        # (there the host would wait: it asks a step later)
+    hypers, early = self._hypers(), set(self._early)
+    if early and self._numbers != hypers:
+        changed = "lr or another number changed between backward and step"
+        raise RuntimeError(f"{changed}, but overlap='backward' has used the old one")
+    given = [p for p in self._steps if p.grad is not None or early.intersection(self._units_of.get(p, ()))]
+    for q in self.lanes.queues.values() if self.lanes else (): q.forward = True
+    for u in self._host:
+        if u not in early: self.lanes.submit(u, self._steps, hypers[u.group])
+        u.missing = len({id(piece[0]) for piece in u.pieces})
+    _resident([u for u in self.units if u.place == "gpu"], self._steps, hypers)
+    for p in given:
+        self._steps[p] += 1
+        self.state[p]["step"].fill_(self._steps[p])
+    self._early, self._numbers, self._divisor = [], None, 1.0
+    if self.model is None: self.flush()                    # no hooks: whoever reads the weights next must find them
+    return loss
 
-    def _ask(self, units, wait=False):
-        "Raise where gradients were used as they arrived and were not finite: once, and without making the host wait"
-        for u in units:
-            event = u.ready if u.place == "cpu" else u.back           # then the host of a GPU has the answer
-            if not u.looked or not (wait or self.device.type != "cuda" or u.done.is_set() and event.query()): continue
-            u.looked = False
-            if not u.stop.item(): continue
-            names = {p: n for n, p in self.model.named_parameters()} if self.model is not None else {}
-            of = ", ".join(dict.fromkeys(names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in u.bad()))
-            raise FloatingPointError(
-                f"overlap='backward': the gradient of {of} is not finite. Its block was left as it was, "
-                "but others of the step are updated: load a checkpoint. With overlap='forward' a step "
-                "can be left out"
-            )
+# %% ../../nbs/10_train/07_offload.ipynb #636854e7
+@patch
+def flush(self:AdamW):
+    "Wait until every weight and every state is up to date."
+    for u in self._host:
+        self.lanes.wait(u, host=True)
+        if u.back is not None: u.back.synchronize()
+    self._ask(self._host, wait=True)
+
+@patch
+def _ask(self:AdamW, units, wait=False):
+    "Raise where gradients were used as they arrived and were not finite: once, and without making the host wait"
+    for u in units:
+        event = u.ready if u.place == "cpu" else u.back           # then the host of a GPU has the answer
+        if not u.looked or not (wait or self.device.type != "cuda" or u.done.is_set() and event.query()): continue
+        u.looked = False
+        if not u.stop.item(): continue
+        names = {p: n for n, p in self.model.named_parameters()} if self.model is not None else {}
+        of = ", ".join(dict.fromkeys(names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in u.bad()))
+        raise FloatingPointError(
+            f"overlap='backward': the gradient of {of} is not finite. Its block was left as it was, "
+            "but others of the step are updated: load a checkpoint. With overlap='forward' a step "
+            "can be left out"
+        )
+
+# %% ../../nbs/10_train/07_offload.ipynb #0435c9ca
+@patch
+def _restart(self:AdamW):
+    "Await all gradients anew; those used already count as a step of their parameters"
+    if self._early:
+        _log.warning("overlap='backward' has used some gradients of a step that was given up: its update is half made")
+    for p in {piece[0] for u in self._early for piece in u.pieces}:
+        self._steps[p] += 1
+        self.state[p]["step"].fill_(self._steps[p])
+    for u in self._host: u.missing = len({id(piece[0]) for piece in u.pieces})
+    for u in self._early: u.looked = False                          # (who gives a step up knows)
+    self._early, self._numbers = [], None
+
+@patch
+def zero_grad(self:AdamW,
+    set_to_none:bool=True, # ignored: a lane may still read them, so they are never zeroed in place
+):
+    "Drop all gradients."
+    torch.optim.Optimizer.zero_grad(self, set_to_none=True)
+    self._restart()
+
+@patch
+def discard(self:AdamW):
+    "Forget the gradients of a step that is skipped."
+    self._divisor = 1.0
+    self.zero_grad()
 
 # %% ../../nbs/10_train/07_offload.ipynb #d99dcab2
-class _Told(_Running):
-    "What a loop tells about its steps"
-    def before_backward(self,
-        final:bool=True, # the last micro-batch before `step`?
-    ):
-        "Told by a loop: gradients of this backward are complete only if it is the final one."
-        if self.offload != "auto": self._build()
-        self._armed = final and self.overlap == "backward"
+@patch
+def before_backward(self:AdamW,
+    final:bool=True, # the last micro-batch before `step`?
+):
+    "Told by a loop: gradients of this backward are complete only if it is the final one."
+    if self.offload != "auto": self._build()
+    self._armed = final and self.overlap == "backward"
 
-    def flush(self):
-        "Wait until every weight and every state is up to date."
-        for u in self._host:
-            self.lanes.wait(u, host=True)
-            if u.back is not None: u.back.synchronize()
-        self._ask(self._host, wait=True)
-
-    @property
-    def begun(self)->bool: # never with overlap="forward"
-        "Have gradients been used before `step`?"
-        return bool(self._early)
-
-    @property
-    def arrived(self)->Tensor: # (n,) on the device, finite where all of a gradient is; to be read with the loss
-        "What the gradients that were used before `step` are like."
-        return torch.cat([u.sizes for u in self._early if u.sizes is not None])
-
-    def spoilt(self)->list: # of parameters, as they came; the host waits
-        "Of the gradients that were used before `step`, those that were not finite: their blocks are as they were."
-        return list(dict.fromkeys(p for u in self._early for p in u.bad()))
-
-    def _restart(self):
-        "Await all gradients anew; those used already count as a step of their parameters"
-        if self._early:
-            _log.warning(
-                "overlap='backward' has used some gradients of a step that was given up: its update is half made"
+@patch
+@torch.no_grad()
+def _arrived(self:AdamW, p):
+    "A gradient is complete: units that have all of theirs start, and let go of the gradients"
+    if not self._armed: return
+    if not self._early:
+        self._numbers = self._hypers()
+        for q in self.lanes.queues.values(): q.forward = False
+    for u in self._units_of[p]:
+        u.missing -= 1
+        if u.missing < 0:
+            raise RuntimeError(
+                "a gradient arrived twice in a step, but overlap='backward' has used the first; call backward "
+                "through OptimManager(final=False) on all but the last micro-batch, or use overlap='forward'"
             )
-        for p in {piece[0] for u in self._early for piece in u.pieces}:
-            self._steps[p] += 1
-            self.state[p]["step"].fill_(self._steps[p])
-        for u in self._host: u.missing = len({id(piece[0]) for piece in u.pieces})
-        for u in self._early: u.looked = False                          # (who gives a step up knows)
-        self._early, self._numbers = [], None
+        if u.missing: continue
+        self._ask([u])
+        self.lanes.submit(u, self._steps, self._numbers[u.group], look=True)
+        self._early.append(u)
+        for q in dict.fromkeys(piece[0] for piece in u.pieces):
+            if all(v.missing == 0 for v in self._units_of[q]): q.grad = None
 
-    def discard(self):
-        "Forget the gradients of a step that is skipped."
-        self._divisor = 1.0
-        self.zero_grad()
+@patch(as_prop=True)
+def begun(self:AdamW)->bool: # never with overlap="forward"
+    "Have gradients been used before `step`?"
+    return bool(self._early)
 
-    def zero_grad(self,
-        set_to_none:bool=True, # ignored: a lane may still read them, so they are never zeroed in place
-    ):
-        "Drop all gradients."
-        super().zero_grad(set_to_none=True)
-        self._restart()
+@patch(as_prop=True)
+def arrived(self:AdamW)->Tensor: # (n,) on the device, finite where all of a gradient is; to be read with the loss
+    "What the gradients that were used before `step` are like."
+    return torch.cat([u.sizes for u in self._early if u.sizes is not None])
+
+@patch
+def spoilt(self:AdamW)->list: # of parameters, as they came; the host waits
+    "Of the gradients that were used before `step`, those that were not finite: their blocks are as they were."
+    return list(dict.fromkeys(p for u in self._early for p in u.bad()))
 
 # %% ../../nbs/10_train/07_offload.ipynb #9d9ebc5a
-class AdamW(_Told):
-    "AdamW with fp32 master weights and a chosen share of its state on the host, updated while the model computes (Loshchilov & Hutter 2019; Ren et al. 2021)."
-    def add_param_group(self, group):
-        "As in torch, before the first step."
-        if getattr(self, "units", None) is not None:
-            raise RuntimeError("parameter groups can be added before the first step only: the state has been laid out")
-        super().add_param_group(group)
+@patch
+def state_dict(self:AdamW):
+    "torch's format; tensors are views of the state, on the host or the GPU."
+    self._build()
+    self.flush()
+    for u in self.units: u.refresh()
+    return torch.optim.Optimizer.state_dict(self)
 
-    def state_dict(self):
-        "torch's format; tensors are views of the state, on the host or the GPU."
-        self._build()
-        self.flush()
-        for u in self.units: u.refresh()
-        return super().state_dict()
-
-    @torch.no_grad()
-    def load_state_dict(self,
-        state_dict:dict, # of this class or of torch's AdamW, over the same parameters
-    ):
-        "Take over state and numbers; masters that the file lacks are the model's weights."
-        self._build()
-        self.flush()
-        have, want = [[len(g["params"]) for g in groups] for groups in (state_dict["param_groups"], self.param_groups)]
-        if have != want: raise ValueError(f"the state is of groups with {have} parameters, this optimizer has {want}")
-        for g, saved in zip(self.param_groups, state_dict["param_groups"]):
-            g.update({k: v for k, v in saved.items() if k in self.defaults or k == "initial_lr"})
-        ids, params = (
-            [i for g in groups for i in g["params"]] for groups in (state_dict["param_groups"], self.param_groups)
-        )
-        for i, p in zip(ids, params):
-            saved = state_dict["state"].get(i, {})
-            for k in self.state[p].keys() - {"step"}:
-                if k in saved: _take(self.state[p][k], saved[k])
-                elif k == "master": _local(self.state[p][k]).copy_(_local(p))
-                else: self.state[p][k].zero_()                         # never updated where it was saved
-            self._steps[p] = int(saved.get("step", 0))
-            self.state[p]["step"].fill_(self._steps[p])
-        # masters on the host of weights that are as wide are in no file
-        for u in self.units:
-            for p, start, n, at in u.pieces if u.state[0] is not None else ():
-                if self._wide(p): u.state[0][at:at + n].copy_(_local(p)[start:start + n])
-
-    @property
-    def trace(self):
-        "None, or the list that lanes append (start, stop, what) to, seconds of `time.perf_counter`; set it to a list to record."
-        return self.lanes.trace if self.lanes is not None else None
-    @trace.setter
-    def trace(self, rows):
-        self._build()
-        if self.lanes is not None: self.lanes.trace = rows
-
-    @property
-    def table(self):
-        "Where the state lies: a row a place."
-        self._build()
-        rows = {where: [u for u in self.units if u.place == where] for where in PLACES}
-        width = torch.finfo(self.state_dtype).bits // 8
-        return pd.DataFrame(
-            [
-                {
-                    "place": where,
-                    "parameters": sum(u.n for u in units),
-                    "state": format_bytes(sum(sum(t is not None for t in u.state) * u.n * width for u in units)),
-                    "units": len(units),
-                }
-                for where, units in rows.items()
-            ]
-        )
+@patch
+@torch.no_grad()
+def load_state_dict(self:AdamW,
+    state_dict:dict, # of this class or of torch's AdamW, over the same parameters
+):
+    "Take over state and numbers; masters that the file lacks are the model's weights."
+    self._build()
+    self.flush()
+    theirs = state_dict["param_groups"]
+    have, want = [[len(g["params"]) for g in groups] for groups in (theirs, self.param_groups)]
+    if have != want: raise ValueError(f"the state is of groups with {have} parameters, this optimizer has {want}")
+    for g, saved in zip(self.param_groups, theirs):
+        g.update({k: v for k, v in saved.items() if k in self.defaults or k == "initial_lr"})
+    ids, params = ([i for g in groups for i in g["params"]] for groups in (theirs, self.param_groups))
+    for i, p in zip(ids, params):
+        saved = state_dict["state"].get(i, {})
+        for k in self.state[p].keys() - {"step"}:
+            if k in saved: _take(self.state[p][k], saved[k])
+            elif k == "master": _local(self.state[p][k]).copy_(_local(p))
+            else: self.state[p][k].zero_()                         # never updated where it was saved
+        self._steps[p] = int(saved.get("step", 0))
+        self.state[p]["step"].fill_(self._steps[p])
+    # masters on the host of weights that are as wide are in no file
+    for u in self.units:
+        for p, start, n, at in u.pieces if u.state[0] is not None else ():
+            if self._wide(p): u.state[0][at:at + n].copy_(_local(p)[start:start + n])

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -30,10 +31,8 @@ class Schedule(LRScheduler):
     ):
         if warmup_iter < 0: raise ValueError(f"warmup_iter={warmup_iter}: a number of steps, 0 or more")
         if self.needs_end and (end_iter is None or end_iter <= warmup_iter):
-            raise ValueError(
-                f"end_iter={end_iter}: {type(self).__name__} needs the number of the last step, above "
-                f"warmup_iter={warmup_iter}"
-            )
+            needs = f"{type(self).__name__} needs the number of the last step, above warmup_iter={warmup_iter}"
+            raise ValueError(f"end_iter={end_iter}: {needs}")
         self.start_lr, self.warmup_iter, self.end_iter = start_lr, warmup_iter, end_iter
         super().__init__(optimizer)
         self.step(num_iter)
@@ -54,8 +53,8 @@ class Schedule(LRScheduler):
         if n < 0: raise ValueError(f"num_iter={n}: a step, 0 or more")
         self._step_count, self.last_epoch = getattr(self, "_step_count", 0) + 1, n
         groups = self.optimizer.param_groups
-        # groups added since
-        self.base_lrs += [g.setdefault("initial_lr", g["lr"]) for g in groups[len(self.base_lrs):]]
+        new = groups[len(self.base_lrs):]              # groups that were added since
+        self.base_lrs += [g.setdefault("initial_lr", g["lr"]) for g in new]
         self._last_lr = self.get_lr()
         for group, lr in zip(groups, self._last_lr):
             if isinstance(group["lr"], Tensor): group["lr"].fill_(lr)
@@ -66,11 +65,10 @@ class Schedule(LRScheduler):
     @property
     def current_lr(self): return self._last_lr[0]
     def state_dict(self):
-        return {k: getattr(self, k) for k in ("start_lr", "warmup_iter", "end_iter", "num_iter")} | {
-            "base_lrs": [float(b) for b in self.base_lrs]
-        }
+        numbers = {k: getattr(self, k) for k in ("start_lr", "warmup_iter", "end_iter", "num_iter")}
+        return numbers | {"base_lrs": [float(b) for b in self.base_lrs]}
     def load_state_dict(self, state_dict):
-        "Continue where another left off; sets the rates"
+        "Continue where another schedule left off; sets the rates"
         for k, v in state_dict.items():
             if k != "num_iter": setattr(self, k, list(v) if k == "base_lrs" else v)
         self.step(state_dict["num_iter"])
@@ -133,38 +131,35 @@ def _local(p):
 def _sharded_over(p):
     "(mesh, its dimensions that a parameter is divided over)"
     if not isinstance(p, DTensor): return None, ()
-    return p.device_mesh, tuple(
-        d
-        for d, at in enumerate(p.placements)
-        if not (at.is_replicate() or at.is_partial()) and p.device_mesh.size(d) > 1
-    )
+    divided = lambda d, at: not (at.is_replicate() or at.is_partial()) and p.device_mesh.size(d) > 1
+    return p.device_mesh, tuple(d for d, at in enumerate(p.placements) if divided(d, at))
 
 def _on(mesh, p):
     "The device on which the ranks of a mesh talk"
     if mesh is None: return p.device
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if mesh.device_type == "cuda"
-        else torch.device(mesh.device_type)
-    )
+    if mesh.device_type == "cuda": return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
 
+# %% ../../nbs/10_train/05_optim.ipynb #d4277e36
 def _wide(tensors):
-    return torch.float64 if any(t.dtype in (torch.float64, torch.complex128) for t in tensors) else torch.float32
+    double = any(t.dtype in (torch.float64, torch.complex128) for t in tensors)
+    return torch.float64 if double else torch.float32
+
+def _kinds(tensors):
+    "Those of some tensors that hold something, by device and dtype"
+    kinds = {}
+    for t in tensors:
+        if t.numel(): kinds.setdefault((t.device, t.dtype), []).append(t)
+    return list(kinds.values())
 
 def _power_sum(grads, n, device, dtype):
-    "Σ|g|^n over local tensors, or max |g| for n=inf; () of a dtype; what is not a number counts as infinite in a maximum"
-    kinds, total = {}, torch.zeros((), device=device, dtype=dtype)
-    for g in grads:
-        if g.numel(): kinds.setdefault((g.device, g.dtype), []).append(g)
-    for gs in kinds.values():
-        norms = torch.stack(torch._foreach_norm(gs, n, dtype=None if gs[0].is_complex() else _wide(gs))).to(
-            device, dtype
-        )
-        total = (
-            total.maximum(norms.nan_to_num(nan=math.inf, posinf=math.inf).max())
-            if n == math.inf
-            else total + norms.pow(n).sum()
-        )
+    "Σ|g|^n over local tensors, or max |g| for n=inf; () of a dtype"
+    total = torch.zeros((), device=device, dtype=dtype)
+    for gs in _kinds(grads):
+        norms = torch._foreach_norm(gs, n, dtype=None if gs[0].is_complex() else _wide(gs))
+        norms = torch.stack(norms).to(device, dtype)
+        if n == math.inf: total = total.maximum(norms.nan_to_num(nan=math.inf, posinf=math.inf).max())
+        else: total = total + norms.pow(n).sum()
     return total
 
 def _magnitudes(tensors):
@@ -174,13 +169,6 @@ def _magnitudes(tensors):
     if tensors[0].device.type == "cpu" and (sizes := norms(2)).isfinite().all(): return sizes
     return norms(math.inf)                             # (on a CPU 24 times as slow, but squares may overflow)
 
-def _kinds(tensors):
-    "Those of some tensors that hold something, by device and dtype"
-    kinds = {}
-    for t in tensors:
-        if t.numel(): kinds.setdefault((t.device, t.dtype), []).append(t)
-    return list(kinds.values())
-
 # %% ../../nbs/10_train/05_optim.ipynb #23a2baf5
 def _order(norm_type):
     n = float(norm_type)
@@ -189,11 +177,9 @@ def _order(norm_type):
 
 @torch.no_grad()
 def gradient_norm(
-    params:Iterable,                    # parameters or param groups, the same on every rank; those without a gradient
-                                        # count as 0
+    params:Iterable,                    # parameters or param groups, the same on every rank; no gradient counts as 0
     norm_type:float|str=2,              # order n > 0; inf or "inf" is the largest entry
-    group:dist.ProcessGroup|None=None,  # further ranks the parameters are divided over, such as the stages of a
-                                        # pipeline
+    group:dist.ProcessGroup|None=None,  # further ranks that share the parameters, such as the stages of a pipeline
 )->Tensor:                              # () float32, float64 where a parameter is; equal on all ranks
     "Norm of all gradients as one vector, over all ranks that hold parts of it."
     n, params, parts = _order(norm_type), _listed(params), {}
@@ -211,12 +197,96 @@ def gradient_norm(
     if group is not None: dist.all_reduce(total, op=op, group=group)
     return total if n == math.inf else total.pow(1 / n)
 
-# %% ../../nbs/10_train/05_optim.ipynb #2ad08b08
+# %% ../../nbs/10_train/05_optim.ipynb #c2797aa2
+class OptimManager:
+    "Optimizers with a loss scale, a global norm, accumulation and schedules."
+    def __init__(self,
+        loss_scale:float|str|None=None,   # None: no scaling; a number: dynamic, from there on; "dynamic": from 2**16 on
+        loss_scale_factor:float=2,        # > 1, the scale is multiplied and divided by it
+        loss_scale_steps:int=1024,        # clean steps until it grows
+        min_loss_scale:float=1,           # equal to max_loss_scale: a fixed scale
+        max_loss_scale:float=math.inf,    # it grows no further
+        model:nn.Module|None=None,        # the sharded model, for micro-batches without communication
+    ):
+        start = 2. ** 16 if loss_scale == "dynamic" else loss_scale
+        number = isinstance(start, numbers.Real) and 0 < start < math.inf
+        if isinstance(start, (str, numbers.Real)) and not number:
+            raise ValueError(f"loss_scale={loss_scale!r}: None, 'dynamic' or a number above 0")
+        if not loss_scale_factor > 1: raise ValueError(f"loss_scale_factor={loss_scale_factor}: a number above 1")
+        if not 0 < min_loss_scale <= max_loss_scale:
+            raise ValueError(f"min_loss_scale={min_loss_scale}, max_loss_scale={max_loss_scale}: above 0, and in order")
+        self.loss_scale_enabled = loss_scale is not None
+        self.loss_scale = min(max(float(start), min_loss_scale), max_loss_scale) if self.loss_scale_enabled else 1.0
+        self.loss_scale_factor, self.loss_scale_steps = loss_scale_factor, loss_scale_steps
+        self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
+        self.model, self.optimizers, self.schedules = model, [], []
+        self.steps_since_last_scale, self.skipped, self.warned = 0, 0, False      # skipped: steps not taken, in a row
+        self._begin()
+
+    def _begin(self): self.unfinished, self._owed, self._norms = False, {}, []
+
+# %% ../../nbs/10_train/05_optim.ipynb #454d944c
 def _call(optimizers, method, *args):
     "Call a method of those optimizers that have it"
     for opt in optimizers:
         if hasattr(opt, method): getattr(opt, method)(*args)
 
+def _check_optimizer(optimizer, schedule, manager):
+    "Raise for an optimizer or a schedule that a manager cannot step"
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        why = "LBFGS evaluates the loss many times a step, which a manager of single gradients cannot do"
+        raise TypeError(f"{why}; call opt.step(closure) yourself")
+    if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
+        raise TypeError(f"optimizer is a {kind}, not an optimizer")
+    if any(optimizer is o for o in manager.optimizers): raise ValueError(f"this {kind} was added before")
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise TypeError("ReduceLROnPlateau waits for a metric; step it yourself after each evaluation")
+    if getattr(schedule, "optimizer", optimizer) is not optimizer:
+        raise ValueError(f"schedule: this {type(schedule).__name__} belongs to another optimizer")
+    mine = {id(p) for p in manager.model.parameters()} if manager.model is not None else None
+    if mine is not None and not mine & {id(p) for p in _listed(optimizer.param_groups)}:
+        raise ValueError("the optimizer holds no parameter of the manager's model; make it after the model is sharded")
+
+@patch
+def add_optimizer(self:OptimManager,
+    optimizer:torch.optim.Optimizer, # any that makes one step from gradients
+    schedule=None,                   # anything with step(), called after each step that was taken
+):
+    "Take an optimizer and its schedule under management."
+    _check_optimizer(optimizer, schedule, self)
+    self.optimizers.append(optimizer)
+    self.schedules.append(schedule)
+
+# %% ../../nbs/10_train/05_optim.ipynb #734ddae4
+@patch
+def scale_loss(self:OptimManager, loss): return loss * self.loss_scale if self.loss_scale_enabled else loss
+
+@patch
+def backward(self:OptimManager,
+    loss:Tensor,       # () unscaled; divide by the number of micro-batches yourself
+    final:bool=True,   # is this the last micro-batch before step()?
+):
+    "Backward from the scaled loss; gradients accumulate."
+    if not self.optimizers: raise RuntimeError("no optimizer was added; call add_optimizer first")
+    if self.loss_scale != 1 and any(getattr(o, "overlap", None) == "backward" for o in self.optimizers):
+        why = "an optimizer with overlap='backward' uses gradients as they arrive, scaled"
+        raise RuntimeError(f"loss_scale={self.loss_scale:g}: {why}; make it with overlap='forward'")
+    sharded = [] if final else self._sharded()
+    self.unfinished = True
+    try:
+        for m in sharded: m.set_requires_gradient_sync(False, recurse=False)
+        _call(self.optimizers, "before_backward", final)
+        self.scale_loss(loss).backward()
+    except BaseException:
+        _call(self.optimizers, "discard")
+        raise
+    finally:
+        for m in sharded: m.set_requires_gradient_sync(True, recurse=False)
+    _call(self.optimizers, "after_backward", final)
+    self.unfinished = not final
+
+# %% ../../nbs/10_train/05_optim.ipynb #2ad08b08
 def _sharded_modules(model):
     return [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")] if model is not None else []
 
@@ -229,89 +299,28 @@ def _drop_unsharded(model):
                 p.unsharded_accumulated_grad = None
                 if hasattr(p, "_unsharded_param"): p._unsharded_param.grad = None
 
-# %% ../../nbs/10_train/05_optim.ipynb #734ddae4
-class _Backward:
-    "The first part of OptimManager: its optimizers, and the way to gradients"
-    def add_optimizer(self,
-        optimizer:torch.optim.Optimizer, # any that makes one step from gradients
-        schedule=None,                   # anything with step(), called after each step that was taken
-    ):
-        "Take an optimizer and its schedule under management."
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise TypeError(
-                "LBFGS evaluates the loss many times a step, which a manager of single gradients cannot do; call "
-                "opt.step(closure) yourself"
-            )
-        if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}, not an optimizer")
-        if any(optimizer is o for o in self.optimizers):
-            raise ValueError(f"this {type(optimizer).__name__} was added before")
-        if isinstance(schedule, ReduceLROnPlateau):
-            raise TypeError("ReduceLROnPlateau waits for a metric; step it yourself after each evaluation")
-        if getattr(schedule, "optimizer", optimizer) is not optimizer:
-            raise ValueError(f"schedule: this {type(schedule).__name__} belongs to another optimizer")
-        if self.model is not None and not {id(p) for p in self.model.parameters()} & {id(p) for p in _listed(optimizer.param_groups)}:
-            raise ValueError(
-                "the optimizer holds no parameter of the manager's model; make it after the model is sharded"
-            )
-        self.optimizers.append(optimizer)
-        self.schedules.append(schedule)
+@patch
+def _sharded(self:OptimManager):
+    "The modules whose gradient communication can be put off"
+    if self.model is None and any(isinstance(p, DTensor) for o in self.optimizers for p in _listed(o.param_groups)):
+        what = "give the model to OptimManager(model=…), whose communication is to wait"
+        raise ValueError(f"final=False with sharded parameters: {what}")
+    return _sharded_modules(self.model)
 
-    def scale_loss(self, loss): return loss * self.loss_scale if self.loss_scale_enabled else loss
-
-    def backward(self,
-        loss:Tensor,       # () unscaled; divide by the number of micro-batches yourself
-        final:bool=True,   # is this the last micro-batch before step()?
-    ):
-        "Backward from the scaled loss; gradients accumulate."
-        if not self.optimizers: raise RuntimeError("no optimizer was added; call add_optimizer first")
-        if self.loss_scale != 1 and any(getattr(o, "overlap", None) == "backward" for o in self.optimizers):
-            raise RuntimeError(
-                f"loss_scale={self.loss_scale:g}: an optimizer with overlap='backward' uses gradients as they arrive, "
-                "scaled; make it with overlap='forward'"
-            )
-        sharded = [] if final else self._sharded()
-        self.unfinished = True
-        try:
-            for m in sharded: m.set_requires_gradient_sync(False, recurse=False)
-            _call(self.optimizers, "before_backward", final)
-            self.scale_loss(loss).backward()
-        except BaseException:
-            _call(self.optimizers, "discard")
-            raise
-        finally:
-            for m in sharded: m.set_requires_gradient_sync(True, recurse=False)
-        _call(self.optimizers, "after_backward", final)
-        self.unfinished = not final
-
-    def _sharded(self):
-        "The modules whose gradient communication can be put off"
-        if self.model is None and any(isinstance(p, DTensor) for o in self.optimizers for p in _listed(o.param_groups)):
-            raise ValueError(
-                "final=False with sharded parameters: give the model to OptimManager(model=…), whose communication is "
-                "to wait"
-            )
-        return _sharded_modules(self.model)
-
-    def zero_grad(self,
-        set_to_none:bool=True, # free the gradients, or fill them with zeros
-    ):
-        "Forget all gradients, those of unfinished micro-batches too."
-        if self.unfinished: _drop_unsharded(self.model)
-        for opt in self.optimizers: opt.zero_grad(set_to_none=set_to_none)
-        self._begin()
-
-    # _owed: id of a clipped parameter → what its gradient is still owed
-    def _begin(self): self.unfinished, self._owed, self._norms = False, {}, []
+@patch
+def zero_grad(self:OptimManager,
+    set_to_none:bool=True, # free the gradients, or fill them with zeros
+):
+    "Forget all gradients, those of unfinished micro-batches too."
+    if self.unfinished: _drop_unsharded(self.model)
+    for opt in self.optimizers: opt.zero_grad(set_to_none=set_to_none)
+    self._begin()
 
 # %% ../../nbs/10_train/05_optim.ipynb #b90c3877
 def _multiply(params, factor):
     "Multiply gradients in place by a number or a () tensor, this rank's part"
-    kinds = {}
-    for p in params:
-        if p.grad is not None: kinds.setdefault((p.grad.device, p.grad.dtype), []).append(_raw(p.grad))
-    for (device, _), grads in kinds.items():
-        torch._foreach_mul_(grads, factor.to(device) if isinstance(factor, Tensor) else factor)
+    for grads in _kinds([_raw(p.grad) for p in params if p.grad is not None]):
+        torch._foreach_mul_(grads, factor.to(grads[0].device) if isinstance(factor, Tensor) else factor)
 
 def _by_factor(params, factor_of):
     "[(factor, parameters owed it)]"
@@ -321,206 +330,176 @@ def _by_factor(params, factor_of):
         classes.setdefault(id(f) if isinstance(f, Tensor) else f, (f, []))[1].append(p)
     return list(classes.values())
 
-class _Clip(_Backward):
-    "The second: norms and coefficients"
-    @torch.no_grad()
-    def clip_grad_norm(self,
-        param_groups=None,                  # groups or parameters of one norm; None: all; a number: it is max_norm, and
-                                            # what follows norm_type
-        max_norm:float|None=None,           # bound, > 0; inf: only the norm
-        norm_type:float|str=2,              # order n > 0, or "inf"
-        group:dist.ProcessGroup|None=None,  # as for gradient_norm
-    )->Tensor:                              # () the norm before clipping, without the loss scale, over all ranks
-        "Multiply the gradients by min(1, max_norm/(norm + 1e-6)) (Pascanu et al. 2013, §3.2)."
-        if isinstance(param_groups, numbers.Real):
-            param_groups, max_norm, norm_type = None, param_groups, norm_type if max_norm is None else max_norm
-        if max_norm is None or not max_norm > 0: raise ValueError(f"max_norm={max_norm}: a number above 0")
-        self._need_final("clip_grad_norm")
-        if any(getattr(o, "overlap", None) == "backward" for o in self.optimizers):
-            raise RuntimeError(
-                "clip_grad_norm: an optimizer with overlap='backward' has used the gradients already; make it with "
-                "overlap='forward'"
-            )
-        params, n = (
-            _listed([g for o in self.optimizers for g in o.param_groups] if param_groups is None else param_groups),
-            _order(norm_type),
-        )
-        classes = _by_factor(params, self._factor)
-        norms = [gradient_norm(ps, n, group) * f for f, ps in classes]
-        norm = (
-            norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([x.to(norms[0]) for x in norms]), n)
-        )
-        self._norms.append(norm)
-        coefficient = None if math.isinf(max_norm) else (max_norm / (norm + 1e-6)).clamp(max=1.)
-        later = {id(p) for o in self.optimizers if hasattr(o, "grad_divisor") for p in _listed(o.param_groups)}
-        for f, ps in classes:
-            owed, now = f if coefficient is None else f * coefficient, [p for p in ps if id(p) not in later]
-            if coefficient is not None: _multiply(now, owed)
-            self._owed |= {id(p): owed if coefficient is None or id(p) in later else 1. for p in ps}
-        return norm
+@patch
+def _factor(self:OptimManager, p): return self._owed.get(id(p), 1 / self.loss_scale)
 
-    def _factor(self, p): return self._owed.get(id(p), 1 / self.loss_scale)
-    def _need_final(self, what):
-        if self.unfinished:
-            raise RuntimeError(
-                f"{what}: the last backward was not final (final=False, or interrupted); run the last micro-batch with "
-                "final=True, or zero_grad()"
-            )
+@patch
+def _need_final(self:OptimManager, what):
+    if not self.unfinished: return
+    why = "the last backward was not final (final=False, or interrupted)"
+    raise RuntimeError(f"{what}: {why}; run the last micro-batch with final=True, or zero_grad()")
+
+# %% ../../nbs/10_train/05_optim.ipynb #2d80b7d6
+@patch
+@torch.no_grad()
+def clip_grad_norm(self:OptimManager,
+    param_groups=None,                  # of one norm; None: all; a number: it is max_norm, and norm_type follows it
+    max_norm:float|None=None,           # bound, > 0; inf: only the norm
+    norm_type:float|str=2,              # order n > 0, or "inf"
+    group:dist.ProcessGroup|None=None,  # as for gradient_norm
+)->Tensor:                              # () the norm before clipping, without the loss scale, over all ranks
+    "Multiply the gradients by min(1, max_norm/(norm + 1e-6)) (Pascanu et al. 2013, §3.2)."
+    if isinstance(param_groups, numbers.Real):
+        param_groups, max_norm, norm_type = None, param_groups, norm_type if max_norm is None else max_norm
+    if max_norm is None or not max_norm > 0: raise ValueError(f"max_norm={max_norm}: a number above 0")
+    self._need_final("clip_grad_norm")
+    if any(getattr(o, "overlap", None) == "backward" for o in self.optimizers):
+        why = "an optimizer with overlap='backward' has used the gradients already"
+        raise RuntimeError(f"clip_grad_norm: {why}; make it with overlap='forward'")
+    if param_groups is None: param_groups = [g for o in self.optimizers for g in o.param_groups]
+    classes, n = _by_factor(_listed(param_groups), self._factor), _order(norm_type)
+    norms = [gradient_norm(ps, n, group) * f for f, ps in classes]
+    norm = norms[0]
+    if len(norms) > 1: norm = torch.linalg.vector_norm(torch.stack([x.to(norm) for x in norms]), n)
+    self._norms.append(norm)
+    coefficient = None if math.isinf(max_norm) else (max_norm / (norm + 1e-6)).clamp(max=1.)
+    later = {id(p) for o in self.optimizers if hasattr(o, "grad_divisor") for p in _listed(o.param_groups)}
+    for f, ps in classes:
+        owed, now = f if coefficient is None else f * coefficient, [p for p in ps if id(p) not in later]
+        if coefficient is not None: _multiply(now, owed)
+        self._owed |= {id(p): owed if coefficient is None or id(p) in later else 1. for p in ps}
+    return norm
+
+# %% ../../nbs/10_train/05_optim.ipynb #bb3f429f
+@patch
+@torch.no_grad()
+def gradients_finite(self:OptimManager)->Tensor: # () bool on the device, of this rank alone
+    "Are all gradients finite? The host does not wait; what a clip has summed up is not read again."
+    params = [p for o in self.optimizers for p in _listed(o.param_groups)]
+    given = [_raw(p.grad) for p in params if p.grad is not None and id(p) not in self._owed]
+    early = [o for o in self.optimizers if getattr(o, "begun", False) and hasattr(o, "arrived")]
+    sizes = [*map(_magnitudes, _kinds(given)), *self._norms, *(o.arrived for o in early)]
+    if not sizes: return torch.ones((), dtype=torch.bool, device=local_device())
+    return torch.cat([t.to(sizes[0].device, torch.float64).reshape(-1) for t in sizes]).isfinite().all()
+
+@patch
+def _overflow(self:OptimManager):
+    "() above 0 where a gradient of some rank is not finite"
+    bad = (~self.gradients_finite()).float().to(local_device())
+    if dist.is_initialized() and dist.get_world_size() > 1: dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+    return bad
 
 # %% ../../nbs/10_train/05_optim.ipynb #3c1ea06e
 _log = logging.getLogger(__name__)
 
-class _Step(_Clip):
-    "The third: is the step taken, and what its optimizers divide by"
-    def _read(self):
-        "(divisor or None for each optimizer, did any gradient of any rank overflow?); one read from the device at most"
-        divisors, waiting = [], []
-        for opt in self.optimizers:
-            classes = _by_factor(_listed(opt.param_groups), self._factor) if hasattr(opt, "grad_divisor") else []
-            if len(classes) > 1:
-                raise ValueError(
-                    f"{type(opt).__name__} divides all its gradients by one number: clip all of its groups together, "
-                    "not some of them"
-                )
-            divisors.append(classes[0][0] if classes else None)
-        waiting = [f for f in divisors if isinstance(f, Tensor)] + (
-            [self._overflow()] if self.loss_scale_enabled else []
-        )
-        values = torch.stack([t.to(waiting[-1].device, torch.float64) for t in waiting]).tolist() if waiting else []
-        # (an infinite norm has the coefficient 0)
-        known, inverse = iter(values), lambda f: 1 / f if f else math.inf
-        return [
-            f if f is None else inverse(next(known) if isinstance(f, Tensor) else f) for f in divisors
-        ], self.loss_scale_enabled and values[-1] > 0
+@patch
+def _divisors(self:OptimManager):
+    "What each optimizer with a `grad_divisor` divides by, still as a factor; None for the others"
+    found = []
+    for opt in self.optimizers:
+        classes = _by_factor(_listed(opt.param_groups), self._factor) if hasattr(opt, "grad_divisor") else []
+        if len(classes) > 1:
+            why = "divides all its gradients by one number: clip all of its groups together, not some of them"
+            raise ValueError(f"{type(opt).__name__} {why}")
+        found.append(classes[0][0] if classes else None)
+    return found
 
-    @torch.no_grad()
-    def gradients_finite(self)->Tensor: # () bool on the device, of this rank alone
-        "Are all gradients finite? The host does not wait; what a clip has summed up is not read again."
-        params = [p for o in self.optimizers for p in _listed(o.param_groups)]
-        given = [_raw(p.grad) for p in params if p.grad is not None and id(p) not in self._owed]
-        early = [o for o in self.optimizers if getattr(o, "begun", False) and hasattr(o, "arrived")]
-        sizes = [*map(_magnitudes, _kinds(given)), *self._norms, *(o.arrived for o in early)]
-        if not sizes: return torch.ones((), dtype=torch.bool, device=local_device())
-        return torch.cat([t.to(sizes[0].device, torch.float64).reshape(-1) for t in sizes]).isfinite().all()
+@patch
+def _read(self:OptimManager):
+    "(divisor or None for each optimizer, did any gradient of any rank overflow?); one read from the device at most"
+    factors = self._divisors()
+    waiting = [f for f in factors if isinstance(f, Tensor)]
+    if self.loss_scale_enabled: waiting.append(self._overflow())
+    values = torch.stack([t.to(waiting[-1].device, torch.float64) for t in waiting]).tolist() if waiting else []
+    known = iter(values)
+    factors = [next(known) if isinstance(f, Tensor) else f for f in factors]
+    inverse = lambda f: 1 / f if f else math.inf                       # (an infinite norm has the coefficient 0)
+    return [f if f is None else inverse(f) for f in factors], self.loss_scale_enabled and values[-1] > 0
 
-    def _overflow(self):
-        "() above 0 where a gradient of some rank is not finite"
-        bad = (~self.gradients_finite()).float().to(local_device())
-        if dist.is_initialized() and dist.get_world_size() > 1: dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        return bad
+# %% ../../nbs/10_train/05_optim.ipynb #4d3bc909
+@patch
+def _rescale(self:OptimManager, scale): self.loss_scale, self.steps_since_last_scale = scale, 0
 
-    def _skip(self):
-        "Forget the gradients, lower the scale"
-        _call(self.optimizers, "discard")
-        scale = max(self.min_loss_scale, self.loss_scale / self.loss_scale_factor)
-        if rank() == 0:
-            _log.log(
-                logging.INFO if scale < self.loss_scale else logging.WARNING,
-                "a gradient is not finite: step skipped, loss scale %g → %g",
-                self.loss_scale,
-                scale,
+@patch
+def _skip(self:OptimManager):
+    "Forget the gradients, lower the scale"
+    _call(self.optimizers, "discard")
+    scale = max(self.min_loss_scale, self.loss_scale / self.loss_scale_factor)
+    level = logging.INFO if scale < self.loss_scale else logging.WARNING
+    said = "a gradient is not finite: step skipped, loss scale %g → %g"
+    if rank() == 0: _log.log(level, said, self.loss_scale, scale)
+    self.zero_grad()
+    self._rescale(scale)
+    self.skipped += 1
+
+@patch
+def _settle(self:OptimManager, opt):
+    "Multiply what is still owed"
+    for f, params in _by_factor(_listed(opt.param_groups), self._factor):
+        if f == 1: continue
+        if not self.warned and any(p.grad is not None and p.grad.dtype == torch.float16 for p in params):
+            self.warned = True
+            _log.warning(
+                "gradients in float16 are divided by the loss scale in float16, where small ones vanish; keep the "
+                "parameters in float32, or use an optimizer with master weights"
             )
-        self.zero_grad()
-        self._rescale(scale)
-        self.skipped += 1
+        _multiply(params, f)
 
-    def _settle(self, opt):
-        "Multiply what is still owed"
-        for f, params in _by_factor(_listed(opt.param_groups), self._factor):
-            if f == 1: continue
-            if not self.warned and any(p.grad is not None and p.grad.dtype == torch.float16 for p in params):
-                self.warned = True
-                _log.warning(
-                    "gradients in float16 are divided by the loss scale in float16, where small ones vanish; keep the "
-                    "parameters in float32, or use an optimizer with master weights"
-                )
-            _multiply(params, f)
-
-    def _rescale(self, scale): self.loss_scale, self.steps_since_last_scale = scale, 0
+# %% ../../nbs/10_train/05_optim.ipynb #f486985c
+@patch
+@torch.no_grad()
+def step(self:OptimManager)->bool: # was the step taken? False: gradients overflowed, nothing but the scale has changed
+    "Every optimizer and schedule makes a step, unless a gradient of any rank is not finite under a loss scale."
+    self._need_final("step")
+    divisors, overflow = self._read()
+    if overflow:
+        self._skip()
+        return False
+    for opt, schedule, divisor in zip(self.optimizers, self.schedules, divisors):
+        if divisor is None: self._settle(opt)
+        else: opt.grad_divisor = divisor
+        opt.step()
+        if schedule is not None: schedule.step()
+    self._begin()
+    self.skipped = 0
+    if self.loss_scale_enabled:
+        self.steps_since_last_scale += 1
+        if self.steps_since_last_scale >= self.loss_scale_steps:
+            self._rescale(min(self.max_loss_scale, self.loss_scale * self.loss_scale_factor))
+    return True
 
 # %% ../../nbs/10_train/05_optim.ipynb #040035b7
-class _State(_Step):
-    "The fourth: what is saved"
-    def flush(self): _call(self.optimizers, "flush")
-    def state_dict(self,
-        optimizers:bool=True, # with the state of the optimizers, else only of scale and schedules
-    )->dict:                  # numbers, lists and tensors
-        "What a resumed run needs."
-        self.flush()
-        state = {k: getattr(self, k) for k in ("loss_scale", "loss_scale_enabled", "steps_since_last_scale")}
-        state["schedules"] = [None if s is None else s.state_dict() for s in self.schedules]
-        return state | ({"optimizers": [o.state_dict() for o in self.optimizers]} if optimizers else {})
+@patch
+def flush(self:OptimManager): _call(self.optimizers, "flush")
 
-    def load_state_dict(self,
-        state_dict:dict, # from a manager with as many optimizers; without "optimizers" their state is left alone
-    ):
-        "Continue where another manager left off."
-        for what, mine in ("optimizers", self.optimizers), ("schedules", self.schedules):
-            theirs = state_dict.get(what, mine)
-            if len(theirs) != len(mine):
-                raise ValueError(f"the state is of {len(theirs)} {what}, this manager has {len(mine)}")
-            if what in state_dict:
-                for x, s in zip(mine, theirs):
-                    if (x is None) != (s is None):
-                        raise ValueError(
-                            f"the state {'has a schedule' if x is None else 'lacks a schedule'} where this manager has "
-                            f"{'none' if x is None else type(x).__name__}; make it with the same ones"
-                        )
-                    if x is not None: x.load_state_dict(s)
-        if self.loss_scale_enabled and state_dict["loss_scale_enabled"]:
-            self.loss_scale, self.steps_since_last_scale = (
-                state_dict["loss_scale"],
-                state_dict["steps_since_last_scale"],
-            )
-        self._begin()
+@patch
+def state_dict(self:OptimManager,
+    optimizers:bool=True, # with the state of the optimizers, else only of scale and schedules
+)->dict:                  # numbers, lists and tensors
+    "What a resumed run needs."
+    self.flush()
+    state = {k: getattr(self, k) for k in ("loss_scale", "loss_scale_enabled", "steps_since_last_scale")}
+    state["schedules"] = [None if s is None else s.state_dict() for s in self.schedules]
+    return state | ({"optimizers": [o.state_dict() for o in self.optimizers]} if optimizers else {})
 
-# %% ../../nbs/10_train/05_optim.ipynb #c2797aa2
-class OptimManager(_State):
-    "Optimizers with a loss scale, a global norm, accumulation and schedules."
-    def __init__(self,
-        loss_scale:float|str|None=None,   # None: no scaling; a number: dynamic, starting there; "dynamic": starting at
-                                          # 2**16
-        loss_scale_factor:float=2,        # > 1, the scale is multiplied and divided by it
-        loss_scale_steps:int=1024,        # clean steps until it grows
-        min_loss_scale:float=1,           # equal to max_loss_scale: a fixed scale
-        max_loss_scale:float=math.inf,    # it grows no further
-        model:nn.Module|None=None,        # the sharded model, for micro-batches without communication
-    ):
-        if isinstance(loss_scale, str) and loss_scale != "dynamic" or isinstance(loss_scale, numbers.Real) and not 0 < loss_scale < math.inf:
-            raise ValueError(f"loss_scale={loss_scale!r}: None, 'dynamic' or a number above 0")
-        if not loss_scale_factor > 1: raise ValueError(f"loss_scale_factor={loss_scale_factor}: a number above 1")
-        if not 0 < min_loss_scale <= max_loss_scale:
-            raise ValueError(f"min_loss_scale={min_loss_scale}, max_loss_scale={max_loss_scale}: above 0, and in order")
-        self.loss_scale_enabled, self.steps_since_last_scale = loss_scale is not None, 0
-        start = 2.0 ** 16 if loss_scale == "dynamic" else float(loss_scale or 1)
-        self.loss_scale = min(max(start, min_loss_scale), max_loss_scale) if loss_scale is not None else 1.0
-        self.loss_scale_factor, self.loss_scale_steps, self.min_loss_scale, self.max_loss_scale = (
-            loss_scale_factor,
-            loss_scale_steps,
-            min_loss_scale,
-            max_loss_scale,
-        )
-        self.model, self.optimizers, self.schedules, self.warned = model, [], [], False
-        self.skipped = 0                               # steps in a row, up to now, that were not taken
-        self._begin()
+def _load(what, mine, theirs):
+    "Give some optimizers or schedules the states of as many others"
+    if len(theirs) != len(mine): raise ValueError(f"the state is of {len(theirs)} {what}, this manager has {len(mine)}")
+    for x, s in zip(mine, theirs):
+        if x is None and s is None: continue
+        if x is None or s is None:
+            has, here = "has" if x is None else "lacks", "none" if x is None else type(x).__name__
+            raise ValueError(f"the state {has} a schedule where this manager has {here}; make it with the same ones")
+        x.load_state_dict(s)
 
-    @torch.no_grad()
-    def step(self)->bool: # was the step taken? False: gradients overflowed, nothing but the scale has changed
-        "Every optimizer and schedule makes a step, unless a gradient of any rank is not finite under a loss scale."
-        self._need_final("step")
-        divisors, overflow = self._read()
-        if overflow:
-            self._skip()
-            return False
-        for opt, schedule, divisor in zip(self.optimizers, self.schedules, divisors):
-            if divisor is None: self._settle(opt)
-            else: opt.grad_divisor = divisor
-            opt.step()
-            if schedule is not None: schedule.step()
-        self._begin()
-        self.skipped = 0
-        if self.loss_scale_enabled:
-            self.steps_since_last_scale += 1
-            if self.steps_since_last_scale >= self.loss_scale_steps:
-                self._rescale(min(self.max_loss_scale, self.loss_scale * self.loss_scale_factor))
-        return True
+@patch
+def load_state_dict(self:OptimManager,
+    state_dict:dict, # from a manager with as many optimizers; without "optimizers" their state is left alone
+):
+    "Continue where another manager left off."
+    for what, mine in ("optimizers", self.optimizers), ("schedules", self.schedules):
+        if what in state_dict: _load(what, mine, state_dict[what])
+    if self.loss_scale_enabled and state_dict["loss_scale_enabled"]:
+        self.loss_scale = state_dict["loss_scale"]
+        self.steps_since_last_scale = state_dict["steps_since_last_scale"]
+    self._begin()

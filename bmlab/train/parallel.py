@@ -75,18 +75,13 @@ def default_mesh(
     "The ranks that a layer is split over."
     if mesh is None:
         if not dist.is_initialized():
-            raise RuntimeError(
-                "mesh=None means all ranks, and there is no process group: call init_distributed() first"
-            )
-        mesh = DeviceMesh.from_group(
-            dist.group.WORLD,
-            "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu",
-        )
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: give one of them, such as mesh['tp']"
-        )
-    return mesh
+            why = "mesh=None means all ranks, and there is no process group"
+            raise RuntimeError(f"{why}: call init_distributed() first")
+        gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda" if gpu else "cpu")
+    if mesh.ndim == 1: return mesh
+    names = mesh.mesh_dim_names or ""
+    raise ValueError(f"mesh has {mesh.ndim} dimensions {names}: give one of them, such as mesh['tp']")
 
 # %% ../../nbs/10_train/01_parallel.ipynb #381d26e6
 def split_parameter(
@@ -102,13 +97,10 @@ def split_parameter(
     if p is None: return
     if id(p) not in done:
         if dim is not None and p.shape[dim] % W:
-            raise ValueError(
-                f"{type(module).__name__}.{name} of shape {tuple(p.shape)} does not divide by {W} ranks along "
-                f"dimension {dim}"
-            )
+            what = f"{type(module).__name__}.{name} of shape {tuple(p.shape)}"
+            raise ValueError(f"{what} does not divide by {W} ranks along dimension {dim}")
         local = (
-            p.detach()
-            if dim is None
+            p.detach() if dim is None
             else p.detach().chunk(W, dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
         )
         placement = Replicate() if dim is None else Shard(dim)
@@ -141,7 +133,8 @@ def column_parallel_linear(
     return gather_from_tp(y, mesh) if gather_output else y
 
 class _Column:
-    "What a linear layer does when its outputs are split over the ranks of `tp_mesh`"
+    """What a linear layer does when its outputs are split over the ranks of `tp_mesh`; a base, since `tensor_parallel`
+    mixes it into Conv1D and into subclasses of nn.Linear too."""
     # as a head, its words are split: see losses.lm_loss
     _bmlab_vocab_parallel = property(lambda self: not self.gather_input)
     def _become(self, mesh, done=None, gather_input=False, gather_output=False):
@@ -184,7 +177,7 @@ def row_parallel_linear(
     return y + (copy_to_tp(bias, mesh) if scatter_output else bias)   # once, after the sum
 
 class _Row:
-    "What a linear layer does when its inputs are split over the ranks of `tp_mesh`"
+    "What a linear layer does when its inputs are split over the ranks of `tp_mesh`; a base, as _Column is"
     def _become(self, mesh, done=None, split_input=False, scatter_output=False):
         self.tp_mesh, self.split_input, self.scatter_output = mesh, split_input, scatter_output
         done = {} if done is None else done
@@ -234,8 +227,7 @@ class VocabParallelEmbedding(nn.Embedding):
         if ids.device.type == "cpu" and not known.all():
             raise IndexError(f"ids from {ids.min()} to {ids.max()}: there are {V} words")
         pad = (
-            self.padding_idx - first
-            if self.padding_idx is not None and 0 <= self.padding_idx - first < w.shape[0]
+            self.padding_idx - first if self.padding_idx is not None and 0 <= self.padding_idx - first < w.shape[0]
             else None
         )
         x = F.embedding(torch.where(here, ids - first, 0), w, pad)
@@ -272,10 +264,8 @@ def _check_heads(owner, module, q, k, W):
     heads, kv = q.out_features // dim, k.out_features // dim
     if heads % W or kv % W:
         fits = [n for n in range(1, kv + 1) if heads % n == kv % n == 0]
-        raise ValueError(
-            f"{owner} has {heads} query and {kv} key and value heads, which do not divide by the mesh's {W} ranks; use "
-            f"one of {fits}"
-        )
+        what = f"{owner} has {heads} query and {kv} key and value heads"
+        raise ValueError(f"{what}, which do not divide by the mesh's {W} ranks; use one of {fits}")
 
 def _sizes(m): return tuple(m.weight.shape) if isinstance(m, Conv1D) else tuple(m.weight.shape)[::-1]   # (in, out)
 
@@ -284,8 +274,8 @@ def _features_apart(found, modules, block):
     if "gate_up" in found or any(len(found[r]) != 1 for r in ("up", "down")) or len(found.get("gate", ())) > 1:
         return False
     features, width = _sizes(modules[found["down"][0]])
-    if {_sizes(modules[n]) for r in ("up", "gate") for n in found.get(r, ())} != {(width, features)} or features == width:
-        return False
+    sizes = {_sizes(modules[n]) for r in ("up", "gate") for n in found.get(r, ())}
+    if sizes != {(width, features)} or features == width: return False
     return not any(
         p is not None and p.shape == (features,)
         for n, m in modules.items()
@@ -295,7 +285,7 @@ def _features_apart(found, modules, block):
 
 # %% ../../nbs/10_train/01_parallel.ipynb #d3c31e43
 def _keep_whole(module, mesh, apart, done):
-    "Make a module's own parameters DTensors that every rank has whole, and its class one that reads them as plain tensors"
+    "Make a module's own parameters DTensors that every rank has whole; its class reads them as plain tensors"
     names = [n for n, p in module._parameters.items() if p is not None]
     if not names: return
     for n in names: split_parameter(module, n, mesh, None, done)
@@ -312,12 +302,10 @@ def _keep_whole(module, mesh, apart, done):
 
 def _linear(name, module):
     "Check that a matrix is one that can be split"
-    if type(module).forward is not nn.Linear.forward and not isinstance(module, Conv1D) or "weight" not in module._parameters:
-        raise TypeError(
-            f"{name} is a {type(module).__name__}, which does more than multiply by a weight: only nn.Linear and "
-            "Conv1D can be split"
-        )
-    return module
+    plain = type(module).forward is nn.Linear.forward or isinstance(module, Conv1D)
+    if plain and "weight" in module._parameters: return module
+    more = f"{name} is a {type(module).__name__}, which does more than multiply by a weight"
+    raise TypeError(f"{more}: only nn.Linear and Conv1D can be split")
 
 def _swap(module, kind, mesh, done, **options):
     "Turn a matrix into a split one, in place"
@@ -330,8 +318,7 @@ def _swap(module, kind, mesh, done, **options):
 def _swap_embedding(module, mesh, done):
     cls = type(module)                                                         # a subclass may scale what it looked up
     module.__class__ = (
-        VocabParallelEmbedding
-        if cls is nn.Embedding
+        VocabParallelEmbedding if cls is nn.Embedding
         else type("VocabParallel" + cls.__name__, (cls, VocabParallelEmbedding), {"__module__": __name__})
     )
     VocabParallelEmbedding._become(module, mesh, done)
@@ -350,7 +337,7 @@ def _by_role(model, modules):
     return attention, forward
 
 def _matrices(model, modules, W):
-    "{name: ('column' or 'row', options)} for what is split, {name} of what holds parameters inside attentions whose heads are apart"
+    "{name: ('column' or 'row', options)} of what is split, {name} of modules inside attentions whose heads are apart"
     jobs, inside = {}, set()
     attention, forward = _by_role(model, modules)
     for owner, found in attention.items():
@@ -372,18 +359,15 @@ def _matrices(model, modules, W):
     for n, (kind, _) in jobs.items():
         size = _sizes(_linear(n, modules[n]))[kind == "column"]
         if size % W:
-            raise ValueError(
-                f"{n} has {size} {'outputs' if kind == 'column' else 'inputs'}, which do not divide by the mesh's {W} "
-                "ranks"
-            )
+            what = f"{size} {'outputs' if kind == 'column' else 'inputs'}"
+            raise ValueError(f"{n} has {what}, which do not divide by the mesh's {W} ranks")
     return jobs, inside
 
+# %% ../../nbs/10_train/01_parallel.ipynb #cb80c3f4
 def _words(model, modules, W):
     "(embeddings, heads) that are split by words; none if the words do not divide"
     tables = [
-        m
-        for m in modules.values()
-        if isinstance(m, nn.Embedding)
+        m for m in modules.values() if isinstance(m, nn.Embedding)
         and (type(m).forward is nn.Embedding.forward or "ScaledWordEmbedding" in type(m).__name__)
     ]
     V = max((m.num_embeddings for m in tables), default=0)
@@ -392,8 +376,7 @@ def _words(model, modules, W):
     weights = {id(m.weight) for m in tables if m.num_embeddings == V}
     heads = [modules[n] for n, role in roles(model).items() if role == "head" and n in modules]
     heads = [
-        m
-        for m in heads
+        m for m in heads
         if type(m).forward is nn.Linear.forward and m.out_features == V and m._parameters.get("weight") is not None
     ]
     if V and V % W:
@@ -416,17 +399,14 @@ def tensor_parallel(
     for n, m in modules.items():
         cut = [p for p, w in m._parameters.items() if isinstance(w, DTensor)]
         if cut:
-            raise ValueError(
-                f"{n}.{cut[0]} is split already, as {m._parameters[cut[0]].placements}: split tensors once, and before "
-                "fully_shard"
-            )
+            how = m._parameters[cut[0]].placements
+            raise ValueError(f"{n}.{cut[0]} is split already, as {how}: split tensors once, and before fully_shard")
         if getattr(m, "_bmlab_delta", False):
             raise ValueError(f"{n} belongs to a delta: detach or merge deltas before splitting the model")
     jobs, inside = _matrices(inner, modules, mesh.size())
     if not jobs:
-        raise ValueError(
-            f"{type(inner).__name__} has no matrices whose role in a repeated block is known: nothing to split"
-        )
+        none = "has no matrices whose role in a repeated block is known: nothing to split"
+        raise ValueError(f"{type(inner).__name__} {none}")
     tables, heads = _words(inner, modules, mesh.size())                        # everything is checked; now change it
     for n, (kind, options) in jobs.items(): _swap(modules[n], kind, mesh, done, **options)
     for m in tables: _swap_embedding(m, mesh, done)

@@ -31,15 +31,15 @@ def find_stack(
     found = {}
     for name, m in parts(model):
         kids = list(m._modules.values())
-        if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(kids) > 1 and len({type(unwrap(k)) for k in kids}) == 1:
+        equal = len(kids) > 1 and len({type(unwrap(k)) for k in kids}) == 1
+        if equal and isinstance(m, (nn.ModuleList, nn.Sequential)):
             found[name] = sum(p.numel() for p in m.parameters())
     if not any(found.values()):
-        raise ValueError(
-            f"{type(unwrap(model)).__name__} has no list of two or more equal blocks with parameters: nothing to cut "
-            "into stages"
-        )
+        none = "has no list of two or more equal blocks with parameters: nothing to cut into stages"
+        raise ValueError(f"{type(unwrap(model)).__name__} {none}")
     return max(found, key=found.get)
 
+# %% ../../nbs/10_train/03_pipeline.ipynb #4117ca3b
 def _hollow(model):
     "A copy of a model on the CPU whose parameters are zeros that take no memory"
     memo = {
@@ -75,6 +75,7 @@ class _Survey:
     length: int      # of the tuple that a block returns, 0 for a tensor
     ghost: nn.Module # the hollow copy
 
+# %% ../../nbs/10_train/03_pipeline.ipynb #5c1a33ad
 def _returned(block, args, kwargs):
     "Length of the tuple that a block returns, seen on the meta device; 0 for a tensor"
     args, kwargs = tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, (args, kwargs))
@@ -84,7 +85,8 @@ def _returned(block, args, kwargs):
 
 def _survey(model, stack, call):
     "Run a hollow copy and note what is called when"
-    ghost, blocks_at, last, hooks = _hollow(model), [], [None], []
+    ghost, blocks_at = _hollow(model), []
+    last, hooks = [None], []
     seen = _Survey([], [], False, 0, ghost)
     blocks = list(ghost.get_submodule(stack).children())
     inside = {id(m) for b in blocks for m in b.modules()}
@@ -95,33 +97,24 @@ def _survey(model, stack, call):
         )
         if not blocks_at: seen.length = _returned(m, args, kwargs)
         elif hidden is not last[0]:
-            raise ValueError(
-                f"something is computed between the blocks of {stack}, such as a residual sum; make it part of the "
-                "block"
-            )
+            between = f"something is computed between the blocks of {stack}, such as a residual sum"
+            raise ValueError(f"{between}; make it part of the block")
         blocks_at.append(m)
         last[0] = hidden.clone()
         return last[0] if not seen.length else (last[0], *(None,) * (seen.length - 1))
     for b in blocks: b.forward = functools.partial(block, b)
     for name, m in ghost.named_modules():
         if id(m) in inside: continue
-        hooks.append(
-            m.register_forward_pre_hook(
-                lambda m, args, name=name: (seen.after if blocks_at else seen.before).append(name)
-            )
-        )
+        def note(m, args, name=name): (seen.after if blocks_at else seen.before).append(name)
+        hooks.append(m.register_forward_pre_hook(note))
         if isinstance(m, nn.Linear): m.forward = lambda x, n=m.out_features: _blank(x, n)
     try: call(ghost)
     except Exception as e:
-        raise ValueError(
-            f"the model did not run with the example batch ({type(e).__name__}: {e}); if it cannot take that one, give "
-            "example="
-        ) from e
+        failed = f"the model did not run with the example batch ({type(e).__name__}: {e})"
+        raise ValueError(f"{failed}; if it cannot take that one, give example=") from e
     if blocks_at != blocks:
-        raise ValueError(
-            f"the model's forward calls {len(blocks_at)} blocks of {stack}, which has {len(blocks)}; name the right "
-            "list by stack="
-        )
+        calls = f"the model's forward calls {len(blocks_at)} blocks of {stack}, which has {len(blocks)}"
+        raise ValueError(f"{calls}; name the right list by stack=")
     for h in hooks: h.remove()
     for b in blocks: b.forward = _Skip(b, seen.length).forward                 # the copy can be run again
     return seen
@@ -137,13 +130,9 @@ def _stages(model, stack, counts, survey):
             if "." not in rest: needed[name] = {owner[list(model.get_submodule(stack)._modules).index(rest)]}
         elif any(p is not None for p in m._parameters.values()):
             first, final = name in survey.before, name in survey.after
-            needed[name] = (
-                {last}
-                if final and not first
-                else {0}
-                if first and not final and not survey.extra
-                else set(range(last + 1))
-            )
+            needed[name] = set(range(last + 1))
+            if final and not first: needed[name] = {last}
+            if first and not final and not survey.extra: needed[name] = {0}
     return needed
 
 def _even(blocks, stages):
@@ -173,7 +162,8 @@ class _Stage(nn.Module):
     "One rank's part as pipelining wants it: (hidden, number of a microbatch) → hidden, or the loss on the last rank"
     def __init__(self, model, stack, mine, loss, first, last):
         super().__init__()
-        self.model, self.loss, self.first, self.last, self.micro = model, loss, first, last, []
+        self.model, self.loss, self.first = model, loss, first
+        self.last, self.micro = last, []
         kids = list(model.get_submodule(stack).children())
         self.__dict__["ends"] = kids[mine[0]], kids[mine[-1]]                  # not children: they are the model's
 
@@ -204,9 +194,8 @@ def _rows(batch, n):
     "n microbatches"
     leaves = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
     if not leaves or any(len(t) != len(leaves[0]) for t in leaves) or len(leaves[0]) % n:
-        raise ValueError(
-            f"a batch with tensors of {[len(t) for t in leaves]} rows does not divide into {n} microbatches"
-        )
+        rows = [len(t) for t in leaves]
+        raise ValueError(f"a batch with tensors of {rows} rows does not divide into {n} microbatches")
     return [tree_map(lambda t: t.chunk(n)[i] if isinstance(t, Tensor) else t, batch) for i in range(n)]
 
 def _counts_first(ghost, loss, example):
@@ -215,21 +204,24 @@ def _counts_first(ghost, loss, example):
     if ids is None: return True
     labels = torch.full(ids.shape, -100)
     labels[:, 0] = 0
+    batch = {**example, "labels": labels} if isinstance(example, Mapping) else (ids, labels)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            return bool(
-                loss(ghost, {**example, "labels": labels} if isinstance(example, Mapping) else (ids, labels)).isfinite()
-            )
+        try: return bool(loss(ghost, batch).isfinite())
         except Exception: return False  # a loss of another kind of batch: it is asked again when it runs
+
+def _labels(batch):
+    if isinstance(batch, Mapping): return batch.get("labels")
+    return batch if isinstance(batch, Tensor) else batch[-1]
 
 def _shares(micro, counts_first):
     "(n,) what part of the batch's labels each microbatch has"
-    labels = [m.get("labels") if isinstance(m, Mapping) else m if isinstance(m, Tensor) else m[-1] for m in micro]
+    labels = [_labels(m) for m in micro]
     if any(l is None or l.ndim != 2 for l in labels): return torch.full((len(micro),), 1 / len(micro))
     counts = torch.stack([(l[:, 0 if counts_first else 1:] != -100).sum() for l in labels]).double()
     return counts / counts.sum()
 
+# %% ../../nbs/10_train/03_pipeline.ipynb #3d664b83
 def _example(model, example):
     "A batch on the CPU"
     if example is not None: return tree_map(lambda t: t.cpu() if isinstance(t, Tensor) else t, example)
@@ -268,7 +260,7 @@ def _sum_shared(model, shared, stage, group):
 
 # %% ../../nbs/10_train/03_pipeline.ipynb #99873b09
 class Pipeline:
-    "A stack model cut into stages, one a rank; `step` runs a batch forward and backward (Huang et al. 2019; Narayanan et al. 2019)."
+    "A model cut into stages, one a rank; `step` runs forward and backward (Huang et al. 2019; Narayanan et al. 2019)."
     def __init__(self,
         model:nn.Module,             # the same on all ranks; cut in place to this rank's stage, which is then `.model`
         mesh:DeviceMesh|None=None,   # of one dimension, a rank a stage; None: all ranks
@@ -279,7 +271,8 @@ class Pipeline:
         stack:str|None=None,         # name of the list of blocks; None: the largest
         example=None,                # a batch to look at the model with, of any size; None: a row of eight words
     ):
-        self.mesh, self.microbatches, self.model, inner = default_mesh(mesh), microbatches, model, unwrap(model)
+        self.mesh, self.microbatches = default_mesh(mesh), microbatches
+        self.model, inner = model, unwrap(model)
         self.stage, self.stages, self._ready = self.mesh.get_local_rank(), self.mesh.size(), None
         if schedule not in ("1f1b", "gpipe"): raise ValueError(f"schedule={schedule!r}: use '1f1b' or 'gpipe'")
         if microbatches < self.stages:
@@ -287,17 +280,14 @@ class Pipeline:
         if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
             raise ValueError(f"{type(inner).__name__} has an encoder and a decoder: only one stack can be cut")
         if stack is not None and stack not in dict(inner.named_modules()):
-            raise LookupError(
-                f"stack={stack!r} is no module of "
-                f"{type(inner).__name__}{did_you_mean(stack, dict(inner.named_modules()))}"
-            )
+            hint = did_you_mean(stack, dict(inner.named_modules()))
+            raise LookupError(f"stack={stack!r} is no module of {type(inner).__name__}{hint}")
         self.schedule, self.stack = schedule, stack or find_stack(inner)
         n = len(inner.get_submodule(self.stack))
         self.split = list(split) if split else _even(n, self.stages)
         if len(self.split) != self.stages or sum(self.split) != n or min(self.split) < 1:
-            raise ValueError(
-                f"split={self.split}: the {n} blocks of {self.stack} go to {self.stages} stages, at least one to each"
-            )
+            what = f"the {n} blocks of {self.stack} go to {self.stages} stages, at least one to each"
+            raise ValueError(f"split={self.split}: {what}")
         example = _example(inner, example)
         survey = _survey(inner, self.stack, lambda m: _call(m, example))
         self._counts_first = _counts_first(survey.ghost, loss, example)
@@ -332,13 +322,8 @@ def _prepare(pipe, device, group):
     hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     start, end = torch.empty(1, 1, device="meta"), torch.empty(1, dtype=torch.double, device="meta", requires_grad=True)
     stage = PipelineStage(
-        pipe._module,
-        pipe.stage,
-        pipe.stages,
-        device,
-        input_args=(start if first else hidden,),
-        output_args=(end if last else hidden,),
-        group=group,
+        pipe._module, pipe.stage, pipe.stages, device, input_args=(start if first else hidden,),
+        output_args=(end if last else hidden,), group=group,
     )
     weigh = lambda out, i: out[0] * pipe._module.shares[int(i)].to(out)
     return {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[pipe.schedule](

@@ -54,10 +54,8 @@ def _launched():
     W = int(os.environ.get("WORLD_SIZE", 1))
     missing = [k for k in ("RANK", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ] if W > 1 else []
     if missing:
-        raise ValueError(
-            f"WORLD_SIZE={W}, but {', '.join(missing)} is not set; start with torchrun, or unset WORLD_SIZE to run "
-            "alone"
-        )
+        what = "start with torchrun, or unset WORLD_SIZE to run alone"
+        raise ValueError(f"WORLD_SIZE={W}, but {', '.join(missing)} is not set; {what}")
     r = int(os.environ["RANK"]) if W > 1 else 0
     if not 0 <= r < W: raise ValueError(f"RANK={r} is not one of the ranks 0 … {W - 1} of WORLD_SIZE={W}")
     return r, W
@@ -69,10 +67,8 @@ def _join(timeout, backend):
     if "nccl" in backend:
         n = torch.cuda.device_count()
         if local_rank() >= n:
-            raise ValueError(
-                f"LOCAL_RANK={local_rank()}, but {n} GPUs are visible; give torchrun --nproc-per-node {n}, or "
-                "backend='gloo'"
-            )
+            give = f"give torchrun --nproc-per-node {n}, or backend='gloo'"
+            raise ValueError(f"LOCAL_RANK={local_rank()}, but {n} GPUs are visible; {give}")
         torch.cuda.set_device(local_rank())
     where = {"store": dist.HashStore()} if W == 1 else {"init_method": "env://"}
     dist.init_process_group(backend, rank=r, world_size=W, timeout=timeout, **where)
@@ -87,8 +83,8 @@ def _forget():
     "Clear away a group that an interrupt left half made"
     c10d = dist.distributed_c10d
     c10d._update_default_pg(None)
-    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state"):
-        getattr(c10d._world, name, {}).clear()
+    maps = "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state"
+    for name in maps: getattr(c10d._world, name, {}).clear()
     c10d._unregister_all_process_groups()
     c10d._world.group_count = 0
 
@@ -100,7 +96,7 @@ def init_distributed(
     timeout_s:float=600.,    # seconds until a process that waits for the others gives up, > 0
     backend:str|None=None,   # "gloo", "nccl" or "cpu:gloo,cuda:nccl"; None: by whether there is a GPU
 ):
-    "Bring up the processes of this run, or adopt the group that is already up; seeds. May be called again."
+    "Bring the processes of this run together, or adopt the group that is up already; seeds. May be called again."
     if not timeout_s > 0: raise ValueError(f"timeout_s={timeout_s}: a number of seconds above 0")
     timeout = timedelta(seconds=float(timeout_s))
     if not _whole():
@@ -237,11 +233,9 @@ def _reduce_op(op): return getattr(dist.ReduceOp, _OPS[op])
 def _factor(x, y, op, group):
     "Derivative of the reduced value y by this rank's x, for max, min and prod"
     if op == "prod":
-        zeros, others = (
-            all_reduce((x == 0).to(x.dtype), group=group),
-            all_reduce(torch.where(x == 0, 1, x), "prod", group),
-        )
-        return torch.where(x == 0, others * (zeros == 1), others / torch.where(x == 0, 1, x) * (zeros == 0))
+        zeros, nonzero = all_reduce((x == 0).to(x.dtype), group=group), torch.where(x == 0, 1, x)
+        others = all_reduce(nonzero, "prod", group)
+        return torch.where(x == 0, others * (zeros == 1), others / nonzero * (zeros == 0))
     hit = (x == y).to(x.dtype)
     return hit / all_reduce(hit, group=group)
 
@@ -354,7 +348,7 @@ def use_expandable_segments(
     on:bool=True,        # False: segments of fixed sizes again, for what is allocated from now on
 ):
     "Let CUDA's memory segments grow, unless the allocator's settings are in the environment or there are other ranks."
-    if device.type == "cuda" and world_size() == 1 and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
-        getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)(
-            f"expandable_segments:{on}"
-        )
+    if device.type != "cuda" or world_size() > 1: return
+    if {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys(): return
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    change(f"expandable_segments:{on}")

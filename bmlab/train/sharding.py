@@ -23,7 +23,7 @@ from ..plan.training import plan_training, zero_levels
 from .processes import init_distributed, local_device, use_expandable_segments
 from ..plan.trace import skeleton, trace_step
 from bmlab.formats.safetensors import (
-    TensorFiles, TensorPlaces, added_by_deltas, local_slices, matching_keys, read_into, read_weights, tensors_by_name,
+    TensorFiles, TensorPlaces, added_by_deltas, local_slices, matching_keys, read_into, read_weights, tensors_by_name
 )
 
 # %% ../../nbs/10_train/04_sharding.ipynb #0f663a8a
@@ -32,7 +32,7 @@ def _own_code(f):
     return types.FunctionType(f.__code__.replace(), f.__globals__, f.__name__, f.__defaults__, f.__closure__)
 
 def _block_class(base, backend):
-    "The subclass of `base` that keeps its activations, or where `_recompute` is set only its inputs; compiled by `backend`"
+    "The subclass of `base` that keeps its activations, or where `_recompute` is set only its inputs"
     for made in base.__subclasses__():                              # once for each base and backend
         if made.__dict__.get("_made_for", ()) == (backend,): return made
     def keep(self, *args, **kwargs): return base.forward(self, *args, **kwargs)
@@ -42,10 +42,7 @@ def _block_class(base, backend):
         return (again if self._recompute and torch.is_grad_enabled() else keep)(self, *args, **kwargs)
     def __reduce_ex__(self, protocol): return _rebuild, (base, backend), self.__getstate__()
     names = {
-        "forward": forward,
-        "__reduce_ex__": __reduce_ex__,
-        "_recompute": False,
-        "_made_for": (backend,),
+        "forward": forward, "__reduce_ex__": __reduce_ex__, "_recompute": False, "_made_for": (backend,),
         "__module__": __name__,
     }
     # a delta on the block can leave
@@ -100,11 +97,9 @@ def _unify(named, dtype):
     if len(kinds) > 1:
         wide = functools.reduce(torch.promote_types, kinds)
         if dtype is None:
-            examples = {p.dtype: n for n, p in trained}
-            raise ValueError(
-                f"dtype=None computes in the stored dtypes, but trainable weights of one block differ: {examples}; "
-                "give dtype=torch.bfloat16, or convert the model"
-            )
+            differ = f"trainable weights of one block differ: {({p.dtype: n for n, p in trained})}"
+            advice = "give dtype=torch.bfloat16, or convert the model"
+            raise ValueError(f"dtype=None computes in the stored dtypes, but {differ}; {advice}")
         _set_dtype(trained, wide, "weights trained in one group share a dtype")
     if dtype is not None: _set_dtype([(n, p) for n, p in floats if not p.requires_grad], dtype, None)
 
@@ -137,8 +132,7 @@ def materialize(
     for b in [*blocks, ""]:
         for own in (True, False):
             names = [
-                n
-                for n in places.modules
+                n for n in places.modules
                 if unit[n] == b and (n in places.added) == own and (weights is None or places.held(n) & meta)
             ]
             if any(places.held(n) & meta for n in names):
@@ -190,16 +184,12 @@ class Sharding:
         for i, b in enumerate(self.blocks.values()): b._recompute = i < n
     def __repr__(self):
         levels = "/".join(str(z) for z in sorted(set(self.zero.values()))) or "3"
-        how = (
-            f"ZeRO-{levels} over {self.world_size} rank{'s' * (self.world_size > 1)}"
-            if self.mesh is not None
-            else "one rank, whole weights"
-        )
+        how = f"ZeRO-{levels} over {self.world_size} rank{'s' * (self.world_size > 1)}"
+        if self.mesh is None: how = "one rank, whole weights"
         count = "to be decided" if self.auto and self.bones is not None and self.plan is None else self.recompute
-        return (
-            f"Sharding({len(self.blocks)} blocks, {how}, {str(self.dtype or 'stored dtype').removeprefix('torch.')}, "
-            f"recomputed: {count}{', compiled' if self.backend else ''})"
-        )
+        dtype = str(self.dtype or "stored dtype").removeprefix("torch.")
+        compiled = ", compiled" if self.backend else ""
+        return f"Sharding({len(self.blocks)} blocks, {how}, {dtype}, recomputed: {count}{compiled})"
 
 # %% ../../nbs/10_train/04_sharding.ipynb #780a9c1f
 def _limit(sharding, device):
@@ -212,6 +202,7 @@ def _named_inputs(model, args, kwargs):
     if not args: return dict(kwargs)
     return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments) if kwargs else tuple(args)
 
+# %% ../../nbs/10_train/04_sharding.ipynb #2feff86a
 def _decide(model, sharding, args, kwargs):
     "Set what recomputes for a batch of this size"
     bones, limit = sharding.bones, _limit(sharding, local_device())
@@ -223,27 +214,14 @@ def _decide(model, sharding, args, kwargs):
         sharding.set_recompute(True)
         return
     sharding.plan = plan_training(
-        bones,
-        inputs=inputs,
-        trace=trace,
-        blocks=list(sharding.blocks),
-        gpus=sharding.world_size,
-        memory_limit=limit,
-        zero=sharding.zero or 3,
-        dtype=sharding.dtype,
-        checkpoint="auto",
-        offload=sharding.offload,
-        compile=bool(sharding.backend),
-        sharded=sharding.mesh is not None,
+        bones, inputs=inputs, trace=trace, blocks=list(sharding.blocks), gpus=sharding.world_size, memory_limit=limit,
+        zero=sharding.zero or 3, dtype=sharding.dtype, checkpoint="auto", offload=sharding.offload,
+        compile=bool(sharding.backend), sharded=sharding.mesh is not None,
     )
     sharding.set_recompute(max(sharding.plan.recompute, sharding.recompute))
-    _log.info(
-        "%d of %d blocks recompute: %s predicted under a limit of %s",
-        sharding.recompute,
-        len(sharding.blocks),
-        format_bytes(sharding.plan.peak_bytes),
-        format_bytes(limit),
-    )
+    sizes = format_bytes(sharding.plan.peak_bytes), format_bytes(limit)
+    said = "%d of %d blocks recompute: %s predicted under a limit of %s"
+    _log.info(said, sharding.recompute, len(sharding.blocks), *sizes)
 
 # %% ../../nbs/10_train/04_sharding.ipynb #07ee7896
 def _fsdp(sharding, model): return [m for m in (model, *sharding.blocks.values()) if isinstance(m, FSDPModule)]
@@ -272,10 +250,8 @@ def _before(model, args, kwargs):
         if not kwargs.get("use_cache") and kwargs.get("past_key_values") is None:
             kwargs = {**kwargs, "use_cache": False}
         elif s.recompute or s.auto:
-            raise ValueError(
-                "use_cache and past_key_values do not go with recomputed blocks, which would add to the cache twice; "
-                "leave them out, or shard(checkpoint=False)"
-            )
+            why = "do not go with recomputed blocks, which would add to the cache twice"
+            raise ValueError(f"use_cache and past_key_values {why}; leave them out, or shard(checkpoint=False)")
     size = sum(t.numel() for t in (*args, *kwargs.values()) if isinstance(t, Tensor)) if s.auto else 0
     if size > s.planned:
         _decide(model, s, args, kwargs)
@@ -294,15 +270,12 @@ def _check(model, zero, mesh, tp, unknown):
     for k in unknown:
         raise TypeError(f"shard() has no argument {k!r}{did_you_mean(k, names)}; it takes {', '.join(names)}")
     if isinstance(model.__dict__.get("sharding"), Sharding) or any(isinstance(m, FSDPModule) for m in model.modules()):
-        raise RuntimeError(
-            f"this {type(model).__name__} is sharded already; model.sharding.set_recompute changes what recomputes, "
-            "the rest needs a new model"
-        )
+        what = "model.sharding.set_recompute changes what recomputes, the rest needs a new model"
+        raise RuntimeError(f"this {type(model).__name__} is sharded already; {what}")
     levels = zero.values() if isinstance(zero, dict) else [zero]
     if not levels or any(z not in (2, 3) or isinstance(z, bool) for z in levels):
-        raise ValueError(
-            f"zero={zero!r}: 2 (whole weights kept from forward to backward), 3 (freed between) or {{pattern: 2 or 3}}"
-        )
+        what = "2 (whole weights kept from forward to backward), 3 (freed between) or {pattern: 2 or 3}"
+        raise ValueError(f"zero={zero!r}: {what}")
     if type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
         raise TypeError("shard the model itself, without DataParallel around it: ZeRO is data parallel")
     if not isinstance(tp, int) or tp < 1 or dist.get_world_size() % tp:
@@ -310,15 +283,15 @@ def _check(model, zero, mesh, tp, unknown):
     if mesh is not None and tp > 1 and not {"tp"} < set(mesh.mesh_dim_names or ()):
         raise ValueError(f"tp={tp} with a mesh of dimensions {mesh.mesh_dim_names}: one must be named 'tp'")
 
+# %% ../../nbs/10_train/04_sharding.ipynb #26b2758a
 def _check_rows(blocks, ranks):
     "Raise for blocks that leave ranks with nothing, and for weights that have no rows"
     for n, b in blocks.items():
         rows = {k: p.shape[0] if p.ndim else 0 for k, p in b.named_parameters()}
         if max(rows.values(), default=ranks) < ranks:
-            raise ValueError(
-                f"{ranks} ranks, but no weight of block {n} has more than {max(rows.values())} rows, so some rank "
-                "would hold nothing of it; use fewer ranks, or larger blocks="
-            )
+            why = f"no weight of block {n} has more than {max(rows.values())} rows"
+            advice = "use fewer ranks, or larger blocks="
+            raise ValueError(f"{ranks} ranks, but {why}, so some rank would hold nothing of it; {advice}")
 
 # %% ../../nbs/10_train/04_sharding.ipynb #9d8acbc6
 def _layout(mesh, tp, device):
@@ -346,17 +319,15 @@ def _prepare(model, blocks, dtype, alone):
     if alone and _in_dtype(model, dtype): return
     for n, p in model.named_parameters():
         if p.ndim == 0 and p.requires_grad:
-            raise ValueError(
-                f"{n} is a trainable scalar, which cannot be sharded; give it the shape (1,), or freeze it"
-            )
+            advice = "give it the shape (1,), or freeze it"
+            raise ValueError(f"{n} is a trainable scalar, which cannot be sharded; {advice}")
         if not p.is_contiguous(): p.data = p.data.contiguous()
 
+# %% ../../nbs/10_train/04_sharding.ipynb #f1aecc4f
 def _wrap(model, s, reduce_dtype):
     "`fully_shard` on each group and on the root; each block starts gathering the next before it computes"
-    blocks, policy = (
-        s.blocks,
-        functools.partial(MixedPrecisionPolicy, param_dtype=s.dtype, reduce_dtype=reduce_dtype or s.dtype),
-    )
+    reduce_dtype, blocks = reduce_dtype or s.dtype, s.blocks
+    policy = functools.partial(MixedPrecisionPolicy, param_dtype=s.dtype, reduce_dtype=reduce_dtype)
     groups, shared = _groups(model, blocks)
     scalars = {p for p in model.parameters() if p.ndim == 0}                # frozen ones: they stay whole
     outside = scalars | {p for p in model.parameters() if id(p) in shared}
@@ -392,6 +363,7 @@ def _take_over(model, s):
     for m in theirs: m.gradient_checkpointing = False
     model.sharding = s
 
+# %% ../../nbs/10_train/04_sharding.ipynb #d5cb4a1a
 def _fill_weights(model, s, weights, device):
     "Memory and values for what is on meta; then compiled blocks are guarded like any module"
     tensors = [*model.parameters(), *model.buffers()]

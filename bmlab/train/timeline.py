@@ -61,10 +61,8 @@ def _network_bytes(args):
     sent, got, world = (int(args.get(k) or 0) for k in ("In msg nelems", "Out msg nelems", "Group size"))
     if world < 2: return 0
     rounds = 2 if "allreduce" in str(args.get("Collective name", "")).replace("_", "").lower() else 1
-    item = next(
-        (n for k, n in _ITEM.items() if str(args.get("dtype", "")).lower() == k),
-        1 if "8" in str(args.get("dtype", "")) else 0,
-    )
+    dtype = str(args.get("dtype", "")).lower()
+    item = _ITEM.get(dtype, 1 if "8" in dtype else 0)
     return rounds * max(sent, got) * item * (world - 1) // world
 
 def _gpu_lane(event):
@@ -102,8 +100,7 @@ def read_trace(
     done = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
     marks = {
         name: sorted(
-            (float(e["ts"]), float(e["dur"]))
-            for e in done
+            (float(e["ts"]), float(e["dur"])) for e in done
             if e.get("name") == f"bmlab::{name}" and e.get("cat") == "user_annotation"
         )
         for name in ("window", "step", "clock")
@@ -152,8 +149,7 @@ def _outermost(done):
 def _first_launched(done, gpu, origin, starts):
     "When the first GPU event of each step ran"
     launched = {
-        e["args"]["correlation"]: float(e["ts"]) - origin
-        for e in done
+        e["args"]["correlation"]: float(e["ts"]) - origin for e in done
         if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in (e.get("args") or {})
     }
     ran = sorted(
@@ -208,12 +204,8 @@ def lane_table(
         }
     idle = (length_us - duration(_intervals(events))) / 1e3 / steps
     rows["idle"] = {
-        "busy_ms": float("nan"),
-        "exposed_ms": idle,
-        "of_step": idle / whole,
-        "GB": float("nan"),
-        "GB_per_s": float("nan"),
-        "ceiling": float("nan"),
+        "busy_ms": float("nan"), "exposed_ms": idle, "of_step": idle / whole, "GB": float("nan"),
+        "GB_per_s": float("nan"), "ceiling": float("nan"),
     }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("lane")
 
@@ -263,10 +255,8 @@ class Timeline:
         with figure(7.2, 0.7 + 0.28 * len(self.table)) as ax: _draw(self, ax)
     def _repr_html_(self):
         shown = table(self.table, digits=3).to_html(na_rep="", border=0)
-        return (
-            f'<img style="max-width:720px" alt="{self!r}" '
-            f'src="data:image/png;base64,{base64.b64encode(self.png()).decode()}">{shown}'
-        )
+        picture = f"data:image/png;base64,{base64.b64encode(self.png()).decode()}"
+        return f'<img style="max-width:720px" alt="{self!r}" src="{picture}">{shown}'
 
 # %% ../../nbs/10_train/09_timeline.ipynb #579709a6
 _PALE, _FULL, _QUIET = "#b9d2ee", "#1a6fd4", "#8a8a8a"
@@ -288,15 +278,8 @@ def _draw(t, ax):
         speed = f", {row.GB_per_s:.3g} GB/s" if row.GB_per_s == row.GB_per_s else ""
         text = f"{row.busy_ms:.3g} ms" if lane in _COMPUTE else f"{row.exposed_ms:.3g} of {row.busy_ms:.3g} ms{speed}"
         ax.text(1.01, y, text, transform=ax.get_yaxis_transform(), va="center")
-    ax.text(
-        1.01,
-        -0.95,
-        "exposed, of busy, a step",
-        transform=ax.get_yaxis_transform(),
-        va="center",
-        color="#555555",
-        fontsize=8,
-    )
+    small = dict(va="center", color="#555555", fontsize=8)
+    ax.text(1.01, -0.95, "exposed, of busy, a step", transform=ax.get_yaxis_transform(), **small)
     for start in t.starts_us: ax.axvline(start / 1e3, color="#555555", lw=.8, ls=":")
     ax.set(
         yticks=range(len(rows)),
@@ -327,7 +310,8 @@ def _record(step_fn, steps, warmup, path, watch):
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     def mark():
         with record_function("bmlab::clock"): clocks.append(time.perf_counter())
-    with profile(activities=kinds, schedule=schedule(wait=0, warmup=1, active=1, repeat=1), on_trace_ready=lambda p: p.export_chrome_trace(path)) as p:
+    once = schedule(wait=0, warmup=1, active=1, repeat=1)
+    with profile(activities=kinds, schedule=once, on_trace_ready=lambda p: p.export_chrome_trace(path)) as p:
         for _ in range(warmup): step_fn()
         wait()
         p.step()

@@ -1,4 +1,4 @@
-"BMTrain's names on several processes: its README's GPT-2 under torchrun, world sizes against each other, tensor parallelism times ZeRO."
+"BMTrain's names on several processes: its README's GPT-2 under torchrun, world sizes, tensor parallelism times ZeRO."
 import os, subprocess, sys
 from pathlib import Path
 
@@ -10,14 +10,7 @@ from bmlab.train.processes import run_ranks
 DATA = Path(__file__).resolve().parents[1] / "fixtures"
 pytestmark = pytest.mark.long
 TORCHRUN = [
-    "-m",
-    "torch.distributed.run",
-    "--nproc-per-node",
-    "2",
-    "--rdzv-backend",
-    "c10d",
-    "--rdzv-endpoint",
-    "127.0.0.1:0",
+    "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"
 ]
 
 
@@ -37,7 +30,7 @@ def launch(text, folder, how):
 
 
 def test_the_readme_runs_after_its_import_line_is_changed(tmp_path):
-    "torch.half, loss_scale=1024, Noam, AdamOffloadOptimizer on two processes: losses and norms equal to bmlab's own lines, digit for digit"
+    "torch.half, loss_scale=1024, Noam, AdamOffloadOptimizer on two processes: losses and norms of bmlab's own lines"
     theirs = (DATA / "readme_gpt2.py").read_text()
     changed = theirs.replace("\nimport bmtrain as bmt\n", "\nimport bmlab.bmtrain as bmt\n")
     assert [a for a, b in zip(theirs.splitlines(), changed.splitlines()) if a != b] == ["import bmtrain as bmt"]
@@ -46,9 +39,7 @@ def test_the_readme_runs_after_its_import_line_is_changed(tmp_path):
     losses = [line for line in lines if line.startswith("| Iter")]
     assert len(losses) == 6 and losses == own
     assert [line.split()[0] for line in lines[6:]] == [
-        "name",
-        "transformers.7.w_in.weight",
-        "transformers.7.w_out.weight",
+        "name", "transformers.7.w_in.weight", "transformers.7.w_out.weight"
     ]
     alone = launch(changed, tmp_path / "c", [])
     assert len(alone) == 9 and float(alone[4].split()[5]) < float(alone[0].split()[5])
@@ -135,9 +126,7 @@ def everything(folder):
     out["groups"] = {k: len(v) for k, v in bmt.grouped_parameters(net)}
     with bmt.inspect.inspect_tensor() as t: out["steps"], _ = trained(net, bmt, sgd)
     out["weights"], out["model"], out["tensors"] = (
-        net.state_dict(),
-        bmt.inspect.inspect_model(net, "*.weight"),
-        t.get_summary()[:3],
+        net.state_dict(), bmt.inspect.inspect_model(net, "*.weight"), t.get_summary()[:3]
     )
     net = fresh()
     out["micro"], _ = trained(net, bmt, sgd, micro=2)
@@ -192,7 +181,7 @@ def close(a, b, tol):
 
 
 def test_two_ranks_train_as_one(tmp_path):
-    "ZeRO 2 and 3, with and without recompute, accumulation, ties, frozen blocks, optimizers, files: the same on one and on two processes"
+    "ZeRO 2 and 3, recompute, accumulation, ties, frozen blocks, optimizers, files: the same on one and two processes"
     two = run_ranks(everything, str(tmp_path), timeout_s=400)
     (one,) = run_ranks(everything, str(tmp_path), world_size=1, timeout_s=400)
     assert two[0]["sharded"] == (True, [False, True, True]) and one["sharded"][0] is False
@@ -226,9 +215,7 @@ def tensor_parallel(tp):
         def __init__(self):
             super().__init__()
             self.norm, self.up, self.down = (
-                torch.nn.LayerNorm(8),
-                bmt.nn.ColumnParallelLinear(8, 16),
-                bmt.nn.RowParallelLinear(16, 8),
+                torch.nn.LayerNorm(8), bmt.nn.ColumnParallelLinear(8, 16), bmt.nn.RowParallelLinear(16, 8)
             )
 
         def forward(self, x): return x + self.down(self.up(self.norm(x)).relu())

@@ -1,4 +1,4 @@
-"Checkpoints between other numbers of ranks, of every kind of tensor and optimizer, and of runs that are killed while they save."
+"Checkpoints between numbers of ranks, of every kind of tensor and optimizer, and of runs killed while they save."
 import os, shutil, signal, threading, time
 
 import pytest
@@ -16,13 +16,8 @@ def tiny(seed=0, **options):
     import transformers as tf
     torch.manual_seed(seed)
     base = dict(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=99,
-        tie_word_embeddings=True,
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=99, tie_word_embeddings=True,
     )
     return tf.LlamaForCausalLM(tf.LlamaConfig(**base | options))
 
@@ -55,7 +50,7 @@ KINDS = {
 
 
 def leg(start, to, steps):
-    "Each kind of optimizer: take up `start` (None: from scratch), make some steps, save; {kind: (losses, state as loaded, state as saved)}"
+    "By kind of optimizer: take up `start` (None: from scratch), step, save; {kind: (losses, loaded, saved state)}"
     from bmlab.train.checkpoint import latest, load_weights, save
     out, ids = {}, torch.arange(24).view(2, 12) * 4 % 99
     for kind, made in KINDS.items():
@@ -81,11 +76,11 @@ def same(a, b): return sorted(a) == sorted(b) and all(torch.equal(a[k], b[k]) fo
 @pytest.mark.parametrize("worlds", [(1, 2, 1, 2), (1, 4, 2)], ids=str)
 def test_resume_at_another_world_size(tmp_path, worlds):
     "State that is loaded is bit for bit the state that was saved; losses go on as on one rank"
-    alone, start, before, losses = leg(None, tmp_path / "alone", 2 * len(worlds)), None, {}, {k: [] for k in KINDS}
+    alone, start = leg(None, tmp_path / "alone", 2 * len(worlds)), None
+    before, losses = {}, {k: [] for k in KINDS}
     for i, world in enumerate(worlds):
         ranks = (
-            [leg(start, tmp_path / str(i), 2)]
-            if world == 1
+            [leg(start, tmp_path / str(i), 2)] if world == 1
             else run_ranks(leg, start, tmp_path / str(i), 2, world_size=world)
         )
         for kind in KINDS:
@@ -211,7 +206,8 @@ def offloaded(folder, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_optimizer_with_state_on_the_host(tmp_path, world, dtype):
-    for rest, again, first, fresh, back, follow in [offloaded(tmp_path, dtype)] if world == 1 else run_ranks(offloaded, tmp_path, dtype):
+    found = [offloaded(tmp_path, dtype)] if world == 1 else run_ranks(offloaded, tmp_path, dtype)
+    for rest, again, first, fresh, back, follow in found:
         assert again == rest and back == rest and fresh[0] == first and fresh[2] < fresh[0] and follow
 
 
@@ -250,7 +246,7 @@ def test_another_models_checkpoint_is_named_on_every_rank(tmp_path):
 
 
 def own_head(folder):
-    "A checkpoint whose head is not its embedding, into a model that ties them: {format: (what was said, untouched, said when not strict, embedding read)}"
+    "A head that is not the embedding, into a model that ties them: {format: (said, untouched, said not strict, read)}"
     import logging
     from bmlab.train.checkpoint import export_hf, load_weights, save
     save(model := shard(tiny(tie_word_embeddings=False)), folder / "dcp")
@@ -313,7 +309,10 @@ def dies(folder, who, moment):
     checkpoint.save(model, folder, step=2)
 
 
-@pytest.mark.parametrize("who, moment", [(1, "while writing"), (0, "while writing"), (0, "before its name"), (0, "before the pointer")])
+MOMENTS = [(1, "while writing"), (0, "while writing"), (0, "before its name"), (0, "before the pointer")]
+
+
+@pytest.mark.parametrize("who, moment", MOMENTS)
 def test_a_rank_killed_while_saving(tmp_path, who, moment):
     from bmlab.train.checkpoint import load_weights, save
     with pytest.raises(RuntimeError, match="of 2"): run_ranks(dies, tmp_path, who, moment)
@@ -337,7 +336,7 @@ for step in range(10_000):
 
 
 def test_a_run_killed_at_any_moment(tmp_path):
-    "kill -9 after some tenths of a second, again and again: what is found is whole, and no older than what was reported as written"
+    "kill -9 after some tenths of a second, again and again: what is found is whole, and as new as what was reported"
     from bmlab.train.checkpoint import load_weights
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(40)])
     for i in range(6):
@@ -382,8 +381,7 @@ def test_a_background_save_that_fails_says_so(tmp_path, monkeypatch):
     job = save(nn.Linear(2, 2), tmp_path, step=2, blocking=False)
     with pytest.raises(BaseException, match="No space left"): job.wait()
     assert (
-        job.done()
-        and latest(tmp_path).name == "step-00000001"
+        job.done() and latest(tmp_path).name == "step-00000001"
         and sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
     )
 
@@ -393,9 +391,7 @@ def test_an_interrupted_wait_is_no_end(tmp_path, monkeypatch):
     import torch.distributed.checkpoint as dcp
     from bmlab.train.checkpoint import latest, save
     write, go, before = (
-        dcp.FileSystemWriter.write_data,
-        threading.Event(),
-        signal.signal(signal.SIGINT, signal.default_int_handler),
+        dcp.FileSystemWriter.write_data, threading.Event(), signal.signal(signal.SIGINT, signal.default_int_handler)
     )
     monkeypatch.setattr(
         dcp.FileSystemWriter, "write_data", lambda *args, **kwargs: (go.wait(60), write(*args, **kwargs))[1]
@@ -481,9 +477,7 @@ def test_a_hostile_checkpoint_runs_nothing(tmp_path, reader):
     )
     train(1)
     path, mark, before = (
-        tmp_path / "run/step-00000001",
-        tmp_path / "ran",
-        [p.detach().clone() for p in model.parameters()],
+        tmp_path / "run/step-00000001", tmp_path / "ran", [p.detach().clone() for p in model.parameters()]
     )
     call = {
         "load_weights": lambda: load_weights(model, tmp_path / "run"),
@@ -525,7 +519,7 @@ def test_hostile_tensors_run_nothing(tmp_path):
         path = save(nn.Linear(3, 3), tmp_path / key).path
         said = checkpoint._metadata(path)
         index, place = next((i, x) for i, x in said.storage_data.items() if i.fqn == key)
-        raw, new = (path / place.relative_path).read_bytes(), hostile(torch.zeros(4000))
+        new = hostile(torch.zeros(4000))
         (path / "evil.distcp").write_bytes(new)
         said.storage_data[index] = type(place)("evil.distcp", 0, len(new))
         (path / ".metadata").write_bytes(pickle.dumps(said))
@@ -583,7 +577,9 @@ def hostile_ranks(folder):
     before = {n: whole(t) for n, t in model.state_dict().items()}
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.arange(24).view(2, 12)
-    for call in (lambda: load_weights(model, folder), lambda: fit(model, [dict(input_ids=ids, labels=ids)], opt, steps=2, save_to=folder, resume=True, plot=False)):
+    options = dict(steps=2, save_to=folder, resume=True, plot=False)
+    resumed = lambda: fit(model, [dict(input_ids=ids, labels=ids)], opt, **options)
+    for call in (lambda: load_weights(model, folder), resumed):
         try: call()
         except ValueError as e: said.append(str(e))
     return said, same(before, {n: whole(t) for n, t in model.state_dict().items()})
@@ -612,8 +608,7 @@ def test_metadata_are_those_that_were_written(tmp_path):
         path = checkpoint.save(model.to(kind), tmp_path, optimizer=opt).path
         want, got = pickle.loads((path / ".metadata").read_bytes()), checkpoint._metadata(path)
         assert (
-            got.state_dict_metadata == want.state_dict_metadata
-            and got.storage_data == want.storage_data
+            got.state_dict_metadata == want.state_dict_metadata and got.storage_data == want.storage_data
             and got.version == want.version
         )
 
@@ -631,7 +626,12 @@ def not_finite(folder):
     save(model, folder, optimizer=opt, step=1)
     local = lambda t: t.to_local() if hasattr(t, "to_local") else t
     weight, kept, out = model.model.layers[1].mlp.up_proj.weight, opt.state[model.model.norm.weight]["exp_avg_sq"], {}
-    for what, t, bad, options in (("weight", weight, float("inf"), {}), ("background", weight, float("nan"), dict(blocking=False)), ("hf", weight, float("nan"), dict(hf=True)), ("state", kept, float("nan"), {})):
+    inf, nan = float("inf"), float("nan")
+    cases = (
+        ("weight", weight, inf, {}), ("background", weight, nan, dict(blocking=False)),
+        ("hf", weight, nan, dict(hf=True)), ("state", kept, nan, {}),
+    )
+    for what, t, bad, options in cases:
         before = local(t).detach().clone()
         if r == w - 1:
             with torch.no_grad(): local(t).view(-1)[-1:].fill_(bad)
@@ -764,16 +764,8 @@ def _run(folder, steps, resume=False):
     torch.manual_seed(0)
     model, data = nn.Linear(3, 2), [torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(6)]
     fit(
-        model,
-        data,
-        torch.optim.SGD(model.parameters(), 0.1),
-        steps=steps,
-        loss=lambda m, x: m(x).square().mean(),
-        plot=False,
-        save_to=folder,
-        save_every=1,
-        keep=None,
-        resume=resume,
+        model, data, torch.optim.SGD(model.parameters(), 0.1), steps=steps, loss=lambda m, x: m(x).square().mean(),
+        plot=False, save_to=folder, save_every=1, keep=None, resume=resume,
     )
     return model.weight.detach()
 
@@ -839,11 +831,7 @@ def test_a_sparse_gradient_that_is_not_finite_is_named():
     before = model.weight.detach().clone()
     with pytest.raises(Diverged, match="that of weight"):
         fit(
-            model,
-            [torch.tensor([1, 2])],
-            torch.optim.SGD(model.parameters(), 0.1),
-            steps=1,
-            loss=lambda m, x: m(x).mean(),
-            plot=False,
+            model, [torch.tensor([1, 2])], torch.optim.SGD(model.parameters(), 0.1), steps=1,
+            loss=lambda m, x: m(x).mean(), plot=False,
         )
     assert torch.equal(model.weight, before)

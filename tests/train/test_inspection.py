@@ -10,7 +10,7 @@ NUMBERS = ["mean", "std", "min", "max", "grad_mean", "grad_std"]
 
 
 def net(seed=0):
-    "Odd shapes: five rows on two ranks, one row on two ranks, a scale, a frozen layer and a shared one, far from zero mean"
+    "Odd shapes: five rows or one row on two ranks, a scale, a frozen layer and a shared one, far from zero mean"
     from torch import nn
     torch.manual_seed(seed)
     model = nn.Sequential(
@@ -51,8 +51,7 @@ def sharded(rows, kind):
             if grad is not None: model[i].weight.grad = distribute_tensor(grad, mesh, [Shard(dim)])
         return inspect_model(model)
     mesh = (
-        init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-        if kind == "hybrid"
+        init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")) if kind == "hybrid"
         else init_device_mesh("cpu", (world,))
     )
     for i in (2, 3, 5): fully_shard(model[i], mesh=mesh, reshard_after_forward=kind != "zero2")
@@ -65,10 +64,7 @@ def sharded(rows, kind):
 def close(table, want, columns=NUMBERS):
     assert table[["name", "shape"]].equals(want[["name", "shape"]])
     torch.testing.assert_close(
-        torch.tensor(table[columns].to_numpy(float)),
-        torch.tensor(want[columns].to_numpy(float)),
-        rtol=1e-6,
-        atol=1e-6,
+        torch.tensor(table[columns].to_numpy(float)), torch.tensor(want[columns].to_numpy(float)), rtol=1e-6, atol=1e-6,
         equal_nan=True,
     )
 

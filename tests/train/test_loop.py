@@ -18,15 +18,8 @@ def gpt(dropout=0.1, **options):
     set_seed(0)
     return tf.GPT2LMHeadModel(
         tf.GPT2Config(
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            vocab_size=99,
-            n_positions=16,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-            **options,
+            n_embd=32, n_layer=2, n_head=4, vocab_size=99, n_positions=16, resid_pdrop=dropout, embd_pdrop=dropout,
+            attn_pdrop=dropout, **options,
         )
     )
 
@@ -55,19 +48,8 @@ def run(folder, kill_at=None, kind="adamw", **options):
         if len(seen) == kill_at and r == w - 1: os.kill(os.getpid(), signal.SIGKILL)
         return model_loss(model, batch)
     return fit(
-        model,
-        mine(r, w),
-        om,
-        steps=8,
-        loss=dies,
-        clip=0.5,
-        accumulate=2,
-        save_to=folder,
-        save_every=2,
-        plot=False,
-        held_out=list(mine(r, w)),
-        every=3,
-        **options,
+        model, mine(r, w), om, steps=8, loss=dies, clip=0.5, accumulate=2, save_to=folder, save_every=2, plot=False,
+        held_out=list(mine(r, w)), every=3, **options,
     )
 
 
@@ -82,9 +64,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, world, kind):
     else:
         with pytest.raises(RuntimeError): run_ranks(run, tmp_path / "cut", 11, kind, world_size=world)
     assert sorted(p.name for p in (tmp_path / "cut").iterdir() if not p.name.startswith(".")) == [
-        "latest",
-        "step-00000002",
-        "step-00000004",
+        "latest", "step-00000002", "step-00000004"
     ]
     went_on = [resume(tmp_path / "cut")] if world == 1 else run_ranks(resume, tmp_path / "cut", world_size=world)
     for a, b in zip(whole, went_on):
@@ -102,21 +82,13 @@ def accumulated(wrap, accumulate, folder=None):
     r, w = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model = gpt(dropout=0.).double()
     runner = (
-        DistributedDataParallel(model)
-        if wrap == "ddp"
-        else shard(model, dtype=None, zero=int(wrap), checkpoint=False)
-        if wrap
-        else model
+        DistributedDataParallel(model) if wrap == "ddp" else shard(model, dtype=None, zero=int(wrap), checkpoint=False)
+        if wrap else model
     )
     size = 8 // w // accumulate
     batches = [{"input_ids": b, "labels": b} for i in range(0, 24, 8) for b in ROWS[i:i + 8][r::w].split(size)]
     log = fit(
-        runner,
-        batches,
-        torch.optim.SGD(model.parameters(), lr=0.5),
-        steps=4,
-        clip=1.0,
-        accumulate=accumulate,
+        runner, batches, torch.optim.SGD(model.parameters(), lr=0.5), steps=4, clip=1.0, accumulate=accumulate,
         plot=False,
     )
     return log, {
@@ -183,14 +155,8 @@ def test_a_sampler_of_ranks_hears_of_each_pass(tmp_path):
         )
         seen.clear()
         fit(
-            model,
-            loader,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            steps=steps,
-            loss=loss,
-            plot=False,
-            save_to=folder,
-            **options,
+            model, loader, torch.optim.SGD(model.parameters(), lr=0.1), steps=steps, loss=loss, plot=False,
+            save_to=folder, **options,
         )
         return list(seen)
     whole = go(tmp_path / "a", 8)
@@ -205,12 +171,7 @@ def test_a_complete_run_says_so(tmp_path, caplog):
         caplog.clear()
         model = gpt(dropout=0.)
         log = fit(
-            model,
-            mine(0, 1),
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            steps=steps,
-            save_to=tmp_path,
-            resume=True,
+            model, mine(0, 1), torch.optim.SGD(model.parameters(), lr=0.1), steps=steps, save_to=tmp_path, resume=True,
             plot=False,
         )
         return (
@@ -223,9 +184,7 @@ def test_a_complete_run_says_so(tmp_path, caplog):
     for steps in (3, 2):
         again, same, said = go(steps)
         assert (
-            again == losses
-            and all(map(torch.equal, weights, same))
-            and said
+            again == losses and all(map(torch.equal, weights, same)) and said
             == [
                 f"steps={steps}, but the run in {tmp_path} is complete with 3: no step is made; give more steps to go "
                 "on"
@@ -236,7 +195,7 @@ def test_a_complete_run_says_so(tmp_path, caplog):
 
 
 def spoilt(folder, overlap):
-    "A loss that is not a number on the last rank, in step 3: (message, are the weights finite?, the log when gone on from step 2)"
+    "A loss that is not a number on the last rank, in step 3: (message, weights finite?, the log from step 2 on)"
     import math
     import torch.distributed as dist
     from bmlab.train.offload import AdamW
@@ -261,10 +220,11 @@ def spoilt(folder, overlap):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_diverged_loss_says_whether_the_weights_are_whole(tmp_path, world):
-    "An optimizer that uses gradients as they arrive has made the step; the same optimizer goes on from a checkpoint as the other does"
+    "An optimizer that uses gradients as they arrive has made the step; from a checkpoint it goes on as the other does"
     ends = {}
     for overlap in ("forward", "backward"):
-        for said, finite, losses in [spoilt(tmp_path / overlap, overlap)] if world == 1 else run_ranks(spoilt, tmp_path / overlap, overlap):
+        folder = tmp_path / overlap
+        for said, finite, losses in [spoilt(folder, overlap)] if world == 1 else run_ranks(spoilt, folder, overlap):
             assert "the loss of step 3 is nan" in said and finite
             assert ("the step was not taken" in said) == (overlap == "forward") and (
                 "the step is half made" in said
@@ -284,7 +244,7 @@ class Poisoned(torch.autograd.Function):
 
 
 def poisoned(folder, kind, options, steps=5, at=3, **more):
-    "A gradient that is not finite on the last rank in step `at`, though its loss is: (message, weights as before that step?, finite?, the newest checkpoint, the log when gone on)"
+    "A bad gradient on the last rank in step `at`: (message, weights as before?, finite?, newest checkpoint, log)"
     import torch.distributed as dist
     from bmlab.train.checkpoint import latest
     from bmlab.train.offload import AdamW
@@ -297,8 +257,7 @@ def poisoned(folder, kind, options, steps=5, at=3, **more):
         "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2),
     }
     opt = (
-        made[kind]()
-        if kind in made
+        made[kind]() if kind in made
         else AdamW(
             model,
             lr=1e-2,
@@ -308,8 +267,7 @@ def poisoned(folder, kind, options, steps=5, at=3, **more):
         )
     )
     local, seen = (
-        lambda: [(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in model.parameters()],
-        [],
+        lambda: [(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in model.parameters()], []
     )
     accumulate = options.get("accumulate", 1)
     def loss(model, batch):
@@ -323,16 +281,8 @@ def poisoned(folder, kind, options, steps=5, at=3, **more):
         finally:
             if bad: hook.remove()
     go = lambda **o: fit(
-        model,
-        mine(r, w),
-        opt,
-        steps=steps,
-        save_to=folder,
-        save_every=2 if folder else None,
-        plot=False,
-        **options,
-        **more,
-        **o,
+        model, mine(r, w), opt, steps=steps, save_to=folder, save_every=2 if folder else None, plot=False, **options,
+        **more, **o,
     )
     try:
         go(loss=loss)
@@ -370,7 +320,7 @@ def test_a_step_on_a_gradient_that_is_not_finite_is_not_taken(tmp_path, world):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_block_whose_gradient_is_not_finite_is_not_updated(tmp_path, world):
-    "Gradients that are used as they arrive: the run ends before anything is saved, says whose gradient it was, and from where to go on"
+    "Gradients used as they arrive: the run ends before anything is saved, says whose gradient it was, and what to do"
     kinds = {"part": ("part", {}), "whole": ("whole", {})}                    # of the state on the host
     for ways in [poisoned_ways(tmp_path, kinds)] if world == 1 else run_ranks(poisoned_ways, tmp_path, kinds):
         for name, (said, same, finite, newest, losses) in ways.items():
@@ -414,15 +364,8 @@ def overflow(folder, where, background):
     r, w = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model = shard(gpt(dropout=0.), dtype=None)
     go = lambda at, **options: fit(
-        model,
-        mine(r, w),
-        Overflows(model.parameters(), at, where),
-        steps=6,
-        save_to=folder,
-        save_every=2,
-        save_in_background=background,
-        plot=False,
-        **options,
+        model, mine(r, w), Overflows(model.parameters(), at, where), steps=6, save_to=folder, save_every=2,
+        save_in_background=background, plot=False, **options,
     )
     try:
         go(4)
@@ -500,8 +443,7 @@ def test_a_run_goes_on_from_the_newest_good_checkpoint(tmp_path, world):
         assert log == whole and len(said) == (i == 0)
         if said:
             assert (
-                "step-00000002" in said[0]
-                and "step-00000006 (the optimizer's exp_avg" in said[0]
+                "step-00000002" in said[0] and "step-00000006 (the optimizer's exp_avg" in said[0]
                 and "step-00000004 (the weight transformer.ln_f.weight" in said[0]
             )
     for error, _ in ranks(tmp_path / "c", [2, 4, 6]):
@@ -549,15 +491,8 @@ def test_on_a_gpu(tmp_path):
     def go(folder, steps, **options):
         model = shard(gpt(dropout=0.).cuda(), dtype=torch.bfloat16)
         return fit(
-            model,
-            mine(0, 1),
-            AdamW(model, lr=1e-2, offload=0.5),
-            steps=steps,
-            clip=0.5,
-            accumulate=2,
-            save_to=folder,
-            plot=False,
-            **options,
+            model, mine(0, 1), AdamW(model, lr=1e-2, offload=0.5), steps=steps, clip=0.5, accumulate=2, save_to=folder,
+            plot=False, **options,
         ), model
     whole, _ = go(tmp_path / "a", 6)
     go(tmp_path / "b", 3, save_in_background=True)

@@ -18,12 +18,8 @@ class Block(nn.Module):
 class Tiny(nn.Module):
     def __init__(self, D=32, L=3, V=64, recompute=False):
         super().__init__()
-        self.embed, self.blocks, self.head, self.recompute = (
-            nn.Embedding(V, D),
-            nn.ModuleList([Block(D) for _ in range(L)]),
-            nn.Linear(D, V, bias=False),
-            recompute,
-        )
+        self.embed, self.blocks = nn.Embedding(V, D), nn.ModuleList([Block(D) for _ in range(L)])
+        self.head, self.recompute = nn.Linear(D, V, bias=False), recompute
         self.head.weight = self.embed.weight
     def forward(self, ids):
         x = self.embed(ids)
@@ -80,7 +76,9 @@ def sharded():
         return fully_shard(m, mesh=mesh)
     for clip in (None, 0.9):
         want, _ = run(torch_adamw, net(), data, clip)
-        for kw in (dict(offload=0.5), dict(offload=1.0, link=0.5), dict(offload=1.0, link=1.0)) + ((dict(offload=1.0, link=0.5, overlap="backward"),) if clip is None else ()):
+        settings = [dict(offload=0.5), dict(offload=1.0, link=0.5), dict(offload=1.0, link=1.0)]
+        if clip is None: settings.append(dict(offload=1.0, link=0.5, overlap="backward"))
+        for kw in settings:
             got, opt = run(lambda m: AdamW(m, lr=1e-2, unit=3000, **kw), net(), data, clip)
             out[clip, str(kw)] = all(torch.equal(want[k], got[k]) for k in want)
     states = opt.state_dict()["state"].values()
@@ -94,7 +92,12 @@ def test_sharded_over_two_processes_equals_torch():
     for r in run_ranks(sharded): assert all(r.values()), [k for k, v in r.items() if not v]
 
 
-@pytest.mark.parametrize("kw", [dict(offload=1.0), dict(offload=1.0, link=1.0, overlap="backward"), dict(offload=0.5, link=0.5, overlap="backward")], ids=str)
+SETTINGS = [
+    dict(offload=1.0), dict(offload=1.0, link=1.0, overlap="backward"), dict(offload=0.5, link=0.5, overlap="backward")
+]
+
+
+@pytest.mark.parametrize("kw", SETTINGS, ids=str)
 def test_tied_recomputed_accumulated(kw):
     "Gradients of inner micro-batches are not used alone; a tied weight is one parameter"
     from bmlab.train.offload import AdamW
@@ -164,12 +167,16 @@ def test_gpu_lanes():
         net = lambda: model(D=256).cuda().to(dtype)
         for clip in (None, 0.9):
             want, _ = run(lambda m: AdamW(m, lr=1e-3), net(), data, clip)
-            for kw in (dict(link=1.0), dict(link=0.0), dict(link=0.5)) + ((dict(link=0.5, overlap="backward"), dict(link=1.0, overlap="backward")) if clip is None else ()):
+            settings = [dict(link=1.0), dict(link=0.0), dict(link=0.5)]
+            if clip is None: settings += [dict(link=link, overlap="backward") for link in (0.5, 1.0)]
+            for kw in settings:
                 got, opt = run(lambda m: AdamW(m, lr=1e-3, offload=1.0, unit=1 << 15, **kw), net(), data, clip)
                 for k in want:
                     if kw["link"] == 1.0: assert torch.equal(got[k], want[k]), (kw, k)
-                    elif dtype == torch.float32: torch.testing.assert_close(got[k], want[k], rtol=1e-4, atol=5e-5)  # (m̂/√v̂ of tiny gradients turns rounding into parts of a step)
-                    elif len(data) == 1: torch.testing.assert_close(got[k], want[k], rtol=2 ** -7, atol=1e-6)  # the next bf16 number at most; later steps drift apart
+                    # (m̂/√v̂ of tiny gradients turns rounding into parts of a step)
+                    elif dtype == torch.float32: torch.testing.assert_close(got[k], want[k], rtol=1e-4, atol=5e-5)
+                    # the next bf16 number at most; later steps drift apart
+                    elif len(data) == 1: torch.testing.assert_close(got[k], want[k], rtol=2 ** -7, atol=1e-6)
 
 
 # what reads weights before the optimizer has finished: each must wait, seen by lanes that are made slow
@@ -190,8 +197,7 @@ class Nested(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.layers = (
-            nn.Embedding(10, 8),
-            nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(3)),
+            nn.Embedding(10, 8), nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(3))
         )
     def forward(self, ids):
         x = self.embed(ids)
@@ -212,9 +218,7 @@ class Shared(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.first, self.layers = (
-            nn.Embedding(10, 8),
-            nn.Linear(8, 8),
-            nn.ModuleList(nn.Linear(8, 8) for _ in range(3)),
+            nn.Embedding(10, 8), nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         )
         self.layers[2].weight = self.first.weight
     def forward(self, ids):
@@ -227,12 +231,9 @@ class Dropping(nn.Module):
     "Every other forward leaves the last layer out"
     def __init__(self):
         super().__init__()
-        self.embed, self.layers, self.norm, self.calls = (
-            nn.Embedding(10, 8),
-            nn.ModuleList(nn.Linear(8, 8) for _ in range(3)),
-            nn.LayerNorm(8),
-            0,
-        )
+        self.embed = nn.Embedding(10, 8)
+        self.layers, self.norm = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.LayerNorm(8)
+        self.calls = 0
     def forward(self, ids):
         self.calls, x = self.calls + 1, self.embed(ids)
         for layer in list(self.layers)[:3 if self.calls % 2 else 2]: x = x + layer(x).tanh()
@@ -249,8 +250,7 @@ READERS = {
     "compiled": (Late, None),
     "state_dict": (Late, lambda m: torch.func.functional_call(m, dict(m.state_dict(keep_vars=True)), (IDS,))),
     "part's state_dict": (
-        Late,
-        lambda m: nn.functional.linear(m.embed(IDS), m.layers[2].state_dict(keep_vars=True)["weight"]),
+        Late, lambda m: nn.functional.linear(m.embed(IDS), m.layers[2].state_dict(keep_vars=True)["weight"])
     ),
 }
 
@@ -296,8 +296,7 @@ def sharded_readers():
                 nn.Sequential(
                     nn.Embedding(10, 8), nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
                 )
-                if case != "coarse"
-                else Halves()
+                if case != "coarse" else Halves()
             )
             shard(net, dtype=None, **kw)
             opt = offload.AdamW(net, lr=0.1, offload=1.0)
@@ -317,8 +316,7 @@ class Halves(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.halves = (
-            nn.Embedding(10, 8),
-            nn.ModuleList(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]) for _ in range(2)),
+            nn.Embedding(10, 8), nn.ModuleList(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]) for _ in range(2))
         )
     def forward(self, ids):
         x = self.embed(ids)
@@ -471,7 +469,7 @@ def test_parameters_without_elements_and_odd_kinds():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("offload, link", [(1.0, 0.0), (1.0, 1.0), (1.0, 0.5), (0.5, 0.5)])
 def test_a_block_whose_gradient_is_not_finite_stays_as_it_was(device, dtype, offload, link):
-    "In either lane: the manager hears of it with the loss, a loop that does not ask is told by an error, and training can go on"
+    "In either lane: the manager hears of it with the loss, another loop is told by an error, and training can go on"
     from bmlab.train.offload import AdamW
     from bmlab.train.optim import OptimManager
     torch.manual_seed(0)
@@ -500,8 +498,7 @@ def test_a_block_whose_gradient_is_not_finite_stays_as_it_was(device, dtype, off
         om.zero_grad()                                                   # as `fit` does, which then ends
         opt.flush()
         assert (
-            all(p.isfinite().all() for p in net.parameters())
-            and torch.equal(weight, before[8])
+            all(p.isfinite().all() for p in net.parameters()) and torch.equal(weight, before[8])
             and not torch.equal(net[5][0].weight, before[10])
         )
         backward()

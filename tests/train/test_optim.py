@@ -1,4 +1,4 @@
-"OptimManager: every torch optimizer, schedules against formulas of their own, sharded and replicated parameters on two and four ranks."
+"OptimManager: every torch optimizer, schedules against their formulas, sharded and replicated parameters on ranks."
 import logging, math, threading, traceback, warnings
 
 import pytest
@@ -11,11 +11,8 @@ from bmlab.train.processes import run_ranks
 from bmlab.train.optim import OptimManager, gradient_norm
 
 CLASSES = sorted(
-    n
-    for n in dir(torch.optim)
-    if isinstance(getattr(torch.optim, n), type)
-    and issubclass(getattr(torch.optim, n), torch.optim.Optimizer)
-    and n not in ("Optimizer", "LBFGS")
+    n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type)
+    and issubclass(getattr(torch.optim, n), torch.optim.Optimizer) and n not in ("Optimizer", "LBFGS")
 )
 
 
@@ -164,13 +161,7 @@ def half_gpt():
     torch.manual_seed(0)
     return tf.GPT2LMHeadModel(
         tf.GPT2Config(
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            vocab_size=99,
-            n_positions=16,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
+            n_embd=32, n_layer=2, n_head=4, vocab_size=99, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0,
             attn_pdrop=0.0,
         )
     ).half()
@@ -185,7 +176,7 @@ def half_optimizer(kind, net):
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("kind", ["sgd", "masters", "offload"])
 def test_a_model_in_half_precision_comes_down_from_a_scale_that_overflows(kind, clip):
-    "float16 weights, gradients and forward on purpose at 2**24: weights, schedule and optimizer stand still until the scale fits, then the loss falls"
+    "float16 throughout, at 2**24: weights, schedule, optimizer stand still until the scale fits, then the loss falls"
     net, ids = half_gpt(), (torch.arange(4 * 12).view(4, 12) * 5) % 99
     opt = half_optimizer(kind, net)
     om = OptimManager(loss_scale=2.0 ** 24, model=net)
@@ -193,12 +184,8 @@ def test_a_model_in_half_precision_comes_down_from_a_scale_that_overflows(kind, 
     made = lambda: [int(s["step"]) if "step" in s else s["momentum_buffer"].clone() for s in opt.state.values()]
     taken, losses = [], []
     for _ in range(30):
-        before, states, lr, scale = (
-            {n: t.clone() for n, t in net.state_dict().items()},
-            made(),
-            opt.param_groups[0]["lr"],
-            om.loss_scale,
-        )
+        before, states = {n: t.clone() for n, t in net.state_dict().items()}, made()
+        lr, scale = opt.param_groups[0]["lr"], om.loss_scale
         loss = net(input_ids=ids, labels=ids).loss
         om.backward(loss)
         overflown = not all(p.grad.isfinite().all() for p in net.parameters())
@@ -210,18 +197,13 @@ def test_a_model_in_half_precision_comes_down_from_a_scale_that_overflows(kind, 
         same = all(torch.equal(t, before[n]) for n, t in net.state_dict().items())
         if taken[-1]:
             assert (
-                not same
-                and om.loss_scale == scale
-                and om.schedules[0].num_iter == sum(taken)
+                not same and om.loss_scale == scale and om.schedules[0].num_iter == sum(taken)
                 and opt.param_groups[0]["lr"] < lr
             )
         else:
             assert (
-                same
-                and om.loss_scale == scale / 2
-                and opt.param_groups[0]["lr"] == lr
-                and om.schedules[0].num_iter == sum(taken)
-                and all(p.grad is None for p in net.parameters())
+                same and om.loss_scale == scale / 2 and opt.param_groups[0]["lr"] == lr
+                and om.schedules[0].num_iter == sum(taken) and all(p.grad is None for p in net.parameters())
             )
         if not taken[-1] and states:
             assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(states, made()))
@@ -235,19 +217,14 @@ def test_a_model_in_half_precision_comes_down_from_a_scale_that_overflows(kind, 
 
 
 def test_fit_goes_through_an_overflow():
-    "A step that is left out is a row of the log like any other; a loss in float16 that the scale itself makes infinite, too"
+    "A step that is left out is a row of the log like any other, also where the scale itself makes a loss infinite"
     from bmlab.train.loop import fit, model_loss
     net, ids = half_gpt(), (torch.arange(4 * 12).view(4, 12) * 5) % 99
     opt = half_optimizer("masters", net)
     om = OptimManager(loss_scale=2.0 ** 24)
     om.add_optimizer(opt)
     log = fit(
-        net,
-        [{"input_ids": ids, "labels": ids}],
-        om,
-        steps=30,
-        clip=1.0,
-        plot=False,
+        net, [{"input_ids": ids, "labels": ids}], om, steps=30, clip=1.0, plot=False,
         loss=lambda m, b: model_loss(m, b).half(),
     )
     left_out = (log.loss_scale.diff(-1) > 0).tolist()
@@ -341,7 +318,9 @@ def variants():
         if root: fully_shard(net, mesh=mesh, reshard_after_forward=reshard, **kwargs)
         return net
 
-    for name, net, average in ("zero3", sharded(), ()), ("zero2", sharded(False), ()), ("mixed", m := sharded(root=False), list(m[4].parameters())):
+    mixed = sharded(root=False)
+    cases = ("zero3", sharded(), ()), ("zero2", sharded(False), ()), ("mixed", mixed, list(mixed[4].parameters()))
+    for name, net, average in cases:
         for micro in (1, 4):
             om = manager(net, net, scale=16.)
             out[f"{name} {micro}"] = (*steps(net, rows, om, micro, average=average), weights(net))
@@ -490,8 +469,7 @@ def test_an_overflow_in_float16_on_one_rank_alone_skips_on_both():
             if not taken: assert still and still2
         skipped = len(rows) - steps
         assert 2 <= skipped < 10 and rows[-1][0] == 2.0 ** (12 - skipped) and rows[-1][2] and not others[-1][4], (
-            key,
-            rows,
+            key, rows
         )
 
 
@@ -500,11 +478,7 @@ def four_ranks():
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
+        ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
     )
     from bmlab.train.processes import init_distributed, rank
     init_distributed(timeout_s=60)

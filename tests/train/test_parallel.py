@@ -16,11 +16,7 @@ from bmlab.train.pipeline import Pipeline
 pytestmark = pytest.mark.long
 
 LLAMA = dict(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=96,
 )
 MODELS = {
@@ -28,16 +24,8 @@ MODELS = {
     "qwen3, tied": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**LLAMA, head_dim=8, tie_word_embeddings=True)),
     "gpt2": lambda: tf.GPT2LMHeadModel(
         tf.GPT2Config(
-            n_embd=32,
-            n_layer=4,
-            n_head=4,
-            vocab_size=96,
-            n_positions=16,
-            bos_token_id=0,
-            eos_token_id=1,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
+            n_embd=32, n_layer=4, n_head=4, vocab_size=96, n_positions=16, bos_token_id=0, eos_token_id=1,
+            resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
         )
     ),
 }

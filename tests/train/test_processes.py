@@ -50,7 +50,8 @@ x = torch.full((2,), rank() + 1., requires_grad=True)
 (all_reduce(x) * (rank() + 1)).sum().backward()
 # one write each: two processes share the pipe
 total, mean = all_reduce(torch.tensor(rank() + 1)).item(), sum_loss(torch.tensor(float(rank()))).item()
-print_rank(f"world {world_size()} sum {total} grad {x.grad.tolist()} seeds equal {len(set(seeds.tolist())) == 1} mean {mean}\n", end="")
+equal = len(set(seeds.tolist())) == 1
+print_rank(f"world {world_size()} sum {total} grad {x.grad.tolist()} seeds equal {equal} mean {mean}\n", end="")
 print(f"here {rank()}/{world_size()} local {local_rank()}\n", end="", flush=True)
 init_distributed(); synchronize(); shutdown()
 """
@@ -78,10 +79,7 @@ def test_one_agent_two_processes(tmp_path):
             start(
                 script,
                 launcher=(
-                    "-m",
-                    "torch.distributed.run",
-                    "--nproc-per-node=2",
-                    "--rdzv-backend=c10d",
+                    "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
                     "--rdzv-endpoint=127.0.0.1:0",
                 ),
             )
@@ -168,7 +166,8 @@ while True:
     x = torch.ones(2); dist.all_reduce(x); dist.all_reduce(x, group=group); assert x.tolist() == [1, 1]
     if not stopped: break
 print("lines", line, flush=True)
-os._exit(0)                    # the threads of gloo groups that were left half made may abort an interpreter that shuts down
+# (the threads of gloo groups that were left half made may abort an interpreter that shuts down)
+os._exit(0)
 """
 
 
@@ -205,9 +204,7 @@ def test_collectives_in_every_dtype_strided_and_twice_differentiated():
         for dtype, (total, most, gathered, scattered, cast) in out.items():
             both = torch.arange(8).view(2, 4).to(dtype)
             assert (
-                torch.equal(total, both.sum(0).to(dtype))
-                and torch.equal(most, both[1])
-                and torch.equal(gathered, both)
+                torch.equal(total, both.sum(0).to(dtype)) and torch.equal(most, both[1]) and torch.equal(gathered, both)
                 and torch.equal(cast, both[1])
             )
             assert torch.equal(scattered, both.sum(0).to(dtype)[2 * r:2 * r + 2])

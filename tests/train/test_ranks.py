@@ -16,11 +16,7 @@ def tiny():
     torch.manual_seed(0)
     return tf.LlamaForCausalLM(
         tf.LlamaConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             vocab_size=99,
         )
     )
@@ -61,7 +57,7 @@ def sharded():
     from bmlab.delta.lora import Lora
     from bmlab.models.tree import tree
     model = tiny()
-    plain, names = count(model), roles(model)
+    names = roles(model)
     d = Lora(model, r=4).freeze()
     with_delta, mesh = count(model), init_device_mesh("cpu", (2,))
     for layer in model.model.layers: fully_shard(layer, mesh=mesh)
@@ -94,35 +90,25 @@ def test_a_sharded_model_is_counted_drawn_and_tuned():
     "FSDP2: global sizes though each process holds half; detaching switches the delta off"
     for r in run_ranks(sharded):
         assert (
-            r["same_count"]
-            and r["same_roles"]
-            and r["found"] == 2
-            and r["root"] == r["total"]
-            and r["changed"]
+            r["same_count"] and r["same_roles"] and r["found"] == 2 and r["root"] == r["total"] and r["changed"]
             and r["back"]
         )
         assert "before sharding" in r["late"] and r["local"] < 0.6 * r["total"]
 
 
-@pytest.mark.parametrize("launch", [["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"], []], ids=["torchrun", "alone"])
+TORCHRUN = [
+    "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"
+]
+
+
+@pytest.mark.parametrize("launch", [TORCHRUN, []], ids=["torchrun", "alone"])
 def test_train_script(tmp_path, launch):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"A short line about film number {i}, neither good nor bad." for i in range(200)))
     out = subprocess.run(
         [
-            sys.executable,
-            *launch,
-            str(ROOT / "scripts/train.py"),
-            "--text",
-            text,
-            "--steps",
-            "2",
-            "--batch",
-            "1",
-            "--length",
-            "32",
-            "--out",
-            tmp_path / "tuned",
+            sys.executable, *launch, str(ROOT / "scripts/train.py"), "--text", text, "--steps", "2", "--batch", "1",
+            "--length", "32", "--out", tmp_path / "tuned",
         ],
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"Sharding over several processes: equal to one process, from meta and from files, with deltas, mixed dtypes, compiled, interrupted."
+"Sharding over processes: equal to one process, from meta and from files, with deltas, mixed dtypes, compiled, cut off."
 import copy, os, subprocess, sys
 from pathlib import Path
 
@@ -21,11 +21,7 @@ def llama(**kw):
     return tf.LlamaForCausalLM(
         tf.LlamaConfig(
             **dict(
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=3,
-                num_attention_heads=4,
-                num_key_value_heads=2,
+                hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
                 vocab_size=99,
             )
             | kw
@@ -37,15 +33,8 @@ def t5(**kw):
     import transformers as tf
     return tf.T5ForConditionalGeneration(
         tf.T5Config(
-            d_model=32,
-            d_kv=8,
-            d_ff=64,
-            num_layers=2,
-            num_heads=4,
-            vocab_size=99,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-            **kw,
+            d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=99, dropout_rate=0.0,
+            decoder_start_token_id=0, **kw,
         )
     )
 
@@ -118,7 +107,9 @@ def test_weights_shared_between_blocks_and_root():
 def adamw():
     out = {}
     plain = lambda: gpt2(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-    for name, build, zero in (("llama", llama, 3), ("gpt2", plain, 3), ("t5", t5, 3), ("llama 2", llama, 2), ("llama mixed", llama, {"layers.0": 2})):
+    cases = [("llama", llama, 3), ("gpt2", plain, 3), ("t5", t5, 3), ("llama 2", llama, 2)]
+    cases.append(("llama mixed", llama, {"layers.0": 2}))
+    for name, build, zero in cases:
         losses = []
         for sharded in (False, True):
             set_seed(0)
@@ -138,7 +129,7 @@ def adamw():
 
 
 def test_adamw_losses():
-    "Six steps in float32 with a clip, and an evaluation between backward and step, after which the weights must be the new ones"
+    "Six steps in float32 with a clip, and an evaluation between backward and step, which must not keep old weights"
     for r in run_ranks(adamw):
         for one, many in r.values():
             assert one[0] > one[-1] + 0.1 and max(abs(a - b) for a, b in zip(one, many)) < 2e-5, r
@@ -159,7 +150,8 @@ class Live:
             def __torch_dispatch__(_, func, types, args=(), kwargs=None):
                 out = func(*args, **kwargs or {})
                 for t in tree_leaves(out):
-                    if type(t) is torch.Tensor and t.device.type != "meta" and (s := t.untyped_storage())._cdata not in seen:
+                    s = t.untyped_storage() if type(t) is torch.Tensor and t.device.type != "meta" else None
+                    if s is not None and s._cdata not in seen:
                         n = s.nbytes()
                         seen[s._cdata] = n
                         self.now += n
@@ -206,11 +198,7 @@ def test_a_meta_model_reads_its_own_part(tmp_path):
     for r in run_ranks(all_born, str(tmp_path)):
         for k, v in r.items():
             assert (
-                0.4 < v["read"] < 0.6
-                and v["held"] < 0.6
-                and v["logits"] < 1e-5
-                and v["buffers"]
-                and v["state"] == 0
+                0.4 < v["read"] < 0.6 and v["held"] < 0.6 and v["logits"] < 1e-5 and v["buffers"] and v["state"] == 0
                 and v["trains"] < 1e-5
             ), (k, v)
 
@@ -218,8 +206,13 @@ def test_a_meta_model_reads_its_own_part(tmp_path):
 def refused(folder):
     "Files of other models: {case: what was said, with the model as it was; it can be sharded still}"
     said = {}
-    for case, name, build in (("shapes", "llama", lambda: llama(intermediate_size=48)), ("fewer", "llama", lambda: llama(num_hidden_layers=2)), ("more", "llama", lambda: llama(num_hidden_layers=4)),
-                              ("another", "llama", gpt2), ("tied", "llama", lambda: llama(tie_word_embeddings=True)), ("nowhere", "nothing", llama)):
+    cases = (
+        ("shapes", "llama", lambda: llama(intermediate_size=48)),
+        ("fewer", "llama", lambda: llama(num_hidden_layers=2)),
+        ("more", "llama", lambda: llama(num_hidden_layers=4)), ("another", "llama", gpt2),
+        ("tied", "llama", lambda: llama(tie_word_embeddings=True)), ("nowhere", "nothing", llama),
+    )
+    for case, name, build in cases:
         for meta in (False, True):
             with torch.device("meta" if meta else "cpu"): m = build()
             before, classes = (
@@ -253,8 +246,7 @@ def test_files_of_another_model_are_refused_before_anything_changes(tmp_path):
             ), r
             assert (
                 "9 of another shape: model.layers.0.mlp.down_proj.weight (32, 48) in the model, (32, 64) in the "
-                "checkpoint"
-                in said("shapes")
+                "checkpoint" in said("shapes")
             ), r
             assert "9 only in the checkpoint: model.layers.2.input_layernorm.weight" in said(
                 "fewer"
@@ -308,7 +300,8 @@ def test_peak_memory_is_the_shard(tmp_path):
 
 
 def by_hand():
-    "The loop that anyone would write with micro-batches and a manager, against one process with the whole batch: {case: (largest difference, without recompute also the reductions of each micro-batch in the first step)}"
+    """The loop that anyone would write with micro-batches and a manager, against one process with the whole batch:
+    {case: (largest difference, without recompute also the reductions of each micro-batch in the first step)}"""
     from contextlib import nullcontext
     from torch.distributed.tensor.debug import CommDebugMode
     from bmlab.train.offload import AdamW
@@ -514,14 +507,20 @@ from bmlab.train.processes import init_distributed, rank, synchronize
 from bmlab.train.sharding import shard
 from bmlab.train.loop import fit
 how, moment, loop = sys.argv[1:]
-init_distributed(timeout_s=100)                                          # a busy machine brings them up one long after the other
-model = shard(tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=99)), dtype=None, checkpoint=1)
+init_distributed(timeout_s=100)                              # a busy machine brings them up one long after the other
+sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=99)
+model = shard(tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)), dtype=None, checkpoint=1)
 opt, ids, seen = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.arange(24).view(2, 12), []
 def run(steps):
     if loop == "fit": fit(model, [{"input_ids": ids, "labels": ids}], opt, steps=steps, clip=1., plot=False)
     else:
-        for _ in range(steps): model(ids, labels=ids).loss.backward(); opt.step(); opt.zero_grad()
-run(1); synchronize(); init_distributed(timeout_s=8)
+        for _ in range(steps):
+            model(ids, labels=ids).loss.backward()
+            opt.step()
+            opt.zero_grad()
+run(1)
+synchronize()
+init_distributed(timeout_s=8)
 def leave(*args):
     seen.append(1)
     if len(seen) == 2 and rank() == 1: os._exit(7) if how == "dies" else time.sleep(200)
@@ -531,23 +530,26 @@ start = time.monotonic()
 try:
     run(4)
     print("went on alone")
-except RuntimeError as e: print(f"error in step {len(seen)} after {time.monotonic() - start:.1f} s: {str(e)[:200]}", flush=True); raise
+except RuntimeError as e:
+    print(f"error in step {len(seen)} after {time.monotonic() - start:.1f} s: {str(e)[:200]}", flush=True)
+    raise
 """
 
 
-@pytest.mark.parametrize("how, moment, loop", [("dies", "forward", "by hand"), ("dies", "backward", "fit"), ("hangs", "backward", "by hand"), ("hangs", "forward", "fit")])
+LOST = [
+    ("dies", "forward", "by hand"), ("dies", "backward", "fit"),
+    ("hangs", "backward", "by hand"), ("hangs", "forward", "fit"),
+]
+
+
+@pytest.mark.parametrize("how, moment, loop", LOST)
 def test_a_rank_lost_in_the_middle_of_a_step_is_an_error_on_the_others(tmp_path, how, moment, loop):
     "No rank waits for ever: an error within the time-out, and the process ends by itself"
     script, env = (
         tmp_path / "lost.py",
         dict(
-            os.environ,
-            PYTHONPATH=str(ROOT),
-            GLOO_SOCKET_IFNAME="lo",
-            OMP_NUM_THREADS="1",
-            WORLD_SIZE="2",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(free_port()),
+            os.environ, PYTHONPATH=str(ROOT), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()),
         ),
     )
     script.write_text(LOST)
@@ -578,7 +580,8 @@ def test_a_rank_lost_in_the_middle_of_a_step_is_an_error_on_the_others(tmp_path,
 def too_many():
     m = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     messages = []
-    for build, kw in [(lambda: m, {}), (lambda: llama(), dict(tp=3)), (lambda: nn.Sequential(nn.Linear(4, 4), Scalar()), {})]:
+    scalar = lambda: nn.Sequential(nn.Linear(4, 4), Scalar())
+    for build, kw in [(lambda: m, {}), (lambda: llama(), dict(tp=3)), (scalar, {})]:
         try:
             shard(build(), dtype=None, **kw)
             messages.append("accepted")
@@ -599,8 +602,7 @@ class Scalar(nn.Module):
 def test_what_cannot_be_sharded_says_so():
     for rows_, tp, scalar in run_ranks(too_many):
         assert (
-            "2 ranks, but no weight of block 0 has more than 1 rows" in rows_
-            and "tp=3" in tp
+            "2 ranks, but no weight of block 0 has more than 1 rows" in rows_ and "tp=3" in tp
             and "trainable scalar" in scalar
         ), (rows_, tp, scalar)
 
@@ -608,12 +610,14 @@ def test_what_cannot_be_sharded_says_so():
 def compiled(*names):
     import os, tempfile
     with tempfile.TemporaryDirectory() as folder:
+        backends = {"eager": "eager", "aot": "aot_eager", "inductor": True}
+        settings = {"plain": {}} | {name: dict(compile=backend, checkpoint=2) for name, backend in backends.items()}
         # of this rank alone: nobody loads what another is writing, or what a killed one left half written
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         out = {}
         for build in (llama, t5):
             state = {}
-            for name, kw in {"plain": {}, "eager": dict(compile="eager", checkpoint=2), "aot": dict(compile="aot_eager", checkpoint=2), "inductor": dict(compile=True, checkpoint=2)}.items():
+            for name, kw in settings.items():
                 if name not in names: continue
                 set_seed(0)
                 m = shard(build().double(), dtype=None, **kw)
@@ -624,7 +628,10 @@ def compiled(*names):
     return out
 
 
-@pytest.mark.parametrize("names", [("plain", "eager", "aot"), pytest.param(("plain", "inductor"), marks=pytest.mark.slow)], ids=["traced", "compiled"])      # (some seventy small libraries a rank)
+COMPILED = pytest.param(("plain", "inductor"), marks=pytest.mark.slow)      # (some seventy small libraries a rank)
+
+
+@pytest.mark.parametrize("names", [("plain", "eager", "aot"), COMPILED], ids=["traced", "compiled"])
 def test_compiled_blocks_give_the_same_numbers(names):
     for r in run_ranks(compiled, *names, timeout_s=600):
         for k in r.values(): assert max(k.values()) < 1e-7, r
@@ -645,11 +652,7 @@ def families(world):
         "t5": t5,
         "opt": lambda: tf.OPTForCausalLM(
             tf.OPTConfig(
-                hidden_size=32,
-                ffn_dim=64,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                vocab_size=99,
+                hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99,
                 word_embed_proj_dim=32,
             )
         ),
@@ -664,12 +667,7 @@ def families(world):
         ),
         "cpmant": lambda: tf.CpmAntForCausalLM(
             tf.CpmAntConfig(
-                vocab_size=99,
-                hidden_size=32,
-                num_attention_heads=4,
-                dim_head=8,
-                dim_ff=64,
-                num_hidden_layers=2,
+                vocab_size=99, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=64, num_hidden_layers=2,
                 prompt_length=4,
             )
         ),
@@ -693,10 +691,7 @@ def families(world):
             with torch.device("meta"): bones = build()
             shard(bones)
             out[k] = (
-                blocks,
-                loss.item(),
-                len(without),
-                all(whole(p).isfinite().all().item() for p in bones.parameters()),
+                blocks, loss.item(), len(without), all(whole(p).isfinite().all().item() for p in bones.parameters())
             )
         except Exception as e: out[k] = repr(e)[:300]
     return out
@@ -763,20 +758,15 @@ def test_tensor_parallel_times_zero(world, tmp_path):
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_a_lora_in_float32_needs_no_gathering_and_inputs_are_cast(stored, bits):
-    "A and B take the input's dtype by themselves: at one rank nothing is gathered, and float inputs are cast as the root of fully_shard does"
+    "A and B take the input's dtype: one rank gathers nothing, and float inputs are cast as fully_shard's root does"
     import transformers as tf
     from bmlab.kernels.layers import pack_linears
     from bmlab.delta.lora import Lora
     from bmlab.train.processes import init_distributed
     init_distributed(seed=0)
     size = dict(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=100,
-        use_cache=False,
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100, use_cache=False,
     )
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**size)).to(stored)
     if bits: pack_linears(model, bits=bits)
