@@ -54,15 +54,11 @@ class _Watch:
     def __init__(self, run, layers, gram):
         self.run, self.layers, self.gram, self.found, self.shared, self.last = run, layers, gram, {}, {}, (None, None)
     def __enter__(self):
-        self.hooks = [
-            m.register_forward_pre_hook(
-                lambda m, args, kwargs, n=n: (
-                    self.see_experts(n, m, *args, **kwargs) if hasattr(m, "num_experts") else self.see(n, args[0])
-                ),
-                with_kwargs=True,
-            )
-            for n, m in self.layers.items()
-        ]
+        self.hooks = [m.register_forward_pre_hook(lambda m, args, kwargs, n=n: (self.see_experts(n, m, *args, **kwargs)
+                                                                                if hasattr(m, "num_experts")
+                                                                                else self.see(n, args[0])),
+                                                  with_kwargs=True)
+                      for n, m in self.layers.items()]
         return self
     def see(self, name, x):
         # q, k and v get the same tensor, one after the other
@@ -71,9 +67,9 @@ class _Watch:
             self.found.setdefault(name, Inputs()).see(self.run.tokens(x, name), self.gram)
     @torch.no_grad()
     def see_experts(self, name, module, hidden_states, top_k_index=None, *_, router_indices=None, **__):
-        up, down = self.found.setdefault(
-            name, {k: [Inputs() for _ in range(module.num_experts)] for k in stack_names(module)}
-        ).values()
+        up, down = self.found.setdefault(name,
+                                         {k: [Inputs() for _ in range(module.num_experts)]
+                                          for k in stack_names(module)}).values()
         self.shared[name] = name
         for e, rows, h in _of_experts(module, self.run.tokens(hidden_states, name), self.run.tokens(router_indices if top_k_index is None else top_k_index, name)):
             up[e].see(rows, self.gram)
@@ -82,11 +78,8 @@ class _Watch:
         self.last = None, None
         for h in self.hooks: h.remove()
     def result(self):
-        out = {
-            n: i
-            for n in self.layers
-            if (i := self.found.get(self.shared.get(n))) is not None and (isinstance(i, dict) or i.rows)
-        }
+        out = {n: i for n in self.layers if (i := self.found.get(self.shared.get(n))) is not None
+               and (isinstance(i, dict) or i.rows)}
         self.layers = {}
         for n, i in out.items():
             for one in (i for stack in i.values() for i in stack) if isinstance(i, dict) else [i]:
@@ -111,11 +104,8 @@ def _stacks(model, layers):
 
 def _record(run, stacks, layers):
     "Run all batches once: {stack: (inputs of its first block, their batches, the other arguments of all its blocks)}; only stacks whose blocks follow each other"
-    place, good, last = (
-        {id(b): (s, i) for s, stack in enumerate(stacks) for i, (b, _) in enumerate(stack)},
-        set(range(len(stacks))),
-        {},
-    )
+    place = {id(b): (s, i) for s, stack in enumerate(stacks) for i, (b, _) in enumerate(stack)}
+    good, last = set(range(len(stacks))), {}
     seen, held, ran = {s: ([], [], [[] for _ in stack]) for s, stack in enumerate(stacks)}, {}, set()
     def before(m, args, kwargs):
         (s, i), key = place[id(m)], None if args else next((k for k in ("hidden_states", "x") if k in kwargs), None)
@@ -130,10 +120,8 @@ def _record(run, stacks, layers):
     hooks = [m.register_forward_pre_hook(lambda m, args, n=n: ran.add(n)) for n, m in layers.items()]
     for stack in stacks:
         for b, _ in stack:
-            hooks += [
-                b.register_forward_pre_hook(before, with_kwargs=True),
-                b.register_forward_hook(after, with_kwargs=True),
-            ]
+            hooks += [b.register_forward_pre_hook(before, with_kwargs=True),
+                      b.register_forward_hook(after, with_kwargs=True)]
     try:
         for batch, _ in zip(run.batches, run):
             for xs, of, _ in seen.values(): of += [batch] * (len(xs) - len(of))

@@ -30,11 +30,8 @@ def stored(
     name:str="weight",  # of one of its parameters
 )->nn.Parameter:        # the one that the optimizer trains
     "The parameter itself, below whatever shapes it."
-    return (
-        module.parametrizations[name].original
-        if parametrize.is_parametrized(module, name)
-        else module._parameters[name]
-    )
+    return (module.parametrizations[name].original if parametrize.is_parametrized(module, name)
+            else module._parameters[name])
 
 def _own_class(module, without=None):
     "Copies of a module share its parametrized class; before properties change there, the module gets a class of its own, or its base back"
@@ -109,10 +106,8 @@ def unparametrize(
 ):
     "Take `p` off again; the stored parameter is the module's own when nothing is left on it."
     if p not in chain(module, name):
-        raise LookupError(
-            f"{name} of this {type(module).__name__} carries no such {type(p).__name__}; on it: "
-            f"{', '.join(type(q).__name__ for q in chain(module, name)) or 'nothing'}"
-        )
+        raise LookupError(f"{name} of this {type(module).__name__} carries no such {type(p).__name__}; on it: "
+                          f"{', '.join(type(q).__name__ for q in chain(module, name)) or 'nothing'}")
     for m, n in _twins(module, name):
         if p in chain(m, n): _drop(m, n, p)
     forget_compiled()
@@ -142,9 +137,8 @@ class Foresees(nn.Module):
     ):
         "All stays, until something else is foreseen."
         for d in (0, 1):
-            self.register_buffer(
-                f"stay_{d}", torch.ones(w.shape[d], dtype=torch.bool, device=w.device) if w.ndim == 2 else None
-            )
+            self.register_buffer(f"stay_{d}",
+                                 torch.ones(w.shape[d], dtype=torch.bool, device=w.device) if w.ndim == 2 else None)
             self.register_buffer(f"left_{d}", None, persistent=False)
 
     def foresee(self,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
@@ -33,10 +34,8 @@ class _KL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z, t, rows, T, chunk):
         want = ctx.needs_input_grad[0]
-        total, n = (
-            torch.zeros((), dtype=torch.float64 if z.dtype == torch.float64 else torch.float32, device=z.device),
-            max(len(rows), 1),
-        )
+        total = torch.zeros((), dtype=torch.float64 if z.dtype == torch.float64 else torch.float32, device=z.device)
+        n = max(len(rows), 1)
         grad = torch.zeros_like(z) if want else None
         for at in rows.split(chunk):
             loss, d = _kl_rows(z[at], t[at], T, want)
@@ -73,10 +72,8 @@ def chunked_kl(
     z, t = logits.reshape(-1, logits.shape[-1]), teacher_logits.detach().reshape(-1, logits.shape[-1])
     if keep is None: rows = torch.arange(len(z), device=z.device)
     elif keep.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"keep {tuple(keep.shape)} does not fit logits {tuple(logits.shape)}: one bool a token, "
-            f"{tuple(logits.shape[:-1])}"
-        )
+        raise ValueError(f"keep {tuple(keep.shape)} does not fit logits {tuple(logits.shape)}: one bool a token, "
+                         f"{tuple(logits.shape[:-1])}")
     else: rows = keep.reshape(-1).nonzero()[:, 0]
     return _KL.apply(z, t, rows, T, chunk)
 
@@ -119,12 +116,8 @@ def _logit_mask(inputs, shape, in_place):
     if isinstance(labels, Tensor) and labels.shape == shape and len(shape) == 2:
         keep = labels != -100
         if not in_place: keep = F.pad(keep[:, 1:], (0, 1))
-    mask = inputs.get(
-        "decoder_attention_mask",
-        None
-        if "decoder_input_ids" in inputs or inputs.get("encoder_outputs") is not None
-        else inputs.get("attention_mask"),
-    )
+    mask = inputs.get("decoder_attention_mask", None if "decoder_input_ids" in inputs
+                      or inputs.get("encoder_outputs") is not None else inputs.get("attention_mask"))
     if isinstance(mask, Tensor) and mask.shape == shape and not (in_place and keep is not None):
         keep = mask.bool() if keep is None else keep & mask.bool()
     return keep
@@ -237,11 +230,8 @@ def _sample(model, calib):
         run = Calibration(model, calib)
         return {k: v[:1] if isinstance(v, Tensor) and v.ndim else v for k, v in run.arguments(run.batches[0]).items()}
     inner = unwrap(model)
-    return (
-        dict(inner.dummy_inputs)
-        if getattr(inner, "main_input_name", None) == "input_ids" and hasattr(inner, "dummy_inputs")
-        else None
-    )
+    return (dict(inner.dummy_inputs) if getattr(inner, "main_input_name", None) == "input_ids"
+            and hasattr(inner, "dummy_inputs") else None)
 
 @contextlib.contextmanager
 def _taped(model, wanted):
@@ -257,13 +247,12 @@ def _ask(teacher, args, kwargs, wanted=()):
     "Run a teacher on a student's inputs, in eval mode without gradients: its output, and {(kind, name): output} of the wanted modules"
     inner, device = unwrap(teacher), _device(teacher)
     takes = inspect.signature(inner.forward).parameters
-    fed = any(kwargs.get(k) is not None for k in ("decoder_input_ids", "decoder_inputs_embeds")) or not getattr(
-        getattr(inner, "config", None), "is_encoder_decoder", False
-    )
+    fed = any(kwargs.get(k) is not None
+              for k in ("decoder_input_ids", "decoder_inputs_embeds")) or not getattr(getattr(inner, "config", None),
+              "is_encoder_decoder", False)
     labels = kwargs.get("labels")
-    kwargs = {
-        k: v for k, v in kwargs.items() if not (k == "labels" and fed) and k not in ("num_items_in_batch", "use_cache")
-    }
+    kwargs = {k: v for k, v in kwargs.items() if not (k == "labels" and fed)
+              and k not in ("num_items_in_batch", "use_cache")}
     kwargs = _with_context(teacher, kwargs, labels)
     if "use_cache" in takes: kwargs["use_cache"] = False
     with torch.no_grad(), eval_mode(teacher), _taped(teacher, wanted) as tape:
@@ -354,11 +343,9 @@ def _widths(model, teacher, pairs, batch):
 # %% ../../nbs/20_cook/10_distill.ipynb #69175bba
 def _add_projectors(model, widths, seed):
     "Matrices that keep a state's size on average, as a child of the model; its name"
-    g, like, boxes = (
-        torch.Generator().manual_seed(seed),
-        next(p for p in model.parameters() if p.is_floating_point()),
-        _Projectors(),
-    )
+    g = torch.Generator().manual_seed(seed)
+    like = next(p for p in model.parameters() if p.is_floating_point())
+    boxes = _Projectors()
     for a, b in widths.values():
         box = nn.Linear(a, b, bias=False, device="meta")
         box.weight = nn.Parameter((torch.randn(b, a, generator=g) * a ** -0.5).to(like))
@@ -369,10 +356,8 @@ def _add_projectors(model, widths, seed):
 
 def _check_distill(d):
     if not isinstance(d.teacher, nn.Module):
-        raise TypeError(
-            f"teacher is a {type(d.teacher).__name__}: a model is needed"
-            + ("; load() returns (model, tokenizer)" if isinstance(d.teacher, tuple) else "")
-        )
+        raise TypeError(f"teacher is a {type(d.teacher).__name__}: a model is needed"
+                        + ("; load() returns (model, tokenizer)" if isinstance(d.teacher, tuple) else ""))
     for name in ("logits", "hidden_weight", "attention_weight"):
         if not (math.isfinite(v := getattr(d, name)) and v >= 0):
             raise ValueError(f"{name}={v!r}: a weight of at least 0")
@@ -389,65 +374,10 @@ def _check_pair_of_models(model, teacher):
     if unwrap(teacher) is unwrap(model) or any(tensor_key(p) in mine for p in teacher.parameters()):
         raise ValueError("teacher shares weights with the model that is to learn: give it a copy, copy.deepcopy(model)")
 
-# %% ../../nbs/20_cook/10_distill.ipynb #517c05a8
-class _Learns(Method):
-    slot = 50
-    def parameters(self)->list:
-        "The projectors' weights, which stand on the student."
-        return list(getattr(self.model, self.projectors).parameters()) if getattr(self, "projectors", None) else []
-
-    def loss(self)->dict:
-        "Weighted terms of the student's forward passes with gradients since the last call; the teacher runs here, once for each."
-        terms = {}
-        for seen in self.tape.take():
-            for name, value in self._compare(seen).items():
-                terms[name] = terms[name] + value if name in terms else value
-        if terms: self.notes = {k: v.detach() for k, v in terms.items()}
-        return terms
-
-    def _compare(self, seen):
-        "{name: weighted term} of one forward pass"
-        if seen["kwargs"].get("past_key_values") is not None:
-            raise ValueError("past_key_values: Distill needs the whole text in one forward pass with gradients")
-        told, outputs = _ask(self.teacher, seen["args"], seen["kwargs"], {(kind, b) for kind, _, b in self.pairs})
-        terms = (
-            {"logits": self.logits * _logit_term(self.model, self.teacher, seen, told, self.T, self.chunk)}
-            if self.logits
-            else {}
-        )
-        boxes = dict(zip(self.widths, getattr(self.model, self.projectors))) if self.projectors else {}
-        for kind in ("hidden", "attention"):
-            each = [
-                _pair_term(self.model, seen, outputs, p, boxes.get(p[1:]), self.measure)
-                for p in self.pairs
-                if p[0] == kind
-            ]
-            if each: terms[kind] = getattr(self, f"{kind}_weight") / len(each) * sum(each)
-        return terms
-
-    def state(self)->dict:
-        "The last terms of the loss."
-        return {k: v.item() for k, v in self.notes.items()}
-
-    def detach(self):
-        "The hooks and the projectors come off."
-        for h in self.handles: h.remove()
-        self.tape.done = {}
-        if self.projectors: del self.model._modules[self.projectors]
-        del self.model, self.tape, self.handles, self.projectors
-
-    def export(self, small):
-        "The copy goes without teacher, hooks and projectors."
-        if self.projectors: del small._modules[self.projectors]
-        for m in small.modules():
-            for kind in ("_forward_hooks", "_forward_pre_hooks"):
-                for i in [i for i, hook in m.__dict__[kind].items() if isinstance(hook, _Tap)]:
-                    m.__dict__[kind].pop(i)
-                    m._forward_hooks_with_kwargs.pop(i, None)
-
 # %% ../../nbs/20_cook/10_distill.ipynb #0ace5d6f
-class Distill(_Learns):
+class Distill(Method):
     "Learn from a frozen teacher: adds KL·T² of the logits and, if wanted, distances of hidden states and attention maps to the loss."
+    slot = 50
     def __init__(self,
         teacher:nn.Module,                  # the same inputs and vocabulary; any class, device and sharding; it runs in
                                             # eval mode without gradients
@@ -463,37 +393,80 @@ class Distill(_Learns):
         seed:int=0,                         # of the projectors
     ):
         self.teacher, self.logits, self.T, self.hidden, self.attention = teacher, logits, T, hidden, attention
-        self.hidden_weight, self.attention_weight, self.measure, self.chunk, self.seed = (
-            hidden_weight,
-            attention_weight,
-            measure,
-            chunk,
-            seed,
-        )
+        self.hidden_weight, self.attention_weight, self.measure = hidden_weight, attention_weight, measure
+        self.chunk, self.seed = chunk, seed
         _check_distill(self)
         # [(kind, student's name, teacher's name)]; {(names): (from, to)}; the last terms
         self.pairs, self.widths, self.notes = [], {}, {}
 
-    def prepare(self, model, calib=None):
-        "Pair the modules and find out, from a few tokens, how wide they are."
-        _check_pair_of_models(model, self.teacher)
-        self.pairs = [
-            (kind, a, b)
-            for kind in ("hidden", "attention")
-            if (which := getattr(self, kind)) is not None
-            for a, b in module_pairs(model, self.teacher, which)
-        ]
-        self.widths = _widths(model, self.teacher, self.pairs, _sample(model, calib)) if self.pairs else {}
+@patch
+def prepare(self:Distill, model, calib=None):
+    "Pair the modules and find out, from a few tokens, how wide they are."
+    _check_pair_of_models(model, self.teacher)
+    self.pairs = [(kind, a, b) for kind in ("hidden", "attention") if (which := getattr(self, kind)) is not None
+                  for a, b in module_pairs(model, self.teacher, which)]
+    self.widths = _widths(model, self.teacher, self.pairs, _sample(model, calib)) if self.pairs else {}
 
-    def attach(self, model):
-        "Hooks on the student, and projectors where widths differ."
-        self.model, self.tape, modules = unwrap(model), _Tape(self), dict(parts(model))
-        self.projectors = _add_projectors(self.model, self.widths, self.seed) if self.widths else None
-        self.handles = [
-            self.model.register_forward_pre_hook(_Tap(self.tape, "begin")),
-            self.model.register_forward_hook(_Tap(self.tape, "end"), with_kwargs=True),
-        ]
-        self.handles += [
-            modules[n].register_forward_hook(_Tap(self.tape, kind, n))
-            for kind, n in dict.fromkeys(p[:2] for p in self.pairs)
-        ]
+@patch
+def attach(self:Distill, model):
+    "Hooks on the student, and projectors where widths differ."
+    self.model, self.tape, modules = unwrap(model), _Tape(self), dict(parts(model))
+    self.projectors = _add_projectors(self.model, self.widths, self.seed) if self.widths else None
+    self.handles = [self.model.register_forward_pre_hook(_Tap(self.tape, "begin")),
+                    self.model.register_forward_hook(_Tap(self.tape, "end"), with_kwargs=True)]
+    self.handles += [modules[n].register_forward_hook(_Tap(self.tape, kind, n))
+                     for kind, n in dict.fromkeys(p[:2] for p in self.pairs)]
+
+# %% ../../nbs/20_cook/10_distill.ipynb #517c05a8
+@patch
+def parameters(self:Distill)->list:
+    "The projectors' weights, which stand on the student."
+    return list(getattr(self.model, self.projectors).parameters()) if getattr(self, "projectors", None) else []
+
+@patch
+def loss(self:Distill)->dict:
+    "Weighted terms of the student's forward passes with gradients since the last call; the teacher runs here, once for each."
+    terms = {}
+    for seen in self.tape.take():
+        for name, value in self._compare(seen).items():
+            terms[name] = terms[name] + value if name in terms else value
+    if terms: self.notes = {k: v.detach() for k, v in terms.items()}
+    return terms
+
+@patch
+def _compare(self:Distill, seen):
+    "{name: weighted term} of one forward pass"
+    if seen["kwargs"].get("past_key_values") is not None:
+        raise ValueError("past_key_values: Distill needs the whole text in one forward pass with gradients")
+    told, outputs = _ask(self.teacher, seen["args"], seen["kwargs"], {(kind, b) for kind, _, b in self.pairs})
+    terms = ({"logits": self.logits * _logit_term(self.model, self.teacher, seen, told, self.T, self.chunk)}
+             if self.logits else {})
+    boxes = dict(zip(self.widths, getattr(self.model, self.projectors))) if self.projectors else {}
+    for kind in ("hidden", "attention"):
+        each = [_pair_term(self.model, seen, outputs, p, boxes.get(p[1:]), self.measure) for p in self.pairs
+                if p[0] == kind]
+        if each: terms[kind] = getattr(self, f"{kind}_weight") / len(each) * sum(each)
+    return terms
+
+@patch
+def state(self:Distill)->dict:
+    "The last terms of the loss."
+    return {k: v.item() for k, v in self.notes.items()}
+
+@patch
+def detach(self:Distill):
+    "The hooks and the projectors come off."
+    for h in self.handles: h.remove()
+    self.tape.done = {}
+    if self.projectors: del self.model._modules[self.projectors]
+    del self.model, self.tape, self.handles, self.projectors
+
+@patch
+def export(self:Distill, small):
+    "The copy goes without teacher, hooks and projectors."
+    if self.projectors: del small._modules[self.projectors]
+    for m in small.modules():
+        for kind in ("_forward_hooks", "_forward_pre_hooks"):
+            for i in [i for i, hook in m.__dict__[kind].items() if isinstance(hook, _Tap)]:
+                m.__dict__[kind].pop(i)
+                m._forward_hooks_with_kwargs.pop(i, None)

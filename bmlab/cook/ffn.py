@@ -47,10 +47,8 @@ class FFN:
     def fused(self): return self.gate == self.up
     def matrices(self, module):
         "The matrix modules: gate (None where it has none of its own), up, down"
-        return [
-            None if n is None else unwrap(module.get_submodule(n))
-            for n in (None if self.fused else self.gate, self.up, self.down)
-        ]
+        return [None if n is None else unwrap(module.get_submodule(n))
+                for n in (None if self.fused else self.gate, self.up, self.down)]
     def function(self, module):
         "The activation"
         return module.get_submodule(self.act) if isinstance(self.act, str) else self.act
@@ -99,11 +97,8 @@ def _computes(module, ffn):
     _, up, down = ffn.matrices(module)
     if up.weight.is_meta: return True
     x = torch.randn(2, 3, matrix_shape(up)[0], generator=torch.Generator().manual_seed(0)).to(up.weight)
-    needs = [
-        k
-        for k, p in list(inspect.signature(module.forward).parameters.items())[1:]
-        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
-    ]
+    needs = [k for k, p in list(inspect.signature(module.forward).parameters.items())[1:] if p.default is p.empty
+             and p.kind is p.POSITIONAL_OR_KEYWORD]
     run = lambda: next(iter(y)) if isinstance(y := module(x, **dict.fromkeys(needs)), tuple) else y
     with eval_mode(module):
         try:
@@ -114,11 +109,8 @@ def _computes(module, ffn):
                 try: ours = run()
                 finally: _put_parts(module, old)
         except Exception: return False  # a block that wants more than its input
-    return (
-        isinstance(want, Tensor)
-        and want.shape == ours.shape
-        and torch.allclose(want.float(), ours.float(), rtol=1e-2, atol=1e-3 * float(ours.abs().max()))
-    )
+    return (isinstance(want, Tensor) and want.shape == ours.shape
+            and torch.allclose(want.float(), ours.float(), rtol=1e-2, atol=1e-3 * float(ours.abs().max())))
 
 def _parts_of(module, path, role):
     "(FFN or None, why not) of the module at `path`, with the roles of all matrices"
@@ -130,19 +122,13 @@ def _parts_of(module, path, role):
     mine = [m for m in ffn.matrices(module) if m is not None]
     if ffn.act is None: return None, "has no activation that is known"
     if any(hasattr(m, "_bmlab_packed") for m in mine): return None, "is packed; cook the model before that"
-    ffn.spread = any(
-        m._parameters for n, m in parts(module) if m not in mine and n.partition(".")[0] not in ("moefy", "sparse")
-    )
+    ffn.spread = any(m._parameters for n, m in parts(module) if m not in mine
+                     and n.partition(".")[0] not in ("moefy", "sparse"))
     if ffn.spread and (ffn.gate is not None or not isinstance(ffn.act, str)):
         return None, "spreads its gate, or an activation that is no module, over its block"
-    return (
-        (ffn, "")
-        if _computes(module, ffn)
-        else (
-            None,
-            "computes more than a feed-forward layer does, in a way that none in its first matrix's place could",
-        )
-    )
+    return ((ffn, "") if _computes(module, ffn)
+            else (None,
+                  "computes more than a feed-forward layer does, in a way that none in its first matrix's place could"))
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #9a97b4e9
 def feed_forwards(
@@ -166,13 +152,12 @@ def feed_forwards(
         )
     if modules is None: return found
     wanted = resolve(model, modules)
-    chosen = {
-        n: f for n, f in found.items() if n in wanted or any(f"{n}.{m}" in wanted for m in (f.gate, f.up, f.down))
-    }
+    chosen = {n: f for n, f in found.items() if n in wanted
+              or any(f"{n}.{m}" in wanted for m in (f.gate, f.up, f.down))}
     if not chosen:
-        refused = next(
-            (f"; {n} {w}" for n, w in why.items() if n in wanted or any(m.startswith(n + ".") for m in wanted)), ""
-        )
+        refused = next((f"; {n} {w}" for n, w in why.items() if n in wanted
+                        or any(m.startswith(n + ".") for m in wanted)),
+                       "")
         raise LookupError(
             f"modules={modules!r} names no feed-forward layer; there are "
             f"{', '.join(list(found)[:3])}{', …' if found.keys() - set(list(found)[:3]) else ''}{refused}"
@@ -228,13 +213,8 @@ def sliceable(
 )->bool:
     "Can some of a matrix module's outputs or inputs be multiplied alone?"
     if "_deltas" in m.__dict__ or "_deltas" in m._modules: return False
-    return (
-        type(m) in (Int8Linear, Int4Linear, Int8GroupLinear)
-        or type(m) is Sparse24Linear
-        and m.form == "dense"
-        or type(m).forward is nn.Linear.forward
-        or is_conv1d(m)
-    )
+    return (type(m) in (Int8Linear, Int4Linear, Int8GroupLinear) or type(m) is Sparse24Linear and m.form == "dense"
+            or type(m).forward is nn.Linear.forward or is_conv1d(m))
 
 def is_plain(
     m:nn.Module|None, # a matrix module; None, a gate that is not there, is plain too
@@ -271,11 +251,8 @@ def rows_product(
     if type(m) is Int4Linear: return packed_linear4(x, m.codes[at], m.scale[at], m.zero[at], bias)
     if type(m) is Int8GroupLinear: return packed_linear(x, m.codes[at], m.scale[at], bias)
     if type(m) is Sparse24Linear:
-        return (
-            F.linear(x, m._raw()[at], bias)
-            if m.scale is None
-            else packed_linear(x, m._raw()[at], m.scale[at], bias, m.activations)
-        )
+        return (F.linear(x, m._raw()[at], bias) if m.scale is None
+                else packed_linear(x, m._raw()[at], m.scale[at], bias, m.activations))
     return F.linear(x, m.weight[:, at].t() if is_conv1d(m) else m.weight[at], bias)
 
 def columns_product(
@@ -296,9 +273,8 @@ def stretch_product(
     b:int,       # one past the last
 )->Tensor:       # (T, outputs), bias left out
     "What a stretch of inputs adds to a matrix module's outputs."
-    codes = (
-        m.codes if type(m) is Int8Linear else m._raw() if type(m) is Sparse24Linear and m.scale is not None else None
-    )
+    codes = (m.codes if type(m) is Int8Linear else m._raw() if type(m) is Sparse24Linear and m.scale is not None
+             else None)
     if codes is not None: return packed_linear(h, codes[:, a:b].contiguous(), m.scale, None, m.activations)
     if type(m) is Sparse24Linear: return F.linear(h, m._raw()[:, a:b])
     if type(m) is Int8GroupLinear:
@@ -307,12 +283,8 @@ def stretch_product(
     if type(m) is Int4Linear:
         g = m.group_size
         lo, hi = a // g, -(-b // g)
-        return packed_linear4(
-            F.pad(h, (a - lo * g, hi * g - b)),
-            m.codes[:, lo * g // 2 : hi * g // 2].contiguous(),
-            m.scale[:, lo:hi].contiguous(),
-            m.zero[:, lo:hi].contiguous(),
-        )
+        return packed_linear4(F.pad(h, (a - lo * g, hi * g - b)), m.codes[:, lo * g // 2 : hi * g // 2].contiguous(),
+                              m.scale[:, lo:hi].contiguous(), m.zero[:, lo:hi].contiguous())
     return F.linear(h, m.weight[a:b].t() if is_conv1d(m) else m.weight[:, a:b])
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #5fee559f
@@ -375,10 +347,9 @@ def reorder_features(
     "Give a matrix module new parameters, its outputs or inputs in another order; what held the old ones is not touched."
     was = [(m, k, p) for k, p in m._parameters.items() if p is not None and (k == "weight" or dim == 0)]
     for _, k, p in was:
-        m._parameters[k] = nn.Parameter(
-            p.detach().index_select(_along(m, dim) if k == "weight" else 0, order.to(p.device)),
-            requires_grad=p.requires_grad,
-        )
+        m._parameters[k] = nn.Parameter(p.detach().index_select(_along(m, dim) if k == "weight" else 0,
+                                                                order.to(p.device)),
+                                        requires_grad=p.requires_grad)
     return was
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #28231903
@@ -396,9 +367,8 @@ def _apart(model, old, ffn):
     for k, rows in zip(("gate_proj", "up_proj"), torch.arange(matrix_shape(both)[1]).chunk(2)):
         new[k] = copy.deepcopy(both, dict(others))
         take_features(new[k], 0, rows)
-    place._modules = {
-        k: m for n, child in place._modules.items() for k, m in (new if n == last else {n: child}).items()
-    }
+    place._modules = {k: m for n, child in place._modules.items()
+                      for k, m in (new if n == last else {n: child}).items()}
     up, gate = (f"{owner}.{k}".strip(".") for k in ("up_proj", "gate_proj"))
     return old, FFN(up, ffn.down, gate, ffn.act)
 
@@ -440,9 +410,8 @@ def ffn_from_state(
         for n in [n for n, m in there.items() if matrix_shape(m) is not None and n not in said["sizes"]]:
             del old.get_submodule(n.rpartition(".")[0])._modules[n.rpartition(".")[2]]
         for n in missing:
-            old.get_submodule(n.rpartition(".")[0]).add_module(
-                n.rpartition(".")[2], nn.Linear(*said["sizes"][n], device="meta")
-            )
+            old.get_submodule(n.rpartition(".")[0]).add_module(n.rpartition(".")[2],
+                                                               nn.Linear(*said["sizes"][n], device="meta"))
     return old, FFN(up, down, gate, _find_act(old, up), act is not None)
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #31cf2676
@@ -450,12 +419,8 @@ class NeuronWork:
     "How much of the dense layers was computed, and what choosing cost beyond that"
     def __init__(self): self.tokens, self.computed, self.all, self.chose = 0, 0., 0, 0.
     def __call__(self, tokens, computed, width, chose):
-        self.tokens, self.computed, self.all, self.chose = (
-            self.tokens + tokens,
-            self.computed + computed / width,
-            self.all + tokens,
-            self.chose + chose,
-        )
+        self.tokens, self.computed, self.all = self.tokens + tokens, self.computed + computed / width, self.all + tokens
+        self.chose = self.chose + chose
     @property
     def share(self)->float: return self.computed / max(1, self.all)   # of the dense layers' multiplications
     @property

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from .chain import stored
@@ -19,15 +20,8 @@ from .report import Calibration, replace_child
 from ..core import changed, parts, roles, tensor_key
 from ..kernels.exchange import mark_foreign
 from ..kernels.experts import holds_experts
-from bmlab.kernels.layers import (
-    GroupedLinear,
-    Int8Linear,
-    is_conv1d,
-    pack_linears,
-    packable,
-    packing_refusal,
-    weight_rows,
-)
+from ..kernels.layers import (GroupedLinear, Int8Linear, is_conv1d, pack_linears, packable, packing_refusal,
+                                  weight_rows)
 from ..kernels.codes import GROUPS, dequantize_rows, divide_, group_for, packed_linear
 from .calibrate import Inputs, calibrate
 from .scaling import awq_exponents, smooth_exponents, fold, scaling_sites
@@ -40,8 +34,8 @@ _SHARES = {False: (1.0, 0.92, 0.84, 0.76), True: (8 / 7, 1.0, 0.92, 0.84, 0.76)}
 _SOLVES = 5
 
 @dataclass(frozen=True, kw_only=True)
-class _Codes:
-    "The numbers that a weight may become."
+class Grid:
+    "The numbers that a weight may become: int8 by row or group, int4 by group."
     bits:int=8                # 8 or 4
     group_size:int|None=None  # columns that share a scale, dividing the columns; None: the whole row (int8)
     symmetric:bool=False      # int4 without a zero point, so that zero stays zero; int8 always is
@@ -55,122 +49,123 @@ class _Codes:
     @property
     def keeps_zeros(self)->bool: return self.bits == 8 or self.symmetric
 
-    def _wide(self, t, w):
-        return t if self.group_size is None else t.repeat_interleave(self.group_size, 1)[:, :w.shape[1]]
+@patch
+def _wide(self:Grid, t, w):
+    return t if self.group_size is None else t.repeat_interleave(self.group_size, 1)[:, :w.shape[1]]
 
-    def values(self,
-        codes:Tensor,      # (N, K) as `round` gives them
-        scale:Tensor,      # (N, G)
-        zero:Tensor|None,  # (N, G)
-    )->Tensor:             # (N, K) float32, what the packed layer multiplies by
-        "The weights that codes stand for."
-        w = codes.float() * self._wide(scale, codes)
-        return w if zero is None else w + self._wide(zero, codes)
+@patch
+def values(self:Grid,
+    codes:Tensor,      # (N, K) as `round` gives them
+    scale:Tensor,      # (N, G)
+    zero:Tensor|None,  # (N, G)
+)->Tensor:             # (N, K) float32, what the packed layer multiplies by
+    "The weights that codes stand for."
+    w = codes.float() * self._wide(scale, codes)
+    return w if zero is None else w + self._wide(zero, codes)
 
-    def round(self,
-        w:Tensor,          # (N, K)
-        scale:Tensor,      # (N, G)
-        zero:Tensor|None,  # (N, G)
-    )->Tensor:             # (N, K) float32 whole numbers in [−127, 127] or [−8, 7]
-        "The nearest codes."
-        return self._nearest(w, self._wide(scale, w), None if zero is None else self._wide(zero, w))
+@patch
+def round(self:Grid,
+    w:Tensor,          # (N, K)
+    scale:Tensor,      # (N, G)
+    zero:Tensor|None,  # (N, G)
+)->Tensor:             # (N, K) float32 whole numbers in [−127, 127] or [−8, 7]
+    "The nearest codes."
+    return self._nearest(w, self._wide(scale, w), None if zero is None else self._wide(zero, w))
 
-    def _nearest(self, w, scale, zero):
-        if self.bits == 8: return (w / scale).round_().clamp_(-127, 127)
-        # as `quantize_groups` does
-        q = (w / scale if zero is None else w.sub(zero).div_(scale)).add_(8).round_().clamp_(0, 15).sub_(8)
-        return q
+@patch
+def _nearest(self:Grid, w, scale, zero):
+    if self.bits == 8: return (w / scale).round_().clamp_(-127, 127)
+    # as `quantize_groups` does
+    q = (w / scale if zero is None else w.sub(zero).div_(scale)).add_(8).round_().clamp_(0, 15).sub_(8)
+    return q
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #a1898423
-class _Ranges(_Codes):
-    "How scales and zero points of int4 groups are found."
-    def _better(self, part, weight, fitted, best):
-        "For each group (…, g) the better of two: (scale, zero, error)"
-        scale, zero = fitted
-        q = self._nearest(part, scale[..., None], None if zero is None else zero[..., None]).mul_(scale[..., None])
-        error = (q if zero is None else q.add_(zero[..., None])).sub_(part).square_()
-        error = (error if weight is None else error.mul_(weight)).sum(-1)
-        if best is None: return scale, zero, error
-        return tuple(
-            None if a is None else torch.where(error < best[2], a, b) for a, b in zip((scale, zero, error), best)
-        )
+@patch
+def _better(self:Grid, part, weight, fitted, best):
+    "For each group (…, g) the better of two: (scale, zero, error)"
+    scale, zero = fitted
+    q = self._nearest(part, scale[..., None], None if zero is None else zero[..., None]).mul_(scale[..., None])
+    error = (q if zero is None else q.add_(zero[..., None])).sub_(part).square_()
+    error = (error if weight is None else error.mul_(weight)).sum(-1)
+    if best is None: return scale, zero, error
+    return tuple(None if a is None else torch.where(error < best[2], a, b)
+                 for a, b in zip((scale, zero, error), best))
 
-    def _solved(self, part, weight, scale, zero):
-        "Scale and zero point with the least squared error for the codes that these give; undefined where there are none"
-        q = self._nearest(part, scale[..., None], None if zero is None else zero[..., None])
-        if zero is None:
-            scale = ((q * part * weight).sum(-1) / (q * q * weight).sum(-1)).half().float()
-            return torch.where(scale.abs() < _TINY[4], _TINY[4], scale), None
-        total = weight.sum(-1)
-        mean_q, mean_w = (q * weight).sum(-1) / total, (part * weight).sum(-1) / total
-        off = q.sub_(mean_q[..., None])
-        scale = ((off * part * weight).sum(-1) / (off * off * weight).sum(-1)).half().float().clamp_min(_TINY[4])
-        return scale, (mean_w - scale * mean_q).half().float()
+@patch
+def _solved(self:Grid, part, weight, scale, zero):
+    "Scale and zero point with the least squared error for the codes that these give; undefined where there are none"
+    q = self._nearest(part, scale[..., None], None if zero is None else zero[..., None])
+    if zero is None:
+        scale = ((q * part * weight).sum(-1) / (q * q * weight).sum(-1)).half().float()
+        return torch.where(scale.abs() < _TINY[4], _TINY[4], scale), None
+    total = weight.sum(-1)
+    mean_q, mean_w = (q * weight).sum(-1) / total, (part * weight).sum(-1) / total
+    off = q.sub_(mean_q[..., None])
+    scale = ((off * part * weight).sum(-1) / (off * off * weight).sum(-1)).half().float().clamp_min(_TINY[4])
+    return scale, (mean_w - scale * mean_q).half().float()
 
-    def _range(self, part, share):
-        "Scale and zero point of groups (…, g) for a share of their range"
-        if self.symmetric:
-            low, high = part.amin(-1), part.amax(-1)
-            # may be negative
-            scale = divide_(torch.where(high > -low, high, low) * share, -8).half().float()
-            return torch.where(scale.abs() < _TINY[4], _TINY[4], scale), None
-        low, high = part.amin(-1) * share, part.amax(-1) * share
-        scale = divide_(high - low, 15).half().clamp_min_(_TINY[4]).float()
-        return scale, (low + 8 * scale).half().float()
+@patch
+def _range(self:Grid, part, share):
+    "Scale and zero point of groups (…, g) for a share of their range"
+    if self.symmetric:
+        low, high = part.amin(-1), part.amax(-1)
+        # may be negative
+        scale = divide_(torch.where(high > -low, high, low) * share, -8).half().float()
+        return torch.where(scale.abs() < _TINY[4], _TINY[4], scale), None
+    low, high = part.amin(-1) * share, part.amax(-1) * share
+    scale = divide_(high - low, 15).half().clamp_min_(_TINY[4]).float()
+    return scale, (low + 8 * scale).half().float()
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #4bb29124
-class Grid(_Ranges):
-    "The numbers that a weight may become: int8 by row or group, int4 by group."
-    def fit(self,
-        w:Tensor,                # (N, K) float, any device
-        energy:Tensor|None=None, # (K,) or (N, K) how much an error in each column counts; None: all alike, and int4
-                                 # ranges are only cut, not solved for
-    # scale and zero point (N, G) float32, of values that are stored exactly; zero None if symmetric
-    )->tuple[Tensor, Tensor|None]:
-        "Scales and zero points; of an int4 group those with the least squared error that are found."
-        if self.bits == 8:
-            if self.group_size is None:
-                return divide_(w.float().abs().amax(1, keepdim=True), 127).clamp_min_(_TINY[8]), None
-            return divide_(w.float().view(len(w), -1, self.group_size).abs().amax(2), 127).half().clamp_min_(
-                _TINY[4]
-            ).float(), None
-        part, best = w.float().view(len(w), -1, self.group_size), None
-        weight = None if energy is None else energy.float().view(-1, *part.shape[1:])
-        for share in _SHARES[self.symmetric]: best = self._better(part, weight, self._range(part, share), best)
-        for _ in range(0 if weight is None else _SOLVES):
-            best = self._better(part, weight, self._solved(part, weight, *best[:2]), best)
-        return best[:2]
+@patch
+def fit(self:Grid,
+    w:Tensor,                # (N, K) float, any device
+    energy:Tensor|None=None, # (K,) or (N, K) how much an error in each column counts; None: all alike, and int4
+                             # ranges are only cut, not solved for
+# scale and zero point (N, G) float32, of values that are stored exactly; zero None if symmetric
+)->tuple[Tensor, Tensor|None]:
+    "Scales and zero points; of an int4 group those with the least squared error that are found."
+    if self.bits == 8:
+        if self.group_size is None:
+            return divide_(w.float().abs().amax(1, keepdim=True), 127).clamp_min_(_TINY[8]), None
+        return divide_(w.float().view(len(w), -1, self.group_size).abs().amax(2),
+                       127).half().clamp_min_(_TINY[4]).float(), None
+    part, best = w.float().view(len(w), -1, self.group_size), None
+    weight = None if energy is None else energy.float().view(-1, *part.shape[1:])
+    for share in _SHARES[self.symmetric]: best = self._better(part, weight, self._range(part, share), best)
+    for _ in range(0 if weight is None else _SOLVES):
+        best = self._better(part, weight, self._solved(part, weight, *best[:2]), best)
+    return best[:2]
 
-    def pack(self,
-        codes:Tensor,      # (N, K) as `round` gives them
-        scale:Tensor,      # (N, G) as `fit` gives them
-        zero:Tensor|None,  # (N, G)
-    )->tuple:              # what `Int8Linear`, `Int8GroupLinear` or `Int4Linear` stores
-        "The tensors of the packed layer."
-        if not scale.is_meta and not all(t.half().isfinite().all() for t in (scale, zero) if t is not None and self.group_size is not None):
-            raise ValueError(
-                "the weight has values whose scale or zero point is beyond float16; leave its layer out, or take "
-                "bits=8 without groups"
-            )
-        if self.bits == 8: return codes.to(torch.int8), scale[:, 0].clone() if self.group_size is None else scale.half()
-        q = codes.add(8).to(torch.uint8).view(len(codes), -1, self.group_size)
-        half = self.group_size // 2
-        return (
-            (q[..., :half] | q[..., half:] << 4).reshape(len(codes), -1),
-            scale.half(),
-            scale.new_zeros(scale.shape).half() if zero is None else zero.half(),
+@patch
+def pack(self:Grid,
+    codes:Tensor,      # (N, K) as `round` gives them
+    scale:Tensor,      # (N, G) as `fit` gives them
+    zero:Tensor|None,  # (N, G)
+)->tuple:              # what `Int8Linear`, `Int8GroupLinear` or `Int4Linear` stores
+    "The tensors of the packed layer."
+    if not scale.is_meta and not all(t.half().isfinite().all() for t in (scale, zero) if t is not None and self.group_size is not None):
+        raise ValueError(
+            "the weight has values whose scale or zero point is beyond float16; leave its layer out, or take "
+            "bits=8 without groups"
         )
+    if self.bits == 8: return codes.to(torch.int8), scale[:, 0].clone() if self.group_size is None else scale.half()
+    q = codes.add(8).to(torch.uint8).view(len(codes), -1, self.group_size)
+    half = self.group_size // 2
+    return ((q[..., :half] | q[..., half:] << 4).reshape(len(codes), -1), scale.half(),
+            scale.new_zeros(scale.shape).half() if zero is None else zero.half())
 
-    def rounded(self,
-        w:Tensor, # (N, K) float
-    )->Tensor:    # (N, K) in w's dtype
-        "Weights rounded to the nearest number of the grid, a slice of rows at a time."
-        step, out = max(1, (16 << 20) // (w.shape[1] or 1)), torch.empty_like(w, memory_format=torch.contiguous_format)
-        for i in range(0, len(w), step):
-            part = w[i:i + step].float()
-            scale, zero = self.fit(part)
-            out[i:i + step] = self.values(self.round(part, scale, zero), scale, zero)
-        return out
+@patch
+def rounded(self:Grid,
+    w:Tensor, # (N, K) float
+)->Tensor:    # (N, K) in w's dtype
+    "Weights rounded to the nearest number of the grid, a slice of rows at a time."
+    step, out = max(1, (16 << 20) // (w.shape[1] or 1)), torch.empty_like(w, memory_format=torch.contiguous_format)
+    for i in range(0, len(w), step):
+        part = w[i:i + step].float()
+        scale, zero = self.fit(part)
+        out[i:i + step] = self.values(self.round(part, scale, zero), scale, zero)
+    return out
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #37c218fd
 def grid_for(
@@ -266,12 +261,8 @@ class Int8GroupLinear(GroupedLinear):
 
     def cooked_state(self)->dict: # JSON: how to make the empty layer
         "What `from_cooked` needs beside the tensors."
-        return {
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "bias": self.bias is not None,
-            "group_size": self.group_size,
-        }
+        return {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None,
+                "group_size": self.group_size}
 
     @classmethod
     def from_cooked(cls, old, state):
@@ -306,16 +297,10 @@ def plan_grids(
     for holders in shared.values():
         w = stored(holders[0][1])
         coarse = any(isinstance(m, nn.Embedding) for _, m in holders)
-        zeros = (
-            symmetric
-            if symmetric is not None
-            else bits == 4 and not w.is_meta and (w == 0).float().mean().item() >= 0.25
-        )
-        grid = (
-            Grid()
-            if coarse
-            else grid_for(w.shape[0 if is_conv1d(holders[0][1]) else 1], bits, group_size, bits == 4 and zeros)
-        )
+        zeros = (symmetric if symmetric is not None else bits == 4 and not w.is_meta
+                 and (w == 0).float().mean().item() >= 0.25)
+        grid = (Grid() if coarse
+                else grid_for(w.shape[0 if is_conv1d(holders[0][1]) else 1], bits, group_size, bits == 4 and zeros))
         grids |= {n: grid for n, _ in holders}
     return {n: grids.get(n) for n in chosen}                                       # experts: None
 
@@ -347,15 +332,8 @@ def pack_by(
         if g is None: pack_linears(model, bits, dict.fromkeys(names), rounding=how_expert, group_size=group_size or 128)
         elif g.bits == 8 and g.group_size: _pack_groups(model, names, how, g.group_size)
         else:
-            pack_linears(
-                model,
-                g.bits,
-                dict.fromkeys(names),
-                embeddings=False,
-                rounding=how,
-                group_size=g.group_size or 128,
-                activations=activations if g.bits == 8 else None,
-            )
+            pack_linears(model, g.bits, dict.fromkeys(names), embeddings=False, rounding=how,
+                         group_size=g.group_size or 128, activations=activations if g.bits == 8 else None)
     # a head's inputs stay as they are, wherever rounding them costs most and saves least
     if activations:
         for n, role in roles(model).items():
@@ -369,11 +347,8 @@ def _pack_groups(model, names, how, group_size):
         if reason := packing_refusal(modules[n]): raise ValueError(f"{n} {reason}")
     for n in names:
         key, m = tensor_key(modules[n].weight), modules[n]
-        new = (
-            Int8GroupLinear.from_float(m, functools.partial(how, n), group_size)
-            if key not in first
-            else Int8GroupLinear.skeleton_of(m, group_size=group_size)
-        )
+        new = (Int8GroupLinear.from_float(m, functools.partial(how, n), group_size) if key not in first
+               else Int8GroupLinear.skeleton_of(m, group_size=group_size))
         if key in first: new.share_with(first[key])
         first.setdefault(key, new)
         replace_child(model, m, new)
@@ -392,14 +367,10 @@ def choose_factors(
         names = list(site.readers)
         if not set(names) <= set(stage) or site.name and site.name not in stage: continue
         ws, inputs = [weights[n] for n in names], stage[names[0]]
-        out.append(
-            (
-                site,
-                awq_exponents(inputs, ws, [grids[n] for n in names])
-                if smooth is None
-                else smooth_exponents(inputs, ws, smooth),
-            )
-        )
+        out.append((site,
+                    awq_exponents(inputs, ws,
+                                  [grids[n]
+                                   for n in names]) if smooth is None else smooth_exponents(inputs, ws, smooth)))
     return out
 
 def choose_codes(
@@ -416,9 +387,8 @@ def choose_codes(
         energy = torch.ones_like(s) if inputs.gram is None else inputs.gram.diagonal() / s.square()
         fitted = grid.fit(w, energy)
         return (grid.round(w.float(), *fitted), *fitted), energy
-    order, U, energy = _factor(
-        inputs.gram / torch.outer(s, s), damping if damping is not None else 0.1 if grid.bits == 8 else 0.03
-    )
+    order, U, energy = _factor(inputs.gram / torch.outer(s, s),
+                               damping if damping is not None else 0.1 if grid.bits == 8 else 0.03)
     return _follow(w, order, U, grid, grid.fit(w, energy)), energy
 
 def choose_experts(
@@ -430,9 +400,8 @@ def choose_experts(
 # (codes, scale, zero) one below the other, and how much an error in each expert's columns counts (E, K)
 )->tuple[tuple, Tensor]:
     "Codes for a stack of experts, of each by the tokens that reach it."
-    codes, energy = zip(
-        *(choose_codes(part, i, grid, rounding, damping) for part, i in zip(w.chunk(len(inputs)), inputs))
-    )
+    codes, energy = zip(*(choose_codes(part, i, grid, rounding, damping)
+                          for part, i in zip(w.chunk(len(inputs)), inputs)))
     if idle := sum(i.gram is None for i in inputs):
         logging.getLogger(__name__).warning(
             "%d of %d experts got no token of the calibration batches, and are rounded to nearest", idle, len(inputs)
@@ -484,33 +453,24 @@ def quantize(
     rounding = rounding or ("nearest" if calib is None else "gptq")
     check_rounding(rounding, smooth, calib, bits, activations, group_size, damping)
     if calib is not None: calib = Calibration(model, calib).batches
-    smooth, grids = (
-        smoothing(smooth, rounding, calib, activations),
-        plan_grids(model, modules, exclude, bits, group_size, symmetric),
-    )
+    smooth = smoothing(smooth, rounding, calib, activations)
+    grids = plan_grids(model, modules, exclude, bits, group_size, symmetric)
     for n, m in ((n, m) for n, m in parts(model) if n in grids):
         if reason := packing_refusal(m): raise ValueError(f"{n} {reason}")
     rest = dict(grids)
     if rounding != "nearest" or smooth is not None:
-        layers = {
-            n: m
-            for n, m in parts(model)
-            if n in grids and not isinstance(m, nn.Embedding) and (rounding != "nearest" or not holds_experts(m))
-        }
-        sites = (
-            scaling_sites(model, {n: m for n, m in layers.items() if grids[n]}, calib[0])
-            if smooth is not None or rounding == "awq"
-            else []
-        )
+        layers = {n: m for n, m in parts(model) if n in grids and not isinstance(m, nn.Embedding)
+                  and (rounding != "nearest" or not holds_experts(m))}
+        sites = (scaling_sites(model, {n: m for n, m in layers.items() if grids[n]}, calib[0]) if smooth is not None
+                 or rounding == "awq" else [])
         tables = {tensor_key(m.weight): n for n, m in parts(model) if n in grids and isinstance(m, nn.Embedding)}
         for stage in calibrate(model, dict(layers), calib, gram=rounding != "nearest"):
             here = {n: layers.pop(n) for n in stage}
             codes = _stage_codes(stage, here, grids, sites, rounding, smooth, damping, bits, group_size)
             names = {*here, *(tables[k] for n, m in here.items() if grids[n] and (k := tensor_key(m.weight)) in tables)}
             here.clear()
-            pack_by(
-                model, {n: rest.pop(n) for n in grids if n in names and n in rest}, codes, activations, bits, group_size
-            )
+            pack_by(model, {n: rest.pop(n) for n in grids if n in names and n in rest}, codes, activations, bits,
+                    group_size)
     if rest: pack_by(model, rest, None, activations, bits, group_size)
     return model
 
@@ -527,7 +487,6 @@ def _stage_codes(stage, here, grids, sites, rounding, smooth, damping, bits, gro
         for k, inputs in stage[n].items() if not grids[n] else ():
             w = getattr(m, k).detach()
             w = (w.transpose(1, 2) if m.is_transposed else w).flatten(0, 1)
-            codes[f"{n}.{k}"] = choose_experts(w, inputs, stack_grid(w.shape[1], bits, group_size), rounding, damping)[
-                0
-            ]
+            codes[f"{n}.{k}"] = choose_experts(w, inputs, stack_grid(w.shape[1], bits, group_size), rounding,
+                                               damping)[0]
     return codes

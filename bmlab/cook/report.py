@@ -139,10 +139,8 @@ def replace_child(
     "Put a module in another's place."
     places = [(parent, k) for parent in model.modules() for k, child in parent._modules.items() if child is old]
     if not places:
-        raise LookupError(
-            f"this {type(old).__name__} is no child in this {type(model).__name__}"
-            + ("; it is the model itself" if old is model else "")
-        )
+        raise LookupError(f"this {type(old).__name__} is no child in this {type(model).__name__}"
+                          + ("; it is the model itself" if old is model else ""))
     for parent, k in places: parent._modules[k] = new
 
 # %% ../../nbs/20_cook/01_report.ipynb #60f2bd15
@@ -151,11 +149,8 @@ def _writes(model): return getattr(unwrap(model), "can_generate", bool)()
 def _in_place(model):
     "Do its logits stand where their labels stand, not one place before?"
     inner = unwrap(model)
-    return (
-        _seq2seq(model)
-        or getattr(inner, "labels_in_place", False)
-        or type(inner).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining"))
-    )
+    return (_seq2seq(model) or getattr(inner, "labels_in_place", False)
+            or type(inner).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining")))
 
 def _predicted(model, batches, desc):
     "What a language model predicts for each batch and the labels it should, padding left out: (n, V), (n,)"
@@ -212,22 +207,16 @@ def named_logits(
 )->dict[str, Tensor]:
     "The logits among a model's outputs."
     found = output if isinstance(output, Mapping) else {"logits": getattr(output, "logits", None)}
-    return {
-        k: t
-        for k, t in found.items()
-        if "logits" in k.split("_") and "router" not in k and isinstance(t, Tensor) and t.ndim >= 2
-    }
+    return {k: t for k, t in found.items() if "logits" in k.split("_") and "router" not in k and isinstance(t, Tensor)
+            and t.ndim >= 2}
 
 def span_logits(
     z:Tensor,          # (B, L) of `named_logits`, or any others
     mask:Tensor|None,  # attention_mask
 )->Tensor:             # −∞ at padding where `z` is over the tokens of a text; others as they are
     "Logits over the tokens of a text, without its padding."
-    return (
-        z.masked_fill(~mask.bool().to(z.device), -math.inf)
-        if isinstance(mask, Tensor) and z.ndim == 2 and z.shape == mask.shape
-        else z
-    )
+    return (z.masked_fill(~mask.bool().to(z.device), -math.inf) if isinstance(mask, Tensor) and z.ndim == 2
+            and z.shape == mask.shape else z)
 
 def _answer(run, name, z, batch):
     "(rows (n, C), their labels (n,) or None, are they logits?) of one output, padding left out; what has no name is logits if the labels fit"
@@ -249,9 +238,8 @@ def _answers(model, batches, desc):
     run = Calibration(model, _batches(batches, "batches"), desc)
     for output, batch in zip(run, run.batches):
         other = "output" if isinstance(output, Mapping) else ""
-        found = named_logits(output) or {
-            other: t for t in _tensors(output)[::-1] if t.ndim >= 2 and t.is_floating_point()
-        }
+        found = named_logits(output) or {other: t for t in _tensors(output)[::-1] if t.ndim >= 2
+                                         and t.is_floating_point()}
         yield {name: _answer(run, name, z, batch if isinstance(batch, Mapping) else {}) for name, z in found.items()}
 
 # %% ../../nbs/20_cook/01_report.ipynb #ce5c7c9f
@@ -354,9 +342,8 @@ def _is_known(module):
 def _shapes(module):
     "{name: shape or None} of a module's own parameters, packed ones by the matrix that they stand for"
     own = {k: None if p is None else list(p.shape) for k, p in module._parameters.items()}
-    return own | {
-        k: list(shape) for k, _, shape, _ in (module._bmlab_packed() if hasattr(module, "_bmlab_packed") else ())
-    }
+    return own | {k: list(shape)
+                  for k, _, shape, _ in (module._bmlab_packed() if hasattr(module, "_bmlab_packed") else ())}
 
 # a Conv1D's float weight is (in, out)
 def _turned(module, packed): return hasattr(module, "nf") and hasattr(packed, "_bmlab_packed")
@@ -370,17 +357,11 @@ def _unlike(model, built):
         theirs_here = {k: s[::-1] if k == "weight" and _turned(b, m) else s for k, s in _shapes(b).items()}
         if differ := {k: s for k, s in _shapes(m).items() if s != theirs_here.get(k)}: shapes[n] = differ
         if type(m).__name__ != type(b).__name__: continue
-        own = {
-            k: v
-            for k, v in m.__dict__.items()
-            if not k.startswith("_") and k not in ("training", "name_or_path") and _plain(v)
-        }
+        own = {k: v for k, v in m.__dict__.items() if not k.startswith("_") and k not in ("training", "name_or_path")
+               and _plain(v)}
         if differ := {k: v for k, v in own.items() if k not in b.__dict__ or b.__dict__[k] != v}: attributes[n] = differ
-    absent = [
-        n
-        for n in theirs
-        if n not in here and n.rpartition(".")[0] in here and not hasattr(here[n.rpartition(".")[0]], "cooked_state")
-    ]
+    absent = [n for n in theirs if n not in here and n.rpartition(".")[0] in here
+              and not hasattr(here[n.rpartition(".")[0]], "cooked_state")]
     every, first = dict(model.named_modules(remove_duplicate=False)), {id(m): n for n, m in here.items()}
     # one module that hangs in two places
     shared = {n: first[id(unwrap(every[n]))] for n in absent if n in every}
@@ -415,11 +396,9 @@ def _tied(state):
     return out
 
 def _sizes(m):
-    return {
-        k: m.__dict__[k]
-        for k in ("in_features", "out_features", "num_embeddings", "embedding_dim", "normalized_shape", "nf", "nx")
-        if k in m.__dict__
-    }
+    return {k: m.__dict__[k]
+            for k in ("in_features", "out_features", "num_embeddings", "embedding_dim", "normalized_shape", "nf", "nx")
+            if k in m.__dict__}
 
 def _own_classes(layers):
     "Names of classes that the registry does not hold, so that they are given to `load_cooked`; raises where one name means two"
@@ -440,12 +419,9 @@ def _described(model, state):
     yours = _own_classes(own.values())
     if built is not None: shapes, attributes, absent, shared = _unlike(model, built)
     else:
-        shapes, attributes, absent, shared = (
-            {n: s for n, m in parts(model) if (s := _shapes(m)) and n not in own},
-            {n: s for n, m in parts(model) if (s := _sizes(m)) and n not in own | packed},
-            [],
-            {},
-        )
+        shapes = {n: s for n, m in parts(model) if (s := _shapes(m)) and n not in own}
+        attributes = {n: s for n, m in parts(model) if (s := _sizes(m)) and n not in own | packed}
+        absent, shared = [], {}
     return {
         "format": 4,
         "class": type(model).__name__,
@@ -558,13 +534,8 @@ def _reshape(model, info, classes):
         if m._parameters.get(n.rpartition(".")[2]) is not None:
             packed[n] = max((info["packed"][k] or 0 for k, o in owners.items() if o is m), default=0) or None
     for group in dict.fromkeys(packed.values()):
-        pack_linears(
-            model,
-            4 if group else 8,
-            modules={n: None for n, g in packed.items() if g == group},
-            embeddings=False,
-            group_size=group or 128,
-        )
+        pack_linears(model, 4 if group else 8, modules={n: None for n, g in packed.items() if g == group},
+                     embeddings=False, group_size=group or 128)
     for n, bits in info.get("activations", {}).items(): model.get_submodule(n).activations = bits
     for n, dtype in info["out_dtype"].items(): model.get_submodule(n).out_dtype = getattr(torch, dtype)
     for n, first in info.get("shared", {}).items(): _put(model, n, model.get_submodule(first))
@@ -654,9 +625,8 @@ def peak_bytes(
 # %% ../../nbs/20_cook/01_report.ipynb #2de97ed4
 def _compiled_speed(model, prompt_tokens=64, new_tokens=32):
     "Tokens per second of the compiled model: one forward of the prompt, and decoding with a static cache"
-    ids = torch.randint(
-        0, model.get_input_embeddings().num_embeddings, (1, prompt_tokens), generator=torch.Generator().manual_seed(0)
-    ).to(model.device)
+    ids = torch.randint(0, model.get_input_embeddings().num_embeddings, (1, prompt_tokens),
+                        generator=torch.Generator().manual_seed(0)).to(model.device)
     sync = torch.cuda.synchronize if ids.is_cuda else lambda: None
     compiling = CompileConfig(mode="reduce-overhead" if ids.is_cuda else "default", dynamic=False)
     compiling._compile_all_devices = True
@@ -671,16 +641,9 @@ def _compiled_speed(model, prompt_tokens=64, new_tokens=32):
             times.append(time.perf_counter() - t)
         return min(times)
     def decode(n):
-        return lambda: model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            pad_token_id=0,
-            cache_implementation="static",
-            compile_config=compiling,
-            min_new_tokens=n,
-            max_new_tokens=n,
-        )
+        return lambda: model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                                      pad_token_id=0, cache_implementation="static", compile_config=compiling,
+                                      min_new_tokens=n, max_new_tokens=n)
     kept = dict(model.__dict__)
     try:
         with torch.no_grad():
@@ -708,11 +671,8 @@ def _forward_speed(model, batch):
 def _speed(model, batch, compiled):
     "Rows of the report: tokens per second read and written, else rows per second"
     if _writes(model): return _compiled_speed(model) if compiled else decode_speed(model)
-    return (
-        {"rows_s_compiled": _forward_speed(torch.compile(model, dynamic=False), batch)}
-        if compiled
-        else {"rows_s": _forward_speed(model, batch)}
-    )
+    return ({"rows_s_compiled": _forward_speed(torch.compile(model, dynamic=False), batch)} if compiled
+            else {"rows_s": _forward_speed(model, batch)})
 
 # %% ../../nbs/20_cook/01_report.ipynb #f659a234
 def _check_measured(found, before, after):
@@ -741,22 +701,14 @@ def report(
     for name, model, quality in zip(("before", "after"), (before, after), qualities):
         c, quality = count(model), quality | _scored(model, score)
         _check_measured(far | quality, before, after)
-        columns[name] = {
-            "parameters": c.total,
-            "memory_bytes": c.bytes,
-            "peak_bytes": peak_bytes(model, batches[0]),
-            "file_bytes": bytes_on_disk(model),
-        } | quality
+        columns[name] = {"parameters": c.total, "memory_bytes": c.bytes, "peak_bytes": peak_bytes(model, batches[0]),
+                         "file_bytes": bytes_on_disk(model)} | quality
         if speed: columns[name] |= _speed(model, batches[0], False)
         if compiled: columns[name] |= _speed(model, batches[0], True)
-    columns["ratio"] = {
-        k: columns["after"][k] / v if v else math.nan for k, v in columns["before"].items() if k in columns["after"]
-    }
+    columns["ratio"] = {k: columns["after"][k] / v if v else math.nan for k, v in columns["before"].items()
+                        if k in columns["after"]}
     columns["before"] |= {k: float(k == "same_top1") for k in far}
     columns["after"] |= far | (notes or {})
-    return table(
-        pd.DataFrame(
-            {name: pd.Series(c, dtype=object) for name, c in columns.items()}, index=list(columns["after"])
-        ).fillna(""),
-        digits=5,
-    )
+    return table(pd.DataFrame({name: pd.Series(c, dtype=object) for name, c in columns.items()},
+                              index=list(columns["after"])).fillna(""),
+                 digits=5)

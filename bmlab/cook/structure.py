@@ -93,11 +93,8 @@ def _in_a_row(name, modules):
     "Does this matrix hold q, then k, then v? Of c_attn only GPT-BigCode's with a group a head does not"
     owner = modules[name.rpartition(".")[0]]
     by_name = name.rpartition(".")[2] == "c_attn" and getattr(owner, "multi_query", True)
-    return (
-        by_name
-        or type(owner).__name__ in ("Phi3Attention", "Phi4MultimodalAttention")
-        or getattr(owner, "qkv_in_a_row", False)
-    )
+    return (by_name or type(owner).__name__ in ("Phi3Attention", "Phi4MultimodalAttention")
+            or getattr(owner, "qkv_in_a_row", False))
 
 def _heads(out, inputs, modules, config):
     "`Heads` of one attention, or None where its layout is not known"
@@ -105,9 +102,8 @@ def _heads(out, inputs, modules, config):
     if first is None or "q" in inputs and not {"k", "v"} <= set(inputs) or "qkv" in inputs and not _in_a_row(first, modules):
         return None
     owner = modules[first.rpartition(".")[0]]
-    size = next(
-        (int(v) for k in _HEAD_SIZE for m in (owner, config) if isinstance(v := getattr(m, k, None), int)), None
-    )
+    size = next((int(v) for k in _HEAD_SIZE for m in (owner, config) if isinstance(v := getattr(m, k, None), int)),
+                None)
     width = _sizes(modules[out])[0]
     if size is None and (n := getattr(config, "num_attention_heads", None)): size = width // n
     kv = _sizes(modules[inputs["k"]])[1] if "k" in inputs else (_sizes(modules[first])[1] - width) // 2
@@ -122,17 +118,8 @@ def _heads(out, inputs, modules, config):
     cross = any("cross" in c.lower() or c == "EncDecAttention" or c == "encoder_attn" for c in out.split("."))
     # T5
     like = ".".join(out.split(".")[:-5]) if cross and hasattr(owner, "has_relative_attention_bias") else None
-    return Heads(
-        out,
-        inputs,
-        first.rpartition(".")[0],
-        _common([out, *inputs.values()]),
-        width // size,
-        kv // size,
-        size,
-        cross=cross,
-        like=like,
-    )
+    return Heads(out, inputs, first.rpartition(".")[0], _common([out, *inputs.values()]), width // size, kv // size,
+                 size, cross=cross, like=like)
 
 # %% ../../nbs/20_cook/07_structure.ipynb #fb2b0fc9
 def structure(
@@ -155,72 +142,43 @@ def structure(
         # the matrices that share most of their name with it
         for out in outs:
             near = lambda n: len(_common([n, out]))
-            mine = {
-                r: n
-                for n, r in members
-                if r in ("q", "k", "v", "qkv")
-                and near(n) == max(near(m) for m, q in members if q == r)
-                and near(n) == max(len(_common([n, o])) for o in outs)
-            }
+            mine = {r: n for n, r in members if r in ("q", "k", "v", "qkv")
+                    and near(n) == max(near(m) for m, q in members if q == r)
+                    and near(n) == max(len(_common([n, o])) for o in outs)}
             if heads := _heads(out, mine, modules, config): this.attention.append(heads)
         groups = {}
         for n, r in members:
             if r in ("gate", "up", "gate_up", "down"):
-                groups.setdefault(
-                    ".".join(n.split(".")[: max(i for i, c in enumerate(n.split(".")) if c.isdigit()) + 1]), []
-                ).append((n, r))
+                groups.setdefault(".".join(n.split(".")[: max(i for i, c in enumerate(n.split("."))
+                                                              if c.isdigit()) + 1]),
+                                  []).append((n, r))
         for group in groups.values():
             ins, out = [n for n, r in group if r != "down"], [n for n, r in group if r == "down"]
             if len(out) != 1 or not ins: continue
-            width, fused = (
-                _sizes(modules[out[0]])[0],
-                [r for _, r in group] in (["gate_up", "down"], ["down", "gate_up"]),
-            )
+            width = _sizes(modules[out[0]])[0]
+            fused = [r for _, r in group] in (["gate_up", "down"], ["down", "gate_up"])
             if all(_sizes(modules[n])[1] == width * (2 if fused else 1) for n in ins):
                 this.ffn.append(Neurons(out[0], ins, _common([*ins, *out]), width, fused))
         if this.attention or this.ffn: stacks.setdefault(layer.rpartition(".")[0], []).append(this)
     widths = {_sizes(modules[u.out])[1] for s in stacks.values() for layer in s for u in (*layer.attention, *layer.ffn)}
     out = Structure(stacks, widths.pop() if len(widths) == 1 else None)
-    out.norms = [
-        n
-        for n, r in found.items()
-        if r == "norm"
-        and len(modules[n].weight) == out.hidden
-        and not any(n.startswith(a.owner + ".") for a in out.attention().values())
-    ]
+    out.norms = [n for n, r in found.items() if r == "norm" and len(modules[n].weight) == out.hidden
+                 and not any(n.startswith(a.owner + ".") for a in out.attention().values())]
     _find_tables(model, modules, out)
     return out
 
 def _find_tables(model, modules, found):
     "Note position-bias tables with the attentions that they serve: their own, their stack's, or all"
-    tables = [
-        f"{n}.{k}".strip(".")
-        for n, m in modules.items()
-        for k, p in m._parameters.items()
-        if p is not None and p.ndim == 2 and _TABLE in f"{n}.{k}"
-    ]
+    tables = [f"{n}.{k}".strip(".") for n, m in modules.items() for k, p in m._parameters.items() if p is not None
+              and p.ndim == 2 and _TABLE in f"{n}.{k}"]
     for name in tables:
         mine = [a for a in found.attention().values() if name.startswith(a.owner + ".") and not a.cross]
-        alone = (
-            sum(
-                t.rpartition(".layer.")[0].rpartition(".")[0] == name.rpartition(".layer.")[0].rpartition(".")[0]
-                for t in tables
-            )
-            > 1
-        )
+        alone = (sum(t.rpartition(".layer.")[0].rpartition(".")[0] == name.rpartition(".layer.")[0].rpartition(".")[0]
+                     for t in tables) > 1)
         stack = next((s for s in found.stacks if name.startswith(s + ".")), None)
-        served = (
-            mine
-            if mine and alone
-            else [
-                a
-                for s, layers in found.stacks.items()
-                if stack in (None, s)
-                for layer in layers
-                for a in layer.attention
-                if not a.cross
-            ]
-        )
+        served = (mine if mine and alone
+                  else [a for s, layers in found.stacks.items() if stack in (None, s) for layer in layers
+                        for a in layer.attention if not a.cross])
         for a in served: a.table = name
 
 # %% ../../nbs/20_cook/07_structure.ipynb #66283308
@@ -229,17 +187,9 @@ def shapes(
 )->pd.DataFrame:     # a row a layer: layer, heads, groups, neurons
     "The shape of every layer: what `slice_model` changes."
     found = structure(model)
-    return table(
-        [
-            {
-                "layer": layer.name,
-                "heads": sum(a.heads for a in layer.attention),
-                "groups": sum(a.groups for a in layer.attention),
-                "neurons": sum(f.width for f in layer.ffn),
-            }
-            for layer in found.layers()
-        ]
-    )
+    return table([{"layer": layer.name, "heads": sum(a.heads for a in layer.attention),
+                   "groups": sum(a.groups for a in layer.attention), "neurons": sum(f.width for f in layer.ffn)}
+                  for layer in found.layers()])
 
 # %% ../../nbs/20_cook/07_structure.ipynb #9cb69939
 # a Conv1D's weight is (in, out)
@@ -255,11 +205,9 @@ class _Scissors:
         key = (id(t), dim, id(index))
         if key not in self.done:
             new = t.detach().index_select(dim, index.to(t.device))
-            self.done[key] = (
-                t,
-                nn.Parameter(new, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else new,
-                index,
-            )
+            self.done[key] = (t,
+                              nn.Parameter(new, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else new,
+                              index)
         return self.done[key][1]
 
     def weight(self, module, key, dim, index):
@@ -325,11 +273,8 @@ def _absent(module):
 # %% ../../nbs/20_cook/07_structure.ipynb #64eafa0a
 def _index(name, kept, size, what):
     "A sorted index tensor, of numbers or a mask; raises for what is neither"
-    index = (
-        torch.as_tensor(kept if isinstance(kept, Tensor) or not hasattr(kept, "__iter__") else list(kept))
-        .detach()
-        .cpu()
-    )
+    index = (torch.as_tensor(kept if isinstance(kept, Tensor) or not hasattr(kept, "__iter__")
+                             else list(kept)).detach().cpu())
     if index.dtype == torch.bool and index.shape != (size,):
         raise ValueError(f"keep[{name!r}] is a mask of shape {tuple(index.shape)}; there are {size} {what}")
     if index.dtype == torch.bool: return index.nonzero().flatten()
@@ -364,12 +309,8 @@ def _head_cuts(a, index):
 def _count_heads(a, index, owner):
     "Let an attention know its numbers"
     n, k = len(index), len((index // (a.heads // a.groups)).unique())
-    new = {
-        **dict.fromkeys(_NUMBERS, n),
-        "num_key_value_heads": k,
-        "num_key_value_groups": n // k,
-        **dict.fromkeys(("all_head_size", "inner_dim", "split_size", "embed_dim"), n * a.size),
-    }
+    new = {**dict.fromkeys(_NUMBERS, n), "num_key_value_heads": k, "num_key_value_groups": n // k,
+           **dict.fromkeys(("all_head_size", "inner_dim", "split_size", "embed_dim"), n * a.size)}
     for key, v in new.items():
         if isinstance(owner.__dict__.get(key), int): setattr(owner, key, v)
 
@@ -412,10 +353,8 @@ def undroppable(
 )->str:                # why not; "" if it can
     "Can a sublayer be dropped without its block?"
     if unit.module == layer.name or unit.module.rpartition(".")[2] == "attention" and not unit.owner == unit.module:
-        return (
-            f"{unit.out} is part of a block that normalizes after it adds, which needs both sublayers; drop whole "
-            "layers instead"
-        )
+        return (f"{unit.out} is part of a block that normalizes after it adds, which needs both sublayers; drop whole "
+                "layers instead")
     if not isinstance(unit, Heads): return ""
     if len(layer.attention) > 1:
         return f"{layer.name} attends twice, so its attention {unit.out} cannot be dropped; drop whole layers instead"
@@ -429,19 +368,12 @@ def undroppable(
 def _drop_sublayer(model, layer, unit, modules, norms):
     "Put `Absent` in the place of an attention or a feed-forward network, and nothing in the place of the norm before it"
     if why := undroppable(unit, layer): raise ValueError(why)
-    mine = [
-        n
-        for n in norms
-        if n.startswith(layer.name + ".")
-        and not any(n.startswith(u.module + ".") for u in (*layer.attention, *layer.ffn))
-    ]
+    mine = [n for n in norms if n.startswith(layer.name + ".")
+            and not any(n.startswith(u.module + ".") for u in (*layer.attention, *layer.ffn))]
     last, parent = {n: n.rpartition(".")[2] for n in mine}, unit.module.rpartition(".")[0]
     before = len(mine) == 2 and all(any(v in names for v in last.values()) for names in _NORM_BEFORE.values())
-    near = [
-        n
-        for n in mine
-        if before and last[n] in _NORM_BEFORE[type(unit)] or n == f"{parent}.layer_norm" and parent != layer.name
-    ]
+    near = [n for n in mine if before and last[n] in _NORM_BEFORE[type(unit)] or n == f"{parent}.layer_norm"
+            and parent != layer.name]
     replace_child(model, modules[unit.module], _absent(modules[unit.module]))
     for n in near: replace_child(model, modules[n], Through())
 
@@ -508,9 +440,8 @@ def _check_channels(model, found):
     known = {n for a in found.attention().values() for n in (a.out, *a.inputs.values())} | {
         n for f in found.ffn().values() for n in (f.out, *f.inputs)
     }
-    matrices = {
-        n: r for n, r in roles(model).items() if r in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
-    }
+    matrices = {n: r for n, r in roles(model).items()
+                if r in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")}
     if odd := [n for n, _ in parts(model) if n in matrices and n not in known]:
         raise ValueError(
             f"keep['hidden']: the layout of {odd[0]} is not known, so its channels cannot be told from its heads or "
@@ -547,12 +478,10 @@ def _cut_hidden(model, found, index, modules, scissors):
 # %% ../../nbs/20_cook/07_structure.ipynb #e9df4372
 def _known(found):
     "{key of `keep`: (how many there are, of what)}"
-    return {
-        **{k: (a.heads, "heads") for k, a in found.attention().items()},
-        **{k: (f.width, "neurons") for k, f in found.ffn().items()},
-        **{k: (len(s), "layers") for k, s in found.stacks.items()},
-        **({"hidden": (found.hidden, "channels")} if found.hidden else {}),
-    }
+    return {**{k: (a.heads, "heads") for k, a in found.attention().items()},
+            **{k: (f.width, "neurons") for k, f in found.ffn().items()},
+            **{k: (len(s), "layers") for k, s in found.stacks.items()},
+            **({"hidden": (found.hidden, "channels")} if found.hidden else {})}
 
 def _indices(keep, found, root):
     "{key: index} of what is not kept whole; raises for what cannot be cut"
@@ -620,17 +549,10 @@ def _slice(root, found, index):
         and not any(undroppable(u, layer) for u in (*layer.attention, *layer.ffn))
         and len(layer.attention) == len(layer.ffn) == 1
     }  # both sublayers gone
-    gone = empty | {
-        layer.name
-        for s, stack in found.stacks.items()
-        if s in index
-        for n, layer in enumerate(stack)
-        if n not in index[s].tolist()
-    }
-    places = {
-        s: ([n for n, layer in enumerate(stack) if layer.name not in gone], len(stack))
-        for s, stack in found.stacks.items()
-    }
+    gone = empty | {layer.name for s, stack in found.stacks.items() if s in index for n, layer in enumerate(stack)
+                    if n not in index[s].tolist()}
+    places = {s: ([n for n, layer in enumerate(stack) if layer.name not in gone], len(stack))
+              for s, stack in found.stacks.items()}
     stay = [layer for layer in found.layers() if layer.name not in gone]
     found.stacks = {s: [layer for layer in stack if layer.name not in gone] for s, stack in found.stacks.items()}
     if not all(found.stacks.values()):
@@ -685,9 +607,8 @@ def _drop_layers(root, found, gone, modules):
 # %% ../../nbs/20_cook/07_structure.ipynb #fc377ec8
 def _configs(model):
     "All configurations that a model's modules hold, each once"
-    return list(
-        {id(c): c for m in model.modules() if isinstance(c := m.__dict__.get("config"), PreTrainedConfig)}.values()
-    )
+    return list({id(c): c for m in model.modules()
+                 if isinstance(c := m.__dict__.get("config"), PreTrainedConfig)}.values())
 
 def _fits(model, config):
     "Does a model made from `config` have the shapes of this one?"
@@ -695,29 +616,20 @@ def _fits(model, config):
         with torch.device("meta"): other = type(model)._from_config(type(config).from_dict(config.to_dict()))
     except Exception: return False                                    # sizes that the family refuses
     def sizes(m):
-        return {
-            (n, k.removesuffix(".original")): tuple(p.shape)
-            for n, c in m.named_modules()
-            if "parametrizations" not in n.split(".")
-            for k, p in (
-                *c._parameters.items(),
-                *((f"{w}.original", l.original) for w, l in getattr(c, "parametrizations", {}).items()),
-            )
-            if p is not None
-        }
+        return {(n, k.removesuffix(".original")): tuple(p.shape) for n, c in m.named_modules()
+                if "parametrizations" not in n.split(".")
+                for k, p in (*c._parameters.items(),
+                             *((f"{w}.original", l.original) for w, l in getattr(c, "parametrizations", {}).items()))
+                if p is not None}
     mine, theirs = sizes(model), sizes(other)
-    return all(mine.get(k) == v for k, v in theirs.items()) and all(
-        k in theirs or k[0].split(".")[-1].startswith("_") or "gates" in k[0] for k in mine
-    )
+    return all(mine.get(k) == v for k, v in theirs.items()) and all(k in theirs or k[0].split(".")[-1].startswith("_")
+               or "gates" in k[0] for k in mine)
 
 def _set_layers(config, places):
     "Write numbers of layers, and cut lists with an entry a layer"
     for s, (stay, before) in places.items():
-        names = (
-            ("num_decoder_layers", "decoder_layers")
-            if "decoder" in s.split(".") and len(places) > 1
-            else ("num_layers", "encoder_layers", "num_hidden_layers")
-        )
+        names = (("num_decoder_layers", "decoder_layers") if "decoder" in s.split(".") and len(places) > 1
+                 else ("num_layers", "encoder_layers", "num_hidden_layers"))
         if "decoder" in s.split(".") and not any(hasattr(config, k) for k in names): names = ("num_hidden_layers",)
         if (key := next((k for k in names if hasattr(config, k)), None)): setattr(config, key, len(stay))
         for k, v in list(vars(config).items()) if len(places) == 1 else ():
@@ -734,22 +646,10 @@ def _set_config(model, places, index):
     steps = []
     if places: steps.append(lambda c: _set_layers(c, _stacks_of(c, places, model)))
     if len(widths) == 1:
-        steps.append(
-            lambda c: [
-                setattr(c, k, *widths)
-                for k in (
-                    "intermediate_size",
-                    "n_inner",
-                    "d_ff",
-                    "dim_ff",
-                    "ffn_dim",
-                    "hidden_dim",
-                    "encoder_ffn_dim",
-                    "decoder_ffn_dim",
-                )
-                if hasattr(c, k)
-            ]
-        )
+        steps.append(lambda c: [setattr(c, k, *widths)
+                                for k in ("intermediate_size", "n_inner", "d_ff", "dim_ff", "ffn_dim", "hidden_dim",
+                                          "encoder_ffn_dim", "decoder_ffn_dim")
+                                if hasattr(c, k)])
     if len(heads) == len(groups) == 1 and any(k in found.attention() for k in index):
         one = next(iter(attention))
         steps.append(lambda c: _set_heads(c, *heads, *groups, one.size, _counts_by_config(model, one)))
@@ -835,8 +735,8 @@ def mask_model(
         elif not len(index): modules[(attention.get(k) or ffn.get(k)).module].register_forward_hook(zero)
         else:
             unit, m = attention.get(k) or ffn[k], modules[k]
-            gate = torch.zeros(_sizes(m)[0]).index_fill(
-                0, _wide(index, unit.size) if isinstance(unit, Heads) else index, 1.0
-            )
+            gate = torch.zeros(_sizes(m)[0]).index_fill(0,
+                                                        _wide(index, unit.size) if isinstance(unit, Heads) else index,
+                                                        1.0)
             m.weight.mul_(gate[:, None] if is_conv1d(m) else gate)
     return model
