@@ -128,7 +128,7 @@ def _check_recipe(model, methods):
 
 # %% ../../nbs/20_cook.ipynb #5f684465
 class Cook:
-    "Methods attached to a model: make the optimizer after it, add `loss()` to the loss, call `step()`, then `export()`."
+    "Methods on a model: make the optimizer after it, add `loss()` to the loss, call `step()`, at the end `export()`."
     def __init__(self,
         model:nn.Module,          # changed in place, until `detach`
         methods:list,             # of `Method`, in any order

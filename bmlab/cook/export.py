@@ -23,13 +23,8 @@ from .report import report
 from ..kernels.exchange import mark_foreign
 
 # %% ../../nbs/20_cook/14_export.ipynb #95fce26c
-_ALL_HOOKS = (
-    *_HOOKS,
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+_ALL_HOOKS = (*_HOOKS, "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+              "_load_state_dict_post_hooks")
 _SHARDING = ("torch.distributed", *(f"bmlab.train.{room}" for room in ("sharding", "offload", "optim", "parallel")))
 
 def _plain_class(cls):
@@ -154,6 +149,7 @@ def report(self:Cook,
     "The model without its methods beside what was exported, and the methods' own numbers."
     self._check()
     if _is_sharded(self.model):
-        raise RuntimeError("the model is sharded; keep a copy of the original, and call report(original, small, batches)")
+        advice = "keep a copy of the original, and call report(original, small, batches)"
+        raise RuntimeError(f"the model is sharded; {advice}")
     notes = {f"{type(m).__name__}.{k}": v for m in self.methods for k, v in m.state().items()}
     with self._plain(): return report(self.model, small, batches, notes=notes, **options)

@@ -65,14 +65,15 @@ class FakeWeight(Foresees):
         self.reset()
 
     @property
-    # that the export will leave; None: all
-    def columns(self): return self.left_0 if self.turned else self.left_1
+    def columns(self):
+        "Those that the export will leave; None: all"
+        return self.left_0 if self.turned else self.left_1
 
     def look(self):
         super().look()
         K = self.K if self.columns is None else len(self.columns)
-        self.grid = (Grid() if self.coarse
-                     else grid_for(K, self.bits, self.group_size, self.symmetric and self.bits == 4))
+        symmetric = self.symmetric and self.bits == 4
+        self.grid = Grid() if self.coarse else grid_for(K, self.bits, self.group_size, symmetric)
 
     def forward(self, w): return _Straight.apply(w, self.rounded(w)) if self.on else w
 
@@ -80,7 +81,7 @@ class FakeWeight(Foresees):
         dim:int,      # of the stored weight
         index:Tensor, # rows or columns that stay
     ):
-        "The weight was sliced: what was not foreseen leaves factors and codes to be found anew; until then it is rounded to nearest."
+        "The weight was sliced; if that was not foreseen, it is rounded to nearest until it is fitted anew."
         if any(d == dim and i is index for d, i in self._cuts): return       # called again for a twin
         self._cuts.append((dim, index))
         across = dim == (0 if self.turned else 1)
@@ -94,30 +95,34 @@ class FakeWeight(Foresees):
         self.reset()
         self.stale = fitted
 
+# %% ../../nbs/20_cook/06_fakequant.ipynb #6383b92d
 @patch
 def narrow(self:FakeWeight, t):
-    "Of something with a number a column, those that the export will leave"
+    "Those columns of a tensor that the export will leave"
     return t if t is None or self.columns is None else t.index_select(-1, self.columns)
 
 @patch
 def widen(self:FakeWeight, t):
-    "That among all columns again, the others zero"
+    "The inverse of `narrow`: all columns, the others zero"
     return t if self.columns is None else t.new_zeros(*t.shape[:-1], self.K).index_copy_(-1, self.columns, t)
 
 @patch
 def reset(self:FakeWeight):
-    "To nearest, without factors."
+    "Round to nearest, without factors."
     for n in ("exponents", "energy", "offset"): self.register_buffer(n, None)
     # source: a list, so that the norm there is no child
     self.source, self.stale = [], False
 
+# %% ../../nbs/20_cook/06_fakequant.ipynb #eddf3500
 @patch
-def rows(self:FakeWeight, w): return (w.transpose(-1, -2) if self.turned else w).reshape(-1, self.K)
+def rows(self:FakeWeight, w):
+    "The weight as a matrix (N, K), its inputs last"
+    return (w.transpose(-1, -2) if self.turned else w).reshape(-1, self.K)
 
 @patch
 def codes(self:FakeWeight,
     rows:Tensor,  # (N, K) float, the columns that the export will leave, multiplied by the factors already
-    start:int=0,  # of the weight's rows the one that they begin with
+    start:int=0,  # the row of the weight that they begin with
 )->tuple:         # codes, scale, zero
     "What the packed layer will store of these rows."
     rows, energy = rows.float(), self.narrow(self.energy)
@@ -126,9 +131,8 @@ def codes(self:FakeWeight,
     fitted = self.grid.fit(rows, energy)
     q = self.grid.round(rows, *fitted)
     if self.offset is not None:
-        q = (q
-             + self.narrow(self.offset[start : start + len(rows)])).clamp_(*((-127, 127) if self.grid.bits == 8
-                                                                             else (-8, 7)))
+        low, high = (-127, 127) if self.grid.bits == 8 else (-8, 7)
+        q = (q + self.narrow(self.offset[start:start + len(rows)])).clamp_(low, high)
         if self.grid.keeps_zeros: q.masked_fill_(rows == 0, 0)
     return q, *fitted
 
@@ -161,12 +165,11 @@ def parse_scheme(
     if inputs and bits == 4:
         raise ValueError(f"scheme={scheme!r}: no layer here multiplies int4 by int8; try w4a16 or w8a8")
     if inputs and group:
-        raise ValueError(
-            f"scheme={scheme!r}: int8 inputs are multiplied by int8 weights with one scale a row; try w8a8 or "
-            f"w8a16-g{group}"
-        )
+        why = "int8 inputs are multiplied by int8 weights with one scale a row"
+        raise ValueError(f"scheme={scheme!r}: {why}; try w8a8 or w8a16-g{group}")
     return bits, group or (128 if bits == 4 else None), inputs
 
+# %% ../../nbs/20_cook/06_fakequant.ipynb #3ddfae0b
 def _own(module):
     "(parameter's name, FakeWeight) pairs of a module"
     return [(n, p) for n in getattr(module, "parametrizations", ()) for p in chain(module, n, FakeWeight)]
@@ -185,7 +188,7 @@ class _RoundInputs:
 def _is_masked(module, name): return any(getattr(q, "_bmlab_priority", 0) == 20 for q in chain(module, name))
 
 def _unrounded(model):
-    "{name: why} of layers whose inputs are never rounded: heads, and feed-forward layers split into experts, which multiply by parts of a row"
+    "{name: why} of layers whose inputs are never rounded: heads, and feed-forward layers that are split into experts"
     role, split = roles(model), [n + "." for n, m in parts(model) if "_bmlab_neurons" in m.__dict__]
     out = {n: "split" for n, _ in parts(model) if any(n.startswith(s) for s in split)
            and role.get(n) not in ("q", "k", "v", "qkv", "o")}
@@ -233,10 +236,8 @@ def prepare(self:FakeQuant, model, calib):
     held = {id(stored(modules[n])): n for n in self._chosen if not holds_experts(modules[n])}
     for n, m in modules.items():
         if n not in self._chosen and (first := held.get(id(m._parameters.get("weight")))):
-            raise ValueError(
-                f"{n} holds the weight of {first} too, and is not rounded with it; skip both, or let modules= "
-                "match both"
-            )
+            raise ValueError(f"{n} holds the weight of {first} too, and is not rounded with it; "
+                             "skip both, or let modules= match both")
 
 @patch
 def attach(self:FakeQuant, model):
@@ -255,8 +256,8 @@ def attach(self:FakeQuant, model):
             next(p for _, p in _own(m)).rounds = True
     foresee(model)
     if self._fits: self._fit(model)
-    self.notes = {"weights": len(self._chosen),
-                  "bits": self.bits} | ({"smooth": self._factors} if self._factors is not None else {})
+    self.notes = {"weights": len(self._chosen), "bits": self.bits}
+    if self._factors is not None: self.notes["smooth"] = self._factors
     if masked: self.notes["2:4 weights stored as int4, no smaller for their zeros"] = masked
     if split: self.notes["layers of experts whose inputs are not rounded"] = split
 
@@ -268,8 +269,8 @@ def _weight(self:FakeQuant, m, k, grid):
     "The parametrization for one weight; int4 behind a mask keeps zeros"
     turned, w = getattr(m, "is_transposed", False) if grid is None else is_conv1d(m), stored(m, k)
     K = w.shape[-2 if turned else -1]
-    symmetric = (self.symmetric if self.symmetric is not None else _is_masked(m, k) or grid is not None
-                 and grid.symmetric)
+    symmetric = self.symmetric
+    if symmetric is None: symmetric = _is_masked(m, k) or grid is not None and grid.symmetric
     # experts have no int8 by groups
     group = None if grid is None and self.bits == 8 else self.group_size
     p = FakeWeight(K, self.bits, group, symmetric and grid is not None, turned,
@@ -291,13 +292,14 @@ def _all(self:FakeQuant, model):
 
 @patch
 def _fitted(self:FakeQuant, model):
-    "({name: (module, parameter's name, FakeWeight)} of linear layers, a weight that they share once; {name: module} of experts)"
+    "({name: (module, parameter's name, FakeWeight)} of linear layers, shared weights once; {name: module} of experts)"
     out, experts = {}, {}
     for n, m, k, p in self._all(model):
         if stored(m, k).ndim == 3: experts[n] = m
         elif not isinstance(m, nn.Embedding): out.setdefault(id(p), (n, (m, k, p)))
     return dict(out.values()), experts if self.rounding != "nearest" else {}
 
+# %% ../../nbs/20_cook/06_fakequant.ipynb #520686f5
 @patch
 @torch.no_grad()
 def _fit(self:FakeQuant, model):
@@ -349,8 +351,8 @@ def _keep(self:FakeQuant, p, w, codes):
 # %% ../../nbs/20_cook/06_fakequant.ipynb #5a21a566
 @patch
 def state(self:FakeQuant):
-    wide = (sum(p.grid.bits > self.bits and not p.coarse for *_, p in self._all(model))
-            if (model := self._at()) is not None else 0)
+    model = self._at()
+    wide = 0 if model is None else sum(p.grid.bits > self.bits and not p.coarse for *_, p in self._all(model))
     return self.notes | ({"int8 instead, no group of 32 divides the columns": wide} if wide else {})
 
 @patch

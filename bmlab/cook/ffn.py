@@ -93,7 +93,7 @@ def _whole_at_first(ffn, layer): return {ffn.up: layer, ffn.act: Through(), ffn.
 
 @torch.no_grad()
 def _computes(module, ffn):
-    "Is the module's forward that of a feed-forward layer; of one that is spread over a block, could the layer stand in the place of its first matrix?"
+    "Does a module compute what a feed-forward layer does; spread over a block, also from its first matrix's place?"
     _, up, down = ffn.matrices(module)
     if up.weight.is_meta: return True
     x = torch.randn(2, 3, matrix_shape(up)[0], generator=torch.Generator().manual_seed(0)).to(up.weight)
@@ -147,9 +147,8 @@ def feed_forwards(
         else: found[above[0]] = ffn
     if not found:
         reason = next((f": {n} {w}" for n, w in why.items()), "")
-        raise LookupError(
-            f"this {type(model).__name__} has no feed-forward layer that can be split into neurons{reason}"
-        )
+        raise LookupError(f"this {type(model).__name__} has no feed-forward layer that can be split into "
+                          f"neurons{reason}")
     if modules is None: return found
     wanted = resolve(model, modules)
     chosen = {n: f for n, f in found.items() if n in wanted
@@ -173,9 +172,8 @@ def ffn_samples(
     layers:dict,        # name → FFN, of `feed_forwards`
     calib:Iterable,     # batches, as for `Calibration`; labels are not needed
     tokens:int=2048,    # kept of each layer, at most
-# yields (name, inputs (n, D), activations (n, F)), float32 on the model's device, layer by layer
-):
-    "What goes into feed-forward layers, and what their neurons do with it."
+):                      # yields (name, inputs (n, D), activations (n, F)), float32 on the model's device
+    "What goes into feed-forward layers, layer by layer, and what their neurons do with it."
     modules, names, run = dict(parts(model)), list(layers), Calibration(model, calib)
     width = {n: sum(matrix_shape(layers[n].matrices(modules[n])[2])) for n in names}
     while names:
@@ -186,10 +184,8 @@ def ffn_samples(
         seen = _collect(run, {n: layers[n] for n in group}, modules, tokens)
         for n in group:
             if not seen[n][0]:
-                raise ValueError(
-                    f"{n} never ran on the calibration batches; give batches that reach it, or leave it out with "
-                    "modules="
-                )
+                raise ValueError(f"{n} never ran on the calibration batches; give batches that reach it, or leave it "
+                                 "out with modules=")
             yield n, *(torch.cat(t)[:tokens] for t in seen.pop(n))
 
 def _collect(run, layers, modules, tokens):
@@ -273,8 +269,8 @@ def stretch_product(
     b:int,       # one past the last
 )->Tensor:       # (T, outputs), bias left out
     "What a stretch of inputs adds to a matrix module's outputs."
-    codes = (m.codes if type(m) is Int8Linear else m._raw() if type(m) is Sparse24Linear and m.scale is not None
-             else None)
+    codes = m.codes if type(m) is Int8Linear else None
+    if type(m) is Sparse24Linear and m.scale is not None: codes = m._raw()
     if codes is not None: return packed_linear(h, codes[:, a:b].contiguous(), m.scale, None, m.activations)
     if type(m) is Sparse24Linear: return F.linear(h, m._raw()[:, a:b])
     if type(m) is Int8GroupLinear:
@@ -344,7 +340,7 @@ def reorder_features(
     dim:int,      # 0: its outputs; 1: its inputs
     order:Tensor, # (n,) int64: all of them
 )->list[tuple]:   # (module, name, parameter that was there) for each
-    "Give a matrix module new parameters, its outputs or inputs in another order; what held the old ones is not touched."
+    "Give a matrix module new parameters, outputs or inputs in another order; what held the old ones is not touched."
     was = [(m, k, p) for k, p in m._parameters.items() if p is not None and (k == "weight" or dim == 0)]
     for _, k, p in was:
         m._parameters[k] = nn.Parameter(p.detach().index_select(_along(m, dim) if k == "weight" else 0,
@@ -417,20 +413,21 @@ def ffn_from_state(
 # %% ../../nbs/20_cook/11_ffn.ipynb #31cf2676
 class NeuronWork:
     "How much of the dense layers was computed, and what choosing cost beyond that"
-    def __init__(self): self.tokens, self.computed, self.all, self.chose = 0, 0., 0, 0.
+    def __init__(self):
+        self.tokens, self.all = 0, 0
+        self.computed, self.chose = 0., 0.
     def __call__(self, tokens, computed, width, chose):
         self.tokens, self.computed, self.all = self.tokens + tokens, self.computed + computed / width, self.all + tokens
         self.chose = self.chose + chose
     @property
     def share(self)->float: return self.computed / max(1, self.all)   # of the dense layers' multiplications
     @property
-    # multiplications of the routers or predictors, as a share of the dense layers'
-    def overhead(self)->float: return self.chose / max(1, self.all)
+    def overhead(self)->float:
+        "Multiplications of the routers or predictors, as a share of the dense layers'"
+        return self.chose / max(1, self.all)
     def __repr__(self):
-        return (
-            f"{self.share:.1%} of the dense layers and {self.overhead:.1%} for choosing, over {self.tokens} tokens and "
-            "layers"
-        )
+        return (f"{self.share:.1%} of the dense layers and {self.overhead:.1%} for choosing, over {self.tokens} "
+                "tokens and layers")
 
 @contextlib.contextmanager
 def executed(
@@ -439,9 +436,8 @@ def executed(
     "Count inside `with executed(small) as work:` how many neurons are really computed."
     work, layers = NeuronWork(), [m for m in model.modules() if isinstance(getattr(m, "_work", None), Transient)]
     if not layers:
-        raise LookupError(
-            f"this {type(model).__name__} has no layer that skips neurons; export a Cook with MoEfy or NeuronSparse"
-        )
+        raise LookupError(f"this {type(model).__name__} has no layer that skips neurons; export a Cook with MoEfy or "
+                          "NeuronSparse")
     for m in layers: m._work.append(work)
     try: yield work
     finally:

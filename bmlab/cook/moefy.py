@@ -121,25 +121,26 @@ class Router(nn.Module):
         return (h.float().abs().unflatten(-1, self.reach.shape) * self.reach.float()).mean(-1).add(1e-6).log()
 
     @property
-    def experts(self): # E
-        return len(self.centres if self.kind == "centroid" else self.outer if self.kind == "mlp" else self.reach)
+    def experts(self):
+        "E"
+        return len(getattr(self, {"centroid": "centres", "mlp": "outer", "analytical": "reach"}[self.kind]))
 
     @property
-    # multiplications of a token
     def cost(self):
+        "Multiplications of a token"
         return sum(p.numel() for p in self.parameters() if p.ndim == 2 and p is not getattr(self, "reach", None))
 
     def keep_inputs(self, index):
         "Let it read some of its inputs only, those that structural pruning left"
         for k in ("centres", "inner", "rows", "ups"):
             if k in self._parameters:
-                self._parameters[k] = nn.Parameter(self._parameters[k].detach()[:,
-                                                                                index.to(self._parameters[k].device)])
+                w = self._parameters[k].detach()
+                self._parameters[k] = nn.Parameter(w[:, index.to(w.device)])
 
     @property
-    # D
     def inputs(self):
-        return (self.centres if self.kind == "centroid" else self.inner if self.kind == "mlp" else self.rows).shape[1]
+        "D"
+        return getattr(self, {"centroid": "centres", "mlp": "inner", "analytical": "rows"}[self.kind]).shape[1]
 
     def extra_repr(self): return f"{self.kind}, experts={self.experts}"
 
@@ -242,20 +243,7 @@ class MoEMLP(nn.Module):
         for note in self._work: note(len(rows), work, self.bounds[-1], self._choosing(gate, up, down) * len(rows))
         return y.view(*x.shape[:-1], -1)
 
-@patch
-def _way(self:MoEMLP, x, act, *matrices):
-    "By which of the ways above"
-    if not all(m is None or sliceable(m) and unhooked(m) for m in matrices): return "_masked"
-    if self._takes_kernels(x, act, *matrices): return "_kernels"
-    if self._takes_groups(x, *matrices): return "_grouped"
-    compiling = torch.compiler.is_compiling()
-    if (compiling or x.is_cuda) and self._takes_picked(x, *matrices): return "_picked"
-    return "_masked" if compiling or x.is_cuda and torch.cuda.is_current_stream_capturing() else "_stretches"
-
-@patch
-def _choosing(self:MoEMLP, *matrices):
-    return self.router.cost / sum(math.prod(matrix_shape(m)) for m in matrices if m is not None)
-
+# %% ../../nbs/20_cook/12_moefy.ipynb #641f7f3d
 @patch
 def cooked_state(self:MoEMLP):
     return {"ffn": ffn_state(self, self.ffn), "bounds": self.bounds, "k": self.k, "threshold": self.threshold,
@@ -270,20 +258,14 @@ def from_cooked(cls:MoEMLP, old, state):
 @patch
 def extra_repr(self:MoEMLP):
     E = len(self.bounds) - 2
-    return f"neurons={self.bounds[-1]}, always on={self.bounds[1]}, experts={E}, " + (
-        f"k={self.k}" if self.threshold is None else f"threshold={self.threshold}"
-    )
+    chooses = f"k={self.k}" if self.threshold is None else f"threshold={self.threshold}"
+    return f"neurons={self.bounds[-1]}, always on={self.bounds[1]}, experts={E}, {chooses}"
 
 # %% ../../nbs/20_cook/12_moefy.ipynb #837f66e5
-@functools.cache
-def _kernel_acts():
-    "Names of the kernel's activations by what they are"
-    return {"SiLU": "silu", "SiLUActivation": "silu", "ReLU": "relu", "GELUActivation": "gelu",
-            "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh"}
-
-# experts of one size (slicing may have left others)
 @patch
-def _equal(self:MoEMLP): return len({b - a for a, b in zip(self.bounds[1:], self.bounds[2:])}) == 1
+def _equal(self:MoEMLP):
+    "Are the experts of one size? Slicing may have left others"
+    return len({b - a for a, b in zip(self.bounds[1:], self.bounds[2:])}) == 1
 
 @patch
 def _runs(self:MoEMLP, experts):
@@ -303,18 +285,26 @@ def _takes_token(self:MoEMLP, x, gate, up, down):
 @patch
 def _token(self:MoEMLP, x, scores, act, gate, up, down):
     "(outputs, neurons computed) for one token"
-    picked = (scores.topk(self.k).indices[0].tolist() if self.threshold is None
-              else chosen(scores, self.k, self.threshold)[0].nonzero()[:, 0].tolist())
+    if self.threshold is None: picked = scores.topk(self.k).indices[0].tolist()
+    else: picked = chosen(scores, self.k, self.threshold)[0].nonzero()[:, 0].tolist()
     y, v, work = down.bias, x[0], 0
     columns, plain = neuron_rows(down), up.bias is None and (gate is None or gate.bias is None)
     rows, first = up.weight.detach(), None if gate is None else gate.weight.detach()
     for a, b in self._runs(sorted(picked)):
         if plain: h = act(rows[a:b].mv(v)) if gate is None else act(first[a:b].mv(v)).mul_(rows[a:b].mv(v))
         else:
-            h = (act(rows_product(up, x, slice(a, b))) if gate is None
-                 else act(rows_product(gate, x, slice(a, b))) * rows_product(up, x, slice(a, b)))[0]
+            at = slice(a, b)
+            h = act(rows_product(up if gate is None else gate, x, at))
+            h = (h if gate is None else h * rows_product(up, x, at))[0]
         y, work = columns[a:b].t().mv(h) if y is None else torch.addmv(y, columns[a:b].t(), h), work + b - a
     return (x.new_zeros(matrix_shape(down)[1]) if y is None else y)[None], work
+
+# %% ../../nbs/20_cook/12_moefy.ipynb #195dc2c6
+@functools.cache
+def _kernel_acts():
+    "Names of the kernel's activations by what they are"
+    return {"SiLU": "silu", "SiLUActivation": "silu", "ReLU": "relu", "GELUActivation": "gelu",
+            "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh"}
 
 @patch
 def _takes_kernels(self:MoEMLP, x, act, gate, up, down):
@@ -381,18 +371,15 @@ def _stretches(self:MoEMLP, x, on, act, gate, up, down):
 def _masked(self:MoEMLP, x, on):
     "The dense layer with the other experts' neurons at zero: for matrices of which no part can be multiplied alone"
     h = self.ffn.hidden(self, x)
-    mask = torch.cat(
-        [
-            on.new_ones(len(x), self.bounds[1]),
-            *(on[:, e : e + 1].expand(-1, b - a) for e, (a, b) in enumerate(zip(self.bounds[1:], self.bounds[2:]))),
-        ],
-        1,
-    )  # (no size is copied to a GPU: a graph may be captured)
+    sizes = [b - a for a, b in zip(self.bounds[1:], self.bounds[2:])]
+    routed = [on[:, e:e + 1].expand(-1, n) for e, n in enumerate(sizes)]    # (no size is copied to a GPU: for graphs)
+    mask = torch.cat([on.new_ones(len(x), self.bounds[1]), *routed], 1)
     return self.ffn.matrices(self)[2](h * mask)
 
+# %% ../../nbs/20_cook/12_moefy.ipynb #dc0278c7
 @patch
 def _takes_groups(self:MoEMLP, x, *matrices):
-    "Is `F.grouped_mm` the way? In bfloat16 on a GPU, and under torch.compile; experts of one size, plain weights in strides of 16 bytes"
+    "Is `F.grouped_mm` the way? In bfloat16 on a GPU or compiled; equal experts, plain weights in strides of 16 bytes"
     sizes = {b - a for a, b in zip(self.bounds[1:], self.bounds[2:])}
     plain = all(is_plain(m) and (m is None or m.weight.dtype == x.dtype) for m in matrices)
     return (self.threshold is None and self._equal() and plain and x.dtype == torch.bfloat16
@@ -416,6 +403,21 @@ def _grouped(self:MoEMLP, x, on, act, gate, up, down):
     if first: y = y + self._expert(x, 0, first, act, gate, up, down)
     return y if down.bias is None else y + down.bias
 
+# %% ../../nbs/20_cook/12_moefy.ipynb #5d303841
+@patch
+def _way(self:MoEMLP, x, act, *matrices):
+    "By which of the ways above"
+    if not all(m is None or sliceable(m) and unhooked(m) for m in matrices): return "_masked"
+    if self._takes_kernels(x, act, *matrices): return "_kernels"
+    if self._takes_groups(x, *matrices): return "_grouped"
+    compiling = torch.compiler.is_compiling()
+    if (compiling or x.is_cuda) and self._takes_picked(x, *matrices): return "_picked"
+    return "_masked" if compiling or x.is_cuda and torch.cuda.is_current_stream_capturing() else "_stretches"
+
+@patch
+def _choosing(self:MoEMLP, *matrices):
+    return self.router.cost / sum(math.prod(matrix_shape(m)) for m in matrices if m is not None)
+
 # %% ../../nbs/20_cook/12_moefy.ipynb #339ef381
 @dataclass
 class ExpertPlan:
@@ -438,24 +440,23 @@ def _split(F, experts, shared, active, name):
     best, k = min(tries,
                   key=lambda t: abs(t[0] + t[1] * (F - t[0]) / experts - active * F) + abs(t[0] - shared * F) / 4)
     if k < 1:
-        raise ValueError(
-            f"active={active} leaves no expert to choose in {name}, of whose {F} neurons {best} are always on; raise "
-            "active, or lower shared or experts"
-        )
+        raise ValueError(f"active={active} leaves no expert to choose in {name}, of whose {F} neurons {best} are "
+                         "always on; raise active, or lower shared or experts")
     return best, min(k, experts)
 
-def _decide(module, ffn, x, h, name, experts, active, shared, router, cluster, threshold, seed):
+def _decide(method, module, ffn, x, h, name):
     "The `ExpertPlan` of one layer"
     gate, up, down = ffn.rows(module)
     # the rows that go through the activation
     first, reach = up if gate is None else gate, down.norm(dim=0)
-    on, k = _split(len(up), experts, shared, active, name)
+    experts, threshold = method.experts, method.threshold
+    on, k = _split(len(up), experts, method.shared, method.active, name)
     activity = None if h is None else h.abs() * reach
     worth = reach * first.norm(dim=1) if h is None else activity.mean(0)
     always = worth.topk(on).indices.sort().values
     rest = torch.ones(len(up), dtype=torch.bool, device=up.device).index_fill_(0, always, False).nonzero()[:, 0]
-    points = F.normalize(first[rest], dim=1) if cluster == "params" else F.normalize(activity[:, rest].t(), dim=1)
-    order = torch.cat([always, rest[balanced_clusters(points, experts, seed=seed).argsort(stable=True)]])
+    points = F.normalize(first[rest] if method.cluster == "params" else activity[:, rest].t(), dim=1)
+    order = torch.cat([always, rest[balanced_clusters(points, experts, seed=method.seed).argsort(stable=True)]])
     bounds = [0, *range(on, len(up) + 1, (len(up) - on) // experts)]
     first, up, reach = first[order], None if gate is None else up[order], reach[order]
     tensors, recall, train = None, None, slice(None)
@@ -463,8 +464,8 @@ def _decide(module, ffn, x, h, name, experts, active, shared, router, cluster, t
         h, mass = h[:, order], _masses(h[:, order], reach, bounds)
         train, apart = slice(0, len(x) - len(x) // 10), slice(len(x) - max(1, len(x) // 10), None)
     some = lambda t: None if x is None else t[train]
-    if router == "centroid": tensors = _centroid(first, bounds, some(x), x is not None and mass[train])
-    elif router == "mlp": tensors = _network(bounds, x[train], mass[train], seed)
+    if method.router == "centroid": tensors = _centroid(first, bounds, some(x), x is not None and mass[train])
+    elif method.router == "mlp": tensors = _network(bounds, x[train], mass[train], method.seed)
     else: tensors = _representatives(first, up, reach, bounds, some(h), x is not None and mass[train])
     made = Router(router, {n: t.float() for n, t in tensors.items()})
     active = None if threshold is not None else (on + k * (bounds[2] - on)) / bounds[-1]
@@ -494,10 +495,8 @@ def _check_untied(model, layers):
             others = [o for p in ({} if m is None else m._parameters).values() if p is not None
                       for o, holder in held[id(p)] if holder is not m]
             if others:
-                raise ValueError(
-                    f"{n} shares a weight with {others[0]}, and MoEfy gives each layer's neurons an order of their "
-                    "own; untie it, or leave it out by modules="
-                )
+                raise ValueError(f"{n} shares a weight with {others[0]}, and MoEfy gives each layer's neurons an "
+                                 "order of their own; untie it, or leave it out by modules=")
 
 # %% ../../nbs/20_cook/12_moefy.ipynb #6c7fed53
 class _Site(nn.Module):
@@ -556,18 +555,15 @@ class _Gate:
 _ROUTERS, _CLUSTERS = ("centroid", "mlp", "analytical"), ("params", "coactivation")
 
 class MoEfy(Method):
-    "Split feed-forward layers into experts of neurons, of which a router chooses a few for each token (Zhang et al. 2022)."
+    "Split feed-forward layers into experts of neurons; a router chooses a few for each token (Zhang et al. 2022)."
     slot = 20
     def __init__(self,
         experts:int=16,              # E: how many each layer's neurons are split into
         active:float=.25,            # share of the neurons that run for a token, those always on included
-        shared:float=0.,             # share that is always on: the neurons with the largest mass; what does not divide
-                                     # evenly is added
+        shared:float=0.,             # share that is always on, of the largest mass; what does not divide is added
         router:str="centroid",       # "centroid", "mlp" or "analytical"
-        cluster:str="params",        # "params": neurons with similar rows; "coactivation": that fire for the same
-                                     # tokens
-        threshold:float|None=None,   # instead of a fixed number: the fewest experts with this predicted share, in (0,
-                                     # 1]
+        cluster:str="params",        # "params": neurons with similar rows; "coactivation": that fire together
+        threshold:float|None=None,   # in (0, 1]: the fewest experts with this predicted share, not a fixed number
         modules:str|list|None=None,  # a pattern for the layers or their matrices; None: all feed-forward layers
         tokens:int=2048,             # of calibration that are kept
         seed:int=0,                  # of clusters and of the router's training
@@ -586,28 +582,28 @@ class MoEfy(Method):
             raise ValueError(f"tokens={tokens!r}: a whole number of at least 1")
         vars(self).update(experts=experts, active=active, shared=shared, router=router, cluster=cluster,
                           threshold=threshold, modules=modules, tokens=tokens, seed=seed)
-        self.plans, self.places, self.terms, self.notes, self._was, self.whole = {}, {}, Transient(), {}, [], _Whole()
+        self.plans, self.places, self.notes = {}, {}, {}
+        self.terms, self._was, self.whole = Transient(), [], _Whole()
 
     def __repr__(self):
         return (f"MoEfy(experts={self.experts}, active={self.active}, shared={self.shared}, router={self.router!r}, "
                 f"cluster={self.cluster!r}, threshold={self.threshold})")
 
+# %% ../../nbs/20_cook/12_moefy.ipynb #500838a3
 @patch
 def prepare(self:MoEfy, model, calib):
     layers = feed_forwards(model, self.modules)
-    if calib is None and (need := [f"{k}={v!r}" for k, v in (("cluster", self.cluster), ("router", self.router)) if v in ("mlp", "coactivation")]):
-        raise ValueError(
-            f"{' and '.join(need)} needs calib=: a few batches; without, cluster='params' and router='centroid' or "
-            "'analytical'"
-        )
+    asked = {"cluster": self.cluster, "router": self.router}
+    need = [f"{k}={v!r}" for k, v in asked.items() if v in ("mlp", "coactivation")]
+    if calib is None and need:
+        raise ValueError(f"{' and '.join(need)} needs calib=: a few batches; without, cluster='params' and "
+                         "router='centroid' or 'analytical'")
     for n, f in layers.items():
         for m in f.matrices(dict(parts(model))[n]):
             if m is None: continue
             if hasattr(m, "_deltas"):
-                raise ValueError(
-                    f"{n} carries a delta on its neurons, whose order MoEfy changes; merge or detach it first, and "
-                    "attach it again to the cooked model"
-                )
+                raise ValueError(f"{n} carries a delta on its neurons, whose order MoEfy changes; merge or detach it "
+                                 "first, and attach it again to the cooked model")
             if m._parameters.get("weight") is None:
                 raise ValueError(f"{n} has a parametrized weight; make it plain first "
                                  "(torch.nn.utils.parametrize.remove_parametrizations)")
@@ -615,9 +611,9 @@ def prepare(self:MoEfy, model, calib):
     _check_untied(model, layers)
     for n in layers: claim_neurons(dict(parts(model))[n], n, self)
     self.plans = {}
-    for n, x, h in ffn_samples(model, layers, calib, self.tokens) if calib is not None else ((n, None, None) for n in layers):
-        self.plans[n] = _decide(dict(parts(model))[n], layers[n], x, h, n, self.experts, self.active, self.shared,
-                                self.router, self.cluster, self.threshold, self.seed)
+    blind = ((n, None, None) for n in layers)
+    for n, x, h in blind if calib is None else ffn_samples(model, layers, calib, self.tokens):
+        self.plans[n] = _decide(self, dict(parts(model))[n], layers[n], x, h, n)
     self._was = []
     for n, plan in self.plans.items():
         for side in plan.ffn.sides(dict(parts(model))[n], plan.order): self._was += reorder_features(*side)
@@ -651,29 +647,28 @@ def parameters(self:MoEfy):
 
 @patch
 def loss(self:MoEfy):
-    terms, blind, self.whole.blind = list(self.terms), self.whole.blind, False
+    terms, blind = list(self.terms), self.whole.blind
+    self.whole.blind = False
     self.terms.clear()
     if blind and not terms:
-        raise RuntimeError(
-            "the routers saw no gradients, so they would not learn; recompute layers with use_reentrant=False"
-        )
+        raise RuntimeError("the routers saw no gradients, so they would not learn; recompute layers with "
+                           "use_reentrant=False")
     return {"router": torch.stack([t.float() for t in terms]).mean()} if terms else {}
 
 @patch
-def step(self:MoEfy): self.terms.clear()                                                 # for who asks for no loss
+def step(self:MoEfy): self.terms.clear()                                # where no loss is asked for
 
+# %% ../../nbs/20_cook/12_moefy.ipynb #77195960
 @patch
 def check_detach(self:MoEfy):
     for n, module in self.places.items():
         matrices = self.plans[n].ffn.matrices(module)
         if any(hasattr(m, "_deltas") for m in matrices):
-            raise RuntimeError(
-                f"{n} carries a delta, trained on the neurons in their new order; merge or detach it first"
-            )
+            raise RuntimeError(f"{n} carries a delta, trained on the neurons in their new order; merge or detach it "
+                               "first")
         if any(m is not None and isinstance(stored(m), DTensor) for m in matrices):
-            raise RuntimeError(
-                f"{n} is sharded, so its neurons cannot be put back; export from the whole weights instead"
-            )
+            raise RuntimeError(f"{n} is sharded, so its neurons cannot be put back; export from the whole weights "
+                               "instead")
 
 @patch
 def detach(self:MoEfy):
@@ -692,11 +687,9 @@ def export(self:MoEfy, small):
         if (plan := self.plans.get(site.name)) is None: continue                  # another MoEfy's
         _, up, down = plan.ffn.matrices(old)
         if (site.router.inputs, len(site.neurons)) != (matrix_shape(up)[0], matrix_shape(down)[0]):
-            raise RuntimeError(
-                f"{site.name} was cut to {matrix_shape(down)[0]} neurons and {matrix_shape(up)[0]} inputs by what "
-                "did not tell its router; "
-                "export without MoEfy, and cook the small model with it"
-            )
+            raise RuntimeError(f"{site.name} was cut to {matrix_shape(down)[0]} neurons and {matrix_shape(up)[0]} "
+                               "inputs by what did not tell its router; export without MoEfy, and cook the small "
+                               "model with it")
         del old._modules["moefy"]
         rest = site.router, site.left(plan.bounds), plan.k, self.threshold
         replace_ffn(small, old, plan.ffn, lambda module, ffn, rest=rest: MoEMLP(module, ffn, *rest))

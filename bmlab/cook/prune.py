@@ -57,7 +57,8 @@ class Gates(nn.Module):
         super().__init__()
         self.log_alpha = nn.Parameter(torch.zeros(n, device=device, dtype=dtype))
         zero, one = torch.zeros(n), torch.ones(n)
-        for k, v in dict(own=zero, noise=one / 2, hard=one, frozen=torch.tensor(False), sharp=torch.tensor(1.0), m=zero, v=zero).items():
+        for k, v in dict(own=zero, noise=one / 2, hard=one, frozen=torch.tensor(False), sharp=torch.tensor(1.0), m=zero,
+                         v=zero).items():
             self.register_buffer(k, v.clone().to(device))
     @torch.no_grad()
     def set(self,
@@ -120,8 +121,10 @@ def _sublayer_units(found, kind, value):
     "Whole attentions or feed-forward networks of each list of blocks"
     out, reasons = [], []
     for stack in found.stacks.values():
-        both = [(u, layer) for layer in stack
-                for u in (layer.attention if kind == "attention" else layer.ffn if len(layer.ffn) == 1 else ())]
+        def units(layer):
+            if kind == "attention": return layer.attention
+            return layer.ffn if len(layer.ffn) == 1 else ()
+        both = [(u, layer) for layer in stack for u in units(layer)]
         reasons += [why for u, layer in both if (why := undroppable(u, layer))]
         mine = [(u.out, layer.name) for u, layer in both if not undroppable(u, layer)]
         if mine: out.append(Units(kind, [n for n, _ in mine], len(mine), value, layers=[n for _, n in mine]))
@@ -151,9 +154,8 @@ def units_of(
         out += new
     places = [(n, u.kind) for u in out if u.kind in ("kv_groups", "heads") and u.per == 1 for n in u.names]
     if len({n for n, _ in places}) < len(places):
-        raise ValueError(
-            "kv_groups= and heads= name the same units where each group has one query head; give one of them"
-        )
+        raise ValueError("kv_groups= and heads= name the same units where each group has one query head; give one of "
+                         "them")
     return out
 
 # %% ../../nbs/20_cook/08_prune.ipynb #589efdcb
@@ -267,8 +269,8 @@ def _loss(model, walk, batch):
     out = model(**given,
                 **({"labels": labels} if isinstance(batch, Mapping) and "labels" in batch and not seq2seq else {}))
     if getattr(out, "loss", None) is not None: return out.loss
-    logits = (out.logits if hasattr(out, "logits") else out[0] if not hasattr(out, "last_hidden_state")
-              else out.last_hidden_state)
+    logits = getattr(out, "logits", None)
+    if not hasattr(out, "logits"): logits = out.last_hidden_state if hasattr(out, "last_hidden_state") else out[0]
     if labels is not None and causal:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
     logits = walk.tokens(logits, "decoder").float()
@@ -285,7 +287,8 @@ def _watching(hooks):
 
 @torch.no_grad()
 def _by_activation(model, found, modules, units, calib):
-    walk, energy, turn, channel = Calibration(model, calib, "activation"), {}, {}, []
+    walk, channel = Calibration(model, calib, "activation"), []
+    energy, turn = {}, {}
     def add(store, key, x): store[key] = store[key] + x if key in store else x
     def rows(x, n): return walk.tokens(x.detach(), n).float()
     def consumer(n): return lambda m, args: add(energy, n, rows(args[0], n).pow(2).sum(0))
@@ -363,8 +366,7 @@ def importance(
     model:nn.Module,       # left as it was
     units:list,            # of `units_of`
     score:str,             # "activation" or "taylor" need calib; "magnitude"; "random"
-    calib:list|None=None,  # batches, dicts of the model's arguments (or its first one); padding is left out, labels are
-                           # used where they are there
+    calib:list|None=None,  # batches of the model's arguments, with labels or without; padding is left out
     seed:int=0,            # of "random"
 )->list:                   # for each of `units` (n,) float32 on the CPU, the larger the more is lost without it
     "How much a model needs each unit."
@@ -378,12 +380,10 @@ def importance(
     out = [o.detach().float().cpu() for o in out]
     for u, o in zip(units, out):
         if (odd := (~o.isfinite()).nonzero().flatten().tolist()):
-            name = (u.layers[odd[0]] if u.kind == "layers" else u.names[odd[0]] if u.kind in ("attention", "ffn_layers")
-                    else u.names[0])
-            raise ValueError(
-                f"score={score!r}: {len(odd)} of the {u.n} scores of {u.kind} in {name} are not finite; are its "
-                "weights, and what the batches make of them?"
-            )
+            places = {"layers": u.layers, "attention": u.names, "ffn_layers": u.names}.get(u.kind)
+            name = places[odd[0]] if places else u.names[0]
+            raise ValueError(f"score={score!r}: {len(odd)} of the {u.n} scores of {u.kind} in {name} are not finite; "
+                             "are its weights, and what the batches make of them?")
     return out
 
 # %% ../../nbs/20_cook/08_prune.ipynb #ab9f92bf
@@ -410,7 +410,7 @@ class _Container(nn.ModuleList):
 
 # %% ../../nbs/20_cook/08_prune.ipynb #dbaf991a
 class StructPrune(Method):
-    "Structured pruning to exact numbers of layers, heads, groups, neurons and channels (hard-concrete gates, Louizos et al. 2018; a target shape, Xia et al. 2023)."
+    "Structured pruning to exact numbers of units (gates, Louizos et al. 2018; a target shape, Xia et al. 2023)."
     slot = 10
     box = None
     def __init__(self,
@@ -419,18 +419,15 @@ class StructPrune(Method):
         ffn_layers=1.,           # of whole feed-forward networks
         kv_groups=1.,            # of key-value heads, each with its query heads
         heads=1.,                # of query heads: in each key-value group
-        ffn=1.,                  # of neurons of a feed-forward network; a number that 64 divides suits GPUs, and one
-                                 # that 32 divides int4
+        ffn=1.,                  # of neurons of a feed-forward network; multiples of 64 suit GPUs, of 32 int4
         hidden=1.,               # of channels of the residual stream (models with RMSNorm)
-        score:str="gates",       # gates learn it in training; "activation", "taylor", "magnitude" and "random" decide
-                                 # before
+        score:str="gates",       # gates learn in training; "activation", "taylor", "magnitude", "random" decide before
         uniform:bool=True,       # as many in every layer; False: layers compete for groups and neurons
-        steps:int=100,           # calls of step() in which the gates learn; then they are 0 or 1, and the weights
-                                 # settle: better twice as long as the gates learned
+        steps:int=100,           # calls of step() in which the gates learn; then they are 0 or 1, and you had better
+                                 # train twice as long again, for the weights to settle
         rate:float=0.3,          # what a gate of mean gradient moves in a step, in units of log α
         ramp:float=0.25,         # share of `steps` over which the target falls and the gates sharpen
-        start:str|None=None,     # score by which the gates start in order; None: "activation" with calib, else
-                                 # "magnitude"
+        start:str|None=None,     # score that the gates start by; None: "activation" with calib, else "magnitude"
         spread:float=4.0,        # log α of the best less that of the worst, at the start
         seed:int=0,              # of the gates' noise and of random scores
     ):
@@ -444,28 +441,42 @@ class StructPrune(Method):
             if isinstance(v, bool) or not (isinstance(v, int) and v >= 1 or isinstance(v, float) and 0 < v <= 1):
                 raise ValueError(f"{k}={v!r}: expected a share in (0.0, 1.0] or a number of units from 1")
         if all(isinstance(v, float) and v == 1 for v in self.recipe.values()):
-            raise ValueError(
-                f"StructPrune() keeps everything; give a share or a number for one of {', '.join(UNIT_KINDS)}"
-            )
+            kinds = ", ".join(UNIT_KINDS)
+            raise ValueError(f"StructPrune() keeps everything; give a share or a number for one of {kinds}")
         self.score, self.uniform, self.steps = score, uniform, steps
         self.rate, self.ramp, self.start = rate, ramp, start
         self.spread, self.seed = spread, seed
         self.history, self.moments, self.found = [], [], None
 
+# %% ../../nbs/20_cook/08_prune.ipynb #f0384d78
+def planned(
+    model:nn.Module,  # any size; not touched
+    keep:dict,        # for `slice_model`
+)->int:               # parameters, tied ones once
+    "How many parameters are left, without a copy of a weight."
+    def empty(t):
+        if isinstance(t, nn.Parameter): return nn.Parameter(t.detach().to("meta"), t.requires_grad)
+        return t.to("meta")
+    tensors = {id(t): empty(t) for t in (*model.parameters(), *model.buffers())}
+    copied = copy.deepcopy(unwrap(model), tensors)
+    slice_model(copied, keep)
+    return count(copied).total
+
+# %% ../../nbs/20_cook/08_prune.ipynb #4ce7c0df
 @patch
 def prepare(self:StructPrune, model, calib):
     "Find the units, and score them where training is not to decide."
     self.found = structure(model)
     self.units = units_of(self.found, self.recipe)
     self.learning, self.history = self.score == "gates", []
-    how = self.score if not self.learning else self.start or ("activation" if calib is not None else "magnitude")
+    how = self.score
+    if self.learning: how = self.start or ("magnitude" if calib is None else "activation")
     meta = any(p.is_meta for p in model.parameters())
     self.scores = importance(model, self.units, "random" if meta else how, calib, self.seed)
     self.pools = {}                                               # constraint → numbers of its units
     for i, u in enumerate(self.units):
-        self.pools.setdefault(u.kind if not self.uniform and u.kind in ("kv_groups",
-                                                                        "ffn") else f"{u.kind} {u.names[0]}",
-                              []).append(i)
+        together = not self.uniform and u.kind in ("kv_groups", "ffn")
+        self.pools.setdefault(u.kind if together else f"{u.kind} {u.names[0]}", []).append(i)
     self.moments = []                                             # (step, how open each of the units' gates is)
     self.planned = planned(model, choose(self.found, self.units, self.scores, self.uniform))
     self.notes = {"target_parameters": self.planned}
@@ -475,17 +486,6 @@ def targets(self:StructPrune)->dict: # constraint → share of its gates that st
     "What the multipliers lead to."
     return {k: sum(self.units[i].count() for i in mine) / sum(self.units[i].n for i in mine)
             for k, mine in self.pools.items()}
-
-def planned(
-    model:nn.Module,  # any size; not touched
-    keep:dict,        # for `slice_model`
-)->int:               # parameters, tied ones once
-    "How many parameters are left, without a copy of a weight."
-    copied = copy.deepcopy(unwrap(model),
-                           {id(t): nn.Parameter(t.detach().to("meta"), t.requires_grad) if isinstance(t, nn.Parameter)
-                            else t.to("meta") for t in (*model.parameters(), *model.buffers())})
-    slice_model(copied, keep)
-    return count(copied).total
 
 # %% ../../nbs/20_cook/08_prune.ipynb #3b014738
 def _shift(log_alpha, target, most=40.0):
@@ -498,11 +498,30 @@ def _shift(log_alpha, target, most=40.0):
         low, high = torch.where(above, mid, low), torch.where(above, high, mid)
     return high
 
+# %% ../../nbs/20_cook/08_prune.ipynb #757b58c1
 @patch
 def _running(self:StructPrune): return self.learning and self.box is not None and int(self.box.done) < self.steps
 
 @patch
 def parameters(self:StructPrune): return [g.log_alpha for g in self.box] if self.learning else []
+
+@patch
+def _move(self:StructPrune, gates, n, done, target, sharp):
+    "Move the gates of constraint n by the task's gradient, and by the multiplier that keeps `target` of them open"
+    for g in gates:
+        if g.log_alpha.grad is None: continue                     # the model did not run
+        grad = _full(g.log_alpha.grad).float()
+        if not grad.isfinite().all(): continue                    # a step that a loss scale skips
+        g.m.lerp_(grad, 0.1)
+        g.v.lerp_(grad.pow(2), 0.02)
+    scale = (torch.cat([g.v for g in gates]).mean() / (1 - 0.98 ** (done + 1))).sqrt() + 1e-12
+    moved = torch.cat([g.own - self.rate * g.m / (1 - 0.9 ** (done + 1)) / scale for g in gates])
+    shift = _shift(moved * sharp, target) / sharp
+    self.box.multipliers[n] += shift
+    for g, value in zip(gates, (moved - shift).split([len(g.own) for g in gates])):
+        g.set(value)
+        g.sharp.fill_(sharp)
+        g.log_alpha.grad = None
 
 @patch
 @torch.no_grad()
@@ -515,28 +534,12 @@ def step(self:StructPrune):
     for n, ((name, mine), target) in enumerate(zip(self.pools.items(), self.targets().values())):
         gates, now = [self.box[i] for i in mine], 1 - (1 - target) * way
         blind = blind and all(g.log_alpha.grad is None for g in gates)
-        for g in gates:
-            if g.log_alpha.grad is None: continue                 # the model did not run
-            grad = _full(g.log_alpha.grad).float()
-            if not grad.isfinite().all(): continue                # a step that a loss scale skips
-            g.m.lerp_(grad, 0.1)
-            g.v.lerp_(grad.pow(2), 0.02)
-        scale = (torch.cat([g.v for g in gates]).mean() / (1 - 0.98 ** (done + 1))).sqrt() + 1e-12
-        moved = torch.cat([g.own - self.rate * g.m / (1 - 0.9 ** (done + 1)) / scale for g in gates])
-        shift = _shift(moved * sharp, now) / sharp
-        self.box.multipliers[n] += shift
-        for g, value in zip(gates, (moved - shift).split([len(g.own) for g in gates])):
-            g.set(value)
-            g.sharp.fill_(sharp)
-            g.log_alpha.grad = None
+        self._move(gates, n, done, now, sharp)
         row |= {f"{name}: open": torch.cat([g.open() for g in gates]).mean().item(), f"{name}: target": now,
                 f"{name}: multiplier": self.box.multipliers[n].item()}
     if blind:
-        warnings.warn(
-            "no gate has a gradient, so the task has no say in what is cut: call cook.step() after backward() and "
-            "before zero_grad()",
-            stacklevel=2,
-        )
+        warnings.warn("no gate has a gradient, so the task has no say in what is cut: call cook.step() after backward()"
+                      " and before zero_grad()", stacklevel=2)
     draw = torch.Generator().manual_seed((self.seed << 32) + done + 1)
     for g in self.box: g.noise.copy_(torch.rand(len(g.noise), generator=draw).clamp_(1e-6, 1 - 1e-6))
     self.box.done += 1
@@ -546,6 +549,32 @@ def step(self:StructPrune):
         self.moments.append((done + 1, [g.open().cpu() for g in self.box]))
 
 # %% ../../nbs/20_cook/08_prune.ipynb #4ada626d
+@patch
+def attach(self:StructPrune, model):
+    "Gates on the columns of consumers, on sublayers, blocks and channels."
+    if "struct_prune" in model._modules:
+        raise ValueError("a StructPrune is on this model already; give all kinds to one")
+    (device, dtype), modules = next((p.device, p.dtype) for p in model.parameters()), dict(parts(model))
+    self.box = _Container([Gates(u.n, device, dtype) for u in self.units], len(self.pools), device, self)
+    self.sites, self.handles = [], []
+    model.add_module("struct_prune", self.box)
+    columns = {}
+    for u, g, s in zip(self.units, self.box, self.scores):
+        rank = s.argsort().argsort().float() / max(1, u.n - 1)
+        g.set((3 + self.spread * (rank - 0.5) if self.learning else s).to(device))      # all open, ordered by score
+        g.log_alpha.requires_grad_(self.learning)
+        if u.kind in ("kv_groups", "heads", "ffn"):
+            for n in u.names: columns.setdefault(n, []).append(g)
+        else:
+            for m, hook, _, kw in _gate_hooks(u, g.value, self.found, modules, self):
+                self.handles.append(m.register_forward_hook(hook, with_kwargs=kw))
+    for n, gates in columns.items():
+        p = parametrize_weight(modules[n], "weight", _Columns(gates, is_conv1d(modules[n])), 10)
+        self.sites.append((n, modules[n], p))
+    self.model = model
+    if not self.learning: self.close()
+
+# %% ../../nbs/20_cook/08_prune.ipynb #8564cb9b
 def _binary(units, keep, found):
     "The gates of 0 and 1 that say what `keep` says"
     out, attention = [], found.attention()
@@ -561,36 +590,8 @@ def _binary(units, keep, found):
     return out
 
 @patch
-def attach(self:StructPrune, model):
-    "Gates on the columns of consumers, on sublayers, blocks and channels."
-    if "struct_prune" in model._modules:
-        raise ValueError("a StructPrune is on this model already; give all kinds to one")
-    (device, dtype), modules = next((p.device, p.dtype) for p in model.parameters()), dict(parts(model))
-    self.box = _Container([Gates(u.n, device, dtype) for u in self.units], len(self.pools), device, self)
-    self.sites, self.handles = [], []
-    model.add_module("struct_prune", self.box)
-    columns = {}
-    for u, g, s in zip(self.units, self.box, self.scores):
-        g.set(
-            (3 + self.spread * (s.argsort().argsort().float() / max(1, u.n - 1) - 0.5) if self.learning else s).to(
-                device
-            )
-        )  # all open, in the order of the scores
-        g.log_alpha.requires_grad_(self.learning)
-        if u.kind in ("kv_groups", "heads", "ffn"):
-            for n in u.names: columns.setdefault(n, []).append(g)
-        else:
-            for m, hook, _, kw in _gate_hooks(u, g.value, self.found, modules, self):
-                self.handles.append(m.register_forward_hook(hook, with_kwargs=kw))
-    for n, gates in columns.items():
-        self.sites.append((n, modules[n],
-                           parametrize_weight(modules[n], "weight", _Columns(gates, is_conv1d(modules[n])), 10)))
-    self.model = model
-    if not self.learning: self.close()
-
-@patch
 def _chosen(self:StructPrune, box):
-    "By these gates (a copy's neurons may have been put in another order); by the scores where there are none, or no numbers"
+    "Chosen by these gates, since a copy's neurons may lie in another order; by the scores where they hold no numbers"
     values = [g.own.cpu() for g in box if not g.own.is_meta]
     return choose(self.found, self.units, values or self.scores, self.uniform)
 
@@ -635,16 +636,14 @@ def export(self:StructPrune, small):
     "Cut the copy, to the exact numbers wherever the gates are; returns old name → new name of its modules."
     box = small._modules.pop("struct_prune")
     if self.learning and not box.done.is_meta and (done := int(box.done)) < self.steps:
-        warnings.warn(
-            f"the gates have done {done} of steps={self.steps}, so what they say now decides; call cook.step() "
-            "after each step of the optimizer, or give fewer steps",
-            stacklevel=3,
-        )
+        warnings.warn(f"the gates have done {done} of steps={self.steps}, so what they say now decides; call "
+                      "cook.step() after each step of the optimizer, or give fewer steps", stacklevel=3)
     for n, _, _ in self.sites:
         m = small.get_submodule(n)
         for p in chain(m, "weight", _Columns): unparametrize(m, "weight", p)
     return slice_model(small, self._chosen(box))
 
+# %% ../../nbs/20_cook/08_prune.ipynb #b81e9425
 @patch
 def state(self:StructPrune):
     "Target and schedule, for the report."
@@ -661,29 +660,26 @@ def trace(self:StructPrune)->pd.DataFrame: # a row a step; columns (constraint, 
     df.columns = pd.MultiIndex.from_tuples([tuple(c.rsplit(": ", 1)) for c in df.columns])
     return df
 
-# steps of some fifty moments; consumer or stack → (moments, units) in [0, 1]
 @patch
-def gate_history(self:StructPrune)->tuple[list, dict]:
-    "How open each gate was, for `plot_gates`; two kinds of gates on one consumer go by kind and consumer."
+def gate_history(self:StructPrune)->tuple[list, dict]: # steps of some fifty moments; name → (moments, units) in [0, 1]
+    "How open each gate was, for `plot_gates`, by consumer or stack; two kinds on one consumer go by kind and consumer."
     self._went()
     names = [u.names[0] for u in self.units]
     keys = [n if names.count(n) == 1 else f"{u.kind} {n}" for n, u in zip(names, self.units)]
-    return [step for step, _ in self.moments], {k: torch.stack([z[i] for _, z in self.moments])
-            for i, k in enumerate(keys)}
+    opened = {k: torch.stack([z[i] for _, z in self.moments]) for i, k in enumerate(keys)}
+    return [step for step, _ in self.moments], opened
 
 @patch
 def _went(self:StructPrune):
     if not self.history:
-        raise RuntimeError(f"no gate has moved yet: score={self.score!r}, "
-                           + ("cook.step() was not called" if self.score == "gates"
-                              else "so there is nothing to learn"))
+        why = "cook.step() was not called" if self.score == "gates" else "so there is nothing to learn"
+        raise RuntimeError(f"no gate has moved yet: score={self.score!r}, {why}")
 
 # %% ../../nbs/20_cook/08_prune.ipynb #8fe7202d
 def staircase(
     stairs:list,                   # of `StructPrune`, one after the other
     model:nn.Module,               # stays as it is: the first stair works on a copy
-    train:Callable|None=None,      # train(model, cook, i) for stair i: add cook.loss(), call cook.step() for at least
-                                   # its `steps`; None: scores decide
+    train:Callable|None=None,      # train(model, cook, i) trains stair i for at least its `steps`; None: scores decide
     calib:list|None=None,          # batches for the scores
     methods:Callable|None=None,    # methods(i) → more methods for stair i, such as [Distill(teacher)]; what packs or
                                    # splits layers for the last stair only
@@ -699,11 +695,10 @@ def staircase(
     try:
         for i, stair in enumerate(tqdm(stairs, desc="stairs", leave=False)):
             more = list(methods(i)) if methods is not None else []
-            if i + 1 < len(stairs) and (packs := [type(m).__name__ for m in more if stair.slot < m.slot < 50 and getattr(m, "packed", True)]):
-                raise ValueError(
-                    f"methods({i}) holds {packs[0]}, whose layers the next stair could not cut; give it for the last "
-                    f"stair, i={len(stairs) - 1}, only"
-                )
+            if i + 1 < len(stairs) and (packs := [type(m).__name__ for m in more if stair.slot < m.slot < 50
+                                                  and getattr(m, "packed", True)]):
+                raise ValueError(f"methods({i}) holds {packs[0]}, whose layers the next stair could not cut; give it "
+                                 f"for the last stair, i={len(stairs) - 1}, only")
             cook = Cook(model, [stair, *more], calib)
             train(model, cook, i) if train is not None else stair.close()
             out.append(cook.export())

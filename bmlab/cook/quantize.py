@@ -49,6 +49,7 @@ class Grid:
     @property
     def keeps_zeros(self)->bool: return self.bits == 8 or self.symmetric
 
+# %% ../../nbs/20_cook/05_quantize.ipynb #d194a0d6
 @patch
 def _wide(self:Grid, t, w):
     return t if self.group_size is None else t.repeat_interleave(self.group_size, 1)[:, :w.shape[1]]
@@ -144,11 +145,10 @@ def pack(self:Grid,
     zero:Tensor|None,  # (N, G)
 )->tuple:              # what `Int8Linear`, `Int8GroupLinear` or `Int4Linear` stores
     "The tensors of the packed layer."
-    if not scale.is_meta and not all(t.half().isfinite().all() for t in (scale, zero) if t is not None and self.group_size is not None):
-        raise ValueError(
-            "the weight has values whose scale or zero point is beyond float16; leave its layer out, or take "
-            "bits=8 without groups"
-        )
+    if not scale.is_meta and not all(t.half().isfinite().all() for t in (scale, zero) if t is not None
+                                     and self.group_size is not None):
+        raise ValueError("the weight has values whose scale or zero point is beyond float16; leave its layer out, or "
+                         "take bits=8 without groups")
     if self.bits == 8: return codes.to(torch.int8), scale[:, 0].clone() if self.group_size is None else scale.half()
     q = codes.add(8).to(torch.uint8).view(len(codes), -1, self.group_size)
     half = self.group_size // 2
@@ -185,16 +185,15 @@ def _check_damping(damping):
         raise ValueError(f"damping={damping!r}: a number of at least 0, such as 0.03")
 
 def _factor(gram, damping):
-    "Columns by falling energy, the upper Cholesky factor U of their damped H⁻¹ = UᵀU, float32, and how much an error in each column counts"
+    "Columns by falling energy, the Cholesky factor U of their damped H⁻¹ = UᵀU, and how much an error in each counts"
     diagonal = gram.diagonal().float()
     order = diagonal.argsort(descending=True)
     H = gram.float()[order][:, order]
     H = H + torch.eye(len(H), device=H.device) * (damping * H.diagonal().mean()).clamp_min(1e-8)
     try: U = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(H)), upper=True)
     except torch.linalg.LinAlgError as e:
-        raise ValueError(
-            f"damping={damping}: XᵀX of these inputs has no inverse; try damping=0.01, or more batches"
-        ) from e
+        raise ValueError(f"damping={damping}: XᵀX of these inputs has no inverse; try damping=0.01, or more "
+                         "batches") from e
     return order, U, torch.empty_like(diagonal).index_copy_(0, order, diagonal[order].sqrt() / U.diagonal())
 
 def _follow(w, order, U, grid, fitted, block=64):
@@ -225,10 +224,8 @@ def gptq(
 )->tuple:                  # codes (N, K) float32, scale and zero point (N, G) as `Grid.fit` gives them
     "Codes chosen against the outputs' error (GPTQ, Frantar et al. 2022, Algorithm 1)."
     if gram.shape != (w.shape[1],) * 2:
-        raise ValueError(
-            f"gram of shape {tuple(gram.shape)} does not fit w of shape {tuple(w.shape)}; expected ({w.shape[1]}, "
-            f"{w.shape[1]})"
-        )
+        raise ValueError(f"gram of shape {tuple(gram.shape)} does not fit w of shape {tuple(w.shape)}; expected "
+                         f"({w.shape[1]}, {w.shape[1]})")
     _check_damping(damping)
     order, U, energy = _factor(gram, damping)
     return _follow(w, order, U, grid, grid.fit(w, energy), block)
@@ -296,11 +293,11 @@ def plan_grids(
     grids = {}
     for holders in shared.values():
         w = stored(holders[0][1])
+        zeros = symmetric
+        if zeros is None: zeros = bits == 4 and not w.is_meta and (w == 0).float().mean().item() >= 0.25
+        K = w.shape[0] if is_conv1d(holders[0][1]) else w.shape[1]
         coarse = any(isinstance(m, nn.Embedding) for _, m in holders)
-        zeros = (symmetric if symmetric is not None else bits == 4 and not w.is_meta
-                 and (w == 0).float().mean().item() >= 0.25)
-        grid = (Grid() if coarse
-                else grid_for(w.shape[0 if is_conv1d(holders[0][1]) else 1], bits, group_size, bits == 4 and zeros))
+        grid = Grid() if coarse else grid_for(K, bits, group_size, bits == 4 and zeros)
         grids |= {n: grid for n, _ in holders}
     return {n: grids.get(n) for n in chosen}                                       # experts: None
 
@@ -367,10 +364,9 @@ def choose_factors(
         names = list(site.readers)
         if not set(names) <= set(stage) or site.name and site.name not in stage: continue
         ws, inputs = [weights[n] for n in names], stage[names[0]]
-        out.append((site,
-                    awq_exponents(inputs, ws,
-                                  [grids[n]
-                                   for n in names]) if smooth is None else smooth_exponents(inputs, ws, smooth)))
+        if smooth is None: exponents = awq_exponents(inputs, ws, [grids[n] for n in names])
+        else: exponents = smooth_exponents(inputs, ws, smooth)
+        out.append((site, exponents))
     return out
 
 def choose_codes(
@@ -387,18 +383,18 @@ def choose_codes(
         energy = torch.ones_like(s) if inputs.gram is None else inputs.gram.diagonal() / s.square()
         fitted = grid.fit(w, energy)
         return (grid.round(w.float(), *fitted), *fitted), energy
-    order, U, energy = _factor(inputs.gram / torch.outer(s, s),
-                               damping if damping is not None else 0.1 if grid.bits == 8 else 0.03)
+    if damping is None: damping = 0.1 if grid.bits == 8 else 0.03
+    order, U, energy = _factor(inputs.gram / torch.outer(s, s), damping)
     return _follow(w, order, U, grid, grid.fit(w, energy)), energy
 
+# %% ../../nbs/20_cook/05_quantize.ipynb #ffbf0db3
 def choose_experts(
     w:Tensor,                  # (E·N, K), the experts' weights one below the other
     inputs:list,               # E `Inputs`
     grid:Grid,                 # what the weights may become
     rounding:str,              # "gptq" or "awq"
     damping:float|None=None,   # as in `choose_codes`
-# (codes, scale, zero) one below the other, and how much an error in each expert's columns counts (E, K)
-)->tuple[tuple, Tensor]:
+)->tuple[tuple, Tensor]:     # (codes, scale, zero), one expert below the other; what errors count in each (E, K)
     "Codes for a stack of experts, of each by the tokens that reach it."
     codes, energy = zip(*(choose_codes(part, i, grid, rounding, damping)
                           for part, i in zip(w.chunk(len(inputs)), inputs)))
@@ -422,23 +418,21 @@ def check_rounding(rounding, smooth, calib, bits, activations, group_size, dampi
     if damping is not None: _check_damping(damping)
     if activations not in (None, 8): raise ValueError(f"activations={activations!r}: 8, or None")
     if activations and (bits != 8 or group_size):
-        raise ValueError(
-            f"activations=8 with bits={bits}, group_size={group_size}: int8 inputs are multiplied by int8 weights with "
-            "one scale a row; bits=8, group_size=None"
-        )
+        raise ValueError(f"activations=8 with bits={bits}, group_size={group_size}: int8 inputs are multiplied by "
+                         "int8 weights with one scale a row; bits=8, group_size=None")
     if calib is None and (rounding != "nearest" or factors):
         raise ValueError(f"rounding={rounding!r}, smooth={smooth} need calib=, a few batches")
 
 def smoothing(smooth, rounding, calib, activations):
-    "SmoothQuant's exponent, or None: where inputs are rounded too and there are batches it is 0.5 unless said otherwise"
+    "SmoothQuant's exponent, or None; by default 0.5 where inputs are rounded too and there are batches"
     if smooth is None: return 0.5 if activations and calib is not None and rounding != "awq" else None
     return None if smooth is False else smooth
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #8aad05a3
 def quantize(
     model:nn.Module,              # changed in place
-    calib:Iterable|None=None,     # a few batches: dicts of the model's arguments, or tensors; padding is not counted.
-                                  # 2,000 tokens do for int8, int4 gains from 8,000. None: round to nearest
+    calib:Iterable|None=None,     # a few batches, padding not counted: 2,000 tokens do for int8, int4 gains from 8,000;
+                                  # None: round to nearest
     bits:int=8,                   # of a weight: 8 or 4
     modules:str|list|None=None,   # a pattern; None: every linear layer with a role, and experts, but no router
     exclude:str|list|None=None,   # a pattern of what stays in float
@@ -449,7 +443,7 @@ def quantize(
     symmetric:bool|None=None,     # int4 without zero points; None: for weights a quarter of which are zero
     damping:float|None=None,      # of GPTQ, ≥ 0, share of the mean of XᵀX's diagonal; None: 0.1 for int8, 0.03 for int4
 )->nn.Module:                     # the same model
-    "Pack linear layers and experts to int8 or int4, rounded by what their inputs see where calibration batches are given."
+    "Pack linear layers and experts to int8 or int4; with calibration batches rounded by what their inputs are."
     rounding = rounding or ("nearest" if calib is None else "gptq")
     check_rounding(rounding, smooth, calib, bits, activations, group_size, damping)
     if calib is not None: calib = Calibration(model, calib).batches
@@ -461,23 +455,24 @@ def quantize(
     if rounding != "nearest" or smooth is not None:
         layers = {n: m for n, m in parts(model) if n in grids and not isinstance(m, nn.Embedding)
                   and (rounding != "nearest" or not holds_experts(m))}
-        sites = (scaling_sites(model, {n: m for n, m in layers.items() if grids[n]}, calib[0]) if smooth is not None
-                 or rounding == "awq" else [])
+        floats = {n: m for n, m in layers.items() if grids[n]}
+        sites = scaling_sites(model, floats, calib[0]) if smooth is not None or rounding == "awq" else []
         tables = {tensor_key(m.weight): n for n, m in parts(model) if n in grids and isinstance(m, nn.Embedding)}
         for stage in calibrate(model, dict(layers), calib, gram=rounding != "nearest"):
             here = {n: layers.pop(n) for n in stage}
             codes = _stage_codes(stage, here, grids, sites, rounding, smooth, damping, bits, group_size)
             names = {*here, *(tables[k] for n, m in here.items() if grids[n] and (k := tensor_key(m.weight)) in tables)}
             here.clear()
-            pack_by(model, {n: rest.pop(n) for n in grids if n in names and n in rest}, codes, activations, bits,
-                    group_size)
+            now = {n: rest.pop(n) for n in grids if n in names and n in rest}
+            pack_by(model, now, codes, activations, bits, group_size)
     if rest: pack_by(model, rest, None, activations, bits, group_size)
     return model
 
 def _stage_codes(stage, here, grids, sites, rounding, smooth, damping, bits, group_size):
     "Move the factors of one stage's layers, which its sites lose, and choose codes: name → (codes, scale, zero)"
     exponents, codes = {}, {}
-    for site, e in choose_factors(stage, sites, {n: weight_rows(m).detach() for n, m in here.items() if grids[n]}, grids, smooth) if sites else ():
+    weights = {n: weight_rows(m).detach() for n, m in here.items() if grids[n]} if sites else {}
+    for site, e in choose_factors(stage, sites, weights, grids, smooth) if sites else ():
         fold(site, e)
         sites.remove(site)
         exponents |= dict.fromkeys(site.readers, e)
@@ -487,6 +482,6 @@ def _stage_codes(stage, here, grids, sites, rounding, smooth, damping, bits, gro
         for k, inputs in stage[n].items() if not grids[n] else ():
             w = getattr(m, k).detach()
             w = (w.transpose(1, 2) if m.is_transposed else w).flatten(0, 1)
-            codes[f"{n}.{k}"] = choose_experts(w, inputs, stack_grid(w.shape[1], bits, group_size), rounding,
-                                               damping)[0]
+            grid = stack_grid(w.shape[1], bits, group_size)
+            codes[f"{n}.{k}"] = choose_experts(w, inputs, grid, rounding, damping)[0]
     return codes

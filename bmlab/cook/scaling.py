@@ -135,7 +135,7 @@ def awq_exponents(
     ws:list,        # (N, K) weights of the readers
     grids:list,     # their grids
 )->Tensor:          # (K,) int8: log2 of the factors
-    "AWQ's factors: of inputs' sizes to a few powers, those with the least error of the outputs (Lin et al. 2023, eq. 5), as powers of two."
+    "AWQ's factors (Lin et al. 2023, eq. 5): the power of the inputs' sizes with the least output error, as 2ⁿ."
     energy = inputs.gram.diagonal()
     size, best = 0.5 * energy.clamp_min(energy.mean() * 1e-6 + 1e-12).log2(), (None, None)
     for alpha in (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0):

@@ -59,7 +59,7 @@ def pick24(
     return (torch.stack(beaten, -1) < 2).view(N, -1)[:, :K]
 
 def _pick_as_stored(score, transposable, turned):
-    "`pick24` of a score in the shape of a stored weight, (inputs, outputs) if `turned`; of a stack of experts each for itself"
+    "`pick24` of a score in a stored weight's shape, (inputs, outputs) if `turned`; of experts each for itself"
     if score.ndim == 3: return torch.stack([_pick_as_stored(s, transposable, turned) for s in score])
     return pick24(score.t(), transposable).t() if turned else pick24(score, transposable)
 
@@ -78,10 +78,8 @@ def _sums(model, layers, calib, term):
     finally:
         for h in hooks: h.remove()
     if unseen := sorted(set(layers) - set(total)):
-        raise ValueError(
-            f"{len(unseen)} layers never ran on the calibration batches, such as {unseen[0]}; give batches that reach "
-            "them, or skip them"
-        )
+        raise ValueError(f"{len(unseen)} layers never ran on the calibration batches, such as {unseen[0]}; give "
+                         "batches that reach them, or skip them")
     if bad := [n for n in layers if not total[n].isfinite().all()]:
         raise ValueError(f"the inputs of {bad[0]} are not finite on the calibration batches")
     return total
@@ -112,9 +110,8 @@ def sparsegpt24(
     H = gram.float() + torch.eye(K, device=gram.device) * (damping * gram.float().diagonal().mean()).clamp_min(1e-8)
     try: U = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(H)), upper=True)
     except torch.linalg.LinAlgError as e:
-        raise ValueError(
-            f"damping={damping}: XᵀX of these inputs has no inverse; try damping=0.01, or more batches"
-        ) from e
+        raise ValueError(f"damping={damping}: XᵀX of these inputs has no inverse; try damping=0.01, or more "
+                         "batches") from e
     w, mask, step = w.float().clone(), torch.empty(N, K, dtype=torch.bool, device=w.device), U.diagonal()
     for i in range(0, K, block):
         j = min(i + block, K)
@@ -141,9 +138,8 @@ def compress24(
 )->tuple[Tensor, Tensor]:  # values (N, 4·⌈K/8⌉) of w's dtype, indices (N, ⌈K/8⌉) uint8, the first block in the low half
     "The two of every four that stay, and where they stood."
     if not w.is_meta and not is24(w):
-        raise ValueError(
-            f"w of shape {tuple(w.shape)} has blocks of four with more than two values; zero them by pick24 first"
-        )
+        raise ValueError(f"w of shape {tuple(w.shape)} has blocks of four with more than two values; zero them by "
+                         "pick24 first")
     four = F.pad(w, (0, -w.shape[1] % 8)).view(len(w), -1, 4)
     stays = pick24((four != 0).view(len(w), -1).to(torch.uint8)).view(four.shape).to(torch.uint8)
     # (N, B, 2) int64, ascending
@@ -171,12 +167,13 @@ def expand24(
 FORMS = ("packed", "dense", "semi")
 
 def _semi_fits(device, dtype, N, K):
-    "Can torch's semi-structured tensors hold such a matrix, and the GPU multiply by it? (cuSPARSELt takes multiples of 16, of which 64 fill a tile)"
+    "Can this GPU multiply by such a matrix as torch's semi-structured tensor? (64 fill a tile of cuSPARSELt)"
     return (device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and N % 64 == K % 64 == 0
             and torch.backends.cusparselt.is_available())
 
+# %% ../../nbs/20_cook/09_sparse24.ipynb #a7ad0e77
 class Sparse24Linear(Substitute, nn.Module):
-    "A linear layer with two of every four weights, as floats or as int8 codes with a float32 scale per output; the weight is frozen."
+    "A frozen linear layer with two of every four weights, as floats or as int8 codes with a float32 scale per output."
     form, wanted, _semi = "packed", "auto", None
     in_float = float_layer
     def __init__(
@@ -191,23 +188,24 @@ class Sparse24Linear(Substitute, nn.Module):
     ):
         super().__init__()
         self.in_features, self.out_features, self.activations = in_features, out_features, activations
-        values, indices = compress24(torch.zeros(out_features, in_features, device=device,
-                                                 dtype=torch.int8 if bits == 8 else dtype))
+        empty = torch.zeros(out_features, in_features, device=device, dtype=torch.int8 if bits == 8 else dtype)
+        values, indices = compress24(empty)
         self.register_buffer("values", values)
         self.register_buffer("indices", indices)
         self.register_buffer("matrix", None, persistent=False)
         self.register_buffer("scale", torch.ones(out_features, device=device) if bits == 8 else None)
-        self.register_parameter("bias",
-                                nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None)
+        zeros = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", zeros)
 
     @property
     def weight(self):
         "What is multiplied by, for those who ask for its dtype or device"
-        return self.values if self.form == "packed" else self.matrix if self.form == "dense" else self._semi
+        return {"packed": self.values, "dense": self.matrix, "semi": self._semi}[self.form]
 
     def forward(self, x):
         if self.scale is not None: return packed_linear(x, self._raw(), self.scale, self.bias, self.activations)
-        if self.form != "semi" or not x.numel() or torch.is_grad_enabled() and (x.requires_grad or self.bias is not None and self.bias.requires_grad):
+        learns = x.requires_grad or self.bias is not None and self.bias.requires_grad
+        if self.form != "semi" or not x.numel() or torch.is_grad_enabled() and learns:
             return F.linear(x, self._raw(), self.bias)
         # torch's tensor takes rows without strides, no empty x, and has no gradient
         y = F.linear(x.reshape(-1, x.shape[-1]).contiguous(), self._semi, self.bias)
@@ -221,8 +219,9 @@ class Sparse24Linear(Substitute, nn.Module):
     def _load_from_state_dict(self, state, prefix, *args):
         # room for what comes
         if prefix + "values" in state:
-            self.values, self.indices = compress24(torch.zeros(self.out_features, self.in_features,
-                                                               dtype=self.weight.dtype, device=self.weight.device))
+            w = self.weight
+            empty = torch.zeros(self.out_features, self.in_features, dtype=w.dtype, device=w.device)
+            self.values, self.indices = compress24(empty)
             self.matrix, self._semi, self.form = None, None, "packed"
         super()._load_from_state_dict(state, prefix, *args)
         self.arrange(self.wanted)
@@ -231,8 +230,8 @@ class Sparse24Linear(Substitute, nn.Module):
         if self.form == "semi":
             self.arrange("packed")
             self.wanted = "auto"
-        fixed = [t for n, t in self._buffers.items() if t is not None
-                 and (n in ("scale", "indices") or self.scale is not None)]
+        codes = self.scale is not None
+        fixed = [t for n, t in self._buffers.items() if t is not None and (codes or n in ("scale", "indices"))]
         def keep_dtype(t):
             moved = fn(t)
             return t.to(moved.device) if moved.dtype != t.dtype and any(t is f for f in fixed) else moved
@@ -243,13 +242,14 @@ class Sparse24Linear(Substitute, nn.Module):
         if self.form != "semi": return self.__dict__
         # torch's tensor is neither copied nor pickled
         values, indices = compress24(self._raw())
-        return self.__dict__ | {"_buffers": {**self._buffers, "values": values, "indices": indices}, "form": "packed",
-                                "_semi": None}
+        buffers = {**self._buffers, "values": values, "indices": indices}
+        return self.__dict__ | {"_buffers": buffers, "form": "packed", "_semi": None}
 
     def __setstate__(self, state):
         super().__setstate__(state)
         self.arrange(self.wanted)
 
+# %% ../../nbs/20_cook/09_sparse24.ipynb #8db015ed
 @patch
 def _raw(self:Sparse24Linear):
     "The matrix (N, K) with its zeros; int8 codes where there is a scale"
@@ -259,10 +259,8 @@ def _raw(self:Sparse24Linear):
 
 @patch
 def _bmlab_packed(self:Sparse24Linear):
-    held = [t
-            for t in (self.values, self.indices, self.matrix, self.scale, getattr(self._semi, "packed", None),
-                      getattr(self._semi, "meta", None))
-            if t is not None]
+    semi = [getattr(self._semi, k, None) for k in ("packed", "meta")]
+    held = [t for t in (self.values, self.indices, self.matrix, self.scale, *semi) if t is not None]
     return [("weight", held, (self.out_features, self.in_features), f"{str(self.weight.dtype)[6:]} 2:4")]
 
 @patch
@@ -275,12 +273,11 @@ def arrange(self:Sparse24Linear,
     device, dtype, shape = self.weight.device, self.weight.dtype, (self.out_features, self.in_features)
     fits = _semi_fits(device, dtype, *shape)
     if form == "semi" and not fits:
-        raise ValueError(
-            f"a {dtype} matrix of shape {shape} on {device} has no semi-structured form: half precision, multiples "
-            "of 64, on a GPU with cuSPARSELt; try 'auto'"
-        )
+        raise ValueError(f"a {dtype} matrix of shape {shape} on {device} has no semi-structured form: half precision, "
+                         "multiples of 64, on a GPU with cuSPARSELt; try 'auto'")
     self.wanted = form
-    form = ("packed" if device.type == "meta" else "semi" if fits else "dense") if form == "auto" else form
+    if form == "auto": form = "semi" if fits else "dense"
+    if self.wanted == "auto" and device.type == "meta": form = "packed"
     if form == self.form: return self
     w = self._raw()
     self.values, self.indices = compress24(w) if form == "packed" else (None, None)
@@ -288,9 +285,6 @@ def arrange(self:Sparse24Linear,
     self._semi = torch.sparse.to_sparse_semi_structured(w) if form == "semi" else None
     self.form = form
     return self
-
-# %% ../../nbs/20_cook/09_sparse24.ipynb #12983211
-#| export
 
 # %% ../../nbs/20_cook/09_sparse24.ipynb #3bbb6473
 def _weight24(module):
@@ -304,13 +298,12 @@ def _weight24(module):
 def from_dense(
     cls:Sparse24Linear,
     layer:nn.Module, # nn.Linear or transformers' Conv1D with zeros, or an Int8Linear with zero codes
-# -> Sparse24Linear in the form that its device multiplies fastest; the bias is the same `nn.Parameter`
-):
+):                   # in the form that its device multiplies fastest; the bias is the same `nn.Parameter`
     "The sparse layer of one whose weight is 2:4."
     if (w := _weight24(layer)) is None:
         raise TypeError(f"layer is a {type(layer).__name__}; expected nn.Linear, Conv1D or Int8Linear")
-    new = cls(w.shape[1], len(w), False, 8 if w.dtype == torch.int8 else None, getattr(layer, "activations", None),
-              "meta", w.dtype)
+    bits, activations = 8 if w.dtype == torch.int8 else None, getattr(layer, "activations", None)
+    new = cls(w.shape[1], len(w), False, bits, activations, "meta", w.dtype)
     new.bias, new.scale = layer.bias, getattr(layer, "scale", None)
     new.values, new.indices = compress24(w)
     return new.instead_of(layer).train(layer.training).arrange()
@@ -339,7 +332,7 @@ def extra_repr(self:Sparse24Linear):
 
 # %% ../../nbs/20_cook/09_sparse24.ipynb #24946510
 def _pack(model, layers, strict=False):
-    "Pack {name: layer} and return how many; those that cannot be packed, for a weight that others share or too few zeros, raise if strict, else stay"
+    "Pack {name: layer}, and count them; one with a shared weight or too few zeros stays, or raises if strict"
     holders = collections.Counter(tensor_key(p) for m in set(model.modules())
                                   for p in (*m._parameters.values(), *m._buffers.values()) if p is not None)
     def refusal(m):
@@ -361,18 +354,18 @@ def pack24(
     modules:str|list|None=None,  # pattern of `resolve`; None: every linear layer whose weight is 2:4
     exclude:str|list|None=None,  # pattern of what stays as it is
 )->nn.Module:                    # the same model
-    "Replace linear layers whose weight is 2:4, in float or int8, by `Sparse24Linear`; a weight that other modules share stays."
-    found = (dict(parts(model)) if modules is None and exclude is None
-             else resolve(model, "*" if modules is None else modules, exclude))
+    "Replace linear layers whose weight is 2:4, in float or int8, by `Sparse24Linear`; shared weights stay."
+    pattern = "*" if modules is None else modules
+    found = dict(parts(model)) if modules is None and exclude is None else resolve(model, pattern, exclude)
     layers = {n: m for n, m in found.items() if _weight24(m) is not None}
     if modules is not None and not layers:
-        raise LookupError(
-            f"modules={modules!r} matches {', '.join(sorted({type(m).__name__ for m in found.values()}))}, none of "
-            "them a plain linear layer, which nn.Linear, Conv1D and Int8Linear are"
-        )
+        kinds = ", ".join(sorted({type(m).__name__ for m in found.values()}))
+        raise LookupError(f"modules={modules!r} matches {kinds}, none of them a plain linear layer, "
+                          "which nn.Linear, Conv1D and Int8Linear are")
     _pack(model, layers, strict=modules is not None)
     return model
 
+# %% ../../nbs/20_cook/09_sparse24.ipynb #719c1231
 def arrange24(
     model:nn.Module,   # with Sparse24Linear layers
     form:str="auto",   # "packed" (least memory), "dense", "semi" (GPU), or what is fast where each layer lies
@@ -412,7 +405,7 @@ class _StraightThrough(torch.autograd.Function):
 
 # %% ../../nbs/20_cook/09_sparse24.ipynb #0437fb1d
 class Mask24(Foresees):
-    "weight → the weight with two of every four at zero; buffers hold the mask and the schedule, so that a `state_dict` resumes it"
+    "weight → the weight with two of every four at zero; a `state_dict` resumes its mask and schedule"
     def __init__(
         self,
         mask:Tensor,             # bool, in the weight's shape
@@ -429,9 +422,9 @@ class Mask24(Foresees):
         self.when, self.steps, self.transposable = when, steps, transposable
         self.turned, self.decay, self.owner = turned, decay, owner
         self._cuts = []
-        # steps done; is the mask chosen anew?
-        self.count, self.open = 0, when == "repick"
-        for name, t in (("mask", mask), ("norm", norm), ("shift", shift), ("steps_done", torch.zeros((), dtype=torch.int64, device=mask.device))):
+        self.count, self.open = 0, when == "repick"                  # steps done; is the mask chosen anew?
+        for name, t in (("mask", mask), ("norm", norm), ("shift", shift),
+                        ("steps_done", torch.zeros((), dtype=torch.int64, device=mask.device))):
             self.register_buffer(name, t)
         self.watch(mask)
 
@@ -440,8 +433,8 @@ class Mask24(Foresees):
         "Choose anew among what stays; where the others make up for what went, only fewer"
         if news := super().foresee(left, weight):
             w = weight()
-            self.mask.copy_(self.pick(w) if self.shift is None
-                            else self.pick(torch.where(self.mask, w + self.shift, 0)) & self.mask)
+            if self.shift is None: self.mask.copy_(self.pick(w))
+            else: self.mask.copy_(self.pick(torch.where(self.mask, w + self.shift, 0)) & self.mask)
         return news
 
     def forward(self, w):
@@ -503,7 +496,7 @@ WEIGHT_SCORES = ("wanda", "magnitude", "sparsegpt")  # how `Sparse24` chooses
 WHEN = ("once", "ramp", "repick")             # and when
 
 def _slots(name, m):
-    "{name: (module, parameter)} of the matrices of a module that a 2:4 mask may sit on: a linear layer's, or stacks of experts"
+    "{name: (module, parameter)} of a module's matrices that can be masked: a linear layer's, or stacks of experts"
     if isinstance(m, nn.Linear) or hasattr(m, "nf"):
         return {name: (m, "weight")} if getattr(m, "weight", None) is not None and m.weight.ndim == 2 else {}
     return {f"{name}.{k}": (m, k) for k, w in m._parameters.items() if w is not None and w.ndim == 3
@@ -518,26 +511,22 @@ def _matrices(model, modules, skip):
         modules = [n if n in here else n.rpartition(".")[0] for n, r in roles(model).items()
                    if r in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")]
         if not modules:
-            raise LookupError(
-                f"no linear layer of this {type(model).__name__} has a role; name the layers with modules="
-            )
+            raise LookupError(f"no linear layer of this {type(model).__name__} has a role; name the layers with "
+                              "modules=")
         modules = dict.fromkeys(modules)
     found = resolve(model, modules, skip)
     if slots := {k: v for n, m in found.items() for k, v in _slots(n, m).items()}: return slots
     kinds = ", ".join(sorted({type(m).__name__ for m in found.values()}))
     if any(hasattr(m, "_bmlab_packed") for m in found.values()):
-        raise LookupError(
-            f"the layers that modules= means are packed already ({kinds}); mask the model before it is packed, or "
-            "pack24 what is 2:4"
-        )
+        raise LookupError(f"the layers that modules= means are packed already ({kinds}); mask the model before it is "
+                          "packed, or pack24 what is 2:4")
     raise LookupError(f"modules={modules!r} matches {len(found)} modules ({kinds}), none of them nn.Linear or Conv1D")
 
 class Sparse24(Method):
-    "Keep two of every four weights: chosen once, ramped or re-picked (Zhou et al. 2021), by magnitude, Wanda or SparseGPT."
+    "Keep two of every four weights: by magnitude, Wanda or SparseGPT; once, ramped or re-picked (Zhou et al. 2021)."
     slot = 30
     def __init__(self,
-        modules:str|list|None=None, # pattern of `resolve`; other modules than linear layers are passed over; None:
-                                    # attention and feed-forward
+        modules:str|list|None=None, # pattern of `resolve`, of which linear layers count; None: attention, feed-forward
         skip:str|list|None=None,    # pattern of what stays dense
         score:str="wanda",          # one of `WEIGHT_SCORES`
         when:str="once",            # one of `WHEN`
@@ -546,8 +535,7 @@ class Sparse24(Method):
         decay:float=2e-4,           # re-picking: how hidden weights are drawn to zero, λ of SR-STE
         damping:float=0.01,         # SparseGPT: share of the mean of the Gram's diagonal
         packed:bool=True,           # export `Sparse24Linear`; False: the same layers with zeros
-        max_bytes:int=2 << 30,      # SparseGPT: of Grams in memory at a time; more take another pass over the
-                                    # calibration
+        max_bytes:int=2 << 30,      # SparseGPT: of Grams in memory at a time; more take another pass over `calib`
     ):
         for name, value, of in (("score", score, WEIGHT_SCORES), ("when", when, WHEN)):
             if value not in of: raise ValueError(f"{name}={value!r}{did_you_mean(value, of)}; one of {', '.join(of)}")
@@ -556,38 +544,37 @@ class Sparse24(Method):
         if when == "ramp" and steps is None or steps is not None and (not isinstance(steps, int) or steps < 1):
             raise ValueError(f"steps={steps!r} with when={when!r}: a number of optimizer steps, such as 1000")
         if when == "repick" and score == "sparsegpt":
-            raise ValueError(
-                "score='sparsegpt' corrects the weights for one mask, and when='repick' changes it; try score='wanda'"
-            )
+            raise ValueError("score='sparsegpt' corrects the weights for one mask, and when='repick' changes it; try "
+                             "score='wanda'")
         _check_damping(damping)
         if not decay >= 0: raise ValueError(f"decay={decay!r}: not below zero, such as 2e-4")
         vars(self).update(modules=modules, skip=skip, score=score, when=when, steps=steps, transposable=transposable,
                           decay=decay, damping=damping, packed=packed, max_bytes=max_bytes)
-        self.sites, self.notes, self._planned, self._late = {}, {}, {}, []
+        self.sites, self.notes = {}, {}
+        self._planned, self._late = {}, []
 
 # %% ../../nbs/20_cook/09_sparse24.ipynb #0b3297fd
 @patch
 def _check(self:Sparse24, slots, calib):
     if self.score != "magnitude" and calib is None:
-        raise ValueError(
-            f"score={self.score!r} looks at the inputs: give Cook calib=batches, or take score='magnitude'"
-        )
+        advice = "give Cook calib=batches, or take score='magnitude'"
+        raise ValueError(f"score={self.score!r} looks at the inputs: {advice}")
     for n, (m, k) in slots.items():
         w = stored(m, k)
         if w.is_meta: raise ValueError(f"{n} lies on meta, without values; load the weights before you cook")
         if not w.isfinite().all(): raise ValueError(f"{n} has infinite or undefined weights")
         if self.score != "magnitude" and w.ndim == 3:
-            raise ValueError(
-                f"{n} holds experts in one tensor, whose inputs cannot be told apart; take score='magnitude' for "
-                "them, and skip them here"
-            )
+            raise ValueError(f"{n} holds experts in one tensor, whose inputs cannot be told apart; take "
+                             "score='magnitude' for them, and skip them here")
 
 @patch
 def _together(self:Sparse24, slots):
     "Names by the passes over the calibration that they share"
     groups, size = [[]], 0
     for n, (m, k) in slots.items():
-        need = 4 * stored(m, k).shape[0 if _is_turned(m, k) else 1] ** 2 if self.score == "sparsegpt" else 0
+        rows, columns = stored(m, k).shape[-2:]
+        inputs = rows if _is_turned(m, k) else columns
+        need = 4 * inputs ** 2 if self.score == "sparsegpt" else 0
         if groups[-1] and size + need > self.max_bytes:
             groups.append([])
             size = 0
@@ -599,7 +586,8 @@ def _together(self:Sparse24, slots):
 def _plan(self:Sparse24, m, k, norm, gram):
     "The mask of one matrix, or stack of them, with its correction; and the sums of the scores that stay and of all"
     w, turned, shift = stored(m, k).detach(), _is_turned(m, k), None
-    score = w.float().abs() * (1 if norm is None else norm[:, None] if turned else norm)
+    score = w.float().abs()
+    if norm is not None: score = score * (norm[:, None] if turned else norm)
     if gram is None: mask = _pick_as_stored(score, self.transposable, turned)
     else:
         small, mask = sparsegpt24(w.t() if turned else w, gram, self.damping, transposable=self.transposable)
@@ -621,15 +609,14 @@ def prepare(self:Sparse24, model, calib):
         for n in names: made[n] = self._plan(*slots[n], norms.get(n), grams.pop(n, None))
     self._planned = {n: (n if k == "weight" else n.rpartition(".")[0], k, made[n][0])
                      for n, (_, k) in slots.items()}
-    self.notes = {"layers": len(slots),
-                  "score kept": sum(kept for _, kept, _ in made.values()) / max(sum(total
-                                                                                    for *_, total in made.values()),
-                                                                                1e-30)}
+    kept, total = (sum(m[k] for m in made.values()) for k in (1, 2))
+    self.notes = {"layers": len(slots), "score kept": kept / max(total, 1e-30)}
 
 @patch
 def attach(self:Sparse24, model):
     modules = dict(parts(model))
-    sites, self._planned = {n: (modules[name], k, p) for n, (name, k, p) in self._planned.items()}, {}
+    sites = {n: (modules[name], k, p) for n, (name, k, p) in self._planned.items()}
+    self._planned = {}
     self.sites = {}
     for n, (m, k, p) in sites.items():
         # a tied weight's, which its first layer brought
@@ -663,18 +650,15 @@ def export(self:Sparse24, small):
                 w.data = torch.where(p.pick(w), w.data, 0)
                 if self.packed and k == "weight": self._late.append(name)
     if early is not None:
-        warnings.warn(
-            f"the ramp has done {early} of steps={self.steps} and is exported as at its end: call cook.step() as "
-            f"often, or give steps={max(early, 1)}",
-            stacklevel=4,
-        )
+        warnings.warn(f"the ramp has done {early} of steps={self.steps} and is exported as at its end: call "
+                      f"cook.step() as often, or give steps={max(early, 1)}", stacklevel=4)
 
 @patch
 def finish(self:Sparse24, small):
-    "Pack what is 2:4, as floats or as the int8 codes that a quantizer left; what became something else, such as int4, stays, and its zeros save nothing"
+    "Pack what is 2:4, floats or int8 codes; what a quantizer made int4 stays, and its zeros save nothing"
     modules = dict(parts(small))
-    self.notes["packed"] = _pack(small,
-                                 {n: modules[n] for n in self._late if _weight24(modules.get(n)) is not None})
+    late = {n: modules[n] for n in self._late if _weight24(modules.get(n)) is not None}
+    self.notes["packed"] = _pack(small, late)
     self._late = []
 
 @patch
@@ -683,4 +667,5 @@ def masks(self:Sparse24)->dict:
     return {n: p.mask.mT if p.turned else p.mask for n, (*_, p) in self.sites.items()}
 
 @patch
-def state(self:Sparse24): return self.notes | {"fade": p.fade.item() for *_, p in self.sites.values() if p.when == "ramp"}
+def state(self:Sparse24):
+    return self.notes | {"fade": p.fade.item() for *_, p in self.sites.values() if p.when == "ramp"}

@@ -99,7 +99,8 @@ def _in_a_row(name, modules):
 def _heads(out, inputs, modules, config):
     "`Heads` of one attention, or None where its layout is not known"
     first = inputs.get("q") or inputs.get("qkv")
-    if first is None or "q" in inputs and not {"k", "v"} <= set(inputs) or "qkv" in inputs and not _in_a_row(first, modules):
+    if first is None or "q" in inputs and not {"k", "v"} <= set(inputs) or "qkv" in inputs and not _in_a_row(first,
+                                               modules):
         return None
     owner = modules[first.rpartition(".")[0]]
     size = next((int(v) for k in _HEAD_SIZE for m in (owner, config) if isinstance(v := getattr(m, k, None), int)),
@@ -111,9 +112,11 @@ def _heads(out, inputs, modules, config):
     # something a head that is not known here
     if any(p is not None for p in owner._parameters.values()): return None
     home = first.rpartition(".")[0] + "."
-    if any(isinstance(m, nn.Linear) and home + c not in (out, *inputs.values()) and m.out_features in (width, kv) for c, m in owner._modules.items()):
+    if any(isinstance(m, nn.Linear) and home + c not in (out, *inputs.values()) and m.out_features in (width, kv)
+           for c, m in owner._modules.items()):
         return None  # Longformer's global attention
-    if any(w.ndim == 1 and len(w) != size for m in owner.children() for k, w in m._parameters.items() if w is not None and "norm" in type(m).__name__.lower()):
+    if any(w.ndim == 1 and len(w) != size for m in owner.children() for k, w in m._parameters.items() if w is not None
+           and "norm" in type(m).__name__.lower()):
         return None
     cross = any("cross" in c.lower() or c == "EncDecAttention" or c == "encoder_attn" for c in out.split("."))
     # T5
@@ -198,8 +201,7 @@ def _stored_dim(module, side):
 
 class _Scissors:
     "Cuts tensors of a model; a tied one stays tied"
-    # (id, dim, index's id) → (the old, the new, the index): kept, so that no id comes again
-    def __init__(self): self.done = {}
+    def __init__(self): self.done = {}      # (id, dim, index's id) → (old, new, index): kept, so that no id comes again
 
     def tensor(self, t, dim, index):
         key = (id(t), dim, id(index))
@@ -273,16 +275,14 @@ def _absent(module):
 # %% ../../nbs/20_cook/07_structure.ipynb #64eafa0a
 def _index(name, kept, size, what):
     "A sorted index tensor, of numbers or a mask; raises for what is neither"
-    index = (torch.as_tensor(kept if isinstance(kept, Tensor) or not hasattr(kept, "__iter__")
-                             else list(kept)).detach().cpu())
+    values = list(kept) if hasattr(kept, "__iter__") and not isinstance(kept, Tensor) else kept
+    index = torch.as_tensor(values).detach().cpu()
     if index.dtype == torch.bool and index.shape != (size,):
         raise ValueError(f"keep[{name!r}] is a mask of shape {tuple(index.shape)}; there are {size} {what}")
     if index.dtype == torch.bool: return index.nonzero().flatten()
     if index.ndim != 1 or len(index) and (index.is_floating_point() or index.is_complex()):
-        raise TypeError(
-            f"keep[{name!r}]={kept!r}: expected a list of the {what} that stay, whole numbers from 0 to {size - 1}, or "
-            f"a mask of {size} bools"
-        )
+        numbers = f"a list of the {what} that stay, whole numbers from 0 to {size - 1}"
+        raise TypeError(f"keep[{name!r}]={kept!r}: expected {numbers}, or a mask of {size} bools")
     index = index.long()                                              # (an empty list is one of floats)
     if wrong := [i for i in index.tolist() if not 0 <= i < size]:
         raise ValueError(f"keep[{name!r}] names {what} {wrong[0]}; there are {size}, numbered from 0")
@@ -296,10 +296,8 @@ def _head_cuts(a, index):
     per = a.heads // a.groups
     groups, counts = (index // per).unique(return_counts=True)
     if len(counts.unique()) > 1:
-        raise ValueError(
-            f"keep[{a.out!r}] leaves {counts.tolist()} query heads in key-value groups {groups.tolist()}; every group "
-            "that stays needs equally many"
-        )
+        raise ValueError(f"keep[{a.out!r}] leaves {counts.tolist()} query heads in key-value groups "
+                         f"{groups.tolist()}; every group that stays needs equally many")
     q, kv = _wide(index, a.size), _wide(groups, a.size)
     if "qkv" in a.inputs:
         yield a.inputs["qkv"], "out", torch.cat([q, a.heads * a.size + kv, (a.heads + a.groups) * a.size + kv])
@@ -327,9 +325,8 @@ def _cut_tables(found, heads, modules, scissors):
         if a.like: numbers.setdefault(a.like, set()).add(len(heads[a.out]) if a.out in heads else a.heads)
         if a.table: tables.setdefault(a.table, []).append(heads.get(a.out))
     if odd := [n for n, number in numbers.items() if len(number) > 1]:
-        raise ValueError(
-            f"the attentions across in {odd[0]} must keep equally many heads; got {sorted(numbers[odd[0]])}"
-        )
+        raise ValueError(f"the attentions across in {odd[0]} must keep equally many heads; got "
+                         f"{sorted(numbers[odd[0]])}")
     for name, indices in tables.items():
         # an absent attention has no say
         indices = [i for i in indices if i is None or len(i)]
@@ -359,14 +356,12 @@ def undroppable(
     if len(layer.attention) > 1:
         return f"{layer.name} attends twice, so its attention {unit.out} cannot be dropped; drop whole layers instead"
     if unit.table and any(p.isdecimal() for p in unit.table.split(".")):
-        return (
-            f"{unit.out} needs its stack's position table {unit.table}, which lies in an attention; drop whole layers "
-            "instead"
-        )
+        return (f"{unit.out} needs its stack's position table {unit.table}, which lies in an attention; drop whole "
+                "layers instead")
     return ""
 
 def _drop_sublayer(model, layer, unit, modules, norms):
-    "Put `Absent` in the place of an attention or a feed-forward network, and nothing in the place of the norm before it"
+    "Put `Absent` in the place of an attention or a feed-forward network, and `Through` in that of the norm before it"
     if why := undroppable(unit, layer): raise ValueError(why)
     mine = [n for n in norms if n.startswith(layer.name + ".")
             and not any(n.startswith(u.module + ".") for u in (*layer.attention, *layer.ffn))]
@@ -389,7 +384,7 @@ def _pass_on_table(table, layers):
     raise ValueError("no attention is left to hold the position table; keep at least one in each stack")
 
 def _number(layers):
-    "Give `layer_idx` to the modules of the blocks that are left: places in the cache, without holes where attentions are gone"
+    "Give the blocks that are left their `layer_idx`: places in the cache, without holes where attentions are gone"
     place = 0
     for layer, block in layers:
         for m in block.modules():
@@ -408,10 +403,8 @@ def _subtracts_mean(norm, size):
 def _fold_norm(norm, name, index, size, scissors):
     "Cut an RMSNorm and let it give for the channels that are left what it gave"
     if isinstance(norm, nn.LayerNorm) or norm._parameters.get("bias") is not None or _subtracts_mean(norm, size):
-        raise ValueError(
-            f"keep['hidden']: {name} is a {type(norm).__name__}, which subtracts the mean of all channels; only "
-            "RMSNorm can be cut exactly"
-        )
+        raise ValueError(f"keep['hidden']: {name} is a {type(norm).__name__}, which subtracts the mean of all "
+                         "channels; only RMSNorm can be cut exactly")
     scissors.weight(norm, "weight", 0, index)
     gain = norm._parameters["weight"]
     # Gemma stores the gain less one
@@ -443,28 +436,22 @@ def _check_channels(model, found):
     matrices = {n: r for n, r in roles(model).items()
                 if r in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")}
     if odd := [n for n, _ in parts(model) if n in matrices and n not in known]:
-        raise ValueError(
-            f"keep['hidden']: the layout of {odd[0]} is not known, so its channels cannot be told from its heads or "
-            "neurons"
-        )
+        raise ValueError(f"keep['hidden']: the layout of {odd[0]} is not known, so its channels cannot be told from "
+                         "its heads or neurons")
 
 def _cut_hidden(model, found, index, modules, scissors):
     "Drop channels of norms, and tell what keeps a number for each channel: its `cut_inputs(index)` is called"
     size = found.hidden
     for m in modules.values():
         if any(p is not None and p.ndim > 2 for p in m._parameters.values()):
-            raise ValueError(
-                f"keep['hidden']: a {type(m).__name__} holds weights of three or more dimensions, which cannot be cut"
-            )
+            raise ValueError(f"keep['hidden']: a {type(m).__name__} holds weights of three or more dimensions, which "
+                             "cannot be cut")
         if m.__dict__.get("normalized_shape") == (size,) and m._parameters.get("weight") is None:
-            raise ValueError(
-                f"keep['hidden']: a {type(m).__name__} has no weight that could make up for the channels that go"
-            )
+            raise ValueError(f"keep['hidden']: a {type(m).__name__} has no weight that could make up for the channels "
+                             "that go")
         if hasattr(m, "embed_scale"):
-            raise ValueError(
-                f"keep['hidden']: {type(model).__name__} scales its embeddings by the root of the number of channels, "
-                "which a tied head does not undo"
-            )
+            raise ValueError(f"keep['hidden']: {type(model).__name__} scales its embeddings by the root of the number "
+                             "of channels, which a tied head does not undo")
     for n in found.norms: _fold_norm(modules[n], n, index, size, scissors)
     for m in modules.values():
         if hasattr(m, "cut_inputs"): m.cut_inputs(index)
@@ -487,15 +474,12 @@ def _indices(keep, found, root):
     "{key: index} of what is not kept whole; raises for what cannot be cut"
     known = _known(found)
     if keep and not known:
-        raise LookupError(
-            f"nothing of this {type(root).__name__} can be cut: no attention and no feed-forward network in it is of a "
-            "known form"
-        )
+        raise LookupError(f"nothing of this {type(root).__name__} can be cut: no attention and no feed-forward "
+                          "network in it is of a known form")
     if wrong := [k for k in keep if k not in known]:
-        raise LookupError(
-            f"keep names {wrong[0]!r}, which is no consumer, list of blocks or 'hidden' of this {type(root).__name__}; "
-            f"there are {', '.join(map(repr, list(known)[:4]))}, …{did_you_mean(wrong[0], known)}"
-        )
+        raise LookupError(f"keep names {wrong[0]!r}, which is no consumer, list of blocks or 'hidden' of this "
+                          f"{type(root).__name__}; there are {', '.join(map(repr, list(known)[:4]))}, "
+                          f"…{did_you_mean(wrong[0], known)}")
     index = {k: _index(k, v, *known[k]) for k, v in keep.items()}
     for k, i in index.items():
         if not len(i) and known[k][1] in ("layers", "channels"):
@@ -541,7 +525,8 @@ def slice_model(
     return names
 
 def _slice(root, found, index):
-    modules, scissors, attention, ffn = dict(parts(root)), _Scissors(), found.attention(), found.ffn()
+    modules, scissors = dict(parts(root)), _Scissors()
+    attention, ffn = found.attention(), found.ffn()
     empty = {
         layer.name
         for layer in found.layers()
@@ -556,9 +541,8 @@ def _slice(root, found, index):
     stay = [layer for layer in found.layers() if layer.name not in gone]
     found.stacks = {s: [layer for layer in stack if layer.name not in gone] for s, stack in found.stacks.items()}
     if not all(found.stacks.values()):
-        raise ValueError(
-            "keep leaves no layer of a stack with an attention or a feed-forward network; keep at least one"
-        )
+        raise ValueError("keep leaves no layer of a stack with an attention or a feed-forward network; keep at least "
+                         "one")
     left = {u.out for layer in stay for u in (*layer.attention, *layer.ffn)}
     mine = {k: i for k, i in index.items() if k in left or k == "hidden"}
     _cut_tables(found, {k: i for k, i in mine.items() if k in attention}, modules, scissors)
@@ -588,7 +572,8 @@ def _drop_layers(root, found, gone, modules):
     for s, layers in found.stacks.items():
         blocks = [(layer, modules[layer.name]) for layer in layers]
         if s in tables: _pass_on_table(tables[s], blocks)
-        if not any(g.rpartition(".")[0] == s for g in gone) and not any(isinstance(m, Absent) for _, b in blocks for m in b.modules()):
+        if not any(g.rpartition(".")[0] == s for g in gone) and not any(isinstance(m, Absent) for _, b in blocks
+                   for m in b.modules()):
             continue
         _number(blocks)
         stack = root.get_submodule(s)
@@ -600,7 +585,8 @@ def _drop_layers(root, found, gone, modules):
     there, out = {n for n, _ in parts(root)}, {}
     for n in modules:
         block = next((b for b in (*moved, *gone) if n == b or n.startswith(b + ".")), None)
-        new = n if block is None else None if block in gone else moved[block] + n[len(block):]
+        if block in gone: continue
+        new = n if block is None else moved[block] + n[len(block):]
         if new in there: out[n] = new
     return out
 
@@ -672,10 +658,9 @@ def _counts_by_config(model, a):
 def _check_counts(model):
     numbers = {(a.heads, a.groups) for a in structure(model).attention().values() if _counts_by_config(model, a)}
     if len(numbers) > 1:
-        raise ValueError(
-            f"keep leaves {' and '.join(f'{h} query heads in {g} groups' for h, g in sorted(numbers))}; this "
-            f"{type(model).__name__} counts them for all layers at once, so keep equally many in each"
-        )
+        raise ValueError(f"keep leaves {' and '.join(f'{h} query heads in {g} groups' for h, g in sorted(numbers))}; "
+                         f"this {type(model).__name__} counts them for all layers at once, so keep equally many in "
+                         "each")
 
 def _stacks_of(config, stacks, model):
     "The stacks that a configuration speaks of: all for the model's own, one for an encoder's or decoder's copy of it"

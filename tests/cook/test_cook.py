@@ -741,8 +741,9 @@ def test_calibration_walks_and_leaves_everything_as_it_was(texts):
         assert torch.equal(run.tokens(x), x[run.batches[0]["attention_mask"].flatten().bool()])
     class Stars(nn.Module):
         def forward(self, *x): return x[0]
-    for bad, why in ((None, "calib is None"), ([], "calib is empty"), (batch(), r"write \[batch\]"), (texts[0], r"write \[batch\]"),
-                     ([(texts[0],)], "calib holds a tuple"), (["text"], "calib holds a str")):
+    for bad, why in ((None, "calib is None"), ([], "calib is empty"), (batch(), r"write \[batch\]"),
+                     (texts[0], r"write \[batch\]"), ([(texts[0],)], "calib holds a tuple"),
+                     (["text"], "calib holds a str")):
         with pytest.raises((TypeError, ValueError), match=why): Calibration(model, bad)
     with pytest.raises(TypeError, match="names no argument"): list(Calibration(Stars(), [texts[0]]))
 

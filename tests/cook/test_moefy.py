@@ -211,7 +211,8 @@ def padded(side):
 def test_padding_is_not_measured(side):
     model = tiny()
     layers = feed_forwards(model)
-    for (_, x, h), (_, y, g) in zip(ffn_samples(model, layers, padded(None)), ffn_samples(model, layers, padded(side)), strict=True):
+    for (_, x, h), (_, y, g) in zip(ffn_samples(model, layers, padded(None)), ffn_samples(model, layers, padded(side)),
+         strict=True):
         torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(g, h, rtol=1e-4, atol=1e-5)
     small = Cook(model, [MoEfy(8, .5)], calib=padded(side)).export()
@@ -248,7 +249,8 @@ def test_families_that_spread_or_join_their_matrices(family, tmp_path):
     "All experts on is the dense model; some on is what was cooked; a file brings it back; detached it is as it was"
     model = families()[family].eval()
     before, dense = snapshot(model), logits(model, IDS)
-    for i, method in enumerate((MoEfy(8, 1., router="mlp"), MoEfy(8, .5, .25), NeuronSparse(1.), NeuronSparse(.5), NeuronSparse(.5, "lowrank"))):
+    for i, method in enumerate((MoEfy(8, 1., router="mlp"), MoEfy(8, .5, .25), NeuronSparse(1.), NeuronSparse(.5),
+                                NeuronSparse(.5, "lowrank"))):
         cook = Cook(model, [method], calib=batches())
         small, cooked = cook.export(), logits(model, IDS)
         with executed(small) as work: torch.testing.assert_close(logits(small, IDS), cooked, rtol=1e-5, atol=1e-5)
@@ -407,7 +409,8 @@ def pruned_on_two():
     from bmlab.cook.prune import StructPrune
     from test_moefy import IDS, MoEfy, NeuronSparse, batches, logits, snapshot, tiny
     out = {}
-    for name, make in {"experts": lambda: MoEfy(8, .5, router="mlp"), "cascade": lambda: NeuronSparse(.5), "lowrank": lambda: NeuronSparse(.5, "lowrank")}.items():
+    for name, make in {"experts": lambda: MoEfy(8, .5, router="mlp"), "cascade": lambda: NeuronSparse(.5),
+                       "lowrank": lambda: NeuronSparse(.5, "lowrank")}.items():
         for sharded in (False, True):
             model = tiny().train()
             cook = Cook(model, [StructPrune(ffn=.5, score="magnitude"), make()], calib=batches())

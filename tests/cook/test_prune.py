@@ -189,8 +189,9 @@ def test_dead_neurons_of_a_fused_matrix_are_found(score):
 
 
 def test_what_it_refuses():
-    for wrong, text in ((dict(), "keeps everything"), (dict(ffn=0.), "ffn=0.0"), (dict(layers=True), "layers=True"), (dict(ffn=.5, score="nothing"), "score='nothing'"),
-                        (dict(ffn=.5, steps=0), "steps=0"), (dict(ffn=.5, start="gates"), "start='gates'")):
+    for wrong, text in ((dict(), "keeps everything"), (dict(ffn=0.), "ffn=0.0"), (dict(layers=True), "layers=True"),
+                        (dict(ffn=.5, score="nothing"), "score='nothing'"), (dict(ffn=.5, steps=0), "steps=0"),
+                        (dict(ffn=.5, start="gates"), "start='gates'")):
         with pytest.raises(ValueError, match=text): StructPrune(**wrong)
     with pytest.raises(ValueError, match="score='taylor' needs calib"):
         Cook(llama(), [StructPrune(ffn=.5, score="taylor")])
@@ -408,7 +409,8 @@ def test_scores_that_are_no_numbers_name_the_layer():
 
 @pytest.mark.parametrize("done", [0, 3])
 def test_gates_that_are_not_done_are_cut_to_the_target_and_said(done):
-    for how in (dict(kv_groups=.5, ffn=.25), dict(layers=1, ffn=.5, uniform=False), dict(attention=1, ffn_layers=1, heads=1, hidden=.5)):
+    for how in (dict(kv_groups=.5, ffn=.25), dict(layers=1, ffn=.5, uniform=False),
+                dict(attention=1, ffn_layers=1, heads=1, hidden=.5)):
         model, prune = llama(), StructPrune(**how, steps=10)
         cook = Cook(model, [prune], calib=lines(2))
         run(model, cook, lines(done))

@@ -162,7 +162,10 @@ def t5():
 def measured(model, calib):
     "name → Inputs, of experts too"
     out = {}
-    for stage in calibrate(model, {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) or hasattr(m, "num_experts") and "experts" in n}, calib):
+    for stage in calibrate(model,
+                           {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)
+                            or hasattr(m, "num_experts") and "experts" in n},
+                           calib):
         for n, i in stage.items():
             out |= ({f"{n}.{k}.{e}": one for k, stack in i.items() for e, one in enumerate(stack)}
                     if isinstance(i, dict) else {n: i})

@@ -333,7 +333,7 @@ def test_widths_that_four_does_not_divide(options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_weights(dtype):
     "Scores and Grams are float32, masks those of the same weights in float32; a cast after attaching changes nothing"
-    for options in (dict(), dict(score="sparsegpt"), dict(when="repick"), dict(score="sparsegpt", when="ramp", steps=2)):
+    for options in dict(), dict(score="sparsegpt"), dict(when="repick"), dict(score="sparsegpt", when="ramp", steps=2):
         half = llama(num_hidden_layers=1).to(dtype)
         full = copy.deepcopy(half).float()
         method, wide = Sparse24(**options), Sparse24(**options)
@@ -363,7 +363,8 @@ def test_models_without_values():
 
 def test_a_ramp_that_is_left_early_or_long_over():
     "Exported as at its end, with a word of warning; behind its end nothing changes"
-    for score, steps, left in (("wanda", 100, True), ("sparsegpt", 100, True), ("wanda", 6, False), ("sparsegpt", 3, False)):
+    for score, steps, left in (("wanda", 100, True), ("sparsegpt", 100, True), ("wanda", 6, False),
+                               ("sparsegpt", 3, False)):
         method = Sparse24(score=score, when="ramp", steps=steps)
         model = llama(num_hidden_layers=1)
         cook = Cook(model, [method], CALIB)
@@ -414,7 +415,8 @@ def test_packing_loses_no_delta():
 # ---- training
 
 def test_stopped_and_resumed_in_the_middle_of_a_ramp():
-    for options in (dict(when="ramp", steps=5), dict(when="repick", steps=4), dict(when="ramp", steps=5, score="sparsegpt")):
+    for options in (dict(when="ramp", steps=5), dict(when="repick", steps=4),
+                    dict(when="ramp", steps=5, score="sparsegpt")):
         model = llama()
         cook = Cook(model, [Sparse24(**options)], CALIB)
         train(model, cook)
@@ -626,7 +628,8 @@ class _OnCpu:
         values, indices = compress24(w)
         return torch.cat([values.flatten(), indices.flatten().view(w.dtype)])
     @staticmethod
-    def mm(packed, B, bias=None, alpha=None, out_dtype=None, transpose_result=False, alg_id=0, split_k=1, split_k_mode=-1):
+    def mm(packed, B, bias=None, alpha=None, out_dtype=None, transpose_result=False, alg_id=0, split_k=1,
+           split_k_mode=-1):
         K = B.shape[0]
         N = packed.numel() * 16 // (9 * K)
         w = expand24(packed[:N * K // 2].view(N, -1), packed[N * K // 2:].view(torch.uint8).view(N, -1), K)
@@ -670,7 +673,8 @@ def test_the_semi_form_multiplies_like_a_linear_layer(semi_on_cpu):
     assert layer.weight.dtype == torch.bfloat16
     x = torch.randn(3, 5, 128, dtype=torch.bfloat16)
     with torch.no_grad():
-        for v in (x, x[0, 0], x[:1], x[:, :1], x.transpose(0, 1), torch.randn(128, 7, dtype=torch.bfloat16).t(), x[:, ::2], x[:0], torch.randn(64, 128, dtype=torch.bfloat16)):
+        for v in (x, x[0, 0], x[:1], x[:, :1], x.transpose(0, 1), torch.randn(128, 7, dtype=torch.bfloat16).t(),
+                  x[:, ::2], x[:0], torch.randn(64, 128, dtype=torch.bfloat16)):
             y = layer(v)
             assert y.shape == linear(v).shape and torch.allclose(y.float(), linear(v).float(), atol=2**-6)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16): assert torch.equal(layer(x.float()), layer(x))
@@ -701,7 +705,7 @@ def test_the_semi_form_is_left_for_files_copies_and_moves(semi_on_cpu):
     x = torch.randn(8, 128, dtype=torch.bfloat16)
     fresh = Sparse24Linear(128, 64, dtype=torch.bfloat16, device="meta")
     fresh.load_state_dict(layer.state_dict(), assign=True)
-    for twin in (copy.deepcopy(layer), fresh, pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer).half().bfloat16()):
+    for twin in copy.deepcopy(layer), fresh, pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer).half().bfloat16():
         assert twin.form == "semi" and torch.equal(twin.dequantize(), linear.weight)
         with torch.no_grad(): assert torch.equal(twin(x), layer(x))
     assert copy.deepcopy(layer).float().form == "dense" and copy.deepcopy(layer).to("meta").form == "packed"

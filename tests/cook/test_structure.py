@@ -207,15 +207,16 @@ def test_cpm_ant_goes_down_its_stairs_on_a_gpu(tmp_path):
 def test_what_stays_is_numbers_or_a_mask_of_them():
     model, name = made("llama"), "model.layers.0.mlp.down_proj"
     mask = torch.arange(48) % 2 == 0
-    for keep in (mask, mask.tolist(), mask.numpy(), range(0, 48, 2), set(range(0, 48, 2)), torch.arange(0, 48, 2, dtype=torch.int32)):
+    for keep in (mask, mask.tolist(), mask.numpy(), range(0, 48, 2), set(range(0, 48, 2)),
+                 torch.arange(0, 48, 2, dtype=torch.int32)):
         small = copy.deepcopy(model)
         slice_model(small, {name: keep})
         assert small.get_submodule(name).weight.equal(model.get_submodule(name).weight[:, ::2])
-    for wrong, error, text in ((mask[:-1], ValueError, r"a mask of shape \(47,\); there are 48 "
-                                                       r"neurons"), ([-1, 0], ValueError, "neurons -1; there are 48, "
-                                                                                          "numbered from 0"),
-                               ([0.0, 1.0], TypeError, "whole numbers"), (torch.ones(48), TypeError, "whole numbers"), (7, TypeError, "whole numbers"),
-                               ([[0], [1]], TypeError, "whole numbers"), (mask[None], ValueError, "a mask of shape")):
+    for wrong, error, text in ((mask[:-1], ValueError, r"a mask of shape \(47,\); there are 48 " r"neurons"),
+                               ([-1, 0], ValueError, "neurons -1; there are 48, " "numbered from 0"),
+                               ([0.0, 1.0], TypeError, "whole numbers"), (torch.ones(48), TypeError, "whole numbers"),
+                               (7, TypeError, "whole numbers"), ([[0], [1]], TypeError, "whole numbers"),
+                               (mask[None], ValueError, "a mask of shape")):
         with pytest.raises(error, match=text): slice_model(model, {name: wrong})
         with pytest.raises(error, match=text): mask_model(model, {name: wrong})
     assert all(p.equal(q) for p, q in zip(model.parameters(), made("llama").parameters()))
@@ -232,7 +233,8 @@ def test_a_layout_that_mixes_the_heads_is_left_alone():
     "GPT-BigCode's c_attn holds q, k and v head by head where each head has its own; CodeGen's qkv_proj in four parts"
     sizes = dict(n_embd=32, n_layer=1, n_head=4, vocab_size=99, bos_token_id=1, eos_token_id=2)
     assert len(structure(tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**sizes, multi_query=True))).attention()) == 1
-    for model in (tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**sizes, multi_query=False)), tf.CodeGenForCausalLM(tf.CodeGenConfig(**sizes, rotary_dim=4))):
+    for model in (tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**sizes, multi_query=False)),
+                  tf.CodeGenForCausalLM(tf.CodeGenConfig(**sizes, rotary_dim=4))):
         found = structure(model)
         assert not found.attention() and len(found.ffn()) == 1
 
