@@ -1,15 +1,23 @@
-"""A 135M model that judges sentences, cooked until it runs ten times as fast: what each method gave, and a dense model of the small shape beside it.
+"""A 135M model that judges sentences, cooked until it runs ten times as fast: what each method gave, and a dense model
+of the small shape beside it.
 
-usage: python benchmarks/cook/headline.py [--keep FOLDER] [--layers 2] [--ffn 1024] [--epochs 6] [--seeds 0 1 2] [--time cpu cuda] [--threads 2] [--out FILE.json] [--tiny] …
-       quietly, on two cores, after a first call with --keep:  taskset -c 0,1 python benchmarks/cook/headline.py --keep FOLDER --time cpu
+usage: python benchmarks/cook/headline.py [--keep FOLDER] [--layers 2] [--ffn 1024] [--epochs 6] [--seeds 0 1 2]
+                                          [--time cpu cuda] [--threads 2] [--out FILE.json] [--tiny] …
+       quietly, on two cores, after a first call with --keep:  taskset -c 0,1 python benchmarks/cook/headline.py
+       --keep FOLDER --time cpu
 
-Task: which sentences of film reviews are good (VADER's ratings of at least 1 either way), the split of benchmarks/delta/quality.py. The original is SmolLM2-135M as a classifier,
-tuned with LoRA on all linear layers and merged. Each row is one more method than the row above; every student sees the same rows in the same order for as many steps. Accuracy is
-on held-out sentences, the mean over seeds (`least`: the worst). Speed is of one process, in turns, after warm-ups: milliseconds of one sentence of 24 tokens, and sentences a second
-in a large batch of 32 tokens; `faster` is the ratio to the fastest eager original within each round (CPU: of fp32 and bf16; GPU: bf16, by events), median over rounds; `step` the ratio
-to the row above. `cpu_time`: by the processor's own time on one thread, which other work on the machine disturbs less. On a GPU all is bf16, and each model runs eagerly and as a CUDA
-graph. --compile: the cooked model compiled, too. The plan (benchmarks/plans/cook_headline.json) is written before anything is measured: the ratio of the matrices' work. --keep holds
-the tuned original, its answers and the students, so that a second call only measures. --minutes: no student is begun when less is left than the longest took.
+Task: which sentences of film reviews are good (VADER's ratings of at least 1 either way), the split of
+benchmarks/delta/quality.py. The original is SmolLM2-135M as a classifier, tuned with LoRA on all linear layers and
+merged. Each row is one more method than the row above; every student sees the same rows in the same order for as
+many steps. Accuracy is on held-out sentences, the mean over seeds (`least`: the worst). Speed is of one process, in
+turns, after warm-ups: milliseconds of one sentence of 24 tokens, and sentences a second in a large batch of 32
+tokens; `faster` is the ratio to the fastest eager original within each round (CPU: of fp32 and bf16; GPU: bf16, by
+events), median over rounds; `step` the ratio to the row above. `cpu_time`: by the processor's own time on one
+thread, which other work on the machine disturbs less. On a GPU all is bf16, and each model runs eagerly and as a
+CUDA graph. --compile: the cooked model compiled, too. The plan (benchmarks/plans/cook_headline.json) is written
+before anything is measured: the ratio of the matrices' work. --keep holds the tuned original, its answers and the
+students, so that a second call only measures. --minutes: no student is begun when less is left than the longest
+took.
 """
 import argparse, copy, json, sys, time
 from pathlib import Path
@@ -151,7 +159,7 @@ def first(model, layers, ffn, calib):
 
 
 def student(model, args, data, ffn, seed, teacher=None, fresh=False):
-    "What the methods make of the original in the given steps: the cut model, trained; `fresh`: its shape alone, the weights drawn anew"
+    "What the methods make of the original in the given steps: the cut model, trained; `fresh`: with weights drawn anew"
     set_seed(seed)
     small = copy.deepcopy(model).float()
     small = (first(small, args.layers, ffn, data[:4]) if args.score == "first"
@@ -275,7 +283,7 @@ def variants(models, ids, compiled):
 
 @torch.no_grad()
 def speeds(models, device, args):
-    "{what: seconds, a column a model}, and how many sentences are many; in turns, on a CPU also by its own time on one thread"
+    "{what: seconds, a column a model}, and how many sentences are many; in turns, on a CPU also by one thread's time"
     many = args.many or (256 if device == "cuda" else 16)
     out = {}
     for name, shape, n in (("one", (1, 24), args.rounds), ("many", (many, 32), max(2, args.rounds // 3))):
@@ -325,7 +333,7 @@ def settings():
     p.add_argument("--tiny", action="store_true")
     args = p.parse_args()
     if args.tiny:
-        args.rows, args.held, args.layers, args.ffn, args.epochs, args.rounds, args.many = 128, 64, 1, 64, 1, 2, 4
+        vars(args).update(rows=128, held=64, layers=1, ffn=64, epochs=1, rounds=2, many=4)
     if args.time is None: args.time = ["cpu"] + ["cuda"] * torch.cuda.is_available()
     return args
 

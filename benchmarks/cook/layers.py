@@ -1,7 +1,10 @@
-"""Compressed layers beside torch's bf16 `F.linear` and dense feed-forward, in one run under CUDA graphs: time at M rows, the floor of bytes and FLOPs, and whether it pays.
+"""Compressed layers beside torch's bf16 `F.linear` and dense feed-forward, in one run under CUDA graphs: time at M
+rows, the floor of bytes and FLOPs, and whether it pays.
 
-usage: python benchmarks/cook/layers.py [--out FILE.json] [--rows 1 16 64 512 4096]      needs a GPU; FILE grows row by row
-       python benchmarks/cook/layers.py --tiny                                           small shapes on a CPU, to see that it runs
+usage: python benchmarks/cook/layers.py [--out FILE.json] [--rows 1 16 64 512 4096]      needs a GPU; FILE grows row
+                                        by row
+       python benchmarks/cook/layers.py --tiny                                           small shapes on a CPU, to see
+                                        that it runs
 """
 import argparse, json, sys
 from pathlib import Path

@@ -1,14 +1,21 @@
-"""What each method of cook costs SmolLM2-135M on real text: perplexity on held-out film reviews before and after, and what distillation brings back.
+"""What each method of cook costs SmolLM2-135M on real text: perplexity on held-out film reviews before and after, and
+what distillation brings back.
 
-usage: python benchmarks/cook/quality.py [--rows NAME …] [--model FOLDER] [--texts FOLDER] [--out FILE.json] [--minutes 2] [--batch 32] [--length 256] [--hidden 0] [--rate 3e-4] [--repeat 1] [--more NAME …] [--seeds 0 1 2] [--tiny]
+usage: python benchmarks/cook/quality.py [--rows NAME …] [--model FOLDER] [--texts FOLDER] [--out FILE.json]
+                                         [--minutes 2] [--batch 32] [--length 256] [--hidden 0] [--rate 3e-4]
+                                         [--repeat 1] [--more NAME …] [--seeds 0 1 2] [--tiny]
 
-Rows: w8a16, w8a8, w4 (int4 by 64, GPTQ), w4-trained (the same of a model whose weights training in fp32 has moved off the grid of 4 bits on which SmolLM2's come), w4-qat (int4 by 64,
-trained with the rounding), neurons (half of them, by the exported predictor; the work counted), 24 and 24-sparsegpt (two of four weights: one-shot, distilled, the share of the loss
-that comes back), moe (three quarters of the neurons run), relu (ReLU for SiLU, trained on; then a part of the neurons), prune (learned gates beside random masks, equal tokens).
-Held out: 20,480 tokens, a fifth of the film reviews, never seen in training or calibration. Training sees the other four fifths, reviews of products, editorials and Shakespeare; the
-student is told only what the original predicts (KL, no labels; --hidden: a weight of its layers' outputs beside it), so that it cannot gain by knowing the domain better. Only
-`w4-trained` learns labels, and is compared with itself. Perplexities are of float32 activations. Each row prints as soon as it is there, and is added to --out. --minutes: of training,
-for each model that learns. --tiny: a small LLaMA with random weights, to see that all runs.
+Rows: w8a16, w8a8, w4 (int4 by 64, GPTQ), w4-trained (the same of a model whose weights training in fp32 has moved
+off the grid of 4 bits on which SmolLM2's come), w4-qat (int4 by 64, trained with the rounding), neurons (half of
+them, by the exported predictor; the work counted), 24 and 24-sparsegpt (two of four weights: one-shot, distilled,
+the share of the loss that comes back), moe (three quarters of the neurons run), relu (ReLU for SiLU, trained on;
+then a part of the neurons), prune (learned gates beside random masks, equal tokens). Held out: 20,480 tokens, a
+fifth of the film reviews, never seen in training or calibration. Training sees the other four fifths, reviews of
+products, editorials and Shakespeare; the student is told only what the original predicts (KL, no labels; --hidden:
+a weight of its layers' outputs beside it), so that it cannot gain by knowing the domain better. Only `w4-trained`
+learns labels, and is compared with itself. Perplexities are of float32 activations. Each row prints as soon as it
+is there, and is added to --out. --minutes: of training, for each model that learns. --tiny: a small LLaMA with
+random weights, to see that all runs.
 """
 import argparse, copy, json, sys, time
 from pathlib import Path
@@ -269,7 +276,7 @@ def main():
         p.add_argument(f"--{name}", type=type(default), default=default)
     p.add_argument("--tiny", action="store_true")
     args = p.parse_args()
-    if args.tiny: args.batch, args.length, args.held, args.more = 4, 64, 1024, []
+    if args.tiny: vars(args).update(batch=4, length=64, held=1024, more=[])
     table = Table(args)
     for name in args.rows:
         start = time.perf_counter()

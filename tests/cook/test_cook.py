@@ -85,7 +85,8 @@ class Round(nn.Module):
 
 class Shapes(Method):
     def __init__(self, slot, kind, priority, modules):
-        self.slot, self.kind, self.priority, self.modules = slot, kind, priority, modules
+        self.slot, self.kind = slot, kind
+        self.priority, self.modules = priority, modules
     def prepare(self, model, calib): self.names = list(resolve(model, self.modules))
     def attach(self, model):
         self.model, self.on = model, {}
@@ -355,7 +356,7 @@ def test_a_layer_less_and_a_hand_made_skeleton(tmp_path):
 
 
 def test_odd_sizes_come_back_where_kernels_read_them(tmp_path):
-    "In a file of odd sizes codes begin anywhere; torch's int8 kernel for bfloat16 stops the process unless at a word of 16 bytes"
+    "In a file of odd sizes codes begin anywhere; torch's int8 kernel for bfloat16 needs them at a word of 16 bytes"
     odd = llama(vocab_size=97, intermediate_size=29).to(torch.bfloat16)
     small = pack_linears(odd)
     again = load_cooked(save_cooked(small, tmp_path))
@@ -464,8 +465,9 @@ def test_every_order_of_four_methods():
 @pytest.mark.long
 @pytest.mark.parametrize("scheme, atol", [("w8a16", 2e-6), ("w8a8", 2e-3)])
 def test_orders_of_trained_recipes_and_what_they_export_computes(scheme, atol):
-    """Five methods on overlapping layers, trained until the gates are shut, in several orders: one export, bit for bit, with the logits of the cooked model.
-    What differs is the order of sums: measured 4e-7 at logits up to 1.5; with rounded inputs a code on an edge falls on the other side now and then: measured 6e-4."""
+    """Five methods on overlapping layers, trained until the gates are shut, in several orders: one export, bit for bit,
+    with the logits of the cooked model. What differs is the order of sums: measured 4e-7 at logits up to 1.5; with
+    rounded inputs a code on an edge falls on the other side now and then: measured 6e-4."""
     from bmlab.cook.distill import Distill
     from bmlab.cook.fakequant import FakeQuant
     from bmlab.cook.moefy import MoEfy
@@ -503,7 +505,8 @@ SHAPED = {"2:4": lambda: [("Sparse24", {})], "2:4 both ways": lambda: [("Sparse2
 @pytest.mark.parametrize("shaped", SHAPED)
 @pytest.mark.parametrize("cut, learned", [*((c, True) for c in CUTS), ("groups", False)])
 def test_what_shapes_the_weights_foresees_the_cut(cut, shaped, learned):
-    "Columns that are cut regroup the fours and the groups of a grid, and leave a token's scale: once the gates are shut, the cooked weights are those of the export, bit for bit"
+    """Columns that are cut regroup the fours and the groups of a grid, and leave a token's scale: once the gates are
+    shut, the cooked weights are those of the export, bit for bit"""
     from bmlab.cook import fakequant
     from bmlab.cook import prune
     from bmlab.cook import structure as slicing
@@ -697,8 +700,12 @@ def inputs_of(model, calib, name):
     return x.T @ x, len(x)
 
 
-@pytest.mark.parametrize("name, layer", [("llama", "model.layers.1.mlp.up_proj"), ("qwen3", "model.layers.2.self_attn.q_proj"), ("bert", "bert.encoder.layer.1.intermediate.dense"),
-                                         ("t5", "encoder.block.1.layer.0.SelfAttention.q"), ("t5", "decoder.block.1.layer.1.EncDecAttention.k"), ("t5", "decoder.block.1.layer.2.DenseReluDense.wi")])
+@pytest.mark.parametrize("name, layer",
+                         [("llama", "model.layers.1.mlp.up_proj"), ("qwen3", "model.layers.2.self_attn.q_proj"),
+                          ("bert", "bert.encoder.layer.1.intermediate.dense"),
+                          ("t5", "encoder.block.1.layer.0.SelfAttention.q"),
+                          ("t5", "decoder.block.1.layer.1.EncDecAttention.k"),
+                          ("t5", "decoder.block.1.layer.2.DenseReluDense.wi")])
 def test_calibration_counts_tokens_and_no_padding(name, layer, texts):
     "Right-padded, left-padded and unpadded batches of the same texts give a layer the same inputs"
     model = family(name)
@@ -789,14 +796,18 @@ def bert(head, **more):
     return getattr(tf, "Bert" + head)(tf.BertConfig(**BERT | more)).eval()
 
 
+CHOICES, NUMBERS = ["rows_s", "kl", "same_top1"], ["rows_s", "output_error"]
+
+
 @pytest.mark.parametrize("head, labels, rows", [
-    ("ForSequenceClassification", lambda b: {"labels": torch.tensor([0, 1, 1])}, ["accuracy", "rows_s", "kl", "same_top1"]),
-    ("ForSequenceClassification", lambda b: {}, ["rows_s", "kl", "same_top1"]),
-    ("ForSequenceClassification", lambda b: {"labels": torch.rand(3, 2)}, ["rows_s", "output_error"]),                       # of several classes each, or numbers
-    ("ForTokenClassification", lambda b: {"labels": b["labels"] % 2 - 100 * (b["labels"] < 0)}, ["accuracy", "rows_s", "kl", "same_top1"]),
-    ("ForMaskedLM", lambda b: {"labels": b["labels"]}, ["accuracy", "rows_s", "kl", "same_top1"]),
-    ("ForQuestionAnswering", lambda b: {"start_positions": torch.tensor([0, 1, 2]), "end_positions": torch.tensor([3, 2, 99])}, ["accuracy", "rows_s", "kl", "same_top1"]),
-    ("Model", lambda b: {}, ["rows_s", "output_error"]),
+    ("ForSequenceClassification", lambda b: {"labels": torch.tensor([0, 1, 1])}, ["accuracy", *CHOICES]),
+    ("ForSequenceClassification", lambda b: {}, CHOICES),
+    ("ForSequenceClassification", lambda b: {"labels": torch.rand(3, 2)}, NUMBERS),     # of several classes, or numbers
+    ("ForTokenClassification", lambda b: {"labels": b["labels"] % 2 - 100 * (b["labels"] < 0)}, ["accuracy", *CHOICES]),
+    ("ForMaskedLM", lambda b: {"labels": b["labels"]}, ["accuracy", *CHOICES]),
+    ("ForQuestionAnswering", lambda b: {"start_positions": torch.tensor([0, 1, 2]),
+                                        "end_positions": torch.tensor([3, 2, 99])}, ["accuracy", *CHOICES]),
+    ("Model", lambda b: {}, NUMBERS),
 ])
 def test_report_of_models_that_write_no_text(head, labels, rows, texts):
     "Rows that do not apply are left out, and padding counts nowhere"
@@ -808,7 +819,8 @@ def test_report_of_models_that_write_no_text(head, labels, rows, texts):
     assert r.ratio.file_bytes < 0.9 and r.after.parameters == r.before.parameters
     far = r.after["kl" if "kl" in rows else "output_error"]
     assert 0 < far < 0.05 and r.before["kl" if "kl" in rows else "output_error"] == 0
-    wide = {k: F.pad(v, (0, 5), value=-100 if k == "labels" else 0) if v.shape == (3, 11) else v for k, v in b.items()}
+    pad = lambda k, v: F.pad(v, (0, 5), value=-100 if k == "labels" else 0)
+    wide = {k: pad(k, v) if v.shape == (3, 11) else v for k, v in b.items()}
     if head == "ForTokenClassification":
         assert report(model, small, [wide], speed=False).after.accuracy == r.after.accuracy
     assert report(model, small, [wide], speed=False).after["kl" if "kl" in rows else "output_error"] == pytest.approx(

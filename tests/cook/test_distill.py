@@ -336,7 +336,8 @@ def test_padding_of_a_model_that_calls_its_only_stack_decoder():
     make = lambda: tf.OPTForCausalLM(tf.OPTConfig(hidden_size=32, ffn_dim=48, num_hidden_layers=2,
                                                   num_attention_heads=4, vocab_size=60, word_embed_proj_dim=32,
                                                   max_position_embeddings=64, dropout=0.0)).train()
-    student, teacher, ids, terms = make(), make(), torch.randint(4, 60, (2, 8)), []
+    student, teacher = make(), make()
+    ids, terms = torch.randint(4, 60, (2, 8)), []
     for pads in (0, 20):
         cook = Cook(student, [Distill(teacher, logits=0., hidden="decoder.layers.*")])
         student(input_ids=F.pad(ids, (0, pads), value=1), attention_mask=F.pad(torch.ones_like(ids), (0, pads)))

@@ -1,4 +1,4 @@
-"Structured pruning: planted dead units, resuming, copies, compile and checkpointing, orders of methods, two ranks, and gates against lots."
+"Structured pruning: planted dead units, resuming, copies, compiling, orders of methods, two ranks, gates against lots."
 import copy, importlib, itertools, math, warnings
 
 import pytest
@@ -284,7 +284,8 @@ def test_gates_learn_on_a_gpu():
 def test_gates_against_lots_down_three_stairs():
     """A GPT trained here; learned gates and random masks with as many tokens, three seeds.
 
-    Perplexity of the gates over that of random masks at the three stairs, six seeds, two CPU cores; in brackets with gates that do not sharpen (ramp 0.5):
+    Perplexity of the gates over that of random masks at the three stairs, six seeds, two CPU cores; in brackets with
+    gates that do not sharpen (ramp 0.5):
         seed 0   0.56 0.60 0.80 (0.57 0.69 0.82)      seed 3   0.21 0.28 0.58 (0.21 0.31 0.66)
         seed 1   0.70 0.63 0.91 (0.70 0.72 1.05)      seed 4   0.52 0.59 0.86 (0.53 0.64 0.91)
         seed 2   0.96 0.88 0.88 (0.96 0.97 0.97)      seed 5   1.00 0.85 0.91 (1.00 0.96 0.95)
@@ -423,7 +424,7 @@ def test_gates_that_are_not_done_are_cut_to_the_target_and_said(done):
 
 
 def test_attentions_that_share_a_table_compete_with_their_like():
-    "Where widths may differ, a group that three attentions share costs as much as three: the target is met all the same"
+    "Where widths may differ, a group that three attentions share costs as much as three: the target is met still"
     torch.manual_seed(0)
     t5 = tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=3, num_decoder_layers=2,
                                                    num_heads=4, vocab_size=40, decoder_start_token_id=0)).eval()

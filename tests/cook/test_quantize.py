@@ -79,9 +79,12 @@ def test_rows_follow_the_formula_of_bmquant():
     assert torch.equal(codes.float(), torch.round(w / (w.abs().amax(1, keepdim=True) / 127)))
 
 
-@pytest.mark.parametrize("grid", [Grid(), Grid(group_size=32), Grid(bits=4, group_size=32), Grid(bits=4, group_size=32, symmetric=True)], ids=str)
+@pytest.mark.parametrize("grid",
+                         [Grid(), Grid(group_size=32), Grid(bits=4, group_size=32),
+                          Grid(bits=4, group_size=32, symmetric=True)],
+                         ids=str)
 def test_gptq_against_a_dense_float64_solve(grid):
-    "Each column's error goes to the columns that are left as the least-squares solution says, computed anew for each column"
+    "Each column's error goes to the columns that are left as the least-squares solution says, computed anew for each"
     g = torch.Generator().manual_seed(0)
     w, x = torch.randn(24, 64, generator=g), torch.randn(500, 64, generator=g) @ torch.randn(64, 64, generator=g)
     gram, damping = x.T @ x, 0.02
@@ -114,7 +117,8 @@ def test_small_codes_are_the_best_there_are(K, bits, group):
 
 
 def test_int4_scales_are_solved_for_where_energy_is_known():
-    "No other scale and zero point fits the codes better by more than float16's rounding, and the error is well below that of ranges that are only cut"
+    """No other scale and zero point fits the codes better by more than float16's rounding, and the error is well below
+    that of ranges that are only cut"""
     g = torch.Generator().manual_seed(0)
     w, energy = torch.randn(16, 256, generator=g), torch.rand(256, generator=g) + 0.1
     for grid in (Grid(bits=4, group_size=64), Grid(bits=4, group_size=64, symmetric=True)):
@@ -233,10 +237,14 @@ def test_experts_without_a_token_are_named(caplog):
     assert "of 4 experts got no token" in caplog.text and logits(model).isfinite().all()
 
 
-@pytest.mark.parametrize("options,text", [
-    (dict(damping=-0.1), "damping=-0.1"), (dict(damping=math.nan), "damping=nan"), (dict(damping=math.inf), "damping=inf"), (dict(damping="a"), "damping='a'"), (dict(damping=True), "damping=True"),
-    (dict(group_size=48), "group_size=48"), (dict(group_size=64.0), "group_size=64.0"), (dict(group_size=0), "group_size=0"), (dict(bits=4, group_size=-32), "group_size=-32"),
-    (dict(bits=16), "bits=16"), (dict(bits="8"), "bits='8'"), (dict(smooth=math.nan), "smooth=nan"), (dict(smooth=True), "smooth=True"), (dict(activations=4), "activations=4")])
+@pytest.mark.parametrize("options,text",
+                         [(dict(damping=-0.1), "damping=-0.1"), (dict(damping=math.nan), "damping=nan"),
+                          (dict(damping=math.inf), "damping=inf"), (dict(damping="a"), "damping='a'"),
+                          (dict(damping=True), "damping=True"), (dict(group_size=48), "group_size=48"),
+                          (dict(group_size=64.0), "group_size=64.0"), (dict(group_size=0), "group_size=0"),
+                          (dict(bits=4, group_size=-32), "group_size=-32"), (dict(bits=16), "bits=16"),
+                          (dict(bits="8"), "bits='8'"), (dict(smooth=math.nan), "smooth=nan"),
+                          (dict(smooth=True), "smooth=True"), (dict(activations=4), "activations=4")])
 def test_arguments_out_of_range_are_named(options, text):
     model = llama()
     with pytest.raises(ValueError, match=text.replace("(", r"\(")): quantize(model, CALIB, **options)
@@ -245,7 +253,9 @@ def test_arguments_out_of_range_are_named(options, text):
         with pytest.raises(ValueError, match=text): FakeQuant("w8a16", rounding="gptq", **options)
 
 
-@pytest.mark.parametrize("calib,kind", [([], ValueError), ((b for b in ()), ValueError), ({"input_ids": IDS}, TypeError), (IDS, TypeError), ([1], TypeError)])
+@pytest.mark.parametrize("calib,kind",
+                         [([], ValueError), ((b for b in ()), ValueError), ({"input_ids": IDS}, TypeError),
+                          (IDS, TypeError), ([1], TypeError)])
 def test_what_is_no_batch_is_refused(calib, kind):
     model = llama()
     with pytest.raises(kind, match="calib"): quantize(model, calib)
@@ -331,7 +341,9 @@ class Zeros(Method):
                 unparametrize(m, "weight", p)
 
 
-@pytest.mark.parametrize("scheme,options", [("w8a16", {}), ("w8a8", dict(smooth=0.5)), ("w4a16-g32", dict(rounding="gptq")), ("w4a16-g32", dict(rounding="awq"))])
+@pytest.mark.parametrize("scheme,options",
+                         [("w8a16", {}), ("w8a8", dict(smooth=0.5)), ("w4a16-g32", dict(rounding="gptq")),
+                          ("w4a16-g32", dict(rounding="awq"))])
 def test_order_of_the_recipe_does_not_matter_and_slices_are_fitted_anew(scheme, options):
     exports, rounding = [], options.get("rounding", "nearest")
     # all, or the first and the last
@@ -565,11 +577,13 @@ def test_four_bits_of_a_model_trained_in_float():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name,options,bound", [
-    ("W8A16, nearest", dict(rounding="nearest"), 0.01), ("W8A16", {}, 0.005), ("W8A8, nearest", dict(rounding="nearest", activations=8), 0.03),
-    ("W8A8", dict(activations=8), 0.03), ("W4A16 g64", dict(bits=4, group_size=64), 0.08)])
+@pytest.mark.parametrize("name,options,bound",
+                         [("W8A16, nearest", dict(rounding="nearest"), 0.01), ("W8A16", {}, 0.005),
+                          ("W8A8, nearest", dict(rounding="nearest", activations=8), 0.03),
+                          ("W8A8", dict(activations=8), 0.03), ("W4A16 g64", dict(bits=4, group_size=64), 0.08)])
 def test_perplexity_of_a_real_model(name, options, bound):
-    "What a user gets without further options, on texts that nothing was chosen by: damping, scales and smoothing were chosen on the last training texts"
+    """What a user gets without further options, on texts that nothing was chosen by: damping, scales and smoothing were
+    chosen on the last training texts"""
     from test_quality import calibration, held_out
     model, tok = load("smollm2-135m", device="cpu")
     batches = held_out(tok, 8192)
@@ -586,7 +600,9 @@ def test_perplexity_of_a_real_model(name, options, bound):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme,options", [("w8a16", {}), ("w8a16-g32", {}), ("w8a8", dict(smooth=0.5)), ("w4a16-g32", dict(rounding="gptq")), ("w4a16-g32", dict(rounding="awq"))])
+@pytest.mark.parametrize("scheme,options",
+                         [("w8a16", {}), ("w8a16-g32", {}), ("w8a8", dict(smooth=0.5)),
+                          ("w4a16-g32", dict(rounding="gptq")), ("w4a16-g32", dict(rounding="awq"))])
 def test_export_on_a_gpu_computes_what_the_cooked_model_does(scheme, options, dtype):
     torch.manual_seed(0)
     model = (tf.LlamaForCausalLM._from_config(tf.LlamaConfig(**TINY

@@ -1,4 +1,4 @@
-"2:4 sparsity: oracles, recipes, sharding, compiled and checkpointed training, files, the GPU's sparse tensor cores, and what distillation gives back."
+"2:4 sparsity: oracles, recipes, sharding, compiled training, files, tensor cores, what distillation gives back."
 import copy, itertools, math, pickle, warnings
 from pathlib import Path
 
@@ -83,7 +83,8 @@ def test_wanda_as_torchao_computes_it():
 
 
 def test_sparsegpt_against_the_best_weights_for_its_mask():
-    "Least squares for each row's mask in float64 is the floor; SparseGPT, which may not go back, stays near it and far below the uncorrected mask"
+    """Least squares for each row's mask in float64 is the floor; SparseGPT, which may not go back, stays near it and
+    far below the uncorrected mask"""
     set_seed(0)
     w, x = torch.randn(16, 32), torch.randn(600, 32) @ torch.randn(32, 32)
     H = (x.T @ x).double()
@@ -130,7 +131,8 @@ def norms_of(model, calib): return input_norms(model, resolve(model, "*", kind=n
 
 
 def test_padding_counts_nowhere():
-    "Right- and left-padded batches, unpadded ones and bare tensors of the same texts: the same norms, and the same corrections by SparseGPT's Grams"
+    """Right- and left-padded batches, unpadded ones and bare tensors of the same texts: the same norms, and the same
+    corrections by SparseGPT's Grams"""
     plain, found = norms_of(llama(), [{"input_ids": t} for t in TEXTS]), []
     for calib in (padded("right"), padded("left"), TEXTS, [{"input_ids": t, "labels": t} for t in TEXTS]):
         for n, x in norms_of(llama(), calib).items(): assert torch.allclose(x, plain[n], rtol=1e-5), n
@@ -223,7 +225,7 @@ def test_with_fake_quantization_in_any_order():
 
 
 def test_four_methods_in_any_order():
-    "Sliced neurons, experts, 2:4 and int8: the same tensors whatever the order of the list, and what the cooked model computes"
+    "Sliced neurons, experts, 2:4 and int8: the same tensors in any order of the list, equal to the cooked model"
     prune, moefy, fakequant = (pytest.importorskip(f"bmlab.cook.{m}") for m in ("prune", "moefy", "fakequant"))
     exports = []
     for order in ((0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)):
@@ -308,7 +310,9 @@ def test_conv1d():
         assert all(is24(m) for m in cook.methods[0].masks().values())
 
 
-@pytest.mark.parametrize("options", [dict(), dict(score="magnitude", transposable=True), dict(score="sparsegpt"), dict(when="repick"), dict(score="sparsegpt", when="ramp", steps=2)])
+@pytest.mark.parametrize("options",
+                         [dict(), dict(score="magnitude", transposable=True), dict(score="sparsegpt"),
+                          dict(when="repick"), dict(score="sparsegpt", when="ramp", steps=2)])
 def test_widths_that_four_does_not_divide(options):
     "Short last blocks keep at most two, in every recipe, in the file too"
     set_seed(0)
@@ -399,8 +403,8 @@ def test_packing_loses_no_delta():
     for make, name, int8 in ((gpt2, "mlp.c_fc", False), (llama, "up_proj", False), (llama, "up_proj", True)):
         model = make()
         for m in resolve(model, name).values():
-            m.weight.data *= (pick24((m.weight.t() if make is gpt2 else m.weight).detach().abs()).t() if make is gpt2
-                              else pick24(m.weight.detach().abs()))
+            size = m.weight.detach().abs()
+            m.weight.data *= pick24(size.t()).t() if make is gpt2 else pick24(size)
         if int8: pack_linears(model, modules=name)
         d = Lora(model, r=2, modules=name)
         for p in d.trainable(): nn.init.normal_(p)
@@ -600,8 +604,11 @@ def reviewer():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, options, hidden", [("magnitude", dict(score="magnitude"), None), ("Wanda", dict(), None), ("Wanda, ramped", dict(when="ramp", steps=100), None),
-                                                   ("Wanda, re-picked", dict(when="repick", steps=200), None), ("SparseGPT, hidden states too", dict(score="sparsegpt"), "layers.*")])
+@pytest.mark.parametrize("name, options, hidden",
+                         [("magnitude", dict(score="magnitude"), None), ("Wanda", dict(), None),
+                          ("Wanda, ramped", dict(when="ramp", steps=100), None),
+                          ("Wanda, re-picked", dict(when="repick", steps=200), None),
+                          ("SparseGPT, hidden states too", dict(score="sparsegpt"), "layers.*")])
 def test_distillation_recovers_the_gap(reviewer, name, options, hidden):
     "All blocks 2:4, the dense model teaches: at least nine tenths of what the same choice loses in one shot"
     from bmlab.cook.distill import Distill

@@ -157,7 +157,8 @@ def test_both_ways_back_in_a_fresh_process(tmp_path):
 from bmlab.cook.report import load_cooked
 d = sys.argv[1]
 ids = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(0))
-with torch.no_grad(): got = [m(ids).logits for m in (tf.LlamaForCausalLM.from_pretrained(d + "/llama").eval(), load_cooked(d + "/gpt2"))]
+again = tf.LlamaForCausalLM.from_pretrained(d + "/llama").eval(), load_cooked(d + "/gpt2")
+with torch.no_grad(): got = [m(ids).logits for m in again]
 for a, b in zip(got, torch.load(d + "/logits")): torch.testing.assert_close(a, b, rtol=0, atol=1e-5)"""
     fresh_python(code, tmp_path, check=True)
 
@@ -239,7 +240,9 @@ def test_a_layout_that_mixes_the_heads_is_left_alone():
         assert not found.attention() and len(found.ffn()) == 1
 
 
-@pytest.mark.parametrize("what", ["channels of a LayerNorm", "a delta", "a packed layer", "uneven groups", "tables", "a parametrization"])
+@pytest.mark.parametrize("what",
+                         ["channels of a LayerNorm", "a delta", "a packed layer", "uneven groups", "tables",
+                          "a parametrization"])
 def test_a_refused_slice_leaves_the_model_bit_for_bit(what):
     from bmlab.kernels.layers import pack_linears
     from bmlab.delta.lora import Lora
