@@ -21,7 +21,7 @@ def chain(
     name:str="weight",  # of one of its parameters
     kind:type|tuple=nn.Module, # only those of this class
 )->list[nn.Module]:     # the parametrizations of that parameter, in the order they run; empty where there is none
-    "What stands between a stored weight and the one that the layer computes with."
+    "The modules between a stored weight and the one that the layer computes with."
     if not parametrize.is_parametrized(module, name): return []
     return [p for p in module.parametrizations[name] if isinstance(p, kind)]
 
@@ -50,7 +50,7 @@ def parametrize_weight(
     p:nn.Module,       # weight → weight
     priority:int,      # its place in the chain, small first: gates 10, masks 20, fake quantizers 30
 )->nn.Module:          # p
-    "Put `p` between a stored weight and its layer, and of a tied weight all its layers."
+    "Put `p` between a stored weight and its layer; for a tied weight, all of its layers."
     if module._parameters.get(name) is None and not parametrize.is_parametrized(module, name):
         raise LookupError(f"{type(module).__name__} has no parameter "
                           f"{name!r}{did_you_mean(name, module._parameters)}; it has {sorted(module._parameters)}")
@@ -168,6 +168,6 @@ class Foresees(nn.Module):
 def foresee(
     model:nn.Module, # cooked
 ):
-    "Tell what shapes a model's weights what the export will cut, where a method has decided that."
+    "Tell the modules that shape a model's weights what the export will cut, once a method has decided it."
     for m in model.children():
         if hasattr(m, "foresee"): m.foresee(model)

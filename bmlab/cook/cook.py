@@ -56,7 +56,7 @@ class Method:
     ):
         "What can only be done when all methods have exported."
     def state(self)->dict:
-        "Numbers that the report shows of this method."
+        "This method's numbers for the report."
         return dict(getattr(self, "notes", {}))
 
 # %% ../../nbs/20_cook.ipynb #3801882c

@@ -401,7 +401,7 @@ def attach(self:Distill, model):
 # %% ../../nbs/20_cook/10_distill.ipynb #517c05a8
 @patch
 def parameters(self:Distill)->list:
-    "The projectors' weights, which stand on the student."
+    "The projectors' weights, registered on the student."
     return list(getattr(self.model, self.projectors).parameters()) if getattr(self, "projectors", None) else []
 
 @patch

@@ -281,7 +281,7 @@ def _weight(self:FakeQuant, m, k, grid):
 
 # %% ../../nbs/20_cook/06_fakequant.ipynb #c00309fe
 def _narrowed(inputs, columns):
-    "What was measured of inputs, of these columns"
+    "What was measured of inputs, for these columns only"
     if columns is None or inputs.peak is None: return inputs
     return Inputs(inputs.gram if inputs.gram is None else inputs.gram[columns][:, columns], inputs.peak[columns],
                   inputs.rows)

@@ -154,13 +154,10 @@ def feed_forwards(
     chosen = {n: f for n, f in found.items() if n in wanted
               or any(f"{n}.{m}" in wanted for m in (f.gate, f.up, f.down))}
     if not chosen:
-        refused = next((f"; {n} {w}" for n, w in why.items() if n in wanted
-                        or any(m.startswith(n + ".") for m in wanted)),
-                       "")
-        raise LookupError(
-            f"modules={modules!r} names no feed-forward layer; there are "
-            f"{', '.join(list(found)[:3])}{', …' if found.keys() - set(list(found)[:3]) else ''}{refused}"
-        )
+        meant = lambda n: n in wanted or any(m.startswith(n + ".") for m in wanted)
+        refused = next((f"; {n} {w}" for n, w in why.items() if meant(n)), "")
+        there = ", ".join([*list(found)[:3], *(["…"] if len(found) > 3 else [])])
+        raise LookupError(f"modules={modules!r} names no feed-forward layer; there are {there}{refused}")
     return chosen
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #d00ddc67
@@ -232,7 +229,7 @@ def neuron_rows(
 def unhooked(
     m:nn.Module, # a matrix module
 )->bool:
-    "Has a module no hook, which a product computed here would pass by?"
+    "Has a module no hooks? A product computed here would skip them."
     return not (m._forward_hooks or m._forward_pre_hooks)
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #4235e2a5
@@ -289,7 +286,7 @@ def claim_neurons(
     name:str,         # its name in the model
     method,           # of Cook, which will split its neurons
 ):
-    "Note on a layer who splits its neurons; raises where someone does already."
+    "Note on a layer which method splits its neurons; raises if one does already."
     if (who := module.__dict__.get("_bmlab_neurons")) is not None:
         raise ValueError(f"{name} is split by {who} already; give the two methods modules= that do not meet")
     module.__dict__["_bmlab_neurons"] = type(method).__name__
@@ -297,7 +294,7 @@ def claim_neurons(
 def release_neurons(
     module:nn.Module, # that was claimed
 ):
-    "Its neurons are split no longer."
+    "Note that its neurons are no longer split."
     del module.__dict__["_bmlab_neurons"]
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #a1c49c4a

@@ -467,7 +467,7 @@ def _decide(method, module, ffn, x, h, name):
     if method.router == "centroid": tensors = _centroid(first, bounds, some(x), x is not None and mass[train])
     elif method.router == "mlp": tensors = _network(bounds, x[train], mass[train], method.seed)
     else: tensors = _representatives(first, up, reach, bounds, some(h), x is not None and mass[train])
-    made = Router(router, {n: t.float() for n, t in tensors.items()})
+    made = Router(method.router, {n: t.float() for n, t in tensors.items()})
     active = None if threshold is not None else (on + k * (bounds[2] - on)) / bounds[-1]
     if x is not None:
         with torch.no_grad(): running = chosen(made(x[apart], ffn.function(module)), k, threshold)

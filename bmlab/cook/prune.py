@@ -706,8 +706,7 @@ def staircase(
             if i + 1 < len(stairs): model = copy.deepcopy(out[-1])   # the next stair trains it
     except BaseException as e:
         e.stairs = out
-        e.add_note(
-            f"in stair {len(out) + 1} of {len(stairs)}; the models of those before are in .stairs of this exception"
-        )
+        where = f"in stair {len(out) + 1} of {len(stairs)}"
+        e.add_note(f"{where}; the models of those before are in .stairs of this exception")
         raise
     return out

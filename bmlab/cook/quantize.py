@@ -399,9 +399,8 @@ def choose_experts(
     codes, energy = zip(*(choose_codes(part, i, grid, rounding, damping)
                           for part, i in zip(w.chunk(len(inputs)), inputs)))
     if idle := sum(i.gram is None for i in inputs):
-        logging.getLogger(__name__).warning(
-            "%d of %d experts got no token of the calibration batches, and are rounded to nearest", idle, len(inputs)
-        )
+        said = "%d of %d experts got no token of the calibration batches, and are rounded to nearest"
+        logging.getLogger(__name__).warning(said, idle, len(inputs))
     return tuple(None if t[0] is None else torch.cat(t) for t in zip(*codes)), torch.stack(energy)
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #1781658f

@@ -39,7 +39,7 @@ def _seq2seq(model): return getattr(getattr(unwrap(model), "config", None), "is_
 def _forward_names(model): return forward_names(unwrap(model))
 
 def _batches(calib, name="calib"):
-    "Batches as a list; raises for what are none"
+    "Batches as a list; raises for anything else"
     if calib is None: raise ValueError(f"{name} is None: give a few batches")
     if isinstance(calib, (Mapping, Tensor)):
         raise TypeError(f"{name} is a {type(calib).__name__}, expected a list of batches; for a single one write "
@@ -59,7 +59,7 @@ def _is_cross_input(name):
 
 # %% ../../nbs/20_cook/01_report.ipynb #5fc75c53
 def _with_context(model, given, labels):
-    "What a model is called with, given its labels (B, L) or None: CPM-Live reads both ways what has none"
+    "What a model is called with, given its labels (B, L) or None; a CPM-Live model reads unlabelled text both ways"
     reads = getattr(unwrap(model), "reads_both_ways", False) and "context" in _forward_names(model)
     if not reads or not isinstance(labels, Tensor) or given.get("context") is not None: return given
     return {**given, "context": labels == -100}
@@ -304,7 +304,7 @@ def divergence(
     after:nn.Module,    # the same vocabulary, or classes
     batches:Iterable,   # dicts of the models' arguments, with labels for language models
 )->tuple[float, float]: # (mean KL(before ‖ after) in nats a row of logits, share of equal first choices)
-    "How far apart what two models predict is."
+    "How far apart the predictions of two models are."
     batches, far = _batches(batches, "batches"), _Distance()
     for mine, theirs in zip(_answers(before, batches, "before"), _answers(after, batches, "after")):
         far.add(mine, theirs)
@@ -421,9 +421,10 @@ def _described(model, state):
         "yours": yours,
         "packed": {n: getattr(m, "group_size", None) for n, m in packed.items()},  # None: int8
         "activations": {n: a for n, m in packed.items() if (a := getattr(m, "activations", None))},
+        # what a packed embedding puts out
         "out_dtype": {n: str(m.out_dtype)[6:] for n, m in packed.items() if hasattr(m, "out_dtype")},
         "tied": _tied(state),
-    }  # what a packed embedding puts out
+    }
 
 # %% ../../nbs/20_cook/01_report.ipynb #3561cb38
 # (to format 2 model.safetensors, which others opened)

@@ -155,12 +155,8 @@ def expand24(
     "The matrix that `compress24` took apart."
     bits = torch.stack((indices & 15, indices >> 4), -1).view(len(indices), -1)                        # (N, B)
     places = torch.stack((bits & 3, bits >> 2), -1).long()
-    return (
-        values.new_zeros(*bits.shape, 4)
-        .scatter_(-1, places, values.view(places.shape))
-        .view(len(values), -1)[:, :K]
-        .contiguous()
-    )
+    blocks = values.new_zeros(*bits.shape, 4).scatter_(-1, places, values.view(places.shape))          # (N, B, 4)
+    return blocks.view(len(values), -1)[:, :K].contiguous()
 
 # %% ../../nbs/20_cook/09_sparse24.ipynb #d62b0f12
 # of a `Sparse24Linear`: as in its file; with the zeros; torch's tensor for sparse tensor cores

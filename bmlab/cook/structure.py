@@ -430,9 +430,8 @@ def _channel_cuts(found, index, modules):
 
 def _check_channels(model, found):
     "Raise where inputs or outputs of a matrix may be heads or neurons, which its number of channels does not tell"
-    known = {n for a in found.attention().values() for n in (a.out, *a.inputs.values())} | {
-        n for f in found.ffn().values() for n in (f.out, *f.inputs)
-    }
+    known = {n for a in found.attention().values() for n in (a.out, *a.inputs.values())}
+    known |= {n for f in found.ffn().values() for n in (f.out, *f.inputs)}
     matrices = {n: r for n, r in roles(model).items()
                 if r in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")}
     if odd := [n for n, _ in parts(model) if n in matrices and n not in known]:
@@ -527,13 +526,12 @@ def slice_model(
 def _slice(root, found, index):
     modules, scissors = dict(parts(root)), _Scissors()
     attention, ffn = found.attention(), found.ffn()
-    empty = {
-        layer.name
-        for layer in found.layers()
-        if all(u.out in index and not len(index[u.out]) for u in (*layer.attention, *layer.ffn))
-        and not any(undroppable(u, layer) for u in (*layer.attention, *layer.ffn))
-        and len(layer.attention) == len(layer.ffn) == 1
-    }  # both sublayers gone
+    def is_empty(layer):
+        "Are both sublayers gone?"
+        both = (*layer.attention, *layer.ffn)
+        gone = all(u.out in index and not len(index[u.out]) for u in both)
+        return gone and not any(undroppable(u, layer) for u in both) and len(layer.attention) == len(layer.ffn) == 1
+    empty = {layer.name for layer in found.layers() if is_empty(layer)}
     gone = empty | {layer.name for s, stack in found.stacks.items() if s in index for n, layer in enumerate(stack)
                     if n not in index[s].tolist()}
     places = {s: ([n for n, layer in enumerate(stack) if layer.name not in gone], len(stack))
