@@ -19,7 +19,8 @@ from .train.checkpoint import export_hf, latest, load_weights, save
 from .data.collect import collect
 from .delta.continual import Continual, transfer
 from .models.convert import to_original, to_safetensors
-from .cook.cook import Cook, Method, lattice
+from .cook.cook import Cook, Method
+from .cook.lattice import lattice
 from .cook.report import bytes_on_disk, divergence, load_cooked, perplexity, report, save_cooked
 from .cook.plots import pareto, plot_experts, plot_gates, plot_mask, plot_weights
 from .core import Count, count, figure, format_bytes, format_count, parse_bytes, resolve, roles, set_seed, table

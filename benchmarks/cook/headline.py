@@ -1,15 +1,23 @@
-"""A 135M model that judges sentences, cooked until it runs ten times as fast: what each method gave, and a dense model of the small shape beside it.
+"""A 135M model that judges sentences, cooked until it runs ten times as fast: what each method gave, and a dense model
+of the small shape beside it.
 
-usage: python benchmarks/cook/headline.py [--keep FOLDER] [--layers 2] [--ffn 1024] [--epochs 6] [--seeds 0 1 2] [--time cpu cuda] [--threads 2] [--out FILE.json] [--tiny] …
-       quietly, on two cores, after a first call with --keep:  taskset -c 0,1 python benchmarks/cook/headline.py --keep FOLDER --time cpu
+usage: python benchmarks/cook/headline.py [--keep FOLDER] [--layers 2] [--ffn 1024] [--epochs 6] [--seeds 0 1 2]
+                                          [--time cpu cuda] [--threads 2] [--out FILE.json] [--tiny] …
+       quietly, on two cores, after a first call with --keep:  taskset -c 0,1 python benchmarks/cook/headline.py
+       --keep FOLDER --time cpu
 
-Task: which sentences of film reviews are good (VADER's ratings of at least 1 either way), the split of benchmarks/delta/quality.py. The original is SmolLM2-135M as a classifier,
-tuned with LoRA on all linear layers and merged. Each row is one more method than the row above; every student sees the same rows in the same order for as many steps. Accuracy is
-on held-out sentences, the mean over seeds (`least`: the worst). Speed is of one process, in turns, after warm-ups: milliseconds of one sentence of 24 tokens, and sentences a second
-in a large batch of 32 tokens; `faster` is the ratio to the fastest eager original within each round (CPU: of fp32 and bf16; GPU: bf16, by events), median over rounds; `step` the ratio
-to the row above. `cpu_time`: by the processor's own time on one thread, which other work on the machine disturbs less. On a GPU all is bf16, and each model runs eagerly and as a CUDA
-graph. --compile: the cooked model compiled, too. The plan (benchmarks/plans/cook_headline.json) is written before anything is measured: the ratio of the matrices' work. --keep holds
-the tuned original, its answers and the students, so that a second call only measures. --minutes: no student is begun when less is left than the longest took.
+Task: which sentences of film reviews are good (VADER's ratings of at least 1 either way), the split of
+benchmarks/delta/quality.py. The original is SmolLM2-135M as a classifier, tuned with LoRA on all linear layers and
+merged. Each row is one more method than the row above; every student sees the same rows in the same order for as
+many steps. Accuracy is on held-out sentences, the mean over seeds (`least`: the worst). Speed is of one process, in
+turns, after warm-ups: milliseconds of one sentence of 24 tokens, and sentences a second in a large batch of 32
+tokens; `faster` is the ratio to the fastest eager original within each round (CPU: of fp32 and bf16; GPU: bf16, by
+events), median over rounds; `step` the ratio to the row above. `cpu_time`: by the processor's own time on one
+thread, which other work on the machine disturbs less. On a GPU all is bf16, and each model runs eagerly and as a
+CUDA graph. --compile: the cooked model compiled, too. The plan (benchmarks/plans/cook_headline.json) is written
+before anything is measured: the ratio of the matrices' work. --keep holds the tuned original, its answers and the
+students, so that a second call only measures. --minutes: no student is begun when less is left than the longest
+took.
 """
 import argparse, copy, json, sys, time
 from pathlib import Path
@@ -54,23 +62,18 @@ def batches(tok, texts, labels, size, seed=None, length=48):
     for k in torch.randperm(len(parts), generator=g).tolist() if seed is not None else range(len(parts)):
         n = max(len(ids[i]) for i in parts[k])
         rows = torch.tensor([ids[i] + [PAD] * (n - len(ids[i])) for i in parts[k]])
-        yield {
-            "input_ids": rows,
-            "attention_mask": (torch.arange(n) < torch.tensor([[len(ids[i])] for i in parts[k]])).long(),
-            "labels": labels[parts[k]],
-        }
+        yield {"input_ids": rows,
+               "attention_mask": (torch.arange(n) < torch.tensor([[len(ids[i])] for i in parts[k]])).long(),
+               "labels": labels[parts[k]]}
 
 
 @torch.no_grad()
 def answers(model, data):
     "Logits (N, 2) in the order of the rows, on the CPU"
     with eval_mode(model):
-        return torch.cat(
-            [
-                model(**to_device({k: v for k, v in b.items() if k != "labels"}, model.device)).logits.float().cpu()
-                for b in data
-            ]
-        )
+        return torch.cat([model(**to_device({k: v for k, v in b.items() if k != "labels"},
+                                            model.device)).logits.float().cpu()
+                          for b in data])
 
 
 def accuracy(model, tok, held):
@@ -105,9 +108,8 @@ def classifier(args):
     set_seed(0)
     if not args.tiny: model = tf.LlamaForSequenceClassification.from_pretrained(where, **options)
     else:
-        shape = dict(
-            hidden_size=32, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2
-        )
+        shape = dict(hidden_size=32, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
+                     num_key_value_heads=2)
         model = tf.LlamaForSequenceClassification(tf.LlamaConfig(vocab_size=49152, num_labels=2, **shape)).bfloat16()
     model.config.pad_token_id, model.config.use_cache = PAD, False
     return model
@@ -157,14 +159,11 @@ def first(model, layers, ffn, calib):
 
 
 def student(model, args, data, ffn, seed, teacher=None, fresh=False):
-    "What the methods make of the original in the given steps: the cut model, trained; `fresh`: its shape alone, the weights drawn anew"
+    "What the methods make of the original in the given steps: the cut model, trained; `fresh`: with weights drawn anew"
     set_seed(seed)
     small = copy.deepcopy(model).float()
-    small = (
-        first(small, args.layers, ffn, data[:4])
-        if args.score == "first"
-        else cut(small, args.layers, ffn, data[:4], args.score)
-    )
+    small = (first(small, args.layers, ffn, data[:4]) if args.score == "first"
+             else cut(small, args.layers, ffn, data[:4], args.score))
     if fresh: small = type(small)(copy.deepcopy(small.config)).to(small.device, torch.float32)
     # what the original knows of words stays
     small.requires_grad_(True).get_input_embeddings().requires_grad_(fresh)
@@ -175,10 +174,8 @@ def student(model, args, data, ffn, seed, teacher=None, fresh=False):
 
 def finished(small):
     "The last two methods, which need no training"
-    return {
-        "+ bf16": copy.deepcopy(small).bfloat16(),
-        "+ int8": pack_linears(copy.deepcopy(small).bfloat16(), modules=["*_proj", "embed_tokens"]),
-    }
+    return {"+ bf16": copy.deepcopy(small).bfloat16(),
+            "+ int8": pack_linears(copy.deepcopy(small).bfloat16(), modules=["*_proj", "embed_tokens"])}
 
 
 def plan(args):
@@ -186,16 +183,11 @@ def plan(args):
     c = tf.AutoConfig.from_pretrained(args.model or sample_dir("smollm2-135m"))
     attention = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
     work = lambda n, f: n * (attention + 3 * c.hidden_size * f)
-    whole, steps = (
-        work(c.num_hidden_layers, c.intermediate_size),
-        {
-            f"{args.layers} layers": work(args.layers, c.intermediate_size),
-            f"+ {args.ffn} neurons": work(args.layers, args.ffn),
-        },
-    )
-    return {"multiply-adds a token": whole} | {
-        k: {"multiply-adds a token": v, "times less": round(whole / v, 1)} for k, v in steps.items()
-    }
+    whole = work(c.num_hidden_layers, c.intermediate_size)
+    steps = {f"{args.layers} layers": work(args.layers, c.intermediate_size),
+             f"+ {args.ffn} neurons": work(args.layers, args.ffn)}
+    return {"multiply-adds a token": whole} | {k: {"multiply-adds a token": v, "times less": round(whole / v, 1)}
+                                               for k, v in steps.items()}
 
 
 def students(args, tok, train, held):
@@ -206,19 +198,12 @@ def students(args, tok, train, held):
         {"original, fp32": [accuracy(copy.deepcopy(model).float(), tok, held)]} if args.device == "cuda" else {}
     )
     learnt = (known.argmax(-1) == train[1]).float().mean().item()
-    print(
-        f"original: accuracy {rows['original, bf16'][0]:.4f} held out, {learnt:.4f} in training, "
-        f"{time.perf_counter() - start:.0f} s",
-        flush=True,
-    )
+    print(f"original: accuracy {rows['original, bf16'][0]:.4f} held out, {learnt:.4f} in training, "
+          f"{time.perf_counter() - start:.0f} s", flush=True)
     teacher = Remembered(list(batches(tok, *train, 64)), known, args.device)
-    ladder = {
-        f"{args.layers} layers": dict(ffn=None),
-        f"+ {args.ffn} neurons": dict(ffn=args.ffn),
-        "+ distillation": dict(ffn=args.ffn, teacher=teacher),
-        FROM_NOTHING[0]: dict(ffn=args.ffn, fresh=True),
-        FROM_NOTHING[1]: dict(ffn=args.ffn, fresh=True, teacher=teacher),
-    }
+    ladder = {f"{args.layers} layers": dict(ffn=None), f"+ {args.ffn} neurons": dict(ffn=args.ffn),
+              "+ distillation": dict(ffn=args.ffn, teacher=teacher), FROM_NOTHING[0]: dict(ffn=args.ffn, fresh=True),
+              FROM_NOTHING[1]: dict(ffn=args.ffn, fresh=True, teacher=teacher)}
     models, longest = {"original, bf16": model}, 0.
     for seed in args.seeds:
         data = list(batches(tok, *train, 32, seed=seed))
@@ -283,9 +268,8 @@ def variants(models, ids, compiled):
     more = {f"{k}, graph": lambda c=c: graphed(c) for k, c in calls.items()} if ids.is_cuda else {}
     for k in ("+ bf16",) if compiled and "+ bf16" in models else ():
         fast = torch.compile(copy.deepcopy(models[k]), dynamic=False)
-        more[f"{k}, compiled"] = lambda: (
-            (lambda: fast(input_ids=ids)) if not ids.is_cuda else graphed(lambda: fast(input_ids=ids))
-        )
+        more[f"{k}, compiled"] = lambda: ((lambda: fast(input_ids=ids)) if not ids.is_cuda
+                                          else graphed(lambda: fast(input_ids=ids)))
     for k, make in more.items():
         try:
             call = make()
@@ -299,14 +283,13 @@ def variants(models, ids, compiled):
 
 @torch.no_grad()
 def speeds(models, device, args):
-    "{what: seconds, a column a model}, and how many sentences are many; in turns, on a CPU also by its own time on one thread"
+    "{what: seconds, a column a model}, and how many sentences are many; in turns, on a CPU also by one thread's time"
     many = args.many or (256 if device == "cuda" else 16)
     out = {}
     for name, shape, n in (("one", (1, 24), args.rounds), ("many", (many, 32), max(2, args.rounds // 3))):
         calls = variants(models, torch.randint(5, 40000, shape, device=device), args.compile)
-        out[name] = turns(
-            calls, by_events if device == "cuda" else timed(time.perf_counter), 4 * n if device == "cuda" else n
-        )
+        out[name] = turns(calls, by_events if device == "cuda" else timed(time.perf_counter),
+                          4 * n if device == "cuda" else n)
         if device == "cuda": continue
         torch.set_num_threads(1)
         out[f"{name}_cpu_time"] = turns(calls, timed(time.thread_time), max(2, n // 2))
@@ -321,10 +304,8 @@ def table(models, rows, seen, many):
     right = pd.Series({k: rows.get(b) for k, b in base.items()}).dropna()
     frame["accuracy"], frame["least"] = right.map(lambda a: sum(a) / len(a)), right.map(min)
     frame["of_original"] = frame.accuracy / frame.accuracy["original, bf16"]
-    frame["parameters_M"], frame["file_MB"] = (
-        [count(models[b]).total / 1e6 for b in base.values()],
-        [bytes_on_disk(models[b]) / 1e6 for b in base.values()],
-    )
+    frame["parameters_M"] = [count(models[b]).total / 1e6 for b in base.values()]
+    frame["file_MB"] = [bytes_on_disk(models[b]) / 1e6 for b in base.values()]
     frame["one_ms"], frame["sentences_s"] = seen["one"].median() * 1e3, many / seen["many"].median()
     for what, t in seen.items():
         frame[f"faster_{what}"] = t.rdiv(t[[k for k in ORIGINALS if k in t]].min(axis=1), axis=0).median()
@@ -335,26 +316,14 @@ def table(models, rows, seen, many):
 
 def settings():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = {
-        "rows": 4096,
-        "held": 2000,
-        "layers": 2,
-        "ffn": 1024,
-        "epochs": 6,
-        "teacher-epochs": 1,
-        "threads": 2,
-        "rounds": 15,
-        "many": 0,
-    }
+    numbers = {"rows": 4096, "held": 2000, "layers": 2, "ffn": 1024, "epochs": 6, "teacher-epochs": 1, "threads": 2,
+               "rounds": 15, "many": 0}
     numbers |= {"T": 1., "weight": 2., "rate": 5e-4, "rate-new": 1e-3, "minutes": 1e3}
     for name, default in numbers.items(): p.add_argument(f"--{name}", type=type(default), default=default)
     p.add_argument("--model", help="a folder with SmolLM2-135M, if not the cached sample")
     p.add_argument("--texts", help="a folder with movies.json instead of the cached sample")
-    p.add_argument(
-        "--score",
-        default="first",
-        help="'first': the first layers and their most active neurons; else the score of StructPrune",
-    )
+    p.add_argument("--score", default="first",
+                   help="'first': the first layers and their most active neurons; else the score of StructPrune")
     p.add_argument("--seeds", type=int, nargs="+", default=[0])
     p.add_argument("--out", help="a .json file for the results")
     p.add_argument("--keep", help="a folder")
@@ -364,7 +333,7 @@ def settings():
     p.add_argument("--tiny", action="store_true")
     args = p.parse_args()
     if args.tiny:
-        args.rows, args.held, args.layers, args.ffn, args.epochs, args.rounds, args.many = 128, 64, 1, 64, 1, 2, 4
+        vars(args).update(rows=128, held=64, layers=1, ffn=64, epochs=1, rounds=2, many=4)
     if args.time is None: args.time = ["cpu"] + ["cuda"] * torch.cuda.is_available()
     return args
 
@@ -375,9 +344,8 @@ def main():
     promised = plan(args)
     print("plan:", json.dumps(promised), flush=True)
     if not args.tiny:
-        (Path(__file__).resolve().parents[1] / "plans/cook_headline.json").write_text(
-            json.dumps(promised, indent=1) + "\n"
-        )
+        (Path(__file__).resolve().parents[1] / "plans/cook_headline.json").write_text(json.dumps(promised,
+                                                                                                 indent=1) + "\n")
     kept = Path(args.keep) / "students.pt" if args.keep else None
     if kept and kept.is_file(): models, rows = torch.load(kept, weights_only=False, map_location="cpu")
     else:
@@ -395,11 +363,8 @@ def main():
         name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {args.threads} threads"
         # in bf16 they are of a shape that is there
         twins = ("original, fp32", "+ distillation", *FROM_NOTHING)
-        here = (
-            models
-            if device == "cpu"
-            else {k: copy.deepcopy(m).to(device, torch.bfloat16) for k, m in models.items() if k not in twins}
-        )
+        here = (models if device == "cpu"
+                else {k: copy.deepcopy(m).to(device, torch.bfloat16) for k, m in models.items() if k not in twins})
         frame = table(here, rows, *speeds(here, device, args))
         print(f"\n{name}, torch {torch.__version__}\n{frame.round(3).to_string()}", flush=True)
         found[device] = {"name": name, "rows": json.loads(frame.to_json(orient="index"))}

@@ -1,7 +1,10 @@
-"""Compressed layers beside torch's bf16 `F.linear` and dense feed-forward, in one run under CUDA graphs: time at M rows, the floor of bytes and FLOPs, and whether it pays.
+"""Compressed layers beside torch's bf16 `F.linear` and dense feed-forward, in one run under CUDA graphs: time at M
+rows, the floor of bytes and FLOPs, and whether it pays.
 
-usage: python benchmarks/cook/layers.py [--out FILE.json] [--rows 1 16 64 512 4096]      needs a GPU; FILE grows row by row
-       python benchmarks/cook/layers.py --tiny                                           small shapes on a CPU, to see that it runs
+usage: python benchmarks/cook/layers.py [--out FILE.json] [--rows 1 16 64 512 4096]      needs a GPU; FILE grows row
+                                        by row
+       python benchmarks/cook/layers.py --tiny                                           small shapes on a CPU, to see
+                                        that it runs
 """
 import argparse, json, sys
 from pathlib import Path
@@ -30,11 +33,8 @@ def rates(device, tiny):
     n = 512 if tiny else 8192
     x = torch.randn(n, n, device=device, dtype=torch.bfloat16)
     q = torch.randint(-127, 128, (n, n), device=device, dtype=torch.int8)
-    return (
-        memory_rate(device, n * n if tiny else 1 << 28),
-        2 * n**3 / seconds([lambda: x @ x] * 4, device),
-        2 * n**3 / seconds([lambda: torch._int_mm(q, q.t())] * 4, device),
-    )
+    return (memory_rate(device, n * n if tiny else 1 << 28), 2 * n**3 / seconds([lambda: x @ x] * 4, device),
+            2 * n**3 / seconds([lambda: torch._int_mm(q, q.t())] * 4, device))
 
 
 def floor(bytes, flops, integers, rate):
@@ -61,12 +61,8 @@ def int8_activations(layer):
 
 
 # name → (makes it of a dense layer, bytes a weight, share of the FLOPs, rows from which it multiplies integers)
-KINDS = {
-    "int8": (Int8Linear.from_float, 1, 1, None),
-    "w8a8": (int8_activations, 1, 1, 17),
-    "int4 g128": (Int4Linear.from_float, 0.5 + 4 / 128, 1, None),
-    "2:4": (sparse, 1.125, 0.5, None),
-}
+KINDS = {"int8": (Int8Linear.from_float, 1, 1, None), "w8a8": (int8_activations, 1, 1, 17),
+         "int4 g128": (Int4Linear.from_float, 0.5 + 4 / 128, 1, None), "2:4": (sparse, 1.125, 0.5, None)}
 
 
 def row(layer, kind, M, ours, theirs, least, error, device):
@@ -74,16 +70,8 @@ def row(layer, kind, M, ours, theirs, least, error, device):
     line, (least_s, by) = {"layer": layer, "kind": kind, "M": M}, least
     try: t, u = seconds(ours, device), seconds(theirs, device)
     except Exception as e: return line | {"note": f"{type(e).__name__}: {e}"[:200]}
-    return line | {
-        "µs": t * 1e6,
-        "floor µs": least_s * 1e6,
-        "by": by,
-        "% of floor": 100 * least_s / t,
-        "bf16 µs": u * 1e6,
-        "times faster": u / t,
-        "pays": "yes" if u > t else "no",
-        "error": error,
-    }
+    return line | {"µs": t * 1e6, "floor µs": least_s * 1e6, "by": by, "% of floor": 100 * least_s / t,
+                   "bf16 µs": u * 1e6, "times faster": u / t, "pays": "yes" if u > t else "no", "error": error}
 
 
 def off(got, want): return ((got.float() - want.float()).norm() / want.float().norm()).item()
@@ -102,30 +90,18 @@ def linears(N, K, rows, device, rate, flush):
         packed += [make(dense(N, K, device)) for _ in range((max(1, round(2 / size)) - 1) * count)]
         for M in rows:
             x = torch.randn(M, K, device=device, dtype=torch.bfloat16)
-            least = floor(
-                size * N * K + 2 * M * (N + K), 2 * M * N * K * share, integers is not None and M >= integers, rate
-            )
-            yield row(
-                f"{N}×{K}",
-                name,
-                M,
-                [lambda m=m: m(x) for m in packed],
-                [lambda m=m: F.linear(x, m.weight) for m in layers],
-                least,
-                off(packed[0](x), F.linear(x, layers[0].weight)),
-                device,
-            )
+            least = floor(size * N * K + 2 * M * (N + K), 2 * M * N * K * share, integers is not None and M >= integers,
+                          rate)
+            yield row(f"{N}×{K}", name, M, [lambda m=m: m(x) for m in packed],
+                      [lambda m=m: F.linear(x, m.weight) for m in layers], least,
+                      off(packed[0](x), F.linear(x, layers[0].weight)), device)
 
 
 class MLP(nn.Module):
     def __init__(self, D, N, device):
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
-            dense(N, D, device),
-            dense(N, D, device),
-            dense(D, N, device),
-            nn.SiLU(),
-        )
+        self.gate_proj, self.up_proj, self.down_proj = dense(N, D, device), dense(N, D, device), dense(D, N, device)
+        self.act_fn = nn.SiLU()
     def forward(self, x): return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -134,34 +110,18 @@ def experts(D, N, E, k, rows, device, rate, flush):
     "The feed-forward layer with k of E experts by a router of centroids, beside the same layer dense"
     layers = [MLP(D, N, device) for _ in range(max(2, min(16, flush // (6 * N * D))))]
     for k in (k, E):
-        made = [
-            MoEMLP(
-                m,
-                FFN("up_proj", "down_proj", "gate_proj", "act_fn"),
-                Router("centroid", {"centres": torch.randn(E, D, device=device, dtype=torch.bfloat16)}),
-                [0, *range(0, N + 1, N // E)],
-                k,
-            )
-            .eval()
-            .requires_grad_(False)
-            for m in layers
-        ]
+        made = [MoEMLP(m, FFN("up_proj", "down_proj", "gate_proj", "act_fn"),
+                       Router("centroid", {"centres": torch.randn(E, D, device=device, dtype=torch.bfloat16)}),
+                       [0, *range(0, N + 1, N // E)], k).eval().requires_grad_(False)
+                for m in layers]
         for M in rows:
             x = torch.randn(M, D, device=device, dtype=torch.bfloat16)
             # share of the experts that M tokens reach if each goes its own way
             touched = 1 - (1 - k / E) ** M
             least = floor(6 * N * D * touched + 4 * M * D, 6 * M * N * D * k / E, False, rate)
             error = off(made[0](x), layers[0](x)) if k == E else float("nan")
-            yield row(
-                f"{D}→{N}→{D}",
-                f"MoE {k}/{E}",
-                M,
-                [lambda m=m: m(x) for m in made],
-                [lambda m=m: m(x) for m in layers],
-                least,
-                error,
-                device,
-            )
+            yield row(f"{D}→{N}→{D}", f"MoE {k}/{E}", M, [lambda m=m: m(x) for m in made],
+                      [lambda m=m: m(x) for m in layers], least, error, device)
 
 
 def main():
@@ -176,37 +136,22 @@ def main():
     torch.manual_seed(0)
     rate = rates(device, args.tiny)
     name = "a CPU, small shapes: no result" if args.tiny else torch.cuda.get_device_name()
-    print(
-        f"{name}, torch {torch.__version__}; measured: memory {rate[0] / 1e9:.0f} GB/s, bf16 {rate[1] / 1e12:.1f} "
-        f"TFLOP/s, int8 {rate[2] / 1e12:.1f} TOP/s"
-    )
+    print(f"{name}, torch {torch.__version__}; measured: memory {rate[0] / 1e9:.0f} GB/s, bf16 {rate[1] / 1e12:.1f} "
+          f"TFLOP/s, int8 {rate[2] / 1e12:.1f} TOP/s")
     rows = []
-    work = [linears(N, K, args.rows, device, rate, flush) for N, K in shapes] + [
-        experts(*((128, 256, 8, 2) if args.tiny else (4096, 14336, EXPERTS, ACTIVE)), args.rows, device, rate, flush)
-    ]
+    work = [linears(N, K, args.rows, device, rate, flush)
+            for N, K in shapes] + [experts(*((128, 256, 8, 2) if args.tiny else (4096, 14336, EXPERTS, ACTIVE)),
+                                           args.rows, device, rate, flush)]
     for line in (line for lines in work for line in lines):
         rows.append(line)
         if args.out:
             with open(args.out, "w") as f:
-                json.dump(
-                    {
-                        "device": name,
-                        "torch": torch.__version__,
-                        "memory_bytes_s": rate[0],
-                        "bf16_flop_s": rate[1],
-                        "int8_op_s": rate[2],
-                        "rows": rows,
-                    },
-                    f,
-                    indent=1,
-                )
+                json.dump({"device": name, "torch": torch.__version__, "memory_bytes_s": rate[0],
+                           "bf16_flop_s": rate[1], "int8_op_s": rate[2], "rows": rows},
+                          f, indent=1)
     frame = pd.DataFrame(rows)
-    print(
-        frame.round({"µs": 1, "floor µs": 1, "% of floor": 0, "bf16 µs": 1, "times faster": 2, "error": 4})
-        .astype(object)
-        .where(frame.notna(), "")
-        .to_string(index=False)
-    )
+    print(frame.round({"µs": 1, "floor µs": 1, "% of floor": 0, "bf16 µs": 1, "times faster": 2,
+                       "error": 4}).astype(object).where(frame.notna(), "").to_string(index=False))
 
 
 if __name__ == "__main__": main()

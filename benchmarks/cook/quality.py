@@ -1,14 +1,21 @@
-"""What each method of cook costs SmolLM2-135M on real text: perplexity on held-out film reviews before and after, and what distillation brings back.
+"""What each method of cook costs SmolLM2-135M on real text: perplexity on held-out film reviews before and after, and
+what distillation brings back.
 
-usage: python benchmarks/cook/quality.py [--rows NAME …] [--model FOLDER] [--texts FOLDER] [--out FILE.json] [--minutes 2] [--batch 32] [--length 256] [--hidden 0] [--rate 3e-4] [--repeat 1] [--more NAME …] [--seeds 0 1 2] [--tiny]
+usage: python benchmarks/cook/quality.py [--rows NAME …] [--model FOLDER] [--texts FOLDER] [--out FILE.json]
+                                         [--minutes 2] [--batch 32] [--length 256] [--hidden 0] [--rate 3e-4]
+                                         [--repeat 1] [--more NAME …] [--seeds 0 1 2] [--tiny]
 
-Rows: w8a16, w8a8, w4 (int4 by 64, GPTQ), w4-trained (the same of a model whose weights training in fp32 has moved off the grid of 4 bits on which SmolLM2's come), w4-qat (int4 by 64,
-trained with the rounding), neurons (half of them, by the exported predictor; the work counted), 24 and 24-sparsegpt (two of four weights: one-shot, distilled, the share of the loss
-that comes back), moe (three quarters of the neurons run), relu (ReLU for SiLU, trained on; then a part of the neurons), prune (learned gates beside random masks, equal tokens).
-Held out: 20,480 tokens, a fifth of the film reviews, never seen in training or calibration. Training sees the other four fifths, reviews of products, editorials and Shakespeare; the
-student is told only what the original predicts (KL, no labels; --hidden: a weight of its layers' outputs beside it), so that it cannot gain by knowing the domain better. Only
-`w4-trained` learns labels, and is compared with itself. Perplexities are of float32 activations. Each row prints as soon as it is there, and is added to --out. --minutes: of training,
-for each model that learns. --tiny: a small LLaMA with random weights, to see that all runs.
+Rows: w8a16, w8a8, w4 (int4 by 64, GPTQ), w4-trained (the same of a model whose weights training in fp32 has moved
+off the grid of 4 bits on which SmolLM2's come), w4-qat (int4 by 64, trained with the rounding), neurons (half of
+them, by the exported predictor; the work counted), 24 and 24-sparsegpt (two of four weights: one-shot, distilled,
+the share of the loss that comes back), moe (three quarters of the neurons run), relu (ReLU for SiLU, trained on;
+then a part of the neurons), prune (learned gates beside random masks, equal tokens). Held out: 20,480 tokens, a
+fifth of the film reviews, never seen in training or calibration. Training sees the other four fifths, reviews of
+products, editorials and Shakespeare; the student is told only what the original predicts (KL, no labels; --hidden:
+a weight of its layers' outputs beside it), so that it cannot gain by knowing the domain better. Only `w4-trained`
+learns labels, and is compared with itself. Perplexities are of float32 activations. Each row prints as soon as it
+is there, and is added to --out. --minutes: of training, for each model that learns. --tiny: a small LLaMA with
+random weights, to see that all runs.
 """
 import argparse, copy, json, sys, time
 from pathlib import Path
@@ -41,9 +48,8 @@ class Characters:
 
 
 def small_llama():
-    shape = dict(
-        hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
-    )
+    shape = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+                 num_key_value_heads=2)
     return tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=256, pad_token_id=0, bos_token_id=0, eos_token_id=0, **shape))
 
 
@@ -53,50 +59,36 @@ class Table:
         self.args, self.rows = args, []
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         set_seed(0)
-        self.model, tok = (
-            (small_llama(), Characters())
-            if args.tiny
-            else load(args.model or "smollm2-135m", dtype="float32", device="cpu")
-        )
+        self.model, tok = ((small_llama(), Characters()) if args.tiny
+                           else load(args.model or "smollm2-135m", dtype="float32", device="cpu"))
         self.model = self.model.to(self.device).eval()
         kept, held = split(self.texts("movies"), held_out=0.2)
         if args.tiny: kept, held = kept[:200], held[:40]
-        self.held = list(
-            Batches(pack_tokens(held, tok, args.length)[: -(-args.held // args.length)], batch=8, shuffle=False)
-        )
+        self.held = list(Batches(pack_tokens(held, tok, args.length)[: -(-args.held // args.length)], batch=8,
+                                 shuffle=False))
         self.calib = list(Batches(pack_tokens(kept[:400], tok, 128), batch=4))[:4 if args.tiny else 8]
         more = [t for name in args.more for t in self.texts(name)]
-        self.train = pack_tokens(
-            args.repeat * kept + [t[i : i + 4000] for t in more for i in range(0, len(t), 4000)], tok, args.length
-        )
+        self.train = pack_tokens(args.repeat * kept + [t[i : i + 4000] for t in more for i in range(0, len(t), 4000)],
+                                 tok, args.length)
         self.teacher = copy.deepcopy(self.model).to(torch.float32 if args.tiny else torch.bfloat16)
         self.before = perplexity(self.model, self.held)
-        self.facts = {
-            "device": torch.cuda.get_device_name() if self.device == "cuda" else "CPU",
-            "torch": torch.__version__,
-            "perplexity": self.before,
-            "held-out tokens": sum(b["input_ids"].numel() for b in self.held),
-            "training tokens": self.train.numel(),
-            "arguments": vars(args),
-        }
+        self.facts = {"device": torch.cuda.get_device_name() if self.device == "cuda" else "CPU",
+                      "torch": torch.__version__, "perplexity": self.before,
+                      "held-out tokens": sum(b["input_ids"].numel() for b in self.held),
+                      "training tokens": self.train.numel(), "arguments": vars(args)}
         print("; ".join(f"{k} {v}" for k, v in self.facts.items() if k != "arguments"), flush=True)
 
     def texts(self, name):
-        return (
-            pd.read_json(next(Path(self.args.texts).glob(f"{name}.json*")), orient="records")
-            if self.args.texts
-            else sample_texts(name)
-        ).text.tolist()
+        return (pd.read_json(next(Path(self.args.texts).glob(f"{name}.json*")), orient="records") if self.args.texts
+                else sample_texts(name)).text.tolist()
 
     def put(self, row, what, asked="", **numbers):
         "Print a line, and add it to the file"
         self.rows.append({"row": row, "what": what, **numbers, "asked": asked})
-        print(
-            f"{row:12} {what:44} "
-            + "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in numbers.items())
-            + (f"   (asked: {asked})" if asked else ""),
-            flush=True,
-        )
+        print(f"{row:12} {what:44} "
+              + "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
+                          for k, v in numbers.items()) + (f"   (asked: {asked})" if asked else ""),
+              flush=True)
         if self.args.out: Path(self.args.out).write_text(json.dumps(self.facts | {"rows": self.rows}, indent=1) + "\n")
 
     def measured(self, small, beside=None):
@@ -104,19 +96,13 @@ class Table:
         base = beside if beside is not None else self.model
         before = self.before if beside is None else perplexity(beside, self.held)
         now, (kl, same) = perplexity(small, self.held), divergence(base, small, self.held)
-        return {
-            "perplexity": now,
-            "change %": 100 * (now / before - 1),
-            "kl": kl,
-            "same first %": 100 * same,
-            "file MB": bytes_on_disk(small) / 1e6,
-        }
+        return {"perplexity": now, "change %": 100 * (now / before - 1), "kl": kl, "same first %": 100 * same,
+                "file MB": bytes_on_disk(small) / 1e6}
 
     def learn(self, model, cook, rate, steps=None, seed=0, labels=False):
         "Train a cooked model on the original's predictions for some steps, or for --minutes; the number of steps"
-        opt = torch.optim.AdamW(
-            [p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0, betas=(0.9, 0.98)
-        )
+        opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0,
+                                betas=(0.9, 0.98))
         # gates and routers, which set their own pace
         own = {id(p) for p in cook.parameters()} if cook is not None else set()
         data, done, start = Batches(self.train, batch=self.args.batch, seed=seed), 0, time.perf_counter()
@@ -131,9 +117,8 @@ class Table:
                 for g in opt.param_groups: g["lr"] = rate * min(1, (done + 1) / 30) * (1 - over)
                 batch = to_device(batch, self.device)
                 with torch.autocast(self.device, torch.bfloat16, enabled=not self.args.tiny):
-                    value = (
-                        model_loss(model, batch) if labels else model(input_ids=batch["input_ids"]).logits.new_zeros(())
-                    )
+                    value = (model_loss(model, batch) if labels
+                             else model(input_ids=batch["input_ids"]).logits.new_zeros(()))
                 (value.float() + (cook.loss() if cook is not None else 0)).backward()
                 torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if id(p) not in own], 1.0)
                 opt.step()
@@ -143,11 +128,8 @@ class Table:
 
     def distill(self, hidden=True):
         "What the original predicts; with --hidden also its layers' outputs"
-        more = (
-            dict(hidden="model.layers.*", hidden_weight=self.args.hidden, measure="cosine")
-            if hidden and self.args.hidden
-            else {}
-        )
+        more = (dict(hidden="model.layers.*", hidden_weight=self.args.hidden, measure="cosine") if hidden
+                and self.args.hidden else {})
         return Distill(self.teacher, T=1.0, **more)
 
     def cooked(self, method, rate, start=None):
@@ -171,36 +153,24 @@ def w8a16(t):
 
 
 def w8a8(t):
-    t.put(
-        "w8a8",
-        "GPTQ, SmoothQuant 0.5, inputs by the token",
-        "≤ +3 %",
-        **t.measured(quantize(copy.deepcopy(t.model), t.calib, activations=8, smooth=0.5)),
-    )
-    t.put(
-        "w8a8",
-        "the same without SmoothQuant",
-        **t.measured(quantize(copy.deepcopy(t.model), t.calib, activations=8, smooth=False)),
-    )
+    t.put("w8a8", "GPTQ, SmoothQuant 0.5, inputs by the token", "≤ +3 %",
+          **t.measured(quantize(copy.deepcopy(t.model), t.calib, activations=8, smooth=0.5)))
+    t.put("w8a8", "the same without SmoothQuant",
+          **t.measured(quantize(copy.deepcopy(t.model), t.calib, activations=8, smooth=False)))
 
 
 def w4(t):
     t.put("w4", "g64, GPTQ", "≤ +8 %", **t.measured(quantize(copy.deepcopy(t.model), t.calib, bits=4, group_size=64)))
-    t.put(
-        "w4", "g64, AWQ", **t.measured(quantize(copy.deepcopy(t.model), t.calib, bits=4, group_size=64, rounding="awq"))
-    )
+    t.put("w4", "g64, AWQ",
+          **t.measured(quantize(copy.deepcopy(t.model), t.calib, bits=4, group_size=64, rounding="awq")))
 
 
 def w4_trained(t):
     model = copy.deepcopy(t.model)
     steps = t.learn(model, None, 1e-4, labels=True)
     t.put("w4-trained", f"trained in fp32 for {steps} steps", **t.measured(model))
-    t.put(
-        "w4-trained",
-        "g64, GPTQ, beside it",
-        "≤ +8 %",
-        **t.measured(quantize(copy.deepcopy(model), t.calib, bits=4, group_size=64), model),
-    )
+    t.put("w4-trained", "g64, GPTQ, beside it", "≤ +8 %",
+          **t.measured(quantize(copy.deepcopy(model), t.calib, bits=4, group_size=64), model))
 
 
 def w4_qat(t):
@@ -230,19 +200,13 @@ def two_of_four(t, name, method):
     loss = lambda m: torch.tensor(perplexity(m, t.held)).log().item()
     gap, left = loss(first) - loss(t.model), loss(small) - loss(t.model)
     t.put(name, f"{method.score}, one-shot", **t.measured(first), gap=gap)
-    t.put(
-        name,
-        f"distilled, {steps} steps",
-        "≥ 90 % of the gap",
-        **t.measured(small),
-        **{"gap": left, "recovered %": 100 * (1 - left / gap)},
-    )
+    t.put(name, f"distilled, {steps} steps", "≥ 90 % of the gap", **t.measured(small),
+          **{"gap": left, "recovered %": 100 * (1 - left / gap)})
 
 
 def moe(t):
-    first, small, steps = t.cooked(
-        MoEfy(experts=48, active=0.75, shared=0.25, router="mlp", cluster="coactivation"), 1e-4
-    )
+    first, small, steps = t.cooked(MoEfy(experts=48, active=0.75, shared=0.25, router="mlp", cluster="coactivation"),
+                                   1e-4)
     t.put("moe", "75 % active, a quarter always on", **t.measured(first))
     t.put("moe", f"distilled, {steps} steps", "≤ +10 %", **t.measured(small), **work(t, small))
 
@@ -264,12 +228,8 @@ def relu(t):
     steps = t.learn(model, cook, 3e-4)
     dense, score = cook.export(), first_choices(t, t.model)
     base = first_choices(t, dense)
-    t.put(
-        "relu",
-        f"distilled, {steps} steps",
-        **t.measured(dense),
-        **{"its score %": base, "of the original's %": 100 * base / score},
-    )
+    t.put("relu", f"distilled, {steps} steps", **t.measured(dense),
+          **{"its score %": base, "of the original's %": 100 * base / score})
     beside = lambda small: (
         t.measured(small, dense)
         | work(t, small)
@@ -291,29 +251,14 @@ def prune(t):
         t.put("prune", f"random masks, seed {seed}, {steps} steps", **random, parameters_M=count(small).total / 1e6)
         small, _ = t.pruned(StructPrune(**shape, steps=max(1, steps // 3), seed=seed), steps, seed)
         gates = t.measured(small)
-        t.put(
-            "prune",
-            f"learned gates, seed {seed}, {steps} steps",
-            "≤ 0.95 × random",
-            **gates,
-            parameters_M=count(small).total / 1e6,
-            ratio=gates["perplexity"] / random["perplexity"],
-        )
+        t.put("prune", f"learned gates, seed {seed}, {steps} steps", "≤ 0.95 × random", **gates,
+              parameters_M=count(small).total / 1e6, ratio=gates["perplexity"] / random["perplexity"])
 
 
-ROWS = {
-    "w8a16": w8a16,
-    "w8a8": w8a8,
-    "w4": w4,
-    "w4-trained": w4_trained,
-    "w4-qat": w4_qat,
-    "neurons": neurons,
-    "24": lambda t: two_of_four(t, "24", Sparse24()),
-    "24-sparsegpt": lambda t: two_of_four(t, "24-sparsegpt", Sparse24(score="sparsegpt")),
-    "moe": moe,
-    "relu": relu,
-    "prune": prune,
-}
+ROWS = {"w8a16": w8a16, "w8a8": w8a8, "w4": w4, "w4-trained": w4_trained, "w4-qat": w4_qat, "neurons": neurons,
+        "24": lambda t: two_of_four(t, "24", Sparse24()),
+        "24-sparsegpt": lambda t: two_of_four(t, "24-sparsegpt", Sparse24(score="sparsegpt")), "moe": moe, "relu": relu,
+        "prune": prune}
 
 
 def main():
@@ -322,21 +267,16 @@ def main():
     p.add_argument("--seeds", type=int, nargs="+", default=[0])
     p.add_argument("--model", help="a folder with SmolLM2-135M, if not the cached sample")
     p.add_argument("--texts", help="a folder with movies.json and NAME.json of --more, instead of the cached samples")
-    p.add_argument(
-        "--more",
-        nargs="*",
-        default=["products", "editorials", "shakespeare"],
-        help="texts to learn from beside the film reviews",
-    )
+    p.add_argument("--more", nargs="*", default=["products", "editorials", "shakespeare"],
+                   help="texts to learn from beside the film reviews")
     p.add_argument("--out", help="a .json file")
-    p.add_argument(
-        "--repeat", type=int, default=1, help="times that each film review stands among the texts to learn from"
-    )
+    p.add_argument("--repeat", type=int, default=1,
+                   help="times that each film review stands among the texts to learn from")
     for name, default in {"minutes": 2., "batch": 32, "length": 256, "held": 20480, "hidden": 0., "rate": 3e-4}.items():
         p.add_argument(f"--{name}", type=type(default), default=default)
     p.add_argument("--tiny", action="store_true")
     args = p.parse_args()
-    if args.tiny: args.batch, args.length, args.held, args.more = 4, 64, 1024, []
+    if args.tiny: vars(args).update(batch=4, length=64, held=1024, more=[])
     table = Table(args)
     for name in args.rows:
         start = time.perf_counter()

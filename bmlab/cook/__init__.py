@@ -1,7 +1,9 @@
 "Quantize, prune, distil, split into experts, in any mixture."
-from .cook import Cook, Method, lattice
+from . import export                                                     # Cook.export and Cook.report
+from .cook import Cook, Method
 from .distill import Distill
 from .fakequant import FakeQuant
+from .lattice import lattice
 from .moefy import MoEMLP, MoEfy
 from .neurons import NeuronSparse, relufy
 from .plots import pareto, plot_experts, plot_gates, plot_mask, plot_weights

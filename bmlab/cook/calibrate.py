@@ -49,21 +49,20 @@ def _of_experts(module, x, index):
         h = F.linear(rows, up[e].t() if module.is_transposed else up[e], None if bias is None else bias[e])
         yield e, rows, module._apply_gate(h) if module.has_gate else module.act_fn(h)
 
+# %% ../../nbs/20_cook/03_calibrate.ipynb #2ceb4a88
 class _Watch:
     "While open, hooks on layers measure their inputs"
     def __init__(self, run, layers, gram):
-        self.run, self.layers, self.gram, self.found, self.shared, self.last = run, layers, gram, {}, {}, (None, None)
+        self.run, self.layers, self.gram = run, layers, gram
+        self.found, self.shared, self.last = {}, {}, (None, None)
     def __enter__(self):
-        self.hooks = [
-            m.register_forward_pre_hook(
-                lambda m, args, kwargs, n=n: (
-                    self.see_experts(n, m, *args, **kwargs) if hasattr(m, "num_experts") else self.see(n, args[0])
-                ),
-                with_kwargs=True,
-            )
-            for n, m in self.layers.items()
-        ]
+        self.hooks = [m.register_forward_pre_hook(self.hook(n), with_kwargs=True) for n, m in self.layers.items()]
         return self
+    def hook(self, name):
+        def measure(m, args, kwargs):
+            if hasattr(m, "num_experts"): self.see_experts(name, m, *args, **kwargs)
+            else: self.see(name, args[0])
+        return measure
     def see(self, name, x):
         # q, k and v get the same tensor, one after the other
         if self.last[0] is not x: self.last = x, name
@@ -71,22 +70,19 @@ class _Watch:
             self.found.setdefault(name, Inputs()).see(self.run.tokens(x, name), self.gram)
     @torch.no_grad()
     def see_experts(self, name, module, hidden_states, top_k_index=None, *_, router_indices=None, **__):
-        up, down = self.found.setdefault(
-            name, {k: [Inputs() for _ in range(module.num_experts)] for k in stack_names(module)}
-        ).values()
+        empty = {k: [Inputs() for _ in range(module.num_experts)] for k in stack_names(module)}
+        up, down = self.found.setdefault(name, empty).values()
         self.shared[name] = name
-        for e, rows, h in _of_experts(module, self.run.tokens(hidden_states, name), self.run.tokens(router_indices if top_k_index is None else top_k_index, name)):
+        chosen = self.run.tokens(router_indices if top_k_index is None else top_k_index, name)
+        for e, rows, h in _of_experts(module, self.run.tokens(hidden_states, name), chosen):
             up[e].see(rows, self.gram)
             down[e].see(h, self.gram)
     def __exit__(self, *_):
         self.last = None, None
         for h in self.hooks: h.remove()
     def result(self):
-        out = {
-            n: i
-            for n in self.layers
-            if (i := self.found.get(self.shared.get(n))) is not None and (isinstance(i, dict) or i.rows)
-        }
+        seen = {n: self.found.get(self.shared.get(n)) for n in self.layers}
+        out = {n: i for n, i in seen.items() if i is not None and (isinstance(i, dict) or i.rows)}
         self.layers = {}
         for n, i in out.items():
             for one in (i for stack in i.values() for i in stack) if isinstance(i, dict) else [i]:
@@ -101,7 +97,8 @@ def _stacks(model, layers):
     "Lists of blocks that hold layers: [[(block, {name: layer})]]; the outermost stack counts"
     stacks, taken = [], set()
     for name, m in parts(model):
-        if not isinstance(m, (nn.ModuleList, nn.Sequential)) or len(m) < 2 or any(name.startswith(t + ".") for t in taken):
+        if not isinstance(m,
+                          (nn.ModuleList, nn.Sequential)) or len(m) < 2 or any(name.startswith(t + ".") for t in taken):
             continue
         blocks = [(b, {n: x for n, x in layers.items() if n.startswith(f"{name}.{k}.")}) for k, b in m._modules.items()]
         if any(inside for _, inside in blocks):
@@ -110,12 +107,9 @@ def _stacks(model, layers):
     return stacks
 
 def _record(run, stacks, layers):
-    "Run all batches once: {stack: (inputs of its first block, their batches, the other arguments of all its blocks)}; only stacks whose blocks follow each other"
-    place, good, last = (
-        {id(b): (s, i) for s, stack in enumerate(stacks) for i, (b, _) in enumerate(stack)},
-        set(range(len(stacks))),
-        {},
-    )
+    "{stack: (its first block's inputs, their batches, all blocks' other arguments)}, where blocks follow each other"
+    place = {id(b): (s, i) for s, stack in enumerate(stacks) for i, (b, _) in enumerate(stack)}
+    good, last = set(range(len(stacks))), {}
     seen, held, ran = {s: ([], [], [[] for _ in stack]) for s, stack in enumerate(stacks)}, {}, set()
     def before(m, args, kwargs):
         (s, i), key = place[id(m)], None if args else next((k for k in ("hidden_states", "x") if k in kwargs), None)
@@ -130,10 +124,8 @@ def _record(run, stacks, layers):
     hooks = [m.register_forward_pre_hook(lambda m, args, n=n: ran.add(n)) for n, m in layers.items()]
     for stack in stacks:
         for b, _ in stack:
-            hooks += [
-                b.register_forward_pre_hook(before, with_kwargs=True),
-                b.register_forward_hook(after, with_kwargs=True),
-            ]
+            hooks += [b.register_forward_pre_hook(before, with_kwargs=True),
+                      b.register_forward_hook(after, with_kwargs=True)]
     try:
         for batch, _ in zip(run.batches, run):
             for xs, of, _ in seen.values(): of += [batch] * (len(xs) - len(of))
@@ -144,10 +136,8 @@ def _record(run, stacks, layers):
 
 def _check_ran(layers, ran):
     if missing := sorted(set(layers) - set(ran)):
-        raise ValueError(
-            f"{len(missing)} layers never ran on the calibration batches, such as {missing[0]}; give batches that "
-            "reach them, or exclude them"
-        )
+        raise ValueError(f"{len(missing)} layers never ran on the calibration batches, such as {missing[0]}; give "
+                         "batches that reach them, or exclude them")
 
 def _block(block, x, arguments):
     key, args, kwargs = arguments

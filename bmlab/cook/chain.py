@@ -21,7 +21,7 @@ def chain(
     name:str="weight",  # of one of its parameters
     kind:type|tuple=nn.Module, # only those of this class
 )->list[nn.Module]:     # the parametrizations of that parameter, in the order they run; empty where there is none
-    "What stands between a stored weight and the one that the layer computes with."
+    "The modules between a stored weight and the one that the layer computes with."
     if not parametrize.is_parametrized(module, name): return []
     return [p for p in module.parametrizations[name] if isinstance(p, kind)]
 
@@ -30,14 +30,12 @@ def stored(
     name:str="weight",  # of one of its parameters
 )->nn.Parameter:        # the one that the optimizer trains
     "The parameter itself, below whatever shapes it."
-    return (
-        module.parametrizations[name].original
-        if parametrize.is_parametrized(module, name)
-        else module._parameters[name]
-    )
+    if parametrize.is_parametrized(module, name): return module.parametrizations[name].original
+    return module._parameters[name]
 
+# %% ../../nbs/20_cook/00_chain.ipynb #55008251
 def _own_class(module, without=None):
-    "Copies of a module share its parametrized class; before properties change there, the module gets a class of its own, or its base back"
+    "Give a module a class of its own before its properties change: copies of a module share the parametrized one"
     cls = type(module)
     names = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__", without)}
     module.__class__ = type(cls.__name__, cls.__bases__, names)
@@ -52,23 +50,18 @@ def parametrize_weight(
     p:nn.Module,       # weight → weight
     priority:int,      # its place in the chain, small first: gates 10, masks 20, fake quantizers 30
 )->nn.Module:          # p
-    "Put `p` between a stored weight and its layer, and of a tied weight all its layers."
+    "Put `p` between a stored weight and its layer; for a tied weight, all of its layers."
     if module._parameters.get(name) is None and not parametrize.is_parametrized(module, name):
-        raise LookupError(
-            f"{type(module).__name__} has no parameter {name!r}{did_you_mean(name, module._parameters)}; it has "
-            f"{sorted(module._parameters)}"
-        )
+        raise LookupError(f"{type(module).__name__} has no parameter "
+                          f"{name!r}{did_you_mean(name, module._parameters)}; it has {sorted(module._parameters)}")
     for m, n in _twins(module, name):
         if foreign := [q for q in chain(m, n) if not hasattr(q, "_bmlab_priority")]:
-            raise ValueError(
-                f"{n} of this {type(m).__name__} has a {type(foreign[0]).__name__} of torch's parametrize; "
-                "remove_parametrizations it first"
-            )
+            raise ValueError(f"{n} of this {type(m).__name__} has a {type(foreign[0]).__name__} of torch's "
+                             "parametrize; remove_parametrizations it first")
         if p in chain(m, n): raise ValueError(f"this {type(p).__name__} is on {n} of this {type(m).__name__} already")
     if isinstance(stored(module, name), DTensor):
-        raise RuntimeError(
-            f"the model is sharded already, and {name} of this {type(module).__name__} is cut; attach Cook before shard"
-        )
+        raise RuntimeError(f"the model is sharded already, and {name} of this {type(module).__name__} is cut; attach "
+                           "Cook before shard")
     p._bmlab_priority = priority
     for m, n in _twins(module, name):
         if not parametrize.is_parametrized(m): m.__dict__["_bmlab_order"] = tuple(m._parameters)
@@ -109,10 +102,8 @@ def unparametrize(
 ):
     "Take `p` off again; the stored parameter is the module's own when nothing is left on it."
     if p not in chain(module, name):
-        raise LookupError(
-            f"{name} of this {type(module).__name__} carries no such {type(p).__name__}; on it: "
-            f"{', '.join(type(q).__name__ for q in chain(module, name)) or 'nothing'}"
-        )
+        raise LookupError(f"{name} of this {type(module).__name__} carries no such {type(p).__name__}; on it: "
+                          f"{', '.join(type(q).__name__ for q in chain(module, name)) or 'nothing'}")
     for m, n in _twins(module, name):
         if p in chain(m, n): _drop(m, n, p)
     forget_compiled()
@@ -126,9 +117,8 @@ def bake(
     "Let the stored weight become `p(weight)`, and take `p` off."
     if p not in (on := chain(module, name)): unparametrize(module, name, p)                     # raises
     if on[0] is not p:
-        raise ValueError(
-            f"{type(on[0]).__name__} stands before this {type(p).__name__} on {name}; bake or take that off first"
-        )
+        raise ValueError(f"{type(on[0]).__name__} stands before this {type(p).__name__} on {name}; bake or take that "
+                         "off first")
     weight = stored(module, name)
     # in place: an optimizer that keeps a master of it sees that
     weight.copy_(p(weight))
@@ -136,15 +126,14 @@ def bake(
 
 # %% ../../nbs/20_cook/00_chain.ipynb #eb644383
 class Foresees(nn.Module):
-    "A parametrization that can know which rows and columns of its matrix the export will leave; buffers hold it, so that a `state_dict` resumes it."
+    "A parametrization that may know which rows and columns the export will leave; a `state_dict` resumes it."
     def watch(self,
         w:Tensor, # the stored weight; one that is no matrix is never cut
     ):
         "All stays, until something else is foreseen."
         for d in (0, 1):
-            self.register_buffer(
-                f"stay_{d}", torch.ones(w.shape[d], dtype=torch.bool, device=w.device) if w.ndim == 2 else None
-            )
+            self.register_buffer(f"stay_{d}",
+                                 torch.ones(w.shape[d], dtype=torch.bool, device=w.device) if w.ndim == 2 else None)
             self.register_buffer(f"left_{d}", None, persistent=False)
 
     def foresee(self,
@@ -179,6 +168,6 @@ class Foresees(nn.Module):
 def foresee(
     model:nn.Module, # cooked
 ):
-    "Tell what shapes a model's weights what the export will cut, where a method has decided that."
+    "Tell the modules that shape a model's weights what the export will cut, once a method has decided it."
     for m in model.children():
         if hasattr(m, "foresee"): m.foresee(model)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
@@ -33,10 +34,8 @@ class _KL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z, t, rows, T, chunk):
         want = ctx.needs_input_grad[0]
-        total, n = (
-            torch.zeros((), dtype=torch.float64 if z.dtype == torch.float64 else torch.float32, device=z.device),
-            max(len(rows), 1),
-        )
+        total = torch.zeros((), dtype=torch.float64 if z.dtype == torch.float64 else torch.float32, device=z.device)
+        n = max(len(rows), 1)
         grad = torch.zeros_like(z) if want else None
         for at in rows.split(chunk):
             loss, d = _kl_rows(z[at], t[at], T, want)
@@ -62,21 +61,17 @@ def chunked_kl(
     keep:Tensor|None=None,  # (...) bool, the tokens that count; None: all
     chunk:int=CHUNK,        # rows that are in float32 at once, > 0
 )->Tensor:                  # () float32, mean over the tokens that count, 0 if none does
-    "KL(softmax(teacher/T) ‖ softmax(student/T)) · T² per token, without a float32 copy of the logits (Hinton et al. 2015, §2)."
+    "KL(softmax(teacher/T) ‖ softmax(student/T)) · T² per token, without float32 copies of logits (Hinton et al. 2015)."
     if logits.shape != teacher_logits.shape:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} and teacher_logits {tuple(teacher_logits.shape)} differ: teacher and "
-            "student need the same inputs and vocabulary"
-        )
+        raise ValueError(f"logits {tuple(logits.shape)} and teacher_logits {tuple(teacher_logits.shape)} differ: "
+                         "teacher and student need the same inputs and vocabulary")
     if not (math.isfinite(T) and T > 0): raise ValueError(f"T={T!r}: a temperature above 0, such as 2.0")
     if not isinstance(chunk, int) or chunk < 1: raise ValueError(f"chunk={chunk!r}: a number of rows, at least 1")
     z, t = logits.reshape(-1, logits.shape[-1]), teacher_logits.detach().reshape(-1, logits.shape[-1])
     if keep is None: rows = torch.arange(len(z), device=z.device)
     elif keep.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"keep {tuple(keep.shape)} does not fit logits {tuple(logits.shape)}: one bool a token, "
-            f"{tuple(logits.shape[:-1])}"
-        )
+        raise ValueError(f"keep {tuple(keep.shape)} does not fit logits {tuple(logits.shape)}: one bool a token, "
+                         f"{tuple(logits.shape[:-1])}")
     else: rows = keep.reshape(-1).nonzero()[:, 0]
     return _KL.apply(z, t, rows, T, chunk)
 
@@ -105,9 +100,8 @@ def attention_loss(
     a, b = maps.float(), teacher_maps.detach().float()
     if a.shape[1] != b.shape[1]: a, b = a.mean(1, keepdim=True), b.mean(1, keepdim=True)
     if a.shape != b.shape:
-        raise ValueError(
-            f"maps {tuple(maps.shape)} and teacher_maps {tuple(teacher_maps.shape)} are not over the same tokens"
-        )
+        raise ValueError(f"maps {tuple(maps.shape)} and teacher_maps {tuple(teacher_maps.shape)} are not over the "
+                         "same tokens")
     each = (a - b).square().mean((1, 3))                              # (B, L)
     if keep is not None: each = each[keep]
     return each.sum() / max(each.numel(), 1)
@@ -119,12 +113,8 @@ def _logit_mask(inputs, shape, in_place):
     if isinstance(labels, Tensor) and labels.shape == shape and len(shape) == 2:
         keep = labels != -100
         if not in_place: keep = F.pad(keep[:, 1:], (0, 1))
-    mask = inputs.get(
-        "decoder_attention_mask",
-        None
-        if "decoder_input_ids" in inputs or inputs.get("encoder_outputs") is not None
-        else inputs.get("attention_mask"),
-    )
+    mask = inputs.get("decoder_attention_mask", None if "decoder_input_ids" in inputs
+                      or inputs.get("encoder_outputs") is not None else inputs.get("attention_mask"))
     if isinstance(mask, Tensor) and mask.shape == shape and not (in_place and keep is not None):
         keep = mask.bool() if keep is None else keep & mask.bool()
     return keep
@@ -140,8 +130,10 @@ def _token_mask(inputs, shape, decoder):
 KEPT = 8      # forward passes
 
 class _Tape:
-    "What a model's forward passes with gradients showed: `open` the one that runs, `done` the finished ones by number, `gone` how many went backward unasked"
-    def __init__(self, method=None): self.method, self.open, self.done, self.count, self.gone = method, None, {}, 0, 0
+    "What a model's forward passes with gradients showed"
+    def __init__(self, method=None):
+        self.method, self.open, self.done = method, None, {}        # open: the one that runs; done: finished, by number
+        self.count, self.gone = 0, 0                                # gone: how many went backward before `take`
 
     def close(self):
         "The open one is finished"
@@ -149,11 +141,8 @@ class _Tape:
         self.done[self.count], seen, self.open = self.open, self.open, None
         if len(self.done) > KEPT:
             del self.done[next(iter(self.done))]
-            warnings.warn(
-                f"more than {KEPT} forward passes with gradients and no cook.loss(): the first is let go; call loss() "
-                "after each, and evaluate under torch.no_grad()",
-                stacklevel=2,
-            )
+            warnings.warn(f"more than {KEPT} forward passes with gradients and no cook.loss(): the first is let go; "
+                          "call loss() after each, and evaluate under torch.no_grad()", stacklevel=2)
         if torch.compiler.is_compiling(): return                      # no hooks on what is computed there
         for t in _tensors(seen["output"]):
             if t.requires_grad: t.register_hook(functools.partial(self._backward, self.count))
@@ -163,12 +152,11 @@ class _Tape:
 
     def take(self):
         "The finished ones; the tape is empty again"
-        seen, gone, self.done, self.gone = list(self.done.values()), self.gone, {}, 0
+        seen, gone = list(self.done.values()), self.gone
+        self.done, self.gone = {}, 0
         if gone and not seen:
-            warnings.warn(
-                "nothing to compare: backward() has been through the forward pass already; call cook.loss() before it",
-                stacklevel=2,
-            )
+            warnings.warn("nothing to compare: backward() has been through the forward pass already; call cook.loss() "
+                          "before it", stacklevel=2)
         return seen
 
 class _Tap:
@@ -216,15 +204,13 @@ def module_pairs(
 def _spread(student, teacher, a, b):
     s, t = _outermost(resolve(student, a)), _outermost(resolve(teacher, b))
     if len(s) > len(t):
-        raise ValueError(
-            f"{a!r} names {len(s)} modules of the student and {b!r} {len(t)} of the teacher: name at most as many of "
-            "the student's"
-        )
+        raise ValueError(f"{a!r} names {len(s)} modules of the student and {b!r} {len(t)} of the teacher: name at "
+                         "most as many of the student's")
     return [(n, t[(i + 1) * len(t) // len(s) - 1]) for i, n in enumerate(s)]
 
 # %% ../../nbs/20_cook/10_distill.ipynb #230c3544
 class _Projectors(nn.ModuleList):
-    "The matrices from the student's widths to the teacher's; marked as added, so that patterns and roles pass them over"
+    "Matrices from the student's widths to the teacher's; marked as added, so that patterns and roles pass them over"
     _bmlab_delta = _bmlab_container = True
 
 def _whole(p):
@@ -232,16 +218,13 @@ def _whole(p):
     return p.full_tensor(grad_placements=[Partial("avg")] * p.device_mesh.ndim) if isinstance(p, DTensor) else p
 
 def _sample(model, calib):
-    "A few tokens to try a model on: a calibration batch's first row, or what transformers tries its models on; None without either"
+    "A few tokens to try a model on: a calibration batch's first row, or transformers' own; None without either"
     if calib is not None:
         run = Calibration(model, calib)
         return {k: v[:1] if isinstance(v, Tensor) and v.ndim else v for k, v in run.arguments(run.batches[0]).items()}
     inner = unwrap(model)
-    return (
-        dict(inner.dummy_inputs)
-        if getattr(inner, "main_input_name", None) == "input_ids" and hasattr(inner, "dummy_inputs")
-        else None
-    )
+    if getattr(inner, "main_input_name", None) != "input_ids" or not hasattr(inner, "dummy_inputs"): return None
+    return dict(inner.dummy_inputs)
 
 @contextlib.contextmanager
 def _taped(model, wanted):
@@ -254,16 +237,15 @@ def _taped(model, wanted):
 
 # %% ../../nbs/20_cook/10_distill.ipynb #065950c3
 def _ask(teacher, args, kwargs, wanted=()):
-    "Run a teacher on a student's inputs, in eval mode without gradients: its output, and {(kind, name): output} of the wanted modules"
+    "(output, {(kind, name): output of the wanted modules}) of a teacher on a student's inputs, without gradients"
     inner, device = unwrap(teacher), _device(teacher)
     takes = inspect.signature(inner.forward).parameters
-    fed = any(kwargs.get(k) is not None for k in ("decoder_input_ids", "decoder_inputs_embeds")) or not getattr(
-        getattr(inner, "config", None), "is_encoder_decoder", False
-    )
+    fed = any(kwargs.get(k) is not None
+              for k in ("decoder_input_ids", "decoder_inputs_embeds")) or not getattr(getattr(inner, "config", None),
+              "is_encoder_decoder", False)
     labels = kwargs.get("labels")
-    kwargs = {
-        k: v for k, v in kwargs.items() if not (k == "labels" and fed) and k not in ("num_items_in_batch", "use_cache")
-    }
+    kwargs = {k: v for k, v in kwargs.items() if not (k == "labels" and fed)
+              and k not in ("num_items_in_batch", "use_cache")}
     kwargs = _with_context(teacher, kwargs, labels)
     if "use_cache" in takes: kwargs["use_cache"] = False
     with torch.no_grad(), eval_mode(teacher), _taped(teacher, wanted) as tape:
@@ -280,11 +262,8 @@ def _found(seen, kind, name, whose):
         raise ValueError(f"{kind}={name!r}: this module of the {whose} did not run in its forward pass")
     if kind == "hidden":
         raise ValueError(f"hidden={name!r}: this module of the {whose} puts out no tensor of two dimensions or more")
-    raise ValueError(
-        f"attention={name!r}: this module of the {whose} puts out no attention map; name the attention modules, and "
-        "use eager attention on both models: "
-        "model.set_attn_implementation('eager')"
-    )
+    raise ValueError(f"attention={name!r}: this module of the {whose} puts out no attention map; name the attention "
+                     "modules, and use eager attention on both models: model.set_attn_implementation('eager')")
 
 # %% ../../nbs/20_cook/10_distill.ipynb #e79fcfee
 def _logit_term(model, teacher, seen, told, T, chunk):
@@ -292,21 +271,16 @@ def _logit_term(model, teacher, seen, told, T, chunk):
     mine, theirs, inputs = _logits_of(seen["output"]), _logits_of(told), seen["kwargs"]
     if not mine or not theirs:
         whose = type(model).__name__ if not mine else type(unwrap(teacher)).__name__
-        raise TypeError(
-            f"{whose} put out no logits to compare: use the model's own loss, for lm_loss makes none; logits=0 needs "
-            "none"
-        )
+        raise TypeError(f"{whose} put out no logits to compare: use the model's own loss, for lm_loss makes none; "
+                        "logits=0 needs none")
     if mine.keys() != theirs.keys():
-        raise ValueError(
-            f"the student puts out {sorted(mine)} and the teacher {sorted(theirs)}: both need the same task"
-        )
+        raise ValueError(f"the student puts out {sorted(mine)} and the teacher {sorted(theirs)}: both need the same "
+                         "task")
     total = 0
     for name, z in mine.items():
         if z.shape != (t := theirs[name]).shape:
-            raise ValueError(
-                f"the student's logits are {tuple(z.shape)} and the teacher's {tuple(t.shape)}: both need the same "
-                "tokens and vocabulary"
-            )
+            raise ValueError(f"the student's logits are {tuple(z.shape)} and the teacher's {tuple(t.shape)}: both "
+                             "need the same tokens and vocabulary")
         keep = _logit_mask(inputs, z.shape[:-1], _in_place(model))
         if name != "logits": z, t = (span_logits(x, inputs.get("attention_mask")) for x in (z, t))
         total = total + chunked_kl(z, t.to(z.device), T, keep, chunk) / len(mine)
@@ -317,11 +291,10 @@ def _pair_term(model, seen, told, pair, projector, measure):
     kind, a, b = pair
     x, y = _found(seen, kind, a, "student"), _found(told, kind, b, "teacher")
     if not x.requires_grad and any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            f"{kind}={a!r}: the student's output carries no gradient; recompute it with use_reentrant=False, and do "
-            "not freeze all that lies before it"
-        )
-    rows = (x.shape[0], x.shape[2]) if kind == "attention" else x.shape[:2] if x.ndim == 3 else None
+        raise ValueError(f"{kind}={a!r}: the student's output carries no gradient; recompute it with "
+                         "use_reentrant=False, and do not freeze all that lies before it")
+    rows = x.shape[:2] if x.ndim == 3 else None
+    if kind == "attention": rows = x.shape[0], x.shape[2]
     # (OPT names its only stack so)
     decoder = "decoder" in a.split(".") and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     keep = _token_mask(seen["kwargs"], rows, decoder) if rows is not None else None
@@ -332,11 +305,10 @@ def _pair_term(model, seen, told, pair, projector, measure):
     return hidden_loss(x, y.to(x.device), keep, measure)
 
 def _widths(model, teacher, pairs, batch):
-    "{(student's name, teacher's name): (width, width)} of hidden states that need a projector, from one forward pass of each model"
+    "{(student's name, teacher's name): (width, width)} of hidden states that need a projector, by one forward of each"
     if batch is None:
-        raise ValueError(
-            "calib= is needed: hidden= and attention= are tried on a few tokens, and this model does not say which"
-        )
+        raise ValueError("calib= is needed: hidden= and attention= are tried on a few tokens, and this model does not "
+                         "say which")
     out, seen = {}, []
     for whose, m, at in (("student", model, 1), ("teacher", teacher, 2)):
         outputs = _ask(m, (), batch, {(p[0], p[at]) for p in pairs})[1]
@@ -344,21 +316,17 @@ def _widths(model, teacher, pairs, batch):
     for kind, a, b in pairs:
         x, y = seen[0][kind, a], seen[1][kind, b]
         if kind == "hidden" and x[:-1] != y[:-1]:
-            raise ValueError(
-                f"hidden: {a!r} of the student puts out {tuple(x)} and {b!r} of the teacher {tuple(y)}: all but the "
-                "width must agree"
-            )
+            raise ValueError(f"hidden: {a!r} of the student puts out {tuple(x)} and {b!r} of the teacher {tuple(y)}: "
+                             "all but the width must agree")
         if kind == "hidden" and x[-1] != y[-1]: out[a, b] = x[-1], y[-1]
     return out
 
 # %% ../../nbs/20_cook/10_distill.ipynb #69175bba
 def _add_projectors(model, widths, seed):
     "Matrices that keep a state's size on average, as a child of the model; its name"
-    g, like, boxes = (
-        torch.Generator().manual_seed(seed),
-        next(p for p in model.parameters() if p.is_floating_point()),
-        _Projectors(),
-    )
+    g = torch.Generator().manual_seed(seed)
+    like = next(p for p in model.parameters() if p.is_floating_point())
+    boxes = _Projectors()
     for a, b in widths.values():
         box = nn.Linear(a, b, bias=False, device="meta")
         box.weight = nn.Parameter((torch.randn(b, a, generator=g) * a ** -0.5).to(like))
@@ -369,10 +337,8 @@ def _add_projectors(model, widths, seed):
 
 def _check_distill(d):
     if not isinstance(d.teacher, nn.Module):
-        raise TypeError(
-            f"teacher is a {type(d.teacher).__name__}: a model is needed"
-            + ("; load() returns (model, tokenizer)" if isinstance(d.teacher, tuple) else "")
-        )
+        raise TypeError(f"teacher is a {type(d.teacher).__name__}: a model is needed"
+                        + ("; load() returns (model, tokenizer)" if isinstance(d.teacher, tuple) else ""))
     for name in ("logits", "hidden_weight", "attention_weight"):
         if not (math.isfinite(v := getattr(d, name)) and v >= 0):
             raise ValueError(f"{name}={v!r}: a weight of at least 0")
@@ -389,111 +355,101 @@ def _check_pair_of_models(model, teacher):
     if unwrap(teacher) is unwrap(model) or any(tensor_key(p) in mine for p in teacher.parameters()):
         raise ValueError("teacher shares weights with the model that is to learn: give it a copy, copy.deepcopy(model)")
 
-# %% ../../nbs/20_cook/10_distill.ipynb #517c05a8
-class _Learns(Method):
-    slot = 50
-    def parameters(self)->list:
-        "The projectors' weights, which stand on the student."
-        return list(getattr(self.model, self.projectors).parameters()) if getattr(self, "projectors", None) else []
-
-    def loss(self)->dict:
-        "Weighted terms of the student's forward passes with gradients since the last call; the teacher runs here, once for each."
-        terms = {}
-        for seen in self.tape.take():
-            for name, value in self._compare(seen).items():
-                terms[name] = terms[name] + value if name in terms else value
-        if terms: self.notes = {k: v.detach() for k, v in terms.items()}
-        return terms
-
-    def _compare(self, seen):
-        "{name: weighted term} of one forward pass"
-        if seen["kwargs"].get("past_key_values") is not None:
-            raise ValueError("past_key_values: Distill needs the whole text in one forward pass with gradients")
-        told, outputs = _ask(self.teacher, seen["args"], seen["kwargs"], {(kind, b) for kind, _, b in self.pairs})
-        terms = (
-            {"logits": self.logits * _logit_term(self.model, self.teacher, seen, told, self.T, self.chunk)}
-            if self.logits
-            else {}
-        )
-        boxes = dict(zip(self.widths, getattr(self.model, self.projectors))) if self.projectors else {}
-        for kind in ("hidden", "attention"):
-            each = [
-                _pair_term(self.model, seen, outputs, p, boxes.get(p[1:]), self.measure)
-                for p in self.pairs
-                if p[0] == kind
-            ]
-            if each: terms[kind] = getattr(self, f"{kind}_weight") / len(each) * sum(each)
-        return terms
-
-    def state(self)->dict:
-        "The last terms of the loss."
-        return {k: v.item() for k, v in self.notes.items()}
-
-    def detach(self):
-        "The hooks and the projectors come off."
-        for h in self.handles: h.remove()
-        self.tape.done = {}
-        if self.projectors: del self.model._modules[self.projectors]
-        del self.model, self.tape, self.handles, self.projectors
-
-    def export(self, small):
-        "The copy goes without teacher, hooks and projectors."
-        if self.projectors: del small._modules[self.projectors]
-        for m in small.modules():
-            for kind in ("_forward_hooks", "_forward_pre_hooks"):
-                for i in [i for i, hook in m.__dict__[kind].items() if isinstance(hook, _Tap)]:
-                    m.__dict__[kind].pop(i)
-                    m._forward_hooks_with_kwargs.pop(i, None)
-
 # %% ../../nbs/20_cook/10_distill.ipynb #0ace5d6f
-class Distill(_Learns):
-    "Learn from a frozen teacher: adds KL·T² of the logits and, if wanted, distances of hidden states and attention maps to the loss."
+class Distill(Method):
+    "Learn from a frozen teacher, by KL·T² of the logits and, if wanted, by hidden states and attention maps."
+    slot = 50
     def __init__(self,
-        teacher:nn.Module,                  # the same inputs and vocabulary; any class, device and sharding; it runs in
-                                            # eval mode without gradients
+        teacher:nn.Module,                  # the same inputs and vocabulary; any class, device and sharding
         logits:float=1.,                    # weight of the logits' KL·T²; 0: the logits are left out
         T:float=2.,                         # temperature, > 0
         hidden:str|list|dict|None=None,     # modules whose outputs are compared: a pattern, or a map {student: teacher}
-        attention:str|list|dict|None=None,  # attention modules whose maps are compared, in the same way; eager
-                                            # attention on both models
+        attention:str|list|dict|None=None,  # attention modules whose maps are compared; with eager attention only
         hidden_weight:float=1.,             # of the mean over the pairs
         attention_weight:float=1.,          # of the mean over the pairs
         measure:str="mse",                  # of hidden states: "mse" or "cosine"
         chunk:int=CHUNK,                    # rows of logits that are in float32 at once
         seed:int=0,                         # of the projectors
     ):
-        self.teacher, self.logits, self.T, self.hidden, self.attention = teacher, logits, T, hidden, attention
-        self.hidden_weight, self.attention_weight, self.measure, self.chunk, self.seed = (
-            hidden_weight,
-            attention_weight,
-            measure,
-            chunk,
-            seed,
-        )
+        self.teacher, self.logits, self.T = teacher, logits, T
+        self.hidden, self.attention = hidden, attention
+        self.hidden_weight, self.attention_weight, self.measure = hidden_weight, attention_weight, measure
+        self.chunk, self.seed = chunk, seed
         _check_distill(self)
         # [(kind, student's name, teacher's name)]; {(names): (from, to)}; the last terms
         self.pairs, self.widths, self.notes = [], {}, {}
 
-    def prepare(self, model, calib=None):
-        "Pair the modules and find out, from a few tokens, how wide they are."
-        _check_pair_of_models(model, self.teacher)
-        self.pairs = [
-            (kind, a, b)
-            for kind in ("hidden", "attention")
-            if (which := getattr(self, kind)) is not None
-            for a, b in module_pairs(model, self.teacher, which)
-        ]
-        self.widths = _widths(model, self.teacher, self.pairs, _sample(model, calib)) if self.pairs else {}
+# %% ../../nbs/20_cook/10_distill.ipynb #bfd8a5be
+@patch
+def prepare(self:Distill, model, calib=None):
+    "Pair the modules and find out, from a few tokens, how wide they are."
+    _check_pair_of_models(model, self.teacher)
+    self.pairs = [(kind, a, b) for kind in ("hidden", "attention") if (which := getattr(self, kind)) is not None
+                  for a, b in module_pairs(model, self.teacher, which)]
+    self.widths = _widths(model, self.teacher, self.pairs, _sample(model, calib)) if self.pairs else {}
 
-    def attach(self, model):
-        "Hooks on the student, and projectors where widths differ."
-        self.model, self.tape, modules = unwrap(model), _Tape(self), dict(parts(model))
-        self.projectors = _add_projectors(self.model, self.widths, self.seed) if self.widths else None
-        self.handles = [
-            self.model.register_forward_pre_hook(_Tap(self.tape, "begin")),
-            self.model.register_forward_hook(_Tap(self.tape, "end"), with_kwargs=True),
-        ]
-        self.handles += [
-            modules[n].register_forward_hook(_Tap(self.tape, kind, n))
-            for kind, n in dict.fromkeys(p[:2] for p in self.pairs)
-        ]
+@patch
+def attach(self:Distill, model):
+    "Hooks on the student, and projectors where widths differ."
+    self.model, self.tape, modules = unwrap(model), _Tape(self), dict(parts(model))
+    self.projectors = _add_projectors(self.model, self.widths, self.seed) if self.widths else None
+    self.handles = [self.model.register_forward_pre_hook(_Tap(self.tape, "begin")),
+                    self.model.register_forward_hook(_Tap(self.tape, "end"), with_kwargs=True)]
+    self.handles += [modules[n].register_forward_hook(_Tap(self.tape, kind, n))
+                     for kind, n in dict.fromkeys(p[:2] for p in self.pairs)]
+
+# %% ../../nbs/20_cook/10_distill.ipynb #517c05a8
+@patch
+def parameters(self:Distill)->list:
+    "The projectors' weights, registered on the student."
+    return list(getattr(self.model, self.projectors).parameters()) if getattr(self, "projectors", None) else []
+
+@patch
+def loss(self:Distill)->dict:
+    "Weighted terms of the student's forward passes with gradients since the last call; runs the teacher for each."
+    terms = {}
+    for seen in self.tape.take():
+        for name, value in self._compare(seen).items():
+            terms[name] = terms[name] + value if name in terms else value
+    if terms: self.notes = {k: v.detach() for k, v in terms.items()}
+    return terms
+
+@patch
+def _compare(self:Distill, seen):
+    "{name: weighted term} of one forward pass"
+    if seen["kwargs"].get("past_key_values") is not None:
+        raise ValueError("past_key_values: Distill needs the whole text in one forward pass with gradients")
+    told, outputs = _ask(self.teacher, seen["args"], seen["kwargs"], {(kind, b) for kind, _, b in self.pairs})
+    terms = {}
+    if self.logits:
+        terms["logits"] = self.logits * _logit_term(self.model, self.teacher, seen, told, self.T, self.chunk)
+    boxes = dict(zip(self.widths, getattr(self.model, self.projectors))) if self.projectors else {}
+    for kind in ("hidden", "attention"):
+        each = [_pair_term(self.model, seen, outputs, p, boxes.get(p[1:]), self.measure) for p in self.pairs
+                if p[0] == kind]
+        if each: terms[kind] = getattr(self, f"{kind}_weight") / len(each) * sum(each)
+    return terms
+
+# %% ../../nbs/20_cook/10_distill.ipynb #3f16b5a6
+@patch
+def state(self:Distill)->dict:
+    "The last terms of the loss."
+    return {k: v.item() for k, v in self.notes.items()}
+
+@patch
+def detach(self:Distill):
+    "The hooks and the projectors come off."
+    for h in self.handles: h.remove()
+    self.tape.done = {}
+    if self.projectors: del self.model._modules[self.projectors]
+    del self.model, self.tape, self.handles, self.projectors
+
+@patch
+def export(self:Distill, small):
+    "The copy goes without teacher, hooks and projectors."
+    if self.projectors: del small._modules[self.projectors]
+    for m in small.modules():
+        for kind in ("_forward_hooks", "_forward_pre_hooks"):
+            for i in [i for i, hook in m.__dict__[kind].items() if isinstance(hook, _Tap)]:
+                m.__dict__[kind].pop(i)
+                m._forward_hooks_with_kwargs.pop(i, None)

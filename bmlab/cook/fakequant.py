@@ -9,6 +9,7 @@ __all__ = ['round_tokens', 'FakeWeight', 'parse_scheme', 'FakeQuant']
 import re, weakref
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from .cook import Method
@@ -17,10 +18,8 @@ from ..core import parts, roles
 from ..kernels.experts import holds_experts, stack_names
 from ..kernels.layers import is_conv1d, packing_refusal
 from ..kernels.codes import GROUPS, group_for, quantize_tokens
-from bmlab.cook.quantize import (
-    Grid, check_rounding, choose_codes, choose_experts, choose_factors, grid_for, pack_by, plan_grids,
-    smoothing,
-)
+from .quantize import (Grid, check_rounding, choose_codes, choose_experts, choose_factors, grid_for, pack_by,
+                                 plan_grids, smoothing)
 from .scaling import ScalingSite, fold, scaling_sites
 from .calibrate import Inputs, calibrate
 
@@ -45,8 +44,8 @@ def round_tokens(
     return _Straight.apply(x, rounded)
 
 # %% ../../nbs/20_cook/06_fakequant.ipynb #69ddaf1c
-class _OnGrid(Foresees):
-    "The grid of one weight, and the codes on it"
+class FakeWeight(Foresees):
+    "The parametrization: a weight as its packed layer will compute with it."
     on, stale, rounds = True, False, False      # rounds: its layer's inputs too?
     owner, height = None, None                  # whose it is, where several methods share a model; rows of each expert
     def __init__(self,
@@ -58,78 +57,23 @@ class _OnGrid(Foresees):
         coarse:bool=False,         # a table is tied to it: int8 by row
     ):
         super().__init__()
-        self.bits, self.group_size, self.symmetric, self.turned, self.coarse, self.source, self._cuts, self.K = (
-            bits,
-            group_size,
-            symmetric,
-            turned,
-            coarse,
-            [],
-            [],
-            K,
-        )
+        self.bits, self.group_size, self.symmetric = bits, group_size, symmetric
+        self.turned, self.coarse, self.source = turned, coarse, []
+        self._cuts, self.K = [], K
         self.watch(torch.empty(0))
         self.look()
         self.reset()
 
     @property
-    # that the export will leave; None: all
-    def columns(self): return self.left_0 if self.turned else self.left_1
+    def columns(self):
+        "Those that the export will leave; None: all"
+        return self.left_0 if self.turned else self.left_1
 
     def look(self):
         super().look()
         K = self.K if self.columns is None else len(self.columns)
-        self.grid = (
-            Grid() if self.coarse else grid_for(K, self.bits, self.group_size, self.symmetric and self.bits == 4)
-        )
-
-    def narrow(self, t):
-        "Of something with a number a column, those that the export will leave"
-        return t if t is None or self.columns is None else t.index_select(-1, self.columns)
-
-    def widen(self, t):
-        "That among all columns again, the others zero"
-        return t if self.columns is None else t.new_zeros(*t.shape[:-1], self.K).index_copy_(-1, self.columns, t)
-
-    def reset(self):
-        "To nearest, without factors."
-        for n in ("exponents", "energy", "offset"): self.register_buffer(n, None)
-        # source: a list, so that the norm there is no child
-        self.source, self.stale = [], False
-
-    def rows(self, w): return (w.transpose(-1, -2) if self.turned else w).reshape(-1, self.K)
-
-    def codes(self,
-        rows:Tensor,  # (N, K) float, the columns that the export will leave, multiplied by the factors already
-        start:int=0,  # of the weight's rows the one that they begin with
-    )->tuple:         # codes, scale, zero
-        "What the packed layer will store of these rows."
-        rows, energy = rows.float(), self.narrow(self.energy)
-        if energy is not None and energy.ndim == 2:
-            energy = energy[torch.arange(start, start + len(rows), device=rows.device) // self.height]
-        fitted = self.grid.fit(rows, energy)
-        q = self.grid.round(rows, *fitted)
-        if self.offset is not None:
-            q = (q + self.narrow(self.offset[start : start + len(rows)])).clamp_(
-                *((-127, 127) if self.grid.bits == 8 else (-8, 7))
-            )
-            if self.grid.keeps_zeros: q.masked_fill_(rows == 0, 0)
-        return q, *fitted
-
-# %% ../../nbs/20_cook/06_fakequant.ipynb #a81c4de2
-class FakeWeight(_OnGrid):
-    "The parametrization: a weight as its packed layer will compute with it."
-    @torch.no_grad()
-    def rounded(self, w):
-        "The weight on its grid, in its own shape and dtype, a slice of rows at a time"
-        rows = self.rows(w.detach())
-        s = None if self.exponents is None else self.narrow(self.exponents).float().exp2()
-        step, out = max(1, (16 << 20) // self.K), torch.empty_like(rows, memory_format=torch.contiguous_format)
-        for i in range(0, len(rows), step):
-            part = self.narrow(rows[i:i + step]).float()
-            values = self.grid.values(*self.codes(part if s is None else part * s, i))
-            out[i:i + step] = self.widen(values if s is None else values / s)
-        return out.view(*w.shape[:-2], w.shape[-1], w.shape[-2]).transpose(-1, -2) if self.turned else out.view(w.shape)
+        symmetric = self.symmetric and self.bits == 4
+        self.grid = Grid() if self.coarse else grid_for(K, self.bits, self.group_size, symmetric)
 
     def forward(self, w): return _Straight.apply(w, self.rounded(w)) if self.on else w
 
@@ -137,7 +81,7 @@ class FakeWeight(_OnGrid):
         dim:int,      # of the stored weight
         index:Tensor, # rows or columns that stay
     ):
-        "The weight was sliced: what was not foreseen leaves factors and codes to be found anew; until then it is rounded to nearest."
+        "The weight was sliced; if that was not foreseen, it is rounded to nearest until it is fitted anew."
         if any(d == dim and i is index for d, i in self._cuts): return       # called again for a twin
         self._cuts.append((dim, index))
         across = dim == (0 if self.turned else 1)
@@ -150,6 +94,61 @@ class FakeWeight(_OnGrid):
         fitted = self.stale or self.exponents is not None or self.energy is not None
         self.reset()
         self.stale = fitted
+
+# %% ../../nbs/20_cook/06_fakequant.ipynb #6383b92d
+@patch
+def narrow(self:FakeWeight, t):
+    "Those columns of a tensor that the export will leave"
+    return t if t is None or self.columns is None else t.index_select(-1, self.columns)
+
+@patch
+def widen(self:FakeWeight, t):
+    "The inverse of `narrow`: all columns, the others zero"
+    return t if self.columns is None else t.new_zeros(*t.shape[:-1], self.K).index_copy_(-1, self.columns, t)
+
+@patch
+def reset(self:FakeWeight):
+    "Round to nearest, without factors."
+    for n in ("exponents", "energy", "offset"): self.register_buffer(n, None)
+    # source: a list, so that the norm there is no child
+    self.source, self.stale = [], False
+
+# %% ../../nbs/20_cook/06_fakequant.ipynb #eddf3500
+@patch
+def rows(self:FakeWeight, w):
+    "The weight as a matrix (N, K), its inputs last"
+    return (w.transpose(-1, -2) if self.turned else w).reshape(-1, self.K)
+
+@patch
+def codes(self:FakeWeight,
+    rows:Tensor,  # (N, K) float, the columns that the export will leave, multiplied by the factors already
+    start:int=0,  # the row of the weight that they begin with
+)->tuple:         # codes, scale, zero
+    "What the packed layer will store of these rows."
+    rows, energy = rows.float(), self.narrow(self.energy)
+    if energy is not None and energy.ndim == 2:
+        energy = energy[torch.arange(start, start + len(rows), device=rows.device) // self.height]
+    fitted = self.grid.fit(rows, energy)
+    q = self.grid.round(rows, *fitted)
+    if self.offset is not None:
+        low, high = (-127, 127) if self.grid.bits == 8 else (-8, 7)
+        q = (q + self.narrow(self.offset[start:start + len(rows)])).clamp_(low, high)
+        if self.grid.keeps_zeros: q.masked_fill_(rows == 0, 0)
+    return q, *fitted
+
+# %% ../../nbs/20_cook/06_fakequant.ipynb #a81c4de2
+@patch
+@torch.no_grad()
+def rounded(self:FakeWeight, w):
+    "The weight on its grid, in its own shape and dtype, a slice of rows at a time"
+    rows = self.rows(w.detach())
+    s = None if self.exponents is None else self.narrow(self.exponents).float().exp2()
+    step, out = max(1, (16 << 20) // self.K), torch.empty_like(rows, memory_format=torch.contiguous_format)
+    for i in range(0, len(rows), step):
+        part = self.narrow(rows[i:i + step]).float()
+        values = self.grid.values(*self.codes(part if s is None else part * s, i))
+        out[i:i + step] = self.widen(values if s is None else values / s)
+    return out.view(*w.shape[:-2], w.shape[-1], w.shape[-2]).transpose(-1, -2) if self.turned else out.view(w.shape)
 
 # %% ../../nbs/20_cook/06_fakequant.ipynb #f631df1f
 _ROWS = 16  # rows up to which a W8A8 layer takes its inputs as they are
@@ -166,12 +165,11 @@ def parse_scheme(
     if inputs and bits == 4:
         raise ValueError(f"scheme={scheme!r}: no layer here multiplies int4 by int8; try w4a16 or w8a8")
     if inputs and group:
-        raise ValueError(
-            f"scheme={scheme!r}: int8 inputs are multiplied by int8 weights with one scale a row; try w8a8 or "
-            f"w8a16-g{group}"
-        )
+        why = "int8 inputs are multiplied by int8 weights with one scale a row"
+        raise ValueError(f"scheme={scheme!r}: {why}; try w8a8 or w8a16-g{group}")
     return bits, group or (128 if bits == 4 else None), inputs
 
+# %% ../../nbs/20_cook/06_fakequant.ipynb #3ddfae0b
 def _own(module):
     "(parameter's name, FakeWeight) pairs of a module"
     return [(n, p) for n in getattr(module, "parametrizations", ()) for p in chain(module, n, FakeWeight)]
@@ -190,13 +188,10 @@ class _RoundInputs:
 def _is_masked(module, name): return any(getattr(q, "_bmlab_priority", 0) == 20 for q in chain(module, name))
 
 def _unrounded(model):
-    "{name: why} of layers whose inputs are never rounded: heads, and feed-forward layers split into experts, which multiply by parts of a row"
+    "{name: why} of layers whose inputs are never rounded: heads, and feed-forward layers that are split into experts"
     role, split = roles(model), [n + "." for n, m in parts(model) if "_bmlab_neurons" in m.__dict__]
-    out = {
-        n: "split"
-        for n, _ in parts(model)
-        if any(n.startswith(s) for s in split) and role.get(n) not in ("q", "k", "v", "qkv", "o")
-    }
+    out = {n: "split" for n, _ in parts(model) if any(n.startswith(s) for s in split)
+           and role.get(n) not in ("q", "k", "v", "qkv", "o")}
     return out | {n: "head" for n, r in role.items() if r == "head"}
 
 def _below(module, name, p):
@@ -206,76 +201,10 @@ def _below(module, name, p):
         if q is p: return p.rows(w)
         w = q(w)
 
-# %% ../../nbs/20_cook/06_fakequant.ipynb #c00309fe
-def _narrowed(inputs, columns):
-    "What was measured of inputs, of these columns"
-    if columns is None or inputs.peak is None: return inputs
-    return Inputs(
-        inputs.gram if inputs.gram is None else inputs.gram[columns][:, columns], inputs.peak[columns], inputs.rows
-    )
-
-class _Fitting(Method):
-    "What FakeQuant finds out from calibration batches"
-    def _all(self, model):
-        return [(n, m, k, p) for n, m in list(parts(model)) for k, p in _own(m) if p.owner == id(self)]
-
-    def _fitted(self, model):
-        "({name: (module, parameter's name, FakeWeight)} of linear layers, a weight that they share once; {name: module} of experts)"
-        out, experts = {}, {}
-        for n, m, k, p in self._all(model):
-            if stored(m, k).ndim == 3: experts[n] = m
-            elif not isinstance(m, nn.Embedding): out.setdefault(id(p), (n, (m, k, p)))
-        return dict(out.values()), experts if self.rounding != "nearest" else {}
-
-    @torch.no_grad()
-    def _fit(self, model):
-        "Factors, ranges and codes by what the inputs are, block by block"
-        mine, experts = self._fitted(model)
-        own = [p for *_, p in self._all(model)]
-        # another FakeQuant's: whose turn comes first must not matter
-        others = [p for _, m in parts(model) for _, p in _own(m) if p.owner != id(self) and p.on]
-        for p in own: p.reset()
-        for p in (*own, *others): p.on = False
-        layers, grids = {n: m for n, (m, _, _) in mine.items()}, {n: p.grid for n, (_, _, p) in mine.items()}
-        try:
-            sites = (
-                scaling_sites(model, layers, self._calib[0])
-                if self._factors is not None or self.rounding == "awq"
-                else []
-            )
-            for stage in calibrate(model, layers | experts, self._calib, gram=self.rounding != "nearest"):
-                stage = {n: _narrowed(i, mine[n][2].columns) if n in mine else i for n, i in stage.items()}
-                weights = {n: mine[n][2].narrow(_below(*mine[n])) for n in stage if n in mine}
-                for site, e in choose_factors(stage, sites, weights, grids, self._factors):
-                    for n in site.readers:
-                        p = mine[n][2]
-                        p.exponents, p.source = p.widen(e.clone()), [site.source]
-                for n in weights if self.rounding != "nearest" else ():
-                    self._fit_codes(mine[n][2], weights[n], stage[n])
-                for n in stage.keys() - weights.keys():
-                    for k, p in _own(experts[n]): self._fit_experts(p, _below(experts[n], k, p), stage[n][k])
-                for n in stage:
-                    for _, p in _own(mine[n][0] if n in mine else experts[n]): p.on = p.owner == id(self)
-        finally:
-            for p in (*own, *others): p.on = True
-
-    def _fit_codes(self, p, w, inputs):
-        exponents = p.narrow(p.exponents)
-        w = w.float() if exponents is None else w.float() * exponents.float().exp2()
-        codes, energy = choose_codes(w, inputs, p.grid, self.rounding, self.damping, exponents)
-        p.energy = p.widen(energy)
-        self._keep(p, w, codes)
-
-    def _fit_experts(self, p, w, inputs):
-        codes, p.energy = choose_experts(w, inputs, p.grid, self.rounding, self.damping)
-        p.height = len(w) // len(inputs)
-        self._keep(p, w, codes)
-
-    def _keep(self, p, w, codes):
-        if self.rounding == "gptq": p.offset = p.widen((codes[0] - p.codes(w)[0]).clamp_(-127, 127).to(torch.int8))
-
 # %% ../../nbs/20_cook/06_fakequant.ipynb #1dd2b543
-class _Attaching(_Fitting):
+class FakeQuant(Method):
+    "Weights, and for W8A8 inputs, rounded in every forward as the packed layers of the export will round them."
+    slot = 40
     def __init__(self,
         scheme:str="w8a16",          # w8a16, w8a16-g64, w8a8, w4a16, w4a16-g64 …
         modules:str|list|None=None,  # a pattern; None: every linear layer with a role, but no router
@@ -288,125 +217,170 @@ class _Attaching(_Fitting):
         damping:float|None=None,     # of GPTQ, share of the mean of XᵀX's diagonal; None: as `quantize`
     ):
         self.bits, self.group_size, self.activations = parse_scheme(scheme)
-        self.scheme, self.modules, self.skip, self.rounding, self.smooth, self.symmetric, self.damping = (
-            scheme,
-            modules,
-            skip,
-            rounding,
-            smooth,
-            symmetric,
-            damping,
-        )
+        self.scheme, self.modules, self.skip = scheme, modules, skip
+        self.rounding, self.smooth, self.symmetric = rounding, smooth, symmetric
+        self.damping = damping
         check_rounding(rounding, smooth, (), self.bits, self.activations, None, damping)
         self._chosen, self._calib = {}, None
 
-    def prepare(self, model, calib):
-        check_rounding(self.rounding, self.smooth, calib, self.bits, self.activations, None, self.damping)
-        self._factors = smoothing(self.smooth, self.rounding, calib, self.activations)
-        self._chosen, self._calib = (
-            plan_grids(model, self.modules, self.skip, self.bits, self.group_size, self.symmetric),
-            calib,
-        )
-        modules = dict(parts(model))
-        for n in self._chosen:
-            m = modules[n]
-            if "_deltas" not in m._modules and (reason := packing_refusal(m)): raise ValueError(f"{n} {reason}")
-        held = {id(stored(modules[n])): n for n in self._chosen if not holds_experts(modules[n])}
-        for n, m in modules.items():
-            if n not in self._chosen and (first := held.get(id(m._parameters.get("weight")))):
-                raise ValueError(
-                    f"{n} holds the weight of {first} too, and is not rounded with it; skip both, or let modules= "
-                    "match both"
-                )
+@patch
+def prepare(self:FakeQuant, model, calib):
+    check_rounding(self.rounding, self.smooth, calib, self.bits, self.activations, None, self.damping)
+    self._factors = smoothing(self.smooth, self.rounding, calib, self.activations)
+    self._chosen = plan_grids(model, self.modules, self.skip, self.bits, self.group_size, self.symmetric)
+    self._calib = calib
+    modules = dict(parts(model))
+    for n in self._chosen:
+        m = modules[n]
+        if "_deltas" not in m._modules and (reason := packing_refusal(m)): raise ValueError(f"{n} {reason}")
+    held = {id(stored(modules[n])): n for n in self._chosen if not holds_experts(modules[n])}
+    for n, m in modules.items():
+        if n not in self._chosen and (first := held.get(id(m._parameters.get("weight")))):
+            raise ValueError(f"{n} holds the weight of {first} too, and is not rounded with it; "
+                             "skip both, or let modules= match both")
 
-    def attach(self, model):
-        modules, unrounded, self._at, masked, split = (
-            dict(parts(model)),
-            _unrounded(model) if self.activations else {},
-            weakref.ref(model),
-            0,
-            0,
-        )
-        for n, grid in self._chosen.items():
-            m = modules[n]
-            for k in stack_names(m) if grid is None else ("weight",):
-                if not chain(m, k, FakeWeight): parametrize_weight(m, k, self._weight(m, k, grid), 30)
-                masked += grid is not None and grid.bits == 4 and _is_masked(m, k)
-            if not self.activations or grid is None or isinstance(m, nn.Embedding): continue
-            if n in unrounded: split += unrounded[n] == "split"
-            else:
-                m.register_forward_pre_hook(_RoundInputs())
-                next(p for _, p in _own(m)).rounds = True
-        foresee(model)
-        if self._fits: self._fit(model)
-        self.notes = {"weights": len(self._chosen), "bits": self.bits} | (
-            {"smooth": self._factors} if self._factors is not None else {}
-        )
-        if masked: self.notes["2:4 weights stored as int4, no smaller for their zeros"] = masked
-        if split: self.notes["layers of experts whose inputs are not rounded"] = split
+@patch
+def attach(self:FakeQuant, model):
+    modules = dict(parts(model))
+    unrounded = _unrounded(model) if self.activations else {}
+    self._at, masked, split = weakref.ref(model), 0, 0
+    for n, grid in self._chosen.items():
+        m = modules[n]
+        for k in stack_names(m) if grid is None else ("weight",):
+            if not chain(m, k, FakeWeight): parametrize_weight(m, k, self._weight(m, k, grid), 30)
+            masked += grid is not None and grid.bits == 4 and _is_masked(m, k)
+        if not self.activations or grid is None or isinstance(m, nn.Embedding): continue
+        if n in unrounded: split += unrounded[n] == "split"
+        else:
+            m.register_forward_pre_hook(_RoundInputs())
+            next(p for _, p in _own(m)).rounds = True
+    foresee(model)
+    if self._fits: self._fit(model)
+    self.notes = {"weights": len(self._chosen), "bits": self.bits}
+    if self._factors is not None: self.notes["smooth"] = self._factors
+    if masked: self.notes["2:4 weights stored as int4, no smaller for their zeros"] = masked
+    if split: self.notes["layers of experts whose inputs are not rounded"] = split
 
-    @property
-    def _fits(self): return self.rounding != "nearest" or self._factors is not None
+@patch(as_prop=True)
+def _fits(self:FakeQuant): return self.rounding != "nearest" or self._factors is not None
 
-    def _weight(self, m, k, grid):
-        "The parametrization for one weight; int4 behind a mask keeps zeros"
-        turned, w = getattr(m, "is_transposed", False) if grid is None else is_conv1d(m), stored(m, k)
-        K = w.shape[-2 if turned else -1]
-        symmetric = (
-            self.symmetric if self.symmetric is not None else _is_masked(m, k) or grid is not None and grid.symmetric
-        )
-        # experts have no int8 by groups
-        group = None if grid is None and self.bits == 8 else self.group_size
-        p = FakeWeight(
-            K,
-            self.bits,
-            group,
-            symmetric and grid is not None,
-            turned,
-            coarse=grid == Grid() and (group is None or group_for(K, group) is not None),
-        )
-        p.owner = id(self)
-        p.watch(w)
-        return p.train(m.training).to(w.device)
+@patch
+def _weight(self:FakeQuant, m, k, grid):
+    "The parametrization for one weight; int4 behind a mask keeps zeros"
+    turned, w = getattr(m, "is_transposed", False) if grid is None else is_conv1d(m), stored(m, k)
+    K = w.shape[-2 if turned else -1]
+    symmetric = self.symmetric
+    if symmetric is None: symmetric = _is_masked(m, k) or grid is not None and grid.symmetric
+    # experts have no int8 by groups
+    group = None if grid is None and self.bits == 8 else self.group_size
+    p = FakeWeight(K, self.bits, group, symmetric and grid is not None, turned,
+                   coarse=grid == Grid() and (group is None or group_for(K, group) is not None))
+    p.owner = id(self)
+    p.watch(w)
+    return p.train(m.training).to(w.device)
+
+# %% ../../nbs/20_cook/06_fakequant.ipynb #c00309fe
+def _narrowed(inputs, columns):
+    "What was measured of inputs, for these columns only"
+    if columns is None or inputs.peak is None: return inputs
+    return Inputs(inputs.gram if inputs.gram is None else inputs.gram[columns][:, columns], inputs.peak[columns],
+                  inputs.rows)
+
+@patch
+def _all(self:FakeQuant, model):
+    return [(n, m, k, p) for n, m in list(parts(model)) for k, p in _own(m) if p.owner == id(self)]
+
+@patch
+def _fitted(self:FakeQuant, model):
+    "({name: (module, parameter's name, FakeWeight)} of linear layers, shared weights once; {name: module} of experts)"
+    out, experts = {}, {}
+    for n, m, k, p in self._all(model):
+        if stored(m, k).ndim == 3: experts[n] = m
+        elif not isinstance(m, nn.Embedding): out.setdefault(id(p), (n, (m, k, p)))
+    return dict(out.values()), experts if self.rounding != "nearest" else {}
+
+# %% ../../nbs/20_cook/06_fakequant.ipynb #520686f5
+@patch
+@torch.no_grad()
+def _fit(self:FakeQuant, model):
+    "Factors, ranges and codes by what the inputs are, block by block"
+    mine, experts = self._fitted(model)
+    own = [p for *_, p in self._all(model)]
+    # another FakeQuant's: whose turn comes first must not matter
+    others = [p for _, m in parts(model) for _, p in _own(m) if p.owner != id(self) and p.on]
+    for p in own: p.reset()
+    for p in (*own, *others): p.on = False
+    layers, grids = {n: m for n, (m, _, _) in mine.items()}, {n: p.grid for n, (_, _, p) in mine.items()}
+    try:
+        sites = (scaling_sites(model, layers, self._calib[0]) if self._factors is not None or self.rounding == "awq"
+                 else [])
+        for stage in calibrate(model, layers | experts, self._calib, gram=self.rounding != "nearest"):
+            stage = {n: _narrowed(i, mine[n][2].columns) if n in mine else i for n, i in stage.items()}
+            weights = {n: mine[n][2].narrow(_below(*mine[n])) for n in stage if n in mine}
+            for site, e in choose_factors(stage, sites, weights, grids, self._factors):
+                for n in site.readers:
+                    p = mine[n][2]
+                    p.exponents, p.source = p.widen(e.clone()), [site.source]
+            for n in weights if self.rounding != "nearest" else ():
+                self._fit_codes(mine[n][2], weights[n], stage[n])
+            for n in stage.keys() - weights.keys():
+                for k, p in _own(experts[n]): self._fit_experts(p, _below(experts[n], k, p), stage[n][k])
+            for n in stage:
+                for _, p in _own(mine[n][0] if n in mine else experts[n]): p.on = p.owner == id(self)
+    finally:
+        for p in (*own, *others): p.on = True
+
+@patch
+def _fit_codes(self:FakeQuant, p, w, inputs):
+    exponents = p.narrow(p.exponents)
+    w = w.float() if exponents is None else w.float() * exponents.float().exp2()
+    codes, energy = choose_codes(w, inputs, p.grid, self.rounding, self.damping, exponents)
+    p.energy = p.widen(energy)
+    self._keep(p, w, codes)
+
+@patch
+def _fit_experts(self:FakeQuant, p, w, inputs):
+    codes, p.energy = choose_experts(w, inputs, p.grid, self.rounding, self.damping)
+    p.height = len(w) // len(inputs)
+    self._keep(p, w, codes)
+
+@patch
+def _keep(self:FakeQuant, p, w, codes):
+    if self.rounding == "gptq": p.offset = p.widen((codes[0] - p.codes(w)[0]).clamp_(-127, 127).to(torch.int8))
 
 # %% ../../nbs/20_cook/06_fakequant.ipynb #5a21a566
-class FakeQuant(_Attaching):
-    "Weights, and for W8A8 inputs, rounded in every forward as the packed layers of the export will round them."
-    slot = 40
-    def state(self):
-        wide = (
-            sum(p.grid.bits > self.bits and not p.coarse for *_, p in self._all(model))
-            if (model := self._at()) is not None
-            else 0
-        )
-        return self.notes | ({"int8 instead, no group of 32 divides the columns": wide} if wide else {})
+@patch
+def state(self:FakeQuant):
+    model = self._at()
+    wide = 0 if model is None else sum(p.grid.bits > self.bits and not p.coarse for *_, p in self._all(model))
+    return self.notes | ({"int8 instead, no group of 32 divides the columns": wide} if wide else {})
 
-    def detach(self): self._take_off(self._at())
+@patch
+def detach(self:FakeQuant): self._take_off(self._at())
 
-    def _take_off(self, model):
-        for _, m, k, p in self._all(model):
-            # of a tied weight it went with the first
-            if p in chain(m, k): unparametrize(m, k, p)
-            for i, hook in list(m._forward_pre_hooks.items()):
-                if isinstance(hook, _RoundInputs): del m._forward_pre_hooks[i]
+@patch
+def _take_off(self:FakeQuant, model):
+    for _, m, k, p in self._all(model):
+        # of a tied weight it went with the first
+        if p in chain(m, k): unparametrize(m, k, p)
+        for i, hook in list(m._forward_pre_hooks.items()):
+            if isinstance(hook, _RoundInputs): del m._forward_pre_hooks[i]
 
-    @torch.no_grad()
-    def export(self, small):
-        own, alive = self._all(small), {id(m) for m in small.modules()}
-        if self._fits and any(p.stale or any(id(s) not in alive for s in p.source) for *_, p in own): self._fit(small)
-        sites = {}
-        for n, m, _, p in own:
-            if p.source:
-                sites.setdefault(id(p.source[0]), (ScalingSite(p.source[0], {}), p.exponents))[0].readers[n] = m
-        for site, exponents in sites.values(): fold(site, exponents)
-        codes = {
-            n if stored(m, k).ndim == 2 else f"{n}.{k}": p.codes(p.rows(stored(m, k)))
-            for n, m, k, p in own
-            if p.energy is not None
-        }
-        grids = {n: None if stored(m, k).ndim == 3 else p.grid for n, m, k, p in own}
-        whole = [n for n, _, _, p in own if not p.rounds]
-        self._take_off(small)
-        pack_by(small, grids, codes, self.activations, self.bits, self.group_size)
-        for n in whole:
-            if getattr(m := small.get_submodule(n), "activations", None): m.activations = None
+@patch
+@torch.no_grad()
+def export(self:FakeQuant, small):
+    own, alive = self._all(small), {id(m) for m in small.modules()}
+    if self._fits and any(p.stale or any(id(s) not in alive for s in p.source) for *_, p in own): self._fit(small)
+    sites = {}
+    for n, m, _, p in own:
+        if p.source:
+            sites.setdefault(id(p.source[0]), (ScalingSite(p.source[0], {}), p.exponents))[0].readers[n] = m
+    for site, exponents in sites.values(): fold(site, exponents)
+    codes = {n if stored(m, k).ndim == 2 else f"{n}.{k}": p.codes(p.rows(stored(m, k))) for n, m, k, p in own
+             if p.energy is not None}
+    grids = {n: None if stored(m, k).ndim == 3 else p.grid for n, m, k, p in own}
+    whole = [n for n, _, _, p in own if not p.rounds]
+    self._take_off(small)
+    pack_by(small, grids, codes, self.activations, self.bits, self.group_size)
+    for n in whole:
+        if getattr(m := small.get_submodule(n), "activations", None): m.activations = None

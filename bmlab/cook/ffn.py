@@ -47,10 +47,8 @@ class FFN:
     def fused(self): return self.gate == self.up
     def matrices(self, module):
         "The matrix modules: gate (None where it has none of its own), up, down"
-        return [
-            None if n is None else unwrap(module.get_submodule(n))
-            for n in (None if self.fused else self.gate, self.up, self.down)
-        ]
+        return [None if n is None else unwrap(module.get_submodule(n))
+                for n in (None if self.fused else self.gate, self.up, self.down)]
     def function(self, module):
         "The activation"
         return module.get_submodule(self.act) if isinstance(self.act, str) else self.act
@@ -95,15 +93,12 @@ def _whole_at_first(ffn, layer): return {ffn.up: layer, ffn.act: Through(), ffn.
 
 @torch.no_grad()
 def _computes(module, ffn):
-    "Is the module's forward that of a feed-forward layer; of one that is spread over a block, could the layer stand in the place of its first matrix?"
+    "Does a module compute what a feed-forward layer does; spread over a block, also from its first matrix's place?"
     _, up, down = ffn.matrices(module)
     if up.weight.is_meta: return True
     x = torch.randn(2, 3, matrix_shape(up)[0], generator=torch.Generator().manual_seed(0)).to(up.weight)
-    needs = [
-        k
-        for k, p in list(inspect.signature(module.forward).parameters.items())[1:]
-        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
-    ]
+    needs = [k for k, p in list(inspect.signature(module.forward).parameters.items())[1:] if p.default is p.empty
+             and p.kind is p.POSITIONAL_OR_KEYWORD]
     run = lambda: next(iter(y)) if isinstance(y := module(x, **dict.fromkeys(needs)), tuple) else y
     with eval_mode(module):
         try:
@@ -114,11 +109,8 @@ def _computes(module, ffn):
                 try: ours = run()
                 finally: _put_parts(module, old)
         except Exception: return False  # a block that wants more than its input
-    return (
-        isinstance(want, Tensor)
-        and want.shape == ours.shape
-        and torch.allclose(want.float(), ours.float(), rtol=1e-2, atol=1e-3 * float(ours.abs().max()))
-    )
+    return (isinstance(want, Tensor) and want.shape == ours.shape
+            and torch.allclose(want.float(), ours.float(), rtol=1e-2, atol=1e-3 * float(ours.abs().max())))
 
 def _parts_of(module, path, role):
     "(FFN or None, why not) of the module at `path`, with the roles of all matrices"
@@ -130,19 +122,13 @@ def _parts_of(module, path, role):
     mine = [m for m in ffn.matrices(module) if m is not None]
     if ffn.act is None: return None, "has no activation that is known"
     if any(hasattr(m, "_bmlab_packed") for m in mine): return None, "is packed; cook the model before that"
-    ffn.spread = any(
-        m._parameters for n, m in parts(module) if m not in mine and n.partition(".")[0] not in ("moefy", "sparse")
-    )
+    ffn.spread = any(m._parameters for n, m in parts(module) if m not in mine
+                     and n.partition(".")[0] not in ("moefy", "sparse"))
     if ffn.spread and (ffn.gate is not None or not isinstance(ffn.act, str)):
         return None, "spreads its gate, or an activation that is no module, over its block"
-    return (
-        (ffn, "")
-        if _computes(module, ffn)
-        else (
-            None,
-            "computes more than a feed-forward layer does, in a way that none in its first matrix's place could",
-        )
-    )
+    return ((ffn, "") if _computes(module, ffn)
+            else (None,
+                  "computes more than a feed-forward layer does, in a way that none in its first matrix's place could"))
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #9a97b4e9
 def feed_forwards(
@@ -161,22 +147,17 @@ def feed_forwards(
         else: found[above[0]] = ffn
     if not found:
         reason = next((f": {n} {w}" for n, w in why.items()), "")
-        raise LookupError(
-            f"this {type(model).__name__} has no feed-forward layer that can be split into neurons{reason}"
-        )
+        raise LookupError(f"this {type(model).__name__} has no feed-forward layer that can be split into "
+                          f"neurons{reason}")
     if modules is None: return found
     wanted = resolve(model, modules)
-    chosen = {
-        n: f for n, f in found.items() if n in wanted or any(f"{n}.{m}" in wanted for m in (f.gate, f.up, f.down))
-    }
+    chosen = {n: f for n, f in found.items() if n in wanted
+              or any(f"{n}.{m}" in wanted for m in (f.gate, f.up, f.down))}
     if not chosen:
-        refused = next(
-            (f"; {n} {w}" for n, w in why.items() if n in wanted or any(m.startswith(n + ".") for m in wanted)), ""
-        )
-        raise LookupError(
-            f"modules={modules!r} names no feed-forward layer; there are "
-            f"{', '.join(list(found)[:3])}{', …' if found.keys() - set(list(found)[:3]) else ''}{refused}"
-        )
+        meant = lambda n: n in wanted or any(m.startswith(n + ".") for m in wanted)
+        refused = next((f"; {n} {w}" for n, w in why.items() if meant(n)), "")
+        there = ", ".join([*list(found)[:3], *(["…"] if len(found) > 3 else [])])
+        raise LookupError(f"modules={modules!r} names no feed-forward layer; there are {there}{refused}")
     return chosen
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #d00ddc67
@@ -188,9 +169,8 @@ def ffn_samples(
     layers:dict,        # name → FFN, of `feed_forwards`
     calib:Iterable,     # batches, as for `Calibration`; labels are not needed
     tokens:int=2048,    # kept of each layer, at most
-# yields (name, inputs (n, D), activations (n, F)), float32 on the model's device, layer by layer
-):
-    "What goes into feed-forward layers, and what their neurons do with it."
+):                      # yields (name, inputs (n, D), activations (n, F)), float32 on the model's device
+    "What goes into feed-forward layers, layer by layer, and what their neurons do with it."
     modules, names, run = dict(parts(model)), list(layers), Calibration(model, calib)
     width = {n: sum(matrix_shape(layers[n].matrices(modules[n])[2])) for n in names}
     while names:
@@ -201,10 +181,8 @@ def ffn_samples(
         seen = _collect(run, {n: layers[n] for n in group}, modules, tokens)
         for n in group:
             if not seen[n][0]:
-                raise ValueError(
-                    f"{n} never ran on the calibration batches; give batches that reach it, or leave it out with "
-                    "modules="
-                )
+                raise ValueError(f"{n} never ran on the calibration batches; give batches that reach it, or leave it "
+                                 "out with modules=")
             yield n, *(torch.cat(t)[:tokens] for t in seen.pop(n))
 
 def _collect(run, layers, modules, tokens):
@@ -228,13 +206,8 @@ def sliceable(
 )->bool:
     "Can some of a matrix module's outputs or inputs be multiplied alone?"
     if "_deltas" in m.__dict__ or "_deltas" in m._modules: return False
-    return (
-        type(m) in (Int8Linear, Int4Linear, Int8GroupLinear)
-        or type(m) is Sparse24Linear
-        and m.form == "dense"
-        or type(m).forward is nn.Linear.forward
-        or is_conv1d(m)
-    )
+    return (type(m) in (Int8Linear, Int4Linear, Int8GroupLinear) or type(m) is Sparse24Linear and m.form == "dense"
+            or type(m).forward is nn.Linear.forward or is_conv1d(m))
 
 def is_plain(
     m:nn.Module|None, # a matrix module; None, a gate that is not there, is plain too
@@ -256,7 +229,7 @@ def neuron_rows(
 def unhooked(
     m:nn.Module, # a matrix module
 )->bool:
-    "Has a module no hook, which a product computed here would pass by?"
+    "Has a module no hooks? A product computed here would skip them."
     return not (m._forward_hooks or m._forward_pre_hooks)
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #4235e2a5
@@ -271,11 +244,8 @@ def rows_product(
     if type(m) is Int4Linear: return packed_linear4(x, m.codes[at], m.scale[at], m.zero[at], bias)
     if type(m) is Int8GroupLinear: return packed_linear(x, m.codes[at], m.scale[at], bias)
     if type(m) is Sparse24Linear:
-        return (
-            F.linear(x, m._raw()[at], bias)
-            if m.scale is None
-            else packed_linear(x, m._raw()[at], m.scale[at], bias, m.activations)
-        )
+        return (F.linear(x, m._raw()[at], bias) if m.scale is None
+                else packed_linear(x, m._raw()[at], m.scale[at], bias, m.activations))
     return F.linear(x, m.weight[:, at].t() if is_conv1d(m) else m.weight[at], bias)
 
 def columns_product(
@@ -296,9 +266,8 @@ def stretch_product(
     b:int,       # one past the last
 )->Tensor:       # (T, outputs), bias left out
     "What a stretch of inputs adds to a matrix module's outputs."
-    codes = (
-        m.codes if type(m) is Int8Linear else m._raw() if type(m) is Sparse24Linear and m.scale is not None else None
-    )
+    codes = m.codes if type(m) is Int8Linear else None
+    if type(m) is Sparse24Linear and m.scale is not None: codes = m._raw()
     if codes is not None: return packed_linear(h, codes[:, a:b].contiguous(), m.scale, None, m.activations)
     if type(m) is Sparse24Linear: return F.linear(h, m._raw()[:, a:b])
     if type(m) is Int8GroupLinear:
@@ -307,12 +276,8 @@ def stretch_product(
     if type(m) is Int4Linear:
         g = m.group_size
         lo, hi = a // g, -(-b // g)
-        return packed_linear4(
-            F.pad(h, (a - lo * g, hi * g - b)),
-            m.codes[:, lo * g // 2 : hi * g // 2].contiguous(),
-            m.scale[:, lo:hi].contiguous(),
-            m.zero[:, lo:hi].contiguous(),
-        )
+        return packed_linear4(F.pad(h, (a - lo * g, hi * g - b)), m.codes[:, lo * g // 2 : hi * g // 2].contiguous(),
+                              m.scale[:, lo:hi].contiguous(), m.zero[:, lo:hi].contiguous())
     return F.linear(h, m.weight[a:b].t() if is_conv1d(m) else m.weight[:, a:b])
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #5fee559f
@@ -321,7 +286,7 @@ def claim_neurons(
     name:str,         # its name in the model
     method,           # of Cook, which will split its neurons
 ):
-    "Note on a layer who splits its neurons; raises where someone does already."
+    "Note on a layer which method splits its neurons; raises if one does already."
     if (who := module.__dict__.get("_bmlab_neurons")) is not None:
         raise ValueError(f"{name} is split by {who} already; give the two methods modules= that do not meet")
     module.__dict__["_bmlab_neurons"] = type(method).__name__
@@ -329,7 +294,7 @@ def claim_neurons(
 def release_neurons(
     module:nn.Module, # that was claimed
 ):
-    "Its neurons are split no longer."
+    "Note that its neurons are no longer split."
     del module.__dict__["_bmlab_neurons"]
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #a1c49c4a
@@ -372,13 +337,12 @@ def reorder_features(
     dim:int,      # 0: its outputs; 1: its inputs
     order:Tensor, # (n,) int64: all of them
 )->list[tuple]:   # (module, name, parameter that was there) for each
-    "Give a matrix module new parameters, its outputs or inputs in another order; what held the old ones is not touched."
+    "Give a matrix module new parameters, outputs or inputs in another order; what held the old ones is not touched."
     was = [(m, k, p) for k, p in m._parameters.items() if p is not None and (k == "weight" or dim == 0)]
     for _, k, p in was:
-        m._parameters[k] = nn.Parameter(
-            p.detach().index_select(_along(m, dim) if k == "weight" else 0, order.to(p.device)),
-            requires_grad=p.requires_grad,
-        )
+        m._parameters[k] = nn.Parameter(p.detach().index_select(_along(m, dim) if k == "weight" else 0,
+                                                                order.to(p.device)),
+                                        requires_grad=p.requires_grad)
     return was
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #28231903
@@ -396,9 +360,8 @@ def _apart(model, old, ffn):
     for k, rows in zip(("gate_proj", "up_proj"), torch.arange(matrix_shape(both)[1]).chunk(2)):
         new[k] = copy.deepcopy(both, dict(others))
         take_features(new[k], 0, rows)
-    place._modules = {
-        k: m for n, child in place._modules.items() for k, m in (new if n == last else {n: child}).items()
-    }
+    place._modules = {k: m for n, child in place._modules.items()
+                      for k, m in (new if n == last else {n: child}).items()}
     up, gate = (f"{owner}.{k}".strip(".") for k in ("up_proj", "gate_proj"))
     return old, FFN(up, ffn.down, gate, ffn.act)
 
@@ -440,32 +403,28 @@ def ffn_from_state(
         for n in [n for n, m in there.items() if matrix_shape(m) is not None and n not in said["sizes"]]:
             del old.get_submodule(n.rpartition(".")[0])._modules[n.rpartition(".")[2]]
         for n in missing:
-            old.get_submodule(n.rpartition(".")[0]).add_module(
-                n.rpartition(".")[2], nn.Linear(*said["sizes"][n], device="meta")
-            )
+            old.get_submodule(n.rpartition(".")[0]).add_module(n.rpartition(".")[2],
+                                                               nn.Linear(*said["sizes"][n], device="meta"))
     return old, FFN(up, down, gate, _find_act(old, up), act is not None)
 
 # %% ../../nbs/20_cook/11_ffn.ipynb #31cf2676
 class NeuronWork:
     "How much of the dense layers was computed, and what choosing cost beyond that"
-    def __init__(self): self.tokens, self.computed, self.all, self.chose = 0, 0., 0, 0.
+    def __init__(self):
+        self.tokens, self.all = 0, 0
+        self.computed, self.chose = 0., 0.
     def __call__(self, tokens, computed, width, chose):
-        self.tokens, self.computed, self.all, self.chose = (
-            self.tokens + tokens,
-            self.computed + computed / width,
-            self.all + tokens,
-            self.chose + chose,
-        )
+        self.tokens, self.computed, self.all = self.tokens + tokens, self.computed + computed / width, self.all + tokens
+        self.chose = self.chose + chose
     @property
     def share(self)->float: return self.computed / max(1, self.all)   # of the dense layers' multiplications
     @property
-    # multiplications of the routers or predictors, as a share of the dense layers'
-    def overhead(self)->float: return self.chose / max(1, self.all)
+    def overhead(self)->float:
+        "Multiplications of the routers or predictors, as a share of the dense layers'"
+        return self.chose / max(1, self.all)
     def __repr__(self):
-        return (
-            f"{self.share:.1%} of the dense layers and {self.overhead:.1%} for choosing, over {self.tokens} tokens and "
-            "layers"
-        )
+        return (f"{self.share:.1%} of the dense layers and {self.overhead:.1%} for choosing, over {self.tokens} "
+                "tokens and layers")
 
 @contextlib.contextmanager
 def executed(
@@ -474,9 +433,8 @@ def executed(
     "Count inside `with executed(small) as work:` how many neurons are really computed."
     work, layers = NeuronWork(), [m for m in model.modules() if isinstance(getattr(m, "_work", None), Transient)]
     if not layers:
-        raise LookupError(
-            f"this {type(model).__name__} has no layer that skips neurons; export a Cook with MoEfy or NeuronSparse"
-        )
+        raise LookupError(f"this {type(model).__name__} has no layer that skips neurons; export a Cook with MoEfy or "
+                          "NeuronSparse")
     for m in layers: m._work.append(work)
     try: yield work
     finally:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
@@ -21,11 +22,9 @@ from .report import Calibration
 from .chain import stored
 from ..core import Transient, matrix_shape, parts, unwrap
 from ..kernels.layers import Int8Linear, is_conv1d
-from bmlab.cook.ffn import (
-    FFN, claim_neurons, columns_product, feed_forwards, ffn_from_state, ffn_samples, ffn_state, is_plain, neuron_rows,
-    release_neurons, reorder_features, replace_ffn, rows_product, sliceable, stretch_product, take_features,
-    take_features_in_chain, unhooked,
-)
+from .ffn import (FFN, claim_neurons, columns_product, feed_forwards, ffn_from_state, ffn_samples, ffn_state,
+                            is_plain, neuron_rows, release_neurons, reorder_features, replace_ffn, rows_product,
+                            sliceable, stretch_product, take_features, take_features_in_chain, unhooked)
 
 # %% ../../nbs/20_cook/12_moefy.ipynb #c12fecc8
 def _assign(cost, size):
@@ -39,11 +38,8 @@ def _assign(cost, size):
             # each neuron spreads over the clusters
             share = (price - cost).div(step).mul(sharpness).log_softmax(1)
             price = price - (share.logsumexp(0) - torch.tensor(float(size)).log()) * step / sharpness
-    left, labels, open_ = (
-        torch.full((E,), size, device=cost.device),
-        torch.full((n,), -1, device=cost.device),
-        cost - price,
-    )
+    left, labels = torch.full((E,), size, device=cost.device), torch.full((n,), -1, device=cost.device)
+    open_ = cost - price
     while len(free := (labels < 0).nonzero()[:, 0]):
         wish = open_[free].masked_fill(left <= 0, float("inf"))
         best, where = wish.topk(min(2, E), largest=False)
@@ -64,9 +60,8 @@ def _swap(cost, labels):
     E = cost.shape[1]
     for _ in range(256):
         move = cost - cost.gather(1, labels[:, None])                                  # (F, E): what it costs to move
-        least = torch.full((E, E), float("inf"), device=cost.device).scatter_reduce_(
-            0, labels[:, None].expand(-1, E), move, "amin"
-        )
+        least = torch.full((E, E), float("inf"), device=cost.device).scatter_reduce_(0, labels[:, None].expand(-1, E),
+                           move, "amin")
         both = least + least.t()
         a, b = divmod(both.argmin().item(), E)
         if a == b or both[a, b] >= -1e-6 * cost.mean(): break
@@ -85,10 +80,8 @@ def balanced_clusters(
     "k-means into clusters of one size."
     n = len(points)
     if not 1 <= experts <= n or n % experts:
-        raise ValueError(
-            f"experts={experts!r} does not divide the {n} points; try "
-            f"{max((e for e in range(1, n + 1) if n % e == 0 and e <= experts), default=1)}"
-        )
+        raise ValueError(f"experts={experts!r} does not divide the {n} points; try "
+                         f"{max((e for e in range(1, n + 1) if n % e == 0 and e <= experts), default=1)}")
     points = points.float()
     g = torch.Generator().manual_seed(seed)
     centres = points[torch.randint(n, (1,), generator=g).to(points.device)]
@@ -128,26 +121,26 @@ class Router(nn.Module):
         return (h.float().abs().unflatten(-1, self.reach.shape) * self.reach.float()).mean(-1).add(1e-6).log()
 
     @property
-    def experts(self): # E
-        return len(self.centres if self.kind == "centroid" else self.outer if self.kind == "mlp" else self.reach)
+    def experts(self):
+        "E"
+        return len(getattr(self, {"centroid": "centres", "mlp": "outer", "analytical": "reach"}[self.kind]))
 
     @property
-    # multiplications of a token
     def cost(self):
+        "Multiplications of a token"
         return sum(p.numel() for p in self.parameters() if p.ndim == 2 and p is not getattr(self, "reach", None))
 
     def keep_inputs(self, index):
         "Let it read some of its inputs only, those that structural pruning left"
         for k in ("centres", "inner", "rows", "ups"):
             if k in self._parameters:
-                self._parameters[k] = nn.Parameter(
-                    self._parameters[k].detach()[:, index.to(self._parameters[k].device)]
-                )
+                w = self._parameters[k].detach()
+                self._parameters[k] = nn.Parameter(w[:, index.to(w.device)])
 
     @property
-    # D
     def inputs(self):
-        return (self.centres if self.kind == "centroid" else self.inner if self.kind == "mlp" else self.rows).shape[1]
+        "D"
+        return getattr(self, {"centroid": "centres", "mlp": "inner", "analytical": "rows"}[self.kind]).shape[1]
 
     def extra_repr(self): return f"{self.kind}, experts={self.experts}"
 
@@ -176,9 +169,8 @@ def _loss(scores, mass):
 
 def _centroid(gate, bounds, x, mass):
     "Means of the experts' rows, scaled so that a softmax of the scores fits the masses best"
-    centres = torch.stack(
-        [gate[a:b].mean(0) if b > a else gate.new_zeros(gate.shape[1]) for a, b in zip(bounds[1:-1], bounds[2:])]
-    )
+    centres = torch.stack([gate[a:b].mean(0) if b > a else gate.new_zeros(gate.shape[1])
+                           for a, b in zip(bounds[1:-1], bounds[2:])])
     if x is None: return {"centres": centres}
     fits = {2.**e: _loss(x @ centres.t() * 2.**e, mass).item() for e in range(-2, 8)}
     return {"centres": centres * min(fits, key=fits.get)}
@@ -216,193 +208,8 @@ def _representatives(gate, up, reach, bounds, h, mass, r=2):
         scale = scale * (mass.mean(0) / ours).repeat_interleave(r)                     # the expert's mean mass
     return {"rows": gate[i], "reach": scale.view(E, r)} | ({"ups": up[i]} if up is not None else {})
 
-# %% ../../nbs/20_cook/12_moefy.ipynb #837f66e5
-@functools.cache
-def _kernel_acts():
-    "Names of the kernel's activations by what they are"
-    return {
-        "SiLU": "silu",
-        "SiLUActivation": "silu",
-        "ReLU": "relu",
-        "GELUActivation": "gelu",
-        "NewGELUActivation": "gelu_tanh",
-        "GELUTanh": "gelu_tanh",
-    }
-
-class _OneToken(nn.Module):
-    "How one token's experts are computed"
-    # experts of one size (slicing may have left others)
-    def _equal(self): return len({b - a for a, b in zip(self.bounds[1:], self.bounds[2:])}) == 1
-
-    def _runs(self, experts):
-        "Stretches of neurons of these experts and of those that are always on; neighbours joined"
-        runs = [[0, self.bounds[1]]]
-        for e in experts:
-            if self.bounds[e + 1] == runs[-1][1]: runs[-1][1] = self.bounds[e + 2]
-            else: runs.append(self.bounds[e + 1:e + 3])
-        return [(a, b) for a, b in runs if b > a]
-
-    def _takes_token(self, x, gate, up, down):
-        "One token on a CPU, plain matrices, nothing to learn: the fewest calls"
-        return (
-            x.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-            and all(map(is_plain, (gate, up, down)))
-            and not torch.is_grad_enabled()
-            and all(m is None or unhooked(m) for m in (gate, up, down))
-        )
-
-    def _token(self, x, scores, act, gate, up, down):
-        "(outputs, neurons computed) for one token"
-        picked = (
-            scores.topk(self.k).indices[0].tolist()
-            if self.threshold is None
-            else chosen(scores, self.k, self.threshold)[0].nonzero()[:, 0].tolist()
-        )
-        y, v, work, columns, plain = (
-            down.bias,
-            x[0],
-            0,
-            neuron_rows(down),
-            up.bias is None and (gate is None or gate.bias is None),
-        )
-        rows, first = up.weight.detach(), None if gate is None else gate.weight.detach()
-        for a, b in self._runs(sorted(picked)):
-            if plain: h = act(rows[a:b].mv(v)) if gate is None else act(first[a:b].mv(v)).mul_(rows[a:b].mv(v))
-            else:
-                h = (
-                    act(rows_product(up, x, slice(a, b)))
-                    if gate is None
-                    else act(rows_product(gate, x, slice(a, b))) * rows_product(up, x, slice(a, b))
-                )[0]
-            y, work = columns[a:b].t().mv(h) if y is None else torch.addmv(y, columns[a:b].t(), h), work + b - a
-        return (x.new_zeros(matrix_shape(down)[1]) if y is None else y)[None], work
-
-    def _takes_kernels(self, x, act, gate, up, down):
-        "One token on a GPU: the rows of its experts are read by index"
-        return (
-            x.is_cuda
-            and len(x) == 1
-            and self.threshold is None
-            and self._equal()
-            and all(map(is_plain, (gate, up, down)))
-            and type(act).__name__ in _kernel_acts()
-            and not torch.compiler.is_compiling()
-            and not torch.is_grad_enabled()
-        )
-
-    def _ids(self, on):
-        "The neurons that run for one token: (n,), a size that the router has no say in"
-        first, size = self.bounds[1], self.bounds[2] - self.bounds[1]
-        experts = on[0].int().topk(self.k, sorted=False).indices
-        return torch.cat(
-            [
-                torch.arange(first, device=on.device),
-                (first + experts[:, None] * size + torch.arange(size, device=on.device)).flatten(),
-            ]
-        )
-
-    def _kernels(self, x, on, act, gate, up, down):
-        from bmlab.kernels.triton_groups import neuron_hidden, neuron_sum
-        ids = self._ids(on)
-        h = neuron_hidden(
-            x[0],
-            ids,
-            up.weight,
-            gate and gate.weight,
-            _kernel_acts()[type(act).__name__],
-            None,
-            up.bias,
-            gate and gate.bias,
-        )
-        y = neuron_sum(h, ids, down.weight).to(x.dtype)[None]
-        return y if down.bias is None else y + down.bias
-
-    def _takes_picked(self, x, *matrices):
-        "One token where no size may depend on the router: rows and columns can be read by index"
-        return (
-            len(x) == 1
-            and self.threshold is None
-            and self._equal()
-            and all(is_plain(m) or type(m) is Int8Linear or is_conv1d(m) for m in matrices)
-        )
-
-    def _picked(self, x, on, act, gate, up, down):
-        "One token: the chosen experts' rows are gathered"
-        ids = self._ids(on)
-        h = act(rows_product(up if gate is None else gate, x, ids))
-        return columns_product(down, h if gate is None else h * rows_product(up, x, ids), ids)
-
-# %% ../../nbs/20_cook/12_moefy.ipynb #0b53596f
-class _ManyTokens(_OneToken):
-    "How many tokens' experts are computed"
-    @staticmethod
-    def _expert(x, a, b, act, gate, up, down):
-        h = act(rows_product(up if gate is None else gate, x, slice(a, b)))
-        return stretch_product(down, h if gate is None else h * rows_product(up, x, slice(a, b)), a, b)
-
-    def _stretches(self, x, on, act, gate, up, down):
-        "(outputs, neurons × tokens computed): expert by expert, or for one token stretch by stretch"
-        y, work = x.new_zeros(len(x), matrix_shape(down)[1]), 0
-        if len(x) == 1:
-            for a, b in self._runs(on[0].nonzero()[:, 0].tolist()):
-                y, work = y + self._expert(x, a, b, act, gate, up, down), work + b - a
-        else:
-            if self.bounds[1]:
-                y, work = self._expert(x, 0, self.bounds[1], act, gate, up, down), self.bounds[1] * len(x)
-            who, tokens = on.t().nonzero().unbind(1)                                    # by expert, then by token
-            for e, t in enumerate(tokens.split(torch.bincount(who, minlength=on.shape[1]).tolist())):
-                a, b = self.bounds[e + 1:e + 3]
-                if len(t) and b > a:
-                    y, work = (
-                        y.index_add(0, t, self._expert(x[t], a, b, act, gate, up, down).to(y.dtype)),
-                        work + (b - a) * len(t),
-                    )
-        return (y if down.bias is None else y + down.bias), work
-
-    def _masked(self, x, on):
-        "The dense layer with the other experts' neurons at zero: for matrices of which no part can be multiplied alone"
-        h = self.ffn.hidden(self, x)
-        mask = torch.cat(
-            [
-                on.new_ones(len(x), self.bounds[1]),
-                *(on[:, e : e + 1].expand(-1, b - a) for e, (a, b) in enumerate(zip(self.bounds[1:], self.bounds[2:]))),
-            ],
-            1,
-        )  # (no size is copied to a GPU: a graph may be captured)
-        return self.ffn.matrices(self)[2](h * mask)
-
-    def _takes_groups(self, x, *matrices):
-        "Is `F.grouped_mm` the way? In bfloat16 on a GPU, and under torch.compile; experts of one size, plain weights in strides of 16 bytes"
-        sizes = {b - a for a, b in zip(self.bounds[1:], self.bounds[2:])}
-        plain = all(is_plain(m) and (m is None or m.weight.dtype == x.dtype) for m in matrices)
-        return (
-            self.threshold is None
-            and self._equal()
-            and plain
-            and x.dtype == torch.bfloat16
-            and (x.is_cuda or torch.compiler.is_compiling())
-            and all(n * x.element_size() % 16 == 0 for n in (*sizes, self.bounds[1], self.bounds[-1], x.shape[1]))
-        )
-
-    def _grouped(self, x, on, act, gate, up, down):
-        "Tokens sorted by expert, and one grouped product for each matrix; no size depends on what the router chose"
-        E, first = on.shape[1], self.bounds[1]
-        ids = on.int().topk(self.k, -1).indices.flatten()                              # (T·k,): all chosen score 1
-        order = ids.argsort(stable=True)
-        who, rows = ids[order], x[order // self.k]                                     # (T·k, D) by expert
-        ends = on.sum(0).cumsum(0).to(torch.int32)
-        def product(m):
-            y = F.grouped_mm(rows, m.weight[first:].unflatten(0, (E, -1)).transpose(1, 2), offs=ends)
-            return y if m.bias is None else y + m.bias[first:].view(E, -1)[who]
-        h = act(product(up)) if gate is None else act(product(gate)) * product(up)
-        out = F.grouped_mm(h, down.weight[:, first:].unflatten(1, (E, -1)).permute(1, 2, 0), offs=ends)
-        y = out[order.argsort()].view(len(x), self.k, -1).sum(1)
-        if first: y = y + self._expert(x, 0, first, act, gate, up, down)
-        return y if down.bias is None else y + down.bias
-
 # %% ../../nbs/20_cook/12_moefy.ipynb #cf0bfc72
-class MoEMLP(_ManyTokens):
+class MoEMLP(nn.Module):
     "A feed-forward layer whose neurons lie in experts; a router chooses which of them are computed."
     def __init__(self,
         module:nn.Module,           # the dense layer, its neurons in order; its children move here
@@ -414,14 +221,8 @@ class MoEMLP(_ManyTokens):
     ):
         super().__init__()
         self._modules.update(module._modules)
-        self.router, self.ffn, self.bounds, self.k, self.threshold, self._work = (
-            router,
-            ffn,
-            list(bounds),
-            k,
-            threshold,
-            Transient(),
-        )
+        self.router, self.ffn, self.bounds = router, ffn, list(bounds)
+        self.k, self.threshold, self._work = k, threshold, Transient()
         self.train(module.training)
 
     def forward(self, x, *unused, **also_unused):
@@ -437,44 +238,185 @@ class MoEMLP(_ManyTokens):
         if way == "_stretches": y, work = self._stretches(rows, on, act, gate, up, down)
         elif way == "_masked": y, work = self._masked(rows, on), self.bounds[-1] * len(rows)
         else:
-            y, work = (
-                getattr(self, way)(rows, on, act, gate, up, down),
-                (self.bounds[1] + self.k * (self.bounds[2] - self.bounds[1])) * len(rows),
-            )
+            y = getattr(self, way)(rows, on, act, gate, up, down)
+            work = (self.bounds[1] + self.k * (self.bounds[2] - self.bounds[1])) * len(rows)
         for note in self._work: note(len(rows), work, self.bounds[-1], self._choosing(gate, up, down) * len(rows))
         return y.view(*x.shape[:-1], -1)
 
-    def _way(self, x, act, *matrices):
-        "By which of the ways above"
-        if not all(m is None or sliceable(m) and unhooked(m) for m in matrices): return "_masked"
-        if self._takes_kernels(x, act, *matrices): return "_kernels"
-        if self._takes_groups(x, *matrices): return "_grouped"
-        compiling = torch.compiler.is_compiling()
-        if (compiling or x.is_cuda) and self._takes_picked(x, *matrices): return "_picked"
-        return "_masked" if compiling or x.is_cuda and torch.cuda.is_current_stream_capturing() else "_stretches"
+# %% ../../nbs/20_cook/12_moefy.ipynb #641f7f3d
+@patch
+def cooked_state(self:MoEMLP):
+    return {"ffn": ffn_state(self, self.ffn), "bounds": self.bounds, "k": self.k, "threshold": self.threshold,
+            "router": [self.router.kind, {n: list(p.shape) for n, p in self.router.named_parameters()}]}
 
-    def _choosing(self, *matrices):
-        return self.router.cost / sum(math.prod(matrix_shape(m)) for m in matrices if m is not None)
+@patch(cls_method=True)
+def from_cooked(cls:MoEMLP, old, state):
+    kind, shapes = state["router"]
+    router = Router(kind, {n: torch.empty(s, device="meta") for n, s in shapes.items()})
+    return cls(*ffn_from_state(old, state["ffn"]), router, state["bounds"], state["k"], state["threshold"])
 
-    def cooked_state(self):
-        return {
-            "ffn": ffn_state(self, self.ffn),
-            "bounds": self.bounds,
-            "k": self.k,
-            "threshold": self.threshold,
-            "router": [self.router.kind, {n: list(p.shape) for n, p in self.router.named_parameters()}],
-        }
-    @classmethod
-    def from_cooked(cls, old, state):
-        kind, shapes = state["router"]
-        router = Router(kind, {n: torch.empty(s, device="meta") for n, s in shapes.items()})
-        return cls(*ffn_from_state(old, state["ffn"]), router, state["bounds"], state["k"], state["threshold"])
+@patch
+def extra_repr(self:MoEMLP):
+    E = len(self.bounds) - 2
+    chooses = f"k={self.k}" if self.threshold is None else f"threshold={self.threshold}"
+    return f"neurons={self.bounds[-1]}, always on={self.bounds[1]}, experts={E}, {chooses}"
 
-    def extra_repr(self):
-        E = len(self.bounds) - 2
-        return f"neurons={self.bounds[-1]}, always on={self.bounds[1]}, experts={E}, " + (
-            f"k={self.k}" if self.threshold is None else f"threshold={self.threshold}"
-        )
+# %% ../../nbs/20_cook/12_moefy.ipynb #837f66e5
+@patch
+def _equal(self:MoEMLP):
+    "Are the experts of one size? Slicing may have left others"
+    return len({b - a for a, b in zip(self.bounds[1:], self.bounds[2:])}) == 1
+
+@patch
+def _runs(self:MoEMLP, experts):
+    "Stretches of neurons of these experts and of those that are always on; neighbours joined"
+    runs = [[0, self.bounds[1]]]
+    for e in experts:
+        if self.bounds[e + 1] == runs[-1][1]: runs[-1][1] = self.bounds[e + 2]
+        else: runs.append(self.bounds[e + 1:e + 3])
+    return [(a, b) for a, b in runs if b > a]
+
+@patch
+def _takes_token(self:MoEMLP, x, gate, up, down):
+    "One token on a CPU, plain matrices, nothing to learn: the fewest calls"
+    return (x.device.type == "cpu" and not torch.compiler.is_compiling() and all(map(is_plain, (gate, up, down)))
+            and not torch.is_grad_enabled() and all(m is None or unhooked(m) for m in (gate, up, down)))
+
+@patch
+def _token(self:MoEMLP, x, scores, act, gate, up, down):
+    "(outputs, neurons computed) for one token"
+    if self.threshold is None: picked = scores.topk(self.k).indices[0].tolist()
+    else: picked = chosen(scores, self.k, self.threshold)[0].nonzero()[:, 0].tolist()
+    y, v, work = down.bias, x[0], 0
+    columns, plain = neuron_rows(down), up.bias is None and (gate is None or gate.bias is None)
+    rows, first = up.weight.detach(), None if gate is None else gate.weight.detach()
+    for a, b in self._runs(sorted(picked)):
+        if plain: h = act(rows[a:b].mv(v)) if gate is None else act(first[a:b].mv(v)).mul_(rows[a:b].mv(v))
+        else:
+            at = slice(a, b)
+            h = act(rows_product(up if gate is None else gate, x, at))
+            h = (h if gate is None else h * rows_product(up, x, at))[0]
+        y, work = columns[a:b].t().mv(h) if y is None else torch.addmv(y, columns[a:b].t(), h), work + b - a
+    return (x.new_zeros(matrix_shape(down)[1]) if y is None else y)[None], work
+
+# %% ../../nbs/20_cook/12_moefy.ipynb #195dc2c6
+@functools.cache
+def _kernel_acts():
+    "Names of the kernel's activations by what they are"
+    return {"SiLU": "silu", "SiLUActivation": "silu", "ReLU": "relu", "GELUActivation": "gelu",
+            "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh"}
+
+@patch
+def _takes_kernels(self:MoEMLP, x, act, gate, up, down):
+    "One token on a GPU: the rows of its experts are read by index"
+    return (x.is_cuda and len(x) == 1 and self.threshold is None and self._equal()
+            and all(map(is_plain, (gate, up, down))) and type(act).__name__ in _kernel_acts()
+            and not torch.compiler.is_compiling() and not torch.is_grad_enabled())
+
+@patch
+def _ids(self:MoEMLP, on):
+    "The neurons that run for one token: (n,), a size that the router has no say in"
+    first, size = self.bounds[1], self.bounds[2] - self.bounds[1]
+    experts = on[0].int().topk(self.k, sorted=False).indices
+    return torch.cat([torch.arange(first, device=on.device),
+                      (first + experts[:, None] * size + torch.arange(size, device=on.device)).flatten()])
+
+@patch
+def _kernels(self:MoEMLP, x, on, act, gate, up, down):
+    from bmlab.kernels.triton_groups import neuron_hidden, neuron_sum
+    ids = self._ids(on)
+    h = neuron_hidden(x[0], ids, up.weight, gate and gate.weight, _kernel_acts()[type(act).__name__], None, up.bias,
+                      gate and gate.bias)
+    y = neuron_sum(h, ids, down.weight).to(x.dtype)[None]
+    return y if down.bias is None else y + down.bias
+
+@patch
+def _takes_picked(self:MoEMLP, x, *matrices):
+    "One token where no size may depend on the router: rows and columns can be read by index"
+    return (len(x) == 1 and self.threshold is None and self._equal()
+            and all(is_plain(m) or type(m) is Int8Linear or is_conv1d(m) for m in matrices))
+
+@patch
+def _picked(self:MoEMLP, x, on, act, gate, up, down):
+    "One token: the chosen experts' rows are gathered"
+    ids = self._ids(on)
+    h = act(rows_product(up if gate is None else gate, x, ids))
+    return columns_product(down, h if gate is None else h * rows_product(up, x, ids), ids)
+
+# %% ../../nbs/20_cook/12_moefy.ipynb #0b53596f
+@patch
+def _expert(self:MoEMLP, x, a, b, act, gate, up, down):
+    h = act(rows_product(up if gate is None else gate, x, slice(a, b)))
+    return stretch_product(down, h if gate is None else h * rows_product(up, x, slice(a, b)), a, b)
+
+@patch
+def _stretches(self:MoEMLP, x, on, act, gate, up, down):
+    "(outputs, neurons × tokens computed): expert by expert, or for one token stretch by stretch"
+    y, work = x.new_zeros(len(x), matrix_shape(down)[1]), 0
+    if len(x) == 1:
+        for a, b in self._runs(on[0].nonzero()[:, 0].tolist()):
+            y, work = y + self._expert(x, a, b, act, gate, up, down), work + b - a
+    else:
+        if self.bounds[1]:
+            y, work = self._expert(x, 0, self.bounds[1], act, gate, up, down), self.bounds[1] * len(x)
+        who, tokens = on.t().nonzero().unbind(1)                                    # by expert, then by token
+        for e, t in enumerate(tokens.split(torch.bincount(who, minlength=on.shape[1]).tolist())):
+            a, b = self.bounds[e + 1:e + 3]
+            if len(t) and b > a:
+                y = y.index_add(0, t, self._expert(x[t], a, b, act, gate, up, down).to(y.dtype))
+                work = work + (b - a) * len(t)
+    return (y if down.bias is None else y + down.bias), work
+
+@patch
+def _masked(self:MoEMLP, x, on):
+    "The dense layer with the other experts' neurons at zero: for matrices of which no part can be multiplied alone"
+    h = self.ffn.hidden(self, x)
+    sizes = [b - a for a, b in zip(self.bounds[1:], self.bounds[2:])]
+    routed = [on[:, e:e + 1].expand(-1, n) for e, n in enumerate(sizes)]    # (no size is copied to a GPU: for graphs)
+    mask = torch.cat([on.new_ones(len(x), self.bounds[1]), *routed], 1)
+    return self.ffn.matrices(self)[2](h * mask)
+
+# %% ../../nbs/20_cook/12_moefy.ipynb #dc0278c7
+@patch
+def _takes_groups(self:MoEMLP, x, *matrices):
+    "Is `F.grouped_mm` the way? In bfloat16 on a GPU or compiled; equal experts, plain weights in strides of 16 bytes"
+    sizes = {b - a for a, b in zip(self.bounds[1:], self.bounds[2:])}
+    plain = all(is_plain(m) and (m is None or m.weight.dtype == x.dtype) for m in matrices)
+    return (self.threshold is None and self._equal() and plain and x.dtype == torch.bfloat16
+            and (x.is_cuda or torch.compiler.is_compiling())
+            and all(n * x.element_size() % 16 == 0 for n in (*sizes, self.bounds[1], self.bounds[-1], x.shape[1])))
+
+@patch
+def _grouped(self:MoEMLP, x, on, act, gate, up, down):
+    "Tokens sorted by expert, and one grouped product for each matrix; no size depends on what the router chose"
+    E, first = on.shape[1], self.bounds[1]
+    ids = on.int().topk(self.k, -1).indices.flatten()                              # (T·k,): all chosen score 1
+    order = ids.argsort(stable=True)
+    who, rows = ids[order], x[order // self.k]                                     # (T·k, D) by expert
+    ends = on.sum(0).cumsum(0).to(torch.int32)
+    def product(m):
+        y = F.grouped_mm(rows, m.weight[first:].unflatten(0, (E, -1)).transpose(1, 2), offs=ends)
+        return y if m.bias is None else y + m.bias[first:].view(E, -1)[who]
+    h = act(product(up)) if gate is None else act(product(gate)) * product(up)
+    out = F.grouped_mm(h, down.weight[:, first:].unflatten(1, (E, -1)).permute(1, 2, 0), offs=ends)
+    y = out[order.argsort()].view(len(x), self.k, -1).sum(1)
+    if first: y = y + self._expert(x, 0, first, act, gate, up, down)
+    return y if down.bias is None else y + down.bias
+
+# %% ../../nbs/20_cook/12_moefy.ipynb #5d303841
+@patch
+def _way(self:MoEMLP, x, act, *matrices):
+    "By which of the ways above"
+    if not all(m is None or sliceable(m) and unhooked(m) for m in matrices): return "_masked"
+    if self._takes_kernels(x, act, *matrices): return "_kernels"
+    if self._takes_groups(x, *matrices): return "_grouped"
+    compiling = torch.compiler.is_compiling()
+    if (compiling or x.is_cuda) and self._takes_picked(x, *matrices): return "_picked"
+    return "_masked" if compiling or x.is_cuda and torch.cuda.is_current_stream_capturing() else "_stretches"
+
+@patch
+def _choosing(self:MoEMLP, *matrices):
+    return self.router.cost / sum(math.prod(matrix_shape(m)) for m in matrices if m is not None)
 
 # %% ../../nbs/20_cook/12_moefy.ipynb #339ef381
 @dataclass
@@ -495,28 +437,26 @@ def _split(F, experts, shared, active, name):
     if experts > F: raise ValueError(f"experts={experts} is more than the {F} neurons of {name}")
     # what is left divides evenly
     tries = [(n, round((active * F - n) * experts / (F - n))) for n in range(F % experts, F - experts + 1, experts)]
-    best, k = min(
-        tries, key=lambda t: abs(t[0] + t[1] * (F - t[0]) / experts - active * F) + abs(t[0] - shared * F) / 4
-    )
+    best, k = min(tries,
+                  key=lambda t: abs(t[0] + t[1] * (F - t[0]) / experts - active * F) + abs(t[0] - shared * F) / 4)
     if k < 1:
-        raise ValueError(
-            f"active={active} leaves no expert to choose in {name}, of whose {F} neurons {best} are always on; raise "
-            "active, or lower shared or experts"
-        )
+        raise ValueError(f"active={active} leaves no expert to choose in {name}, of whose {F} neurons {best} are "
+                         "always on; raise active, or lower shared or experts")
     return best, min(k, experts)
 
-def _decide(module, ffn, x, h, name, experts, active, shared, router, cluster, threshold, seed):
+def _decide(method, module, ffn, x, h, name):
     "The `ExpertPlan` of one layer"
     gate, up, down = ffn.rows(module)
     # the rows that go through the activation
     first, reach = up if gate is None else gate, down.norm(dim=0)
-    on, k = _split(len(up), experts, shared, active, name)
+    experts, threshold = method.experts, method.threshold
+    on, k = _split(len(up), experts, method.shared, method.active, name)
     activity = None if h is None else h.abs() * reach
     worth = reach * first.norm(dim=1) if h is None else activity.mean(0)
     always = worth.topk(on).indices.sort().values
     rest = torch.ones(len(up), dtype=torch.bool, device=up.device).index_fill_(0, always, False).nonzero()[:, 0]
-    points = F.normalize(first[rest], dim=1) if cluster == "params" else F.normalize(activity[:, rest].t(), dim=1)
-    order = torch.cat([always, rest[balanced_clusters(points, experts, seed=seed).argsort(stable=True)]])
+    points = F.normalize(first[rest] if method.cluster == "params" else activity[:, rest].t(), dim=1)
+    order = torch.cat([always, rest[balanced_clusters(points, experts, seed=method.seed).argsort(stable=True)]])
     bounds = [0, *range(on, len(up) + 1, (len(up) - on) // experts)]
     first, up, reach = first[order], None if gate is None else up[order], reach[order]
     tensors, recall, train = None, None, slice(None)
@@ -524,10 +464,10 @@ def _decide(module, ffn, x, h, name, experts, active, shared, router, cluster, t
         h, mass = h[:, order], _masses(h[:, order], reach, bounds)
         train, apart = slice(0, len(x) - len(x) // 10), slice(len(x) - max(1, len(x) // 10), None)
     some = lambda t: None if x is None else t[train]
-    if router == "centroid": tensors = _centroid(first, bounds, some(x), x is not None and mass[train])
-    elif router == "mlp": tensors = _network(bounds, x[train], mass[train], seed)
+    if method.router == "centroid": tensors = _centroid(first, bounds, some(x), x is not None and mass[train])
+    elif method.router == "mlp": tensors = _network(bounds, x[train], mass[train], method.seed)
     else: tensors = _representatives(first, up, reach, bounds, some(h), x is not None and mass[train])
-    made = Router(router, {n: t.float() for n, t in tensors.items()})
+    made = Router(method.router, {n: t.float() for n, t in tensors.items()})
     active = None if threshold is not None else (on + k * (bounds[2] - on)) / bounds[-1]
     if x is not None:
         with torch.no_grad(): running = chosen(made(x[apart], ffn.function(module)), k, threshold)
@@ -552,18 +492,11 @@ def _check_untied(model, layers):
         for p in m._parameters.values(): held.setdefault(id(p), []).append((n, m))
     for n, f in layers.items():
         for m in f.matrices(modules[n]):
-            others = [
-                o
-                for p in ({} if m is None else m._parameters).values()
-                if p is not None
-                for o, holder in held[id(p)]
-                if holder is not m
-            ]
+            others = [o for p in ({} if m is None else m._parameters).values() if p is not None
+                      for o, holder in held[id(p)] if holder is not m]
             if others:
-                raise ValueError(
-                    f"{n} shares a weight with {others[0]}, and MoEfy gives each layer's neurons an order of their "
-                    "own; untie it, or leave it out by modules="
-                )
+                raise ValueError(f"{n} shares a weight with {others[0]}, and MoEfy gives each layer's neurons an "
+                                 "order of their own; untie it, or leave it out by modules=")
 
 # %% ../../nbs/20_cook/12_moefy.ipynb #6c7fed53
 class _Site(nn.Module):
@@ -597,16 +530,9 @@ class _Whole:
 class _Gate:
     "The two hooks of a layer: the first asks the router, the second switches neurons off"
     def __init__(self, method, module, site, plan):
-        self.method, self.module, self.site, self.ffn, self.bounds, self.k, self.scores, self.on = (
-            method,
-            module,
-            site,
-            plan.ffn,
-            plan.bounds,
-            plan.k,
-            None,
-            None,
-        )
+        self.method, self.module, self.site = method, module, site
+        self.ffn, self.bounds, self.k = plan.ffn, plan.bounds, plan.k
+        self.scores, self.on = None, None
     def ask(self, module, args):
         if not self.method.enabled: return
         scores = self.site.router(args[0].detach(), self.ffn.function(self.module))
@@ -628,18 +554,16 @@ class _Gate:
 # %% ../../nbs/20_cook/12_moefy.ipynb #30129d16
 _ROUTERS, _CLUSTERS = ("centroid", "mlp", "analytical"), ("params", "coactivation")
 
-class _Options(Method):
+class MoEfy(Method):
+    "Split feed-forward layers into experts of neurons; a router chooses a few for each token (Zhang et al. 2022)."
     slot = 20
     def __init__(self,
         experts:int=16,              # E: how many each layer's neurons are split into
         active:float=.25,            # share of the neurons that run for a token, those always on included
-        shared:float=0.,             # share that is always on: the neurons with the largest mass; what does not divide
-                                     # evenly is added
+        shared:float=0.,             # share that is always on, of the largest mass; what does not divide is added
         router:str="centroid",       # "centroid", "mlp" or "analytical"
-        cluster:str="params",        # "params": neurons with similar rows; "coactivation": that fire for the same
-                                     # tokens
-        threshold:float|None=None,   # instead of a fixed number: the fewest experts with this predicted share, in (0,
-                                     # 1]
+        cluster:str="params",        # "params": neurons with similar rows; "coactivation": that fire together
+        threshold:float|None=None,   # in (0, 1]: the fewest experts with this predicted share, not a fixed number
         modules:str|list|None=None,  # a pattern for the layers or their matrices; None: all feed-forward layers
         tokens:int=2048,             # of calibration that are kept
         seed:int=0,                  # of clusters and of the router's training
@@ -656,140 +580,119 @@ class _Options(Method):
             raise ValueError(f"threshold={threshold!r}: a share in (0, 1], or None")
         if not isinstance(tokens, int) or tokens < 1:
             raise ValueError(f"tokens={tokens!r}: a whole number of at least 1")
-        vars(self).update(
-            experts=experts,
-            active=active,
-            shared=shared,
-            router=router,
-            cluster=cluster,
-            threshold=threshold,
-            modules=modules,
-            tokens=tokens,
-            seed=seed,
-        )
-        self.plans, self.places, self.terms, self.notes, self._was, self.whole = {}, {}, Transient(), {}, [], _Whole()
-    def __repr__(self):
-        return (
-            f"MoEfy(experts={self.experts}, active={self.active}, shared={self.shared}, router={self.router!r}, "
-            f"cluster={self.cluster!r}, threshold={self.threshold})"
-        )
+        vars(self).update(experts=experts, active=active, shared=shared, router=router, cluster=cluster,
+                          threshold=threshold, modules=modules, tokens=tokens, seed=seed)
+        self.plans, self.places, self.notes = {}, {}, {}
+        self.terms, self._was, self.whole = Transient(), [], _Whole()
 
-    def prepare(self, model, calib):
-        layers = feed_forwards(model, self.modules)
-        if calib is None and (need := [f"{k}={v!r}" for k, v in (("cluster", self.cluster), ("router", self.router)) if v in ("mlp", "coactivation")]):
-            raise ValueError(
-                f"{' and '.join(need)} needs calib=: a few batches; without, cluster='params' and router='centroid' or "
-                "'analytical'"
-            )
-        for n, f in layers.items():
-            for m in f.matrices(dict(parts(model))[n]):
-                if m is None: continue
-                if hasattr(m, "_deltas"):
-                    raise ValueError(
-                        f"{n} carries a delta on its neurons, whose order MoEfy changes; merge or detach it first, and "
-                        "attach it again to the cooked model"
-                    )
-                if m._parameters.get("weight") is None:
-                    raise ValueError(
-                        f"{n} has a parametrized weight; make it plain first "
-                        "(torch.nn.utils.parametrize.remove_parametrizations)"
-                    )
-                if isinstance(m.weight, DTensor): raise RuntimeError(f"{n} is sharded; attach Cook before shard")
-        _check_untied(model, layers)
-        for n in layers: claim_neurons(dict(parts(model))[n], n, self)
-        self.plans = {}
-        for n, x, h in ffn_samples(model, layers, calib, self.tokens) if calib is not None else ((n, None, None) for n in layers):
-            self.plans[n] = _decide(
-                dict(parts(model))[n],
-                layers[n],
-                x,
-                h,
-                n,
-                self.experts,
-                self.active,
-                self.shared,
-                self.router,
-                self.cluster,
-                self.threshold,
-                self.seed,
-            )
-        self._was = []
-        for n, plan in self.plans.items():
-            for side in plan.ffn.sides(dict(parts(model))[n], plan.order): self._was += reorder_features(*side)
-        plans = list(self.plans.values())
-        self.notes = {"layers": len(plans)}
-        if plans[0].active is not None:
-            self.notes["active"] = sum(p.active * p.bounds[-1] for p in plans) / sum(p.bounds[-1] for p in plans)
-        if plans[0].recall is not None: self.notes["recall"] = sum(p.recall for p in plans) / len(plans)
+    def __repr__(self):
+        return (f"MoEfy(experts={self.experts}, active={self.active}, shared={self.shared}, router={self.router!r}, "
+                f"cluster={self.cluster!r}, threshold={self.threshold})")
+
+# %% ../../nbs/20_cook/12_moefy.ipynb #500838a3
+@patch
+def prepare(self:MoEfy, model, calib):
+    layers = feed_forwards(model, self.modules)
+    asked = {"cluster": self.cluster, "router": self.router}
+    need = [f"{k}={v!r}" for k, v in asked.items() if v in ("mlp", "coactivation")]
+    if calib is None and need:
+        raise ValueError(f"{' and '.join(need)} needs calib=: a few batches; without, cluster='params' and "
+                         "router='centroid' or 'analytical'")
+    for n, f in layers.items():
+        for m in f.matrices(dict(parts(model))[n]):
+            if m is None: continue
+            if hasattr(m, "_deltas"):
+                raise ValueError(f"{n} carries a delta on its neurons, whose order MoEfy changes; merge or detach it "
+                                 "first, and attach it again to the cooked model")
+            if m._parameters.get("weight") is None:
+                raise ValueError(f"{n} has a parametrized weight; make it plain first "
+                                 "(torch.nn.utils.parametrize.remove_parametrizations)")
+            if isinstance(m.weight, DTensor): raise RuntimeError(f"{n} is sharded; attach Cook before shard")
+    _check_untied(model, layers)
+    for n in layers: claim_neurons(dict(parts(model))[n], n, self)
+    self.plans = {}
+    blind = ((n, None, None) for n in layers)
+    for n, x, h in blind if calib is None else ffn_samples(model, layers, calib, self.tokens):
+        self.plans[n] = _decide(self, dict(parts(model))[n], layers[n], x, h, n)
+    self._was = []
+    for n, plan in self.plans.items():
+        for side in plan.ffn.sides(dict(parts(model))[n], plan.order): self._was += reorder_features(*side)
+    plans = list(self.plans.values())
+    self.notes = {"layers": len(plans)}
+    if plans[0].active is not None:
+        self.notes["active"] = sum(p.active * p.bounds[-1] for p in plans) / sum(p.bounds[-1] for p in plans)
+    if plans[0].recall is not None: self.notes["recall"] = sum(p.recall for p in plans) / len(plans)
 
 # %% ../../nbs/20_cook/12_moefy.ipynb #238a858e
-class MoEfy(_Options):
-    "Split feed-forward layers into experts of neurons, of which a router chooses a few for each token (Zhang et al. 2022)."
-    def attach(self, model):
-        self.terms.clear()
-        _same_objects(self._was)
-        self._was = []
-        for n, plan in self.plans.items():
-            module = dict(parts(model))[n]
-            for side in plan.ffn.sides(module, plan.order): take_features_in_chain(*side)           # gates came before
-            site, (_, up, down) = _Site(n, plan), plan.ffn.matrices(module)
-            module.add_module("moefy", site)
-            hook = _Gate(self, module, site, plan)
-            up.register_forward_pre_hook(hook.ask)
-            down.register_forward_pre_hook(hook.switch)
-            self.places[n] = module
-        unwrap(model).register_forward_pre_hook(self.whole.begin)
-        unwrap(model).register_forward_hook(self.whole.end)
+@patch
+def attach(self:MoEfy, model):
+    self.terms.clear()
+    _same_objects(self._was)
+    self._was = []
+    for n, plan in self.plans.items():
+        module = dict(parts(model))[n]
+        for side in plan.ffn.sides(module, plan.order): take_features_in_chain(*side)           # gates came before
+        site, (_, up, down) = _Site(n, plan), plan.ffn.matrices(module)
+        module.add_module("moefy", site)
+        hook = _Gate(self, module, site, plan)
+        up.register_forward_pre_hook(hook.ask)
+        down.register_forward_pre_hook(hook.switch)
+        self.places[n] = module
+    unwrap(model).register_forward_pre_hook(self.whole.begin)
+    unwrap(model).register_forward_hook(self.whole.end)
 
-    def parameters(self):
-        return [p for m in self.places.values() if "moefy" in m._modules for p in m.moefy.router.parameters()]
+@patch
+def parameters(self:MoEfy):
+    return [p for m in self.places.values() if "moefy" in m._modules for p in m.moefy.router.parameters()]
 
-    def loss(self):
-        terms, blind, self.whole.blind = list(self.terms), self.whole.blind, False
-        self.terms.clear()
-        if blind and not terms:
-            raise RuntimeError(
-                "the routers saw no gradients, so they would not learn; recompute layers with use_reentrant=False"
-            )
-        return {"router": torch.stack([t.float() for t in terms]).mean()} if terms else {}
+@patch
+def loss(self:MoEfy):
+    terms, blind = list(self.terms), self.whole.blind
+    self.whole.blind = False
+    self.terms.clear()
+    if blind and not terms:
+        raise RuntimeError("the routers saw no gradients, so they would not learn; recompute layers with "
+                           "use_reentrant=False")
+    return {"router": torch.stack([t.float() for t in terms]).mean()} if terms else {}
 
-    def step(self): self.terms.clear()                                                 # for who asks for no loss
+@patch
+def step(self:MoEfy): self.terms.clear()                                # where no loss is asked for
 
-    def check_detach(self):
-        for n, module in self.places.items():
-            matrices = self.plans[n].ffn.matrices(module)
-            if any(hasattr(m, "_deltas") for m in matrices):
-                raise RuntimeError(
-                    f"{n} carries a delta, trained on the neurons in their new order; merge or detach it first"
-                )
-            if any(m is not None and isinstance(stored(m), DTensor) for m in matrices):
-                raise RuntimeError(
-                    f"{n} is sharded, so its neurons cannot be put back; export from the whole weights instead"
-                )
+# %% ../../nbs/20_cook/12_moefy.ipynb #77195960
+@patch
+def check_detach(self:MoEfy):
+    for n, module in self.places.items():
+        matrices = self.plans[n].ffn.matrices(module)
+        if any(hasattr(m, "_deltas") for m in matrices):
+            raise RuntimeError(f"{n} carries a delta, trained on the neurons in their new order; merge or detach it "
+                               "first")
+        if any(m is not None and isinstance(stored(m), DTensor) for m in matrices):
+            raise RuntimeError(f"{n} is sharded, so its neurons cannot be put back; export from the whole weights "
+                               "instead")
 
-    def detach(self):
-        self.check_detach()
-        for n, module in self.places.items():
-            back = module._modules.pop("moefy").order.argsort()
-            release_neurons(module)
-            for side in self.plans[n].ffn.sides(module, back): take_features(*side)
-        self.places = {}
-        self.terms.clear()
+@patch
+def detach(self:MoEfy):
+    self.check_detach()
+    for n, module in self.places.items():
+        back = module._modules.pop("moefy").order.argsort()
+        release_neurons(module)
+        for side in self.plans[n].ffn.sides(module, back): take_features(*side)
+    self.places = {}
+    self.terms.clear()
 
-    def export(self, small):
-        sites = [(m, m._modules["moefy"]) for m in small.modules() if isinstance(m._modules.get("moefy"), _Site)]
-        for old, site in sites:
-            if (plan := self.plans.get(site.name)) is None: continue                  # another MoEfy's
-            _, up, down = plan.ffn.matrices(old)
-            if (site.router.inputs, len(site.neurons)) != (matrix_shape(up)[0], matrix_shape(down)[0]):
-                raise RuntimeError(
-                    f"{site.name} was cut to {matrix_shape(down)[0]} neurons and {matrix_shape(up)[0]} inputs by what "
-                    "did not tell its router; "
-                    "export without MoEfy, and cook the small model with it"
-                )
-            del old._modules["moefy"]
-            rest = site.router, site.left(plan.bounds), plan.k, self.threshold
-            replace_ffn(small, old, plan.ffn, lambda module, ffn, rest=rest: MoEMLP(module, ffn, *rest))
+@patch
+def export(self:MoEfy, small):
+    sites = [(m, m._modules["moefy"]) for m in small.modules() if isinstance(m._modules.get("moefy"), _Site)]
+    for old, site in sites:
+        if (plan := self.plans.get(site.name)) is None: continue                  # another MoEfy's
+        _, up, down = plan.ffn.matrices(old)
+        if (site.router.inputs, len(site.neurons)) != (matrix_shape(up)[0], matrix_shape(down)[0]):
+            raise RuntimeError(f"{site.name} was cut to {matrix_shape(down)[0]} neurons and {matrix_shape(up)[0]} "
+                               "inputs by what did not tell its router; export without MoEfy, and cook the small "
+                               "model with it")
+        del old._modules["moefy"]
+        rest = site.router, site.left(plan.bounds), plan.k, self.threshold
+        replace_ffn(small, old, plan.ffn, lambda module, ffn, rest=rest: MoEMLP(module, ffn, *rest))
 
 # %% ../../nbs/20_cook/12_moefy.ipynb #ffed7676
 @torch.no_grad()

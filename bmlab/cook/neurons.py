@@ -10,6 +10,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -17,29 +18,22 @@ from .cook import Method
 from .chain import foresee, stored
 from ..core import Transient, matrix_shape, changed, parts, unwrap
 from ..kernels.layers import is_conv1d
-from bmlab.cook.ffn import (
-    FFN, claim_neurons, columns_product, feed_forwards, ffn_from_state, ffn_samples, ffn_state, is_plain, neuron_rows,
-    release_neurons, replace_ffn, rows_product, sliceable, unhooked,
-)
+from .ffn import (FFN, claim_neurons, columns_product, feed_forwards, ffn_from_state, ffn_samples, ffn_state,
+                            is_plain, neuron_rows, release_neurons, replace_ffn, rows_product, sliceable, unhooked)
 
 # %% ../../nbs/20_cook/13_neurons.ipynb #991e9b79
 class Predictor(nn.Module):
     "Scores neurons by what they would add to a layer's output, before they are known."
     def __init__(self,
         kind:str,      # "gate", "up" (which of the two is computed first) or "lowrank"
-        tensors:dict,  # name → tensor: norms (F,) of down's columns, reach (F,) to scale by; for "lowrank" inner (r,
-                       # D), gates (F, r) or None, ups (F, r)
+        tensors:dict,  # norms (F,) of down's columns, reach (F,) to scale by; "lowrank": inner (r, D), gates (F, r) or
+                       # None, ups (F, r)
     ):
         super().__init__()
-        # how many neurons structural pruning will leave, where that is known
-        self.kind, self.left = kind, None
+        self.kind, self.left = kind, None       # left: how many neurons structural pruning will leave, once known
         for k, t in tensors.items():
-            self.register_parameter(
-                k,
-                None
-                if t is None
-                else nn.Parameter(t.clone(memory_format=torch.contiguous_format), requires_grad=False),
-            )
+            if t is not None: t = nn.Parameter(t.clone(memory_format=torch.contiguous_format), requires_grad=False)
+            self.register_parameter(k, t)
 
     def forward(self,
         x:Tensor,             # (…, D) the layer's inputs
@@ -55,7 +49,8 @@ class Predictor(nn.Module):
         return score if self.left is None else score.masked_fill(self.norms == 0, -1)
 
     @property
-    def cost(self):  # multiplications of a token beyond the layer's own
+    def cost(self):
+        "Multiplications of a token beyond the layer's own"
         return 0 if self.kind != "lowrank" else sum(p.numel() for n, p in self.named_parameters() if p.ndim == 2)
 
     def cut_neurons(self, index):
@@ -78,9 +73,8 @@ class Predictor(nn.Module):
     def _keep(self, dims, index):
         for k, dim in dims.items():
             if (t := self._parameters.get(k)) is not None:
-                self._parameters[k] = nn.Parameter(
-                    t.detach().index_select(dim, index.to(t.device)), requires_grad=False
-                )
+                self._parameters[k] = nn.Parameter(t.detach().index_select(dim, index.to(t.device)),
+                                                   requires_grad=False)
 
     def extra_repr(self): return self.kind if self.kind != "lowrank" else f"{self.kind}, rank={len(self.inner)}"
 
@@ -100,30 +94,17 @@ def _fit(module, ffn, x, kind, rank=0, candidates=1, n=1):
     norms = down.norm(dim=0)
     if kind == "lowrank":
         outer, inner = _sketch(up if gate is None else torch.cat([gate, up]), x, rank)
-        return Predictor(
-            kind,
-            {
-                "norms": norms,
-                "reach": norms,
-                "inner": inner,
-                "gates": None if gate is None else outer[: len(norms)],
-                "ups": outer[-len(norms) :],
-            },
-        )
+        gates, ups = None if gate is None else outer[:len(norms)], outer[-len(norms):]
+        return Predictor(kind, {"norms": norms, "reach": norms, "inner": inner, "gates": gates, "ups": ups})
     if gate is None: return Predictor("up", {"norms": norms, "reach": norms})
     if x is None: return Predictor("gate", {"norms": norms, "reach": norms * up.norm(dim=1)})
     g, u = ffn.raised(module, x.to(ffn.matrices(module)[1].weight.dtype))
     g, u, found = ffn.function(module)(g).float(), u.float(), {}
     for kind, first, other in (("gate", g, u), ("up", u, g)):
         p = Predictor(kind, {"norms": norms, "reach": norms * other.square().mean(0).sqrt()})
-        found[
-            (g * u * norms)
-            .square()
-            .sum(1)
-            .sub((_best(p, x, None, first, g * u, candidates, n)[1] * norms.to(g)[None]).square().sum(1))
-            .mean()
-            .item()
-        ] = p
+        kept = _best(p, x, None, first, g * u, candidates, n)[1] * norms.to(g)[None]
+        lost = (g * u * norms).square().sum(1) - kept.square().sum(1)
+        found[lost.mean().item()] = p
     return found[min(found)]                                                            # the one that loses less
 
 def _best(p, x, act, first, h, candidates, n):
@@ -135,55 +116,8 @@ def _best(p, x, act, first, h, candidates, n):
     ids = score.topk(n, -1, sorted=False).indices
     return ids, torch.zeros_like(h).scatter(-1, ids, h.gather(-1, ids))
 
-# %% ../../nbs/20_cook/13_neurons.ipynb #143e5675
-class _Paths(nn.Module):
-    "How the chosen neurons are computed: for several tokens, and for one"
-    def _many(self, x, act, gate, up, down):
-        "Dense, with the other neurons at zero"
-        g, u = None if gate is None else act(gate(x)), up(x) if gate is not None else act(up(x))
-        return down(
-            _best(
-                self.predictor,
-                x,
-                act,
-                g if self.predictor.kind == "gate" else u,
-                u if g is None else g * u,
-                self.candidates,
-                self.n,
-            )[1]
-        ), 1.0
-
-    def _one(self, x, act, gate, up, down):
-        "(outputs, share computed) for one token: only the chosen rows are read"
-        kind, F_, c, n = self.predictor.kind, len(self.predictor.norms), self.candidates, self.n
-        if gate is None and kind != "lowrank": h, ids, share = act(up(x)), None, F_ + n         # exact at once
-        else:
-            first = {"gate": lambda: act(gate(x)), "up": lambda: up(x), "lowrank": lambda: None}[kind]()
-            ids = self.predictor(x, act, first)[0].topk(c, sorted=False).indices                # (c,)
-            if kind == "gate": h = first[:, ids] * _some_rows(up, x, ids)
-            elif gate is None: h = act(_some_rows(up, x, ids))
-            else: h = act(_some_rows(gate, x, ids)) * (first[:, ids] if kind == "up" else _some_rows(up, x, ids))
-            share = n + (F_ + c if kind != "lowrank" else c if gate is None else 2 * c)
-        if n < h.shape[1]:
-            norms = self.predictor.norms if ids is None else self.predictor.norms[ids]
-            best = (h[0].float().abs() * norms.float()).topk(n, sorted=False).indices
-            h, ids = h[:, best], best if ids is None else ids[best]
-        elif ids is None: ids = torch.arange(F_, device=x.device)
-        return self._down(h, ids, down), share / F_ / (2 + (gate is not None))
-
-    def _down(self, h, ids, down):
-        "What the neurons `ids` add up to"
-        if h.is_cuda and is_plain(down) and not torch.compiler.is_compiling():
-            from bmlab.kernels.triton_groups import neuron_sum
-            y = neuron_sum(h[0].float(), ids, neuron_rows(down).t()).to(h.dtype)[None]
-        elif is_plain(down) or is_conv1d(down):
-            y = F.embedding_bag(ids[None], neuron_rows(down), per_sample_weights=h.to(down.weight.dtype), mode="sum")
-        elif (y := columns_product(down, h, ids)) is not None: return y
-        else: return down(h.new_zeros(1, len(self.predictor.norms)).scatter(1, ids[None], h))  # no part of it can be read alone
-        return y if down.bias is None else y + down.bias
-
 # %% ../../nbs/20_cook/13_neurons.ipynb #ebd88465
-class SparseMLP(_Paths):
+class SparseMLP(nn.Module):
     "A feed-forward layer that for each token computes the neurons its predictor chooses."
     def __init__(self,
         module:nn.Module,     # the dense layer; its children move here
@@ -194,7 +128,8 @@ class SparseMLP(_Paths):
     ):
         super().__init__()
         self._modules.update(module._modules)
-        self.predictor, self.ffn, self.candidates, self.n, self._work = predictor, ffn, candidates, n, Transient()
+        self.predictor, self.ffn, self._work = predictor, ffn, Transient()
+        self.candidates, self.n = candidates, n
         self.train(module.training)
 
     def forward(self, x, *unused, **also_unused):
@@ -207,25 +142,23 @@ class SparseMLP(_Paths):
         for note in self._work: note(len(rows), share * len(rows), 1, self.predictor.cost * len(rows) / size)
         return y.view(*x.shape[:-1], -1)
 
-    def cooked_state(self):
-        shapes = {k: None if p is None else list(p.shape) for k, p in self.predictor._parameters.items()}
-        return {
-            "ffn": ffn_state(self, self.ffn),
-            "candidates": self.candidates,
-            "n": self.n,
-            "predictor": [self.predictor.kind, shapes],
-        }
-    @classmethod
-    def from_cooked(cls, old, state):
-        kind, shapes = state["predictor"]
-        return cls(
-            *ffn_from_state(old, state["ffn"]),
-            Predictor(kind, {k: s and torch.empty(s, device="meta") for k, s in shapes.items()}),
-            state["candidates"],
-            state["n"],
-        )
-    def extra_repr(self):
-        return f"neurons={len(self.predictor.norms)}, candidates={self.candidates}, of a token={self.n}"
+# %% ../../nbs/20_cook/13_neurons.ipynb #29a8ac34
+@patch
+def cooked_state(self:SparseMLP):
+    shapes = {k: None if p is None else list(p.shape) for k, p in self.predictor._parameters.items()}
+    return {"ffn": ffn_state(self, self.ffn), "candidates": self.candidates, "n": self.n,
+            "predictor": [self.predictor.kind, shapes]}
+
+@patch(cls_method=True)
+def from_cooked(cls:SparseMLP, old, state):
+    kind, shapes = state["predictor"]
+    return cls(*ffn_from_state(old, state["ffn"]),
+               Predictor(kind, {k: s and torch.empty(s, device="meta") for k, s in shapes.items()}),
+               state["candidates"], state["n"])
+
+@patch
+def extra_repr(self:SparseMLP):
+    return f"neurons={len(self.predictor.norms)}, candidates={self.candidates}, of a token={self.n}"
 
 # %% ../../nbs/20_cook/13_neurons.ipynb #13485f9e
 _ROOM = 1 << 20  # bytes of gathered rows at a time: they stay in the cache, and no new pages are asked for
@@ -250,54 +183,82 @@ def _some_rows(m, x, ids):
     y = neuron_hidden(x[0], ids, m.weight, act="none").to(x.dtype)[None]
     return y if m.bias is None else y + m.bias[ids]
 
+# %% ../../nbs/20_cook/13_neurons.ipynb #143e5675
+@patch
+def _many(self:SparseMLP, x, act, gate, up, down):
+    "Dense, with the other neurons at zero"
+    if gate is None: first = h = act(up(x))
+    else:
+        g, u = act(gate(x)), up(x)
+        first, h = g if self.predictor.kind == "gate" else u, u * g
+    return down(_best(self.predictor, x, act, first, h, self.candidates, self.n)[1]), 1.0
+
+@patch
+def _one(self:SparseMLP, x, act, gate, up, down):
+    "(outputs, share computed) for one token: only the chosen rows are read"
+    kind, F_ = self.predictor.kind, len(self.predictor.norms)
+    c, n = self.candidates, self.n
+    if gate is None and kind != "lowrank": h, ids, share = act(up(x)), None, F_ + n         # exact at once
+    else:
+        first = {"gate": lambda: act(gate(x)), "up": lambda: up(x), "lowrank": lambda: None}[kind]()
+        ids = self.predictor(x, act, first)[0].topk(c, sorted=False).indices                # (c,)
+        if kind == "gate": h = first[:, ids] * _some_rows(up, x, ids)
+        elif gate is None: h = act(_some_rows(up, x, ids))
+        else: h = act(_some_rows(gate, x, ids)) * (first[:, ids] if kind == "up" else _some_rows(up, x, ids))
+        rows = c if gate is None else 2 * c
+        share = n + (rows if kind == "lowrank" else F_ + c)
+    if n < h.shape[1]:
+        norms = self.predictor.norms if ids is None else self.predictor.norms[ids]
+        best = (h[0].float().abs() * norms.float()).topk(n, sorted=False).indices
+        h, ids = h[:, best], best if ids is None else ids[best]
+    elif ids is None: ids = torch.arange(F_, device=x.device)
+    return self._down(h, ids, down), share / F_ / (2 + (gate is not None))
+
+@patch
+def _down(self:SparseMLP, h, ids, down):
+    "What the neurons `ids` add up to"
+    if h.is_cuda and is_plain(down) and not torch.compiler.is_compiling():
+        from bmlab.kernels.triton_groups import neuron_sum
+        y = neuron_sum(h[0].float(), ids, neuron_rows(down).t()).to(h.dtype)[None]
+    elif is_plain(down) or is_conv1d(down):
+        y = F.embedding_bag(ids[None], neuron_rows(down), per_sample_weights=h.to(down.weight.dtype), mode="sum")
+    elif (y := columns_product(down, h, ids)) is not None: return y
+    else:                                                       # no part of it can be read alone
+        return down(h.new_zeros(1, len(self.predictor.norms)).scatter(1, ids[None], h))
+    return y if down.bias is None else y + down.bias
+
 # %% ../../nbs/20_cook/13_neurons.ipynb #d5e4a9a0
 class _Mask:
     "The hooks of a layer: what its matrices put out is noted, and the neurons that are not chosen switched off"
     def __init__(self, method, module, predictor, plan):
-        self.method, self.module, self.predictor, self.plan, self.x, self.g, self.u = (
-            method,
-            module,
-            predictor,
-            plan,
-            None,
-            None,
-            None,
-        )
+        self.method, self.module, self.predictor = method, module, predictor
+        self.plan, self.x = plan, None
+        self.g, self.u = None, None
     def gated(self, module, args, y): self.g = y
     def raised(self, module, args, y):
         g, self.u = self.plan[0].split(y)
         self.x, self.g = args[0], self.g if g is None else g
     def switch(self, module, args):
         if self.method.enabled:
-            ffn, p, candidates, n = self.plan
+            (ffn, p), (candidates, n) = self.plan[:2], self.plan[2:]
             if p.left is not None: candidates, n = self.method.numbers(ffn, p, p.left)
             act, h, x = ffn.function(self.module), args[0], self.x.detach()
-            first = (
-                None
-                if self.predictor.kind == "lowrank"
-                else act(self.g.detach())
-                if self.predictor.kind == "gate"
-                else self.u.detach()
-            )
-            args = (
-                h
-                * torch.zeros_like(h).scatter(
-                    -1, _best(self.predictor, x, act, first, h.detach(), candidates, n)[0], 1.0
-                ),
-                *args[1:],
-            )
+            first = None
+            if self.predictor.kind == "gate": first = act(self.g.detach())
+            elif self.predictor.kind == "up": first = self.u.detach()
+            ids = _best(self.predictor, x, act, first, h.detach(), candidates, n)[0]
+            args = h * torch.zeros_like(h).scatter(-1, ids, 1.0), *args[1:]
         self.x = self.g = self.u = None
         return args
 
 # %% ../../nbs/20_cook/13_neurons.ipynb #1c34eaca
-class _Options(Method):
+class NeuronSparse(Method):
+    "For each token only the feed-forward neurons that matter, chosen one by one by an exported predictor; no training."
     slot = 20
     def __init__(self,
         keep:float=.5,               # share of the neurons that are added up for a token
-        predictor:str="cascade",     # "cascade": one of gate and up whole, the other by index; "lowrank": a sketch of
-                                     # both
-        candidates:float|None=None,  # share of the neurons that are computed, to choose among; None: halfway from keep
-                                     # to all, for "lowrank" keep
+        predictor:str="cascade",     # "cascade": one of gate and up whole, the other by index; "lowrank": both sketched
+        candidates:float|None=None,  # share that is computed, to choose among; None: (1 + keep) / 2, for "lowrank" keep
         rank:int|None=None,          # of the sketch; None: a sixth of the layer's inputs
         modules:str|list|None=None,  # a pattern for the layers or their matrices; None: all feed-forward layers
         tokens:int=2048,             # of calibration that are kept
@@ -309,90 +270,94 @@ class _Options(Method):
         if not isinstance(tokens, int) or tokens < 1:
             raise ValueError(f"tokens={tokens!r}: a whole number of at least 1")
         if rank is not None and (predictor != "lowrank" or not isinstance(rank, int) or rank < 1):
-            raise ValueError(
-                f"rank={rank!r} with predictor={predictor!r}: a whole number of at least 1, for 'lowrank' only"
-            )
-        self.keep, self.predictor, self.rank, self.modules, self.tokens = keep, predictor, rank, modules, tokens
-        self.candidates = candidates if candidates is not None else keep if predictor == "lowrank" else (1 + keep) / 2
+            raise ValueError(f"rank={rank!r} with predictor={predictor!r}: a whole number of at least 1, for "
+                             "'lowrank' only")
+        self.keep, self.predictor, self.rank = keep, predictor, rank
+        self.modules, self.tokens = modules, tokens
+        if candidates is None: candidates = keep if predictor == "lowrank" else (1 + keep) / 2
+        self.candidates = candidates
         self.plans, self.places, self.notes = {}, {}, {}
+
     def __repr__(self):
-        return (
-            f"NeuronSparse(keep={self.keep}, predictor={self.predictor!r}, candidates={self.candidates}, "
-            f"rank={self.rank})"
-        )
+        return (f"NeuronSparse(keep={self.keep}, predictor={self.predictor!r}, candidates={self.candidates}, "
+                f"rank={self.rank})")
 
-    def prepare(self, model, calib):
-        layers, modules = feed_forwards(model, self.modules), dict(parts(model))
-        if calib is None and self.predictor == "lowrank":
-            raise ValueError("predictor='lowrank' needs calib=: a few batches; without, predictor='cascade'")
-        for n, f in layers.items():
-            if any(m is not None and isinstance(stored(m), DTensor) for m in f.matrices(modules[n])):
-                raise RuntimeError(f"{n} is sharded; attach Cook before shard")
-        for x in layers: claim_neurons(modules[x], x, self)
-        self.plans, held = {}, []
-        for n, x, h in ffn_samples(model, layers, calib, self.tokens) if calib is not None else ((n, None, None) for n in layers):
-            f, m = layers[n], modules[n]
-            width, D, dtype = (
-                matrix_shape(f.matrices(m)[2])[0],
-                matrix_shape(f.matrices(m)[1])[0],
-                f.matrices(m)[2].weight.dtype,
-            )
-            c, k = max(1, round(self.candidates * width)), max(1, round(self.keep * width))
-            p = _fit(m, f, x, self.predictor, min(self.rank or -(-D // 6), D, width), c, k)
-            if x is not None: held.append(self._held(m, f, p.to(dtype), x, h, c, k))
-            self.plans[n] = f, p.to(dtype), c, k
-        self.notes = {"layers": len(self.plans), "keep": self.keep, "candidates": self.candidates} | (
-            {"recall": sum(held) / len(held)} if held else {}
-        )
+# %% ../../nbs/20_cook/13_neurons.ipynb #e1727bbe
+@patch
+def prepare(self:NeuronSparse, model, calib):
+    layers, modules = feed_forwards(model, self.modules), dict(parts(model))
+    if calib is None and self.predictor == "lowrank":
+        raise ValueError("predictor='lowrank' needs calib=: a few batches; without, predictor='cascade'")
+    for n, f in layers.items():
+        if any(m is not None and isinstance(stored(m), DTensor) for m in f.matrices(modules[n])):
+            raise RuntimeError(f"{n} is sharded; attach Cook before shard")
+    for x in layers: claim_neurons(modules[x], x, self)
+    self.plans, held = {}, []
+    blind = ((n, None, None) for n in layers)
+    for n, x, h in blind if calib is None else ffn_samples(model, layers, calib, self.tokens):
+        f, m = layers[n], modules[n]
+        width, D = matrix_shape(f.matrices(m)[2])[0], matrix_shape(f.matrices(m)[1])[0]
+        dtype = f.matrices(m)[2].weight.dtype
+        c, k = max(1, round(self.candidates * width)), max(1, round(self.keep * width))
+        p = _fit(m, f, x, self.predictor, min(self.rank or -(-D // 6), D, width), c, k)
+        if x is not None: held.append(self._held(m, f, p.to(dtype), x, h, c, k))
+        self.plans[n] = f, p.to(dtype), c, k
+    self.notes = {"layers": len(self.plans), "keep": self.keep, "candidates": self.candidates}
+    if held: self.notes["recall"] = sum(held) / len(held)
 
-    @torch.no_grad()
-    def _held(self, module, ffn, p, x, h, c, k):
-        "Share of the best k neurons' mass that the chosen ones hold"
-        act, (g, u) = ffn.function(module), ffn.raised(module, x.to(ffn.matrices(module)[1].weight.dtype))
-        mass, first = h.abs() * p.norms, None if p.kind == "lowrank" else act(g) if p.kind == "gate" else u
-        chosen = _best(p, x.to(u.dtype), act, first, h, c if g is not None or first is None else mass.shape[1], k)[0]
-        return (mass.gather(1, chosen).sum() / mass.topk(k).values.sum().clamp_min(1e-12)).item()
+@patch
+@torch.no_grad()
+def _held(self:NeuronSparse, module, ffn, p, x, h, c, k):
+    "Share of the best k neurons' mass that the chosen ones hold"
+    act, (g, u) = ffn.function(module), ffn.raised(module, x.to(ffn.matrices(module)[1].weight.dtype))
+    mass, first = h.abs() * p.norms, None
+    if p.kind == "gate": first = act(g)
+    elif p.kind == "up": first = u
+    candidates = c if g is not None or first is None else mass.shape[1]
+    chosen = _best(p, x.to(u.dtype), act, first, h, candidates, k)[0]
+    return (mass.gather(1, chosen).sum() / mass.topk(k).values.sum().clamp_min(1e-12)).item()
 
 # %% ../../nbs/20_cook/13_neurons.ipynb #86dad2e6
-class NeuronSparse(_Options):
-    "For each token the neurons of feed-forward layers that matter, chosen one by one by an exported predictor; needs no training."
-    def attach(self, model):
-        for n, (f, p, _, _) in self.plans.items():
-            module = dict(parts(model))[n]
-            gate, up, down = f.matrices(module)
-            # layers before it may be gone by the export, and its name another
-            p.place = n
-            module.add_module("sparse", p)
-            hook = _Mask(self, module, p, (f, p, *self.numbers(f, p, len(p.norms))))
-            up.register_forward_hook(hook.raised)
-            down.register_forward_pre_hook(hook.switch)
-            if gate is not None: gate.register_forward_hook(hook.gated)
-            self.places[n] = module
-        foresee(model)
+@patch
+def attach(self:NeuronSparse, model):
+    for n, (f, p, _, _) in self.plans.items():
+        module = dict(parts(model))[n]
+        gate, up, down = f.matrices(module)
+        # layers before it may be gone by the export, and its name another
+        p.place = n
+        module.add_module("sparse", p)
+        hook = _Mask(self, module, p, (f, p, *self.numbers(f, p, len(p.norms))))
+        up.register_forward_hook(hook.raised)
+        down.register_forward_pre_hook(hook.switch)
+        if gate is not None: gate.register_forward_hook(hook.gated)
+        self.places[n] = module
+    foresee(model)
 
-    def numbers(self, ffn, p, width):
-        "(candidates, how many are added up) of so many neurons"
-        some = self.candidates if ffn.gate is not None or p.kind == "lowrank" else 1.
-        return max(1, round(some * width)), max(1, round(self.keep * width))
+@patch
+def numbers(self:NeuronSparse, ffn, p, width):
+    "(candidates, how many are added up) of so many neurons"
+    some = self.candidates if ffn.gate is not None or p.kind == "lowrank" else 1.
+    return max(1, round(some * width)), max(1, round(self.keep * width))
 
-    def detach(self):
-        for n, module in self.places.items():
-            del module._modules["sparse"]
-            release_neurons(module)
-        self.places = {}
+@patch
+def detach(self:NeuronSparse):
+    for n, module in self.places.items():
+        del module._modules["sparse"]
+        release_neurons(module)
+    self.places = {}
 
-    def export(self, small):
-        for old in [m for m in small.modules() if isinstance(m._modules.get("sparse"), Predictor) and m.sparse.place in self.plans]:
-            f, p = self.plans[old.sparse.place][0], old._modules.pop("sparse")
-            _, up, down = f.matrices(old)
-            width, D = matrix_shape(down)[0], matrix_shape(up)[0]
-            if width != len(p.norms) or p.kind == "lowrank" and D != p.inner.shape[1]:
-                raise RuntimeError(
-                    f"{p.place} was cut to {width} neurons and {D} inputs by what did not tell its predictor; export "
-                    "without NeuronSparse, and cook the small model with it"
-                )
-            rest = p, *self.numbers(f, p, width)
-            replace_ffn(small, old, f, lambda module, ffn, rest=rest: SparseMLP(module, ffn, *rest))
+@patch
+def export(self:NeuronSparse, small):
+    for old in [m for m in small.modules() if isinstance(m._modules.get("sparse"), Predictor)
+                and m.sparse.place in self.plans]:
+        f, p = self.plans[old.sparse.place][0], old._modules.pop("sparse")
+        _, up, down = f.matrices(old)
+        width, D = matrix_shape(down)[0], matrix_shape(up)[0]
+        if width != len(p.norms) or p.kind == "lowrank" and D != p.inner.shape[1]:
+            raise RuntimeError(f"{p.place} was cut to {width} neurons and {D} inputs by what did not tell its "
+                               "predictor; export without NeuronSparse, and cook the small model with it")
+        rest = p, *self.numbers(f, p, width)
+        replace_ffn(small, old, f, lambda module, ffn, rest=rest: SparseMLP(module, ffn, *rest))
 
 # %% ../../nbs/20_cook/13_neurons.ipynb #5f2e785f
 _CONFIG_ACTS = (

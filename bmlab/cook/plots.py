@@ -43,28 +43,14 @@ def plot_weights(
             ax.hist(after.numpy(), bins=bins, range=(low, high), histtype="step", linewidth=1.3, label="after")
         if grid is not None:
             lines = [g for g in _array(grid, 1, "grid").tolist() if low <= g <= high]
-            ax.vlines(
-                lines,
-                0,
-                0.04,
-                transform=ax.get_xaxis_transform(),
-                linewidth=0.8,
-                color="#333333",
-                label=f"grid ({len(lines)} lines)",
-            )
+            ax.vlines(lines, 0, 0.04, transform=ax.get_xaxis_transform(), linewidth=0.8, color="#333333",
+                      label=f"grid ({len(lines)} lines)")
         ax.set_xlabel("weight")
         ax.set_ylabel("how many")
         ax.legend(frameon=False)
-    rows = {
-        n: {
-            "values": len(x),
-            "distinct": len(x.unique()),
-            "zeros": (x == 0).float().mean().item(),
-            "rms": x.square().mean().sqrt().item(),
-            "error": (x - before).square().mean().sqrt().item(),
-        }
-        for n, x in (("before", before), ("after", after))
-    }
+    rows = {n: {"values": len(x), "distinct": len(x.unique()), "zeros": (x == 0).float().mean().item(),
+                "rms": x.square().mean().sqrt().item(), "error": (x - before).square().mean().sqrt().item()}
+            for n, x in (("before", before), ("after", after))}
     return pd.DataFrame.from_dict(rows, orient="index")
 
 # %% ../../nbs/20_cook/02_plots.ipynb #7f16b151
@@ -82,16 +68,8 @@ def plot_mask(
         y, x = corner.nonzero(as_tuple=True)
         ax.scatter(x.numpy(), y.numpy(), marker="s", s=28, label="kept")
         y, x = (~corner).nonzero(as_tuple=True)
-        ax.scatter(
-            x.numpy(),
-            y.numpy(),
-            marker="s",
-            s=28,
-            facecolors="none",
-            edgecolors="#bbbbbb",
-            linewidths=0.6,
-            label="gone",
-        )
+        ax.scatter(x.numpy(), y.numpy(), marker="s", s=28, facecolors="none", edgecolors="#bbbbbb", linewidths=0.6,
+                   label="gone")
         for i in range(group, corner.shape[1], group): ax.axvline(i - 0.5, color="#333333", linewidth=0.6)
         ax.grid(False)
         ax.invert_yaxis()
@@ -105,10 +83,8 @@ def plot_mask(
 def _by_layer(gates, steps):
     "(steps, {layer: (moments, units)}) of what `plot_gates` takes"
     steps, gates = gates if isinstance(gates, tuple) else (steps, gates)
-    gates = {
-        n: _array(g, 2, f"gates{[n] if n else ''}")
-        for n, g in (gates.items() if isinstance(gates, dict) else [("", gates)])
-    }
+    gates = {n: _array(g, 2, f"gates{[n] if n else ''}")
+             for n, g in (gates.items() if isinstance(gates, dict) else [("", gates)])}
     if not gates: raise ValueError("gates is empty; give (steps, {layer: (moments, units)})")
     steps = list(range(len(next(iter(gates.values()))))) if steps is None else [int(i) for i in steps]
     if bad := [len(g) for g in gates.values() if len(g) != len(steps)]:
@@ -127,21 +103,12 @@ def _gate_picture(ax, steps, gates):
     edges = [steps[0] - 0.5, *((a + b) / 2 for a, b in zip(steps, steps[1:])), steps[-1] + 0.5]
     rows, names = max(12, 240 // len(gates)), _short(gates)
     for i, g in enumerate(gates.values()):
-        lines = torch.stack(
-            [
-                part.mean(1)
-                for part in g[:, g[-1].argsort(descending=True, stable=True)].tensor_split(min(rows, g.shape[1]), 1)
-            ]
-        )
-        image = ax.pcolormesh(
-            edges,
-            torch.linspace(i, i + 1, len(lines) + 1).numpy(),
-            lines.numpy(),
-            cmap="Greys",
-            vmin=0,
-            vmax=1,
-            rasterized=True,
-        )
+        lines = torch.stack([part.mean(1)
+                             for part in g[:,
+                                           g[-1].argsort(descending=True,
+                                                         stable=True)].tensor_split(min(rows, g.shape[1]), 1)])
+        image = ax.pcolormesh(edges, torch.linspace(i, i + 1, len(lines) + 1).numpy(), lines.numpy(), cmap="Greys",
+                              vmin=0, vmax=1, rasterized=True)
         if i: ax.axhline(i, color="#888888", linewidth=0.8)
     ax.figure.colorbar(image, ax=ax, label="gate: 1 open, 0 shut")
     ax.invert_yaxis()
@@ -184,10 +151,8 @@ def plot_gates(
     "Heat-map of gates over steps, layer by layer, beside the share that is open."
     steps, layers = _by_layer(gates, steps)
     whole = torch.cat(list(layers.values()), 1)
-    frame = pd.DataFrame(
-        {"open": whole.mean(1).tolist(), "shut": (whole == 0).float().mean(1).tolist()},
-        index=pd.Index(steps, name="step"),
-    )
+    frame = pd.DataFrame({"open": whole.mean(1).tolist(), "shut": (whole == 0).float().mean(1).tolist()},
+                         index=pd.Index(steps, name="step"))
     if target is not None: frame["target"] = torch.as_tensor(target).float().expand(len(steps)).tolist()
     if multiplier is not None: frame["multiplier"] = _array(multiplier, 1, "multiplier").tolist()
     if len(layers) > 1:
@@ -239,10 +204,8 @@ def plot_experts(
         both.figure.colorbar(image, ax=both, label="works on the same token")
     alone = together.clone().fill_diagonal_(-1)
     mean = weight.sum(0) / works.sum(0).clamp_min(1)
-    return pd.DataFrame(
-        {"load": load.tolist(), "weight": mean.tolist(), "friend": alone.argmax(1).tolist()},
-        index=pd.RangeIndex(E, name="expert"),
-    )
+    return pd.DataFrame({"load": load.tolist(), "weight": mean.tolist(), "friend": alone.argmax(1).tolist()},
+                        index=pd.RangeIndex(E, name="expert"))
 
 # %% ../../nbs/20_cook/02_plots.ipynb #78a70911
 def pareto(
@@ -258,15 +221,9 @@ def pareto(
         if c not in frame: raise ValueError(f"{c!r} is no column; there are {list(frame.columns)}")
     good = frame[pd.to_numeric(frame[x], errors="coerce").notna() & pd.to_numeric(frame[y], errors="coerce").notna()]
     xs, ys = good[x].astype(float), good[y].astype(float) * (-1 if higher else 1)
-    pays = [
-        not any(
-            (xs.iloc[j] <= xs.iloc[i])
-            and (ys.iloc[j] <= ys.iloc[i])
-            and (xs.iloc[j] < xs.iloc[i] or ys.iloc[j] < ys.iloc[i])
-            for j in range(len(good))
-        )
-        for i in range(len(good))
-    ]
+    pays = [not any((xs.iloc[j] <= xs.iloc[i]) and (ys.iloc[j] <= ys.iloc[i])
+                    and (xs.iloc[j] < xs.iloc[i] or ys.iloc[j] < ys.iloc[i]) for j in range(len(good)))
+            for i in range(len(good))]
     front = good[pays].assign(_x=xs[pays]).sort_values("_x").drop(columns="_x")
     with figure(height=3.4, show=show) as ax:
         ax.scatter(xs, good[y].astype(float), marker="o", facecolors="none", edgecolors="#888888", label="recipe")

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from .chain import stored
@@ -19,15 +20,8 @@ from .report import Calibration, replace_child
 from ..core import changed, parts, roles, tensor_key
 from ..kernels.exchange import mark_foreign
 from ..kernels.experts import holds_experts
-from bmlab.kernels.layers import (
-    GroupedLinear,
-    Int8Linear,
-    is_conv1d,
-    pack_linears,
-    packable,
-    packing_refusal,
-    weight_rows,
-)
+from ..kernels.layers import (GroupedLinear, Int8Linear, is_conv1d, pack_linears, packable, packing_refusal,
+                                  weight_rows)
 from ..kernels.codes import GROUPS, dequantize_rows, divide_, group_for, packed_linear
 from .calibrate import Inputs, calibrate
 from .scaling import awq_exponents, smooth_exponents, fold, scaling_sites
@@ -40,8 +34,8 @@ _SHARES = {False: (1.0, 0.92, 0.84, 0.76), True: (8 / 7, 1.0, 0.92, 0.84, 0.76)}
 _SOLVES = 5
 
 @dataclass(frozen=True, kw_only=True)
-class _Codes:
-    "The numbers that a weight may become."
+class Grid:
+    "The numbers that a weight may become: int8 by row or group, int4 by group."
     bits:int=8                # 8 or 4
     group_size:int|None=None  # columns that share a scale, dividing the columns; None: the whole row (int8)
     symmetric:bool=False      # int4 without a zero point, so that zero stays zero; int8 always is
@@ -55,122 +49,123 @@ class _Codes:
     @property
     def keeps_zeros(self)->bool: return self.bits == 8 or self.symmetric
 
-    def _wide(self, t, w):
-        return t if self.group_size is None else t.repeat_interleave(self.group_size, 1)[:, :w.shape[1]]
+# %% ../../nbs/20_cook/05_quantize.ipynb #d194a0d6
+@patch
+def _wide(self:Grid, t, w):
+    return t if self.group_size is None else t.repeat_interleave(self.group_size, 1)[:, :w.shape[1]]
 
-    def values(self,
-        codes:Tensor,      # (N, K) as `round` gives them
-        scale:Tensor,      # (N, G)
-        zero:Tensor|None,  # (N, G)
-    )->Tensor:             # (N, K) float32, what the packed layer multiplies by
-        "The weights that codes stand for."
-        w = codes.float() * self._wide(scale, codes)
-        return w if zero is None else w + self._wide(zero, codes)
+@patch
+def values(self:Grid,
+    codes:Tensor,      # (N, K) as `round` gives them
+    scale:Tensor,      # (N, G)
+    zero:Tensor|None,  # (N, G)
+)->Tensor:             # (N, K) float32, what the packed layer multiplies by
+    "The weights that codes stand for."
+    w = codes.float() * self._wide(scale, codes)
+    return w if zero is None else w + self._wide(zero, codes)
 
-    def round(self,
-        w:Tensor,          # (N, K)
-        scale:Tensor,      # (N, G)
-        zero:Tensor|None,  # (N, G)
-    )->Tensor:             # (N, K) float32 whole numbers in [−127, 127] or [−8, 7]
-        "The nearest codes."
-        return self._nearest(w, self._wide(scale, w), None if zero is None else self._wide(zero, w))
+@patch
+def round(self:Grid,
+    w:Tensor,          # (N, K)
+    scale:Tensor,      # (N, G)
+    zero:Tensor|None,  # (N, G)
+)->Tensor:             # (N, K) float32 whole numbers in [−127, 127] or [−8, 7]
+    "The nearest codes."
+    return self._nearest(w, self._wide(scale, w), None if zero is None else self._wide(zero, w))
 
-    def _nearest(self, w, scale, zero):
-        if self.bits == 8: return (w / scale).round_().clamp_(-127, 127)
-        # as `quantize_groups` does
-        q = (w / scale if zero is None else w.sub(zero).div_(scale)).add_(8).round_().clamp_(0, 15).sub_(8)
-        return q
+@patch
+def _nearest(self:Grid, w, scale, zero):
+    if self.bits == 8: return (w / scale).round_().clamp_(-127, 127)
+    # as `quantize_groups` does
+    q = (w / scale if zero is None else w.sub(zero).div_(scale)).add_(8).round_().clamp_(0, 15).sub_(8)
+    return q
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #a1898423
-class _Ranges(_Codes):
-    "How scales and zero points of int4 groups are found."
-    def _better(self, part, weight, fitted, best):
-        "For each group (…, g) the better of two: (scale, zero, error)"
-        scale, zero = fitted
-        q = self._nearest(part, scale[..., None], None if zero is None else zero[..., None]).mul_(scale[..., None])
-        error = (q if zero is None else q.add_(zero[..., None])).sub_(part).square_()
-        error = (error if weight is None else error.mul_(weight)).sum(-1)
-        if best is None: return scale, zero, error
-        return tuple(
-            None if a is None else torch.where(error < best[2], a, b) for a, b in zip((scale, zero, error), best)
-        )
+@patch
+def _better(self:Grid, part, weight, fitted, best):
+    "For each group (…, g) the better of two: (scale, zero, error)"
+    scale, zero = fitted
+    q = self._nearest(part, scale[..., None], None if zero is None else zero[..., None]).mul_(scale[..., None])
+    error = (q if zero is None else q.add_(zero[..., None])).sub_(part).square_()
+    error = (error if weight is None else error.mul_(weight)).sum(-1)
+    if best is None: return scale, zero, error
+    return tuple(None if a is None else torch.where(error < best[2], a, b)
+                 for a, b in zip((scale, zero, error), best))
 
-    def _solved(self, part, weight, scale, zero):
-        "Scale and zero point with the least squared error for the codes that these give; undefined where there are none"
-        q = self._nearest(part, scale[..., None], None if zero is None else zero[..., None])
-        if zero is None:
-            scale = ((q * part * weight).sum(-1) / (q * q * weight).sum(-1)).half().float()
-            return torch.where(scale.abs() < _TINY[4], _TINY[4], scale), None
-        total = weight.sum(-1)
-        mean_q, mean_w = (q * weight).sum(-1) / total, (part * weight).sum(-1) / total
-        off = q.sub_(mean_q[..., None])
-        scale = ((off * part * weight).sum(-1) / (off * off * weight).sum(-1)).half().float().clamp_min(_TINY[4])
-        return scale, (mean_w - scale * mean_q).half().float()
+@patch
+def _solved(self:Grid, part, weight, scale, zero):
+    "Scale and zero point with the least squared error for the codes that these give; undefined where there are none"
+    q = self._nearest(part, scale[..., None], None if zero is None else zero[..., None])
+    if zero is None:
+        scale = ((q * part * weight).sum(-1) / (q * q * weight).sum(-1)).half().float()
+        return torch.where(scale.abs() < _TINY[4], _TINY[4], scale), None
+    total = weight.sum(-1)
+    mean_q, mean_w = (q * weight).sum(-1) / total, (part * weight).sum(-1) / total
+    off = q.sub_(mean_q[..., None])
+    scale = ((off * part * weight).sum(-1) / (off * off * weight).sum(-1)).half().float().clamp_min(_TINY[4])
+    return scale, (mean_w - scale * mean_q).half().float()
 
-    def _range(self, part, share):
-        "Scale and zero point of groups (…, g) for a share of their range"
-        if self.symmetric:
-            low, high = part.amin(-1), part.amax(-1)
-            # may be negative
-            scale = divide_(torch.where(high > -low, high, low) * share, -8).half().float()
-            return torch.where(scale.abs() < _TINY[4], _TINY[4], scale), None
-        low, high = part.amin(-1) * share, part.amax(-1) * share
-        scale = divide_(high - low, 15).half().clamp_min_(_TINY[4]).float()
-        return scale, (low + 8 * scale).half().float()
+@patch
+def _range(self:Grid, part, share):
+    "Scale and zero point of groups (…, g) for a share of their range"
+    if self.symmetric:
+        low, high = part.amin(-1), part.amax(-1)
+        # may be negative
+        scale = divide_(torch.where(high > -low, high, low) * share, -8).half().float()
+        return torch.where(scale.abs() < _TINY[4], _TINY[4], scale), None
+    low, high = part.amin(-1) * share, part.amax(-1) * share
+    scale = divide_(high - low, 15).half().clamp_min_(_TINY[4]).float()
+    return scale, (low + 8 * scale).half().float()
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #4bb29124
-class Grid(_Ranges):
-    "The numbers that a weight may become: int8 by row or group, int4 by group."
-    def fit(self,
-        w:Tensor,                # (N, K) float, any device
-        energy:Tensor|None=None, # (K,) or (N, K) how much an error in each column counts; None: all alike, and int4
-                                 # ranges are only cut, not solved for
-    # scale and zero point (N, G) float32, of values that are stored exactly; zero None if symmetric
-    )->tuple[Tensor, Tensor|None]:
-        "Scales and zero points; of an int4 group those with the least squared error that are found."
-        if self.bits == 8:
-            if self.group_size is None:
-                return divide_(w.float().abs().amax(1, keepdim=True), 127).clamp_min_(_TINY[8]), None
-            return divide_(w.float().view(len(w), -1, self.group_size).abs().amax(2), 127).half().clamp_min_(
-                _TINY[4]
-            ).float(), None
-        part, best = w.float().view(len(w), -1, self.group_size), None
-        weight = None if energy is None else energy.float().view(-1, *part.shape[1:])
-        for share in _SHARES[self.symmetric]: best = self._better(part, weight, self._range(part, share), best)
-        for _ in range(0 if weight is None else _SOLVES):
-            best = self._better(part, weight, self._solved(part, weight, *best[:2]), best)
-        return best[:2]
+@patch
+def fit(self:Grid,
+    w:Tensor,                # (N, K) float, any device
+    energy:Tensor|None=None, # (K,) or (N, K) how much an error in each column counts; None: all alike, and int4
+                             # ranges are only cut, not solved for
+# scale and zero point (N, G) float32, of values that are stored exactly; zero None if symmetric
+)->tuple[Tensor, Tensor|None]:
+    "Scales and zero points; of an int4 group those with the least squared error that are found."
+    if self.bits == 8:
+        if self.group_size is None:
+            return divide_(w.float().abs().amax(1, keepdim=True), 127).clamp_min_(_TINY[8]), None
+        return divide_(w.float().view(len(w), -1, self.group_size).abs().amax(2),
+                       127).half().clamp_min_(_TINY[4]).float(), None
+    part, best = w.float().view(len(w), -1, self.group_size), None
+    weight = None if energy is None else energy.float().view(-1, *part.shape[1:])
+    for share in _SHARES[self.symmetric]: best = self._better(part, weight, self._range(part, share), best)
+    for _ in range(0 if weight is None else _SOLVES):
+        best = self._better(part, weight, self._solved(part, weight, *best[:2]), best)
+    return best[:2]
 
-    def pack(self,
-        codes:Tensor,      # (N, K) as `round` gives them
-        scale:Tensor,      # (N, G) as `fit` gives them
-        zero:Tensor|None,  # (N, G)
-    )->tuple:              # what `Int8Linear`, `Int8GroupLinear` or `Int4Linear` stores
-        "The tensors of the packed layer."
-        if not scale.is_meta and not all(t.half().isfinite().all() for t in (scale, zero) if t is not None and self.group_size is not None):
-            raise ValueError(
-                "the weight has values whose scale or zero point is beyond float16; leave its layer out, or take "
-                "bits=8 without groups"
-            )
-        if self.bits == 8: return codes.to(torch.int8), scale[:, 0].clone() if self.group_size is None else scale.half()
-        q = codes.add(8).to(torch.uint8).view(len(codes), -1, self.group_size)
-        half = self.group_size // 2
-        return (
-            (q[..., :half] | q[..., half:] << 4).reshape(len(codes), -1),
-            scale.half(),
-            scale.new_zeros(scale.shape).half() if zero is None else zero.half(),
-        )
+@patch
+def pack(self:Grid,
+    codes:Tensor,      # (N, K) as `round` gives them
+    scale:Tensor,      # (N, G) as `fit` gives them
+    zero:Tensor|None,  # (N, G)
+)->tuple:              # what `Int8Linear`, `Int8GroupLinear` or `Int4Linear` stores
+    "The tensors of the packed layer."
+    if not scale.is_meta and not all(t.half().isfinite().all() for t in (scale, zero) if t is not None
+                                     and self.group_size is not None):
+        raise ValueError("the weight has values whose scale or zero point is beyond float16; leave its layer out, or "
+                         "take bits=8 without groups")
+    if self.bits == 8: return codes.to(torch.int8), scale[:, 0].clone() if self.group_size is None else scale.half()
+    q = codes.add(8).to(torch.uint8).view(len(codes), -1, self.group_size)
+    half = self.group_size // 2
+    return ((q[..., :half] | q[..., half:] << 4).reshape(len(codes), -1), scale.half(),
+            scale.new_zeros(scale.shape).half() if zero is None else zero.half())
 
-    def rounded(self,
-        w:Tensor, # (N, K) float
-    )->Tensor:    # (N, K) in w's dtype
-        "Weights rounded to the nearest number of the grid, a slice of rows at a time."
-        step, out = max(1, (16 << 20) // (w.shape[1] or 1)), torch.empty_like(w, memory_format=torch.contiguous_format)
-        for i in range(0, len(w), step):
-            part = w[i:i + step].float()
-            scale, zero = self.fit(part)
-            out[i:i + step] = self.values(self.round(part, scale, zero), scale, zero)
-        return out
+@patch
+def rounded(self:Grid,
+    w:Tensor, # (N, K) float
+)->Tensor:    # (N, K) in w's dtype
+    "Weights rounded to the nearest number of the grid, a slice of rows at a time."
+    step, out = max(1, (16 << 20) // (w.shape[1] or 1)), torch.empty_like(w, memory_format=torch.contiguous_format)
+    for i in range(0, len(w), step):
+        part = w[i:i + step].float()
+        scale, zero = self.fit(part)
+        out[i:i + step] = self.values(self.round(part, scale, zero), scale, zero)
+    return out
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #37c218fd
 def grid_for(
@@ -190,16 +185,15 @@ def _check_damping(damping):
         raise ValueError(f"damping={damping!r}: a number of at least 0, such as 0.03")
 
 def _factor(gram, damping):
-    "Columns by falling energy, the upper Cholesky factor U of their damped H⁻¹ = UᵀU, float32, and how much an error in each column counts"
+    "Columns by falling energy, the Cholesky factor U of their damped H⁻¹ = UᵀU, and how much an error in each counts"
     diagonal = gram.diagonal().float()
     order = diagonal.argsort(descending=True)
     H = gram.float()[order][:, order]
     H = H + torch.eye(len(H), device=H.device) * (damping * H.diagonal().mean()).clamp_min(1e-8)
     try: U = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(H)), upper=True)
     except torch.linalg.LinAlgError as e:
-        raise ValueError(
-            f"damping={damping}: XᵀX of these inputs has no inverse; try damping=0.01, or more batches"
-        ) from e
+        raise ValueError(f"damping={damping}: XᵀX of these inputs has no inverse; try damping=0.01, or more "
+                         "batches") from e
     return order, U, torch.empty_like(diagonal).index_copy_(0, order, diagonal[order].sqrt() / U.diagonal())
 
 def _follow(w, order, U, grid, fitted, block=64):
@@ -230,10 +224,8 @@ def gptq(
 )->tuple:                  # codes (N, K) float32, scale and zero point (N, G) as `Grid.fit` gives them
     "Codes chosen against the outputs' error (GPTQ, Frantar et al. 2022, Algorithm 1)."
     if gram.shape != (w.shape[1],) * 2:
-        raise ValueError(
-            f"gram of shape {tuple(gram.shape)} does not fit w of shape {tuple(w.shape)}; expected ({w.shape[1]}, "
-            f"{w.shape[1]})"
-        )
+        raise ValueError(f"gram of shape {tuple(gram.shape)} does not fit w of shape {tuple(w.shape)}; expected "
+                         f"({w.shape[1]}, {w.shape[1]})")
     _check_damping(damping)
     order, U, energy = _factor(gram, damping)
     return _follow(w, order, U, grid, grid.fit(w, energy), block)
@@ -266,12 +258,8 @@ class Int8GroupLinear(GroupedLinear):
 
     def cooked_state(self)->dict: # JSON: how to make the empty layer
         "What `from_cooked` needs beside the tensors."
-        return {
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "bias": self.bias is not None,
-            "group_size": self.group_size,
-        }
+        return {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None,
+                "group_size": self.group_size}
 
     @classmethod
     def from_cooked(cls, old, state):
@@ -305,17 +293,11 @@ def plan_grids(
     grids = {}
     for holders in shared.values():
         w = stored(holders[0][1])
+        zeros = symmetric
+        if zeros is None: zeros = bits == 4 and not w.is_meta and (w == 0).float().mean().item() >= 0.25
+        K = w.shape[0] if is_conv1d(holders[0][1]) else w.shape[1]
         coarse = any(isinstance(m, nn.Embedding) for _, m in holders)
-        zeros = (
-            symmetric
-            if symmetric is not None
-            else bits == 4 and not w.is_meta and (w == 0).float().mean().item() >= 0.25
-        )
-        grid = (
-            Grid()
-            if coarse
-            else grid_for(w.shape[0 if is_conv1d(holders[0][1]) else 1], bits, group_size, bits == 4 and zeros)
-        )
+        grid = Grid() if coarse else grid_for(K, bits, group_size, bits == 4 and zeros)
         grids |= {n: grid for n, _ in holders}
     return {n: grids.get(n) for n in chosen}                                       # experts: None
 
@@ -347,15 +329,8 @@ def pack_by(
         if g is None: pack_linears(model, bits, dict.fromkeys(names), rounding=how_expert, group_size=group_size or 128)
         elif g.bits == 8 and g.group_size: _pack_groups(model, names, how, g.group_size)
         else:
-            pack_linears(
-                model,
-                g.bits,
-                dict.fromkeys(names),
-                embeddings=False,
-                rounding=how,
-                group_size=g.group_size or 128,
-                activations=activations if g.bits == 8 else None,
-            )
+            pack_linears(model, g.bits, dict.fromkeys(names), embeddings=False, rounding=how,
+                         group_size=g.group_size or 128, activations=activations if g.bits == 8 else None)
     # a head's inputs stay as they are, wherever rounding them costs most and saves least
     if activations:
         for n, role in roles(model).items():
@@ -369,11 +344,8 @@ def _pack_groups(model, names, how, group_size):
         if reason := packing_refusal(modules[n]): raise ValueError(f"{n} {reason}")
     for n in names:
         key, m = tensor_key(modules[n].weight), modules[n]
-        new = (
-            Int8GroupLinear.from_float(m, functools.partial(how, n), group_size)
-            if key not in first
-            else Int8GroupLinear.skeleton_of(m, group_size=group_size)
-        )
+        new = (Int8GroupLinear.from_float(m, functools.partial(how, n), group_size) if key not in first
+               else Int8GroupLinear.skeleton_of(m, group_size=group_size))
         if key in first: new.share_with(first[key])
         first.setdefault(key, new)
         replace_child(model, m, new)
@@ -392,14 +364,9 @@ def choose_factors(
         names = list(site.readers)
         if not set(names) <= set(stage) or site.name and site.name not in stage: continue
         ws, inputs = [weights[n] for n in names], stage[names[0]]
-        out.append(
-            (
-                site,
-                awq_exponents(inputs, ws, [grids[n] for n in names])
-                if smooth is None
-                else smooth_exponents(inputs, ws, smooth),
-            )
-        )
+        if smooth is None: exponents = awq_exponents(inputs, ws, [grids[n] for n in names])
+        else: exponents = smooth_exponents(inputs, ws, smooth)
+        out.append((site, exponents))
     return out
 
 def choose_codes(
@@ -416,27 +383,24 @@ def choose_codes(
         energy = torch.ones_like(s) if inputs.gram is None else inputs.gram.diagonal() / s.square()
         fitted = grid.fit(w, energy)
         return (grid.round(w.float(), *fitted), *fitted), energy
-    order, U, energy = _factor(
-        inputs.gram / torch.outer(s, s), damping if damping is not None else 0.1 if grid.bits == 8 else 0.03
-    )
+    if damping is None: damping = 0.1 if grid.bits == 8 else 0.03
+    order, U, energy = _factor(inputs.gram / torch.outer(s, s), damping)
     return _follow(w, order, U, grid, grid.fit(w, energy)), energy
 
+# %% ../../nbs/20_cook/05_quantize.ipynb #ffbf0db3
 def choose_experts(
     w:Tensor,                  # (E·N, K), the experts' weights one below the other
     inputs:list,               # E `Inputs`
     grid:Grid,                 # what the weights may become
     rounding:str,              # "gptq" or "awq"
     damping:float|None=None,   # as in `choose_codes`
-# (codes, scale, zero) one below the other, and how much an error in each expert's columns counts (E, K)
-)->tuple[tuple, Tensor]:
+)->tuple[tuple, Tensor]:     # (codes, scale, zero), one expert below the other; what errors count in each (E, K)
     "Codes for a stack of experts, of each by the tokens that reach it."
-    codes, energy = zip(
-        *(choose_codes(part, i, grid, rounding, damping) for part, i in zip(w.chunk(len(inputs)), inputs))
-    )
+    codes, energy = zip(*(choose_codes(part, i, grid, rounding, damping)
+                          for part, i in zip(w.chunk(len(inputs)), inputs)))
     if idle := sum(i.gram is None for i in inputs):
-        logging.getLogger(__name__).warning(
-            "%d of %d experts got no token of the calibration batches, and are rounded to nearest", idle, len(inputs)
-        )
+        said = "%d of %d experts got no token of the calibration batches, and are rounded to nearest"
+        logging.getLogger(__name__).warning(said, idle, len(inputs))
     return tuple(None if t[0] is None else torch.cat(t) for t in zip(*codes)), torch.stack(energy)
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #1781658f
@@ -453,23 +417,21 @@ def check_rounding(rounding, smooth, calib, bits, activations, group_size, dampi
     if damping is not None: _check_damping(damping)
     if activations not in (None, 8): raise ValueError(f"activations={activations!r}: 8, or None")
     if activations and (bits != 8 or group_size):
-        raise ValueError(
-            f"activations=8 with bits={bits}, group_size={group_size}: int8 inputs are multiplied by int8 weights with "
-            "one scale a row; bits=8, group_size=None"
-        )
+        raise ValueError(f"activations=8 with bits={bits}, group_size={group_size}: int8 inputs are multiplied by "
+                         "int8 weights with one scale a row; bits=8, group_size=None")
     if calib is None and (rounding != "nearest" or factors):
         raise ValueError(f"rounding={rounding!r}, smooth={smooth} need calib=, a few batches")
 
 def smoothing(smooth, rounding, calib, activations):
-    "SmoothQuant's exponent, or None: where inputs are rounded too and there are batches it is 0.5 unless said otherwise"
+    "SmoothQuant's exponent, or None; by default 0.5 where inputs are rounded too and there are batches"
     if smooth is None: return 0.5 if activations and calib is not None and rounding != "awq" else None
     return None if smooth is False else smooth
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #8aad05a3
 def quantize(
     model:nn.Module,              # changed in place
-    calib:Iterable|None=None,     # a few batches: dicts of the model's arguments, or tensors; padding is not counted.
-                                  # 2,000 tokens do for int8, int4 gains from 8,000. None: round to nearest
+    calib:Iterable|None=None,     # a few batches, padding not counted: 2,000 tokens do for int8, int4 gains from 8,000;
+                                  # None: round to nearest
     bits:int=8,                   # of a weight: 8 or 4
     modules:str|list|None=None,   # a pattern; None: every linear layer with a role, and experts, but no router
     exclude:str|list|None=None,   # a pattern of what stays in float
@@ -480,44 +442,36 @@ def quantize(
     symmetric:bool|None=None,     # int4 without zero points; None: for weights a quarter of which are zero
     damping:float|None=None,      # of GPTQ, ≥ 0, share of the mean of XᵀX's diagonal; None: 0.1 for int8, 0.03 for int4
 )->nn.Module:                     # the same model
-    "Pack linear layers and experts to int8 or int4, rounded by what their inputs see where calibration batches are given."
+    "Pack linear layers and experts to int8 or int4; with calibration batches rounded by what their inputs are."
     rounding = rounding or ("nearest" if calib is None else "gptq")
     check_rounding(rounding, smooth, calib, bits, activations, group_size, damping)
     if calib is not None: calib = Calibration(model, calib).batches
-    smooth, grids = (
-        smoothing(smooth, rounding, calib, activations),
-        plan_grids(model, modules, exclude, bits, group_size, symmetric),
-    )
+    smooth = smoothing(smooth, rounding, calib, activations)
+    grids = plan_grids(model, modules, exclude, bits, group_size, symmetric)
     for n, m in ((n, m) for n, m in parts(model) if n in grids):
         if reason := packing_refusal(m): raise ValueError(f"{n} {reason}")
     rest = dict(grids)
     if rounding != "nearest" or smooth is not None:
-        layers = {
-            n: m
-            for n, m in parts(model)
-            if n in grids and not isinstance(m, nn.Embedding) and (rounding != "nearest" or not holds_experts(m))
-        }
-        sites = (
-            scaling_sites(model, {n: m for n, m in layers.items() if grids[n]}, calib[0])
-            if smooth is not None or rounding == "awq"
-            else []
-        )
+        layers = {n: m for n, m in parts(model) if n in grids and not isinstance(m, nn.Embedding)
+                  and (rounding != "nearest" or not holds_experts(m))}
+        floats = {n: m for n, m in layers.items() if grids[n]}
+        sites = scaling_sites(model, floats, calib[0]) if smooth is not None or rounding == "awq" else []
         tables = {tensor_key(m.weight): n for n, m in parts(model) if n in grids and isinstance(m, nn.Embedding)}
         for stage in calibrate(model, dict(layers), calib, gram=rounding != "nearest"):
             here = {n: layers.pop(n) for n in stage}
             codes = _stage_codes(stage, here, grids, sites, rounding, smooth, damping, bits, group_size)
             names = {*here, *(tables[k] for n, m in here.items() if grids[n] and (k := tensor_key(m.weight)) in tables)}
             here.clear()
-            pack_by(
-                model, {n: rest.pop(n) for n in grids if n in names and n in rest}, codes, activations, bits, group_size
-            )
+            now = {n: rest.pop(n) for n in grids if n in names and n in rest}
+            pack_by(model, now, codes, activations, bits, group_size)
     if rest: pack_by(model, rest, None, activations, bits, group_size)
     return model
 
 def _stage_codes(stage, here, grids, sites, rounding, smooth, damping, bits, group_size):
     "Move the factors of one stage's layers, which its sites lose, and choose codes: name → (codes, scale, zero)"
     exponents, codes = {}, {}
-    for site, e in choose_factors(stage, sites, {n: weight_rows(m).detach() for n, m in here.items() if grids[n]}, grids, smooth) if sites else ():
+    weights = {n: weight_rows(m).detach() for n, m in here.items() if grids[n]} if sites else {}
+    for site, e in choose_factors(stage, sites, weights, grids, smooth) if sites else ():
         fold(site, e)
         sites.remove(site)
         exponents |= dict.fromkeys(site.readers, e)
@@ -527,7 +481,6 @@ def _stage_codes(stage, here, grids, sites, rounding, smooth, damping, bits, gro
         for k, inputs in stage[n].items() if not grids[n] else ():
             w = getattr(m, k).detach()
             w = (w.transpose(1, 2) if m.is_transposed else w).flatten(0, 1)
-            codes[f"{n}.{k}"] = choose_experts(w, inputs, stack_grid(w.shape[1], bits, group_size), rounding, damping)[
-                0
-            ]
+            grid = stack_grid(w.shape[1], bits, group_size)
+            codes[f"{n}.{k}"] = choose_experts(w, inputs, grid, rounding, damping)[0]
     return codes

@@ -39,20 +39,17 @@ def _seq2seq(model): return getattr(getattr(unwrap(model), "config", None), "is_
 def _forward_names(model): return forward_names(unwrap(model))
 
 def _batches(calib, name="calib"):
-    "Batches as a list; raises for what are none"
+    "Batches as a list; raises for anything else"
     if calib is None: raise ValueError(f"{name} is None: give a few batches")
     if isinstance(calib, (Mapping, Tensor)):
-        raise TypeError(
-            f"{name} is a {type(calib).__name__}, expected a list of batches; for a single one write [batch]"
-        )
+        raise TypeError(f"{name} is a {type(calib).__name__}, expected a list of batches; for a single one write "
+                        "[batch]")
     batches = list(calib)
     if not batches:
         raise ValueError(f"{name} is empty: give a few batches, and of a generator, which gives them once, list(…)")
     if bad := [b for b in batches if not isinstance(b, (Mapping, Tensor))]:
-        raise TypeError(
-            f"{name} holds a {type(bad[0]).__name__}; a batch is a dict of the model's arguments, or a tensor, its "
-            "first argument"
-        )
+        raise TypeError(f"{name} holds a {type(bad[0]).__name__}; a batch is a dict of the model's arguments, or a "
+                        "tensor, its first argument")
     return batches
 
 def _is_cross_input(name):
@@ -62,9 +59,9 @@ def _is_cross_input(name):
 
 # %% ../../nbs/20_cook/01_report.ipynb #5fc75c53
 def _with_context(model, given, labels):
-    "What a model is called with where its labels, (B, L) or None, are kept back: one of CPM-Live's takes from them what it reads from both sides, what has none"
-    if not isinstance(labels, Tensor) or given.get("context") is not None or not (getattr(unwrap(model), "reads_both_ways", False) and "context" in _forward_names(model)):
-        return given
+    "What a model is called with, given its labels (B, L) or None; a CPM-Live model reads unlabelled text both ways"
+    reads = getattr(unwrap(model), "reads_both_ways", False) and "context" in _forward_names(model)
+    if not reads or not isinstance(labels, Tensor) or given.get("context") is not None: return given
     return {**given, "context": labels == -100}
 
 class Calibration:
@@ -74,8 +71,10 @@ class Calibration:
         calib:Iterable,        # batches: dicts of the model's arguments, or tensors, its first argument
         desc:str="calibrate",  # what the progress bar says
     ):
-        self.model, self.batches, self.desc, self._now = model, _batches(calib), desc, {}
-        if all(isinstance(mask := b.get("attention_mask") if isinstance(b, Mapping) else None, Tensor) and not mask.any() for b in self.batches):
+        self.model, self.batches = model, _batches(calib)
+        self.desc, self._now = desc, {}
+        masks = [b.get("attention_mask") if isinstance(b, Mapping) else None for b in self.batches]
+        if all(isinstance(m, Tensor) and not m.any() for m in masks):
             raise ValueError("the batches hold nothing but padding: attention_mask is 0 everywhere")
 
     def __iter__(self)->Iterator: # what the model returns for each batch
@@ -87,19 +86,17 @@ class Calibration:
 
     def arguments(self,
         batch:dict|Tensor, # one batch
-    # on the model's device; labels for an encoder-decoder only, whose decoder reads the inputs where it is given
-    # nothing
-    )->dict:
-        "What the model is called with."
+    )->dict:               # on the model's device; labels for an encoder-decoder only
+        "What the model is called with; a decoder that is given nothing reads the inputs."
         names, seq2seq = _forward_names(self.model), _seq2seq(self.model)
         if isinstance(batch, Tensor):
             if not names:
-                raise TypeError(
-                    f"the forward of {type(self.model).__name__} names no argument that a tensor could be; give dicts"
-                )
+                raise TypeError(f"the forward of {type(self.model).__name__} names no argument that a tensor could "
+                                "be; give dicts")
             batch = {names[0]: batch}
         given = {k: v for k, v in batch.items() if k != "labels" or seq2seq}
-        if seq2seq and "input_ids" in given and not any(k in given for k in ("labels", "decoder_input_ids", "decoder_inputs_embeds")):
+        fed = any(k in given for k in ("labels", "decoder_input_ids", "decoder_inputs_embeds"))
+        if seq2seq and "input_ids" in given and not fed:
             given["decoder_input_ids"] = given["input_ids"]
             if "attention_mask" in given: given.setdefault("decoder_attention_mask", given["attention_mask"])
         if "use_cache" in names: given.setdefault("use_cache", False)
@@ -109,7 +106,7 @@ class Calibration:
     def at(self,
         batch:dict|Tensor, # the one that runs now
     ):
-        "Let `tokens` speak of this batch, for who calls the model, or a block of it, himself."
+        "Let `tokens` mean this batch, where you call the model, or a block of it, yourself."
         before, self._now = self._now, self.arguments(batch)
         try: yield
         finally: self._now = before
@@ -117,10 +114,8 @@ class Calibration:
     def tokens(self,
         x:Tensor,     # (…, K) a layer's input
         name:str="",  # of the layer, to tell an encoder-decoder's decoder
-    # (n, K): the rows that are real tokens, by the attention mask; all where `x` is not (B, L, K) or (B·L, K), or there
-    # is no mask
-    )->Tensor:
-        "The rows of a layer's input that are no padding."
+    )->Tensor:        # (n, K); all rows where `x` is not (B, L, K) or (B·L, K), or there is no mask
+        "The rows of a layer's input that are real tokens, by the attention mask."
         rows = x.reshape(-1, x.shape[-1])
         decoder = _seq2seq(self.model) and "decoder" in name.split(".") and not _is_cross_input(name)
         for key in ("decoder_attention_mask", "labels") if decoder else ("attention_mask",):
@@ -139,10 +134,8 @@ def replace_child(
     "Put a module in another's place."
     places = [(parent, k) for parent in model.modules() for k, child in parent._modules.items() if child is old]
     if not places:
-        raise LookupError(
-            f"this {type(old).__name__} is no child in this {type(model).__name__}"
-            + ("; it is the model itself" if old is model else "")
-        )
+        raise LookupError(f"this {type(old).__name__} is no child in this {type(model).__name__}"
+                          + ("; it is the model itself" if old is model else ""))
     for parent, k in places: parent._modules[k] = new
 
 # %% ../../nbs/20_cook/01_report.ipynb #60f2bd15
@@ -151,27 +144,20 @@ def _writes(model): return getattr(unwrap(model), "can_generate", bool)()
 def _in_place(model):
     "Do its logits stand where their labels stand, not one place before?"
     inner = unwrap(model)
-    return (
-        _seq2seq(model)
-        or getattr(inner, "labels_in_place", False)
-        or type(inner).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining"))
-    )
+    return (_seq2seq(model) or getattr(inner, "labels_in_place", False)
+            or type(inner).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining")))
 
 def _predicted(model, batches, desc):
     "What a language model predicts for each batch and the labels it should, padding left out: (n, V), (n,)"
     if not _writes(model):
-        raise TypeError(
-            f"{type(model).__name__} is no causal language model or encoder-decoder with a head, so its perplexity is "
-            "not defined"
-        )
+        raise TypeError(f"{type(model).__name__} is no causal language model or encoder-decoder with a head, so its "
+                        "perplexity is not defined")
     run = Calibration(model, _batches(batches, "batches"), desc)
     for output, batch in zip(run, run.batches):
         if isinstance(batch, Tensor) or "labels" not in batch:
             here = "a tensor" if isinstance(batch, Tensor) else sorted(batch)
-            raise ValueError(
-                f"a batch holds {here}; perplexity needs labels too, {{**batch, 'labels': batch['input_ids']}} with "
-                "−100 at padding"
-            )
+            raise ValueError(f"a batch holds {here}; perplexity needs labels too, "
+                             f"{{**batch, 'labels': batch['input_ids']}} with −100 at padding")
         logits, labels = output.logits, batch["labels"].to(output.logits.device)
         if not _in_place(model): logits, labels = logits[:, :-1], labels[:, 1:]
         logits, labels = logits.flatten(0, 1), labels.flatten()
@@ -212,25 +198,19 @@ def named_logits(
 )->dict[str, Tensor]:
     "The logits among a model's outputs."
     found = output if isinstance(output, Mapping) else {"logits": getattr(output, "logits", None)}
-    return {
-        k: t
-        for k, t in found.items()
-        if "logits" in k.split("_") and "router" not in k and isinstance(t, Tensor) and t.ndim >= 2
-    }
+    return {k: t for k, t in found.items() if "logits" in k.split("_") and "router" not in k and isinstance(t, Tensor)
+            and t.ndim >= 2}
 
 def span_logits(
     z:Tensor,          # (B, L) of `named_logits`, or any others
     mask:Tensor|None,  # attention_mask
 )->Tensor:             # −∞ at padding where `z` is over the tokens of a text; others as they are
     "Logits over the tokens of a text, without its padding."
-    return (
-        z.masked_fill(~mask.bool().to(z.device), -math.inf)
-        if isinstance(mask, Tensor) and z.ndim == 2 and z.shape == mask.shape
-        else z
-    )
+    return (z.masked_fill(~mask.bool().to(z.device), -math.inf) if isinstance(mask, Tensor) and z.ndim == 2
+            and z.shape == mask.shape else z)
 
 def _answer(run, name, z, batch):
-    "(rows (n, C), their labels (n,) or None, are they logits?) of one output, padding left out; what has no name is logits if the labels fit"
+    "(rows (n, C), labels (n,) or None, are they logits?) of an output without padding; unnamed: if the labels fit"
     labels = batch.get("labels" if name in ("logits", "") else name.replace("logits", "positions"))
     classes = z.shape[-1] > 1 and (not isinstance(labels, Tensor) or not labels.is_floating_point())
     if name not in ("logits", "output", ""): z = span_logits(z, batch.get("attention_mask"))
@@ -249,9 +229,8 @@ def _answers(model, batches, desc):
     run = Calibration(model, _batches(batches, "batches"), desc)
     for output, batch in zip(run, run.batches):
         other = "output" if isinstance(output, Mapping) else ""
-        found = named_logits(output) or {
-            other: t for t in _tensors(output)[::-1] if t.ndim >= 2 and t.is_floating_point()
-        }
+        found = named_logits(output) or {other: t for t in _tensors(output)[::-1] if t.ndim >= 2
+                                         and t.is_floating_point()}
         yield {name: _answer(run, name, z, batch if isinstance(batch, Mapping) else {}) for name, z in found.items()}
 
 # %% ../../nbs/20_cook/01_report.ipynb #ce5c7c9f
@@ -284,7 +263,9 @@ class _Quality:
 
 class _Distance:
     "How far two models' answers lie apart, summed up"
-    def __init__(self): self.kl, self.same, self.n, self.error, self.size = 0.0, 0, 0, 0.0, 0.0
+    def __init__(self):
+        self.kl, self.same, self.n = 0.0, 0, 0
+        self.error, self.size = 0.0, 0.0
 
     def add(self, mine, theirs):
         for name, (x, _, logits) in mine.items():
@@ -303,7 +284,7 @@ class _Distance:
         self.n += len(x)
 
     def found(self):
-        "{kl, same_top1} of what two models choose, {output_error} of other outputs, relative; of those that have one shape"
+        "{kl, same_top1} of what two models choose, {output_error}, relative, of other outputs; only where shapes agree"
         chosen = {"kl": self.kl / self.n, "same_top1": self.same / self.n} if self.n else {}
         return chosen | ({"output_error": math.sqrt(self.error / self.size)} if self.size else {})
 
@@ -323,16 +304,14 @@ def divergence(
     after:nn.Module,    # the same vocabulary, or classes
     batches:Iterable,   # dicts of the models' arguments, with labels for language models
 )->tuple[float, float]: # (mean KL(before ‖ after) in nats a row of logits, share of equal first choices)
-    "How far apart what two models predict is."
+    "How far apart the predictions of two models are."
     batches, far = _batches(batches, "batches"), _Distance()
     for mine, theirs in zip(_answers(before, batches, "before"), _answers(after, batches, "after")):
         far.add(mine, theirs)
     found = far.found()
     if "kl" not in found:
-        raise ValueError(
-            f"batches holds no token to compare, or {type(before).__name__} and {type(after).__name__} put out no "
-            "logits of one shape"
-        )
+        raise ValueError(f"batches holds no token to compare, or {type(before).__name__} and {type(after).__name__} "
+                         "put out no logits of one shape")
     return found["kl"], found["same_top1"]
 
 # %% ../../nbs/20_cook/01_report.ipynb #d536742c
@@ -354,15 +333,14 @@ def _is_known(module):
 def _shapes(module):
     "{name: shape or None} of a module's own parameters, packed ones by the matrix that they stand for"
     own = {k: None if p is None else list(p.shape) for k, p in module._parameters.items()}
-    return own | {
-        k: list(shape) for k, _, shape, _ in (module._bmlab_packed() if hasattr(module, "_bmlab_packed") else ())
-    }
+    return own | {k: list(shape)
+                  for k, _, shape, _ in (module._bmlab_packed() if hasattr(module, "_bmlab_packed") else ())}
 
 # a Conv1D's float weight is (in, out)
 def _turned(module, packed): return hasattr(module, "nf") and hasattr(packed, "_bmlab_packed")
 
 def _unlike(model, built):
-    "(shapes, attributes, absent, shared): how the modules of `model` differ from those that its configuration makes"
+    "((shapes, attributes), (absent, shared)): how a model's modules differ from those that its configuration makes"
     shapes, attributes, here = {}, {}, dict(parts(model))
     theirs = dict(parts(built))
     for n, m in here.items():
@@ -370,21 +348,15 @@ def _unlike(model, built):
         theirs_here = {k: s[::-1] if k == "weight" and _turned(b, m) else s for k, s in _shapes(b).items()}
         if differ := {k: s for k, s in _shapes(m).items() if s != theirs_here.get(k)}: shapes[n] = differ
         if type(m).__name__ != type(b).__name__: continue
-        own = {
-            k: v
-            for k, v in m.__dict__.items()
-            if not k.startswith("_") and k not in ("training", "name_or_path") and _plain(v)
-        }
+        own = {k: v for k, v in m.__dict__.items() if not k.startswith("_") and k not in ("training", "name_or_path")
+               and _plain(v)}
         if differ := {k: v for k, v in own.items() if k not in b.__dict__ or b.__dict__[k] != v}: attributes[n] = differ
-    absent = [
-        n
-        for n in theirs
-        if n not in here and n.rpartition(".")[0] in here and not hasattr(here[n.rpartition(".")[0]], "cooked_state")
-    ]
+    absent = [n for n in theirs if n not in here and n.rpartition(".")[0] in here
+              and not hasattr(here[n.rpartition(".")[0]], "cooked_state")]
     every, first = dict(model.named_modules(remove_duplicate=False)), {id(m): n for n, m in here.items()}
     # one module that hangs in two places
     shared = {n: first[id(unwrap(every[n]))] for n in absent if n in every}
-    return shapes, attributes, [n for n in absent if n not in shared], shared
+    return (shapes, attributes), ([n for n in absent if n not in shared], shared)
 
 # %% ../../nbs/20_cook/01_report.ipynb #1175dbf3
 def _check_saved(model, built, state):
@@ -397,15 +369,13 @@ def _check_saved(model, built, state):
     for n, m in parts(model) if built is not None else ():
         above = [".".join(n.split(".")[:i]) for i in range(1, n.count(".") + 1)]
         inside = any(hasattr(model.get_submodule(a), "cooked_state") for a in above)
-        if inside and n in theirs and not m._parameters and not m._buffers and not m._modules and not theirs[n]._parameters:
-            pass  # an activation, which the configuration makes
+        empty = not m._parameters and not m._buffers and not m._modules
+        if inside and n in theirs and empty and not theirs[n]._parameters: pass         # the configuration's activation
         elif inside or hasattr(m, "cooked_state") or hasattr(m, "_bmlab_packed"): continue
         # (packed experts: a class made of their own)
         if n not in theirs or type(theirs[n]).__name__ != getattr(type(m), "_base", type(m)).__name__:
-            raise TypeError(
-                f"{n} is a {type(m).__name__}, which the configuration of {type(model).__name__} does not make; give "
-                "the class cooked_state() and from_cooked(old, state)"
-            )
+            raise TypeError(f"{n} is a {type(m).__name__}, which the configuration of {type(model).__name__} does not "
+                            "make; give the class cooked_state() and from_cooked(old, state)")
 
 def _tied(state):
     "{name: the earlier name of the same memory} in a state dict"
@@ -415,20 +385,17 @@ def _tied(state):
     return out
 
 def _sizes(m):
-    return {
-        k: m.__dict__[k]
-        for k in ("in_features", "out_features", "num_embeddings", "embedding_dim", "normalized_shape", "nf", "nx")
-        if k in m.__dict__
-    }
+    return {k: m.__dict__[k]
+            for k in ("in_features", "out_features", "num_embeddings", "embedding_dim", "normalized_shape", "nf", "nx")
+            if k in m.__dict__}
 
 def _own_classes(layers):
-    "Names of classes that the registry does not hold, so that they are given to `load_cooked`; raises where one name means two"
+    "Names of classes that must be given to `load_cooked`, as the registry has none; raises where one name means two"
     yours, found = sorted({type(m).__name__ for m in layers if not _is_known(m)}), {}
     for m in layers:
         if found.setdefault(type(m).__name__, type(m)) is not type(m) and type(m).__name__ in yours:
-            raise TypeError(
-                f"the model holds two classes called {type(m).__name__}, and a file tells classes by name; rename yours"
-            )
+            raise TypeError(f"the model holds two classes called {type(m).__name__}, and a file tells classes by "
+                            "name; rename yours")
     return yours
 
 def _described(model, state):
@@ -438,14 +405,11 @@ def _described(model, state):
     own = {n: m for n, m in parts(model) if hasattr(m, "cooked_state")}
     packed = {n: m for n, m in parts(model) if hasattr(m, "_bmlab_packed") and n not in own}
     yours = _own_classes(own.values())
-    if built is not None: shapes, attributes, absent, shared = _unlike(model, built)
+    if built is not None: (shapes, attributes), (absent, shared) = _unlike(model, built)
     else:
-        shapes, attributes, absent, shared = (
-            {n: s for n, m in parts(model) if (s := _shapes(m)) and n not in own},
-            {n: s for n, m in parts(model) if (s := _sizes(m)) and n not in own | packed},
-            [],
-            {},
-        )
+        shapes = {n: s for n, m in parts(model) if (s := _shapes(m)) and n not in own}
+        attributes = {n: s for n, m in parts(model) if (s := _sizes(m)) and n not in own | packed}
+        absent, shared = [], {}
     return {
         "format": 4,
         "class": type(model).__name__,
@@ -457,9 +421,10 @@ def _described(model, state):
         "yours": yours,
         "packed": {n: getattr(m, "group_size", None) for n, m in packed.items()},  # None: int8
         "activations": {n: a for n, m in packed.items() if (a := getattr(m, "activations", None))},
+        # what a packed embedding puts out
         "out_dtype": {n: str(m.out_dtype)[6:] for n, m in packed.items() if hasattr(m, "out_dtype")},
         "tied": _tied(state),
-    }  # what a packed embedding puts out
+    }
 
 # %% ../../nbs/20_cook/01_report.ipynb #3561cb38
 # (to format 2 model.safetensors, which others opened)
@@ -523,10 +488,8 @@ def _class_of(said, classes, yours=()):
     name = name.rpartition(".")[2]
     if ours and name in known("cooked"): return lookup("cooked", name)
     if (given := next((c for c in classes if c.__name__ == name), None)) is not None: return given
-    raise LookupError(
-        f"the file holds layers of the class {name}, none of this package's; give the class by layers=[…], with its "
-        "from_cooked"
-    )
+    raise LookupError(f"the file holds layers of the class {name}, none of this package's; give the class by "
+                      "layers=[…], with its from_cooked")
 
 def _put(model, name, module):
     owner, _, last = name.rpartition(".")
@@ -558,13 +521,8 @@ def _reshape(model, info, classes):
         if m._parameters.get(n.rpartition(".")[2]) is not None:
             packed[n] = max((info["packed"][k] or 0 for k, o in owners.items() if o is m), default=0) or None
     for group in dict.fromkeys(packed.values()):
-        pack_linears(
-            model,
-            4 if group else 8,
-            modules={n: None for n, g in packed.items() if g == group},
-            embeddings=False,
-            group_size=group or 128,
-        )
+        pack_linears(model, 4 if group else 8, modules={n: None for n, g in packed.items() if g == group},
+                     embeddings=False, group_size=group or 128)
     for n, bits in info.get("activations", {}).items(): model.get_submodule(n).activations = bits
     for n, dtype in info["out_dtype"].items(): model.get_submodule(n).out_dtype = getattr(torch, dtype)
     for n, first in info.get("shared", {}).items(): _put(model, n, model.get_submodule(first))
@@ -594,10 +552,9 @@ def load_cooked(
     state |= {k: state[first] for k, first in info["tied"].items()}
     try: model.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as e:
-        raise ValueError(
-            f"{file} does not fit {'the skeleton' if skeleton is not None else 'its configuration and cooked.json'}: "
-            f"{e}"
-        ) from None
+        raise ValueError(f"{file} does not fit "
+                         f"{'the skeleton' if skeleton is not None else 'its configuration and cooked.json'}: "
+                         f"{e}") from None
     for k, first in info["tied"].items():                           # what was one object is one again
         (owner, _, name), (other, _, _) = k.rpartition("."), first.rpartition(".")
         m = model.get_submodule(owner)
@@ -654,9 +611,8 @@ def peak_bytes(
 # %% ../../nbs/20_cook/01_report.ipynb #2de97ed4
 def _compiled_speed(model, prompt_tokens=64, new_tokens=32):
     "Tokens per second of the compiled model: one forward of the prompt, and decoding with a static cache"
-    ids = torch.randint(
-        0, model.get_input_embeddings().num_embeddings, (1, prompt_tokens), generator=torch.Generator().manual_seed(0)
-    ).to(model.device)
+    ids = torch.randint(0, model.get_input_embeddings().num_embeddings, (1, prompt_tokens),
+                        generator=torch.Generator().manual_seed(0)).to(model.device)
     sync = torch.cuda.synchronize if ids.is_cuda else lambda: None
     compiling = CompileConfig(mode="reduce-overhead" if ids.is_cuda else "default", dynamic=False)
     compiling._compile_all_devices = True
@@ -671,16 +627,9 @@ def _compiled_speed(model, prompt_tokens=64, new_tokens=32):
             times.append(time.perf_counter() - t)
         return min(times)
     def decode(n):
-        return lambda: model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            pad_token_id=0,
-            cache_implementation="static",
-            compile_config=compiling,
-            min_new_tokens=n,
-            max_new_tokens=n,
-        )
+        return lambda: model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                                      pad_token_id=0, cache_implementation="static", compile_config=compiling,
+                                      min_new_tokens=n, max_new_tokens=n)
     kept = dict(model.__dict__)
     try:
         with torch.no_grad():
@@ -708,20 +657,15 @@ def _forward_speed(model, batch):
 def _speed(model, batch, compiled):
     "Rows of the report: tokens per second read and written, else rows per second"
     if _writes(model): return _compiled_speed(model) if compiled else decode_speed(model)
-    return (
-        {"rows_s_compiled": _forward_speed(torch.compile(model, dynamic=False), batch)}
-        if compiled
-        else {"rows_s": _forward_speed(model, batch)}
-    )
+    return ({"rows_s_compiled": _forward_speed(torch.compile(model, dynamic=False), batch)} if compiled
+            else {"rows_s": _forward_speed(model, batch)})
 
 # %% ../../nbs/20_cook/01_report.ipynb #f659a234
 def _check_measured(found, before, after):
     if not found:
-        raise ValueError(
-            f"nothing but sizes can be measured: {type(before).__name__} and {type(after).__name__} put out nothing of "
-            "one shape, "
-            "and the batches hold no labels for it; give score=, a function score(model) → number"
-        )
+        raise ValueError(f"nothing but sizes can be measured: {type(before).__name__} and {type(after).__name__} put "
+                         "out nothing of one shape, and the batches hold no labels for it; give score=, a function "
+                         "score(model) → number")
 
 def report(
     before:nn.Module,          # the original
@@ -741,22 +685,14 @@ def report(
     for name, model, quality in zip(("before", "after"), (before, after), qualities):
         c, quality = count(model), quality | _scored(model, score)
         _check_measured(far | quality, before, after)
-        columns[name] = {
-            "parameters": c.total,
-            "memory_bytes": c.bytes,
-            "peak_bytes": peak_bytes(model, batches[0]),
-            "file_bytes": bytes_on_disk(model),
-        } | quality
+        columns[name] = {"parameters": c.total, "memory_bytes": c.bytes, "peak_bytes": peak_bytes(model, batches[0]),
+                         "file_bytes": bytes_on_disk(model)} | quality
         if speed: columns[name] |= _speed(model, batches[0], False)
         if compiled: columns[name] |= _speed(model, batches[0], True)
-    columns["ratio"] = {
-        k: columns["after"][k] / v if v else math.nan for k, v in columns["before"].items() if k in columns["after"]
-    }
+    columns["ratio"] = {k: columns["after"][k] / v if v else math.nan for k, v in columns["before"].items()
+                        if k in columns["after"]}
     columns["before"] |= {k: float(k == "same_top1") for k in far}
     columns["after"] |= far | (notes or {})
-    return table(
-        pd.DataFrame(
-            {name: pd.Series(c, dtype=object) for name, c in columns.items()}, index=list(columns["after"])
-        ).fillna(""),
-        digits=5,
-    )
+    return table(pd.DataFrame({name: pd.Series(c, dtype=object) for name, c in columns.items()},
+                              index=list(columns["after"])).fillna(""),
+                 digits=5)

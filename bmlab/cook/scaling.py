@@ -39,11 +39,8 @@ class _Uses(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
         if self.inside or name in ("__get__", "size", "dim", "__len__", "numel", "stride"): return out
-        product = (
-            name in ("mul", "__mul__", "__rmul__")
-            and isinstance(out, Tensor)
-            and all(isinstance(x, Tensor) and x.shape == out.shape for x in args)
-        )
+        product = (name in ("mul", "__mul__", "__rmul__") and isinstance(out, Tensor)
+                   and all(isinstance(x, Tensor) and x.shape == out.shape for x in args))
         for x in [y for x in [*args, *(kwargs or {}).values()] for y in (x if isinstance(x, (tuple, list)) else (x,))]:
             if isinstance(x, Tensor) and id(x) in self.watched:
                 self.use(x, ("product", id(out)) if product else ("other", name))
@@ -53,11 +50,8 @@ class _Uses(TorchFunctionMode):
 # %% ../../nbs/20_cook/04_scaling.ipynb #f67cb6ed
 def _gain(module):
     "The weight of a norm, or of a linear layer as (out, in); None if it cannot take a factor"
-    w = (
-        stored(module)
-        if "weight" in module._parameters or hasattr(module, "parametrizations") and "weight" in module.parametrizations
-        else None
-    )
+    w = (stored(module) if "weight" in module._parameters or hasattr(module, "parametrizations")
+         and "weight" in module.parametrizations else None)
     return w if type(w) is nn.Parameter and w.ndim in (1, 2) else None
 
 def _divide(source, s):
@@ -84,9 +78,8 @@ def scaling_sites(
     uses, holders = _Uses(), {}
     for m in model.modules():
         for p in m._parameters.values(): holders[id(p)] = holders.get(id(p), 0) + 1
-    norms = [
-        m for _, m in parts(model) if (w := m._parameters.get("weight")) is not None and w.ndim == 1 and not m._modules
-    ]
+    norms = [m for _, m in parts(model) if (w := m._parameters.get("weight")) is not None and w.ndim == 1
+             and not m._modules]
     names, samples = {id(m): n for n, m in layers.items()}, {}
     def before(m, args):
         uses.use(args[0], ("layer", names[id(m)]))
@@ -142,7 +135,7 @@ def awq_exponents(
     ws:list,        # (N, K) weights of the readers
     grids:list,     # their grids
 )->Tensor:          # (K,) int8: log2 of the factors
-    "AWQ's factors: of inputs' sizes to a few powers, those with the least error of the outputs (Lin et al. 2023, eq. 5), as powers of two."
+    "AWQ's factors (Lin et al. 2023, eq. 5): the power of the inputs' sizes with the least output error, as 2ⁿ."
     energy = inputs.gram.diagonal()
     size, best = 0.5 * energy.clamp_min(energy.mean() * 1e-6 + 1e-12).log2(), (None, None)
     for alpha in (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0):

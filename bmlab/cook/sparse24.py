@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from .cook import Method
@@ -28,14 +29,8 @@ from .quantize import _check_damping
 def _tiles():
     "The 4 × 4 patterns with two in each row and column: (16, 90) float64"
     rows = [r for r in itertools.product((0., 1.), repeat=4) if sum(r) == 2]
-    return (
-        torch.tensor(
-            [sum(t, ()) for t in itertools.product(rows, repeat=4) if all(sum(c) == 2 for c in zip(*t))],
-            dtype=torch.float64,
-        )
-        .t()
-        .contiguous()
-    )
+    return (torch.tensor([sum(t, ()) for t in itertools.product(rows, repeat=4) if all(sum(c) == 2 for c in zip(*t))],
+                         dtype=torch.float64).t().contiguous())
 
 def _best_tiles(score):
     "Mask of a score (N, K), both multiples of four, by 4 × 4 tiles; a few rows of tiles at a time"
@@ -64,7 +59,7 @@ def pick24(
     return (torch.stack(beaten, -1) < 2).view(N, -1)[:, :K]
 
 def _pick_as_stored(score, transposable, turned):
-    "`pick24` of a score in the shape of a stored weight, (inputs, outputs) if `turned`; of a stack of experts each for itself"
+    "`pick24` of a score in a stored weight's shape, (inputs, outputs) if `turned`; of experts each for itself"
     if score.ndim == 3: return torch.stack([_pick_as_stored(s, transposable, turned) for s in score])
     return pick24(score.t(), transposable).t() if turned else pick24(score, transposable)
 
@@ -83,10 +78,8 @@ def _sums(model, layers, calib, term):
     finally:
         for h in hooks: h.remove()
     if unseen := sorted(set(layers) - set(total)):
-        raise ValueError(
-            f"{len(unseen)} layers never ran on the calibration batches, such as {unseen[0]}; give batches that reach "
-            "them, or skip them"
-        )
+        raise ValueError(f"{len(unseen)} layers never ran on the calibration batches, such as {unseen[0]}; give "
+                         "batches that reach them, or skip them")
     if bad := [n for n in layers if not total[n].isfinite().all()]:
         raise ValueError(f"the inputs of {bad[0]} are not finite on the calibration batches")
     return total
@@ -117,9 +110,8 @@ def sparsegpt24(
     H = gram.float() + torch.eye(K, device=gram.device) * (damping * gram.float().diagonal().mean()).clamp_min(1e-8)
     try: U = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(H)), upper=True)
     except torch.linalg.LinAlgError as e:
-        raise ValueError(
-            f"damping={damping}: XᵀX of these inputs has no inverse; try damping=0.01, or more batches"
-        ) from e
+        raise ValueError(f"damping={damping}: XᵀX of these inputs has no inverse; try damping=0.01, or more "
+                         "batches") from e
     w, mask, step = w.float().clone(), torch.empty(N, K, dtype=torch.bool, device=w.device), U.diagonal()
     for i in range(0, K, block):
         j = min(i + block, K)
@@ -146,9 +138,8 @@ def compress24(
 )->tuple[Tensor, Tensor]:  # values (N, 4·⌈K/8⌉) of w's dtype, indices (N, ⌈K/8⌉) uint8, the first block in the low half
     "The two of every four that stay, and where they stood."
     if not w.is_meta and not is24(w):
-        raise ValueError(
-            f"w of shape {tuple(w.shape)} has blocks of four with more than two values; zero them by pick24 first"
-        )
+        raise ValueError(f"w of shape {tuple(w.shape)} has blocks of four with more than two values; zero them by "
+                         "pick24 first")
     four = F.pad(w, (0, -w.shape[1] % 8)).view(len(w), -1, 4)
     stays = pick24((four != 0).view(len(w), -1).to(torch.uint8)).view(four.shape).to(torch.uint8)
     # (N, B, 2) int64, ascending
@@ -164,140 +155,23 @@ def expand24(
     "The matrix that `compress24` took apart."
     bits = torch.stack((indices & 15, indices >> 4), -1).view(len(indices), -1)                        # (N, B)
     places = torch.stack((bits & 3, bits >> 2), -1).long()
-    return (
-        values.new_zeros(*bits.shape, 4)
-        .scatter_(-1, places, values.view(places.shape))
-        .view(len(values), -1)[:, :K]
-        .contiguous()
-    )
+    blocks = values.new_zeros(*bits.shape, 4).scatter_(-1, places, values.view(places.shape))          # (N, B, 4)
+    return blocks.view(len(values), -1)[:, :K].contiguous()
 
 # %% ../../nbs/20_cook/09_sparse24.ipynb #d62b0f12
 # of a `Sparse24Linear`: as in its file; with the zeros; torch's tensor for sparse tensor cores
 FORMS = ("packed", "dense", "semi")
 
 def _semi_fits(device, dtype, N, K):
-    "Can torch's semi-structured tensors hold such a matrix, and the GPU multiply by it? (cuSPARSELt takes multiples of 16, of which 64 fill a tile)"
-    return (
-        device.type == "cuda"
-        and dtype in (torch.float16, torch.bfloat16)
-        and N % 64 == K % 64 == 0
-        and torch.backends.cusparselt.is_available()
-    )
+    "Can this GPU multiply by such a matrix as torch's semi-structured tensor? (64 fill a tile of cuSPARSELt)"
+    return (device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and N % 64 == K % 64 == 0
+            and torch.backends.cusparselt.is_available())
 
-class _Forms(nn.Module):
-    "A 2:4 matrix in one of its forms"
+# %% ../../nbs/20_cook/09_sparse24.ipynb #a7ad0e77
+class Sparse24Linear(Substitute, nn.Module):
+    "A frozen linear layer with two of every four weights, as floats or as int8 codes with a float32 scale per output."
     form, wanted, _semi = "packed", "auto", None
-    def _raw(self):
-        "The matrix (N, K) with its zeros; int8 codes where there is a scale"
-        if self.form == "packed": return expand24(self.values, self.indices, self.in_features)
-        # (times the identity: exact)
-        return self.matrix if self.form == "dense" else self._semi.to_dense()
-
-    @property
-    def weight(self):
-        "What is multiplied by, for those who ask for its dtype or device"
-        return self.values if self.form == "packed" else self.matrix if self.form == "dense" else self._semi
-
-    def _bmlab_packed(self):
-        held = [
-            t
-            for t in (
-                self.values,
-                self.indices,
-                self.matrix,
-                self.scale,
-                getattr(self._semi, "packed", None),
-                getattr(self._semi, "meta", None),
-            )
-            if t is not None
-        ]
-        return [("weight", held, (self.out_features, self.in_features), f"{str(self.weight.dtype)[6:]} 2:4")]
-
-    def arrange(self,
-        form:str="auto", # one of `FORMS`; "auto": the one that is fast on this device
-    ):                   # the same layer
-        "Hold the matrix in another form, and in no other."
-        if form not in ("auto", *FORMS):
-            raise ValueError(f"form={form!r}{did_you_mean(form, FORMS)}; one of auto, {', '.join(FORMS)}")
-        device, dtype, shape = self.weight.device, self.weight.dtype, (self.out_features, self.in_features)
-        fits = _semi_fits(device, dtype, *shape)
-        if form == "semi" and not fits:
-            raise ValueError(
-                f"a {dtype} matrix of shape {shape} on {device} has no semi-structured form: half precision, multiples "
-                "of 64, on a GPU with cuSPARSELt; try 'auto'"
-            )
-        self.wanted, form = (
-            form,
-            ("packed" if device.type == "meta" else "semi" if fits else "dense") if form == "auto" else form,
-        )
-        if form == self.form: return self
-        w = self._raw()
-        self.values, self.indices = compress24(w) if form == "packed" else (None, None)
-        self.matrix, self._semi = (
-            w if form == "dense" else None,
-            torch.sparse.to_sparse_semi_structured(w) if form == "semi" else None,
-        )
-        self.form = form
-        return self
-
-# %% ../../nbs/20_cook/09_sparse24.ipynb #12983211
-class _Stored(Substitute, _Forms):
-    "What leaves the process is packed"
     in_float = float_layer
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.form != "packed":
-            for name, t in zip(("values", "indices"), compress24(self._raw())): destination[prefix + name] = t
-
-    def _load_from_state_dict(self, state, prefix, *args):
-        # room for what comes
-        if prefix + "values" in state:
-            self.values, self.indices = compress24(
-                torch.zeros(self.out_features, self.in_features, dtype=self.weight.dtype, device=self.weight.device)
-            )
-            self.matrix, self._semi, self.form = None, None, "packed"
-        super()._load_from_state_dict(state, prefix, *args)
-        self.arrange(self.wanted)
-
-    def _apply(self, fn, recurse=True):
-        if self.form == "semi":
-            self.arrange("packed")
-            self.wanted = "auto"
-        fixed = [
-            t
-            for n, t in self._buffers.items()
-            if t is not None and (n in ("scale", "indices") or self.scale is not None)
-        ]
-        def keep_dtype(t):
-            moved = fn(t)
-            return t.to(moved.device) if moved.dtype != t.dtype and any(t is f for f in fixed) else moved
-        super()._apply(keep_dtype, recurse)
-        return self.arrange(self.wanted)
-
-    def __getstate__(self):
-        if self.form != "semi": return self.__dict__
-        # torch's tensor is neither copied nor pickled
-        values, indices = compress24(self._raw())
-        return self.__dict__ | {
-            "_buffers": {**self._buffers, "values": values, "indices": indices},
-            "form": "packed",
-            "_semi": None,
-        }
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        self.arrange(self.wanted)
-
-# %% ../../nbs/20_cook/09_sparse24.ipynb #3bbb6473
-def _weight24(module):
-    "The matrix (N, K) of a layer that `Sparse24Linear` can take the place of, int8 codes of a quantized one, else None"
-    if type(module) is Int8Linear: return module.codes
-    # (not one that carries a delta)
-    return weight_rows(module).detach() if packed_class(module) is Int8Linear else None
-
-# %% ../../nbs/20_cook/09_sparse24.ipynb #164d3c24
-class Sparse24Linear(_Stored):
-    "A linear layer with two of every four weights, as floats or as int8 codes with a float32 scale per output; the weight is frozen."
     def __init__(
         self,
         in_features:int,                  # K
@@ -310,82 +184,153 @@ class Sparse24Linear(_Stored):
     ):
         super().__init__()
         self.in_features, self.out_features, self.activations = in_features, out_features, activations
-        values, indices = compress24(
-            torch.zeros(out_features, in_features, device=device, dtype=torch.int8 if bits == 8 else dtype)
-        )
+        empty = torch.zeros(out_features, in_features, device=device, dtype=torch.int8 if bits == 8 else dtype)
+        values, indices = compress24(empty)
         self.register_buffer("values", values)
         self.register_buffer("indices", indices)
         self.register_buffer("matrix", None, persistent=False)
         self.register_buffer("scale", torch.ones(out_features, device=device) if bits == 8 else None)
-        self.register_parameter(
-            "bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
-        )
+        zeros = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", zeros)
 
-    @classmethod
-    def from_dense(
-        cls,
-        layer:nn.Module, # nn.Linear or transformers' Conv1D with zeros, or an Int8Linear with zero codes
-    # -> Sparse24Linear in the form that its device multiplies fastest; the bias is the same `nn.Parameter`
-    ):
-        "The sparse layer of one whose weight is 2:4."
-        if (w := _weight24(layer)) is None:
-            raise TypeError(f"layer is a {type(layer).__name__}; expected nn.Linear, Conv1D or Int8Linear")
-        new = cls(
-            w.shape[1],
-            len(w),
-            False,
-            8 if w.dtype == torch.int8 else None,
-            getattr(layer, "activations", None),
-            "meta",
-            w.dtype,
-        )
-        new.bias, new.scale = layer.bias, getattr(layer, "scale", None)
-        new.values, new.indices = compress24(w)
-        return new.instead_of(layer).train(layer.training).arrange()
-
-    def dequantize(self, dtype=None):
-        "The float weight (N, K) with its zeros"
-        w = self._raw() if self.scale is None else self._raw().float() * self.scale[:, None]
-        return w if dtype is None else w.to(dtype)
+    @property
+    def weight(self):
+        "What is multiplied by, for those who ask for its dtype or device"
+        return {"packed": self.values, "dense": self.matrix, "semi": self._semi}[self.form]
 
     def forward(self, x):
         if self.scale is not None: return packed_linear(x, self._raw(), self.scale, self.bias, self.activations)
-        if self.form != "semi" or not x.numel() or torch.is_grad_enabled() and (x.requires_grad or self.bias is not None and self.bias.requires_grad):
+        learns = x.requires_grad or self.bias is not None and self.bias.requires_grad
+        if self.form != "semi" or not x.numel() or torch.is_grad_enabled() and learns:
             return F.linear(x, self._raw(), self.bias)
         # torch's tensor takes rows without strides, no empty x, and has no gradient
         y = F.linear(x.reshape(-1, x.shape[-1]).contiguous(), self._semi, self.bias)
         return y.view(*x.shape[:-1], -1)
 
-    def cooked_state(self):
-        return {
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "bias": self.bias is not None,
-            "bits": None if self.scale is None else 8,
-            "activations": self.activations,
-            "dtype": str(self.weight.dtype)[6:] if self.scale is None else "float32",
-        }
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.form != "packed":
+            for name, t in zip(("values", "indices"), compress24(self._raw())): destination[prefix + name] = t
 
-    @classmethod
-    def from_cooked(cls, old, state):
-        return cls(**state | {"dtype": getattr(torch, state["dtype"]), "device": "meta"}).instead_of(old)
+    def _load_from_state_dict(self, state, prefix, *args):
+        # room for what comes
+        if prefix + "values" in state:
+            w = self.weight
+            empty = torch.zeros(self.out_features, self.in_features, dtype=w.dtype, device=w.device)
+            self.values, self.indices = compress24(empty)
+            self.matrix, self._semi, self.form = None, None, "packed"
+        super()._load_from_state_dict(state, prefix, *args)
+        self.arrange(self.wanted)
 
-    def extra_repr(self):
-        kind = "" if self.scale is None else ", int8"
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"form={self.form}{kind}"
-        )
+    def _apply(self, fn, recurse=True):
+        if self.form == "semi":
+            self.arrange("packed")
+            self.wanted = "auto"
+        codes = self.scale is not None
+        fixed = [t for n, t in self._buffers.items() if t is not None and (codes or n in ("scale", "indices"))]
+        def keep_dtype(t):
+            moved = fn(t)
+            return t.to(moved.device) if moved.dtype != t.dtype and any(t is f for f in fixed) else moved
+        super()._apply(keep_dtype, recurse)
+        return self.arrange(self.wanted)
+
+    def __getstate__(self):
+        if self.form != "semi": return self.__dict__
+        # torch's tensor is neither copied nor pickled
+        values, indices = compress24(self._raw())
+        buffers = {**self._buffers, "values": values, "indices": indices}
+        return self.__dict__ | {"_buffers": buffers, "form": "packed", "_semi": None}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.arrange(self.wanted)
+
+# %% ../../nbs/20_cook/09_sparse24.ipynb #8db015ed
+@patch
+def _raw(self:Sparse24Linear):
+    "The matrix (N, K) with its zeros; int8 codes where there is a scale"
+    if self.form == "packed": return expand24(self.values, self.indices, self.in_features)
+    # (times the identity: exact)
+    return self.matrix if self.form == "dense" else self._semi.to_dense()
+
+@patch
+def _bmlab_packed(self:Sparse24Linear):
+    semi = [getattr(self._semi, k, None) for k in ("packed", "meta")]
+    held = [t for t in (self.values, self.indices, self.matrix, self.scale, *semi) if t is not None]
+    return [("weight", held, (self.out_features, self.in_features), f"{str(self.weight.dtype)[6:]} 2:4")]
+
+@patch
+def arrange(self:Sparse24Linear,
+    form:str="auto", # one of `FORMS`; "auto": the one that is fast on this device
+):                   # the same layer
+    "Hold the matrix in another form, and in no other."
+    if form not in ("auto", *FORMS):
+        raise ValueError(f"form={form!r}{did_you_mean(form, FORMS)}; one of auto, {', '.join(FORMS)}")
+    device, dtype, shape = self.weight.device, self.weight.dtype, (self.out_features, self.in_features)
+    fits = _semi_fits(device, dtype, *shape)
+    if form == "semi" and not fits:
+        raise ValueError(f"a {dtype} matrix of shape {shape} on {device} has no semi-structured form: half precision, "
+                         "multiples of 64, on a GPU with cuSPARSELt; try 'auto'")
+    self.wanted = form
+    if form == "auto": form = "semi" if fits else "dense"
+    if self.wanted == "auto" and device.type == "meta": form = "packed"
+    if form == self.form: return self
+    w = self._raw()
+    self.values, self.indices = compress24(w) if form == "packed" else (None, None)
+    self.matrix = w if form == "dense" else None
+    self._semi = torch.sparse.to_sparse_semi_structured(w) if form == "semi" else None
+    self.form = form
+    return self
+
+# %% ../../nbs/20_cook/09_sparse24.ipynb #3bbb6473
+def _weight24(module):
+    "The matrix (N, K) of a layer that `Sparse24Linear` can take the place of, int8 codes of a quantized one, else None"
+    if type(module) is Int8Linear: return module.codes
+    # (not one that carries a delta)
+    return weight_rows(module).detach() if packed_class(module) is Int8Linear else None
+
+# %% ../../nbs/20_cook/09_sparse24.ipynb #164d3c24
+@patch(cls_method=True)
+def from_dense(
+    cls:Sparse24Linear,
+    layer:nn.Module, # nn.Linear or transformers' Conv1D with zeros, or an Int8Linear with zero codes
+):                   # in the form that its device multiplies fastest; the bias is the same `nn.Parameter`
+    "The sparse layer of one whose weight is 2:4."
+    if (w := _weight24(layer)) is None:
+        raise TypeError(f"layer is a {type(layer).__name__}; expected nn.Linear, Conv1D or Int8Linear")
+    bits, activations = 8 if w.dtype == torch.int8 else None, getattr(layer, "activations", None)
+    new = cls(w.shape[1], len(w), False, bits, activations, "meta", w.dtype)
+    new.bias, new.scale = layer.bias, getattr(layer, "scale", None)
+    new.values, new.indices = compress24(w)
+    return new.instead_of(layer).train(layer.training).arrange()
+
+@patch
+def dequantize(self:Sparse24Linear, dtype=None):
+    "The float weight (N, K) with its zeros"
+    w = self._raw() if self.scale is None else self._raw().float() * self.scale[:, None]
+    return w if dtype is None else w.to(dtype)
+
+@patch
+def cooked_state(self:Sparse24Linear):
+    return {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None,
+            "bits": None if self.scale is None else 8, "activations": self.activations,
+            "dtype": str(self.weight.dtype)[6:] if self.scale is None else "float32"}
+
+@patch(cls_method=True)
+def from_cooked(cls:Sparse24Linear, old, state):
+    return cls(**state | {"dtype": getattr(torch, state["dtype"]), "device": "meta"}).instead_of(old)
+
+@patch
+def extra_repr(self:Sparse24Linear):
+    kind = "" if self.scale is None else ", int8"
+    return (f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"form={self.form}{kind}")
 
 # %% ../../nbs/20_cook/09_sparse24.ipynb #24946510
 def _pack(model, layers, strict=False):
-    "Pack {name: layer} and return how many; those that cannot be packed, for a weight that others share or too few zeros, raise if strict, else stay"
-    holders = collections.Counter(
-        tensor_key(p)
-        for m in set(model.modules())
-        for p in (*m._parameters.values(), *m._buffers.values())
-        if p is not None
-    )
+    "Pack {name: layer}, and count them; one with a shared weight or too few zeros stays, or raises if strict"
+    holders = collections.Counter(tensor_key(p) for m in set(model.modules())
+                                  for p in (*m._parameters.values(), *m._buffers.values()) if p is not None)
     def refusal(m):
         if not is24(_weight24(m)): return "has blocks of four with more than two values"
         if holders[tensor_key(m.codes if isinstance(m, Int8Linear) else m.weight)] > 1:
@@ -405,21 +350,18 @@ def pack24(
     modules:str|list|None=None,  # pattern of `resolve`; None: every linear layer whose weight is 2:4
     exclude:str|list|None=None,  # pattern of what stays as it is
 )->nn.Module:                    # the same model
-    "Replace linear layers whose weight is 2:4, in float or int8, by `Sparse24Linear`; a weight that other modules share stays."
-    found = (
-        dict(parts(model))
-        if modules is None and exclude is None
-        else resolve(model, "*" if modules is None else modules, exclude)
-    )
+    "Replace linear layers whose weight is 2:4, in float or int8, by `Sparse24Linear`; shared weights stay."
+    pattern = "*" if modules is None else modules
+    found = dict(parts(model)) if modules is None and exclude is None else resolve(model, pattern, exclude)
     layers = {n: m for n, m in found.items() if _weight24(m) is not None}
     if modules is not None and not layers:
-        raise LookupError(
-            f"modules={modules!r} matches {', '.join(sorted({type(m).__name__ for m in found.values()}))}, none of "
-            "them a plain linear layer, which nn.Linear, Conv1D and Int8Linear are"
-        )
+        kinds = ", ".join(sorted({type(m).__name__ for m in found.values()}))
+        raise LookupError(f"modules={modules!r} matches {kinds}, none of them a plain linear layer, "
+                          "which nn.Linear, Conv1D and Int8Linear are")
     _pack(model, layers, strict=modules is not None)
     return model
 
+# %% ../../nbs/20_cook/09_sparse24.ipynb #719c1231
 def arrange24(
     model:nn.Module,   # with Sparse24Linear layers
     form:str="auto",   # "packed" (least memory), "dense", "semi" (GPU), or what is fast where each layer lies
@@ -458,8 +400,8 @@ class _StraightThrough(torch.autograd.Function):
         return torch.where(mask, grad, grad.add(w, alpha=ctx.decay)), None, None
 
 # %% ../../nbs/20_cook/09_sparse24.ipynb #0437fb1d
-class _Picks(Foresees):
-    "A mask, and how it is chosen"
+class Mask24(Foresees):
+    "weight → the weight with two of every four at zero; a `state_dict` resumes its mask and schedule"
     def __init__(
         self,
         mask:Tensor,             # bool, in the weight's shape
@@ -473,50 +415,23 @@ class _Picks(Foresees):
         owner:int=0,             # which method it is of
     ):
         super().__init__()
-        self.when, self.steps, self.transposable, self.turned, self.decay, self.owner, self._cuts = (
-            when,
-            steps,
-            transposable,
-            turned,
-            decay,
-            owner,
-            [],
-        )
-        # steps done; is the mask chosen anew?
-        self.count, self.open = 0, when == "repick"
-        for name, t in (("mask", mask), ("norm", norm), ("shift", shift), ("steps_done", torch.zeros((), dtype=torch.int64, device=mask.device))):
+        self.when, self.steps, self.transposable = when, steps, transposable
+        self.turned, self.decay, self.owner = turned, decay, owner
+        self._cuts = []
+        self.count, self.open = 0, when == "repick"                  # steps done; is the mask chosen anew?
+        for name, t in (("mask", mask), ("norm", norm), ("shift", shift),
+                        ("steps_done", torch.zeros((), dtype=torch.int64, device=mask.device))):
             self.register_buffer(name, t)
         self.watch(mask)
-
-    @torch.no_grad()
-    def pick(self, w):
-        "The mask that these weights call for: two of four that will stand side by side"
-        score = w.detach().float().abs()
-        if self.norm is not None: score *= self.norm.float()[:, None] if self.turned else self.norm.float()
-        left = [(d, i) for d, i in ((0, self.left_0), (1, self.left_1)) if i is not None]
-        for d, i in left: score = score.index_select(d, i)
-        mask = _pick_as_stored(score, self.transposable, self.turned)
-        for d, i in left[::-1]:
-            mask = mask.new_zeros(*mask.shape[:d], w.shape[d], *mask.shape[d + 1:]).index_copy_(d, i, mask)
-        return mask
 
     @torch.no_grad()
     def foresee(self, left, weight):
         "Choose anew among what stays; where the others make up for what went, only fewer"
         if news := super().foresee(left, weight):
             w = weight()
-            self.mask.copy_(
-                self.pick(w) if self.shift is None else self.pick(torch.where(self.mask, w + self.shift, 0)) & self.mask
-            )
+            if self.shift is None: self.mask.copy_(self.pick(w))
+            else: self.mask.copy_(self.pick(torch.where(self.mask, w + self.shift, 0)) & self.mask)
         return news
-
-# %% ../../nbs/20_cook/09_sparse24.ipynb #375d15a4
-class Mask24(_Picks):
-    "weight → the weight with two of every four at zero; buffers hold the mask and the schedule, so that a `state_dict` resumes it"
-    @property
-    def fade(self):
-        "The share that is left of the weights that go: () float32 falling from 1 to 0 over a ramp, else 0"
-        return (1 - self.steps_done / self.steps).clamp_min(0) ** 3 if self.when == "ramp" else 0
 
     def forward(self, w):
         if self.when == "repick":
@@ -528,13 +443,6 @@ class Mask24(_Picks):
         fade = self.fade
         stay = w if self.shift is None else w + (self.shift * (1 - fade)).to(w.dtype)
         return torch.where(self.mask, stay, w * fade if self.when == "ramp" else 0)
-
-    def advance(self, steps=1):
-        "So many steps of the optimizer later"
-        self.count += steps
-        self.steps_done.fill_(self.count)
-        # (were the count read in forward, each step would compile anew)
-        self.open = self.when == "repick" and (self.steps is None or self.count < self.steps)
 
     def cut(self, dim, index):
         "The weight loses rows or columns (called again for a twin of a tied one)"
@@ -552,19 +460,43 @@ class Mask24(_Picks):
             self.count = int(self.steps_done)
             self.advance(0)
 
+@patch
+@torch.no_grad()
+def pick(self:Mask24, w):
+    "The mask that these weights call for: two of four that will stand side by side"
+    score = w.detach().float().abs()
+    if self.norm is not None: score *= self.norm.float()[:, None] if self.turned else self.norm.float()
+    left = [(d, i) for d, i in ((0, self.left_0), (1, self.left_1)) if i is not None]
+    for d, i in left: score = score.index_select(d, i)
+    mask = _pick_as_stored(score, self.transposable, self.turned)
+    for d, i in left[::-1]:
+        mask = mask.new_zeros(*mask.shape[:d], w.shape[d], *mask.shape[d + 1:]).index_copy_(d, i, mask)
+    return mask
+
+# %% ../../nbs/20_cook/09_sparse24.ipynb #375d15a4
+@patch(as_prop=True)
+def fade(self:Mask24):
+    "The share that is left of the weights that go: () float32 falling from 1 to 0 over a ramp, else 0"
+    return (1 - self.steps_done / self.steps).clamp_min(0) ** 3 if self.when == "ramp" else 0
+
+@patch
+def advance(self:Mask24, steps=1):
+    "So many steps of the optimizer later"
+    self.count += steps
+    self.steps_done.fill_(self.count)
+    # (were the count read in forward, each step would compile anew)
+    self.open = self.when == "repick" and (self.steps is None or self.count < self.steps)
+
 # %% ../../nbs/20_cook/09_sparse24.ipynb #aa67e2e8
 WEIGHT_SCORES = ("wanda", "magnitude", "sparsegpt")  # how `Sparse24` chooses
 WHEN = ("once", "ramp", "repick")             # and when
 
 def _slots(name, m):
-    "{name: (module, parameter)} of the matrices of a module that a 2:4 mask may sit on: a linear layer's, or stacks of experts"
+    "{name: (module, parameter)} of a module's matrices that can be masked: a linear layer's, or stacks of experts"
     if isinstance(m, nn.Linear) or hasattr(m, "nf"):
         return {name: (m, "weight")} if getattr(m, "weight", None) is not None and m.weight.ndim == 2 else {}
-    return {
-        f"{name}.{k}": (m, k)
-        for k, w in m._parameters.items()
-        if w is not None and w.ndim == 3 and "expert" in name.lower()
-    }
+    return {f"{name}.{k}": (m, k) for k, w in m._parameters.items() if w is not None and w.ndim == 3
+            and "expert" in name.lower()}
 
 def _is_turned(m, k): return hasattr(m, "nf") if stored(m, k).ndim == 2 else bool(getattr(m, "is_transposed", False))
 
@@ -572,31 +504,25 @@ def _matrices(model, modules, skip):
     "{name: (module, parameter)} that a pattern means"
     if modules is None:
         here = dict(parts(model))
-        modules = [
-            n if n in here else n.rpartition(".")[0]
-            for n, r in roles(model).items()
-            if r in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
-        ]
+        modules = [n if n in here else n.rpartition(".")[0] for n, r in roles(model).items()
+                   if r in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")]
         if not modules:
-            raise LookupError(
-                f"no linear layer of this {type(model).__name__} has a role; name the layers with modules="
-            )
+            raise LookupError(f"no linear layer of this {type(model).__name__} has a role; name the layers with "
+                              "modules=")
         modules = dict.fromkeys(modules)
     found = resolve(model, modules, skip)
     if slots := {k: v for n, m in found.items() for k, v in _slots(n, m).items()}: return slots
     kinds = ", ".join(sorted({type(m).__name__ for m in found.values()}))
     if any(hasattr(m, "_bmlab_packed") for m in found.values()):
-        raise LookupError(
-            f"the layers that modules= means are packed already ({kinds}); mask the model before it is packed, or "
-            "pack24 what is 2:4"
-        )
+        raise LookupError(f"the layers that modules= means are packed already ({kinds}); mask the model before it is "
+                          "packed, or pack24 what is 2:4")
     raise LookupError(f"modules={modules!r} matches {len(found)} modules ({kinds}), none of them nn.Linear or Conv1D")
 
-class _Settings(Method):
+class Sparse24(Method):
+    "Keep two of every four weights: by magnitude, Wanda or SparseGPT; once, ramped or re-picked (Zhou et al. 2021)."
     slot = 30
     def __init__(self,
-        modules:str|list|None=None, # pattern of `resolve`; other modules than linear layers are passed over; None:
-                                    # attention and feed-forward
+        modules:str|list|None=None, # pattern of `resolve`, of which linear layers count; None: attention, feed-forward
         skip:str|list|None=None,    # pattern of what stays dense
         score:str="wanda",          # one of `WEIGHT_SCORES`
         when:str="once",            # one of `WHEN`
@@ -605,8 +531,7 @@ class _Settings(Method):
         decay:float=2e-4,           # re-picking: how hidden weights are drawn to zero, λ of SR-STE
         damping:float=0.01,         # SparseGPT: share of the mean of the Gram's diagonal
         packed:bool=True,           # export `Sparse24Linear`; False: the same layers with zeros
-        max_bytes:int=2 << 30,      # SparseGPT: of Grams in memory at a time; more take another pass over the
-                                    # calibration
+        max_bytes:int=2 << 30,      # SparseGPT: of Grams in memory at a time; more take another pass over `calib`
     ):
         for name, value, of in (("score", score, WEIGHT_SCORES), ("when", when, WHEN)):
             if value not in of: raise ValueError(f"{name}={value!r}{did_you_mean(value, of)}; one of {', '.join(of)}")
@@ -615,141 +540,128 @@ class _Settings(Method):
         if when == "ramp" and steps is None or steps is not None and (not isinstance(steps, int) or steps < 1):
             raise ValueError(f"steps={steps!r} with when={when!r}: a number of optimizer steps, such as 1000")
         if when == "repick" and score == "sparsegpt":
-            raise ValueError(
-                "score='sparsegpt' corrects the weights for one mask, and when='repick' changes it; try score='wanda'"
-            )
+            raise ValueError("score='sparsegpt' corrects the weights for one mask, and when='repick' changes it; try "
+                             "score='wanda'")
         _check_damping(damping)
         if not decay >= 0: raise ValueError(f"decay={decay!r}: not below zero, such as 2e-4")
-        vars(self).update(
-            modules=modules,
-            skip=skip,
-            score=score,
-            when=when,
-            steps=steps,
-            transposable=transposable,
-            decay=decay,
-            damping=damping,
-            packed=packed,
-            max_bytes=max_bytes,
-        )
-        self.sites, self.notes, self._planned, self._late = {}, {}, {}, []
+        vars(self).update(modules=modules, skip=skip, score=score, when=when, steps=steps, transposable=transposable,
+                          decay=decay, damping=damping, packed=packed, max_bytes=max_bytes)
+        self.sites, self.notes = {}, {}
+        self._planned, self._late = {}, []
 
 # %% ../../nbs/20_cook/09_sparse24.ipynb #0b3297fd
-class _Plans(_Settings):
-    "Which mask each matrix gets"
-    def _check(self, slots, calib):
-        if self.score != "magnitude" and calib is None:
-            raise ValueError(
-                f"score={self.score!r} looks at the inputs: give Cook calib=batches, or take score='magnitude'"
-            )
-        for n, (m, k) in slots.items():
-            w = stored(m, k)
-            if w.is_meta: raise ValueError(f"{n} lies on meta, without values; load the weights before you cook")
-            if not w.isfinite().all(): raise ValueError(f"{n} has infinite or undefined weights")
-            if self.score != "magnitude" and w.ndim == 3:
-                raise ValueError(
-                    f"{n} holds experts in one tensor, whose inputs cannot be told apart; take score='magnitude' for "
-                    "them, and skip them here"
-                )
+@patch
+def _check(self:Sparse24, slots, calib):
+    if self.score != "magnitude" and calib is None:
+        advice = "give Cook calib=batches, or take score='magnitude'"
+        raise ValueError(f"score={self.score!r} looks at the inputs: {advice}")
+    for n, (m, k) in slots.items():
+        w = stored(m, k)
+        if w.is_meta: raise ValueError(f"{n} lies on meta, without values; load the weights before you cook")
+        if not w.isfinite().all(): raise ValueError(f"{n} has infinite or undefined weights")
+        if self.score != "magnitude" and w.ndim == 3:
+            raise ValueError(f"{n} holds experts in one tensor, whose inputs cannot be told apart; take "
+                             "score='magnitude' for them, and skip them here")
 
-    def _together(self, slots):
-        "Names by the passes over the calibration that they share"
-        groups, size = [[]], 0
-        for n, (m, k) in slots.items():
-            need = 4 * stored(m, k).shape[0 if _is_turned(m, k) else 1] ** 2 if self.score == "sparsegpt" else 0
-            if groups[-1] and size + need > self.max_bytes:
-                groups.append([])
-                size = 0
-            groups[-1].append(n)
-            size += need
-        return groups
+@patch
+def _together(self:Sparse24, slots):
+    "Names by the passes over the calibration that they share"
+    groups, size = [[]], 0
+    for n, (m, k) in slots.items():
+        rows, columns = stored(m, k).shape[-2:]
+        inputs = rows if _is_turned(m, k) else columns
+        need = 4 * inputs ** 2 if self.score == "sparsegpt" else 0
+        if groups[-1] and size + need > self.max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(n)
+        size += need
+    return groups
 
-    def _plan(self, m, k, norm, gram):
-        "The mask of one matrix, or stack of them, with its correction; and the sums of the scores that stay and of all"
-        w, turned, shift = stored(m, k).detach(), _is_turned(m, k), None
-        score = w.float().abs() * (1 if norm is None else norm[:, None] if turned else norm)
-        if gram is None: mask = _pick_as_stored(score, self.transposable, turned)
-        else:
-            small, mask = sparsegpt24(w.t() if turned else w, gram, self.damping, transposable=self.transposable)
-            small, mask = (small.t(), mask.t()) if turned else (small, mask)
-            shift = torch.where(mask, small - w.float(), 0).to(w.dtype).contiguous()
-        plan = Mask24(
-            mask.contiguous(), self.when, self.steps, norm, shift, self.transposable, turned, self.decay, id(self)
-        )
-        return plan, (score * mask).sum().item(), score.sum().item()
+@patch
+def _plan(self:Sparse24, m, k, norm, gram):
+    "The mask of one matrix, or stack of them, with its correction; and the sums of the scores that stay and of all"
+    w, turned, shift = stored(m, k).detach(), _is_turned(m, k), None
+    score = w.float().abs()
+    if norm is not None: score = score * (norm[:, None] if turned else norm)
+    if gram is None: mask = _pick_as_stored(score, self.transposable, turned)
+    else:
+        small, mask = sparsegpt24(w.t() if turned else w, gram, self.damping, transposable=self.transposable)
+        small, mask = (small.t(), mask.t()) if turned else (small, mask)
+        shift = torch.where(mask, small - w.float(), 0).to(w.dtype).contiguous()
+    plan = Mask24(mask.contiguous(), self.when, self.steps, norm, shift, self.transposable, turned, self.decay,
+                  id(self))
+    return plan, (score * mask).sum().item(), score.sum().item()
 
 # %% ../../nbs/20_cook/09_sparse24.ipynb #1921cb54
-class Sparse24(_Plans):
-    "Keep two of every four weights: chosen once, ramped or re-picked (Zhou et al. 2021), by magnitude, Wanda or SparseGPT."
-    def prepare(self, model, calib):
-        slots, made = _matrices(model, self.modules, self.skip), {}
-        self._check(slots, calib)
-        for names in self._together(slots):
-            layers = {n: slots[n][0] for n in names}
-            norms = input_norms(model, layers, calib) if self.score == "wanda" else {}
-            grams = _sums(model, layers, calib, lambda x: x.T @ x) if self.score == "sparsegpt" else {}
-            for n in names: made[n] = self._plan(*slots[n], norms.get(n), grams.pop(n, None))
-        self._planned = {
-            n: (n if k == "weight" else n.rpartition(".")[0], k, made[n][0]) for n, (_, k) in slots.items()
-        }
-        self.notes = {
-            "layers": len(slots),
-            "score kept": sum(kept for _, kept, _ in made.values())
-            / max(sum(total for *_, total in made.values()), 1e-30),
-        }
+@patch
+def prepare(self:Sparse24, model, calib):
+    slots, made = _matrices(model, self.modules, self.skip), {}
+    self._check(slots, calib)
+    for names in self._together(slots):
+        layers = {n: slots[n][0] for n in names}
+        norms = input_norms(model, layers, calib) if self.score == "wanda" else {}
+        grams = _sums(model, layers, calib, lambda x: x.T @ x) if self.score == "sparsegpt" else {}
+        for n in names: made[n] = self._plan(*slots[n], norms.get(n), grams.pop(n, None))
+    self._planned = {n: (n if k == "weight" else n.rpartition(".")[0], k, made[n][0])
+                     for n, (_, k) in slots.items()}
+    kept, total = (sum(m[k] for m in made.values()) for k in (1, 2))
+    self.notes = {"layers": len(slots), "score kept": kept / max(total, 1e-30)}
 
-    def attach(self, model):
-        modules = dict(parts(model))
-        sites, self._planned, self.sites = (
-            {n: (modules[name], k, p) for n, (name, k, p) in self._planned.items()},
-            {},
-            {},
-        )
-        for n, (m, k, p) in sites.items():
-            # a tied weight's, which its first layer brought
-            if any(q.owner == id(self) for q in chain(m, k, Mask24)): continue
-            parametrize_weight(m, k, p.train(m.training), 20)
-            self.sites[n] = m, k, p
-        foresee(model)
+@patch
+def attach(self:Sparse24, model):
+    modules = dict(parts(model))
+    sites = {n: (modules[name], k, p) for n, (name, k, p) in self._planned.items()}
+    self._planned = {}
+    self.sites = {}
+    for n, (m, k, p) in sites.items():
+        # a tied weight's, which its first layer brought
+        if any(q.owner == id(self) for q in chain(m, k, Mask24)): continue
+        parametrize_weight(m, k, p.train(m.training), 20)
+        self.sites[n] = m, k, p
+    foresee(model)
 
-    def step(self):
-        for *_, p in self.sites.values(): p.advance()
+@patch
+def step(self:Sparse24):
+    for *_, p in self.sites.values(): p.advance()
 
-    def detach(self):
-        for m, k, p in self.sites.values(): unparametrize(m, k, p)
-        self.sites = {}
+@patch
+def detach(self:Sparse24):
+    for m, k, p in self.sites.values(): unparametrize(m, k, p)
+    self.sites = {}
 
-    @torch.no_grad()
-    def export(self, small):
-        self._late, early = [], None
-        for name, m in parts(small):
-            for k in list(getattr(m, "parametrizations", ())):
-                for p in (p for p in chain(m, k, Mask24) if p.owner == id(self)):
-                    if p.when == "ramp" and p.count < p.steps:
-                        early = p.count
-                        p.advance(p.steps - p.count)
-                    bake(m, k, p)
-                    w = stored(m, k)
-                    # the same, unless what nobody foresaw moved the columns
-                    w.data = torch.where(p.pick(w), w.data, 0)
-                    if self.packed and k == "weight": self._late.append(name)
-        if early is not None:
-            warnings.warn(
-                f"the ramp has done {early} of steps={self.steps} and is exported as at its end: call cook.step() as "
-                f"often, or give steps={max(early, 1)}",
-                stacklevel=4,
-            )
+@patch
+@torch.no_grad()
+def export(self:Sparse24, small):
+    self._late, early = [], None
+    for name, m in parts(small):
+        for k in list(getattr(m, "parametrizations", ())):
+            for p in (p for p in chain(m, k, Mask24) if p.owner == id(self)):
+                if p.when == "ramp" and p.count < p.steps:
+                    early = p.count
+                    p.advance(p.steps - p.count)
+                bake(m, k, p)
+                w = stored(m, k)
+                # the same, unless what nobody foresaw moved the columns
+                w.data = torch.where(p.pick(w), w.data, 0)
+                if self.packed and k == "weight": self._late.append(name)
+    if early is not None:
+        warnings.warn(f"the ramp has done {early} of steps={self.steps} and is exported as at its end: call "
+                      f"cook.step() as often, or give steps={max(early, 1)}", stacklevel=4)
 
-    def finish(self, small):
-        "Pack what is 2:4, as floats or as the int8 codes that a quantizer left; what became something else, such as int4, stays, and its zeros save nothing"
-        modules = dict(parts(small))
-        self.notes["packed"] = _pack(
-            small, {n: modules[n] for n in self._late if _weight24(modules.get(n)) is not None}
-        )
-        self._late = []
+@patch
+def finish(self:Sparse24, small):
+    "Pack what is 2:4, floats or int8 codes; what a quantizer made int4 stays, and its zeros save nothing"
+    modules = dict(parts(small))
+    late = {n: modules[n] for n in self._late if _weight24(modules.get(n)) is not None}
+    self.notes["packed"] = _pack(small, late)
+    self._late = []
 
-    def masks(self)->dict:
-        "{name: (N, K) bool} of the layers as they are now; of experts (E, N, K)"
-        return {n: p.mask.mT if p.turned else p.mask for n, (*_, p) in self.sites.items()}
+@patch
+def masks(self:Sparse24)->dict:
+    "{name: (N, K) bool} of the layers as they are now; of experts (E, N, K)"
+    return {n: p.mask.mT if p.turned else p.mask for n, (*_, p) in self.sites.items()}
 
-    def state(self): return self.notes | {"fade": p.fade.item() for *_, p in self.sites.values() if p.when == "ramp"}
+@patch
+def state(self:Sparse24):
+    return self.notes | {"fade": p.fade.item() for *_, p in self.sites.values() if p.when == "ramp"}

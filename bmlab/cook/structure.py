@@ -93,21 +93,18 @@ def _in_a_row(name, modules):
     "Does this matrix hold q, then k, then v? Of c_attn only GPT-BigCode's with a group a head does not"
     owner = modules[name.rpartition(".")[0]]
     by_name = name.rpartition(".")[2] == "c_attn" and getattr(owner, "multi_query", True)
-    return (
-        by_name
-        or type(owner).__name__ in ("Phi3Attention", "Phi4MultimodalAttention")
-        or getattr(owner, "qkv_in_a_row", False)
-    )
+    return (by_name or type(owner).__name__ in ("Phi3Attention", "Phi4MultimodalAttention")
+            or getattr(owner, "qkv_in_a_row", False))
 
 def _heads(out, inputs, modules, config):
     "`Heads` of one attention, or None where its layout is not known"
     first = inputs.get("q") or inputs.get("qkv")
-    if first is None or "q" in inputs and not {"k", "v"} <= set(inputs) or "qkv" in inputs and not _in_a_row(first, modules):
+    if first is None or "q" in inputs and not {"k", "v"} <= set(inputs) or "qkv" in inputs and not _in_a_row(first,
+                                               modules):
         return None
     owner = modules[first.rpartition(".")[0]]
-    size = next(
-        (int(v) for k in _HEAD_SIZE for m in (owner, config) if isinstance(v := getattr(m, k, None), int)), None
-    )
+    size = next((int(v) for k in _HEAD_SIZE for m in (owner, config) if isinstance(v := getattr(m, k, None), int)),
+                None)
     width = _sizes(modules[out])[0]
     if size is None and (n := getattr(config, "num_attention_heads", None)): size = width // n
     kv = _sizes(modules[inputs["k"]])[1] if "k" in inputs else (_sizes(modules[first])[1] - width) // 2
@@ -115,24 +112,17 @@ def _heads(out, inputs, modules, config):
     # something a head that is not known here
     if any(p is not None for p in owner._parameters.values()): return None
     home = first.rpartition(".")[0] + "."
-    if any(isinstance(m, nn.Linear) and home + c not in (out, *inputs.values()) and m.out_features in (width, kv) for c, m in owner._modules.items()):
+    if any(isinstance(m, nn.Linear) and home + c not in (out, *inputs.values()) and m.out_features in (width, kv)
+           for c, m in owner._modules.items()):
         return None  # Longformer's global attention
-    if any(w.ndim == 1 and len(w) != size for m in owner.children() for k, w in m._parameters.items() if w is not None and "norm" in type(m).__name__.lower()):
+    if any(w.ndim == 1 and len(w) != size for m in owner.children() for k, w in m._parameters.items() if w is not None
+           and "norm" in type(m).__name__.lower()):
         return None
     cross = any("cross" in c.lower() or c == "EncDecAttention" or c == "encoder_attn" for c in out.split("."))
     # T5
     like = ".".join(out.split(".")[:-5]) if cross and hasattr(owner, "has_relative_attention_bias") else None
-    return Heads(
-        out,
-        inputs,
-        first.rpartition(".")[0],
-        _common([out, *inputs.values()]),
-        width // size,
-        kv // size,
-        size,
-        cross=cross,
-        like=like,
-    )
+    return Heads(out, inputs, first.rpartition(".")[0], _common([out, *inputs.values()]), width // size, kv // size,
+                 size, cross=cross, like=like)
 
 # %% ../../nbs/20_cook/07_structure.ipynb #fb2b0fc9
 def structure(
@@ -155,72 +145,43 @@ def structure(
         # the matrices that share most of their name with it
         for out in outs:
             near = lambda n: len(_common([n, out]))
-            mine = {
-                r: n
-                for n, r in members
-                if r in ("q", "k", "v", "qkv")
-                and near(n) == max(near(m) for m, q in members if q == r)
-                and near(n) == max(len(_common([n, o])) for o in outs)
-            }
+            mine = {r: n for n, r in members if r in ("q", "k", "v", "qkv")
+                    and near(n) == max(near(m) for m, q in members if q == r)
+                    and near(n) == max(len(_common([n, o])) for o in outs)}
             if heads := _heads(out, mine, modules, config): this.attention.append(heads)
         groups = {}
         for n, r in members:
             if r in ("gate", "up", "gate_up", "down"):
-                groups.setdefault(
-                    ".".join(n.split(".")[: max(i for i, c in enumerate(n.split(".")) if c.isdigit()) + 1]), []
-                ).append((n, r))
+                groups.setdefault(".".join(n.split(".")[: max(i for i, c in enumerate(n.split("."))
+                                                              if c.isdigit()) + 1]),
+                                  []).append((n, r))
         for group in groups.values():
             ins, out = [n for n, r in group if r != "down"], [n for n, r in group if r == "down"]
             if len(out) != 1 or not ins: continue
-            width, fused = (
-                _sizes(modules[out[0]])[0],
-                [r for _, r in group] in (["gate_up", "down"], ["down", "gate_up"]),
-            )
+            width = _sizes(modules[out[0]])[0]
+            fused = [r for _, r in group] in (["gate_up", "down"], ["down", "gate_up"])
             if all(_sizes(modules[n])[1] == width * (2 if fused else 1) for n in ins):
                 this.ffn.append(Neurons(out[0], ins, _common([*ins, *out]), width, fused))
         if this.attention or this.ffn: stacks.setdefault(layer.rpartition(".")[0], []).append(this)
     widths = {_sizes(modules[u.out])[1] for s in stacks.values() for layer in s for u in (*layer.attention, *layer.ffn)}
     out = Structure(stacks, widths.pop() if len(widths) == 1 else None)
-    out.norms = [
-        n
-        for n, r in found.items()
-        if r == "norm"
-        and len(modules[n].weight) == out.hidden
-        and not any(n.startswith(a.owner + ".") for a in out.attention().values())
-    ]
+    out.norms = [n for n, r in found.items() if r == "norm" and len(modules[n].weight) == out.hidden
+                 and not any(n.startswith(a.owner + ".") for a in out.attention().values())]
     _find_tables(model, modules, out)
     return out
 
 def _find_tables(model, modules, found):
     "Note position-bias tables with the attentions that they serve: their own, their stack's, or all"
-    tables = [
-        f"{n}.{k}".strip(".")
-        for n, m in modules.items()
-        for k, p in m._parameters.items()
-        if p is not None and p.ndim == 2 and _TABLE in f"{n}.{k}"
-    ]
+    tables = [f"{n}.{k}".strip(".") for n, m in modules.items() for k, p in m._parameters.items() if p is not None
+              and p.ndim == 2 and _TABLE in f"{n}.{k}"]
     for name in tables:
         mine = [a for a in found.attention().values() if name.startswith(a.owner + ".") and not a.cross]
-        alone = (
-            sum(
-                t.rpartition(".layer.")[0].rpartition(".")[0] == name.rpartition(".layer.")[0].rpartition(".")[0]
-                for t in tables
-            )
-            > 1
-        )
+        alone = (sum(t.rpartition(".layer.")[0].rpartition(".")[0] == name.rpartition(".layer.")[0].rpartition(".")[0]
+                     for t in tables) > 1)
         stack = next((s for s in found.stacks if name.startswith(s + ".")), None)
-        served = (
-            mine
-            if mine and alone
-            else [
-                a
-                for s, layers in found.stacks.items()
-                if stack in (None, s)
-                for layer in layers
-                for a in layer.attention
-                if not a.cross
-            ]
-        )
+        served = (mine if mine and alone
+                  else [a for s, layers in found.stacks.items() if stack in (None, s) for layer in layers
+                        for a in layer.attention if not a.cross])
         for a in served: a.table = name
 
 # %% ../../nbs/20_cook/07_structure.ipynb #66283308
@@ -229,17 +190,9 @@ def shapes(
 )->pd.DataFrame:     # a row a layer: layer, heads, groups, neurons
     "The shape of every layer: what `slice_model` changes."
     found = structure(model)
-    return table(
-        [
-            {
-                "layer": layer.name,
-                "heads": sum(a.heads for a in layer.attention),
-                "groups": sum(a.groups for a in layer.attention),
-                "neurons": sum(f.width for f in layer.ffn),
-            }
-            for layer in found.layers()
-        ]
-    )
+    return table([{"layer": layer.name, "heads": sum(a.heads for a in layer.attention),
+                   "groups": sum(a.groups for a in layer.attention), "neurons": sum(f.width for f in layer.ffn)}
+                  for layer in found.layers()])
 
 # %% ../../nbs/20_cook/07_structure.ipynb #9cb69939
 # a Conv1D's weight is (in, out)
@@ -248,18 +201,15 @@ def _stored_dim(module, side):
 
 class _Scissors:
     "Cuts tensors of a model; a tied one stays tied"
-    # (id, dim, index's id) → (the old, the new, the index): kept, so that no id comes again
-    def __init__(self): self.done = {}
+    def __init__(self): self.done = {}      # (id, dim, index's id) → (old, new, index): kept, so that no id comes again
 
     def tensor(self, t, dim, index):
         key = (id(t), dim, id(index))
         if key not in self.done:
             new = t.detach().index_select(dim, index.to(t.device))
-            self.done[key] = (
-                t,
-                nn.Parameter(new, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else new,
-                index,
-            )
+            self.done[key] = (t,
+                              nn.Parameter(new, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else new,
+                              index)
         return self.done[key][1]
 
     def weight(self, module, key, dim, index):
@@ -325,19 +275,14 @@ def _absent(module):
 # %% ../../nbs/20_cook/07_structure.ipynb #64eafa0a
 def _index(name, kept, size, what):
     "A sorted index tensor, of numbers or a mask; raises for what is neither"
-    index = (
-        torch.as_tensor(kept if isinstance(kept, Tensor) or not hasattr(kept, "__iter__") else list(kept))
-        .detach()
-        .cpu()
-    )
+    values = list(kept) if hasattr(kept, "__iter__") and not isinstance(kept, Tensor) else kept
+    index = torch.as_tensor(values).detach().cpu()
     if index.dtype == torch.bool and index.shape != (size,):
         raise ValueError(f"keep[{name!r}] is a mask of shape {tuple(index.shape)}; there are {size} {what}")
     if index.dtype == torch.bool: return index.nonzero().flatten()
     if index.ndim != 1 or len(index) and (index.is_floating_point() or index.is_complex()):
-        raise TypeError(
-            f"keep[{name!r}]={kept!r}: expected a list of the {what} that stay, whole numbers from 0 to {size - 1}, or "
-            f"a mask of {size} bools"
-        )
+        numbers = f"a list of the {what} that stay, whole numbers from 0 to {size - 1}"
+        raise TypeError(f"keep[{name!r}]={kept!r}: expected {numbers}, or a mask of {size} bools")
     index = index.long()                                              # (an empty list is one of floats)
     if wrong := [i for i in index.tolist() if not 0 <= i < size]:
         raise ValueError(f"keep[{name!r}] names {what} {wrong[0]}; there are {size}, numbered from 0")
@@ -351,10 +296,8 @@ def _head_cuts(a, index):
     per = a.heads // a.groups
     groups, counts = (index // per).unique(return_counts=True)
     if len(counts.unique()) > 1:
-        raise ValueError(
-            f"keep[{a.out!r}] leaves {counts.tolist()} query heads in key-value groups {groups.tolist()}; every group "
-            "that stays needs equally many"
-        )
+        raise ValueError(f"keep[{a.out!r}] leaves {counts.tolist()} query heads in key-value groups "
+                         f"{groups.tolist()}; every group that stays needs equally many")
     q, kv = _wide(index, a.size), _wide(groups, a.size)
     if "qkv" in a.inputs:
         yield a.inputs["qkv"], "out", torch.cat([q, a.heads * a.size + kv, (a.heads + a.groups) * a.size + kv])
@@ -364,12 +307,8 @@ def _head_cuts(a, index):
 def _count_heads(a, index, owner):
     "Let an attention know its numbers"
     n, k = len(index), len((index // (a.heads // a.groups)).unique())
-    new = {
-        **dict.fromkeys(_NUMBERS, n),
-        "num_key_value_heads": k,
-        "num_key_value_groups": n // k,
-        **dict.fromkeys(("all_head_size", "inner_dim", "split_size", "embed_dim"), n * a.size),
-    }
+    new = {**dict.fromkeys(_NUMBERS, n), "num_key_value_heads": k, "num_key_value_groups": n // k,
+           **dict.fromkeys(("all_head_size", "inner_dim", "split_size", "embed_dim"), n * a.size)}
     for key, v in new.items():
         if isinstance(owner.__dict__.get(key), int): setattr(owner, key, v)
 
@@ -386,9 +325,8 @@ def _cut_tables(found, heads, modules, scissors):
         if a.like: numbers.setdefault(a.like, set()).add(len(heads[a.out]) if a.out in heads else a.heads)
         if a.table: tables.setdefault(a.table, []).append(heads.get(a.out))
     if odd := [n for n, number in numbers.items() if len(number) > 1]:
-        raise ValueError(
-            f"the attentions across in {odd[0]} must keep equally many heads; got {sorted(numbers[odd[0]])}"
-        )
+        raise ValueError(f"the attentions across in {odd[0]} must keep equally many heads; got "
+                         f"{sorted(numbers[odd[0]])}")
     for name, indices in tables.items():
         # an absent attention has no say
         indices = [i for i in indices if i is None or len(i)]
@@ -412,36 +350,25 @@ def undroppable(
 )->str:                # why not; "" if it can
     "Can a sublayer be dropped without its block?"
     if unit.module == layer.name or unit.module.rpartition(".")[2] == "attention" and not unit.owner == unit.module:
-        return (
-            f"{unit.out} is part of a block that normalizes after it adds, which needs both sublayers; drop whole "
-            "layers instead"
-        )
+        return (f"{unit.out} is part of a block that normalizes after it adds, which needs both sublayers; drop whole "
+                "layers instead")
     if not isinstance(unit, Heads): return ""
     if len(layer.attention) > 1:
         return f"{layer.name} attends twice, so its attention {unit.out} cannot be dropped; drop whole layers instead"
     if unit.table and any(p.isdecimal() for p in unit.table.split(".")):
-        return (
-            f"{unit.out} needs its stack's position table {unit.table}, which lies in an attention; drop whole layers "
-            "instead"
-        )
+        return (f"{unit.out} needs its stack's position table {unit.table}, which lies in an attention; drop whole "
+                "layers instead")
     return ""
 
 def _drop_sublayer(model, layer, unit, modules, norms):
-    "Put `Absent` in the place of an attention or a feed-forward network, and nothing in the place of the norm before it"
+    "Put `Absent` in the place of an attention or a feed-forward network, and `Through` in that of the norm before it"
     if why := undroppable(unit, layer): raise ValueError(why)
-    mine = [
-        n
-        for n in norms
-        if n.startswith(layer.name + ".")
-        and not any(n.startswith(u.module + ".") for u in (*layer.attention, *layer.ffn))
-    ]
+    mine = [n for n in norms if n.startswith(layer.name + ".")
+            and not any(n.startswith(u.module + ".") for u in (*layer.attention, *layer.ffn))]
     last, parent = {n: n.rpartition(".")[2] for n in mine}, unit.module.rpartition(".")[0]
     before = len(mine) == 2 and all(any(v in names for v in last.values()) for names in _NORM_BEFORE.values())
-    near = [
-        n
-        for n in mine
-        if before and last[n] in _NORM_BEFORE[type(unit)] or n == f"{parent}.layer_norm" and parent != layer.name
-    ]
+    near = [n for n in mine if before and last[n] in _NORM_BEFORE[type(unit)] or n == f"{parent}.layer_norm"
+            and parent != layer.name]
     replace_child(model, modules[unit.module], _absent(modules[unit.module]))
     for n in near: replace_child(model, modules[n], Through())
 
@@ -457,7 +384,7 @@ def _pass_on_table(table, layers):
     raise ValueError("no attention is left to hold the position table; keep at least one in each stack")
 
 def _number(layers):
-    "Give `layer_idx` to the modules of the blocks that are left: places in the cache, without holes where attentions are gone"
+    "Give the blocks that are left their `layer_idx`: places in the cache, without holes where attentions are gone"
     place = 0
     for layer, block in layers:
         for m in block.modules():
@@ -476,10 +403,8 @@ def _subtracts_mean(norm, size):
 def _fold_norm(norm, name, index, size, scissors):
     "Cut an RMSNorm and let it give for the channels that are left what it gave"
     if isinstance(norm, nn.LayerNorm) or norm._parameters.get("bias") is not None or _subtracts_mean(norm, size):
-        raise ValueError(
-            f"keep['hidden']: {name} is a {type(norm).__name__}, which subtracts the mean of all channels; only "
-            "RMSNorm can be cut exactly"
-        )
+        raise ValueError(f"keep['hidden']: {name} is a {type(norm).__name__}, which subtracts the mean of all "
+                         "channels; only RMSNorm can be cut exactly")
     scissors.weight(norm, "weight", 0, index)
     gain = norm._parameters["weight"]
     # Gemma stores the gain less one
@@ -505,35 +430,27 @@ def _channel_cuts(found, index, modules):
 
 def _check_channels(model, found):
     "Raise where inputs or outputs of a matrix may be heads or neurons, which its number of channels does not tell"
-    known = {n for a in found.attention().values() for n in (a.out, *a.inputs.values())} | {
-        n for f in found.ffn().values() for n in (f.out, *f.inputs)
-    }
-    matrices = {
-        n: r for n, r in roles(model).items() if r in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
-    }
+    known = {n for a in found.attention().values() for n in (a.out, *a.inputs.values())}
+    known |= {n for f in found.ffn().values() for n in (f.out, *f.inputs)}
+    matrices = {n: r for n, r in roles(model).items()
+                if r in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")}
     if odd := [n for n, _ in parts(model) if n in matrices and n not in known]:
-        raise ValueError(
-            f"keep['hidden']: the layout of {odd[0]} is not known, so its channels cannot be told from its heads or "
-            "neurons"
-        )
+        raise ValueError(f"keep['hidden']: the layout of {odd[0]} is not known, so its channels cannot be told from "
+                         "its heads or neurons")
 
 def _cut_hidden(model, found, index, modules, scissors):
     "Drop channels of norms, and tell what keeps a number for each channel: its `cut_inputs(index)` is called"
     size = found.hidden
     for m in modules.values():
         if any(p is not None and p.ndim > 2 for p in m._parameters.values()):
-            raise ValueError(
-                f"keep['hidden']: a {type(m).__name__} holds weights of three or more dimensions, which cannot be cut"
-            )
+            raise ValueError(f"keep['hidden']: a {type(m).__name__} holds weights of three or more dimensions, which "
+                             "cannot be cut")
         if m.__dict__.get("normalized_shape") == (size,) and m._parameters.get("weight") is None:
-            raise ValueError(
-                f"keep['hidden']: a {type(m).__name__} has no weight that could make up for the channels that go"
-            )
+            raise ValueError(f"keep['hidden']: a {type(m).__name__} has no weight that could make up for the channels "
+                             "that go")
         if hasattr(m, "embed_scale"):
-            raise ValueError(
-                f"keep['hidden']: {type(model).__name__} scales its embeddings by the root of the number of channels, "
-                "which a tied head does not undo"
-            )
+            raise ValueError(f"keep['hidden']: {type(model).__name__} scales its embeddings by the root of the number "
+                             "of channels, which a tied head does not undo")
     for n in found.norms: _fold_norm(modules[n], n, index, size, scissors)
     for m in modules.values():
         if hasattr(m, "cut_inputs"): m.cut_inputs(index)
@@ -547,26 +464,21 @@ def _cut_hidden(model, found, index, modules, scissors):
 # %% ../../nbs/20_cook/07_structure.ipynb #e9df4372
 def _known(found):
     "{key of `keep`: (how many there are, of what)}"
-    return {
-        **{k: (a.heads, "heads") for k, a in found.attention().items()},
-        **{k: (f.width, "neurons") for k, f in found.ffn().items()},
-        **{k: (len(s), "layers") for k, s in found.stacks.items()},
-        **({"hidden": (found.hidden, "channels")} if found.hidden else {}),
-    }
+    return {**{k: (a.heads, "heads") for k, a in found.attention().items()},
+            **{k: (f.width, "neurons") for k, f in found.ffn().items()},
+            **{k: (len(s), "layers") for k, s in found.stacks.items()},
+            **({"hidden": (found.hidden, "channels")} if found.hidden else {})}
 
 def _indices(keep, found, root):
     "{key: index} of what is not kept whole; raises for what cannot be cut"
     known = _known(found)
     if keep and not known:
-        raise LookupError(
-            f"nothing of this {type(root).__name__} can be cut: no attention and no feed-forward network in it is of a "
-            "known form"
-        )
+        raise LookupError(f"nothing of this {type(root).__name__} can be cut: no attention and no feed-forward "
+                          "network in it is of a known form")
     if wrong := [k for k in keep if k not in known]:
-        raise LookupError(
-            f"keep names {wrong[0]!r}, which is no consumer, list of blocks or 'hidden' of this {type(root).__name__}; "
-            f"there are {', '.join(map(repr, list(known)[:4]))}, …{did_you_mean(wrong[0], known)}"
-        )
+        raise LookupError(f"keep names {wrong[0]!r}, which is no consumer, list of blocks or 'hidden' of this "
+                          f"{type(root).__name__}; there are {', '.join(map(repr, list(known)[:4]))}, "
+                          f"…{did_you_mean(wrong[0], known)}")
     index = {k: _index(k, v, *known[k]) for k, v in keep.items()}
     for k, i in index.items():
         if not len(i) and known[k][1] in ("layers", "channels"):
@@ -612,31 +524,23 @@ def slice_model(
     return names
 
 def _slice(root, found, index):
-    modules, scissors, attention, ffn = dict(parts(root)), _Scissors(), found.attention(), found.ffn()
-    empty = {
-        layer.name
-        for layer in found.layers()
-        if all(u.out in index and not len(index[u.out]) for u in (*layer.attention, *layer.ffn))
-        and not any(undroppable(u, layer) for u in (*layer.attention, *layer.ffn))
-        and len(layer.attention) == len(layer.ffn) == 1
-    }  # both sublayers gone
-    gone = empty | {
-        layer.name
-        for s, stack in found.stacks.items()
-        if s in index
-        for n, layer in enumerate(stack)
-        if n not in index[s].tolist()
-    }
-    places = {
-        s: ([n for n, layer in enumerate(stack) if layer.name not in gone], len(stack))
-        for s, stack in found.stacks.items()
-    }
+    modules, scissors = dict(parts(root)), _Scissors()
+    attention, ffn = found.attention(), found.ffn()
+    def is_empty(layer):
+        "Are both sublayers gone?"
+        both = (*layer.attention, *layer.ffn)
+        gone = all(u.out in index and not len(index[u.out]) for u in both)
+        return gone and not any(undroppable(u, layer) for u in both) and len(layer.attention) == len(layer.ffn) == 1
+    empty = {layer.name for layer in found.layers() if is_empty(layer)}
+    gone = empty | {layer.name for s, stack in found.stacks.items() if s in index for n, layer in enumerate(stack)
+                    if n not in index[s].tolist()}
+    places = {s: ([n for n, layer in enumerate(stack) if layer.name not in gone], len(stack))
+              for s, stack in found.stacks.items()}
     stay = [layer for layer in found.layers() if layer.name not in gone]
     found.stacks = {s: [layer for layer in stack if layer.name not in gone] for s, stack in found.stacks.items()}
     if not all(found.stacks.values()):
-        raise ValueError(
-            "keep leaves no layer of a stack with an attention or a feed-forward network; keep at least one"
-        )
+        raise ValueError("keep leaves no layer of a stack with an attention or a feed-forward network; keep at least "
+                         "one")
     left = {u.out for layer in stay for u in (*layer.attention, *layer.ffn)}
     mine = {k: i for k, i in index.items() if k in left or k == "hidden"}
     _cut_tables(found, {k: i for k, i in mine.items() if k in attention}, modules, scissors)
@@ -666,7 +570,8 @@ def _drop_layers(root, found, gone, modules):
     for s, layers in found.stacks.items():
         blocks = [(layer, modules[layer.name]) for layer in layers]
         if s in tables: _pass_on_table(tables[s], blocks)
-        if not any(g.rpartition(".")[0] == s for g in gone) and not any(isinstance(m, Absent) for _, b in blocks for m in b.modules()):
+        if not any(g.rpartition(".")[0] == s for g in gone) and not any(isinstance(m, Absent) for _, b in blocks
+                   for m in b.modules()):
             continue
         _number(blocks)
         stack = root.get_submodule(s)
@@ -678,16 +583,16 @@ def _drop_layers(root, found, gone, modules):
     there, out = {n for n, _ in parts(root)}, {}
     for n in modules:
         block = next((b for b in (*moved, *gone) if n == b or n.startswith(b + ".")), None)
-        new = n if block is None else None if block in gone else moved[block] + n[len(block):]
+        if block in gone: continue
+        new = n if block is None else moved[block] + n[len(block):]
         if new in there: out[n] = new
     return out
 
 # %% ../../nbs/20_cook/07_structure.ipynb #fc377ec8
 def _configs(model):
     "All configurations that a model's modules hold, each once"
-    return list(
-        {id(c): c for m in model.modules() if isinstance(c := m.__dict__.get("config"), PreTrainedConfig)}.values()
-    )
+    return list({id(c): c for m in model.modules()
+                 if isinstance(c := m.__dict__.get("config"), PreTrainedConfig)}.values())
 
 def _fits(model, config):
     "Does a model made from `config` have the shapes of this one?"
@@ -695,29 +600,20 @@ def _fits(model, config):
         with torch.device("meta"): other = type(model)._from_config(type(config).from_dict(config.to_dict()))
     except Exception: return False                                    # sizes that the family refuses
     def sizes(m):
-        return {
-            (n, k.removesuffix(".original")): tuple(p.shape)
-            for n, c in m.named_modules()
-            if "parametrizations" not in n.split(".")
-            for k, p in (
-                *c._parameters.items(),
-                *((f"{w}.original", l.original) for w, l in getattr(c, "parametrizations", {}).items()),
-            )
-            if p is not None
-        }
+        return {(n, k.removesuffix(".original")): tuple(p.shape) for n, c in m.named_modules()
+                if "parametrizations" not in n.split(".")
+                for k, p in (*c._parameters.items(),
+                             *((f"{w}.original", l.original) for w, l in getattr(c, "parametrizations", {}).items()))
+                if p is not None}
     mine, theirs = sizes(model), sizes(other)
-    return all(mine.get(k) == v for k, v in theirs.items()) and all(
-        k in theirs or k[0].split(".")[-1].startswith("_") or "gates" in k[0] for k in mine
-    )
+    return all(mine.get(k) == v for k, v in theirs.items()) and all(k in theirs or k[0].split(".")[-1].startswith("_")
+               or "gates" in k[0] for k in mine)
 
 def _set_layers(config, places):
     "Write numbers of layers, and cut lists with an entry a layer"
     for s, (stay, before) in places.items():
-        names = (
-            ("num_decoder_layers", "decoder_layers")
-            if "decoder" in s.split(".") and len(places) > 1
-            else ("num_layers", "encoder_layers", "num_hidden_layers")
-        )
+        names = (("num_decoder_layers", "decoder_layers") if "decoder" in s.split(".") and len(places) > 1
+                 else ("num_layers", "encoder_layers", "num_hidden_layers"))
         if "decoder" in s.split(".") and not any(hasattr(config, k) for k in names): names = ("num_hidden_layers",)
         if (key := next((k for k in names if hasattr(config, k)), None)): setattr(config, key, len(stay))
         for k, v in list(vars(config).items()) if len(places) == 1 else ():
@@ -734,22 +630,10 @@ def _set_config(model, places, index):
     steps = []
     if places: steps.append(lambda c: _set_layers(c, _stacks_of(c, places, model)))
     if len(widths) == 1:
-        steps.append(
-            lambda c: [
-                setattr(c, k, *widths)
-                for k in (
-                    "intermediate_size",
-                    "n_inner",
-                    "d_ff",
-                    "dim_ff",
-                    "ffn_dim",
-                    "hidden_dim",
-                    "encoder_ffn_dim",
-                    "decoder_ffn_dim",
-                )
-                if hasattr(c, k)
-            ]
-        )
+        steps.append(lambda c: [setattr(c, k, *widths)
+                                for k in ("intermediate_size", "n_inner", "d_ff", "dim_ff", "ffn_dim", "hidden_dim",
+                                          "encoder_ffn_dim", "decoder_ffn_dim")
+                                if hasattr(c, k)])
     if len(heads) == len(groups) == 1 and any(k in found.attention() for k in index):
         one = next(iter(attention))
         steps.append(lambda c: _set_heads(c, *heads, *groups, one.size, _counts_by_config(model, one)))
@@ -772,10 +656,9 @@ def _counts_by_config(model, a):
 def _check_counts(model):
     numbers = {(a.heads, a.groups) for a in structure(model).attention().values() if _counts_by_config(model, a)}
     if len(numbers) > 1:
-        raise ValueError(
-            f"keep leaves {' and '.join(f'{h} query heads in {g} groups' for h, g in sorted(numbers))}; this "
-            f"{type(model).__name__} counts them for all layers at once, so keep equally many in each"
-        )
+        raise ValueError(f"keep leaves {' and '.join(f'{h} query heads in {g} groups' for h, g in sorted(numbers))}; "
+                         f"this {type(model).__name__} counts them for all layers at once, so keep equally many in "
+                         "each")
 
 def _stacks_of(config, stacks, model):
     "The stacks that a configuration speaks of: all for the model's own, one for an encoder's or decoder's copy of it"
@@ -835,8 +718,8 @@ def mask_model(
         elif not len(index): modules[(attention.get(k) or ffn.get(k)).module].register_forward_hook(zero)
         else:
             unit, m = attention.get(k) or ffn[k], modules[k]
-            gate = torch.zeros(_sizes(m)[0]).index_fill(
-                0, _wide(index, unit.size) if isinstance(unit, Heads) else index, 1.0
-            )
+            gate = torch.zeros(_sizes(m)[0]).index_fill(0,
+                                                        _wide(index, unit.size) if isinstance(unit, Heads) else index,
+                                                        1.0)
             m.weight.mul_(gate[:, None] if is_conv1d(m) else gate)
     return model

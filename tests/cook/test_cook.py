@@ -13,10 +13,10 @@ import transformers as tf
 from torch import nn
 
 import bmlab.cook
-from bmlab.cook.cook import Cook, Method, lattice
-from bmlab.cook.report import (
-    Calibration, divergence, load_cooked, peak_bytes, perplexity, replace_child, report, save_cooked,
-)
+from bmlab.cook.cook import Cook, Method
+from bmlab.cook.lattice import lattice
+from bmlab.cook.report import (Calibration, divergence, load_cooked, peak_bytes, perplexity, replace_child, report,
+                               save_cooked)
 from bmlab.cook.chain import bake, chain, parametrize_weight, stored, unparametrize
 from bmlab.core import count, known, lookup, resolve, set_seed
 from bmlab.train.processes import run_ranks
@@ -26,14 +26,8 @@ from bmlab.cook.structure import slice_model
 from fresh import fresh_python
 
 BROAD = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=256)
-TINY = dict(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=96,
-)
+TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=96)
 
 
 def llama(seed=0, **options):
@@ -45,30 +39,15 @@ def family(name):
     set_seed(0)
     if name == "llama": return llama(tie_word_embeddings=True)
     if name == "gpt2":
-        return tf.GPT2LMHeadModel(
-            tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-        ).eval()
+        return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, resid_pdrop=0,
+                                                embd_pdrop=0, attn_pdrop=0)).eval()
     if name == "t5":
-        return tf.T5ForConditionalGeneration(
-            tf.T5Config(
-                d_model=32,
-                d_ff=64,
-                d_kv=8,
-                num_heads=4,
-                num_layers=2,
-                vocab_size=96,
-                dropout_rate=0,
-                decoder_start_token_id=0,
-            )
-        ).eval()
+        return tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_ff=64, d_kv=8, num_heads=4, num_layers=2,
+                                                         vocab_size=96, dropout_rate=0,
+                                                         decoder_start_token_id=0)).eval()
     if name == "qwen3": return tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY, head_dim=8)).eval()
-    return tf.BertForMaskedLM(
-        tf.BertConfig(
-            **{k: v for k, v in TINY.items() if k != "num_key_value_heads"},
-            hidden_dropout_prob=0,
-            attention_probs_dropout_prob=0,
-        )
-    ).eval()
+    return tf.BertForMaskedLM(tf.BertConfig(**{k: v for k, v in TINY.items() if k != "num_key_value_heads"},
+                                            hidden_dropout_prob=0, attention_probs_dropout_prob=0)).eval()
 
 
 FAMILIES = ("llama", "gpt2", "t5", "qwen3", "bert")
@@ -106,15 +85,15 @@ class Round(nn.Module):
 
 class Shapes(Method):
     def __init__(self, slot, kind, priority, modules):
-        self.slot, self.kind, self.priority, self.modules = slot, kind, priority, modules
+        self.slot, self.kind = slot, kind
+        self.priority, self.modules = priority, modules
     def prepare(self, model, calib): self.names = list(resolve(model, self.modules))
     def attach(self, model):
         self.model, self.on = model, {}
         for n in self.names:
             m = model.get_submodule(n)
-            self.on[n] = parametrize_weight(
-                m, "weight", self.kind(m.weight) if self.kind is Gate else self.kind(), self.priority
-            )
+            self.on[n] = parametrize_weight(m, "weight", self.kind(m.weight) if self.kind is Gate else self.kind(),
+                                            self.priority)
     def parameters(self): return [p for q in self.on.values() for p in q.parameters()]
     def loss(self):
         terms = [p.term for p in self.on.values() if getattr(p, "term", None) is not None]
@@ -145,24 +124,17 @@ def recipe(modules="[r].*(down_proj|up_proj)"):
     return [Rounds(40, Round, 30, modules), Seen(), Gates(10, Gate, 10, modules), Keeps(30, Keep, 20, modules)]
 
 
-LINEARS = {
-    "llama": "[r]layers.*(down_proj|o_proj)|lm_head",
-    "gpt2": "[r]h.*(c_fc|c_proj)|wte",
-    "t5": "[r].*(wi|wo|q|lm_head)",
-    "qwen3": "[r]layers.*(down_proj|o_proj)",
-    "bert": "[r].*output.dense|word_embeddings",
-}
+LINEARS = {"llama": "[r]layers.*(down_proj|o_proj)|lm_head", "gpt2": "[r]h.*(c_fc|c_proj)|wte",
+           "t5": "[r].*(wi|wo|q|lm_head)", "qwen3": "[r]layers.*(down_proj|o_proj)",
+           "bert": "[r].*output.dense|word_embeddings"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_off_detach_export_on_every_family(name, tmp_path):
     model, b = family(name), batch()
     with torch.no_grad(): before = model(**b).logits
-    keys, order, grads = (
-        list(model.state_dict()),
-        [id(p) for p in model.parameters()],
-        [p.requires_grad for p in model.parameters()],
-    )
+    keys, order = list(model.state_dict()), [id(p) for p in model.parameters()]
+    grads = [p.requires_grad for p in model.parameters()]
     cook = Cook(model, recipe(LINEARS[name]), [b])
     with torch.no_grad():
         cooked = model(**b).logits
@@ -176,11 +148,8 @@ def test_off_detach_export_on_every_family(name, tmp_path):
         assert torch.equal(again(**b).logits, small(**b).logits)
         cook.detach()
         assert torch.equal(model(**b).logits, before)
-    assert (
-        keys == list(model.state_dict())
-        and order == [id(p) for p in model.parameters()]
-        and grads == [p.requires_grad for p in model.parameters()]
-    )
+    assert keys == list(model.state_dict()) and order == [id(p) for p in model.parameters()]
+    assert grads == [p.requires_grad for p in model.parameters()]
     assert {type(m) for m in small.modules()} == {type(m) for m in model.modules()}
 
 
@@ -254,16 +223,8 @@ def sharded(by, whole=False):
         try: wrong()
         except Exception as e: said.append(str(e))
     kinds = {type(m).__name__ for m in small.modules()}
-    return {
-        "state": small.state_dict(),
-        "here": here,
-        "there": there,
-        "again": again,
-        "off": off,
-        "said": said,
-        "kinds": kinds,
-        "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in small.modules()),
-    }
+    return {"state": small.state_dict(), "here": here, "there": there, "again": again, "off": off, "said": said,
+            "kinds": kinds, "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in small.modules())}
 
 
 def all_sharded():
@@ -303,10 +264,9 @@ def test_two_ranks_are_one():
                 r["there"], whole["there"], rtol=0, atol=atol
             ), kind
             for (n, a), b in zip(r["state"].items(), whole["state"].values(), strict=True):
-                assert (
-                    a.shape == b.shape
-                    and ((a.float() - b.float()).abs() > (1e-5 if kind == "float" else 1e-3)).float().mean() < edges
-                ), n
+                assert (a.shape == b.shape
+                        and ((a.float() - b.float()).abs() > (1e-5 if kind == "float"
+                                                              else 1e-3)).float().mean() < edges), n
 
 
 def test_state_dict_is_taken_up():
@@ -371,13 +331,11 @@ def test_fresh_process(tmp_path):
     fresh_python(RELOAD, tmp_path, check=True)
     y = torch.load(tmp_path / "y.pt")
     with torch.no_grad():
-        assert all(torch.equal(y[n], m(**b).logits) for n, m in models.items()) and torch.equal(
-            y["transformers"], y["uniform"]
-        )
+        assert all(torch.equal(y[n], m(**b).logits) for n, m in models.items())
+        assert torch.equal(y["transformers"], y["uniform"])
     info = json.loads((tmp_path / "uneven" / "cooked.json").read_text())
-    assert info["shapes"]["model.layers.1.mlp.down_proj"] == {"weight": [32, 40]} and info["attributes"][
-        "model.norm"
-    ] == {"variance_epsilon": 1e-4}
+    assert info["shapes"]["model.layers.1.mlp.down_proj"] == {"weight": [32, 40]}
+    assert info["attributes"]["model.norm"] == {"variance_epsilon": 1e-4}
 
 
 def test_a_layer_less_and_a_hand_made_skeleton(tmp_path):
@@ -398,7 +356,7 @@ def test_a_layer_less_and_a_hand_made_skeleton(tmp_path):
 
 
 def test_odd_sizes_come_back_where_kernels_read_them(tmp_path):
-    "In a file of odd sizes codes begin anywhere; torch's int8 kernel for bfloat16 stops the process unless at a word of 16 bytes"
+    "In a file of odd sizes codes begin anywhere; torch's int8 kernel for bfloat16 needs them at a word of 16 bytes"
     odd = llama(vocab_size=97, intermediate_size=29).to(torch.bfloat16)
     small = pack_linears(odd)
     again = load_cooked(save_cooked(small, tmp_path))
@@ -485,13 +443,8 @@ def whole_recipe(teacher, ffn=.5, experts=True, steps=100):
     from bmlab.cook.moefy import MoEfy
     from bmlab.cook.prune import StructPrune
     from bmlab.cook.sparse24 import Sparse24
-    methods = [
-        StructPrune(kv_groups=0.5, ffn=ffn, steps=steps),
-        Sparse24("*.mlp.*"),
-        FakeQuant("w8a8", skip="lm_head"),
-        MoEfy(experts=16, active=0.25),
-        Distill(teacher),
-    ]
+    methods = [StructPrune(kv_groups=0.5, ffn=ffn, steps=steps), Sparse24("*.mlp.*"), FakeQuant("w8a8", skip="lm_head"),
+               MoEfy(experts=16, active=0.25), Distill(teacher)]
     return methods if experts else [m for m in methods if not isinstance(m, MoEfy)]
 
 
@@ -505,16 +458,16 @@ def test_every_order_of_four_methods():
         order = [*order[:i % 5], 4, *order[i % 5:]]
         small = Cook(model, [methods[k] for k in order], calib).export().state_dict()
         first = first or small
-        assert list(first) == list(small) and all(torch.equal(a, b) for a, b in zip(first.values(), small.values())), (
-            order
-        )
+        assert list(first) == list(small) and all(torch.equal(a, b)
+                                                  for a, b in zip(first.values(), small.values())), (order)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("scheme, atol", [("w8a16", 2e-6), ("w8a8", 2e-3)])
 def test_orders_of_trained_recipes_and_what_they_export_computes(scheme, atol):
-    """Five methods on overlapping layers, trained until the gates are shut, in several orders: one export, bit for bit, with the logits of the cooked model.
-    What differs is the order of sums: measured 4e-7 at logits up to 1.5; with rounded inputs a code on an edge falls on the other side now and then: measured 6e-4."""
+    """Five methods on overlapping layers, trained until the gates are shut, in several orders: one export, bit for bit,
+    with the logits of the cooked model. What differs is the order of sums: measured 4e-7 at logits up to 1.5; with
+    rounded inputs a code on an edge falls on the other side now and then: measured 6e-4."""
     from bmlab.cook.distill import Distill
     from bmlab.cook.fakequant import FakeQuant
     from bmlab.cook.moefy import MoEfy
@@ -531,38 +484,29 @@ def test_orders_of_trained_recipes_and_what_they_export_computes(scheme, atol):
             train(model, cook, steps=5)
             small = cook.export()
             with torch.no_grad(): here, there = model(**b).logits, small(**b).logits
-            assert (
-                torch.allclose(here, there, rtol=0, atol=atol)
-                and count(small).total < 0.6 * count(llama(**BROAD)).total
-            )
+            assert torch.allclose(here, there, rtol=0,
+                                  atol=atol) and count(small).total < 0.6 * count(llama(**BROAD)).total
             state = small.state_dict()
             first = first or state
-            assert list(first) == list(state) and all(
-                torch.equal(x, y) for x, y in zip(first.values(), state.values())
-            ), order
+            assert list(first) == list(state) and all(torch.equal(x, y)
+                                                      for x, y in zip(first.values(), state.values())), order
 
 
-CUTS = {
-    "neurons": dict(ffn=0.6),
-    "heads": dict(heads=0.5, ffn=0.7),
-    "groups": dict(kv_groups=0.5, ffn=0.6),
-    "channels": dict(hidden=0.75, ffn=0.6),
-}
-SHAPED = {
-    "2:4": lambda: [("Sparse24", {})],
-    "2:4 both ways": lambda: [("Sparse24", dict(transposable=True))],
-    "re-picked": lambda: [("Sparse24", dict(when="repick"))],
-    "SparseGPT ramped": lambda: [("Sparse24", dict(score="sparsegpt", when="ramp", steps=2))],
-    "w8a8": lambda: [("FakeQuant", dict(scheme="w8a8", smooth=False))],
-    "int4 GPTQ": lambda: [("FakeQuant", dict(scheme="w4a16-g32", rounding="gptq"))],
-    "2:4 int4 AWQ": lambda: [("Sparse24", {}), ("FakeQuant", dict(scheme="w4a16-g32", rounding="awq"))],
-}
+CUTS = {"neurons": dict(ffn=0.6), "heads": dict(heads=0.5, ffn=0.7), "groups": dict(kv_groups=0.5, ffn=0.6),
+        "channels": dict(hidden=0.75, ffn=0.6)}
+SHAPED = {"2:4": lambda: [("Sparse24", {})], "2:4 both ways": lambda: [("Sparse24", dict(transposable=True))],
+          "re-picked": lambda: [("Sparse24", dict(when="repick"))],
+          "SparseGPT ramped": lambda: [("Sparse24", dict(score="sparsegpt", when="ramp", steps=2))],
+          "w8a8": lambda: [("FakeQuant", dict(scheme="w8a8", smooth=False))],
+          "int4 GPTQ": lambda: [("FakeQuant", dict(scheme="w4a16-g32", rounding="gptq"))],
+          "2:4 int4 AWQ": lambda: [("Sparse24", {}), ("FakeQuant", dict(scheme="w4a16-g32", rounding="awq"))]}
 
 
 @pytest.mark.parametrize("shaped", SHAPED)
 @pytest.mark.parametrize("cut, learned", [*((c, True) for c in CUTS), ("groups", False)])
 def test_what_shapes_the_weights_foresees_the_cut(cut, shaped, learned):
-    "Columns that are cut regroup the fours and the groups of a grid, and leave a token's scale: once the gates are shut, the cooked weights are those of the export, bit for bit"
+    """Columns that are cut regroup the fours and the groups of a grid, and leave a token's scale: once the gates are
+    shut, the cooked weights are those of the export, bit for bit"""
     from bmlab.cook import fakequant
     from bmlab.cook import prune
     from bmlab.cook import structure as slicing
@@ -570,11 +514,10 @@ def test_what_shapes_the_weights_foresees_the_cut(cut, shaped, learned):
     # in double, so that hardly a code lies on an edge
     model, calib = llama(**BROAD | {"hidden_size": 32, "intermediate_size": 128}).double(), [batch(seed=2)]
     gates = prune.StructPrune(**CUTS[cut], **(dict(steps=2) if learned else dict(score="magnitude")))
-    cook = Cook(
-        model,
-        [gates, *(getattr({"Sparse24": sparse24, "FakeQuant": fakequant}[n], n)(**o) for n, o in SHAPED[shaped]())],
-        calib,
-    )
+    cook = Cook(model,
+                [gates,
+                 *(getattr({"Sparse24": sparse24, "FakeQuant": fakequant}[n], n)(**o) for n, o in SHAPED[shaped]())],
+                calib)
     train(model, cook, steps=3)
     small, left, cooked = cook.export(), slicing.cuts(model, gates.keep()), dict(model.eval().named_modules())
     for n, m in small.named_modules():
@@ -594,11 +537,10 @@ def test_a_recipe_resumes_after_the_gates_are_shut():
     from bmlab.cook.sparse24 import Sparse24
     def start():
         model = llama()
-        return model, Cook(
-            model,
-            [StructPrune(ffn=0.6, steps=2), Sparse24(when="repick"), FakeQuant("w4a16-g32", rounding="gptq")],
-            [batch()],
-        )
+        return model, Cook(model,
+                           [StructPrune(ffn=0.6, steps=2), Sparse24(when="repick"),
+                            FakeQuant("w4a16-g32", rounding="gptq")],
+                           [batch()])
     (one, cook), (two, again) = start(), start()
     train(one, cook, steps=3)
     two.load_state_dict(one.state_dict())
@@ -610,11 +552,8 @@ def test_a_recipe_resumes_after_the_gates_are_shut():
 
 @pytest.mark.long
 def test_the_lines_of_the_design(tmp_path):
-    model, teacher, batches = (
-        llama(**BROAD),
-        llama(seed=3, **BROAD),
-        [batch(rows=8, seed=i, length=24) for i in range(2)],
-    )
+    model, teacher = llama(**BROAD), llama(seed=3, **BROAD)
+    batches = [batch(rows=8, seed=i, length=24) for i in range(2)]
     with torch.no_grad(): before = model(**batches[0]).logits
     # no labels
     cook = Cook(model, whole_recipe(teacher, ffn=.6), calib=[{"input_ids": b["input_ids"]} for b in batches])
@@ -629,11 +568,8 @@ def test_the_lines_of_the_design(tmp_path):
     small = cook.export()
     r = cook.report(small, batches, speed=False)
     save_cooked(small, tmp_path)
-    assert (
-        r.ratio.parameters < 0.8
-        and r.ratio.file_bytes < 0.3
-        and not [m for m in small.modules() if m._forward_hooks or m._forward_pre_hooks]
-    )
+    assert r.ratio.parameters < 0.8 and r.ratio.file_bytes < 0.3
+    assert not [m for m in small.modules() if m._forward_hooks or m._forward_pre_hooks]
     with torch.no_grad():
         assert torch.equal(load_cooked(tmp_path)(**batches[0]).logits, small(**batches[0]).logits)
         cook.detach()
@@ -649,12 +585,8 @@ def test_lattice_with_training():
     model = llama()
     before = copy.deepcopy(model.state_dict())
     frame = lattice(model, recipe()[:1] + recipe()[2:], None, [batch()], train=fn, speed=True)
-    assert (
-        len(frame) == 8
-        and len(seen) == 7
-        and list(frame.columns[:3]) == ["Rounds", "Gates", "Keeps"]
-        and (frame.decode_tok_s > 0).all()
-    )
+    assert len(frame) == 8 and len(seen) == 7 and list(frame.columns[:3]) == ["Rounds", "Gates", "Keeps"]
+    assert (frame.decode_tok_s > 0).all()
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
 
 
@@ -662,9 +594,8 @@ def test_lattice_with_training():
 def test_compiled_report():
     model = llama()
     r = report(model, pack_linears(copy.deepcopy(model)), [batch()], compiled=True)
-    assert {"prefill_tok_s_compiled", "decode_tok_s_compiled"} <= set(r.index) and (
-        r.ratio[["prefill_tok_s_compiled"]] > 0
-    ).all()
+    assert {"prefill_tok_s_compiled", "decode_tok_s_compiled"} <= set(r.index)
+    assert (r.ratio[["prefill_tok_s_compiled"]] > 0).all()
 
 
 @pytest.mark.cuda
@@ -700,9 +631,8 @@ def model_of(cook): return cook.detach()
 def test_roles_stay_when_a_weight_is_parametrized():
     "A Conv1D has no in_features: its shape is read where the weight now lies"
     from bmlab.core import roles
-    model = tf.GPT2LMHeadModel(
-        tf.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=1, eos_token_id=2)
-    )
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=16,
+                                             bos_token_id=1, eos_token_id=2))
     before = roles(model)
     for m in (model.transformer.h[0].attn.c_attn, model.transformer.h[0].mlp.c_fc):
         parametrize_weight(m, "weight", nn.Identity(), 10)
@@ -761,9 +691,8 @@ def texts(): return [torch.randint(1, 96, (n,), generator=torch.Generator().manu
 def inputs_of(model, calib, name):
     "Gram and number of a layer's inputs that are tokens"
     run, rows = Calibration(model, calib), []
-    hook = model.get_submodule(name).register_forward_pre_hook(
-        lambda m, args: rows.append(run.tokens(args[0], name).double())
-    )
+    hook = model.get_submodule(name).register_forward_pre_hook(lambda m, args: rows.append(run.tokens(args[0],
+                                                                                                      name).double()))
     try: seen = sum(1 for _ in run)
     finally: hook.remove()
     assert seen == len(run.batches)
@@ -771,8 +700,12 @@ def inputs_of(model, calib, name):
     return x.T @ x, len(x)
 
 
-@pytest.mark.parametrize("name, layer", [("llama", "model.layers.1.mlp.up_proj"), ("qwen3", "model.layers.2.self_attn.q_proj"), ("bert", "bert.encoder.layer.1.intermediate.dense"),
-                                         ("t5", "encoder.block.1.layer.0.SelfAttention.q"), ("t5", "decoder.block.1.layer.1.EncDecAttention.k"), ("t5", "decoder.block.1.layer.2.DenseReluDense.wi")])
+@pytest.mark.parametrize("name, layer",
+                         [("llama", "model.layers.1.mlp.up_proj"), ("qwen3", "model.layers.2.self_attn.q_proj"),
+                          ("bert", "bert.encoder.layer.1.intermediate.dense"),
+                          ("t5", "encoder.block.1.layer.0.SelfAttention.q"),
+                          ("t5", "decoder.block.1.layer.1.EncDecAttention.k"),
+                          ("t5", "decoder.block.1.layer.2.DenseReluDense.wi")])
 def test_calibration_counts_tokens_and_no_padding(name, layer, texts):
     "Right-padded, left-padded and unpadded batches of the same texts give a layer the same inputs"
     model = family(name)
@@ -798,12 +731,9 @@ def test_calibration_walks_and_leaves_everything_as_it_was(texts):
     model = llama().train()
     model.lm_head.eval()
     seen = []
-    model.register_forward_hook(
-        lambda m, args, kwargs, out: seen.append(
-            (m.training, torch.is_grad_enabled(), "labels" in kwargs, out.past_key_values)
-        ),
-        with_kwargs=True,
-    )
+    model.register_forward_hook(lambda m, args, kwargs, out: seen.append((m.training, torch.is_grad_enabled(),
+                                                                          "labels" in kwargs, out.past_key_values)),
+                                with_kwargs=True)
     for out in Calibration(model, [batch(), batch(seed=2)]):
         # who asks is not in no_grad
         assert model.training and torch.is_grad_enabled() and not out.logits.requires_grad
@@ -818,8 +748,9 @@ def test_calibration_walks_and_leaves_everything_as_it_was(texts):
         assert torch.equal(run.tokens(x), x[run.batches[0]["attention_mask"].flatten().bool()])
     class Stars(nn.Module):
         def forward(self, *x): return x[0]
-    for bad, why in ((None, "calib is None"), ([], "calib is empty"), (batch(), r"write \[batch\]"), (texts[0], r"write \[batch\]"),
-                     ([(texts[0],)], "calib holds a tuple"), (["text"], "calib holds a str")):
+    for bad, why in ((None, "calib is None"), ([], "calib is empty"), (batch(), r"write \[batch\]"),
+                     (texts[0], r"write \[batch\]"), ([(texts[0],)], "calib holds a tuple"),
+                     (["text"], "calib holds a str")):
         with pytest.raises((TypeError, ValueError), match=why): Calibration(model, bad)
     with pytest.raises(TypeError, match="names no argument"): list(Calibration(Stars(), [texts[0]]))
 
@@ -849,22 +780,15 @@ def test_perplexity_and_peak_of_padded_batches(texts):
     wanted = perplexity(model, one)
     left = padded(texts, 11, left=True)
     left["labels"][torch.arange(3), left["attention_mask"].argmax(1)] = -100  # the first word is nobody's to predict
-    assert perplexity(model, [padded(texts, 11)]) == pytest.approx(wanted, rel=1e-5) and perplexity(
-        model, [left]
-    ) == pytest.approx(wanted, rel=1e-4)
+    assert perplexity(model, [padded(texts, 11)]) == pytest.approx(wanted, rel=1e-5)
+    assert perplexity(model, [left]) == pytest.approx(wanted, rel=1e-4)
     other = llama(seed=5)
     assert divergence(model, other, [left])[0] == pytest.approx(divergence(model, other, one)[0], rel=1e-4)
     assert peak_bytes(model, texts[0][None]) == peak_bytes(model, {"input_ids": texts[0][None]}) > count(model).bytes
 
 
-BERT = dict(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    vocab_size=96,
-    initializer_range=0.3,
-)
+BERT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=96,
+            initializer_range=0.3)
 
 
 def bert(head, **more):
@@ -872,14 +796,18 @@ def bert(head, **more):
     return getattr(tf, "Bert" + head)(tf.BertConfig(**BERT | more)).eval()
 
 
+CHOICES, NUMBERS = ["rows_s", "kl", "same_top1"], ["rows_s", "output_error"]
+
+
 @pytest.mark.parametrize("head, labels, rows", [
-    ("ForSequenceClassification", lambda b: {"labels": torch.tensor([0, 1, 1])}, ["accuracy", "rows_s", "kl", "same_top1"]),
-    ("ForSequenceClassification", lambda b: {}, ["rows_s", "kl", "same_top1"]),
-    ("ForSequenceClassification", lambda b: {"labels": torch.rand(3, 2)}, ["rows_s", "output_error"]),                       # of several classes each, or numbers
-    ("ForTokenClassification", lambda b: {"labels": b["labels"] % 2 - 100 * (b["labels"] < 0)}, ["accuracy", "rows_s", "kl", "same_top1"]),
-    ("ForMaskedLM", lambda b: {"labels": b["labels"]}, ["accuracy", "rows_s", "kl", "same_top1"]),
-    ("ForQuestionAnswering", lambda b: {"start_positions": torch.tensor([0, 1, 2]), "end_positions": torch.tensor([3, 2, 99])}, ["accuracy", "rows_s", "kl", "same_top1"]),
-    ("Model", lambda b: {}, ["rows_s", "output_error"]),
+    ("ForSequenceClassification", lambda b: {"labels": torch.tensor([0, 1, 1])}, ["accuracy", *CHOICES]),
+    ("ForSequenceClassification", lambda b: {}, CHOICES),
+    ("ForSequenceClassification", lambda b: {"labels": torch.rand(3, 2)}, NUMBERS),     # of several classes, or numbers
+    ("ForTokenClassification", lambda b: {"labels": b["labels"] % 2 - 100 * (b["labels"] < 0)}, ["accuracy", *CHOICES]),
+    ("ForMaskedLM", lambda b: {"labels": b["labels"]}, ["accuracy", *CHOICES]),
+    ("ForQuestionAnswering", lambda b: {"start_positions": torch.tensor([0, 1, 2]),
+                                        "end_positions": torch.tensor([3, 2, 99])}, ["accuracy", *CHOICES]),
+    ("Model", lambda b: {}, NUMBERS),
 ])
 def test_report_of_models_that_write_no_text(head, labels, rows, texts):
     "Rows that do not apply are left out, and padding counts nowhere"
@@ -891,7 +819,8 @@ def test_report_of_models_that_write_no_text(head, labels, rows, texts):
     assert r.ratio.file_bytes < 0.9 and r.after.parameters == r.before.parameters
     far = r.after["kl" if "kl" in rows else "output_error"]
     assert 0 < far < 0.05 and r.before["kl" if "kl" in rows else "output_error"] == 0
-    wide = {k: F.pad(v, (0, 5), value=-100 if k == "labels" else 0) if v.shape == (3, 11) else v for k, v in b.items()}
+    pad = lambda k, v: F.pad(v, (0, 5), value=-100 if k == "labels" else 0)
+    wide = {k: pad(k, v) if v.shape == (3, 11) else v for k, v in b.items()}
     if head == "ForTokenClassification":
         assert report(model, small, [wide], speed=False).after.accuracy == r.after.accuracy
     assert report(model, small, [wide], speed=False).after["kl" if "kl" in rows else "output_error"] == pytest.approx(
@@ -903,13 +832,10 @@ def test_accuracy_and_divergence_by_hand(texts):
     model, other = bert("ForQuestionAnswering"), bert("ForQuestionAnswering", initializer_range=0.2)
     b = {k: v for k, v in padded(texts, 11).items() if k != "labels"}
     with torch.no_grad(): outs = [m(**b) for m in (model, other)]
-    kl = [
-        F.kl_div(
-            z[i, : len(t)].log_softmax(-1), y[i, : len(t)].log_softmax(-1), log_target=True, reduction="sum"
-        ).item()
-        for y, z in ((outs[0].start_logits, outs[1].start_logits), (outs[0].end_logits, outs[1].end_logits))
-        for i, t in enumerate(texts)
-    ]
+    kl = [F.kl_div(z[i, : len(t)].log_softmax(-1), y[i, : len(t)].log_softmax(-1), log_target=True,
+                   reduction="sum").item()
+          for y, z in ((outs[0].start_logits, outs[1].start_logits), (outs[0].end_logits, outs[1].end_logits))
+          for i, t in enumerate(texts)]
     assert divergence(model, other, [b])[0] == pytest.approx(sum(kl) / 6, rel=1e-4)
     classes, c = bert("ForSequenceClassification"), padded(texts, 11) | {"labels": torch.tensor([0, 1, 1])}
     with torch.no_grad(): right = (classes(**c).logits.argmax(-1) == c["labels"]).float().mean().item()
@@ -935,11 +861,9 @@ def test_lattice_and_report_of_a_picture_model():
     model, x = Eye().eval(), torch.randn(6, 3, 8, 8)
     with torch.no_grad(): b = {"x": x, "labels": model(x).argmax(-1)}
     frame = lattice(model, [Keeps(30, Keep, 20, "head"), Rounds(40, Round, 30, "head")], None, [b], score=count_zeros)
-    assert (
-        list(frame.columns) == ["Keeps", "Rounds", "parameters", "file_bytes", "accuracy", "score", "kl", "same_top1"]
-        and frame.accuracy["–"] == 1
-        and frame.kl["–"] == 0 < frame.kl["Rounds"]
-    )
+    assert list(frame.columns) == ["Keeps", "Rounds", "parameters", "file_bytes", "accuracy", "score", "kl",
+                                   "same_top1"]
+    assert frame.accuracy["–"] == 1 and frame.kl["–"] == 0 < frame.kl["Rounds"]
     # tensors; no labels: no classes to be had from it
     r = Cook(model, [Rounds(40, Round, 30, "head")]).report(copy.deepcopy(Eye().eval()), [x])
     assert list(r.index[4:]) == ["rows_s", "output_error"] and r.after.output_error > 0
@@ -1025,15 +949,8 @@ def test_bake_writes_in_place():
 def test_a_mixture_whose_matrices_have_groups_of_their_own(tmp_path):
     from bmlab.cook.report import load_cooked, save_cooked
     from bmlab.kernels.layers import pack_linears
-    sizes = dict(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+                 num_key_value_heads=2, num_local_experts=4)
     model, ids = pack_linears(tf.MixtralForCausalLM(tf.MixtralConfig(**sizes)).eval(), bits=4), torch.arange(8)[None]
     back = load_cooked(save_cooked(model, tmp_path))
     with torch.no_grad(): assert torch.equal(back(ids).logits, model(ids).logits)

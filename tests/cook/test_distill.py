@@ -20,15 +20,8 @@ from bmlab.delta.lora import Lora
 from bmlab.train.loop import evaluate, fit, model_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-LLAMA = dict(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=64,
-    tie_word_embeddings=False,
-)
+LLAMA = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             vocab_size=64, tie_word_embeddings=False)
 
 
 def llama(seed=0, **k):
@@ -38,42 +31,21 @@ def llama(seed=0, **k):
 
 def gpt2(seed=0, layers=2, width=32):
     set_seed(seed)
-    return tf.GPT2LMHeadModel(
-        tf.GPT2Config(
-            n_embd=width,
-            n_layer=layers,
-            n_head=4,
-            vocab_size=64,
-            n_positions=32,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    )
+    return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=width, n_layer=layers, n_head=4, vocab_size=64, n_positions=32,
+                                            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
 def bert(kind="ForMaskedLM", seed=0, layers=2, width=32):
     set_seed(seed)
-    shape = dict(
-        hidden_size=width, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4, vocab_size=64
-    )
+    shape = dict(hidden_size=width, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+                 vocab_size=64)
     return getattr(tf, "Bert" + kind)(tf.BertConfig(**shape, hidden_dropout_prob=0., attention_probs_dropout_prob=0.))
 
 
 def t5(seed=0, layers=2, width=32):
     set_seed(seed)
-    return tf.T5ForConditionalGeneration(
-        tf.T5Config(
-            d_model=width,
-            d_ff=48,
-            num_layers=layers,
-            num_heads=4,
-            d_kv=8,
-            vocab_size=64,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-    )
+    return tf.T5ForConditionalGeneration(tf.T5Config(d_model=width, d_ff=48, num_layers=layers, num_heads=4, d_kv=8,
+                                                     vocab_size=64, dropout_rate=0.0, decoder_start_token_id=0))
 
 
 def batch(shape=(3, 8), seed=0, length=5):
@@ -87,17 +59,12 @@ def batch(shape=(3, 8), seed=0, length=5):
 def kl(z, t, T=2.): return F.kl_div((z / T).log_softmax(-1), (t / T).softmax(-1), reduction="batchmean") * T * T
 
 
-FAMILIES = {
-    "llama": (
-        lambda s, n, w: llama(s, num_hidden_layers=n, hidden_size=w),
-        "layers.*",
-        lambda b: b["labels"][:, 1:] != -100,
-        lambda z: z[:, :-1],
-    ),
-    "gpt2": (gpt2, "h.*", lambda b: b["labels"][:, 1:] != -100, lambda z: z[:, :-1]),
-    "bert": (lambda s, n, w: bert(seed=s, layers=n, width=w), "layer.*", lambda b: b["labels"] != -100, lambda z: z),
-    "t5": (t5, ["encoder.block.*", "decoder.block.*"], lambda b: b["labels"] != -100, lambda z: z),
-}
+FAMILIES = {"llama": (lambda s, n, w: llama(s, num_hidden_layers=n, hidden_size=w),
+                      "layers.*", lambda b: b["labels"][:, 1:] != -100, lambda z: z[:, :-1]),
+            "gpt2": (gpt2, "h.*", lambda b: b["labels"][:, 1:] != -100, lambda z: z[:, :-1]),
+            "bert": (lambda s, n, w: bert(seed=s, layers=n, width=w),
+                     "layer.*", lambda b: b["labels"] != -100, lambda z: z),
+            "t5": (t5, ["encoder.block.*", "decoder.block.*"], lambda b: b["labels"] != -100, lambda z: z)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,12 +77,10 @@ def test_families(family):
     (model_loss(student, b) + cook.loss()).backward()                       # two forwards: the terms of both
     with torch.no_grad(): t = teacher(**b).logits
     keep = kept(b)
-    torch.testing.assert_close(
-        cook.losses["logits"], 2 * kl(shift(z)[keep], shift(t)[keep]).detach(), rtol=1e-4, atol=1e-6
-    )
-    assert len(d.pairs) == len(d.parameters()) == (4 if family == "t5" else 2) and all(
-        p.grad.abs().sum() > 0 for p in d.parameters()
-    )
+    torch.testing.assert_close(cook.losses["logits"], 2 * kl(shift(z)[keep], shift(t)[keep]).detach(), rtol=1e-4,
+                               atol=1e-6)
+    assert len(d.pairs) == len(d.parameters()) == (4 if family == "t5" else 2)
+    assert all(p.grad.abs().sum() > 0 for p in d.parameters())
     assert all(p.grad is None for p in teacher.parameters())
     state = student.state_dict()
     cook.detach()
@@ -142,27 +107,16 @@ def test_maps_of_t5():
     cook.loss()
     with torch.no_grad(): told = teacher(**b, output_attentions=True)
     kept = {"encoder_attentions": b["attention_mask"].bool(), "decoder_attentions": b["labels"] != -100}
-    each = [
-        (x - y).square().mean((1, 3))[keep].mean() for kind, keep in kept.items() for x, y in zip(out[kind], told[kind])
-    ]
+    each = [(x - y).square().mean((1, 3))[keep].mean() for kind, keep in kept.items()
+            for x, y in zip(out[kind], told[kind])]
     torch.testing.assert_close(cook.losses["attention"], sum(each).detach() / 4, rtol=1e-3, atol=1e-9)
 
 
 def test_maps_of_bert_with_other_heads():
     set_seed(0)
-    models = [
-        tf.BertModel(
-            tf.BertConfig(
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=h,
-                vocab_size=64,
-                attention_probs_dropout_prob=0.0,
-            )
-        )
-        for h in (2, 4)
-    ]
+    models = [tf.BertModel(tf.BertConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                         num_attention_heads=h, vocab_size=64, attention_probs_dropout_prob=0.0))
+              for h in (2, 4)]
     for m in models: m.set_attn_implementation("eager")
     cook, b = Cook(models[0], [Distill(models[1], logits=0, attention="attention.self")]), batch()
     del b["labels"]
@@ -209,16 +163,14 @@ def test_plain_modules_and_tuples():
 
 def test_teacher_runs_once_and_stays_as_it_was():
     teacher, student, calls = llama(1).train(), llama(0), []
-    teacher.register_forward_hook(
-        lambda m, a, o: calls.append((m.training, torch.is_grad_enabled(), o.past_key_values))
-    )
+    teacher.register_forward_hook(lambda m, a, o: calls.append((m.training, torch.is_grad_enabled(),
+                                                                o.past_key_values)))
     cook, b = Cook(student, [Distill(teacher)]), batch()
     for _ in range(3): student(**b)
     assert calls == []
     cook.loss()
-    assert (
-        calls == [(False, False, None)] * 3 and teacher.training and all(p.requires_grad for p in teacher.parameters())
-    )
+    assert calls == [(False, False, None)] * 3 and teacher.training
+    assert all(p.requires_grad for p in teacher.parameters())
     evaluate(student, [b], loss=lambda m, b: model_loss(m, b) + cook.loss())
     student.generate(b["input_ids"][:1], max_new_tokens=2, do_sample=False)
     assert cook.loss().item() == 0 and len(calls) == 3
@@ -291,25 +243,19 @@ def test_compiled_student():
 
 def test_copies_and_two_teachers():
     student, b = llama(0, hidden_size=16), batch()
-    cook = Cook(
-        student,
-        [
-            Distill(llama(1), hidden="layers.*"),
-            Distill(llama(2, num_hidden_layers=4), hidden="layers.*", logits=0.5, seed=3),
-        ],
-    )
+    cook = Cook(student,
+                [Distill(llama(1), hidden="layers.*"),
+                 Distill(llama(2, num_hidden_layers=4), hidden="layers.*", logits=0.5, seed=3)])
     assert count(student).delta == 4 * 16 * 32
     twin = copy.deepcopy(student)
     twin(**b)
     assert cook.loss().item() == 0                                           # the copy's hooks write nowhere
     (model_loss(student, b) + cook.loss()).backward()
-    assert (
-        len(cook.losses) == 4 and len(cook.parameters()) == 4 and all(p.grad.abs().sum() > 0 for p in cook.parameters())
-    )
+    assert len(cook.losses) == 4 and len(cook.parameters()) == 4
+    assert all(p.grad.abs().sum() > 0 for p in cook.parameters())
     small = cook.export()
-    assert small.state_dict().keys() == llama(0, hidden_size=16).state_dict().keys() and not any(
-        m._forward_pre_hooks for m in small.modules()
-    )
+    assert small.state_dict().keys() == llama(0, hidden_size=16).state_dict().keys()
+    assert not any(m._forward_pre_hooks for m in small.modules())
     again = Cook(small, [Distill(llama(1))])
     small(**b)  # what was exported learns on
     assert again.loss().item() > 0
@@ -344,14 +290,8 @@ def test_with_a_delta():
     lora = Lora(student, r=2)
     lora.freeze()
     cook = Cook(student, [Distill(teacher, hidden="layers[1:]")])
-    fit(
-        student,
-        [b],
-        torch.optim.AdamW(lora.trainable(), lr=1e-2),
-        steps=3,
-        loss=lambda m, b: model_loss(m, b) + cook.loss(),
-        plot=False,
-    )
+    fit(student, [b], torch.optim.AdamW(lora.trainable(), lr=1e-2), steps=3,
+        loss=lambda m, b: model_loss(m, b) + cook.loss(), plot=False)
     cook.detach()
     lora.detach()
     assert all(torch.equal(x, y) for x, y in zip(student.state_dict().values(), llama(0).state_dict().values()))
@@ -372,9 +312,8 @@ def _sharded(rank, world_size, teacher_too):
         opt.step()
         opt.zero_grad()
         terms.append({k: v.item() for k, v in cook.losses.items()})
-    return {
-        k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach() for k, v in student.named_parameters()
-    }, terms
+    return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach()
+            for k, v in student.named_parameters()}, terms
 
 
 def _both(): return [_sharded(dist.get_rank(), 2, teacher_too) for teacher_too in (False, True)]
@@ -385,9 +324,8 @@ def test_two_ranks_are_one():
     alone, _ = _sharded(0, 1, False)
     for of_rank in run_ranks(_both):
         for weights, _ in of_rank:
-            weights = {
-                k.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): v for k, v in weights.items()
-            }
+            weights = {k.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): v
+                       for k, v in weights.items()}
             assert weights.keys() == alone.keys()
             for k, v in alone.items(): torch.testing.assert_close(weights[k], v, rtol=1e-4, atol=1e-6, msg=k)
 
@@ -395,19 +333,11 @@ def test_two_ranks_are_one():
 def test_padding_of_a_model_that_calls_its_only_stack_decoder():
     "OPT: attention_mask says which tokens count, however many pads stand behind"
     torch.manual_seed(0)
-    make = lambda: tf.OPTForCausalLM(
-        tf.OPTConfig(
-            hidden_size=32,
-            ffn_dim=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            vocab_size=60,
-            word_embed_proj_dim=32,
-            max_position_embeddings=64,
-            dropout=0.0,
-        )
-    ).train()
-    student, teacher, ids, terms = make(), make(), torch.randint(4, 60, (2, 8)), []
+    make = lambda: tf.OPTForCausalLM(tf.OPTConfig(hidden_size=32, ffn_dim=48, num_hidden_layers=2,
+                                                  num_attention_heads=4, vocab_size=60, word_embed_proj_dim=32,
+                                                  max_position_embeddings=64, dropout=0.0)).train()
+    student, teacher = make(), make()
+    ids, terms = torch.randint(4, 60, (2, 8)), []
     for pads in (0, 20):
         cook = Cook(student, [Distill(teacher, logits=0., hidden="decoder.layers.*")])
         student(input_ids=F.pad(ids, (0, pads), value=1), attention_mask=F.pad(torch.ones_like(ids), (0, pads)))
@@ -419,26 +349,20 @@ def test_padding_of_a_model_that_calls_its_only_stack_decoder():
 def test_answers_within_a_text_teach_where_they_start_and_end():
     "Two logits over the tokens, without padding: the mean of both terms"
     teacher, student, b = bert("ForQuestionAnswering", 1, width=48), bert("ForQuestionAnswering", 0), batch()
-    b = {k: b[k] for k in ("input_ids", "attention_mask")} | {
-        "start_positions": torch.tensor([0, 1, 2]),
-        "end_positions": torch.tensor([1, 3, 4]),
-    }
+    b = {k: b[k] for k in ("input_ids", "attention_mask")} | {"start_positions": torch.tensor([0, 1, 2]),
+                                                              "end_positions": torch.tensor([1, 3, 4])}
     cook = Cook(student, [Distill(teacher, hidden="layer.*")])
     z = student(**b)
     total = cook.loss()
     teacher.eval()
     with torch.no_grad(): t = teacher(**b)
     n = b["attention_mask"].sum(1).tolist()
-    each = [
-        kl(x[i : i + 1, : n[i]], y[i : i + 1, : n[i]])
-        for x, y in ((z.start_logits, t.start_logits), (z.end_logits, t.end_logits))
-        for i in range(3)
-    ]
+    each = [kl(x[i : i + 1, : n[i]], y[i : i + 1, : n[i]])
+            for x, y in ((z.start_logits, t.start_logits), (z.end_logits, t.end_logits)) for i in range(3)]
     torch.testing.assert_close(cook.losses["logits"], sum(each).detach() / 6, rtol=1e-4, atol=1e-7)
     total.backward()
-    assert all(g.abs().sum() > 0 for g in student.qa_outputs.weight.grad) and all(
-        p.grad.isfinite().all() for p in student.parameters() if p.grad is not None
-    )
+    assert all(g.abs().sum() > 0 for g in student.qa_outputs.weight.grad)
+    assert all(p.grad.isfinite().all() for p in student.parameters() if p.grad is not None)
     for wrong in (bert("ForTokenClassification", 1), bert("Model", 1)):
         cook = Cook(other := bert("ForQuestionAnswering", 0), [Distill(wrong)])
         other(input_ids=b["input_ids"])

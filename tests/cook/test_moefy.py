@@ -1,4 +1,4 @@
-"Feed-forward layers in experts and in single neurons: with every other method, in every order; trained; sharded; and what it is good for."
+"Feed-forward layers in experts and in single neurons: with other methods, in every order; trained; sharded; useful."
 import copy, itertools, time
 
 import pytest
@@ -19,20 +19,9 @@ from fresh import fresh_python
 
 def tiny(act="silu", D=32, F=96, seed=0, **kw):
     set_seed(seed)
-    return tf.LlamaForCausalLM(
-        tf.LlamaConfig(
-            **dict(
-                hidden_size=D,
-                intermediate_size=F,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                vocab_size=99,
-                hidden_act=act,
-            )
-            | kw
-        )
-    ).eval()
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**dict(hidden_size=D, intermediate_size=F, num_hidden_layers=2,
+                                                     num_attention_heads=4, num_key_value_heads=2, vocab_size=99,
+                                                     hidden_act=act) | kw)).eval()
 
 
 def batches(n=4, seed=0):
@@ -56,9 +45,8 @@ IDS = batches()[0]["input_ids"]
 def test_clusters_are_no_worse_than_random_balanced_ones():
     g = torch.Generator().manual_seed(0)
     points = torch.randn(128, 16, generator=g) + 2 * torch.randn(8, 16, generator=g).repeat_interleave(16, 0)
-    spread = lambda labels: sum(
-        (points[labels == e] - points[labels == e].mean(0)).square().sum() for e in range(8)
-    ).item()
+    spread = lambda labels: sum((points[labels == e] - points[labels == e].mean(0)).square().sum()
+                                for e in range(8)).item()
     labels = balanced_clusters(points, 8)
     assert torch.bincount(labels).tolist() == [16] * 8
     assert spread(labels) <= min(spread(torch.randperm(128, generator=g) % 8) for _ in range(8)) * .6
@@ -73,7 +61,10 @@ def others():
             "quant": lambda: FakeQuant("w8a16", skip="lm_head"), "w4": lambda: FakeQuant("w4a16", skip="lm_head")}
 
 
-@pytest.mark.parametrize("names", [("sparse",), ("quant",), ("w4",), ("prune",), ("sparse", "quant"), ("prune", "sparse", "quant")], ids="+".join)
+@pytest.mark.parametrize("names",
+                         [("sparse",), ("quant",), ("w4",), ("prune",), ("sparse", "quant"),
+                          ("prune", "sparse", "quant")],
+                         ids="+".join)
 def test_beside_other_methods_in_every_order(names):
     "The order of the list changes no bit, and what is exported computes as what was cooked"
     made, exported = others(), []
@@ -81,11 +72,9 @@ def test_beside_other_methods_in_every_order(names):
     for order in orders if len(orders) < 7 else orders[::7]:
         model = tiny(D=64, F=128)
         before = snapshot(model)
-        cook = Cook(
-            model,
-            [MoEfy(8, 0.5, cluster="coactivation", router="mlp") if k == "moe" else made[k]() for k in order],
-            calib=batches(),
-        )
+        cook = Cook(model,
+                    [MoEfy(8, 0.5, cluster="coactivation", router="mlp") if k == "moe" else made[k]() for k in order],
+                    calib=batches())
         small = cook.export()
         exported.append(snapshot(small))
         with executed(small): y = logits(small, IDS)
@@ -113,16 +102,14 @@ def test_pruned_neurons_leave_their_experts(score):
     with torch.no_grad():
         for m in model.model.layers: m.mlp.down_proj.weight[:, ::2] = 0                 # every second neuron is dead
     dense = logits(model, IDS)
-    small = Cook(
-        model,
-        [MoEfy(8, 1.0), StructPrune(ffn=0.5, score=score, **({"start": "magnitude"} if score == "gates" else {}))],
-        calib=batches(),
-    ).export()
+    small = Cook(model,
+                 [MoEfy(8, 1.0),
+                  StructPrune(ffn=0.5, score=score, **({"start": "magnitude"} if score == "gates" else {}))],
+                 calib=batches()).export()
     torch.testing.assert_close(logits(small, IDS), dense, rtol=1e-4, atol=1e-5)
     moe = [m for m in small.modules() if isinstance(m, MoEMLP)]
-    assert [m.bounds[-1] for m in moe] == [48, 48] == [m.up_proj.out_features for m in moe] and len(
-        {tuple(m.bounds) for m in moe} - {tuple(range(0, 49, 6))}
-    ) > 0
+    assert [m.bounds[-1] for m in moe] == [48, 48] == [m.up_proj.out_features for m in moe]
+    assert len({tuple(m.bounds) for m in moe} - {tuple(range(0, 49, 6))}) > 0
 
 
 def trained(model, cook, n=2):
@@ -151,7 +138,8 @@ def test_a_trained_router_outlives_pruned_channels(router):
     assert mine.kind == router and logits(small, IDS).isfinite().all()
 
 
-@pytest.mark.parametrize("make", [lambda: MoEfy(8, .5), lambda: NeuronSparse(.5, "lowrank")], ids=["experts", "neurons"])
+@pytest.mark.parametrize("make", [lambda: MoEfy(8, .5), lambda: NeuronSparse(.5, "lowrank")],
+                         ids=["experts", "neurons"])
 def test_a_cut_that_nobody_told_of_is_refused(make, monkeypatch):
     from bmlab.cook.neurons import Predictor
     from bmlab.cook.prune import StructPrune
@@ -204,16 +192,13 @@ def test_a_threshold_says_what_it_measured():
     notes, small = cook.methods[0].state(), cook.export()
     with executed(small) as work:
         for b in batches(8): logits(small, b["input_ids"])
-    assert (
-        notes["active"] == pytest.approx(work.share, rel=0.1)
-        and not 0.2 < notes["active"] < 0.3
-        and 0.5 < notes["recall"] <= 1
-    )
+    assert notes["active"] == pytest.approx(work.share, rel=0.1) and not 0.2 < notes["active"] < 0.3
+    assert 0.5 < notes["recall"] <= 1
     cook.detach()
-    assert (
-        "active" not in (method := MoEfy(8, 0.25, threshold=0.6)).notes
-        and not (Cook(model, [method]), "active" in method.state())[1]
-    )  # without calibration unknown
+    method = MoEfy(8, 0.25, threshold=0.6)
+    assert "active" not in method.notes
+    Cook(model, [method])
+    assert "active" not in method.state()                               # without calibration unknown
 
 
 def padded(side):
@@ -221,20 +206,18 @@ def padded(side):
     texts, pad = [IDS[0, :9], IDS[1, :5]], torch.zeros(4, dtype=torch.long)
     if side is None: return [{"input_ids": t[None]} for t in texts]
     if side == "tensors": return [t[None] for t in texts]
-    fill = lambda t: t if len(t) == 9 else torch.cat((t, pad) if side == "right" else (pad, t))
-    return [
-        {
-            "input_ids": torch.stack([fill(t) for t in texts]),
-            "attention_mask": torch.stack([fill(torch.ones_like(t)) for t in texts]),
-        }
-    ]
+    padded = lambda t: (t, pad) if side == "right" else (pad, t)
+    fill = lambda t: t if len(t) == 9 else torch.cat(padded(t))
+    return [{"input_ids": torch.stack([fill(t) for t in texts]),
+             "attention_mask": torch.stack([fill(torch.ones_like(t)) for t in texts])}]
 
 
 @pytest.mark.parametrize("side", ["right", "left", "tensors"])
 def test_padding_is_not_measured(side):
     model = tiny()
     layers = feed_forwards(model)
-    for (_, x, h), (_, y, g) in zip(ffn_samples(model, layers, padded(None)), ffn_samples(model, layers, padded(side)), strict=True):
+    for (_, x, h), (_, y, g) in zip(ffn_samples(model, layers, padded(None)), ffn_samples(model, layers, padded(side)),
+         strict=True):
         torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(g, h, rtol=1e-4, atol=1e-5)
     small = Cook(model, [MoEfy(8, .5)], calib=padded(side)).export()
@@ -244,9 +227,8 @@ def test_padding_is_not_measured(side):
 
 def test_an_encoder_decoder_is_measured_by_its_labels():
     set_seed(0)
-    t5 = tf.T5ForConditionalGeneration(
-        tf.T5Config(d_model=32, d_kv=8, d_ff=96, num_layers=1, num_heads=4, vocab_size=99, decoder_start_token_id=0)
-    ).eval()
+    t5 = tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_kv=8, d_ff=96, num_layers=1, num_heads=4,
+                                                   vocab_size=99, decoder_start_token_id=0)).eval()
     texts = [{"input_ids": IDS[:2], "labels": IDS[:2, :6].masked_fill(torch.arange(6) > 3, -100)}]
     small = Cook(t5, [MoEfy(8, .5, router="mlp", cluster="coactivation")], calib=texts).export()
     assert [len(u) for u in expert_use(small, texts).values()] == [32, 8]
@@ -256,29 +238,15 @@ def families():
     "Feed-forward layers that a block spreads, or with gate and up in one matrix"
     set_seed(0)
     small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=99)
-    return {
-        "BERT": tf.BertForMaskedLM(tf.BertConfig(intermediate_size=96, **small)),
-        "OPT": tf.OPTForCausalLM(tf.OPTConfig(ffn_dim=96, word_embed_proj_dim=32, **small)),
-        "BART": tf.BartForConditionalGeneration(
-            tf.BartConfig(
-                d_model=32,
-                encoder_layers=1,
-                decoder_layers=1,
-                encoder_attention_heads=4,
-                decoder_attention_heads=4,
-                encoder_ffn_dim=96,
-                decoder_ffn_dim=96,
-                vocab_size=99,
-                pad_token_id=0,
-                decoder_start_token_id=0,
-                bos_token_id=1,
-                eos_token_id=2,
-            )
-        ),
-        "Phi-3": tf.Phi3ForCausalLM(
-            tf.Phi3Config(intermediate_size=96, num_key_value_heads=2, pad_token_id=0, **small)
-        ),
-    }
+    return {"BERT": tf.BertForMaskedLM(tf.BertConfig(intermediate_size=96, **small)),
+            "OPT": tf.OPTForCausalLM(tf.OPTConfig(ffn_dim=96, word_embed_proj_dim=32, **small)),
+            "BART": tf.BartForConditionalGeneration(tf.BartConfig(d_model=32, encoder_layers=1, decoder_layers=1,
+                                                                  encoder_attention_heads=4, decoder_attention_heads=4,
+                                                                  encoder_ffn_dim=96, decoder_ffn_dim=96, vocab_size=99,
+                                                                  pad_token_id=0, decoder_start_token_id=0,
+                                                                  bos_token_id=1, eos_token_id=2)),
+            "Phi-3": tf.Phi3ForCausalLM(tf.Phi3Config(intermediate_size=96, num_key_value_heads=2, pad_token_id=0,
+                                                      **small))}
 
 
 @pytest.mark.parametrize("family", ["BERT", "OPT", "BART", "Phi-3"])
@@ -286,7 +254,8 @@ def test_families_that_spread_or_join_their_matrices(family, tmp_path):
     "All experts on is the dense model; some on is what was cooked; a file brings it back; detached it is as it was"
     model = families()[family].eval()
     before, dense = snapshot(model), logits(model, IDS)
-    for i, method in enumerate((MoEfy(8, 1., router="mlp"), MoEfy(8, .5, .25), NeuronSparse(1.), NeuronSparse(.5), NeuronSparse(.5, "lowrank"))):
+    for i, method in enumerate((MoEfy(8, 1., router="mlp"), MoEfy(8, .5, .25), NeuronSparse(1.), NeuronSparse(.5),
+                                NeuronSparse(.5, "lowrank"))):
         cook = Cook(model, [method], calib=batches())
         small, cooked = cook.export(), logits(model, IDS)
         with executed(small) as work: torch.testing.assert_close(logits(small, IDS), cooked, rtol=1e-5, atol=1e-5)
@@ -305,18 +274,13 @@ def test_these_families_beside_other_methods(family, tmp_path):
     from bmlab.cook.fakequant import FakeQuant
     from bmlab.cook.prune import StructPrune
     from bmlab.cook.sparse24 import Sparse24
-    patterns = {"BERT": ["*.intermediate.dense", "*.layer.*.output.dense"], "OPT": ["fc1", "fc2"], "Phi-3": "*.mlp.*"}[
-        family
-    ]
+    patterns = {"BERT": ["*.intermediate.dense", "*.layer.*.output.dense"], "OPT": ["fc1", "fc2"],
+                "Phi-3": "*.mlp.*"}[family]
     exported = []
     for back in (False, True):
         model = families()[family].eval()
-        methods = [
-            MoEfy(8, 0.5, cluster="coactivation", router="mlp"),
-            Sparse24(patterns),
-            FakeQuant("w8a16", patterns),
-            StructPrune(ffn=0.5, score="magnitude"),
-        ]
+        methods = [MoEfy(8, 0.5, cluster="coactivation", router="mlp"), Sparse24(patterns),
+                   FakeQuant("w8a16", patterns), StructPrune(ffn=0.5, score="magnitude")]
         cook = Cook(model, methods[::-1] if back else methods, calib=batches())
         small = cook.export()
         torch.testing.assert_close(logits(small, IDS), logits(model, IDS), rtol=1e-4, atol=1e-4)
@@ -330,7 +294,7 @@ def test_these_families_beside_other_methods(family, tmp_path):
 
 @pytest.mark.parametrize("predictor", ["cascade", "lowrank"])
 def test_neurons_are_chosen_among_those_that_pruning_leaves(predictor):
-    "Once the gates are shut, a share of the neurons is a share of those that stay, in the cooked model as in the exported one"
+    "Once the gates are shut, a share of the neurons is a share of those that stay, cooked as exported"
     from bmlab.cook.prune import StructPrune
     model = families()["Phi-3"].eval()
     cook = Cook(model, [NeuronSparse(.5, predictor), StructPrune(ffn=.5, score="magnitude")], calib=batches())
@@ -405,21 +369,17 @@ def test_state_resumes():
 
 @pytest.mark.long
 def test_reload_in_a_fresh_process(tmp_path):
-    made, ids = (
-        {
-            "moe": MoEfy(8, 0.5, router="analytical"),
-            "cascade": NeuronSparse(0.5),
-            "lowrank": NeuronSparse(0.4, "lowrank"),
-        },
-        IDS,
-    )
+    made = {"moe": MoEfy(8, 0.5, router="analytical"), "cascade": NeuronSparse(0.5),
+            "lowrank": NeuronSparse(0.4, "lowrank")}
+    ids = IDS
     small = {k: Cook(tiny(), [m], calib=batches()).export() for k, m in made.items()}
     for k, m in small.items(): save_cooked(m, tmp_path / k)
     torch.save(ids, tmp_path / "ids.pt")
     code = f"""import torch
 from bmlab.cook.report import load_cooked
 ids = torch.load({str(tmp_path / "ids.pt")!r})
-with torch.no_grad(): torch.save({{k: [load_cooked(f"{tmp_path}/{{k}}")(i).logits for i in (ids, ids[:1, :1])] for k in {list(made)}}}, {str(tmp_path / "y.pt")!r})"""
+def logits(k): return [load_cooked(f"{tmp_path}/{{k}}")(i).logits for i in (ids, ids[:1, :1])]
+with torch.no_grad(): torch.save({{k: logits(k) for k in {list(made)}}}, {str(tmp_path / "y.pt")!r})"""
     fresh_python(code, check=True)
     again = torch.load(tmp_path / "y.pt")
     for k, m in small.items():
@@ -440,12 +400,8 @@ def test_compiled_both_ways():
     assert abs(work.share / .5 - 1) < .05                                               # what it gathers, and no more
     packed = pack_linears(copy.deepcopy(small), 8, "*.mlp.*_proj")
     with executed(packed) as work:
-        torch.testing.assert_close(
-            logits(torch.compile(packed, backend="aot_eager", fullgraph=True), IDS[:1, :1]),
-            logits(packed, IDS[:1, :1]),
-            rtol=1e-3,
-            atol=1e-3,
-        )
+        torch.testing.assert_close(logits(torch.compile(packed, backend="aot_eager", fullgraph=True), IDS[:1, :1]),
+                                   logits(packed, IDS[:1, :1]), rtol=1e-3, atol=1e-3)
     assert abs(work.share / .5 - 1) < .05
     half = copy.deepcopy(small).bfloat16()
     torch.testing.assert_close(
@@ -459,7 +415,8 @@ def pruned_on_two():
     from bmlab.cook.prune import StructPrune
     from test_moefy import IDS, MoEfy, NeuronSparse, batches, logits, snapshot, tiny
     out = {}
-    for name, make in {"experts": lambda: MoEfy(8, .5, router="mlp"), "cascade": lambda: NeuronSparse(.5), "lowrank": lambda: NeuronSparse(.5, "lowrank")}.items():
+    for name, make in {"experts": lambda: MoEfy(8, .5, router="mlp"), "cascade": lambda: NeuronSparse(.5),
+                       "lowrank": lambda: NeuronSparse(.5, "lowrank")}.items():
         for sharded in (False, True):
             model = tiny().train()
             cook = Cook(model, [StructPrune(ffn=.5, score="magnitude"), make()], calib=batches())
@@ -473,11 +430,8 @@ def pruned_on_two():
                 cook.step()
                 opt.zero_grad()
             small = cook.export()
-            out[name, sharded] = (
-                snapshot(small),
-                logits(small, IDS),
-                [str(m) for m in small.modules() if isinstance(m, (MoEMLP, SparseMLP))],
-            )
+            out[name, sharded] = (snapshot(small), logits(small, IDS),
+                [str(m) for m in small.modules() if isinstance(m, (MoEMLP, SparseMLP))])
     return out
 
 
@@ -514,20 +468,13 @@ def recalled(model, batch):
 
 @pytest.mark.slow
 def test_a_relu_model_at_a_fifth_of_its_neurons():
-    "Trained here to know a table of facts: with 20 % of the feed-forward network it keeps 95 % of its score, and that network decodes at least 1.6 times as fast"
+    """Trained here to know a table of facts: with 20 % of the feed-forward network it keeps 95 % of its score, and that
+    network decodes at least 1.6 times as fast"""
     set_seed(0)
     table = facts()
-    model = tf.LlamaForCausalLM(
-        tf.LlamaConfig(
-            hidden_size=192,
-            intermediate_size=5120,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            vocab_size=64,
-            hidden_act="relu",
-        )
-    )
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=192, intermediate_size=5120, num_hidden_layers=1,
+                                               num_attention_heads=4, num_key_value_heads=4, vocab_size=64,
+                                               hidden_act="relu"))
     def train(steps, lr, cook=None, seed=0):
         opt = torch.optim.AdamW(model.train().parameters(), lr=lr, weight_decay=.01)
         for s in range(steps):
@@ -561,10 +508,8 @@ def test_a_relu_model_at_a_fifth_of_its_neurons():
             # what both need where nothing interrupts them
             ratios.append(sorted(times[0])[6] / sorted(times[1])[6])
     ratio = sorted(ratios)[4]
-    print(
-        f"\nrecalled {before:.1%}; a fifth of the neurons at once {at_once:.1%}, after 40 steps {after:.1%}; "
-        f"{zeros[0]:.0%} zeros; {work}; decode of the layer {ratio:.2f} x"
-    )
+    print(f"\nrecalled {before:.1%}; a fifth of the neurons at once {at_once:.1%}, after 40 steps {after:.1%}; "
+          f"{zeros[0]:.0%} zeros; {work}; decode of the layer {ratio:.2f} x")
     assert before > .5 and after >= .95 * before and abs(work.share / .2 - 1) < .05
     assert ratio >= 1.6
 
@@ -582,10 +527,8 @@ def test_half_the_neurons_of_a_real_model():
     after = perplexity(model, text)
     small = cook.export()
     with executed(small) as work: logits(small, text[0]["input_ids"][:1, :1])
-    print(
-        f"\nperplexity {before:.3f}, half of the neurons {after:.3f} ({after / before - 1:+.2%}); a decoded token "
-        f"executes {work}"
-    )
+    print(f"\nperplexity {before:.3f}, half of the neurons {after:.3f} ({after / before - 1:+.2%}); a decoded token "
+          f"executes {work}")
     assert after < 1.05 * before and work.share < .76
 
 
@@ -601,13 +544,9 @@ def test_on_a_gpu_as_by_hand(tokens):
     config = tf.LlamaConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=1, num_attention_heads=4)
     set_seed(0)
     mlp = tf.models.llama.modeling_llama.LlamaMLP(config).to("cuda", torch.bfloat16).eval()
-    moe = MoEMLP(
-        mlp,
-        FFN("up_proj", "down_proj", "gate_proj", "act_fn"),
-        Router("centroid", {"centres": torch.randn(15, 512)}).to("cuda", torch.bfloat16),
-        [0, 128, *range(256, 2049, 128)],
-        3,
-    ).eval()
+    moe = MoEMLP(mlp, FFN("up_proj", "down_proj", "gate_proj", "act_fn"),
+                 Router("centroid", {"centres": torch.randn(15, 512)}).to("cuda", torch.bfloat16),
+                 [0, 128, *range(256, 2049, 128)], 3).eval()
     x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         on = chosen(moe.router(x, mlp.act_fn), 3)
@@ -648,10 +587,10 @@ def test_a_cuda_graph_holds_the_layer(kind, rows):
     x = [torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     with torch.no_grad():
         if kind == "experts":
-            assert layer._way(x[0], layer.ffn.function(layer), *layer.ffn.matrices(layer)) == (
-                "_kernels" if rows == 1 else "_grouped"
-            )
-        want, static, graph, side = [layer(t) for t in x], x[0].clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            assert layer._way(x[0], layer.ffn.function(layer),
+                              *layer.ffn.matrices(layer)) == ("_kernels" if rows == 1 else "_grouped")
+        want, static = [layer(t) for t in x], x[0].clone()
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3): layer(static)
@@ -670,14 +609,10 @@ def test_layers_that_were_dropped(cut, method):
     from bmlab.cook.prune import StructPrune
     model = tiny(F=64, num_hidden_layers=4)
     batches = [{"input_ids": torch.randint(3, 60, (2, 16))} for _ in range(2)]
-    cook = Cook(
-        model,
-        [
-            StructPrune(score="magnitude", **cut),
-            MoEfy(experts=4, active=1.0) if method == "experts" else NeuronSparse(1.0),
-        ],
-        calib=batches,
-    )
+    cook = Cook(model,
+                [StructPrune(score="magnitude", **cut),
+                 MoEfy(experts=4, active=1.0) if method == "experts" else NeuronSparse(1.0)],
+                calib=batches)
     small = cook.export()
     cook.detach()
     alone = Cook(model, [StructPrune(score="magnitude", **cut)], calib=batches).export()
@@ -702,9 +637,8 @@ def test_an_activation_that_a_file_would_lose_is_refused(tmp_path):
     from bmlab.cook.neurons import relufy
     model = tiny(F=64)
     ids = torch.randint(3, 60, (2, 16))
-    small = Cook(
-        relufy(copy.deepcopy(model), "layers[0].mlp"), [MoEfy(experts=4, active=0.5)], calib=[{"input_ids": ids}]
-    ).export()
+    small = Cook(relufy(copy.deepcopy(model), "layers[0].mlp"), [MoEfy(experts=4, active=0.5)],
+                 calib=[{"input_ids": ids}]).export()
     with pytest.raises(TypeError, match="ReLU"): save_cooked(small, tmp_path / "some")
     whole = Cook(relufy(copy.deepcopy(model)), [MoEfy(experts=4, active=.5)], calib=[{"input_ids": ids}]).export()
     save_cooked(whole, tmp_path / "all")

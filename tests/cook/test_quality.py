@@ -43,9 +43,8 @@ def test_int8_file_is_what_the_format_promises():
     before = bytes_on_disk(model)
     small = pack_linears(copy.deepcopy(model))
     matrices = [p for p in model.parameters() if p.ndim == 2]
-    promised = sum(p.numel() + 4 * p.shape[0] for p in matrices) + 4 * sum(
-        p.numel() for p in model.parameters() if p.ndim == 1
-    )
+    promised = sum(p.numel() + 4 * p.shape[0] for p in matrices) + 4 * sum(p.numel() for p in model.parameters()
+                   if p.ndim == 1)
     assert count(small).bytes == promised == sum(w.nbytes for w in weights(small) if w.tied_to is None)
     assert promised < bytes_on_disk(small) < promised + 120 * len(small.state_dict()) + 4096
     assert 0.25 < bytes_on_disk(small) / before < 0.255

@@ -17,14 +17,8 @@ from bmlab.models.load import load
 from bmlab.cook.quantize import Grid, Int8GroupLinear, gptq, quantize, to_nearest
 from bmlab.cook.calibrate import calibrate
 
-TINY = dict(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=99,
-)
+TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=99)
 IDS = torch.randint(0, 99, (4, 16), generator=torch.Generator().manual_seed(1))
 CALIB = [{"input_ids": IDS, "labels": IDS}, {"input_ids": IDS.flip(1), "labels": IDS.flip(1)}]
 
@@ -58,9 +52,8 @@ def test_int8_codes_are_those_of_torchaos_formula(group):
     theirs = blocks.abs().amax(-1) / 127.5
     # (a group's scale is float16)
     torch.testing.assert_close(theirs * 127.5 / 127, s, rtol=1e-3 if group else 0, atol=0)
-    assert (affine(blocks, s[..., None]) - codes.view(blocks.shape)).abs().max() <= 1 and (
-        affine(blocks, s[..., None]) != codes.view(blocks.shape)
-    ).sum() <= 2
+    assert (affine(blocks, s[..., None]) - codes.view(blocks.shape)).abs().max() <= 1
+    assert (affine(blocks, s[..., None]) != codes.view(blocks.shape)).sum() <= 2
 
 
 def test_int8_codes_and_scales_equal_torchaos():
@@ -72,45 +65,41 @@ def test_int8_codes_and_scales_equal_torchaos():
         codes, scale = to_nearest(w, grid)
         ours = scale.float().view(64, -1)
         theirs = torchao.Int8Tensor.from_hp(w, granularity)
-        torch.testing.assert_close(
-            theirs.scale.view(64, -1) * 127.5 / 127, ours, rtol=0 if grid.group_size is None else 1e-3, atol=0
-        )
-        same = torchao.Int8Tensor.from_hp(
-            w, granularity, scale=ours, zero_point=torch.zeros_like(ours, dtype=torch.int8)
-        )
+        torch.testing.assert_close(theirs.scale.view(64, -1) * 127.5 / 127, ours,
+                                   rtol=0 if grid.group_size is None else 1e-3, atol=0)
+        same = torchao.Int8Tensor.from_hp(w, granularity, scale=ours,
+                                          zero_point=torch.zeros_like(ours, dtype=torch.int8))
         assert torch.equal(same.qdata, codes) and (theirs.qdata - codes).abs().max() <= 1
 
 
 def test_rows_follow_the_formula_of_bmquant():
     w = torch.randn(40, 100, generator=torch.Generator().manual_seed(0))
     codes, scale = to_nearest(w, Grid())
-    assert torch.equal(scale, w.abs().amax(1) / 127) and torch.equal(
-        codes.float(), torch.round(w / (w.abs().amax(1, keepdim=True) / 127))
-    )
+    assert torch.equal(scale, w.abs().amax(1) / 127)
+    assert torch.equal(codes.float(), torch.round(w / (w.abs().amax(1, keepdim=True) / 127)))
 
 
-@pytest.mark.parametrize("grid", [Grid(), Grid(group_size=32), Grid(bits=4, group_size=32), Grid(bits=4, group_size=32, symmetric=True)], ids=str)
+@pytest.mark.parametrize("grid",
+                         [Grid(), Grid(group_size=32), Grid(bits=4, group_size=32),
+                          Grid(bits=4, group_size=32, symmetric=True)],
+                         ids=str)
 def test_gptq_against_a_dense_float64_solve(grid):
-    "Each column's error goes to the columns that are left as the least-squares solution says, computed anew for each column"
+    "Each column's error goes to the columns that are left as the least-squares solution says, computed anew for each"
     g = torch.Generator().manual_seed(0)
     w, x = torch.randn(24, 64, generator=g), torch.randn(500, 64, generator=g) @ torch.randn(64, 64, generator=g)
     gram, damping = x.T @ x, 0.02
     codes, scale, zero = gptq(w, gram, grid, damping)
     s, z = grid._wide(scale, w).expand(w.shape).double(), 0 if zero is None else grid._wide(zero, w).double()
     H = gram.double() + torch.eye(64).double() * damping * gram.double().diagonal().mean()
-    left, now, want = (
-        gram.diagonal().argsort(descending=True).tolist(),
-        w.double().clone(),
-        torch.zeros(24, 64).double(),
-    )
+    left, now = gram.diagonal().argsort(descending=True).tolist(), w.double().clone()
+    want = torch.zeros(24, 64).double()
     zc = z if torch.is_tensor(z) else torch.zeros_like(s)
     while left:
         k, left = left[0], left[1:]
         want[:, k] = ((now[:, k] - zc[:, k]) / s[:, k]).round().clamp(*((-127, 127) if grid.bits == 8 else (-8, 7)))
         if left:
-            now[:, left] += torch.linalg.solve(
-                H[left][:, left], torch.outer(H[left, k], now[:, k] - want[:, k] * s[:, k] - zc[:, k])
-            ).T
+            now[:, left] += torch.linalg.solve(H[left][:, left],
+                torch.outer(H[left, k], now[:, k] - want[:, k] * s[:, k] - zc[:, k])).T
     assert (want == codes).double().mean() > 0.99
     error = lambda q: ((grid.values(q.float(), scale, zero) - w) @ x.T).norm()
     assert error(codes) < 1.02 * error(want) and error(codes) < 0.8 * error(grid.round(w, scale, zero))
@@ -128,24 +117,20 @@ def test_small_codes_are_the_best_there_are(K, bits, group):
 
 
 def test_int4_scales_are_solved_for_where_energy_is_known():
-    "No other scale and zero point fits the codes better by more than float16's rounding, and the error is well below that of ranges that are only cut"
+    """No other scale and zero point fits the codes better by more than float16's rounding, and the error is well below
+    that of ranges that are only cut"""
     g = torch.Generator().manual_seed(0)
     w, energy = torch.randn(16, 256, generator=g), torch.rand(256, generator=g) + 0.1
     for grid in (Grid(bits=4, group_size=64), Grid(bits=4, group_size=64, symmetric=True)):
         scale, zero = grid.fit(w, energy)
-        q, e = (
-            grid.round(w, scale, zero).double().view(-1, 64),
-            energy.double().view(1, -1, 64).expand(16, -1, -1).reshape(-1, 64),
-        )
+        q = grid.round(w, scale, zero).double().view(-1, 64)
+        e = energy.double().view(1, -1, 64).expand(16, -1, -1).reshape(-1, 64)
         want = w.double().view(-1, 64)
         A = torch.stack([q, torch.ones_like(q)], -1) if zero is not None else q[..., None]
         best = torch.linalg.lstsq(A * e.sqrt()[..., None], (want * e.sqrt())[..., None]).solution
         error = lambda x: ((((A @ x)[..., 0] - want).square() * e).sum(-1))
-        ours = (
-            torch.stack([scale, zero], -1).view(-1, 2, 1).double()
-            if zero is not None
-            else scale.view(-1, 1, 1).double()
-        )
+        ours = (torch.stack([scale, zero], -1).view(-1, 2, 1).double() if zero is not None
+                else scale.view(-1, 1, 1).double())
         assert (error(ours) / error(best)).median() < 1.02
         cut = grid.fit(w)
         assert error(ours).sum() < 0.96 * ((grid.values(grid.round(w, *cut), *cut) - w).square() * energy).sum()
@@ -162,13 +147,8 @@ def texts(pad):
         L = max(len(rows[a]), len(rows[b]))
         fill = lambda r, v: torch.cat([torch.full((L - len(r),), v), r][::1 if pad == "left" else -1])
         mask = torch.stack([fill(torch.ones_like(rows[i]), 0) for i in (a, b)])
-        out.append(
-            {
-                "input_ids": torch.stack([fill(rows[i], 50) for i in (a, b)]),
-                "attention_mask": mask,
-                "labels": torch.stack([fill(rows[i], -100) for i in (a, b)]),
-            }
-        )
+        out.append({"input_ids": torch.stack([fill(rows[i], 50) for i in (a, b)]), "attention_mask": mask,
+                    "labels": torch.stack([fill(rows[i], -100) for i in (a, b)])})
     return out
 
 
@@ -179,21 +159,20 @@ def mixtral():
 
 def t5():
     torch.manual_seed(0)
-    return tf.T5ForConditionalGeneration(
-        tf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=99, decoder_start_token_id=0)
-    ).eval()
+    return tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+                                                     vocab_size=99, decoder_start_token_id=0)).eval()
 
 
 def measured(model, calib):
     "name → Inputs, of experts too"
     out = {}
-    for stage in calibrate(model, {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) or hasattr(m, "num_experts") and "experts" in n}, calib):
+    for stage in calibrate(model,
+                           {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)
+                            or hasattr(m, "num_experts") and "experts" in n},
+                           calib):
         for n, i in stage.items():
-            out |= (
-                {f"{n}.{k}.{e}": one for k, stack in i.items() for e, one in enumerate(stack)}
-                if isinstance(i, dict)
-                else {n: i}
-            )
+            out |= ({f"{n}.{k}.{e}": one for k, stack in i.items() for e, one in enumerate(stack)}
+                    if isinstance(i, dict) else {n: i})
     return out
 
 
@@ -234,11 +213,9 @@ def test_experts_are_rounded_by_the_tokens_that_reach_them(bits):
             i, w = inputs[f"model.layers.0.mlp.experts.{stack}.{e}"], getattr(experts(model), stack)[e]
             error = lambda m: (((q := dequantized(experts(m), stack, e) - w) @ i.gram) * q).sum().item()
             assert i.rows > 100 and error(fine) < 0.9 * error(plain), (stack, e)
-    cook = Cook(
-        copy.deepcopy(model),
-        [FakeQuant(f"w{bits}a16" + ("-g32" if bits == 4 else ""), modules="*.mlp.experts", rounding="gptq")],
-        calib=calib,
-    )
+    cook = Cook(copy.deepcopy(model),
+                [FakeQuant(f"w{bits}a16" + ("-g32" if bits == 4 else ""), modules="*.mlp.experts", rounding="gptq")],
+                calib=calib)
     small = cook.export()
     assert all(torch.equal(t, fine.state_dict()[n]) for n, t in small.state_dict().items())
     assert relative(logits(small), logits(cook.model)) < 1e-5
@@ -260,10 +237,14 @@ def test_experts_without_a_token_are_named(caplog):
     assert "of 4 experts got no token" in caplog.text and logits(model).isfinite().all()
 
 
-@pytest.mark.parametrize("options,text", [
-    (dict(damping=-0.1), "damping=-0.1"), (dict(damping=math.nan), "damping=nan"), (dict(damping=math.inf), "damping=inf"), (dict(damping="a"), "damping='a'"), (dict(damping=True), "damping=True"),
-    (dict(group_size=48), "group_size=48"), (dict(group_size=64.0), "group_size=64.0"), (dict(group_size=0), "group_size=0"), (dict(bits=4, group_size=-32), "group_size=-32"),
-    (dict(bits=16), "bits=16"), (dict(bits="8"), "bits='8'"), (dict(smooth=math.nan), "smooth=nan"), (dict(smooth=True), "smooth=True"), (dict(activations=4), "activations=4")])
+@pytest.mark.parametrize("options,text",
+                         [(dict(damping=-0.1), "damping=-0.1"), (dict(damping=math.nan), "damping=nan"),
+                          (dict(damping=math.inf), "damping=inf"), (dict(damping="a"), "damping='a'"),
+                          (dict(damping=True), "damping=True"), (dict(group_size=48), "group_size=48"),
+                          (dict(group_size=64.0), "group_size=64.0"), (dict(group_size=0), "group_size=0"),
+                          (dict(bits=4, group_size=-32), "group_size=-32"), (dict(bits=16), "bits=16"),
+                          (dict(bits="8"), "bits='8'"), (dict(smooth=math.nan), "smooth=nan"),
+                          (dict(smooth=True), "smooth=True"), (dict(activations=4), "activations=4")])
 def test_arguments_out_of_range_are_named(options, text):
     model = llama()
     with pytest.raises(ValueError, match=text.replace("(", r"\(")): quantize(model, CALIB, **options)
@@ -272,7 +253,9 @@ def test_arguments_out_of_range_are_named(options, text):
         with pytest.raises(ValueError, match=text): FakeQuant("w8a16", rounding="gptq", **options)
 
 
-@pytest.mark.parametrize("calib,kind", [([], ValueError), ((b for b in ()), ValueError), ({"input_ids": IDS}, TypeError), (IDS, TypeError), ([1], TypeError)])
+@pytest.mark.parametrize("calib,kind",
+                         [([], ValueError), ((b for b in ()), ValueError), ({"input_ids": IDS}, TypeError),
+                          (IDS, TypeError), ([1], TypeError)])
 def test_what_is_no_batch_is_refused(calib, kind):
     model = llama()
     with pytest.raises(kind, match="calib"): quantize(model, calib)
@@ -291,21 +274,18 @@ def uneven():
 def test_w8a8_is_smoothed_where_there_are_batches():
     same = lambda a, b: all(torch.equal(t, b.state_dict()[n]) for n, t in a.state_dict().items())
     plain = logits(uneven())
-    smoothed, told, without = (
-        quantize(uneven(), CALIB, activations=8, **o) for o in ({}, dict(smooth=0.5), dict(smooth=False))
-    )
+    smoothed, told, without = (quantize(uneven(), CALIB, activations=8, **o)
+                               for o in ({}, dict(smooth=0.5), dict(smooth=False)))
     assert same(smoothed, told) and not same(smoothed, without)
     assert relative(logits(smoothed), plain) < 0.7 * relative(logits(without), plain)
     # inputs stay as they are: nothing to smooth
     assert same(quantize(uneven(), CALIB), quantize(uneven(), CALIB, smooth=False))
-    assert same(
-        quantize(uneven(), activations=8), quantize(uneven(), CALIB, activations=8, smooth=False, rounding="nearest")
-    )
+    assert same(quantize(uneven(), activations=8),
+                quantize(uneven(), CALIB, activations=8, smooth=False, rounding="nearest"))
     for calib, want in ((CALIB, dict(calib=CALIB, rounding="nearest")), (None, {})):
         cook = Cook(uneven(), [FakeQuant("w8a8")], calib=calib)
-        assert same(cook.export(), quantize(uneven(), activations=8, **want)) and (
-            "smooth" in cook.methods[0].state()
-        ) == (calib is not None)
+        assert same(cook.export(), quantize(uneven(), activations=8, **want))
+        assert ("smooth" in cook.methods[0].state()) == (calib is not None)
 
 
 def test_smoothed_conv1d():
@@ -329,9 +309,8 @@ class Cut(Method):
             for m, dim in ((layer.mlp.gate_proj, 0), (layer.mlp.up_proj, 0), (layer.mlp.down_proj, 1)):
                 for p in chain(m): p.cut(dim, keep)
                 with torch.no_grad():
-                    m.parametrizations.weight.original.data = m.parametrizations.weight.original.data.index_select(
-                        dim, keep
-                    )
+                    m.parametrizations.weight.original.data = m.parametrizations.weight.original.data.index_select(dim,
+                                                                                                                   keep)
                 m.in_features, m.out_features = m.parametrizations.weight.original.shape[::-1]
         small.config.intermediate_size = len(keep)
 
@@ -350,9 +329,8 @@ class Zeros(Method):
     def attach(self, model):
         for n, m in model.named_modules():
             if n.endswith("up_proj"):
-                parametrize_weight(
-                    m, "weight", Mask((torch.arange(m.weight.numel()).view(m.weight.shape) % 4 < 2).float()), 20
-                )
+                parametrize_weight(m, "weight",
+                                   Mask((torch.arange(m.weight.numel()).view(m.weight.shape) % 4 < 2).float()), 20)
     def detach(self): pass
     @torch.no_grad()
     def export(self, small):
@@ -363,7 +341,9 @@ class Zeros(Method):
                 unparametrize(m, "weight", p)
 
 
-@pytest.mark.parametrize("scheme,options", [("w8a16", {}), ("w8a8", dict(smooth=0.5)), ("w4a16-g32", dict(rounding="gptq")), ("w4a16-g32", dict(rounding="awq"))])
+@pytest.mark.parametrize("scheme,options",
+                         [("w8a16", {}), ("w8a8", dict(smooth=0.5)), ("w4a16-g32", dict(rounding="gptq")),
+                          ("w4a16-g32", dict(rounding="awq"))])
 def test_order_of_the_recipe_does_not_matter_and_slices_are_fitted_anew(scheme, options):
     exports, rounding = [], options.get("rounding", "nearest")
     # all, or the first and the last
@@ -373,9 +353,8 @@ def test_order_of_the_recipe_does_not_matter_and_slices_are_fitted_anew(scheme, 
     first = exports[0].state_dict()
     assert first["model.layers.0.mlp.down_proj.codes"].shape[1] in (32, 16)
     for e in exports[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(first.values(), e.state_dict().values())) and list(first) == list(
-            e.state_dict()
-        )
+        assert all(torch.equal(a, b) for a, b in zip(first.values(), e.state_dict().values()))
+        assert list(first) == list(e.state_dict())
     up = exports[0].model.layers[0].mlp.up_proj
     # the mask's zeros, whatever the scheme
     assert (up.dequantize()[:, 2::4] == 0).all() and (up.dequantize()[:, ::4] != 0).any()
@@ -385,12 +364,9 @@ def test_order_of_the_recipe_does_not_matter_and_slices_are_fitted_anew(scheme, 
 def test_int4_says_that_zeros_save_nothing():
     notes = Cook(llama(), [Zeros(), FakeQuant("w4a16-g32")]).methods[1].state()
     assert notes["2:4 weights stored as int4, no smaller for their zeros"] == 2
-    assert not any(
-        "zeros" in k
-        for cook in (Cook(llama(), [FakeQuant("w4a16-g32")]), Cook(llama(), [Zeros(), FakeQuant()]))
-        for m in cook.methods
-        for k in m.state()
-    )
+    assert not any("zeros" in k
+                   for cook in (Cook(llama(), [FakeQuant("w4a16-g32")]), Cook(llama(), [Zeros(), FakeQuant()]))
+                   for m in cook.methods for k in m.state())
 
 
 @pytest.mark.parametrize("calib", [None, CALIB])
@@ -403,9 +379,9 @@ def test_w8a8_of_experts_exports_what_was_cooked(calib):
     assert relative(logits(small), logits(model)) < 1e-5
     assert cook.methods[1].state()["layers of experts whose inputs are not rounded"] == 6
     layer = small.model.layers[0]
-    assert layer.self_attn.q_proj.activations == 8 and {
-        m.activations for n, m in layer.named_modules() if n.endswith(("gate_proj", "up_proj", "down_proj"))
-    } == {None}
+    assert layer.self_attn.q_proj.activations == 8
+    assert {m.activations for n, m in layer.named_modules()
+            if n.endswith(("gate_proj", "up_proj", "down_proj"))} == {None}
 
 
 def test_zeros_stay_while_training_goes_on():
@@ -419,9 +395,8 @@ def test_zeros_stay_while_training_goes_on():
         opt.zero_grad()
     mask = chain(model.model.layers[0].mlp.up_proj)[0].mask
     small = cook.export()
-    assert (small.model.layers[0].mlp.up_proj.dequantize()[mask == 0] == 0).all() and relative(
-        logits(small), logits(model)
-    ) < 1e-5
+    assert (small.model.layers[0].mlp.up_proj.dequantize()[mask == 0] == 0).all()
+    assert relative(logits(small), logits(model)) < 1e-5
 
 
 def test_a_resumed_recipe_goes_on_where_it_was():
@@ -434,9 +409,9 @@ def test_a_resumed_recipe_goes_on_where_it_was():
         opt.zero_grad()
     other, twin = recipe()
     twin.load_state_dict(copy.deepcopy(model.state_dict()))
-    assert torch.equal(logits(twin), logits(model)) and all(
-        torch.equal(a, b) for a, b in zip(other.export().state_dict().values(), cook.export().state_dict().values())
-    )
+    assert torch.equal(logits(twin), logits(model))
+    assert all(torch.equal(a, b)
+               for a, b in zip(other.export().state_dict().values(), cook.export().state_dict().values()))
 
 
 def test_a_failing_attach_leaves_no_trace():
@@ -444,9 +419,8 @@ def test_a_failing_attach_leaves_no_trace():
     # tokens that do not exist
     bad = [{"input_ids": IDS}, {"input_ids": IDS + 1000}]
     with pytest.raises(Exception): Cook(model, [FakeQuant("w8a16", rounding="gptq")], calib=bad)
-    assert list(model.state_dict()) == list(before) and not any(
-        m._forward_pre_hooks or m._forward_hooks or hasattr(m, "parametrizations") for m in model.modules()
-    )
+    assert list(model.state_dict()) == list(before)
+    assert not any(m._forward_pre_hooks or m._forward_hooks or hasattr(m, "parametrizations") for m in model.modules())
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values()))
     Cook(model, [FakeQuant("w8a16", rounding="gptq")], calib=CALIB).detach()
 
@@ -476,14 +450,10 @@ def test_compiled_in_one_piece():
     # what other tests compiled of the same code may be marked to be left alone
     torch._dynamo.reset()
     model = llama(num_hidden_layers=1)
-    Cook(
-        model,
-        [
-            FakeQuant("w8a8", modules="*.mlp.*", smooth=0.5),
-            FakeQuant("w4a16-g32", modules="*.self_attn.*", rounding="gptq"),
-        ],
-        calib=CALIB,
-    )
+    Cook(model,
+         [FakeQuant("w8a8", modules="*.mlp.*", smooth=0.5),
+          FakeQuant("w4a16-g32", modules="*.self_attn.*", rounding="gptq")],
+         calib=CALIB)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad(): assert relative(compiled(IDS).logits, logits(model)) < 1e-5
     torch._dynamo.reset()
@@ -542,9 +512,8 @@ def test_two_ranks_are_one_and_sharded_already_is_refused():
     alone = [trained(False, *s) for s in SCHEMES]
     for rank in run_ranks(two_ranks):
         for (losses, small), (theirs, state) in zip(alone, rank):
-            assert (
-                theirs == losses and list(state) == list(small) and all(torch.equal(state[n], small[n]) for n in small)
-            )
+            assert theirs == losses and list(state) == list(small) and all(torch.equal(state[n], small[n])
+                                                                           for n in small)
 
 
 # ── a model trained here, and a real one ─────────────────────────────────────────────────────────────────────────────
@@ -558,16 +527,8 @@ def character_model(steps=300, D=128, layers=3, length=64, seed=0):
     rows = ids[:len(ids) // length * length].view(-1, length)
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
     held, train = rows[:128], rows[128:]
-    model = tf.LlamaForCausalLM(
-        tf.LlamaConfig(
-            hidden_size=D,
-            intermediate_size=256,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            vocab_size=len(chars),
-        )
-    )
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=D, intermediate_size=256, num_hidden_layers=layers,
+                                               num_attention_heads=4, num_key_value_heads=4, vocab_size=len(chars)))
     continue_training(model, train, steps, 3e-3)
     batches = lambda r: [{"input_ids": b, "labels": b} for b in r.split(16)]
     return model.eval(), batches(held), batches(train[:128]), train
@@ -603,38 +564,33 @@ def test_four_bits_of_a_model_trained_in_float():
     tell("int4 g64 trained with the rounding", small := cook.export())
     longer = perplexity(floats, held)
     rows["float, trained as long"] = longer / before - 1
-    print(
-        f"\nperplexity of a model of characters: {before:.4f}; " + "; ".join(f"{k} {v:+.2%}" for k, v in rows.items())
-    )
+    print(f"\nperplexity of a model of characters: {before:.4f}; "
+          + "; ".join(f"{k} {v:+.2%}" for k, v in rows.items()))
     assert rows["int4 g64 GPTQ"] < min(0.08, rows["int4 g64 nearest"]) and rows["int8"] < 0.005
     aware_loss, late_loss = (
         perplexity(m, held) / longer - 1 for m in (small, quantize(copy.deepcopy(floats), bits=4, group_size=64))
     )  # of models trained as long
-    print(
-        f"against float trained as long: trained with the rounding {aware_loss:+.2%}, rounded to nearest afterwards "
-        f"{late_loss:+.2%}"
-    )
+    print(f"against float trained as long: trained with the rounding {aware_loss:+.2%}, rounded to nearest afterwards "
+          f"{late_loss:+.2%}")
     assert aware_loss < min(0.08, late_loss)
     with torch.no_grad(): assert relative(small(held[0]["input_ids"]).logits, aware(held[0]["input_ids"]).logits) < 1e-5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name,options,bound", [
-    ("W8A16, nearest", dict(rounding="nearest"), 0.01), ("W8A16", {}, 0.005), ("W8A8, nearest", dict(rounding="nearest", activations=8), 0.03),
-    ("W8A8", dict(activations=8), 0.03), ("W4A16 g64", dict(bits=4, group_size=64), 0.08)])
+@pytest.mark.parametrize("name,options,bound",
+                         [("W8A16, nearest", dict(rounding="nearest"), 0.01), ("W8A16", {}, 0.005),
+                          ("W8A8, nearest", dict(rounding="nearest", activations=8), 0.03),
+                          ("W8A8", dict(activations=8), 0.03), ("W4A16 g64", dict(bits=4, group_size=64), 0.08)])
 def test_perplexity_of_a_real_model(name, options, bound):
-    "What a user gets without further options, on texts that nothing was chosen by: damping, scales and smoothing were chosen on the last training texts"
+    """What a user gets without further options, on texts that nothing was chosen by: damping, scales and smoothing were
+    chosen on the last training texts"""
     from test_quality import calibration, held_out
     model, tok = load("smollm2-135m", device="cpu")
     batches = held_out(tok, 8192)
     before = perplexity(model, batches)
-    calib = (
-        calibration(tok)
-        if options.get("bits") != 4
-        else list(Batches(pack_tokens(split(sample_texts("movies").text, held_out=0.2)[0][:800], tok, 128), batch=4))[
-            :16
-        ]
-    )
+    calib = (calibration(tok) if options.get("bits") != 4
+             else list(Batches(pack_tokens(split(sample_texts("movies").text, held_out=0.2)[0][:800], tok, 128),
+                               batch=4))[:16])
     after = perplexity(quantize(model, calib, **options), batches)
     print(f"\n{name}: perplexity {before:.4f} → {after:.4f} ({after / before - 1:+.3%})")
     assert after < (1 + bound) * before
@@ -644,16 +600,15 @@ def test_perplexity_of_a_real_model(name, options, bound):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme,options", [("w8a16", {}), ("w8a16-g32", {}), ("w8a8", dict(smooth=0.5)), ("w4a16-g32", dict(rounding="gptq")), ("w4a16-g32", dict(rounding="awq"))])
+@pytest.mark.parametrize("scheme,options",
+                         [("w8a16", {}), ("w8a16-g32", {}), ("w8a8", dict(smooth=0.5)),
+                          ("w4a16-g32", dict(rounding="gptq")), ("w4a16-g32", dict(rounding="awq"))])
 def test_export_on_a_gpu_computes_what_the_cooked_model_does(scheme, options, dtype):
     torch.manual_seed(0)
-    model = (
-        tf.LlamaForCausalLM._from_config(
-            tf.LlamaConfig(**TINY | dict(hidden_size=64, intermediate_size=128, head_dim=16)), dtype=dtype
-        )
-        .cuda()
-        .eval()
-    )
+    model = (tf.LlamaForCausalLM._from_config(tf.LlamaConfig(**TINY
+                                                             | dict(hidden_size=64, intermediate_size=128,
+                                                                    head_dim=16)),
+                                              dtype=dtype).cuda().eval())
     calib = [{k: v.cuda() for k, v in b.items()} for b in CALIB]
     cook = Cook(model, [FakeQuant(scheme, **options)], calib=calib)
     small = cook.export()
@@ -673,9 +628,8 @@ def test_int8_groups_on_a_gpu():
         y = layer(x)
         y.sum().backward()
         want = F.linear(x.double(), layer.dequantize(torch.float64), layer.bias.double())
-        assert (
-            relative(y, want) < 2**-7 and relative(x.grad, layer.dequantize(torch.float64).sum(0).expand(M, -1)) < 2**-6
-        )
+        assert relative(y, want) < 2**-7
+        assert relative(x.grad, layer.dequantize(torch.float64).sum(0).expand(M, -1)) < 2**-6
 
 
 def test_two_of_a_kind_in_either_order():
@@ -683,29 +637,15 @@ def test_two_of_a_kind_in_either_order():
     from bmlab.cook.cook import Cook
     from bmlab.cook.fakequant import FakeQuant
     torch.manual_seed(0)
-    model = tf.LlamaForCausalLM(
-        tf.LlamaConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=60,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-        )
-    ).eval()
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                               num_attention_heads=4, num_key_value_heads=2, vocab_size=60,
+                                               bos_token_id=1, eos_token_id=2, pad_token_id=0)).eval()
     calib, files = [{"input_ids": torch.randint(3, 60, (4, 16))}], []
     for turn in (1, -1):
-        cook = Cook(
-            model,
-            [
-                FakeQuant("w4a16-g32", modules="*.mlp.*", rounding="gptq"),
-                FakeQuant("w8a8", modules="*.self_attn.*", rounding="gptq", smooth=0.5),
-            ][::turn],
-            calib=calib,
-        )
+        cook = Cook(model,
+                    [FakeQuant("w4a16-g32", modules="*.mlp.*", rounding="gptq"),
+                     FakeQuant("w8a8", modules="*.self_attn.*", rounding="gptq", smooth=0.5)][::turn],
+                    calib=calib)
         files.append(cook.export().state_dict())
         cook.detach()
     assert all(torch.equal(t, files[1][k]) for k, t in files[0].items())

@@ -1,4 +1,4 @@
-"2:4 sparsity: oracles, recipes, sharding, compiled and checkpointed training, files, the GPU's sparse tensor cores, and what distillation gives back."
+"2:4 sparsity: oracles, recipes, sharding, compiled training, files, tensor cores, what distillation gives back."
 import copy, itertools, math, pickle, warnings
 from pathlib import Path
 
@@ -16,19 +16,8 @@ from bmlab.core import parts, resolve, set_seed
 from bmlab.train.processes import run_ranks
 from bmlab.cook.fakequant import FakeQuant
 from bmlab.kernels.layers import pack_linears
-from bmlab.cook.sparse24 import (
-    Sparse24,
-    Sparse24Linear,
-    arrange24,
-    compress24,
-    expand24,
-    input_norms,
-    is24,
-    pack24,
-    pick24,
-    sparsegpt24,
-    unpack24,
-)
+from bmlab.cook.sparse24 import (Sparse24, Sparse24Linear, arrange24, compress24, expand24, input_norms, is24, pack24,
+                                 pick24, sparsegpt24, unpack24)
 from fresh import fresh_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,35 +27,15 @@ CALIB = [{"input_ids": r, "labels": r} for r in ROWS[:2]]
 
 def llama(**kw):
     set_seed(0)
-    return tf.LlamaForCausalLM(
-        tf.LlamaConfig(
-            **dict(
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                vocab_size=99,
-            )
-            | kw
-        )
-    ).eval()
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                                     num_attention_heads=4, num_key_value_heads=2,
+                                                     vocab_size=99) | kw)).eval()
 
 
 def gpt2():
     set_seed(0)
-    return tf.GPT2LMHeadModel(
-        tf.GPT2Config(
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            vocab_size=99,
-            n_positions=32,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    ).eval()
+    return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, n_positions=32,
+                                            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).eval()
 
 
 def logits(model, ids=ROWS[0]):
@@ -96,18 +65,15 @@ def test_every_pattern_of_small_integers():
     best = torch.stack([blocks[:, list(pair)].sum(1) for pair in itertools.combinations(range(4), 2)]).amax(0)
     assert (mask.sum(1) == 2).all() and torch.equal((blocks * mask).sum(1), best)
     for block, m in zip(blocks.tolist(), mask.tolist()):
-        assert all(not (block[i] == block[j] and m[j] and not m[i]) for i, j in itertools.combinations(range(4), 2)), (
-            block
-        )
+        assert all(not (block[i] == block[j] and m[j] and not m[i])
+                   for i, j in itertools.combinations(range(4), 2)), (block)
 
 
 def test_wanda_as_torchao_computes_it():
     "torchao's WandaSparsifier: |W| · ‖x‖, and of each block of four the two smallest are dropped"
     set_seed(0)
-    layer, xs = (
-        nn.Linear(64, 24),
-        [torch.randn(5, 7, 64) * torch.logspace(0, -2, 64)[torch.randperm(64)] for _ in range(3)],
-    )
+    layer = nn.Linear(64, 24)
+    xs = [torch.randn(5, 7, 64) * torch.logspace(0, -2, 64)[torch.randperm(64)] for _ in range(3)]
     model = nn.Sequential(layer)
     norm = torch.cat([x.flatten(0, 1) for x in xs]).norm(dim=0)
     metric = (layer.weight.abs() * norm).detach().view(-1, 4)
@@ -117,7 +83,8 @@ def test_wanda_as_torchao_computes_it():
 
 
 def test_sparsegpt_against_the_best_weights_for_its_mask():
-    "Least squares for each row's mask in float64 is the floor; SparseGPT, which may not go back, stays near it and far below the uncorrected mask"
+    """Least squares for each row's mask in float64 is the floor; SparseGPT, which may not go back, stays near it and
+    far below the uncorrected mask"""
     set_seed(0)
     w, x = torch.randn(16, 32), torch.randn(600, 32) @ torch.randn(32, 32)
     H = (x.T @ x).double()
@@ -132,10 +99,8 @@ def test_sparsegpt_against_the_best_weights_for_its_mask():
 
 def test_packed_bits_are_torchs():
     "The bits as torch's converter makes them, before it reorders them for CUTLASS"
-    from torch.sparse._semi_structured_conversions import (
-        _calculate_meta_reordering_scatter_offsets as offsets,
-        sparse_semi_structured_from_dense_cutlass as theirs,
-    )
+    from torch.sparse._semi_structured_conversions import (_calculate_meta_reordering_scatter_offsets as offsets,
+                                                           sparse_semi_structured_from_dense_cutlass as theirs)
     w = (torch.randn(64, 128).clamp_min(0.1) * pick24(torch.rand(64, 128))).to(torch.bfloat16)
     values, meta = theirs(w)
     plain = torch.gather(meta.view(-1), 0, offsets(64, meta.shape[1], meta.dtype, "cpu")).view(meta.shape)
@@ -166,7 +131,8 @@ def norms_of(model, calib): return input_norms(model, resolve(model, "*", kind=n
 
 
 def test_padding_counts_nowhere():
-    "Right- and left-padded batches, unpadded ones and bare tensors of the same texts: the same norms, and the same corrections by SparseGPT's Grams"
+    """Right- and left-padded batches, unpadded ones and bare tensors of the same texts: the same norms, and the same
+    corrections by SparseGPT's Grams"""
     plain, found = norms_of(llama(), [{"input_ids": t} for t in TEXTS]), []
     for calib in (padded("right"), padded("left"), TEXTS, [{"input_ids": t, "labels": t} for t in TEXTS]):
         for n, x in norms_of(llama(), calib).items(): assert torch.allclose(x, plain[n], rtol=1e-5), n
@@ -181,23 +147,13 @@ def test_padding_counts_nowhere():
 
 def test_padding_of_an_encoder_and_of_its_decoder():
     set_seed(0)
-    t5 = tf.T5ForConditionalGeneration(
-        tf.T5Config(
-            d_model=32,
-            d_ff=64,
-            d_kv=8,
-            num_heads=4,
-            num_layers=2,
-            vocab_size=99,
-            decoder_start_token_id=0,
-            dropout_rate=0.0,
-        )
-    ).eval()
+    t5 = tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_ff=64, d_kv=8, num_heads=4, num_layers=2,
+                                                   vocab_size=99, decoder_start_token_id=0, dropout_rate=0.0)).eval()
     answers = [torch.tensor([[3, 4]]), torch.tensor([[21, 22, 23, 24]])]
     plain = norms_of(t5, [{"input_ids": t, "labels": a} for t, a in zip(TEXTS, answers)])
-    got = norms_of(
-        t5, [padded("right")[0] | {"labels": torch.cat([F.pad(a, (0, 4 - a.shape[1]), value=-100) for a in answers])}]
-    )
+    got = norms_of(t5,
+                   [padded("right")[0] | {"labels": torch.cat([F.pad(a, (0, 4 - a.shape[1]), value=-100)
+                                                               for a in answers])}])
     for n, x in plain.items():
         if n != "lm_head": assert torch.allclose(x, got[n], rtol=1e-5, atol=1e-5), n
 
@@ -236,11 +192,8 @@ def test_columns_that_are_cut_are_picked_anew(score):
     for n, m in resolve(exports[0], "*.mlp.*", kind=Sparse24Linear).items():
         w = m.dequantize()
         was = masks[n][:, index] if n.endswith("down_proj") else masks[n][index]
-        assert (
-            is24(w)
-            and not (w != 0)[~was].any()
-            and (w != 0).sum() >= (0.8 if n.endswith("down_proj") else 1) * was.sum()
-        )
+        assert is24(w) and not (w != 0)[~was].any()
+        assert (w != 0).sum() >= (0.8 if n.endswith("down_proj") else 1) * was.sum()
     assert logits(exports[0]).isfinite().all()
 
 
@@ -267,52 +220,40 @@ def test_with_fake_quantization_in_any_order():
     assert (logits(a) - cooked).abs().max() < 1e-5
     assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
     layers = resolve(a, "*.mlp.*", kind=Sparse24Linear)
-    assert len(layers) == 6 and all(
-        m.scale is not None and m.dequantize().shape == (m.out_features, m.in_features) for m in layers.values()
-    )
+    assert len(layers) == 6
+    assert all(m.scale is not None and m.dequantize().shape == (m.out_features, m.in_features) for m in layers.values())
 
 
 def test_four_methods_in_any_order():
-    "Sliced neurons, experts, 2:4 and int8: the same tensors whatever the order of the list, and what the cooked model computes"
+    "Sliced neurons, experts, 2:4 and int8: the same tensors in any order of the list, equal to the cooked model"
     prune, moefy, fakequant = (pytest.importorskip(f"bmlab.cook.{m}") for m in ("prune", "moefy", "fakequant"))
     exports = []
     for order in ((0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)):
         model = llama()
-        methods = [
-            prune.StructPrune(ffn=0.75),
-            moefy.MoEfy(experts=4, active=0.5),
-            Sparse24("*.mlp.*"),
-            fakequant.FakeQuant("w8a16", modules="*.mlp.*"),
-        ]
+        methods = [prune.StructPrune(ffn=0.75), moefy.MoEfy(experts=4, active=0.5), Sparse24("*.mlp.*"),
+                   fakequant.FakeQuant("w8a16", modules="*.mlp.*")]
         cook = Cook(model, [methods[i] for i in order], CALIB)
         train(model, cook, ROWS[:2])
         exports.append(cook.export())
     for other in exports[1:]:
-        assert all(
-            torch.equal(x, y)
-            for x, y in zip(exports[0].state_dict().values(), other.state_dict().values(), strict=True)
-        )
+        assert all(torch.equal(x, y)
+                   for x, y in zip(exports[0].state_dict().values(), other.state_dict().values(), strict=True))
     layers = resolve(exports[0], "*.mlp.*", kind=Sparse24Linear)
-    assert (
-        len(layers) == 6
-        and {m.dequantize().shape for m in layers.values()} == {(48, 32), (32, 48)}
-        and logits(exports[0]).isfinite().all()
-    )
+    assert len(layers) == 6 and {m.dequantize().shape for m in layers.values()} == {(48, 32), (32, 48)}
+    assert logits(exports[0]).isfinite().all()
 
 
 def test_disjoint_twice_and_the_same_refused():
     model = llama()
-    cook = Cook(
-        model, [Sparse24("*.mlp.*", score="magnitude"), Sparse24("self_attn.*", when="repick", packed=False)], CALIB
-    )
+    cook = Cook(model, [Sparse24("*.mlp.*", score="magnitude"), Sparse24("self_attn.*", when="repick", packed=False)],
+                CALIB)
     train(model, cook)
     small = cook.export()
     assert [(m.notes["layers"], m.notes["packed"]) for m in cook.methods] == [(6, 6), (8, 0)]
     assert torch.equal(logits(small), logits(model))
     kinds = {n: type(m) for n, m in resolve(small, ["*_proj"]).items()}
-    assert {k for n, k in kinds.items() if "mlp" in n} == {Sparse24Linear} and {
-        k for n, k in kinds.items() if "attn" in n
-    } == {nn.Linear}
+    assert {k for n, k in kinds.items() if "mlp" in n} == {Sparse24Linear}
+    assert {k for n, k in kinds.items() if "attn" in n} == {nn.Linear}
     with pytest.raises(ValueError, match="two Sparse24 shape"):
         Cook(llama(), [Sparse24("*.mlp.*"), Sparse24("up_proj", score="magnitude")], CALIB)
 
@@ -324,12 +265,10 @@ def test_a_failing_attach_leaves_no_trace():
     model = llama()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(KeyError): Cook(model, [Sparse24(score="sparsegpt"), Fails()], CALIB)
-    assert list(model.state_dict()) == list(before) and all(
-        torch.equal(model.state_dict()[k], v) for k, v in before.items()
-    )
-    assert {type(m) for m in resolve(model, "*_proj").values()} == {nn.Linear} and not any(
-        m._forward_pre_hooks for m in model.modules()
-    )
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
+    assert {type(m) for m in resolve(model, "*_proj").values()} == {nn.Linear}
+    assert not any(m._forward_pre_hooks for m in model.modules())
 
 
 def test_deltas_on_the_same_layers():
@@ -367,12 +306,13 @@ def test_conv1d():
         train(model, cook)
         small = cook.export()
         assert (logits(small) - logits(model)).abs().max() < 1e-5
-        assert sum(isinstance(m, Sparse24Linear) for m in small.modules()) == 8 and all(
-            is24(m) for m in cook.methods[0].masks().values()
-        )
+        assert sum(isinstance(m, Sparse24Linear) for m in small.modules()) == 8
+        assert all(is24(m) for m in cook.methods[0].masks().values())
 
 
-@pytest.mark.parametrize("options", [dict(), dict(score="magnitude", transposable=True), dict(score="sparsegpt"), dict(when="repick"), dict(score="sparsegpt", when="ramp", steps=2)])
+@pytest.mark.parametrize("options",
+                         [dict(), dict(score="magnitude", transposable=True), dict(score="sparsegpt"),
+                          dict(when="repick"), dict(score="sparsegpt", when="ramp", steps=2)])
 def test_widths_that_four_does_not_divide(options):
     "Short last blocks keep at most two, in every recipe, in the file too"
     set_seed(0)
@@ -390,31 +330,26 @@ def test_widths_that_four_does_not_divide(options):
     with torch.no_grad(): assert torch.equal(small(x), net(x))
     for m in (m for m in small if isinstance(m, Sparse24Linear)):
         assert is24(m.dequantize()) and (not options.get("transposable") or is24(m.dequantize().t()))
-    assert sum(isinstance(m, Sparse24Linear) for m in small) == 4 and (small[0].dequantize() != 0).sum() >= 5 * 7 * (
-        0.6 if options.get("transposable") else 1
-    )
+    assert sum(isinstance(m, Sparse24Linear) for m in small) == 4
+    assert (small[0].dequantize() != 0).sum() >= 5 * 7 * (0.6 if options.get("transposable") else 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_weights(dtype):
     "Scores and Grams are float32, masks those of the same weights in float32; a cast after attaching changes nothing"
-    for options in (dict(), dict(score="sparsegpt"), dict(when="repick"), dict(score="sparsegpt", when="ramp", steps=2)):
+    for options in dict(), dict(score="sparsegpt"), dict(when="repick"), dict(score="sparsegpt", when="ramp", steps=2):
         half = llama(num_hidden_layers=1).to(dtype)
         full = copy.deepcopy(half).float()
         method, wide = Sparse24(**options), Sparse24(**options)
         cook, other = Cook(half, [method], CALIB), Cook(full, [wide], CALIB)
-        same = [
-            (a == b).float().mean().item() for a, b in zip(method.masks().values(), wide.masks().values(), strict=True)
-        ]
+        same = [(a == b).float().mean().item()
+                for a, b in zip(method.masks().values(), wide.masks().values(), strict=True)]
         # the inputs of layers behind the first are rounded
         assert min(same) > (0.97 if "score" in options else 0.985), (options, min(same))
         train(half, cook, ROWS[:2], torch.optim.SGD(half.parameters(), lr=1e-2))
         small = cook.export()
-        assert (
-            {p.dtype for p in half.parameters()} == {dtype}
-            and torch.equal(logits(small), logits(half))
-            and logits(small).isfinite().all()
-        )
+        assert {p.dtype for p in half.parameters()} == {dtype} and torch.equal(logits(small), logits(half))
+        assert logits(small).isfinite().all()
         other.model.to(dtype)
         if options.get("when") != "ramp": assert torch.equal(logits(other.export()), logits(full))
         for m in small.modules():
@@ -432,15 +367,15 @@ def test_models_without_values():
 
 def test_a_ramp_that_is_left_early_or_long_over():
     "Exported as at its end, with a word of warning; behind its end nothing changes"
-    for score, steps, left in (("wanda", 100, True), ("sparsegpt", 100, True), ("wanda", 6, False), ("sparsegpt", 3, False)):
+    for score, steps, left in (("wanda", 100, True), ("sparsegpt", 100, True), ("wanda", 6, False),
+                               ("sparsegpt", 3, False)):
         method = Sparse24(score=score, when="ramp", steps=steps)
         model = llama(num_hidden_layers=1)
         cook = Cook(model, [method], CALIB)
         train(model, cook)
         with warnings.catch_warnings(record=True) as said: small = cook.export()
-        assert ["the ramp has done 6 of steps=100" in str(w.message) and w.filename == __file__ for w in said] == [
-            True
-        ] * left
+        assert ["the ramp has done 6 of steps=100" in str(w.message) and w.filename == __file__
+                for w in said] == [True] * left
         # the cooked model's own goes on
         assert (method.state()["fade"] == 0) == (not left)
         assert torch.equal(logits(small), logits(model)) == (not left)
@@ -468,18 +403,14 @@ def test_packing_loses_no_delta():
     for make, name, int8 in ((gpt2, "mlp.c_fc", False), (llama, "up_proj", False), (llama, "up_proj", True)):
         model = make()
         for m in resolve(model, name).values():
-            m.weight.data *= (
-                pick24((m.weight.t() if make is gpt2 else m.weight).detach().abs()).t()
-                if make is gpt2
-                else pick24(m.weight.detach().abs())
-            )
+            size = m.weight.detach().abs()
+            m.weight.data *= pick24(size.t()).t() if make is gpt2 else pick24(size)
         if int8: pack_linears(model, modules=name)
         d = Lora(model, r=2, modules=name)
         for p in d.trainable(): nn.init.normal_(p)
         before = logits(model)
-        assert torch.equal(logits(pack24(model)), before) and not any(
-            isinstance(m, Sparse24Linear) for m in resolve(model, name).values()
-        )
+        assert torch.equal(logits(pack24(model)), before)
+        assert not any(isinstance(m, Sparse24Linear) for m in resolve(model, name).values())
         with pytest.raises(LookupError, match="none of them a plain linear layer"): pack24(model, name)
         d.detach()
         assert all(isinstance(m, Sparse24Linear) for m in resolve(pack24(model), name).values())
@@ -488,7 +419,8 @@ def test_packing_loses_no_delta():
 # ---- training
 
 def test_stopped_and_resumed_in_the_middle_of_a_ramp():
-    for options in (dict(when="ramp", steps=5), dict(when="repick", steps=4), dict(when="ramp", steps=5, score="sparsegpt")):
+    for options in (dict(when="ramp", steps=5), dict(when="repick", steps=4),
+                    dict(when="ramp", steps=5, score="sparsegpt")):
         model = llama()
         cook = Cook(model, [Sparse24(**options)], CALIB)
         train(model, cook)
@@ -502,18 +434,14 @@ def test_stopped_and_resumed_in_the_middle_of_a_ramp():
         again = torch.optim.AdamW(rest.parameters(), lr=1e-2, weight_decay=0.1)
         again.load_state_dict(copy.deepcopy(opt.state_dict()))
         train(rest, b, ROWS, again, start=3)
-        assert all(
-            torch.equal(x, y) for x, y in zip(model.state_dict().values(), rest.state_dict().values(), strict=True)
-        ), options
+        assert all(torch.equal(x, y)
+                   for x, y in zip(model.state_dict().values(), rest.state_dict().values(), strict=True)), options
 
 
 def all_three():
     "Each way of treating what goes, on its own layers"
-    return [
-        Sparse24("*.mlp.*", when="repick"),
-        Sparse24(["q_proj", "k_proj"], when="ramp", steps=2, score="sparsegpt"),
-        Sparse24(["v_proj", "o_proj"]),
-    ]
+    return [Sparse24("*.mlp.*", when="repick"), Sparse24(["q_proj", "k_proj"], when="ramp", steps=2, score="sparsegpt"),
+            Sparse24(["v_proj", "o_proj"])]
 
 
 def same_losses(run_of):
@@ -592,10 +520,8 @@ def sharded():
     # of the sharded one, whole on each rank
     small = cook.export()
     with torch.no_grad(): apart = (small(ROWS[0]).logits - model.eval()(ROWS[0]).logits).abs().max().item()
-    whole = (
-        all(is24(m.dequantize()) for m in small.modules() if isinstance(m, Sparse24Linear))
-        and sum(isinstance(m, Sparse24Linear) for m in small.modules()) == 14
-    )
+    whole = (all(is24(m.dequantize()) for m in small.modules() if isinstance(m, Sparse24Linear))
+             and sum(isinstance(m, Sparse24Linear) for m in small.modules()) == 14)
     try:
         Cook(shard(llama(), dtype=None), [Sparse24(score="magnitude")])
         refused = ""
@@ -608,12 +534,8 @@ def test_two_ranks_are_one():
     ranks = run_ranks(sharded)
     assert ranks[0][0][1] == ranks[1][0][1]
     for (one, many), same, exported, refused in ranks:
-        assert (
-            max(abs(a - b) for a, b in zip(one, many)) < 2e-5
-            and same
-            and exported
-            and "attach Cook before shard" in refused
-        )
+        assert max(abs(a - b) for a, b in zip(one, many)) < 2e-5 and same and exported
+        assert "attach Cook before shard" in refused
 
 
 # ---- files
@@ -625,13 +547,11 @@ def test_reloads_in_a_fresh_process(tmp_path):
     small = cook.export()
     save_cooked(small, tmp_path)
     torch.save((ROWS[0], logits(small)), tmp_path / "expected.pt")
-    code = (
-        "import sys, torch; from bmlab.cook.report import load_cooked; m = load_cooked(sys.argv[1]); ids, want = "
-        "torch.load(sys.argv[1] + '/expected.pt')\n"
-        "with torch.no_grad(): assert torch.equal(m(ids).logits, want)\n"
-        "print(sum(type(x).__name__ == 'Sparse24Linear' for x in m.modules()), m.lm_head.weight is "
-        "m.model.embed_tokens.weight)"
-    )
+    code = ("import sys, torch; from bmlab.cook.report import load_cooked; m = load_cooked(sys.argv[1]); ids, want = "
+            "torch.load(sys.argv[1] + '/expected.pt')\n"
+            "with torch.no_grad(): assert torch.equal(m(ids).logits, want)\n"
+            "print(sum(type(x).__name__ == 'Sparse24Linear' for x in m.modules()), m.lm_head.weight is "
+            "m.model.embed_tokens.weight)")
     done = fresh_python(code, tmp_path)
     assert done.stdout.split() == ["14", "True"], done.stderr[-2000:]
 
@@ -676,32 +596,25 @@ def reviewer():
     def held_loss(m):
         with torch.no_grad(): return m.eval()(input_ids=held, labels=held).loss.item()
     set_seed(0)
-    dense = tf.LlamaForCausalLM(
-        tf.LlamaConfig(
-            hidden_size=64,
-            intermediate_size=176,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            vocab_size=256,
-            tie_word_embeddings=True,
-        )
-    )
+    dense = tf.LlamaForCausalLM(tf.LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=3,
+                                               num_attention_heads=4, num_key_value_heads=4, vocab_size=256,
+                                               tie_word_embeddings=True))
     optimize(dense, 700, 4e-3, lambda g: (lambda x: dense(input_ids=x, labels=x).loss)(batch(g)))
     return dense.eval(), held_loss, batch, [{"input_ids": batch(torch.Generator().manual_seed(5))} for _ in range(4)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, options, hidden", [("magnitude", dict(score="magnitude"), None), ("Wanda", dict(), None), ("Wanda, ramped", dict(when="ramp", steps=100), None),
-                                                   ("Wanda, re-picked", dict(when="repick", steps=200), None), ("SparseGPT, hidden states too", dict(score="sparsegpt"), "layers.*")])
+@pytest.mark.parametrize("name, options, hidden",
+                         [("magnitude", dict(score="magnitude"), None), ("Wanda", dict(), None),
+                          ("Wanda, ramped", dict(when="ramp", steps=100), None),
+                          ("Wanda, re-picked", dict(when="repick", steps=200), None),
+                          ("SparseGPT, hidden states too", dict(score="sparsegpt"), "layers.*")])
 def test_distillation_recovers_the_gap(reviewer, name, options, hidden):
     "All blocks 2:4, the dense model teaches: at least nine tenths of what the same choice loses in one shot"
     from bmlab.cook.distill import Distill
     dense, held_loss, batch, calib = reviewer
-    floor, once = (
-        held_loss(dense),
-        held_loss(Cook(copy.deepcopy(dense), [Sparse24(score=options.get("score", "wanda"))], calib).model),
-    )
+    floor = held_loss(dense)
+    once = held_loss(Cook(copy.deepcopy(dense), [Sparse24(score=options.get("score", "wanda"))], calib).model)
     model = copy.deepcopy(dense)
     cook = Cook(model, [Sparse24(**options), Distill(dense, T=1., hidden=hidden, measure="cosine")], calib)
     def taught(g):
@@ -709,10 +622,8 @@ def test_distillation_recovers_the_gap(reviewer, name, options, hidden):
         return cook.loss()
     optimize(model, 300, 4e-3, taught, cook, seed=7)
     after, small = held_loss(model), cook.export()
-    print(
-        f"\n{name}: dense {floor:.4f}, one-shot {once:.4f}, distilled {after:.4f}: "
-        f"{(once - after) / (once - floor):.1%} of the gap"
-    )
+    print(f"\n{name}: dense {floor:.4f}, one-shot {once:.4f}, distilled {after:.4f}: "
+          f"{(once - after) / (once - floor):.1%} of the gap")
     assert once - after >= 0.9 * (once - floor) and abs(held_loss(small) - after) < 1e-5
     assert all(is24(m.dequantize()) for m in small.modules() if isinstance(m, Sparse24Linear))
 
@@ -724,7 +635,8 @@ class _OnCpu:
         values, indices = compress24(w)
         return torch.cat([values.flatten(), indices.flatten().view(w.dtype)])
     @staticmethod
-    def mm(packed, B, bias=None, alpha=None, out_dtype=None, transpose_result=False, alg_id=0, split_k=1, split_k_mode=-1):
+    def mm(packed, B, bias=None, alpha=None, out_dtype=None, transpose_result=False, alg_id=0, split_k=1,
+           split_k_mode=-1):
         K = B.shape[0]
         N = packed.numel() * 16 // (9 * K)
         w = expand24(packed[:N * K // 2].view(N, -1), packed[N * K // 2:].view(torch.uint8).view(N, -1), K)
@@ -741,13 +653,10 @@ def semi_on_cpu(monkeypatch):
     if not all(hasattr(torch.ops.aten, n) for n in ("_cslt_compress", "_cslt_sparse_mm")):
         pytest.skip("torch without cuSPARSELt's functions")
     tensor = torch.sparse.SparseSemiStructuredTensorCUSPARSELT
-    monkeypatch.setattr(
-        sparse24,
-        "_semi_fits",
-        lambda device, dtype, N, K: (
-            device.type == "cpu" and dtype in (torch.float16, torch.bfloat16) and N % 64 == K % 64 == 0
-        ),
-    )
+    monkeypatch.setattr(sparse24,
+                        "_semi_fits", lambda device, dtype, N, K: (device.type == "cpu"
+                                                                   and dtype in (torch.float16, torch.bfloat16)
+                                                                   and N % 64 == K % 64 == 0))
     monkeypatch.setattr(tensor, "_validate_device_dim_dtype_shape", classmethod(lambda cls, w: None))
     lib = torch.library.Library("aten", "IMPL")
     lib.impl("_cslt_compress", _OnCpu.compress, "CPU")
@@ -767,12 +676,12 @@ def semi_layer(K=128, N=64, dtype=torch.bfloat16):
 def test_the_semi_form_multiplies_like_a_linear_layer(semi_on_cpu):
     "Any number of rows and dimensions, strides, no rows, autocast, gradients for the input and for the bias"
     linear, layer = semi_layer()
-    assert (
-        layer.form == "semi" and layer.values is None and layer.matrix is None and layer.weight.dtype == torch.bfloat16
-    )
+    assert layer.form == "semi" and layer.values is None and layer.matrix is None
+    assert layer.weight.dtype == torch.bfloat16
     x = torch.randn(3, 5, 128, dtype=torch.bfloat16)
     with torch.no_grad():
-        for v in (x, x[0, 0], x[:1], x[:, :1], x.transpose(0, 1), torch.randn(128, 7, dtype=torch.bfloat16).t(), x[:, ::2], x[:0], torch.randn(64, 128, dtype=torch.bfloat16)):
+        for v in (x, x[0, 0], x[:1], x[:, :1], x.transpose(0, 1), torch.randn(128, 7, dtype=torch.bfloat16).t(),
+                  x[:, ::2], x[:0], torch.randn(64, 128, dtype=torch.bfloat16)):
             y = layer(v)
             assert y.shape == linear(v).shape and torch.allclose(y.float(), linear(v).float(), atol=2**-6)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16): assert torch.equal(layer(x.float()), layer(x))
@@ -803,14 +712,11 @@ def test_the_semi_form_is_left_for_files_copies_and_moves(semi_on_cpu):
     x = torch.randn(8, 128, dtype=torch.bfloat16)
     fresh = Sparse24Linear(128, 64, dtype=torch.bfloat16, device="meta")
     fresh.load_state_dict(layer.state_dict(), assign=True)
-    for twin in (copy.deepcopy(layer), fresh, pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer).half().bfloat16()):
+    for twin in copy.deepcopy(layer), fresh, pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer).half().bfloat16():
         assert twin.form == "semi" and torch.equal(twin.dequantize(), linear.weight)
         with torch.no_grad(): assert torch.equal(twin(x), layer(x))
-    assert (
-        copy.deepcopy(layer).float().form == "dense"
-        and copy.deepcopy(layer).to("meta").form == "packed"
-        and layer.arrange("packed").form == "packed"
-    )
+    assert copy.deepcopy(layer).float().form == "dense" and copy.deepcopy(layer).to("meta").form == "packed"
+    assert layer.arrange("packed").form == "packed"
     # what was asked for stays, until something else is
     assert layer.to(torch.float16).form == "packed" and layer.arrange().form == "semi"
     assert semi_layer(128, 96)[1].form == "dense"
@@ -832,9 +738,8 @@ def test_semi_structured_layer_equals_the_dense_one(dtype):
     for M in (1, 3, 16, 64, 300):
         x = torch.randn(M, 1024, device="cuda", dtype=dtype)
         with torch.no_grad(): got, want = layer(x), F.linear(x.double(), linear.weight.double(), linear.bias.double())
-        assert got.dtype == dtype and (got.double() - want).norm() / want.norm() < (
-            2**-7 if dtype == torch.bfloat16 else 2**-10
-        ), M
+        assert got.dtype == dtype and (got.double() - want).norm() / want.norm() < (2**-7 if dtype == torch.bfloat16
+                                                                                    else 2**-10), M
     x = torch.randn(8, 1024, device="cuda", dtype=dtype, requires_grad=True)
     layer(x).sum().backward()
     assert (x.grad.double() - linear.weight.double().sum(0)).abs().max() < 0.1
@@ -844,11 +749,8 @@ def test_semi_structured_layer_equals_the_dense_one(dtype):
     for twin in (copy.deepcopy(layer), Sparse24Linear(1024, 512, dtype=dtype, device="cuda")):
         twin.load_state_dict(state)
         assert twin.form == "semi" and torch.equal(twin.dequantize(), linear.weight)
-    assert (
-        copy.deepcopy(layer).cpu().form == "dense"
-        and layer.arrange("packed").form == "packed"
-        and layer.arrange().form == "semi"
-    )
+    assert copy.deepcopy(layer).cpu().form == "dense" and layer.arrange("packed").form == "packed"
+    assert layer.arrange().form == "semi"
 
 
 @pytest.mark.cuda

@@ -127,9 +127,8 @@ def test_any_cut_says_what_its_mask_says(family, tmp_path):
         if family == "bert" or seed > 1: continue
         ids = inputs(family)["input_ids"]
         how = dict(max_new_tokens=5, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids))
-        assert small.generate(ids, **how).equal(big.generate(ids, **how)) and again.generate(ids, **how).equal(
-            small.generate(ids, **how)
-        )
+        assert small.generate(ids, **how).equal(big.generate(ids, **how))
+        assert again.generate(ids, **how).equal(small.generate(ids, **how))
     assert checked >= 3
 
 
@@ -158,7 +157,8 @@ def test_both_ways_back_in_a_fresh_process(tmp_path):
 from bmlab.cook.report import load_cooked
 d = sys.argv[1]
 ids = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(0))
-with torch.no_grad(): got = [m(ids).logits for m in (tf.LlamaForCausalLM.from_pretrained(d + "/llama").eval(), load_cooked(d + "/gpt2"))]
+again = tf.LlamaForCausalLM.from_pretrained(d + "/llama").eval(), load_cooked(d + "/gpt2")
+with torch.no_grad(): got = [m(ids).logits for m in again]
 for a, b in zip(got, torch.load(d + "/logits")): torch.testing.assert_close(a, b, rtol=0, atol=1e-5)"""
     fresh_python(code, tmp_path, check=True)
 
@@ -173,14 +173,8 @@ def test_embeddings_stay_tied_and_the_original_is_untouched():
 
 def test_cpm_ant_sizes_by_shape():
     cpm = build("cpm-ant-10b", device="meta")
-    published = {
-        (48, 48, 32, 10240): 9.261e9,
-        (37, 32, 32, 10240): 6.510e9,
-        (37, 32, 20, 3735): 3.021e9,
-        (25, 21, 20, 3735): 2.012e9,
-        (25, 21, 16, 700): 1.019e9,
-        (25, 21, 4, 350): 0.300e9,
-    }
+    published = {(48, 48, 32, 10240): 9.261e9, (37, 32, 32, 10240): 6.510e9, (37, 32, 20, 3735): 3.021e9,
+                 (25, 21, 20, 3735): 2.012e9, (25, 21, 16, 700): 1.019e9, (25, 21, 4, 350): 0.300e9}
     for (attentions, networks, heads, width), size in published.items():
         model, found = copy.deepcopy(cpm), structure(cpm)
         keep = {n: range(heads) if i < attentions else [] for i, n in enumerate(found.attention())}
@@ -194,13 +188,8 @@ def test_cpm_ant_goes_down_its_stairs_on_a_gpu(tmp_path):
     "The real shape with random weights: cut to the five published sizes, saved, read back, run"
     from bmlab.cook.prune import StructPrune, staircase
     model = build("cpm-ant-10b", device="cuda", dtype=torch.bfloat16)
-    cuts = [
-        dict(attention=37, ffn_layers=32),
-        dict(heads=20, ffn=3735),
-        dict(attention=25, ffn_layers=21),
-        dict(heads=16, ffn=700),
-        dict(heads=4, ffn=350),
-    ]
+    cuts = [dict(attention=37, ffn_layers=32), dict(heads=20, ffn=3735), dict(attention=25, ffn_layers=21),
+            dict(heads=16, ffn=700), dict(heads=4, ffn=350)]
     ids, sizes = torch.randint(10, 30000, (2, 16), device="cuda"), []
     for cut in cuts:
         model, = staircase([StructPrune(**cut, score="magnitude")], model)
@@ -219,46 +208,41 @@ def test_cpm_ant_goes_down_its_stairs_on_a_gpu(tmp_path):
 def test_what_stays_is_numbers_or_a_mask_of_them():
     model, name = made("llama"), "model.layers.0.mlp.down_proj"
     mask = torch.arange(48) % 2 == 0
-    for keep in (mask, mask.tolist(), mask.numpy(), range(0, 48, 2), set(range(0, 48, 2)), torch.arange(0, 48, 2, dtype=torch.int32)):
+    for keep in (mask, mask.tolist(), mask.numpy(), range(0, 48, 2), set(range(0, 48, 2)),
+                 torch.arange(0, 48, 2, dtype=torch.int32)):
         small = copy.deepcopy(model)
         slice_model(small, {name: keep})
         assert small.get_submodule(name).weight.equal(model.get_submodule(name).weight[:, ::2])
-    for wrong, error, text in ((mask[:-1], ValueError, r"a mask of shape \(47,\); there are 48 "
-                                                       r"neurons"), ([-1, 0], ValueError, "neurons -1; there are 48, "
-                                                                                          "numbered from 0"),
-                               ([0.0, 1.0], TypeError, "whole numbers"), (torch.ones(48), TypeError, "whole numbers"), (7, TypeError, "whole numbers"),
-                               ([[0], [1]], TypeError, "whole numbers"), (mask[None], ValueError, "a mask of shape")):
+    for wrong, error, text in ((mask[:-1], ValueError, r"a mask of shape \(47,\); there are 48 " r"neurons"),
+                               ([-1, 0], ValueError, "neurons -1; there are 48, " "numbered from 0"),
+                               ([0.0, 1.0], TypeError, "whole numbers"), (torch.ones(48), TypeError, "whole numbers"),
+                               (7, TypeError, "whole numbers"), ([[0], [1]], TypeError, "whole numbers"),
+                               (mask[None], ValueError, "a mask of shape")):
         with pytest.raises(error, match=text): slice_model(model, {name: wrong})
         with pytest.raises(error, match=text): mask_model(model, {name: wrong})
     assert all(p.equal(q) for p, q in zip(model.parameters(), made("llama").parameters()))
 
 
 def everything_of(model):
-    return (
-        {
-            n: (
-                type(m),
-                {k: v for k, v in vars(m).items() if isinstance(v, (int, float, str, tuple))},
-                {k: id(p) for k, p in m._parameters.items()},
-                {k: id(b) for k, b in m._buffers.items()},
-            )
-            for n, m in model.named_modules()
-        },
-        {k: v.clone() for k, v in model.state_dict().items()},
-        model.config.to_dict(),
-    )
+    return ({n: (type(m), {k: v for k, v in vars(m).items() if isinstance(v, (int, float, str, tuple))},
+                 {k: id(p) for k, p in m._parameters.items()}, {k: id(b) for k, b in m._buffers.items()})
+             for n, m in model.named_modules()},
+            {k: v.clone() for k, v in model.state_dict().items()}, model.config.to_dict())
 
 
 def test_a_layout_that_mixes_the_heads_is_left_alone():
     "GPT-BigCode's c_attn holds q, k and v head by head where each head has its own; CodeGen's qkv_proj in four parts"
     sizes = dict(n_embd=32, n_layer=1, n_head=4, vocab_size=99, bos_token_id=1, eos_token_id=2)
     assert len(structure(tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**sizes, multi_query=True))).attention()) == 1
-    for model in (tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**sizes, multi_query=False)), tf.CodeGenForCausalLM(tf.CodeGenConfig(**sizes, rotary_dim=4))):
+    for model in (tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**sizes, multi_query=False)),
+                  tf.CodeGenForCausalLM(tf.CodeGenConfig(**sizes, rotary_dim=4))):
         found = structure(model)
         assert not found.attention() and len(found.ffn()) == 1
 
 
-@pytest.mark.parametrize("what", ["channels of a LayerNorm", "a delta", "a packed layer", "uneven groups", "tables", "a parametrization"])
+@pytest.mark.parametrize("what",
+                         ["channels of a LayerNorm", "a delta", "a packed layer", "uneven groups", "tables",
+                          "a parametrization"])
 def test_a_refused_slice_leaves_the_model_bit_for_bit(what):
     from bmlab.kernels.layers import pack_linears
     from bmlab.delta.lora import Lora
@@ -302,9 +286,8 @@ def test_channels_that_cannot_be_told_from_heads_are_not_cut():
     "OLMo-2 has norms across its heads, Cohere's norm subtracts a mean under another name"
     for family, why in (("olmo2", "q_proj is not known"), ("cohere", "subtracts the mean")):
         with pytest.raises(ValueError, match=why): slice_model(toys.build(family), {"hidden": range(16)})
-    xglm = tf.XGLMForCausalLM(
-        tf.XGLMConfig(vocab_size=99, d_model=32, ffn_dim=48, num_layers=1, attention_heads=4)
-    ).eval()
+    xglm = tf.XGLMForCausalLM(tf.XGLMConfig(vocab_size=99, d_model=32, ffn_dim=48, num_layers=1,
+                                            attention_heads=4)).eval()
     keep = {"model.layers.0.self_attn.out_proj": [1, 2]}
     small, ids = copy.deepcopy(xglm), inputs("xglm")["input_ids"]
     slice_model(small, keep)                                          # whose attention counts its own width
