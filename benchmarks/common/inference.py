@@ -255,7 +255,7 @@ def read_rates():
     read = w.nbytes / seconds_each(lambda: torch.nn.functional.linear(x, w))
     y = torch.empty_like(w)
     copy = 2 * w.nbytes / seconds_each(lambda: y.copy_(w))
-    del w, x, y
+    w = x = y = None
     if gpu: torch.cuda.empty_cache()
     return {"read_gb_s": round(read / GB, 1 if not gpu else 0), "copy_gb_s": round(copy / GB, 1 if not gpu else 0)}
 
