@@ -536,13 +536,13 @@ except RuntimeError as e:
 """
 
 
-LOST = [
+ENDS = [
     ("dies", "forward", "by hand"), ("dies", "backward", "fit"),
     ("hangs", "backward", "by hand"), ("hangs", "forward", "fit"),
 ]
 
 
-@pytest.mark.parametrize("how, moment, loop", LOST)
+@pytest.mark.parametrize("how, moment, loop", ENDS)
 def test_a_rank_lost_in_the_middle_of_a_step_is_an_error_on_the_others(tmp_path, how, moment, loop):
     "No rank waits for ever: an error within the time-out, and the process ends by itself"
     script, env = (
