@@ -38,7 +38,7 @@ def render(nb):
     blocks = []
     for cell in nb["cells"]:
         source = "".join(cell["source"])
-        if cell["cell_type"] == "markdown": blocks.append(source)
+        if cell["cell_type"] == "markdown": blocks.append(source.replace("](../", "]("))      # (nbs/ lies deeper)
         elif not re.search(r"^#\|\s*(hide|default_exp)\b", source, re.M):
             if not re.search(r"^#\|\s*echo:\s*false", source, re.M): blocks.append(f"```python\n{source}\n```")
             if text := "".join(output_text(o) for o in cell["outputs"]).rstrip(): blocks.append(f"```\n{text}\n```")
