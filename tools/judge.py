@@ -111,12 +111,14 @@ def compare_outputs(cell, come, stored, skip_compare=None):
 
 # ---- storing --------------------------------------------------------------------------------------------------------
 def store(notebook):
-    "Write what the cells of an nbval file gave into it; cells that did not run keep what they have"
+    "Write what the cells of an nbval file gave into it; cells that did not run or that failed keep what they have"
     path = notebook.path
     nb = json.loads(path.read_text(encoding="utf-8"))
     code = [c for c in nb["cells"] if c["cell_type"] == "code"]
     for cell, item in zip(code, notebook.ran):
-        if item.test_outputs is not None: cell["outputs"] = json.loads(json.dumps(item.test_outputs))
+        came = item.test_outputs
+        if came is None or any(o["output_type"] == "error" for o in came): continue
+        cell["outputs"] = json.loads(json.dumps(came))
         size = len(json.dumps(cell["outputs"]))
         if size > LARGE: print(f"{path.name}: cell {item.cell_num} shows {size >> 10} kB")
     path.write_text(tidy.dump(tidy.tidy(nb, tidy.counted(path))), encoding="utf-8")
