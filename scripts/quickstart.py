@@ -75,7 +75,8 @@ img { max-width: 100%; background: #fff; border-radius: 6px }
 def readable(table):
     "The report with units that people read"
     def cell(name, value, column):
-        if pd.isna(value): return ""
+        if value in ("", None) or pd.isna(value): return ""
+        value = float(value)
         if column == "ratio": return f"× {value:.3g}"
         if name.endswith("_bytes"): return format_bytes(int(value))
         if name == "parameters": return format_count(int(value))

@@ -16,7 +16,8 @@ def test_readme_lines_run(tmp_path, monkeypatch, capsys):
     smaller = {
         "steps=100": "steps=2",
         "pack_tokens(held, tok, 64)": "pack_tokens(held[:20], tok, 64)",
-        "range(8))])": 'range(1))], modules="layers[28:].mlp.*_proj")',
+        "range(8))]": "range(1))]",
+        "calib=calib)": 'calib=calib, modules="layers[28:].mlp.*_proj")',
     }
     for long, short in smaller.items():                               # minutes → seconds
         assert long in code
