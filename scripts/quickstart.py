@@ -60,11 +60,13 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere }
 pre.typed { border-left: 4px solid #3b7dd8 }
 blockquote { margin: .5rem 0; padding: .5rem 1rem; border-left: 4px solid #2a9d5c; background: #8881 }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-td, th { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #8883 }
+td, th { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #8883; white-space: nowrap }
 th:first-child { text-align: left }
 img { max-width: 100%; background: #fff; border-radius: 6px }
 .machine { opacity: .75; font-size: .9rem }
 @media (max-width: 44rem) {     /* a phone: the tree's names without its columns */
+  table { font-size: .8rem }
+  td, th { padding: .15rem .25rem }
   .tree > div { font-size: 9px !important }
   .tree [style*="min-width"] { min-width: 0 !important; display: block !important }
   .tree [style*="margin-left:auto"] { display: none !important }
@@ -122,7 +124,7 @@ class Page:
 
     def losses(self, log):
         first, last = log.held_out.dropna().iloc[[0, -1]]
-        line = f"loss on held-out reviews {first:.3f} → {last:.3f} ({last / first - 1:+.1%}) in {len(log)} steps"
+        line = f"loss on held-out reviews {first:.3f} → {last:.3f} ({last / first - 1:+.1%}) in {log.index[-1]} steps"
         line += f", {log.tokens_per_s.mean():,.0f} tokens/s"
         print(line, flush=True)
         self.add("p", line)
@@ -134,7 +136,7 @@ class Page:
         self.parts.append(f'<img alt="loss and throughput" src="data:image/png;base64,{data}">')
 
     def write(self, path):
-        device = f"CPU, {torch.get_num_threads()} threads"
+        device = f"CPU, threads: {torch.get_num_threads()}"
         if torch.cuda.is_available(): device = torch.cuda.get_device_name()
         machine = f"{date.today():%d %B %Y} · {platform.machine()} · {device} · torch {torch.__version__}"
         head = '<!doctype html><html lang="en"><meta charset="utf-8">'
