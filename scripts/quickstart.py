@@ -124,7 +124,7 @@ class Page:
 
     def losses(self, log):
         first, last = log.held_out.dropna().iloc[[0, -1]]
-        line = f"loss on held-out reviews {first:.3f} → {last:.3f} ({last / first - 1:+.1%}) in {log.index[-1]} steps"
+        line = f"loss on held-out reviews {first:.3f} → {last:.3f} ({last / first - 1:+.1%}) in {log.step.iloc[-1]} steps"
         line += f", {log.tokens_per_s.mean():,.0f} tokens/s"
         print(line, flush=True)
         self.add("p", line)
