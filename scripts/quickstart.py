@@ -124,8 +124,9 @@ class Page:
 
     def losses(self, log):
         first, last = log.held_out.dropna().iloc[[0, -1]]
-        line = f"loss on held-out reviews {first:.3f} → {last:.3f} ({last / first - 1:+.1%}) in {log.step.iloc[-1]} steps"
-        line += f", {log.tokens_per_s.mean():,.0f} tokens/s"
+        steps, speed = log.step.iloc[-1], log.tokens_per_s.mean()
+        line = f"loss on held-out reviews {first:.3f} → {last:.3f} ({last / first - 1:+.1%}) in {steps} steps"
+        line += f", {speed:,.0f} tokens/s"
         print(line, flush=True)
         self.add("p", line)
         picture = io.BytesIO()
