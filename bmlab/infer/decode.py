@@ -741,6 +741,20 @@ def _static(self:Decoder, name, value):
     return self._inputs[key].copy_(value)
 
 # %% ../../nbs/40_infer/02_decode.ipynb #97890d8a
+def _after_failed_capture(stream):
+    """Leave torch as it was: `stream` is the current one again, and random numbers can be drawn
+
+    `torch.cuda.graph` leaves the stream on which it captured as the current one, and torch's generator goes on to
+    believe that it is captured, so that every draw on the GPU raises (torch 2.11). The end of another capture tells it.
+    """
+    torch.cuda.set_stream(stream)
+    torch.cuda.synchronize(stream.device)
+    with (
+        contextlib.suppress(RuntimeError),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+    ):
+        torch.zeros(1, device=stream.device)
+
 @patch
 def _capture(self:Decoder, body, key, state, hold):
     "Capture a step; where that fails None, and no graphs from now on"
@@ -749,13 +763,14 @@ def _capture(self:Decoder, body, key, state, hold):
     # what a step changes for good: put back after the trial runs
     tensors = [self.lengths, *state]
     before, device = [t.clone() for t in tensors], self.net.device
+    stream = torch.cuda.current_stream(device)
     self._pool = self._pool or torch.cuda.graph_pool_handle()
     aside, graph = self._aside(), torch.cuda.CUDAGraph()
-    aside.wait_stream(torch.cuda.current_stream(device))
+    aside.wait_stream(stream)
     with torch.cuda.stream(aside):
         for _ in range(2): body()
         for t, b in zip(tensors, before): t.copy_(b)
-    torch.cuda.current_stream(device).wait_stream(aside)
+    stream.wait_stream(aside)
     try:
         with (
             torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"),
@@ -764,10 +779,11 @@ def _capture(self:Decoder, body, key, state, hold):
             marks = [stack.enter_context(a.captures()) for a in self.around]
             out = body()
     except torch.OutOfMemoryError:
+        _after_failed_capture(stream)
         self.recapture()
         raise
     except RuntimeError as e:
-        torch.cuda.synchronize(device)
+        _after_failed_capture(stream)
         for t, b in zip(tensors, before): t.copy_(b)
         self.graph, self.why_eager = False, f"capturing failed: {e}".splitlines()[0]
         self._graphs.clear()

@@ -241,6 +241,12 @@ def _order(streamed, slots, following=None):
     return slot, after, {n: later(n) for n in streamed}
 
 # %% ../../nbs/40_infer/09_streaming.ipynb #40ba631d
+def _device_of_rest(model, blocks):
+    "Where the parts of a model are that do not stream; None: there are none"
+    tensors = lambda m: [*m.parameters(), *m.buffers()]
+    inside = {id(t) for block in blocks if block is not None for t in tensors(block)}
+    return next((t.device for t in tensors(model) if id(t) not in inside and t.device.type != "meta"), None)
+
 class Streamer:
     "Runs a model some of whose blocks live on the host; `close` ends it."
     def __init__(self,
@@ -249,7 +255,8 @@ class Streamer:
         blocks:dict|None=None,                # name → module, all repeated blocks in the order in which they run; None:
                                               # `find_blocks(model)`
         streamed:list|None=None,              # names of those that stream, in the same order; None: all
-        device:str|torch.device|None=None,    # of the slots; None: the link's, else cuda if there is one, else cpu
+        device:str|torch.device|None=None,    # of the slots; None: the link's, else that of the parts that do not
+                                              # stream, else cuda if there is one, else cpu
         slots:int=2,                          # blocks on the device at once
         store:str="ram",                      # "ram": a slab of host memory each; "mmap": stretches of one file, read
                                               # as they are needed
@@ -264,6 +271,7 @@ class Streamer:
         self.blocks = dict(find_blocks(self.model) if blocks is None else blocks)
         self.streamed = list(self.blocks if streamed is None else streamed)
         if device is None and link is not None: device = getattr(link, "device", "cpu")
+        if device is None: device = _device_of_rest(self.model, [self.blocks.get(n) for n in self.streamed])
         if device is None: device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = _exact(device)
         self.store, self.host_limit = store, None if host_limit is None else parse_bytes(host_limit)

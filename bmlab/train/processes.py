@@ -8,7 +8,7 @@ __all__ = ['rank', 'world_size', 'local_rank', 'local_device', 'print_rank', 'in
            'use_expandable_segments']
 
 # %% ../../nbs/10_train/00_processes.ipynb #e3e9ac45
-import atexit, contextlib, os, subprocess, sys, tempfile, time
+import atexit, contextlib, os, re, subprocess, sys, tempfile, time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -166,6 +166,8 @@ def run_ranks(
     "Run `fn` on `world_size` fresh processes; the first failing rank's traceback is raised here."
     import cloudpickle
     if world_size < 1: raise ValueError(f"world_size={world_size}: at least one process is needed")
+    if backend == "nccl" and world_size > (gpus := torch.cuda.device_count()):
+        raise ValueError(f"backend='nccl' needs a GPU for each of {world_size} ranks, here are {gpus}; backend='gloo'?")
     with tempfile.TemporaryDirectory() as d:
         Path(d, "main.pkl").write_bytes(cloudpickle.dumps(_rank_main(fn, args, world_size, backend, d)))
         env = dict(
@@ -193,7 +195,10 @@ def run_ranks(
 # %% ../../nbs/10_train/00_processes.ipynb #5e6b5354
 def _wait_ranks(ranks, folder, deadline, timeout_s):
     "Return when every rank has ended well; raise for the first that did not, or for those that hang"
-    tail = lambda r: Path(folder, f"{r}.log").read_text(errors="replace")[-3000:]
+    def tail(r):
+        said = Path(folder, f"{r}.log").read_text(errors="replace")
+        # faulthandler lists them behind the stack: a page and more
+        return re.sub(r"^Extension modules: .*\n?", "", said, flags=re.M).rstrip()[-3000:]
     while any(p.poll() is None for p in ranks):
         if any(p.poll() not in (None, 0) for p in ranks): break
         if time.monotonic() > deadline:

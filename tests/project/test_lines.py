@@ -132,6 +132,17 @@ def test_runner_without_nbdev(tmp_path):
     assert alone.returncode == 0 and "cells 0, 1" in alone.stdout, alone.stdout
 
 
+def test_what_a_gpu_shows_is_stored_under_its_name(monkeypatch):
+    import datetime, run_cells, torch
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
+    value, error = run_cells.run_cell("a = 2\nprint('said')\na * 21", "cell", {})
+    assert (value, error) == (42, None) and run_cells.run_cell("a = 2\na * 21;", "cell", {}) == (None, None)
+    said, shown = run_cells.outputs_of("said\n", value)
+    assert "".join(said["text"]) == f"NVIDIA X, {datetime.date.today()}\nsaid\n"
+    assert shown["data"] == {"text/plain": ["42"]}
+    assert run_cells.outputs_of("", None) == []
+
+
 def test_readme_names_every_tutorial_and_every_door():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for path in (ROOT / "tutorials").glob("*.ipynb"): assert f"](tutorials/{path.name})" in text, path.name
