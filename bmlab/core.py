@@ -7,8 +7,8 @@ __all__ = ['SLICE', 'ROLES', 'unwrap', 'parts', 'take_slice', 'numbered_children
            'select_names', 'resolve', 'matrix_shape', 'is_norm', 'roles', 'expert_shape', 'original_class',
            'forward_names', 'word_head', 'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes',
            'format_bytes', 'format_count', 'weights', 'Count', 'count', 'Transient', 'on_change', 'changed',
-           'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'set_seed', 'table', 'figure', 'esc',
-           'stacked_bar']
+           'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'set_seed', 'Table', 'table', 'figure',
+           'esc', 'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
 import contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, math, numbers
@@ -574,17 +574,40 @@ def set_seed(
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
+class Table(pd.DataFrame):
+    "A DataFrame that shows nothing where there is no value, in place of NaN."
+    @property
+    def _constructor(self): return Table
+
+    def _shown(self, write):
+        rows, columns = pd.get_option("display.max_rows"), pd.get_option("display.max_columns")
+        return write(na_rep="", max_rows=rows, max_cols=columns or None)
+
+    def __repr__(self): return self._shown(self.to_string)
+    def _repr_html_(self): return self._shown(functools.partial(self.to_html, notebook=True))
+
 def table(
     rows:list|dict|pd.DataFrame, # a list of dicts, {row label: dict}, or a DataFrame
     digits:int=4,                # significant digits of floats; whole numbers stay whole
-)->pd.DataFrame:                 # floats rounded, so that what is shown is what is stored
-    "Results as a DataFrame with sensibly rounded numbers."
+)->Table:                        # floats rounded, so that what is shown is what is stored
+    "Results as a DataFrame with sensibly rounded numbers; what does not apply is left blank."
     df = pd.DataFrame.from_dict(rows, orient="index") if isinstance(rows, dict) else pd.DataFrame(rows)
     short = lambda v: float(f"{v:.{digits}g}") if isinstance(v, float) and math.isfinite(v) else v
     # (`map` would turn a mixed column into one type)
-    return df.apply(lambda column: pd.Series([short(v) for v in column], index=column.index, dtype=column.dtype))
+    return Table(df.apply(lambda column: pd.Series([short(v) for v in column], index=column.index, dtype=column.dtype)))
 
 # %% ../nbs/00_core.ipynb #a3444b4a
+def _label_axes(ax):
+    "Whole numbers where everything drawn is whole; labels between the decades of a log axis that spans few"
+    from matplotlib.ticker import AutoLocator, LogFormatterSciNotation, MaxNLocator
+    for k, axis in enumerate((ax.xaxis, ax.yaxis)):
+        drawn = [v for line in ax.lines for v in line.get_xydata()[:, k] if math.isfinite(v)]
+        whole = drawn and all(v == int(v) for v in drawn)
+        if axis.get_scale() == "log":
+            axis.set_minor_formatter(LogFormatterSciNotation(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+        elif whole and isinstance(axis.get_major_locator(), AutoLocator):
+            axis.set_major_locator(MaxNLocator(integer=True))
+
 @contextlib.contextmanager
 def figure(
     width:float=6.0,   # inches
@@ -598,8 +621,9 @@ def figure(
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
     style |= {"axes.prop_cycle": colours, "font.size": 9, "figure.dpi": 80}
     with plt.rc_context(style):
-        _, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
+        drawn, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
         yield axes
+        for ax in drawn.axes: _label_axes(ax)
         if show: plt.show()
 
 # %% ../nbs/00_core.ipynb #288db4c0
