@@ -95,7 +95,8 @@ class RowParallelLinear(Linear):
         out_features:int,               # D
         bias:bool=True,                 # whole on every rank
         dtype:torch.dtype|None=None,    # None: torch's default
-        split_input:bool=False,         # the input has all features: take this rank's
+        split_input:bool=False,         # every rank has its own rows, with all features: gather the rows, then take
+                                        # this rank's features of them
         all_reduce_output:bool=False,   # all rows on every rank, instead of each rank's own
         async_chunks:int=2,             # accepted
     ):
@@ -105,7 +106,10 @@ class RowParallelLinear(Linear):
         divide_parameter(self, "bias", None)
     def forward(self, x):
         if self.tp_mesh is None: return super().forward(x)
-        return row_parallel_linear(x, self.weight, self.bias, self.tp_mesh, self.split_input, self.scatter_output)
+        # (each rank uses its own features alone, so the rows' gradients are summed by gather_rows)
+        if self.split_input:
+            x = gather_rows(x, self.tp_mesh).chunk(self.tp_mesh.size(), -1)[self.tp_mesh.get_local_rank()]
+        return row_parallel_linear(x, self.weight, self.bias, self.tp_mesh, scatter_output=self.scatter_output)
 
 # %% ../nbs/13_bmtrain.ipynb #a64aa079
 class VPEmbedding(DistributedModule):

@@ -256,6 +256,59 @@ def test_tensor_parallelism_times_zero():
             for k, v in weights.items(): torch.testing.assert_close(state[k], v, rtol=1e-4, atol=1e-5)
 
 
+def parallel_example():
+    "(input (8, 3, 8), weights of the loss by place, so that rows or columns that change places are seen)"
+    return torch.randn(8, 3, 8, generator=torch.Generator().manual_seed(1)), torch.arange(8 * 3 * 8.).view(8, 3, 8).sin()
+
+
+def four_forms(tp):
+    """{form: (this rank's output, gradients of input, weight and bias)} of RowParallelLinear and ColumnParallelLinear
+
+    An input whose rows are divided, and an output that is, are this rank's rows.
+    """
+    import itertools
+    import bmlab.bmtrain as bmt
+    bmt.init_distributed(seed=0, tp_size=tp)
+    rank, (whole, place) = bmt.rank(), parallel_example()
+    rows, columns = lambda t: t.chunk(tp, 0)[rank], lambda t: t.chunk(tp, -1)[rank]
+    out = {}
+    for kind, a, b in itertools.product(("row", "column"), (False, True), (False, True)):
+        torch.manual_seed(2)
+        if kind == "row":
+            layer = bmt.nn.RowParallelLinear(8, 8, split_input=a, all_reduce_output=b)
+            x, weights = (rows if a else columns)(whole), (place if b else rows(place))
+        else:
+            layer = bmt.nn.ColumnParallelLinear(8, 8, gather_input=a, gather_output=b)
+            x, weights = (rows(whole) if a else whole), (place if b else columns(place))
+        bmt.init_parameters(layer)
+        x = x.clone().requires_grad_()
+        y = layer(x)
+        (y * weights).sum().backward()
+        grads = {n: p.grad.full_tensor() for n, p in layer.named_parameters()}
+        out[kind, a, b] = y.detach(), x.grad, grads, {n: p.detach().full_tensor() for n, p in layer.named_parameters()}
+    return out
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_all_forms_of_parallel_layers(tp):
+    "Forward and backward of a plain linear layer, from the same weights, on the whole input"
+    whole, place = parallel_example()
+    for rank, forms in enumerate(run_ranks(four_forms, tp, world_size=tp)):
+        rows, columns = lambda t: t.chunk(tp, 0)[rank], lambda t: t.chunk(tp, -1)[rank]
+        for (kind, a, b), (y, grad_x, grads, weights) in forms.items():
+            plain = torch.nn.Linear(8, 8)
+            plain.load_state_dict(weights)
+            x = whole.clone().requires_grad_()
+            want = plain(x)
+            (want * place).sum().backward()
+            if kind == "row": into, outof = (rows if a else columns), ((lambda t: t) if b else rows)
+            else: into, outof = (rows if a else (lambda t: t)), ((lambda t: t) if b else columns)
+            where = dict(rtol=1e-5, atol=1e-5, msg=lambda m: f"{kind} {a} {b} on rank {rank}: {m}")
+            torch.testing.assert_close(y, outof(want.detach()), **where)
+            torch.testing.assert_close(grad_x, into(x.grad), **where)
+            for n, p in plain.named_parameters(): torch.testing.assert_close(grads[n], p.grad, **where)
+
+
 def wrapped():
     import transformers as tf
     import bmlab.bmtrain as bmt
