@@ -258,7 +258,8 @@ def test_tensor_parallelism_times_zero():
 
 def parallel_example():
     "(input (8, 3, 8), weights of the loss by place, so that rows or columns that change places are seen)"
-    return torch.randn(8, 3, 8, generator=torch.Generator().manual_seed(1)), torch.arange(8 * 3 * 8.).view(8, 3, 8).sin()
+    whole = torch.randn(8, 3, 8, generator=torch.Generator().manual_seed(1))
+    return whole, torch.arange(whole.numel() * 1.).view_as(whole).sin()
 
 
 def four_forms(tp):
