@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['optim', 'lr_scheduler', 'loss', 'nn', 'inspect', 'distributed', 'store', 'utils', 'debug', 'global_var', 'init',
-           'block_layer', 'pipe_layer', 'layer', 'parameter', 'wrapper', 'param_init', 'Linear', 'ColumnParallelLinear',
-           'RowParallelLinear', 'VPEmbedding', 'all_gather', 'all_reduce', 'reduce_scatter', 'broadcast',
-           'gather_result', 'wait_loader', 'AdamOptimizer', 'AdamOffloadOptimizer', 'OptimManager', 'WarmupLRScheduler',
+           'backward', 'block_layer', 'pipe_layer', 'layer', 'parameter', 'wrapper', 'param_init', 'Linear',
+           'ColumnParallelLinear', 'RowParallelLinear', 'ReduceType', 'OpLinear', 'OpParallelLinear', 'VPEmbedding',
+           'all_gather', 'all_reduce', 'reduce_scatter', 'broadcast', 'gather_result', 'wait_loader', 'AdamOptimizer',
+           'AdamOffloadOptimizer', 'OptimManager', 'optim_step', 'clip_grad_norm', 'WarmupLRScheduler',
            'FusedCrossEntropy', 'inspect_model', 'format_summary', 'record_tensor', 'inspect_tensor',
            'allgather_objects', 'broadcast_object', 'print_block', 'print_dict', 'see_memory', 'AverageRecorder',
            'Notes']
@@ -14,6 +15,7 @@ __all__ = ['optim', 'lr_scheduler', 'loss', 'nn', 'inspect', 'distributed', 'sto
 # %% ../nbs/13_bmtrain.ipynb #34e8cdd6
 import fnmatch, math, sys, types
 from collections.abc import Callable
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -34,10 +36,11 @@ from .train.losses import cross_entropy_rows, vocab_parallel_cross_entropy
 from .train.offload import AdamW
 from bmlab.train.optim import (
     Cosine as _Cosine, Exponential as _Exponential, Linear as _LinearDecay, NoDecay as _NoDecay, Noam as _Noam,
-    OptimManager as _Manager, Schedule,
+    OptimManager as _Manager, Schedule, gradient_norm,
 )
 from bmlab.train.parallel import (
-    column_parallel_linear, gather_from_tp, gather_rows, reduce_from_tp, reduce_scatter_rows, row_parallel_linear,
+    column_parallel_linear, copy_to_tp, gather_from_tp, gather_rows, reduce_from_tp, reduce_scatter_rows,
+    row_parallel_linear,
 )
 from bmlab.train.processes import (  # noqa: F401 (as above)
     all_gather as _all_gather, all_reduce as _all_reduce, broadcast as _broadcast, local_device, print_rank, rank,
@@ -88,6 +91,10 @@ class ColumnParallelLinear(Linear):
         if self.tp_mesh is None: return super().forward(x)
         return column_parallel_linear(x, self.weight, self.bias, self.tp_mesh, self.gather_input, self.gather_output)
 
+def _own_columns(x):
+    "This rank's features; of the others it reads nothing, so that the ranks' gradients add up to those of all"
+    return x.chunk(config.tp.size(), -1)[config.tp.get_local_rank()]
+
 class RowParallelLinear(Linear):
     "A linear layer whose inputs are divided over the ranks of tensor parallelism."
     def __init__(self,
@@ -106,10 +113,43 @@ class RowParallelLinear(Linear):
         divide_parameter(self, "bias", None)
     def forward(self, x):
         if self.tp_mesh is None: return super().forward(x)
-        # (each rank uses its own features alone, so the rows' gradients are summed by gather_rows)
-        if self.split_input:
-            x = gather_rows(x, self.tp_mesh).chunk(self.tp_mesh.size(), -1)[self.tp_mesh.get_local_rank()]
+        if self.split_input: x = _own_columns(gather_rows(x, self.tp_mesh))
         return row_parallel_linear(x, self.weight, self.bias, self.tp_mesh, scatter_output=self.scatter_output)
+
+# %% ../nbs/13_bmtrain.ipynb #bmop0001
+class ReduceType(Enum):
+    "What becomes of the ranks' partial products."
+    ALL_REDUCE = 1
+    REDUCE_SCATTER = 2
+
+class OpLinear:
+    "A linear layer's product, called as BMTrain's autograd function is."
+    @staticmethod
+    def apply(x, weight, bias=None): return F.linear(x, weight, bias)
+
+class OpParallelLinear:
+    "The product of `ColumnParallelLinear` and of `RowParallelLinear`, called as BMTrain's autograd function is."
+    @staticmethod
+    def apply(
+        x:Tensor,                        # (n, …, D): this rank's rows with gather_input; else every rank's
+        weight:Tensor,                   # (F, D), this rank's part, as a module's forward reads it
+        bias:Tensor|None=None,           # (F,), likewise
+        gather_input:bool=False,         # gather the ranks' rows first
+        gather_output:bool=False,        # give every rank all features
+        split_input:bool=False,          # take this rank's features of x
+        reduce_output_type:ReduceType|int|None=None, # what becomes of partial products; None: these are whole
+        async_chunks:int=2,              # accepted
+    )->Tensor:                           # (…, F); with REDUCE_SCATTER this rank's rows
+        "x · weightᵀ + bias."
+        mesh, kind = config.tp, None if reduce_output_type is None else ReduceType(reduce_output_type)
+        if mesh is None: return F.linear(x, weight, bias)
+        if gather_input: x = gather_rows(x, mesh)
+        elif kind is None: x = copy_to_tp(x, mesh)
+        if split_input: x = _own_columns(x)
+        y = F.linear(x, weight, bias)
+        if gather_output: y = gather_from_tp(y, mesh)
+        if kind is ReduceType.ALL_REDUCE: y = reduce_from_tp(y, mesh)
+        return reduce_scatter_rows(y, mesh) if kind is ReduceType.REDUCE_SCATTER else y
 
 # %% ../nbs/13_bmtrain.ipynb #a64aa079
 class VPEmbedding(DistributedModule):
@@ -135,7 +175,7 @@ class VPEmbedding(DistributedModule):
         "Look up, or project."
         mesh = self.tp_mesh
         if mesh is None: return F.linear(x, self.weight) if projection else F.embedding(x, self.weight)
-        local = self.weight.to_local()
+        local = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         if not projection: return F.embedding(x, gather_rows(local, mesh))
         return F.linear(gather_rows(x.unsqueeze(0), mesh).view(x.shape[0], -1, x.shape[-1]), local)
 
@@ -220,6 +260,11 @@ def _import_state(optimizer, state):
     }
 
 # %% ../nbs/13_bmtrain.ipynb #72eee8b7
+def _moments(before, after):
+    "Mean and variance of the differences of two lists of tensors"
+    changes = torch.cat([(b - a).flatten().double() for a, b in zip(before, after)])
+    return changes.mean().item(), changes.var(correction=0).item()
+
 class AdamOptimizer(AdamW):
     "AdamW with its state on the GPU and fp32 master weights."
     _share = 0.0
@@ -230,12 +275,15 @@ class AdamOptimizer(AdamW):
         eps:float=1e-8,              # ≥ 0
         weight_decay:float=0,        # decoupled, ≥ 0
         hold_steps:int=0,            # so many first steps with a learning rate of 0: only the moments warm up
+        record_delta:bool=False,     # keep mean and variance of each update (`get_avg_delta`, `get_var_delta`)
+        scale:float=1,               # of the loss, ≥ 1, where no `OptimManager` scales it: see `loss_scale`
     ):
         super().__init__(params, lr, betas, eps, weight_decay, offload=self._share)
         listed = [p for g in self.param_groups for p in g["params"]]
         require_values(listed, f"{type(self).__name__} is made")
         if self.model is None: self.model = model_of(listed)
-        self.hold_steps = hold_steps
+        self.hold_steps, self.record_delta, self._delta = hold_steps, record_delta, (0.0, 0.0)
+        self.scale, self.steps_since_last_scale = scale, 0
     def _build(self):
         if self.units is None:
             # frozen ones need no state
@@ -245,15 +293,36 @@ class AdamOptimizer(AdamW):
         closure:Callable|None=None,  # as for any torch optimizer
         scale:float=1,               # gradients are divided by it
     ):
-        "One update."
+        "One update; with a scale of its own OverflowError, and no update, where a gradient is not finite."
         self._build()
+        params = [p for g in self.param_groups for p in g["params"]]
+        if self.scale > 1 and not gradient_norm(params, "inf").isfinite():
+            raise OverflowError(f"a gradient overflowed at scale {self.scale:g}; optim_step(optimizer) lowers it")
         rates = [g["lr"] for g in self.param_groups]
-        if scale != 1: self.grad_divisor = float(self.grad_divisor) * scale
+        if scale * self.scale != 1: self.grad_divisor = float(self.grad_divisor) * scale * self.scale
         if max(self._steps.values(), default=0) < self.hold_steps:
             for g in self.param_groups: g["lr"] = 0.0
-        try: return super().step(closure)
+        before = self._recorded(params)
+        try: loss = super().step(closure)
         finally:
             for g, lr in zip(self.param_groups, rates): g["lr"] = lr
+        if before is not None: self._delta = _moments(before, self._recorded(params))
+        self.steps_since_last_scale += 1
+        return loss
+    def loss_scale(self, loss):
+        "The loss, times the optimizer's own scale: what to call backward on, as BMTrain 0.1 did."
+        return loss * self.scale
+    def justify_scale(self, scale):
+        "Go on with another scale."
+        self.scale, self.steps_since_last_scale = scale, 0
+    def get_avg_delta(self)->float: # 0 without record_delta
+        "Mean of what the last step added to this rank's parameters."
+        return self._delta[0]
+    def get_var_delta(self)->float: # 0 without record_delta
+        "Variance of what the last step added to this rank's parameters."
+        return self._delta[1]
+    def _recorded(self, params):
+        return [_portable(p.detach(), False).float().clone() for p in params] if self.record_delta else None
     def state_dict(self,
         gather:bool=False, # whole tensors, the same on every rank, instead of this rank's parts
     )->dict:
@@ -304,6 +373,7 @@ class OptimManager(_Manager):
         max_norm:float|None=None,   # bound, > 0
         norm_type:float|str=2,      # order, or "inf"
         eps:float=1e-6,             # only this
+        scale:float|None=None,      # accepted: the manager knows its own
     )->Tensor:                      # () the norm before clipping, without the loss scale, over all ranks
         "Multiply the gradients by min(1, max_norm/(norm + 1e-6))"
         if eps != 1e-6: raise ValueError(f"eps={eps}: only 1e-6")
@@ -327,6 +397,37 @@ class OptimManager(_Manager):
             o.load_state_dict(s if isinstance(o, AdamOptimizer) else _import_state(o, s))
         rest = {k: v for k, v in state_dict.items() if k not in ("optimizers", "lr_schedulers")}
         super().load_state_dict(rest | {"schedules": state_dict["lr_schedulers"]})
+
+# %% ../nbs/13_bmtrain.ipynb #bm01a002
+def optim_step(
+    optim:torch.optim.Optimizer, # any; one with a `scale` above 1 raises OverflowError for gradients that overflowed
+    lr_scheduler=None,           # steps with it
+):
+    "One step of an optimizer and its schedule; where gradients overflowed none, and a smaller scale from then on."
+    try: optim.step()
+    except OverflowError:
+        if getattr(optim, "scale", 1) <= 1: raise
+        lower = optim.scale / config["loss_scale_factor"]
+        print_rank(f"Gradient overflow, change scale from {optim.scale:f} to {lower:f}")
+        optim.justify_scale(lower)
+        optim.zero_grad()
+    else:
+        if lr_scheduler is not None: lr_scheduler.step()
+    if getattr(optim, "scale", 1) > 1 and optim.steps_since_last_scale >= config["loss_scale_steps"]:
+        optim.justify_scale(optim.scale * config["loss_scale_factor"])
+
+def clip_grad_norm(
+    param_groups,            # of an optimizer; their gradients change in place
+    max_norm:float,          # bound of the norm, > 0
+    scale:float,             # the gradients are so much too large
+    norm_type:float|str=2,   # order, or "inf"
+    eps:float=1e-6,          # as below
+)->Tensor:                   # () the norm before clipping, without the scale, over all ranks
+    "Multiply the gradients by min(1, max_norm / (norm + eps)), where no `OptimManager` does it."
+    norm = gradient_norm(param_groups, norm_type) / scale
+    factor = (max_norm / (norm + eps)).clamp(max=1)
+    for p in (p for g in param_groups for p in g["params"] if p.grad is not None): p.grad.mul_(factor.to(p.grad.dtype))
+    return norm
 
 # %% ../nbs/13_bmtrain.ipynb #39f5869c
 class WarmupLRScheduler(Schedule):
@@ -585,13 +686,14 @@ def _submodule(name, **members):
 
 def _pick(*names): return {n: globals()[n] for n in names}
 
-optim = _submodule("optim", **_pick("AdamOptimizer", "AdamOffloadOptimizer", "OptimManager"))
+optim = _submodule("optim", **_pick("AdamOptimizer", "AdamOffloadOptimizer", "OptimManager", "clip_grad_norm"))
 lr_scheduler = _submodule(
     "lr_scheduler", **_pick("WarmupLRScheduler"), NoDecay=_NoDecay, Noam=_Noam, Linear=_LinearDecay, Cosine=_Cosine,
     Exponential=_Exponential,
 )
 loss = _submodule("loss", **_pick("FusedCrossEntropy"))
-nn = _submodule("nn", **_pick("Linear", "ColumnParallelLinear", "RowParallelLinear", "VPEmbedding"))
+nn = _submodule("nn", **_pick("Linear", "ColumnParallelLinear", "RowParallelLinear", "VPEmbedding", "OpLinear",
+                              "OpParallelLinear"))
 inspect = _submodule("inspect", **_pick("inspect_model", "inspect_tensor", "record_tensor", "format_summary"))
 distributed = _submodule("distributed", **_pick("all_gather", "all_reduce", "reduce_scatter", "broadcast"))
 store = _submodule("store", **_pick("save", "load", "allgather_objects", "broadcast_object"))
@@ -599,6 +701,7 @@ utils = _submodule("utils", **_pick("print_rank", "print_block", "print_dict", "
 debug = Notes()
 global_var = _submodule("global_var", **_pick("config", "rank", "world_size"))
 init = _submodule("init", **_pick("init_distributed", "is_initialized"))
+backward = _submodule("backward", **_pick("optim_step"))
 block_layer = _submodule("block_layer", **_pick("Block", "CheckpointBlock", "TransformerBlockList"))
 pipe_layer = _submodule("pipe_layer", **_pick("PipelineTransformerBlockList"))
 layer = _submodule("layer", **_pick("DistributedModule"))

@@ -375,7 +375,7 @@ def test_the_fence_counts_what_was_planned(monkeypatch):
         empty_cache=lambda: None, get_device_properties=lambda _: SimpleNamespace(total_memory=total),
         set_per_process_memory_fraction=lambda share, _: said.append(round(share * total))
     ).items():
-                                   monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(torch.cuda, name, stand_in)
     segment = lambda start, size, used, device=0: dict(
         address=start * MiB, total_size=size * MiB, allocated_size=used * MiB, device=device
     )

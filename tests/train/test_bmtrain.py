@@ -310,6 +310,88 @@ def test_all_forms_of_parallel_layers(tp):
             for n, p in plain.named_parameters(): torch.testing.assert_close(grads[n], p.grad, **where)
 
 
+def one_product_for_three(tp):
+    "Query, key and value by one product of their joined weights, and by a layer each: outputs and gradients"
+    import bmlab.bmtrain as bmt
+    bmt.init_distributed(seed=0, tp_size=tp)
+    class Projections(bmt.DistributedModule):
+        def __init__(self):
+            super().__init__()
+            for name in "qkv": setattr(self, name, bmt.nn.ColumnParallelLinear(8, 8, gather_input=True))
+            self.out = bmt.nn.RowParallelLinear(8, 8)
+        def forward(self, x, joined):
+            layers = [getattr(self, name) for name in "qkv"]
+            if joined:
+                weight, bias = (torch.cat([getattr(m, name) for m in layers]) for name in ("weight", "bias"))
+                parts = bmt.nn.OpParallelLinear.apply(x, weight, bias, True, False, False, None).chunk(3, -1)
+            else: parts = [m(x) for m in layers]
+            return self.out(parts[0] * parts[1].tanh() + parts[2])
+    net = bmt.Block(Projections())
+    bmt.init_parameters(net)
+    x, out = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(bmt.rank())), []
+    for joined in (False, True):
+        net.zero_grad()
+        y = net(x, joined)
+        y.square().sum().backward()
+        out.append((y.detach(), {n: p.grad.full_tensor() for n, p in net.named_parameters()}))
+    return out, type(net.q.weight).__name__
+
+
+def test_joined_weights_of_parallel_layers():
+    for ((y, grads), (joined, theirs)), kind in run_ranks(one_product_for_three, 2, world_size=2):
+        torch.testing.assert_close(joined, y, rtol=1e-5, atol=1e-5)
+        for n, g in grads.items(): torch.testing.assert_close(theirs[n], g, rtol=1e-4, atol=1e-4)
+        # outside a forward it is what the optimizer sees
+        assert kind == "DTensor"
+
+
+def config_of_two_by_two():
+    import bmlab.bmtrain as bmt
+    bmt.init_distributed(seed=0, tp_size=2)
+    kinds, t = ("zero", "tp", "tp_zero", "pipe"), bmt.config["topology"]
+    names = "world_size", "zero_size", "zero_rank", "tp_size", "tp_rank", "tp_zero_size", "tp_zero_rank"
+    return [bmt.config[n] for n in names], {k: (t.get_group_id(k), t.get_group_rank(k)) for k in kinds}
+
+
+def test_places_of_four_ranks():
+    "As BMTrain 1.0.1's topology numbers them: neighbours share tensors, every second rank shares the same part"
+    for rank, (config, groups) in enumerate(run_ranks(config_of_two_by_two, world_size=4)):
+        assert config == [4, 4, rank, 2, rank % 2, 2, rank // 2]
+        assert groups == {"zero": (0, rank), "tp": (rank // 2, rank % 2), "tp_zero": (rank % 2, rank // 2),
+                          "pipe": (rank, 0)}
+
+
+OLD_LOOP = """
+import torch, bmlab.bmtrain as bmt
+bmt.init_distributed(seed=0, loss_scale_steps=4)
+bmt.print_rank(torch.cuda.memory_summary(), torch.cuda.current_device(), torch.cuda.FloatTensor([1]).device)
+net = bmt.nn.Linear(4, 4, dtype=torch.half)
+bmt.init_parameters(net)
+optimizer = bmt.optim.AdamOffloadOptimizer(net.parameters(), lr=1e-2, scale=2**20)
+schedule = bmt.lr_scheduler.Noam(optimizer, start_lr=1e-2, warmup_iter=2, end_iter=100, num_iter=0)
+x = torch.ones(2, 4, dtype=torch.half, device="cuda") * (bmt.rank() + 1)
+for step in range(16):
+    optimizer.zero_grad()
+    loss = net(x).float().square().mean()
+    seen = bmt.sum_loss(loss).item()
+    optimizer.loss_scale(loss).backward()
+    bmt.optim.clip_grad_norm(optimizer.param_groups, 1.0, scale=optimizer.scale)
+    bmt.optim_step(optimizer, schedule)
+    torch.cuda.synchronize()
+    bmt.print_rank(f"| {step} {seen:.5f} {optimizer.scale:.0f}")
+"""
+
+
+def test_scripts_of_the_first_versions(tmp_path):
+    "BMTrain 0.1: the optimizer holds the scale of the loss; overflow halves it, clean steps double it"
+    lines = launch(OLD_LOOP, tmp_path / "old", TORCHRUN)
+    assert "there is no GPU 0 cpu" in lines
+    seen = [line.split() for line in lines if line.startswith("| ")]
+    losses, scales = [float(s[2]) for s in seen], [float(s[3]) for s in seen]
+    assert scales[0] == 2 ** 19 and min(scales) < scales[0] and any(b > a for a, b in zip(scales, scales[1:]))
+    assert losses[-1] < 0.9 * losses[0]
+
+
 def wrapped():
     import transformers as tf
     import bmlab.bmtrain as bmt
