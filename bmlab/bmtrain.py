@@ -322,7 +322,10 @@ class AdamOptimizer(AdamW):
         "Variance of what the last step added to this rank's parameters."
         return self._delta[1]
     def _recorded(self, params):
-        return [_portable(p.detach(), False).float().clone() for p in params] if self.record_delta else None
+        if not self.record_delta: return None
+        # (updates of the host run on while the model computes)
+        self.flush()
+        return [_portable(p.detach(), False).float().clone() for p in params]
     def state_dict(self,
         gather:bool=False, # whole tensors, the same on every rank, instead of this rank's parts
     )->dict:
