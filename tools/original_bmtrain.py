@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TAGS = "0.1.8", "0.2.2", "v0.2.3", "v1.0.1"
-IMPORTS = {r"^(\s*)import bmtrain as bmt": r"\1import bmlab.bmtrain as bmt", r"^(\s*)from bmtrain": r"\1from bmlab.bmtrain"}
+IMPORTS = {r"^(\s*)import bmtrain as": r"\1import bmlab.bmtrain as", r"^(\s*)from bmtrain": r"\1from bmlab.bmtrain"}
 SMALLER = {
     "num_layers=8": "num_layers=2", "dim_model=2560": "dim_model=32", "dim_head=80": "dim_head=8",
     "num_heads=32": "num_heads=4", "dim_ff=8192": "dim_ff=64", "10240": "512", "seq_len = 512": "seq_len = 32",
