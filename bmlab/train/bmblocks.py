@@ -262,22 +262,37 @@ def require_values(
         why = "its parameters have no values yet, or are not shared out over the ranks"
         raise RuntimeError(f"{what}: {why}; call bmt.init_parameters(model) or bmt.load(model, file) first")
 
-_running = threading.local()            # depth: how many forwards this thread is inside
+_running = threading.local()            # inside: does this thread run a forward's own lines, and no hook?
 
 @contextmanager
-def _forward():
-    _running.depth = getattr(_running, "depth", 0) + 1
+def _forward(inside=True):
+    before = getattr(_running, "inside", False)
+    _running.inside = inside
     try: yield
-    finally: _running.depth -= 1
+    finally: _running.inside = before
+
+def _marked(forward):
+    "A forward that says so while it runs"
+    @functools.wraps(forward)
+    def run(*args, **kwargs):
+        with _forward(): return forward(*args, **kwargs)
+    return run
 
 class DistributedModule(torch.nn.Module):
     "A module that may hold `DistributedParameter`s; inside a forward they are this rank's part of what is divided."
     def __call__(self, *args, **kwargs):
         require_values(self._parameters.values(), f"{type(self).__name__} is run")
-        with _forward(): return super().__call__(*args, **kwargs)
+        with _forward(False): return super().__call__(*args, **kwargs)
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "forward" in cls.__dict__: cls.forward = _marked(cls.forward)
     def __getattr__(self, name):
         value = super().__getattr__(name)
-        if not isinstance(value, DTensor) or not getattr(_running, "depth", 0) or config.tp is None: return value
+        if not isinstance(value, DTensor) or not getattr(_running, "inside", False) or config.tp is None: return value
+        if isinstance(self, FSDPModule) and value.device_mesh.ndim == 2:
+            # another module's forward reads it: ZeRO's parts come together, and part again after the gradient
+            with _forward(False): self.unshard()
+            value = super().__getattr__(name)
         return value.to_local() if value.device_mesh == config.tp else value
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #a2d41207
@@ -317,7 +332,12 @@ class Block(torch.nn.Module):
     def forward(self, *args, **kwargs):
         inner, again = super().forward, self.use_checkpoint and torch.is_grad_enabled()
         def run(*args, **kwargs):
-            with _forward(): return inner(*args, **kwargs)
+            with _forward(): out = inner(*args, **kwargs)
+            # (with gradients FSDP2 does it after them)
+            if config.tp is not None and not torch.is_grad_enabled():
+                for m in self.modules():
+                    if isinstance(m, FSDPModule) and m is not self: m.reshard()
+            return out
         return run_again(run, *args, use_reentrant=False, **kwargs) if again else run(*args, **kwargs)
 
 CheckpointBlock = Block

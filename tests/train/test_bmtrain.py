@@ -329,16 +329,20 @@ def one_product_for_three(tp):
     net = bmt.Block(Projections())
     bmt.init_parameters(net)
     x, out = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(bmt.rank())), []
+    with torch.no_grad(): quiet = net(x, True)
     for joined in (False, True):
         net.zero_grad()
         y = net(x, joined)
         y.square().sum().backward()
         out.append((y.detach(), {n: p.grad.full_tensor() for n, p in net.named_parameters()}))
+    assert torch.equal(quiet, out[1][0])
     return out, type(net.q.weight).__name__
 
 
-def test_joined_weights_of_parallel_layers():
-    for ((y, grads), (joined, theirs)), kind in run_ranks(one_product_for_three, 2, world_size=2):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_joined_weights_of_parallel_layers(ranks):
+    "On four ranks ZeRO divides each part once more"
+    for ((y, grads), (joined, theirs)), kind in run_ranks(one_product_for_three, 2, world_size=ranks):
         torch.testing.assert_close(joined, y, rtol=1e-5, atol=1e-5)
         for n, g in grads.items(): torch.testing.assert_close(theirs[n], g, rtol=1e-4, atol=1e-4)
         # outside a forward it is what the optimizer sees
