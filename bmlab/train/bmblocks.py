@@ -106,6 +106,7 @@ config = Config()
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #042bf066
 _log = logging.getLogger(__name__)
+_NO_GPU = "there is no GPU"
 
 def _names_gpu(x): return isinstance(x, (str, torch.device)) and torch.device(x).type == "cuda"
 
@@ -131,15 +132,19 @@ class _Event:
     def query(self): return True
     def elapsed_time(self, other): return 1e3 * (other.moment - self.moment)   # ms
 
+def _answer(make):
+    "A function of its own for each name: torch.compile looks functions up by what they are"
+    return lambda *args, **kwargs: make()
+
 def _stand_ins():
     "What scripts ask of torch.cuda, by name, for a machine without a GPU"
-    nothing, zero = (lambda *args, **kwargs: None), (lambda *args, **kwargs: 0)
     kinds = "Float", "Half", "BFloat16", "Double", "Long", "Int", "Short", "Char", "Byte", "Bool"
-    known = {f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in kinds}
-    known |= dict.fromkeys(("synchronize", "set_device", "reset_peak_memory_stats", "empty_cache"), nothing)
-    known |= dict.fromkeys(("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved"), zero)
-    known |= {"memory_summary": lambda *args, **kwargs: "there is no GPU", "Event": _Event}
-    return known | dict.fromkeys(("Stream", "current_stream", "default_stream"), _Stream) | {"stream": nullcontext}
+    answers = dict.fromkeys(("synchronize", "set_device", "reset_peak_memory_stats", "empty_cache"), lambda: None)
+    answers |= dict.fromkeys(("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved"), int)
+    answers |= dict.fromkeys(("current_stream", "default_stream"), _Stream) | {"memory_summary": lambda: _NO_GPU}
+    known = {name: _answer(make) for name, make in answers.items()}
+    known |= {f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in kinds}
+    return known | {"Stream": _Stream, "Event": _Event, "stream": lambda stream: nullcontext(stream)}
 
 class _CpuForGpu(TorchFunctionMode):
     "Where there is no GPU: a tensor that is sent to one stays, and torch.cuda answers all the same"
