@@ -86,6 +86,70 @@ def clock(step, batch, device, warm=3, steps=8, finish=lambda: None):
     }
 
 
+def random_ids(vocab, rows, length, device):
+    "The batches of `clock`: (rows, length) random tokens, drawn anew for each step"
+    return lambda draw: torch.randint(0, vocab, (rows, length), device=device, generator=draw)
+
+
+def plain_step(model, opt, loss_of):
+    "A whole step of any optimizer, whose loss is `loss_of(model, ids)`"
+    def step(ids):
+        loss = loss_of(model, ids)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+    return step
+
+
+def own_loss(model, ids):
+    "The loss that a model of transformers computes itself"
+    return model(input_ids=ids, labels=ids).loss
+
+
+def llama_8b(tiny, vocab):
+    "An 8B LLaMA shape, or one of three small layers and `vocab` tokens for a CPU"
+    import transformers as tf
+    size = dict(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
+        vocab_size=128256, max_position_embeddings=4096)
+    if tiny: size = dict(
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
+        vocab_size=vocab)
+    return tf.LlamaConfig(**size)
+
+
+def with_peft(model, r, modules):
+    "PEFT's LoRA as its users write it: every layer recomputed, fused AdamW; (step, tunable parameters)"
+    import peft
+    recompute(model).enable_input_require_grads()
+    model = peft.get_peft_model(model, peft.LoraConfig(r=r, target_modules=modules))
+    tuned = [p for p in model.parameters() if p.requires_grad]
+    step = plain_step(model, torch.optim.AdamW(tuned, lr=1e-4, fused=True), own_loss)
+    return step, sum(p.numel() for p in tuned)
+
+
+def recompute(model):
+    "Every layer of a model of transformers recomputes"
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    return model
+
+
+def with_delta(model, delta, rows, length, name, tiny, **how):
+    "bmlab's step for a frozen model with a delta, as planned; (step, what the result says of it)"
+    from bmlab.all import lm_loss, plan_training, shard
+    gpu, ids = torch.cuda.is_available(), torch.zeros(rows, length, dtype=torch.long)
+    alike = dict(offload=None, master=None, compile=gpu, loss="chunked")
+    plan = plan_training(model, rows, length, inputs={"input_ids": ids, "labels": ids}, **alike, **how)
+    print(plan, file=sys.stderr)
+    keep(plan, name.replace(", ", "_").replace(" ", "-"), tiny)
+    shard(model, checkpoint=plan.recompute, compile=gpu)
+    opt = torch.optim.AdamW(delta.trainable(), lr=1e-4, fused=True)
+    step = plain_step(model, opt, lambda model, ids: lm_loss(model, {"input_ids": ids, "labels": ids}))
+    predicted = dict(predicted_s=round(plan.step_s, 3), predicted_GiB=round(plan.peak_bytes / 2**30, 2))
+    return step, dict(tunable=delta.count().delta, recomputed=plan.recompute, **predicted)
+
+
 def result(**row):
     if int(os.environ.get("RANK", 0)) == 0: print("RESULT " + json.dumps(row), flush=True)
 

@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from training import child, clock, keep, leave, result, show
+from training import (
+    child, clock, leave, llama_8b, own_loss, plain_step, random_ids, recompute, result, show, with_delta, with_peft,
+)
 
 RUNS = ["full fine-tuning", "PEFT LoRA", "bmlab Lora", "bmlab Lora, all layers recompute", "bmlab Adapter"]
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,109 +32,41 @@ DEVICE, (BATCH, LENGTH) = torch.device("cuda", 0) if GPU else torch.device("cpu"
 
 def llama():
     import transformers as tf
-    size = (
-        dict(
-            hidden_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=128,
-            vocab_size=500,
-        )
-        if args.tiny
-        else dict(
-            hidden_size=4096,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            intermediate_size=14336,
-            vocab_size=128256,
-            max_position_embeddings=4096,
-        )
-    )
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with DEVICE: model = tf.LlamaForCausalLM(tf.LlamaConfig(**size))
+    with DEVICE: model = tf.LlamaForCausalLM(llama_8b(args.tiny, vocab=500))
     torch.set_default_dtype(torch.float32)
     return model.train()
 
 
 def run(step, vocab, **said):
-    row = clock(
-        step, lambda g: torch.randint(0, vocab, (BATCH, LENGTH), device=DEVICE, generator=g), DEVICE, warm=4, steps=6
-    )
-    result(**row, **said)
+    result(**clock(step, random_ids(vocab, BATCH, LENGTH, DEVICE), DEVICE, warm=4, steps=6), **said)
 
 
 def peft_lora():
-    import peft
     model = llama()
     vocab = model.config.vocab_size
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    model.enable_input_require_grads()
-    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
-    opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
-    def step(ids):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-    run(step, vocab, tunable=sum(p.numel() for p in model.parameters() if p.requires_grad))
+    step, tunable = with_peft(model, 8, ["q_proj", "v_proj"])
+    run(step, vocab, tunable=tunable)
 
 
 def full():
-    model = llama()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    model = recompute(llama())
     opt = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    def step(ids):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
+    step = plain_step(model, opt, own_loss)
     run(step, model.config.vocab_size, tunable=sum(p.numel() for p in model.parameters()))
 
 
 def ours(name):
-    from bmlab.all import Lora, lm_loss, plan_training, shard
+    from bmlab.all import Adapter, Lora
     model = llama()
-    if "Adapter" in name:
-        from bmlab.delta.adapter import Adapter
-        delta = Adapter(model).freeze()
-    else: delta = Lora(model, r=8, modules=["q_proj", "v_proj"]).freeze()
-    whole = "all layers" in name
-    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    plan = plan_training(
-        model,
-        BATCH,
-        LENGTH,
-        inputs={"input_ids": ids, "labels": ids},
-        memory_limit=args.limit if GPU else None,
-        checkpoint=True if whole else "auto",
-        offload=None,
-        master=None,
-        compile=GPU,
-        loss="chunked",
-        machine=None if GPU else "h200",
-    )
-    keep(plan, name.replace(", ", "_").replace(" ", "-"), args.tiny)
-    shard(model, checkpoint=plan.recompute, compile=GPU)
-    opt = torch.optim.AdamW(delta.trainable(), lr=1e-4, fused=True)
-    def step(ids):
-        loss = lm_loss(model, {"input_ids": ids, "labels": ids})
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-    run(
-        step,
-        model.config.vocab_size,
-        tunable=delta.count().delta,
-        recomputed=plan.recompute,
-        predicted_s=round(plan.step_s, 3),
-        predicted_GiB=round(plan.peak_bytes / 2**30, 2),
-    )
+    delta = Adapter(model) if "Adapter" in name else Lora(model, r=8, modules=["q_proj", "v_proj"])
+    limit, machine = (args.limit, None) if GPU else (None, "h200")
+    checkpoint = True if "all layers" in name else "auto"
+    step, said = with_delta(
+        model, delta.freeze(), BATCH, LENGTH, name, args.tiny, memory_limit=limit, checkpoint=checkpoint,
+        machine=machine)
+    run(step, model.config.vocab_size, **said)
 
 
 if args.child:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from training import child, clock, keep, leave, result, show
+from training import child, clock, leave, llama_8b, random_ids, result, show, with_delta, with_peft
 
 RUNS = [
     "PEFT, bf16",
@@ -39,29 +39,7 @@ LENGTH, LAYERS = (
 )
 
 
-def config():
-    import transformers as tf
-    size = (
-        dict(
-            hidden_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=128,
-            vocab_size=512,
-        )
-        if args.tiny
-        else dict(
-            hidden_size=4096,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            intermediate_size=14336,
-            vocab_size=128256,
-            max_position_embeddings=4096,
-        )
-    )
-    return tf.LlamaConfig(**size)
+def config(): return llama_8b(args.tiny, vocab=512)
 
 
 @torch.no_grad()
@@ -88,12 +66,11 @@ def llama(bits=None):
 
 
 def run(step, rows, **said):
-    def draw(g): return torch.randint(0, config().vocab_size, (rows, LENGTH), device=DEVICE, generator=g)
-    result(**clock(step, draw, DEVICE, warm=4, steps=6), **said)
+    batches = random_ids(config().vocab_size, rows, LENGTH, DEVICE)
+    result(**clock(step, batches, DEVICE, warm=4, steps=6), **said)
 
 
 def peft_lora(name, rows):
-    import peft
     if "NF4" in name:
         import bitsandbytes as bnb
         model = llama()
@@ -122,58 +99,22 @@ def peft_lora(name, rows):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()  # (its base was made whole)
     else: model = llama()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    model.enable_input_require_grads()
-    model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=LAYERS))
-    opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
-    def step(ids):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-    run(step, rows, tunable=sum(p.numel() for p in model.parameters() if p.requires_grad))
+    step, tunable = with_peft(model, 16, LAYERS)
+    run(step, rows, tunable=tunable)
 
 
 def ours(name, rows):
-    from bmlab.all import Lora, lm_loss, measure, plan_training, shard
+    from bmlab.all import Lora, measure
     limit = "10GiB" if "10 GiB" in name and GPU else None
     # what the allocator may reserve, too
     if limit: torch.cuda.set_per_process_memory_fraction((10 << 30) / torch.cuda.get_device_properties(0).total_memory)
     machine = measure() if GPU else "h200"
     model = llama(4 if "int4" in name else 8 if "int8" in name else None)
     delta = Lora(model, r=16, modules=LAYERS).freeze()
-    ids = torch.zeros(rows, LENGTH, dtype=torch.long)
-    plan = plan_training(
-        model,
-        rows,
-        LENGTH,
-        inputs={"input_ids": ids, "labels": ids},
-        memory_limit=limit,
-        offload=None,
-        master=None,
-        compile=GPU,
-        loss="chunked",
-        machine=machine,
-    )
-    print(plan, file=sys.stderr)
-    keep(plan, "qlora_" + name.replace("bmlab, ", "").replace(", ", "_").replace(" ", "-"), args.tiny)
-    shard(model, checkpoint=plan.recompute, compile=GPU)
-    opt = torch.optim.AdamW(delta.trainable(), lr=1e-4, fused=True)
-    def step(ids):
-        loss = lm_loss(model, {"input_ids": ids, "labels": ids})
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-    run(
-        step,
-        rows,
-        tunable=delta.count().delta,
-        recomputed=plan.recompute,
-        predicted_s=round(plan.step_s, 3),
-        predicted_GiB=round(plan.peak_bytes / 2**30, 2),
-    )
+    named = "qlora_" + name.replace("bmlab, ", "")
+    step, said = with_delta(
+        model, delta, rows, LENGTH, named, args.tiny, memory_limit=limit, machine=machine)
+    run(step, rows, **said)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from training import GPT, Layer, child, clock, fill, keep, leave, lm_loss, result, show
+from training import GPT, Layer, child, clock, fill, keep, leave, lm_loss, plain_step, random_ids, result, show
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--tiny", action="store_true", help="sizes for a CPU")
@@ -34,6 +34,12 @@ RUNS = [
 
 
 def device(): return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+def batches(): return random_ids(SHAPE["vocab"], BATCH, SHAPE["length"], device())
+
+
+def time_peer(name, model, opt):
+    steps = max(3, args.steps // 2)
+    result(run=name, **clock(plain_step(model, opt, lm_loss), batches(), device(), warm=2, steps=steps))
 
 
 def ours(name):
@@ -82,13 +88,7 @@ def ours(name):
             om.step()
             return loss
         finish = opt.flush
-    row = clock(
-        step,
-        lambda g: torch.randint(0, SHAPE["vocab"], (BATCH, SHAPE["length"]), device=device(), generator=g),
-        device(),
-        steps=args.steps,
-        finish=finish,
-    )
+    row = clock(step, batches(), device(), steps=args.steps, finish=finish)
     said = (
         {} if name == "compute alone"
         else {"predicted_s": round(plan.step_s, 3), "predicted_GiB": round(plan.peak_bytes / 2**30, 2)}
@@ -114,22 +114,7 @@ def theirs(name):
     model.to_empty(device="cpu")
     fill(model)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    def step(ids):
-        loss = lm_loss(model, ids)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-    result(
-        run=name,
-        **clock(
-            step,
-            lambda g: torch.randint(0, SHAPE["vocab"], (BATCH, SHAPE["length"]), device=device(), generator=g),
-            device(),
-            warm=2,
-            steps=max(3, args.steps // 2),
-        ),
-    )
+    time_peer(name, model, opt)
 
 
 def torchao(name):
@@ -142,22 +127,7 @@ def torchao(name):
     fill(model)
     for layer in model.layers: layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     opt = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, lr=1e-4, fused=True)
-    def step(ids):
-        loss = lm_loss(model, ids)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-    result(
-        run=name,
-        **clock(
-            step,
-            lambda g: torch.randint(0, SHAPE["vocab"], (BATCH, SHAPE["length"]), device=device(), generator=g),
-            device(),
-            warm=2,
-            steps=max(3, args.steps // 2),
-        ),
-    )
+    time_peer(name, model, opt)
 
 
 if args.child:

@@ -300,10 +300,10 @@ def _adapted(module):
     return sum(w.shape[0] * sum(expert_shape(w, module)) for w in experts)
 
 def _preview(chosen, rank, total):
-    "One sentence; `chosen` is [(class, sum of in + out)]"
+    "One sentence; `chosen` is [(class, sum of in + out)], `total` the parameters that are there without this Lora"
     if not chosen: return ""
     n = rank * sum(size for _, size in chosen)
-    out = f"Lora r={rank} here: {n:,} parameters = {n / total:.3%}".replace("%", " %") if n and total else ""
+    out = f"Lora r={rank} here: {n:,} parameters = {n / (total + n):.3%}".replace("%", " %") if n and total else ""
     none = [cls for cls, size in chosen if not size]
     if not none: return out
     return f"{out}{'; ' if out else ''}no Lora fits on {len(none)} × {', '.join(sorted(set(none)))}"
@@ -430,7 +430,7 @@ def _read(self:Picker):
     model = self._model()
     modules, root, size = {n: m for n, m in parts(model) if n}, read_tree(model, 512), count(model)
     self._known, self._rows = _Names(model), list(tree_rows(root))
-    self._total, self._at = size.total - size.delta, time.monotonic()
+    self._total, self._at = size.total, time.monotonic()
     self._sizes = {n: (type(m).__name__, _adapted(m)) for n, m in modules.items()}
     self._sent = _picture(root, iter(self._rows), {n for n, m in modules.items() if matrix_shape(m)})
 

@@ -259,12 +259,17 @@ def plot(self:DataCard,
         left.grid(axis="y", visible=False)
         left.margins(x=.18)
         for at, n, gone in zip(y, counts, lost): left.text(n + gone, at, f" {n:,}", va="center", fontsize=8)
+        ends = set()
         for what, style in (("read", "--"), ("kept", "-")):
             lengths = sum_measures([{"all": r} for r in self.data[what].values()]).get("all", {}).get("lengths", {})
             bins = range(min(map(int, lengths)), max(map(int, lengths)) + 1) if lengths else []
             middles, documents = [2 ** (b + 0.5) for b in bins], [lengths.get(str(b), 0) for b in bins]
             right.plot(middles, documents, style, marker=".", label=what)
-        right.set(xscale="log", xlabel="length of a document (characters)", ylabel="documents in a bin (powers of 2)")
+            ends |= {2 ** b for b in (*bins, *(b + 1 for b in bins))}
+        right.set(xlabel="length of a document (characters)", ylabel="documents in a bin (powers of 2)")
+        right.set_xscale("log", base=2)
+        shown = sorted(ends)[::1 + len(ends) // 8]
+        right.set_xticks(shown, [f"{n:,}" for n in shown])
         right.legend()
     if not show: plt.close(left.figure)
     return left.figure

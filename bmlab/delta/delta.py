@@ -69,7 +69,7 @@ class Delta:
         return list({id(p): p for s in self._every.values() for p in s.parameters()}.values())
 
     def count(self)->Count:
-        "Sizes of the model with this delta; `delta` counts this one alone."
+        "Sizes of the model with this delta; `delta` counts this one alone. A delta's share is delta / total."
         c, own = count(self.model), self.parameters()
         n, away = sum(p.numel() for p in own), 0 if self.attached else 1
         size = sum(p.numel() * p.element_size() for p in own)

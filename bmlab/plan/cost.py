@@ -18,7 +18,8 @@ def cost_table(
     ways:dict[str, dict],           # label → arguments of plan_training: machine, gpus, batch, …
     tokens:int|float,               # of the whole training
     **common,                       # arguments for all ways, such as seq, price_per_gpu_hour, carbon
-)->pd.DataFrame:                    # a row for each way; .attrs["plans"]: label → plan, where there is one
+)->pd.DataFrame:                    # a row for each way, money in the currency of the price; .attrs["plans"]:
+                                    # label → plan, where there is one
     "The same training on several machines: days, GPU hours, money, energy, CO₂."
     if not ways: raise ValueError("ways is empty: give {label: arguments of plan_training}")
     rows, plans = {}, {}

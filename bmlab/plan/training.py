@@ -381,7 +381,7 @@ def _headline(plan):
             f"{plan.tokens_s:,.0f} tokens/s on {gpus} · smallest limit {format_bytes(plan.min_bytes, up=True)}")
     if (c := plan.cost) is None: return head
     took = f"{_few(c.days)} days · {_few(c.gpu_hours)} GPU hours · {_few(c.kwh)} kWh · {_few(c.co2_kg / 1000)} t CO₂"
-    return f"{head}<br>{took}" + (f" · costs {_few(c.money)}" if c.money is not None else "")
+    return f"{head}<br>{took}" + (f" · costs {_few(c.money)} in the price's currency" if c.money is not None else "")
 
 def _picture(plan):
     "The plan as HTML with inline styles"
@@ -587,7 +587,7 @@ def plan_training(
     sharded:bool|None=None,                # wrapped by fully_shard? None: with several GPUs, or where weights are
                                            # stored in another dtype
     tokens:int|float|None=None,            # of the whole training, for its cost
-    price_per_gpu_hour:float|None=None,
+    price_per_gpu_hour:float|None=None,    # in any currency; what it costs is then in the same
     carbon:float=0.429,                    # kg CO₂ a kWh
     pue:float=1.1,                         # power of the data centre over that of its machines
     trace:Trace|None=None,                 # of this model and batch, where it was made already
@@ -649,7 +649,7 @@ def _fill_plan(s, n, share, limit, host_limit, least, asked):
         "forward": k * sum(x.sum() for x in w.forward.values()),
         "recompute": k * sum((w.backward[b] - plain.backward[b]).sum() for b in w.backward),
         "backward": k * sum(x.sum() for x in plain.backward.values()),
-        "network, exposed": k * w.exposed + w.last,
+        "waiting for the network": k * w.exposed + w.last,
         "optimizer": t.optimizer_s,
     }
     phases["waiting for the host"] = max(0.0, t.step_s - sum(phases.values()))

@@ -178,6 +178,7 @@ def plot_log(
     left.legend(frameon=False)
     right.plot(log.step, log.tokens_per_s, lw=1)
     right.set(xlabel="step", ylabel="tokens/s", ylim=(0, None))
+    for ax in (left, right): ax.xaxis.get_major_locator().set_params(integer=True)
 
 def in_notebook()->bool: # do pictures appear where a cell is run?
     "Is this the kernel of a notebook's front end?"

@@ -200,7 +200,7 @@ def test_round_trip_of_traits():
     assert (
         p.preview
         == f"Lora r=4 here: {2 * 4 * 96} parameters = "
-           f"{2 * 4 * 96 / sum(x.numel() for x in model.parameters()):.3%}".replace(
+           f"{2 * 4 * 96 / (2 * 4 * 96 + sum(x.numel() for x in model.parameters())):.3%}".replace(
             "%", " %"
         )
     )

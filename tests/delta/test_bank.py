@@ -4,7 +4,6 @@ import os
 
 import pytest
 import torch
-import transformers as tf
 from torch import nn
 
 from bmlab.delta.adapter import Adapter, ParallelAdapter
@@ -15,43 +14,24 @@ from bmlab.models.glm import BlankGlmConfig, BlankGlmForConditionalGeneration, b
 from bmlab.delta.lora import Lora
 from bmlab.delta.soft import SoftPrompt
 
-TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99)
+import small
+
 IDS = torch.randint(0, 99, (6, 7), generator=torch.Generator().manual_seed(1))
 ROWS = ["a", "b", None, "c", "a", "b"]
 
 
-def llama():
+def frozen(make):
     torch.manual_seed(0)
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, num_key_value_heads=2)).eval().requires_grad_(False)
-def gpt2():
-    torch.manual_seed(0)
-    return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99)).eval().requires_grad_(False)
-def bert():
-    torch.manual_seed(0)
-    return tf.BertForMaskedLM(tf.BertConfig(**TINY)).eval().requires_grad_(False)
-def t5():
-    torch.manual_seed(0)
-    return (
-        tf.T5ForConditionalGeneration(
-            tf.T5Config(
-                d_model=32,
-                d_kv=8,
-                d_ff=64,
-                num_layers=2,
-                num_heads=4,
-                vocab_size=99,
-                dropout_rate=0.0,
-                decoder_start_token_id=0,
-            )
-        )
-        .eval()
-        .requires_grad_(False)
-    )
+    return make().eval().requires_grad_(False)
+def llama(): return frozen(small.llama)
+def gpt2(): return frozen(small.gpt2)
+
+
 MODELS = {
     "llama": (llama, ["q_proj", "v_proj"]),
     "gpt2": (gpt2, ["c_attn"]),
-    "bert": (bert, ["query", "value"]),
-    "t5": (t5, ["q", "v"]),
+    "bert": (lambda: frozen(small.bert), ["query", "value"]),
+    "t5": (lambda: frozen(small.t5), ["q", "v"]),
 }
 
 

@@ -15,82 +15,29 @@ from bmlab.delta.prefix import Prefix
 from bmlab.delta.soft import PTuning, SoftPrompt
 from fresh import fresh_python
 
-TINY = dict(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    vocab_size=99,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-KV = dict(num_key_value_heads=2)
+import small
+from small import KV, QUIET, t5
+
+SPECIAL = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+TINY = small.TINY | SPECIAL
 IDS = torch.arange(3, 15).view(2, 6)
 LABELS = torch.arange(20, 32).view(2, 6)
 
 
-def llama(**kw): return tf.LlamaForCausalLM(tf.LlamaConfig(**TINY | KV | kw))
-def gpt2(**kw):
-    return tf.GPT2LMHeadModel(
-        tf.GPT2Config(
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            vocab_size=99,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            **kw,
-        )
-    )
-def bert(): return tf.BertModel(tf.BertConfig(**TINY, hidden_dropout_prob=0., attention_probs_dropout_prob=0.))
-def t5(layers=2, **kw):
-    return tf.T5ForConditionalGeneration(
-        tf.T5Config(
-            d_model=32,
-            d_kv=8,
-            d_ff=64,
-            num_layers=layers,
-            num_heads=4,
-            vocab_size=99,
-            decoder_start_token_id=0,
-            dropout_rate=0.0,
-            **kw,
-        )
-    )
+def llama(**kw): return small.llama(**SPECIAL | kw)
+def gpt2(**kw): return small.gpt2(**SPECIAL | kw)
+def bert(): return small.bert(tf.BertModel, **SPECIAL)
 def t5_odd(): return t5(3)
 def bart():
-    return tf.BartForConditionalGeneration(
-        tf.BartConfig(
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=64,
-            decoder_ffn_dim=64,
-            vocab_size=99,
-            dropout=0.0,
-        )
-    )
+    heads = dict(encoder_attention_heads=4, decoder_attention_heads=4)
+    size = dict(d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=99)
+    return tf.BartForConditionalGeneration(tf.BartConfig(**size, **heads, dropout=0.0))
 def qwen3moe():
     return tf.Qwen3MoeForCausalLM(
         tf.Qwen3MoeConfig(**TINY | KV, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
     )
-def roberta():
-    return tf.RobertaModel(
-        tf.RobertaConfig(
-            **TINY | dict(max_position_embeddings=64), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-        )
-    )
-def bert_classifier():
-    return tf.BertForSequenceClassification(
-        tf.BertConfig(**TINY, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    )
+def roberta(): return tf.RobertaModel(tf.RobertaConfig(**TINY | QUIET, max_position_embeddings=64))
+def bert_classifier(): return small.bert(tf.BertForSequenceClassification, **SPECIAL, num_labels=3)
 def llama_classifier(): return tf.LlamaForSequenceClassification(tf.LlamaConfig(**TINY | KV, num_labels=3))
 
 

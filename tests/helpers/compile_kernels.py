@@ -39,249 +39,108 @@ def build(kernel, types, const, num_warps=4, num_stages=3):
         machine=len(made.asm["cubin"]),
     )
 
-X = "*bf16"
-linear, out = (
-    dict(
-        x=X,
-        bias=X,
-        residual=X,
-        weight=X,
-        of="*fp32",
-        y=X,
-        ahead=X,
-        scale="*fp32",
-        codes="*i8",
-        eps="fp32",
-        offset="fp32",
-    ),
-    {},
-)
+X, F, H, I = "*bf16", "*fp32", "*fp16", "*i64"
+
+
+def typed(type, names): return dict.fromkeys(names.split(), type)
+def split(blocks): return [{k: v for k, v in blocks.items() if (k[0] == "n") == launch} for launch in (False, True)]
+
+
+out, floats, tensors = {}, dict(eps="fp32", offset="fp32"), "x bias residual weight y ahead"
+linear = typed(X, tensors) | dict(of=F, scale=F, codes="*i8") | floats
+four = linear | dict(codes="*u8", scale=H, zero=H)
 of_row = dict(of=X)
-four = linear | dict(codes="*u8", scale="*fp16", zero="*fp16")
 bias = dict(HAS_BIAS=True, INTERPRETED=False)
 end, gated = dict(HAS_RESIDUAL=True, GATE=-1, AHEAD=True, NORM=0), dict(HAS_RESIDUAL=False, GATE=0, AHEAD=False, NORM=1)
 # one row is normed by every program
 alone = lambda const, one: const | dict(ONE=one) | (dict(NORM=4096) if one and const["NORM"] else {})
 for N, K in ((4096, 4096), (20480, 4096)):
-    blocks = products._blocks(N, K, torch.bfloat16)
-    const, launch = (
-        bias | {k: v for k, v in blocks.items() if k[0] != "n"},
-        {k: v for k, v in blocks.items() if k[0] == "n"},
-    )
+    const, launch = split(products._blocks(N, K, torch.bfloat16))
     for (name, more), one in itertools.product((("residual", end), ("gate", gated)), (True, False)):
-        out[f"int8 {N} {name} {one}"] = build(
-            products._int8_split_kernel,
-            linear | (of_row if one and more is gated else {}),
-            const | alone(more, one) | dict(EVEN=True),
-            **launch,
-        )
+        types = linear | (of_row if one and more is gated else {})
+        const_of = bias | const | alone(more, one) | dict(EVEN=True)
+        out[f"int8 {N} {name} {one}"] = build(products._int8_split_kernel, types, const_of, **launch)
     for group, M in itertools.product((32, 64, 128), (1, 8, 16)):
-        blocks = products._blocks4(N, K, group, torch.bfloat16, M=M)
-        out[f"int4 {N} group {group}, {M} rows"] = build(
-            products._int4_linear_kernel,
-            four | (of_row if M == 1 and N > 8192 else {}),
-            bias | alone(gated if N > 8192 else end, M == 1) | {k: blocks.pop(k) for k in list(blocks) if k[0] != "n"},
-            **blocks,
-        )
+        const4, launch4 = split(products._blocks4(N, K, group, torch.bfloat16, M=M))
+        types = four | (of_row if M == 1 and N > 8192 else {})
+        const_of = bias | alone(gated if N > 8192 else end, M == 1) | const4
+        out[f"int4 {N} group {group}, {M} rows"] = build(products._int4_linear_kernel, types, const_of, **launch4)
+
+# products of few rows that no plan above chooses: types, constants, warps (and stages)
 tiles4 = dict(EVEN=True, PAIRS=False, BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=3, ONE=False)
-for M, name in ((8, "eight rows"), (16, "sixteen")):
-    out[f"int4 float32, {name}"] = build(
-        products._int4_linear_kernel,
-        four | dict(x="*fp32", bias="*fp32", residual="*fp32", weight="*fp32", y="*fp32", ahead="*fp32"),
-        bias | end | tiles4 | dict(GROUP=64, BLOCK_M=M, STEPS=2),
-        8,
-    )
-out["int4 words that are not aligned"] = build(
-    products._int4_linear_kernel,
-    four,
-    bias
-    | end
-    | {k: v for k, v in products._blocks4(4096, 4096, 128, torch.bfloat16, aligned=False).items() if k[0] != "n"}
-    | dict(ONE=True, EVEN=False),
-)
-out["int4 eight rows"] = build(
-    products._int4_linear_kernel, four, bias | end | tiles4 | dict(GROUP=128, BLOCK_M=8, STEPS=1), 8, 4
-)
-out["int8 eight rows"] = build(
-    products._int8_split_kernel,
-    linear,
-    bias | end | dict(EVEN=False, ONE=False, BLOCK_M=8, BLOCK_N=16, BLOCK_K=64, WARPS=8),
-    8,
-    4,
-)
-out["int4 half"] = build(
-    products._int4_linear_kernel,
-    four | dict(x="*fp16", bias="*fp16", residual="*fp16", weight="*fp16", y="*fp16", ahead="*fp16"),
-    bias | end | tiles4 | dict(GROUP=128, STEPS=1),
-    8,
-)
-blocks8, blocks4 = products._blocks(12288, 4096, torch.bfloat16), products._blocks4(12288, 4096, 128, torch.bfloat16)
-for name, kernel, types, blocks in (
-    ("int8", products._int8_split_kernel, linear, blocks8),
-    ("int4", products._int4_linear_kernel, four, blocks4),
-):
-    out[f"{name} soon"] = build(
-        kernel,
-        types,
-        bias | end | dict(EVEN=True, ONE=True, SOON=True) | {k: blocks.pop(k) for k in list(blocks) if k[0] != "n"},
-        **blocks,
-    )
-out["int8 very many rows"] = build(
-    products._int8_linear_kernel,
-    linear,
-    bias | {k: v for k, v in products._blocks(1 << 17, 4096, torch.bfloat16).items() if k[0] != "n"},
-    4,
-    3,
-)
+tiles8 = dict(EVEN=False, ONE=False, BLOCK_M=8, BLOCK_N=16, BLOCK_K=64, WARPS=8)
+askew, _ = split(products._blocks4(4096, 4096, 128, torch.bfloat16, aligned=False))
+soon = dict(EVEN=True, ONE=True, SOON=True)
+soon8, launch8 = split(products._blocks(12288, 4096, torch.bfloat16))
+soon4, launch4 = split(products._blocks4(12288, 4096, 128, torch.bfloat16))
+many, _ = split(products._blocks(1 << 17, 4096, torch.bfloat16))
+single, half = four | typed(F, tensors), four | typed(H, tensors)
+rows = [
+    ("int4 float32, eight rows", single, tiles4 | dict(GROUP=64, BLOCK_M=8, STEPS=2), dict(num_warps=8)),
+    ("int4 float32, sixteen", single, tiles4 | dict(GROUP=64, BLOCK_M=16, STEPS=2), dict(num_warps=8)),
+    ("int4 words that are not aligned", four, askew | dict(ONE=True, EVEN=False), {}),
+    ("int4 eight rows", four, tiles4 | dict(GROUP=128, BLOCK_M=8, STEPS=1), dict(num_warps=8, num_stages=4)),
+    ("int8 eight rows", linear, tiles8, dict(num_warps=8, num_stages=4)),
+    ("int4 half", half, tiles4 | dict(GROUP=128, STEPS=1), dict(num_warps=8)),
+    ("int8 soon", linear, soon | soon8, launch8),
+    ("int4 soon", four, soon | soon4, launch4),
+]
+for name, types, const, launch in rows:
+    kernel = products._int8_split_kernel if name.startswith("int8") else products._int4_linear_kernel
+    out[name] = build(kernel, types, bias | end | const, **launch)
+out["int8 very many rows"] = build(products._int8_linear_kernel, linear, bias | many)
 for M in (20, 512):
-    blocks = products._blocks_gemm(torch.empty(M, 1, dtype=torch.bfloat16))
-    const, blocks = (
-        bias | {k: v for k, v in blocks.items() if k[0] != "n"},
-        {k: v for k, v in blocks.items() if k[0] == "n"},
-    )
-    out[f"gemm8 {M}"] = build(products._int8_gemm_kernel, linear, const | dict(BLOCK_K=64 if M > 64 else 128), **blocks)
-    out[f"gemm4 {M}"] = build(products._int4_gemm_kernel, four, const | dict(GROUP=128), **blocks)
-out["norm"] = build(
-    attention._rms_norm_kernel,
-    dict(x=X, residual=X, weight=X, total=X, y=X, eps="fp32", offset="fp32"),
-    dict(HAS_RESIDUAL=True, HAS_WEIGHT=True, BLOCK=4096),
-    8,
-)
-out["gate"] = build(products._gate_kernel, dict(x=X, y=X), dict(ACTIVATION=0, BLOCK=512))
+    const, launch = split(products._blocks_gemm(torch.empty(M, 1, dtype=torch.bfloat16)))
+    of_group = dict(BLOCK_K=64 if M > 64 else 128)
+    out[f"gemm8 {M}"] = build(products._int8_gemm_kernel, linear, bias | const | of_group, **launch)
+    out[f"gemm4 {M}"] = build(products._int4_gemm_kernel, four, bias | const | dict(GROUP=128), **launch)
+
 keys, warps, stages = attention._steps(torch.bfloat16, 128)
+runs = dict(INTERPRETED=False, CHUNK=keys, RUN=attention._RUN, SPLITS=attention.SPLITS, BLOCK_Q=16, BLOCK_D=128)
 for bits8 in (False, True):
-    C, S = ("*i8", "*fp16") if bits8 else (X, X)
-    out[f"rope {bits8}"] = build(
-        attention._rope_store_kernel,
-        dict(
-            qkv=X,
-            cos=X,
-            sin=X,
-            q_weight=X,
-            k_weight=X,
-            q=X,
-            k_cache=C,
-            v_cache=C,
-            k_scale=S,
-            v_scale=S,
-            positions="*i64",
-            rows="*i64",
-            eps="fp32",
-            offset="fp32",
-        ),
-        dict(ROPE=True, INTERLEAVED=False, NORM=True, ROWS=True, BITS8=bits8, BLOCK=128),
-        1,
-    )
+    C, S = ("*i8", H) if bits8 else (X, X)
+    rope = typed(X, "qkv cos sin q_weight k_weight q") | typed(C, "k_cache v_cache") | typed(S, "k_scale v_scale")
+    const = dict(ROPE=True, INTERLEAVED=False, NORM=True, ROWS=True, BITS8=bits8, BLOCK=128)
+    rope |= typed(I, "positions rows") | floats
+    out[f"rope {bits8}"] = build(attention._rope_store_kernel, rope, const, 1)
+    attend = typed(X, "q cos sin y") | typed(C, "k v") | typed(S, "k_scale v_scale") | typed(I, "lengths rows")
+    attend |= typed("*i32", "mask arrived") | typed(F, "part stats") | dict(scale="fp32")
+    ways = {}
     for G, sums, (causal, tree) in itertools.product(
         (1, 4), (True, False), ((True, False), (True, True), (False, False))
     ):
-        out[f"attention {bits8} {G} {sums} {causal} {tree}"] = build(
-            attention._attention_kernel,
-            dict(
-                q=X,
-                k=C,
-                v=C,
-                k_scale=S,
-                v_scale=S,
-                lengths="*i64",
-                rows="*i64",
-                mask="*i32",
-                cos=X,
-                sin=X,
-                part="*fp32",
-                stats="*fp32",
-                arrived="*i32",
-                y=X,
-                scale="fp32",
-            ),
-            dict(
-                TURN=False,
-                PREREAD=False,
-                INTERLEAVED=False,
-                G=G,
-                SUMS=sums,
-                CAUSAL=causal,
-                TREE=tree,
-                WINDOW=tree,
-                ROWS=tree,
-                BITS8=bits8,
-                INTERPRETED=False,
-                CHUNK=keys,
-                RUN=attention._RUN,
-                SPLITS=attention.SPLITS,
-                PARTS=attention.SPLITS,
-                BLOCK_Q=16,
-                BLOCK_D=128,
-            ),
-            warps,
-            stages,
-        )
+        ways[f"{G} {sums} {causal} {tree}"] = dict(
+            TURN=False, PREREAD=False, INTERLEAVED=False, G=G, SUMS=sums, CAUSAL=causal, TREE=tree, WINDOW=tree,
+            ROWS=tree, PARTS=attention.SPLITS)
     for G, sums, window in itertools.product((1, 4), (True, False), (True, False)):
-        out[f"attention {bits8} {G} {sums} {window} turning"] = build(
-            attention._attention_kernel,
-            dict(
-                q=X,
-                k=C,
-                v=C,
-                k_scale=S,
-                v_scale=S,
-                lengths="*i64",
-                rows="*i64",
-                mask="*i32",
-                cos=X,
-                sin=X,
-                part="*fp32",
-                stats="*fp32",
-                arrived="*i32",
-                y=X,
-                scale="fp32",
-            ),
-            dict(
-                TURN=True,
-                PREREAD=True,
-                INTERLEAVED=window,
-                G=G,
-                SUMS=sums,
-                CAUSAL=True,
-                TREE=False,
-                WINDOW=window,
-                ROWS=window,
-                BITS8=bits8,
-                INTERPRETED=False,
-                CHUNK=keys,
-                RUN=attention._RUN,
-                SPLITS=attention.SPLITS,
-                PARTS=2 if window else attention.SPLITS,
-                BLOCK_Q=16,
-                BLOCK_D=128,
-            ),
-            warps,
-            stages,
-        )
-out["rows' norms"] = build(products._inverse_rms_kernel, dict(x=X, y="*fp32", eps="fp32"), dict(NORM=4096), 2)
-out["combine"] = build(
-    attention._combine_kernel,
-    dict(part="*fp32", stats="*fp32", lengths="*i64", y=X),
-    dict(CAUSAL=True, SPAN=attention._RUN * keys, SPLITS=attention.SPLITS, PARTS=attention.SPLITS, BLOCK_D=128),
-)
-out["greatest"], out["greatest of them"] = (
-    build(attention._greatest_kernel, dict(x=X, best="*fp32", index="*i32"), dict(PIECES=32, BLOCK=1024), 4),
-    build(attention._greatest_of_kernel, dict(best="*fp32", index="*i32", out="*i64"), dict(PIECES=32), 1),
-)
-out["angles"] = build(
-    attention._angles_kernel, dict(positions="*i64", inv_freq="*fp32", cos=X, sin=X, scaling="fp32"), dict(BLOCK=128), 1
-)
-out["widen"] = build(
-    products._widen4_kernel, dict(codes="*u8", scale="*fp16", zero="*fp16", w=X), dict(GROUP=128, BLOCK_N=32)
-)
-out["neurons"] = build(
-    groups._neuron_hidden_kernel,
-    dict(x=X, ids="*i64", gate=X, up=X, gate_bias=X, up_bias=X, given=X, h="*fp32"),
-    dict(GATE=True, GIVEN=False, BIAS=True, ACT="silu", BLOCK_N=4, BLOCK_D=512),
-)
-out["sums of neurons"] = build(
-    groups._neuron_sum_kernel,
-    dict(h="*fp32", ids="*i64", down=X, parts="*fp32"),
-    dict(NEURON_SPLITS=groups.NEURON_SPLITS, BLOCK_N=32, BLOCK_D=64),
-)
+        ways[f"{G} {sums} {window} turning"] = dict(
+            TURN=True, PREREAD=True, INTERLEAVED=window, G=G, SUMS=sums, CAUSAL=True, TREE=False, WINDOW=window,
+            ROWS=window, PARTS=2 if window else attention.SPLITS)
+    for name, const in ways.items():
+        const |= runs | dict(BITS8=bits8)
+        out[f"attention {bits8} {name}"] = build(attention._attention_kernel, attend, const, warps, stages)
+
+# the rest: kernel, types, constants, warps
+spans = dict(SPAN=attention._RUN * keys, SPLITS=attention.SPLITS, PARTS=attention.SPLITS)
+rest = {
+    "norm": (
+        attention._rms_norm_kernel, typed(X, "x residual weight total y") | floats,
+        dict(HAS_RESIDUAL=True, HAS_WEIGHT=True, BLOCK=4096), 8),
+    "gate": (products._gate_kernel, typed(X, "x y"), dict(ACTIVATION=0, BLOCK=512)),
+    "rows' norms": (products._inverse_rms_kernel, dict(x=X, y=F, eps="fp32"), dict(NORM=4096), 2),
+    "combine": (
+        attention._combine_kernel, dict(part=F, stats=F, lengths=I, y=X), dict(CAUSAL=True, BLOCK_D=128) | spans),
+    "greatest": (attention._greatest_kernel, dict(x=X, best=F, index="*i32"), dict(PIECES=32, BLOCK=1024)),
+    "greatest of them": (attention._greatest_of_kernel, dict(best=F, index="*i32", out=I), dict(PIECES=32), 1),
+    "angles": (
+        attention._angles_kernel, dict(positions=I, inv_freq=F, cos=X, sin=X, scaling="fp32"), dict(BLOCK=128), 1),
+    "widen": (products._widen4_kernel, dict(codes="*u8", scale=H, zero=H, w=X), dict(GROUP=128, BLOCK_N=32)),
+    "neurons": (
+        groups._neuron_hidden_kernel, typed(X, "x gate up gate_bias up_bias given") | dict(ids=I, h=F),
+        dict(GATE=True, GIVEN=False, BIAS=True, ACT="silu", BLOCK_N=4, BLOCK_D=512)),
+    "sums of neurons": (
+        groups._neuron_sum_kernel, dict(h=F, ids=I, down=X, parts=F),
+        dict(NEURON_SPLITS=groups.NEURON_SPLITS, BLOCK_N=32, BLOCK_D=64)),
+}
+out |= {name: build(*how) for name, how in rest.items()}
 print(json.dumps(out))
