@@ -202,7 +202,7 @@ def plot_experts(
         both.set_xlabel("expert, sorted")
         both.set_ylabel("expert, sorted")
         every = range(0, E, -(-E // 16))
-        for axis in (both.xaxis, both.yaxis): axis.set_ticks(every, [order[i].item() for i in every])
+        for axis in (both.xaxis, both.yaxis): axis.set_ticks(every, [order[i].item() for i in every], fontsize=7)
         both.grid(False)
         both.figure.colorbar(image, ax=both, label="works on the same token")
     alone = together.clone().fill_diagonal_(-1)
