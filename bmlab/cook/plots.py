@@ -171,7 +171,7 @@ def plot_gates(
             other.plot(frame.index, frame.multiplier, linestyle=":", color="#888888")
             other.set_ylabel("multiplier (dotted)")
             other.grid(False)
-        line.legend(frameon=False)
+        line.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)      # above the curves
         if show: _show_light(ax.figure)
     return frame
 
@@ -200,6 +200,9 @@ def plot_experts(
         bars.set_ylabel("share of tokens")
         image = both.imshow(together[order][:, order].numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
         both.set_xlabel("expert, sorted")
+        both.set_ylabel("expert, sorted")
+        every = range(0, E, -(-E // 16))
+        for axis in (both.xaxis, both.yaxis): axis.set_ticks(every, [order[i].item() for i in every], fontsize=7)
         both.grid(False)
         both.figure.colorbar(image, ax=both, label="works on the same token")
     alone = together.clone().fill_diagonal_(-1)
