@@ -460,7 +460,7 @@ def bee_html(
     above = {t.parent for t in task.segments}
     looks = {
         "root": ("○", "opacity:.6"), "key": ("◇", "font-weight:600"), "text": ("▪", ""),
-        "answer": ("▸", "background:light-dark(#fde7c8,#5a4010)"),
+        "answer": ("▸", "background:#dca02840"),
     }
     for i, s in enumerate(task.segments):
         kind = "key" if s.path and i in above else "text"
@@ -480,7 +480,7 @@ def bee_html(
     note = f"<div>{len(rel) - n} more segments</div>" if n < len(rel) else ""
     matrix = f'<table style="border-collapse:collapse;margin-top:.5em">{cells}</table>'
     return (
-        '<div style="font-family:monospace;color-scheme:light dark"><div>○ root ◇ key ▪ text ▸ answer</div>'
+        '<div style="font-family:monospace"><div>○ root ◇ key ▪ text ▸ answer</div>'
         f"{''.join(rows)}{matrix}{note}</div>"
     )
 

@@ -6,17 +6,17 @@
 __all__ = ['tokens_html', 'legend_html', 'Picture', 'lengths_html', 'bars_html']
 
 # %% ../../nbs/35_prompt/01_view.ipynb #7de02bc8
-import html
+import html, re
 from collections.abc import Iterable
 
 # %% ../../nbs/35_prompt/01_view.ipynb #ebd32228
 _KINDS = {
     "text": "",
-    "placeholder": "background:light-dark(#dcebfa,#1f3f5c);border-bottom:2px solid #4682b4",
-    "meta": "background:light-dark(#e2f3e0,#234a2a);border-bottom:2px dotted #3c8d40",
-    "options": "background:light-dark(#e2f3e0,#234a2a);border-bottom:2px dashed #3c8d40",
-    "soft": "background:light-dark(#fbe3cf,#5a3514);border:1px solid #c46a1b;border-radius:3px",
-    "mask": "background:light-dark(#f6d9f0,#562250);border:2px solid #a6398f;font-weight:600",
+    "placeholder": "background:#4682b43a;border-bottom:2px solid #4682b4",
+    "meta": "background:#3c8d403a;border-bottom:2px dotted #3c8d40",
+    "options": "background:#3c8d403a;border-bottom:2px dashed #3c8d40",
+    "soft": "background:#c46a1b3a;border:1px solid #c46a1b;border-radius:3px",
+    "mask": "background:#a6398f40;border:2px solid #a6398f;font-weight:600",
     "special": "opacity:.55",
     "cut": "text-decoration:line-through;opacity:.5",
 }
@@ -52,8 +52,11 @@ def legend_html(
     return f'<div style="font-size:85%">{" ".join(spans)}</div>'
 
 class Picture(str):
-    "HTML that a notebook shows."
-    def _repr_html_(self): return f'<div style="color-scheme:light dark">{self}</div>'
+    "HTML that a notebook shows; printed, its text alone."
+    def _repr_html_(self): return f"<div>{self}</div>"
+    def __repr__(self):
+        text = " ".join(html.unescape(re.sub(r"<[^>]+>", " ", self)).split())
+        return text if len(text) <= 100 else text[:99] + "…"
 
 # %% ../../nbs/35_prompt/01_view.ipynb #7020907b
 def lengths_html(

@@ -310,6 +310,8 @@ def _record(step_fn, steps, warmup, path, watch):
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     def mark():
         with record_function("bmlab::clock"): clocks.append(time.perf_counter())
+    # the profiler's own library writes its probes to stderr at its usual level; it reads this when it starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     once = schedule(wait=0, warmup=1, active=1, repeat=1)
     with profile(activities=kinds, schedule=once, on_trace_ready=lambda p: p.export_chrome_trace(path)) as p:
         for _ in range(warmup): step_fn()
