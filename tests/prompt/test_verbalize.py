@@ -302,3 +302,26 @@ def test_what_is_no_number_is_refused(plain, value):
         AutomaticVerbalizer(plain, 2).fit(x, torch.tensor([0, 1, 0, 1]))
     with pytest.raises(ValueError, match="hidden: 2 of 4 rows"):
         ProtoVerbalizer(len(plain), 2).fit(x, torch.tensor([0, 1, 0, 1]))
+
+
+def test_words_of_several_classes_as_openprompt_drops_them(plain, tmp_path):
+    """What `KnowledgeableVerbalizer.delete_common_words` of github.com/thunlp/OpenPrompt gives for these lists
+
+    (openprompt/prompts/knowledgeable_verbalizer.py, run as it is; on its own files agnews, amazon, dbpedia, imdb and
+    yahoo_answers_topics both keep the same words). The files write blanks behind their commas.
+    """
+    path = tmp_path / "topics.txt"
+    path.write_text("society, culture,state, people\nscience,culture,society\nstate, law,law, people\n")
+    k = KnowledgeableVerbalizer.from_file(plain, path, classes=["society", "science", "state"], prefix="", multi="mean")
+    assert k.words == {"society": ["society"], "science": ["science"], "state": ["state", "law"]}
+    assert sorted(k.left_out["in other classes"]) == ["culture", "culture", "people", "people", "society", "state"]
+    assert "6 words left out" in repr(k)
+
+
+def test_words_that_cannot_be_read_are_counted(plain):
+    words = {"n": ["bad", "bat", "☃", "terribly long"], "p": ["good", "bow", "fun"]}
+    with pytest.warns(UserWarning, match="1 unknown to the tokenizer, 1 too long, 2 begins as another class's"):
+        k = KnowledgeableVerbalizer(plain, words, prefix="", max_token_split=5)
+    assert k.words == {"n": ["bad"], "p": ["good", "fun"]}
+    assert k.left_out["too long"] == ["terribly long"] and k.left_out["begins as another class's"] == ["bat", "bow"]
+    k(torch.zeros(1, len(plain)))
