@@ -277,7 +277,7 @@ class PtrVerbalizer(_Choice):
     habit = None
     def __init__(self,
         tok,                    # a tokenizer
-        words,                  # {label: [word at mask 1, word at mask 2, …]}
+        words,                  # {label: [word at mask 1, word at mask 2, …]}; of a word of several tokens the first
         prefix:str=" ",         # in front of a word, unless it begins with <!>
         multi_label:bool=False, # may several classes hold at once? Untrained their scores say little then: train the
                                 # model, or soft tokens
@@ -293,12 +293,13 @@ class PtrVerbalizer(_Choice):
             raise ValueError(f"words gives {sorted(lengths)} words to classes: every class needs one for each mask")
         self.words = {k: [w[3:] if w.startswith("<!>") else prefix + w for w in own] for k, own in words.items()}
         ids = {k: [_tokens(tok, w, k) for w in own] for k, own in self.words.items()}
-        for k, own in ids.items():
-            for w, i in zip(self.words[k], own):
-                if len(i) != 1: raise ValueError(f"the word {w!r} of {k!r} is {len(i)} tokens; a mask takes one")
-        _all_different(self.words, {k: tuple(i for i, in own) for k, own in ids.items()})
-        # (C, M)
-        self.register_buffer("ids", torch.tensor([[i for i, in own] for own in ids.values()]), persistent=False)
+        several = {w: len(i) for k, own in ids.items() for w, i in zip(self.words[k], own) if len(i) > 1}
+        if several:
+            said = ", ".join(f"{w!r} ({n} tokens)" for w, n in several.items())
+            warnings.warn(f"a mask takes one token: of {said} it is the first", stacklevel=2)
+        first = {k: tuple(i[0] for i in own) for k, own in ids.items()}
+        _all_different(self.words, first)
+        self.register_buffer("ids", torch.tensor(list(first.values())), persistent=False)                     # (C, M)
 
     def forward(self,
         logits:Tensor,            # (B, M, V)
@@ -423,13 +424,13 @@ def read_words(
     return sets[choice]
 
 @patch(cls_method=True)
-def from_file(cls:Verbalizer,
+def from_file(cls:_Choice,
     tok,              # a tokenizer
     path:str|Path,    # as for `read_words`
     choice:int=0,     # likewise
     classes=None,     # their names, where the file has none; None: 0, 1, …
     **options,        # of this verbalizer
-)->Verbalizer:
+):                # a verbalizer
     "This verbalizer with the words of a file."
     words = read_words(path, choice)
     if classes is not None and not isinstance(words, Mapping):

@@ -325,3 +325,15 @@ def test_words_that_cannot_be_read_are_counted(plain):
     assert k.words == {"n": ["bad"], "p": ["good", "fun"]}
     assert k.left_out["too long"] == ["terribly long"] and k.left_out["begins as another class's"] == ["bat", "bow"]
     k(torch.zeros(1, len(plain)))
+
+
+def test_a_mask_reads_the_first_of_several_tokens(plain, tmp_path):
+    "OpenPrompt's files for TACRED write \"'s\", which many tokenizers part"
+    path = tmp_path / "ptr.jsonl"
+    path.write_text('{"parent": ["fun", "ab", "good"], "sibling": ["fun", "cd", "good"]}')
+    with pytest.warns(UserWarning, match=r"a mask takes one token: of .ab. \(2 tokens\), .cd. \(2 tokens\) it is"):
+        ptr = PtrVerbalizer.from_file(plain, path, prefix="")
+    names = plain.convert_ids_to_tokens(ptr.ids.flatten().tolist())
+    assert names == ["fun", "a", "good", "fun", "c", "good"]
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="nothing could tell these classes apart"):
+        PtrVerbalizer(plain, {"a": ["ab"], "b": ["ac"]}, prefix="")
