@@ -78,7 +78,9 @@ class Delta:
     def __repr__(self):
         c, where = self.count(), f"on {len(self.sites)} modules" + ("" if self.attached else ", detached")
         more = f"; {', '.join(self.kept)} tunable too" if self._tuned else ""
-        size = f"{format_count(c.delta)} parameters, {c.delta / c.total:.4%} of the model"
+        share = c.delta / c.total
+        part = f"{share:.4%}" if share >= 1e-6 or not c.delta else "less than 0.0001%"
+        size = f"{format_count(c.delta)} parameters, {part} of the model"
         return f"{type(self).__name__} {self.name!r} {where}: {size}{more}"
 
 # %% ../../nbs/30_delta/11_delta.ipynb #4e37bc23
