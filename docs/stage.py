@@ -548,8 +548,8 @@ def _picture():
     "The tree that README opens with, as it is stored in the index"
     nb = json.loads((ROOT / "nbs/index.ipynb").read_text(encoding="utf-8"))
     cell = next(c for c in nb["cells"] if c.get("outputs"))
-    code, shown = "".join(cell["source"]), "".join(cell["outputs"][0]["text"]).rstrip()
-    return f"```python\n{code}\n```\n\n```\n{shown}\n```"
+    shown = "".join(cell["outputs"][0]["data"]["text/plain"]).rstrip()
+    return f"```python\n{''.join(cell['source'])}\n```\n\n```\n{shown}\n```"
 
 
 def _doors():

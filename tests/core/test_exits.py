@@ -27,7 +27,8 @@ k = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
 k.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
 tok = tf.PreTrainedTokenizerFast(tokenizer_object=k, pad_token="[PAD]", unk_token="[UNK]")
 tok.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-sizes = dict(vocab_size=11, hidden_size=64, num_attention_heads=2, intermediate_size=64)
+# (no token ends a text: the first one drawn might be that)
+sizes = dict(vocab_size=11, hidden_size=64, num_attention_heads=2, intermediate_size=64, eos_token_id=None)
 def model(layers): return tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_hidden_layers=layers)).eval()
 
 def editor():

@@ -311,7 +311,7 @@ def _(folder, expected):
 @reads("bmtrain")
 def _(folder, expected):
     import bmlab.bmtrain as bmt
-    from bmlab.all import shutdown
+    from bmlab.bmtrain import shutdown                                         # (ends the stand-ins for a GPU too)
     bmt.init_distributed()
     try:
         model = make_saved.spread(make_saved.stack(), seed=1)
