@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from training import GPT, child, clock, fill, keep, leave, lm_loss, result, show
+from training import GPT, child, clock, fill, keep, leave, lm_loss, plain_step, random_ids, result, show
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--only", choices=["cpm-ant", "gpt3"])
@@ -80,19 +80,8 @@ def main(name):
     if name == "gpt3": fill(model)
     opt = AdamW(model, lr=1e-5, offload=plan.offload, overlap="backward")
     loss_of = lm_loss if name == "gpt3" else lambda m, ids: m(input_ids=ids, labels=ids).loss
-    def step(ids):
-        loss = loss_of(model, ids)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-    row = clock(
-        step,
-        lambda g: torch.randint(0, vocab, (batch, length), device=device, generator=g),
-        device,
-        steps=6,
-        finish=opt.flush,
-    )
+    step, ids = plain_step(model, opt, loss_of), random_ids(vocab, batch, length, device)
+    row = clock(step, ids, device, steps=6, finish=opt.flush)
     host = open("/proc/self/status").read().split("VmHWM:")[1].split()[0]
     result(
         run=name,

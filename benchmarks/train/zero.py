@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from training import GPT, child, clock, fill, keep, leave, lm_loss, result, show
+from training import GPT, child, clock, fill, keep, leave, lm_loss, plain_step, random_ids, result, show
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--batches", type=int, nargs="+", default=[16, 32, 8, 24])
@@ -102,23 +102,12 @@ def theirs():
     model.to_empty(device=device)
     fill(model)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    def step(ids):
-        loss = lm_loss(model, ids)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-    result(**run(step, device), recomputed=n)
+    result(**run(plain_step(model, opt, lm_loss), device), recomputed=n)
 
 
 def run(step, device):
-    return clock(
-        step,
-        lambda g: torch.randint(0, SHAPE["vocab"], (args.batch, SHAPE["length"]), device=device, generator=g),
-        device,
-        warm=3,
-        steps=args.steps,
-    )
+    ids = random_ids(SHAPE["vocab"], args.batch, SHAPE["length"], device)
+    return clock(step, ids, device, warm=3, steps=args.steps)
 
 
 if args.child:
