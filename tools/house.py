@@ -77,13 +77,14 @@ def in_notebooks(root):
         cells, place = list(code_cells(path)), place_of(path, nbs)
         name = next((m[1] for _, s in cells if (m := re.search(r"^#\|\s*default_exp\s+(\S+)", s, re.M))), None)
         door = path.with_suffix("").is_dir()
-        if name is None and not door: found.append(f"{path.name}: no default_exp")
-        elif name not in (None, place) and not (door and name.startswith(f"{place}.")):
-            found.append(f"{path.name}: exports {name}, and lies where {place} does")
+        should = f"{place}.__init__" if door else place
+        if name is None: found.append(f"{path.name}: no default_exp")
+        elif name != should: found.append(f"{path.name}: exports {name}, and lies where {should} does")
         if name: home[name] = path.name
         for n, source in cells:
             where, tree = f"{path.name} cell {n}", parse(source)
-            if len({isinstance(node, (ast.Import, ast.ImportFrom)) for node in tree.body}) == 2:
+            front = door and "default_exp" in source                   # imports, and the list of their names
+            if not front and len({isinstance(node, (ast.Import, ast.ImportFrom)) for node in tree.body}) == 2:
                 found.append(f"{where}: mixes imports with code")
             if directive(source, "hide") and re.search(r"^\s*(test_\w+\(|assert )", source, re.M):
                 found.append(f"{where}: a hidden test")
@@ -95,7 +96,7 @@ def in_modules(root, home):
     for path in sorted((root / "bmlab").rglob("*.py")):
         parts = ("bmlab", *path.relative_to(root / "bmlab").with_suffix("").parts)
         name, where = ".".join(parts[1:]), path.relative_to(root / "bmlab").as_posix()
-        if path.stem in ("__init__", "_modidx"): continue
+        if name in ("__init__", "_modidx"): continue
         if name not in home: yield f"{where}: no notebook exports it"
         tree = ast.parse(path.read_text(encoding="utf-8"))
         early = {id(node) for node in at_import_time(tree)}

@@ -23,10 +23,12 @@ def test_house_rules_see_what_breaks_them(tmp_path):
         path.write_text(json.dumps({"cells": cells}))
     (tmp_path / "bmlab/high").mkdir(parents=True)
     notebook("00_low.ipynb", "#| default_exp low", "import os\nx = 1", "#| hide\ntest_eq(1, 1)")
-    notebook("10_high.ipynb", "1")
+    notebook("10_high.ipynb", "1", "#| default_exp high.__init__\nfrom bmlab.high.room import y\n__all__ = ['y']")
     notebook("10_high/00_room.ipynb", "#| default_exp high.room")
     notebook("10_high/01_lost.ipynb", "#| default_exp low.lost")
     notebook("20_none.ipynb", "1")
+    notebook("30_door.ipynb", "1")
+    notebook("30_door/00_room.ipynb", "#| default_exp door.room")
     (tmp_path / "bmlab/low.py").write_text("import matplotlib\ndef f():\n    import ipywidgets\n")
     (tmp_path / "bmlab/high/room.py").write_text(
         "from ..low import _x, y\nfrom .other import _own\nfrom ..app import picker\n"
@@ -39,6 +41,7 @@ def test_house_rules_see_what_breaks_them(tmp_path):
         "low.py:1: imports matplotlib",
         "stale.py: no notebook",
         "20_none.ipynb: no default_exp",
+        "30_door.ipynb: no default_exp",
         "01_lost.ipynb: exports low.lost, and lies where high.lost does",
         "high/room.py:1: takes the private _x of bmlab.low",
         "high/room.py:3: imports bmlab.app when",
@@ -65,7 +68,9 @@ def test_no_drift(tmp_path):
         ROOT / "bmlab",
         tmp_path / "bmlab",
         ignore=lambda folder, names: [
-            n for n in names if n.endswith(".py") and n != "__init__.py" or n == "__pycache__"
+            n
+            for n in names
+            if n.endswith(".py") and (folder, n) != (f"{ROOT}/bmlab", "__init__.py") or n == "__pycache__"
         ],
     )
     subprocess.run([Path(sys.executable).parent / "nbdev_export"], cwd=tmp_path, check=True, capture_output=True)
