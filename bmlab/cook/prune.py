@@ -423,8 +423,8 @@ class StructPrune(Method):
         hidden=1.,               # of channels of the residual stream (models with RMSNorm)
         score:str="gates",       # gates learn in training; "activation", "taylor", "magnitude", "random" decide before
         uniform:bool=True,       # as many in every layer; False: layers compete for groups and neurons
-        steps:int=100,           # calls of step() in which the gates learn; then they are 0 or 1, and you had better
-                                 # train twice as long again, for the weights to settle
+        steps:int=100,           # calls of step() in which the gates learn; then they are 0 or 1; train at least
+                                 # twice as long again afterwards, for the weights to settle
         rate:float=0.3,          # what a gate of mean gradient moves in a step, in units of log α
         ramp:float=0.25,         # share of `steps` over which the target falls and the gates sharpen
         start:str|None=None,     # score that the gates start by; None: "activation" with calib, else "magnitude"

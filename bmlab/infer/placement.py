@@ -655,7 +655,7 @@ def sentence(self:InferencePlan)->str:
     n, s = len(self.blocks), len(self.streamed)
     fits = "everything stays"
     if s:
-        ring = f"{format_bytes(self.streamed_bytes)} in {self.slots} slots of {format_bytes(self.slot_bytes)}"
+        ring = f"{format_bytes(self.streamed_bytes)} through {self.slots} slots of {format_bytes(self.slot_bytes)}"
         fits = f"{n - s} of {n} blocks stay, {s} stream ({ring})"
     elif self.host: fits = f"all {n} blocks stay, the input embedding is gathered on the host"
     rate, most = f"{self.tokens_per_s():.3g} tokens/s", min(8, self.max_batch)
@@ -788,7 +788,8 @@ def _plot(plan, limits):
         )
         if plan.limit is not None:
             ax.axvline(plan.limit / 2**30, ls="--", color="#888888")
-            ax.annotate(f" limit: {plan.tokens_per_s():.3g} tokens/s", (plan.limit / 2**30, plan.tokens_per_s()))
+            at = plan.limit / 2**30, plan.tokens_per_s()
+            ax.annotate(f"{format_bytes(plan.limit)}: {at[1]:.3g} tokens/s ", at, ha="right", va="bottom")
         ax.set(xlabel="memory limit (GiB)", ylabel="tokens/s", yscale="log")
 
 # %% ../../nbs/40_infer/07_placement.ipynb #af99086e
