@@ -8,6 +8,7 @@ __all__ = ['pick', 'chat', 'fill_blank', 'story', 'title', 'edit', 'serve']
 # %% ../nbs/99_all.ipynb #19235e0e
 # ruff: noqa: F401
 from .delta.adapter import Adapter, Compacter, LowRankAdapter, ParallelAdapter
+from .delta.opendelta import AutoDeltaConfig, AutoDeltaModel
 from .prompt.bee_answers import BeeCollator, answer
 from .delta.bank import DeltaBank
 from .infer.batcher import Batcher
