@@ -193,7 +193,7 @@ __all__ = """
     inspect_model inspect_tensor record_tensor timeline
     Delta deltas Lora Adapter ParallelAdapter LowRankAdapter Compacter BitFit IA3 LayerNormTuning SoftPrompt PTuning
     Prefix
-    PeftDelta DeltaBank Bbt PromptScore Continual transfer Card Hub publish
+    PeftDelta DeltaBank Bbt PromptScore Continual transfer Card Hub publish AutoDeltaConfig AutoDeltaModel
     Template TemplateError InputExample ManualTemplate MixedTemplate SoftTemplate PtuningTemplate PTRTemplate
     PrefixTuningTemplate SoftTokens
     Verbalizer PtrVerbalizer KnowledgeableVerbalizer AutomaticVerbalizer SoftVerbalizer ProtoVerbalizer PromptModel
