@@ -1,4 +1,4 @@
-"The picker on a page of its own, in headless Chromium: ticked by mouse and key, filtered, done; a page without its token."
+"The picker on a page of its own, in headless Chromium: filtered, picked, done; and a page without its token."
 import pytest
 import transformers as tf
 
