@@ -85,7 +85,7 @@ def hidden_loss(
     measure:str="mse",     # one of `MEASURES`
 )->Tensor:                 # () float32, mean over the tokens that count, 0 if none does
     "How far apart two hidden states are: mean squared error, plain or of states of mean length 1, or 1 − cosine."
-    if measure not in MEASURES: raise ValueError(f"measure={measure!r}: one of {', '.join(MEASURES)}")
+    if measure not in MEASURES: raise ValueError(f"measure={measure!r}: one of {', '.join(map(repr, MEASURES))}")
     if hidden.shape != teacher_hidden.shape:
         raise ValueError(f"hidden {tuple(hidden.shape)} and teacher_hidden {tuple(teacher_hidden.shape)} differ")
     a, b = (x if keep is None else x[keep] for x in (hidden, teacher_hidden.detach()))
@@ -362,7 +362,7 @@ def _check_distill(d):
         if not (math.isfinite(v := getattr(d, name)) and v >= 0):
             raise ValueError(f"{name}={v!r}: a weight of at least 0")
     if not (math.isfinite(d.T) and d.T > 0): raise ValueError(f"T={d.T!r}: a temperature above 0, such as 2.0")
-    if d.measure not in MEASURES: raise ValueError(f"measure={d.measure!r}: one of {', '.join(MEASURES)}")
+    if d.measure not in MEASURES: raise ValueError(f"measure={d.measure!r}: one of {', '.join(map(repr, MEASURES))}")
     if not isinstance(d.chunk, int) or d.chunk < 1: raise ValueError(f"chunk={d.chunk!r}: a number of rows, at least 1")
     if d.logits == 0 and d.hidden is None and d.attention is None:
         raise ValueError("logits=0 leaves nothing to learn: give hidden= or attention=")
