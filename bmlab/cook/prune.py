@@ -467,6 +467,34 @@ def planned(
     slice_model(copied, keep)
     return count(copied).total
 
+# %% ../../nbs/20_cook/08_prune.ipynb #4ce7c0df
+@patch
+def prepare(self:StructPrune, model, calib):
+    "Find the units, and score them where training is not to decide."
+    self.found = structure(model)
+    if self.target_sparsity is not None:
+        self.recipe |= _shares_for(model, self.found, self.target_sparsity, self.of, self.uniform)
+    self.units = units_of(self.found, self.recipe)
+    self.learning, self.history = self.score == "gates", []
+    how = self.score
+    if self.learning: how = self.start or ("magnitude" if calib is None else "activation")
+    meta = any(p.is_meta for p in model.parameters())
+    self.scores = importance(model, self.units, "random" if meta else how, calib, self.seed)
+    self.pools = {}                                               # constraint → numbers of its units
+    for i, u in enumerate(self.units):
+        together = not self.uniform and u.kind in ("kv_groups", "ffn")
+        self.pools.setdefault(u.kind if together else f"{u.kind} {u.names[0]}", []).append(i)
+    self.moments = []                                             # (step, how open each of the units' gates is)
+    self.planned = planned(model, choose(self.found, self.units, self.scores, self.uniform))
+    self.notes = {"target_parameters": self.planned}
+
+@patch
+def targets(self:StructPrune)->dict: # constraint → share of its gates that stays
+    "What the multipliers lead to."
+    return {k: sum(self.units[i].count() for i in mine) / sum(self.units[i].n for i in mine)
+            for k, mine in self.pools.items()}
+
+# %% ../../nbs/20_cook/08_prune.ipynb #349f2eb6
 def _check_target(sparsity, units, recipe):
     if not 0 < sparsity < 1: raise ValueError(f"target_sparsity={sparsity!r}: a share in (0, 1)")
     if any(v != 1 or isinstance(v, int) for v in recipe.values()):
@@ -503,33 +531,6 @@ def _shares_for(model, found, sparsity, units, uniform):
         raise ValueError(f"target_sparsity={sparsity}: {', '.join(units)} cannot take so many parameters; name more "
                          "units=")
     return dict.fromkeys(units, low)
-
-# %% ../../nbs/20_cook/08_prune.ipynb #4ce7c0df
-@patch
-def prepare(self:StructPrune, model, calib):
-    "Find the units, and score them where training is not to decide."
-    self.found = structure(model)
-    if self.target_sparsity is not None:
-        self.recipe |= _shares_for(model, self.found, self.target_sparsity, self.of, self.uniform)
-    self.units = units_of(self.found, self.recipe)
-    self.learning, self.history = self.score == "gates", []
-    how = self.score
-    if self.learning: how = self.start or ("magnitude" if calib is None else "activation")
-    meta = any(p.is_meta for p in model.parameters())
-    self.scores = importance(model, self.units, "random" if meta else how, calib, self.seed)
-    self.pools = {}                                               # constraint → numbers of its units
-    for i, u in enumerate(self.units):
-        together = not self.uniform and u.kind in ("kv_groups", "ffn")
-        self.pools.setdefault(u.kind if together else f"{u.kind} {u.names[0]}", []).append(i)
-    self.moments = []                                             # (step, how open each of the units' gates is)
-    self.planned = planned(model, choose(self.found, self.units, self.scores, self.uniform))
-    self.notes = {"target_parameters": self.planned}
-
-@patch
-def targets(self:StructPrune)->dict: # constraint → share of its gates that stays
-    "What the multipliers lead to."
-    return {k: sum(self.units[i].count() for i in mine) / sum(self.units[i].n for i in mine)
-            for k, mine in self.pools.items()}
 
 # %% ../../nbs/20_cook/08_prune.ipynb #3b014738
 def _shift(log_alpha, target, most=40.0):
