@@ -131,6 +131,9 @@ _METHODS = {  # delta_type → (our kind, {its word: (ours, value if left out)},
 _PLACED = {"modified_modules", "exclude_modules", "unfrozen_modules", "common_structure", "delta_type"}
 _IDLE = _PLACED | set("""backbone_class backbone_checkpoint_name backbone_hash opendelta_version transformers_version
     model_type interactive_modify backend""".split())
+# what its examples' scripts hand over besides: where files come from and go to
+_IDLE |= set("""backbone_model model_path_public finetuned_delta_path force_download local_files_only delta_cache_dir
+    delay_push""".split())
 _ONE_VALUE = {  # method → {its word: values that are computed here}
     "parallel_adapter": dict(scaled=(None, 1)),
     "compacter": dict(
@@ -152,7 +155,7 @@ def _check_words(config, loading=False):
         raise LookupError(f"delta_type={kind!r}{hint}; OpenDelta's are {', '.join(_METHODS)}")
     alone = _ONE_VALUE.get(kind, {})
     known = _IDLE | set(_METHODS[kind][1]) | set(alone)
-    if odd := sorted(config.keys() - known):
+    if odd := sorted(k for k, v in config.items() if k not in known and v is not None):
         hint = did_you_mean(odd[0], known)
         words = ", ".join(sorted(known - _IDLE))
         raise ValueError(f"{odd[0]!r} is no word of OpenDelta's {kind}{hint}; known: {words}")

@@ -92,6 +92,10 @@ def test_words_of_a_configuration():
     with pytest.raises(ValueError, match="'lora_alfa' is no word.*did you mean 'lora_alpha'"):
         AutoDeltaConfig.from_dict({"delta_type": "lora", "lora_alfa": 2})
     with pytest.raises(LookupError, match="did you mean 'adapter'"): AutoDeltaConfig.from_dict({"delta_type": "adapte"})
+    # as examples/examples_prompt/src/run.py hands over its arguments
+    given = dict(delta_type="adapter", backbone_model="roberta-base", delay_push=True, force_download=False,
+                 finetuned_delta_path=None, modified_modules=None, bottleneck_dim=5, lora_r=None)
+    assert AutoDeltaModel.from_config(AutoDeltaConfig.from_dict(given), backbone("head")).bottleneck == 5
     t5 = backbone("T5ForConditionalGeneration-lora")
     there, more = (AutoDeltaModel.from_config({"delta_type": "lora"}, t5, cross=c) for c in (False, True))
     assert set(more.sites) - set(there.sites) == {n for n in more.sites if "EncDecAttention" in n}
