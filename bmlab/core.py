@@ -512,6 +512,7 @@ _REGISTRY = {  # table → name → "module:attribute", below bmlab
         "soft_tokens": "prompt.soft:SoftTokens",
         **dict.fromkeys(_BY_PEFT.split(), "delta.peft_plugin:PeftDelta"),
     },
+    "folder": {"opendelta": "delta.opendelta:load_opendelta"},  # of a delta, by who wrote it
     "cooked": _entries_of(  # layers, by their class, as a file of save_cooked names them
         "cook", quantize="Int8GroupLinear", sparse24="Sparse24Linear", moefy="MoEMLP", neurons="SparseMLP",
         structure="Absent Through"),
