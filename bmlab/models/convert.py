@@ -299,6 +299,7 @@ class Family:
     ranks:dict=None          # {regular expression of an original name: (dimension, stripes)}: how GPUs cut it
     shrunk:dict=None         # {… : power of `scale` by which the original is smaller}
     computes:dict=None       # {field of the configuration: the one value that the original's code knows}
+    unread:str="(?!)"        # names that the original has and its scripts do not read: left out
 
 _GPT_RANKS = {
     r"word_embeddings": (0, 1),
@@ -353,7 +354,7 @@ def families(
     return {
         "cpm-1": Family("GPT2LMHeadModel", _CPM1, ranks=_GPT_RANKS),
         "cpm-2": Family("Cpm2ForConditionalGeneration", _CPM2, ranks=_T5_RANKS),
-        "eva": Family("EvaForConditionalGeneration", _CPM2, ranks=_T5_RANKS),
+        "eva": Family("EvaForConditionalGeneration", _CPM2, ranks=_T5_RANKS, unread=r"(^|\.)role_embeds\."),
         "glm": Family("BlankGlmForConditionalGeneration", _GLM, ranks=_GPT_RANKS),
         "cpm-ant": Family("CpmAntTied", _LIVE + _ANT, "cpmant.", computes=undivided),
         "cpm-bee": Family("CpmBeeForCausalLM", _LIVE + _WHOLE, "cpmbee.", computes=divided),
@@ -444,7 +445,7 @@ class Original:
         names = list(self.parts[0])
         if odd := next((f for f, p in zip(self.files, self.parts) if list(p) != names), None):
             raise ValueError(f"{odd} does not hold the same names as {self.files[0]}")
-        self.left = [n for n in names if _SKIPPED.search(n)]
+        self.left = [n for n in names if _SKIPPED.search(n) or re.search(family.unread, n)]
         self.names = {self._clean(n): n for n in names if n not in self.left}
 
     def _read(self, file):
