@@ -316,6 +316,7 @@ class Family:
     shrunk:dict=None         # {… : power of `scale` by which the original is smaller}
     computes:dict=None       # {field of the configuration: the one value that the original's code knows}
     unread:str="(?!)"        # names that the original has and its scripts do not read: left out
+    saved:tuple=()           # what transformers has in a folder in place of its models' names: as `drop`
     copies:dict=None         # {a name that newer originals have not: the one whose tensor it is}
 
 _GPT_RANKS = {
@@ -333,6 +334,13 @@ _T5_RANKS = {
 }
 _T5_SHRUNK = {r"input_embedding|attention_out": 1, r"w_in\.(w|w_1)\.|w_out": 0.5}
 _OLD_NAMES = ((r"^output_projection\.w\.", "output_projection."),)
+_VIT_SAVED = (
+    (r"^vit\.encoder\.layer\.", "vit.layers."),
+    (r"attention\.attention\.(q|k|v)(uery|ey|alue)\.", r"attention.\1_proj."),
+    (r"attention\.output\.dense\.", "attention.o_proj."),
+    (r"intermediate\.dense\.", "mlp.fc1."),
+    (r"\.output\.dense\.", ".mlp.fc2."),
+)
 _OLD_CPM1 = (
     (r"ffn\.ffn\.w_0$", "ffn.ffn.w_in.w_0.weight"),
     (r"ffn\.ffn\.w_1$", "ffn.ffn.w_in.w_1.weight"),
@@ -387,7 +395,7 @@ def families(
         "opt-modelcenter": Family("OPTForCausalLM", _OPT),
         "llama-modelcenter": Family("LlamaForCausalLM", _LLAMA),
         "t5-modelcenter": Family(t5, _T5 + _PLAIN + _TIED, drop=_OLD_NAMES, shrunk=_T5_SHRUNK, copies=tied),
-        "vit-modelcenter": Family("ViTForImageClassification", _VIT),
+        "vit-modelcenter": Family("ViTForImageClassification", _VIT, saved=_VIT_SAVED),
         "t5-v1_1-modelcenter": Family("T5Untied", _T5 + _GATED + _APART, drop=_OLD_NAMES, shrunk=_T5_SHRUNK),
         "mt5-modelcenter": Family("MT5Untied", _T5 + _GATED + _APART, drop=_OLD_NAMES, shrunk=_T5_SHRUNK),
     }
@@ -505,11 +513,16 @@ class Folder:
     "The tensors of a folder of safetensors by name."
     def __init__(self,
         folder:str|Path, # with model.safetensors, or several with an index
+        saved:tuple=(),  # what its names have in place of the model's: (regular expression, what stands for it)
     ):
         self.files = sorted(Path(folder).glob("*.safetensors"))
         if not self.files: raise FileNotFoundError(f"{folder} holds no .safetensors file")
         self.open = [safe_open(f, "pt") for f in self.files]
-        self.names, self.left = {k: f for f in self.open for k in f.keys()}, []
+        self.names, self.left = {self._clean(k, saved): (f, k) for f in self.open for k in f.keys()}, []
+
+    def _clean(self, name, saved):
+        for pattern, new in saved: name = re.sub(pattern, new, name)
+        return name
 
     def dtype(self, name): return self.get(name).dtype
 
@@ -517,7 +530,8 @@ class Folder:
         name:str, # as in the file
     )->Tensor:
         "One tensor."
-        return self.names[name].get_tensor(name)
+        file, held = self.names[name]
+        return file.get_tensor(held)
 
 # %% ../../nbs/04_models/09_convert.ipynb #839e5c9b
 _CODES = {
@@ -745,8 +759,8 @@ def to_original(
                             # `norm_eps` with which ModelCenter then computes the same
 )->Path:                    # the file, for the family's own code
     "A folder of safetensors as an original checkpoint: names → tensors; beside it `<file>.json` says from what."
-    f, source = _family(family), Folder(folder)
-    config = _class(f).config_class.from_pretrained(folder)
+    f = _family(family)
+    source, config = Folder(folder, f.saved), _class(f).config_class.from_pretrained(folder)
     shapes = plan(family, config)
     _computable(f, config)
     hashes, rules = _hashes(source.files, sha256), _used(list(shapes), source.names, "new")
