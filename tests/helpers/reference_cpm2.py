@@ -12,7 +12,7 @@ import math
 import torch
 
 
-def norm(w, x, eps=1e-6): # mpu/transformer_enc_dec.py:41-48
+def norm(w, x, eps=1e-6): # mpu/transformer_enc_dec.py:41-47
     return w * (x / math.sqrt(float((x ** 2).mean()) + eps))
 
 
@@ -20,12 +20,12 @@ def gelu(x): # mpu/transformer_enc_dec.py:53-54
     return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * x * (1.0 + 0.044715 * x * x)))
 
 
-def bucket(distance, buckets, both, far=128): # mpu/transformer_enc_dec.py:241-264
+def bucket(distance, buckets, both, far=128): # mpu/transformer_enc_dec.py:240-263
     base = 0
-    if both: # :242-245
+    if both: # :242-244
         buckets //= 2
         base, distance = buckets * (distance > 0), abs(distance)
-    else: distance = -min(distance, 0)                                              # :247
+    else: distance = -min(distance, 0)                                              # :246
     exact = buckets // 2                                                            # :250
     if distance < exact: return base + distance                                     # :251 and 263
     log = torch.log(torch.tensor(float(distance)) / exact) / math.log(far / exact) * (buckets - exact)   # :254-258
@@ -38,7 +38,7 @@ def attention(q, k, v, heads, seen, bias):
     for i in range(len(q)):
         said = []
         for h in range(heads):
-            part = slice(h * size, (h + 1) * size)                                  # :205-213, heads lie side by side
+            part = slice(h * size, (h + 1) * size)                                  # :211-216, heads lie side by side
             keys = [j for j in range(len(k)) if seen(i, j)]                         # :363, -10000 elsewhere
             scores = [float(q[i][part] @ k[j][part]) + bias(i, j, h) for j in keys]   # :339-340 and 363, no root
             weight = [math.exp(s - max(scores)) for s in scores]                    # :368
@@ -47,15 +47,15 @@ def attention(q, k, v, heads, seen, bias):
     return out
 
 
-def network(w, x): # a feed-forward layer with its residual: mpu/transformer_enc_dec.py:499-501 and 121-134
+def network(w, x): # a feed-forward layer with its residual: mpu/transformer_enc_dec.py:499-501 and 122-132
     y = norm(w["layer_norm.weight"], x)                                             # :499
-    inner = gelu(w["dense_relu_dense.wi_0.weight"] @ y) * (w["dense_relu_dense.wi_1.weight"] @ y)   # :121-123
+    inner = gelu(w["dense_relu_dense.wi_0.weight"] @ y) * (w["dense_relu_dense.wi_1.weight"] @ y)   # :122-124
     return x + w["dense_relu_dense.wo.weight"] @ inner                              # :132 and 501
 
 
 def routed(w, x, expert_of):
     """baselayer.py:47-62 of the branch moe: each token to one expert, whose layer has the residual inside. The training
-    there shares tokens out evenly (:52 and 75-80); alone, a token takes what suits it best, as in :85-88"""
+    there shares tokens out evenly (:52 and 78-83); alone, a token takes what suits it best, as in :89"""
     if "expert_centroids" not in w: return network(w, x)
     y = norm(w["experts.0.layer_norm.weight"], x)                                   # :48, the norm is one for all
     best = int((w["expert_centroids"] @ y).argmax())                                # :49
@@ -67,23 +67,23 @@ def under(w, prefix): return {k[len(prefix):]: v for k, v in w.items() if k.star
 
 
 def stack(w, table, ids, heads, memory=None, expert_of=None):
-    "ParallelTransformer: mpu/transformer_enc_dec.py:680-824; memory: what the encoder said, for a decoder"
-    x, decoder = [table[i] for i in ids], memory is not None                        # :688
-    distances = w["blocks.0.self_attn.self_attn.relative_attention_bias.weight"]    # :635, of the first block, for all
-    def bias(i, j, h): return float(distances[bucket(j - i, len(distances), not decoder)][h])   # :267-282
+    "ParallelTransformer: mpu/transformer_enc_dec.py:677-824; memory: what the encoder said, for a decoder"
+    x, decoder = [table[i] for i in ids], memory is not None                        # :685
+    distances = w["blocks.0.self_attn.self_attn.relative_attention_bias.weight"]    # :633, of the first block, for all
+    def bias(i, j, h): return float(distances[bucket(j - i, len(distances), not decoder)][h])   # :266-279
     def seen(i, j): return j <= i or not decoder                                    # tril, and everything
     for i in range(1 + max(int(k.split(".")[1]) for k in w if k.startswith("blocks."))):
         block = under(w, f"blocks.{i}.")
         y = [norm(block["self_attn.layer_norm.weight"], r) for r in x]              # :428
         q, k, v = zip(*((block["self_attn.self_attn.project.weight"] @ r).chunk(3) for r in y))   # :316-320
         out = attention(q, k, v, heads, seen, bias)
-        x = [r + block["self_attn.self_attn.dense.weight"] @ o for r, o in zip(x, out)]   # :389 and 435
+        x = [r + block["self_attn.self_attn.dense.weight"] @ o for r, o in zip(x, out)]   # :387 and 435
         if decoder:
             q = [block["cross_attn.cross_attn.project_q.weight"] @ norm(block["cross_attn.layer_norm.weight"], r)
-                 for r in x]                                                        # :470 and 307
-            k, v = zip(*((block["cross_attn.cross_attn.project_kv.weight"] @ m).chunk(2) for m in memory))   # :309-312
-            out = attention(q, k, v, heads, lambda i, j: True, lambda i, j, h: 0.0)   # :349-352, zeros
-            x = [r + block["cross_attn.cross_attn.dense.weight"] @ o for r, o in zip(x, out)]   # :389 and 479
+                 for r in x]                                                        # :470 and 308
+            k, v = zip(*((block["cross_attn.cross_attn.project_kv.weight"] @ m).chunk(2) for m in memory))   # :310-312
+            out = attention(q, k, v, heads, lambda i, j: True, lambda i, j, h: 0.0)   # :349-351, zeros
+            x = [r + block["cross_attn.cross_attn.dense.weight"] @ o for r, o in zip(x, out)]   # :387 and 479
         x = [routed(under(block, "ff."), r, expert_of) for r in x]
     return [norm(w["final_layernorm.weight"], r) for r in x]                        # :824
 
@@ -176,13 +176,13 @@ def center_names(layers, d, inner, ff, bias=False, gated=True, norm_bias=False, 
 
 # ---- cutting text
 
-def half_width(char): # CPM-2: tokenization_enc_dec.py:106-115
+def half_width(char): # CPM-2: tokenization_enc_dec.py:106-116
     if char in "，。！（）？、；：": return char
     code = 0x20 if ord(char) == 0x3000 else ord(char) - 0xFEE0
     return chr(code) if 0x20 <= code <= 0x7E else char
 
 
-def cpm2_pieces(text, vocabulary): # tokenization_enc_dec.py:160-170 and 77-103
+def cpm2_pieces(text, vocabulary): # tokenization_enc_dec.py:160-166 and 77-103
     import jieba
     out = []
     for word in jieba.cut("".join(half_width(c) for c in text), cut_all=False):
