@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 import reference_cpm as ref
-from bmlab.prompt.bee_answers import BeeCollator
+from bmlab.prompt.bee_answers import BeeCollator, answer
 from bmlab.infer.beams import beam_search
 from bmlab.models.convert import manifest, to_original, to_safetensors
 from bmlab.models.cpm import CpmAntTied, mask_modules, residual_sum, visible
@@ -158,7 +158,7 @@ LIMIT = 1e-3                                   # of logits up to 14: what roundi
 
 def drawn_config(**kw):
     sizes = {NAMES.get(k, k): v for k, v in FIGURES["sizes"].items() if k != "half"}
-    return CpmBeeConfig(**sizes, **kw)
+    return CpmBeeConfig(**sizes | kw)
 
 
 def drawn_weights(): return original_bee.weights(manifest("cpm-bee", drawn_config()))
@@ -263,6 +263,20 @@ def test_every_path_says_what_the_whole_forward_says():
     assert len(names) == 48
     with Streamer(model, streamed=names[1:], slots=2, link=SimulatedLink(order="random")):
         assert torch.equal(model(torch.tensor([text])).logits, want)
+
+
+@torch.no_grad()
+def test_bee_answers_what_the_original_answers():
+    "Several answers in one task, unknown blanks and options by number, and beside examples: token by token"
+    config, tok = drawn_config(**original_bee.WIDE), CpmBeeTokenizer(vocab=original_bee.WORDS)
+    model = CpmBeeForCausalLM(config).eval()
+    model.cpmbee.load_state_dict(original_bee.weights(manifest("cpm-bee", config)))
+    table = model.cpmbee.input_embedding.weight
+    table.copy_(original_bee.talkative(table))
+    def leaves(said): return [x for v in said.values() for x in leaves(v)] if isinstance(said, dict) else [said]
+    for (task, beside), want in zip(original_bee.ASKED, FIGURES["answers"]):
+        told = answer(model, tok, task, max_new_tokens=original_bee.MOST, min_new_tokens=0, examples=beside)
+        assert leaves(told.data["<ans>"]) == want
 
 
 def test_the_reference_says_what_the_original_says():
