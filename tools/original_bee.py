@@ -182,6 +182,24 @@ def answers(model):
     return out
 
 
+def searched(model):
+    "What its beam search of three answers to the tasks without examples, with the mean log-probability of a token"
+    from cpm_live.generation import bee
+    kept, out = [], []
+    class Kept(bee.BeamHypotheses): # notes every one that is made
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            kept.append(self)
+    with unittest.mock.patch.object(bee, "BeamHypotheses", Kept):
+        search = bee.CPMBeeBeamSearch(model, bee.CPMBeeTokenizer())
+        for task, beside in json.loads(json.dumps(ASKED)):
+            if beside: continue
+            [task] = search.generate([task], beam_size=3, max_length=40)
+            score, best = max(kept[-1].hyp)              # it ends with </s>
+            out.append(dict(task=task, score=score, tokens=len(best)))
+    return out
+
+
 def main(args):
     checkout, file = args[0], Path(args[1] if args[1:] else ROOT / "tests/fixtures/original_bee.json")
     model = made(checkout)
@@ -189,7 +207,7 @@ def main(args):
         figures = dict(whole=whole(model), cached=cached(model))
         model = made(checkout, **WIDE)
         model.input_embedding.weight.copy_(talkative(model.input_embedding.weight))
-        figures |= dict(answers=answers(model))
+        figures |= dict(answers=answers(model), searched=searched(model))
     where = dict(repository=REPOSITORY, commit=commit(checkout), files=FILES)
     where |= dict(recipe="tools/original_bee.py", sizes=SIZES)
     file.write_text(written(where | figures) + "\n")
