@@ -1,5 +1,6 @@
 """CPM-2 with experts against a transcription of its source, published sizes and cuts of text, and what takes CPM-1,
 CPM-2, EVA and GLM: Auto classes, PEFT, decoding. Their equations are judged by the originals in test_originals.py."""
+import json
 import warnings
 
 import pytest
@@ -86,6 +87,24 @@ def test_cpm2_of_experts(tmp_path):
     want, experts = ref.cpm2(w, ids, other, 4)
     close(model(ids[None], decoder_input_ids=other[None]).logits[0], want)
     assert len(experts) == 2 * (len(ids) + len(other)) and set(experts) == {0, 1, 2}
+
+
+def test_folders_that_do_not_say_their_gelu(tmp_path):
+    "CPM-1's is read as ModelCenter's, and told so; CPM-2's keeps what transformers calls it"
+    for kind, config in ((Cpm1ForCausalLM, Cpm1Config(**CPM1)), (Cpm2ForConditionalGeneration, Cpm2Config(**T5))):
+        kind(config).save_pretrained(tmp_path / kind.__name__)
+    one, two = (tmp_path / kind.__name__ / "config.json" for kind in (Cpm1ForCausalLM, Cpm2ForConditionalGeneration))
+    for file, length_scale in ((one, True), (two, True)):
+        said = json.loads(file.read_text()) | dict(length_scale=length_scale)
+        assert said.pop("hidden_act") in ("gelu", "gelu_new")
+        file.write_text(json.dumps(said))
+    with pytest.warns(UserWarning, match="hidden_act='gelu_new'"): read = Cpm1Config.from_pretrained(one.parent)
+    assert read.hidden_act == "gelu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert Cpm1Config.from_pretrained(one.parent, hidden_act="gelu_new").hidden_act == "gelu_new"
+        assert Cpm2Config.from_pretrained(two.parent).hidden_act == "gelu_new"
+    assert Cpm2Config(**T5, length_scale=True, attn_scale=True).dense_act_fn == "gelu"
 
 
 PUBLISHED = {
