@@ -8,6 +8,7 @@ __all__ = ['pick', 'chat', 'fill_blank', 'story', 'title', 'edit', 'serve']
 # %% ../nbs/99_all.ipynb #19235e0e
 # ruff: noqa: F401
 from .delta.adapter import Adapter, Compacter, LowRankAdapter, ParallelAdapter
+from .delta.opendelta import AutoDeltaConfig, AutoDeltaModel
 from .prompt.bee_answers import BeeCollator, answer
 from .delta.bank import DeltaBank
 from .infer.batcher import Batcher
@@ -192,7 +193,7 @@ __all__ = """
     inspect_model inspect_tensor record_tensor timeline
     Delta deltas Lora Adapter ParallelAdapter LowRankAdapter Compacter BitFit IA3 LayerNormTuning SoftPrompt PTuning
     Prefix
-    PeftDelta DeltaBank Bbt PromptScore Continual transfer Card Hub publish
+    PeftDelta DeltaBank Bbt PromptScore Continual transfer Card Hub publish AutoDeltaConfig AutoDeltaModel
     Template TemplateError InputExample ManualTemplate MixedTemplate SoftTemplate PtuningTemplate PTRTemplate
     PrefixTuningTemplate SoftTokens
     Verbalizer PtrVerbalizer KnowledgeableVerbalizer AutomaticVerbalizer SoftVerbalizer ProtoVerbalizer PromptModel

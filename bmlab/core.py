@@ -512,6 +512,7 @@ _REGISTRY = {  # table → name → "module:attribute", below bmlab
         "soft_tokens": "prompt.soft:SoftTokens",
         **dict.fromkeys(_BY_PEFT.split(), "delta.peft_plugin:PeftDelta"),
     },
+    "folder": {"opendelta": "delta.opendelta:load_opendelta"},  # of a delta, by who wrote it
     "cooked": _entries_of(  # layers, by their class, as a file of save_cooked names them
         "cook", quantize="Int8GroupLinear", sparse24="Sparse24Linear", moefy="MoEMLP", neurons="SparseMLP",
         structure="Absent Through"),
@@ -649,7 +650,8 @@ def stacked_bar(
         colours = f"background:{_SHADES[i % len(_SHADES)]};color:{'#fff' if i % 3 == 0 and i < 8 else '#000'}"
         label = esc(name) if px(amount) > 55 else ""
         style = f"width:{px(amount):.1f}px;{colours};{box}"
-        return f'<div title="{esc(name)}: {esc(text)}" style="{style}">{label}</div>'
+        title = esc(f"{name}: {text}" if name else text)
+        return f'<div title="{title}" style="{style}">{label}</div>'
     cells = "".join(cell(i, *part) for i, part in enumerate(parts) if px(part[1]) >= 0.5)
     at = f"position:absolute;left:{px(limit):.1f}px;top:-3px;height:28px;border-left:2px dashed currentColor"
     if limit: cells += f'<div title="limit" style="{at}"></div>'

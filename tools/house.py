@@ -19,6 +19,7 @@ LEAVES = {  # nothing imports these before it needs them
     "app.editor",
     "app.panels",
     "app.picker",
+    "app.picker_page",
     "app.serve",
     "app.widget",
     "data.copies",

@@ -9,7 +9,8 @@ __all__ = []
 # the chapter's front: what `from bmlab.app import …` finds, wherever the rooms hold it
 from importlib import import_module
 
-_ROOMS = dict(pick="picker", chat="panels", fill_blank="panels", story="panels", title="panels", edit="editor")
+_ROOMS = dict(pick="picker", pick_on_page="picker_page", chat="panels", fill_blank="panels", story="panels",
+              title="panels", edit="editor")
 __all__ = list(_ROOMS)
 
 def __getattr__(name):

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/20_cook.ipynb #b631d4da
 # the chapter's front: what `from bmlab.cook import …` finds, wherever the rooms hold it
 # ruff: noqa: F401
-from . import export  # Cook.export and Cook.report
+from . import bmcook, export  # Cook.from_config, Cook.export and Cook.report
 from .cook import Cook, Method
 from .distill import Distill
 from .fakequant import FakeQuant

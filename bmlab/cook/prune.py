@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from .cook import Cook, Method
 from .chain import Foresees, chain, parametrize_weight, stored, unparametrize
 from .report import Calibration, save_cooked
-from ..core import count, did_you_mean, parts, unwrap
+from ..core import count, did_you_mean, parts, roles, unwrap
 from ..kernels.layers import is_conv1d
 from .structure import Structure, _stored, cuts, slice_model, structure, undroppable
 from ..train.loop import eval_mode, to_device
@@ -421,10 +421,13 @@ class StructPrune(Method):
         heads=1.,                # of query heads: in each key-value group
         ffn=1.,                  # of neurons of a feed-forward network; multiples of 64 suit GPUs, of 32 int4
         hidden=1.,               # of channels of the residual stream (models with RMSNorm)
+        target_sparsity:float|None=None, # instead of those shares: of the parameters that `units` can take, the share
+                                 # that goes; one share for all of them is found by counting
+        units:tuple=("heads", "ffn"), # with target_sparsity: which of those above are cut
         score:str="gates",       # gates learn in training; "activation", "taylor", "magnitude", "random" decide before
         uniform:bool=True,       # as many in every layer; False: layers compete for groups and neurons
-        steps:int=100,           # calls of step() in which the gates learn; then they are 0 or 1, and you had better
-                                 # train twice as long again, for the weights to settle
+        steps:int=100,           # calls of step() in which the gates learn; then they are 0 or 1; train at least
+                                 # twice as long again afterwards, for the weights to settle
         rate:float=0.3,          # what a gate of mean gradient moves in a step, in units of log α
         ramp:float=0.25,         # share of `steps` over which the target falls and the gates sharpen
         start:str|None=None,     # score that the gates start by; None: "activation" with calib, else "magnitude"
@@ -437,10 +440,12 @@ class StructPrune(Method):
         if start not in (None, *UNIT_SCORES[1:]):
             raise ValueError(f"start={start!r}; there are None, {', '.join(UNIT_SCORES[1:])}")
         if steps < 1: raise ValueError(f"steps={steps}: the gates need at least one")
+        self.target_sparsity, self.of = target_sparsity, tuple(units)
+        if target_sparsity is not None: _check_target(target_sparsity, self.of, self.recipe)
         for k, v in self.recipe.items():
             if isinstance(v, bool) or not (isinstance(v, int) and v >= 1 or isinstance(v, float) and 0 < v <= 1):
                 raise ValueError(f"{k}={v!r}: expected a share in (0.0, 1.0] or a number of units from 1")
-        if all(isinstance(v, float) and v == 1 for v in self.recipe.values()):
+        if target_sparsity is None and all(isinstance(v, float) and v == 1 for v in self.recipe.values()):
             kinds = ", ".join(UNIT_KINDS)
             raise ValueError(f"StructPrune() keeps everything; give a share or a number for one of {kinds}")
         self.score, self.uniform, self.steps = score, uniform, steps
@@ -467,6 +472,8 @@ def planned(
 def prepare(self:StructPrune, model, calib):
     "Find the units, and score them where training is not to decide."
     self.found = structure(model)
+    if self.target_sparsity is not None:
+        self.recipe |= _shares_for(model, self.found, self.target_sparsity, self.of, self.uniform)
     self.units = units_of(self.found, self.recipe)
     self.learning, self.history = self.score == "gates", []
     how = self.score
@@ -486,6 +493,44 @@ def targets(self:StructPrune)->dict: # constraint → share of its gates that st
     "What the multipliers lead to."
     return {k: sum(self.units[i].count() for i in mine) / sum(self.units[i].n for i in mine)
             for k, mine in self.pools.items()}
+
+# %% ../../nbs/20_cook/08_prune.ipynb #349f2eb6
+def _check_target(sparsity, units, recipe):
+    if not 0 < sparsity < 1: raise ValueError(f"target_sparsity={sparsity!r}: a share in (0, 1)")
+    if any(v != 1 or isinstance(v, int) for v in recipe.values()):
+        raise ValueError("target_sparsity= stands for all shares; leave layers=, heads= and the others out")
+    odd = [u for u in units if u not in UNIT_KINDS]
+    if odd or not units:
+        hint = did_you_mean(odd[0], UNIT_KINDS) if odd else ""
+        raise ValueError(f"units={units!r}{hint}; there are {', '.join(UNIT_KINDS)}")
+
+_OWN_ROLES = {"heads": "q k v qkv o", "ffn": "gate up gate_up down"}
+_OWN_ROLES |= {"kv_groups": _OWN_ROLES["heads"], "attention": _OWN_ROLES["heads"], "ffn_layers": _OWN_ROLES["ffn"]}
+
+def _can_go(model, found, units):
+    "Parameters of what these units are parts of: attention, feed-forward, or whole blocks"
+    modules = dict(parts(model))
+    if "layers" in units or "hidden" in units:
+        return sum(p.numel() for layer in found.layers() for p in modules[layer.name].parameters())
+    mine = {r for u in units for r in _OWN_ROLES[u].split()}
+    return sum(p.numel() for n, r in roles(model).items() if r in mine and n in modules
+               for p in modules[n].parameters())
+
+def _shares_for(model, found, sparsity, units, uniform):
+    "{kind: share} that stays, one share for all, by which as many parameters go as `sparsity` says"
+    whole, wanted = count(model).total, sparsity * _can_go(model, found, units)
+    def gone(share):
+        chosen = units_of(found, dict.fromkeys(units, float(share)))
+        scores = importance(model, chosen, "random", None, 0)
+        return whole - planned(model, choose(found, chosen, scores, uniform))
+    low, high = 0.0, 1.0                                              # enough goes at low, too little at high
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (middle, high) if gone(middle) >= wanted else (low, middle)
+    if not low:
+        raise ValueError(f"target_sparsity={sparsity}: {', '.join(units)} cannot take so many parameters; name more "
+                         "units=")
+    return dict.fromkeys(units, low)
 
 # %% ../../nbs/20_cook/08_prune.ipynb #3b014738
 def _shift(log_alpha, target, most=40.0):

@@ -450,7 +450,7 @@ def quantize(
     grids = plan_grids(model, modules, exclude, bits, group_size, symmetric)
     for n, m in ((n, m) for n, m in parts(model) if n in grids):
         if reason := packing_refusal(m): raise ValueError(f"{n} {reason}")
-    rest = dict(grids)
+    rest, stacks, choice = dict(grids), (bits, group_size), (rounding, damping)
     if rounding != "nearest" or smooth is not None:
         layers = {n: m for n, m in parts(model) if n in grids and not isinstance(m, nn.Embedding)
                   and (rounding != "nearest" or not holds_experts(m))}
@@ -459,7 +459,7 @@ def quantize(
         tables = {tensor_key(m.weight): n for n, m in parts(model) if n in grids and isinstance(m, nn.Embedding)}
         for stage in calibrate(model, dict(layers), calib, gram=rounding != "nearest"):
             here = {n: layers.pop(n) for n in stage}
-            codes = _stage_codes(stage, here, grids, sites, rounding, smooth, damping, bits, group_size)
+            codes = _stage_codes(stage, here, grids, sites, smooth, stacks, choice)
             names = {*here, *(tables[k] for n, m in here.items() if grids[n] and (k := tensor_key(m.weight)) in tables)}
             here.clear()
             now = {n: rest.pop(n) for n in grids if n in names and n in rest}
@@ -467,20 +467,23 @@ def quantize(
     if rest: pack_by(model, rest, None, activations, bits, group_size)
     return model
 
-def _stage_codes(stage, here, grids, sites, rounding, smooth, damping, bits, group_size):
-    "Move the factors of one stage's layers, which its sites lose, and choose codes: name → (codes, scale, zero)"
+def _stage_codes(stage, here, grids, sites, smooth, stacks, choice):
+    """Move the factors of one stage's layers, which its sites lose, and choose codes: name → (codes, scale, zero)
+
+    stacks: (bits, group_size) of experts' stacks; choice: (rounding, damping).
+    """
     exponents, codes = {}, {}
     weights = {n: weight_rows(m).detach() for n, m in here.items() if grids[n]} if sites else {}
     for site, e in choose_factors(stage, sites, weights, grids, smooth) if sites else ():
         fold(site, e)
         sites.remove(site)
         exponents |= dict.fromkeys(site.readers, e)
-    for n, m in here.items() if rounding != "nearest" else ():
+    for n, m in here.items() if choice[0] != "nearest" else ():
         if grids[n]:
-            codes[n] = choose_codes(weight_rows(m).detach(), stage[n], grids[n], rounding, damping, exponents.get(n))[0]
+            codes[n] = choose_codes(weight_rows(m).detach(), stage[n], grids[n], *choice, exponents.get(n))[0]
         for k, inputs in stage[n].items() if not grids[n] else ():
             w = getattr(m, k).detach()
             w = (w.transpose(1, 2) if m.is_transposed else w).flatten(0, 1)
-            grid = stack_grid(w.shape[1], bits, group_size)
-            codes[f"{n}.{k}"] = choose_experts(w, inputs, grid, rounding, damping)[0]
+            grid = stack_grid(w.shape[1], *stacks)
+            codes[f"{n}.{k}"] = choose_experts(w, inputs, grid, *choice)[0]
     return codes

@@ -17,6 +17,7 @@ from .bbt import Bbt, PromptScore
 from .continual import Continual, transfer
 from .hub import DeltaCard, Hub, publish
 from .lora import Lora
+from .opendelta import AutoDeltaConfig, AutoDeltaModel
 from .peft_plugin import PeftDelta
 from .prefix import Prefix
 from .soft import PTuning, SoftPrompt
@@ -24,5 +25,6 @@ from .vectors import BitFit, IA3, LayerNormTuning
 
 __all__ = """
     Site Delta deltas Adapter Compacter LowRankAdapter ParallelAdapter DeltaBank Bbt PromptScore Continual transfer
-    DeltaCard Hub publish Lora PeftDelta Prefix PTuning SoftPrompt BitFit IA3 LayerNormTuning
+    DeltaCard Hub publish Lora PeftDelta AutoDeltaConfig
+    AutoDeltaModel Prefix PTuning SoftPrompt BitFit IA3 LayerNormTuning
 """.split()

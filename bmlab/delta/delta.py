@@ -29,6 +29,7 @@ class Delta:
     default_roles = ()            # where it sits when modules=None
     shared = {}                   # with `share`: the site that holds a parameter set → the others that use it
     heads = {}                    # module → the whole module that a file brought for it, see `Head`
+    unfrozen = ()                 # patterns that a configuration of OpenDelta's leaves tunable, beside a new head
     kept = ()                     # backbone modules that the last `freeze` left tunable; `save` writes them too
     _tuned, _was = (), {}         # by name, as sharding exchanges parameters: what is tunable after, before `freeze`
     head_prefix = _PREFIX         # of a head's tensors in the file; PEFT's prompt methods have another

@@ -70,6 +70,7 @@ def causal_mask(
 # %% ../../nbs/30_delta/05_prefix.ipynb #80d7af14
 class PrefixSite(Site):
     "Keys and values in front of those of one attention."
+    forgets = False
     def __init__(self,
         module:nn.Module, # the attention
         length:int,       # P
@@ -77,9 +78,11 @@ class PrefixSite(Site):
         dims:tuple,       # (d of keys, d of values)
         trunk=None,       # a shared network (P, hidden) that makes them; None: they are trained themselves
         std:float=1.0,    # of the normal noise at the start
+        forgets:bool=False, # the position bias of the layers before (T5's) does not reach this one
         **kw,             # dtype and device
     ):
         super().__init__()
+        self.forgets = forgets
         self.names, self.heads, self.dims = forward_names(module), heads, tuple(dims)
         self.length, self.std = length, std
         self.cache, self.mask = (next((n for n in names if n in self.names), None) for names in (_CACHES, _MASKS))
@@ -114,6 +117,7 @@ class PrefixSite(Site):
             keys = L if own is None else own.get_mask_sizes(L, self.layer)[0]
             a.put(self.mask, causal_mask(hidden, keys, self.length, how == "eager"))
         elif mask is not None: a.put(self.mask, widen(mask, self.length))
+        if self.forgets: a.put("position_bias", None)
         a.put(self.cache, PrefixView(cache, *self.pair()))
         return a(call)
     def tensors(self): return {"prefix": self()}
@@ -260,6 +264,8 @@ class Prefix(Delta):
         dtype:torch.dtype|None=None, # None: that of the attention's weights, float32 where they are packed
         name:str|None=None,          # None: "prefix_tuning", "prefix_tuning_1", …
         share:str|None=None,         # "layers": all layers have one prefix
+        opendelta:bool=False,        # as OpenDelta computes it: words keep their positions, and of T5's layers only the
+                                     # first sees distances, as each prefix there drops the position bias handed on
     ):
         if length is not None and (not isinstance(length, int) or length < 1):
             raise ValueError(f"length={length!r}: a whole number, 1 or more")
@@ -271,11 +277,12 @@ class Prefix(Delta):
             raise ValueError(f"text={text!r} is where init='text' begins; say that too, or leave text= out")
         ids = text_ids(text, tokenizer, length) if init == "text" else None
         self.model, self.std, self.hidden = unwrap(model), std, hidden
+        self.opendelta = opendelta
         self.length, self.name = (length or 20) if ids is None else len(ids), self._free_name(name)
         chosen, every = self._chosen(modules, exclude), dict(parts(self.model))
         sizes = {n: self._check(n, every[n], heads, head_dim) for n in chosen}
         self._check_bias(chosen)
-        positions = _position_sites(list(chosen), every, self.length)
+        positions = {} if opendelta else _position_sites(list(chosen), every, self.length)
         self.sites = self._make(chosen, sizes, dtype) | positions
         if share is not None: self._share(share)
         if ids is not None: self._fill_from(ids)
@@ -355,7 +362,8 @@ def _make(self:Prefix, chosen, sizes, dtype):
         own = stored.dtype if stored.is_floating_point() else torch.float32
         (h, dims), kw = sizes[n], dict(dtype=dtype or own, device=stored.device)
         if self.hidden and trunk is None: trunk = Trunk(self.length, h * dims[0], self.hidden, **kw)
-        sites[n] = PrefixSite(module, self.length, h, dims, trunk, self.std, **kw)
+        forgets = self.opendelta and not getattr(module, "has_relative_attention_bias", True)
+        sites[n] = PrefixSite(module, self.length, h, dims, trunk, self.std, forgets, **kw)
     return sites
 
 # %% ../../nbs/30_delta/05_prefix.ipynb #10ac130e
@@ -393,7 +401,7 @@ def _whole(self:Prefix):
     "Is this what PEFT can say: the same prefix size in all layers?"
     sites = list(self.prefixes.values())
     alike = len({(s.heads, s.dims) for s in sites}) == 1 and len({*sites[0].dims}) == 1
-    return alike and set(self.prefixes) == set(attentions(self.model))
+    return alike and not self.opendelta and set(self.prefixes) == set(attentions(self.model))
 
 @patch
 def _layout(self:Prefix):
@@ -425,6 +433,7 @@ def config(self:Prefix)->dict:
         "prefix_projection": False,
         "encoder_hidden_size": self.hidden,
         "target_modules": None if self._whole() else sorted(self.prefixes),
+        "opendelta": self.opendelta or None,
     }
 
 # %% ../../nbs/30_delta/05_prefix.ipynb #610ecbfa
@@ -444,7 +453,8 @@ def _from_table(table, model, config, dir):
 def from_config(cls:Prefix, model, config, tensors):
     "A prefix from PEFT's configuration and tensors by attention."
     tables = {n: own["prefix"] for n, own in tensors.items() if "prefix" in own}
-    d = cls(model, config["num_virtual_tokens"], dict.fromkeys(tables), dtype=next(iter(tables.values())).dtype)
+    dtype, theirs = next(iter(tables.values())).dtype, bool(config.get("opendelta"))
+    d = cls(model, config["num_virtual_tokens"], dict.fromkeys(tables), dtype=dtype, opendelta=theirs)
     try:
         for n, s in d.prefixes.items():
             mine, its = (s.length, s.heads * sum(s.dims)), tuple(tables[n].shape)

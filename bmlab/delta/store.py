@@ -220,6 +220,8 @@ def _names_stay(model):
 @patch(cls_method=True)
 def _load(cls:Delta, dir, model, name):
     "See `Delta.load`"
+    foreign = (dir / "pytorch_model.bin").is_file() and not (dir / "adapter_config.json").is_file()
+    if foreign: return lookup("folder", "opendelta")(dir, model, name)
     with _names_stay(unwrap(model)):
         config, tensors = _files(dir)
         config["peft_type"] = str(config.get("peft_type", "")).removeprefix(_SHARED)

@@ -54,7 +54,8 @@ _log = logging.getLogger(__name__)
 
 @patch
 def freeze(self:Delta,
-    keep:str|list|None="auto", # patterns of backbone modules that stay tunable; "auto": a new task head
+    keep:str|list|None="auto", # patterns of backbone modules that stay tunable, and "deltas", which do anyway;
+                               # "auto": a new task head
 ):
     "Freeze the backbone and make this delta tunable; other deltas keep their state."
     named = _named(self.model)
@@ -81,8 +82,11 @@ def freeze(self:Delta,
 def _stays(self:Delta, keep, named):
     "Names of the backbone's parameters that `keep` leaves tunable"
     if keep == "auto":
-        brought = tuple(f"{h}." for h in self.heads)
-        return {n for n in _new_head(self.model) & named.keys() if not n.startswith(brought)}
+        brought, more = tuple(f"{h}." for h in self.heads), list(self.unfrozen)
+        new = {n for n in _new_head(self.model) & named.keys() if not n.startswith(brought)}
+        return new | self._stays(more, named) if more else new
+    if isinstance(keep, (str, list, tuple)):                               # OpenDelta's word for what is tuned anyway
+        keep = [k for k in ([keep] if isinstance(keep, str) else keep) if k != "deltas"] or None
     kept = {} if keep is None else resolve(self.model, keep)
     inside = {id(p) for m in kept.values() for p in m.parameters()}
     return {n for n, p in named.items() if id(p) in inside}

@@ -213,16 +213,16 @@ class _Feed:
         mask = torch.arange(max(lengths), device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
         return self.model.get_encoder()(input_ids=ids, attention_mask=mask.long()).last_hidden_state, lengths
 
-    def __call__(
-        self, rows, ids, pad=None, view=None, tree=None, depth=None, last=False, encoded=None, source_view=None,
-        both=False
-    ):
-        "Logits (B, M, V), or (B, 1, V) of the last tokens; the cache stays open for `commit`"
-        self.cache.select(rows, ids.shape[1], pad, view, depth, both)
+    def __call__(self, rows, ids, tree=None, last=False, encoded=None, source_view=None, **places):
+        """Logits (B, M, V), or (B, 1, V) of the last tokens; the cache stays open for `commit`
+
+        places: pad, view, depth, both, of `KVCache.select`
+        """
+        self.cache.select(rows, ids.shape[1], **places)
         span, given = self.cache.span, dict(past_key_values=self.caches, use_cache=True)
         given |= {n: span.positions for n in ("position_ids", "places") if n in self.facts.takes}
         if tree is not None and "key_places" in self.facts.takes: given["key_places"] = _kept_at(span, span.view)
-        if self.facts.places_of: given["position_ids"], reach = self._placed(ids, tree, both)
+        if self.facts.places_of: given["position_ids"], reach = self._placed(ids, tree, span.both)
         else: reach = None
         if "logits_to_keep" in self.facts.takes: given["logits_to_keep"] = 1 if last else 0
         mask = self.facts.mask(span, self.dtype, tree, reach)
@@ -588,8 +588,8 @@ def _chunks(self:Decoder, prompts, rows, chunk, encoded, both=False):
         pad = [min(n, b - a) for *_, n in todo]
         part = [[0] * n + p[max(a - width, -len(p)):][:b - a - n] for n, (_, p, _) in zip(pad, todo)]
         logits = self.net(
-            [r for r, *_ in todo], torch.tensor(part, device=self.net.device), pad, last=True, encoded=encoded,
-            both=both
+            [r for r, *_ in todo], torch.tensor(part, device=self.net.device), pad=pad, last=True,
+            encoded=encoded, both=both
         )
         self.cache.commit([b - a - n for n in pad])
         encoded = None

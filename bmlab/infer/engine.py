@@ -110,6 +110,16 @@ def stop(self:Engine):
         # nobody reads on; ValueError: somebody does, up to the next token
         with contextlib.suppress(ValueError): r.close()
 
+# %% ../../nbs/40_infer/19_engine.ipynb #08778521
+@patch
+def __call__(self:Engine,
+    *args, **kwargs, # as of the model's forward; tensors on any device
+):                   # what the model returns, on the engine's device
+    "The model's forward, without gradients: an engine is called as its model is."
+    here = lambda x: x.to(self.device) if isinstance(x, torch.Tensor) else x
+    with self._alone(), torch.no_grad():
+        return self.model(*map(here, args), **{k: here(v) for k, v in kwargs.items()})
+
 # %% ../../nbs/40_infer/19_engine.ipynb #da78f0a5
 @patch
 @contextlib.contextmanager

@@ -655,7 +655,7 @@ def sentence(self:InferencePlan)->str:
     n, s = len(self.blocks), len(self.streamed)
     fits = "everything stays"
     if s:
-        ring = f"{format_bytes(self.streamed_bytes)} in {self.slots} slots of {format_bytes(self.slot_bytes)}"
+        ring = f"{format_bytes(self.streamed_bytes)} through {self.slots} slots of {format_bytes(self.slot_bytes)}"
         fits = f"{n - s} of {n} blocks stay, {s} stream ({ring})"
     elif self.host: fits = f"all {n} blocks stay, the input embedding is gathered on the host"
     rate, most = f"{self.tokens_per_s():.3g} tokens/s", min(8, self.max_batch)
@@ -788,7 +788,8 @@ def _plot(plan, limits):
         )
         if plan.limit is not None:
             ax.axvline(plan.limit / 2**30, ls="--", color="#888888")
-            ax.annotate(f" limit: {plan.tokens_per_s():.3g} tokens/s", (plan.limit / 2**30, plan.tokens_per_s()))
+            at = plan.limit / 2**30, plan.tokens_per_s()
+            ax.annotate(f"{format_bytes(plan.limit)}: {at[1]:.3g} tokens/s ", at, ha="right", va="bottom")
         ax.set(xlabel="memory limit (GiB)", ylabel="tokens/s", yscale="log")
 
 # %% ../../nbs/40_infer/07_placement.ipynb #af99086e
@@ -838,12 +839,31 @@ def _host_tables(model, stored):
     return ([] if headless else list(dict.fromkeys(names))), headless
 
 # %% ../../nbs/40_infer/07_placement.ipynb #cccd6e82
-def _prepare(
-    model, blocks, bits, max_batch, max_ctx, kv_bits, host_limit, store, draft, machine, slots, group_size, prompt,
-    checked=1
-):
+@dataclass(frozen=True)
+class _Asked:
+    "The arguments of `plan_inference`, but for the limit"
+    model:nn.Module
+    bits:int|None
+    max_batch:int
+    max_ctx:int
+    kv_bits:int
+    host_limit:int|None
+    store:str
+    draft:nn.Module|str|None
+    machine:str|Machine|None
+    slots:int
+    group_size:int
+    prompt:int
+
+    def but(self, **changes): return dataclasses.replace(self, **changes)
+
+    def settings(self): return {k: v for k, v in vars(self).items() if k not in ("model", "draft", "machine")}
+
+def _prepare(asked, checked=1):
     "A plan without a limit"
-    (m, d), item = _rates(machine), _item(model)
+    model, bits, draft, store, slots = asked.model, asked.bits, asked.draft, asked.store, asked.slots
+    max_batch, max_ctx, kv_bits, group_size = asked.max_batch, asked.max_ctx, asked.kv_bits, asked.group_size
+    blocks, item, (m, d) = list(find_blocks(model)), _item(model), _rates(asked.machine)
     todo = list(packable(model)) if bits else None
     stored = stored_weights(model, bits, group_size, dict.fromkeys(blocks), todo)
     checked = checked if draft is None else CHECKED
@@ -868,30 +888,17 @@ def _prepare(
         ),
         min_bytes=0, context_bytes=m.context and m.context + MODULES + (0 if draft is None else DRAFTED), draft_bytes=0,
         rest_bytes=size(s for s in stored if not s.block) - embedding, embedding_bytes=embedding, embeddings=tables,
-        blocks=table, slots=slots, store=store, host_limit=host_limit, phases=phases,
+        blocks=table, slots=slots, store=store, host_limit=asked.host_limit, phases=phases,
         cache_token_bytes=kv // max(max_batch * max_ctx, 1),
         heads_width=[len(shapes), heads * shapes[0][1]] if shapes else [0, 0], item=item, draft_step=None,
-        prompt=min(prompt, max_ctx), max_batch=max_batch, max_ctx=max_ctx, generates=generates,
+        prompt=min(asked.prompt, max_ctx), max_batch=max_batch, max_ctx=max_ctx, generates=generates,
         encoder=bool(once) and generates, machine=dataclasses.asdict(m), decoding=dataclasses.asdict(d), settings={},
         packable=todo, fusable=fusable(model)
     )
     if draft is not None:
-        other = _prepare(
-            draft,
-            list(find_blocks(draft)),
-            None,
-            max_batch,
-            max_ctx,
-            16,
-            None,
-            "ram",
-            None,
-            machine,
-            slots,
-            group_size,
-            prompt,
-            checked,
-        )  # (`DraftModel` keeps its dtype in the cache)
+        # (`DraftModel` keeps its dtype in the cache)
+        alone = asked.but(model=draft, draft=None, bits=None, kv_bits=16, host_limit=None, store="ram")
+        other = _prepare(alone, checked)
         weights = other.rest_bytes + other.embedding_bytes + other.resident_bytes
         plan.draft_bytes = weights + other.kv_cache + other.workspace
         plan.draft_step = other.phases["step"]
@@ -913,19 +920,19 @@ def _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, pr
 
 def _wishes(asked):
     "[(text, settings)]: smaller settings than those asked for"
-    bits, ctx = asked["bits"], asked["max_ctx"]
+    bits, ctx = asked.bits, asked.max_ctx
     out = [(f"bits={b}", dict(bits=b)) for b in (8, 4) if bits is None or b < bits]
-    if asked["kv_bits"] == 16: out.append(("kv_bits=8", dict(kv_bits=8)))
+    if asked.kv_bits == 16: out.append(("kv_bits=8", dict(kv_bits=8)))
     if ctx > 256: out.append((f"max_ctx={ctx // 2}", dict(max_ctx=ctx // 2)))
-    if asked["max_batch"] > 1: out.append(("max_batch=1", dict(max_batch=1)))
-    if asked["draft"] is not None: out.append(("draft=None", dict(draft=None)))
-    if asked["slots"] > 2: out.append(("slots=2", dict(slots=2)))
+    if asked.max_batch > 1: out.append(("max_batch=1", dict(max_batch=1)))
+    if asked.draft is not None: out.append(("draft=None", dict(draft=None)))
+    if asked.slots > 2: out.append(("slots=2", dict(slots=2)))
     return out
 
 def _help(asked, fits):
     "Which smaller settings would fit, each tried: `fits(plan)` → the least limit it needs, or None"
     def needs(change):
-        try: return fits(_prepare(**asked | change))
+        try: return fits(_prepare(asked.but(**change)))
         except LookupError: return None                                                        # nothing to pack
     alone = [(text, need) for text, change in _wishes(asked) if (need := needs(change)) is not None]
     if alone:
@@ -959,14 +966,12 @@ def plan_inference(
     if not (draft is None or draft == "lookup" or isinstance(draft, nn.Module)):
         raise TypeError(f"draft={draft!r}: None, 'lookup' or a model")
     limit, host = (None if x is None else parse_bytes(x) for x in (memory_limit, host_limit))
-    asked = dict(
-        model=model, blocks=list(find_blocks(model)), bits=bits, max_batch=max_batch, max_ctx=max_ctx, kv_bits=kv_bits,
-        host_limit=host, store=store, draft=draft, machine=machine, slots=slots, group_size=group_size, prompt=prompt
+    asked = _Asked(
+        model=model, bits=bits, max_batch=max_batch, max_ctx=max_ctx, kv_bits=kv_bits, host_limit=host, store=store,
+        draft=draft, machine=machine, slots=slots, group_size=group_size, prompt=prompt
     )
-    plan = _prepare(**asked)
-    plan.settings = {
-        k: v for k, v in asked.items() if k not in ("model", "blocks", "draft", "machine")
-    } | {"memory_limit": limit}
+    plan = _prepare(asked)
+    plan.settings = asked.settings() | {"memory_limit": limit}
     if limit is not None and limit < plan.min_bytes:
         help = _help(asked, lambda p: p.min_bytes if p.min_bytes <= limit else None)
         raise ValueError(
@@ -981,10 +986,10 @@ def plan_inference(
             low, high = (low, mid) if plan.at(mid := (low + high) // 2).host_bytes <= host else (mid, high)
         more = (
             [f"memory_limit={format_bytes(high, up=True)!r}"]
-            + (["store='mmap'"] if store == "ram" and fits(_prepare(**asked | dict(store="mmap"))) is not None else [])
+            + (["store='mmap'"] if store == "ram" and fits(_prepare(asked.but(store="mmap"))) is not None else [])
             + [
                 f"bits={b}" for b in (8, 4)
-                if (bits is None or b < bits) and fits(_prepare(**asked | dict(bits=b))) is not None
+                if (bits is None or b < bits) and fits(_prepare(asked.but(bits=b))) is not None
             ]
         )
         raise ValueError(

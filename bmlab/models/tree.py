@@ -285,7 +285,7 @@ def tree_text(
     return "\n".join(line.rstrip() for line in out + ["", "   ".join(f"{a} {b}" for a, b in _LEGEND)])
 
 # %% ../../nbs/04_models/01_tree.ipynb #2a4abef5
-_COLORS = {"frozen": "#757575", "tunable": "#1a6fd4", "delta": "#b45f06"}   # of text, on light and on dark
+_COLORS = {"frozen": "#757575", "tunable": "#1a6fd4", "delta": "#b45f06"}   # of text
 _TRIANGLE = "#d9730d"                                                       # the delta's mark
 _BADGE = "#8c3b2a"                                                          # behind a fold's white ×n
 
@@ -296,8 +296,10 @@ def _state(r):
 
 def _colored(text, state):
     "Text in the colour of a state; what has no weights is paler"
-    style = f'class="bmlab-{state}" style="color:{_COLORS[state]}"' if state else 'style="opacity:0.7"'
-    return f"<span {style}>{esc(text)}</span>"
+    if not state: return f'<span style="opacity:0.7">{esc(text)}</span>'
+    # lighter on a dark page and darker on a light one, where the browser can mix
+    color = f"color:{_COLORS[state]};color:color-mix(in srgb,{_COLORS[state]} 75%,currentColor)"
+    return f'<span class="bmlab-{state}" style="{color}">{esc(text)}</span>'
 
 def _badge(times):
     return f'<span style="background:{_BADGE};color:#ffffff;border-radius:3px;padding:0 4px">×{times}</span>'

@@ -509,8 +509,8 @@ def _training(model, om, show):
         for m, training in modes.items(): m.training = training
 
 # %% ../../nbs/10_train/12_loop.ipynb #e5a20fe3
-def _check_fit(model, opt, steps, clip, every, accumulate, save_to, save_every, resume):
-    "Raise for what could not train, or would not do what was asked"
+def _check_opt(model, opt, clip):
+    "Raise for an optimizer that could not train the model, or not as asked"
     own, opts = {id(p) for p in model.parameters()}, opt.optimizers if isinstance(opt, OptimManager) else [opt]
     held = [p for o in opts for g in o.param_groups for p in g["params"]]
     if not any(id(p) in own for p in held):
@@ -522,18 +522,22 @@ def _check_fit(model, opt, steps, clip, every, accumulate, save_to, save_every, 
     if clip is not None and any(getattr(o, "overlap", None) == "backward" for o in opts):
         why = "which an optimizer with overlap='backward' uses as they arrive; make it with overlap='forward'"
         raise ValueError(f"clip={clip} needs the norm of all gradients, {why}")
+    if world_size() > 1 and not _is_sharded(model) and not isinstance(model, DistributedDataParallel):
+        said = "%d ranks train this model each for itself: shard(model) or DistributedDataParallel(model) joins them"
+        _log.warning(said, world_size())
+
+def _check_steps(steps, accumulate, every, save_every):
     for name, n in (("steps", steps), ("accumulate", accumulate)):
         if n < 1: raise ValueError(f"{name}={n}: at least one is needed")
     for name, n in (("every", every), ("save_every", save_every)):
         if n is not None and n < 1: raise ValueError(f"{name}={n}: a number of steps, 1 or more, or None")
+
+def _check_folder(save_to, save_every, resume):
     if save_to is None and (save_every or resume):
         raise ValueError("save_every= and resume= need save_to=, the folder of the checkpoints")
     if save_to is not None and not resume and (found := latest(save_to)):
         other = "resume=True goes on from it, or give another folder"
         raise ValueError(f"save_to={str(save_to)!r} holds {found.name} of another run; {other}")
-    if world_size() > 1 and not _is_sharded(model) and not isinstance(model, DistributedDataParallel):
-        said = "%d ranks train this model each for itself: shard(model) or DistributedDataParallel(model) joins them"
-        _log.warning(said, world_size())
 
 # %% ../../nbs/10_train/12_loop.ipynb #a55e3dbd
 def _held_out(model, batches, loss, om):
@@ -562,7 +566,9 @@ def fit(
 # step, loss, grad_norm (with clip), lr, tokens_per_s, seconds, memory, held_out, kwh, co2_kg, money
 )->pd.DataFrame:
     "Train for `steps` steps and return the log, one row a step."
-    _check_fit(model, opt, steps, clip, every, accumulate, save_to, save_every, resume)
+    _check_opt(model, opt, clip)
+    _check_steps(steps, accumulate, every, save_every)
+    _check_folder(save_to, save_every, resume)
     om, device = _managed(opt, schedule, model), _device(model)
     if held_out is not None and iter(held_out) is held_out: held_out = list(held_out)      # it is read more than once
     feed, held = _Feed(batches, device), lambda: _held_out(model, held_out, loss, om)

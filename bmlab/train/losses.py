@@ -8,6 +8,7 @@ __all__ = ['CHUNK', 'cross_entropy_rows', 'chunked_cross_entropy', 'vocab_parall
 # %% ../../nbs/10_train/02_losses.ipynb #795295ef
 import contextlib, functools, inspect, math, warnings
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -131,8 +132,16 @@ def _logits(h, weight, bias, post):
         z.requires_grad_()
         return z, post(z)
 
-def _walk(h, weight, bias, labels, coef, want, chunk, post, group, first):
+class _How(NamedTuple):
+    "How rows become losses"
+    chunk:int                       # rows at once
+    post:Callable|None              # of the logits
+    group:object                    # of the ranks that have a part of the words each; None: all words are here
+    first:int                       # this rank's first word
+
+def _walk(h, weight, bias, labels, coef, want, how):
     "Losses (N,) of the rows and, where `want`ed, the gradients of h, weight and bias of Σ coef · loss"
+    chunk, post, group, first = how
     N, several = len(h), len(h) > chunk
     losses = h.new_empty(N, dtype=_upcast(h[:0]).dtype)
     dh = torch.empty_like(h) if want[0] else None
@@ -159,7 +168,7 @@ def _widened(weight, dtype): return weight if isinstance(weight, Tensor) else we
 class _Chunked(torch.autograd.Function):
     "Cross-entropy of h @ weight.T against labels, gradients made on the way"
     @staticmethod
-    def forward(ctx, h, weight, bias, labels, chunk, reduction, post, group, first, early):
+    def forward(ctx, h, weight, bias, labels, reduction, early, how):
         # codes are kept, and widened for as long as it takes
         ctx.packed = None if isinstance(weight, Tensor) else weight
         kept, weight = None if ctx.packed else weight, _widened(weight, h.dtype)
@@ -170,11 +179,11 @@ class _Chunked(torch.autograd.Function):
         # no label at all: gradients of 0, as torch's
         if not ctx.late: coef = coef / n.clamp(min=1)
         want = tuple(ctx.needs_input_grad[:3]) if early else (False,) * 3
-        losses, *grads = _walk(h, weight, bias, labels, coef, want, chunk, post, group, first)
+        losses, *grads = _walk(h, weight, bias, labels, coef, want, how)
         keep = torch.float32 if ctx.late else weight.dtype
         ctx.grads = (grads[0], *(g.to(keep) if g is not None else None for g in grads[1:])) if any(want) else None
         ctx.save_for_backward(h, kept, bias, labels, n)
-        ctx.settings = chunk, post, group, first
+        ctx.how = how
         ctx.reduction = reduction
         return losses if reduction == "none" else losses.sum() / n
 
@@ -186,11 +195,11 @@ class _Chunked(torch.autograd.Function):
         if grads is None:
             coef = torch.where(labels >= 0, g if ctx.reduction == "none" else g / n, 0)
             _, *grads = _walk(
-                h, _widened(ctx.packed or weight, h.dtype), bias, labels, coef, ctx.needs_input_grad[:3], *ctx.settings
+                h, _widened(ctx.packed or weight, h.dtype), bias, labels, coef, ctx.needs_input_grad[:3], ctx.how
             )
         else:
             for d in grads: d is None or d.mul_(g / n if ctx.late else g)
-        return *(d if d is None else d.to(t.dtype) for d, t in zip(grads, (h, weight, bias))), *(None,) * 7
+        return *(d if d is None else d.to(t.dtype) for d, t in zip(grads, (h, weight, bias))), *(None,) * 4
 
 # %% ../../nbs/10_train/02_losses.ipynb #059daf82
 CHUNK = 2048   # rows; with fewer the products lose speed, with more there is little to win
@@ -226,7 +235,7 @@ def chunked_cross_entropy(
     y = torch.where(y == ignore_index, -1, torch.where(y < 0, V, y))
     early = reduction != "none" and torch.is_grad_enabled()
     with torch.autocast(h.device.type, enabled=False):
-        out = _Chunked.apply(h, weight, bias, y, chunk, reduction, post, group, first, early)
+        out = _Chunked.apply(h, weight, bias, y, reduction, early, _How(chunk, post, group, first))
     return out.reshape(labels.shape) if reduction == "none" else out
 
 # %% ../../nbs/10_train/02_losses.ipynb #653191be
