@@ -8,24 +8,20 @@ The original is imported from the checkout and run as it is, on a CPU, in float3
 not need here, a stand-in is enough; the table of angles, which it makes on a GPU, is made on the CPU. Weights are not
 stored: `weights` draws the same ones again, name by name.
 """
-import json, subprocess, sys, types, unittest.mock, zlib
+import io, json, sys, types, unittest.mock
 from pathlib import Path
 
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from originals import ROOT, commit, drawn, few, written
+
 REPOSITORY = "https://github.com/OpenBMB/CPM-Bee"
-FILES = ["src/cpm_live/models/bee_torch.py", "src/cpm_live/native_layers"]
+FILES = ["src/cpm_live/models/bee_torch.py", "src/cpm_live/native_layers", "src/cpm_live/generation/bee.py"]
 SIZES = dict(vocab_size=96, dim_model=64, num_heads=4, dim_head=16, dim_ff=160, num_layers=48, eps=1e-6, half=False,
              position_bias_num_buckets=32, position_bias_num_segment_buckets=32, position_bias_max_distance=24)
 SPREAD = dict(input_embedding=4, project_q=.7, project_k=.7, attention_out=.2, w_out=.3)   # so that places differ
 TABLE = 4                                                                    # numbered tokens behind the vocabulary
-
-
-def drawn(name): # NumPy promises that what a RandomState draws stays as it is
-    "A source of random numbers that belongs to a name"
-    return np.random.RandomState(zlib.crc32(name.encode()))
 
 
 def weights(
@@ -71,33 +67,26 @@ def rows(
     return {k: [r[k] for r in out] for k in out[0]} | table
 
 
-def made(checkout): # → the original's model with the weights of the recipe
+def made(checkout, **more): # → the original's model with the weights of the recipe
     stand_in = types.ModuleType("bmtrain")
     stand_in.DistributedModule, stand_in.rank = torch.nn.Module, lambda: 0
     stand_in.DistributedParameter = torch.nn.Parameter
+    stand_in.__getattr__ = lambda name: unittest.mock.MagicMock()                # of what is imported and not called
     sys.modules["bmtrain"] = stand_in
+    vocabulary = types.SimpleNamespace(resource_stream=lambda *_: io.BytesIO("\n".join(WORDS).encode()))
+    sys.modules["pkg_resources"] = vocabulary
     sys.path.insert(0, str(Path(checkout) / "src"))
     from cpm_live.models.bee import CPMBeeConfig
     from cpm_live.models.bee_torch import CPMBeeTorch
     arange = torch.arange
     def on_cpu(*args, device=None, **kwargs): return arange(*args, **kwargs)
-    with unittest.mock.patch("torch.arange", on_cpu): model = CPMBeeTorch(CPMBeeConfig(**SIZES)).eval()
+    with unittest.mock.patch("torch.arange", on_cpu): model = CPMBeeTorch(CPMBeeConfig(**SIZES | more)).eval()
     model.load_state_dict(weights({k: v.shape for k, v in model.state_dict().items()}))
     return model
 
 
 def tensors(given): # lists → tensors, as the original takes them
     return {k: torch.tensor(v, dtype=torch.bool if k == "context" else torch.int32) for k, v in given.items()}
-
-
-def few(logits, places): # → [[row, place, token, logit]]
-    "Of each place three logits: the largest, the smallest, and one of the table"
-    out = []
-    for row, place in places:
-        at = logits[row, place]
-        for token in (at.argmax().item(), at.argmin().item(), len(at) - 2):
-            out.append([row, place, token, float(f"{at[token].item():.8g}")])
-    return out
 
 
 def whole(model):
@@ -131,20 +120,96 @@ def cached(model):
         said=logits.argmax(-1).tolist())
 
 
-def written(found, margin=" "): # → JSON with a line for each argument
-    lines = []
-    for k, v in found.items():
-        text = written(v, margin + " ") if isinstance(v, dict) else json.dumps(v)
-        lines.append(f"{margin}{json.dumps(k)}: {text}")
-    return "{\n" + ",\n".join(lines) + "}"
+WORDS = ["<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>", "<root>", "<ans>", "<option>",
+         *(chr(0x4e00 + i) for i in range(85))]          # a vocabulary: its specials, then single characters
+ASKED = [ # (task, examples beside it)
+    ({"一": "丁丂七丄丅丆", "丈": {"<option_0>": "三上", "<option_1>": "下", "<option_2>": "丌不"}, "<ans>": ""}, []),
+    ({"万": "丏丐<mask_0>丑丒<mask_1>专<mask_2>且丕", "世": {"<option_0>": "丘丙"},
+      "<ans>": {"<mask_0>": "", "<mask_1>": "", "<mask_2>": ""}}, []),
+    ({"业": "丛东丝丞", "丢": {"<option_0>": "丣两", "<option_1>": "严並"}, "<ans>": {"丧": "", "丨": {"丩": ""}}},
+     [{"业": "个丫丬中", "丢": {"<option_0>": "丮丯", "<option_1>": "丰丱"},
+       "<ans>": {"丧": "<option_1>", "丨": {"丩": "串"}}},
+      {"业": "丳临", "丢": {"<option_0>": "丵"}, "<ans>": {"丧": "<option_0>", "丨": {"丩": "丶丷"}}}]),
+]
+WIDE = dict(position_bias_num_segment_buckets=128)       # as many as there are ways between segments of a tree
+MOST = 12                                                # tokens of an answer
+
+
+def talkative(table): # the embedding, in which </s> and <option> are louder and no other special is ever said
+    return torch.cat([table[:7] * .02, table[7:8] * 2.2, table[8:10] * .02, table[10:11] * 1.6, table[11:]])
+
+
+def answers(model):
+    """What it says to tasks of several answers, to options, and beside examples: the likeliest token each time.
+
+    Tasks become tensors by the original's own code (src/cpm_live/generation/bee.py:18-131), and each step is its
+    `inference` with what its beam search gives to it (:374-435): <s> begins an answer, in the answer's segment, its
+    places count from 0. What the beam search strikes out (:441-454) is struck out here. Examples are no part of its
+    `generate`; beside them a new token keeps the count and the offset of its own task.
+    """
+    from cpm_live.generation.bee import CPMBeeGeneration
+    from cpm_live.tokenizers.bee import CPMBeeTokenizer
+    tok, out = CPMBeeTokenizer(), []
+    asker = CPMBeeGeneration(model, tok)
+    for task, beside in json.loads(json.dumps(ASKED)):
+        ids, subs, places, context, segments, offsets, relations, samples, counts, wanted, _, table, numbers = (
+            asker._convert_to_tensors(task, beside))
+        number = {(tok.encoder[t], n): e for t, own in numbers.items() if t != "<ans>" for e, n in own.items()}
+        ext = [k for k in number if k[1] > 0]
+        ids_of = dict(ext_table_ids=[i for i, _ in ext], ext_table_sub=[n for _, n in ext])
+        once = dict(segment_rel=torch.as_tensor(relations)[None], **tensors(ids_of))
+        told = dict(input=ids, input_sub=subs, position=places, context=context, sample_ids=samples,
+                    num_segments=counts, segment=segments, segment_rel_offset=offsets)
+        told = {k: torch.as_tensor(v)[None] for k, v in told.items()}
+        told["context"] = told["context"].bool()
+        past, said = model.inference(**told, **once, past_key_values=None)[2], []
+        for segment, _ in wanted:
+            token, sub, wrote = tok.bos_id, 0, []
+            while len(wrote) < MOST:
+                new = dict(input=[token], input_sub=[sub], position=[len(wrote)], context=[True], sample_ids=[0],
+                           num_segments=[counts[0]], segment=[segment], segment_rel_offset=[offsets[0]])
+                logits, _, past = model.inference(**tensors({k: [v] for k, v in new.items()}), **once,
+                                                  past_key_values=past)
+                logits = logits[0, -1]
+                if (tok.unk_id, 0) not in number: logits[tok.unk_id] = -10000
+                best = logits.argmax().item()
+                if best == tok.eos_id: break
+                wrote.append(best)
+                token, sub = (best, 0) if best < len(tok) else ext[best - len(tok)]
+            said.append(tok.decode(wrote, {
+                (len(tok) + ext.index(k) if k in ext else k[0]): table[e] for k, e in number.items()}))
+        out.append(said)
+    return out
+
+
+def searched(model):
+    "What its beam search of three answers to the tasks without examples, with the mean log-probability of a token"
+    from cpm_live.generation import bee
+    kept, out = [], []
+    class Kept(bee.BeamHypotheses): # notes every one that is made
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            kept.append(self)
+    with unittest.mock.patch.object(bee, "BeamHypotheses", Kept):
+        search = bee.CPMBeeBeamSearch(model, bee.CPMBeeTokenizer())
+        for task, beside in json.loads(json.dumps(ASKED)):
+            if beside: continue
+            [task] = search.generate([task], beam_size=3, max_length=40)
+            score, best = max(kept[-1].hyp)              # it ends with </s>
+            out.append(dict(task=task, score=score, tokens=len(best)))
+    return out
 
 
 def main(args):
     checkout, file = args[0], Path(args[1] if args[1:] else ROOT / "tests/fixtures/original_bee.json")
-    model, head = made(checkout), ["git", "-C", checkout, "rev-parse", "HEAD"]
-    commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
-    with torch.no_grad(): figures = dict(whole=whole(model), cached=cached(model))
-    where = dict(repository=REPOSITORY, commit=commit, files=FILES, recipe="tools/original_bee.py", sizes=SIZES)
+    model = made(checkout)
+    with torch.no_grad():
+        figures = dict(whole=whole(model), cached=cached(model))
+        model = made(checkout, **WIDE)
+        model.input_embedding.weight.copy_(talkative(model.input_embedding.weight))
+        figures |= dict(answers=answers(model), searched=searched(model))
+    where = dict(repository=REPOSITORY, commit=commit(checkout), files=FILES)
+    where |= dict(recipe="tools/original_bee.py", sizes=SIZES)
     file.write_text(written(where | figures) + "\n")
 
 

@@ -287,6 +287,22 @@ glm.transformer.final_layernorm.* = encoder.output_layernorm.*
     "up": "mlp.dense_h_to_4h",
     "down": "mlp.dense_4h_to_h",
 })
+_VIT = """
+vit.embeddings.cls_token = patch_embed.cls_token
+vit.embeddings.position_embeddings = patch_embed.pos_embed
+vit.embeddings.patch_embeddings.projection.* = patch_embed.proj.*
+vit.layernorm.* = blocks.output_layernorm.*
+classifier.* = head.*
+""" + _center("vit.layers.{i}", "blocks.layers.{i}", "*", {
+    "ln1": "layernorm_before",
+    "q": "attention.q_proj",
+    "k": "attention.k_proj",
+    "v": "attention.v_proj",
+    "o": "attention.o_proj",
+    "ln2": "layernorm_after",
+    "up": "mlp.fc1",
+    "down": "mlp.fc2",
+})
 
 # %% ../../nbs/04_models/09_convert.ipynb #71fbf63d
 @dataclass(frozen=True)
@@ -299,6 +315,9 @@ class Family:
     ranks:dict=None          # {regular expression of an original name: (dimension, stripes)}: how GPUs cut it
     shrunk:dict=None         # {… : power of `scale` by which the original is smaller}
     computes:dict=None       # {field of the configuration: the one value that the original's code knows}
+    unread:str="(?!)"        # names that the original has and its scripts do not read: left out
+    saved:tuple=()           # what transformers has in a folder in place of its models' names: as `drop`
+    copies:dict=None         # {a name that newer originals have not: the one whose tensor it is}
 
 _GPT_RANKS = {
     r"word_embeddings": (0, 1),
@@ -315,6 +334,13 @@ _T5_RANKS = {
 }
 _T5_SHRUNK = {r"input_embedding|attention_out": 1, r"w_in\.(w|w_1)\.|w_out": 0.5}
 _OLD_NAMES = ((r"^output_projection\.w\.", "output_projection."),)
+_VIT_SAVED = (
+    (r"^vit\.encoder\.layer\.", "vit.layers."),
+    (r"attention\.attention\.(q|k|v)(uery|ey|alue)\.", r"attention.\1_proj."),
+    (r"attention\.output\.dense\.", "attention.o_proj."),
+    (r"intermediate\.dense\.", "mlp.fc1."),
+    (r"\.output\.dense\.", ".mlp.fc2."),
+)
 _OLD_CPM1 = (
     (r"ffn\.ffn\.w_0$", "ffn.ffn.w_in.w_0.weight"),
     (r"ffn\.ffn\.w_1$", "ffn.ffn.w_in.w_1.weight"),
@@ -350,10 +376,11 @@ def families(
     t5, old_cpm2 = "T5ForConditionalGeneration", _OLD_NAMES + ((r"^cpm2\.", ""),)
     undivided = dict(length_scale=True, residual_divisor=1.0)
     divided = dict(length_scale=True, residual_divisor=1.05, distance_scale=16)
+    tied = {"output_projection.weight": "input_embedding.weight"}
     return {
         "cpm-1": Family("GPT2LMHeadModel", _CPM1, ranks=_GPT_RANKS),
         "cpm-2": Family("Cpm2ForConditionalGeneration", _CPM2, ranks=_T5_RANKS),
-        "eva": Family("EvaForConditionalGeneration", _CPM2, ranks=_T5_RANKS),
+        "eva": Family("EvaForConditionalGeneration", _CPM2, ranks=_T5_RANKS, unread=r"(^|\.)role_embeds\."),
         "glm": Family("BlankGlmForConditionalGeneration", _GLM, ranks=_GPT_RANKS),
         "cpm-ant": Family("CpmAntTied", _LIVE + _ANT, "cpmant.", computes=undivided),
         "cpm-bee": Family("CpmBeeForCausalLM", _LIVE + _WHOLE, "cpmbee.", computes=divided),
@@ -367,7 +394,8 @@ def families(
         "gpt-j-modelcenter": Family("GPTJForCausalLM", _GPTJ, drop=first + _OLD_NAMES),
         "opt-modelcenter": Family("OPTForCausalLM", _OPT),
         "llama-modelcenter": Family("LlamaForCausalLM", _LLAMA),
-        "t5-modelcenter": Family(t5, _T5 + _PLAIN + _TIED, drop=_OLD_NAMES, shrunk=_T5_SHRUNK),
+        "t5-modelcenter": Family(t5, _T5 + _PLAIN + _TIED, drop=_OLD_NAMES, shrunk=_T5_SHRUNK, copies=tied),
+        "vit-modelcenter": Family("ViTForImageClassification", _VIT, saved=_VIT_SAVED),
         "t5-v1_1-modelcenter": Family("T5Untied", _T5 + _GATED + _APART, drop=_OLD_NAMES, shrunk=_T5_SHRUNK),
         "mt5-modelcenter": Family("MT5Untied", _T5 + _GATED + _APART, drop=_OLD_NAMES, shrunk=_T5_SHRUNK),
     }
@@ -444,8 +472,10 @@ class Original:
         names = list(self.parts[0])
         if odd := next((f for f, p in zip(self.files, self.parts) if list(p) != names), None):
             raise ValueError(f"{odd} does not hold the same names as {self.files[0]}")
-        self.left = [n for n in names if _SKIPPED.search(n)]
+        self.left = [n for n in names if _SKIPPED.search(n) or re.search(family.unread, n)]
         self.names = {self._clean(n): n for n in names if n not in self.left}
+        self.copies = {n: of for n, of in (family.copies or {}).items() if n not in self.names and of in self.names}
+        self.names |= {n: self.names[of] for n, of in self.copies.items()}
 
     def _read(self, file):
         if not file.is_file(): raise FileNotFoundError(f"there is no file {file}")
@@ -483,11 +513,16 @@ class Folder:
     "The tensors of a folder of safetensors by name."
     def __init__(self,
         folder:str|Path, # with model.safetensors, or several with an index
+        saved:tuple=(),  # what its names have in place of the model's: (regular expression, what stands for it)
     ):
         self.files = sorted(Path(folder).glob("*.safetensors"))
         if not self.files: raise FileNotFoundError(f"{folder} holds no .safetensors file")
         self.open = [safe_open(f, "pt") for f in self.files]
-        self.names, self.left = {k: f for f in self.open for k in f.keys()}, []
+        self.names, self.left = {self._clean(k, saved): (f, k) for f in self.open for k in f.keys()}, []
+
+    def _clean(self, name, saved):
+        for pattern, new in saved: name = re.sub(pattern, new, name)
+        return name
 
     def dtype(self, name): return self.get(name).dtype
 
@@ -495,7 +530,8 @@ class Folder:
         name:str, # as in the file
     )->Tensor:
         "One tensor."
-        return self.names[name].get_tensor(name)
+        file, held = self.names[name]
+        return file.get_tensor(held)
 
 # %% ../../nbs/04_models/09_convert.ipynb #839e5c9b
 _CODES = {
@@ -612,7 +648,8 @@ def _turned_out(rules, side, source, shapes, family, dtype=None, scale=1):
             if t.shape != want:
                 raise ValueError(f"{n!r} has the shape {tuple(t.shape)}, and by the configuration {tuple(want)}")
         if back and scale != 1:
-            given = [_cast(n, t, dtype, by=_shrink(family, n, scale)) for n, t in zip(r.old, given)]
+            held = [source.copies.get(n, n) for n in r.old]
+            given = [_cast(n, t, dtype, by=_shrink(family, h, scale)) for n, h, t in zip(r.old, held, given)]
             if r.how == "twice" and torch.allclose(given[0].float(), given[-1].float(), rtol=1e-2, atol=1e-5):
                 given = given[-1:] * len(given)  # the copy that was never divided
         try: made = _ways(r, shapes[r][0][0][0])[back](given)
@@ -666,7 +703,8 @@ def to_safetensors(
     sha256:str|list=None,      # of each source file; None: recorded, not compared
     dtype:torch.dtype=None,    # of the result; None: as in the original, then the way back gives the same bits
     max_file_bytes:int=4 << 30, # a file is closed before it would grow beyond this
-    scale:float=1,             # T5: by what ModelCenter's script divided the weights; 100 in its first releases
+    scale:float=1,             # T5: by what ModelCenter's scripts divided the weights: 100; the epsilon of
+                               # `config` is that of the divided norms, and grows by scale²
     card:ModelCard=None,       # licence and source, to travel with the result
 )->Path:                       # the folder, for `load` and `from_pretrained`
     "An original checkpoint as a folder that transformers reads."
@@ -689,6 +727,7 @@ def to_safetensors(
             (new / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         config = copy.deepcopy(config)
         config.architectures = [_class(f).__name__]
+        if scale != 1: config.layer_norm_epsilon *= scale**2
         if card: config.bmlab_card = asdict(write_card(card, new, f"converted from the layout of {family}"))
         config.save_pretrained(new)
         _tell(new, family=family, source=hashes, left_out=original.left, tensors=len(where), bytes=total)
@@ -716,11 +755,12 @@ def to_original(
     family:str,             # a name of `families()`
     sha256:str|list=None,   # of each safetensors file, by name; None: not compared
     dtype:torch.dtype=None, # of the result; None: as stored
-    scale:float=1,          # T5: by what weights are divided, so that they survive float16
+    scale:float=1,          # T5: by what weights are divided, so that they survive float16; the report says the
+                            # `norm_eps` with which ModelCenter then computes the same
 )->Path:                    # the file, for the family's own code
     "A folder of safetensors as an original checkpoint: names → tensors; beside it `<file>.json` says from what."
-    f, source = _family(family), Folder(folder)
-    config = _class(f).config_class.from_pretrained(folder)
+    f = _family(family)
+    source, config = Folder(folder, f.saved), _class(f).config_class.from_pretrained(folder)
     shapes = plan(family, config)
     _computable(f, config)
     hashes, rules = _hashes(source.files, sha256), _used(list(shapes), source.names, "new")
@@ -733,6 +773,7 @@ def to_original(
             "source": hashes,
             "tensors": len(sizes),
             "sha256": _sha256(new),
+            "norm_eps": config.layer_norm_epsilon / scale**2 if scale != 1 else None,
             "card": card and asdict(card.changed(f"converted to the layout of {family}")),
         }
         Path(f"{file}.json").write_text(json.dumps(report, indent=1))

@@ -9,13 +9,14 @@ __all__ = ['CPM1', 'Cpm1Tokenizer', 'Cpm2Tokenizer', 'filled', 'EvaTokenizer', '
            'Cpm2ForConditionalGeneration', 'EvaConfig', 'EvaForConditionalGeneration', 'register']
 
 # %% ../../nbs/04_models/07_cpm2.ipynb #27eae2e6
-import functools, math, os, re, shutil
+import functools, math, os, re, shutil, warnings
 from pathlib import Path
 
 import torch
 import transformers as tf
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -253,6 +254,10 @@ class DistanceBias(nn.Module):
         return self.relative_attention_bias[rows].permute(2, 0, 1)[None]
 
 # %% ../../nbs/04_models/07_cpm2.ipynb #012db07a
+_UNSAID = ("config.json was written by a bmlab that computed this model's GELU by its tanh form: it is read with "
+           "hidden_act='gelu', as ModelCenter computes; for weights trained here, give from_pretrained "
+           "hidden_act='gelu_new'")
+
 class Cpm1Config(tf.PreTrainedConfig):
     "CPM-1 as ModelCenter trains it; the defaults are its 2.5B model."
     model_type = "cpm1"
@@ -267,6 +272,7 @@ class Cpm1Config(tf.PreTrainedConfig):
     position_bias_max_distance: int = 256
     length_scale: bool = True
     attn_scale: bool = True
+    hidden_act: str = "gelu"             # with erf, as ModelCenter's "gated_gelu"
     eps: float = 1e-6
     initializer_range: float = 1.0
     dropout_p: float = 0.0
@@ -277,6 +283,13 @@ class Cpm1Config(tf.PreTrainedConfig):
     pad_token_id: int | None = 5
     # what length scaling takes the roots of: channels, heads, neurons, as they were before anything was cut
     scale_widths: list | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs): # as of the base class
+        "From the contents of a config.json; one that does not say which GELU it means is read as ModelCenter's."
+        unsaid = "length_scale" in config_dict and "hidden_act" not in {*config_dict, *kwargs}
+        if unsaid: warnings.warn(_UNSAID, stacklevel=2)
+        return super().from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **more):
         inner = self.num_attention_heads * self.dim_head
@@ -338,10 +351,9 @@ class Cpm1Gate(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.w_0, self.w_1 = (nn.Linear(c.hidden_size, c.dim_ff, bias=False) for _ in range(2))
-        self.into = c.factors()[0]
+        self.into, self.act = c.factors()[0], ACT2FN[c.hidden_act]
 
-    def forward(self, x):
-        return nn.functional.gelu(self.w_0(x) * self.into, approximate="tanh") * (self.w_1(x) * self.into)
+    def forward(self, x): return self.act(self.w_0(x) * self.into) * (self.w_1(x) * self.into)
 
 class Cpm1FFN(nn.Module):
     "The gated feed-forward."
@@ -501,6 +513,8 @@ class Cpm2Config(tf.T5Config):
     feed_forward_proj: str = "gated-gelu"
     attn_scale: bool = False
     length_scale: bool = False
+    hidden_act: str | None = None        # None: "gelu_new", by tanh, as released; with length_scale "gelu", by erf, as
+                                         # ModelCenter's
     num_experts: int = 0
     pad_token_id: int | None = 5
     eos_token_id: int | list[int] | None = 8
@@ -514,7 +528,10 @@ class Cpm2Config(tf.T5Config):
             raise ValueError(f"num_experts={self.num_experts} with length_scale=True: no model of the family has both")
         # in T5Config this says whether the head's input is divided by √d; nothing is tied
         more["tie_word_embeddings"] = bool(self.length_scale)
-        super().__post_init__(**more)
+        # a folder of before says only what transformers calls it
+        self.hidden_act = self.hidden_act or more.pop("dense_act_fn", None)
+        self.hidden_act = self.hidden_act or ("gelu" if self.length_scale else "gelu_new")
+        super().__post_init__(**more | dict(dense_act_fn=self.hidden_act))
 
 class ScaledAttention(T5Attention):
     "T5's attention whose values and result are scaled by a constant."

@@ -15,6 +15,7 @@ import torch
 import transformers as tf
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -104,6 +105,7 @@ class BlankGlmConfig(tf.PreTrainedConfig):
     embedding_dropout_prob: float = 0.1
     attention_dropout_prob: float = 0.1
     output_dropout_prob: float = 0.1
+    hidden_act: str = "gelu_new"           # GELU by tanh, as released; "gelu", by erf, is ModelCenter's default
     layernorm_epsilon: float = 1e-5
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -149,9 +151,9 @@ class BlankGlmMLP(nn.Module):
         super().__init__()
         self.dense_h_to_4h = nn.Linear(c.hidden_size, c.intermediate_size)
         self.dense_4h_to_h = nn.Linear(c.intermediate_size, c.hidden_size)
-        self.dense_4h_to_h.adds = True
+        self.dense_4h_to_h.adds, self.act = True, ACT2FN[c.hidden_act]
 
-    def forward(self, x): return self.dense_4h_to_h(nn.functional.gelu(self.dense_h_to_4h(x), approximate="tanh"))
+    def forward(self, x): return self.dense_4h_to_h(self.act(self.dense_h_to_4h(x)))
 
 # %% ../../nbs/04_models/08_glm.ipynb #55ad8d77
 class BlankGlmBlock(GradientCheckpointingLayer):

@@ -1,212 +1,102 @@
-"""CPM-1, CPM-2, EVA and GLM written down a second time: the published equations with plain loops over heads and
-layers, on checkpoints under their
-original names. Nothing here is shared with the library; it is what the tests compare it with."""
+"""CPM-2 with experts transcribed from its source, names of original checkpoints, and how texts are cut there.
+
+Weights are a plain dict under the original's names. No code is shared with the library. What models without experts
+compute is judged by running the originals (test_originals.py, test_center.py). Equations name file and line of
+
+- github.com/TsinghuaAI/CPM-2-Finetune, commit bd0fc493e2e8ce9ee7dcf47e30d77cfab546791a
+- github.com/TsinghuaAI/CPM-2-Pretrain, branch moe, commit a00b3dd70d71a796a1ed2a925ddf7902e0209ab3: baselayer.py
+- github.com/TsinghuaAI/CPM-1-Generate, commit 3f816d13dd3db902ca7d30077098d7f91523812b: tokenization_gpt2.py
+"""
 import math
 
 import torch
 
 
-def rms(x, w, eps): return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * w
-def norm(x, w, b, eps):
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + eps) * w + b
-def gelu(x): return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)))
+def norm(w, x, eps=1e-6): # mpu/transformer_enc_dec.py:41-47
+    return w * (x / math.sqrt(float((x ** 2).mean()) + eps))
 
 
-def attend(q, k, v, heads, seen, bias=None, scale=1.0):
-    "q (L, h), k, v (K, h), seen (L, K) bool, bias (heads, L, K) → (L, h), head by head"
-    size, out = q.shape[1] // heads, []
-    for h in range(heads):
-        part = slice(h * size, (h + 1) * size)
-        score = (q[:, part] @ k[:, part].T) * scale
-        if bias is not None: score = score + bias[h]
-        weight = torch.exp(score - score.masked_fill(~seen, -math.inf).amax(-1, keepdim=True)) * seen
-        out.append(weight / weight.sum(-1, keepdim=True) @ v[:, part])
-    return torch.cat(out, 1)
+def gelu(x): # mpu/transformer_enc_dec.py:53-54
+    return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * x * (1.0 + 0.044715 * x * x)))
 
 
-def bucket(distance, buckets, max_distance, both):
-    "distance: key's place minus query's"
+def bucket(distance, buckets, both, far=128): # mpu/transformer_enc_dec.py:240-263
     base = 0
-    if both:
+    if both: # :242-244
         buckets //= 2
-        base, distance = (buckets if distance > 0 else 0), abs(distance)
-    else: distance = max(-distance, 0)
-    exact = buckets // 2
-    if distance < exact: return base + distance
-    return base + min(
-        exact + int(math.log(distance / exact) / math.log(max_distance / exact) * (buckets - exact)), buckets - 1
-    )
+        base, distance = buckets * (distance > 0), abs(distance)
+    else: distance = -min(distance, 0)                                              # :246
+    exact = buckets // 2                                                            # :250
+    if distance < exact: return base + distance                                     # :251 and 263
+    log = torch.log(torch.tensor(float(distance)) / exact) / math.log(far / exact) * (buckets - exact)   # :254-258
+    return base + min(exact + int(log), buckets - 1)                                # :259-261
 
 
-def distance_bias(table, queries, keys, max_distance, both):
-    "table (buckets, heads) → (heads, queries, keys)"
-    rows = [[table[bucket(k - q, len(table), max_distance, both)] for k in range(keys)] for q in range(queries)]
-    return torch.stack([torch.stack(r) for r in rows]).permute(2, 0, 1)
+def attention(q, k, v, heads, seen, bias):
+    "mpu/transformer_enc_dec.py:339-377, a query and a head at a time; seen(i, j): a bool; bias(i, j, h): a number"
+    size, out = len(q[0]) // heads, []
+    for i in range(len(q)):
+        said = []
+        for h in range(heads):
+            part = slice(h * size, (h + 1) * size)                                  # :211-216, heads lie side by side
+            keys = [j for j in range(len(k)) if seen(i, j)]                         # :363, -10000 elsewhere
+            scores = [float(q[i][part] @ k[j][part]) + bias(i, j, h) for j in keys]   # :339-340 and 363, no root
+            weight = [math.exp(s - max(scores)) for s in scores]                    # :368
+            said.append(sum(a / sum(weight) * v[j][part] for a, j in zip(weight, keys)))   # :375
+        out.append(torch.cat(said))                                                 # :377
+    return out
 
 
-def causal(n): return torch.tensor([[k <= q for k in range(n)] for q in range(n)])
+def network(w, x): # a feed-forward layer with its residual: mpu/transformer_enc_dec.py:499-501 and 122-132
+    y = norm(w["layer_norm.weight"], x)                                             # :499
+    inner = gelu(w["dense_relu_dense.wi_0.weight"] @ y) * (w["dense_relu_dense.wi_1.weight"] @ y)   # :122-124
+    return x + w["dense_relu_dense.wo.weight"] @ inner                              # :132 and 501
 
 
-def cpm1(w, ids, heads):
-    "CPM-1 as released: GPT-2 in Megatron's names. ids (L,) → (L, V)"
-    x = w["word_embeddings.weight"][ids] + w["position_embeddings.weight"][:len(ids)]
-    layers = 1 + max(int(n.split(".")[2]) for n in w if ".layers." in n)
-    lin = lambda x, n: x @ w[n + ".weight"].T + w[n + ".bias"]
-    for i in range(layers):
-        p = f"transformer.layers.{i}."
-        y = norm(x, w[p + "input_layernorm.weight"], w[p + "input_layernorm.bias"], 1e-5)
-        q, k, v = lin(y, p + "attention.query_key_value").chunk(3, -1)
-        x = x + lin(
-            attend(q, k, v, heads, causal(len(ids)), scale=1 / math.sqrt(q.shape[1] / heads)), p + "attention.dense"
-        )
-        y = norm(x, w[p + "post_attention_layernorm.weight"], w[p + "post_attention_layernorm.bias"], 1e-5)
-        x = x + lin(gelu(lin(y, p + "mlp.dense_h_to_4h")), p + "mlp.dense_4h_to_h")
-    return (
-        norm(x, w["transformer.final_layernorm.weight"], w["transformer.final_layernorm.bias"], 1e-5)
-        @ w["word_embeddings.weight"].T
-    )
+def routed(w, x, expert_of):
+    """baselayer.py:47-62 of the branch moe: each token to one expert, whose layer has the residual inside. The training
+    there shares tokens out evenly (:52 and 78-83); alone, a token takes what suits it best, as in :89"""
+    if "expert_centroids" not in w: return network(w, x)
+    y = norm(w["experts.0.layer_norm.weight"], x)                                   # :48, the norm is one for all
+    best = int((w["expert_centroids"] @ y).argmax())                                # :49
+    expert_of.append(best)
+    return network(under(w, f"experts.{best}."), x)                                 # :62
 
 
-def center_block(w, p, x, heads, seen, bias, scaled, attn_scale, eps, memory=None, memory_seen=None, activation=gelu):
-    """One of ModelCenter's layers without biases; `scaled`: every product is divided by the square root of what it
-    sums over"""
-    over = lambda n: math.sqrt(n) if scaled else 1.0
-    def lin(x, n): return x @ w[n + ".weight"].T / over(x.shape[1])
-    def attention(p, x, source, seen, bias):
-        y = rms(x, w[p + "layernorm_before_attention.weight"], eps)
-        source = y if source is None else source
-        p += "self_attention."
-        q, k, v = lin(y, p + "project_q"), lin(source, p + "project_k"), lin(source, p + "project_v")
-        return x + lin(
-            attend(q, k, v, heads, seen, bias, 1 / math.sqrt(q.shape[1] / heads) if attn_scale else 1.0),
-            p + "attention_out",
-        )
-    x = attention(p + "self_att.", x, None, seen, bias)
-    if memory is not None: x = attention(p + "cross_att.", x, memory, memory_seen, None)
-    y = rms(x, w[p + "ffn.layernorm_before_ffn.weight"], eps)
-    return x + lin(activation(lin(y, p + "ffn.ffn.w_in.w_0")) * lin(y, p + "ffn.ffn.w_in.w_1"), p + "ffn.ffn.w_out")
+def under(w, prefix): return {k[len(prefix):]: v for k, v in w.items() if k.startswith(prefix)}
 
 
-def count_layers(w, prefix): return 1 + max(int(n[len(prefix):].split(".")[0]) for n in w if n.startswith(prefix))
+def stack(w, table, ids, heads, memory=None, expert_of=None):
+    "ParallelTransformer: mpu/transformer_enc_dec.py:677-824; memory: what the encoder said, for a decoder"
+    x, decoder = [table[i] for i in ids], memory is not None                        # :685
+    distances = w["blocks.0.self_attn.self_attn.relative_attention_bias.weight"]    # :633, of the first block, for all
+    def bias(i, j, h): return float(distances[bucket(j - i, len(distances), not decoder)][h])   # :266-279
+    def seen(i, j): return j <= i or not decoder                                    # tril, and everything
+    for i in range(1 + max(int(k.split(".")[1]) for k in w if k.startswith("blocks."))):
+        block = under(w, f"blocks.{i}.")
+        y = [norm(block["self_attn.layer_norm.weight"], r) for r in x]              # :428
+        q, k, v = zip(*((block["self_attn.self_attn.project.weight"] @ r).chunk(3) for r in y))   # :316-320
+        out = attention(q, k, v, heads, seen, bias)
+        x = [r + block["self_attn.self_attn.dense.weight"] @ o for r, o in zip(x, out)]   # :387 and 435
+        if decoder:
+            q = [block["cross_attn.cross_attn.project_q.weight"] @ norm(block["cross_attn.layer_norm.weight"], r)
+                 for r in x]                                                        # :470 and 308
+            k, v = zip(*((block["cross_attn.cross_attn.project_kv.weight"] @ m).chunk(2) for m in memory))   # :310-312
+            out = attention(q, k, v, heads, lambda i, j: True, lambda i, j, h: 0.0)   # :349-351, zeros
+            x = [r + block["cross_attn.cross_attn.dense.weight"] @ o for r, o in zip(x, out)]   # :387 and 479
+        x = [routed(under(block, "ff."), r, expert_of) for r in x]
+    return [norm(w["final_layernorm.weight"], r) for r in x]                        # :824
 
 
-def cpm1_center(w, ids, heads, max_distance, context=None, span=None, eps=1e-6):
-    "CPM-1 of ModelCenter. ids (L,), context (L,) bool, span (L,) → (L, V)"
-    n, d = len(ids), w["input_embedding.weight"].shape[1]
-    context, span = [False] * n if context is None else context, [0] * n if span is None else span
-    seen = torch.tensor(
-        [[span[q] == span[k] and bool(context[k] or (not context[q] and k <= q)) for k in range(n)] for q in range(n)]
-    )
-    bias = distance_bias(w["position_bias.relative_attention_bias"], n, n, max_distance, True)
-    x = w["input_embedding.weight"][ids] / math.sqrt(d)
-    for i in range(count_layers(w, "encoder.layers.")):
-        x = center_block(w, f"encoder.layers.{i}.", x, heads, seen, bias, True, True, eps)
-    return rms(x, w["encoder.output_layernorm.weight"], eps) / math.sqrt(d) @ w["input_embedding.weight"].T
+def cpm2(w, source, target, heads):
+    "(logits of the target (L, V), the expert of every token of every layer): model/enc_dec_modeling.py:74-99"
+    experts, table = [], w["word_embeds.weight"]
+    memory = stack(under(w, "encoder."), table, source.tolist(), heads, None, experts)
+    out = stack(under(w, "decoder."), table, target.tolist(), heads, memory, experts)
+    return torch.stack([w["lm_head.weight"] @ r for r in out]), experts             # :99
 
 
-def cpm2_center(w, source, target, heads, scaled=True, attn_scale=True, eps=1e-6):
-    "CPM-2 of ModelCenter (with both off: T5 v1.1). source (S,), target (L,) → (L, V)"
-    S, L, d = len(source), len(target), w["input_embedding.weight"].shape[1]
-    everything, memory = torch.ones(S, S, dtype=torch.bool), w["input_embedding.weight"][source]
-    bias = distance_bias(w["position_bias_enc.relative_attention_bias"], S, S, 128, True)
-    for i in range(count_layers(w, "encoder.layers.")):
-        memory = center_block(w, f"encoder.layers.{i}.", memory, heads, everything, bias, scaled, attn_scale, eps)
-    memory = rms(memory, w["encoder.output_layernorm.weight"], eps)
-    x, bias = (
-        w["input_embedding.weight"][target],
-        distance_bias(w["position_bias_dec.relative_attention_bias"], L, L, 128, False),
-    )
-    for i in range(count_layers(w, "decoder.layers.")):
-        x = center_block(
-            w,
-            f"decoder.layers.{i}.",
-            x,
-            heads,
-            causal(L),
-            bias,
-            scaled,
-            attn_scale,
-            eps,
-            memory,
-            torch.ones(L, S, dtype=torch.bool),
-        )
-    return (
-        rms(x, w["decoder.output_layernorm.weight"], eps)
-        / (math.sqrt(d) if scaled else 1)
-        @ w["output_projection.weight"].T
-    )
-
-
-def cpm2(w, source, target, heads, attn_scale=False, eps=1e-6):
-    """CPM-2 as released, EVA, EVA 2.0 (attn_scale), and with `expert_centroids` the 198B model. source (S,), target
-    (L,) → (L, V)"""
-    scale = lambda q: 1 / math.sqrt(q.shape[1] / heads) if attn_scale else 1.0
-    def network(p, x):
-        y = rms(x, w[p + "layer_norm.weight"], eps)
-        p += "dense_relu_dense."
-        return x + (gelu(y @ w[p + "wi_0.weight"].T) * (y @ w[p + "wi_1.weight"].T)) @ w[p + "wo.weight"].T
-    def feed(p, x):
-        if p + "expert_centroids" not in w: return network(p, x)
-        rows = []
-        for token in x:
-            best = int((w[p + "expert_centroids"] @ rms(token, w[p + "experts.0.layer_norm.weight"], eps)).argmax())
-            rows.append(network(f"{p}experts.{best}.", token))
-        return torch.stack(rows)
-    def stack(name, ids, seen, both, memory=None):
-        x = w["word_embeds.weight"][ids]
-        bias = distance_bias(
-            w[f"{name}.blocks.0.self_attn.self_attn.relative_attention_bias.weight"], len(ids), len(ids), 128, both
-        )
-        for i in range(count_layers(w, f"{name}.blocks.")):
-            p = f"{name}.blocks.{i}."
-            q, k, v = (
-                rms(x, w[p + "self_attn.layer_norm.weight"], eps) @ w[p + "self_attn.self_attn.project.weight"].T
-            ).chunk(3, -1)
-            x = x + attend(q, k, v, heads, seen, bias, scale(q)) @ w[p + "self_attn.self_attn.dense.weight"].T
-            if memory is not None:
-                q = (
-                    rms(x, w[p + "cross_attn.layer_norm.weight"], eps)
-                    @ w[p + "cross_attn.cross_attn.project_q.weight"].T
-                )
-                k, v = (memory @ w[p + "cross_attn.cross_attn.project_kv.weight"].T).chunk(2, -1)
-                x = (
-                    x
-                    + attend(q, k, v, heads, torch.ones(len(ids), len(memory), dtype=torch.bool), None, scale(q))
-                    @ w[p + "cross_attn.cross_attn.dense.weight"].T
-                )
-            x = feed(p + "ff.", x)
-        return rms(x, w[f"{name}.final_layernorm.weight"], eps)
-    memory = stack("encoder", source, torch.ones(len(source), len(source), dtype=torch.bool), True)
-    return stack("decoder", target, causal(len(target)), False, memory) @ w["lm_head.weight"].T
-
-
-def glm(w, ids, positions, parts, heads):
-    "GLM of 2021. ids (L,), positions (2, L), the first `parts` tokens are read in both directions → (L, V)"
-    n = len(ids)
-    seen = torch.tensor([[k < parts or k <= q for k in range(n)] for q in range(n)])
-    x = (
-        w["word_embeddings.weight"][ids]
-        + w["transformer.position_embeddings.weight"][positions[0]]
-        + w["transformer.block_position_embeddings.weight"][positions[1]]
-    )
-    lin = lambda x, n: x @ w[n + ".weight"].T + w[n + ".bias"]
-    for i in range(count_layers(w, "transformer.layers.")):
-        p = f"transformer.layers.{i}."
-        q, k, v = lin(
-            norm(x, w[p + "input_layernorm.weight"], w[p + "input_layernorm.bias"], 1e-5),
-            p + "attention.query_key_value",
-        ).chunk(3, -1)
-        x = x + lin(attend(q, k, v, heads, seen, scale=1 / math.sqrt(q.shape[1] / heads)), p + "attention.dense")
-        y = norm(x, w[p + "post_attention_layernorm.weight"], w[p + "post_attention_layernorm.bias"], 1e-5)
-        x = x + lin(gelu(lin(y, p + "mlp.dense_h_to_4h")), p + "mlp.dense_4h_to_h")
-    return (
-        norm(x, w["transformer.final_layernorm.weight"], w["transformer.final_layernorm.bias"], 1e-5)
-        @ w["word_embeddings.weight"].T
-    )
-
-
-# names and shapes of the original checkpoints, by the modules that the published code defines
+# ---- names and shapes of the original checkpoints, by the modules that the published code defines
 
 def megatron_names(layers, d, vocab, positions, blocks=False):
     "CPM-1 (blocks=False) and GLM: a layer's two norms, its four linear modules with biases"
@@ -284,15 +174,15 @@ def center_names(layers, d, inner, ff, bias=False, gated=True, norm_bias=False, 
     return names | normed(f"{prefix}.output_layernorm")
 
 
-# cutting text, as the published tokenizers describe it
+# ---- cutting text
 
-def half_width(char):
+def half_width(char): # CPM-2: tokenization_enc_dec.py:106-116
     if char in "，。！（）？、；：": return char
     code = 0x20 if ord(char) == 0x3000 else ord(char) - 0xFEE0
     return chr(code) if 0x20 <= code <= 0x7E else char
 
 
-def cpm2_pieces(text, vocabulary):
+def cpm2_pieces(text, vocabulary): # tokenization_enc_dec.py:160-166 and 77-103
     import jieba
     out = []
     for word in jieba.cut("".join(half_width(c) for c in text), cut_all=False):
@@ -309,7 +199,7 @@ def cpm2_pieces(text, vocabulary):
     return out
 
 
-def cpm1_pieces(text, processor):
+def cpm1_pieces(text, processor): # data_utils/tokenization_gpt2.py:63-65
     import jieba
     return processor.encode(
         " ".join(w.replace(" ", "\u2582").replace("\n", "\u2583") for w in jieba.cut(text, cut_all=False)), out_type=str

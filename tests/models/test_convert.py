@@ -182,15 +182,10 @@ def test_bert_with_its_pooler(tmp_path):
     assert set(again) == set(w) and all(torch.equal(again[n], w[n]) for n in w)
 
 
-@torch.no_grad()
-def test_known_families_compute_what_modelcenter_wrote(tmp_path):
-    "T5 v1.1 in ModelCenter's names, by the second transcription of its layers"
-    ids, target = torch.tensor([3, 8, 25, 12, 9]), torch.tensor([0, 30, 11])
+def test_scale_at_its_limits(tmp_path):
+    "A T5 v1.1 divided by 100 in float16: widened on the way, and refused where float16 has no room for it"
     config = tf.T5Config(**T5, decoder_start_token_id=0, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
     w = saved(tmp_path, config, "t5-v1_1-modelcenter")
-    model = _class(families()["t5-v1_1-modelcenter"]).from_pretrained(tmp_path / "a").eval()
-    want = ref.cpm2_center(w, ids, target, 4, False, False)
-    assert (model(ids[None], decoder_input_ids=target[None]).logits[0] - want).abs().max() < 1e-5 * want.abs().max()
     half = {n: t.half() for n, t in w.items()} | {"input_embedding.weight": torch.full((40, 16), 900.1).half()}
     torch.save(half, tmp_path / "half.pt")
     wide = Folder(

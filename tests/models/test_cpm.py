@@ -7,7 +7,8 @@ import torch
 import transformers as tf
 
 import reference_cpm as ref
-from bmlab.prompt.bee_answers import BeeCollator
+from bmlab.prompt.bee import Bee, encode_bee
+from bmlab.prompt.bee_answers import BeeCollator, answer
 from bmlab.infer.beams import beam_search
 from bmlab.models.convert import manifest, to_original, to_safetensors
 from bmlab.models.cpm import CpmAntTied, mask_modules, residual_sum, visible
@@ -158,7 +159,7 @@ LIMIT = 1e-3                                   # of logits up to 14: what roundi
 
 def drawn_config(**kw):
     sizes = {NAMES.get(k, k): v for k, v in FIGURES["sizes"].items() if k != "half"}
-    return CpmBeeConfig(**sizes, **kw)
+    return CpmBeeConfig(**sizes | kw)
 
 
 def drawn_weights(): return original_bee.weights(manifest("cpm-bee", drawn_config()))
@@ -263,6 +264,39 @@ def test_every_path_says_what_the_whole_forward_says():
     assert len(names) == 48
     with Streamer(model, streamed=names[1:], slots=2, link=SimulatedLink(order="random")):
         assert torch.equal(model(torch.tensor([text])).logits, want)
+
+
+@pytest.fixture(scope="module")
+def talkative():
+    "The model and the tokenizer with which the original answered"
+    config, tok = drawn_config(**original_bee.WIDE), CpmBeeTokenizer(vocab=original_bee.WORDS)
+    model = CpmBeeForCausalLM(config).eval()
+    model.cpmbee.load_state_dict(original_bee.weights(manifest("cpm-bee", config)))
+    table = model.cpmbee.input_embedding.weight
+    with torch.no_grad(): table.copy_(original_bee.talkative(table))
+    return model, tok
+
+
+def test_bee_answers_what_the_original_answers(talkative):
+    "Several answers in one task, blanks and options by number, and beside examples: token by token"
+    model, tok = talkative
+    def leaves(said): return [x for v in said.values() for x in leaves(v)] if isinstance(said, dict) else [said]
+    for (task, beside), want in zip(original_bee.ASKED, FIGURES["answers"]):
+        told = answer(model, tok, task, max_new_tokens=original_bee.MOST, min_new_tokens=0, examples=beside)
+        assert leaves(told.data["<ans>"]) == want
+
+
+@torch.no_grad()
+def test_what_the_originals_beam_search_found_is_as_likely_here(talkative):
+    "Its texts as tasks to learn from, read at once: the mean log-probability of their tokens is the score it gave them"
+    model, tok = talkative
+    for found in FIGURES["searched"]:
+        batch = BeeCollator(tok, pack=False)([found["task"]])
+        logits, targets = model(**batch).logits[0], batch["targets"][0]
+        if (tok.unk_token_id, 0) not in encode_bee(Bee(found["task"]), tok).table: logits[:, tok.unk_token_id] = -10000
+        logits, targets = logits[targets != -100], targets[targets != -100]
+        assert len(targets) == found["tokens"]
+        assert -torch.nn.functional.cross_entropy(logits, targets).item() == pytest.approx(found["score"], abs=1e-4)
 
 
 def test_the_reference_says_what_the_original_says():
