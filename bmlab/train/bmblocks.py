@@ -60,7 +60,7 @@ class Config(Mapping):
     "What scripts read of a run: `config[\"rank\"]`; answered when asked."
     # how optimizers with a scale of their own move it (`bmtrain.optim_step`)
     loss_scale_factor, loss_scale_steps = 2, 1024
-    def __init__(self): self.mesh, self.zero_level, self.stand_in = None, 3, None
+    def __init__(self): self.mesh, self.zero_level, self.stand_in, self.as_written = None, 3, None, None
     @property
     def tp(self):
         "The mesh of tensor parallelism of this rank, or None"
@@ -198,6 +198,10 @@ def init_distributed(
         config.mesh = init_device_mesh(local_device().type, sizes, mesh_dim_names=("zero", "tp"))
     if pipe_size > 1 and rank() == 0:
         _log.info("pipe_size=%d: blocks are shared out by ZeRO over all ranks instead, with the same result", pipe_size)
+    if config.as_written is None:
+        # what TorchScript optimizes from its second run on saves other tensors than the first, which recomputing compares
+        config.as_written = torch.jit.optimized_execution(False)
+        config.as_written.__enter__()
     if not torch.cuda.is_available() and config.stand_in is None:
         config.stand_in = _CpuForGpu()
         config.stand_in.__enter__()
@@ -208,6 +212,9 @@ def shutdown():
     if config.stand_in is not None:
         config.stand_in.__exit__(None, None, None)
         config.stand_in = None
+    if config.as_written is not None:
+        config.as_written.__exit__(None, None, None)
+        config.as_written = None
     _shutdown()
 
 def is_initialized()->bool: # are the processes up?
@@ -315,6 +322,21 @@ def _empty_block(base):
     "What unpickling and copying fill"
     return object.__new__(_block_class(base))
 
+def _repeatable(run):
+    "`run`, saving the same tensors each time, also in functions that TorchScript compiled"
+    runs = 0
+    def once(*args, **kwargs):
+        nonlocal runs
+        runs += 1
+        # (a thread of autograd's has not seen what init_distributed set)
+        try:
+            with torch.jit.optimized_execution(False): return run(*args, **kwargs)
+        except RuntimeError as e:
+            # torch ends a second run by an exception of its own, which TorchScript passes on without its class or text
+            told = "TorchScript interpreter" not in str(e) or not str(e).rstrip().endswith("RuntimeError:")
+            if runs == 1 or told: raise
+    return once
+
 class Block(torch.nn.Module):
     "A module that recomputes in backward and is sharded as one; made of a module, which it stays."
     def __new__(cls, inner_module=None, *args, **kwargs):
@@ -343,7 +365,9 @@ class Block(torch.nn.Module):
                 for m in self.modules():
                     if isinstance(m, FSDPModule) and m is not self: m.reshard()
             return out
-        return run_again(run, *args, use_reentrant=False, **kwargs) if again else run(*args, **kwargs)
+        if not again: return run(*args, **kwargs)
+        if not torch.compiler.is_compiling(): run = _repeatable(run)
+        return run_again(run, *args, use_reentrant=False, **kwargs)
 
 CheckpointBlock = Block
 
