@@ -6,6 +6,7 @@ What is run is src/ of the last commit: preprocess_dataset.py writes the binary 
 here, and finetune_cpm_bee.py trains a small model of random weights on them: all of it, then LoRA on its file. Its own cpm_live package (models, tokenizer, data sets) comes along. Of pkg_resources, which
 its tokenizers read their word lists with and setuptools no longer brings, a stand-in of one function lies beside it.
 Prints the first line and the last two.
+At last its beam search runs on the trained model, and says what it says on its model of plain torch.
 """
 import json, random, re, subprocess, sys, tarfile, tempfile
 from io import BytesIO
@@ -28,11 +29,31 @@ def resource_stream(package, name): return importlib.resources.files(package).jo
 RUNS = {"whole": ["--epoch", "2", "--lr", "0.3"],
         "delta": ["--epoch", "1", "--lr", "0.03", "--use-delta", "--load", "results/bee-best.pt"]}
 
+GENERATE = """
+import copy, json
+import torch
+import bmtrain as bmt
+from cpm_live.generation.bee import CPMBeeBeamSearch
+from cpm_live.models import CPMBee, CPMBeeConfig, CPMBeeTorch
+from cpm_live.tokenizers import CPMBeeTokenizer
+
+bmt.init_distributed(seed=0)
+config, tasks = CPMBeeConfig.from_json_file("model.json"), open("raw/eval/eval.jsonl").read().splitlines()
+tasks = [json.loads(task) | {"<ans>": ""} for task in tasks[:3]]                    # the same on every rank
+model, plain = CPMBee(config), CPMBeeTorch(config)
+bmt.load(model, "results/bee-best.pt")
+plain.load_state_dict(torch.load("results/bee-best.pt"))
+said = [CPMBeeBeamSearch(m, CPMBeeTokenizer()).generate(copy.deepcopy(tasks), max_length=6) for m in (model, plain)]
+assert said[0] == said[1], said
+bmt.print_rank([task["<ans>"] for task in said[0]])
+"""
+
 
 def extract(checkout, folder):
-    "Its src/, with import lines changed"
+    "Its src/, and a script that generates, with import lines changed"
     done = subprocess.run(["git", "-C", checkout, "archive", "HEAD", "src"], capture_output=True, check=True)
     tarfile.open(fileobj=BytesIO(done.stdout)).extractall(folder, filter="data")
+    Path(folder, "src", "generate.py").write_text(GENERATE)
     for path in Path(folder).rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         for pattern, instead in IMPORTS.items(): text = re.sub(pattern, instead, text, flags=re.M)
@@ -77,6 +98,7 @@ def main(checkout, ranks=None):
                 lines = run(src, ["finetune_cpm_bee.py", *OPTIONS, *options], n)
                 told = [line for line in lines if line.startswith(("| Epoch", "| Eval"))]
                 print(f"{kind} on {n}:", told[0], *told[-2:], sep="\n", flush=True)
+            print(f"beam search on {n}:", *run(src, ["generate.py"], n), flush=True)
 
 
 if __name__ == "__main__": main(*sys.argv[1:])
