@@ -238,7 +238,8 @@ def _buffer(storage):
 def _group(comm): return config["comm"] if comm is None else comm
 
 def _operation(op):
-    known = {k: getattr(dist.ReduceOp, k.upper()) for k in ("sum", "avg", "max", "min")} | {"prod": dist.ReduceOp.PRODUCT}
+    known = {k: getattr(dist.ReduceOp, k.upper()) for k in ("sum", "avg", "max", "min")}
+    known["prod"] = dist.ReduceOp.PRODUCT
     if op not in known: raise ValueError(f"op={op!r}: one of {', '.join(known)}")
     return known[op]
 
@@ -807,6 +808,7 @@ pipe_layer = _submodule("pipe_layer", **_pick("PipelineTransformerBlockList"))
 layer = _submodule("layer", **_pick("DistributedModule"))
 parameter = _submodule("parameter", **_pick("DistributedParameter", "ParameterInitializer"))
 nccl = _submodule("nccl", **{k: getattr(Nccl, k) for k in vars(Nccl) if not k.startswith("_")})
-_submodule("synchronize", **_pick("synchronize", "wait_loader", "sum_loss", "gather_result"))   # (a function by attribute)
+# (by attribute `synchronize` is the function)
+_submodule("synchronize", **_pick("synchronize", "wait_loader", "sum_loss", "gather_result"))
 wrapper = _submodule("wrapper", **_pick("BMTrainModelWrapper"))
 param_init = _submodule("param_init", **_pick("init_parameters", "grouped_parameters"))

@@ -52,9 +52,10 @@ class LoraModel:
         self.backbone_model, self.unfrozen_modules = backbone_model, unfrozen_modules or ["deltas"]
         self.lora_r, self.lora_alpha, self.lora_dropout, self.backend = lora_r, lora_alpha, lora_dropout, backend
         if modified_modules is None: modified_modules = [n for n, r in roles(backbone_model).items() if r in ("q", "v")]
-        self.sites = {n: self._site(n, m) for n, m in resolve(backbone_model, modified_modules, exclude_modules).items()}
+        chosen = resolve(backbone_model, modified_modules, exclude_modules)
+        self.sites = {n: self._site(n, m) for n, m in chosen.items()}
         sharded = any(isinstance(m, FSDPModule) for m in backbone_model.modules())
-        for n, m in resolve(backbone_model, list(self.sites)).items(): attach_site(m, "lora", self.sites[n])
+        for n, m in chosen.items(): attach_site(m, "lora", self.sites[n])
         for p in self.parameters() if sharded else ():
             with torch.no_grad(): p.copy_(broadcast(p, 0))
             p.register_post_accumulate_grad_hook(_averaged)

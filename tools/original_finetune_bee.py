@@ -3,10 +3,10 @@
 usage: original_finetune_bee.py CHECKOUT [RANKS]   a git checkout of github.com/OpenBMB/CPM-Bee
 
 What is run is src/ of the last commit: preprocess_dataset.py writes the binary data sets, of a small task that is made
-here, and finetune_cpm_bee.py trains a small model of random weights on them: all of it, then LoRA on its file. Its own cpm_live package (models, tokenizer, data sets) comes along. Of pkg_resources, which
-its tokenizers read their word lists with and setuptools no longer brings, a stand-in of one function lies beside it.
-Prints the first line and the last two.
-At last its beam search runs on the trained model, and says what it says on its model of plain torch.
+here, and finetune_cpm_bee.py trains a small model of random weights on them: all of it, then LoRA on its file. Its own
+cpm_live package (models, tokenizer, data sets) comes along. At last its beam search runs on the trained model, and says
+what it says on its model of plain torch. Of pkg_resources, which its tokenizers read their word lists with and
+setuptools no longer brings, a stand-in of one function lies beside it. Prints the first line and the last two.
 """
 import json, random, re, subprocess, sys, tarfile, tempfile
 from io import BytesIO

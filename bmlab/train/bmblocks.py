@@ -200,7 +200,8 @@ def init_distributed(
     if pipe_size > 1 and rank() == 0:
         _log.info("pipe_size=%d: blocks are shared out by ZeRO over all ranks instead, with the same result", pipe_size)
     if config.as_written is None:
-        # what TorchScript optimizes from its second run on saves other tensors than the first, which recomputing compares
+        # what TorchScript optimizes, from its second run on, saves other tensors than the first run, and recomputing
+        # compares them
         config.as_written = torch.jit.optimized_execution(False)
         config.as_written.__enter__()
     if not torch.cuda.is_available() and config.stand_in is None:
@@ -334,8 +335,9 @@ class DistributedModule(torch.nn.Module):
         if "forward" in cls.__dict__: cls.forward = _marked(cls.forward)
     def __getattr__(self, name):
         value, inside = super().__getattr__(name), getattr(_running, "inside", False)
+        if not isinstance(value, DTensor): return value
         # (torch's own code, such as FSDP2's after loading, wants the shard)
-        if not isinstance(value, DTensor) or sys._getframe(1).f_globals["__name__"].startswith("torch."): return value
+        if sys._getframe(1).f_globals["__name__"].startswith("torch."): return value
         # (what stands in a block is the parameter itself outside of the block's forward, as there)
         if config.tp is None: return value if not inside and _facts(value).in_block else whole_weight(value)
         if not inside: return value
