@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['optim', 'lr_scheduler', 'loss', 'nn', 'inspect', 'distributed', 'store', 'utils', 'debug', 'global_var', 'init',
-           'backward', 'block_layer', 'pipe_layer', 'layer', 'parameter', 'wrapper', 'param_init', 'Linear',
+           'backward', 'block_layer', 'pipe_layer', 'layer', 'parameter', 'nccl', 'wrapper', 'param_init', 'Linear',
            'ColumnParallelLinear', 'RowParallelLinear', 'ReduceType', 'OpLinear', 'OpParallelLinear', 'VPEmbedding',
-           'all_gather', 'all_reduce', 'reduce_scatter', 'broadcast', 'gather_result', 'wait_loader', 'AdamOptimizer',
-           'AdamOffloadOptimizer', 'OptimManager', 'optim_step', 'clip_grad_norm', 'WarmupLRScheduler',
-           'FusedCrossEntropy', 'inspect_model', 'format_summary', 'record_tensor', 'inspect_tensor',
-           'allgather_objects', 'broadcast_object', 'print_block', 'print_dict', 'see_memory', 'AverageRecorder',
-           'Notes']
+           'all_gather', 'all_reduce', 'reduce_scatter', 'broadcast', 'gather_result', 'sum_loss', 'wait_loader',
+           'Nccl', 'AdamOptimizer', 'AdamOffloadOptimizer', 'OptimManager', 'optim_step', 'clip_grad_norm',
+           'has_inf_nan', 'check_overflow', 'grad_rescale', 'WarmupLRScheduler', 'FusedCrossEntropy', 'inspect_model',
+           'format_summary', 'record_tensor', 'inspect_tensor', 'allgather_objects', 'broadcast_object', 'print_block',
+           'print_dict', 'see_memory', 'AverageRecorder', 'Notes']
 
 # %% ../nbs/13_bmtrain.ipynb #34e8cdd6
 import fnmatch, math, sys, types
@@ -24,9 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from bmlab.train.bmblocks import (  # noqa: F401 (BMTrain's names, for scripts that import this module)
-    BMTrainModelWrapper, Block, CheckpointBlock, DistributedModule, DistributedParameter, ParameterInitializer,
-    PipelineTransformerBlockList, TransformerBlockList, config, current_state, divide_parameter, grouped_parameters,
-    init_distributed, init_parameters, is_initialized, load, model_of, require_values, save, shard_like, shutdown,
+    BMTrainModelWrapper, Block, CheckpointBlock, CheckpointBlockContext, Config, DistributedModule,
+    DistributedParameter, ParameterInitializer, PipelineTransformerBlockList, Topology, TransformerBlockList, config,
+    current_state, divide_parameter, gathered_state, grouped_parameters, init_distributed, init_parameters,
+    is_initialized, load, model_of, require_values, save, shard_like, shutdown,
 )
 from .train.checkpoint import full_tensor, named_tensors
 from .core import format_bytes
@@ -44,7 +45,7 @@ from bmlab.train.parallel import (
 )
 from bmlab.train.processes import (  # noqa: F401 (as above)
     all_gather as _all_gather, all_reduce as _all_reduce, broadcast as _broadcast, local_device, print_rank, rank,
-    reduce_scatter as _reduce_scatter, sum_loss, synchronize, world_size,
+    reduce_scatter as _reduce_scatter, synchronize, world_size,
 )
 
 # %% ../nbs/13_bmtrain.ipynb #53f5c654
@@ -219,7 +220,73 @@ def gather_result(
     "Every rank's rows, without gradients."
     return _all_gather(result.detach()).flatten(0, 1)
 
+def sum_loss(
+    loss:Tensor,  # () this rank's loss, a mean over its own batch
+    comm=None,    # a process group such as config["tp_comm"]; None: all ranks
+)->Tensor:        # () mean over these ranks, without a gradient
+    "The loss of the whole step, for logging: the mean, whatever its name says."
+    return _all_reduce(loss.detach(), "avg", comm)
+
 def wait_loader(): "Nothing to wait for: FSDP2 orders its streams itself."
+
+# %% ../nbs/13_bmtrain.ipynb #5360033c
+def _buffer(storage):
+    "A tensor over a storage; a tensor stays one"
+    if isinstance(storage, Tensor): return storage.flatten()
+    return torch.tensor([], dtype=storage.dtype, device=storage.device).set_(storage)
+
+def _group(comm): return config["comm"] if comm is None else comm
+
+def _operation(op):
+    known = {k: getattr(dist.ReduceOp, k.upper()) for k in ("sum", "avg", "max", "min")}
+    known["prod"] = dist.ReduceOp.PRODUCT
+    if op not in known: raise ValueError(f"op={op!r}: one of {', '.join(known)}")
+    return known[op]
+
+class Nccl:
+    "BMTrain's calls of NCCL, by torch's process groups: src and dst are storages or flat tensors."
+    @staticmethod
+    def commCount(comm=None): return dist.get_world_size(_group(comm))
+    @staticmethod
+    def commRank(comm=None): return dist.get_rank(_group(comm))
+    @staticmethod
+    def groupStart(): "Nothing: each call stands for itself."
+    @staticmethod
+    def groupEnd(): "Nothing: each call stands for itself."
+    @staticmethod
+    def allReduce(src, dst, op:str, comm=None):
+        "dst of every rank: the ranks' src combined."
+        out, mean = _buffer(dst), op == "avg"
+        if out.data_ptr() != _buffer(src).data_ptr(): out.copy_(_buffer(src))
+        dist.all_reduce(out, _operation("sum" if mean else op), group=_group(comm))
+        if mean: out.div_(Nccl.commCount(comm))
+    @staticmethod
+    def broadcast(src, dst, root:int, comm=None):
+        "dst of every rank: src of rank `root` of the group."
+        out = _buffer(dst)
+        if Nccl.commRank(comm) == root: out.copy_(_buffer(src))
+        dist.broadcast(out, group_src=root, group=_group(comm))
+    @staticmethod
+    def reduce(src, dst, op:str, root:int, comm=None):
+        "dst of rank `root` of the group: the ranks' src combined."
+        total = _buffer(src).clone()
+        Nccl.allReduce(total, total, op, comm)
+        if Nccl.commRank(comm) == root: _buffer(dst).copy_(total)
+    @staticmethod
+    def allGather(src, dst, comm=None):
+        "dst of every rank: the ranks' src, one after the other."
+        dist.all_gather(list(_buffer(dst).chunk(Nccl.commCount(comm))), _buffer(src), group=_group(comm))
+    @staticmethod
+    def reduceScatter(src, dst, op:str, comm=None):
+        "dst of a rank: its part of the ranks' src combined."
+        total = _buffer(src).clone()
+        Nccl.allReduce(total, total, op, comm)
+        _buffer(dst).copy_(total.chunk(Nccl.commCount(comm))[Nccl.commRank(comm)])
+    @staticmethod
+    def send(src, peer:int, comm=None): dist.send(_buffer(src), group_dst=peer, group=_group(comm))
+    @staticmethod
+    def recv(dst, peer:int, comm=None): dist.recv(_buffer(dst), group_src=peer, group=_group(comm))
+
 
 # %% ../nbs/13_bmtrain.ipynb #b26a2997
 def _portable(value, gather):
@@ -432,6 +499,26 @@ def clip_grad_norm(
     for p in (p for g in param_groups for p in g["params"] if p.grad is not None): p.grad.mul_(factor.to(p.grad.dtype))
     return norm
 
+def has_inf_nan(
+    g:Tensor,      # any, in half precision or not
+    out:Tensor,    # () uint8, set to 1 where g is not finite, else left as it is
+):
+    "Note whether a tensor holds an infinity or no number."
+    if not g.isfinite().all(): out.fill_(1)
+
+def check_overflow(
+    param_groups,  # of an optimizer; every rank calls
+):
+    "Raise OverflowError where a gradient of any rank is not finite."
+    if not gradient_norm(param_groups, "inf").isfinite(): raise OverflowError("a gradient is not finite")
+
+def grad_rescale(
+    param_groups,  # of an optimizer; their gradients change in place
+    scale:float,   # they are divided by it
+):
+    "Divide gradients."
+    for p in (p for g in param_groups for p in g["params"] if p.grad is not None): p.grad.div_(scale)
+
 # %% ../nbs/13_bmtrain.ipynb #39f5869c
 class WarmupLRScheduler(Schedule):
     "The base of BMTrain's schedules: a subclass defines `get_lr_warmup(num_iter)` and `get_lr_decay(num_iter)`."
@@ -514,14 +601,14 @@ def inspect_model(
     model:torch.nn.Module,  # any; every rank calls
     param_name:str="*",     # shell wildcards for the whole name of a parameter, prefix included
     prefix:str="",          # stands before each name
-)->list[dict]:              # name, shape, std, mean, max, min, grad_std, grad_mean (None without a gradient)
+)->list[dict]:              # name, shape, std, mean, max, min, grad_std, grad_mean (0 without a gradient, as there)
     "Statistics of parameters and of their gradients over all ranks."
     current_state(model)
     names = [n for n, _ in _parameters_of(model) if fnmatch.fnmatchcase(prefix + n, param_name)]
     if not names: return []
     rows = _inspect_model(model, dict.fromkeys(names)).to_dict("records")
     return [
-        {**r, "name": prefix + r["name"], **{k: None if math.isnan(r[k]) else r[k] for k in ("grad_std", "grad_mean")}}
+        {**r, "name": prefix + r["name"], **{k: 0.0 if math.isnan(r[k]) else r[k] for k in ("grad_std", "grad_mean")}}
         for r in rows
     ]
 
@@ -534,9 +621,10 @@ def format_summary(
     "The statistics as text."
     columns = ["name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean"]
     number = lambda v: "None" if v is None or v != v else f"{v:.4f}"
-    rows = [[r["name"], str(tuple(r["shape"])), *(number(r[k]) for k in columns[2:])] for r in summary]
-    widths = [max(len(line[i]) for line in [columns, *rows]) for i in range(len(columns))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in [columns, *rows])
+    rows = [columns, *([r["name"], str(tuple(r["shape"])), *(number(r[k]) for k in columns[2:])] for r in summary)]
+    # (as wide in every table: scripts compare lines)
+    widths = [max(len(row[0]) for row in rows) + 4, 20, *[10] * 6]
+    return "\n".join("".join(f" {cell[:w - 1]:{w - 1}}" for cell, w in zip(row, widths)) for row in rows)
 
 # %% ../nbs/13_bmtrain.ipynb #e36a3b35
 class _Label(str):
@@ -605,13 +693,19 @@ class inspect_tensor(_Recorder):
 
 # %% ../nbs/13_bmtrain.ipynb #8a9c60b3
 def allgather_objects(
-    obj, # anything that pickles
-)->list: # every rank's, by rank
+    obj,         # anything that pickles
+    comm=None,   # a process group; None: all ranks
+)->list:         # every rank's, by rank
     "Every rank's object."
-    out = [None] * world_size()
-    if world_size() == 1: return [obj]
-    dist.all_gather_object(out, obj)
+    out = [None] * Nccl.commCount(comm) if world_size() > 1 else [obj]
+    if world_size() > 1: dist.all_gather_object(out, obj, group=comm)
     return out
+
+def _save_to_rank0(model, destination=None, prefix=""):
+    "A model's whole weights on rank 0; on others no entry"
+    destination = {} if destination is None else destination
+    destination.update((prefix + k, v) for k, v in gathered_state(model).items())
+    return destination
 
 def broadcast_object(
     obj,          # anything that pickles; only the source's counts
@@ -689,25 +783,32 @@ def _submodule(name, **members):
 
 def _pick(*names): return {n: globals()[n] for n in names}
 
-optim = _submodule("optim", **_pick("AdamOptimizer", "AdamOffloadOptimizer", "OptimManager", "clip_grad_norm"))
+optim = _submodule(
+    "optim", **_pick("AdamOptimizer", "AdamOffloadOptimizer", "OptimManager", "clip_grad_norm"),
+    optim_manager=_submodule("optim.optim_manager", **_pick("OptimManager", "check_overflow", "grad_rescale")),
+)
 lr_scheduler = _submodule(
     "lr_scheduler", **_pick("WarmupLRScheduler"), NoDecay=_NoDecay, Noam=_Noam, Linear=_LinearDecay, Cosine=_Cosine,
     Exponential=_Exponential,
 )
-loss = _submodule("loss", **_pick("FusedCrossEntropy"))
+loss = _submodule("loss", **_pick("FusedCrossEntropy"), _function=_submodule("loss._function", **_pick("has_inf_nan")))
 nn = _submodule("nn", **_pick("Linear", "ColumnParallelLinear", "RowParallelLinear", "VPEmbedding", "OpLinear",
-                              "OpParallelLinear"))
+                              "OpParallelLinear", "ReduceType"))
 inspect = _submodule("inspect", **_pick("inspect_model", "inspect_tensor", "record_tensor", "format_summary"))
 distributed = _submodule("distributed", **_pick("all_gather", "all_reduce", "reduce_scatter", "broadcast"))
-store = _submodule("store", **_pick("save", "load", "allgather_objects", "broadcast_object"))
+store = _submodule("store", **_pick("save", "load", "allgather_objects", "broadcast_object", "_save_to_rank0"))
 utils = _submodule("utils", **_pick("print_rank", "print_block", "print_dict", "see_memory", "AverageRecorder"))
 debug = Notes()
-global_var = _submodule("global_var", **_pick("config", "rank", "world_size"))
-init = _submodule("init", **_pick("init_distributed", "is_initialized"))
+global_var = _submodule("global_var", **_pick("config", "rank", "world_size"), ConfigMap=Config)
+init = _submodule("init", **_pick("init_distributed", "is_initialized"), topology=Topology)
 backward = _submodule("backward", **_pick("optim_step"))
-block_layer = _submodule("block_layer", **_pick("Block", "CheckpointBlock", "TransformerBlockList"))
+block_layer = _submodule("block_layer", **_pick("Block", "CheckpointBlock", "CheckpointBlockContext",
+                                               "TransformerBlockList"))
 pipe_layer = _submodule("pipe_layer", **_pick("PipelineTransformerBlockList"))
 layer = _submodule("layer", **_pick("DistributedModule"))
 parameter = _submodule("parameter", **_pick("DistributedParameter", "ParameterInitializer"))
+nccl = _submodule("nccl", **{k: getattr(Nccl, k) for k in vars(Nccl) if not k.startswith("_")})
+# (by attribute `synchronize` is the function)
+_submodule("synchronize", **_pick("synchronize", "wait_loader", "sum_loss", "gather_result"))
 wrapper = _submodule("wrapper", **_pick("BMTrainModelWrapper"))
 param_init = _submodule("param_init", **_pick("init_parameters", "grouped_parameters"))

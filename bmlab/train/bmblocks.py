@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['config', 'CheckpointBlock', 'Topology', 'Config', 'init_distributed', 'shutdown', 'is_initialized',
-           'ParameterInitializer', 'DistributedParameter', 'require_values', 'DistributedModule', 'Block',
-           'TransformerBlockList', 'PipelineTransformerBlockList', 'model_of', 'shard_like', 'init_parameters',
-           'BMTrainModelWrapper', 'grouped_parameters', 'divide_parameter', 'current_state', 'save', 'load']
+           'ParameterInitializer', 'DistributedParameter', 'whole_weight', 'require_values', 'DistributedModule',
+           'Block', 'CheckpointBlockContext', 'TransformerBlockList', 'PipelineTransformerBlockList', 'model_of',
+           'shard_like', 'init_parameters', 'BMTrainModelWrapper', 'grouped_parameters', 'divide_parameter',
+           'current_state', 'gathered_state', 'save', 'load']
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #48c94873
-import copy, functools, logging, os, threading, time, weakref
+import copy, functools, logging, os, sys, threading, time, weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -60,7 +61,7 @@ class Config(Mapping):
     "What scripts read of a run: `config[\"rank\"]`; answered when asked."
     # how optimizers with a scale of their own move it (`bmtrain.optim_step`)
     loss_scale_factor, loss_scale_steps = 2, 1024
-    def __init__(self): self.mesh, self.zero_level, self.stand_in = None, 3, None
+    def __init__(self): self.mesh, self.zero_level, self.stand_in, self.as_written = None, 3, None, None
     @property
     def tp(self):
         "The mesh of tensor parallelism of this rank, or None"
@@ -198,6 +199,11 @@ def init_distributed(
         config.mesh = init_device_mesh(local_device().type, sizes, mesh_dim_names=("zero", "tp"))
     if pipe_size > 1 and rank() == 0:
         _log.info("pipe_size=%d: blocks are shared out by ZeRO over all ranks instead, with the same result", pipe_size)
+    if config.as_written is None:
+        # what TorchScript optimizes, from its second run on, saves other tensors than the first run, and recomputing
+        # compares them
+        config.as_written = torch.jit.optimized_execution(False)
+        config.as_written.__enter__()
     if not torch.cuda.is_available() and config.stand_in is None:
         config.stand_in = _CpuForGpu()
         config.stand_in.__enter__()
@@ -208,6 +214,9 @@ def shutdown():
     if config.stand_in is not None:
         config.stand_in.__exit__(None, None, None)
         config.stand_in = None
+    if config.as_written is not None:
+        config.as_written.__exit__(None, None, None)
+        config.as_written = None
     _shutdown()
 
 def is_initialized()->bool: # are the processes up?
@@ -222,7 +231,8 @@ class _Facts:
     group: str|None = None              # for `grouped_parameters`
     waiting: bool = False               # for init_parameters or load?
     model: object = None                # a weak reference to the module that was given out
-    def __reduce__(self): return _Facts, (self.init_method, self.group, self.waiting)
+    in_block: bool = False              # is it gathered with a block, and not at the root?
+    def __reduce__(self): return _Facts, (self.init_method, self.group, self.waiting, None, self.in_block)
 
 class ParameterInitializer:
     "A function of a tensor with its other arguments."
@@ -257,6 +267,29 @@ class DistributedParameter(torch.nn.Parameter, metaclass=_ParameterType):
     @property
     def group(self)->str|None: return self._bmt.group
 
+# %% ../../nbs/10_train/10_bmblocks.ipynb #5bc02041
+class _Whole(torch.autograd.Function):
+    "A parameter's shards together; backward to the mean of the ranks' gradients"
+    @staticmethod
+    def forward(ctx, shard):
+        ctx.like = shard
+        return full_tensor(shard)
+    @staticmethod
+    def backward(ctx, g):
+        total = g.contiguous() / world_size()
+        dist.all_reduce(total)
+        return shard_like(total, ctx.like)
+
+def whole_weight(
+    weight:Tensor,   # a parameter of a model that was shared out; every rank calls
+)->Tensor:           # whole, on every rank; carries gradients
+    "A weight outside of its model's forward."
+    if not isinstance(weight, DTensor): return weight
+    root = (_facts(weight).model or (lambda: None))()
+    # (its hooks wait for an optimizer that runs beside it)
+    if root is not None: root.state_dict(keep_vars=True)
+    with _gathering(): return _Whole.apply(weight)
+
 # %% ../../nbs/10_train/10_bmblocks.ipynb #f82586d5
 def require_values(
     params:Iterable, # parameters, None among them
@@ -283,22 +316,45 @@ def _marked(forward):
         with _forward(): return forward(*args, **kwargs)
     return run
 
+@contextmanager
+def _gathering():
+    "Out of inference mode, in which FSDP2 cannot gather, for as long"
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad(): yield
+
 class DistributedModule(torch.nn.Module):
     "A module that may hold `DistributedParameter`s; inside a forward they are this rank's part of what is divided."
     def __call__(self, *args, **kwargs):
         require_values(self._parameters.values(), f"{type(self).__name__} is run")
-        with _forward(False): return super().__call__(*args, **kwargs)
+        with _forward(False), _gathering() if isinstance(self, FSDPModule) else nullcontext():
+            return super().__call__(*args, **kwargs)
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "forward" in cls.__dict__: cls.forward = _marked(cls.forward)
     def __getattr__(self, name):
-        value = super().__getattr__(name)
-        if not isinstance(value, DTensor) or not getattr(_running, "inside", False) or config.tp is None: return value
+        value, inside = super().__getattr__(name), getattr(_running, "inside", False)
+        if not isinstance(value, DTensor): return value
+        # (torch's own code, such as FSDP2's after loading, wants the shard)
+        if sys._getframe(1).f_globals["__name__"].startswith("torch."): return value
+        # (what stands in a block is the parameter itself outside of the block's forward, as there)
+        if config.tp is None: return value if not inside and _facts(value).in_block else whole_weight(value)
+        if not inside: return value
         if isinstance(self, FSDPModule) and value.device_mesh.ndim == 2:
             # another module's forward reads it: ZeRO's parts come together, and part again after the gradient
             with _forward(False): self.unshard()
             value = super().__getattr__(name)
         return value.to_local() if value.device_mesh == config.tp else value
+    def load_state_dict(self, state_dict, strict:bool=True, assign:bool=False):
+        "As for any module; what waits for its values is shared out first."
+        _share_for(self, state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        waits = [p for k, p in self._parameters.items() if prefix + k in state_dict]
+        require_values(waits, f"{type(self).__name__} takes a state dict")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #a2d41207
 @functools.cache
@@ -314,6 +370,21 @@ def _block_class(base):
 def _empty_block(base):
     "What unpickling and copying fill"
     return object.__new__(_block_class(base))
+
+def _repeatable(run):
+    "`run`, saving the same tensors each time, also in functions that TorchScript compiled"
+    runs = 0
+    def once(*args, **kwargs):
+        nonlocal runs
+        runs += 1
+        # (a thread of autograd's has not seen what init_distributed set)
+        try:
+            with torch.jit.optimized_execution(False): return run(*args, **kwargs)
+        except RuntimeError as e:
+            # torch ends a second run by an exception of its own, which TorchScript passes on without its class or text
+            told = "TorchScript interpreter" not in str(e) or not str(e).rstrip().endswith("RuntimeError:")
+            if runs == 1 or told: raise
+    return once
 
 class Block(torch.nn.Module):
     "A module that recomputes in backward and is sharded as one; made of a module, which it stays."
@@ -334,6 +405,14 @@ class Block(torch.nn.Module):
         if zero_level not in (None, 2, 3): raise ValueError(f"zero_level={zero_level!r}: 2 or 3")
         if mode not in ("BLOCK", "PIPE"): raise ValueError(f"mode={mode!r}: 'BLOCK' or 'PIPE'")
         self.use_checkpoint, self.zero_level = use_checkpoint, zero_level or config.zero_level
+        for p in self.parameters():
+            if "_bmt" in p.__dict__: p._bmt.in_block = True
+    def load_state_dict(self, state_dict, strict:bool=True, assign:bool=False):
+        "As for any module; what waits for its values is shared out first."
+        _share_for(self, state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
+    def __call__(self, *args, **kwargs):
+        with _gathering() if isinstance(self, FSDPModule) else nullcontext(): return super().__call__(*args, **kwargs)
     def forward(self, *args, **kwargs):
         inner, again = super().forward, self.use_checkpoint and torch.is_grad_enabled()
         def run(*args, **kwargs):
@@ -343,9 +422,21 @@ class Block(torch.nn.Module):
                 for m in self.modules():
                     if isinstance(m, FSDPModule) and m is not self: m.reshard()
             return out
-        return run_again(run, *args, use_reentrant=False, **kwargs) if again else run(*args, **kwargs)
+        if again and not torch.compiler.is_compiling(): run = _repeatable(run)
+        out = run_again(run, *args, use_reentrant=False, **kwargs) if again else run(*args, **kwargs)
+        return tuple(out) if type(out) is list else out
 
 CheckpointBlock = Block
+
+@contextmanager
+def CheckpointBlockContext(
+    block:Block,      # of a model that was shared out; every rank enters
+):
+    "Inside, a block's weights are whole, to be read; gradients come by its forward."
+    if isinstance(block, FSDPModule): block.unshard()
+    try: yield block
+    finally:
+        if isinstance(block, FSDPModule): block.reshard()
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #abb822fd
 class TransformerBlockList(torch.nn.ModuleList):
@@ -356,6 +447,10 @@ class TransformerBlockList(torch.nn.ModuleList):
     ):
         super().__init__(m if isinstance(m, Block) else Block(m) for m in modules)
         self.num_hidden = num_hidden
+    def load_state_dict(self, state_dict, strict:bool=True, assign:bool=False):
+        "As for any module; what waits for its values is shared out first."
+        _share_for(self, state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
     def forward(self,
         *args,                              # for the first block; what follows the first num_hidden goes to every block
         return_hidden_states:bool=False,    # also the inputs of all blocks
@@ -401,8 +496,10 @@ def _real(p, device):
     )
 
 def _note(model, facts):
+    inside = {id(p) for b in (model, *_blocks(model).values()) if isinstance(b, Block) for p in b.parameters()}
     for n, p in model.named_parameters():
-        p._bmt = _Facts(facts[n].init_method, facts[n].group, False, weakref.ref(model))
+        f = facts[n]
+        p._bmt = _Facts(f.init_method, f.group, False, weakref.ref(model), f.in_block or id(p) in inside)
 
 def _give_out(model):
     "Memory for what waits, then shards; a no-op the second time"
@@ -419,6 +516,7 @@ def _give_out(model):
             if p is not None: m._parameters[k] = new.setdefault(id(p), (p, _real(p, home)))[1]
     blocks = _blocks(model)
     if config["tp_size"] > 1: _shard_tensor_parallel(model, blocks)
+    elif any(isinstance(m, FSDPModule) for m in model.modules()): _shard_around(model, blocks)
     else: shard(model, zero=3, blocks=dict.fromkeys(blocks) or None, checkpoint=False, dtype=None)
     for n, b in blocks.items():
         if isinstance(b, FSDPModule) and b.zero_level == 2: b.set_reshard_after_forward(False, recurse=False)
@@ -427,6 +525,38 @@ def _give_out(model):
     for m in (model, *blocks.values()):
         m.register_state_dict_post_hook(_gather_state)
         m.register_load_state_dict_pre_hook(_scatter_state)
+    if isinstance(model, FSDPModule):
+        for m in model.modules(): m.register_forward_pre_hook(_before_part, prepend=True)
+
+def _shard_around(model, blocks):
+    "`fully_shard` on what is left of a model whose parts were given out before"
+    everyone = init_device_mesh(local_device().type, (world_size(),))
+    for b in reversed(blocks.values()):
+        left = any(not isinstance(p, DTensor) for p in b.parameters())
+        if left and not isinstance(b, FSDPModule): fully_shard(b, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+
+def _before_part(module, args):
+    "Runs before each forward of a part of a model: it may be called alone"
+    own = [p for p in module._parameters.values() if isinstance(p, DTensor)]
+    if isinstance(module, FSDPModule):
+        # FSDP2 takes for the root what runs first
+        first = next(module.parameters(), None)
+        root = _facts(first).model() if first is not None and _facts(first).model is not None else None
+        if root is not None and root is not module and isinstance(root, FSDPModule):
+            state = root._get_fsdp_state()
+            if state._is_root is None: state._lazy_init()
+    elif own and not isinstance(module, DistributedModule) and not any(_facts(p).in_block for p in own):
+        kind, why = type(module).__name__, "where this rank holds only its part of the weights"
+        advice = "call the model itself, or enclose it in model.unshard() and model.reshard()"
+        raise RuntimeError(f"this {kind} is run outside the forward of its model, {why}; {advice}")
+
+def _share_for(module, state):
+    "Give out what waits, for a state dict that is about to be loaded; what that lacks gets its init method"
+    waiting = {n for n, p in module.named_parameters() if _facts(p).waiting}
+    if not waiting: return
+    _give_out(module)
+    _initialize(module, waiting - set(state))
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #d1498878
 def _gather_state(module, state, prefix, metadata):
@@ -533,16 +663,25 @@ def current_state(
     if root is not None and root is not model: root.state_dict(keep_vars=True)
     return model.state_dict(keep_vars=True)
 
+def gathered_state(
+    model:torch.nn.Module,     # every rank calls
+    copy:bool=False,           # tensors of their own, also of what lies on the host
+)->OrderedDict:                # {name: whole tensor on the host}; empty on all ranks but the first
+    "A model's whole weights on rank 0."
+    state = OrderedDict()
+    require_values((p for p in model.parameters() if p.is_meta), f"{type(model).__name__} is saved")
+    for k, v in current_state(model).items():
+        whole = full_tensor(v.detach())                                  # (on every rank)
+        if rank() == 0: state[k] = whole.to("cpu", copy=copy)
+    return state
+
 def save(
     model:torch.nn.Module,     # every rank calls
     file_name:str|Path,        # one file, of a state dict in BMTrain's and torch's format
     non_blocking:bool=False,   # return when the weights are gathered; write in the background
 ):
     "Write a model's whole weights to one file."
-    state, file = OrderedDict(), Path(file_name)
-    for k, v in current_state(model).items():
-        whole = full_tensor(v.detach())                                  # (on every rank)
-        if rank() == 0: state[k] = whole.to("cpu", copy=non_blocking)
+    state, file = gathered_state(model, copy=non_blocking), Path(file_name)
     def write():
         part = file.with_name(f".{file.name}.part")
         torch.save(state, part)

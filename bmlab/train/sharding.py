@@ -231,6 +231,7 @@ def _put_back(sharding, model):
     # torch 2.13 on; not when backward recomputes the whole model
     if not hasattr(model, "reset_iter_state") or torch._C._current_graph_task_id() != -1: return
     states = [m._get_fsdp_state() for m in _fsdp(sharding, model)]
+    if states[0]._is_root is False: return                                  # part of a model that runs
     if states[0]._state_ctx.iter_forward_root is None and all(s._training_state.name == "IDLE" for s in states): return
     model.reset_iter_state()
     for p in (p for s in states for group in s._fsdp_param_groups for p in group.fsdp_params):

@@ -119,3 +119,42 @@ def test_names_that_bmtrain_keeps():
         if not code.startswith("bmt."): continue
         what = bmt
         for part in re.match(r"bmt\.([\w.]+)", code)[1].split("."): what = getattr(what, part)
+
+
+NAMES = (ROOT / "docs" / "bmtrain.md").read_text(encoding="utf-8")
+
+
+def table_rows(page, title):
+    "Cells of the rows of a section"
+    part = re.split(rf"^## {title}$", page, flags=re.M)[1].partition("\n## ")[0]
+    return [[c.strip() for c in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("| `")]
+
+
+def test_each_of_bmtrains_names_is_where_its_row_says():
+    import importlib
+    import bmlab.bmtrain as bmt
+    rows, kinds = table_rows(NAMES, "Its public names"), {"here": 0, "elsewhere": 0, "not": 0}
+    for module, name, kind, where, remark in rows:
+        kinds[kind] += 1
+        assert (kind == "not") == (not where) and (kind != "not" or remark), name
+        if kind == "not": continue
+        first, *parts = where.strip("`").split(".")
+        found = bmt if first == "bmt" else importlib.import_module(first)
+        for part in parts:
+            # (a room may have its function's name)
+            try: found = importlib.import_module(f"{found.__name__}.{part}")
+            except (ImportError, AttributeError): found = getattr(found, part)
+        assert kind == "elsewhere" or parts[-1] == name.strip("`"), name
+    assert len(rows) == len({tuple(r[:2]) for r in rows}) == 139
+    told = re.search(r"The (\d+) functions .*? (\d+) are here .*? (\d+) are elsewhere .*? (\d+) are not", NAMES, re.S)
+    assert [int(n) for n in told.groups()] == [139, *kinds.values()]
+
+
+def test_each_of_bmtrains_tests_has_one_of_ours():
+    rows, ours = table_rows(NAMES, "Its tests"), {}
+    for path in (ROOT / "tests" / "train").glob("test_bmtrain*.py"):
+        ours |= dict.fromkeys(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M), path)
+    assert len(rows) == 26
+    for file, what, by, remark in rows:
+        assert (by.strip("`") in ours and what) or "does not apply" in remark, file
+        for named in re.findall(r"`(test_\w+)`", remark): assert named in ours, named

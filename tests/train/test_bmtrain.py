@@ -435,3 +435,240 @@ def test_the_wrapper_takes_a_model_of_transformers():
         assert same < 1e-6 and blocks == 2 and zero and "call bmt.init_parameters(model)" in error
         close(losses, one[1], 2e-5)
     assert one[1][-1] < one[1][0]
+
+
+def part_of_a_model():
+    "Parts that run alone, a weight read by a loss, a state dict before init_parameters; on any number of ranks"
+    import bmlab.bmtrain as bmt
+    from torch.nn.functional import embedding
+    bmt.init_distributed(seed=0)
+    class Table(bmt.DistributedModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = bmt.DistributedParameter(torch.empty(12, 8), init_method=torch.nn.init.normal_)
+        def forward(self, ids): return embedding(ids, self.weight)
+    class Net(bmt.DistributedModule):
+        def __init__(self):
+            super().__init__()
+            self.table, self.norm = Table(), torch.nn.LayerNorm(8)
+            self.layers = bmt.TransformerBlockList([bmt.Block(bmt.nn.Linear(8, 8)) for _ in range(2)])
+        def part(self, ids): return self.layers(self.table(ids)) @ self.table.weight.T
+        def forward(self, ids): return self.layers(self.norm(self.table(ids))) @ self.table.weight.T
+    torch.manual_seed(1)
+    start, net, out = Net(), Net(), {}
+    bmt.init_parameters(start)
+    net.load_state_dict(start.state_dict())
+    out["loaded"] = all(torch.equal(v, net.state_dict()[k]) for k, v in start.state_dict().items())
+    ids = batch(bmt.rank(), bmt.world_size())
+    with torch.inference_mode(): out["quiet"] = bmt.gather_result(net.part(ids).clone()).clone()
+    for kind, run in (("part", net.part), ("whole", net)):                 # the whole model after a part of it
+        net.zero_grad()
+        loss = run(ids).square().mean() + net.table.weight.square().sum()
+        loss.backward()
+        grads = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+        whole = {n: getattr(g, "full_tensor", g.clone)() for n, g in grads.items()}
+        out[kind] = bmt.sum_loss(loss).item(), whole
+    with bmt.block_layer.CheckpointBlockContext(net.layers[0]) as block: out["block"] = block.weight.detach().clone()
+    try: net.norm(torch.ones(1, 8))
+    except RuntimeError as error: out["alone"] = str(error)
+    state, whole = bmt.store._save_to_rank0(net), net.state_dict()
+    out["saved"] = list(state), all(torch.equal(v, whole[k]) for k, v in state.items())
+    return out
+
+
+def test_parts_of_a_model_run_alone():
+    "In training and in inference mode, before and after the whole model: on two ranks as on one"
+    two, (one,) = run_ranks(part_of_a_model), run_ranks(part_of_a_model, world_size=1)
+    assert "alone" not in one and one["saved"] == (list(one["whole"][1]), True)
+    rows = torch.cat([torch.arange(4)[rank::2] for rank in range(2)])
+    for rank, out in enumerate(two):
+        assert out["loaded"] and "call the model itself" in out["alone"] and out["saved"][1]
+        assert out["saved"][0] == (one["saved"][0] if rank == 0 else [])
+        close(out["quiet"], one["quiet"][rows], 1e-5)
+        close(out["block"], one["block"], 1e-6)
+        for kind in ("part", "whole"):
+            close(out[kind][0], one[kind][0], 1e-5)
+            for n, g in one[kind][1].items(): close(out[kind][1][n], g, 1e-4)
+
+
+def nested():
+    "A model of which parts were wrapped before: losses and norms"
+    import bmlab.bmtrain as bmt
+    bmt.init_distributed(seed=0)
+    class Part(bmt.DistributedModule):
+        def __init__(self):
+            super().__init__()
+            self.up = bmt.BMTrainModelWrapper(torch.nn.Linear(8, 16))
+            self.down = bmt.BMTrainModelWrapper(torch.nn.Linear(16, 8))
+            self.gain = bmt.DistributedParameter(torch.ones(8))
+        def forward(self, x): return x + self.gain * self.down(self.up(x).relu())
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Part(), bmt.CheckpointBlock(Part())
+        def forward(self, x): return self.second(self.first(x))
+    torch.manual_seed(1)
+    net = Net()
+    bmt.init_parameters(net)
+    opt, om = bmt.optim.AdamOffloadOptimizer(net.parameters(), lr=1e-2), bmt.optim.OptimManager(loss_scale=16.)
+    om.add_optimizer(opt)
+    x, out = torch.arange(32.).view(4, 8).sin()[bmt.rank()::bmt.world_size()], []
+    for _ in range(3):
+        om.zero_grad()
+        loss = net(x).square().mean()
+        om.backward(loss)
+        norm = om.clip_grad_norm(opt.param_groups, max_norm=1.0)
+        om.step()
+        out.append((bmt.sum_loss(loss).item(), norm.item()))
+    return out, net.state_dict()
+
+
+def test_wrappers_inside_a_model():
+    ((alone, weights),) = run_ranks(nested, world_size=1)
+    for out, state in run_ranks(nested):
+        close(out, alone, 1e-5)
+        for k, v in weights.items(): torch.testing.assert_close(state[k], v, rtol=1e-4, atol=1e-5)
+    assert alone[-1][0] < alone[0][0]
+
+
+def plain_norm(x: torch.Tensor, weight: torch.Tensor, eps: float):
+    wide = x.to(torch.float32)
+    return (x * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def test_functions_of_torchscript_in_recomputed_blocks():
+    "Called in blocks and outside of them, several times, in half precision: gradients of the same lines in plain torch"
+    import bmlab.bmtrain as bmt
+    scripted_norm = torch.jit.script(plain_norm)
+    class Layer(torch.nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.norm, self.up, self.weight = norm, torch.nn.Linear(8, 8), torch.nn.Parameter(torch.ones(8))
+        def forward(self, x): return x + self.up(self.norm(x, self.weight, 1e-6))
+    try:
+        bmt.init_distributed(seed=0)
+        got = []
+        for norm, wrap in ((scripted_norm, bmt.Block), (plain_norm, lambda m: m)):
+            torch.manual_seed(0)
+            net = torch.nn.Sequential(*(wrap(Layer(norm).half()) for _ in range(2)))
+            for i in range(3):
+                net.zero_grad()
+                y = norm(net(torch.ones(2, 3, 8, dtype=torch.half)), torch.ones(8).half(), 1e-6)
+                (y.float() * torch.arange(8.)).sum().backward()
+            got.append([p.grad.clone() for p in net.parameters()])
+        for a, b in zip(*got): torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+    finally: bmt.shutdown()
+
+
+def collectives():
+    "A rank's loss through a product of all ranks, nccl's calls, objects, and the mean over a group"
+    import bmlab.bmtrain as bmt
+    bmt.init_distributed(seed=0, tp_size=2)
+    rank, mine = bmt.rank(), torch.arange(4.) + bmt.rank()
+    x = torch.full((1,), rank + 1., dtype=torch.half, requires_grad=True)
+    y = bmt.distributed.all_reduce(x, "prod")
+    (y * y).sum().div(2).backward()
+    part, whole, total = torch.zeros(2), torch.zeros(8), mine.clone()
+    bmt.nccl.allGather(mine.storage(), whole.storage(), bmt.config["comm"])
+    bmt.nccl.allReduce(total.storage(), total.storage(), "max", bmt.config["comm"])
+    bmt.nccl.reduceScatter(mine.storage(), part.storage(), "sum", bmt.config["comm"])
+    out = {"grad": x.grad.item(), "gathered": whole.tolist(), "max": total.tolist(), "scattered": part.tolist()}
+    if rank == 0: bmt.nccl.send(mine, 1)
+    else: bmt.nccl.recv(total, 0)
+    out["received"], out["rows"] = total.tolist(), bmt.gather_result(torch.ones(6, 6)[:2, :3] * rank).tolist()
+    out["objects"] = bmt.store.allgather_objects(rank), bmt.store.broadcast_object({"from": rank}, src=1)
+    out["mean"] = bmt.sum_loss(torch.tensor(float(rank)), comm=bmt.config["tp_comm"]).item()
+    head, words = bmt.nn.VPEmbedding(12, 8, dtype=torch.float32), torch.arange(6)
+    bmt.init_parameters(head)
+    hidden = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(2)).chunk(2, 1)[rank]
+    logits = head(hidden, True).detach().requires_grad_()
+    bmt.loss.FusedCrossEntropy(parallel=True)(logits[0], words).backward()
+    return out | {"head": head.state_dict()["weight"], "logits": logits.detach(), "slope": logits.grad}
+
+
+def test_collectives_of_two_ranks():
+    "A divided vocabulary has the logits, and the gradients of the loss, of a whole one"
+    both = run_ranks(collectives)
+    whole = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(2)) @ both[0]["head"].T
+    whole.requires_grad_()
+    torch.nn.functional.cross_entropy(whole[0], torch.arange(6)).backward()
+    for rank, out in enumerate(both):
+        assert out["grad"] == 2 * 2 * 2 / (rank + 1)                       # of both ranks' losses
+        assert out["gathered"] == [0, 1, 2, 3, 1, 2, 3, 4] and out["max"] == [1, 2, 3, 4]
+        assert out["scattered"] == [[1, 3], [5, 7]][rank] and out["received"] == [[1, 2, 3, 4], [0, 1, 2, 3]][rank]
+        assert out["rows"] == [[0.] * 3] * 2 + [[1.] * 3] * 2
+        assert out["objects"] == ([0, 1], {"from": 1}) and out["mean"] == 0.5
+        close(out["logits"], whole.detach().chunk(2, -1)[rank], 1e-5)
+        close(out["slope"], whole.grad.chunk(2, -1)[rank], 1e-5)
+
+
+def hidden():
+    """{kind: statistics} of a model whose blocks are plain, blocks, in a list, and in a pipeline
+
+    For a loss of its output, of the blocks' inputs, and of both.
+    """
+    import bmlab.bmtrain as bmt
+    bmt.init_distributed(seed=0)
+    class Line(bmt.DistributedModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = bmt.DistributedParameter(torch.empty(8, 8), init_method=torch.nn.init.xavier_normal_)
+        def forward(self, x):
+            bmt.inspect.record_tensor(x, "into")
+            return torch.nn.functional.linear(x, self.weight)
+    wraps = {"plain": torch.nn.ModuleList, "blocks": lambda ms: torch.nn.ModuleList(map(bmt.Block, ms)),
+             "list": bmt.TransformerBlockList, "pipeline": bmt.PipelineTransformerBlockList}
+    out = {kind: [] for kind in wraps}
+    for kind in wraps:
+        for inside, last in ((0, 1), (1, 0), (1, 1)):
+            torch.manual_seed(33)
+            pre, ms, post = Line(), [Line() for _ in range(2)], Line()
+            for m in (pre, *ms, post): bmt.init_parameters(m)
+            ms, x = wraps[kind](ms), torch.arange(48.).view(2, 3, 8).sin() * (1 + bmt.rank())
+            weights = torch.randn(3, 2, 3, 8)
+            with bmt.inspect.inspect_tensor() as seen:
+                y, inputs = pre(x), []
+                if kind in ("list", "pipeline"): y, inputs = ms(y, return_hidden_states=True)
+                else:
+                    for m in ms:
+                        inputs.append(y)
+                        y = m(y)
+                loss = last * (post(y) * weights[2]).sum()
+                loss = loss + inside * sum((h * w).sum() for h, w in zip(inputs, weights))
+                loss.backward()
+            rows = [r for m in (pre, ms, post) for r in bmt.inspect.inspect_model(m, "*")]
+            four = "std", "mean", "max", "min"
+            numbers = [[*r["shape"], *(r[k] for k in (*four, "grad_std", "grad_mean"))] for r in rows]
+            told = [[*r["shape"], *(r[k] for k in four)] for r in seen.get_summary()]
+            out[kind].append((numbers, told))
+    return out
+
+
+def test_lists_blocks_and_plain_modules_agree():
+    first, second = run_ranks(hidden)
+    for out in (first, second):
+        for kind, losses in out.items():
+            for got, plain in zip(losses, first["plain"], strict=True):
+                for a, b in zip(got, plain, strict=True): close(a, b, 1e-4)
+
+
+def thawed():
+    "Gradients' norms of a block whose parameters are frozen and thawed between steps"
+    import bmlab.bmtrain as bmt
+    bmt.init_distributed(seed=0)
+    net = bmt.TransformerBlockList([bmt.Block(bmt.nn.Linear(8, 8)) for _ in range(2)])
+    bmt.init_parameters(net)
+    out, x = [], torch.arange(24.).view(3, 8).cos() + bmt.rank()
+    for weight, bias in ((True, False), (False, True), (True, False)):
+        net[0].weight.requires_grad_(weight)
+        net[0].bias.requires_grad_(bias)
+        net(x).square().mean().backward()
+        out.append([(r["grad_std"], r["grad_mean"]) for r in bmt.inspect.inspect_model(net[0], "*")])
+    return out
+
+
+def test_freezing_between_steps():
+    for first, second, third in run_ranks(thawed):
+        assert first[1] == (0, 0) and first[0] != (0, 0)                   # a frozen bias has no gradient
+        assert second[0] == first[0] and second[1] != (0, 0)               # the weight's stays as it was
+        assert third[0] != second[0] and third[1] == second[1]
