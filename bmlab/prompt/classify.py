@@ -378,6 +378,12 @@ def _check_pack(model, template, chain, writes, in_front):
     _check_packs(model, template, _first_position(model))
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #4a4294b6
+def _new_prefix(model, template):
+    "The prefix that a template wants"
+    options = dict(template.prefix_options)
+    if not encoder_decoder(unwrap(model)): options.pop("side", None)
+    return Prefix(model, length=template.prefix, **options)
+
 class PromptModel(nn.Module):
     "A language model as a classifier through a template and a verbalizer; without one, a writer of free text."
     def __init__(self,
@@ -412,7 +418,7 @@ class PromptModel(nn.Module):
             own = (d for d in handles if isinstance(d, SoftTokens) and d.template is template)
             soft = next(own, None) or SoftTokens(model, template)
         if soft is not None and soft.template is not template: soft.speaks(template)
-        if prefix is None and template.prefix is not None: prefix = Prefix(model, length=template.prefix)
+        if prefix is None and template.prefix is not None: prefix = _new_prefix(model, template)
         object.__setattr__(self, "soft", soft)
         object.__setattr__(self, "prefix", prefix)  # their parameters are the model's already
 
@@ -522,7 +528,7 @@ def _part(delta):
 
 @patch
 def groups(self:PromptModel,
-    lr:float=5e-3,            # of all parts that `rates` does not name
+    lr:float|None=None,       # of all parts that `rates` does not name; None: 5e-3, of a prefix its own `rate`
     weight_decay:float=0.0,   # of matrices in the model, in deltas and in the verbalizer
     rates:dict|None=None,     # part → learning rate
     tune:str="deltas",        # "deltas" or "all", as for `fit`
@@ -534,6 +540,9 @@ def groups(self:PromptModel,
     handles = unwrap(self.model).__dict__.get("_bmlab_handles", {}).values()
     part = {id(p): _part(d) for d in handles if d.attached for p in d.parameters()}
     part |= {id(p): "verbalizer" for p in self.verbalizer.parameters()}
+    own = [d.rate for d in handles if isinstance(d, Prefix) and d.attached and lr is None]
+    usual = {"prefix": own[0]} if own else {}
+    lr = 5e-3 if lr is None else lr
     decays = lambda p, of: of in ("model", "deltas", "verbalizer") and p.ndim > 1
     found = {}
     for p in self._keep(tune):
@@ -544,7 +553,8 @@ def groups(self:PromptModel,
         raise ValueError(f"rates={rates}: nothing of {missing!r} is trained here, only {there}")
     order = sorted(found, key=lambda k: (_PARTS.index(k[0]), not k[1]))
     return [{
-        "params": found[of, decayed], "lr": rates.get(of, lr), "weight_decay": weight_decay * decayed, "part": of,
+        "params": found[of, decayed], "lr": rates.get(of, usual.get(of, lr)), "weight_decay": weight_decay * decayed,
+        "part": of,
     } for of, decayed in order]
 
 @patch
@@ -568,7 +578,7 @@ def _optimizer(opt, groups, lr, weight_decay):
 def fit(self:PromptModel,
     data,                        # labelled examples
     epochs:int=5,                # times around them
-    lr:float=5e-3,               # of Adam
+    lr:float|None=None,          # of Adam; None: 5e-3, of a prefix its own `rate`
     batch:int=8,                 # examples in a step
     held_out=None,               # examples to measure the loss on
     tune:str="deltas",           # "deltas": soft tokens, deltas and the verbalizer's own; "all": the model too
@@ -596,7 +606,7 @@ def fit(self:PromptModel,
     made = opt is None or isinstance(opt, type) or not hasattr(opt, "step")
     if not made and (rates or weight_decay):
         raise ValueError("rates= and weight_decay= are for an optimizer that fit makes; this one has its own")
-    if made: opt = _optimizer(opt, self.groups(lr, weight_decay, rates, tune), lr, weight_decay)
+    if made: opt = _optimizer(opt, self.groups(lr, weight_decay, rates, tune), lr or 5e-3, weight_decay)
     if callable(options.get("schedule")): options["schedule"] = options["schedule"](opt)
     batches = self.batches(data, batch, True, seed)
     options.setdefault("steps", epochs * len(batches))
