@@ -46,6 +46,7 @@ from .delta.hub import Card, Hub, publish
 from .infer.engine import Engine, wrap
 from .train.inspection import inspect_model, inspect_tensor, record_tensor
 from .kernels.layers import Int4Linear, Int8Embedding, Int8Linear, arrange_int4, pack_linears
+from .prompt.experiment import Experiment, examples_for, load_template, load_verbalizer
 from .prompt.language import TemplateError
 from .data.layouts import open_ds, open_mmididx, read_blocks, write_mmididx, write_shards
 from .prompt.learned import ProtoVerbalizer, SoftVerbalizer
@@ -98,6 +99,7 @@ from .infer.speculate import DraftModel, PromptLookup, Tree
 from .infer.streaming import Streamer
 from .infer.links import GpuLink, SimulatedLink
 from .prompt.targets import GenerationVerbalizer, Written, write
+from .prompt.scores import classification_score, generation_score
 from .prompt.search import find_templates, rank_templates
 from .data.rules import ChineseQuality, LanguageRule, PerplexityRule, find_pii, mask_pii
 from .train.timeline import timeline
