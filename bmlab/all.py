@@ -201,6 +201,7 @@ __all__ = """
     PromptData FewShotSampler edit Bee BeeError encode_bee BeeCollator answer CpmAntTied CpmBeeConfig
     CpmBeeForCausalLM
     one_batch GenerationVerbalizer Written write find_templates rank_templates WordNet wordnet word_list expand_words
+    Experiment examples_for load_template load_verbalizer classification_score generation_score
     Cook Method StructPrune staircase slice_model Sparse24 FakeQuant Distill MoEfy MoEMLP NeuronSparse relufy
     lattice pareto plot_weights plot_mask plot_gates plot_experts
     quantize pack_linears dequantize Int8Linear Int4Linear Int8Embedding arrange_int4
