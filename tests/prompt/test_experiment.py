@@ -1,8 +1,12 @@
 """Experiments in OpenPrompt's words: small yaml files of every kind on tiny models, and what is read of them."""
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from bmlab.prompt.experiment import Experiment, Words, examples_for, load_template, load_verbalizer
+from bmlab.prompt.scores import classification_score
 from bmlab.prompt.learned import ProtoVerbalizer, SoftVerbalizer
 from bmlab.prompt.verbalize import AutomaticVerbalizer, KnowledgeableVerbalizer, PtrVerbalizer
 from bmlab.core import set_seed
@@ -148,3 +152,12 @@ def test_rows_of_data_sets_become_examples():
     yahoo = {"question_title": "a", "question_content": "b", "best_answer": "c", "topic": 2}
     assert examples_for("yahoo", [yahoo]) == [{"text_a": "a b", "text_b": "c", "label": 2}]
     assert examples_for("agnews", [{"title": "t", "description": "d"}]) == [{"text_a": "t", "text_b": "d"}]
+
+
+def test_loose_scores_are_openprompts():
+    "Figures of its own openprompt/utils/metrics.py (tools/original_openprompt.py makes them)"
+    cases = json.loads((Path(__file__).parents[1] / "fixtures/original_openprompt.json").read_text())["loose"]
+    assert len(cases) == 8
+    for case in cases:
+        for metric, value in case["scores"].items():
+            assert classification_score(case["said"], case["right"], metric) == pytest.approx(value, abs=1e-12)
