@@ -47,6 +47,7 @@ from .delta.hub import Card, Hub, publish
 from .infer.engine import Engine, wrap
 from .train.inspection import inspect_model, inspect_tensor, record_tensor
 from .kernels.layers import Int4Linear, Int8Embedding, Int8Linear, arrange_int4, pack_linears
+from .prompt.experiment import Experiment, examples_for, load_template, load_verbalizer
 from .prompt.language import TemplateError
 from .data.layouts import open_ds, open_mmididx, read_blocks, write_mmididx, write_shards
 from .prompt.learned import ProtoVerbalizer, SoftVerbalizer
@@ -99,6 +100,7 @@ from .infer.speculate import DraftModel, PromptLookup, Tree
 from .infer.streaming import Streamer
 from .infer.links import GpuLink, SimulatedLink
 from .prompt.targets import GenerationVerbalizer, Written, write
+from .prompt.scores import classification_score, generation_score
 from .prompt.search import find_templates, rank_templates
 from .data.rules import ChineseQuality, LanguageRule, PerplexityRule, find_pii, mask_pii
 from .train.timeline import timeline
@@ -200,6 +202,7 @@ __all__ = """
     PromptData FewShotSampler edit Bee BeeError encode_bee BeeCollator answer CpmAntTied CpmBeeConfig
     CpmBeeForCausalLM
     one_batch GenerationVerbalizer Written write find_templates rank_templates WordNet wordnet word_list expand_words
+    Experiment examples_for load_template load_verbalizer classification_score generation_score
     Cook Method StructPrune staircase slice_model Sparse24 FakeQuant Distill MoEfy MoEMLP NeuronSparse relufy
     lattice pareto plot_weights plot_mask plot_gates plot_experts
     quantize pack_linears dequantize Int8Linear Int4Linear Int8Embedding arrange_int4

@@ -11,11 +11,13 @@ __all__ = []
 from .bee import Bee, BeeError, encode_bee
 from .bee_answers import BeeCollator, answer
 from .classify import FewShotSampler, PromptData, PromptModel
+from .experiment import Experiment, examples_for, load_template, load_verbalizer
 from .language import TemplateError
 from .learned import ProtoVerbalizer, SoftVerbalizer
 from bmlab.prompt.openprompt import (
     ManualTemplate, MixedTemplate, PTRTemplate, PrefixTuningTemplate, PtuningTemplate, SoftTemplate,
 )
+from .scores import classification_score, generation_score
 from .search import find_templates, rank_templates
 from .soft import SoftTokens
 from .targets import GenerationVerbalizer, Written, write
@@ -28,4 +30,5 @@ __all__ = """
     SoftVerbalizer ManualTemplate MixedTemplate PTRTemplate PrefixTuningTemplate PtuningTemplate SoftTemplate
     find_templates rank_templates SoftTokens GenerationVerbalizer Written write InputExample Template one_batch
     AutomaticVerbalizer KnowledgeableVerbalizer PtrVerbalizer Verbalizer WordNet expand_words word_list wordnet
+    Experiment examples_for load_template load_verbalizer classification_score generation_score
 """.split()

@@ -378,6 +378,12 @@ def _check_pack(model, template, chain, writes, in_front):
     _check_packs(model, template, _first_position(model))
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #4a4294b6
+def _new_prefix(model, template):
+    "The prefix that a template wants"
+    options = dict(template.prefix_options)
+    if not encoder_decoder(unwrap(model)): options.pop("side", None)
+    return Prefix(model, length=template.prefix, **options)
+
 class PromptModel(nn.Module):
     "A language model as a classifier through a template and a verbalizer; without one, a writer of free text."
     def __init__(self,
@@ -412,7 +418,7 @@ class PromptModel(nn.Module):
             own = (d for d in handles if isinstance(d, SoftTokens) and d.template is template)
             soft = next(own, None) or SoftTokens(model, template)
         if soft is not None and soft.template is not template: soft.speaks(template)
-        if prefix is None and template.prefix is not None: prefix = Prefix(model, length=template.prefix)
+        if prefix is None and template.prefix is not None: prefix = _new_prefix(model, template)
         object.__setattr__(self, "soft", soft)
         object.__setattr__(self, "prefix", prefix)  # their parameters are the model's already
 
@@ -513,38 +519,101 @@ def _find(self:PromptModel, data, batch):
     v.fit(torch.cat(x), torch.cat(labels).to(x[0].device))
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #969977b7
+_PARTS = ("soft", "prefix", "deltas", "verbalizer", "model")
+
+def _part(delta):
+    "Which part of `fit`'s rates a delta belongs to"
+    if isinstance(delta, (SoftTokens, SoftPrompt, PTuning)): return "soft"
+    return "prefix" if isinstance(delta, Prefix) else "deltas"
+
+@patch
+def groups(self:PromptModel,
+    lr:float|None=None,       # of all parts that `rates` does not name; None: 5e-3, of a prefix its own `rate`
+    weight_decay:float=0.0,   # of matrices in the model, in deltas and in the verbalizer
+    rates:dict|None=None,     # part → learning rate
+    tune:str="deltas",        # "deltas" or "all", as for `fit`
+)->list[dict]:                # groups of parameters for any optimizer: params, lr, weight_decay, part
+    "What `fit` trains, by part: soft tokens, prefix, other deltas, the verbalizer's own, the model."
+    rates = dict(rates or {})
+    if odd := next((k for k in rates if k not in _PARTS), None):
+        raise ValueError(f"rates={rates}: no part {odd!r}{did_you_mean(odd, _PARTS)}; there are {', '.join(_PARTS)}")
+    handles = unwrap(self.model).__dict__.get("_bmlab_handles", {}).values()
+    part = {id(p): _part(d) for d in handles if d.attached for p in d.parameters()}
+    part |= {id(p): "verbalizer" for p in self.verbalizer.parameters()}
+    own = [d.rate for d in handles if isinstance(d, Prefix) and d.attached and lr is None]
+    usual = {"prefix": own[0]} if own else {}
+    lr = 5e-3 if lr is None else lr
+    decays = lambda p, of: of in ("model", "deltas", "verbalizer") and p.ndim > 1
+    found = {}
+    for p in self._keep(tune):
+        of = part.get(id(p), "model")
+        found.setdefault((of, decays(p, of)), []).append(p)
+    if missing := next((k for k in rates if k not in {of for of, _ in found}), None):
+        there = ", ".join(sorted({of for of, _ in found})) or "nothing"
+        raise ValueError(f"rates={rates}: nothing of {missing!r} is trained here, only {there}")
+    order = sorted(found, key=lambda k: (_PARTS.index(k[0]), not k[1]))
+    return [{
+        "params": found[of, decayed], "lr": rates.get(of, usual.get(of, lr)), "weight_decay": weight_decay * decayed,
+        "part": of,
+    } for of, decayed in order]
+
+@patch
+def _keep(self:PromptModel, tune):
+    "What is trained by gradient"
+    if tune not in ("deltas", "all"): raise ValueError(f"tune={tune!r}: 'deltas' or 'all'")
+    keep = [p for p in self.parameters() if p.is_floating_point()] if tune == "all" else self.tuned()
+    if not isinstance(self.verbalizer, ProtoVerbalizer): return keep
+    return [p for p in keep if all(p is not q for q in self.verbalizer.parameters())]       # learned already
+
+
+# %% ../../nbs/35_prompt/08_classify.ipynb #37a286a2
+def _optimizer(opt, groups, lr, weight_decay):
+    "An optimizer of these groups"
+    if opt is None: return (torch.optim.AdamW if weight_decay else torch.optim.Adam)(groups, lr=lr)
+    if not callable(opt):
+        raise TypeError(f"opt is a {type(opt).__name__}: an optimizer, a class of optimizers, or a function of groups")
+    return opt(groups, lr=lr)
+
 @patch
 def fit(self:PromptModel,
     data,                        # labelled examples
     epochs:int=5,                # times around them
-    lr:float=5e-3,               # of Adam without weight decay
+    lr:float|None=None,          # of Adam; None: 5e-3, of a prefix its own `rate`
     batch:int=8,                 # examples in a step
     held_out=None,               # examples to measure the loss on
     tune:str="deltas",           # "deltas": soft tokens, deltas and the verbalizer's own; "all": the model too
     seed:int=0,                  # of the order
-    **options,                   # of `bmlab.train.loop.fit`: clip, every, save_to, plot, …
+    find:bool=True,              # does a verbalizer that finds its words or centres find them first?
+    opt=None,                    # an optimizer, or a class that is called as opt(groups, lr=lr), such as
+                                 # torch.optim.SGD; None: Adam, with weight_decay AdamW
+    weight_decay:float=0.0,      # of matrices in the model, in deltas and in the verbalizer; see `groups`
+    rates:dict|None=None,        # part → learning rate, as {"soft": 0.03, "model": 3e-5}; the parts of `groups`
+    **options,                   # of `bmlab.train.loop.fit`: clip, every, accumulate, save_to, plot …; schedule may be
+                                 # a function of the optimizer
 )->pd.DataFrame:                 # the log of training; empty where nothing is trained by gradient
     "Learn from examples: what has to be found is found first, then what has gradients is trained."
-    if tune not in ("deltas", "all"): raise ValueError(f"tune={tune!r}: 'deltas' or 'all'")
-    data, v = examples_of(data), self.verbalizer
+    keep, data, v = self._keep(tune), examples_of(data), self.verbalizer
     if v.labels and any(_label(e) is None for e in data):
         raise ValueError("an example of the training data has no label")
     found = isinstance(v, (AutomaticVerbalizer, ProtoVerbalizer))
-    if found: self._find(data, batch)
-    keep = [p for p in self.parameters() if p.is_floating_point()] if tune == "all" else self.tuned()
-    # learned already
-    if isinstance(v, ProtoVerbalizer): keep = [p for p in keep if all(p is not q for q in v.parameters())]
+    if found and find: self._find(data, batch)
     if not keep and found: return pd.DataFrame()
     if not keep:
         raise ValueError(
             "nothing can be trained: the template has no soft tokens, no delta on the model is tunable, and the "
             "verbalizer has no vectors; add one, or tune='all'"
         )
+    made = opt is None or isinstance(opt, type) or not hasattr(opt, "step")
+    if not made and (rates or weight_decay):
+        raise ValueError("rates= and weight_decay= are for an optimizer that fit makes; this one has its own")
+    if made: opt = _optimizer(opt, self.groups(lr, weight_decay, rates, tune), lr or 5e-3, weight_decay)
+    if callable(options.get("schedule")): options["schedule"] = options["schedule"](opt)
     batches = self.batches(data, batch, True, seed)
     options.setdefault("steps", epochs * len(batches))
     options["held_out"] = None if held_out is None else self.batches(held_out, batch)
     loss = lambda m, b: getattr(v, "loss", F.cross_entropy)(m(b).float(), b.get("label"))
-    with self._frozen(keep): return fit_loop(self, batches, torch.optim.Adam(keep, lr=lr), loss=loss, **options)
+    with self._frozen(keep): return fit_loop(self, batches, opt, loss=loss, **options)
+
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #8913ff5f
 _VERBALIZERS = {c.__name__: c for c in (
@@ -591,7 +660,8 @@ def _from_description(d, model, tok):
         v = cls(tok, labels, d["count"], d["candidates"], d["balance"], d.get("multi_label", False))
         v.words, v.fitted = {k: [w[3:] for w in own] for k, own in words.items()}, d["fitted"]
         return v
-    return cls(*((model,) if cls is SoftVerbalizer else ()), tok, words, **d)
+    if cls is not SoftVerbalizer: return cls(tok, words, **d)
+    return cls(model, tok, words, **d) if any(words.values()) else cls(model, tok, labels=labels, **d)
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #3ea7463f
 def _numbers(v): return {k: t.detach().contiguous().cpu() for k, t in (*v.named_parameters(), *v.named_buffers())}

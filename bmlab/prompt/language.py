@@ -362,6 +362,8 @@ def _tag(text, i, end):
     )
 
 # %% ../../nbs/35_prompt/00_language.ipynb #9a7e3670
+_JSON = {"null": None, "true": True, "false": False}        # as JSON writes Python's None, True and False
+
 def _entries(tree, tag, text, i, fns):
     "[(key, its span, value, the value's span)] of a tag"
     bare = re.match(r"""\{\s*("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')(?=:None\s*,)""", tag)
@@ -387,7 +389,10 @@ def _entries(tree, tag, text, i, fns):
         where = span(k if v is None else v)
         if k.value == "post_processing": value = _function(v, tag, text, shift, fns, where)
         else:
-            try: value = None if v is None else ast.literal_eval(v)
+            json_word = isinstance(v, ast.Name) and v.id in _JSON
+            try:
+                if json_word: value = _JSON[v.id]
+                else: value = None if v is None else ast.literal_eval(v)
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                 raise TemplateError(
                     f"the value of {k.value!r} is no literal; write text in quotes", text, where
@@ -412,12 +417,13 @@ def _function(node, tag, text, shift, fns, where):
 # %% ../../nbs/35_prompt/00_language.ipynb #bd768a10
 _NAME = lambda v: isinstance(v, str) and bool(v)
 _COUNT = lambda v: isinstance(v, int) and not isinstance(v, bool) and 1 <= v <= 4096
+_MANY = lambda v: isinstance(v, int) and not isinstance(v, bool) and 1 <= v <= 65536
 _CHECKS = {
     "soft_id": (
         lambda v: isinstance(v, int) and not isinstance(v, bool) and 1 <= v < 2**31,
         "a whole number from 1 on",
     ),
-    "duplicate": (_COUNT, "a whole number from 1 to 4096"),
+    "duplicate": (_MANY, "a whole number from 1 to 65536"),
     "length": (_COUNT, "a whole number from 1 to 4096"),
     "same": (lambda v: isinstance(v, bool), "True or False"),
     "shortenable": (lambda v: isinstance(v, bool), "True or False"),

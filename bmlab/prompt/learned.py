@@ -21,17 +21,21 @@ class SoftVerbalizer(_Choice):
     def __init__(self,
         model:nn.Module, # with get_output_embeddings()
         tok,             # its tokenizer
-        words,           # {label: word or words}; a row begins as the mean of its words', a word's as that of its
-                         # tokens'
+        words=None,      # {label: word or words}; a row begins as the mean of its words', a word's as that of its
+                         # tokens'; None: see `labels`
         prefix:str=" ",  # in front of a word, unless it begins with <!>
         multi_label:bool=False, # may several classes hold at once? What the rows begin as says little then: train it
+        labels:int|list|None=None, # without words: how many classes, or their names; the rows begin as noise, as
+                                   # spread as the head's
     ):
         super().__init__()
-        self.words, self.multi_label = label_words(words, prefix), multi_label
-        ids, there = _word_ids(tok, self.words)
         head = word_head(model)
         if head is None or not hasattr(head, "weight"):
             raise TypeError(f"{type(model).__name__} has no head over words to begin from")
+        self.multi_label = multi_label
+        if words is None: return self._of_noise(head, labels)
+        self.words = label_words(words, prefix)
+        ids, there = _word_ids(tok, self.words)
         # (C, W, T), 1 a class
         share = there / there.sum(-1, keepdim=True).clamp_min(1) / there[..., 0].sum(1).view(-1, 1, 1)
         mean = lambda x: torch.einsum("cwt,cwt...->c...", share.to(x.device), x[ids.to(x.device)].float())
@@ -41,6 +45,16 @@ class SoftVerbalizer(_Choice):
         with torch.no_grad():
             self.layer.weight.copy_(rows)
             self.layer.bias.copy_(torch.zeros(len(rows)) if bias is None else mean(bias))
+
+    def _of_noise(self, head, labels):
+        "Rows without words"
+        if labels is None: raise ValueError("words=None: give labels=, how many classes there are, or their names")
+        names = list(range(labels)) if isinstance(labels, int) else list(labels)
+        if len(names) < 2: raise ValueError(f"labels={labels!r}: a choice needs two classes or more")
+        self.words = {k: [] for k in names}
+        self.layer = nn.Linear(head.weight.shape[1], len(names), device=head.weight.device)
+        nn.init.normal_(self.layer.weight, std=head.weight.detach().float().std().item())
+        nn.init.zeros_(self.layer.bias)
 
     def forward(self,
         logits:Tensor, # not looked at
@@ -53,6 +67,7 @@ class SoftVerbalizer(_Choice):
 class ProtoVerbalizer(_Choice):
     "Classes as centres of a few examples (ProtoVerb, Cui et al. 2022); `fit` learns them from hidden states."
     wants_hidden, habit = True, None
+    steps, lr = 200, 3e-3             # of `fit`
     def __init__(self,
         width:int,                # D of the hidden states
         labels,                   # how many classes, or their names
@@ -113,10 +128,11 @@ def contrast(self:ProtoVerbalizer,
 def fit(self:ProtoVerbalizer,
     hidden:Tensor,   # (N, D) or (N, M, D) at the masks of labelled examples
     labels:Tensor,   # (N,) numbers of their classes; for multi_label (N, C), 1 where a class holds, 0 where not
-    steps:int=200,   # of Adam
-    lr:float=3e-3,   # its rate
+    steps:int|None=None,  # of Adam; None: the verbalizer's, 200
+    lr:float|None=None,   # its rate; None: the verbalizer's, 3e-3
 ):                   # -> itself
     "Learn the space and the centres."
+    steps, lr = self.steps if steps is None else steps, self.lr if lr is None else lr
     hidden = (hidden[:, 0] if hidden.ndim == 3 else hidden).detach().to(self.into.weight.dtype)
     _finite(hidden, "hidden")
     holds = _holds(labels, self.names, self.multi_label, hidden.device)

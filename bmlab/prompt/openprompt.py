@@ -20,10 +20,7 @@ _IDLE = {
     "placeholder_mapping": "",
     "random_range": "noise is as spread as the model's embedding",
     "mapping_hook": "",
-    "prefix_dropout": "Prefix(model, …) has such options",
-    "mid_dim": "Prefix(model, …) has such options",
-    "using_encoder_past_key_values": "the prefix stands in every attention",
-    "using_decoder_past_key_values": "the prefix stands in every attention",
+    "prefix_dropout": "a prefix is trained without dropout",
 }
 
 class _Textless:
@@ -39,7 +36,7 @@ class _Textless:
         return self.make(_line_of(path, choice))
 
 # %% ../../nbs/35_prompt/03_openprompt.ipynb #e92c5d2c
-def _named(name, tok, text, options, soft=None, prefix=None, form="{}"):
+def _named(name, tok, text, options, soft=None, prefix=None, form="{}", more=None):
     "A template of one of OpenPrompt's names; `form` is what stands around the text"
     if odd := next((k for k in options if k not in _IDLE), None):
         known = [k for k in (*inspect.signature(globals()[name]).parameters, *_IDLE) if k != "options"]
@@ -48,7 +45,7 @@ def _named(name, tok, text, options, soft=None, prefix=None, form="{}"):
         warnings.warn(f"{name}: {k}= changes nothing here" + (f"; {_IDLE[k]}" if _IDLE[k] else ""), stacklevel=3)
     def make(text):
         t = Template(form.replace("{}", text), tok)
-        t.soft, t.prefix = soft or {}, prefix
+        t.soft, t.prefix, t.prefix_options = soft or {}, prefix, more or {}
         return t
     return _Textless(name, make) if text is None else make(text)
 
@@ -118,7 +115,17 @@ def PrefixTuningTemplate(
     tokenizer=None,    # of transformers
     text:str=None,     # in the template language; None: see `from_file`
     num_token:int=5,   # length of the prefix
+    mid_dim:int|None=None,                  # width of a network that makes the prefix; None: it is trained itself
+    using_encoder_past_key_values:bool=True, # of an encoder–decoder: does the encoder have a prefix?
+    using_decoder_past_key_values:bool=True, # and the decoder? Other models have one in every attention
     **options,         # of OpenPrompt's, without a meaning here
 )->Template:
     "A text whose model carries a trained prefix (OpenPrompt's `PrefixTuningTemplate`; Li and Liang 2021)."
-    return _named("PrefixTuningTemplate", tokenizer, text, options, prefix=num_token)
+    read, write = using_encoder_past_key_values, using_decoder_past_key_values
+    if not (read or write):
+        why = "using_encoder_past_key_values and using_decoder_past_key_values are both False"
+        raise ValueError(f"{why}: no prefix is left")
+    side = {(True, True): "both", (True, False): "encoder"}.get((bool(read), bool(write)), "decoder")
+    more = {"side": side} | ({"hidden": mid_dim} if mid_dim else {})
+    return _named("PrefixTuningTemplate", tokenizer, text, options, prefix=num_token, more=more)
+

@@ -386,7 +386,7 @@ class Template:
             raise ValueError(f"attrs={clash}: an encoded example has these already; choose other names")
         self.text, self.joint = text, joint
         self.fns, self.attrs = fns or {}, attrs or {}
-        self.soft, self.prefix = {}, None
+        self.soft, self.prefix, self.prefix_options = {}, None, {}
         self.tok, self.family, self._given = None, family, family
         self.parts = parse_template(text, self.fns, self.attrs)
         if tok is not None: self._bind(tok)
@@ -442,14 +442,14 @@ def bind(self:Template,
 def __reduce__(self:Template):
     bound = (None, None) if self.tok is None else (self.soft_base, self._words)
     made = (self.text, self.tok, self._given, self.fns, self.attrs, self.joint)
-    return _again, (type(self), *made, self.soft, self.prefix, *bound)
+    return _again, (type(self), *made, self.soft, self.prefix, *bound, self.prefix_options)
 
-def _again(cls, text, tok, family, fns, attrs, joint, soft, prefix, base, words):
+def _again(cls, text, tok, family, fns, attrs, joint, soft, prefix, base, words, prefix_options=None):
     "A template by its arguments, as a pickle holds them"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                             # said when it was made
         new = cls(text, tok, family, fns, attrs, joint)
-    new.soft, new.prefix = soft, prefix
+    new.soft, new.prefix, new.prefix_options = soft, prefix, prefix_options or {}
     if tok is not None:
         new.soft_base, new._words = base, words
         new._fixed |= {i: [base + k - 1 for k in own] for i, own in new.numbers.items()}

@@ -419,6 +419,7 @@ def read_words(
             sets = [json.loads(line) for line in text.splitlines() if line.strip()]
         if isinstance(sets, dict): sets = [sets]
     else: raise ValueError(f"{path.name}: words are read from .txt, .csv, .json and .jsonl")
+    if not sets: raise ValueError(f"{path.name} holds no words")
     if not 0 <= choice < len(sets):
         raise ValueError(f"choice={choice}: {path.name} has sets of words 0 … {len(sets) - 1}")
     return sets[choice]

@@ -1,0 +1,163 @@
+"""Experiments in OpenPrompt's words: small yaml files of every kind on tiny models, and what is read of them."""
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bmlab.prompt.experiment import Experiment, Words, examples_for, load_template, load_verbalizer
+from bmlab.prompt.scores import classification_score
+from bmlab.prompt.learned import ProtoVerbalizer, SoftVerbalizer
+from bmlab.prompt.verbalize import AutomaticVerbalizer, KnowledgeableVerbalizer, PtrVerbalizer
+from bmlab.core import set_seed
+from test_classify import DATA, tokenizer
+import transformers as tf
+
+TEXT = '{"placeholder":"text_a"} it was {"mask"}'
+FILE = """
+dataset: {name: reviews, path: nowhere}
+plm:
+  model_name: bert
+  model_path: nowhere
+  optimize: {freeze_para: FROZEN, lr: 1e-2, weight_decay: 0.01, scheduler: {type: , num_warmup_steps: 0}}
+dataloader: {max_seq_length: 16, truncate_method: head}
+train: {batch_size: 2, num_epochs: 2, gradient_accumulation_steps: 1, max_grad_norm: 1.0}
+dev: {batch_size: 2}
+test: {batch_size: 2}
+template: TEMPLATE
+TEMPLATE: {file_path: texts.txt, choice: CHOICE, OPTIONS}
+verbalizer: VERBALIZER
+VERBALIZER: {WORDS}
+environment: {num_gpus: 1}
+learning_setting: few_shot
+few_shot: {parent_config: learning_setting, few_shot_sampling: sampling_from_train}
+sampling_from_train: {num_examples_per_label: 1, num_examples_per_label_dev: 1, seed: [1]}
+classification: {parent_config: task, metric: [accuracy, macro-f1]}
+"""
+TEXTS = [TEXT, '{"soft":2} ' + TEXT, '{"placeholder":"text_a"} {"mask"} it {"mask"}']
+FILES = 'file_path: words.txt, choice: 0'
+CASES = {
+    "manual": ("manual_template", 0, "", "manual_verbalizer", FILES, False),
+    "mixed": ("mixed_template", 1, "optimize: {lr: 0.1}", "one2one_verbalizer", FILES, True),
+    "soft": (
+        "soft_template", 0, "num_tokens: 2, optimize: {lr: 0.1, scheduler: {num_warmup_steps: 1}}", "manual_verbalizer",
+        FILES, True),
+    "ptuning": ("ptuning_template", 1, "prompt_encoder_type: mlp", "manual_verbalizer", FILES, True),
+    "prefix": ("prefix_tuning_template", 0, "num_token: 2, optimize: {lr: 0.1}", "manual_verbalizer", FILES, True),
+    "kpt": (
+        "manual_template", 0, "", "knowledgeable_verbalizer",
+        FILES + ", candidate_frac: 0.0, optimize: {lr: 0.1}", True),
+    "ptr": ("ptr_template", 2, "", "ptr_verbalizer", "label_words: [[bad, hate], [good, love]]", False),
+    "soft verbalizer": ("manual_template", 0, "", "soft_verbalizer", "num_classes: 2", True),
+    "automatic": (
+        "manual_template", 0, "", "automatic_verbalizer",
+        "num_classes: 2, num_cadidates: 9, label_word_num_per_class: 2", False),
+    "proto": ("manual_template", 0, "", "proto_verbalizer", FILES + ", mid_dim: 8, epochs: 3, lr: 0.01", True),
+}
+ROWS = [e | {"label": int(e["label"] == "yes")} for e in DATA]
+
+
+def bert(tok):
+    set_seed(0)
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, is_decoder=False)
+    return tf.BertForMaskedLM(tf.BertConfig(vocab_size=len(tok), max_position_embeddings=32, **sizes)).eval()
+
+
+def write(folder, template, choice, options, verbalizer, words, frozen):
+    (folder / "texts.txt").write_text("\n".join(TEXTS))
+    (folder / "words.txt").write_text("bad,poor\ngood,fine\n")
+    said = {"TEMPLATE": template, "CHOICE": str(choice), "OPTIONS": options, "VERBALIZER": verbalizer, "WORDS": words}
+    text = FILE.replace("FROZEN", str(frozen))
+    for k, v in said.items(): text = text.replace(k, v)
+    (folder / "it.yaml").write_text(text.replace(", }", "}"))
+    return folder / "it.yaml"
+
+
+@pytest.mark.parametrize("case", [k for k in CASES if k != "prefix"])
+def test_every_kind_runs_and_trains_what_it_says(case, tmp_path):
+    tok, kept = tokenizer("masked"), []
+    model = bert(tok)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    e = Experiment(write(tmp_path, *CASES[case]), model, tok, root=tmp_path)
+    runs = e.run(ROWS, test=ROWS[:2], keep=lambda seed, pm: kept.append(pm))
+    assert list(runs.seed) == [1] and {"accuracy", "macro-f1"} <= {*runs}
+    after = dict(kept[0].model.named_parameters())
+    moved = [n for n, p in before.items() if not torch.equal(p, after[n])] if case != "ptuning" else []
+    assert bool(moved) != CASES[case][-1]                       # a frozen model stays, a tuned one moves
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())          # the one given is never touched
+    idle = {*e.idle.word}
+    assert {"environment.num_gpus", "dataset.path", "plm.model_name"} <= idle and not any("train" in w for w in idle)
+
+
+def test_a_prefix_is_trained_on_a_causal_model(tmp_path):
+    tok, kept = tokenizer("causal"), []
+    set_seed(0)
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=len(tok), pad_token_id=0, **sizes))
+    tail = {"dataloader.truncate_method": "tail"}
+    e = Experiment(write(tmp_path, *CASES["prefix"]), model, tok, root=tmp_path, changes=tail)
+    e.run(ROWS, test=ROWS[:2], keep=lambda seed, pm: kept.append(pm))
+    assert kept[0].prefix.length == 2 and e._rates(kept[0])[0] == {"prefix": 0.1}
+
+
+def test_the_verbalizers_are_those_of_the_section(tmp_path):
+    tok = tokenizer("masked")
+    kinds = {"kpt": KnowledgeableVerbalizer, "ptr": PtrVerbalizer, "soft verbalizer": SoftVerbalizer,
+             "automatic": AutomaticVerbalizer, "proto": ProtoVerbalizer}
+    for case, kind in kinds.items():
+        v = load_verbalizer(write(tmp_path, *CASES[case]), tok, bert(tok), root=tmp_path)
+        assert type(v) is kind and v.labels == [0, 1]
+    assert (v.steps, v.lr, v.into.out_features) == (3, 0.01, 8) and v.by_words is not None
+    own = load_verbalizer(write(tmp_path, *CASES["manual"]), tok, classes=["no", "yes"], root=tmp_path)
+    assert own.words == {"no": [" bad", " poor"], "yes": [" good", " fine"]}
+
+
+def test_warm_ups_and_rates_are_each_parts_own(tmp_path):
+    tok = tokenizer("masked")
+    tuned = {"plm.optimize.freeze_para": False}
+    e = Experiment(write(tmp_path, *CASES["soft"]), bert(tok), tok, root=tmp_path, changes=tuned)
+    rates, warm = e._rates(e.prompt_model())
+    assert rates == {"soft": 0.1} and warm == {"soft": 1, "model": 0}
+    assert e.rate == 0.01 and e.truncate == "openprompt-head"
+
+
+def test_changes_defaults_and_words_that_are_wrong(tmp_path):
+    e = Experiment({"train": {"num_training_steps": 7}})
+    assert (e.steps, e.batch["train"], e.rate, e.warmup["plm"], e.length) == (7, 2, 5e-4, 500, 256)
+    assert e.metric == ["micro-f1"]
+    assert Words({}, {"a.b": 1}).tree == {"a": {"b": 1}}
+    with pytest.raises(ValueError, match="text: and file_path"):
+        load_template({"template": "manual_template", "manual_template": {"text": TEXT, "file_path": "x"}}, None)
+    with pytest.raises(ValueError, match="num_classes=3"):
+        two = {"label_words": [["bad"], ["good"]], "num_classes": 3}
+        load_verbalizer({"verbalizer": "manual_verbalizer", "manual_verbalizer": two}, tokenizer("masked"))
+    with pytest.raises(ValueError, match="calibrate: other"):
+        Experiment({"calibrate": "other"})._calibrate(None, [], [])
+
+
+def test_few_examples_are_drawn_apart():
+    e = Experiment({"learning_setting": "few_shot", "sampling_from_train": {
+        "num_examples_per_label": 1, "num_examples_per_label_dev": 2, "seed": 5}})
+    few, dev = e.draw(ROWS, seed=5)
+    assert len(few) == 2 and len(dev) == 4 and not [x for x in few if any(x is d for d in dev)]
+    assert e.draw(ROWS, ROWS[:4], 5)[1] != [] and e.seeds == [5]
+
+
+def test_rows_of_data_sets_become_examples():
+    wic = {"sentence1": "A bank.", "sentence2": "The bank.", "word": "bank", "label": 1, "idx": 3}
+    assert examples_for("super_glue.wic", [wic]) == [
+        {"text_a": "A bank.", "text_b": "The bank.", "label": 1, "meta": {"word": "bank"}}]
+    tacred = {"token": ["He", "left", "."], "head": "He", "tail": "left", "relation": "no_relation"}
+    assert examples_for("TACRED", [tacred])[0]["text_a"] == "He left ."
+    yahoo = {"question_title": "a", "question_content": "b", "best_answer": "c", "topic": 2}
+    assert examples_for("yahoo", [yahoo]) == [{"text_a": "a b", "text_b": "c", "label": 2}]
+    assert examples_for("agnews", [{"title": "t", "description": "d"}]) == [{"text_a": "t", "text_b": "d"}]
+
+
+def test_loose_scores_are_openprompts():
+    "Figures of its own openprompt/utils/metrics.py (tools/original_openprompt.py makes them)"
+    cases = json.loads((Path(__file__).parents[1] / "fixtures/original_openprompt.json").read_text())["loose"]
+    assert len(cases) == 8
+    for case in cases:
+        for metric, value in case["scores"].items():
+            assert classification_score(case["said"], case["right"], metric) == pytest.approx(value, abs=1e-12)
