@@ -127,7 +127,7 @@ def _record(run, stacks, layers):
             hooks += [b.register_forward_pre_hook(before, with_kwargs=True),
                       b.register_forward_hook(after, with_kwargs=True)]
     try:
-        for batch, _ in zip(run.batches, run):
+        for batch, _ in zip(run.batches, run, strict=True):
             for xs, of, _ in seen.values(): of += [batch] * (len(xs) - len(of))
     finally:
         for h in hooks: h.remove()

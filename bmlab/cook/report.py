@@ -293,7 +293,7 @@ def _compare(before, after, batches):
     "(quality of one model, of the other, how far they lie apart); each model runs once over the batches"
     batches, far = _batches(batches, "batches"), _Distance()
     one, other = _Quality(before, batches, "before"), _Quality(after, batches, "after")
-    for mine, theirs in zip(one, other): far.add(mine, theirs)
+    for mine, theirs in zip(one, other, strict=True): far.add(mine, theirs)
     return one.found(), other.found(), far.found()
 
 def _scored(model, score): return {} if score is None else {"score": float(score(model))}
@@ -306,7 +306,8 @@ def divergence(
 )->tuple[float, float]: # (mean KL(before ‖ after) in nats a row of logits, share of equal first choices)
     "How far apart the predictions of two models are."
     batches, far = _batches(batches, "batches"), _Distance()
-    for mine, theirs in zip(_answers(before, batches, "before"), _answers(after, batches, "after")):
+    both = _answers(before, batches, "before"), _answers(after, batches, "after")
+    for mine, theirs in zip(*both, strict=True):
         far.add(mine, theirs)
     found = far.found()
     if "kl" not in found:

@@ -955,3 +955,19 @@ def test_a_mixture_whose_matrices_have_groups_of_their_own(tmp_path):
     back = load_cooked(save_cooked(model, tmp_path))
     with torch.no_grad(): assert torch.equal(back(ids).logits, model(ids).logits)
     assert {m.group_size for m in back.modules() if type(m).__name__ == "PackedStack"} == {64, 128}
+
+
+def test_a_bar_ends_when_its_work_does(monkeypatch):
+    "No bar is left behind unfinished: each loop over batches comes to its end"
+    left = []
+    def bar(batches, desc, **options):
+        left.append(desc)
+        yield from batches
+        left.remove(desc)
+    for room in ("report", "calibrate"): monkeypatch.setattr(importlib.import_module(f"bmlab.cook.{room}"), "tqdm", bar)
+    model, ids = llama(), torch.randint(0, 96, (2, 8), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": ids, "labels": ids}] * 2
+    small = bmlab.cook.quantize(copy.deepcopy(model), calib=batches)
+    report(model, small, batches, speed=False)
+    divergence(model, small, batches)
+    assert left == []
