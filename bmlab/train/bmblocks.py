@@ -568,6 +568,7 @@ def _share_for(module, state):
 # %% ../../nbs/10_train/10_bmblocks.ipynb #d1498878
 def _gather_state(module, state, prefix, metadata):
     "Whole tensors for shards; `keep_vars=True` keeps the parameters themselves"
+    if getattr(_running, "holding", False): return                       # buffers too
     for k, v in state.items():
         if not k.startswith(prefix) or not isinstance(v, Tensor) or isinstance(v, torch.nn.Parameter): continue
         state[k] = full_tensor(v).to("cpu", copy=True)

@@ -500,7 +500,8 @@ def models_with_a_state_dict_of_their_own(folder):
             super().__init__()
             self.layers = bmt.TransformerBlockList([bmt.Block(bmt.nn.Linear(8, 8)) for _ in range(2)])
             self.norm = torch.nn.LayerNorm(8)
-        def forward(self, x): return self.norm(self.layers(x))
+            self.register_buffer("gain", torch.zeros(8))
+        def forward(self, x): return self.norm(self.layers(x)) * self.gain
         def state_dict(self, destination=None, prefix="", keep_vars=False):
             return bmt.store._save_to_rank0(self, destination, prefix)
     class Classifier(torch.nn.Module):
@@ -513,6 +514,7 @@ def models_with_a_state_dict_of_their_own(folder):
     torch.manual_seed(1)
     reader = Reader()
     bmt.init_parameters(reader)
+    reader.gain.fill_(2.)                                                              # buffers go along
     bmt.save(reader, f"{folder}/reader.pt")
     net, out = Classifier(f"{folder}/reader.pt"), {"names": list(reader.state_dict())}
     x = torch.arange(32.).view(4, 8).sin()[bmt.rank()::bmt.world_size()]
@@ -544,7 +546,7 @@ def test_a_state_dict_by_way_of_bmtrain(tmp_path):
         close(out["steps"], one["steps"], 1e-4)
         assert set(one["state"]) - set(out["state"]) == ({f"reader.{n}" for n in one["names"]} if rank else set())
         for k, v in out["state"].items(): torch.testing.assert_close(v, one["state"][k], rtol=1e-4, atol=1e-5)
-    assert len(one["names"]) == 6 and one["steps"][-1][0] < one["steps"][0][0]
+    assert len(one["names"]) == 7 and one["steps"][-1][0] < one["steps"][0][0]
 
 
 def nested():
