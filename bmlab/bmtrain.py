@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from bmlab.train.bmblocks import (  # noqa: F401 (BMTrain's names, for scripts that import this module)
     BMTrainModelWrapper, Block, CheckpointBlock, CheckpointBlockContext, Config, DistributedModule,
     DistributedParameter, ParameterInitializer, PipelineTransformerBlockList, Topology, TransformerBlockList, config,
-    current_state, divide_parameter, gathered_state, grouped_parameters, init_distributed, init_parameters,
-    is_initialized, load, model_of, require_values, save, shard_like, shutdown,
+    current_state, divide_parameter, grouped_parameters, init_distributed, init_parameters, is_initialized, load,
+    model_of, require_values, save, shard_like, shutdown, state_on_first,
 )
 from .train.checkpoint import full_tensor, named_tensors
 from .core import format_bytes
@@ -701,11 +701,7 @@ def allgather_objects(
     if world_size() > 1: dist.all_gather_object(out, obj, group=comm)
     return out
 
-def _save_to_rank0(model, destination=None, prefix=""):
-    "A model's whole weights on rank 0; on others no entry"
-    destination = {} if destination is None else destination
-    destination.update((prefix + k, v) for k, v in gathered_state(model).items())
-    return destination
+_save_to_rank0 = state_on_first                          # as the state_dict of ModelCenter's models calls it
 
 def broadcast_object(
     obj,          # anything that pickles; only the source's counts

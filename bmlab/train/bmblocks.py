@@ -7,7 +7,7 @@ __all__ = ['config', 'CheckpointBlock', 'Topology', 'Config', 'init_distributed'
            'ParameterInitializer', 'DistributedParameter', 'whole_weight', 'require_values', 'DistributedModule',
            'Block', 'CheckpointBlockContext', 'TransformerBlockList', 'PipelineTransformerBlockList', 'model_of',
            'shard_like', 'init_parameters', 'BMTrainModelWrapper', 'grouped_parameters', 'divide_parameter',
-           'current_state', 'gathered_state', 'save', 'load']
+           'current_state', 'gathered_state', 'state_on_first', 'save', 'load']
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #48c94873
 import copy, functools, logging, os, sys, threading, time, weakref
@@ -287,7 +287,7 @@ def whole_weight(
     if not isinstance(weight, DTensor): return weight
     root = (_facts(weight).model or (lambda: None))()
     # (its hooks wait for an optimizer that runs beside it)
-    if root is not None: root.state_dict(keep_vars=True)
+    if root is not None: _held(root)
     with _gathering(): return _Whole.apply(weight)
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #f82586d5
@@ -308,6 +308,13 @@ def _forward(inside=True):
     _running.inside = inside
     try: yield
     finally: _running.inside = before
+
+def _held(model):
+    "A state dict of the parameters themselves, also where a class has its own by way of `state_on_first`"
+    before = getattr(_running, "holding", False)
+    _running.holding = True
+    try: return model.state_dict(keep_vars=True)
+    finally: _running.holding = before
 
 def _marked(forward):
     "A forward that says so while it runs"
@@ -561,6 +568,7 @@ def _share_for(module, state):
 # %% ../../nbs/10_train/10_bmblocks.ipynb #d1498878
 def _gather_state(module, state, prefix, metadata):
     "Whole tensors for shards; `keep_vars=True` keeps the parameters themselves"
+    if getattr(_running, "holding", False): return                       # buffers too
     for k, v in state.items():
         if not k.startswith(prefix) or not isinstance(v, Tensor) or isinstance(v, torch.nn.Parameter): continue
         state[k] = full_tensor(v).to("cpu", copy=True)
@@ -660,8 +668,8 @@ def current_state(
     first = next((p for p in model.parameters() if _facts(p).model is not None), None)
     root = _facts(first).model() if first is not None else None
     # its hooks wait for the optimizer
-    if root is not None and root is not model: root.state_dict(keep_vars=True)
-    return model.state_dict(keep_vars=True)
+    if root is not None and root is not model: _held(root)
+    return _held(model)
 
 def gathered_state(
     model:torch.nn.Module,     # every rank calls
@@ -674,6 +682,18 @@ def gathered_state(
         whole = full_tensor(v.detach())                                  # (on every rank)
         if rank() == 0: state[k] = whole.to("cpu", copy=copy)
     return state
+
+def state_on_first(
+    model:torch.nn.Module,       # every rank calls
+    destination:dict|None=None,  # what is added to; None: a new one
+    prefix:str="",               # before each name
+)->dict:                         # {name: whole tensor on the host}; on all ranks but the first nothing is added
+    "A model's whole weights on rank 0: also what `state_dict` of a class of yours may return."
+    if getattr(_running, "holding", False):       # asked from in here: what the model holds, without a class's own way
+        return torch.nn.Module.state_dict(model, destination=destination, prefix=prefix, keep_vars=True)
+    destination = OrderedDict() if destination is None else destination
+    destination.update((prefix + k, v) for k, v in gathered_state(model).items())
+    return destination
 
 def save(
     model:torch.nn.Module,     # every rank calls

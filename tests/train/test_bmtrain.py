@@ -491,6 +491,64 @@ def test_parts_of_a_model_run_alone():
             for n, g in one[kind][1].items(): close(out[kind][1][n], g, 1e-4)
 
 
+def models_with_a_state_dict_of_their_own(folder):
+    "A class whose state_dict asks bmtrain for it, alone and inside another model: saved, loaded, trained"
+    import bmlab.bmtrain as bmt
+    bmt.init_distributed(seed=0)
+    class Reader(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = bmt.TransformerBlockList([bmt.Block(bmt.nn.Linear(8, 8)) for _ in range(2)])
+            self.norm = torch.nn.LayerNorm(8)
+            self.register_buffer("gain", torch.zeros(8))
+        def forward(self, x): return self.norm(self.layers(x)) * self.gain
+        def state_dict(self, destination=None, prefix="", keep_vars=False):
+            return bmt.store._save_to_rank0(self, destination, prefix)
+    class Classifier(torch.nn.Module):
+        def __init__(self, file):
+            super().__init__()
+            self.reader, self.dense = Reader(), bmt.nn.Linear(8, 2)
+            bmt.load(self.reader, file)                                                # two parts, shared out apart
+            bmt.init_parameters(self.dense)
+        def forward(self, x): return self.dense(self.reader(x))
+    torch.manual_seed(1)
+    reader = Reader()
+    bmt.init_parameters(reader)
+    reader.gain.fill_(2.)                                                              # buffers go along
+    bmt.save(reader, f"{folder}/reader.pt")
+    net, out = Classifier(f"{folder}/reader.pt"), {"names": list(reader.state_dict())}
+    x = torch.arange(32.).view(4, 8).sin()[bmt.rank()::bmt.world_size()]
+    with torch.no_grad(): out["loaded"] = torch.equal(net.reader(x), reader(x))
+    opt, om = bmt.optim.AdamOffloadOptimizer(net.parameters(), lr=1e-2), bmt.optim.OptimManager(loss_scale=1024)
+    om.add_optimizer(opt, bmt.lr_scheduler.Noam(opt, start_lr=1e-2, warmup_iter=2, end_iter=-1))
+    out["steps"] = []
+    for _ in range(3):
+        loss = net(x).square().mean()
+        om.zero_grad()
+        om.backward(loss)
+        norm = om.clip_grad_norm(opt.param_groups, max_norm=10.0, scale=opt.scale, norm_type=2)
+        om.step()
+        out["steps"].append((bmt.sum_loss(loss).item(), norm.item()))
+    out["state"] = net.state_dict()
+    bmt.save(net, f"{folder}/net.pt")
+    with torch.no_grad(): said, again = net(x), Classifier(f"{folder}/reader.pt")
+    out["missing"] = bmt.load(again, f"{folder}/net.pt")
+    with torch.no_grad(): out["again"] = torch.equal(again(x), said)
+    return out
+
+
+def test_a_state_dict_by_way_of_bmtrain(tmp_path):
+    "Whole on rank 0, of ModelCenter's form: a model of its own, a part of another; two ranks train as one"
+    (one,) = run_ranks(models_with_a_state_dict_of_their_own, str(tmp_path), world_size=1)
+    for rank, out in enumerate(run_ranks(models_with_a_state_dict_of_their_own, str(tmp_path))):
+        assert out["loaded"] and out["again"] and not any(out["missing"])
+        assert out["names"] == ([] if rank else one["names"])
+        close(out["steps"], one["steps"], 1e-4)
+        assert set(one["state"]) - set(out["state"]) == ({f"reader.{n}" for n in one["names"]} if rank else set())
+        for k, v in out["state"].items(): torch.testing.assert_close(v, one["state"][k], rtol=1e-4, atol=1e-5)
+    assert len(one["names"]) == 7 and one["steps"][-1][0] < one["steps"][0][0]
+
+
 def nested():
     "A model of which parts were wrapped before: losses and norms"
     import bmlab.bmtrain as bmt
