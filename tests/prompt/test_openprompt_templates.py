@@ -1,0 +1,29 @@
+"""The ids that OpenPrompt's own code makes of template texts, and ours (tools/original_openprompt_templates.py makes
+the figures, and compares every template text of its repository)."""
+import json
+from pathlib import Path
+
+import pytest
+
+from openprompt_forms import CUTS, EXAMPLES, FORMS, PATTERNS, digest, ours
+
+FIGURES = json.loads((Path(__file__).parents[1] / "fixtures/original_openprompt_templates.json").read_text())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_patterns_have_its_ids(form):
+    for i, text in enumerate(PATTERNS):
+        first, *rest = FIGURES["patterns"][str(i)][form]
+        place = f"pattern {i} {form}"
+        known = {k for d in FIGURES["known"].values() for k in d["cases"].get(place, [])}
+        got = ours(text, form)
+        assert len(got) == len(rest) == len(CUTS) * len(EXAMPLES)
+        assert {k for k, x in enumerate(got) if digest(x) != rest[k]} == known, place
+        if 0 not in known: assert got[0] == first, place
+
+
+def test_every_text_of_its_repository_was_compared():
+    "Each with all forms; what differs is said, with its reason"
+    assert len(FIGURES["texts"]) == 104 and sum(t.startswith("scripts/") for t in FIGURES["texts"]) == 76
+    assert FIGURES["forms"] == list(FORMS) and all(len(x) == 1 + len(FORMS) for x in FIGURES["texts"].values())
+    assert all(d["why"] for d in FIGURES["known"].values())
