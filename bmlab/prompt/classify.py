@@ -293,7 +293,7 @@ def _check_types(model, template, verbalizer):
 def _check_family(model, template):
     "Raise ValueError for a template that is written for models of another kind"
     name, both = type(model).__name__, encoder_decoder(unwrap(model))
-    if both != (template.family == "seq2seq"):
+    if both != (template.kind.answer == "decoder"):
         what = "an encoder–decoder" if both else "none with a decoder beside an encoder"
         why = f"the template is for a {template.family} model, and this {name} is {what}"
         raise ValueError(f"{why}; give Template(…, family=)")
@@ -412,7 +412,7 @@ class PromptModel(nn.Module):
         if prefix is None and template.prefix is not None:
             prefix = next((d for d in handles if isinstance(d, Prefix)), None)
         in_front = _in_front(model, *([prefix] if prefix else [])) + (0 if prefix else template.prefix or 0)
-        self.max_length = self._room(max_length, in_front)
+        self.max_length = self._room(max_length, in_front + template.on_top)
         if pack: _check_pack(model, template, chain, self.writes, in_front)
         if soft is None and template.soft_count:
             own = (d for d in handles if isinstance(d, SoftTokens) and d.template is template)
@@ -684,6 +684,7 @@ def save(self:PromptModel,
     "Write template, verbalizer and soft tokens; the model, and other deltas on it, are saved by their own means."
     dir, t = Path(dir), self.template
     about = {"format": 1, "template": t.text, "family": t.family, "joint": t.joint, "attrs": t.attrs}
+    about |= {"ahead": t.ahead, "counted": t.counted}
     about |= {"functions": sorted(t.fns), "tokenizer": tokenizer_print(t.tok)}
     about["verbalizer"] = _described(self.verbalizer)
     about |= {k: getattr(self, k) for k in ("max_length", "truncate", "chain", "pack")}
@@ -726,7 +727,8 @@ def load(cls:PromptModel,
         raise ValueError(f"{dir} was made with another tokenizer {made_with}: its ids would mean other words")
     if missing := sorted({*about["functions"]} - {*(fns or {})}):
         raise ValueError(f"the template calls {missing[0]!r}; give it by fns={{{missing[0]!r}: function}}")
-    template = Template(about["template"], tok, about["family"], fns, about["attrs"], about["joint"])
+    place = {k: about[k] for k in ("ahead", "counted") if k in about}
+    template = Template(about["template"], tok, about["family"], fns, about["attrs"], about["joint"], **place)
     verbalizer = _from_description(about["verbalizer"], model, tok)
     _put_numbers(verbalizer, load_file(dir / "verbalizer.safetensors"))
     soft, prefix = (Delta.load(dir / k, model) if about[k] else None for k in ("soft", "prefix"))
@@ -775,8 +777,10 @@ def generate(self:PromptModel,
     data, out = examples_of(data), []
     t, places, room = self.template, _positions(self.model), self.max_length
     if t.family == "causal":
-        room = min(room, places - max_new_tokens - (_in_front(self.model) if _has_places(self.model) else 0))
+        taken = t.on_top + (_in_front(self.model) if _has_places(self.model) else 0)
+        room = min(room, places - max_new_tokens - taken)
         own = sum(map(len, t.ends)) + sum(len(ids) for i, ids in t._fixed.items() if not t.pieces[i].shortenable)
+        own -= t.on_top
         if room < max(own, 1):
             raise ValueError(
                 f"max_new_tokens={max_new_tokens}: of the model's {places} positions that leaves {max(room, 0)} to "

@@ -68,7 +68,7 @@ def written(
     own = _target_ids(template, texts)
     if template.at_end: return _behind(template, examples, [t[0] + end for t in own], max_length, truncate)
     enc = template.encode(examples, max_length, truncate, "right")
-    marks = [template._fixed[i][0] for i, p in enumerate(template.pieces) if p.kind == "mask"]
+    marks = template.blanks
     rows = [[k for mark, t in zip(marks, own_) for k in (mark, *t)] for own_ in own]                     # <0> … <1> …
     return dict(enc) | {
         "decoder_input_ids": _put([[template.decoder_start, *r] for r in rows], pad),
@@ -144,7 +144,7 @@ def _go_on(model, template, enc, options):
 
 def _fill(model, template, enc, options):
     "What an encoder–decoder writes at its sentinels"
-    marks = [template._fixed[i][0] for i, p in enumerate(template.pieces) if p.kind == "mask"]
+    marks = template.blanks
     given = {k: enc[k] for k in ("input_ids", "attention_mask")}
     start = enc["decoder_input_ids"][:, :2]                                                               # <pad> <0>
     out = unwrap(model).generate(**given, decoder_input_ids=start, **options)

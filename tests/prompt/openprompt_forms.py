@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from bmlab.models.load import sample_dir
 from bmlab.prompt.language import TemplateError
-from bmlab.prompt.template import Template
+from bmlab.prompt.openprompt import MixedTemplate
 
 # name of a form: (tokenizer, OpenPrompt's wrapper, our family)
 FORMS = {
@@ -18,6 +18,7 @@ FORMS = {
     "bytes": ("bytes", "MLMTokenizerWrapper", "masked"),
     "bpe": ("bpe", "LMTokenizerWrapper", "causal"),
     "unigram": ("unigram", "T5TokenizerWrapper", "seq2seq"),
+    "t5-lm": ("unigram", "T5LMTokenizerWrapper", "t5-lm"),
 }
 # (max_length, its truncate_method, our truncate)
 CUTS = [
@@ -107,14 +108,15 @@ def tokenizer(name):
     return tok
 
 
-def ours(text, form):
+def ours(text, form, made=MixedTemplate, **options):
     "[of each cut and example: ids, soft token n as −n, the places of answers and the decoder's ids; None: refused]"
     kind, _, family = FORMS[form]
     tok, out = tokenizer(kind), []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            template = Template(text, tok, family)
+            # its names end the text of a model that goes on at the first mask, as its code does
+            template = made(None, tok, text, family=family, **options)
     except TemplateError: return [None] * (len(CUTS) * len(EXAMPLES))
     for length, _, truncate in CUTS:
         for one in EXAMPLES:

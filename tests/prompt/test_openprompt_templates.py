@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bmlab.prompt.openprompt import SoftTemplate
 from openprompt_forms import CUTS, EXAMPLES, FORMS, PATTERNS, digest, ours
 
 FIGURES = json.loads((Path(__file__).parents[1] / "fixtures/original_openprompt_templates.json").read_text())
@@ -20,6 +21,19 @@ def test_patterns_have_its_ids(form):
         assert len(got) == len(rest) == len(CUTS) * len(EXAMPLES)
         assert {k for k, x in enumerate(got) if digest(x) != rest[k]} == known, place
         if 0 not in known: assert got[0] == first, place
+
+
+@pytest.mark.parametrize("form", ["wordpiece", "bpe", "t5-lm"])
+def test_soft_template_puts_its_vectors_in_front_of_those_ids(form):
+    "Beside max_length: openprompt/prompts/soft_template.py, process_batch, concatenates them with what was encoded"
+    for i in (0, 1, 7, 9):
+        rest = FIGURES["patterns"][str(i)][form][1:]
+        known = {k for d in FIGURES["known"].values() for k in d["cases"].get(f"pattern {i} {form}", [])}
+        for k, x in enumerate(ours(PATTERNS[i], form, SoftTemplate, num_tokens=3)):
+            if x is None or k in known: continue
+            ids, places, *decoder = x
+            assert ids[:3] == [-1, -2, -3]
+            assert digest([ids[3:], places if decoder else [p - 3 for p in places], *decoder]) == rest[k]
 
 
 def test_every_text_of_its_repository_was_compared():
