@@ -3,14 +3,15 @@ and every template text of its repository beside ours.
 
 usage: original_openprompt_templates.py CHECKOUT
 
-CHECKOUT: of github.com/thunlp/OpenPrompt. Its prompt_base.py, prompts/{manual,mixed}_template.py, data_utils/utils.py,
-plms/{utils,mlm,lm,seq2seq}.py are imported and run as they are, with stand-ins for what they import beside torch and
-numpy. A tokenizer of today is given the methods of the slow ones of its day, from which it takes the ends of a text.
+CHECKOUT: of github.com/thunlp/OpenPrompt. Its prompt_base.py, prompts/{manual,mixed}_template.py,
+prompts/{manual,knowledgeable}_verbalizer.py, data_utils/utils.py and plms/{utils,mlm,lm,seq2seq}.py are imported and run
+as they are, with stand-ins for what they import beside torch and numpy. A tokenizer of today is given the methods of the
+slow ones of its day, from which it takes the ends of a text.
 
 Of the repository's texts the fixture holds where each stands, a hash of it and of the ids of each form; of patterns of
 our own a hash of each case's ids, and those of the first case. What differs from ours must have a reason among KNOWN.
 """
-import ast, contextlib, importlib.util, io, math, re, sys, types
+import ast, contextlib, copy, importlib.util, io, math, re, sys, types
 from pathlib import Path
 
 import torch
@@ -18,10 +19,15 @@ import torch
 from originals import ROOT, commit, keep, stand_in
 
 sys.path.insert(0, str(ROOT / "tests/prompt"))
-from openprompt_forms import CUTS, EXAMPLES, FORMS, PATTERNS, digest, ours, tokenizer  # noqa: E402
+from openprompt_forms import (  # noqa: E402
+    CUTS, EXAMPLES, FORMS, KNOWLEDGE, PATTERNS, WORDS, digest, habit, ours, tokenizer,
+)
 
 PACKAGE = "openprompt"
-FILES = "prompt_base prompts/manual_template prompts/mixed_template plms/utils plms/mlm plms/lm plms/seq2seq".split()
+FILES = (
+    "prompt_base prompts/manual_template prompts/mixed_template plms/utils plms/mlm plms/lm plms/seq2seq "
+    "prompts/manual_verbalizer prompts/knowledgeable_verbalizer"
+).split()
 TEXT = re.compile(r"""\{ *["']mask["']""")
 WORDLESS = re.compile(r"\{ *[\"']soft([\"'] *: *None|[\"'] *[,}]|_id[\"'])")
 PAGE = re.compile(r""" {4}(a |A )?\{""")
@@ -125,6 +131,19 @@ def theirs(its, text, form):
     return out
 
 
+def kept(its, name, most, share):
+    "Its knowledgeable verbalizer's words as they are made, and after calibration; None: it fails"
+    tok = Slow(name)
+    plain = lambda v: [[w.strip() for w in own] for own in v.label_words]
+    v, out = its["KnowledgeableVerbalizer"](tok, classes=[0, 1, 2], max_token_split=most, candidate_frac=share), []
+    with contextlib.redirect_stdout(io.StringIO()):
+        v.label_words = copy.deepcopy(WORDS)
+        out.append(plain(v))
+        try: v.register_calibrate_logits(torch.from_numpy(habit(len(tok.tok))))
+        except ValueError: return [*out, None]
+    return [*out, plain(v)]
+
+
 def texts(checkout):
     "[(file, line, text)] of every template: lines of scripts/, then what its tutorials, pages and code add"
     found = []
@@ -179,6 +198,7 @@ def main(args):
         "repository": "https://github.com/thunlp/OpenPrompt", "commit": commit(checkout), "files": FILES,
         "known": {why: {"why": KNOWN[why], "cases": where} for why, where in known.items()},
         "forms": list(FORMS), "texts": rows, "patterns": {str(i): x for i, x in enumerate(own)},
+        "knowledge": {f"{name} {most} {share}": kept(its, name, most, share) for name, most, share in KNOWLEDGE},
     })
 
 

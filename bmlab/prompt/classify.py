@@ -636,7 +636,7 @@ def _described(v):
     if bad := next((k for k in v.labels if not isinstance(k, (str, int))), None):
         raise TypeError(f"label {bad!r} is a {type(bad).__name__}; a file takes texts and whole numbers")
     out = {"class": name, "labels": v.labels}
-    if name == "Written": return out
+    if name == "Written": return out | ({} if v.text is None else {"texts": v.text})
     if name == "GenerationVerbalizer": return out | {"texts": list(v.words.values()), "rules": v.rules, "mean": v.mean}
     if name == "ProtoVerbalizer":
         out |= {"width": v.into.in_features, "size": v.into.out_features, "temperature": v.temperature}
@@ -649,7 +649,7 @@ def _described(v):
 def _from_description(d, model, tok):
     d = dict(d)
     cls, labels = _VERBALIZERS[d.pop("class")], d.pop("labels")
-    if cls is Written: return cls()
+    if cls is Written: return cls(d.get("texts"))
     if cls is GenerationVerbalizer: return cls(dict(zip(labels, d["texts"])), d["rules"], d["mean"])
     if cls is ProtoVerbalizer:
         by_words = None if d["words"] is None else _from_description(d["words"], model, tok)
@@ -794,7 +794,7 @@ def generate(self:PromptModel,
 @patch
 def _written(self:PromptModel, data, batch):
     "How well it writes: nats a token of the right texts, and the share that is written to the letter"
-    right = Written().texts(self.template, data)
+    right = self.verbalizer.texts(self.template, data)
     nats = self.collect(data, batch, lambda said, hidden, label: said[:, 0], "evaluate", labelled=False)
     said = torch.cat(nats).sum(0)                                        # (2,): nats, tokens
     loss = -said[0] / said[1]

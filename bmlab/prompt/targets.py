@@ -164,13 +164,28 @@ def _between(tok, ids, marks, end):
     return out
 
 # %% ../../nbs/35_prompt/07_targets.ipynb #bed83630
+def _filled(parts, sources, example):
+    "Texts in the template language for an example"
+    text = lambda p, source: p.space + (p.value if p.kind == "text" else _value(p, example, source))
+    return ["".join(text(p, source) for p in own).strip() for own, source in zip(parts, sources)]
+
 class Written(_Choice):
     "No classes: the answer is free text, `tgt_text` of an example (OpenPrompt's `PromptForGeneration`)."
     writes, words = True, {}
+    def __init__(self,
+        text=None, # what is to be written, in the template language, or a list with a text for each mask; None: the
+                   # example's `tgt_text`
+    ):
+        super().__init__()
+        self.text = [text] if isinstance(text, str) else None if text is None else list(text)
+        self._parts = None if text is None else [parse_template(t, masks=False) for t in self.text]
 
     def texts(self, template, examples): # -> [[text of each mask]] an example
         "What the examples want written."
-        return [target_texts(template, e) for e in examples]
+        if self.text is None: return [target_texts(template, e) for e in examples]
+        if len(self.text) != (n := len(_masks(template))):
+            raise ValueError(f"Written has {len(self.text)} texts, and the template {n} masks")
+        return [_filled(self._parts, self.text, e) for e in examples]
 
     def encode(self,
         template:Template,         # with a tokenizer
@@ -251,9 +266,7 @@ def target(self:GenerationVerbalizer,
         there = ", ".join(map(repr, self.words))
         raise LookupError(f"no class {label!r}{did_you_mean(label, self.words)}; there are {there}")
     if not self.rules: return self.words[label]
-    text = lambda p, source: p.space + (p.value if p.kind == "text" else _value(p, example, source))
-    fill = lambda parts, source: "".join(text(p, source) for p in parts).strip()
-    return [fill(parts, source) for parts, source in zip(self._parts[label], self.words[label])]
+    return _filled(self._parts[label], self.words[label], example)
 
 @patch
 def texts(self:GenerationVerbalizer, template, examples): # -> [[text of each mask]] an example and class

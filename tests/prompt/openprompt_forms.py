@@ -5,6 +5,7 @@ import hashlib
 import json
 import warnings
 
+import numpy as np
 import transformers as tf
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -73,6 +74,17 @@ PATTERNS = [
     '{"meta":"title"} 好 {"meta":"word"}。{"mask"}',
     '{"mask"}',
 ]
+
+# words of three classes, one of them in two of them, several of more than one token
+WORDS = [
+    "sport ball goal unbelievably league stadiums race quarterbacks win".split(),
+    "money bank market deregulation price win shareholders tax".split(),
+    "earth sea thunderstorms river rain biodiversity wind".split(),
+]
+KNOWLEDGE = [(name, most, share) for name in ("wordpiece", "bpe") for most in (-1, 1, 2) for share in (0, .2, .5, .9)]
+
+
+def habit(n): return np.random.RandomState(n).standard_normal(n).astype("float32")     # mean logits of n words
 
 
 def _fast(model, pre, decoder, single, specials, **roles):

@@ -4,9 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from bmlab.prompt.openprompt import SoftTemplate
-from openprompt_forms import CUTS, EXAMPLES, FORMS, PATTERNS, digest, ours
+from bmlab.prompt.verbalize import KnowledgeableVerbalizer
+from openprompt_forms import (
+    CUTS, EXAMPLES, FORMS, KNOWLEDGE, PATTERNS, WORDS, digest, habit, ours, tokenizer,
+)
 
 FIGURES = json.loads((Path(__file__).parents[1] / "fixtures/original_openprompt_templates.json").read_text())
 
@@ -34,6 +38,18 @@ def test_soft_template_puts_its_vectors_in_front_of_those_ids(form):
             ids, places, *decoder = x
             assert ids[:3] == [-1, -2, -3]
             assert digest([ids[3:], places if decoder else [p - 3 for p in places], *decoder]) == rest[k]
+
+
+@pytest.mark.filterwarnings("ignore:words that are left out")
+def test_knowledgeable_verbalizer_keeps_its_words():
+    "max_token_split and candidate_frac (here frac); where a class of its loses all words, it fails, and ours keeps one"
+    plain = lambda words: [[w.strip() for w in own] for own in words.values()]
+    for name, most, share in KNOWLEDGE:
+        v = KnowledgeableVerbalizer(tokenizer(name), WORDS, frac=share, max_token_split=most)
+        made, left = FIGURES["knowledge"][f"{name} {most} {share}"]
+        assert plain(v.words) == made
+        used = plain(v.calibrate(torch.from_numpy(habit(len(tokenizer(name))))[None]).used)
+        assert used == left if left is not None else all(used), (name, most, share)
 
 
 def test_every_text_of_its_repository_was_compared():
