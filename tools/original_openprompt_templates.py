@@ -4,9 +4,9 @@ and every template text of its repository beside ours.
 usage: original_openprompt_templates.py CHECKOUT
 
 CHECKOUT: of github.com/thunlp/OpenPrompt. Its prompt_base.py, prompts/{manual,mixed}_template.py,
-prompts/{manual,knowledgeable}_verbalizer.py, data_utils/utils.py and plms/{utils,mlm,lm,seq2seq}.py are imported and run
-as they are, with stand-ins for what they import beside torch and numpy. A tokenizer of today is given the methods of the
-slow ones of its day, from which it takes the ends of a text.
+prompts/{manual,knowledgeable}_verbalizer.py, data_utils/utils.py and plms/{utils,mlm,lm,seq2seq}.py are imported and
+run as they are, with stand-ins for what they import beside torch and numpy. A tokenizer of today is given the methods
+of the slow ones of its day, from which it takes the ends of a text.
 
 Of the repository's texts the fixture holds where each stands, a hash of it and of the ids of each form; of patterns of
 our own a hash of each case's ids, and those of the first case. What differs from ours must have a reason among KNOWN.

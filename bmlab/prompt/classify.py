@@ -684,7 +684,7 @@ def save(self:PromptModel,
     "Write template, verbalizer and soft tokens; the model, and other deltas on it, are saved by their own means."
     dir, t = Path(dir), self.template
     about = {"format": 1, "template": t.text, "family": t.family, "joint": t.joint, "attrs": t.attrs}
-    about |= {"ahead": t.ahead, "counted": t.counted}
+    if t.ahead or not t.counted: about |= {"ahead": t.ahead, "counted": t.counted}
     about |= {"functions": sorted(t.fns), "tokenizer": tokenizer_print(t.tok)}
     about["verbalizer"] = _described(self.verbalizer)
     about |= {k: getattr(self, k) for k in ("max_length", "truncate", "chain", "pack")}

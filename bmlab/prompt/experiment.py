@@ -110,7 +110,9 @@ def load_template(
     given = {k: v for k in options if (v := words.take(f"{name}.{k}")) is not None}
     if given.get("initialize_from_vocab", True): given.pop("random_range", None)            # it is that of noise
     if name in ("soft_template", "prefix_tuning_template"): given["model"] = model
-    if words.take("plm.model_name") == "t5-lm": given["family"] = "t5-lm"                    # its tokenizer is T5's
+    plm = words.tree.get("plm")
+    t5_lm = isinstance(plm, Mapping) and plm.get("model_name") == "t5-lm"                    # its tokenizer is T5's
+    if t5_lm: given["family"] = words.take("plm.model_name")
     template = getattr(openprompt, made)(tokenizer=tok, text=text, **given)
     return template if path is None else template.from_file(Path(root) / path, choice or 0)
 
