@@ -293,7 +293,7 @@ def _check_types(model, template, verbalizer):
 def _check_family(model, template):
     "Raise ValueError for a template that is written for models of another kind"
     name, both = type(model).__name__, encoder_decoder(unwrap(model))
-    if both != (template.family == "seq2seq"):
+    if both != (template.kind.answer == "decoder"):
         what = "an encoder–decoder" if both else "none with a decoder beside an encoder"
         why = f"the template is for a {template.family} model, and this {name} is {what}"
         raise ValueError(f"{why}; give Template(…, family=)")
@@ -412,7 +412,7 @@ class PromptModel(nn.Module):
         if prefix is None and template.prefix is not None:
             prefix = next((d for d in handles if isinstance(d, Prefix)), None)
         in_front = _in_front(model, *([prefix] if prefix else [])) + (0 if prefix else template.prefix or 0)
-        self.max_length = self._room(max_length, in_front)
+        self.max_length = self._room(max_length, in_front + template.on_top)
         if pack: _check_pack(model, template, chain, self.writes, in_front)
         if soft is None and template.soft_count:
             own = (d for d in handles if isinstance(d, SoftTokens) and d.template is template)
@@ -636,7 +636,7 @@ def _described(v):
     if bad := next((k for k in v.labels if not isinstance(k, (str, int))), None):
         raise TypeError(f"label {bad!r} is a {type(bad).__name__}; a file takes texts and whole numbers")
     out = {"class": name, "labels": v.labels}
-    if name == "Written": return out
+    if name == "Written": return out | ({} if v.text is None else {"texts": v.text})
     if name == "GenerationVerbalizer": return out | {"texts": list(v.words.values()), "rules": v.rules, "mean": v.mean}
     if name == "ProtoVerbalizer":
         out |= {"width": v.into.in_features, "size": v.into.out_features, "temperature": v.temperature}
@@ -649,7 +649,7 @@ def _described(v):
 def _from_description(d, model, tok):
     d = dict(d)
     cls, labels = _VERBALIZERS[d.pop("class")], d.pop("labels")
-    if cls is Written: return cls()
+    if cls is Written: return cls(d.get("texts"))
     if cls is GenerationVerbalizer: return cls(dict(zip(labels, d["texts"])), d["rules"], d["mean"])
     if cls is ProtoVerbalizer:
         by_words = None if d["words"] is None else _from_description(d["words"], model, tok)
@@ -684,6 +684,7 @@ def save(self:PromptModel,
     "Write template, verbalizer and soft tokens; the model, and other deltas on it, are saved by their own means."
     dir, t = Path(dir), self.template
     about = {"format": 1, "template": t.text, "family": t.family, "joint": t.joint, "attrs": t.attrs}
+    if t.ahead or not t.counted: about |= {"ahead": t.ahead, "counted": t.counted}
     about |= {"functions": sorted(t.fns), "tokenizer": tokenizer_print(t.tok)}
     about["verbalizer"] = _described(self.verbalizer)
     about |= {k: getattr(self, k) for k in ("max_length", "truncate", "chain", "pack")}
@@ -726,7 +727,8 @@ def load(cls:PromptModel,
         raise ValueError(f"{dir} was made with another tokenizer {made_with}: its ids would mean other words")
     if missing := sorted({*about["functions"]} - {*(fns or {})}):
         raise ValueError(f"the template calls {missing[0]!r}; give it by fns={{{missing[0]!r}: function}}")
-    template = Template(about["template"], tok, about["family"], fns, about["attrs"], about["joint"])
+    place = {k: about[k] for k in ("ahead", "counted") if k in about}
+    template = Template(about["template"], tok, about["family"], fns, about["attrs"], about["joint"], **place)
     verbalizer = _from_description(about["verbalizer"], model, tok)
     _put_numbers(verbalizer, load_file(dir / "verbalizer.safetensors"))
     soft, prefix = (Delta.load(dir / k, model) if about[k] else None for k in ("soft", "prefix"))
@@ -775,8 +777,10 @@ def generate(self:PromptModel,
     data, out = examples_of(data), []
     t, places, room = self.template, _positions(self.model), self.max_length
     if t.family == "causal":
-        room = min(room, places - max_new_tokens - (_in_front(self.model) if _has_places(self.model) else 0))
+        taken = t.on_top + (_in_front(self.model) if _has_places(self.model) else 0)
+        room = min(room, places - max_new_tokens - taken)
         own = sum(map(len, t.ends)) + sum(len(ids) for i, ids in t._fixed.items() if not t.pieces[i].shortenable)
+        own -= t.on_top
         if room < max(own, 1):
             raise ValueError(
                 f"max_new_tokens={max_new_tokens}: of the model's {places} positions that leaves {max(room, 0)} to "
@@ -790,7 +794,7 @@ def generate(self:PromptModel,
 @patch
 def _written(self:PromptModel, data, batch):
     "How well it writes: nats a token of the right texts, and the share that is written to the letter"
-    right = Written().texts(self.template, data)
+    right = self.verbalizer.texts(self.template, data)
     nats = self.collect(data, batch, lambda said, hidden, label: said[:, 0], "evaluate", labelled=False)
     said = torch.cat(nats).sum(0)                                        # (2,): nats, tokens
     loss = -said[0] / said[1]

@@ -22,7 +22,7 @@ from .classify import FewShotSampler, PromptModel, class_number, examples_of
 from .learned import ProtoVerbalizer, SoftVerbalizer
 from .scores import CLASSIFICATION, GENERATION, classification_score, generation_score
 from .search import find_templates
-from .targets import GenerationVerbalizer
+from .targets import GenerationVerbalizer, Written
 from .template import Template, _line_of
 from bmlab.prompt.verbalize import (
     AutomaticVerbalizer, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer, read_words,
@@ -110,6 +110,9 @@ def load_template(
     given = {k: v for k in options if (v := words.take(f"{name}.{k}")) is not None}
     if given.get("initialize_from_vocab", True): given.pop("random_range", None)            # it is that of noise
     if name in ("soft_template", "prefix_tuning_template"): given["model"] = model
+    plm = words.tree.get("plm")
+    t5_lm = isinstance(plm, Mapping) and plm.get("model_name") == "t5-lm"                    # its tokenizer is T5's
+    if t5_lm: given["family"] = words.take("plm.model_name")
     template = getattr(openprompt, made)(tokenizer=tok, text=text, **given)
     return template if path is None else template.from_file(Path(root) / path, choice or 0)
 
@@ -189,7 +192,9 @@ def load_verbalizer(
     if own is None: raise ValueError(f"{name} has no words: give label_words: or file_path:")
     if name == "ptr_verbalizer": return PtrVerbalizer(tok, own, prefix)
     if name == "generation_verbalizer":
-        return GenerationVerbalizer(_first_words(own), words.take(f"{name}.is_rule", False))
+        rules, texts = words.take(f"{name}.is_rule", False), _first_words(own)
+        if rules and len(texts) == 1: return Written(*texts.values())    # one text is no choice: it is what to write
+        return GenerationVerbalizer(texts, rules)
     if name == "one2one_verbalizer": own = _first_words(own)
     return _by_words(words, name, tok, own)
 
@@ -286,7 +291,7 @@ def _score(pm, data, metric, sep, batch, options):
     "{name: value} of a prompt model's answers"
     if not pm.verbalizer.labels:
         said = pm.generate(data, batch=batch, **options)
-        right = [e["tgt_text"] if isinstance(e, Mapping) else e.tgt_text for e in data]
+        right = [own[0] if len(own) == 1 else own for own in pm.verbalizer.texts(pm.template, data)]
         return {m: generation_score(said, right, m) for m in metric}
     names = pm.verbalizer.labels
     label = lambda e: e["label"] if isinstance(e, Mapping) else e.label

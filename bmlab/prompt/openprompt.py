@@ -12,8 +12,8 @@ import warnings
 from torch import Tensor
 
 from ..core import did_you_mean
-from .language import TemplateError
-from .template import Template, _line_of
+from .language import TemplateError, parse_template
+from .template import Template, _line_of, family_of
 
 # %% ../../nbs/35_prompt/03_openprompt.ipynb #7cac1321
 _IDLE = {
@@ -36,7 +36,16 @@ class _Textless:
         return self.make(_line_of(path, choice))
 
 # %% ../../nbs/35_prompt/03_openprompt.ipynb #e92c5d2c
-def _named(name, tok, text, options, soft=None, prefix=None, form="{}", more=None):
+def _to_first_mask(text, tok, family):
+    "A text of several masks as OpenPrompt reads it for a model that goes on: up to the first"
+    if tok is None or (family or family_of(tok)) not in ("causal", "t5-lm"): return text
+    masks = [p for p in parse_template(text) if p.kind == "mask"]
+    if len(masks) < 2: return text
+    what = f"{len(masks)} masks, and the model goes on at one: the first is kept, as in OpenPrompt"
+    warnings.warn(f"{what}; left out: {text[masks[0].span[1]:]!r}", stacklevel=5)
+    return text[:masks[0].span[1]]
+
+def _named(name, tok, text, options, family=None, soft=None, prefix=None, form="{}", more=None, place=None):
     "A template of one of OpenPrompt's names; `form` is what stands around the text"
     if odd := next((k for k in options if k not in _IDLE), None):
         known = [k for k in (*inspect.signature(globals()[name]).parameters, *_IDLE) if k != "options"]
@@ -44,7 +53,7 @@ def _named(name, tok, text, options, soft=None, prefix=None, form="{}", more=Non
     for k in (k for k, v in options.items() if v is not None):
         warnings.warn(f"{name}: {k}= changes nothing here" + (f"; {_IDLE[k]}" if _IDLE[k] else ""), stacklevel=3)
     def make(text):
-        t = Template(form.replace("{}", text), tok)
+        t = Template(form.replace("{}", _to_first_mask(text, tok, family)), tok, family, **(place or {}))
         t.soft, t.prefix, t.prefix_options = soft or {}, prefix, more or {}
         return t
     return _Textless(name, make) if text is None else make(text)
@@ -59,20 +68,22 @@ def _no_soft(t):
 def ManualTemplate(
     tokenizer=None, # of transformers
     text:str=None,  # in the template language; None: see `from_file`
+    family:str|None=None, # one of FAMILIES; None: by the tokenizer
     **options,      # of OpenPrompt's, without a meaning here
 )->Template:
     "Text and holes (OpenPrompt's `ManualTemplate`)."
-    t = _named("ManualTemplate", tokenizer, text, options)
+    t = _named("ManualTemplate", tokenizer, text, options, family)
     return _Textless(t.name, lambda text: _no_soft(t.make(text))) if isinstance(t, _Textless) else _no_soft(t)
 
 def MixedTemplate(
     model=None,      # of no use here: soft tokens are attached by SoftTokens(model, template)
     tokenizer=None,  # of transformers
     text:str=None,   # in the template language; None: see `from_file`
+    family:str|None=None, # one of FAMILIES; None: by the tokenizer
     **options,       # of OpenPrompt's, without a meaning here
 )->Template:
     "Text, holes and soft tokens (OpenPrompt's `MixedTemplate`)."
-    return _named("MixedTemplate", tokenizer, text, options)
+    return _named("MixedTemplate", tokenizer, text, options, family)
 
 def SoftTemplate(
     model=None,                         # of no use here
@@ -81,12 +92,15 @@ def SoftTemplate(
     soft_embeds:Tensor|None=None,       # (n, D) to begin with
     num_tokens:int=20,                  # soft tokens in front; as many as soft_embeds, if they are given
     initialize_from_vocab:bool=True,    # do they start as words, or as noise?
+    counted:bool=False,                 # do they count in `max_length`? False: they come on top, as in OpenPrompt
+    family:str|None=None, # one of FAMILIES; None: by the tokenizer
     **options,                          # of OpenPrompt's, without a meaning here
 )->Template:
-    "Soft tokens in front of a text (OpenPrompt's `SoftTemplate`; Lester et al. 2021)."
+    "Soft tokens in front of all that is read (OpenPrompt's `SoftTemplate`; Lester et al. 2021)."
     n, init = num_tokens, "vocab" if initialize_from_vocab else "random"
     if soft_embeds is not None: n, init = len(soft_embeds), soft_embeds
-    return _named("SoftTemplate", tokenizer, text, options, {"init": init}, form=f'{{"soft": {n}}} {{}}')
+    form, place = f'{{"soft": {n}}}{{}}', {"ahead": True, "counted": counted}
+    return _named("SoftTemplate", tokenizer, text, options, family, {"init": init}, form=form, place=place)
 
 # %% ../../nbs/35_prompt/03_openprompt.ipynb #0b46a07b
 def PtuningTemplate(
@@ -94,21 +108,23 @@ def PtuningTemplate(
     tokenizer=None,                   # of transformers
     text:str=None,                    # in the template language; None: see `from_file`
     prompt_encoder_type:str="lstm",   # "lstm" or "mlp"
+    family:str|None=None, # one of FAMILIES; None: by the tokenizer
     **options,                        # of OpenPrompt's, without a meaning here
 )->Template:
     "Soft tokens out of a small network (OpenPrompt's `PtuningTemplate`; Liu et al. 2021)."
     if prompt_encoder_type not in ("lstm", "mlp"):
         raise ValueError(f"prompt_encoder_type={prompt_encoder_type!r}: 'lstm' or 'mlp'")
-    return _named("PtuningTemplate", tokenizer, text, options, {"encoder": prompt_encoder_type})
+    return _named("PtuningTemplate", tokenizer, text, options, family, {"encoder": prompt_encoder_type})
 
 def PTRTemplate(
     model=None,      # of no use here
     tokenizer=None,  # of transformers
     text:str=None,   # in the template language; None: see `from_file`
+    family:str|None=None, # one of FAMILIES; None: by the tokenizer
     **options,       # of OpenPrompt's, without a meaning here
 )->Template:
     "Several masks, their soft tokens out of an MLP (OpenPrompt's `PTRTemplate`; Han et al. 2021)."
-    return _named("PTRTemplate", tokenizer, text, options, {"encoder": "mlp"})
+    return _named("PTRTemplate", tokenizer, text, options, family, {"encoder": "mlp"})
 
 def PrefixTuningTemplate(
     model=None,        # of no use here
@@ -118,6 +134,7 @@ def PrefixTuningTemplate(
     mid_dim:int|None=None,                  # width of a network that makes the prefix; None: it is trained itself
     using_encoder_past_key_values:bool=True, # of an encoder–decoder: does the encoder have a prefix?
     using_decoder_past_key_values:bool=True, # and the decoder? Other models have one in every attention
+    family:str|None=None, # one of FAMILIES; None: by the tokenizer
     **options,         # of OpenPrompt's, without a meaning here
 )->Template:
     "A text whose model carries a trained prefix (OpenPrompt's `PrefixTuningTemplate`; Li and Liang 2021)."
@@ -127,5 +144,5 @@ def PrefixTuningTemplate(
         raise ValueError(f"{why}: no prefix is left")
     side = {(True, True): "both", (True, False): "encoder"}.get((bool(read), bool(write)), "decoder")
     more = {"side": side} | ({"hidden": mid_dim} if mid_dim else {})
-    return _named("PrefixTuningTemplate", tokenizer, text, options, prefix=num_token, more=more)
+    return _named("PrefixTuningTemplate", tokenizer, text, options, family, prefix=num_token, more=more)
 

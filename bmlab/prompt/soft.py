@@ -256,7 +256,7 @@ def _leading(template):
     "Do the soft tokens stand in front of everything else, the tokenizer's own included, each once and in order?"
     numbers = [k for i in sorted(template.numbers) for k in template.numbers[i]]
     first = sorted(template.numbers) == list(range(len(template.numbers)))
-    return not template.ends[0] and first and numbers == list(range(1, template.soft_count + 1))
+    return (template.ahead or not template.ends[0]) and first and numbers == list(range(1, template.soft_count + 1))
 
 @patch
 def as_prompt(self:SoftTokens, name=None):

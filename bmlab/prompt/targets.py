@@ -68,7 +68,7 @@ def written(
     own = _target_ids(template, texts)
     if template.at_end: return _behind(template, examples, [t[0] + end for t in own], max_length, truncate)
     enc = template.encode(examples, max_length, truncate, "right")
-    marks = [template._fixed[i][0] for i, p in enumerate(template.pieces) if p.kind == "mask"]
+    marks = template.blanks
     rows = [[k for mark, t in zip(marks, own_) for k in (mark, *t)] for own_ in own]                     # <0> … <1> …
     return dict(enc) | {
         "decoder_input_ids": _put([[template.decoder_start, *r] for r in rows], pad),
@@ -144,7 +144,7 @@ def _go_on(model, template, enc, options):
 
 def _fill(model, template, enc, options):
     "What an encoder–decoder writes at its sentinels"
-    marks = [template._fixed[i][0] for i, p in enumerate(template.pieces) if p.kind == "mask"]
+    marks = template.blanks
     given = {k: enc[k] for k in ("input_ids", "attention_mask")}
     start = enc["decoder_input_ids"][:, :2]                                                               # <pad> <0>
     out = unwrap(model).generate(**given, decoder_input_ids=start, **options)
@@ -164,13 +164,28 @@ def _between(tok, ids, marks, end):
     return out
 
 # %% ../../nbs/35_prompt/07_targets.ipynb #bed83630
+def _filled(parts, sources, example):
+    "Texts in the template language for an example"
+    text = lambda p, source: p.space + (p.value if p.kind == "text" else _value(p, example, source))
+    return ["".join(text(p, source) for p in own).strip() for own, source in zip(parts, sources)]
+
 class Written(_Choice):
     "No classes: the answer is free text, `tgt_text` of an example (OpenPrompt's `PromptForGeneration`)."
     writes, words = True, {}
+    def __init__(self,
+        text=None, # what is to be written, in the template language, or a list with a text for each mask; None: the
+                   # example's `tgt_text`
+    ):
+        super().__init__()
+        self.text = [text] if isinstance(text, str) else None if text is None else list(text)
+        self._parts = None if text is None else [parse_template(t, masks=False) for t in self.text]
 
     def texts(self, template, examples): # -> [[text of each mask]] an example
         "What the examples want written."
-        return [target_texts(template, e) for e in examples]
+        if self.text is None: return [target_texts(template, e) for e in examples]
+        if len(self.text) != (n := len(_masks(template))):
+            raise ValueError(f"Written has {len(self.text)} texts, and the template {n} masks")
+        return [_filled(self._parts, self.text, e) for e in examples]
 
     def encode(self,
         template:Template,         # with a tokenizer
@@ -251,9 +266,7 @@ def target(self:GenerationVerbalizer,
         there = ", ".join(map(repr, self.words))
         raise LookupError(f"no class {label!r}{did_you_mean(label, self.words)}; there are {there}")
     if not self.rules: return self.words[label]
-    text = lambda p, source: p.space + (p.value if p.kind == "text" else _value(p, example, source))
-    fill = lambda parts, source: "".join(text(p, source) for p in parts).strip()
-    return [fill(parts, source) for parts, source in zip(self._parts[label], self.words[label])]
+    return _filled(self._parts[label], self.words[label], example)
 
 @patch
 def texts(self:GenerationVerbalizer, template, examples): # -> [[text of each mask]] an example and class

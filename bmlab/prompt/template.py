@@ -43,6 +43,10 @@ class Family:
     places: str = ""        # position_ids: "from the first word" with padding in front, GLM's "two rows", "" for none
     unpacked: str = ""      # why several examples cannot share a row
 
+_DECODER_ROWS = (
+    "the decoder of an encoder–decoder has a row for each example and sees all of the encoder's; pad these examples, "
+    "or sort them by length"
+)
 FAMILIES = {
     "masked": Family("a masked model", mark="mask", answer="in place", writes=False, right=True),
     "causal": Family(
@@ -50,9 +54,7 @@ FAMILIES = {
         one_mask="a causal model predicts at the end of the text alone; keep one mask",
     ),
     "seq2seq": Family(
-        "an encoder–decoder", mark="sentinel", answer="decoder", writes=True,
-        unpacked="the decoder of an encoder–decoder has a row for each example and sees all of the encoder's; "
-                 "pad these examples, or sort them by length",
+        "an encoder–decoder", mark="sentinel", answer="decoder", writes=True, unpacked=_DECODER_ROWS,
     ),
     "blank": Family(
         "a blank-filling model", mark="mask", answer="end", writes=True, glued=True, places="two rows",
@@ -61,7 +63,12 @@ FAMILIES = {
         unpacked="a blank-filling model reads a row's text in both directions up to the piece it writes, one a row; "
                  "pad these examples, or sort them by length",
     ),
+    "t5-lm": Family(
+        "an encoder–decoder that goes on", mark="", answer="decoder", writes=True, unpacked=_DECODER_ROWS,
+        one_mask="an encoder–decoder that goes on writes behind the text alone; keep one mask",
+    ),
 }
+
 
 # %% ../../nbs/35_prompt/02_template.ipynb #fam00002
 _SENTINELS = ("<extra_id_{}>", "<s_{}>")
@@ -303,6 +310,9 @@ class InputExample:
     label:Any=None
     meta:dict=dataclasses.field(default_factory=dict)
     tgt_text:Any=None
+    def __post_init__(self):
+        # no second text
+        if self.text_b is None: self.text_b = ""
 
 def _one(example):
     "The example, if it is one; else TypeError"
@@ -379,12 +389,15 @@ class Template:
                                # of the encoded example
         joint:bool=False,      # are neighbouring parts tokenized together? False: each alone, as in OpenPrompt; see
                                # "parts tokenized together"
+        ahead:bool=False,      # do soft tokens that lead the text stand before the tokenizer's own first tokens too?
+        counted:bool=True,     # do soft tokens count in `max_length`? False: they come on top of it
     ):
         if family is not None and family not in FAMILIES:
             raise ValueError(f"family={family!r}: one of {', '.join(FAMILIES)}{did_you_mean(family, FAMILIES)}")
         if clash := sorted({*(attrs or ())} & _RESERVED):
             raise ValueError(f"attrs={clash}: an encoded example has these already; choose other names")
         self.text, self.joint = text, joint
+        self.ahead, self.counted = ahead, counted
         self.fns, self.attrs = fns or {}, attrs or {}
         self.soft, self.prefix, self.prefix_options = {}, None, {}
         self.tok, self.family, self._given = None, family, family
@@ -442,13 +455,14 @@ def bind(self:Template,
 def __reduce__(self:Template):
     bound = (None, None) if self.tok is None else (self.soft_base, self._words)
     made = (self.text, self.tok, self._given, self.fns, self.attrs, self.joint)
-    return _again, (type(self), *made, self.soft, self.prefix, *bound, self.prefix_options)
+    about = {"ahead": self.ahead, "counted": self.counted}
+    return _again, (type(self), *made, self.soft, self.prefix, *bound, self.prefix_options, about)
 
-def _again(cls, text, tok, family, fns, attrs, joint, soft, prefix, base, words, prefix_options=None):
+def _again(cls, text, tok, family, fns, attrs, joint, soft, prefix, base, words, prefix_options=None, about=None):
     "A template by its arguments, as a pickle holds them"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                             # said when it was made
-        new = cls(text, tok, family, fns, attrs, joint)
+        new = cls(text, tok, family, fns, attrs, joint, **(about or {}))
     new.soft, new.prefix, new.prefix_options = soft, prefix, prefix_options or {}
     if tok is not None:
         new.soft_base, new._words = base, words
@@ -478,9 +492,10 @@ def _drawn(template, line, near={}):
     own, out = {}, []
     for at, (i, k) in enumerate(zip(line.ids, line.part)): own.setdefault(k, []).append((i, at))
     outer = own.pop(-1, [])
-    first = next((at for at, k in enumerate(line.part) if k >= 0), len(line.part))
-    out += [draw(i, "special", at) for i, at in outer if at < first]
+    lead = template.leading
+    first = next((at for at, k in enumerate(line.part) if k >= lead), len(line.part))
     for k, p in enumerate(template.pieces):
+        if k == lead: out += [draw(i, "special", at) for i, at in outer if at < first]
         kept_, cuts, n = own.get(k, []), sorted(c[1:] for c in line.cut if c[0] == k), 0
         if p.kind == "mask" and not template.kind.mark: out.append(("▢", "mask", "the answer comes here"))
         for a, b, ids in cuts:
@@ -576,7 +591,7 @@ def _end_at_mask(self:Template):
     self.pieces = self.pieces[:end]
     if not lost or any(p.kind == "chat" for p in self.parts): return
     warnings.warn(
-        "a causal model reads the answer behind the last word, so what stands behind the mask is left "
+        f"{self.kind.says} reads the answer behind the last word, so what stands behind the mask is left "
         f"out: {self.text[lost[0].span[0]:lost[-1].span[1]]!r}",
         stacklevel=4,
     )
@@ -602,6 +617,11 @@ def _sentinel(self:Template, n, part):
     raise TemplateError(f"this tokenizer has no {names}, a mark for blank {n}", self.text, part.span)
 
 @patch(as_prop=True)
+def blanks(self:Template)->list: # of int
+    "The sentinels of its masks, which an encoder–decoder's decoder reads."
+    return [self._sentinel(n, self.pieces[i]) for n, i in enumerate(self._masks())]
+
+@patch(as_prop=True)
 def decoder_start(self:Template)->int:
     "What an encoder–decoder's decoder begins with: T5's padding, CPM-2's `<s>`."
     t = self.tok
@@ -623,6 +643,16 @@ def at_end(self:Template)->bool:
 def soft_count(self:Template)->int: # n
     "How many trained vectors the template has."
     return len(self.start)
+
+@patch(as_prop=True)
+def leading(self:Template)->int: # parts
+    "How many parts stand before the tokenizer's own first tokens: soft ones in front, with `ahead`."
+    return next((i for i, p in enumerate(self.pieces) if p.kind != "soft"), 0) if self.ahead else 0
+
+@patch(as_prop=True)
+def on_top(self:Template)->int: # tokens
+    "How many tokens an example may have beside `max_length`: its soft ones, unless they are counted."
+    return 0 if self.counted else sum(map(len, self.numbers.values()))
 
 @patch
 def soft_number(self:Template,
@@ -706,9 +736,13 @@ def _line(self:Template, ids, max_length, truncate):
     before, behind = self.ends
     total = sum(map(len, ids)) + len(before) + len(behind)
     stays, cut = ids, []
+    if max_length is not None: max_length += self.on_top
     if max_length is not None and total > max_length: stays, cut = self._cut(ids, total, max_length, truncate)
-    flat, part, at = list(before), [-1] * len(before), {}
+    flat, part, at, lead = [], [], {}, self.leading
     for i, x in enumerate(stays):
+        if i == lead:
+            flat += before
+            part += [-1] * len(before)
         at[i] = range(len(flat), len(flat) + len(x))
         flat += x
         part += [i] * len(x)
@@ -716,7 +750,7 @@ def _line(self:Template, ids, max_length, truncate):
     if self.kind.answer == "in place": positions = [j for i in masks for j in at[i]]
     elif self.kind.answer == "decoder": positions = list(range(1, len(masks) + 1))
     else: positions = [len(flat) + len(behind) - 1]
-    if not self.kind.mark and not flat:
+    if self.at_end and not self.kind.mark and not flat:
         why = "nothing stands before the mask of this example, and a causal model needs a word to go on from"
         raise TemplateError(why, self.text, self.pieces[masks[0]].span)
     return Line(ids=flat + behind, part=part + [-1] * len(behind), masks=positions, cut=cut)
@@ -753,7 +787,7 @@ def _padded(self:Template, lines, side):
         inputs["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
     if self.kind.places == "two rows": inputs["position_ids"] = self._two_places(ids, mask)
     if self.kind.answer == "decoder":
-        written = [self.decoder_start, *(self._fixed[i][0] for i in self._masks())]
+        written = [self.decoder_start, *self.blanks]
         inputs["decoder_input_ids"] = torch.tensor([written]).repeat(len(lines), 1)
         moved = [0] * len(lines)
     width = inputs.get("decoder_input_ids", ids).shape[1]

@@ -375,7 +375,9 @@ class KnowledgeableVerbalizer(Verbalizer):
         usual = self.project(mean)[0]
         often = lambda x, among: x >= among.sort().values[int(self.frac * len(among))]
         if isinstance(mean, Chained): self.use = there & often(usual, usual[there])
-        elif mean.ndim == 2 or mean.shape[1] == 1: self.use = there & often(usual, mean.flatten())
+        elif mean.ndim == 2 or mean.shape[1] == 1:
+            floor = mean.flatten()
+            self.use = there & (often(floor[self.ids], floor) | ~self.there).all(-1)     # each token of a word
         else:
             at = lambda j: often(mean[0, j][self.ids[..., j]], mean[0, j]) | ~self.there[..., j]
             self.use = there & torch.stack([at(j) for j in range(self.ids.shape[2])]).all(0)

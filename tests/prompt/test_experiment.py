@@ -10,6 +10,7 @@ from bmlab.prompt.scores import classification_score
 from bmlab.prompt.learned import ProtoVerbalizer, SoftVerbalizer
 from bmlab.prompt.verbalize import AutomaticVerbalizer, KnowledgeableVerbalizer, PtrVerbalizer
 from bmlab.core import set_seed
+from openprompt_forms import tokenizer as pieces
 from test_classify import DATA, tokenizer
 import transformers as tf
 
@@ -161,3 +162,15 @@ def test_loose_scores_are_openprompts():
     for case in cases:
         for metric, value in case["scores"].items():
             assert classification_score(case["said"], case["right"], metric) == pytest.approx(value, abs=1e-12)
+
+
+def test_a_t5_that_goes_on_and_one_text_as_the_answer():
+    "plm.model_name: t5-lm, and a generation_verbalizer of a single text, as for ReCoRD"
+    section = {"plm": {"model_name": "t5-lm"}, "template": "manual_template"}
+    section |= {"manual_template": {"text": '{"meta":"query"} {"mask"}'}, "verbalizer": "generation_verbalizer"}
+    section["generation_verbalizer"] = {"label_words": ['{"meta": "answers"}'], "is_rule": True}
+    template, v = load_template(section, pieces("unigram")), load_verbalizer(section, pieces("unigram"))
+    said = {"meta": {"query": "who was it", "answers": "Anna"}}
+    assert (template.family, type(v).__name__, v.texts(template, [said])) == ("t5-lm", "Written", [["Anna"]])
+    ids = template.encode(said)["input_ids"].tolist()
+    assert template.tok.decode(ids) == "who was it</s>"
