@@ -49,7 +49,9 @@ class Editor:
         if isinstance(model, PromptModel):
             self.model, self.verbalizer, self.chain = model.model, verbalizer or model.verbalizer, model.chain
         self.tok = template.tok
-        self.options = dict(family=template.family, fns=template.fns, attrs=template.attrs, joint=template.joint)
+        self.options = {
+            n: getattr(template, n) for n in ("family", "fns", "attrs", "joint", "ahead", "counted")
+        }
         self._first, self._newest, self._timer = template, 0, None
         self._lock = threading.Lock()
         # a process that ends waits for the running question and lets no other begin
