@@ -18,22 +18,43 @@ SMALLER = {
     "randint(128,": "randint(8,", "range(1000)": "range(14)"}
 
 
-def run(checkout, tag, ranks, folder):
-    "The lines that an example prints"
-    archive = subprocess.run(["git", "-C", checkout, "archive", tag, "example"], capture_output=True, check=True).stdout
+def unpack(checkout, commit, paths, folder):
+    "Files of a commit, as they are"
+    archive = subprocess.run(["git", "-C", checkout, "archive", commit, *paths], capture_output=True, check=True).stdout
     tarfile.open(fileobj=BytesIO(archive)).extractall(folder, filter="data")
+
+
+def change_imports(folder, imports=IMPORTS):
+    "In all Python files below a folder"
     for path in Path(folder).rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        for pattern, instead in IMPORTS.items(): text = re.sub(pattern, instead, text, flags=re.M)
-        if path.name == "train.py":
-            for large, small in SMALLER.items(): text = text.replace(large, small)
+        for pattern, instead in imports.items(): text = re.sub(pattern, instead, text, flags=re.M)
         path.write_text(text, encoding="utf-8")
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"] if ranks > 1 else []
+
+
+def started(folder, args, ranks, launch=True):
+    "A script that has run to its end, by torchrun if `launch`"
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"] if launch else []
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, *launch, "train.py"], cwd=Path(folder, "example"), env=env, capture_output=True, text=True)
-    if done.returncode: raise SystemExit(f"{tag} on {ranks} ranks failed:\n{done.stderr[-3000:]}")
+    return subprocess.run([sys.executable, *launcher, *args], cwd=folder, env=env, capture_output=True, text=True)
+
+
+def printed(folder, args, ranks=1):
+    "The lines that a script prints; one rank needs no launcher"
+    done = started(folder, args, ranks, launch=ranks > 1)
+    if done.returncode: raise SystemExit(f"{' '.join(args)} on {ranks} ranks failed:\n{done.stderr[-3000:]}")
     return done.stdout.splitlines()
+
+
+def run(checkout, tag, ranks, folder):
+    "The lines that an example prints"
+    unpack(checkout, tag, ["example"], folder)
+    change_imports(folder)
+    script = Path(folder, "example/train.py")
+    text = script.read_text(encoding="utf-8")
+    for large, small in SMALLER.items(): text = text.replace(large, small)
+    script.write_text(text, encoding="utf-8")
+    return printed(script.parent, [script.name], ranks)
 
 
 def main(checkout, ranks=None):

@@ -5,11 +5,10 @@ usage: original_bmtrain_tests.py CHECKOUT [NAME…]   a git checkout of github.c
 tests/ of v1.0.1 (tests/test_all.py says on how many ranks). `SMALLER` are numbers, so that a CPU is enough; `EDITS`
 are the few lines that mean something else here, each with its reason. A line for each file: passed, or its error.
 """
-import re, subprocess, sys, tarfile, tempfile
-from io import BytesIO
+import re, sys, tempfile
 from pathlib import Path
 
-from original_bmtrain import IMPORTS, ROOT
+from original_bmtrain import IMPORTS, change_imports, started, unpack
 
 TAG = "v1.0.1"
 RANKS = dict(
@@ -62,13 +61,11 @@ NOT_HERE = dict(send_recv="there are no stages, and none to send to",
 
 def extract(checkout, folder):
     "Its tests, with import lines changed and numbers made smaller"
-    done = subprocess.run(["git", "-C", checkout, "archive", TAG, "tests"], capture_output=True, check=True)
-    tarfile.open(fileobj=BytesIO(done.stdout)).extractall(folder, filter="data")
+    unpack(checkout, TAG, ["tests"], folder)
+    change_imports(folder, IMPORTS | {r"^import bmtrain\.": "import bmlab.bmtrain."})
     for name in RANKS:
         path = Path(folder, "tests", f"test_{name}.py")
         text = path.read_text(encoding="utf-8")
-        for pattern, instead in IMPORTS.items(): text = re.sub(pattern, instead, text, flags=re.M)
-        text = re.sub(r"^import bmtrain\.", "import bmlab.bmtrain.", text, flags=re.M)
         for large, small in {**SMALLER.get(name, {}), **EDITS.get(name, {})}.items():
             if large not in text and large in EDITS.get(name, {}): raise ValueError(f"{name}: {large!r} is not there")
             text = text.replace(large, small)
@@ -78,10 +75,7 @@ def extract(checkout, folder):
 
 def run(tests, name):
     "What it ends with: None, or its error"
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS[name]}", "--standalone"]
-    done = subprocess.run([sys.executable, *launch, f"test_{name}.py"], cwd=tests, env=env, capture_output=True,
-                          text=True)
+    done = started(tests, [f"test_{name}.py"], RANKS[name])
     if not done.returncode: return None
     error = re.compile(r"(\[rank\d+\]: )?(\w+\.)*\w*(Error|Exception)\b")
     told = [line for line in done.stderr.splitlines() if error.match(line)]

@@ -8,14 +8,12 @@ cpm_live package (models, tokenizer, data sets) comes along. At last its beam se
 what it says on its model of plain torch. Of pkg_resources, which its tokenizers read their word lists with and
 setuptools no longer brings, a stand-in of one function lies beside it. Prints the first line and the last two.
 """
-import json, random, re, subprocess, sys, tarfile, tempfile
-from io import BytesIO
+import json, random, sys, tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-IMPORTS = {
-    r"^(\s*)import bmtrain as": r"\1import bmlab.bmtrain as", r"^(\s*)from bmtrain": r"\1from bmlab.bmtrain",
-    r"^(\s*)from opendelta import": r"\1from bmlab.opendelta import"}
+from original_bmtrain import IMPORTS, change_imports, printed, unpack
+
+OPENDELTA = {r"^(\s*)from opendelta import": r"\1from bmlab.opendelta import"}
 MODEL = dict(vocab_size=86583, dim_model=32, num_heads=4, dim_head=8, dim_ff=64, num_layers=2, dropout_p=0.0, eps=1e-6,
              half=True, position_bias_num_buckets=32, position_bias_num_segment_buckets=32,
              position_bias_max_distance=64)
@@ -51,13 +49,9 @@ bmt.print_rank([task["<ans>"] for task in said[0]])
 
 def extract(checkout, folder):
     "Its src/, and a script that generates, with import lines changed"
-    done = subprocess.run(["git", "-C", checkout, "archive", "HEAD", "src"], capture_output=True, check=True)
-    tarfile.open(fileobj=BytesIO(done.stdout)).extractall(folder, filter="data")
+    unpack(checkout, "HEAD", ["src"], folder)
     Path(folder, "src", "generate.py").write_text(GENERATE)
-    for path in Path(folder).rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        for pattern, instead in IMPORTS.items(): text = re.sub(pattern, instead, text, flags=re.M)
-        path.write_text(text, encoding="utf-8")
+    change_imports(folder, IMPORTS | OPENDELTA)
     return Path(folder, "src")
 
 
@@ -76,15 +70,6 @@ def write_task(folder, lines, seed): # questions of which word stands in a text
             f.write(json.dumps(task) + "\n")
 
 
-def run(src, args, ranks=1):
-    "The lines that a script prints"
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"] if ranks > 1 else []
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([sys.executable, *launch, *args], cwd=src, env=env, capture_output=True, text=True)
-    if done.returncode: raise SystemExit(f"{' '.join(args)} on {ranks} ranks failed:\n{done.stderr[-3000:]}")
-    return done.stdout.splitlines()
-
-
 def main(checkout, ranks=None):
     with tempfile.TemporaryDirectory() as folder:
         src = extract(checkout, folder)
@@ -92,13 +77,14 @@ def main(checkout, ranks=None):
         (src / "model.json").write_text(json.dumps(MODEL))
         for name, lines in (("train", 48), ("eval", 12)):
             write_task(src / "raw" / name, lines, seed=len(name))
-            run(src, ["preprocess_dataset.py", "--input", f"raw/{name}", "--output_path", "bin", "--output_name", name])
+            written = ["--input", f"raw/{name}", "--output_path", "bin", "--output_name", name]
+            printed(src, ["preprocess_dataset.py", *written])
         for n in [int(ranks)] if ranks else (1, 2):
             for kind, options in RUNS.items():
-                lines = run(src, ["finetune_cpm_bee.py", *OPTIONS, *options], n)
+                lines = printed(src, ["finetune_cpm_bee.py", *OPTIONS, *options], n)
                 told = [line for line in lines if line.startswith(("| Epoch", "| Eval"))]
                 print(f"{kind} on {n}:", told[0], *told[-2:], sep="\n", flush=True)
-            print(f"beam search on {n}:", *run(src, ["generate.py"], n), flush=True)
+            print(f"beam search on {n}:", *printed(src, ["generate.py"], n), flush=True)
 
 
 if __name__ == "__main__": main(*sys.argv[1:])

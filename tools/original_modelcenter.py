@@ -7,11 +7,10 @@ random weights is made, runs, gives its state dict, is saved, and loaded by anot
 of its README's quick start and examples/bert/finetune_bert.py, from a folder with a model. For what they import besides
 bmtrain and is not here, a few lines lie beside them. Prints a line for each family, and of each training the last.
 """
-import json, random, re, subprocess, sys, tarfile, tempfile
-from io import BytesIO
+import json, random, re, sys, tempfile
 from pathlib import Path
 
-from original_bmtrain import IMPORTS, ROOT
+from original_bmtrain import change_imports, printed, unpack
 from original_center import FAMILIES, arguments
 
 WORDS = "sun moon sea hill tree bird fish rain snow wind".split()
@@ -69,8 +68,7 @@ bmt.save(Bert.from_json_file("bert/config.json"), "bert/pytorch_model.pt")
 def extract(checkout, folder):
     "model_center/, the example, and as scripts of their own what README and this file say; import lines changed"
     paths = ["model_center", "README.md", "examples/bert/finetune_bert.py"]
-    done = subprocess.run(["git", "-C", checkout, "archive", "HEAD", *paths], capture_output=True, check=True)
-    tarfile.open(fileobj=BytesIO(done.stdout)).extractall(folder, filter="data")
+    unpack(checkout, "HEAD", paths, folder)
     (folder / "examples/bert/finetune_bert.py").rename(folder / "finetune_bert.py")
     blocks = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.S)
     quick = "\n".join(b for b in blocks if "your/path/to" not in b)       # (the other way to a model)
@@ -80,10 +78,7 @@ def extract(checkout, folder):
     for name, text in {"quick_start.py": quick, "models.py": MODELS, "made.py": MADE, **OTHERS}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-    for path in folder.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        for pattern, instead in IMPORTS.items(): text = re.sub(pattern, instead, text, flags=re.M)
-        path.write_text(text, encoding="utf-8")
+    change_imports(folder)
 
 
 def write_task(folder): # BoolQ's form: does the word stand in the text?
@@ -109,26 +104,17 @@ def write_models(folder): # configurations: of all families, of few layers, and 
     (folder / "bert/vocab.txt").write_text("\n".join(words) + "\n")
 
 
-def run(folder, args, ranks=1):
-    "The lines that a script prints"
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"] if ranks > 1 else []
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([sys.executable, *launch, *args], cwd=folder, env=env, capture_output=True, text=True)
-    if done.returncode: raise SystemExit(f"{' '.join(args)} on {ranks} ranks failed:\n{done.stderr[-3000:]}")
-    return done.stdout.splitlines()
-
-
 def main(checkout, ranks=None):
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         extract(checkout, folder)
         write_task(folder / "down_data/superglue/BoolQ")
         write_models(folder)
-        run(folder, ["made.py"])
+        printed(folder, ["made.py"])
         for n in [int(ranks)] if ranks else (1, 2):
-            print(f"families on {n}:", *run(folder, ["models.py"], n), sep="\n  ", flush=True)
+            print(f"families on {n}:", *printed(folder, ["models.py"], n), sep="\n  ", flush=True)
             for name, script in (("quick start", ["quick_start.py"]), ("finetune_bert.py", EXAMPLE)):
-                lines = run(folder, script, n)
+                lines = printed(folder, script, n)
                 told = [line for line in lines if "grad_norm" in line]
                 right = [line for line in lines if line.startswith("accuracy")]
                 print(f"{name} on {n}:", told[0], told[-1], f"{right[0]}, then {right[-1]}", sep="\n  ", flush=True)
