@@ -13,7 +13,7 @@ __all__ = ['optim', 'lr_scheduler', 'loss', 'nn', 'inspect', 'distributed', 'sto
            'print_dict', 'see_memory', 'AverageRecorder', 'Notes']
 
 # %% ../nbs/13_bmtrain.ipynb #34e8cdd6
-import fnmatch, math, sys, types
+import fnmatch, math, sys, types, weakref
 from collections.abc import Callable
 from enum import Enum
 
@@ -350,7 +350,11 @@ class AdamOptimizer(AdamW):
         require_values(listed, f"{type(self).__name__} is made")
         if self.model is None: self.model = model_of(listed)
         self.hold_steps, self.record_delta, self._delta = hold_steps, record_delta, (0.0, 0.0)
-        self.scale, self.steps_since_last_scale = scale, 0
+        self._manager, self._scale, self.steps_since_last_scale = None, scale, 0
+    @property
+    def scale(self): # of the loss: its own, or that of the `OptimManager` that holds it
+        manager = None if self._manager is None else self._manager()
+        return self._scale if manager is None else manager.loss_scale
     def _build(self):
         if self.units is None:
             # frozen ones need no state
@@ -363,10 +367,10 @@ class AdamOptimizer(AdamW):
         "One update; with a scale of its own OverflowError, and no update, where a gradient is not finite."
         self._build()
         params = [p for g in self.param_groups for p in g["params"]]
-        if self.scale > 1 and not gradient_norm(params, "inf").isfinite():
-            raise OverflowError(f"a gradient overflowed at scale {self.scale:g}; optim_step(optimizer) lowers it")
+        if self._scale > 1 and not gradient_norm(params, "inf").isfinite():
+            raise OverflowError(f"a gradient overflowed at scale {self._scale:g}; optim_step(optimizer) lowers it")
         rates = [g["lr"] for g in self.param_groups]
-        if scale * self.scale != 1: self.grad_divisor = float(self.grad_divisor) * scale * self.scale
+        if scale * self._scale != 1: self.grad_divisor = float(self.grad_divisor) * scale * self._scale
         if max(self._steps.values(), default=0) < self.hold_steps:
             for g in self.param_groups: g["lr"] = 0.0
         before = self._recorded(params)
@@ -378,10 +382,10 @@ class AdamOptimizer(AdamW):
         return loss
     def loss_scale(self, loss):
         "The loss, times the optimizer's own scale: what to call backward on, as BMTrain 0.1 did."
-        return loss * self.scale
+        return loss * self._scale
     def justify_scale(self, scale):
         "Go on with another scale."
-        self.scale, self.steps_since_last_scale = scale, 0
+        self._scale, self.steps_since_last_scale = scale, 0
     def get_avg_delta(self)->float: # 0 without record_delta
         "Mean of what the last step added to this rank's parameters."
         return self._delta[0]
@@ -434,6 +438,7 @@ class OptimManager(_Manager):
         "Take an optimizer and its schedule under management"
         require_values([p for g in optimizer.param_groups for p in g["params"]], f"{type(optimizer).__name__} is added")
         super().add_optimizer(optimizer, lr_scheduler)
+        if isinstance(optimizer, AdamOptimizer): optimizer._manager = weakref.ref(self)
     def scale_loss(self, loss):
         return super().scale_loss(
             loss if self.grad_scale == config["zero_size"] else loss * (config["zero_size"] / self.grad_scale)
@@ -469,6 +474,8 @@ class OptimManager(_Manager):
         super().load_state_dict(rest | {"schedules": state_dict["lr_schedulers"]})
 
 # %% ../nbs/13_bmtrain.ipynb #bm01a002
+def _own_scale(optim): return optim._scale if isinstance(optim, AdamOptimizer) else getattr(optim, "scale", 1)
+
 def optim_step(
     optim:torch.optim.Optimizer, # any; one with a `scale` above 1 raises OverflowError for gradients that overflowed
     lr_scheduler=None,           # steps with it
@@ -476,15 +483,15 @@ def optim_step(
     "One step of an optimizer and its schedule; where gradients overflowed none, and a smaller scale from then on."
     try: optim.step()
     except OverflowError:
-        if getattr(optim, "scale", 1) <= 1: raise
-        lower = optim.scale / config["loss_scale_factor"]
-        print_rank(f"Gradient overflow, change scale from {optim.scale:f} to {lower:f}")
+        if (scale := _own_scale(optim)) <= 1: raise
+        lower = scale / config["loss_scale_factor"]
+        print_rank(f"Gradient overflow, change scale from {scale:f} to {lower:f}")
         optim.justify_scale(lower)
         optim.zero_grad()
     else:
         if lr_scheduler is not None: lr_scheduler.step()
-    if getattr(optim, "scale", 1) > 1 and optim.steps_since_last_scale >= config["loss_scale_steps"]:
-        optim.justify_scale(optim.scale * config["loss_scale_factor"])
+    if (scale := _own_scale(optim)) > 1 and optim.steps_since_last_scale >= config["loss_scale_steps"]:
+        optim.justify_scale(scale * config["loss_scale_factor"])
 
 def clip_grad_norm(
     param_groups,            # of an optimizer; their gradients change in place

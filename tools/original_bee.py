@@ -133,6 +133,7 @@ ASKED = [ # (task, examples beside it)
 ]
 WIDE = dict(position_bias_num_segment_buckets=128)       # as many as there are ways between segments of a tree
 MOST = 12                                                # tokens of an answer
+BEAMS = (3, 6)                                        # of its search
 
 
 def talkative(table): # the embedding, in which </s> and <option> are louder and no other special is ever said
@@ -183,7 +184,7 @@ def answers(model):
 
 
 def searched(model):
-    "What its beam search of three answers to the tasks without examples, with the mean log-probability of a token"
+    "What its beam search answers to the tasks without examples, with the mean log-probability of a token"
     from cpm_live.generation import bee
     kept, out = [], []
     class Kept(bee.BeamHypotheses): # notes every one that is made
@@ -192,11 +193,12 @@ def searched(model):
             kept.append(self)
     with unittest.mock.patch.object(bee, "BeamHypotheses", Kept):
         search = bee.CPMBeeBeamSearch(model, bee.CPMBeeTokenizer())
-        for task, beside in json.loads(json.dumps(ASKED)):
-            if beside: continue
-            [task] = search.generate([task], beam_size=3, max_length=40)
-            score, best = max(kept[-1].hyp)              # it ends with </s>
-            out.append(dict(task=task, score=score, tokens=len(best)))
+        for beams in BEAMS:
+            for task, beside in json.loads(json.dumps(ASKED)):
+                if beside: continue
+                [task] = search.generate([task], beam_size=beams, max_length=40)
+                score, best = max(kept[-1].hyp)          # it ends with </s>
+                out.append(dict(task=task, beams=beams, score=score, tokens=len(best)))
     return out
 
 

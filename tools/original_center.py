@@ -106,6 +106,9 @@ def figures(center, name):
         out = model(**given)
         logits = out if isinstance(out, torch.Tensor) else out.logits
         if name in ("bert", "roberta"): found["pooled"] = out.pooler_output[:, :8].tolist()
+        if name == "cpm-1": # nothing is given, all is written: a causal model
+            causal = model(**given | {k: torch.zeros_like(given[k]) for k in ("context", "span")}).logits
+            found["causal"] = dict(logits=few(causal, [(0, 0), (0, 15), (0, 29), (1, 21)]), said=said(causal[:1]))
     if name == "vit": return dict(sizes=FAMILIES[name][2], names=names, logits=logits.tolist())
     lengths = told.get("decoder_length") or told.get("length") or [sum(m) for m in told.get("attention_mask", [])]
     lengths = lengths or [logits.shape[1]]

@@ -265,6 +265,8 @@ def glm(checkout):
     logits, *_ = model(told, places, torch.tensor([made[4] if len(made) > 4 else 26 - 9 + 3]))
     losses = mpu.vocab_parallel_cross_entropy(logits.clone(), targets)
     loss = (losses * weigh).sum() / weigh.sum()
+    whole, row = torch.tensor([text]), torch.arange(26)[None]       # no blank: all is read, none is written
+    read, *_ = model(whole, torch.stack([row, 0 * row], 1), torch.tensor([26]))
     prompt = torch.tensor(text[:6] + [91] + text[7:12] + [91] + text[12:16])
     args = types.SimpleNamespace(
         block_lm=True, no_block_position=False, batch_size=1, num_beams=1, out_seq_length=9, top_k=1, top_p=0.0,
@@ -282,6 +284,7 @@ def glm(checkout):
         sizes=GLM, spread=GLM_SPREAD, commands=COMMANDS, text=text, spans=spans[::-1],
         input=told[0].tolist(), positions=places[0].tolist(), targets=targets[0].tolist(), counts=weigh[0].tolist(),
         loss=loss.item(), logits=few(logits, [(0, 0), (0, 12), (0, 19), (0, 20), (0, 25), (0, 31)]), said=said(logits),
+        read=dict(logits=few(read, [(0, 0), (0, 12), (0, 25)]), said=said(read)),
         prompt=prompt.tolist(), end=end, written=wrote([end, 95]))
 
 

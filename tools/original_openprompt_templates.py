@@ -20,7 +20,7 @@ from originals import ROOT, commit, keep, stand_in
 
 sys.path.insert(0, str(ROOT / "tests/prompt"))
 from openprompt_forms import (  # noqa: E402
-    CUTS, EXAMPLES, FORMS, KNOWLEDGE, PATTERNS, WORDS, digest, habit, ours, tokenizer,
+    ANSWERS, CUTS, EXAMPLES, FORMS, KNOWLEDGE, PATTERNS, WORDS, digest, habit, ours, ours_written, tokenizer,
 )
 
 PACKAGE = "openprompt"
@@ -40,9 +40,14 @@ KNOWN = {
     "string": "prompt_base.py does not import string, which a page's text uses: refused there. Here it works.",
     "nothing before": "plms/seq2seq.py's wrapper for T5-LM fails there where the mask stands first. Here the encoder "
                       "reads the tokenizer's own end.",
+    "padding asked for": "plms/seq2seq.py's wrapper for CPM-2 marks one place too many: behind the end, the decoder is "
+                         "to say padding. Here nothing is asked for behind the end.",
+    "space of its own": "plms/seq2seq.py puts a space before every answer, an empty one too. Here the template says "
+                        "where one stands.",
 }
 ENDS = {
     "wordpiece": (["[CLS]"], ["[SEP]"]), "bytes": (["<s>"], ["</s>"]), "bpe": ([], []), "unigram": ([], ["</s>"]),
+    "words": ([], []), "pieces": ([], ["</s>"]),
 }
 
 
@@ -51,8 +56,9 @@ class Slow:
     def __init__(self, name):
         self.tok = tokenizer(name)
         self.before, self.behind = (self.tok.convert_tokens_to_ids(own) for own in ENDS[name])
-        self.additional_special_tokens = [t for t in self.tok.get_vocab() if t.startswith("<extra_id_")]
-        self.additional_special_tokens.sort()
+        blanks = [t for t in self.tok.get_vocab() if re.match("<(extra_id|s)_", t)]
+        self.additional_special_tokens = sorted(blanks, key=lambda t: int(re.search(r"\d+", t)[0]))
+        self.sod_token_id = self.tok.bos_token_id
         self.additional_special_tokens_ids = self.tok.convert_tokens_to_ids(self.additional_special_tokens)
     def __getattr__(self, name): return getattr(self.tok, name)
     def __call__(self, text, **options): return self.tok(text, **options)
@@ -131,6 +137,45 @@ def theirs(its, text, form):
     return out
 
 
+def theirs_written(its, form):
+    "What `ours_written` gives, by its code: what is to be said stands one place earlier"
+    kind, wrapper, _ = FORMS[form]
+    tok, out = Slow(kind), []
+    tool = its[wrapper](max_seq_length=512, tokenizer=tok, decoder_max_length=64, predict_eos_token=True)
+    model = types.SimpleNamespace(get_input_embeddings=lambda: torch.nn.Embedding(len(tok.tok), 2))
+    for text, answers in ANSWERS:
+        if form == "t5-lm" and len(answers) > 1: continue
+        for one in EXAMPLES:
+            example = its["InputExample"](**one, tgt_text=answers)
+            with contextlib.redirect_stdout(io.StringIO()):
+                wrapped = its["MixedTemplate"](model, tok, text).wrap_one_example(example)
+                got = tool.tokenize_one_example(wrapped, teacher_forcing=True)
+            ids, asked = got["decoder_input_ids"], got["loss_ids"]
+            n = max(i for i, x in enumerate(asked) if x == 1)
+            out.append([ids[:n], [i if x == 1 else -100 for i, x in zip(ids[1:n + 1], asked[1:n + 1])]])
+    return out
+
+
+def unlisted(its):
+    "What its wrapper says of a tokenizer such as mT5's, which has <extra_id_0> and does not list it"
+    tok = Slow("pieces")
+    tok.additional_special_tokens = tok.additional_special_tokens_ids = []
+    wrapped = its["ManualTemplate"](tok, PATTERNS[0]).wrap_one_example(its["InputExample"](**EXAMPLES[0]))
+    try: its["T5TokenizerWrapper"](max_seq_length=512, tokenizer=tok).tokenize_one_example(wrapped, False)
+    except IndexError as e: return type(e).__name__
+
+
+def why_written(form, there, here):
+    "Why what is to be written differs; None: nobody knows"
+    (ids, said), tok = there, tokenizer(FORMS[form][0])
+    spaces = {tok.convert_tokens_to_ids(word) for word in ("\u2582", "▁")}
+    plain = lambda ids, said: [[i for i in row if i not in spaces] for row in (ids, said)]
+    if plain(*there) == plain(*here): return "space of its own"
+    if form == "cpm-2" and said[-1] == tok.pad_token_id and plain(ids[:-1], said[:-1]) == plain(*here):
+        return "padding asked for"
+    return None
+
+
 def kept(its, name, most, share):
     "Its knowledgeable verbalizer's words as they are made, and after calibration; None: it fails"
     tok = Slow(name)
@@ -185,6 +230,14 @@ def main(args):
             if why is None: sys.exit(f"{name}, {form}, case {k}: {text}\n  there {x}\n  here  {y}")
             known.setdefault(why, {}).setdefault(f"{name} {form}", []).append(k)
         return [None if isinstance(x, str) else x for x in there]
+    told = {"mt5": unlisted(its)}
+    for form in ("unigram", "t5-lm", "cpm-2"):
+        told[form] = theirs_written(its, form)
+        for k, (x, y) in enumerate(zip(told[form], ours_written(form), strict=True)):
+            if x == y: continue
+            why = why_written(form, x, y)
+            if why is None: sys.exit(f"what is to be written, {form}, case {k}:\n  there {x}\n  here  {y}")
+            known.setdefault(why, {}).setdefault(f"written {form}", []).append(k)
     rows, own = {}, []
     for file, line, text in texts(checkout):
         rows[f"{file}:{line}"] = [digest(text), *(digest(compare(f"{file}:{line}", text, form)) for form in FORMS)]
@@ -198,6 +251,7 @@ def main(args):
         "repository": "https://github.com/thunlp/OpenPrompt", "commit": commit(checkout), "files": FILES,
         "known": {why: {"why": KNOWN[why], "cases": where} for why, where in known.items()},
         "forms": list(FORMS), "texts": rows, "patterns": {str(i): x for i, x in enumerate(own)},
+        "written": told,
         "knowledge": {f"{name} {most} {share}": kept(its, name, most, share) for name, most, share in KNOWLEDGE},
     })
 

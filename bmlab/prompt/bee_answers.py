@@ -7,7 +7,7 @@ __all__ = ['renumbered', 'BeeCollator', 'answer']
 
 # %% ../../nbs/35_prompt/12_bee_answers.ipynb #f43c7be6
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -154,60 +154,168 @@ def _filled(data, answers):
     return data | {"<ans>": fill(data["<ans>"])}
 
 # %% ../../nbs/35_prompt/12_bee_answers.ipynb #f3d08be7
-@torch.no_grad()
-def _ask(model, tok, tasks, beside, max_new_tokens, min_new_tokens, only):
-    "[[ids of each answer] of each task]"
-    V, device, special = model.config.vocab_size, model.device, _special_ids(tok)
-    tokens, rows = [encode_bee(t.asked(), tok) for t in tasks], []
-    for t in tokens:
-        table = dict(t.table)
-        examples = [renumbered(encode_bee(e, tok), table) for e in beside]
-        t.table.update(table)
-        along = ("ids", "sub_ids", "segments", "context", "targets", "target_subs")
-        given = replace(t, **{n: getattr(t, n)[t.context] for n in along})
-        row = _row([(given, examples)], V)
-        row["ext"] = [x for x in t.table if x[1] > 0]
-        rows.append(row)
-    segment = [[k for k, s in enumerate(t.asked().segments) if s.answer] for t in tasks]       # of each answer
-    b = _stack(rows, "left", tok.pad_token_id)
-    del b["targets"], b["spans"]
-    b = {n: x.to(device) for n, x in b.items()}
-    ok = torch.stack([_sayable(t, b["ext_ids"].shape[1], special, V, only) for t in tokens]).to(device)
-    # state: which answer is being said
-    out, state, cache = [[[] for _ in s] for s in segment], [0] * len(tasks), None
-    token, fresh = [special["s"]] * len(tasks), b.pop("input_ids")
-    subs = b.pop("sub_ids")
-    for _ in range(max(len(s) for s in segment) * (max_new_tokens + 1)):
-        live = [n < len(s) for n, s in zip(state, segment)]
-        if not any(live): break
-        column = {"context": [False] * len(tasks), "attention_mask": [1] * len(tasks), "samples": [0] * len(tasks)}
-        column["segments"] = [s[min(n, len(s) - 1)] for n, s in zip(state, segment)]
+class _Asked:
+    "Tasks of a batch while they are answered, a row each: what is read, and what may be said."
+    def __init__(self, model, tok, tasks, beside, only):
+        self.model, self.special, self.only, V = model, _special_ids(tok), only, model.config.vocab_size
+        self.tokens, rows = [encode_bee(t.asked(), tok) for t in tasks], []
+        for t in self.tokens:
+            table = dict(t.table)
+            examples = [renumbered(encode_bee(e, tok), table) for e in beside]
+            t.table.update(table)
+            along = ("ids", "sub_ids", "segments", "context", "targets", "target_subs")
+            given = replace(t, **{n: getattr(t, n)[t.context] for n in along})
+            row = _row([(given, examples)], V)
+            row["ext"] = [x for x in t.table if x[1] > 0]
+            rows.append(row)
+        self.segment = [[k for k, s in enumerate(t.asked().segments) if s.answer] for t in tasks]      # of each answer
+        b = _stack(rows, "left", tok.pad_token_id)
+        del b["targets"], b["spans"]
+        self.b, self.cache = {n: x.to(model.device) for n, x in b.items()}, None
+        E = b["ext_ids"].shape[1]
+        self.ok = torch.stack([_sayable(t, E, self.special, V, only) for t in self.tokens]).to(model.device)
+
+    def read(self,
+        tokens,    # R ids
+        segments,  # R, of the answers that they belong to
+    ):             # → (R, V + E) what the model says to them
+        "A token more in each row; the first time all that stands before it, too."
+        b, R, device = self.b, len(tokens), self.model.device
+        column = {"context": [False] * R, "attention_mask": [1] * R, "samples": [0] * R, "segments": segments}
         for name, values in column.items():
-            values = torch.tensor(values, device=device)[:, None].to(b[name].dtype)
-            b[name] = torch.cat([b[name], values], 1)
-        new, number = torch.tensor(token, device=device)[:, None], None
-        if cache is None: new, number = torch.cat([fresh, new], 1), torch.cat([subs, torch.zeros_like(new)], 1)
-        result = model(
-            input_ids=new, sub_ids=number, past_key_values=cache, use_cache=True, logits_to_keep=1, **b
+            b[name] = torch.cat([b[name], torch.tensor(values, device=device)[:, None].to(b[name].dtype)], 1)
+        new, number = torch.tensor(tokens, device=device)[:, None], None
+        if self.cache is None:
+            new, number = (torch.cat([b.pop(n), x], 1) for n, x in (("input_ids", new), ("sub_ids", 0 * new)))
+        result = self.model(
+            input_ids=new, sub_ids=number, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **b
         )
-        cache, may = result.past_key_values, ok.clone()
-        enough = [n >= len(out[r]) or len(out[r][n]) >= min_new_tokens for r, n in enumerate(state)]
-        may[:, special["/s"]] = torch.tensor(enough, device=device)
-        if only == "options":
-            for r, n in enumerate(state):
-                said = n < len(out[r]) and out[r][n]
-                may[r] = (torch.arange(may.shape[1], device=device) == special["/s"]) if said else ok[r]
-        top, best = result.logits[:, -1].masked_fill(~may, -torch.inf).max(-1)
+        self.cache = result.past_key_values
+        return result.logits[:, -1]
+
+    def may(self,
+        row,            # of the batch
+        said,           # ids of the answer so far
+        min_new_tokens, # of an answer
+    ):                  # → (V + E,) bool
+        "What may come next in an answer."
+        ok, end = self.ok[row].clone(), self.special["/s"]
+        if self.only == "options":
+            if not said: return ok
+            return torch.arange(len(ok), device=ok.device) == end
+        ok[end] = len(said) >= min_new_tokens
+        return ok
+
+    def barred(self,
+        row, # of the batch
+    ):       # → (V + E,) bool
+        "What counts for nothing in a search: the unknown word, unless the task has it, and other tasks' numbers."
+        out = torch.zeros_like(self.ok[row])
+        out[self.special["unk"]] = (self.special["unk"], 0) not in self.tokens[row].table
+        out[self.model.config.vocab_size + sum(n > 0 for _, n in self.tokens[row].table):] = True
+        return out
+
+
+# %% ../../nbs/35_prompt/12_bee_answers.ipynb #5c19aefd
+def _likeliest(asked, max_new_tokens, min_new_tokens):
+    "[[ids of each answer] of each task]: the likeliest token each time"
+    segment, end, begin = asked.segment, asked.special["/s"], asked.special["s"]
+    out, state, token = [[[] for _ in s] for s in segment], [0] * len(segment), [begin] * len(segment)
+    while any(live := [n < len(s) for n, s in zip(state, segment)]):
+        at = [min(n, len(s) - 1) for n, s in zip(state, segment)]
+        logits = asked.read(token, [s[n] for n, s in zip(at, segment)])
+        may = torch.stack([asked.may(r, out[r][n], min_new_tokens) for r, n in enumerate(at)])
+        top, best = logits.masked_fill(~may, -torch.inf).max(-1)
         best = best.masked_fill(top.isnan(), -1).tolist()
         if any(on and t < 0 for on, t in zip(live, best)): raise bad_logits()
         for r, n in enumerate(state):
             if not live[r]: continue
-            if best[r] != special["/s"]: out[r][n].append(best[r])
-            if best[r] == special["/s"] or len(out[r][n]) >= max_new_tokens: state[r], token[r] = n + 1, special["s"]
+            if best[r] != end: out[r][n].append(best[r])
+            if best[r] == end or len(out[r][n]) >= max_new_tokens: state[r], token[r] = n + 1, begin
             else: token[r] = best[r]
-    return [[_said(ids, t, tok, V) for ids in said] for said, t in zip(out, tokens)]
+    return out
+
+
+# %% ../../nbs/35_prompt/12_bee_answers.ipynb #20d8ef9f
+_NEVER = -1e9                                    # log-probability of a way that is none
+
+@dataclass
+class _Way:
+    "A way to answer a task, as far as it has come"
+    score:float = 0.0                            # log-probability, nats
+    said:list = field(default_factory=lambda: [[]])
+    length:int = 0                               # tokens, ends of answers included
+
+    def then(self, token, score, end, most): # → the way with a token more
+        own = [*self.said[:-1], [*self.said[-1], token]] if token != end else self.said
+        closed = token == end or len(own[-1]) >= most
+        return _Way(score, [*own, []] if closed else own, self.length + 1)
+
+@dataclass
+class _Ways:
+    "The ways of one task"
+    answers:int                                  # how many it wants
+    running:list                                 # of _Way, the best first
+    found:list = field(default_factory=list)     # of (mean log-probability, answers)
+    open:bool = True
+
+    def step(self, candidates, end, most): # of (log-probability, way, token), the best first
+        "Follow the best; → which way each of the new ones continues"
+        beams, length = len(self.running), self.running[0].length
+        if not self.open: return [0] * beams
+        full = len(self.found) == beams
+        if full and min(self.found)[0] >= candidates[0][0] / length: self.open = False
+        new = []
+        for score, k, token in candidates if self.open else []:
+            if len(new) == beams or score <= _NEVER / 2: break
+            way = self.running[k].then(token, score, end, most)
+            if len(way.said) <= self.answers: new.append((way, k))
+            else: self.found.append((score / way.length, way.said[:-1]))
+        self.found = sorted(self.found, key=lambda f: -f[0])[:beams]
+        self.open = self.open and bool(new)
+        if not self.open: return [0] * beams
+        new += [(replace(new[0][0], score=_NEVER), new[0][1])] * (beams - len(new))
+        self.running = [way for way, _ in new]
+        return [k for _, k in new]
+
+
+# %% ../../nbs/35_prompt/12_bee_answers.ipynb #952c694d
+def _by_beams(asked, beams, max_new_tokens, min_new_tokens):
+    "[[ids of each answer] of each task]: the likeliest whole that a search finds"
+    segment, end, begin = asked.segment, asked.special["/s"], asked.special["s"]
+    ways = [_Ways(len(s), [_Way()] + [_Way(_NEVER)] * (beams - 1)) for s in segment]
+    logits = asked.read([begin] * len(ways), [s[0] for s in segment]).repeat_interleave(beams, 0)
+    asked.cache.batch_repeat_interleave(beams)
+    asked.b = {name: x.repeat_interleave(beams, 0) for name, x in asked.b.items()}
+    barred = torch.stack([asked.barred(r) for r in range(len(ways))]).repeat_interleave(beams, 0)
+    while True:
+        rows = [(r, way) for r, w in enumerate(ways) for way in w.running]
+        may = torch.stack([asked.may(r, way.said[-1], min_new_tokens) for r, way in rows])
+        total = logits.masked_fill(barred, -10000).log_softmax(-1).masked_fill(~may, -torch.inf)
+        total = (total + torch.tensor([way.score for _, way in rows], device=total.device)[:, None]).view(len(ways), -1)
+        best, V = total.topk(min(2 * beams, total.shape[1])), logits.shape[-1]
+        move = []
+        for r, (w, values, at) in enumerate(zip(ways, best.values.tolist(), best.indices.tolist())):
+            if w.open and values[0] != values[0]: raise bad_logits()
+            of = w.step([(v, i // V, i % V) for v, i in zip(values, at)], end, max_new_tokens)
+            move += [r * beams + k for k in of]
+        if not any(w.open for w in ways): return [max(w.found, key=lambda f: f[0])[1] for w in ways]
+        move = torch.tensor(move, device=logits.device)
+        asked.cache.reorder_cache(move)
+        asked.b = {name: x[move] for name, x in asked.b.items()}
+        rows = [(segment[r][len(way.said) - 1], way.said[-1]) for r, w in enumerate(ways) for way in w.running]
+        logits = asked.read([said[-1] if said else begin for _, said in rows], [s for s, _ in rows])
+
 
 # %% ../../nbs/35_prompt/12_bee_answers.ipynb #634664ab
+@torch.no_grad()
+def _answered(asked, tasks, tok, beams, max_new_tokens, min_new_tokens):
+    "Tasks with their answers"
+    if beams == 1: said = _likeliest(asked, max_new_tokens, min_new_tokens)
+    else: said = _by_beams(asked, beams, max_new_tokens, min_new_tokens)
+    texts = [[_said(ids, t, tok, asked.model.config.vocab_size) for ids in own] for own, t in zip(said, asked.tokens)]
+    return [Bee(_filled(t.data, own), max_depth=t.max_depth) for t, own in zip(tasks, texts)]
+
 def answer(
     model,                  # a CpmBeeForCausalLM
     tok,                    # its tokenizer
@@ -217,14 +325,16 @@ def answer(
     only:str|None=None,     # "options": one of the task's options, nothing else
     examples:Sequence=(),   # tasks with answers, beside each task
     batch:int=16,           # tasks at once
+    num_beams:int=1,        # ways that are followed at once; 1: the likeliest token each time
 ):                          # -> Bee, or a list of them
-    "The tasks with the model's answers in their JSON: the likeliest token each time, over one cache."
+    "The tasks with the model's answers in their JSON, by the likeliest token or by beam search, over one cache."
     if only not in (None, "options"): raise ValueError(f"only={only!r}: None or 'options'")
     if not 0 <= min_new_tokens <= max_new_tokens or max_new_tokens < 1 or batch < 1:
         raise ValueError(
             f"min_new_tokens={min_new_tokens}, max_new_tokens={max_new_tokens}, batch={batch}: at least 0, 1 and 1, "
             "the first not above the second"
         )
+    if num_beams < 1: raise ValueError(f"num_beams={num_beams}: at least 1")
     one = isinstance(tasks, (Bee, Mapping, str))
     bees = [t if isinstance(t, Bee) else Bee(t) for t in ([tasks] if one else tasks)]
     beside = [e if isinstance(e, Bee) else Bee(e, training=True) for e in examples]
@@ -233,7 +343,7 @@ def answer(
     try:
         for i in range(0, len(bees), batch):
             part = bees[i:i + batch]
-            said = _ask(model, tok, part, beside, max_new_tokens, min_new_tokens, only)
-            out += [Bee(_filled(t.data, own), max_depth=t.max_depth) for t, own in zip(part, said)]
+            asked = _Asked(model, tok, part, beside, only)
+            out += _answered(asked, part, tok, num_beams, max_new_tokens, min_new_tokens)
     finally: model.train(training)
     return out[0] if one else out

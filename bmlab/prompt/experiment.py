@@ -233,6 +233,9 @@ DATA_SETS = {
     "wic": ({"text_a": "sentence1", "text_b": "sentence2", "meta": ("word",), "label": "label"}, [True, False]),
     "wsc": ({"text_a": "text", "meta": ("span1_text", "span2_text"), "label": "label"}, [True, False]),
     "copa": (_CHOICE, [0, 1]),
+    "record": (
+        {"text_a": "passage", "text_b": "query", "meta": ("candidates", "answers"), "tgt_text": "answers"}, None,
+    ),
     "multirc": ({"text_a": "paragraph", "text_b": "question", "meta": ("answer",), "label": "label"}, [0, 1]),
     "super_glue.rte": (_PAIR, ["Entailment", "Not Entailment"]),
     "super_glue.cb": (_PAIR, ["Entailment", "Not Entailment", "Neutral"]),
@@ -255,29 +258,90 @@ DATA_SETS = {
     "webnlg": ({"text_a": "triples", "tgt_text": "text"}, None),
     "webnlg_2017": ({"text_a": "triples", "tgt_text": "text"}, None),
     "csqa": ({"text_a": "question", "meta": ("choices",), "tgt_text": "answerKey"}, None),
+    "ultrachat": ({"meta": ("context",), "tgt_text": "answer"}, None),
+    "lama": ({"text_a": "sub_label", "label": "obj_label"}, None),
 }
 
+
+# %% ../../nbs/35_prompt/14_experiment.ipynb #5cbfb996
+def _dialogue(row):
+    "UltraChat: a row for each answer, with all that was said before, speaker by speaker"
+    said = [f"{who}: {text}" for who, text in zip(("User", "Assistant") * len(row["data"]), row["data"])]
+    for i in range(0, len(said) - 1, 2): yield {"context": said[:i + 1], "answer": row["data"][i + 1]}
+
+def _questions(row):
+    "ReCoRD's own files: a row for each right answer, the text's entities beside it"
+    text = row["passage"]["text"]
+    named = sorted({text[e["start"]:e["end"] + 1] for e in row["passage"]["entities"]})
+    shown = text.replace("@highlight\n", "- ")
+    for q in row["qas"]:
+        right = sorted({a["text"] for a in q.get("answers", [])})
+        for answer in right or [""]:
+            others = [name for name in named if name not in right]
+            yield {"passage": shown, "query": q["query"], "answers": answer, "candidates": [answer, *others]}
+
+def _one_answer(row):
+    "ReCoRD as Hugging Face's datasets has it: of several right answers the first"
+    answers, entities = row["answers"], row["entities"]
+    shown = {"passage": row["passage"].replace("\n", " "), "entities": ", ".join(entities)}
+    yield {**row, **shown, "answers": answers[0] if answers else ""}
+
+def _triples(row):
+    "WebNLG's own files: the triples, and each good text (of a test set OpenPrompt joins them, a line each)"
+    own = next(v for v in row.values() if isinstance(v, Mapping) and "modifiedtripleset" in v)
+    three = lambda t: f" | {t['subject']} : {t['property']} : {t['object']}"
+    good = [text["lex"] for text in own["lexicalisations"] if text["comment"] == "good"]
+    for text in good: yield {"triples": "".join(map(three, own["modifiedtripleset"])), "text": text}
+
+def _stem(row):
+    "CommonsenseQA's own files"
+    question = row["question"]
+    yield {"question": question["stem"], "choices": question["choices"], "answerKey": row.get("answerKey", "")}
+
+def _spans(row):
+    "TACRED's own files: the two things that are related, by their places"
+    part = lambda name: " ".join(row["token"][row[f"{name}_start"]:row[f"{name}_end"] + 1])
+    yield {**row, "head": part("subj"), "tail": part("obj")}
+
+# (data sets, how a row of their own files is known, its rows of the table above)
+_LAID_OUT = [
+    (("ultrachat",), lambda row: "data" in row, _dialogue),
+    (("record",), lambda row: "qas" in row, _questions),
+    (("super_glue.record",), lambda row: not isinstance(row["answers"], str), _one_answer),
+    (("webnlg", "webnlg_2017"), lambda row: "triples" not in row, _triples),
+    (("csqa",), lambda row: isinstance(row.get("question"), Mapping), _stem),
+    (("tacred", "tacrev", "retacred"), lambda row: "subj_start" in row, _spans),
+]
+
+def _rows_of(name, row):
+    "Rows with the table's columns"
+    laid = next((out for names, deep, out in _LAID_OUT if name in names and deep(row)), None)
+    return [row] if laid is None else list(laid(row))
+
+
+# %% ../../nbs/35_prompt/14_experiment.ipynb #7913d5ce
 def _cell(row, column):
-    "A column's value, several joined, a list of words as a text"
+    "A text: a column's, of several together, of a list of words"
     if isinstance(column, tuple): return " ".join(str(row[c]) for c in column)
     return " ".join(v) if isinstance(v := row[column], (list, tuple)) and all(isinstance(x, str) for x in v) else v
+
+def _example(name, columns, row):
+    "A row with the table's columns as an example"
+    wanted = [c for k in columns.values() for c in (k if isinstance(k, tuple) else (k,))]
+    if missing := next((c for c in wanted if c not in row and c != columns.get("label")), None):
+        raise KeyError(f"{name} has a column {missing!r}{did_you_mean(missing, row)}; here are {', '.join(row)}")
+    e = {k: _cell(row, c) for k, c in columns.items() if k != "meta" and (k != "label" or c in row)}
+    return e | ({"meta": {c: row[c] for c in columns["meta"]}} if "meta" in columns else {})
 
 def examples_for(
     name:str,   # a data set of DATA_SETS, or any other
     rows,       # a list of dicts, a DataFrame, a data set of Hugging Face, with its own columns or a template's
-)->list[dict]:  # with a template's names: text_a, text_b, meta, label, tgt_text
+)->list[dict]:  # with a template's names: text_a, text_b, meta, label, tgt_text; of a dialogue several
     "Rows of a data set as examples."
-    columns, out = DATA_SETS.get(str(name).lower(), ({}, None))[0], []
-    for row in examples_of(rows):
-        if not isinstance(row, Mapping) or "text_a" in row or not columns:
-            out.append(row)
-            continue
-        wanted = [c for k in columns.values() for c in (k if isinstance(k, tuple) else (k,))]
-        if missing := next((c for c in wanted if c not in row and c != columns.get("label")), None):
-            raise KeyError(f"{name} has a column {missing!r}{did_you_mean(missing, row)}; here are {', '.join(row)}")
-        e = {k: _cell(row, c) for k, c in columns.items() if k != "meta" and (k != "label" or c in row)}
-        out.append(e | ({"meta": {c: _cell(row, c) for c in columns["meta"]}} if "meta" in columns else {}))
-    return out
+    columns = DATA_SETS.get(str(name).lower(), ({}, None))[0]
+    ready = lambda row: not isinstance(row, Mapping) or "text_a" in row or not columns
+    deep = lambda row: [_example(name, columns, r) for r in _rows_of(str(name).lower(), row)]
+    return [e for row in examples_of(rows) for e in ([row] if ready(row) else deep(row))]
 
 # %% ../../nbs/35_prompt/14_experiment.ipynb #96eb261e
 def _warmed(steps, warmups):

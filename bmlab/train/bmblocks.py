@@ -331,7 +331,14 @@ def _gathering():
         return
     with torch.inference_mode(False), torch.no_grad(): yield
 
-class DistributedModule(torch.nn.Module):
+class _Waiting(torch.nn.Module):
+    "A module whose parameters may wait for their values"
+    def load_state_dict(self, state_dict, strict:bool=True, assign:bool=False):
+        "As for any module; what waits for its values is shared out first."
+        _share_for(self, state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+class DistributedModule(_Waiting):
     "A module that may hold `DistributedParameter`s; inside a forward they are this rank's part of what is divided."
     def __call__(self, *args, **kwargs):
         require_values(self._parameters.values(), f"{type(self).__name__} is run")
@@ -353,10 +360,6 @@ class DistributedModule(torch.nn.Module):
             with _forward(False): self.unshard()
             value = super().__getattr__(name)
         return value.to_local() if value.device_mesh == config.tp else value
-    def load_state_dict(self, state_dict, strict:bool=True, assign:bool=False):
-        "As for any module; what waits for its values is shared out first."
-        _share_for(self, state_dict)
-        return super().load_state_dict(state_dict, strict, assign)
     def _load_from_state_dict(self, state_dict, prefix, *args):
         waits = [p for k, p in self._parameters.items() if prefix + k in state_dict]
         require_values(waits, f"{type(self).__name__} takes a state dict")
@@ -393,7 +396,7 @@ def _repeatable(run):
             if runs == 1 or told: raise
     return once
 
-class Block(torch.nn.Module):
+class Block(_Waiting):
     "A module that recomputes in backward and is sharded as one; made of a module, which it stays."
     def __new__(cls, inner_module=None, *args, **kwargs):
         if inner_module is None: return object.__new__(cls)                       # a copy, to be filled
@@ -414,10 +417,6 @@ class Block(torch.nn.Module):
         self.use_checkpoint, self.zero_level = use_checkpoint, zero_level or config.zero_level
         for p in self.parameters():
             if "_bmt" in p.__dict__: p._bmt.in_block = True
-    def load_state_dict(self, state_dict, strict:bool=True, assign:bool=False):
-        "As for any module; what waits for its values is shared out first."
-        _share_for(self, state_dict)
-        return super().load_state_dict(state_dict, strict, assign)
     def __call__(self, *args, **kwargs):
         with _gathering() if isinstance(self, FSDPModule) else nullcontext(): return super().__call__(*args, **kwargs)
     def forward(self, *args, **kwargs):
@@ -446,7 +445,7 @@ def CheckpointBlockContext(
         if isinstance(block, FSDPModule): block.reshard()
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #abb822fd
-class TransformerBlockList(torch.nn.ModuleList):
+class TransformerBlockList(_Waiting, torch.nn.ModuleList):
     "Blocks that run one after the other."
     def __init__(self,
         modules,             # blocks, or modules that become ones
@@ -454,10 +453,6 @@ class TransformerBlockList(torch.nn.ModuleList):
     ):
         super().__init__(m if isinstance(m, Block) else Block(m) for m in modules)
         self.num_hidden = num_hidden
-    def load_state_dict(self, state_dict, strict:bool=True, assign:bool=False):
-        "As for any module; what waits for its values is shared out first."
-        _share_for(self, state_dict)
-        return super().load_state_dict(state_dict, strict, assign)
     def forward(self,
         *args,                              # for the first block; what follows the first num_hidden goes to every block
         return_hidden_states:bool=False,    # also the inputs of all blocks

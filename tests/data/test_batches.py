@@ -11,6 +11,7 @@ import transformers as tf
 from bmlab.train.processes import run_ranks
 from bmlab.data.batches import Loader, Packed, best_fit, cu_seqlens, document_mask, permute
 from bmlab.data.shards import Shards, ShardWriter, seal_shards
+from fresh import fresh_python
 
 
 def make(folder, lengths, name="shard", first=0, shard_tokens=300, **about):
@@ -213,12 +214,7 @@ with open(out, "ab") as f:
 
 def test_killed_and_taken_up(shards, tmp_path):
     out = tmp_path / "stream"
-    env = dict(os.environ, PYTHONPATH=str(Path(__file__).resolve().parents[2]), OMP_NUM_THREADS="1")
-    run = lambda steps, die: (
-        subprocess.run(
-            [sys.executable, "-c", STOPPED, str(shards.folder), str(out), str(steps), str(die)], env=env
-        ).returncode
-    )
+    run = lambda steps, die: fresh_python(STOPPED, shards.folder, out, steps, die).returncode
     assert run(60, 37) == -signal.SIGKILL and run(13, 0) == 0
     assert out.read_bytes() == take(Packed(shards, 16, 8), 50).numpy().tobytes()
 

@@ -1,6 +1,6 @@
 "Collecting from servers on this machine: kills, paces, hostile answers, readers of the result; Debian packages."
 import contextlib, email.utils, encodings.aliases, gzip, importlib, io, itertools, json, os, random, re, signal
-import subprocess, sys, textwrap, threading, time
+import textwrap, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import pytest
 
 from bmlab.data.collect import Fetcher, Limits, Robots, Skipped, collect, index_records, page_text
 from bmlab.data.samples import fetch_deb, sample_texts
+from bmlab.train.forkserver import start_process
 
 module = importlib.import_module("bmlab.data.collect")
 
@@ -414,12 +415,7 @@ RUN = textwrap.dedent("""
 
 def start(**job):
     "A process that an interrupt reaches, also where this one ignores them, as in a shell's background"
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN, json.dumps(job)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    return start_process(RUN, [json.dumps(job)], log=job["into"] + ".log")
 
 
 @pytest.mark.parametrize("format", ["jsonl", "warc"])
@@ -435,7 +431,7 @@ def test_a_kill_loses_nothing_and_repeats_nothing(site, tmp_path, format):
         if process.poll() is None:
             process.kill()
             kills += 1
-        process.communicate()
+        process.wait(60)
     collect(job.pop("urls"), job.pop("into"), **job)
     got = [r["requested"] for r in rows(tmp_path)] if format == "jsonl" else [u for u, _, _ in records(tmp_path)]
     assert sorted(got) == sorted(urls) and kills >= 1
@@ -455,8 +451,7 @@ def test_an_interrupt_ends_it_soon_and_well(site, tmp_path):
     deadline = time.monotonic() + 60
     while len(home.paths()) < 3 and time.monotonic() < deadline: time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    err = process.communicate(timeout=60)[1]
-    assert process.returncode != 0 and b"KeyboardInterrupt" in err
+    assert process.wait(60) != 0 and "KeyboardInterrupt" in Path(f"{tmp_path}.log").read_text()
     n = len(rows(tmp_path))
     assert 1 <= n < 50 and len((tmp_path / "collect.log").read_text().splitlines()) == n
     assert len(collect([home.url + f"/{i}" for i in range(10)], tmp_path, **QUICK)) == 10 and len(rows(tmp_path)) == 10
@@ -470,7 +465,7 @@ def test_one_process_a_folder(site, tmp_path):
     with pytest.raises(RuntimeError, match="another process collects into"):
         collect([home.url + "/0"], tmp_path, **QUICK)
     process.kill()
-    process.communicate()
+    process.wait(60)
     collect([home.url + f"/{i}" for i in range(3)], tmp_path, **QUICK)                # the lock went with the process
 
 

@@ -1,5 +1,5 @@
 "Copies: against brute force with Python's sets, on planted copies, through kills and several processes"
-import itertools, json, os, pickle, random, re, signal, sqlite3, subprocess, sys, time
+import itertools, json, pickle, random, re, signal, sqlite3, time
 
 import numpy as np
 import pytest
@@ -21,6 +21,8 @@ from bmlab.data.dedup import (
     shingles,
 )
 from bmlab.files import fetch
+from bmlab.train.forkserver import start_process
+from conftest import until
 
 
 @pytest.fixture(scope="module")
@@ -253,34 +255,29 @@ def documents(count=400, seed=0):
 
 
 _WORK = """
-import json
+import json, time
 from bmlab.data.dedup import ParagraphStore
 store = ParagraphStore({path!r})
 for i, t in json.load(open({docs!r}))[{part}]:
     print(i, store(t, id=str(i)) is None, flush=True)
+    time.sleep({pause})
 """
 
 
-def work(path, part="0:"):
-    docs = path.with_suffix(".json")
+def work(path, part="0:", pause=0):
+    "(a process that asks a store about documents, its output)"
+    docs, log = path.with_suffix(".json"), path.with_name(f"{path.stem} {part.replace(':', '-')}.log")
     if not docs.exists(): docs.write_text(json.dumps(list(enumerate(documents()))))
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
-    return subprocess.Popen(
-        [sys.executable, "-c", _WORK.format(docs=str(docs), path=str(path), part=part)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=env,
-    )
+    return start_process(_WORK.format(docs=str(docs), path=str(path), part=part, pause=pause), log=log), log
 
 
 def test_a_killed_run_repeated_gives_the_same_corpus(tmp_path):
     whole = ParagraphStore(tmp_path / "whole.db")
     want = [whole(t, id=str(i)) for i, t in enumerate(documents())]
-    killed = work(tmp_path / "killed.db")
-    for _ in range(57): killed.stdout.readline()
+    killed, log = work(tmp_path / "killed.db", pause=.001)
+    until(lambda: log.read_text().count("\n") >= 57)
     killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    killed.stdout.close()
+    assert killed.wait(60) == -signal.SIGKILL
     again = ParagraphStore(tmp_path / "killed.db")
     assert (
         len(again) > 0 and [again(t, id=str(i)) for i, t in enumerate(documents())] == want and len(again) == len(whole)
@@ -290,8 +287,9 @@ def test_a_killed_run_repeated_gives_the_same_corpus(tmp_path):
 
 def test_two_processes_share_a_store(tmp_path):
     both = [work(tmp_path / "s.db", "0:200"), work(tmp_path / "s.db", "200:")]
-    answers = [line.split() for p in both for line in p.communicate(timeout=60)[0].splitlines()]
-    assert all(p.returncode == 0 for p in both) and len(answers) == 400
+    assert all(p.wait(60) == 0 for p, _ in both)
+    answers = [line.split() for _, log in both for line in log.read_text().splitlines()]
+    assert len(answers) == 400
     store, docs = ParagraphStore(tmp_path / "s.db"), documents()
     kept = set().union(*(paragraph_hashes(docs[int(i)]) for i, new in answers if new == "True"))
     assert len(store) == len(kept)
@@ -299,9 +297,11 @@ def test_two_processes_share_a_store(tmp_path):
 
 
 _OPEN = """
-import sys, time
+import os, sys, time
 from bmlab.data.dedup import ParagraphStore
-print("ready", flush=True); at = float(input())
+print("ready", flush=True)
+while not os.path.exists(sys.argv[2]): time.sleep(.001)
+at = float(open(sys.argv[2]).read())
 for i in range(40):
     while time.time() < at + i / 20: pass
     ParagraphStore(f"{sys.argv[1]}/{i}.db")
@@ -310,24 +310,13 @@ for i in range(40):
 
 def test_processes_make_a_store_at_the_same_moment(tmp_path):
     "SQLite answers the second one that changes the journal's form with an error, at once"
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
-    four = [
-        subprocess.Popen(
-            [sys.executable, "-c", _OPEN, tmp_path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        for _ in range(4)
-    ]
-    assert [p.stdout.readline() for p in four] == ["ready\n"] * 4
-    at = time.time() + 0.2
-    for p in four:
-        p.stdin.write(f"{at}\n")
-        p.stdin.flush()
-    assert [p.communicate(timeout=120)[1] for p in four] == [""] * 4 and len(list(tmp_path.glob("*.db"))) == 40
+    logs, go = [tmp_path / f"{i}.log" for i in range(4)], tmp_path / "go"
+    four = [start_process(_OPEN, [tmp_path, go], log=log) for log in logs]
+    until(lambda: all(log.read_text() == "ready\n" for log in logs))
+    (tmp_path / "at").write_text(str(time.time() + 0.2))
+    (tmp_path / "at").rename(go)
+    assert [p.wait(120) for p in four] == [0] * 4 and len(list(tmp_path.glob("*.db"))) == 40
+    assert [log.read_text() for log in logs] == ["ready\n"] * 4
 
 
 def test_a_locked_store(tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
 "Shards, and other people's layouts: byte for byte against writers of their own, and every way in which files go bad."
-import io, json, os, pickle, random, signal, struct, subprocess, sys, time
+import io, json, os, pickle, random, signal, struct, time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from bmlab.data.samples import pack_tokens, sample_texts
 from bmlab.data.layouts import block_files, open_ds, open_mmididx, plain, read_blocks, write_mmididx, write_shards
 from bmlab.models.load import sample_dir
+from bmlab.train.forkserver import start_process
 from bmlab.data.shards import ShardError, Shards, ShardWriter, seal_shards, token_dtype, tokenize, tokenizer_hash
 
 
@@ -158,11 +159,7 @@ tokenize((f"document {n} " * 5 for n in range(400)), Slow(), sys.argv[1], shard_
 def test_killed_and_resumed(tmp_path):
     "SIGKILL in the middle: whole shards stay, the rest is tokenized once, and the files are those of one run"
     def run(folder, calls, most):
-        return subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(folder), str(calls), str(most)],
-            env=dict(os.environ, PYTHONPATH=str(Path(__file__).resolve().parents[2]), OMP_NUM_THREADS="1"),
-            stderr=subprocess.DEVNULL,
-        )
+        return start_process(KILLED, [folder, calls, most])
     done = run(tmp_path / "whole", tmp_path / "calls0", 10**9)
     p = run(tmp_path / "killed", tmp_path / "calls1", 150)
     probes = 6

@@ -1,5 +1,5 @@
 "What users of OpenDelta 0.3.2 write and what goes wrong there: each known defect, as a test of what happens here."
-import copy, importlib, pickle, subprocess, sys
+import copy, importlib, pickle
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch import nn
 
 from bmlab.core import count, resolve, set_seed
 from bmlab.delta.delta import Delta, deltas
+from fresh import fresh_python
 
 TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=99)
 IDS = torch.arange(12).view(2, 6)
@@ -129,8 +130,7 @@ def test_imports_without_what_opendelta_needs():
         f"import sys\nfor n in {names!r}: sys.modules[n] = None\nimport "
         f"{', '.join('bmlab.delta.' + m for m in modules)}"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    fresh_python(code, check=True)
 
 
 # ---- 2, 3, 4: attach and detach

@@ -2,15 +2,15 @@
 
 Writers that are killed at each of their steps, a full disk, two writers, systems without the exchange."""
 import os
-import select
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bmlab import files
 from bmlab.files import damage, replace_folder, settle
+from bmlab.train.forkserver import start_process
+from conftest import until
+from fresh import fresh_python
 
 OLD, NEW = {"a": "old", "deep/b": "old"}, {"a": "new", "deep/c": "new", "d": "new"}
 
@@ -74,8 +74,7 @@ def beside(folder): return sorted(p.name for p in folder.parent.iterdir() if "~"
 
 def writers(root, how, before):
     "Writers that kill themselves before their first step, their second … and one that gets through: their folders"
-    done = subprocess.run([sys.executable, "-c", WRITERS, str(root), how, before], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = fresh_python(WRITERS, root, how, before, check=True)
     return [root / str(i) / "out" for i in range(1, int(done.stdout) + 1)]
 
 
@@ -144,28 +143,27 @@ def test_two_writers_come_one_after_the_other(tmp_path):
     "The second waits for the first, whose content it then replaces; who does not want to wait is told"
     folder = tmp_path / "out"
     code = (
-        "import sys\nfrom bmlab.files import replace_folder\nwith replace_folder(sys.argv[1]) as new:\n    print('in', "
-        "flush=True)\n    sys.stdin.readline()\n"
-        "    (new / sys.argv[2]).touch()\n"
+        "import os, sys, time\nfrom bmlab.files import replace_folder\nwith replace_folder(sys.argv[1]) as new:\n"
+        "    print('in', flush=True)\n    while not os.path.exists(sys.argv[2] + '.go'): time.sleep(.001)\n"
+        "    (new / os.path.basename(sys.argv[2])).touch()\n"
     )
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(folder), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for name in ("one", "two")
-    ]
+    names, inside = ["one", "two"], lambda name: (tmp_path / f"{name}.log").read_text() == "in\n"
+    both = {n: start_process(code, [folder, tmp_path / n], log=tmp_path / f"{n}.log") for n in names}
     try:
-        ready = select.select([p.stdout for p in both], [], [], 120)[0]
-        first, second = sorted(both, key=lambda p: p.stdout not in ready)
-        assert len(ready) == 1 and first.stdout.readline() == "in\n"
+        until(lambda: any(map(inside, names)))
+        first, second = sorted(names, key=inside, reverse=True)
+        assert not inside(second)
         with pytest.raises(TimeoutError, match="another writer has held"), replace_folder(folder, wait_s=0): pass
-        assert not folder.exists()
-        first.communicate("\n", timeout=120)
-        assert second.stdout.readline() == "in\n"
-        assert list(content(folder)) == [first.args[-1]]                          # whole, while the second writes
-        second.communicate("\n", timeout=120)
+        assert not folder.exists() and not inside(second)
+        (tmp_path / f"{first}.go").touch()
+        assert both[first].wait(120) == 0
+        until(lambda: inside(second))
+        assert list(content(folder)) == [first]                                   # whole, while the second writes
+        (tmp_path / f"{second}.go").touch()
+        assert both[second].wait(120) == 0
     finally:
-        for p in both: p.kill()
-    assert list(content(folder)) == [second.args[-1]] and beside(folder) == []
+        for p in both.values(): p.kill()
+    assert list(content(folder)) == [second] and beside(folder) == []
 
 
 def test_open_files_of_the_old_content_stay_readable(tmp_path):

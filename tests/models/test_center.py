@@ -100,6 +100,16 @@ def test_it_says_what_modelcenter_says(made, name):
 
 
 @torch.no_grad()
+def test_cpm1_without_a_context(made):
+    "Nothing is given and all is written: ids alone say that here, a context of zeros there"
+    told, found = given("cpm-1"), FIGURES["cpm-1"]["causal"]
+    logits = made("cpm-1")[0](told["input_ids"], attention_mask=told["attention_mask"]).logits
+    assert max(abs(logits[row, at, token].item() - value) for row, at, token, value in found["logits"]) < LIMIT
+    assert logits[:1].argmax(-1).tolist() == found["said"]
+    assert logits[:1].argmax(-1).tolist() != FIGURES["cpm-1"]["said"][:1]
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["bert", "roberta", "longformer"])
 def test_poolers(made, name):
     "The first token's vector, from a folder opened without its head"

@@ -290,6 +290,7 @@ def test_bee_answers_what_the_original_answers(talkative):
 def test_what_the_originals_beam_search_found_is_as_likely_here(talkative):
     "Its texts as tasks to learn from, read at once: the mean log-probability of their tokens is the score it gave them"
     model, tok = talkative
+    assert [found["beams"] for found in FIGURES["searched"]] == [n for n in original_bee.BEAMS for _ in range(2)]
     for found in FIGURES["searched"]:
         batch = BeeCollator(tok, pack=False)([found["task"]])
         logits, targets = model(**batch).logits[0], batch["targets"][0]
@@ -297,6 +298,15 @@ def test_what_the_originals_beam_search_found_is_as_likely_here(talkative):
         logits, targets = logits[targets != -100], targets[targets != -100]
         assert len(targets) == found["tokens"]
         assert -torch.nn.functional.cross_entropy(logits, targets).item() == pytest.approx(found["score"], abs=1e-4)
+
+
+def test_bee_answers_what_the_originals_beam_search_answers(talkative):
+    "Three beams for both tasks at once, which it asked one by one; six for the one with three answers"
+    model, tok = talkative
+    told = dict(max_new_tokens=40, min_new_tokens=0)
+    three, six = ([f["task"] for f in FIGURES["searched"] if f["beams"] == n] for n in original_bee.BEAMS)
+    assert [a.data for a in answer(model, tok, three, num_beams=3, **told)] == three
+    assert answer(model, tok, six[1], num_beams=6, **told).data == six[1] != three[1]
 
 
 def test_the_reference_says_what_the_original_says():

@@ -188,6 +188,12 @@ def test_glm(made):
 
 
 @torch.no_grad()
+def test_glm_reads_a_text_without_a_blank(made):
+    "Every place sees every other, and no place is counted inside a piece"
+    near(made("glm")[0](torch.tensor([GLM["text"]])).logits, GLM["read"])
+
+
+@torch.no_grad()
 def test_glm_writes_its_blanks_one_after_the_other(made):
     "Over a cache, as the original does it: the second piece sees the first, and the end of a piece is not read"
     model, ids, pieces = made("glm")[0], list(GLM["prompt"]), []

@@ -56,9 +56,9 @@ def test_readme_training_lines_run(tmp_path, monkeypatch):
     code = lines_with("shard(")
     assert "steps=100" in code and "save_every=50" in code
     monkeypatch.chdir(tmp_path)
-    names = everything(layers=6)
+    names = everything(layers=2)
     try:
-        for long, short in {"steps=100": "steps=2", "save_every=50": "save_every=1", "tok, 64": "tok, 16"}.items():
+        for long, short in {"steps=100": "steps=2", "save_every=50": "save_every=2", "tok, 64": "tok, 16"}.items():
             code = code.replace(long, short)
         exec(compile(code, "README.md", "exec"), names)
     finally: names["shutdown"]()
@@ -80,9 +80,9 @@ def test_readme_cooking_lines_run(tmp_path, monkeypatch):
     code = lines_with("Cook(")
     assert "range(100)" in code and "steps=50" in code
     monkeypatch.chdir(tmp_path)
-    names = everything(layers=6)
+    names = everything(layers=2)
     exec("import copy, torch", names)
-    smaller = {"range(100)": "range(2)", "steps=50": "steps=1", "pack_tokens(held, tok": "pack_tokens(held[:20], tok"}
+    smaller = {"range(100)": "range(2)", "steps=50": "steps=1", "pack_tokens(held, tok": "pack_tokens(held[:5], tok"}
     for long, short in smaller.items(): code = code.replace(long, short)
     exec(compile(code, "README.md", "exec"), names)
     small, whole = (names[n].model.layers for n in ("small", "teacher"))

@@ -48,6 +48,15 @@ def test_every_row_runs(title, tmp_path, monkeypatch):
     assert not wrong, f"{len(wrong)} of {len(rows)} rows:\n" + "\n".join(wrong)
 
 
+@pytest.mark.parametrize("title", PACKAGES)
+def test_every_row_says_how_it_compares(title):
+    "Same, better or not; better and not say more"
+    for line in re.split(rf"^## {title}$", PAGE, flags=re.M)[1].partition("\n## ")[0].splitlines():
+        if not line.startswith("| `"): continue
+        said = re.split(r"(?<!\\)\|", line)[-2].strip()
+        assert re.fullmatch(r"same\b.*|(better|not)\b.*\w{3}.*", said), line
+
+
 def names(title):
     "Words of the left column's code"
     return {w for left, _ in SECTIONS[title][1] for code in CODE.findall(left) for w in re.findall(r"\w+", code)}

@@ -3,15 +3,20 @@ examples, patterns, and what our templates make of them."""
 import functools
 import hashlib
 import json
+import tempfile
 import warnings
+from pathlib import Path
 
 import numpy as np
 import transformers as tf
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from bmlab.models.cpm2 import Cpm2Tokenizer
 from bmlab.models.load import sample_dir
 from bmlab.prompt.language import TemplateError
 from bmlab.prompt.openprompt import MixedTemplate
+from bmlab.prompt.targets import written
+from bmlab.prompt.template import Template
 
 # name of a form: (tokenizer, OpenPrompt's wrapper, our family)
 FORMS = {
@@ -20,6 +25,7 @@ FORMS = {
     "bpe": ("bpe", "LMTokenizerWrapper", "causal"),
     "unigram": ("unigram", "T5TokenizerWrapper", "seq2seq"),
     "t5-lm": ("unigram", "T5LMTokenizerWrapper", "t5-lm"),
+    "cpm-2": ("words", "CPM2TokenizerWrapper", "seq2seq"),
 }
 # (max_length, its truncate_method, our truncate)
 CUTS = [
@@ -83,6 +89,16 @@ WORDS = [
 ]
 KNOWLEDGE = [(name, most, share) for name in ("wordpiece", "bpe") for most in (-1, 1, 2) for share in (0, .2, .5, .9)]
 
+# what is to be written: (template, a text for each mask)
+ANSWERS = [
+    (f'{A} it was {{"mask"}}', ["great"]),
+    (f'{A} {{"mask"}} , {{"mask"}} and {{"mask"}} {B}', ["so it was", "as", "a word"]),
+    (f'so {{"mask"}} : {A} {B}', ["the sea"]),
+    (f'{A}{{"mask"}}', ["great"]),
+    (f'{A} {{"mask"}} {{"mask"}}', ["", "it"]),
+    (f'{{"soft":"it is"}} {A} {{"mask"}}', ["the 3rd"]),
+]
+
 
 def habit(n): return np.random.RandomState(n).standard_normal(n).astype("float32")     # mean logits of n words
 
@@ -100,6 +116,13 @@ def tokenizer(name):
     "Two of trained models, and two small ones: as RoBERTa's, of bytes, and as T5's, of pieces with scores"
     if name == "wordpiece": return tf.AutoTokenizer.from_pretrained(sample_dir("minilm-l6"))
     if name == "bpe": return tf.AutoTokenizer.from_pretrained(sample_dir("smollm2-135m"))
+    if name == "words":
+        signs = ["<pad>", "<s>", "<eod>", "<unk>", "\u2582", "\u2583"]
+        lines = [*signs, *map(chr, range(33, 127)), *"好。", "the", "word"]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "vocab.txt"
+            path.write_text("\n".join(lines + [f"<s_{i}>" for i in range(12)]), encoding="utf-8")
+            return Cpm2Tokenizer(str(path), cut="none")
     if name == "bytes":
         marks = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
         merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("i", "t"), ("Ġ", "it"), ("Ġ", "w"), ("a", "s"), ("Ġw", "as")]
@@ -114,8 +137,9 @@ def tokenizer(name):
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0), *((w, -3.0 - i / 8) for i, w in enumerate(words)),
               *((c, -8.0 - i / 64) for i, c in enumerate(letters)), *((b, 0.0) for b in blanks)]
     unigram = models.Unigram(pieces, unk_id=2, byte_fallback=False)
+    listed = {"additional_special_tokens": blanks} if name == "unigram" else {}              # mT5's are not
     tok = _fast(unigram, pre_tokenizers.Metaspace(), decoders.Metaspace(), "$A </s>", ["</s>"], pad_token="<pad>",
-                eos_token="</s>", unk_token="<unk>", additional_special_tokens=blanks)
+                eos_token="</s>", unk_token="<unk>", **listed)
     tok.backend_tokenizer.normalizer = normalizers.Replace("  ", " ")
     return tok
 
@@ -138,6 +162,21 @@ def ours(text, form, made=MixedTemplate, **options):
                 ids = [-n if (n := template.soft_number(i)) else i for i in enc["input_ids"].tolist()]
                 more = [enc["decoder_input_ids"].tolist()] if "decoder_input_ids" in enc else []
                 out.append([ids, enc["mask_positions"].tolist(), *more])
+    return out
+
+
+def ours_written(form, kind=None):
+    "[of each of ANSWERS and EXAMPLES: what the decoder reads, what it is to say there]"
+    usual, _, family = FORMS[form]
+    kind, out = kind or usual, []
+    for text, answers in ANSWERS:
+        if family == "t5-lm" and len(answers) > 1: continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            template = Template(text, tokenizer(kind), family)
+        got = written(template, EXAMPLES, [answers] * len(EXAMPLES))
+        rows = zip(got["decoder_input_ids"].tolist(), got["targets"].tolist(), strict=True)
+        out += [[x, y] for x, y in rows]
     return out
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bmlab.prompt.experiment import Experiment, Words, examples_for, load_template, load_verbalizer
+from bmlab.prompt.experiment import DATA_SETS, Experiment, Words, examples_for, load_template, load_verbalizer
 from bmlab.prompt.scores import classification_score
 from bmlab.prompt.learned import ProtoVerbalizer, SoftVerbalizer
 from bmlab.prompt.verbalize import AutomaticVerbalizer, KnowledgeableVerbalizer, PtrVerbalizer
@@ -155,9 +155,37 @@ def test_rows_of_data_sets_become_examples():
     assert examples_for("agnews", [{"title": "t", "description": "d"}]) == [{"text_a": "t", "text_b": "d"}]
 
 
+FIGURES = json.loads((Path(__file__).parents[1] / "fixtures/original_openprompt.json").read_text())
+
+
+def test_every_data_set_of_openprompts_list_is_here():
+    "Those for Chinese data sets stand beside its list, and are not"
+    assert {name.lower() for name in FIGURES["listed"]} == {*DATA_SETS} and FIGURES["chinese"] == 42
+
+
+@pytest.mark.parametrize("name", FIGURES["rows"])
+def test_rows_that_lie_deep_become_its_examples(name):
+    "Its own processors on the same rows (tools/original_openprompt.py); labels there are numbers, here names"
+    case = FIGURES["rows"][name]
+    here, there = examples_for(name, case["rows"]), case["examples"]
+    if name == "record":
+        assert there == "NameError"                          # openprompt/data_utils/fewglue_dataset.py:294, data_dir
+        assert here == [{"text_a": "Anna left Oslo.\n- Rain", "text_b": "@placeholder left", "tgt_text": "Anna",
+                         "meta": {"candidates": ["Anna", "Oslo"], "answers": "Anna"}}]
+        return
+    if name == "lama": assert there.pop() == "<text_a> lives in <mask> ."
+    assert len(here) == len(there)
+    for mine, its in zip(here, there):
+        if name == "super_glue.record": assert its["text_a"] == "" and mine["text_a"] == its["meta"]["passage"]
+        else: assert mine.get("text_a", "") == its["text_a"]
+        assert mine.get("meta", {}) == its["meta"] and mine.get("text_b", "") == its["text_b"]
+        if its["tgt_text"] is not None: assert mine["tgt_text"] == its["tgt_text"]
+        assert (mine.get("label") is None) == (its["label"] is None) or name == "super_glue.record"
+
+
 def test_loose_scores_are_openprompts():
     "Figures of its own openprompt/utils/metrics.py (tools/original_openprompt.py makes them)"
-    cases = json.loads((Path(__file__).parents[1] / "fixtures/original_openprompt.json").read_text())["loose"]
+    cases = FIGURES["loose"]
     assert len(cases) == 8
     for case in cases:
         for metric, value in case["scores"].items():

@@ -9,7 +9,7 @@ import torch
 from bmlab.prompt.openprompt import SoftTemplate
 from bmlab.prompt.verbalize import KnowledgeableVerbalizer
 from openprompt_forms import (
-    CUTS, EXAMPLES, FORMS, KNOWLEDGE, PATTERNS, WORDS, digest, habit, ours, tokenizer,
+    ANSWERS, CUTS, EXAMPLES, FORMS, KNOWLEDGE, PATTERNS, WORDS, digest, habit, ours, ours_written, tokenizer,
 )
 
 FIGURES = json.loads((Path(__file__).parents[1] / "fixtures/original_openprompt_templates.json").read_text())
@@ -38,6 +38,28 @@ def test_soft_template_puts_its_vectors_in_front_of_those_ids(form):
             ids, places, *decoder = x
             assert ids[:3] == [-1, -2, -3]
             assert digest([ids[3:], places if decoder else [p - 3 for p in places], *decoder]) == rest[k]
+
+
+@pytest.mark.parametrize("form", ["unigram", "t5-lm", "cpm-2"])
+def test_a_decoder_reads_and_says_what_it_does_there(form):
+    "An answer's own text behind its mark; what CPM-2's asks for behind the end is padding, and nothing here"
+    theirs, here = FIGURES["written"][form], ours_written(form)
+    known = {k: why for why, d in FIGURES["known"].items() for k in d["cases"].get(f"written {form}", [])}
+    assert len(theirs) == len(here) == len(EXAMPLES) * sum(form != "t5-lm" or len(a) == 1 for _, a in ANSWERS)
+    assert {k for k, x in enumerate(theirs) if x != here[k]} == {*known}
+    for k, why in known.items():
+        if why != "padding asked for": continue
+        ids, said = theirs[k]
+        assert said.pop() == tokenizer("words").pad_token_id and ids.pop() == tokenizer("words").eos_token_id
+        plain = lambda row: [i for i in row if i != tokenizer("words").convert_tokens_to_ids("\u2582")]
+        assert plain(ids) == plain(here[k][0]) and plain(said) == plain(here[k][1])
+
+
+def test_marks_that_a_tokenizer_does_not_list():
+    "mT5's are words of its vocabulary: as T5's here, an error there"
+    assert FIGURES["written"]["mt5"] == "IndexError"
+    assert not getattr(tokenizer("pieces"), "additional_special_tokens", [])
+    assert ours_written("unigram", "pieces") == ours_written("unigram")
 
 
 @pytest.mark.filterwarnings("ignore:words that are left out")

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bmlab.train.forkserver import start_process
 from bmlab.train.processes import run_ranks
+from conftest import free_port
+from fresh import fresh_python
 
 DATA = Path(__file__).resolve().parents[1] / "fixtures"
 pytestmark = pytest.mark.long
@@ -29,19 +32,34 @@ def launch(text, folder, how):
     return out.stdout.splitlines()
 
 
+def ranks(text, folder, world):
+    "The same of processes with the environment that torchrun gives, forked with torch imported; lines of rank 0"
+    folder.mkdir()
+    where = dict(WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), GLOO_SOCKET_IFNAME="lo")
+    def start(rank):
+        own = {k: str(v) for k, v in (where | dict(RANK=rank, LOCAL_RANK=rank)).items()}
+        apart = f"os.dup2(os.open({str(folder / f'errors {rank}')!r}, os.O_WRONLY | os.O_CREAT), 2)"
+        head = f"import os\nos.environ.update({own})\n{apart}\n"
+        return start_process(head + text, log=folder / f"log {rank}", cwd=folder)
+    codes = [p.wait(300) for p in [start(rank) for rank in range(world)]]
+    assert codes == [0] * world, "\n".join((folder / f"errors {r}").read_text()[-3000:] for r in range(world))
+    return (folder / "log 0").read_text().splitlines()
+
+
 def test_the_readme_runs_after_its_import_line_is_changed(tmp_path):
     "torch.half, loss_scale=1024, Noam, AdamOffloadOptimizer on two processes: losses and norms of bmlab's own lines"
     theirs = (DATA / "readme_gpt2.py").read_text()
     changed = theirs.replace("\nimport bmtrain as bmt\n", "\nimport bmlab.bmtrain as bmt\n")
     assert [a for a, b in zip(theirs.splitlines(), changed.splitlines()) if a != b] == ["import bmtrain as bmt"]
     lines = launch(changed, tmp_path / "a", TORCHRUN)
-    own = launch((DATA / "own_gpt2.py").read_text(), tmp_path / "b", TORCHRUN)
+    own = ranks((DATA / "own_gpt2.py").read_text(), tmp_path / "b", 2)
     losses = [line for line in lines if line.startswith("| Iter")]
     assert len(losses) == 6 and losses == own
     assert [line.split()[0] for line in lines[6:]] == [
         "name", "transformers.7.w_in.weight", "transformers.7.w_out.weight"
     ]
-    alone = launch(changed, tmp_path / "c", [])
+    (tmp_path / "c").mkdir()
+    alone = fresh_python(changed, cwd=tmp_path / "c", check=True).stdout.splitlines()
     assert len(alone) == 9 and float(alone[4].split()[5]) < float(alone[0].split()[5])
     saved = [torch.load(tmp_path / d / "checkpoint.pt") for d in "ac"]
     assert saved[0].keys() == saved[1].keys() and all(
@@ -388,7 +406,7 @@ for step in range(16):
 
 def test_scripts_of_the_first_versions(tmp_path):
     "BMTrain 0.1: the optimizer holds the scale of the loss; overflow halves it, clean steps double it"
-    lines = launch(OLD_LOOP, tmp_path / "old", TORCHRUN)
+    lines = ranks(OLD_LOOP, tmp_path / "old", 2)
     assert "there is no GPU 0 cpu" in lines
     seen = [line.split() for line in lines if line.startswith("| ")]
     losses, scales = [float(s[2]) for s in seen], [float(s[3]) for s in seen]

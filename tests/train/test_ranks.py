@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bmlab.train.processes import run_ranks
+from fresh import fresh_python
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.long
@@ -105,14 +106,11 @@ TORCHRUN = [
 def test_train_script(tmp_path, launch):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"A short line about film number {i}, neither good nor bad." for i in range(200)))
-    out = subprocess.run(
-        [
-            sys.executable, *launch, str(ROOT / "scripts/train.py"), "--text", text, "--steps", "2", "--batch", "1",
-            "--length", "32", "--out", tmp_path / "tuned",
-        ],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    script, options = ROOT / "scripts/train.py", ["--text", text, "--steps", "2", "--batch", "1", "--length", "32"]
+    options += ["--out", tmp_path / "tuned"]
+    if launch:
+        command = [sys.executable, *launch, script, *options]
+        out = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    else: out = fresh_python(script.read_text(encoding="utf-8"), *options, cwd=tmp_path)
     assert out.returncode == 0, out.stderr[-3000:]
     assert (f"{2 if launch else 1} process" in out.stdout) and (tmp_path / "tuned/adapter_model.safetensors").is_file()
