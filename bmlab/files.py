@@ -100,7 +100,7 @@ def _beside(folder):
 def _finish(folder):
     "Finish a move that was cut short: the content that is whole comes in"
     if folder.exists():
-        for whole in folder.glob(".bmlab~whole-????????"): _bring_in(whole, folder)
+        for whole in _pending(folder)[0]: _bring_in(whole, folder)
         return
     # of two renames: the old content had stepped aside only when the new was whole
     left = _beside(folder)
@@ -137,6 +137,14 @@ def _below(folder, name):
     path = folder / name
     if Path(os.path.realpath(path.parent)).is_relative_to(folder): return path
     raise ValueError(f"{name!r} in {folder} leads out of that folder; nothing was moved there")
+
+def _pending(folder):
+    "(folders of new files that are whole and wait in `folder`, the same of strangers): theirs are left alone"
+    ours, found = {os.stat(folder).st_uid, getattr(os, "getuid", int)()}, ([], [])
+    for whole in folder.glob(".bmlab~whole-????????"):
+        about = os.lstat(whole)
+        if stat.S_ISDIR(about.st_mode): found[about.st_uid not in ours].append(whole)
+    return found
 
 def _bring_in(whole, folder):
     "Move the files of `whole`, a folder in `folder`, to their places; may be killed, and called again"
@@ -277,16 +285,23 @@ def replace_folder(
             raise FileExistsError(f"{why}; name a new or empty folder")
         with _remade(folder, manifest, own) as new: yield new
 
+def _half_way(folder):
+    "Did a killed writer of this folder leave something to be finished?"
+    if not os.path.isdir(folder): return any(kind == "old" for kind, _ in _beside(folder))
+    return bool(_pending(folder)[0])
+
 def settle(
     folder:str|Path, # that you are going to read
 )->Path:             # the same
-    "Finish a replacement that a killed writer left half-way; else do nothing."
+    "Finish a replacement, of it or the folder around, that a killed writer left half-way; else do nothing."
     real = Path(os.path.realpath(folder))
-    if os.path.isdir(real): half_way = next(iter(real.glob(".bmlab~whole-????????")), None)
-    else: half_way = any(kind == "old" for kind, _ in _beside(real))
-    if half_way:
-        hint = "its writer was killed half-way, and only one who may write there can finish that"
-        with _locked(real, real.parent, hint): _finish(real)
+    for one in (real.parent, real):
+        if one.name and _half_way(one):
+            hint = "its writer was killed half-way, and only one who may write there can finish that"
+            with _locked(one, one.parent, hint): _finish(one)
+    if real.is_dir() and (strange := _pending(real)[1]):
+        whose = f"{strange[0]} belongs to another user, who does not own {real}"
+        raise PermissionError(f"{whose}: a writer was killed half-way there; let that user finish it, or remove it")
     return Path(folder)
 
 

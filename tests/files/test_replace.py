@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fresh import fresh_python
 
 from bmlab import files
 from bmlab.files import damage, replace_folder, settle
@@ -78,8 +79,7 @@ def beside(folder): return sorted(p.name for p in folder.parent.iterdir() if "~"
 
 def writers(root, how, before):
     "Writers that kill themselves before their first step, their second … and one that gets through: their folders"
-    done = subprocess.run([sys.executable, "-c", WRITERS, str(root), how, before], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = fresh_python(WRITERS, str(root), how, before, check=True)
     return [root / str(i) / "out" for i in range(1, int(done.stdout) + 1)]
 
 
