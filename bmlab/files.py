@@ -121,7 +121,6 @@ def _put(new, folder, old):
         os.rename(old, new)
     _sync(folder.parent)
 
-
 # %% ../nbs/01_files.ipynb #2ec9235a
 _STALE = ".stale.json"       # of the new files: names of the old ones that have no place among them
 
@@ -178,7 +177,6 @@ def _owned(folder, own):
     "Names of the files of a folder that `own` selects"
     if own is None: return _names(folder)
     return (p.relative_to(folder).as_posix() for glob in own for p in folder.glob(glob) if not p.is_dir())
-
 
 # %% ../nbs/01_files.ipynb #0132adac
 @contextlib.contextmanager
@@ -262,7 +260,6 @@ def _remade(folder, manifest, own=None):
             _move_in(new, folder, own, mark)
     finally: shutil.rmtree(new, ignore_errors=True)       # unfinished, or what was there before
 
-
 # %% ../nbs/01_files.ipynb #83e8e934
 @contextlib.contextmanager
 def replace_folder(
@@ -304,7 +301,6 @@ def settle(
         raise PermissionError(f"{whose}: a writer was killed half-way there; let that user finish it, or remove it")
     return Path(folder)
 
-
 # %% ../nbs/01_files.ipynb #50c5a2cd
 @contextlib.contextmanager
 def replace_file(
@@ -335,7 +331,6 @@ def replace_text(
 ):
     "Write a text file whole or not at all."
     with replace_file(path) as new: new.write_text(text, encoding="utf-8")
-
 
 # %% ../nbs/01_files.ipynb #91f95781
 def cached(
