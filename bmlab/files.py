@@ -234,6 +234,18 @@ def _can_move(folder):
     worked_in = here is not None and here.is_relative_to(folder)
     return os.access(folder.parent, os.W_OK) and not os.path.ismount(folder) and not worked_in
 
+def _others(folder, ours):
+    "Names of the files below a folder that are not among `ours`; None: all are"
+    return () if ours is None else (name for name in _names(folder) if name not in ours)
+
+def _takes_its_place(new, folder, old):
+    "`_put`, if this folder can change its name: one in a layer of a container's image, say, cannot"
+    try: _put(new, folder, old)
+    except OSError as e:
+        if e.errno not in (errno.EXDEV, errno.EBUSY) or not folder.exists(): raise
+        return False
+    return True
+
 @contextlib.contextmanager
 def _remade(folder, manifest, own=None):
     "`replace_folder` for one who holds the lock"
@@ -247,17 +259,13 @@ def _remade(folder, manifest, own=None):
     try:
         yield new
         if manifest: _write_manifest(new)
-        ours = {*_names(new), *_owned(folder, own)} if own is not None else ()
-        if not moves or own is not None and any(name not in ours for name in _names(folder)):
-            _move_in(new, folder, own, mark)
-            return
         if folder.exists(): os.chmod(new, stat.S_IMODE(os.stat(folder).st_mode) | stat.S_IRWXU)
         _sync_all(new)
-        try: _put(new, folder, old)
-        except OSError as e:
-            # (a layer of a container's image, say, lets no folder change its name)
-            if e.errno not in (errno.EXDEV, errno.EBUSY) or not folder.exists(): raise
+        ours = None if own is None else {*_names(new), *_owned(folder, own)}
+        if not moves or any(_others(folder, ours)) or not _takes_its_place(new, folder, old):
             _move_in(new, folder, own, mark)
+        else:
+            for name in [*_others(new, ours)]: os.renames(new / name, folder / name)       # came in the meantime
     finally: shutil.rmtree(new, ignore_errors=True)       # unfinished, or what was there before
 
 # %% ../nbs/01_files.ipynb #83e8e934

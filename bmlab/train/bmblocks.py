@@ -27,6 +27,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as run_again
 
+from ..files import replace_file
 from ..formats.safetensors import shortened
 from .checkpoint import _first_rank, full_tensor, load_weights, named_tensors
 from ..core import parts
@@ -36,7 +37,6 @@ from bmlab.train.processes import (
 from .parallel import split_parameter
 from .sharding import shard
 from ..formats.safetensors import parameter_like, local_slices
-
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #2675c1f7
 class Topology:
@@ -361,7 +361,6 @@ class DistributedModule(torch.nn.Module):
         waits = [p for k, p in self._parameters.items() if prefix + k in state_dict]
         require_values(waits, f"{type(self).__name__} takes a state dict")
         super()._load_from_state_dict(state_dict, prefix, *args)
-
 
 # %% ../../nbs/10_train/10_bmblocks.ipynb #a2d41207
 @functools.cache
@@ -700,12 +699,11 @@ def save(
     file_name:str|Path,        # one file, of a state dict in BMTrain's and torch's format
     non_blocking:bool=False,   # return when the weights are gathered; write in the background
 ):
-    "Write a model's whole weights to one file."
+    "Write a model's whole weights to one file, whole or not at all."
     state, file = gathered_state(model, copy=non_blocking), Path(file_name)
     def write():
-        part = file.with_name(f".{file.name}.part")
-        torch.save(state, part)
-        os.replace(part, file)  # whole, or not there
+        # (of an open file torch does not write the name into it)
+        with replace_file(file) as new, open(new, "wb") as f: torch.save(state, f)
     if not non_blocking: _first_rank(write)
     elif rank() == 0: threading.Thread(target=write, name=f"saving {file.name}").start()
 

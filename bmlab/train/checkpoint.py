@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..files import replace_folder
+from ..files import replace_folder, settle
 from ..models.card import CARD_FILE, write_card
 from ..core import parse_bytes, tensor_key, unwrap
 from ..kernels.exchange import check_readable, plain_class
@@ -430,7 +430,7 @@ def _newest_first(dir):
 # %% ../../nbs/10_train/06_checkpoint.ipynb #dbdeeae6
 def _find(dir):
     "(checkpoint folder or None, safetensors files that hold the weights or None)"
-    path = Path(dir)
+    path = settle(dir)
     if path.suffix == ".safetensors" and path.is_file(): return None, [path]
     if (found := latest(path)) is not None:
         mark = _mark(found)
