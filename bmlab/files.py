@@ -269,6 +269,10 @@ def _remade(folder, manifest, own=None):
     finally: shutil.rmtree(new, ignore_errors=True)       # unfinished, or what was there before
 
 # %% ../nbs/01_files.ipynb #83e8e934
+def _is_new(path):
+    "Does it lie in what a writer is making, so that all of it takes its place, or nothing?"
+    return any(re.fullmatch(r"\..+~new-[0-9a-f]{8}", part) for part in path.parts)
+
 @contextlib.contextmanager
 def replace_folder(
     folder:str|Path,         # gets the new content; need not exist, nor what it lies in
@@ -281,6 +285,10 @@ def replace_folder(
 ):                           # yields an empty folder to fill
     "Give a folder new content, whole or not at all: after an error, a full disk or a kill the old content stands."
     folder = _real(folder)
+    if _is_new(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        return
     with _locked(folder, folder.parent, "write elsewhere", wait_s):
         _finish(folder)
         there = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
@@ -319,7 +327,7 @@ def replace_file(
     path = Path(os.path.realpath(path))
     if path.is_dir(): raise IsADirectoryError(f"path={str(path)!r} is a folder; name a file in it")
     if not path.parent.is_dir(): raise FileNotFoundError(f"path={str(path)!r}: there is no folder {path.parent}")
-    if path.exists() and not path.is_file():                             # a pipe or a device
+    if _is_new(path) or path.exists() and not path.is_file():            # (a pipe or a device)
         yield path
         return
     with _locked(path, path.parent, "write elsewhere", wait_s):
@@ -331,6 +339,10 @@ def replace_file(
             _sync(new)
             os.replace(new, path)
             _sync(path.parent)
+        except RuntimeError as e:
+            # torch.save says something else of a full disk
+            if isinstance(e.__context__, OSError): raise e.__context__ from None
+            raise
         finally: new.unlink(missing_ok=True)
 
 def replace_text(

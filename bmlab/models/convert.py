@@ -7,7 +7,7 @@ __all__ = ['Rule', 'Family', 'families', 'plan', 'manifest', 'Original', 'Folder
            'to_safetensors', 'to_original']
 
 # %% ../../nbs/04_models/09_convert.ipynb #d97a3709
-import argparse, contextlib, copy, hashlib, json, math, mmap, re, struct, zipfile, zlib
+import argparse, contextlib, copy, hashlib, json, math, mmap, os, re, struct, zipfile, zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -577,7 +577,12 @@ def write_pt(
     "One file for `torch.load`, its tensors as they come."
     from torch.serialization import set_default_mmap_options, skip_data
     # untouched memory is not taken
-    with skip_data(): torch.save({n: torch.empty(shape, dtype=dtype) for n, (dtype, shape) in sizes.items()}, file)
+    # (of an open file torch does not write the name into it)
+    with skip_data(), open(file, "wb") as f:
+        torch.save({n: torch.empty(shape, dtype=dtype) for n, (dtype, shape) in sizes.items()}, f)
+        f.flush()
+        # a full disk is an error here, and in what is mapped below it would end the process
+        if hasattr(os, "posix_fallocate"): os.posix_fallocate(f.fileno(), 0, os.fstat(f.fileno()).st_size)
     with set_default_mmap_options(mmap.MAP_SHARED): places = torch.load(file, mmap=True, weights_only=True)
     for name, t in tensors: places.pop(name).copy_(t)
     if places: raise ValueError(f"no tensor came for {next(iter(places))!r}")
