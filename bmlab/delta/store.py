@@ -143,7 +143,7 @@ def save(self:Delta,
 # %% ../../nbs/30_delta/14_store.ipynb #efc31cbe
 def _files(dir):
     "(configuration, tensors) of the folder of a delta"
-    config, tensors = dir / "adapter_config.json", dir / "adapter_model.safetensors"
+    config, tensors = settle(dir) / "adapter_config.json", dir / "adapter_model.safetensors"
     for file in (config, tensors):
         if not file.is_file():
             raise FileNotFoundError(f"{dir} holds no {file.name}; is it the folder of a saved delta?")
