@@ -14,7 +14,9 @@ import random
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -283,7 +285,10 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=AGAIN + ONCE, ids=lambda writer: writer.__name__)
-def case(request, tmp_path_factory): return Case(request.param, tmp_path_factory.mktemp("writer"))
+def case(request):
+    # in memory, where bringing to the disk takes no time; a kill does not ask where the files are
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder: yield Case(request.param, Path(folder))
 
 
 @contextlib.contextmanager
