@@ -23,8 +23,9 @@ from tqdm.auto import tqdm
 from transformers import CompileConfig, GenerationConfig
 from transformers.initialization import no_init_weights
 
-from ..models.card import write_card
+from ..models.card import CARD_FILE, write_card
 from ..core import count, forward_names, known, lookup, parts, table, tensor_key, unwrap
+from ..files import replace_folder, settle
 from ..kernels.exchange import mark_foreign
 from ..models.stream import decode_speed
 from ..kernels.layers import pack_linears
@@ -430,6 +431,9 @@ def _described(model, state):
 # %% ../../nbs/20_cook/01_report.ipynb #3561cb38
 # (to format 2 model.safetensors, which others opened)
 _WEIGHTS = "cooked.safetensors"
+# what a model in a folder consists of, by whomever it was written
+_COOKED_FILES = (_WEIGHTS, "cooked.json", "config.json", "generation_config.json", CARD_FILE, "model*.safetensors",
+                 "model.safetensors.index.json", "pytorch_model*")
 
 def _weights_file(dir, info): return dir / (_WEIGHTS if info.get("format", 0) >= 3 else "model.safetensors")
 
@@ -441,31 +445,26 @@ def _keep_out(dir):
 
 def save_cooked(
     model:nn.Module,     # with packed or other layers, or without
-    dir:str|os.PathLike, # folder, made if missing; for `load_cooked`, while transformers' from_pretrained refuses it
+    dir:str|os.PathLike, # folder, made if missing; a model in it is replaced, other files stay; for `load_cooked`,
+                         # while transformers' from_pretrained refuses it
     tok=None,            # its tokenizer, saved beside it
 )->Path:                 # the folder
-    "Write a compressed model: safetensors, its configuration, and what that does not say."
-    model, dir = unwrap(model), Path(dir)
+    "Write a compressed model, whole or not at all: safetensors, its configuration, and what that does not say."
+    model = unwrap(model)
     state = model.state_dict()
     info = _described(model, state)
-    text = json.dumps(info, indent=1) + "\n"
-    dir.mkdir(parents=True, exist_ok=True)
-    (dir / "cooked.json").unlink(missing_ok=True)                   # written last: a folder without it is unfinished
     tensors = {k: t.contiguous() for k, t in state.items() if k not in info["tied"]}
-    save_file(tensors, dir / f"{_WEIGHTS}.part", metadata={"format": "pt"})
-    os.replace(dir / f"{_WEIGHTS}.part", dir / _WEIGHTS)
-    # of another model, or of an older file of this one
-    for kind in ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*"):
-        for old in [*dir.glob(kind)]: old.unlink()
     if (config := getattr(model, "config", None)) is not None:
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__]
-    for part in (config, getattr(model, "generation_config", None), tok):
-        if part is not None: part.save_pretrained(dir)
-    if config is not None: _keep_out(dir)
-    write_card(model, dir, change="compressed")                          # if it carries one
-    (dir / "cooked.json").write_text(text, encoding="utf-8")
-    return dir
+    with replace_folder(dir, own=_COOKED_FILES) as new:
+        save_file(tensors, new / _WEIGHTS, metadata={"format": "pt"})
+        for part in (config, getattr(model, "generation_config", None), tok):
+            if part is not None: part.save_pretrained(new)
+        if config is not None: _keep_out(new)
+        write_card(model, new, change="compressed")                      # if it carries one
+        (new / "cooked.json").write_text(json.dumps(info, indent=1) + "\n", encoding="utf-8")
+    return Path(dir)
 
 # %% ../../nbs/20_cook/01_report.ipynb #f42432ed
 def _skeleton(dir, name):
@@ -537,7 +536,7 @@ def load_cooked(
     layers:Iterable=(),           # classes of your own with `from_cooked` that the file may hold
 )->nn.Module:                     # in eval mode
     "Read a compressed model; the uncompressed one is never made."
-    dir = Path(dir)
+    dir = settle(dir)
     if not (dir / "cooked.json").is_file():
         raise FileNotFoundError(f"{dir} holds no cooked.json; is it the folder of save_cooked, and was that finished?")
     try: info = json.loads((dir / "cooked.json").read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from fastcore.basics import patch
 
 from ..core import did_you_mean, figure, table
 from .rules import mask_pii
+from ..files import replace_folder, settle
 
 # %% ../../nbs/05_data/07_card.ipynb #4fde6bf0
 def mark(
@@ -146,7 +147,7 @@ class DataCard:
     @classmethod
     def load(cls, folder:str|Path)->"DataCard": # folder: with a card.json
         "A card that was saved."
-        file = Path(folder) / "card.json"
+        file = settle(folder) / "card.json"
         if not file.is_file():
             raise FileNotFoundError(f"folder={str(folder)!r} holds no card.json; a finished run of a corpus writes one")
         return cls(json.loads(file.read_text(encoding="utf-8")))
@@ -158,9 +159,10 @@ class DataCard:
         data = json.dumps(self.data, ensure_ascii=False, indent=1)
         return {"card.json": data, "card.html": page, "card.md": self.to_markdown()}
     def save(self, folder:str|Path): # folder: made if missing
-        "Write the card's three files."
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        for name, text in self.files().items(): (Path(folder) / name).write_text(text, encoding="utf-8")
+        "Write the card's three files, whole or not at all; other files in the folder stay."
+        files = self.files()
+        with replace_folder(folder, own=tuple(files)) as new:
+            for name, text in files.items(): (new / name).write_text(text, encoding="utf-8")
 
 # %% ../../nbs/05_data/07_card.ipynb #5c095714
 @patch(as_prop=True)

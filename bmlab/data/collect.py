@@ -19,6 +19,7 @@ from fastcore.basics import patch
 from tqdm.auto import tqdm
 
 from ..core import did_you_mean
+from ..files import replace_text
 
 # %% ../../nbs/05_data/06_collect.ipynb #16eb4822
 def _octets(text):
@@ -540,12 +541,6 @@ def _record(page, about, first):
     return out.getvalue()
 
 # %% ../../nbs/05_data/06_collect.ipynb #71b6f060
-def _replace(path, text):
-    "Write a small file whole or not at all"
-    new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
-
 def _recovered(folder):
     "Cut off what a killed process left behind, and read the log: {key: its last entry}"
     log, ends, rows = folder / "collect.log", {}, []
@@ -559,7 +554,7 @@ def _recovered(folder):
     # a machine that lost power may keep the log and lose pages
     kept = [r for r in rows if r.get("file") is None or r["end"] <= sizes.get(r["file"], -1)]
     if len(kept) < len(rows) or not raw.endswith(b"\n") and raw:
-        _replace(log, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
+        replace_text(log, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
     for r in kept:
         if r.get("file"): ends[r["file"]] = max(ends.get(r["file"], 0), r["end"])
     for name, size in sizes.items():
@@ -587,7 +582,7 @@ class _Store:
             if before != format:
                 held = f"format={format!r}: {folder} holds {before!r}"
                 raise ValueError(f"{held}; go on with that, or take another folder")
-            _replace(about_it, json.dumps(made, indent=1, ensure_ascii=False))
+            replace_text(about_it, json.dumps(made, indent=1, ensure_ascii=False))
             self.entries = _recovered(folder)
         except BaseException:
             self.held.release()

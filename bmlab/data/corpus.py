@@ -509,9 +509,12 @@ def card(self:Cleaned)->DataCard:
 
 @patch
 def save_card(self:Cleaned):
-    "Write card.json, card.html and card.md into the run's folder."
-    for name, text in self.card.files().items():
-        with get_datafolder(self.into).open(name, "wb") as f: f.write(text.encode())
+    "Write card.json, card.html and card.md into the run's folder; into a local one all or none."
+    root, card = get_datafolder(self.into), self.card
+    if root.is_local(): card.save(root.path)
+    else:
+        for name, text in card.files().items():
+            with root.open(name, "wb") as f: f.write(text.encode())
 
 # %% ../../nbs/05_data/11_corpus.ipynb #4e107976
 class Tokenize(PipelineStep):

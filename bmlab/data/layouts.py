@@ -6,13 +6,14 @@
 __all__ = ['Foreign', 'open_ds', 'open_mmididx', 'write_mmididx', 'plain', 'block_files', 'read_blocks', 'write_shards']
 
 # %% ../../nbs/05_data/02_layouts.ipynb #fa108d71
-import json, math, os, pickletools, re, struct
+import glob, json, math, os, pickletools, re, shutil, struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from .shards import ShardError, Shards, ShardWriter, TokenFile, TokenStream, seal_shards, tokenizer_header
+from ..files import replace_file, replace_folder, settle
 
 # %% ../../nbs/05_data/02_layouts.ipynb #04002aec
 class Foreign(TokenStream):
@@ -84,7 +85,7 @@ def open_mmididx(
     "Megatron's and ModelCenter's indexed datasets, mapped where they are."
     files = []
     for p in map(Path, prefix if isinstance(prefix, (list, tuple)) else [prefix]):
-        idx, data = (p.with_name(p.name + end) for end in (".idx", ".bin"))
+        idx, data = (settle(p).with_name(p.name + end) for end in (".idx", ".bin"))
         for needed in (idx, data):
             if not needed.is_file(): raise ShardError(f"{needed} is missing")
         dtype, sizes, pointers, docs = _index(idx)
@@ -107,15 +108,14 @@ def write_mmididx(
     prefix:str|Path,      # of the files PREFIX.bin and PREFIX.idx
     dtype:str="uint16",   # "uint16" or "int32", which Megatron reads
 ):
-    "Write documents as an indexed dataset, one sequence a document."
+    "Write documents as an indexed dataset, one sequence a document: both files, whole, or none."
     code = {np.dtype(v).name: k for k, v in _CODES.items()}.get(dtype)
     if code not in (4, 8): raise ValueError(f"dtype={dtype!r}: 'uint16' or 'int32'")
     kind, prefix, sizes = np.dtype(_CODES[code]), Path(prefix), []
     idx, data = (prefix.with_name(prefix.name + end) for end in (".idx", ".bin"))
-    passing = [p.with_name(f".{p.name}.tmp") for p in (data, idx)]
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with open(passing[0], "wb") as f:
+    with replace_file(data) as made:
+        with open(made, "wb") as f:
             for n, d in enumerate(documents):
                 d = np.asarray(d)
                 if d.size and not 0 <= int(d.min()) <= int(d.max()) <= np.iinfo(kind).max:
@@ -126,10 +126,12 @@ def write_mmididx(
         pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * kind.itemsize
         head = _MAGIC + struct.pack("<QBQQ", 1, code, len(sizes), len(sizes) + 1)
         documents = np.arange(len(sizes) + 1, dtype="<i8")
-        passing[1].write_bytes(head + sizes.tobytes() + pointers.astype("<i8").tobytes() + documents.tobytes())
-        for p, to in zip(passing, (data, idx)): os.replace(p, to)
-    finally:
-        for p in passing: p.unlink(missing_ok=True)
+        # one file is nothing without the other
+        with replace_folder(prefix.parent, own=(glob.escape(data.name), glob.escape(idx.name))) as new:
+            try: os.link(made, new / data.name)
+            except OSError: shutil.copyfile(made, new / data.name)         # (not every file system has links)
+            index = head + sizes.tobytes() + pointers.astype("<i8").tobytes() + documents.tobytes()
+            (new / idx.name).write_bytes(index)
 
 # %% ../../nbs/05_data/02_layouts.ipynb #df80738e
 _CONSTANT = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}

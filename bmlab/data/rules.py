@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..files import replace_file
+
 # %% ../../nbs/05_data/04_rules.ipynb #a1ae8f48
 def _need(name, package=None):
     "A module of the extra `data`, or an error that says how to get it"
@@ -690,9 +692,10 @@ class CharModel:
     def save(self,
         path:str|Path,  # ends in .npz
     ):
-        "Write the counts to one file."
+        "Write the counts to one file, whole or not at all."
         named = {f"{n}{k}": a for n in ("keys", "counts") for k, a in enumerate(getattr(self, n))}
-        np.savez(path, alpha=self.alpha, **named)
+        path = str(path) if str(path).endswith(".npz") else f"{path}.npz"
+        with replace_file(path) as new, open(new, "wb") as f: np.savez(f, alpha=self.alpha, **named)
     @classmethod
     def load(cls,
         path:str|Path,  # what `save` wrote; nothing in it is executed

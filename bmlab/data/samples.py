@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core import did_you_mean
-from ..files import cache_dir, cached, fetch
+from ..files import cache_dir, cached, fetch, replace_text
 
 # %% ../../nbs/05_data/00_samples.ipynb #9d3300dc
 _VADER = {
@@ -190,7 +190,7 @@ def _same_deb(deb, sha256):
         changed = f"{deb.name} has the sha256 {got}, but had {was} when it was first fetched"
         raise RuntimeError(f"{changed}; remove {record} if you trust the new file")
     record.parent.mkdir(parents=True, exist_ok=True)
-    record.write_text(got + "\n")
+    replace_text(record, got + "\n")
 
 def fetch_deb(
     package:str,            # name of a Debian package

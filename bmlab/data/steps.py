@@ -9,6 +9,7 @@ __all__ = ['Step', 'save_json', 'load_json', 'without_modules', 'describe_rule',
 # %% ../../nbs/05_data/09_steps.ipynb #091a1d8e
 import functools, hashlib, os, re, time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import orjson
@@ -19,6 +20,7 @@ from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
 
 from .card import Ledger, excerpt, first_difference
 from .rules import extract, language
+from ..files import replace_file
 
 # %% ../../nbs/05_data/09_steps.ipynb #27e948fa
 class Step(PipelineStep):
@@ -77,9 +79,14 @@ def save_json(
     name:str,   # below it
     data,       # plain values
 ):
-    "Write a JSON file; its folder is made if it is missing."
-    with get_datafolder(str(folder)).open(name, "wb") as f:
-        f.write(orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2))
+    "Write a JSON file, a local one whole or not at all; its folder is made if it is missing."
+    root, raw = get_datafolder(str(folder)), orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2)
+    if root.is_local():
+        path = Path(root.path, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(path) as new: new.write_bytes(raw)
+    else:
+        with root.open(name, "wb") as f: f.write(raw)
 
 def load_json(
     folder:str, # local or of fsspec

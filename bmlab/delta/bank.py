@@ -23,6 +23,8 @@ from .delta import Delta, _sharded, deltas
 from .lora import LoraSite, _alone, _kept
 from .site import Site
 from .soft import Arguments, PromptSite, _cut, _lengthen, _step, _widen_input, tell_signature
+from .store import DELTA_FILES
+from ..files import replace_folder, settle
 
 # %% ../../nbs/30_delta/09_bank.ipynb #0d909da3
 class Route:
@@ -688,7 +690,7 @@ class DeltaBank(Delta):
         name:str|None=None,   # of the bank
     )->"DeltaBank":           # attached
         "Read a bank."
-        if not (file := Path(dir) / "bank.json").is_file():
+        if not (file := settle(dir) / "bank.json").is_file():
             raise FileNotFoundError(f"{dir} holds no bank.json; is it the folder of a saved bank?")
         folders = json.loads(file.read_text(encoding="utf-8"))["users"]
         return DeltaBank(model, {u: Path(dir) / folder for u, folder in folders.items()}, name=name)
@@ -847,11 +849,10 @@ def clip_grad_norm(self:DeltaBank,
 def save(self:DeltaBank,
     dir:str|os.PathLike, # folder, made if missing
 )->Path:                 # the folder
-    "Write each user's delta to a folder of its own, in PEFT's format, and the list of users."
-    dir = Path(dir)
-    dir.mkdir(parents=True, exist_ok=True)
+    "Write each user's delta to a folder of its own, in PEFT's format, and the list of users: whole or not at all."
     folders = {u: f"user_{self.key.slots[u]:05d}" for u in self}
-    for u, folder in folders.items(): self[u].save(dir / folder)
     text = json.dumps({"users": folders}, indent=2, ensure_ascii=False) + "\n"
-    (dir / "bank.json").write_text(text, encoding="utf-8")
-    return dir
+    with replace_folder(dir, own=("bank.json", *(f"user_*/{name}" for name in DELTA_FILES))) as new:
+        for u, folder in folders.items(): self[u].save(new / folder)
+        (new / "bank.json").write_text(text, encoding="utf-8")
+    return Path(dir)

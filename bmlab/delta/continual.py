@@ -18,6 +18,10 @@ from torch.distributed.tensor import DTensor
 from ..core import did_you_mean, parts, unwrap
 from .delta import Delta, _sharded, deltas
 from .lora import Lora
+from .store import DELTA_FILES
+from ..files import settle
+from ..train.checkpoint import replace_together
+from ..train.processes import rank
 
 # %% ../../nbs/30_delta/10_continual.ipynb #1c7f0978
 # (r, in), of experts (E, r, in)
@@ -196,12 +200,15 @@ def matrix(self:Continual)->pd.DataFrame: # rows: after which task, columns: tas
 def save(self:Continual,
     dir:str|os.PathLike, # folder, made if missing; a folder in it for each delta
 )->Path:                 # the folder
-    "Write all deltas and which task uses which."
-    dir = Path(dir)
-    for t in self.tasks: deltas(self.model)[t].save(dir / t)
+    "Write all deltas and which task uses which, whole or not at all; of a sharded model every rank calls."
     kept = {"stack": self.stack, "tasks": self.tasks, "scores": self.rows, "untuned": self.untuned}
-    (dir / "tasks.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-    return dir
+    own = ("tasks.json", *(f"{t}/{name}" for t in self.tasks for name in DELTA_FILES))
+    together = _sharded(self.model)
+    with replace_together(dir, own, together) as new:
+        for t in self.tasks: deltas(self.model)[t].save(new / t)
+        if not together or rank() == 0:
+            (new / "tasks.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    return Path(dir)
 
 @patch(cls_method=True)
 def load(cls:Continual,
@@ -210,7 +217,7 @@ def load(cls:Continual,
     make=None,           # for further tasks, as at the start
 )->Continual:            # all deltas attached and frozen
     "Read the tasks back, ready to be used or gone on with."
-    file, there = Path(dir) / "tasks.json", []
+    file, there = settle(dir) / "tasks.json", []
     if not file.is_file():
         raise FileNotFoundError(f"{dir} holds no tasks.json; is it a folder that Continual.save wrote?")
     kept = json.loads(file.read_text(encoding="utf-8"))

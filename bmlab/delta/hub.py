@@ -6,7 +6,7 @@
 __all__ = ['Card', 'backbone_hash', 'DeltaCard', 'publish', 'Hub', 'cat', 'add', 'svd', 'average']
 
 # %% ../../nbs/30_delta/07_hub.ipynb #a640c183
-import hashlib, html, json, os, re, shutil
+import hashlib, html, json, os, re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
@@ -19,8 +19,11 @@ from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
 from ..core import Transient, count, did_you_mean, format_bytes, format_count, parts, table, tensor_key, unwrap
-from .delta import Delta
+from .delta import Delta, _sharded
 from .lora import Lora
+from .store import DELTA_FILES
+from ..files import replace_file, replace_text, settle
+from ..train.checkpoint import replace_together
 from ..train.processes import rank, synchronize
 
 # %% ../../nbs/30_delta/07_hub.ipynb #4261cd18
@@ -95,15 +98,14 @@ class DeltaCard:
     def write(self,
         dir:str|os.PathLike, # folder of the delta
     ):
-        "Write card.json."
-        text = json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
-        (Path(dir) / "card.json").write_text(text, encoding="utf-8")
+        "Write card.json, whole or not at all."
+        replace_text(Path(dir) / "card.json", json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
     @staticmethod
     def read(
         dir:str|os.PathLike, # folder of a delta
     )->"DeltaCard":
         "Read card.json; an unknown or missing field is an error."
-        file = Path(dir) / "card.json"
+        file = settle(dir) / "card.json"
         if not file.is_file():
             raise FileNotFoundError(f"{dir} holds no card.json; publish() writes one beside the delta")
         got, known = json.loads(file.read_text(encoding="utf-8")), {f.name for f in fields(DeltaCard)}
@@ -149,27 +151,28 @@ def publish(
     notes:str="",            # anything else, such as the score
     overwrite:bool=False,    # replace the delta of that name
 )->DeltaCard:
-    "Save a delta with its card into a hub; of a sharded model every rank calls."
+    "Save a delta with its card into a hub, whole or not at all; of a sharded model every rank calls."
     hub = Path(hub)
     if getattr(d.model, "_bmlab_merges", ()):
         raise RuntimeError(
             "a delta is merged into the backbone, whose hash is another one now; restore() it before publishing"
         )
-    heads = tuple(sorted({*d.kept, *d.heads}))
+    heads, sharded = tuple(sorted({*d.kept, *d.heads})), _sharded(d.model)
     card = _card(d, name, task, license, notes, heads)
-    if (hub / name).exists() and not overwrite:
-        raise FileExistsError(f"{hub} has a {name!r} already; choose another name=, or overwrite=True")
-    part = hub / f".{name}.writing"
-    if rank() == 0: shutil.rmtree(part, ignore_errors=True)
-    d.save(part)
-    if rank() == 0:
-        card.bytes = (part / "adapter_model.safetensors").stat().st_size
-        card.write(part)
-        shutil.rmtree(hub / name, ignore_errors=True)
-        os.replace(part, hub / name)
-        Hub(hub).write_index()
+    _check_free(hub, name, overwrite)
+    with replace_together(hub / name, (*DELTA_FILES, "card.json")) as new:
+        if sharded or rank() == 0: d.save(new)
+        if rank() == 0:
+            _check_free(hub, name, overwrite)                            # somebody else may have been first
+            card.bytes = (new / "adapter_model.safetensors").stat().st_size
+            card.write(new)
+    if rank() == 0: Hub(hub).write_index()
     synchronize()
     return card
+
+def _check_free(hub, name, overwrite):
+    if settle(hub / name).exists() and not overwrite:
+        raise FileExistsError(f"{hub} has a {name!r} already; choose another name=, or overwrite=True")
 
 # %% ../../nbs/30_delta/07_hub.ipynb #2157047e
 class Hub(Mapping):
@@ -215,8 +218,8 @@ class Hub(Mapping):
     def write_index(self)->Path: # the page
         "Write index.html: one page without scripts, links to the files beside it."
         page = self.folder / "index.html"
-        page.with_suffix(".part").write_text(_page(self._cards()), encoding="utf-8")
-        os.replace(page.with_suffix(".part"), page)
+        # the cards are read by one writer at a time: the last page has them all
+        with replace_file(page) as new: new.write_text(_page(self._cards()), encoding="utf-8")
         return page
 
 # %% ../../nbs/30_delta/07_hub.ipynb #4f99bac5

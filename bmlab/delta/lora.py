@@ -21,7 +21,6 @@ from ..core import parts, resolve, roles, unwrap
 from .delta import Delta, deltas
 from .site import Site
 from ..kernels.layers import Int4Linear, Int8Linear
-from ..train.processes import rank
 
 # %% ../../nbs/30_delta/01_lora.ipynb #99179904
 def _module(call):
@@ -388,7 +387,6 @@ class Lora(Delta):
         spread:bool=False,   # write a shared parameter set at each of its sites, as PEFT wants it; False: once
     )->Path:                 # the folder
         "Write A and B in PEFT's format, and a note that names the `slices`, where PEFT sees rows of zeros."
-        self._write_note(Path(dir) / "bmlab.json")
         return super().save(dir, spread)
 
     @classmethod
@@ -630,14 +628,11 @@ def config(self:Lora)->dict:
     return out
 
 @patch
-def _write_note(self:Lora, note):
-    "Write which slices there are, or take an older note away; of a sharded model the first rank does it"
-    if rank() > 0 and any(isinstance(p, DTensor) for p in self.parameters()): return
-    note.unlink(missing_ok=True)
-    if self.slices is None: return
-    note.parent.mkdir(parents=True, exist_ok=True)
+def notes(self:Lora)->dict[str, str]:
+    "Which slices there are."
+    if self.slices is None: return {}
     slices = self.slices.tolist() if isinstance(self.slices, Tensor) else list(self.slices)
-    note.write_text(json.dumps({"slices": slices}), encoding="utf-8")
+    return {"bmlab.json": json.dumps({"slices": slices})}
 
 # %% ../../nbs/30_delta/01_lora.ipynb #1a0a1216
 # fields of PEFT's configuration that are read, or change nothing here

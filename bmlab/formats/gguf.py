@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..core import did_you_mean
+from ..files import replace_folder
 
 # %% ../../nbs/03_formats/01_gguf.ipynb #a89ad7f2
 _SCALAR = {  # value type → numpy
@@ -282,7 +283,7 @@ def convert_gguf(
     path:str|Path,    # a GGUF file of the llama architecture
     folder:str|Path,  # receives config.json, model.safetensors, tokenizer.json …; created
 )->Path:              # the folder, for `load`
-    "Write a GGUF file as a transformers folder, float32."
+    "Write a GGUF file as a transformers folder, float32, whole or not at all; other files in the folder stay."
     from safetensors.torch import save_file
     gguf, folder = GGUF(path), Path(folder)
     config, weights = gguf_config(gguf), gguf_weights(gguf)
@@ -292,9 +293,9 @@ def convert_gguf(
     if odd := [n for n in {**wanted, **weights} if not fits(n)]:
         has = f"{odd[0]!r} is missing, too much or of another shape"
         raise ValueError(f"{gguf.path.name} does not hold what a LlamaForCausalLM of its sizes has: {has}")
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(folder)
-    tf.GenerationConfig.from_model_config(config).save_pretrained(folder)
-    gguf_tokenizer(gguf).save_pretrained(folder)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with replace_folder(folder, own=("model*.safetensors", "model.safetensors.index.json", "pytorch_model*")) as new:
+        config.save_pretrained(new)
+        tf.GenerationConfig.from_model_config(config).save_pretrained(new)
+        gguf_tokenizer(gguf).save_pretrained(new)
+        save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
     return folder

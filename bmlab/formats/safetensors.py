@@ -9,7 +9,6 @@ __all__ = ['local_slices', 'parameter_like', 'TensorFiles', 'shortened', 'differ
 # %% ../../nbs/03_formats/00_safetensors.ipynb #04b5a365
 import functools, json, math, os, re
 from collections.abc import Callable
-from pathlib import Path
 
 import safetensors
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..core import original_class, parts, tensor_key, unwrap
+from ..files import settle
 
 # %% ../../nbs/03_formats/00_safetensors.ipynb #8fda3661
 def local_slices(
@@ -51,7 +51,7 @@ class TensorFiles:
     def __init__(self,
         path:str|os.PathLike, # a file, or a folder with or without Hugging Face's index
     ):
-        path = Path(path)
+        path = settle(path)
         index = next(iter(sorted(path.glob("*.safetensors.index.json"))), None) if path.is_dir() else None
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
         if not files:

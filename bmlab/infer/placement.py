@@ -20,6 +20,7 @@ from torch import nn
 
 from .cache import KVCache, kv_shapes
 from ..core import expert_shape, figure, format_bytes, parse_bytes, parts, roles, weights
+from ..files import replace_text
 from ..kernels.layers import packable
 from ..plan.machine import Machine, machine as _machine
 from ..kernels.codes import WIDE_BYTES, group_for
@@ -702,11 +703,9 @@ def check(self:InferencePlan,
 # %% ../../nbs/40_infer/07_placement.ipynb #30e8de54
 @patch
 def save(self:InferencePlan, path:str|Path): # a .json file
-    "Write the plan to a file, to be compared with the run."
+    "Write the plan to a file, whole or not at all, to be compared with the run."
     out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    Path(path).write_text(
-        json.dumps(out | {"blocks": self.blocks.reset_index(names="name").to_dict("list")}, indent=1), encoding="utf-8"
-    )
+    replace_text(path, json.dumps(out | {"blocks": self.blocks.reset_index(names="name").to_dict("list")}, indent=1))
 
 @patch(cls_method=True)
 def load(cls:InferencePlan, path:str|Path)->"InferencePlan":

@@ -7,7 +7,7 @@ __all__ = ['Rule', 'Family', 'families', 'plan', 'manifest', 'Original', 'Folder
            'to_safetensors', 'to_original']
 
 # %% ../../nbs/04_models/09_convert.ipynb #d97a3709
-import argparse, contextlib, copy, hashlib, json, math, mmap, os, re, shutil, struct, uuid, zipfile, zlib
+import argparse, contextlib, copy, hashlib, json, math, mmap, os, re, struct, zipfile, zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from .card import ModelCard, read_card, write_card
 from ..core import did_you_mean, known, lookup
+from ..files import replace_file, replace_folder, replace_text, settle
 
 # %% ../../nbs/04_models/09_convert.ipynb #4da616ff
 def _turn(ts): return [t.T.contiguous() if t.ndim == 2 else t for t in ts]
@@ -515,7 +516,7 @@ class Folder:
         folder:str|Path, # with model.safetensors, or several with an index
         saved:tuple=(),  # what its names have in place of the model's: (regular expression, what stands for it)
     ):
-        self.files = sorted(Path(folder).glob("*.safetensors"))
+        self.files = sorted(settle(folder).glob("*.safetensors"))
         if not self.files: raise FileNotFoundError(f"{folder} holds no .safetensors file")
         self.open = [safe_open(f, "pt") for f in self.files]
         self.names, self.left = {self._clean(k, saved): (f, k) for f in self.open for k in f.keys()}, []
@@ -576,7 +577,12 @@ def write_pt(
     "One file for `torch.load`, its tensors as they come."
     from torch.serialization import set_default_mmap_options, skip_data
     # untouched memory is not taken
-    with skip_data(): torch.save({n: torch.empty(shape, dtype=dtype) for n, (dtype, shape) in sizes.items()}, file)
+    # (of an open file torch does not write the name into it)
+    with skip_data(), open(file, "wb") as f:
+        torch.save({n: torch.empty(shape, dtype=dtype) for n, (dtype, shape) in sizes.items()}, f)
+        f.flush()
+        # a full disk is an error here, and in what is mapped below it would end the process
+        if hasattr(os, "posix_fallocate"): os.posix_fallocate(f.fileno(), 0, os.fstat(f.fileno()).st_size)
     with set_default_mmap_options(mmap.MAP_SHARED): places = torch.load(file, mmap=True, weights_only=True)
     for name, t in tensors: places.pop(name).copy_(t)
     if places: raise ValueError(f"no tensor came for {next(iter(places))!r}")
@@ -661,20 +667,17 @@ def _turned_out(rules, side, source, shapes, family, dtype=None, scale=1):
 
 # %% ../../nbs/04_models/09_convert.ipynb #9c248be2
 @contextlib.contextmanager
-def _appearing(target):
-    "A path beside `target` that takes its name when all went well"
+def _appearing(target, kind):
+    "What `kind` of `bmlab.files` yields for a target that must be new, also after another writer of it has ended"
+    def check():
+        if target.exists() and (target.is_file() or any(target.iterdir())):
+            raise FileExistsError(f"{target} exists already; give another name, or remove it")
     target = Path(target)
-    if target.exists() and (target.is_file() or any(target.iterdir())):
-        raise FileExistsError(f"{target} exists already; give another name, or remove it")
+    check()
     target.parent.mkdir(parents=True, exist_ok=True)
-    new = target.parent / f".{target.name}~{uuid.uuid4().hex[:8]}"
-    try:
+    with kind(target) as new:
+        check()
         yield new
-        if target.is_dir(): target.rmdir()
-        os.replace(new, target)
-    finally:
-        if new.is_dir(): shutil.rmtree(new, ignore_errors=True)
-        else: new.unlink(missing_ok=True)
 
 def _files(rules, shapes, kind_of, limit):
     "[[(Rule, dtype)]]: which rules' tensors go together into one file of safetensors"
@@ -707,15 +710,14 @@ def to_safetensors(
                                # `config` is that of the divided norms, and grows by scale²
     card:ModelCard=None,       # licence and source, to travel with the result
 )->Path:                       # the folder, for `load` and `from_pretrained`
-    "An original checkpoint as a folder that transformers reads."
+    "An original checkpoint as a folder that transformers reads, whole or not at all."
     f = _family(family)
     shapes, original = plan(family, config), Original(source, f)
     hashes, rules = _hashes(original.files, sha256), _used(list(shapes), original.names, "old")
     files = _files(rules, shapes, lambda r: dtype or original.dtype(r.old[0]), max_file_bytes)
     names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     if len(files) == 1: names = ["model.safetensors"]
-    with _appearing(folder) as new:
-        new.mkdir()
+    with _appearing(folder, replace_folder) as new:
         for name, part in zip(names, files):
             sizes = {n: (kind, s) for r, kind in part for n, s in zip(r.new, shapes[r][0])}
             tensors = _turned_out([r for r, _ in part], "old", original, shapes, f, dtype, scale)
@@ -758,14 +760,14 @@ def to_original(
     scale:float=1,          # T5: by what weights are divided, so that they survive float16; the report says the
                             # `norm_eps` with which ModelCenter then computes the same
 )->Path:                    # the file, for the family's own code
-    "A folder of safetensors as an original checkpoint: names → tensors; beside it `<file>.json` says from what."
+    "A folder of safetensors as an original checkpoint, whole or not at all; beside it `<file>.json` says from what."
     f = _family(family)
     source, config = Folder(folder, f.saved), _class(f).config_class.from_pretrained(folder)
     shapes = plan(family, config)
     _computable(f, config)
     hashes, rules = _hashes(source.files, sha256), _used(list(shapes), source.names, "new")
     sizes = {n: (dtype or source.dtype(r.new[0]), tuple(s)) for r in rules for n, s in zip(r.old, shapes[r][1])}
-    with _appearing(file) as new:
+    with _appearing(file, replace_file) as new:
         write_pt(new, sizes, _turned_out(rules, "new", source, shapes, f, dtype, scale))
         card = read_card(folder)
         report = {
@@ -776,5 +778,5 @@ def to_original(
             "norm_eps": config.layer_norm_epsilon / scale**2 if scale != 1 else None,
             "card": card and asdict(card.changed(f"converted to the layout of {family}")),
         }
-        Path(f"{file}.json").write_text(json.dumps(report, indent=1))
+        replace_text(f"{file}.json", json.dumps(report, indent=1))
     return Path(file)

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 from transformers.models.t5.modeling_t5 import T5Attention, T5DenseGatedActDense, T5LayerFF, T5Stack
 
+from ..files import replace_file
 from .zoo import T5Untied
 
 # %% ../../nbs/04_models/07_cpm2.ipynb #327917bb
@@ -55,7 +56,8 @@ class _Cutter(tf.PreTrainedTokenizer):
     def save_vocabulary(self, save_directory, filename_prefix=None):
         prefix = f"{filename_prefix}-" if filename_prefix else ""
         target = Path(save_directory) / (prefix + self.vocab_files_names["vocab_file"])
-        if target.absolute() != Path(self.vocab_file).absolute(): shutil.copyfile(self.vocab_file, target)
+        if target.absolute() != Path(self.vocab_file).absolute():
+            with replace_file(target) as new: shutil.copyfile(self.vocab_file, new)
         return (str(target),)
 
     def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None): return token_ids_0 + (token_ids_1 or [])

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.tokenization_utils_base import BatchEncoding
 from transformers.utils import can_return_tuple
 
+from ..files import replace_text
 from bmlab.models.cpm import (
     CpmEncoder,
     CpmGenerationMixin,
@@ -342,7 +343,7 @@ class CpmBeeTokenizer(tf.PreTrainedTokenizer):
 
     def save_vocabulary(self, save_directory, filename_prefix=None):
         file = os.path.join(save_directory, f"{filename_prefix}-vocab.txt" if filename_prefix else "vocab.txt")
-        Path(file).write_text("\n".join(self.lines) + "\n", encoding="utf-8")
+        replace_text(file, "\n".join(self.lines) + "\n")
         return (file,)
 
 # %% ../../nbs/04_models/06_cpmbee.ipynb #b3f3dddb

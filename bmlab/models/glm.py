@@ -22,6 +22,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
+from ..files import replace_file
+
 # %% ../../nbs/04_models/08_glm.ipynb #4f1df7b9
 def blank_positions(
     ids:Tensor,             # (B, L) int64
@@ -390,7 +392,8 @@ class BlankGlmTokenizer(tf.PreTrainedTokenizer):
     def save_vocabulary(self, save_directory, filename_prefix=None):
         prefix = f"{filename_prefix}-" if filename_prefix else ""
         target = Path(save_directory) / (prefix + self.vocab_files_names["vocab_file"])
-        if target.absolute() != Path(self.vocab_file).absolute(): shutil.copyfile(self.vocab_file, target)
+        if target.absolute() != Path(self.vocab_file).absolute():
+            with replace_file(target) as new: shutil.copyfile(self.vocab_file, new)
         return (str(target),)
 
 # %% ../../nbs/04_models/08_glm.ipynb #a05d4bc9

@@ -13,7 +13,7 @@ import torch
 import transformers as tf
 
 from ..core import did_you_mean
-from ..files import MANIFEST, cached, fetch, why_torn
+from ..files import MANIFEST, cached, fetch, settle, why_torn
 from ..formats.gguf import convert_gguf
 from .card import ModelCard, read_card
 from .zoo import _ALIASES, _HUB, _SIZES, _meet, _device, build, float_dtype, license_of, model_class
@@ -102,6 +102,7 @@ def check_folder(
     if folder.suffix == ".gguf":
         convert = f"convert_gguf({str(folder)!r}, some_folder), then load that folder"
         raise ValueError(f"{folder} is one GGUF file: {convert}")
+    settle(folder)
     if not folder.is_dir(): raise FileNotFoundError(f"there is no folder {folder}")
     if (folder / "cooked.json").is_file():
         raise ValueError(f"{folder} holds a packed model: load_cooked({str(folder)!r}) reads it")

@@ -15,6 +15,7 @@ import pandas as pd
 from torch import nn
 
 from ..core import esc, format_bytes, format_count, parts, unwrap, weights
+from ..files import replace_text
 
 # %% ../../nbs/04_models/01_tree.ipynb #6bb8b800
 @dataclass(slots=True)
@@ -464,9 +465,8 @@ class Tree:
         path:str|Path, # the file to write; its folder must exist
     )->Path:           # the same path
         "Write the tree as a complete page that follows the reader's light or dark setting."
-        path = Path(path)
-        path.write_text(_page(self._rows), encoding="utf-8")
-        return path
+        replace_text(path, _page(self._rows))
+        return Path(path)
 
 # %% ../../nbs/04_models/01_tree.ipynb #93c54efb
 def _hint(model):

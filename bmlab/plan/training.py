@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..core import stacked_bar, find_blocks, format_bytes, parse_bytes, resolve, tensor_key, to_cast
+from ..files import replace_text
 from .fusion import fuse_blocks
 from .machine import Machine, machine as _machine
 from .trace import Lifetimes, Trace, lifetimes, occupancy, trace_step
@@ -336,8 +337,8 @@ class TrainingPlan:
         rows = [{"": n, "predicted": p, "measured": q, "predicted / measured": p / q} for n, (p, q) in rows.items()]
         return pd.DataFrame(rows).set_index("")
     def save(self, path:str|Path): # a .json file
-        "Write the plan, so that it can be held against the run."
-        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1, default=float), encoding="utf-8")
+        "Write the plan, whole or not at all, so that it can be held against the run."
+        replace_text(path, json.dumps(dataclasses.asdict(self), indent=1, default=float))
     @classmethod
     def load(cls, path:str|Path)->"TrainingPlan":
         "A plan that `save` wrote."

@@ -26,6 +26,8 @@ from tqdm.auto import tqdm
 
 from ..core import did_you_mean, unwrap, word_head
 from ..delta.delta import Delta
+from ..delta.store import DELTA_FILES
+from ..files import replace_folder, settle
 from .learned import ProtoVerbalizer, SoftVerbalizer
 from ..delta.prefix import Prefix
 from .template import CUTS, InputExample, Line, Template, TemplateError, encoded_html
@@ -565,7 +567,6 @@ def _keep(self:PromptModel, tune):
     if not isinstance(self.verbalizer, ProtoVerbalizer): return keep
     return [p for p in keep if all(p is not q for q in self.verbalizer.parameters())]       # learned already
 
-
 # %% ../../nbs/35_prompt/08_classify.ipynb #37a286a2
 def _optimizer(opt, groups, lr, weight_decay):
     "An optimizer of these groups"
@@ -613,7 +614,6 @@ def fit(self:PromptModel,
     options["held_out"] = None if held_out is None else self.batches(held_out, batch)
     loss = lambda m, b: getattr(v, "loss", F.cross_entropy)(m(b).float(), b.get("label"))
     with self._frozen(keep): return fit_loop(self, batches, opt, loss=loss, **options)
-
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #8913ff5f
 _VERBALIZERS = {c.__name__: c for c in (
@@ -677,12 +677,15 @@ def _put_numbers(v, tensors):
             raise ValueError(f"the file's {k} is {tuple(t.shape)}, here it is {tuple(p.shape)}: another model?")
         p.data = t.to(p.device)
 
+_PROMPT_FILES = ("prompt.json", "verbalizer.safetensors",
+                 *(f"{part}/{name}" for part in ("soft", "prefix") for name in DELTA_FILES))
+
 @patch
 def save(self:PromptModel,
     dir:str|os.PathLike, # folder, made if missing
 )->Path:                 # the folder
-    "Write template, verbalizer and soft tokens; the model, and other deltas on it, are saved by their own means."
-    dir, t = Path(dir), self.template
+    "Write template, verbalizer and soft tokens, whole or not at all; model and other deltas are saved on their own."
+    t = self.template
     about = {"format": 1, "template": t.text, "family": t.family, "joint": t.joint, "attrs": t.attrs}
     if t.ahead or not t.counted: about |= {"ahead": t.ahead, "counted": t.counted}
     about |= {"functions": sorted(t.fns), "tokenizer": tokenizer_print(t.tok)}
@@ -690,13 +693,12 @@ def save(self:PromptModel,
     about |= {k: getattr(self, k) for k in ("max_length", "truncate", "chain", "pack")}
     about |= {"soft": self.soft is not None, "prefix": self.prefix is not None}
     text = json.dumps(about, indent=1, ensure_ascii=False) + "\n"
-    dir.mkdir(parents=True, exist_ok=True)
-    (dir / "prompt.json").unlink(missing_ok=True)               # written last: a folder without it is unfinished
-    save_file(_numbers(self.verbalizer), dir / "verbalizer.safetensors")
-    if self.soft is not None: self.soft.save(dir / "soft")
-    if self.prefix is not None: self.prefix.save(dir / "prefix")
-    (dir / "prompt.json").write_text(text, encoding="utf-8")
-    return dir
+    with replace_folder(dir, own=_PROMPT_FILES) as new:
+        save_file(_numbers(self.verbalizer), new / "verbalizer.safetensors")
+        if self.soft is not None: self.soft.save(new / "soft")
+        if self.prefix is not None: self.prefix.save(new / "prefix")
+        (new / "prompt.json").write_text(text, encoding="utf-8")
+    return Path(dir)
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #88f0cb02
 def _read_about(dir):
@@ -720,7 +722,7 @@ def load(cls:PromptModel,
     fns:dict|None=None,   # functions that the template's `post_processing` names
 ):                        # -> PromptModel
     "Read a classifier for a model."
-    dir = Path(dir)
+    dir = settle(dir)
     about = _read_about(dir)
     if (got := tokenizer_print(tok)) != about["tokenizer"]:
         made_with = f"({about['tokenizer']}, this one is {got})"

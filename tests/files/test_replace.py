@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from fresh import fresh_python
 
 from bmlab import files
 from bmlab.files import damage, replace_folder, settle
@@ -19,6 +20,7 @@ import os, shutil, signal, sys
 from bmlab import files
 
 root, how, before = sys.argv[1:]
+own = ("a", "d", "deep/*") if how == "moves" else None
 
 def counted(call, last, steps):
     def step(*args, **kwargs):
@@ -30,10 +32,10 @@ def counted(call, last, steps):
 def write(folder, last):
     steps = []
     files._exchange = counted(files._exchange, last, steps) if how == "exchange" else lambda a, b: False
-    for name in ("mkdir", "rename", "fsync", "unlink", "rmdir", "chmod"):
+    for name in ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir", "chmod"):
         setattr(os, name, counted(getattr(os, name), last, steps))
     shutil.rmtree = counted(shutil.rmtree, last, steps)
-    with files.replace_folder(folder, manifest=True) as new:
+    with files.replace_folder(folder, manifest=own is None, own=own) as new:
         for name in ("a", "deep/c", "d"):
             (new / name).parent.mkdir(exist_ok=True)
             (new / name).write_text("new")
@@ -45,6 +47,9 @@ while status != 0:                       # one writer for each step, until one g
     os.makedirs(os.path.join(folder, "deep") if before == "again" else os.path.dirname(folder))
     if before == "again":
         for name in ("a", "deep/b"): open(os.path.join(folder, name), "w").write("old")
+    if how == "moves":
+        os.makedirs(folder, exist_ok=True)
+        open(os.path.join(folder, "mine"), "w").write("mine")
     if not (child := os.fork()):
         try: write(folder, last)
         except BaseException: os._exit(1)
@@ -97,6 +102,24 @@ def test_a_writer_that_is_killed_at_any_step(tmp_path, how, before):
     assert not seen[0][0] and seen[-1] == (True, False) and len(seen) > 10
     half_way = [new for new, absent in seen if absent and old]
     assert half_way == ([True] if old and (how == "renames" or not _exchanges(tmp_path)) else [])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="each writer is a fork")
+@pytest.mark.parametrize("before", ["first", "again"])
+def test_a_writer_that_is_killed_beside_other_files(tmp_path, before):
+    "Files that are not the writer's stay whatever happens; a reader that settles finds all old ones or all new ones"
+    old, seen, mixed = OLD if before == "again" else {}, [], 0
+    for folder in writers(tmp_path, "moves", before):
+        visible = {n: text for n, text in content(folder).items() if not n.startswith(".bmlab~")}
+        mixed += visible not in ({**old, "mine": "mine"}, {**NEW, "mine": "mine"})
+        found = content(settle(folder))
+        assert found.pop("mine") == "mine"
+        found = {n: text for n, text in found.items() if not n.startswith(".bmlab~")}
+        assert found in (old, NEW), folder
+        seen.append(found == NEW)
+        with replace_folder(folder, wait_s=0, own=("a", "d", "deep/*")) as new: write(new, {"a": "next"})
+        assert content(folder) == {"a": "next", "mine": "mine"} and beside(folder) == []
+    assert seen == sorted(seen) and not seen[0] and seen[-1] and len(seen) > 10 and mixed > 1
 
 
 def _exchanges(folder):

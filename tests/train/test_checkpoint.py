@@ -150,8 +150,18 @@ def with_delta(folder):
     return same(state(model, opt), state(again, opt2)), opt2.param_groups[0]["lr"], len(opt2.state)
 
 
-def test_a_sharded_model_with_a_delta(tmp_path):
-    for equal, lr, n in run_ranks(with_delta, tmp_path): assert equal and lr == 1e-2 and n == 8
+def both(folder): return with_delta(folder / "delta"), together(folder / "out")
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    "(folder, what both ranks say of two things), from one start of two processes"
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, run_ranks(both, folder)
+
+
+def test_a_sharded_model_with_a_delta(on_two_ranks):
+    for (equal, lr, n), _ in on_two_ranks[1]: assert equal and lr == 1e-2 and n == 8
 
 
 def offloaded(folder, dtype):
@@ -835,3 +845,30 @@ def test_a_sparse_gradient_that_is_not_finite_is_named():
             loss=lambda m, x: m(x).mean(), plot=False,
         )
     assert torch.equal(model.weight, before)
+
+
+def together(folder):
+    "Both ranks fill a folder; then only rank 1 fails, then only rank 0: what each rank sees"
+    import torch.distributed as dist
+    from bmlab.train.checkpoint import replace_together
+    rank, said = dist.get_rank(), []
+    for bad in (None, 1, 0):
+        try:
+            with replace_together(folder, ("*",)) as new:
+                dist.barrier()
+                if rank == 0: (new / f"without {bad}").touch()
+                if rank == bad: raise OSError(28, "No space left on device")
+        except Exception as e: said.append(type(e).__name__ + ": " + str(e).replace(str(folder), "folder"))
+        else: said.append("written")
+        dist.barrier()
+    return said
+
+
+def test_an_error_of_one_rank_leaves_all_with_the_old_folder(on_two_ranks):
+    "All ranks raise, no rank waits for ever, and nothing of the new content is there"
+    full = "OSError: [Errno 28] No space left on device"
+    other = f"RuntimeError: folder was not written: {full} on rank "
+    folder, said = on_two_ranks
+    assert [mine for _, mine in said] == [["written", other + "1", full], ["written", full, other + "0"]]
+    assert [p.name for p in (folder / "out").iterdir()] == ["without None"]
+    assert not [p for p in folder.iterdir() if p.name.startswith(".out")]
