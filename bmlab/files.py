@@ -177,12 +177,12 @@ def parse_json(
         if _too_deep(got): raise RecursionError
         if re.search(r"\\u[dD][89a-fA-F]", text): json.dumps(got, ensure_ascii=False).encode()
         _check(got, shape)
-    except _Odd as e: why = f"{e.at}: {e.why}" if e.at else e.why
-    except RecursionError: why = "it is nested too deep"
-    except UnicodeError as e: why = f"it is no text in UTF-8 ({e.reason})"
-    except ValueError as e: why = f"it is no JSON ({e}), was it cut off?"
+    except _Odd as e: why = f": {e.at}: {e.why}" if e.at else f": {e.why}"
+    except RecursionError: why = " cannot be read: it is nested too deep"
+    except UnicodeError as e: why = f" cannot be read: it is no text in UTF-8 ({e.reason})"
+    except ValueError as e: why = f" cannot be read: it is no JSON ({e}), was it cut off?"
     else: return got
-    raise error(f"{where}: {why}" + (f"; {hint}" if hint else ""))
+    raise error(f"{where}{why}" + (f"; {hint}" if hint else ""))
 
 def read_json(
     path:str|Path,        # the file
@@ -207,8 +207,7 @@ def reading(
     "One class of error for a format, with the file's name: what other libraries raise of a bad file becomes that."
     try: yield
     except (FileError, FileNotFoundError): raise
-    except (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, NotImplementedError,
-            OSError, RecursionError, RuntimeError, SyntaxError, TypeError, ValueError) as e:
+    except Exception as e:
         said = " ".join(map(str, e.args)) if isinstance(e, KeyError) else str(e)
         said = shown if (shown := said.partition("\n")[0]) else type(e).__name__
         name = "" if str(path) in said else f"{path}: "
