@@ -160,7 +160,8 @@ def _check_patterns(config, where):
 def _check_numbers(config, tensors, where):
     "Whole numbers are widths of something in the file, or counts of it: nothing is made that would be larger"
     most = max([4096, *(n for t in tensors.values() if t.numel() for n in t.shape)])
-    small = [(k, v) for k, v in config.items() if "alpha" not in k and k not in ("seed", "total_step")]
+    # (what is no width: factors, seeds, steps of a schedule, numbers of tokens)
+    small = [(k, v) for k, v in config.items() if not re.search("alpha|scal|seed|key|step|tinit|tfinal|deltaT|_id$", k)]
     for k, v in [*small, *(config.get("rank_pattern") or {}).items()]:
         if isinstance(v, int) and not -1 <= v <= most:
             raise DeltaFileError(f"{where}: {k} is {v}, and no tensor of the file is larger than {most}")
