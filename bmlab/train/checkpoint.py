@@ -395,7 +395,7 @@ def latest(
     with contextlib.suppress(OSError):
         with open(root / _LATEST, errors="replace") as f: name = f.read(4096).strip()
         if not _beside(name):
-            raise Foreign(f"{root / _LATEST} names {name!r:.80}, no folder beside it; write the name of a checkpoint "
+            raise Foreign(f"{root / _LATEST} names {name!r}, no folder beside it; write the name of a checkpoint "
                              "there, or remove it")
         if (root / name / _MARK).is_file(): return root / name
     return next(iter(_whole_ones(root)), None)
