@@ -27,9 +27,11 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as run_again
 
+from ..files import replace_file
 from ..formats.safetensors import shortened
-from .checkpoint import _first_rank, full_tensor, load_weights, named_tensors
+from .checkpoint import Foreign, _first_rank, full_tensor, load_weights, named_tensors
 from ..core import parts
+from ..files import reading
 from bmlab.train.processes import (
     init_distributed as _start, local_device, local_rank, rank, shutdown as _shutdown, world_size
 )
@@ -365,7 +367,6 @@ class DistributedModule(_Waiting):
         require_values(waits, f"{type(self).__name__} takes a state dict")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-
 # %% ../../nbs/10_train/10_bmblocks.ipynb #a2d41207
 @functools.cache
 def _block_class(base):
@@ -695,12 +696,11 @@ def save(
     file_name:str|Path,        # one file, of a state dict in BMTrain's and torch's format
     non_blocking:bool=False,   # return when the weights are gathered; write in the background
 ):
-    "Write a model's whole weights to one file."
+    "Write a model's whole weights to one file, whole or not at all."
     state, file = gathered_state(model, copy=non_blocking), Path(file_name)
     def write():
-        part = file.with_name(f".{file.name}.part")
-        torch.save(state, part)
-        os.replace(part, file)  # whole, or not there
+        # (of an open file torch does not write the name into it)
+        with replace_file(file) as new, open(new, "wb") as f: torch.save(state, f)
     if not non_blocking: _first_rank(write)
     elif rank() == 0: threading.Thread(target=write, name=f"saving {file.name}").start()
 
@@ -730,7 +730,9 @@ def load(
         return _IncompatibleKeys([], [])
     held = {}
     def shapes():
-        held.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        with reading(file, Foreign, "nothing of it was run"):
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            held.update({k: v for k, v in found.items() if isinstance(k, str)})
         return {k: tuple(v.shape) for k, v in held.items() if isinstance(v, Tensor)}
     there = _first_rank(shapes)
     missing, unexpected = _compare(model, here, there, file)
