@@ -8,11 +8,11 @@ __all__ = ['SLICE', 'ROLES', 'unwrap', 'parts', 'take_slice', 'numbered_children
            'forward_names', 'word_head', 'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes',
            'format_bytes', 'format_count', 'weights', 'Count', 'count', 'Transient', 'on_change', 'changed',
            'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'set_seed', 'Table', 'table', 'figure',
-           'esc', 'stacked_bar']
+           'esc', 'esc_markdown', 'typed', 'read_typed', 'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
-import contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, math, numbers
-import random, re, sys, weakref
+import contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, json, math, numbers
+import random, re, reprlib, sys, types, typing, weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -627,14 +627,73 @@ def figure(
         for ax in drawn.axes: _label_axes(ax)
         if show: plt.show()
 
-# %% ../nbs/00_core.ipynb #288db4c0
-_SHADES = ("#1a6fd4", "#5b9be6", "#9dc3f2", "#d9730d", "#eea65b", "#f6d0a8", "#3b8132", "#8fbf88", "#888888", "#c4c4c4")
-
+# %% ../nbs/00_core.ipynb #5e19d369
 def esc(
     value, # anything; its text is taken
 )->str:
-    "The value's text, escaped for HTML."
+    "The value's text, escaped for HTML: in an element, or in an attribute in quotes, nothing of it is markup."
     return html.escape(str(value))
+
+def esc_markdown(
+    value, # anything; its text is taken, a line break becomes ⏎
+)->str:
+    "The value's text, escaped for Markdown: in a line or a table's cell nothing of it is markup, a link or a formula."
+    text = html.escape(" ⏎ ".join(str(value).splitlines()), quote=False)
+    # (an underscore within a word marks nothing; a bar ends a cell, even behind a backslash in some readers)
+    return re.sub(r"[\\`*\[\]~$]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text).replace("|", "&#124;")
+
+# %% ../nbs/00_core.ipynb #fe00e2d1
+_NUMBERS = {int: "a whole number", float: "a number"}
+_KINDS = _NUMBERS | {str: "a text", bool: "true or false", None: "null", type(None): "null", dict: "an object"}
+
+def _alternatives(kind): return typing.get_args(kind) if isinstance(kind, types.UnionType) else kind
+
+def _of_kind(value, kind):
+    kind = _alternatives(kind)
+    if isinstance(kind, tuple): return any(_of_kind(value, k) for k in kind)
+    if isinstance(kind, list): return isinstance(value, list) and all(_of_kind(v, kind[0]) for v in value)
+    if isinstance(kind, dict): return isinstance(value, dict) and all(_of_kind(v, kind[str]) for v in value.values())
+    if kind not in _NUMBERS: return value is None if kind is None else isinstance(value, kind)
+    # (neither nan nor infinite, and never too large for a float)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return number and (kind is float or value == int(value))
+
+def _kind_name(kind):
+    kind = _alternatives(kind)
+    if isinstance(kind, tuple): return " or ".join(map(_kind_name, kind))
+    if isinstance(kind, list): return f"a list, each {_kind_name(kind[0])}"
+    return f"an object, each value {_kind_name(kind[str])}" if isinstance(kind, dict) else _KINDS[kind]
+
+# %% ../nbs/00_core.ipynb #96c7a0b8
+def typed(
+    value,     # as `json` gives it
+    kind,      # int, float (any number), str, bool, dict or None; [kind]: a list; {str: kind}: an object; (kind, kind):
+               # one of them
+    where:str, # which value it is, for the error
+):             # the value; a ValueError where it is of another kind
+    "A value of a file, if it is of the kind expected."
+    if _of_kind(value, kind): return value
+    raise ValueError(f"{where} is {reprlib.repr(value)}: expected {_kind_name(kind)}")
+
+def read_typed(
+    file,          # a .json file that holds one object
+    kinds:dict,    # field → kind, as of `typed`
+    optional=(),   # fields that may be missing
+)->dict:           # the fields; a ValueError that names file and field where one is missing, unknown or of another kind
+    "The fields of a JSON file."
+    try:
+        with open(file, encoding="utf-8") as f: found = json.load(f)
+    except (ValueError, RecursionError) as e: raise ValueError(f"{file} is no JSON: {e}") from None
+    typed(found, dict, f"{file}: the whole")
+    for name in kinds.keys() - found.keys() - set(optional): raise ValueError(f"{file} has no field {name!r}")
+    for name, value in found.items():
+        near = did_you_mean(name, kinds)
+        if name not in kinds: raise ValueError(f"{file} has a field {name!r}, which nothing reads{near}")
+        typed(value, kinds[name], f"{file}: {name}")
+    return found
+
+# %% ../nbs/00_core.ipynb #288db4c0
+_SHADES = ("#1a6fd4", "#5b9be6", "#9dc3f2", "#d9730d", "#eea65b", "#f6d0a8", "#3b8132", "#8fbf88", "#888888", "#c4c4c4")
 
 def stacked_bar(
     parts:list,      # (name, amount, amount as text), from left to right

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from starlette.exceptions import HTTPException
 
 from .widget import static
-from ..core import format_bytes, parse_bytes
+from ..core import esc, format_bytes, parse_bytes
 from ..models.stream import TextPieces, prompt_ids
 from ..infer.sampling import TOLD
 from bmlab.infer.asks import (
@@ -696,7 +696,7 @@ class Server:
     def __repr__(self):
         closed = ", closed" if self._closed.locked() else ""
         return f"{self.name} at {self.url}{', with a token' if self.token else ''}{closed}"
-    def _repr_html_(self): return f'<a href="{self.url}/" target="_blank">{self}</a>'
+    def _repr_html_(self): return f'<a href="{esc(self.url)}/" target="_blank">{esc(self)}</a>'
 
 # %% ../../nbs/50_app/04_serve.ipynb #44284cc0
 def serve(

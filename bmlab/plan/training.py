@@ -19,7 +19,9 @@ import pandas as pd
 import torch
 from torch import nn
 
-from ..core import stacked_bar, find_blocks, format_bytes, parse_bytes, resolve, tensor_key, to_cast
+from bmlab.core import (
+    esc, find_blocks, format_bytes, parse_bytes, read_typed, resolve, stacked_bar, tensor_key, to_cast,
+)
 from .fusion import fuse_blocks
 from .machine import Machine, machine as _machine
 from .trace import Lifetimes, Trace, lifetimes, occupancy, trace_step
@@ -288,6 +290,11 @@ _LANES = {
     "arithmetic": "arithmetic", "memory": "GPU memory", "issue": "issuing kernels", "optimizer": "optimizer on the GPU",
     "network": "network", "host_adam": "host Adam", "link": "host link"}
 
+# kinds of what a file holds, where an annotation does not say it
+_SAVED = {
+    "parts": {str: [float]}, "times": {str: float}, "phases": {str: float}, "machine": {str: (float, str)},
+    "cost": (None, {str: (float, None)})}
+
 @dataclass(kw_only=True)
 class TrainingPlan:
     "What a training step will need and take; made by `plan_training`."
@@ -340,9 +347,22 @@ class TrainingPlan:
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1, default=float), encoding="utf-8")
     @classmethod
     def load(cls, path:str|Path)->"TrainingPlan":
-        "A plan that `save` wrote."
-        d = json.loads(Path(path).read_text(encoding="utf-8"))
-        return cls(**{**d, "cost": None if d["cost"] is None else Cost(**d["cost"])})
+        "A plan that `save` wrote; a field of another kind than it has is a ValueError that names file and field."
+        kinds = {f.name: _SAVED.get(f.name, f.type) for f in dataclasses.fields(cls)}
+        d = read_typed(path, kinds, ["cost"])
+        for n, v in d["parts"].items():
+            if len(v) != 2: raise ValueError(f"{path}: parts[{n!r}] is {v}: expected bytes of a GPU, and of the host")
+        if odd := d["times"].keys() - _LANES.keys(): raise ValueError(f"{path}: times has no lane {sorted(odd)[0]!r}")
+        if d["step_s"] <= 0: raise ValueError(f"{path}: step_s is {d['step_s']}: expected seconds above 0")
+        cost = d.get("cost")
+        if cost is not None:
+            if odd := cost.keys() ^ {f.name for f in dataclasses.fields(Cost)}:
+                raise ValueError(f"{path}: cost has other fields than a `Cost`: {', '.join(sorted(odd))}")
+            cost = Cost(**cost)
+        plan = cls(**d | {"cost": cost})
+        try: _picture(plan)
+        except Exception as e: raise ValueError(f"{path} is no whole plan: {type(e).__name__}: {e}") from e
+        return plan
     def __str__(self):
         chosen = f"{self.recompute} of {self.blocks} blocks recompute, {self.offload:.0%} of the optimizer on the host"
         limits = f"limit {format_bytes(self.limit)}, smallest {format_bytes(self.min_bytes, up=True)}"
@@ -357,7 +377,7 @@ def _few(x): return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 def _memory_row(name, parts, limit):
     "(label, bar) of the memory of one place: parts [(name, bytes, text)] against a limit"
     used = sum(x for _, x, _ in parts)
-    names = " · ".join(f"{n} {t}" for n, _, t in parts)
+    names = esc(" · ".join(f"{n} {t}" for n, _, t in parts))
     bar = stacked_bar(parts, limit, max(limit, used) * 1.02)
     label = f"{name}: {format_bytes(used)} of {format_bytes(limit)}"
     return label, f'{bar}<div style="font-size:11px">{names}</div>'
@@ -366,7 +386,7 @@ def _time_rows(plan):
     "[(label, bar)] of a step's phases, and of each lane that is busy"
     longest = max([plan.step_s, *plan.times.values()]) * 1.02
     phases = stacked_bar([(n, x, f"{x:.3f} s") for n, x in plan.phases.items()], 0, longest)
-    names = " · ".join(f"{n} {x:.3f} s" for n, x in plan.phases.items())
+    names = esc(" · ".join(f"{n} {x:.3f} s" for n, x in plan.phases.items()))
     rows = [(f"step: {plan.step_s:.3f} s", f'{phases}<div style="font-size:11px">{names}</div>')]
     for n, x in plan.times.items():
         if x <= 5e-4 * plan.step_s: continue
@@ -379,9 +399,10 @@ def _headline(plan):
     gpus = f"{plan.gpus} GPU{'s' * (plan.gpus > 1)}"
     head = (f"{plan.recompute} of {plan.blocks} blocks recompute · {plan.offload:.0%} of the optimizer on the host · "
             f"{plan.tokens_s:,.0f} tokens/s on {gpus} · smallest limit {format_bytes(plan.min_bytes, up=True)}")
-    if (c := plan.cost) is None: return head
+    if (c := plan.cost) is None: return esc(head)
     took = f"{_few(c.days)} days · {_few(c.gpu_hours)} GPU hours · {_few(c.kwh)} kWh · {_few(c.co2_kg / 1000)} t CO₂"
-    return f"{head}<br>{took}" + (f" · costs {_few(c.money)} in the price's currency" if c.money is not None else "")
+    if c.money is not None: took += f" · costs {_few(c.money)} in the price's currency"
+    return f"{esc(head)}<br>{esc(took)}"
 
 def _picture(plan):
     "The plan as HTML with inline styles"
@@ -391,7 +412,7 @@ def _picture(plan):
         if parts: rows.append(_memory_row(name, parts, limit))
     left = "text-align:right;padding:2px 8px;font-size:12px;white-space:nowrap;vertical-align:top"
     right = "text-align:left;padding:3px 0"
-    row = lambda label, bar: f'<tr><td style="{left}">{label}</td><td style="{right}">{bar}</td></tr>'
+    row = lambda label, bar: f'<tr><td style="{left}">{esc(label)}</td><td style="{right}">{bar}</td></tr>'
     body = "".join(row(*r) for r in rows + _time_rows(plan))
     head = f'<div style="font-size:12px;margin:4px 0">{_headline(plan)}</div>'
     return f'<div style="font-family:sans-serif">{head}<table style="border-collapse:collapse">{body}</table></div>'
