@@ -236,6 +236,8 @@ def test_nothing_of_a_file_is_markup(tmp_path):
         for name, _, script, traits in drawn:
             traits = {k: v for k, v in traits.items() if isinstance(v, (str, int, float, list, dict, type(None)))}
             assert "onerror" in page.evaluate(DRAW, [script, traits]), name
+            # (what cannot run is left of a plan's picture)
+            if name == "chat": assert page.locator('.bp-plan table[style="color:red"] td').count()
             harmless(page, name)
         with serve(Liar(tok), port=0, background=True, name=EVIL) as server:
             page.goto(server.page)
