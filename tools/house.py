@@ -17,6 +17,7 @@ LIGHT = {"torch", "transformers", "safetensors", "numpy", "pandas", "tqdm", "fas
 LEAVES = {  # nothing imports these before it needs them
     "all",
     "app.editor",
+    "app.limits",
     "app.panels",
     "app.picker",
     "app.picker_page",

@@ -6,7 +6,6 @@
 __all__ = ['Editor', 'edit']
 
 # %% ../../nbs/50_app/03_editor.ipynb #88ae11fa
-import html
 import threading
 import weakref
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from collections.abc import Mapping
 from fastcore.basics import patch
 from torch import nn
 
+from ..core import esc
 from ..prompt.template import CUTS, Template, encoded_html
 from ..prompt.view import Picture
 from ..prompt.language import TemplateError
@@ -109,11 +109,11 @@ def _changed(self:Editor, change=None):
     except TemplateError as e:
         self.error, self.answer.value = e, ""
         style = "border-left:3px solid #c0392b;padding-left:.6em;overflow-x:auto"
-        self.picture.value = f'<pre role="alert" style="{style}">{html.escape(str(e))}</pre>'
+        self.picture.value = f'<pre role="alert" style="{style}">{esc(e)}</pre>'
         return
     self.template, self.error = template, None
     self.picture.value = str(encoded_html(enc, limit=self.longest.value))
-    code = f"<pre>t = Template({html.escape(repr(text))}, tok)</pre>"
+    code = f"<pre>t = Template({esc(repr(text))}, tok)</pre>"
     self.code.value = f"<details><summary>as code</summary>{code}</details>"
     if self.model is None: return
     self.answer.value = "<em>asking …</em>"
@@ -127,7 +127,7 @@ def _ask(self:Editor, number, template, enc):
     with self._lock:                                             # one question at a time
         if number != self._newest: return
         try: said = self._answered(template)
-        except Exception as e: said = f'<pre role="alert">{html.escape(f"{type(e).__name__}: {e}")}</pre>'
+        except Exception as e: said = f'<pre role="alert">{esc(f"{type(e).__name__}: {e}")}</pre>'
         if number == self._newest: self.answer.value = said
 
 @patch
@@ -157,7 +157,7 @@ def _repr_mimebundle_(self:Editor, **kwargs):
 @patch
 def static(self:Editor)->str:
     "What is seen now, as HTML."
-    page = f"<pre>{html.escape(self.source.value)}</pre>{self.picture.value}{self.answer.value}"
+    page = f"<pre>{esc(self.source.value)}</pre>{self.picture.value}{self.answer.value}"
     return Picture(page)._repr_html_()
 
 def edit(

@@ -6,14 +6,14 @@
 __all__ = ['Chat', 'chat', 'FillBlank', 'fill_blank', 'Story', 'story', 'rouge_l', 'lead', 'Titles', 'title']
 
 # %% ../../nbs/50_app/02_panels.ipynb #b2056fbe
-import atexit, html, re, resource, sys, threading, time, uuid
+import atexit, re, resource, sys, threading, time, uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import anywidget, torch, traitlets
 from fastcore.basics import patch
 
-from ..core import format_bytes
+from ..core import esc, format_bytes
 from ..models.stream import prompt_ids
 from .widget import Recorded, static
 
@@ -249,7 +249,7 @@ _BOX = (
 )
 _SMALL = "font-size:11px;opacity:0.75"
 
-def _lines(text): return html.escape(text).replace("\n", "<br>")
+def _lines(text): return esc(text).replace("\n", "<br>")
 
 @patch
 def _settings_said(self:_Panel):
@@ -261,11 +261,11 @@ def _settings_said(self:_Panel):
 def _static(self:_Panel):
     "What is saved in a notebook: HTML that a sanitizer passes, and text"
     foot = " · ".join([self.about, *self._settings_said(), *self.meter["words"], *([self.note] if self.note else [])])
-    plan = f'<details style="{_SMALL}"><summary>{html.escape(self.plan_said)}</summary>{self.plan}</details>'
+    plan = f'<details style="{_SMALL}"><summary>{esc(self.plan_said)}</summary>{self.plan}</details>'
     page = (
         f'<div class="bmlab-pick-{self.token}"><div class="bmlab-at-{self._version}" style="{_BOX}">'
-        f'<div style="font-weight:600">{html.escape(self.title)}</div>{self._picture()}'
-        f'<div style="{_SMALL};margin-top:6px">{html.escape(foot)}</div>{plan if self.plan else ""}</div></div>'
+        f'<div style="font-weight:600">{esc(self.title)}</div>{self._picture()}'
+        f'<div style="{_SMALL};margin-top:6px">{esc(foot)}</div>{plan if self.plan else ""}</div></div>'
     )
     return {"text/html": page, "text/plain": f"{self.title} · {self.about}\n{self._said()}"}
 
@@ -384,7 +384,7 @@ def _picture(self:Chat):
     row = '<div style="margin-top:6px;padding-left:10px;border-left:3px solid {}"><div style="{}">{}</div>{}</div>'
     def turn(t):
         color, name = ("#1a6fd4", "You") if t["role"] == "user" else ("#80808060", "Model")
-        return row.format(color, _SMALL, f"{name}{', ' + t['note'] if 'note' in t else ''}", _lines(t["content"]))
+        return row.format(color, _SMALL, esc(f"{name}{', ' + t['note'] if 'note' in t else ''}"), _lines(t["content"]))
     return "".join(map(turn, self._all())) or f'<div style="{_SMALL}">Nothing said yet.</div>'
 
 def chat(

@@ -6,14 +6,14 @@
 __all__ = ['pattern_of', 'Picker', 'pick']
 
 # %% ../../nbs/50_app/01_picker.ipynb #e13aebad
-import asyncio, functools, html, itertools, re, time, uuid, weakref
+import asyncio, functools, itertools, re, time, uuid, weakref
 
 import anywidget, traitlets
 from fastcore.basics import patch
 from torch import nn
 
 from bmlab.core import (
-    SLICE, count, expert_shape, match_pattern, matrix_shape, nearest_names, no_match, numbered_children, on_change,
+    SLICE, count, esc, expert_shape, match_pattern, matrix_shape, nearest_names, no_match, numbered_children, on_change,
     parts, resolve, take_slice, unwrap,
 )
 from ..models.tree import cell_text, tree_html, open_rows, read_tree, tree_rows, tree_text, row_title, tree
@@ -337,7 +337,7 @@ def _said(picker):
 def _static(picker):
     "What is saved in a notebook: HTML that a sanitizer passes, and text"
     rows = _ticked(picker._rows, picker.tree, set(picker.selected))
-    line = f'<div style="font-family:monospace;font-size:12px;padding:6px 0 0 1.2em">{html.escape(_said(picker))}</div>'
+    line = f'<div style="font-family:monospace;font-size:12px;padding:6px 0 0 1.2em">{esc(_said(picker))}</div>'
     page = f'<div class="bmlab-pick-{picker.token}"><div>{tree_html(rows)}{line}</div></div>'
     return {"text/html": page, "text/plain": f"{tree_text(rows)}\n\n{_said(picker)}"}
 

@@ -15,6 +15,7 @@ from starlette.responses import HTMLResponse, JSONResponse
 from starlette.routing import Route
 from torch import nn
 
+from .limits import Limits, wires
 from .picker import _SCRIPTS, pick
 from .serve import _POLICY, _bound, _Door
 from .widget import static
@@ -38,8 +39,8 @@ class PickerPage:
                                 Route("/change", self._change, methods=["POST"]),
                                 Route("/done", self._done, methods=["POST"])])
         app.add_middleware(_Door, token=self.token, max_body=1 << 20)
-        config = uvicorn.Config(app, ws="none", http="h11", loop="asyncio", log_config=None, access_log=False,
-                                server_header=False, proxy_headers=False, timeout_graceful_shutdown=3)
+        config = uvicorn.Config(app, **wires(Limits()), log_config=None, access_log=False, server_header=False,
+                                proxy_headers=False, timeout_graceful_shutdown=3)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, args=(sock,), name="bmlab-pick", daemon=True)
         self._thread.start()

@@ -6,8 +6,8 @@
 __all__ = ['Server', 'serve']
 
 # %% ../../nbs/50_app/04_serve.ipynb #187f224a
-import asyncio, atexit, contextlib, ipaddress, json, logging, re, secrets, socket, threading, time, uuid
-from collections.abc import AsyncIterator
+import asyncio, atexit, contextlib, ipaddress, json, math, re, secrets, signal, socket, threading, time, uuid
+from collections.abc import AsyncIterator, Callable
 from string import Template
 from typing import Any, Literal
 
@@ -18,8 +18,9 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from starlette.exceptions import HTTPException
 
+from .limits import Limits, Sparse, Turns, error_body, server_log, wires
 from .widget import static
-from ..core import format_bytes, parse_bytes
+from ..core import esc, format_bytes, parse_bytes
 from ..models.stream import TextPieces, prompt_ids
 from ..infer.sampling import TOLD
 from bmlab.infer.asks import (
@@ -36,10 +37,7 @@ class _Refused(Exception):
     def __init__(self, status, message, param=None, code=None, **headers):
         super().__init__(message)
         self.status, self.headers = status, {k.replace("_", "-"): str(v) for k, v in headers.items()}
-        usual = "invalid_request_error" if status < 500 else "server_error"
-        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-        kind = kinds.get(status, usual)
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body = error_body(status, message, param, code)
     def response(self): return Response(_json(self.body), self.status, self.headers, "application/json")
 
 def _failed(error):
@@ -83,7 +81,7 @@ class _Asked(_Given):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    stop: list[str] = Field([], max_length=16)
+    stop: list[str] = []
     stream: bool = False
 
     @field_validator("stop", mode="before")
@@ -121,7 +119,7 @@ class _Choices(_Asked):
     stream_options: _Options = _Options()
 
 class _Chat(_Choices):
-    messages: list[_Message] = Field(min_length=1)
+    messages: list[_Message] = Field(min_length=1, max_length=2048)      # OpenAI's limit
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=TOLD)
@@ -176,7 +174,9 @@ class _Run:
         for h in self.handles: h.cancel()
         self.desk.open.discard(self)
 
-    async def pieces(self)->AsyncIterator[tuple[int, str | None]]:
+    async def pieces(self,
+        short:bool=False, # is a text that the server's end cuts off told as far as it came?
+    )->AsyncIterator[tuple[int, str | None]]:
         "(which, piece); a piece None ends that text; which None is a sign of life"
         loop, mail, left = asyncio.get_running_loop(), asyncio.Queue(), len(self.handles)
         for i, h in enumerate(self.handles):
@@ -189,11 +189,15 @@ class _Run:
                 yield None, None
                 continue
             if isinstance(piece, Exception): raise piece
-            if piece is None and self.handles[i].finish in ("cancelled", "closed"):
-                raise _Refused(503, "the server is closing")
+            if piece is None and self.finish(i) is None and not (short and self.desk.cut):
+                raise _Refused(503, "the server is closing", Retry_After=1)
             left -= piece is None
             yield i, piece
 
+    def finish(self, i)->str|None: # None: it was ended from outside
+        "How a text ended."
+        how = self.handles[i].finish
+        return None if how in ("cancelled", "closed") else how
     def usage(self)->dict:
         "Tokens in and out."
         prompt, new = (sum(h.stats[k] for h in self.handles) for k in ("prompt_tokens", "new_tokens"))
@@ -202,26 +206,55 @@ class _Run:
 # %% ../../nbs/50_app/04_serve.ipynb #d9f5787f
 class _Desk:
     "What the routes ask of an engine"
-    def __init__(self, engine, batcher, name, max_waiting, alive_s=10.0):
+    def __init__(self, engine, batcher, name, max_waiting, limits=Limits(), alive_s=10.0):
         self.engine, self.batcher, self.name = engine, batcher, name
-        self.max_waiting, self.alive_s = max_waiting, alive_s
-        self.open, self.served, self.born = set(), 0, int(time.time())
-        self.encoding, self.masks = asyncio.Lock(), asyncio.Lock()
+        self.max_waiting, self.limits, self.alive_s = max_waiting, limits, alive_s
+        # places: texts whose prompts are being read; draining: nobody new is let in; cut: what runs has to end
+        self.open, self.places, self.draining, self.cut = set(), 0, False, False
+        self.served, self.born, self.turns, self.masks = 0, int(time.time()), Turns(), asyncio.Lock()
+        self.max_prompt = limits.max_prompt or 32 * engine.max_ctx
         try: self.fill_kind = fill_kind(engine.model, engine.tok)
         except (TypeError, AttributeError): self.fill_kind = "ask" if batcher else None
         self.chats = bool(getattr(engine.tok, "chat_template", None)) and batcher is not None
 
     def known(self, model):
         if model is None or model == self.name: return
-        why = f"there is no model {model!r} here; this server has {self.name!r}"
+        why = f"there is no model {model[:100]!r} here; this server has {self.name!r}"
         raise _Refused(404, why, "model", "model_not_found")
 
+    def stops(self, stop):
+        "Refuse stop strings beyond the limits"
+        most, longest = self.limits.max_stops, self.limits.max_stop
+        if len(stop) > most: raise _Refused(400, f"{len(stop)} stop strings: at most max_stops={most}", "stop")
+        n = max(map(len, stop), default=0)
+        if n > longest: raise _Refused(400, f"a stop string of {n} characters: at most max_stop={longest}", "stop")
+
+    def fits(self, size, param="prompt"):
+        "Refuse a prompt of so many characters before it costs anything"
+        if size <= self.max_prompt: return
+        said = f"a prompt of {size} characters is longer than max_prompt={self.max_prompt}"
+        context = f"this model's context is {self.engine.max_ctx} tokens"
+        raise _Refused(400, f"{said}; {context}", param, "context_length_exceeded")
+
+    @contextlib.contextmanager
+    def place(self, texts):
+        "Count texts whose prompts are read meanwhile among those that wait"
+        self._room_for(texts)
+        self.places += texts
+        try: yield
+        finally: self.places -= texts
+
     async def ids(self, prompt):
-        "A prompt as token ids"
+        "A prompt as token ids; the shortest goes first"
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int): return prompt
-        async with self.encoding:                                        # a tokenizer is not for two threads at once
-            try: return await asyncio.to_thread(lambda: prompt_ids(self.engine.tok, prompt)["input_ids"][0].tolist())
-            except Exception as e: raise _Refused(400, f"the prompt cannot be encoded: {e}", "prompt") from e
+        chat = isinstance(prompt, list)
+        size = sum(len(m["content"]) for m in prompt) if chat else len(prompt)
+        self.fits(size, "messages" if chat else "prompt")
+        work = lambda: prompt_ids(self.engine.tok, prompt)["input_ids"][0].tolist()
+        # a tokenizer is not for two threads at once
+        try: return await self.turns.run(size, work)
+        except Exception as e: raise _Refused(400, f"the prompt cannot be encoded: {e}", "prompt") from e
+    async def all_ids(self, prompts): return [await self.ids(p) for p in prompts]
 
     def submit(self, ids, options):
         try: return self.batcher.submit(ids, **options)
@@ -233,13 +266,17 @@ class _Desk:
         if self.batcher is None:
             name = type(self.engine.model).__name__
             raise _Refused(400, f"{name} cannot generate text; it can fill blanks at /v1/fill")
-        waiting = sum(len(r.handles) for r in self.open)
-        if waiting + len(asks) > self.max_waiting:
-            why = f"{waiting} texts are being made or wait, of max_waiting={self.max_waiting}; try again later"
-            raise _Refused(503, why, code="overloaded", Retry_After=1)
+        self._room_for(len(asks))
         run = _Run(self, [(ids, options | self._room(ids, most)) for ids, options in asks], through or iter)
         self.served += len(asks)
         return run
+
+    def _room_for(self, texts):
+        if self.cut: raise _Refused(503, "the server is closing", Retry_After=1)
+        waiting = self.places + sum(len(r.handles) for r in self.open)
+        if waiting + texts <= self.max_waiting: return
+        why = f"{waiting} texts are being made or wait, of max_waiting={self.max_waiting}; try again later"
+        raise _Refused(503, why, code="overloaded", Retry_After=1)
 
     def _room(self, ids, most):
         "{max_new_tokens} that fit behind a prompt"
@@ -281,7 +318,7 @@ async def _told(events):
     try:
         async for obj in events: yield b": waiting\n\n" if obj is None else b"data: " + _json(obj) + b"\n\n"
     except Exception as e:
-        if not isinstance(e, _Refused): logging.getLogger(__name__).exception("a text failed in the middle")
+        if not isinstance(e, _Refused): server_log.exception("a text failed in the middle")
         yield b"data: " + _json(_failed(e).body) + b"\n\n"
     yield b"data: [DONE]\n\n"
 
@@ -290,7 +327,7 @@ async def _whole(run, request, work):
     try: answer = await _while_there(request.receive, work)
     except _Refused: raise
     except Exception as e:
-        logging.getLogger(__name__).exception("a text failed")
+        server_log.exception("a text failed")
         raise _failed(e) from e
     finally: run.end()
     return Response(_json(answer), media_type="application/json") if answer is not None else Response(status_code=499)
@@ -363,7 +400,11 @@ class _Complete:
         prompts = asked.prompts()
         if len(prompts) * asked.n > 64:
             raise _Refused(400, f"{len(prompts)} prompts, n={asked.n} each: at most 64 texts a request", "n")
-        ids, options = [await self.desk.ids(p) for p in prompts], asked.options()
+        self.desk.stops(asked.stop)
+        with self.desk.place(len(prompts) * asked.n):
+            ids = await _while_there(request.receive, self.desk.all_ids(prompts))
+        if ids is None: raise _Refused(499, "the client has gone")
+        options = asked.options()
         seeds = [None if options["seed"] is None else options["seed"] + k for k in range(asked.n)]
         run = self.desk.begin([(i, options | {"seed": s}) for i in ids for s in seeds], asked.most())
         likely = [_Likely(h, self.desk.engine.tok, self.chat) for h in run.handles] if asked.told() >= 0 else None
@@ -383,12 +424,13 @@ class _Complete:
         head, more = self._head(True), {"usage": None} if usage else {}
         if self.chat:
             yield head | {"choices": [self._choice(i, None, "", "delta", True) for i in range(len(run.handles))]} | more
-        async for i, piece in run.pieces():
+        async for i, piece in run.pieces(short=True):
             if i is None:
                 yield None
                 continue
             told = None if likely is None else likely[i].new(piece, piece is None)
-            finish = run.handles[i].finish if piece is None else None
+            # (a text that the server's end cut short has come as far as there was time)
+            finish = run.finish(i) or "length" if piece is None else None
             yield head | {"choices": [self._choice(i, finish, piece, "delta", likely=told)]} | more
         if usage: yield head | {"choices": [], "usage": run.usage()}
 
@@ -409,8 +451,11 @@ class _Filler:
     "One text with blanks"
     def __init__(self, desk, asked):
         self.desk, self.asked, self.run, self.answers, self.tokens = desk, asked, None, {}, {}
+        desk.fits(len(asked.text), "text")
+        desk.stops(asked.stop)
         try: self.parts = blank_parts(asked.text, asked.blank)
         except ValueError as e: raise _Refused(400, str(e), "text") from e
+        if len(self.parts) > 65: raise _Refused(400, f"{len(self.parts) - 1} blanks: at most 64 a request", "text")
         if desk.fill_kind is None: raise _Refused(400, f"{type(desk.engine.model).__name__} fills no blanks")
     def end(self):
         if self.run: self.run.end()
@@ -420,8 +465,8 @@ class _Filler:
         kind, desk = self.desk.fill_kind, self.desk
         if kind == "mask":
             try:
-                async with desk.encoding:
-                    await asyncio.to_thread(mask_input, desk.engine.tok, self.parts, desk.engine.max_ctx)
+                work = lambda: mask_input(desk.engine.tok, self.parts, desk.engine.max_ctx)
+                await desk.turns.run(len(self.asked.text), work)
             except ValueError as e: raise _Refused(400, str(e), "text", "context_length_exceeded") from e
             return
         through = None
@@ -430,7 +475,8 @@ class _Filler:
         else: prompt, ends = ask_blank(self.parts, self.answers, i)
         options = self.asked.options()
         options["stop"] = options["stop"] or ends
-        self.run = desk.begin([(await desk.ids(prompt), options)], self.asked.max_tokens or 64, through)
+        with desk.place(1): ids = await desk.ids(prompt)
+        self.run = desk.begin([(ids, options)], self.asked.max_tokens or 64, through)
 
     async def pieces(self)->AsyncIterator[tuple[int, str]]:
         "(blank, piece), after `begin`"
@@ -482,17 +528,22 @@ def _host(netloc):
 
 class _Door:
     "Checks who asks and how much, then lets the request in"
-    def __init__(self, app, token, max_body, body_s=30.0):
-        self.app, self.token, self.max_body, self.body_s = app, token, max_body, body_s
+    def __init__(self, app, token, max_body, body_s=60.0, closing=lambda: None):
+        self.app, self.token, self.max_body = app, token, max_body
+        # closing: seconds until somebody else may be here, or None
+        self.body_s, self.closing = body_s, closing
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http": return await self.app(scope, receive, send)
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         try:
             self._check(scope["path"], headers)
+            if (left := self.closing()) is not None:
+                again = dict(Retry_After=max(1, math.ceil(left)), Connection="close")
+                raise _Refused(503, "the server is closing; try again", code="closing", **again)
             async with asyncio.timeout(self.body_s): body = await self._body(headers, receive)
         except TimeoutError:
-            late = _Refused(408, f"the body did not come within {self.body_s:g} s", Connection="close")
+            late = _Refused(408, f"the body did not come within body_s={self.body_s:g}", Connection="close")
             return await late.response()(scope, receive, send)
         except _Refused as e: return await e.response()(scope, receive, send)
         if body is None: return
@@ -583,10 +634,17 @@ def _routes(app, desk):
         }
         return Response(_page(nonce), media_type="text/html", headers=headers)
 
+class _Secret(str):
+    "A token, which no repr shows"
+    def __repr__(self): return "'…'"
+
 def _app(desk, token, max_body, ready):
     "The application, its door in front"
     @contextlib.asynccontextmanager
     async def life(app):
+        # (what asyncio would write about each of a thousand sockets)
+        said = lambda loop, context: server_log.error(context["message"], exc_info=context.get("exception"))
+        asyncio.get_running_loop().set_exception_handler(said)
         ready()
         yield
     # the docs pages would load scripts from elsewhere
@@ -600,7 +658,8 @@ def _app(desk, token, max_body, ready):
     for kind in (_Refused, RequestValidationError, Exception): app.add_exception_handler(kind, refuse)
     app.add_exception_handler(HTTPException, not_found)
     _routes(app, desk)
-    app.add_middleware(_Door, token=token, max_body=max_body)
+    closing = lambda: desk.draining - time.monotonic() if desk.draining else None
+    app.add_middleware(_Door, token=token, max_body=max_body, body_s=desk.limits.body_s, closing=closing)
     return app
 
 # %% ../../nbs/50_app/04_serve.ipynb #1a9a3527
@@ -627,6 +686,21 @@ def _bound(host, port, token):
     return sock
 
 # %% ../../nbs/50_app/04_serve.ipynb #7060fca9
+class _Terminated(BaseException):
+    "SIGTERM has come"
+
+@contextlib.contextmanager
+def _terminable():
+    "SIGTERM raises within the block, where nobody else has a use for it"
+    free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not free:
+        yield
+        return
+    def end(*_): raise _Terminated
+    signal.signal(signal.SIGTERM, end)
+    try: yield
+    finally: signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
 class Server:
     "An engine behind HTTP, on a thread; made by `serve`."
     def __init__(self,
@@ -636,14 +710,17 @@ class Server:
         token:str|None,    # asked for, or None
         max_waiting:int,   # texts at once, those that wait included
         max_body:int,      # bytes
+        limits:Limits,     # of what clients take
     ):
-        self.name, self.token, self._up = name, token, False
+        self.name, self.token, self.limits, self._up = name, token, limits, False
         self._closed, self._started, self._ended = threading.Lock(), threading.Event(), threading.Event()
         with contextlib.ExitStack() as stack:
             try: batcher = stack.enter_context(engine.batcher())
             except TypeError: batcher = None                              # it cannot generate; it may still fill blanks
-            self._desk, self._sock = _Desk(engine, batcher, name, max_waiting), sock
-            self._start(token, max_body)
+            self._desk, self._sock = _Desk(engine, batcher, name, max_waiting, limits), sock
+            server_log.addFilter(sparse := Sparse(limits.log_lines))
+            stack.callback(server_log.removeFilter, sparse)
+            self._start(None if token is None else _Secret(token), max_body)
             # (nothing went wrong: not to be let go of yet)
             self._held = stack.pop_all()
         atexit.register(self.close)
@@ -652,8 +729,8 @@ class Server:
         "The event loop, on its thread"
         host, port = self._sock.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        options = dict(lifespan="on", ws="none", http="h11", loop="asyncio", log_config=None, access_log=False)
-        options |= dict(proxy_headers=False, server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=3)
+        options = dict(lifespan="on", log_config=None, access_log=False, proxy_headers=False, server_header=False)
+        options |= wires(self.limits) | dict(timeout_graceful_shutdown=3)
         self._loop = uvicorn.Server(uvicorn.Config(_app(self._desk, token, max_body, self._ready), **options))
         self._thread = threading.Thread(target=self._run, name="bmlab-serve", daemon=True)
         self._thread.start()
@@ -661,7 +738,7 @@ class Server:
         if not self._up: raise RuntimeError("the server did not start; its log says why")
 
     def _ready(self):
-        self._up = True
+        self._up, self._call = True, asyncio.get_running_loop().call_soon_threadsafe
         self._started.set()
     def _run(self):
         try: self._loop.run(sockets=[self._sock])
@@ -675,16 +752,35 @@ class Server:
         "The page's address; the token, if any, behind #: it is not sent, and not logged."
         return f"{self.url}/#token={self.token}" if self.token else f"{self.url}/"
     def wait(self):
-        "Until it ends; an interrupt (Ctrl C, the stop button of a notebook) closes it."
-        # (a join that is interrupted takes the thread for ended: Python 3.12 and before)
-        try: self._ended.wait()
+        "Until it ends; SIGTERM drains it, an interrupt (Ctrl C, the stop button of a notebook) closes it."
+        try:
+            # (a join that is interrupted takes the thread for ended: Python 3.12 and before)
+            try:
+                with _terminable(): self._ended.wait()
+            except _Terminated: self.drain()
         except KeyboardInterrupt: pass
         finally: self.close()
+    def drain(self,
+        seconds:float|None=None, # for what runs; None: `drain_s` of the limits
+    ):
+        """Let answers that run come to their end, and close; a new request gets 503 meanwhile. A stream that takes
+        longer ends as if it had been that long: `finish_reason` is "length", and `[DONE]` comes."""
+        desk, wait = self._desk, self.limits.drain_s if seconds is None else seconds
+        desk.draining = end = time.monotonic() + wait
+        while (desk.open or desk.places) and time.monotonic() < end and not self._ended.wait(.02): pass
+        def cut():
+            desk.cut = True
+            for run in desk.open.copy(): run.end()
+        # (the loop is gone: it has been closed meanwhile)
+        with contextlib.suppress(RuntimeError): self._call(cut)
+        self._close([])
     def close(self):
         "End all answers, the thread, and let go of the engine."
+        self._close(self._desk.open.copy())
+    def _close(self, runs):
         if not self._closed.acquire(blocking=False): return
         atexit.unregister(self.close)
-        for run in self._desk.open.copy(): run.end()
+        for run in runs: run.end()
         self._loop.should_exit = True
         self._ended.wait()
         self._thread.join()
@@ -696,7 +792,7 @@ class Server:
     def __repr__(self):
         closed = ", closed" if self._closed.locked() else ""
         return f"{self.name} at {self.url}{', with a token' if self.token else ''}{closed}"
-    def _repr_html_(self): return f'<a href="{self.url}/" target="_blank">{self}</a>'
+    def _repr_html_(self): return f'<a href="{esc(self.url)}/" target="_blank">{esc(self)}</a>'
 
 # %% ../../nbs/50_app/04_serve.ipynb #44284cc0
 def serve(
@@ -708,8 +804,19 @@ def serve(
     name:str|None=None,         # of the model; None: its own
     max_waiting:int=256,        # texts at once, those that wait for a row included
     max_body:int|str="1MiB",    # of a request
-)->Server:                      # `.url`, `.page`, `.token`, `.close()`
-    "OpenAI's HTTP interface and a page for an engine, until it is interrupted or closed."
+    say:Callable=print,         # is told the page's address, which holds the token, unless background=True; no log is
+    **limits,                   # what clients may take: header_s, max_connections, … of `Limits`
+)->Server:                      # `.url`, `.page`, `.token`, `.drain()`, `.close()`
+    """OpenAI's HTTP interface and a page for an engine, until it is interrupted or closed; SIGTERM drains it.
+
+    A header has 30 seconds, a body 60 (`header_s`, `body_s`); a connection is kept for 75 without a request
+    (`keep_alive_s`), and 60 while its client takes nothing (`send_s`); 512 may be open, 256 of them from one address
+    (`max_connections`, `max_per_client`), and where all are taken the oldest that has not sent a whole request is
+    closed. A prompt has at most 32 characters for each token of the context (`max_prompt`), and there are at most 16
+    stop strings of 1,024 characters (`max_stops`, `max_stop`). After SIGTERM new requests get 503, and answers have 25
+    seconds to end (`drain_s`). The log has at most 30 lines of a kind a minute (`log_lines`). Each refusal names its
+    limit."""
+    limits = Limits(**limits)
     if token is True: token = secrets.token_urlsafe(24)
     fits = lambda t: isinstance(t, str) and len(t) >= 8 and t.isascii() and t.isprintable() and " " not in t
     if token is not None and not fits(token):
@@ -722,10 +829,14 @@ def serve(
     path = getattr(getattr(e.model, "config", None), "_name_or_path", "") or type(e.model).__name__
     sock = _bound(host, port, token)
     try:
-        server = Server(e, name or path.rstrip("/").rsplit("/", 1)[-1], sock, token, max_waiting, parse_bytes(max_body))
+        called = name or path.rstrip("/").rsplit("/", 1)[-1]
+        server = Server(e, called, sock, token, max_waiting, parse_bytes(max_body), limits)
     except BaseException:
         sock.close()
         raise
-    logging.getLogger(__name__).info("%s: the page is at %s", server, server.page)
-    if not background: server.wait()
+    server_log.info("%s", server)
+    if background: return server
+    with server:
+        say(f"the page is at {server.page}")
+        server.wait()
     return server

@@ -7,7 +7,7 @@ __all__ = ['mark', 'Ledger', 'excerpt', 'first_difference', 'add_measure', 'sum_
            'DataCard']
 
 # %% ../../nbs/05_data/07_card.ipynb #eac6b4ed
-import base64, hashlib, heapq, html, io, json, re
+import base64, hashlib, heapq, io, json, re
 from collections.abc import Mapping
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from fastcore.basics import patch
 
-from ..core import did_you_mean, figure, table
+from ..core import did_you_mean, esc, esc_markdown, figure, table
 from ..files import FileError, read_json
 from .rules import mask_pii
 from ..files import replace_folder, settle
@@ -320,18 +320,18 @@ def _markdown(df, index=True):
     df = df.reset_index() if index else df
     def cell(v):
         if v is None or v != v: return ""
-        if isinstance(v, (int, float, np.number)): return f"{v:,}"
-        return str(v).replace("|", "\\|").replace("\n", " ⏎ ")
+        return f"{v:,}" if isinstance(v, (int, float, np.number)) else esc_markdown(v)
     row = lambda cells: "| " + " | ".join(cells) + " |"
-    head = [row(map(str, df.columns)), "|" + "---|" * len(df.columns)]
+    head = [row(map(esc_markdown, df.columns)), "|" + "---|" * len(df.columns)]
     return "\n".join(head + [row(map(cell, r)) for r in df.itertuples(index=False)])
 
 def _markdown_samples(step):
     "The samples of a step, a list for each reason"
-    quoted = lambda text: "`" + " ".join(text.replace("`", "'").split()) + "`"
+    quoted = lambda text: f"“{esc_markdown(' '.join(str(text).split()))}”"
     told = lambda r, k: ("stays: " if k == "twin" else "") + quoted(r[k])
     line = lambda r: "- " + " → ".join(told(r, k) for k in ("text", "after", "twin") if k in r)
-    return [f"**{step['name']}: {o}**\n\n" + "\n".join(map(line, rows)) for o, rows in step["samples"].items()]
+    head = lambda o: f"**{esc_markdown(step['name'])}: {esc_markdown(o)}**"
+    return [f"{head(o)}\n\n" + "\n".join(map(line, rows)) for o, rows in step["samples"].items()]
 
 @patch
 def to_markdown(self:DataCard)->str:
@@ -341,18 +341,18 @@ def to_markdown(self:DataCard)->str:
     parts += ["## What each step did", _markdown(self.waterfall, False)]
     if len(self.reasons): parts += ["## Reasons", _markdown(self.reasons, False)]
     for step in self.data["steps"]: parts += _markdown_samples(step)
-    made = ", ".join(f"{k} {v}" for k, v in self.data["made_with"].items())
+    made = esc_markdown(", ".join(f"{k} {v}" for k, v in self.data["made_with"].items()))
     return "\n\n".join([*parts, f"Made with {made}"]) + "\n"
 
 # %% ../../nbs/05_data/07_card.ipynb #eec4b678
-def _changes(before, after, esc):
+def _changes(before, after, flat):
     "Two texts in one, what differs marked; nothing where they have little in common"
     match = SequenceMatcher(None, before, after, autojunk=False)
     if match.ratio() < 0.5: return ""
-    marked = lambda tag, text: f"<{tag}>{esc(text)}</{tag}>" if text else ""
+    marked = lambda tag, text: f"<{tag}>{flat(text)}</{tag}>" if text else ""
     out = ""
     for kind, i, j, k, l in match.get_opcodes():
-        out += esc(before[i:j]) if kind == "equal" else marked("del", before[i:j]) + marked("ins", after[k:l])
+        out += flat(before[i:j]) if kind == "equal" else marked("del", before[i:j]) + marked("ins", after[k:l])
     return out
 
 def _html_table(df, index=True):
@@ -366,18 +366,18 @@ def _html_table(df, index=True):
 
 def _sample_rows(step):
     "The samples of a step, folded; a small rewriting is marked inside the text"
-    esc, body = lambda text: html.escape(str(text)).replace("\n", " ⏎ "), ""
+    flat, body = lambda text: esc(text).replace("\n", " ⏎ "), ""
     def shown(r):
-        if "after" in r and (marked := _changes(r["text"], r["after"], esc)): return marked
-        told = (("<i>stays:</i> " if k == "twin" else "") + esc(r[k]) for k in ("text", "after", "twin") if k in r)
+        if "after" in r and (marked := _changes(r["text"], r["after"], flat)): return marked
+        told = (("<i>stays:</i> " if k == "twin" else "") + flat(r[k]) for k in ("text", "after", "twin") if k in r)
         return " <b>→</b> ".join(told)
     for outcome, rows in step["samples"].items():
         docs = sum(d for _, o, d, _ in step["counts"] if o == outcome)
-        items = (f"<li>{shown(r)} <small style='opacity:.65'>{esc(r['id'])}</small></li>" for r in rows)
-        body += f"<p style='margin:.4em 0 0'><b>{esc(outcome)}</b> {docs:,}</p>"
+        items = (f"<li>{shown(r)} <small style='opacity:.65'>{flat(r['id'])}</small></li>" for r in rows)
+        body += f"<p style='margin:.4em 0 0'><b>{flat(outcome)}</b> {docs:,}</p>"
         body += f"<ul style='margin:0'>{''.join(items)}</ul>"
     if not body: return ""
-    name = esc(step["name"]) + (esc(f" [{step['for']}]") if step["for"] else "")
+    name = flat(step["name"]) + (flat(f" [{step['for']}]") if step["for"] else "")
     return f"<details><summary>{name}</summary>{body}</details>"
 
 @patch
@@ -393,7 +393,7 @@ def to_html(self:DataCard,
         image = base64.b64encode(raw.getvalue()).decode()
         parts.append(f"<img style='max-width:100%;background:#fff' alt='{alt}' src='data:image/png;base64,{image}'>")
     if len(lost := self.skipped):
-        title = html.escape(_skipped_title(lost))
+        title = esc(_skipped_title(lost))
         parts.append(f"<details open><summary>{title}</summary>{_html_table(lost, False)}</details>")
     parts.append(_html_table(self.waterfall, False))
     if len(self.reasons):
@@ -401,7 +401,7 @@ def to_html(self:DataCard,
         parts.append(f"<details><summary>Reasons, by source</summary>{reasons}</details>")
     parts.append("<p><b>Samples</b> of what each step removed or rewrote</p>")
     parts += map(_sample_rows, self.data["steps"])
-    made = html.escape(", ".join(f"{k} {v}" for k, v in self.data["made_with"].items()))
+    made = esc(", ".join(f"{k} {v}" for k, v in self.data["made_with"].items()))
     parts.append(f"<p><small>Made with {made}</small></p>")
     return f"<div style='font-size:90%;max-width:75em;overflow-x:auto'>{''.join(parts)}</div>"
 

@@ -6,7 +6,7 @@
 __all__ = ['Reader', 'Measure', 'Corpus', 'Stage', 'plan_stages', 'Worker', 'Local', 'Cleaned', 'Tokenize']
 
 # %% ../../nbs/05_data/11_corpus.ipynb #8f5dc3b8
-import contextlib, copy, functools, hashlib, heapq, html, io, itertools, json, os, pickle, queue, re
+import contextlib, copy, functools, hashlib, heapq, io, itertools, json, os, pickle, queue, re
 import subprocess, sys, tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from datatrove.utils.stats import PipelineStats, Stats
 from fastcore.basics import patch
 from tqdm.auto import tqdm
 
-from ..core import did_you_mean
+from ..core import did_you_mean, esc
 from .card import DataCard, Ledger, add_measure, mark, sum_measures, sum_skipped
 from .shards import Shards, check_same, seal_shards, tokenize, tokenizer_header
 from .sources import Skipped, Source, read_source, rows_of, take_text
@@ -116,7 +116,7 @@ class Corpus:
     def __repr__(self):
         steps = [f"  {n:2} {s.name}{_where(s)}" for n, s in enumerate(self.steps, 1)]
         return "\n".join([f"Corpus of {', '.join(s.name for s in self.sources)}", *steps])
-    def _repr_html_(self): return f"<pre style='line-height:1.4'>{html.escape(repr(self))}</pre>"
+    def _repr_html_(self): return f"<pre style='line-height:1.4'>{esc(repr(self))}</pre>"
 
 def _only(step, sources):
     "A copy of a step that is for no other sources than these"

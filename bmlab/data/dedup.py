@@ -8,7 +8,7 @@ __all__ = ['Duplicates', 'normal', 'exact_duplicates', 'label_conflicts', 'parag
            'near_duplicates', 'Overlap', 'Decontaminate']
 
 # %% ../../nbs/05_data/05_dedup.ipynb #4a7c3916
-import hashlib, html, os, re, sqlite3, time
+import hashlib, os, re, sqlite3, time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from ..core import esc
 from .rules import HAN, ngram_hashes
 
 # %% ../../nbs/05_data/05_dedup.ipynb #68bb8d83
@@ -340,7 +341,7 @@ class NearDuplicates(Duplicates):
         chosen = chosen.sort_values("jaccard", ascending=least, kind="stable")[first:first + count]
         row = lambda r: (int(r.a), int(r.b), float(r.jaccard), self.texts[int(r.a)], self.texts[int(r.b)])
         return Pairs(rows=list(map(row, chosen.itertuples())), total=len(self.pairs))
-    def _repr_html_(self): return f"<div>{html.escape(repr(self))}</div>" + self.browse()._repr_html_()
+    def _repr_html_(self): return f"<div>{esc(repr(self))}</div>" + self.browse()._repr_html_()
 
 @dataclass(kw_only=True)
 class Pairs:
@@ -348,19 +349,19 @@ class Pairs:
     rows:list    # (a, b, jaccard, text, text)
     total:int    # pairs there are
     def _repr_html_(self):
-        tag = lambda name, text: f"<{name}>{html.escape(text)}</{name}>" if text else ""
+        tag = lambda name, text: f"<{name}>{esc(text)}</{name}>" if text else ""
         def marked(a, b):
             left = right = ""
             for kind, i, j, k, l in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
                 same = kind == "equal"
-                left += html.escape(a[i:j]) if same else tag("del", a[i:j])
-                right += html.escape(b[k:l]) if same else tag("ins", b[k:l])
+                left += esc(a[i:j]) if same else tag("del", a[i:j])
+                right += esc(b[k:l]) if same else tag("ins", b[k:l])
             return left, right
         cell, lines = "<td style='vertical-align:top;text-align:left;width:46%'>", ""
         for a, b, j, s, t in self.rows:
             x, y = marked(s[:300], t[:300])
             index = f"<td style='vertical-align:top'>{j:.2f}</td>"
-            lines += f"<tr>{index}{cell}<code>{a}</code> {x}</td>{cell}<code>{b}</code> {y}</td></tr>"
+            lines += f"<tr>{index}{cell}<code>{esc(a)}</code> {x}</td>{cell}<code>{esc(b)}</code> {y}</td></tr>"
         head = "<tr><th>J</th><th>stays</th><th>copy</th></tr>"
         shown = f"<div>{len(self.rows)} of {self.total:,} pairs</div>"
         return f"<table style='width:100%'>{head}{lines}</table>{shown}"

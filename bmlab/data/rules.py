@@ -8,7 +8,7 @@ __all__ = ['HAN', 'repair', 'Language', 'language', 'LanguageRule', 'ngram_hashe
            'pii_examples', 'MainText', 'extract', 'perplexity', 'CharModel', 'PerplexityRule']
 
 # %% ../../nbs/05_data/04_rules.ipynb #fa2f44f7
-import datetime, html, importlib, ipaddress, itertools, math, re
+import datetime, importlib, ipaddress, itertools, math, re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ..files import replace_file
+from ..core import esc
 
 # %% ../../nbs/05_data/04_rules.ipynb #a1ae8f48
 def _need(name, package=None):
@@ -488,13 +489,13 @@ class MainText:
     def _repr_html_(self):
         blocks = self.blocks
         def row(text, place, kept):
-            text, style = html.escape(text[:300]), "padding:1px 6px"
+            text, style = esc(text[:300]), "padding:1px 6px"
             if kept: return f"<div style='{style}'>{text}</div>"
-            place = f"<code style='float:right;font-size:85%'>✂ {html.escape(place)}</code>"
+            place = f"<code style='float:right;font-size:85%'>✂ {esc(place)}</code>"
             return f"<div style='{style};opacity:.6'>{place}<s>{text}</s></div>"
         size = sum(len(t) for t, _, kept in blocks if kept), sum(len(t) for t, *_ in blocks)
         lost = f"{sum(not k for *_, k in blocks)} of {len(blocks)} blocks left out"
-        said = f"<b>{html.escape(self.title)}</b> — {size[0]} of {size[1]} characters kept, ✂ {lost}"
+        said = f"<b>{esc(self.title)}</b> — {size[0]} of {size[1]} characters kept, ✂ {lost}"
         head = f"<div style='padding:2px 6px;border-bottom:1px solid #8888'>{said}</div>"
         rows = "".join(row(*b) for b in blocks[:200])
         more = f"<div>… {len(blocks) - 200} more</div>" if len(blocks) > 200 else ""

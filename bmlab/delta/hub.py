@@ -6,7 +6,7 @@
 __all__ = ['Card', 'backbone_hash', 'DeltaCardError', 'DeltaCard', 'publish', 'Hub', 'cat', 'add', 'svd', 'average']
 
 # %% ../../nbs/30_delta/07_hub.ipynb #a640c183
-import hashlib, html, json, os, re
+import hashlib, json, os, re, shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
@@ -18,7 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
-from ..core import Transient, count, did_you_mean, format_bytes, format_count, parts, table, tensor_key, unwrap
+from bmlab.core import (
+    Transient, count, did_you_mean, esc, format_bytes, format_count, parts, table, tensor_key, unwrap,
+)
 from .delta import Delta, _sharded
 from ..files import FileError, check_shape, read_json
 from .lora import Lora
@@ -242,11 +244,11 @@ def _tr(tag, values):
 
 def _cells(c):
     "What stands in the columns of a card's row; every text is escaped"
-    e = {k: html.escape(str(v)) for k, v in asdict(c).items()}
+    e = {k: esc(v) for k, v in asdict(c).items()}
     link = lambda file, text: f'<a href="{e["name"]}/{file}">{text}</a>'
-    file = link("adapter_model.safetensors", format_bytes(c.bytes))
+    file = link("adapter_model.safetensors", esc(format_bytes(c.bytes)))
     backbone = f'{e["backbone"]}<br><code title="{e["backbone_sha256"]}">{e["backbone_sha256"][:12]}…</code>'
-    size = f"{format_count(c.parameters)}<br>{c.ratio:.4%}"
+    size = f"{esc(format_count(c.parameters))}<br>{c.ratio:.4%}"
     about = (link("card.json", e["name"]), e["task"], e["method"], backbone, size, file)
     return (*about, e["license"], e["created"][:10], e["notes"])
 

@@ -19,14 +19,14 @@ from fastcore.basics import patch
 from torch import nn
 
 from .cache import KVCache, kv_shapes
-from ..core import expert_shape, figure, format_bytes, parse_bytes, parts, roles, weights
+from bmlab.core import (
+    esc, expert_shape, figure, find_blocks, format_bytes, parse_bytes, parts, roles, stacked_bar, weights,
+)
 from ..files import read_json, reading, replace_text
 from ..kernels.layers import packable
 from ..plan.machine import Machine, machine as _machine
 from ..plan.training import PlanError
 from ..kernels.codes import WIDE_BYTES, group_for
-from ..core import stacked_bar
-from ..core import find_blocks
 
 # %% ../../nbs/40_infer/07_placement.ipynb #5a388496
 def packed_bytes(
@@ -710,6 +710,15 @@ def save(self:InferencePlan, path:str|Path): # a .json file
 
 _BLOCKS = {"name": list[str], "stack": list[str], "bytes": list[float], "shared": list, "where": list[str]}
 
+_PHASE = {str: (float, {str: float})}
+# kinds of what a file holds, where an annotation does not say it
+_SAVED = {
+    "embeddings": [str], "host": [str], "packable": (None, [str]), "fusable": (None, {str: str}),
+    "heads_width": [float], "phases": {str: _PHASE}, "draft_step": (None, _PHASE), "machine": {str: (float, str)},
+    "decoding": {str: (float, None)}, "blocks": {str: [(float, str, bool)]},
+}
+_COLUMNS = dict(name=str, stack=str, bytes=int, bits=int, shared=bool, each_token=bool, where=str)
+
 @patch(cls_method=True)
 def load(cls:InferencePlan, path:str|Path)->"InferencePlan":
     "A plan that `save` wrote."
@@ -721,6 +730,7 @@ def load(cls:InferencePlan, path:str|Path)->"InferencePlan":
     with reading(path, PlanError):
         plan = cls(**d | {"blocks": pd.DataFrame(d["blocks"]).set_index("name")})
         str(plan)                                                     # (what it shows needs everything in it)
+        _picture(plan)
     return plan
 
 # %% ../../nbs/40_infer/07_placement.ipynb #3863a626
@@ -740,7 +750,7 @@ _LANES = {
 
 def _row(name, cells):
     side = "text-align:right;padding:2px 8px;font-size:12px;white-space:nowrap;vertical-align:top"
-    return f'<tr><td style="{side}">{name}</td><td style="text-align:left;padding:3px 0">{cells}</td></tr>'
+    return f'<tr><td style="{side}">{esc(name)}</td><td style="text-align:left;padding:3px 0">{cells}</td></tr>'
 
 def _blocks_row(blocks):
     "Each block of a stack as a sign: ▓ stays, ░ streams"
@@ -761,7 +771,7 @@ def _picture(plan):
                 f"{name}: {format_bytes(used)}" + (f" of {format_bytes(limit)}" if limit else ""),
                 stacked_bar(
                     parts, limit or 0, max(limit or 0, used) * 1.02
-                ) + '<div style="font-size:11px">' + " · ".join(f"{n} {t}" for n, _, t in parts) + "</div>"
+                ) + '<div style="font-size:11px">' + esc(" · ".join(f"{n} {t}" for n, _, t in parts)) + "</div>"
             ))
     for stack, blocks in plan.blocks.groupby("stack", sort=False):
         bits = "/".join(str(b) for b in sorted(set(blocks.bits)))
@@ -779,8 +789,8 @@ def _picture(plan):
         for n, x in lane.items() if x > 5e-3 * longest
     ]
     return (
-        f'<div style="font-family:sans-serif"><div style="font-size:12px;margin:4px 0">{plan.sentence()}</div><table '
-        f'style="border-collapse:collapse">{"".join(rows)}</table></div>'
+        f'<div style="font-family:sans-serif"><div style="font-size:12px;margin:4px 0">{esc(plan.sentence())}</div>'
+        f'<table style="border-collapse:collapse">{"".join(rows)}</table></div>'
     )
 
 # %% ../../nbs/40_infer/07_placement.ipynb #1d5839b4

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ..core import did_you_mean, table, unwrap
+from ..core import did_you_mean, esc, table, unwrap
 from ..files import FileError, check_shape, read_json, replace_text, settle
 
 # %% ../../nbs/04_models/00_card.ipynb #a692fc4b
@@ -353,8 +353,8 @@ class Check:
     def __repr__(self):
         return f"{self.license}: {self.answer}\n{self.table.to_string()}" + "".join(f"\n- {d}" for d in self.duties)
     def _repr_html_(self):
-        duties = "".join(f"<li>{d}</li>" for d in self.duties)
-        return f"<p>{self.license}: <b>{self.answer}</b></p>{self.table.to_html()}{duties}"
+        duties = "".join(f"<li>{esc(d)}</li>" for d in self.duties)
+        return f"<p>{esc(self.license)}: <b>{esc(self.answer)}</b></p>{self.table.to_html()}{duties}"
 
 # %% ../../nbs/04_models/00_card.ipynb #e2e238da
 def _license_on(card):

@@ -6,7 +6,7 @@
 __all__ = ['read_tree', 'tree_rows', 'row_title', 'cell_text', 'tree_text', 'open_rows', 'tree_html', 'Tree', 'tree']
 
 # %% ../../nbs/04_models/01_tree.ipynb #06294615
-import html, reprlib
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 from torch import nn
 
-from ..core import esc, format_bytes, format_count, parts, unwrap, weights
+from ..core import esc, esc_markdown, format_bytes, format_count, parts, unwrap, weights
 from ..files import replace_text
 
 # %% ../../nbs/04_models/01_tree.ipynb #6bb8b800
@@ -387,12 +387,6 @@ def tree_html(
     )
 
 # %% ../../nbs/04_models/01_tree.ipynb #74302976
-def _safe(text):
-    "Text that Markdown does not read as markup"
-    text = html.escape(text, quote=False)
-    for sign in "|`*_": text = text.replace(sign, f"&#{ord(sign)};")
-    return text
-
 def _markdown(rows):
     "A table; the tree is drawn by indentation"
     names = _columns(rows)
@@ -401,8 +395,9 @@ def _markdown(rows):
         "|---|---|---|" + "".join("---:|" if c in _RIGHT else "---|" for c in names),
     ]
     for r in rows:
-        name, note = "&emsp;" * r["depth"] + _safe(_name(r)), f" {_safe(_note(r))}" if r["tied"] else ""
-        cells = [r["mark"], name, _safe(row_title(r)) + note, *(cell_text(r, c) for c in names)]
+        name, note = "&emsp;" * r["depth"] + esc_markdown(_name(r)), f" {esc_markdown(_note(r))}" if r["tied"] else ""
+        about = esc_markdown(row_title(r)) + note
+        cells = [r["mark"], name, about, *(esc_markdown(cell_text(r, c)) for c in names)]
         out.append("| " + " | ".join(cells) + " |")
     return "\n".join(out + ["", " · ".join(f"{a} {b}" for a, b in _LEGEND)])
 

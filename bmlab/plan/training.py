@@ -19,7 +19,9 @@ import pandas as pd
 import torch
 from torch import nn
 
-from ..core import stacked_bar, find_blocks, format_bytes, parse_bytes, resolve, tensor_key, to_cast
+from bmlab.core import (
+    esc, find_blocks, format_bytes, parse_bytes, resolve, stacked_bar, tensor_key, to_cast,
+)
 from ..files import FileError, read_json, reading, replace_text
 from .fusion import fuse_blocks
 from .machine import Machine, machine as _machine
@@ -356,7 +358,9 @@ class TrainingPlan:
             raise PlanError(f"{path}: times: {odd[0]!r} is none of {', '.join(_LANES)}")
         with reading(path, PlanError):
             plan = cls(**{**d, "cost": None if d.get("cost") is None else Cost(**d["cost"])})
+            if plan.step_s <= 0: raise PlanError(f"{path}: step_s is {plan.step_s}: expected seconds above 0")
             str(plan)                                             # (what it shows needs everything in it)
+            _picture(plan)
         return plan
     def __str__(self):
         chosen = f"{self.recompute} of {self.blocks} blocks recompute, {self.offload:.0%} of the optimizer on the host"
@@ -372,7 +376,7 @@ def _few(x): return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 def _memory_row(name, parts, limit):
     "(label, bar) of the memory of one place: parts [(name, bytes, text)] against a limit"
     used = sum(x for _, x, _ in parts)
-    names = " · ".join(f"{n} {t}" for n, _, t in parts)
+    names = esc(" · ".join(f"{n} {t}" for n, _, t in parts))
     bar = stacked_bar(parts, limit, max(limit, used) * 1.02)
     label = f"{name}: {format_bytes(used)} of {format_bytes(limit)}"
     return label, f'{bar}<div style="font-size:11px">{names}</div>'
@@ -381,7 +385,7 @@ def _time_rows(plan):
     "[(label, bar)] of a step's phases, and of each lane that is busy"
     longest = max([plan.step_s, *plan.times.values()]) * 1.02
     phases = stacked_bar([(n, x, f"{x:.3f} s") for n, x in plan.phases.items()], 0, longest)
-    names = " · ".join(f"{n} {x:.3f} s" for n, x in plan.phases.items())
+    names = esc(" · ".join(f"{n} {x:.3f} s" for n, x in plan.phases.items()))
     rows = [(f"step: {plan.step_s:.3f} s", f'{phases}<div style="font-size:11px">{names}</div>')]
     for n, x in plan.times.items():
         if x <= 5e-4 * plan.step_s: continue
@@ -394,9 +398,10 @@ def _headline(plan):
     gpus = f"{plan.gpus} GPU{'s' * (plan.gpus > 1)}"
     head = (f"{plan.recompute} of {plan.blocks} blocks recompute · {plan.offload:.0%} of the optimizer on the host · "
             f"{plan.tokens_s:,.0f} tokens/s on {gpus} · smallest limit {format_bytes(plan.min_bytes, up=True)}")
-    if (c := plan.cost) is None: return head
+    if (c := plan.cost) is None: return esc(head)
     took = f"{_few(c.days)} days · {_few(c.gpu_hours)} GPU hours · {_few(c.kwh)} kWh · {_few(c.co2_kg / 1000)} t CO₂"
-    return f"{head}<br>{took}" + (f" · costs {_few(c.money)} in the price's currency" if c.money is not None else "")
+    if c.money is not None: took += f" · costs {_few(c.money)} in the price's currency"
+    return f"{esc(head)}<br>{esc(took)}"
 
 def _picture(plan):
     "The plan as HTML with inline styles"
@@ -406,7 +411,7 @@ def _picture(plan):
         if parts: rows.append(_memory_row(name, parts, limit))
     left = "text-align:right;padding:2px 8px;font-size:12px;white-space:nowrap;vertical-align:top"
     right = "text-align:left;padding:3px 0"
-    row = lambda label, bar: f'<tr><td style="{left}">{label}</td><td style="{right}">{bar}</td></tr>'
+    row = lambda label, bar: f'<tr><td style="{left}">{esc(label)}</td><td style="{right}">{bar}</td></tr>'
     body = "".join(row(*r) for r in rows + _time_rows(plan))
     head = f'<div style="font-size:12px;margin:4px 0">{_headline(plan)}</div>'
     return f'<div style="font-family:sans-serif">{head}<table style="border-collapse:collapse">{body}</table></div>'

@@ -9,7 +9,6 @@ __all__ = ['SPECIALS', 'NUMBERED', 'BeeError', 'escape', 'pieces', 'Segment', 'B
 # %% ../../nbs/35_prompt/11_bee.ipynb #ae472b7c
 import copy
 import dataclasses
-import html
 import json
 import random
 import re
@@ -19,7 +18,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..core import did_you_mean
+from ..core import did_you_mean, esc
 from .language import TemplateError
 from .template import Template, _found, _value
 
@@ -467,7 +466,7 @@ def bee_html(
         if i == 0: kind = "root"
         elif s.answer: kind = "answer"
         mark, style = looks[kind]
-        text = html.escape(s.text if len(s.text) <= 80 else s.text[:79] + "…") or "(to be filled)"
+        text = esc(s.text if len(s.text) <= 80 else s.text[:79] + "…") or "(to be filled)"
         lead = f'{i:>3} {"   " * s.depth}{mark}'
         rows.append(f'<div style="white-space:pre">{lead} <span style="{style}">{text}</span></div>')
     n = min(len(rel), most)

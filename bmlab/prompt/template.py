@@ -8,7 +8,6 @@ __all__ = ['FAMILIES', 'CUTS', 'Family', 'family_of', 'sentinel', 'pad_id', 'kep
 
 # %% ../../nbs/35_prompt/02_template.ipynb #74bcf24f
 import dataclasses
-import html
 import math
 import re
 import warnings
@@ -20,7 +19,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..core import did_you_mean
+from ..core import did_you_mean, esc
 from ..models.glm import blank_positions
 from .language import Part, SafeLambda, TemplateError, _shown, parse_template
 from ..data.batches import best_fit
@@ -513,8 +512,8 @@ def _soft_html(template, near):
     if not near: return ""
     def row(n, own):
         start = template.start[n - 1]
-        began = "" if start is None else html.escape(repr(template.tok.decode([start])))
-        words = html.escape(_words(own))
+        began = "" if start is None else esc(repr(template.tok.decode([start])))
+        words = esc(_words(own))
         return f"<tr><td>S{n}</td><td>{began}</td><td style='text-align:left'>{words}</td></tr>"
     head = "<tr><th></th><th>began as</th><th style='text-align:left'>nearest words, cosine</th></tr>"
     rows = "".join(row(n, own) for n, own in list(near.items())[:40])

@@ -9,6 +9,8 @@ __all__ = ['tokens_html', 'legend_html', 'Picture', 'lengths_html', 'bars_html']
 import html, re
 from collections.abc import Iterable
 
+from ..core import esc
+
 # %% ../../nbs/35_prompt/01_view.ipynb #ebd32228
 _KINDS = {
     "text": "",
@@ -21,7 +23,7 @@ _KINDS = {
     "cut": "text-decoration:line-through;opacity:.5",
 }
 
-def _visible(text): return html.escape(text.replace(" ", "·").replace("\n", "↵").replace("\t", "⇥")) or "∅"
+def _visible(text): return esc(text.replace(" ", "·").replace("\n", "↵").replace("\t", "⇥")) or "∅"
 
 def tokens_html(
     tokens:Iterable,  # of (text, kind, title): kind one of text, placeholder, meta, options, soft, mask, special, cut
@@ -38,7 +40,7 @@ def tokens_html(
             if i == first: out.append(f"<em> … {stop - first} tokens … </em>")
             continue
         style = f"{_KINDS[kind]};padding:0 1px;margin:0 1px;white-space:pre"
-        out.append(f'<span title="{html.escape(str(title))}" style="{style}">{_visible(text)}</span>')
+        out.append(f'<span title="{esc(title)}" style="{style}">{_visible(text)}</span>')
         run = run + 1 if kind == "cut" else 0
         if run and (i + 1 == len(tokens) or tokens[i + 1][1] != "cut"): out.append(f"<small>−{run}</small>")
     return f'<div style="font-family:monospace;line-height:1.9;overflow-wrap:anywhere">{"".join(out)}</div>'
@@ -70,11 +72,11 @@ def lengths_html(
         cells = (f"{kept}{'' if kept == all_ else f' of {all_}'}", "may be cut" if may else "")
         left = "<td style='text-align:left'>"
         return (
-            f"<tr>{left}{html.escape(what)}</td>{''.join(f'<td>{c}</td>' for c in cells)}"
+            f"<tr>{left}{esc(what)}</td>{''.join(f'<td>{esc(c)}</td>' for c in cells)}"
             f"{left}<div style='{bar}'></div></td></tr>"
         )
     head = "<tr><th>part</th><th>tokens</th><th></th><th></th></tr>"
-    most = "" if limit is None else f" of at most {limit}"
+    most = "" if limit is None else f" of at most {esc(limit)}"
     foot = f"<tr><td>together</td><td>{total}{most}</td><td></td><td></td></tr>"
     return f"<table style='font-size:85%'>{head}{''.join(row(*r) for r in rows)}{foot}</table>"
 

@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from ..core import figure, table
+from ..core import esc, figure, table
 from ..plan.machine import Machine, machine as find_machine
 
 # %% ../../nbs/10_train/09_timeline.ipynb #f91071da
@@ -256,7 +256,7 @@ class Timeline:
     def _repr_html_(self):
         shown = table(self.table, digits=3).to_html(na_rep="", border=0)
         picture = f"data:image/png;base64,{base64.b64encode(self.png()).decode()}"
-        return f'<img style="max-width:720px" alt="{self!r}" src="{picture}">{shown}'
+        return f'<img style="max-width:720px" alt="{esc(repr(self))}" src="{picture}">{shown}'
 
 # %% ../../nbs/10_train/09_timeline.ipynb #579709a6
 _PALE, _FULL, _QUIET = "#b9d2ee", "#1a6fd4", "#8a8a8a"

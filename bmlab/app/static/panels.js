@@ -100,11 +100,31 @@ function typing(model, p, listen) {
   });
 }
 
+// of HTML what can neither run nor load anything: boxes, tables and text, with inline styles
+const DRAWN = new Set("B BR DETAILS DIV EM PRE SMALL SPAN SUMMARY TABLE TBODY TD TH THEAD TR".split(" "));
+
+function drawn(html, place) {
+  const copy = (from, to) => {
+    for (const child of from.childNodes) {
+      if (child.nodeType === Node.TEXT_NODE) to.append(child.data);
+      if (!DRAWN.has(child.tagName)) continue;
+      const own = make(child.tagName.toLowerCase());
+      for (const name of ["style", "title", "open"]) {
+        const value = child.getAttribute(name);
+        if (value !== null && !/url|image|\\/i.test(name === "style" ? value : "")) own.setAttribute(name, value);
+      }
+      copy(child, own);
+      to.append(own);
+    }
+  };
+  copy(new DOMParser().parseFromString(html, "text/html").body, place);
+}
+
 // the engine's own picture of its plan, as `e.plan` shows it
 function plan(model) {
   const plan = make("details", "bp-plan");
   const inner = make("div");
-  inner.innerHTML = model.get("plan");
+  drawn(model.get("plan"), inner);
   plan.append(make("summary", "", model.get("plan_said")), inner);
   plan.hidden = !model.get("plan");
   return plan;
