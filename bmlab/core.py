@@ -7,12 +7,12 @@ __all__ = ['SLICE', 'ROLES', 'unwrap', 'parts', 'take_slice', 'numbered_children
            'select_names', 'resolve', 'matrix_shape', 'is_norm', 'roles', 'expert_shape', 'original_class',
            'forward_names', 'word_head', 'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes',
            'format_bytes', 'format_count', 'weights', 'Count', 'count', 'Transient', 'on_change', 'changed',
-           'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'set_seed', 'Table', 'table', 'figure',
-           'esc', 'stacked_bar']
+           'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'leashed', 'set_seed', 'Table', 'table',
+           'figure', 'esc', 'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
-import contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, math, numbers
-import random, re, sys, weakref
+import contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, math, numbers, os
+import random, re, sys, threading, weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -564,6 +564,25 @@ def has_triton(
 )->bool:
     "Can Triton be imported? Looked up once, without importing it."
     return importlib.util.find_spec("triton") is not None
+
+# %% ../nbs/00_core.ipynb #e23d30f8
+_LEASH = """
+def _leash(parent, by_signal):
+    import ctypes, os, signal, threading, time
+    def watch():
+        while os.getppid() == parent: time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if by_signal: ctypes.CDLL(None).prctl(1, signal.SIGKILL)            # 1: PR_SET_PDEATHSIG, from linux/prctl.h
+    else: threading.Thread(target=watch, daemon=True).start()
+    if os.getppid() != parent: os.kill(os.getpid(), signal.SIGKILL)     # the parent ended before that
+"""
+
+def leashed(
+    program:str, # source text for `python -c`, which this process is about to start
+)->str:          # source text
+    "A program that is killed when the process that starts it ends, however that ends."
+    by_signal = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
+    return f"{_LEASH}\n_leash({os.getpid()}, {by_signal})\n{program}"
 
 # %% ../nbs/00_core.ipynb #39118837
 def set_seed(

@@ -25,7 +25,8 @@ from datatrove.utils.stats import PipelineStats, Stats
 from fastcore.basics import patch
 from tqdm.auto import tqdm
 
-from ..core import did_you_mean
+from ..core import did_you_mean, leashed
+from ..files import alone_in
 from .card import DataCard, Ledger, add_measure, mark, sum_measures
 from .shards import Shards, check_same, seal_shards, tokenize, tokenizer_header
 from .sources import Source, read_source, rows_of, take_text
@@ -248,7 +249,7 @@ def _serve():
 class Worker:
     "A process that runs tasks; it does not run the caller's script again, as multiprocessing would."
     def __init__(self):
-        self.said, self.has, command = tempfile.TemporaryFile(), None, [sys.executable, "-c", _BOOT]
+        self.said, self.has, command = tempfile.TemporaryFile(), None, [sys.executable, "-c", leashed(_BOOT)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said)
         pickle.dump(sys.path, self.process.stdin)
     def __call__(self, packed:bytes, rank:int)->PipelineStats: # packed: an executor; rank: of the task
@@ -417,16 +418,22 @@ def run(self:Corpus,
     tasks:int=1,             # parts of the work: files are dealt out to them; a finished part is never done again
     workers:int=1,           # how many run side by side
     executor:str="local",    # "local", "slurm" or "ray"
+    wait_s:float|None=0.,    # seconds to wait for another call at work in a local folder; None: until it has ended
     **options,               # of datatrove's executor, such as partition="cpu", time="2:00:00"
 )->"Cleaned":                # its documents and card; on Slurm before they are there
-    "Do everything that is not done yet, on this machine or on a cluster."
+    "Do everything that is not done yet, on this machine or on a cluster; TimeoutError while another call does."
     if tasks < 1 or workers < 1: raise ValueError(f"tasks={tasks}, workers={workers}: at least one of each is needed")
     into = os.fspath(into)
-    if "://" not in into: into = os.path.abspath(into)
-    listings, said = _write_sources(self, into, tasks)
-    stages = plan_stages(self, into, tasks, [row[:3] for row in listings])
+    if "://" in into: return _run(self, into, tasks, workers, executor, options)
+    into = os.path.abspath(into)
+    with alone_in(into, wait_s): return _run(self, into, tasks, workers, executor, options)
+
+def _run(corpus, into, tasks, workers, executor, options):
+    "`Corpus.run` for one who holds the folder"
+    listings, said = _write_sources(corpus, into, tasks)
+    stages = plan_stages(corpus, into, tasks, [row[:3] for row in listings])
     chain = _executors(executor, stages, into, workers, options)
-    recipe = {"sources": said, "steps": [s.config() for s in self.steps], "tasks": tasks, "made_with": _versions()}
+    recipe = {"sources": said, "steps": [s.config() for s in corpus.steps], "tasks": tasks, "made_with": _versions()}
     _freeze(into, recipe, listings)
     if executor == "slurm": chain[-1].run()                     # launches those it depends on, and returns
     else:
@@ -547,6 +554,7 @@ def shards(self:Cleaned,
     workers:int=1,          # tasks side by side
     executor:str="local",   # as for `Corpus.run`
     tokenize:dict|None=None, # options of `bmlab.data.shards.tokenize`: eos, bos, shard_tokens …
+    wait_s:float|None=0.,   # seconds to wait for another call at work in `into`; None: until it has ended
     **options,              # of datatrove's executor
 )->Shards|None:             # opened; None where a cluster is still at work: call again
     "The corpus as token ids in memory-mapped files; the card then says how many tokens each source gave."
@@ -565,10 +573,11 @@ def shards(self:Cleaned,
     # before a task writes next to them
     if os.path.isfile(f"{into}/manifest.json"): _check_made(Shards(into), tok, about)
     run = _executors(executor, [stage], into, workers, options)[0]
-    run.run()
-    if run.get_incomplete_ranks(): return None
-    found = seal_shards(into)
-    _check_made(found, tok, about)
+    with alone_in(into, wait_s):
+        run.run()
+        if run.get_incomplete_ranks(): return None
+        found = seal_shards(into)
+        _check_made(found, tok, about)
     counts = found.sources().tokens.to_dict()
     save_json(self.into, "notes/tokens.json", counts | {"all": sum(counts.values())})
     self.save_card()
