@@ -9,7 +9,7 @@ pytest.importorskip("datatrove")
 from bmlab.data.corpus import Cleaned, Corpus  # noqa: E402
 from bmlab.data.steps import Rule  # noqa: E402
 from bmlab.train.forkserver import start_process  # noqa: E402
-from conftest import until
+from conftest import gone, until
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = pd.DataFrame({"text": [f"text number {i}" for i in range(8)]})
@@ -43,13 +43,6 @@ class Note:
         self._seen.append(text)
         self._first.set()
         self._go.wait(60)
-
-
-def gone(pid):
-    "Has it ended? A parent that is gone may leave it unreaped"
-    status = Path(f"/proc/{pid}/status")
-    try: return "State:\tZ" in status.read_text()
-    except (FileNotFoundError, ProcessLookupError): return True
 
 
 def hanging(tmp_path, thread):
