@@ -9,6 +9,7 @@ __all__ = ['to_device', 'model_loss', 'eval_mode', 'evaluate', 'Diverged', 'firs
 # %% ../../nbs/10_train/12_loop.ipynb #dfaabc8b
 import contextlib, logging, math, os, random, resource, signal, sys, threading, time
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from tqdm.auto import tqdm
 from bmlab.train.checkpoint import (
     Damaged, NotFinite, _first_of_ranks, _first_rank, _newest_first, _spoilt, _tensors, latest, load_weights, save
 )
-from ..core import figure, parts, unwrap
+from ..core import check_batch, check_weights, explained, figure, parts, unwrap
 from .optim import OptimManager, _raw
 from ..plan.training import training_cost
 from .processes import rank, world_size
@@ -104,6 +105,26 @@ def eval_mode(
         for m, training in before.items(): m.training = training
 
 # %% ../../nbs/10_train/12_loop.ipynb #80cf8a76
+def _check_call(model, batches, name, loss, what):
+    "Raise for a model, batches or a loss that are something else"
+    unwrap(model)
+    check_weights(model, what)
+    if isinstance(batches, Mapping):
+        raise TypeError(f"{name} is a dict: expected a list of batches; for one write [batch]")
+    gives = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
+    if isinstance(batches, (str, nn.Module)) or not gives:
+        kind = type(batches).__name__
+        raise TypeError(f"{name} is a {kind}: expected a list of batches, or anything that gives them")
+    if not callable(loss): raise TypeError(f"loss={loss!r}: a function of (model, batch) that returns a tensor")
+
+def _loss_of(loss, model, batch):
+    "What `loss` gives, if it is one number"
+    value = loss(model, batch)
+    if isinstance(value, Tensor) and value.numel() == 1: return value
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    hint = "; model(**batch).loss is one" if getattr(value, "loss", None) is not None else ""
+    raise TypeError(f"loss returned {what}: expected a tensor with one number, the mean loss of the batch{hint}")
+
 @torch.no_grad()
 def evaluate(
     model:nn.Module,                    # left in the mode it was in
@@ -112,16 +133,20 @@ def evaluate(
     together:bool|None=None,            # the mean over all ranks' batches? None: if the model is sharded
 )->float:                               # mean loss, each batch weighted by its labelled tokens
     "Mean loss over held-out batches, in eval mode."
+    _check_call(model, batches, "batches", loss, "evaluate")
     device, total = _device(model), 0.0
     n, seen = 0, 0
     with eval_mode(model):
         for batch in batches:
+            if not seen and loss is model_loss: check_batch(model, batch)
             k = _predicted(batch, model)
             n += k
             seen += 1
             # (a sharded model runs on all ranks or on none)
-            value = loss(model, to_device(batch, device)) if k or _is_sharded(model) else None
-            total += value.item() * k if k else 0.0
+            if not k and not _is_sharded(model): continue
+            with explained(model, batch, labels=loss is model_loss):
+                value = _loss_of(loss, model, to_device(batch, device))
+                total += value.item() * k if k else 0.0
     total, n, seen = _over_ranks([total, n, seen], device, _is_sharded(model) if together is None else together)
     if not seen: raise ValueError("batches is empty: nothing to evaluate on")
     if n == 0: raise ValueError("batches: no batch has a label that counts")
@@ -324,7 +349,10 @@ def _gradients(model, batches, om, loss, device):
     for i, (batch, share) in enumerate(pairs):
         final = i == len(pairs) - 1
         with contextlib.nullcontext() if final or not isinstance(model, DistributedDataParallel) else model.no_sync():
-            value = loss(model, to_device(batch, device))
+            value = _loss_of(loss, model, to_device(batch, device))
+            if not value.requires_grad:
+                why = "is all of it frozen, or was it made under torch.no_grad or by .detach() or .item()?"
+                raise ValueError(f"the loss of the batch depends on no weight that is trained; {why}")
             om.backward(value if share == 1 else value * share, final=final)
         if share: total = total + value.detach() * share
     return total
@@ -349,12 +377,14 @@ def _one_step(keeper, batches, loss, clip, rows, step):
     "One optimizer step; the numbers of its row"
     model, om, device = keeper.model, keeper.om, keeper.device
     before = _random_state(device)
-    value = _gradients(model, batches, om, loss, device)
-    norm = om.clip_grad_norm(clip) if clip is not None else None
-    finite = om.gradients_finite() if norm is None and not om.loss_scale_enabled else None    # (a scale: in om.step)
-    counts = [sum(map(_tokens, batches)), keeper.ears.told]
-    mean, bad, tokens, ends, norm = _read(value, norm, finite, counts, _replicas(model))
+    with explained(model, *batches, labels=loss is model_loss):               # (a GPU tells where the host waits)
+        value = _gradients(model, batches, om, loss, device)
+        norm = om.clip_grad_norm(clip) if clip is not None else None
+        finite = om.gradients_finite() if norm is None and not om.loss_scale_enabled else None  # (a scale: in om.step)
+        counts = [sum(map(_tokens, batches)), keeper.ears.told]
+        mean, bad, tokens, ends, norm = _read(value, norm, finite, counts, _replicas(model))
     keeper.ears.agreed = ends > 0
+    if not math.isfinite(mean) and loss is model_loss: _check_labels(model, batches, step)
     if not math.isfinite(mean): raise Diverged(_why_loss(keeper, batches, loss, step, mean, before), pd.DataFrame(rows))
     if bad or norm is not None and not math.isfinite(norm) and not om.loss_scale_enabled:
         again = before if clip is not None else None
@@ -370,6 +400,16 @@ def _one_step(keeper, batches, loss, clip, rows, step):
     return row | {"tokens": tokens}
 
 # %% ../../nbs/10_train/12_loop.ipynb #fbaf1c39
+def _check_labels(model, batches, step):
+    "Raise where the loss of a rank is the mean over no label at all"
+    labels = [b["labels"] for b in batches if isinstance(b, Mapping) and isinstance(b.get("labels"), Tensor)]
+    found = None
+    if len(labels) == len(batches) and not any(_predicted(b, model) for b in batches):
+        found = "all are −100" if all((t == -100).all() for t in labels) else "a row of one token predicts nothing"
+    if found := _first_of_ranks(found):
+        instead = "leave such batches out, or bring them together with others by accumulate="
+        raise ValueError(f"step {step}: no label counts ({found}), and the mean over none is undefined; {instead}")
+
 def _begun(om): return _first_of_ranks("begun" if any(getattr(o, "begun", False) for o in om.optimizers) else None)
 
 def _why_loss(keeper, batches, loss, step, value, before):
@@ -549,6 +589,9 @@ def _training(model, om, show):
 # %% ../../nbs/10_train/12_loop.ipynb #e5a20fe3
 def _check_opt(model, opt, clip):
     "Raise for an optimizer that could not train the model, or not as asked"
+    if isinstance(opt, type) or not isinstance(opt, OptimManager) and not hasattr(opt, "param_groups"):
+        what = f"the class {opt.__name__}" if isinstance(opt, type) else f"a {type(opt).__name__}"
+        raise TypeError(f"opt is {what}: expected an optimizer, such as torch.optim.AdamW(model.parameters(), lr=1e-4)")
     own, opts = {id(p) for p in model.parameters()}, opt.optimizers if isinstance(opt, OptimManager) else [opt]
     held = [p for o in opts for g in o.param_groups for p in g["params"]]
     if not any(id(p) in own for p in held):
@@ -565,12 +608,40 @@ def _check_opt(model, opt, clip):
         _log.warning(said, world_size())
 
 def _check_steps(steps, accumulate, every, save_every):
-    for name, n in (("steps", steps), ("accumulate", accumulate)):
-        if n < 1: raise ValueError(f"{name}={n}: at least one is needed")
-    for name, n in (("every", every), ("save_every", save_every)):
-        if n is not None and n < 1: raise ValueError(f"{name}={n}: a number of steps, 1 or more, or None")
+    counts = {"steps": steps, "accumulate": accumulate, "every": every, "save_every": save_every}
+    for name, n in counts.items():
+        may = ", or None" if name in ("every", "save_every") else ""
+        if n is None and may: continue
+        if isinstance(n, bool) or not isinstance(n, Integral):
+            raise TypeError(f"{name}={n!r}: a whole number, 1 or more{may}")
+        if n < 1: raise ValueError(f"{name}={n}: a number of steps, 1 or more{may}" if may else
+                                   f"{name}={n}: at least one is needed")
+
+def _check_rest(clip, schedule, held_out, keep, plan, price):
+    "Raise for what could only fail after hours"
+    if clip is not None and not (isinstance(clip, Real) and clip > 0):
+        raise ValueError(f"clip={clip!r}: a number above 0, or None for no clipping")
+    if schedule is not None and not hasattr(schedule, "step"):
+        raise TypeError(f"schedule is a {type(schedule).__name__}: expected something with step(), such as one of "
+                        "torch.optim.lr_scheduler, made with the optimizer")
+    if isinstance(held_out, Mapping):
+        raise TypeError("held_out is a dict: expected a list of batches; for one write [batch]")
+    if held_out is not None and (isinstance(held_out, str) or not isinstance(held_out, Iterable)):
+        raise TypeError(f"held_out is a {type(held_out).__name__}: expected a list of batches, or None")
+    if isinstance(held_out, (list, tuple)) and not held_out:
+        raise ValueError("held_out is empty: give batches, or None for no evaluation")
+    if keep is not None and (not isinstance(keep, Integral) or keep < 1):
+        raise ValueError(f"keep={keep!r}: a number of checkpoints, 1 or more, or None")
+    if plan is not None and not hasattr(plan, "machine"):
+        raise TypeError(f"plan is a {type(plan).__name__}: expected what plan_training returns, or None")
+    if price is not None and not isinstance(price, Real):
+        raise TypeError(f"price_per_gpu_hour={price!r}: a number, or None")
 
 def _check_folder(save_to, save_every, resume):
+    if save_to is not None and not isinstance(save_to, (str, os.PathLike)):
+        raise TypeError(f"save_to={save_to!r}: the path of a folder, or None")
+    if save_to is not None and Path(save_to).exists() and not Path(save_to).is_dir():
+        raise NotADirectoryError(f"save_to={str(save_to)!r} is a file: name a folder")
     if save_to is None and (save_every or resume):
         raise ValueError("save_every= and resume= need save_to=, the folder of the checkpoints")
     if save_to is not None and not resume and (found := latest(save_to)):
@@ -612,8 +683,10 @@ def fit(
 # step, loss, grad_norm (with clip), lr, tokens_per_s, seconds, memory, held_out, kwh, co2_kg, money
 )->pd.DataFrame:
     "Train for `steps` steps and return the log, one row a step; `Stopped` after the step in which SIGTERM came."
+    _check_call(model, batches, "batches", loss, "fit")
     _check_opt(model, opt, clip)
     _check_steps(steps, accumulate, every, save_every)
+    _check_rest(clip, schedule, held_out, keep, plan, price_per_gpu_hour)
     _check_folder(save_to, save_every, resume)
     om, device = _managed(opt, schedule, model), _device(model)
     if held_out is not None and iter(held_out) is held_out: held_out = list(held_out)      # it is read more than once
@@ -628,6 +701,9 @@ def fit(
         with _training(model, om, show):
             for step in range(done + 1, steps + 1):
                 t, micro = time.perf_counter(), feed.take(accumulate)
+                if step == 1 and not micro: raise ValueError("batches is empty: there is nothing to train on")
+                if step == done + 1 and loss is model_loss:
+                    for b in micro: check_batch(model, b)
                 if len(micro) < accumulate:
                     give = "give a list or another iterable that can start again"
                     raise ValueError(f"batches ended after {step - 1} of {steps} steps; {give}")
