@@ -8,7 +8,8 @@ __all__ = ['SLICE', 'ROLES', 'unwrap', 'parts', 'take_slice', 'numbered_children
            'forward_names', 'word_head', 'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes',
            'format_bytes', 'format_count', 'weights', 'Count', 'count', 'Transient', 'on_change', 'changed',
            'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'check_weights', 'batch_error',
-           'check_batch', 'explained', 'leashed', 'set_seed', 'Table', 'table', 'figure', 'esc', 'stacked_bar']
+           'check_batch', 'explained', 'leashed', 'check_text', 'check_whole', 'check_path', 'set_seed', 'Table',
+           'table', 'figure', 'esc', 'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
 import contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, math, numbers, os
@@ -189,6 +190,9 @@ def resolve(
     kind:type|tuple|None=None,   # only modules of these classes
 )->dict[str, nn.Module]:         # clean name → module, in module order, never empty
     "Modules that `pattern` names; raises `LookupError` with the nearest names when there is none."
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if kind is not None and not all(isinstance(k, type) for k in kinds):
+        raise TypeError(f"kind={kind!r}: a class of modules, such as torch.nn.Linear, or several in a tuple")
     modules = {n: m for n, m in parts(model) if n}
     if not modules: raise LookupError(f"{type(model).__name__} has no submodules")
     stacks = numbered_children({"": unwrap(model), **modules})
@@ -744,6 +748,41 @@ def leashed(
     return f"{_LEASH}\n_leash({os.getpid()}, {by_signal})\n{program}"
 
 # %% ../nbs/00_core.ipynb #39118837
+def check_text(
+    text,          # what was given
+    name:str,      # what it is called where the error is read, such as "the prompt"
+)->str:            # the same
+    "Raise for what is no text, or holds half of a surrogate pair, which no tokenizer and no file can take."
+    if not isinstance(text, str): raise TypeError(f"{name} is a {type(text).__name__}: expected a text")
+    try: text.encode()
+    except UnicodeEncodeError as e:
+        half = f"{name} holds {text[e.start]!r} at position {e.start}, half of a character in two parts"
+        mends = "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace') mends it"
+        raise ValueError(f"{half}; {mends}") from None
+    return text
+
+def check_whole(
+    value,            # what was given
+    name:str,         # of the argument
+    least:int|None=1, # the smallest that works; None: any
+)->int:               # the same
+    "Raise for what is no whole number, or too small."
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}={value!r}: a whole number is needed")
+    if least is not None and value < least: raise ValueError(f"{name}={value}: a whole number, {least} or more")
+    return value
+
+def check_path(
+    path,               # what was given
+    name:str,           # of the argument
+    folder:bool=False,  # may it be no file?
+):
+    "Raise for what is no path, or the path of a file where a folder is meant; it need not exist."
+    if not isinstance(path, (str, os.PathLike)) or path == "":
+        kind = "empty" if path == "" else f"a {type(path).__name__}"
+        raise TypeError(f"{name} is {kind}: expected a path, as text or a pathlib.Path")
+    if folder and os.path.isfile(path): raise NotADirectoryError(f"{name}={str(path)!r} is a file: name a folder")
+
 def set_seed(
     seed:int, # any non-negative integer
 ):

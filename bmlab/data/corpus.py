@@ -25,7 +25,7 @@ from datatrove.utils.stats import PipelineStats, Stats
 from fastcore.basics import patch
 from tqdm.auto import tqdm
 
-from ..core import did_you_mean, leashed
+from ..core import check_path, check_text, check_whole, did_you_mean, leashed
 from ..files import alone_in
 from .card import DataCard, Ledger, add_measure, mark, sum_measures
 from .shards import Shards, check_same, seal_shards, tokenize, tokenizer_header
@@ -133,6 +133,7 @@ def _from(kind, doc):
         **options,            # of `Source`: pattern, text, per, format, license, origin
     )->"Corpus":              # of one source, no steps
         first = path[0] if isinstance(path, (list, tuple)) and path else path
+        check_path(first, "path")
         stem = os.path.basename(str(first).rstrip("/")).split(".")[0]
         return cls([Source(name=name or re.sub(r"[^\w+-]", "-", stem) or kind, kind=kind, path=path, **options)])
     make.__doc__, make.__name__, make.__qualname__ = doc, f"from_{kind}", f"Corpus.from_{kind}"
@@ -152,6 +153,9 @@ def from_frame(cls:Corpus,
     **options,           # of `Source`: text, format, license, origin
 )->Corpus:               # of one source; its rows are written below the run's folder first
     "Rows that are in memory."
+    if not isinstance(frame, pd.DataFrame):
+        one = "pd.DataFrame({'text': texts}) is one"
+        raise TypeError(f"frame is a {type(frame).__name__}: expected a DataFrame; {one}")
     return cls([Source(name=name, kind="jsonl", path=f"memory:{name}", **options)], frames={name: frame})
 
 # %% ../../nbs/05_data/11_corpus.ipynb #e9a2faf3
@@ -361,9 +365,13 @@ def _write_sources(corpus, into, tasks):
         if frame is not None:
             _check_frame(source, frame)
             source = replace(source, path=f"{into}/sources/{source.name}")
-            _write_frame(root, source.name, frame, tasks)
             with_id = frame if "id" in frame else frame.assign(id=[f"{n:08d}" for n in range(len(frame))])
-            rows = short(with_id.to_json(orient="records", lines=True, date_format="iso"))
+            try:
+                _write_frame(root, source.name, frame, tasks)
+                rows = short(with_id.to_json(orient="records", lines=True, date_format="iso"))
+            except UnicodeError:
+                for k, t in enumerate(frame[source.text]): check_text(str(t), f"source {source.name!r}, row {k}")
+                raise
         folder, names = source.files()
         sizes = [get_datafolder(folder).size(n) for n in names]
         out.append((source, folder, f"{into}/sources/{source.name}.txt", names))
@@ -422,6 +430,9 @@ def run(self:Corpus,
     **options,               # of datatrove's executor, such as partition="cpu", time="2:00:00"
 )->"Cleaned":                # its documents and card; on Slurm before they are there
     "Do everything that is not done yet, on this machine or on a cluster; TimeoutError while another call does."
+    for name, x in (("tasks", tasks), ("workers", workers)): check_whole(x, name, None)
+    check_path(into, "into", folder=True)
+    if not self.sources: raise ValueError("the corpus has no source; Corpus.from_text and its like give it one")
     if tasks < 1 or workers < 1: raise ValueError(f"tasks={tasks}, workers={workers}: at least one of each is needed")
     into = os.fspath(into)
     if "://" in into: return _run(self, into, tasks, workers, executor, options)

@@ -22,6 +22,7 @@ from .site import Site, detach_site
 from .tune import _named
 from ..models.card import write_card
 from ..train.processes import rank, synchronize
+from ..core import check_path
 
 # %% ../../nbs/30_delta/14_store.ipynb #9ba36ea9
 class Head(Site):
@@ -114,6 +115,7 @@ def save(self:Delta,
     dir = Path(dir)
     dir.mkdir(parents=True, exist_ok=True)
     heads, whole = self._head_tensors()
+    check_path(dir, "dir", folder=True)
     tensors = self.file_tensors() | heads
     sharded = any(isinstance(t, DTensor) for t in tensors.values())
     tensors = {k: (t.full_tensor() if isinstance(t, DTensor) else t).contiguous().cpu() for k, t in tensors.items()}
