@@ -1,5 +1,5 @@
 "`fit` ends on SIGTERM after the step it is in, on all ranks, with a checkpoint from which a run goes on bit for bit."
-import os, signal
+import os, signal, threading
 from pathlib import Path
 
 import pytest
@@ -152,6 +152,16 @@ def test_a_process_forked_meanwhile_is_not_deaf():
             os._exit(7)
         ends.append(os.WTERMSIG(os.waitpid(pid, 0)[1]))
     assert len(net_and(forks, steps=1)) == 1 and ends == [signal.SIGTERM]
+
+
+def test_outside_the_main_thread_no_handler_is_set():
+    "Python would refuse it; fit works there as before"
+    seen, logs = [], []
+    work = lambda: logs.append(net_and(lambda: seen.append(signal.getsignal(signal.SIGTERM)), steps=2))
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert len(logs[0]) == 2 and seen == [signal.SIG_DFL] * 2
 
 
 LATE = '''
