@@ -52,7 +52,7 @@ def hanging(tmp_path, thread):
     (state / "hang").touch()
     run = start_process(WORKS, [tmp_path / "run", state, thread], log=tmp_path / "log", cwd=ROOT)
     pids = lambda: [int(p.name) for p in state.iterdir() if p.name.isdigit()]
-    until(lambda: len(pids()) == 2 or run.poll() is not None)
+    until(lambda: len(pids()) == 2 or run.poll() is not None, 240)
     assert run.poll() is None, (tmp_path / "log").read_text()
     return run, pids()
 

@@ -261,7 +261,7 @@ def test_ranks_that_hang_end_with_a_parent_that_is_killed(tmp_path, platform):
     "And so does the server that forked them"
     parent = start_process(HANGS, [tmp_path, platform], log=tmp_path / "log", cwd=ROOT)
     ready = lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists()
-    until(lambda: ready() or parent.poll() is not None)
+    until(lambda: ready() or parent.poll() is not None, 240)
     assert parent.poll() is None, (tmp_path / "log").read_text()
     pids = {int(n) for rank in "01" for n in (tmp_path / rank).read_text().split()}
     assert len(pids) == 3                                       # two ranks, and their server or the parent itself

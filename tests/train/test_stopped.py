@@ -90,7 +90,7 @@ def test_a_program_that_is_told_to_end_ends_with_a_sentence_and_an_exit_code(tmp
     "From outside, as a scheduler does it; the program itself knows nothing of signals"
     where = "kept" if number == signal.SIGTERM else "nowhere"
     p = start_process(TOLD, [tmp_path, where], log=tmp_path / "log", cwd=ROOT)
-    until(lambda: (tmp_path / "begun").exists() or p.poll() is not None)
+    until(lambda: (tmp_path / "begun").exists() or p.poll() is not None, 240)
     p.send_signal(number)
     assert p.wait(60) == 128 + number, (tmp_path / "log").read_text()
     said = (tmp_path / "log").read_text()
