@@ -7,17 +7,19 @@ __all__ = ['SLICE', 'ROLES', 'unwrap', 'parts', 'take_slice', 'numbered_children
            'select_names', 'resolve', 'matrix_shape', 'is_norm', 'roles', 'expert_shape', 'original_class',
            'forward_names', 'word_head', 'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes',
            'format_bytes', 'format_count', 'weights', 'Count', 'count', 'Transient', 'on_change', 'changed',
-           'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'set_seed', 'Table', 'table', 'figure',
-           'esc', 'esc_markdown', 'stacked_bar']
+           'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'check_weights', 'batch_error',
+           'check_batch', 'explained', 'leashed', 'check_text', 'check_whole', 'check_path', 'set_seed', 'Table',
+           'table', 'figure', 'esc', 'esc_markdown', 'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
 import contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, math, numbers
-import random, re, sys, types, typing, weakref
+import os, random, re, sys, threading, types, typing, weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import pandas as pd
 import torch
+from re import _parser
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
@@ -82,6 +84,26 @@ def numbered_children(
         return [first[id(c)] for c in below if id(c) in first]
     return {n: kids for n, m in modules.items() if (kids := numbered(m))}
 
+def _has_no_end(parsed):
+    "Does a parsed regular expression repeat, without a limit, a part in which nothing but a repetition must be there?"
+    for op, value in parsed:
+        inner = [p for p in _parts_of(value)]
+        if "REPEAT" in str(op) and value[1] > 9 and any(map(_is_one_repetition, inner)): return True
+        if any(map(_has_no_end, inner)): return True
+    return False
+
+def _parts_of(value):
+    "The expressions inside what a parser says of one part"
+    if hasattr(value, "data"): return [value]
+    return [p for v in value for p in _parts_of(v)] if isinstance(value, (list, tuple)) else []
+
+def _is_one_repetition(parsed):
+    if len(parsed) == 1 and "REPEAT" not in str(parsed[0][0]) and (inner := _parts_of(parsed[0][1])):
+        return any(map(_is_one_repetition, inner))              # a group, or alternatives
+    repeats = [value for op, value in parsed if "REPEAT" in str(op)]
+    needed = [op for op, value in parsed if str(op) != "AT" and ("REPEAT" not in str(op) or value[0] > 0)]
+    return any(value[1] > 9 for value in repeats) and len(needed) <= sum(value[0] > 0 for value in repeats) < 2
+
 def match_pattern(
     pattern:str,  # one text of the grammar
     names:list,   # names to choose from
@@ -98,6 +120,9 @@ def match_pattern(
     if pattern.startswith("[r]"):
         try: regex = re.compile(rf"(?:^|(?<=\.))(?:{pattern[3:]})$")
         except re.error as e: raise ValueError(f"pattern {pattern!r} is no regular expression: {e}") from None
+        if _has_no_end(_parser.parse(pattern[3:])):
+            why = "a repetition repeats what is itself one, as in (a+)+, which may search for years"
+            raise ValueError(f"pattern {pattern!r}: {why}; write one repetition")
     elif any(c in pattern for c in "*?"): regex = re.compile(rf"(?:^|.*\.){fnmatch.translate(pattern)}")
     else: regex = re.compile(rf"(?:^|\.){re.escape(pattern)}$")
     return [n for n in names if n.startswith(below) and n != below and regex.search(n[len(below):])]
@@ -165,6 +190,9 @@ def resolve(
     kind:type|tuple|None=None,   # only modules of these classes
 )->dict[str, nn.Module]:         # clean name → module, in module order, never empty
     "Modules that `pattern` names; raises `LookupError` with the nearest names when there is none."
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if kind is not None and not all(isinstance(k, type) for k in kinds):
+        raise TypeError(f"kind={kind!r}: a class of modules, such as torch.nn.Linear, or several in a tuple")
     modules = {n: m for n, m in parts(model) if n}
     if not modules: raise LookupError(f"{type(model).__name__} has no submodules")
     stacks = numbered_children({"": unwrap(model), **modules})
@@ -565,7 +593,196 @@ def has_triton(
     "Can Triton be imported? Looked up once, without importing it."
     return importlib.util.find_spec("triton") is not None
 
+# %% ../nbs/00_core.ipynb #d3187bfc
+def check_weights(
+    model:nn.Module, # any module
+    what:str,        # what needs its numbers, such as "fit"
+):
+    "Raise ValueError for a model with weights on the meta device: they have shapes alone."
+    named = [n for n, t in unwrap(model).named_parameters() if t.device.type == "meta"]
+    if not named: return
+    which = f"{len(named)} weights, such as {named[0]}, are" if len(named) > 1 else f"the weight {named[0]} is"
+    raise ValueError(f"{which} on the meta device, where there are no numbers; {what} needs them: load() reads a model "
+                     "with its weights, and model.to_empty(device='cpu') makes room for those that you then fill in")
+
+def _vocabulary(net):
+    "How many ids a model of transformers knows; None where that is not known"
+    config, table = getattr(net, "config", None), None
+    with contextlib.suppress(Exception): table = net.get_input_embeddings()          # (some models have several)
+    sizes = (getattr(config, "vocab_size", None), getattr(table, "num_embeddings", None))
+    sizes = [n for n in sizes if isinstance(n, int)]
+    return max(sizes, default=None)
+
+def _positions(net):
+    "How many positions a model with a table of them has; None without a table"
+    config = getattr(net, "config", None)
+    known = (getattr(config, k, None) for k in ("max_position_embeddings", "n_positions"))
+    limit = next((n for n in known if isinstance(n, int) and n > 0), None)
+    if limit is None: return None
+    tables = (m for n, m in net.named_modules() if "pos" in n.lower() or n.endswith("wpe"))
+    return limit if any(getattr(m, "num_embeddings", 0) >= limit for m in tables) else None
+
+def _no_ids(name, x):
+    "The error for something that cannot be ids, by what it is; None: it can"
+    kind = type(x).__name__
+    if isinstance(x, str) or isinstance(x, (list, tuple)) and x and isinstance(x[0], str):
+        return TypeError(f"{name} is text, {str(x)[:40]!r}: a model takes ids; tok(texts, return_tensors='pt', "
+                         "padding=True) makes them")
+    if isinstance(x, (list, tuple)): return TypeError(f"{name} is a {kind}: torch.tensor({name}) makes a tensor of it")
+    if not isinstance(x, Tensor): return TypeError(f"{name} is a {kind}: expected a tensor of whole numbers")
+    if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool:
+        return TypeError(f"{name} is {str(x.dtype)[6:]}: ids are whole numbers; {name}.long() makes them")
+    if x.numel() == 0: return ValueError(f"{name} has the shape {tuple(x.shape)}: there is nothing in it")
+    if x.ndim == 1: return ValueError(f"{name} has the shape {tuple(x.shape)}: expected (batch, length); {name}[None] "
+                                      "is a batch of one")
+
+def _beyond(name, x, size, net, of):
+    "The error for the first number that is none of `size`, −100 aside where it is a label; None: all are"
+    x = x.detach()
+    bad = ((x < 0) & (x != -100) if name == "labels" else x < 0) | (x >= size)
+    if not bad.any(): return None
+    at = bad.nonzero()[0].tolist()
+    wrong = f"{name}[{', '.join(map(str, at))}] is {x[tuple(at)].item()}, and {type(net).__name__} has {size:,} {of}"
+    if of == "classes": return ValueError(f"{wrong}, 0 … {size - 1}; config.num_labels says how many")
+    minus = "; a label that is not to count is −100" if name == "labels" and x[tuple(at)] < 0 else ""
+    return ValueError(f"{wrong}, 0 … {size - 1}{minus}. Was the tokenizer that of another model, or were tokens added "
+                      "to it without model.resize_token_embeddings(len(tok))?")
+
+# %% ../nbs/00_core.ipynb #565c6a7e
+def _labels_error(net, labels, ids):
+    "What is wrong with labels beside ids; None: nothing that is known of"
+    kind = type(net).__name__
+    if isinstance(labels, (str, list, tuple)): return _no_ids("labels", labels)
+    if not isinstance(labels, Tensor) or not isinstance(ids, Tensor): return None
+    classes = getattr(net.config, "num_labels", None) if "Classification" in kind and labels.ndim < 3 else None
+    if labels.is_floating_point() and not classes and word_head(net) is not None: return _no_ids("labels", labels)
+    if labels.is_floating_point() or labels.is_complex(): return None
+    seq2seq = getattr(net.config, "is_encoder_decoder", False)
+    if labels.ndim == ids.ndim == 2 and word_head(net) is not None and not seq2seq and labels.shape != ids.shape:
+        return ValueError(f"labels has the shape {tuple(labels.shape)}, input_ids {tuple(ids.shape)}: each id has a "
+                          "label, −100 where none counts")
+    if classes and classes > 1: return _beyond("labels", labels, classes, net, "classes")
+    size = _vocabulary(net) if labels.ndim == 2 and word_head(net) is not None else None
+    return _beyond("labels", labels, size, net, "words") if size else None
+
+def batch_error(
+    model:nn.Module,   # any; what is known of ids holds for models of transformers
+    batch,             # what it is called with: a dict of its arguments, or its first one; every tensor is read
+    labels:bool=True,  # are its labels what the model itself compares with?
+)->Exception|None:     # to be raised; None: nothing that is known of is wrong
+    "What is wrong with a batch for a model, in words: kind, shape, range, length, mask, device."
+    net = unwrap(model)
+    if not isinstance(batch, Mapping): batch = {"input_ids": batch}
+    if not hasattr(net, "config") or "inputs_embeds" in batch: return None
+    for name in ("input_ids", "decoder_input_ids"):
+        if name not in batch: continue
+        if error := _no_ids(name, batch[name]): return error
+        size = None if "ext_ids" in batch else _vocabulary(net)                    # (a table that comes with the batch)
+        if size and (error := _beyond(name, batch[name], size, net, "words")): return error
+    if (ids := batch.get("input_ids")) is None:
+        takes = forward_names(net)
+        if "input_ids" not in takes: return None
+        if not batch: return ValueError("the batch is an empty dict: it needs 'input_ids'")
+        near = next((k for k in batch if did_you_mean(k, ["input_ids"])), None)
+        there = f"{near!r}: is that what is meant?" if near else ", ".join(map(repr, batch))
+        return ValueError(f"the batch has no 'input_ids', but {there}")
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and "past_key_values" not in batch and mask.shape != ids.shape:
+        return ValueError(f"attention_mask has the shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}: a 1 or a 0 "
+                          "for each id")
+    if labels and "labels" in batch and (error := _labels_error(net, batch["labels"], ids)): return error
+    if (most := _positions(net)) and ids.shape[-1] > most:
+        return ValueError(f"input_ids is {ids.shape[-1]} ids long, and {type(net).__name__} has {most} positions; cut "
+                          "it, as tok(…, truncation=True, max_length=…) does")
+    here = {t.device for t in net.parameters()}
+    if len(here) == 1 and ids.device not in here:
+        where = next(iter(here))
+        return ValueError(f"input_ids is on {ids.device}, the model on {where}: input_ids.to({str(where)!r}) moves it")
+
+def check_batch(
+    model:nn.Module,  # see `batch_error`
+    batch,            # the first of a run
+    labels:bool=True, # see `batch_error`
+):
+    "Raise what is wrong with a batch on the host, before a model runs; one on a GPU is left alone, for it would wait."
+    values = batch.values() if isinstance(batch, Mapping) else [batch]
+    if any(isinstance(v, Tensor) and v.device.type != "cpu" for v in values): return
+    net = unwrap(model)
+    if not original_class(net).__module__.startswith("transformers."): return
+    # where a batch is to be moved to its model, the place is not wrong
+    error = batch_error(model, batch, labels)
+    if error is not None and " the model on " not in str(error): raise error
+
+@contextlib.contextmanager
+def explained(
+    model:nn.Module,  # see `batch_error`
+    *batches,         # with which it is called inside
+    labels:bool=True, # see `batch_error`
+):
+    "Where a model fails inside, raise what is wrong with its batches, if that is known."
+    try: yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        error = None
+        with contextlib.suppress(Exception):                       # (after some errors a GPU cannot be read any more)
+            error = next((found for b in batches if (found := batch_error(model, b, labels)) is not None), None)
+        if error is None: raise
+        raise error from e
+
+# %% ../nbs/00_core.ipynb #e23d30f8
+_LEASH = """
+def _leash(parent, by_signal):
+    import ctypes, os, signal, threading, time
+    def watch():
+        while os.getppid() == parent: time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if by_signal: ctypes.CDLL(None).prctl(1, signal.SIGKILL)            # 1: PR_SET_PDEATHSIG, from linux/prctl.h
+    else: threading.Thread(target=watch, daemon=True).start()
+    if os.getppid() != parent: os.kill(os.getpid(), signal.SIGKILL)     # the parent ended before that
+"""
+
+def leashed(
+    program:str, # source text for `python -c`, which this process is about to start
+)->str:          # source text
+    "A program that is killed when the process that starts it ends, however that ends."
+    by_signal = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
+    return f"{_LEASH}\n_leash({os.getpid()}, {by_signal})\n{program}"
+
 # %% ../nbs/00_core.ipynb #39118837
+def check_text(
+    text,          # what was given
+    name:str,      # what it is called where the error is read, such as "the prompt"
+)->str:            # the same
+    "Raise for what is no text, or holds half of a surrogate pair, which no tokenizer and no file can take."
+    if not isinstance(text, str): raise TypeError(f"{name} is a {type(text).__name__}: expected a text")
+    try: text.encode()
+    except UnicodeEncodeError as e:
+        half = f"{name} holds {text[e.start]!r} at position {e.start}, half of a character in two parts"
+        mends = "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace') mends it"
+        raise ValueError(f"{half}; {mends}") from None
+    return text
+
+def check_whole(
+    value,            # what was given
+    name:str,         # of the argument
+    least:int|None=1, # the smallest that works; None: any
+)->int:               # the same
+    "Raise for what is no whole number, or too small."
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}={value!r}: a whole number is needed")
+    if least is not None and value < least: raise ValueError(f"{name}={value}: a whole number, {least} or more")
+    return value
+
+def check_path(
+    path,               # what was given
+    name:str,           # of the argument
+    folder:bool=False,  # may it be no file?
+):
+    "Raise for what is no path, or the path of a file where a folder is meant; it need not exist."
+    if not isinstance(path, (str, os.PathLike)) or path == "":
+        kind = "empty" if path == "" else f"a {type(path).__name__}"
+        raise TypeError(f"{name} is {kind}: expected a path, as text or a pathlib.Path")
+    if folder and os.path.isfile(path): raise NotADirectoryError(f"{name}={str(path)!r} is a file: name a folder")
+
 def set_seed(
     seed:int, # any non-negative integer
 ):

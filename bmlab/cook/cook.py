@@ -111,6 +111,8 @@ def _check_recipe(model, methods):
     if isinstance(methods, Method):
         name = type(methods).__name__
         raise TypeError(f"methods is one {name}: expected a list; write [{name}(…)]")
+    if methods is None or isinstance(methods, str):
+        raise TypeError(f"methods={methods!r}: expected a list, such as [FakeQuant('w8a16')]")
     methods = list(methods)
     if not methods: raise ValueError("methods is empty; give at least one, such as [FakeQuant('w8a16')]")
     for m in methods:

@@ -220,6 +220,8 @@ def pareto(
     show:bool=True,             # display it
 )->pd.DataFrame:                # the rows that pay, by x
     "Recipes by size and quality; those that no other beats in both are joined, and returned."
+    if not isinstance(frame, pd.DataFrame):
+        raise TypeError(f"frame is a {type(frame).__name__}: expected a DataFrame, such as lattice makes")
     for c in (x, y):
         if c not in frame: raise ValueError(f"{c!r} is no column; there are {list(frame.columns)}")
     good = frame[pd.to_numeric(frame[x], errors="coerce").notna() & pd.to_numeric(frame[y], errors="coerce").notna()]

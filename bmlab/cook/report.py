@@ -33,6 +33,7 @@ from ..kernels.layers import pack_linears
 from ..models.load import check_config, model_class
 from ..models.zoo import float_dtype
 from ..train.loop import eval_mode, to_device
+from ..core import check_path, check_weights, explained
 
 # %% ../../nbs/20_cook/01_report.ipynb #8ec0b3bc
 def _device(model): return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
@@ -47,6 +48,8 @@ def _batches(calib, name="calib"):
     if isinstance(calib, (Mapping, Tensor)):
         raise TypeError(f"{name} is a {type(calib).__name__}, expected a list of batches; for a single one write "
                         "[batch]")
+    if isinstance(calib, str) or not hasattr(calib, "__iter__") and not hasattr(calib, "__getitem__"):
+        raise TypeError(f"{name} is a {type(calib).__name__}: expected a list of batches")
     batches = list(calib)
     if not batches:
         raise ValueError(f"{name} is empty: give a few batches, and of a generator, which gives them once, list(…)")
@@ -76,6 +79,7 @@ class Calibration:
     ):
         self.model, self.batches = model, _batches(calib)
         self.desc, self._now = desc, {}
+        check_weights(model, desc)
         masks = [b.get("attention_mask") if isinstance(b, Mapping) else None for b in self.batches]
         if all(isinstance(m, Tensor) and not m.any() for m in masks):
             raise ValueError("the batches hold nothing but padding: attention_mask is 0 everywhere")
@@ -84,7 +88,8 @@ class Calibration:
         "Run each batch in eval mode, without gradients, on the model's device."
         for batch in tqdm(self.batches, desc=self.desc, leave=False, mininterval=1):
             with self.at(batch):
-                with torch.no_grad(), eval_mode(self.model): output = self.model(**self.arguments(batch))
+                with torch.no_grad(), eval_mode(self.model), explained(self.model, batch, labels=False):
+                    output = self.model(**self.arguments(batch))
                 yield output
 
     def arguments(self,
@@ -454,6 +459,8 @@ def save_cooked(
     "Write a compressed model, whole or not at all: safetensors, its configuration, and what that does not say."
     model = unwrap(model)
     state = model.state_dict()
+    check_path(dir, "dir", folder=True)
+    check_weights(model, "save_cooked")
     info = _described(model, state)
     tensors = {k: t.contiguous() for k, t in state.items() if k not in info["tied"]}
     if (config := getattr(model, "config", None)) is not None:

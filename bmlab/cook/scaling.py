@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from .chain import stored
 from .report import Calibration
-from ..core import parts
+from ..core import explained, parts
 from ..kernels.layers import is_conv1d
 from ..train.loop import eval_mode
 from .calibrate import Inputs
@@ -98,7 +98,7 @@ def scaling_sites(
     # one row tells as much
     if len(sizes) == 1: batch = {k: v[:1] if isinstance(v, Tensor) and v.ndim > 1 else v for k, v in batch.items()}
     try:
-        with eval_mode(model), uses: model(**batch)
+        with eval_mode(model), uses, explained(model, batch, labels=False): model(**batch)
     finally:
         for h in hooks: h.remove()
     return _sites(uses, layers, names, samples, holders)

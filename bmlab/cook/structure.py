@@ -514,6 +514,8 @@ def slice_model(
                       # numbers or a mask of those that stay; [] drops a sublayer
 )->dict[str, str]:    # old name → new name of every module that is left
     "Cut units out of a model for good; it computes what it would with them masked."
+    if not isinstance(keep, Mapping):
+        raise TypeError(f"keep is a {type(keep).__name__}: expected {{name: what stays}}, as staircase gives it")
     root, found = unwrap(model), structure(model)
     index, restore = _indices(keep, found, root), _as_it_is(root)
     try: names = _slice(root, found, index)

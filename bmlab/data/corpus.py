@@ -25,8 +25,9 @@ from datatrove.utils.stats import PipelineStats, Stats
 from fastcore.basics import patch
 from tqdm.auto import tqdm
 
-from ..core import did_you_mean, esc
+from ..core import check_path, check_text, check_whole, did_you_mean, esc, leashed
 from .card import DataCard, Ledger, add_measure, mark, sum_measures, sum_skipped
+from ..files import alone_in
 from .shards import Shards, check_same, seal_shards, tokenize, tokenizer_header
 from .sources import Skipped, Source, read_source, rows_of, take_text
 from .steps import Rule, Step, Together, Wrapped, load_json, save_json, without_modules
@@ -136,6 +137,7 @@ def _from(kind, doc):
         **options,            # of `Source`: pattern, text, per, format, license, origin
     )->"Corpus":              # of one source, no steps
         first = path[0] if isinstance(path, (list, tuple)) and path else path
+        check_path(first, "path")
         stem = os.path.basename(str(first).rstrip("/")).split(".")[0]
         return cls([Source(name=name or re.sub(r"[^\w+-]", "-", stem) or kind, kind=kind, path=path, **options)])
     make.__doc__, make.__name__, make.__qualname__ = doc, f"from_{kind}", f"Corpus.from_{kind}"
@@ -155,6 +157,9 @@ def from_frame(cls:Corpus,
     **options,           # of `Source`: text, format, license, origin
 )->Corpus:               # of one source; its rows are written below the run's folder first
     "Rows that are in memory."
+    if not isinstance(frame, pd.DataFrame):
+        one = "pd.DataFrame({'text': texts}) is one"
+        raise TypeError(f"frame is a {type(frame).__name__}: expected a DataFrame; {one}")
     return cls([Source(name=name, kind="jsonl", path=f"memory:{name}", **options)], frames={name: frame})
 
 # %% ../../nbs/05_data/11_corpus.ipynb #e9a2faf3
@@ -252,7 +257,7 @@ def _serve():
 class Worker:
     "A process that runs tasks; it does not run the caller's script again, as multiprocessing would."
     def __init__(self):
-        self.said, self.has, command = tempfile.TemporaryFile(), None, [sys.executable, "-c", _BOOT]
+        self.said, self.has, command = tempfile.TemporaryFile(), None, [sys.executable, "-c", leashed(_BOOT)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said)
         pickle.dump(sys.path, self.process.stdin)
     def __call__(self, packed:bytes, rank:int)->PipelineStats: # packed: an executor; rank: of the task
@@ -364,9 +369,13 @@ def _write_sources(corpus, into, tasks):
         if frame is not None:
             _check_frame(source, frame)
             source = replace(source, path=f"{into}/sources/{source.name}")
-            _write_frame(root, source.name, frame, tasks)
             with_id = frame if "id" in frame else frame.assign(id=[f"{n:08d}" for n in range(len(frame))])
-            rows = short(with_id.to_json(orient="records", lines=True, date_format="iso"))
+            try:
+                _write_frame(root, source.name, frame, tasks)
+                rows = short(with_id.to_json(orient="records", lines=True, date_format="iso"))
+            except UnicodeError:
+                for k, t in enumerate(frame[source.text]): check_text(str(t), f"source {source.name!r}, row {k}")
+                raise
         folder, names = source.files()
         sizes = [get_datafolder(folder).size(n) for n in names]
         out.append((source, folder, f"{into}/sources/{source.name}.txt", names))
@@ -436,16 +445,25 @@ def run(self:Corpus,
     tasks:int=1,             # parts of the work: files are dealt out to them; a finished part is never done again
     workers:int=1,           # how many run side by side
     executor:str="local",    # "local", "slurm" or "ray"
+    wait_s:float|None=0.,    # seconds to wait for another call at work in a local folder; None: until it has ended
     **options,               # of datatrove's executor, such as partition="cpu", time="2:00:00"
 )->"Cleaned":                # its documents and card; on Slurm before they are there
-    "Do everything that is not done yet, on this machine or on a cluster."
+    "Do everything that is not done yet, on this machine or on a cluster; TimeoutError while another call does."
+    for name, x in (("tasks", tasks), ("workers", workers)): check_whole(x, name, None)
+    check_path(into, "into", folder=True)
+    if not self.sources: raise ValueError("the corpus has no source; Corpus.from_text and its like give it one")
     if tasks < 1 or workers < 1: raise ValueError(f"tasks={tasks}, workers={workers}: at least one of each is needed")
     into = os.fspath(into)
-    if "://" not in into: into = os.path.abspath(into)
-    listings, said = _write_sources(self, into, tasks)
-    stages = plan_stages(self, into, tasks, [row[:3] for row in listings])
+    if "://" in into: return _run(self, into, tasks, workers, executor, options)
+    into = os.path.abspath(into)
+    with alone_in(into, wait_s): return _run(self, into, tasks, workers, executor, options)
+
+def _run(corpus, into, tasks, workers, executor, options):
+    "`Corpus.run` for one who holds the folder"
+    listings, said = _write_sources(corpus, into, tasks)
+    stages = plan_stages(corpus, into, tasks, [row[:3] for row in listings])
     chain = _executors(executor, stages, into, workers, options)
-    recipe = {"sources": said, "steps": [s.config() for s in self.steps], "tasks": tasks, "made_with": _versions()}
+    recipe = {"sources": said, "steps": [s.config() for s in corpus.steps], "tasks": tasks, "made_with": _versions()}
     _freeze(into, recipe, listings)
     if executor == "slurm": chain[-1].run()                     # launches those it depends on, and returns
     else:
@@ -572,6 +590,7 @@ def shards(self:Cleaned,
     workers:int=1,          # tasks side by side
     executor:str="local",   # as for `Corpus.run`
     tokenize:dict|None=None, # options of `bmlab.data.shards.tokenize`: eos, bos, shard_tokens …
+    wait_s:float|None=0.,   # seconds to wait for another call at work in `into`; None: until it has ended
     **options,              # of datatrove's executor
 )->Shards|None:             # opened; None where a cluster is still at work: call again
     "The corpus as token ids in memory-mapped files; the card then says how many tokens each source gave."
@@ -590,10 +609,11 @@ def shards(self:Cleaned,
     # before a task writes next to them
     if os.path.isfile(f"{into}/manifest.json"): _check_made(Shards(into), tok, about)
     run = _executors(executor, [stage], into, workers, options)[0]
-    run.run()
-    if run.get_incomplete_ranks(): return None
-    found = seal_shards(into)
-    _check_made(found, tok, about)
+    with alone_in(into, wait_s):
+        run.run()
+        if run.get_incomplete_ranks(): return None
+        found = seal_shards(into)
+        _check_made(found, tok, about)
     counts = found.sources().tokens.to_dict()
     save_json(self.into, "notes/tokens.json", counts | {"all": sum(counts.values())})
     self.save_card()

@@ -45,11 +45,16 @@ def normal(
     "Letters and digits alone, in lower case: equal for texts that a hurried reader takes for the same."
     return "".join(re.findall(r"[^\W_]+", text.lower()))
 
+def _check_texts(texts):
+    if texts is None or isinstance(texts, str):
+        raise TypeError(f"texts is a {type(texts).__name__}: expected a list of texts")
+
 def exact_duplicates(
     texts:Sequence[str],               # any sequence, in an order that says what is first
     key:Callable[[str], str]|None=None, # what must be equal: `normal`, `str.strip` …; None: the text itself
 )->Duplicates:
     "Find texts that are equal, by a 128-bit hash."
+    _check_texts(texts)
     first, cluster = {}, np.empty(len(texts), np.int64)
     for i, text in enumerate(texts):
         # "！！" has no letters: it is itself
@@ -379,6 +384,7 @@ def near_duplicates(
     seed:int=0,                 # fixes the hash functions
 )->NearDuplicates:
     "Clusters of texts whose verified Jaccard index reaches `threshold`."
+    _check_texts(texts)
     bands, rows = bands_for(threshold, miss, permutations)
     sets = [shingles(t, n, unit) for t in texts]
     first, whole = {}, np.arange(len(sets))                    # equal to the text at whole[i]

@@ -15,6 +15,7 @@ import numpy as np
 from ..files import parse_json, reading, within
 from .shards import ShardError, Shards, ShardWriter, TokenFile, TokenStream, seal_shards, tokenizer_header
 from ..files import replace_file, replace_folder, settle
+from ..core import check_path
 
 # %% ../../nbs/05_data/02_layouts.ipynb #04002aec
 class Foreign(TokenStream):
@@ -43,6 +44,7 @@ def open_ds(
     dtype:str|None=None,  # "uint16" or "uint32"; None: as .ds.metadata says
 )->Foreign:
     "datatrove's tokenized files, mapped where they are."
+    for p in where if isinstance(where, (list, tuple)) else [where]: check_path(p, "where")
     if isinstance(where, (list, tuple)): paths = [Path(p) for p in where]
     elif Path(where).is_dir(): paths = sorted(Path(where).glob("*.ds"))
     else: paths = [Path(where)]

@@ -355,6 +355,7 @@ def find_pii(
     kinds:Sequence[str]|None=None, # some of credential, email, id, card, phone, account, ip; None: all
 )->list[Found]:                    # in the order of the text, none overlapping
     "Personal data in a text: Chinese and other numbers by shape and checksum, addresses, credentials."
+    if not isinstance(text, str): raise TypeError(f"text is a {type(text).__name__}: expected a text")
     kinds = list(_PII) if kinds is None else [kinds] if isinstance(kinds, str) else list(kinds)
     if unknown := set(kinds) - set(_PII): raise ValueError(f"kinds={sorted(unknown)}: known are {', '.join(_PII)}")
     # one character for one: places stay

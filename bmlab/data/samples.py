@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from ..core import did_you_mean
+from ..core import check_text, check_whole, did_you_mean
 from ..files import cache_dir, cached, fetch, replace_text
 
 # %% ../../nbs/05_data/00_samples.ipynb #9d3300dc
@@ -82,6 +82,7 @@ def split(
 )->tuple[list, list]:    # (the rest, the held-out part), each in the original order
     "A repeatable random split."
     if not 0 < held_out < 1: raise ValueError(f"held_out={held_out}: a share between 0 and 1 is needed")
+    if texts is None: raise TypeError("texts is None: expected a list of texts")
     texts = list(texts)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))
     drawn = set(order[:round(held_out * len(texts))].tolist())
@@ -94,8 +95,10 @@ def pack_tokens(
     length:int,   # L, tokens in a row
 )->Tensor:        # (N, L) int64; the last, incomplete row is left out
     "Texts as rows of token ids without padding."
-    texts = [texts] if isinstance(texts, str) else list(texts)
-    if length < 2: raise ValueError(f"length={length}: a row needs at least two tokens")
+    if not callable(tok): raise TypeError(f"tok is a {type(tok).__name__}: expected a tokenizer of transformers")
+    if texts is None: raise TypeError("texts is None: expected a list of texts")
+    texts = [check_text(t, f"texts[{n}]") for n, t in enumerate([texts] if isinstance(texts, str) else texts)]
+    if check_whole(length, "length", None) < 2: raise ValueError(f"length={length}: a row needs at least two tokens")
     end = tok.eos_token_id if tok.eos_token_id is not None else tok.sep_token_id
     rows = tok(texts, add_special_tokens=False)["input_ids"] if texts else []
     ids = [i for row in rows for i in ([*row, end] if end is not None else row)]
@@ -112,9 +115,12 @@ class Batches:
         shuffle:bool=True,    # else the order of the rows
         seed:int=0,           # fixes every epoch's order
     ):
+        if not isinstance(rows, Tensor):
+            raise TypeError(f"rows is a {type(rows).__name__}: expected a tensor of ids, as pack_tokens makes one")
+        if rows.is_floating_point(): raise TypeError(f"rows is {str(rows.dtype)[6:]}: ids are whole numbers")
         if rows.ndim != 2 or len(rows) == 0:
             raise ValueError(f"rows of shape {tuple(rows.shape)}: expected (N, L) with N ≥ 1")
-        if batch < 1: raise ValueError(f"batch={batch}: at least one row is needed")
+        if check_whole(batch, "batch", None) < 1: raise ValueError(f"batch={batch}: at least one row is needed")
         self.rows, self.batch, self.shuffle, self.seed, self.epoch = rows, batch, shuffle, seed, 0
     def __len__(self): return -(-len(self.rows) // self.batch)
     def __iter__(self)->Iterator[dict[str, Tensor]]:

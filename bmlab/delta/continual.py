@@ -58,6 +58,8 @@ def transfer(
     untuned:pd.Series|None=None,   # score of each task before anything was learnt, for forward transfer
 )->pd.Series:                      # average, backward, forgetting, forward; NaN where there is nothing to measure
     "What a series of tasks did to one another (Lopez-Paz and Ranzato 2017; Chaudhry et al. 2018)."
+    if not isinstance(scores, pd.DataFrame):
+        raise TypeError(f"scores is a {type(scores).__name__}: expected a DataFrame, tasks by tasks")
     order = list(scores.index)
     if missing := [t for t in order if t not in scores.columns]:
         raise ValueError(f"scores has no column for {missing}; each task that was learnt is scored")

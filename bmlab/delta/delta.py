@@ -19,6 +19,7 @@ from bmlab.core import (
     Count, Transient, changed, count, did_you_mean, format_count, parts, resolve, roles, table, unwrap,
 )
 from .site import Site, _Sites, attach_site, detach_site
+from ..core import check_path
 
 # %% ../../nbs/30_delta/11_delta.ipynb #9e908cfa
 _PREFIX = "base_model.model."     # before every name in PEFT's files
@@ -63,6 +64,8 @@ class Delta:
         name:str|None=None,  # unique on the model; None: the kind
     )->"Delta":              # attached
         "Read a delta and attach it; a missing, surplus or misshapen tensor is an error that changes nothing."
+        unwrap(model)
+        check_path(dir, "dir")
         return Delta._load(Path(dir), model, name)
 
     def parameters(self)->list[Tensor]:

@@ -28,6 +28,7 @@ from .store import DELTA_FILES
 from ..files import replace_file, replace_text, settle
 from ..train.checkpoint import replace_together
 from ..train.processes import rank, synchronize
+from ..core import check_path
 
 # %% ../../nbs/30_delta/07_hub.ipynb #4261cd18
 def _stored(model):
@@ -192,7 +193,9 @@ class Hub(Mapping):
     "A folder of published deltas: a mapping from name to `DeltaCard`."
     def __init__(self,
         folder:str|os.PathLike, # made by `publish`
-    ): self.folder = Path(folder)
+    ):
+        check_path(folder, "folder", folder=True)
+        self.folder = Path(folder)
     def _cards(self):
         found = [p.parent for p in sorted(self.folder.glob("*/card.json")) if not p.parent.name.startswith(".")]
         return {c.name: c for c in map(DeltaCard.read, found)}

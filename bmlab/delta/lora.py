@@ -370,6 +370,7 @@ class Lora(Delta):
                                        # all
         share:str|None=None,           # "layers", "places": sites that are alike have one parameter set
     ):
+        unwrap(model)
         _check_numbers(r, dropout, init, dtype)
         self.r, self.alpha, self.dropout = r, alpha, dropout
         if alpha is None and not isinstance(r, dict): self.alpha = 2 * r

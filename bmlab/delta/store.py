@@ -25,6 +25,7 @@ from ..models.card import CARD_FILE, write_card
 from ..train.checkpoint import replace_together
 from ..train.processes import rank
 from ..formats.safetensors import load_tensors
+from ..core import check_path
 
 # %% ../../nbs/30_delta/14_store.ipynb #9ba36ea9
 class Head(Site):
@@ -121,6 +122,7 @@ def save(self:Delta,
 )->Path:                 # the folder
     "Write the delta alone, in PEFT's format, whole or not at all; of a sharded model every rank calls it."
     heads, whole = self._head_tensors()
+    check_path(dir, "dir", folder=True)
     tensors = self.file_tensors() | heads
     sharded = any(isinstance(t, DTensor) for t in tensors.values())
     tensors = {k: (t.full_tensor() if isinstance(t, DTensor) else t).contiguous().cpu() for k, t in tensors.items()}

@@ -163,7 +163,9 @@ def generate(self:Engine,
     **options,                       # as for `stream`; none with beams
 )->list[str]:
     "The texts for several prompts, `max_batch` rows at a time."
-    if isinstance(prompts, str): raise TypeError(f"prompts={prompts!r}: a list of prompts; for one use stream")
+    if isinstance(prompts, str): raise TypeError(f"prompts={prompts[:80]!r}: a list of prompts; for one use stream")
+    if not isinstance(prompts, (list, tuple)):
+        raise TypeError(f"prompts is a {type(prompts).__name__}: expected a list of texts, messages or lists of ids")
     if isinstance(beams, bool) or not isinstance(beams, int) or beams < 1:
         raise ValueError(f"beams={beams!r}: a number, 1 or more")
     if beams > 1: return self._beams(prompts, max_new_tokens, stop, seed, stats, beams, length_penalty, options)

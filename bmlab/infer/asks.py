@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
+from ..core import check_text
 from ..models.stream import bad_logits
 
 # %% ../../nbs/40_infer/13_asks.ipynb #0c052346
@@ -123,7 +124,7 @@ def mask_input(
     "A text with a mask for each blank, or ValueError where it is too long."
     _no_mark(parts, [tok.mask_token])
     enc = {
-        k: v for k, v in tok(tok.mask_token.join(parts), return_tensors="pt").items()
+        k: v for k, v in tok(check_text(tok.mask_token.join(parts), "the text"), return_tensors="pt").items()
         if k in ("input_ids", "attention_mask", "token_type_ids")
     }
     if max_ctx is not None and (n := enc["input_ids"].shape[1]) > max_ctx:
@@ -146,11 +147,22 @@ def fill_masks(
     return [tok.decode([i]).strip() for i in best.indices.tolist()]
 
 # %% ../../nbs/40_infer/13_asks.ipynb #49872c55
+_DEEP = 64          # levels of an object that is asked about: more is a mistake, and no model reads it
+
+def _check_depth(obj):
+    "Raise for an object that Python's own recursion could not walk through"
+    level = [obj]
+    for _ in range(_DEEP + 1):
+        level = [v for x in level for v in x.values() if isinstance(v, Mapping)]
+        if not level: return
+    raise ValueError(f"the object is nested more than {_DEEP} levels deep; flatten it")
+
 def open_fields(
     obj:dict,                # with "<ans>"
 )->list[tuple[str, ...]]:    # the path of each empty text, from "<ans>" on, in order
     "Paths of the empty fields of an object."
     if not isinstance(obj, Mapping): raise TypeError(f"{obj!r} is no object; give a dictionary with an '<ans>' field")
+    _check_depth(obj)
     if "<ans>" not in obj:
         raise ValueError(f"no '<ans>' among {', '.join(map(repr, obj))}; it says where the answer goes")
     def walk(value, path):

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from transformers import GenerationConfig
 
+from ..core import check_whole
 from .decode import Decoder
 from ..models.stream import bad_logits
-from .text import in_use
+from .text import id_lists, in_use
 
 # %% ../../nbs/40_infer/05_beams.ipynb #83fa2153
 @dataclass(order=True)
@@ -71,7 +72,10 @@ def beam_search(
     stats:dict|None=None,      # filled: prompt_tokens, new_tokens (of the best), passes
 )->list:                       # for each prompt a list of Beam, the best first
     "The likeliest texts, by beam search."
-    prompts = [p.tolist() if hasattr(p, "tolist") else list(p) for p in prompts]
+    if not hasattr(decoder, "mode"):
+        raise TypeError(f"decoder is a {type(decoder).__name__}: expected Decoder(model, max_batch=…)")
+    for name, value in (("beams", beams), ("max_new_tokens", max_new_tokens)): check_whole(value, name, None)
+    prompts = id_lists(prompts)
     if beams < 1 or max_new_tokens < 1:
         raise ValueError(f"beams={beams}, max_new_tokens={max_new_tokens}: both are at least 1")
     if not prompts or not all(prompts): raise ValueError("prompts: there must be one, and none may be empty")

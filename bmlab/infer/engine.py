@@ -13,7 +13,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from ..core import Transient
+from ..core import explained, Transient
 from bmlab.infer.assemble import (
     assemble, packed_otherwise, _cast_routers, _check_device, _check_draft, _guesser,
 )
@@ -117,7 +117,8 @@ def __call__(self:Engine,
 ):                   # what the model returns, on the engine's device
     "The model's forward, without gradients: an engine is called as its model is."
     here = lambda x: x.to(self.device) if isinstance(x, torch.Tensor) else x
-    with self._alone(), torch.no_grad():
+    batch = ({"input_ids": args[0]} if args else {}) | kwargs
+    with self._alone(), torch.no_grad(), explained(self.model, batch, labels=False):
         return self.model(*map(here, args), **{k: here(v) for k, v in kwargs.items()})
 
 # %% ../../nbs/40_infer/19_engine.ipynb #da78f0a5

@@ -6,7 +6,7 @@
 __all__ = ['MAX_ROWS', 'MAX_COLUMNS', 'available', 'int8_rows', 'int4_rows']
 
 # %% ../../nbs/02_kernels/04_cpu.ipynb #6429e9b2
-import ctypes, functools, hashlib, logging, os, shlex, shutil, subprocess, tempfile
+import ctypes, functools, hashlib, logging, os, shlex, shutil, stat, subprocess, tempfile
 from importlib.resources import files
 from pathlib import Path
 
@@ -18,6 +18,27 @@ from torch.autograd import forward_ad
 _log = logging.getLogger(__name__)
 _FLAGS = ("-march=native", "-fopenmp"), ("-march=native",)  # the second where there is no OpenMP: one thread
 
+def _foreign(about):
+    "Why somebody else could have made this, by its `os.stat`; None: only this user or root could"
+    if about.st_uid not in (0, os.geteuid()): return f"it belongs to user {about.st_uid}"
+    others = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return f"others may write to it (mode {stat.S_IMODE(about.st_mode):o})" if others else None
+
+def _trusted(file):
+    "A library's open descriptor, looked at before anything of it runs; None and a warning where it is not to be loaded"
+    try:
+        # a link leads to what somebody else may change
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        about = os.fstat(fd)
+        why = _foreign(about) if stat.S_ISREG(about.st_mode) else "it is no file"
+        with open(fd, "rb", closefd=False) as f:
+            if not why and _mark(f) != file.stem.rpartition("-")[2]: why = "it is not as it was made"
+    except OSError as e: why = e.strerror
+    if why: _log.warning("%s is not loaded: %s; it is made again", file, why)
+    return None if why else fd
+
+def _mark(file): return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+
 def _made(compiler, flags, folder):
     "The library, compiled unless it is there"
     source = files("bmlab.kernels") / "cpu.c"
@@ -27,16 +48,24 @@ def _made(compiler, flags, folder):
     # what the compiler is and compiles for, and what
     about = run("-dM", "-E") + source.read_bytes() + " ".join(flags).encode()
     key, folder = hashlib.sha256(about).hexdigest()[:16], Path(folder)
-    # a file that lost its end would end the process
-    file = next((f for f in folder.glob(f"cpu-{key}-*.so") if f.stem.endswith(f"-{f.stat().st_size}")), None)
-    if file is None:
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if why := _foreign(os.stat(folder)): raise PermissionError(f"{folder}: {why}")
+    file, fd = None, None
+    for file in sorted(folder.glob(f"cpu-{key}-*.so")):
+        if (fd := _trusted(file)) is not None: break
+    if fd is None:
         with tempfile.TemporaryDirectory(dir=folder) as near:                                # whole, or not there
-            run("-shared", "-fPIC", "-o", f"{near}/made.so")
-            with open(f"{near}/made.so", "rb") as f: os.fsync(f.fileno())
-            file = folder / f"cpu-{key}-{os.path.getsize(f'{near}/made.so')}.so"
-            os.replace(f"{near}/made.so", file)
-    made = ctypes.CDLL(str(file))
+            new = Path(near, "made.so")
+            run("-shared", "-fPIC", "-o", str(new))
+            new.chmod(0o755)
+            with open(new, "rb") as f:
+                os.fsync(f.fileno())
+                file = folder / f"cpu-{key}-{_mark(f)}.so"
+            os.replace(new, file)
+        if (fd := _trusted(file)) is None: raise PermissionError(f"{file}: somebody else has changed it")
+    # what was looked at, though the name may be another's by now; it stays open, so no second library gets this name
+    opened = f"/proc/self/fd/{fd}"
+    made = ctypes.CDLL(opened if os.path.exists(opened) else str(file))
     for name, tensors, sizes in (("int8_rows", 4, 3), ("int4_rows", 5, 4)):
         call = getattr(made, name)
         call.argtypes = [ctypes.c_void_p] * tensors + [ctypes.c_int64] * sizes + [ctypes.c_int] * 2
@@ -53,8 +82,9 @@ def _kernel():
     from bmlab.files import cache_dir
     for flags in _FLAGS:
         try: made = _made(compiler, flags, cache_dir() / "kernels")
-        except (OSError, RuntimeError, AttributeError):
-            # a folder that cannot be written, none at all, a strange file in it: for this process alone
+        except (OSError, RuntimeError, AttributeError) as e:
+            # a folder that cannot be written or that others can write to, or none at all: for this process alone
+            _log.warning("the CPU kernel is compiled for this process alone: %s", e)
             try:
                 with tempfile.TemporaryDirectory() as folder: made = _made(compiler, flags, folder)
             except (OSError, subprocess.SubprocessError): continue

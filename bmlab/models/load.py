@@ -123,6 +123,7 @@ def check_folder(
     if folder.suffix == ".gguf":
         convert = f"convert_gguf({str(folder)!r}, some_folder), then load that folder"
         raise ValueError(f"{folder} is one GGUF file: {convert}")
+    if folder.is_file(): raise NotADirectoryError(f"{folder} is a file: give the folder of a model")
     settle(folder)
     if not folder.is_dir(): raise FileNotFoundError(f"there is no folder {folder}")
     if (folder / "cooked.json").is_file():

@@ -14,6 +14,8 @@ from torch import nn
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from ..core import check_text, unwrap
+
 # %% ../../nbs/04_models/04_stream.ipynb #1cc07bd1
 class TextPieces:
     "Turns token ids that come one by one into pieces of text that join up to the whole."
@@ -97,8 +99,12 @@ def prompt_ids(
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
         if not getattr(tok, "chat_template", None):
             raise ValueError("this tokenizer has no chat template; give the prompt as one text")
+        for i, m in enumerate(prompt):
+            if not isinstance(m, dict) or "role" not in m:
+                raise ValueError(f"message {i} of the prompt is {m!r}: expected {{'role': 'user', 'content': …}}")
+            if isinstance(m.get("content"), str): check_text(m["content"], f"message {i} of the prompt")
         enc = tok.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    elif isinstance(prompt, str): enc = tok(prompt, return_tensors="pt")
+    elif isinstance(prompt, str): enc = tok(check_text(prompt, "the prompt"), return_tensors="pt")
     else: raise TypeError(f"prompt={prompt!r}: expected a text or a list of chat messages")
     enc = {k: v.to(device) for k, v in enc.items() if k in ("input_ids", "attention_mask")}
     if enc["input_ids"].numel() == 0: raise ValueError("the prompt is empty: it makes no tokens")
@@ -230,6 +236,7 @@ def decode_speed(
     repeats:int=2,         # the best of these counts
 )->dict:                   # prefill_tok_s, decode_tok_s
     "Tokens per second, read and written, at batch 1."
+    unwrap(model)
     vocab = model.get_input_embeddings().num_embeddings
     ids = torch.randint(0, vocab, (1, prompt_tokens), generator=torch.Generator().manual_seed(0)).to(model.device)
     greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None, pad_token_id=0)

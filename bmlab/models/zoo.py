@@ -270,6 +270,7 @@ def sizes(
     family:str="", # part of a name or of a family's name, any case; "": all
 )->list[str]:      # names of sizes, in the zoo's order
     "The names that `build` knows."
+    if not isinstance(family, str): raise TypeError(f"family={family!r}: part of a name, as text, such as 'gpt2'")
     found = [n for n, s in _SIZES.items() if family.lower() in n or family.lower() in s.family.lower()]
     if found: return found
     families = list(dict.fromkeys(s.family for s in _SIZES.values()))
@@ -286,7 +287,14 @@ def size_of(
 
 # %% ../../nbs/04_models/02_zoo.ipynb #926c5ac8
 def _device(device):
-    return torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if device is None: return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try: out = torch.device(device)
+    except (RuntimeError, TypeError): out = None
+    if out is None: raise ValueError(f"device={device!r}: 'cpu', 'cuda', 'cuda:1', 'meta' or another of torch's")
+    there = torch.cuda.device_count()
+    if out.type == "cuda" and (out.index or 0) >= there:
+        raise ValueError(f"device={device!r}: this machine has {there} GPUs that torch can use; 'cpu' works")
+    return out
 
 def float_dtype(
     dtype:torch.dtype|str|None, # such as torch.bfloat16, "bfloat16", "torch.bfloat16"

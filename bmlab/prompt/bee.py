@@ -18,7 +18,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..core import did_you_mean, esc
+from ..core import check_text, did_you_mean, esc
 from .language import TemplateError
 from .template import Template, _found, _value
 
@@ -177,7 +177,9 @@ class Bee:
         if not isinstance(self.data, Mapping):
             source = data if isinstance(data, str) else ""
             raise BeeError(f"a task is a dict, this is a {type(self.data).__name__}", source)
-        self.data = copy.deepcopy(dict(self.data))
+        try: self.data = copy.deepcopy(dict(self.data))
+        except RecursionError:
+            raise BeeError(f"the task is nested too deeply: the relations reach {max_depth - 1}; flatten it") from None
         try:
             self.segments = _segments(self.data, max_depth)
             if "<ans>" in self.data: _check_answers(self.segments, training)
@@ -278,7 +280,8 @@ def _special_ids(tok):
 
 def _letters(tok, text, special):
     "[(id, its text)] of a text that is itself, even where it looks like a special"
-    enc = tok(text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=True)
+    plain = dict(add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=True)
+    enc = tok(check_text(text, "a text of the task"), **plain)
     out = []
     for i, (a, b) in zip(enc["input_ids"], enc["offset_mapping"]):
         if i in special and b - a > 1: out += [y for c in text[a:b] for y in _letters(tok, c, special)]
@@ -290,6 +293,7 @@ def encode_bee(
     tok,      # a tokenizer with CPM-Bee's specials
 )->BeeTokens:
     "A task as a model reads it."
+    if not isinstance(task, Bee): raise TypeError(f"task is a {type(task).__name__}: expected Bee(data)")
     special, numbers, table = _special_ids(tok), {}, {}
     reserved = {*special.values()} - {tok.unk_token_id}
     def number(kind, what):                                                  # by first appearance

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
-from ..core import did_you_mean, unwrap, word_head
+from ..core import check_weights, did_you_mean, unwrap, word_head
 from ..delta.delta import Delta, deltas
 from ..delta.store import DELTA_FILES
 from ..files import FileError, check_shape, read_json, reading, replace_folder, settle
@@ -315,6 +315,7 @@ def _check_words(model, template, verbalizer):
             f"{type(model).__name__} says no words: it has no head over the vocabulary; load it with its "
             "language-modelling head"
         )
+    check_weights(model, "PromptModel")
     rows = getattr(unwrap(model).get_input_embeddings(), "num_embeddings", None) or float("inf")
     fixed = [k for i, own in template._fixed.items() if template.pieces[i].kind != "soft" for k in own]
     ids = getattr(verbalizer, "ids", None)

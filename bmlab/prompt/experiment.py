@@ -16,7 +16,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from ..core import did_you_mean, set_seed
+from ..core import check_path, did_you_mean, set_seed
 from ..files import FileError, reading
 from ..models.load import load
 from . import openprompt
@@ -51,6 +51,7 @@ def _tree(config):
     if isinstance(config, Words): return copy.deepcopy(config.tree)
     if isinstance(config, Mapping): return copy.deepcopy(dict(config))
     import yaml
+    check_path(config, "config")
     path = Path(config)
     if not path.is_file(): raise FileNotFoundError(f"config={str(config)!r}: no such file; give a path or a dict")
     if path.stat().st_size > _LONGEST: raise ConfigError(f"{path} has more than {_LONGEST:,} bytes, too long for one")

@@ -19,7 +19,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..core import did_you_mean, esc
+from ..core import check_text, did_you_mean, esc
 from ..models.glm import blank_positions
 from .language import Part, SafeLambda, TemplateError, _shown, parse_template
 from ..data.batches import best_fit
@@ -97,7 +97,7 @@ def pad_id(
     "The id that fills up short rows; the attention mask hides it."
     return tok.pad_token_id if tok.pad_token_id is not None else tok.eos_token_id or 0
 
-def _ids(tok, text): return tok(text, add_special_tokens=False)["input_ids"]
+def _ids(tok, text): return tok(check_text(text, "a text"), add_special_tokens=False)["input_ids"]
 
 # %% ../../nbs/35_prompt/02_template.ipynb #4afd5f9b
 def _special_set(tok):
@@ -116,6 +116,7 @@ def _special_set(tok):
 def _value_ids(tok, texts, specials):
     "Ids of texts that came from examples: a special token's name in them is text like any other"
     plain = dict(add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
+    for t in texts: check_text(t, "a text of an example")
     split = lambda x: tok(x, split_special_tokens=True, **plain)["input_ids"]
     # a vocabulary of pieces may hold </s> as one
     apart = lambda i: [k for row in split([*tok.convert_ids_to_tokens(i)]) for k in row if k not in specials]
@@ -396,6 +397,7 @@ class Template:
         if clash := sorted({*(attrs or ())} & _RESERVED):
             raise ValueError(f"attrs={clash}: an encoded example has these already; choose other names")
         self.text, self.joint = text, joint
+        if isinstance(text, str): check_text(text, "the template")
         self.ahead, self.counted = ahead, counted
         self.fns, self.attrs = fns or {}, attrs or {}
         self.soft, self.prefix, self.prefix_options = {}, None, {}
@@ -692,7 +694,7 @@ def _together(self:Template, example):
 @patch
 def _offsets(self:Template, text):
     "[(id, (start, stop))] of a text"
-    enc = self.tok(text, add_special_tokens=False, return_offsets_mapping=True)
+    enc = self.tok(check_text(text, "a text"), add_special_tokens=False, return_offsets_mapping=True)
     return list(zip(enc["input_ids"], enc["offset_mapping"]))
 
 @patch

@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import did_you_mean
+from ..core import check_text, did_you_mean
 from ..files import FileError, check_shape, parse_json
 from .language import _shown
 
@@ -49,7 +49,7 @@ def label_words(
 # %% ../../nbs/35_prompt/05_verbalize.ipynb #aa10b001
 def _tokens(tok, text, label):
     "Ids of a word as it stands in a text"
-    ids = tok(text, add_special_tokens=False)["input_ids"]
+    ids = tok(check_text(text, f"the word of {label!r}"), add_special_tokens=False)["input_ids"]
     if not ids: raise ValueError(f"the word {text!r} of {label!r} is no token; choose another")
     if tok.unk_token_id in ids:
         raise ValueError(f"the word {text!r} of {label!r} has a part unknown to the tokenizer; choose another")

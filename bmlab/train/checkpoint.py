@@ -33,6 +33,8 @@ from .sharding import materialize
 from bmlab.formats.safetensors import (
     differences, local_slices, match_names, open_tensors, shortened, tied_apart,
 )
+from ..core import check_path, check_weights
+
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #143f25fb
 def named_tensors(
@@ -318,6 +320,8 @@ def save(
     keep:int|None=None,              # checkpoints to keep in `dir`, this one included; None: all
 )->Saving:                           # .path, .done(), .wait()
     "Write a checkpoint, whole or not there (by `torch.distributed.checkpoint`); NotFinite where a weight is not."
+    check_path(dir, "dir", folder=True)
+    unwrap(model)
     if hf and not blocking:
         raise ValueError("hf=True gathers tensors from all ranks as it writes: it needs blocking=True")
     if keep is not None and keep < 1: raise ValueError(f"keep={keep}: a number of checkpoints, 1 or more, or None")
@@ -631,6 +635,8 @@ def load_weights(
 # path, step, world_size that wrote it, extra (this rank's, or rank 0's if there was no such rank)
 )->dict:
     "Read a checkpoint into `model`, in place; each rank reads its part."
+    unwrap(model)
+    check_path(dir, "dir")
     folder, files = _first_rank(lambda: _find(dir))
     stored = _stored(folder) if folder else {}
     common = {"step": None, "world_size": None, "tied": {}, "optimizers": []}
@@ -823,10 +829,13 @@ def export_hf(
     max_shard:int|str="5GB",         # bytes in one file
 )->Path:                             # the folder, which `transformers` and `load` open
     "Write Hugging Face safetensors files, if transformers could read them; one whole tensor at a time is in memory."
+    unwrap(model)
+    check_path(dir, "dir", folder=True)
     if Path(dir).suffix == ".gguf":
         why = "export_hf writes a folder of safetensors files, no GGUF; give a folder's name"
         raise ValueError(f"dir={str(dir)!r}: {why}")
     _check_hf(model)
+    check_weights(model, "export_hf")
     if any(getattr(m, "_bmlab_delta", False) for m in model.modules()):
         _log.warning(
             "the model carries a delta, which transformers will leave out when it reads %s: merge it before, or save "

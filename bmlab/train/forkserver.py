@@ -272,7 +272,8 @@ def start_process(
     "Start a fresh Python; on Linux it is forked by a server, elsewhere, where forks are not safe, a new interpreter."
     env, path = dict(os.environ if env is None else env), [os.path.abspath(p or os.curdir) for p in sys.path]
     if sys.platform != "linux":
-        command = [sys.executable, "-c", program, *map(str, args)]
+        from bmlab.core import leashed                                      # (a server's own file imports no package)
+        command = [sys.executable, "-c", leashed(program), *map(str, args)]
         with open(log, "wb") as f: return subprocess.Popen(command, cwd=cwd, env=env, stdout=f, stderr=f)
     key = {k: v for k, v in env.items() if k not in _OWN}
     with open(log, "wb"): pass                                              # an error is the caller's

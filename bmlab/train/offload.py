@@ -388,6 +388,8 @@ def submit(self:_Lanes, unit, steps, hyper, look=False):
 # %% ../../nbs/10_train/07_offload.ipynb #ad6fef70
 def _check(lr, betas, eps, weight_decay, offload, master, overlap, link):
     "Raise for numbers and choices that are none"
+    for name, x in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not isinstance(x, (int, float, Tensor)): raise TypeError(f"{name}={x!r}: a number is needed")
     if not lr >= 0: raise ValueError(f"lr={lr}: a learning rate of 0 or more is needed")
     if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
         raise ValueError(f"betas={betas}: two numbers in [0, 1) are needed")
@@ -436,6 +438,8 @@ class AdamW(torch.optim.Optimizer):
         unit:int=1 << 23,               # elements of a task
     ):
         _check(lr, betas, eps, weight_decay, offload, master, overlap, link)
+        if params is None or isinstance(params, str):
+            raise TypeError(f"params is a {type(params).__name__}: expected a model, or its parameters")
         model = params if isinstance(params, nn.Module) else None
         chosen = [p for p in model.parameters() if p.requires_grad] if model is not None else params
         if model is not None and not chosen:

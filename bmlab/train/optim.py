@@ -29,6 +29,10 @@ class Schedule(LRScheduler):
         end_iter:int|None=None,           # e > w, steps; for Linear and Cosine
         num_iter:int=0,                   # n to begin with
     ):
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected an optimizer")
+        if start_lr is not None and not start_lr >= 0:
+            raise ValueError(f"start_lr={start_lr}: a learning rate of 0 or more, or None")
         if warmup_iter < 0: raise ValueError(f"warmup_iter={warmup_iter}: a number of steps, 0 or more")
         if self.needs_end and (end_iter is None or end_iter <= warmup_iter):
             needs = f"{type(self).__name__} needs the number of the last step, above warmup_iter={warmup_iter}"

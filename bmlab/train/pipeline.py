@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..core import did_you_mean, parts, unwrap
+from ..core import check_whole, did_you_mean, parts, unwrap
 from .losses import lm_loss
 from .parallel import default_mesh
 
@@ -271,6 +271,9 @@ class Pipeline:
         stack:str|None=None,         # name of the list of blocks; None: the largest
         example=None,                # a batch to look at the model with, of any size; None: a row of eight words
     ):
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh is a {type(mesh).__name__}: expected a DeviceMesh with a rank a stage, or None")
+        check_whole(microbatches, "microbatches")
         self.mesh, self.microbatches = default_mesh(mesh), microbatches
         self.model, inner = model, unwrap(model)
         self.stage, self.stages, self._ready = self.mesh.get_local_rank(), self.mesh.size(), None

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core import set_seed
+from ..core import check_whole, set_seed
 from .forkserver import start_process
 
 # %% ../../nbs/10_train/00_processes.ipynb #ef6ad657
@@ -165,7 +165,9 @@ def run_ranks(
 )->list:                    # what each rank returned, by rank
     "Run `fn` on `world_size` fresh processes; the first failing rank's traceback is raised here."
     import cloudpickle
-    if world_size < 1: raise ValueError(f"world_size={world_size}: at least one process is needed")
+    if not callable(fn): raise TypeError(f"fn is a {type(fn).__name__}: expected a function, called as fn(*args)")
+    if check_whole(world_size, "world_size", None) < 1:
+        raise ValueError(f"world_size={world_size}: at least one process is needed")
     if backend == "nccl" and world_size > (gpus := torch.cuda.device_count()):
         raise ValueError(f"backend='nccl' needs a GPU for each of {world_size} ranks, here are {gpus}; backend='gloo'?")
     with tempfile.TemporaryDirectory() as d:
@@ -226,6 +228,7 @@ _OPS = {"sum": "SUM", "avg": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT
 
 def _group_size(group, x, op="sum"):
     "Processes of a group, 1 without one; checks the operation"
+    if not isinstance(x, Tensor): raise TypeError(f"x is a {type(x).__name__}: expected a tensor")
     if op not in _OPS: raise ValueError(f"op={op!r}: one of {', '.join(_OPS)}")
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"op='avg' needs floating point, x is {x.dtype}; use op='sum'")

@@ -1,12 +1,13 @@
 "Processes: two torchrun agents, peers that die, interrupts at every line of the start, collectives in half precision."
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 
 import pytest
 import torch
 
+from bmlab.train.forkserver import start_process
 from bmlab.train.processes import run_ranks
-from conftest import free_port
+from conftest import free_port, gone, until
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {
@@ -238,3 +239,32 @@ def test_collectives_over_a_part_of_the_ranks():
     assert [g[1] for g in got] == [[3., 3.]] * 2 + [[7., 7.]] * 2
     assert [g[2] for g in got] == [[0., 1.]] * 2 + [[2., 3.]] * 2
     assert [g[3] for g in got] == [1., 1., 3., 3.] and [g[4] for g in got] == [[1.], [21.], [5.], [25.]]
+
+
+HANGS = """
+import sys
+import bmlab.train.processes as processes
+sys.platform = sys.argv[2]                  # as another system, where each rank is a new interpreter
+def hang(folder):
+    import os, time
+    with open(f"{folder}/{os.environ['RANK']}.tmp", "w") as f: f.write(f"{os.getpid()} {os.getppid()}")
+    os.rename(f.name, f.name.removesuffix(".tmp"))
+    time.sleep(600)
+processes.run_ranks(hang, sys.argv[1])
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
+@pytest.mark.parametrize("platform", ("linux", "elsewhere"))
+def test_ranks_that_hang_end_with_a_parent_that_is_killed(tmp_path, platform):
+    "And so does the server that forked them"
+    parent = start_process(HANGS, [tmp_path, platform], log=tmp_path / "log", cwd=ROOT)
+    ready = lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists()
+    until(lambda: ready() or parent.poll() is not None, 240)
+    assert parent.poll() is None, (tmp_path / "log").read_text()
+    pids = {int(n) for rank in "01" for n in (tmp_path / rank).read_text().split()}
+    assert len(pids) == 3                                       # two ranks, and their server or the parent itself
+    parent.kill()
+    assert parent.wait(60) == -signal.SIGKILL
+    until(lambda: all(map(gone, pids)))
