@@ -346,7 +346,7 @@ def put(self:ExpertsSite, tensors):
 # %% ../../nbs/30_delta/01_lora.ipynb #42e67cc8
 class Lora(Delta):
     "LoRA on linear layers (Hu et al. 2021, §4), embeddings and stacked experts; rsLoRA, DoRA and PiSSA on request."
-    kind, default_roles = "lora", ("q", "v", "qkv")
+    kind, default_roles = "lora", ("q", "v", "kv", "qkv")
     def __init__(self,
         model:nn.Module,               # the backbone
         r:int|dict=8,                  # rank, 1 … min(in, out); a dictionary {pattern: rank} says where too, unless it
