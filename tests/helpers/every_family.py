@@ -23,10 +23,11 @@ _SIZES = {  # value: names of a configuration that get it
     16: "q_lora_rank kv_lora_rank hidden_size_per_layer_input chunk_size mamba_chunk_size sliding_window image_size",
     1: "n_shared_experts num_shared_experts n_group topk_group bos_token_id",
     0: "pad_token_id num_kv_shared_layers",
-    0.0: """attention_dropout hidden_dropout dropout resid_pdrop embd_pdrop attn_pdrop hidden_dropout_prob
-        attention_probs_dropout_prob activation_dropout dropout_rate""",
 }
+_QUIET = """attention_dropout hidden_dropout dropout resid_pdrop embd_pdrop attn_pdrop hidden_dropout_prob
+    attention_probs_dropout_prob activation_dropout dropout_rate"""
 _SMALL = {name: value for value, names in _SIZES.items() for name in names.split()} | {"eos_token_id": 2}
+_SMALL |= dict.fromkeys(_QUIET.split(), 0.0)
 _KINDS, _MLA = ["linear_attention", "full_attention"], dict(head_dim=4, num_key_value_heads=4)
 _AXES = dict(rope_type="default", rope_theta=10000.0)
 _SIGHT = dict(depth=2, embed_dim=32, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=4, spatial_merge_size=2,
