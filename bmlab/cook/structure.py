@@ -541,7 +541,8 @@ def _slice(root, found, index):
     gone = empty | {layer.name for s, stack in found.stacks.items() if s in index for n, layer in enumerate(stack)
                     if n not in index[s].tolist()}
     for name in gone:
-        if odd := [k for k, v in vars(modules[name]).items() if k.endswith("_idx") and k != "layer_idx" and type(v) is int]:
+        own = vars(modules[name])
+        if odd := [k for k, v in own.items() if k.endswith("_idx") and k != "layer_idx" and type(v) is int]:
             raise ValueError(f"keep drops {name}, and each {type(modules[name]).__name__} counts by {odd[0]} what came "
                              "before it; keep all layers, and cut heads or neurons")
     places = {s: ([n for n, layer in enumerate(stack) if layer.name not in gone], len(stack))
