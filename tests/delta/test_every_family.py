@@ -21,7 +21,8 @@ METHODS = {
     "bitfit": BitFit,
     "ia3": IA3,
 }
-UNSEEN = ("vision", "visual", "audio", "image", "patch", "multi_modal", "connector")     # no picture is shown
+# no picture is shown, a head on words reads no pooler, and DeepSeek-V4 compresses longer texts than these
+UNSEEN = ("vision", "visual", "audio", "image", "patch", "multi_modal", "connector", "pooler", "compressor")
 REFUSALS = (LookupError, TypeError, ValueError, NotImplementedError)
 
 
