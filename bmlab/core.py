@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['SLICE', 'ROLES', 'unwrap', 'parts', 'take_slice', 'numbered_children', 'match_pattern', 'nearest_names', 'no_match',
-           'select_names', 'resolve', 'matrix_shape', 'is_norm', 'roles', 'expert_shape', 'original_class',
-           'forward_names', 'word_head', 'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes',
-           'format_bytes', 'format_count', 'weights', 'Count', 'count', 'Transient', 'on_change', 'changed',
-           'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'check_weights', 'batch_error',
-           'check_batch', 'explained', 'leashed', 'check_text', 'check_whole', 'check_path', 'set_seed', 'Table',
-           'table', 'figure', 'esc', 'esc_markdown', 'stacked_bar']
+           'select_names', 'resolve', 'original_class', 'matrix_shape', 'is_norm', 'passed_over', 'roles',
+           'expert_shape', 'forward_names', 'word_head', 'find_blocks', 'Weight', 'tensor_key', 'to_cast',
+           'parse_bytes', 'format_bytes', 'format_count', 'weights', 'Count', 'count', 'Transient', 'on_change',
+           'changed', 'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'check_weights',
+           'batch_error', 'check_batch', 'explained', 'leashed', 'check_text', 'check_whole', 'check_path', 'set_seed',
+           'Table', 'table', 'figure', 'esc', 'esc_markdown', 'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
 import contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, math, numbers
@@ -208,8 +208,19 @@ def resolve(
         raise LookupError(f"pattern {pattern!r} matches {has}, none of kind={kind!r}")
     return out
 
+# %% ../nbs/00_core.ipynb #3f346840
+def original_class(
+    module:nn.Module, # any module
+)->type:              # as it was written
+    "The class that a module had before sharding, deltas and parametrizations gave it another."
+    cls = type(module).__bases__[0] if is_parametrized(module) else type(module)
+    while FSDPModule in cls.__bases__ or "_made_for" in cls.__dict__:
+        cls = cls.__mro__[2 if FSDPModule in cls.__bases__ else 1]
+    return cls.__dict__.get("_bmlab_base", cls)
+
+
 # %% ../nbs/00_core.ipynb #109330d8
-ROLES = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down", "router", "norm", "embed", "head")
+ROLES = ("q", "k", "v", "kv", "qkv", "o", "inner", "gate", "up", "gate_up", "down", "router", "norm", "embed", "head")
 _QKV = {"q": "q", "query": "q", "wq": "q", "k": "k", "key": "k", "wk": "k", "v": "v", "value": "v", "wv": "v"}
 _HEADS = ("lm_head", "classifier", "score", "qa_outputs", "embed_out", "output_projection", "seq_relationship")
 _OVERRIDE = {  # class of the owner → {last component: role}, where place and shape are not enough
@@ -224,6 +235,7 @@ def matrix_shape(
     module:nn.Module, # any module
 )->tuple[int, int]|None: # (in, out); None if it does not multiply by one weight matrix
     "Sizes of a linear layer, whatever its class: plain, packed, parametrized, or transformers' `Conv1D`."
+    if "GroupedLinear" in original_class(module).__name__: return None              # DeepSeek-V4: one for each group
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
         return module.in_features, module.out_features
     parametrized = "weight" in getattr(module, "parametrizations", ())
@@ -232,13 +244,53 @@ def matrix_shape(
     # transformers' Conv1D stores (in, out)
     return tuple(w.shape) if hasattr(module, "nf") else tuple(w.shape)[::-1]
 
+_OUTPUT = {"o", "wo", "out", "output", "dense", "post"}                                # words of an attention's output
+_PLAIN = {"c", "proj", "projection", "attn", "attention", "self", "lin", "linear", "layer"}   # words that say nothing
+_INNER = {"a", "g", "gate", "relative", "rel", "pos", "conv"}                       # of a latent, a gate, a position
+
 def _attention_role(last):
-    "Role of a matrix inside an attention module, by the words of its name"
+    "Role of a matrix inside an attention, or what stands in its place, by the words of its name"
     words = _words(last)
-    found = {_QKV[w] for w in words if w in _QKV}
+    found = {_QKV[w] for w in words if w in _QKV} | ({"k", "v"} if "kv" in words else set())
     if found >= {"q", "k", "v"} or any("qkv" in w for w in words) or last == "c_attn": return "qkv"
-    if not found: return "o"
-    return found.pop() if len(found) == 1 else None
+    if _INNER & set(words): return "inner"
+    if found == {"k", "v"}: return "kv"
+    if len(found) == 1: return found.pop()
+    return "o" if not found and (_OUTPUT & set(words) or not set(words) - _PLAIN) else "inner"
+
+
+# %% ../nbs/00_core.ipynb #5bcd4610
+_KINDS = (  # what a class is by its name, and a place in a block by its own
+    ("indexer", re.compile("Indexer"), re.compile("^indexer$")),
+    ("router", re.compile("Router"), re.compile("router")),
+    # beside attention and network
+    ("extra", re.compile("Laurel|AltUp|HyperConnection|HyperHead|Compressor"), re.compile("adapter")),
+    ("attention", re.compile("Attention|Attn|MLA$|DeltaNet|Mamba|Mixer$|ShortConv|RecurrentBlock|xLSTMLayer"),
+     re.compile("attn|attention|^att$|^att_|_att$|_att_")),
+)
+
+_ATTENTION = re.compile("(Attention|MLA)$")
+
+def _chooses(name, modules):
+    "The class of the indexer that a module is part of; an indexer chooses what is attended to, and has no gradient"
+    comps = name.split(".")
+    above = (type(modules[".".join(comps[:i])]) for i in range(len(comps), 0, -1))
+    return next((c.__name__ for c in above if "Indexer" in c.__name__), None)
+
+def _kind(name, modules):
+    "What the nearest module around a matrix is that can be told, within its block; None: a feed-forward network"
+    comps = name.split(".")[:-1]
+    block = max((i for i, c in enumerate(comps) if c.isdigit()), default=-1)
+    if any("adapter" in c for c in comps): return "extra"
+    for end in range(len(comps), 0, -1):
+        if end - 1 < block: return None
+        cls, place = original_class(modules[".".join(comps[:end])]).__name__, comps[end - 1].lower()
+        for kind, classes, places in _KINDS:
+            # the block itself is an attention only where its class ends so: "MambaBlock" holds a mixer
+            told = (_ATTENTION.search(cls) and kind == "attention") if end - 1 == block else classes.search(cls)
+            if told or places.search(place) and end - 1 > block: return kind
+    return None
+
 
 # %% ../nbs/00_core.ipynb #8d383d84
 def _ffn_roles(matrices):
@@ -251,6 +303,7 @@ def _ffn_roles(matrices):
         elif "up" in words or "down" in words: role = "up" if "up" in words else "down"
         elif i == D != o: role = "up"
         elif o == D != i: role = "down"
+        elif i == o and any(a != b for _, a, b in matrices): role = "inner"              # RWKV's receptance
         else: role = "down" if n and n == len(matrices) - 1 else "up"
         out.append(role)
     ups = [n for n, r in enumerate(out) if r == "up"]
@@ -264,6 +317,39 @@ def is_norm(
     "True for a normalisation whose own weights are all vectors."
     own = [p for p in module._parameters.values() if p is not None]
     return "norm" in type(module).__name__.lower() and len(own) > 0 and all(p.ndim == 1 for p in own)
+
+# %% ../nbs/00_core.ipynb #2d2a8cb2
+_WHOLE = ("mamba_inner_fn(", "mamba_split_conv1d_scan_combined(")              # kernels that compute a whole mixer
+
+@functools.cache
+def _children_read(cls):
+    "({children whose weights a class reads and which it never runs}, {those that it runs where no kernel does it all})"
+    source = ""
+    for c in cls.__mro__:
+        if c.__module__.partition(".")[0] == "torch": break
+        with contextlib.suppress(OSError, TypeError): source += inspect.getsource(c)
+    read = set(re.findall(r"\bself\.(\w+)\.(?:weight|bias)\b(?!\.(?:data|dtype|device|shape))", source))
+    never = read - set(re.findall(r"\bself\.(\w+)\(", source))
+    # transformers says so itself, for accelerate
+    for told in re.findall(r"force_accelerate_hooks\(\[(.*?)\]", source): never |= set(re.findall(r"\w+", told))
+    return never, read - never if any(k in source for k in _WHOLE) else set()
+
+def passed_over(
+    model:nn.Module, # any module
+)->dict[str, str]:   # name → why
+    "Modules where what is added is passed over: their owners read their weights, or no gradient comes there."
+    modules, out = dict(parts(model)), {}
+    for name in modules:
+        path, _, last = name.rpartition(".")
+        if not name or path not in modules: continue
+        owner = original_class(modules[path])
+        never, fused = _children_read(owner)
+        if (indexer := _chooses(name, modules)) and indexer != type(modules[name]).__name__:
+            out[name] = f"{indexer} only chooses what is attended to, and no gradient reaches it"
+        if last in never: out[name] = f"{owner.__name__} reads its weight and never runs it"
+        if last in fused: out[name] = f"in training on a GPU {owner.__name__} hands its weight to a kernel"
+    return out
+
 
 # %% ../nbs/00_core.ipynb #591e0ed4
 def roles(
@@ -281,28 +367,44 @@ def roles(
             if w is not None and w.ndim == 3 and "expert" in name.lower():
                 ffn.setdefault(name, []).append((f"{name}.{p}", p, *expert_shape(w, m)))
         if owner and last in _OVERRIDE[owner]: out[name] = _OVERRIDE[owner][last]
-        elif is_norm(m): out[name] = "norm"
+        elif is_norm(m) and not _chooses(name, modules): out[name] = "norm"
         elif not inside and (hasattr(m, "num_embeddings") or "embed" in path.lower() and isinstance(m, nn.Conv2d)):
             out[name] = "embed"
         elif (shape := matrix_shape(m)) is None: pass
         elif not inside:
             if last in _HEADS or shape[1] in vocab and "embed" not in last: out[name] = "head"
+        elif last in _children_read(original_class(modules.get(path, model)))[0]: pass  # never run
         elif "experts" in getattr(modules.get(path), "_modules", {}) and ("gate" in last or "router" in last):
             out[name] = "router"
-        elif any("att" in p.lower() for p in name.split(".")):
-            if role := _attention_role(last): out[name] = role
-        else: ffn.setdefault(_ffn_owner(name), []).append((name, last, *shape))
-    for group in ffn.values():
-        out |= dict(zip([g[0] for g in group], _ffn_roles([g[1:] for g in group])))
+        elif (kind := _kind(name, modules)) == "attention":
+            inside = path.rpartition(".")[2] if last.isdigit() or last in _WRAPPED_IN else last
+            out[name] = _attention_role(inside)
+        elif kind == "extra": out[name] = "inner"
+        elif kind == "router": out[name] = "router"
+        elif kind is None: ffn.setdefault(_ffn_owner(name), []).append((name, last, *shape))
+    for owner, group in ffn.items(): out |= _group_roles(owner, group)
     order = {n: i for i, n in enumerate(modules)}
     place = lambda name: order.get(name, order.get(name.rpartition(".")[0], 0))
     return {name: out[name] for name in sorted(out, key=place)}
 
+_WRAPPED_IN = ("linear", "base_layer")       # names of a matrix inside a module that stands for it
+
 def _ffn_owner(name):
     "The repeated block (or the expert) that a feed-forward matrix belongs to: the name up to its last number"
     comps = name.split(".")
-    last = max(i for i, c in enumerate(comps) if c.isdigit())
+    last = max((i for i, c in enumerate(comps[:-1]) if c.isdigit()), default=len(comps) - 1)
     return ".".join(comps[:last + 1])
+
+def _group_roles(owner, group):
+    "Roles of one block's feed-forward matrices: of a network in a module of its own, else of all; the rest is inner"
+    places = {}
+    for g in group: places.setdefault(g[0][len(owner) + 1:].partition(".")[0], []).append(g)
+    whole = [p for p in places.values() if len(p) > 1 and {g[2] for g in p} & {g[3] for g in p}]    # reads and writes D
+    rest = [g for g in group if not any(g in p for p in whole)]
+    nets = whole if whole else [group]
+    out = dict.fromkeys((g[0] for g in rest), "inner")
+    for net in nets: out |= dict(zip([g[0] for g in net], _ffn_roles([g[1:] for g in net])))
+    return out
 
 def expert_shape(
     w:Tensor,         # (E, out, in), or (E, in, out) where the module says `is_transposed`
@@ -313,15 +415,6 @@ def expert_shape(
     return (a, b) if getattr(module, "is_transposed", False) else (b, a)
 
 # %% ../nbs/00_core.ipynb #df4bd31d
-def original_class(
-    module:nn.Module, # any module
-)->type:              # as it was written
-    "The class that a module had before sharding, deltas and parametrizations gave it another."
-    cls = type(module).__bases__[0] if is_parametrized(module) else type(module)
-    while FSDPModule in cls.__bases__ or "_made_for" in cls.__dict__:
-        cls = cls.__mro__[2 if FSDPModule in cls.__bases__ else 1]
-    return cls.__dict__.get("_bmlab_base", cls)
-
 def forward_names(
     module:nn.Module, # any module, with deltas or without
 )->list[str]:         # in order, without self and without *args and **kwargs

@@ -159,6 +159,10 @@ def structure(
             ins, out = [n for n, r in group if r != "down"], [n for n, r in group if r == "down"]
             if len(out) != 1 or not ins: continue
             width = _sizes(modules[out[0]])[0]
+            # BitNet's norm over the neurons, which is another for fewer
+            home = _common([*ins, *out]) + "."
+            if any(n.startswith(home) and r == "norm" and len(modules[n].weight) == width for n, r in found.items()):
+                continue
             fused = [r for _, r in group] in (["gate_up", "down"], ["down", "gate_up"])
             if all(_sizes(modules[n])[1] == width * (2 if fused else 1) for n in ins):
                 this.ffn.append(Neurons(out[0], ins, _common([*ins, *out]), width, fused))
@@ -518,9 +522,11 @@ def slice_model(
         raise TypeError(f"keep is a {type(keep).__name__}: expected {{name: what stays}}, as staircase gives it")
     root, found = unwrap(model), structure(model)
     index, restore = _indices(keep, found, root), _as_it_is(root)
+    said = [(c, copy.deepcopy(vars(c))) for c in _configs(root)]
     try: names = _slice(root, found, index)
     except BaseException:
         restore()
+        for c, values in said: c.__dict__ = values
         raise
     mark_foreign(root)                                                # as long as an `Absent` is in it
     return names
@@ -536,6 +542,11 @@ def _slice(root, found, index):
     empty = {layer.name for layer in found.layers() if is_empty(layer)}
     gone = empty | {layer.name for s, stack in found.stacks.items() if s in index for n, layer in enumerate(stack)
                     if n not in index[s].tolist()}
+    for name in gone:
+        own = vars(modules[name])
+        if odd := [k for k, v in own.items() if k.endswith("_idx") and k != "layer_idx" and type(v) is int]:
+            raise ValueError(f"keep drops {name}, and each {type(modules[name]).__name__} counts by {odd[0]} what came "
+                             "before it; keep all layers, and cut heads or neurons")
     places = {s: ([n for n, layer in enumerate(stack) if layer.name not in gone], len(stack))
               for s, stack in found.stacks.items()}
     stay = [layer for layer in found.layers() if layer.name not in gone]
@@ -558,7 +569,9 @@ def _slice(root, found, index):
             if u.out in mine and not len(mine[u.out]): _drop_sublayer(root, layer, u, modules, found.norms)
     names = _drop_layers(root, found, gone, modules)
     _check_counts(root)
+    kinds = [(c, _layer_kinds(c)) for c in _configs(root)]
     _set_config(root, places if gone else {}, index)
+    _check_kinds(root, kinds, places if gone else {})
     return names
 
 # %% ../../nbs/20_cook/07_structure.ipynb #a59b5b81
@@ -611,6 +624,21 @@ def _fits(model, config):
     return all(mine.get(k) == v for k, v in theirs.items()) and all(k in theirs or k[0].split(".")[-1].startswith("_")
                or "gates" in k[0] for k in mine)
 
+def _layer_kinds(config):
+    "The kind of each layer, by which caches are made too; empty where a family has one kind"
+    kinds = next((v for k in ("layers_block_type", "layer_types") if (v := getattr(config, k, None))), ())
+    return list(kinds) if isinstance(kinds, (list, tuple)) else []
+
+def _check_kinds(model, before, places):
+    "Raise where a configuration says another kind for a layer that is left than it was"
+    for c, kinds in before:
+        for stay, number in places.values() if len(places) == 1 else ():
+            now = _layer_kinds(c)
+            if len(kinds) == number and now[:len(stay)] != [kinds[i] for i in stay]:
+                left = ", ".join(kinds[i] for i in stay)
+                raise ValueError(f"keep leaves layers of the kinds {left}, and the rule of {type(c).__name__} would "
+                                 f"make them {', '.join(now[:len(stay)])}; drop whole periods of layers")
+
 def _set_layers(config, places):
     "Write numbers of layers, and cut lists with an entry a layer"
     for s, (stay, before) in places.items():
@@ -621,6 +649,9 @@ def _set_layers(config, places):
         for k, v in list(vars(config).items()) if len(places) == 1 else ():
             if isinstance(v, (list, tuple)) and len(v) == before and "layer" in k:
                 setattr(config, k, type(v)(v[i] for i in stay))
+        # RecurrentGemma repeats a short pattern: all of what is left is written out
+        if len(places) == 1 and (pattern := getattr(config, "block_types", None)):
+            config.block_types = [pattern[i % len(pattern)] for i in stay]
 
 def _set_config(model, places, index):
     "Let the configurations say the new shape, as far as they can"

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core import expert_shape, matrix_shape, did_you_mean, parts, resolve, roles
+from ..core import expert_shape, matrix_shape, did_you_mean, parts, passed_over, resolve, roles
 from .delta import _PREFIX, Delta, deltas
 from .site import Site
 
@@ -50,9 +50,10 @@ def _widths(model, role, name, module):
         )
     if shape := matrix_shape(module): return shape
     own = [p for p in module._parameters.values() if p is not None]
-    if own and all(p.ndim == 1 for p in own): return (own[0].shape[0],) * 2                       # a norm
-    if hasattr(module, "embedding_dim"): return module.embedding_dim, module.embedding_dim
     shapes, below = _shapes_below(role, name, module), [n for n in role if n.startswith(name + ".")]
+    # a norm; a mixer keeps a number for each head too
+    if own and not shapes and all(p.ndim == 1 for p in own): return (own[0].shape[0],) * 2
+    if hasattr(module, "embedding_dim"): return module.embedding_dim, module.embedding_dim
     if not shapes:
         raise TypeError(
             f"{name} is a {kind} without a weight matrix, so the width of its hidden states is unknown; choose another "
@@ -61,7 +62,10 @@ def _widths(model, role, name, module):
     first = [shapes[n] for n in below if n in shapes and role[n] in ("q", "qkv", "gate", "up", "gate_up")]
     last = [shapes[n] for n in below if n in shapes and role[n] in ("o", "down")]
     every = list(shapes.values())
-    return (first or every)[0][0], (last or every)[-1][1]
+    reads, writes = (first or every)[0][0], (last or every)[-1][1]
+    # queries may come from a latent, and a mixer's first matrix need not read what the mixer reads
+    latent = any(role[n] == "inner" for n in below)
+    return writes if latent and any(i == writes for i, _ in every) else reads, writes
 
 def _shapes_below(role, name, module):
     "{matrix, or stack of experts: (in, out)} of a module and what it holds"
@@ -239,9 +243,11 @@ class _Bottlenecks(FieldDelta):
     "What the four kinds of adapter share: their default places and widths"
     default_roles = ("o", "down")
     def _default(self):
-        # experts stacked in one tensor: after all of them
-        modules = dict(parts(self.model))
-        return dict.fromkeys(n if n in modules else n.rpartition(".")[0] for n in super()._default())
+        # experts stacked in one tensor: after all of them; what a kernel may compute: after what the kernel computes
+        runs = dict(parts(self.model)).keys() - passed_over(self.model).keys()
+        found = [n for n, role in roles(self.model).items() if role in self.default_roles]
+        if not found: super()._default()                                              # which says what is missing
+        return dict.fromkeys(n if n in runs else n.rpartition(".")[0] for n in found)
     @functools.cached_property
     def _role(self): return roles(self.model)
     def _inner(self, name, width):
@@ -319,19 +325,24 @@ class BesideSite(AdapterSite):
 # %% ../../nbs/30_delta/02_adapter.ipynb #5e350e1d
 def _beside(model):
     "{module whose output is changed: module whose input is read}, of every attention and feed-forward"
-    role, out = roles(model), {}
+    role, out, modules = roles(model), {}, dict(parts(model))
     attention, ffn = ("q", "k", "v", "qkv", "o"), ("gate", "up", "gate_up", "down")
     for name, r in role.items():
         if r not in ("o", "down"): continue
         begins, foreign = (("q", "qkv"), ffn) if r == "o" else (("gate", "up", "gate_up"), attention)
         path, first = name, None
-        # outwards, to the first module that holds both ends
-        while path and first is None:
+        # outwards, to the first module that holds both ends, in the same block
+        comps = name.split(".")[:-1]
+        block = ".".join(comps[:1 + max((i for i, c in enumerate(comps) if c.isdigit()), default=-1)])
+        while path and path != block and first is None:
             path = path.rpartition(".")[0]
             below = {n: x for n, x in role.items() if n.startswith(path + ".") or not path}
             first = next((n for n, x in below.items() if x in begins), None)
-        if first is None: continue
-        whole = path and not any(x in foreign for x in below.values())
+            if first is None and "inner" in below.values(): break                # Mamba's mixer has no queries
+        if first is None:
+            if r == "o" and name in modules: out[name.rpartition(".")[0]] = name.rpartition(".")[0]
+            continue
+        whole = path and not any(x in foreign for x in below.values()) and not isinstance(modules[path], nn.Sequential)
         out[path if whole else name] = path if whole else first
     return out
 

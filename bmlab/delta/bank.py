@@ -23,9 +23,12 @@ from .adapter import _ACTIVATIONS, AdapterSite, BesideSite, _hidden_input, on_hi
 from .delta import Delta, _sharded, deltas
 from .lora import LoraSite, _alone, _kept
 from .site import Site
-from .soft import Arguments, PromptSite, _cut, _lengthen, _step, _widen_input, tell_signature
+from bmlab.delta.soft import (
+    Arguments, PromptSite, _cut, _lengthen, _low, _step, _widen_input, begun, call_on_vectors, filler, tell_signature,
+)
 from .store import DELTA_FILES
 from ..files import replace_folder, settle
+
 
 # %% ../../nbs/30_delta/09_bank.ipynb #0d909da3
 class Route:
@@ -539,14 +542,14 @@ def around(self:BankSite, call, *args, **kwargs):
 # %% ../../nbs/30_delta/09_bank.ipynb #d7b7051d
 class BankPrompt(Site):
     "All users' soft prompts, on the module that takes the input."
-    routes = True
+    routes, filler = True, None
     def __init__(self,
         key,            # of the bank
         home:nn.Module, # the module it sits on
     ):
         super().__init__()
         self.key, self.users = key, nn.ModuleDict()
-        self.home, self.names = (home,), forward_names(home)
+        self.home, self.names, self.filler = (home,), forward_names(home), filler(home)
         tables = [m for n, m in home.named_modules() if n.endswith("position_embeddings")]
         padding = next((m.padding_idx for m in tables if isinstance(m, nn.Embedding)), None)
         # RoBERTa's first position is the second after its padding's
@@ -568,23 +571,23 @@ class BankPrompt(Site):
 @patch
 def _in_front(self:BankPrompt, route, a, prompts, call):
     "Call with each row's own prompt in front, and cut it off the output"
-    ids, embeds, cache = (a.get(k) for k in ("input_ids", "inputs_embeds", "past_key_values"))
+    ids, embeds, later = a.get("input_ids"), a.get("inputs_embeds"), begun(a)
     given = ids if embeds is None else embeds
     (B, L), at = given.shape[:2], given.device
     _check_rows(B, route, self)
     each, lengths = B // len(route), [len(prompts.get(s, ())) for s in route.slots]
-    P, before = max(map(len, prompts.values())), cache.get_seq_length() if cache is not None else 0
+    P, cache = max(map(len, prompts.values())), a.get("past_key_values")
+    before = cache.get_seq_length() if later and cache is not None else 0
     sizes = torch.tensor(lengths, device=at).repeat_interleave(each)[:, None]      # (B, 1)
     self._put_mask(a, sizes, (B, L), P, before, mixed=len(set(lengths)) > 1)
-    if before: return a(call)                                                      # the prompts are in the cache
+    if later: return a(call)                                                      # the prompts are in the cache
     if embeds is None: embeds = self.home[0].get_input_embeddings()(ids)
     nobody = embeds.new_zeros(P, embeds.shape[-1])
     filled = {s: F.pad(p.to(embeds.dtype), (0, 0, P - len(p), 0)) for s, p in prompts.items()}
     front = torch.stack([filled.get(s, nobody) for s in route.slots])
-    a.put("input_ids", None)
-    a.put("inputs_embeds", torch.cat([front.repeat_interleave(each, 0), embeds], 1))
     _lengthen(a, (B, L), P)
-    return _cut(a(call), L, P)
+    vectors = torch.cat([front.repeat_interleave(each, 0), embeds], 1)
+    return _cut(call_on_vectors(a, call, self.home[0], vectors, self.filler), L, P)
 
 @patch
 def _put_mask(self:BankPrompt, a, sizes, shape, P, before, mixed):
@@ -598,9 +601,10 @@ def _put_mask(self:BankPrompt, a, sizes, shape, P, before, mixed):
     if positions is None and mixed and "position_ids" in self.names:
         positions = (torch.arange(L, device=at) + max(0, before - P) + self.start).expand(B, L)
     if positions is None: return
-    first = (torch.arange(P, device=at) - hidden).clamp(min=0) + self.start
+    first = (torch.arange(P, device=at) - hidden).clamp(min=0)
     if isinstance(step := _step(positions, B), torch.Tensor):
         first, sizes = first[:, None] * step, sizes[:, None] * step                # GLM's places within a piece stay
+    first = first + _low(positions) * step
     moved = positions + sizes
     a.put("position_ids", moved if before else torch.cat([first.expand(*positions.shape[:-1], P), moved], -1))
 
@@ -611,6 +615,11 @@ def between(self:BankPrompt, route, a):
     sites = {s: self.users[str(s)] for s in dict.fromkeys(route.slots) if str(s) in self.users}
     own = {s: site for s, site in sites.items() if getattr(site, "anywhere", False)}
     if not own or (ids := a.get("input_ids")) is None: return
+    if self.filler is not None:
+        raise NotImplementedError(
+            f"{type(self.home[0]).__name__} reads the ids of tokens for more than their vectors, which soft tokens in "
+            "a bank leave out; attach them alone, or give the bank a SoftPrompt or a Lora"
+        )
     _check_rows(len(ids), route, self)
     first, each = min(site.base for site in own.values()), len(ids) // len(route)
     embeds, known = self.home[0].get_input_embeddings()(ids.clamp(max=first - 1)), ids < first

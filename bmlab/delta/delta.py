@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from bmlab.core import (
-    Count, Transient, changed, count, did_you_mean, format_count, parts, resolve, roles, table, unwrap,
+    Count, Transient, changed, count, did_you_mean, format_count, parts, passed_over, resolve, roles, table, unwrap,
 )
 from .site import Site, _Sites, attach_site, detach_site
 from ..core import check_path
@@ -101,7 +101,8 @@ def _free_name(self:Delta, name):
 @patch
 def _default(self:Delta):
     "The modules whose role is one of `default_roles`"
-    found = [n for n, role in roles(self.model).items() if role in self.default_roles]
+    past = passed_over(self.model)
+    found = [n for n, role in roles(self.model).items() if role in self.default_roles and n not in past]
     if found: return dict.fromkeys(found)
     wanted = "/".join(self.default_roles) or "no role"
     raise LookupError(
@@ -164,7 +165,13 @@ def _check_attach(self:Delta, modules, away):
         raise RuntimeError(
             f"{self.name!r} is merged into the weights; restore() of what merge() returned attaches it again"
         )
+    past = passed_over(self.model)
     for n in away:
+        if why := past.get(n):
+            raise TypeError(
+                f"{n}: {why}, so {self.name!r} would change nothing there; choose another module, such as "
+                f"{n.rpartition('.')[0] or 'its owner'}"
+            )
         if n not in modules: raise LookupError(f"{n} is gone from the model, so {self.name!r} has no place there")
         if "forward" in modules[n].__dict__:
             raise RuntimeError(

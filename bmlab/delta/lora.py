@@ -349,14 +349,14 @@ _NOTE = {"slices": (list[str], list[int], None)}
 
 class Lora(Delta):
     "LoRA on linear layers (Hu et al. 2021, §4), embeddings and stacked experts; rsLoRA, DoRA and PiSSA on request."
-    kind, default_roles = "lora", ("q", "v", "qkv")
+    kind, default_roles = "lora", ("q", "v", "kv", "qkv")
     def __init__(self,
         model:nn.Module,               # the backbone
         r:int|dict=8,                  # rank, 1 … min(in, out); a dictionary {pattern: rank} says where too, unless it
                                        # ends on "*"
         alpha:float|dict|None=None,    # numerator of the scale; None: 2r
         dropout:float=0.0,             # on the input of A, 0 … 1
-        modules:str|list|None=None,    # where: a pattern, a list, a picker; None: q and v, or the fused qkv
+        modules:str|list|None=None,    # where: a pattern, a list, a picker; None: q and v, or what makes them at once
         exclude:str|list|None=None,    # dropped from `modules`
         rslora:bool=False,             # scale α/√r instead of α/r (Kalajdzievski 2023)
         dtype:torch.dtype|None=None,   # in which A and B are kept; None: the weight's, float32 on packed layers; they

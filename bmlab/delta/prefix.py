@@ -351,6 +351,11 @@ def _check(self:Prefix, name, module, heads, head_dim):
             f"{name} ({kind}) computes its attention in a way of its own, where a prefix may not be seen; try "
             "SoftPrompt or Lora"
         )
+    if any("Indexer" in type(m).__name__ for m in module.modules()):
+        raise TypeError(
+            f"{name} ({kind}) has an indexer that chooses among the words alone, where a prefix may not be seen; try "
+            "SoftPrompt or Lora"
+        )
     if _is_cross(name, module):
         raise TypeError(f"{name} is a cross-attention; a prefix sits on self-attention only: exclude it")
     return _sizes(name, module, roles(self.model), heads, head_dim)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core import is_norm, matrix_shape, parts, resolve, roles, unwrap
+from ..core import is_norm, matrix_shape, parts, passed_over, resolve, roles, unwrap
 from .adapter import _COMMON, FieldDelta, _kind_of, fill
 from .delta import _PREFIX, Delta, deltas
 from .site import Site, base_class
@@ -21,7 +21,7 @@ from .tune import _new_head, _whole
 def _bias_shape(module):
     "(length, dimension of the output) of a bias that a module has or could have; None: the output takes none"
     if hasattr(module, "nf") or hasattr(module, "in_features") and hasattr(module, "out_features"):
-        return matrix_shape(module)[1], -1
+        return (shape[1], -1) if (shape := matrix_shape(module)) else None
     if isinstance(module, nn.modules.conv._ConvNd): return module.out_channels, 1
     if isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._NormBase)):
         return (module.weight.shape[0], 1) if module.weight is not None else None
@@ -51,7 +51,7 @@ class BiasSite(Site):
     def extra_repr(self): return f"{len(self.bias)}"
 
 # %% ../../nbs/30_delta/03_vectors.ipynb #c7fe40cb
-_BIASED = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down", "norm")
+_BIASED = ("q", "k", "v", "kv", "qkv", "o", "inner", "gate", "up", "gate_up", "down", "norm")
 
 class BitFit(FieldDelta):
     "Biases alone are tuned (Ben Zaken et al. 2022, §3); missing ones are made at zero."
@@ -81,17 +81,17 @@ def _has_bias(module): return getattr(module, "bias", None) is not None
 
 def _usual_biased(model):
     "{name: module} of those that have a bias, or could by their role; not of a new head, which is trained whole"
-    wanted = {n for n, r in roles(model).items() if r in _BIASED}
+    wanted, past = {n for n, r in roles(model).items() if r in _BIASED}, passed_over(model)
     head = _whole(unwrap(model), _new_head(unwrap(model)))
     inside = lambda n: any(n == h or n.startswith(h + ".") for h in head)
     fits = lambda n, m: _bias_shape(m) and (_has_bias(m) or n in wanted) and not inside(n)
-    return {n: m for n, m in parts(model) if n and fits(n, m)}
+    return {n: m for n, m in parts(model) if n and n not in past and fits(n, m)}
 
 def _biased_below(model, modules):
     "{name: module} of those that could have a bias, among the chosen ones and what they hold"
-    every, found = dict(parts(model)), {}
+    every, found, past = dict(parts(model)), {}, passed_over(model)
     for n, m in resolve(model, modules).items():
-        below = {k: x for k, x in every.items() if k == n or k.startswith(n + ".")}
+        below = {k: x for k, x in every.items() if k == n or k.startswith(n + ".") and k not in past}
         inner = {k: x for k, x in below.items() if _bias_shape(x)}
         if not inner:
             what = f"{n} is a {type(m).__name__} with nothing that a bias could be added to"
@@ -129,7 +129,7 @@ class ScaleSite(Site):
 # %% ../../nbs/30_delta/03_vectors.ipynb #c31d396b
 class IA3(Delta):
     "Keys, values and inner feed-forward states scaled (Liu et al. 2022, §3.3); of a fused qkv all three, as in PEFT."
-    kind, default_roles = "ia3", ("k", "v", "qkv", "down")
+    kind, default_roles = "ia3", ("k", "v", "kv", "qkv", "down")
     def __init__(self,
         model:nn.Module,                  # the backbone
         modules:str|list|None=None,       # linear layers, not experts stacked in one tensor; None: keys, values (or the
@@ -143,7 +143,7 @@ class IA3(Delta):
         role, self.dtype = roles(model), dtype
         if feedforward is None: self._before_names = {n for n, r in role.items() if r == "down"}
         else: self._before_names = set() if feedforward == [] else set(resolve(model, feedforward))
-        if modules is None: sits = {n for n, r in role.items() if r in self.default_roles}
+        if modules is None: sits = {n for n, r in role.items() if r in self.default_roles} - passed_over(model).keys()
         else: sits = set(resolve(model, modules, exclude))
         if feedforward and (stray := self._before_names - sits):
             asked = f"feedforward={feedforward!r} names {sorted(stray)[0]}"

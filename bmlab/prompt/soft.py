@@ -21,6 +21,8 @@ from bmlab.delta.soft import (
     PromptDelta,
     PromptSite,
     SoftPrompt,
+    call_on_vectors,
+    filler,
     folded,
     input_side,
     prompt_config,
@@ -47,7 +49,13 @@ def input_vectors(
 )->Tensor|None:      # (B, L, D); None: no soft tokens are on, ids will do
     "What the model reads for ids, for `generate(inputs_embeds=…)`, whose processors then see words alone."
     home = unwrap(input_side(unwrap(model)))
-    return _vectors(home, sites, ids) if (sites := _sites(home)) else None
+    if not (sites := _sites(home)): return None
+    if filler(home) is not None:
+        raise NotImplementedError(
+            f"{type(home).__name__} reads the ids of tokens for more than their vectors, and so needs input_ids; call "
+            "the model itself on ids, or train a SoftPrompt or a Lora"
+        )
+    return _vectors(home, sites, ids)
 
 # %% ../../nbs/35_prompt/04_soft.ipynb #3399050b
 class _AnywhereSite:
@@ -66,9 +74,8 @@ class _AnywhereSite:
         first, embeds = min(s.base for s in sites), _vectors(home, sites, ids)
         if (labels := a.get("labels")) is not None and labels.shape == ids.shape and not labels.is_floating_point():
             a.put("labels", labels.masked_fill(labels >= first, -100))
-        a.put("input_ids", None)
-        a.put("inputs_embeds", embeds)
-        return a(call)
+        if self.filler is not None: a.put("input_ids", ids.masked_fill(ids >= first, self.filler))
+        return call_on_vectors(a, call, home, embeds, self.filler)
     def tensors(self): return {"soft_tokens": self.table}
 
 class SoftSite(_AnywhereSite, PromptSite):

@@ -11,6 +11,7 @@ from bmlab.cook.report import load_cooked, save_cooked
 from bmlab.core import count
 from bmlab.models.load import build
 from bmlab.cook.structure import mask_model, reloads, slice_model, structure, undroppable
+from every_family import FAMILIES as EVERY, make
 from fresh import fresh_python
 
 TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, vocab_size=99)
@@ -292,3 +293,55 @@ def test_channels_that_cannot_be_told_from_heads_are_not_cut():
     small, ids = copy.deepcopy(xglm), inputs("xglm")["input_ids"]
     slice_model(small, keep)                                          # whose attention counts its own width
     with torch.no_grad(): torch.testing.assert_close(small(ids).logits, mask_model(xglm, keep)(ids).logits)
+
+
+def said(model):
+    ids = torch.arange(10, 34).view(2, 12)
+    more = dict(decoder_input_ids=ids[:, :6]) if model.config.is_encoder_decoder else {}
+    with torch.no_grad(): return model(input_ids=ids, **more).logits
+
+
+def half(found, what):
+    "Half of the heads' groups, every second neuron, or all layers but the first"
+    if what == "heads":
+        return {a.out: range(max(1, a.groups // 2) * (a.heads // a.groups)) for a in found.attention().values()}
+    if what == "ffn": return {f.out: range(0, f.width, 2) for f in found.ffn().values()}
+    return {s: range(1, len(layers)) for s, layers in found.stacks.items() if len(layers) > 1}
+
+
+def check_cut(model, what, folder):
+    "Cut, it says what its mask says, and a file of it says the same; or it is refused as it was"
+    keep, plain = half(structure(model), what), said(model)
+    small = copy.deepcopy(model)
+    if not keep: return
+    try: slice_model(small, keep)
+    except ValueError:
+        assert torch.equal(said(small), plain)
+        return
+    got = said(small)
+    close = dict(rtol=0, atol=1e-4 * max(1, got.abs().max().item()))
+    torch.testing.assert_close(got, said(mask_model(copy.deepcopy(model), keep)), **close)
+    torch.testing.assert_close(said(load_cooked(save_cooked(small, folder / f"{what} cooked"))), got, **close)
+    if not reloads(small): return
+    small.save_pretrained(folder / what)
+    torch.testing.assert_close(said(type(small).from_pretrained(folder / what).eval()), got, **close)
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma", "bitnet", "aria_text", "deepseek_v4"])
+def test_families_of_their_own_ways_are_cut_right_or_refused(name, tmp_path):
+    for what in ("heads", "ffn", "layers"): check_cut(make(name), what, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+def test_every_family_is_cut_right_or_refused(name, tmp_path):
+    try: said(model := make(name))
+    except Exception as e: pytest.skip(f"{name} cannot be made at these sizes: {e}")
+    for what in ("heads", "ffn", "layers"): check_cut(model, what, tmp_path)
+
+
+def test_kinds_of_layers_that_a_rule_makes_are_not_mixed_up():
+    "Jamba says by a period which layers attend; of BitNet's neurons a norm is taken, and fewer have another"
+    jamba = make("jamba")
+    with pytest.raises(ValueError, match="drop whole periods"): slice_model(jamba, {"model.layers": [1]})
+    assert jamba.config.num_hidden_layers == 2 and not structure(make("bitnet")).ffn()
