@@ -33,38 +33,75 @@ _SCALAR = {  # value type → numpy
 }
 _STRING, _ARRAY = 8, 9
 # tensor type → name, weights and bytes of a block
-_STORED = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 3: ("Q4_1", 32, 20), 8: ("Q8_0", 32, 34)}
-_UNREAD = {
-    2: "Q4_0",
-    6: "Q5_0",
-    7: "Q5_1",
-    9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
-    15: "Q8_K",
-    28: "F64",
-    30: "BF16",
+_STORED = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
 }
+_UNREAD = {9: "Q8_1"}                              # made while llama.cpp multiplies, never in a file
+_PLAIN = {"F32": "<f4", "F64": "<f8", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+
 
 # %% ../../nbs/03_formats/01_gguf.ipynb #b7c5ec37
-def _dequantize(raw, kind):
-    "Weights of a run of blocks: bytes (n,) uint8 → (weights,) float32; rounds after the product and after the sum"
-    half = lambda b: np.ascontiguousarray(b).view("<f2").astype(np.float32)
-    if kind == "F32": return raw.view("<f4")
-    if kind == "F16": return half(raw)
+def _half(b): return np.ascontiguousarray(b).view("<f2").astype(np.float32)
+
+def _by_gguf(raw, kind, row):
+    "Weights of whole rows, each of `row` bytes, by the gguf package"
+    from gguf import GGMLQuantizationType, quants
+    with np.errstate(all="ignore"):                # a scale may be infinite: what comes is what the file says
+        return quants.dequantize(raw.reshape(-1, row), GGMLQuantizationType[kind]).reshape(-1)
+
+def _dequantize(raw, kind, row=None):
+    "Weights of a run of blocks: bytes (n,) uint8 → (weights,) float32; numbers with a numpy type keep it"
+    if kind in _PLAIN: return raw.view(_PLAIN[kind])
+    if kind == "F16": return _half(raw)
+    if kind == "BF16": return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
     if kind == "Q8_0":
         block = raw.reshape(-1, 34)
-        return (block[:, 2:].view(np.int8) * half(block[:, :2])).reshape(-1)
-    # Q4_1: low nibbles are the first 16 weights, high nibbles the last 16
-    block = raw.reshape(-1, 20)
+        return (block[:, 2:].view(np.int8) * _half(block[:, :2])).reshape(-1)
+    if kind == "Q8_K":                             # scale as float32, 256 × int8, 16 sums that only products use
+        block = raw.reshape(-1, 292)
+        return (block[:, 4:260].view(np.int8) * np.ascontiguousarray(block[:, :4]).view("<f4")).reshape(-1)
+    if kind not in ("Q4_0", "Q4_1"): return _by_gguf(raw, kind, row or len(raw))
+    # low nibbles are the first 16 weights, high nibbles the last 16
+    head = 2 if kind == "Q4_0" else 4
+    block = raw.reshape(-1, head + 16)
     out = np.empty((len(block), 32), np.float32)
-    out[:, :16], out[:, 16:] = block[:, 4:] & 15, block[:, 4:] >> 4
-    out *= half(block[:, :2])
-    out += half(block[:, 2:4])
+    out[:, :16], out[:, 16:] = block[:, head:] & 15, block[:, head:] >> 4
+    if kind == "Q4_0": out -= 8
+    out *= _half(block[:, :2])
+    if kind == "Q4_1": out += _half(block[:, 2:4])
     return out.reshape(-1)
+
 
 # %% ../../nbs/03_formats/01_gguf.ipynb #53acf9d9
 def _string(data, pos):
@@ -124,22 +161,43 @@ def _index(data, n_tensors, n_pairs):
     return at, tensors, -(-pos // step) * step
 
 # %% ../../nbs/03_formats/01_gguf.ipynb #46b08411
+def _parts(path):
+    "The files of a split model, `…-00001-of-0000N.gguf` first, or the one file"
+    m = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if m is None: return [path]
+    parts = [path.with_name(f"{m[1]}-{i:05}-of-{m[3]}.gguf") for i in range(1, int(m[3]) + 1)]
+    if lost := [p.name for p in parts if not p.is_file()]:
+        raise FileNotFoundError(f"{path} is one of {len(parts)} files; beside it {lost[0]} is missing")
+    return parts
+
+def _opened(path):
+    "(mapped bytes, {key: (type, position)}, {tensor: (shape, type, offset)}, where tensors begin) of one file"
+    if not path.is_file() or path.stat().st_size < 24:
+        raise ValueError(f"{path} is not a GGUF file, or too short for one")
+    data = np.memmap(path, np.uint8, "r")
+    magic, version, n_tensors, n_pairs = struct.unpack_from("<4sIQQ", data)
+    if magic != b"GGUF" or version not in (2, 3):
+        starts = f"it starts with {magic!r}, version {version}"
+        raise ValueError(f"{path} is not a GGUF file of version 2 or 3 (little-endian): {starts}")
+    try: return data, *_index(data, n_tensors, n_pairs)
+    except (struct.error, IndexError, UnicodeDecodeError) as e: raise ValueError(f"{path} is damaged: {e}") from e
+
 class GGUF:
     "A GGUF file: metadata by key, tensors by name; `.keys` and `.tensors` {name: (shape, type, offset)} list them."
     def __init__(self,
-        path:str|Path, # the file, of version 2 or 3, little-endian
+        path:str|Path, # the file, of version 2 or 3, little-endian; of a split model, any of its files
     ):
-        self.path = Path(path)
-        if not self.path.is_file() or self.path.stat().st_size < 24:
-            raise ValueError(f"{path} is not a GGUF file, or too short for one")
-        self._data = np.memmap(self.path, np.uint8, "r")
-        magic, version, n_tensors, n_pairs = struct.unpack_from("<4sIQQ", self._data)
-        if magic != b"GGUF" or version not in (2, 3):
-            starts = f"it starts with {magic!r}, version {version}"
-            raise ValueError(f"{path} is not a GGUF file of version 2 or 3 (little-endian): {starts}")
-        try: self._at, self.tensors, self._start = _index(self._data, n_tensors, n_pairs)
-        except (struct.error, IndexError, UnicodeDecodeError) as e: raise ValueError(f"{path} is damaged: {e}") from e
+        self.files = _parts(Path(path))
+        self.path = self.files[0]
+        opened = [_opened(f) for f in self.files]
+        self._data, self._at, *_ = opened[0]                    # a split model's metadata is in its first file
+        self.tensors = {n: t for _, _, tensors, _ in opened for n, t in tensors.items()}
+        self._from = {n: (data, start) for data, _, tensors, start in opened for n in tensors}
         self.keys = list(self._at)
+        whole = self.get("split.tensors.count", len(self.tensors))
+        if whole != len(self.tensors) or self.get("split.count", 1) > len(self.files):
+            has = f"it holds {len(self.tensors)} of {whole} tensors"
+            raise ValueError(f"{self.path} is a part of a split model, named unlike one: {has}")
 
     def get(self,
         key:str,      # such as "llama.block_count"
@@ -152,10 +210,10 @@ class GGUF:
         if key not in self._at: raise KeyError(f"{self.path.name} has no {key!r}{did_you_mean(key, self._at)}")
         return self.get(key)
 
-    def tensor(self,
+    def stored(self,
         name:str,  # such as "blk.0.attn_q.weight"
-    )->np.ndarray: # float32, of the shape in `.tensors`; F32 is a view of the file
-        "One tensor, dequantized."
+    )->np.ndarray: # (rows, bytes of a row) uint8, a view of the file
+        "The bytes of one tensor as they lie in the file."
         if name not in self.tensors:
             raise KeyError(f"{self.path.name} has no tensor {name!r}{did_you_mean(name, self.tensors)}")
         shape, kind, offset = self.tensors[name]
@@ -164,12 +222,21 @@ class GGUF:
         weights, size = known[kind]
         if shape and shape[-1] % weights:
             raise ValueError(f"{this} has rows of {shape[-1]}, not a multiple of {weights}")
-        begin = self._start + offset
+        data, start = self._from[name]
+        begin = start + offset
         end = begin + math.prod(shape) // weights * size
-        if end > len(self._data):
-            ends = f"tensor {name!r} ends at byte {end}, the file at {len(self._data)}"
+        if end > len(data):
+            ends = f"tensor {name!r} ends at byte {end}, the file at {len(data)}"
             raise ValueError(f"{self.path.name} is cut: {ends}")
-        return _dequantize(self._data[begin:end], kind).reshape(shape)
+        return data[begin:end].reshape(-1, (shape[-1] if shape else 1) // weights * size or 1)
+
+    def tensor(self,
+        name:str,  # such as "blk.0.attn_q.weight"
+    )->np.ndarray: # float32, of the shape in `.tensors`; F32, F64 and integers are views of the file, of their type
+        "One tensor, dequantized."
+        raw, (shape, kind, _) = self.stored(name), self.tensors[name]
+        return _dequantize(raw.reshape(-1), kind, raw.shape[1]).reshape(shape)
+
 
 # %% ../../nbs/03_formats/01_gguf.ipynb #476d280d
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
