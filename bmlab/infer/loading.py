@@ -18,7 +18,7 @@ from ..core import parts
 from ..kernels.layers import pack_linears, packable
 from ..models.load import SAMPLES, TOKENIZER_FILES, check_folder, find_on_hub, load, sample_dir
 from ..models.zoo import float_dtype, model_class
-from ..formats.gguf import convert_gguf
+from ..formats.gguf_models import convert_gguf
 from ..files import cached
 from .placement import InferencePlan, _block_of, plan_inference
 from ..formats.safetensors import TensorFiles, TensorPlaces, matching_keys, tensors_by_name

@@ -14,7 +14,7 @@ import transformers as tf
 
 from ..core import did_you_mean
 from ..files import MANIFEST, cached, fetch, why_torn
-from ..formats.gguf import convert_gguf
+from ..formats.gguf_models import convert_gguf
 from .card import ModelCard, read_card
 from .zoo import _ALIASES, _HUB, _SIZES, _meet, _device, build, float_dtype, license_of, model_class
 

@@ -8,7 +8,8 @@ import torch
 import transformers as tf
 
 from bmlab.files import cache_dir
-from bmlab.formats.gguf import _STORED, GGUF, gguf_tokenizer
+from bmlab.formats.gguf import _STORED, GGUF
+from bmlab.formats.gguf_models import gguf_tokenizer
 from bmlab.models.load import load, sample_dir
 
 
