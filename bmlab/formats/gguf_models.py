@@ -698,17 +698,19 @@ _SPECIAL = {
 }
 
 def _around(gguf, made, special, kind):
-    "The tokens that are set before and behind a text"
+    "Which tokens are set before and behind a text: keywords of the tokenizer; WordPiece gets its own template here"
     from tokenizers import processors
-    starts = kind == "llama" or gguf.get("tokenizer.ggml.pre") in _BEGINS
-    first = special.get("bos_token") if gguf.get("tokenizer.ggml.add_bos_token", starts) else None
-    last = special.get("eos_token") if gguf.get("tokenizer.ggml.add_eos_token", kind == "t5") else None
-    if kind == "bert": first, last = special.get("cls_token"), special.get("sep_token")
-    if not first and not last: return
-    one = [t for t in (first, "$A", last) if t]
-    two = [*one, *(f"{t}:1" for t in ("$B", last) if t)]
-    ids = [(t, made.token_to_id(t)) for t in dict.fromkeys((first, last)) if t]
-    made.post_processor = processors.TemplateProcessing(single=one, pair=two, special_tokens=ids)
+    if kind != "bert":
+        starts = kind == "llama" or gguf.get("tokenizer.ggml.pre") in _BEGINS
+        usual = {"add_bos_token": starts, "add_eos_token": kind == "t5"}
+        wanted = {k: bool(gguf.get(f"tokenizer.ggml.{k}", v)) for k, v in usual.items()}
+        return {k: v and k.removeprefix("add_") in special for k, v in wanted.items()}
+    first, last = special["cls_token"], special["sep_token"]
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}", pair=f"{first} $A {last} $B:1 {last}:1",
+        special_tokens=[(t, made.token_to_id(t)) for t in (first, last)]
+    )
+    return {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
 
 def gguf_tokenizer(
     gguf:GGUF,                           # of any architecture
@@ -722,18 +724,18 @@ def gguf_tokenizer(
     words = gguf["tokenizer.ggml.tokens"]
     made = _KINDS[kind](gguf, words)
     kinds = gguf.get("tokenizer.ggml.token_type", [])
-    for number, add in ((3, made.add_special_tokens), (4, made.add_tokens)):             # 3: control, 4: user-defined
+    for number, add in ((3, made.add_special_tokens), (4, made.add_tokens)):            # 3: control, 4: user-defined
         chosen = [w for w, k in zip(words, kinds) if k == number and made.token_to_id(w) is not None]
         add([AddedToken(w, normalized=False, special=number == 3) for w in chosen])
     ids = {k: gguf.get(f"tokenizer.ggml.{n}_token_id") for k, n in _SPECIAL.items()}
-    if kind == "bert" and ids["cls_token"] is None: ids["cls_token"] = ids["bos_token"]
-    special = {k: words[i] for k, i in ids.items() if i is not None}
-    _around(gguf, made, special, kind)
+    usual = {"cls_token": "[CLS]", "sep_token": "[SEP]"} if kind == "bert" else {}          # where the file is silent
+    special = usual | {k: words[i] for k, i in ids.items() if i is not None}
+    around = _around(gguf, made, special, kind)
     return tf.PreTrainedTokenizerFast(
         tokenizer_object=made,
         chat_template=gguf.get("tokenizer.chat_template"),
         model_max_length=gguf.get(f"{gguf['general.architecture']}.context_length", 10**30),
-        add_bos_token=bool(gguf.get("tokenizer.ggml.add_bos_token", False)),
+        **around,
         **special,
     )
 
