@@ -61,7 +61,9 @@ def _interleaved(gate, up):
 
 def _swapped(w): return w.swapaxes(1, 2)
 
-_EXPERTS = [                  # transformers' name, ours of a stack's two or one parts, how they are joined
+def _third(i): return lambda w: w.reshape(3, -1, *w.shape[1:])[i]         # q, k or v of a fused matrix
+
+_EXPERTS = [                  # transformers' name, the file's for a stack's two or one parts, how they are joined
     (r"experts\.gate_up_proj$", ("ffn_gate_exps.weight", "ffn_up_exps.weight"), _side_by_side),
     (r"experts\.down_proj$", ("ffn_down_exps.weight",), None),
 ]
@@ -70,6 +72,13 @@ _GPT_OSS = [
     (r"experts\.gate_up_proj_bias$", ("ffn_gate_exps.bias", "ffn_up_exps.bias"), _interleaved),
     (r"experts\.down_proj$", ("ffn_down_exps.weight",), _swapped),
     (r"experts\.down_proj_bias$", ("ffn_down_exps.bias",), None),
+]
+_NOMIC = [
+    *((rf"self_attn\.{n}_proj\.weight", ("attn_qkv.weight",), _third(i)) for i, n in enumerate("qkv")),
+    (r"self_attn\.o_proj\.weight", ("attn_output.weight",), None),
+    *((rf"mlp\.{n}_proj\.weight", (f"ffn_{n}.weight",), None) for n in ("gate", "up", "down")),
+    *((rf"post_attention_layernorm\.{n}", (f"attn_output_norm.{n}",), None) for n in ("weight", "bias")),
+    *((rf"post_mlp_layernorm\.{n}", (f"layer_output_norm.{n}",), None) for n in ("weight", "bias")),
 ]
 
 # %% ../../nbs/03_formats/03_gguf_models.ipynb #30ef1db9
@@ -144,6 +153,26 @@ def _minicpm(gguf, meta):
     early = {"embedding_scale": 12.0, "residual_scale": 1.4 / math.sqrt(layers), "logit_scale": width / 256}
     scales = {name: meta(key, early.get(key)) for name, key in _SCALES.items() if key in early}
     return {**scales, "attention_multiplier": meta("attention.key_length", width // heads) ** -0.5}
+
+def _types(gguf, meta): return {"type_vocab_size": gguf.tensors["token_types.weight"][0][0]}
+
+def _nomic(gguf, meta):
+    head_dim = meta("embedding_length") // meta("attention.head_count")
+    return {**_types(gguf, meta), "head_dim": head_dim, "pad_token_id": gguf.get("tokenizer.ggml.padding_token_id", 0)}
+
+def _roberta(gguf, meta):
+    "RoBERTa's positions begin behind the padding's; the file leaves the rows before them out"
+    return {**_types(gguf, meta), "pad_token_id": 1, "max_position_embeddings": meta("context_length") + 2}
+
+def _behind(w, config): return np.concatenate((np.zeros_like(w[:2]), w))
+
+def _windows(gguf, meta):
+    "Which layers look back through a window only: stated for each, or three of four"
+    window, layers = meta("attention.sliding_window"), meta("block_count")
+    if window is None: return {"sliding_window": None}
+    near = meta("attention.sliding_window_pattern", [(i + 1) % 4 != 0 for i in range(layers)])
+    kinds = ["sliding_attention" if n else "full_attention" for n in near]
+    return {"sliding_window": window, "layer_types": kinds}
 
 def _t5(gguf, meta):
     gated = _has(gguf, "enc.blk.0.ffn_gate.weight")
@@ -246,6 +275,14 @@ _FAMILIES = {                 # "general.architecture" → family
         "OlmoForCausalLM", {"clip_qkv": "attention.clamp_kqv", "rms_norm_eps": None, "head_dim": None}, undo=_ROTATED
     ),
     "olmo2": _Family("Olmo2ForCausalLM", {"head_dim": None}),
+    "olmo2 with a window": _Family("Olmo3ForCausalLM", {"head_dim": None}, _windows),
+    "exaone4": _Family("Exaone4ForCausalLM", more=_windows),
+    "ernie4_5": _Family("Ernie4_5ForCausalLM"),
+    "seed_oss": _Family("SeedOssForCausalLM"),
+    "starcoder": _Family(
+        "GPTBigCodeForCausalLM", {**_NONE, **_GPT2},
+        lambda gguf, meta: {"multi_query": meta("attention.head_count_kv") == 1}, rope=False
+    ),
     "olmoe": _Family("OlmoeForCausalLM", {**_ROUTED, "head_dim": None}),
     "command-r": _Family(
         "CohereForCausalLM", {**_LAYER_NORM, "logit_scale": "logit_scale", "head_dim": None},
@@ -263,12 +300,22 @@ _FAMILIES = {                 # "general.architecture" → family
     ),
     "bert": _Family(
         "BertModel", {**_LAYER_NORM, "num_key_value_heads": None, "head_dim": None},
-        lambda gguf, meta: {"type_vocab_size": gguf.tensors["token_types.weight"][0][0]},
-        rope=False, options={"add_pooling_layer": False}
+        _types, rope=False, options={"add_pooling_layer": False}
+    ),
+    "bert of pieces": _Family(
+        "XLMRobertaModel", {**_LAYER_NORM, "num_key_value_heads": None, "head_dim": None},
+        _roberta, {r"position_embd": _behind}, rope=False, options={"add_pooling_layer": False}
+    ),
+    "nomic-bert": _Family(
+        "NomicBertModel", {**_LAYER_NORM, "num_key_value_heads": None},
+        _nomic, stacks=_NOMIC
     ),
     "t5": _Family(
         "T5ForConditionalGeneration", {**_NONE, **_T5}, _t5, names={r"^(en|de)coder\.embed_tokens": "shared"},
         rope=False
+    ),
+    "t5encoder": _Family(
+        "T5EncoderModel", {**_NONE, **_T5}, _t5, names={r"^encoder\.embed_tokens": "shared"}, rope=False
     ),
     "mamba": _Family("MambaForCausalLM", {**_NONE, **_MAMBA}, undo={r"ssm_a$": _logarithm}, rope=False),
 }
@@ -285,7 +332,11 @@ def _family(gguf):
     if arch not in _FAMILIES:
         known = ", ".join(n for n in _FAMILIES if " " not in n)
         raise ValueError(f"{gguf.path.name} holds the architecture {arch!r}; these can be opened: {known}")
-    return _FAMILIES["llama with experts" if arch == "llama" and meta("expert_count") else arch], meta
+    kind = arch
+    if arch == "llama" and meta("expert_count"): kind = "llama with experts"
+    if arch == "olmo2" and meta("attention.sliding_window"): kind = "olmo2 with a window"
+    if arch == "bert" and gguf.get("tokenizer.ggml.model") in ("t5", "gpt2"): kind = "bert of pieces"
+    return _FAMILIES[kind], meta
 
 # %% ../../nbs/03_formats/03_gguf_models.ipynb #805f76e0
 def _llama3(factors, theta, dim):
