@@ -178,8 +178,8 @@ def load(
                                        # one, any), a size of the zoo with weights on the hub, or a name on the hub
     dtype:torch.dtype|str|None=None,   # of the weights, such as "bfloat16"; None: as stored
     device=None,                       # "cpu", "cuda", …; None: cuda if there is one, else cpu
-    packed:bool=False,                 # of a GGUF file: keep its Q8_0, Q4_0 and Q4_1 as packed layers, bit for bit?
-                                       # False: all is widened, as training and `cook` need it
+    packed:bool|None=None,             # of a GGUF file: keep its Q8_0, Q4_0 and Q4_1 as packed layers, bit for bit?
+                                       # False widens them, as `cook` needs it; None: keep
     **options,                         # passed to `from_pretrained`, such as attn_implementation="eager", revision="…"
 )->tuple:                              # (model in eval mode, tokenizer); tokenizer None if a folder holds none
     "A trained model with its card, and its tokenizer; weights on `device`."
@@ -187,10 +187,11 @@ def load(
         raise TypeError(f"name={name!r}: expected a sample, a folder or a name on the model hub")
     dtype, device = float_dtype(dtype), _device(device)
     where, more = _find(name)
-    if where.endswith(".gguf") and not more: return _from_gguf(where, dtype, device, packed, options)
-    if packed: raise ValueError(f"packed=True is for GGUF files, unlike {name!r}; pack_linears packs what load returns")
+    if where.endswith(".gguf") and not more: return _from_gguf(where, dtype, device, packed is not False, options)
     revision = {k: v for k, v in options.items() if k == "revision"}
     config, _ = tf.PreTrainedConfig.get_config_dict(where, **more, **revision)
+    if packed and not config.get("quantization_config"):
+        raise ValueError(f"packed=True, but {name!r} holds float weights; pack_linears packs what load returns")
     made = dict(dtype=dtype or "auto", output_loading_info=True, **more, **options)
     with contextlib.nullcontext() if more else _no_bars():   # from the hub, a bar shows the download
         model, info = model_class(config.get("architectures")).from_pretrained(where, **made)
