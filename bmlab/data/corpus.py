@@ -375,6 +375,9 @@ def _write_sources(corpus, into, tasks):
         said.append(asdict(source) | found)
     return out, said
 
+_STEP = {"name": str, "language?": (list[str], None), "source?": (list[str], None), "together?": object}
+_NAMED = {"name": str}
+_RECIPE = {"tasks": range(1, 1 << 31), "steps": list[_STEP], "sources": list[_NAMED], "made_with": dict[str, str]}
 _DEFAULTS = {"limit": 64 << 20, "on_error": "raise"}       # of a recipe from before there were these
 
 def _now_said(old, new):
@@ -387,7 +390,7 @@ def _freeze(into, recipe, listings):
     "Write recipe.json, or check that it says the same"
     root, shown = get_datafolder(into), json.loads(json.dumps(recipe, default=str))
     if root.exists("recipe.json"):
-        old = load_json(into, "recipe.json")
+        old = load_json(into, "recipe.json", _RECIPE)
         old["steps"] = without_modules(old.get("steps"))
         said = [_DEFAULTS | s for s in old.get("sources", ())]
         old["sources"] = [_now_said(a, b) for a, b in zip(said, shown["sources"])] + said[len(shown["sources"]):]
@@ -469,7 +472,7 @@ class Cleaned:
         self.into = os.fspath(into)
         if not get_datafolder(self.into).exists("recipe.json"):
             raise FileNotFoundError(f"into={self.into!r} holds no recipe.json; Corpus.run makes one")
-        self.recipe = load_json(self.into, "recipe.json")
+        self.recipe = load_json(self.into, "recipe.json", _RECIPE)
     @property
     def progress(self)->pd.DataFrame: # index: stage; columns: tasks, finished
         "How far each stage is."

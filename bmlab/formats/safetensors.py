@@ -58,7 +58,8 @@ def open_tensors(
     path:str|os.PathLike, # a safetensors file
 ):                        # safetensors' own reader of it, on the CPU
     "A file of tensors by key; its header is checked against its length."
-    with reading(path, TensorFileError, _AGAIN): return safetensors.safe_open(path, framework="pt", device="cpu")
+    with reading(f"{path} cannot be read", TensorFileError, _AGAIN):
+        return safetensors.safe_open(path, framework="pt", device="cpu")
 
 def load_tensors(
     path:str|os.PathLike, # a safetensors file
@@ -66,7 +67,7 @@ def load_tensors(
 )->dict[str, Tensor]:     # by key
     "All tensors of a file."
     if not os.path.isfile(path): raise FileNotFoundError(f"there is no file {path}")
-    with reading(path, TensorFileError, _AGAIN): return load_file(path, device=str(device))
+    with reading(f"{path} cannot be read", TensorFileError, _AGAIN): return load_file(path, device=str(device))
 
 def indexed(
     index:str|os.PathLike, # Hugging Face's index of a folder of weights, *.safetensors.index.json
