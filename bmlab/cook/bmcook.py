@@ -63,9 +63,8 @@ def _read(config):
     if odd := sorted(config.keys() - set(sections)):
         hint = did_you_mean(odd[0], sections)
         raise ValueError(f"{odd[0]!r} is no section of a BMCook configuration{hint}; there are {', '.join(sections)}")
-    out = {k: dict(config.get(k, {})) for k in sections}
-    for k, v in out.items(): _check_section(k, v)
-    return out
+    for k in config: _check_section(k, config[k])
+    return {k: dict(config.get(k, {})) for k in sections}
 
 # %% ../../nbs/20_cook/17_bmcook.ipynb #2238f3c8
 def _called(word, names):

@@ -720,7 +720,10 @@ def load(cls:InferencePlan, path:str|Path)->"InferencePlan":
     d = read_json(path, shape, PlanError, "plan_inference(…).save(path) writes one", finite=False)
     for n in ("joined", *_HOST): d["decoding"].setdefault(n, 0)       # of a plan from before they were told apart
     d = {f.name: d[f.name] for f in dataclasses.fields(cls) if f.name in d}
-    with reading(path, PlanError): return cls(**d | {"blocks": pd.DataFrame(d["blocks"]).set_index("name")})
+    with reading(path, PlanError):
+        plan = cls(**d | {"blocks": pd.DataFrame(d["blocks"]).set_index("name")})
+        str(plan)                                                     # (what it shows needs everything in it)
+    return plan
 
 # %% ../../nbs/40_infer/07_placement.ipynb #3863a626
 @patch

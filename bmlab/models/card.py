@@ -272,7 +272,7 @@ class ModelCardError(FileError):
     "A card of a model that cannot be read."
 
 _SHAPE = {"name": str, "license": str, "source": str, "license_text?": str, "sha256?": dict[str, str]}
-_SHAPE |= {"changes?": list[str], "notes?": str}
+_SHAPE |= {"changes?": tuple[str, ...], "notes?": str}
 
 def _card(values, where):
     "A card from a dict read somewhere; unknown fields are an error"

@@ -354,7 +354,10 @@ class TrainingPlan:
         d = {f.name: d[f.name] for f in dataclasses.fields(cls) if f.name in d}
         if odd := sorted(d["times"].keys() - _LANES.keys()) or ["nothing"] * (not d["times"]):
             raise PlanError(f"{path}: times: {odd[0]!r} is none of {', '.join(_LANES)}")
-        with reading(path, PlanError): return cls(**{**d, "cost": None if d.get("cost") is None else Cost(**d["cost"])})
+        with reading(path, PlanError):
+            plan = cls(**{**d, "cost": None if d.get("cost") is None else Cost(**d["cost"])})
+            str(plan)                                             # (what it shows needs everything in it)
+        return plan
     def __str__(self):
         chosen = f"{self.recompute} of {self.blocks} blocks recompute, {self.offload:.0%} of the optimizer on the host"
         limits = f"limit {format_bytes(self.limit)}, smallest {format_bytes(self.min_bytes, up=True)}"
