@@ -283,7 +283,8 @@ def recipe(folder):
 
 def plans(folder):
     from bmlab.all import InferencePlan, TrainingPlan
-    for kind, name in ((TrainingPlan, "training"), (InferencePlan, "inference")): repr(kind.load(folder / f"{name}.json"))
+    repr(TrainingPlan.load(folder / "training.json"))
+    repr(InferencePlan.load(folder / "inference.json"))
 
 
 def make_plans(folder):
