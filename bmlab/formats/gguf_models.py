@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core import changed, lookup
-from .gguf import GGUF
+from ..files import reading
+from .gguf import GGUF, GGUFError
 from ..kernels.codes import packed_linear4
 from ..kernels.exchange import mark_foreign
 from ..kernels.layers import GroupedLinear, Int4Linear, Int8Linear, is_conv1d, packed_class
@@ -327,11 +328,11 @@ def gguf_families(
 
 def _family(gguf):
     "(family, metadata of its architecture)"
-    arch = gguf["general.architecture"]
+    arch = gguf.get("general.architecture")
     meta = lambda key, default=None: gguf.get(f"{arch}.{key}", default)
-    if arch not in _FAMILIES:
+    if not isinstance(arch, str) or arch not in _FAMILIES or " " in arch:
         known = ", ".join(n for n in _FAMILIES if " " not in n)
-        raise ValueError(f"{gguf.path.name} holds the architecture {arch!r}; these can be opened: {known}")
+        raise GGUFError(f"{gguf.path.name} holds the architecture {arch!r}; these can be opened: {known}")
     kind = arch
     if arch == "llama" and meta("expert_count"): kind = "llama with experts"
     if arch == "olmo2" and meta("attention.sliding_window"): kind = "olmo2 with a window"
@@ -357,7 +358,7 @@ def _rope(gguf, family, meta, head_dim):
     if dims != head_dim:
         if not family.partial:
             stated = f"{gguf['general.architecture']}.rope.dimension_count={dims}"
-            raise ValueError(f"{gguf.path.name} has {stated}; only {head_dim} can be converted")
+            raise GGUFError(f"{gguf.path.name} has {stated}; only {head_dim} can be converted")
         out["partial_rotary_factor"] = dims / head_dim
     old = {"original_max_position_embeddings": meta("rope.scaling.original_context_length", meta("context_length"))}
     if "rope_freqs.weight" in gguf.tensors: out |= _llama3(gguf.tensor("rope_freqs.weight"), theta, dims)
@@ -372,7 +373,7 @@ def _rope(gguf, family, meta, head_dim):
         out |= {"rope_type": "yarn", "factor": meta("rope.scaling.factor"), **old, **known}
         if gguf["general.architecture"] == "gpt-oss": out["truncate"] = False
     elif kind != "none":
-        raise ValueError(f"{gguf.path.name} scales its rotary positions ({kind!r}), which is not converted")
+        raise GGUFError(f"{gguf.path.name} scales its rotary positions ({kind!r}), which is not converted")
     return out
 
 # %% ../../nbs/03_formats/03_gguf_models.ipynb #c2e26f12
@@ -381,16 +382,56 @@ def _stored_dtype(gguf):
     kinds = {kind for shape, kind, _ in gguf.tensors.values() if len(shape) > 1 and kind != "F32"}
     return {"F16": "float16", "BF16": "bfloat16"}.get(*kinds, "float32") if len(kinds) == 1 else "float32"
 
+_WHOLE = {                    # metadata that decides sizes → the most that is believed
+    "embedding_length": 1 << 20,
+    "feed_forward_length": 1 << 24,
+    "attention.head_count": 1 << 16,
+    "attention.head_count_kv": 1 << 16,
+    "attention.key_length": 1 << 16,
+    "context_length": 1 << 31,
+    "expert_count": 1 << 16,
+    "expert_feed_forward_length": 1 << 24,
+    "expert_shared_feed_forward_length": 1 << 24,
+}
+
+def _check(gguf, meta):
+    "Raise where the metadata asks for what no file of this size holds, before anything is made of it"
+    arch, table = gguf["general.architecture"], gguf.tensors.get("token_embd.weight", ((),))[0]
+    if len(table) != 2: raise GGUFError(f"{gguf.path.name} has no tensor token_embd.weight of two dimensions")
+    most = {**_WHOLE, "block_count": len(gguf.tensors), "decoder_block_count": len(gguf.tensors)}
+    numbers = {f"{arch}.{k}": n for k, n in most.items()}
+    numbers |= {f"tokenizer.ggml.{n}_token_id": table[0] - 1 for n in ("bos", "eos", "padding")}
+    for key, n in numbers.items():
+        for x in v if isinstance(v := gguf.get(key, 0), list) else [v]:
+            if type(x) is int and 0 <= x <= n: continue
+            raise GGUFError(f"{gguf.path.name}: {key} is {x!r:.40}, expected a whole number up to {n:,}")
+    reals = [k for k in gguf.keys if k.startswith(f"{arch}.") and k.endswith(("epsilon", "freq_base", "freq_base_swa"))]
+    for key in reals:
+        if isinstance(x := gguf.get(key), (int, float)) and 0 < x < math.inf: continue
+        raise GGUFError(f"{gguf.path.name}: {key} is {x!r:.40}, expected a number above 0")
+    heads, width = meta("attention.head_count", 1), meta("embedding_length")
+    if _family(gguf)[0].rope and not (isinstance(heads, list) or (heads and width)):
+        raise GGUFError(f"{gguf.path.name} says no number of heads, or no width")
+    whole = sum(map(gguf.stored_bytes, gguf.tensors))
+    # (many that lie over each other would take far more memory than the file)
+    if whole > sum(f.stat().st_size for f in gguf.files):
+        raise GGUFError(f"{gguf.path.name} is cut, or tensors lie over each other: they would take {whole:,} bytes")
+
 def gguf_config(
     gguf:GGUF,               # of one of `gguf_families()`
 )->tf.PreTrainedConfig:      # dtype: float16 or bfloat16 where all matrices are stored so, else float32
     "The configuration in a GGUF file's metadata."
     family, meta = _family(gguf)
+    _check(gguf, meta)
+    with reading(f"{gguf.path.name}: the metadata", GGUFError): return _config(gguf, family, meta)
+
+def _config(gguf, family, meta):
+    "What `gguf_config` returns, of metadata that is checked"
     values = {name: meta(key) for name, key in {**_COMMON, **family.keys}.items() if key}
     values = {name: v for name, v in values.items() if v is not None}
     for name, v in values.items():
         if isinstance(v, list) and len(set(v)) > 1:
-            raise ValueError(f"{gguf.path.name} has another {name} in each layer, which is not converted: {v[:4]} …")
+            raise GGUFError(f"{gguf.path.name} has another {name} in each layer, which is not converted: {v[:4]} …")
         if isinstance(v, list): values[name] = v[0]
     special = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     values |= {k: gguf.get(f"tokenizer.ggml.{n}_token_id") for k, n in special.items()}
@@ -432,7 +473,8 @@ def gguf_on_meta(
     "The model of a GGUF file without its weights, from the header alone."
     config, family = gguf_config(gguf), _family(gguf)[0]
     dtype, cls = dtype or config.dtype, getattr(tf, family.cls)
-    with torch.device("meta"): model = cls._from_config(config, dtype=dtype, **family.options, **options).eval()
+    with reading(gguf.path.name, GGUFError), torch.device("meta"):
+        model = cls._from_config(config, dtype=dtype, **family.options, **options).eval()
     turn, eos = gguf.get("tokenizer.ggml.eot_token_id"), config.eos_token_id
     # a chat model ends its turn with another token than a text
     if model.can_generate() and turn not in (None, eos): model.generation_config.eos_token_id = [eos, turn]
@@ -474,10 +516,10 @@ class GGUFTensors:
         self._shapes = {n: tuple(t.shape) for n, (t, _) in tensors_by_name(model).items()}
         cls = type(model).__name__
         if lost := [n for n, s in self.sources.items() if s is None or not all(p in gguf.tensors for p in s[0])]:
-            raise ValueError(f"{gguf.path.name} lacks {len(lost)} tensors of a {cls}, such as {lost[0]!r}")
+            raise GGUFError(f"{gguf.path.name} lacks {len(lost)} tensors of a {cls}, such as {lost[0]!r}")
         used = {p for parts, _ in self.sources.values() for p in parts}
         if left := [n for n in gguf.tensors if n not in used and not _BESIDE.search(n)]:
-            raise ValueError(f"tensor {left[0]!r} of {gguf.path.name} has no place in {cls}")
+            raise GGUFError(f"tensor {left[0]!r} of {gguf.path.name} has no place in {cls}")
         self.where = dict.fromkeys(self.sources, gguf.path)
 
     def shape(self,
@@ -492,14 +534,15 @@ class GGUFTensors:
     )->Tensor:       # on the CPU, float32
         "A tensor as the model has it, widened and put back."
         parts, join = self.sources[key]
-        made = [self._part(p) for p in parts]
-        w = join(*made) if join else made[0]
+        with reading(f"{self.path.name}: {parts[0]}", GGUFError):
+            made = [self._part(p) for p in parts]
+            w = join(*made) if join else made[0]
         shape = self._shapes[key]
         if w.shape != shape:
             plain = lambda s: [n for n in s if n != 1]
             if plain(w.shape) != plain(shape):
                 differs = f"tensor {parts[0]!r} of {self.path.name} makes {tuple(w.shape)}"
-                raise ValueError(f"{differs}, where the model has {shape}")
+                raise GGUFError(f"{differs}, where the model has {shape}")
             w = w.reshape(shape)
         w = w[where] if where else w
         self.read_bytes += w.nbytes
@@ -675,7 +718,7 @@ def _byte_level(gguf, words):
     rule = gguf.get("tokenizer.ggml.pre", "default")
     if rule not in _RULE:
         known = f"'gpt2' with one of {', '.join(sorted(_RULE))} can be converted"
-        raise ValueError(f"{gguf.path.name} has a tokenizer of the kind 'gpt2', {rule!r}; {known}")
+        raise GGUFError(f"{gguf.path.name} has a tokenizer of the kind 'gpt2', {rule!r}; {known}")
     merges = [tuple(m.split(" ")) for m in gguf["tokenizer.ggml.merges"]]
     made = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, merges))
     cut = [pre_tokenizers.Split(Regex(p), "isolated") for p in _RULE[rule]]
@@ -767,12 +810,27 @@ def gguf_tokenizer(
     gguf:GGUF,                           # of any architecture
 )->tf.PreTrainedTokenizerFast|None:      # special tokens and chat template included; None: the file has no vocabulary
     "The tokenizer in a GGUF file's metadata."
-    from tokenizers import AddedToken
     kind = gguf.get("tokenizer.ggml.model", "none")
     if kind in ("none", "no_vocab"): return None
-    if kind not in _KINDS:
-        raise ValueError(f"{gguf.path.name} has a tokenizer of the kind {kind!r}; {', '.join(_KINDS)} can be converted")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise GGUFError(f"{gguf.path.name} has a tokenizer of the kind {kind!r}; {', '.join(_KINDS)} can be converted")
+    for name, of in (("tokens", str), ("merges", str), ("token_type", int), ("scores", float)):
+        found = gguf.get(f"tokenizer.ggml.{name}", None if name == "tokens" else [])
+        if isinstance(found, list) and all(type(x) is of for x in found): continue
+        what = {str: "texts", int: "whole numbers", float: "numbers"}[of]
+        raise GGUFError(f"{gguf.path.name}: tokenizer.ggml.{name} is no list of {what}")
     words = gguf["tokenizer.ggml.tokens"]
+    for name in _SPECIAL.values():
+        key = f"tokenizer.ggml.{name}_token_id"
+        if type(i := gguf.get(key, 0)) is int and 0 <= i < len(words): continue
+        raise GGUFError(f"{gguf.path.name}: {key} is {i!r:.40}, expected a whole number up to {len(words) - 1:,}")
+    if not isinstance(gguf.get("tokenizer.chat_template"), str | None):
+        raise GGUFError(f"{gguf.path.name}: tokenizer.chat_template is no text")
+    with reading(f"{gguf.path.name}: tokenizer.ggml", GGUFError): return _tokenizer(gguf, kind, words)
+
+def _tokenizer(gguf, kind, words):
+    "What `gguf_tokenizer` returns, of metadata that is checked"
+    from tokenizers import AddedToken
     made = _KINDS[kind](gguf, words)
     kinds = gguf.get("tokenizer.ggml.token_type", [])
     for number, add in ((3, made.add_special_tokens), (4, made.add_tokens)):            # 3: control, 4: user-defined
