@@ -29,7 +29,6 @@ from bmlab.delta.soft import (
 from .store import DELTA_FILES
 from ..files import replace_folder, settle
 
-
 # %% ../../nbs/30_delta/09_bank.ipynb #0d909da3
 class Route:
     "Whose row each row of a batch is; `bank.route` makes it."

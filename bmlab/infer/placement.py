@@ -719,6 +719,8 @@ _SAVED = {
 }
 _COLUMNS = dict(name=str, stack=str, bytes=int, bits=int, shared=bool, each_token=bool, where=str)
 
+_BLOCKS = {"name": list[str], "stack": list[str], "bytes": list[float], "shared": list, "where": list[str]}
+
 @patch(cls_method=True)
 def load(cls:InferencePlan, path:str|Path)->"InferencePlan":
     "A plan that `save` wrote."

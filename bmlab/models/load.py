@@ -14,7 +14,8 @@ import transformers as tf
 
 from ..core import did_you_mean
 from ..files import MANIFEST, FileError, cached, fetch, read_json, settle, why_torn
-from ..formats.gguf import convert_gguf
+from ..formats.gguf import GGUF, convert_gguf
+from ..formats.gguf_models import convert_gguf, gguf_model, gguf_tokenizer
 from .card import ModelCard, read_card
 from .zoo import _ALIASES, _HUB, _SIZES, _meet, _device, build, float_dtype, license_of, model_class
 
@@ -117,12 +118,12 @@ def check_config(
             if x > most: raise ModelError(f"{file}: {at} is {x}, and {most:,} is the most that is believed")
 
 def check_folder(
-    folder:Path, # of a model
+    folder:Path, # of a model, or a GGUF file
 )->tuple:        # (folder, {}) for transformers' `from_pretrained`
-    "Is it the folder of a model? An error says what else it is, or what is damaged."
+    "Is it the folder of a model, or a GGUF file? An error says what else it is, or what is damaged."
     if folder.suffix == ".gguf":
-        convert = f"convert_gguf({str(folder)!r}, some_folder), then load that folder"
-        raise ValueError(f"{folder} is one GGUF file: {convert}")
+        if folder.is_file(): return str(folder), {}
+        raise FileNotFoundError(f"there is no file {folder}")
     if folder.is_file(): raise NotADirectoryError(f"{folder} is a file: give the folder of a model")
     settle(folder)
     if not folder.is_dir(): raise FileNotFoundError(f"there is no folder {folder}")
@@ -188,12 +189,24 @@ def _tokenizer(where, more, options):
     trust = {"trust_remote_code": options.get("trust_remote_code", False)}
     return tf.AutoTokenizer.from_pretrained(where, **more, **revision, **trust)
 
+# %% ../../nbs/04_models/03_load.ipynb #f39bbe97
+def _from_gguf(file, dtype, device, packed, options):
+    "(model, tokenizer) of a GGUF file, filled tensor by tensor"
+    gguf = GGUF(file)
+    model = gguf_model(gguf, dtype, device, packed, **options)
+    says = lambda key: gguf.get(f"general.{key}")
+    source = f"GGUF file {gguf.path.name}"
+    ModelCard(name=says("name") or gguf.path.stem, license=says("license") or "unknown", source=source).put(model)
+    return model, gguf_tokenizer(gguf)
+
 # %% ../../nbs/04_models/03_load.ipynb #0ee4d1a7
 def load(
-    name:str|Path,                     # a sample ("smollm2-135m", "minilm-l6"), a folder, a size of the zoo with
-                                       # weights on the hub, or a name on the Hugging Face hub
+    name:str|Path,                     # a sample ("smollm2-135m", "minilm-l6"), a folder, a GGUF file (of a split
+                                       # one, any), a size of the zoo with weights on the hub, or a name on the hub
     dtype:torch.dtype|str|None=None,   # of the weights, such as "bfloat16"; None: as stored
     device=None,                       # "cpu", "cuda", …; None: cuda if there is one, else cpu
+    packed:bool|None=None,             # of a GGUF file: keep its Q8_0, Q4_0 and Q4_1 as packed layers, bit for bit?
+                                       # False widens them, as `cook` needs it; None: keep
     **options,                         # passed to `from_pretrained`, such as attn_implementation="eager", revision="…"
 )->tuple:                              # (model in eval mode, tokenizer); tokenizer None if a folder holds none
     "A trained model with its card, and its tokenizer; weights on `device`."
@@ -201,8 +214,11 @@ def load(
         raise TypeError(f"name={name!r}: expected a sample, a folder or a name on the model hub")
     dtype, device = float_dtype(dtype), _device(device)
     where, more = _find(name)
+    if where.endswith(".gguf") and not more: return _from_gguf(where, dtype, device, packed is not False, options)
     revision = {k: v for k, v in options.items() if k == "revision"}
     config, _ = tf.PreTrainedConfig.get_config_dict(where, **more, **revision)
+    if packed and not config.get("quantization_config"):
+        raise ValueError(f"packed=True, but {name!r} holds float weights; pack_linears packs what load returns")
     made = dict(dtype=dtype or "auto", output_loading_info=True, **more, **options)
     with contextlib.nullcontext() if more else _no_bars():   # from the hub, a bar shows the download
         model, info = model_class(config.get("architectures")).from_pretrained(where, **made)

@@ -35,7 +35,6 @@ from bmlab.formats.safetensors import (
 )
 from ..core import check_path, check_weights
 
-
 # %% ../../nbs/10_train/06_checkpoint.ipynb #143f25fb
 def named_tensors(
     model:nn.Module,  # any module: compiled, wrapped, sharded, with deltas
@@ -418,7 +417,7 @@ def latest(
     with contextlib.suppress(OSError):
         with open(root / _LATEST, errors="replace") as f: name = f.read(4096).strip()
         if not _beside(name):
-            raise Foreign(f"{root / _LATEST} names {name!r}, no folder beside it; write the name of a checkpoint "
+            raise Foreign(f"{root / _LATEST} names {name!r:.80}, no folder beside it; write the name of a checkpoint "
                              "there, or remove it")
         if (root / name / _MARK).is_file(): return root / name
     return next(iter(_whole_ones(root)), None)

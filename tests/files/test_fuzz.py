@@ -4,6 +4,7 @@ import atexit
 import copy
 import functools
 import json
+import math
 import os
 import pickle
 import random
@@ -143,7 +144,7 @@ def refused_whole(load, kind="hf"):
 
 
 def gguf(folder):
-    from bmlab.formats.gguf import GGUF, gguf_config, gguf_tokenizer, gguf_weights
+    from bmlab.formats import GGUF, gguf_config, gguf_tokenizer, gguf_weights
     g = GGUF(folder / "a.gguf")
     for k in g.keys: g.get(k)
     config, tok, weights = gguf_config(g), gguf_tokenizer(g), gguf_weights(g)
@@ -161,11 +162,14 @@ def make_gguf(folder):
     pairs |= {"tokenizer.ggml.tokens": texts("a", "b", "ab", "<e>"), "tokenizer.ggml.merges": texts("a b")}
     pairs |= {"tokenizer.ggml.token_type": (9, struct.pack("<IQ4i", 5, 4, 1, 1, 1, 3))}
     pairs |= {"tokenizer.ggml.eos_token_id": u32(3), "general.alignment": u32(32)}
-    shapes = {"token_embd": (4, 8), "blk.0.attn_q": (8, 8), "blk.0.attn_k": (8, 8), "blk.0.ffn_up": (16, 8)}
+    shapes = {"token_embd": (4, 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)}
+    shapes |= {f"blk.0.attn_{n}": (8, 8) for n in ("q", "k", "v", "output")}
+    shapes |= {"blk.0.ffn_gate": (16, 8), "blk.0.ffn_up": (16, 8), "blk.0.ffn_down": (8, 16)}
     infos, blob = b"", b""
     for name, shape in shapes.items():
-        infos += text(f"{name}.weight") + struct.pack("<IQQIQ", 2, *reversed(shape), 0, len(blob))
-        blob += bytes(4 * shape[0] * shape[1])
+        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        infos += text(f"{name}.weight") + dims + struct.pack("<IQ", 0, len(blob))
+        blob += bytes(4 * math.prod(shape))
     head = struct.pack("<4sIQQ", b"GGUF", 3, len(shapes), len(pairs))
     head += b"".join(text(k) + struct.pack("<I", t) + v for k, (t, v) in pairs.items()) + infos
     (folder / "a.gguf").write_bytes(head + bytes(-len(head) % 32) + blob)
