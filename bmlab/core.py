@@ -6,13 +6,13 @@
 __all__ = ['SLICE', 'ROLES', 'unwrap', 'parts', 'take_slice', 'numbered_children', 'match_pattern', 'nearest_names', 'no_match',
            'select_names', 'resolve', 'matrix_shape', 'is_norm', 'roles', 'expert_shape', 'original_class',
            'forward_names', 'word_head', 'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes',
-           'format_bytes', 'format_count', 'weights', 'Count', 'count', 'Transient', 'on_change', 'changed',
+           'format_bytes', 'format_count', 'weights', 'Count', 'on_meta', 'count', 'Transient', 'on_change', 'changed',
            'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'set_seed', 'Table', 'table', 'figure',
            'esc', 'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
 import contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, math, numbers
-import random, re, sys, weakref
+import os, random, re, sys, weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -448,10 +448,17 @@ class Count:
         return f"{sizes}, {format_bytes(self.bytes)}"
     __repr__ = __str__
 
+def on_meta(
+    model, # a module; or the folder or name of a model
+):         # the module; or one with all tensors on meta
+    "What can be counted and planned without reading a weight: a module as it is, a folder's or name's model on meta."
+    return lookup("reader", "on_meta")(model) if isinstance(model, (str, os.PathLike)) else model
+
 def count(
-    model:nn.Module, # any module
+    model:nn.Module|str|os.PathLike, # any module; or a folder or name, of which no weight is read
 )->Count:
     "Total, trainable and delta parameters and their bytes, on meta, sharded and packed models too."
+    model = on_meta(model)
     rows = [w for w in weights(model) if w.tied_to is None]
     return Count(
         total=sum(w.numel for w in rows), trainable=sum(w.numel for w in rows if w.trainable),
@@ -524,6 +531,7 @@ _REGISTRY = {  # table → name → "module:attribute", below bmlab
         "models", cpm2="Cpm1Tokenizer Cpm2Tokenizer EvaTokenizer", glm="BlankGlmTokenizer", cpmbee="CpmBeeTokenizer"),
     "model_values": _entries_of(  # configuration values of the sizes of one family
         "models", cpm2="CPM1", cpm="ANT_SIZES", cpmbee="BEE_SIZES"),
+    "reader": {"on_meta": "infer.loading:model_on_meta"},  # of a model's folder, without its weights
 }
 
 # %% ../nbs/00_core.ipynb #8b4c1ce3

@@ -53,7 +53,12 @@ def linears(model): return {n: m for n, m in model.named_modules() if isinstance
 def digest(t): return hashlib.sha256(t.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def logits(model): return [round(x, 6) for x in model.float()(IDS).logits[0, -1].tolist()]
+@torch.no_grad()
+def logits(model):
+    "Of a model made anew in float32: one that was cast has its rotary frequencies rounded"
+    new = type(model)(model.config).eval()
+    new.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
+    return [round(x, 6) for x in new(IDS).logits[0, -1].tolist()]
 
 
 def folder(model, tensors, config, wide, more=None):

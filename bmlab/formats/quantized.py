@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['METHODS', 'BadQuantization', 'quantization_of', 'unpack_bits', 'Grouped', 'Scaled', 'Looked', 'QuantizedWeight',
-           'QuantizedFiles']
+           'QuantizedFiles', 'quantized_on_meta', 'quantized_model']
 
 # %% ../../nbs/03_formats/02_quantized.ipynb #86c21f0c
-import json
+import copy, json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,9 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..core import lookup
-from .safetensors import TensorFiles
+from .safetensors import TensorFiles, TensorPlaces, matching_keys, tensors_by_name
 from ..kernels.codes import GROUPS
+from ..kernels.exchange import mark_foreign
 from ..kernels.layers import Int4Linear, Int4Ordered, Int8Linear
 
 # %% ../../nbs/03_formats/02_quantized.ipynb #208b9c73
@@ -57,7 +58,7 @@ def unpack_bits(
     "Codes from a stream of 32-bit words, lowest bits first."
     if not 0 < bits <= 8 or n * bits > 32 * words.shape[-1]:
         raise ValueError(f"{n} codes of {bits} bits do not fit into {words.shape[-1]} words of 32 bits")
-    stream = words.contiguous().view(torch.uint8)
+    stream = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
     if bits == 8: return stream[..., :n]
     if bits in (1, 2, 4):
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
@@ -576,6 +577,7 @@ def fit(self:QuantizedFiles,
         spelled = (place, place.removeprefix(base + "."), f"{base}.{place}")
         place = next((p for p in spelled if p in modules), None)
         m = modules.get(place)
+        if hasattr(m, "_bmlab_packed"): continue                                   # it was fitted before
         shape = None if m is None or not isinstance(getattr(m, "weight", None), nn.Parameter) else tuple(m.weight.shape)
         if type(m) is not nn.Linear or shape != self.weights[name].shape:
             self.forms[name] = ""
@@ -587,3 +589,61 @@ def fit(self:QuantizedFiles,
         setattr(parent, place.rpartition(".")[2], cls.skeleton_of(m, **options))
     self._name()
     return model
+
+# %% ../../nbs/03_formats/02_quantized.ipynb #95c43309
+def quantized_on_meta(
+    files:QuantizedFiles,          # of the folder; its `forms` follow what the model has
+    cls:type,                      # of transformers: a model, or an Auto class
+    config,                        # its configuration; left as it is
+    dtype:torch.dtype|None=None,   # of what is not packed; None: as the configuration says
+    **options,                     # of the class, such as attn_implementation="eager"
+)->nn.Module:                      # in eval mode, every tensor on meta
+    "The model of a quantized folder without its weights: packed layers where its codes are kept."
+    config, make = copy.deepcopy(config), getattr(cls, "_from_config", None) or cls.from_config
+    config.__dict__.pop("quantization_config", None)
+    dtype = dtype or files._wide_dtype
+    with torch.device("meta"): model = make(config, dtype=dtype, **options)
+    keep = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16: keep |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for n, p in model.named_parameters():                             # what the family computes in float32 in any case
+        if p.is_floating_point() and keep & set(n.split(".")): p.data = p.data.float()
+    return files.fit(model, dtype).eval()
+
+@torch.no_grad()
+def _fill(model, files, keys, device):
+    "Read each tensor to its place; buffers that no file holds are computed"
+    known, places = tensors_by_name(model), TensorPlaces(model)
+    kept, done = [t for t, _ in known.values()], set()
+    for n, key in sorted(keys.items(), key=lambda x: x[1].rpartition(".")[0]):     # the parts of a layer together
+        t = known[n][0]
+        places.put(id(t), files.read(key, ()).to(device, t.dtype))
+        done.add(id(t))
+    rest = {i for i in places.sites if i not in done and places.tensor(i).is_meta}
+    if left := places.fill([n for n in places.modules if places.held(n) & rest], torch.device(device), 0, rest):
+        raise places.unfilled(left)
+    places.close()
+    del kept
+    mark_foreign(model)
+    return model
+
+def quantized_model(
+    folder:str|Path,               # with `quantization_config` in its config.json
+    cls:type,                      # of transformers: a model, or an Auto class
+    config,                        # its configuration
+    dtype:torch.dtype|None=None,   # of what is not packed; None: as the configuration says
+    device="cpu",                  # where its tensors go
+    packed:bool=True,              # keep codes where a packed layer takes them; False: widen everything
+    **options,                     # of the class, such as attn_implementation="eager"
+)->nn.Module:                      # in eval mode
+    "The model of a quantized folder."
+    files = QuantizedFiles(folder, packed)
+    model = quantized_on_meta(files, cls, config, dtype, **options)
+    try: keys = matching_keys(model, files)
+    except ValueError:
+        files, kept = QuantizedFiles(folder, packed=False), model.config
+        files.dtype = dtype or files._wide_dtype
+        state = {k: files.read(k, ()) for k in files.where}
+        model = cls.from_pretrained(None, config=kept, state_dict=state, dtype=files.dtype, **options).to(device)
+    else: _fill(model, files, keys, device)
+    files.close()
+    return model.eval()

@@ -21,6 +21,7 @@ from ..models.zoo import float_dtype, model_class
 from ..formats.gguf import convert_gguf
 from ..files import cached
 from .placement import InferencePlan, _block_of, plan_inference
+from ..formats.quantized import QuantizedFiles, quantization_of, quantized_on_meta
 from ..formats.safetensors import TensorFiles, TensorPlaces, matching_keys, tensors_by_name
 from ..core import find_blocks
 
@@ -67,6 +68,8 @@ def model_on_meta(
     config = tf.AutoConfig.from_pretrained(folder)
     dtype = dtype or getattr(config, "dtype", None) or _stored_dtype(folder)
     cls = model_class(config.architectures)
+    if quantization_of(folder) is not None:
+        return _for_generation(quantized_on_meta(QuantizedFiles(folder), cls, config, float_dtype(dtype)), folder)
     with torch.device("meta"):
         model = getattr(
             cls, "_from_config", cls.from_config if hasattr(cls, "from_config") else None
@@ -77,9 +80,13 @@ def model_on_meta(
     ]
     for n, p in model.named_parameters():                             # what the family computes in float32 in any case
         if p.is_floating_point() and any(k in n.split(".") for k in keep): p.data = p.data.float()
+    return _for_generation(model.eval(), folder)
+
+def _for_generation(model, folder):
+    "The model with the folder's settings for generation, if it has some"
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = tf.GenerationConfig.from_pretrained(folder)
-    return model.eval()
+    return model
 
 def _stored_dtype(folder):
     "The dtype of the first float tensor of the files"
@@ -91,7 +98,9 @@ def _stored_dtype(folder):
 class _Source:
     "The weights of a folder, by the names of a model on meta"
     def __init__(self, model, folder):
-        self.files, self.model = TensorFiles(folder), model
+        quantized = quantization_of(folder) is not None
+        self.files, self.model = QuantizedFiles(folder) if quantized else TensorFiles(folder), model
+        if quantized: self.files.fit(model, model.dtype)
         self.keys = matching_keys(model, self.files)                       # raises for files of another model
         self.places, self.known = TensorPlaces(model), tensors_by_name(model)
         self.key = {id(t): self.keys.get(n) for n, (t, _) in self.known.items()}

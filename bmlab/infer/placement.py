@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from .cache import KVCache, kv_shapes
-from ..core import expert_shape, figure, format_bytes, parse_bytes, parts, roles, weights
+from ..core import expert_shape, figure, format_bytes, on_meta, parse_bytes, parts, roles, weights
 from ..kernels.layers import packable
 from ..plan.machine import Machine, machine as _machine
 from ..kernels.codes import WIDE_BYTES, group_for
@@ -945,7 +945,8 @@ def _help(asked, fits):
 
 # %% ../../nbs/40_infer/07_placement.ipynb #4279ef15
 def plan_inference(
-    model:nn.Module,                # any with repeated blocks; on meta is enough; left as it is
+    model:nn.Module|str|Path,       # any with repeated blocks; on meta is enough; left as it is. Or a folder or name,
+                                    # of which no weight is read
     memory_limit:int|str|None=None, # of the device, the CUDA context included: bytes, "6GiB", or None
     bits:int|None=None,             # 8 or 4 packs the linear layers; None keeps the dtype
     max_batch:int=1,                # sequences at once
@@ -963,6 +964,7 @@ def plan_inference(
 )->InferencePlan:
     "What stays, what streams, what it takes and how fast it will be, from shapes alone; ValueError if nothing fits."
     _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt)
+    model = on_meta(model)
     if not (draft is None or draft == "lookup" or isinstance(draft, nn.Module)):
         raise TypeError(f"draft={draft!r}: None, 'lookup' or a model")
     limit, host = (None if x is None else parse_bytes(x) for x in (memory_limit, host_limit))

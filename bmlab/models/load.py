@@ -15,6 +15,7 @@ import transformers as tf
 from ..core import did_you_mean
 from ..files import MANIFEST, cached, fetch, why_torn
 from ..formats.gguf import convert_gguf
+from ..formats.quantized import quantized_model
 from .card import ModelCard, read_card
 from .zoo import _ALIASES, _HUB, _SIZES, _meet, _device, build, float_dtype, license_of, model_class
 
@@ -161,12 +162,29 @@ def _tokenizer(where, more, options):
     trust = {k: v for k, v in options.items() if k == "trust_remote_code"}
     return tf.AutoTokenizer.from_pretrained(where, **more, **revision, **trust)
 
+# %% ../../nbs/04_models/03_load.ipynb #bb5fbd74
+def _from_quantized(where, more, dtype, device, packed, options):
+    "The model of a folder with `quantization_config`, fetched first if it is on the hub"
+    folder = where
+    if more:
+        import huggingface_hub as hub
+        revision = options.get("revision")
+        folder = hub.snapshot_download(where, revision=revision, allow_patterns=["*.safetensors", "*.json"], **more)
+    config = tf.AutoConfig.from_pretrained(folder)
+    of_class = {k: v for k, v in options.items() if k == "attn_implementation"}
+    made = quantized_model(folder, model_class(config.architectures), config, dtype, device, packed, **of_class)
+    if made.can_generate() and (Path(folder) / "generation_config.json").is_file():
+        made.generation_config = tf.GenerationConfig.from_pretrained(folder)
+    return made
+
 # %% ../../nbs/04_models/03_load.ipynb #0ee4d1a7
 def load(
     name:str|Path,                     # a sample ("smollm2-135m", "minilm-l6"), a folder, a size of the zoo with
                                        # weights on the hub, or a name on the Hugging Face hub
     dtype:torch.dtype|str|None=None,   # of the weights, such as "bfloat16"; None: as stored
     device=None,                       # "cpu", "cuda", …; None: cuda if there is one, else cpu
+    packed:bool|None=None,             # of a quantized folder: keep its codes where a packed layer takes them? False
+                                       # widens them, as `cook` needs it; None: keep
     **options,                         # passed to `from_pretrained`, such as attn_implementation="eager", revision="…"
 )->tuple:                              # (model in eval mode, tokenizer); tokenizer None if a folder holds none
     "A trained model with its card, and its tokenizer; weights on `device`."
@@ -176,6 +194,10 @@ def load(
     where, more = _find(name)
     revision = {k: v for k, v in options.items() if k == "revision"}
     config, _ = tf.PreTrainedConfig.get_config_dict(where, **more, **revision)
+    if config.get("quantization_config"):
+        model = _from_quantized(where, more, dtype, device, packed is not False, options)
+        if card := _card_of(_ALIASES.get(str(name), str(name)), where, more, model): card.put(model)
+        return model, _tokenizer(where, more, options)
     made = dict(dtype=dtype or "auto", output_loading_info=True, **more, **options)
     with contextlib.nullcontext() if more else _no_bars():   # from the hub, a bar shows the download
         model, info = model_class(config.get("architectures")).from_pretrained(where, **made)
