@@ -8,11 +8,12 @@ __all__ = []
 # %% ../../nbs/03_formats.ipynb #2f22332c
 # the chapter's front: what `from bmlab.formats import …` finds, wherever the rooms hold it
 # ruff: noqa: F401
-from .gguf import GGUF, convert_gguf, gguf_config, gguf_tokenizer, gguf_weights
+from .gguf import GGUF
+from .gguf_models import convert_gguf, gguf_config, gguf_families, gguf_tokenizer, gguf_weights
 from .quantized import BadQuantization, QuantizedFiles, quantization_of, quantized_model
 from .safetensors import TensorFiles, local_slices, read_weights
 
 __all__ = """
-    GGUF convert_gguf gguf_config gguf_tokenizer gguf_weights BadQuantization QuantizedFiles quantization_of
-    quantized_model TensorFiles local_slices read_weights
+    GGUF convert_gguf gguf_config gguf_families gguf_tokenizer gguf_weights BadQuantization QuantizedFiles
+    quantization_of quantized_model TensorFiles local_slices read_weights
 """.split()

@@ -6,7 +6,7 @@
 __all__ = ['model_folder', 'model_on_meta', 'load_placed']
 
 # %% ../../nbs/40_infer/12_loading.ipynb #6f8750c4
-import hashlib, json, logging, zlib
+import json, logging, zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from ..core import parts
 from ..kernels.layers import pack_linears, packable
 from ..models.load import SAMPLES, TOKENIZER_FILES, check_folder, find_on_hub, load, sample_dir
 from ..models.zoo import float_dtype, model_class
-from ..formats.gguf import convert_gguf
-from ..files import cached
+from ..formats.gguf import GGUF
+from ..formats.gguf_models import GGUFTensors, gguf_on_meta, gguf_tokenizer, keep_float32
 from .placement import InferencePlan, _block_of, plan_inference
 from ..formats.quantized import QuantizedFiles, quantization_of, quantized_on_meta
 from ..formats.safetensors import TensorFiles, TensorPlaces, matching_keys, tensors_by_name
@@ -31,17 +31,13 @@ _WANTED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 
 def model_folder(
     name:str|Path, # a sample, a folder, a GGUF file, or a name on the Hugging Face hub
-)->Path:           # holds config.json and safetensors files
-    "The folder of a model's files, fetched or converted if it must be."
+)->Path:           # holds config.json and safetensors files; or the GGUF file
+    "The folder of a model's files, fetched if it must be."
     if not isinstance(name, (str, Path)) or not str(name).strip():
         raise TypeError(f"name={name!r}: expected a sample, a folder, a GGUF file or a name on the model hub")
     text, path = str(name), Path(name).expanduser()
     if text in SAMPLES: folder = sample_dir(text)
-    elif path.suffix == ".gguf" and path.is_file():
-        stamp = hashlib.sha256(
-            f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}".encode()
-        ).hexdigest()[:12]
-        folder = cached(f"gguf-{stamp}", lambda made: convert_gguf(path, made))
+    elif path.suffix == ".gguf" and path.is_file(): return path
     elif path.exists() or isinstance(name, Path) or text.startswith(("/", ".", "~")): folder = path
     else:
         import huggingface_hub
@@ -65,6 +61,7 @@ def model_on_meta(
 )->nn.Module:                        # in eval mode, every tensor on meta
     "The model of a folder without its weights: what a plan needs."
     folder, dtype = model_folder(name), float_dtype(dtype)
+    if folder.suffix == ".gguf": return gguf_on_meta(GGUF(folder), dtype)
     config = tf.AutoConfig.from_pretrained(folder)
     dtype = dtype or getattr(config, "dtype", None) or _stored_dtype(folder)
     cls = model_class(config.architectures)
@@ -74,12 +71,7 @@ def model_on_meta(
         model = getattr(
             cls, "_from_config", cls.from_config if hasattr(cls, "from_config") else None
         )(config, dtype=dtype)
-    keep = [
-        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
-        *((getattr(model, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else ())
-    ]
-    for n, p in model.named_parameters():                             # what the family computes in float32 in any case
-        if p.is_floating_point() and any(k in n.split(".") for k in keep): p.data = p.data.float()
+    keep_float32(model, dtype)
     return _for_generation(model.eval(), folder)
 
 def _for_generation(model, folder):
@@ -95,12 +87,17 @@ def _stored_dtype(folder):
     return next((t.dtype for k in files.where if (t := files.read(k, ())).is_floating_point()), torch.float32)
 
 # %% ../../nbs/40_infer/12_loading.ipynb #9ee93c63
+def _files(folder, model):
+    if folder.suffix == ".gguf": return GGUFTensors(GGUF(folder), model)
+    if quantization_of(folder) is None: return TensorFiles(folder)
+    files = QuantizedFiles(folder)
+    files.fit(model, model.dtype)
+    return files
+
 class _Source:
     "The weights of a folder, by the names of a model on meta"
     def __init__(self, model, folder):
-        quantized = quantization_of(folder) is not None
-        self.files, self.model = QuantizedFiles(folder) if quantized else TensorFiles(folder), model
-        if quantized: self.files.fit(model, model.dtype)
+        self.files, self.model = _files(folder, model), model
         self.keys = matching_keys(model, self.files)                       # raises for files of another model
         self.places, self.known = TensorPlaces(model), tensors_by_name(model)
         self.key = {id(t): self.keys.get(n) for n, (t, _) in self.known.items()}
@@ -151,7 +148,7 @@ def _open(folder, dtype, plan, model):
     try: return model, _Source(model, folder)
     except (ValueError, FileNotFoundError) as e:
         why = str(e).split("; what both have")[0]
-        if "of another shape" in why: raise
+        if "of another shape" in why or folder.suffix == ".gguf": raise
         try: whole, _ = load(folder, dtype=dtype or model.dtype, device="cpu")
         except Exception: raise e from None
         if fresh := getattr(whole, "_bmlab_fresh", ()):
@@ -206,6 +203,7 @@ def load_placed(
         if plan is None: plan = plan_inference(model, bits=bits, group_size=group)
         _fill_all(model, source, plan, bits, group, device, put)
     finally: source.close()
+    if folder.suffix == ".gguf": return model, gguf_tokenizer(GGUF(folder))
     tok = tf.AutoTokenizer.from_pretrained(folder) if any(any(folder.glob(f)) for f in TOKENIZER_FILES) else None
     return model, tok
 

@@ -14,8 +14,9 @@ import transformers as tf
 
 from ..core import did_you_mean
 from ..files import MANIFEST, cached, fetch, why_torn
-from ..formats.gguf import convert_gguf
+from ..formats.gguf import GGUF
 from ..formats.quantized import quantized_model
+from ..formats.gguf_models import convert_gguf, gguf_model, gguf_tokenizer
 from .card import ModelCard, read_card
 from .zoo import _ALIASES, _HUB, _SIZES, _meet, _device, build, float_dtype, license_of, model_class
 
@@ -97,12 +98,12 @@ def find_on_hub(
 
 # %% ../../nbs/04_models/03_load.ipynb #ed99bb78
 def check_folder(
-    folder:Path, # of a model
+    folder:Path, # of a model, or a GGUF file
 )->tuple:        # (folder, {}) for transformers' `from_pretrained`
-    "Is it the folder of a model? An error says what else it is, or what is damaged."
+    "Is it the folder of a model, or a GGUF file? An error says what else it is, or what is damaged."
     if folder.suffix == ".gguf":
-        convert = f"convert_gguf({str(folder)!r}, some_folder), then load that folder"
-        raise ValueError(f"{folder} is one GGUF file: {convert}")
+        if folder.is_file(): return str(folder), {}
+        raise FileNotFoundError(f"there is no file {folder}")
     if not folder.is_dir(): raise FileNotFoundError(f"there is no folder {folder}")
     if (folder / "cooked.json").is_file():
         raise ValueError(f"{folder} holds a packed model: load_cooked({str(folder)!r}) reads it")
@@ -162,7 +163,17 @@ def _tokenizer(where, more, options):
     trust = {k: v for k, v in options.items() if k == "trust_remote_code"}
     return tf.AutoTokenizer.from_pretrained(where, **more, **revision, **trust)
 
-# %% ../../nbs/04_models/03_load.ipynb #bb5fbd74
+# %% ../../nbs/04_models/03_load.ipynb #f39bbe97
+def _from_gguf(file, dtype, device, packed, options):
+    "(model, tokenizer) of a GGUF file, filled tensor by tensor"
+    gguf = GGUF(file)
+    model = gguf_model(gguf, dtype, device, packed, **options)
+    says = lambda key: gguf.get(f"general.{key}")
+    source = f"GGUF file {gguf.path.name}"
+    ModelCard(name=says("name") or gguf.path.stem, license=says("license") or "unknown", source=source).put(model)
+    return model, gguf_tokenizer(gguf)
+
+# %% ../../nbs/04_models/03_load.ipynb #7e1b4d24
 def _from_quantized(where, more, dtype, device, packed, options):
     "The model of a folder with `quantization_config`, fetched first if it is on the hub"
     folder = where
@@ -179,12 +190,13 @@ def _from_quantized(where, more, dtype, device, packed, options):
 
 # %% ../../nbs/04_models/03_load.ipynb #0ee4d1a7
 def load(
-    name:str|Path,                     # a sample ("smollm2-135m", "minilm-l6"), a folder, a size of the zoo with
-                                       # weights on the hub, or a name on the Hugging Face hub
+    name:str|Path,                     # a sample ("smollm2-135m", "minilm-l6"), a folder, a GGUF file (of a split
+                                       # one, any), a size of the zoo with weights on the hub, or a name on the hub
     dtype:torch.dtype|str|None=None,   # of the weights, such as "bfloat16"; None: as stored
     device=None,                       # "cpu", "cuda", …; None: cuda if there is one, else cpu
-    packed:bool|None=None,             # of a quantized folder: keep its codes where a packed layer takes them? False
-                                       # widens them, as `cook` needs it; None: keep
+    packed:bool|None=None,             # keep stored codes as packed layers, bit for bit? True: of a GGUF file those of
+                                       # Q8_0, Q4_0 and Q4_1. False: all is widened, as training and `cook` need it.
+                                       # None: kept of a quantized folder, widened of a GGUF file
     **options,                         # passed to `from_pretrained`, such as attn_implementation="eager", revision="…"
 )->tuple:                              # (model in eval mode, tokenizer); tokenizer None if a folder holds none
     "A trained model with its card, and its tokenizer; weights on `device`."
@@ -192,12 +204,16 @@ def load(
         raise TypeError(f"name={name!r}: expected a sample, a folder or a name on the model hub")
     dtype, device = float_dtype(dtype), _device(device)
     where, more = _find(name)
+    if where.endswith(".gguf") and not more: return _from_gguf(where, dtype, device, bool(packed), options)
     revision = {k: v for k, v in options.items() if k == "revision"}
     config, _ = tf.PreTrainedConfig.get_config_dict(where, **more, **revision)
     if config.get("quantization_config"):
         model = _from_quantized(where, more, dtype, device, packed is not False, options)
         if card := _card_of(_ALIASES.get(str(name), str(name)), where, more, model): card.put(model)
         return model, _tokenizer(where, more, options)
+    if packed:
+        given = f"unlike {name!r}; pack_linears packs what load returns"
+        raise ValueError(f"packed=True is for GGUF files and quantized folders, {given}")
     made = dict(dtype=dtype or "auto", output_loading_info=True, **more, **options)
     with contextlib.nullcontext() if more else _no_bars():   # from the hub, a bar shows the download
         model, info = model_class(config.get("architectures")).from_pretrained(where, **made)
