@@ -225,7 +225,7 @@ def _follow(w, order, U, grid, fitted, block=64):
         errors = torch.empty(j - i, w.shape[1], device=w.device)
         for k in range(i, j):
             q = grid._nearest(w[k], s[k], None if z is None else z[k])
-            if pinned is not None: q.masked_fill_(pinned[k], 0)
+            if pinned is not None: q = torch.where(pinned[k], 0 if z is None else -(z[k] / s[k]).round_(), q)
             codes[k] = q
             errors[k - i] = (w[k] - (q * s[k] if z is None else q * s[k] + z[k])) / U[k, k]
             w[k:j] -= U[k, k:j, None] * errors[k - i]
